@@ -1,0 +1,31 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+
+#include <torch/csrc/autograd/function.h>
+
+namespace sidestream {
+
+class Chain;
+
+/// The autograd node of one graphed call: its apply replays the backward graph. When it dies unused, so does the claim on the
+/// layer's saved tensors.
+class ReplayNode final : public torch::autograd::Node {
+ public:
+  ReplayNode(std::shared_ptr<Chain> chain, std::size_t layer, std::uint64_t generation)
+      : chain_(std::move(chain)), layer_(layer), generation_(generation) {}
+  ~ReplayNode() override;
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  void release_variables() override {}
+  [[nodiscard]] std::string name() const override { return "SidestreamReplay"; }
+
+ private:
+  friend class Chain;
+  std::shared_ptr<Chain> chain_;
+  std::size_t layer_;
+  std::uint64_t generation_;
+  bool applied_ = false;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,65 @@
+#pragma once
+#include <memory>
+
+#include <torch/nn/module.h>
+
+#include "sidestream/options.h"
+#include "sidestream/report.h"
+
+namespace sidestream {
+
+class EngineState;
+
+/// One training step: from the forward pass through the optimizer. Scopes and calls on this thread belong to it while it lives.
+/// Ordering: at its end the current stream waits for every copy of the step.
+/// Threads: ends on the thread it began on.
+class [[nodiscard]] Step {
+ public:
+  Step(Step&& other) noexcept : state_(std::move(other.state_)), exceptions_(other.exceptions_) {}
+  Step& operator=(Step&&) = delete;
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+  /// Left by an exception, it cleans up and does not throw.
+  ~Step() noexcept(false);
+
+ private:
+  friend class OffloadEngine;
+  explicit Step(std::shared_ptr<EngineState> state);
+  std::shared_ptr<EngineState> state_;
+  int exceptions_;
+};
+
+/// Moves what autograd saves to pinned host memory while later work computes, brings it back before backward needs it, and
+/// captures calls into graphs that do the same. The first step runs eagerly, counts, and is the sizing pass.
+///
+/// The model must outlive the engine; names come from `model.named_modules()`.
+/// Threads: one step at a time. Capture: not to be made or stepped inside a capture of the user's.
+/// Throws: UsageError for bad options, for K = 0, and where the autograd seam does not work (Python's engine is loaded);
+///         DeviceError as make_runtime.
+class OffloadEngine {
+ public:
+  OffloadEngine(torch::nn::Module& model, Options options);
+  OffloadEngine(const OffloadEngine&) = delete;
+  OffloadEngine& operator=(const OffloadEngine&) = delete;
+  ~OffloadEngine();
+
+  /// Begins a step. The second one first captures what the first one called. Throws: UsageError while another step lives or
+  /// when a pattern matches nothing; CaptureError when a capture fails (nothing of it is left; the step may be tried again).
+  [[nodiscard]] Step step();
+
+  /// Keeps the tensor's storage on the device for as long as it lives.
+  void mark_not_offload(const at::Tensor& tensor);
+
+  [[nodiscard]] Report report() const;
+
+  /// Drops all captures and the plan: the next step is a sizing pass again. Throws: UsageError inside a step.
+  void reset();
+
+  /// For make_graphed_callables.
+  [[nodiscard]] const std::shared_ptr<EngineState>& state() const { return state_; }
+
+ private:
+  std::shared_ptr<EngineState> state_;
+};
+
+}  // namespace sidestream

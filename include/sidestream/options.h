@@ -1,0 +1,58 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <c10/core/Device.h>
+#include <torch/arg.h>
+
+#include "sidestream/graph_options.h"
+
+namespace sidestream {
+
+/// 32_GiB and the like for byte counts.
+inline namespace literals {
+constexpr std::size_t operator""_KiB(unsigned long long n) { return static_cast<std::size_t>(n) << 10; }
+constexpr std::size_t operator""_MiB(unsigned long long n) { return static_cast<std::size_t>(n) << 20; }
+constexpr std::size_t operator""_GiB(unsigned long long n) { return static_cast<std::size_t>(n) << 30; }
+}  // namespace literals
+
+/// What an OffloadEngine does. Names are dotted ("blocks.3.core_attn"); in patterns `*` is one component, `**` any number,
+/// "all" is `**`. A pattern that matches no call or scope of the sizing pass is a UsageError that lists the names there are.
+class Options {
+ public:
+  explicit Options(c10::Device device) : device_(device) {}
+
+  /// Adds a pattern (or a comma list) of scopes whose saved tensors leave the device [offload_modules].
+  Options& offload(const std::string& patterns) {
+    offload_.push_back(patterns);
+    return *this;
+  }
+  /// Adds a pattern (or a comma list) of `ss::call` names that are captured into graphs.
+  Options& graph(const std::string& patterns) {
+    graph_.push_back(patterns);
+    return *this;
+  }
+
+  [[nodiscard]] c10::Device device() const { return device_; }
+  [[nodiscard]] const std::vector<std::string>& offload_patterns() const { return offload_; }
+  [[nodiscard]] const std::vector<std::string>& graph_patterns() const { return graph_; }
+
+  /// Hard cap on pinned host bytes; groups that do not fit stay on the device and the report says which.
+  TORCH_ARG(std::size_t, host_cap) = std::numeric_limits<std::size_t>::max();
+  /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes].
+  TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
+  /// Eager groups whose copies to the host may be in flight before the main stream waits for the oldest [max_inflight].
+  TORCH_ARG(int64_t, groups_in_flight) = 2;
+  /// How calls that match `graph` are captured and replayed.
+  TORCH_ARG(GraphOptions, graph_options);
+
+ private:
+  c10::Device device_;
+  std::vector<std::string> offload_;
+  std::vector<std::string> graph_;
+};
+
+}  // namespace sidestream

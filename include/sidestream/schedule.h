@@ -1,0 +1,34 @@
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace sidestream {
+
+/// An order in which the sim device may run queued work; every one is legal by streams and events.
+///
+///   early      everything as soon as it may run (the order of issue)
+///   late       copies last, each when something ordered after it runs
+///   d2h-early  device-to-host copies at once, host-to-device copies late
+///   d2h-late   host-to-device copies at once, device-to-host copies late
+///   seed:N     drawn from the seed N: weights per direction, or priorities per stream
+class Schedule {
+ public:
+  enum class Kind : std::uint8_t { early, late, d2h_early, d2h_late, seed };
+
+  Schedule() = default;
+  explicit Schedule(Kind kind, std::uint64_t seed = 0) noexcept : kind_(kind), seed_(seed) {}
+
+  /// Reads one of the names above. Throws: UsageError that lists them, for any other text.
+  [[nodiscard]] static Schedule parse(const std::string& text);
+
+  [[nodiscard]] Kind kind() const noexcept { return kind_; }
+  [[nodiscard]] std::uint64_t seed() const noexcept { return seed_; }
+  /// The text that `parse` reads back.
+  [[nodiscard]] std::string name() const;
+
+ private:
+  Kind kind_ = Kind::early;
+  std::uint64_t seed_ = 0;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,12 @@
+#pragma once
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graph_event.h"
+#include "sidestream/graphed_callable.h"
+#include "sidestream/options.h"
+#include "sidestream/report.h"
+#include "sidestream/schedule.h"
+#include "sidestream/scope.h"
+#include "sidestream/version.h"

@@ -1,0 +1,14 @@
+#pragma once
+
+/// The version of these headers; `sidestream::version()` is that of the library that was loaded.
+#define SIDESTREAM_VERSION_MAJOR 0
+#define SIDESTREAM_VERSION_MINOR 1
+#define SIDESTREAM_VERSION_PATCH 0
+#define SIDESTREAM_VERSION "0.1.0"
+
+namespace sidestream {
+
+/// "MAJOR.MINOR.PATCH" of the loaded library. Threads: any. Throws: never.
+[[nodiscard]] const char* version() noexcept;
+
+}  // namespace sidestream

@@ -1,0 +1,73 @@
+#include "analysis/planner.h"
+
+namespace sidestream {
+namespace {
+
+Decision wanted(const Profile& profile, const StorageProfile& storage) {
+  const std::uint32_t first = storage.savers.front();
+  if (!profile.groups[first].selected) {
+    return {Fate::not_selected, first};
+  }
+  for (const std::uint32_t saver : storage.savers) {
+    if (profile.groups[saver].turns_round) {
+      return {Fate::turns_round, saver};
+    }
+  }
+  for (const std::uint32_t saver : storage.savers) {
+    if (!profile.groups[saver].selected) {
+      return {Fate::held_back, saver};
+    }
+  }
+  return {Fate::moves, first};
+}
+
+std::string mebibytes(std::uint64_t bytes) {
+  const std::uint64_t tenths = (bytes * 10) >> 20;
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MiB";
+}
+
+}  // namespace
+
+Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t alignment) {
+  Plan plan;
+  plan.decisions.reserve(profile.storages.size());
+  std::vector<std::uint64_t> pinned(profile.groups.size(), 0);
+  for (const StorageProfile& storage : profile.storages) {
+    const Decision decision = wanted(profile, storage);
+    plan.decisions.push_back(decision);
+    if (decision.fate == Fate::moves) {
+      pinned[storage.savers.front()] += (storage.bytes + alignment - 1) / alignment * alignment;
+    } else if (decision.fate == Fate::held_back) {
+      plan.notes.push_back("a storage of " + mebibytes(storage.bytes) + " saved by " +
+                           profile.groups[storage.savers.front()].name + " stays: " +
+                           profile.groups[decision.held_by].name + " saves it too and is not offloaded");
+    }
+  }
+  std::vector<bool> over_cap(profile.groups.size(), false);
+  for (std::size_t group = 0; group < profile.groups.size(); ++group) {
+    if (pinned[group] == 0) {
+      continue;
+    }
+    if (pinned[group] > room_bytes) {
+      over_cap[group] = true;
+      plan.notes.push_back("group " + profile.groups[group].name + " stays: its " + mebibytes(pinned[group]) +
+                           " do not fit into the host cap");
+    } else {
+      room_bytes -= pinned[group];
+    }
+  }
+  for (std::size_t i = 0; i < plan.decisions.size(); ++i) {
+    Decision& decision = plan.decisions[i];
+    if (decision.fate != Fate::moves) {
+      continue;
+    }
+    if (over_cap[profile.storages[i].savers.front()]) {
+      decision.fate = Fate::over_cap;
+    } else {
+      plan.moved_bytes += profile.storages[i].bytes;
+    }
+  }
+  return plan;
+}
+
+}  // namespace sidestream

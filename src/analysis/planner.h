@@ -1,0 +1,49 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace sidestream {
+
+/// What a sizing pass saw of one group: the tensors that autograd saved inside one named scope.
+struct GroupProfile {
+  std::string name;
+  bool selected = false;     ///< the options name it
+  bool turns_round = false;  ///< backward needs it at once: it stays whatever the options say
+};
+
+/// What a sizing pass saw of one storage.
+struct StorageProfile {
+  std::uint64_t bytes = 0;
+  std::vector<std::uint32_t> savers;  ///< indices of groups, the first saver first
+};
+
+/// Plain data: groups and storages in the order in which the forward pass met them.
+struct Profile {
+  std::vector<GroupProfile> groups;
+  std::vector<StorageProfile> storages;
+};
+
+/// Whether a storage leaves the device, and why not.
+enum class Fate : std::uint8_t { moves, not_selected, turns_round, held_back, over_cap };
+
+/// For one storage of the profile.
+struct Decision {
+  Fate fate = Fate::not_selected;
+  std::uint32_t held_by = 0;  ///< for `held_back`: the group that keeps it
+};
+
+/// Plain data, made once; `decisions[i]` is about `storages[i]` of its profile.
+struct Plan {
+  std::vector<Decision> decisions;
+  std::uint64_t moved_bytes = 0;
+  std::vector<std::string> notes;  ///< for the report: storages held back, groups over the cap
+};
+
+/// Decides which storages leave. A storage leaves only when every saver's group is selected and none turns round; groups are
+/// taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage rounded up to
+/// `alignment` bytes. Pure; linear in the profile.
+[[nodiscard]] Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t alignment);
+
+}  // namespace sidestream

@@ -1,0 +1,98 @@
+#include "sidestream/report.h"
+
+#include <cstdio>
+#include <ostream>
+
+#include <nlohmann/json.hpp>
+
+namespace sidestream {
+namespace {
+
+std::string mebibytes(std::int64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f MiB", static_cast<double>(bytes) / (1 << 20));
+  return text;
+}
+
+void row(std::ostream& out, const char* what, const std::string& value) {
+  char line[160];
+  std::snprintf(line, sizeof line, "  %-44s %s\n", what, value.c_str());
+  out << line;
+}
+
+}  // namespace
+
+double Report::r_gross() const {
+  return offloaded_bytes == 0 ? 0.0 : static_cast<double>(sizing_peak_bytes - step_peak_bytes) / static_cast<double>(offloaded_bytes);
+}
+
+void Report::print(std::ostream& out) const {
+  out << "sidestream: " << steps << " steps\n";
+  row(out, "left the device, a step", mebibytes(offloaded_bytes));
+  row(out, "came back, a step", mebibytes(reloaded_bytes));
+  row(out, "saved by autograd, seen", mebibytes(saved_bytes));
+  row(out, "grew on the device and was not seen", mebibytes(unseen_bytes));
+  row(out, "pinned host memory (asked for)", mebibytes(pinned_bytes) + " (" + mebibytes(pinned_requested_bytes) + ")");
+  row(out, "pinned allocations after planning", std::to_string(pinned_allocations_after_planning));
+  row(out, "peak of the sizing pass", mebibytes(sizing_peak_bytes));
+  row(out, "peak of the latest step", mebibytes(step_peak_bytes));
+  row(out, "waits for copies, a step", std::to_string(waits));
+  row(out, "reloads not prefetched, a step", std::to_string(inline_reloads));
+  row(out, "graphs captured (of them again)", std::to_string(captures) + " (" + std::to_string(recaptures) + ")");
+  row(out, "graph launches, a step", std::to_string(replays));
+  row(out, "calls that ran eagerly, all steps", std::to_string(eager_calls));
+  row(out, "read by captures from elsewhere", mebibytes(external_bytes));
+  if (copied_twice_bytes > 0) {
+    row(out, "copied again after a write, a step", mebibytes(copied_twice_bytes));
+  }
+  for (const GroupReport& group : groups) {
+    row(out, group.name.c_str(),
+        mebibytes(group.moved_bytes) + " of " + mebibytes(group.bytes) +
+            (group.kept_because.empty() ? "" : "  (rest: " + group.kept_because + ")"));
+  }
+  for (const ExclusionReport& exclusion : exclusions) {
+    row(out, ("stays: " + exclusion.reason).c_str(), std::to_string(exclusion.tensors) + " tensors, " + mebibytes(exclusion.bytes));
+  }
+  for (const std::string& note : notes) {
+    out << "  note: " << note << "\n";
+  }
+}
+
+std::string Report::json() const {
+  nlohmann::json object = {{"version", 1},
+                           {"steps", steps},
+                           {"offloaded_bytes", offloaded_bytes},
+                           {"reloaded_bytes", reloaded_bytes},
+                           {"saved_bytes", saved_bytes},
+                           {"unseen_bytes", unseen_bytes},
+                           {"copied_twice_bytes", copied_twice_bytes},
+                           {"pinned_bytes", pinned_bytes},
+                           {"pinned_requested_bytes", pinned_requested_bytes},
+                           {"host_cap", host_cap},
+                           {"pinned_allocations_after_planning", pinned_allocations_after_planning},
+                           {"waits", waits},
+                           {"inline_reloads", inline_reloads},
+                           {"captures", captures},
+                           {"recaptures", recaptures},
+                           {"replays", replays},
+                           {"eager_calls", eager_calls},
+                           {"external_bytes", external_bytes},
+                           {"sizing_peak_bytes", sizing_peak_bytes},
+                           {"step_peak_bytes", step_peak_bytes},
+                           {"r_gross", r_gross()},
+                           {"groups", nlohmann::json::array()},
+                           {"exclusions", nlohmann::json::array()},
+                           {"notes", notes}};
+  for (const GroupReport& group : groups) {
+    object["groups"].push_back({{"name", group.name},
+                                {"bytes", group.bytes},
+                                {"moved_bytes", group.moved_bytes},
+                                {"kept_because", group.kept_because}});
+  }
+  for (const ExclusionReport& exclusion : exclusions) {
+    object["exclusions"].push_back({{"reason", exclusion.reason}, {"tensors", exclusion.tensors}, {"bytes", exclusion.bytes}});
+  }
+  return object.dump();
+}
+
+}  // namespace sidestream

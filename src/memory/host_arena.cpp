@@ -1,0 +1,307 @@
+#include "memory/host_arena.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include "runtime/runtime.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+struct HostArena::Slot {
+  std::byte* data = nullptr;
+  std::size_t bytes = 0;
+  // At most one of the two is set: what the next lessee waits for.
+  std::shared_ptr<const Event> last_copy;
+  std::shared_ptr<const ExternalEvent> last_drained;
+  std::shared_ptr<Event> own;
+  Slot* next_free = nullptr;
+};
+
+struct HostArena::State {
+  // Free slots of one size, first back first out: the one longest back is the likeliest to be done.
+  struct SizeClass {
+    std::size_t bytes = 0;
+    Slot* first = nullptr;
+    Slot* last = nullptr;
+  };
+
+  State(Runtime& runtime_in, std::size_t cap) : runtime(runtime_in) { stats.cap = cap; }
+  ~State();
+
+  void pin(std::size_t bytes);
+  void add_slot(std::byte* data, std::size_t bytes);
+  void put_back(Slot& slot);
+  Slot* take(std::size_t bytes);
+  void wait_for_copies() noexcept;
+
+  Runtime& runtime;
+  mutable std::mutex mutex;
+  std::vector<PinnedMemory> slabs;
+  std::deque<Slot> slots;  // addresses stay
+  std::vector<SizeClass> free_by_size;
+  HostArenaStats stats;
+  bool sealed = false;
+};
+
+namespace {
+
+std::size_t align_up(std::size_t bytes) {
+  return (bytes + HostArena::alignment - 1) / HostArena::alignment * HostArena::alignment;
+}
+
+}  // namespace
+
+HostArena::State::~State() { wait_for_copies(); }
+
+// The slabs must not be unpinned under a copy. A thread that captures may not wait; the backend then defers what it must.
+void HostArena::State::wait_for_copies() noexcept {
+  try {
+    if (runtime.capture_status(runtime.current_stream()) != CaptureStatus::none) {
+      return;
+    }
+    const Event* waited = nullptr;
+    bool drained = false;
+    for (const Slot& slot : slots) {
+      if (slot.last_copy && slot.last_copy.get() != waited) {
+        waited = slot.last_copy.get();
+        runtime.synchronize(*waited);
+      }
+      drained = drained || slot.last_drained != nullptr;
+    }
+    if (drained) {
+      const OwnedStream stream = runtime.create_stream();
+      const ExternalEvent* joined = nullptr;
+      for (const Slot& slot : slots) {
+        if (slot.last_drained && slot.last_drained.get() != joined) {
+          joined = slot.last_drained.get();
+          runtime.wait(stream, *joined);
+        }
+      }
+      runtime.synchronize(stream);
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "sidestream: host arena gives its memory back without waiting for the last copies: %s\n",
+                 error.what());
+  }
+}
+
+void HostArena::State::pin(std::size_t bytes) {
+  slabs.reserve(slabs.size() + 1);
+  slabs.push_back(runtime.allocate_pinned(bytes));
+  stats.pinned += bytes;
+  stats.slabs += 1;
+  if (sealed) {
+    stats.allocations_after_seal += 1;
+  }
+}
+
+void HostArena::State::add_slot(std::byte* data, std::size_t bytes) {
+  const auto at = std::lower_bound(free_by_size.begin(), free_by_size.end(), bytes,
+                                   [](const SizeClass& one, std::size_t size) { return one.bytes < size; });
+  if (at == free_by_size.end() || at->bytes != bytes) {
+    free_by_size.insert(at, SizeClass{bytes, nullptr, nullptr});
+  }
+  Slot& slot = slots.emplace_back();
+  slot.data = data;
+  slot.bytes = bytes;
+  stats.requested += bytes;
+  put_back(slot);
+}
+
+void HostArena::State::put_back(Slot& slot) {
+  auto& of_size = *std::lower_bound(free_by_size.begin(), free_by_size.end(), slot.bytes,
+                                    [](const SizeClass& one, std::size_t size) { return one.bytes < size; });
+  slot.next_free = nullptr;
+  (of_size.last != nullptr ? of_size.last->next_free : of_size.first) = &slot;
+  of_size.last = &slot;
+}
+
+HostArena::Slot* HostArena::State::take(std::size_t bytes) {
+  for (auto at = std::lower_bound(free_by_size.begin(), free_by_size.end(), bytes,
+                                  [](const SizeClass&one, std::size_t size) { return one.bytes < size; });
+       at != free_by_size.end(); ++at) {
+    if (Slot* slot = at->first; slot != nullptr) {
+      at->first = slot->next_free;
+      if (at->first == nullptr) {
+        at->last = nullptr;
+      }
+      return slot;
+    }
+  }
+  return nullptr;
+}
+
+HostArena::HostArena(Runtime& runtime, std::size_t cap_bytes) : state_(std::make_shared<State>(runtime, cap_bytes)) {}
+HostArena::~HostArena() = default;
+
+std::vector<bool> HostArena::plan(std::span<const std::size_t> sizes) {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->sealed) {
+    throw UsageError("host arena: plan() after seal(); plan every group before the arena is sealed");
+  }
+  std::vector<bool> placed;
+  std::vector<std::pair<std::size_t, std::size_t>> offsets;  // (offset, bytes)
+  placed.reserve(sizes.size());
+  const std::size_t free_bytes = state_->stats.cap - state_->stats.pinned;
+  std::size_t end = 0;
+  for (const std::size_t bytes : sizes) {
+    const std::size_t begin = align_up(end);
+    const bool fits = bytes <= free_bytes && begin <= free_bytes - bytes;
+    placed.push_back(fits);
+    if (fits && bytes > 0) {
+      offsets.emplace_back(begin, bytes);
+      end = begin + bytes;
+    }
+  }
+  if (end > 0) {
+    state_->pin(end);
+    std::byte* const base = state_->slabs.back().data();
+    for (const auto& [offset, bytes] : offsets) {
+      state_->add_slot(base + offset, bytes);
+    }
+  }
+  return placed;
+}
+
+void HostArena::prepare(std::span<const std::size_t> sizes) {
+  std::vector<std::size_t> largest_first(sizes.begin(), sizes.end());
+  std::sort(largest_first.rbegin(), largest_first.rend());
+  std::vector<std::size_t> missing;
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->sealed = false;
+    std::vector<Slot*> claimed;
+    for (const std::size_t bytes : largest_first) {
+      if (Slot* slot = state_->take(bytes); slot != nullptr) {
+        claimed.push_back(slot);
+      } else {
+        missing.push_back(bytes);
+      }
+    }
+    for (Slot* slot : claimed) {
+      state_->put_back(*slot);
+    }
+  }
+  plan(missing);
+  seal();
+}
+
+std::size_t HostArena::available() const noexcept {
+  const std::lock_guard lock(state_->mutex);
+  return state_->stats.cap - state_->stats.leased;
+}
+
+void HostArena::seal() noexcept {
+  const std::lock_guard lock(state_->mutex);
+  state_->sealed = true;
+}
+
+bool HostArena::sealed() const noexcept {
+  const std::lock_guard lock(state_->mutex);
+  return state_->sealed;
+}
+
+std::size_t HostArena::room() const noexcept {
+  const std::lock_guard lock(state_->mutex);
+  return state_->sealed ? 0 : state_->stats.cap - state_->stats.pinned;
+}
+
+HostArena::Lease HostArena::lease(std::size_t bytes) {
+  if (bytes == 0) {
+    return {};
+  }
+  const std::lock_guard lock(state_->mutex);
+  Slot* slot = state_->take(bytes);
+  if (slot == nullptr && !state_->sealed && bytes <= state_->stats.cap - state_->stats.pinned) {
+    state_->pin(bytes);
+    state_->add_slot(state_->slabs.back().data(), bytes);
+    slot = state_->take(bytes);
+  }
+  if (slot == nullptr) {
+    state_->stats.refusals += 1;
+    return {};
+  }
+  state_->stats.live_leases += 1;
+  state_->stats.leased += bytes;
+  state_->stats.leased_peak = std::max(state_->stats.leased_peak, state_->stats.leased);
+  return Lease(state_, slot, slot->data, bytes);
+}
+
+void HostArena::give_back(Lease lease, std::shared_ptr<const Event> last_copy) noexcept {
+  if (lease) {
+    lease.touched(std::move(last_copy));
+  }
+}
+
+HostArenaStats HostArena::stats() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->stats;
+}
+
+HostArena::Lease::Lease(Lease&& other) noexcept
+    : state_(std::move(other.state_)),
+      slot_(std::exchange(other.slot_, nullptr)),
+      data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)) {}
+
+HostArena::Lease& HostArena::Lease::operator=(Lease&& other) noexcept {
+  if (this != &other) {
+    reset();
+    state_ = std::move(other.state_);
+    slot_ = std::exchange(other.slot_, nullptr);
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+  }
+  return *this;
+}
+
+void HostArena::Lease::reset() noexcept {
+  if (state_ == nullptr) {
+    return;
+  }
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->put_back(*slot_);
+    state_->stats.live_leases -= 1;
+    state_->stats.leased -= bytes_;
+  }
+  slot_ = nullptr;
+  data_ = nullptr;
+  bytes_ = 0;
+  state_.reset();
+}
+
+void HostArena::Lease::wait_before_use(c10::Stream stream) const {
+  if (slot_->last_copy) {
+    state_->runtime.wait(stream, *slot_->last_copy);
+  }
+  if (slot_->last_drained) {
+    state_->runtime.wait(stream, *slot_->last_drained);
+  }
+}
+
+void HostArena::Lease::touched(c10::Stream stream) {
+  if (!slot_->own) {
+    slot_->own = std::make_shared<Event>(state_->runtime.create_event());
+  }
+  state_->runtime.record(*slot_->own, stream);
+  slot_->last_copy = slot_->own;
+  slot_->last_drained.reset();
+}
+
+void HostArena::Lease::touched(std::shared_ptr<const Event> event) noexcept {
+  slot_->last_copy = std::move(event);
+  slot_->last_drained.reset();
+}
+
+void HostArena::Lease::touched(std::shared_ptr<const ExternalEvent> drained) noexcept {
+  slot_->last_drained = std::move(drained);
+  slot_->last_copy.reset();
+}
+
+}  // namespace sidestream

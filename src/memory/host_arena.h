@@ -1,0 +1,115 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <c10/core/Stream.h>
+
+#include "runtime/handles.h"
+
+namespace sidestream {
+
+/// What the report says of pinned host memory; all in bytes but the last four.
+struct HostArenaStats {
+  std::size_t cap = 0;
+  std::size_t requested = 0;  ///< sum of the sizes asked for that got room, exact
+  std::size_t pinned = 0;     ///< page-locked bytes held, alignment gaps included; never above `cap`
+  std::size_t leased = 0;     ///< bytes leased now
+  std::size_t leased_peak = 0;
+  std::size_t slabs = 0;
+  std::size_t live_leases = 0;
+  std::size_t refusals = 0;                ///< leases refused for want of room
+  std::size_t allocations_after_seal = 0;  ///< must be 0
+};
+
+/// Page-locked host memory of exact sizes: slabs pinned before the work starts, cut into slots that are 512-byte aligned,
+/// leased to captured groups for their graph's life and to eager groups from step to step. Under a hard cap.
+///
+/// A slot may be used again only when the copy that last touched it is done, whatever its direction. So a lease goes back
+/// with the event of that copy, and the next lessee waits for it on its stream: see Lease.
+/// Threads: any; one Lease is used by one thread at a time. The Runtime must outlive the arena and its leases.
+class HostArena {
+  struct State;
+  struct Slot;
+
+ public:
+  /// A slot of the arena, lent until this object dies. Move-only; empty after a move, or when there was no room.
+  /// Outliving the arena is safe: the slab lives until its last lease is back.
+  class Lease {
+   public:
+    Lease() = default;
+    Lease(Lease&& other) noexcept;
+    Lease& operator=(Lease&& other) noexcept;
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+    /// Gives the slot back, with the last use noted by `touched`.
+    ~Lease() { reset(); }
+    void reset() noexcept;
+
+    [[nodiscard]] explicit operator bool() const noexcept { return state_ != nullptr; }
+    [[nodiscard]] std::byte* data() const noexcept { return data_; }
+    /// The bytes asked for (the slot may be larger).
+    [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
+
+    /// Makes `stream` wait for the copy that last touched this slot, under this or an earlier lease. A no-op on a new slot.
+    /// Call before each write of the slot. Capture: illegal; for a captured group call it on a stream that the launch is
+    /// behind (or once before the capture, on the capture stream). Throws: as Runtime::wait.
+    void wait_before_use(c10::Stream stream) const;
+
+    /// Notes that the copies queued on `stream` so far touch the slot: records the slot's own event. No allocation after
+    /// the slot's first use. Capture: illegal (give the graph's drained event instead).
+    void touched(c10::Stream stream);
+    /// The same with an event that the caller records after the copy (one for a whole group); shared, not copied.
+    void touched(std::shared_ptr<const Event> event) noexcept;
+    /// The same for a captured copy: the drained event that each launch of the graph records.
+    void touched(std::shared_ptr<const ExternalEvent> drained) noexcept;
+
+   private:
+    friend class HostArena;
+    Lease(std::shared_ptr<State> state, Slot* slot, std::byte* data, std::size_t bytes) noexcept
+        : state_(std::move(state)), slot_(slot), data_(data), bytes_(bytes) {}
+    std::shared_ptr<State> state_;
+    Slot* slot_ = nullptr;
+    std::byte* data_ = nullptr;
+    std::size_t bytes_ = 0;
+  };
+
+  static constexpr std::size_t alignment = 512;
+
+  /// Pins nothing yet. `cap_bytes` bounds the page-locked bytes for good.
+  HostArena(Runtime& runtime, std::size_t cap_bytes);
+  HostArena(const HostArena&) = delete;
+  HostArena& operator=(const HostArena&) = delete;
+  /// Live leases keep their slabs; the rest is given back once the last copies are done.
+  ~HostArena();
+
+  /// Pins slots of these sizes (bytes), in this order, as far as the cap allows; the result says which got one. Adds to
+  /// earlier plans. Capture: illegal. Throws: UsageError after `seal`; DeviceError when pinning fails (nothing is kept).
+  std::vector<bool> plan(std::span<const std::size_t> sizes);
+  /// Pins what is missing so that leases of all these sizes can live at once, beside those that live now, and seals: the
+  /// planning of a later pass over a sealed arena. Capture: illegal. Throws: DeviceError when pinning fails.
+  void prepare(std::span<const std::size_t> sizes);
+  /// Bytes that `prepare` may still serve: what the cap leaves, and what is pinned but not leased.
+  [[nodiscard]] std::size_t available() const noexcept;
+  /// No allocation from here on: `lease` serves free slots only.
+  void seal() noexcept;
+  [[nodiscard]] bool sealed() const noexcept;
+  /// Bytes that `plan` may still pin.
+  [[nodiscard]] std::size_t room() const noexcept;
+
+  /// The smallest free slot that holds `bytes`, among equals the one longest back. Before `seal` a missing slot is pinned if
+  /// the cap has room; after it nothing grows. Empty when there is no room, and for 0 bytes.
+  /// No allocation after `seal`. Capture: legal after `seal` (no driver call), illegal before.
+  [[nodiscard]] Lease lease(std::size_t bytes);
+  /// Gives `lease` back with the event of the copy that last touched it; the same as `touched` and `reset`.
+  void give_back(Lease lease, std::shared_ptr<const Event> last_copy) noexcept;
+
+  [[nodiscard]] HostArenaStats stats() const;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,89 @@
+#include "memory/storage_view.h"
+
+#include <string>
+#include <utility>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/COW.h>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+namespace {
+
+constexpr c10::DispatchKeySet wrapped_keys({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                                            c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
+                                            c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::ZeroTensor,
+                                            c10::DispatchKey::Named});
+
+}  // namespace
+
+bool StorageView::supported(const at::Tensor& tensor) noexcept {
+  if (!tensor.defined()) {
+    return false;
+  }
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (impl.layout() != c10::Layout::Strided || !impl.has_storage() || impl.has_symbolic_sizes_strides() ||
+      tensor.is_quantized() || tensor.is_nested() || impl.key_set().has_any(wrapped_keys)) {
+    return false;
+  }
+  const c10::StorageImpl* storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  return storage != nullptr && !storage->sym_nbytes().is_heap_allocated() &&
+         !c10::impl::cow::is_cow_data_ptr(impl.unsafe_storage().data_ptr());
+}
+
+StorageView StorageView::capture(const at::Tensor& tensor) {
+  if (!supported(tensor)) {
+    throw UsageError(
+        "a saved tensor is not a plain strided tensor (undefined, sparse, quantised, nested, copy-on-write or a "
+        "subclass); " +
+        std::string("it cannot be moved: mark it with mark_not_offload"));
+  }
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  StorageView view;
+  view.sizes.assign(impl.sizes().begin(), impl.sizes().end());
+  view.strides.assign(impl.strides().begin(), impl.strides().end());
+  view.offset = impl.storage_offset();
+  view.dtype = tensor.scalar_type();
+  view.keys = impl.key_set();
+  return view;
+}
+
+std::size_t StorageView::extent_bytes() const noexcept {
+  std::int64_t last = 0;
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] == 0) {
+      return 0;
+    }
+    last += (sizes[dim] - 1) * strides[dim];
+  }
+  return static_cast<std::size_t>(offset + last + 1) * c10::elementSize(dtype);
+}
+
+at::Tensor StorageView::restore(c10::Storage storage) const {
+  if (extent_bytes() > storage.nbytes()) {
+    throw UsageError("a tensor of " + std::to_string(extent_bytes()) + " bytes cannot be laid over a storage of " +
+                     std::to_string(storage.nbytes()));
+  }
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, caffe2::TypeMeta::fromScalarType(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return tensor;
+}
+
+c10::Storage allocate_storage(c10::Device device, std::size_t bytes) {
+  c10::Allocator* const allocator = c10::GetAllocator(device.type());
+  if (allocator == nullptr) {
+    throw UsageError("no allocator is registered for device " + device.str());
+  }
+  const c10::OptionalDeviceGuard guard(device);
+  return c10::Storage(c10::make_storage_impl(c10::StorageImpl::use_byte_size_t{},
+                                             c10::SymInt(static_cast<std::int64_t>(bytes)), allocator->allocate(bytes),
+                                             allocator, /*resizable=*/false, device));
+}
+
+}  // namespace sidestream

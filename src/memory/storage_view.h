@@ -1,0 +1,45 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
+
+namespace sidestream {
+
+/// How one tensor lies in its storage: enough to lay the same tensor over another storage of the same bytes. Two tensors of
+/// one storage stay aliases when both are restored over one new storage. Up to 5 dimensions without a heap allocation.
+///
+/// Kept: sizes, strides (any, overlapping and zero too), offset, dtype, conjugate and negative bits.
+/// Not kept: autograd history (saved tensors have theirs elsewhere), inference mode, and the version counter (a new one at 0).
+struct StorageView {
+  c10::SmallVector<std::int64_t, 5> sizes;
+  c10::SmallVector<std::int64_t, 5> strides;
+  std::int64_t offset = 0;  ///< in elements of `dtype`
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  c10::DispatchKeySet keys;
+
+  /// True for plain strided tensors on one storage; false for undefined, sparse, quantised, nested and symbolic ones, for
+  /// tensor subclasses, and for storages that are shared copy-on-write. Those stay on the device.
+  [[nodiscard]] static bool supported(const at::Tensor& tensor) noexcept;
+
+  /// Threads: any. Throws: UsageError when not `supported`.
+  [[nodiscard]] static StorageView capture(const at::Tensor& tensor);
+
+  /// A tensor of this geometry over `storage`; a leaf without gradient. Runs no operator.
+  /// Throws: UsageError when the view would reach beyond the storage's bytes.
+  [[nodiscard]] at::Tensor restore(c10::Storage storage) const;
+
+  /// Bytes of a storage that this view needs at least.
+  [[nodiscard]] std::size_t extent_bytes() const noexcept;
+};
+
+/// An uninitialised device storage of exactly `bytes` bytes by LibTorch's allocator of `device`.
+/// Ordering: belongs to the calling thread's current stream. Capture: legal, from the capture's pool.
+/// Throws: the allocator's out-of-memory error; UsageError when `device` has no allocator.
+[[nodiscard]] c10::Storage allocate_storage(c10::Device device, std::size_t bytes);
+
+}  // namespace sidestream

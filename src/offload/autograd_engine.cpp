@@ -1,0 +1,157 @@
+#include "offload/autograd_engine.h"
+
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "offload/nested_backward.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+namespace {
+
+thread_local SavedTensorSource* current_source = nullptr;
+
+// Everything but the hooks is the base engine's: device threads, streams, reentrant backward, errors.
+class HookingEngine final : public torch::autograd::Engine {
+ public:
+  // Destroyed at exit as the base engine is: its device threads are told to end before the vtable goes.
+  static HookingEngine& instance() {
+    static HookingEngine engine;
+    return engine;
+  }
+  static Engine& get() { return instance(); }
+
+  // LibTorch starts device threads once in a process, for the engine that runs the first backward and for the devices it
+  // knows then. A backward before us, or a device registered later, would leave this engine without.
+  void ensure_device_threads() {
+    if (!device_ready_queues_.empty()) {
+      return;
+    }
+    for (const auto& guard : c10::impl::device_guard_impl_registry) {
+      const c10::impl::DeviceGuardImplInterface* const device = guard.load();
+      if (device != nullptr && !on_cpu_queue(device->type()) && device->deviceCount() > 0) {
+        start_device_threads();
+        return;
+      }
+    }
+  }
+
+  ~HookingEngine() override { stop(); }
+
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
+                                         const torch::autograd::variable_list& inputs, bool keep_graph, bool create_graph,
+                                         bool accumulate_grad, const torch::autograd::edge_list& outputs) override {
+    if (accumulate_grad && refusals_.load(std::memory_order_relaxed) > 0 &&
+        torch::autograd::get_current_graph_task_id() != -1) {
+      throw CaptureError(
+          "a graphed call runs backward() inside its own backward (a checkpoint?), which adds into gradients that a graph "
+          "cannot own; leave that call out of the graphs, or use autograd::grad there");
+    }
+    return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+
+  std::atomic<int> refusals_{0};
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    SavedTensorSource* const source = current_source;
+    return source == nullptr ? nullptr : source->make_hooks();
+  }
+
+ private:
+  HookingEngine() = default;
+
+  static bool on_cpu_queue(c10::DeviceType type) {
+    return type == c10::DeviceType::CPU || type == c10::DeviceType::Meta || type == c10::DeviceType::Lazy;
+  }
+};
+
+class SeamProbe final : public SavedTensorSource {
+ public:
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
+    struct Hooks final : torch::autograd::SavedVariableHooks {
+      explicit Hooks(SeamProbe& probe) : probe_(probe) {}
+      void call_pack_hook(const at::Tensor& tensor) override {
+        probe_.packed = true;
+        tensor_ = tensor;
+      }
+      at::Tensor call_unpack_hook() override {
+        probe_.unpacked = true;
+        return tensor_;
+      }
+      SeamProbe& probe_;
+      at::Tensor tensor_;
+    };
+    return std::make_unique<Hooks>(*this);
+  }
+
+  bool packed = false;
+  bool unpacked = false;
+};
+
+}  // namespace
+
+SavedTensorGuard::SavedTensorGuard(SavedTensorSource* source) noexcept
+    : before_(std::exchange(current_source, source)) {}
+SavedTensorGuard::~SavedTensorGuard() { current_source = before_; }
+
+SavedTensorSource* current_saved_tensor_source() noexcept { return current_source; }
+
+NestedBackwardRefusal::NestedBackwardRefusal() noexcept { ++HookingEngine::instance().refusals_; }
+NestedBackwardRefusal::~NestedBackwardRefusal() { --HookingEngine::instance().refusals_; }
+
+void install_autograd_engine() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  using torch::autograd::Engine;
+  const Engine* const present = &Engine::get_default_engine();
+  if (present == &HookingEngine::get()) {
+    HookingEngine::instance().ensure_device_threads();
+    return;
+  }
+  if (present != &Engine::get_base_engine()) {
+    throw UsageError(
+        "autograd engine: another engine than LibTorch's own is installed (is Python loaded in this process?); saved "
+        "tensors cannot be "
+        "seen. Use the library from a program without Python, or through its Python binding");
+  }
+  torch::autograd::set_default_engine_stub(&HookingEngine::get);
+  try {
+    check_saved_tensor_seam();
+    HookingEngine::instance().ensure_device_threads();
+  } catch (...) {
+    torch::autograd::set_default_engine_stub(&Engine::get_base_engine);
+    throw;
+  }
+}
+
+void check_saved_tensor_seam() {
+  const c10::InferenceMode no_inference(false);
+  const at::AutoGradMode with_grad(true);
+  SeamProbe probe;
+  at::Tensor x = at::ones({1}).requires_grad_(true);
+  at::Tensor y;
+  {
+    const SavedTensorGuard guard(&probe);
+    y = at::mul(x, x);
+  }
+  torch::autograd::grad({y}, {x});
+  if (!probe.packed || !probe.unpacked) {
+    throw UsageError(
+        std::string("autograd engine: this LibTorch did not call the ") + (probe.packed ? "unpack" : "pack") +
+        " hook of a saved tensor; another engine holds the seam, or the LibTorch version is not a tested one (2.11)");
+  }
+}
+
+}  // namespace sidestream

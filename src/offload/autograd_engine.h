@@ -1,0 +1,53 @@
+#pragma once
+#include <memory>
+
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+namespace sidestream {
+
+/// Gives autograd the hooks of each tensor it saves.
+class SavedTensorSource {
+ public:
+  SavedTensorSource() = default;
+  SavedTensorSource(const SavedTensorSource&) = delete;
+  SavedTensorSource& operator=(const SavedTensorSource&) = delete;
+  virtual ~SavedTensorSource() = default;
+
+  /// Hooks for the one tensor that is being saved now; null leaves it as it is. Called on the thread that runs the operator;
+  /// autograd then calls `call_pack_hook` at once, without grad mode, and `call_unpack_hook` once per backward, possibly on
+  /// its device thread. A tensor whose hooks exist has no version check.
+  /// The pack hook is given the variable itself, with its grad_fn (LibTorch 2.11; wrapped numbers are never hooked). It must
+  /// not keep it: where an operator saves its own output that would be a cycle; keep the storage, or `detach()`.
+  /// What it throws reaches the caller of the operator with its type.
+  [[nodiscard]] virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() = 0;
+};
+
+/// Makes `source` the calling thread's source of hooks for its lifetime; null means that nothing inside is hooked.
+/// Nests; the one before is back at the end, however the scope is left. Guards end in reverse order on their own thread.
+/// Threads: only the calling one; autograd's device threads have no source unless one is set there.
+/// Without a source a saved tensor costs one virtual call and one branch, and allocates nothing.
+class [[nodiscard]] SavedTensorGuard {
+ public:
+  explicit SavedTensorGuard(SavedTensorSource* source) noexcept;
+  SavedTensorGuard(const SavedTensorGuard&) = delete;
+  SavedTensorGuard& operator=(const SavedTensorGuard&) = delete;
+  ~SavedTensorGuard();
+
+ private:
+  SavedTensorSource* before_;
+};
+
+/// The calling thread's source; null when there is none.
+[[nodiscard]] SavedTensorSource* current_saved_tensor_source() noexcept;
+
+/// Puts our autograd engine, the base engine plus saved-tensor hooks, in the place of LibTorch's default one for the whole
+/// process, and checks that hooks fire. Later calls check only that it is still in place and has device threads.
+/// Call before the first backward pass whose saved tensors matter; graphs built earlier still run.
+/// Threads: any. Throws: UsageError when another engine (Python's) holds the seam or this LibTorch calls no hooks.
+void install_autograd_engine();
+
+/// Runs one tiny operator on the CPU, forward and backward, and sees whether pack and unpack were called.
+/// Throws: UsageError when not: says what was missing.
+void check_saved_tensor_seam();
+
+}  // namespace sidestream

@@ -1,0 +1,113 @@
+#include "offload/capture_offload.h"
+
+#include "base/tracing.h"
+#include "memory/storage_view.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+CaptureOffload::CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, c10::Stream capture)
+    : runtime_(std::move(runtime)),
+      arena_(std::move(arena)),
+      capture_(capture),
+      to_host_(runtime_->create_stream()),
+      to_device_(runtime_->create_stream()),
+      fork_(runtime_->create_event()),
+      join_(runtime_->create_event()) {}
+
+CaptureOffload::~CaptureOffload() = default;
+
+void CaptureOffload::fork(const OwnedStream& copies) {
+  runtime_->record(fork_, capture_);
+  runtime_->wait(copies, fork_);
+}
+
+void CaptureOffload::join(const OwnedStream& copies) {
+  runtime_->record(join_, copies);
+  runtime_->wait(capture_, join_);
+}
+
+void CaptureOffload::begin_forward(MovedStorages& moved) {
+  moved_ = &moved;
+  copies_to_host_ = false;
+}
+
+void CaptureOffload::group_ended(Group& group) {
+  MovedStorages leaving;
+  for (const auto& weak : group.storages) {
+    auto saved = weak.lock();
+    if (saved == nullptr || !saved->moves) {
+      continue;
+    }
+    saved->lease = arena_->lease(saved->bytes);
+    if (saved->lease) {
+      leaving.push_back(std::move(saved));
+    } else {
+      saved->moves = false;
+    }
+  }
+  if (leaving.empty()) {
+    return;
+  }
+  const tracing::Scope trace(tracing::Range::offload, group.scope->trace);
+  fork(to_host_);
+  for (auto& saved : leaving) {
+    runtime_->copy_to_host(saved->lease.data(), saved->device.data(), saved->bytes, to_host_);
+    saved->place = SavedStorage::Place::leaving;
+    moved_->push_back(std::move(saved));
+  }
+  copies_to_host_ = true;
+}
+
+void CaptureOffload::join_forward() {
+  if (copies_to_host_) {
+    join(to_host_);
+  }
+  moved_ = nullptr;
+}
+
+void CaptureOffload::release(const MovedStorages& moved) {
+  for (const auto& saved : moved) {
+    saved->device = c10::Storage();
+    saved->place = SavedStorage::Place::host;
+  }
+}
+
+void CaptureOffload::prefetch(const MovedStorages& moved, const tracing::Name& trace_name) {
+  copies_to_device_ = !moved.empty();
+  if (moved.empty()) {
+    return;
+  }
+  const tracing::Scope trace(tracing::Range::reload, trace_name);
+  for (const auto& saved : moved) {
+    saved->device = allocate_storage(runtime_->device(), saved->bytes);
+  }
+  fork(to_device_);
+  for (const auto& saved : moved) {
+    runtime_->copy_to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes, to_device_);
+    saved->place = SavedStorage::Place::returning;
+  }
+}
+
+void CaptureOffload::join_prefetch() {
+  if (copies_to_device_) {
+    join(to_device_);
+    copies_to_device_ = false;
+  }
+}
+
+void CaptureOffload::abandon() noexcept {
+  moved_ = nullptr;
+  copies_to_host_ = copies_to_device_ = false;
+}
+
+c10::Storage CaptureOffload::fetch(SavedStorage& storage) {
+  if (!storage.device) {
+    throw CaptureError("backward needs a storage of group \"" +
+                       (storage.group == nullptr ? std::string("?") : storage.group->scope->name) +
+                       "\" that is not on the device: its layer was not captured in the reverse order of the forwards");
+  }
+  return storage.device;
+}
+
+}  // namespace sidestream

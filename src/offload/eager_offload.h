@@ -1,0 +1,78 @@
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "memory/host_arena.h"
+#include "offload/saved_storage.h"
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// Moves groups of eager steps: to the host when their scope ends, on a copy stream of its own; back in reverse order, one
+/// group ahead, on another.
+///
+/// Ordering: a group's D2H waits for the stream that saved it; its source is let go only when that stream waits for the copy
+/// (at most `groups_in_flight` groups later). A group's H2D waits for the stream that needs it (its memory is allocated there)
+/// and for the D2H; the first use waits for the H2D. A leased slot is written only after the copy that last touched it.
+/// Each group has two events of its own. Threads: see StorageMover; one mutex, never held while user code runs.
+class EagerOffload final : public StorageMover {
+ public:
+  struct Counts {
+    std::uint64_t left_bytes = 0;
+    std::uint64_t returned_bytes = 0;
+    std::uint64_t waits = 0;           ///< times a stream was made to wait for a copy
+    std::uint64_t inline_reloads = 0;  ///< groups that were needed before their reload was begun
+    std::uint64_t refused_leases = 0;
+  };
+
+  EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, std::size_t groups_in_flight);
+  ~EagerOffload() override;
+
+  void begin_step();
+  /// The current stream waits for all copies of the step; all that was held for them is let go.
+  void end_step();
+
+  void group_ended(Group& group) override;
+  c10::Storage fetch(SavedStorage& storage) override;
+  void dropped(SavedStorage& storage) noexcept override;
+
+  [[nodiscard]] Counts counts() const;
+
+ private:
+  /// One moved group of this step. Slots are used again from step to step, so that steps make no events.
+  struct Slot {
+    std::shared_ptr<Event> left;
+    std::shared_ptr<Event> returned;
+    const ScopeNode* scope = nullptr;
+    std::vector<std::weak_ptr<SavedStorage>> storages;
+    bool reloading = false;  ///< the H2D was issued
+    bool arrived = false;    ///< the stream that uses it waits for the H2D
+    bool used = false;       ///< backward has reached it
+  };
+
+  void let_go_of_oldest();
+  void reload(Slot& slot);
+  void prefetch_before(std::size_t limit);
+  void await_arrival(Slot& slot);
+  void empty_graveyard();
+  Slot& next_slot();
+  [[nodiscard]] Slot* slot_of(const SavedStorage& storage);
+
+  std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<HostArena> arena_;
+  std::size_t groups_in_flight_;
+  OwnedStream to_host_;
+  OwnedStream to_device_;
+  Event fork_;
+  mutable std::recursive_mutex mutex_;  ///< recursive: letting go of a storage may drop it
+  std::deque<Slot> slots_;
+  std::size_t used_slots_ = 0;
+  std::deque<std::pair<Slot*, std::vector<std::shared_ptr<SavedStorage>>>> stash_;  ///< sources that a D2H may still read
+  std::vector<std::pair<Slot*, c10::Storage>> graveyard_;  ///< reloaded, never used, H2D perhaps in flight
+  Counts counts_;
+};
+
+}  // namespace sidestream

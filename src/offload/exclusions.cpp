@@ -1,0 +1,147 @@
+#include "offload/exclusions.h"
+
+#include <utility>
+
+#include "memory/storage_view.h"
+#include "offload/weight_casts.h"
+
+namespace sidestream {
+
+namespace {
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+}  // namespace
+
+const char* exclusion_name(Exclusion reason) noexcept {
+  switch (reason) {
+    case Exclusion::none:
+      return "none";
+    case Exclusion::parameter:
+      return "parameter";
+    case Exclusion::small:
+      return "small";
+    case Exclusion::marked:
+      return "marked";
+    case Exclusion::other_device:
+      return "other device";
+    case Exclusion::weight_cast:
+      return "weight cast";
+    case Exclusion::static_input:
+      return "static input";
+    case Exclusion::unsupported:
+      return "unsupported";
+  }
+  return "";
+}
+
+Exclusions::Exclusions(c10::Device device, std::size_t min_bytes) : device_(device), min_bytes_(min_bytes) {}
+
+void Exclusions::set_parameters(std::vector<at::Tensor> parameters_and_buffers) {
+  const std::lock_guard lock(mutex_);
+  parameters_ = std::move(parameters_and_buffers);
+  rebuild_parameter_storages();
+}
+
+void Exclusions::rebuild_parameter_storages() {
+  parameter_storages_.clear();
+  parameter_order_.clear();
+  for (const at::Tensor& parameter : parameters_) {
+    parameter_order_.push_back(storage_of(parameter));
+    if (parameter_order_.back() != nullptr) {
+      parameter_storages_.insert(parameter.storage());
+    }
+  }
+}
+
+bool Exclusions::refresh_parameters() {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (storage_of(parameters_[i]) != parameter_order_[i]) {
+      rebuild_parameter_storages();
+      return true;
+    }
+  }
+  return false;
+}
+
+void Exclusions::add_leaf(const at::Tensor& leaf) {
+  if (storage_of(leaf) != nullptr) {
+    const std::lock_guard lock(mutex_);
+    leaves_.insert(leaf.storage());
+  }
+}
+
+void Exclusions::mark(const at::Tensor& tensor) {
+  if (storage_of(tensor) != nullptr) {
+    const std::lock_guard lock(mutex_);
+    marked_.insert(tensor.storage());
+  }
+}
+
+void Exclusions::add_static_input(const at::Tensor& tensor) {
+  if (storage_of(tensor) != nullptr) {
+    const std::lock_guard lock(mutex_);
+    static_inputs_.insert(tensor.storage());
+  }
+}
+
+void Exclusions::remove_static_inputs() noexcept {
+  const std::lock_guard lock(mutex_);
+  static_inputs_.clear();
+}
+
+Exclusion Exclusions::classify(const at::Tensor& tensor) const {
+  const std::lock_guard lock(mutex_);
+  return classify_locked(tensor);
+}
+
+Exclusion Exclusions::classify_locked(const at::Tensor& tensor) const {
+  if (!StorageView::supported(tensor)) {
+    return Exclusion::unsupported;
+  }
+  const c10::Storage& storage = tensor.storage();
+  const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
+  if (storage.device() != device_) {
+    return Exclusion::other_device;
+  }
+  if (parameter_storages_.contains(key) || leaves_.contains(key) || (tensor.requires_grad() && tensor.is_leaf())) {
+    return Exclusion::parameter;
+  }
+  if (static_inputs_.contains(key)) {
+    return Exclusion::static_input;
+  }
+  if (marked_.contains(key)) {
+    return Exclusion::marked;
+  }
+  if (is_weight_cast(tensor)) {
+    return Exclusion::weight_cast;
+  }
+  // An empty storage has nothing to move, whatever the limit.
+  return storage.nbytes() < min_bytes_ || storage.nbytes() == 0 ? Exclusion::small : Exclusion::none;
+}
+
+Exclusion Exclusions::classify_and_count(const at::Tensor& tensor) {
+  const std::lock_guard lock(mutex_);
+  const Exclusion reason = classify_locked(tensor);
+  ExclusionTally& tally = tallies_[static_cast<std::size_t>(reason)];
+  tally.tensors += 1;
+  if (reason != Exclusion::unsupported) {
+    tally.bytes += tensor.storage().nbytes();
+  }
+  return reason;
+}
+
+std::array<ExclusionTally, exclusion_count> Exclusions::tallies() const {
+  const std::lock_guard lock(mutex_);
+  return tallies_;
+}
+
+void Exclusions::reset_tallies() noexcept {
+  const std::lock_guard lock(mutex_);
+  tallies_ = {};
+}
+
+}  // namespace sidestream

@@ -1,0 +1,84 @@
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include "runtime/weak_storage_set.h"
+
+namespace sidestream {
+
+/// Why a saved tensor stays on the device. `unsupported`: not a plain strided tensor (see StorageView::supported).
+enum class Exclusion : std::uint8_t {
+  none,
+  parameter,
+  small,
+  marked,
+  other_device,
+  weight_cast,
+  static_input,
+  unsupported,
+};
+inline constexpr std::size_t exclusion_count = 8;
+
+[[nodiscard]] const char* exclusion_name(Exclusion reason) noexcept;
+
+/// How often, and with how many storage bytes, one reason was met.
+struct ExclusionTally {
+  std::uint64_t tensors = 0;
+  std::uint64_t bytes = 0;  ///< of the whole storages, counted each time
+};
+
+/// Decides what is never moved, whatever the policy says. Everything is compared by storage, so a view (linear saves
+/// `weight.t()`) counts as what it is a view of. Holds weak references only, except to the registered parameters.
+/// Threads: any.
+class Exclusions {
+ public:
+  /// `min_bytes`: storages with fewer bytes stay.
+  Exclusions(c10::Device device, std::size_t min_bytes);
+
+  [[nodiscard]] c10::Device device() const noexcept { return device_; }
+  /// Registers a module's parameters and buffers in place of those before.
+  void set_parameters(std::vector<at::Tensor> parameters_and_buffers);
+  /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True when any did.
+  bool refresh_parameters();
+  /// A leaf that requires grad and that no module registers, for code that saves detached aliases of it.
+  void add_leaf(const at::Tensor& leaf);
+  /// The user's mark_not_offload: for as long as the storage lives.
+  void mark(const at::Tensor& tensor);
+  /// The input of a graph that is another graph's static output, where no chain owns both.
+  void add_static_input(const at::Tensor& tensor);
+  void remove_static_inputs() noexcept;
+
+  /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, weight_cast, small.
+  /// `tensor` is what the pack hook was given, with its autograd history: leaves that require grad and casts of weights are
+  /// known by it. No driver call, no operator, no allocation.
+  [[nodiscard]] Exclusion classify(const at::Tensor& tensor) const;
+  /// `classify`, counted in the tallies.
+  Exclusion classify_and_count(const at::Tensor& tensor);
+
+  /// Indexed by Exclusion.
+  [[nodiscard]] std::array<ExclusionTally, exclusion_count> tallies() const;
+  void reset_tallies() noexcept;
+
+ private:
+  [[nodiscard]] Exclusion classify_locked(const at::Tensor& tensor) const;
+  void rebuild_parameter_storages();
+
+  c10::Device device_;
+  std::size_t min_bytes_;
+  mutable std::mutex mutex_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<const c10::StorageImpl*> parameter_order_;
+  WeakStorageSet parameter_storages_;
+  WeakStorageSet leaves_;
+  WeakStorageSet marked_;
+  WeakStorageSet static_inputs_;
+  std::array<ExclusionTally, exclusion_count> tallies_{};
+};
+
+}  // namespace sidestream

@@ -1,0 +1,39 @@
+#pragma once
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace sidestream {
+
+/// Patterns over dotted scope names such as "blocks.3.core_attn".
+///
+/// `*` stands for one whole component, `**` for any number of components, none too; inside a component `*` stands for any
+/// run of characters ("fc*"). "all" is `**`. Matching is by whole names: "blocks.3" does not match "blocks.3.fc1".
+/// Threads: const calls from any.
+class NamePatterns {
+ public:
+  /// No pattern: matches nothing.
+  NamePatterns() = default;
+  /// Throws: UsageError for an empty pattern or an empty component ("a..b").
+  explicit NamePatterns(std::vector<std::string> patterns);
+  /// From a comma list, blanks around the names dropped; "" and "off" give no pattern. Throws: as the constructor.
+  [[nodiscard]] static NamePatterns parse(std::string_view list);
+
+  [[nodiscard]] bool empty() const noexcept { return patterns_.empty(); }
+  [[nodiscard]] const std::vector<std::string>& patterns() const noexcept { return patterns_; }
+
+  /// True when any pattern matches. Allocates nothing.
+  [[nodiscard]] bool matches(std::string_view name) const noexcept;
+
+  /// Every pattern must match one of `known`. Throws: UsageError that names the first pattern that does not, the nearest
+  /// name and the names there are (shortened when many).
+  void require_each_matches(const std::vector<std::string>& known) const;
+
+ private:
+  std::vector<std::string> patterns_;
+};
+
+/// One pattern against one name; see NamePatterns.
+[[nodiscard]] bool name_matches(std::string_view pattern, std::string_view name) noexcept;
+
+}  // namespace sidestream

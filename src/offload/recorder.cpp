@@ -1,0 +1,277 @@
+#include "offload/recorder.h"
+
+#include <cstring>
+#include <exception>
+
+#include <torch/csrc/autograd/variable.h>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+thread_local Recorder* t_recorder = nullptr;
+
+}  // namespace
+
+SavedStorage::SavedStorage(std::shared_ptr<StorageMover> owner, Group* first_saver, c10::Storage storage)
+    : mover(std::move(owner)), group(first_saver), device(std::move(storage)), bytes(device.nbytes()) {}
+
+SavedStorage::~SavedStorage() { mover->dropped(*this); }
+
+VersionStamp::VersionStamp(const at::Tensor& tensor)
+    : counter_(tensor.is_inference() ? c10::VariableVersion() : torch::autograd::impl::version_counter(tensor)),
+      version_(counter_.enabled() ? counter_.current_version() : 0) {}
+
+bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
+  // VariableVersion is one intrusive pointer and offers no comparison.
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  return std::memcmp(&counter_, &other.counter_, sizeof(counter_)) == 0 && version_ == other.version_;
+}
+
+/// What autograd holds in place of one saved tensor.
+class SavedTensorHandle final : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit SavedTensorHandle(Recorder& recorder) : recorder_(&recorder) {}
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    Recorder& recorder = *std::exchange(recorder_, nullptr);
+    version_ = VersionStamp(tensor);
+    Recorder::Frame& frame = recorder.stack_.back();
+    scope_ = frame.scope;
+    if (recorder.exclusions_.classify_and_count(tensor) != Exclusion::none) {
+      // The variable itself would be a cycle where an operator saves its own output.
+      kept_ = tensor.detach();
+      return;
+    }
+    Group& group = recorder.group_for(tensor);
+    scope_ = group.scope;
+    storage_ = recorder.save(tensor, version_, group);
+    view_ = StorageView::capture(tensor);
+  }
+
+  at::Tensor call_unpack_hook() override {
+    if (!version_.unchanged()) {
+      throw UsageError(
+          "a tensor that backward needs, saved in \"" + (scope_->name.empty() ? "the step" : scope_->name) +
+          "\", was changed in place after the forward pass saved it; clone it before the in-place operation");
+    }
+    if (storage_ == nullptr) {
+      return kept_;
+    }
+    return view_.restore(storage_->mover->fetch(*storage_));
+  }
+
+ private:
+  Recorder* recorder_;  // until packed
+  const ScopeNode* scope_ = nullptr;
+  at::Tensor kept_;
+  std::shared_ptr<SavedStorage> storage_;
+  StorageView view_;
+  VersionStamp version_;
+};
+
+Recorder::Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
+                   const PlannedPass* planned)
+    : tree_(tree), exclusions_(exclusions), mover_(std::move(mover)), planned_(planned) {
+  stack_.emplace_back().scope = tree_.root();
+}
+
+Recorder::~Recorder() {
+  for (Group& group : groups_) {
+    for (const auto& weak : group.storages) {
+      if (const auto saved = weak.lock()) {
+        saved->group = nullptr;
+      }
+    }
+  }
+}
+
+void Recorder::enter(ScopeNode* scope) {
+  Frame& frame = stack_.emplace_back();
+  frame.scope = scope;
+}
+
+void Recorder::leave() {
+  Frame frame = std::move(stack_.back());
+  stack_.pop_back();
+  for (Group* group : frame.tagged) {
+    end(group);
+  }
+  end(frame.group);
+}
+
+void Recorder::discard() noexcept { stack_.pop_back(); }
+
+void Recorder::end(Group* group) {
+  if (group != nullptr && !group->ended) {
+    group->ended = true;
+    mover_->group_ended(*group);
+  }
+}
+
+void Recorder::finish() {
+  while (stack_.size() > 1) {
+    leave();
+  }
+  Frame& root = stack_.back();
+  for (Group* group : root.tagged) {
+    end(group);
+  }
+  end(root.group);
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> Recorder::make_hooks() {
+  return std::make_unique<SavedTensorHandle>(*this);
+}
+
+Group& Recorder::make_group(ScopeNode* scope) {
+  Group& group = groups_.emplace_back();
+  group.scope = scope;
+  group.index = static_cast<std::uint32_t>(groups_.size() - 1);
+  if (planned_ != nullptr) {
+    const std::size_t turn = entered_[scope]++;
+    const auto planned = planned_->find(scope);
+    if (planned != planned_->end() && turn < planned->second.size()) {
+      group.planned = &planned->second[turn];
+    }
+  }
+  return group;
+}
+
+Group& Recorder::frame_group(Frame& frame) {
+  if (frame.group == nullptr) {
+    frame.group = &make_group(frame.scope);
+  }
+  return *frame.group;
+}
+
+Group& Recorder::group_for(const at::Tensor& tensor) {
+  if (!tags_.empty()) {
+    const auto tagged = tags_.find(tensor.storage().unsafeGetStorageImpl());
+    if (tagged != tags_.end() && !tagged->second.second->ended) {
+      return *tagged->second.second;
+    }
+  }
+  return frame_group(stack_.back());
+}
+
+void Recorder::tag(const at::Tensor& tensor, std::string_view name) {
+  Frame& frame = stack_.back();
+  ScopeNode* scope = tree_.child(frame.scope, name);
+  Group* group = nullptr;
+  for (Group* open : frame.tagged) {
+    group = open->scope == scope ? open : group;
+  }
+  if (group == nullptr) {
+    group = &make_group(scope);
+    frame.tagged.push_back(group);
+  }
+  const c10::Storage& storage = tensor.storage();
+  tags_.insert_or_assign(storage.unsafeGetStorageImpl(), std::make_pair(storage.getWeakStorageImpl(), group));
+}
+
+void Recorder::mark(const at::Tensor& tensor) {
+  exclusions_.mark(tensor);
+  if (!StorageView::supported(tensor)) {
+    return;
+  }
+  // The operator that made it may have saved it already; its group has not left yet while its scope is open.
+  if (const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl()); found != entries_.end()) {
+    if (const auto saved = found->second.saved.lock(); saved != nullptr) {
+      saved->moves = saved->moves && saved->place != SavedStorage::Place::device;
+    }
+  }
+}
+
+std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const VersionStamp& version, Group& group) {
+  const c10::Storage& storage = tensor.storage();
+  const c10::StorageImpl* key = storage.unsafeGetStorageImpl();
+  const auto found = entries_.find(key);
+  if (found != entries_.end()) {
+    auto saved = found->second.saved.lock();
+    if (saved != nullptr && found->second.version.same_as(version)) {
+      if (planned_ == nullptr) {
+        auto& savers = storages_[found->second.profile_index].savers;
+        if (savers.back() != group.index) {
+          savers.push_back(group.index);
+        }
+      }
+      return saved;
+    }
+    if (saved != nullptr) {
+      counts_.copied_twice_bytes += saved->bytes;
+    }
+  }
+  auto saved = std::make_shared<SavedStorage>(mover_, &group, storage);
+  if (planned_ != nullptr) {
+    if (group.planned != nullptr && group.seen < group.planned->size() &&
+        (*group.planned)[group.seen].bytes == saved->bytes) {
+      saved->moves = (*group.planned)[group.seen].moves;
+    } else {
+      counts_.unplanned_bytes += saved->bytes;
+    }
+  }
+  group.storages.push_back(saved);
+  ++group.seen;
+  saved_bytes_ += saved->bytes;
+  if (planned_ == nullptr) {
+    storages_.push_back({saved->bytes, {group.index}});
+  }
+  entries_.insert_or_assign(key, Entry{saved, storage.getWeakStorageImpl(), version, storages_.size() - 1});
+  return saved;
+}
+
+Profile Recorder::profile() const {
+  Profile profile;
+  for (const Group& group : groups_) {
+    profile.groups.push_back({group.scope->name, group.scope->selected, false});
+  }
+  profile.storages = storages_;
+  return profile;
+}
+
+std::vector<const ScopeNode*> Recorder::group_scopes() const {
+  std::vector<const ScopeNode*> scopes;
+  for (const Group& group : groups_) {
+    scopes.push_back(group.scope);
+  }
+  return scopes;
+}
+
+PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes, const Decision* decisions) {
+  PlannedPass pass;
+  std::vector<std::size_t> turns;
+  for (const ScopeNode* scope : scopes) {
+    auto& groups = pass[scope];
+    turns.push_back(groups.size());
+    groups.emplace_back();
+  }
+  for (std::size_t i = 0; i < profile.storages.size(); ++i) {
+    const std::uint32_t group = profile.storages[i].savers.front();
+    pass[scopes[group]][turns[group]].push_back({profile.storages[i].bytes, decisions[i].fate == Fate::moves});
+  }
+  return pass;
+}
+
+Recorder* current_recorder() noexcept { return t_recorder; }
+
+RecorderGuard::RecorderGuard(Recorder* recorder) noexcept
+    : before_(std::exchange(t_recorder, recorder)), hooks_(recorder) {}
+
+RecorderGuard::~RecorderGuard() { t_recorder = before_; }
+
+RecorderScope::RecorderScope(Recorder& recorder, ScopeNode* scope)
+    : recorder_(recorder), exceptions_(std::uncaught_exceptions()) {
+  recorder_.enter(scope);
+}
+
+RecorderScope::~RecorderScope() noexcept(false) {
+  if (std::uncaught_exceptions() > exceptions_) {
+    recorder_.discard();
+  } else {
+    recorder_.leave();
+  }
+}
+
+}  // namespace sidestream

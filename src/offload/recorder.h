@@ -1,0 +1,148 @@
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "analysis/planner.h"
+#include "memory/storage_view.h"
+#include "offload/autograd_engine.h"
+#include "offload/exclusions.h"
+#include "offload/saved_storage.h"
+#include "offload/scope_tree.h"
+
+namespace sidestream {
+
+/// The version counter of a saved tensor, shared with it: autograd skips its own check for hooked tensors.
+class VersionStamp {
+ public:
+  VersionStamp() = default;
+  explicit VersionStamp(const at::Tensor& tensor);
+  [[nodiscard]] bool unchanged() const noexcept { return counter_.current_version() == version_; }
+  /// Of the same family of tensors (views share a counter) and not written in between.
+  [[nodiscard]] bool same_as(const VersionStamp& other) const noexcept;
+
+ private:
+  c10::VariableVersion counter_;
+  std::uint32_t version_ = 0;
+};
+
+/// What a plan says of one storage; by the order in which its group first saves storages.
+struct PlannedStorage {
+  std::size_t bytes = 0;
+  bool moves = false;
+};
+/// What a plan says of a forward pass: for each scope, for each time that it is entered and saves something, its storages.
+using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<std::vector<PlannedStorage>>>;
+
+/// Lays out the decisions on one pass's storages (`decisions[i]` for `profile.storages[i]`) for matching; `scopes` are those
+/// of the profile's groups.
+[[nodiscard]] PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes,
+                                  const Decision* decisions);
+
+/// Takes what autograd saves during one forward pass (a step's, or one capture's), sorts it into groups by scope, and hands
+/// out the handles. One storage is one SavedStorage, however many tensors and groups save it.
+///
+/// With a planned pass, storages move where the plan says so; where the pass no longer matches it, they stay and are counted.
+/// Threads: the forward's; handles may be used and die on any thread, also after this object.
+class Recorder final : public SavedTensorSource {
+ public:
+  struct Counts {
+    std::uint64_t copied_twice_bytes = 0;
+    std::uint64_t unplanned_bytes = 0;
+  };
+
+  Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
+           const PlannedPass* planned);
+  ~Recorder() override;
+
+  /// Enters a scope; `leave` ends it and its group. `discard` leaves without ending the group (an exception is on its way).
+  void enter(ScopeNode* scope);
+  void enter(std::string_view component) { enter(tree_.child(stack_.back().scope, component)); }
+  void leave();
+  void discard() noexcept;
+  /// Puts `tensor`'s storage into the group `name` below the current scope.
+  void tag(const at::Tensor& tensor, std::string_view name);
+  /// Ends what is still open. No tensor is saved after this.
+  void finish();
+  /// Keeps `tensor`'s storage on the device for as long as it lives.
+  void mark(const at::Tensor& tensor);
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
+
+  /// Groups and storages as met, where no pass was planned. `turns_round` is left false.
+  [[nodiscard]] Profile profile() const;
+  /// The scopes of the profile's groups.
+  [[nodiscard]] std::vector<const ScopeNode*> group_scopes() const;
+  /// Bytes of the distinct storages that were saved and not excluded.
+  [[nodiscard]] std::uint64_t saved_bytes() const noexcept { return saved_bytes_; }
+  [[nodiscard]] const Counts& counts() const noexcept { return counts_; }
+  [[nodiscard]] std::size_t depth() const noexcept { return stack_.size(); }
+
+ private:
+  friend class SavedTensorHandle;
+  struct Frame {
+    ScopeNode* scope = nullptr;
+    Group* group = nullptr;      // made by the first save
+    std::vector<Group*> tagged;  // groups of tags inside this scope: they end with it
+  };
+  struct Entry {
+    std::weak_ptr<SavedStorage> saved;
+    c10::weak_intrusive_ptr<c10::StorageImpl> identity;  // keeps the address from being used again
+    VersionStamp version;
+    std::size_t profile_index = 0;
+  };
+
+  std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group);
+  Group& group_for(const at::Tensor& tensor);
+  Group& frame_group(Frame& frame);
+  Group& make_group(ScopeNode* scope);
+  void end(Group* group);
+
+  ScopeTree& tree_;
+  Exclusions& exclusions_;
+  std::shared_ptr<StorageMover> mover_;
+  const PlannedPass* planned_;
+  std::vector<Frame> stack_;
+  std::deque<Group> groups_;
+  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
+  std::unordered_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, Group*>> tags_;
+  std::unordered_map<const ScopeNode*, std::size_t> entered_;  // groups so far by scope, where a pass is planned
+  std::vector<StorageProfile> storages_;
+  std::uint64_t saved_bytes_ = 0;
+  Counts counts_;
+};
+
+/// The calling thread's recorder, where a step or a capture is active; else null.
+[[nodiscard]] Recorder* current_recorder() noexcept;
+
+/// Makes `recorder` the thread's recorder and source of saved-tensor hooks. Null: neither scopes nor hooks do anything inside.
+class [[nodiscard]] RecorderGuard {
+ public:
+  explicit RecorderGuard(Recorder* recorder) noexcept;
+  RecorderGuard(const RecorderGuard&) = delete;
+  RecorderGuard& operator=(const RecorderGuard&) = delete;
+  ~RecorderGuard();
+
+ private:
+  Recorder* before_;
+  SavedTensorGuard hooks_;
+};
+
+/// Makes a scope of `recorder` for its lifetime.
+class [[nodiscard]] RecorderScope {
+ public:
+  RecorderScope(Recorder& recorder, ScopeNode* scope);
+  RecorderScope(const RecorderScope&) = delete;
+  RecorderScope& operator=(const RecorderScope&) = delete;
+  ~RecorderScope() noexcept(false);
+
+ private:
+  Recorder& recorder_;
+  int exceptions_;
+};
+
+}  // namespace sidestream

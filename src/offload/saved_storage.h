@@ -1,0 +1,66 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <c10/core/Storage.h>
+
+#include "memory/host_arena.h"
+#include "offload/scope_tree.h"
+
+namespace sidestream {
+
+class StorageMover;
+struct Group;
+
+/// A storage that autograd saved, wherever its bytes are now. Shared by the handles of all tensors saved from it; it dies with
+/// the last of them, and with it the lease and the device copy (so a retained graph keeps both).
+struct SavedStorage {
+  enum class Place : std::uint8_t { device, leaving, host, returning };
+
+  SavedStorage(std::shared_ptr<StorageMover> owner, Group* first_saver, c10::Storage storage);
+  SavedStorage(const SavedStorage&) = delete;
+  SavedStorage& operator=(const SavedStorage&) = delete;
+  ~SavedStorage();
+
+  std::shared_ptr<StorageMover> mover;
+  std::uint32_t slot = 0;  ///< the mover's own mark: where it keeps track of the storage's copies; 0 for none
+  Group* group;         ///< the first saver's; null once the step's bookkeeping is gone
+  c10::Storage device;  ///< source, kept or reloaded bytes; null while they are only on the host
+  std::size_t bytes;
+  HostArena::Lease lease;
+  Place place = Place::device;
+  bool moves = false;  ///< the plan says that it leaves when its group ends
+};
+
+struct PlannedStorage;
+
+/// The tensors that autograd saved inside one scope: what leaves and comes back together.
+struct Group {
+  const ScopeNode* scope = nullptr;
+  std::uint32_t index = 0;                            ///< in the order of first saves
+  std::vector<std::weak_ptr<SavedStorage>> storages;  ///< those that this group saved first
+  std::size_t seen = 0;                               ///< how many that were, also when they are gone
+  const std::vector<PlannedStorage>* planned = nullptr;  ///< what the plan says of them
+  bool ended = false;
+};
+
+/// What happens to saved storages: nothing (sizing), eager copies, or copies inside a capture.
+/// Threads: `group_ended` on the forward's thread; `fetch` and `dropped` on any thread.
+class StorageMover {
+ public:
+  StorageMover() = default;
+  StorageMover(const StorageMover&) = delete;
+  StorageMover& operator=(const StorageMover&) = delete;
+  virtual ~StorageMover() = default;
+
+  /// The group's scope has ended: its storages with `moves` set may leave.
+  virtual void group_ended(Group& group) = 0;
+  /// The storage's bytes on the device, ordered before later work of the current stream.
+  [[nodiscard]] virtual c10::Storage fetch(SavedStorage& storage) = 0;
+  /// The last handle of `storage` is gone.
+  virtual void dropped(SavedStorage& storage) noexcept = 0;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,42 @@
+#pragma once
+#include <deque>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/tracing.h"
+#include "offload/name_pattern.h"
+
+namespace sidestream {
+
+/// One scope or call by its place in the nesting: a group's identity from step to step.
+struct ScopeNode {
+  std::string name;  ///< full, dotted; empty for the root
+  std::string_view component;
+  bool selected = false;  ///< the offload patterns name it
+  tracing::Name trace;
+  std::vector<ScopeNode*> children;
+};
+
+/// All scopes that were ever entered. A scope seen before is found without allocation. Nodes live as long as the tree.
+/// Threads: one at a time.
+class ScopeTree {
+ public:
+  /// `selected` says which names leave the device.
+  explicit ScopeTree(NamePatterns selected);
+
+  [[nodiscard]] ScopeNode* root() noexcept { return root_; }
+  /// The child of `parent` called `component`, made on first use. A call's name may hold dots.
+  [[nodiscard]] ScopeNode* child(ScopeNode* parent, std::string_view component);
+  /// The names of all nodes but the root, in the order they were first entered.
+  [[nodiscard]] std::vector<std::string> names() const;
+  [[nodiscard]] const NamePatterns& selected() const noexcept { return selected_; }
+
+ private:
+  NamePatterns selected_;
+  std::deque<ScopeNode> nodes_;
+  ScopeNode* root_;
+};
+
+}  // namespace sidestream

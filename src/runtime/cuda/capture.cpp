@@ -1,0 +1,251 @@
+#include <algorithm>
+#include <cstdio>
+#include <unordered_map>
+
+#include "runtime/cuda/capture_mode.h"
+#include "runtime/cuda/cuda_runtime.h"
+#include "runtime/cuda/error.h"
+#include "sidestream/error.h"
+
+namespace sidestream::cuda {
+namespace {
+
+// A call that the driver forbids on a capturing stream: it fails, and the capture is invalid from then on.
+void invalidate(cudaStream_t stream) noexcept {
+  (void)cudaStreamSynchronize(stream);
+  (void)cudaGetLastError();
+}
+
+cudaGraphNodeType type_of(cudaGraphNode_t node) {
+  auto type = cudaGraphNodeTypeEmpty;
+  check(cudaGraphNodeGetType(node, &type), "cudaGraphNodeGetType", "graph node");
+  return type;
+}
+
+bool on_device(const void* address) {
+  cudaPointerAttributes attributes{};
+  const auto status = cudaPointerGetAttributes(&attributes, address);
+  (void)cudaGetLastError();
+  return status == cudaSuccess && attributes.type == cudaMemoryTypeDevice;
+}
+
+GraphNode::Kind copy_kind(cudaGraphNode_t node) {
+  cudaMemcpy3DParms copy{};
+  if (cudaGraphMemcpyNodeGetParams(node, &copy) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return GraphNode::Kind::copy;
+  }
+  const bool from = on_device(copy.srcPtr.ptr);
+  const bool to = on_device(copy.dstPtr.ptr);
+  if (from == to) {
+    return GraphNode::Kind::copy;
+  }
+  return from ? GraphNode::Kind::copy_to_host : GraphNode::Kind::copy_to_device;
+}
+
+GraphNode describe(cudaGraphNode_t node) {
+  GraphNode out;
+  cudaEvent_t event = nullptr;
+  switch (type_of(node)) {
+    case cudaGraphNodeTypeKernel:
+      out.kind = GraphNode::Kind::kernel;
+      break;
+    case cudaGraphNodeTypeMemcpy:
+      out.kind = copy_kind(node);
+      break;
+    case cudaGraphNodeTypeMemset:
+      out.kind = GraphNode::Kind::memset;
+      break;
+    case cudaGraphNodeTypeEmpty:
+      out.kind = GraphNode::Kind::empty;
+      break;
+    case cudaGraphNodeTypeEventRecord:
+      out.kind = GraphNode::Kind::event_record;
+      check(cudaGraphEventRecordNodeGetEvent(node, &event), "cudaGraphEventRecordNodeGetEvent", "graph node");
+      break;
+    case cudaGraphNodeTypeWaitEvent:
+      out.kind = GraphNode::Kind::event_wait;
+      check(cudaGraphEventWaitNodeGetEvent(node, &event), "cudaGraphEventWaitNodeGetEvent", "graph node");
+      break;
+    case cudaGraphNodeTypeHost:
+    case cudaGraphNodeTypeGraph:
+    case cudaGraphNodeTypeExtSemaphoreSignal:
+    case cudaGraphNodeTypeExtSemaphoreWait:
+    case cudaGraphNodeTypeMemAlloc:
+    case cudaGraphNodeTypeMemFree:
+    case cudaGraphNodeTypeConditional:
+    case cudaGraphNodeTypeCount:
+      out.kind = GraphNode::Kind::other;
+      break;
+  }
+  out.event = event;
+  return out;
+}
+
+}  // namespace
+
+bool CudaRuntime::capturing(cudaStream_t stream) const {
+  if (open_count_.load(std::memory_order_acquire) == 0) [[likely]] {
+    return false;
+  }
+  auto status = cudaStreamCaptureStatusNone;
+  const auto answer = cudaStreamIsCapturing(stream, &status);
+  if (answer == cudaErrorStreamCaptureImplicit) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  check(answer, "cudaStreamIsCapturing", "stream");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void CudaRuntime::forbid_while_capturing(const char* what) {
+  if (open_count_.load(std::memory_order_acquire) == 0) [[likely]] {
+    return;
+  }
+  bool broken = false;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& capture : open_) {
+      if (capture.thread == std::this_thread::get_id()) {
+        invalidate(libtorch::native_stream(c10::Stream(c10::Stream::UNSAFE, device_, capture.stream)));
+        broken = true;
+      }
+    }
+  }
+  if (broken) {
+    throw CaptureError(std::string(what) +
+                       " is not allowed while the calling thread captures; do it before the capture begins");
+  }
+}
+
+void CudaRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool) {
+  auto* const queue = native(stream);
+  const auto& id = *static_cast<const libtorch::PoolId*>(native(pool));
+  if (queue == nullptr) {
+    throw CaptureError("the default stream cannot be captured; capture a stream that the runtime created");
+  }
+  if (capture_status(stream) != CaptureStatus::none) {
+    throw CaptureError("the stream captures already; end or abandon that capture first");
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& capture : open_) {
+      if (capture.pool == id) {
+        throw CaptureError("another capture allocates from this memory pool; end it first");
+      }
+    }
+  }
+  const CurrentDevice current(device_);
+  libtorch::warm_blas(stream);
+  auto graph = std::make_unique<libtorch::Graph>();
+  const std::lock_guard lock(mutex_);
+  open_.reserve(open_.size() + 1);
+  graph->begin(stream, id);
+  open_.push_back({stream.id(), std::this_thread::get_id(), id, std::move(graph)});
+  open_count_.fetch_add(1, std::memory_order_release);
+}
+
+CudaRuntime::OpenCapture CudaRuntime::take_capture(c10::Stream stream) {
+  const std::lock_guard lock(mutex_);
+  const auto found =
+      std::find_if(open_.begin(), open_.end(), [&](const auto& capture) { return capture.stream == stream.id(); });
+  if (found == open_.end()) {
+    throw UsageError("no capture was begun on this stream");
+  }
+  if (found->thread != std::this_thread::get_id()) {
+    throw UsageError("a capture is ended by the thread that began it");
+  }
+  OpenCapture capture = std::move(*found);
+  open_.erase(found);
+  open_count_.fetch_sub(1, std::memory_order_release);
+  return capture;
+}
+
+Graph CudaRuntime::end_capture(c10::Stream stream) {
+  (void)native(stream);
+  const CurrentDevice current(device_);
+  auto capture = take_capture(stream);
+  const auto status = capture.graph->end();
+  if (status != cudaSuccess) {
+    capture.graph.reset();
+    destroy_deferred();
+    throw_status(status, "cudaStreamEndCapture", "graph", std::source_location::current());
+  }
+  destroy_deferred();
+  try {
+    capture.graph->instantiate();
+  } catch (const std::exception& error) {
+    (void)cudaGetLastError();
+    throw CaptureError(std::string("the captured graph could not be instantiated: ") + error.what());
+  }
+  return {*this, capture.graph.release()};
+}
+
+void CudaRuntime::abandon_capture(c10::Stream stream) noexcept {
+  try {
+    auto capture = take_capture(stream);
+    (void)capture.graph->end();
+  } catch (const Error&) {
+    return;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "sidestream: a capture could not be abandoned: %s\n", error.what());
+  }
+  destroy_deferred();
+}
+
+CaptureStatus CudaRuntime::capture_status(c10::Stream stream) const {
+  auto status = cudaStreamCaptureStatusNone;
+  const auto answer = cudaStreamIsCapturing(native(stream), &status);
+  if (answer == cudaErrorStreamCaptureImplicit) {
+    (void)cudaGetLastError();
+    return CaptureStatus::none;
+  }
+  check(answer, "cudaStreamIsCapturing", "stream");
+  switch (status) {
+    case cudaStreamCaptureStatusNone:
+      return CaptureStatus::none;
+    case cudaStreamCaptureStatusActive:
+      return CaptureStatus::active;
+    case cudaStreamCaptureStatusInvalidated:
+      return CaptureStatus::invalidated;
+  }
+  return CaptureStatus::none;
+}
+
+void CudaRuntime::launch(const Graph& graph, c10::Stream stream) {
+  auto* const queue = native(stream);
+  auto* const executable = static_cast<libtorch::Graph*>(native(graph));
+  if (capturing(queue)) [[unlikely]] {
+    invalidate(queue);
+    throw CaptureError("a graph cannot be launched on a stream that captures; launch it after the capture");
+  }
+  executable->launch(stream);
+}
+
+std::vector<GraphNode> CudaRuntime::nodes(const Graph& graph) const {
+  auto* const native_graph = static_cast<const libtorch::Graph*>(native(graph))->native();
+  std::size_t count = 0;
+  check(cudaGraphGetNodes(native_graph, nullptr, &count), "cudaGraphGetNodes", "graph");
+  std::vector<cudaGraphNode_t> handles(count);
+  check(cudaGraphGetNodes(native_graph, handles.data(), &count), "cudaGraphGetNodes", "graph");
+  std::size_t edges = 0;
+  check(cudaGraphGetEdges(native_graph, nullptr, nullptr, nullptr, &edges), "cudaGraphGetEdges", "graph");
+  std::vector<cudaGraphNode_t> from(edges);
+  std::vector<cudaGraphNode_t> to(edges);
+  std::vector<cudaGraphEdgeData> data(edges);
+  check(cudaGraphGetEdges(native_graph, from.data(), to.data(), data.data(), &edges), "cudaGraphGetEdges", "graph");
+
+  std::vector<GraphNode> nodes;
+  nodes.reserve(count);
+  std::unordered_map<cudaGraphNode_t, std::uint32_t> index;
+  for (const auto handle : handles) {
+    index.emplace(handle, static_cast<std::uint32_t>(nodes.size()));
+    nodes.push_back(describe(handle));
+  }
+  for (std::size_t edge = 0; edge < edges; ++edge) {
+    nodes[index.at(to[edge])].predecessors.push_back(index.at(from[edge]));
+  }
+  return nodes;
+}
+
+}  // namespace sidestream::cuda

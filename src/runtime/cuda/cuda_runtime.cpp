@@ -1,0 +1,339 @@
+#include "runtime/cuda/cuda_runtime.h"
+
+#include <string>
+
+#include "runtime/cuda/capture_mode.h"
+#include "runtime/cuda/error.h"
+#include "runtime/cuda/runtime.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+std::string version_words(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+// Oldest driver branch that runs programs of a CUDA major version (CUDA's minor version compatibility).
+const char* oldest_driver(int runtime_version) {
+  const int major = runtime_version / 1000;
+  return major >= 13 ? "580" : major == 12 ? "525" : "450";
+}
+
+}  // namespace
+
+std::shared_ptr<Runtime> make_cuda_runtime(c10::Device device) {
+  if (!device.is_cuda()) {
+    throw UsageError("the cuda backend was asked for device " + device.str() + "; ask for cuda or cuda:N");
+  }
+  int count = 0;
+  const auto status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess || count == 0) {
+    (void)cudaGetLastError();
+    throw DeviceError("no usable NVIDIA driver for " + device.str() + ": " +
+                          (status == cudaSuccess ? std::string("no device") : cudaGetErrorString(status)) + "; CUDA " +
+                          version_words(CUDART_VERSION) + " needs an NVIDIA driver " + oldest_driver(CUDART_VERSION) +
+                          " or newer; the simulated device works without one: --device sim",
+                      status);
+  }
+  const c10::Device indexed(c10::DeviceType::CUDA, device.has_index() ? device.index() : c10::DeviceIndex{0});
+  if (indexed.index() >= count) {
+    throw DeviceError("device " + indexed.str() + " does not exist: this machine has " + std::to_string(count) +
+                      " CUDA device(s), cuda:0 is the first; the simulated device works too: --device sim");
+  }
+  cuda::libtorch::initialise();
+  return std::make_shared<cuda::CudaRuntime>(indexed);
+}
+
+namespace cuda {
+namespace {
+
+const char* name_of(HandleKind kind) {
+  switch (kind) {
+    case HandleKind::stream:
+      return "stream";
+    case HandleKind::event:
+      return "event";
+    case HandleKind::external_event:
+      return "external event";
+    case HandleKind::graph:
+      return "graph";
+    case HandleKind::pool:
+      return "memory pool";
+    case HandleKind::pinned:
+      return "pinned memory";
+  }
+  return "handle";
+}
+
+// The driver's answer to any use of an event whose last record was captured, once that capture has ended, is "invalid value".
+void check_event(cudaError_t status, const char* call) {
+  if (status == cudaErrorInvalidValue || status == cudaErrorCapturedEvent) [[unlikely]] {
+    (void)cudaGetLastError();
+    throw CaptureError(std::string(call) +
+                       " failed: the event was last recorded inside a capture; outside of it use an external event");
+  }
+  check(status, call, "event");
+}
+
+constexpr std::size_t page = 4096;
+
+std::byte* page_begin(std::byte* address) {
+  return address + (page - reinterpret_cast<std::uintptr_t>(address) % page) % page;
+}
+
+std::byte* pin(std::size_t bytes) {
+  // Another thread may capture in the driver's global error mode, which forbids this here.
+  const RelaxedCapture relaxed;
+  void* data = nullptr;
+  const auto status = cudaHostAlloc(&data, bytes, cudaHostAllocPortable);
+  if (status == cudaErrorMemoryAllocation) {
+    (void)cudaGetLastError();
+    throw DeviceError("pinned host memory exhausted: cudaHostAlloc refused " + std::to_string(bytes) +
+                          " bytes; offload fewer groups or lower the host cap",
+                      status);
+  }
+  check(status, "cudaHostAlloc", "pinned host memory");
+  return static_cast<std::byte*>(data);
+}
+
+cudaEvent_t make_event(unsigned flags, const char* object) {
+  const RelaxedCapture relaxed;
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags", object);
+  return event;
+}
+
+}  // namespace
+
+CurrentDevice::CurrentDevice(c10::Device device) : current_(device.index()) {
+  check(cudaGetDevice(&before_), "cudaGetDevice", "device");
+  if (before_ != current_) {
+    check(cudaSetDevice(current_), "cudaSetDevice", "device");
+  }
+}
+
+CurrentDevice::~CurrentDevice() {
+  if (before_ != current_) {
+    report(cudaSetDevice(before_), "cudaSetDevice", "device");
+  }
+}
+
+CudaRuntime::~CudaRuntime() {
+  while (!open_.empty()) {
+    abandon_capture(c10::Stream(c10::Stream::UNSAFE, device_, open_.back().stream));
+  }
+  destroy_deferred();
+}
+
+DeviceInfo CudaRuntime::info() const {
+  cudaDeviceProp properties{};
+  int driver = 0;
+  int runtime = 0;
+  check(cudaGetDeviceProperties(&properties, device_.index()), "cudaGetDeviceProperties", "device");
+  check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion", "driver");
+  check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion", "runtime");
+  return {properties.name, "driver for CUDA " + version_words(driver) + ", CUDA runtime " + version_words(runtime),
+          static_cast<std::int64_t>(properties.totalGlobalMem)};
+}
+
+void CudaRuntime::refuse_handle(HandleKind kind, const Runtime* owner, bool empty) const {
+  if (empty || owner == nullptr) {
+    throw UsageError(std::string("an empty ") + name_of(kind) + " handle was passed (reset, or moved from)");
+  }
+  throw UsageError(std::string("a ") + name_of(kind) + " of " + owner->device().str() +
+                   " was passed to the runtime of " + device_.str());
+}
+
+void CudaRuntime::refuse_stream(c10::Stream stream) const {
+  throw UsageError("a stream of " + stream.device().str() + " was passed to the runtime of " + device_.str());
+}
+
+cudaStream_t CudaRuntime::native(c10::Stream stream) const {
+  if (stream.device() != device_) [[unlikely]] {
+    refuse_stream(stream);
+  }
+  return libtorch::native_stream(stream);
+}
+
+c10::Stream CudaRuntime::current_stream() const { return libtorch::current_stream(device_); }
+
+void CudaRuntime::set_current_stream(c10::Stream stream) {
+  (void)native(stream);
+  libtorch::set_current_stream(stream);
+}
+
+OwnedStream CudaRuntime::create_stream() {
+  const CurrentDevice current(device_);
+  const RelaxedCapture relaxed;
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", "stream");
+  return {Handle<HandleKind::stream>(*this, stream), libtorch::wrap_stream(stream, device_)};
+}
+
+void CudaRuntime::synchronize(c10::Stream stream) {
+  check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize", "stream");
+}
+
+void CudaRuntime::synchronize_device() {
+  const CurrentDevice current(device_);
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "device");
+}
+
+bool CudaRuntime::idle(c10::Stream stream) {
+  const auto status = cudaStreamQuery(native(stream));
+  if (status == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  check(status, "cudaStreamQuery", "stream");
+  return true;
+}
+
+Event CudaRuntime::create_event(EventTiming timing) {
+  const CurrentDevice current(device_);
+  return {*this, make_event(timing == EventTiming::on ? cudaEventDefault : cudaEventDisableTiming, "event")};
+}
+
+void CudaRuntime::record(const Event& event, c10::Stream stream) {
+  check(cudaEventRecord(static_cast<cudaEvent_t>(native(event)), native(stream)), "cudaEventRecord", "event");
+}
+
+void CudaRuntime::wait(c10::Stream stream, const Event& event) {
+  check_event(cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(native(event)), cudaEventWaitDefault),
+              "cudaStreamWaitEvent");
+}
+
+bool CudaRuntime::query(const Event& event) {
+  const auto status = cudaEventQuery(static_cast<cudaEvent_t>(native(event)));
+  if (status == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  check_event(status, "cudaEventQuery");
+  return true;
+}
+
+void CudaRuntime::synchronize(const Event& event) {
+  check_event(cudaEventSynchronize(static_cast<cudaEvent_t>(native(event))), "cudaEventSynchronize");
+}
+
+double CudaRuntime::elapsed_ms(const Event& begin, const Event& end) {
+  float milliseconds = 0;
+  check(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(native(begin)),
+                             static_cast<cudaEvent_t>(native(end))),
+        "cudaEventElapsedTime", "event");
+  return static_cast<double>(milliseconds);
+}
+
+ExternalEvent CudaRuntime::create_external_event() {
+  const CurrentDevice current(device_);
+  return {*this, make_event(cudaEventDisableTiming, "external event")};
+}
+
+// The driver takes the external flags only while the stream captures.
+void CudaRuntime::record(const ExternalEvent& event, c10::Stream stream) {
+  auto* const queue = native(stream);
+  const unsigned flags = capturing(queue) ? cudaEventRecordExternal : cudaEventRecordDefault;
+  check(cudaEventRecordWithFlags(static_cast<cudaEvent_t>(native(event)), queue, flags), "cudaEventRecordWithFlags",
+        "external event");
+}
+
+void CudaRuntime::wait(c10::Stream stream, const ExternalEvent& event) {
+  auto* const queue = native(stream);
+  const unsigned flags = capturing(queue) ? cudaEventWaitExternal : cudaEventWaitDefault;
+  check(cudaStreamWaitEvent(queue, static_cast<cudaEvent_t>(native(event)), flags), "cudaStreamWaitEvent",
+        "external event");
+}
+
+void CudaRuntime::copy_to_host(void* pinned, const void* device, std::size_t bytes, c10::Stream stream) {
+  check(cudaMemcpyAsync(pinned, device, bytes, cudaMemcpyDeviceToHost, native(stream)), "cudaMemcpyAsync",
+        "copy to host");
+}
+
+void CudaRuntime::copy_to_device(void* device, const void* pinned, std::size_t bytes, c10::Stream stream) {
+  check(cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, native(stream)), "cudaMemcpyAsync",
+        "copy to device");
+}
+
+MemoryStats CudaRuntime::memory_stats() const { return libtorch::memory_stats(device_); }
+
+void CudaRuntime::reset_peak_memory_stats() { libtorch::reset_peak_memory_stats(device_); }
+
+void CudaRuntime::release_cached_memory() {
+  forbid_while_capturing("release_cached_memory");
+  libtorch::release_cached_memory();
+}
+
+MemoryPool CudaRuntime::create_pool() { return {*this, new libtorch::PoolId(libtorch::create_pool(device_))}; }
+
+PinnedMemory CudaRuntime::allocate_pinned(std::size_t bytes) {
+  forbid_while_capturing("allocate_pinned");
+  if (bytes == 0) {
+    return {};
+  }
+  const CurrentDevice current(device_);
+  auto* base = pin(bytes);
+  // The driver packs small blocks; one that does not start on a page is taken again with room to move its start.
+  auto* data = page_begin(base);
+  if (data != base) {
+    destroy_now(HandleKind::pinned, base);
+    base = pin(bytes + page - 1);
+    data = page_begin(base);
+  }
+  return {Handle<HandleKind::pinned>(*this, base), data, bytes};
+}
+
+void CudaRuntime::destroy(HandleKind kind, void* native) noexcept {
+  const bool deferrable = kind == HandleKind::graph || kind == HandleKind::stream || kind == HandleKind::pinned;
+  if (deferrable && open_count_.load(std::memory_order_acquire) != 0) {
+    const std::lock_guard lock(mutex_);
+    if (!open_.empty()) {
+      deferred_.emplace_back(kind, native);
+      return;
+    }
+  }
+  destroy_now(kind, native);
+}
+
+void CudaRuntime::destroy_now(HandleKind kind, void* native) noexcept {
+  const RelaxedCapture relaxed;
+  switch (kind) {
+    case HandleKind::stream:
+      libtorch::forget_stream(static_cast<cudaStream_t>(native));
+      report(cudaStreamDestroy(static_cast<cudaStream_t>(native)), "cudaStreamDestroy", "stream");
+      break;
+    case HandleKind::event:
+    case HandleKind::external_event:
+      report(cudaEventDestroy(static_cast<cudaEvent_t>(native)), "cudaEventDestroy", name_of(kind));
+      break;
+    case HandleKind::graph:
+      delete static_cast<libtorch::Graph*>(native);
+      break;
+    case HandleKind::pool: {
+      const std::unique_ptr<libtorch::PoolId> pool(static_cast<libtorch::PoolId*>(native));
+      libtorch::release_pool(device_, *pool);
+      break;
+    }
+    case HandleKind::pinned:
+      report(cudaFreeHost(native), "cudaFreeHost", "pinned memory");
+      break;
+  }
+}
+
+void CudaRuntime::destroy_deferred() noexcept {
+  std::vector<std::pair<HandleKind, void*>> deferred;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!open_.empty()) {
+      return;
+    }
+    deferred.swap(deferred_);
+  }
+  for (const auto& [kind, native] : deferred) {
+    destroy_now(kind, native);
+  }
+}
+
+}  // namespace cuda
+}  // namespace sidestream

@@ -1,0 +1,115 @@
+#pragma once
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include "runtime/cuda/libtorch.h"
+#include "runtime/runtime.h"
+
+namespace sidestream::cuda {
+
+/// Runtime on one NVIDIA GPU: streams and events of our own, LibTorch's caching allocator and graphs.
+class CudaRuntime final : public Runtime {
+ public:
+  explicit CudaRuntime(c10::Device device) : device_(device) {}
+  ~CudaRuntime() override;
+
+  [[nodiscard]] Backend backend() const noexcept override { return Backend::cuda; }
+  [[nodiscard]] c10::Device device() const noexcept override { return device_; }
+  [[nodiscard]] DeviceInfo info() const override;
+
+  [[nodiscard]] c10::Stream current_stream() const override;
+  void set_current_stream(c10::Stream stream) override;
+  [[nodiscard]] OwnedStream create_stream() override;
+  void synchronize(c10::Stream stream) override;
+  void synchronize_device() override;
+  [[nodiscard]] bool idle(c10::Stream stream) override;
+
+  [[nodiscard]] Event create_event(EventTiming timing) override;
+  void record(const Event& event, c10::Stream stream) override;
+  void wait(c10::Stream stream, const Event& event) override;
+  [[nodiscard]] bool query(const Event& event) override;
+  void synchronize(const Event& event) override;
+  [[nodiscard]] double elapsed_ms(const Event& begin, const Event& end) override;
+  [[nodiscard]] ExternalEvent create_external_event() override;
+  void record(const ExternalEvent& event, c10::Stream stream) override;
+  void wait(c10::Stream stream, const ExternalEvent& event) override;
+
+  void copy_to_host(void* pinned, const void* device, std::size_t bytes, c10::Stream stream) override;
+  void copy_to_device(void* device, const void* pinned, std::size_t bytes, c10::Stream stream) override;
+
+  [[nodiscard]] MemoryStats memory_stats() const override;
+  void reset_peak_memory_stats() override;
+  void release_cached_memory() override;
+  [[nodiscard]] MemoryPool create_pool() override;
+  [[nodiscard]] PinnedMemory allocate_pinned(std::size_t bytes) override;
+
+  void begin_capture(c10::Stream stream, const MemoryPool& pool) override;
+  [[nodiscard]] Graph end_capture(c10::Stream stream) override;
+  void abandon_capture(c10::Stream stream) noexcept override;
+  [[nodiscard]] CaptureStatus capture_status(c10::Stream stream) const override;
+  void launch(const Graph& graph, c10::Stream stream) override;
+  [[nodiscard]] std::vector<GraphNode> nodes(const Graph& graph) const override;
+
+ protected:
+  void destroy(HandleKind kind, void* native) noexcept override;
+
+ private:
+  struct OpenCapture {
+    c10::StreamId stream;
+    std::thread::id thread;
+    libtorch::PoolId pool;
+    std::unique_ptr<libtorch::Graph> graph;
+  };
+
+  [[nodiscard]] cudaStream_t native(c10::Stream stream) const;
+  template <HandleKind kind>
+  [[nodiscard]] void* native(const Handle<kind>& handle) const;
+  [[noreturn]] void refuse_handle(HandleKind kind, const Runtime* owner, bool empty) const;
+  [[noreturn]] void refuse_stream(c10::Stream stream) const;
+
+  [[nodiscard]] bool capturing(cudaStream_t stream) const;
+  /// Throws CaptureError, and invalidates the captures that the calling thread began, if there are any.
+  void forbid_while_capturing(const char* what);
+  [[nodiscard]] OpenCapture take_capture(c10::Stream stream);
+  void destroy_now(HandleKind kind, void* native) noexcept;
+  void destroy_deferred() noexcept;
+
+  c10::Device device_;
+  // Non-zero while a capture that this runtime began is open: what the hot paths look at instead of asking the driver.
+  std::atomic<int> open_count_{0};
+  mutable std::mutex mutex_;
+  std::vector<OpenCapture> open_;
+  std::vector<std::pair<HandleKind, void*>> deferred_;
+};
+
+template <HandleKind kind>
+void* CudaRuntime::native(const Handle<kind>& handle) const {
+  const bool ours =
+      handle.runtime() == this || (handle.runtime() != nullptr && handle.runtime()->backend() == Backend::cuda &&
+                                   handle.runtime()->device() == device_);
+  if (!ours || !handle) [[unlikely]] {
+    refuse_handle(kind, handle.runtime(), !handle);
+  }
+  return handle.native();
+}
+
+/// Makes a device current for the calling thread for its lifetime.
+class [[nodiscard]] CurrentDevice {
+ public:
+  explicit CurrentDevice(c10::Device device);
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  ~CurrentDevice();
+
+ private:
+  int before_ = 0;
+  int current_;
+};
+
+}  // namespace sidestream::cuda

@@ -1,0 +1,27 @@
+#pragma once
+#include <source_location>
+
+#include <cuda_runtime_api.h>
+
+namespace sidestream::cuda {
+
+/// True for the statuses with which the driver says that a rule of stream capture was broken.
+[[nodiscard]] bool is_capture_error(cudaError_t status) noexcept;
+
+/// Throws what `status` stands for: CaptureError where a rule of capture was broken, else DeviceError. The message names the
+/// status, the call, the object and the place. The driver's last error is cleared before. Threads: any.
+[[noreturn]] void throw_status(cudaError_t status, const char* call, const char* object, std::source_location where);
+
+/// Throws unless `status` is success; `call` is the driver's function, `object` what it was called for.
+inline void check(cudaError_t status, const char* call, const char* object,
+                  std::source_location where = std::source_location::current()) {
+  if (status != cudaSuccess) [[unlikely]] {
+    throw_status(status, call, object, where);
+  }
+}
+
+/// For tear-down: one line on stderr unless `status` is success or says that the driver or its context is gone already
+/// (the process ends). The driver's last error is cleared. Threads: any. Throws: never.
+void report(cudaError_t status, const char* call, const char* object) noexcept;
+
+}  // namespace sidestream::cuda

@@ -1,0 +1,234 @@
+#include "runtime/cuda/libtorch.h"
+
+#include <cstdio>
+#include <mutex>
+#include <set>
+#include <string>
+#include <tuple>
+
+#include <ATen/Context.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "runtime/cuda/capture_mode.h"
+#include "runtime/cuda/error.h"
+#include "sidestream/error.h"
+
+namespace sidestream::cuda::libtorch {
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+c10::cuda::CUDAStream cuda_stream(c10::Stream stream) {
+  return c10::cuda::CUDAStream(c10::cuda::CUDAStream::UNCHECKED, stream);
+}
+
+at::HostAllocator& host_allocator() { return *at::getHostAllocator(c10::DeviceType::CUDA); }
+
+// Does every step of a clean-up even if one fails.
+template <typename Step>
+void attempt(const char* what, Step step) noexcept {
+  try {
+    step();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "sidestream: %s failed: %s\n", what, error.what());
+  }
+}
+
+}  // namespace
+
+void initialise() { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); }
+
+cudaStream_t native_stream(c10::Stream stream) { return cuda_stream(stream).stream(); }
+
+c10::Stream wrap_stream(cudaStream_t stream, c10::Device device) {
+  return c10::cuda::getStreamFromExternal(stream, device.index()).unwrap();
+}
+
+c10::Stream default_stream(c10::Device device) { return c10::cuda::getDefaultCUDAStream(device.index()).unwrap(); }
+
+c10::Stream current_stream(c10::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).unwrap(); }
+
+void set_current_stream(c10::Stream stream) { c10::cuda::setCurrentCUDAStream(cuda_stream(stream)); }
+
+MemoryStats memory_stats(c10::Device device) {
+  const auto all = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  const auto stats = allocator::getDeviceStats(device.index());
+  return {stats.allocated_bytes[all].current, stats.allocated_bytes[all].peak, stats.reserved_bytes[all].current,
+          stats.reserved_bytes[all].peak};
+}
+
+void reset_peak_memory_stats(c10::Device device) { allocator::resetPeakStats(device.index()); }
+
+void release_cached_memory() { allocator::emptyCache(); }
+
+// A capture takes a pool of the same name of LibTorch's pinned allocator too, which cannot be taken again once its count was
+// zero. The only way to hold a reference to it is to begin and end.
+PoolId create_pool(c10::Device device) {
+  const PoolId pool = at::cuda::graph_pool_handle();
+  allocator::get()->createOrIncrefPool(device.index(), pool);
+  host_allocator().begin_allocate_to_pool(pool, [](c10::Stream) { return false; });
+  host_allocator().end_allocate_to_pool(pool);
+  return pool;
+}
+
+void release_pool(c10::Device device, PoolId pool) noexcept {
+  attempt("releasing a memory pool", [&] { allocator::get()->releasePool(device.index(), pool); });
+  attempt("releasing a pinned memory pool", [&] { host_allocator().release_pool(pool); });
+}
+
+void warm_blas(c10::Stream stream) {
+  const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
+  (void)at::cuda::getCurrentCUDABlasHandle();
+  (void)at::cuda::getCUDABlasLtWorkspace();
+}
+
+template <typename Visit>
+void with_blas_workspaces(Visit visit) {
+  for (auto* workspaces :
+       {&at::cuda::cublas_handle_stream_to_workspace(), &at::cuda::cublaslt_handle_stream_to_workspace()}) {
+    const std::unique_lock lock(workspaces->mutex);
+    visit(workspaces->map);
+  }
+}
+
+void forget_stream(cudaStream_t stream) noexcept {
+  attempt("freeing a stream's workspaces", [&] {
+    with_blas_workspaces(
+        [&](auto& map) { std::erase_if(map, [&](const auto& entry) { return std::get<1>(entry.first) == stream; }); });
+  });
+}
+
+// Note [Workspaces of a capture]
+// cuBLAS works on memory that LibTorch allocates once for each pair of handle and stream and keeps for good. When a pair is
+// first met inside a capture (autograd's device thread has a handle of its own), that memory comes from the capture's pool,
+// which could then never be given back. So what a capture added is freed at its end: the graph keeps the address, as it does
+// with every temporary of a capture, and the next product outside allocates anew.
+class BlasWorkspaces {
+ public:
+  void begin() {
+    with_blas_workspaces([&](const auto& map) {
+      for (const auto& [key, memory] : map) {
+        before_.insert(key);
+      }
+    });
+  }
+
+  // Called while the streams still capture: that tells the capture's entries from other threads' new ones.
+  void end() {
+    with_blas_workspaces([&](auto& map) {
+      std::erase_if(map, [&](const auto& entry) {
+        return before_.count(entry.first) == 0 && captures(std::get<1>(entry.first));
+      });
+    });
+    before_.clear();
+  }
+
+ private:
+  static bool captures(void* stream) {
+    auto status = cudaStreamCaptureStatusNone;
+    return stream != nullptr && cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess &&
+           status != cudaStreamCaptureStatusNone;
+  }
+
+  std::set<std::tuple<void*, void*>> before_;
+};
+
+// The base class leaves the allocator and the generator in the state of a capture when an end fails; `stop` undoes both.
+struct Graph::Impl : at::cuda::CUDAGraph {
+  Impl() : at::cuda::CUDAGraph(true) {}
+
+  // Ends the allocators' redirection to the pool, and gives back the reference to the pool that came with it.
+  void stop(bool keep_pool) noexcept {
+    for (const auto& [state, increment] : captured_generator_states_) {
+      state->capturing_ = false;
+    }
+    attempt("leaving a memory pool", [&] { allocator::get()->endAllocateToPool(capture_dev_, mempool_id_); });
+    attempt("leaving a pinned memory pool", [&] { host_allocator().end_allocate_to_pool(mempool_id_); });
+    if (!keep_pool) {
+      release_pool(c10::Device(c10::DeviceType::CUDA, capture_dev_), mempool_id_);
+    }
+  }
+
+  [[nodiscard]] bool redirected() const noexcept { return capture_dev_ != UNDEFINED_DEVICE; }
+
+  cudaError_t finish() noexcept {
+    const RelaxedCapture relaxed;
+    attempt("freeing a capture's workspaces", [&] { workspaces_.end(); });
+    const auto status = cudaStreamEndCapture(capture_stream_.stream(), &graph_);
+    const bool complete = status == cudaSuccess && graph_ != nullptr;
+    std::uint64_t increments = 0;
+    for (auto& [state, increment] : captured_generator_states_) {
+      increment = state->offset_intragraph_;
+      increments += increment;
+    }
+    stop(complete);
+    if (complete) {
+      draws_ = increments != 0;
+      capture_ended_ = true;
+      has_graph_ = true;
+      return cudaSuccess;
+    }
+    if (graph_ != nullptr) {
+      (void)cudaGraphDestroy(graph_);
+      graph_ = nullptr;
+    }
+    (void)cudaGetLastError();
+    return status == cudaSuccess ? cudaErrorStreamCaptureInvalidated : status;
+  }
+
+  void begin(PoolId pool) {
+    workspaces_.begin();
+    capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+  }
+
+  [[nodiscard]] cudaGraph_t graph() const noexcept { return graph_; }
+  [[nodiscard]] bool draws() const noexcept { return draws_; }
+  [[nodiscard]] cudaGraphExec_t executable() const noexcept { return graph_exec_; }
+
+ private:
+  BlasWorkspaces workspaces_;
+  bool draws_ = false;
+};
+
+Graph::Graph() : impl_(std::make_unique<Impl>()) {}
+
+Graph::~Graph() {
+  const RelaxedCapture relaxed;
+  attempt("destroying a graph", [&] { impl_.reset(); });
+}
+
+void Graph::begin(c10::Stream stream, PoolId pool) {
+  const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
+  try {
+    impl_->begin(pool);
+  } catch (const c10::Error& error) {
+    (void)cudaGetLastError();
+    if (impl_->redirected()) {
+      impl_->stop(false);
+    }
+    throw CaptureError(std::string("a capture could not begin: ") + error.what_without_backtrace());
+  }
+}
+
+cudaError_t Graph::end() noexcept { return impl_->finish(); }
+
+void Graph::instantiate() { impl_->instantiate(); }
+
+void Graph::launch(c10::Stream stream) {
+  if (!impl_->draws()) [[likely]] {
+    check(cudaGraphLaunch(impl_->executable(), native_stream(stream)), "cudaGraphLaunch", "graph");
+    return;
+  }
+  const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
+  impl_->replay();
+}
+
+cudaGraph_t Graph::native() const noexcept { return impl_->graph(); }
+
+}  // namespace sidestream::cuda::libtorch

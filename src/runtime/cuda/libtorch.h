@@ -1,0 +1,63 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include <c10/core/Stream.h>
+#include <cuda_runtime_api.h>
+
+#include "runtime/runtime.h"
+
+// What the backend needs of LibTorch's own CUDA parts. libtorch.cpp is the only file that includes `c10/cuda` and `ATen/cuda`.
+namespace sidestream::cuda::libtorch {
+
+/// LibTorch's identifier of a private memory pool.
+using PoolId = std::pair<unsigned long long, unsigned long long>;
+
+/// Makes LibTorch initialise CUDA. Throws: c10::Error when it cannot.
+void initialise();
+/// The driver's stream behind `stream`; null for the default stream. Asks the driver nothing.
+[[nodiscard]] cudaStream_t native_stream(c10::Stream stream);
+[[nodiscard]] c10::Stream wrap_stream(cudaStream_t stream, c10::Device device);
+[[nodiscard]] c10::Stream default_stream(c10::Device device);
+[[nodiscard]] c10::Stream current_stream(c10::Device device);
+void set_current_stream(c10::Stream stream);
+
+[[nodiscard]] MemoryStats memory_stats(c10::Device device);
+void reset_peak_memory_stats(c10::Device device);
+void release_cached_memory();
+
+/// A new pool with one reference; a graph captured into it holds another.
+[[nodiscard]] PoolId create_pool(c10::Device device);
+void release_pool(c10::Device device, PoolId pool) noexcept;
+
+/// Makes the calling thread's cuBLAS handle and its workspace for `stream`, so that a capture need not.
+void warm_blas(c10::Stream stream);
+
+/// Frees what LibTorch keeps for `stream`, which is idle and about to be destroyed.
+void forget_stream(cudaStream_t stream) noexcept;
+
+/// One `at::cuda::CUDAGraph` with an ending that leaves nothing behind when the capture failed.
+/// Threads: begun and ended by one thread; launched by one at a time.
+class Graph {
+ public:
+  Graph();
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph();
+
+  /// Begins to capture `stream` into `pool` in thread-local error mode. On failure nothing is left and it throws.
+  void begin(c10::Stream stream, PoolId pool);
+  /// Ends the capture; on anything but success nothing of it is left. Does not instantiate.
+  [[nodiscard]] cudaError_t end() noexcept;
+  void instantiate();
+  /// Queues one run on `stream`, after the generator's seed and offset for it.
+  void launch(c10::Stream stream);
+  [[nodiscard]] cudaGraph_t native() const noexcept;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace sidestream::cuda::libtorch

@@ -1,0 +1,93 @@
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/util/ArrayRef.h>
+
+#include "runtime/weak_storage_set.h"
+
+namespace sidestream {
+
+/// What one operator touched, by its schema. Valid during the call that hands it over.
+struct OperatorAccess {
+  const char* name;                   ///< "aten::mm"; lives as long as the process
+  c10::ArrayRef<at::Tensor> reads;    ///< arguments, those it also writes included; no undefined ones
+  c10::ArrayRef<at::Tensor> writes;   ///< arguments that the schema marks as written
+  c10::ArrayRef<at::Tensor> outputs;  ///< results; may alias arguments (views, in-place, out=)
+  bool nested = false;                ///< ran inside another reported operator, which is reported later
+};
+
+/// While it lives, `observe` is called after every operator of the calling thread, and of the backward passes that it
+/// starts (autograd's device threads included; calls come one at a time). Operators inside operators are reported as well,
+/// before the one they are in. Guards nest: the innermost observes. Not for the replay path.
+///
+/// Schemas lie (`native_batch_norm` writes running statistics unmarked): known liars are corrected here.
+/// What `observe` throws does not stop the operator; it is kept for `rethrow`.
+/// Threads: ends on the thread it began on, in reverse order. Capture: legal.
+class [[nodiscard]] OperatorObserverGuard {
+ public:
+  explicit OperatorObserverGuard(std::function<void(const OperatorAccess&)> observe);
+  OperatorObserverGuard(const OperatorObserverGuard&) = delete;
+  OperatorObserverGuard& operator=(const OperatorObserverGuard&) = delete;
+  /// No call of `observe` is running or starts after this.
+  ~OperatorObserverGuard();
+
+  /// Throws what `observe` threw first, if it did.
+  void rethrow() const;
+
+  struct State;
+
+ private:
+  struct Registration;
+  std::shared_ptr<State> state_;
+  std::unique_ptr<Registration> registration_;
+};
+
+/// A storage that was touched inside an observed region and not made there.
+struct ExternalStorage {
+  c10::Storage storage;        ///< keeps it alive
+  const void* data = nullptr;  ///< its address when first seen: what a capture bakes in
+  std::size_t bytes = 0;
+  bool written = false;
+  const char* first_reader = "";  ///< operator that touched it first
+};
+
+/// Collects every storage that operators read or write and that no observed operator made: what a capture must keep alive.
+/// A result that aliases an argument is not "made"; what a kernel allocates for itself and drops before the outermost
+/// operator ends is none of ours. Threads: one at a time.
+class ExternalReads {
+ public:
+  void observe(const OperatorAccess& access);
+  /// Says that this tensor's storage counts as made inside (allocated by us, without an operator).
+  void made(const at::Tensor& tensor);
+
+  /// In the order they were first touched.
+  [[nodiscard]] const std::vector<ExternalStorage>& externals() const noexcept { return externals_; }
+  [[nodiscard]] const ExternalStorage* find(const c10::StorageImpl* storage) const noexcept;
+  [[nodiscard]] bool was_made(const c10::StorageImpl* storage) const noexcept { return made_.contains(storage); }
+  void clear() noexcept;
+
+ private:
+  // Seen inside an operator that has not ended; may still turn out to be that operator's own.
+  struct Pending {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    const char* name;
+    bool written;
+  };
+
+  void touch(const at::Tensor& tensor, const OperatorAccess& access, bool written);
+  void add(c10::Storage storage, const char* name, bool written);
+  void settle_pending();
+
+  std::vector<ExternalStorage> externals_;
+  std::unordered_map<const c10::StorageImpl*, std::size_t> index_;
+  std::unordered_map<const c10::StorageImpl*, Pending> pending_;
+  WeakStorageSet made_;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,180 @@
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include "runtime/handles.h"
+
+namespace sidestream {
+
+enum class Backend : std::uint8_t { sim, cuda };
+enum class CaptureStatus : std::uint8_t { none, active, invalidated };
+enum class EventTiming : std::uint8_t { off, on };
+
+/// Bytes. `allocated` counts live tensors, `reserved` what the allocator holds of the device, private pools included.
+struct MemoryStats {
+  std::int64_t allocated = 0;
+  std::int64_t allocated_peak = 0;
+  std::int64_t reserved = 0;
+  std::int64_t reserved_peak = 0;
+};
+
+/// What `sidestream info` and error messages show.
+struct DeviceInfo {
+  std::string name;
+  std::string driver;  ///< driver and runtime versions in words
+  std::int64_t memory_bytes = 0;
+};
+
+/// One node of a captured graph; `predecessors` are indices into the list it stands in.
+struct GraphNode {
+  enum class Kind : std::uint8_t { kernel, copy_to_host, copy_to_device, copy, memset, event_record, event_wait, empty, other };
+  Kind kind = Kind::other;
+  const void* event = nullptr;  ///< native event of a record or wait node, else null
+  std::vector<std::uint32_t> predecessors;
+};
+
+/// The device under the engine. Two backends: `cuda` and `sim`; decorators wrap either.
+///
+/// Streams are `c10::Stream` because autograd sets them; work of LibTorch's operators goes to the current stream.
+/// Every method throws UsageError when a handle or stream of another backend is passed, DeviceError when the device
+/// refuses, CaptureError where a rule of capture is broken (the capture is then invalidated until it is ended).
+/// Threads: any thread; one capture per stream; a capture is begun and ended by one thread.
+class Runtime {
+ public:
+  Runtime() = default;
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+  virtual ~Runtime() = default;
+
+  [[nodiscard]] virtual Backend backend() const noexcept = 0;
+  [[nodiscard]] virtual c10::Device device() const noexcept = 0;
+  [[nodiscard]] virtual DeviceInfo info() const = 0;
+  /// Handles that this runtime made and that still own something, of all kinds. What tests' invariants count.
+  [[nodiscard]] virtual std::int64_t live_handles() const noexcept { return live_handles_; }
+
+  // --- streams -------------------------------------------------------------------------------------------------
+
+  /// The calling thread's current stream on this device.
+  [[nodiscard]] virtual c10::Stream current_stream() const = 0;
+  /// Makes `stream` the calling thread's current stream. Prefer StreamGuard.
+  virtual void set_current_stream(c10::Stream stream) = 0;
+  /// A new stream; it must be idle when its owner dies. Capture: legal.
+  [[nodiscard]] virtual OwnedStream create_stream() = 0;
+  /// Blocks the host until all work queued on `stream` is done. Capture: illegal while the calling thread captures, whatever
+  /// the stream.
+  virtual void synchronize(c10::Stream stream) = 0;
+  /// Blocks the host until the device is idle. Capture: illegal while any thread captures (it invalidates that capture).
+  virtual void synchronize_device() = 0;
+  /// True when `stream` has no unfinished work. Capture: illegal while the calling thread captures, whatever the stream.
+  [[nodiscard]] virtual bool idle(c10::Stream stream) = 0;
+
+  // --- events --------------------------------------------------------------------------------------------------
+
+  [[nodiscard]] virtual Event create_event(EventTiming timing = EventTiming::off) = 0;
+  /// Marks the work queued on `stream` so far; a later record replaces it. Capture: legal, the mark is then internal to it.
+  virtual void record(const Event& event, c10::Stream stream) = 0;
+  /// Later work on `stream` waits for the mark current at this call. A never recorded event is a no-op on CUDA; the sim
+  /// device journals it and throws in strict mode. Capture: legal for an event recorded in the same capture (a `stream` that
+  /// was not capturing then joins it); an event from outside it is an isolation error.
+  virtual void wait(c10::Stream stream, const Event& event) = 0;
+  /// True when the marked work is done. Capture: illegal while the calling thread captures.
+  [[nodiscard]] virtual bool query(const Event& event) = 0;
+  virtual void synchronize(const Event& event) = 0;
+  /// Milliseconds between two recorded timing events that are both done.
+  [[nodiscard]] virtual double elapsed_ms(const Event& begin, const Event& end) = 0;
+
+  [[nodiscard]] virtual ExternalEvent create_external_event() = 0;
+  /// Capturing: adds an event-record node to the graph (each launch of the graph then records it). Else: records it now.
+  virtual void record(const ExternalEvent& event, c10::Stream stream) = 0;
+  /// Not capturing: later work on `stream` waits for the latest record or launch. Capturing: adds an event-wait node.
+  virtual void wait(c10::Stream stream, const ExternalEvent& event) = 0;
+
+  // --- copies --------------------------------------------------------------------------------------------------
+
+  /// Asynchronous device-to-host copy of `bytes` bytes on `stream`; `pinned` must lie in pinned memory. Capture: legal.
+  virtual void copy_to_host(void* pinned, const void* device, std::size_t bytes, c10::Stream stream) = 0;
+  /// Asynchronous host-to-device copy of `bytes` bytes on `stream`; `pinned` must lie in pinned memory. Capture: legal.
+  virtual void copy_to_device(void* device, const void* pinned, std::size_t bytes, c10::Stream stream) = 0;
+
+  // --- memory --------------------------------------------------------------------------------------------------
+
+  [[nodiscard]] virtual MemoryStats memory_stats() const = 0;
+  virtual void reset_peak_memory_stats() = 0;
+  /// Gives cached, unused device memory back. Capture: illegal while the calling thread captures.
+  virtual void release_cached_memory() = 0;
+  [[nodiscard]] virtual MemoryPool create_pool() = 0;
+  /// Exactly `bytes` bytes of page-locked host memory. Capture: illegal while the calling thread captures.
+  /// Throws: DeviceError that says "pinned host memory" when it is exhausted.
+  [[nodiscard]] virtual PinnedMemory allocate_pinned(std::size_t bytes) = 0;
+
+  // --- graphs --------------------------------------------------------------------------------------------------
+
+  /// Starts to capture `stream` (not the default stream; thread-local error mode). Until the end, tensors allocated while
+  /// a stream of this capture is current come from `pool`. The default generator is registered.
+  virtual void begin_capture(c10::Stream stream, const MemoryPool& pool) = 0;
+  /// Ends the capture begun on `stream` and instantiates the graph. Throws: CaptureError when it was invalidated or a forked
+  /// stream was not joined; whatever happens, `stream` is not capturing afterwards. The graph must have finished its launches
+  /// when it is destroyed.
+  [[nodiscard]] virtual Graph end_capture(c10::Stream stream) = 0;
+  /// Ends and discards the capture of `stream`, if there is one.
+  virtual void abandon_capture(c10::Stream stream) noexcept = 0;
+  [[nodiscard]] virtual CaptureStatus capture_status(c10::Stream stream) const = 0;
+  /// Queues one run of `graph` on `stream`; random draws continue from the default generator. Capture: illegal.
+  /// Ordering: graphs that draw must run one after the other (their seed and offset lie in one place on the device).
+  virtual void launch(const Graph& graph, c10::Stream stream) = 0;
+  /// The nodes in capture order, for the checks of rule 5. Not for the replay path.
+  [[nodiscard]] virtual std::vector<GraphNode> nodes(const Graph& graph) const = 0;
+
+ protected:
+  template <HandleKind kind>
+  friend class Handle;
+  /// Called by owners only; never throws, reports failures on stderr.
+  virtual void destroy(HandleKind kind, void* native) noexcept = 0;
+
+ private:
+  std::atomic<std::int64_t> live_handles_{0};
+};
+
+template <HandleKind kind>
+Handle<kind>::Handle(Runtime& runtime, void* native) noexcept : runtime_(&runtime), native_(native) {
+  if (native != nullptr) {
+    runtime.live_handles_.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+template <HandleKind kind>
+void Handle<kind>::reset() noexcept {
+  if (native_ != nullptr) {
+    runtime_->destroy(kind, std::exchange(native_, nullptr));
+    runtime_->live_handles_.fetch_sub(1, std::memory_order_relaxed);
+  }
+}
+
+/// Makes a stream current on the calling thread for its lifetime.
+class [[nodiscard]] StreamGuard {
+ public:
+  StreamGuard(Runtime& runtime, c10::Stream stream) : runtime_(runtime), before_(runtime.current_stream()) {
+    runtime_.set_current_stream(stream);
+  }
+  StreamGuard(const StreamGuard&) = delete;
+  StreamGuard& operator=(const StreamGuard&) = delete;
+  ~StreamGuard() { runtime_.set_current_stream(before_); }
+
+ private:
+  Runtime& runtime_;
+  c10::Stream before_;
+};
+
+/// The runtime of `device`: cuda, or the sim device (which is registered with LibTorch on first use).
+/// Throws: UsageError for any other device type or a backend that was not built in; DeviceError without a usable driver
+/// (says which driver is needed, and that the sim device works).
+[[nodiscard]] std::shared_ptr<Runtime> make_runtime(c10::Device device);
+
+}  // namespace sidestream

@@ -1,0 +1,22 @@
+#include "runtime/weak_storage_set.h"
+
+#include <algorithm>
+
+namespace sidestream {
+
+void WeakStorageSet::insert(const c10::Storage& storage) {
+  if (storage.unsafeGetStorageImpl() == nullptr) {
+    return;
+  }
+  if (members_.size() >= sweep_at_) {
+    sweep();
+    sweep_at_ = std::max<std::size_t>(64, 2 * members_.size());
+  }
+  members_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+}
+
+void WeakStorageSet::sweep() {
+  std::erase_if(members_, [](const auto& member) { return member.second.expired(); });
+}
+
+}  // namespace sidestream

@@ -1,0 +1,161 @@
+#include "tests/cli/program.h"
+
+#include <algorithm>
+#include <csignal>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include "tests/cli/scratch_folder.h"
+
+namespace sidestream::cli {
+namespace {
+
+std::vector<std::string> tiny_training(std::vector<std::string> more) {
+  std::vector<std::string> arguments{"train", "--device", "sim", "--layers",   "4", "--hidden",
+                                     "32",    "--heads",  "2",   "--kv-heads", "1", "--ffn",
+                                     "48",    "--seq",    "32",  "--batch",    "2"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+
+/// One line, from the program, that holds `part`.
+void expect_refusal(const std::vector<std::string>& arguments, int code, const std::string& part) {
+  const ProgramResult result = run_program(arguments);
+  EXPECT_EQ(result.code, code) << result.out << result.err;
+  EXPECT_EQ(result.err.rfind("sidestream: ", 0), 0u) << result.err;
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  EXPECT_NE(result.err.find(part), std::string::npos) << result.err;
+}
+
+TEST(Program, HelpAndVersionSucceed) {
+  const ProgramResult help = run_program({"--help"});
+  EXPECT_EQ(help.code, 0);
+  EXPECT_NE(help.out.find("Examples:"), std::string::npos);
+  const ProgramResult train_help = run_program({"train", "--help"});
+  EXPECT_EQ(train_help.code, 0);
+  EXPECT_NE(train_help.out.find("--side-streams"), std::string::npos);
+  const ProgramResult version = run_program({"--version"});
+  EXPECT_EQ(version.code, 0);
+  EXPECT_EQ(version.out.rfind("sidestream ", 0), 0u);
+}
+
+TEST(Program, WrongUsageExitsWithTwo) {
+  expect_refusal({}, 2, "subcommand");
+  expect_refusal({"train", "--colour"}, 2, "--colour");
+  expect_refusal({"train", "--steps", "many"}, 2, "--steps");
+  expect_refusal({"train", "--device", "abacus"}, 2, "--device");
+  expect_refusal({"train", "--hidden", "98"}, 2, "96 or 100");
+  expect_refusal({"train", "--side-streams", "0"}, 2, "--side-streams is 0");
+  expect_refusal({"train", "--offload", "attention"}, 2, "core_attn");
+  expect_refusal({"train", "--schedule", "never", "--device", "sim"}, 2, "d2h-early");
+}
+
+TEST(Program, TextsThatCannotBeTrainedOnAreRefused) {
+  const ScratchFolder folder;
+  expect_refusal({"train", "--text", (folder.path() / "absent").string()}, 2, "No such file");
+  expect_refusal({"train", "--text", folder.write("empty", "").string()}, 2, "is empty");
+  expect_refusal({"train", "--text", folder.write("short", "too short").string()}, 2, "9 bytes");
+}
+
+TEST(Program, UnwritableReportIsRefusedBeforeTraining) {
+  const ScratchFolder folder;
+  const ProgramResult result = run_program(tiny_training({"--report", (folder.path() / "absent" / "r.json").string()}));
+  EXPECT_EQ(result.code, 2);
+  EXPECT_EQ(result.out.find("step"), std::string::npos) << result.out;
+}
+
+TEST(Program, PatternThatMatchesNoScopeListsTheNamesThereAre) {
+  const ProgramResult result = run_program(tiny_training({"--steps", "2", "--offload", "blocks.*.router"}));
+  EXPECT_EQ(result.code, 2) << result.err;
+  EXPECT_NE(result.err.find("core_attn"), std::string::npos) << result.err;
+}
+
+TEST(Program, CudaWithoutADriverNamesTheSimDevice) {
+  const ProgramResult result = run_program({"train", "--device", "cuda", "--steps", "1"});
+  if (result.code == 0) {
+    GTEST_SKIP() << "this machine has a usable GPU";
+  }
+  EXPECT_EQ(result.code, 1);
+  EXPECT_NE(result.err.find("driver"), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("--device sim"), std::string::npos) << result.err;
+}
+
+TEST(Program, ComparedTrainingIsEqualAndReported) {
+  const ScratchFolder folder;
+  const auto report = folder.path() / "report.json";
+  const ProgramResult result = run_program(tiny_training({"--steps", "5", "--compare", "--report", report.string()}));
+  EXPECT_EQ(result.code, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("bit for bit"), std::string::npos) << result.out;
+
+  const auto json = nlohmann::json::parse(ScratchFolder::read(report));
+  EXPECT_EQ(json["steps_done"], 5);
+  EXPECT_FALSE(json["interrupted"].get<bool>());
+  EXPECT_TRUE(json["gradients"]["bit_equal"].get<bool>());
+  EXPECT_TRUE(json["gradients"]["trained_parameters_equal"].get<bool>());
+  EXPECT_EQ(json["gradients"]["steps"], 5);
+  EXPECT_EQ(json["gradients"]["parameters"].size(), 3u + 4 * 6);
+  ASSERT_EQ(json["modes"].size(), 3u);
+  EXPECT_EQ(json["modes"][0]["name"], "eager");
+  EXPECT_EQ(json["modes"][1]["name"], "graphs");
+  EXPECT_EQ(json["modes"][2]["name"], "graphs+offload");
+  EXPECT_EQ(json["modes"][0]["offloaded_bytes_per_step"], 0);
+  EXPECT_EQ(json["modes"][1]["graphs"], 8);
+  EXPECT_GT(json["modes"][2]["offloaded_bytes_per_step"], 0);
+  EXPECT_GT(json["modes"][2]["pinned_host_bytes"], 0);
+}
+
+TEST(Program, EveryModeTrainsToTheSameLoss) {
+  const ScratchFolder folder;
+  std::vector<std::string> losses;
+  for (const std::vector<std::string>& mode :
+       std::vector<std::vector<std::string>>{{"--graphs", "off", "--offload", "off"},
+                                             {"--graphs", "off"},
+                                             {"--offload", "off"},
+                                             {"--side-streams", "1"},
+                                             {"--schedule", "late"},
+                                             {"--schedule", "seed:3", "--side-streams", "3"}}) {
+    std::vector<std::string> arguments{"--steps", "4", "--report", (folder.path() / "r.json").string()};
+    arguments.insert(arguments.end(), mode.begin(), mode.end());
+    const ProgramResult result = run_program(tiny_training(arguments));
+    ASSERT_EQ(result.code, 0) << result.out << result.err;
+    losses.push_back(nlohmann::json::parse(ScratchFolder::read(folder.path() / "r.json"))["train_loss"].dump());
+  }
+  for (const std::string& loss : losses) {
+    EXPECT_EQ(loss, losses.front());
+  }
+}
+
+TEST(Program, LossFallsWithTraining) {
+  const ScratchFolder folder;
+  const ProgramResult result =
+      run_program(tiny_training({"--steps", "40", "--report", (folder.path() / "r.json").string()}));
+  ASSERT_EQ(result.code, 0) << result.out << result.err;
+  const auto json = nlohmann::json::parse(ScratchFolder::read(folder.path() / "r.json"));
+  EXPECT_LT(json["held_out_loss"]["last"].get<double>(), json["held_out_loss"]["first"].get<double>() - 1);
+}
+
+TEST(Program, InterruptEndsTheStepAndPrintsTheTable) {
+  const ScratchFolder folder;
+  const auto report = folder.path() / "report.json";
+  Program program(tiny_training({"--steps", "100000", "--report", report.string()}));
+  ASSERT_TRUE(program.wait_for("step "));
+  program.interrupt();
+  const ProgramResult result = program.finish();
+  EXPECT_EQ(result.code, 130) << result.signal << result.err;
+  EXPECT_NE(result.out.find("ended by Ctrl-C"), std::string::npos) << result.out;
+  const auto json = nlohmann::json::parse(ScratchFolder::read(report));
+  EXPECT_TRUE(json["interrupted"].get<bool>());
+  EXPECT_GE(json["steps_done"].get<int>(), 1);
+}
+
+TEST(Program, InfoShowsTheSimDeviceAndItsLink) {
+  const ProgramResult result = run_program({"info"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_NE(result.out.find("LibTorch"), std::string::npos);
+  EXPECT_NE(result.out.find("sim"), std::string::npos);
+  EXPECT_NE(result.out.find("GB/s"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace sidestream::cli

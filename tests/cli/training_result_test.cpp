@@ -1,0 +1,85 @@
+#include "tools/cli/training_result.h"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+namespace sidestream::cli {
+namespace {
+
+constexpr std::int64_t kMebibyte = 1 << 20;
+
+ModeResult mode(const std::string& name, std::int64_t allocated, std::int64_t reserved, std::int64_t offloaded) {
+  ModeResult result;
+  result.name = name;
+  result.steps = 5;
+  result.step_seconds = 0.25;
+  result.allocated = allocated * kMebibyte;
+  result.reserved = reserved * kMebibyte;
+  result.offload.bytes_per_step = offloaded * kMebibyte;
+  return result;
+}
+
+TrainingResult sample() {
+  TrainingResult result;
+  result.device_name = "device";
+  result.mode = "graphs+offload";
+  result.byte_entropy = 3.2;
+  result.steps_done = 1234;
+  result.held_out = {5.6, 2.5};
+  result.modes = {mode("eager", 100, 120, 0), mode("graphs", 40, 130, 0), mode("graphs+offload", 40, 90, 50)};
+  return result;
+}
+
+TEST(TrainingResult, ReductionComparesLikeWithLike) {
+  const TrainingResult result = sample();
+  EXPECT_FALSE(result.gross_reduction(result.modes[0]));
+  EXPECT_FALSE(result.gross_reduction(result.modes[1]));
+  EXPECT_DOUBLE_EQ(result.gross_reduction(result.modes[2]).value(), 40.0 / 50);
+  EXPECT_DOUBLE_EQ(result.gross_reduction(mode("offload", 70, 120, 50)).value(), 30.0 / 50);
+}
+
+TEST(TrainingResult, NoReductionWithoutAMeasuredCounterpart) {
+  TrainingResult result = sample();
+  result.modes.erase(result.modes.begin() + 1);
+  EXPECT_FALSE(result.gross_reduction(result.modes.back()));
+}
+
+TEST(ResultTable, ShowsLossEntropyAndModes) {
+  const std::string table = result_table(sample());
+  EXPECT_NE(table.find("1,234 of 200 steps"), std::string::npos) << table;
+  EXPECT_NE(table.find("0.7000 below"), std::string::npos) << table;
+  EXPECT_NE(table.find("250.0 ms"), std::string::npos) << table;
+  EXPECT_NE(table.find("80%"), std::string::npos) << table;
+  EXPECT_EQ(table.back(), '\n');
+}
+
+TEST(ResultTable, DifferingGradientsAreNamed) {
+  const auto parameter = [](double gradient) {
+    at::Tensor tensor = at::zeros({4}).requires_grad_();
+    tensor.mutable_grad() = at::full({4}, gradient);
+    return NamedTensors{{"blocks.1.qkv.weight", tensor}};
+  };
+  TrainingResult result = sample();
+  result.comparison.emplace(at::kFloat, 100, /*exact=*/true);
+  result.comparison->compare(parameter(1.0), parameter(1.5));
+  const std::string table = result_table(result);
+  EXPECT_EQ(table.find("bit for bit"), std::string::npos) << table;
+  EXPECT_NE(table.find("blocks.1.qkv.weight"), std::string::npos) << table;
+  EXPECT_NE(table.find("BEYOND"), std::string::npos) << table;
+  EXPECT_FALSE(nlohmann::json::parse(result_json(result))["gradients"]["bit_equal"].get<bool>());
+}
+
+TEST(ResultJson, KeepsWhatTheTableShows) {
+  const auto json = nlohmann::json::parse(result_json(sample()));
+  EXPECT_EQ(json["steps_done"], 1234);
+  EXPECT_EQ(json["modes"].size(), 3u);
+  EXPECT_EQ(json["modes"][2]["offloaded_bytes_per_step"], 50 * kMebibyte);
+  EXPECT_DOUBLE_EQ(json["modes"][2]["r_gross"].get<double>(), 0.8);
+  EXPECT_FALSE(json["modes"][1].contains("r_gross"));
+  EXPECT_FALSE(json.contains("gradients"));
+}
+
+}  // namespace
+}  // namespace sidestream::cli

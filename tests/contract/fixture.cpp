@@ -1,0 +1,154 @@
+#include "contract/fixture.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+#include "runtime/sim/device.h"
+#include "sidestream/error.h"
+#include "sidestream/schedule.h"
+
+namespace sidestream::contract {
+namespace {
+
+struct Made {
+  std::shared_ptr<Runtime> runtime;
+  std::string why;
+};
+
+Made make(Backend backend) {
+  try {
+    switch (backend) {
+      case Backend::sim:
+        return {make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0)), ""};
+      case Backend::cuda:
+        return {make_runtime(c10::Device(c10::DeviceType::CUDA, 0)), ""};
+    }
+  } catch (const Error& error) {
+    return {nullptr, error.what()};
+  }
+  return {};
+}
+
+}  // namespace
+
+std::shared_ptr<Runtime> runtime_of(Backend backend, std::string* why) {
+  static const Made sim = make(Backend::sim);
+  static const Made cuda = make(Backend::cuda);
+  const Made& made = backend == Backend::sim ? sim : cuda;
+  if (why != nullptr) {
+    *why = made.why;
+  }
+  return made.runtime;
+}
+
+void PrintTo(const Subject& subject, std::ostream* out) { *out << subject.name; }
+
+std::vector<Subject> every_subject() {
+  return {{"sim_early", Backend::sim, "early"},
+          {"sim_late", Backend::sim, "late"},
+          {"sim_d2h_early", Backend::sim, "d2h-early"},
+          {"sim_d2h_late", Backend::sim, "d2h-late"},
+          {"sim_seed_1", Backend::sim, "seed:1"},
+          {"sim_seed_2", Backend::sim, "seed:2"},
+          {"cuda", Backend::cuda, ""}};
+}
+
+std::string subject_name(const testing::TestParamInfo<Subject>& info) { return info.param.name; }
+
+void RuntimeContract::SetUp() {
+  std::string why;
+  runtime_ = runtime_of(GetParam().backend, &why);
+  if (runtime_ == nullptr) {
+    ASSERT_TRUE(on_gpu()) << "the sim backend runs everywhere: " << why;
+    GTEST_SKIP() << why;
+  }
+  if (!on_gpu()) {
+    sim::Device::get().set_schedule(Schedule::parse(GetParam().schedule));
+  }
+  live_before_ = runtime_->live_handles();
+  current_before_ = {runtime_->current_stream()};
+  if (on_gpu()) {
+    busy_ = at::zeros({2048, 2048}, options());
+    (void)at::mm(busy_, busy_);
+    runtime_->synchronize_device();
+  }
+  for (auto* stream : {&main_, &capture_, &side_, &copies_}) {
+    *stream = std::make_unique<OwnedStream>(runtime_->create_stream());
+  }
+  runtime_->set_current_stream(*main_);
+}
+
+void RuntimeContract::TearDown() {
+  if (runtime_ == nullptr) {
+    return;
+  }
+  for (const auto* stream : {&main_, &capture_, &side_, &copies_}) {
+    if (*stream != nullptr) {
+      EXPECT_EQ(runtime_->capture_status(**stream), CaptureStatus::none) << "a capture was left open";
+      runtime_->abandon_capture(**stream);
+    }
+  }
+  runtime_->set_current_stream(current_before_.front());
+  runtime_->synchronize_device();
+  busy_.reset();
+  for (auto* stream : {&main_, &capture_, &side_, &copies_}) {
+    stream->reset();
+  }
+  if (!on_gpu()) {
+    sim::Device::get().set_schedule(Schedule());
+  }
+  EXPECT_EQ(runtime_->live_handles(), live_before_) << "a stream, event, graph, pool or pinned block was left alive";
+}
+
+bool RuntimeContract::copies_are_late() const {
+  const std::string_view schedule = GetParam().schedule;
+  return on_gpu() || schedule == "late" || schedule == "d2h-late";
+}
+
+c10::TensorOptions RuntimeContract::options() const {
+  return c10::TensorOptions().dtype(at::kFloat).device(runtime_->device());
+}
+
+at::Tensor RuntimeContract::filled(double value, std::int64_t numel) const {
+  return at::full({numel}, value, options());
+}
+
+std::vector<float> RuntimeContract::values(const at::Tensor& tensor) {
+  runtime_->synchronize_device();
+  const auto host = tensor.cpu();
+  const auto* data = host.const_data_ptr<float>();
+  return {data, data + host.numel()};
+}
+
+testing::AssertionResult RuntimeContract::all_equal(const at::Tensor& tensor, float value) {
+  const auto found = values(tensor);
+  const auto other = std::find_if(found.begin(), found.end(), [&](float element) { return element != value; });
+  if (other == found.end()) {
+    return testing::AssertionSuccess();
+  }
+  return testing::AssertionFailure() << "element " << (other - found.begin()) << " is " << *other << ", not " << value;
+}
+
+void RuntimeContract::delay(c10::Stream stream) {
+  if (!busy_.defined()) {
+    return;
+  }
+  const StreamGuard guard(*runtime_, stream);
+  auto product = at::mm(busy_, busy_);
+  for (int i = 0; i < 40; ++i) {
+    at::mm_out(product, busy_, busy_);
+  }
+}
+
+void RuntimeContract::expect_failed_end(c10::Stream stream) {
+  EXPECT_THROW((void)runtime_->end_capture(stream), CaptureError);
+  for (const auto* each : {&main_, &capture_, &side_, &copies_}) {
+    EXPECT_EQ(runtime_->capture_status(**each), CaptureStatus::none);
+  }
+}
+
+}  // namespace sidestream::contract

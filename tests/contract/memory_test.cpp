@@ -1,0 +1,226 @@
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/ops/add.h>
+
+#include "contract/fixture.h"
+#include "sidestream/error.h"
+
+namespace sidestream::contract {
+namespace {
+
+constexpr std::int64_t kMiB = 1 << 20;
+
+class CopyContract : public RuntimeContract {};
+
+TEST_P(CopyContract, BytesGoToPinnedMemoryAndBack) {
+  const auto pinned = runtime().allocate_pinned(4096);
+  const auto source = filled(3, 1024);
+  const auto target = filled(0, 1024);
+  const auto stream = runtime().current_stream();
+  runtime().copy_to_host(pinned.data(), source.const_data_ptr(), 4096, stream);
+  runtime().copy_to_device(target.mutable_data_ptr(), pinned.data(), 4096, stream);
+  EXPECT_TRUE(all_equal(target, 3));
+  EXPECT_EQ(reinterpret_cast<const float*>(pinned.data())[1023], 3.0F);
+}
+
+TEST_P(CopyContract, OnlyTheGivenBytesAreWritten) {
+  const auto pinned = runtime().allocate_pinned(4096);
+  std::memset(pinned.data(), 0x5a, 4096);
+  const auto source = filled(0, 1024);
+  runtime().copy_to_host(pinned.data() + 8, source.const_data_ptr(), 16, runtime().current_stream());
+  runtime().synchronize_device();
+  for (std::size_t i = 0; i < 4096; ++i) {
+    ASSERT_EQ(std::to_integer<int>(pinned.data()[i]), i >= 8 && i < 24 ? 0 : 0x5a) << "byte " << i;
+  }
+}
+
+TEST_P(CopyContract, ACopyWaitsForTheComputeItIsOrderedAfter) {
+  const auto pinned = runtime().allocate_pinned(4096);
+  std::memset(pinned.data(), 0, 4096);
+  const auto tensor = filled(1, 1024);
+  const auto ready = runtime().create_event();
+  delay(runtime().current_stream());
+  tensor.fill_(4);
+  runtime().record(ready, runtime().current_stream());
+  runtime().wait(copies(), ready);
+  runtime().copy_to_host(pinned.data(), tensor.const_data_ptr(), 4096, copies());
+  runtime().synchronize(copies());
+  EXPECT_EQ(reinterpret_cast<const float*>(pinned.data())[0], 4.0F);
+  EXPECT_EQ(reinterpret_cast<const float*>(pinned.data())[1023], 4.0F);
+}
+
+TEST_P(CopyContract, ComputeWaitsForTheCopyItIsOrderedAfter) {
+  const auto pinned = runtime().allocate_pinned(4096);
+  std::fill_n(reinterpret_cast<float*>(pinned.data()), 1024, 9.0F);
+  const auto tensor = filled(1, 1024);
+  runtime().synchronize_device();
+  const auto back = runtime().create_event();
+  delay(copies());
+  runtime().copy_to_device(tensor.mutable_data_ptr(), pinned.data(), 4096, copies());
+  runtime().record(back, copies());
+  runtime().wait(runtime().current_stream(), back);
+  const auto sum = at::add(tensor, 1);
+  EXPECT_TRUE(all_equal(sum, 10));
+}
+
+TEST_P(CopyContract, CopiesOfOneStreamKeepTheirOrder) {
+  const auto pinned = runtime().allocate_pinned(8192);
+  auto* const host = reinterpret_cast<float*>(pinned.data());
+  std::fill_n(host, 1024, 1.0F);
+  std::fill_n(host + 1024, 1024, 2.0F);
+  const auto tensor = filled(0, 1024);
+  runtime().synchronize_device();
+  runtime().copy_to_device(tensor.mutable_data_ptr(), host, 4096, copies());
+  runtime().copy_to_device(tensor.mutable_data_ptr(), host + 1024, 4096, copies());
+  runtime().copy_to_host(host, tensor.const_data_ptr(), 4096, copies());
+  runtime().synchronize(copies());
+  EXPECT_EQ(host[0], 2.0F);
+  EXPECT_EQ(host[1023], 2.0F);
+}
+
+class PinnedContract : public RuntimeContract {};
+
+TEST_P(PinnedContract, HasTheBytesAskedForOnAPageBoundary) {
+  std::vector<PinnedMemory> held;
+  for (const std::size_t bytes :
+       {std::size_t{1}, std::size_t{513}, std::size_t{4096}, std::size_t{100}, std::size_t{3 * kMiB + 7}}) {
+    held.push_back(runtime().allocate_pinned(bytes));
+    EXPECT_EQ(held.back().bytes(), bytes);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(held.back().data()) % 4096, 0U);
+    std::memset(held.back().data(), static_cast<int>(held.size()), bytes);
+  }
+  for (std::size_t i = 0; i < held.size(); ++i) {
+    EXPECT_EQ(std::to_integer<std::size_t>(held[i].data()[0]), i + 1);
+    EXPECT_EQ(std::to_integer<std::size_t>(held[i].data()[held[i].bytes() - 1]), i + 1);
+  }
+}
+
+TEST_P(PinnedContract, ExhaustionSaysWhatRanOut) {
+  try {
+    (void)runtime().allocate_pinned(std::size_t{1} << 46);
+    FAIL() << "64 TiB were pinned";
+  } catch (const DeviceError& error) {
+    EXPECT_NE(std::string(error.what()).find("pinned host memory"), std::string::npos) << error.what();
+  }
+  const auto after = runtime().allocate_pinned(4096);
+  EXPECT_NE(after.data(), nullptr);
+}
+
+class MemoryContract : public RuntimeContract {};
+
+TEST_P(MemoryContract, StatisticsCountLiveTensorsAndTheirPeak) {
+  runtime().synchronize_device();
+  runtime().release_cached_memory();
+  runtime().reset_peak_memory_stats();
+  const auto before = runtime().memory_stats();
+  EXPECT_EQ(before.allocated_peak, before.allocated);
+  {
+    const auto one = filled(1, 4 * kMiB);
+    const auto held = runtime().memory_stats();
+    EXPECT_EQ(held.allocated - before.allocated, 16 * kMiB);
+    EXPECT_GE(held.reserved, held.allocated);
+    const auto two = filled(1, 2 * kMiB);
+    EXPECT_EQ(runtime().memory_stats().allocated - before.allocated, 24 * kMiB);
+  }
+  const auto after = runtime().memory_stats();
+  EXPECT_EQ(after.allocated, before.allocated);
+  EXPECT_EQ(after.allocated_peak - before.allocated, 24 * kMiB);
+  EXPECT_GE(after.reserved - before.reserved, 24 * kMiB) << "freed memory stays cached";
+  runtime().synchronize_device();
+  runtime().release_cached_memory();
+  EXPECT_EQ(runtime().memory_stats().reserved, before.reserved);
+  EXPECT_GE(runtime().memory_stats().reserved_peak - before.reserved, 24 * kMiB);
+  runtime().reset_peak_memory_stats();
+  EXPECT_EQ(runtime().memory_stats().reserved_peak, runtime().memory_stats().reserved);
+}
+
+TEST_P(MemoryContract, FreedMemoryIsUsedAgain) {
+  const void* first = nullptr;
+  {
+    const auto tensor = filled(1, 4 * kMiB);
+    first = tensor.const_data_ptr();
+  }
+  const auto tensor = filled(2, 4 * kMiB);
+  EXPECT_EQ(tensor.const_data_ptr(), first);
+}
+
+class PoolContract : public RuntimeContract {
+ protected:
+  // A graph whose private memory holds at least 16 MiB; `inside` is a tensor of it.
+  Graph capture_into(const MemoryPool& pool, at::Tensor& inside) {
+    const StreamGuard guard(runtime(), capture());
+    runtime().begin_capture(capture(), pool);
+    inside = filled(1, 4 * kMiB);
+    return runtime().end_capture(capture());
+  }
+};
+
+TEST_P(PoolContract, MemoryOfACaptureLivesUntilPoolAndGraphAreGone) {
+  // The first capture makes what LibTorch keeps for the stream for good.
+  {
+    at::Tensor inside;
+    auto pool = runtime().create_pool();
+    const auto graph = capture_into(pool, inside);
+  }
+  runtime().release_cached_memory();
+  const auto before = runtime().memory_stats();
+  auto pool = runtime().create_pool();
+  at::Tensor inside;
+  auto graph = capture_into(pool, inside);
+  EXPECT_GE(runtime().memory_stats().reserved - before.reserved, 16 * kMiB);
+  inside.reset();
+  runtime().release_cached_memory();
+  EXPECT_GE(runtime().memory_stats().reserved - before.reserved, 16 * kMiB) << "the graph still uses it";
+  pool.reset();
+  runtime().release_cached_memory();
+  EXPECT_GE(runtime().memory_stats().reserved - before.reserved, 16 * kMiB) << "the graph still uses it";
+  graph.reset();
+  runtime().release_cached_memory();
+  EXPECT_EQ(runtime().memory_stats().reserved, before.reserved);
+  EXPECT_EQ(runtime().memory_stats().allocated, before.allocated);
+}
+
+TEST_P(PoolContract, AReleasedTensorOfOneCaptureIsReusedByTheNextOfThePool) {
+  const auto pool = runtime().create_pool();
+  at::Tensor inside;
+  const auto first = capture_into(pool, inside);
+  const auto* const address = inside.const_data_ptr();
+  inside.reset();
+  const auto second = capture_into(pool, inside);
+  EXPECT_EQ(inside.const_data_ptr(), address);
+}
+
+TEST_P(PoolContract, TensorsOutsideOfACaptureDoNotComeFromThePool) {
+  const auto pool = runtime().create_pool();
+  at::Tensor inside;
+  const auto graph = capture_into(pool, inside);
+  const auto* const address = inside.const_data_ptr();
+  inside.reset();
+  const StreamGuard guard(runtime(), capture());
+  const auto outside = filled(1, 4 * kMiB);
+  EXPECT_NE(outside.const_data_ptr(), address);
+}
+
+TEST_P(PoolContract, ATensorOfAPoolOutlivesItsGraph) {
+  at::Tensor inside;
+  {
+    const auto pool = runtime().create_pool();
+    auto graph = capture_into(pool, inside);
+    runtime().launch(graph, side());
+    runtime().synchronize(side());
+  }
+  EXPECT_TRUE(all_equal(inside, 1));
+}
+
+SIDESTREAM_ON_EVERY_BACKEND(CopyContract);
+SIDESTREAM_ON_EVERY_BACKEND(PinnedContract);
+SIDESTREAM_ON_EVERY_BACKEND(MemoryContract);
+SIDESTREAM_ON_EVERY_BACKEND(PoolContract);
+
+}  // namespace
+}  // namespace sidestream::contract

@@ -1,0 +1,108 @@
+// Gradients of graphed and offloaded training on a GPU against plain eager training, bit for bit, on deterministic kernels.
+#include <string>
+#include <vector>
+
+#include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+#include <torch/utils.h>
+
+#include "gpu/gpu_fixture.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "unit/graphs/block_model.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::BlockModel;
+
+struct Case {
+  std::string name;
+  std::string graph;
+  std::string offload;
+  std::int64_t side_streams = 2;
+  bool accumulate = false;
+};
+
+void PrintTo(const Case& value, std::ostream* out) { *out << value.name; }
+
+class GpuEngineTest : public gpu::Gpu, public testing::WithParamInterface<Case> {
+ protected:
+  void SetUp() override {
+    gpu::Gpu::SetUp();
+    if (IsSkipped()) {
+      return;
+    }
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+    at::globalContext().setDeterministicFillUninitializedMemory(false);
+    shape_.layers = 6;
+    shape_.hidden = 256;
+    shape_.heads = 4;
+    shape_.sequence = 128;
+    shape_.batch = 4;
+  }
+  void TearDown() override {
+    at::globalContext().setDeterministicAlgorithms(false, false);
+  }
+
+  std::vector<std::vector<at::Tensor>> train(const Options* options) {
+    const c10::Device device(c10::DeviceType::CUDA, 0);
+    BlockModel model(shape_);
+    model.to(device);
+    std::unique_ptr<OffloadEngine> engine;
+    if (options != nullptr) {
+      engine = std::make_unique<OffloadEngine>(model, *options);
+    }
+    std::vector<std::vector<at::Tensor>> gradients;
+    for (std::int64_t s = 0; s < 6; ++s) {
+      const auto batch = testing_model::batch_of(shape_, s, device);
+      testing_model::clear_gradients(model);
+      {
+        std::optional<Step> step;
+        if (engine != nullptr) {
+          step.emplace(engine->step());
+        }
+        model.loss(batch.tokens, batch.targets).backward();
+      }
+      gradients.push_back(testing_model::gradients(model));
+      testing_model::descend(model);
+    }
+    if (engine != nullptr) {
+      report_ = engine->report();
+    }
+    return gradients;
+  }
+
+  BlockModel::Shape shape_;
+  Report report_;
+};
+
+TEST_P(GpuEngineTest, GradientsEqualPlainTraining) {
+  const auto plain = train(nullptr);
+  Options options(c10::Device(c10::DeviceType::CUDA, 0));
+  options.min_bytes(4096).offload(GetParam().offload).graph_options(
+      GraphOptions().side_streams(GetParam().side_streams).accumulate_in_graph(GetParam().accumulate));
+  if (!GetParam().graph.empty()) {
+    options.graph(GetParam().graph);
+  }
+  const auto run = train(&options);
+  for (std::size_t s = 0; s < plain.size(); ++s) {
+    EXPECT_TRUE(testing_model::same(run[s], plain[s])) << "step " << s;
+  }
+  EXPECT_EQ(report_.offloaded_bytes > 0, !GetParam().offload.empty());
+  EXPECT_EQ(report_.inline_reloads, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Wrapped, GpuEngineTest,
+    testing::Values(Case{"eager", "", "blocks.*.*"}, Case{"graphs_1", "blocks.*", "", 1},
+                    Case{"graphs_offload_1", "blocks.*", "blocks.*.*", 1},
+                    Case{"graphs_offload_2", "blocks.*", "blocks.*.*", 2},
+                    Case{"graphs_offload_3", "blocks.*", "blocks.*.*", 3},
+                    Case{"graphs_offload_2_accumulating", "blocks.*", "blocks.*.*", 2, true},
+                    Case{"mixed", "blocks.1,blocks.2,blocks.4", "blocks.*.*", 2}),
+    [](const testing::TestParamInfo<Case>& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace sidestream

@@ -1,0 +1,85 @@
+#include <cstdlib>
+#include <iostream>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+namespace {
+
+/// LibTorch says this once where autograd's device thread is the first to multiply on a GPU; it then does what is right.
+constexpr std::string_view kHarmless = "Attempting to run cuBLAS, but there was no current CUDA context";
+
+/// Keeps what LibTorch warns of on the thread of the tests (its handlers are per thread); any warning fails the run.
+class WarningCollector : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().rfind(kHarmless, 0) == 0) {
+      return;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    warnings_.push_back(warning.msg());
+  }
+
+  std::vector<std::string> take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::move(warnings_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::string> warnings_;
+};
+
+class FailOnWarning : public testing::EmptyTestEventListener {
+ public:
+  explicit FailOnWarning(WarningCollector& collector) : collector_(collector) {}
+
+  void OnTestEnd(const testing::TestInfo& /*info*/) override { report(); }
+  void OnTestProgramEnd(const testing::UnitTest& /*unit_test*/) override { report(); }
+
+  [[nodiscard]] bool warned() const { return warned_; }
+
+ private:
+  void report() {
+    for (const std::string& warning : collector_.take()) {
+      std::cerr << "unexpected warning: " << warning << '\n';
+      warned_ = true;
+    }
+  }
+
+  WarningCollector& collector_;
+  bool warned_ = false;
+};
+
+constexpr int kSkipped = 77;
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  WarningCollector collector;
+  c10::WarningUtils::set_warning_handler(&collector);
+  auto* fail_on_warning = new FailOnWarning(collector);  // owned by GoogleTest's listeners
+  testing::UnitTest::GetInstance()->listeners().Append(fail_on_warning);
+  const int status = RUN_ALL_TESTS();
+  c10::WarningUtils::set_warning_handler(nullptr);
+  if (status != 0 || fail_on_warning->warned()) {
+    return 1;
+  }
+  const testing::UnitTest& tests = *testing::UnitTest::GetInstance();
+  if (tests.skipped_test_count() > 0) {
+    const char* require_gpu = std::getenv("SIDESTREAM_REQUIRE_GPU");
+    if (require_gpu != nullptr && std::string(require_gpu) == "1") {
+      std::cerr << tests.skipped_test_count() << " tests skipped, and SIDESTREAM_REQUIRE_GPU=1 forbids it\n";
+      return 1;
+    }
+    if (tests.successful_test_count() == 0) {
+      return kSkipped;
+    }
+  }
+  return 0;
+}

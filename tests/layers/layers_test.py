@@ -1,0 +1,146 @@
+"""Includes go one way: base <- runtime <- memory <- offload <- graphs <- tools, and the walls between the rooms stand.
+
+Usage: layers_test.py SOURCE_FOLDER
+"""
+import pathlib
+import re
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+from tap import Tap  # noqa: E402
+
+# Rooms that a room's files may include, beside include/sidestream and itself.
+MAY_INCLUDE = {
+    "include": set(),
+    "base": set(),
+    "analysis": {"base"},
+    "runtime": {"base", "analysis"},
+    "memory": {"base", "analysis", "runtime"},
+    "offload": {"base", "analysis", "runtime", "memory"},
+    "graphs": {"base", "analysis", "runtime", "memory", "offload"},
+    "cli": set(),
+}
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+SLOW_HEADERS = {"torch/torch.h", "ATen/ATen.h", "torch/all.h", "torch/extension.h"}
+
+
+def room_of(path):
+    """The room that a file of the repository lies in, None for tests and benchmarks."""
+    parts = path.parts
+    if parts[0] == "include":
+        return "include"
+    if parts[0] == "src":
+        return parts[1]
+    if parts[0] == "graphs":
+        return "graphs"
+    if parts[:2] == ("tools", "cli"):
+        return "cli"
+    return None
+
+
+def room_included(include, path, root):
+    """The room that an include names, None for another project's or the file's own folder."""
+    first, slash, _ = include.partition("/")
+    if not slash:
+        return None
+    if first == "sidestream":
+        return "include"
+    if first == "tools" or (root / path.parent / include).exists():
+        return room_of(pathlib.Path(include) if first == "tools" else path.parent / include)
+    return first if first in MAY_INCLUDE else None
+
+
+def backend_of(path_text):
+    found = re.match(r"(?:src/)?runtime/(sim|cuda)/", path_text)
+    return found.group(1) if found else None
+
+
+class Repository:
+    def __init__(self, root):
+        self.includes = {}
+        self.texts = {}
+        self.root = root
+        for folder in ("include", "src", "graphs", "tools"):
+            for path in sorted((root / folder).rglob("*")):
+                if path.suffix in (".h", ".cpp"):
+                    relative = path.relative_to(root)
+                    text = path.read_text()
+                    self.texts[relative] = text
+                    self.includes[relative] = INCLUDE.findall(text)
+
+    def floors(self):
+        for path, includes in self.includes.items():
+            room = room_of(path)
+            if room is None:
+                continue
+            for include in includes:
+                other = room_included(include, path, self.root)
+                if other not in (None, room, "include") and other not in MAY_INCLUDE[room]:
+                    yield f"{path} includes {include}: {room} may not see {other}"
+
+    def backends(self):
+        for path, includes in self.includes.items():
+            own = backend_of(path.as_posix())
+            for include in includes:
+                other = backend_of(include)
+                if other is None or own == other:
+                    continue
+                if own is not None:
+                    yield f"{path} includes {include}: a backend never includes the other"
+                elif room_of(path) in ("include", "offload", "memory", "graphs", "analysis", "cli"):
+                    yield f"{path} includes {include}: above the runtime no backend is known"
+
+    def files_including(self, *prefixes):
+        return sorted(path.as_posix() for path, includes in self.includes.items()
+                      if room_of(path) is not None and any(include.startswith(prefixes) for include in includes))
+
+    def files_matching(self, pattern):
+        return sorted(path.as_posix() for path, text in self.texts.items()
+                      if room_of(path) is not None and re.search(pattern, text))
+
+    def slow_headers(self):
+        for path, includes in self.includes.items():
+            for include in SLOW_HEADERS.intersection(includes):
+                yield f"{path} includes {include}: name the narrow headers"
+
+    def cuda_outside(self):
+        for path in self.files_including("cuda_runtime", "c10/cuda/", "ATen/cuda/", "cuda.h"):
+            if not path.startswith("src/runtime/cuda/"):
+                yield f"{path} includes CUDA headers outside of src/runtime/cuda"
+
+    def climbing(self):
+        for path, includes in self.includes.items():
+            for include in includes:
+                if ".." in include.split("/"):
+                    yield f"{path} includes {include}: name it from its root, so that these checks see it"
+
+    def unguarded(self):
+        for path, text in self.texts.items():
+            if path.suffix == ".h" and not text.startswith("#pragma once\n"):
+                yield f"{path} does not begin with #pragma once"
+
+
+def at_most_one(paths, what):
+    return [f"{what}: {', '.join(paths)}"] if len(paths) > 1 else []
+
+
+def main(root):
+    repository = Repository(root)
+    tap = Tap()
+    tap.case("sources are found", [] if repository.texts else [f"none under {root}"])
+    tap.case("includes go one way", list(repository.floors()))
+    tap.case("a backend never includes the other, and no room above names one", list(repository.backends()))
+    tap.case("CUDA headers stay in src/runtime/cuda", list(repository.cuda_outside()))
+    tap.case("one file includes c10/cuda and ATen/cuda",
+             at_most_one(repository.files_including("c10/cuda/", "ATen/cuda/"), "several files include LibTorch's CUDA"))
+    tap.case("one file installs the autograd engine hook",
+             at_most_one(repository.files_matching(r"set_default_engine_stub\s*\("), "several files install it"))
+    tap.case("base alone names NVTX", [f"{path} names NVTX" for path in repository.files_matching(r"nvtx(?:3/|[A-Z])")
+                                       if not path.startswith("src/base/")])
+    tap.case("nothing includes LibTorch's slow headers", list(repository.slow_headers()))
+    tap.case("no include climbs out of its folder", list(repository.climbing()))
+    tap.case("headers begin with #pragma once", list(repository.unguarded()))
+    tap.finish()
+
+
+main(pathlib.Path(sys.argv[1]).resolve())

@@ -1,0 +1,325 @@
+#include <functional>
+#include <stdexcept>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/scope.h"
+#include "unit/graphs/layer_stack.h"
+
+namespace sidestream {
+namespace {
+
+/// One parameter; what is done with it is the test's.
+class OneWeight : public torch::nn::Module {
+ public:
+  explicit OneWeight(c10::Device device) {
+    auto generator = at::detail::createCPUGenerator(77);
+    weight = register_parameter("weight", at::randn({64, 64}, generator).mul(0.1).to(device));
+  }
+  at::Tensor weight;
+};
+
+using Loss = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight)>;
+
+/// One storage of [64, 64] floats.
+constexpr std::int64_t kBytes = 64 * 64 * 4;
+
+class EagerStep : public testing::Test {
+ protected:
+  [[nodiscard]] Options options() const { return Options(device_).min_bytes(1024); }
+
+  [[nodiscard]] at::Tensor data(std::int64_t s) const {
+    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(300 + s));
+    return at::randn({64, 64}, generator).to(device_);
+  }
+
+  /// Gradients of the input and of the weight.
+  std::vector<at::Tensor> gradients(const Loss& loss, std::int64_t s, int backwards = 1) {
+    model_.weight.mutable_grad() = at::Tensor();
+    const at::Tensor x = data(s).requires_grad_(true);
+    const at::Tensor value = loss(x, model_.weight);
+    for (int i = 1; i < backwards; ++i) {
+      value.backward({}, /*retain_graph=*/true);
+    }
+    value.backward();
+    return {x.grad().cpu(), model_.weight.grad().cpu()};
+  }
+
+  /// Four steps with `engine`, each compared with plain training.
+  void expect_plain(OffloadEngine& engine, const Loss& loss, int backwards = 1) {
+    for (std::int64_t s = 0; s < 4; ++s) {
+      const auto plain = gradients(loss, s, backwards);
+      const auto step = engine.step();
+      const auto mine = gradients(loss, s, backwards);
+      EXPECT_TRUE(at::equal(mine[0], plain[0])) << "input, step " << s;
+      EXPECT_TRUE(at::equal(mine[1], plain[1])) << "weight, step " << s;
+    }
+  }
+
+  [[nodiscard]] static const GroupReport* find(const Report& report, const std::string& name) {
+    for (const GroupReport& group : report.groups) {
+      if (group.name == name) {
+        return &group;
+      }
+    }
+    return nullptr;
+  }
+
+  c10::Device device_ = find_device("sim");
+  OneWeight model_{device_};
+};
+
+/// exp saves its output, so each scope saves what the next one does not.
+at::Tensor three_scopes(const at::Tensor& x, const at::Tensor& weight) {
+  at::Tensor h = x * weight;
+  for (const char* name : {"first", "second", "third"}) {
+    const OffloadScope scope(name);
+    h = h.exp().mul(0.5).tanh();
+  }
+  return h.sum();
+}
+
+TEST_F(EagerStep, GroupsLeaveAndComeBack) {
+  OffloadEngine engine(model_, options().offload("first,second,third"));
+  expect_plain(engine, three_scopes);
+  const Report report = engine.report();
+  EXPECT_EQ(report.offloaded_bytes, 4 * kBytes) << "exp's and tanh's outputs of two groups; the last group stays";
+  EXPECT_EQ(find(report, "third")->kept_because, "turns round");
+  EXPECT_EQ(find(report, "first")->moved_bytes, 2 * kBytes);
+  EXPECT_EQ(report.pinned_allocations_after_planning, 0);
+}
+
+TEST_F(EagerStep, ARetainedGraphRunsBackwardTwice) {
+  OffloadEngine engine(model_, options().offload("all"));
+  expect_plain(engine, three_scopes, /*backwards=*/2);
+  EXPECT_GT(engine.report().offloaded_bytes, 0);
+}
+
+TEST_F(EagerStep, ScopesNestAndMayBeEmpty) {
+  OffloadEngine engine(model_, options().offload("outer.inner, outer.inner.empty, outer"));
+  expect_plain(engine, [](const at::Tensor& x, const at::Tensor& weight) {
+    at::Tensor h = x * weight;
+    {
+      const OffloadScope outer("outer");
+      h = h.exp();
+      {
+        const OffloadScope inner("inner");
+        h = h.mul(0.1).tanh();
+        const OffloadScope empty("empty");
+      }
+      h = h.sigmoid();
+    }
+    return h.mul(2).exp().sum();
+  });
+  const Report report = engine.report();
+  ASSERT_NE(find(report, "outer.inner"), nullptr);
+  EXPECT_EQ(find(report, "outer.inner")->moved_bytes, kBytes) << "the innermost scope owns";
+  EXPECT_EQ(find(report, "outer")->bytes, 2 * kBytes) << "before and after the inner scope";
+}
+
+TEST_F(EagerStep, ScopeNamesAreOneWord) {
+  OffloadEngine engine(model_, options());
+  { const OffloadScope no_step("no.step.no.matter"); }
+  const auto step = engine.step();
+  EXPECT_THROWS(UsageError, "one plain word", const OffloadScope scope("a.b"));
+  EXPECT_THROWS(UsageError, "one plain word", const OffloadScope scope(""));
+  EXPECT_THROWS(UsageError, "one plain word", (void)tag(data(0), "a.b"));
+}
+
+TEST_F(EagerStep, ATaggedTensorMovesAlone) {
+  OffloadEngine engine(model_, options().offload("block.gate"));
+  expect_plain(engine, [](const at::Tensor& x, const at::Tensor& weight) {
+    at::Tensor h = x * weight;
+    {
+      const OffloadScope scope("block");
+      const at::Tensor gate = tag(h.mul(2), "gate");
+      h = gate.square().mul(0.1).tanh() * gate;
+    }
+    return h.mul(0.1).exp().sum();
+  });
+  const Report report = engine.report();
+  ASSERT_NE(find(report, "block.gate"), nullptr);
+  EXPECT_EQ(find(report, "block.gate")->bytes, kBytes);
+}
+
+TEST_F(EagerStep, MarkedTensorsStay) {
+  OffloadEngine engine(model_, options().offload("all"));
+  const at::Tensor outside = data(50).requires_grad_(true);
+  engine.mark_not_offload(outside);
+  const auto loss = [&](bool mark) {
+    return [&, mark](const at::Tensor& x, const at::Tensor& weight) {
+      at::Tensor h = x * weight;
+      {
+        const OffloadScope scope("first");
+        h = h.exp();
+        if (mark) {
+          mark_not_offload(h);
+        }
+        h = h.tanh() * outside;
+      }
+      const OffloadScope scope("last");
+      return h.mul(0.1).exp().sum();
+    };
+  };
+  expect_plain(engine, loss(true));
+  const std::int64_t marked = engine.report().offloaded_bytes;
+  engine.reset();
+  expect_plain(engine, loss(false));
+  EXPECT_EQ(engine.report().offloaded_bytes - marked, kBytes) << "one tensor more";
+}
+
+TEST_F(EagerStep, TheHostCapKeepsGroupsOnTheDevice) {
+  for (const std::int64_t storages : {0, 1, 2, 3, 4}) {
+    OffloadEngine engine(model_, options().offload("all").host_cap(static_cast<std::size_t>(storages * kBytes)));
+    expect_plain(engine, three_scopes);
+    const Report report = engine.report();
+    EXPECT_EQ(report.offloaded_bytes, storages / 2 * 2 * kBytes) << "groups are taken whole";
+    EXPECT_LE(report.pinned_bytes, report.host_cap);
+    EXPECT_EQ(find(report, "second")->kept_because, storages < 4 ? "over the host cap" : "");
+    EXPECT_EQ(report.notes.empty(), storages == 4);
+  }
+}
+
+TEST_F(EagerStep, AWriteBetweenSaveAndUnpackNamesTheGroup) {
+  OffloadEngine engine(model_, options().offload("all"));
+  expect_plain(engine, three_scopes);
+  const Loss broken = [](const at::Tensor& x, const at::Tensor& weight) {
+    at::Tensor h = x * weight;
+    at::Tensor saved;
+    {
+      const OffloadScope scope("first");
+      saved = h.exp();
+      h = saved * 2;
+    }
+    {
+      const OffloadScope scope("second");
+      h = h.exp();
+    }
+    {
+      const at::NoGradGuard no_grad;
+      saved.add_(1);
+    }
+    return h.sum();
+  };
+  EXPECT_THROWS(UsageError, "saved in \"first\", was changed in place", {
+    const auto step = engine.step();
+    (void)gradients(broken, 0);
+  });
+  expect_plain(engine, three_scopes);
+}
+
+TEST_F(EagerStep, AStorageOfTwoGroupsStaysWithTheOneThatStays) {
+  const Loss shared = [](const at::Tensor& x, const at::Tensor& weight) {
+    at::Tensor h;
+    {
+      const OffloadScope scope("maker");
+      h = (x * weight).exp();
+    }
+    {
+      const OffloadScope scope("reader");
+      h = h.matmul(weight) * h;
+    }
+    const OffloadScope scope("last");
+    return h.mul(0.01).exp().sum();
+  };
+  OffloadEngine alone(model_, options().offload("maker,last"));
+  expect_plain(alone, shared);
+  const Report report = alone.report();
+  EXPECT_EQ(find(report, "maker")->kept_because, "held back by another saver");
+  ASSERT_FALSE(report.notes.empty());
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "maker stays: reader", report.notes.front());
+  OffloadEngine both(model_, options().offload("maker,reader,last"));
+  expect_plain(both, shared);
+  EXPECT_GE(find(both.report(), "maker")->moved_bytes, kBytes);
+}
+
+/// Keeps its input where no hook sees it.
+struct Hoarder : torch::autograd::Function<Hoarder> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
+    context->saved_data["kept"] = x.exp();
+    return x * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 const torch::autograd::variable_list& grads) {
+    return {grads[0] * 2};
+  }
+};
+
+TEST_F(EagerStep, BytesThatNoHookSawAreReported) {
+  OffloadEngine engine(model_, options().offload("all"));
+  expect_plain(engine, three_scopes);
+  const std::int64_t without = engine.report().unseen_bytes;
+  engine.reset();
+  expect_plain(engine,
+               [](const at::Tensor& x, const at::Tensor& weight) { return three_scopes(Hoarder::apply(x), weight); });
+  EXPECT_EQ(engine.report().unseen_bytes - without, kBytes);
+}
+
+TEST_F(EagerStep, AForwardThatThrowsLeavesTheEngineUsable) {
+  OffloadEngine engine(model_, options().offload("all"));
+  expect_plain(engine, three_scopes);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_THROWS(std::runtime_error, "the model broke", {
+      const auto step = engine.step();
+      const at::Tensor x = data(60 + i).requires_grad_(true);
+      const OffloadScope outer("first");
+      const at::Tensor h = (x * model_.weight).exp();
+      const OffloadScope inner("nested");
+      if (h.tanh().defined()) {
+        throw std::runtime_error("the model broke");
+      }
+    });
+    { const OffloadScope outside("does.nothing.outside.of.steps"); }
+    expect_plain(engine, three_scopes);
+  }
+}
+
+TEST_F(EagerStep, AnEngineForgetsItsPlanOnReset) {
+  OffloadEngine engine(model_, options().offload("**"));
+  expect_plain(engine, three_scopes);
+  engine.reset();
+  const auto other = [](const at::Tensor& x, const at::Tensor& weight) {
+    at::Tensor h = x * weight;
+    for (const char* name : {"other", "last"}) {
+      const OffloadScope scope(name);
+      h = h.exp().mul(0.1).sigmoid();
+    }
+    return h.sum();
+  };
+  expect_plain(engine, other);
+  const Report report = engine.report();
+  EXPECT_EQ(find(report, "first"), nullptr);
+  EXPECT_EQ(find(report, "other")->moved_bytes, 2 * kBytes);
+}
+
+TEST_F(EagerStep, AStepThatTakesAnotherWayThanPlannedStaysRight) {
+  OffloadEngine engine(model_, options().offload("**"));
+  expect_plain(engine, three_scopes);
+  expect_plain(engine, [](const at::Tensor& x, const at::Tensor& weight) {
+    at::Tensor h = x * weight;
+    for (const char* name : {"third", "first", "new", "first"}) {
+      const OffloadScope scope(name);
+      h = h.sigmoid().matmul(weight).exp();
+    }
+    return h.sum();
+  });
+}
+
+TEST_F(EagerStep, APatternThatMatchesNothingListsTheNames) {
+  OffloadEngine engine(model_, options().offload("first,thrid"));
+  {
+    const auto step = engine.step();
+    (void)gradients(three_scopes, 0);
+  }
+  EXPECT_THROWS(UsageError, "thrid", (void)engine.step());
+  EXPECT_THROWS(UsageError, "second", (void)engine.step());
+}
+
+}  // namespace
+}  // namespace sidestream

@@ -1,0 +1,306 @@
+#include <memory>
+#include <stdexcept>
+
+#include <ATen/Functions.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+#include <torch/utils.h>
+
+#include "graphs/engine_state.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graph_event.h"
+#include "sidestream/graphed_callable.h"
+#include "unit/graphs/block_model.h"
+#include "unit/graphs/layer_stack.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::gradients;
+using testing_model::graph_stack;
+using testing_model::layer_stack;
+using testing_model::rows;
+using testing_model::run_stack;
+using testing_model::same;
+
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.detach().cpu().clone() : at::empty({0});
+}
+
+/// A graphed stack and its plain twin; `expect_usable` says that whatever happened left the graphs right.
+class GraphedCallableError : public testing::Test {
+ protected:
+  void capture(const GraphOptions& options = {}, bool linked = true) {
+    layers_ = graph_stack(*engine_, model_, device_, options, linked);
+  }
+
+  [[nodiscard]] at::Tensor input(std::int64_t s) const { return rows(s, device_).requires_grad_(true); }
+
+  std::vector<at::Tensor> step(torch::nn::Sequential& model, bool graphed, std::int64_t s) {
+    const at::Tensor x = input(s);
+    const at::Tensor y = graphed ? run_stack(layers_, x) : model->forward(x);
+    y.square().mean().backward();
+    std::vector<at::Tensor> result = gradients(*model);
+    result.push_back(on_cpu(x.grad()));
+    return result;
+  }
+
+  void expect_usable() {
+    for (std::int64_t s = 0; s < 2; ++s) {
+      model_->zero_grad();
+      plain_->zero_grad();
+      EXPECT_TRUE(same(step(model_, true, s), step(plain_, false, s))) << "step " << s;
+      testing_model::descend(*model_);
+      testing_model::descend(*plain_);
+    }
+  }
+
+  [[nodiscard]] CaptureStatus capturing() const {
+    Runtime& runtime = engine_->state()->runtime();
+    return runtime.capture_status(runtime.current_stream());
+  }
+
+  c10::Device device_ = find_device("sim");
+  torch::nn::Sequential model_ = layer_stack(4, device_);
+  torch::nn::Sequential plain_ = layer_stack(4, device_);
+  std::unique_ptr<OffloadEngine> engine_ =
+      std::make_unique<OffloadEngine>(*model_, Options(device_).offload("layers.*.*").min_bytes(1024));
+  std::vector<GraphedCallable> layers_;
+};
+
+TEST_F(GraphedCallableError, OptionsThatMakeNoSense) {
+  EXPECT_THROWS(UsageError, "side_streams is 0", capture(GraphOptions().side_streams(0)));
+  EXPECT_THROWS(UsageError, "num_warmup_iters", capture(GraphOptions().num_warmup_iters(-1)));
+  const auto event = std::make_shared<GraphEvent>(device_);
+  EXPECT_THROWS(UsageError, "without cuda_graph_stream", capture(GraphOptions().cuda_graph_event(event)));
+  const c10::Stream current = engine_->state()->runtime().current_stream();
+  EXPECT_THROWS(UsageError, "current stream",
+                capture(GraphOptions().cuda_graph_event(event).cuda_graph_stream(current)));
+  EXPECT_THROWS(UsageError, "at least one", (void)make_graphed_callables(*engine_, {}, {}));
+  const Callable callable("twice", [](const Tensors& in) { return Tensors{in[0] * 2}; });
+  EXPECT_THROWS(UsageError, "1 callables with 2",
+                (void)make_graphed_callables(*engine_, {callable}, {{input(0)}, {input(0)}}));
+  EXPECT_THROWS(UsageError, "does not stand before it",
+                (void)make_graphed_callables(*engine_, {callable}, {{Sample::output_of(0)}}));
+  capture();
+  expect_usable();
+}
+
+TEST_F(GraphedCallableError, TheCallersStreamAloneAndWithItsEvent) {
+  Runtime& runtime = engine_->state()->runtime();
+  const OwnedStream side = runtime.create_stream();
+  capture(GraphOptions().cuda_graph_stream(side));
+  expect_usable();
+
+  const OwnedStream reader = runtime.create_stream();
+  const auto event = std::make_shared<GraphEvent>(device_);
+  capture(GraphOptions().cuda_graph_stream(side).cuda_graph_event(event));
+  expect_usable();
+  const at::Tensor x = input(7);
+  const at::Tensor y = run_stack(layers_, x);
+  at::Tensor read;
+  {
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    event->wait(reader);
+    const c10::Stream before = guard.exchangeStream(reader);
+    read = y.detach().clone();
+    guard.exchangeStream(before);
+    runtime.synchronize(reader);
+  }
+  EXPECT_TRUE(at::equal(on_cpu(read), on_cpu(plain_->forward(x))));
+  layers_.clear();
+}
+
+TEST_F(GraphedCallableError, ReplayAfterReset) {
+  capture();
+  expect_usable();
+  at::Tensor y = run_stack(layers_, input(0));
+  layers_[3].reset();
+  layers_[3].reset();
+  EXPECT_THROWS(UsageError, "reset before this backward", y.sum().backward());
+  y = at::Tensor();
+  EXPECT_THROWS(UsageError, "after reset", run_stack(layers_, input(0)));
+  for (GraphedCallable& layer : layers_) {
+    layer.reset();
+  }
+  EXPECT_THROWS(UsageError, "after reset", run_stack(layers_, input(0)));
+  capture();
+  expect_usable();
+}
+
+TEST_F(GraphedCallableError, InputsThatWereNotCaptured) {
+  capture();
+  expect_usable();
+  const auto message = [&](const Tensors& in) {
+    return testing_model::message_of<UsageError>([&] { (void)layers_[0](in); });
+  };
+  const auto expect = [&](const char* text, const Tensors& in) {
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, text, message(in));
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "layers.0", message(in));
+    expect_usable();
+  };
+  expect("shape [8, 32], captured with [16, 32]", {rows(0, device_).slice(0, 0, 8).detach().requires_grad_(true)});
+  expect("dtype", {rows(0, device_).to(at::kDouble).requires_grad_(true)});
+  expect("device cpu", {rows(0, at::kCPU).requires_grad_(true)});
+  expect("requires_grad", {rows(0, device_)});
+  expect("undefined", {at::Tensor()});
+  expect("given 2", {input(0), input(0)});
+  const at::Tensor stranger = input(1);
+  EXPECT_THROWS(UsageError, "output of an earlier call", (void)layers_[1]({stranger}));
+  expect_usable();
+}
+
+TEST_F(GraphedCallableError, BackwardTwice) {
+  capture();
+  const at::Tensor loss = run_stack(layers_, input(0)).square().mean();
+  loss.backward({}, /*retain_graph=*/true);
+  EXPECT_THROWS(UsageError, "second backward", loss.backward());
+  expect_usable();
+}
+
+TEST_F(GraphedCallableError, ForwardWhileItsBackwardIsPending) {
+  capture();
+  const at::Tensor y = run_stack(layers_, input(0));
+  EXPECT_THROWS(UsageError, "still pending", run_stack(layers_, input(1)));
+  const at::Tensor x = input(0);
+  const at::Tensor expected = plain_->forward(x);
+  y.square().mean().backward();
+  expected.square().mean().backward();
+  EXPECT_TRUE(same(gradients(*model_), gradients(*plain_))) << "the refused forward has touched nothing";
+  expect_usable();
+}
+
+TEST_F(GraphedCallableError, CallsOutOfOrder) {
+  capture({}, /*linked=*/false);
+  {
+    const at::Tensor later = layers_[2]({input(0)})[0];
+    EXPECT_THROWS(UsageError, "called after \"layers.2\"", (void)layers_[1]({input(1)}));
+  }
+  expect_usable();
+  {
+    const at::Tensor first = layers_[0]({input(0)})[0];
+    const at::Tensor second = layers_[1]({input(1)})[0];
+    EXPECT_THROWS(UsageError, "before that of \"layers.1\"", first.sum().backward());
+  }
+  expect_usable();
+}
+
+TEST_F(GraphedCallableError, AnOutputChangedInPlaceBeforeItsBackward) {
+  capture();
+  at::Tensor y = run_stack(layers_, input(0));
+  y.mul_(2);
+  EXPECT_THROWS(UsageError, "changed in place", y.sum().backward());
+  y = at::Tensor();
+  expect_usable();
+}
+
+TEST_F(GraphedCallableError, AGradientReplacedUnderAccumulation) {
+  capture(GraphOptions().accumulate_in_graph(true));
+  expect_usable();
+  at::Tensor parameter = model_->parameters()[0];
+  const at::Tensor owned = parameter.grad();
+  ASSERT_TRUE(owned.defined());
+  parameter.mutable_grad() = at::zeros_like(owned);
+  EXPECT_THROWS(UsageError, "replaced by another tensor", run_stack(layers_, input(0)).sum().backward());
+  parameter.mutable_grad() = at::Tensor();
+  expect_usable();
+  EXPECT_EQ(parameter.grad().const_data_ptr(), owned.const_data_ptr()) << "the graph's own buffer, attached again";
+}
+
+TEST_F(GraphedCallableError, HooksOfParameters) {
+  int fired = 0;
+  model_->parameters()[1].register_hook([&](const at::Tensor& grad) {
+    ++fired;
+    return grad * 2;
+  });
+  plain_->parameters()[1].register_hook([](const at::Tensor& grad) { return grad * 2; });
+  EXPECT_THROWS(UsageError, "gradient hooks", capture(GraphOptions().accumulate_in_graph(true)));
+  capture();
+  EXPECT_EQ(fired, 0) << "neither warm-up nor capture runs them";
+  expect_usable();
+  EXPECT_EQ(fired, 2) << "once a backward";
+}
+
+TEST_F(GraphedCallableError, AForwardThatThrowsInACaptureLeavesNothing) {
+  int runs = 0;
+  const at::Tensor weight = rows(3, device_).requires_grad_(true);
+  const TensorFunction function = [&](const Tensors& in) {
+    at::Tensor y = (in[0] * weight).exp();
+    if (++runs == 2) {
+      throw std::runtime_error("the model broke");
+    }
+    return Tensors{y.tanh()};
+  };
+  synchronize(device_);
+  release_cached_memory(device_);
+  const MemoryUse before = memory_use(device_);
+  EXPECT_THROWS(std::runtime_error, "the model broke",
+                (void)make_graphed_callables(*engine_, {Callable("broken", function)}, {{input(0)}},
+                                             GraphOptions().num_warmup_iters(0)));
+  EXPECT_EQ(capturing(), CaptureStatus::none);
+  release_cached_memory(device_);
+  EXPECT_EQ(memory_use(device_).allocated, before.allocated);
+  EXPECT_EQ(memory_use(device_).reserved, before.reserved);
+  EXPECT_FALSE(weight.grad().defined());
+  const auto expected = step(plain_, false, 0);
+  EXPECT_TRUE(same(step(model_, false, 0), expected));
+  capture();
+  expect_usable();
+  const auto graphed = make_graphed_callables(*engine_, {Callable("broken", function)}, {{input(0)}});
+  const at::Tensor x = input(4);
+  graphed[0]({x})[0].sum().backward();
+  const at::Tensor x_plain = input(4);
+  function({x_plain})[0].sum().backward();
+  EXPECT_TRUE(at::equal(on_cpu(x.grad()), on_cpu(x_plain.grad())));
+}
+
+TEST_F(GraphedCallableError, ReadingAValueInsideACallable) {
+  const TensorFunction function = [](const Tensors& in) {
+    return Tensors{in[0] * (in[0].sum().item<double>() > 0 ? 2 : 3)};
+  };
+  EXPECT_THROWS(CaptureError, "capture",
+                (void)make_graphed_callables(*engine_, {Callable("reads", function)}, {{input(0)}}));
+  EXPECT_EQ(capturing(), CaptureStatus::none);
+  capture();
+  expect_usable();
+}
+
+/// Moves every parameter, with the values it has.
+void move_parameters(torch::nn::Sequential& model) {
+  for (at::Tensor& parameter : model->parameters()) {
+    parameter.set_data(parameter.detach().clone());
+  }
+}
+
+TEST_F(GraphedCallableError, WeightsThatMoveAreCapturedAgain) {
+  capture();
+  expect_usable();
+  move_parameters(model_);
+  expect_usable();
+  model_->to(at::kDouble);
+  model_->to(at::kFloat);
+  expect_usable();
+  EXPECT_GE(engine_->report().recaptures, 4);
+}
+
+TEST_F(GraphedCallableError, WeightsThatMoveAreAnErrorByOption) {
+  capture(GraphOptions().on_moved_weights(OnChange::error));
+  expect_usable();
+  at::Tensor parameter = model_->parameters()[2];
+  const at::Tensor held = parameter.variable_data();
+  parameter.set_data(parameter.detach() * 2);
+  EXPECT_THROWS(UsageError, "moved since the capture", run_stack(layers_, input(0)));
+  parameter.set_data(held);
+  expect_usable();
+}
+
+TEST_F(GraphedCallableError, NoStepInsideAStepAndNoResetInside) {
+  const auto step = engine_->step();
+  EXPECT_THROWS(UsageError, "active already", (void)engine_->step());
+  EXPECT_THROWS(UsageError, "inside a step", engine_->reset());
+}
+
+}  // namespace
+}  // namespace sidestream

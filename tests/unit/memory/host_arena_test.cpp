@@ -1,0 +1,213 @@
+#include "memory/host_arena.h"
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "sidestream/error.h"
+#include "unit/memory/fake_runtime.h"
+
+namespace sidestream {
+namespace {
+
+using test::FakeRuntime;
+using Kind = FakeRuntime::Call::Kind;
+
+std::vector<bool> plan(HostArena& arena, std::vector<std::size_t> sizes) { return arena.plan(sizes); }
+
+TEST(HostArena, PinsExactBytesWithAlignedSlots) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  EXPECT_EQ(plan(arena, {1000, 512, 7}), (std::vector<bool>{true, true, true}));
+  EXPECT_EQ(runtime.pinned_sizes, (std::vector<std::size_t>{1024 + 512 + 7}));
+  const auto a = arena.lease(1000), b = arena.lease(512), c = arena.lease(7);
+  for (const auto* lease : {&a, &b, &c}) {
+    ASSERT_TRUE(*lease);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(lease->data()) % HostArena::alignment, 0U);
+    std::memset(lease->data(), 1, lease->bytes());
+  }
+  EXPECT_EQ(b.data() - a.data(), 1024);
+  EXPECT_EQ(arena.stats().requested, 1519U);
+  EXPECT_EQ(arena.stats().pinned, 1543U);
+  EXPECT_EQ(arena.stats().leased, 1519U);
+}
+
+TEST(HostArena, CapIsHard) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 2000);
+  EXPECT_EQ(plan(arena, {1000, 1500, 900, SIZE_MAX, 100}), (std::vector<bool>{true, false, true, false, false}));
+  EXPECT_EQ(arena.stats().pinned, 1924U);
+  EXPECT_EQ(arena.room(), 76U);
+  const auto one = arena.lease(1000), two = arena.lease(900);
+  EXPECT_TRUE(one && two);
+  EXPECT_FALSE(arena.lease(77));
+  EXPECT_TRUE(arena.lease(76));
+  EXPECT_EQ(arena.stats().pinned, 2000U);
+  EXPECT_EQ(arena.stats().refusals, 1U);
+}
+
+TEST(HostArena, GrowsBeforeSealOnly) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  { EXPECT_TRUE(arena.lease(4096)); }
+  arena.seal();
+  EXPECT_TRUE(arena.sealed());
+  auto held = arena.lease(4096);
+  EXPECT_TRUE(held);
+  EXPECT_FALSE(arena.lease(4096));
+  EXPECT_EQ(runtime.pinned_sizes.size(), 1U);
+  EXPECT_EQ(arena.room(), 0U);
+  EXPECT_EQ(arena.stats().allocations_after_seal, 0U);
+  EXPECT_THROW(plan(arena, {1}), UsageError);
+}
+
+TEST(HostArena, ServesTheSmallestFittingSlotLongestBack) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  plan(arena, {4096, 1024, 1024});
+  arena.seal();
+  auto first = arena.lease(1024), second = arena.lease(1000);
+  std::byte* const first_data = first.data();
+  std::byte* const second_data = second.data();
+  EXPECT_NE(first_data, second_data);
+  EXPECT_EQ(second.bytes(), 1000U);
+  second.reset();
+  first.reset();
+  EXPECT_EQ(arena.lease(1024).data(), second_data);
+  auto a = arena.lease(600), b = arena.lease(600), c = arena.lease(600);
+  EXPECT_TRUE(a && b && c);
+  EXPECT_FALSE(arena.lease(600));
+  EXPECT_EQ(arena.stats().leased_peak, 2024U);
+  EXPECT_EQ(arena.stats().live_leases, 3U);
+}
+
+TEST(HostArena, NextLesseeWaitsForTheLastCopy) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  plan(arena, {1024});
+  arena.seal();
+  auto lease = arena.lease(1024);
+  lease.wait_before_use(FakeRuntime::stream(1));
+  EXPECT_TRUE(runtime.calls.empty()) << "a new slot has no copy to wait for";
+
+  const auto event = std::make_shared<const Event>(runtime.create_event(EventTiming::off));
+  arena.give_back(std::move(lease), event);
+  lease = arena.lease(1024);
+  lease.wait_before_use(FakeRuntime::stream(2));
+  ASSERT_EQ(runtime.calls.size(), 1U);
+  EXPECT_EQ(runtime.calls[0].kind, Kind::wait);
+  EXPECT_EQ(runtime.calls[0].event, event->native());
+  EXPECT_EQ(runtime.calls[0].stream, 2);
+
+  lease.touched(FakeRuntime::stream(3));
+  lease.reset();
+  lease = arena.lease(1024);
+  lease.wait_before_use(FakeRuntime::stream(4));
+  ASSERT_EQ(runtime.calls.size(), 3U);
+  EXPECT_EQ(runtime.calls[1].kind, Kind::record);
+  EXPECT_EQ(runtime.calls[1].stream, 3);
+  EXPECT_EQ(runtime.calls[2].event, runtime.calls[1].event) << "the slot's own event replaced the group's";
+
+  const auto drained = std::make_shared<const ExternalEvent>(runtime.create_external_event());
+  lease.touched(drained);
+  lease.reset();
+  lease = arena.lease(1024);
+  lease.wait_before_use(FakeRuntime::stream(5));
+  ASSERT_EQ(runtime.calls.size(), 4U);
+  EXPECT_EQ(runtime.calls[3].kind, Kind::wait_external);
+  EXPECT_EQ(runtime.calls[3].event, drained->native());
+
+  lease.touched(event);
+  lease.wait_before_use(FakeRuntime::stream(6));
+  ASSERT_EQ(runtime.calls.size(), 5U) << "only the last copy counts";
+  EXPECT_EQ(runtime.calls[4].event, event->native());
+}
+
+TEST(HostArena, UntouchedLeaseKeepsTheEarlierCopyToWaitFor) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 4096);
+  const auto event = std::make_shared<const Event>(runtime.create_event(EventTiming::off));
+  arena.give_back(arena.lease(4096), event);
+  arena.lease(4096).reset();
+  arena.lease(4096).wait_before_use(FakeRuntime::stream(1));
+  ASSERT_EQ(runtime.calls.size(), 1U);
+  EXPECT_EQ(runtime.calls[0].event, event->native());
+}
+
+TEST(HostArena, LeaseOutlivesTheArena) {
+  FakeRuntime runtime;
+  HostArena::Lease lease;
+  {
+    HostArena arena(runtime, 1 << 16);
+    lease = arena.lease(100);
+    lease.touched(FakeRuntime::stream(1));
+  }
+  EXPECT_EQ(runtime.pinned_live, 1U);
+  std::memset(lease.data(), 7, lease.bytes());
+  lease.reset();
+  EXPECT_EQ(runtime.pinned_live, 0U);
+  EXPECT_EQ(runtime.count(Kind::synchronize), 1U) << "the memory went while its last copy could still run";
+}
+
+TEST(HostArena, EndsInsideACaptureWithoutWaiting) {
+  FakeRuntime runtime;
+  {
+    HostArena arena(runtime, 1 << 16);
+    auto lease = arena.lease(100);
+    lease.touched(FakeRuntime::stream(1));
+    runtime.capturing = true;
+  }
+  EXPECT_EQ(runtime.count(Kind::synchronize), 0U);
+  EXPECT_EQ(runtime.pinned_live, 0U);
+}
+
+TEST(HostArena, FailedPinningLeavesItUsable) {
+  FakeRuntime runtime;
+  runtime.pin_limit = 1000;
+  HostArena arena(runtime, 1 << 20);
+  EXPECT_THROW(plan(arena, {2000}), DeviceError);
+  EXPECT_THROW((void)arena.lease(2000), DeviceError);
+  EXPECT_EQ(arena.stats().pinned, 0U);
+  EXPECT_EQ(arena.stats().live_leases, 0U);
+  EXPECT_TRUE(arena.lease(500));
+}
+
+TEST(HostArena, EmptyLeaseForNoBytes) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  EXPECT_EQ(plan(arena, {0}), (std::vector<bool>{true}));
+  EXPECT_FALSE(arena.lease(0));
+  EXPECT_TRUE(runtime.pinned_sizes.empty());
+}
+
+TEST(HostArena, ThreadsNeverShareASlot) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  plan(arena, std::vector<std::size_t>(4, 4096));
+  arena.seal();
+  std::atomic<bool> clashed = false;
+  const auto work = [&](unsigned char mark) {
+    for (int i = 0; i < 2000; ++i) {
+      const auto lease = arena.lease(4096);
+      std::memset(lease.data(), mark, lease.bytes());
+      for (std::size_t at = 0; at < lease.bytes(); at += 64) {
+        clashed = clashed.load() || lease.data()[at] != std::byte{mark};
+      }
+    }
+  };
+  std::thread other(work, static_cast<unsigned char>(1));
+  work(2);
+  other.join();
+  EXPECT_FALSE(clashed);
+  EXPECT_EQ(arena.stats().live_leases, 0U);
+  EXPECT_EQ(arena.stats().leased, 0U);
+}
+
+}  // namespace
+}  // namespace sidestream

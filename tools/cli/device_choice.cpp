@@ -1,0 +1,34 @@
+#include "tools/cli/device_choice.h"
+
+#include <cstdlib>
+
+#include <ATen/Context.h>
+
+#include "sidestream/device.h"
+#include "sidestream/schedule.h"
+
+namespace sidestream::cli {
+namespace {
+
+void switch_on_deterministic_algorithms() {
+  // cuBLAS reads this when its first handle is made: with one workspace size it picks the same algorithm inside and outside of graphs.
+  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  at::globalContext().setDeterministicFillUninitializedMemory(false);
+}
+
+}  // namespace
+
+ChosenDevice choose_device(const TrainingOptions& options) {
+  const bool ordered = !options.schedule.empty();
+  const c10::Device device = find_device(options.device == "auto" && ordered ? "sim" : options.device);
+  if (ordered) {
+    set_schedule(device, Schedule::parse(options.schedule));
+  }
+  if (device.is_cuda() && options.compare) {
+    switch_on_deterministic_algorithms();
+  }
+  return {device, describe(device).name};
+}
+
+}  // namespace sidestream::cli

@@ -1,0 +1,73 @@
+#include <cstdio>
+#include <exception>
+#include <string>
+#include <string_view>
+
+#include <c10/util/Exception.h>
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+
+#include "sidestream/error.h"
+#include "sidestream/version.h"
+#include "tools/cli/info_command.h"
+#include "tools/cli/train_command.h"
+
+namespace {
+
+using namespace sidestream;
+
+constexpr const char* kFooter = R"(Examples:
+  sidestream train --compare
+      The default text, layers in graphs, their activations offloaded, every gradient compared with plain eager training's.
+  sidestream train --text book.txt --layers 6 --hidden 192 --heads 6 --steps 1000 --report run.json
+  sidestream train --offload qkv,core_attn,proj --side-streams 1 --schedule seed:7
+  sidestream train --device cuda --dtype bfloat16 --hidden 1024 --heads 16 --kv-heads 4 --ffn 2816 --seq 1024 --batch 8
+  sidestream info
+
+Ctrl-C ends a run after the step that is running, with the table and the report of the steps done; a second Ctrl-C ends it at once.
+Exit codes: 0 done, 1 failure (also gradients that differ), 2 wrong usage, 130 ended by Ctrl-C.)";
+
+/// One line: a user can act on what happened, not on a stack of LibTorch's frames.
+int complain(std::string_view what, int code) {
+  const std::string line(what.substr(0, what.find('\n')));
+  std::fflush(stdout);
+  std::fprintf(stderr, "sidestream: %s\n", line.c_str());
+  return code;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Trains a byte-level language model with graphed layers whose activations are offloaded.", "sidestream");
+  app.footer(kFooter);
+  app.set_version_flag("--version", std::string("sidestream ") + version());
+  app.require_subcommand(1);
+  cli::TrainingOptions options;
+  CLI::App* train =
+      app.add_subcommand("train", "Train a model on text; a table at the end says what was saved and what it cost");
+  train->footer(kFooter);
+  cli::declare_training_options(*train, options);
+  const CLI::App* info =
+      app.add_subcommand("info", "Show devices, versions and the measured speed of the link to each device");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& asked) {
+    return app.exit(asked);
+  } catch (const CLI::ParseError& error) {
+    return complain(std::string(error.what()) + " (sidestream --help shows what there is)", cli::kUsage);
+  }
+  return info->parsed() ? cli::info() : cli::train(options);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const sidestream::UsageError& error) {
+    return complain(error.what(), cli::kUsage);
+  } catch (const c10::Error& error) {
+    return complain(error.what_without_backtrace(), cli::kFailure);
+  } catch (const std::exception& error) {
+    return complain(error.what(), cli::kFailure);
+  }
+}

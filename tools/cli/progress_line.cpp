@@ -1,0 +1,84 @@
+#include "tools/cli/progress_line.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+namespace sidestream::cli {
+namespace {
+
+constexpr double kRedrawSeconds = 0.1;
+constexpr double kSmoothing =
+    0.1;  // weight of the newest step in the speed shown: capture steps are far slower than the rest
+
+double seconds_between(ProgressLine::Clock::time_point from, ProgressLine::Clock::time_point to) {
+  return std::chrono::duration<double>(to - from).count();
+}
+
+}  // namespace
+
+std::string duration_words(double seconds) {
+  if (seconds < 9.95) {
+    return fmt::format("{:.1f} s", std::max(seconds, 0.0));
+  }
+  const auto whole = static_cast<long long>(seconds + 0.5);
+  if (whole < 60) {
+    return fmt::format("{} s", whole);
+  }
+  if (whole < 3600) {
+    return fmt::format("{} min {:02} s", whole / 60, whole % 60);
+  }
+  return fmt::format("{} h {:02} min", whole / 3600, whole % 3600 / 60);
+}
+
+ProgressLine::ProgressLine(std::FILE* out, std::string label, std::size_t steps, std::size_t tokens_per_step)
+    : out_(out),
+      label_(std::move(label)),
+      steps_(steps),
+      tokens_per_step_(tokens_per_step),
+      terminal_(isatty(fileno(out)) == 1),
+      plain_every_(std::max<std::size_t>(10, steps / 10)),
+      stepped_(Clock::now()) {}
+
+ProgressLine::~ProgressLine() {
+  if (open_) {
+    std::fputc('\n', out_);
+    std::fflush(out_);
+  }
+}
+
+void ProgressLine::step(std::size_t done, double loss) {
+  const Clock::time_point now = Clock::now();
+  const double latest =
+      seconds_between(stepped_, now) / static_cast<double>(std::max<std::size_t>(1, done - done_before_));
+  seconds_per_step_ = done_before_ <= 2 ? latest : (1 - kSmoothing) * seconds_per_step_ + kSmoothing * latest;
+  stepped_ = now;
+  done_before_ = done;
+
+  const bool last = done == steps_;
+  if (terminal_ ? (open_ && !last && seconds_between(drawn_, now) < kRedrawSeconds)
+                : (done != 1 && !last && done % plain_every_ != 0)) {
+    return;
+  }
+  drawn_ = now;
+  const double speed = seconds_per_step_ > 0 ? static_cast<double>(tokens_per_step_) / seconds_per_step_ : 0;
+  const std::string text = fmt::format("{}  step {:>{}}/{}  loss {:.4f}  {:.0f} tokens/s  {} left", label_, done,
+                                       fmt::formatted_size("{}", steps_), steps_, loss, speed,
+                                       duration_words(seconds_per_step_ * static_cast<double>(steps_ - done)));
+  if (terminal_) {
+    rewrite(text);
+  } else {
+    std::fputs((text + "\n").c_str(), out_);
+    std::fflush(out_);
+  }
+}
+
+void ProgressLine::rewrite(std::string_view text) {
+  std::fputs(fmt::format("\r{}\x1b[K", text).c_str(), out_);
+  std::fflush(out_);
+  open_ = true;
+}
+
+}  // namespace sidestream::cli

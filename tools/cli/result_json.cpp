@@ -1,0 +1,93 @@
+#include <nlohmann/json.hpp>
+
+#include "sidestream/version.h"
+#include "tools/cli/training_result.h"
+
+namespace sidestream::cli {
+namespace {
+
+// Keys keep the order in which they are written: a report is read by people too.
+using Json = nlohmann::ordered_json;
+
+Json options_json(const TrainingOptions& options) {
+  return {{"device", options.device},
+          {"layers", options.shape.layers},
+          {"hidden", options.shape.hidden},
+          {"heads", options.shape.heads},
+          {"kv_heads", options.shape.kv_heads},
+          {"ffn", options.shape.ffn},
+          {"seq", options.shape.seq},
+          {"batch", options.batch},
+          {"dtype", options.dtype},
+          {"steps", options.steps},
+          {"seed", options.seed},
+          {"offload", options.offload},
+          {"graphs", options.graphs},
+          {"side_streams", options.side_streams},
+          {"schedule", options.schedule}};
+}
+
+Json mode_json(const TrainingResult& result, const ModeResult& mode) {
+  Json json{{"name", mode.name},
+            {"timed_steps", mode.steps},
+            {"step_seconds_median", mode.step_seconds},
+            {"peak_allocated_bytes", mode.allocated},
+            {"peak_reserved_bytes", mode.reserved},
+            {"peak_reserved_bytes_first_steps", mode.first_reserved},
+            {"offloaded_bytes_per_step", mode.offload.bytes_per_step},
+            {"pinned_host_bytes", mode.offload.pinned_bytes},
+            {"stream_waits_per_step", mode.offload.waits_per_step},
+            {"graphs", mode.offload.graphs},
+            {"notes", mode.offload.notes}};
+  if (const std::optional<double> reduction = result.gross_reduction(mode)) {
+    json["r_gross"] = *reduction;
+  }
+  return json;
+}
+
+Json comparison_json(const TrainingResult& result) {
+  const GradientComparison& comparison = *result.comparison;
+  Json parameters = Json::array();
+  for (const GradientComparison::Parameter& parameter : comparison.parameters()) {
+    parameters.push_back({{"name", parameter.name},
+                          {"differing_steps", parameter.differing_steps},
+                          {"worst_relative_error", parameter.worst_error}});
+  }
+  return {{"steps", comparison.steps()},
+          {"bit_equal", comparison.all_equal()},
+          {"bound", comparison.bound()},
+          {"within_bound", comparison.within_bound()},
+          {"trained_parameters_equal", result.parameters_equal},
+          {"explanation", comparison.explanation()},
+          {"parameters", std::move(parameters)}};
+}
+
+}  // namespace
+
+std::string result_json(const TrainingResult& result) {
+  Json json{{"program", "sidestream train"},
+            {"version", version()},
+            {"options", options_json(result.options)},
+            {"device", result.device_name},
+            {"text",
+             {{"source", result.text_source},
+              {"files", result.text_files},
+              {"bytes", result.text_bytes},
+              {"byte_entropy_nats", result.byte_entropy}}},
+            {"parameters", result.parameters},
+            {"mode", result.mode},
+            {"steps_done", result.steps_done},
+            {"interrupted", result.interrupted},
+            {"train_loss", {{"first", result.train.first}, {"last", result.train.last}}},
+            {"held_out_loss", {{"first", result.held_out.first}, {"last", result.held_out.last}}},
+            {"modes", Json::array()}};
+  for (const ModeResult& mode : result.modes) {
+    json["modes"].push_back(mode_json(result, mode));
+  }
+  if (result.comparison) {
+    json["gradients"] = comparison_json(result);
+  }
+  return json.dump(2) + "\n";
+}
+
+}  // namespace sidestream::cli

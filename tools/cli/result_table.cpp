@@ -1,0 +1,150 @@
+#include <algorithm>
+#include <functional>
+#include <iterator>
+#include <string_view>
+
+#include <fmt/format.h>
+
+#include "tools/cli/training_result.h"
+
+namespace sidestream::cli {
+namespace {
+
+constexpr const char* kNone = "-";
+constexpr std::size_t kWorstShown = 8;
+constexpr std::int64_t kRoughBelow = std::int64_t{256} << 20;
+
+/// 1234567 as "1,234,567".
+std::string grouped(std::int64_t number) {
+  std::string text;
+  const std::string digits = fmt::format("{}", number);
+  for (std::size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) {
+      text += ',';
+    }
+    text += digits[i];
+  }
+  return text;
+}
+
+std::string mebibytes(std::int64_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
+
+void append_row(std::string& out, std::string_view name, const std::vector<std::string>& cells) {
+  out += fmt::format("  {:<28}", name);
+  for (const std::string& cell : cells) {
+    out += fmt::format("{:>18}", cell);
+  }
+  out += '\n';
+}
+
+void append_modes(std::string& out, const TrainingResult& result) {
+  const auto row = [&](std::string_view name, const std::function<std::string(const ModeResult&)>& cell) {
+    std::vector<std::string> cells;
+    std::transform(result.modes.begin(), result.modes.end(), std::back_inserter(cells), cell);
+    append_row(out, name, cells);
+  };
+  const auto moved = [](const ModeResult& mode) { return mode.offload.bytes_per_step > 0; };
+  const double tokens = static_cast<double>(result.options.tokens_per_step());
+  row("", [](const ModeResult& mode) { return mode.name; });
+  row("step time (median)", [](const ModeResult& mode) {
+    return mode.steps > 0 ? fmt::format("{:.1f} ms", mode.step_seconds * 1e3) : kNone;
+  });
+  row("tokens/s", [&](const ModeResult& mode) {
+    return mode.step_seconds > 0 ? fmt::format("{:.0f}", tokens / mode.step_seconds) : std::string(kNone);
+  });
+  row("peak memory allocated", [](const ModeResult& mode) { return mebibytes(mode.allocated); });
+  row("peak memory reserved", [](const ModeResult& mode) { return mebibytes(mode.reserved); });
+  row("  in the first steps", [](const ModeResult& mode) { return mebibytes(mode.first_reserved); });
+  row("offloaded a step",
+      [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.bytes_per_step) : kNone; });
+  row("R (gross)", [&](const ModeResult& mode) {
+    const std::optional<double> reduction = result.gross_reduction(mode);
+    return reduction ? fmt::format("{:.0f}%", *reduction * 100) : std::string(kNone);
+  });
+  row("pinned host memory",
+      [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.pinned_bytes) : kNone; });
+  row("graphs", [](const ModeResult& mode) { return mode.offload.graphs > 0 ? grouped(mode.offload.graphs) : kNone; });
+  row("stream waits a step", [](const ModeResult& mode) {
+    return mode.offload.waits_per_step > 0 ? grouped(mode.offload.waits_per_step) : kNone;
+  });
+}
+
+/// A line that keeps a reader from taking R for more than it says.
+void append_reduction_note(std::string& out, const TrainingResult& result) {
+  for (const ModeResult& mode : result.modes) {
+    if (result.gross_reduction(mode) && mode.name == "graphs+offload" && mode.offload.bytes_per_step < kRoughBelow) {
+      out +=
+          "  R compares reserved memory, which allocators take in segments of 2 and 20 MiB: rough for a model this "
+          "small\n";
+    }
+  }
+}
+
+void append_comparison(std::string& out, const TrainingResult& result) {
+  const GradientComparison& comparison = *result.comparison;
+  if (comparison.all_equal()) {
+    out += fmt::format("  gradients: all {} parameters equal plain eager's bit for bit in each of {} steps",
+                       comparison.parameters().size(), comparison.steps());
+    out += result.parameters_equal ? ", and so are the trained parameters\n" : "; THE TRAINED PARAMETERS DIFFER\n";
+    return;
+  }
+  std::vector<GradientComparison::Parameter> worst = comparison.parameters();
+  std::sort(worst.begin(), worst.end(), [](const auto& a, const auto& b) { return a.worst_error > b.worst_error; });
+  const auto differing = std::count_if(worst.begin(), worst.end(), [](const auto& p) { return p.differing_steps > 0; });
+  out += fmt::format("  gradients: {} of {} parameters differ from plain eager's in some of {} steps, {}\n", differing,
+                     worst.size(), comparison.steps(),
+                     comparison.within_bound() ? "all within the bound" : "SOME BEYOND THE BOUND");
+  out += fmt::format("    {:<30}{:>12}{:>14}{:>12}\n", "parameter", "steps", "worst error", "bound");
+  for (std::size_t i = 0; i < worst.size() && i < kWorstShown && worst[i].differing_steps > 0; ++i) {
+    out += fmt::format("    {:<30}{:>12}{:>14.2e}{:>12.2e}\n", worst[i].name, worst[i].differing_steps,
+                       worst[i].worst_error, comparison.bound());
+  }
+  out += comparison.bound() > 0
+             ? fmt::format("    {}\n", comparison.explanation())
+             : std::string("    the same operators ran on the same bytes, so nothing but equality is right here\n");
+}
+
+}  // namespace
+
+const ModeResult* TrainingResult::find(const std::string& name) const noexcept {
+  const auto found =
+      std::find_if(modes.begin(), modes.end(), [&](const ModeResult& mode) { return mode.name == name; });
+  return found == modes.end() ? nullptr : &*found;
+}
+
+std::optional<double> TrainingResult::gross_reduction(const ModeResult& mode) const {
+  const bool graphs = mode.name == "graphs+offload";
+  const ModeResult* without = find(graphs ? "graphs" : "eager");
+  if (mode.offload.bytes_per_step == 0 || without == nullptr) {
+    return std::nullopt;
+  }
+  const std::int64_t drop = graphs ? without->reserved - mode.reserved : without->allocated - mode.allocated;
+  return static_cast<double>(drop) / static_cast<double>(mode.offload.bytes_per_step);
+}
+
+std::string result_table(const TrainingResult& result) {
+  const TrainingOptions& options = result.options;
+  std::string out;
+  out += fmt::format("\n  {} of {} steps of {} bytes on {}, {}{}\n\n", grouped(result.steps_done),
+                     grouped(options.steps), grouped(options.tokens_per_step()), result.device_name, result.mode,
+                     result.interrupted ? " (ended by Ctrl-C)" : "");
+  append_row(out, "loss, nats a byte", {"first", "last"});
+  append_row(out, "  train", {fmt::format("{:.4f}", result.train.first), fmt::format("{:.4f}", result.train.last)});
+  append_row(out, "  held out",
+             {fmt::format("{:.4f}", result.held_out.first), fmt::format("{:.4f}", result.held_out.last)});
+  out += fmt::format("  entropy of the text's bytes {:.4f}: the held-out loss is {:.4f} {} it\n", result.byte_entropy,
+                     std::abs(result.byte_entropy - result.held_out.last),
+                     result.held_out.last < result.byte_entropy ? "below" : "above");
+  if (!result.modes.empty()) {
+    out += '\n';
+    append_modes(out, result);
+    append_reduction_note(out, result);
+  }
+  if (result.comparison && result.comparison->steps() > 0) {
+    out += '\n';
+    append_comparison(out, result);
+  }
+  return out;
+}
+
+}  // namespace sidestream::cli

@@ -1,0 +1,234 @@
+#include "tools/cli/train_command.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/ops/equal.h>
+#include <fmt/format.h>
+
+#include "sidestream/device.h"
+#include "sidestream/error.h"
+#include "tools/cli/device_choice.h"
+#include "tools/cli/interrupt.h"
+#include "tools/cli/progress_line.h"
+#include "tools/cli/report_file.h"
+#include "tools/cli/training_result.h"
+#include "tools/cli/training_run.h"
+
+namespace sidestream::cli {
+namespace {
+
+constexpr std::int64_t kFirstSteps = 3;   // sizing, capture, and the first replay
+constexpr std::int64_t kTimedSteps = 20;  // of a mode that is measured by itself
+
+void print(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  std::fflush(stdout);
+}
+
+double median(std::vector<double> values) {
+  if (values.empty()) {
+    return 0;
+  }
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+bool equal_parameters(const TrainingRun& a, const TrainingRun& b) {
+  const NamedTensors ours = a.parameters();
+  const NamedTensors theirs = b.parameters();
+  return std::equal(ours.begin(), ours.end(), theirs.begin(), theirs.end(), [](const auto& x, const auto& y) {
+    return at::equal(x.second.detach().to(at::kCPU), y.second.detach().to(at::kCPU));
+  });
+}
+
+/// Steps of one run with their times and the device's memory peaks: of the first steps, then of the rest.
+class Measurement {
+ public:
+  Measurement(c10::Device device, std::string name) : device_(device) {
+    result_.name = std::move(name);
+    release_cached_memory(device_);
+    reset_memory_peaks(device_);
+  }
+
+  void step(TrainingRun& run, double& loss) {
+    const auto begin = std::chrono::steady_clock::now();
+    loss = run.step();
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    // Read after every step: the engine starts the peaks anew at the beginning of each.
+    const MemoryUse use = memory_use(device_);
+    if (++steps_ > kFirstSteps) {
+      seconds_.push_back(seconds);
+      result_.allocated = std::max(result_.allocated, use.allocated_peak);
+      result_.reserved = std::max(result_.reserved, use.reserved_peak);
+      return;
+    }
+    result_.first_reserved = std::max(result_.first_reserved, use.reserved_peak);
+    if (steps_ == kFirstSteps) {
+      release_cached_memory(device_);
+      reset_memory_peaks(device_);
+    }
+  }
+
+  [[nodiscard]] ModeResult finish(const TrainingRun& run) {
+    result_.steps = static_cast<std::int64_t>(seconds_.size());
+    result_.step_seconds = median(seconds_);
+    result_.offload = run.offload_numbers();
+    return result_;
+  }
+
+ private:
+  c10::Device device_;
+  ModeResult result_;
+  std::int64_t steps_ = 0;
+  std::vector<double> seconds_;
+};
+
+/// The steps themselves. With --compare a second run takes the same steps in plain eager mode.
+class Training {
+ public:
+  Training(const TrainingOptions& options, c10::Device device, const TextCorpus& corpus, TrainingMode mode,
+           TrainingResult& result)
+      : options_(options), device_(device), corpus_(corpus), mode_(mode), result_(result) {}
+
+  void run(const InterruptGuard& interrupt) {
+    TrainingRun main(options_, device_, mode_, corpus_);
+    result_.parameters = main.parameter_count();
+    print(fmt::format("model: {} parameters, {}, {} layers\n", result_.parameters, options_.dtype,
+                      options_.shape.layers));
+    result_.held_out.first = main.held_out_loss();
+    std::optional<TrainingRun> plain;
+    std::optional<Measurement> measurement;
+    if (options_.compare) {
+      plain.emplace(options_, device_, TrainingMode{}, corpus_);
+      result_.comparison.emplace(options_.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat, options_.tokens_per_step(),
+                                 !device_.is_cuda());
+    } else {
+      measurement.emplace(device_, mode_.name());
+    }
+    {
+      ProgressLine progress(stdout, "train", static_cast<std::size_t>(options_.steps),
+                            static_cast<std::size_t>(options_.tokens_per_step()));
+      for (std::int64_t i = 0; i < options_.steps && !interrupt.requested(); ++i) {
+        double loss = 0;
+        if (plain) {
+          loss = compared_step(main, *plain);
+        } else {
+          measurement->step(main, loss);
+        }
+        result_.train.first = i == 0 ? loss : result_.train.first;
+        result_.train.last = loss;
+        result_.steps_done = i + 1;
+        progress.step(static_cast<std::size_t>(i + 1), loss);
+      }
+    }
+    if (measurement) {
+      result_.modes.push_back(measurement->finish(main));
+    } else {
+      result_.parameters_equal = equal_parameters(main, *plain);
+    }
+    result_.held_out.last = main.held_out_loss();
+    result_.interrupted = interrupt.requested();
+  }
+
+ private:
+  double compared_step(TrainingRun& main, TrainingRun& plain) {
+    double loss = 0;
+    plain.step([&] { loss = main.step([&] { result_.comparison->compare(main.parameters(), plain.parameters()); }); });
+    // Once a gradient differed, weights would drift apart and every later step would differ for that reason alone.
+    if (!result_.comparison->all_equal()) {
+      plain.take_parameters(main);
+    }
+    return loss;
+  }
+
+  const TrainingOptions& options_;
+  c10::Device device_;
+  const TextCorpus& corpus_;
+  TrainingMode mode_;
+  TrainingResult& result_;
+};
+
+/// The modes that the closing table sets side by side.
+std::vector<TrainingMode> measured_modes(TrainingMode trained) {
+  std::vector<TrainingMode> modes{{}};
+  if (trained.graphs) {
+    modes.push_back({.graphs = true});
+  }
+  if (trained.offload) {
+    modes.push_back(trained);
+  }
+  return modes;
+}
+
+void measure_modes(const TrainingOptions& options, c10::Device device, const TextCorpus& corpus, TrainingMode trained,
+                   const InterruptGuard& interrupt, TrainingResult& result) {
+  const std::int64_t steps = kFirstSteps + std::min(options.steps, kTimedSteps);
+  for (const TrainingMode mode : measured_modes(trained)) {
+    if (interrupt.requested()) {
+      break;
+    }
+    Measurement measurement(device, mode.name());
+    TrainingRun run(options, device, mode, corpus);
+    ProgressLine progress(stdout, fmt::format("measure {}", mode.name()), static_cast<std::size_t>(steps),
+                          static_cast<std::size_t>(options.tokens_per_step()));
+    for (std::int64_t i = 0; i < steps && !interrupt.requested(); ++i) {
+      double loss = 0;
+      measurement.step(run, loss);
+      progress.step(static_cast<std::size_t>(i + 1), loss);
+    }
+    if (!interrupt.requested()) {
+      result.modes.push_back(measurement.finish(run));
+    }
+  }
+  result.interrupted = interrupt.requested();
+}
+
+}  // namespace
+
+int train(const TrainingOptions& options) {
+  validate(options);
+  const TextCorpus corpus =
+      options.text.empty() ? TextCorpus::read_default() : TextCorpus::read(options.text, "--text");
+  corpus.require_windows(static_cast<std::size_t>(options.shape.seq) + 1, static_cast<std::size_t>(options.batch));
+  std::optional<ReportFile> report;
+  if (!options.report.empty()) {
+    report.emplace(options.report);
+  }
+  const ChosenDevice device = choose_device(options);
+
+  TrainingResult result;
+  result.options = options;
+  result.device_name = device.name;
+  result.text_source = corpus.source();
+  result.text_files = corpus.files();
+  result.text_bytes = corpus.bytes();
+  result.byte_entropy = corpus.byte_entropy();
+  const TrainingMode mode{.graphs = options.graphed(), .offload = options.offloads()};
+  result.mode = mode.name();
+  print(fmt::format("text: {} files, {} bytes from {}, byte entropy {:.4f} nats\ndevice: {}\n", corpus.files(),
+                    corpus.bytes(), corpus.source(), result.byte_entropy, device.name));
+
+  const InterruptGuard interrupt;
+  Training(options, device.device, corpus, mode, result).run(interrupt);
+  if (options.compare) {
+    measure_modes(options, device.device, corpus, mode, interrupt, result);
+  }
+  print(result_table(result));
+  if (report) {
+    report->commit(result_json(result));
+    print(fmt::format("\n  report: {}\n", report->path().string()));
+  }
+  if (result.comparison && !result.comparison->within_bound()) {
+    throw Error(
+        "the gradients differ from plain eager's by more than another order of summation explains (see the table)");
+  }
+  return result.interrupted ? kInterrupted : kSuccess;
+}
+
+}  // namespace sidestream::cli

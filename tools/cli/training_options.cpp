@@ -1,0 +1,139 @@
+#include "tools/cli/training_options.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <CLI/Validators.hpp>
+
+#include "sidestream/error.h"
+#include "sidestream/schedule.h"
+
+namespace sidestream::cli {
+namespace {
+
+void require_positive(const char* option, std::int64_t value, std::int64_t most) {
+  if (value < 1 || value > most) {
+    throw UsageError(fmt::format("{} is {}; it must be from 1 to {}", option, value, most));
+  }
+}
+
+void require_divides(const char* whole_name, std::int64_t whole, const char* part_name, std::int64_t part) {
+  if (whole % part != 0) {
+    throw UsageError(fmt::format("{} {} does not divide by {} {}; {} or {} would", whole_name, whole, part_name, part,
+                                 std::max(part, whole / part * part), (whole / part + 1) * part));
+  }
+}
+
+void validate_shape(const ModelShape& shape) {
+  require_positive("--layers", shape.layers, 1024);
+  require_positive("--hidden", shape.hidden, 1 << 20);
+  require_positive("--heads", shape.heads, 4096);
+  require_positive("--kv-heads", shape.kv_heads, 4096);
+  require_positive("--ffn", shape.ffn, 1 << 22);
+  require_positive("--seq", shape.seq, 1 << 22);
+  require_divides("--hidden", shape.hidden, "--heads", shape.heads);
+  require_divides("--heads", shape.heads, "--kv-heads", shape.kv_heads);
+  if (shape.head_dim() % 2 != 0) {
+    throw UsageError(
+        fmt::format("--hidden {} over --heads {} gives heads of {} numbers; rotary positions need an even number: use "
+                    "--hidden {} or other --heads",
+                    shape.hidden, shape.heads, shape.head_dim(), shape.hidden + shape.heads));
+  }
+}
+
+}  // namespace
+
+void declare_training_options(CLI::App& command, TrainingOptions& options) {
+  command.add_option("--text", options.text, "Files to train on (default: the texts of /usr/share/common-licenses)")
+      ->type_name("FILE...");
+  command.add_option("--device", options.device, "auto (cuda where there is one, else sim), cuda or sim")
+      ->check(CLI::IsMember({"auto", "cuda", "sim"}))
+      ->type_name("NAME")
+      ->capture_default_str();
+  command.add_option("--layers", options.shape.layers, "Transformer layers")->type_name("N")->capture_default_str();
+  command.add_option("--hidden", options.shape.hidden, "Width of the model")->type_name("N")->capture_default_str();
+  command.add_option("--heads", options.shape.heads, "Attention heads")->type_name("N")->capture_default_str();
+  command.add_option("--kv-heads", options.shape.kv_heads, "Key and value heads, shared by groups of heads")
+      ->type_name("N")
+      ->capture_default_str();
+  command.add_option("--ffn", options.shape.ffn, "Inner width of the SwiGLU")->type_name("N")->capture_default_str();
+  command.add_option("--seq", options.shape.seq, "Bytes in a window")->type_name("N")->capture_default_str();
+  command.add_option("--batch", options.batch, "Windows in a step")->type_name("N")->capture_default_str();
+  command.add_option("--dtype", options.dtype, "Of parameters and activations: float32 or bfloat16")
+      ->check(CLI::IsMember({"float32", "bfloat16"}))
+      ->type_name("NAME")
+      ->capture_default_str();
+  command.add_option("--steps", options.steps, "Optimizer steps")->type_name("N")->capture_default_str();
+  command.add_option("--seed", options.seed, "Of weights and of the order of windows")
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      .add_option(
+          "--offload", options.offload,
+          fmt::format("What leaves the device: all, off, or a comma-separated list of scopes ({}) or name patterns",
+                      fmt::join(BlockImpl::kScopes, ", ")))
+      ->type_name("NAMES")
+      ->capture_default_str();
+  command.add_option("--graphs", options.graphs, "layer (one graph a layer and direction) or off")
+      ->check(CLI::IsMember({"layer", "off"}))
+      ->type_name("NAME")
+      ->capture_default_str();
+  command.add_option("--side-streams", options.side_streams, "Streams that consecutive graphs rotate over")
+      ->type_name("K")
+      ->capture_default_str();
+  command
+      .add_option("--schedule", options.schedule,
+                  "Order of queued work on the sim device: early, late, d2h-early, d2h-late or seed:N")
+      ->type_name("NAME");
+  command.add_flag("--compare", options.compare,
+                   "Repeat every step in plain eager mode, compare the gradients of every parameter, and measure each "
+                   "mode by itself");
+  command.add_option("--report", options.report, "Write the results as JSON")->type_name("FILE");
+}
+
+void validate(const TrainingOptions& options) {
+  validate_shape(options.shape);
+  require_positive("--batch", options.batch, 1 << 20);
+  require_positive("--steps", options.steps, 1'000'000'000);
+  require_positive("--side-streams", options.side_streams, 32);
+  if (!options.schedule.empty()) {
+    if (options.device == "cuda") {
+      throw UsageError(
+          "--schedule chooses the order of work on the sim device; a GPU has its own: leave it out, or use --device "
+          "sim");
+    }
+    (void)Schedule::parse(options.schedule);
+  }
+  (void)offload_patterns(options.offload);
+}
+
+std::vector<std::string> offload_patterns(const std::string& names) {
+  if (names == "off") {
+    return {};
+  }
+  if (names == "all") {
+    return {"blocks.**"};
+  }
+  std::vector<std::string> patterns;
+  for (std::size_t begin = 0; begin <= names.size();) {
+    const std::size_t end = std::min(names.find(',', begin), names.size());
+    const std::string name = names.substr(begin, end - begin);
+    begin = end + 1;
+    if (name.find_first_of(".*") != std::string::npos) {
+      patterns.push_back(name);
+    } else if (std::find(BlockImpl::kScopes.begin(), BlockImpl::kScopes.end(), name) != BlockImpl::kScopes.end()) {
+      patterns.push_back("blocks.*." + name);
+    } else {
+      throw UsageError(fmt::format("--offload: no scope is named '{}'; there are {} (or: all, off)", name,
+                                   fmt::join(BlockImpl::kScopes, ", ")));
+    }
+  }
+  return patterns;
+}
+
+}  // namespace sidestream::cli

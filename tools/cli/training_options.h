@@ -1,0 +1,47 @@
+#pragma once
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "tools/cli/byte_model.h"
+
+namespace CLI {
+class App;
+}
+
+namespace sidestream::cli {
+
+/// What `sidestream train` was asked for.
+struct TrainingOptions {
+  std::vector<std::filesystem::path> text;  ///< empty: the default text
+  std::string device = "auto";
+  ModelShape shape;
+  std::int64_t batch = 6;
+  std::string dtype = "float32";
+  std::int64_t steps = 200;
+  std::uint64_t seed = 1;
+  std::string offload = "all";
+  std::string graphs = "layer";
+  std::int64_t side_streams = 2;
+  std::string schedule;  ///< empty: the device's own
+  bool compare = false;
+  std::filesystem::path report;  ///< empty: none
+
+  [[nodiscard]] bool graphed() const noexcept { return graphs == "layer"; }
+  [[nodiscard]] bool offloads() const noexcept { return offload != "off"; }
+  [[nodiscard]] std::int64_t tokens_per_step() const noexcept { return batch * shape.seq; }
+};
+
+/// Declares the options of `sidestream train` on `command`; parsing fills `options`, which must outlive it.
+void declare_training_options(CLI::App& command, TrainingOptions& options);
+
+/// Throws: UsageError with the remedy when sizes do not divide, a number is out of range or a name is unknown.
+void validate(const TrainingOptions& options);
+
+/// The name patterns that --offload stands for: "all" is everything inside the graphed layers, a bare scope name is that scope of
+/// every layer, a name with dots or wildcards is taken as it stands. Empty for "off".
+/// Throws: UsageError that lists the scopes there are, for a bare name that is none of them.
+[[nodiscard]] std::vector<std::string> offload_patterns(const std::string& names);
+
+}  // namespace sidestream::cli

@@ -1,0 +1,68 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tools/cli/gradient_comparison.h"
+#include "tools/cli/training_options.h"
+
+namespace sidestream::cli {
+
+/// What the engine says of the activations that a step moves.
+struct OffloadNumbers {
+  std::int64_t bytes_per_step = 0;
+  std::int64_t pinned_bytes = 0;
+  std::int64_t waits_per_step = 0;
+  std::int64_t graphs = 0;
+  std::vector<std::string> notes;  ///< what the engine kept on the device, and why
+};
+
+/// One mode, run by itself: nothing else lives on the device.
+struct ModeResult {
+  std::string name;
+  std::int64_t steps = 0;           ///< steps that were timed, after sizing and capture
+  double step_seconds = 0;          ///< median
+  std::int64_t allocated = 0;       ///< peak over the timed steps, bytes
+  std::int64_t reserved = 0;        ///< peak over the timed steps, bytes
+  std::int64_t first_reserved = 0;  ///< peak over the first steps: sizing, and the first replays, bytes
+  OffloadNumbers offload;
+};
+
+/// First and last value of a loss, nats per byte.
+struct LossPair {
+  double first = 0;
+  double last = 0;
+};
+
+/// What `sidestream train` found out; the closing table and the report file are made of it.
+struct TrainingResult {
+  TrainingOptions options;
+  std::string device_name;
+  std::string text_source;
+  std::size_t text_files = 0;
+  std::size_t text_bytes = 0;
+  double byte_entropy = 0;
+  std::int64_t parameters = 0;
+
+  std::string mode;  ///< name of the mode that trained
+  std::int64_t steps_done = 0;
+  bool interrupted = false;
+  LossPair train;
+  LossPair held_out;
+  std::vector<ModeResult> modes;
+  std::optional<GradientComparison> comparison;
+  bool parameters_equal = false;  ///< after the last compared step; with `comparison` only
+
+  [[nodiscard]] const ModeResult* find(const std::string& name) const noexcept;
+  /// Drop of peak memory from the same mode without offload, over the bytes offloaded in a step; none where a side of it was not
+  /// measured. With graphs it is reserved memory, since their pools hold what no tensor owns; else allocated.
+  [[nodiscard]] std::optional<double> gross_reduction(const ModeResult& mode) const;
+};
+
+/// The closing table, ends with a newline.
+[[nodiscard]] std::string result_table(const TrainingResult& result);
+/// The same as JSON text, with bytes, seconds and nats as plain numbers.
+[[nodiscard]] std::string result_json(const TrainingResult& result);
+
+}  // namespace sidestream::cli

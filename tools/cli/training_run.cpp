@@ -1,0 +1,187 @@
+#include "tools/cli/training_run.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <torch/optim/adamw.h>
+
+#include "sidestream/engine.h"
+#include "sidestream/options.h"
+#include "sidestream/report.h"
+#include "tools/cli/window_order.h"
+
+namespace sidestream::cli {
+namespace {
+
+constexpr double kLearningRate = 3e-3;
+constexpr double kWeightDecay = 0.01;
+constexpr std::int64_t kWarmupSteps = 20;
+constexpr std::size_t kMinBytes = 4096;  // the default model's activations are far below the library's own limit
+
+at::ScalarType scalar_type(const TrainingOptions& options) {
+  return options.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
+}
+
+/// [windows, bytes a window], int64, on the CPU.
+at::Tensor gather(std::span<const std::uint8_t> text, const std::vector<std::size_t>& offsets, std::int64_t window) {
+  at::Tensor windows = at::empty({static_cast<std::int64_t>(offsets.size()), window}, at::kLong);
+  std::int64_t* out = windows.mutable_data_ptr<std::int64_t>();
+  for (const std::size_t offset : offsets) {
+    out = std::copy_n(text.data() + offset, window, out);
+  }
+  return windows;
+}
+
+ByteModel make_model(const TrainingOptions& options, c10::Device device) {
+  at::manual_seed(options.seed);
+  ByteModel model(options.shape);
+  model->to(device, scalar_type(options));
+  return model;
+}
+
+Options engine_options(const TrainingOptions& options, c10::Device device, TrainingMode mode) {
+  Options engine(device);
+  if (mode.graphs) {
+    engine.graph("blocks.*");
+  }
+  if (mode.offload) {
+    for (const std::string& pattern : offload_patterns(options.offload)) {
+      engine.offload(pattern);
+    }
+  }
+  engine.min_bytes(kMinBytes).graph_options(GraphOptions().side_streams(options.side_streams));
+  return engine;
+}
+
+}  // namespace
+
+std::string TrainingMode::name() const {
+  if (plain()) {
+    return "eager";
+  }
+  return graphs && offload ? "graphs+offload" : graphs ? "graphs" : "offload";
+}
+
+struct TrainingRun::State {
+  State(const TrainingOptions& asked, c10::Device where, TrainingMode mode, const TextCorpus& text)
+      : options(asked),
+        device(where),
+        corpus(text),
+        model(make_model(asked, where)),
+        optimizer(model->parameters(), torch::optim::AdamWOptions(kLearningRate).weight_decay(kWeightDecay)),
+        order(text.train().size(), static_cast<std::size_t>(asked.shape.seq) + 1,
+              static_cast<std::size_t>(asked.shape.seq), asked.seed) {
+    if (!mode.plain()) {
+      engine.emplace(*model, engine_options(asked, where, mode));
+    }
+  }
+
+  void update() {
+    const double warmup = std::min(1.0, static_cast<double>(++steps) / kWarmupSteps);
+    for (torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
+      group.options().set_lr(kLearningRate * warmup);
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+
+  TrainingOptions options;
+  c10::Device device;
+  const TextCorpus& corpus;
+  ByteModel model;
+  torch::optim::AdamW optimizer;
+  WindowOrder order;
+  std::int64_t steps = 0;
+  std::optional<OffloadEngine> engine;  // last: it goes before the model whose calls it holds
+};
+
+TrainingRun::TrainingRun(const TrainingOptions& options, c10::Device device, TrainingMode mode,
+                         const TextCorpus& corpus)
+    : state_(std::make_unique<State>(options, device, mode, corpus)) {}
+
+TrainingRun::~TrainingRun() = default;
+
+double TrainingRun::step(const std::function<void()>& with_gradients) {
+  State& run = *state_;
+  const std::vector<std::size_t> offsets = run.order.next(static_cast<std::size_t>(run.options.batch));
+  const at::Tensor windows = gather(run.corpus.train(), offsets, run.options.shape.seq + 1).to(run.device);
+  at::Tensor loss;
+  const auto train = [&] {
+    loss = run.model->loss(windows);
+    loss.backward();
+    if (with_gradients) {
+      with_gradients();
+    }
+    run.update();
+  };
+  if (run.engine) {
+    auto step = run.engine->step();
+    train();
+  } else {
+    train();
+  }
+  return loss.item<double>();
+}
+
+double TrainingRun::held_out_loss() {
+  State& run = *state_;
+  const at::NoGradGuard no_grad;
+  const std::span<const std::uint8_t> text = run.corpus.held_out();
+  const auto seq = static_cast<std::size_t>(run.options.shape.seq);
+  const std::size_t windows =
+      std::min((text.size() - 1) / seq, kHeldOutBatches * static_cast<std::size_t>(run.options.batch));
+  double sum = 0;
+  for (std::size_t first = 0; first < windows; first += static_cast<std::size_t>(run.options.batch)) {
+    std::vector<std::size_t> offsets;
+    for (std::size_t i = first; i < std::min(windows, first + static_cast<std::size_t>(run.options.batch)); ++i) {
+      offsets.push_back(i * seq);
+    }
+    const at::Tensor loss = run.model->loss(gather(text, offsets, run.options.shape.seq + 1).to(run.device));
+    sum += loss.item<double>() * static_cast<double>(offsets.size());
+  }
+  return sum / static_cast<double>(windows);
+}
+
+void TrainingRun::take_parameters(const TrainingRun& other) {
+  const at::NoGradGuard no_grad;
+  const std::vector<at::Tensor> ours = state_->model->parameters();
+  const std::vector<at::Tensor> theirs = other.state_->model->parameters();
+  for (std::size_t i = 0; i < ours.size(); ++i) {
+    ours[i].copy_(theirs[i]);
+  }
+}
+
+NamedTensors TrainingRun::parameters() const {
+  NamedTensors parameters;
+  for (const auto& item : state_->model->named_parameters()) {
+    parameters.emplace_back(item.key(), item.value());
+  }
+  return parameters;
+}
+
+std::int64_t TrainingRun::parameter_count() const {
+  std::int64_t count = 0;
+  for (const at::Tensor& parameter : state_->model->parameters()) {
+    count += parameter.numel();
+  }
+  return count;
+}
+
+OffloadNumbers TrainingRun::offload_numbers() const {
+  if (!state_->engine) {
+    return {};
+  }
+  const Report report = state_->engine->report();
+  return {.bytes_per_step = report.offloaded_bytes,
+          .pinned_bytes = report.pinned_bytes,
+          .waits_per_step = report.waits,
+          .graphs = report.captures,
+          .notes = report.notes};
+}
+
+}  // namespace sidestream::cli

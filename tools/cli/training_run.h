@@ -1,0 +1,57 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <c10/core/Device.h>
+
+#include "tools/cli/byte_model.h"
+#include "tools/cli/gradient_comparison.h"
+#include "tools/cli/text_corpus.h"
+#include "tools/cli/training_options.h"
+#include "tools/cli/training_result.h"
+
+namespace sidestream::cli {
+
+/// How a run goes through the model's layers.
+struct TrainingMode {
+  bool graphs = false;
+  bool offload = false;
+
+  /// "eager", "graphs", "offload" or "graphs+offload".
+  [[nodiscard]] std::string name() const;
+  [[nodiscard]] bool plain() const noexcept { return !graphs && !offload; }
+};
+
+/// A model in training: weights, optimizer, its place in the text, and the engine if its mode has one. Runs with equal options
+/// see equal weights and equal windows.
+class TrainingRun {
+ public:
+  /// `corpus` must outlive the run. Throws: what the engine throws for options it refuses.
+  TrainingRun(const TrainingOptions& options, c10::Device device, TrainingMode mode, const TextCorpus& corpus);
+  TrainingRun(const TrainingRun&) = delete;
+  TrainingRun& operator=(const TrainingRun&) = delete;
+  ~TrainingRun();
+
+  /// One step; `with_gradients`, if any, runs between backward and the optimizer. Returns the training loss in nats a byte.
+  double step(const std::function<void()>& with_gradients = {});
+  /// Mean loss over the windows of the held-out text, at most `kHeldOutBatches` batches of it.
+  [[nodiscard]] double held_out_loss();
+  /// Makes the weights those of `other`, in place.
+  void take_parameters(const TrainingRun& other);
+
+  [[nodiscard]] NamedTensors parameters() const;
+  [[nodiscard]] std::int64_t parameter_count() const;
+  /// What the engine counted; zeros without one.
+  [[nodiscard]] OffloadNumbers offload_numbers() const;
+
+  static constexpr std::size_t kHeldOutBatches = 32;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace sidestream::cli
