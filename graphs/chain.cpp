@@ -98,8 +98,8 @@ void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) 
   bool waited = false;
   for (const auto i : c10::irange(inputs.size())) {
     const StaticInput& input = layer.inputs[i];
-    if (!input.tensor.defined() ||
-        (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() && inputs[i].strides() == input.tensor.strides())) {
+    if (!input.tensor.defined() || (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() &&
+                                    inputs[i].strides() == input.tensor.strides())) {
       continue;
     }
     if (!waited) {
@@ -117,16 +117,19 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   Layer& layer = layers_[index];
   for (const WatchedTensor& watched : layer.watched) {
     if (watched.tensor.const_data_ptr() != watched.address) {
-      throw UsageError(describe(index) + ": a parameter or buffer has moved since the capture (load, Module::to); capture " +
+      throw UsageError(describe(index) +
+                       ": a parameter or buffer has moved since the capture (load, Module::to); capture " +
                        "again, or let OffloadEngine::step do it (GraphOptions::on_moved_weights)");
     }
   }
   if (layer.pending) {
-    throw UsageError(describe(index) + ": the backward of its previous forward is still pending, and this forward would " +
+    throw UsageError(describe(index) +
+                     ": the backward of its previous forward is still pending, and this forward would " +
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
   }
   if (top_ >= static_cast<std::int64_t>(index)) {
-    throw UsageError(describe(index) + ": called after \"" + layers_[top_].spec.name + "\", whose backward is pending; calls " +
+    throw UsageError(describe(index) + ": called after \"" + layers_[top_].spec.name +
+                     "\", whose backward is pending; calls " +
                      "captured together replay in the order of their capture, or are captured apart");
   }
   const tracing::Scope trace(tracing::Range::launch_forward, layer.spec.scope->trace);
@@ -164,7 +167,8 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
     throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
   }
   if (layer.generation != generation) {
-    throw UsageError(describe(index) + ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
+    throw UsageError(describe(index) +
+                     ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
                      "overwritten; run each backward before the next forward of the same capture");
   }
   if (again && !options_.retain_graph_in_backward()) {
@@ -172,12 +176,14 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
                      "GraphOptions::retain_graph_in_backward");
   }
   if (top_ > static_cast<std::int64_t>(index)) {
-    throw UsageError(describe(index) + ": its backward runs before that of \"" + layers_[top_].spec.name + "\", which was " +
-                     "called after it; calls captured together run their backwards in reverse order, or are captured apart");
+    throw UsageError(
+        describe(index) + ": its backward runs before that of \"" + layers_[top_].spec.name + "\", which was " +
+        "called after it; calls captured together run their backwards in reverse order, or are captured apart");
   }
   for (const auto i : c10::irange(layer.outputs.size())) {
     if (layer.outputs[i].defined() && layer.outputs[i]._version() != layer.output_versions[i]) {
-      throw UsageError(describe(index) + ": output " + std::to_string(i) + " was changed in place before its backward; it " +
+      throw UsageError(describe(index) + ": output " + std::to_string(i) +
+                       " was changed in place before its backward; it " +
                        "is static memory that the graph may read again: clone it before the in-place operation");
     }
   }
@@ -235,6 +241,23 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
 
 void Chain::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads) {
   const at::NoGradGuard no_grad;
+  // A seed that is the layer above's input gradient lies in the pool, in memory that copies of the latest graphs may still
+  // use: where that layer's backward did not run just before, nothing else makes this stream wait for them.
+  const auto above = static_cast<std::size_t>(&layer - layers_.data()) + 1;
+  bool joined = above == layers_.size();
+  const auto join_before_write = [&](const at::Tensor& target) {
+    if (joined) {
+      return;
+    }
+    for (const auto i : c10::irange(layers_[above].grad_inputs.size())) {
+      const at::Tensor& linked = layers_[above].grad_inputs[i];
+      if (layers_[above].grad_input_linked[i] && linked.const_data_ptr() == target.const_data_ptr()) {
+        finish_step();
+        joined = true;
+        return;
+      }
+    }
+  };
   std::size_t given = 0;
   for (const auto i : c10::irange(layer.outputs.size())) {
     if (!layer.output_requires_grad[i]) {
@@ -243,8 +266,10 @@ void Chain::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grad
     const at::Tensor& grad = grads[given++];
     at::Tensor& target = layer.grad_outputs[i];
     if (!grad.defined()) {
+      join_before_write(target);
       target.zero_();
     } else if (grad.const_data_ptr() != target.const_data_ptr() || grad.strides() != target.strides()) {
+      join_before_write(target);
       target.copy_(grad, /*non_blocking=*/true);
     }
   }
@@ -258,9 +283,10 @@ void Chain::own_grads(Layer& layer) {
       parameter.grad.zero_();
       parameter.tensor.mutable_grad() = parameter.grad;
     } else if (grad.const_data_ptr() != parameter.grad.const_data_ptr()) {
-      throw UsageError("graphed call \"" + layer.spec.name + "\": the .grad of a parameter was replaced by another tensor, " +
-                       "but its backward graph adds into the .grad it owns; set it to none or zero it in place, or capture " +
-                       "without GraphOptions::accumulate_in_graph");
+      throw UsageError(
+          "graphed call \"" + layer.spec.name + "\": the .grad of a parameter was replaced by another tensor, " +
+          "but its backward graph adds into the .grad it owns; set it to none or zero it in place, or capture " +
+          "without GraphOptions::accumulate_in_graph");
     }
   }
 }

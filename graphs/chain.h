@@ -23,7 +23,7 @@ struct GraphResources {
   std::shared_ptr<HostArena> arena;
   ScopeTree* tree = nullptr;
   Exclusions* exclusions = nullptr;
-  const OwnedStream* capture_stream = nullptr;        ///< one for all captures: pool blocks are keyed by stream
+  const OwnedStream* capture_stream = nullptr;  ///< one for all captures: pool blocks are keyed by stream
   std::shared_ptr<CaptureOffload> offload;
 };
 
@@ -86,7 +86,9 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void own_grads(Layer& layer);
   void reload_inline(Layer& layer);
   void drop_pending(std::size_t index, std::uint64_t generation) noexcept;
-  [[nodiscard]] std::string describe(std::size_t index) const { return "graphed call \"" + layers_[index].spec.name + "\""; }
+  [[nodiscard]] std::string describe(std::size_t index) const {
+    return "graphed call \"" + layers_[index].spec.name + "\"";
+  }
   [[nodiscard]] c10::Stream forward_stream(std::size_t index) const { return streams_[index % streams_.size()]; }
   [[nodiscard]] c10::Stream backward_stream() const { return streams_[0]; }
   void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done);
@@ -107,11 +109,12 @@ class Chain : public std::enable_shared_from_this<Chain> {
 
   // Replay.
   mutable std::recursive_mutex mutex_;
-  std::int64_t top_ = -1;                       ///< the highest pending layer
-  std::int64_t reloaded_ = -1;                  ///< the layer whose groups the latest backward brought back
-  std::vector<const ExternalEvent*> forward_tails_;   ///< by side stream: drained event of its latest forward since the join
-  const ExternalEvent* backward_tail_ = nullptr;      ///< drained event of the latest backward
-  std::vector<bool> behind_backward_tail_;            ///< by side stream: it waits for that event already
+  std::int64_t top_ = -1;       ///< the highest pending layer
+  std::int64_t reloaded_ = -1;  ///< the layer whose groups the latest backward brought back
+  std::vector<const ExternalEvent*>
+      forward_tails_;  ///< by side stream: drained event of its latest forward since the join
+  const ExternalEvent* backward_tail_ = nullptr;  ///< drained event of the latest backward
+  std::vector<bool> behind_backward_tail_;        ///< by side stream: it waits for that event already
   Counts counts_;
 };
 

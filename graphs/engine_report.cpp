@@ -68,7 +68,8 @@ Report EngineState::report() const {
   const auto tallies = exclusions_.tallies();
   for (std::size_t i = 1; i < tallies.size(); ++i) {
     if (tallies[i].tensors > 0) {
-      report.exclusions.push_back({exclusion_name(static_cast<Exclusion>(i)), static_cast<std::int64_t>(tallies[i].tensors),
+      report.exclusions.push_back({exclusion_name(static_cast<Exclusion>(i)),
+                                   static_cast<std::int64_t>(tallies[i].tensors),
                                    static_cast<std::int64_t>(tallies[i].bytes)});
     }
   }

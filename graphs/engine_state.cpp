@@ -176,7 +176,8 @@ void EngineState::finish_sizing() {
 bool EngineState::in_graphed_call(const std::string& group) const {
   return std::any_of(sites_.begin(), sites_.end(), [&](const CallSite& site) {
     const std::string& name = site.scope->name;
-    return site.graphed && group.compare(0, name.size(), name) == 0 && (group.size() == name.size() || group[name.size()] == '.');
+    return site.graphed && group.compare(0, name.size(), name) == 0 &&
+           (group.size() == name.size() || group[name.size()] == '.');
   });
 }
 
@@ -275,7 +276,8 @@ void EngineState::capture_recorded() {
     auto holder = std::make_shared<ChainHolder>();
     holder->chain = capture_chain(std::move(specs), options_.graph_options());
     for (std::size_t layer = 0; layer < calls.size(); ++layer) {
-      calls[layer]->site->variants.push_back({holder, layer, calls[layer]->guards, calls[layer]->shape, calls[layer]->autocast});
+      calls[layer]->site->variants.push_back(
+          {holder, layer, calls[layer]->guards, calls[layer]->shape, calls[layer]->autocast});
       step_.recaptures += calls[layer]->site->variants.size() > 1 ? 1 : 0;
     }
     own_chains_.push_back(holder);
@@ -310,8 +312,9 @@ void EngineState::follow_moved_weights() {
       continue;
     }
     if (options_.graph_options().on_moved_weights() == OnChange::error) {
-      throw UsageError("parameters or buffers of graphed calls have moved since the capture (load, Module::to); call "
-                       "OffloadEngine::reset, or set GraphOptions::on_moved_weights to capture");
+      throw UsageError(
+          "parameters or buffers of graphed calls have moved since the capture (load, Module::to); call "
+          "OffloadEngine::reset, or set GraphOptions::on_moved_weights to capture");
     }
     recapture(*holder);
   }

@@ -86,7 +86,8 @@ class EngineState : public std::enable_shared_from_this<EngineState> {
   void run_eagerly(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs);
   void record_and_run(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs, std::size_t busy);
   void replay_or_record(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs);
-  [[nodiscard]] std::unique_ptr<Recorder> make_recorder(std::shared_ptr<StorageMover> mover, const PlannedPass* planned);
+  [[nodiscard]] std::unique_ptr<Recorder> make_recorder(std::shared_ptr<StorageMover> mover,
+                                                        const PlannedPass* planned);
 
   torch::nn::Module& model_;
   Options options_;
@@ -108,9 +109,9 @@ class EngineState : public std::enable_shared_from_this<EngineState> {
   // The step.
   bool sized_ = false;
   bool in_step_ = false;
-  bool capturing_ = false;          ///< bodies run for a capture: calls inside them are scopes only
+  bool capturing_ = false;  ///< bodies run for a capture: calls inside them are scopes only
   bool inside_graphed_call_ = false;
-  EngineState* before_ = nullptr;   ///< the thread's active engine before this step
+  EngineState* before_ = nullptr;  ///< the thread's active engine before this step
   std::shared_ptr<SizingMover> sizing_;
   std::unique_ptr<Recorder> recorder_;
   std::optional<RecorderGuard> recording_;
@@ -123,7 +124,7 @@ class EngineState : public std::enable_shared_from_this<EngineState> {
   Profile eager_profile_;
   std::vector<const ScopeNode*> eager_scopes_;
   Plan eager_plan_;
-  Report step_;                     ///< what the latest whole step and all steps so far add up to
+  Report step_;  ///< what the latest whole step and all steps so far add up to
 };
 
 }  // namespace sidestream

@@ -60,19 +60,21 @@ bool computes(GraphNode::Kind kind) {
 
 }  // namespace
 
-void check_graph_events(const Runtime& runtime, const Graph& graph, const ExternalEvent& done, const ExternalEvent& drained,
-                        const std::string& what) {
+void check_graph_events(const Runtime& runtime, const Graph& graph, const ExternalEvent& done,
+                        const ExternalEvent& drained, const std::string& what) {
   const std::vector<GraphNode> nodes = runtime.nodes(graph);
   const std::vector<bool> before_done = ancestors(nodes, only_record(nodes, done, what, "done"));
   const std::vector<bool> before_drained = ancestors(nodes, only_record(nodes, drained, what, "drained"));
   for (std::size_t i = 0; i < nodes.size(); ++i) {
-    const bool copies = nodes[i].kind == GraphNode::Kind::copy_to_host || nodes[i].kind == GraphNode::Kind::copy_to_device;
+    const bool copies =
+        nodes[i].kind == GraphNode::Kind::copy_to_host || nodes[i].kind == GraphNode::Kind::copy_to_device;
     if (computes(nodes[i].kind) && !before_done[i]) {
       throw CaptureError(what + ": its done event does not wait for all of its compute (node " + std::to_string(i) +
                          "); a forward must not leave work on streams of its own that it never joins");
     }
     if ((copies || computes(nodes[i].kind)) && !before_drained[i]) {
-      throw CaptureError(what + ": its drained event does not wait for all of its copies (node " + std::to_string(i) + ")");
+      throw CaptureError(what + ": its drained event does not wait for all of its copies (node " + std::to_string(i) +
+                         ")");
     }
   }
 }

@@ -9,7 +9,7 @@ namespace sidestream {
 /// one of `drained`; `done` descends from every compute node, that is from all but the copies between host and device, and
 /// `drained` from all other nodes. `what` names the graph in the error.
 /// Not for the replay path.  Throws: CaptureError.
-void check_graph_events(const Runtime& runtime, const Graph& graph, const ExternalEvent& done, const ExternalEvent& drained,
-                        const std::string& what);
+void check_graph_events(const Runtime& runtime, const Graph& graph, const ExternalEvent& done,
+                        const ExternalEvent& drained, const std::string& what);
 
 }  // namespace sidestream

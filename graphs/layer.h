@@ -21,7 +21,7 @@ using Body = std::function<void(const at::Tensor* inputs, detail::TensorBuffer& 
 
 /// One argument of a layer that is to be captured: a sample, or another layer's output.
 struct LayerInput {
-  at::Tensor sample;          ///< undefined where `from_layer` says where it comes from
+  at::Tensor sample;  ///< undefined where `from_layer` says where it comes from
   std::int64_t from_layer = -1;
   std::int64_t from_output = 0;
 };
@@ -45,7 +45,7 @@ struct StaticInput {
 /// A parameter whose gradient the backward graph makes.
 struct LayerParameter {
   at::Tensor tensor;
-  at::Tensor grad;        ///< static gradient; with accumulate_in_graph the `.grad` that the graph owns
+  at::Tensor grad;  ///< static gradient; with accumulate_in_graph the `.grad` that the graph owns
 };
 
 /// A storage that the graphs read at an address, and that may move under them.
@@ -60,16 +60,16 @@ struct Layer {
   bool training = true;
   bool has_backward = false;
   std::vector<StaticInput> inputs;
-  std::vector<at::Tensor> outputs;           ///< static, detached; undefined ones kept
+  std::vector<at::Tensor> outputs;  ///< static, detached; undefined ones kept
   std::vector<bool> output_requires_grad;
   std::vector<LayerParameter> parameters;
-  std::vector<WatchedTensor> watched;        ///< parameters and buffers
-  std::vector<c10::Storage> externals;       ///< read by the capture, neither input, parameter nor buffer
-  std::vector<at::Tensor> grad_outputs;      ///< static, for outputs that require a gradient
-  std::vector<at::Tensor> grad_inputs;       ///< static, not owning; undefined where there is none
-  std::vector<bool> grad_input_linked;       ///< is the linked layer's static grad_output: no copy, if it goes there alone
+  std::vector<WatchedTensor> watched;    ///< parameters and buffers
+  std::vector<c10::Storage> externals;   ///< read by the capture, neither input, parameter nor buffer
+  std::vector<at::Tensor> grad_outputs;  ///< static, for outputs that require a gradient
+  std::vector<at::Tensor> grad_inputs;   ///< static, not owning; undefined where there is none
+  std::vector<bool> grad_input_linked;   ///< is the linked layer's static grad_output: no copy, if it goes there alone
   MovedStorages moved;
-  std::vector<void*> reload_targets;         ///< where the graph before this one's backward puts `moved`
+  std::vector<void*> reload_targets;  ///< where the graph before this one's backward puts `moved`
 
   Graph forward;
   Graph backward;
@@ -79,10 +79,10 @@ struct Layer {
   ExternalEvent backward_drained;
 
   // Replay.
-  std::uint64_t generation = 0;              ///< counts forwards
-  bool pending = false;                      ///< its backward is still to come
+  std::uint64_t generation = 0;  ///< counts forwards
+  bool pending = false;          ///< its backward is still to come
   std::vector<std::uint32_t> output_versions;
-  std::vector<bool> grad_input_direct;       ///< this time it goes to the linked layer's node and nowhere else
+  std::vector<bool> grad_input_direct;  ///< this time it goes to the linked layer's node and nowhere else
 };
 
 }  // namespace sidestream

@@ -21,8 +21,9 @@ struct CallRequest {
   TensorBuffer inputs;
   GuardBuffer guards;
   ShapeBuffer shape;
-  const void* context = nullptr;                                  ///< what the two functions below are given
-  void (*run)(const void* context, TensorBuffer& outputs) = nullptr;  ///< the plain call, now, with the caller's arguments
+  const void* context = nullptr;  ///< what the two functions below are given
+  void (*run)(const void* context,
+              TensorBuffer& outputs) = nullptr;  ///< the plain call, now, with the caller's arguments
   /// The call as a function of its tensors, with copies of all other arguments: what a capture runs.
   std::function<void(const at::Tensor* inputs, TensorBuffer& outputs)> (*keep)(const void* context) = nullptr;
 };
@@ -75,10 +76,12 @@ auto call_function(const torch::nn::Module* module, const char* name, const Func
     return std::apply(
         [](const Function& f, const Args&... a) -> std::function<void(const at::Tensor*, TensorBuffer&)> {
           return [f, kept = std::tuple<Args...>(Argument<Args>::stripped(a)...)](const at::Tensor* next,
-                                                                                TensorBuffer& outputs) {
+                                                                                 TensorBuffer& outputs) {
             // Braces: evaluated from left to right, as the tensors were taken apart.
             auto rebuilt = std::apply(
-                [&next](const Args&... prototype) { return std::tuple<Args...>{Argument<Args>::rebuild(prototype, next)...}; },
+                [&next](const Args&... prototype) {
+                  return std::tuple<Args...>{Argument<Args>::rebuild(prototype, next)...};
+                },
                 kept);
             Result<R>::flatten(std::apply(f, rebuilt), outputs);
           };

@@ -46,7 +46,9 @@ template <class T>
 Guard make_guard(const T& value) {
   return {&value, &typeid(T),
           [](const void* a, const void* b) { return *static_cast<const T*>(a) == *static_cast<const T*>(b); },
-          [](const void* v) -> std::shared_ptr<const void> { return std::make_shared<const T>(*static_cast<const T*>(v)); }};
+          [](const void* v) -> std::shared_ptr<const void> {
+            return std::make_shared<const T>(*static_cast<const T*>(v));
+          }};
 }
 
 /// The sizes of vectors and which optionals are set: guards too, held by value while a call is taken apart.

@@ -24,8 +24,7 @@ using TensorFunction = std::function<Tensors(const Tensors&)>;
 class Callable {
  public:
   /// A plain function. Leaves that require a gradient and that it reads are its parameters.
-  Callable(std::string name, TensorFunction function)
-      : name_(std::move(name)), function_(std::move(function)) {}
+  Callable(std::string name, TensorFunction function) : name_(std::move(name)), function_(std::move(function)) {}
   /// A function with the module that owns its parameters, buffers and training mode.
   Callable(std::string name, TensorFunction function, std::shared_ptr<torch::nn::Module> module)
       : name_(std::move(name)), function_(std::move(function)), module_(std::move(module)) {}

@@ -8,10 +8,10 @@ namespace sidestream {
 
 /// One group of the plan.
 struct GroupReport {
-  std::string name;             ///< "blocks.3.core_attn"
-  std::int64_t bytes = 0;       ///< of the storages it saves first, each storage once
-  std::int64_t moved_bytes = 0; ///< of those that leave the device
-  std::string kept_because;     ///< why the rest stays; empty when all of it moves
+  std::string name;              ///< "blocks.3.core_attn"
+  std::int64_t bytes = 0;        ///< of the storages it saves first, each storage once
+  std::int64_t moved_bytes = 0;  ///< of those that leave the device
+  std::string kept_because;      ///< why the rest stays; empty when all of it moves
 };
 
 /// One reason for tensors that always stay on the device.
@@ -24,27 +24,28 @@ struct ExclusionReport {
 /// What the engine did; plain data. Bytes unless said otherwise; "a step" is the latest whole one.
 struct Report {
   std::int64_t steps = 0;
-  std::int64_t offloaded_bytes = 0;        ///< left the device in a step
-  std::int64_t reloaded_bytes = 0;         ///< came back in a step
-  std::int64_t saved_bytes = 0;            ///< distinct storages that autograd saved in the sizing pass
-  std::int64_t unseen_bytes = 0;           ///< grew on the device during the sizing pass's forward and passed no hook
-  std::int64_t copied_twice_bytes = 0;     ///< of storages that had to be copied again because they were written in between
-  std::int64_t pinned_bytes = 0;           ///< page-locked host memory held
-  std::int64_t pinned_requested_bytes = 0; ///< exact sum of the sizes asked for
+  std::int64_t offloaded_bytes = 0;  ///< left the device in a step
+  std::int64_t reloaded_bytes = 0;   ///< came back in a step
+  std::int64_t saved_bytes = 0;      ///< distinct storages that autograd saved in the sizing pass
+  std::int64_t unseen_bytes = 0;     ///< grew on the device during the sizing pass's forward and passed no hook
+  std::int64_t copied_twice_bytes =
+      0;                          ///< of storages that had to be copied again because they were written in between
+  std::int64_t pinned_bytes = 0;  ///< page-locked host memory held
+  std::int64_t pinned_requested_bytes = 0;  ///< exact sum of the sizes asked for
   std::int64_t host_cap = 0;
   std::int64_t pinned_allocations_after_planning = 0;  ///< must be 0
-  std::int64_t waits = 0;                  ///< a step: times a stream was made to wait for a copy
-  std::int64_t inline_reloads = 0;         ///< a step: groups that backward needed before their prefetch was begun
-  std::int64_t captures = 0;               ///< graphs captured so far, forward and backward counted together
-  std::int64_t recaptures = 0;             ///< of those, because weights moved or arguments changed
-  std::int64_t replays = 0;                ///< graph launches in a step
-  std::int64_t eager_calls = 0;            ///< calls in all steps that match `graph` and ran eagerly
-  std::int64_t external_bytes = 0;         ///< storages that captures read and that are neither inputs, parameters nor buffers
-  std::int64_t sizing_peak_bytes = 0;      ///< peak of allocated device memory in the sizing pass (nothing offloaded)
-  std::int64_t step_peak_bytes = 0;        ///< the same in the latest step
+  std::int64_t waits = 0;                              ///< a step: times a stream was made to wait for a copy
+  std::int64_t inline_reloads = 0;  ///< a step: groups that backward needed before their prefetch was begun
+  std::int64_t captures = 0;        ///< graphs captured so far, forward and backward counted together
+  std::int64_t recaptures = 0;      ///< of those, because weights moved or arguments changed
+  std::int64_t replays = 0;         ///< graph launches in a step
+  std::int64_t eager_calls = 0;     ///< calls in all steps that match `graph` and ran eagerly
+  std::int64_t external_bytes = 0;  ///< storages that captures read and that are neither inputs, parameters nor buffers
+  std::int64_t sizing_peak_bytes = 0;  ///< peak of allocated device memory in the sizing pass (nothing offloaded)
+  std::int64_t step_peak_bytes = 0;    ///< the same in the latest step
   std::vector<GroupReport> groups;
   std::vector<ExclusionReport> exclusions;
-  std::vector<std::string> notes;          ///< storages that a kept group holds back, groups over the cap, ...
+  std::vector<std::string> notes;  ///< storages that a kept group holds back, groups over the cap, ...
 
   /// Actual drop of peak device memory over bytes offloaded (gross); 0 when nothing was offloaded.
   [[nodiscard]] double r_gross() const;

@@ -39,8 +39,8 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
       pinned[storage.savers.front()] += (storage.bytes + alignment - 1) / alignment * alignment;
     } else if (decision.fate == Fate::held_back) {
       plan.notes.push_back("a storage of " + mebibytes(storage.bytes) + " saved by " +
-                           profile.groups[storage.savers.front()].name + " stays: " +
-                           profile.groups[decision.held_by].name + " saves it too and is not offloaded");
+                           profile.groups[storage.savers.front()].name +
+                           " stays: " + profile.groups[decision.held_by].name + " saves it too and is not offloaded");
     }
   }
   std::vector<bool> over_cap(profile.groups.size(), false);

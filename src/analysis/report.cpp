@@ -23,7 +23,9 @@ void row(std::ostream& out, const char* what, const std::string& value) {
 }  // namespace
 
 double Report::r_gross() const {
-  return offloaded_bytes == 0 ? 0.0 : static_cast<double>(sizing_peak_bytes - step_peak_bytes) / static_cast<double>(offloaded_bytes);
+  return offloaded_bytes == 0
+             ? 0.0
+             : static_cast<double>(sizing_peak_bytes - step_peak_bytes) / static_cast<double>(offloaded_bytes);
 }
 
 void Report::print(std::ostream& out) const {
@@ -51,7 +53,8 @@ void Report::print(std::ostream& out) const {
             (group.kept_because.empty() ? "" : "  (rest: " + group.kept_because + ")"));
   }
   for (const ExclusionReport& exclusion : exclusions) {
-    row(out, ("stays: " + exclusion.reason).c_str(), std::to_string(exclusion.tensors) + " tensors, " + mebibytes(exclusion.bytes));
+    row(out, ("stays: " + exclusion.reason).c_str(),
+        std::to_string(exclusion.tensors) + " tensors, " + mebibytes(exclusion.bytes));
   }
   for (const std::string& note : notes) {
     out << "  note: " << note << "\n";
@@ -90,7 +93,8 @@ std::string Report::json() const {
                                 {"kept_because", group.kept_because}});
   }
   for (const ExclusionReport& exclusion : exclusions) {
-    object["exclusions"].push_back({{"reason", exclusion.reason}, {"tensors", exclusion.tensors}, {"bytes", exclusion.bytes}});
+    object["exclusions"].push_back(
+        {{"reason", exclusion.reason}, {"tensors", exclusion.tensors}, {"bytes", exclusion.bytes}});
   }
   return object.dump();
 }

@@ -51,12 +51,14 @@ class HookingEngine final : public torch::autograd::Engine {
   ~HookingEngine() override { stop(); }
 
   torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
-                                         const torch::autograd::variable_list& inputs, bool keep_graph, bool create_graph,
-                                         bool accumulate_grad, const torch::autograd::edge_list& outputs) override {
+                                         const torch::autograd::variable_list& inputs, bool keep_graph,
+                                         bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override {
     if (accumulate_grad && refusals_.load(std::memory_order_relaxed) > 0 &&
         torch::autograd::get_current_graph_task_id() != -1) {
       throw CaptureError(
-          "a graphed call runs backward() inside its own backward (a checkpoint?), which adds into gradients that a graph "
+          "a graphed call runs backward() inside its own backward (a checkpoint?), which adds into gradients that a "
+          "graph "
           "cannot own; leave that call out of the graphs, or use autograd::grad there");
     }
     return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);

@@ -17,7 +17,8 @@ namespace sidestream {
 //
 // A destination is allocated on M before the fork is recorded, so that H is behind whatever used that memory before.
 
-EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, std::size_t groups_in_flight)
+EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena,
+                           std::size_t groups_in_flight)
     : runtime_(std::move(runtime)),
       arena_(std::move(arena)),
       groups_in_flight_(groups_in_flight),

@@ -70,7 +70,8 @@ class EagerOffload final : public StorageMover {
   mutable std::recursive_mutex mutex_;  ///< recursive: letting go of a storage may drop it
   std::deque<Slot> slots_;
   std::size_t used_slots_ = 0;
-  std::deque<std::pair<Slot*, std::vector<std::shared_ptr<SavedStorage>>>> stash_;  ///< sources that a D2H may still read
+  std::deque<std::pair<Slot*, std::vector<std::shared_ptr<SavedStorage>>>>
+      stash_;                                              ///< sources that a D2H may still read
   std::vector<std::pair<Slot*, c10::Storage>> graveyard_;  ///< reloaded, never used, H2D perhaps in flight
   Counts counts_;
 };

@@ -55,8 +55,7 @@ class Recorder final : public SavedTensorSource {
     std::uint64_t unplanned_bytes = 0;
   };
 
-  Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
-           const PlannedPass* planned);
+  Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover, const PlannedPass* planned);
   ~Recorder() override;
 
   /// Enters a scope; `leave` ends it and its group. `discard` leaves without ending the group (an exception is on its way).

@@ -26,8 +26,8 @@ struct SavedStorage {
 
   std::shared_ptr<StorageMover> mover;
   std::uint32_t slot = 0;  ///< the mover's own mark: where it keeps track of the storage's copies; 0 for none
-  Group* group;         ///< the first saver's; null once the step's bookkeeping is gone
-  c10::Storage device;  ///< source, kept or reloaded bytes; null while they are only on the host
+  Group* group;            ///< the first saver's; null once the step's bookkeeping is gone
+  c10::Storage device;     ///< source, kept or reloaded bytes; null while they are only on the host
   std::size_t bytes;
   HostArena::Lease lease;
   Place place = Place::device;
@@ -39,9 +39,9 @@ struct PlannedStorage;
 /// The tensors that autograd saved inside one scope: what leaves and comes back together.
 struct Group {
   const ScopeNode* scope = nullptr;
-  std::uint32_t index = 0;                            ///< in the order of first saves
-  std::vector<std::weak_ptr<SavedStorage>> storages;  ///< those that this group saved first
-  std::size_t seen = 0;                               ///< how many that were, also when they are gone
+  std::uint32_t index = 0;                               ///< in the order of first saves
+  std::vector<std::weak_ptr<SavedStorage>> storages;     ///< those that this group saved first
+  std::size_t seen = 0;                                  ///< how many that were, also when they are gone
   const std::vector<PlannedStorage>* planned = nullptr;  ///< what the plan says of them
   bool ended = false;
 };

@@ -34,7 +34,17 @@ struct DeviceInfo {
 
 /// One node of a captured graph; `predecessors` are indices into the list it stands in.
 struct GraphNode {
-  enum class Kind : std::uint8_t { kernel, copy_to_host, copy_to_device, copy, memset, event_record, event_wait, empty, other };
+  enum class Kind : std::uint8_t {
+    kernel,
+    copy_to_host,
+    copy_to_device,
+    copy,
+    memset,
+    event_record,
+    event_wait,
+    empty,
+    other
+  };
   Kind kind = Kind::other;
   const void* event = nullptr;  ///< native event of a record or wait node, else null
   std::vector<std::uint32_t> predecessors;

@@ -96,5 +96,14 @@ TEST(TrainingOptions, ParseFromACommandLine) {
   EXPECT_EQ(options.report, "r.json");
 }
 
+TEST(TrainingOptions, ARepeatedOptionCountsOnceAndTheLastOneWins) {
+  CLI::App app;
+  TrainingOptions options;
+  declare_training_options(app, options);
+  app.parse("--steps 9 --steps 4 --compare --compare --text a --text b c");
+  EXPECT_EQ(options.steps, 4);
+  EXPECT_EQ(options.text.size(), 3u);
+}
+
 }  // namespace
 }  // namespace sidestream::cli

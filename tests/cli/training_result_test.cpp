@@ -71,6 +71,15 @@ TEST(ResultTable, DifferingGradientsAreNamed) {
   EXPECT_FALSE(nlohmann::json::parse(result_json(result))["gradients"]["bit_equal"].get<bool>());
 }
 
+TEST(ResultTable, OffloadThatMovedNothingSaysWhy) {
+  TrainingResult result = sample();
+  EXPECT_EQ(result_table(result).find("nothing left"), std::string::npos);
+  result.modes.back().offload.bytes_per_step = 0;
+  result.modes.back().offload.notes = {"the last groups turn round at once"};
+  const std::string table = result_table(result);
+  EXPECT_NE(table.find("graphs+offload: nothing left the device\n    the last groups"), std::string::npos) << table;
+}
+
 TEST(ResultJson, KeepsWhatTheTableShows) {
   const auto json = nlohmann::json::parse(result_json(sample()));
   EXPECT_EQ(json["steps_done"], 1234);

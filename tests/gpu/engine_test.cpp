@@ -42,9 +42,7 @@ class GpuEngineTest : public gpu::Gpu, public testing::WithParamInterface<Case> 
     shape_.sequence = 128;
     shape_.batch = 4;
   }
-  void TearDown() override {
-    at::globalContext().setDeterministicAlgorithms(false, false);
-  }
+  void TearDown() override { at::globalContext().setDeterministicAlgorithms(false, false); }
 
   std::vector<std::vector<at::Tensor>> train(const Options* options) {
     const c10::Device device(c10::DeviceType::CUDA, 0);
@@ -81,8 +79,9 @@ class GpuEngineTest : public gpu::Gpu, public testing::WithParamInterface<Case> 
 TEST_P(GpuEngineTest, GradientsEqualPlainTraining) {
   const auto plain = train(nullptr);
   Options options(c10::Device(c10::DeviceType::CUDA, 0));
-  options.min_bytes(4096).offload(GetParam().offload).graph_options(
-      GraphOptions().side_streams(GetParam().side_streams).accumulate_in_graph(GetParam().accumulate));
+  options.min_bytes(4096)
+      .offload(GetParam().offload)
+      .graph_options(GraphOptions().side_streams(GetParam().side_streams).accumulate_in_graph(GetParam().accumulate));
   if (!GetParam().graph.empty()) {
     options.graph(GetParam().graph);
   }
@@ -94,15 +93,14 @@ TEST_P(GpuEngineTest, GradientsEqualPlainTraining) {
   EXPECT_EQ(report_.inline_reloads, 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Wrapped, GpuEngineTest,
-    testing::Values(Case{"eager", "", "blocks.*.*"}, Case{"graphs_1", "blocks.*", "", 1},
-                    Case{"graphs_offload_1", "blocks.*", "blocks.*.*", 1},
-                    Case{"graphs_offload_2", "blocks.*", "blocks.*.*", 2},
-                    Case{"graphs_offload_3", "blocks.*", "blocks.*.*", 3},
-                    Case{"graphs_offload_2_accumulating", "blocks.*", "blocks.*.*", 2, true},
-                    Case{"mixed", "blocks.1,blocks.2,blocks.4", "blocks.*.*", 2}),
-    [](const testing::TestParamInfo<Case>& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Wrapped, GpuEngineTest,
+                         testing::Values(Case{"eager", "", "blocks.*.*"}, Case{"graphs_1", "blocks.*", "", 1},
+                                         Case{"graphs_offload_1", "blocks.*", "blocks.*.*", 1},
+                                         Case{"graphs_offload_2", "blocks.*", "blocks.*.*", 2},
+                                         Case{"graphs_offload_3", "blocks.*", "blocks.*.*", 3},
+                                         Case{"graphs_offload_2_accumulating", "blocks.*", "blocks.*.*", 2, true},
+                                         Case{"mixed", "blocks.1,blocks.2,blocks.4", "blocks.*.*", 2}),
+                         [](const testing::TestParamInfo<Case>& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace sidestream

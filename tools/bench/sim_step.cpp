@@ -3,7 +3,8 @@
 // thread.
 //   bench_sim_step [hidden] [repetitions]
 
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/optim/adamw.h>

@@ -12,6 +12,7 @@ namespace {
 
 constexpr const char* kNone = "-";
 constexpr std::size_t kWorstShown = 8;
+constexpr std::size_t kReasonsShown = 3;
 constexpr std::int64_t kRoughBelow = std::int64_t{256} << 20;
 
 /// 1234567 as "1,234,567".
@@ -67,6 +68,18 @@ void append_modes(std::string& out, const TrainingResult& result) {
   row("stream waits a step", [](const ModeResult& mode) {
     return mode.offload.waits_per_step > 0 ? grouped(mode.offload.waits_per_step) : kNone;
   });
+}
+
+/// Where offload was asked for and nothing left the device, the engine's reasons.
+void append_reasons(std::string& out, const TrainingResult& result) {
+  for (const ModeResult& mode : result.modes) {
+    if (mode.name.ends_with("offload") && mode.steps > 0 && mode.offload.bytes_per_step == 0) {
+      out += fmt::format("  {}: nothing left the device\n", mode.name);
+      for (std::size_t i = 0; i < mode.offload.notes.size() && i < kReasonsShown; ++i) {
+        out += fmt::format("    {}\n", mode.offload.notes[i]);
+      }
+    }
+  }
 }
 
 /// A line that keeps a reader from taking R for more than it says.
@@ -139,6 +152,7 @@ std::string result_table(const TrainingResult& result) {
     out += '\n';
     append_modes(out, result);
     append_reduction_note(out, result);
+    append_reasons(out, result);
   }
   if (result.comparison && result.comparison->steps() > 0) {
     out += '\n';

@@ -49,8 +49,11 @@ void validate_shape(const ModelShape& shape) {
 }  // namespace
 
 void declare_training_options(CLI::App& command, TrainingOptions& options) {
+  // The last one counts: a script may put its own defaults before what it is given.
+  command.option_defaults()->take_last();
   command.add_option("--text", options.text, "Files to train on (default: the texts of /usr/share/common-licenses)")
-      ->type_name("FILE...");
+      ->take_all()
+      ->type_name("FILE");
   command.add_option("--device", options.device, "auto (cuda where there is one, else sim), cuda or sim")
       ->check(CLI::IsMember({"auto", "cuda", "sim"}))
       ->type_name("NAME")

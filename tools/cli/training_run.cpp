@@ -1,6 +1,7 @@
 #include "tools/cli/training_run.h"
 
 #include <algorithm>
+#include <map>
 #include <span>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <fmt/format.h>
 #include <torch/optim/adamw.h>
 
 #include "sidestream/engine.h"
@@ -177,11 +179,21 @@ OffloadNumbers TrainingRun::offload_numbers() const {
     return {};
   }
   const Report report = state_->engine->report();
-  return {.bytes_per_step = report.offloaded_bytes,
-          .pinned_bytes = report.pinned_bytes,
-          .waits_per_step = report.waits,
-          .graphs = report.captures,
-          .notes = report.notes};
+  OffloadNumbers numbers{.bytes_per_step = report.offloaded_bytes,
+                         .pinned_bytes = report.pinned_bytes,
+                         .waits_per_step = report.waits,
+                         .graphs = report.captures,
+                         .notes = report.notes};
+  std::map<std::string, std::int64_t> kept;
+  for (const GroupReport& group : report.groups) {
+    if (!group.kept_because.empty() && group.kept_because != "not selected") {
+      ++kept[group.kept_because];
+    }
+  }
+  for (const auto& [reason, groups] : kept) {
+    numbers.notes.push_back(fmt::format("{} groups stay, or part of them: {}", groups, reason));
+  }
+  return numbers;
 }
 
 }  // namespace sidestream::cli

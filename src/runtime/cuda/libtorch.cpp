@@ -108,7 +108,8 @@ void forget_stream(cudaStream_t stream) noexcept {
 // cuBLAS works on memory that LibTorch allocates once for each pair of handle and stream and keeps for good. When a pair is
 // first met inside a capture (autograd's device thread has a handle of its own), that memory comes from the capture's pool,
 // which could then never be given back. So what a capture added is freed at its end: the graph keeps the address, as it does
-// with every temporary of a capture, and the next product outside allocates anew.
+// with every temporary of a capture, and the next product outside allocates anew. What eager passes on the capture's stream
+// left is freed before: a workspace outside of the pool would stay beside it for as long as the stream lives.
 class BlasWorkspaces {
  public:
   void begin() {
@@ -205,6 +206,7 @@ Graph::~Graph() {
 
 void Graph::begin(c10::Stream stream, PoolId pool) {
   const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
+  forget_stream(cuda_stream(stream).stream());
   try {
     impl_->begin(pool);
   } catch (const c10::Error& error) {

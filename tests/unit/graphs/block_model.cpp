@@ -10,11 +10,14 @@
 namespace sidestream::testing_model {
 namespace {
 
-at::Tensor weight(std::vector<std::int64_t> sizes) { return at::randn(sizes) / std::sqrt(static_cast<double>(sizes.back())); }
+at::Tensor weight(std::vector<std::int64_t> sizes) {
+  return at::randn(sizes) / std::sqrt(static_cast<double>(sizes.back()));
+}
 
 }  // namespace
 
-Block::Block(std::int64_t hidden, std::int64_t heads, double dropout) : hidden_(hidden), heads_(heads), dropout_(dropout) {
+Block::Block(std::int64_t hidden, std::int64_t heads, double dropout)
+    : hidden_(hidden), heads_(heads), dropout_(dropout) {
   norm1_ = register_parameter("norm1", at::ones({hidden}));
   norm2_ = register_parameter("norm2", at::ones({hidden}));
   qkv_ = register_parameter("qkv", weight({3 * hidden, hidden}));
@@ -94,8 +97,9 @@ Batch batch_of(const BlockModel::Shape& shape, std::int64_t step, c10::Device de
 std::vector<at::Tensor> gradients(const torch::nn::Module& model) {
   std::vector<at::Tensor> result;
   for (const at::Tensor& parameter : model.parameters()) {
-    result.push_back(parameter.grad().defined() ? parameter.grad().detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true)
-                                                : at::empty({0}));
+    result.push_back(parameter.grad().defined()
+                         ? parameter.grad().detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true)
+                         : at::empty({0}));
   }
   return result;
 }

@@ -196,6 +196,7 @@ TEST_F(CallTest, RunsEagerlyUnderNoGradAndInEval) {
   plain_.train();
   expect_plain(engine, 5, 6);
   EXPECT_EQ(engine.report().replays, 8);
+  EXPECT_EQ(engine.report().captures, 8) << "what ran eagerly is not to be captured";
 }
 
 TEST_F(CallTest, PatternsThatMatchNothingListTheNames) {

@@ -75,7 +75,8 @@ TEST_F(EngineTest, EagerOffloadGivesPlainGradients) {
   expect_same(run, plain);
   EXPECT_GT(run.report.offloaded_bytes, 0);
   EXPECT_GT(run.report.reloaded_bytes, 0);
-  EXPECT_LE(run.report.reloaded_bytes, run.report.offloaded_bytes) << "what had not been let go yet is used where it is";
+  EXPECT_LE(run.report.reloaded_bytes, run.report.offloaded_bytes)
+      << "what had not been let go yet is used where it is";
   EXPECT_EQ(run.report.inline_reloads, 0);
   EXPECT_LT(run.report.step_peak_bytes, run.report.sizing_peak_bytes);
   EXPECT_EQ(run.report.pinned_allocations_after_planning, 0);
@@ -85,8 +86,7 @@ class GraphedEngineTest : public EngineTest, public testing::WithParamInterface<
 
 TEST_P(GraphedEngineTest, GraphsGivePlainGradients) {
   const TrainingRun plain = train(shape_, device_, nullptr);
-  const Options options =
-      options_for(device_).graph("blocks.*").graph_options(GraphOptions().side_streams(GetParam()));
+  const Options options = options_for(device_).graph("blocks.*").graph_options(GraphOptions().side_streams(GetParam()));
   const TrainingRun run = train(shape_, device_, &options);
   expect_same(run, plain);
   EXPECT_EQ(run.report.captures, 2 * shape_.layers);
@@ -97,8 +97,10 @@ TEST_P(GraphedEngineTest, GraphsGivePlainGradients) {
 TEST_P(GraphedEngineTest, GraphsWithOffloadGivePlainGradients) {
   shape_.layers = 6;
   const TrainingRun plain = train(shape_, device_, nullptr);
-  const Options options = options_for(device_).graph("blocks.*").offload("blocks.*.*").graph_options(
-      GraphOptions().side_streams(GetParam()));
+  const Options options = options_for(device_)
+                              .graph("blocks.*")
+                              .offload("blocks.*.*")
+                              .graph_options(GraphOptions().side_streams(GetParam()));
   const TrainingRun run = train(shape_, device_, &options);
   expect_same(run, plain);
   EXPECT_GT(run.report.offloaded_bytes, 0);
@@ -109,15 +111,19 @@ TEST_P(GraphedEngineTest, GraphsWithOffloadGivePlainGradients) {
 TEST_P(GraphedEngineTest, DropoutDrawsAsInPlainTraining) {
   shape_.dropout = 0.3;
   const TrainingRun plain = train(shape_, device_, nullptr);
-  const Options options = options_for(device_).graph("blocks.*").offload("blocks.*.core_attn").graph_options(
-      GraphOptions().side_streams(GetParam()));
+  const Options options = options_for(device_)
+                              .graph("blocks.*")
+                              .offload("blocks.*.core_attn")
+                              .graph_options(GraphOptions().side_streams(GetParam()));
   expect_same(train(shape_, device_, &options), plain);
 }
 
 TEST_P(GraphedEngineTest, AccumulationInGraphsGivesPlainGradients) {
   const TrainingRun plain = train(shape_, device_, nullptr);
-  const Options options = options_for(device_).graph("blocks.*").offload("blocks.*.fc1").graph_options(
-      GraphOptions().side_streams(GetParam()).accumulate_in_graph(true));
+  const Options options = options_for(device_)
+                              .graph("blocks.*")
+                              .offload("blocks.*.fc1")
+                              .graph_options(GraphOptions().side_streams(GetParam()).accumulate_in_graph(true));
   expect_same(train(shape_, device_, &options), plain);
 }
 

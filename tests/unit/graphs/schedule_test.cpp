@@ -53,8 +53,9 @@ class ScheduleTest : public testing::TestWithParam<Case> {
 
   Options options() const {
     Options options(device_);
-    options.min_bytes(1024).offload(GetParam().offload).graph_options(
-        GraphOptions().side_streams(GetParam().side_streams).accumulate_in_graph(GetParam().accumulate));
+    options.min_bytes(1024)
+        .offload(GetParam().offload)
+        .graph_options(GraphOptions().side_streams(GetParam().side_streams).accumulate_in_graph(GetParam().accumulate));
     if (!GetParam().graph.empty()) {
       options.graph(GetParam().graph);
     }
@@ -136,7 +137,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"graphs_1", "blocks.*", "blocks.*.*", 1}, Case{"graphs_2", "blocks.*", "blocks.*.*", 2},
                     Case{"graphs_3", "blocks.*", "blocks.*.*", 3},
                     Case{"graphs_2_accumulating", "blocks.*", "blocks.*.fc1,blocks.*.core_attn,blocks.*.proj", 2, true},
-                    Case{"mixed", "blocks.1,blocks.2,blocks.4", "**", 2}, Case{"mixed_1", "blocks.0,blocks.3", "**", 1}),
+                    Case{"mixed", "blocks.1,blocks.2,blocks.4", "**", 2},
+                    Case{"mixed_1", "blocks.0,blocks.3", "**", 1}),
     [](const testing::TestParamInfo<Case>& info) { return info.param.name; });
 
 }  // namespace
