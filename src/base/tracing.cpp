@@ -32,7 +32,7 @@ RegisteredNames register_names(const std::string& label) {
 }
 
 /// NVTX has no way to unregister a string, so one table a label is kept, however many Names ask for it.
-const RegisteredNames& names_of(const std::string& label) {
+const RegisteredNames& names_of(const char* label) {
   static std::mutex mutex;
   static std::map<std::string, RegisteredNames> tables;
   const std::lock_guard<std::mutex> lock(mutex);
