@@ -56,12 +56,6 @@ void append_tensors(const c10::IValue& value, TensorList& out) {
     if (value.toTensor().defined()) {
       out.push_back(value.toTensor());
     }
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorList()) {
-      if (tensor.defined()) {
-        out.push_back(tensor);
-      }
-    }
   } else if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) {
       append_tensors(element, out);
