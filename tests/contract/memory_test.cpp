@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
 
 #include "contract/fixture.h"
 #include "sidestream/error.h"
@@ -215,6 +216,37 @@ TEST_P(PoolContract, ATensorOfAPoolOutlivesItsGraph) {
     runtime().synchronize(side());
   }
   EXPECT_TRUE(all_equal(inside, 1));
+}
+
+TEST_P(MemoryContract, MemoryThatAnotherStreamUsesIsLentAgainWhenThatStreamIsDone) {
+  delay(copies());  // makes what it keeps
+  runtime().synchronize_device();
+  const auto before = runtime().memory_stats().allocated;
+  const StreamGuard on_side(runtime(), side());
+  auto x = filled(3, 4 * kMiB);
+  const auto ready = runtime().create_event();
+  runtime().record(ready, side());
+  runtime().wait(copies(), ready);
+  at::Tensor doubled;
+  {
+    const StreamGuard on_copies(runtime(), copies());
+    delay(copies());
+    doubled = x.mul(2);
+  }
+  x.record_stream(copies());
+  const auto* const address = x.const_data_ptr();
+  x.reset();
+  EXPECT_EQ(runtime().memory_stats().allocated - before, 16 * kMiB) << "only the product counts";
+  const auto other = filled(9, 4 * kMiB);
+  EXPECT_TRUE(all_equal(doubled, 6));
+  runtime().synchronize_device();
+  std::vector<at::Tensor> taken;
+  bool again = other.const_data_ptr() == address;
+  for (int i = 0; i < 8 && !again; ++i) {
+    taken.push_back(at::empty({4 * kMiB}, options()));
+    again = taken.back().const_data_ptr() == address;
+  }
+  EXPECT_TRUE(again) << "it was never lent again";
 }
 
 SIDESTREAM_ON_EVERY_BACKEND(CopyContract);

@@ -178,7 +178,7 @@ Block* CachingAllocator::allocate(std::size_t bytes, c10::StreamId stream, Pool*
     block->bytes = rounded;
     free_blocks.insert(remainder);
   }
-  block->lent = true;
+  block->lent = block->counted = true;
   block->requested = rounded;
   Segment& segment = *block->segment;
   segment.touched = std::max(segment.touched, static_cast<std::size_t>(block->begin - segment.begin) + rounded);
@@ -197,9 +197,17 @@ void CachingAllocator::merge_with_next(Block* block) noexcept {
   drop_block(next);
 }
 
+void CachingAllocator::stop_counting(Block* block) noexcept {
+  if (block->counted) {
+    stats_.allocated -= static_cast<std::int64_t>(block->bytes);
+    block->counted = false;
+  }
+}
+
 void CachingAllocator::free(Block* block) noexcept {
-  stats_.allocated -= static_cast<std::int64_t>(block->bytes);
+  stop_counting(block);
   block->lent = false;
+  block->users.clear();
   Pool& pool = *block->segment->pool;
   auto& free_blocks = is_small(*block->segment) ? pool.small : pool.large;
   if (block->next != nullptr && !block->next->lent) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
 
 #include "runtime/runtime.h"
 #include "runtime/sim/memory_image.h"
@@ -25,6 +26,8 @@ struct Block {
   Block* previous = nullptr;
   Block* next = nullptr;
   bool lent = false;
+  bool counted = false;                      ///< among the allocated bytes
+  c10::SmallVector<c10::StreamId, 2> users;  ///< streams beside the segment's that use it (record_stream)
 };
 
 /// A range taken from the device for one stream and pool; it is given back whole.
@@ -68,6 +71,8 @@ class CachingAllocator {
   /// Throws: DeviceError that says how much is used when the device is full, after giving cached memory back.
   [[nodiscard]] Block* allocate(std::size_t bytes, c10::StreamId stream, Pool* pool);
   void free(Block* block) noexcept;
+  /// No longer counted as allocated, but still lent: other streams use it. `free` follows.
+  void stop_counting(Block* block) noexcept;
 
   [[nodiscard]] Pool* default_pool() noexcept { return &default_pool_; }
   [[nodiscard]] Pool* create_pool();

@@ -124,6 +124,7 @@ void Device::State::force(StreamState& stream) {
 
 void* Device::allocate(std::size_t bytes, c10::StreamId id) {
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  state_->free_unused();
   const Capture* capture = state_->stream(id).capture;
   Pool* pool = capture != nullptr ? &capture->pool : state_->memory.default_pool();
   return state_->memory.allocate(bytes, id, pool)->begin;
@@ -135,7 +136,11 @@ void Device::free(void* address) noexcept {
   }
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   Block* block = state_->memory.block_at(address);
-  if (block == nullptr || !block->lent) {
+  if (block == nullptr || !block->counted) {
+    return;
+  }
+  if (!block->users.empty()) {
+    state_->hold_back(*block);
     return;
   }
   StreamState& stream = state_->streams[static_cast<std::size_t>(block->segment->stream)];
@@ -174,6 +179,7 @@ void Device::release_cached_memory() {
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   state_->refuse_in_capture("release of cached memory");
   state_->timeline.drain();
+  state_->free_unused();
   state_->memory.release_cached();
 }
 

@@ -58,6 +58,10 @@ class Device {
   [[nodiscard]] void* allocate(std::size_t bytes, c10::StreamId stream);
   /// The block may be reused at once by work on the stream it was allocated for. Where work is kept, a poison is issued.
   void free(void* block) noexcept;
+  /// Work on `stream` uses the block that starts at `block`, though it was allocated for another stream: once freed it is lent
+  /// again only when what `stream` has queued by then is done. In a recording it is not lent again at all, as a rerun knows
+  /// no such look at the clock.
+  void used_on(const void* block, c10::StreamId stream) noexcept;
   [[nodiscard]] bool owns(const void* address) const noexcept;
   /// Usable bytes of the block that starts at `block`.
   [[nodiscard]] std::size_t block_bytes(const void* block) const noexcept;

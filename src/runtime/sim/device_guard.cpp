@@ -1,5 +1,6 @@
 #include "runtime/sim/device_guard.h"
 
+#include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/intrusive_ptr.h>
 #include <sidestream/error.h>
@@ -39,6 +40,10 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override { return Device::get().idle(stream.id()); }
   void synchronizeStream(const c10::Stream& stream) const override { Device::get().synchronize(stream.id()); }
   void synchronizeDevice(const c10::DeviceIndex /*index*/) const override { Device::get().synchronize(); }
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    Device::get().used_on(data.get(), stream.id());
+  }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex /*index*/,
               const c10::EventFlag /*flag*/) const override {

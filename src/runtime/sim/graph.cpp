@@ -2,6 +2,7 @@
 
 #include <sidestream/error.h>
 
+#include "runtime/sim/recording.h"
 #include "runtime/sim/state.h"
 
 namespace sidestream::sim {
@@ -147,6 +148,10 @@ void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
     }
     if (node.work->kind == Work::Kind::event_wait && timeline.matters(node.event->mark)) {
       queued.after.push_back(node.event->mark);
+    }
+    if (state_->recording != nullptr &&
+        (node.work->kind == Work::Kind::copy_to_host || node.work->kind == Work::Kind::copy_to_device)) {
+      state_->recording->issued_copy(*node.work);
     }
     const bool records = node.work->kind == Work::Kind::event_record;
     if (records) {

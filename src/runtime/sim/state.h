@@ -23,6 +23,13 @@ struct StreamState {
   NodeSet capture_last;  ///< nodes of `capture` that the next node is ordered after
 };
 
+/// A freed block that other streams still use.
+struct UsedBlock {
+  Block* block = nullptr;
+  c10::SmallVector<WorkId, 2> until;  ///< what those streams had queued when it was freed
+  bool in_capture = false;            ///< some of them captured then: not before the captures end
+};
+
 /// Everything that the sim device owns, under one lock.
 struct Device::State {
   explicit State(std::size_t capacity) : memory(capacity) { streams.emplace_back(); }
@@ -43,12 +50,17 @@ struct Device::State {
   void force(StreamState& stream);
   /// Ends the capture and undoes what it computed. `keep`: later captures of its pool will compute on that.
   void close(Capture& capture, bool keep) noexcept;
+  /// Keeps a block that other streams use from being lent again.
+  void hold_back(Block& block);
+  /// Frees the blocks of `used_blocks` whose users are done.
+  void free_unused() noexcept;
 
   mutable std::recursive_mutex mutex;
   CachingAllocator memory;
   PinnedRegistry pinned;
   Timeline timeline;
   std::deque<StreamState> streams;
+  std::vector<UsedBlock> used_blocks;
   std::vector<std::unique_ptr<Capture>> captures;
   std::uint64_t captures_begun = 0;
   bool strict = false;

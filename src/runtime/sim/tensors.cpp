@@ -175,6 +175,8 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return self.layout() == at::kStrided && from.layout() == at::kStrided;
 }
 
+void record_stream(at::Tensor& self, c10::Stream stream) { Device::get().used_on(self.storage().data(), stream.id()); }
+
 }  // namespace
 
 void resize_storage(const c10::Storage& storage, std::size_t bytes) {
@@ -208,6 +210,7 @@ void register_tensors(torch::Library& aten) {
   aten.impl("_copy_from", &copy_from);
   aten.impl("_copy_from_and_resize", &copy_from_and_resize);
   aten.impl("_local_scalar_dense", &item);
+  aten.impl("record_stream", &record_stream);
   aten.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
 }
 

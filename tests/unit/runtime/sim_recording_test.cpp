@@ -103,6 +103,50 @@ TEST_F(RecordingTest, EachMissingWaitShowsInSomeOrder) {
   }
 }
 
+TEST_F(RecordingTest, MemoryThatAnotherStreamUsesIsNotOverwrittenInAnyOrder) {
+  for (const bool recorded : {true, false}) {
+    auto x = at::full({1024}, 3, options());
+    const auto later = at::full({1024}, 5, options());
+    Recording recording;
+    order(main(), side());
+    at::Tensor doubled;
+    {
+      const StreamGuard on_side(runtime(), side());
+      doubled = at::mul(x, 2);
+    }
+    if (recorded) {
+      x.record_stream(side());
+    }
+    x.reset();
+    const auto taken = at::mul(later, 7);  // where x was, if that is free
+    recording.stop();
+    EXPECT_EQ(wrong(recording, doubled, 6, 20) > 0, !recorded);
+  }
+}
+
+TEST_F(RecordingTest, AReloadThatDoesNotWaitForAGraphsCopyShows) {
+  for (const bool waits : {true, false}) {
+    const auto x = at::full({1024}, 3, options());
+    const auto y = at::full({1024}, 0, options());
+    const MemoryPool pool = runtime().create_pool();
+    const ExternalEvent drained = runtime().create_external_event();
+    runtime().begin_capture(side(), pool);
+    to_host(pinned_, x, side());
+    runtime().record(drained, side());
+    const Graph graph = runtime().end_capture(side());
+    Recording recording;
+    runtime().launch(graph, side());
+    if (waits) {
+      runtime().wait(main(), drained);
+    }
+    to_device(y, pinned_, main());
+    const auto result = at::mul(y, 2);
+    recording.stop();
+    EXPECT_EQ(first(result), 6);
+    EXPECT_EQ(wrong(recording, result, 6, 20) > 0, !waits);
+  }
+}
+
 TEST_F(RecordingTest, StepsRecordedWhileCopiesAreHeldBackRunAgainAsWell) {
   device().set_schedule(Schedule(Schedule::Kind::late));
   const auto x = at::full({1024}, 3, options());
