@@ -12,16 +12,20 @@ namespace sidestream {
 // Note [Graph choreography]
 // M is the caller's stream, S[k] the side streams, layer n replays forward on S[n mod K] and backward on S[0].
 //
-//   forward n    M: (if an input has another address: wait drained(n), copy)  record fork
+//   forward n    M: (if an input has another address: copy)  record fork
 //                S[n mod K]: wait fork, wait the tail of the latest backward (first time since), launch
+//                            (where n does not follow the latest forward: wait the tails of the other lanes, too)
 //                M: wait done(n)
 //   backward n   M: (if a gradient has another address: copy)  record fork
 //                S[0]: wait fork, wait drained of the latest forward of every other side stream (first backward only), launch
 //                M: wait done(n)
 //
-// done is recorded inside the graph after its last compute, drained after its copies are joined. What orders the copies:
+// done is recorded inside the graph after its last compute, drained after its copies are joined. A static input never leaves
+// the device and lies outside of the pool: M may write it behind done(n) of both directions, which it has waited for.
+// What orders the copies:
 //  - The source of a D2H of n is used again by graphs n+K and later at the earliest. n+K is behind all of n on one stream,
-//    later ones are behind done(n+K).
+//    later ones are behind done(n+K). Where forwards are left out, n+K may be among them: the forward after the gap waits for
+//    the tails of all lanes.
 //  - A backward frees and uses again what D2H of this pass read: the join before the first backward.
 //  - The H2D for n is issued by backward n+1, joined before that graph ends, and backward n is behind it on S[0].
 //  - The host slot that a D2H of the next step writes was read by an H2D of this one; the memory that a forward writes was the
@@ -71,12 +75,19 @@ bool Chain::any_pending() const {
   return top_ >= 0;
 }
 
-bool Chain::weights_moved() const {
-  for (const Layer& layer : layers_) {
-    for (const WatchedTensor& watched : layer.watched) {
-      if (watched.tensor.const_data_ptr() != watched.address) {
-        return true;
-      }
+bool Chain::weights_moved(std::size_t layer) const noexcept {
+  for (const WatchedTensor& watched : layers_[layer].watched) {
+    if (watched.tensor.const_data_ptr() != watched.address) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Chain::weights_moved() const noexcept {
+  for (const auto i : c10::irange(layers_.size())) {
+    if (weights_moved(i)) {
+      return true;
     }
   }
   return false;
@@ -95,16 +106,11 @@ void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& do
 }
 
 void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
-  bool waited = false;
   for (const auto i : c10::irange(inputs.size())) {
     const StaticInput& input = layer.inputs[i];
     if (!input.tensor.defined() || (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() &&
                                     inputs[i].strides() == input.tensor.strides())) {
       continue;
-    }
-    if (!waited) {
-      runtime_->wait(runtime_->current_stream(), layer.forward_drained);
-      waited = true;
     }
     const at::NoGradGuard no_grad;
     input.tensor.copy_(inputs[i].detach(), /*non_blocking=*/true);
@@ -115,12 +121,10 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   const std::lock_guard lock(mutex_);
   check(index, inputs);
   Layer& layer = layers_[index];
-  for (const WatchedTensor& watched : layer.watched) {
-    if (watched.tensor.const_data_ptr() != watched.address) {
-      throw UsageError(describe(index) +
-                       ": a parameter or buffer has moved since the capture (load, Module::to); capture " +
-                       "again, or let OffloadEngine::step do it (GraphOptions::on_moved_weights)");
-    }
+  if (weights_moved(index)) {
+    throw UsageError(describe(index) +
+                     ": a parameter or buffer has moved since the capture (load, Module::to); capture " +
+                     "again, or let OffloadEngine::step do it (GraphOptions::on_moved_weights)");
   }
   if (layer.pending) {
     throw UsageError(describe(index) +
@@ -143,6 +147,15 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
     behind_backward_tail_[lane] = true;
     ++counts_.waits;
   }
+  if (index != next_forward_) {
+    for (const auto other : c10::irange(streams_.size())) {
+      if (other != lane && forward_tails_[other] != nullptr) {
+        runtime_->wait(side, *forward_tails_[other]);
+        ++counts_.waits;
+      }
+    }
+  }
+  next_forward_ = index + 1;
   launch(layer.forward, side, layer.forward_done);
   forward_tails_[lane] = &layer.forward_drained;
   reloaded_ = -1;  // what an earlier backward brought back may be overwritten now
@@ -252,7 +265,7 @@ void Chain::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grad
     for (const auto i : c10::irange(layers_[above].grad_inputs.size())) {
       const at::Tensor& linked = layers_[above].grad_inputs[i];
       if (layers_[above].grad_input_linked[i] && linked.const_data_ptr() == target.const_data_ptr()) {
-        finish_step();
+        join_copies();
         joined = true;
         return;
       }
@@ -316,7 +329,7 @@ void Chain::drop_pending(std::size_t index, std::uint64_t generation) noexcept {
   }
 }
 
-void Chain::finish_step() {
+void Chain::join_copies() {
   const std::lock_guard lock(mutex_);
   const c10::Stream main = runtime_->current_stream();
   for (const ExternalEvent* tail : forward_tails_) {

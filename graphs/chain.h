@@ -58,13 +58,14 @@ class Chain : public std::enable_shared_from_this<Chain> {
   /// True when `layer` may replay its forward now: neither it nor a later one awaits its backward.
   [[nodiscard]] bool ready(std::size_t layer) const;
   [[nodiscard]] bool any_pending() const;
-  /// True when a parameter or buffer no longer lies where the graphs read it.
-  [[nodiscard]] bool weights_moved() const;
+  /// True when a parameter or buffer of `layer`, or of any, no longer lies where the graphs read it.
+  [[nodiscard]] bool weights_moved(std::size_t layer) const noexcept;
+  [[nodiscard]] bool weights_moved() const noexcept;
   /// Drops one layer's graphs, or all. Idempotent.
   void reset(std::size_t layer);
   void reset();
   /// The current stream waits for all copies that replays have queued.
-  void finish_step();
+  void join_copies();
 
   [[nodiscard]] const std::vector<Layer>& layers() const noexcept { return layers_; }
   [[nodiscard]] const std::vector<LayerSizing>& sizings() const noexcept { return sizings_; }
@@ -112,7 +113,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   std::int64_t top_ = -1;       ///< the highest pending layer
   std::int64_t reloaded_ = -1;  ///< the layer whose groups the latest backward brought back
   std::vector<const ExternalEvent*>
-      forward_tails_;  ///< by side stream: drained event of its latest forward since the join
+      forward_tails_;             ///< by side stream: drained event of its latest forward since the join
+  std::size_t next_forward_ = 0;  ///< after the latest forward's
   const ExternalEvent* backward_tail_ = nullptr;  ///< drained event of the latest backward
   std::vector<bool> behind_backward_tail_;        ///< by side stream: it waits for that event already
   Counts counts_;

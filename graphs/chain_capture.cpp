@@ -1,15 +1,10 @@
-#include <algorithm>
-#include <utility>
+#include "graphs/chain_capture.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
-#include "graphs/chain.h"
 #include "graphs/graph_check.h"
 #include "graphs/graph_event_state.h"
 #include "offload/nested_backward.h"
@@ -50,394 +45,248 @@ class CaptureGuard {
   bool open_ = true;
 };
 
+std::vector<at::Tensor> parameters_of(const Layer& layer) {
+  std::vector<at::Tensor> tensors;
+  for (const LayerParameter& parameter : layer.parameters) {
+    tensors.push_back(parameter.tensor);
+  }
+  return tensors;
+}
+
 }  // namespace
 
-/// Builds one chain: warm-up, plan, forwards in order, backwards in reverse.
-class ChainCapture {
- public:
-  ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs)
-      : chain_(chain),
-        resources_(resources),
-        runtime_(*resources.runtime),
-        specs_(std::move(specs)),
-        capture_(resources.capture_stream->get()),
-        live_(specs_.size()) {}
-
-  void run() {
-    runtime_.synchronize_device();
-    {
-      const StreamGuard on_capture(runtime_, capture_);
-      chain_.sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions);
-    }
-    runtime_.synchronize_device();
-    make_plan_and_pin();
-    prepare_layers();
-    runtime_.release_cached_memory();
-    {
-      // Until the last backward is captured: it looks for its parameters by the accumulators that the forwards made.
-      const BareLeaves bare(all_parameters());
-      const StreamGuard on_capture(runtime_, capture_);
-      for (const auto i : c10::irange(specs_.size())) {
-        capture_forward(i);
-      }
-      for (std::size_t i = specs_.size(); i-- > 0;) {
-        capture_backward(i);
-      }
-    }
-    for (Live& live : live_) {
-      live = {};
-    }
-    resources_.exclusions->remove_static_inputs();
-    runtime_.synchronize_device();
-    runtime_.release_cached_memory();
+void ChainCapture::run() {
+  runtime_.synchronize_device();
+  {
+    const StreamGuard on_capture(runtime_, capture_);
+    chain_.sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions);
   }
-
- private:
-  /// What exists only while capturing.
-  struct Live {
-    std::vector<at::Tensor> leaves;       ///< static inputs as autograd sees them
-    std::vector<at::Tensor> outputs;      ///< with their autograd history
-    std::vector<at::Tensor> grad_inputs;  ///< owning
-    PlannedPass planned;
-    std::unique_ptr<Recorder> recorder;
-  };
-
-  /// Groups of the last K layers turn round at once: they stay.
-  void make_plan_and_pin() {
-    Profile& profile = chain_.profile_;
-    const std::size_t lanes = chain_.streams_.size();
-    std::vector<std::size_t> first_storage;
+  runtime_.synchronize_device();
+  make_plan_and_pin();
+  prepare_layers();
+  runtime_.release_cached_memory();
+  {
+    // Until the last backward is captured: it looks for its parameters by the accumulators that the forwards made.
+    const BareLeaves bare(all_parameters());
+    const StreamGuard on_capture(runtime_, capture_);
     for (const auto i : c10::irange(specs_.size())) {
-      const Profile& layer = chain_.sizings_[i].profile;
-      const auto offset = static_cast<std::uint32_t>(profile.groups.size());
-      first_storage.push_back(profile.storages.size());
-      for (GroupProfile group : layer.groups) {
-        group.turns_round = i + lanes >= specs_.size();
-        profile.groups.push_back(std::move(group));
-      }
-      for (StorageProfile storage : layer.storages) {
-        for (std::uint32_t& saver : storage.savers) {
-          saver += offset;
-        }
-        profile.storages.push_back(std::move(storage));
-      }
+      capture_forward(i);
     }
-    chain_.plan_ = make_plan(profile, resources_.arena->available(), HostArena::alignment);
-    for (const auto i : c10::irange(specs_.size())) {
-      const LayerSizing& sizing = chain_.sizings_[i];
-      live_[i].planned = lay_out(sizing.profile, sizing.scopes, chain_.plan_.decisions.data() + first_storage[i]);
-    }
-    std::vector<std::size_t> sizes;
-    for (const auto s : c10::irange(profile.storages.size())) {
-      if (chain_.plan_.decisions[s].fate == Fate::moves) {
-        sizes.push_back(profile.storages[s].bytes);
-      }
-    }
-    resources_.arena->prepare(sizes);
-  }
-
-  void prepare_layers() {
-    const at::NoGradGuard no_grad;
-    chain_.layers_.resize(specs_.size());
-    for (const auto i : c10::irange(specs_.size())) {
-      Layer& layer = chain_.layers_[i];
-      layer.spec = specs_[i];
-      layer.training = layer.spec.module == nullptr || layer.spec.module->is_training();
-      layer.forward_done = runtime_.create_external_event();
-      layer.forward_drained = runtime_.create_external_event();
-      layer.backward_done = runtime_.create_external_event();
-      layer.backward_drained = runtime_.create_external_event();
-      layer.externals = chain_.sizings_[i].externals;
-      for (LayerInput& input : layer.spec.inputs) {
-        StaticInput held;
-        if (input.from_layer < 0 && input.sample.defined()) {
-          held.requires_grad = input.sample.requires_grad();
-          held.tensor = at::empty_like(input.sample.detach());
-          held.tensor.copy_(input.sample.detach());
-        }
-        held.linked = input.from_layer >= 0;
-        input.sample = at::Tensor();
-        layer.inputs.push_back(std::move(held));
-      }
-      specs_[i].inputs.clear();  // and with them the samples: the capture needs the memory
-      for (const at::Tensor& parameter : chain_.sizings_[i].parameters) {
-        layer.parameters.push_back({parameter, prepare_grad(layer, parameter)});
-        layer.watched.push_back({parameter, parameter.const_data_ptr()});
-      }
-      if (layer.spec.module != nullptr) {
-        for (const at::Tensor& tensor : layer.spec.module->parameters()) {
-          layer.watched.push_back({tensor, tensor.const_data_ptr()});
-        }
-        for (const at::Tensor& tensor : layer.spec.module->buffers()) {
-          layer.watched.push_back({tensor, tensor.const_data_ptr()});
-        }
-      }
+    for (std::size_t i = specs_.size(); i-- > 0;) {
+      capture_backward(i);
     }
   }
-
-  /// With accumulate_in_graph: the `.grad` that the backward graph adds into.
-  at::Tensor prepare_grad(const Layer& layer, const at::Tensor& parameter) {
-    if (!chain_.options_.accumulate_in_graph()) {
-      return {};
-    }
-    auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
-    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-    if (meta != nullptr &&
-        (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr ||
-         (accumulator != nullptr && (!accumulator->post_hooks().empty() || !accumulator->pre_hooks().empty())))) {
-      throw UsageError("graphed call \"" + layer.spec.name +
-                       "\": a parameter has gradient hooks, which a backward graph that " +
-                       "adds into .grad itself would not run; capture without GraphOptions::accumulate_in_graph");
-    }
-    for (const Layer& earlier : chain_.layers_) {
-      for (const LayerParameter& shared : earlier.parameters) {
-        if (shared.tensor.is_same(parameter)) {
-          return shared.grad;
-        }
-      }
-    }
-    if (!parameter.grad().defined()) {
-      parameter.mutable_grad() = at::zeros_like(parameter.detach());
-    }
-    return parameter.grad();
+  for (Live& live : live_) {
+    live = {};
   }
+  resources_.exclusions->remove_static_inputs();
+  runtime_.synchronize_device();
+  runtime_.release_cached_memory();
+}
 
-  std::vector<at::Tensor> parameters_of(const Layer& layer) {
-    std::vector<at::Tensor> tensors;
-    for (const LayerParameter& parameter : layer.parameters) {
-      tensors.push_back(parameter.tensor);
-    }
-    return tensors;
+void ChainCapture::record_caller_event() {
+  if (chain_.options_.cuda_graph_event() != nullptr) {
+    runtime_.record(chain_.options_.cuda_graph_event()->state().event, capture_);
   }
+}
 
-  /// Each once, also where layers share it.
-  [[nodiscard]] std::vector<at::Tensor> all_parameters() const {
-    std::vector<at::Tensor> tensors;
-    for (const Layer& layer : chain_.layers_) {
-      for (const LayerParameter& parameter : layer.parameters) {
-        if (std::none_of(tensors.begin(), tensors.end(),
-                         [&](const at::Tensor& t) { return t.is_same(parameter.tensor); })) {
-          tensors.push_back(parameter.tensor);
-        }
-      }
-    }
-    return tensors;
+void ChainCapture::capture_forward(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  const std::size_t lanes = chain_.streams_.size();
+  if (index >= lanes) {
+    // This graph replays behind all of graph index-K on one stream: what that graph's copies read is free from here on.
+    CaptureOffload::release(chain_.layers_[index - lanes].moved);
   }
-
-  void record_caller_event() {
-    if (chain_.options_.cuda_graph_event() != nullptr) {
-      runtime_.record(chain_.options_.cuda_graph_event()->state().event, capture_);
+  const tracing::Scope trace(tracing::Range::capture_forward, layer.spec.scope->trace);
+  for (const auto i : c10::irange(layer.inputs.size())) {
+    StaticInput& input = layer.inputs[i];
+    if (input.linked) {
+      const LayerInput& from = layer.spec.inputs[i];
+      input.tensor = chain_.layers_[from.from_layer].outputs[from.from_output];
+      input.requires_grad = chain_.layers_[from.from_layer].output_requires_grad[from.from_output];
+    }
+    live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
+                                                 : input.tensor);
+    if (input.tensor.defined()) {
+      resources_.exclusions->add_static_input(input.tensor);
     }
   }
-
-  void capture_forward(std::size_t index) {
-    Layer& layer = chain_.layers_[index];
-    Live& live = live_[index];
-    const std::size_t lanes = chain_.streams_.size();
-    if (index >= lanes) {
-      // This graph replays behind all of graph index-K on one stream: what that graph's copies read is free from here on.
-      CaptureOffload::release(chain_.layers_[index - lanes].moved);
-    }
-    const tracing::Scope trace(tracing::Range::capture_forward, layer.spec.scope->trace);
-    for (const auto i : c10::irange(layer.inputs.size())) {
-      StaticInput& input = layer.inputs[i];
-      if (input.linked) {
-        const LayerInput& from = layer.spec.inputs[i];
-        input.tensor = chain_.layers_[from.from_layer].outputs[from.from_output];
-        input.requires_grad = chain_.layers_[from.from_layer].output_requires_grad[from.from_output];
-      }
-      live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
-                                                   : input.tensor);
-      if (input.tensor.defined()) {
-        resources_.exclusions->add_static_input(input.tensor);
-      }
-    }
-    live.recorder =
-        std::make_unique<Recorder>(*resources_.tree, *resources_.exclusions, resources_.offload, &live.planned);
-    detail::TensorBuffer outputs;
-    resources_.offload->begin_forward(layer.moved);
-    CaptureGuard capture(runtime_, capture_, chain_.pool_);
-    {
-      const RecorderGuard recording(live.recorder.get());
-      const RecorderScope scope(*live.recorder, layer.spec.scope);
-      layer.spec.body(live.leaves.data(), outputs);
-    }
-    live.recorder->finish();
-    runtime_.record(layer.forward_done, capture_);
-    record_caller_event();
-    resources_.offload->join_forward();
-    runtime_.record(layer.forward_drained, capture_);
-    layer.forward = capture.end();
-    check_graph_events(runtime_, layer.forward, layer.forward_done, layer.forward_drained,
-                       chain_.describe(index) + ", forward");
-    for (const at::Tensor& output : outputs) {
-      live.outputs.push_back(output);
-      layer.outputs.push_back(output.defined() ? output.detach() : output);
-      layer.output_requires_grad.push_back(output.defined() && output.requires_grad());
-      layer.has_backward = layer.has_backward || layer.output_requires_grad.back();
-    }
-    layer.output_versions.resize(outputs.size());
-    layer.grad_outputs.resize(outputs.size());
+  live.recorder =
+      std::make_unique<Recorder>(*resources_.tree, *resources_.exclusions, resources_.offload, &live.planned);
+  detail::TensorBuffer outputs;
+  resources_.offload->begin_forward(layer.moved);
+  CaptureGuard capture(runtime_, capture_, chain_.pool_);
+  {
+    const RecorderGuard recording(live.recorder.get());
+    const RecorderScope scope(*live.recorder, layer.spec.scope);
+    layer.spec.body(live.leaves.data(), outputs);
   }
-
-  /// The one layer input that is this output, or null: its gradient can be handed on without a copy.
-  std::pair<std::size_t, std::size_t> only_reader(std::size_t layer, std::size_t output) const {
-    std::pair<std::size_t, std::size_t> reader{specs_.size(), 0};
-    int readers = 0;
-    for (std::size_t later = layer + 1; later < specs_.size(); ++later) {
-      const auto& inputs = chain_.layers_[later].spec.inputs;
-      for (const auto i : c10::irange(inputs.size())) {
-        if (inputs[i].from_layer == static_cast<std::int64_t>(layer) &&
-            inputs[i].from_output == static_cast<std::int64_t>(output)) {
-          reader = {later, i};
-          ++readers;
-        }
-      }
-    }
-    return readers == 1 ? reader : std::pair<std::size_t, std::size_t>{specs_.size(), 0};
+  live.recorder->finish();
+  runtime_.record(layer.forward_done, capture_);
+  record_caller_event();
+  resources_.offload->join_forward();
+  runtime_.record(layer.forward_drained, capture_);
+  layer.forward = capture.end();
+  check_graph_events(runtime_, layer.forward, layer.forward_done, layer.forward_drained,
+                     chain_.describe(index) + ", forward");
+  for (const at::Tensor& output : outputs) {
+    live.outputs.push_back(output);
+    layer.outputs.push_back(output.defined() ? output.detach() : output);
+    layer.output_requires_grad.push_back(output.defined() && output.requires_grad());
+    layer.has_backward = layer.has_backward || layer.output_requires_grad.back();
   }
+  layer.output_versions.resize(outputs.size());
+  layer.grad_outputs.resize(outputs.size());
+}
 
-  void prepare_grad_outputs(std::size_t index) {
-    const at::NoGradGuard no_grad;
-    Layer& layer = chain_.layers_[index];
-    for (const auto i : c10::irange(layer.outputs.size())) {
-      if (!layer.output_requires_grad[i]) {
-        continue;
-      }
-      const auto [reader, input] = only_reader(index, i);
-      if (reader < specs_.size() && reader == index + 1 && live_[reader].grad_inputs.size() > input &&
-          live_[reader].grad_inputs[input].defined() && live_[reader].grad_inputs[input].is_contiguous()) {
-        layer.grad_outputs[i] = live_[reader].grad_inputs[input];
-        chain_.layers_[reader].grad_input_linked[input] = true;
-      } else {
-        layer.grad_outputs[i] = at::zeros_like(layer.outputs[i], at::MemoryFormat::Contiguous);
+std::pair<std::size_t, std::size_t> ChainCapture::only_reader(std::size_t layer, std::size_t output) const {
+  std::pair<std::size_t, std::size_t> reader{specs_.size(), 0};
+  int readers = 0;
+  for (std::size_t later = layer + 1; later < specs_.size(); ++later) {
+    const auto& inputs = chain_.layers_[later].spec.inputs;
+    for (const auto i : c10::irange(inputs.size())) {
+      if (inputs[i].from_layer == static_cast<std::int64_t>(layer) &&
+          inputs[i].from_output == static_cast<std::int64_t>(output)) {
+        reader = {later, i};
+        ++readers;
       }
     }
   }
+  return readers == 1 ? reader : std::pair<std::size_t, std::size_t>{specs_.size(), 0};
+}
 
-  void capture_backward(std::size_t index) {
-    Layer& layer = chain_.layers_[index];
-    Live& live = live_[index];
-    if (!layer.has_backward) {
-      return;
+void ChainCapture::prepare_grad_outputs(std::size_t index) {
+  const at::NoGradGuard no_grad;
+  Layer& layer = chain_.layers_[index];
+  for (const auto i : c10::irange(layer.outputs.size())) {
+    if (!layer.output_requires_grad[i]) {
+      continue;
     }
-    prepare_grad_outputs(index);
-    const tracing::Scope trace(tracing::Range::capture_backward, layer.spec.scope->trace);
-    std::vector<at::Tensor> roots;
-    std::vector<at::Tensor> seeds;
-    for (const auto i : c10::irange(live.outputs.size())) {
-      if (layer.output_requires_grad[i]) {
-        roots.push_back(live.outputs[i]);
-        seeds.push_back(layer.grad_outputs[i]);
-      }
+    const auto [reader, input] = only_reader(index, i);
+    if (reader < specs_.size() && reader == index + 1 && live_[reader].grad_inputs.size() > input &&
+        live_[reader].grad_inputs[input].defined() && live_[reader].grad_inputs[input].is_contiguous()) {
+      layer.grad_outputs[i] = live_[reader].grad_inputs[input];
+      chain_.layers_[reader].grad_input_linked[input] = true;
+    } else {
+      layer.grad_outputs[i] = at::zeros_like(layer.outputs[i], at::MemoryFormat::Contiguous);
     }
-    std::vector<at::Tensor> targets;
-    for (const at::Tensor& leaf : live.leaves) {
-      if (leaf.defined() && leaf.requires_grad()) {
-        targets.push_back(leaf);
-      }
-    }
-    const std::vector<at::Tensor> parameters = parameters_of(layer);
-    targets.insert(targets.end(), parameters.begin(), parameters.end());
-
-    std::vector<at::Tensor> grads;
-    CaptureGuard capture(runtime_, capture_, chain_.pool_);
-    if (index > 0) {
-      Layer& next = chain_.layers_[index - 1];
-      resources_.offload->prefetch(next.moved, next.spec.scope->trace);
-      for (const auto& saved : next.moved) {
-        next.reload_targets.push_back(saved->device.mutable_data());
-      }
-    }
-    if (!targets.empty()) {
-      const RecorderGuard no_recorder(nullptr);
-      const NestedBackwardRefusal no_nested;
-      grads = torch::autograd::grad(roots, targets, seeds, chain_.options_.retain_graph_in_backward(),
-                                    /*create_graph=*/false, /*allow_unused=*/true);
-    }
-    take_gradients(layer, live, grads);
-    runtime_.record(layer.backward_done, capture_);
-    record_caller_event();
-    resources_.offload->join_prefetch();
-    runtime_.record(layer.backward_drained, capture_);
-    layer.backward = capture.end();
-    check_graph_events(runtime_, layer.backward, layer.backward_done, layer.backward_drained,
-                       chain_.describe(index) + ", backward");
-    finish_backward(index);
   }
+}
 
-  /// Inside the capture: adds into `.grad`, or makes the static gradients contiguous and dense.
-  void take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads) {
-    const at::NoGradGuard no_grad;
-    std::size_t next = 0;
-    for (const at::Tensor& leaf : live.leaves) {
-      const bool wanted = leaf.defined() && leaf.requires_grad();
-      live.grad_inputs.push_back(wanted ? grads[next++] : at::Tensor());
+void ChainCapture::capture_backward(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  if (!layer.has_backward) {
+    return;
+  }
+  prepare_grad_outputs(index);
+  const tracing::Scope trace(tracing::Range::capture_backward, layer.spec.scope->trace);
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> seeds;
+  for (const auto i : c10::irange(live.outputs.size())) {
+    if (layer.output_requires_grad[i]) {
+      roots.push_back(live.outputs[i]);
+      seeds.push_back(layer.grad_outputs[i]);
     }
+  }
+  std::vector<at::Tensor> targets;
+  for (const at::Tensor& leaf : live.leaves) {
+    if (leaf.defined() && leaf.requires_grad()) {
+      targets.push_back(leaf);
+    }
+  }
+  const std::vector<at::Tensor> parameters = parameters_of(layer);
+  targets.insert(targets.end(), parameters.begin(), parameters.end());
+
+  std::vector<at::Tensor> grads;
+  CaptureGuard capture(runtime_, capture_, chain_.pool_);
+  if (index > 0) {
+    Layer& next = chain_.layers_[index - 1];
+    resources_.offload->prefetch(next.moved, next.spec.scope->trace);
+    for (const auto& saved : next.moved) {
+      next.reload_targets.push_back(saved->device.mutable_data());
+    }
+  }
+  if (!targets.empty()) {
+    const RecorderGuard no_recorder(nullptr);
+    const NestedBackwardRefusal no_nested;
+    grads = torch::autograd::grad(roots, targets, seeds, chain_.options_.retain_graph_in_backward(),
+                                  /*create_graph=*/false, /*allow_unused=*/true);
+  }
+  take_gradients(layer, live, grads);
+  runtime_.record(layer.backward_done, capture_);
+  record_caller_event();
+  resources_.offload->join_prefetch();
+  runtime_.record(layer.backward_drained, capture_);
+  layer.backward = capture.end();
+  check_graph_events(runtime_, layer.backward, layer.backward_done, layer.backward_drained,
+                     chain_.describe(index) + ", backward");
+  finish_backward(index);
+}
+
+void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads) {
+  const at::NoGradGuard no_grad;
+  std::size_t next = 0;
+  for (const at::Tensor& leaf : live.leaves) {
+    const bool wanted = leaf.defined() && leaf.requires_grad();
+    live.grad_inputs.push_back(wanted ? grads[next++] : at::Tensor());
+  }
+  for (LayerParameter& parameter : layer.parameters) {
+    at::Tensor& grad = grads[next++];
+    if (!grad.defined()) {
+      throw CaptureError(
+          "a parameter that got a gradient in the sizing pass gets none in the capture: the callable does " +
+          std::string("not do the same each time"));
+    }
+    if (chain_.options_.accumulate_in_graph()) {
+      parameter.grad.add_(grad);
+    } else {
+      parameter.grad = grad;
+    }
+  }
+  grads.clear();
+}
+
+void ChainCapture::finish_backward(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  for (const at::Tensor& grad : live.grad_inputs) {
+    layer.grad_inputs.push_back(grad.defined() ? not_owning(grad) : grad);
+  }
+  layer.grad_input_linked.resize(layer.grad_inputs.size(), false);
+  if (!chain_.options_.accumulate_in_graph()) {
     for (LayerParameter& parameter : layer.parameters) {
-      at::Tensor& grad = grads[next++];
-      if (!grad.defined()) {
-        throw CaptureError(
-            "a parameter that got a gradient in the sizing pass gets none in the capture: the callable does " +
-            std::string("not do the same each time"));
-      }
-      if (chain_.options_.accumulate_in_graph()) {
-        parameter.grad.add_(grad);
-      } else {
-        parameter.grad = grad;
-      }
+      parameter.grad = not_owning(parameter.grad);
     }
-    grads.clear();
   }
-
-  void finish_backward(std::size_t index) {
-    Layer& layer = chain_.layers_[index];
-    Live& live = live_[index];
-    for (const at::Tensor& grad : live.grad_inputs) {
-      layer.grad_inputs.push_back(grad.defined() ? not_owning(grad) : grad);
-    }
-    layer.grad_input_linked.resize(layer.grad_inputs.size(), false);
-    if (!chain_.options_.accumulate_in_graph()) {
-      for (LayerParameter& parameter : layer.parameters) {
-        parameter.grad = not_owning(parameter.grad);
-      }
-    }
-    // What later captures may use again from here on: this layer's saved tensors and reloaded copies, and the input gradients
-    // of the layer above, which this backward has read.
-    live.recorder.reset();
-    if (!chain_.options_.retain_graph_in_backward()) {
-      live.outputs.clear();
-      live.leaves.clear();
-      CaptureOffload::release(layer.moved);
-    }
-    if (index + 1 < specs_.size()) {
-      live_[index + 1].grad_inputs.clear();
-      for (at::Tensor& grad : layer.grad_outputs) {
-        if (grad.defined()) {
-          grad = linked_seed(index, grad);
-        }
+  // What later captures may use again from here on: this layer's saved tensors and reloaded copies, and the input gradients
+  // of the layer above, which this backward has read.
+  live.recorder.reset();
+  if (!chain_.options_.retain_graph_in_backward()) {
+    live.outputs.clear();
+    live.leaves.clear();
+    CaptureOffload::release(layer.moved);
+  }
+  if (index + 1 < specs_.size()) {
+    live_[index + 1].grad_inputs.clear();
+    for (at::Tensor& grad : layer.grad_outputs) {
+      if (grad.defined()) {
+        grad = linked_seed(index, grad);
       }
     }
   }
+}
 
-  /// A seed that is the layer above's input gradient no longer keeps that memory from being used again.
-  at::Tensor linked_seed(std::size_t index, const at::Tensor& grad) {
-    for (const auto i : c10::irange(chain_.layers_[index + 1].grad_inputs.size())) {
-      const at::Tensor& above = chain_.layers_[index + 1].grad_inputs[i];
-      if (chain_.layers_[index + 1].grad_input_linked[i] && above.const_data_ptr() == grad.const_data_ptr()) {
-        return not_owning(grad);
-      }
+at::Tensor ChainCapture::linked_seed(std::size_t index, const at::Tensor& grad) const {
+  for (const auto i : c10::irange(chain_.layers_[index + 1].grad_inputs.size())) {
+    const at::Tensor& above = chain_.layers_[index + 1].grad_inputs[i];
+    if (chain_.layers_[index + 1].grad_input_linked[i] && above.const_data_ptr() == grad.const_data_ptr()) {
+      return not_owning(grad);
     }
-    return grad;
   }
-
-  Chain& chain_;
-  const GraphResources& resources_;
-  Runtime& runtime_;
-  std::vector<LayerSpec> specs_;
-  c10::Stream capture_;
-  std::vector<Live> live_;
-};
+  return grad;
+}
 
 std::shared_ptr<Chain> Chain::capture(const GraphResources& resources, std::vector<LayerSpec> specs,
                                       const GraphOptions& options) {

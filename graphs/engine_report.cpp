@@ -10,7 +10,7 @@ const char* reason(Fate fate) {
     case Fate::not_selected:
       return "not selected";
     case Fate::turns_round:
-      return "turns round";
+      return "backward needs it at once";
     case Fate::held_back:
       return "held back by another saver";
     case Fate::over_cap:

@@ -126,7 +126,7 @@ void EngineState::end_step(bool failed) {
   step_.waits = step_.inline_reloads = step_.replays = 0;
   for (const auto& weak : chains_) {
     if (const auto holder = weak.lock(); holder != nullptr && holder->chain != nullptr) {
-      holder->chain->finish_step();
+      holder->chain->join_copies();
       const Chain::Counts counts = holder->chain->take_counts();
       step_.replays += static_cast<std::int64_t>(counts.replays);
       step_.waits += static_cast<std::int64_t>(counts.waits);

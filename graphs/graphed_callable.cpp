@@ -12,8 +12,12 @@ namespace sidestream {
 class GraphedCall {
  public:
   GraphedCall(std::shared_ptr<EngineState> engine, std::shared_ptr<ChainHolder> holder, std::size_t layer,
-              Callable callable)
-      : engine_(std::move(engine)), holder_(std::move(holder)), layer_(layer), callable_(std::move(callable)) {}
+              Callable callable, const AutocastState& autocast)
+      : engine_(std::move(engine)),
+        holder_(std::move(holder)),
+        layer_(layer),
+        callable_(std::move(callable)),
+        autocast_(autocast) {}
 
   Tensors run(const Tensors& inputs) {
     const auto& module = callable_.module();
@@ -23,7 +27,12 @@ class GraphedCall {
     if (reset_) {
       throw UsageError("graphed call \"" + callable_.name() + "\": replayed after reset; capture it again");
     }
-    if (holder_->chain->weights_moved() && holder_->chain->options().on_moved_weights() == OnChange::capture &&
+    if (AutocastState::current(engine_->runtime().device().type()) != autocast_) {
+      throw UsageError(
+          "graphed call \"" + callable_.name() +
+          "\": autocast is in another state than at its capture; call it as captured, or capture again there");
+    }
+    if (holder_->chain->weights_moved(layer_) && holder_->chain->options().on_moved_weights() == OnChange::capture &&
         !holder_->chain->any_pending()) {
       engine_->recapture(*holder_);
     }
@@ -56,6 +65,7 @@ class GraphedCall {
   std::shared_ptr<ChainHolder> holder_;
   std::size_t layer_;
   Callable callable_;
+  AutocastState autocast_;
   bool reset_ = false;
 };
 
@@ -112,7 +122,7 @@ std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::
   state.register_chain(holder);
   std::vector<GraphedCallable> graphed;
   for (std::size_t i = 0; i < callables.size(); ++i) {
-    graphed.emplace_back(std::make_shared<GraphedCall>(engine.state(), holder, i, std::move(callables[i])));
+    graphed.emplace_back(std::make_shared<GraphedCall>(engine.state(), holder, i, std::move(callables[i]), autocast));
   }
   return graphed;
 }

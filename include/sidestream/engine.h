@@ -11,7 +11,8 @@ namespace sidestream {
 class EngineState;
 
 /// One training step: from the forward pass through the optimizer. Scopes and calls on this thread belong to it while it lives.
-/// Ordering: at its end the current stream waits for every copy of the step.
+/// Ordering: at its end the current stream waits for every copy of the step, and so do streams that saved in it. A stream that
+/// only reads what others saved is unknown to the engine: at::Tensor::record_stream, as without offload.
 /// Threads: ends on the thread it began on.
 class [[nodiscard]] Step {
  public:

@@ -17,8 +17,8 @@ CaptureOffload::CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr
 
 CaptureOffload::~CaptureOffload() = default;
 
-void CaptureOffload::fork(const OwnedStream& copies) {
-  runtime_->record(fork_, capture_);
+void CaptureOffload::fork(const OwnedStream& copies, c10::Stream from) {
+  runtime_->record(fork_, from);
   runtime_->wait(copies, fork_);
 }
 
@@ -50,7 +50,15 @@ void CaptureOffload::group_ended(Group& group) {
     return;
   }
   const tracing::Scope trace(tracing::Range::offload, group.scope->trace);
-  fork(to_host_);
+  Streams savers;
+  for (const auto& saved : leaving) {
+    for (const c10::Stream stream : saved->streams) {
+      add_stream(savers, stream);
+    }
+  }
+  for (const c10::Stream stream : savers) {  // more than one where the callable forks streams of its own
+    fork(to_host_, stream);
+  }
   for (auto& saved : leaving) {
     runtime_->copy_to_host(saved->lease.data(), saved->device.data(), saved->bytes, to_host_);
     saved->place = SavedStorage::Place::leaving;
@@ -82,7 +90,7 @@ void CaptureOffload::prefetch(const MovedStorages& moved, const tracing::Name& t
   for (const auto& saved : moved) {
     saved->device = allocate_storage(runtime_->device(), saved->bytes);
   }
-  fork(to_device_);
+  fork(to_device_, capture_);
   for (const auto& saved : moved) {
     runtime_->copy_to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes, to_device_);
     saved->place = SavedStorage::Place::returning;

@@ -41,7 +41,7 @@ class CaptureOffload final : public StorageMover {
   void dropped(SavedStorage& /*storage*/) noexcept override {}
 
  private:
-  void fork(const OwnedStream& copies);
+  void fork(const OwnedStream& copies, c10::Stream from);
   void join(const OwnedStream& copies);
 
   std::shared_ptr<Runtime> runtime_;

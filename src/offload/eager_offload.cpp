@@ -2,20 +2,45 @@
 
 #include <algorithm>
 
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
 #include "base/tracing.h"
 #include "memory/storage_view.h"
 
 namespace sidestream {
 
+namespace {
+
+/// The memory of `storage` is not lent again before what `streams` have queued by then is done.
+void keep_for(const c10::Storage& storage, const Streams& streams) {
+  if (streams.size() > 1 && storage) {
+    const auto* guard = c10::impl::getDeviceGuardImpl(storage.device_type());
+    for (const c10::Stream stream : streams) {
+      guard->recordDataPtrOnStream(storage.data_ptr(), stream);
+    }
+  }
+}
+
+}  // namespace
+
 // Note [Eager choreography]
-// M is the stream that the model runs on, D and H are the copy streams, g a group.
+// M is the stream that operators saved on (autograd runs their backward on the same), D and H are the copy streams, g a group.
 //
-//   scope of g ends      M: record fork     D: wait fork, wait the slots' last copies, copy g, record left(g)
+//   scope of g ends      M: record fork     D: wait fork, wait the host slots' last copies, copy g, record left(g)
 //   groups_in_flight on  M: wait left(g), then g's sources are let go: M may use their memory again
-//   backward reaches g+1 M: allocate g, record fork   H: wait fork, wait left(g), copy g, record returned(g)
+//   backward reaches g+1 M: allocate g, record fork   H: wait fork, copy g, record returned(g)
 //   backward reaches g   M: wait returned(g), unpack; and the line above for the group before g
+//   the step ends        M and the current stream: wait for D and H; what came back unused is let go
 //
-// A destination is allocated on M before the fork is recorded, so that H is behind whatever used that memory before.
+// A destination is allocated on M before the fork is recorded, so that H is behind whatever used that memory before. H is
+// behind the D2H through the same fork: only what was let go comes back, and M waited for left(g) first. The wait for a host
+// slot's last copy is for models on several streams: a group saved on one stream may leave into a slot that the H2D of another
+// stream's group still reads.
+//
+// Where a step saves on several streams, each is an M: D and H fork from all that saved of g. The first of them waits for
+// left(g); for the others the allocator is told of every stream that has saved in the step, as autograd alone would hold a
+// saved tensor until backward and any of them could read it until then. So its memory is lent again only behind all of
+// them, and with the first behind the copy. A reloaded copy is read by backward, on the streams that saved it.
 
 EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena,
                            std::size_t groups_in_flight)
@@ -38,6 +63,7 @@ EagerOffload::~EagerOffload() {
 void EagerOffload::begin_step() {
   const std::lock_guard lock(mutex_);
   counts_ = {};
+  step_streams_.clear();
   for (std::size_t i = 0; i < used_slots_; ++i) {
     for (const auto& weak : slots_[i].storages) {
       if (!weak.expired()) {
@@ -56,7 +82,9 @@ EagerOffload::Slot& EagerOffload::next_slot() {
   }
   Slot& slot = slots_[used_slots_++];
   slot.storages.clear();
-  slot.reloading = slot.arrived = slot.used = false;
+  slot.savers.clear();
+  slot.arrived.clear();
+  slot.reloading = slot.used = false;
   return slot;
 }
 
@@ -86,9 +114,13 @@ void EagerOffload::group_ended(Group& group) {
   const tracing::Scope trace(tracing::Range::offload, group.scope->trace);
   Slot& slot = next_slot();
   slot.scope = group.scope;
-  const c10::Stream compute = runtime_->current_stream();
-  runtime_->record(fork_, compute);
-  runtime_->wait(to_host_, fork_);
+  for (const auto& saved : leaving) {
+    for (const c10::Stream stream : saved->streams) {
+      add_stream(slot.savers, stream);
+      add_stream(step_streams_, stream);
+    }
+  }
+  fork(to_host_, slot.savers);
   for (const auto& saved : leaving) {
     saved->lease.wait_before_use(to_host_);
     runtime_->copy_to_host(saved->lease.data(), saved->device.data(), saved->bytes, to_host_);
@@ -105,12 +137,20 @@ void EagerOffload::group_ended(Group& group) {
   }
 }
 
+void EagerOffload::fork(const OwnedStream& copies, const Streams& savers) {
+  for (const c10::Stream stream : savers) {
+    runtime_->record(fork_, stream);
+    runtime_->wait(copies, fork_);
+  }
+}
+
 void EagerOffload::let_go_of_oldest() {
   auto [slot, storages] = std::move(stash_.front());
   stash_.pop_front();
-  runtime_->wait(runtime_->current_stream(), *slot->left);
+  runtime_->wait(slot->savers.front(), *slot->left);
   ++counts_.waits;
   for (const auto& saved : storages) {
+    keep_for(saved->device, step_streams_);
     if (saved->place == SavedStorage::Place::leaving) {
       saved->device = c10::Storage();
       saved->place = SavedStorage::Place::host;
@@ -121,17 +161,15 @@ void EagerOffload::let_go_of_oldest() {
 void EagerOffload::reload(Slot& slot) {
   const tracing::Scope trace(tracing::Range::reload, slot.scope->trace);
   slot.reloading = true;
-  const c10::Stream compute = runtime_->current_stream();
   std::vector<std::shared_ptr<SavedStorage>> returning;
   for (const auto& weak : slot.storages) {
     if (auto saved = weak.lock(); saved != nullptr && saved->place == SavedStorage::Place::host) {
+      const StreamGuard on_saver(*runtime_, saved->streams.front());
       saved->device = allocate_storage(runtime_->device(), saved->bytes);
       returning.push_back(std::move(saved));
     }
   }
-  runtime_->record(fork_, compute);
-  runtime_->wait(to_device_, fork_);
-  runtime_->wait(to_device_, *slot.left);
+  fork(to_device_, slot.savers);
   for (const auto& saved : returning) {
     runtime_->copy_to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes, to_device_);
     saved->lease.touched(slot.returned);
@@ -141,11 +179,11 @@ void EagerOffload::reload(Slot& slot) {
   runtime_->record(*slot.returned, to_device_);
 }
 
-void EagerOffload::await_arrival(Slot& slot) {
-  if (!slot.arrived) {
-    runtime_->wait(runtime_->current_stream(), *slot.returned);
+void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
+  if (std::find(slot.arrived.begin(), slot.arrived.end(), stream) == slot.arrived.end()) {
+    runtime_->wait(stream, *slot.returned);
     ++counts_.waits;
-    slot.arrived = true;
+    slot.arrived.push_back(stream);
   }
 }
 
@@ -161,10 +199,9 @@ c10::Storage EagerOffload::fetch(SavedStorage& storage) {
       ++counts_.inline_reloads;
     }
     reload(*slot);
-    slot->arrived = false;
   }
   if (storage.place == SavedStorage::Place::returning) {
-    await_arrival(*slot);
+    await_arrival(*slot, runtime_->current_stream());
   }
   if (!slot->used) {
     slot->used = true;
@@ -193,26 +230,33 @@ void EagerOffload::dropped(SavedStorage& storage) noexcept {
     return;
   }
   const std::lock_guard lock(mutex_);
-  if (Slot* slot = slot_of(storage); slot != nullptr && !slot->arrived) {
-    graveyard_.emplace_back(slot, std::move(storage.device));
+  keep_for(storage.device, storage.streams);
+  Slot* slot = slot_of(storage);
+  if (slot != nullptr &&
+      std::find(slot->arrived.begin(), slot->arrived.end(), storage.streams.front()) == slot->arrived.end()) {
+    dropped_.push_back(std::move(storage.device));
+    add_stream(step_streams_, storage.streams.front());
   }
-}
-
-void EagerOffload::empty_graveyard() {
-  for (auto& [slot, storage] : graveyard_) {
-    await_arrival(*slot);
-  }
-  graveyard_.clear();
 }
 
 void EagerOffload::end_step() {
   std::deque<std::pair<Slot*, std::vector<std::shared_ptr<SavedStorage>>>> done;
   const std::lock_guard lock(mutex_);
+  if (used_slots_ == 0 && dropped_.empty()) {
+    return;
+  }
   while (!stash_.empty()) {
     done.push_back(stash_.front());
     let_go_of_oldest();
   }
-  empty_graveyard();
+  add_stream(step_streams_, runtime_->current_stream());
+  for (const OwnedStream* copies : {&to_host_, &to_device_}) {
+    runtime_->record(fork_, *copies);
+    for (const c10::Stream stream : step_streams_) {
+      runtime_->wait(stream, fork_);
+    }
+  }
+  dropped_.clear();
 }
 
 EagerOffload::Counts EagerOffload::counts() const {

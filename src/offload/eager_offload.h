@@ -14,10 +14,8 @@ namespace sidestream {
 /// Moves groups of eager steps: to the host when their scope ends, on a copy stream of its own; back in reverse order, one
 /// group ahead, on another.
 ///
-/// Ordering: a group's D2H waits for the stream that saved it; its source is let go only when that stream waits for the copy
-/// (at most `groups_in_flight` groups later). A group's H2D waits for the stream that needs it (its memory is allocated there)
-/// and for the D2H; the first use waits for the H2D. A leased slot is written only after the copy that last touched it.
-/// Each group has two events of its own. Threads: see StorageMover; one mutex, never held while user code runs.
+/// Ordering: see Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
+/// Threads: see StorageMover; one mutex, never held while user code runs.
 class EagerOffload final : public StorageMover {
  public:
   struct Counts {
@@ -32,7 +30,7 @@ class EagerOffload final : public StorageMover {
   ~EagerOffload() override;
 
   void begin_step();
-  /// The current stream waits for all copies of the step; all that was held for them is let go.
+  /// The current stream, and those that saved in the step, wait for all its copies; all that was held for them is let go.
   void end_step();
 
   void group_ended(Group& group) override;
@@ -48,16 +46,17 @@ class EagerOffload final : public StorageMover {
     std::shared_ptr<Event> returned;
     const ScopeNode* scope = nullptr;
     std::vector<std::weak_ptr<SavedStorage>> storages;
+    Streams savers;          ///< streams that saved any of them
+    Streams arrived;         ///< streams that wait for the H2D already
     bool reloading = false;  ///< the H2D was issued
-    bool arrived = false;    ///< the stream that uses it waits for the H2D
     bool used = false;       ///< backward has reached it
   };
 
   void let_go_of_oldest();
   void reload(Slot& slot);
   void prefetch_before(std::size_t limit);
-  void await_arrival(Slot& slot);
-  void empty_graveyard();
+  void fork(const OwnedStream& copies, const Streams& savers);
+  void await_arrival(Slot& slot, c10::Stream stream);
   Slot& next_slot();
   [[nodiscard]] Slot* slot_of(const SavedStorage& storage);
 
@@ -71,8 +70,9 @@ class EagerOffload final : public StorageMover {
   std::deque<Slot> slots_;
   std::size_t used_slots_ = 0;
   std::deque<std::pair<Slot*, std::vector<std::shared_ptr<SavedStorage>>>>
-      stash_;                                              ///< sources that a D2H may still read
-  std::vector<std::pair<Slot*, c10::Storage>> graveyard_;  ///< reloaded, never used, H2D perhaps in flight
+      stash_;                          ///< sources that a D2H may still read
+  std::vector<c10::Storage> dropped_;  ///< reloaded, never used, H2D perhaps in flight
+  Streams step_streams_;               ///< those that saved in this step
   Counts counts_;
 };
 

@@ -67,6 +67,16 @@ bool Exclusions::refresh_parameters() {
   return false;
 }
 
+at::Tensor Exclusions::registered(const c10::Storage& storage) const {
+  const std::lock_guard lock(mutex_);
+  for (const at::Tensor& parameter : parameters_) {
+    if (storage_of(parameter) == storage.unsafeGetStorageImpl()) {
+      return parameter;
+    }
+  }
+  return {};
+}
+
 void Exclusions::add_leaf(const at::Tensor& leaf) {
   if (storage_of(leaf) != nullptr) {
     const std::lock_guard lock(mutex_);

@@ -46,6 +46,8 @@ class Exclusions {
   void set_parameters(std::vector<at::Tensor> parameters_and_buffers);
   /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True when any did.
   bool refresh_parameters();
+  /// The registered parameter or buffer that lies in `storage`, or an undefined tensor.
+  [[nodiscard]] at::Tensor registered(const c10::Storage& storage) const;
   /// A leaf that requires grad and that no module registers, for code that saves detached aliases of it.
   void add_leaf(const at::Tensor& leaf);
   /// The user's mark_not_offload: for as long as the storage lives.

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <exception>
 
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "sidestream/error.h"
@@ -12,10 +13,18 @@ namespace {
 
 thread_local Recorder* t_recorder = nullptr;
 
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
+}
+
 }  // namespace
 
 SavedStorage::SavedStorage(std::shared_ptr<StorageMover> owner, Group* first_saver, c10::Storage storage)
-    : mover(std::move(owner)), group(first_saver), device(std::move(storage)), bytes(device.nbytes()) {}
+    : mover(std::move(owner)),
+      group(first_saver),
+      device(std::move(storage)),
+      streams({current_stream(device.device())}),
+      bytes(device.nbytes()) {}
 
 SavedStorage::~SavedStorage() { mover->dropped(*this); }
 
@@ -191,6 +200,7 @@ std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const Ver
   if (found != entries_.end()) {
     auto saved = found->second.saved.lock();
     if (saved != nullptr && found->second.version.same_as(version)) {
+      add_stream(saved->streams, current_stream(storage.device()));
       if (planned_ == nullptr) {
         auto& savers = storages_[found->second.profile_index].savers;
         if (savers.back() != group.index) {

@@ -1,10 +1,13 @@
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
 
 #include "memory/host_arena.h"
 #include "offload/scope_tree.h"
@@ -13,6 +16,15 @@ namespace sidestream {
 
 class StorageMover;
 struct Group;
+
+/// Distinct streams; nearly always one.
+using Streams = c10::SmallVector<c10::Stream, 2>;
+/// Adds `stream` where it is not among `streams`.
+inline void add_stream(Streams& streams, c10::Stream stream) {
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+    streams.push_back(stream);
+  }
+}
 
 /// A storage that autograd saved, wherever its bytes are now. Shared by the handles of all tensors saved from it; it dies with
 /// the last of them, and with it the lease and the device copy (so a retained graph keeps both).
@@ -28,6 +40,7 @@ struct SavedStorage {
   std::uint32_t slot = 0;  ///< the mover's own mark: where it keeps track of the storage's copies; 0 for none
   Group* group;            ///< the first saver's; null once the step's bookkeeping is gone
   c10::Storage device;     ///< source, kept or reloaded bytes; null while they are only on the host
+  Streams streams;         ///< those that operators saved it on, the first saver's first; backward reads it on the same
   std::size_t bytes;
   HostArena::Lease lease;
   Place place = Place::device;

@@ -1,5 +1,4 @@
 // Gradients of graphed and offloaded training on a GPU against plain eager training, bit for bit, on deterministic kernels.
-#include <string>
 #include <vector>
 
 #include <ATen/Context.h>
@@ -11,23 +10,15 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "unit/graphs/block_model.h"
+#include "unit/graphs/wrapping.h"
 
 namespace sidestream {
 namespace {
 
 using testing_model::BlockModel;
+using testing_model::Wrapping;
 
-struct Case {
-  std::string name;
-  std::string graph;
-  std::string offload;
-  std::int64_t side_streams = 2;
-  bool accumulate = false;
-};
-
-void PrintTo(const Case& value, std::ostream* out) { *out << value.name; }
-
-class GpuEngineTest : public gpu::Gpu, public testing::WithParamInterface<Case> {
+class GpuEngineTest : public gpu::Gpu, public testing::WithParamInterface<Wrapping> {
  protected:
   void SetUp() override {
     gpu::Gpu::SetUp();
@@ -78,13 +69,7 @@ class GpuEngineTest : public gpu::Gpu, public testing::WithParamInterface<Case> 
 
 TEST_P(GpuEngineTest, GradientsEqualPlainTraining) {
   const auto plain = train(nullptr);
-  Options options(c10::Device(c10::DeviceType::CUDA, 0));
-  options.min_bytes(4096)
-      .offload(GetParam().offload)
-      .graph_options(GraphOptions().side_streams(GetParam().side_streams).accumulate_in_graph(GetParam().accumulate));
-  if (!GetParam().graph.empty()) {
-    options.graph(GetParam().graph);
-  }
+  const Options options = GetParam().options(c10::Device(c10::DeviceType::CUDA, 0), 4096);
   const auto run = train(&options);
   for (std::size_t s = 0; s < plain.size(); ++s) {
     EXPECT_TRUE(testing_model::same(run[s], plain[s])) << "step " << s;
@@ -94,13 +79,13 @@ TEST_P(GpuEngineTest, GradientsEqualPlainTraining) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Wrapped, GpuEngineTest,
-                         testing::Values(Case{"eager", "", "blocks.*.*"}, Case{"graphs_1", "blocks.*", "", 1},
-                                         Case{"graphs_offload_1", "blocks.*", "blocks.*.*", 1},
-                                         Case{"graphs_offload_2", "blocks.*", "blocks.*.*", 2},
-                                         Case{"graphs_offload_3", "blocks.*", "blocks.*.*", 3},
-                                         Case{"graphs_offload_2_accumulating", "blocks.*", "blocks.*.*", 2, true},
-                                         Case{"mixed", "blocks.1,blocks.2,blocks.4", "blocks.*.*", 2}),
-                         [](const testing::TestParamInfo<Case>& info) { return info.param.name; });
+                         testing::Values(Wrapping{"eager", "", "blocks.*.*"}, Wrapping{"graphs_1", "blocks.*", "", 1},
+                                         Wrapping{"graphs_offload_1", "blocks.*", "blocks.*.*", 1},
+                                         Wrapping{"graphs_offload_2", "blocks.*", "blocks.*.*", 2},
+                                         Wrapping{"graphs_offload_3", "blocks.*", "blocks.*.*", 3},
+                                         Wrapping{"graphs_offload_2_accumulating", "blocks.*", "blocks.*.*", 2, true},
+                                         Wrapping{"mixed", "blocks.1,blocks.2,blocks.4", "blocks.*.*", 2}),
+                         [](const testing::TestParamInfo<Wrapping>& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace sidestream

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <functional>
+#include <sstream>
 #include <stdexcept>
 
 #include <ATen/Functions.h>
@@ -9,12 +10,15 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/serialize/input-archive.h>
+#include <torch/serialize/output-archive.h>
 
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "unit/graphs/block_model.h"
 #include "unit/graphs/layer_stack.h"
+#include "unit/runtime/every_order.h"
 
 namespace sidestream {
 namespace {
@@ -269,6 +273,60 @@ TEST_F(CallTest, MovedWeightsAreCapturedAgainOrRefused) {
   EXPECT_THROWS(UsageError, "have moved", (void)engine.step());
   engine.reset();
   expect_plain(engine, 7, 9);
+}
+
+TEST_F(CallTest, LoadedWeightsAreCapturedAgain) {
+  OffloadEngine engine(model_, options());
+  std::stringstream saved;
+  {
+    torch::serialize::OutputArchive archive;
+    model_.save(archive);
+    archive.save_to(saved);
+  }
+  expect_plain(engine, 0, 3);
+  for (BlockModel* model : {&model_, &plain_}) {
+    saved.seekg(0);
+    torch::serialize::InputArchive archive;
+    archive.load_from(saved);
+    model->load(archive);
+  }
+  expect_plain(engine, 3, 5);
+  EXPECT_EQ(engine.report().recaptures, 4);
+}
+
+TEST_F(CallTest, PinnedMemoryIsWhatLeavesAndNoMore) {
+  OffloadEngine engine(model_, options());
+  expect_plain(engine, 0, 4);
+  const Report report = engine.report();
+  EXPECT_GT(report.offloaded_bytes, 0);
+  EXPECT_EQ(report.pinned_requested_bytes, report.offloaded_bytes);
+}
+
+TEST_F(CallTest, TheEndOfAStepIsBehindAllItsCopies) {
+  OffloadEngine engine(model_, options());
+  expect_plain(engine, 0, 3);
+  sim::Recording recording;
+  {
+    const auto step = engine.step();
+    const auto batch = testing_model::batch_of(model_.shape(), 3, device_);
+    (void)model_.loss(batch.tokens, batch.targets);  // no backward: the copies have nothing behind them
+  }
+  const at::Tensor after = at::ones({4}, positions_.options());
+  recording.stop();
+  EXPECT_GT(engine.report().offloaded_bytes, 0);
+  EXPECT_TRUE(sim::last_work_is_behind_all_copies(recording, c10::Stream(c10::Stream::DEFAULT, device_)));
+}
+
+// The blocks read a buffer of the model around them.
+TEST_F(CallTest, AMovedBufferOfAnotherModuleIsCapturedAgain) {
+  OffloadEngine engine(model_, options());
+  expect_plain(engine, 0, 3);
+  for (BlockModel* model : {&model_, &plain_}) {
+    at::Tensor positions = model->named_buffers()["positions"];
+    positions.set_data(positions.mul(-2));
+  }
+  expect_plain(engine, 3, 5);
+  EXPECT_EQ(engine.report().recaptures, 4);
 }
 
 /// Eager scopes before, between and after the graphed blocks.

@@ -90,9 +90,27 @@ TEST_F(EagerStep, GroupsLeaveAndComeBack) {
   expect_plain(engine, three_scopes);
   const Report report = engine.report();
   EXPECT_EQ(report.offloaded_bytes, 4 * kBytes) << "exp's and tanh's outputs of two groups; the last group stays";
-  EXPECT_EQ(find(report, "third")->kept_because, "turns round");
+  EXPECT_EQ(find(report, "third")->kept_because, "backward needs it at once");
   EXPECT_EQ(find(report, "first")->moved_bytes, 2 * kBytes);
   EXPECT_EQ(report.pinned_allocations_after_planning, 0);
+}
+
+TEST_F(EagerStep, MovedWeightsStillStay) {
+  OffloadEngine engine(model_, options().offload("all"));
+  const Loss loss = [](const at::Tensor& x, const at::Tensor& weight) {
+    at::Tensor h = x;
+    for (const char* name : {"first", "second", "third"}) {
+      const OffloadScope scope(name);
+      h = h.matmul(weight.t()).tanh();
+    }
+    return h.sum();
+  };
+  expect_plain(engine, loss);
+  const std::int64_t before = engine.report().offloaded_bytes;
+  model_.weight.set_data(model_.weight.detach().clone());
+  expect_plain(engine, loss);
+  EXPECT_GT(before, 0);
+  EXPECT_EQ(engine.report().offloaded_bytes, before);
 }
 
 TEST_F(EagerStep, ARetainedGraphRunsBackwardTwice) {

@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
@@ -70,6 +71,15 @@ class GraphedCallableError : public testing::Test {
       std::make_unique<OffloadEngine>(*model_, Options(device_).offload("layers.*.*").min_bytes(1024));
   std::vector<GraphedCallable> layers_;
 };
+
+TEST_F(GraphedCallableError, AnotherStateOfAutocastIsRefused) {
+  capture();
+  const c10::DeviceType type = device_.type();
+  at::autocast::set_autocast_enabled(type, true);
+  EXPECT_THROWS(UsageError, "autocast is in another state", (void)layers_[0]({input(0)}));
+  at::autocast::set_autocast_enabled(type, false);
+  expect_usable();
+}
 
 TEST_F(GraphedCallableError, OptionsThatMakeNoSense) {
   EXPECT_THROWS(UsageError, "side_streams is 0", capture(GraphOptions().side_streams(0)));

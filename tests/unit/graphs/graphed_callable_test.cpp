@@ -378,5 +378,82 @@ TEST_F(GraphedCallableTest, TwoBackwardsOfARetainedGraph) {
   }
 }
 
+// A hook may keep what it is given: the graph's own memory would be overwritten by a later replay.
+TEST_F(GraphedCallableTest, GradientsThatHooksKeepAreTheCallersOwn) {
+  StackTrainer graphed(device_);
+  graphed.graph(offload_all(), GraphOptions());
+  std::vector<at::Tensor> kept;
+  std::vector<at::Tensor> then;
+  const auto keep = [&](const at::Tensor& grad) {
+    kept.push_back(grad);
+    then.push_back(on_cpu(grad));
+  };
+  const at::Tensor x = rows(0, device_).requires_grad_(true);
+  x.register_hook(keep);
+  const auto hook = graphed.model->parameters()[0].register_hook(keep);
+  (run_stack(graphed.layers, x) * rows(0, device_, 1)).sum().backward();
+  graphed.model->parameters()[0].remove_hook(hook);
+  ASSERT_EQ(kept.size(), 2U);
+  (void)graphed.step(1);
+  EXPECT_TRUE(at::equal(on_cpu(kept[0]), then[0]));
+  EXPECT_TRUE(at::equal(on_cpu(kept[1]), then[1]));
+}
+
+// Beside the chain's own nodes a linked output may have others: what they are given stays theirs.
+TEST_F(GraphedCallableTest, AViewBetweenLinkedCallsKeepsItsGradient) {
+  StackTrainer graphed(device_);
+  graphed.graph(offload_all(), GraphOptions());
+  at::Tensor kept;
+  at::Tensor then;
+  const at::Tensor x = rows(0, device_).requires_grad_(true);
+  at::Tensor h = x;
+  for (std::size_t i = 0; i < graphed.layers.size(); ++i) {
+    h = graphed.layers[i]({h})[0];
+    if (i == 1) {
+      h = h.view_as(h);
+      h.register_hook([&](const at::Tensor& grad) {
+        kept = grad;
+        then = on_cpu(grad);
+      });
+    }
+  }
+  (h * rows(0, device_, 1)).sum().backward();
+  ASSERT_TRUE(kept.defined());
+  EXPECT_TRUE(at::equal(on_cpu(kept), then)) << "a later graph of the same backward wrote into it";
+  (void)graphed.step(1);
+  EXPECT_TRUE(at::equal(on_cpu(kept), then)) << "a later replay wrote into it";
+}
+
+// The first branch's gradient waits, as the graph gave it, while the other branches' graphs run.
+TEST_F(GraphedCallableTest, GradientsOfBranchesMeet) {
+  constexpr std::int64_t kBranches = 4;
+  OffloadEngine engine(*layer_stack(1, device_), offload_all());
+  std::vector<at::Tensor> weights;
+  std::vector<Callable> callables;
+  std::vector<std::vector<Sample>> samples;
+  for (std::int64_t i = 0; i < kBranches; ++i) {
+    weights.push_back(rows(i, device_, 5).slice(0, 0, 1).clone().requires_grad_(true));
+    callables.emplace_back("branch." + std::to_string(i), [weight = weights.back()](const Tensors& x) {
+      return Tensors{x[0].mul(weight).tanh().exp()};  // reads x once: one gradient comes back
+    });
+    samples.push_back({Sample(rows(0, device_).requires_grad_(true))});
+  }
+  auto branches = make_graphed_callables(engine, callables, samples, GraphOptions());
+  const auto gradient = [&](bool graphed, std::int64_t s) {
+    const at::Tensor x = rows(s, device_).requires_grad_(true);
+    const at::Tensor shared = x.mul(0.5);
+    at::Tensor sum;
+    for (std::size_t i = 0; i < kBranches; ++i) {
+      const at::Tensor y = graphed ? branches[i]({shared})[0] : callables[i].function()({shared})[0];
+      sum = sum.defined() ? sum + y : y;
+    }
+    (sum * rows(s, device_, 1)).sum().backward();
+    return on_cpu(x.grad());
+  };
+  for (std::int64_t s = 0; s < kSteps; ++s) {
+    EXPECT_TRUE(at::equal(gradient(true, s), gradient(false, s))) << "step " << s;
+  }
+}
+
 }  // namespace
 }  // namespace sidestream
