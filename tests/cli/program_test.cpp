@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstdlib>
+#include <optional>
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -71,14 +73,32 @@ TEST(Program, PatternThatMatchesNoScopeListsTheNamesThereAre) {
   EXPECT_NE(result.err.find("core_attn"), std::string::npos) << result.err;
 }
 
-TEST(Program, CudaWithoutADriverNamesTheSimDevice) {
-  const ProgramResult result = run_program({"train", "--device", "cuda", "--steps", "1"});
-  if (result.code == 0) {
-    GTEST_SKIP() << "this machine has a usable GPU";
+/// Programs that are started while it lives see no NVIDIA GPU.
+class HiddenGpus {
+ public:
+  HiddenGpus() : before_(environment("CUDA_VISIBLE_DEVICES")) { setenv("CUDA_VISIBLE_DEVICES", "", 1); }
+  HiddenGpus(const HiddenGpus&) = delete;
+  HiddenGpus& operator=(const HiddenGpus&) = delete;
+  ~HiddenGpus() {
+    if (before_) {
+      setenv("CUDA_VISIBLE_DEVICES", before_->c_str(), 1);
+    } else {
+      unsetenv("CUDA_VISIBLE_DEVICES");
+    }
   }
-  EXPECT_EQ(result.code, 1);
-  EXPECT_NE(result.err.find("driver"), std::string::npos) << result.err;
-  EXPECT_NE(result.err.find("--device sim"), std::string::npos) << result.err;
+
+ private:
+  static std::optional<std::string> environment(const char* name) {
+    const char* value = std::getenv(name);
+    return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+  }
+  std::optional<std::string> before_;
+};
+
+TEST(Program, CudaWithoutAUsableGpuNamesTheSimDevice) {
+  const HiddenGpus hidden;
+  expect_refusal({"train", "--device", "cuda", "--steps", "1"}, 1, "driver");
+  expect_refusal({"train", "--device", "cuda", "--steps", "1"}, 1, "--device sim");
 }
 
 TEST(Program, ComparedTrainingIsEqualAndReported) {
