@@ -68,7 +68,7 @@ class EagerStreams : public testing::Test {
       ASSERT_EQ(sim::raw_bytes(grads), expected);
       sim::expect_same_in_every_order(recording, grads, expected, kSeeds);
     }
-    EXPECT_GT(engine_.report().offloaded_bytes, 0);
+    EXPECT_GT(engine_.report().offloaded_bytes + engine_.report().reloaded_bytes, 0);
   }
 
   sim::OneThread one_thread_;
@@ -248,47 +248,80 @@ TEST_F(EagerStreams, AStorageReadBackOnTwoStreams) {
   });
 }
 
-// Backward stops half-way: a group that was on its way back is dropped, and its memory used again.
-TEST_F(EagerStreams, AnUnusedReloadHarmsNoLaterWork) {
+/// When memory that an unused reload may still write is used again.
+enum class Again { in_the_step, after_the_step, after_a_later_step };
+
+class EagerReload : public EagerStreams, public testing::WithParamInterface<Again> {};
+
+// Backward stops half-way: a group that was on its way back is dropped, and its memory used again on the model's stream, which
+// is not the one that the step ends on.
+TEST_P(EagerReload, UnusedOnesHarmNoLaterWork) {
   std::vector<at::Tensor> inputs;
   for (std::uint64_t i = 0; i < 4; ++i) {
     inputs.push_back(data(50 + i));
   }
+  const auto use = [](const at::Tensor& from) {
+    at::Tensor sum = from;
+    std::vector<at::Tensor> taken;
+    for (int i = 0; i < 8; ++i) {  // takes whatever was freed
+      taken.push_back(taken.empty() ? from.mul(0.5) : taken.back().mul(1.5));
+    }
+    for (const at::Tensor& each : taken) {
+      sum = sum + each;
+    }
+    return sum;
+  };
   synchronize(device_);
-  for (const bool inside : {true, false}) {
-    SCOPED_TRACE(inside ? "used again in the step" : "used again after the step");
-    expect_plain_in_every_order([&](std::uint64_t s, OffloadEngine* engine) {
-      const auto use = [](const at::Tensor& from) {
-        at::Tensor kept = from;
-        std::vector<at::Tensor> more;
-        for (int i = 0; i < 8; ++i) {  // takes whatever was freed
-          more.push_back(more.empty() ? from.mul(0.5) : more.back().mul(1.5));
-        }
-        for (const at::Tensor& each : more) {
-          kept = kept + each;
-        }
-        return kept;
-      };
-      auto step = maybe_step(engine);
-      at::Tensor h = inputs[s];
-      at::Tensor middle;
+  expect_plain_in_every_order([&](std::uint64_t s, OffloadEngine* engine) {
+    auto step = maybe_step(engine);
+    at::Tensor h = inputs[s];
+    at::Tensor middle;
+    std::vector<at::Tensor> grads;
+    {
+      const c10::StreamGuard on_a(a());
       for (const char* name : {"first", "second", "third", "fourth"}) {
         const OffloadScope scope(name);
         h = h.exp().mul(0.5).tanh();
         middle = std::string(name) == "second" ? h : middle;
       }
-      std::vector<at::Tensor> grads = gradients(h.sum(), {middle});
+    }
+    if (GetParam() == Again::after_a_later_step) {
+      step.reset();
+      if (engine != nullptr) {
+        step.emplace(engine->step());
+      }
+    }
+    {
+      const c10::StreamGuard on_a(a());
+      grads = gradients(h.sum(), {middle});
       middle.reset();
       h.reset();
-      if (inside) {
+      if (GetParam() == Again::in_the_step) {
         grads.push_back(use(grads[0]));
       }
-      step.reset();
-      grads.push_back(use(grads[0]));
-      return grads;
-    });
-  }
+    }
+    step.reset();
+    const c10::StreamGuard on_a(a());
+    grads.push_back(use(grads[0]));
+    return grads;
+  });
 }
+
+std::string name_of(const testing::TestParamInfo<Again>& info) {
+  switch (info.param) {
+    case Again::in_the_step:
+      return "InTheStep";
+    case Again::after_the_step:
+      return "AfterTheStep";
+    case Again::after_a_later_step:
+      return "AfterALaterStep";
+  }
+  return "";
+}
+
+INSTANTIATE_TEST_SUITE_P(When, EagerReload,
+                         testing::Values(Again::in_the_step, Again::after_the_step, Again::after_a_later_step),
+                         name_of);
 
 // What reloads are still under way: none that was used, one that was begun for a backward which stopped before it.
 TEST_F(EagerStreams, TheEndOfAStepIsBehindAllItsCopies) {

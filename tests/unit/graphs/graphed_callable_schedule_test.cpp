@@ -244,5 +244,25 @@ INSTANTIATE_TEST_SUITE_P(Skips, SkippedLayersScheduleTest, testing::Values(Skip{
                                   std::to_string(info.param.low) + "_cut" + std::to_string(info.param.cut);
                          });
 
+TEST(StepEndTest, IsBehindAllCopiesOfItsGraphs) {
+  const sim::OneThread one_thread;
+  const c10::Device device = find_device("sim");
+  torch::nn::Sequential model = layer_stack(5, device);
+  OffloadEngine engine(*model, Options(device).offload("layers.*.*").min_bytes(1024));
+  const auto layers = testing_model::graph_stack(engine, model, device, GraphOptions());
+  { const auto sizing = engine.step(); }
+  const at::Tensor x = rows(0, device).requires_grad_(true);
+  synchronize(device);
+  sim::Recording recording;
+  {
+    const auto step = engine.step();
+    (void)layers[1]({layers[0]({x})[0]});  // nothing after it: its copies are what runs last
+  }
+  const at::Tensor after = at::ones({4}, x.options().requires_grad(false));
+  recording.stop();
+  EXPECT_GT(engine.report().offloaded_bytes, 0);
+  EXPECT_TRUE(sim::last_work_is_behind_all_copies(recording, c10::Stream(c10::Stream::DEFAULT, device)));
+}
+
 }  // namespace
 }  // namespace sidestream
