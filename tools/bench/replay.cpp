@@ -1,0 +1,109 @@
+// What a replay costs the host: layers so small that the device is never what limits.
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros_like.h>
+#include <fmt/format.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <CLI/CLI.hpp>
+
+#include "sidestream/sidestream.h"
+
+namespace sidestream {
+namespace {
+
+/// Two products, and parameters as many as a transformer block has.
+class TinyBlock : public torch::nn::Module {
+ public:
+  TinyBlock() {
+    for (int i = 0; i < 9; ++i) {
+      weights_.push_back(register_parameter("weight" + std::to_string(i), at::ones({8})));
+    }
+  }
+  at::Tensor forward(at::Tensor h, const at::Tensor* /*rope*/, std::int64_t /*start*/) {
+    return h * weights_[0] * weights_[1];
+  }
+
+ private:
+  std::vector<at::Tensor> weights_;
+};
+
+class TinyLayers : public torch::nn::Module {
+ public:
+  explicit TinyLayers(std::int64_t layers) {
+    for (std::int64_t i = 0; i < layers; ++i) {
+      blocks_->push_back(std::make_shared<TinyBlock>());
+    }
+    register_module("blocks", blocks_);
+  }
+  at::Tensor forward(at::Tensor h) {
+    constexpr const at::Tensor* kNoRope = nullptr;
+    for (const auto& block : *blocks_) {
+      h = call(block->as<TinyBlock>(), h, stays(kNoRope), std::int64_t{0});
+    }
+    return h;
+  }
+
+ private:
+  torch::nn::ModuleList blocks_;
+};
+
+void measure(const std::string& device_name, std::int64_t layers, std::int64_t steps) {
+  const c10::Device device = find_device(device_name);
+  TinyLayers model(layers);
+  model.to(device);
+  for (at::Tensor& parameter : model.parameters()) {
+    parameter.mutable_grad() = at::zeros_like(parameter);
+  }
+  OffloadEngine engine(model,
+                       Options(device).graph("blocks.*").graph_options(GraphOptions().accumulate_in_graph(true)));
+  at::Tensor x = at::ones({8}).to(device).requires_grad_(true);
+  const at::Tensor gradient = at::ones({8}).to(device);
+  const auto run = [&](std::int64_t count) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (std::int64_t i = 0; i < count; ++i) {
+      {
+        const auto step = engine.step();
+        model.forward(x).backward(gradient);
+      }
+      x.mutable_grad() = at::Tensor();
+    }
+    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count() /
+           static_cast<double>(count);
+  };
+  run(10);
+  const double step = run(steps);
+  synchronize(device);
+  std::fputs(fmt::format("{}, {} layers: {:.1f} us a step, {:.2f} us a replay\n", describe(device).name, layers, step,
+                         step / static_cast<double>(2 * layers))
+                 .c_str(),
+             stdout);
+}
+
+}  // namespace
+}  // namespace sidestream
+
+int main(int argc, char** argv) {
+  CLI::App app("Host time of a replay, forward and backward, autograd's node included");
+  std::string device = "auto";
+  std::int64_t layers = 12;
+  std::int64_t steps = 500;
+  app.add_option("--device", device, "auto, cuda or sim")->capture_default_str();
+  app.add_option("--layers", layers)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--steps", steps)->check(CLI::PositiveNumber)->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  try {
+    sidestream::measure(device, layers, steps);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_replay: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}
