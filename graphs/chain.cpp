@@ -5,6 +5,7 @@
 
 #include "base/tracing.h"
 #include "graphs/replay_node.h"
+#include "runtime/issued_at.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -137,6 +138,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
                      "captured together replay in the order of their capture, or are captured apart");
   }
   const tracing::Scope trace(tracing::Range::launch_forward, layer.spec.scope->trace);
+  const IssuedAt place("forward", layer.spec.name);
   write_static_inputs(layer, inputs);
   const c10::Stream side = forward_stream(index);
   const std::size_t lane = index % streams_.size();
@@ -201,6 +203,7 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
     }
   }
   const tracing::Scope trace(tracing::Range::launch_backward, layer.spec.scope->trace);
+  const IssuedAt place("backward", layer.spec.name);
   if (options_.accumulate_in_graph()) {
     own_grads(layer);
   }

@@ -8,6 +8,7 @@
 #include "graphs/graph_check.h"
 #include "graphs/graph_event_state.h"
 #include "offload/nested_backward.h"
+#include "runtime/issued_at.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -99,6 +100,7 @@ void ChainCapture::capture_forward(std::size_t index) {
     CaptureOffload::release(chain_.layers_[index - lanes].moved);
   }
   const tracing::Scope trace(tracing::Range::capture_forward, layer.spec.scope->trace);
+  const IssuedAt place("forward", layer.spec.name);
   for (const auto i : c10::irange(layer.inputs.size())) {
     StaticInput& input = layer.inputs[i];
     if (input.linked) {
@@ -182,6 +184,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   }
   prepare_grad_outputs(index);
   const tracing::Scope trace(tracing::Range::capture_backward, layer.spec.scope->trace);
+  const IssuedAt place("backward", layer.spec.name);
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
   for (const auto i : c10::irange(live.outputs.size())) {
@@ -203,6 +206,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   if (index > 0) {
     Layer& next = chain_.layers_[index - 1];
+    const IssuedAt prefetch("reload", next.spec.name);
     resources_.offload->prefetch(next.moved, next.spec.scope->trace);
     for (const auto& saved : next.moved) {
       next.reload_targets.push_back(saved->device.mutable_data());

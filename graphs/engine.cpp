@@ -27,6 +27,8 @@ Step::~Step() noexcept(false) {
 OffloadEngine::OffloadEngine(torch::nn::Module& model, Options options)
     : state_(std::make_shared<EngineState>(model, std::move(options))) {}
 
+OffloadEngine::OffloadEngine(std::shared_ptr<EngineState> state) : state_(std::move(state)) {}
+
 OffloadEngine::~OffloadEngine() = default;
 
 Step OffloadEngine::step() { return Step(state_); }

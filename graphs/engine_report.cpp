@@ -46,6 +46,10 @@ Report EngineState::report() const {
   report.pinned_requested_bytes = static_cast<std::int64_t>(pinned.requested);
   report.host_cap = static_cast<std::int64_t>(pinned.cap);
   report.pinned_allocations_after_planning = static_cast<std::int64_t>(pinned.allocations_after_seal);
+  if (checked_ != nullptr) {
+    report.order_findings = checked_->findings();
+    report.checked_operations = static_cast<std::int64_t>(checked_->operations());
+  }
   for (const auto& weak : chains_) {
     if (const auto holder = weak.lock(); holder != nullptr && holder->chain != nullptr) {
       append(holder->chain->profile(), holder->chain->plan(), report);

@@ -1,6 +1,7 @@
 #include "graphs/engine_state.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
@@ -21,6 +22,20 @@ NamePatterns patterns_of(const std::vector<std::string>& lists) {
   return NamePatterns(std::move(all));
 }
 
+std::int64_t check_steps_by_environment() {
+  const char* text = std::getenv("SIDESTREAM_CHECK_STEPS");
+  if (text == nullptr || *text == 0) {
+    return 0;
+  }
+  char* end = nullptr;
+  const long long steps = std::strtoll(text, &end, 10);
+  if (*end != 0 || steps < 0) {
+    throw UsageError("SIDESTREAM_CHECK_STEPS is \"" + std::string(text) +
+                     "\"; it must be a number of steps, 0 for none");
+  }
+  return steps;
+}
+
 Options checked(Options options) {
   if (options.graph_options().side_streams() < 1) {
     throw UsageError("side_streams is " + std::to_string(options.graph_options().side_streams()) +
@@ -35,16 +50,27 @@ Options checked(Options options) {
   if (options.graph_options().on_moved_weights() == OnChange::eager) {
     throw UsageError("GraphOptions::on_moved_weights cannot be eager: it is capture or error");
   }
+  if (options.check_steps() == 0) {
+    options.check_steps(check_steps_by_environment());
+  }
+  if (options.check_steps() < 0) {
+    throw UsageError("check_steps is negative; it must be 0 (off) or a number of steps");
+  }
   return options;
 }
 
 }  // namespace
 
-EngineState::EngineState(torch::nn::Module& model, Options options)
+EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_ptr<Runtime> runtime)
     : model_(model),
       options_(checked(std::move(options))),
       graphed_(patterns_of(options_.graph_patterns())),
-      runtime_(make_runtime(options_.device())),
+      checked_(options_.check_steps() > 0
+                   ? std::make_shared<CheckedRuntime>(runtime != nullptr ? runtime : make_runtime(options_.device()))
+                   : nullptr),
+      runtime_(checked_ != nullptr  ? checked_
+               : runtime != nullptr ? std::move(runtime)
+                                    : make_runtime(options_.device())),
       arena_(std::make_shared<HostArena>(*runtime_, options_.host_cap())),
       tree_(patterns_of(options_.offload_patterns())),
       exclusions_(runtime_->device(), options_.min_bytes()),
@@ -85,6 +111,13 @@ void EngineState::begin_step() {
     throw UsageError("a step of this engine is active already; end it before the next begins");
   }
   exclusions_.refresh_parameters();
+  if (checked_ != nullptr) {
+    if (step_.steps < options_.check_steps()) {
+      checked_->begin_step(static_cast<std::uint64_t>(step_.steps + 1));
+    } else {
+      checked_->stop();
+    }
+  }
   if (sized_) {
     check_patterns();
     follow_moved_weights();
@@ -106,6 +139,7 @@ void EngineState::begin_step() {
   allocated_at_begin_ = runtime_->memory_stats().allocated;
   runtime_->reset_peak_memory_stats();
   recording_.emplace(recorder_.get());
+  journal_operators(journaling_);
   before_ = std::exchange(t_active, this);
   in_step_ = true;
 }
@@ -114,6 +148,7 @@ void EngineState::end_step(bool failed) {
   in_step_ = false;
   t_active = before_;
   recording_.reset();
+  journaling_.reset();
   inside_graphed_call_ = false;
   if (failed) {
     recorded_.clear();
@@ -207,6 +242,12 @@ void EngineState::plan_eager() {
   eager_planned_ = true;
 }
 
+void EngineState::journal_operators(std::optional<OperatorObserverGuard>& guard) {
+  if (checked_ != nullptr && step_.steps < options_.check_steps()) {
+    guard.emplace([checked = checked_](const OperatorAccess& access) { checked->observe(access); });
+  }
+}
+
 void EngineState::register_chain(const std::shared_ptr<ChainHolder>& holder) {
   chains_.push_back(holder);
   mark_static_outputs();
@@ -237,6 +278,8 @@ std::shared_ptr<Chain> EngineState::capture_chain(std::vector<LayerSpec> specs, 
       t_active = active;
     }
   } const restore{*this, std::exchange(capturing_, true), std::exchange(t_active, this)};
+  std::optional<OperatorObserverGuard> journaling;
+  journal_operators(journaling);
   auto chain = Chain::capture(graph_resources(), std::move(specs), options);
   for (const Layer& layer : chain->layers()) {
     step_.captures += layer.has_backward ? 2 : 1;

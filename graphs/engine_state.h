@@ -15,6 +15,7 @@
 #include "offload/exclusions.h"
 #include "offload/recorder.h"
 #include "offload/sizing.h"
+#include "runtime/checked_runtime.h"
 #include "sidestream/call.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"
@@ -47,7 +48,8 @@ struct CallSite {
 /// Threads: the step's; see the parts for what other threads may call.
 class EngineState : public std::enable_shared_from_this<EngineState> {
  public:
-  EngineState(torch::nn::Module& model, Options options);
+  /// `runtime`: null makes that of the options' device.
+  EngineState(torch::nn::Module& model, Options options, std::shared_ptr<Runtime> runtime = nullptr);
   EngineState(const EngineState&) = delete;
   EngineState& operator=(const EngineState&) = delete;
   ~EngineState();
@@ -81,6 +83,8 @@ class EngineState : public std::enable_shared_from_this<EngineState> {
   /// True for groups of calls that match `graph`: their chains move them.
   [[nodiscard]] bool in_graphed_call(const std::string& group) const;
   void mark_static_outputs();
+  /// Where steps are checked: operators of the calling thread go into the journal while the result lives.
+  void journal_operators(std::optional<OperatorObserverGuard>& guard);
   [[nodiscard]] CallSite& site_for(const detail::CallRequest& request);
   void learn_names();
   void run_eagerly(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs);
@@ -92,6 +96,7 @@ class EngineState : public std::enable_shared_from_this<EngineState> {
   torch::nn::Module& model_;
   Options options_;
   NamePatterns graphed_;
+  std::shared_ptr<CheckedRuntime> checked_;  ///< null: nothing is checked
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;
   ScopeTree tree_;
@@ -115,6 +120,7 @@ class EngineState : public std::enable_shared_from_this<EngineState> {
   std::shared_ptr<SizingMover> sizing_;
   std::unique_ptr<Recorder> recorder_;
   std::optional<RecorderGuard> recording_;
+  std::optional<OperatorObserverGuard> journaling_;
   RecordedCalls recorded_;
   PlannedPass planned_;
   bool eager_planned_ = false;

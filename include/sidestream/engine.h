@@ -40,6 +40,8 @@ class [[nodiscard]] Step {
 class OffloadEngine {
  public:
   OffloadEngine(torch::nn::Module& model, Options options);
+  /// For tests that give the engine another runtime.
+  explicit OffloadEngine(std::shared_ptr<EngineState> state);
   OffloadEngine(const OffloadEngine&) = delete;
   OffloadEngine& operator=(const OffloadEngine&) = delete;
   ~OffloadEngine();

@@ -46,6 +46,10 @@ class Options {
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
   /// Eager groups whose copies to the host may be in flight before the main stream waits for the oldest [max_inflight].
   TORCH_ARG(int64_t, groups_in_flight) = 2;
+  /// The first so many steps are written into a journal and checked: every two accesses to the same bytes, at least one a
+  /// write, must be ordered by streams and events. Report::order_findings says what is not. 0: off, at no cost. The environment
+  /// variable SIDESTREAM_CHECK_STEPS sets it where this is 0.
+  TORCH_ARG(int64_t, check_steps) = 0;
   /// How calls that match `graph` are captured and replayed.
   TORCH_ARG(GraphOptions, graph_options);
 

@@ -56,6 +56,13 @@ void Report::print(std::ostream& out) const {
     row(out, ("stays: " + exclusion.reason).c_str(),
         std::to_string(exclusion.tensors) + " tensors, " + mebibytes(exclusion.bytes));
   }
+  if (checked_operations > 0) {
+    row(out, "operations checked for order", std::to_string(checked_operations));
+    row(out, "findings", std::to_string(order_findings.size()));
+  }
+  for (const std::string& finding : order_findings) {
+    out << "  not ordered: " << finding << "\n";
+  }
   for (const std::string& note : notes) {
     out << "  note: " << note << "\n";
   }
@@ -83,6 +90,8 @@ std::string Report::json() const {
                            {"sizing_peak_bytes", sizing_peak_bytes},
                            {"step_peak_bytes", step_peak_bytes},
                            {"r_gross", r_gross()},
+                           {"checked_operations", checked_operations},
+                           {"order_findings", order_findings},
                            {"groups", nlohmann::json::array()},
                            {"exclusions", nlohmann::json::array()},
                            {"notes", notes}};

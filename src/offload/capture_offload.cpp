@@ -2,6 +2,7 @@
 
 #include "base/tracing.h"
 #include "memory/storage_view.h"
+#include "runtime/issued_at.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -50,6 +51,7 @@ void CaptureOffload::group_ended(Group& group) {
     return;
   }
   const tracing::Scope trace(tracing::Range::offload, group.scope->trace);
+  const IssuedAt place("offload", group.scope->name);
   Streams savers;
   for (const auto& saved : leaving) {
     for (const c10::Stream stream : saved->streams) {

@@ -6,6 +6,7 @@
 
 #include "base/tracing.h"
 #include "memory/storage_view.h"
+#include "runtime/issued_at.h"
 
 namespace sidestream {
 
@@ -112,6 +113,7 @@ void EagerOffload::group_ended(Group& group) {
     return;
   }
   const tracing::Scope trace(tracing::Range::offload, group.scope->trace);
+  const IssuedAt place("offload", group.scope->name);
   Slot& slot = next_slot();
   slot.scope = group.scope;
   for (const auto& saved : leaving) {
@@ -160,6 +162,7 @@ void EagerOffload::let_go_of_oldest() {
 
 void EagerOffload::reload(Slot& slot) {
   const tracing::Scope trace(tracing::Range::reload, slot.scope->trace);
+  const IssuedAt place("reload", slot.scope->name);
   slot.reloading = true;
   std::vector<std::shared_ptr<SavedStorage>> returning;
   for (const auto& weak : slot.storages) {

@@ -7,6 +7,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
+#include "runtime/checked_runtime.h"
 #include "runtime/sim/device.h"
 #include "sidestream/error.h"
 #include "sidestream/schedule.h"
@@ -48,13 +49,11 @@ std::shared_ptr<Runtime> runtime_of(Backend backend, std::string* why) {
 void PrintTo(const Subject& subject, std::ostream* out) { *out << subject.name; }
 
 std::vector<Subject> every_subject() {
-  return {{"sim_early", Backend::sim, "early"},
-          {"sim_late", Backend::sim, "late"},
-          {"sim_d2h_early", Backend::sim, "d2h-early"},
-          {"sim_d2h_late", Backend::sim, "d2h-late"},
-          {"sim_seed_1", Backend::sim, "seed:1"},
-          {"sim_seed_2", Backend::sim, "seed:2"},
-          {"cuda", Backend::cuda, ""}};
+  return {{"sim_early", Backend::sim, "early"},         {"sim_late", Backend::sim, "late"},
+          {"sim_d2h_early", Backend::sim, "d2h-early"}, {"sim_d2h_late", Backend::sim, "d2h-late"},
+          {"sim_seed_1", Backend::sim, "seed:1"},       {"sim_seed_2", Backend::sim, "seed:2"},
+          {"sim_checked", Backend::sim, "early", true}, {"cuda", Backend::cuda, ""},
+          {"cuda_checked", Backend::cuda, "", true}};
 }
 
 std::string subject_name(const testing::TestParamInfo<Subject>& info) { return info.param.name; }
@@ -65,6 +64,9 @@ void RuntimeContract::SetUp() {
   if (runtime_ == nullptr) {
     ASSERT_TRUE(on_gpu()) << "the sim backend runs everywhere: " << why;
     GTEST_SKIP() << why;
+  }
+  if (GetParam().checked) {
+    runtime_ = std::make_shared<CheckedRuntime>(runtime_);
   }
   if (!on_gpu()) {
     sim::Device::get().set_schedule(Schedule::parse(GetParam().schedule));

@@ -21,6 +21,7 @@ struct Subject {
   const char* name;
   Backend backend;
   const char* schedule;
+  bool checked = false;  ///< decorated by a CheckedRuntime
 };
 /// Names the subject in a failure.
 void PrintTo(const Subject& subject, std::ostream* out);
