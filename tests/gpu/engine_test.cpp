@@ -1,4 +1,5 @@
 // Gradients of graphed and offloaded training on a GPU against plain eager training, bit for bit, on deterministic kernels.
+#include <string>
 #include <vector>
 
 #include <ATen/Context.h>
@@ -76,6 +77,13 @@ TEST_P(GpuEngineTest, GradientsEqualPlainTraining) {
   }
   EXPECT_EQ(report_.offloaded_bytes > 0, !GetParam().offload.empty());
   EXPECT_EQ(report_.inline_reloads, 0);
+}
+
+TEST_P(GpuEngineTest, NothingIsUnordered) {
+  const Options options = GetParam().options(c10::Device(c10::DeviceType::CUDA, 0), 4096).check_steps(6);
+  (void)train(&options);
+  EXPECT_GT(report_.checked_operations, 1000);
+  EXPECT_EQ(report_.order_findings, std::vector<std::string>());
 }
 
 INSTANTIATE_TEST_SUITE_P(Wrapped, GpuEngineTest,
