@@ -53,4 +53,14 @@ struct Journal {
   std::vector<JournalAccess> accesses;
 };
 
+/// Accesses that nothing orders and waits for events that nothing recorded, one line each: both operations with stream, place
+/// and step, the bytes, and the edge that would cure it. Like findings are given once. Threads: any.
+[[nodiscard]] std::vector<std::string> check_order(const Journal& journal);
+
+/// The journal as the content of a file; docs/journal.md says how it is laid out.
+[[nodiscard]] std::string journal_bytes(const Journal& journal);
+/// Reads such a file. Throws: UsageError, with the remedy, for a file that cannot be read, is no journal, is of a newer version,
+/// is truncated or damaged, or (with its size) would not fit into this machine's memory.
+[[nodiscard]] Journal read_journal(const std::string& path);
+
 }  // namespace sidestream

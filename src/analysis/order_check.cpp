@@ -207,6 +207,16 @@ std::string place(const Journal& journal, const JournalOperation& operation) {
 
 }  // namespace
 
+std::vector<std::string> check_order(const Journal& journal) {
+  OrderChecker checker;
+  checker.read(journal);
+  std::vector<std::string> texts;
+  for (const OrderFinding& finding : checker.findings()) {
+    texts.push_back(describe(journal, finding));
+  }
+  return texts;
+}
+
 std::string describe(const Journal& journal, const OrderFinding& finding) {
   const JournalOperation& second = journal.operations[finding.second];
   if (finding.kind == OrderFinding::Kind::never_recorded) {
