@@ -33,6 +33,8 @@ OffloadEngine::~OffloadEngine() = default;
 
 Step OffloadEngine::step() { return Step(state_); }
 
+Journal OffloadEngine::journal() const { return state_->journal(); }
+
 Report OffloadEngine::report() const { return state_->report(); }
 
 void OffloadEngine::reset() { state_->reset(); }

@@ -59,6 +59,7 @@ class EngineState : public std::enable_shared_from_this<EngineState> {
   void end_step(bool failed);
   void dispatch(detail::CallRequest& request, detail::TensorBuffer& outputs);
   [[nodiscard]] Report report() const;
+  [[nodiscard]] Journal journal() const { return checked_ != nullptr ? checked_->journal() : Journal(); }
   void reset();
 
   /// Captures a chain; calls inside its callables are scopes only.

@@ -3,6 +3,7 @@
 
 #include <torch/nn/module.h>
 
+#include "sidestream/journal.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"
 
@@ -54,6 +55,8 @@ class OffloadEngine {
   void mark_not_offload(const at::Tensor& tensor);
 
   [[nodiscard]] Report report() const;
+  /// What the checked steps asked of the device; empty without Options::check_steps.
+  [[nodiscard]] Journal journal() const;
 
   /// Drops all captures and the plan: the next step is a sizing pass again. Throws: UsageError inside a step.
   void reset();

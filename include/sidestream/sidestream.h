@@ -5,6 +5,7 @@
 #include "sidestream/error.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/journal.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"
 #include "sidestream/schedule.h"

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include "sidestream/journal.h"
 #include "tests/cli/scratch_folder.h"
 
 namespace sidestream::cli {
@@ -123,6 +124,52 @@ TEST(Program, ComparedTrainingIsEqualAndReported) {
   EXPECT_EQ(json["modes"][1]["graphs"], 8);
   EXPECT_GT(json["modes"][2]["offloaded_bytes_per_step"], 0);
   EXPECT_GT(json["modes"][2]["pinned_host_bytes"], 0);
+}
+
+TEST(Program, CheckedStepsAreOrderedAndTheirJournalIsReadBack) {
+  const ScratchFolder folder;
+  const std::string journal = (folder.path() / "steps.journal").string();
+  const std::string report = (folder.path() / "report.json").string();
+  const ProgramResult result =
+      run_program(tiny_training({"--steps", "6", "--check-steps", "5", "--journal", journal, "--report", report}));
+  EXPECT_EQ(result.code, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("operations of the first 5 steps, every two that conflict are ordered"), std::string::npos)
+      << result.out;
+  const auto json = nlohmann::json::parse(ScratchFolder::read(report));
+  EXPECT_GT(json["order"]["operations"].get<int>(), 1000);
+  EXPECT_TRUE(json["order"]["findings"].empty());
+
+  const ProgramResult again = run_program({"check", journal});
+  EXPECT_EQ(again.code, 0) << again.out << again.err;
+  EXPECT_EQ(again.out.rfind(std::to_string(json["order"]["operations"].get<int>()) + " operations", 0), 0U)
+      << again.out;
+}
+
+TEST(Program, AFindingFailsTheCheck) {
+  Journal journal;
+  journal.names = {"", "mm", "copy"};
+  journal.streams = {"main", "copies"};
+  journal.accesses = {{0x1000, 64, true}, {0x1000, 64, false}};
+  journal.operations = {{JournalKind::compute, 0, 0, 1, 0, 0, 1}, {JournalKind::copy_to_host, 1, 0, 2, 0, 1, 1}};
+  const ScratchFolder folder;
+  const std::string path = folder.write("racing.journal", journal_bytes(journal)).string();
+  const ProgramResult result = run_program({"check", path});
+  EXPECT_EQ(result.code, 1);
+  EXPECT_NE(result.out.find("not ordered: mm on main writes"), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("cure: copies waits"), std::string::npos) << result.out;
+}
+
+TEST(Program, JournalsThatAreNoneAreRefused) {
+  const ScratchFolder folder;
+  expect_refusal({"check"}, 2, "journal");
+  expect_refusal({"check", (folder.path() / "absent").string()}, 2, "No such file");
+  expect_refusal({"check", folder.write("text", "no journal at all, but long enough").string()}, 2, "is no journal");
+  expect_refusal({"check", folder.write("cut", journal_bytes(Journal()).substr(0, 30)).string()}, 2, "is truncated");
+  expect_refusal({"train", "--journal", "x"}, 2, "--check-steps");
+  expect_refusal({"train", "--check-steps", "-1"}, 2, "--check-steps is -1");
+  expect_refusal({"train", "--check-steps", "5", "--graphs", "off", "--offload", "off"}, 2, "nothing to order");
+  expect_refusal(tiny_training({"--check-steps", "5", "--journal", (folder.path() / "absent" / "j").string()}), 2,
+                 "--journal");
 }
 
 TEST(Program, EveryModeTrainsToTheSameLoss) {

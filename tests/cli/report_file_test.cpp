@@ -17,7 +17,7 @@ TEST(ReportFile, AppearsCompleteOnCommit) {
   const ScratchFolder folder;
   const auto path = folder.write("report.json", "old");
   {
-    ReportFile report(path);
+    ReportFile report(path, "--report");
     EXPECT_EQ(ScratchFolder::read(path), "old");
     report.commit("new and longer");
   }
@@ -27,14 +27,14 @@ TEST(ReportFile, AppearsCompleteOnCommit) {
 
 TEST(ReportFile, LeavesNothingWithoutCommit) {
   const ScratchFolder folder;
-  { const ReportFile report(folder.path() / "report.json"); }
+  { const ReportFile report(folder.path() / "report.json", "--report"); }
   EXPECT_EQ(entries(folder.path()), 0u);
 }
 
 TEST(ReportFile, RefusesPlacesThatCannotBeWritten) {
   const ScratchFolder folder;
-  EXPECT_THROW(ReportFile(folder.path() / "absent" / "report.json"), UsageError);
-  EXPECT_THROW(ReportFile(folder.path()), UsageError);
+  EXPECT_THROW(ReportFile(folder.path() / "absent" / "report.json", "--report"), UsageError);
+  EXPECT_THROW(ReportFile(folder.path(), "--report"), UsageError);
   EXPECT_EQ(entries(folder.path()), 0u);
 }
 

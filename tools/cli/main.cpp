@@ -1,5 +1,6 @@
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <string>
 #include <string_view>
 
@@ -10,6 +11,7 @@
 
 #include "sidestream/error.h"
 #include "sidestream/version.h"
+#include "tools/cli/check_command.h"
 #include "tools/cli/info_command.h"
 #include "tools/cli/train_command.h"
 
@@ -23,10 +25,12 @@ constexpr const char* kFooter = R"(Examples:
   sidestream train --text book.txt --layers 6 --hidden 192 --heads 6 --steps 1000 --report run.json
   sidestream train --offload qkv,core_attn,proj --side-streams 1 --schedule seed:7
   sidestream train --device cuda --dtype bfloat16 --hidden 1024 --heads 16 --kv-heads 4 --ffn 2816 --seq 1024 --batch 8
+  sidestream train --steps 10 --check-steps 10 --journal steps.journal
+      Every access of the first ten steps must be ordered; the journal can be checked again: sidestream check steps.journal
   sidestream info
 
 Ctrl-C ends a run after the step that is running, with the table and the report of the steps done; a second Ctrl-C ends it at once.
-Exit codes: 0 done, 1 failure (also gradients that differ), 2 wrong usage, 130 ended by Ctrl-C.)";
+Exit codes: 0 done, 1 failure (also gradients that differ, accesses that nothing orders), 2 wrong usage, 130 ended by Ctrl-C.)";
 
 /// One line: a user can act on what happened, not on a stack of LibTorch's frames.
 int complain(std::string_view what, int code) {
@@ -46,6 +50,10 @@ int run(int argc, char** argv) {
       app.add_subcommand("train", "Train a model on text; a table at the end says what was saved and what it cost");
   train->footer(kFooter);
   cli::declare_training_options(*train, options);
+  std::filesystem::path journal;
+  CLI::App* check =
+      app.add_subcommand("check", "Look for unordered accesses in a journal (sidestream train --journal FILE)");
+  check->add_option("journal", journal, "A journal")->type_name("FILE")->required();
   const CLI::App* info =
       app.add_subcommand("info", "Show devices, versions and the measured speed of the link to each device");
   try {
@@ -54,6 +62,9 @@ int run(int argc, char** argv) {
     return app.exit(asked);
   } catch (const CLI::ParseError& error) {
     return complain(std::string(error.what()) + " (sidestream --help shows what there is)", cli::kUsage);
+  }
+  if (check->parsed()) {
+    return cli::check(journal);
   }
   return info->parsed() ? cli::info() : cli::train(options);
 }

@@ -13,15 +13,17 @@
 
 namespace sidestream::cli {
 
-ReportFile::ReportFile(std::filesystem::path path)
-    : path_(std::move(path)), temporary_(path_.string() + fmt::format(".{}.partial", getpid())) {
+ReportFile::ReportFile(std::filesystem::path path, std::string option)
+    : path_(std::move(path)),
+      option_(std::move(option)),
+      temporary_(path_.string() + fmt::format(".{}.partial", getpid())) {
   std::error_code ignored;
   if (std::filesystem::is_directory(path_, ignored)) {
-    throw UsageError(fmt::format("--report '{}' is a folder; name a file in it", path_.string()));
+    throw UsageError(fmt::format("{} '{}' is a folder; name a file in it", option_, path_.string()));
   }
   descriptor_ = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (descriptor_ < 0) {
-    throw UsageError(fmt::format("--report '{}' cannot be written: {}", path_.string(), std::strerror(errno)));
+    throw UsageError(fmt::format("{} '{}' cannot be written: {}", option_, path_.string(), std::strerror(errno)));
   }
 }
 
@@ -34,7 +36,7 @@ ReportFile::~ReportFile() {
 
 void ReportFile::commit(std::string_view text) {
   const auto failed = [&] {
-    throw Error(fmt::format("report '{}' cannot be written: {}", path_.string(), std::strerror(errno)));
+    throw Error(fmt::format("{} '{}' cannot be written: {}", option_, path_.string(), std::strerror(errno)));
   };
   while (!text.empty()) {
     const ssize_t written = write(descriptor_, text.data(), text.size());

@@ -1,5 +1,6 @@
 #pragma once
 #include <filesystem>
+#include <string>
 #include <string_view>
 
 namespace sidestream::cli {
@@ -9,7 +10,8 @@ class ReportFile {
  public:
   /// Opens the temporary file, so that an unwritable place is refused before the work is done.
   /// Throws: UsageError with the reason.
-  explicit ReportFile(std::filesystem::path path);
+  /// `option` is how the user named it, for messages.
+  ReportFile(std::filesystem::path path, std::string option);
   ReportFile(const ReportFile&) = delete;
   ReportFile& operator=(const ReportFile&) = delete;
   /// Removes the temporary file if nothing was committed.
@@ -21,6 +23,7 @@ class ReportFile {
 
  private:
   std::filesystem::path path_;
+  std::string option_;
   std::filesystem::path temporary_;
   int descriptor_ = -1;
 };

@@ -24,7 +24,8 @@ Json options_json(const TrainingOptions& options) {
           {"offload", options.offload},
           {"graphs", options.graphs},
           {"side_streams", options.side_streams},
-          {"schedule", options.schedule}};
+          {"schedule", options.schedule},
+          {"check_steps", options.check_steps}};
 }
 
 Json mode_json(const TrainingResult& result, const ModeResult& mode) {
@@ -83,6 +84,9 @@ std::string result_json(const TrainingResult& result) {
             {"modes", Json::array()}};
   for (const ModeResult& mode : result.modes) {
     json["modes"].push_back(mode_json(result, mode));
+  }
+  if (result.order.operations > 0) {
+    json["order"] = {{"operations", result.order.operations}, {"findings", result.order.findings}};
   }
   if (result.comparison) {
     json["gradients"] = comparison_json(result);

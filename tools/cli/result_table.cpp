@@ -158,6 +158,15 @@ std::string result_table(const TrainingResult& result) {
     out += '\n';
     append_comparison(out, result);
   }
+  if (result.order.operations > 0) {
+    out += fmt::format("\n  order: {} operations of the first {} steps, {}\n", grouped(result.order.operations),
+                       grouped(std::min(options.check_steps, result.steps_done)),
+                       result.order.findings.empty() ? std::string("every two that conflict are ordered")
+                                                     : fmt::format("{} FINDINGS", result.order.findings.size()));
+    for (const std::string& finding : result.order.findings) {
+      out += fmt::format("    {}\n", finding);
+    }
+  }
   return out;
 }
 

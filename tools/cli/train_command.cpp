@@ -93,8 +93,8 @@ class Measurement {
 class Training {
  public:
   Training(const TrainingOptions& options, c10::Device device, const TextCorpus& corpus, TrainingMode mode,
-           TrainingResult& result)
-      : options_(options), device_(device), corpus_(corpus), mode_(mode), result_(result) {}
+           TrainingResult& result, ReportFile* journal)
+      : options_(options), device_(device), corpus_(corpus), mode_(mode), result_(result), journal_(journal) {}
 
   void run(const InterruptGuard& interrupt) {
     TrainingRun main(options_, device_, mode_, corpus_);
@@ -132,6 +132,10 @@ class Training {
     } else {
       result_.parameters_equal = equal_parameters(main, *plain);
     }
+    result_.order = main.order_numbers();
+    if (journal_ != nullptr) {
+      journal_->commit(journal_bytes(main.journal()));
+    }
     result_.held_out.last = main.held_out_loss();
     result_.interrupted = interrupt.requested();
   }
@@ -152,6 +156,7 @@ class Training {
   const TextCorpus& corpus_;
   TrainingMode mode_;
   TrainingResult& result_;
+  ReportFile* journal_;  ///< null: none
 };
 
 /// The modes that the closing table sets side by side.
@@ -169,12 +174,14 @@ std::vector<TrainingMode> measured_modes(TrainingMode trained) {
 void measure_modes(const TrainingOptions& options, c10::Device device, const TextCorpus& corpus, TrainingMode trained,
                    const InterruptGuard& interrupt, TrainingResult& result) {
   const std::int64_t steps = kFirstSteps + std::min(options.steps, kTimedSteps);
+  TrainingOptions unchecked = options;
+  unchecked.check_steps = 0;
   for (const TrainingMode mode : measured_modes(trained)) {
     if (interrupt.requested()) {
       break;
     }
     Measurement measurement(device, mode.name());
-    TrainingRun run(options, device, mode, corpus);
+    TrainingRun run(unchecked, device, mode, corpus);
     ProgressLine progress(stdout, fmt::format("measure {}", mode.name()), static_cast<std::size_t>(steps),
                           static_cast<std::size_t>(options.tokens_per_step()));
     for (std::int64_t i = 0; i < steps && !interrupt.requested(); ++i) {
@@ -198,7 +205,11 @@ int train(const TrainingOptions& options) {
   corpus.require_windows(static_cast<std::size_t>(options.shape.seq) + 1, static_cast<std::size_t>(options.batch));
   std::optional<ReportFile> report;
   if (!options.report.empty()) {
-    report.emplace(options.report);
+    report.emplace(options.report, "--report");
+  }
+  std::optional<ReportFile> journal;
+  if (!options.journal.empty()) {
+    journal.emplace(options.journal, "--journal");
   }
   const ChosenDevice device = choose_device(options);
 
@@ -215,7 +226,7 @@ int train(const TrainingOptions& options) {
                     corpus.bytes(), corpus.source(), result.byte_entropy, device.name));
 
   const InterruptGuard interrupt;
-  Training(options, device.device, corpus, mode, result).run(interrupt);
+  Training(options, device.device, corpus, mode, result, journal ? &*journal : nullptr).run(interrupt);
   if (options.compare) {
     measure_modes(options, device.device, corpus, mode, interrupt, result);
   }
@@ -224,9 +235,15 @@ int train(const TrainingOptions& options) {
     report->commit(result_json(result));
     print(fmt::format("\n  report: {}\n", report->path().string()));
   }
+  if (journal) {
+    print(fmt::format("\n  journal: {}\n", journal->path().string()));
+  }
   if (result.comparison && !result.comparison->within_bound()) {
     throw Error(
         "the gradients differ from plain eager's by more than another order of summation explains (see the table)");
+  }
+  if (!result.order.findings.empty()) {
+    throw Error(fmt::format("{} accesses are not ordered (see the table)", result.order.findings.size()));
   }
   return result.interrupted ? kInterrupted : kSuccess;
 }

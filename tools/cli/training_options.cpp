@@ -97,6 +97,13 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
                    "Repeat every step in plain eager mode, compare the gradients of every parameter, and measure each "
                    "mode by itself");
   command.add_option("--report", options.report, "Write the results as JSON")->type_name("FILE");
+  command
+      .add_option("--check-steps", options.check_steps,
+                  "Journal the first N steps and report accesses that nothing orders; 0: off")
+      ->type_name("N")
+      ->capture_default_str();
+  command.add_option("--journal", options.journal, "Write the checked steps' journal (see sidestream check)")
+      ->type_name("FILE");
 }
 
 void validate(const TrainingOptions& options) {
@@ -104,6 +111,15 @@ void validate(const TrainingOptions& options) {
   require_positive("--batch", options.batch, 1 << 20);
   require_positive("--steps", options.steps, 1'000'000'000);
   require_positive("--side-streams", options.side_streams, 32);
+  if (options.check_steps < 0) {
+    throw UsageError(fmt::format("--check-steps is {}; it must be 0 (off) or more", options.check_steps));
+  }
+  if (!options.journal.empty() && options.check_steps == 0) {
+    throw UsageError("--journal without --check-steps: say how many steps to write, for example --check-steps 10");
+  }
+  if (options.check_steps > 0 && !options.graphed() && !options.offloads()) {
+    throw UsageError("--check-steps with neither graphs nor offload: the engine has nothing to order");
+  }
   if (!options.schedule.empty()) {
     if (options.device == "cuda") {
       throw UsageError(

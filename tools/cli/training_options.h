@@ -27,6 +27,8 @@ struct TrainingOptions {
   std::string schedule;  ///< empty: the device's own
   bool compare = false;
   std::filesystem::path report;  ///< empty: none
+  std::int64_t check_steps = 0;
+  std::filesystem::path journal;  ///< of the checked steps; empty: none
 
   [[nodiscard]] bool graphed() const noexcept { return graphs == "layer"; }
   [[nodiscard]] bool offloads() const noexcept { return offload != "off"; }

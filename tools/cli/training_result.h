@@ -18,6 +18,12 @@ struct OffloadNumbers {
   std::vector<std::string> notes;  ///< what the engine kept on the device, and why
 };
 
+/// What the order check found.
+struct OrderNumbers {
+  std::int64_t operations = 0;        ///< journaled; 0: nothing was checked
+  std::vector<std::string> findings;  ///< one line each
+};
+
 /// One mode, run by itself: nothing else lives on the device.
 struct ModeResult {
   std::string name;
@@ -38,6 +44,7 @@ struct LossPair {
 /// What `sidestream train` found out; the closing table and the report file are made of it.
 struct TrainingResult {
   TrainingOptions options;
+  OrderNumbers order;
   std::string device_name;
   std::string text_source;
   std::size_t text_files = 0;

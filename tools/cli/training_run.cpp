@@ -56,6 +56,7 @@ Options engine_options(const TrainingOptions& options, c10::Device device, Train
       engine.offload(pattern);
     }
   }
+  engine.check_steps(options.check_steps);
   engine.min_bytes(kMinBytes).graph_options(GraphOptions().side_streams(options.side_streams));
   return engine;
 }
@@ -173,6 +174,16 @@ std::int64_t TrainingRun::parameter_count() const {
   }
   return count;
 }
+
+OrderNumbers TrainingRun::order_numbers() const {
+  if (!state_->engine) {
+    return {};
+  }
+  Report report = state_->engine->report();
+  return {report.checked_operations, std::move(report.order_findings)};
+}
+
+Journal TrainingRun::journal() const { return state_->engine ? state_->engine->journal() : Journal{}; }
 
 OffloadNumbers TrainingRun::offload_numbers() const {
   if (!state_->engine) {

@@ -7,6 +7,7 @@
 
 #include <c10/core/Device.h>
 
+#include "sidestream/journal.h"
 #include "tools/cli/byte_model.h"
 #include "tools/cli/gradient_comparison.h"
 #include "tools/cli/text_corpus.h"
@@ -46,6 +47,10 @@ class TrainingRun {
   [[nodiscard]] std::int64_t parameter_count() const;
   /// What the engine counted; zeros without one.
   [[nodiscard]] OffloadNumbers offload_numbers() const;
+  /// What the order check of the first steps found; zeros without one.
+  [[nodiscard]] OrderNumbers order_numbers() const;
+  /// Of the checked steps.
+  [[nodiscard]] Journal journal() const;
 
   static constexpr std::size_t kHeldOutBatches = 32;
 
