@@ -158,8 +158,9 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
     }
   }
   next_forward_ = index + 1;
+  forward_tails_[lane] =
+      &layer.forward_drained;  // before: where the wait after the launch fails, the copies run all the same
   launch(layer.forward, side, layer.forward_done);
-  forward_tails_[lane] = &layer.forward_drained;
   reloaded_ = -1;  // what an earlier backward brought back may be overwritten now
   for (const auto& saved : layer.moved) {
     counts_.left_bytes += saved->bytes;
@@ -223,10 +224,10 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
   if (!layer.moved.empty() && reloaded_ != static_cast<std::int64_t>(index)) {
     reload_inline(layer);
   }
-  launch(layer.backward, side, layer.backward_done);
   backward_tail_ = &layer.backward_drained;
   behind_backward_tail_.assign(streams_.size(), false);
   behind_backward_tail_[0] = true;
+  launch(layer.backward, side, layer.backward_done);
   reloaded_ = static_cast<std::int64_t>(index) - 1;
   if (index > 0) {
     for (const auto& saved : layers_[index - 1].moved) {

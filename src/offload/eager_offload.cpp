@@ -77,9 +77,11 @@ void EagerOffload::begin_step() {
 
 EagerOffload::Slot& EagerOffload::next_slot() {
   if (used_slots_ == slots_.size()) {
+    auto left = std::make_shared<Event>(runtime_->create_event());
+    auto returned = std::make_shared<Event>(runtime_->create_event());
     Slot& slot = slots_.emplace_back();
-    slot.left = std::make_shared<Event>(runtime_->create_event());
-    slot.returned = std::make_shared<Event>(runtime_->create_event());
+    slot.left = std::move(left);
+    slot.returned = std::move(returned);
   }
   Slot& slot = slots_[used_slots_++];
   slot.storages.clear();
@@ -122,20 +124,38 @@ void EagerOffload::group_ended(Group& group) {
       add_stream(step_streams_, stream);
     }
   }
-  fork(to_host_, slot.savers);
+  try {
+    fork(to_host_, slot.savers);
+    for (const auto& saved : leaving) {
+      saved->lease.wait_before_use(to_host_);
+      runtime_->copy_to_host(saved->lease.data(), saved->device.data(), saved->bytes, to_host_);
+      saved->lease.touched(slot.left);
+    }
+    runtime_->record(*slot.left, to_host_);
+  } catch (...) {
+    settle(to_host_);  // nothing tells when copies that were queued are done
+    for (const auto& saved : leaving) {
+      saved->lease.reset();
+      saved->moves = false;
+    }
+    throw;
+  }
   for (const auto& saved : leaving) {
-    saved->lease.wait_before_use(to_host_);
-    runtime_->copy_to_host(saved->lease.data(), saved->device.data(), saved->bytes, to_host_);
-    saved->lease.touched(slot.left);
     saved->place = SavedStorage::Place::leaving;
     saved->slot = static_cast<std::uint32_t>(used_slots_);
     slot.storages.push_back(saved);
     counts_.left_bytes += saved->bytes;
   }
-  runtime_->record(*slot.left, to_host_);
   stash_.emplace_back(&slot, std::move(leaving));
   while (stash_.size() > groups_in_flight_) {
     let_go_of_oldest();
+  }
+}
+
+void EagerOffload::settle(const OwnedStream& copies) noexcept {
+  try {
+    runtime_->synchronize(copies);
+  } catch (const std::exception&) {  // the device has failed: nothing runs any more
   }
 }
 
@@ -147,10 +167,10 @@ void EagerOffload::fork(const OwnedStream& copies, const Streams& savers) {
 }
 
 void EagerOffload::let_go_of_oldest() {
-  auto [slot, storages] = std::move(stash_.front());
-  stash_.pop_front();
-  runtime_->wait(slot->savers.front(), *slot->left);
+  runtime_->wait(stash_.front().first->savers.front(), *stash_.front().first->left);
   ++counts_.waits;
+  const auto [slot, storages] = std::move(stash_.front());
+  stash_.pop_front();
   for (const auto& saved : storages) {
     keep_for(saved->device, step_streams_);
     if (saved->place == SavedStorage::Place::leaving) {
@@ -172,14 +192,25 @@ void EagerOffload::reload(Slot& slot) {
       returning.push_back(std::move(saved));
     }
   }
-  fork(to_device_, slot.savers);
+  try {
+    fork(to_device_, slot.savers);
+    for (const auto& saved : returning) {
+      runtime_->copy_to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes, to_device_);
+    }
+    runtime_->record(*slot.returned, to_device_);
+  } catch (...) {
+    settle(to_device_);
+    for (const auto& saved : returning) {
+      saved->device = c10::Storage();
+    }
+    slot.reloading = false;
+    throw;
+  }
   for (const auto& saved : returning) {
-    runtime_->copy_to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes, to_device_);
     saved->lease.touched(slot.returned);
     saved->place = SavedStorage::Place::returning;
     counts_.returned_bytes += saved->bytes;
   }
-  runtime_->record(*slot.returned, to_device_);
 }
 
 void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {

@@ -57,6 +57,8 @@ class EagerOffload final : public StorageMover {
   void prefetch_before(std::size_t limit);
   void fork(const OwnedStream& copies, const Streams& savers);
   void await_arrival(Slot& slot, c10::Stream stream);
+  /// After a failure: waits on the host until the queued copies are done.
+  void settle(const OwnedStream& copies) noexcept;
   Slot& next_slot();
   [[nodiscard]] Slot* slot_of(const SavedStorage& storage);
 
