@@ -114,6 +114,14 @@ def main(setup):
         status, _, err = machine.run(setup)
         return expect(status == 0 and (machine.commands / "cmake").exists(), status, err)
 
+    def packages_that_apt_has_not(machine):
+        (machine.commands / "cmake").unlink()
+        machine.add("id", "#!/bin/sh\necho 0\n")
+        machine.add("env", '#!/bin/sh\nshift\nexec "$@"\n')
+        machine.add("apt-get", '#!/bin/sh\n[ "$1" = update ] || exit 100\n')
+        status, _, err = machine.run(setup)
+        return expect(status == 1 and "could not install: cmake" in err and "universe" in err, status, err)
+
     def bad_torch(machine):
         (machine.folder / "torch" / "lib" / "libtorch_cpu.so").unlink()
         status, _, err = machine.run(setup)
@@ -129,6 +137,7 @@ def main(setup):
     machine_case("an environment that was not finished is made anew", interrupted)
     machine_case("without root and sudo says what to install", no_root_no_sudo)
     machine_case("installs what is missing as root", installs_as_root)
+    machine_case("says what apt could not install", packages_that_apt_has_not)
     machine_case("refuses a LibTorch that is none", bad_torch)
     machine_case("refuses an unknown argument", bad_argument)
     tap.finish()
