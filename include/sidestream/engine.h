@@ -15,6 +15,7 @@ class EngineState;
 /// Ordering: at its end the current stream waits for every copy of the step, and so do streams that saved in it. A stream that
 /// only reads what others saved is unknown to the engine: at::Tensor::record_stream, as without offload.
 /// Threads: ends on the thread it began on.
+/// Its end may throw: hold it in a variable of its own; a std::optional terminates the program instead.
 class [[nodiscard]] Step {
  public:
   Step(Step&& other) noexcept : state_(std::move(other.state_)), exceptions_(other.exceptions_) {}
