@@ -1,6 +1,5 @@
 // Eager offload of a model that forks a stream in each scope, on a GPU: the gradients of the same model without an engine.
 #include <ATen/Functions.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
@@ -10,18 +9,14 @@
 #include "gpu/gpu_fixture.h"
 #include "sidestream/engine.h"
 #include "sidestream/scope.h"
+#include "stream_order.h"
 
 namespace sidestream {
 namespace {
 
-class GpuStreamsTest : public gpu::Gpu {
- protected:
-  static void order(c10::Stream earlier, c10::Stream later) {
-    c10::Event event(earlier.device_type());
-    event.record(earlier);
-    event.block(later);
-  }
-};
+using testing_model::order;
+
+class GpuStreamsTest : public gpu::Gpu {};
 
 TEST_F(GpuStreamsTest, ForkedScopesGiveTheGradientsOfPlainTraining) {
   const c10::Device device(c10::DeviceType::CUDA, 0);

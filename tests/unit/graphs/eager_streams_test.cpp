@@ -4,7 +4,6 @@
 #include <vector>
 
 #include <ATen/Functions.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -13,19 +12,15 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/scope.h"
+#include "stream_order.h"
 #include "unit/runtime/every_order.h"
 
 namespace sidestream {
 namespace {
 
-constexpr std::uint64_t kSeeds = 200;
+using testing_model::order;
 
-/// `later` waits for what is queued on `earlier`, as a model does it.
-void order(c10::Stream earlier, c10::Stream later) {
-  c10::Event event(earlier.device_type());
-  event.record(earlier);
-  event.block(later);
-}
+constexpr std::uint64_t kSeeds = 200;
 
 class EagerStreams : public testing::Test {
  protected:

@@ -2,7 +2,6 @@
 #include <vector>
 
 #include <ATen/Functions.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
 
@@ -11,12 +10,14 @@
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/scope.h"
+#include "stream_order.h"
 #include "unit/graphs/layer_stack.h"
 #include "unit/runtime/every_order.h"
 
 namespace sidestream {
 namespace {
 
+using testing_model::order;
 using testing_model::rows;
 
 constexpr std::uint64_t kSeeds = 100;
@@ -27,11 +28,6 @@ class ForkedCallable : public testing::TestWithParam<std::int64_t> {
   void TearDown() override { synchronize(device_); }
 
   [[nodiscard]] c10::Stream current() { return engine_.state()->runtime().current_stream(); }
-  static void order(c10::Stream earlier, c10::Stream later) {
-    c10::Event event(earlier.device_type());
-    event.record(earlier);
-    event.block(later);
-  }
 
   /// The branch is joined after the scope has ended: its copies must not start from the current stream alone.
   at::Tensor forward(const at::Tensor& given) {
