@@ -116,13 +116,13 @@ CheckedRuntime::Captured* CheckedRuntime::capture_that_recorded(const void* even
   return nullptr;
 }
 
-void CheckedRuntime::write(const Noted& noted, std::uint32_t stream, std::uint32_t event) {
+void CheckedRuntime::write(const Noted& noted, std::uint32_t stream, std::uint32_t event, std::uint32_t site) {
   JournalOperation operation;
   operation.kind = noted.kind;
   operation.stream = stream;
   operation.event = event;
   operation.name = noted.name;
-  operation.site = noted.site;
+  operation.site = site;
   operation.first_access = journal_.accesses.size();
   operation.accesses = static_cast<std::uint32_t>(noted.accesses.size());
   journal_.accesses.insert(journal_.accesses.end(), noted.accesses.begin(), noted.accesses.end());
@@ -142,7 +142,7 @@ void CheckedRuntime::note(JournalKind kind, c10::Stream stream, const void* even
     capture->operations.push_back(std::move(noted));
     return;
   }
-  write(noted, stream_index(stream.id()), event == nullptr ? 0 : event_number(event));
+  write(noted, stream_index(stream.id()), event == nullptr ? 0 : event_number(event), noted.site);
 }
 
 void CheckedRuntime::observe(const OperatorAccess& access) {
@@ -343,9 +343,9 @@ void CheckedRuntime::launch(const Graph& graph, c10::Stream stream) {
   if (found == graphs_.end() || stopped_) {
     return;
   }
-  Captured& captured = *found->second;
+  const Captured& captured = *found->second;
   const std::uint32_t origin = stream_index(stream.id());
-  for (Noted& noted : captured.operations) {
+  for (const Noted& noted : captured.operations) {
     const JournalSite captured_at = journal_.sites[noted.site];
     const auto [site, is_new] = sites_.try_emplace(pair_of(captured_at.phase, captured_at.name),
                                                    static_cast<std::uint32_t>(journal_.sites.size()));
@@ -366,9 +366,7 @@ void CheckedRuntime::launch(const Graph& graph, c10::Stream stream) {
       }
     }
     const std::uint32_t lane = noted.stream == captured.origin ? origin : fork_index(captured, noted.stream);
-    const std::uint32_t then = std::exchange(noted.site, site->second);
-    write(noted, lane, event);
-    noted.site = then;
+    write(noted, lane, event, site->second);
   }
 }
 

@@ -76,7 +76,7 @@ class CheckedRuntime final : public ForwardingRuntime {
 
   void note(JournalKind kind, c10::Stream stream, const void* event, const char* name,
             std::vector<JournalAccess> accesses = {});
-  void write(const Noted& noted, std::uint32_t stream, std::uint32_t event);
+  void write(const Noted& noted, std::uint32_t stream, std::uint32_t event, std::uint32_t site);
   [[nodiscard]] std::uint32_t name_index(std::string_view name);
   [[nodiscard]] std::uint32_t site_index();
   [[nodiscard]] std::uint32_t stream_index(c10::StreamId stream);
