@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace sidestream {
@@ -10,6 +11,7 @@ struct JournalAccess {
   std::uint64_t begin = 0;
   std::uint64_t bytes = 0;
   bool write = false;
+  bool pinned = false;  ///< host memory that the device copies from or to
 };
 
 /// What an operation does. Each `record` makes a new version of its event; a `wait` is for the version current at its place.
@@ -23,6 +25,7 @@ enum class JournalKind : std::uint8_t {
   host_waits_event,   ///< the host has seen `event`: all that is issued later is behind it
   host_waits_stream,  ///< the host has seen all that `stream` was given
   host_waits_device,  ///< the host has seen everything
+  freed_behind,       ///< its accesses name memory that was freed and is lent again only behind what `stream` did to it
 };
 
 /// Where in the program an operation was issued.
@@ -62,5 +65,7 @@ struct Journal {
 /// Reads such a file. Throws: UsageError, with the remedy, for a file that cannot be read, is no journal, is of a newer version,
 /// is truncated or damaged, or (with its size) would not fit into this machine's memory.
 [[nodiscard]] Journal read_journal(const std::string& path);
+/// The same of such a file's content; `source` names it in errors.
+[[nodiscard]] Journal parse_journal(std::string_view content, const std::string& source);
 
 }  // namespace sidestream

@@ -13,10 +13,13 @@ namespace sidestream {
 namespace {
 
 constexpr std::string_view kMagic = "sidestream journal\n";
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;  // 1 had no pinned accesses and no freed_behind; else it is the same
 constexpr std::uint64_t kSiteBytes = 16;
 constexpr std::uint64_t kOperationBytes = 29;
 constexpr std::uint64_t kAccessBytes = 17;
+// What an access's byte of flags is made of.
+constexpr std::uint8_t kWrite = 1;
+constexpr std::uint8_t kPinned = 2;
 /// Bytes in memory for one in a file, rounded up: what a file is refused by before it is read.
 constexpr std::uint64_t kGrowth = 3;
 
@@ -157,21 +160,25 @@ std::string journal_bytes(const Journal& journal) {
   for (const JournalAccess& access : journal.accesses) {
     out.number(access.begin);
     out.number(access.bytes);
-    out.number(static_cast<std::uint8_t>(access.write));
+    out.number(static_cast<std::uint8_t>((access.write ? kWrite : 0) | (access.pinned ? kPinned : 0)));
   }
   return out.finish();
 }
 
 Journal read_journal(const std::string& path) {
   errno = 0;
-  const std::string content = content_of(path);
-  Reader in(content, path);
+  return parse_journal(content_of(path), path);
+}
+
+Journal parse_journal(std::string_view content, const std::string& source) {
+  Reader in(content, source);
   if (content.compare(0, kMagic.size(), kMagic) != 0) {
     in.refuse("is no journal");
   }
   (void)in.text(kMagic.size());
-  if (const auto version = in.number<std::uint32_t>(); version != kVersion) {
-    in.refuse("is of version " + std::to_string(version) + ", and this program reads " + std::to_string(kVersion));
+  if (const auto version = in.number<std::uint32_t>(); version < 1 || version > kVersion) {
+    in.refuse("is of version " + std::to_string(version) + ", and this program reads those up to " +
+              std::to_string(kVersion));
   }
   Journal journal;
   journal.names = in.texts();
@@ -185,14 +192,12 @@ Journal read_journal(const std::string& path) {
   journal.operations.resize(in.count(kOperationBytes));
   for (JournalOperation& operation : journal.operations) {
     const auto kind = in.number<std::uint8_t>();
-    operation.kind =
-        static_cast<JournalKind>(in.index(kind, static_cast<std::size_t>(JournalKind::host_waits_device) + 1));
+    operation.kind = static_cast<JournalKind>(in.index(kind, static_cast<std::size_t>(JournalKind::freed_behind) + 1));
     operation.stream = in.number<std::uint32_t>();
     if (operation.kind != JournalKind::host_access) {
       in.index(operation.stream, journal.streams.size());
     }
-    // The checker keeps something for every number up to the highest.
-    operation.event = in.index(in.number<std::uint32_t>(), std::size_t{1} << 26);
+    operation.event = in.number<std::uint32_t>();
     operation.name = in.index(in.number<std::uint32_t>(), journal.names.size());
     operation.site = in.index(in.number<std::uint32_t>(), journal.sites.size());
     operation.first_access = in.number<std::uint64_t>();
@@ -202,7 +207,12 @@ Journal read_journal(const std::string& path) {
   for (JournalAccess& access : journal.accesses) {
     access.begin = in.number<std::uint64_t>();
     access.bytes = in.number<std::uint64_t>();
-    access.write = in.number<std::uint8_t>() != 0;
+    const auto flags = in.number<std::uint8_t>();
+    if (flags > (kWrite | kPinned)) {
+      in.refuse("is damaged: an access neither reads nor writes");
+    }
+    access.write = (flags & kWrite) != 0;
+    access.pinned = (flags & kPinned) != 0;
     if (access.bytes > std::numeric_limits<std::uint64_t>::max() - access.begin) {
       in.refuse("is damaged: an access goes beyond all addresses");
     }
@@ -213,7 +223,7 @@ Journal read_journal(const std::string& path) {
       in.refuse("is damaged: it refers to what it does not hold");
     }
   }
-  const auto expected = checksum(std::string_view(content).substr(0, content.size() - sizeof(std::uint64_t)));
+  const auto expected = checksum(content.substr(0, content.size() - sizeof(std::uint64_t)));
   if (in.number<std::uint64_t>() != expected || !in.empty()) {
     in.refuse("is damaged: its checksum differs");
   }

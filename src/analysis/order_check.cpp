@@ -4,6 +4,10 @@
 #include <cinttypes>
 #include <cstdio>
 
+#include <unistd.h>
+
+#include "sidestream/error.h"
+
 namespace sidestream {
 namespace {
 
@@ -15,10 +19,28 @@ std::uint32_t lane_of(const JournalOperation& operation) {
 
 }  // namespace
 
-void OrderChecker::join(Clock& clock, const Clock& other) {
-  if (clock.size() < other.size()) {
-    clock.resize(other.size());
+std::uint64_t OrderChecker::half_of_memory() {
+  return static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)) / 2 /
+         sizeof(Clock::value_type);
+}
+
+void OrderChecker::grow(Clock& clock, std::size_t entries) {
+  if (clock.size() >= entries) {
+    return;
   }
+  const std::size_t more = entries - clock.size();
+  if (more > room_) {
+    throw UsageError("the journal's " + std::to_string(lanes_.size()) + " streams and " +
+                     std::to_string(events_.size()) +
+                     " events would take more memory than there is to check; check fewer steps");
+  }
+  room_ -= more;
+  clock.resize(entries);
+}
+
+void OrderChecker::join(Clock& clock, const Clock& other) {
+  grow(clock, other.size());
+  work_ += other.size();
   for (std::size_t i = 0; i < other.size(); ++i) {
     clock[i] = std::max(clock[i], other[i]);
   }
@@ -29,11 +51,8 @@ OrderChecker::Clock& OrderChecker::clock_of(std::uint32_t lane) {
     lanes_.resize(lane + 1);
     host_seen_.resize(lane + 1);
   }
-  Clock& clock = lanes_[lane];
-  if (clock.size() <= lane) {
-    clock.resize(lane + 1);
-  }
-  return clock;
+  grow(lanes_[lane], std::size_t{lane} + 1);
+  return lanes_[lane];
 }
 
 void OrderChecker::read(const Journal& journal) {
@@ -52,29 +71,28 @@ void OrderChecker::operation(const Journal& journal, std::size_t index) {
     join(lanes_[lane], lanes_[kHost]);
     host_seen_[lane] = host_version_;
   }
-  const bool of_event = operation.kind == JournalKind::record || operation.kind == JournalKind::wait ||
-                        operation.kind == JournalKind::host_waits_event;
-  if (of_event && operation.event >= events_.size()) {
-    events_.resize(operation.event + 1);
-    recorded_.resize(operation.event + 1);
-  }
   switch (operation.kind) {
-    case JournalKind::record:
-      events_[operation.event] = lanes_[lane];
-      recorded_[operation.event] = true;
+    case JournalKind::record: {
+      Clock& at_record = events_[operation.event];
+      grow(at_record, lanes_[lane].size());
+      at_record = lanes_[lane];
       return;
-    case JournalKind::wait:
-      if (!recorded_[operation.event]) {
-        if (reported_.insert({operation.name, operation.site, operation.stream, operation.event, 0, 1}).second) {
-          findings_.push_back({OrderFinding::Kind::never_recorded, index, index, 0, 0, false, false});
-        }
+    }
+    case JournalKind::wait: {
+      const auto recorded = events_.find(operation.event);
+      if (recorded == events_.end()) {
+        OrderFinding finding;
+        finding.kind = OrderFinding::Kind::never_recorded;
+        finding.first = finding.second = index;
+        report(journal, finding);
         return;
       }
-      join(lanes_[lane], events_[operation.event]);
+      join(lanes_[lane], recorded->second);
       return;
+    }
     case JournalKind::host_waits_event:
-      if (recorded_[operation.event]) {
-        join(lanes_[kHost], events_[operation.event]);
+      if (const auto recorded = events_.find(operation.event); recorded != events_.end()) {
+        join(lanes_[kHost], recorded->second);
         ++host_version_;
       }
       return;
@@ -87,6 +105,11 @@ void OrderChecker::operation(const Journal& journal, std::size_t index) {
         join(lanes_[kHost], lanes_[other]);
       }
       ++host_version_;
+      return;
+    case JournalKind::freed_behind:
+      for (std::uint64_t i = 0; i < operation.accesses; ++i) {
+        forget(journal.accesses[operation.first_access + i], lane);
+      }
       return;
     case JournalKind::host_access:
       ++host_version_;
@@ -126,20 +149,41 @@ OrderChecker::Ranges::iterator OrderChecker::split_at(std::uint64_t address) {
   return after;
 }
 
+// The lender of the memory has ordered these accesses before all that are to come.
+void OrderChecker::forget(const JournalAccess& freed, std::uint32_t lane) {
+  if (freed.bytes == 0) {
+    return;
+  }
+  const std::uint64_t end = freed.begin + freed.bytes;
+  auto range = split_at(freed.begin);
+  split_at(end);
+  for (; range != ranges_.end() && range->first < end; ++range) {
+    ++work_;
+    Range& known = range->second;
+    known.written = known.written && known.writer.lane != lane;
+    std::erase_if(known.readers, [&](const Mark& reader) { return reader.lane == lane; });
+  }
+}
+
 void OrderChecker::access(const Journal& journal, std::size_t index, const JournalAccess& touched, std::uint32_t lane) {
   const std::uint64_t end = touched.begin + touched.bytes;
   const Mark mark{lane, lanes_[lane][lane], index};
+  const auto conflict = [&](const Mark& earlier, bool writes, std::uint64_t from, std::uint64_t to) {
+    report(journal, {OrderFinding::Kind::unordered, earlier.operation, index, from, to - from, writes, touched.write,
+                     touched.pinned});
+  };
   const auto first = split_at(touched.begin);
   split_at(end);
   if (touched.write) {
     auto range = first;
     for (; range != ranges_.end() && range->first < end; ++range) {
+      work_ += 1 + range->second.readers.size();
       if (range->second.written && !ordered(range->second.writer, lane)) {
-        report(journal, range->second.writer, true, index, range->first, range->second.end, true);
+        conflict(range->second.writer, true, range->first, range->second.end);
       }
       for (const Mark& reader : range->second.readers) {
         if (!ordered(reader, lane)) {
-          report(journal, reader, false, index, range->first, range->second.end, true);
+          conflict(reader, false, range->first, range->second.end);
         }
       }
     }
@@ -157,8 +201,9 @@ void OrderChecker::access(const Journal& journal, std::size_t index, const Journ
       continue;
     }
     Range& known = range->second;
+    work_ += 1 + known.readers.size();
     if (known.written && !ordered(known.writer, lane)) {
-      report(journal, known.writer, true, index, range->first, known.end, false);
+      conflict(known.writer, true, range->first, known.end);
     }
     const auto same = std::find_if(known.readers.begin(), known.readers.end(),
                                    [&](const Mark& reader) { return reader.lane == lane; });
@@ -171,17 +216,14 @@ void OrderChecker::access(const Journal& journal, std::size_t index, const Journ
   }
 }
 
-void OrderChecker::report(const Journal& journal, const Mark& earlier, bool earlier_writes, std::size_t index,
-                          std::uint64_t begin, std::uint64_t end, bool writes) {
-  const JournalOperation& a = journal.operations[earlier.operation];
-  const JournalOperation& b = journal.operations[index];
+void OrderChecker::report(const Journal& journal, const OrderFinding& finding) {
+  const JournalOperation& a = journal.operations[finding.first];
+  const JournalOperation& b = journal.operations[finding.second];
   const JournalSite& at_a = journal.sites[a.site];
   const JournalSite& at_b = journal.sites[b.site];
   // The same places in another step are the same fault.
-  const Pair pair{a.name, b.name, at_a.name * 64 + at_a.phase, at_b.name * 64 + at_b.phase, a.stream, b.stream};
-  if (reported_.insert(pair).second) {
-    findings_.push_back(
-        {OrderFinding::Kind::unordered, earlier.operation, index, begin, end - begin, earlier_writes, writes});
+  if (reported_.insert({a.name, b.name, at_a.name, at_a.phase, at_b.name, at_b.phase, a.stream, b.stream}).second) {
+    findings_.push_back(finding);
   }
 }
 
@@ -224,8 +266,9 @@ std::string describe(const Journal& journal, const OrderFinding& finding) {
            ", which nothing has recorded, and so for nothing; record it first";
   }
   const JournalOperation& first = journal.operations[finding.first];
-  char range[64];
-  std::snprintf(range, sizeof(range), "[0x%" PRIx64 ", +%" PRIu64 " bytes)", finding.begin, finding.bytes);
+  char range[96];
+  std::snprintf(range, sizeof(range), "%s[0x%" PRIx64 ", +%" PRIu64 " bytes)",
+                finding.pinned ? "pinned host memory " : "", finding.begin, finding.bytes);
   std::string text = place(journal, first) + (finding.first_writes ? " writes " : " reads ") + range + ", and " +
                      place(journal, second) + (finding.second_writes ? " writes" : " reads") +
                      " them without being ordered after it; cure: ";

@@ -1,10 +1,11 @@
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <set>
 #include <string>
-#include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "sidestream/journal.h"
@@ -22,18 +23,25 @@ struct OrderFinding {
   std::uint64_t bytes = 0;
   bool first_writes = false;
   bool second_writes = false;
+  bool pinned = false;  ///< they are host memory
 };
 
 /// Finds unordered accesses with vector clocks. Pure: no device, no LibTorch.
 ///
 /// Cost: near-linear in operations; a wait costs the number of streams, an access the logarithm of the live ranges.
-/// Like findings (the same two names, places and streams) are reported once.
+/// Like findings (the same two names, places and streams, in whatever step) are reported once.
 class OrderChecker {
  public:
+  /// `clock_entries`: how many 8-byte entries the clocks of streams and events may take together; by default half of the
+  /// machine's memory. Each stream and each recorded event has one entry a stream at most.
+  explicit OrderChecker(std::uint64_t clock_entries = half_of_memory()) : room_(clock_entries) {}
   /// Reads the operations from `next` to the end of `journal`; call again when it has grown.
+  /// Throws: UsageError when the clocks would take more than they may.
   void read(const Journal& journal);
   [[nodiscard]] const std::vector<OrderFinding>& findings() const noexcept { return findings_; }
   [[nodiscard]] std::size_t operations() const noexcept { return next_; }
+  /// Ranges, readers and clock entries looked at so far: what the time goes with.
+  [[nodiscard]] std::uint64_t work() const noexcept { return work_; }
 
  private:
   using Clock = std::vector<std::uint64_t>;
@@ -56,21 +64,26 @@ class OrderChecker {
   void access(const Journal& journal, std::size_t index, const JournalAccess& access, std::uint32_t lane);
   Ranges::iterator split_at(std::uint64_t address);
   [[nodiscard]] bool ordered(const Mark& earlier, std::uint32_t lane) const;
-  void report(const Journal& journal, const Mark& earlier, bool earlier_writes, std::size_t index, std::uint64_t begin,
-              std::uint64_t end, bool writes);
+  void forget(const JournalAccess& freed, std::uint32_t lane);
+  void report(const Journal& journal, const OrderFinding& finding);
   Clock& clock_of(std::uint32_t lane);
-  static void join(Clock& clock, const Clock& other);
+  void join(Clock& clock, const Clock& other);
+  void grow(Clock& clock, std::size_t entries);
+  [[nodiscard]] static std::uint64_t half_of_memory();
 
+  std::uint64_t room_;  ///< entries that clocks may still grow by
   std::size_t next_ = 0;
   std::vector<Clock> lanes_;  ///< lane 0 is the host, lane n+1 stream n
   std::vector<std::uint64_t> host_seen_;
   std::uint64_t host_version_ = 1;
-  std::vector<Clock> events_;
-  std::vector<bool> recorded_;
+  /// Of those recorded. A journal may number them as it likes, so no table up to the highest.
+  std::unordered_map<std::uint32_t, Clock> events_;
   Ranges ranges_;
   std::vector<OrderFinding> findings_;
-  using Pair = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
+  /// Names, places and streams of both sides.
+  using Pair = std::array<std::uint32_t, 8>;
   std::set<Pair> reported_;
+  std::uint64_t work_ = 0;
 };
 
 /// One line for people: both operations with stream, place, direction and step, the bytes, and the edge that would cure it.

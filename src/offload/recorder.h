@@ -80,6 +80,8 @@ class Recorder final : public SavedTensorSource {
   [[nodiscard]] std::uint64_t saved_bytes() const noexcept { return saved_bytes_; }
   [[nodiscard]] const Counts& counts() const noexcept { return counts_; }
   [[nodiscard]] std::size_t depth() const noexcept { return stack_.size(); }
+  /// The innermost scope that is open.
+  [[nodiscard]] const ScopeNode& scope() const noexcept { return *stack_.back().scope; }
 
  private:
   friend class SavedTensorHandle;

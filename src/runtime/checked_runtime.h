@@ -2,29 +2,35 @@
 #include <memory>
 #include <mutex>
 #include <string_view>
+#include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "analysis/order_check.h"
+#include "runtime/foreign_order.h"
 #include "runtime/forwarding_runtime.h"
 #include "runtime/operator_observer.h"
+#include "runtime/queued_uses.h"
 #include "sidestream/journal.h"
 
 namespace sidestream {
 
 /// Decorates a runtime: passes every call on, writes it into a journal, and looks for accesses that nothing orders.
 ///
-/// Operators are told by `observe`, from an OperatorObserverGuard; where work is issued, by IssuedAt. The journal grows until
-/// `stop`: about 100 bytes an operation. What it does not see: kernels' own temporaries, events that
-/// others than the engine record (a model's own between its own streams), and host code that touches pinned memory itself.
+/// Operators are told by `observe`, from an OperatorObserverGuard; where work is issued, by IssuedAt; streams and events that a
+/// model or autograd uses, by ForeignOrder. What the host waits for counts on the thread that began the step and on those whose
+/// operators are observed: other threads have an order of their own. The journal grows until `stop`: about 100 bytes an
+/// operation. What it does not see: kernels' own temporaries, and host code that touches pinned memory without an operator.
 /// Handles are the inner runtime's. Threads: as Runtime; one lock.
-class CheckedRuntime final : public ForwardingRuntime {
+class CheckedRuntime final : public ForwardingRuntime, private ForeignOrder {
  public:
   explicit CheckedRuntime(std::shared_ptr<Runtime> inner);
   ~CheckedRuntime() override;
 
-  /// What one operator touched, on the calling thread's current stream. Views touch nothing.
-  void observe(const OperatorAccess& access);
+  /// What one operator touched, on the calling thread's current stream or by the host itself. `phase` and `name` say where it
+  /// was issued if no IssuedAt does; empty: unknown.
+  void observe(const OperatorAccess& access, std::string_view phase = {}, std::string_view name = {});
   /// Operations from here on belong to step `step`; 0 outside of any.
   void begin_step(std::uint64_t step);
   /// Writes nothing from here on.
@@ -58,34 +64,51 @@ class CheckedRuntime final : public ForwardingRuntime {
   /// An operation before its stream and event have their numbers in the journal.
   struct Noted {
     JournalKind kind;
-    c10::StreamId stream;
+    StreamKey stream;
     const void* event;  ///< native; null for none
     std::uint32_t name;
     std::uint32_t site;
     std::vector<JournalAccess> accesses;
+    bool internal = false;  ///< the event is one of the capture's own
   };
   /// What a capture holds, with the streams that belong to it.
   struct Captured {
-    c10::StreamId origin = 0;
+    StreamKey origin = 0;
     std::uint32_t number = 0;
     std::uint32_t site = 0;  ///< where it was begun
-    std::vector<c10::StreamId> streams;
+    std::vector<StreamKey> streams;
     std::vector<const void*> recorded;  ///< events recorded in it for itself: each graph has its own of them
     std::vector<Noted> operations;
   };
 
-  void note(JournalKind kind, c10::Stream stream, const void* event, const char* name,
-            std::vector<JournalAccess> accesses = {});
+  void recorded(const void* event, StreamKey stream) override;
+  void waited(StreamKey stream, const void* event) override;
+  void host_saw_event(const void* event) override;
+  void host_saw_stream(StreamKey stream) override;
+  void host_saw_device(c10::Device device) override;
+  void freed_behind(StreamKey stream, const void* begin, std::size_t bytes) override;
+
+  void note(JournalKind kind, StreamKey stream, const void* event, const char* name,
+            std::vector<JournalAccess> accesses = {}) {
+    note(kind, stream, event, name, std::move(accesses), site_index());
+  }
+  void note(JournalKind kind, StreamKey stream, const void* event, const char* name,
+            std::vector<JournalAccess> accesses, std::uint32_t site);
+  void note_record(const void* event, StreamKey stream);
+  void note_wait(StreamKey stream, const void* event);
+  void note_free(const QueuedUses::Freed& freed);
+  void note_frees();
+  [[nodiscard]] bool hosts_this_thread() const noexcept;
   void write(const Noted& noted, std::uint32_t stream, std::uint32_t event, std::uint32_t site);
   [[nodiscard]] std::uint32_t name_index(std::string_view name);
-  [[nodiscard]] std::uint32_t site_index();
-  [[nodiscard]] std::uint32_t stream_index(c10::StreamId stream);
-  [[nodiscard]] std::uint32_t fork_index(const Captured& graph, c10::StreamId stream);
+  [[nodiscard]] std::uint32_t site_index(std::string_view phase = {}, std::string_view name = {});
+  [[nodiscard]] std::uint32_t stream_index(StreamKey stream);
+  [[nodiscard]] std::uint32_t fork_index(const Captured& graph, StreamKey stream);
   [[nodiscard]] std::uint32_t event_number(const void* native);
   [[nodiscard]] std::uint32_t new_event(const void* native);
-  [[nodiscard]] Captured* capture_of(c10::StreamId stream);
+  [[nodiscard]] Captured* capture_of(StreamKey stream);
   [[nodiscard]] Captured* capture_that_recorded(const void* event);
-  std::unique_ptr<Captured> take_capture(c10::StreamId stream);
+  std::unique_ptr<Captured> take_capture(StreamKey stream);
 
   mutable std::mutex mutex_;
   Journal journal_;
@@ -93,9 +116,11 @@ class CheckedRuntime final : public ForwardingRuntime {
   std::vector<std::string> texts_;
   bool stopped_ = false;
   std::uint64_t step_ = 0;
+  std::thread::id host_ = std::this_thread::get_id();
+  QueuedUses uses_;
   std::unordered_map<std::string, std::uint32_t> names_;
   std::unordered_map<std::uint64_t, std::uint32_t> sites_;  ///< of this step, by phase and name
-  std::unordered_map<c10::StreamId, std::uint32_t> streams_;
+  std::unordered_map<StreamKey, std::uint32_t> streams_;
   std::unordered_map<std::uint64_t, std::uint32_t> forks_;  ///< by graph number and stream
   std::unordered_map<const void*, std::uint32_t> events_;
   std::unordered_map<std::uint64_t, std::uint32_t> inner_events_;  ///< by graph number and native event
@@ -103,6 +128,7 @@ class CheckedRuntime final : public ForwardingRuntime {
   std::uint32_t graphs_made_ = 0;
   std::vector<std::unique_ptr<Captured>> open_;
   std::unordered_map<const void*, std::unique_ptr<Captured>> graphs_;
+  ListeningGuard listening_;  ///< last: what it calls must be there
 };
 
 }  // namespace sidestream

@@ -1,5 +1,6 @@
 #include "sidestream/device.h"
 
+#include "runtime/foreign_order.h"
 #include "runtime/link_speed.h"
 #include "runtime/runtime.h"
 #include "runtime/sim/device.h"
@@ -57,7 +58,11 @@ void reset_memory_peaks(c10::Device device) { make_runtime(device)->reset_peak_m
 
 void release_cached_memory(c10::Device device) { make_runtime(device)->release_cached_memory(); }
 
-void synchronize(c10::Device device) { make_runtime(device)->synchronize_device(); }
+void synchronize(c10::Device device) {
+  const std::shared_ptr<Runtime> runtime = make_runtime(device);
+  runtime->synchronize_device();
+  foreign_order::host_saw_device(runtime->device());
+}
 
 LinkSpeed measure_link(c10::Device device, std::size_t bytes) { return link_speed(*make_runtime(device), bytes); }
 

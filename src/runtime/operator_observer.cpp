@@ -34,7 +34,7 @@ struct UnmarkedWrites {
   std::array<int, 2> arguments;
   int only_if;
 };
-constexpr std::array<UnmarkedWrites, 9> liars{{
+constexpr std::array<UnmarkedWrites, 10> liars{{
     {"aten::native_batch_norm", {3, 4}, 5},
     {"aten::_batch_norm_impl_index", {3, 4}, 5},
     {"aten::batch_norm", {3, 4}, 5},
@@ -44,11 +44,18 @@ constexpr std::array<UnmarkedWrites, 9> liars{{
     {"aten::batch_norm_update_stats", {1, 2}, -1},
     {"aten::batch_norm_gather_stats", {3, 4}, -1},
     {"aten::batch_norm_gather_stats_with_counts", {3, 4}, -1},
+    {"aten::_copy_from", {1, 1}, -1},
 }};
+
+// Operators that mark an argument as written and change none of its bytes, beside those that LibTorch tags.
+constexpr std::array<std::string_view, 3> only_names{"aten::requires_grad_", "aten::set_data", "aten::retain_grad"};
 
 struct OperatorSchema {
   std::vector<bool> writes;  // by argument
   const UnmarkedWrites* unmarked = nullptr;
+  std::optional<std::size_t> non_blocking;  // positions
+  std::optional<std::size_t> stream;
+  bool only_shape = false;
 };
 
 void append_tensors(const c10::IValue& value, TensorList& out) {
@@ -66,6 +73,9 @@ void append_tensors(const c10::IValue& value, TensorList& out) {
 struct OperatorRecord final : at::ObserverContext {
   TensorList reads;
   TensorList writes;
+  bool non_blocking = false;
+  bool only_shape = false;
+  std::optional<c10::Stream> stream;
 };
 
 thread_local bool observing = false;
@@ -96,8 +106,16 @@ const OperatorSchema* OperatorObserverGuard::State::schema_of(const at::RecordFu
   }
   OperatorSchema schema;
   for (const c10::Argument& argument : handle->schema().arguments()) {
+    if (argument.name() == "non_blocking") {
+      schema.non_blocking = schema.writes.size();
+    }
+    if (argument.type()->kind() == c10::TypeKind::StreamObjType) {
+      schema.stream = schema.writes.size();
+    }
     schema.writes.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
   }
+  schema.only_shape = handle->hasTag(at::Tag::inplace_view) ||
+                      std::find(only_names.begin(), only_names.end(), name->name) != only_names.end();
   for (const UnmarkedWrites& liar : liars) {
     if (liar.name == name->name) {
       schema.unmarked = &liar;
@@ -116,7 +134,18 @@ void OperatorObserverGuard::State::began(const at::RecordFunction& function, Ope
       append_tensors(inputs[i], record.writes);
     }
   }
-  if (schema != nullptr && schema->unmarked != nullptr) {
+  if (schema == nullptr) {
+    return;
+  }
+  record.only_shape = schema->only_shape;
+  const auto given = [&](std::optional<std::size_t> at) { return at && *at < inputs.size() ? &inputs[*at] : nullptr; };
+  if (const c10::IValue* flag = given(schema->non_blocking); flag != nullptr && flag->isBool()) {
+    record.non_blocking = flag->toBool();
+  }
+  if (const c10::IValue* stream = given(schema->stream); stream != nullptr && stream->isStream()) {
+    record.stream = stream->toStream();
+  }
+  if (schema->unmarked != nullptr) {
     const int flag = schema->unmarked->only_if;
     if (flag < 0 ||
         (static_cast<std::size_t>(flag) < inputs.size() && inputs[flag].isBool() && inputs[flag].toBool())) {
@@ -138,7 +167,8 @@ void OperatorObserverGuard::State::ended(const at::RecordFunction& function, con
     for (const c10::IValue& output : function.outputs()) {
       append_tensors(output, outputs);
     }
-    observe(OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0});
+    observe(OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0, record.non_blocking,
+                           record.only_shape, record.stream});
   } catch (...) {
     if (!error) {
       error = std::current_exception();
@@ -151,7 +181,7 @@ namespace {
 
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function) {
   auto* const state = static_cast<OperatorObserverGuard::State*>(c10::ThreadLocalDebugInfo::get(observer_kind));
-  if (state == nullptr || observing) {
+  if (state == nullptr || observing || UnobservedGuard::active()) {
     return nullptr;
   }
   auto record = std::make_unique<OperatorRecord>();
@@ -204,6 +234,10 @@ OperatorObserverGuard::~OperatorObserverGuard() {
   registration_.reset();
   const std::lock_guard lock(state_->mutex);
   state_->active = false;
+}
+
+bool OperatorObserverGuard::observes_this_thread() noexcept {
+  return c10::ThreadLocalDebugInfo::get(observer_kind) != nullptr;
 }
 
 void OperatorObserverGuard::rethrow() const {

@@ -2,11 +2,13 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 
 #include "runtime/weak_storage_set.h"
@@ -20,6 +22,9 @@ struct OperatorAccess {
   c10::ArrayRef<at::Tensor> writes;   ///< arguments that the schema marks as written
   c10::ArrayRef<at::Tensor> outputs;  ///< results; may alias arguments (views, in-place, out=)
   bool nested = false;                ///< ran inside another reported operator, which is reported later
+  bool non_blocking = false;  ///< the argument of that name: a copy from or to pinned memory returns before it is done
+  bool only_shape = false;    ///< changes what a tensor is, not its bytes (`unsqueeze_`, `set_`)
+  std::optional<c10::Stream> stream{};  ///< an argument of that type (`record_stream`)
 };
 
 /// While it lives, `observe` is called after every operator of the calling thread, and of the backward passes that it
@@ -39,6 +44,8 @@ class [[nodiscard]] OperatorObserverGuard {
 
   /// Throws what `observe` threw first, if it did.
   void rethrow() const;
+  /// True on a thread whose operators some guard observes now.
+  [[nodiscard]] static bool observes_this_thread() noexcept;
 
   struct State;
 
@@ -46,6 +53,21 @@ class [[nodiscard]] OperatorObserverGuard {
   struct Registration;
   std::shared_ptr<State> state_;
   std::unique_ptr<Registration> registration_;
+};
+
+/// For its lifetime operators of the calling thread are not reported: those that a backend's kernel is made of.
+class [[nodiscard]] UnobservedGuard {
+ public:
+  UnobservedGuard() noexcept : before_(unobserved_) { unobserved_ = true; }
+  UnobservedGuard(const UnobservedGuard&) = delete;
+  UnobservedGuard& operator=(const UnobservedGuard&) = delete;
+  ~UnobservedGuard() { unobserved_ = before_; }
+
+  [[nodiscard]] static bool active() noexcept { return unobserved_; }
+
+ private:
+  bool before_;
+  static inline thread_local bool unobserved_ = false;
 };
 
 /// A storage that was touched inside an observed region and not made there.

@@ -8,4 +8,6 @@ std::shared_ptr<Runtime> make_cuda_runtime(c10::Device device) {
                    " needs the cuda backend, which this build leaves out (LibTorch without CUDA); use --device sim");
 }
 
+void hear_libtorch_on_cuda() {}
+
 }  // namespace sidestream

@@ -5,6 +5,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -66,6 +67,14 @@ MemoryStats memory_stats(c10::Device device) {
 void reset_peak_memory_stats(c10::Device device) { allocator::resetPeakStats(device.index()); }
 
 void release_cached_memory() { allocator::emptyCache(); }
+
+void hear_frees(std::function<void(const void* block, std::size_t bytes)> freed) {
+  allocator::attachAllocatorTraceTracker([freed = std::move(freed)](const allocator::TraceEntry& entry) {
+    if (entry.action_ == allocator::TraceEntry::FREE_REQUESTED) {
+      freed(reinterpret_cast<const void*>(entry.addr_), entry.size_);  // NOLINT: LibTorch's number is an address
+    }
+  });
+}
 
 // A capture takes a pool of the same name of LibTorch's pinned allocator too, which cannot be taken again once its count was
 // zero. The only way to hold a reference to it is to begin and end.

@@ -1,5 +1,7 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -26,6 +28,8 @@ void set_current_stream(c10::Stream stream);
 [[nodiscard]] MemoryStats memory_stats(c10::Device device);
 void reset_peak_memory_stats(c10::Device device);
 void release_cached_memory();
+/// From here on, and for good, `freed` hears of every block that tensors give back to the caching allocator, under its lock.
+void hear_frees(std::function<void(const void* block, std::size_t bytes)> freed);
 
 /// A new pool with one reference; a graph captured into it holds another.
 [[nodiscard]] PoolId create_pool(c10::Device device);

@@ -12,4 +12,8 @@ namespace sidestream {
 /// UsageError where the backend was not built in.
 [[nodiscard]] std::shared_ptr<Runtime> make_cuda_runtime(c10::Device device);
 
+/// Tells from here on what LibTorch itself asks of CUDA devices to ForeignOrder listeners. Once per process: later calls do
+/// nothing. Where another tracer has LibTorch's seam already (Python's sanitizer), says so on stderr and hears less.
+void hear_libtorch_on_cuda();
+
 }  // namespace sidestream

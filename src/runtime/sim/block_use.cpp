@@ -2,6 +2,8 @@
 // Source of the rule: PyTorch c10/cuda/CUDACachingAllocator.cpp (recordStream, process_events).
 #include <algorithm>
 
+#include "runtime/foreign_order.h"
+#include "runtime/sim/device_guard.h"
 #include "runtime/sim/recording.h"
 #include "runtime/sim/state.h"
 
@@ -25,6 +27,7 @@ void Device::State::hold_back(Block& block) {
     const StreamState& user = stream(id);
     used.in_capture = used.in_capture || user.capture != nullptr;
     used.until.push_back(user.last);
+    foreign_order::freed_behind(kDeviceType, id, block.begin, block.bytes);
   }
   memory.stop_counting(&block);
 }

@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <sidestream/error.h>
 
+#include "runtime/foreign_order.h"
 #include "runtime/sim/device.h"
 
 namespace sidestream::sim {
@@ -37,9 +38,22 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     set_current_stream(stream.id());
     return as_stream(before);
   }
-  bool queryStream(const c10::Stream& stream) const override { return Device::get().idle(stream.id()); }
-  void synchronizeStream(const c10::Stream& stream) const override { Device::get().synchronize(stream.id()); }
-  void synchronizeDevice(const c10::DeviceIndex /*index*/) const override { Device::get().synchronize(); }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
+  bool queryStream(const c10::Stream& stream) const override {
+    const bool idle = Device::get().idle(stream.id());
+    if (idle) {
+      foreign_order::host_saw_stream(kDeviceType, key_of(stream));
+    }
+    return idle;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    Device::get().synchronize(stream.id());
+    foreign_order::host_saw_stream(kDeviceType, key_of(stream));
+  }
+  void synchronizeDevice(const c10::DeviceIndex /*index*/) const override {
+    Device::get().synchronize();
+    foreign_order::host_saw_device(sim_device());
+  }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     Device::get().used_on(data.get(), stream.id());
@@ -51,16 +65,25 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
       *event = c10::make_intrusive<EventState>(false).release();
     }
     Device::get().record(as_event(*event), stream.id());
+    foreign_order::recorded(kDeviceType, *event, key_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
       Device::get().wait(stream.id(), as_event(event));
+      foreign_order::waited(kDeviceType, key_of(stream), event);
     }
   }
-  bool queryEvent(void* event) const override { return event == nullptr || Device::get().query(as_event(event)); }
+  bool queryEvent(void* event) const override {
+    const bool done = event == nullptr || Device::get().query(as_event(event));
+    if (done && event != nullptr) {
+      foreign_order::host_saw_event(kDeviceType, event);
+    }
+    return done;
+  }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
       Device::get().synchronize(as_event(event));
+      foreign_order::host_saw_event(kDeviceType, event);
     }
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*index*/) const noexcept override {

@@ -6,19 +6,22 @@
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "runtime/operator_observer.h"
 #include "runtime/sim/cpu_allocator.h"
 #include "runtime/sim/generator.h"
 #include "runtime/sim/operators.h"
 
 namespace sidestream::sim {
 
-/// For its lifetime the calling thread's LibTorch calls go to the CPU's kernels alone: no autograd, views tracking or autocast.
+/// For its lifetime the calling thread's LibTorch calls go to the CPU's kernels alone: no autograd, views tracking or
+/// autocast, and no observer, which a GPU's kernels know nothing of either.
 class [[nodiscard]] KernelScope {
  public:
   KernelScope() : guard_(c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset) {}
 
  private:
   c10::impl::ExcludeDispatchKeyGuard guard_;
+  UnobservedGuard unobserved_;
 };
 
 /// A kernel that has run once, with what it takes to run it again on the same bytes. Its tensors own no device memory.

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
+#include <utility>
 
 namespace sidestream::sim {
 namespace {
@@ -68,12 +71,18 @@ OperatorInfo::Kind kind_of(const c10::Type& type) {
   }
 }
 
+/// One string for each operator that is ever used, for as long as the process: works and errors point to it.
+/// Under the lock of `shared_info`.
+const char* lasting(std::string text) {
+  static auto* const texts = new std::unordered_set<std::string>();
+  return texts->insert(std::move(text)).first->c_str();
+}
+
 OperatorInfo make_info(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   OperatorInfo info;
   info.key = op.operator_name();
-  // One string for each operator that is ever used, for as long as the process: works and errors point to it.
-  info.name = (new std::string(c10::toString(op.operator_name())))->c_str();
+  info.name = lasting(c10::toString(op.operator_name()));
   for (const c10::Argument& argument : schema.arguments()) {
     OperatorInfo::Argument entry;
     entry.kind = kind_of(*argument.type());
@@ -113,11 +122,12 @@ OperatorInfo make_info(const c10::OperatorHandle& op) {
 // Entries are never removed, because works point to their names.
 const OperatorInfo& shared_info(const c10::OperatorHandle& op) {
   static auto* const mutex = new std::mutex();
+  static auto* const infos = new std::deque<OperatorInfo>();
   static auto* const table = new std::unordered_map<const c10::FunctionSchema*, const OperatorInfo*>();
   const std::lock_guard<std::mutex> lock(*mutex);
   const OperatorInfo*& entry = (*table)[&op.schema()];
   if (entry == nullptr || entry->key != op.operator_name()) {
-    entry = new OperatorInfo(make_info(op));
+    entry = &infos->emplace_back(make_info(op));
   }
   return *entry;
 }

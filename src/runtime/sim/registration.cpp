@@ -5,6 +5,7 @@
 #include <sidestream/error.h>
 #include <torch/library.h>
 
+#include <deque>
 #include <mutex>
 #include <string>
 
@@ -52,8 +53,9 @@ void register_all() {
   register_allocators();
   register_device_guard();
   // Registrations end with their Library object: these live as long as the process.
+  static auto* const libraries = new std::deque<torch::Library>();
   const auto library = [](const char* space, c10::DispatchKey key) -> torch::Library& {
-    return *new torch::Library(torch::Library::IMPL, space, key, __FILE__, __LINE__);
+    return libraries->emplace_back(torch::Library::IMPL, space, key, __FILE__, __LINE__);
   };
   torch::Library& aten = library("aten", c10::DispatchKey::PrivateUse1);
   register_tensors(aten);

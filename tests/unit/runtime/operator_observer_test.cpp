@@ -1,9 +1,11 @@
 #include "runtime/operator_observer.h"
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <ATen/ThreadLocalState.h>
@@ -105,6 +107,29 @@ TEST(OperatorObserver, ListsOptionalsAndUnmarkedWrites) {
   EXPECT_TRUE(std::find_if(seen.rbegin(), seen.rend(), [](const Seen& one) {
                 return one.name == "aten::native_batch_norm";
               })->writes.empty());
+}
+
+TEST(OperatorObserver, TellsWhatCopiesAndShapesAreGiven) {
+  at::Tensor a = at::randn({4, 2});
+  const at::Tensor b = at::randn({4, 2});
+  std::map<std::string, std::pair<bool, bool>> seen;  // non_blocking, only_shape
+  {
+    const OperatorObserverGuard guard([&](const OperatorAccess& access) {
+      seen[access.name] = {access.non_blocking, access.only_shape};
+    });
+    a.copy_(b, /*non_blocking=*/true);
+    a.add_(b);
+    a.t_();
+    {
+      const UnobservedGuard unobserved;
+      a.mul_(2);
+    }
+  }
+  EXPECT_EQ(seen["aten::copy_"], std::make_pair(true, false));
+  EXPECT_EQ(seen["aten::add_"], std::make_pair(false, false));
+  EXPECT_EQ(seen["aten::t_"], std::make_pair(false, true));
+  EXPECT_EQ(seen.count("aten::mul_"), 0U);
+  EXPECT_FALSE(OperatorObserverGuard::observes_this_thread());
 }
 
 TEST(OperatorObserver, FollowsBackwardAndOnlyItsThread) {
