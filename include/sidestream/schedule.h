@@ -11,24 +11,27 @@ namespace sidestream {
 ///   d2h-early  device-to-host copies at once, host-to-device copies late
 ///   d2h-late   host-to-device copies at once, device-to-host copies late
 ///   seed:N     drawn from the seed N: weights per direction, or priorities per stream
+///   starve:N   the stream number N, counted from 0 in order of first use, only when nothing else may run
+///   hold:N     the piece of work number N, counted from 0 in order of issue, as late as possible
 class Schedule {
  public:
-  enum class Kind : std::uint8_t { early, late, d2h_early, d2h_late, seed };
+  enum class Kind : std::uint8_t { early, late, d2h_early, d2h_late, seed, starve, hold };
 
   Schedule() = default;
-  explicit Schedule(Kind kind, std::uint64_t seed = 0) noexcept : kind_(kind), seed_(seed) {}
+  explicit Schedule(Kind kind, std::uint64_t number = 0) noexcept : kind_(kind), number_(number) {}
 
   /// Reads one of the names above. Throws: UsageError that lists them, for any other text.
   [[nodiscard]] static Schedule parse(const std::string& text);
 
   [[nodiscard]] Kind kind() const noexcept { return kind_; }
-  [[nodiscard]] std::uint64_t seed() const noexcept { return seed_; }
+  /// The N of those that have one.
+  [[nodiscard]] std::uint64_t number() const noexcept { return number_; }
   /// The text that `parse` reads back.
   [[nodiscard]] std::string name() const;
 
  private:
   Kind kind_ = Kind::early;
-  std::uint64_t seed_ = 0;
+  std::uint64_t number_ = 0;
 };
 
 }  // namespace sidestream

@@ -9,5 +9,6 @@
 #include "sidestream/options.h"
 #include "sidestream/report.h"
 #include "sidestream/schedule.h"
+#include "sidestream/schedule_check.h"
 #include "sidestream/scope.h"
 #include "sidestream/version.h"

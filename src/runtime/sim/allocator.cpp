@@ -147,7 +147,17 @@ void CachingAllocator::unmap_segment(Segment* segment) noexcept {
   segments_.erase(segment->begin);
 }
 
+void CachingAllocator::refuse(std::size_t bytes) const {
+  throw DeviceError("sim device: out of memory: asked for " + std::to_string(bytes) + " bytes, " +
+                    std::to_string(stats_.allocated) + " allocated and " + std::to_string(stats_.reserved) +
+                    " reserved of " + std::to_string(limit_) + "; free tensors, offload more or use a smaller batch");
+}
+
 Block* CachingAllocator::allocate(std::size_t bytes, c10::StreamId stream, Pool* pool) {
+  if (until_failure_ >= 0 && until_failure_-- == 0) {
+    failed_ = true;
+    refuse(bytes);
+  }
   const std::size_t rounded = round_up(std::max<std::size_t>(bytes, 1), smallest_block);
   const bool small = rounded <= small_request;
   auto& free_blocks = small ? pool->small : pool->large;
@@ -159,10 +169,7 @@ Block* CachingAllocator::allocate(std::size_t bytes, c10::StreamId stream, Pool*
       segment = map_segment(segment_bytes(rounded), stream, pool);
     }
     if (segment == nullptr) {
-      throw DeviceError("sim device: out of memory: asked for " + std::to_string(bytes) + " bytes, " +
-                        std::to_string(stats_.allocated) + " allocated and " + std::to_string(stats_.reserved) +
-                        " reserved of " + std::to_string(limit_) +
-                        "; free tensors, offload more or use a smaller batch");
+      refuse(bytes);
     }
     block = segment->first;
   }

@@ -100,9 +100,16 @@ class CachingAllocator {
   [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
   /// Segments beyond this many bytes fail, as on a smaller device.
   void set_limit(std::size_t bytes) noexcept { limit_ = bytes; }
+  /// The allocation number `n` from here on fails, once; none if negative.
+  void fail_allocation(std::int64_t n) noexcept {
+    until_failure_ = n;
+    failed_ = false;
+  }
+  [[nodiscard]] bool allocation_failed() const noexcept { return failed_; }
 
  private:
   void release_ranges() noexcept;
+  [[noreturn]] void refuse(std::size_t bytes) const;
   [[nodiscard]] Block* take_free(Pool::FreeBlocks& blocks, std::size_t bytes, c10::StreamId stream);
   [[nodiscard]] Segment* map_segment(std::size_t bytes, c10::StreamId stream, Pool* pool);
   void unmap_segment(Segment* segment) noexcept;
@@ -114,6 +121,8 @@ class CachingAllocator {
 
   std::size_t capacity_;
   std::size_t limit_;
+  std::int64_t until_failure_ = -1;
+  bool failed_ = false;
   std::byte* base_ = nullptr;
   Block** starts_ = nullptr;  // one entry a smallest block, reserved as the range is
   Pool default_pool_;

@@ -5,6 +5,7 @@
 
 #include <sidestream/error.h>
 
+#include "runtime/issued_at.h"
 #include "runtime/sim/recording.h"
 #include "runtime/sim/state.h"
 
@@ -106,6 +107,45 @@ void Device::State::order_after(StreamState& stream, c10::SmallVector<WorkId, 2>
     }
   }
   stream.waits.clear();
+  if (stream.host_seen != host_look) {
+    stream.host_seen = host_look;
+    if (timeline.matters(host_look)) {
+      after.push_back(host_look);
+    }
+  }
+}
+
+void Device::State::host_saw(const StreamState& stream) {
+  if (timeline.keeping()) {
+    std::vector<WorkId> done(stream.waits.begin(), stream.waits.end());
+    done.push_back(stream.last);
+    host_saw(done);
+  }
+}
+
+void Device::State::host_saw(const std::vector<WorkId>& done) {
+  if (!timeline.keeping()) {
+    return;
+  }
+  static const auto look = [] {
+    Work work;
+    work.kind = Work::Kind::event_wait;
+    work.name = "seen by the host";
+    return std::make_shared<const Work>(std::move(work));
+  }();
+  Queued queued;
+  queued.work = look;
+  queued.lane = host_lane;
+  for (const WorkId id : done) {
+    if (timeline.matters(id)) {
+      queued.after.push_back(id);
+    }
+  }
+  if (timeline.matters(host_look)) {
+    queued.after.push_back(host_look);
+  }
+  host_look = timeline.next_id();
+  timeline.force(timeline.append(std::move(queued)));
 }
 
 WorkId Device::State::enqueue(StreamState& stream, Queued queued) {
@@ -120,6 +160,17 @@ void Device::State::force(StreamState& stream) {
   for (const WorkId id : stream.waits) {
     timeline.force(id);
   }
+}
+
+const char* Device::place() {
+  const IssuedAt* at = IssuedAt::innermost();
+  if (at == nullptr) {
+    return "";
+  }
+  std::string text(at->phase());
+  text.append(" of ").append(at->name());
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  return state_->places.insert(std::move(text)).first->c_str();
 }
 
 void* Device::allocate(std::size_t bytes, c10::StreamId id) {
@@ -230,6 +281,16 @@ bool Device::pinned(const void* address, std::size_t bytes) const noexcept {
   return state_->pinned.holds(address, bytes);
 }
 
+void Device::fail_allocation(std::int64_t n) {
+  const std::lock_guard lock(state_->mutex);
+  state_->memory.fail_allocation(n);
+}
+
+bool Device::allocation_failed() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->memory.allocation_failed();
+}
+
 void Device::set_pinned_limit(std::size_t bytes) {
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   state_->pinned.set_limit(bytes);
@@ -266,6 +327,7 @@ void Device::issued(Work work) {
   StreamState& stream = state_->stream(work.stream);
   if (stream.capture != nullptr) {
     if (!stream.capture->invalidated) {
+      work.place = place();
       stream.capture->add(stream.capture_last, std::make_shared<const Work>(std::move(work)));
     }
     return;
@@ -276,6 +338,7 @@ void Device::issued(Work work) {
   if (work.kind != Work::Kind::compute && state_->recording != nullptr) {
     state_->recording->issued_copy(work);
   }
+  work.place = place();
   Queued queued;
   queued.work = std::make_shared<const Work>(std::move(work));
   queued.done = true;
@@ -283,7 +346,7 @@ void Device::issued(Work work) {
 }
 
 void Device::host_reads(c10::StreamId id, const char* what) {
-  if (!state_->timeline.pending() && state_->open_captures.load(std::memory_order_acquire) == 0) {
+  if (!state_->timeline.pending() && !keeps(id) && state_->open_captures.load(std::memory_order_acquire) == 0) {
     return;
   }
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
@@ -294,6 +357,7 @@ void Device::host_reads(c10::StreamId id, const char* what) {
   }
   state_->check_issue(id, stream, what);
   state_->force(stream);
+  state_->host_saw(stream);
 }
 
 void Device::set_schedule(const Schedule& schedule) {

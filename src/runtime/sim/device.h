@@ -30,6 +30,7 @@ struct Work {
   Kind kind = Kind::compute;
   c10::StreamId stream = 0;
   const char* name = "";      ///< operator or call; lives as long as the process
+  const char* place = "";     ///< where it was issued, from Device::place; lives as long as the process
   std::function<void()> run;  ///< does the work (again) at the same addresses; empty for events
   std::vector<Access> accesses;
   std::uint32_t random_draws = 0;  ///< 32-bit outputs of the generator that one run consumes
@@ -72,6 +73,10 @@ class Device {
 
   /// Segments beyond this many bytes fail, as on a smaller device.
   void set_memory_limit(std::size_t bytes);
+  /// The allocation number `n` (from 0) from here on fails, once, as on a full device; none if negative. For tests.
+  void fail_allocation(std::int64_t n);
+  /// Whether it has failed since.
+  [[nodiscard]] bool allocation_failed() const;
 
   [[nodiscard]] Pool* create_pool();
   void retain_pool(Pool* pool) noexcept;
@@ -129,6 +134,9 @@ class Device {
   void launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId stream);
 
   // --- how queued work runs ------------------------------------------------------------------------------------
+
+  /// Where the calling thread issues work, by IssuedAt: "offload blocks.0.proj". For work that is kept.
+  [[nodiscard]] const char* place();
 
   /// Drains the device, then runs by `schedule`.
   void set_schedule(const Schedule& schedule);

@@ -1,6 +1,7 @@
 #include "runtime/sim/order.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "runtime/sim/recording.h"
 
@@ -23,6 +24,8 @@ std::size_t direction(Work::Kind kind) {
   return 0;
 }
 
+constexpr c10::StreamId no_lane = std::numeric_limits<c10::StreamId>::min();
+
 constexpr double eagerness_levels[] = {0, 0.01, 0.1, 0.5, 1};
 // Far apart, so that one direction nearly always goes before another: uniform weights miss the faults that need that.
 constexpr double weight_levels[] = {0.002, 0.05, 1, 20, 500};
@@ -34,7 +37,7 @@ double draw(std::mt19937_64& random, const double (&levels)[count]) {
 
 }  // namespace
 
-IssueOrder::IssueOrder(const Schedule& schedule) : schedule_(schedule), random_(schedule.seed()) {
+IssueOrder::IssueOrder(const Schedule& schedule) : schedule_(schedule), random_(schedule.number()) {
   by_stream_ = random_() % 2 == 0;
   for (double& value : by_kind_) {
     value = draw(random_, eagerness_levels);
@@ -62,6 +65,10 @@ bool IssueOrder::runs_at_issue(Work::Kind kind, c10::StreamId lane) {
       return kind == Work::Kind::copy_to_device;
     case Schedule::Kind::seed:
       return runs_unforced(kind, lane);
+    case Schedule::Kind::starve:
+      return lanes_.number(lane) != schedule_.number();
+    case Schedule::Kind::hold:
+      return issued_++ != schedule_.number();
   }
   return true;
 }
@@ -71,14 +78,26 @@ bool IssueOrder::runs_unforced(Work::Kind kind, c10::StreamId lane) {
   return likely > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < likely;
 }
 
-RerunOrder::RerunOrder(const Schedule& schedule, std::size_t works) : schedule_(schedule), random_(schedule.seed()) {
-  if (schedule_.kind() != Schedule::Kind::seed || works == 0) {
+RerunOrder::RerunOrder(const Schedule& schedule, const std::vector<RecordedWork>& works)
+    : schedule_(schedule), works_(works), random_(schedule.number()) {
+  if (works.empty()) {
+    return;
+  }
+  if (schedule_.kind() == Schedule::Kind::starve) {
+    LaneNumbers numbers;
+    const auto found = std::find_if(works.begin(), works.end(), [&](const RecordedWork& recorded) {
+      return numbers.number(recorded.lane) == schedule_.number();
+    });
+    starved_ = found != works.end() ? found->lane : no_lane;
+    return;
+  }
+  if (schedule_.kind() != Schedule::Kind::seed) {
     return;
   }
   by_stream_ = random_() % 2 == 0;
   if (by_stream_) {
     for (std::size_t changes = random_() % 4; changes > 0; --changes) {
-      redraws_.push_back(random_() % works);
+      redraws_.push_back(random_() % works.size());
     }
   } else if (random_() % 4 != 0) {
     for (double& weight : weights_) {
@@ -87,8 +106,8 @@ RerunOrder::RerunOrder(const Schedule& schedule, std::size_t works) : schedule_(
   }
 }
 
-int RerunOrder::rank(Work::Kind kind) const noexcept {
-  const std::size_t way = direction(kind);
+int RerunOrder::rank(std::uint32_t candidate) const noexcept {
+  const std::size_t way = direction(works_[candidate].work->kind);
   switch (schedule_.kind()) {
     case Schedule::Kind::early:
       return way == 0 ? 0 : 1;
@@ -100,6 +119,10 @@ int RerunOrder::rank(Work::Kind kind) const noexcept {
       return way == 2 ? 2 : way == 0 ? 1 : 0;
     case Schedule::Kind::seed:
       return 0;
+    case Schedule::Kind::starve:
+      return works_[candidate].lane == starved_ ? 0 : 1;
+    case Schedule::Kind::hold:
+      return candidate == schedule_.number() ? 0 : 1;
   }
   return 0;
 }
@@ -109,7 +132,7 @@ std::uint64_t RerunOrder::priority(c10::StreamId lane) {
   return found != priorities_.end() ? found->second : priorities_.emplace(lane, random_()).first->second;
 }
 
-std::size_t RerunOrder::choose(const std::vector<std::uint32_t>& ready, const std::vector<RecordedWork>& works) {
+std::size_t RerunOrder::choose(const std::vector<std::uint32_t>& ready) {
   if (std::find(redraws_.begin(), redraws_.end(), finished_) != redraws_.end()) {
     priorities_.clear();
   }
@@ -117,18 +140,17 @@ std::size_t RerunOrder::choose(const std::vector<std::uint32_t>& ready, const st
   if (schedule_.kind() == Schedule::Kind::seed && !by_stream_) {
     double total = 0;
     for (const std::uint32_t candidate : ready) {
-      total += weights_[direction(works[candidate].work->kind)];
+      total += weights_[direction(works_[candidate].work->kind)];
     }
     double left = std::uniform_real_distribution<double>(0, total)(random_);
     std::size_t chosen = 0;
-    while (chosen + 1 < ready.size() && (left -= weights_[direction(works[ready[chosen]].work->kind)]) >= 0) {
+    while (chosen + 1 < ready.size() && (left -= weights_[direction(works_[ready[chosen]].work->kind)]) >= 0) {
       ++chosen;
     }
     return chosen;
   }
   const auto key = [&](std::uint32_t candidate) {
-    const RecordedWork& recorded = works[candidate];
-    return by_stream_ ? priority(recorded.lane) : static_cast<std::uint64_t>(rank(recorded.work->kind));
+    return by_stream_ ? priority(works_[candidate].lane) : static_cast<std::uint64_t>(rank(candidate));
   };
   std::size_t chosen = 0;
   std::uint64_t best = key(ready[0]);

@@ -55,6 +55,7 @@ Recording::Recording() : device_(Device::get()) {
   state.timeline.start_keeping();
   state.keeping.store(true, std::memory_order_release);
   state.recording = this;
+  state.host_look = no_work;
   ++state.recordings;
   keep_start();
 }
@@ -172,7 +173,37 @@ void Recording::load_start() {
   }
 }
 
-void Recording::rerun(const Schedule& schedule) {
+std::vector<std::uint32_t> Recording::order(const Schedule& schedule) const {
+  if (!stopped_) {
+    throw UsageError("sim device: rerun of a recording that is still being made; stop it first");
+  }
+  std::vector<std::uint32_t> result;
+  result.reserve(works_.size());
+  std::vector<std::uint32_t> missing(works_.size());
+  std::vector<std::uint32_t> ready;
+  for (std::uint32_t i = 0; i < works_.size(); ++i) {
+    missing[i] = static_cast<std::uint32_t>(works_[i].after.size());
+    if (missing[i] == 0) {
+      ready.push_back(i);
+    }
+  }
+  RerunOrder order(schedule, works_);
+  while (!ready.empty()) {
+    const std::size_t chosen = order.choose(ready);
+    const std::uint32_t next = ready[chosen];
+    ready[chosen] = ready.back();
+    ready.pop_back();
+    result.push_back(next);
+    for (const std::uint32_t follower : followers_[next]) {
+      if (--missing[follower] == 0) {
+        ready.push_back(follower);
+      }
+    }
+  }
+  return result;
+}
+
+void Recording::rerun(const std::vector<std::uint32_t>& order) {
   Device::State& state = *device_.state_;
   const std::lock_guard<std::recursive_mutex> lock(state.mutex);
   if (!stopped_) {
@@ -185,25 +216,8 @@ void Recording::rerun(const Schedule& schedule) {
     changed_ = true;
   }
   load_start();
-  std::vector<std::uint32_t> missing(works_.size());
-  std::vector<std::uint32_t> ready;
-  for (std::uint32_t i = 0; i < works_.size(); ++i) {
-    missing[i] = static_cast<std::uint32_t>(works_[i].after.size());
-    if (missing[i] == 0) {
-      ready.push_back(i);
-    }
-  }
-  RerunOrder order(schedule, works_.size());
-  while (!ready.empty()) {
-    const std::size_t chosen = order.choose(ready, works_);
-    const std::uint32_t next = ready[chosen];
-    ready.erase(ready.begin() + static_cast<std::ptrdiff_t>(chosen));
+  for (const std::uint32_t next : order) {
     run_work(*works_[next].work, works_[next].random.get());
-    for (const std::uint32_t follower : followers_[next]) {
-      if (--missing[follower] == 0) {
-        ready.push_back(follower);
-      }
-    }
   }
 }
 

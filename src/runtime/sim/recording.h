@@ -40,9 +40,13 @@ class Recording {
   /// What was recorded, in the order of issue. Plain data: the order checker reads it too.
   [[nodiscard]] const std::vector<RecordedWork>& works() const noexcept { return works_; }
 
-  /// Puts memory back as it was at the start, runs everything in an order of `schedule`, and leaves the results in memory.
+  /// The positions of all works in the order that `schedule` gives them. Throws: UsageError before `stop`.
+  [[nodiscard]] std::vector<std::uint32_t> order(const Schedule& schedule) const;
+  /// Puts memory back as it was at the start, runs everything in `order`, which must be one that streams and events allow, and
+  /// leaves the results in memory.
   /// Throws: what an operator throws (an index out of range is how poison may show); UsageError before `stop`.
-  void rerun(const Schedule& schedule);
+  void rerun(const std::vector<std::uint32_t>& order);
+  void rerun(const Schedule& schedule) { rerun(order(schedule)); }
   /// Puts memory back as the recorded step left it. Without a rerun before, does nothing.
   void restore() noexcept;
 

@@ -15,7 +15,11 @@ constexpr std::pair<std::string_view, Schedule::Kind> named[] = {
     {"d2h-early", Schedule::Kind::d2h_early},
     {"d2h-late", Schedule::Kind::d2h_late},
 };
-constexpr std::string_view seed_prefix = "seed:";
+constexpr std::pair<std::string_view, Schedule::Kind> numbered[] = {
+    {"seed:", Schedule::Kind::seed},
+    {"starve:", Schedule::Kind::starve},
+    {"hold:", Schedule::Kind::hold},
+};
 
 }  // namespace
 
@@ -25,17 +29,20 @@ Schedule Schedule::parse(const std::string& text) {
       return Schedule(kind);
     }
   }
-  if (text.compare(0, seed_prefix.size(), seed_prefix) == 0) {
-    std::uint64_t seed = 0;
-    const char* begin = text.data() + seed_prefix.size();
+  for (const auto& [prefix, kind] : numbered) {
+    if (text.compare(0, prefix.size(), prefix) != 0) {
+      continue;
+    }
+    std::uint64_t number = 0;
+    const char* begin = text.data() + prefix.size();
     const char* end = text.data() + text.size();
-    const auto read = std::from_chars(begin, end, seed);
+    const auto read = std::from_chars(begin, end, number);
     if (begin != end && read.ec == std::errc() && read.ptr == end) {
-      return Schedule(Kind::seed, seed);
+      return Schedule(kind, number);
     }
   }
   throw UsageError("schedule \"" + text +
-                   "\" is unknown; use early, late, d2h-early, d2h-late or seed:N with N a number");
+                   "\" is unknown; use early, late, d2h-early, d2h-late, seed:N, starve:N or hold:N with N a number");
 }
 
 std::string Schedule::name() const {
@@ -44,7 +51,12 @@ std::string Schedule::name() const {
       return std::string(name);
     }
   }
-  return std::string(seed_prefix) + std::to_string(seed_);
+  for (const auto& [prefix, kind] : numbered) {
+    if (kind_ == kind) {
+      return std::string(prefix) + std::to_string(number_);
+    }
+  }
+  return {};
 }
 
 }  // namespace sidestream

@@ -3,7 +3,9 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 #include "runtime/sim/allocator.h"
@@ -20,8 +22,12 @@ struct StreamState {
   WorkId last = no_work;
   c10::SmallVector<WorkId, 4> waits;  ///< what the next work is ordered after, besides `last`
   Capture* capture = nullptr;
-  NodeSet capture_last;  ///< nodes of `capture` that the next node is ordered after
+  NodeSet capture_last;        ///< nodes of `capture` that the next node is ordered after
+  WorkId host_seen = no_work;  ///< the latest look of the host that its work is ordered after
 };
+
+/// The lane of what the host has seen.
+inline constexpr c10::StreamId host_lane = -1;
 
 /// A freed block that other streams still use.
 struct UsedBlock {
@@ -42,6 +48,9 @@ struct Device::State {
   /// Throws CaptureError when the stream's capture was invalidated, or when the calling thread captures and this is the default stream.
   void check_issue(c10::StreamId id, StreamState& stream, const char* what);
   [[noreturn]] void invalidate(Capture& capture, const std::string& reason);
+  /// The host has seen all of `done`: in a recording, whatever is issued from now on, on any stream, is ordered after it.
+  void host_saw(const std::vector<WorkId>& done);
+  void host_saw(const StreamState& stream);
   /// Moves what the stream's next work is ordered after to `after`.
   void order_after(StreamState& stream, c10::SmallVector<WorkId, 2>& after);
   /// Queues work behind what the stream did and waits for.
@@ -67,6 +76,8 @@ struct Device::State {
   Recording* recording = nullptr;  ///< the one that is being made
   int recordings = 0;              ///< alive: their works may run again
   std::uint64_t unrecorded_waits = 0;
+  WorkId host_look = no_work;              ///< the latest, in a recording
+  std::unordered_set<std::string> places;  ///< what `place` has handed out
 
   // Read without the lock, so that an operator outside of captures and recordings pays one load.
   std::atomic<int> open_captures{0};

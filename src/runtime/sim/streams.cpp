@@ -47,6 +47,7 @@ void Device::synchronize(c10::StreamId id) {
   }
   state_->refuse_in_capture("synchronize on a stream");
   state_->force(stream);
+  state_->host_saw(stream);
 }
 
 void Device::synchronize() {
@@ -55,6 +56,13 @@ void Device::synchronize() {
     state_->invalidate(*capture, "synchronize of the device; do it before begin_capture or after end_capture");
   }
   state_->timeline.drain();
+  if (state_->timeline.keeping()) {
+    std::vector<WorkId> all;
+    for (const StreamState& stream : state_->streams) {
+      all.push_back(stream.last);
+    }
+    state_->host_saw(all);
+  }
 }
 
 bool Device::idle(c10::StreamId id) {
@@ -71,6 +79,9 @@ bool Device::idle(c10::StreamId id) {
   }
   // A loop that polls must end: what was found unfinished is finished by the next look.
   state_->force(stream);
+  if (done) {
+    state_->host_saw(stream);
+  }
   return done;
 }
 
@@ -167,6 +178,9 @@ bool Device::query(EventState& event) {
   }
   const bool done = state_->timeline.done(event.mark);
   state_->timeline.force(event.mark);  // as in idle()
+  if (done) {
+    state_->host_saw(std::vector<WorkId>{event.mark});
+  }
   return done;
 }
 
@@ -178,6 +192,7 @@ void Device::synchronize(EventState& event) {
         "sim device: synchronize on an event that was recorded inside a capture; record it outside first");
   }
   state_->timeline.force(event.mark);
+  state_->host_saw(std::vector<WorkId>{event.mark});
 }
 
 void Device::copy(Work::Kind kind, void* destination, const void* source, std::size_t bytes, c10::StreamId id) {
@@ -206,6 +221,7 @@ void Device::copy(Work::Kind kind, void* destination, const void* source, std::s
   work->kind = kind;
   work->stream = id;
   work->name = to_host ? "copy_to_host" : "copy_to_device";
+  work->place = place();
   work->run = [destination, source, bytes] { std::memcpy(destination, source, bytes); };
   work->accesses = {{static_cast<const std::byte*>(source), bytes, false},
                     {static_cast<const std::byte*>(destination), bytes, true, true}};

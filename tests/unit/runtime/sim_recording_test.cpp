@@ -1,4 +1,7 @@
+#include <functional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -249,6 +252,55 @@ TEST_F(RecordingTest, DrawsAreThoseOfTheRecordedStep) {
     recording.rerun(Schedule(Schedule::Kind::late));
     EXPECT_EQ(bytes(a), expected_a);
     EXPECT_EQ(bytes(b), expected_b);
+  }
+}
+
+// A copy out on one stream, a look of the host, and a copy in on another that takes the same pinned bytes.
+TEST_F(RecordingTest, WhatTheHostHasSeenIsBeforeAllThatIsIssuedLater) {
+  const auto x = at::full({1024}, 3, options());
+  const auto y = at::empty({1024}, options());
+  order(main(), copies());
+  order(main(), side());
+  const std::vector<std::pair<std::string, std::function<void()>>> looks{
+      {"none", [] {}},
+      {"synchronize", [&] { runtime().synchronize(copies()); }},
+      {"device", [&] { runtime().synchronize_device(); }},
+      {"idle", [&] { EXPECT_TRUE(runtime().idle(copies())); }},
+      {"other", [&] { runtime().synchronize(side()); }},
+  };
+  for (const auto& [name, look] : looks) {
+    Recording recording;
+    to_host(pinned_, x, copies());
+    look();
+    to_device(y, pinned_, side());
+    order(side(), main());
+    const auto result = at::mul(y, 2);
+    order(copies(), main());
+    recording.stop();
+    EXPECT_EQ(wrong(recording, result, 6, 20) > 0, name == "none" || name == "other") << name;
+  }
+}
+
+TEST_F(RecordingTest, WhatTheHostHasSeenOfAnEventIsBeforeAllThatIsIssuedLater) {
+  const auto x = at::full({1024}, 3, options());
+  const auto y = at::empty({1024}, options());
+  order(main(), copies());
+  order(main(), side());
+  for (const bool query : {false, true}) {
+    Recording recording;
+    const auto event = runtime().create_event();
+    to_host(pinned_, x, copies());
+    runtime().record(event, copies());
+    if (query) {
+      EXPECT_TRUE(runtime().query(event));
+    } else {
+      runtime().synchronize(event);
+    }
+    to_device(y, pinned_, side());
+    order(side(), main());
+    const auto result = at::mul(y, 2);
+    recording.stop();
+    EXPECT_EQ(wrong(recording, result, 6, 20), 0);
   }
 }
 

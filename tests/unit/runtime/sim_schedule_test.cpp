@@ -11,18 +11,21 @@ namespace sidestream::sim {
 namespace {
 
 TEST(ScheduleNameTest, EveryNameIsReadAndWritten) {
-  for (const char* name : {"early", "late", "d2h-early", "d2h-late", "seed:0", "seed:18446744073709551615"}) {
+  for (const char* name :
+       {"early", "late", "d2h-early", "d2h-late", "seed:0", "seed:18446744073709551615", "starve:2", "hold:0"}) {
     EXPECT_EQ(Schedule::parse(name).name(), name);
   }
 }
 
 TEST(ScheduleNameTest, ABadNameIsRefusedWithTheListOfNames) {
-  for (const char* name : {"", "Late", "seed", "seed:", "seed:-1", "seed:1x", "seed:18446744073709551616"}) {
+  for (const char* name :
+       {"", "Late", "seed", "seed:", "seed:-1", "seed:1x", "seed:18446744073709551616", "starve:", "hold:x", "hold"}) {
     try {
       (void)Schedule::parse(name);
       FAIL() << name;
     } catch (const UsageError& error) {
-      EXPECT_NE(std::string(error.what()).find("early, late, d2h-early, d2h-late or seed:N"), std::string::npos);
+      EXPECT_NE(std::string(error.what()).find("early, late, d2h-early, d2h-late, seed:N, starve:N or hold:N"),
+                std::string::npos);
     }
   }
 }
