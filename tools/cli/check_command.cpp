@@ -1,17 +1,22 @@
 #include "tools/cli/check_command.h"
 
 #include <cstdio>
-#include <string>
 #include <vector>
 
 #include <fmt/format.h>
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
 
+#include "sidestream/error.h"
 #include "sidestream/journal.h"
+#include "tools/cli/schedule_command.h"
 #include "tools/cli/train_command.h"
 
 namespace sidestream::cli {
+namespace {
 
-int check(const std::filesystem::path& path) {
+int check_journal(const std::filesystem::path& path) {
   const Journal journal = read_journal(path.string());
   const std::vector<std::string> findings = check_order(journal);
   for (const std::string& finding : findings) {
@@ -24,6 +29,35 @@ int check(const std::filesystem::path& path) {
                  .c_str(),
              stdout);
   return findings.empty() ? kSuccess : kFailure;
+}
+
+}  // namespace
+
+CheckOptions::CheckOptions() {
+  training.device = "sim";
+  training.shape = {.layers = 4, .hidden = 32, .heads = 2, .kv_heads = 1, .ffn = 64, .seq = 32};
+  training.batch = 2;
+  training.steps = 2;
+}
+
+void declare_check_options(CLI::App& command, CheckOptions& options) {
+  declare_model_options(command, options.training);
+  command.add_option("journal", options.journal, "A journal (sidestream train --journal FILE)")->type_name("FILE");
+  command.add_option("--schedules", options.schedules, "Run recorded steps under N schedules and compare the bytes")
+      ->type_name("N");
+  command.add_option("--schedule", options.schedule, "Run them under this one")->type_name("NAME");
+  command.get_option("--steps")->description("Steps that are recorded, behind two that size and capture");
+}
+
+int check(const CheckOptions& options) {
+  const bool schedules = options.schedules.has_value() || !options.schedule.empty();
+  if (options.journal.empty() != schedules) {
+    throw UsageError(options.journal.empty()
+                         ? "nothing to check: give a journal (sidestream train --check-steps 10 --journal FILE), or "
+                           "--schedules N to run recorded steps in N orders"
+                         : "a journal and schedules: a journal holds no data to run again; give one of them");
+  }
+  return schedules ? check_schedules(options) : check_journal(options.journal);
 }
 
 }  // namespace sidestream::cli

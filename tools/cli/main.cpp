@@ -1,6 +1,5 @@
 #include <cstdio>
 #include <exception>
-#include <filesystem>
 #include <string>
 #include <string_view>
 
@@ -27,10 +26,22 @@ constexpr const char* kFooter = R"(Examples:
   sidestream train --device cuda --dtype bfloat16 --hidden 1024 --heads 16 --kv-heads 4 --ffn 2816 --seq 1024 --batch 8
   sidestream train --steps 10 --check-steps 10 --journal steps.journal
       Every access of the first ten steps must be ordered; the journal can be checked again: sidestream check steps.journal
+  sidestream check --schedules 1000 --layers 4 --side-streams 2
+      Runs two recorded steps in a thousand orders that streams and events allow, and compares the bytes of the gradients.
   sidestream info
 
 Ctrl-C ends a run after the step that is running, with the table and the report of the steps done; a second Ctrl-C ends it at once.
 Exit codes: 0 done, 1 failure (also gradients that differ, accesses that nothing orders), 2 wrong usage, 130 ended by Ctrl-C.)";
+
+constexpr const char* kCheckFooter = R"(Examples:
+  sidestream check steps.journal
+  sidestream check --schedules 10000 --layers 2 --graphs off
+  sidestream check --schedule seed:77 --layers 2 --graphs off
+      Runs one schedule again, with the same model and placement, and names the pair of operations whose order matters.
+
+Schedules run on the sim device: early, late, d2h-early, d2h-late, each stream starved (starve:N), each piece of work held
+back (hold:N; pairs that nothing orders first), and as many seeds (seed:N) as it takes.
+Exit codes: 0 every order gives the same bytes, 1 one does not or accesses are not ordered, 2 wrong usage, 130 ended by Ctrl-C.)";
 
 /// One line: a user can act on what happened, not on a stack of LibTorch's frames.
 int complain(std::string_view what, int code) {
@@ -50,10 +61,11 @@ int run(int argc, char** argv) {
       app.add_subcommand("train", "Train a model on text; a table at the end says what was saved and what it cost");
   train->footer(kFooter);
   cli::declare_training_options(*train, options);
-  std::filesystem::path journal;
-  CLI::App* check =
-      app.add_subcommand("check", "Look for unordered accesses in a journal (sidestream train --journal FILE)");
-  check->add_option("journal", journal, "A journal")->type_name("FILE")->required();
+  cli::CheckOptions checked;
+  CLI::App* check = app.add_subcommand(
+      "check", "Show that order does not matter: read a journal, or run recorded steps in many orders");
+  check->footer(kCheckFooter);
+  cli::declare_check_options(*check, checked);
   const CLI::App* info =
       app.add_subcommand("info", "Show devices, versions and the measured speed of the link to each device");
   try {
@@ -64,7 +76,7 @@ int run(int argc, char** argv) {
     return complain(std::string(error.what()) + " (sidestream --help shows what there is)", cli::kUsage);
   }
   if (check->parsed()) {
-    return cli::check(journal);
+    return cli::check(checked);
   }
   return info->parsed() ? cli::info() : cli::train(options);
 }

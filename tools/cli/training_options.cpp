@@ -48,16 +48,12 @@ void validate_shape(const ModelShape& shape) {
 
 }  // namespace
 
-void declare_training_options(CLI::App& command, TrainingOptions& options) {
+void declare_model_options(CLI::App& command, TrainingOptions& options) {
   // The last one counts: a script may put its own defaults before what it is given.
   command.option_defaults()->take_last();
   command.add_option("--text", options.text, "Files to train on (default: the texts of /usr/share/common-licenses)")
       ->take_all()
       ->type_name("FILE");
-  command.add_option("--device", options.device, "auto (cuda where there is one, else sim), cuda or sim")
-      ->check(CLI::IsMember({"auto", "cuda", "sim"}))
-      ->type_name("NAME")
-      ->capture_default_str();
   command.add_option("--layers", options.shape.layers, "Transformer layers")->type_name("N")->capture_default_str();
   command.add_option("--hidden", options.shape.hidden, "Width of the model")->type_name("N")->capture_default_str();
   command.add_option("--heads", options.shape.heads, "Attention heads")->type_name("N")->capture_default_str();
@@ -89,9 +85,18 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
   command.add_option("--side-streams", options.side_streams, "Streams that consecutive graphs rotate over")
       ->type_name("K")
       ->capture_default_str();
+}
+
+void declare_training_options(CLI::App& command, TrainingOptions& options) {
+  declare_model_options(command, options);
+  command.add_option("--device", options.device, "auto (cuda where there is one, else sim), cuda or sim")
+      ->check(CLI::IsMember({"auto", "cuda", "sim"}))
+      ->type_name("NAME")
+      ->capture_default_str();
   command
-      .add_option("--schedule", options.schedule,
-                  "Order of queued work on the sim device: early, late, d2h-early, d2h-late or seed:N")
+      .add_option(
+          "--schedule", options.schedule,
+          "Order of queued work on the sim device: early, late, d2h-early, d2h-late, seed:N, starve:N or hold:N")
       ->type_name("NAME");
   command.add_flag("--compare", options.compare,
                    "Repeat every step in plain eager mode, compare the gradients of every parameter, and measure each "

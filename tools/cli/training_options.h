@@ -35,7 +35,9 @@ struct TrainingOptions {
   [[nodiscard]] std::int64_t tokens_per_step() const noexcept { return batch * shape.seq; }
 };
 
-/// Declares the options of `sidestream train` on `command`; parsing fills `options`, which must outlive it.
+/// Declares the options that say what is trained and how it is placed; parsing fills `options`, which must outlive it.
+void declare_model_options(CLI::App& command, TrainingOptions& options);
+/// Declares all options of `sidestream train`.
 void declare_training_options(CLI::App& command, TrainingOptions& options);
 
 /// Throws: UsageError with the remedy when sizes do not divide, a number is out of range or a name is unknown.

@@ -167,6 +167,16 @@ NamedTensors TrainingRun::parameters() const {
   return parameters;
 }
 
+NamedTensors TrainingRun::gradients() const {
+  NamedTensors gradients;
+  for (const auto& item : state_->model->named_parameters()) {
+    if (item.value().grad().defined()) {
+      gradients.emplace_back(item.key() + ".grad", item.value().grad().clone(at::MemoryFormat::Contiguous));
+    }
+  }
+  return gradients;
+}
+
 std::int64_t TrainingRun::parameter_count() const {
   std::int64_t count = 0;
   for (const at::Tensor& parameter : state_->model->parameters()) {

@@ -47,6 +47,8 @@ class TrainingRun {
   [[nodiscard]] std::int64_t parameter_count() const;
   /// What the engine counted; zeros without one.
   [[nodiscard]] OffloadNumbers offload_numbers() const;
+  /// A copy of every gradient, on the device. For `step`'s callback.
+  [[nodiscard]] NamedTensors gradients() const;
   /// What the order check of the first steps found; zeros without one.
   [[nodiscard]] OrderNumbers order_numbers() const;
   /// Of the checked steps.
