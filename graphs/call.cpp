@@ -86,7 +86,12 @@ void EngineState::record_and_run(CallSite& site, detail::CallRequest& request, d
   {
     inside_graphed_call_ = true;
     const Inside inside{inside_graphed_call_};
-    run_eagerly(site, request, outputs);
+    try {
+      run_eagerly(site, request, outputs);
+    } catch (...) {
+      recorded_.forget(call);
+      throw;
+    }
   }
   recorded_.ran(call, outputs);
   step_.eager_calls += 1;

@@ -157,10 +157,20 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
       }
     }
   }
-  next_forward_ = index + 1;
-  forward_tails_[lane] =
-      &layer.forward_drained;  // before: where the wait after the launch fails, the copies run all the same
-  launch(layer.forward, side, layer.forward_done);
+  // Where the launch fails, nothing new is to be waited for; where the wait behind it fails, the copies run all the same.
+  const auto queued = [&, replays = counts_.replays] {
+    if (counts_.replays != replays) {
+      next_forward_ = index + 1;
+      forward_tails_[lane] = &layer.forward_drained;
+    }
+  };
+  try {
+    launch(layer.forward, side, layer.forward_done);
+  } catch (...) {
+    queued();
+    throw;
+  }
+  queued();
   reloaded_ = -1;  // what an earlier backward brought back may be overwritten now
   for (const auto& saved : layer.moved) {
     counts_.left_bytes += saved->bytes;
@@ -213,21 +223,29 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
   for (const auto lane : c10::irange(streams_.size())) {
-    if (forward_tails_[lane] != nullptr) {
-      if (lane != 0) {
-        runtime_->wait(side, *forward_tails_[lane]);
-        ++counts_.waits;
-      }
-      forward_tails_[lane] = nullptr;
+    if (lane != 0 && forward_tails_[lane] != nullptr) {
+      runtime_->wait(side, *forward_tails_[lane]);
+      ++counts_.waits;
     }
   }
   if (!layer.moved.empty() && reloaded_ != static_cast<std::int64_t>(index)) {
     reload_inline(layer);
   }
-  backward_tail_ = &layer.backward_drained;
-  behind_backward_tail_.assign(streams_.size(), false);
-  behind_backward_tail_[0] = true;
-  launch(layer.backward, side, layer.backward_done);
+  const auto queued = [&, replays = counts_.replays] {  // as in forward
+    if (counts_.replays != replays) {
+      forward_tails_.assign(streams_.size(), nullptr);
+      backward_tail_ = &layer.backward_drained;
+      behind_backward_tail_.assign(streams_.size(), false);
+      behind_backward_tail_[0] = true;
+    }
+  };
+  try {
+    launch(layer.backward, side, layer.backward_done);
+  } catch (...) {
+    queued();
+    throw;
+  }
+  queued();
   reloaded_ = static_cast<std::int64_t>(index) - 1;
   if (index > 0) {
     for (const auto& saved : layers_[index - 1].moved) {

@@ -1,5 +1,7 @@
 #include "graphs/chain_capture.h"
 
+#include <typeinfo>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
@@ -46,6 +48,28 @@ class CaptureGuard {
   bool open_ = true;
 };
 
+/// What the device or the rules of capture refuse says where that was; what the user's code throws is left as it is.
+template <class Part>
+void naming(const std::string& where, const Part& part) {
+  const auto named = [&](const Error& error) {
+    const std::string text = error.what();
+    return text.find(where) == std::string::npos ? where + ": " + text : text;
+  };
+  try {
+    part();
+  } catch (const CaptureError& error) {
+    if (typeid(error) != typeid(CaptureError)) {
+      throw;
+    }
+    throw CaptureError(named(error));
+  } catch (const DeviceError& error) {
+    if (typeid(error) != typeid(DeviceError)) {
+      throw;
+    }
+    throw DeviceError(named(error), error.status());
+  }
+}
+
 std::vector<at::Tensor> parameters_of(const Layer& layer) {
   std::vector<at::Tensor> tensors;
   for (const LayerParameter& parameter : layer.parameters) {
@@ -71,10 +95,10 @@ void ChainCapture::run() {
     const BareLeaves bare(all_parameters());
     const StreamGuard on_capture(runtime_, capture_);
     for (const auto i : c10::irange(specs_.size())) {
-      capture_forward(i);
+      naming(chain_.describe(i) + ", forward", [&] { capture_forward(i); });
     }
     for (std::size_t i = specs_.size(); i-- > 0;) {
-      capture_backward(i);
+      naming(chain_.describe(i) + ", backward", [&] { capture_backward(i); });
     }
   }
   for (Live& live : live_) {
@@ -310,9 +334,11 @@ std::shared_ptr<Chain> Chain::capture(const GraphResources& resources, std::vect
         std::string("or no event"));
   }
   std::shared_ptr<Chain> chain(new Chain(resources, options));
+  ChainCapture capture(*chain, resources, std::move(specs));
   try {
-    ChainCapture(*chain, resources, std::move(specs)).run();
+    capture.run();
   } catch (...) {
+    capture.undo_grads();
     resources.exclusions->remove_static_inputs();
     resources.offload->abandon();
     throw;

@@ -17,6 +17,8 @@ class ChainCapture {
   ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs);
 
   void run();
+  /// After a failure: `.grad`s that it gave to parameters are none again.
+  void undo_grads() noexcept;
 
  private:
   /// What exists only while capturing.
@@ -54,6 +56,7 @@ class ChainCapture {
   std::vector<LayerSpec> specs_;
   c10::Stream capture_;
   std::vector<Live> live_;
+  std::vector<at::Tensor> made_grads_;  ///< parameters that had no `.grad`
 };
 
 }  // namespace sidestream

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "graphs/chain_capture.h"
+#include "offload/pinned_plan.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -39,18 +40,11 @@ void ChainCapture::make_plan_and_pin() {
       profile.storages.push_back(std::move(storage));
     }
   }
-  chain_.plan_ = make_plan(profile, resources_.arena->available(), HostArena::alignment);
+  chain_.plan_ = plan_and_pin(profile, *resources_.arena);
   for (const auto i : c10::irange(specs_.size())) {
     const LayerSizing& sizing = chain_.sizings_[i];
     live_[i].planned = lay_out(sizing.profile, sizing.scopes, chain_.plan_.decisions.data() + first_storage[i]);
   }
-  std::vector<std::size_t> sizes;
-  for (const auto s : c10::irange(profile.storages.size())) {
-    if (chain_.plan_.decisions[s].fate == Fate::moves) {
-      sizes.push_back(profile.storages[s].bytes);
-    }
-  }
-  resources_.arena->prepare(sizes);
 }
 
 void ChainCapture::prepare_layers() {
@@ -120,8 +114,15 @@ at::Tensor ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& para
   }
   if (!parameter.grad().defined()) {
     parameter.mutable_grad() = at::zeros_like(parameter.detach());
+    made_grads_.push_back(parameter);
   }
   return parameter.grad();
+}
+
+void ChainCapture::undo_grads() noexcept {
+  for (const at::Tensor& parameter : made_grads_) {
+    parameter.mutable_grad() = at::Tensor();
+  }
 }
 
 std::vector<at::Tensor> ChainCapture::all_parameters() const {

@@ -15,6 +15,8 @@ const char* reason(Fate fate) {
       return "held back by another saver";
     case Fate::over_cap:
       return "over the host cap";
+    case Fate::not_pinned:
+      return "pinned host memory was refused";
   }
   return "";
 }

@@ -1,11 +1,14 @@
 #include "graphs/engine_state.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <exception>
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "graphs/checked_options.h"
+#include "offload/pinned_plan.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -22,48 +25,11 @@ NamePatterns patterns_of(const std::vector<std::string>& lists) {
   return NamePatterns(std::move(all));
 }
 
-std::int64_t check_steps_by_environment() {
-  const char* text = std::getenv("SIDESTREAM_CHECK_STEPS");
-  if (text == nullptr || *text == 0) {
-    return 0;
-  }
-  char* end = nullptr;
-  const long long steps = std::strtoll(text, &end, 10);
-  if (*end != 0 || steps < 0) {
-    throw UsageError("SIDESTREAM_CHECK_STEPS is \"" + std::string(text) +
-                     "\"; it must be a number of steps, 0 for none");
-  }
-  return steps;
-}
-
-Options checked(Options options) {
-  if (options.graph_options().side_streams() < 1) {
-    throw UsageError("side_streams is " + std::to_string(options.graph_options().side_streams()) +
-                     "; it must be at least 1 (K, default 2)");
-  }
-  if (options.groups_in_flight() < 0) {
-    throw UsageError("groups_in_flight is negative; it must be 0 or more");
-  }
-  if (options.graph_options().on_pending() == OnChange::eager) {
-    throw UsageError("GraphOptions::on_pending cannot be eager: it is capture or error");
-  }
-  if (options.graph_options().on_moved_weights() == OnChange::eager) {
-    throw UsageError("GraphOptions::on_moved_weights cannot be eager: it is capture or error");
-  }
-  if (options.check_steps() == 0) {
-    options.check_steps(check_steps_by_environment());
-  }
-  if (options.check_steps() < 0) {
-    throw UsageError("check_steps is negative; it must be 0 (off) or a number of steps");
-  }
-  return options;
-}
-
 }  // namespace
 
 EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_ptr<Runtime> runtime)
     : model_(model),
-      options_(checked(std::move(options))),
+      options_(checked_options(std::move(options))),
       graphed_(patterns_of(options_.graph_patterns())),
       checked_(options_.check_steps() > 0
                    ? std::make_shared<CheckedRuntime>(runtime != nullptr ? runtime : make_runtime(options_.device()))
@@ -150,18 +116,26 @@ void EngineState::end_step(bool failed) {
   recording_.reset();
   journaling_.reset();
   inside_graphed_call_ = false;
-  if (failed) {
-    recorded_.clear();
-  } else {
-    recorder_->finish();
+  // What fails here must not keep the rest from being let go.
+  std::exception_ptr error;
+  const auto attempt = [&](const auto& part) {
+    try {
+      part();
+    } catch (...) {
+      failed = true;
+      error = error == nullptr ? std::current_exception() : error;
+    }
+  };
+  if (!failed) {
+    attempt([&] { recorder_->finish(); });
   }
-  eager_->end_step();
+  attempt([&] { eager_->end_step(); });
   std::uint64_t moved = 0;
   std::uint64_t returned = 0;
   step_.waits = step_.inline_reloads = step_.replays = 0;
   for (const auto& weak : chains_) {
     if (const auto holder = weak.lock(); holder != nullptr && holder->chain != nullptr) {
-      holder->chain->join_copies();
+      attempt([&] { holder->chain->join_copies(); });
       const Chain::Counts counts = holder->chain->take_counts();
       step_.replays += static_cast<std::int64_t>(counts.replays);
       step_.waits += static_cast<std::int64_t>(counts.waits);
@@ -170,8 +144,15 @@ void EngineState::end_step(bool failed) {
       returned += counts.returned_bytes;
     }
   }
+  if (sizing_ != nullptr) {
+    sizing_->pass_ended();
+  }
   if (failed) {
+    recorded_.clear();
     recorder_.reset();
+    if (error != nullptr) {
+      std::rethrow_exception(error);
+    }
     return;
   }
   const std::int64_t peak = runtime_->memory_stats().allocated_peak;
@@ -230,21 +211,22 @@ void EngineState::check_patterns() const {
 }
 
 void EngineState::plan_eager() {
-  eager_plan_ = make_plan(eager_profile_, arena_->available(), HostArena::alignment);
+  eager_plan_ = plan_and_pin(eager_profile_, *arena_);
   planned_ = lay_out(eager_profile_, eager_scopes_, eager_plan_.decisions.data());
-  std::vector<std::size_t> sizes;
-  for (std::size_t i = 0; i < eager_profile_.storages.size(); ++i) {
-    if (eager_plan_.decisions[i].fate == Fate::moves) {
-      sizes.push_back(eager_profile_.storages[i].bytes);
-    }
-  }
-  arena_->prepare(sizes);
   eager_planned_ = true;
 }
 
 void EngineState::journal_operators(std::optional<OperatorObserverGuard>& guard) {
   if (checked_ != nullptr && step_.steps < options_.check_steps()) {
-    guard.emplace([checked = checked_](const OperatorAccess& access) { checked->observe(access); });
+    guard.emplace([checked = checked_](const OperatorAccess& access) {
+      if (const auto node = torch::autograd::get_current_node(); node != nullptr) {
+        checked->observe(access, "backward", node->name());
+      } else if (const Recorder* recorder = current_recorder(); recorder != nullptr && recorder->depth() > 1) {
+        checked->observe(access, "forward", recorder->scope().name);
+      } else {
+        checked->observe(access);
+      }
+    });
   }
 }
 
@@ -280,7 +262,13 @@ std::shared_ptr<Chain> EngineState::capture_chain(std::vector<LayerSpec> specs, 
   } const restore{*this, std::exchange(capturing_, true), std::exchange(t_active, this)};
   std::optional<OperatorObserverGuard> journaling;
   journal_operators(journaling);
-  auto chain = Chain::capture(graph_resources(), std::move(specs), options);
+  std::shared_ptr<Chain> chain;
+  try {
+    chain = Chain::capture(graph_resources(), std::move(specs), options);
+  } catch (...) {
+    mark_static_outputs();  // a capture ends with none marked
+    throw;
+  }
   for (const Layer& layer : chain->layers()) {
     step_.captures += layer.has_backward ? 2 : 1;
   }
@@ -298,11 +286,11 @@ void EngineState::capture_recorded() {
   }
   for (std::size_t slot = 0; slot < slots; ++slot) {
     std::vector<LayerSpec> specs;
-    std::vector<const RecordedCall*> calls;
+    std::vector<RecordedCall*> calls;
     std::vector<std::int64_t> place(recorded_.calls().size(), -1);
     for (std::size_t i = 0; i < recorded_.calls().size(); ++i) {
-      const RecordedCall& call = *recorded_.calls()[i];
-      if (call.slot != slot) {
+      RecordedCall& call = *recorded_.calls()[i];
+      if (call.slot != slot || call.captured) {
         continue;
       }
       LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.site->module, call.inputs};
@@ -319,6 +307,7 @@ void EngineState::capture_recorded() {
     auto holder = std::make_shared<ChainHolder>();
     holder->chain = capture_chain(std::move(specs), options_.graph_options());
     for (std::size_t layer = 0; layer < calls.size(); ++layer) {
+      calls[layer]->captured = true;
       calls[layer]->site->variants.push_back(
           {holder, layer, calls[layer]->guards, calls[layer]->shape, calls[layer]->autocast});
       step_.recaptures += calls[layer]->site->variants.size() > 1 ? 1 : 0;
@@ -351,7 +340,10 @@ void EngineState::recapture(ChainHolder& holder) {
 
 void EngineState::follow_moved_weights() {
   for (const auto& holder : own_chains_) {
-    if (!holder->chain->weights_moved()) {
+    const std::vector<Layer>& layers = holder->chain->layers();
+    const bool dropped =  // by a capture that failed in the place of this one
+        std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return !layer.forward; });
+    if (!dropped && !holder->chain->weights_moved()) {
       continue;
     }
     if (options_.graph_options().on_moved_weights() == OnChange::error) {

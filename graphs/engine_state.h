@@ -71,6 +71,8 @@ class EngineState : public std::enable_shared_from_this<EngineState> {
   [[nodiscard]] ScopeTree& tree() noexcept { return tree_; }
   [[nodiscard]] Exclusions& exclusions() noexcept { return exclusions_; }
   [[nodiscard]] Runtime& runtime() noexcept { return *runtime_; }
+  [[nodiscard]] const HostArena& arena() const noexcept { return *arena_; }
+  [[nodiscard]] const std::vector<std::weak_ptr<ChainHolder>>& chains() const noexcept { return chains_; }
   /// The thread's active engine, or null.
   [[nodiscard]] static EngineState* active() noexcept;
 

@@ -32,8 +32,9 @@ class GraphedCall {
           "graphed call \"" + callable_.name() +
           "\": autocast is in another state than at its capture; call it as captured, or capture again there");
     }
-    if (holder_->chain->weights_moved(layer_) && holder_->chain->options().on_moved_weights() == OnChange::capture &&
-        !holder_->chain->any_pending()) {
+    const bool dropped = !layer().forward;  // by a capture that failed in its place
+    if ((dropped || holder_->chain->weights_moved(layer_)) &&
+        holder_->chain->options().on_moved_weights() == OnChange::capture && !holder_->chain->any_pending()) {
       engine_->recapture(*holder_);
     }
     detail::TensorBuffer outputs;

@@ -29,6 +29,7 @@ class BackwardWatch final : public torch::autograd::FunctionPreHook {
 struct RecordedCalls::Flight {
   std::shared_ptr<std::atomic<bool>> backward_begun = std::make_shared<std::atomic<bool>>(false);
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> outputs;
+  bool first = true;  ///< of its recorded call
 };
 
 bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
@@ -57,6 +58,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     }
     if (flights_[i]->backward_begun->load()) {
       flights_[i] = std::make_shared<Flight>();
+      flights_[i]->first = false;
       return i;
     }
     slot = std::max(slot, call.slot + 1);
@@ -88,8 +90,10 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     }
     if (kept.from_layer < 0 && input.defined()) {
       kept.sample = input.detach().clone().requires_grad_(input.requires_grad());
-      kept_bytes_ += kept.sample.nbytes();
     }
+  }
+  for (const LayerInput& input : call->inputs) {
+    kept_bytes_ += input.sample.defined() ? input.sample.nbytes() : 0;
   }
   calls_.push_back(std::move(call));
   flights_.push_back(std::make_shared<Flight>());
@@ -115,6 +119,18 @@ void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   if (!watched) {
     flight.backward_begun->store(true);
   }
+}
+
+void RecordedCalls::forget(std::size_t call) {
+  if (!flights_[call]->first) {
+    flights_[call]->backward_begun->store(true);  // nothing of this run awaits a backward
+    return;
+  }
+  for (const LayerInput& input : calls_[call]->inputs) {
+    kept_bytes_ -= input.sample.defined() ? input.sample.nbytes() : 0;
+  }
+  calls_.pop_back();
+  flights_.pop_back();
 }
 
 void RecordedCalls::clear() {

@@ -34,6 +34,7 @@ struct RecordedCall {
   AutocastState autocast;
   std::vector<LayerInput> inputs;  ///< `from_layer` is an index into the recorded calls
   std::size_t slot = 0;            ///< how many captures of the same call were awaiting their backward
+  bool captured = false;           ///< only where a later slot's capture failed: the rest is tried again
 };
 
 /// The calls that ran eagerly since the last capture, in order, each once for every microbatch in flight.
@@ -47,6 +48,8 @@ class RecordedCalls {
                   std::size_t busy_variants);
   /// After it ran: learns its outputs and watches for its backward.
   void ran(std::size_t call, const detail::TensorBuffer& outputs);
+  /// It threw instead: it is as if it had not been called. `call` is the latest that was added.
+  void forget(std::size_t call);
   /// How many captures `site` is to get.
   [[nodiscard]] std::size_t count(const CallSite& site) const noexcept;
   [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }

@@ -27,12 +27,17 @@ class StateKeeper {
     const at::NoGradGuard no_grad;
     for (const LayerSpec& spec : specs) {
       if (spec.module != nullptr) {
+        for (const at::Tensor& buffer : spec.module->buffers()) {
+          buffers_.emplace_back(buffer, buffer.clone());
+        }
+      }
+    }
+    // Last, behind all that the device may refuse: an object that was not made puts nothing back.
+    for (const LayerSpec& spec : specs) {
+      if (spec.module != nullptr) {
         for (const at::Tensor& parameter : spec.module->parameters()) {
           gradients_.emplace_back(parameter, parameter.grad());
           parameter.mutable_grad() = at::Tensor();
-        }
-        for (const at::Tensor& buffer : spec.module->buffers()) {
-          buffers_.emplace_back(buffer, buffer.clone());
         }
       }
     }

@@ -70,4 +70,17 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
   return plan;
 }
 
+void keep_unpinned(Plan& plan, const Profile& profile, std::uint32_t group, const std::string& why) {
+  std::uint64_t bytes = 0;
+  for (std::size_t i = 0; i < plan.decisions.size(); ++i) {
+    if (plan.decisions[i].fate == Fate::moves && profile.storages[i].savers.front() == group) {
+      plan.decisions[i].fate = Fate::not_pinned;
+      bytes += profile.storages[i].bytes;
+    }
+  }
+  plan.moved_bytes -= bytes;
+  plan.notes.push_back("group " + profile.groups[group].name + " stays: its " + mebibytes(bytes) +
+                       " of pinned host memory were refused (" + why + ")");
+}
+
 }  // namespace sidestream

@@ -26,7 +26,7 @@ struct Profile {
 };
 
 /// Whether a storage leaves the device, and why not.
-enum class Fate : std::uint8_t { moves, not_selected, turns_round, held_back, over_cap };
+enum class Fate : std::uint8_t { moves, not_selected, turns_round, held_back, over_cap, not_pinned };
 
 /// For one storage of the profile.
 struct Decision {
@@ -38,12 +38,16 @@ struct Decision {
 struct Plan {
   std::vector<Decision> decisions;
   std::uint64_t moved_bytes = 0;
-  std::vector<std::string> notes;  ///< for the report: storages held back, groups over the cap
+  std::vector<std::string> notes;  ///< for the report: storages held back, groups over the cap or not pinned
 };
 
 /// Decides which storages leave. A storage leaves only when every saver's group is selected and none turns round; groups are
 /// taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage rounded up to
 /// `alignment` bytes. Pure; linear in the profile.
 [[nodiscard]] Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t alignment);
+
+/// Takes back that storages of `group` leave: the system would not pin memory for them, though the cap has room. `why` is what
+/// it said, for the note.
+void keep_unpinned(Plan& plan, const Profile& profile, std::uint32_t group, const std::string& why);
 
 }  // namespace sidestream

@@ -187,7 +187,12 @@ void HostArena::prepare(std::span<const std::size_t> sizes) {
       state_->put_back(*slot);
     }
   }
-  plan(missing);
+  try {
+    plan(missing);
+  } catch (...) {
+    seal();  // or leases would pin in the middle of a step
+    throw;
+  }
   seal();
 }
 

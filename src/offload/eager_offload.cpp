@@ -129,7 +129,6 @@ void EagerOffload::group_ended(Group& group) {
     for (const auto& saved : leaving) {
       saved->lease.wait_before_use(to_host_);
       runtime_->copy_to_host(saved->lease.data(), saved->device.data(), saved->bytes, to_host_);
-      saved->lease.touched(slot.left);
     }
     runtime_->record(*slot.left, to_host_);
   } catch (...) {
@@ -141,6 +140,7 @@ void EagerOffload::group_ended(Group& group) {
     throw;
   }
   for (const auto& saved : leaving) {
+    saved->lease.touched(slot.left);
     saved->place = SavedStorage::Place::leaving;
     saved->slot = static_cast<std::uint32_t>(used_slots_);
     slot.storages.push_back(saved);
@@ -169,6 +169,10 @@ void EagerOffload::fork(const OwnedStream& copies, const Streams& savers) {
 void EagerOffload::let_go_of_oldest() {
   runtime_->wait(stash_.front().first->savers.front(), *stash_.front().first->left);
   ++counts_.waits;
+  drop_sources();
+}
+
+void EagerOffload::drop_sources() {
   const auto [slot, storages] = std::move(stash_.front());
   stash_.pop_front();
   for (const auto& saved : storages) {
@@ -185,14 +189,14 @@ void EagerOffload::reload(Slot& slot) {
   const IssuedAt place("reload", slot.scope->name);
   slot.reloading = true;
   std::vector<std::shared_ptr<SavedStorage>> returning;
-  for (const auto& weak : slot.storages) {
-    if (auto saved = weak.lock(); saved != nullptr && saved->place == SavedStorage::Place::host) {
-      const StreamGuard on_saver(*runtime_, saved->streams.front());
-      saved->device = allocate_storage(runtime_->device(), saved->bytes);
-      returning.push_back(std::move(saved));
-    }
-  }
   try {
+    for (const auto& weak : slot.storages) {
+      if (auto saved = weak.lock(); saved != nullptr && saved->place == SavedStorage::Place::host) {
+        const StreamGuard on_saver(*runtime_, saved->streams.front());
+        saved->device = allocate_storage(runtime_->device(), saved->bytes);
+        returning.push_back(std::move(saved));
+      }
+    }
     fork(to_device_, slot.savers);
     for (const auto& saved : returning) {
       runtime_->copy_to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes, to_device_);
@@ -279,16 +283,27 @@ void EagerOffload::end_step() {
   if (used_slots_ == 0 && dropped_.empty()) {
     return;
   }
-  while (!stash_.empty()) {
-    done.push_back(stash_.front());
-    let_go_of_oldest();
-  }
-  add_stream(step_streams_, runtime_->current_stream());
-  for (const OwnedStream* copies : {&to_host_, &to_device_}) {
-    runtime_->record(fork_, *copies);
-    for (const c10::Stream stream : step_streams_) {
-      runtime_->wait(stream, fork_);
+  try {
+    while (!stash_.empty()) {
+      done.push_back(stash_.front());
+      let_go_of_oldest();
     }
+    add_stream(step_streams_, runtime_->current_stream());
+    for (const OwnedStream* copies : {&to_host_, &to_device_}) {
+      runtime_->record(fork_, *copies);
+      for (const c10::Stream stream : step_streams_) {
+        runtime_->wait(stream, fork_);
+      }
+    }
+  } catch (...) {
+    settle(to_host_);
+    settle(to_device_);
+    while (!stash_.empty()) {
+      done.push_back(stash_.front());
+      drop_sources();
+    }
+    dropped_.clear();
+    throw;
   }
   dropped_.clear();
 }

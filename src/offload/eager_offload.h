@@ -53,6 +53,8 @@ class EagerOffload final : public StorageMover {
   };
 
   void let_go_of_oldest();
+  /// What the oldest group left from may be used again: its copies are done, or the stream that saved it waits for them.
+  void drop_sources();
   void reload(Slot& slot);
   void prefetch_before(std::size_t limit);
   void fork(const OwnedStream& copies, const Streams& savers);

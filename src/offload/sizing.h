@@ -31,6 +31,9 @@ class SizingMover final : public StorageMover {
   }
   void dropped(SavedStorage& /*storage*/) noexcept override {}
 
+  /// Whose pass it was looks no more: a backward that begins after this is not told to it.
+  void pass_ended() noexcept { begun_ = true; }
+
   /// Indices of groups. Read it after the pass.
   [[nodiscard]] const std::vector<std::uint32_t>& turned() const noexcept { return turned_; }
 

@@ -1,9 +1,12 @@
 #include "tests/cli/program.h"
 
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <fstream>
 #include <stdexcept>
+#include <thread>
 
 #include <fcntl.h>
 #include <spawn.h>
@@ -91,6 +94,29 @@ bool Program::wait_for(const std::string& text) {
 }
 
 void Program::interrupt() { kill(pid_, SIGINT); }
+
+bool Program::wait_until_interrupts_are_caught(bool caught) const {
+  const std::string path = "/proc/" + std::to_string(pid_) + "/status";
+  for (;;) {
+    std::ifstream status(path);
+    bool alive = false;
+    for (std::string line; std::getline(status, line);) {
+      if (line.rfind("State:\tZ", 0) == 0) {
+        return false;
+      }
+      if (line.rfind("SigCgt:", 0) == 0) {
+        alive = true;
+        if (((std::stoull(line.substr(7), nullptr, 16) >> (SIGINT - 1)) & 1U) == (caught ? 1U : 0U)) {
+          return true;
+        }
+      }
+    }
+    if (!alive) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 ProgramResult Program::finish() {
   while (read_some()) {

@@ -25,6 +25,8 @@ class Program {
   /// Reads stdout until `text` was seen; false when the program closed it before.
   bool wait_for(const std::string& text);
   void interrupt();
+  /// Waits until it has a handler for interrupts, or has none any more; false when it ended before.
+  bool wait_until_interrupts_are_caught(bool caught) const;
   /// Waits for its end.
   ProgramResult finish();
 

@@ -85,6 +85,17 @@ TEST(Planner, AStorageCountsForItsFirstSaver) {
   EXPECT_EQ(fates(plan), (std::vector{Fate::moves, Fate::over_cap}));
 }
 
+TEST(Planner, AGroupThatGetsNoPinnedMemoryStaysWhole) {
+  Profile profile = groups({{"a", true, false}, {"b", true, false}, {"c", false, false}});
+  profile.storages = {{kMiB, {0}}, {200, {1}}, {300, {0, 1}}, {400, {0, 2}}};
+  Plan plan = make_plan(profile, kNoCap, 512);
+  keep_unpinned(plan, profile, 0, "the machine has no more");
+  EXPECT_EQ(fates(plan), (std::vector{Fate::not_pinned, Fate::moves, Fate::not_pinned, Fate::held_back}));
+  EXPECT_EQ(plan.moved_bytes, 200U);
+  EXPECT_EQ(plan.notes.back(),
+            "group a stays: its 1.0 MiB of pinned host memory were refused (the machine has no more)");
+}
+
 TEST(Planner, AnEmptyPassGivesAnEmptyPlan) {
   const Plan plan = make_plan({}, kNoCap, 512);
   EXPECT_TRUE(plan.decisions.empty());

@@ -1,7 +1,10 @@
-// The n-th call to the device fails, for every n up to the end of some steps: the error comes out typed, nothing is leaked, and
-// the same engine trains on with the right gradients.
+// The n-th call to the device fails, for every n up to the end of some steps: the error comes out typed and names the call,
+// nothing is left over, and the same engine trains on with the right gradients.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -11,82 +14,40 @@
 #include <gtest/gtest.h>
 
 #include "graphs/engine_state.h"
-#include "runtime/forwarding_runtime.h"
+#include "runtime/sim/device.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "unit/graphs/block_model.h"
+#include "unit/graphs/engine_invariants.h"
+#include "unit/graphs/fault_runtime.h"
 #include "unit/graphs/wrapping.h"
 
 namespace sidestream {
 namespace {
 
 using testing_model::BlockModel;
+using testing_model::EngineInvariants;
+using testing_model::FaultyRuntime;
 using testing_model::Wrapping;
 
-/// Fails one call that may fail on a device.
-class FaultyRuntime final : public ForwardingRuntime {
- public:
-  using ForwardingRuntime::ForwardingRuntime;
+constexpr std::int64_t kSteps = 3;
 
-  /// The call number `n` (from 0) from here on fails; none if negative.
-  void fail(std::int64_t n) { left_ = n; }
-  /// What failed, or empty.
-  [[nodiscard]] const std::string& failed() const { return failed_; }
-
-  OwnedStream create_stream() override { return may_fail("create_stream"), inner().create_stream(); }
-  Event create_event(EventTiming timing) override { return may_fail("create_event"), inner().create_event(timing); }
-  ExternalEvent create_external_event() override {
-    return may_fail("create_external_event"), inner().create_external_event();
-  }
-  MemoryPool create_pool() override { return may_fail("create_pool"), inner().create_pool(); }
-  void record(const Event& event, c10::Stream stream) override { may_fail("record"), inner().record(event, stream); }
-  void record(const ExternalEvent& event, c10::Stream stream) override {
-    may_fail("record"), inner().record(event, stream);
-  }
-  void wait(c10::Stream stream, const Event& event) override { may_fail("wait"), inner().wait(stream, event); }
-  void wait(c10::Stream stream, const ExternalEvent& event) override { may_fail("wait"), inner().wait(stream, event); }
-  void copy_to_host(void* pinned, const void* device, std::size_t bytes, c10::Stream stream) override {
-    may_fail("copy_to_host"), inner().copy_to_host(pinned, device, bytes, stream);
-  }
-  void copy_to_device(void* device, const void* pinned, std::size_t bytes, c10::Stream stream) override {
-    may_fail("copy_to_device"), inner().copy_to_device(device, pinned, bytes, stream);
-  }
-  PinnedMemory allocate_pinned(std::size_t bytes) override {
-    return may_fail("allocate_pinned"), inner().allocate_pinned(bytes);
-  }
-  void begin_capture(c10::Stream stream, const MemoryPool& pool) override {
-    may_fail("begin_capture"), inner().begin_capture(stream, pool);
-  }
-  Graph end_capture(c10::Stream stream) override {
-    if (fails("end_capture")) {
-      inner().abandon_capture(stream);  // as a driver that refuses to end it
-      throw DeviceError("end_capture was made to fail");
-    }
-    return inner().end_capture(stream);
-  }
-  void launch(const Graph& graph, c10::Stream stream) override { may_fail("launch"), inner().launch(graph, stream); }
-
- private:
-  bool fails(const char* call) {
-    if (left_ < 0 || left_-- > 0) {
-      return false;
-    }
-    failed_ = call;
-    return true;
-  }
-  void may_fail(const char* call) {
-    if (fails(call)) {
-      throw DeviceError(std::string(call) + " was made to fail");
-    }
-  }
-  std::int64_t left_ = -1;
-  std::string failed_;
+/// Makes something fail, once: the n-th from here on, none if negative.
+struct Fault {
+  std::function<void(std::int64_t)> arm;
+  std::function<std::string()> failed;  ///< what did, or empty
+  std::string says;                     ///< part of each message; empty for what `failed` gives
 };
 
 class FaultTest : public testing::TestWithParam<Wrapping> {
  protected:
-  void SetUp() override { shape_.layers = 3; }
+  [[nodiscard]] Options options() const {
+    Options options = GetParam().options(device_, 1024);
+    options.graph_options(GraphOptions(options.graph_options()).num_warmup_iters(1));
+    options.check_steps(checked_ ? 2 * kSteps : 0);
+    return options;
+  }
 
   void train(BlockModel& model, OffloadEngine* engine, std::int64_t s) const {
     const auto batch = testing_model::batch_of(shape_, s, device_);
@@ -99,60 +60,117 @@ class FaultTest : public testing::TestWithParam<Wrapping> {
     model.loss(batch.tokens, batch.targets).backward();
   }
 
+  /// What plain training gives, and what a step of an engine that never failed moves.
+  void learn_what_is_right() {
+    BlockModel plain(shape_);
+    plain.to(device_);
+    BlockModel model(shape_);
+    model.to(device_);
+    OffloadEngine engine(model, options());
+    for (std::int64_t s = 0; s < 2 * kSteps; ++s) {
+      train(plain, nullptr, s);
+      expected_.push_back(testing_model::gradients(plain));
+      train(model, &engine, s);
+    }
+    offloaded_bytes_ = engine.report().offloaded_bytes;
+  }
+
+  /// Trains with `fault` armed at `n`; false when it was not met any more.
+  bool survives(std::int64_t n, const Fault& fault, std::shared_ptr<Runtime> runtime) {
+    const std::int64_t live = sim_->live_handles();
+    std::string failed;
+    {
+      BlockModel model(shape_);
+      model.to(device_);
+      const EngineInvariants invariants(sim_, model);
+      OffloadEngine engine(std::make_shared<EngineState>(model, options(), std::move(runtime)));
+      fault.arm(n);
+      bool thrown = false;
+      for (std::int64_t s = 0; s < kSteps && failed.empty(); ++s) {
+        try {
+          train(model, &engine, s);
+          EXPECT_TRUE(testing_model::same(testing_model::gradients(model), expected_[s])) << n << ", step " << s;
+        } catch (const DeviceError& error) {
+          thrown = true;
+          EXPECT_PRED_FORMAT2(testing::IsSubstring, fault.says.empty() ? fault.failed() : fault.says, error.what());
+        } catch (const std::exception& error) {
+          ADD_FAILURE() << fault.failed() << ", " << n << ": " << error.what();
+        }
+        failed = fault.failed();
+      }
+      fault.arm(-1);
+      const std::string at = failed + ", " + std::to_string(n);
+      EXPECT_EQ(invariants.broken(*engine.state()), "") << at;
+      for (std::int64_t s = kSteps; s < 2 * kSteps; ++s) {
+        try {
+          train(model, &engine, s);
+          EXPECT_TRUE(testing_model::same(testing_model::gradients(model), expected_[s])) << at << ", step " << s;
+        } catch (const std::exception& error) {
+          ADD_FAILURE() << "after " << at << ", step " << s << ": " << error.what();
+        }
+      }
+      EXPECT_EQ(invariants.broken(*engine.state()), "") << at << ", later";
+      const Report report = engine.report();
+      EXPECT_EQ(report.offloaded_bytes, offloaded_bytes_) << at;
+      EXPECT_TRUE(report.order_findings.empty()) << at << ": " << report.order_findings.front();
+      if (!failed.empty()) {
+        ++outcomes_[failed].tried;
+        outcomes_[failed].thrown += thrown ? 1 : 0;
+      }
+    }
+    EXPECT_EQ(sim_->live_handles(), live) << n << ", " << failed;
+    return !failed.empty() && !HasFailure();
+  }
+
+  void print_outcomes() const {
+    for (const auto& [call, outcome] : outcomes_) {
+      std::printf("%s | %s | %d | %d thrown, %d done another way, all clean\n", call.c_str(), GetParam().name.c_str(),
+                  outcome.tried, outcome.thrown, outcome.tried - outcome.thrown);
+    }
+  }
+
+  struct Outcome {
+    int tried = 0;
+    int thrown = 0;
+  };
   c10::Device device_ = find_device("sim");
-  BlockModel::Shape shape_;
+  std::shared_ptr<Runtime> sim_ = make_runtime(device_);
+  bool checked_ = false;
+  BlockModel::Shape shape_{.layers = 3, .hidden = 16, .sequence = 8, .batch = 4};
+  std::vector<std::vector<at::Tensor>> expected_;
+  std::int64_t offloaded_bytes_ = 0;
+  std::map<std::string, Outcome> outcomes_;
 };
 
 TEST_P(FaultTest, EveryFailureIsSurvived) {
-  constexpr std::int64_t kSteps = 3;
-  const auto sim = make_runtime(device_);
-  BlockModel plain(shape_);
-  plain.to(device_);
-  std::vector<std::vector<at::Tensor>> expected;
-  for (std::int64_t s = 0; s < kSteps; ++s) {
-    train(plain, nullptr, s);
-    expected.push_back(testing_model::gradients(plain));
-  }
-  std::map<std::string, int> survived;
+  checked_ = true;  // what is done about a failure must leave everything in order, too
+  learn_what_is_right();
   for (std::int64_t n = 0;; ++n) {
-    const std::int64_t live = sim->live_handles();
-    std::string failed;
-    {
-      const auto faulty = std::make_shared<FaultyRuntime>(sim);
-      BlockModel model(shape_);
-      model.to(device_);
-      OffloadEngine engine(std::make_shared<EngineState>(model, GetParam().options(device_, 1024), faulty));
-      faulty->fail(n);
-      for (std::int64_t s = 0; s < kSteps; ++s) {
-        try {
-          train(model, &engine, s);
-        } catch (const DeviceError& error) {
-          EXPECT_NE(std::string(error.what()).find("was made to fail"), std::string::npos) << error.what();
-        } catch (const std::exception& error) {
-          ADD_FAILURE() << "call " << n << ", " << faulty->failed() << ": " << error.what();
-        }
-      }
-      failed = faulty->failed();
-      faulty->fail(-1);
-      for (std::int64_t s = 0; s < kSteps; ++s) {
-        try {
-          train(model, &engine, s);
-          EXPECT_TRUE(testing_model::same(testing_model::gradients(model), expected[s]))
-              << "call " << n << ", " << failed << ", step " << s;
-        } catch (const std::exception& error) {
-          ADD_FAILURE() << "after call " << n << ", " << failed << ", step " << s << ": " << error.what();
-        }
-      }
-    }
-    EXPECT_EQ(sim->live_handles(), live) << "call " << n << ", " << failed;
-    if (failed.empty()) {
+    const auto faulty = std::make_shared<FaultyRuntime>(sim_);
+    const Fault fault{[&](std::int64_t at) { faulty->fail(at); }, [&] { return faulty->failed(); }, ""};
+    if (!survives(n, fault, faulty)) {
       break;
     }
-    ++survived[failed];
   }
-  for (const auto& [call, count] : survived) {
-    std::printf("%s | %s | %d survived\n", GetParam().name.c_str(), call.c_str(), count);
+  EXPECT_FALSE(outcomes_.empty());
+  print_outcomes();
+}
+
+TEST_P(FaultTest, EveryDeviceAllocationThatFailsIsSurvived) {
+  shape_.layers = 2;
+  learn_what_is_right();
+  sim::Device& device = sim::Device::get();
+  const Fault fault{[&](std::int64_t at) { device.fail_allocation(at); },
+                    [&] { return std::string(device.allocation_failed() ? "device allocation" : ""); },
+                    "out of memory"};
+  // One of eight for each wrapping, another one for each, as there are thousands; SIDESTREAM_FAULT_STRIDE=1 tries them all.
+  const char* asked = std::getenv("SIDESTREAM_FAULT_STRIDE");
+  const std::int64_t stride = asked == nullptr ? 8 : std::max(1L, std::atol(asked));
+  const std::int64_t first = static_cast<std::int64_t>(GetParam().name.size()) % stride;
+  for (std::int64_t n = first; survives(n, fault, sim_); n += stride) {
   }
+  EXPECT_FALSE(outcomes_.empty());
+  print_outcomes();
 }
 
 INSTANTIATE_TEST_SUITE_P(Wrapped, FaultTest,

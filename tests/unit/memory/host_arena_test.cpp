@@ -178,6 +178,19 @@ TEST(HostArena, FailedPinningLeavesItUsable) {
   EXPECT_TRUE(arena.lease(500));
 }
 
+TEST(HostArena, FailedPreparationLeavesItSealed) {
+  FakeRuntime runtime;
+  runtime.pin_limit = 1000;
+  HostArena arena(runtime, 1 << 20);
+  arena.prepare(std::vector<std::size_t>{500});
+  EXPECT_THROW(arena.prepare(std::vector<std::size_t>{500, 2000}), DeviceError);
+  EXPECT_TRUE(arena.sealed()) << "or a lease would pin in the middle of a step";
+  const auto lease = arena.lease(500);
+  EXPECT_TRUE(lease);
+  EXPECT_FALSE(arena.lease(500));
+  EXPECT_EQ(arena.stats().slabs, 1U);
+}
+
 TEST(HostArena, EmptyLeaseForNoBytes) {
   FakeRuntime runtime;
   HostArena arena(runtime, 1 << 20);

@@ -1,0 +1,54 @@
+#include "offload/pinned_plan.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// The sizes of what leaves, by the group that saves it first.
+std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const Plan& plan) {
+  std::vector<std::vector<std::size_t>> sizes(profile.groups.size());
+  for (std::size_t i = 0; i < profile.storages.size(); ++i) {
+    if (plan.decisions[i].fate == Fate::moves) {
+      sizes[profile.storages[i].savers.front()].push_back(profile.storages[i].bytes);
+    }
+  }
+  return sizes;
+}
+
+}  // namespace
+
+Plan plan_and_pin(const Profile& profile, HostArena& arena) {
+  Plan plan = make_plan(profile, arena.available(), HostArena::alignment);
+  const auto by_group = moving_sizes(profile, plan);
+  std::vector<std::size_t> all;
+  for (const auto& sizes : by_group) {
+    all.insert(all.end(), sizes.begin(), sizes.end());
+  }
+  try {
+    arena.prepare(all);
+    return plan;
+  } catch (const DeviceError&) {  // what it says is said of each group that gets nothing below
+  }
+  std::vector<std::size_t> pinned;
+  for (std::size_t group = 0; group < by_group.size(); ++group) {
+    if (by_group[group].empty()) {
+      continue;
+    }
+    const std::size_t before = pinned.size();
+    pinned.insert(pinned.end(), by_group[group].begin(), by_group[group].end());
+    try {
+      arena.prepare(pinned);
+    } catch (const DeviceError& error) {
+      pinned.resize(before);
+      keep_unpinned(plan, profile, static_cast<std::uint32_t>(group), error.what());
+    }
+  }
+  return plan;
+}
+
+}  // namespace sidestream

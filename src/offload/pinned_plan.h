@@ -1,0 +1,13 @@
+#pragma once
+#include "analysis/planner.h"
+#include "memory/host_arena.h"
+
+namespace sidestream {
+
+/// Plans `profile` for the room that `arena` has, pins for what moves, and seals the arena. Where the system refuses to pin
+/// although the cap has room, it is asked again group by group, in the plan's order; groups that get no memory stay, and the
+/// plan's notes say so.
+/// Capture: illegal.
+[[nodiscard]] Plan plan_and_pin(const Profile& profile, HostArena& arena);
+
+}  // namespace sidestream

@@ -1,0 +1,237 @@
+// A capture fails at any call or allocation: gradients, buffers, random state and memory are as if it had not been tried, and
+// trying again captures what is missing and nothing twice.
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+#include <c10/core/AutogradState.h>
+#include <gtest/gtest.h>
+
+#include "graphs/engine_state.h"
+#include "runtime/sim/device.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "unit/graphs/block_model.h"
+#include "unit/graphs/fault_runtime.h"
+#include "unit/graphs/layer_stack.h"
+#include "unit/graphs/wrapping.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::BlockModel;
+using testing_model::FaultyRuntime;
+using testing_model::gradients;
+using testing_model::same;
+
+/// Autograd on the calling thread alone: its device thread frees tensors after backward has returned.
+class OneThread {
+ public:
+  OneThread() { c10::AutogradState::get_tls_state().set_multithreading_enabled(false); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+  ~OneThread() { c10::AutogradState::get_tls_state().set_multithreading_enabled(true); }
+};
+
+class CaptureFaultTest : public testing::Test {
+ protected:
+  /// What a capture that fails must leave as it was.
+  struct State {
+    std::vector<at::Tensor> tensors;
+    std::vector<bool> graded;
+    std::int64_t allocated = 0;
+  };
+
+  State state_of(const torch::nn::Module& model) const {
+    State state;
+    state.tensors = gradients(model);
+    for (const at::Tensor& buffer : model.buffers()) {
+      state.tensors.push_back(buffer.cpu());
+    }
+    state.tensors.push_back(at::globalContext().defaultGenerator(device_).get_state().clone());
+    for (const at::Tensor& parameter : model.parameters()) {
+      state.graded.push_back(parameter.grad().defined());
+    }
+    synchronize(device_);
+    release_cached_memory(device_);
+    state.allocated = memory_use(device_).allocated;
+    return state;
+  }
+
+  /// Captures a stack with `arm` at every n until it succeeds; returns how often it failed.
+  int capture_with_every_fault(const std::shared_ptr<Runtime>& runtime, const std::function<void(std::int64_t)>& arm,
+                               const GraphOptions& options, bool with_gradients) {
+    torch::nn::Sequential model = testing_model::layer_stack(2, device_, {.dropout = 0.1, .batch_norm = true});
+    OffloadEngine engine(
+        std::make_shared<EngineState>(*model, Options(device_).offload("**").min_bytes(1024), runtime));
+    if (with_gradients) {
+      model->forward(testing_model::rows(0, device_)).square().mean().backward();
+    }
+    int failures = 0;
+    for (std::int64_t n = 0; !HasFailure(); ++n) {
+      const State before = state_of(*model);
+      arm(n);
+      try {
+        const auto layers = testing_model::graph_stack(engine, model, device_, options);
+        arm(-1);
+        return failures;
+      } catch (const DeviceError&) {
+        ++failures;
+      }
+      arm(-1);
+      const State after = state_of(*model);
+      EXPECT_TRUE(same(after.tensors, before.tensors)) << "fault " << n;
+      EXPECT_EQ(after.graded, before.graded) << "fault " << n;
+      EXPECT_LE(after.allocated, before.allocated) << "fault " << n;
+    }
+    return failures;
+  }
+
+  void expect_nothing_changes(const GraphOptions& options, bool with_gradients, bool each_allocation) {
+    const OneThread one_thread;
+    const auto faulty = std::make_shared<FaultyRuntime>(make_runtime(device_));
+    const auto arm_call = [&](std::int64_t n) { faulty->fail(n); };
+    EXPECT_GT(capture_with_every_fault(faulty, arm_call, options, with_gradients), 20);
+    if (!each_allocation) {
+      return;
+    }
+    const auto arm_allocation = [](std::int64_t n) { sim::Device::get().fail_allocation(n); };
+    EXPECT_GT(capture_with_every_fault(make_runtime(device_), arm_allocation, options, with_gradients), 20);
+  }
+
+  c10::Device device_ = find_device("sim");
+};
+
+TEST_F(CaptureFaultTest, NothingChangesWhereGradientsWait) {
+  expect_nothing_changes(GraphOptions().num_warmup_iters(0), /*with_gradients=*/true, /*each_allocation=*/true);
+}
+
+TEST_F(CaptureFaultTest, NothingChangesWhereTheGraphsWouldOwnTheGradients) {
+  expect_nothing_changes(GraphOptions().num_warmup_iters(0).accumulate_in_graph(true), /*with_gradients=*/true,
+                         /*each_allocation=*/false);
+  expect_nothing_changes(GraphOptions().num_warmup_iters(0).accumulate_in_graph(true), /*with_gradients=*/false,
+                         /*each_allocation=*/true);
+}
+
+/// ss::call, two microbatches in flight.
+class RepeatedCaptureTest : public testing::Test {
+ protected:
+  struct Subject {
+    explicit Subject(const RepeatedCaptureTest& test)
+        : faulty(std::make_shared<FaultyRuntime>(make_runtime(test.device_))), model(test.shape_) {
+      model.to(test.device_);
+      const testing_model::Wrapping wrapping{"", "blocks.*", "blocks.*.*", 1};
+      Options options = wrapping.options(test.device_, 1024);
+      options.graph_options(GraphOptions(options.graph_options()).num_warmup_iters(0));
+      engine = std::make_unique<OffloadEngine>(std::make_shared<EngineState>(model, options, faulty));
+    }
+    std::shared_ptr<FaultyRuntime> faulty;
+    BlockModel model;
+    std::unique_ptr<OffloadEngine> engine;
+  };
+
+  void train(BlockModel& model, OffloadEngine* engine, std::int64_t s, std::int64_t microbatches) const {
+    testing_model::clear_gradients(model);
+    const auto microbatch = [&](std::int64_t m) {
+      const auto batch = testing_model::batch_of(shape_, 10 * s + m, device_);
+      return model.loss(batch.tokens, batch.targets);
+    };
+    const auto run = [&] {
+      std::vector<at::Tensor> losses;
+      for (std::int64_t m = 0; m < microbatches; ++m) {
+        losses.push_back(microbatch(m));
+      }
+      for (; !losses.empty(); losses.pop_back()) {
+        losses.back().backward();
+      }
+    };
+    if (engine == nullptr) {
+      run();
+      return;
+    }
+    const auto step = engine->step();
+    run();
+  }
+
+  std::vector<at::Tensor> plain(std::int64_t s, std::int64_t microbatches) const {
+    BlockModel model(shape_);
+    model.to(device_);
+    train(model, nullptr, s, microbatches);
+    return gradients(model);
+  }
+
+  c10::Device device_ = find_device("sim");
+  BlockModel::Shape shape_{.layers = 2, .hidden = 16, .sequence = 8, .batch = 4};
+};
+
+TEST_F(RepeatedCaptureTest, NothingIsCapturedTwiceWhereALaterMicrobatchsCaptureFailed) {
+  const auto right = plain(1, 2);
+  std::int64_t captures = 0;
+  std::int64_t handles = 0;
+  for (std::int64_t n = -1; !HasFailure(); ++n) {  // -1: nothing fails
+    Subject subject(*this);
+    train(subject.model, subject.engine.get(), 0, 2);
+    const std::int64_t before = subject.faulty->live_handles();
+    subject.faulty->fail(n);
+    try {
+      const auto step = subject.engine->step();
+    } catch (const DeviceError&) {
+    }
+    const std::string failed = subject.faulty->failed();
+    subject.faulty->fail(-1);
+    train(subject.model, subject.engine.get(), 1, 2);
+    EXPECT_TRUE(same(gradients(subject.model), right)) << "fault " << n;
+    if (n < 0) {
+      captures = subject.engine->report().captures;
+      handles = subject.faulty->live_handles() - before;
+      EXPECT_EQ(captures, 8);
+      continue;
+    }
+    EXPECT_EQ(subject.engine->report().captures, captures) << "fault " << n;
+    if (failed != "allocate_pinned") {  // that is then asked for in pieces, group by group
+      EXPECT_EQ(subject.faulty->live_handles() - before, handles) << "fault " << n << ", " << failed;
+    }
+    if (failed.empty()) {
+      EXPECT_GT(n, 50);
+      break;
+    }
+  }
+}
+
+TEST_F(RepeatedCaptureTest, WhatGraphsOwnStaysMarkedWhereALaterCaptureFailed) {
+  Subject subject(*this);
+  train(subject.model, subject.engine.get(), 0, 1);
+  train(subject.model, subject.engine.get(), 1, 1);
+  EngineState& engine = *subject.engine->state();
+  const at::Tensor output = engine.chains()[0].lock()->chain->layers()[0].outputs[0];
+  ASSERT_NE(engine.exclusions().classify(output), Exclusion::none);
+  train(subject.model, subject.engine.get(), 1, 2);  // the second microbatch asks for captures of its own
+  subject.faulty->fail(30);
+  EXPECT_THROW((void)subject.engine->step(), DeviceError);
+  EXPECT_NE(engine.exclusions().classify(output), Exclusion::none);
+}
+
+TEST_F(RepeatedCaptureTest, WeightsThatMoveBackAfterAFailedCapture) {
+  Subject subject(*this);
+  const auto right = plain(1, 1);
+  train(subject.model, subject.engine.get(), 0, 1);
+  train(subject.model, subject.engine.get(), 1, 1);
+  at::Tensor weight = subject.model.blocks->parameters()[0];
+  const at::Tensor lies = weight.variable_data();
+  weight.set_data(weight.detach().clone());
+  subject.faulty->fail(10);
+  EXPECT_THROW((void)subject.engine->step(), DeviceError);
+  weight.set_data(lies);
+  for (int i = 0; i < 2; ++i) {
+    train(subject.model, subject.engine.get(), 1, 1);
+    EXPECT_TRUE(same(gradients(subject.model), right));
+  }
+  EXPECT_EQ(subject.engine->report().replays, 2 * shape_.layers);
+}
+
+}  // namespace
+}  // namespace sidestream

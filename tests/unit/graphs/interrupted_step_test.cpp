@@ -1,0 +1,187 @@
+// A step that does not run to its end: left by an exception at any place, or ended before its backward. The engine goes on,
+// and the backward of what the step had computed may still run, as in plain training.
+#include <cstdio>
+
+#include "sidestream/call.h"
+#include "sidestream/error.h"
+#include "unit/graphs/layer_stack.h"
+#include "unit/graphs/trapped_training.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::clear_gradients;
+using testing_model::gradients;
+using testing_model::same;
+using testing_model::trapped_input;
+using testing_model::TrappedTraining;
+using testing_model::Wrapping;
+using Place = testing_model::Trap::Place;
+
+/// What a program throws that is no std::exception.
+struct Interrupted {};
+
+class InterruptedStepTest : public TrappedTraining {
+ protected:
+  const bool hooks_ = !GetParam().accumulate;  // graphs that own the gradients refuse hooks
+
+  void train_until(Subject& subject, std::int64_t steps) const {
+    for (std::int64_t s = 0; s < steps; ++s) {
+      bool began = false;
+      train(subject, s, began);
+    }
+  }
+};
+
+TEST_P(InterruptedStepTest, LeftAtAnyPlaceAtAnyStep) {
+  enum class At { begin, within_a_call, between_calls, before_backward, after_backward };
+  int tried = 0;
+  for (std::int64_t at_step = 0; at_step < kSteps; ++at_step) {
+    for (const At at : {At::begin, At::within_a_call, At::between_calls, At::before_backward, At::after_backward}) {
+      Subject subject(*this, hooks_);
+      train_until(subject, at_step);
+      const Place place = at == At::within_a_call ? Place::in_nested_scope : Place::between_calls;
+      if (at == At::within_a_call || at == At::between_calls) {
+        subject.trap.arm(place, 1, [] { throw Interrupted(); });
+      }
+      bool caught = false;
+      try {
+        const auto step = subject.engine.step();
+        if (at == At::begin) {
+          throw Interrupted();
+        }
+        const at::Tensor loss = subject.model.loss(trapped_input(at_step, device_));
+        if (at == At::before_backward) {
+          throw Interrupted();
+        }
+        loss.backward();
+        if (at == At::after_backward) {
+          throw Interrupted();
+        }
+      } catch (const Interrupted&) {
+        caught = true;
+      }
+      // Calls that are graphs by now run no user code any more.
+      EXPECT_EQ(caught, at != At::within_a_call || at_step < 1 || subject.trap.sprung());
+      subject.trap.disarm();
+      const std::string after = "place " + std::to_string(static_cast<int>(at)) + " of step " + std::to_string(at_step);
+      EXPECT_EQ(subject.broken(), "") << after;
+      expect_usable(subject, after);
+      tried += caught ? 1 : 0;
+    }
+  }
+  std::printf("a step left by an exception | %s | %d | all clean\n", GetParam().name.c_str(), tried);
+}
+
+TEST_P(InterruptedStepTest, ACallThatThrewIsCaughtInItsStep) {
+  for (std::int64_t at_step = 0; at_step < kSteps; ++at_step) {
+    const std::string when = "step " + std::to_string(at_step);
+    Subject subject(*this, hooks_);
+    train_until(subject, at_step);
+    clear_gradients(subject.model);
+    {
+      const auto step = subject.engine.step();
+      subject.trap.arm(Place::in_scope, 1, [] { throw Interrupted(); });
+      try {
+        (void)subject.model.loss(trapped_input(at_step, device_));
+      } catch (const Interrupted&) {  // a batch that is left out, and the next one
+      }
+      subject.trap.disarm();
+      subject.model.loss(trapped_input(at_step + 1, device_)).backward();
+      EXPECT_TRUE(same(gradients(subject.model), expected_[at_step + 1])) << when;
+    }
+    EXPECT_EQ(subject.broken(), "") << when;
+    expect_usable(subject, when);
+  }
+}
+
+TEST_P(InterruptedStepTest, ACallThatAlwaysThrowsIsNotCaptured) {
+  Subject subject(*this, hooks_);
+  for (std::int64_t s = 0; s < kSteps; ++s) {
+    const auto step = subject.engine.step();
+    EXPECT_THROW((void)call(
+                     "layers.broken", [](const at::Tensor& /*x*/) -> at::Tensor { throw Interrupted(); },
+                     trapped_input(0, device_)),
+                 Interrupted);
+    clear_gradients(subject.model);
+    subject.model.loss(trapped_input(s, device_)).backward();
+    EXPECT_TRUE(same(gradients(subject.model), expected_[s])) << s;
+  }
+  expect_usable(subject, "a call that always throws");
+}
+
+TEST_P(InterruptedStepTest, ABackwardAfterItsStepHasEnded) {
+  for (const bool left_by_exception : {false, true}) {
+    for (std::int64_t at_step = 0; at_step < kSteps; ++at_step) {
+      const std::string when = (left_by_exception ? "left, step " : "ended, step ") + std::to_string(at_step);
+      Subject subject(*this, hooks_);
+      train_until(subject, at_step);
+      clear_gradients(subject.model);
+      at::Tensor loss;
+      try {
+        const auto step = subject.engine.step();
+        loss = subject.model.loss(trapped_input(at_step, device_));
+        if (left_by_exception) {
+          throw Interrupted();
+        }
+      } catch (const Interrupted&) {
+      }
+      loss.backward();
+      EXPECT_TRUE(same(gradients(subject.model), expected_[at_step])) << when;
+      loss = at::Tensor();
+      EXPECT_EQ(subject.broken(), "") << when;
+      expect_usable(subject, when);
+    }
+  }
+}
+
+TEST_P(InterruptedStepTest, WhatAnInterruptedStepComputedOutlivesTheNextSteps) {
+  for (std::int64_t at_step = 0; at_step < kSteps; ++at_step) {
+    const std::string when = "step " + std::to_string(at_step);
+    Subject subject(*this, hooks_);
+    train_until(subject, at_step);
+    at::Tensor loss;
+    try {
+      const auto step = subject.engine.step();
+      loss = subject.model.loss(trapped_input(at_step, device_));
+      throw Interrupted();
+    } catch (const Interrupted&) {
+    }
+    for (std::int64_t s = 0; s < 3; ++s) {
+      bool began = false;
+      train(subject, s, began);
+      EXPECT_TRUE(same(gradients(subject.model), expected_[s])) << when << ", then " << s;
+    }
+    loss = at::Tensor();
+    EXPECT_EQ(subject.broken(), "") << when;
+    expect_usable(subject, when);
+  }
+}
+
+TEST_P(InterruptedStepTest, TheEngineIsGoneWhenBackwardRuns) {
+  for (std::int64_t at_step = 0; at_step < kSteps; ++at_step) {
+    testing_model::Trap trap;
+    testing_model::TrappedModel model(kLayers, trap);
+    model.to(device_);
+    at::Tensor loss;
+    {
+      OffloadEngine engine(model, options(trap));
+      for (std::int64_t s = 0; s <= at_step; ++s) {
+        clear_gradients(model);
+        const auto step = engine.step();
+        loss = model.loss(trapped_input(s, device_));
+        if (s < at_step) {
+          loss.backward();
+        }
+      }
+    }
+    loss.backward();
+    EXPECT_TRUE(same(gradients(model), expected_[at_step])) << "step " << at_step;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Wrapped, InterruptedStepTest, testing_model::kTrappedWrappings,
+                         [](const testing::TestParamInfo<Wrapping>& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace sidestream
