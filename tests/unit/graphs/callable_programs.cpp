@@ -1,0 +1,280 @@
+// Programs of the reference systems' form, make_graphed_callables: whole passes, and those that leave layers out.
+#include <optional>
+#include <string>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/core/StreamGuard.h>
+
+#include "graphs/engine_state.h"
+#include "sidestream/engine.h"
+#include "sidestream/graph_event.h"
+#include "sidestream/scope.h"
+#include "unit/graphs/layer_stack.h"
+#include "unit/graphs/ordered_programs.h"
+
+namespace sidestream::testing_model {
+namespace {
+
+/// How a stack of layers is captured and run.
+struct StackForm {
+  std::string name;
+  std::int64_t side_streams = 2;
+  bool linked = true;
+  std::size_t layers_run = 5;  ///< fewer: the rest of the chain is left out, and its groups come back inline
+  bool stream = false;         ///< the caller's
+  bool event = false;          ///< and the caller's
+  bool accumulate = false;
+};
+
+/// Layers that are graphed, or run as they are in plain training.
+class Stack : public Program {
+ public:
+  Stack(const Runtimes& runtimes, std::size_t layers)
+      : runtime_(runtimes.model),
+        stream_(runtime_->create_stream()),
+        model_(layer_stack(static_cast<std::int64_t>(layers), runtime_->device())) {
+    if (runtimes.engine != nullptr) {
+      engine_.emplace(std::make_shared<EngineState>(*model_, Options(device()).offload("layers.*.*").min_bytes(1024),
+                                                    runtimes.engine));
+    }
+  }
+  ~Stack() override { runtime_->synchronize_device(); }
+  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+
+ protected:
+  [[nodiscard]] c10::Device device() const { return runtime_->device(); }
+  [[nodiscard]] at::Tensor rows_of(std::int64_t s, std::int64_t salt = 0) const { return rows(s, device(), salt); }
+  /// `own`: layers that take a sample of their own; the others take the output of the one before.
+  template <class Own>
+  void capture(const GraphOptions& options, const Own& own) {
+    if (!engine_) {
+      return;
+    }
+    std::vector<Callable> callables;
+    std::vector<std::vector<Sample>> samples;
+    for (const torch::nn::AnyModule& layer : *model_) {
+      const auto i = static_cast<std::int64_t>(callables.size());
+      samples.push_back({own(i) ? Sample(rows_of(900 + i).requires_grad_(true)) : Sample::output_of(i - 1)});
+      callables.emplace_back("layers." + std::to_string(i), layer);
+    }
+    layers_ = make_graphed_callables(*engine_, std::move(callables), samples, options);
+  }
+  at::Tensor run(std::size_t first, std::size_t last, at::Tensor h) {
+    for (std::size_t i = first; i < last; ++i) {
+      h = engine_ ? layers_[i]({h})[0] : (model_->begin() + static_cast<std::ptrdiff_t>(i))->forward(h);
+    }
+    return h;
+  }
+  void add_gradients(std::vector<at::Tensor>& results) const {
+    for (const at::Tensor& parameter : model_->parameters()) {
+      if (parameter.grad().defined()) {
+        results.push_back(parameter.grad().clone());  // graphs may own it and add into it
+      }
+    }
+  }
+  void clear_gradients() { model_->zero_grad(); }
+  /// One of the trainer's, for graphs to replay on.
+  [[nodiscard]] c10::Stream stream() const { return stream_.get(); }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  OwnedStream stream_;
+  torch::nn::Sequential model_;
+  std::optional<OffloadEngine> engine_;
+  std::vector<GraphedCallable> layers_;
+};
+
+class Passes final : public Stack {
+ public:
+  Passes(const Runtimes& runtimes, const StackForm& form) : Stack(runtimes, 5), form_(form) {
+    GraphOptions options = GraphOptions().side_streams(form.side_streams).accumulate_in_graph(form.accumulate);
+    if (form.stream) {
+      options.cuda_graph_stream(stream());
+    }
+    if (form.event) {
+      options.cuda_graph_event(std::make_shared<GraphEvent>(device()));
+    }
+    capture(options, [&](std::int64_t layer) { return !form.linked || layer == 0; });
+  }
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    clear_gradients();
+    const at::Tensor x = rows_of(s).requires_grad_(true);
+    (run(0, form_.layers_run, x) * rows_of(s, 1)).sum().backward();
+    std::vector<at::Tensor> results{x.grad()};
+    add_gradients(results);
+    return results;
+  }
+
+ private:
+  StackForm form_;
+};
+
+/// A backward that stops at layer `stop` and leaves what it prefetched unused, then a pass that begins at layer `restart`.
+struct Restart {
+  std::int64_t side_streams;
+  std::size_t stop;
+  std::size_t restart;
+  std::size_t end = 6;  ///< the second pass runs layers restart..end-1
+};
+
+class RestartedPasses final : public Stack {
+ public:
+  RestartedPasses(const Runtimes& runtimes, const Restart& restart) : Stack(runtimes, kLayers), restart_(restart) {
+    capture(GraphOptions().side_streams(restart.side_streams), [](std::int64_t /*layer*/) { return true; });
+  }
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    clear_gradients();
+    const at::Tensor x = rows_of(s).requires_grad_(true);
+    const at::Tensor cut = run(0, restart_.stop, x).detach().clone().requires_grad_(true);
+    (run(restart_.stop, kLayers, cut) * rows_of(s, 1)).sum().backward();
+    const at::Tensor again = rows_of(s, 2).requires_grad_(true);
+    (run(restart_.restart, restart_.end, again) * rows_of(s, 3)).sum().backward();
+    std::vector<at::Tensor> results{cut.grad(), again.grad()};
+    add_gradients(results);
+    return results;
+  }
+
+ private:
+  static constexpr std::size_t kLayers = 6;
+  Restart restart_;
+};
+
+/// Layers 0..low-1 and cut..7 run. The seed of layer low-1 is memory of the pool that prefetched copies use as well.
+struct Skip {
+  std::int64_t side_streams;
+  std::size_t low;
+  std::size_t cut;
+};
+
+class SkippedLayers final : public Stack {
+ public:
+  SkippedLayers(const Runtimes& runtimes, const Skip& skip) : Stack(runtimes, kLayers), skip_(skip) {
+    capture(GraphOptions().side_streams(skip.side_streams),
+            [&](std::int64_t layer) { return layer == 0 || layer == static_cast<std::int64_t>(skip.cut); });
+  }
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    clear_gradients();
+    const at::Tensor x = rows_of(s).requires_grad_(true);
+    const at::Tensor low = run(0, skip_.low, x);
+    const at::Tensor cut = low.detach().clone().requires_grad_(true);
+    (run(skip_.cut, kLayers, cut) * rows_of(s, 1)).sum().backward();
+    (low * cut.grad()).sum().backward();
+    std::vector<at::Tensor> results{x.grad(), cut.grad()};
+    add_gradients(results);
+    return results;
+  }
+
+ private:
+  static constexpr std::size_t kLayers = 8;
+  Skip skip_;
+};
+
+/// Callables that run a part of their forward on a stream of their own, joined after the scope has ended.
+class ForkedCallables final : public Program {
+ public:
+  ForkedCallables(const Runtimes& runtimes, std::int64_t side_streams)
+      : runtime_(runtimes.model), branch_(runtime_->create_stream()), meeting_(runtime_->create_event()) {
+    if (runtimes.engine == nullptr) {
+      return;
+    }
+    engine_.emplace(
+        std::make_shared<EngineState>(model_, Options(device()).min_bytes(1024).offload("**"), runtimes.engine));
+    std::vector<Callable> callables;
+    std::vector<std::vector<Sample>> samples;
+    for (std::int64_t i = 0; i < kLayers; ++i) {
+      callables.emplace_back("layers." + std::to_string(i),
+                             [this](const Tensors& x) { return Tensors{forward(x[0])}; });
+      samples.push_back({i > 0 ? Sample::output_of(i - 1) : Sample(rows(0, device()).requires_grad_(true))});
+    }
+    layers_ =
+        make_graphed_callables(*engine_, std::move(callables), samples, GraphOptions().side_streams(side_streams));
+  }
+  ~ForkedCallables() override { runtime_->synchronize_device(); }
+  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const at::Tensor x = rows(s, device()).requires_grad_(true);
+    at::Tensor h = x;
+    for (std::size_t i = 0; i < kLayers; ++i) {
+      h = engine_ ? layers_[i]({h})[0] : forward(h);
+    }
+    (h * rows(s, device(), 1)).sum().backward();
+    return {x.grad()};
+  }
+
+ private:
+  static constexpr std::int64_t kLayers = 4;
+
+  [[nodiscard]] c10::Device device() const { return runtime_->device(); }
+  void order(c10::Stream earlier, c10::Stream later) {
+    runtime_->record(meeting_, earlier);
+    runtime_->wait(later, meeting_);
+  }
+  at::Tensor forward(const at::Tensor& given) {
+    const c10::Stream current = runtime_->current_stream();
+    const at::Tensor h = given.mul(1.1);
+    at::Tensor branch;
+    at::Tensor own;
+    {
+      const OffloadScope scope("experts");
+      order(current, branch_);
+      {
+        const c10::StreamGuard on_branch(branch_.get());
+        branch = h.exp().mul(0.1).tanh();
+      }
+      own = h.sigmoid();
+    }
+    const OffloadScope scope("rest");
+    const at::Tensor rest = own.tanh();
+    order(branch_, current);
+    return rest + branch;
+  }
+
+  std::shared_ptr<Runtime> runtime_;
+  OwnedStream branch_;
+  Event meeting_;
+  torch::nn::Module model_;
+  std::optional<OffloadEngine> engine_;
+  std::vector<GraphedCallable> layers_;
+};
+
+template <class Made, class Form>
+void add(std::vector<NamedProgram>& programs, std::string name, const Form& form) {
+  programs.push_back({std::move(name), [form](const Runtimes& runtimes) -> std::unique_ptr<Program> {
+                        return std::make_unique<Made>(runtimes, form);
+                      }});
+}
+
+}  // namespace
+
+std::vector<NamedProgram> callable_programs() {
+  std::vector<NamedProgram> result;
+  for (const StackForm& form :
+       {StackForm{"linked_1", 1}, StackForm{"linked_2", 2}, StackForm{"linked_3", 3}, StackForm{"unlinked_2", 2, false},
+        StackForm{"part_1", 1, true, 3}, StackForm{"part_2", 2, true, 2}, StackForm{"unlinked_part_2", 2, false, 2},
+        StackForm{"stream", 2, true, 5, true}, StackForm{"stream_event", 2, true, 5, true, true},
+        StackForm{"accumulating_2", 2, true, 5, false, false, true}}) {
+    add<Passes>(result, form.name, form);
+  }
+  for (const Restart& restart :
+       {Restart{1, 4, 1}, Restart{2, 4, 0}, Restart{2, 4, 1}, Restart{2, 3, 1}, Restart{2, 3, 2}, Restart{3, 3, 1},
+        Restart{3, 2, 1}, Restart{3, 3, 2}, Restart{2, 4, 1, 4}, Restart{2, 4, 0, 4}}) {
+    add<RestartedPasses>(result,
+                         "restart_K" + std::to_string(restart.side_streams) + "_stop" + std::to_string(restart.stop) +
+                             "_restart" + std::to_string(restart.restart) + "_end" + std::to_string(restart.end),
+                         restart);
+  }
+  for (const Skip& skip : {Skip{2, 2, 5}, Skip{2, 4, 6}, Skip{1, 5, 7}}) {
+    add<SkippedLayers>(result,
+                       "skip_K" + std::to_string(skip.side_streams) + "_low" + std::to_string(skip.low) + "_cut" +
+                           std::to_string(skip.cut),
+                       skip);
+  }
+  for (const std::int64_t side_streams : {1, 2}) {
+    add<ForkedCallables>(result, "forked_callables_" + std::to_string(side_streams), side_streams);
+  }
+  return result;
+}
+
+}  // namespace sidestream::testing_model

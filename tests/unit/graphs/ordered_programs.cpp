@@ -1,0 +1,108 @@
+#include "unit/graphs/ordered_programs.h"
+
+#include <optional>
+#include <stdexcept>
+
+#include "graphs/engine_state.h"
+#include "sidestream/engine.h"
+#include "unit/graphs/block_model.h"
+#include "unit/graphs/wrapping.h"
+
+namespace sidestream::testing_model {
+namespace {
+
+/// Whole steps of a BlockModel, weights changing from step to step. With several microbatches all forwards come first.
+class WholeSteps : public Program {
+ public:
+  WholeSteps(const Runtimes& runtimes, const Wrapping& wrapping, std::int64_t microbatches)
+      : device_(runtimes.model->device()), microbatches_(microbatches) {
+    BlockModel::Shape shape;
+    shape.layers = 5;
+    model_ = std::make_unique<BlockModel>(shape);
+    model_->to(device_);
+    if (runtimes.engine != nullptr) {
+      engine_.emplace(std::make_shared<EngineState>(*model_, wrapping.options(device_, 1024), runtimes.engine));
+    }
+  }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    clear_gradients(*model_);
+    if (engine_) {
+      const auto step = engine_->step();
+      forwards_and_backwards(s);
+    } else {
+      forwards_and_backwards(s);
+    }
+    std::vector<at::Tensor> results;
+    for (const at::Tensor& parameter : model_->parameters()) {
+      results.push_back(parameter.grad().clone());  // graphs may own it and add into it
+    }
+    descend(*model_);
+    return results;
+  }
+  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+
+ private:
+  void forwards_and_backwards(std::int64_t s) {
+    std::vector<at::Tensor> losses;
+    for (std::int64_t microbatch = 0; microbatch < microbatches_; ++microbatch) {
+      const Batch batch = batch_of(model_->shape(), s * microbatches_ + microbatch, device_);
+      losses.push_back(model_->loss(batch.tokens, batch.targets));
+    }
+    for (at::Tensor& loss : losses) {
+      loss.backward();
+      loss.reset();
+    }
+  }
+
+  c10::Device device_;
+  std::int64_t microbatches_;
+  std::unique_ptr<BlockModel> model_;
+  std::optional<OffloadEngine> engine_;
+};
+
+std::vector<NamedProgram> whole_step_programs() {
+  std::vector<NamedProgram> result;
+  const auto add = [&](const std::string& name, const Wrapping& wrapping, std::int64_t microbatches) {
+    result.push_back({name, [wrapping, microbatches](const Runtimes& runtimes) -> std::unique_ptr<Program> {
+                        return std::make_unique<WholeSteps>(runtimes, wrapping, microbatches);
+                      }});
+  };
+  for (const Wrapping& wrapping :
+       {Wrapping{"eager", "", "blocks.*.*"}, Wrapping{"eager_some", "", "blocks.*.core_attn,blocks.*.proj"},
+        Wrapping{"graphs_1", "blocks.*", "blocks.*.*", 1}, Wrapping{"graphs_2", "blocks.*", "blocks.*.*", 2},
+        Wrapping{"graphs_3", "blocks.*", "blocks.*.*", 3}, Wrapping{"graphs_4", "blocks.*", "blocks.*.*", 4},
+        Wrapping{"graphs_accumulating", "blocks.*", "blocks.*.fc1,blocks.*.core_attn,blocks.*.proj", 2, true},
+        Wrapping{"mixed_1", "blocks.0,blocks.3", "**", 1},
+        Wrapping{"mixed_2", "blocks.1,blocks.2,blocks.4", "**", 2}}) {
+    add(wrapping.name, wrapping, 1);
+  }
+  add("eager_microbatches", Wrapping{"", "", "blocks.*.*"}, 2);
+  add("graphs_2_microbatches", Wrapping{"", "blocks.*", "blocks.*.*", 2}, 2);
+  add("mixed_1_microbatches", Wrapping{"", "blocks.0,blocks.3", "**", 1}, 2);
+  return result;
+}
+
+}  // namespace
+
+const std::vector<NamedProgram>& programs() {
+  static const std::vector<NamedProgram> all = [] {
+    std::vector<NamedProgram> result = whole_step_programs();
+    for (auto& more : {stream_programs(), callable_programs()}) {
+      result.insert(result.end(), more.begin(), more.end());
+    }
+    return result;
+  }();
+  return all;
+}
+
+const NamedProgram& program(const std::string& name) {
+  for (const NamedProgram& each : programs()) {
+    if (each.name == name) {
+      return each;
+    }
+  }
+  throw std::logic_error("there is no program " + name);
+}
+
+}  // namespace sidestream::testing_model

@@ -1,0 +1,333 @@
+// Programs whose eager groups are saved and read on several streams. Each scope saves storages of its own.
+#include <optional>
+#include <string>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "graphs/engine_state.h"
+#include "sidestream/engine.h"
+#include "sidestream/scope.h"
+#include "unit/graphs/ordered_programs.h"
+
+namespace sidestream::testing_model {
+namespace {
+
+class OnStreams : public Program {
+ public:
+  explicit OnStreams(const Runtimes& runtimes)
+      : runtime_(runtimes.model),
+        a_(runtime_->create_stream()),
+        b_(runtime_->create_stream()),
+        meeting_(runtime_->create_event()) {
+    if (runtimes.engine != nullptr) {
+      const auto options = Options(runtime_->device()).min_bytes(1024).groups_in_flight(1).offload("**");
+      engine_.emplace(std::make_shared<EngineState>(model_, options, runtimes.engine));
+    }
+    for (std::uint64_t i = 0; i < 8; ++i) {
+      auto generator = at::detail::createCPUGenerator(700 + i);
+      inputs_.push_back(at::randn({64, 64}, generator).to(runtime_->device()).requires_grad_(true));
+    }
+    runtime_->synchronize_device();
+  }
+  ~OnStreams() override { runtime_->synchronize_device(); }
+  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+
+ protected:
+  [[nodiscard]] c10::Stream a() const { return a_.get(); }
+  [[nodiscard]] c10::Stream b() const { return b_.get(); }
+  /// Two for each step.
+  [[nodiscard]] const at::Tensor& input(std::int64_t s, std::int64_t which) const {
+    return inputs_[(2 * s + which) % 8];
+  }
+  void order(c10::Stream earlier, c10::Stream later) {
+    runtime_->record(meeting_, earlier);
+    runtime_->wait(later, meeting_);
+  }
+  /// Holds the step's end back until it dies; of nothing in plain training.
+  [[nodiscard]] std::optional<Step> step_of_engine() {
+    return engine_ ? std::optional<Step>(engine_->step()) : std::nullopt;
+  }
+  /// On the current stream and waiting for no other.
+  static std::vector<at::Tensor> gradients(const at::Tensor& loss, const std::vector<at::Tensor>& inputs) {
+    return torch::autograd::grad({loss}, inputs);
+  }
+  static at::Tensor scopes(at::Tensor h) {
+    for (const char* name : {"first", "second", "third", "fourth"}) {
+      const OffloadScope scope(name);
+      h = h.exp().mul(0.5).tanh();
+    }
+    return h.sum();
+  }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  OwnedStream a_;
+  OwnedStream b_;
+  Event meeting_;
+  torch::nn::Module model_;
+  std::optional<OffloadEngine> engine_;
+  std::vector<at::Tensor> inputs_;
+};
+
+/// A microbatch leaves into host slots that the other stream's microbatch of the step before came back from.
+class StreamsThatNeverMeet final : public OnStreams {
+ public:
+  using OnStreams::OnStreams;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    std::vector<at::Tensor> grads;
+    for (const std::int64_t microbatch : {0, 1}) {
+      const c10::StreamGuard on_stream((s + microbatch) % 2 == 0 ? a() : b());
+      const at::Tensor& x = input(s, microbatch);
+      grads.push_back(gradients(scopes(x), {x})[0]);
+    }
+    return grads;
+  }
+};
+
+/// The backward runs when its step has ended, and the next step leaves into the same host slots from another stream.
+class BackwardAfterTheStep final : public OnStreams {
+ public:
+  using OnStreams::OnStreams;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::StreamGuard on_stream(s % 2 == 0 ? a() : b());
+    const at::Tensor& x = input(s, 0);
+    at::Tensor loss;
+    {
+      const auto step = step_of_engine();
+      loss = scopes(x);
+      if (s == 0) {
+        return gradients(loss, {x});  // the sizing pass is whole
+      }
+    }
+    return gradients(loss, {x});
+  }
+};
+
+/// A microbatch whose backward never runs goes, and the next one leaves into its host slots from another stream.
+class ForwardsAlone final : public OnStreams {
+ public:
+  using OnStreams::OnStreams;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    std::vector<at::Tensor> grads;
+    {
+      const c10::StreamGuard on_a(a());
+      grads.push_back(scopes(input(s, 0)).detach());
+    }
+    const c10::StreamGuard on_b(b());
+    const at::Tensor& x = input(s, 1);
+    grads.push_back(gradients(scopes(x), {x})[0]);
+    return grads;
+  }
+};
+
+/// Sources of one microbatch are let go while the other's forward runs.
+class MicrobatchesInFlight final : public OnStreams {
+ public:
+  using OnStreams::OnStreams;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    std::vector<at::Tensor> losses;
+    for (const std::int64_t microbatch : {0, 1}) {
+      const c10::StreamGuard on_stream(microbatch == 0 ? a() : b());
+      losses.push_back(scopes(input(s, microbatch)));
+    }
+    std::vector<at::Tensor> grads;
+    for (const std::int64_t microbatch : {0, 1}) {
+      const c10::StreamGuard on_stream(microbatch == 0 ? a() : b());
+      grads.push_back(gradients(losses[microbatch], {input(s, microbatch)})[0]);
+      losses[microbatch].reset();
+      grads.push_back(grads.back().exp().mul(0.5).tanh());  // takes the memory that backward has freed
+    }
+    return grads;
+  }
+};
+
+/// A branch of a scope runs on a stream of its own and is joined after the scope, as shared experts do.
+class ForkInAScope final : public OnStreams {
+ public:
+  using OnStreams::OnStreams;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    const c10::StreamGuard on_a(a());
+    at::Tensor h = input(s, 0).mul(1.5);
+    for (const char* name : {"first", "second", "third"}) {
+      const at::Tensor given = h;  // alive until the streams meet again: the branch reads it
+      at::Tensor branch;
+      {
+        const OffloadScope scope(name);
+        order(a(), b());
+        {
+          const c10::StreamGuard on_b(b());
+          branch = h.exp().mul(0.1).tanh();
+        }
+        h = h.sigmoid();
+      }
+      {
+        const OffloadScope scope("between");
+        h = h.mul(0.9).tanh();
+      }
+      order(b(), a());
+      h = h + branch;
+    }
+    return gradients(h.sum(), {input(s, 0)});
+  }
+};
+
+/// One storage saved by operators on two streams: it leaves once, and its memory waits for both.
+class SavedOnTwoStreams final : public OnStreams {
+ public:
+  using OnStreams::OnStreams;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    const c10::StreamGuard on_a(a());
+    at::Tensor h = input(s, 0).mul(1.5);
+    for (int layer = 0; layer < 3; ++layer) {
+      at::Tensor shared;
+      at::Tensor branch;
+      {
+        const OffloadScope scope("maker");
+        shared = h.exp();
+      }
+      order(a(), b());
+      {
+        const c10::StreamGuard on_b(b());
+        const OffloadScope scope("reader");
+        branch = shared.mul(shared).tanh();
+      }
+      {
+        const OffloadScope scope("beside");
+        h = h.mul(0.3).tanh().mul(0.2).tanh();
+      }
+      shared.reset();
+      h = h.mul(0.5).tanh();  // on memory that the scopes above may have let go
+      order(b(), a());
+      h = (h + branch).sigmoid();
+    }
+    return gradients(h.sum(), {input(s, 0)});
+  }
+};
+
+/// A reloaded storage is read by the backward of two streams, and its memory is used again while one of them may be at it.
+class ReadBackOnTwoStreams final : public OnStreams {
+ public:
+  using OnStreams::OnStreams;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    const c10::StreamGuard on_a(a());
+    const at::Tensor& x = input(s, 0);
+    const at::Tensor& weight = input(s, 1);
+    at::Tensor p = x.mul(1.5).tanh().mul(0.5).tanh().mul(0.5);
+    at::Tensor shared = p.detach().exp();
+    {
+      const OffloadScope scope("a");
+      p = p.mul(shared);
+    }
+    order(a(), b());
+    at::Tensor branch;
+    {
+      const c10::StreamGuard on_b(b());
+      const OffloadScope scope("b");
+      branch = weight.mul(shared);
+    }
+    shared.record_stream(
+        b());  // as a model must, for the tensor itself; the copy that comes back is the engine's to care for
+    shared.reset();
+    {
+      const OffloadScope scope("more");
+      p = p.sigmoid().tanh();
+    }
+    {
+      const OffloadScope scope("last");
+      p = p.sigmoid();
+    }
+    order(b(), a());
+    return gradients(p.sum() + branch.sum(), {x, weight});
+  }
+};
+
+/// When memory that an unused reload may still write is used again.
+enum class Again : std::uint8_t { in_the_step, after_the_step, after_a_later_step };
+
+/// Backward stops half-way: a group that was on its way back is dropped, and its memory used again on the model's stream, which
+/// is not the one that the step ends on.
+class UnusedReload final : public OnStreams {
+ public:
+  UnusedReload(const Runtimes& runtimes, Again again) : OnStreams(runtimes), again_(again) {}
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    auto step = step_of_engine();
+    at::Tensor h = input(s, 0);
+    at::Tensor middle;
+    std::vector<at::Tensor> grads;
+    {
+      const c10::StreamGuard on_a(a());
+      for (const char* name : {"first", "second", "third", "fourth"}) {
+        const OffloadScope scope(name);
+        h = h.exp().mul(0.5).tanh();
+        middle = std::string(name) == "second" ? h : middle;
+      }
+    }
+    if (again_ == Again::after_a_later_step) {
+      step.reset();
+      if (auto later = step_of_engine()) {
+        step.emplace(std::move(*later));
+      }
+    }
+    {
+      const c10::StreamGuard on_a(a());
+      grads = gradients(h.sum(), {middle});
+      middle.reset();
+      h.reset();
+      if (again_ == Again::in_the_step) {
+        grads.push_back(use(grads[0]));
+      }
+    }
+    step.reset();
+    const c10::StreamGuard on_a(a());
+    grads.push_back(use(grads[0]));
+    return grads;
+  }
+
+ private:
+  /// Takes whatever was freed.
+  static at::Tensor use(const at::Tensor& from) {
+    at::Tensor sum = from;
+    std::vector<at::Tensor> taken;
+    for (int i = 0; i < 8; ++i) {
+      taken.push_back(taken.empty() ? from.mul(0.5) : taken.back().mul(1.5));
+    }
+    for (const at::Tensor& each : taken) {
+      sum = sum + each;
+    }
+    return sum;
+  }
+  Again again_;
+};
+
+template <class Made, class... Arguments>
+NamedProgram named(std::string name, Arguments... arguments) {
+  return {std::move(name), [arguments...](const Runtimes& runtimes) -> std::unique_ptr<Program> {
+            return std::make_unique<Made>(runtimes, arguments...);
+          }};
+}
+
+}  // namespace
+
+std::vector<NamedProgram> stream_programs() {
+  return {named<StreamsThatNeverMeet>("streams_that_never_meet"),
+          named<BackwardAfterTheStep>("backward_after_the_step"),
+          named<ForwardsAlone>("forwards_alone"),
+          named<MicrobatchesInFlight>("microbatches_in_flight"),
+          named<ForkInAScope>("fork_in_a_scope"),
+          named<SavedOnTwoStreams>("saved_on_two_streams"),
+          named<ReadBackOnTwoStreams>("read_back_on_two_streams"),
+          named<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),
+          named<UnusedReload>("unused_reload_after_the_step", Again::after_the_step),
+          named<UnusedReload>("unused_reload_after_a_later_step", Again::after_a_later_step)};
+}
+
+}  // namespace sidestream::testing_model
