@@ -87,12 +87,16 @@ TEST_P(GpuEngineTest, NothingIsUnordered) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Wrapped, GpuEngineTest,
-                         testing::Values(Wrapping{"eager", "", "blocks.*.*"}, Wrapping{"graphs_1", "blocks.*", "", 1},
+                         testing::Values(Wrapping{"eager", "", "blocks.*.*"},
+                                         Wrapping{"eager_some", "", "blocks.*.core_attn,blocks.*.proj"},
+                                         Wrapping{"graphs_1", "blocks.*", "", 1},
                                          Wrapping{"graphs_offload_1", "blocks.*", "blocks.*.*", 1},
                                          Wrapping{"graphs_offload_2", "blocks.*", "blocks.*.*", 2},
                                          Wrapping{"graphs_offload_3", "blocks.*", "blocks.*.*", 3},
                                          Wrapping{"graphs_offload_2_accumulating", "blocks.*", "blocks.*.*", 2, true},
-                                         Wrapping{"mixed", "blocks.1,blocks.2,blocks.4", "blocks.*.*", 2}),
+                                         Wrapping{"graphs_offload_4", "blocks.*", "blocks.*.*", 4},
+                                         Wrapping{"mixed", "blocks.1,blocks.2,blocks.4", "blocks.*.*", 2},
+                                         Wrapping{"mixed_1", "blocks.0,blocks.3", "**", 1}),
                          [](const testing::TestParamInfo<Wrapping>& info) { return info.param.name; });
 
 }  // namespace

@@ -1,0 +1,24 @@
+// What the engine asks of a GPU is what it asks of the sim device, in the same order on the same streams.
+#include <cstdint>
+#include <string>
+
+#include "engine_operations.h"
+#include "gpu/gpu_fixture.h"
+
+namespace sidestream {
+namespace {
+
+class GpuEngineOperationsTest : public gpu::Gpu, public testing::WithParamInterface<std::int64_t> {};
+
+TEST_P(GpuEngineOperationsTest, AreTheSameOnEveryBackend) {
+  EXPECT_EQ(testing_model::engine_operations(c10::Device(c10::DeviceType::CUDA, 0), GetParam()),
+            testing_model::expected_engine_operations(GetParam()));
+}
+
+INSTANTIATE_TEST_SUITE_P(SideStreams, GpuEngineOperationsTest, testing::Values(0, 1, 2, 3),
+                         [](const testing::TestParamInfo<std::int64_t>& info) {
+                           return info.param == 0 ? std::string("eager") : "graphs_" + std::to_string(info.param);
+                         });
+
+}  // namespace
+}  // namespace sidestream
