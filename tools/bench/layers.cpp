@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <ctime>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -23,12 +22,18 @@
 #include <nlohmann/json.hpp>
 
 #include "sidestream/sidestream.h"
-#include "tools/cli/byte_model.h"
+#include "tools/bench/block_stack.h"
+#include "tools/bench/step_time.h"
 
 namespace {
 
 using namespace sidestream;
 using Json = nlohmann::ordered_json;
+using bench::BlockStack;
+using bench::cpu_seconds;
+using bench::median;
+using bench::seconds_since;
+using bench::StepTime;
 
 struct Settings {
   std::string device = "auto";
@@ -52,55 +57,12 @@ const std::vector<Mode> kModes{
 constexpr std::size_t kGraphs = 1;  // the mode that the others are paired with
 constexpr int kWarmSteps = 4;       // sizing, capture, two replays
 
-/// The layers alone, without embedding and head: what the engine works on.
-class Layers : public torch::nn::Module {
- public:
-  explicit Layers(const cli::ModelShape& shape) {
-    blocks_ = register_module("blocks", torch::nn::ModuleList());
-    for (std::int64_t i = 0; i < shape.layers; ++i) {
-      blocks_->push_back(cli::Block(shape));
-    }
-  }
-  at::Tensor forward(at::Tensor h) {
-    constexpr const at::Tensor* kNoRope = nullptr;
-    for (const auto& block : *blocks_) {
-      h = sidestream::call(block->as<cli::Block>(), h, stays(kNoRope), std::int64_t{0});
-    }
-    return h;
-  }
-
- private:
-  torch::nn::ModuleList blocks_{nullptr};
-};
-
-double seconds_since(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-/// Of all threads of the process so far.
-double cpu_seconds() {
-  timespec time{};
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values.empty() ? 0 : values[values.size() / 2];
-}
-
-struct StepTime {
-  double wall = 0;    ///< until the device is idle, seconds
-  double issued = 0;  ///< until the host had issued everything, seconds
-  double cpu = 0;     ///< what all threads of the process computed until then, seconds
-};
-
 class Bench {
  public:
   explicit Bench(const Settings& settings) : settings_(settings), device_(find_device(settings.device)) {
     at::manual_seed(1);
     const at::ScalarType dtype = settings.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
-    layers_ = std::make_shared<Layers>(settings.shape);
+    layers_ = std::make_shared<BlockStack>(settings.shape);
     layers_->to(device_, dtype);
     for (at::Tensor& parameter : layers_->parameters()) {
       parameter.mutable_grad() = at::zeros_like(parameter);
@@ -195,7 +157,7 @@ class Bench {
  private:
   const Settings& settings_;
   c10::Device device_;
-  std::shared_ptr<Layers> layers_;
+  std::shared_ptr<BlockStack> layers_;
   at::Tensor input_;
   at::Tensor output_gradient_;
   MemoryUse base_;

@@ -1,0 +1,32 @@
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <ctime>
+#include <vector>
+
+namespace sidestream::bench {
+
+inline double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+/// Of all threads of the process so far.
+inline double cpu_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+/// 0 for none.
+inline double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values.empty() ? 0 : values[values.size() / 2];
+}
+
+struct StepTime {
+  double wall = 0;    ///< until the device is idle, seconds
+  double issued = 0;  ///< until the host had issued everything, seconds
+  double cpu = 0;     ///< what all threads of the process computed until then, seconds
+};
+
+}  // namespace sidestream::bench
