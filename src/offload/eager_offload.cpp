@@ -117,7 +117,8 @@ void EagerOffload::group_ended(Group& group) {
   const tracing::Scope trace(tracing::Range::offload, group.scope->trace);
   const IssuedAt place("offload", group.scope->name);
   Slot& slot = next_slot();
-  slot.scope = group.scope;
+  slot.name = group.scope->name;
+  slot.trace = group.scope->trace;
   for (const auto& saved : leaving) {
     for (const c10::Stream stream : saved->streams) {
       add_stream(slot.savers, stream);
@@ -185,8 +186,8 @@ void EagerOffload::drop_sources() {
 }
 
 void EagerOffload::reload(Slot& slot) {
-  const tracing::Scope trace(tracing::Range::reload, slot.scope->trace);
-  const IssuedAt place("reload", slot.scope->name);
+  const tracing::Scope trace(tracing::Range::reload, slot.trace);
+  const IssuedAt place("reload", slot.name);
   slot.reloading = true;
   std::vector<std::shared_ptr<SavedStorage>> returning;
   try {

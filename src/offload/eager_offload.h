@@ -3,8 +3,10 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
+#include "base/tracing.h"
 #include "memory/host_arena.h"
 #include "offload/saved_storage.h"
 #include "runtime/runtime.h"
@@ -44,7 +46,9 @@ class EagerOffload final : public StorageMover {
   struct Slot {
     std::shared_ptr<Event> left;
     std::shared_ptr<Event> returned;
-    const ScopeNode* scope = nullptr;
+    // Of the group's scope, which may be gone: a backward may outlive its engine. Slots are used again, so nothing allocates.
+    std::string name;
+    tracing::Name trace;
     std::vector<std::weak_ptr<SavedStorage>> storages;
     Streams savers;          ///< streams that saved any of them
     Streams arrived;         ///< streams that wait for the H2D already

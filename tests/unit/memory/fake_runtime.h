@@ -9,7 +9,7 @@
 namespace sidestream::test {
 
 /// Runtime for host-side tests: no device, no work; pinned memory is plain memory and every event call is logged.
-class FakeRuntime final : public Runtime {
+class FakeRuntime : public Runtime {
  public:
   struct Call {
     enum class Kind { record, wait, record_external, wait_external, synchronize };

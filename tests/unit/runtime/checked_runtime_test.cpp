@@ -53,7 +53,8 @@ class CheckedRuntimeTest : public testing::Test {
   }
 
   c10::Device device_ = find_device("sim");
-  std::shared_ptr<CheckedRuntime> checked_ = std::make_shared<CheckedRuntime>(make_runtime(device_));
+  std::shared_ptr<Runtime> runtime_ = make_runtime(device_);
+  std::shared_ptr<CheckedRuntime> checked_ = std::make_shared<CheckedRuntime>(runtime_);
   OwnedStream a_ = checked_->create_stream();
   OwnedStream b_ = checked_->create_stream();
   std::optional<OperatorObserverGuard> observing_;
@@ -108,7 +109,7 @@ TEST_F(CheckedRuntimeTest, AnEventOfBeforeTheJournalIsNoMissingRecord) {
   checked_.reset();
   c10::Event event(device_.type());
   event.record(a());
-  checked_ = std::make_shared<CheckedRuntime>(make_runtime(device_));
+  checked_ = std::make_shared<CheckedRuntime>(runtime_);
   event.block(b());
   expect_clean();
 }
