@@ -1,5 +1,6 @@
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <thread>
@@ -9,6 +10,7 @@
 
 #include "base/tracing.h"
 #include "nvtx/injection.h"
+#include "threads/at_once.h"
 
 namespace sidestream::tracing {
 namespace {
@@ -101,6 +103,28 @@ TEST_F(NvtxRanges, BelongToTheirThread) {
   }).join();
   EXPECT_EQ(other, 1u);
   EXPECT_EQ(new_lines().back(), "offload elsewhere");
+}
+
+TEST_F(NvtxRanges, MayBeNamedByManyThreadsAtOnce) {
+  constexpr int kThreads = 4;
+  constexpr int kRounds = 50;
+  test::at_once(kThreads, [](int number) {
+    std::vector<Name> names;
+    for (int i = 0; i < kRounds; ++i) {
+      names.emplace_back(("layers." + std::to_string(i * (1 + number % 2))).c_str());
+      // Names that are there already: nothing but the table's own lock orders these with the new ones.
+      for (int again = 0; again < 20; ++again) {
+        (void)Name("layers.0");
+      }
+    }
+    for (const Name& name : names) {
+      const Scope outer(Range::launch_forward, name);
+      const Scope inner(Range::offload, Name());
+    }
+  });
+  const std::vector<std::string> lines = new_lines();
+  EXPECT_EQ(lines.size(), static_cast<std::size_t>(2 * kThreads * kRounds));
+  EXPECT_EQ(std::count(lines.begin(), lines.end(), "  offload"), kThreads * kRounds);
 }
 
 }  // namespace

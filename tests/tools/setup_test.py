@@ -122,6 +122,15 @@ def main(setup):
         status, _, err = machine.run(setup)
         return expect(status == 1 and "could not install: cmake" in err and "universe" in err, status, err)
 
+    def fuzzer(machine):
+        (machine.commands / "sudo").unlink()
+        plain, _, _ = machine.run(setup)
+        missing, _, err = machine.run(setup, "--fuzz")
+        machine.add("clang++-14", PRESENT)
+        there, _, _ = machine.run(setup, "--fuzz")
+        return expect(plain == 0 and missing == 1 and "apt-get install clang-14 libclang-rt-14-dev" in err and there == 0,
+                      plain, missing, err, there)
+
     def bad_torch(machine):
         (machine.folder / "torch" / "lib" / "libtorch_cpu.so").unlink()
         status, _, err = machine.run(setup)
@@ -138,6 +147,7 @@ def main(setup):
     machine_case("without root and sudo says what to install", no_root_no_sudo)
     machine_case("installs what is missing as root", installs_as_root)
     machine_case("says what apt could not install", packages_that_apt_has_not)
+    machine_case("asks for the fuzzer's compiler only where it is wanted", fuzzer)
     machine_case("refuses a LibTorch that is none", bad_torch)
     machine_case("refuses an unknown argument", bad_argument)
     tap.finish()
