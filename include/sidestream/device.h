@@ -5,7 +5,7 @@
 
 #include <c10/core/Device.h>
 
-#include "sidestream/schedule.h"
+#include "sidestream/testing/schedule.h"
 
 namespace sidestream {
 

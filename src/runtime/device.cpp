@@ -3,8 +3,8 @@
 #include "runtime/foreign_order.h"
 #include "runtime/link_speed.h"
 #include "runtime/runtime.h"
-#include "runtime/sim/device.h"
-#include "runtime/sim/registration.h"
+#include "sim/device/device.h"
+#include "sim/torch/registration.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

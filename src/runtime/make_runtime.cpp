@@ -2,7 +2,7 @@
 
 #include "runtime/cuda/runtime.h"
 #include "runtime/runtime.h"
-#include "runtime/sim/sim_runtime.h"
+#include "sim/device/sim_runtime.h"
 
 namespace sidestream {
 

@@ -7,10 +7,10 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
-#include "runtime/checked_runtime.h"
-#include "runtime/sim/device.h"
+#include "observe/checked_runtime.h"
+#include "sim/device/device.h"
 #include "sidestream/error.h"
-#include "sidestream/schedule.h"
+#include "sidestream/testing/schedule.h"
 
 namespace sidestream::contract {
 namespace {

@@ -6,7 +6,7 @@
 #include "fuzz/target.h"
 #include "offload/name_pattern.h"
 #include "sidestream/error.h"
-#include "sidestream/schedule.h"
+#include "sidestream/testing/schedule.h"
 
 // Text of options: name patterns (first line) against a name (second line), by a second matcher; schedules, read and written.
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "analysis/order_check.h"
 #include "fuzz/target.h"
+#include "observe/order_check.h"
 #include "sidestream/journal.h"
 
 // The order check against one that forgets nothing: for each operation the set of all before it, for each byte every access.

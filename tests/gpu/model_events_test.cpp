@@ -16,7 +16,7 @@
 #include <torch/nn/module.h>
 
 #include "gpu/gpu_fixture.h"
-#include "runtime/checked_runtime.h"
+#include "observe/checked_runtime.h"
 #include "sidestream/engine.h"
 #include "sidestream/scope.h"
 #include "stream_order.h"

@@ -13,7 +13,7 @@
 #include "gpu/gpu_fixture.h"
 #include "gpu/poisoned_memory.h"
 #include "gpu/spinning_runtime.h"
-#include "graphs/engine_state.h"
+#include "graphs/engine/engine_state.h"
 #include "poisoned_slots.h"
 #include "sidestream/engine.h"
 #include "unit/graphs/block_model.h"

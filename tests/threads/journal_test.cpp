@@ -7,7 +7,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gtest/gtest.h>
 
-#include "runtime/checked_runtime.h"
+#include "observe/checked_runtime.h"
 #include "runtime/issued_at.h"
 #include "threads/at_once.h"
 #include "threads/locked_runtime.h"

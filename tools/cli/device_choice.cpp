@@ -5,7 +5,7 @@
 #include <ATen/Context.h>
 
 #include "sidestream/device.h"
-#include "sidestream/schedule.h"
+#include "sidestream/testing/schedule.h"
 
 namespace sidestream::cli {
 namespace {

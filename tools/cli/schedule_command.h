@@ -1,7 +1,7 @@
 #pragma once
 #include <string>
 
-#include "sidestream/schedule_check.h"
+#include "sidestream/testing/schedule_check.h"
 #include "tools/cli/check_command.h"
 
 namespace sidestream::cli {

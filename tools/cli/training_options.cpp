@@ -11,7 +11,7 @@
 #include <CLI/Validators.hpp>
 
 #include "sidestream/error.h"
-#include "sidestream/schedule.h"
+#include "sidestream/testing/schedule.h"
 
 namespace sidestream::cli {
 namespace {

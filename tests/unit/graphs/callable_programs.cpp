@@ -6,7 +6,7 @@
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 
-#include "graphs/engine_state.h"
+#include "graphs/engine/engine_state.h"
 #include "sidestream/engine.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/scope.h"

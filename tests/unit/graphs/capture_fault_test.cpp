@@ -10,8 +10,8 @@
 #include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
 
-#include "graphs/engine_state.h"
-#include "runtime/sim/device.h"
+#include "graphs/engine/engine_state.h"
+#include "sim/device/device.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"

@@ -15,8 +15,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
 
-#include "graphs/engine_state.h"
-#include "runtime/checked_runtime.h"
+#include "graphs/engine/engine_state.h"
+#include "observe/checked_runtime.h"
 #include "runtime/issued_at.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"

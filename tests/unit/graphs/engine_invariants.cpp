@@ -11,7 +11,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "graphs/engine_state.h"
+#include "graphs/engine/engine_state.h"
 #include "offload/autograd_engine.h"
 
 namespace sidestream::testing_model {

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "engine_operations.h"
-#include "graphs/engine_state.h"
+#include "graphs/engine/engine_state.h"
 #include "poisoned_slots.h"
 #include "sidestream/device.h"
 #include "unit/graphs/block_model.h"

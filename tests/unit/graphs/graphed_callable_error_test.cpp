@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/utils.h>
 
-#include "graphs/engine_state.h"
+#include "graphs/engine/engine_state.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"

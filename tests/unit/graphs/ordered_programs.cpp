@@ -3,7 +3,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "graphs/engine_state.h"
+#include "graphs/engine/engine_state.h"
 #include "sidestream/engine.h"
 #include "unit/graphs/block_model.h"
 #include "unit/graphs/wrapping.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "runtime/sim/device.h"
+#include "sim/device/device.h"
 #include "unit/graphs/layer_stack.h"
 #include "unit/graphs/trapped_training.h"
 

@@ -7,13 +7,13 @@
 
 #include <gtest/gtest.h>
 
-#include "runtime/checked_runtime.h"
-#include "runtime/operator_observer.h"
+#include "observe/checked_runtime.h"
+#include "observe/operator_observer.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "unit/graphs/ordered_programs.h"
 #include "unit/graphs/recorded_steps.h"
-#include "unit/runtime/every_order.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream {
 namespace {

@@ -5,7 +5,7 @@
 #include <map>
 #include <utility>
 
-#include "unit/runtime/every_order.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream::testing_model {
 namespace {

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "runtime/sim/recording.h"
+#include "sim/rerun/recording.h"
 #include "unit/graphs/ordered_programs.h"
 
 namespace sidestream::testing_model {

@@ -8,7 +8,7 @@
 #include "sidestream/engine.h"
 #include "unit/graphs/block_model.h"
 #include "unit/graphs/wrapping.h"
-#include "unit/runtime/every_order.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream {
 namespace {

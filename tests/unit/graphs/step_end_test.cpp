@@ -8,12 +8,12 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "graphs/engine_state.h"
+#include "graphs/engine/engine_state.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/scope.h"
 #include "unit/graphs/layer_stack.h"
-#include "unit/runtime/every_order.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream {
 namespace {

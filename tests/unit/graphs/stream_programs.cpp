@@ -7,7 +7,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "graphs/engine_state.h"
+#include "graphs/engine/engine_state.h"
 #include "sidestream/engine.h"
 #include "sidestream/scope.h"
 #include "unit/graphs/ordered_programs.h"

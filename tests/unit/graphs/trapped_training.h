@@ -7,7 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
-#include "graphs/engine_state.h"
+#include "graphs/engine/engine_state.h"
 #include "runtime/runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"

@@ -18,7 +18,7 @@
 #include "memory/storage_view.h"
 #include "offload/autograd_engine.h"
 #include "offload/weight_casts.h"
-#include "runtime/operator_observer.h"
+#include "observe/operator_observer.h"
 #include "runtime/runtime.h"
 #include "sidestream/error.h"
 

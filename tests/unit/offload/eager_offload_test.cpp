@@ -10,7 +10,7 @@
 
 #include "memory/storage_view.h"
 #include "offload/scope_tree.h"
-#include "unit/runtime/every_order.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream {
 namespace {

@@ -11,9 +11,9 @@
 #include "memory/storage_view.h"
 #include "offload/eager_offload.h"
 #include "offload/scope_tree.h"
-#include "runtime/checked_runtime.h"
-#include "runtime/operator_observer.h"
-#include "unit/runtime/every_order.h"
+#include "observe/checked_runtime.h"
+#include "observe/operator_observer.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream {
 namespace {

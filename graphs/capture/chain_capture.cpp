@@ -1,0 +1,349 @@
+#include "graphs/capture/chain_capture.h"
+
+#include <typeinfo>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "graphs/capture/graph_check.h"
+#include "graphs/replay/graph_event_state.h"
+#include "offload/nested_backward.h"
+#include "runtime/issued_at.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// A tensor over the same memory that keeps nothing alive: the address is the graph's, its pool keeps it.
+at::Tensor not_owning(const at::Tensor& tensor) {
+  const c10::Storage& owner = tensor.storage();
+  return StorageView::capture(tensor).restore(c10::Storage(c10::Storage::use_byte_size_t(), owner.nbytes(),
+                                                           c10::DataPtr(owner.mutable_data(), owner.device()), nullptr,
+                                                           /*resizable=*/false));
+}
+
+/// Ends a capture that an exception left open.
+class CaptureGuard {
+ public:
+  CaptureGuard(Runtime& runtime, c10::Stream stream, const MemoryPool& pool) : runtime_(runtime), stream_(stream) {
+    runtime_.begin_capture(stream_, pool);
+  }
+  CaptureGuard(const CaptureGuard&) = delete;
+  CaptureGuard& operator=(const CaptureGuard&) = delete;
+  ~CaptureGuard() {
+    if (open_) {
+      runtime_.abandon_capture(stream_);
+    }
+  }
+  [[nodiscard]] Graph end() {
+    open_ = false;
+    return runtime_.end_capture(stream_);
+  }
+
+ private:
+  Runtime& runtime_;
+  c10::Stream stream_;
+  bool open_ = true;
+};
+
+/// What the device or the rules of capture refuse says where that was; what the user's code throws is left as it is.
+template <class Part>
+void naming(const std::string& where, const Part& part) {
+  const auto named = [&](const Error& error) {
+    const std::string text = error.what();
+    return text.find(where) == std::string::npos ? where + ": " + text : text;
+  };
+  try {
+    part();
+  } catch (const CaptureError& error) {
+    if (typeid(error) != typeid(CaptureError)) {
+      throw;
+    }
+    throw CaptureError(named(error));
+  } catch (const DeviceError& error) {
+    if (typeid(error) != typeid(DeviceError)) {
+      throw;
+    }
+    throw DeviceError(named(error), error.status());
+  }
+}
+
+std::vector<at::Tensor> parameters_of(const Layer& layer) {
+  std::vector<at::Tensor> tensors;
+  for (const LayerParameter& parameter : layer.parameters) {
+    tensors.push_back(parameter.tensor);
+  }
+  return tensors;
+}
+
+}  // namespace
+
+void ChainCapture::run() {
+  runtime_.synchronize_device();
+  {
+    const StreamGuard on_capture(runtime_, capture_);
+    chain_.sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions);
+  }
+  runtime_.synchronize_device();
+  make_plan_and_pin();
+  prepare_layers();
+  runtime_.release_cached_memory();
+  {
+    // Until the last backward is captured: it looks for its parameters by the accumulators that the forwards made.
+    const BareLeaves bare(all_parameters());
+    const StreamGuard on_capture(runtime_, capture_);
+    for (const auto i : c10::irange(specs_.size())) {
+      naming(chain_.describe(i) + ", forward", [&] { capture_forward(i); });
+    }
+    for (std::size_t i = specs_.size(); i-- > 0;) {
+      naming(chain_.describe(i) + ", backward", [&] { capture_backward(i); });
+    }
+  }
+  for (Live& live : live_) {
+    live = {};
+  }
+  resources_.exclusions->remove_static_inputs();
+  runtime_.synchronize_device();
+  runtime_.release_cached_memory();
+}
+
+void ChainCapture::record_caller_event() {
+  if (chain_.options_.cuda_graph_event() != nullptr) {
+    runtime_.record(chain_.options_.cuda_graph_event()->state().event, capture_);
+  }
+}
+
+void ChainCapture::capture_forward(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  const std::size_t lanes = chain_.streams_.size();
+  if (index >= lanes) {
+    // This graph replays behind all of graph index-K on one stream: what that graph's copies read is free from here on.
+    CaptureOffload::release(chain_.layers_[index - lanes].moved);
+  }
+  const tracing::Scope trace(tracing::Range::capture_forward, layer.spec.scope->trace);
+  const IssuedAt place("forward", layer.spec.name);
+  for (const auto i : c10::irange(layer.inputs.size())) {
+    StaticInput& input = layer.inputs[i];
+    if (input.linked) {
+      const LayerInput& from = layer.spec.inputs[i];
+      input.tensor = chain_.layers_[from.from_layer].outputs[from.from_output];
+      input.requires_grad = chain_.layers_[from.from_layer].output_requires_grad[from.from_output];
+    }
+    live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
+                                                 : input.tensor);
+    if (input.tensor.defined()) {
+      resources_.exclusions->add_static_input(input.tensor);
+    }
+  }
+  live.recorder =
+      std::make_unique<Recorder>(*resources_.tree, *resources_.exclusions, resources_.offload, &live.planned);
+  detail::TensorBuffer outputs;
+  resources_.offload->begin_forward(layer.moved);
+  CaptureGuard capture(runtime_, capture_, chain_.pool_);
+  {
+    const RecorderGuard recording(live.recorder.get());
+    const RecorderScope scope(*live.recorder, layer.spec.scope);
+    layer.spec.body(live.leaves.data(), outputs);
+  }
+  live.recorder->finish();
+  runtime_.record(layer.forward_done, capture_);
+  record_caller_event();
+  resources_.offload->join_forward();
+  runtime_.record(layer.forward_drained, capture_);
+  layer.forward = capture.end();
+  check_graph_events(runtime_, layer.forward, layer.forward_done, layer.forward_drained,
+                     chain_.describe(index) + ", forward");
+  for (const at::Tensor& output : outputs) {
+    live.outputs.push_back(output);
+    layer.outputs.push_back(output.defined() ? output.detach() : output);
+    layer.output_requires_grad.push_back(output.defined() && output.requires_grad());
+    layer.has_backward = layer.has_backward || layer.output_requires_grad.back();
+  }
+  layer.output_versions.resize(outputs.size());
+  layer.grad_outputs.resize(outputs.size());
+}
+
+std::pair<std::size_t, std::size_t> ChainCapture::only_reader(std::size_t layer, std::size_t output) const {
+  std::pair<std::size_t, std::size_t> reader{specs_.size(), 0};
+  int readers = 0;
+  for (std::size_t later = layer + 1; later < specs_.size(); ++later) {
+    const auto& inputs = chain_.layers_[later].spec.inputs;
+    for (const auto i : c10::irange(inputs.size())) {
+      if (inputs[i].from_layer == static_cast<std::int64_t>(layer) &&
+          inputs[i].from_output == static_cast<std::int64_t>(output)) {
+        reader = {later, i};
+        ++readers;
+      }
+    }
+  }
+  return readers == 1 ? reader : std::pair<std::size_t, std::size_t>{specs_.size(), 0};
+}
+
+void ChainCapture::prepare_grad_outputs(std::size_t index) {
+  const at::NoGradGuard no_grad;
+  Layer& layer = chain_.layers_[index];
+  for (const auto i : c10::irange(layer.outputs.size())) {
+    if (!layer.output_requires_grad[i]) {
+      continue;
+    }
+    const auto [reader, input] = only_reader(index, i);
+    if (reader < specs_.size() && reader == index + 1 && live_[reader].grad_inputs.size() > input &&
+        live_[reader].grad_inputs[input].defined() && live_[reader].grad_inputs[input].is_contiguous()) {
+      layer.grad_outputs[i] = live_[reader].grad_inputs[input];
+      chain_.layers_[reader].grad_input_linked[input] = true;
+    } else {
+      layer.grad_outputs[i] = at::zeros_like(layer.outputs[i], at::MemoryFormat::Contiguous);
+    }
+  }
+}
+
+void ChainCapture::capture_backward(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  if (!layer.has_backward) {
+    return;
+  }
+  prepare_grad_outputs(index);
+  const tracing::Scope trace(tracing::Range::capture_backward, layer.spec.scope->trace);
+  const IssuedAt place("backward", layer.spec.name);
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> seeds;
+  for (const auto i : c10::irange(live.outputs.size())) {
+    if (layer.output_requires_grad[i]) {
+      roots.push_back(live.outputs[i]);
+      seeds.push_back(layer.grad_outputs[i]);
+    }
+  }
+  std::vector<at::Tensor> targets;
+  for (const at::Tensor& leaf : live.leaves) {
+    if (leaf.defined() && leaf.requires_grad()) {
+      targets.push_back(leaf);
+    }
+  }
+  const std::vector<at::Tensor> parameters = parameters_of(layer);
+  targets.insert(targets.end(), parameters.begin(), parameters.end());
+
+  std::vector<at::Tensor> grads;
+  CaptureGuard capture(runtime_, capture_, chain_.pool_);
+  if (index > 0) {
+    Layer& next = chain_.layers_[index - 1];
+    const IssuedAt prefetch("reload", next.spec.name);
+    resources_.offload->prefetch(next.moved, next.spec.scope->trace);
+    for (const auto& saved : next.moved) {
+      next.reload_targets.push_back(saved->device.mutable_data());
+    }
+  }
+  if (!targets.empty()) {
+    const RecorderGuard no_recorder(nullptr);
+    const NestedBackwardRefusal no_nested;
+    grads = torch::autograd::grad(roots, targets, seeds, chain_.options_.retain_graph_in_backward(),
+                                  /*create_graph=*/false, /*allow_unused=*/true);
+  }
+  take_gradients(layer, live, grads);
+  runtime_.record(layer.backward_done, capture_);
+  record_caller_event();
+  resources_.offload->join_prefetch();
+  runtime_.record(layer.backward_drained, capture_);
+  layer.backward = capture.end();
+  check_graph_events(runtime_, layer.backward, layer.backward_done, layer.backward_drained,
+                     chain_.describe(index) + ", backward");
+  finish_backward(index);
+}
+
+void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads) {
+  const at::NoGradGuard no_grad;
+  std::size_t next = 0;
+  for (const at::Tensor& leaf : live.leaves) {
+    const bool wanted = leaf.defined() && leaf.requires_grad();
+    live.grad_inputs.push_back(wanted ? grads[next++] : at::Tensor());
+  }
+  for (LayerParameter& parameter : layer.parameters) {
+    at::Tensor& grad = grads[next++];
+    if (!grad.defined()) {
+      throw CaptureError(
+          "a parameter that got a gradient in the sizing pass gets none in the capture: the callable does " +
+          std::string("not do the same each time"));
+    }
+    if (chain_.options_.accumulate_in_graph()) {
+      parameter.grad.add_(grad);
+    } else {
+      parameter.grad = grad;
+    }
+  }
+  grads.clear();
+}
+
+void ChainCapture::finish_backward(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  for (const at::Tensor& grad : live.grad_inputs) {
+    layer.grad_inputs.push_back(grad.defined() ? not_owning(grad) : grad);
+  }
+  layer.grad_input_linked.resize(layer.grad_inputs.size(), false);
+  if (!chain_.options_.accumulate_in_graph()) {
+    for (LayerParameter& parameter : layer.parameters) {
+      parameter.grad = not_owning(parameter.grad);
+    }
+  }
+  // What later captures may use again from here on: this layer's saved tensors and reloaded copies, and the input gradients
+  // of the layer above, which this backward has read.
+  live.recorder.reset();
+  if (!chain_.options_.retain_graph_in_backward()) {
+    live.outputs.clear();
+    live.leaves.clear();
+    CaptureOffload::release(layer.moved);
+  }
+  if (index + 1 < specs_.size()) {
+    live_[index + 1].grad_inputs.clear();
+    for (at::Tensor& grad : layer.grad_outputs) {
+      if (grad.defined()) {
+        grad = linked_seed(index, grad);
+      }
+    }
+  }
+}
+
+at::Tensor ChainCapture::linked_seed(std::size_t index, const at::Tensor& grad) const {
+  for (const auto i : c10::irange(chain_.layers_[index + 1].grad_inputs.size())) {
+    const at::Tensor& above = chain_.layers_[index + 1].grad_inputs[i];
+    if (chain_.layers_[index + 1].grad_input_linked[i] && above.const_data_ptr() == grad.const_data_ptr()) {
+      return not_owning(grad);
+    }
+  }
+  return grad;
+}
+
+std::shared_ptr<Chain> Chain::capture(const GraphResources& resources, std::vector<LayerSpec> specs,
+                                      const GraphOptions& options) {
+  if (options.side_streams() < 1) {
+    throw UsageError("side_streams is " + std::to_string(options.side_streams()) +
+                     "; it must be at least 1 (K, default 2)");
+  }
+  if (options.num_warmup_iters() < 0) {
+    throw UsageError("num_warmup_iters is negative; it must be 0 or more");
+  }
+  if (options.cuda_graph_event() != nullptr && !options.cuda_graph_stream()) {
+    throw UsageError("cuda_graph_event is given without cuda_graph_stream; give the stream that the graphs replay on");
+  }
+  if (options.cuda_graph_event() != nullptr && *options.cuda_graph_stream() == resources.runtime->current_stream()) {
+    throw UsageError(
+        "cuda_graph_stream is the current stream, so cuda_graph_event would order nothing; give another stream, " +
+        std::string("or no event"));
+  }
+  std::shared_ptr<Chain> chain(new Chain(resources, options));
+  ChainCapture capture(*chain, resources, std::move(specs));
+  try {
+    capture.run();
+  } catch (...) {
+    capture.undo_grads();
+    resources.exclusions->remove_static_inputs();
+    resources.offload->abandon();
+    throw;
+  }
+  return chain;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,62 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "graphs/replay/chain.h"
+#include "offload/recorder.h"
+
+namespace sidestream {
+
+/// Builds one chain: warm-up, plan, forwards in order, backwards in reverse.
+///
+/// chain_preparation.cpp holds what comes before the first capture, chain_capture.cpp the captures.
+class ChainCapture {
+ public:
+  ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs);
+
+  void run();
+  /// After a failure: `.grad`s that it gave to parameters are none again.
+  void undo_grads() noexcept;
+
+ private:
+  /// What exists only while capturing.
+  struct Live {
+    std::vector<at::Tensor> leaves;       ///< static inputs as autograd sees them
+    std::vector<at::Tensor> outputs;      ///< with their autograd history
+    std::vector<at::Tensor> grad_inputs;  ///< owning
+    PlannedPass planned;
+    std::unique_ptr<Recorder> recorder;
+  };
+
+  /// Groups of the last K layers turn round at once: they stay.
+  void make_plan_and_pin();
+  void prepare_layers();
+  /// With accumulate_in_graph: the `.grad` that the backward graph adds into.
+  [[nodiscard]] at::Tensor prepare_grad(const Layer& layer, const at::Tensor& parameter);
+  /// Each once, also where layers share it.
+  [[nodiscard]] std::vector<at::Tensor> all_parameters() const;
+
+  void record_caller_event();
+  void capture_forward(std::size_t index);
+  /// The one layer input that is this output, or null: its gradient can be handed on without a copy.
+  [[nodiscard]] std::pair<std::size_t, std::size_t> only_reader(std::size_t layer, std::size_t output) const;
+  void prepare_grad_outputs(std::size_t index);
+  void capture_backward(std::size_t index);
+  /// Inside the capture: adds into `.grad`, or makes the static gradients contiguous and dense.
+  void take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads);
+  void finish_backward(std::size_t index);
+  /// A seed that is the layer above's input gradient no longer keeps that memory from being used again.
+  [[nodiscard]] at::Tensor linked_seed(std::size_t index, const at::Tensor& grad) const;
+
+  Chain& chain_;
+  const GraphResources& resources_;
+  Runtime& runtime_;
+  std::vector<LayerSpec> specs_;
+  c10::Stream capture_;
+  std::vector<Live> live_;
+  std::vector<at::Tensor> made_grads_;  ///< parameters that had no `.grad`
+};
+
+}  // namespace sidestream

@@ -1,0 +1,141 @@
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "graphs/capture/chain_capture.h"
+#include "offload/pinned_plan.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs)
+    : chain_(chain),
+      resources_(resources),
+      runtime_(*resources.runtime),
+      specs_(std::move(specs)),
+      capture_(resources.capture_stream->get()),
+      live_(specs_.size()) {}
+
+void ChainCapture::make_plan_and_pin() {
+  Profile& profile = chain_.profile_;
+  const std::size_t lanes = chain_.streams_.size();
+  std::vector<std::size_t> first_storage;
+  for (const auto i : c10::irange(specs_.size())) {
+    const Profile& layer = chain_.sizings_[i].profile;
+    const auto offset = static_cast<std::uint32_t>(profile.groups.size());
+    first_storage.push_back(profile.storages.size());
+    for (GroupProfile group : layer.groups) {
+      group.turns_round = i + lanes >= specs_.size();
+      profile.groups.push_back(std::move(group));
+    }
+    for (StorageProfile storage : layer.storages) {
+      for (std::uint32_t& saver : storage.savers) {
+        saver += offset;
+      }
+      profile.storages.push_back(std::move(storage));
+    }
+  }
+  chain_.plan_ = plan_and_pin(profile, *resources_.arena);
+  for (const auto i : c10::irange(specs_.size())) {
+    const LayerSizing& sizing = chain_.sizings_[i];
+    live_[i].planned = lay_out(sizing.profile, sizing.scopes, chain_.plan_.decisions.data() + first_storage[i]);
+  }
+}
+
+void ChainCapture::prepare_layers() {
+  const at::NoGradGuard no_grad;
+  chain_.layers_.resize(specs_.size());
+  for (const auto i : c10::irange(specs_.size())) {
+    Layer& layer = chain_.layers_[i];
+    layer.spec = specs_[i];
+    layer.training = layer.spec.module == nullptr || layer.spec.module->is_training();
+    layer.forward_done = runtime_.create_external_event();
+    layer.forward_drained = runtime_.create_external_event();
+    layer.backward_done = runtime_.create_external_event();
+    layer.backward_drained = runtime_.create_external_event();
+    layer.externals = chain_.sizings_[i].externals;
+    for (const c10::Storage& external : layer.externals) {
+      // Registered by another module of the model, a rotary cache perhaps: it may be loaded or moved as the rest.
+      if (const at::Tensor tensor = resources_.exclusions->registered(external); tensor.defined()) {
+        layer.watched.push_back({tensor, tensor.const_data_ptr()});
+      }
+    }
+    for (LayerInput& input : layer.spec.inputs) {
+      StaticInput held;
+      if (input.from_layer < 0 && input.sample.defined()) {
+        held.requires_grad = input.sample.requires_grad();
+        held.tensor = at::empty_like(input.sample.detach());
+        held.tensor.copy_(input.sample.detach());
+      }
+      held.linked = input.from_layer >= 0;
+      input.sample = at::Tensor();
+      layer.inputs.push_back(std::move(held));
+    }
+    specs_[i].inputs.clear();  // and with them the samples: the capture needs the memory
+    for (const at::Tensor& parameter : chain_.sizings_[i].parameters) {
+      layer.parameters.push_back({parameter, prepare_grad(layer, parameter)});
+      layer.watched.push_back({parameter, parameter.const_data_ptr()});
+    }
+    if (layer.spec.module != nullptr) {
+      for (const at::Tensor& tensor : layer.spec.module->parameters()) {
+        layer.watched.push_back({tensor, tensor.const_data_ptr()});
+      }
+      for (const at::Tensor& tensor : layer.spec.module->buffers()) {
+        layer.watched.push_back({tensor, tensor.const_data_ptr()});
+      }
+    }
+  }
+}
+
+at::Tensor ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& parameter) {
+  if (!chain_.options_.accumulate_in_graph()) {
+    return {};
+  }
+  auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (meta != nullptr &&
+      (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr ||
+       (accumulator != nullptr && (!accumulator->post_hooks().empty() || !accumulator->pre_hooks().empty())))) {
+    throw UsageError("graphed call \"" + layer.spec.name +
+                     "\": a parameter has gradient hooks, which a backward graph that " +
+                     "adds into .grad itself would not run; capture without GraphOptions::accumulate_in_graph");
+  }
+  for (const Layer& earlier : chain_.layers_) {
+    for (const LayerParameter& shared : earlier.parameters) {
+      if (shared.tensor.is_same(parameter)) {
+        return shared.grad;
+      }
+    }
+  }
+  if (!parameter.grad().defined()) {
+    parameter.mutable_grad() = at::zeros_like(parameter.detach());
+    made_grads_.push_back(parameter);
+  }
+  return parameter.grad();
+}
+
+void ChainCapture::undo_grads() noexcept {
+  for (const at::Tensor& parameter : made_grads_) {
+    parameter.mutable_grad() = at::Tensor();
+  }
+}
+
+std::vector<at::Tensor> ChainCapture::all_parameters() const {
+  std::vector<at::Tensor> tensors;
+  for (const Layer& layer : chain_.layers_) {
+    for (const LayerParameter& parameter : layer.parameters) {
+      if (std::none_of(tensors.begin(), tensors.end(),
+                       [&](const at::Tensor& t) { return t.is_same(parameter.tensor); })) {
+        tensors.push_back(parameter.tensor);
+      }
+    }
+  }
+  return tensors;
+}
+
+}  // namespace sidestream

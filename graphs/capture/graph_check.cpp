@@ -1,0 +1,82 @@
+#include "graphs/capture/graph_check.h"
+
+#include <vector>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+std::size_t only_record(const std::vector<GraphNode>& nodes, const ExternalEvent& event, const std::string& what,
+                        const char* name) {
+  std::size_t found = nodes.size();
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    if (nodes[i].kind == GraphNode::Kind::event_record && nodes[i].event == event.native()) {
+      found = i;
+      ++count;
+    }
+  }
+  if (count != 1) {
+    throw CaptureError(what + ": its " + name + " event is recorded by " + std::to_string(count) +
+                       " nodes of the captured graph; there must be one, or streams would wait for nothing");
+  }
+  return found;
+}
+
+std::vector<bool> ancestors(const std::vector<GraphNode>& nodes, std::size_t of) {
+  std::vector<bool> reached(nodes.size(), false);
+  std::vector<std::size_t> open{of};
+  reached[of] = true;
+  while (!open.empty()) {
+    const std::size_t node = open.back();
+    open.pop_back();
+    for (const std::uint32_t before : nodes[node].predecessors) {
+      if (!reached[before]) {
+        reached[before] = true;
+        open.push_back(before);
+      }
+    }
+  }
+  return reached;
+}
+
+bool computes(GraphNode::Kind kind) {
+  switch (kind) {
+    case GraphNode::Kind::kernel:
+    case GraphNode::Kind::copy:
+    case GraphNode::Kind::memset:
+    case GraphNode::Kind::other:
+      return true;
+    case GraphNode::Kind::copy_to_host:
+    case GraphNode::Kind::copy_to_device:
+    case GraphNode::Kind::event_record:
+    case GraphNode::Kind::event_wait:
+    case GraphNode::Kind::empty:
+      return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void check_graph_events(const Runtime& runtime, const Graph& graph, const ExternalEvent& done,
+                        const ExternalEvent& drained, const std::string& what) {
+  const std::vector<GraphNode> nodes = runtime.nodes(graph);
+  const std::vector<bool> before_done = ancestors(nodes, only_record(nodes, done, what, "done"));
+  const std::vector<bool> before_drained = ancestors(nodes, only_record(nodes, drained, what, "drained"));
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    const bool copies =
+        nodes[i].kind == GraphNode::Kind::copy_to_host || nodes[i].kind == GraphNode::Kind::copy_to_device;
+    if (computes(nodes[i].kind) && !before_done[i]) {
+      throw CaptureError(what + ": its done event does not wait for all of its compute (node " + std::to_string(i) +
+                         "); a forward must not leave work on streams of its own that it never joins");
+    }
+    if ((copies || computes(nodes[i].kind)) && !before_drained[i]) {
+      throw CaptureError(what + ": its drained event does not wait for all of its copies (node " + std::to_string(i) +
+                         ")");
+    }
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,131 @@
+#include "sidestream/graphed_callable.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "graphs/engine/engine_state.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+/// What copies of a GraphedCallable share.
+class GraphedCall {
+ public:
+  GraphedCall(std::shared_ptr<EngineState> engine, std::shared_ptr<ChainHolder> holder, std::size_t layer,
+              Callable callable, const AutocastState& autocast)
+      : engine_(std::move(engine)),
+        holder_(std::move(holder)),
+        layer_(layer),
+        callable_(std::move(callable)),
+        autocast_(autocast) {}
+
+  Tensors run(const Tensors& inputs) {
+    const auto& module = callable_.module();
+    if (!at::GradMode::is_enabled() || (module != nullptr && module->is_training() != layer().training)) {
+      return run_eagerly(inputs);
+    }
+    if (reset_) {
+      throw UsageError("graphed call \"" + callable_.name() + "\": replayed after reset; capture it again");
+    }
+    if (AutocastState::current(engine_->runtime().device().type()) != autocast_) {
+      throw UsageError(
+          "graphed call \"" + callable_.name() +
+          "\": autocast is in another state than at its capture; call it as captured, or capture again there");
+    }
+    const bool dropped = !layer().forward;  // by a capture that failed in its place
+    if ((dropped || holder_->chain->weights_moved(layer_)) &&
+        holder_->chain->options().on_moved_weights() == OnChange::capture && !holder_->chain->any_pending()) {
+      engine_->recapture(*holder_);
+    }
+    detail::TensorBuffer outputs;
+    holder_->chain->forward(layer_, inputs, outputs);
+    return Tensors(outputs.begin(), outputs.end());
+  }
+
+  void reset() {
+    if (!reset_) {
+      holder_->chain->reset(layer_);
+      reset_ = true;
+    }
+  }
+
+  [[nodiscard]] const std::string& name() const noexcept { return callable_.name(); }
+
+ private:
+  [[nodiscard]] const Layer& layer() const { return holder_->chain->layers()[layer_]; }
+
+  Tensors run_eagerly(const Tensors& inputs) {
+    if (Recorder* recorder = current_recorder(); recorder != nullptr) {
+      const RecorderScope scope(*recorder, layer().spec.scope);
+      return callable_.function()(inputs);
+    }
+    return callable_.function()(inputs);
+  }
+
+  std::shared_ptr<EngineState> engine_;
+  std::shared_ptr<ChainHolder> holder_;
+  std::size_t layer_;
+  Callable callable_;
+  AutocastState autocast_;
+  bool reset_ = false;
+};
+
+Callable::Callable(std::string name, torch::nn::AnyModule module)
+    : name_(std::move(name)),
+      function_([held = std::make_shared<torch::nn::AnyModule>(module)](const Tensors& inputs) -> Tensors {
+        if (inputs.size() != 1) {
+          throw UsageError("a Callable made from an AnyModule takes one tensor, given " +
+                           std::to_string(inputs.size()) + "; make it from a function for more");
+        }
+        return {held->forward(inputs[0])};
+      }),
+      module_(module.ptr()) {}
+
+Tensors GraphedCallable::operator()(const Tensors& inputs) const { return call_->run(inputs); }
+
+const std::string& GraphedCallable::name() const { return call_->name(); }
+
+void GraphedCallable::reset() { call_->reset(); }
+
+std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::vector<Callable> callables,
+                                                    const std::vector<std::vector<Sample>>& samples,
+                                                    const GraphOptions& options) {
+  if (callables.empty() || callables.size() != samples.size()) {
+    throw UsageError("make_graphed_callables: " + std::to_string(callables.size()) + " callables with " +
+                     std::to_string(samples.size()) + " lists of samples; give one list for each, and at least one");
+  }
+  EngineState& state = *engine.state();
+  const AutocastState autocast = AutocastState::current(state.runtime().device().type());
+  std::vector<LayerSpec> specs;
+  for (std::size_t i = 0; i < callables.size(); ++i) {
+    LayerSpec spec;
+    spec.name = callables[i].name();
+    spec.scope = state.tree().child(state.tree().root(), spec.name);
+    const std::size_t count = samples[i].size();
+    spec.body = [function = callables[i].function(), count, autocast](const at::Tensor* inputs,
+                                                                      detail::TensorBuffer& outputs) {
+      const AutocastGuard guard(autocast);
+      const Tensors made = function(Tensors(inputs, inputs + count));
+      outputs.append(made.begin(), made.end());
+    };
+    spec.module = callables[i].module();
+    for (const Sample& sample : samples[i]) {
+      if (sample.callable() >= static_cast<std::int64_t>(i)) {
+        throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
+                         std::to_string(sample.callable()) + ", which does not stand before it");
+      }
+      spec.inputs.push_back({sample.tensor(), sample.callable(), sample.output()});
+    }
+    specs.push_back(std::move(spec));
+  }
+  auto holder = std::make_shared<ChainHolder>();
+  holder->chain = state.capture_chain(std::move(specs), options);
+  state.register_chain(holder);
+  std::vector<GraphedCallable> graphed;
+  for (std::size_t i = 0; i < callables.size(); ++i) {
+    graphed.emplace_back(std::make_shared<GraphedCall>(engine.state(), holder, i, std::move(callables[i]), autocast));
+  }
+  return graphed;
+}
+
+}  // namespace sidestream

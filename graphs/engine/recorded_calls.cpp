@@ -1,0 +1,142 @@
+#include "graphs/engine/recorded_calls.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+namespace sidestream {
+namespace {
+
+/// Sits on the node that made a call's output: sees its backward begin.
+class BackwardWatch final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BackwardWatch(std::shared_ptr<std::atomic<bool>> begun) : begun_(std::move(begun)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    begun_->store(true);
+    return grads;
+  }
+
+ private:
+  std::shared_ptr<std::atomic<bool>> begun_;
+};
+
+}  // namespace
+
+/// One recorded call's latest run.
+struct RecordedCalls::Flight {
+  std::shared_ptr<std::atomic<bool>> backward_begun = std::make_shared<std::atomic<bool>>(false);
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> outputs;
+  bool first = true;  ///< of its recorded call
+};
+
+bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
+                    const detail::GuardBuffer& guards, const detail::ShapeBuffer& shape) {
+  if (kept.size() != guards.size() || kept_shape.size() != shape.size() ||
+      !std::equal(shape.begin(), shape.end(), kept_shape.begin())) {
+    return false;
+  }
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (*kept[i].type != *guards[i].type || !kept[i].equal(kept[i].value.get(), guards[i].value)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                               std::size_t busy_variants) {
+  const at::NoGradGuard no_grad;
+  std::size_t slot = busy_variants;
+  for (std::size_t i = 0; i < calls_.size(); ++i) {
+    const RecordedCall& call = *calls_[i];
+    if (call.site != &site || !(call.autocast == autocast) ||
+        !same_arguments(call.guards, call.shape, request.guards, request.shape)) {
+      continue;
+    }
+    if (flights_[i]->backward_begun->load()) {
+      flights_[i] = std::make_shared<Flight>();
+      flights_[i]->first = false;
+      return i;
+    }
+    slot = std::max(slot, call.slot + 1);
+  }
+  auto call = std::make_shared<RecordedCall>();
+  call->site = &site;
+  call->autocast = autocast;
+  call->body = [autocast, body = request.keep(request.context)](const at::Tensor* inputs,
+                                                                detail::TensorBuffer& outputs) {
+    const AutocastGuard guard(autocast);
+    body(inputs, outputs);
+  };
+  for (const detail::Guard& guard : request.guards) {
+    call->guards.push_back({guard.copy(guard.value), guard.type, guard.equal});
+  }
+  call->shape.assign(request.shape.begin(), request.shape.end());
+  call->slot = slot;
+  for (const at::Tensor& input : request.inputs) {
+    LayerInput& kept = call->inputs.emplace_back();
+    for (std::size_t i = calls_.size(); i-- > 0 && kept.from_layer < 0 && input.defined();) {
+      for (std::size_t o = 0; o < flights_[i]->outputs.size(); ++o) {
+        const auto& output = flights_[i]->outputs[o];
+        if (calls_[i]->slot == slot && output._unsafe_get_target() == input.unsafeGetTensorImpl() &&
+            !output.expired()) {
+          kept.from_layer = static_cast<std::int64_t>(i);
+          kept.from_output = static_cast<std::int64_t>(o);
+        }
+      }
+    }
+    if (kept.from_layer < 0 && input.defined()) {
+      kept.sample = input.detach().clone().requires_grad_(input.requires_grad());
+    }
+  }
+  for (const LayerInput& input : call->inputs) {
+    kept_bytes_ += input.sample.defined() ? input.sample.nbytes() : 0;
+  }
+  calls_.push_back(std::move(call));
+  flights_.push_back(std::make_shared<Flight>());
+  return calls_.size() - 1;
+}
+
+std::size_t RecordedCalls::count(const CallSite& site) const noexcept {
+  return static_cast<std::size_t>(
+      std::count_if(calls_.begin(), calls_.end(), [&](const auto& call) { return call->site == &site; }));
+}
+
+void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
+  Flight& flight = *flights_[call];
+  flight.outputs.clear();
+  bool watched = false;
+  for (const at::Tensor& output : outputs) {
+    flight.outputs.emplace_back(output.getIntrusivePtr());
+    if (!watched && output.defined() && output.grad_fn() != nullptr) {
+      output.grad_fn()->add_pre_hook(std::make_unique<BackwardWatch>(flight.backward_begun));
+      watched = true;
+    }
+  }
+  if (!watched) {
+    flight.backward_begun->store(true);
+  }
+}
+
+void RecordedCalls::forget(std::size_t call) {
+  if (!flights_[call]->first) {
+    flights_[call]->backward_begun->store(true);  // nothing of this run awaits a backward
+    return;
+  }
+  for (const LayerInput& input : calls_[call]->inputs) {
+    kept_bytes_ -= input.sample.defined() ? input.sample.nbytes() : 0;
+  }
+  calls_.pop_back();
+  flights_.pop_back();
+}
+
+void RecordedCalls::clear() {
+  calls_.clear();
+  flights_.clear();
+  kept_bytes_ = 0;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,68 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <typeinfo>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "graphs/capture/autocast_state.h"
+#include "graphs/replay/layer.h"
+#include "sidestream/call.h"
+
+namespace sidestream {
+
+struct CallSite;
+
+/// A copy of an argument that is not a tensor.
+struct KeptGuard {
+  std::shared_ptr<const void> value;
+  const std::type_info* type = nullptr;
+  bool (*equal)(const void*, const void*) = nullptr;
+};
+
+/// True when `guards` and `shape` are what was kept. Allocates nothing.
+[[nodiscard]] bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
+                                  const detail::GuardBuffer& guards, const detail::ShapeBuffer& shape);
+
+/// A call that ran eagerly and is to be captured.
+struct RecordedCall {
+  CallSite* site = nullptr;
+  Body body;
+  std::vector<KeptGuard> guards;
+  std::vector<std::size_t> shape;
+  AutocastState autocast;
+  std::vector<LayerInput> inputs;  ///< `from_layer` is an index into the recorded calls
+  std::size_t slot = 0;            ///< how many captures of the same call were awaiting their backward
+  bool captured = false;           ///< only where a later slot's capture failed: the rest is tried again
+};
+
+/// The calls that ran eagerly since the last capture, in order, each once for every microbatch in flight.
+/// Threads: the step's.
+class RecordedCalls {
+ public:
+  /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). Where the
+  /// same call was recorded and its backward has begun, one capture serves both. `busy_variants`: captures of the call that
+  /// exist and await their backward. Returns what `ran` is to be given.
+  std::size_t add(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                  std::size_t busy_variants);
+  /// After it ran: learns its outputs and watches for its backward.
+  void ran(std::size_t call, const detail::TensorBuffer& outputs);
+  /// It threw instead: it is as if it had not been called. `call` is the latest that was added.
+  void forget(std::size_t call);
+  /// How many captures `site` is to get.
+  [[nodiscard]] std::size_t count(const CallSite& site) const noexcept;
+  [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }
+  [[nodiscard]] const std::vector<std::shared_ptr<RecordedCall>>& calls() const noexcept { return calls_; }
+  void clear();
+  /// Bytes of the copies of inputs that are kept.
+  [[nodiscard]] std::size_t kept_bytes() const noexcept { return kept_bytes_; }
+
+ private:
+  struct Flight;
+  std::vector<std::shared_ptr<RecordedCall>> calls_;
+  std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_
+  std::size_t kept_bytes_ = 0;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,393 @@
+#include "graphs/replay/chain.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/irange.h>
+
+#include "base/tracing.h"
+#include "graphs/replay/replay_node.h"
+#include "runtime/issued_at.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+// Note [Graph choreography]
+// M is the caller's stream, S[k] the side streams, layer n replays forward on S[n mod K] and backward on S[0].
+//
+//   forward n    M: (if an input has another address: copy)  record fork
+//                S[n mod K]: wait fork, wait the tail of the latest backward (first time since), launch
+//                            (where n does not follow the latest forward: wait the tails of the other lanes, too)
+//                M: wait done(n)
+//   backward n   M: (if a gradient has another address: copy)  record fork
+//                S[0]: wait fork, wait drained of the latest forward of every other side stream (first backward only), launch
+//                M: wait done(n)
+//
+// done is recorded inside the graph after its last compute, drained after its copies are joined. A static input never leaves
+// the device and lies outside of the pool: M may write it behind done(n) of both directions, which it has waited for.
+// What orders the copies:
+//  - The source of a D2H of n is used again by graphs n+K and later at the earliest. n+K is behind all of n on one stream,
+//    later ones are behind done(n+K). Where forwards are left out, n+K may be among them: the forward after the gap waits for
+//    the tails of all lanes.
+//  - A backward frees and uses again what D2H of this pass read: the join before the first backward.
+//  - The H2D for n is issued by backward n+1, joined before that graph ends, and backward n is behind it on S[0].
+//  - The host slot that a D2H of the next step writes was read by an H2D of this one; the memory that a forward writes was the
+//    destination of an H2D: every side stream waits for the tail of the latest backward before its next forward.
+
+Chain::Chain(const GraphResources& resources, const GraphOptions& options)
+    : runtime_(resources.runtime),
+      arena_(resources.arena),
+      offload_(resources.offload),
+      options_(options),
+      fork_(runtime_->create_event()),
+      whole_stream_(runtime_->create_event()),
+      pool_(runtime_->create_pool()) {
+  if (options.cuda_graph_stream()) {
+    streams_.push_back(*options.cuda_graph_stream());
+  } else {
+    for ([[maybe_unused]] const auto k : c10::irange(options.side_streams())) {
+      side_streams_.push_back(runtime_->create_stream());
+      streams_.push_back(side_streams_.back());
+    }
+  }
+  forward_tails_.resize(streams_.size(), nullptr);
+  behind_backward_tail_.resize(streams_.size(), true);
+}
+
+Chain::~Chain() {
+  try {
+    for (const c10::Stream stream : streams_) {
+      runtime_->synchronize(stream);
+    }
+  } catch (const std::exception&) {  // the device has failed: nothing runs any more
+  }
+}
+
+bool Chain::pending(std::size_t layer) const {
+  const std::lock_guard lock(mutex_);
+  return layers_[layer].pending;
+}
+
+bool Chain::ready(std::size_t layer) const {
+  const std::lock_guard lock(mutex_);
+  return top_ < static_cast<std::int64_t>(layer);
+}
+
+bool Chain::any_pending() const {
+  const std::lock_guard lock(mutex_);
+  return top_ >= 0;
+}
+
+bool Chain::weights_moved(std::size_t layer) const noexcept {
+  for (const WatchedTensor& watched : layers_[layer].watched) {
+    if (watched.tensor.const_data_ptr() != watched.address) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Chain::weights_moved() const noexcept {
+  for (const auto i : c10::irange(layers_.size())) {
+    if (weights_moved(i)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done) {
+  runtime_->launch(graph, side);
+  ++counts_.replays;
+  const c10::Stream main = runtime_->current_stream();
+  if (options_.cuda_graph_stream() && !options_.cuda_graph_event()) {
+    runtime_->record(whole_stream_, side);
+    runtime_->wait(main, whole_stream_);
+  } else {
+    runtime_->wait(main, done);
+  }
+}
+
+void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
+  for (const auto i : c10::irange(inputs.size())) {
+    const StaticInput& input = layer.inputs[i];
+    if (!input.tensor.defined() || (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() &&
+                                    inputs[i].strides() == input.tensor.strides())) {
+      continue;
+    }
+    const at::NoGradGuard no_grad;
+    input.tensor.copy_(inputs[i].detach(), /*non_blocking=*/true);
+  }
+}
+
+void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
+  const std::lock_guard lock(mutex_);
+  check(index, inputs);
+  Layer& layer = layers_[index];
+  if (weights_moved(index)) {
+    throw UsageError(describe(index) +
+                     ": a parameter or buffer has moved since the capture (load, Module::to); capture " +
+                     "again, or let OffloadEngine::step do it (GraphOptions::on_moved_weights)");
+  }
+  if (layer.pending) {
+    throw UsageError(describe(index) +
+                     ": the backward of its previous forward is still pending, and this forward would " +
+                     "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
+  }
+  if (top_ >= static_cast<std::int64_t>(index)) {
+    throw UsageError(describe(index) + ": called after \"" + layers_[top_].spec.name +
+                     "\", whose backward is pending; calls " +
+                     "captured together replay in the order of their capture, or are captured apart");
+  }
+  const tracing::Scope trace(tracing::Range::launch_forward, layer.spec.scope->trace);
+  const IssuedAt place("forward", layer.spec.name);
+  write_static_inputs(layer, inputs);
+  const c10::Stream side = forward_stream(index);
+  const std::size_t lane = index % streams_.size();
+  runtime_->record(fork_, runtime_->current_stream());
+  runtime_->wait(side, fork_);
+  if (!behind_backward_tail_[lane]) {
+    runtime_->wait(side, *backward_tail_);
+    behind_backward_tail_[lane] = true;
+    ++counts_.waits;
+  }
+  if (index != next_forward_) {
+    for (const auto other : c10::irange(streams_.size())) {
+      if (other != lane && forward_tails_[other] != nullptr) {
+        runtime_->wait(side, *forward_tails_[other]);
+        ++counts_.waits;
+      }
+    }
+  }
+  // Where the launch fails, nothing new is to be waited for; where the wait behind it fails, the copies run all the same.
+  const auto queued = [&, replays = counts_.replays] {
+    if (counts_.replays != replays) {
+      next_forward_ = index + 1;
+      forward_tails_[lane] = &layer.forward_drained;
+    }
+  };
+  try {
+    launch(layer.forward, side, layer.forward_done);
+  } catch (...) {
+    queued();
+    throw;
+  }
+  queued();
+  reloaded_ = -1;  // what an earlier backward brought back may be overwritten now
+  for (const auto& saved : layer.moved) {
+    counts_.left_bytes += saved->bytes;
+  }
+  ++layer.generation;
+  for (const at::Tensor& output : layer.outputs) {
+    outputs.push_back(output.defined() ? output.detach() : output);
+  }
+  if (layer.has_backward) {
+    layer.pending = true;
+    top_ = static_cast<std::int64_t>(index);
+    attach_node(index, inputs, outputs);
+  }
+}
+
+void Chain::backward(std::size_t index, std::uint64_t generation, bool again, std::vector<at::Tensor>& grads) {
+  const std::lock_guard lock(mutex_);
+  Layer& layer = layers_[index];
+  if (!layer.backward) {
+    throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
+  }
+  if (layer.generation != generation) {
+    throw UsageError(describe(index) +
+                     ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
+                     "overwritten; run each backward before the next forward of the same capture");
+  }
+  if (again && !options_.retain_graph_in_backward()) {
+    throw UsageError(describe(index) + ": a second backward, but its saved tensors were not kept; capture with " +
+                     "GraphOptions::retain_graph_in_backward");
+  }
+  if (top_ > static_cast<std::int64_t>(index)) {
+    throw UsageError(
+        describe(index) + ": its backward runs before that of \"" + layers_[top_].spec.name + "\", which was " +
+        "called after it; calls captured together run their backwards in reverse order, or are captured apart");
+  }
+  for (const auto i : c10::irange(layer.outputs.size())) {
+    if (layer.outputs[i].defined() && layer.outputs[i]._version() != layer.output_versions[i]) {
+      throw UsageError(describe(index) + ": output " + std::to_string(i) +
+                       " was changed in place before its backward; it " +
+                       "is static memory that the graph may read again: clone it before the in-place operation");
+    }
+  }
+  const tracing::Scope trace(tracing::Range::launch_backward, layer.spec.scope->trace);
+  const IssuedAt place("backward", layer.spec.name);
+  if (options_.accumulate_in_graph()) {
+    own_grads(layer);
+  }
+  write_static_grads(layer, grads);
+  const c10::Stream side = backward_stream();
+  runtime_->record(fork_, runtime_->current_stream());
+  runtime_->wait(side, fork_);
+  for (const auto lane : c10::irange(streams_.size())) {
+    if (lane != 0 && forward_tails_[lane] != nullptr) {
+      runtime_->wait(side, *forward_tails_[lane]);
+      ++counts_.waits;
+    }
+  }
+  if (!layer.moved.empty() && reloaded_ != static_cast<std::int64_t>(index)) {
+    reload_inline(layer);
+  }
+  const auto queued = [&, replays = counts_.replays] {  // as in forward
+    if (counts_.replays != replays) {
+      forward_tails_.assign(streams_.size(), nullptr);
+      backward_tail_ = &layer.backward_drained;
+      behind_backward_tail_.assign(streams_.size(), false);
+      behind_backward_tail_[0] = true;
+    }
+  };
+  try {
+    launch(layer.backward, side, layer.backward_done);
+  } catch (...) {
+    queued();
+    throw;
+  }
+  queued();
+  reloaded_ = static_cast<std::int64_t>(index) - 1;
+  if (index > 0) {
+    for (const auto& saved : layers_[index - 1].moved) {
+      counts_.returned_bytes += saved->bytes;
+    }
+  }
+  layer.pending = false;
+  top_ = -1;
+  for (std::size_t below = index; below-- > 0;) {
+    if (layers_[below].pending) {
+      top_ = static_cast<std::int64_t>(below);
+      break;
+    }
+  }
+  grads.clear();
+  for (const auto i : c10::irange(layer.inputs.size())) {
+    if (layer.inputs[i].requires_grad) {
+      const at::Tensor& grad = layer.grad_inputs[i];
+      grads.push_back(!grad.defined() || layer.grad_input_direct[i] ? grad : grad.clone());
+    }
+  }
+  if (!options_.accumulate_in_graph()) {
+    for (const LayerParameter& parameter : layer.parameters) {
+      grads.push_back(parameter.grad.clone());
+    }
+  }
+}
+
+void Chain::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads) {
+  const at::NoGradGuard no_grad;
+  // A seed that is the layer above's input gradient lies in the pool, in memory that copies of the latest graphs may still
+  // use: where that layer's backward did not run just before, nothing else makes this stream wait for them.
+  const auto above = static_cast<std::size_t>(&layer - layers_.data()) + 1;
+  bool joined = above == layers_.size();
+  const auto join_before_write = [&](const at::Tensor& target) {
+    if (joined) {
+      return;
+    }
+    for (const auto i : c10::irange(layers_[above].grad_inputs.size())) {
+      const at::Tensor& linked = layers_[above].grad_inputs[i];
+      if (layers_[above].grad_input_linked[i] && linked.const_data_ptr() == target.const_data_ptr()) {
+        join_copies();
+        joined = true;
+        return;
+      }
+    }
+  };
+  std::size_t given = 0;
+  for (const auto i : c10::irange(layer.outputs.size())) {
+    if (!layer.output_requires_grad[i]) {
+      continue;
+    }
+    const at::Tensor& grad = grads[given++];
+    at::Tensor& target = layer.grad_outputs[i];
+    if (!grad.defined()) {
+      join_before_write(target);
+      target.zero_();
+    } else if (grad.const_data_ptr() != target.const_data_ptr() || grad.strides() != target.strides()) {
+      join_before_write(target);
+      target.copy_(grad, /*non_blocking=*/true);
+    }
+  }
+}
+
+void Chain::own_grads(Layer& layer) {
+  for (LayerParameter& parameter : layer.parameters) {
+    const at::Tensor& grad = parameter.tensor.grad();
+    if (!grad.defined()) {
+      const at::NoGradGuard no_grad;
+      parameter.grad.zero_();
+      parameter.tensor.mutable_grad() = parameter.grad;
+    } else if (grad.const_data_ptr() != parameter.grad.const_data_ptr()) {
+      throw UsageError(
+          "graphed call \"" + layer.spec.name + "\": the .grad of a parameter was replaced by another tensor, " +
+          "but its backward graph adds into the .grad it owns; set it to none or zero it in place, or capture " +
+          "without GraphOptions::accumulate_in_graph");
+    }
+  }
+}
+
+// The backward that brings this layer's groups back did not run (its forward was left out, or its output was not used).
+void Chain::reload_inline(Layer& layer) {
+  for (const auto i : c10::irange(layer.moved.size())) {
+    const SavedStorage& saved = *layer.moved[i];
+    runtime_->copy_to_device(layer.reload_targets[i], saved.lease.data(), saved.bytes, backward_stream());
+    counts_.returned_bytes += saved.bytes;
+  }
+  ++counts_.inline_reloads;
+}
+
+void Chain::drop_pending(std::size_t index, std::uint64_t generation) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (index >= layers_.size() || layers_[index].generation != generation || !layers_[index].pending) {
+    return;
+  }
+  layers_[index].pending = false;
+  top_ = -1;
+  for (std::size_t i = layers_.size(); i-- > 0;) {
+    if (layers_[i].pending) {
+      top_ = static_cast<std::int64_t>(i);
+      break;
+    }
+  }
+}
+
+void Chain::join_copies() {
+  const std::lock_guard lock(mutex_);
+  const c10::Stream main = runtime_->current_stream();
+  for (const ExternalEvent* tail : forward_tails_) {
+    if (tail != nullptr) {
+      runtime_->wait(main, *tail);
+    }
+  }
+  if (backward_tail_ != nullptr) {
+    runtime_->wait(main, *backward_tail_);
+  }
+}
+
+void Chain::reset(std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  for (const c10::Stream stream : streams_) {
+    runtime_->synchronize(stream);
+  }
+  Layer& layer = layers_[index];
+  drop_pending(index, layer.generation);
+  layer.forward.reset();
+  layer.backward.reset();
+  layer.moved.clear();
+  forward_tails_.assign(streams_.size(), nullptr);
+  backward_tail_ = nullptr;
+  behind_backward_tail_.assign(streams_.size(), true);
+}
+
+void Chain::reset() {
+  for (const auto i : c10::irange(layers_.size())) {
+    reset(i);
+  }
+}
+
+Chain::Counts Chain::take_counts() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(counts_, {});
+}
+
+}  // namespace sidestream

@@ -1,0 +1,123 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include "graphs/replay/layer.h"
+#include "graphs/capture/warmup.h"
+#include "memory/host_arena.h"
+#include "offload/capture_offload.h"
+#include "runtime/runtime.h"
+#include "sidestream/graph_options.h"
+
+namespace sidestream {
+
+/// What captures and replays share: one engine's.
+struct GraphResources {
+  std::shared_ptr<Runtime> runtime;
+  std::shared_ptr<HostArena> arena;
+  ScopeTree* tree = nullptr;
+  Exclusions* exclusions = nullptr;
+  const OwnedStream* capture_stream = nullptr;  ///< one for all captures: pool blocks are keyed by stream
+  std::shared_ptr<CaptureOffload> offload;
+};
+
+/// Layers that are captured together, share one memory pool, and replay in the nesting order they were captured in:
+/// forwards 0..n, backwards n..0; forwards may be left out. Several chains replay independently of each other.
+///
+/// Ordering: Note [Graph choreography] in chain.cpp.  Capture: illegal.
+/// Threads: forwards on one thread at a time; backwards may run on autograd's device threads.
+class Chain : public std::enable_shared_from_this<Chain> {
+ public:
+  struct Counts {
+    std::uint64_t replays = 0;
+    std::uint64_t waits = 0;
+    std::uint64_t left_bytes = 0;
+    std::uint64_t returned_bytes = 0;
+    std::uint64_t inline_reloads = 0;
+  };
+
+  /// Warms up and captures. Nothing is left of it when it throws. Throws: as make_graphed_callables.
+  [[nodiscard]] static std::shared_ptr<Chain> capture(const GraphResources& resources, std::vector<LayerSpec> specs,
+                                                      const GraphOptions& options);
+  ~Chain();
+
+  /// True when `inputs` are what layer `layer` was captured with, but for their addresses.
+  [[nodiscard]] bool accepts(std::size_t layer, c10::ArrayRef<at::Tensor> inputs) const;
+  /// Throws: UsageError that says which input differs, and how.
+  void check(std::size_t layer, c10::ArrayRef<at::Tensor> inputs) const;
+  /// Replays the forward of `layer`. Throws: UsageError (see GraphedCallable); nothing has been queued then.
+  void forward(std::size_t layer, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
+  /// True while a forward of `layer` awaits its backward.
+  [[nodiscard]] bool pending(std::size_t layer) const;
+  /// True when `layer` may replay its forward now: neither it nor a later one awaits its backward.
+  [[nodiscard]] bool ready(std::size_t layer) const;
+  [[nodiscard]] bool any_pending() const;
+  /// True when a parameter or buffer of `layer`, or of any, no longer lies where the graphs read it.
+  [[nodiscard]] bool weights_moved(std::size_t layer) const noexcept;
+  [[nodiscard]] bool weights_moved() const noexcept;
+  /// Drops one layer's graphs, or all. Idempotent.
+  void reset(std::size_t layer);
+  void reset();
+  /// The current stream waits for all copies that replays have queued.
+  void join_copies();
+
+  [[nodiscard]] const std::vector<Layer>& layers() const noexcept { return layers_; }
+  [[nodiscard]] const std::vector<LayerSizing>& sizings() const noexcept { return sizings_; }
+  [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
+  [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
+  [[nodiscard]] const GraphOptions& options() const noexcept { return options_; }
+  [[nodiscard]] Counts take_counts();
+
+ private:
+  friend class ReplayNode;
+  friend class ChainCapture;
+  Chain(const GraphResources& resources, const GraphOptions& options);
+
+  void write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs);
+  void attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
+  /// Replays the backward of `layer`; `grads` become the gradients of inputs, then of parameters.
+  void backward(std::size_t index, std::uint64_t generation, bool again, std::vector<at::Tensor>& grads);
+  void write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads);
+  void own_grads(Layer& layer);
+  void reload_inline(Layer& layer);
+  void drop_pending(std::size_t index, std::uint64_t generation) noexcept;
+  [[nodiscard]] std::string describe(std::size_t index) const {
+    return "graphed call \"" + layers_[index].spec.name + "\"";
+  }
+  [[nodiscard]] c10::Stream forward_stream(std::size_t index) const { return streams_[index % streams_.size()]; }
+  [[nodiscard]] c10::Stream backward_stream() const { return streams_[0]; }
+  void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done);
+
+  std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<HostArena> arena_;
+  std::shared_ptr<CaptureOffload> offload_;
+  GraphOptions options_;
+  std::vector<OwnedStream> side_streams_;
+  std::vector<c10::Stream> streams_;
+  Event fork_;
+  Event whole_stream_;
+  MemoryPool pool_;
+  std::vector<Layer> layers_;
+  std::vector<LayerSizing> sizings_;
+  Profile profile_;
+  Plan plan_;
+
+  // Replay.
+  mutable std::recursive_mutex mutex_;
+  std::int64_t top_ = -1;       ///< the highest pending layer
+  std::int64_t reloaded_ = -1;  ///< the layer whose groups the latest backward brought back
+  std::vector<const ExternalEvent*>
+      forward_tails_;             ///< by side stream: drained event of its latest forward since the join
+  std::size_t next_forward_ = 0;  ///< after the latest forward's
+  const ExternalEvent* backward_tail_ = nullptr;  ///< drained event of the latest backward
+  std::vector<bool> behind_backward_tail_;        ///< by side stream: it waits for that event already
+  Counts counts_;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,142 @@
+#include "graphs/replay/replay_node.h"
+
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "graphs/replay/chain.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// True when others than `node` get to see its gradient: hooks, or the caller of autograd::grad.
+bool seen_by_others(torch::autograd::Node& node) {
+  if (!node.tensor_pre_hooks().empty() || !node.pre_hooks().empty()) {
+    return true;
+  }
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) {
+    return false;
+  }
+  const auto found = wanted->find(&node);
+  return found != wanted->end() && found->second.captures_ != nullptr;
+}
+
+}  // namespace
+
+ReplayNode::~ReplayNode() {
+  if (!applied_) {
+    chain_->drop_pending(layer_, generation_);
+  }
+}
+
+torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&& grads) {
+  torch::autograd::variable_list results = std::move(grads);
+  chain_->backward(layer_, generation_, applied_, results);
+  applied_ = true;
+  // Static gradients between two calls of a chain: a later replay uses their memory again.
+  for (const auto i : c10::irange(results.size())) {
+    torch::autograd::Node* next = next_edge(i).function.get();
+    if (dynamic_cast<const ReplayNode*>(next) != nullptr && results[i].defined() && seen_by_others(*next)) {
+      results[i] = results[i].clone();
+    }
+  }
+  return results;
+}
+
+void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
+  Layer& layer = layers_[index];
+  layer.grad_input_direct.assign(inputs.size(), false);
+  auto node = std::make_shared<ReplayNode>(shared_from_this(), index, layer.generation);
+  torch::autograd::edge_list edges;
+  edges.reserve(inputs.size() + layer.parameters.size());
+  for (const auto i : c10::irange(inputs.size())) {
+    if (layer.inputs[i].requires_grad) {
+      edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
+      const auto* from = dynamic_cast<const ReplayNode*>(edges.back().function.get());
+      layer.grad_input_direct[i] = layer.grad_input_linked[i] && from != nullptr && from->chain_.get() == this;
+    }
+  }
+  if (!options_.accumulate_in_graph()) {
+    for (const LayerParameter& parameter : layer.parameters) {
+      edges.push_back(torch::autograd::impl::gradient_edge(parameter.tensor));
+    }
+  }
+  node->set_next_edges(std::move(edges));
+  for (const auto i : c10::irange(outputs.size())) {
+    if (layer.output_requires_grad[i]) {
+      torch::autograd::set_history(outputs[i], node);
+      layer.output_versions[i] = outputs[i]._version();
+    } else if (outputs[i].defined()) {
+      layer.output_versions[i] = outputs[i]._version();
+    }
+  }
+}
+
+bool Chain::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+  const Layer& layer = layers_[index];
+  if (inputs.size() != layer.inputs.size()) {
+    return false;
+  }
+  for (const auto i : c10::irange(inputs.size())) {
+    const StaticInput& held = layer.inputs[i];
+    const at::Tensor& given = inputs[i];
+    if (given.defined() != held.tensor.defined()) {
+      return false;
+    }
+    if (given.defined() && (given.sizes() != held.tensor.sizes() || given.dtype() != held.tensor.dtype() ||
+                            given.device() != held.tensor.device() || given.requires_grad() != held.requires_grad ||
+                            (held.linked && given.const_data_ptr() != held.tensor.const_data_ptr()))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Chain::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+  if (!layers_[index].forward) {
+    throw UsageError(describe(index) + ": replayed after reset; capture it again");
+  }
+  if (accepts(index, inputs)) {
+    return;
+  }
+  const Layer& layer = layers_[index];
+  if (inputs.size() != layer.inputs.size()) {
+    throw UsageError(describe(index) + ": captured with " + std::to_string(layer.inputs.size()) + " tensors, given " +
+                     std::to_string(inputs.size()));
+  }
+  for (const auto i : c10::irange(inputs.size())) {
+    const StaticInput& held = layer.inputs[i];
+    const at::Tensor& given = inputs[i];
+    const std::string where = describe(index) + ": input " + std::to_string(i) + " ";
+    if (given.defined() != held.tensor.defined()) {
+      throw UsageError(where + (given.defined() ? "is a tensor but was undefined" : "is undefined but was a tensor") +
+                       " at capture; pass the same arguments as captured");
+    }
+    if (!given.defined()) {
+      continue;
+    }
+    const auto differs = [&](const std::string& what, const auto& now, const auto& then) {
+      throw UsageError(where + "has " + what + " " + c10::str(now) + ", captured with " + c10::str(then) +
+                       "; pass what was captured, or capture again");
+    };
+    if (given.sizes() != held.tensor.sizes()) {
+      differs("shape", given.sizes(), held.tensor.sizes());
+    }
+    if (given.dtype() != held.tensor.dtype()) {
+      differs("dtype", given.scalar_type(), held.tensor.scalar_type());
+    }
+    if (given.device() != held.tensor.device()) {
+      differs("device", given.device(), held.tensor.device());
+    }
+    if (given.requires_grad() != held.requires_grad) {
+      differs("requires_grad", given.requires_grad(), held.requires_grad);
+    }
+    throw UsageError(where + "was captured as the output of an earlier call and shares its memory; pass exactly that " +
+                     "output, or capture with a sample tensor of its own");
+  }
+}
+
+}  // namespace sidestream

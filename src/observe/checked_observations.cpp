@@ -1,0 +1,106 @@
+// What a journal holds of others than the runtime's callers: operators, LibTorch's own streams and events, and the allocators.
+#include <utility>
+
+#include "observe/checked_runtime.h"
+#include "observe/operator_touches.h"
+
+namespace sidestream {
+
+void CheckedRuntime::note_free(const QueuedUses::Freed& freed) {
+  if (stopped_ || capture_of(freed.stream) != nullptr) {
+    return;  // what a capture frees is lent again to captures only
+  }
+  write({JournalKind::freed_behind,
+         freed.stream,
+         nullptr,
+         name_index("free"),
+         site_index(),
+         {{reinterpret_cast<std::uint64_t>(freed.begin), freed.bytes}}},
+        stream_index(freed.stream), 0, site_index());
+}
+
+// Called before anything is written: so a free stands between what came before and what comes after it.
+void CheckedRuntime::note_frees() {
+  if (!uses_.empty()) {
+    for (const QueuedUses::Freed& freed : uses_.take_freed()) {
+      note_free(freed);
+    }
+  }
+}
+
+void CheckedRuntime::observe(const OperatorAccess& access, std::string_view phase, std::string_view name) {
+  if (access.stream && !access.reads.empty()) {  // record_stream: touches nothing
+    const std::lock_guard lock(mutex_);
+    uses_.add(access.reads.front(), key_of(*access.stream));
+    return;
+  }
+  OperatorTouches touches = touches_of(access, inner().device());
+  if (touches.by_stream.empty() && touches.by_host.empty()) {
+    return;
+  }
+  const StreamKey stream = key_of(inner().current_stream());
+  const std::lock_guard lock(mutex_);
+  if (stopped_) {
+    return;
+  }
+  const std::uint32_t site = site_index(phase, name);
+  if (!touches.by_host.empty()) {
+    note_frees();
+    write({JournalKind::host_access, 0, nullptr, name_index(access.name), site, std::move(touches.by_host)}, 0, 0,
+          site);
+  }
+  if (!touches.by_stream.empty()) {
+    note(touches.kind, stream, nullptr, access.name, std::move(touches.by_stream), site);
+  }
+  for (const at::Tensor& tensor : touches.pinned) {
+    uses_.add(tensor, stream);
+  }
+  if (touches.host_waits && capture_of(stream) == nullptr) {
+    note(JournalKind::host_waits_stream, stream, nullptr, access.name, {}, site);
+  }
+}
+
+bool CheckedRuntime::hosts_this_thread() const noexcept {
+  return std::this_thread::get_id() == host_ || OperatorObserverGuard::observes_this_thread();
+}
+
+void CheckedRuntime::recorded(const void* event, StreamKey stream) {
+  const std::lock_guard lock(mutex_);
+  note_record(event, stream);
+}
+
+// An event that was recorded before the journal began is no missing record.
+void CheckedRuntime::waited(StreamKey stream, const void* event) {
+  const std::lock_guard lock(mutex_);
+  if (events_.contains(event) || capture_that_recorded(event) != nullptr) {
+    note_wait(stream, event);
+  }
+}
+
+void CheckedRuntime::host_saw_event(const void* event) {
+  const std::lock_guard lock(mutex_);
+  if (events_.contains(event) && hosts_this_thread()) {
+    note(JournalKind::host_waits_event, key_of(inner().current_stream()), event, "synchronize");
+  }
+}
+
+void CheckedRuntime::host_saw_stream(StreamKey stream) {
+  const std::lock_guard lock(mutex_);
+  if (hosts_this_thread() && capture_of(stream) == nullptr) {
+    note(JournalKind::host_waits_stream, stream, nullptr, "synchronize");
+  }
+}
+
+void CheckedRuntime::host_saw_device(c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  if (device == inner().device() && hosts_this_thread()) {
+    note(JournalKind::host_waits_device, key_of(inner().current_stream()), nullptr, "synchronize");
+  }
+}
+
+void CheckedRuntime::freed_behind(StreamKey stream, const void* begin, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  note_free({stream, begin, bytes});
+}
+
+}  // namespace sidestream

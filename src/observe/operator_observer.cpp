@@ -1,0 +1,336 @@
+#include "observe/operator_observer.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <string_view>
+#include <utility>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+namespace sidestream {
+
+namespace {
+
+// Note [How the observer reaches other threads]
+// Autograd hands two kinds of thread-local state to the threads that run a backward pass: record-function callbacks, which are
+// plain function pointers, and LibTorch's debug-info chain, which can carry an object. So the callback is thread-local, and
+// its state hangs in the chain under a kind of our own. The state is shared: a device thread may hold it longer than the guard.
+constexpr auto observer_kind = static_cast<c10::DebugInfoKind>(0xA5);
+
+using TensorList = c10::SmallVector<at::Tensor, 8>;
+
+// Operators that write arguments which their schema does not mark: positions of the arguments, and of the flag that says
+// whether they do (negative: always).
+struct UnmarkedWrites {
+  std::string_view name;
+  std::array<int, 2> arguments;
+  int only_if;
+};
+constexpr std::array<UnmarkedWrites, 10> liars{{
+    {"aten::native_batch_norm", {3, 4}, 5},
+    {"aten::_batch_norm_impl_index", {3, 4}, 5},
+    {"aten::batch_norm", {3, 4}, 5},
+    {"aten::cudnn_batch_norm", {3, 4}, 5},
+    {"aten::miopen_batch_norm", {3, 4}, 5},
+    {"aten::instance_norm", {3, 4}, 5},
+    {"aten::batch_norm_update_stats", {1, 2}, -1},
+    {"aten::batch_norm_gather_stats", {3, 4}, -1},
+    {"aten::batch_norm_gather_stats_with_counts", {3, 4}, -1},
+    {"aten::_copy_from", {1, 1}, -1},
+}};
+
+// Operators that mark an argument as written and change none of its bytes, beside those that LibTorch tags.
+constexpr std::array<std::string_view, 3> only_names{"aten::requires_grad_", "aten::set_data", "aten::retain_grad"};
+
+struct OperatorSchema {
+  std::vector<bool> writes;  // by argument
+  const UnmarkedWrites* unmarked = nullptr;
+  std::optional<std::size_t> non_blocking;  // positions
+  std::optional<std::size_t> stream;
+  bool only_shape = false;
+};
+
+void append_tensors(const c10::IValue& value, TensorList& out) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) {
+      out.push_back(value.toTensor());
+    }
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      append_tensors(element, out);
+    }
+  }
+}
+
+struct OperatorRecord final : at::ObserverContext {
+  TensorList reads;
+  TensorList writes;
+  bool non_blocking = false;
+  bool only_shape = false;
+  std::optional<c10::Stream> stream;
+};
+
+thread_local bool observing = false;
+thread_local int depth = 0;  // of reported operators that have begun and not ended
+
+}  // namespace
+
+struct OperatorObserverGuard::State final : c10::DebugInfoBase {
+  const OperatorSchema* schema_of(const at::RecordFunction& function);
+  void began(const at::RecordFunction& function, OperatorRecord& record);
+  void ended(const at::RecordFunction& function, const OperatorRecord& record);
+
+  std::function<void(const OperatorAccess&)> observe;
+  std::mutex mutex;
+  bool active = true;
+  std::exception_ptr error;
+  std::unordered_map<const char*, OperatorSchema> schemas;  // by the schema's own copy of its name
+};
+
+const OperatorSchema* OperatorObserverGuard::State::schema_of(const at::RecordFunction& function) {
+  if (const auto known = schemas.find(function.name()); known != schemas.end()) {
+    return &known->second;
+  }
+  const auto name = function.operator_name();
+  const auto handle = name ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
+  if (!handle) {
+    return nullptr;
+  }
+  OperatorSchema schema;
+  for (const c10::Argument& argument : handle->schema().arguments()) {
+    if (argument.name() == "non_blocking") {
+      schema.non_blocking = schema.writes.size();
+    }
+    if (argument.type()->kind() == c10::TypeKind::StreamObjType) {
+      schema.stream = schema.writes.size();
+    }
+    schema.writes.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+  }
+  schema.only_shape = handle->hasTag(at::Tag::inplace_view) ||
+                      std::find(only_names.begin(), only_names.end(), name->name) != only_names.end();
+  for (const UnmarkedWrites& liar : liars) {
+    if (liar.name == name->name) {
+      schema.unmarked = &liar;
+    }
+  }
+  return &schemas.emplace(function.name(), std::move(schema)).first->second;
+}
+
+void OperatorObserverGuard::State::began(const at::RecordFunction& function, OperatorRecord& record) {
+  const std::lock_guard lock(mutex);
+  const OperatorSchema* const schema = schema_of(function);
+  const c10::ArrayRef<const c10::IValue> inputs = function.inputs();
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    append_tensors(inputs[i], record.reads);
+    if (schema != nullptr && i < schema->writes.size() && schema->writes[i]) {
+      append_tensors(inputs[i], record.writes);
+    }
+  }
+  if (schema == nullptr) {
+    return;
+  }
+  record.only_shape = schema->only_shape;
+  const auto given = [&](std::optional<std::size_t> at) { return at && *at < inputs.size() ? &inputs[*at] : nullptr; };
+  if (const c10::IValue* flag = given(schema->non_blocking); flag != nullptr && flag->isBool()) {
+    record.non_blocking = flag->toBool();
+  }
+  if (const c10::IValue* stream = given(schema->stream); stream != nullptr && stream->isStream()) {
+    record.stream = stream->toStream();
+  }
+  if (schema->unmarked != nullptr) {
+    const int flag = schema->unmarked->only_if;
+    if (flag < 0 ||
+        (static_cast<std::size_t>(flag) < inputs.size() && inputs[flag].isBool() && inputs[flag].toBool())) {
+      for (const int argument : schema->unmarked->arguments) {
+        append_tensors(inputs.at(argument), record.writes);
+      }
+    }
+  }
+}
+
+void OperatorObserverGuard::State::ended(const at::RecordFunction& function, const OperatorRecord& record) {
+  const std::lock_guard lock(mutex);
+  if (!active) {
+    return;
+  }
+  observing = true;
+  try {
+    TensorList outputs;
+    for (const c10::IValue& output : function.outputs()) {
+      append_tensors(output, outputs);
+    }
+    observe(OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0, record.non_blocking,
+                           record.only_shape, record.stream});
+  } catch (...) {
+    if (!error) {
+      error = std::current_exception();
+    }
+  }
+  observing = false;
+}
+
+namespace {
+
+std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function) {
+  auto* const state = static_cast<OperatorObserverGuard::State*>(c10::ThreadLocalDebugInfo::get(observer_kind));
+  if (state == nullptr || observing || UnobservedGuard::active()) {
+    return nullptr;
+  }
+  auto record = std::make_unique<OperatorRecord>();
+  state->began(function, *record);
+  ++depth;
+  return record;
+}
+
+void on_end(const at::RecordFunction& function, at::ObserverContext* context) {
+  auto* const state = static_cast<OperatorObserverGuard::State*>(c10::ThreadLocalDebugInfo::get(observer_kind));
+  if (context == nullptr) {
+    return;
+  }
+  --depth;
+  if (state != nullptr) {
+    state->ended(function, *static_cast<OperatorRecord*>(context));
+  }
+}
+
+}  // namespace
+
+// The callback is registered by the outermost guard of a thread only; an inner one changes what it finds.
+struct OperatorObserverGuard::Registration {
+  explicit Registration(std::shared_ptr<State> state)
+      : outermost(c10::ThreadLocalDebugInfo::get(observer_kind) == nullptr), info(observer_kind, std::move(state)) {
+    if (outermost) {
+      callback = at::addThreadLocalCallback(at::RecordFunctionCallback(on_begin, on_end)
+                                                .needsInputs(true)
+                                                .needsOutputs(true)
+                                                .scopes({at::RecordScope::FUNCTION}));
+    }
+  }
+  ~Registration() {
+    if (outermost) {
+      at::removeCallback(callback);
+    }
+  }
+  bool outermost;
+  c10::DebugInfoGuard info;
+  at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+};
+
+OperatorObserverGuard::OperatorObserverGuard(std::function<void(const OperatorAccess&)> observe)
+    : state_(std::make_shared<State>()) {
+  state_->observe = std::move(observe);
+  registration_ = std::make_unique<Registration>(state_);
+}
+
+OperatorObserverGuard::~OperatorObserverGuard() {
+  registration_.reset();
+  const std::lock_guard lock(state_->mutex);
+  state_->active = false;
+}
+
+bool OperatorObserverGuard::observes_this_thread() noexcept {
+  return c10::ThreadLocalDebugInfo::get(observer_kind) != nullptr;
+}
+
+void OperatorObserverGuard::rethrow() const {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->error) {
+    std::rethrow_exception(state_->error);
+  }
+}
+
+namespace {
+
+// The storage that a tensor argument stands for; null for none. A wrapped number is a value that the operator takes along.
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return impl.has_storage() && !impl.is_wrapped_number() ? impl.unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+}  // namespace
+
+void ExternalReads::add(c10::Storage storage, const char* name, bool written) {
+  const auto [at, is_new] = index_.try_emplace(storage.unsafeGetStorageImpl(), externals_.size());
+  if (is_new) {
+    const void* const data = storage.data();
+    const std::size_t bytes = storage.nbytes();
+    externals_.push_back(ExternalStorage{std::move(storage), data, bytes, written, name});
+  } else if (written) {
+    externals_[at->second].written = true;
+  }
+}
+
+void ExternalReads::touch(const at::Tensor& tensor, const OperatorAccess& access, bool written) {
+  const c10::StorageImpl* const key = storage_of(tensor);
+  if (key == nullptr || made_.contains(key)) {
+    return;
+  }
+  if (!access.nested || index_.contains(key)) {
+    add(tensor.storage(), access.name, written);
+    return;
+  }
+  const auto [at, is_new] =
+      pending_.try_emplace(key, Pending{tensor.storage().getWeakStorageImpl(), access.name, written});
+  at->second.written = at->second.written || written;
+}
+
+void ExternalReads::observe(const OperatorAccess& access) {
+  for (const at::Tensor& tensor : access.reads) {
+    touch(tensor, access, false);
+  }
+  for (const at::Tensor& tensor : access.writes) {
+    touch(tensor, access, true);
+  }
+  const auto is_argument = [&](const c10::StorageImpl* key) {
+    const auto same = [key](const at::Tensor& tensor) { return storage_of(tensor) == key; };
+    return std::any_of(access.reads.begin(), access.reads.end(), same);
+  };
+  for (const at::Tensor& tensor : access.outputs) {
+    if (const c10::StorageImpl* const key = storage_of(tensor); key != nullptr && !is_argument(key)) {
+      made(tensor);
+    }
+  }
+  if (!access.nested) {
+    settle_pending();
+  }
+}
+
+// What a kernel made for itself is dead when the outermost operator has ended.
+void ExternalReads::settle_pending() {
+  for (auto& [key, pending] : pending_) {
+    if (auto alive = pending.storage.lock(); alive && !made_.contains(key)) {
+      add(c10::Storage(std::move(alive)), pending.name, pending.written);
+    }
+  }
+  pending_.clear();
+}
+
+void ExternalReads::made(const at::Tensor& tensor) {
+  const c10::StorageImpl* const key = storage_of(tensor);
+  if (key != nullptr && !index_.contains(key)) {
+    pending_.erase(key);
+    made_.insert(tensor.storage());
+  }
+}
+
+const ExternalStorage* ExternalReads::find(const c10::StorageImpl* storage) const noexcept {
+  const auto at = index_.find(storage);
+  return at == index_.end() ? nullptr : &externals_[at->second];
+}
+
+void ExternalReads::clear() noexcept {
+  externals_.clear();
+  index_.clear();
+  pending_.clear();
+  made_.clear();
+}
+
+}  // namespace sidestream

@@ -1,0 +1,33 @@
+#include "observe/queued_uses.h"
+
+#include <algorithm>
+
+namespace sidestream {
+
+void QueuedUses::add(const at::Tensor& tensor, StreamKey stream) {
+  if (!tensor.has_storage() || tensor.storage().nbytes() == 0) {
+    return;
+  }
+  const c10::StorageImpl* key = tensor.storage().unsafeGetStorageImpl();
+  const bool known = std::any_of(uses_.begin(), uses_.end(), [&](const Use& use) {
+    return use.storage._unsafe_get_target() == key && use.memory.stream == stream;
+  });
+  if (!known) {
+    uses_.push_back(
+        {tensor.storage().getWeakStorageImpl(), {stream, tensor.storage().data(), tensor.storage().nbytes()}});
+  }
+}
+
+std::vector<QueuedUses::Freed> QueuedUses::take_freed() {
+  std::vector<Freed> freed;
+  std::erase_if(uses_, [&](const Use& use) {
+    if (use.storage.expired()) {
+      freed.push_back(use.memory);
+      return true;
+    }
+    return false;
+  });
+  return freed;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,199 @@
+#include "sim/device/capture.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <sidestream/error.h>
+
+#include "sim/device/graph.h"
+#include "sim/device/state.h"
+
+namespace sidestream::sim {
+
+CaptureMemory::CaptureMemory(CachingAllocator& memory, Pool& pool) : memory_(memory), pool_(pool) {
+  for (const Segment* segment : pool_.segments) {
+    pool_before_.emplace_back(segment->begin, segment->touched);
+  }
+  if (pool_.launched) {
+    return;
+  }
+  for (const MemoryImage& image : pool_.captured) {
+    preserve(image.begin, image.bytes.size());
+    image.restore();
+  }
+}
+
+void CaptureMemory::preserve(std::byte* begin, std::size_t bytes) {
+  const Segment* segment = memory_.segment_of(begin);
+  if (segment != nullptr && segment->pool == &pool_) {
+    return;
+  }
+  for (const MemoryImage& image : outside_before_) {
+    if (image.covers(begin, bytes)) {
+      return;
+    }
+  }
+  outside_before_.emplace_back(begin, bytes);
+}
+
+void CaptureMemory::finish(bool keep) {
+  if (keep && !pool_.launched) {
+    pool_.captured.clear();
+    for (const Segment* segment : pool_.segments) {
+      pool_.captured.emplace_back(segment->begin, segment->touched);
+    }
+    for (const MemoryImage& image : outside_before_) {
+      if (!memory_.owns(image.begin)) {
+        pool_.captured.emplace_back(image.begin, image.bytes.size());
+      }
+    }
+  }
+  for (const Segment* segment : pool_.segments) {
+    std::memset(segment->begin, poison_byte, segment->touched);
+  }
+  for (const MemoryImage& image : pool_before_) {
+    image.restore();
+  }
+  // Overlapping ranges: the first one kept holds the oldest bytes.
+  for (auto image = outside_before_.rbegin(); image != outside_before_.rend(); ++image) {
+    image->restore();
+  }
+}
+
+Capture::Capture(std::uint64_t number_, c10::StreamId origin_, CachingAllocator& memory_, Pool& pool_)
+    : number(number_),
+      origin(origin_),
+      thread(std::this_thread::get_id()),
+      pool(pool_),
+      streams{origin_},
+      memory(memory_, pool_),
+      random_before(default_state()) {}
+
+void Capture::add(NodeSet& last, std::shared_ptr<const Work> work, c10::intrusive_ptr<EventState> event) {
+  CapturedWork& node = nodes.emplace_back();
+  node.work = std::move(work);
+  node.after = last;
+  node.event = std::move(event);
+  last.assign(1, static_cast<std::uint32_t>(nodes.size() - 1));
+}
+
+bool Capture::joined(const NodeSet& last) const {
+  std::vector<bool> reached(nodes.size(), false);
+  for (const std::uint32_t node : last) {
+    reached[node] = true;
+  }
+  for (std::size_t node = nodes.size(); node-- > 0;) {
+    if (!reached[node]) {
+      if (nodes[node].work->kind != Work::Kind::poison) {
+        return false;
+      }
+      continue;
+    }
+    for (const std::uint32_t before : nodes[node].after) {
+      reached[before] = true;
+    }
+  }
+  return true;
+}
+
+void merge(NodeSet& set, const NodeSet& more) {
+  for (const std::uint32_t node : more) {
+    if (std::find(set.begin(), set.end(), node) == set.end()) {
+      set.push_back(node);
+    }
+  }
+}
+
+void Device::begin_capture(c10::StreamId id, Pool* pool) {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  StreamState& stream = state_->stream(id);
+  if (stream.capture != nullptr) {
+    state_->invalidate(*stream.capture, "begin_capture on a stream that captures already; end that capture first");
+  }
+  if (Capture* open = state_->capture_of_thread(std::this_thread::get_id())) {
+    state_->invalidate(*open, "begin_capture while this thread captures another stream; end that capture first");
+  }
+  if (id == 0) {
+    throw CaptureError("sim device: the default stream cannot capture; capture a stream of create_stream()");
+  }
+  state_->timeline.drain();
+  state_->memory.retain(pool);
+  auto capture = std::make_unique<Capture>(++state_->captures_begun, id, state_->memory, *pool);
+  stream.capture = capture.get();
+  stream.capture_last.clear();
+  state_->captures.push_back(std::move(capture));
+  state_->open_captures.fetch_add(1);
+}
+
+void Device::State::close(Capture& capture, bool keep) noexcept {
+  for (const c10::StreamId id : capture.streams) {
+    streams[static_cast<std::size_t>(id)].capture = nullptr;
+    streams[static_cast<std::size_t>(id)].capture_last.clear();
+  }
+  capture.memory.finish(keep);
+  set_default_state(capture.random_before);
+  memory.release(&capture.pool);
+  open_captures.fetch_sub(1);
+  std::erase_if(captures, [&](const auto& open) { return open.get() == &capture; });
+}
+
+std::shared_ptr<GraphBody> Device::end_capture(c10::StreamId id) {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  StreamState& stream = state_->stream(id);
+  if (stream.capture == nullptr) {
+    throw UsageError("sim device: end_capture on a stream that does not capture; call begin_capture first");
+  }
+  Capture& capture = *stream.capture;
+  if (capture.thread != std::this_thread::get_id()) {
+    throw UsageError(
+        "sim device: end_capture by another thread than begin_capture's; end it on the thread that began it");
+  }
+  std::string reason = capture.reason;
+  if (!capture.invalidated) {
+    if (capture.origin != id) {
+      reason = "end_capture on a stream that joined the capture; end it on the stream that began it";
+    } else if (!capture.joined(stream.capture_last)) {
+      reason =
+          "a forked stream was not joined; record an event on it after its last work and wait for that on the "
+          "capturing "
+          "stream before end_capture";
+    }
+  }
+  if (!reason.empty()) {
+    state_->close(capture, false);
+    throw CaptureError("sim device: the capture failed: " + reason);
+  }
+  auto graph = std::make_shared<GraphBody>(*this, capture, std::move(capture.nodes));
+  state_->close(capture, true);
+  return graph;
+}
+
+void Device::abandon_capture(c10::StreamId id) noexcept {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  if (id >= 0 && static_cast<std::size_t>(id) < state_->streams.size()) {
+    if (Capture* capture = state_->streams[static_cast<std::size_t>(id)].capture) {
+      state_->close(*capture, false);
+    }
+  }
+}
+
+CaptureStatus Device::capture_status(c10::StreamId id) const {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  const Capture* capture = state_->stream(id).capture;
+  if (capture == nullptr) {
+    return CaptureStatus::none;
+  }
+  return capture->invalidated ? CaptureStatus::invalidated : CaptureStatus::active;
+}
+
+void Device::preserve(const void* address, std::size_t bytes, c10::StreamId id) {
+  if (state_->open_captures.load(std::memory_order_acquire) == 0) {
+    return;
+  }
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  if (Capture* capture = state_->stream(id).capture) {
+    capture->memory.preserve(const_cast<std::byte*>(static_cast<const std::byte*>(address)), bytes);
+  }
+}
+
+}  // namespace sidestream::sim

@@ -1,0 +1,76 @@
+#pragma once
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include "sim/device/allocator.h"
+#include "sim/device/device.h"
+#include "sim/torch/generator.h"
+#include "sim/device/memory_image.h"
+
+namespace sidestream::sim {
+
+/// Indices of nodes of one capture or graph.
+using NodeSet = std::vector<std::uint32_t>;
+
+/// A node of a graph: work and the nodes that it runs after.
+struct CapturedWork {
+  std::shared_ptr<const Work> work;
+  NodeSet after;
+  c10::intrusive_ptr<EventState> event;  ///< the external event of a record or wait node
+};
+
+/// What a capture does to memory, undone: operators compute while they are captured, yet nothing of it may be seen.
+///
+/// Note [Captures compute]
+/// ~~~~~~~~~~~~~~~~~~~~~~~
+/// A CPU kernel cannot be recorded without running. So the capture keeps what lies outside of its pool before it is
+/// overwritten, and the whole content of its pool, and puts both back at its end; what it allocated is poisoned. A later
+/// capture of the same pool must compute on sane numbers (an index that was saved by an earlier capture and now is poison would
+/// be out of range), so what captures computed is kept with the pool until a graph of the pool is launched, and lies in
+/// memory while the next capture runs.
+class CaptureMemory {
+ public:
+  CaptureMemory(CachingAllocator& memory, Pool& pool);
+  void preserve(std::byte* begin, std::size_t bytes);
+  /// Puts memory back. `keep`: what was computed stays with the pool for the captures to come.
+  void finish(bool keep);
+
+ private:
+  CachingAllocator& memory_;
+  Pool& pool_;
+  std::vector<MemoryImage> pool_before_;
+  std::vector<MemoryImage> outside_before_;
+};
+
+/// A capture in progress, over all streams that joined it.
+class Capture {
+ public:
+  Capture(std::uint64_t number, c10::StreamId origin, CachingAllocator& memory, Pool& pool);
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  /// Adds a node after `last`, which then is that node alone.
+  void add(NodeSet& last, std::shared_ptr<const Work> work, c10::intrusive_ptr<EventState> event = {});
+  /// True when every node but poisons is an ancestor of `last`: no forked stream is left behind.
+  [[nodiscard]] bool joined(const NodeSet& last) const;
+
+  const std::uint64_t number;
+  const c10::StreamId origin;
+  const std::thread::id thread;
+  Pool& pool;
+  std::vector<c10::StreamId> streams;
+  std::vector<CapturedWork> nodes;
+  bool invalidated = false;
+  std::string reason;  ///< why, once invalidated
+  CaptureMemory memory;
+  GeneratorState random_before;
+};
+
+/// Adds to `set` what of `more` is missing.
+void merge(NodeSet& set, const NodeSet& more);
+
+}  // namespace sidestream::sim

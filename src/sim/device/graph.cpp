@@ -1,0 +1,174 @@
+#include "sim/device/graph.h"
+
+#include <sidestream/error.h>
+
+#include "sim/rerun/recording.h"
+#include "sim/device/state.h"
+
+namespace sidestream::sim {
+namespace {
+
+GraphNode::Kind listed_kind(Work::Kind kind) {
+  switch (kind) {
+    case Work::Kind::compute:
+      return GraphNode::Kind::kernel;
+    case Work::Kind::copy_to_host:
+      return GraphNode::Kind::copy_to_host;
+    case Work::Kind::copy_to_device:
+      return GraphNode::Kind::copy_to_device;
+    case Work::Kind::poison:
+      return GraphNode::Kind::memset;
+    case Work::Kind::event_record:
+      return GraphNode::Kind::event_record;
+    case Work::Kind::event_wait:
+      return GraphNode::Kind::event_wait;
+  }
+  return GraphNode::Kind::other;
+}
+
+NodeSet find_sinks(const std::vector<CapturedWork>& nodes) {
+  std::vector<bool> followed(nodes.size(), false);
+  for (const CapturedWork& node : nodes) {
+    for (const std::uint32_t before : node.after) {
+      followed[before] = true;
+    }
+  }
+  NodeSet sinks;
+  for (std::size_t node = 0; node < nodes.size(); ++node) {
+    if (!followed[node]) {
+      sinks.push_back(static_cast<std::uint32_t>(node));
+    }
+  }
+  return sinks;
+}
+
+// Forks of a graph get lanes of their own for each launching stream.
+constexpr c10::StreamId lanes_per_stream = c10::StreamId{1} << 32;
+
+const std::shared_ptr<const Work>& graph_end() {
+  static const auto work = [] {
+    Work end;
+    end.kind = Work::Kind::event_wait;
+    end.name = "graph end";
+    return std::make_shared<const Work>(std::move(end));
+  }();
+  return work;
+}
+
+// Nothing is held back: the nodes run at once, in capture order, which is a legal order.
+void run_at_once(const GraphBody& graph) {
+  for (const CapturedWork& node : graph.nodes) {
+    switch (node.work->kind) {
+      case Work::Kind::event_record:
+        ++node.event->version;
+        node.event->mark = no_work;
+        node.event->done_at = std::chrono::steady_clock::now();
+        break;
+      case Work::Kind::compute:
+        if (node.work->random_draws > 0) {
+          const GeneratorState draws = take_draws(node.work->random_draws);
+          run_work(*node.work, &draws);
+          break;
+        }
+        node.work->run();
+        break;
+      case Work::Kind::copy_to_host:
+      case Work::Kind::copy_to_device:
+        node.work->run();
+        break;
+      case Work::Kind::poison:
+      case Work::Kind::event_wait:
+        break;
+    }
+  }
+}
+
+}  // namespace
+
+GraphBody::GraphBody(Device& owner, const Capture& capture, std::vector<CapturedWork> nodes_)
+    : device(owner), pool(capture.pool), nodes(std::move(nodes_)), origin(capture.origin), sinks(find_sinks(nodes)) {
+  device.retain_pool(&pool);
+}
+
+GraphBody::~GraphBody() { device.release_pool(&pool); }
+
+std::vector<GraphNode> GraphBody::list() const {
+  std::vector<GraphNode> listed;
+  std::vector<NodeSet> stands_for(nodes.size());  // what a node, or a poison's predecessors, are in the list
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    NodeSet before;
+    for (const std::uint32_t node : nodes[i].after) {
+      merge(before, stands_for[node]);
+    }
+    if (nodes[i].work->kind == Work::Kind::poison) {
+      stands_for[i] = before;
+      continue;
+    }
+    stands_for[i].assign(1, static_cast<std::uint32_t>(listed.size()));
+    GraphNode node;
+    node.kind = listed_kind(nodes[i].work->kind);
+    node.event = nodes[i].event.get();
+    node.predecessors.assign(before.begin(), before.end());
+    listed.push_back(std::move(node));
+  }
+  return listed;
+}
+
+void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  StreamState& stream = state_->stream(id);
+  if (stream.capture != nullptr) {
+    state_->invalidate(*stream.capture, "launch of a graph on a capturing stream; launch it after end_capture");
+  }
+  state_->refuse_in_capture("launch of a graph");
+  graph->pool.launched = true;
+  graph->pool.captured.clear();
+  Timeline& timeline = state_->timeline;
+  if (timeline.order().immediate() && !timeline.keeping() && !timeline.pending()) {
+    run_at_once(*graph);
+    return;
+  }
+  // Roots run after what the stream has and waits for; its next work after all sinks.
+  Queued roots;
+  state_->order_after(stream, roots.after);
+  std::vector<WorkId> ids;
+  ids.reserve(graph->nodes.size());
+  for (const CapturedWork& node : graph->nodes) {
+    Queued queued;
+    queued.work = node.work;
+    queued.lane = node.work->stream == graph->origin ? id : (id + 1) * lanes_per_stream + node.work->stream;
+    if (node.after.empty()) {
+      queued.after = roots.after;
+    }
+    for (const std::uint32_t before : node.after) {
+      queued.after.push_back(ids[before]);
+    }
+    if (node.work->random_draws > 0) {
+      queued.random = std::make_shared<const GeneratorState>(take_draws(node.work->random_draws));
+    }
+    if (node.work->kind == Work::Kind::event_wait && timeline.matters(node.event->mark)) {
+      queued.after.push_back(node.event->mark);
+    }
+    if (state_->recording != nullptr &&
+        (node.work->kind == Work::Kind::copy_to_host || node.work->kind == Work::Kind::copy_to_device)) {
+      state_->recording->issued_copy(*node.work);
+    }
+    const bool records = node.work->kind == Work::Kind::event_record;
+    if (records) {
+      queued.event = node.event;
+      ++node.event->version;
+      node.event->mark = timeline.next_id();
+    }
+    ids.push_back(timeline.append(std::move(queued)));
+  }
+  Queued end;
+  end.work = graph_end();
+  end.lane = id;
+  end.after = roots.after;
+  for (const std::uint32_t sink : graph->sinks) {
+    end.after.push_back(ids[sink]);
+  }
+  stream.last = timeline.append(std::move(end));
+}
+
+}  // namespace sidestream::sim

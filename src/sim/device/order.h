@@ -1,0 +1,74 @@
+#pragma once
+#include <cstddef>
+#include <random>
+#include <unordered_map>
+#include <vector>
+
+#include <sidestream/testing/schedule.h>
+
+#include "sim/device/device.h"
+
+namespace sidestream::sim {
+
+struct RecordedWork;
+
+/// Numbers streams from 0 in the order in which they are first met.
+class LaneNumbers {
+ public:
+  std::uint64_t number(c10::StreamId lane) { return numbers_.try_emplace(lane, numbers_.size()).first->second; }
+
+ private:
+  std::unordered_map<c10::StreamId, std::uint64_t> numbers_;
+};
+
+/// While the program issues work: which of the work that is held back runs before anything forces it.
+class IssueOrder {
+ public:
+  explicit IssueOrder(const Schedule& schedule);
+
+  /// Nothing is ever held back.
+  [[nodiscard]] bool immediate() const noexcept { return schedule_.kind() == Schedule::Kind::early; }
+  /// Work that has just been issued runs now, after all that it is ordered after.
+  [[nodiscard]] bool runs_at_issue(Work::Kind kind, c10::StreamId lane);
+  /// Work that is held back and could run now does so. Drawn anew at every call, for seeds.
+  [[nodiscard]] bool runs_unforced(Work::Kind kind, c10::StreamId lane);
+  [[nodiscard]] bool draws() const noexcept { return schedule_.kind() == Schedule::Kind::seed; }
+  [[nodiscard]] const Schedule& schedule() const noexcept { return schedule_; }
+
+ private:
+  [[nodiscard]] double eagerness(Work::Kind kind, c10::StreamId lane);
+
+  Schedule schedule_;
+  std::mt19937_64 random_;
+  bool by_stream_ = false;
+  double by_kind_[3] = {};
+  std::unordered_map<c10::StreamId, double> of_lane_;
+  LaneNumbers lanes_;
+  std::uint64_t issued_ = 0;
+};
+
+/// When a recording runs again: which of the pieces of work that may run is next.
+class RerunOrder {
+ public:
+  /// `works` must outlive it.
+  RerunOrder(const Schedule& schedule, const std::vector<RecordedWork>& works);
+
+  /// Index into `ready` (not empty), whose entries are positions in issue order.
+  [[nodiscard]] std::size_t choose(const std::vector<std::uint32_t>& ready);
+
+ private:
+  [[nodiscard]] int rank(std::uint32_t candidate) const noexcept;
+  [[nodiscard]] std::uint64_t priority(c10::StreamId lane);
+
+  Schedule schedule_;
+  const std::vector<RecordedWork>& works_;
+  std::mt19937_64 random_;
+  bool by_stream_ = false;
+  c10::StreamId starved_ = 0;
+  double weights_[3] = {1, 1, 1};
+  std::unordered_map<c10::StreamId, std::uint64_t> priorities_;
+  std::vector<std::size_t> redraws_;  ///< counts of finished work at which the priorities are drawn anew
+  std::size_t finished_ = 0;
+};
+
+}  // namespace sidestream::sim

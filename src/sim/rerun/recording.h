@@ -1,0 +1,74 @@
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "sim/device/device.h"
+#include "sim/torch/generator.h"
+#include "sim/device/memory_image.h"
+
+namespace sidestream::sim {
+
+/// A piece of work of a recorded step and what it is ordered after, by streams, events and graph edges.
+struct RecordedWork {
+  std::shared_ptr<const Work> work;
+  c10::StreamId lane = 0;            ///< as in Queued
+  std::vector<std::uint32_t> after;  ///< positions in the recording, all lower
+  std::shared_ptr<const GeneratorState> random;
+};
+
+/// All work of the device from construction to `stop`, eager operators and the nodes of launched graphs alike, which can then
+/// run again in every order that streams and events allow, at operator level.
+///
+/// Running eager compute at issue and holding only copies back is not enough to find a missing wait: compute is then never
+/// late, so a copy that fails to wait for it never shows. A rerun starts from the memory of the start, with all that was not
+/// in use poisoned.
+/// Threads: one for its calls; the recorded step may use any.
+class Recording {
+ public:
+  /// Drains the device and keeps the content of its memory. Throws: UsageError while another recording is being made;
+  /// CaptureError while this thread captures.
+  Recording();
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  /// Stops, and puts memory back as `restore` does.
+  ~Recording();
+
+  /// Drains the device and ends the recording.
+  void stop();
+  /// What was recorded, in the order of issue. Plain data: the order checker reads it too.
+  [[nodiscard]] const std::vector<RecordedWork>& works() const noexcept { return works_; }
+
+  /// The positions of all works in the order that `schedule` gives them. Throws: UsageError before `stop`.
+  [[nodiscard]] std::vector<std::uint32_t> order(const Schedule& schedule) const;
+  /// Puts memory back as it was at the start, runs everything in `order`, which must be one that streams and events allow, and
+  /// leaves the results in memory.
+  /// Throws: what an operator throws (an index out of range is how poison may show); UsageError before `stop`.
+  void rerun(const std::vector<std::uint32_t>& order);
+  void rerun(const Schedule& schedule) { rerun(order(schedule)); }
+  /// Puts memory back as the recorded step left it. Without a rerun before, does nothing.
+  void restore() noexcept;
+
+ private:
+  friend class Device;
+  /// A copy is issued: what it takes from the host belongs to the start state.
+  void issued_copy(const Work& copy);
+  void find_overwritten();
+  void keep_start();
+  void keep_end();
+  void load_start();
+
+  Device& device_;
+  bool stopped_ = false;
+  bool changed_ = false;  ///< a rerun has changed memory
+  std::vector<RecordedWork> works_;
+  std::vector<std::vector<std::uint32_t>> followers_;
+  std::deque<MemoryImage> start_;
+  std::deque<MemoryImage> host_inputs_;  ///< pinned memory that the host wrote before a copy took it
+  std::vector<Access> copied_out_;       ///< pinned memory that copies of the step have written so far
+  std::vector<Access> overwritten_;      ///< ranges whose old content nothing reads
+  std::vector<MemoryImage> end_;
+};
+
+}  // namespace sidestream::sim

@@ -1,0 +1,331 @@
+// What the journal hears of others than the engine: a model's streams and events, operators that copy from and to pinned memory,
+// the host, and memory that the allocator hands on.
+#include "observe/checked_runtime.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "sidestream/device.h"
+#include "stream_order.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::order;
+
+class CheckedRuntimeTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    checked_->begin_step(1);
+    observing_.emplace([this](const OperatorAccess& access) { checked_->observe(access); });
+  }
+  void TearDown() override {
+    observing_.reset();
+    synchronize(device_);
+  }
+  [[nodiscard]] c10::Stream a() const { return a_.get(); }
+  [[nodiscard]] c10::Stream b() const { return b_.get(); }
+  [[nodiscard]] at::TensorOptions options() const { return at::TensorOptions().device(device_).dtype(at::kFloat); }
+  static at::Tensor pinned(std::int64_t count) { return at::ones({count}).pin_memory(); }
+  template <class Body>
+  static at::Tensor on(c10::Stream stream, const Body& body) {
+    const c10::StreamGuard guard(stream);
+    return body();
+  }
+  void expect_clean() { EXPECT_EQ(checked_->findings(), std::vector<std::string>()); }
+  /// Exactly one finding, which has each of these words.
+  void expect_one(const std::vector<std::string>& words) {
+    const std::vector<std::string> found = checked_->findings();
+    ASSERT_EQ(found.size(), 1U) << (found.empty() ? std::string() : found[0] + "\n" + found.back());
+    for (const std::string& word : words) {
+      EXPECT_NE(found[0].find(word), std::string::npos) << "\"" << word << "\" is not in: " << found[0];
+    }
+  }
+
+  c10::Device device_ = find_device("sim");
+  std::shared_ptr<Runtime> runtime_ = make_runtime(device_);
+  std::shared_ptr<CheckedRuntime> checked_ = std::make_shared<CheckedRuntime>(runtime_);
+  OwnedStream a_ = checked_->create_stream();
+  OwnedStream b_ = checked_->create_stream();
+  std::optional<OperatorObserverGuard> observing_;
+};
+
+TEST_F(CheckedRuntimeTest, AModelsOwnForkAndJoinAreSeen) {
+  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  order(a(), b());
+  const at::Tensor y = on(b(), [&] { return x.exp(); });
+  order(b(), a());
+  const at::Tensor z = on(a(), [&] { return x + y; });
+  expect_clean();
+}
+
+TEST_F(CheckedRuntimeTest, AForgottenForkIsFound) {
+  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  const at::Tensor y = on(b(), [&] { return x.exp(); });
+  expect_one({"aten::ones on stream", "aten::exp on stream", "(step 1)", "+256 bytes", "waits for an event that"});
+}
+
+TEST_F(CheckedRuntimeTest, AForgottenJoinIsFound) {
+  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  order(a(), b());
+  const at::Tensor y = on(b(), [&] { return x.exp(); });
+  const at::Tensor z = on(a(), [&] { return x + y; });
+  expect_one({"aten::exp", "writes", "aten::add", "reads"});
+}
+
+TEST_F(CheckedRuntimeTest, BackwardOverTwoStreamsIsOrderedByAutograd) {
+  const at::Tensor leaf = on(a(), [&] { return at::ones({64}, options()).requires_grad_(true); });
+  const at::Tensor x = on(a(), [&] { return leaf.mul(2); });
+  order(a(), b());
+  const at::Tensor z = on(a(), [&] { return x.tanh(); });
+  const at::Tensor y = on(b(), [&] { return x.exp(); });
+  order(b(), a());
+  (void)on(a(), [&] {
+    const at::Tensor loss = (y * z).sum();
+    return torch::autograd::grad({loss}, {leaf}, {}, /*retain_graph=*/true)[0];
+  });
+  expect_clean();
+}
+
+TEST_F(CheckedRuntimeTest, TheEnginesOwnEventsAreWrittenOnce) {
+  const Event event = checked_->create_event(EventTiming::off);
+  const std::uint64_t before = checked_->operations();
+  checked_->record(event, a());
+  checked_->wait(b(), event);
+  EXPECT_EQ(checked_->operations(), before + 2);
+}
+
+TEST_F(CheckedRuntimeTest, AnEventOfBeforeTheJournalIsNoMissingRecord) {
+  checked_.reset();
+  c10::Event event(device_.type());
+  event.record(a());
+  checked_ = std::make_shared<CheckedRuntime>(runtime_);
+  event.block(b());
+  expect_clean();
+}
+
+TEST_F(CheckedRuntimeTest, WhatTheHostHasSeenIsOrdered) {
+  at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  a().synchronize();
+  x = on(b(), [&] { return x.exp(); });
+  c10::Event event(device_.type());
+  event.record(b());
+  event.synchronize();
+  x = on(a(), [&] { return x.exp(); });
+  EXPECT_TRUE(a().query());
+  x = on(b(), [&] { return x.exp(); });
+  event.record(b());
+  EXPECT_TRUE(event.query());
+  x = on(a(), [&] { return x.exp(); });
+  {
+    const c10::StreamGuard on_a(a());
+    EXPECT_GT(x.sum().item<float>(), 0.0F);
+  }
+  (void)on(b(), [&] { return x.add_(1); });
+  expect_clean();
+}
+
+TEST_F(CheckedRuntimeTest, WhatAnotherThreadHasSeenIsNot) {
+  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  std::thread([&] { a().synchronize(); }).join();
+  const at::Tensor y = on(b(), [&] { return x.exp(); });
+  expect_one({"aten::exp"});
+}
+
+TEST_F(CheckedRuntimeTest, AHostWriteMustWaitForTheCopyThatReads) {
+  at::Tensor batch = pinned(64);
+  const at::Tensor x = on(a(), [&] { return batch.to(device_, /*non_blocking=*/true); });
+  batch.add_(1);
+  expect_one({"aten::to on stream", "reads pinned host memory", "aten::add_ by the host", "writes",
+              "the host waits for an event that stream"});
+}
+
+TEST_F(CheckedRuntimeTest, AHostWriteBehindTheCopyIsFine) {
+  at::Tensor batch = pinned(64);
+  at::Tensor x = on(a(), [&] { return batch.to(device_, true); });
+  c10::Event copied(device_.type());
+  copied.record(a());
+  copied.synchronize();
+  batch.add_(1);
+  x = on(a(), [&] { return batch.to(device_, /*non_blocking=*/false); });  // has taken its bytes when it returns
+  batch.add_(1);
+  expect_clean();
+}
+
+TEST_F(CheckedRuntimeTest, AHostReadMustWaitForTheCopyThatWrites) {
+  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  const at::Tensor result = pinned(64);
+  (void)on(a(), [&] { return result.copy_(x, /*non_blocking=*/true); });
+  (void)result.sum();
+  expect_one({"aten::copy_ on stream", "writes pinned host memory", "aten::sum by the host", "reads"});
+}
+
+TEST_F(CheckedRuntimeTest, AHostReadBehindTheCopyIsFine) {
+  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  const at::Tensor result = pinned(64);
+  (void)on(a(), [&] { return result.copy_(x, true); });
+  a().synchronize();
+  (void)result.sum();
+  (void)on(a(), [&] { return result.copy_(x); });  // is there when it returns
+  (void)result.sum();
+  (void)on(a(), [&] { return x.cpu(); }).sum();
+  expect_clean();
+}
+
+// The caching allocator of pinned memory looks whether the copies of a freed block are done before it lends it again.
+TEST_F(CheckedRuntimeTest, FreedPinnedMemoryIsLentBehindItsCopies) {
+  at::Tensor x;
+  const void* address = nullptr;
+  bool again = false;
+  for (int i = 0; i < 8; ++i) {
+    at::Tensor batch = pinned(1024);
+    again = again || batch.data_ptr() == address;
+    address = batch.data_ptr();
+    x = on(i % 2 == 0 ? a() : b(), [&] { return batch.to(device_, true); });
+  }
+  EXPECT_TRUE(again);
+  expect_clean();
+}
+
+TEST_F(CheckedRuntimeTest, FreedMemoryThatAnotherStreamReadsIsFound) {
+  at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  order(a(), b());
+  const at::Tensor y = on(b(), [&] { return x.exp(); });
+  const void* address = x.data_ptr();
+  x.reset();
+  x = on(a(), [&] { return at::zeros({64}, options()); });
+  ASSERT_EQ(x.data_ptr(), address);
+  expect_one({"aten::exp", "reads", "aten::empty", "writes"});
+}
+
+TEST_F(CheckedRuntimeTest, RecordStreamMakesItFine) {
+  at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  order(a(), b());
+  const at::Tensor y = on(b(), [&] { return x.exp(); });
+  x.record_stream(b());
+  const at::Tensor z = on(b(), [&] { return x.tanh(); });  // after record_stream, and before the free
+  const void* address = x.data_ptr();
+  x.reset();
+  x = on(a(), [&] { return at::zeros({64}, options()); });
+  ASSERT_EQ(x.data_ptr(), address);
+  expect_clean();
+}
+
+TEST_F(CheckedRuntimeTest, RecordStreamOfOneStreamIsNoneOfAnother) {
+  const OwnedStream c = checked_->create_stream();
+  at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  order(a(), b());
+  order(a(), c);
+  const at::Tensor y = on(b(), [&] { return x.exp(); });
+  const at::Tensor z = on(c, [&] { return x.tanh(); });
+  x.record_stream(b());
+  const void* address = x.data_ptr();
+  x.reset();
+  x = on(a(), [&] { return at::zeros({64}, options()); });
+  ASSERT_EQ(x.data_ptr(), address);
+  expect_one({"aten::tanh", "aten::empty"});
+}
+
+TEST_F(CheckedRuntimeTest, RecordStreamOrdersNothingElse) {
+  at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  order(a(), b());
+  const at::Tensor y = on(b(), [&] { return x.exp(); });
+  x.record_stream(b());
+  x.reset();
+  x = on(a(), [&] { return y.tanh(); });
+  expect_one({"aten::exp", "aten::tanh"});
+}
+
+TEST_F(CheckedRuntimeTest, AChangeOfShapeTouchesNoBytes) {
+  at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  (void)on(b(), [&] { return x.unsqueeze_(0).t_().detach_(); });
+  x.set_requires_grad(true);
+  expect_clean();
+}
+
+TEST_F(CheckedRuntimeTest, WhatSchemasHideIsWritten) {
+  const at::Tensor x = on(a(), [&] { return at::ones({4, 8}, options()); });
+  const at::Tensor mean = on(a(), [&] { return at::zeros({8}, options()); });
+  const at::Tensor variance = on(a(), [&] { return at::ones({8}, options()); });
+  (void)on(a(), [&] { return at::batch_norm(x, {}, {}, mean, variance, /*training=*/true, 0.1, 1e-5, false); });
+  const at::Tensor before = on(b(), [&] { return mean.exp(); });
+  ASSERT_FALSE(checked_->findings().empty());
+  EXPECT_NE(checked_->findings()[0].find("batch_norm"), std::string::npos) << checked_->findings()[0];
+}
+
+class CheckedCaptureTest : public CheckedRuntimeTest {
+ protected:
+  /// Launches twice what `body` does on `a`, from which it may fork to `b`.
+  template <class Body>
+  void launch_twice(const Body& body) {
+    const MemoryPool pool = checked_->create_pool();
+    checked_->begin_capture(a(), pool);
+    at::Tensor kept = on(a(), body);
+    const Graph graph = checked_->end_capture(a());
+    checked_->launch(graph, a());
+    checked_->launch(graph, a());
+    synchronize(device_);
+  }
+};
+
+TEST_F(CheckedCaptureTest, AForkOfAModelsOwnIsPartOfTheGraph) {
+  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  launch_twice([&] {
+    order(a(), b());
+    const at::Tensor y = on(b(), [&] { return x.exp(); });
+    const at::Tensor z = x.tanh();
+    order(b(), a());
+    return y + z;
+  });
+  expect_clean();
+}
+
+TEST_F(CheckedCaptureTest, ARaceInAForkIsFoundAtTheLaunch) {
+  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  launch_twice([&] {
+    order(a(), b());
+    const at::Tensor y = on(b(), [&] { return x.exp(); });
+    x.add_(1);
+    order(b(), a());
+    return y + x;
+  });
+  expect_one({"aten::exp on fork 1 of graph 1", "reads", "aten::add_", "writes"});
+}
+
+// What the first graph has freed is the second's memory: nothing but events orders their launches on two streams.
+TEST_F(CheckedCaptureTest, GraphsOfOnePoolShareItsMemory) {
+  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  synchronize(device_);
+  const MemoryPool pool = checked_->create_pool();
+  const auto capture = [&](const auto& body) {
+    checked_->begin_capture(a(), pool);
+    (void)on(a(), body);
+    return checked_->end_capture(a());
+  };
+  const Graph first = capture([&] { return x.exp(); });
+  const Graph second = capture([&] { return x.tanh(); });
+  checked_->begin_step(2);
+  checked_->launch(first, a());
+  order(a(), b());
+  checked_->launch(second, b());
+  order(b(), a());
+  checked_->begin_step(3);
+  checked_->launch(first, a());
+  expect_clean();
+  checked_->launch(second, b());
+  expect_one({"aten::exp on stream 1 (step 3) writes", "aten::tanh on stream ", "(step 3) writes them"});
+  synchronize(device_);
+}
+
+}  // namespace
+}  // namespace sidestream

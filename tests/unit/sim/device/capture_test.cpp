@@ -1,0 +1,216 @@
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/argsort.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/rand.h>
+#include <sidestream/error.h>
+
+#include "sim/torch/generator.h"
+#include "unit/sim/device/fixture.h"
+
+namespace sidestream::sim {
+namespace {
+
+class SimCaptureTest : public SimTest {
+ protected:
+  template <typename Body>
+  Graph capture(const MemoryPool& pool, Body&& body) {
+    const StreamGuard guard(runtime(), side());
+    runtime().begin_capture(side(), pool);
+    body();
+    return runtime().end_capture(side());
+  }
+};
+
+TEST_F(SimCaptureTest, WhatWasComputedIsPoisonUntilTheFirstLaunch) {
+  const auto x = at::full({1024}, 3, options());
+  const auto pool = runtime().create_pool();
+  at::Tensor y;
+  const auto graph = capture(pool, [&] { y = at::mul(x, 2); });
+  EXPECT_NE(first(y), first(y)) << "poison is not a number";
+  runtime().launch(graph, side());
+  EXPECT_EQ(first(y), 6);
+}
+
+TEST_F(SimCaptureTest, ALaterCaptureComputesOnWhatAnEarlierOneComputed) {
+  const auto pinned = runtime().allocate_pinned(512 * 8);
+  const auto x = at::rand({512}, options());
+  const auto pool = runtime().create_pool();
+  at::Tensor index;
+  at::Tensor back;
+  at::Tensor sorted;
+  const auto forward = capture(pool, [&] {
+    index = at::argsort(x);
+    to_host(pinned, index, side());
+  });
+  EXPECT_EQ(pinned.data()[0], std::byte{0}) << "host memory is put back";
+  const auto backward = capture(pool, [&] {
+    back = at::empty_like(index);
+    to_device(back, pinned, side());
+    sorted = at::index_select(at::index_select(x, 0, index), 0, back);  // poison would be out of range
+  });
+  runtime().launch(forward, side());
+  runtime().launch(backward, side());
+  const auto expected = at::index_select(at::index_select(x, 0, index), 0, index);
+  EXPECT_EQ(bytes(sorted), bytes(expected));
+}
+
+TEST_F(SimCaptureTest, ALateCaptureLeavesResultsOfItsPoolAlone) {
+  const auto x = at::full({1024}, 3, options());
+  const auto pool = runtime().create_pool();
+  at::Tensor y;
+  at::Tensor z;
+  const auto one = capture(pool, [&] { y = at::mul(x, 2); });
+  runtime().launch(one, side());
+  const auto two = capture(pool, [&] {
+    y.add_(1);
+    z = at::add(y, 1);
+  });
+  EXPECT_EQ(first(y), 6);
+  runtime().launch(two, side());
+  EXPECT_EQ(first(y), 7);
+  EXPECT_EQ(first(z), 8);
+}
+
+TEST_F(SimCaptureTest, WorkOnTheDefaultStreamInvalidates) {
+  const auto x = at::full({1024}, 3, options());
+  const auto pool = runtime().create_pool();
+  const StreamGuard guard(runtime(), side());
+  runtime().begin_capture(side(), pool);
+  {
+    const StreamGuard legacy(runtime(), c10::Stream(c10::Stream::DEFAULT, runtime().device()));
+    EXPECT_THROW((void)at::add(x, 1), CaptureError);
+  }
+  EXPECT_EQ(runtime().capture_status(side()), CaptureStatus::invalidated);
+  EXPECT_THROW((void)at::add(x, 1), CaptureError) << "until it is ended, nothing can be captured";
+  EXPECT_THROW((void)runtime().end_capture(side()), CaptureError);
+  EXPECT_NO_THROW((void)at::add(x, 1));
+}
+
+TEST_F(SimCaptureTest, TheDefaultStreamCannotJoin) {
+  const auto pool = runtime().create_pool();
+  const auto event = runtime().create_event();
+  runtime().begin_capture(side(), pool);
+  runtime().record(event, side());
+  const c10::Stream legacy(c10::Stream::DEFAULT, runtime().device());
+  EXPECT_THROW(runtime().wait(legacy, event), CaptureError);
+  EXPECT_EQ(runtime().capture_status(legacy), CaptureStatus::none);
+  EXPECT_THROW((void)runtime().end_capture(side()), CaptureError);
+}
+
+TEST_F(SimCaptureTest, AnErrorSaysWhatInvalidatedTheCapture) {
+  const auto pool = runtime().create_pool();
+  runtime().begin_capture(side(), pool);
+  EXPECT_THROW(runtime().synchronize(side()), CaptureError);
+  try {
+    (void)runtime().end_capture(side());
+    FAIL();
+  } catch (const CaptureError& error) {
+    EXPECT_NE(std::string(error.what()).find("synchronize on a capturing stream"), std::string::npos) << error.what();
+  }
+}
+
+TEST_F(SimCaptureTest, FreedMemoryIsReusedByLaterCapturesAndPoisonedInTheGraph) {
+  const auto x = at::full({1024}, 3, options());
+  const auto pool = runtime().create_pool();
+  const void* freed = nullptr;
+  at::Tensor y;
+  at::Tensor z;
+  const auto one = capture(pool, [&] {
+    auto between = at::mul(x, 2);
+    freed = between.const_data_ptr();
+    y = at::add(between, 1);
+    between.reset();
+  });
+  const auto two = capture(pool, [&] { z = at::add(y, 1); });
+  EXPECT_EQ(z.const_data_ptr(), freed);
+  EXPECT_EQ(runtime().nodes(one).size(), 2U) << "a poison is no node of a graph";
+  runtime().launch(one, side());
+  runtime().launch(two, side());
+  EXPECT_EQ(first(z), 8);
+}
+
+TEST_F(SimCaptureTest, CapturingDoesNotDraw) {
+  const auto pool = runtime().create_pool();
+  const GeneratorState before = default_state();
+  at::Tensor y;
+  const auto graph = capture(pool, [&] { y = at::rand({64}, options()); });
+  EXPECT_EQ(draws_between(before, default_state()), 0U);
+  const auto expected = at::rand({64}, options());
+  set_default_state(before);
+  runtime().launch(graph, side());
+  EXPECT_EQ(bytes(y), bytes(expected));
+}
+
+TEST_F(SimCaptureTest, DrawsFollowTheOrderOfLaunchesWhateverTheScheduleDoes) {
+  const auto pool = runtime().create_pool();
+  const auto other_pool = runtime().create_pool();
+  at::Tensor a;
+  at::Tensor b;
+  const auto one = capture(pool, [&] { a = at::rand({64}, options()); });
+  const auto two = capture(other_pool, [&] { b = at::rand({64}, options()); });
+  const GeneratorState before = default_state();
+  runtime().launch(one, side());
+  runtime().launch(two, copies());
+  const auto expected_a = bytes(a);
+  const auto expected_b = bytes(b);
+  EXPECT_NE(expected_a, expected_b);
+  set_default_state(before);
+  device().set_schedule(Schedule(Schedule::Kind::late));
+  runtime().launch(one, side());
+  runtime().launch(two, copies());
+  runtime().synchronize(copies());  // the second launch runs first
+  runtime().synchronize(side());
+  EXPECT_EQ(bytes(a), expected_a);
+  EXPECT_EQ(bytes(b), expected_b);
+}
+
+TEST_F(SimCaptureTest, ALaunchIsHeldBackUntilItsResultIsNeeded) {
+  const auto x = at::full({1024}, 3, options());
+  const auto pool = runtime().create_pool();
+  const auto done = runtime().create_external_event();
+  at::Tensor y;
+  const auto graph = capture(pool, [&] {
+    y = at::mul(x, 2);
+    runtime().record(done, side());
+  });
+  device().set_schedule(Schedule(Schedule::Kind::late));
+  runtime().launch(graph, side());
+  EXPECT_NE(first(y), first(y));
+  runtime().wait(main(), done);
+  const auto z = at::add(y, 1);
+  EXPECT_EQ(first(z), 7);
+}
+
+TEST_F(SimCaptureTest, LaunchOfAResetGraphIsRefused) {
+  const auto x = at::full({1024}, 3, options());
+  const auto pool = runtime().create_pool();
+  at::Tensor y;
+  auto graph = capture(pool, [&] { y = at::mul(x, 2); });
+  graph.reset();
+  EXPECT_THROW(runtime().launch(graph, side()), UsageError);
+  EXPECT_THROW((void)runtime().nodes(graph), UsageError);
+}
+
+TEST_F(SimCaptureTest, APoolsMemoryOutlivesItsHandleWhileAGraphUsesIt) {
+  const auto x = at::full({1024}, 3, options());
+  runtime().release_cached_memory();
+  const auto reserved = runtime().memory_stats().reserved;
+  auto pool = runtime().create_pool();
+  at::Tensor y;
+  auto graph = capture(pool, [&] { y = at::mul(x, 2); });
+  pool.reset();
+  y.reset();
+  runtime().release_cached_memory();
+  EXPECT_GT(runtime().memory_stats().reserved, reserved);
+  EXPECT_NO_THROW(runtime().launch(graph, side()));
+  graph.reset();
+  runtime().release_cached_memory();
+  EXPECT_EQ(runtime().memory_stats().reserved, reserved);
+}
+
+}  // namespace
+}  // namespace sidestream::sim
