@@ -73,12 +73,12 @@ std::vector<std::string> expected_graphs(int side_streams) {
   Letters letter;
   std::vector<std::string> lines;
   const std::string main = letter("main");
-  // `copied`: the wave whose group the graph of wave `n` moves; negative: none.
-  const auto graph = [&](const std::string& phase, int n, const std::string& side, int tails, int copied,
+  // `copied`: the wave whose group the graph of wave `n` offloads; negative: none.
+  const auto graph = [&](const std::string& phase, int n, const std::string& side, int joined, int copied,
                          const std::string& line, const std::string& copy) {
     const std::string where = phase + " waves." + std::to_string(n) + ":";
     lines.push_back(where + " " + main + ".record " + side + ".wait");
-    for (int tail = 0; tail < tails; ++tail) {
+    for (int copies = 0; copies < joined; ++copies) {
       lines.back() += " " + side + ".wait";
     }
     if (copied < 0) {
@@ -90,14 +90,14 @@ std::vector<std::string> expected_graphs(int side_streams) {
     lines.push_back(where + " " + side + ".record " + fork + ".record " + side + ".wait " + side + ".record " + main +
                     ".wait");
   };
-  const int moved = kWaves - side_streams;  // the last K come back at once: they stay
+  const int offloaded = kWaves - side_streams;  // backward needs the last K immediately: they stay
   for (int n = 0; n < kWaves; ++n) {
-    const int lane = n % side_streams;
-    graph("forward", n, letter("side " + std::to_string(lane)), lane > 0 && n < side_streams ? 1 : 0,
-          n < moved ? n : -1, "offload waves." + std::to_string(n) + ".act:", ".copy_to_host");
+    const int index = n % side_streams;
+    graph("forward", n, letter("side " + std::to_string(index)), index > 0 && n < side_streams ? 1 : 0,
+          n < offloaded ? n : -1, "offload waves." + std::to_string(n) + ".act:", ".copy_to_host");
   }
   for (int n = kWaves - 1; n >= 0; --n) {
-    graph("backward", n, letter("side 0"), n == kWaves - 1 ? side_streams - 1 : 0, n - 1 < moved ? n - 1 : -1,
+    graph("backward", n, letter("side 0"), n == kWaves - 1 ? side_streams - 1 : 0, n - 1 < offloaded ? n - 1 : -1,
           "reload waves." + std::to_string(n - 1) + ":", ".copy_to_device");
   }
   lines.push_back(" : " + main + ".wait");

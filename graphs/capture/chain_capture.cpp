@@ -118,10 +118,10 @@ void ChainCapture::record_caller_event() {
 void ChainCapture::capture_forward(std::size_t index) {
   Layer& layer = chain_.layers_[index];
   Live& live = live_[index];
-  const std::size_t lanes = chain_.streams_.size();
-  if (index >= lanes) {
+  const std::size_t side_streams = chain_.streams_.size();
+  if (index >= side_streams) {
     // This graph replays behind all of graph index-K on one stream: what that graph's copies read is free from here on.
-    CaptureOffload::release(chain_.layers_[index - lanes].moved);
+    CaptureOffload::release(chain_.layers_[index - side_streams].offloaded);
   }
   const tracing::Scope trace(tracing::Range::capture_forward, layer.spec.scope->trace);
   const IssuedAt place("forward", layer.spec.name);
@@ -141,7 +141,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   live.recorder =
       std::make_unique<Recorder>(*resources_.tree, *resources_.exclusions, resources_.offload, &live.planned);
   detail::TensorBuffer outputs;
-  resources_.offload->begin_forward(layer.moved);
+  resources_.offload->begin_forward(layer.offloaded);
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   {
     const RecorderGuard recording(live.recorder.get());
@@ -152,9 +152,9 @@ void ChainCapture::capture_forward(std::size_t index) {
   runtime_.record(layer.forward_done, capture_);
   record_caller_event();
   resources_.offload->join_forward();
-  runtime_.record(layer.forward_drained, capture_);
+  runtime_.record(layer.forward_copies_done, capture_);
   layer.forward = capture.end();
-  check_graph_events(runtime_, layer.forward, layer.forward_done, layer.forward_drained,
+  check_graph_events(runtime_, layer.forward, layer.forward_done, layer.forward_copies_done,
                      chain_.describe(index) + ", forward");
   for (const at::Tensor& output : outputs) {
     live.outputs.push_back(output);
@@ -231,8 +231,8 @@ void ChainCapture::capture_backward(std::size_t index) {
   if (index > 0) {
     Layer& next = chain_.layers_[index - 1];
     const IssuedAt prefetch("reload", next.spec.name);
-    resources_.offload->prefetch(next.moved, next.spec.scope->trace);
-    for (const auto& saved : next.moved) {
+    resources_.offload->prefetch(next.offloaded, next.spec.scope->trace);
+    for (const auto& saved : next.offloaded) {
       next.reload_targets.push_back(saved->device.mutable_data());
     }
   }
@@ -246,9 +246,9 @@ void ChainCapture::capture_backward(std::size_t index) {
   runtime_.record(layer.backward_done, capture_);
   record_caller_event();
   resources_.offload->join_prefetch();
-  runtime_.record(layer.backward_drained, capture_);
+  runtime_.record(layer.backward_copies_done, capture_);
   layer.backward = capture.end();
-  check_graph_events(runtime_, layer.backward, layer.backward_done, layer.backward_drained,
+  check_graph_events(runtime_, layer.backward, layer.backward_done, layer.backward_copies_done,
                      chain_.describe(index) + ", backward");
   finish_backward(index);
 }
@@ -294,7 +294,7 @@ void ChainCapture::finish_backward(std::size_t index) {
   if (!chain_.options_.retain_graph_in_backward()) {
     live.outputs.clear();
     live.leaves.clear();
-    CaptureOffload::release(layer.moved);
+    CaptureOffload::release(layer.offloaded);
   }
   if (index + 1 < specs_.size()) {
     live_[index + 1].grad_inputs.clear();

@@ -30,7 +30,7 @@ class ChainCapture {
     std::unique_ptr<Recorder> recorder;
   };
 
-  /// Groups of the last K layers turn round at once: they stay.
+  /// Backward needs the groups of the last K layers immediately: they stay.
   void make_plan_and_pin();
   void prepare_layers();
   /// With accumulate_in_graph: the `.grad` that the backward graph adds into.

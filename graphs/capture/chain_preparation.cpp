@@ -23,14 +23,14 @@ ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::v
 
 void ChainCapture::make_plan_and_pin() {
   Profile& profile = chain_.profile_;
-  const std::size_t lanes = chain_.streams_.size();
+  const std::size_t side_streams = chain_.streams_.size();
   std::vector<std::size_t> first_storage;
   for (const auto i : c10::irange(specs_.size())) {
     const Profile& layer = chain_.sizings_[i].profile;
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
     for (GroupProfile group : layer.groups) {
-      group.turns_round = i + lanes >= specs_.size();
+      group.needed_immediately = i + side_streams >= specs_.size();
       profile.groups.push_back(std::move(group));
     }
     for (StorageProfile storage : layer.storages) {
@@ -55,9 +55,9 @@ void ChainCapture::prepare_layers() {
     layer.spec = specs_[i];
     layer.training = layer.spec.module == nullptr || layer.spec.module->is_training();
     layer.forward_done = runtime_.create_external_event();
-    layer.forward_drained = runtime_.create_external_event();
+    layer.forward_copies_done = runtime_.create_external_event();
     layer.backward_done = runtime_.create_external_event();
-    layer.backward_drained = runtime_.create_external_event();
+    layer.backward_copies_done = runtime_.create_external_event();
     layer.externals = chain_.sizings_[i].externals;
     for (const c10::Storage& external : layer.externals) {
       // Registered by another module of the model, a rotary cache perhaps: it may be loaded or moved as the rest.

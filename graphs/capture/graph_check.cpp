@@ -61,10 +61,10 @@ bool computes(GraphNode::Kind kind) {
 }  // namespace
 
 void check_graph_events(const Runtime& runtime, const Graph& graph, const ExternalEvent& done,
-                        const ExternalEvent& drained, const std::string& what) {
+                        const ExternalEvent& copies_done, const std::string& what) {
   const std::vector<GraphNode> nodes = runtime.nodes(graph);
   const std::vector<bool> before_done = ancestors(nodes, only_record(nodes, done, what, "done"));
-  const std::vector<bool> before_drained = ancestors(nodes, only_record(nodes, drained, what, "drained"));
+  const std::vector<bool> before_copies_done = ancestors(nodes, only_record(nodes, copies_done, what, "copies_done"));
   for (std::size_t i = 0; i < nodes.size(); ++i) {
     const bool copies =
         nodes[i].kind == GraphNode::Kind::copy_to_host || nodes[i].kind == GraphNode::Kind::copy_to_device;
@@ -72,9 +72,9 @@ void check_graph_events(const Runtime& runtime, const Graph& graph, const Extern
       throw CaptureError(what + ": its done event does not wait for all of its compute (node " + std::to_string(i) +
                          "); a forward must not leave work on streams of its own that it never joins");
     }
-    if ((copies || computes(nodes[i].kind)) && !before_drained[i]) {
-      throw CaptureError(what + ": its drained event does not wait for all of its copies (node " + std::to_string(i) +
-                         ")");
+    if ((copies || computes(nodes[i].kind)) && !before_copies_done[i]) {
+      throw CaptureError(what + ": its copies-done event does not wait for all of its copies (node " +
+                         std::to_string(i) + ")");
     }
   }
 }

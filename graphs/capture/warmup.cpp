@@ -9,9 +9,9 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "observe/operator_observer.h"
 #include "offload/nested_backward.h"
 #include "offload/sizing.h"
-#include "observe/operator_observer.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

@@ -36,8 +36,8 @@ Options checked_options(Options options) {
   if (options.graph_options().on_pending() == OnChange::eager) {
     throw UsageError("GraphOptions::on_pending cannot be eager: it is capture or error");
   }
-  if (options.graph_options().on_moved_weights() == OnChange::eager) {
-    throw UsageError("GraphOptions::on_moved_weights cannot be eager: it is capture or error");
+  if (options.graph_options().on_relocated_weights() == OnChange::eager) {
+    throw UsageError("GraphOptions::on_relocated_weights cannot be eager: it is capture or error");
   }
   if (options.check_steps() == 0) {
     options.check_steps(check_steps_by_environment());

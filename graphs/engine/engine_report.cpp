@@ -5,12 +5,12 @@ namespace {
 
 const char* reason(Fate fate) {
   switch (fate) {
-    case Fate::moves:
+    case Fate::offloaded:
       return "";
     case Fate::not_selected:
       return "not selected";
-    case Fate::turns_round:
-      return "backward needs it at once";
+    case Fate::needed_immediately:
+      return "backward needs it immediately";
     case Fate::held_back:
       return "held back by another saver";
     case Fate::over_cap:
@@ -30,8 +30,8 @@ void append(const Profile& profile, const Plan& plan, Report& report) {
     GroupReport& group = report.groups[first + profile.storages[i].savers.front()];
     const auto bytes = static_cast<std::int64_t>(profile.storages[i].bytes);
     group.bytes += bytes;
-    if (plan.decisions[i].fate == Fate::moves) {
-      group.moved_bytes += bytes;
+    if (plan.decisions[i].fate == Fate::offloaded) {
+      group.offloaded_bytes += bytes;
     } else if (group.kept_because.empty()) {
       group.kept_because = reason(plan.decisions[i].fate);
     }

@@ -86,7 +86,7 @@ void EngineState::begin_step() {
   }
   if (sized_) {
     check_patterns();
-    follow_moved_weights();
+    follow_relocated_weights();
     capture_recorded();
     if (!eager_planned_) {
       plan_eager();
@@ -130,8 +130,8 @@ void EngineState::end_step(bool failed) {
     attempt([&] { recorder_->finish(); });
   }
   attempt([&] { eager_->end_step(); });
-  std::uint64_t moved = 0;
-  std::uint64_t returned = 0;
+  std::uint64_t offloaded = 0;
+  std::uint64_t reloaded = 0;
   step_.waits = step_.inline_reloads = step_.replays = 0;
   for (const auto& weak : chains_) {
     if (const auto holder = weak.lock(); holder != nullptr && holder->chain != nullptr) {
@@ -140,8 +140,8 @@ void EngineState::end_step(bool failed) {
       step_.replays += static_cast<std::int64_t>(counts.replays);
       step_.waits += static_cast<std::int64_t>(counts.waits);
       step_.inline_reloads += static_cast<std::int64_t>(counts.inline_reloads);
-      moved += counts.left_bytes;
-      returned += counts.returned_bytes;
+      offloaded += counts.offloaded_bytes;
+      reloaded += counts.reloaded_bytes;
     }
   }
   if (sizing_ != nullptr) {
@@ -158,8 +158,8 @@ void EngineState::end_step(bool failed) {
   const std::int64_t peak = runtime_->memory_stats().allocated_peak;
   if (sized_) {
     const EagerOffload::Counts counts = eager_->counts();
-    step_.offloaded_bytes = static_cast<std::int64_t>(moved + counts.left_bytes);
-    step_.reloaded_bytes = static_cast<std::int64_t>(returned + counts.returned_bytes);
+    step_.offloaded_bytes = static_cast<std::int64_t>(offloaded + counts.offloaded_bytes);
+    step_.reloaded_bytes = static_cast<std::int64_t>(reloaded + counts.reloaded_bytes);
     step_.waits += static_cast<std::int64_t>(counts.waits);
     step_.inline_reloads += static_cast<std::int64_t>(counts.inline_reloads);
     step_.copied_twice_bytes = static_cast<std::int64_t>(recorder_->counts().copied_twice_bytes);
@@ -176,13 +176,13 @@ void EngineState::finish_sizing() {
   eager_profile_ = recorder_->profile();
   eager_scopes_ = recorder_->group_scopes();
   step_.saved_bytes = static_cast<std::int64_t>(recorder_->saved_bytes());
-  for (const std::uint32_t group : sizing_->turned()) {
-    eager_profile_.groups[group].turns_round = true;
+  for (const std::uint32_t group : sizing_->needed_immediately()) {
+    eager_profile_.groups[group].needed_immediately = true;
   }
   // What a graphed call saves is its chain's business; an eager group that shares a storage with it is held back by it.
   for (GroupProfile& group : eager_profile_.groups) {
     if (in_graphed_call(group.name)) {
-      group.selected = group.turns_round = false;
+      group.selected = group.needed_immediately = false;
     }
   }
   sizing_.reset();
@@ -338,18 +338,18 @@ void EngineState::recapture(ChainHolder& holder) {
   mark_static_outputs();
 }
 
-void EngineState::follow_moved_weights() {
+void EngineState::follow_relocated_weights() {
   for (const auto& holder : own_chains_) {
     const std::vector<Layer>& layers = holder->chain->layers();
     const bool dropped =  // by a capture that failed in the place of this one
         std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return !layer.forward; });
-    if (!dropped && !holder->chain->weights_moved()) {
+    if (!dropped && !holder->chain->weights_relocated()) {
       continue;
     }
-    if (options_.graph_options().on_moved_weights() == OnChange::error) {
+    if (options_.graph_options().on_relocated_weights() == OnChange::error) {
       throw UsageError(
-          "parameters or buffers of graphed calls have moved since the capture (load, Module::to); call "
-          "OffloadEngine::reset, or set GraphOptions::on_moved_weights to capture");
+          "parameters or buffers of graphed calls were relocated since the capture (load, Module::to); call "
+          "OffloadEngine::reset, or set GraphOptions::on_relocated_weights to capture");
     }
     recapture(*holder);
   }

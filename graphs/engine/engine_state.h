@@ -9,13 +9,13 @@
 
 #include <torch/nn/module.h>
 
-#include "graphs/replay/chain.h"
 #include "graphs/engine/recorded_calls.h"
+#include "graphs/replay/chain.h"
+#include "observe/checked_runtime.h"
 #include "offload/eager_offload.h"
 #include "offload/exclusions.h"
 #include "offload/recorder.h"
 #include "offload/sizing.h"
-#include "observe/checked_runtime.h"
 #include "sidestream/call.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"
@@ -81,7 +81,7 @@ class EngineState : public std::enable_shared_from_this<EngineState> {
   void check_patterns() const;
   void finish_sizing();
   void capture_recorded();
-  void follow_moved_weights();
+  void follow_relocated_weights();
   void plan_eager();
   /// True for groups of calls that match `graph`: their chains move them.
   [[nodiscard]] bool in_graphed_call(const std::string& group) const;

@@ -33,8 +33,8 @@ class GraphedCall {
           "\": autocast is in another state than at its capture; call it as captured, or capture again there");
     }
     const bool dropped = !layer().forward;  // by a capture that failed in its place
-    if ((dropped || holder_->chain->weights_moved(layer_)) &&
-        holder_->chain->options().on_moved_weights() == OnChange::capture && !holder_->chain->any_pending()) {
+    if ((dropped || holder_->chain->weights_relocated(layer_)) &&
+        holder_->chain->options().on_relocated_weights() == OnChange::capture && !holder_->chain->any_pending()) {
       engine_->recapture(*holder_);
     }
     detail::TensorBuffer outputs;

@@ -14,23 +14,23 @@ namespace sidestream {
 // M is the caller's stream, S[k] the side streams, layer n replays forward on S[n mod K] and backward on S[0].
 //
 //   forward n    M: (if an input has another address: copy)  record fork
-//                S[n mod K]: wait fork, wait the tail of the latest backward (first time since), launch
-//                            (where n does not follow the latest forward: wait the tails of the other lanes, too)
+//                S[n mod K]: wait fork, wait for the copies of the latest backward (first time since), launch
+//                            (where n does not follow the latest forward: wait for the copies of the other side streams, too)
 //                M: wait done(n)
 //   backward n   M: (if a gradient has another address: copy)  record fork
-//                S[0]: wait fork, wait drained of the latest forward of every other side stream (first backward only), launch
+//                S[0]: wait fork, wait copies_done of the latest forward of every other side stream (first backward only), launch
 //                M: wait done(n)
 //
-// done is recorded inside the graph after its last compute, drained after its copies are joined. A static input never leaves
+// done is recorded inside the graph after its last compute, copies_done after its copies are joined. A static input never leaves
 // the device and lies outside of the pool: M may write it behind done(n) of both directions, which it has waited for.
 // What orders the copies:
 //  - The source of a D2H of n is used again by graphs n+K and later at the earliest. n+K is behind all of n on one stream,
 //    later ones are behind done(n+K). Where forwards are left out, n+K may be among them: the forward after the gap waits for
-//    the tails of all lanes.
+//    the copies of all side streams.
 //  - A backward frees and uses again what D2H of this pass read: the join before the first backward.
 //  - The H2D for n is issued by backward n+1, joined before that graph ends, and backward n is behind it on S[0].
 //  - The host slot that a D2H of the next step writes was read by an H2D of this one; the memory that a forward writes was the
-//    destination of an H2D: every side stream waits for the tail of the latest backward before its next forward.
+//    destination of an H2D: every side stream waits for the copies of the latest backward before its next forward.
 
 Chain::Chain(const GraphResources& resources, const GraphOptions& options)
     : runtime_(resources.runtime),
@@ -48,8 +48,8 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
       streams_.push_back(side_streams_.back());
     }
   }
-  forward_tails_.resize(streams_.size(), nullptr);
-  behind_backward_tail_.resize(streams_.size(), true);
+  forward_copies_.resize(streams_.size(), nullptr);
+  behind_backward_copies_.resize(streams_.size(), true);
 }
 
 Chain::~Chain() {
@@ -76,7 +76,7 @@ bool Chain::any_pending() const {
   return top_ >= 0;
 }
 
-bool Chain::weights_moved(std::size_t layer) const noexcept {
+bool Chain::weights_relocated(std::size_t layer) const noexcept {
   for (const WatchedTensor& watched : layers_[layer].watched) {
     if (watched.tensor.const_data_ptr() != watched.address) {
       return true;
@@ -85,9 +85,9 @@ bool Chain::weights_moved(std::size_t layer) const noexcept {
   return false;
 }
 
-bool Chain::weights_moved() const noexcept {
+bool Chain::weights_relocated() const noexcept {
   for (const auto i : c10::irange(layers_.size())) {
-    if (weights_moved(i)) {
+    if (weights_relocated(i)) {
       return true;
     }
   }
@@ -122,10 +122,10 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   const std::lock_guard lock(mutex_);
   check(index, inputs);
   Layer& layer = layers_[index];
-  if (weights_moved(index)) {
+  if (weights_relocated(index)) {
     throw UsageError(describe(index) +
-                     ": a parameter or buffer has moved since the capture (load, Module::to); capture " +
-                     "again, or let OffloadEngine::step do it (GraphOptions::on_moved_weights)");
+                     ": a parameter or buffer was relocated since the capture (load, Module::to); capture " +
+                     "again, or let OffloadEngine::step do it (GraphOptions::on_relocated_weights)");
   }
   if (layer.pending) {
     throw UsageError(describe(index) +
@@ -141,18 +141,18 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   const IssuedAt place("forward", layer.spec.name);
   write_static_inputs(layer, inputs);
   const c10::Stream side = forward_stream(index);
-  const std::size_t lane = index % streams_.size();
+  const std::size_t side_stream = index % streams_.size();
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
-  if (!behind_backward_tail_[lane]) {
-    runtime_->wait(side, *backward_tail_);
-    behind_backward_tail_[lane] = true;
+  if (!behind_backward_copies_[side_stream]) {
+    runtime_->wait(side, *backward_copies_);
+    behind_backward_copies_[side_stream] = true;
     ++counts_.waits;
   }
   if (index != next_forward_) {
     for (const auto other : c10::irange(streams_.size())) {
-      if (other != lane && forward_tails_[other] != nullptr) {
-        runtime_->wait(side, *forward_tails_[other]);
+      if (other != side_stream && forward_copies_[other] != nullptr) {
+        runtime_->wait(side, *forward_copies_[other]);
         ++counts_.waits;
       }
     }
@@ -161,7 +161,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   const auto queued = [&, replays = counts_.replays] {
     if (counts_.replays != replays) {
       next_forward_ = index + 1;
-      forward_tails_[lane] = &layer.forward_drained;
+      forward_copies_[side_stream] = &layer.forward_copies_done;
     }
   };
   try {
@@ -172,8 +172,8 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   }
   queued();
   reloaded_ = -1;  // what an earlier backward brought back may be overwritten now
-  for (const auto& saved : layer.moved) {
-    counts_.left_bytes += saved->bytes;
+  for (const auto& saved : layer.offloaded) {
+    counts_.offloaded_bytes += saved->bytes;
   }
   ++layer.generation;
   for (const at::Tensor& output : layer.outputs) {
@@ -222,21 +222,21 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
   const c10::Stream side = backward_stream();
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
-  for (const auto lane : c10::irange(streams_.size())) {
-    if (lane != 0 && forward_tails_[lane] != nullptr) {
-      runtime_->wait(side, *forward_tails_[lane]);
+  for (const auto side_stream : c10::irange(streams_.size())) {
+    if (side_stream != 0 && forward_copies_[side_stream] != nullptr) {
+      runtime_->wait(side, *forward_copies_[side_stream]);
       ++counts_.waits;
     }
   }
-  if (!layer.moved.empty() && reloaded_ != static_cast<std::int64_t>(index)) {
+  if (!layer.offloaded.empty() && reloaded_ != static_cast<std::int64_t>(index)) {
     reload_inline(layer);
   }
   const auto queued = [&, replays = counts_.replays] {  // as in forward
     if (counts_.replays != replays) {
-      forward_tails_.assign(streams_.size(), nullptr);
-      backward_tail_ = &layer.backward_drained;
-      behind_backward_tail_.assign(streams_.size(), false);
-      behind_backward_tail_[0] = true;
+      forward_copies_.assign(streams_.size(), nullptr);
+      backward_copies_ = &layer.backward_copies_done;
+      behind_backward_copies_.assign(streams_.size(), false);
+      behind_backward_copies_[0] = true;
     }
   };
   try {
@@ -248,8 +248,8 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
   queued();
   reloaded_ = static_cast<std::int64_t>(index) - 1;
   if (index > 0) {
-    for (const auto& saved : layers_[index - 1].moved) {
-      counts_.returned_bytes += saved->bytes;
+    for (const auto& saved : layers_[index - 1].offloaded) {
+      counts_.reloaded_bytes += saved->bytes;
     }
   }
   layer.pending = false;
@@ -328,10 +328,10 @@ void Chain::own_grads(Layer& layer) {
 
 // The backward that brings this layer's groups back did not run (its forward was left out, or its output was not used).
 void Chain::reload_inline(Layer& layer) {
-  for (const auto i : c10::irange(layer.moved.size())) {
-    const SavedStorage& saved = *layer.moved[i];
+  for (const auto i : c10::irange(layer.offloaded.size())) {
+    const SavedStorage& saved = *layer.offloaded[i];
     runtime_->copy_to_device(layer.reload_targets[i], saved.lease.data(), saved.bytes, backward_stream());
-    counts_.returned_bytes += saved.bytes;
+    counts_.reloaded_bytes += saved.bytes;
   }
   ++counts_.inline_reloads;
 }
@@ -354,13 +354,13 @@ void Chain::drop_pending(std::size_t index, std::uint64_t generation) noexcept {
 void Chain::join_copies() {
   const std::lock_guard lock(mutex_);
   const c10::Stream main = runtime_->current_stream();
-  for (const ExternalEvent* tail : forward_tails_) {
-    if (tail != nullptr) {
-      runtime_->wait(main, *tail);
+  for (const ExternalEvent* copies : forward_copies_) {
+    if (copies != nullptr) {
+      runtime_->wait(main, *copies);
     }
   }
-  if (backward_tail_ != nullptr) {
-    runtime_->wait(main, *backward_tail_);
+  if (backward_copies_ != nullptr) {
+    runtime_->wait(main, *backward_copies_);
   }
 }
 
@@ -373,10 +373,10 @@ void Chain::reset(std::size_t index) {
   drop_pending(index, layer.generation);
   layer.forward.reset();
   layer.backward.reset();
-  layer.moved.clear();
-  forward_tails_.assign(streams_.size(), nullptr);
-  backward_tail_ = nullptr;
-  behind_backward_tail_.assign(streams_.size(), true);
+  layer.offloaded.clear();
+  forward_copies_.assign(streams_.size(), nullptr);
+  backward_copies_ = nullptr;
+  behind_backward_copies_.assign(streams_.size(), true);
 }
 
 void Chain::reset() {

@@ -8,8 +8,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
-#include "graphs/replay/layer.h"
 #include "graphs/capture/warmup.h"
+#include "graphs/replay/layer.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
 #include "runtime/runtime.h"
@@ -37,8 +37,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   struct Counts {
     std::uint64_t replays = 0;
     std::uint64_t waits = 0;
-    std::uint64_t left_bytes = 0;
-    std::uint64_t returned_bytes = 0;
+    std::uint64_t offloaded_bytes = 0;
+    std::uint64_t reloaded_bytes = 0;
     std::uint64_t inline_reloads = 0;
   };
 
@@ -59,8 +59,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] bool ready(std::size_t layer) const;
   [[nodiscard]] bool any_pending() const;
   /// True when a parameter or buffer of `layer`, or of any, no longer lies where the graphs read it.
-  [[nodiscard]] bool weights_moved(std::size_t layer) const noexcept;
-  [[nodiscard]] bool weights_moved() const noexcept;
+  [[nodiscard]] bool weights_relocated(std::size_t layer) const noexcept;
+  [[nodiscard]] bool weights_relocated() const noexcept;
   /// Drops one layer's graphs, or all. Idempotent.
   void reset(std::size_t layer);
   void reset();
@@ -113,10 +113,10 @@ class Chain : public std::enable_shared_from_this<Chain> {
   std::int64_t top_ = -1;       ///< the highest pending layer
   std::int64_t reloaded_ = -1;  ///< the layer whose groups the latest backward brought back
   std::vector<const ExternalEvent*>
-      forward_tails_;             ///< by side stream: drained event of its latest forward since the join
+      forward_copies_;            ///< by side stream: copies-done event of its latest forward since the join
   std::size_t next_forward_ = 0;  ///< after the latest forward's
-  const ExternalEvent* backward_tail_ = nullptr;  ///< drained event of the latest backward
-  std::vector<bool> behind_backward_tail_;        ///< by side stream: it waits for that event already
+  const ExternalEvent* backward_copies_ = nullptr;  ///< copies-done event of the latest backward
+  std::vector<bool> behind_backward_copies_;        ///< by side stream: it waits for that event already
   Counts counts_;
 };
 

@@ -68,15 +68,15 @@ struct Layer {
   std::vector<at::Tensor> grad_outputs;  ///< static, for outputs that require a gradient
   std::vector<at::Tensor> grad_inputs;   ///< static, not owning; undefined where there is none
   std::vector<bool> grad_input_linked;   ///< is the linked layer's static grad_output: no copy, if it goes there alone
-  MovedStorages moved;
-  std::vector<void*> reload_targets;  ///< where the graph before this one's backward puts `moved`
+  OffloadedStorages offloaded;
+  std::vector<void*> reload_targets;  ///< where the graph before this one's backward puts `offloaded`
 
   Graph forward;
   Graph backward;
   ExternalEvent forward_done;
-  ExternalEvent forward_drained;
+  ExternalEvent forward_copies_done;
   ExternalEvent backward_done;
-  ExternalEvent backward_drained;
+  ExternalEvent backward_copies_done;
 
   // Replay.
   std::uint64_t generation = 0;  ///< counts forwards

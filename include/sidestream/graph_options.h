@@ -39,8 +39,8 @@ struct GraphOptions {
   TORCH_ARG(OnChange, on_pending) = OnChange::capture;
   /// New values of arguments that are not tensors, new shapes, dtypes or requires_grad.
   TORCH_ARG(OnChange, on_new_arguments) = OnChange::capture;
-  /// Parameters or buffers whose storage moved since the capture (load, Module::to): recapture, or an error.
-  TORCH_ARG(OnChange, on_moved_weights) = OnChange::capture;
+  /// Parameters or buffers whose storage was relocated since the capture (load, Module::to): recapture, or an error.
+  TORCH_ARG(OnChange, on_relocated_weights) = OnChange::capture;
   /// Captures of one call (microbatches in flight times argument variants) before a further one is an error.
   TORCH_ARG(int64_t, max_captures) = 8;
 };

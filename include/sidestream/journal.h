@@ -57,7 +57,7 @@ struct Journal {
 };
 
 /// Accesses that nothing orders and waits for events that nothing recorded, one line each: both operations with stream, place
-/// and step, the bytes, and the edge that would cure it. Like findings are given once. Threads: any.
+/// and step, the bytes, and the edge that would fix it. Like findings are given once. Threads: any.
 [[nodiscard]] std::vector<std::string> check_order(const Journal& journal);
 
 /// The journal as the content of a file; docs/journal.md says how it is laid out.

@@ -8,10 +8,10 @@ namespace sidestream {
 
 /// One group of the plan.
 struct GroupReport {
-  std::string name;              ///< "blocks.3.core_attn"
-  std::int64_t bytes = 0;        ///< of the storages it saves first, each storage once
-  std::int64_t moved_bytes = 0;  ///< of those that leave the device
-  std::string kept_because;      ///< why the rest stays; empty when all of it moves
+  std::string name;                  ///< "blocks.3.core_attn"
+  std::int64_t bytes = 0;            ///< of the storages it saves first, each storage once
+  std::int64_t offloaded_bytes = 0;  ///< of those that leave the device
+  std::string kept_because;          ///< why the rest stays; empty when all of it moves
 };
 
 /// One reason for tensors that always stay on the device.

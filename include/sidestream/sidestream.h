@@ -8,7 +8,7 @@
 #include "sidestream/journal.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"
+#include "sidestream/scope.h"
 #include "sidestream/testing/schedule.h"
 #include "sidestream/testing/schedule_check.h"
-#include "sidestream/scope.h"
 #include "sidestream/version.h"

@@ -9,8 +9,8 @@ Decision wanted(const Profile& profile, const StorageProfile& storage) {
     return {Fate::not_selected, first};
   }
   for (const std::uint32_t saver : storage.savers) {
-    if (profile.groups[saver].turns_round) {
-      return {Fate::turns_round, saver};
+    if (profile.groups[saver].needed_immediately) {
+      return {Fate::needed_immediately, saver};
     }
   }
   for (const std::uint32_t saver : storage.savers) {
@@ -18,7 +18,7 @@ Decision wanted(const Profile& profile, const StorageProfile& storage) {
       return {Fate::held_back, saver};
     }
   }
-  return {Fate::moves, first};
+  return {Fate::offloaded, first};
 }
 
 std::string mebibytes(std::uint64_t bytes) {
@@ -35,7 +35,7 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
   for (const StorageProfile& storage : profile.storages) {
     const Decision decision = wanted(profile, storage);
     plan.decisions.push_back(decision);
-    if (decision.fate == Fate::moves) {
+    if (decision.fate == Fate::offloaded) {
       pinned[storage.savers.front()] += (storage.bytes + alignment - 1) / alignment * alignment;
     } else if (decision.fate == Fate::held_back) {
       plan.notes.push_back("a storage of " + mebibytes(storage.bytes) + " saved by " +
@@ -58,13 +58,13 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
   }
   for (std::size_t i = 0; i < plan.decisions.size(); ++i) {
     Decision& decision = plan.decisions[i];
-    if (decision.fate != Fate::moves) {
+    if (decision.fate != Fate::offloaded) {
       continue;
     }
     if (over_cap[profile.storages[i].savers.front()]) {
       decision.fate = Fate::over_cap;
     } else {
-      plan.moved_bytes += profile.storages[i].bytes;
+      plan.offloaded_bytes += profile.storages[i].bytes;
     }
   }
   return plan;
@@ -73,12 +73,12 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
 void keep_unpinned(Plan& plan, const Profile& profile, std::uint32_t group, const std::string& why) {
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < plan.decisions.size(); ++i) {
-    if (plan.decisions[i].fate == Fate::moves && profile.storages[i].savers.front() == group) {
+    if (plan.decisions[i].fate == Fate::offloaded && profile.storages[i].savers.front() == group) {
       plan.decisions[i].fate = Fate::not_pinned;
       bytes += profile.storages[i].bytes;
     }
   }
-  plan.moved_bytes -= bytes;
+  plan.offloaded_bytes -= bytes;
   plan.notes.push_back("group " + profile.groups[group].name + " stays: its " + mebibytes(bytes) +
                        " of pinned host memory were refused (" + why + ")");
 }

@@ -9,8 +9,8 @@ namespace sidestream {
 /// What a sizing pass saw of one group: the tensors that autograd saved inside one named scope.
 struct GroupProfile {
   std::string name;
-  bool selected = false;     ///< the options name it
-  bool turns_round = false;  ///< backward needs it at once: it stays whatever the options say
+  bool selected = false;            ///< the options name it
+  bool needed_immediately = false;  ///< backward needs it immediately: it stays whatever the options say
 };
 
 /// What a sizing pass saw of one storage.
@@ -26,7 +26,7 @@ struct Profile {
 };
 
 /// Whether a storage leaves the device, and why not.
-enum class Fate : std::uint8_t { moves, not_selected, turns_round, held_back, over_cap, not_pinned };
+enum class Fate : std::uint8_t { offloaded, not_selected, needed_immediately, held_back, over_cap, not_pinned };
 
 /// For one storage of the profile.
 struct Decision {
@@ -37,11 +37,11 @@ struct Decision {
 /// Plain data, made once; `decisions[i]` is about `storages[i]` of its profile.
 struct Plan {
   std::vector<Decision> decisions;
-  std::uint64_t moved_bytes = 0;
+  std::uint64_t offloaded_bytes = 0;
   std::vector<std::string> notes;  ///< for the report: storages held back, groups over the cap or not pinned
 };
 
-/// Decides which storages leave. A storage leaves only when every saver's group is selected and none turns round; groups are
+/// Decides which storages leave. A storage leaves only when every saver's group is selected and none is needed immediately; groups are
 /// taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage rounded up to
 /// `alignment` bytes. Pure; linear in the profile.
 [[nodiscard]] Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t alignment);

@@ -49,7 +49,7 @@ void Report::print(std::ostream& out) const {
   }
   for (const GroupReport& group : groups) {
     row(out, group.name.c_str(),
-        mebibytes(group.moved_bytes) + " of " + mebibytes(group.bytes) +
+        mebibytes(group.offloaded_bytes) + " of " + mebibytes(group.bytes) +
             (group.kept_because.empty() ? "" : "  (rest: " + group.kept_because + ")"));
   }
   for (const ExclusionReport& exclusion : exclusions) {
@@ -98,7 +98,7 @@ std::string Report::json() const {
   for (const GroupReport& group : groups) {
     object["groups"].push_back({{"name", group.name},
                                 {"bytes", group.bytes},
-                                {"moved_bytes", group.moved_bytes},
+                                {"offloaded_bytes", group.offloaded_bytes},
                                 {"kept_because", group.kept_because}});
   }
   for (const ExclusionReport& exclusion : exclusions) {

@@ -17,7 +17,7 @@ struct HostArena::Slot {
   std::size_t bytes = 0;
   // At most one of the two is set: what the next lessee waits for.
   std::shared_ptr<const Event> last_copy;
-  std::shared_ptr<const ExternalEvent> last_drained;
+  std::shared_ptr<const ExternalEvent> last_copies_done;
   std::shared_ptr<Event> own;
   Slot* next_free = nullptr;
 };
@@ -65,20 +65,20 @@ void HostArena::State::wait_for_copies() noexcept {
       return;
     }
     const Event* waited = nullptr;
-    bool drained = false;
+    bool copies_done = false;
     for (const Slot& slot : slots) {
       if (slot.last_copy && slot.last_copy.get() != waited) {
         waited = slot.last_copy.get();
         runtime.synchronize(*waited);
       }
-      drained = drained || slot.last_drained != nullptr;
+      copies_done = copies_done || slot.last_copies_done != nullptr;
     }
-    if (drained) {
+    if (copies_done) {
       const OwnedStream stream = runtime.create_stream();
       const ExternalEvent* joined = nullptr;
       for (const Slot& slot : slots) {
-        if (slot.last_drained && slot.last_drained.get() != joined) {
-          joined = slot.last_drained.get();
+        if (slot.last_copies_done && slot.last_copies_done.get() != joined) {
+          joined = slot.last_copies_done.get();
           runtime.wait(stream, *joined);
         }
       }
@@ -239,7 +239,7 @@ HostArena::Lease HostArena::lease(std::size_t bytes) {
 
 void HostArena::give_back(Lease lease, std::shared_ptr<const Event> last_copy) noexcept {
   if (lease) {
-    lease.touched(std::move(last_copy));
+    lease.record_last_use(std::move(last_copy));
   }
 }
 
@@ -285,27 +285,27 @@ void HostArena::Lease::wait_before_use(c10::Stream stream) const {
   if (slot_->last_copy) {
     state_->runtime.wait(stream, *slot_->last_copy);
   }
-  if (slot_->last_drained) {
-    state_->runtime.wait(stream, *slot_->last_drained);
+  if (slot_->last_copies_done) {
+    state_->runtime.wait(stream, *slot_->last_copies_done);
   }
 }
 
-void HostArena::Lease::touched(c10::Stream stream) {
+void HostArena::Lease::record_last_use(c10::Stream stream) {
   if (!slot_->own) {
     slot_->own = std::make_shared<Event>(state_->runtime.create_event());
   }
   state_->runtime.record(*slot_->own, stream);
   slot_->last_copy = slot_->own;
-  slot_->last_drained.reset();
+  slot_->last_copies_done.reset();
 }
 
-void HostArena::Lease::touched(std::shared_ptr<const Event> event) noexcept {
+void HostArena::Lease::record_last_use(std::shared_ptr<const Event> event) noexcept {
   slot_->last_copy = std::move(event);
-  slot_->last_drained.reset();
+  slot_->last_copies_done.reset();
 }
 
-void HostArena::Lease::touched(std::shared_ptr<const ExternalEvent> drained) noexcept {
-  slot_->last_drained = std::move(drained);
+void HostArena::Lease::record_last_use(std::shared_ptr<const ExternalEvent> copies_done) noexcept {
+  slot_->last_copies_done = std::move(copies_done);
   slot_->last_copy.reset();
 }
 

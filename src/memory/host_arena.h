@@ -44,7 +44,7 @@ class HostArena {
     Lease& operator=(Lease&& other) noexcept;
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
-    /// Gives the slot back, with the last use noted by `touched`.
+    /// Gives the slot back, with the last use noted by `record_last_use`.
     ~Lease() { reset(); }
     void reset() noexcept;
 
@@ -59,12 +59,12 @@ class HostArena {
     void wait_before_use(c10::Stream stream) const;
 
     /// Notes that the copies queued on `stream` so far touch the slot: records the slot's own event. No allocation after
-    /// the slot's first use. Capture: illegal (give the graph's drained event instead).
-    void touched(c10::Stream stream);
+    /// the slot's first use. Capture: illegal (give the graph's copies-done event instead).
+    void record_last_use(c10::Stream stream);
     /// The same with an event that the caller records after the copy (one for a whole group); shared, not copied.
-    void touched(std::shared_ptr<const Event> event) noexcept;
-    /// The same for a captured copy: the drained event that each launch of the graph records.
-    void touched(std::shared_ptr<const ExternalEvent> drained) noexcept;
+    void record_last_use(std::shared_ptr<const Event> event) noexcept;
+    /// The same for a captured copy: the copies-done event that each launch of the graph records.
+    void record_last_use(std::shared_ptr<const ExternalEvent> copies_done) noexcept;
 
    private:
     friend class HostArena;
@@ -104,7 +104,7 @@ class HostArena {
   /// the cap has room; after it nothing grows. Empty when there is no room, and for 0 bytes.
   /// No allocation after `seal`. Capture: legal after `seal` (no driver call), illegal before.
   [[nodiscard]] Lease lease(std::size_t bytes);
-  /// Gives `lease` back with the event of the copy that last touched it; the same as `touched` and `reset`.
+  /// Gives `lease` back with the event of the copy that last touched it; the same as `record_last_use` and `reset`.
   void give_back(Lease lease, std::shared_ptr<const Event> last_copy) noexcept;
 
   [[nodiscard]] HostArenaStats stats() const;

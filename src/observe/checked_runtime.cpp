@@ -312,8 +312,8 @@ void CheckedRuntime::launch(const Graph& graph, c10::Stream stream) {
         event = event_number(noted.event);
       }
     }
-    const std::uint32_t lane = noted.stream == captured.origin ? origin : fork_index(captured, noted.stream);
-    write(noted, lane, event, site->second);
+    const std::uint32_t queue = noted.stream == captured.origin ? origin : fork_index(captured, noted.stream);
+    write(noted, queue, event, site->second);
   }
 }
 

@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
+#include "observe/operator_observer.h"
 #include "observe/order_check.h"
+#include "observe/queued_uses.h"
 #include "runtime/foreign_order.h"
 #include "runtime/forwarding_runtime.h"
-#include "observe/operator_observer.h"
-#include "observe/queued_uses.h"
 #include "sidestream/journal.h"
 
 namespace sidestream {

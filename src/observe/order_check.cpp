@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::uint32_t kHost = 0;
 
-std::uint32_t lane_of(const JournalOperation& operation) {
+std::uint32_t queue_of(const JournalOperation& operation) {
   return operation.kind == JournalKind::host_access ? kHost : operation.stream + 1;
 }
 
@@ -30,7 +30,7 @@ void OrderChecker::grow(Clock& clock, std::size_t entries) {
   }
   const std::size_t more = entries - clock.size();
   if (more > room_) {
-    throw UsageError("the journal's " + std::to_string(lanes_.size()) + " streams and " +
+    throw UsageError("the journal's " + std::to_string(clocks_.size()) + " streams and " +
                      std::to_string(events_.size()) +
                      " events would take more memory than there is to check; check fewer steps");
   }
@@ -46,13 +46,13 @@ void OrderChecker::join(Clock& clock, const Clock& other) {
   }
 }
 
-OrderChecker::Clock& OrderChecker::clock_of(std::uint32_t lane) {
-  if (lane >= lanes_.size()) {
-    lanes_.resize(lane + 1);
-    host_seen_.resize(lane + 1);
+OrderChecker::Clock& OrderChecker::clock_of(std::uint32_t queue) {
+  if (queue >= clocks_.size()) {
+    clocks_.resize(queue + 1);
+    host_seen_.resize(queue + 1);
   }
-  grow(lanes_[lane], std::size_t{lane} + 1);
-  return lanes_[lane];
+  grow(clocks_[queue], std::size_t{queue} + 1);
+  return clocks_[queue];
 }
 
 void OrderChecker::read(const Journal& journal) {
@@ -64,18 +64,18 @@ void OrderChecker::read(const Journal& journal) {
 void OrderChecker::operation(const Journal& journal, std::size_t index) {
   const JournalOperation& operation = journal.operations[index];
   clock_of(kHost);
-  const std::uint32_t lane = lane_of(operation);
-  clock_of(lane);
-  if (lane != kHost && host_seen_[lane] != host_version_) {
+  const std::uint32_t queue = queue_of(operation);
+  clock_of(queue);
+  if (queue != kHost && host_seen_[queue] != host_version_) {
     // Issued after all that the host has seen and done.
-    join(lanes_[lane], lanes_[kHost]);
-    host_seen_[lane] = host_version_;
+    join(clocks_[queue], clocks_[kHost]);
+    host_seen_[queue] = host_version_;
   }
   switch (operation.kind) {
     case JournalKind::record: {
       Clock& at_record = events_[operation.event];
-      grow(at_record, lanes_[lane].size());
-      at_record = lanes_[lane];
+      grow(at_record, clocks_[queue].size());
+      at_record = clocks_[queue];
       return;
     }
     case JournalKind::wait: {
@@ -87,28 +87,28 @@ void OrderChecker::operation(const Journal& journal, std::size_t index) {
         report(journal, finding);
         return;
       }
-      join(lanes_[lane], recorded->second);
+      join(clocks_[queue], recorded->second);
       return;
     }
     case JournalKind::host_waits_event:
       if (const auto recorded = events_.find(operation.event); recorded != events_.end()) {
-        join(lanes_[kHost], recorded->second);
+        join(clocks_[kHost], recorded->second);
         ++host_version_;
       }
       return;
     case JournalKind::host_waits_stream:
-      join(lanes_[kHost], lanes_[lane]);
+      join(clocks_[kHost], clocks_[queue]);
       ++host_version_;
       return;
     case JournalKind::host_waits_device:
-      for (std::size_t other = 1; other < lanes_.size(); ++other) {
-        join(lanes_[kHost], lanes_[other]);
+      for (std::size_t other = 1; other < clocks_.size(); ++other) {
+        join(clocks_[kHost], clocks_[other]);
       }
       ++host_version_;
       return;
     case JournalKind::freed_behind:
       for (std::uint64_t i = 0; i < operation.accesses; ++i) {
-        forget(journal.accesses[operation.first_access + i], lane);
+        forget(journal.accesses[operation.first_access + i], queue);
       }
       return;
     case JournalKind::host_access:
@@ -119,21 +119,21 @@ void OrderChecker::operation(const Journal& journal, std::size_t index) {
     case JournalKind::copy_to_device:
       break;
   }
-  ++clock_of(lane)[lane];
+  ++clock_of(queue)[queue];
   // Reads first: what an operation reads and writes is no conflict with itself.
   for (const bool write : {false, true}) {
     for (std::uint64_t i = 0; i < operation.accesses; ++i) {
       const JournalAccess& touched = journal.accesses[operation.first_access + i];
       if (touched.write == write && touched.bytes > 0) {
-        access(journal, index, touched, lane);
+        access(journal, index, touched, queue);
       }
     }
   }
 }
 
-bool OrderChecker::ordered(const Mark& earlier, std::uint32_t lane) const {
-  const Clock& clock = lanes_[lane];
-  return earlier.lane == lane || (earlier.lane < clock.size() && earlier.time <= clock[earlier.lane]);
+bool OrderChecker::ordered(const Mark& earlier, std::uint32_t queue) const {
+  const Clock& clock = clocks_[queue];
+  return earlier.queue == queue || (earlier.queue < clock.size() && earlier.time <= clock[earlier.queue]);
 }
 
 OrderChecker::Ranges::iterator OrderChecker::split_at(std::uint64_t address) {
@@ -150,7 +150,7 @@ OrderChecker::Ranges::iterator OrderChecker::split_at(std::uint64_t address) {
 }
 
 // The lender of the memory has ordered these accesses before all that are to come.
-void OrderChecker::forget(const JournalAccess& freed, std::uint32_t lane) {
+void OrderChecker::forget(const JournalAccess& freed, std::uint32_t queue) {
   if (freed.bytes == 0) {
     return;
   }
@@ -160,14 +160,15 @@ void OrderChecker::forget(const JournalAccess& freed, std::uint32_t lane) {
   for (; range != ranges_.end() && range->first < end; ++range) {
     ++work_;
     Range& known = range->second;
-    known.written = known.written && known.writer.lane != lane;
-    std::erase_if(known.readers, [&](const Mark& reader) { return reader.lane == lane; });
+    known.written = known.written && known.writer.queue != queue;
+    std::erase_if(known.readers, [&](const Mark& reader) { return reader.queue == queue; });
   }
 }
 
-void OrderChecker::access(const Journal& journal, std::size_t index, const JournalAccess& touched, std::uint32_t lane) {
+void OrderChecker::access(const Journal& journal, std::size_t index, const JournalAccess& touched,
+                          std::uint32_t queue) {
   const std::uint64_t end = touched.begin + touched.bytes;
-  const Mark mark{lane, lanes_[lane][lane], index};
+  const Mark mark{queue, clocks_[queue][queue], index};
   const auto conflict = [&](const Mark& earlier, bool writes, std::uint64_t from, std::uint64_t to) {
     report(journal, {OrderFinding::Kind::unordered, earlier.operation, index, from, to - from, writes, touched.write,
                      touched.pinned});
@@ -178,11 +179,11 @@ void OrderChecker::access(const Journal& journal, std::size_t index, const Journ
     auto range = first;
     for (; range != ranges_.end() && range->first < end; ++range) {
       work_ += 1 + range->second.readers.size();
-      if (range->second.written && !ordered(range->second.writer, lane)) {
+      if (range->second.written && !ordered(range->second.writer, queue)) {
         conflict(range->second.writer, true, range->first, range->second.end);
       }
       for (const Mark& reader : range->second.readers) {
-        if (!ordered(reader, lane)) {
+        if (!ordered(reader, queue)) {
           conflict(reader, false, range->first, range->second.end);
         }
       }
@@ -202,11 +203,11 @@ void OrderChecker::access(const Journal& journal, std::size_t index, const Journ
     }
     Range& known = range->second;
     work_ += 1 + known.readers.size();
-    if (known.written && !ordered(known.writer, lane)) {
+    if (known.written && !ordered(known.writer, queue)) {
       conflict(known.writer, true, range->first, known.end);
     }
     const auto same = std::find_if(known.readers.begin(), known.readers.end(),
-                                   [&](const Mark& reader) { return reader.lane == lane; });
+                                   [&](const Mark& reader) { return reader.queue == queue; });
     if (same != known.readers.end()) {
       *same = mark;
     } else {
@@ -271,7 +272,7 @@ std::string describe(const Journal& journal, const OrderFinding& finding) {
                 finding.pinned ? "pinned host memory " : "", finding.begin, finding.bytes);
   std::string text = place(journal, first) + (finding.first_writes ? " writes " : " reads ") + range + ", and " +
                      place(journal, second) + (finding.second_writes ? " writes" : " reads") +
-                     " them without being ordered after it; cure: ";
+                     " them without being ordered after it; fix: ";
   const bool by_host = second.kind == JournalKind::host_access;
   const bool of_host = first.kind == JournalKind::host_access;
   if (of_host) {

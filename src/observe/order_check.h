@@ -47,7 +47,7 @@ class OrderChecker {
   using Clock = std::vector<std::uint64_t>;
   /// One access: by whom and when.
   struct Mark {
-    std::uint32_t lane = 0;
+    std::uint32_t queue = 0;
     std::uint64_t time = 0;
     std::size_t operation = 0;
   };
@@ -61,19 +61,19 @@ class OrderChecker {
   using Ranges = std::map<std::uint64_t, Range>;
 
   void operation(const Journal& journal, std::size_t index);
-  void access(const Journal& journal, std::size_t index, const JournalAccess& access, std::uint32_t lane);
+  void access(const Journal& journal, std::size_t index, const JournalAccess& access, std::uint32_t queue);
   Ranges::iterator split_at(std::uint64_t address);
-  [[nodiscard]] bool ordered(const Mark& earlier, std::uint32_t lane) const;
-  void forget(const JournalAccess& freed, std::uint32_t lane);
+  [[nodiscard]] bool ordered(const Mark& earlier, std::uint32_t queue) const;
+  void forget(const JournalAccess& freed, std::uint32_t queue);
   void report(const Journal& journal, const OrderFinding& finding);
-  Clock& clock_of(std::uint32_t lane);
+  Clock& clock_of(std::uint32_t queue);
   void join(Clock& clock, const Clock& other);
   void grow(Clock& clock, std::size_t entries);
   [[nodiscard]] static std::uint64_t half_of_memory();
 
   std::uint64_t room_;  ///< entries that clocks may still grow by
   std::size_t next_ = 0;
-  std::vector<Clock> lanes_;  ///< lane 0 is the host, lane n+1 stream n
+  std::vector<Clock> clocks_;  ///< the first is the host's, then one for each stream
   std::vector<std::uint64_t> host_seen_;
   std::uint64_t host_version_ = 1;
   /// Of those recorded. A journal may number them as it likes, so no table up to the highest.
@@ -86,7 +86,7 @@ class OrderChecker {
   std::uint64_t work_ = 0;
 };
 
-/// One line for people: both operations with stream, place, direction and step, the bytes, and the edge that would cure it.
+/// One line for people: both operations with stream, place, direction and step, the bytes, and the edge that would fix it.
 [[nodiscard]] std::string describe(const Journal& journal, const OrderFinding& finding);
 
 }  // namespace sidestream

@@ -28,23 +28,23 @@ void CaptureOffload::join(const OwnedStream& copies) {
   runtime_->wait(capture_, join_);
 }
 
-void CaptureOffload::begin_forward(MovedStorages& moved) {
-  moved_ = &moved;
+void CaptureOffload::begin_forward(OffloadedStorages& offloaded) {
+  offloaded_ = &offloaded;
   copies_to_host_ = false;
 }
 
 void CaptureOffload::group_ended(Group& group) {
-  MovedStorages leaving;
+  OffloadedStorages leaving;
   for (const auto& weak : group.storages) {
     auto saved = weak.lock();
-    if (saved == nullptr || !saved->moves) {
+    if (saved == nullptr || !saved->to_offload) {
       continue;
     }
     saved->lease = arena_->lease(saved->bytes);
     if (saved->lease) {
       leaving.push_back(std::move(saved));
     } else {
-      saved->moves = false;
+      saved->to_offload = false;
     }
   }
   if (leaving.empty()) {
@@ -64,7 +64,7 @@ void CaptureOffload::group_ended(Group& group) {
   for (auto& saved : leaving) {
     runtime_->copy_to_host(saved->lease.data(), saved->device.data(), saved->bytes, to_host_);
     saved->place = SavedStorage::Place::leaving;
-    moved_->push_back(std::move(saved));
+    offloaded_->push_back(std::move(saved));
   }
   copies_to_host_ = true;
 }
@@ -73,27 +73,27 @@ void CaptureOffload::join_forward() {
   if (copies_to_host_) {
     join(to_host_);
   }
-  moved_ = nullptr;
+  offloaded_ = nullptr;
 }
 
-void CaptureOffload::release(const MovedStorages& moved) {
-  for (const auto& saved : moved) {
+void CaptureOffload::release(const OffloadedStorages& offloaded) {
+  for (const auto& saved : offloaded) {
     saved->device = c10::Storage();
     saved->place = SavedStorage::Place::host;
   }
 }
 
-void CaptureOffload::prefetch(const MovedStorages& moved, const tracing::Name& trace_name) {
-  copies_to_device_ = !moved.empty();
-  if (moved.empty()) {
+void CaptureOffload::prefetch(const OffloadedStorages& offloaded, const tracing::Name& trace_name) {
+  copies_to_device_ = !offloaded.empty();
+  if (offloaded.empty()) {
     return;
   }
   const tracing::Scope trace(tracing::Range::reload, trace_name);
-  for (const auto& saved : moved) {
+  for (const auto& saved : offloaded) {
     saved->device = allocate_storage(runtime_->device(), saved->bytes);
   }
   fork(to_device_, capture_);
-  for (const auto& saved : moved) {
+  for (const auto& saved : offloaded) {
     runtime_->copy_to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes, to_device_);
     saved->place = SavedStorage::Place::returning;
   }
@@ -107,7 +107,7 @@ void CaptureOffload::join_prefetch() {
 }
 
 void CaptureOffload::abandon() noexcept {
-  moved_ = nullptr;
+  offloaded_ = nullptr;
   copies_to_host_ = copies_to_device_ = false;
 }
 

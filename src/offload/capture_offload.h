@@ -11,27 +11,27 @@
 namespace sidestream {
 
 /// The storages of one captured forward that leave the device; the graph owns them (and with them the host leases) for life.
-using MovedStorages = std::vector<std::shared_ptr<SavedStorage>>;
+using OffloadedStorages = std::vector<std::shared_ptr<SavedStorage>>;
 
 /// Moves groups inside captures: each group's D2H forks off the capture stream at its scope's end, the H2D of an earlier
 /// layer's groups forks in at the start of a backward capture; both are joined before their capture ends.
 ///
 /// Nothing waits for an event here but the forks and joins: what a copy needs from another graph is ordered by how graphs are
-/// launched (see Note [Graph choreography] in graphs/chain.cpp).
+/// launched (see Note [Graph choreography] in graphs/replay/chain.cpp).
 /// Threads: one capture at a time; `fetch` may be called on autograd's device thread meanwhile.
 class CaptureOffload final : public StorageMover {
  public:
   CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, c10::Stream capture);
   ~CaptureOffload() override;
 
-  /// What the forward capture that now begins moves is collected in `moved`.
-  void begin_forward(MovedStorages& moved);
+  /// What the forward capture that now begins moves is collected in `offloaded`.
+  void begin_forward(OffloadedStorages& offloaded);
   /// Joins the copies of this forward into the capture stream.
   void join_forward();
-  /// Lets the sources of `moved` go back to the pool.
-  static void release(const MovedStorages& moved);
-  /// In a backward capture: allocates `moved` on the device and forks their copies off.
-  void prefetch(const MovedStorages& moved, const tracing::Name& trace);
+  /// Lets the sources of `offloaded` go back to the pool.
+  static void release(const OffloadedStorages& offloaded);
+  /// In a backward capture: allocates `offloaded` on the device and forks their copies off.
+  void prefetch(const OffloadedStorages& offloaded, const tracing::Name& trace);
   void join_prefetch();
   /// Forgets a capture that failed.
   void abandon() noexcept;
@@ -51,7 +51,7 @@ class CaptureOffload final : public StorageMover {
   OwnedStream to_device_;
   Event fork_;
   Event join_;
-  MovedStorages* moved_ = nullptr;
+  OffloadedStorages* offloaded_ = nullptr;
   bool copies_to_host_ = false;
   bool copies_to_device_ = false;
 };

@@ -27,19 +27,19 @@ void keep_for(const c10::Storage& storage, const Streams& streams) {
 // Note [Eager choreography]
 // M is the stream that operators saved on (autograd runs their backward on the same), D and H are the copy streams, g a group.
 //
-//   scope of g ends      M: record fork     D: wait fork, wait the host slots' last copies, copy g, record left(g)
-//   groups_in_flight on  M: wait left(g), then g's sources are let go: M may use their memory again
-//   backward reaches g+1 M: allocate g, record fork   H: wait fork, copy g, record returned(g)
-//   backward reaches g   M: wait returned(g), unpack; and the line above for the group before g
+//   scope of g ends      M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
+//   groups_in_flight on  M: wait offloaded(g), then g's sources are let go: M may use their memory again
+//   backward reaches g+1 M: allocate g, record fork   H: wait fork, copy g, record reloaded(g)
+//   backward reaches g   M: wait reloaded(g), unpack; and the line above for the group before g
 //   the step ends        M and the current stream: wait for D and H; what came back unused is let go
 //
 // A destination is allocated on M before the fork is recorded, so that H is behind whatever used that memory before. H is
-// behind the D2H through the same fork: only what was let go comes back, and M waited for left(g) first. The wait for a host
+// behind the D2H through the same fork: only what was let go comes back, and M waited for offloaded(g) first. The wait for a host
 // slot's last copy is for models on several streams: a group saved on one stream may leave into a slot that the H2D of another
 // stream's group still reads.
 //
 // Where a step saves on several streams, each is an M: D and H fork from all that saved of g. The first of them waits for
-// left(g); for the others the allocator is told of every stream that has saved in the step, as autograd alone would hold a
+// offloaded(g); for the others the allocator is told of every stream that has saved in the step, as autograd alone would hold a
 // saved tensor until backward and any of them could read it until then. So its memory is lent again only behind all of
 // them, and with the first behind the copy. A reloaded copy is read by backward, on the streams that saved it.
 
@@ -77,11 +77,11 @@ void EagerOffload::begin_step() {
 
 EagerOffload::Slot& EagerOffload::next_slot() {
   if (used_slots_ == slots_.size()) {
-    auto left = std::make_shared<Event>(runtime_->create_event());
-    auto returned = std::make_shared<Event>(runtime_->create_event());
+    auto offloaded = std::make_shared<Event>(runtime_->create_event());
+    auto reloaded = std::make_shared<Event>(runtime_->create_event());
     Slot& slot = slots_.emplace_back();
-    slot.left = std::move(left);
-    slot.returned = std::move(returned);
+    slot.offloaded = std::move(offloaded);
+    slot.reloaded = std::move(reloaded);
   }
   Slot& slot = slots_[used_slots_++];
   slot.storages.clear();
@@ -100,14 +100,14 @@ void EagerOffload::group_ended(Group& group) {
   std::vector<std::shared_ptr<SavedStorage>> leaving;
   for (const auto& weak : group.storages) {
     auto saved = weak.lock();
-    if (saved == nullptr || !saved->moves || saved->place != SavedStorage::Place::device) {
+    if (saved == nullptr || !saved->to_offload || saved->place != SavedStorage::Place::device) {
       continue;
     }
     saved->lease = arena_->lease(saved->bytes);
     if (saved->lease) {
       leaving.push_back(std::move(saved));
     } else {
-      saved->moves = false;
+      saved->to_offload = false;
       ++counts_.refused_leases;
     }
   }
@@ -131,21 +131,21 @@ void EagerOffload::group_ended(Group& group) {
       saved->lease.wait_before_use(to_host_);
       runtime_->copy_to_host(saved->lease.data(), saved->device.data(), saved->bytes, to_host_);
     }
-    runtime_->record(*slot.left, to_host_);
+    runtime_->record(*slot.offloaded, to_host_);
   } catch (...) {
     settle(to_host_);  // nothing tells when copies that were queued are done
     for (const auto& saved : leaving) {
       saved->lease.reset();
-      saved->moves = false;
+      saved->to_offload = false;
     }
     throw;
   }
   for (const auto& saved : leaving) {
-    saved->lease.touched(slot.left);
+    saved->lease.record_last_use(slot.offloaded);
     saved->place = SavedStorage::Place::leaving;
     saved->slot = static_cast<std::uint32_t>(used_slots_);
     slot.storages.push_back(saved);
-    counts_.left_bytes += saved->bytes;
+    counts_.offloaded_bytes += saved->bytes;
   }
   stash_.emplace_back(&slot, std::move(leaving));
   while (stash_.size() > groups_in_flight_) {
@@ -168,7 +168,7 @@ void EagerOffload::fork(const OwnedStream& copies, const Streams& savers) {
 }
 
 void EagerOffload::let_go_of_oldest() {
-  runtime_->wait(stash_.front().first->savers.front(), *stash_.front().first->left);
+  runtime_->wait(stash_.front().first->savers.front(), *stash_.front().first->offloaded);
   ++counts_.waits;
   drop_sources();
 }
@@ -202,7 +202,7 @@ void EagerOffload::reload(Slot& slot) {
     for (const auto& saved : returning) {
       runtime_->copy_to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes, to_device_);
     }
-    runtime_->record(*slot.returned, to_device_);
+    runtime_->record(*slot.reloaded, to_device_);
   } catch (...) {
     settle(to_device_);
     for (const auto& saved : returning) {
@@ -212,15 +212,15 @@ void EagerOffload::reload(Slot& slot) {
     throw;
   }
   for (const auto& saved : returning) {
-    saved->lease.touched(slot.returned);
+    saved->lease.record_last_use(slot.reloaded);
     saved->place = SavedStorage::Place::returning;
-    counts_.returned_bytes += saved->bytes;
+    counts_.reloaded_bytes += saved->bytes;
   }
 }
 
 void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
   if (std::find(slot.arrived.begin(), slot.arrived.end(), stream) == slot.arrived.end()) {
-    runtime_->wait(stream, *slot.returned);
+    runtime_->wait(stream, *slot.reloaded);
     ++counts_.waits;
     slot.arrived.push_back(stream);
   }

@@ -21,8 +21,8 @@ namespace sidestream {
 class EagerOffload final : public StorageMover {
  public:
   struct Counts {
-    std::uint64_t left_bytes = 0;
-    std::uint64_t returned_bytes = 0;
+    std::uint64_t offloaded_bytes = 0;
+    std::uint64_t reloaded_bytes = 0;
     std::uint64_t waits = 0;           ///< times a stream was made to wait for a copy
     std::uint64_t inline_reloads = 0;  ///< groups that were needed before their reload was begun
     std::uint64_t refused_leases = 0;
@@ -42,10 +42,10 @@ class EagerOffload final : public StorageMover {
   [[nodiscard]] Counts counts() const;
 
  private:
-  /// One moved group of this step. Slots are used again from step to step, so that steps make no events.
+  /// One offloaded group of this step. Slots are used again from step to step, so that steps make no events.
   struct Slot {
-    std::shared_ptr<Event> left;
-    std::shared_ptr<Event> returned;
+    std::shared_ptr<Event> offloaded;
+    std::shared_ptr<Event> reloaded;
     // Of the group's scope, which may be gone: a backward may outlive its engine. Slots are used again, so nothing allocates.
     std::string name;
     tracing::Name trace;

@@ -33,7 +33,7 @@ struct ExclusionTally {
   std::uint64_t bytes = 0;  ///< of the whole storages, counted each time
 };
 
-/// Decides what is never moved, whatever the policy says. Everything is compared by storage, so a view (linear saves
+/// Decides what never leaves the device, whatever the policy says. Everything is compared by storage, so a view (linear saves
 /// `weight.t()`) counts as what it is a view of. Holds weak references only, except to the registered parameters.
 /// Threads: any.
 class Exclusions {

@@ -13,7 +13,7 @@ namespace {
 std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const Plan& plan) {
   std::vector<std::vector<std::size_t>> sizes(profile.groups.size());
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
-    if (plan.decisions[i].fate == Fate::moves) {
+    if (plan.decisions[i].fate == Fate::offloaded) {
       sizes[profile.storages[i].savers.front()].push_back(profile.storages[i].bytes);
     }
   }

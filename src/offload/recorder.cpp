@@ -188,7 +188,7 @@ void Recorder::mark(const at::Tensor& tensor) {
   // The operator that made it may have saved it already; its group has not left yet while its scope is open.
   if (const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl()); found != entries_.end()) {
     if (const auto saved = found->second.saved.lock(); saved != nullptr) {
-      saved->moves = saved->moves && saved->place != SavedStorage::Place::device;
+      saved->to_offload = saved->to_offload && saved->place != SavedStorage::Place::device;
     }
   }
 }
@@ -217,7 +217,7 @@ std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const Ver
   if (planned_ != nullptr) {
     if (group.planned != nullptr && group.seen < group.planned->size() &&
         (*group.planned)[group.seen].bytes == saved->bytes) {
-      saved->moves = (*group.planned)[group.seen].moves;
+      saved->to_offload = (*group.planned)[group.seen].to_offload;
     } else {
       counts_.unplanned_bytes += saved->bytes;
     }
@@ -259,7 +259,7 @@ PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>&
   }
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
     const std::uint32_t group = profile.storages[i].savers.front();
-    pass[scopes[group]][turns[group]].push_back({profile.storages[i].bytes, decisions[i].fate == Fate::moves});
+    pass[scopes[group]][turns[group]].push_back({profile.storages[i].bytes, decisions[i].fate == Fate::offloaded});
   }
   return pass;
 }

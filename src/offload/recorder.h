@@ -33,7 +33,7 @@ class VersionStamp {
 /// What a plan says of one storage; by the order in which its group first saves storages.
 struct PlannedStorage {
   std::size_t bytes = 0;
-  bool moves = false;
+  bool to_offload = false;
 };
 /// What a plan says of a forward pass: for each scope, for each time that it is entered and saves something, its storages.
 using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<std::vector<PlannedStorage>>>;
@@ -72,7 +72,7 @@ class Recorder final : public SavedTensorSource {
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
 
-  /// Groups and storages as met, where no pass was planned. `turns_round` is left false.
+  /// Groups and storages as met, where no pass was planned. `needed_immediately` is left false.
   [[nodiscard]] Profile profile() const;
   /// The scopes of the profile's groups.
   [[nodiscard]] std::vector<const ScopeNode*> group_scopes() const;

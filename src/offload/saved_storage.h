@@ -44,7 +44,7 @@ struct SavedStorage {
   std::size_t bytes;
   HostArena::Lease lease;
   Place place = Place::device;
-  bool moves = false;  ///< the plan says that it leaves when its group ends
+  bool to_offload = false;  ///< the plan says that it leaves when its group ends
 };
 
 struct PlannedStorage;
@@ -68,7 +68,7 @@ class StorageMover {
   StorageMover& operator=(const StorageMover&) = delete;
   virtual ~StorageMover() = default;
 
-  /// The group's scope has ended: its storages with `moves` set may leave.
+  /// The group's scope has ended: its storages with `to_offload` set may leave.
   virtual void group_ended(Group& group) = 0;
   /// The storage's bytes on the device, ordered before later work of the current stream.
   [[nodiscard]] virtual c10::Storage fetch(SavedStorage& storage) = 0;

@@ -8,7 +8,7 @@
 
 namespace sidestream {
 
-/// Moves nothing: the sizing pass, warm-up. Sees where the pass turns round: the last selected group that ended before backward
+/// Moves nothing: the sizing pass, warm-up. Sees which group backward needs immediately: the last selected one that ended before it
 /// asks for a storage.
 class SizingMover final : public StorageMover {
  public:
@@ -25,7 +25,7 @@ class SizingMover final : public StorageMover {
       backward_begins_();
     }
     if (const std::int64_t turning = last_ended_.exchange(-1); turning >= 0) {
-      turned_.push_back(static_cast<std::uint32_t>(turning));
+      needed_immediately_.push_back(static_cast<std::uint32_t>(turning));
     }
     return storage.device;
   }
@@ -35,13 +35,13 @@ class SizingMover final : public StorageMover {
   void pass_ended() noexcept { begun_ = true; }
 
   /// Indices of groups. Read it after the pass.
-  [[nodiscard]] const std::vector<std::uint32_t>& turned() const noexcept { return turned_; }
+  [[nodiscard]] const std::vector<std::uint32_t>& needed_immediately() const noexcept { return needed_immediately_; }
 
  private:
   std::function<void()> backward_begins_;
   std::atomic<bool> begun_{false};
   std::atomic<std::int64_t> last_ended_{-1};
-  std::vector<std::uint32_t> turned_;
+  std::vector<std::uint32_t> needed_immediately_;
 };
 
 }  // namespace sidestream

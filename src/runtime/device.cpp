@@ -3,9 +3,9 @@
 #include "runtime/foreign_order.h"
 #include "runtime/link_speed.h"
 #include "runtime/runtime.h"
+#include "sidestream/error.h"
 #include "sim/device/device.h"
 #include "sim/torch/registration.h"
-#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {

@@ -160,7 +160,7 @@ TEST(Program, AFindingFailsTheCheck) {
   const ProgramResult result = run_program({"check", path});
   EXPECT_EQ(result.code, 1);
   EXPECT_NE(result.out.find("not ordered: mm on main writes"), std::string::npos) << result.out;
-  EXPECT_NE(result.out.find("cure: copies waits"), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("fix: copies waits"), std::string::npos) << result.out;
 }
 
 TEST(Program, JournalsThatAreNoneAreRefused) {

@@ -10,7 +10,7 @@ TEST(ScheduleCommand, ADivergenceSaysWhatDiffersWhyAndHowToSeeItAgain) {
   divergence.schedule = Schedule(Schedule::Kind::seed, 77);
   divergence.bytes = 1234;
   divergence.result = "blocks.0.fc1.weight.grad of recorded step 2";
-  divergence.pair = "copy_to_device on stream 2 writes, and mm on stream 0 reads them; cure: stream 0 waits";
+  divergence.pair = "copy_to_device on stream 2 writes, and mm on stream 0 reads them; fix: stream 0 waits";
   const std::string words = divergence_words(divergence);
   EXPECT_NE(words.find("seed:77: 1234 bytes differ"), std::string::npos) << words;
   EXPECT_NE(words.find(divergence.result), std::string::npos) << words;

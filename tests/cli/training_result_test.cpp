@@ -75,7 +75,7 @@ TEST(ResultTable, OffloadThatMovedNothingSaysWhy) {
   TrainingResult result = sample();
   EXPECT_EQ(result_table(result).find("nothing left"), std::string::npos);
   result.modes.back().offload.bytes_per_step = 0;
-  result.modes.back().offload.notes = {"the last groups turn round at once"};
+  result.modes.back().offload.notes = {"backward needs the last groups immediately"};
   const std::string table = result_table(result);
   EXPECT_NE(table.find("graphs+offload: nothing left the device\n    the last groups"), std::string::npos) << table;
 }

@@ -8,9 +8,9 @@
 #include <ATen/ops/zeros.h>
 
 #include "observe/checked_runtime.h"
-#include "sim/device/device.h"
 #include "sidestream/error.h"
 #include "sidestream/testing/schedule.h"
+#include "sim/device/device.h"
 
 namespace sidestream::contract {
 namespace {

@@ -149,10 +149,10 @@ TEST_P(GraphContract, AReloadInsideAGraphIsReadByTheComputeThatWaitsForIt) {
   }
 }
 
-// Graph: compute, done event, then a copy tail on a forked stream.
-struct TailGraph {
+// Graph: compute, done event, then a copy on a forked stream.
+struct CopyingGraph {
   ExternalEvent done;
-  ExternalEvent drained;
+  ExternalEvent copies_done;
   PinnedMemory pinned;
   at::Tensor output;
   Graph graph;
@@ -160,77 +160,77 @@ struct TailGraph {
 
 class ExternalEventContract : public GraphContract {
  protected:
-  TailGraph capture_tail(const MemoryPool& pool, const at::Tensor& input) {
+  CopyingGraph capture_copying(const MemoryPool& pool, const at::Tensor& input) {
     const auto bytes = static_cast<std::size_t>(input.numel()) * sizeof(float);
-    TailGraph tail{
+    CopyingGraph graph{
         runtime().create_external_event(), runtime().create_external_event(), runtime().allocate_pinned(bytes), {}, {}};
     const auto fork = runtime().create_event();
     const auto join = runtime().create_event();
     settle();
     const StreamGuard guard(runtime(), capture());
     runtime().begin_capture(capture(), pool);
-    tail.output = at::add(input, 1);
+    graph.output = at::add(input, 1);
     runtime().record(fork, capture());
     runtime().wait(copies(), fork);
-    runtime().record(tail.done, capture());
-    runtime().copy_to_host(tail.pinned.data(), tail.output.const_data_ptr(), bytes, copies());
-    runtime().record(tail.drained, copies());
+    runtime().record(graph.done, capture());
+    runtime().copy_to_host(graph.pinned.data(), graph.output.const_data_ptr(), bytes, copies());
+    runtime().record(graph.copies_done, copies());
     runtime().record(join, copies());
     runtime().wait(capture(), join);
-    tail.graph = runtime().end_capture(capture());
-    return tail;
+    graph.graph = runtime().end_capture(capture());
+    return graph;
   }
 };
 
 TEST_P(ExternalEventContract, EveryLaunchRecordsItAndWaitersSeeThatLaunch) {
   const auto pool = runtime().create_pool();
   const auto input = filled(1);
-  const auto tail = capture_tail(pool, input);
+  const auto graph = capture_copying(pool, input);
   const auto written = runtime().create_event();
   const auto stream = runtime().current_stream();
   at::Tensor seen;
   for (const float value : {4.0F, 6.0F, 8.0F}) {
-    runtime().wait(stream, tail.drained);
+    runtime().wait(stream, graph.copies_done);
     input.fill_(value);
     runtime().record(written, stream);
     runtime().wait(side(), written);
     delay(side());
-    runtime().launch(tail.graph, side());
-    runtime().wait(stream, tail.done);
-    seen = at::mul(tail.output, 2);
+    runtime().launch(graph.graph, side());
+    runtime().wait(stream, graph.done);
+    seen = at::mul(graph.output, 2);
     EXPECT_TRUE(all_equal(seen, 2 * (value + 1)));
   }
 }
 
-TEST_P(ExternalEventContract, TheDrainedEventStandsForTheCopies) {
+TEST_P(ExternalEventContract, TheCopiesDoneEventStandsForTheCopies) {
   const auto pool = runtime().create_pool();
   const auto input = filled(1);
-  const auto tail = capture_tail(pool, input);
+  const auto graph = capture_copying(pool, input);
   const auto copied = runtime().create_event();
   for (const float value : {4.0F, 6.0F}) {
     input.fill_(value);
     settle();
-    std::memset(tail.pinned.data(), 0, tail.pinned.bytes());
-    runtime().launch(tail.graph, side());
-    runtime().wait(runtime().current_stream(), tail.drained);
+    std::memset(graph.pinned.data(), 0, graph.pinned.bytes());
+    runtime().launch(graph.graph, side());
+    runtime().wait(runtime().current_stream(), graph.copies_done);
     runtime().record(copied, runtime().current_stream());
     runtime().synchronize(copied);
-    EXPECT_EQ(reinterpret_cast<const float*>(tail.pinned.data())[1023], value + 1);
+    EXPECT_EQ(reinterpret_cast<const float*>(graph.pinned.data())[1023], value + 1);
   }
 }
 
-TEST_P(ExternalEventContract, ItReleasesTheMainStreamBeforeTheCopyTail) {
+TEST_P(ExternalEventContract, ItReleasesTheMainStreamBeforeTheCopy) {
   const auto pool = runtime().create_pool();
   const auto input = filled(1, on_gpu() ? std::int64_t{64} << 20 : 1024);
-  const auto tail = capture_tail(pool, input);
+  const auto graph = capture_copying(pool, input);
   const auto released = runtime().create_event();
   settle();
-  runtime().launch(tail.graph, side());
-  runtime().wait(runtime().current_stream(), tail.done);
+  runtime().launch(graph.graph, side());
+  runtime().wait(runtime().current_stream(), graph.done);
   runtime().record(released, runtime().current_stream());
   runtime().synchronize(released);
   if (copies_are_late()) {
-    EXPECT_FALSE(runtime().idle(side())) << "the copy tail was waited for";
+    EXPECT_FALSE(runtime().idle(side())) << "the copy was waited for";
   }
   runtime().synchronize(side());
   EXPECT_TRUE(runtime().idle(side()));
@@ -280,8 +280,8 @@ bool descends(const std::vector<GraphNode>& nodes, std::uint32_t node, std::uint
 TEST_P(NodeContract, AreListedWithKindsEventsAndPredecessors) {
   const auto pool = runtime().create_pool();
   const auto input = filled(1);
-  const auto tail = capture_tail(pool, input);
-  const auto nodes = runtime().nodes(tail.graph);
+  const auto graph = capture_copying(pool, input);
+  const auto nodes = runtime().nodes(graph.graph);
   const auto kernels = of_kind(nodes, GraphNode::Kind::kernel);
   const auto records = of_kind(nodes, GraphNode::Kind::event_record);
   const auto out = of_kind(nodes, GraphNode::Kind::copy_to_host);
@@ -289,14 +289,14 @@ TEST_P(NodeContract, AreListedWithKindsEventsAndPredecessors) {
   ASSERT_EQ(out.size(), 1U);
   ASSERT_EQ(records.size(), 2U) << "ordinary events leave edges, external ones leave nodes";
   EXPECT_TRUE(of_kind(nodes, GraphNode::Kind::copy_to_device).empty());
-  const bool done_first = nodes[records[0]].event == tail.done.native();
+  const bool done_first = nodes[records[0]].event == graph.done.native();
   const auto done = records[done_first ? 0 : 1];
-  const auto drained = records[done_first ? 1 : 0];
-  EXPECT_EQ(nodes[done].event, tail.done.native());
-  EXPECT_EQ(nodes[drained].event, tail.drained.native());
+  const auto copies_done = records[done_first ? 1 : 0];
+  EXPECT_EQ(nodes[done].event, graph.done.native());
+  EXPECT_EQ(nodes[copies_done].event, graph.copies_done.native());
   EXPECT_TRUE(descends(nodes, done, kernels[0]));
   EXPECT_TRUE(descends(nodes, out[0], kernels[0]));
-  EXPECT_TRUE(descends(nodes, drained, out[0]));
+  EXPECT_TRUE(descends(nodes, copies_done, out[0]));
   EXPECT_FALSE(descends(nodes, done, out[0]));
 }
 

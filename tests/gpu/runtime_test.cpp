@@ -164,7 +164,7 @@ TEST_F(RuntimeOnGpu, TheLinkIsFasterThanADiskAndSlowerThanDeviceMemory) {
   std::printf("link: to host %.1f, to device %.1f, both %.1f GB/s\n", speed.to_host, speed.to_device, speed.both);
 }
 
-TEST_F(RuntimeOnGpu, TheMainStreamLeavesAGraphBeforeItsCopyTailOfAGibibyte) {
+TEST_F(RuntimeOnGpu, TheMainStreamLeavesAGraphBeforeItsCopyOfAGibibyte) {
   constexpr std::int64_t kElements = std::int64_t{256} << 20;
   const auto bytes = static_cast<std::size_t>(kElements) * sizeof(float);
   const auto stream = runtime().create_stream();

@@ -38,10 +38,10 @@ TEST(HostArenaThreads, SlotsGoFromThreadToThreadWithTheirEvents) {
       lease.wait_before_use(stream);
       std::memset(lease.data(), mark, lease.bytes());
       if (i % 2 == 0) {
-        lease.touched(stream);
+        lease.record_last_use(stream);
       } else {
         runtime.record(*event, stream);
-        lease.touched(event);
+        lease.record_last_use(event);
       }
       clashed = clashed || lease.data()[lease.bytes() - 1] != std::byte{mark};
     }
@@ -85,7 +85,7 @@ TEST(HostArenaThreads, TheLastLeaseMayOutliveTheArenaOnAnotherThread) {
         arena.reset();
       } else {
         HostArena::Lease& lease = leases[static_cast<std::size_t>(number)];
-        lease.touched(LockedRuntime::stream(number));
+        lease.record_last_use(LockedRuntime::stream(number));
         lease.reset();
       }
     });

@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "sim/rerun/recording.h"
 #include "sim/device/sim_runtime.h"
+#include "sim/rerun/recording.h"
 
 namespace {
 

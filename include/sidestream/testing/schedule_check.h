@@ -20,7 +20,7 @@ struct Divergence {
   std::int64_t bytes = 0;  ///< that differ, over all results
   std::string result;      ///< the first result that differs
   std::string error;       ///< what an operator threw instead (poison taken for an index, for one); else empty
-  /// The two operations whose order makes the difference, all else being equal, with the edge that would cure it.
+  /// The two operations whose order makes the difference, all else being equal, with the edge that would fix it.
   std::string pair;
 };
 

@@ -188,7 +188,7 @@ Block* CachingAllocator::allocate(std::size_t bytes, c10::StreamId stream, Pool*
   block->lent = block->counted = true;
   block->requested = rounded;
   Segment& segment = *block->segment;
-  segment.touched = std::max(segment.touched, static_cast<std::size_t>(block->begin - segment.begin) + rounded);
+  segment.lent = std::max(segment.lent, static_cast<std::size_t>(block->begin - segment.begin) + rounded);
   stats_.allocated += static_cast<std::int64_t>(block->bytes);
   stats_.allocated_peak = std::max(stats_.allocated_peak, stats_.allocated);
   return block;

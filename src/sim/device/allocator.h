@@ -34,7 +34,7 @@ struct Block {
 struct Segment {
   std::byte* begin = nullptr;
   std::size_t bytes = 0;
-  std::size_t touched = 0;  ///< bytes from the start that were ever lent
+  std::size_t lent = 0;  ///< bytes from the start that were ever lent
   c10::StreamId stream = 0;
   Pool* pool = nullptr;
   Block* first = nullptr;

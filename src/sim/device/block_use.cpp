@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "runtime/foreign_order.h"
-#include "sim/torch/device_guard.h"
-#include "sim/rerun/recording.h"
 #include "sim/device/state.h"
+#include "sim/rerun/recording.h"
+#include "sim/torch/device_guard.h"
 
 namespace sidestream::sim {
 

@@ -12,7 +12,7 @@ namespace sidestream::sim {
 
 CaptureMemory::CaptureMemory(CachingAllocator& memory, Pool& pool) : memory_(memory), pool_(pool) {
   for (const Segment* segment : pool_.segments) {
-    pool_before_.emplace_back(segment->begin, segment->touched);
+    pool_before_.emplace_back(segment->begin, segment->lent);
   }
   if (pool_.launched) {
     return;
@@ -40,7 +40,7 @@ void CaptureMemory::finish(bool keep) {
   if (keep && !pool_.launched) {
     pool_.captured.clear();
     for (const Segment* segment : pool_.segments) {
-      pool_.captured.emplace_back(segment->begin, segment->touched);
+      pool_.captured.emplace_back(segment->begin, segment->lent);
     }
     for (const MemoryImage& image : outside_before_) {
       if (!memory_.owns(image.begin)) {
@@ -49,7 +49,7 @@ void CaptureMemory::finish(bool keep) {
     }
   }
   for (const Segment* segment : pool_.segments) {
-    std::memset(segment->begin, poison_byte, segment->touched);
+    std::memset(segment->begin, poison_byte, segment->lent);
   }
   for (const MemoryImage& image : pool_before_) {
     image.restore();

@@ -8,8 +8,8 @@
 
 #include "sim/device/allocator.h"
 #include "sim/device/device.h"
-#include "sim/torch/generator.h"
 #include "sim/device/memory_image.h"
+#include "sim/torch/generator.h"
 
 namespace sidestream::sim {
 

@@ -6,8 +6,8 @@
 #include <sidestream/error.h>
 
 #include "runtime/issued_at.h"
-#include "sim/rerun/recording.h"
 #include "sim/device/state.h"
+#include "sim/rerun/recording.h"
 
 namespace sidestream::sim {
 namespace {
@@ -135,7 +135,7 @@ void Device::State::host_saw(const std::vector<WorkId>& done) {
   }();
   Queued queued;
   queued.work = look;
-  queued.lane = host_lane;
+  queued.queue = host_queue;
   for (const WorkId id : done) {
     if (timeline.matters(id)) {
       queued.after.push_back(id);
@@ -149,7 +149,7 @@ void Device::State::host_saw(const std::vector<WorkId>& done) {
 }
 
 WorkId Device::State::enqueue(StreamState& stream, Queued queued) {
-  queued.lane = queued.work->stream;
+  queued.queue = queued.work->stream;
   order_after(stream, queued.after);
   stream.last = timeline.next_id();
   return timeline.append(std::move(queued));

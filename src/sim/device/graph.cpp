@@ -2,8 +2,8 @@
 
 #include <sidestream/error.h>
 
-#include "sim/rerun/recording.h"
 #include "sim/device/state.h"
+#include "sim/rerun/recording.h"
 
 namespace sidestream::sim {
 namespace {
@@ -42,8 +42,8 @@ NodeSet find_sinks(const std::vector<CapturedWork>& nodes) {
   return sinks;
 }
 
-// Forks of a graph get lanes of their own for each launching stream.
-constexpr c10::StreamId lanes_per_stream = c10::StreamId{1} << 32;
+// Forks of a graph get queues of their own for each launching stream.
+constexpr c10::StreamId queues_per_stream = c10::StreamId{1} << 32;
 
 const std::shared_ptr<const Work>& graph_end() {
   static const auto work = [] {
@@ -136,7 +136,7 @@ void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
   for (const CapturedWork& node : graph->nodes) {
     Queued queued;
     queued.work = node.work;
-    queued.lane = node.work->stream == graph->origin ? id : (id + 1) * lanes_per_stream + node.work->stream;
+    queued.queue = node.work->stream == graph->origin ? id : (id + 1) * queues_per_stream + node.work->stream;
     if (node.after.empty()) {
       queued.after = roots.after;
     }
@@ -163,7 +163,7 @@ void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
   }
   Queued end;
   end.work = graph_end();
-  end.lane = id;
+  end.queue = id;
   end.after = roots.after;
   for (const std::uint32_t sink : graph->sinks) {
     end.after.push_back(ids[sink]);

@@ -24,7 +24,7 @@ std::size_t direction(Work::Kind kind) {
   return 0;
 }
 
-constexpr c10::StreamId no_lane = std::numeric_limits<c10::StreamId>::min();
+constexpr c10::StreamId no_queue = std::numeric_limits<c10::StreamId>::min();
 
 constexpr double eagerness_levels[] = {0, 0.01, 0.1, 0.5, 1};
 // Far apart, so that one direction nearly always goes before another: uniform weights miss the faults that need that.
@@ -44,16 +44,16 @@ IssueOrder::IssueOrder(const Schedule& schedule) : schedule_(schedule), random_(
   }
 }
 
-double IssueOrder::eagerness(Work::Kind kind, c10::StreamId lane) {
+double IssueOrder::eagerness(Work::Kind kind, c10::StreamId queue) {
   if (!by_stream_) {
     return by_kind_[direction(kind)];
   }
-  const auto found = of_lane_.find(lane);
-  return found != of_lane_.end() ? found->second
-                                 : of_lane_.emplace(lane, draw(random_, eagerness_levels)).first->second;
+  const auto found = of_queue_.find(queue);
+  return found != of_queue_.end() ? found->second
+                                  : of_queue_.emplace(queue, draw(random_, eagerness_levels)).first->second;
 }
 
-bool IssueOrder::runs_at_issue(Work::Kind kind, c10::StreamId lane) {
+bool IssueOrder::runs_at_issue(Work::Kind kind, c10::StreamId queue) {
   switch (schedule_.kind()) {
     case Schedule::Kind::early:
       return true;
@@ -64,17 +64,17 @@ bool IssueOrder::runs_at_issue(Work::Kind kind, c10::StreamId lane) {
     case Schedule::Kind::d2h_late:
       return kind == Work::Kind::copy_to_device;
     case Schedule::Kind::seed:
-      return runs_unforced(kind, lane);
+      return runs_unforced(kind, queue);
     case Schedule::Kind::starve:
-      return lanes_.number(lane) != schedule_.number();
+      return queues_.number(queue) != schedule_.number();
     case Schedule::Kind::hold:
       return issued_++ != schedule_.number();
   }
   return true;
 }
 
-bool IssueOrder::runs_unforced(Work::Kind kind, c10::StreamId lane) {
-  const double likely = eagerness(kind, lane);
+bool IssueOrder::runs_unforced(Work::Kind kind, c10::StreamId queue) {
+  const double likely = eagerness(kind, queue);
   return likely > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < likely;
 }
 
@@ -84,11 +84,11 @@ RerunOrder::RerunOrder(const Schedule& schedule, const std::vector<RecordedWork>
     return;
   }
   if (schedule_.kind() == Schedule::Kind::starve) {
-    LaneNumbers numbers;
+    QueueNumbers numbers;
     const auto found = std::find_if(works.begin(), works.end(), [&](const RecordedWork& recorded) {
-      return numbers.number(recorded.lane) == schedule_.number();
+      return numbers.number(recorded.queue) == schedule_.number();
     });
-    starved_ = found != works.end() ? found->lane : no_lane;
+    starved_ = found != works.end() ? found->queue : no_queue;
     return;
   }
   if (schedule_.kind() != Schedule::Kind::seed) {
@@ -120,16 +120,16 @@ int RerunOrder::rank(std::uint32_t candidate) const noexcept {
     case Schedule::Kind::seed:
       return 0;
     case Schedule::Kind::starve:
-      return works_[candidate].lane == starved_ ? 0 : 1;
+      return works_[candidate].queue == starved_ ? 0 : 1;
     case Schedule::Kind::hold:
       return candidate == schedule_.number() ? 0 : 1;
   }
   return 0;
 }
 
-std::uint64_t RerunOrder::priority(c10::StreamId lane) {
-  const auto found = priorities_.find(lane);
-  return found != priorities_.end() ? found->second : priorities_.emplace(lane, random_()).first->second;
+std::uint64_t RerunOrder::priority(c10::StreamId queue) {
+  const auto found = priorities_.find(queue);
+  return found != priorities_.end() ? found->second : priorities_.emplace(queue, random_()).first->second;
 }
 
 std::size_t RerunOrder::choose(const std::vector<std::uint32_t>& ready) {
@@ -150,7 +150,7 @@ std::size_t RerunOrder::choose(const std::vector<std::uint32_t>& ready) {
     return chosen;
   }
   const auto key = [&](std::uint32_t candidate) {
-    return by_stream_ ? priority(works_[candidate].lane) : static_cast<std::uint64_t>(rank(candidate));
+    return by_stream_ ? priority(works_[candidate].queue) : static_cast<std::uint64_t>(rank(candidate));
   };
   std::size_t chosen = 0;
   std::uint64_t best = key(ready[0]);

@@ -13,9 +13,9 @@ namespace sidestream::sim {
 struct RecordedWork;
 
 /// Numbers streams from 0 in the order in which they are first met.
-class LaneNumbers {
+class QueueNumbers {
  public:
-  std::uint64_t number(c10::StreamId lane) { return numbers_.try_emplace(lane, numbers_.size()).first->second; }
+  std::uint64_t number(c10::StreamId queue) { return numbers_.try_emplace(queue, numbers_.size()).first->second; }
 
  private:
   std::unordered_map<c10::StreamId, std::uint64_t> numbers_;
@@ -29,21 +29,21 @@ class IssueOrder {
   /// Nothing is ever held back.
   [[nodiscard]] bool immediate() const noexcept { return schedule_.kind() == Schedule::Kind::early; }
   /// Work that has just been issued runs now, after all that it is ordered after.
-  [[nodiscard]] bool runs_at_issue(Work::Kind kind, c10::StreamId lane);
+  [[nodiscard]] bool runs_at_issue(Work::Kind kind, c10::StreamId queue);
   /// Work that is held back and could run now does so. Drawn anew at every call, for seeds.
-  [[nodiscard]] bool runs_unforced(Work::Kind kind, c10::StreamId lane);
+  [[nodiscard]] bool runs_unforced(Work::Kind kind, c10::StreamId queue);
   [[nodiscard]] bool draws() const noexcept { return schedule_.kind() == Schedule::Kind::seed; }
   [[nodiscard]] const Schedule& schedule() const noexcept { return schedule_; }
 
  private:
-  [[nodiscard]] double eagerness(Work::Kind kind, c10::StreamId lane);
+  [[nodiscard]] double eagerness(Work::Kind kind, c10::StreamId queue);
 
   Schedule schedule_;
   std::mt19937_64 random_;
   bool by_stream_ = false;
   double by_kind_[3] = {};
-  std::unordered_map<c10::StreamId, double> of_lane_;
-  LaneNumbers lanes_;
+  std::unordered_map<c10::StreamId, double> of_queue_;
+  QueueNumbers queues_;
   std::uint64_t issued_ = 0;
 };
 
@@ -58,7 +58,7 @@ class RerunOrder {
 
  private:
   [[nodiscard]] int rank(std::uint32_t candidate) const noexcept;
-  [[nodiscard]] std::uint64_t priority(c10::StreamId lane);
+  [[nodiscard]] std::uint64_t priority(c10::StreamId queue);
 
   Schedule schedule_;
   const std::vector<RecordedWork>& works_;

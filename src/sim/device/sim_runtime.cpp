@@ -5,8 +5,8 @@
 
 #include <sidestream/error.h>
 
-#include "sim/torch/device_guard.h"
 #include "sim/device/graph.h"
+#include "sim/torch/device_guard.h"
 #include "sim/torch/registration.h"
 
 namespace sidestream::sim {

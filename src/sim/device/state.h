@@ -26,8 +26,8 @@ struct StreamState {
   WorkId host_seen = no_work;  ///< the latest look of the host that its work is ordered after
 };
 
-/// The lane of what the host has seen.
-inline constexpr c10::StreamId host_lane = -1;
+/// The queue of what the host has seen.
+inline constexpr c10::StreamId host_queue = -1;
 
 /// A freed block that other streams still use.
 struct UsedBlock {

@@ -2,8 +2,8 @@
 
 #include <sidestream/error.h>
 
-#include "sim/rerun/recording.h"
 #include "sim/device/state.h"
+#include "sim/rerun/recording.h"
 
 namespace sidestream::sim {
 namespace {

@@ -32,7 +32,7 @@ void Timeline::run(Queued& queued) {
 
 WorkId Timeline::append(Queued queued) {
   const WorkId id = first_ + queue_.size();
-  const bool run_now = !queued.done && order_.runs_at_issue(queued.work->kind, queued.lane);
+  const bool run_now = !queued.done && order_.runs_at_issue(queued.work->kind, queued.queue);
   if (!queued.done) {
     pending_.fetch_add(1, std::memory_order_acq_rel);
   }
@@ -85,7 +85,7 @@ void Timeline::stir() {
       continue;
     }
     const Queued& queued = queue_[id - first_];
-    if (order_.runs_unforced(queued.work->kind, queued.lane)) {
+    if (order_.runs_unforced(queued.work->kind, queued.queue)) {
       force(id);
     }
   }

@@ -16,7 +16,7 @@ struct GeneratorState;
 /// Work in the queue of its stream, with what it is ordered after.
 struct Queued {
   std::shared_ptr<const Work> work;
-  c10::StreamId lane = 0;  ///< the stream; within a graph, the launching stream and its forks
+  c10::StreamId queue = 0;  ///< the stream; within a graph, the launching stream and its forks
   c10::SmallVector<WorkId, 2> after;
   std::shared_ptr<const GeneratorState>
       random;                            ///< what this run draws from; null: nothing, or what the first run drew

@@ -78,7 +78,7 @@ void Recording::keep_start() {
   state.memory.for_each_segment([&](const Segment& segment) {
     if (segment.pool->is_private) {
       // Graphs use its free blocks as well.
-      start_.emplace_back(segment.begin, segment.touched);
+      start_.emplace_back(segment.begin, segment.lent);
       return;
     }
     for (const Block* block = segment.first; block != nullptr; block = block->next) {
@@ -95,7 +95,7 @@ void Recording::keep_start() {
 void Recording::keep_end() {
   Device::State& state = *device_.state_;
   end_.clear();
-  state.memory.for_each_segment([&](const Segment& segment) { end_.emplace_back(segment.begin, segment.touched); });
+  state.memory.for_each_segment([&](const Segment& segment) { end_.emplace_back(segment.begin, segment.lent); });
   for (const auto& [begin, bytes] : state.pinned.ranges()) {
     end_.emplace_back(begin, bytes);
   }
@@ -145,7 +145,7 @@ void Recording::stop() {
   works_.reserve(queue.size());
   followers_.resize(queue.size());
   for (Queued& queued : queue) {
-    RecordedWork recorded{std::move(queued.work), queued.lane, {}, std::move(queued.random)};
+    RecordedWork recorded{std::move(queued.work), queued.queue, {}, std::move(queued.random)};
     std::sort(queued.after.begin(), queued.after.end());
     const auto last = std::unique(queued.after.begin(), queued.after.end());
     for (auto id = queued.after.begin(); id != last; ++id) {
@@ -159,7 +159,7 @@ void Recording::stop() {
 
 void Recording::load_start() {
   Device::State& state = *device_.state_;
-  state.memory.for_each_segment([](const Segment& segment) { poison(segment.begin, segment.touched); });
+  state.memory.for_each_segment([](const Segment& segment) { poison(segment.begin, segment.lent); });
   for (const MemoryImage& image : start_) {
     if (device_.owns(image.begin) || state.pinned.mapped(image.begin)) {
       image.restore();

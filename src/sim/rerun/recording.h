@@ -5,15 +5,15 @@
 #include <vector>
 
 #include "sim/device/device.h"
-#include "sim/torch/generator.h"
 #include "sim/device/memory_image.h"
+#include "sim/torch/generator.h"
 
 namespace sidestream::sim {
 
 /// A piece of work of a recorded step and what it is ordered after, by streams, events and graph edges.
 struct RecordedWork {
   std::shared_ptr<const Work> work;
-  c10::StreamId lane = 0;            ///< as in Queued
+  c10::StreamId queue = 0;           ///< as in Queued
   std::vector<std::uint32_t> after;  ///< positions in the recording, all lower
   std::shared_ptr<const GeneratorState> random;
 };

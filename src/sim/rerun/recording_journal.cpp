@@ -45,11 +45,11 @@ class Texts {
   std::unordered_map<std::string, std::uint32_t> indices_;
 };
 
-std::string lane_name(c10::StreamId lane, std::size_t number) {
-  if (lane == host_lane) {
+std::string queue_name(c10::StreamId queue, std::size_t number) {
+  if (queue == host_queue) {
     return "the host";
   }
-  return lane == 0 ? std::string("the default stream") : "stream " + std::to_string(number);
+  return queue == 0 ? std::string("the default stream") : "stream " + std::to_string(number);
 }
 
 JournalAccess common_bytes(const Access& a, const Access& b) {
@@ -63,13 +63,13 @@ JournalAccess common_bytes(const Access& a, const Access& b) {
 
 RecordingJournal::RecordingJournal(const std::vector<RecordedWork>& works) : works_(works) {
   Texts names(journal_.names);
-  std::unordered_map<c10::StreamId, std::uint32_t> lanes;
+  std::unordered_map<c10::StreamId, std::uint32_t> queues;
   std::unordered_map<std::uint32_t, std::uint32_t> sites;
   // Work that another stream's work is ordered after records an event of its own.
   std::vector<bool> awaited(works.size(), false);
   for (const RecordedWork& work : works) {
     for (const std::uint32_t before : work.after) {
-      awaited[before] = awaited[before] || works[before].lane != work.lane;
+      awaited[before] = awaited[before] || works[before].queue != work.queue;
     }
   }
   const auto add = [&](std::uint32_t work, const JournalOperation& operation) {
@@ -78,12 +78,13 @@ RecordingJournal::RecordingJournal(const std::vector<RecordedWork>& works) : wor
   };
   for (std::uint32_t i = 0; i < works.size(); ++i) {
     const RecordedWork& recorded = works[i];
-    const auto [lane, is_new] = lanes.try_emplace(recorded.lane, static_cast<std::uint32_t>(journal_.streams.size()));
+    const auto [queue, is_new] =
+        queues.try_emplace(recorded.queue, static_cast<std::uint32_t>(journal_.streams.size()));
     if (is_new) {
-      journal_.streams.push_back(lane_name(recorded.lane, journal_.streams.size()));
+      journal_.streams.push_back(queue_name(recorded.queue, journal_.streams.size()));
     }
     JournalOperation operation;
-    operation.stream = lane->second;
+    operation.stream = queue->second;
     const std::uint32_t place = names.index(recorded.work->place);
     const auto [site, is_new_site] = sites.try_emplace(place, static_cast<std::uint32_t>(journal_.sites.size()));
     if (is_new_site) {
@@ -91,7 +92,7 @@ RecordingJournal::RecordingJournal(const std::vector<RecordedWork>& works) : wor
     }
     operation.site = place == 0 ? 0 : site->second;
     for (const std::uint32_t before : recorded.after) {
-      if (works[before].lane != recorded.lane) {
+      if (works[before].queue != recorded.queue) {
         operation.kind = JournalKind::wait;
         operation.event = before + 1;
         add(i, operation);

@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "sim/rerun/recording.h"
 #include "sidestream/journal.h"
+#include "sim/rerun/recording.h"
 
 namespace sidestream::sim {
 
@@ -19,7 +19,7 @@ class RecordingJournal {
 
   /// The pieces of work, earlier one first, of each pair that nothing orders; like pairs once.
   [[nodiscard]] std::vector<std::pair<std::uint32_t, std::uint32_t>> unordered() const;
-  /// Two pieces of work, what they both touch, and the edge that would cure it.
+  /// Two pieces of work, what they both touch, and the edge that would fix it.
   [[nodiscard]] std::string describe_pair(std::uint32_t first, std::uint32_t second) const;
 
  private:

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "sim/device/device.h"
 #include "sim/torch/aliases.h"
 #include "sim/torch/cpu_allocator.h"
-#include "sim/device/device.h"
 #include "sim/torch/device_guard.h"
 #include "sim/torch/issued_kernel.h"
 

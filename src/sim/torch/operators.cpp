@@ -10,9 +10,9 @@
 #include <string>
 #include <utility>
 
+#include "sim/device/device.h"
 #include "sim/torch/aliases.h"
 #include "sim/torch/cpu_allocator.h"
-#include "sim/device/device.h"
 #include "sim/torch/device_guard.h"
 #include "sim/torch/generator.h"
 #include "sim/torch/issued_kernel.h"

@@ -9,9 +9,9 @@
 #include <mutex>
 #include <string>
 
+#include "sim/device/device.h"
 #include "sim/torch/autocast.h"
 #include "sim/torch/cpu_allocator.h"
-#include "sim/device/device.h"
 #include "sim/torch/device_guard.h"
 #include "sim/torch/fused_kernels.h"
 #include "sim/torch/generator.h"

@@ -26,8 +26,8 @@ TEST(Planner, MovesWhatSelectedGroupsSave) {
   Profile profile = groups({{"a", true, false}, {"b", false, false}, {"c", true, false}});
   profile.storages = {{100, {0}}, {200, {1}}, {300, {2}}, {400, {0}}};
   const Plan plan = make_plan(profile, kNoCap, 512);
-  EXPECT_EQ(fates(plan), (std::vector{Fate::moves, Fate::not_selected, Fate::moves, Fate::moves}));
-  EXPECT_EQ(plan.moved_bytes, 800U);
+  EXPECT_EQ(fates(plan), (std::vector{Fate::offloaded, Fate::not_selected, Fate::offloaded, Fate::offloaded}));
+  EXPECT_EQ(plan.offloaded_bytes, 800U);
   EXPECT_TRUE(plan.notes.empty());
 }
 
@@ -35,8 +35,8 @@ TEST(Planner, AGroupThatTurnsRoundStays) {
   Profile profile = groups({{"a", true, false}, {"last", true, true}});
   profile.storages = {{100, {0}}, {200, {1}}, {300, {0, 1}}};
   const Plan plan = make_plan(profile, kNoCap, 512);
-  EXPECT_EQ(fates(plan), (std::vector{Fate::moves, Fate::turns_round, Fate::turns_round}));
-  EXPECT_EQ(plan.moved_bytes, 100U);
+  EXPECT_EQ(fates(plan), (std::vector{Fate::offloaded, Fate::needed_immediately, Fate::needed_immediately}));
+  EXPECT_EQ(plan.offloaded_bytes, 100U);
   EXPECT_TRUE(plan.notes.empty()) << "no fault of the options";
 }
 
@@ -44,9 +44,9 @@ TEST(Planner, AKeptSaverHoldsAStorageBackAndIsNamed) {
   Profile profile = groups({{"attn", true, false}, {"proj", false, false}, {"norm", true, false}});
   profile.storages = {{2 * kMiB, {0, 1}}, {kMiB, {0, 2}}, {kMiB, {1, 0}}};
   const Plan plan = make_plan(profile, kNoCap, 512);
-  EXPECT_EQ(fates(plan), (std::vector{Fate::held_back, Fate::moves, Fate::not_selected}));
+  EXPECT_EQ(fates(plan), (std::vector{Fate::held_back, Fate::offloaded, Fate::not_selected}));
   EXPECT_EQ(plan.decisions[0].held_by, 1U);
-  EXPECT_EQ(plan.moved_bytes, kMiB);
+  EXPECT_EQ(plan.offloaded_bytes, kMiB);
   ASSERT_EQ(plan.notes.size(), 1U);
   EXPECT_EQ(plan.notes[0], "a storage of 2.0 MiB saved by attn stays: proj saves it too and is not offloaded");
 }
@@ -55,9 +55,9 @@ TEST(Planner, TheCapTakesWholeGroupsInOrder) {
   Profile profile = groups({{"first", true, false}, {"big", true, false}, {"small", true, false}});
   profile.storages = {{1000, {0}}, {4000, {1}}, {1000, {1}}, {500, {2}}};
   const Plan plan = make_plan(profile, 1024 + 4096 + 512, 512);
-  EXPECT_EQ(fates(plan), (std::vector{Fate::moves, Fate::over_cap, Fate::over_cap, Fate::moves}))
+  EXPECT_EQ(fates(plan), (std::vector{Fate::offloaded, Fate::over_cap, Fate::over_cap, Fate::offloaded}))
       << "a group that does not fit leaves room for a later, smaller one";
-  EXPECT_EQ(plan.moved_bytes, 1500U);
+  EXPECT_EQ(plan.offloaded_bytes, 1500U);
   ASSERT_EQ(plan.notes.size(), 1U);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "group big stays", plan.notes[0]);
 }
@@ -65,8 +65,8 @@ TEST(Planner, TheCapTakesWholeGroupsInOrder) {
 TEST(Planner, SizesCountRoundedUpToTheAlignment) {
   Profile profile = groups({{"a", true, false}});
   profile.storages = {{1, {0}}, {513, {0}}};
-  EXPECT_EQ(make_plan(profile, 512 + 1024, 512).moved_bytes, 514U);
-  EXPECT_EQ(make_plan(profile, 512 + 1023, 512).moved_bytes, 0U);
+  EXPECT_EQ(make_plan(profile, 512 + 1024, 512).offloaded_bytes, 514U);
+  EXPECT_EQ(make_plan(profile, 512 + 1023, 512).offloaded_bytes, 0U);
 }
 
 TEST(Planner, NoRoomMovesNothing) {
@@ -74,7 +74,7 @@ TEST(Planner, NoRoomMovesNothing) {
   profile.storages = {{512, {0}}, {512, {1}}};
   const Plan plan = make_plan(profile, 0, 512);
   EXPECT_EQ(fates(plan), (std::vector{Fate::over_cap, Fate::over_cap}));
-  EXPECT_EQ(plan.moved_bytes, 0U);
+  EXPECT_EQ(plan.offloaded_bytes, 0U);
   EXPECT_EQ(plan.notes.size(), 2U) << "an empty group needs no word";
 }
 
@@ -82,7 +82,7 @@ TEST(Planner, AStorageCountsForItsFirstSaver) {
   Profile profile = groups({{"a", true, false}, {"b", true, false}});
   profile.storages = {{512, {0, 1}}, {512, {1}}};
   const Plan plan = make_plan(profile, 512, 512);
-  EXPECT_EQ(fates(plan), (std::vector{Fate::moves, Fate::over_cap}));
+  EXPECT_EQ(fates(plan), (std::vector{Fate::offloaded, Fate::over_cap}));
 }
 
 TEST(Planner, AGroupThatGetsNoPinnedMemoryStaysWhole) {
@@ -90,8 +90,8 @@ TEST(Planner, AGroupThatGetsNoPinnedMemoryStaysWhole) {
   profile.storages = {{kMiB, {0}}, {200, {1}}, {300, {0, 1}}, {400, {0, 2}}};
   Plan plan = make_plan(profile, kNoCap, 512);
   keep_unpinned(plan, profile, 0, "the machine has no more");
-  EXPECT_EQ(fates(plan), (std::vector{Fate::not_pinned, Fate::moves, Fate::not_pinned, Fate::held_back}));
-  EXPECT_EQ(plan.moved_bytes, 200U);
+  EXPECT_EQ(fates(plan), (std::vector{Fate::not_pinned, Fate::offloaded, Fate::not_pinned, Fate::held_back}));
+  EXPECT_EQ(plan.offloaded_bytes, 200U);
   EXPECT_EQ(plan.notes.back(),
             "group a stays: its 1.0 MiB of pinned host memory were refused (the machine has no more)");
 }
@@ -100,7 +100,7 @@ TEST(Planner, AnEmptyPassGivesAnEmptyPlan) {
   const Plan plan = make_plan({}, kNoCap, 512);
   EXPECT_TRUE(plan.decisions.empty());
   EXPECT_TRUE(plan.notes.empty());
-  EXPECT_EQ(plan.moved_bytes, 0U);
+  EXPECT_EQ(plan.offloaded_bytes, 0U);
 }
 
 }  // namespace

@@ -253,7 +253,7 @@ TEST_F(CallTest, ResetCapturesAnew) {
   EXPECT_EQ(engine.report().replays, 8);
 }
 
-TEST_F(CallTest, MovedWeightsAreCapturedAgainOrRefused) {
+TEST_F(CallTest, RelocatedWeightsAreCapturedAgainOrRefused) {
   const auto move = [&] {
     for (at::Tensor& parameter : model_.parameters()) {
       parameter.set_data(parameter.detach().clone());
@@ -266,10 +266,10 @@ TEST_F(CallTest, MovedWeightsAreCapturedAgainOrRefused) {
     expect_plain(engine, 3, 5);
     EXPECT_EQ(engine.report().recaptures, 4);
   }
-  OffloadEngine engine(model_, options(GraphOptions().on_moved_weights(OnChange::error)));
+  OffloadEngine engine(model_, options(GraphOptions().on_relocated_weights(OnChange::error)));
   expect_plain(engine, 5, 7);
   move();
-  EXPECT_THROWS(UsageError, "have moved", (void)engine.step());
+  EXPECT_THROWS(UsageError, "were relocated", (void)engine.step());
   engine.reset();
   expect_plain(engine, 7, 9);
 }
@@ -340,7 +340,7 @@ TEST_F(CallTest, GraphedOutputsThatEagerScopesSaveStay) {
 }
 
 // The blocks read a buffer of the model around them.
-TEST_F(CallTest, AMovedBufferOfAnotherModuleIsCapturedAgain) {
+TEST_F(CallTest, ARelocatedBufferOfAnotherModuleIsCapturedAgain) {
   OffloadEngine engine(model_, options());
   expect_plain(engine, 0, 3);
   for (BlockModel* model : {&model_, &plain_}) {

@@ -11,10 +11,10 @@
 #include <gtest/gtest.h>
 
 #include "graphs/engine/engine_state.h"
-#include "sim/device/device.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
+#include "sim/device/device.h"
 #include "unit/graphs/block_model.h"
 #include "unit/graphs/fault_runtime.h"
 #include "unit/graphs/layer_stack.h"

@@ -90,12 +90,12 @@ TEST_F(EagerStep, GroupsLeaveAndComeBack) {
   expect_plain(engine, three_scopes);
   const Report report = engine.report();
   EXPECT_EQ(report.offloaded_bytes, 4 * kBytes) << "exp's and tanh's outputs of two groups; the last group stays";
-  EXPECT_EQ(find(report, "third")->kept_because, "backward needs it at once");
-  EXPECT_EQ(find(report, "first")->moved_bytes, 2 * kBytes);
+  EXPECT_EQ(find(report, "third")->kept_because, "backward needs it immediately");
+  EXPECT_EQ(find(report, "first")->offloaded_bytes, 2 * kBytes);
   EXPECT_EQ(report.pinned_allocations_after_planning, 0);
 }
 
-TEST_F(EagerStep, MovedWeightsStillStay) {
+TEST_F(EagerStep, RelocatedWeightsStillStay) {
   OffloadEngine engine(model_, options().offload("all"));
   const Loss loss = [](const at::Tensor& x, const at::Tensor& weight) {
     at::Tensor h = x;
@@ -137,7 +137,7 @@ TEST_F(EagerStep, ScopesNestAndMayBeEmpty) {
   });
   const Report report = engine.report();
   ASSERT_NE(find(report, "outer.inner"), nullptr);
-  EXPECT_EQ(find(report, "outer.inner")->moved_bytes, kBytes) << "the innermost scope owns";
+  EXPECT_EQ(find(report, "outer.inner")->offloaded_bytes, kBytes) << "the innermost scope owns";
   EXPECT_EQ(find(report, "outer")->bytes, 2 * kBytes) << "before and after the inner scope";
 }
 
@@ -254,7 +254,7 @@ TEST_F(EagerStep, AStorageOfTwoGroupsStaysWithTheOneThatStays) {
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "maker stays: reader", report.notes.front());
   OffloadEngine both(model_, options().offload("maker,reader,last"));
   expect_plain(both, shared);
-  EXPECT_GE(find(both.report(), "maker")->moved_bytes, kBytes);
+  EXPECT_GE(find(both.report(), "maker")->offloaded_bytes, kBytes);
 }
 
 /// Keeps its input where no hook sees it.
@@ -313,7 +313,7 @@ TEST_F(EagerStep, AnEngineForgetsItsPlanOnReset) {
   expect_plain(engine, other);
   const Report report = engine.report();
   EXPECT_EQ(find(report, "first"), nullptr);
-  EXPECT_EQ(find(report, "other")->moved_bytes, 2 * kBytes);
+  EXPECT_EQ(find(report, "other")->offloaded_bytes, 2 * kBytes);
 }
 
 TEST_F(EagerStep, AStepThatTakesAnotherWayThanPlannedStaysRight) {

@@ -63,7 +63,7 @@ std::size_t captured_leases(const EngineState& engine) {
   for (const auto& weak : engine.chains()) {
     if (const auto holder = weak.lock(); holder != nullptr && holder->chain != nullptr) {
       for (const Layer& layer : holder->chain->layers()) {
-        leases += layer.moved.size();
+        leases += layer.offloaded.size();
       }
     }
   }

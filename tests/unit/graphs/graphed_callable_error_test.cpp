@@ -300,12 +300,12 @@ TEST_F(GraphedCallableError, WeightsThatMoveAreCapturedAgain) {
 }
 
 TEST_F(GraphedCallableError, WeightsThatMoveAreAnErrorByOption) {
-  capture(GraphOptions().on_moved_weights(OnChange::error));
+  capture(GraphOptions().on_relocated_weights(OnChange::error));
   expect_usable();
   at::Tensor parameter = model_->parameters()[2];
   const at::Tensor held = parameter.variable_data();
   parameter.set_data(parameter.detach() * 2);
-  EXPECT_THROWS(UsageError, "moved since the capture", run_stack(layers_, input(0)));
+  EXPECT_THROWS(UsageError, "relocated since the capture", run_stack(layers_, input(0)));
   parameter.set_data(held);
   expect_usable();
 }

@@ -30,7 +30,7 @@ using testing_model::RecordedSteps;
 
 constexpr std::uint64_t kSeeds = 60;
 
-/// A finding without addresses, steps and cure, to tell one from another and for the table.
+/// A finding without addresses, steps and fix, to tell one from another and for the table.
 std::string short_form(std::string finding) {
   finding.resize(std::min(finding.size(), finding.find(" without being ordered")));
   for (std::size_t begin = 0; (begin = finding.find("[0x", begin)) != std::string::npos;) {

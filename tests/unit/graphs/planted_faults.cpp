@@ -87,11 +87,11 @@ bool PlantedRuntime::meant(Fault::Act act, c10::Stream stream, Mark mark, int nt
   }
   const IssuedAt* place = IssuedAt::innermost();
   const std::string_view phase = place == nullptr ? std::string_view() : place->phase();
-  const Lane lane = stream == inner().current_stream() ? Lane::current
-                    : streams_[stream.id()].copies     ? Lane::copies
-                                                       : Lane::other;
+  const StreamRole role = stream == inner().current_stream() ? StreamRole::current
+                          : streams_[stream.id()].copies     ? StreamRole::copies
+                                                             : StreamRole::other;
   const bool found = (fault_.phase == "*" || fault_.phase == phase) &&
-                     (fault_.lane == Lane::any || fault_.lane == lane) &&
+                     (fault_.role == StreamRole::any || fault_.role == role) &&
                      (fault_.mark == Mark::any || fault_.mark == mark) && nth >= fault_.nth;
   changed_ += found ? 1 : 0;
   return found;
@@ -245,7 +245,7 @@ Graph PlantedRuntime::end_capture(c10::Stream stream) {
   const bool forward = place != nullptr && place->phase() == "forward";
   if (externals_.size() >= 2) {
     events_[externals_.front()->native()] = {forward ? Mark::forward_done : Mark::backward_done, 0, nullptr};
-    events_[externals_.back()->native()] = {forward ? Mark::forward_drained : Mark::backward_drained, 0,
+    events_[externals_.back()->native()] = {forward ? Mark::forward_copies_done : Mark::backward_copies_done, 0,
                                             externals_.front()};
   }
   return inner().end_capture(stream);

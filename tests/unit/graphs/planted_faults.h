@@ -21,13 +21,13 @@ enum class Mark : std::uint8_t {
   all_to_device,
   launch,        ///< a graph
   forward_done,  ///< external events of graphs
-  forward_drained,
+  forward_copies_done,
   backward_done,
-  backward_drained,
+  backward_copies_done,
 };
 
 /// Which stream a call is for: the caller's current one, one of eager copies, or another.
-enum class Lane : std::uint8_t { any, current, copies, other };
+enum class StreamRole : std::uint8_t { any, current, copies, other };
 
 /// One rule of the engine's ordering taken out: calls of one kind are left out, moved or redirected.
 struct Fault {
@@ -36,18 +36,18 @@ struct Fault {
     drop_wait,
     drop_record,            ///< who waits gets what the event stood for before
     record_first,           ///< copies and launches are issued behind the record that should stand behind them
-    wait_done_only,         ///< waits for the done event where it should be the drained one
+    wait_done_only,         ///< waits for the done event where it should be the copies_done one
     copy_elsewhere,         ///< copies to the device go to a stream that nothing orders
     launch_elsewhere,       ///< every other launch goes to a further side stream
     skip_synchronize,       ///< the host does not wait
     fork_at_capture_begin,  ///< copies in a capture start with it
-    join_at_capture_end,    ///< copies in a capture are joined behind the drained record
+    join_at_capture_end,    ///< copies in a capture are joined behind the copies_done record
     done_at_capture_begin,  ///< the done event is recorded before the graph's compute
     drop_hold,              ///< the allocator is not told which streams use memory that is let go
   };
   Act act = Act::none;
-  std::string_view phase = "*";  ///< of IssuedAt; "" for outside of any, "*" for all
-  Lane lane = Lane::any;         ///< of the stream that waits, records or copies
+  std::string_view phase = "*";       ///< of IssuedAt; "" for outside of any, "*" for all
+  StreamRole role = StreamRole::any;  ///< of the stream that waits, records or copies
   Mark mark = Mark::any;
   int nth = 0;  ///< from this one of like calls in a row; 0: all
 

@@ -105,7 +105,7 @@ TEST(HostArena, NextLesseeWaitsForTheLastCopy) {
   EXPECT_EQ(runtime.calls[0].event, event->native());
   EXPECT_EQ(runtime.calls[0].stream, 2);
 
-  lease.touched(FakeRuntime::stream(3));
+  lease.record_last_use(FakeRuntime::stream(3));
   lease.reset();
   lease = arena.lease(1024);
   lease.wait_before_use(FakeRuntime::stream(4));
@@ -114,16 +114,16 @@ TEST(HostArena, NextLesseeWaitsForTheLastCopy) {
   EXPECT_EQ(runtime.calls[1].stream, 3);
   EXPECT_EQ(runtime.calls[2].event, runtime.calls[1].event) << "the slot's own event replaced the group's";
 
-  const auto drained = std::make_shared<const ExternalEvent>(runtime.create_external_event());
-  lease.touched(drained);
+  const auto copies_done = std::make_shared<const ExternalEvent>(runtime.create_external_event());
+  lease.record_last_use(copies_done);
   lease.reset();
   lease = arena.lease(1024);
   lease.wait_before_use(FakeRuntime::stream(5));
   ASSERT_EQ(runtime.calls.size(), 4U);
   EXPECT_EQ(runtime.calls[3].kind, Kind::wait_external);
-  EXPECT_EQ(runtime.calls[3].event, drained->native());
+  EXPECT_EQ(runtime.calls[3].event, copies_done->native());
 
-  lease.touched(event);
+  lease.record_last_use(event);
   lease.wait_before_use(FakeRuntime::stream(6));
   ASSERT_EQ(runtime.calls.size(), 5U) << "only the last copy counts";
   EXPECT_EQ(runtime.calls[4].event, event->native());
@@ -146,7 +146,7 @@ TEST(HostArena, LeaseOutlivesTheArena) {
   {
     HostArena arena(runtime, 1 << 16);
     lease = arena.lease(100);
-    lease.touched(FakeRuntime::stream(1));
+    lease.record_last_use(FakeRuntime::stream(1));
   }
   EXPECT_EQ(runtime.pinned_live, 1U);
   std::memset(lease.data(), 7, lease.bytes());
@@ -160,7 +160,7 @@ TEST(HostArena, EndsInsideACaptureWithoutWaiting) {
   {
     HostArena arena(runtime, 1 << 16);
     auto lease = arena.lease(100);
-    lease.touched(FakeRuntime::stream(1));
+    lease.record_last_use(FakeRuntime::stream(1));
     runtime.capturing = true;
   }
   EXPECT_EQ(runtime.count(Kind::synchronize), 0U);

@@ -238,7 +238,7 @@ TEST_F(OrderCheck, AFindingNamesBothSidesAndTheCure) {
   EXPECT_EQ(
       describe(journal_, found[0]),
       "copy_to_host on side (offload of blocks.3.fc1, step 4) reads [0x1020, +32 bytes), and aten::mm on main (launch "
-      "forward of blocks.5, step 4) writes them without being ordered after it; cure: main waits for an event that "
+      "forward of blocks.5, step 4) writes them without being ordered after it; fix: main waits for an event that "
       "side records after the first");
 }
 
@@ -253,7 +253,7 @@ TEST_F(OrderCheck, AFindingAboutAHostSlotSaysSo) {
   ASSERT_EQ(found.size(), 1U);
   EXPECT_EQ(describe(journal_, found[0]),
             "operation 0 on side (reload of blocks.3.fc1, step 4) reads pinned host memory [0x1000, +64 bytes), and "
-            "operation 1 on third (offload of blocks.0.fc1, step 5) writes them without being ordered after it; cure: "
+            "operation 1 on third (offload of blocks.0.fc1, step 5) writes them without being ordered after it; fix: "
             "third waits for an event that side records after the first");
 }
 
@@ -264,7 +264,7 @@ TEST_F(OrderCheck, WhereTheHostIsTheOneThatMustWaitTheCureSaysSo) {
   ASSERT_EQ(found.size(), 1U);
   EXPECT_EQ(describe(journal_, found[0]),
             "operation 0 on side reads pinned host memory [0x1000, +8 bytes), and operation 1 by the host writes them "
-            "without being ordered after it; cure: the host waits for an event that side records after the first");
+            "without being ordered after it; fix: the host waits for an event that side records after the first");
 }
 
 TEST_F(OrderCheck, MemoryUsedAgainInALaterStepIsTheSameMemory) {

@@ -16,9 +16,9 @@
 
 #include "memory/host_arena.h"
 #include "memory/storage_view.h"
+#include "observe/operator_observer.h"
 #include "offload/autograd_engine.h"
 #include "offload/weight_casts.h"
-#include "observe/operator_observer.h"
 #include "runtime/runtime.h"
 #include "sidestream/error.h"
 
@@ -44,7 +44,7 @@ class RoundTrip final : public SavedTensorSource {
         const c10::Stream stream = trip_.runtime_.current_stream();
         lease_.wait_before_use(stream);
         trip_.runtime_.copy_to_host(lease_.data(), storage.data(), storage.nbytes(), stream);
-        lease_.touched(stream);
+        lease_.record_last_use(stream);
       }
       at::Tensor call_unpack_hook() override {
         trip_.unpack_thread = std::this_thread::get_id();
@@ -54,7 +54,7 @@ class RoundTrip final : public SavedTensorSource {
         const c10::Stream stream = trip_.runtime_.current_stream();
         c10::Storage storage = allocate_storage(trip_.runtime_.device(), lease_.bytes());
         trip_.runtime_.copy_to_device(storage.mutable_data(), lease_.data(), lease_.bytes(), stream);
-        lease_.touched(stream);
+        lease_.record_last_use(stream);
         return view_.restore(std::move(storage));
       }
       RoundTrip& trip_;

@@ -37,7 +37,7 @@ class EagerOffloadTest : public testing::Test {
     const at::Tensor tensor = filled(value);
     view_ = StorageView::capture(tensor);
     auto saved = std::make_shared<SavedStorage>(offload_, &group, tensor.storage());
-    saved->moves = true;
+    saved->to_offload = true;
     group.storages.push_back(saved);
     offload_->group_ended(group);
     return saved;
@@ -66,7 +66,7 @@ TEST_F(EagerOffloadTest, AHostSlotIsWrittenAfterTheCopyThatLastReadIt) {
   }
   recording.stop();
   EXPECT_EQ(arena_->stats().refusals, 0U) << "both used the one slot";
-  EXPECT_EQ(offload_->counts().returned_bytes, 2 * kBytes);
+  EXPECT_EQ(offload_->counts().reloaded_bytes, 2 * kBytes);
   const auto expected = sim::raw_bytes({filled(6), filled(10)});
   ASSERT_EQ(sim::raw_bytes({results[0], results[1]}), expected);
   sim::expect_same_in_every_order(recording, {results[0], results[1]}, expected, 100);
@@ -113,8 +113,8 @@ TEST_F(EagerOffloadTest, ARetainedStorageComesBackOnce) {
   const auto saved = leave(group, 7);
   EXPECT_EQ(doubled(*saved)[0].item<float>(), 14);
   EXPECT_EQ(doubled(*saved)[0].item<float>(), 14);
-  EXPECT_EQ(offload_->counts().left_bytes, kBytes);
-  EXPECT_EQ(offload_->counts().returned_bytes, kBytes);
+  EXPECT_EQ(offload_->counts().offloaded_bytes, kBytes);
+  EXPECT_EQ(offload_->counts().reloaded_bytes, kBytes);
 }
 
 }  // namespace

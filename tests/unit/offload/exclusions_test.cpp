@@ -27,7 +27,7 @@ TEST(Exclusions, ParametersAndTheirViewsByStorage) {
   EXPECT_EQ(exclusions.classify(weight.detach().clone()), Exclusion::none);
 }
 
-TEST(Exclusions, ParameterWhoseStorageMovedIsNoticed) {
+TEST(Exclusions, ParameterWhoseStorageIsRelocatedIsNoticed) {
   Exclusions exclusions(cpu, 0);
   const at::Tensor weight = at::randn({8, 8}).requires_grad_(true);
   exclusions.set_parameters({weight});

@@ -24,7 +24,7 @@ class NotingMover final : public StorageMover {
     std::size_t moving = 0;
     for (const auto& weak : group.storages) {
       const auto saved = weak.lock();
-      moving += saved != nullptr && saved->moves ? 1 : 0;
+      moving += saved != nullptr && saved->to_offload ? 1 : 0;
     }
     ended.push_back(group.scope->name + ":" + std::to_string(group.seen) + ":" + std::to_string(moving));
   }
@@ -160,7 +160,7 @@ TEST_F(RecorderTest, APlanDecidesWhatMoves) {
   first->finish();
   mover_->ended.clear();
   const std::vector<Decision> decisions{
-      {Fate::moves, 0}, {Fate::held_back, 0}, {Fate::turns_round, 0}, {Fate::moves, 0}};
+      {Fate::offloaded, 0}, {Fate::held_back, 0}, {Fate::needed_immediately, 0}, {Fate::offloaded, 0}};
   const PlannedPass planned = lay_out(first->profile(), first->group_scopes(), decisions.data());
   const auto second = recorder(&planned);
   const at::Tensor kept = run(*second, 3);
@@ -183,7 +183,7 @@ TEST_F(RecorderTest, MarkedTensorsStayWhetherSavedBeforeOrAfter) {
   (void)run(*first, false);
   first->finish();
   mover_->ended.clear();
-  const std::vector<Decision> decisions(2, {Fate::moves, 0});
+  const std::vector<Decision> decisions(2, {Fate::offloaded, 0});
   const PlannedPass planned = lay_out(first->profile(), first->group_scopes(), decisions.data());
   for (const bool mark : {false, true}) {
     const auto pass = recorder(&planned);

@@ -9,10 +9,10 @@
 #include <gtest/gtest.h>
 
 #include "memory/storage_view.h"
-#include "offload/eager_offload.h"
-#include "offload/scope_tree.h"
 #include "observe/checked_runtime.h"
 #include "observe/operator_observer.h"
+#include "offload/eager_offload.h"
+#include "offload/scope_tree.h"
 #include "unit/sim/rerun/every_order.h"
 
 namespace sidestream {
@@ -61,7 +61,7 @@ TEST_P(UnusedReloadTest, ItsMemoryIsLentAgainBehindItsCopyOnly) {
   for (Group& group : groups) {
     group.scope = tree.child(tree.root(), "group");
     saved.push_back(std::make_shared<SavedStorage>(mover, &group, filled(3).storage()));
-    saved.back()->moves = true;
+    saved.back()->to_offload = true;
     saved.back()->streams = {checked->current_stream()};
     group.storages.push_back(saved.back());
     offload->group_ended(group);

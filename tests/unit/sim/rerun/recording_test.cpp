@@ -132,15 +132,15 @@ TEST_F(RecordingTest, AReloadThatDoesNotWaitForAGraphsCopyShows) {
     const auto x = at::full({1024}, 3, options());
     const auto y = at::full({1024}, 0, options());
     const MemoryPool pool = runtime().create_pool();
-    const ExternalEvent drained = runtime().create_external_event();
+    const ExternalEvent copies_done = runtime().create_external_event();
     runtime().begin_capture(side(), pool);
     to_host(pinned_, x, side());
-    runtime().record(drained, side());
+    runtime().record(copies_done, side());
     const Graph graph = runtime().end_capture(side());
     Recording recording;
     runtime().launch(graph, side());
     if (waits) {
-      runtime().wait(main(), drained);
+      runtime().wait(main(), copies_done);
     }
     to_device(y, pinned_, main());
     const auto result = at::mul(y, 2);

@@ -6,8 +6,8 @@
 #include <thread>
 
 #include "operator_cases.h"
-#include "sim/rerun/recording.h"
 #include "sim/device/sim_runtime.h"
+#include "sim/rerun/recording.h"
 
 namespace {
 
