@@ -7,10 +7,10 @@
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "base/site.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/replay/graph_event_state.h"
 #include "offload/nested_backward.h"
-#include "runtime/issued_at.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -123,8 +123,7 @@ void ChainCapture::capture_forward(std::size_t index) {
     // This graph replays behind all of graph index-K on one stream: what that graph's copies read is free from here on.
     CaptureOffload::release(chain_.layers_[index - side_streams].offloaded);
   }
-  const tracing::Scope trace(tracing::Range::capture_forward, layer.spec.scope->trace);
-  const IssuedAt place("forward", layer.spec.name);
+  const Site site(Activity::capture_forward, layer.spec.scope->site);
   for (const auto i : c10::irange(layer.inputs.size())) {
     StaticInput& input = layer.inputs[i];
     if (input.linked) {
@@ -207,8 +206,7 @@ void ChainCapture::capture_backward(std::size_t index) {
     return;
   }
   prepare_grad_outputs(index);
-  const tracing::Scope trace(tracing::Range::capture_backward, layer.spec.scope->trace);
-  const IssuedAt place("backward", layer.spec.name);
+  const Site site(Activity::capture_backward, layer.spec.scope->site);
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
   for (const auto i : c10::irange(live.outputs.size())) {
@@ -230,8 +228,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   if (index > 0) {
     Layer& next = chain_.layers_[index - 1];
-    const IssuedAt prefetch("reload", next.spec.name);
-    resources_.offload->prefetch(next.offloaded, next.spec.scope->trace);
+    resources_.offload->prefetch(next.offloaded, next.spec.scope->site);
     for (const auto& saved : next.offloaded) {
       next.reload_targets.push_back(saved->device.mutable_data());
     }

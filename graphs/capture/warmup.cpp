@@ -242,11 +242,11 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
   std::vector<LayerSizing> sizings;
   std::vector<std::vector<at::Tensor>> outputs;  // detached; what the next layers' samples are
   for (const LayerSpec& spec : specs) {
-    const tracing::Scope trace(tracing::Range::warmup, spec.scope->trace);
+    const Site site(Activity::warmup, spec.scope->site);
     const std::vector<at::Tensor> inputs = leaves_of(spec, outputs);
     detail::TensorBuffer made;
     {
-      const tracing::Scope sizing(tracing::Range::sizing, spec.scope->trace);
+      const Site sizing(Activity::sizing, spec.scope->site);
       sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, made));
     }
     auto& kept = outputs.emplace_back();

@@ -3,9 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
 
-#include "base/tracing.h"
+#include "base/site.h"
 #include "graphs/replay/replay_node.h"
-#include "runtime/issued_at.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -137,8 +136,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
                      "\", whose backward is pending; calls " +
                      "captured together replay in the order of their capture, or are captured apart");
   }
-  const tracing::Scope trace(tracing::Range::launch_forward, layer.spec.scope->trace);
-  const IssuedAt place("forward", layer.spec.name);
+  const Site site(Activity::launch_forward, layer.spec.scope->site);
   write_static_inputs(layer, inputs);
   const c10::Stream side = forward_stream(index);
   const std::size_t side_stream = index % streams_.size();
@@ -213,8 +211,7 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
                        "is static memory that the graph may read again: clone it before the in-place operation");
     }
   }
-  const tracing::Scope trace(tracing::Range::launch_backward, layer.spec.scope->trace);
-  const IssuedAt place("backward", layer.spec.name);
+  const Site site(Activity::launch_backward, layer.spec.scope->site);
   if (options_.accumulate_in_graph()) {
     own_grads(layer);
   }

@@ -5,12 +5,14 @@
 
 #include <c10/core/Device.h>
 
-#include "sidestream/testing/schedule.h"
-
 namespace sidestream {
 
-/// The device called "sim" (registered with LibTorch on first use), "cuda" or "cuda:N", or "auto": cuda where a usable driver
-/// is, else sim. Throws: UsageError for another name; DeviceError for cuda without a usable driver (says which is needed).
+/// The device of that name. "cuda" and "cuda:N" are GPUs. "sim" is the simulated device, which computes on the CPU: its library,
+/// libsidestream_sim, is loaded from beside this one and takes LibTorch's PrivateUse1 place; the library's autograd engine is
+/// installed with it. "auto" is the first GPU, or else sim: it then says so, and why, on one line through LibTorch's warning handler.
+/// Threads: any.
+/// Throws: UsageError for another name, or where the simulator's library is missing; DeviceError for cuda without a usable driver
+/// or device, and for auto where a driver is there that does not work. Both name the remedy.
 [[nodiscard]] c10::Device find_device(const std::string& name);
 
 /// What `sidestream info` shows of a device.
@@ -45,8 +47,5 @@ struct LinkSpeed {
 };
 /// Copies `bytes` bytes each way a few times. Blocks. Capture: illegal.
 [[nodiscard]] LinkSpeed measure_link(c10::Device device, std::size_t bytes = std::size_t{64} << 20);
-
-/// The order in which the sim device runs queued work from now on. Throws: UsageError for another device.
-void set_schedule(c10::Device sim, const Schedule& schedule);
 
 }  // namespace sidestream

@@ -9,6 +9,4 @@
 #include "sidestream/options.h"
 #include "sidestream/report.h"
 #include "sidestream/scope.h"
-#include "sidestream/testing/schedule.h"
-#include "sidestream/testing/schedule_check.h"
 #include "sidestream/version.h"

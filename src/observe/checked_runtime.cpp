@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "runtime/issued_at.h"
+#include "base/site.h"
 
 namespace sidestream {
 namespace {
@@ -13,7 +13,7 @@ std::uint64_t pair_of(std::uint32_t high, std::uint64_t low) { return (static_ca
 }  // namespace
 
 CheckedRuntime::CheckedRuntime(std::shared_ptr<Runtime> runtime)
-    : ForwardingRuntime(std::move(runtime)), listening_(inner().device().type(), *this) {
+    : ForwardingRuntime(std::move(runtime)), listening_(inner().device().type(), external_) {
   const std::lock_guard lock(mutex_);
   names_.emplace("", 0);
 }
@@ -41,9 +41,9 @@ std::uint32_t CheckedRuntime::name_index(std::string_view name) {
 }
 
 std::uint32_t CheckedRuntime::site_index(std::string_view phase, std::string_view name) {
-  if (const IssuedAt* place = IssuedAt::innermost(); place != nullptr) {
-    phase = place->phase();
-    name = place->name();
+  if (const Site* site = Site::innermost(); site != nullptr) {
+    phase = site->phase();
+    name = site->name();
   }
   if (phase.empty() && name.empty() && step_ == 0) {
     return 0;
@@ -123,7 +123,7 @@ void CheckedRuntime::note(JournalKind kind, StreamKey stream, const void* event,
   note_frees();
   Noted noted{kind, stream, event, name_index(name), site, std::move(accesses)};
   if (Captured* capture = open_.empty() ? nullptr : capture_of(stream); capture != nullptr) {
-    if (IssuedAt::innermost() == nullptr) {
+    if (Site::innermost() == nullptr) {
       noted.site = capture->site;  // autograd's device thread captures a backward
     }
     noted.internal = std::find(capture->recorded.begin(), capture->recorded.end(), event) != capture->recorded.end();

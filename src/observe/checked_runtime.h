@@ -7,10 +7,11 @@
 #include <utility>
 #include <vector>
 
+#include "observe/external_synchronisation.h"
 #include "observe/operator_observer.h"
 #include "observe/order_check.h"
 #include "observe/queued_uses.h"
-#include "runtime/foreign_order.h"
+#include "runtime/device_listener.h"
 #include "runtime/forwarding_runtime.h"
 #include "sidestream/journal.h"
 
@@ -18,18 +19,18 @@ namespace sidestream {
 
 /// Decorates a runtime: passes every call on, writes it into a journal, and looks for accesses that nothing orders.
 ///
-/// Operators are told by `observe`, from an OperatorObserverGuard; where work is issued, by IssuedAt; streams and events that a
-/// model or autograd uses, by ForeignOrder. What the host waits for counts on the thread that began the step and on those whose
+/// Operators are told by `observe`, from an OperatorObserverGuard; where work is issued, by Site; streams and events that a
+/// model or autograd uses, by ExternalSynchronisation. What the host waits for counts on the thread that began the step and on those whose
 /// operators are observed: other threads have an order of their own. The journal grows until `stop`: about 100 bytes an
 /// operation. What it does not see: kernels' own temporaries, and host code that touches pinned memory without an operator.
 /// Handles are the inner runtime's. Threads: as Runtime; one lock.
-class CheckedRuntime final : public ForwardingRuntime, private ForeignOrder {
+class CheckedRuntime final : public ForwardingRuntime {
  public:
   explicit CheckedRuntime(std::shared_ptr<Runtime> inner);
   ~CheckedRuntime() override;
 
   /// What one operator touched, on the calling thread's current stream or by the host itself. `phase` and `name` say where it
-  /// was issued if no IssuedAt does; empty: unknown.
+  /// was issued if no Site does; empty: unknown.
   void observe(const OperatorAccess& access, std::string_view phase = {}, std::string_view name = {});
   /// Operations from here on belong to step `step`; 0 outside of any.
   void begin_step(std::uint64_t step);
@@ -61,6 +62,8 @@ class CheckedRuntime final : public ForwardingRuntime, private ForeignOrder {
   void launch(const Graph& graph, c10::Stream stream) override;
 
  private:
+  friend class ExternalSynchronisation;
+
   /// An operation before its stream and event have their numbers in the journal.
   struct Noted {
     JournalKind kind;
@@ -81,13 +84,6 @@ class CheckedRuntime final : public ForwardingRuntime, private ForeignOrder {
     std::vector<Noted> operations;
   };
 
-  void recorded(const void* event, StreamKey stream) override;
-  void waited(StreamKey stream, const void* event) override;
-  void host_saw_event(const void* event) override;
-  void host_saw_stream(StreamKey stream) override;
-  void host_saw_device(c10::Device device) override;
-  void freed_behind(StreamKey stream, const void* begin, std::size_t bytes) override;
-
   void note(JournalKind kind, StreamKey stream, const void* event, const char* name,
             std::vector<JournalAccess> accesses = {}) {
     note(kind, stream, event, name, std::move(accesses), site_index());
@@ -98,7 +94,6 @@ class CheckedRuntime final : public ForwardingRuntime, private ForeignOrder {
   void note_wait(StreamKey stream, const void* event);
   void note_free(const QueuedUses::Freed& freed);
   void note_frees();
-  [[nodiscard]] bool hosts_this_thread() const noexcept;
   void write(const Noted& noted, std::uint32_t stream, std::uint32_t event, std::uint32_t site);
   [[nodiscard]] std::uint32_t name_index(std::string_view name);
   [[nodiscard]] std::uint32_t site_index(std::string_view phase = {}, std::string_view name = {});
@@ -128,6 +123,7 @@ class CheckedRuntime final : public ForwardingRuntime, private ForeignOrder {
   std::uint32_t graphs_made_ = 0;
   std::vector<std::unique_ptr<Captured>> open_;
   std::unordered_map<const void*, std::unique_ptr<Captured>> graphs_;
+  ExternalSynchronisation external_{*this};
   ListeningGuard listening_;  ///< last: what it calls must be there
 };
 

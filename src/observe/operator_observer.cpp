@@ -15,6 +15,8 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include "observe/unmarked_writes.h"
+
 namespace sidestream {
 
 namespace {
@@ -27,32 +29,13 @@ constexpr auto observer_kind = static_cast<c10::DebugInfoKind>(0xA5);
 
 using TensorList = c10::SmallVector<at::Tensor, 8>;
 
-// Operators that write arguments which their schema does not mark: positions of the arguments, and of the flag that says
-// whether they do (negative: always).
-struct UnmarkedWrites {
-  std::string_view name;
-  std::array<int, 2> arguments;
-  int only_if;
-};
-constexpr std::array<UnmarkedWrites, 10> liars{{
-    {"aten::native_batch_norm", {3, 4}, 5},
-    {"aten::_batch_norm_impl_index", {3, 4}, 5},
-    {"aten::batch_norm", {3, 4}, 5},
-    {"aten::cudnn_batch_norm", {3, 4}, 5},
-    {"aten::miopen_batch_norm", {3, 4}, 5},
-    {"aten::instance_norm", {3, 4}, 5},
-    {"aten::batch_norm_update_stats", {1, 2}, -1},
-    {"aten::batch_norm_gather_stats", {3, 4}, -1},
-    {"aten::batch_norm_gather_stats_with_counts", {3, 4}, -1},
-    {"aten::_copy_from", {1, 1}, -1},
-}};
-
 // Operators that mark an argument as written and change none of its bytes, beside those that LibTorch tags.
 constexpr std::array<std::string_view, 3> only_names{"aten::requires_grad_", "aten::set_data", "aten::retain_grad"};
 
 struct OperatorSchema {
-  std::vector<bool> writes;  // by argument
-  const UnmarkedWrites* unmarked = nullptr;
+  std::vector<bool> writes;                 // by argument, as the schema says
+  std::vector<std::size_t> unmarked;        // positions of what it writes beside those
+  std::optional<std::size_t> only_if;       // position of the flag without which it does not write them
   std::optional<std::size_t> non_blocking;  // positions
   std::optional<std::size_t> stream;
   bool only_shape = false;
@@ -105,7 +88,11 @@ const OperatorSchema* OperatorObserverGuard::State::schema_of(const at::RecordFu
     return nullptr;
   }
   OperatorSchema schema;
+  std::string_view flag;
   for (const c10::Argument& argument : handle->schema().arguments()) {
+    if (writes_unmarked(name->name, argument.name(), &flag)) {
+      schema.unmarked.push_back(schema.writes.size());
+    }
     if (argument.name() == "non_blocking") {
       schema.non_blocking = schema.writes.size();
     }
@@ -116,10 +103,9 @@ const OperatorSchema* OperatorObserverGuard::State::schema_of(const at::RecordFu
   }
   schema.only_shape = handle->hasTag(at::Tag::inplace_view) ||
                       std::find(only_names.begin(), only_names.end(), name->name) != only_names.end();
-  for (const UnmarkedWrites& liar : liars) {
-    if (liar.name == name->name) {
-      schema.unmarked = &liar;
-    }
+  if (!flag.empty()) {
+    const int position = handle->schema().argumentIndexWithName(flag).value();
+    schema.only_if = static_cast<std::size_t>(position);
   }
   return &schemas.emplace(function.name(), std::move(schema)).first->second;
 }
@@ -145,13 +131,10 @@ void OperatorObserverGuard::State::began(const at::RecordFunction& function, Ope
   if (const c10::IValue* stream = given(schema->stream); stream != nullptr && stream->isStream()) {
     record.stream = stream->toStream();
   }
-  if (schema->unmarked != nullptr) {
-    const int flag = schema->unmarked->only_if;
-    if (flag < 0 ||
-        (static_cast<std::size_t>(flag) < inputs.size() && inputs[flag].isBool() && inputs[flag].toBool())) {
-      for (const int argument : schema->unmarked->arguments) {
-        append_tensors(inputs.at(argument), record.writes);
-      }
+  const c10::IValue* const only_if = given(schema->only_if);
+  if (!schema->only_if || (only_if != nullptr && only_if->isBool() && only_if->toBool())) {
+    for (const std::size_t argument : schema->unmarked) {
+      append_tensors(inputs[argument], record.writes);
     }
   }
 }

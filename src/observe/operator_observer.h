@@ -31,7 +31,7 @@ struct OperatorAccess {
 /// starts (autograd's device threads included; calls come one at a time). Operators inside operators are reported as well,
 /// before the one they are in. Guards nest: the innermost observes. Not for the replay path.
 ///
-/// Schemas lie (`native_batch_norm` writes running statistics unmarked): known liars are corrected here.
+/// Schemas lie (`native_batch_norm` writes running statistics unmarked): what is known of that stands in unmarked_writes.h.
 /// What `observe` throws does not stop the operator; it is kept for `rethrow`.
 /// Threads: ends on the thread it began on, in reverse order. Capture: legal.
 class [[nodiscard]] OperatorObserverGuard {

@@ -6,7 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "runtime/foreign_order.h"
+#include "runtime/device_listener.h"
 
 namespace sidestream {
 

@@ -1,8 +1,7 @@
 #include "offload/capture_offload.h"
 
-#include "base/tracing.h"
+#include "base/site.h"
 #include "memory/storage_view.h"
-#include "runtime/issued_at.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -50,8 +49,7 @@ void CaptureOffload::group_ended(Group& group) {
   if (leaving.empty()) {
     return;
   }
-  const tracing::Scope trace(tracing::Range::offload, group.scope->trace);
-  const IssuedAt place("offload", group.scope->name);
+  const Site site(Activity::offload, group.scope->site);
   Streams savers;
   for (const auto& saved : leaving) {
     for (const c10::Stream stream : saved->streams) {
@@ -83,12 +81,12 @@ void CaptureOffload::release(const OffloadedStorages& offloaded) {
   }
 }
 
-void CaptureOffload::prefetch(const OffloadedStorages& offloaded, const tracing::Name& trace_name) {
+void CaptureOffload::prefetch(const OffloadedStorages& offloaded, const SiteName& name) {
   copies_to_device_ = !offloaded.empty();
   if (offloaded.empty()) {
     return;
   }
-  const tracing::Scope trace(tracing::Range::reload, trace_name);
+  const Site site(Activity::reload, name);
   for (const auto& saved : offloaded) {
     saved->device = allocate_storage(runtime_->device(), saved->bytes);
   }

@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "base/tracing.h"
+#include "base/site.h"
 #include "memory/host_arena.h"
 #include "offload/saved_storage.h"
 #include "runtime/runtime.h"
@@ -31,7 +31,7 @@ class CaptureOffload final : public StorageMover {
   /// Lets the sources of `offloaded` go back to the pool.
   static void release(const OffloadedStorages& offloaded);
   /// In a backward capture: allocates `offloaded` on the device and forks their copies off.
-  void prefetch(const OffloadedStorages& offloaded, const tracing::Name& trace);
+  void prefetch(const OffloadedStorages& offloaded, const SiteName& name);
   void join_prefetch();
   /// Forgets a capture that failed.
   void abandon() noexcept;

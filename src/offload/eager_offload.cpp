@@ -4,9 +4,8 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include "base/tracing.h"
+#include "base/site.h"
 #include "memory/storage_view.h"
-#include "runtime/issued_at.h"
 
 namespace sidestream {
 
@@ -114,11 +113,9 @@ void EagerOffload::group_ended(Group& group) {
   if (leaving.empty()) {
     return;
   }
-  const tracing::Scope trace(tracing::Range::offload, group.scope->trace);
-  const IssuedAt place("offload", group.scope->name);
+  const Site site(Activity::offload, group.scope->site);
   Slot& slot = next_slot();
-  slot.name = group.scope->name;
-  slot.trace = group.scope->trace;
+  slot.site = group.scope->site;
   for (const auto& saved : leaving) {
     for (const c10::Stream stream : saved->streams) {
       add_stream(slot.savers, stream);
@@ -186,8 +183,7 @@ void EagerOffload::drop_sources() {
 }
 
 void EagerOffload::reload(Slot& slot) {
-  const tracing::Scope trace(tracing::Range::reload, slot.trace);
-  const IssuedAt place("reload", slot.name);
+  const Site site(Activity::reload, slot.site);
   slot.reloading = true;
   std::vector<std::shared_ptr<SavedStorage>> returning;
   try {

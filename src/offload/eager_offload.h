@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "base/tracing.h"
+#include "base/site.h"
 #include "memory/host_arena.h"
 #include "offload/saved_storage.h"
 #include "runtime/runtime.h"
@@ -47,8 +47,7 @@ class EagerOffload final : public StorageMover {
     std::shared_ptr<Event> offloaded;
     std::shared_ptr<Event> reloaded;
     // Of the group's scope, which may be gone: a backward may outlive its engine. Slots are used again, so nothing allocates.
-    std::string name;
-    tracing::Name trace;
+    SiteName site;
     std::vector<std::weak_ptr<SavedStorage>> storages;
     Streams savers;          ///< streams that saved any of them
     Streams arrived;         ///< streams that wait for the H2D already

@@ -14,7 +14,7 @@ ScopeNode* ScopeTree::child(ScopeNode* parent, std::string_view component) {
   node.name = parent->name.empty() ? std::string(component) : parent->name + "." + std::string(component);
   node.component = std::string_view(node.name).substr(node.name.size() - component.size());
   node.selected = selected_.matches(node.name);
-  node.trace = tracing::Name(node.name.c_str());
+  node.site = SiteName(node.name);
   parent->children.push_back(&node);
   return &node;
 }

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/tracing.h"
+#include "base/site.h"
 #include "offload/name_pattern.h"
 
 namespace sidestream {
@@ -15,7 +15,7 @@ struct ScopeNode {
   std::string name;  ///< full, dotted; empty for the root
   std::string_view component;
   bool selected = false;  ///< the offload patterns name it
-  tracing::Name trace;
+  SiteName site;          ///< the name again, for sites
   std::vector<ScopeNode*> children;
 };
 

@@ -11,7 +11,6 @@ class ForwardingRuntime : public Runtime {
  public:
   explicit ForwardingRuntime(std::shared_ptr<Runtime> inner) : inner_(std::move(inner)) {}
 
-  [[nodiscard]] Backend backend() const noexcept override { return inner_->backend(); }
   [[nodiscard]] c10::Device device() const noexcept override { return inner_->device(); }
   [[nodiscard]] DeviceInfo info() const override { return inner_->info(); }
   [[nodiscard]] std::int64_t live_handles() const noexcept override { return inner_->live_handles(); }

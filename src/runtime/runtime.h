@@ -13,7 +13,6 @@
 
 namespace sidestream {
 
-enum class Backend : std::uint8_t { sim, cuda };
 enum class CaptureStatus : std::uint8_t { none, active, invalidated };
 enum class EventTiming : std::uint8_t { off, on };
 
@@ -50,7 +49,7 @@ struct GraphNode {
   std::vector<std::uint32_t> predecessors;
 };
 
-/// The device under the engine. Two backends: `cuda` and `sim`; decorators wrap either.
+/// The device under the engine. Backends implement it and register themselves (backend.h); decorators wrap any.
 ///
 /// Streams are `c10::Stream` because autograd sets them; work of LibTorch's operators goes to the current stream.
 /// Every method throws UsageError when a handle or stream of another backend is passed, DeviceError when the device
@@ -63,7 +62,6 @@ class Runtime {
   Runtime& operator=(const Runtime&) = delete;
   virtual ~Runtime() = default;
 
-  [[nodiscard]] virtual Backend backend() const noexcept = 0;
   [[nodiscard]] virtual c10::Device device() const noexcept = 0;
   [[nodiscard]] virtual DeviceInfo info() const = 0;
   /// Handles that this runtime made and that still own something, of all kinds. What tests' invariants count.
@@ -182,9 +180,8 @@ class [[nodiscard]] StreamGuard {
   c10::Stream before_;
 };
 
-/// The runtime of `device`: cuda, or the sim device (which is registered with LibTorch on first use).
-/// Throws: UsageError for any other device type or a backend that was not built in; DeviceError without a usable driver
-/// (says which driver is needed, and that the sim device works).
+/// The runtime of `device`, from the backend that registered for its type (backend.h).
+/// Throws: UsageError for a type that no loaded backend has; what the backend throws for a device that it has not.
 [[nodiscard]] std::shared_ptr<Runtime> make_runtime(c10::Device device);
 
 }  // namespace sidestream

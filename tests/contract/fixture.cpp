@@ -20,26 +20,20 @@ struct Made {
   std::string why;
 };
 
-Made make(Backend backend) {
+Made make(c10::DeviceType type) {
   try {
-    switch (backend) {
-      case Backend::sim:
-        return {make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0)), ""};
-      case Backend::cuda:
-        return {make_runtime(c10::Device(c10::DeviceType::CUDA, 0)), ""};
-    }
+    return {make_runtime(c10::Device(type, 0)), ""};
   } catch (const Error& error) {
     return {nullptr, error.what()};
   }
-  return {};
 }
 
 }  // namespace
 
-std::shared_ptr<Runtime> runtime_of(Backend backend, std::string* why) {
-  static const Made sim = make(Backend::sim);
-  static const Made cuda = make(Backend::cuda);
-  const Made& made = backend == Backend::sim ? sim : cuda;
+std::shared_ptr<Runtime> runtime_of(c10::DeviceType type, std::string* why) {
+  static const Made sim = make(kSim);
+  static const Made cuda = make(kCuda);
+  const Made& made = type == kSim ? sim : cuda;
   if (why != nullptr) {
     *why = made.why;
   }
@@ -49,18 +43,18 @@ std::shared_ptr<Runtime> runtime_of(Backend backend, std::string* why) {
 void PrintTo(const Subject& subject, std::ostream* out) { *out << subject.name; }
 
 std::vector<Subject> every_subject() {
-  return {{"sim_early", Backend::sim, "early"},         {"sim_late", Backend::sim, "late"},
-          {"sim_d2h_early", Backend::sim, "d2h-early"}, {"sim_d2h_late", Backend::sim, "d2h-late"},
-          {"sim_seed_1", Backend::sim, "seed:1"},       {"sim_seed_2", Backend::sim, "seed:2"},
-          {"sim_checked", Backend::sim, "early", true}, {"cuda", Backend::cuda, ""},
-          {"cuda_checked", Backend::cuda, "", true}};
+  return {{"sim_early", kSim, "early"},         {"sim_late", kSim, "late"},
+          {"sim_d2h_early", kSim, "d2h-early"}, {"sim_d2h_late", kSim, "d2h-late"},
+          {"sim_seed_1", kSim, "seed:1"},       {"sim_seed_2", kSim, "seed:2"},
+          {"sim_checked", kSim, "early", true}, {"cuda", kCuda, ""},
+          {"cuda_checked", kCuda, "", true}};
 }
 
 std::string subject_name(const testing::TestParamInfo<Subject>& info) { return info.param.name; }
 
 void RuntimeContract::SetUp() {
   std::string why;
-  runtime_ = runtime_of(GetParam().backend, &why);
+  runtime_ = runtime_of(GetParam().type, &why);
   if (runtime_ == nullptr) {
     ASSERT_TRUE(on_gpu()) << "the sim backend runs everywhere: " << why;
     GTEST_SKIP() << why;

@@ -13,13 +13,16 @@
 
 namespace sidestream::contract {
 
-/// The runtime of `backend`, made once; null when this machine cannot run it. `why` then says what is missing.
-[[nodiscard]] std::shared_ptr<Runtime> runtime_of(Backend backend, std::string* why = nullptr);
+inline constexpr c10::DeviceType kSim = c10::DeviceType::PrivateUse1;
+inline constexpr c10::DeviceType kCuda = c10::DeviceType::CUDA;
+
+/// The runtime of the device type `type`, made once; null when this machine cannot run it. `why` then says what is missing.
+[[nodiscard]] std::shared_ptr<Runtime> runtime_of(c10::DeviceType type, std::string* why = nullptr);
 
 /// What a case runs on: a backend, and on the sim device the order in which queued work runs.
 struct Subject {
   const char* name;
-  Backend backend;
+  c10::DeviceType type;
   const char* schedule;
   bool checked = false;  ///< decorated by a CheckedRuntime
 };
@@ -47,7 +50,7 @@ class RuntimeContract : public testing::TestWithParam<Subject> {
   [[nodiscard]] c10::TensorOptions options() const;
   /// True where a copy to the host that nothing waits for is surely unfinished.
   [[nodiscard]] bool copies_are_late() const;
-  [[nodiscard]] bool on_gpu() const { return GetParam().backend == Backend::cuda; }
+  [[nodiscard]] bool on_gpu() const { return GetParam().type == kCuda; }
   [[nodiscard]] Runtime& runtime() const { return *runtime_; }
   [[nodiscard]] c10::Stream capture() const { return *capture_; }
   [[nodiscard]] c10::Stream side() const { return *side_; }

@@ -167,7 +167,7 @@ TEST_P(EventContract, AnEmptyHandleIsRefused) {
 }
 
 TEST_P(EventContract, AHandleOfAnotherBackendIsRefused) {
-  const auto other = runtime_of(on_gpu() ? Backend::sim : Backend::cuda);
+  const auto other = runtime_of(on_gpu() ? kSim : kCuda);
   if (other == nullptr) {
     return;  // One backend on this machine: there is no other handle to pass.
   }

@@ -8,18 +8,20 @@
 
 #include <gtest/gtest.h>
 
-#include "base/tracing.h"
+#include "base/site.h"
 #include "nvtx/injection.h"
 #include "threads/at_once.h"
 
-namespace sidestream::tracing {
+namespace sidestream {
 namespace {
+
+const SiteName kUnlabelled;
 
 /// The injection library that NVTX has loaded on its own; nothing here loads it.
 class NvtxRanges : public testing::Test {
  protected:
   void SetUp() override {
-    { const Scope first_call(Range::sizing, Name()); }
+    { const Site first_call(Activity::sizing, kUnlabelled); }
     const char* path = std::getenv("NVTX_INJECTION64_PATH");
     ASSERT_NE(path, nullptr);
     library_ = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
@@ -59,35 +61,36 @@ class NvtxRanges : public testing::Test {
 };
 
 TEST_F(NvtxRanges, HaveRegisteredNamesOfKindAndLabel) {
-  const Name group("blocks.3.core_attn");
-  { const Scope scope(Range::offload, group); }
-  { const Scope scope(Range::reload, group); }
+  const SiteName group("blocks.3.core_attn");
+  { const Site site(Activity::offload, group); }
+  { const Site site(Activity::reload, group); }
   EXPECT_EQ(new_lines(), (std::vector<std::string>{"offload blocks.3.core_attn", "reload blocks.3.core_attn"}));
 }
 
 TEST_F(NvtxRanges, Nest) {
-  const Name call("blocks.0");
-  const Name group("blocks.0.fc1");
+  const SiteName call("blocks.0");
+  const SiteName group("blocks.0.fc1");
   {
-    const Scope capture(Range::capture_forward, call);
-    { const Scope offload(Range::offload, group); }
+    const Site capture(Activity::capture_forward, call);
+    { const Site offload(Activity::offload, group); }
     EXPECT_EQ(depth(), 1u);
-    const Scope reload(Range::reload, group);
+    const Site reload(Activity::reload, group);
     EXPECT_EQ(depth(), 2u);
   }
-  { const Scope launch(Range::launch_backward, call); }
+  { const Site launch(Activity::launch_backward, call); }
   EXPECT_EQ(new_lines(), (std::vector<std::string>{"capture forward blocks.0", "  offload blocks.0.fc1",
                                                    "  reload blocks.0.fc1", "launch backward blocks.0"}));
 }
 
 TEST_F(NvtxRanges, WithoutALabelCarryTheKind) {
-  { const Scope scope(Range::warmup, Name()); }
+  { const Site site(Activity::warmup, kUnlabelled); }
   EXPECT_EQ(new_lines(), std::vector<std::string>{"warmup"});
 }
 
 TEST_F(NvtxRanges, CloseWhenAnExceptionPasses) {
   const auto throwing = [] {
-    const Scope scope(Range::launch_forward, Name("blocks.1"));
+    const SiteName name("blocks.1");
+    const Site site(Activity::launch_forward, name);
     throw 1;
   };
   EXPECT_THROW(throwing(), int);
@@ -95,10 +98,11 @@ TEST_F(NvtxRanges, CloseWhenAnExceptionPasses) {
 }
 
 TEST_F(NvtxRanges, BelongToTheirThread) {
-  const Scope outer(Range::sizing, Name());
+  const Site outer(Activity::sizing, kUnlabelled);
   std::size_t other = 7;
   std::thread([&] {
-    const Scope scope(Range::offload, Name("elsewhere"));
+    const SiteName name("elsewhere");
+    const Site site(Activity::offload, name);
     other = depth();
   }).join();
   EXPECT_EQ(other, 1u);
@@ -109,17 +113,17 @@ TEST_F(NvtxRanges, MayBeNamedByManyThreadsAtOnce) {
   constexpr int kThreads = 4;
   constexpr int kRounds = 50;
   test::at_once(kThreads, [](int number) {
-    std::vector<Name> names;
+    std::vector<SiteName> names;
     for (int i = 0; i < kRounds; ++i) {
-      names.emplace_back(("layers." + std::to_string(i * (1 + number % 2))).c_str());
+      names.emplace_back("layers." + std::to_string(i * (1 + number % 2)));
       // Names that are there already: nothing but the table's own lock orders these with the new ones.
       for (int again = 0; again < 20; ++again) {
-        (void)Name("layers.0");
+        (void)SiteName("layers.0");
       }
     }
-    for (const Name& name : names) {
-      const Scope outer(Range::launch_forward, name);
-      const Scope inner(Range::offload, Name());
+    for (const SiteName& name : names) {
+      const Site outer(Activity::launch_forward, name);
+      const Site inner(Activity::offload, kUnlabelled);
     }
   });
   const std::vector<std::string> lines = new_lines();
@@ -128,4 +132,4 @@ TEST_F(NvtxRanges, MayBeNamedByManyThreadsAtOnce) {
 }
 
 }  // namespace
-}  // namespace sidestream::tracing
+}  // namespace sidestream

@@ -7,8 +7,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gtest/gtest.h>
 
+#include "base/site.h"
 #include "observe/checked_runtime.h"
-#include "runtime/issued_at.h"
 #include "threads/at_once.h"
 #include "threads/locked_runtime.h"
 
@@ -39,14 +39,14 @@ TEST(JournalThreads, OneJournalIsWrittenByMany) {
   std::vector<std::byte> device(kThreads * 64);
   std::vector<std::byte> host(kThreads * 64);
   at_once(kThreads, [&](int number) {
-    const std::string name = "blocks." + std::to_string(number);
+    const SiteName name("blocks." + std::to_string(number));
     const c10::Stream stream = stream_of(2 * number + 1);
     const c10::Stream copies = stream_of(2 * number + 2);
     const Event event = runtime.create_event(EventTiming::off);
     std::byte* const own_device = device.data() + std::ptrdiff_t{64} * number;
     std::byte* const own_host = host.data() + std::ptrdiff_t{64} * number;
     for (int i = 0; i < kRounds; ++i) {
-      const IssuedAt place("offload", name);
+      const Site site(Activity::offload, name);
       runtime.record(event, stream);
       runtime.wait(copies, event);
       runtime.copy_to_host(own_host, own_device, 64, copies);

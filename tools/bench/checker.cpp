@@ -24,7 +24,7 @@
 #include <nlohmann/json.hpp>
 
 #include "sidestream/sidestream.h"
-#include "src/runtime/issued_at.h"
+#include "src/base/site.h"
 #include "tools/bench/block_stack.h"
 #include "tools/bench/step_time.h"
 
@@ -175,9 +175,10 @@ class Bench {
 /// Nanoseconds of saying where work is issued, which is all that a step does for the check while it is off.
 double place_ns() {
   constexpr int kTimes = 10'000'000;
+  const SiteName name("blocks.0");
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < kTimes; ++i) {
-    const IssuedAt place("forward", "blocks.0");
+    const Site site(Activity::launch_forward, name);
     asm volatile("" ::: "memory");  // as a call between its two writes
   }
   return bench::seconds_since(begin) * 1e9 / kTimes;

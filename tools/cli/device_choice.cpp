@@ -5,7 +5,7 @@
 #include <ATen/Context.h>
 
 #include "sidestream/device.h"
-#include "sidestream/testing/schedule.h"
+#include "sidestream/testing/simulator.h"
 
 namespace sidestream::cli {
 namespace {

@@ -1,13 +1,22 @@
-#include "runtime/cuda/runtime.h"
+// Built in place of the backend where LibTorch has no CUDA or its headers are missing.
+#include "runtime/backend.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::cuda {
+namespace {
 
-std::shared_ptr<Runtime> make_cuda_runtime(c10::Device device) {
-  throw UsageError("device " + device.str() +
-                   " needs the cuda backend, which this build leaves out (LibTorch without CUDA); use --device sim");
+constexpr const char* left_out = "this build of Sidestream has no cuda backend (LibTorch without CUDA)";
+
+Availability availability() { return {Availability::State::absent, left_out}; }
+
+std::shared_ptr<Runtime> make(c10::Device device) {
+  throw UsageError("device " + device.str() + " needs the cuda backend, and " + left_out +
+                   "; the simulated device works without it: find_device(\"sim\")");
 }
 
-void hear_libtorch_on_cuda() {}
+void observe() {}
 
-}  // namespace sidestream
+const BackendRegistration registration({"cuda", c10::DeviceType::CUDA, false, availability, make, observe});
+
+}  // namespace
+}  // namespace sidestream::cuda

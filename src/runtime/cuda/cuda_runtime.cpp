@@ -3,49 +3,11 @@
 #include <string>
 
 #include "runtime/cuda/capture_mode.h"
+#include "runtime/cuda/driver.h"
 #include "runtime/cuda/error.h"
-#include "runtime/cuda/runtime.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
-namespace {
-
-std::string version_words(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
-// Oldest driver branch that runs programs of a CUDA major version (CUDA's minor version compatibility).
-const char* oldest_driver(int runtime_version) {
-  const int major = runtime_version / 1000;
-  return major >= 13 ? "580" : major == 12 ? "525" : "450";
-}
-
-}  // namespace
-
-std::shared_ptr<Runtime> make_cuda_runtime(c10::Device device) {
-  if (!device.is_cuda()) {
-    throw UsageError("the cuda backend was asked for device " + device.str() + "; ask for cuda or cuda:N");
-  }
-  int count = 0;
-  const auto status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess || count == 0) {
-    (void)cudaGetLastError();
-    throw DeviceError("no usable NVIDIA driver for " + device.str() + ": " +
-                          (status == cudaSuccess ? std::string("no device") : cudaGetErrorString(status)) + "; CUDA " +
-                          version_words(CUDART_VERSION) + " needs an NVIDIA driver " + oldest_driver(CUDART_VERSION) +
-                          " or newer; the simulated device works without one: --device sim",
-                      status);
-  }
-  const c10::Device indexed(c10::DeviceType::CUDA, device.has_index() ? device.index() : c10::DeviceIndex{0});
-  if (indexed.index() >= count) {
-    throw DeviceError("device " + indexed.str() + " does not exist: this machine has " + std::to_string(count) +
-                      " CUDA device(s), cuda:0 is the first; the simulated device works too: --device sim");
-  }
-  cuda::libtorch::initialise();
-  return std::make_shared<cuda::CudaRuntime>(indexed);
-}
-
-namespace cuda {
+namespace sidestream::cuda {
 namespace {
 
 const char* name_of(HandleKind kind) {
@@ -335,5 +297,4 @@ void CudaRuntime::destroy_deferred() noexcept {
   }
 }
 
-}  // namespace cuda
-}  // namespace sidestream
+}  // namespace sidestream::cuda

@@ -19,7 +19,6 @@ class CudaRuntime final : public Runtime {
   explicit CudaRuntime(c10::Device device) : device_(device) {}
   ~CudaRuntime() override;
 
-  [[nodiscard]] Backend backend() const noexcept override { return Backend::cuda; }
   [[nodiscard]] c10::Device device() const noexcept override { return device_; }
   [[nodiscard]] DeviceInfo info() const override;
 
@@ -90,9 +89,7 @@ class CudaRuntime final : public Runtime {
 
 template <HandleKind kind>
 void* CudaRuntime::native(const Handle<kind>& handle) const {
-  const bool ours =
-      handle.runtime() == this || (handle.runtime() != nullptr && handle.runtime()->backend() == Backend::cuda &&
-                                   handle.runtime()->device() == device_);
+  const bool ours = handle.runtime() == this || (handle.runtime() != nullptr && handle.runtime()->device() == device_);
   if (!ours || !handle) [[unlikely]] {
     refuse_handle(kind, handle.runtime(), !handle);
   }

@@ -1,4 +1,4 @@
-// What LibTorch itself asks of a GPU's streams, as ForeignOrder has it.
+// What LibTorch itself asks of a GPU's streams, as DeviceListener has it.
 #include <algorithm>
 #include <cstdio>
 #include <mutex>
@@ -11,10 +11,10 @@
 #include <c10/util/Exception.h>
 
 #include "runtime/cuda/libtorch.h"
-#include "runtime/cuda/runtime.h"
-#include "runtime/foreign_order.h"
+#include "runtime/cuda/libtorch_order.h"
+#include "runtime/device_listener.h"
 
-namespace sidestream {
+namespace sidestream::cuda {
 namespace {
 
 constexpr c10::DeviceType kCuda = c10::DeviceType::CUDA;
@@ -28,19 +28,19 @@ class Tracer final : public c10::impl::PyInterpreterVTable {
   std::string name() const override { return "sidestream's tracer"; }
 
   void trace_gpu_event_record(c10::DeviceType type, std::uintptr_t event, std::uintptr_t stream) const override {
-    foreign_order::recorded(type, pointer(event), key(stream));
+    device_listeners::recorded(type, pointer(event), key(stream));
   }
   void trace_gpu_event_wait(c10::DeviceType type, std::uintptr_t event, std::uintptr_t stream) const override {
-    foreign_order::waited(type, key(stream), pointer(event));
+    device_listeners::waited(type, key(stream), pointer(event));
   }
   void trace_gpu_stream_synchronization(c10::DeviceType type, std::uintptr_t stream) const override {
-    foreign_order::host_saw_stream(type, key(stream));
+    device_listeners::host_saw_stream(type, key(stream));
   }
   void trace_gpu_event_synchronization(c10::DeviceType type, std::uintptr_t event) const override {
-    foreign_order::host_saw_event(type, pointer(event));
+    device_listeners::host_saw_event(type, pointer(event));
   }
   void trace_gpu_device_synchronization(c10::DeviceType type) const override {
-    foreign_order::host_saw_device(c10::Device(type, current_device()));
+    device_listeners::host_saw_device(c10::Device(type, current_device()));
   }
   void trace_gpu_event_creation(c10::DeviceType /*type*/, std::uintptr_t /*event*/) const override {}
   void trace_gpu_event_deletion(c10::DeviceType /*type*/, std::uintptr_t /*event*/) const override {}
@@ -119,7 +119,7 @@ class BlockUses {
       }
     }
     for (const StreamKey stream : streams) {
-      foreign_order::freed_behind(kCuda, stream, block, bytes);
+      device_listeners::freed_behind(kCuda, stream, block, bytes);
     }
   }
 
@@ -169,7 +169,7 @@ class UseTellingGuard final : public c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     const bool done = inner_.queryEvent(event);
     if (done && event != nullptr) {
-      foreign_order::host_saw_event(kCuda, event);
+      device_listeners::host_saw_event(kCuda, event);
     }
     return done;
   }
@@ -180,7 +180,7 @@ class UseTellingGuard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     const bool idle = inner_.queryStream(stream);
     if (idle) {
-      foreign_order::host_saw_stream(kCuda, key_of(stream));
+      device_listeners::host_saw_stream(kCuda, key_of(stream));
     }
     return idle;
   }
@@ -208,7 +208,7 @@ void hear() {
   static const auto* const guard = new UseTellingGuard(*c10::impl::getDeviceGuardImpl(kCuda));
   c10::impl::registerDeviceGuard(kCuda, guard);
   try {
-    cuda::libtorch::hear_frees([](const void* block, std::size_t bytes) { block_uses().freed(block, bytes); });
+    libtorch::hear_frees([](const void* block, std::size_t bytes) { block_uses().freed(block, bytes); });
   } catch (const c10::Error&) {
     std::fprintf(
         stderr,
@@ -219,9 +219,9 @@ void hear() {
 
 }  // namespace
 
-void hear_libtorch_on_cuda() {
+void hear_libtorch() {
   static std::once_flag once;
   std::call_once(once, hear);
 }
 
-}  // namespace sidestream
+}  // namespace sidestream::cuda

@@ -2,9 +2,8 @@
 // Source of the rule: PyTorch c10/cuda/CUDACachingAllocator.cpp (recordStream, process_events).
 #include <algorithm>
 
-#include "runtime/foreign_order.h"
+#include "runtime/device_listener.h"
 #include "sim/device/state.h"
-#include "sim/rerun/recording.h"
 #include "sim/torch/device_guard.h"
 
 namespace sidestream::sim {
@@ -27,7 +26,7 @@ void Device::State::hold_back(Block& block) {
     const StreamState& user = stream(id);
     used.in_capture = used.in_capture || user.capture != nullptr;
     used.until.push_back(user.last);
-    foreign_order::freed_behind(kDeviceType, id, block.begin, block.bytes);
+    device_listeners::freed_behind(kDeviceType, id, block.begin, block.bytes);
   }
   memory.stop_counting(&block);
 }

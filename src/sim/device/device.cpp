@@ -5,9 +5,9 @@
 
 #include <sidestream/error.h>
 
-#include "runtime/issued_at.h"
+#include "base/site.h"
 #include "sim/device/state.h"
-#include "sim/rerun/recording.h"
+#include "sim/device/work_listener.h"
 
 namespace sidestream::sim {
 namespace {
@@ -163,7 +163,7 @@ void Device::State::force(StreamState& stream) {
 }
 
 const char* Device::place() {
-  const IssuedAt* at = IssuedAt::innermost();
+  const Site* at = Site::innermost();
   if (at == nullptr) {
     return "";
   }
@@ -335,8 +335,8 @@ void Device::issued(Work work) {
   if (!state_->timeline.keeping()) {
     return;
   }
-  if (work.kind != Work::Kind::compute && state_->recording != nullptr) {
-    state_->recording->issued_copy(work);
+  if (work.kind != Work::Kind::compute && state_->listener != nullptr) {
+    state_->listener->issued_copy(work);
   }
   work.place = place();
   Queued queued;

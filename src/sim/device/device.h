@@ -135,7 +135,7 @@ class Device {
 
   // --- how queued work runs ------------------------------------------------------------------------------------
 
-  /// Where the calling thread issues work, by IssuedAt: "offload blocks.0.proj". For work that is kept.
+  /// Where the calling thread issues work, by Site: "offload blocks.0.proj". For work that is kept.
   [[nodiscard]] const char* place();
 
   /// Drains the device, then runs by `schedule`.
@@ -145,9 +145,11 @@ class Device {
   void set_strict(bool strict);
   [[nodiscard]] std::uint64_t unrecorded_waits() const;
 
- private:
-  friend class Recording;
+  /// All that it owns, for the rooms of the simulator that stand on it (state.h).
   struct State;
+  [[nodiscard]] State& state() noexcept { return *state_; }
+
+ private:
   Device();
   ~Device() = default;
   std::unique_ptr<State> state_;

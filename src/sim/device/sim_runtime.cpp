@@ -7,7 +7,6 @@
 
 #include "sim/device/graph.h"
 #include "sim/torch/device_guard.h"
-#include "sim/torch/registration.h"
 
 namespace sidestream::sim {
 namespace {
@@ -30,7 +29,7 @@ Native& native_of(const Handle<kind>& handle, const char* what) {
   if (!handle) {
     refuse(what, "is empty (destroyed, moved from or reset); make a new one");
   }
-  if (handle.runtime()->backend() != Backend::sim) {
+  if (handle.runtime()->device().type() != kDeviceType) {
     refuse(what, "belongs to another backend; make it with this runtime");
   }
   return *static_cast<Native*>(handle.native());
@@ -137,14 +136,6 @@ void SimRuntime::destroy(HandleKind kind, void* native) noexcept {
       device_.free_pinned(native);
       break;
   }
-}
-
-std::shared_ptr<Runtime> make_sim_runtime(c10::Device device) {
-  if (device.index() > 0) {
-    throw UsageError("there is one sim device: sim:" + std::to_string(device.index()) + " does not exist; use sim:0");
-  }
-  register_sim_device();
-  return std::make_shared<SimRuntime>();
 }
 
 }  // namespace sidestream::sim

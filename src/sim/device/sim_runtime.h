@@ -14,7 +14,6 @@ class SimRuntime final : public Runtime {
  public:
   SimRuntime() noexcept : device_(Device::get()) {}
 
-  Backend backend() const noexcept override { return Backend::sim; }
   c10::Device device() const noexcept override;
   DeviceInfo info() const override;
 
@@ -57,8 +56,5 @@ class SimRuntime final : public Runtime {
  private:
   Device& device_;
 };
-
-/// Registers the sim device with LibTorch at the first call. Throws: UsageError for an index that is not 0.
-[[nodiscard]] std::shared_ptr<Runtime> make_sim_runtime(c10::Device device);
 
 }  // namespace sidestream::sim

@@ -16,7 +16,7 @@
 
 namespace sidestream::sim {
 
-class Recording;
+class WorkListener;
 
 struct StreamState {
   WorkId last = no_work;
@@ -73,8 +73,8 @@ struct Device::State {
   std::vector<std::unique_ptr<Capture>> captures;
   std::uint64_t captures_begun = 0;
   bool strict = false;
-  Recording* recording = nullptr;  ///< the one that is being made
-  int recordings = 0;              ///< alive: their works may run again
+  WorkListener* listener = nullptr;  ///< of the recording that is being made
+  int recordings = 0;                ///< alive: their works may run again
   std::uint64_t unrecorded_waits = 0;
   WorkId host_look = no_work;              ///< the latest, in a recording
   std::unordered_set<std::string> places;  ///< what `place` has handed out

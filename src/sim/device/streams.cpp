@@ -3,7 +3,7 @@
 #include <sidestream/error.h>
 
 #include "sim/device/state.h"
-#include "sim/rerun/recording.h"
+#include "sim/device/work_listener.h"
 
 namespace sidestream::sim {
 namespace {
@@ -231,8 +231,8 @@ void Device::copy(Work::Kind kind, void* destination, const void* source, std::s
     capture->add(stream.capture_last, std::move(work));
     return;
   }
-  if (state_->recording != nullptr) {
-    state_->recording->issued_copy(*work);
+  if (state_->listener != nullptr) {
+    state_->listener->issued_copy(*work);
   }
   Queued queued;
   queued.work = std::move(work);

@@ -7,7 +7,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include "sim/device/device.h"
-#include "sim/device/order.h"
+#include "sim/device/issue_order.h"
 
 namespace sidestream::sim {
 

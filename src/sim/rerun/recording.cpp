@@ -6,8 +6,8 @@
 
 #include <sidestream/error.h>
 
-#include "sim/device/order.h"
 #include "sim/device/state.h"
+#include "sim/rerun/rerun_order.h"
 
 namespace sidestream::sim {
 namespace {
@@ -46,22 +46,22 @@ void poison(const std::byte* begin, std::size_t bytes) {
 }  // namespace
 
 Recording::Recording() : device_(Device::get()) {
-  Device::State& state = *device_.state_;
+  Device::State& state = device_.state();
   const std::lock_guard<std::recursive_mutex> lock(state.mutex);
-  if (state.recording != nullptr) {
+  if (state.listener != nullptr) {
     throw UsageError("sim device: a recording is being made already; stop it first");
   }
   state.refuse_in_capture("a recording");
   state.timeline.start_keeping();
   state.keeping.store(true, std::memory_order_release);
-  state.recording = this;
+  state.listener = this;
   state.host_look = no_work;
   ++state.recordings;
   keep_start();
 }
 
 Recording::~Recording() {
-  Device::State& state = *device_.state_;
+  Device::State& state = device_.state();
   const std::lock_guard<std::recursive_mutex> lock(state.mutex);
   try {
     stop();
@@ -74,7 +74,7 @@ Recording::~Recording() {
 }
 
 void Recording::keep_start() {
-  Device::State& state = *device_.state_;
+  Device::State& state = device_.state();
   state.memory.for_each_segment([&](const Segment& segment) {
     if (segment.pool->is_private) {
       // Graphs use its free blocks as well.
@@ -93,7 +93,7 @@ void Recording::keep_start() {
 }
 
 void Recording::keep_end() {
-  Device::State& state = *device_.state_;
+  Device::State& state = device_.state();
   end_.clear();
   state.memory.for_each_segment([&](const Segment& segment) { end_.emplace_back(segment.begin, segment.lent); });
   for (const auto& [begin, bytes] : state.pinned.ranges()) {
@@ -132,7 +132,7 @@ void Recording::find_overwritten() {
 }
 
 void Recording::stop() {
-  Device::State& state = *device_.state_;
+  Device::State& state = device_.state();
   const std::lock_guard<std::recursive_mutex> lock(state.mutex);
   if (stopped_) {
     return;
@@ -141,7 +141,7 @@ void Recording::stop() {
   const WorkId first = state.timeline.first_id();
   std::deque<Queued> queue = state.timeline.stop_keeping();
   state.keeping.store(false, std::memory_order_release);
-  state.recording = nullptr;
+  state.listener = nullptr;
   works_.reserve(queue.size());
   followers_.resize(queue.size());
   for (Queued& queued : queue) {
@@ -158,7 +158,7 @@ void Recording::stop() {
 }
 
 void Recording::load_start() {
-  Device::State& state = *device_.state_;
+  Device::State& state = device_.state();
   state.memory.for_each_segment([](const Segment& segment) { poison(segment.begin, segment.lent); });
   for (const MemoryImage& image : start_) {
     if (device_.owns(image.begin) || state.pinned.mapped(image.begin)) {
@@ -204,7 +204,7 @@ std::vector<std::uint32_t> Recording::order(const Schedule& schedule) const {
 }
 
 void Recording::rerun(const std::vector<std::uint32_t>& order) {
-  Device::State& state = *device_.state_;
+  Device::State& state = device_.state();
   const std::lock_guard<std::recursive_mutex> lock(state.mutex);
   if (!stopped_) {
     throw UsageError("sim device: rerun of a recording that is still being made; stop it first");
@@ -222,13 +222,13 @@ void Recording::rerun(const std::vector<std::uint32_t>& order) {
 }
 
 void Recording::restore() noexcept {
-  const std::lock_guard<std::recursive_mutex> lock(device_.state_->mutex);
+  const std::lock_guard<std::recursive_mutex> lock(device_.state().mutex);
   if (!changed_) {
     return;
   }
   changed_ = false;
   for (const MemoryImage& image : end_) {
-    if (device_.owns(image.begin) || device_.state_->pinned.mapped(image.begin)) {
+    if (device_.owns(image.begin) || device_.state().pinned.mapped(image.begin)) {
       image.restore();
     }
   }

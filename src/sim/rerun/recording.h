@@ -6,6 +6,7 @@
 
 #include "sim/device/device.h"
 #include "sim/device/memory_image.h"
+#include "sim/device/work_listener.h"
 #include "sim/torch/generator.h"
 
 namespace sidestream::sim {
@@ -25,7 +26,7 @@ struct RecordedWork {
 /// late, so a copy that fails to wait for it never shows. A rerun starts from the memory of the start, with all that was not
 /// in use poisoned.
 /// Threads: one for its calls; the recorded step may use any.
-class Recording {
+class Recording final : private WorkListener {
  public:
   /// Drains the device and keeps the content of its memory. Throws: UsageError while another recording is being made;
   /// CaptureError while this thread captures.
@@ -33,7 +34,7 @@ class Recording {
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
   /// Stops, and puts memory back as `restore` does.
-  ~Recording();
+  ~Recording() override;
 
   /// Drains the device and ends the recording.
   void stop();
@@ -51,9 +52,8 @@ class Recording {
   void restore() noexcept;
 
  private:
-  friend class Device;
-  /// A copy is issued: what it takes from the host belongs to the start state.
-  void issued_copy(const Work& copy);
+  /// What a copy takes from the host belongs to the start state.
+  void issued_copy(const Work& copy) override;
   void find_overwritten();
   void keep_start();
   void keep_end();

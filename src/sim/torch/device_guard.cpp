@@ -5,7 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <sidestream/error.h>
 
-#include "runtime/foreign_order.h"
+#include "runtime/device_listener.h"
 #include "sim/device/device.h"
 
 namespace sidestream::sim {
@@ -42,17 +42,17 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     const bool idle = Device::get().idle(stream.id());
     if (idle) {
-      foreign_order::host_saw_stream(kDeviceType, key_of(stream));
+      device_listeners::host_saw_stream(kDeviceType, key_of(stream));
     }
     return idle;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Device::get().synchronize(stream.id());
-    foreign_order::host_saw_stream(kDeviceType, key_of(stream));
+    device_listeners::host_saw_stream(kDeviceType, key_of(stream));
   }
   void synchronizeDevice(const c10::DeviceIndex /*index*/) const override {
     Device::get().synchronize();
-    foreign_order::host_saw_device(sim_device());
+    device_listeners::host_saw_device(sim_device());
   }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -65,25 +65,25 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
       *event = c10::make_intrusive<EventState>(false).release();
     }
     Device::get().record(as_event(*event), stream.id());
-    foreign_order::recorded(kDeviceType, *event, key_of(stream));
+    device_listeners::recorded(kDeviceType, *event, key_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
       Device::get().wait(stream.id(), as_event(event));
-      foreign_order::waited(kDeviceType, key_of(stream), event);
+      device_listeners::waited(kDeviceType, key_of(stream), event);
     }
   }
   bool queryEvent(void* event) const override {
     const bool done = event == nullptr || Device::get().query(as_event(event));
     if (done && event != nullptr) {
-      foreign_order::host_saw_event(kDeviceType, event);
+      device_listeners::host_saw_event(kDeviceType, event);
     }
     return done;
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
       Device::get().synchronize(as_event(event));
-      foreign_order::host_saw_event(kDeviceType, event);
+      device_listeners::host_saw_event(kDeviceType, event);
     }
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*index*/) const noexcept override {
@@ -105,22 +105,8 @@ const DeviceGuard* the_guard() {
   return guard;
 }
 
-/// Note [The guard is registered when the library is loaded]
-/// Autograd makes its device threads at the first backward of the process, on whatever device that is, for the guards that are
-/// registered then. A guard that came later would leave a backward on sim without a thread to run on. The guard alone does not
-/// make sim known as a device: that is register_sim_device's work.
-const bool registered_at_load = [] {
-  if (!c10::impl::hasDeviceGuardImpl(kDeviceType)) {
-    c10::impl::registerDeviceGuard(kDeviceType, the_guard());
-  }
-  return true;
-}();
-
 }  // namespace
 
-void register_device_guard() {
-  (void)registered_at_load;
-  c10::impl::registerDeviceGuard(kDeviceType, the_guard());
-}
+void register_device_guard() { c10::impl::registerDeviceGuard(kDeviceType, the_guard()); }
 
 }  // namespace sidestream::sim

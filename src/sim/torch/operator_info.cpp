@@ -10,23 +10,10 @@
 #include <unordered_set>
 #include <utility>
 
+#include "observe/unmarked_writes.h"
+
 namespace sidestream::sim {
 namespace {
-
-/// Operators that write an argument which their schema does not mark. The schema audit finds such.
-struct HiddenWrite {
-  std::string_view name;
-  std::string_view argument;
-};
-constexpr std::array hidden_writes{
-    HiddenWrite{"aten::native_batch_norm", "running_mean"},
-    HiddenWrite{"aten::native_batch_norm", "running_var"},
-    HiddenWrite{"aten::batch_norm_update_stats", "running_mean"},
-    HiddenWrite{"aten::batch_norm_update_stats", "running_var"},
-    HiddenWrite{"aten::_batch_norm_impl_index", "running_mean"},
-    HiddenWrite{"aten::_batch_norm_impl_index", "running_var"},
-    HiddenWrite{"aten::_copy_from", "dst"},
-};
 
 /// Operators whose result, or its shape, the host must know before it goes on.
 constexpr std::array host_needs{
@@ -88,9 +75,7 @@ OperatorInfo make_info(const c10::OperatorHandle& op) {
     entry.kind = kind_of(*argument.type());
     entry.written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     entry.may_resize = entry.written && argument.is_out();
-    entry.written |= std::any_of(hidden_writes.begin(), hidden_writes.end(), [&](const HiddenWrite& write) {
-      return write.name == schema.name() && write.argument == argument.name();
-    });
+    entry.written |= writes_unmarked(schema.name(), argument.name());
     info.takes_generator |= entry.kind == OperatorInfo::Kind::generator;
     info.arguments.push_back(entry);
   }

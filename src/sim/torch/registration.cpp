@@ -9,7 +9,9 @@
 #include <mutex>
 #include <string>
 
+#include "runtime/backend.h"
 #include "sim/device/device.h"
+#include "sim/device/sim_runtime.h"
 #include "sim/torch/autocast.h"
 #include "sim/torch/cpu_allocator.h"
 #include "sim/torch/device_guard.h"
@@ -66,6 +68,20 @@ void register_all() {
   register_autocast(library("_", c10::DispatchKey::AutocastPrivateUse1),
                     library("aten", c10::DispatchKey::AutocastPrivateUse1));
 }
+
+std::shared_ptr<Runtime> make_runtime_of(c10::Device device) {
+  if (device.index() > 0) {
+    throw UsageError("there is one sim device: sim:" + std::to_string(device.index()) + " does not exist; use sim:0");
+  }
+  register_sim_device();
+  return std::make_shared<SimRuntime>();
+}
+
+Availability available() { return {}; }
+
+void observe() {}  // the device guard always tells
+
+const BackendRegistration registration({"sim", kDeviceType, true, available, make_runtime_of, observe});
 
 }  // namespace
 

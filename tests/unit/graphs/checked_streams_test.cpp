@@ -15,9 +15,9 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
 
+#include "base/site.h"
 #include "graphs/engine/engine_state.h"
 #include "observe/checked_runtime.h"
-#include "runtime/issued_at.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
@@ -308,8 +308,8 @@ class SlotsAreNotAwaited final : public ForwardingRuntime {
     last_recorded_ = event.native();
   }
   void wait(c10::Stream stream, const Event& event) override {
-    const IssuedAt* place = IssuedAt::innermost();
-    const bool for_slot = place != nullptr && place->phase() == "offload" && event.native() != last_recorded_ &&
+    const Site* site = Site::innermost();
+    const bool for_slot = site != nullptr && site->phase() == "offload" && event.native() != last_recorded_ &&
                           stream != inner().current_stream();
     if (for_slot || at_end_) {
       ++left_out_;

@@ -4,7 +4,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include "runtime/issued_at.h"
+#include "base/site.h"
 
 namespace sidestream::testing_model {
 
@@ -85,8 +85,8 @@ bool PlantedRuntime::meant(Fault::Act act, c10::Stream stream, Mark mark, int nt
   if (act != fault_.act || (!armed_ && !fault_.at_capture())) {
     return false;
   }
-  const IssuedAt* place = IssuedAt::innermost();
-  const std::string_view phase = place == nullptr ? std::string_view() : place->phase();
+  const Site* site = Site::innermost();
+  const std::string_view phase = site == nullptr ? std::string_view() : site->phase();
   const StreamRole role = stream == inner().current_stream() ? StreamRole::current
                           : streams_[stream.id()].copies     ? StreamRole::copies
                                                              : StreamRole::other;
@@ -145,11 +145,11 @@ void PlantedRuntime::wait(c10::Stream stream, const Event& event) {
 /// backwards are behind it.
 template <class AnyEvent>
 void PlantedRuntime::follow_elsewhere(c10::Stream stream, const AnyEvent& event) {
-  const IssuedAt* place = IssuedAt::innermost();
-  if (fault_.act != Fault::Act::launch_elsewhere || !armed_ || place == nullptr || stream == inner().current_stream()) {
+  const Site* site = Site::innermost();
+  if (fault_.act != Fault::Act::launch_elsewhere || !armed_ || site == nullptr || stream == inner().current_stream()) {
     return;
   }
-  if (place->phase() == "forward") {
+  if (site->phase() == "forward") {
     inner().wait(spare_, event);
   } else {
     inner().record(spare_event_, spare_);
@@ -204,8 +204,8 @@ void PlantedRuntime::copy(const Copy& copy, c10::Stream stream) {
   Given& given = streams_[stream.id()];
   given.last = copy.to_host ? Mark::to_host : Mark::to_device;
   given.waits = 0;
-  const IssuedAt* place = IssuedAt::innermost();
-  given.copies = given.copies || (!capturing_ && place != nullptr && place->phase() != "backward");
+  const Site* site = Site::innermost();
+  given.copies = given.copies || (!capturing_ && site != nullptr && site->phase() != "backward");
   if (!capturing_ && meant(Fault::Act::record_first, stream, given.last, 0)) {
     given.held_copies.push_back(copy);
   } else if (!capturing_ && meant(Fault::Act::copy_elsewhere, stream, given.last, 0)) {
@@ -241,8 +241,8 @@ Graph PlantedRuntime::end_capture(c10::Stream stream) {
   }
   late_joins_.clear();
   capturing_ = false;
-  const IssuedAt* place = IssuedAt::innermost();
-  const bool forward = place != nullptr && place->phase() == "forward";
+  const Site* site = Site::innermost();
+  const bool forward = site != nullptr && site->phase() == "forward";
   if (externals_.size() >= 2) {
     events_[externals_.front()->native()] = {forward ? Mark::forward_done : Mark::backward_done, 0, nullptr};
     events_[externals_.back()->native()] = {forward ? Mark::forward_copies_done : Mark::backward_copies_done, 0,
@@ -270,7 +270,7 @@ void PlantedRuntime::launch(const Graph& graph, c10::Stream stream) {
     return;
   }
   inner().launch(graph, stream);
-  if (fault_.act == Fault::Act::launch_elsewhere && armed_ && IssuedAt::innermost()->phase() == "backward") {
+  if (fault_.act == Fault::Act::launch_elsewhere && armed_ && Site::innermost()->phase() == "backward") {
     inner().record(spare_event_, stream);
     inner().wait(spare_, spare_event_);
   }

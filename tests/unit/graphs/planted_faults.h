@@ -46,7 +46,7 @@ struct Fault {
     drop_hold,              ///< the allocator is not told which streams use memory that is let go
   };
   Act act = Act::none;
-  std::string_view phase = "*";       ///< of IssuedAt; "" for outside of any, "*" for all
+  std::string_view phase = "*";       ///< of Site; "" for outside of any, "*" for all
   StreamRole role = StreamRole::any;  ///< of the stream that waits, records or copies
   Mark mark = Mark::any;
   int nth = 0;  ///< from this one of like calls in a row; 0: all

@@ -35,7 +35,6 @@ class FakeRuntime : public Runtime {
     return n;
   }
 
-  Backend backend() const noexcept override { return Backend::sim; }
   c10::Device device() const noexcept override { return c10::Device(c10::DeviceType::CPU); }
   DeviceInfo info() const override { return {}; }
   c10::Stream current_stream() const override { return stream(0); }

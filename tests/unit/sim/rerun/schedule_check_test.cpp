@@ -6,7 +6,7 @@
 #include <ATen/ops/mul.h>
 #include <sidestream/error.h>
 
-#include "runtime/issued_at.h"
+#include "base/site.h"
 #include "unit/sim/device/fixture.h"
 
 namespace sidestream::sim {
@@ -33,14 +33,14 @@ class ScheduleCheckTest : public SimTest {
       order(main(), copies());
     }
     {
-      const IssuedAt place("offload", "attention");
+      const Site site(Activity::offload, attention_);
       to_host(pinned_, y, copies());
     }
     order(copies(), side());
     at::Tensor back = at::mul(other, 0);
     order(main(), side());
     {
-      const IssuedAt place("reload", "attention");
+      const Site site(Activity::reload, attention_);
       to_device(back, pinned_, side());
     }
     order(side(), main());
@@ -48,6 +48,7 @@ class ScheduleCheckTest : public SimTest {
     return at::add(back, other);
   }
 
+  const SiteName attention_{"attention"};
   PinnedMemory pinned_;
   at::Tensor x_;
 };

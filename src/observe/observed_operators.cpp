@@ -1,4 +1,4 @@
-// What a journal holds of others than the runtime's callers: operators, LibTorch's own streams and events, and the allocators.
+// Operators in the journal, and the memory that the allocators lend again behind them.
 #include <utility>
 
 #include "observe/checked_runtime.h"
@@ -58,49 +58,6 @@ void CheckedRuntime::observe(const OperatorAccess& access, std::string_view phas
   if (touches.host_waits && capture_of(stream) == nullptr) {
     note(JournalKind::host_waits_stream, stream, nullptr, access.name, {}, site);
   }
-}
-
-bool CheckedRuntime::hosts_this_thread() const noexcept {
-  return std::this_thread::get_id() == host_ || OperatorObserverGuard::observes_this_thread();
-}
-
-void CheckedRuntime::recorded(const void* event, StreamKey stream) {
-  const std::lock_guard lock(mutex_);
-  note_record(event, stream);
-}
-
-// An event that was recorded before the journal began is no missing record.
-void CheckedRuntime::waited(StreamKey stream, const void* event) {
-  const std::lock_guard lock(mutex_);
-  if (events_.contains(event) || capture_that_recorded(event) != nullptr) {
-    note_wait(stream, event);
-  }
-}
-
-void CheckedRuntime::host_saw_event(const void* event) {
-  const std::lock_guard lock(mutex_);
-  if (events_.contains(event) && hosts_this_thread()) {
-    note(JournalKind::host_waits_event, key_of(inner().current_stream()), event, "synchronize");
-  }
-}
-
-void CheckedRuntime::host_saw_stream(StreamKey stream) {
-  const std::lock_guard lock(mutex_);
-  if (hosts_this_thread() && capture_of(stream) == nullptr) {
-    note(JournalKind::host_waits_stream, stream, nullptr, "synchronize");
-  }
-}
-
-void CheckedRuntime::host_saw_device(c10::Device device) {
-  const std::lock_guard lock(mutex_);
-  if (device == inner().device() && hosts_this_thread()) {
-    note(JournalKind::host_waits_device, key_of(inner().current_stream()), nullptr, "synchronize");
-  }
-}
-
-void CheckedRuntime::freed_behind(StreamKey stream, const void* begin, std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  note_free({stream, begin, bytes});
 }
 
 }  // namespace sidestream

@@ -1,20 +1,21 @@
-#include "base/tracing.h"
+#include "base/site.h"
 
 #include <array>
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include <nvtx3/nvToolsExt.h>
 
-namespace sidestream::tracing {
+namespace sidestream {
 namespace {
 
-constexpr std::array kRangeNames = {"warmup",          "capture forward", "capture backward", "launch forward",
-                                    "launch backward", "offload",         "reload",           "sizing"};
-static_assert(kRangeNames.size() == static_cast<std::size_t>(Range::sizing) + 1);
+constexpr std::array kActivityNames = {"warmup",          "capture forward", "capture backward", "launch forward",
+                                       "launch backward", "offload",         "reload",           "sizing"};
+static_assert(kActivityNames.size() == static_cast<std::size_t>(Activity::sizing) + 1);
 
-using RegisteredNames = std::array<nvtxStringHandle_t, kRangeNames.size()>;
+using RegisteredNames = std::array<nvtxStringHandle_t, kActivityNames.size()>;
 
 /// Null when no tool is attached: NVTX decides that once, at the first call of the process.
 nvtxDomainHandle_t domain() noexcept {
@@ -24,15 +25,16 @@ nvtxDomainHandle_t domain() noexcept {
 
 RegisteredNames register_names(const std::string& label) {
   RegisteredNames names{};
-  for (std::size_t kind = 0; kind < names.size(); ++kind) {
-    const std::string text = label.empty() ? kRangeNames[kind] : std::string(kRangeNames[kind]) + ' ' + label;
-    names[kind] = nvtxDomainRegisterStringA(domain(), text.c_str());
+  for (std::size_t activity = 0; activity < names.size(); ++activity) {
+    const std::string text =
+        label.empty() ? kActivityNames[activity] : std::string(kActivityNames[activity]) + ' ' + label;
+    names[activity] = nvtxDomainRegisterStringA(domain(), text.c_str());
   }
   return names;
 }
 
-/// NVTX has no way to unregister a string, so one table a label is kept, however many Names ask for it.
-const RegisteredNames& names_of(const char* label) {
+/// NVTX has no way to unregister a string, so one table a label is kept, however many SiteNames ask for it.
+const RegisteredNames& names_of(const std::string& label) {
   static std::mutex mutex;
   static std::map<std::string, RegisteredNames> tables;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -42,13 +44,15 @@ const RegisteredNames& names_of(const char* label) {
 
 }  // namespace
 
-Name::Name(const char* label) {
+thread_local constinit const Site* Site::innermost_ = nullptr;
+
+SiteName::SiteName(std::string text) : text_(std::move(text)) {
   if (domain() != nullptr) {
-    registered_ = &names_of(label);
+    registered_ = &names_of(text_);
   }
 }
 
-Scope::Scope(Range kind, const Name& name) noexcept {
+NvtxRange::NvtxRange(Activity activity, const SiteName& name) noexcept {
   if (domain() == nullptr) {
     return;
   }
@@ -58,14 +62,14 @@ Scope::Scope(Range kind, const Name& name) noexcept {
   attributes.version = NVTX_VERSION;
   attributes.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
   attributes.messageType = NVTX_MESSAGE_TYPE_REGISTERED;
-  attributes.message.registered = names[static_cast<std::size_t>(kind)];
+  attributes.message.registered = names[static_cast<std::size_t>(activity)];
   nvtxDomainRangePushEx(domain(), &attributes);
 }
 
-Scope::~Scope() {
+NvtxRange::~NvtxRange() {
   if (domain() != nullptr) {
     nvtxDomainRangePop(domain());
   }
 }
 
-}  // namespace sidestream::tracing
+}  // namespace sidestream

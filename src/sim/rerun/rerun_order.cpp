@@ -1,82 +1,20 @@
-#include "sim/device/order.h"
+#include "sim/rerun/rerun_order.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
-#include "sim/rerun/recording.h"
+#include "sim/device/issue_order.h"
 
 namespace sidestream::sim {
 namespace {
 
-// Which weight a piece of work has: everything that is no copy counts as compute.
-std::size_t direction(Work::Kind kind) {
-  switch (kind) {
-    case Work::Kind::copy_to_host:
-      return 1;
-    case Work::Kind::copy_to_device:
-      return 2;
-    case Work::Kind::compute:
-    case Work::Kind::poison:
-    case Work::Kind::event_record:
-    case Work::Kind::event_wait:
-      return 0;
-  }
-  return 0;
-}
-
 constexpr c10::StreamId no_queue = std::numeric_limits<c10::StreamId>::min();
 
-constexpr double eagerness_levels[] = {0, 0.01, 0.1, 0.5, 1};
 // Far apart, so that one direction nearly always goes before another: uniform weights miss the faults that need that.
 constexpr double weight_levels[] = {0.002, 0.05, 1, 20, 500};
 
-template <std::size_t count>
-double draw(std::mt19937_64& random, const double (&levels)[count]) {
-  return levels[random() % count];
-}
-
 }  // namespace
-
-IssueOrder::IssueOrder(const Schedule& schedule) : schedule_(schedule), random_(schedule.number()) {
-  by_stream_ = random_() % 2 == 0;
-  for (double& value : by_kind_) {
-    value = draw(random_, eagerness_levels);
-  }
-}
-
-double IssueOrder::eagerness(Work::Kind kind, c10::StreamId queue) {
-  if (!by_stream_) {
-    return by_kind_[direction(kind)];
-  }
-  const auto found = of_queue_.find(queue);
-  return found != of_queue_.end() ? found->second
-                                  : of_queue_.emplace(queue, draw(random_, eagerness_levels)).first->second;
-}
-
-bool IssueOrder::runs_at_issue(Work::Kind kind, c10::StreamId queue) {
-  switch (schedule_.kind()) {
-    case Schedule::Kind::early:
-      return true;
-    case Schedule::Kind::late:
-      return false;
-    case Schedule::Kind::d2h_early:
-      return kind == Work::Kind::copy_to_host;
-    case Schedule::Kind::d2h_late:
-      return kind == Work::Kind::copy_to_device;
-    case Schedule::Kind::seed:
-      return runs_unforced(kind, queue);
-    case Schedule::Kind::starve:
-      return queues_.number(queue) != schedule_.number();
-    case Schedule::Kind::hold:
-      return issued_++ != schedule_.number();
-  }
-  return true;
-}
-
-bool IssueOrder::runs_unforced(Work::Kind kind, c10::StreamId queue) {
-  const double likely = eagerness(kind, queue);
-  return likely > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < likely;
-}
 
 RerunOrder::RerunOrder(const Schedule& schedule, const std::vector<RecordedWork>& works)
     : schedule_(schedule), works_(works), random_(schedule.number()) {
@@ -101,13 +39,13 @@ RerunOrder::RerunOrder(const Schedule& schedule, const std::vector<RecordedWork>
     }
   } else if (random_() % 4 != 0) {
     for (double& weight : weights_) {
-      weight = draw(random_, weight_levels);
+      weight = weight_levels[random_() % std::size(weight_levels)];
     }
   }
 }
 
 int RerunOrder::rank(std::uint32_t candidate) const noexcept {
-  const std::size_t way = direction(works_[candidate].work->kind);
+  const std::size_t way = direction_of(works_[candidate].work->kind);
   switch (schedule_.kind()) {
     case Schedule::Kind::early:
       return way == 0 ? 0 : 1;
@@ -140,11 +78,11 @@ std::size_t RerunOrder::choose(const std::vector<std::uint32_t>& ready) {
   if (schedule_.kind() == Schedule::Kind::seed && !by_stream_) {
     double total = 0;
     for (const std::uint32_t candidate : ready) {
-      total += weights_[direction(works_[candidate].work->kind)];
+      total += weights_[direction_of(works_[candidate].work->kind)];
     }
     double left = std::uniform_real_distribution<double>(0, total)(random_);
     std::size_t chosen = 0;
-    while (chosen + 1 < ready.size() && (left -= weights_[direction(works_[ready[chosen]].work->kind)]) >= 0) {
+    while (chosen + 1 < ready.size() && (left -= weights_[direction_of(works_[ready[chosen]].work->kind)]) >= 0) {
       ++chosen;
     }
     return chosen;

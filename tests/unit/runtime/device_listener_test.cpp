@@ -1,4 +1,4 @@
-#include "runtime/foreign_order.h"
+#include "runtime/device_listener.h"
 
 #include <cstdlib>
 #include <string>
@@ -10,13 +10,12 @@
 #include <gtest/gtest.h>
 
 #include "runtime/runtime.h"
-#include "sidestream/device.h"
 
 namespace sidestream {
 namespace {
 
 /// Writes down what it hears.
-class Heard final : public ForeignOrder {
+class Heard final : public DeviceListener {
  public:
   void recorded(const void* event, StreamKey stream) override { add("recorded", event, stream); }
   void waited(StreamKey stream, const void* event) override { add("waited", event, stream); }
@@ -37,22 +36,22 @@ class Heard final : public ForeignOrder {
 
 using Lines = std::vector<std::string>;
 
-TEST(ForeignOrderTest, ListenersHearTheirDevicesAsLongAsTheyLive) {
+TEST(DeviceListenerTest, ListenersHearTheirDevicesAsLongAsTheyLive) {
   Heard sim;
   Heard other;
   {
     const ListeningGuard listening(c10::DeviceType::PrivateUse1, sim);
     const ListeningGuard elsewhere(c10::DeviceType::XPU, other);
-    foreign_order::recorded(c10::DeviceType::PrivateUse1, nullptr, 3);
-    foreign_order::freed_behind(c10::DeviceType::PrivateUse1, 4, nullptr, 8);
+    device_listeners::recorded(c10::DeviceType::PrivateUse1, nullptr, 3);
+    device_listeners::freed_behind(c10::DeviceType::PrivateUse1, 4, nullptr, 8);
   }
-  foreign_order::recorded(c10::DeviceType::PrivateUse1, nullptr, 5);
+  device_listeners::recorded(c10::DeviceType::PrivateUse1, nullptr, 5);
   EXPECT_EQ(sim.what, (Lines{"recorded 0 3", "freed behind 0 4"}));
   EXPECT_EQ(other.what, Lines());
 }
 
-TEST(ForeignOrderTest, ARuntimesOwnCallsAreNotForeign) {
-  const auto runtime = make_runtime(find_device("sim"));
+TEST(DeviceListenerTest, ARuntimesOwnCallsAreNotForeign) {
+  const auto runtime = make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0));
   const OwnedStream stream = runtime->create_stream();
   const Event event = runtime->create_event();
   Heard heard;
@@ -68,7 +67,7 @@ TEST(ForeignOrderTest, ARuntimesOwnCallsAreNotForeign) {
 }
 
 // LibTorch's tracing seam, without a GPU: what its CUDA parts call is called by hand.
-TEST(ForeignOrderTest, LibTorchsTracerTellsOfCuda) {
+TEST(DeviceListenerTest, LibTorchsTracerTellsOfCuda) {
   const char* backend = std::getenv("SIDESTREAM_CUDA_BACKEND");
   if (!c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA) ||
       (backend != nullptr && std::string(backend) == "absent")) {

@@ -1,4 +1,4 @@
-#include "runtime/foreign_order.h"
+#include "runtime/device_listener.h"
 
 #include <algorithm>
 #include <atomic>
@@ -9,7 +9,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include "runtime/cuda/runtime.h"
+#include "runtime/backend.h"
 
 namespace sidestream {
 namespace {
@@ -17,7 +17,7 @@ namespace {
 struct Listeners {
   std::atomic<int> count{0};
   std::shared_mutex mutex;
-  std::vector<std::pair<c10::DeviceType, ForeignOrder*>> all;
+  std::vector<std::pair<c10::DeviceType, DeviceListener*>> all;
 };
 
 Listeners& listeners() {
@@ -51,9 +51,9 @@ StreamKey key_of(const void* native, c10::DeviceIndex device) noexcept {
   return native == nullptr ? device : reinterpret_cast<StreamKey>(native);
 }
 
-ListeningGuard::ListeningGuard(c10::DeviceType type, ForeignOrder& listener) : listener_(listener) {
-  if (type == c10::DeviceType::CUDA) {
-    hear_libtorch_on_cuda();
+ListeningGuard::ListeningGuard(c10::DeviceType type, DeviceListener& listener) : listener_(listener) {
+  if (const Backend* backend = find_backend(type); backend != nullptr) {
+    backend->observe();
   }
   Listeners& to = listeners();
   const std::unique_lock lock(to.mutex);
@@ -68,27 +68,27 @@ ListeningGuard::~ListeningGuard() {
   --to.count;
 }
 
-namespace foreign_order {
+namespace device_listeners {
 
 void recorded(c10::DeviceType type, const void* event, StreamKey stream) {
-  tell(type, [&](ForeignOrder& to) { to.recorded(event, stream); });
+  tell(type, [&](DeviceListener& to) { to.recorded(event, stream); });
 }
 void waited(c10::DeviceType type, StreamKey stream, const void* event) {
-  tell(type, [&](ForeignOrder& to) { to.waited(stream, event); });
+  tell(type, [&](DeviceListener& to) { to.waited(stream, event); });
 }
 void host_saw_event(c10::DeviceType type, const void* event) {
-  tell(type, [&](ForeignOrder& to) { to.host_saw_event(event); });
+  tell(type, [&](DeviceListener& to) { to.host_saw_event(event); });
 }
 void host_saw_stream(c10::DeviceType type, StreamKey stream) {
-  tell(type, [&](ForeignOrder& to) { to.host_saw_stream(stream); });
+  tell(type, [&](DeviceListener& to) { to.host_saw_stream(stream); });
 }
 void host_saw_device(c10::Device device) {
-  tell(device.type(), [&](ForeignOrder& to) { to.host_saw_device(device); });
+  tell(device.type(), [&](DeviceListener& to) { to.host_saw_device(device); });
 }
 void freed_behind(c10::DeviceType type, StreamKey stream, const void* begin, std::size_t bytes) {
-  tell(type, [&](ForeignOrder& to) { to.freed_behind(stream, begin, bytes); });
+  tell(type, [&](DeviceListener& to) { to.freed_behind(stream, begin, bytes); });
 }
 
-}  // namespace foreign_order
+}  // namespace device_listeners
 
 }  // namespace sidestream

@@ -1,0 +1,9 @@
+#pragma once
+
+namespace sidestream::cuda {
+
+/// Tells from here on what LibTorch itself asks of CUDA devices to DeviceListeners. Once per process: later calls do nothing.
+/// Where another tracer has LibTorch's seam already (Python's sanitizer), says so on stderr and hears less.
+void hear_libtorch();
+
+}  // namespace sidestream::cuda
