@@ -1,139 +1,70 @@
 #pragma once
-#include <cstdint>
-#include <deque>
 #include <memory>
-#include <optional>
-#include <string>
-#include <unordered_map>
 #include <vector>
 
 #include <torch/nn/module.h>
 
+#include "graphs/engine/call_context.h"
+#include "graphs/engine/call_table.h"
+#include "graphs/engine/dispatcher.h"
+#include "graphs/engine/eager_plan.h"
+#include "graphs/engine/engine_chains.h"
+#include "graphs/engine/engine_resources.h"
 #include "graphs/engine/recorded_calls.h"
-#include "graphs/replay/chain.h"
-#include "observe/checked_runtime.h"
-#include "offload/eager_offload.h"
-#include "offload/exclusions.h"
-#include "offload/recorder.h"
-#include "offload/sizing.h"
-#include "sidestream/call.h"
-#include "sidestream/options.h"
-#include "sidestream/report.h"
+#include "graphs/engine/report_builder.h"
+#include "graphs/engine/step_session.h"
 
 namespace sidestream {
 
-/// A chain that may be captured anew while callables and call sites refer to it.
-struct ChainHolder {
-  std::shared_ptr<Chain> chain;
-};
+class PartsOfEnd;
 
-/// One captured variant of a call: argument values and shapes, and microbatch slot.
-struct CallVariant {
-  std::shared_ptr<ChainHolder> holder;
-  std::size_t layer = 0;
-  std::vector<KeptGuard> guards;
-  std::vector<std::size_t> shape;
-  AutocastState autocast;
-};
-
-/// One module or function that `ss::call` was given.
-struct CallSite {
-  ScopeNode* scope = nullptr;
-  std::shared_ptr<const torch::nn::Module> module;
-  bool graphed = false;
-  std::vector<CallVariant> variants;
-};
-
-/// All that one OffloadEngine owns. Handles, nodes and callables share it.
+/// All that one OffloadEngine owns, and the order in which its parts act at a step's begin and end. Callables share it.
+///
+/// What state it is in is told by its parts: EagerPlan::State says how much is known, a StepSession exists while a step is
+/// active, CallContext::Phase says what calls run inside of.
 /// Threads: the step's; see the parts for what other threads may call.
-class EngineState : public std::enable_shared_from_this<EngineState> {
+class EngineState {
  public:
   /// `runtime`: null makes that of the options' device.
   EngineState(torch::nn::Module& model, Options options, std::shared_ptr<Runtime> runtime = nullptr);
   EngineState(const EngineState&) = delete;
   EngineState& operator=(const EngineState&) = delete;
-  ~EngineState();
+  ~EngineState() = default;
 
   void begin_step();
   /// `failed`: an exception is on its way.
   void end_step(bool failed);
-  void dispatch(detail::CallRequest& request, detail::TensorBuffer& outputs);
-  [[nodiscard]] Report report() const;
-  [[nodiscard]] Journal journal() const { return checked_ != nullptr ? checked_->journal() : Journal(); }
+  void dispatch(detail::CallRequest& request, detail::TensorBuffer& outputs) {
+    dispatcher_.dispatch(calls_.site_for(request), request, outputs);
+  }
+  [[nodiscard]] Report report() const { return report_.build(resources_, chains_, eager_plan_, calls_); }
+  [[nodiscard]] Journal journal() const { return resources_.check.journal(); }
   void reset();
 
-  /// Captures a chain; calls inside its callables are scopes only.
-  [[nodiscard]] std::shared_ptr<Chain> capture_chain(std::vector<LayerSpec> specs, const GraphOptions& options);
-  /// Counts `holder`'s chain in the report and keeps its static outputs on the device.
-  void register_chain(const std::shared_ptr<ChainHolder>& holder);
-  /// Captures the layers of `holder`'s chain again, where their parameters lie now.
-  void recapture(ChainHolder& holder);
-  [[nodiscard]] ScopeTree& tree() noexcept { return tree_; }
-  [[nodiscard]] Exclusions& exclusions() noexcept { return exclusions_; }
-  [[nodiscard]] Runtime& runtime() noexcept { return *runtime_; }
-  [[nodiscard]] const HostArena& arena() const noexcept { return *arena_; }
-  [[nodiscard]] const std::vector<std::weak_ptr<ChainHolder>>& chains() const noexcept { return chains_; }
-  /// The thread's active engine, or null.
-  [[nodiscard]] static EngineState* active() noexcept;
+  [[nodiscard]] EngineChains& chains() noexcept { return chains_; }
+  [[nodiscard]] const EngineChains& chains() const noexcept { return chains_; }
+  [[nodiscard]] ScopeTree& tree() noexcept { return resources_.tree; }
+  [[nodiscard]] Exclusions& exclusions() noexcept { return resources_.exclusions; }
+  [[nodiscard]] Runtime& runtime() noexcept { return *resources_.runtime; }
+  [[nodiscard]] const HostArena& arena() const noexcept { return *resources_.arena; }
 
  private:
-  [[nodiscard]] GraphResources graph_resources();
-  void check_patterns() const;
-  void finish_sizing();
-  void capture_recorded();
-  void follow_relocated_weights();
-  void plan_eager();
-  /// True for groups of calls that match `graph`: their chains move them.
-  [[nodiscard]] bool in_graphed_call(const std::string& group) const;
-  void mark_static_outputs();
-  /// Where steps are checked: operators of the calling thread go into the journal while the result lives.
-  void journal_operators(std::optional<OperatorObserverGuard>& guard);
-  [[nodiscard]] CallSite& site_for(const detail::CallRequest& request);
-  void learn_names();
-  void run_eagerly(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs);
-  void record_and_run(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs, std::size_t busy);
-  void replay_or_record(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs);
-  [[nodiscard]] std::unique_ptr<Recorder> make_recorder(std::shared_ptr<StorageMover> mover,
-                                                        const PlannedPass* planned);
+  /// All that is captured or planned between the sizing pass and a step that follows it.
+  void make_ready();
+  /// The current stream waits for the copies of all chains. What they did in the step.
+  [[nodiscard]] Chain::Counts join_chains(PartsOfEnd& parts);
+  /// Of a step that went well.
+  void take_results(const StepSession& step, const Chain::Counts& replays);
 
-  torch::nn::Module& model_;
-  Options options_;
-  NamePatterns graphed_;
-  std::shared_ptr<CheckedRuntime> checked_;  ///< null: nothing is checked
-  std::shared_ptr<Runtime> runtime_;
-  std::shared_ptr<HostArena> arena_;
-  ScopeTree tree_;
-  Exclusions exclusions_;
-  OwnedStream capture_stream_;
-  std::shared_ptr<CaptureOffload> capture_offload_;
-  std::shared_ptr<EagerOffload> eager_;
-
-  std::unordered_map<const torch::nn::Module*, std::pair<std::string, std::shared_ptr<const torch::nn::Module>>> names_;
-  std::deque<CallSite> sites_;
-  std::unordered_map<const void*, CallSite*> sites_by_key_;  ///< by module, or by the address of a function's name
-  std::vector<std::weak_ptr<ChainHolder>> chains_;           ///< all that use this engine
-  std::vector<std::shared_ptr<ChainHolder>> own_chains_;     ///< those that ss::call made
-
-  // The step.
-  bool sized_ = false;
-  bool in_step_ = false;
-  bool capturing_ = false;  ///< bodies run for a capture: calls inside them are scopes only
-  bool inside_graphed_call_ = false;
-  EngineState* before_ = nullptr;  ///< the thread's active engine before this step
-  std::shared_ptr<SizingMover> sizing_;
-  std::unique_ptr<Recorder> recorder_;
-  std::optional<RecorderGuard> recording_;
-  std::optional<OperatorObserverGuard> journaling_;
+  EngineResources resources_;
+  CallContext context_;
+  CallTable calls_;
   RecordedCalls recorded_;
-  PlannedPass planned_;
-  bool eager_planned_ = false;
-  std::int64_t allocated_at_begin_ = 0;
-
-  // The report.
-  Profile eager_profile_;
-  std::vector<const ScopeNode*> eager_scopes_;
-  Plan eager_plan_;
-  Report step_;  ///< what the latest whole step and all steps so far add up to
+  EagerPlan eager_plan_;
+  ReportBuilder report_;
+  EngineChains chains_;
+  Dispatcher dispatcher_;
+  std::unique_ptr<StepSession> step_;  ///< null between steps
 };
 
 }  // namespace sidestream

@@ -35,7 +35,7 @@ class GraphedCall {
     const bool dropped = !layer().forward;  // by a capture that failed in its place
     if ((dropped || holder_->chain->weights_relocated(layer_)) &&
         holder_->chain->options().on_relocated_weights() == OnChange::capture && !holder_->chain->any_pending()) {
-      engine_->recapture(*holder_);
+      engine_->chains().recapture(*holder_);
     }
     detail::TensorBuffer outputs;
     holder_->chain->forward(layer_, inputs, outputs);
@@ -119,8 +119,8 @@ std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::
     specs.push_back(std::move(spec));
   }
   auto holder = std::make_shared<ChainHolder>();
-  holder->chain = state.capture_chain(std::move(specs), options);
-  state.register_chain(holder);
+  holder->chain = state.chains().capture(std::move(specs), options);
+  state.chains().add(holder);
   std::vector<GraphedCallable> graphed;
   for (std::size_t i = 0; i < callables.size(); ++i) {
     graphed.emplace_back(std::make_shared<GraphedCall>(engine.state(), holder, i, std::move(callables[i]), autocast));

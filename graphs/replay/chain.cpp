@@ -382,6 +382,15 @@ void Chain::reset() {
   }
 }
 
+Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {
+  replays += other.replays;
+  waits += other.waits;
+  offloaded_bytes += other.offloaded_bytes;
+  reloaded_bytes += other.reloaded_bytes;
+  inline_reloads += other.inline_reloads;
+  return *this;
+}
+
 Chain::Counts Chain::take_counts() {
   const std::lock_guard lock(mutex_);
   return std::exchange(counts_, {});

@@ -40,6 +40,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
     std::uint64_t offloaded_bytes = 0;
     std::uint64_t reloaded_bytes = 0;
     std::uint64_t inline_reloads = 0;
+
+    Counts& operator+=(const Counts& other) noexcept;
   };
 
   /// Warms up and captures. Nothing is left of it when it throws. Throws: as make_graphed_callables.

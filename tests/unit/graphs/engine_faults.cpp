@@ -248,7 +248,7 @@ const std::vector<EngineFault>& covered_faults() {
        "eager",
        {Act::drop_wait, "", StreamRole::any, Mark::all_to_host},
        "each source was let go behind its copy; that the step ends behind its copies is promised to the caller"},
-      {"EngineState::end_step",
+      {"EngineState::join_chains",
        "the step's end waits for the copies of the latest backward",
        "graphs_2",
        {Act::drop_wait, "", StreamRole::current, Mark::backward_copies_done},

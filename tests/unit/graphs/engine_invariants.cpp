@@ -27,7 +27,7 @@ std::vector<bool> modes_of(c10::Device device) {
           at::hasGlobalCallbacks(),
           current_saved_tensor_source() != nullptr,
           current_recorder() != nullptr,
-          EngineState::active() != nullptr};
+          detail::step_active()};
 }
 
 const char* const kModes[] = {"grad mode",
@@ -60,13 +60,11 @@ bool nested_backward_refused() {
 
 std::size_t captured_leases(const EngineState& engine) {
   std::size_t leases = 0;
-  for (const auto& weak : engine.chains()) {
-    if (const auto holder = weak.lock(); holder != nullptr && holder->chain != nullptr) {
-      for (const Layer& layer : holder->chain->layers()) {
-        leases += layer.offloaded.size();
-      }
+  engine.chains().for_each([&](const Chain& chain) {
+    for (const Layer& layer : chain.layers()) {
+      leases += layer.offloaded.size();
     }
-  }
+  });
   return leases;
 }
 

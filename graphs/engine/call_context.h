@@ -1,0 +1,61 @@
+#pragma once
+#include <cstdint>
+
+namespace sidestream {
+
+class EngineState;
+
+/// What `ss::call` meets: which engine serves it on a thread, and what it runs inside of.
+/// Threads: the step's.
+class CallContext {
+ public:
+  enum class Phase : std::uint8_t {
+    open,                 ///< a call may be recorded or replayed
+    inside_graphed_call,  ///< the body of a recorded call runs: calls inside it are scopes only
+    capturing,            ///< bodies run for a capture: the same
+  };
+
+  explicit CallContext(EngineState& engine) noexcept : engine_(engine) {}
+  CallContext(const CallContext&) = delete;
+  CallContext& operator=(const CallContext&) = delete;
+  ~CallContext() = default;
+
+  [[nodiscard]] Phase phase() const noexcept { return phase_; }
+  /// A step that ends inside of a recorded call: the next one begins outside.
+  void leave_graphed_call() noexcept { phase_ = phase_ == Phase::inside_graphed_call ? Phase::open : phase_; }
+  /// The engine whose step or capture runs on the calling thread, or null.
+  [[nodiscard]] static EngineState* active() noexcept;
+
+  /// The engine serves the calling thread for its lifetime.
+  class [[nodiscard]] OnThread {
+   public:
+    explicit OnThread(const CallContext& context) noexcept;
+    OnThread(const OnThread&) = delete;
+    OnThread& operator=(const OnThread&) = delete;
+    ~OnThread();
+
+   private:
+    EngineState* before_;
+  };
+
+  /// Calls run inside of `phase` for its lifetime.
+  class [[nodiscard]] Enter {
+   public:
+    Enter(CallContext& context, Phase phase) noexcept : context_(context), before_(context.phase_) {
+      context_.phase_ = phase;
+    }
+    Enter(const Enter&) = delete;
+    Enter& operator=(const Enter&) = delete;
+    ~Enter() { context_.phase_ = before_; }
+
+   private:
+    CallContext& context_;
+    Phase before_;
+  };
+
+ private:
+  EngineState& engine_;
+  Phase phase_ = Phase::open;
+};
+
+}  // namespace sidestream

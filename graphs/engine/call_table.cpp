@@ -1,0 +1,90 @@
+#include "graphs/engine/call_table.h"
+
+#include <algorithm>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+CallTable::CallTable(torch::nn::Module& model, ScopeTree& tree, NamePatterns graphed)
+    : model_(model), tree_(tree), graphed_(std::move(graphed)) {
+  learn_names();
+}
+
+void CallTable::learn_names() {
+  names_.clear();
+  for (const auto& item : model_.named_modules("", /*include_self=*/false)) {
+    names_.emplace(item.value().get(), std::make_pair(item.key(), item.value()));
+  }
+  names_.emplace(&model_, std::make_pair("model", std::shared_ptr<const torch::nn::Module>(
+                                                      std::shared_ptr<const torch::nn::Module>(), &model_)));
+}
+
+CallSite& CallTable::site_for(const detail::CallRequest& request) {
+  const void* key = request.module != nullptr ? static_cast<const void*>(request.module) : request.name;
+  if (const auto found = by_key_.find(key); found != by_key_.end()) {
+    if (request.module != nullptr || found->second->scope->name == request.name) {
+      return *found->second;
+    }
+  }
+  std::string name;
+  std::shared_ptr<const torch::nn::Module> module;
+  if (request.module != nullptr) {
+    auto known = names_.find(request.module);
+    if (known == names_.end()) {
+      learn_names();
+      known = names_.find(request.module);
+    }
+    if (known == names_.end()) {
+      throw UsageError(
+          "ss::call: the module \"" + request.module->name() +
+          "\" is not part of the model that the engine was made with; register it there, or make the engine anew");
+    }
+    name = known->second.first;
+    module = known->second.second;
+  } else {
+    name = request.name;
+  }
+  ScopeNode* scope = tree_.child(tree_.root(), name);
+  for (CallSite& site : sites_) {
+    if (site.scope == scope && site.module == module) {
+      by_key_[key] = &site;
+      return site;
+    }
+  }
+  CallSite& site = sites_.emplace_back();
+  site.scope = scope;
+  site.module = std::move(module);
+  site.graphed = graphed_.matches(name);
+  by_key_[key] = &site;
+  return site;
+}
+
+bool CallTable::in_graphed_call(const std::string& group) const {
+  return std::any_of(sites_.begin(), sites_.end(), [&](const CallSite& site) {
+    const std::string& name = site.scope->name;
+    return site.graphed && group.compare(0, name.size(), name) == 0 &&
+           (group.size() == name.size() || group[name.size()] == '.');
+  });
+}
+
+void CallTable::check_patterns() const {
+  std::vector<std::string> called;
+  for (const CallSite& site : sites_) {
+    called.push_back(site.scope->name);
+  }
+  if (!graphed_.empty() && !graphed_.matches("")) {
+    graphed_.require_each_matches(called);
+  }
+  if (!tree_.selected().empty() && !tree_.selected().matches("")) {
+    tree_.selected().require_each_matches(tree_.names());
+  }
+}
+
+void CallTable::drop_variants() {
+  for (CallSite& site : sites_) {
+    site.variants.clear();
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,65 @@
+#pragma once
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <torch/nn/module.h>
+
+#include "graphs/engine/recorded_calls.h"
+#include "offload/name_pattern.h"
+#include "offload/scope_tree.h"
+#include "sidestream/call.h"
+
+namespace sidestream {
+
+struct ChainHolder;
+
+/// One captured variant of a call: argument values and shapes, and microbatch slot.
+struct CallVariant {
+  std::shared_ptr<ChainHolder> holder;
+  std::size_t layer = 0;
+  std::vector<KeptGuard> guards;
+  std::vector<std::size_t> shape;
+  AutocastState autocast;
+};
+
+/// One module or function that `ss::call` was given.
+struct CallSite {
+  ScopeNode* scope = nullptr;
+  std::shared_ptr<const torch::nn::Module> module;
+  bool graphed = false;
+  std::vector<CallVariant> variants;
+};
+
+/// What `ss::call` was given so far, by module and by name. Threads: the step's.
+class CallTable {
+ public:
+  /// Both must outlive this object. `graphed`: names of calls that are captured.
+  CallTable(torch::nn::Module& model, ScopeTree& tree, NamePatterns graphed);
+
+  /// The call's site, made on first use. A site met before is found without allocation.
+  /// Throws: UsageError for a module that is not part of the model.
+  [[nodiscard]] CallSite& site_for(const detail::CallRequest& request);
+  /// True for groups of calls that match `graph`: their chains move them.
+  [[nodiscard]] bool in_graphed_call(const std::string& group) const;
+  /// Throws: UsageError for a pattern that no call matches.
+  void check_patterns() const;
+  /// No call has a capture any more.
+  void drop_variants();
+
+ private:
+  void learn_names();
+
+  torch::nn::Module& model_;
+  ScopeTree& tree_;
+  NamePatterns graphed_;
+  std::unordered_map<const torch::nn::Module*, std::pair<std::string, std::shared_ptr<const torch::nn::Module>>> names_;
+  std::deque<CallSite> sites_;
+  std::unordered_map<const void*, CallSite*> by_key_;  ///< by module, or by the address of a function's name
+};
+
+}  // namespace sidestream

@@ -1,0 +1,150 @@
+#include "graphs/engine/engine_chains.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "graphs/engine/call_context.h"
+#include "graphs/engine/call_table.h"
+#include "graphs/engine/eager_plan.h"
+#include "graphs/engine/engine_resources.h"
+#include "graphs/engine/recorded_calls.h"
+#include "graphs/engine/report_builder.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// The recorded calls of one slot that are not captured yet, as layers.
+struct SlotCalls {
+  std::vector<LayerSpec> specs;
+  std::vector<RecordedCall*> calls;  // parallel to specs
+};
+
+SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
+  SlotCalls result;
+  std::vector<std::int64_t> place(recorded.calls().size(), -1);
+  for (std::size_t i = 0; i < recorded.calls().size(); ++i) {
+    RecordedCall& call = *recorded.calls()[i];
+    if (call.slot != slot || call.captured) {
+      continue;
+    }
+    LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.site->module, call.inputs};
+    for (LayerInput& input : spec.inputs) {
+      input.from_layer = input.from_layer < 0 ? -1 : place[input.from_layer];
+    }
+    place[i] = static_cast<std::int64_t>(result.specs.size());
+    result.specs.push_back(std::move(spec));
+    result.calls.push_back(&call);
+  }
+  return result;
+}
+
+}  // namespace
+
+std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const GraphOptions& options) {
+  const CallContext::OnThread on_thread(context_);
+  const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
+  std::optional<OperatorObserverGuard> journaling;
+  resources_.check.journal_operators(journaling, report_.steps());
+  std::shared_ptr<Chain> chain;
+  try {
+    chain = Chain::capture(resources_.for_graphs(), std::move(specs), options);
+  } catch (...) {
+    mark_static_outputs();  // a capture ends with none marked
+    throw;
+  }
+  report_.captured(*chain);
+  plan_.outdate();
+  return chain;
+}
+
+void EngineChains::add(const std::shared_ptr<ChainHolder>& holder) {
+  all_.push_back(holder);
+  mark_static_outputs();
+}
+
+void EngineChains::recapture(ChainHolder& holder) {
+  std::vector<LayerSpec> specs;
+  for (const Layer& layer : holder.chain->layers()) {
+    LayerSpec spec = layer.spec;
+    for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
+      const StaticInput& held = layer.inputs[i];
+      if (spec.inputs[i].from_layer < 0 && held.tensor.defined()) {
+        spec.inputs[i].sample = held.tensor.detach().requires_grad_(held.requires_grad);
+      }
+    }
+    specs.push_back(std::move(spec));
+  }
+  const GraphOptions options = holder.chain->options();
+  holder.chain->reset();
+  holder.chain = capture(std::move(specs), options);
+  report_.recaptured(static_cast<std::int64_t>(holder.chain->layers().size()));
+  mark_static_outputs();
+}
+
+void EngineChains::capture_recorded(RecordedCalls& recorded) {
+  if (recorded.empty()) {
+    return;
+  }
+  std::size_t slots = 0;
+  for (const auto& call : recorded.calls()) {
+    slots = std::max(slots, call->slot + 1);
+  }
+  for (std::size_t slot = 0; slot < slots; ++slot) {
+    SlotCalls of_slot = calls_of(recorded, slot);
+    if (of_slot.specs.empty()) {
+      continue;
+    }
+    const auto holder = std::make_shared<ChainHolder>();
+    holder->chain = capture(std::move(of_slot.specs), resources_.options.graph_options());
+    for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
+      RecordedCall& call = *of_slot.calls[layer];
+      call.captured = true;
+      call.site->variants.push_back({holder, layer, call.guards, call.shape, call.autocast});
+      report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
+    }
+    own_.push_back(holder);
+    add(holder);
+  }
+  recorded.clear();
+  resources_.runtime->release_cached_memory();
+}
+
+void EngineChains::follow_relocated_weights() {
+  for (const auto& holder : own_) {
+    const std::vector<Layer>& layers = holder->chain->layers();
+    const bool dropped =  // by a capture that failed in the place of this one
+        std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return !layer.forward; });
+    if (!dropped && !holder->chain->weights_relocated()) {
+      continue;
+    }
+    if (resources_.options.graph_options().on_relocated_weights() == OnChange::error) {
+      throw UsageError(
+          "parameters or buffers of graphed calls were relocated since the capture (load, Module::to); call "
+          "OffloadEngine::reset, or set GraphOptions::on_relocated_weights to capture");
+    }
+    recapture(*holder);
+  }
+}
+
+void EngineChains::drop_own() {
+  for (const auto& holder : own_) {
+    holder->chain->reset();
+  }
+  own_.clear();
+}
+
+void EngineChains::mark_static_outputs() {
+  resources_.exclusions.remove_static_inputs();
+  for_each([&](const Chain& chain) {
+    for (const Layer& layer : chain.layers()) {
+      for (const at::Tensor& output : layer.outputs) {
+        if (output.defined()) {
+          resources_.exclusions.add_static_input(output);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace sidestream

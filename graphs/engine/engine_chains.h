@@ -1,0 +1,69 @@
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "graphs/replay/chain.h"
+#include "sidestream/graph_options.h"
+
+namespace sidestream {
+
+class CallContext;
+class EagerPlan;
+struct EngineResources;
+class RecordedCalls;
+class ReportBuilder;
+
+/// A chain that may be captured anew while callables and call sites refer to it.
+struct ChainHolder {
+  std::shared_ptr<Chain> chain;
+};
+
+/// All chains of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own
+/// on the device. Threads: the step's.
+class EngineChains {
+ public:
+  /// All must outlive this object.
+  EngineChains(EngineResources& resources, CallContext& context, EagerPlan& plan, ReportBuilder& report)
+      : resources_(resources), context_(context), plan_(plan), report_(report) {}
+  EngineChains(const EngineChains&) = delete;
+  EngineChains& operator=(const EngineChains&) = delete;
+  ~EngineChains() = default;
+
+  /// Captures a chain; calls inside its callables are scopes only. It counts once a holder of it is added.
+  /// Throws: as make_graphed_callables.
+  [[nodiscard]] std::shared_ptr<Chain> capture(std::vector<LayerSpec> specs, const GraphOptions& options);
+  /// Counts `holder`'s chain in the report and keeps its static outputs on the device, for as long as someone has it.
+  void add(const std::shared_ptr<ChainHolder>& holder);
+  /// Captures the layers of `holder`'s chain again, where their parameters lie now.
+  void recapture(ChainHolder& holder);
+
+  /// Captures what `ss::call` recorded, one chain for each microbatch slot, and gives the calls their variants. Where a slot's
+  /// capture fails, the slots before it stay and the rest is tried again.
+  void capture_recorded(RecordedCalls& recorded);
+  /// Chains of `ss::call` whose weights were relocated are captured again, or are an error by option.
+  void follow_relocated_weights();
+  /// Drops the graphs of all chains that `ss::call` made.
+  void drop_own();
+  /// Only what graphs own now is kept on the device for them.
+  void mark_static_outputs();
+
+  [[nodiscard]] const std::vector<std::weak_ptr<ChainHolder>>& all() const noexcept { return all_; }
+  template <class Visit>
+  void for_each(const Visit& visit) const {
+    for (const auto& weak : all_) {
+      if (const auto holder = weak.lock(); holder != nullptr && holder->chain != nullptr) {
+        visit(*holder->chain);
+      }
+    }
+  }
+
+ private:
+  EngineResources& resources_;
+  CallContext& context_;
+  EagerPlan& plan_;
+  ReportBuilder& report_;
+  std::vector<std::weak_ptr<ChainHolder>> all_;
+  std::vector<std::shared_ptr<ChainHolder>> own_;  ///< those that ss::call made
+};
+
+}  // namespace sidestream

@@ -1,0 +1,42 @@
+#include "graphs/engine/engine_resources.h"
+
+#include <string>
+#include <vector>
+
+#include "graphs/engine/checked_options.h"
+#include "offload/autograd_engine.h"
+
+namespace sidestream {
+namespace {
+
+NamePatterns patterns_of(const std::vector<std::string>& lists) {
+  std::vector<std::string> all;
+  for (const std::string& list : lists) {
+    const NamePatterns parsed = NamePatterns::parse(list);
+    all.insert(all.end(), parsed.patterns().begin(), parsed.patterns().end());
+  }
+  return NamePatterns(std::move(all));
+}
+
+}  // namespace
+
+EngineResources::EngineResources(torch::nn::Module& model, Options given, std::shared_ptr<Runtime> given_runtime)
+    : options(checked_options(std::move(given))),
+      graphed(patterns_of(options.graph_patterns())),
+      check(given_runtime != nullptr ? std::move(given_runtime) : make_runtime(options.device()),
+            options.check_steps()),
+      runtime(check.runtime()),
+      arena(std::make_shared<HostArena>(*runtime, options.host_cap())),
+      tree(patterns_of(options.offload_patterns())),
+      exclusions(runtime->device(), options.min_bytes()),
+      capture_stream(runtime->create_stream()),
+      capture_offload(std::make_shared<CaptureOffload>(runtime, arena, capture_stream)),
+      eager(std::make_shared<EagerOffload>(runtime, arena, static_cast<std::size_t>(options.groups_in_flight()))) {
+  install_autograd_engine();
+  std::vector<at::Tensor> tensors = model.parameters();
+  const std::vector<at::Tensor> buffers = model.buffers();
+  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+  exclusions.set_parameters(std::move(tensors));
+}
+
+}  // namespace sidestream

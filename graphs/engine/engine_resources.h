@@ -1,0 +1,43 @@
+#pragma once
+#include <memory>
+
+#include <torch/nn/module.h>
+
+#include "graphs/engine/step_check.h"
+#include "graphs/replay/chain.h"
+#include "memory/host_arena.h"
+#include "offload/capture_offload.h"
+#include "offload/eager_offload.h"
+#include "offload/exclusions.h"
+#include "offload/name_pattern.h"
+#include "offload/scope_tree.h"
+#include "runtime/runtime.h"
+#include "sidestream/options.h"
+
+namespace sidestream {
+
+/// The device, the memory, the movers and the names of one engine: what its parts share.
+struct EngineResources {
+  /// `runtime`: null makes that of the options' device. Throws: UsageError, DeviceError (see OffloadEngine).
+  EngineResources(torch::nn::Module& model, Options given, std::shared_ptr<Runtime> given_runtime);
+  EngineResources(const EngineResources&) = delete;
+  EngineResources& operator=(const EngineResources&) = delete;
+  ~EngineResources() = default;
+
+  [[nodiscard]] GraphResources for_graphs() {
+    return {runtime, arena, &tree, &exclusions, &capture_stream, capture_offload};
+  }
+
+  Options options;
+  NamePatterns graphed;  ///< names of calls that are captured into graphs
+  StepCheck check;
+  std::shared_ptr<Runtime> runtime;
+  std::shared_ptr<HostArena> arena;
+  ScopeTree tree;
+  Exclusions exclusions;
+  OwnedStream capture_stream;
+  std::shared_ptr<CaptureOffload> capture_offload;
+  std::shared_ptr<EagerOffload> eager;
+};
+
+}  // namespace sidestream

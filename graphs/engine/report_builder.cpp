@@ -1,0 +1,118 @@
+#include "graphs/engine/report_builder.h"
+
+#include <algorithm>
+
+#include "graphs/engine/call_table.h"
+#include "graphs/engine/eager_plan.h"
+#include "graphs/engine/engine_chains.h"
+#include "graphs/engine/engine_resources.h"
+
+namespace sidestream {
+namespace {
+
+const char* reason(Fate fate) {
+  switch (fate) {
+    case Fate::offloaded:
+      return "";
+    case Fate::not_selected:
+      return "not selected";
+    case Fate::needed_immediately:
+      return "backward needs it immediately";
+    case Fate::held_back:
+      return "held back by another saver";
+    case Fate::over_cap:
+      return "over the host cap";
+    case Fate::not_pinned:
+      return "pinned host memory was refused";
+  }
+  return "";
+}
+
+void append(const Profile& profile, const Plan& plan, Report& report) {
+  const std::size_t first = report.groups.size();
+  for (const GroupProfile& group : profile.groups) {
+    report.groups.push_back({group.name.empty() ? "(no scope)" : group.name, 0, 0, ""});
+  }
+  for (std::size_t i = 0; i < profile.storages.size() && i < plan.decisions.size(); ++i) {
+    GroupReport& group = report.groups[first + profile.storages[i].savers.front()];
+    const auto bytes = static_cast<std::int64_t>(profile.storages[i].bytes);
+    group.bytes += bytes;
+    if (plan.decisions[i].fate == Fate::offloaded) {
+      group.offloaded_bytes += bytes;
+    } else if (group.kept_because.empty()) {
+      group.kept_because = reason(plan.decisions[i].fate);
+    }
+  }
+  report.notes.insert(report.notes.end(), plan.notes.begin(), plan.notes.end());
+}
+
+}  // namespace
+
+void ReportBuilder::captured(const Chain& chain) {
+  for (const Layer& layer : chain.layers()) {
+    counted_.captures += layer.has_backward ? 2 : 1;
+  }
+}
+
+void ReportBuilder::replayed(const Chain::Counts& counts) {
+  counted_.replays = static_cast<std::int64_t>(counts.replays);
+  counted_.waits = static_cast<std::int64_t>(counts.waits);
+  counted_.inline_reloads = static_cast<std::int64_t>(counts.inline_reloads);
+}
+
+void ReportBuilder::sizing_ended(const Recorder& recorder, std::int64_t peak) {
+  counted_.sizing_peak_bytes = peak;
+  counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
+}
+
+void ReportBuilder::step_ended(const Recorder& recorder, const Chain::Counts& replays,
+                               const EagerOffload::Counts& eager, std::int64_t peak) {
+  counted_.offloaded_bytes = static_cast<std::int64_t>(replays.offloaded_bytes + eager.offloaded_bytes);
+  counted_.reloaded_bytes = static_cast<std::int64_t>(replays.reloaded_bytes + eager.reloaded_bytes);
+  counted_.waits += static_cast<std::int64_t>(eager.waits);
+  counted_.inline_reloads += static_cast<std::int64_t>(eager.inline_reloads);
+  counted_.copied_twice_bytes = static_cast<std::int64_t>(recorder.counts().copied_twice_bytes);
+  counted_.step_peak_bytes = peak;
+}
+
+Report ReportBuilder::build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,
+                            const CallTable& calls) const {
+  Report report = counted_;
+  const HostArenaStats pinned = resources.arena->stats();
+  report.pinned_bytes = static_cast<std::int64_t>(pinned.pinned);
+  report.pinned_requested_bytes = static_cast<std::int64_t>(pinned.requested);
+  report.host_cap = static_cast<std::int64_t>(pinned.cap);
+  report.pinned_allocations_after_planning = static_cast<std::int64_t>(pinned.allocations_after_seal);
+  if (const auto& checked = resources.check.checked(); checked != nullptr) {
+    report.order_findings = checked->findings();
+    report.checked_operations = static_cast<std::int64_t>(checked->operations());
+  }
+  chains.for_each([&](const Chain& chain) {
+    append(chain.profile(), chain.plan(), report);
+    for (const Layer& layer : chain.layers()) {
+      for (const c10::Storage& external : layer.externals) {
+        report.external_bytes += static_cast<std::int64_t>(external.nbytes());
+      }
+    }
+  });
+  // Groups that graphed calls save are in their chains' profiles.
+  Report eager;
+  append(plan.profile(), plan.plan(), eager);
+  for (std::size_t g = 0; g < eager.groups.size(); ++g) {
+    if (!calls.in_graphed_call(plan.profile().groups[g].name)) {
+      report.groups.push_back(eager.groups[g]);
+    }
+  }
+  report.notes.insert(report.notes.end(), eager.notes.begin(), eager.notes.end());
+  const auto tallies = resources.exclusions.tallies();
+  for (std::size_t i = 1; i < tallies.size(); ++i) {
+    if (tallies[i].tensors > 0) {
+      report.exclusions.push_back({exclusion_name(static_cast<Exclusion>(i)),
+                                   static_cast<std::int64_t>(tallies[i].tensors),
+                                   static_cast<std::int64_t>(tallies[i].bytes)});
+    }
+  }
+  return report;
+}
+
+}  // namespace sidestream

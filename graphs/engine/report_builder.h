@@ -1,0 +1,46 @@
+#pragma once
+#include <cstdint>
+
+#include "graphs/replay/chain.h"
+#include "offload/eager_offload.h"
+#include "offload/recorder.h"
+#include "sidestream/report.h"
+
+namespace sidestream {
+
+class CallTable;
+class EagerPlan;
+class EngineChains;
+struct EngineResources;
+
+/// Counts what an engine does, and makes its report when it is asked for. Threads: the step's, except `unseen`.
+class ReportBuilder {
+ public:
+  /// Whole steps so far.
+  [[nodiscard]] std::int64_t steps() const noexcept { return counted_.steps; }
+
+  /// A call that matches `graph` ran eagerly.
+  void eager_call() noexcept { ++counted_.eager_calls; }
+  void captured(const Chain& chain);
+  /// So many of the captured layers took the place of others, or stand beside them.
+  void recaptured(std::int64_t layers) noexcept { counted_.recaptures += layers; }
+  /// In the sizing pass, when its backward begins. Threads: autograd's.
+  void unseen(std::int64_t bytes) noexcept { counted_.unseen_bytes = bytes; }
+
+  /// What chains did in the step that now ends, whole or not.
+  void replayed(const Chain::Counts& counts);
+  /// A whole sizing pass.
+  void sizing_ended(const Recorder& recorder, std::int64_t peak);
+  /// A whole step that moved what the plans say.
+  void step_ended(const Recorder& recorder, const Chain::Counts& replays, const EagerOffload::Counts& eager,
+                  std::int64_t peak);
+  void count_step() noexcept { ++counted_.steps; }
+
+  [[nodiscard]] Report build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,
+                             const CallTable& calls) const;
+
+ private:
+  Report counted_;  ///< what the latest whole step and all steps so far add up to
+};
+
+}  // namespace sidestream

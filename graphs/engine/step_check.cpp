@@ -1,0 +1,40 @@
+#include "graphs/engine/step_check.h"
+
+#include <torch/csrc/autograd/function.h>
+
+#include "offload/recorder.h"
+
+namespace sidestream {
+
+StepCheck::StepCheck(std::shared_ptr<Runtime> runtime, std::int64_t steps)
+    : steps_(steps),
+      checked_(steps > 0 ? std::make_shared<CheckedRuntime>(runtime) : nullptr),
+      runtime_(checked_ != nullptr ? checked_ : std::move(runtime)) {}
+
+void StepCheck::begin_step(std::int64_t steps_done) {
+  if (checked_ == nullptr) {
+    return;
+  }
+  if (steps_done < steps_) {
+    checked_->begin_step(static_cast<std::uint64_t>(steps_done + 1));
+  } else {
+    checked_->stop();
+  }
+}
+
+void StepCheck::journal_operators(std::optional<OperatorObserverGuard>& guard, std::int64_t steps_done) const {
+  if (checked_ == nullptr || steps_done >= steps_) {
+    return;
+  }
+  guard.emplace([checked = checked_](const OperatorAccess& access) {
+    if (const auto node = torch::autograd::get_current_node(); node != nullptr) {
+      checked->observe(access, "backward", node->name());
+    } else if (const Recorder* recorder = current_recorder(); recorder != nullptr && recorder->depth() > 1) {
+      checked->observe(access, "forward", recorder->scope().name);
+    } else {
+      checked->observe(access);
+    }
+  });
+}
+
+}  // namespace sidestream

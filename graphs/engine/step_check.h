@@ -1,0 +1,35 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "observe/checked_runtime.h"
+#include "observe/operator_observer.h"
+#include "sidestream/journal.h"
+
+namespace sidestream {
+
+/// Writes an engine's first steps into a journal and checks them (Options::check_steps). Threads: the step's.
+class StepCheck {
+ public:
+  /// `steps`: how many; 0 checks none, and `runtime` is left as it is.
+  StepCheck(std::shared_ptr<Runtime> runtime, std::int64_t steps);
+
+  /// What the engine is to use: the given runtime, wrapped where steps are checked.
+  [[nodiscard]] const std::shared_ptr<Runtime>& runtime() const noexcept { return runtime_; }
+  /// Null where nothing is checked.
+  [[nodiscard]] const std::shared_ptr<CheckedRuntime>& checked() const noexcept { return checked_; }
+  [[nodiscard]] Journal journal() const { return checked_ != nullptr ? checked_->journal() : Journal(); }
+
+  /// Of the step that follows `steps_done` whole ones.
+  void begin_step(std::int64_t steps_done);
+  /// In a checked step: operators of the calling thread go into the journal while `guard` lives.
+  void journal_operators(std::optional<OperatorObserverGuard>& guard, std::int64_t steps_done) const;
+
+ private:
+  std::int64_t steps_;
+  std::shared_ptr<CheckedRuntime> checked_;
+  std::shared_ptr<Runtime> runtime_;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,57 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "graphs/engine/call_context.h"
+#include "observe/operator_observer.h"
+#include "offload/recorder.h"
+#include "offload/sizing.h"
+
+namespace sidestream {
+
+class EagerPlan;
+struct EngineResources;
+class RecordedCalls;
+class ReportBuilder;
+
+/// One step of an engine: what it takes over on the calling thread, and what it sees there. A sizing step counts what autograd
+/// saves and moves nothing; a planned one moves what the plan says. Threads: ends on the thread it began on.
+class StepSession {
+ public:
+  enum class Kind : std::uint8_t { sizing, planned };
+
+  /// Begins: sizing where `plan` is unsized, else planned. All must outlive the session.
+  StepSession(EngineResources& resources, const CallContext& context, const EagerPlan& plan,
+              const RecordedCalls& recorded, ReportBuilder& report);
+  StepSession(const StepSession&) = delete;
+  StepSession& operator=(const StepSession&) = delete;
+  ~StepSession() = default;
+
+  [[nodiscard]] Kind kind() const noexcept { return sizing_ != nullptr ? Kind::sizing : Kind::planned; }
+  /// The thread is as it was before the step: its engine, its recorder, its observer.
+  void leave_thread() noexcept;
+  /// Ends the scopes that are still open.
+  void finish_recording() { recorder_->finish(); }
+  /// A backward that begins after this is no part of the sizing pass.
+  void stop_sizing() noexcept;
+
+  [[nodiscard]] const Recorder& recorder() const noexcept { return *recorder_; }
+  /// Of a sizing step.
+  [[nodiscard]] const SizingMover& sizing() const noexcept { return *sizing_; }
+
+ private:
+  /// In a sizing step, when backward begins: what grew on the device and no hook has seen.
+  [[nodiscard]] std::int64_t unseen_bytes() const;
+
+  EngineResources& resources_;
+  const RecordedCalls& recorded_;
+  std::shared_ptr<SizingMover> sizing_;  ///< null in a planned step
+  std::unique_ptr<Recorder> recorder_;
+  std::int64_t allocated_at_begin_ = 0;
+  std::optional<RecorderGuard> recording_;
+  std::optional<OperatorObserverGuard> journaling_;
+  std::optional<CallContext::OnThread> on_thread_;
+};
+
+}  // namespace sidestream
