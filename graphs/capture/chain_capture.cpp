@@ -126,10 +126,11 @@ void ChainCapture::capture_forward(std::size_t index) {
   const Site site(Activity::capture_forward, layer.spec.scope->site);
   for (const auto i : c10::irange(layer.inputs.size())) {
     StaticInput& input = layer.inputs[i];
-    if (input.linked) {
-      const LayerInput& from = layer.spec.inputs[i];
-      input.tensor = chain_.layers_[from.from_layer].outputs[from.from_output];
-      input.requires_grad = chain_.layers_[from.from_layer].output_requires_grad[from.from_output];
+    if (input.from) {
+      StaticOutput& output = chain_.layers_[input.from->layer].outputs[input.from->index];
+      output.readers.push_back({index, i});
+      input.tensor = output.tensor;
+      input.requires_grad = output.requires_grad;
     }
     live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
                                                  : input.tensor);
@@ -157,44 +158,36 @@ void ChainCapture::capture_forward(std::size_t index) {
                      chain_.describe(index) + ", forward");
   for (const at::Tensor& output : outputs) {
     live.outputs.push_back(output);
-    layer.outputs.push_back(output.defined() ? output.detach() : output);
-    layer.output_requires_grad.push_back(output.defined() && output.requires_grad());
-    layer.has_backward = layer.has_backward || layer.output_requires_grad.back();
+    StaticOutput& held = layer.outputs.emplace_back();
+    held.tensor = output.defined() ? output.detach() : output;
+    held.requires_grad = output.defined() && output.requires_grad();
+    layer.has_backward = layer.has_backward || held.requires_grad;
   }
-  layer.output_versions.resize(outputs.size());
-  layer.grad_outputs.resize(outputs.size());
 }
 
-std::pair<std::size_t, std::size_t> ChainCapture::only_reader(std::size_t layer, std::size_t output) const {
-  std::pair<std::size_t, std::size_t> reader{specs_.size(), 0};
-  int readers = 0;
-  for (std::size_t later = layer + 1; later < specs_.size(); ++later) {
-    const auto& inputs = chain_.layers_[later].spec.inputs;
-    for (const auto i : c10::irange(inputs.size())) {
-      if (inputs[i].from_layer == static_cast<std::int64_t>(layer) &&
-          inputs[i].from_output == static_cast<std::int64_t>(output)) {
-        reader = {later, i};
-        ++readers;
-      }
-    }
+StaticInput* ChainCapture::giver_of_seed(std::size_t index, const StaticOutput& output) {
+  if (output.readers.size() != 1 || output.readers[0].layer != index + 1) {
+    return nullptr;
   }
-  return readers == 1 ? reader : std::pair<std::size_t, std::size_t>{specs_.size(), 0};
+  const Link& reader = output.readers[0];
+  const std::vector<at::Tensor>& grads = live_[reader.layer].grad_inputs;
+  const bool can_give =
+      grads.size() > reader.index && grads[reader.index].defined() && grads[reader.index].is_contiguous();
+  return can_give ? &chain_.layers_[reader.layer].inputs[reader.index] : nullptr;
 }
 
-void ChainCapture::prepare_grad_outputs(std::size_t index) {
+void ChainCapture::prepare_seeds(std::size_t index) {
   const at::NoGradGuard no_grad;
-  Layer& layer = chain_.layers_[index];
-  for (const auto i : c10::irange(layer.outputs.size())) {
-    if (!layer.output_requires_grad[i]) {
+  for (StaticOutput& output : chain_.layers_[index].outputs) {
+    if (!output.requires_grad) {
       continue;
     }
-    const auto [reader, input] = only_reader(index, i);
-    if (reader < specs_.size() && reader == index + 1 && live_[reader].grad_inputs.size() > input &&
-        live_[reader].grad_inputs[input].defined() && live_[reader].grad_inputs[input].is_contiguous()) {
-      layer.grad_outputs[i] = live_[reader].grad_inputs[input];
-      chain_.layers_[reader].grad_input_linked[input] = true;
+    if (StaticInput* giver = giver_of_seed(index, output); giver != nullptr) {
+      output.seed_from = output.readers[0];
+      output.seed = live_[output.seed_from->layer].grad_inputs[output.seed_from->index];
+      giver->grad_is_seed = true;
     } else {
-      layer.grad_outputs[i] = at::zeros_like(layer.outputs[i], at::MemoryFormat::Contiguous);
+      output.seed = at::zeros_like(output.tensor, at::MemoryFormat::Contiguous);
     }
   }
 }
@@ -205,14 +198,14 @@ void ChainCapture::capture_backward(std::size_t index) {
   if (!layer.has_backward) {
     return;
   }
-  prepare_grad_outputs(index);
+  prepare_seeds(index);
   const Site site(Activity::capture_backward, layer.spec.scope->site);
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
   for (const auto i : c10::irange(live.outputs.size())) {
-    if (layer.output_requires_grad[i]) {
+    if (layer.outputs[i].requires_grad) {
       roots.push_back(live.outputs[i]);
-      seeds.push_back(layer.grad_outputs[i]);
+      seeds.push_back(layer.outputs[i].seed);
     }
   }
   std::vector<at::Tensor> targets;
@@ -276,10 +269,10 @@ void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tens
 void ChainCapture::finish_backward(std::size_t index) {
   Layer& layer = chain_.layers_[index];
   Live& live = live_[index];
-  for (const at::Tensor& grad : live.grad_inputs) {
-    layer.grad_inputs.push_back(grad.defined() ? not_owning(grad) : grad);
+  for (const auto i : c10::irange(layer.inputs.size())) {
+    const at::Tensor& grad = live.grad_inputs[i];
+    layer.inputs[i].grad = grad.defined() ? not_owning(grad) : grad;
   }
-  layer.grad_input_linked.resize(layer.grad_inputs.size(), false);
   if (!chain_.options_.accumulate_in_graph()) {
     for (LayerParameter& parameter : layer.parameters) {
       parameter.grad = not_owning(parameter.grad);
@@ -295,22 +288,13 @@ void ChainCapture::finish_backward(std::size_t index) {
   }
   if (index + 1 < specs_.size()) {
     live_[index + 1].grad_inputs.clear();
-    for (at::Tensor& grad : layer.grad_outputs) {
-      if (grad.defined()) {
-        grad = linked_seed(index, grad);
+    // A seed that the layer above gives no longer keeps that memory from being used again.
+    for (StaticOutput& output : layer.outputs) {
+      if (output.seed_from) {
+        output.seed = not_owning(output.seed);
       }
     }
   }
-}
-
-at::Tensor ChainCapture::linked_seed(std::size_t index, const at::Tensor& grad) const {
-  for (const auto i : c10::irange(chain_.layers_[index + 1].grad_inputs.size())) {
-    const at::Tensor& above = chain_.layers_[index + 1].grad_inputs[i];
-    if (chain_.layers_[index + 1].grad_input_linked[i] && above.const_data_ptr() == grad.const_data_ptr()) {
-      return not_owning(grad);
-    }
-  }
-  return grad;
 }
 
 std::shared_ptr<Chain> Chain::capture(const GraphResources& resources, std::vector<LayerSpec> specs,

@@ -1,7 +1,6 @@
 #pragma once
 #include <cstddef>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "graphs/replay/chain.h"
@@ -40,15 +39,14 @@ class ChainCapture {
 
   void record_caller_event();
   void capture_forward(std::size_t index);
-  /// The one layer input that is this output, or null: its gradient can be handed on without a copy.
-  [[nodiscard]] std::pair<std::size_t, std::size_t> only_reader(std::size_t layer, std::size_t output) const;
-  void prepare_grad_outputs(std::size_t index);
+  /// The input of the next layer that alone reads `output` of layer `index`, if the gradient it gets there can be handed on as
+  /// the output's seed without a copy; else null.
+  [[nodiscard]] StaticInput* giver_of_seed(std::size_t index, const StaticOutput& output);
+  void prepare_seeds(std::size_t index);
   void capture_backward(std::size_t index);
   /// Inside the capture: adds into `.grad`, or makes the static gradients contiguous and dense.
   void take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads);
   void finish_backward(std::size_t index);
-  /// A seed that is the layer above's input gradient no longer keeps that memory from being used again.
-  [[nodiscard]] at::Tensor linked_seed(std::size_t index, const at::Tensor& grad) const;
 
   Chain& chain_;
   const GraphResources& resources_;

@@ -67,12 +67,12 @@ void ChainCapture::prepare_layers() {
     }
     for (LayerInput& input : layer.spec.inputs) {
       StaticInput held;
-      if (input.from_layer < 0 && input.sample.defined()) {
+      if (!input.from && input.sample.defined()) {
         held.requires_grad = input.sample.requires_grad();
         held.tensor = at::empty_like(input.sample.detach());
         held.tensor.copy_(input.sample.detach());
       }
-      held.linked = input.from_layer >= 0;
+      held.from = input.from;
       input.sample = at::Tensor();
       layer.inputs.push_back(std::move(held));
     }

@@ -71,7 +71,7 @@ class StateKeeper {
 std::vector<at::Tensor> leaves_of(const LayerSpec& spec, const std::vector<std::vector<at::Tensor>>& outputs) {
   std::vector<at::Tensor> leaves;
   for (const LayerInput& input : spec.inputs) {
-    const at::Tensor& source = input.from_layer < 0 ? input.sample : outputs[input.from_layer][input.from_output];
+    const at::Tensor& source = input.from ? outputs[input.from->layer][input.from->index] : input.sample;
     leaves.push_back(source.defined() ? source.detach().requires_grad_(source.requires_grad()) : source);
   }
   return leaves;

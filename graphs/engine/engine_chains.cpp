@@ -22,7 +22,7 @@ struct SlotCalls {
 
 SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
   SlotCalls result;
-  std::vector<std::int64_t> place(recorded.calls().size(), -1);
+  std::vector<std::optional<std::size_t>> place(recorded.calls().size());  // among the layers
   for (std::size_t i = 0; i < recorded.calls().size(); ++i) {
     RecordedCall& call = *recorded.calls()[i];
     if (call.slot != slot || call.captured) {
@@ -30,9 +30,12 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
     }
     LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.site->module, call.inputs};
     for (LayerInput& input : spec.inputs) {
-      input.from_layer = input.from_layer < 0 ? -1 : place[input.from_layer];
+      if (input.from) {
+        const std::optional<std::size_t> layer = place[input.from->layer];
+        input.from = layer ? std::optional(Link{*layer, input.from->index}) : std::nullopt;
+      }
     }
-    place[i] = static_cast<std::int64_t>(result.specs.size());
+    place[i] = result.specs.size();
     result.specs.push_back(std::move(spec));
     result.calls.push_back(&call);
   }
@@ -69,7 +72,7 @@ void EngineChains::recapture(ChainHolder& holder) {
     LayerSpec spec = layer.spec;
     for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
       const StaticInput& held = layer.inputs[i];
-      if (spec.inputs[i].from_layer < 0 && held.tensor.defined()) {
+      if (!held.from && held.tensor.defined()) {
         spec.inputs[i].sample = held.tensor.detach().requires_grad_(held.requires_grad);
       }
     }
@@ -138,9 +141,9 @@ void EngineChains::mark_static_outputs() {
   resources_.exclusions.remove_static_inputs();
   for_each([&](const Chain& chain) {
     for (const Layer& layer : chain.layers()) {
-      for (const at::Tensor& output : layer.outputs) {
-        if (output.defined()) {
-          resources_.exclusions.add_static_input(output);
+      for (const StaticOutput& output : layer.outputs) {
+        if (output.tensor.defined()) {
+          resources_.exclusions.add_static_input(output.tensor);
         }
       }
     }

@@ -114,7 +114,12 @@ std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::
         throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
                          std::to_string(sample.callable()) + ", which does not stand before it");
       }
-      spec.inputs.push_back({sample.tensor(), sample.callable(), sample.output()});
+      LayerInput& input = spec.inputs.emplace_back();
+      if (sample.callable() < 0) {
+        input.sample = sample.tensor();
+      } else {
+        input.from = Link{static_cast<std::size_t>(sample.callable()), static_cast<std::size_t>(sample.output())};
+      }
     }
     specs.push_back(std::move(spec));
   }

@@ -78,17 +78,16 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   call->slot = slot;
   for (const at::Tensor& input : request.inputs) {
     LayerInput& kept = call->inputs.emplace_back();
-    for (std::size_t i = calls_.size(); i-- > 0 && kept.from_layer < 0 && input.defined();) {
+    for (std::size_t i = calls_.size(); i-- > 0 && !kept.from && input.defined();) {
       for (std::size_t o = 0; o < flights_[i]->outputs.size(); ++o) {
         const auto& output = flights_[i]->outputs[o];
         if (calls_[i]->slot == slot && output._unsafe_get_target() == input.unsafeGetTensorImpl() &&
             !output.expired()) {
-          kept.from_layer = static_cast<std::int64_t>(i);
-          kept.from_output = static_cast<std::int64_t>(o);
+          kept.from = Link{i, o};
         }
       }
     }
-    if (kept.from_layer < 0 && input.defined()) {
+    if (!kept.from && input.defined()) {
       kept.sample = input.detach().clone().requires_grad_(input.requires_grad());
     }
   }

@@ -32,7 +32,7 @@ struct RecordedCall {
   std::vector<KeptGuard> guards;
   std::vector<std::size_t> shape;
   AutocastState autocast;
-  std::vector<LayerInput> inputs;  ///< `from_layer` is an index into the recorded calls
+  std::vector<LayerInput> inputs;  ///< their links name recorded calls
   std::size_t slot = 0;            ///< how many captures of the same call were awaiting their backward
   bool captured = false;           ///< only where a later slot's capture failed: the rest is tried again
 };

@@ -174,8 +174,8 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
     counts_.offloaded_bytes += saved->bytes;
   }
   ++layer.generation;
-  for (const at::Tensor& output : layer.outputs) {
-    outputs.push_back(output.defined() ? output.detach() : output);
+  for (const StaticOutput& output : layer.outputs) {
+    outputs.push_back(output.tensor.defined() ? output.tensor.detach() : output.tensor);
   }
   if (layer.has_backward) {
     layer.pending = true;
@@ -205,7 +205,8 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
         "called after it; calls captured together run their backwards in reverse order, or are captured apart");
   }
   for (const auto i : c10::irange(layer.outputs.size())) {
-    if (layer.outputs[i].defined() && layer.outputs[i]._version() != layer.output_versions[i]) {
+    const StaticOutput& output = layer.outputs[i];
+    if (output.tensor.defined() && output.tensor._version() != output.version) {
       throw UsageError(describe(index) + ": output " + std::to_string(i) +
                        " was changed in place before its backward; it " +
                        "is static memory that the graph may read again: clone it before the in-place operation");
@@ -258,10 +259,9 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
     }
   }
   grads.clear();
-  for (const auto i : c10::irange(layer.inputs.size())) {
-    if (layer.inputs[i].requires_grad) {
-      const at::Tensor& grad = layer.grad_inputs[i];
-      grads.push_back(!grad.defined() || layer.grad_input_direct[i] ? grad : grad.clone());
+  for (const StaticInput& input : layer.inputs) {
+    if (input.requires_grad) {
+      grads.push_back(!input.grad.defined() || input.grad_direct ? input.grad : input.grad.clone());
     }
   }
   if (!options_.accumulate_in_graph()) {
@@ -273,36 +273,27 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
 
 void Chain::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads) {
   const at::NoGradGuard no_grad;
-  // A seed that is the layer above's input gradient lies in the pool, in memory that copies of the latest graphs may still
+  // A seed that is another layer's input gradient lies in the pool, in memory that copies of the latest graphs may still
   // use: where that layer's backward did not run just before, nothing else makes this stream wait for them.
-  const auto above = static_cast<std::size_t>(&layer - layers_.data()) + 1;
-  bool joined = above == layers_.size();
-  const auto join_before_write = [&](const at::Tensor& target) {
-    if (joined) {
-      return;
-    }
-    for (const auto i : c10::irange(layers_[above].grad_inputs.size())) {
-      const at::Tensor& linked = layers_[above].grad_inputs[i];
-      if (layers_[above].grad_input_linked[i] && linked.const_data_ptr() == target.const_data_ptr()) {
-        join_copies();
-        joined = true;
-        return;
-      }
+  bool joined = false;
+  const auto join_before_write = [&](const StaticOutput& output) {
+    if (output.seed_from && !joined) {
+      join_copies();
+      joined = true;
     }
   };
   std::size_t given = 0;
-  for (const auto i : c10::irange(layer.outputs.size())) {
-    if (!layer.output_requires_grad[i]) {
+  for (StaticOutput& output : layer.outputs) {
+    if (!output.requires_grad) {
       continue;
     }
     const at::Tensor& grad = grads[given++];
-    at::Tensor& target = layer.grad_outputs[i];
     if (!grad.defined()) {
-      join_before_write(target);
-      target.zero_();
-    } else if (grad.const_data_ptr() != target.const_data_ptr() || grad.strides() != target.strides()) {
-      join_before_write(target);
-      target.copy_(grad, /*non_blocking=*/true);
+      join_before_write(output);
+      output.seed.zero_();
+    } else if (grad.const_data_ptr() != output.seed.const_data_ptr() || grad.strides() != output.seed.strides()) {
+      join_before_write(output);
+      output.seed.copy_(grad, /*non_blocking=*/true);
     }
   }
 }

@@ -1,7 +1,9 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,11 +21,16 @@ namespace sidestream {
 /// A call as a function of its tensors.
 using Body = std::function<void(const at::Tensor* inputs, detail::TensorBuffer& outputs)>;
 
+/// An output or an input of another layer of the same chain.
+struct Link {
+  std::size_t layer = 0;
+  std::size_t index = 0;  ///< among that layer's outputs or inputs
+};
+
 /// One argument of a layer that is to be captured: a sample, or another layer's output.
 struct LayerInput {
-  at::Tensor sample;  ///< undefined where `from_layer` says where it comes from
-  std::int64_t from_layer = -1;
-  std::int64_t from_output = 0;
+  at::Tensor sample;         ///< undefined where `from` says where it comes from
+  std::optional<Link> from;  ///< an output of a layer before this one
 };
 
 /// What is captured as one forward and one backward graph.
@@ -35,11 +42,24 @@ struct LayerSpec {
   std::vector<LayerInput> inputs;
 };
 
-/// A static input: where the forward graph reads one argument.
+/// Where the forward graph reads one argument, and where the backward graph leaves that argument's gradient.
 struct StaticInput {
-  at::Tensor tensor;  ///< owned, or a linked layer's static output
-  bool linked = false;
+  at::Tensor tensor;         ///< owned, or the static output that the input is linked to
+  std::optional<Link> from;  ///< that output
   bool requires_grad = false;
+  at::Tensor grad;            ///< static, not owning; undefined where there is none
+  bool grad_is_seed = false;  ///< `grad` is the linked output's seed: no copy, if it goes there alone
+  bool grad_direct = false;   ///< replay: this time it goes to the linked layer's node and nowhere else
+};
+
+/// Where the forward graph leaves one result, and where the backward graph reads that result's gradient.
+struct StaticOutput {
+  at::Tensor tensor;  ///< detached; undefined where the call gave none
+  bool requires_grad = false;
+  std::vector<Link> readers;      ///< the inputs that are linked to it
+  at::Tensor seed;                ///< the static gradient that backward begins from; undefined where none is required
+  std::optional<Link> seed_from;  ///< the input whose gradient `seed` is: memory of the pool
+  std::uint32_t version = 0;      ///< replay: of the tensor that the latest forward gave
 };
 
 /// A parameter whose gradient the backward graph makes.
@@ -60,14 +80,10 @@ struct Layer {
   bool training = true;
   bool has_backward = false;
   std::vector<StaticInput> inputs;
-  std::vector<at::Tensor> outputs;  ///< static, detached; undefined ones kept
-  std::vector<bool> output_requires_grad;
+  std::vector<StaticOutput> outputs;
   std::vector<LayerParameter> parameters;
-  std::vector<WatchedTensor> watched;    ///< parameters and buffers
-  std::vector<c10::Storage> externals;   ///< read by the capture, neither input, parameter nor buffer
-  std::vector<at::Tensor> grad_outputs;  ///< static, for outputs that require a gradient
-  std::vector<at::Tensor> grad_inputs;   ///< static, not owning; undefined where there is none
-  std::vector<bool> grad_input_linked;   ///< is the linked layer's static grad_output: no copy, if it goes there alone
+  std::vector<WatchedTensor> watched;   ///< parameters and buffers
+  std::vector<c10::Storage> externals;  ///< read by the capture, neither input, parameter nor buffer
   OffloadedStorages offloaded;
   std::vector<void*> reload_targets;  ///< where the graph before this one's backward puts `offloaded`
 
@@ -81,8 +97,6 @@ struct Layer {
   // Replay.
   std::uint64_t generation = 0;  ///< counts forwards
   bool pending = false;          ///< its backward is still to come
-  std::vector<std::uint32_t> output_versions;
-  std::vector<bool> grad_input_direct;  ///< this time it goes to the linked layer's node and nowhere else
 };
 
 }  // namespace sidestream

@@ -48,15 +48,16 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
 
 void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
   Layer& layer = layers_[index];
-  layer.grad_input_direct.assign(inputs.size(), false);
   auto node = std::make_shared<ReplayNode>(shared_from_this(), index, layer.generation);
   torch::autograd::edge_list edges;
   edges.reserve(inputs.size() + layer.parameters.size());
   for (const auto i : c10::irange(inputs.size())) {
-    if (layer.inputs[i].requires_grad) {
+    StaticInput& input = layer.inputs[i];
+    input.grad_direct = false;
+    if (input.requires_grad) {
       edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
       const auto* from = dynamic_cast<const ReplayNode*>(edges.back().function.get());
-      layer.grad_input_direct[i] = layer.grad_input_linked[i] && from != nullptr && from->chain_.get() == this;
+      input.grad_direct = input.grad_is_seed && from != nullptr && from->chain_.get() == this;
     }
   }
   if (!options_.accumulate_in_graph()) {
@@ -66,11 +67,12 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
   }
   node->set_next_edges(std::move(edges));
   for (const auto i : c10::irange(outputs.size())) {
-    if (layer.output_requires_grad[i]) {
+    StaticOutput& output = layer.outputs[i];
+    if (output.requires_grad) {
       torch::autograd::set_history(outputs[i], node);
-      layer.output_versions[i] = outputs[i]._version();
-    } else if (outputs[i].defined()) {
-      layer.output_versions[i] = outputs[i]._version();
+    }
+    if (outputs[i].defined()) {
+      output.version = outputs[i]._version();
     }
   }
 }
@@ -88,7 +90,7 @@ bool Chain::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
     }
     if (given.defined() && (given.sizes() != held.tensor.sizes() || given.dtype() != held.tensor.dtype() ||
                             given.device() != held.tensor.device() || given.requires_grad() != held.requires_grad ||
-                            (held.linked && given.const_data_ptr() != held.tensor.const_data_ptr()))) {
+                            (held.from && given.const_data_ptr() != held.tensor.const_data_ptr()))) {
       return false;
     }
   }

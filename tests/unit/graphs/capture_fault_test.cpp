@@ -207,7 +207,7 @@ TEST_F(RepeatedCaptureTest, WhatGraphsOwnStaysMarkedWhereALaterCaptureFailed) {
   train(subject.model, subject.engine.get(), 0, 1);
   train(subject.model, subject.engine.get(), 1, 1);
   EngineState& engine = *subject.engine->state();
-  const at::Tensor output = engine.chains().all()[0].lock()->chain->layers()[0].outputs[0];
+  const at::Tensor output = engine.chains().all()[0].lock()->chain->layers()[0].outputs[0].tensor;
   ASSERT_NE(engine.exclusions().classify(output), Exclusion::none);
   train(subject.model, subject.engine.get(), 1, 2);  // the second microbatch asks for captures of its own
   subject.faulty->fail(30);
