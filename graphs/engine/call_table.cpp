@@ -55,7 +55,7 @@ CallSite& CallTable::site_for(const detail::CallRequest& request) {
   CallSite& site = sites_.emplace_back();
   site.scope = scope;
   site.module = std::move(module);
-  site.graphed = graphed_.matches(name);
+  site.kind = graphed_.matches(name) ? CallSite::Kind::graphed : CallSite::Kind::eager;
   by_key_[key] = &site;
   return site;
 }
@@ -63,7 +63,7 @@ CallSite& CallTable::site_for(const detail::CallRequest& request) {
 bool CallTable::in_graphed_call(const std::string& group) const {
   return std::any_of(sites_.begin(), sites_.end(), [&](const CallSite& site) {
     const std::string& name = site.scope->name;
-    return site.graphed && group.compare(0, name.size(), name) == 0 &&
+    return site.kind == CallSite::Kind::graphed && group.compare(0, name.size(), name) == 0 &&
            (group.size() == name.size() || group[name.size()] == '.');
   });
 }

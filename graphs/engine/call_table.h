@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
@@ -27,12 +28,19 @@ struct CallVariant {
   AutocastState autocast;
 };
 
-/// One module or function that `ss::call` was given.
+/// One module or function whose calls the dispatcher serves.
 struct CallSite {
+  enum class Kind : std::uint8_t {
+    eager,     ///< of ss::call, no pattern names it: a scope
+    graphed,   ///< of ss::call, captured once it has been recorded; mismatches are handled as the options say
+    callable,  ///< of make_graphed_callables: one capture, and what does not fit it is refused
+  };
+
+  Kind kind = Kind::eager;
   ScopeNode* scope = nullptr;
-  std::shared_ptr<const torch::nn::Module> module;
-  bool graphed = false;
-  std::vector<CallVariant> variants;
+  std::shared_ptr<const torch::nn::Module> module;  ///< null for a plain function
+  std::vector<CallVariant> variants;                ///< of a callable: exactly one
+  bool dropped = false;                             ///< by GraphedCallable::reset
 };
 
 /// What `ss::call` was given so far, by module and by name. Threads: the step's.

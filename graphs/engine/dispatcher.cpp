@@ -13,8 +13,64 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
 
-void Dispatcher::run_eagerly(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs) {
+/// True in the training mode that `site` is captured in: a callable's own, else the module's training.
+bool in_captured_mode(const CallSite& site) {
+  if (site.module == nullptr) {
+    return true;
+  }
+  const bool training = site.kind != CallSite::Kind::callable ||
+                        site.variants.front().holder->chain->layers()[site.variants.front().layer].training;
+  return site.module->is_training() == training;
+}
+
+std::string describe(const CallSite& site) { return "graphed call \"" + site.scope->name + "\""; }
+
+}  // namespace
+
+Dispatcher::Route Dispatcher::route(const CallSite& site) const {
+  // A callable replays wherever it is called: outside of steps, inside of recorded calls.
+  const bool may_replay = site.kind == CallSite::Kind::callable ||
+                          (site.kind == CallSite::Kind::graphed && context_.phase() == CallContext::Phase::open);
+  if (!may_replay) {
+    return Route::scope;
+  }
+  if (!at::GradMode::is_enabled() || !in_captured_mode(site)) {
+    return Route::eager;
+  }
+  if (site.kind == CallSite::Kind::callable) {
+    return Route::callable;
+  }
+  return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;
+}
+
+void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
+  switch (route(site)) {
+    case Route::scope:
+      run_eagerly(site, request, outputs);
+      break;
+    case Route::eager:
+      if (site.kind == CallSite::Kind::graphed) {
+        report_.eager_call();
+      }
+      run_eagerly(site, request, outputs);
+      break;
+    case Route::record:
+      record_and_run(site, request, autocast(), outputs, 0);
+      break;
+    case Route::find:
+      find_and_replay(site, request, autocast(), outputs);
+      break;
+    case Route::callable:
+      replay_callable(site, request, autocast(), outputs);
+      break;
+  }
+}
+
+AutocastState Dispatcher::autocast() const { return AutocastState::current(resources_.runtime->device().type()); }
+
+void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
   if (Recorder* recorder = current_recorder(); recorder != nullptr) {
     const RecorderScope scope(*recorder, site.scope);
     request.run(request.context, outputs);
@@ -23,24 +79,9 @@ void Dispatcher::run_eagerly(CallSite& site, detail::CallRequest& request, detai
   }
 }
 
-void Dispatcher::dispatch(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs) {
-  const bool may_be_graphed = site.graphed && context_.phase() == CallContext::Phase::open;
-  if (!may_be_graphed || !at::GradMode::is_enabled() || (site.module != nullptr && !site.module->is_training())) {
-    if (may_be_graphed) {
-      report_.eager_call();
-    }
-    run_eagerly(site, request, outputs);
-  } else if (plan_.state() == EagerPlan::State::unsized) {
-    record_and_run(site, request, outputs, 0);
-  } else {
-    replay_or_record(site, request, outputs);
-  }
-}
-
-void Dispatcher::record_and_run(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs,
-                                std::size_t busy) {
-  const std::size_t call =
-      recorded_.add(site, request, AutocastState::current(resources_.runtime->device().type()), busy);
+void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                                detail::TensorBuffer& outputs, std::size_t busy) {
+  const std::size_t call = recorded_.add(site, request, autocast, busy);
   {
     const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
     try {
@@ -54,8 +95,8 @@ void Dispatcher::record_and_run(CallSite& site, detail::CallRequest& request, de
   report_.eager_call();
 }
 
-void Dispatcher::replay_or_record(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs) {
-  const AutocastState autocast = AutocastState::current(resources_.runtime->device().type());
+void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                                 detail::TensorBuffer& outputs) {
   std::size_t busy = 0;
   const CallVariant* other = nullptr;
   for (const CallVariant& variant : site.variants) {
@@ -72,8 +113,32 @@ void Dispatcher::replay_or_record(CallSite& site, detail::CallRequest& request, 
     }
     ++busy;
   }
+  on_mismatch(site, request, autocast, outputs, busy, other);
+}
+
+void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                                 detail::TensorBuffer& outputs) {
+  const CallVariant& only = site.variants.front();
+  if (site.dropped) {
+    throw UsageError(describe(site) + ": replayed after reset; capture it again");
+  }
+  if (!(only.autocast == autocast)) {
+    throw UsageError(describe(site) +
+                     ": autocast is in another state than at its capture; call it as captured, or capture again there");
+  }
+  ChainHolder& holder = *only.holder;
+  const bool lost = !holder.chain->layers()[only.layer].forward;  // by a capture that failed in its place
+  if ((lost || holder.chain->weights_relocated(only.layer)) &&
+      holder.chain->options().on_relocated_weights() == OnChange::capture && !holder.chain->any_pending()) {
+    chains_.recapture(holder);
+  }
+  holder.chain->forward(only.layer, request.inputs, outputs);
+}
+
+void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                             detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other) {
   const GraphOptions& options = resources_.options.graph_options();
-  const std::string what = "graphed call \"" + site.scope->name + "\"";
+  const std::string what = describe(site);
   if (busy > 0 && options.on_pending() == OnChange::error) {
     throw UsageError(what +
                      ": the backward of its previous forward is still pending, and this forward would overwrite what " +
@@ -99,7 +164,7 @@ void Dispatcher::replay_or_record(CallSite& site, detail::CallRequest& request, 
                      (busy > 0 ? "microbatches in flight" : "new argument values, shapes or gradient flags") +
                      "); raise it, or set on_new_arguments to eager");
   }
-  record_and_run(site, request, outputs, busy);
+  record_and_run(site, request, autocast, outputs, busy);
 }
 
 }  // namespace sidestream

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
 
 #include "graphs/engine/call_table.h"
 #include "sidestream/call.h"
@@ -8,34 +9,55 @@ namespace sidestream {
 
 class CallContext;
 class EagerPlan;
+class EngineChains;
 struct EngineResources;
 class RecordedCalls;
 class ReportBuilder;
 
-/// Decides what becomes of one call in a step: a scope, a replay, or a run that is recorded so that a capture may follow.
+/// Decides what becomes of one call, be it one of `ss::call` or of a GraphedCallable: it runs eagerly as a scope, replays a
+/// capture, or runs and is recorded so that a capture may follow.
 /// Threads: the step's.
 class Dispatcher {
  public:
   /// All must outlive this object.
   Dispatcher(EngineResources& resources, CallContext& context, const EagerPlan& plan, RecordedCalls& recorded,
-             ReportBuilder& report)
-      : resources_(resources), context_(context), plan_(plan), recorded_(recorded), report_(report) {}
+             EngineChains& chains, ReportBuilder& report)
+      : resources_(resources), context_(context), plan_(plan), recorded_(recorded), chains_(chains), report_(report) {}
   Dispatcher(const Dispatcher&) = delete;
   Dispatcher& operator=(const Dispatcher&) = delete;
   ~Dispatcher() = default;
 
-  /// Throws: as ss::call.
-  void dispatch(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs);
+  /// `request` may leave what only a capture needs (`keep`, `name`) empty for a callable. Throws: as ss::call and GraphedCallable.
+  void dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
 
  private:
-  void run_eagerly(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs);
-  void record_and_run(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs, std::size_t busy);
-  void replay_or_record(CallSite& site, detail::CallRequest& request, detail::TensorBuffer& outputs);
+  enum class Route : std::uint8_t {
+    scope,     ///< runs eagerly, and nothing else was to be expected
+    eager,     ///< runs eagerly although it might replay: without gradients, or in another training mode than captured
+    record,    ///< runs eagerly and is to be captured
+    find,      ///< replays the variant that fits, or does as the options say
+    callable,  ///< replays the one capture there is
+  };
+  [[nodiscard]] Route route(const CallSite& site) const;
+  /// Of the calling thread, for the engine's device.
+  [[nodiscard]] AutocastState autocast() const;
+
+  void run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
+  void record_and_run(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                      detail::TensorBuffer& outputs, std::size_t busy);
+  void find_and_replay(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                       detail::TensorBuffer& outputs);
+  void replay_callable(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                       detail::TensorBuffer& outputs);
+  /// No variant is free: `busy` fit and await their backward, `other` is one that does not fit.
+  void on_mismatch(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+                   detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other);
 
   EngineResources& resources_;
   CallContext& context_;
   const EagerPlan& plan_;
   RecordedCalls& recorded_;
+  EngineChains& chains_;
   ReportBuilder& report_;
 };
 

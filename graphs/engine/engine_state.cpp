@@ -39,7 +39,7 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       context_(*this),
       calls_(model, resources_.tree, resources_.graphed),
       chains_(resources_, context_, eager_plan_, report_),
-      dispatcher_(resources_, context_, eager_plan_, recorded_, report_) {}
+      dispatcher_(resources_, context_, eager_plan_, recorded_, chains_, report_) {}
 
 void EngineState::begin_step() {
   if (step_ != nullptr) {

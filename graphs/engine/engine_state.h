@@ -34,8 +34,13 @@ class EngineState {
   void begin_step();
   /// `failed`: an exception is on its way.
   void end_step(bool failed);
-  void dispatch(detail::CallRequest& request, detail::TensorBuffer& outputs) {
+  /// A call of `ss::call`.
+  void dispatch(const detail::CallRequest& request, detail::TensorBuffer& outputs) {
     dispatcher_.dispatch(calls_.site_for(request), request, outputs);
+  }
+  /// A call of a GraphedCallable, whose site it holds.
+  void dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
+    dispatcher_.dispatch(site, request, outputs);
   }
   [[nodiscard]] Report report() const { return report_.build(resources_, chains_, eager_plan_, calls_); }
   [[nodiscard]] Journal journal() const { return resources_.check.journal(); }

@@ -1,7 +1,5 @@
 #include "sidestream/graphed_callable.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include "graphs/engine/engine_state.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
@@ -13,61 +11,47 @@ class GraphedCall {
  public:
   GraphedCall(std::shared_ptr<EngineState> engine, std::shared_ptr<ChainHolder> holder, std::size_t layer,
               Callable callable, const AutocastState& autocast)
-      : engine_(std::move(engine)),
-        holder_(std::move(holder)),
-        layer_(layer),
-        callable_(std::move(callable)),
-        autocast_(autocast) {}
+      : engine_(std::move(engine)), callable_(std::move(callable)) {
+    site_.kind = CallSite::Kind::callable;
+    site_.scope = holder->chain->layers()[layer].spec.scope;
+    site_.module = callable_.module();
+    site_.variants.push_back({std::move(holder), layer, {}, {}, autocast});
+  }
 
   Tensors run(const Tensors& inputs) {
-    const auto& module = callable_.module();
-    if (!at::GradMode::is_enabled() || (module != nullptr && module->is_training() != layer().training)) {
-      return run_eagerly(inputs);
-    }
-    if (reset_) {
-      throw UsageError("graphed call \"" + callable_.name() + "\": replayed after reset; capture it again");
-    }
-    if (AutocastState::current(engine_->runtime().device().type()) != autocast_) {
-      throw UsageError(
-          "graphed call \"" + callable_.name() +
-          "\": autocast is in another state than at its capture; call it as captured, or capture again there");
-    }
-    const bool dropped = !layer().forward;  // by a capture that failed in its place
-    if ((dropped || holder_->chain->weights_relocated(layer_)) &&
-        holder_->chain->options().on_relocated_weights() == OnChange::capture && !holder_->chain->any_pending()) {
-      engine_->chains().recapture(*holder_);
-    }
+    const Call call{callable_.function(), inputs};
+    detail::CallRequest request;
+    request.inputs.append(inputs.begin(), inputs.end());
+    request.context = &call;
+    request.run = [](const void* context, detail::TensorBuffer& outputs) {
+      const auto& held = *static_cast<const Call*>(context);
+      const Tensors made = held.function(held.inputs);
+      outputs.append(made.begin(), made.end());
+    };
     detail::TensorBuffer outputs;
-    holder_->chain->forward(layer_, inputs, outputs);
+    engine_->dispatch(site_, request, outputs);
     return Tensors(outputs.begin(), outputs.end());
   }
 
   void reset() {
-    if (!reset_) {
-      holder_->chain->reset(layer_);
-      reset_ = true;
+    if (!site_.dropped) {
+      const CallVariant& only = site_.variants.front();
+      only.holder->chain->reset(only.layer);
+      site_.dropped = true;
     }
   }
 
   [[nodiscard]] const std::string& name() const noexcept { return callable_.name(); }
 
  private:
-  [[nodiscard]] const Layer& layer() const { return holder_->chain->layers()[layer_]; }
-
-  Tensors run_eagerly(const Tensors& inputs) {
-    if (Recorder* recorder = current_recorder(); recorder != nullptr) {
-      const RecorderScope scope(*recorder, layer().spec.scope);
-      return callable_.function()(inputs);
-    }
-    return callable_.function()(inputs);
-  }
+  struct Call {
+    const TensorFunction& function;
+    const Tensors& inputs;
+  };
 
   std::shared_ptr<EngineState> engine_;
-  std::shared_ptr<ChainHolder> holder_;
-  std::size_t layer_;
   Callable callable_;
-  AutocastState autocast_;
-  bool reset_ = false;
+  CallSite site_;
 };
 
 Callable::Callable(std::string name, torch::nn::AnyModule module)
