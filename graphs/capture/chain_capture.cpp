@@ -299,21 +299,6 @@ void ChainCapture::finish_backward(std::size_t index) {
 
 std::shared_ptr<Chain> Chain::capture(const GraphResources& resources, std::vector<LayerSpec> specs,
                                       const GraphOptions& options) {
-  if (options.side_streams() < 1) {
-    throw UsageError("side_streams is " + std::to_string(options.side_streams()) +
-                     "; it must be at least 1 (K, default 2)");
-  }
-  if (options.num_warmup_iters() < 0) {
-    throw UsageError("num_warmup_iters is negative; it must be 0 or more");
-  }
-  if (options.cuda_graph_event() != nullptr && !options.cuda_graph_stream()) {
-    throw UsageError("cuda_graph_event is given without cuda_graph_stream; give the stream that the graphs replay on");
-  }
-  if (options.cuda_graph_event() != nullptr && *options.cuda_graph_stream() == resources.runtime->current_stream()) {
-    throw UsageError(
-        "cuda_graph_stream is the current stream, so cuda_graph_event would order nothing; give another stream, " +
-        std::string("or no event"));
-  }
   std::shared_ptr<Chain> chain(new Chain(resources, options));
   ChainCapture capture(*chain, resources, std::move(specs));
   try {

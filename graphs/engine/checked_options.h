@@ -1,4 +1,8 @@
 #pragma once
+#include <optional>
+
+#include <c10/core/Stream.h>
+
 #include "sidestream/options.h"
 
 namespace sidestream {
@@ -6,5 +10,8 @@ namespace sidestream {
 /// `options` as an engine uses them: what the environment sets is filled in.
 /// Throws: UsageError for values that make no sense.
 [[nodiscard]] Options checked_options(Options options);
+
+/// `current`: the caller's stream, where a capture begins. Throws: UsageError for values that make no sense (see GraphOptions).
+void check_graph_options(const GraphOptions& options, std::optional<c10::Stream> current = std::nullopt);
 
 }  // namespace sidestream

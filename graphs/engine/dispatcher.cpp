@@ -129,7 +129,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   ChainHolder& holder = *only.holder;
   const bool lost = !holder.chain->layers()[only.layer].forward;  // by a capture that failed in its place
   if ((lost || holder.chain->weights_relocated(only.layer)) &&
-      holder.chain->options().on_relocated_weights() == OnChange::capture && !holder.chain->any_pending()) {
+      holder.chain->options().on_relocated_weights() == OnRelocatedWeights::capture && !holder.chain->any_pending()) {
     chains_.recapture(holder);
   }
   holder.chain->forward(only.layer, request.inputs, outputs);
@@ -137,30 +137,29 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
 
 void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
                              detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other) {
-  const GraphOptions& options = resources_.options.graph_options();
+  const CallOptions& options = resources_.options.call_options();
+  if (busy == 0 && options.on_new_arguments() == OnNewArguments::eager) {
+    report_.eager_call();
+    run_eagerly(site, request, outputs);
+    return;
+  }
   const std::string what = describe(site);
-  if (busy > 0 && options.on_pending() == OnChange::error) {
+  if (busy > 0 && options.on_pending() == OnPending::error) {
     throw UsageError(what +
                      ": the backward of its previous forward is still pending, and this forward would overwrite what " +
-                     "it needs; run that backward first, or set GraphOptions::on_pending to capture");
+                     "it needs; run that backward first, or set CallOptions::on_pending to capture");
   }
-  if (busy == 0 && options.on_new_arguments() == OnChange::error) {
+  if (busy == 0 && options.on_new_arguments() == OnNewArguments::error) {
     if (other != nullptr && same_arguments(other->guards, other->shape, request.guards, request.shape)) {
       other->holder->chain->check(other->layer, request.inputs);
     }
     throw UsageError(what +
                      ": an argument that is not a tensor has a new value, or autocast another state; set "
-                     "GraphOptions::on_new_arguments to " +
-                     "capture or eager, or pass it as a tensor");
-  }
-  if (busy == 0 && options.on_new_arguments() == OnChange::eager) {
-    report_.eager_call();
-    run_eagerly(site, request, outputs);
-    return;
+                     "CallOptions::on_new_arguments to capture or eager, or pass it as a tensor");
   }
   if (static_cast<std::int64_t>(site.variants.size() + recorded_.count(site)) >= options.max_captures()) {
     throw UsageError(what + ": it needs more than the " + std::to_string(options.max_captures()) +
-                     " captures that GraphOptions::max_captures allows (" +
+                     " captures that CallOptions::max_captures allows (" +
                      (busy > 0 ? "microbatches in flight" : "new argument values, shapes or gradient flags") +
                      "); raise it, or set on_new_arguments to eager");
   }

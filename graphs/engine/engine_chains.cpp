@@ -5,6 +5,7 @@
 
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/call_table.h"
+#include "graphs/engine/checked_options.h"
 #include "graphs/engine/eager_plan.h"
 #include "graphs/engine/engine_resources.h"
 #include "graphs/engine/recorded_calls.h"
@@ -45,6 +46,7 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
 }  // namespace
 
 std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const GraphOptions& options) {
+  check_graph_options(options, resources_.runtime->current_stream());
   const CallContext::OnThread on_thread(context_);
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
@@ -121,7 +123,7 @@ void EngineChains::follow_relocated_weights() {
     if (!dropped && !holder->chain->weights_relocated()) {
       continue;
     }
-    if (resources_.options.graph_options().on_relocated_weights() == OnChange::error) {
+    if (resources_.options.graph_options().on_relocated_weights() == OnRelocatedWeights::error) {
       throw UsageError(
           "parameters or buffers of graphed calls were relocated since the capture (load, Module::to); call "
           "OffloadEngine::reset, or set GraphOptions::on_relocated_weights to capture");

@@ -8,6 +8,11 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+constexpr std::int64_t kSideStreams = 2;  // where the options name no number
+
+}  // namespace
 
 // Note [Graph choreography]
 // M is the caller's stream, S[k] the side streams, layer n replays forward on S[n mod K] and backward on S[0].
@@ -42,7 +47,7 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
   if (options.cuda_graph_stream()) {
     streams_.push_back(*options.cuda_graph_stream());
   } else {
-    for ([[maybe_unused]] const auto k : c10::irange(options.side_streams())) {
+    for ([[maybe_unused]] const auto k : c10::irange(options.side_streams().value_or(kSideStreams))) {
       side_streams_.push_back(runtime_->create_stream());
       streams_.push_back(side_streams_.back());
     }

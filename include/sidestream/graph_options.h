@@ -11,10 +11,12 @@ namespace sidestream {
 
 class GraphEvent;
 
-/// What to do where a graphed call cannot replay what it captured.
-enum class OnChange : std::uint8_t { capture, eager, error };
+/// Parameters or buffers lie elsewhere than at the capture (load, Module::to): capture anew, or a UsageError.
+enum class OnRelocatedWeights : std::uint8_t { capture, error };
 
-/// How forward and backward are captured and replayed. In brackets: the reference systems' word.
+/// How forward and backward are captured and replayed, by `ss::call` and by make_graphed_callables alike. In brackets: the
+/// reference systems' word. Throws (where it is used): UsageError for a number below its bound, for an event without a
+/// stream, for an event whose stream is the current one, and for `side_streams` beside a stream of the caller's.
 struct GraphOptions {
   /// Eager passes before the capture, on the capture stream, offload off [num_warmup_iters]. The sizing pass runs even at 0.
   TORCH_ARG(int64_t, num_warmup_iters) = 3;
@@ -29,20 +31,14 @@ struct GraphOptions {
   /// The backward graph adds into `.grad` itself, the fast way. It then owns those buffers: `.grad` set to none is zeroed and
   /// attached again at the next replay, another tensor in its place is a UsageError.
   TORCH_ARG(bool, accumulate_in_graph) = false;
-  /// Side streams that consecutive forward graphs rotate over (K); at least 1.
-  TORCH_ARG(int64_t, side_streams) = 2;
-  /// The caller's stream to replay on in place of side streams [cuda_graph_stream].
+  /// Side streams that consecutive forward graphs rotate over (K); at least 1, and 2 where nothing is given.
+  TORCH_ARG(std::optional<int64_t>, side_streams);
+  /// The caller's stream to replay on, in place of side streams [cuda_graph_stream].
   TORCH_ARG(std::optional<c10::Stream>, cuda_graph_stream);
   /// The caller's event, recorded inside each graph when its compute is done; needs `cuda_graph_stream` [cuda_graph_event].
   TORCH_ARG(std::shared_ptr<GraphEvent>, cuda_graph_event);
-  /// A forward whose earlier backward is pending: another capture (microbatches in flight) or an error; eager is not allowed.
-  TORCH_ARG(OnChange, on_pending) = OnChange::capture;
-  /// New values of arguments that are not tensors, new shapes, dtypes or requires_grad.
-  TORCH_ARG(OnChange, on_new_arguments) = OnChange::capture;
-  /// Parameters or buffers whose storage was relocated since the capture (load, Module::to): recapture, or an error.
-  TORCH_ARG(OnChange, on_relocated_weights) = OnChange::capture;
-  /// Captures of one call (microbatches in flight times argument variants) before a further one is an error.
-  TORCH_ARG(int64_t, max_captures) = 8;
+  /// What a replay does where weights were relocated since its capture.
+  TORCH_ARG(OnRelocatedWeights, on_relocated_weights) = OnRelocatedWeights::capture;
 };
 
 }  // namespace sidestream

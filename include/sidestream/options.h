@@ -8,6 +8,7 @@
 #include <c10/core/Device.h>
 #include <torch/arg.h>
 
+#include "sidestream/call_options.h"
 #include "sidestream/graph_options.h"
 
 namespace sidestream {
@@ -52,6 +53,8 @@ class Options {
   TORCH_ARG(int64_t, check_steps) = 0;
   /// How calls that match `graph` are captured and replayed.
   TORCH_ARG(GraphOptions, graph_options);
+  /// What those calls do where they cannot replay what was captured.
+  TORCH_ARG(CallOptions, call_options);
 
  private:
   c10::Device device_;

@@ -74,7 +74,7 @@ class CallTest : public testing::Test {
 };
 
 TEST_F(CallTest, ANewIntegerIsAnotherCapture) {
-  OffloadEngine engine(model_, options(GraphOptions().max_captures(2)));
+  OffloadEngine engine(model_, options().call_options(CallOptions().max_captures(2)));
   expect_plain(engine, 0, 3, 0);
   EXPECT_EQ(engine.report().captures, 8);
   expect_plain(engine, 3, 5, 4);
@@ -92,7 +92,7 @@ TEST_F(CallTest, ANewIntegerIsAnotherCapture) {
 }
 
 TEST_F(CallTest, ANewIntegerRunsEagerlyByOption) {
-  OffloadEngine engine(model_, options(GraphOptions().on_new_arguments(OnChange::eager)));
+  OffloadEngine engine(model_, options().call_options(CallOptions().on_new_arguments(OnNewArguments::eager)));
   expect_plain(engine, 0, 3, 0);
   EXPECT_EQ(engine.report().eager_calls, 4) << "the sizing pass";
   expect_plain(engine, 3, 5, 4);
@@ -103,7 +103,7 @@ TEST_F(CallTest, ANewIntegerRunsEagerlyByOption) {
 }
 
 TEST_F(CallTest, ANewIntegerIsAnErrorByOption) {
-  OffloadEngine engine(model_, options(GraphOptions().on_new_arguments(OnChange::error)));
+  OffloadEngine engine(model_, options().call_options(CallOptions().on_new_arguments(OnNewArguments::error)));
   expect_plain(engine, 0, 3, 0);
   EXPECT_THROWS(UsageError, "new value", {
     const auto step = engine.step();
@@ -151,14 +151,14 @@ TEST_F(CallTest, MicrobatchesInFlightAreBounded) {
     const at::Tensor a = model.loss(batch.tokens, batch.targets);
     const at::Tensor b = model.loss(batch.tokens, batch.targets);
   };
-  OffloadEngine bounded(model_, options(GraphOptions().max_captures(1)));
+  OffloadEngine bounded(model_, options().call_options(CallOptions().max_captures(1)));
   expect_plain(bounded, 0, 2);
   EXPECT_THROWS(UsageError, "microbatches in flight", {
     const auto step = bounded.step();
     in_flight(model_);
   });
   expect_plain(bounded, 2, 4);
-  OffloadEngine refusing(model_, options(GraphOptions().on_pending(OnChange::error)));
+  OffloadEngine refusing(model_, options().call_options(CallOptions().on_pending(OnPending::error)));
   expect_plain(refusing, 4, 6);
   EXPECT_THROWS(UsageError, "still pending", {
     const auto step = refusing.step();
@@ -266,7 +266,7 @@ TEST_F(CallTest, RelocatedWeightsAreCapturedAgainOrRefused) {
     expect_plain(engine, 3, 5);
     EXPECT_EQ(engine.report().recaptures, 4);
   }
-  OffloadEngine engine(model_, options(GraphOptions().on_relocated_weights(OnChange::error)));
+  OffloadEngine engine(model_, options(GraphOptions().on_relocated_weights(OnRelocatedWeights::error)));
   expect_plain(engine, 5, 7);
   move();
   EXPECT_THROWS(UsageError, "were relocated", (void)engine.step());

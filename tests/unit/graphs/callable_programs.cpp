@@ -88,9 +88,11 @@ class Stack : public Program {
 class Passes final : public Stack {
  public:
   Passes(const Runtimes& runtimes, const StackForm& form) : Stack(runtimes, 5), form_(form) {
-    GraphOptions options = GraphOptions().side_streams(form.side_streams).accumulate_in_graph(form.accumulate);
+    GraphOptions options = GraphOptions().accumulate_in_graph(form.accumulate);
     if (form.stream) {
       options.cuda_graph_stream(stream());
+    } else {
+      options.side_streams(form.side_streams);
     }
     if (form.event) {
       options.cuda_graph_event(std::make_shared<GraphEvent>(device()));

@@ -89,6 +89,8 @@ TEST_F(GraphedCallableError, OptionsThatMakeNoSense) {
   const c10::Stream current = engine_->state()->runtime().current_stream();
   EXPECT_THROWS(UsageError, "current stream",
                 capture(GraphOptions().cuda_graph_event(event).cuda_graph_stream(current)));
+  EXPECT_THROWS(UsageError, "together with cuda_graph_stream",
+                capture(GraphOptions().side_streams(2).cuda_graph_stream(current)));
   EXPECT_THROWS(UsageError, "at least one", (void)make_graphed_callables(*engine_, {}, {}));
   const Callable callable("twice", [](const Tensors& in) { return Tensors{in[0] * 2}; });
   EXPECT_THROWS(UsageError, "1 callables with 2",
@@ -300,7 +302,7 @@ TEST_F(GraphedCallableError, WeightsThatMoveAreCapturedAgain) {
 }
 
 TEST_F(GraphedCallableError, WeightsThatMoveAreAnErrorByOption) {
-  capture(GraphOptions().on_relocated_weights(OnChange::error));
+  capture(GraphOptions().on_relocated_weights(OnRelocatedWeights::error));
   expect_usable();
   at::Tensor parameter = model_->parameters()[2];
   const at::Tensor held = parameter.variable_data();
