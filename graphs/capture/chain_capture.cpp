@@ -110,8 +110,8 @@ void ChainCapture::run() {
 }
 
 void ChainCapture::record_caller_event() {
-  if (chain_.options_.cuda_graph_event() != nullptr) {
-    runtime_.record(chain_.options_.cuda_graph_event()->state().event, capture_);
+  if (const auto& event = chain_.options_.cuda_graph_event(); event != nullptr) {
+    runtime_.record(GraphEventState::event_of(*event), capture_);
   }
 }
 

@@ -1,16 +1,15 @@
 #include "sidestream/graphed_callable.h"
 
-#include "graphs/engine/engine_state.h"
-#include "sidestream/engine.h"
+#include "graphs/engine/engine_access.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 
 /// What copies of a GraphedCallable share.
-class GraphedCall {
+class GraphedCallable::Shared {
  public:
-  GraphedCall(std::shared_ptr<EngineState> engine, std::shared_ptr<ChainHolder> holder, std::size_t layer,
-              Callable callable, const AutocastState& autocast)
+  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<ChainHolder> holder, std::size_t layer, Callable callable,
+         const AutocastState& autocast)
       : engine_(std::move(engine)), callable_(std::move(callable)) {
     site_.kind = CallSite::Kind::callable;
     site_.scope = holder->chain->layers()[layer].spec.scope;
@@ -65,20 +64,20 @@ Callable::Callable(std::string name, torch::nn::AnyModule module)
       }),
       module_(module.ptr()) {}
 
-Tensors GraphedCallable::operator()(const Tensors& inputs) const { return call_->run(inputs); }
+Tensors GraphedCallable::operator()(const Tensors& inputs) const { return shared_->run(inputs); }
 
-const std::string& GraphedCallable::name() const { return call_->name(); }
+const std::string& GraphedCallable::name() const { return shared_->name(); }
 
-void GraphedCallable::reset() { call_->reset(); }
+void GraphedCallable::reset() { shared_->reset(); }
 
-std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::vector<Callable> callables,
-                                                    const std::vector<std::vector<Sample>>& samples,
-                                                    const GraphOptions& options) {
+std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, std::vector<Callable> callables,
+                                                   const std::vector<std::vector<Sample>>& samples,
+                                                   const GraphOptions& options) {
   if (callables.empty() || callables.size() != samples.size()) {
     throw UsageError("make_graphed_callables: " + std::to_string(callables.size()) + " callables with " +
                      std::to_string(samples.size()) + " lists of samples; give one list for each, and at least one");
   }
-  EngineState& state = *engine.state();
+  EngineState& state = *engine.state_;
   const AutocastState autocast = AutocastState::current(state.runtime().device().type());
   std::vector<LayerSpec> specs;
   for (std::size_t i = 0; i < callables.size(); ++i) {
@@ -112,9 +111,16 @@ std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::
   state.chains().add(holder);
   std::vector<GraphedCallable> graphed;
   for (std::size_t i = 0; i < callables.size(); ++i) {
-    graphed.emplace_back(std::make_shared<GraphedCall>(engine.state(), holder, i, std::move(callables[i]), autocast));
+    graphed.push_back(GraphedCallable(
+        std::make_shared<GraphedCallable::Shared>(engine.state_, holder, i, std::move(callables[i]), autocast)));
   }
   return graphed;
+}
+
+std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::vector<Callable> callables,
+                                                    const std::vector<std::vector<Sample>>& samples,
+                                                    const GraphOptions& options) {
+  return EngineAccess::capture(engine, std::move(callables), samples, options);
 }
 
 }  // namespace sidestream

@@ -2,13 +2,10 @@
 
 namespace sidestream {
 
-GraphEvent::GraphEvent(c10::Device device) : state_(std::make_unique<State>()) {
-  state_->runtime = make_runtime(device);
-  state_->event = state_->runtime->create_external_event();
-}
+GraphEvent::GraphEvent(c10::Device device) : state_(std::make_unique<GraphEventState>(make_runtime(device))) {}
 
 GraphEvent::~GraphEvent() = default;
 
-void GraphEvent::wait(c10::Stream stream) const { state_->runtime->wait(stream, state_->event); }
+void GraphEvent::wait(c10::Stream stream) const { state_->wait(stream); }
 
 }  // namespace sidestream

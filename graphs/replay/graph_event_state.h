@@ -6,9 +6,18 @@
 
 namespace sidestream {
 
-struct GraphEvent::State {
-  std::shared_ptr<Runtime> runtime;
-  ExternalEvent event;
+/// What a GraphEvent owns.
+class GraphEventState {
+ public:
+  explicit GraphEventState(std::shared_ptr<Runtime> runtime)
+      : runtime_(std::move(runtime)), event_(runtime_->create_external_event()) {}
+
+  [[nodiscard]] static const ExternalEvent& event_of(const GraphEvent& event) noexcept { return event.state_->event_; }
+  void wait(c10::Stream stream) const { runtime_->wait(stream, event_); }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  ExternalEvent event_;
 };
 
 }  // namespace sidestream

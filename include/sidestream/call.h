@@ -12,6 +12,8 @@
 #include "sidestream/call_arguments.h"
 
 namespace sidestream {
+
+/// What the templates below are made of. Of no use to a trainer, and it may change at any time.
 namespace detail {
 
 /// A call as the engine sees it: taken apart, by reference, on the caller's stack.

@@ -29,6 +29,7 @@ template <class T>
   return {pointer};
 }
 
+/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace detail {
 
 using TensorBuffer = c10::SmallVector<at::Tensor, 8>;

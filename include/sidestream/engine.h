@@ -9,6 +9,7 @@
 
 namespace sidestream {
 
+class EngineAccess;
 class EngineState;
 
 /// One training step: from the forward pass through the optimizer. Scopes and calls on this thread belong to it while it lives.
@@ -37,13 +38,14 @@ class [[nodiscard]] Step {
 ///
 /// The model must outlive the engine; names come from `model.named_modules()`.
 /// Threads: one step at a time. Capture: not to be made or stepped inside a capture of the user's.
-/// Throws: UsageError for bad options, for K = 0, and where the autograd seam does not work (Python's engine is loaded);
-///         DeviceError as make_runtime.
+/// Throws: UsageError for bad options, and where autograd's saved tensors cannot be seen (Python's engine is loaded);
+///         DeviceError where the device cannot be used.
 class OffloadEngine {
  public:
   OffloadEngine(torch::nn::Module& model, Options options);
-  /// For tests that give the engine another runtime.
-  explicit OffloadEngine(std::shared_ptr<EngineState> state);
+  /// What was moved from may only be destroyed.
+  OffloadEngine(OffloadEngine&&) noexcept = default;
+  OffloadEngine& operator=(OffloadEngine&&) = delete;
   OffloadEngine(const OffloadEngine&) = delete;
   OffloadEngine& operator=(const OffloadEngine&) = delete;
   ~OffloadEngine();
@@ -62,10 +64,9 @@ class OffloadEngine {
   /// Drops all captures and the plan: the next step is a sizing pass again. Throws: UsageError inside a step.
   void reset();
 
-  /// For make_graphed_callables.
-  [[nodiscard]] const std::shared_ptr<EngineState>& state() const { return state_; }
-
  private:
+  friend class EngineAccess;
+  explicit OffloadEngine(std::shared_ptr<EngineState> state);
   std::shared_ptr<EngineState> state_;
 };
 

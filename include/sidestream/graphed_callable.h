@@ -13,8 +13,8 @@
 
 namespace sidestream {
 
+class EngineAccess;
 class OffloadEngine;
-class GraphedCall;
 
 /// What a callable takes and gives: tensors, some of which may be undefined.
 using Tensors = std::vector<at::Tensor>;
@@ -72,14 +72,16 @@ class Sample {
 /// Threads: one at a time; backward may run on autograd's device thread.
 class GraphedCallable {
  public:
-  explicit GraphedCallable(std::shared_ptr<GraphedCall> call) : call_(std::move(call)) {}
   Tensors operator()(const Tensors& inputs) const;
   [[nodiscard]] const std::string& name() const;
   /// Drops the graphs and their memory; idempotent. Later replays throw UsageError; a pending backward too.
   void reset();
 
  private:
-  std::shared_ptr<GraphedCall> call_;
+  friend class EngineAccess;
+  class Shared;
+  explicit GraphedCallable(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
+  std::shared_ptr<Shared> shared_;  ///< by copies
 };
 
 /// Captures the callables, in order, forward and backward, offloading what the engine's options name.

@@ -18,7 +18,7 @@
 #include "gpu/gpu_fixture.h"
 #include "gpu/poisoned_memory.h"
 #include "gpu/spinning_runtime.h"
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "poisoned_slots.h"
 #include "sidestream/engine.h"
 
@@ -144,8 +144,8 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
     auto spinning = std::make_shared<gpu::SpinningRuntime>(slots, GetParam().spins);
     auto dropping = std::make_shared<DroppingRuntime>(spinning);
     Waves model;
-    OffloadEngine engine(std::make_shared<EngineState>(
-        model, testing_model::wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
+    OffloadEngine engine(
+        EngineAccess::engine(model, testing_model::wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
     const std::vector<c10::Stream> lanes{streams_.getStreamFromGlobalPool(device_),
                                          streams_.getStreamFromGlobalPool(device_)};
     std::vector<at::Tensor> grads;

@@ -13,7 +13,7 @@
 #include "gpu/gpu_fixture.h"
 #include "gpu/poisoned_memory.h"
 #include "gpu/spinning_runtime.h"
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "poisoned_slots.h"
 #include "sidestream/engine.h"
 #include "unit/graphs/block_model.h"
@@ -67,7 +67,7 @@ class RaceWindowTest : public gpu::Gpu, public testing::WithParamInterface<std::
     std::unique_ptr<OffloadEngine> engine;
     if (runtime != nullptr) {
       engine = std::make_unique<OffloadEngine>(
-          std::make_shared<EngineState>(model, wrapping().options(device, 4096).check_steps(check_steps), runtime));
+          EngineAccess::engine(model, wrapping().options(device, 4096).check_steps(check_steps), runtime));
     }
     std::vector<std::vector<at::Tensor>> gradients;
     for (std::int64_t s = 0; s < kSteps; ++s) {

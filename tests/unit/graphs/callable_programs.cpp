@@ -6,7 +6,7 @@
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "sidestream/engine.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/scope.h"
@@ -35,8 +35,8 @@ class Stack : public Program {
         stream_(runtime_->create_stream()),
         model_(layer_stack(static_cast<std::int64_t>(layers), runtime_->device())) {
     if (runtimes.engine != nullptr) {
-      engine_.emplace(std::make_shared<EngineState>(*model_, Options(device()).offload("layers.*.*").min_bytes(1024),
-                                                    runtimes.engine));
+      engine_.emplace(
+          EngineAccess::engine(*model_, Options(device()).offload("layers.*.*").min_bytes(1024), runtimes.engine));
     }
   }
   ~Stack() override { runtime_->synchronize_device(); }
@@ -180,8 +180,7 @@ class ForkedCallables final : public Program {
     if (runtimes.engine == nullptr) {
       return;
     }
-    engine_.emplace(
-        std::make_shared<EngineState>(model_, Options(device()).min_bytes(1024).offload("**"), runtimes.engine));
+    engine_.emplace(EngineAccess::engine(model_, Options(device()).min_bytes(1024).offload("**"), runtimes.engine));
     std::vector<Callable> callables;
     std::vector<std::vector<Sample>> samples;
     for (std::int64_t i = 0; i < kLayers; ++i) {

@@ -10,7 +10,7 @@
 #include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
 
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
@@ -66,8 +66,7 @@ class CaptureFaultTest : public testing::Test {
   int capture_with_every_fault(const std::shared_ptr<Runtime>& runtime, const std::function<void(std::int64_t)>& arm,
                                const GraphOptions& options, bool with_gradients) {
     torch::nn::Sequential model = testing_model::layer_stack(2, device_, {.dropout = 0.1, .batch_norm = true});
-    OffloadEngine engine(
-        std::make_shared<EngineState>(*model, Options(device_).offload("**").min_bytes(1024), runtime));
+    OffloadEngine engine(EngineAccess::engine(*model, Options(device_).offload("**").min_bytes(1024), runtime));
     if (with_gradients) {
       model->forward(testing_model::rows(0, device_)).square().mean().backward();
     }
@@ -127,7 +126,7 @@ class RepeatedCaptureTest : public testing::Test {
       const testing_model::Wrapping wrapping{"", "blocks.*", "blocks.*.*", 1};
       Options options = wrapping.options(test.device_, 1024);
       options.graph_options(GraphOptions(options.graph_options()).num_warmup_iters(0));
-      engine = std::make_unique<OffloadEngine>(std::make_shared<EngineState>(model, options, faulty));
+      engine = std::make_unique<OffloadEngine>(EngineAccess::engine(model, options, faulty));
     }
     std::shared_ptr<FaultyRuntime> faulty;
     BlockModel model;
@@ -206,7 +205,7 @@ TEST_F(RepeatedCaptureTest, WhatGraphsOwnStaysMarkedWhereALaterCaptureFailed) {
   Subject subject(*this);
   train(subject.model, subject.engine.get(), 0, 1);
   train(subject.model, subject.engine.get(), 1, 1);
-  EngineState& engine = *subject.engine->state();
+  EngineState& engine = EngineAccess::state(*subject.engine);
   const at::Tensor output = engine.chains().all()[0].lock()->chain->layers()[0].outputs[0].tensor;
   ASSERT_NE(engine.exclusions().classify(output), Exclusion::none);
   train(subject.model, subject.engine.get(), 1, 2);  // the second microbatch asks for captures of its own

@@ -16,7 +16,7 @@
 #include <torch/nn/module.h>
 
 #include "base/site.h"
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "observe/checked_runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -266,7 +266,7 @@ TEST_P(GraphedForks, AreCleanUnlessTheyRace) {
   std::vector<std::vector<Sample>> samples;
   for (std::int64_t i = 0; i < 4; ++i) {
     callables.emplace_back("layers." + std::to_string(i), [this, &engine, races = races](const Tensors& x) {
-      return Tensors{forward(x[0], engine.state()->runtime().current_stream(), b(), races)};
+      return Tensors{forward(x[0], EngineAccess::state(engine).runtime().current_stream(), b(), races)};
     });
     samples.push_back({i > 0 ? Sample::output_of(i - 1) : Sample(data(90))});
   }
@@ -334,8 +334,8 @@ class SlotsAreNotAwaited final : public ForwardingRuntime {
 TEST_F(CheckedStreamsTest, AHostSlotsFindingNamesBothGroupsAndTheirSteps) {
   const auto checked = std::make_shared<CheckedRuntime>(make_runtime(device_));
   const auto dropping = std::make_shared<SlotsAreNotAwaited>(checked);
-  OffloadEngine engine(std::make_shared<EngineState>(
-      model_, Options(device_).min_bytes(1024).groups_in_flight(1).offload("**"), dropping));
+  OffloadEngine engine(
+      EngineAccess::engine(model_, Options(device_).min_bytes(1024).groups_in_flight(1).offload("**"), dropping));
   const std::vector<at::Tensor> given = inputs(60);
   for (std::size_t s = 0; s < kSteps; ++s) {
     checked->begin_step(s + 1);

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "engine_operations.h"
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "poisoned_slots.h"
 #include "sidestream/device.h"
 #include "unit/graphs/block_model.h"
@@ -41,7 +41,7 @@ class PoisonedSlotsTest : public testing::TestWithParam<Wrapping> {
     model.to(device_);
     std::optional<OffloadEngine> engine;
     if (runtime != nullptr) {
-      engine.emplace(std::make_shared<EngineState>(model, GetParam().options(device_, 1024), runtime));
+      engine.emplace(EngineAccess::engine(model, GetParam().options(device_, 1024), runtime));
     }
     std::vector<std::vector<at::Tensor>> gradients;
     for (std::int64_t s = 0; s < 4; ++s) {

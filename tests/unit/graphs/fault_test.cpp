@@ -13,7 +13,7 @@
 
 #include <gtest/gtest.h>
 
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
@@ -83,7 +83,7 @@ class FaultTest : public testing::TestWithParam<Wrapping> {
       BlockModel model(shape_);
       model.to(device_);
       const EngineInvariants invariants(sim_, model);
-      OffloadEngine engine(std::make_shared<EngineState>(model, options(), std::move(runtime)));
+      OffloadEngine engine(EngineAccess::engine(model, options(), std::move(runtime)));
       fault.arm(n);
       bool thrown = false;
       for (std::int64_t s = 0; s < kSteps && failed.empty(); ++s) {
@@ -100,7 +100,7 @@ class FaultTest : public testing::TestWithParam<Wrapping> {
       }
       fault.arm(-1);
       const std::string at = failed + ", " + std::to_string(n);
-      EXPECT_EQ(invariants.broken(*engine.state()), "") << at;
+      EXPECT_EQ(invariants.broken(EngineAccess::state(engine)), "") << at;
       for (std::int64_t s = kSteps; s < 2 * kSteps; ++s) {
         try {
           train(model, &engine, s);
@@ -109,7 +109,7 @@ class FaultTest : public testing::TestWithParam<Wrapping> {
           ADD_FAILURE() << "after " << at << ", step " << s << ": " << error.what();
         }
       }
-      EXPECT_EQ(invariants.broken(*engine.state()), "") << at << ", later";
+      EXPECT_EQ(invariants.broken(EngineAccess::state(engine)), "") << at << ", later";
       const Report report = engine.report();
       EXPECT_EQ(report.offloaded_bytes, offloaded_bytes_) << at;
       EXPECT_TRUE(report.order_findings.empty()) << at << ": " << report.order_findings.front();

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/utils.h>
 
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
@@ -60,7 +60,7 @@ class GraphedCallableError : public testing::Test {
   }
 
   [[nodiscard]] CaptureStatus capturing() const {
-    Runtime& runtime = engine_->state()->runtime();
+    Runtime& runtime = EngineAccess::state(*engine_).runtime();
     return runtime.capture_status(runtime.current_stream());
   }
 
@@ -86,7 +86,7 @@ TEST_F(GraphedCallableError, OptionsThatMakeNoSense) {
   EXPECT_THROWS(UsageError, "num_warmup_iters", capture(GraphOptions().num_warmup_iters(-1)));
   const auto event = std::make_shared<GraphEvent>(device_);
   EXPECT_THROWS(UsageError, "without cuda_graph_stream", capture(GraphOptions().cuda_graph_event(event)));
-  const c10::Stream current = engine_->state()->runtime().current_stream();
+  const c10::Stream current = EngineAccess::state(*engine_).runtime().current_stream();
   EXPECT_THROWS(UsageError, "current stream",
                 capture(GraphOptions().cuda_graph_event(event).cuda_graph_stream(current)));
   EXPECT_THROWS(UsageError, "together with cuda_graph_stream",
@@ -102,7 +102,7 @@ TEST_F(GraphedCallableError, OptionsThatMakeNoSense) {
 }
 
 TEST_F(GraphedCallableError, TheCallersStreamAloneAndWithItsEvent) {
-  Runtime& runtime = engine_->state()->runtime();
+  Runtime& runtime = EngineAccess::state(*engine_).runtime();
   const OwnedStream side = runtime.create_stream();
   capture(GraphOptions().cuda_graph_stream(side));
   expect_usable();

@@ -3,7 +3,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "sidestream/engine.h"
 #include "unit/graphs/block_model.h"
 #include "unit/graphs/wrapping.h"
@@ -21,7 +21,7 @@ class WholeSteps : public Program {
     model_ = std::make_unique<BlockModel>(shape);
     model_->to(device_);
     if (runtimes.engine != nullptr) {
-      engine_.emplace(std::make_shared<EngineState>(*model_, wrapping.options(device_, 1024), runtimes.engine));
+      engine_.emplace(EngineAccess::engine(*model_, wrapping.options(device_, 1024), runtimes.engine));
     }
   }
 

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/scope.h"
@@ -47,7 +47,7 @@ TEST(StepEndTest, IsBehindAllCopiesOfItsEagerGroups) {
   const c10::Device device = find_device("sim");
   torch::nn::Module model;
   OffloadEngine engine(model, Options(device).min_bytes(1024).groups_in_flight(1).offload("**"));
-  Runtime& runtime = engine.state()->runtime();
+  Runtime& runtime = EngineAccess::state(engine).runtime();
   const OwnedStream a = runtime.create_stream();
   const OwnedStream b = runtime.create_stream();
   const at::Tensor inputs[] = {rows(60, device).requires_grad_(true), rows(61, device).requires_grad_(true)};

@@ -7,7 +7,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "sidestream/engine.h"
 #include "sidestream/scope.h"
 #include "unit/graphs/ordered_programs.h"
@@ -24,7 +24,7 @@ class OnStreams : public Program {
         meeting_(runtime_->create_event()) {
     if (runtimes.engine != nullptr) {
       const auto options = Options(runtime_->device()).min_bytes(1024).groups_in_flight(1).offload("**");
-      engine_.emplace(std::make_shared<EngineState>(model_, options, runtimes.engine));
+      engine_.emplace(EngineAccess::engine(model_, options, runtimes.engine));
     }
     for (std::uint64_t i = 0; i < 8; ++i) {
       auto generator = at::detail::createCPUGenerator(700 + i);

@@ -7,7 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 
-#include "graphs/engine/engine_state.h"
+#include "graphs/engine/engine_access.h"
 #include "runtime/runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -27,7 +27,7 @@ class TrappedTraining : public testing::TestWithParam<Wrapping> {
   /// One model and its engine.
   struct Subject {
     Subject(const TrappedTraining& test, bool hooks);
-    [[nodiscard]] std::string broken() const { return invariants.broken(*engine.state()); }
+    [[nodiscard]] std::string broken() const { return invariants.broken(EngineAccess::state(engine)); }
 
     Trap trap;
     TrappedModel model;

@@ -1,0 +1,28 @@
+#pragma once
+#include <memory>
+
+#include "graphs/engine/engine_state.h"
+#include "sidestream/engine.h"
+#include "sidestream/graphed_callable.h"
+
+namespace sidestream {
+
+/// The way behind the public face: for make_graphed_callables, and for tests that give an engine another runtime or look at
+/// its parts. Not installed.
+class EngineAccess {
+ public:
+  /// An engine on `runtime` in place of its device's own.
+  [[nodiscard]] static OffloadEngine engine(torch::nn::Module& model, Options options,
+                                            std::shared_ptr<Runtime> runtime) {
+    return OffloadEngine(std::make_shared<EngineState>(model, std::move(options), std::move(runtime)));
+  }
+  [[nodiscard]] static EngineState& state(const OffloadEngine& engine) noexcept { return *engine.state_; }
+
+  /// Captures as make_graphed_callables says.
+  [[nodiscard]] static std::vector<GraphedCallable> capture(const OffloadEngine& engine,
+                                                            std::vector<Callable> callables,
+                                                            const std::vector<std::vector<Sample>>& samples,
+                                                            const GraphOptions& options);
+};
+
+}  // namespace sidestream
