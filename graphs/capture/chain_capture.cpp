@@ -84,7 +84,7 @@ void ChainCapture::run() {
   runtime_.synchronize_device();
   {
     const StreamGuard on_capture(runtime_, capture_);
-    chain_.sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions);
+    sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions);
   }
   runtime_.synchronize_device();
   make_plan_and_pin();
@@ -297,8 +297,8 @@ void ChainCapture::finish_backward(std::size_t index) {
   }
 }
 
-std::shared_ptr<Chain> Chain::capture(const GraphResources& resources, std::vector<LayerSpec> specs,
-                                      const GraphOptions& options) {
+std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources, std::vector<LayerSpec> specs,
+                                                const GraphOptions& options) {
   std::shared_ptr<Chain> chain(new Chain(resources, options));
   ChainCapture capture(*chain, resources, std::move(specs));
   try {

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "graphs/capture/warmup.h"
 #include "graphs/replay/chain.h"
 #include "offload/recorder.h"
 
@@ -13,13 +14,16 @@ namespace sidestream {
 /// chain_preparation.cpp holds what comes before the first capture, chain_capture.cpp the captures.
 class ChainCapture {
  public:
-  ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs);
+  /// Warms up and captures. Nothing is left of it when it throws. Capture: illegal. Throws: as make_graphed_callables.
+  [[nodiscard]] static std::shared_ptr<Chain> make_chain(const GraphResources& resources, std::vector<LayerSpec> specs,
+                                                         const GraphOptions& options);
 
+ private:
+  ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs);
   void run();
   /// After a failure: `.grad`s that it gave to parameters are none again.
   void undo_grads() noexcept;
 
- private:
   /// What exists only while capturing.
   struct Live {
     std::vector<at::Tensor> leaves;       ///< static inputs as autograd sees them
@@ -52,6 +56,7 @@ class ChainCapture {
   const GraphResources& resources_;
   Runtime& runtime_;
   std::vector<LayerSpec> specs_;
+  std::vector<LayerSizing> sizings_;
   c10::Stream capture_;
   std::vector<Live> live_;
   std::vector<at::Tensor> made_grads_;  ///< parameters that had no `.grad`

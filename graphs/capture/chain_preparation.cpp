@@ -26,7 +26,7 @@ void ChainCapture::make_plan_and_pin() {
   const std::size_t side_streams = chain_.streams_.size();
   std::vector<std::size_t> first_storage;
   for (const auto i : c10::irange(specs_.size())) {
-    const Profile& layer = chain_.sizings_[i].profile;
+    const Profile& layer = sizings_[i].profile;
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
     for (GroupProfile group : layer.groups) {
@@ -42,7 +42,7 @@ void ChainCapture::make_plan_and_pin() {
   }
   chain_.plan_ = plan_and_pin(profile, *resources_.arena);
   for (const auto i : c10::irange(specs_.size())) {
-    const LayerSizing& sizing = chain_.sizings_[i];
+    const LayerSizing& sizing = sizings_[i];
     live_[i].planned = lay_out(sizing.profile, sizing.scopes, chain_.plan_.decisions.data() + first_storage[i]);
   }
 }
@@ -58,7 +58,7 @@ void ChainCapture::prepare_layers() {
     layer.forward_copies_done = runtime_.create_external_event();
     layer.backward_done = runtime_.create_external_event();
     layer.backward_copies_done = runtime_.create_external_event();
-    layer.externals = chain_.sizings_[i].externals;
+    layer.externals = sizings_[i].externals;
     for (const c10::Storage& external : layer.externals) {
       // Registered by another module of the model, a rotary cache perhaps: it may be loaded or moved as the rest.
       if (const at::Tensor tensor = resources_.exclusions->registered(external); tensor.defined()) {
@@ -77,7 +77,7 @@ void ChainCapture::prepare_layers() {
       layer.inputs.push_back(std::move(held));
     }
     specs_[i].inputs.clear();  // and with them the samples: the capture needs the memory
-    for (const at::Tensor& parameter : chain_.sizings_[i].parameters) {
+    for (const at::Tensor& parameter : sizings_[i].parameters) {
       layer.parameters.push_back({parameter, prepare_grad(layer, parameter)});
       layer.watched.push_back({parameter, parameter.const_data_ptr()});
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "graphs/capture/chain_capture.h"
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/call_table.h"
 #include "graphs/engine/checked_options.h"
@@ -53,7 +54,7 @@ std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const
   resources_.check.journal_operators(journaling, report_.steps());
   std::shared_ptr<Chain> chain;
   try {
-    chain = Chain::capture(resources_.for_graphs(), std::move(specs), options);
+    chain = ChainCapture::make_chain(resources_.for_graphs(), std::move(specs), options);
   } catch (...) {
     mark_static_outputs();  // a capture ends with none marked
     throw;

@@ -8,10 +8,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
-#include "graphs/capture/warmup.h"
+#include "analysis/planner.h"
 #include "graphs/replay/layer.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
+#include "offload/exclusions.h"
+#include "offload/scope_tree.h"
 #include "runtime/runtime.h"
 #include "sidestream/graph_options.h"
 
@@ -44,9 +46,6 @@ class Chain : public std::enable_shared_from_this<Chain> {
     Counts& operator+=(const Counts& other) noexcept;
   };
 
-  /// Warms up and captures. Nothing is left of it when it throws. Throws: as make_graphed_callables.
-  [[nodiscard]] static std::shared_ptr<Chain> capture(const GraphResources& resources, std::vector<LayerSpec> specs,
-                                                      const GraphOptions& options);
   ~Chain();
 
   /// True when `inputs` are what layer `layer` was captured with, but for their addresses.
@@ -70,7 +69,6 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void join_copies();
 
   [[nodiscard]] const std::vector<Layer>& layers() const noexcept { return layers_; }
-  [[nodiscard]] const std::vector<LayerSizing>& sizings() const noexcept { return sizings_; }
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
   [[nodiscard]] const GraphOptions& options() const noexcept { return options_; }
@@ -106,7 +104,6 @@ class Chain : public std::enable_shared_from_this<Chain> {
   Event whole_stream_;
   MemoryPool pool_;
   std::vector<Layer> layers_;
-  std::vector<LayerSizing> sizings_;
   Profile profile_;
   Plan plan_;
 

@@ -141,6 +141,8 @@ def main(root):
     tap.case("nothing but itself includes a backend", list(repository.backends()))
     tap.case("the simulated device knows nothing of its reruns",
              list(repository.within(["src/sim/device/", "src/sim/rerun/"])))
+    tap.case("inside graphs includes go one way",
+             list(repository.within(["graphs/replay/", "graphs/capture/", "graphs/engine/"])))
     tap.case("CUDA headers stay in src/runtime/cuda", list(repository.cuda_outside()))
     tap.case("one file includes c10/cuda and ATen/cuda",
              at_most_one(repository.files_including("c10/cuda/", "ATen/cuda/"), "several files include LibTorch's CUDA"))
