@@ -10,6 +10,7 @@
 #include <torch/nn/pimpl.h>
 
 #include "sidestream/call_arguments.h"
+#include "sidestream/export.h"
 
 namespace sidestream {
 
@@ -31,9 +32,9 @@ struct CallRequest {
 };
 
 /// True when a step is active on this thread.
-[[nodiscard]] bool step_active() noexcept;
+[[nodiscard]] SIDESTREAM_API bool step_active() noexcept;
 /// Runs `request` as the active engine decides. Throws: as ss::call.
-void dispatch(CallRequest& request, TensorBuffer& outputs);
+SIDESTREAM_API void dispatch(CallRequest& request, TensorBuffer& outputs);
 
 template <class T>
 using Plain = std::conditional_t<std::is_array_v<std::remove_reference_t<T>>, const char*, std::decay_t<T>>;

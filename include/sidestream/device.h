@@ -5,6 +5,8 @@
 
 #include <c10/core/Device.h>
 
+#include "sidestream/export.h"
+
 namespace sidestream {
 
 /// The device of that name. "cuda" and "cuda:N" are GPUs. "sim" is the simulated device, which computes on the CPU: its library,
@@ -13,7 +15,7 @@ namespace sidestream {
 /// Threads: any.
 /// Throws: UsageError for another name, or where the simulator's library is missing; DeviceError for cuda without a usable driver
 /// or device, and for auto where a driver is there that does not work. Both name the remedy.
-[[nodiscard]] c10::Device find_device(const std::string& name);
+[[nodiscard]] SIDESTREAM_API c10::Device find_device(const std::string& name);
 
 /// What `sidestream info` shows of a device.
 struct DeviceSummary {
@@ -21,7 +23,7 @@ struct DeviceSummary {
   std::string driver;
   std::int64_t memory_bytes = 0;
 };
-[[nodiscard]] DeviceSummary describe(c10::Device device);
+[[nodiscard]] SIDESTREAM_API DeviceSummary describe(c10::Device device);
 
 /// Bytes of device memory. `allocated`: live tensors; `reserved`: held by the allocator, graph pools included.
 struct MemoryUse {
@@ -31,13 +33,13 @@ struct MemoryUse {
   std::int64_t reserved_peak = 0;
 };
 /// Threads: any. Capture: legal.
-[[nodiscard]] MemoryUse memory_use(c10::Device device);
+[[nodiscard]] SIDESTREAM_API MemoryUse memory_use(c10::Device device);
 /// Starts both peaks anew at the present values.
-void reset_memory_peaks(c10::Device device);
+SIDESTREAM_API void reset_memory_peaks(c10::Device device);
 /// Gives cached, unused memory back to the device. Capture: illegal.
-void release_cached_memory(c10::Device device);
+SIDESTREAM_API void release_cached_memory(c10::Device device);
 /// Blocks until the device is idle. Capture: illegal.
-void synchronize(c10::Device device);
+SIDESTREAM_API void synchronize(c10::Device device);
 
 /// Measured bandwidth between pinned host memory and the device, in GB/s (1e9 bytes): each way alone, and both at once.
 struct LinkSpeed {
@@ -46,6 +48,6 @@ struct LinkSpeed {
   double both = 0;
 };
 /// Copies `bytes` bytes each way a few times. Blocks. Capture: illegal.
-[[nodiscard]] LinkSpeed measure_link(c10::Device device, std::size_t bytes = std::size_t{64} << 20);
+[[nodiscard]] SIDESTREAM_API LinkSpeed measure_link(c10::Device device, std::size_t bytes = std::size_t{64} << 20);
 
 }  // namespace sidestream

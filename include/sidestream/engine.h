@@ -3,6 +3,7 @@
 
 #include <torch/nn/module.h>
 
+#include "sidestream/export.h"
 #include "sidestream/journal.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"
@@ -17,7 +18,7 @@ class EngineState;
 /// only reads what others saved is unknown to the engine: at::Tensor::record_stream, as without offload.
 /// Threads: ends on the thread it began on.
 /// Its end may throw: hold it in a variable of its own; a std::optional terminates the program instead.
-class [[nodiscard]] Step {
+class [[nodiscard]] SIDESTREAM_API Step {
  public:
   Step(Step&& other) noexcept : state_(std::move(other.state_)), exceptions_(other.exceptions_) {}
   Step& operator=(Step&&) = delete;
@@ -40,7 +41,7 @@ class [[nodiscard]] Step {
 /// Threads: one step at a time. Capture: not to be made or stepped inside a capture of the user's.
 /// Throws: UsageError for bad options, and where autograd's saved tensors cannot be seen (Python's engine is loaded);
 ///         DeviceError where the device cannot be used.
-class OffloadEngine {
+class SIDESTREAM_API OffloadEngine {
  public:
   OffloadEngine(torch::nn::Module& model, Options options);
   /// What was moved from may only be destroyed.

@@ -2,24 +2,26 @@
 #include <stdexcept>
 #include <string>
 
+#include "sidestream/export.h"
+
 namespace sidestream {
 
 /// Base of everything that Sidestream throws. One line: what went wrong, where, and the remedy.
 /// Threads: any. An Error thrown from autograd's device thread reaches the caller of `backward` with its type.
-class Error : public std::runtime_error {
+class SIDESTREAM_API Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
 /// The caller broke a rule of the interface (wrong shape at replay, second backward, unknown name, K = 0, ...).
 /// The engine's state is unchanged and stays usable.
-class UsageError : public Error {
+class SIDESTREAM_API UsageError : public Error {
  public:
   using Error::Error;
 };
 
 /// The device or its driver refused a call. Carries the status code; the driver's sticky-free "last error" is cleared.
-class DeviceError : public Error {
+class SIDESTREAM_API DeviceError : public Error {
  public:
   explicit DeviceError(const std::string& message, int status = 0) : Error(message), status_(status) {}
 
@@ -31,13 +33,13 @@ class DeviceError : public Error {
 };
 
 /// A graph capture failed or was invalidated. Nothing of it is left: the stream is not capturing, the pool is released.
-class CaptureError : public Error {
+class SIDESTREAM_API CaptureError : public Error {
  public:
   using Error::Error;
 };
 
 /// What the sizing pass saw cannot be planned for, or a step no longer matches the plan.
-class PlanError : public Error {
+class SIDESTREAM_API PlanError : public Error {
  public:
   using Error::Error;
 };

@@ -4,12 +4,14 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include "sidestream/export.h"
+
 namespace sidestream {
 
 class GraphEventState;
 
 /// An event that graphs record when their compute is done and that the caller's own streams wait for [cuda_graph_event].
-class GraphEvent {
+class SIDESTREAM_API GraphEvent {
  public:
   /// Throws: DeviceError where `device` cannot be used.
   explicit GraphEvent(c10::Device device);

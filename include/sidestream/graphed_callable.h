@@ -9,6 +9,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/any.h>
 
+#include "sidestream/export.h"
 #include "sidestream/graph_options.h"
 
 namespace sidestream {
@@ -21,7 +22,7 @@ using Tensors = std::vector<at::Tensor>;
 using TensorFunction = std::function<Tensors(const Tensors&)>;
 
 /// One module or function to be captured.
-class Callable {
+class SIDESTREAM_API Callable {
  public:
   /// A plain function. Leaves that require a gradient and that it reads are its parameters.
   Callable(std::string name, TensorFunction function) : name_(std::move(name)), function_(std::move(function)) {}
@@ -70,7 +71,7 @@ class Sample {
 /// order than captured, and another state of autocast. Under no_grad, or when the module's training mode is not the captured one, it runs eagerly.
 /// Ordering: on return the current stream waits for the graph's compute, not for its copies.  Capture: illegal.
 /// Threads: one at a time; backward may run on autograd's device thread.
-class GraphedCallable {
+class SIDESTREAM_API GraphedCallable {
  public:
   Tensors operator()(const Tensors& inputs) const;
   [[nodiscard]] const std::string& name() const;
@@ -89,9 +90,8 @@ class GraphedCallable {
 /// Ordering: waits for the device. Parameters' gradients, buffers and random state are as before when it returns.
 /// Capture: illegal.  Throws: UsageError (sizes, K < 1, an event without a stream), CaptureError (nothing of it is left).
 /// Source: TransformerEngine's make_graphed_callables.
-[[nodiscard]] std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine,
-                                                                  std::vector<Callable> callables,
-                                                                  const std::vector<std::vector<Sample>>& samples,
-                                                                  const GraphOptions& options = {});
+[[nodiscard]] SIDESTREAM_API std::vector<GraphedCallable> make_graphed_callables(
+    OffloadEngine& engine, std::vector<Callable> callables, const std::vector<std::vector<Sample>>& samples,
+    const GraphOptions& options = {});
 
 }  // namespace sidestream

@@ -4,6 +4,8 @@
 #include <string_view>
 #include <vector>
 
+#include "sidestream/export.h"
+
 namespace sidestream {
 
 /// Bytes that an operation touched. Device and pinned host memory share one address space.
@@ -58,14 +60,14 @@ struct Journal {
 
 /// Accesses that nothing orders and waits for events that nothing recorded, one line each: both operations with stream, place
 /// and step, the bytes, and the edge that would fix it. Like findings are given once. Threads: any.
-[[nodiscard]] std::vector<std::string> check_order(const Journal& journal);
+[[nodiscard]] SIDESTREAM_API std::vector<std::string> check_order(const Journal& journal);
 
 /// The journal as the content of a file; docs/journal.md says how it is laid out.
-[[nodiscard]] std::string journal_bytes(const Journal& journal);
+[[nodiscard]] SIDESTREAM_API std::string journal_bytes(const Journal& journal);
 /// Reads such a file. Throws: UsageError, with the remedy, for a file that cannot be read, is no journal, is of a newer version,
 /// is truncated or damaged, or (with its size) would not fit into this machine's memory.
-[[nodiscard]] Journal read_journal(const std::string& path);
+[[nodiscard]] SIDESTREAM_API Journal read_journal(const std::string& path);
 /// The same of such a file's content; `source` names it in errors.
-[[nodiscard]] Journal parse_journal(std::string_view content, const std::string& source);
+[[nodiscard]] SIDESTREAM_API Journal parse_journal(std::string_view content, const std::string& source);
 
 }  // namespace sidestream

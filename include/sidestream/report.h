@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "sidestream/export.h"
+
 namespace sidestream {
 
 /// One group of the plan.
@@ -22,7 +24,7 @@ struct ExclusionReport {
 };
 
 /// What the engine did; plain data. Bytes unless said otherwise; "a step" is the latest whole one.
-struct Report {
+struct SIDESTREAM_API Report {
   std::int64_t steps = 0;
   std::int64_t offloaded_bytes = 0;  ///< left the device in a step
   std::int64_t reloaded_bytes = 0;   ///< came back in a step

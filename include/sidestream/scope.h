@@ -1,6 +1,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include "sidestream/export.h"
+
 namespace sidestream {
 
 /// What autograd saves until the scope ends belongs to the group `name` (under the call and scopes around it; the innermost
@@ -9,7 +11,7 @@ namespace sidestream {
 /// Ordering: the copy waits for the work queued on the current stream so far.  Capture: legal.
 /// Threads: begin and end on one thread, in reverse order.  Throws: UsageError for an empty name or one with a dot.
 /// Source: JAX's checkpoint_name; Megatron-LM's fine-grained activation offload.
-class [[nodiscard]] OffloadScope {
+class [[nodiscard]] SIDESTREAM_API OffloadScope {
  public:
   explicit OffloadScope(const char* name);
   OffloadScope(const OffloadScope&) = delete;
@@ -24,10 +26,10 @@ class [[nodiscard]] OffloadScope {
 
 /// Puts one tensor's storage into the group `name`, wherever it is saved later in the step, whichever scope that is in.
 /// Returns `tensor`. The group ends with the scope or call that `tag` was called in.
-at::Tensor tag(const at::Tensor& tensor, const char* name);
+SIDESTREAM_API at::Tensor tag(const at::Tensor& tensor, const char* name);
 
 /// Keeps the tensor's storage on the device for as long as it lives [mark_not_offload]. Without an active step on this thread
 /// it does nothing; OffloadEngine::mark_not_offload does the same outside of steps.
-void mark_not_offload(const at::Tensor& tensor);
+SIDESTREAM_API void mark_not_offload(const at::Tensor& tensor);
 
 }  // namespace sidestream

@@ -1,4 +1,5 @@
 #pragma once
+#include "sidestream/export.h"
 
 /// The version of these headers; `sidestream::version()` is that of the library that was loaded.
 #define SIDESTREAM_VERSION_MAJOR 0
@@ -9,6 +10,6 @@
 namespace sidestream {
 
 /// "MAJOR.MINOR.PATCH" of the loaded library. Threads: any. Throws: never.
-[[nodiscard]] const char* version() noexcept;
+[[nodiscard]] SIDESTREAM_API const char* version() noexcept;
 
 }  // namespace sidestream

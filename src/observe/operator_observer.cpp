@@ -19,6 +19,8 @@
 
 namespace sidestream {
 
+thread_local constinit bool UnobservedGuard::unobserved_ = false;
+
 namespace {
 
 // Note [How the observer reaches other threads]

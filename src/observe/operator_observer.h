@@ -12,6 +12,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include "runtime/weak_storage_set.h"
+#include "sidestream/export.h"
 
 namespace sidestream {
 
@@ -56,7 +57,7 @@ class [[nodiscard]] OperatorObserverGuard {
 };
 
 /// For its lifetime operators of the calling thread are not reported: those that a backend's kernel is made of.
-class [[nodiscard]] UnobservedGuard {
+class [[nodiscard]] SIDESTREAM_API UnobservedGuard {
  public:
   UnobservedGuard() noexcept : before_(unobserved_) { unobserved_ = true; }
   UnobservedGuard(const UnobservedGuard&) = delete;
@@ -67,7 +68,7 @@ class [[nodiscard]] UnobservedGuard {
 
  private:
   bool before_;
-  static inline thread_local bool unobserved_ = false;
+  static thread_local constinit bool unobserved_;
 };
 
 /// A storage that was touched inside an observed region and not made there.

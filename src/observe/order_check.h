@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "sidestream/export.h"
 #include "sidestream/journal.h"
 
 namespace sidestream {
@@ -30,7 +31,7 @@ struct OrderFinding {
 ///
 /// Cost: near-linear in operations; a wait costs the number of streams, an access the logarithm of the live ranges.
 /// Like findings (the same two names, places and streams, in whatever step) are reported once.
-class OrderChecker {
+class SIDESTREAM_API OrderChecker {
  public:
   /// `clock_entries`: how many 8-byte entries the clocks of streams and events may take together; by default half of the
   /// machine's memory. Each stream and each recorded event has one entry a stream at most.
@@ -87,6 +88,6 @@ class OrderChecker {
 };
 
 /// One line for people: both operations with stream, place, direction and step, the bytes, and the edge that would fix it.
-[[nodiscard]] std::string describe(const Journal& journal, const OrderFinding& finding);
+[[nodiscard]] SIDESTREAM_API std::string describe(const Journal& journal, const OrderFinding& finding);
 
 }  // namespace sidestream

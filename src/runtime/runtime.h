@@ -11,6 +11,8 @@
 
 #include "runtime/handles.h"
 
+#include "sidestream/export.h"
+
 namespace sidestream {
 
 enum class CaptureStatus : std::uint8_t { none, active, invalidated };
@@ -55,7 +57,7 @@ struct GraphNode {
 /// Every method throws UsageError when a handle or stream of another backend is passed, DeviceError when the device
 /// refuses, CaptureError where a rule of capture is broken (the capture is then invalidated until it is ended).
 /// Threads: any thread; one capture per stream; a capture is begun and ended by one thread.
-class Runtime {
+class SIDESTREAM_API Runtime {
  public:
   Runtime() = default;
   Runtime(const Runtime&) = delete;

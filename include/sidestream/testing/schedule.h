@@ -2,6 +2,8 @@
 #include <cstdint>
 #include <string>
 
+#include "sidestream/export.h"
+
 namespace sidestream {
 
 /// An order in which the sim device may run queued work; every one is legal by streams and events.
@@ -13,7 +15,7 @@ namespace sidestream {
 ///   seed:N     drawn from the seed N: weights per direction, or priorities per stream
 ///   starve:N   the stream number N, counted from 0 in order of first use, only when nothing else may run
 ///   hold:N     the piece of work number N, counted from 0 in order of issue, as late as possible
-class Schedule {
+class SIDESTREAM_API Schedule {
  public:
   enum class Kind : std::uint8_t { early, late, d2h_early, d2h_late, seed, starve, hold };
 

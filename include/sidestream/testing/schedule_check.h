@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include "sidestream/export.h"
 #include "sidestream/testing/schedule.h"
 
 namespace sidestream {
@@ -49,7 +50,7 @@ struct ScheduleSearch {
 /// While it records, backward runs on the calling thread, so that a seed gives the same order in every process. A rerun changes
 /// device and pinned memory; `stop`'s state is back when this object dies.
 /// Threads: one.  Capture: illegal.
-class ScheduleCheck {
+class SIDESTREAM_API ScheduleCheck {
  public:
   using Results = std::vector<std::pair<std::string, at::Tensor>>;
 
