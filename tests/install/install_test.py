@@ -39,31 +39,54 @@ def installed_files(root):
     return problems + [f"installed, but not public: {path}" for path in internal]
 
 
+def installed_program(root):
+    """The program runs from the relocated tree, with the library of that tree, and nothing says where that is."""
+    program = root / "bin" / "sidestream"
+    loaded = subprocess.run(["ldd", program], text=True, capture_output=True, check=False).stdout
+    ours = [line for line in loaded.splitlines() if "libsidestream.so" in line]
+    if len(ours) != 1 or str(root) not in ours[0]:
+        return [f"{program} does not load the library beside it:", loaded]
+    return run([program, "info"])
+
+
+def pkg_config(root):
+    environment = {**os.environ, "PKG_CONFIG_PATH": str(next(root.glob("**/pkgconfig")))}
+    return subprocess.run(["pkg-config", "--cflags", "--libs", "sidestream"], env=environment, text=True, capture_output=True,
+                          check=False)
+
+
+def no_definition(root):
+    """The CMake package is checked by the consumer's own CMakeLists.txt."""
+    flags = pkg_config(root)
+    defined = [flag for flag in shlex.split(flags.stdout) if flag.startswith("-D")]
+    return [flags.stderr] if flags.returncode else [f"pkg-config defines {flag}" for flag in defined]
+
+
 def with_pkg_config(root, scratch, compiler):
-    folder = next(root.glob("**/pkgconfig"))
-    environment = {**os.environ, "PKG_CONFIG_PATH": str(folder)}
-    flags = subprocess.run(["pkg-config", "--define-variable=prefix=" + str(root), "--cflags", "--libs", "sidestream"],
-                           env=environment, text=True, capture_output=True, check=False)
+    """As a debug build compiles it: NDEBUG is not defined."""
+    flags = pkg_config(root)
     if flags.returncode != 0:
         return [flags.stderr]
     program = scratch / "by_pkg_config"
     return first_problem(
-        lambda: run([*compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", HERE / "consumer" / "main.cpp", "-o", program,
-                     *shlex.split(flags.stdout)]),
+        lambda: run([*compiler, "-std=c++17", "-UNDEBUG", "-Wall", "-Wextra", "-Werror", HERE / "consumer" / "main.cpp", "-o",
+                     program, *shlex.split(flags.stdout)]),
         lambda: run([program]))
 
 
-def with_cmake(root, scratch, compiler):
-    build = scratch / "by_cmake"
+def with_cmake(root, source, build, compiler, arguments, working_folder=None, build_type="Release"):
+    """`source` is a CMake project whose program has the folder's name."""
     return first_problem(
-        lambda: run(["cmake", "-S", HERE / "consumer", "-B", build, f"-DCMAKE_PREFIX_PATH={root}",
+        lambda: run(["cmake", "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={root}", f"-DCMAKE_BUILD_TYPE={build_type}",
                      f"-DCMAKE_CXX_COMPILER={compiler[-1]}"]),
         lambda: run(["cmake", "--build", build]),
-        lambda: run([build / "consumer"]))
+        lambda: run([build / source.name, *arguments], cwd=working_folder))
 
 
 def main(meson, build, prefix, compiler):
     tap = Tap()
+    # Meson's tests run with the build folder in it, and what is built here must find the installed library by itself.
+    os.environ.pop("LD_LIBRARY_PATH", None)
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = pathlib.Path(scratch_name)
         stage = scratch / "stage"
@@ -74,8 +97,12 @@ def main(meson, build, prefix, compiler):
             root = scratch / "installed"
             shutil.move(str(stage) + prefix, root)
             tap.case("headers, library, pkg-config file and CMake package, and no internal header", installed_files(root))
-            tap.case("a C++17 consumer by pkg-config", with_pkg_config(root, scratch, compiler))
-            tap.case("a C++17 consumer by CMake", with_cmake(root, scratch, compiler))
+            if (root / "bin").exists():
+                tap.case("the installed program finds its library", installed_program(root))
+            tap.case("the package forces no definition", no_definition(root))
+            tap.case("a C++17 consumer by pkg-config, without NDEBUG", with_pkg_config(root, scratch, compiler))
+            tap.case("a C++17 consumer by CMake, with NDEBUG",
+                     with_cmake(root, HERE / "consumer", scratch / "by_cmake", compiler, []))
     tap.finish()
 
 
