@@ -1,6 +1,7 @@
-"""Installs the build into a scratch prefix and builds and runs a C++17 project against it, by pkg-config and by CMake.
+"""Installs the build into a scratch prefix, and builds and runs C++17 projects against it: a consumer by pkg-config and by
+CMake, and each project of examples/. All run on the simulated device.
 
-Usage: install_test.py MESON_COMMAND BUILD_FOLDER PREFIX COMPILER
+Usage: install_test.py MESON_COMMAND BUILD_FOLDER PREFIX SOURCE_FOLDER COMPILER
 """
 import os
 import pathlib
@@ -13,6 +14,13 @@ import tempfile
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from tap import Tap  # noqa: E402
+
+# What each example is run with, beside its own folder as the working folder.
+EXAMPLES = {
+    "minimal": ["sim"],
+    "byte_model": ["byte_model.cpp", "sim", "4"],
+    "graphed_callables": ["sim"],
+}
 
 
 def run(command, **options):
@@ -83,7 +91,7 @@ def with_cmake(root, source, build, compiler, arguments, working_folder=None, bu
         lambda: run([build / source.name, *arguments], cwd=working_folder))
 
 
-def main(meson, build, prefix, compiler):
+def main(meson, build, prefix, source, compiler):
     tap = Tap()
     # Meson's tests run with the build folder in it, and what is built here must find the installed library by itself.
     os.environ.pop("LD_LIBRARY_PATH", None)
@@ -103,7 +111,16 @@ def main(meson, build, prefix, compiler):
             tap.case("a C++17 consumer by pkg-config, without NDEBUG", with_pkg_config(root, scratch, compiler))
             tap.case("a C++17 consumer by CMake, with NDEBUG",
                      with_cmake(root, HERE / "consumer", scratch / "by_cmake", compiler, []))
+
+            examples = source / "examples"
+            tap.case("every example is built here", [f"examples/{path.name}: not in EXAMPLES" for path in examples.iterdir()
+                                                     if path.is_dir() and path.name not in EXAMPLES])
+            for name, arguments in EXAMPLES.items():
+                # A copy, so that nothing outside of its folder can be part of the example.
+                copy = scratch / "examples" / name
+                shutil.copytree(examples / name, copy)
+                tap.case(f"examples/{name}", with_cmake(root, copy, scratch / f"build_{name}", compiler, arguments, copy))
     tap.finish()
 
 
-main(shlex.split(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
+main(shlex.split(sys.argv[1]), sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4]), sys.argv[5:])

@@ -20,7 +20,8 @@ MAY_INCLUDE = {
     "memory": {"base", "analysis", "runtime"},
     "offload": {"base", "analysis", "runtime", "observe", "memory"},
     "graphs": {"base", "analysis", "runtime", "observe", "memory", "offload"},
-    "cli": set(),
+    "examples": set(),
+    "cli": {"examples"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 SLOW_HEADERS = {"torch/torch.h", "ATen/ATen.h", "torch/all.h", "torch/extension.h"}
@@ -33,8 +34,8 @@ def room_of(path):
         return "include"
     if parts[0] == "src":
         return parts[1]
-    if parts[0] == "graphs":
-        return "graphs"
+    if parts[0] in ("graphs", "examples"):
+        return parts[0]
     if parts[:2] == ("tools", "cli"):
         return "cli"
     return None
@@ -62,7 +63,7 @@ class Repository:
         self.includes = {}
         self.texts = {}
         self.root = root
-        for folder in ("include", "src", "graphs", "tools"):
+        for folder in ("include", "src", "graphs", "examples", "tools"):
             for path in sorted((root / folder).rglob("*")):
                 if path.suffix in (".h", ".cpp"):
                     relative = path.relative_to(root)

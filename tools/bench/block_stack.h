@@ -6,24 +6,24 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include "examples/byte_model/byte_model.h"
 #include "sidestream/call.h"
-#include "tools/cli/byte_model.h"
 
 namespace sidestream::bench {
 
 /// Transformer layers alone, without embedding and head: calls "blocks.0", ..., what the engine works on.
 class BlockStack : public torch::nn::Module {
  public:
-  explicit BlockStack(const cli::ModelShape& shape) {
+  explicit BlockStack(const byte_model::ModelShape& shape) {
     blocks_ = register_module("blocks", torch::nn::ModuleList());
     for (std::int64_t i = 0; i < shape.layers; ++i) {
-      blocks_->push_back(cli::Block(shape));
+      blocks_->push_back(byte_model::Block(shape));
     }
   }
   at::Tensor forward(at::Tensor h) {
     constexpr const at::Tensor* kNoRope = nullptr;
     for (const auto& block : *blocks_) {
-      h = call(block->as<cli::Block>(), h, stays(kNoRope), std::int64_t{0});
+      h = call(block->as<byte_model::Block>(), h, stays(kNoRope), std::int64_t{0});
     }
     return h;
   }

@@ -37,7 +37,7 @@ using bench::StepTime;
 
 struct Settings {
   std::string device = "auto";
-  cli::ModelShape shape{.layers = 6, .hidden = 256, .heads = 4, .kv_heads = 2, .ffn = 512, .seq = 256};
+  byte_model::ModelShape shape{.layers = 6, .hidden = 256, .heads = 4, .kv_heads = 2, .ffn = 512, .seq = 256};
   std::int64_t rounds = 30;
   std::int64_t min_kib = 16;
   std::string report;
@@ -194,7 +194,7 @@ Json measure(const Settings& settings) {
     result["off_cost_share"] = ns * result["places_per_step"].get<double>() / step_ns;
     placements.push_back(std::move(result));
   }
-  const cli::ModelShape& shape = settings.shape;
+  const byte_model::ModelShape& shape = settings.shape;
   return {{"benchmark", "checker"},  {"version", version()},      {"device", bench.device_name()},
           {"tokens", shape.seq},     {"layers", shape.layers},    {"hidden", shape.hidden},
           {"ffn", shape.ffn},        {"rounds", settings.rounds}, {"off_ns_per_place", ns},

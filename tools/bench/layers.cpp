@@ -37,7 +37,7 @@ using bench::StepTime;
 
 struct Settings {
   std::string device = "auto";
-  cli::ModelShape shape{.layers = 12, .hidden = 4096, .heads = 32, .kv_heads = 8, .ffn = 14336, .seq = 8192};
+  byte_model::ModelShape shape{.layers = 12, .hidden = 4096, .heads = 32, .kv_heads = 8, .ffn = 14336, .seq = 8192};
   std::string dtype = "bfloat16";
   std::string groups = "qkv,core_attn,proj,norm2,fc1";
   std::int64_t rounds = 15;
@@ -199,7 +199,7 @@ Json measure(const Settings& settings) {
     modes[i]["reserved_over_eager"] =
         modes[i]["reserved_bytes"].get<double>() / modes[0]["reserved_bytes"].get<double>();
   }
-  const cli::ModelShape& shape = settings.shape;
+  const byte_model::ModelShape& shape = settings.shape;
   return {{"benchmark", "layers"},
           {"version", version()},
           {"device", bench.device_name()},

@@ -4,13 +4,17 @@
 #include <string>
 #include <vector>
 
-#include "tools/cli/byte_model.h"
+#include "examples/byte_model/byte_model.h"
 
 namespace CLI {
 class App;
 }
 
 namespace sidestream::cli {
+
+using byte_model::BlockImpl;
+using byte_model::ByteModel;
+using byte_model::ModelShape;
 
 /// What `sidestream train` was asked for.
 struct TrainingOptions {

@@ -8,7 +8,6 @@
 #include <c10/core/Device.h>
 
 #include "sidestream/journal.h"
-#include "tools/cli/byte_model.h"
 #include "tools/cli/gradient_comparison.h"
 #include "tools/cli/text_corpus.h"
 #include "tools/cli/training_options.h"

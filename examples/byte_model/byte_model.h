@@ -9,7 +9,7 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/pimpl.h>
 
-namespace sidestream::cli {
+namespace byte_model {
 
 /// Sizes of a byte-level transformer.
 struct ModelShape {
@@ -89,4 +89,4 @@ class ByteModelImpl : public torch::nn::Module {
 };
 TORCH_MODULE(ByteModel);
 
-}  // namespace sidestream::cli
+}  // namespace byte_model

@@ -1,6 +1,7 @@
-#include "tools/cli/byte_model.h"
+#include "byte_model.h"
 
 #include <cmath>
+#include <optional>
 #include <vector>
 
 #include <ATen/ops/arange.h>
@@ -14,11 +15,12 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/silu.h>
 #include <c10/core/GradMode.h>
+#include <sidestream/call.h>
+#include <sidestream/scope.h>
 
-#include "sidestream/call.h"
-#include "sidestream/scope.h"
+namespace ss = sidestream;
 
-namespace sidestream::cli {
+namespace byte_model {
 namespace {
 
 constexpr std::int64_t kBytes = 256;
@@ -74,7 +76,7 @@ at::Tensor BlockImpl::attention(const at::Tensor& input, const at::Tensor* rope,
   at::Tensor k;
   at::Tensor v;
   {
-    OffloadScope scope("qkv");
+    ss::OffloadScope scope("qkv");
     const std::vector<at::Tensor> parts =
         qkv_->forward(input).split_with_sizes({shape_.hidden, kv_width, kv_width}, -1);
     q = parts[0].view({batch, seq, shape_.heads, dim});
@@ -88,7 +90,7 @@ at::Tensor BlockImpl::attention(const at::Tensor& input, const at::Tensor* rope,
       k = rotate(k, cosine, sine);
     }
   }
-  OffloadScope scope("core_attn");
+  ss::OffloadScope scope("core_attn");
   const bool grouped = shape_.kv_heads != shape_.heads;
   return at::scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), /*attn_mask=*/{},
                                           /*dropout_p=*/0.0,
@@ -100,29 +102,29 @@ at::Tensor BlockImpl::attention(const at::Tensor& input, const at::Tensor* rope,
 at::Tensor BlockImpl::forward(const at::Tensor& input, const at::Tensor* rope, std::int64_t start) {
   at::Tensor h;
   {
-    OffloadScope scope("norm1");
+    ss::OffloadScope scope("norm1");
     h = norm1_->forward(input);
   }
   h = attention(h, rope, start);
   {
-    OffloadScope scope("proj");
+    ss::OffloadScope scope("proj");
     h = proj_->forward(h);
   }
   const at::Tensor residual = input + h;
   {
-    OffloadScope scope("norm2");
+    ss::OffloadScope scope("norm2");
     h = norm2_->forward(residual);
   }
   {
-    OffloadScope scope("fc1");
+    ss::OffloadScope scope("fc1");
     h = fc1_->forward(h);
   }
   {
-    OffloadScope scope("act");
+    ss::OffloadScope scope("act");
     const std::vector<at::Tensor> half = h.chunk(2, -1);
     h = at::silu(half[0]) * half[1];
   }
-  OffloadScope scope("fc2");
+  ss::OffloadScope scope("fc2");
   return residual + fc2_->forward(h);
 }
 
@@ -145,7 +147,7 @@ at::Tensor ByteModelImpl::forward(const at::Tensor& bytes) {
   constexpr std::int64_t kStart = 0;
   at::Tensor h = embedding_->forward(bytes);
   for (const auto& block : *blocks_) {
-    h = sidestream::call(block->as<Block>(), h, sidestream::stays(&rope_), kStart);
+    h = ss::call(block->as<Block>(), h, ss::stays(&rope_), kStart);
   }
   return head_->forward(norm_->forward(h));
 }
@@ -156,4 +158,4 @@ at::Tensor ByteModelImpl::loss(const at::Tensor& windows) {
   return at::cross_entropy_loss(logits.reshape({-1, kBytes}).to(at::kFloat), windows.narrow(1, 1, seq).reshape(-1));
 }
 
-}  // namespace sidestream::cli
+}  // namespace byte_model
