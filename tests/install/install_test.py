@@ -1,5 +1,5 @@
 """Installs the build into a scratch prefix, and builds and runs C++17 projects against it: a consumer by pkg-config and by
-CMake, and each project of examples/. All run on the simulated device.
+CMake, each project of examples/, and the program that README shows. They run on the simulated device, README's on what is there.
 
 Usage: install_test.py MESON_COMMAND BUILD_FOLDER PREFIX SOURCE_FOLDER COMPILER
 """
@@ -13,6 +13,7 @@ import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+import readme_program  # noqa: E402
 from tap import Tap  # noqa: E402
 
 # What each example is run with, beside its own folder as the working folder.
@@ -120,6 +121,12 @@ def main(meson, build, prefix, source, compiler):
                 copy = scratch / "examples" / name
                 shutil.copytree(examples / name, copy)
                 tap.case(f"examples/{name}", with_cmake(root, copy, scratch / f"build_{name}", compiler, arguments, copy))
+
+            shown = scratch / "trainer"
+            names = readme_program.write((source / "README.md").read_text(), shown)
+            tap.case("README shows a project", [] if sorted(names) == ["CMakeLists.txt", "trainer.cpp"] else [f"found {names}"])
+            tap.case("README's project, as it stands",
+                     with_cmake(root, shown, scratch / "build_trainer", compiler, [], build_type=""))
     tap.finish()
 
 

@@ -24,6 +24,8 @@ def main(script):
         tap.case("docs/results.svg is up to date", [] if same else ["differs: run tools/draw_results.py"])
     shown = [element.text for element in xml.etree.ElementTree.parse(checked_in).iter() if element.tag.endswith("}text")]
     tap.case("the picture names its report", [] if any("layers_h200.json" in text for text in shown) else shown)
+    tap.case("README shows it", [] if "](docs/results.svg)" in (root / "README.md").read_text() or
+             'src="docs/results.svg"' in (root / "README.md").read_text() else ["not there"])
     tap.finish()
 
 
