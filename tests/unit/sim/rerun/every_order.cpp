@@ -38,7 +38,7 @@ bool last_work_is_behind_all_copies(const Recording& recording, c10::Stream stre
   std::vector<bool> before(works.size(), false);
   bool found = false;
   for (std::size_t i = works.size(); i-- > 0;) {
-    if (!found && works[i].lane == stream.id()) {
+    if (!found && works[i].queue == stream.id()) {
       found = before[i] = true;
     }
     if (before[i]) {
