@@ -41,7 +41,8 @@ def first_problem(*steps):
 def installed_files(root):
     expected = ["include/sidestream/version.h", "include/sidestream/error.h"]
     problems = [f"not installed: {name}" for name in expected if not (root / name).exists()]
-    for pattern in ("**/libsidestream.so", "**/pkgconfig/sidestream.pc", "**/cmake/Sidestream/SidestreamConfig.cmake"):
+    for pattern in ("**/libsidestream.so", "**/libsidestream_sim.so", "**/pkgconfig/sidestream.pc", "**/pkgconfig/sidestream-testing.pc",
+                    "**/cmake/Sidestream/SidestreamConfig.cmake"):
         if not list(root.glob(pattern)):
             problems.append(f"not installed: {pattern}")
     internal = [path for path in root.rglob("*.h") if "include/sidestream/" not in path.as_posix()]
@@ -58,9 +59,9 @@ def installed_program(root):
     return run([program, "info"])
 
 
-def pkg_config(root):
+def pkg_config(root, package="sidestream"):
     environment = {**os.environ, "PKG_CONFIG_PATH": str(next(root.glob("**/pkgconfig")))}
-    return subprocess.run(["pkg-config", "--cflags", "--libs", "sidestream"], env=environment, text=True, capture_output=True,
+    return subprocess.run(["pkg-config", "--cflags", "--libs", package], env=environment, text=True, capture_output=True,
                           check=False)
 
 
@@ -81,6 +82,17 @@ def with_pkg_config(root, scratch, compiler):
         lambda: run([*compiler, "-std=c++17", "-UNDEBUG", "-Wall", "-Wextra", "-Werror", HERE / "consumer" / "main.cpp", "-o",
                      program, *shlex.split(flags.stdout)]),
         lambda: run([program]))
+
+
+def checking_with_pkg_config(root, scratch, compiler):
+    """Links with the package for testing, and does not without."""
+    program = scratch / "checking_by_pkg_config"
+    build = [*compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", HERE / "checking" / "main.cpp", "-o", program]
+    plain = run([*build, *shlex.split(pkg_config(root).stdout)])
+    if not plain or "undefined reference to `sidestream::" not in plain[0]:
+        return ["libsidestream alone has what is the simulator's:", *plain]
+    return first_problem(lambda: run([*build, *shlex.split(pkg_config(root, "sidestream-testing").stdout)]),
+                         lambda: run([program]))
 
 
 def with_cmake(root, source, build, compiler, arguments, working_folder=None, build_type="Release"):
@@ -112,6 +124,10 @@ def main(meson, build, prefix, source, compiler):
             tap.case("a C++17 consumer by pkg-config, without NDEBUG", with_pkg_config(root, scratch, compiler))
             tap.case("a C++17 consumer by CMake, with NDEBUG",
                      with_cmake(root, HERE / "consumer", scratch / "by_cmake", compiler, []))
+
+            tap.case("the component for testing by pkg-config", checking_with_pkg_config(root, scratch, compiler))
+            tap.case("the component for testing by CMake",
+                     with_cmake(root, HERE / "checking", scratch / "checking_by_cmake", compiler, []))
 
             examples = source / "examples"
             tap.case("every example is built here", [f"examples/{path.name}: not in EXAMPLES" for path in examples.iterdir()

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "sim/device/sim_runtime.h"
+#include "runtime/runtime.h"
 #include "sim/rerun/recording.h"
 
 namespace {
@@ -179,7 +179,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   at::set_num_threads(1);
-  const auto runtime = sidestream::sim::make_sim_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0));
+  const auto runtime = sidestream::make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0));
   compare_steps(hidden, repetitions, runtime->device());
   compare_replay(hidden, repetitions, *runtime);
   return 0;

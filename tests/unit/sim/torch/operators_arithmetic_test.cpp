@@ -23,7 +23,7 @@ struct Doubled : torch::autograd::Function<Doubled> {
   }
 };
 
-std::vector<OperatorCase> cases() {
+std::vector<OperatorCase> arithmetic_cases() {
   using D = c10::Device;
   return {
       {"Matmul",
@@ -170,6 +170,6 @@ std::vector<OperatorCase> cases() {
   };
 }
 
-SIDESTREAM_OPERATOR_SUITE(OperatorArithmetic, cases());
+SIDESTREAM_OPERATOR_SUITE(OperatorArithmetic, arithmetic_cases());
 
 }  // namespace

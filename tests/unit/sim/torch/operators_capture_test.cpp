@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "operator_cases.h"
-#include "sim/device/sim_runtime.h"
+#include "runtime/runtime.h"
 
 namespace {
 
@@ -19,7 +19,7 @@ using Tensors = std::vector<at::Tensor>;
 class OperatorCapture : public ::testing::Test {
  protected:
   OperatorCapture()
-      : runtime(sidestream::sim::make_sim_runtime(device)),
+      : runtime(sidestream::make_runtime(device)),
         stream(runtime->create_stream()),
         pool(runtime->create_pool()) {}
 

@@ -12,7 +12,7 @@ using sidestream::test::values;
 using Tensors = std::vector<at::Tensor>;
 using D = c10::Device;
 
-std::vector<OperatorCase> cases() {
+std::vector<OperatorCase> index_cases() {
   return {
       {"TopK",
        [](D d) {
@@ -112,6 +112,6 @@ std::vector<OperatorCase> cases() {
   };
 }
 
-SIDESTREAM_OPERATOR_SUITE(OperatorIndexing, cases());
+SIDESTREAM_OPERATOR_SUITE(OperatorIndexing, index_cases());
 
 }  // namespace

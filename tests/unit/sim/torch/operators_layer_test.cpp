@@ -32,7 +32,7 @@ Tensors batch_norm(D d) {
   return results;
 }
 
-std::vector<OperatorCase> cases() {
+std::vector<OperatorCase> layer_cases() {
   return {
       {"RmsNorm",
        [](D d) {
@@ -114,7 +114,7 @@ std::vector<OperatorCase> cases() {
   };
 }
 
-SIDESTREAM_OPERATOR_SUITE(OperatorLayers, cases());
+SIDESTREAM_OPERATOR_SUITE(OperatorLayers, layer_cases());
 
 TEST(Attention, SavesItsOutputOnceForItselfAndTheProjection) {
   auto q = parameter({1, 2, 8, 4}, sidestream::test::sim());

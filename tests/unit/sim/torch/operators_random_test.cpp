@@ -22,7 +22,7 @@ at::Tensor seeded(const at::Tensor& x) {
 
 at::TensorOptions on(D d) { return at::TensorOptions().device(d); }
 
-std::vector<OperatorCase> cases() {
+std::vector<OperatorCase> random_cases() {
   return {
       {"Dropout",
        [](D d) {
@@ -81,7 +81,7 @@ std::vector<OperatorCase> cases() {
   };
 }
 
-SIDESTREAM_OPERATOR_SUITE(OperatorRandomness, cases());
+SIDESTREAM_OPERATOR_SUITE(OperatorRandomness, random_cases());
 
 TEST(SimGenerator, DrawsOnSimLeaveTheCpuGeneratorAlone) {
   const D device = sidestream::test::sim();

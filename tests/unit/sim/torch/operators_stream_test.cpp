@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "operator_cases.h"
-#include "sim/device/sim_runtime.h"
+#include "runtime/runtime.h"
 #include "sim/rerun/recording.h"
 
 namespace {
@@ -64,7 +64,7 @@ TEST(OperatorStreams, WorkNamesItsOperatorAndWhatItReadsAndWrites) {
 
 TEST(OperatorStreams, BackwardRunsOnTheStreamOfItsForwardAndIsOrdered) {
   const c10::Device device = sidestream::test::sim();
-  const auto runtime = sidestream::sim::make_sim_runtime(device);
+  const auto runtime = sidestream::make_runtime(device);
   const sidestream::OwnedStream side = runtime->create_stream();
   const at::Tensor x = parameter({4, 4}, device);
   sidestream::sim::Recording recording;
@@ -94,7 +94,7 @@ TEST(OperatorStreams, BackwardRunsOnTheStreamOfItsForwardAndIsOrdered) {
 
 TEST(OperatorStreams, ThreadsComputeOnStreamsOfTheirOwn) {
   const c10::Device device = sidestream::test::sim();
-  const auto runtime = sidestream::sim::make_sim_runtime(device);
+  const auto runtime = sidestream::make_runtime(device);
   at::manual_seed(3);
   const at::Tensor weight = at::randn({32, 32});
   const at::Tensor on_device = weight.to(device);

@@ -14,7 +14,7 @@ using sidestream::test::parameter;
 using sidestream::test::values;
 using Tensors = std::vector<at::Tensor>;
 
-std::vector<OperatorCase> cases() {
+std::vector<OperatorCase> view_cases() {
   using D = c10::Device;
   return {
       {"Transposed",
@@ -163,7 +163,7 @@ std::vector<OperatorCase> cases() {
   };
 }
 
-SIDESTREAM_OPERATOR_SUITE(OperatorViews, cases());
+SIDESTREAM_OPERATOR_SUITE(OperatorViews, view_cases());
 
 TEST(OperatorViewErrors, ViewBeyondItsStorageIsRefused) {
   const at::Tensor x = values({4}, sidestream::test::sim());
