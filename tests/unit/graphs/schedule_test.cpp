@@ -6,6 +6,7 @@
 
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
+#include "sidestream/testing/simulator.h"
 #include "unit/graphs/block_model.h"
 #include "unit/graphs/wrapping.h"
 #include "unit/sim/rerun/every_order.h"

@@ -52,7 +52,7 @@ class CheckedRuntimeTest : public testing::Test {
     }
   }
 
-  c10::Device device_ = find_device("sim");
+  c10::Device device_{c10::DeviceType::PrivateUse1, 0};
   std::shared_ptr<Runtime> runtime_ = make_runtime(device_);
   std::shared_ptr<CheckedRuntime> checked_ = std::make_shared<CheckedRuntime>(runtime_);
   OwnedStream a_ = checked_->create_stream();

@@ -76,8 +76,8 @@ class RoundTrip final : public SavedTensorSource {
 class DeviceThread : public ::testing::Test {
  protected:
   void SetUp() override {
-    install_autograd_engine();
     runtime_ = make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0));
+    install_autograd_engine();  // starts threads for the device where an earlier backward found none
   }
   at::Tensor leaf(std::vector<std::int64_t> sizes) const {
     return at::randn(sizes).to(runtime_->device()).requires_grad_(true);

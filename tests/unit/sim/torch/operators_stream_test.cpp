@@ -122,17 +122,4 @@ TEST(OperatorStreams, ThreadsComputeOnStreamsOfTheirOwn) {
   }
 }
 
-// Needs a process of its own: autograd's threads are made once.
-TEST(OperatorStreamsDeathTest, ABackwardOnTheCpuMayComeBeforeTheDevice) {
-  ::testing::FLAGS_gtest_death_test_style = "threadsafe";
-  const auto both = [] {
-    const at::Tensor host = at::ones({3}).requires_grad_();
-    (host * 2).sum().backward();
-    const at::Tensor x = at::ones({3}).to(sidestream::test::sim()).requires_grad_();
-    (x * 2).sum().backward();
-    std::_Exit(x.grad().sum().item<double>() == 6 ? 0 : 1);
-  };
-  EXPECT_EXIT(both(), ::testing::ExitedWithCode(0), "");
-}
-
 }  // namespace

@@ -8,8 +8,6 @@
 
 #include "offload/autograd_engine.h"
 #include "runtime/backend.h"
-#include "runtime/device_listener.h"
-#include "runtime/link_speed.h"
 #include "runtime/runtime.h"
 #include "sidestream/error.h"
 
@@ -71,27 +69,5 @@ c10::Device find_device(const std::string& name) {
   }
   return device;
 }
-
-DeviceSummary describe(c10::Device device) {
-  DeviceInfo info = make_runtime(device)->info();
-  return {std::move(info.name), std::move(info.driver), info.memory_bytes};
-}
-
-MemoryUse memory_use(c10::Device device) {
-  const MemoryStats stats = make_runtime(device)->memory_stats();
-  return {stats.allocated, stats.allocated_peak, stats.reserved, stats.reserved_peak};
-}
-
-void reset_memory_peaks(c10::Device device) { make_runtime(device)->reset_peak_memory_stats(); }
-
-void release_cached_memory(c10::Device device) { make_runtime(device)->release_cached_memory(); }
-
-void synchronize(c10::Device device) {
-  const std::shared_ptr<Runtime> runtime = make_runtime(device);
-  runtime->synchronize_device();
-  device_listeners::host_saw_device(runtime->device());
-}
-
-LinkSpeed measure_link(c10::Device device, std::size_t bytes) { return link_speed(*make_runtime(device), bytes); }
 
 }  // namespace sidestream
