@@ -130,6 +130,28 @@ class Repository:
                 yield f"{path} does not begin with #pragma once"
 
 
+def drawn_folders(text):
+    """The folders that docs/design.md lists under "The tree", in its order."""
+    section = text.split("## The tree\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^    (\S+)/ +\S", section, re.MULTILINE)
+
+
+def folders_on_disk(root):
+    """Those of the product with files of their own, and the top of what lies beside it."""
+    folders = set()
+    for top in ("include", "src", "graphs", "examples", "meson", "tools", "docs"):
+        for path in (root / top).rglob("*"):
+            if path.is_file() and path.name != "meson.build" and "__pycache__" not in path.parts:
+                folders.add(path.parent.relative_to(root).as_posix())
+    return folders | {"meson", "tests"}
+
+
+def tree_problems(root):
+    drawn, there = drawn_folders((root / "docs" / "design.md").read_text()), folders_on_disk(root)
+    return ([f"docs/design.md does not list {folder}/" for folder in sorted(there - set(drawn))] +
+            [f"docs/design.md lists {folder}/, which is not there" for folder in drawn if folder not in there])
+
+
 def at_most_one(paths, what):
     return [f"{what}: {', '.join(paths)}"] if len(paths) > 1 else []
 
@@ -153,6 +175,7 @@ def main(root):
                                        if not path.startswith("src/base/")])
     tap.case("nothing includes LibTorch's slow headers", list(repository.slow_headers()))
     tap.case("no include climbs out of its folder", list(repository.climbing()))
+    tap.case("docs/design.md lists the folders that there are", tree_problems(root))
     tap.case("headers begin with #pragma once", list(repository.unguarded()))
     tap.finish()
 
