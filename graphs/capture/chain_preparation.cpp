@@ -60,7 +60,7 @@ void ChainCapture::prepare_layers() {
     layer.backward_copies_done = runtime_.create_external_event();
     layer.externals = sizings_[i].externals;
     for (const c10::Storage& external : layer.externals) {
-      // Registered by another module of the model, a rotary cache perhaps: it may be loaded or moved as the rest.
+      // Registered by another module of the model, a rotary cache perhaps: it may be loaded or relocated as the rest.
       if (const at::Tensor tensor = resources_.exclusions->registered(external); tensor.defined()) {
         layer.watched.push_back({tensor, tensor.const_data_ptr()});
       }

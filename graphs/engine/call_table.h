@@ -52,7 +52,7 @@ class CallTable {
   /// The call's site, made on first use. A site met before is found without allocation.
   /// Throws: UsageError for a module that is not part of the model.
   [[nodiscard]] CallSite& site_for(const detail::CallRequest& request);
-  /// True for groups of calls that match `graph`: their chains move them.
+  /// True for groups of calls that match `graph`: their chains offload them.
   [[nodiscard]] bool in_graphed_call(const std::string& group) const;
   /// Throws: UsageError for a pattern that no call matches.
   void check_patterns() const;

@@ -11,7 +11,7 @@ namespace sidestream {
 
 class CallTable;
 
-/// What an engine knows of the groups that no graph moves: first nothing, then their sizes, then which of them move.
+/// What an engine knows of the groups that no graph offloads: first nothing, then their sizes, then which of them are offloaded.
 /// Threads: the step's.
 class EagerPlan {
  public:

@@ -31,7 +31,7 @@ class ReportBuilder {
   void replayed(const Chain::Counts& counts);
   /// A whole sizing pass.
   void sizing_ended(const Recorder& recorder, std::int64_t peak);
-  /// A whole step that moved what the plans say.
+  /// A whole step that offloaded what the plans say.
   void step_ended(const Recorder& recorder, const Chain::Counts& replays, const EagerOffload::Counts& eager,
                   std::int64_t peak);
   void count_step() noexcept { ++counted_.steps; }

@@ -16,7 +16,7 @@ class RecordedCalls;
 class ReportBuilder;
 
 /// One step of an engine: what it takes over on the calling thread, and what it sees there. A sizing step counts what autograd
-/// saves and moves nothing; a planned one moves what the plan says. Threads: ends on the thread it began on.
+/// saves and offloads nothing; a planned one offloads what the plan says. Threads: ends on the thread it began on.
 class StepSession {
  public:
   enum class Kind : std::uint8_t { sizing, planned };

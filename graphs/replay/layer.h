@@ -68,7 +68,7 @@ struct LayerParameter {
   at::Tensor grad;  ///< static gradient; with accumulate_in_graph the `.grad` that the graph owns
 };
 
-/// A storage that the graphs read at an address, and that may move under them.
+/// A storage that the graphs read at an address, and that may be relocated under them.
 struct WatchedTensor {
   at::Tensor tensor;
   const void* address = nullptr;

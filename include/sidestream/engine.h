@@ -34,7 +34,7 @@ class [[nodiscard]] SIDESTREAM_API Step {
   int exceptions_;
 };
 
-/// Moves what autograd saves to pinned host memory while later work computes, brings it back before backward needs it, and
+/// Offloads what autograd saves to pinned host memory while later work computes, reloads it before backward needs it, and
 /// captures calls into graphs that do the same. The first step runs eagerly, counts, and is the sizing pass.
 ///
 /// The model must outlive the engine; names come from `model.named_modules()`.

@@ -13,7 +13,7 @@ struct GroupReport {
   std::string name;                  ///< "blocks.3.core_attn"
   std::int64_t bytes = 0;            ///< of the storages it saves first, each storage once
   std::int64_t offloaded_bytes = 0;  ///< of those that leave the device
-  std::string kept_because;          ///< why the rest stays; empty when all of it moves
+  std::string kept_because;          ///< why the rest stays; empty when all of it is offloaded
 };
 
 /// One reason for tensors that always stay on the device.
@@ -39,7 +39,7 @@ struct SIDESTREAM_API Report {
   std::int64_t waits = 0;                              ///< a step: times a stream was made to wait for a copy
   std::int64_t inline_reloads = 0;  ///< a step: groups that backward needed before their prefetch was begun
   std::int64_t captures = 0;        ///< graphs captured so far, forward and backward counted together
-  std::int64_t recaptures = 0;      ///< of those, because weights moved or arguments changed
+  std::int64_t recaptures = 0;      ///< of those, because weights were relocated or arguments changed
   std::int64_t replays = 0;         ///< graph launches in a step
   std::int64_t eager_calls = 0;     ///< calls in all steps that match `graph` and ran eagerly
   std::int64_t external_bytes = 0;  ///< storages that captures read and that are neither inputs, parameters nor buffers

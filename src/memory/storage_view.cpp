@@ -41,7 +41,7 @@ StorageView StorageView::capture(const at::Tensor& tensor) {
     throw UsageError(
         "a saved tensor is not a plain strided tensor (undefined, sparse, quantised, nested, copy-on-write or a "
         "subclass); " +
-        std::string("it cannot be moved: mark it with mark_not_offload"));
+        std::string("it cannot be offloaded: mark it with mark_not_offload"));
   }
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   StorageView view;

@@ -13,7 +13,7 @@ namespace sidestream {
 /// The storages of one captured forward that leave the device; the graph owns them (and with them the host leases) for life.
 using OffloadedStorages = std::vector<std::shared_ptr<SavedStorage>>;
 
-/// Moves groups inside captures: each group's D2H forks off the capture stream at its scope's end, the H2D of an earlier
+/// Offloads and reloads groups inside captures: each group's D2H forks off the capture stream at its scope's end, the H2D of an earlier
 /// layer's groups forks in at the start of a backward capture; both are joined before their capture ends.
 ///
 /// Nothing waits for an event here but the forks and joins: what a copy needs from another graph is ordered by how graphs are
@@ -24,7 +24,7 @@ class CaptureOffload final : public StorageMover {
   CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, c10::Stream capture);
   ~CaptureOffload() override;
 
-  /// What the forward capture that now begins moves is collected in `offloaded`.
+  /// What the forward capture that now begins offloads is collected in `offloaded`.
   void begin_forward(OffloadedStorages& offloaded);
   /// Joins the copies of this forward into the capture stream.
   void join_forward();

@@ -129,7 +129,7 @@ Exclusion Exclusions::classify_locked(const at::Tensor& tensor) const {
   if (is_weight_cast(tensor)) {
     return Exclusion::weight_cast;
   }
-  // An empty storage has nothing to move, whatever the limit.
+  // An empty storage has nothing to offload, whatever the limit.
   return storage.nbytes() < min_bytes_ || storage.nbytes() == 0 ? Exclusion::small : Exclusion::none;
 }
 

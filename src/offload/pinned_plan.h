@@ -4,7 +4,7 @@
 
 namespace sidestream {
 
-/// Plans `profile` for the room that `arena` has, pins for what moves, and seals the arena. Where the system refuses to pin
+/// Plans `profile` for the room that `arena` has, pins for what leaves, and seals the arena. Where the system refuses to pin
 /// although the cap has room, it is asked again group by group, in the plan's order; groups that get no memory stay, and the
 /// plan's notes say so.
 /// Capture: illegal.

@@ -8,7 +8,7 @@
 
 namespace sidestream {
 
-/// Moves nothing: the sizing pass, warm-up. Sees which group backward needs immediately: the last selected one that ended before it
+/// Offloads nothing: the sizing pass, warm-up. Sees which group backward needs immediately: the last selected one that ended before it
 /// asks for a storage.
 class SizingMover final : public StorageMover {
  public:

@@ -9,7 +9,7 @@
 
 namespace sidestream::cli {
 
-/// What the engine says of the activations that a step moves.
+/// What the engine says of the activations that a step offloads.
 struct OffloadNumbers {
   std::int64_t bytes_per_step = 0;
   std::int64_t pinned_bytes = 0;
