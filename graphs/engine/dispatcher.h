@@ -27,7 +27,8 @@ class Dispatcher {
   Dispatcher& operator=(const Dispatcher&) = delete;
   ~Dispatcher() = default;
 
-  /// `request` may leave what only a capture needs (`keep`, `name`) empty for a callable. Throws: as ss::call and GraphedCallable.
+  /// `request` may leave what only a capture needs (`keep`, `name`) empty for a callable. Throws: as ss::call and
+  /// GraphedCallable.
   void dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
 
  private:

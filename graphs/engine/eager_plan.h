@@ -11,7 +11,8 @@ namespace sidestream {
 
 class CallTable;
 
-/// What an engine knows of the groups that no graph offloads: first nothing, then their sizes, then which of them are offloaded.
+/// What an engine knows of the groups that no graph offloads: first nothing, then their sizes, then which of them are
+/// offloaded.
 /// Threads: the step's.
 class EagerPlan {
  public:

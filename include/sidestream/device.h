@@ -9,12 +9,13 @@
 
 namespace sidestream {
 
-/// The device of that name. "cuda" and "cuda:N" are GPUs. "sim" is the simulated device, which computes on the CPU: its library,
-/// libsidestream_sim, is loaded from beside this one and takes LibTorch's PrivateUse1 place; the library's autograd engine is
-/// installed with it. "auto" is the first GPU, or else sim: it then says so, and why, on one line through LibTorch's warning handler.
+/// The device of that name. "cuda" and "cuda:N" are GPUs. "sim" is the simulated device, which computes on the CPU: its
+/// library, libsidestream_sim, is loaded from beside this one and takes LibTorch's PrivateUse1 place; the library's autograd
+/// engine is installed with it. "auto" is the first GPU, or else sim: it then says so, and why, on one line through
+/// LibTorch's warning handler.
 /// Threads: any.
-/// Throws: UsageError for another name, or where the simulator's library is missing; DeviceError for cuda without a usable driver
-/// or device, and for auto where a driver is there that does not work. Both name the remedy.
+/// Throws: UsageError for another name, or where the simulator's library is missing; DeviceError for cuda without a usable
+/// driver or device, and for auto where a driver is there that does not work. Both name the remedy.
 [[nodiscard]] SIDESTREAM_API c10::Device find_device(const std::string& name);
 
 /// What `sidestream info` shows of a device.

@@ -64,8 +64,8 @@ struct Journal {
 
 /// The journal as the content of a file; docs/journal.md says how it is laid out.
 [[nodiscard]] SIDESTREAM_API std::string journal_bytes(const Journal& journal);
-/// Reads such a file. Throws: UsageError, with the remedy, for a file that cannot be read, is no journal, is of a newer version,
-/// is truncated or damaged, or (with its size) would not fit into this machine's memory.
+/// Reads such a file. Throws: UsageError, with the remedy, for a file that cannot be read, is no journal, is of a newer
+/// version, is truncated or damaged, or (with its size) would not fit into this machine's memory.
 [[nodiscard]] SIDESTREAM_API Journal read_journal(const std::string& path);
 /// The same of such a file's content; `source` names it in errors.
 [[nodiscard]] SIDESTREAM_API Journal parse_journal(std::string_view content, const std::string& source);

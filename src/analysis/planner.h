@@ -41,9 +41,9 @@ struct Plan {
   std::vector<std::string> notes;  ///< for the report: storages held back, groups over the cap or not pinned
 };
 
-/// Decides which storages leave. A storage leaves only when every saver's group is selected and none is needed immediately; groups are
-/// taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage rounded up to
-/// `alignment` bytes. Pure; linear in the profile.
+/// Decides which storages leave. A storage leaves only when every saver's group is selected and none is needed immediately;
+/// groups are taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage
+/// rounded up to `alignment` bytes. Pure; linear in the profile.
 [[nodiscard]] Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t alignment);
 
 /// Takes back that storages of `group` leave: the system would not pin memory for them, though the cap has room. `why` is what

@@ -89,8 +89,8 @@ class HostArena {
   /// earlier plans. Capture: illegal. Throws: UsageError after `seal`; DeviceError when pinning fails (nothing is kept).
   std::vector<bool> plan(std::span<const std::size_t> sizes);
   /// Pins what is missing so that leases of all these sizes can live at once, beside those that live now, and seals: the
-  /// planning of a later pass over a sealed arena. Capture: illegal. Throws: DeviceError when pinning fails: nothing is added and
-  /// the arena is sealed.
+  /// planning of a later pass over a sealed arena. Capture: illegal. Throws: DeviceError when pinning fails: nothing is added
+  /// and the arena is sealed.
   void prepare(std::span<const std::size_t> sizes);
   /// Bytes that `prepare` may still serve: what the cap leaves, and what is pinned but not leased.
   [[nodiscard]] std::size_t available() const noexcept;

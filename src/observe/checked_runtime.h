@@ -20,10 +20,10 @@ namespace sidestream {
 /// Decorates a runtime: passes every call on, writes it into a journal, and looks for accesses that nothing orders.
 ///
 /// Operators are told by `observe`, from an OperatorObserverGuard; where work is issued, by Site; streams and events that a
-/// model or autograd uses, by ExternalSynchronisation. What the host waits for counts on the thread that began the step and on those whose
-/// operators are observed: other threads have an order of their own. The journal grows until `stop`: about 100 bytes an
-/// operation. What it does not see: kernels' own temporaries, and host code that touches pinned memory without an operator.
-/// Handles are the inner runtime's. Threads: as Runtime; one lock.
+/// model or autograd uses, by ExternalSynchronisation. What the host waits for counts on the thread that began the step and
+/// on those whose operators are observed: other threads have an order of their own. The journal grows until `stop`: about 100
+/// bytes an operation. What it does not see: kernels' own temporaries, and host code that touches pinned memory without an
+/// operator. Handles are the inner runtime's. Threads: as Runtime; one lock.
 class CheckedRuntime final : public ForwardingRuntime {
  public:
   explicit CheckedRuntime(std::shared_ptr<Runtime> inner);

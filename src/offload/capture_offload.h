@@ -13,8 +13,8 @@ namespace sidestream {
 /// The storages of one captured forward that leave the device; the graph owns them (and with them the host leases) for life.
 using OffloadedStorages = std::vector<std::shared_ptr<SavedStorage>>;
 
-/// Offloads and reloads groups inside captures: each group's D2H forks off the capture stream at its scope's end, the H2D of an earlier
-/// layer's groups forks in at the start of a backward capture; both are joined before their capture ends.
+/// Offloads and reloads groups inside captures: each group's D2H forks off the capture stream at its scope's end, the H2D of
+/// an earlier layer's groups forks in at the start of a backward capture; both are joined before their capture ends.
 ///
 /// Nothing waits for an event here but the forks and joins: what a copy needs from another graph is ordered by how graphs are
 /// launched (see Note [Graph choreography] in graphs/replay/chain.cpp).

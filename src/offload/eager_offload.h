@@ -13,8 +13,8 @@
 
 namespace sidestream {
 
-/// Offloads and reloads groups of eager steps: to the host when their scope ends, on a copy stream of its own; back in reverse order, one
-/// group ahead, on another.
+/// Offloads and reloads groups of eager steps: to the host when their scope ends, on a copy stream of its own; back in
+/// reverse order, one group ahead, on another.
 ///
 /// Ordering: see Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
 /// Threads: see StorageMover; one mutex, never held while user code runs.

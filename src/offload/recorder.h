@@ -46,7 +46,8 @@ using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<std::vector
 /// Takes what autograd saves during one forward pass (a step's, or one capture's), sorts it into groups by scope, and hands
 /// out the handles. One storage is one SavedStorage, however many tensors and groups save it.
 ///
-/// With a planned pass, storages are offloaded where the plan says so; where the pass no longer matches it, they stay and are counted.
+/// With a planned pass, storages are offloaded where the plan says so; where the pass no longer matches it, they stay and are
+/// counted.
 /// Threads: the forward's; handles may be used and die on any thread, also after this object.
 class Recorder final : public SavedTensorSource {
  public:

@@ -8,8 +8,8 @@
 
 namespace sidestream {
 
-/// Offloads nothing: the sizing pass, warm-up. Sees which group backward needs immediately: the last selected one that ended before it
-/// asks for a storage.
+/// Offloads nothing: the sizing pass, warm-up. Sees which group backward needs immediately: the last selected one that ended
+/// before it asks for a storage.
 class SizingMover final : public StorageMover {
  public:
   /// `backward_begins` is called once, when backward asks for the first storage.

@@ -45,7 +45,8 @@ struct Device::State {
   [[nodiscard]] Capture* capture_of_thread(std::thread::id thread) const noexcept;
   /// Throws CaptureError, and invalidates the capture, when the calling thread captures.
   void refuse_in_capture(const char* what);
-  /// Throws CaptureError when the stream's capture was invalidated, or when the calling thread captures and this is the default stream.
+  /// Throws CaptureError when the stream's capture was invalidated, or when the calling thread captures and this is the
+  /// default stream.
   void check_issue(c10::StreamId id, StreamState& stream, const char* what);
   [[noreturn]] void invalidate(Capture& capture, const std::string& reason);
   /// The host has seen all of `done`: in a recording, whatever is issued from now on, on any stream, is ordered after it.
