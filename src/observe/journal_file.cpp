@@ -102,7 +102,7 @@ class Reader {
   }
   [[nodiscard]] bool empty() const noexcept { return bytes_.empty(); }
   [[noreturn]] void refuse(const std::string& what) const {
-    throw UsageError("journal '" + path_ + "' " + what + "; write it anew (sidestream train --journal FILE)");
+    throw UsageError("journal '" + path_ + "' " + what + "; write it anew (journal_bytes)");
   }
 
  private:

@@ -24,6 +24,7 @@ MAY_INCLUDE = {
     "cli": {"examples"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+FLAG_IN_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*?(?<![\w-])(--[a-z][a-z-]*|sidestream (?:train|check|info))')
 SLOW_HEADERS = {"torch/torch.h", "ATen/ATen.h", "torch/all.h", "torch/extension.h"}
 
 
@@ -124,6 +125,12 @@ class Repository:
                 if ".." in include.split("/"):
                     yield f"{path} includes {include}: name it from its root, so that these checks see it"
 
+    def flags_in_texts(self):
+        for path, text in self.texts.items():
+            if room_of(path) not in (None, "cli", "examples"):
+                for found in FLAG_IN_TEXT.findall(text):
+                    yield f"{path} advises {found}: a library's caller has no command line; name the call to make"
+
     def unguarded(self):
         for path, text in self.texts.items():
             if path.suffix == ".h" and not text.startswith("#pragma once\n"):
@@ -175,6 +182,7 @@ def main(root):
                                        if not path.startswith("src/base/")])
     tap.case("nothing includes LibTorch's slow headers", list(repository.slow_headers()))
     tap.case("no include climbs out of its folder", list(repository.climbing()))
+    tap.case("no text of the library names a flag of the program", list(repository.flags_in_texts()))
     tap.case("docs/design.md lists the folders that there are", tree_problems(root))
     tap.case("headers begin with #pragma once", list(repository.unguarded()))
     tap.finish()

@@ -16,8 +16,16 @@
 namespace sidestream::cli {
 namespace {
 
+Journal journal_of(const std::filesystem::path& path) {
+  try {
+    return read_journal(path.string());
+  } catch (const UsageError& error) {
+    throw UsageError(std::string(error.what()) + " (sidestream train --check-steps 10 --journal FILE writes one)");
+  }
+}
+
 int check_journal(const std::filesystem::path& path) {
-  const Journal journal = read_journal(path.string());
+  const Journal journal = journal_of(path);
   const std::vector<std::string> findings = check_order(journal);
   for (const std::string& finding : findings) {
     std::fputs(fmt::format("not ordered: {}\n", finding).c_str(), stdout);

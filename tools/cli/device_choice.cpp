@@ -5,6 +5,7 @@
 #include <ATen/Context.h>
 
 #include "sidestream/device.h"
+#include "sidestream/error.h"
 #include "sidestream/testing/simulator.h"
 
 namespace sidestream::cli {
@@ -17,11 +18,23 @@ void switch_on_deterministic_algorithms() {
   at::globalContext().setDeterministicFillUninitializedMemory(false);
 }
 
+/// The device of that name; what the library says against it ends with this program's remedy.
+c10::Device named_device(const std::string& name) {
+  const auto with_advice = [](const Error& error) { return std::string(error.what()) + " (here: --device sim)"; };
+  try {
+    return find_device(name);
+  } catch (const UsageError& error) {
+    throw UsageError(with_advice(error));
+  } catch (const DeviceError& error) {
+    throw DeviceError(with_advice(error), error.status());
+  }
+}
+
 }  // namespace
 
 ChosenDevice choose_device(const TrainingOptions& options) {
   const bool ordered = !options.schedule.empty();
-  const c10::Device device = find_device(options.device == "auto" && ordered ? "sim" : options.device);
+  const c10::Device device = named_device(options.device == "auto" && ordered ? "sim" : options.device);
   if (ordered) {
     set_schedule(device, Schedule::parse(options.schedule));
   }
