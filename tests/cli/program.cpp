@@ -1,5 +1,6 @@
 #include "tests/cli/program.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -9,6 +10,7 @@
 #include <thread>
 
 #include <fcntl.h>
+#include <gtest/gtest.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -38,15 +40,20 @@ std::string whole_file(int descriptor) {
 
 }  // namespace
 
-Program::Program(const std::vector<std::string>& arguments) {
+Program::Program(const std::vector<std::string>& arguments, const std::string& before) {
   const char* path = std::getenv("SIDESTREAM_PROGRAM");
   int pipe_ends[2];
   if (path == nullptr || pipe2(pipe_ends, O_CLOEXEC) != 0) {
     throw std::runtime_error("SIDESTREAM_PROGRAM is not set, or no pipe");
   }
-  std::vector<char*> argv{const_cast<char*>(path)};
-  for (const std::string& argument : arguments) {
-    argv.push_back(const_cast<char*>(argument.c_str()));
+  std::vector<std::string> words{path};
+  if (!before.empty()) {
+    words = {"/bin/sh", "-c", before + "; exec \"$0\" \"$@\"", path};
+  }
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  std::vector<char*> argv;
+  for (std::string& word : words) {
+    argv.push_back(word.data());
   }
   argv.push_back(nullptr);
   out_ = pipe_ends[0];
@@ -55,7 +62,7 @@ Program::Program(const std::vector<std::string>& arguments) {
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, pipe_ends[1], STDOUT_FILENO);
   posix_spawn_file_actions_adddup2(&actions, err_, STDERR_FILENO);
-  const int failed = posix_spawn(&pid_, path, &actions, nullptr, argv.data(), environ);
+  const int failed = posix_spawn(&pid_, argv[0], &actions, nullptr, argv.data(), environ);
   posix_spawn_file_actions_destroy(&actions);
   close(pipe_ends[1]);
   if (failed != 0) {
@@ -93,29 +100,39 @@ bool Program::wait_for(const std::string& text) {
   return true;
 }
 
-void Program::interrupt() { kill(pid_, SIGINT); }
+void Program::signal(int number) const { kill(pid_, number); }
 
-bool Program::wait_until_interrupts_are_caught(bool caught) const {
-  const std::string path = "/proc/" + std::to_string(pid_) + "/status";
-  for (;;) {
-    std::ifstream status(path);
-    bool alive = false;
-    for (std::string line; std::getline(status, line);) {
-      if (line.rfind("State:\tZ", 0) == 0) {
-        return false;
-      }
-      if (line.rfind("SigCgt:", 0) == 0) {
-        alive = true;
-        if (((std::stoull(line.substr(7), nullptr, 16) >> (SIGINT - 1)) & 1U) == (caught ? 1U : 0U)) {
-          return true;
-        }
-      }
+std::string Program::status(const std::string& name) const {
+  std::ifstream lines("/proc/" + std::to_string(pid_) + "/status");
+  for (std::string line; std::getline(lines, line);) {
+    if (line.rfind("State:\tZ", 0) == 0) {
+      return {};
     }
-    if (!alive) {
+    if (line.rfind(name, 0) == 0) {
+      return line.substr(name.size());
+    }
+  }
+  return {};
+}
+
+bool Program::wait_until_interrupts_are_caught() const {
+  for (std::string caught; !(caught = status("SigCgt:")).empty();) {
+    if (((std::stoull(caught, nullptr, 16) >> (SIGINT - 1)) & 1U) != 0) {
+      return true;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return false;
+}
+
+bool Program::wait_for_error(const std::string& text) const {
+  while (whole_file(err_).find(text) == std::string::npos) {
+    if (status("State:").empty()) {
       return false;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  return true;
 }
 
 ProgramResult Program::finish() {
@@ -132,6 +149,25 @@ ProgramResult Program::finish() {
   return result;
 }
 
-ProgramResult run_program(const std::vector<std::string>& arguments) { return Program(arguments).finish(); }
+ProgramResult run_program(const std::vector<std::string>& arguments, const std::string& before) {
+  return Program(arguments, before).finish();
+}
+
+std::vector<std::string> tiny_training(const std::vector<std::string>& more) {
+  std::vector<std::string> arguments{"train", "--device", "sim", "--layers",   "4", "--hidden",
+                                     "32",    "--heads",  "2",   "--kv-heads", "1", "--ffn",
+                                     "48",    "--seq",    "32",  "--batch",    "2"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+
+void expect_refusal(const std::vector<std::string>& arguments, int code, const std::string& part,
+                    const std::string& before) {
+  const ProgramResult result = run_program(arguments, before);
+  EXPECT_EQ(result.code, code) << result.signal << result.out << result.err;
+  EXPECT_EQ(result.err.rfind("sidestream: ", 0), 0U) << result.err;
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  EXPECT_NE(result.err.find(part), std::string::npos) << result.err;
+}
 
 }  // namespace sidestream::cli

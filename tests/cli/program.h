@@ -15,8 +15,9 @@ struct ProgramResult {
 /// The program under test as a process of its own, its output captured.
 class Program {
  public:
-  /// Starts it. The path is in the environment variable SIDESTREAM_PROGRAM.
-  explicit Program(const std::vector<std::string>& arguments);
+  /// Starts it. The path is in the environment variable SIDESTREAM_PROGRAM. `before`, if any, is run by a shell that then becomes the
+  /// program: "ulimit -v 3000000".
+  explicit Program(const std::vector<std::string>& arguments, const std::string& before = {});
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
   /// Kills it if it still runs.
@@ -24,14 +25,18 @@ class Program {
 
   /// Reads stdout until `text` was seen; false when the program closed it before.
   bool wait_for(const std::string& text);
-  void interrupt();
-  /// Waits until it has a handler for interrupts, or has none any more; false when it ended before.
-  bool wait_until_interrupts_are_caught(bool caught) const;
+  /// The same of stderr.
+  [[nodiscard]] bool wait_for_error(const std::string& text) const;
+  void signal(int number) const;
+  /// Waits until it has a handler for interrupts; false when it ended before.
+  [[nodiscard]] bool wait_until_interrupts_are_caught() const;
   /// Waits for its end.
   ProgramResult finish();
 
  private:
   bool read_some();
+  /// Its line of /proc/PID/status that begins with `name`; empty when it ended.
+  [[nodiscard]] std::string status(const std::string& name) const;
 
   int pid_ = -1;
   int out_ = -1;
@@ -40,6 +45,13 @@ class Program {
 };
 
 /// Runs it to its end.
-[[nodiscard]] ProgramResult run_program(const std::vector<std::string>& arguments);
+[[nodiscard]] ProgramResult run_program(const std::vector<std::string>& arguments, const std::string& before = {});
+
+/// Arguments that train a small model on the simulated device, and `more`.
+[[nodiscard]] std::vector<std::string> tiny_training(const std::vector<std::string>& more);
+
+/// The program ends with `code` and one line on stderr, its own, that holds `part`.
+void expect_refusal(const std::vector<std::string>& arguments, int code, const std::string& part,
+                    const std::string& before = {});
 
 }  // namespace sidestream::cli

@@ -30,8 +30,10 @@ constexpr const char* kFooter = R"(Examples:
       Runs two recorded steps in a thousand orders that streams and events allow, and compares the bytes of the gradients.
   sidestream info
 
-Ctrl-C ends a run after the step that is running, with the table and the report of the steps done; a second Ctrl-C ends it at once.
-Exit codes: 0 done, 1 failure (also gradients that differ, accesses that nothing orders), 2 wrong usage, 130 ended by Ctrl-C.)";
+Ctrl-C, SIGTERM and SIGHUP end a run after the step that is running, with the table, the report and the journal of the steps
+done. A second Ctrl-C or SIGTERM ends it at once, and leaves no file that is not whole.
+Exit codes: 0 done; 1 failure, also gradients that differ, accesses that nothing orders; 2 wrong usage; 130, 143 or
+129 ended by Ctrl-C, SIGTERM or SIGHUP.)";
 
 constexpr const char* kCheckFooter = R"(Examples:
   sidestream check steps.journal
@@ -41,7 +43,8 @@ constexpr const char* kCheckFooter = R"(Examples:
 
 Schedules run on the sim device: early, late, d2h-early, d2h-late, each stream starved (starve:N), each piece of work held
 back (hold:N; pairs that nothing orders first), and as many seeds (seed:N) as it takes.
-Exit codes: 0 every order gives the same bytes, 1 one does not or accesses are not ordered, 2 wrong usage, 130 ended by Ctrl-C.)";
+Exit codes: 0 every order gives the same bytes, 1 one does not or accesses are not ordered, 2 wrong usage, 130, 143 or 129 ended
+by Ctrl-C, SIGTERM or SIGHUP.)";
 
 /// One line: a user can act on what happened, not on a stack of LibTorch's frames.
 int complain(std::string_view what, int code) {

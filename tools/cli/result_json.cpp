@@ -1,6 +1,7 @@
 #include <nlohmann/json.hpp>
 
 #include "sidestream/version.h"
+#include "tools/cli/interrupt.h"
 #include "tools/cli/training_result.h"
 
 namespace sidestream::cli {
@@ -78,7 +79,8 @@ std::string result_json(const TrainingResult& result) {
             {"parameters", result.parameters},
             {"mode", result.mode},
             {"steps_done", result.steps_done},
-            {"interrupted", result.interrupted},
+            {"interrupted", result.signal != 0},
+            {"ended_by", result.signal != 0 ? signal_words(result.signal) : ""},
             {"train_loss", {{"first", result.train.first}, {"last", result.train.last}}},
             {"held_out_loss", {{"first", result.held_out.first}, {"last", result.held_out.last}}},
             {"modes", Json::array()}};

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include "tools/cli/interrupt.h"
 #include "tools/cli/training_result.h"
 
 namespace sidestream::cli {
@@ -140,7 +141,7 @@ std::string result_table(const TrainingResult& result) {
   std::string out;
   out += fmt::format("\n  {} of {} steps of {} bytes on {}, {}{}\n\n", grouped(result.steps_done),
                      grouped(options.steps), grouped(options.tokens_per_step()), result.device_name, result.mode,
-                     result.interrupted ? " (ended by Ctrl-C)" : "");
+                     result.signal != 0 ? fmt::format(" (ended by {})", signal_words(result.signal)) : std::string());
   append_row(out, "loss, nats a byte", {"first", "last"});
   append_row(out, "  train", {fmt::format("{:.4f}", result.train.first), fmt::format("{:.4f}", result.train.last)});
   append_row(out, "  held out",

@@ -76,7 +76,7 @@ int run_many(ScheduleCheck& check, std::int64_t schedules, const InterruptGuard&
   if (found.diverged > 0) {
     return kFailure;
   }
-  return found.tried() < schedules ? kInterrupted : kSuccess;
+  return found.tried() < schedules ? kSignalled + interrupt.signal() : kSuccess;
 }
 
 }  // namespace

@@ -137,7 +137,7 @@ class Training {
       journal_->commit(journal_bytes(main.journal()));
     }
     result_.held_out.last = main.held_out_loss();
-    result_.interrupted = interrupt.requested();
+    result_.signal = interrupt.signal();
   }
 
  private:
@@ -193,7 +193,7 @@ void measure_modes(const TrainingOptions& options, c10::Device device, const Tex
       result.modes.push_back(measurement.finish(run));
     }
   }
-  result.interrupted = interrupt.requested();
+  result.signal = interrupt.signal();
 }
 
 }  // namespace
@@ -245,7 +245,7 @@ int train(const TrainingOptions& options) {
   if (!result.order.findings.empty()) {
     throw Error(fmt::format("{} accesses are not ordered (see the table)", result.order.findings.size()));
   }
-  return result.interrupted ? kInterrupted : kSuccess;
+  return result.signal != 0 ? kSignalled + result.signal : kSuccess;
 }
 
 }  // namespace sidestream::cli

@@ -7,7 +7,7 @@ namespace sidestream::cli {
 inline constexpr int kSuccess = 0;
 inline constexpr int kFailure = 1;
 inline constexpr int kUsage = 2;
-inline constexpr int kInterrupted = 130;
+inline constexpr int kSignalled = 128;  ///< and the signal's number: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP
 
 /// `sidestream train`: progress and the closing table on stdout. Returns the exit code.
 /// Throws: UsageError for what the command line asks wrongly, Error and LibTorch's errors for what fails later.

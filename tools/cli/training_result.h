@@ -54,7 +54,7 @@ struct TrainingResult {
 
   std::string mode;  ///< name of the mode that trained
   std::int64_t steps_done = 0;
-  bool interrupted = false;
+  int signal = 0;  ///< that ended the run early; 0: none
   LossPair train;
   LossPair held_out;
   std::vector<ModeResult> modes;
