@@ -2,7 +2,6 @@
 #include <filesystem>
 
 #include <gtest/gtest.h>
-#include <sys/stat.h>
 #include <nlohmann/json.hpp>
 
 #include "tests/cli/program.h"
@@ -23,6 +22,36 @@ TEST(ProgramFiles, UnwritableReportIsRefusedBeforeTraining) {
   const ProgramResult result = run_program(tiny_training({"--report", (folder.path() / "absent" / "r.json").string()}));
   EXPECT_EQ(result.code, 2);
   EXPECT_EQ(result.out.find("step"), std::string::npos) << result.out;
+}
+
+TEST(ProgramFiles, ReportAndJournalNeedTwoFiles) {
+  const ScratchFolder folder;
+  const std::string same = (folder.path() / "same").string();
+  expect_refusal(tiny_training({"--report", same, "--journal", same, "--check-steps", "2"}), 2, "each its own file");
+}
+
+TEST(ProgramFiles, AFullDiskEndsTheRunWithItsTableAndTheOtherFile) {
+  const ScratchFolder folder;
+  const auto report = folder.path() / "report.json";
+  // The report has a few KB, the journal of a checked step far more.
+  const ProgramResult result =
+      run_program(tiny_training({"--steps", "3", "--check-steps", "3", "--report", report.string(), "--journal",
+                                 (folder.path() / "journal").string()}),
+                  "ulimit -f 40");
+  EXPECT_EQ(result.code, 1) << result.signal << result.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "3 of 3 steps", result.out);
+  EXPECT_EQ(result.err.rfind("sidestream: --journal '", 0), 0U) << result.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "cannot be written: File too large\n", result.err);
+  EXPECT_EQ(nlohmann::json::parse(ScratchFolder::read(report))["steps_done"], 3);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1) << "nothing half written is left";
+}
+
+TEST(ProgramFiles, AReportGoesIntoThePipeThatIsNamed) {
+  const ScratchFolder folder;
+  const ProgramResult result = run_program(tiny_training({"--steps", "2", "--report", "/dev/stdout"}));
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "\"steps_done\": 2", result.out);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "2 of 2 steps", result.out);
 }
 
 }  // namespace

@@ -30,9 +30,11 @@ constexpr const char* kFooter = R"(Examples:
       Runs two recorded steps in a thousand orders that streams and events allow, and compares the bytes of the gradients.
   sidestream info
 
+--report and --journal write a file whole or not at all. A symbolic link stays, and the file that it leads to is written. A
+pipe, a terminal or /dev/null is written into, never replaced.
 Ctrl-C, SIGTERM and SIGHUP end a run after the step that is running, with the table, the report and the journal of the steps
 done. A second Ctrl-C or SIGTERM ends it at once, and leaves no file that is not whole.
-Exit codes: 0 done; 1 failure, also gradients that differ, accesses that nothing orders; 2 wrong usage; 130, 143 or
+Exit codes: 0 done; 1 failure, also gradients that differ, accesses that nothing orders, a full disk; 2 wrong usage; 130, 143 or
 129 ended by Ctrl-C, SIGTERM or SIGHUP.)";
 
 constexpr const char* kCheckFooter = R"(Examples:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <exception>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -89,14 +90,23 @@ class Measurement {
   std::vector<double> seconds_;
 };
 
+/// Puts `text` in its place. What goes wrong waits in `error`, if that is empty yet: the rest is still to be said and written.
+void commit(ReportFile& file, const std::string& text, std::exception_ptr& error) {
+  try {
+    file.commit(text);
+  } catch (const Error&) {
+    error = error == nullptr ? std::current_exception() : error;
+  }
+}
+
 /// The steps themselves. With --compare a second run takes the same steps in plain eager mode.
 class Training {
  public:
   Training(const TrainingOptions& options, c10::Device device, const TextCorpus& corpus, TrainingMode mode,
-           TrainingResult& result, ReportFile* journal)
-      : options_(options), device_(device), corpus_(corpus), mode_(mode), result_(result), journal_(journal) {}
+           TrainingResult& result)
+      : options_(options), device_(device), corpus_(corpus), mode_(mode), result_(result) {}
 
-  void run(const InterruptGuard& interrupt) {
+  void run(const InterruptGuard& interrupt, ReportFile* journal, std::exception_ptr& unwritten) {
     TrainingRun main(options_, device_, mode_, corpus_);
     result_.parameters = main.parameter_count();
     print(fmt::format("model: {} parameters, {}, {} layers\n", result_.parameters, options_.dtype,
@@ -133,8 +143,8 @@ class Training {
       result_.parameters_equal = equal_parameters(main, *plain);
     }
     result_.order = main.order_numbers();
-    if (journal_ != nullptr) {
-      journal_->commit(journal_bytes(main.journal()));
+    if (journal != nullptr) {
+      commit(*journal, journal_bytes(main.journal()), unwritten);
     }
     result_.held_out.last = main.held_out_loss();
     result_.signal = interrupt.signal();
@@ -156,7 +166,6 @@ class Training {
   const TextCorpus& corpus_;
   TrainingMode mode_;
   TrainingResult& result_;
-  ReportFile* journal_;  ///< null: none
 };
 
 /// The modes that the closing table sets side by side.
@@ -226,17 +235,22 @@ int train(const TrainingOptions& options) {
                     corpus.bytes(), corpus.source(), result.byte_entropy, device.name));
 
   const InterruptGuard interrupt;
-  Training(options, device.device, corpus, mode, result, journal ? &*journal : nullptr).run(interrupt);
+  std::exception_ptr unwritten;
+  Training(options, device.device, corpus, mode, result).run(interrupt, journal ? &*journal : nullptr, unwritten);
   if (options.compare) {
     measure_modes(options, device.device, corpus, mode, interrupt, result);
   }
   print(result_table(result));
   if (report) {
-    report->commit(result_json(result));
-    print(fmt::format("\n  report: {}\n", report->path().string()));
+    commit(*report, result_json(result), unwritten);
   }
-  if (journal) {
-    print(fmt::format("\n  journal: {}\n", journal->path().string()));
+  if (unwritten != nullptr) {
+    std::rethrow_exception(unwritten);
+  }
+  for (const std::optional<ReportFile>* file : {&report, &journal}) {
+    if (*file) {
+      print(fmt::format("\n  {}: {}\n", file == &report ? "report" : "journal", (*file)->path().string()));
+    }
   }
   if (result.comparison && !result.comparison->within_bound()) {
     throw Error(

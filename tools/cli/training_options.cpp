@@ -119,6 +119,10 @@ void validate(const TrainingOptions& options) {
   if (options.check_steps < 0) {
     throw UsageError(fmt::format("--check-steps is {}; it must be 0 (off) or more", options.check_steps));
   }
+  if (!options.journal.empty() && options.journal == options.report) {
+    throw UsageError(
+        fmt::format("--report and --journal are both '{}'; give each its own file", options.report.string()));
+  }
   if (!options.journal.empty() && options.check_steps == 0) {
     throw UsageError("--journal without --check-steps: say how many steps to write, for example --check-steps 10");
   }
