@@ -2,6 +2,7 @@
 #include <filesystem>
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <nlohmann/json.hpp>
 
 #include "tests/cli/program.h"
@@ -15,6 +16,24 @@ TEST(ProgramFiles, TextsThatCannotBeTrainedOnAreRefused) {
   expect_refusal({"train", "--text", (folder.path() / "absent").string()}, 2, "No such file");
   expect_refusal({"train", "--text", folder.write("empty", "").string()}, 2, "is empty");
   expect_refusal({"train", "--text", folder.write("short", "too short").string()}, 2, "9 bytes");
+}
+
+TEST(ProgramFiles, TextsThatNeedNotEndAreRefusedInLittleMemory) {
+  const ScratchFolder folder;
+  const auto pipe = folder.path() / "pipe";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  const auto large = folder.write("large", "text");
+  std::filesystem::resize_file(large, std::uintmax_t{1} << 42);  // sparse
+  // So much memory that the program starts, and no more than a text may have. AddressSanitizer needs addresses without end.
+#if defined(__SANITIZE_ADDRESS__)
+  const std::string limit;
+#else
+  const std::string limit = "ulimit -v 6000000";
+#endif
+  expect_refusal({"train", "--text", "/dev/zero"}, 2, "is a device or a pipe", limit);
+  expect_refusal({"train", "--text", pipe.string()}, 2, "is a device or a pipe", limit);
+  expect_refusal({"train", "--text", large.string()}, 2, "more than 1073741824 bytes", limit);
+  expect_refusal({"check", "--schedules", "5", "--text", "/dev/zero"}, 2, "is a device or a pipe", limit);
 }
 
 TEST(ProgramFiles, UnwritableReportIsRefusedBeforeTraining) {

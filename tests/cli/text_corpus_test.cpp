@@ -4,6 +4,7 @@
 #include <string>
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include "sidestream/error.h"
 #include "tests/cli/scratch_folder.h"
@@ -75,6 +76,30 @@ TEST(TextCorpus, RefusesAbsentEmptyAndFolder) {
   const std::string is_folder = message_of([&] { (void)TextCorpus::read({folder.path()}, ""); });
   EXPECT_NE(is_folder.find("is a folder"), std::string::npos) << is_folder;
   EXPECT_FALSE(message_of([&] { (void)TextCorpus::read({}, ""); }).empty());
+}
+
+TEST(TextCorpus, RefusesWhatIsNoRegularFile) {
+  const ScratchFolder folder;
+  const auto pipe = folder.path() / "pipe";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  std::filesystem::create_symlink("/dev/zero", folder.path() / "link");
+  for (const auto& path : {pipe, folder.path() / "link", std::filesystem::path("/dev/zero")}) {
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "is a device or a pipe",
+                        message_of([&] { (void)TextCorpus::read({path}, ""); }));
+  }
+}
+
+TEST(TextCorpus, ReadsNoMoreBytesThanItMay) {
+  const ScratchFolder folder;
+  const auto file = folder.write("file", std::string(1000, 'a'));
+  EXPECT_EQ(TextCorpus::read({file, file}, "", 2000).bytes(), 2000U);
+  const std::string more = message_of([&] { (void)TextCorpus::read({file, file}, "", 1999); });
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "more than 1999 bytes", more);
+  // A file that says it is empty and is not.
+  const auto size = TextCorpus::read({"/proc/cpuinfo"}, "").bytes();
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "more than 100 bytes",
+                      message_of([&] { (void)TextCorpus::read({"/proc/cpuinfo"}, "", 100); }));
+  EXPECT_GT(size, 100U);
 }
 
 TEST(TextCorpus, TooShortTextNamesTheBytesThatAreEnough) {

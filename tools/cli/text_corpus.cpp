@@ -5,14 +5,15 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <utility>
 
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "sidestream/error.h"
 
@@ -22,27 +23,74 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kLicenceFolder = "/usr/share/common-licenses";
+constexpr std::size_t kReadBytes = std::size_t{1} << 20;
 constexpr const char* kRemedy = "--text FILE... takes any text";
 
-std::vector<std::uint8_t> read_bytes(const fs::path& path) {
-  std::error_code error;
-  const fs::file_status status = fs::status(path, error);
-  if (fs::is_directory(status)) {
-    throw UsageError(fmt::format("text '{}' is a folder; name the files in it", path.string()));
+/// A regular file, open for reading.
+class TextFile {
+ public:
+  explicit TextFile(const fs::path& path)
+      // Without O_NONBLOCK a pipe would wait here for a writer.
+      : descriptor_(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
+    struct stat status {};
+    if (descriptor_ < 0 || fstat(descriptor_, &status) != 0) {
+      throw UsageError(fmt::format("text '{}' cannot be read: {}", path.string(), std::strerror(errno)));
+    }
+    if (!S_ISREG(status.st_mode)) {
+      close(descriptor_);
+      throw UsageError(
+          S_ISDIR(status.st_mode)
+              ? fmt::format("text '{}' is a folder; name the files in it", path.string())
+              : fmt::format("text '{}' is a device or a pipe, which need not end; write what comes from it "
+                            "to a file and name that",
+                            path.string()));
+    }
+    bytes_ = static_cast<std::size_t>(status.st_size);
   }
-  errno = 0;
-  std::ifstream in(path, std::ios::binary);
-  if (!in) {
-    throw UsageError(fmt::format("text '{}' cannot be read: {}", path.string(), std::strerror(errno)));
+  TextFile(const TextFile&) = delete;
+  TextFile& operator=(const TextFile&) = delete;
+  ~TextFile() { close(descriptor_); }
+
+  /// What the file system says; a file may have more when it grows, or is one of /proc.
+  [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
+  [[nodiscard]] ssize_t read(std::span<std::uint8_t> buffer) const {
+    ssize_t count = 0;
+    do {
+      count = ::read(descriptor_, buffer.data(), buffer.size());
+    } while (count < 0 && errno == EINTR);
+    return count;
   }
-  std::vector<std::uint8_t> bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-  if (in.bad()) {
-    throw UsageError(fmt::format("text '{}' cannot be read to its end: {}", path.string(), std::strerror(errno)));
+
+ private:
+  int descriptor_;
+  std::size_t bytes_ = 0;
+};
+
+/// Appends the file to `bytes`, which must stay within `most`.
+void append(std::vector<std::uint8_t>& bytes, const fs::path& path, std::size_t most) {
+  const TextFile file(path);
+  const auto require_room = [&](std::size_t more) {
+    if (more > most - bytes.size()) {
+      throw UsageError(
+          fmt::format("with '{}' the text has more than {} bytes, which is the most that is read; give a "
+                      "part of it",
+                      path.string(), most));
+    }
+  };
+  require_room(file.bytes());
+  const std::size_t before = bytes.size();
+  bytes.reserve(before + file.bytes());
+  std::vector<std::uint8_t> buffer(kReadBytes);
+  for (ssize_t count = 0; (count = file.read(buffer)) != 0;) {
+    if (count < 0) {
+      throw UsageError(fmt::format("text '{}' cannot be read to its end: {}", path.string(), std::strerror(errno)));
+    }
+    require_room(static_cast<std::size_t>(count));
+    bytes.insert(bytes.end(), buffer.begin(), buffer.begin() + count);
   }
-  if (bytes.empty()) {
+  if (bytes.size() == before) {
     throw UsageError(fmt::format("text '{}' is empty; {}", path.string(), kRemedy));
   }
-  return bytes;
 }
 
 /// The wheel that the running LibTorch was loaded from keeps its licence in torch-VERSION.dist-info beside torch/lib.
@@ -84,14 +132,13 @@ std::vector<fs::path> regular_files(const fs::path& folder) {
   return files;
 }
 
-TextCorpus TextCorpus::read(const std::vector<fs::path>& files, std::string source) {
+TextCorpus TextCorpus::read(const std::vector<fs::path>& files, std::string source, std::size_t most) {
   if (files.empty()) {
     throw UsageError(fmt::format("no text to train on; {}", kRemedy));
   }
   TextCorpus corpus;
   for (const fs::path& file : files) {
-    const std::vector<std::uint8_t> bytes = read_bytes(file);
-    corpus.bytes_.insert(corpus.bytes_.end(), bytes.begin(), bytes.end());
+    append(corpus.bytes_, file, most);
   }
   corpus.files_ = files.size();
   corpus.source_ = std::move(source);

@@ -11,9 +11,14 @@ namespace sidestream::cli {
 /// The text that a run trains on: bytes, split into a part to train on and the last tenth, which is held out.
 class TextCorpus {
  public:
-  /// Reads `files` one after another. `source` says in words where they come from.
-  /// Throws: UsageError when a file cannot be read, is empty, or no file is given.
-  [[nodiscard]] static TextCorpus read(const std::vector<std::filesystem::path>& files, std::string source);
+  /// So many bytes are read at most, of all files together.
+  static constexpr std::size_t kMostBytes = std::size_t{1} << 30;
+
+  /// Reads `files` one after another, `most` bytes at most. `source` says in words where they come from.
+  /// Throws: UsageError when a file cannot be read, is empty or no regular file, when there are more bytes than `most`, or no
+  /// file is given.
+  [[nodiscard]] static TextCorpus read(const std::vector<std::filesystem::path>& files, std::string source,
+                                       std::size_t most = kMostBytes);
   /// The texts of /usr/share/common-licenses, else the licence text that comes with the LibTorch wheel.
   /// Throws: UsageError when there is neither; says that --text takes any file.
   [[nodiscard]] static TextCorpus read_default();
