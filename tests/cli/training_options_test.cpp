@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 #include <CLI/App.hpp>
@@ -57,17 +58,18 @@ TEST(TrainingOptions, ScheduleIsTheSimDevicesOwn) {
 }
 
 TEST(OffloadPatterns, NamesBecomePatternsOfEveryLayer) {
-  EXPECT_TRUE(offload_patterns("off").empty());
-  EXPECT_EQ(offload_patterns("all"), std::vector<std::string>{"blocks.**"});
-  EXPECT_EQ(offload_patterns("qkv,core_attn"), (std::vector<std::string>{"blocks.*.qkv", "blocks.*.core_attn"}));
-  EXPECT_EQ(offload_patterns("blocks.0.fc1,**.act"), (std::vector<std::string>{"blocks.0.fc1", "**.act"}));
+  EXPECT_TRUE(offload_patterns({"off"}).empty());
+  EXPECT_EQ(offload_patterns({"all"}), std::vector<std::string>{"blocks.**"});
+  EXPECT_EQ(offload_patterns({"qkv", "core_attn"}), (std::vector<std::string>{"blocks.*.qkv", "blocks.*.core_attn"}));
+  EXPECT_EQ(offload_patterns({"blocks.0.fc1", "**.act"}), (std::vector<std::string>{"blocks.0.fc1", "**.act"}));
 }
 
 TEST(OffloadPatterns, UnknownNameListsTheScopes) {
-  for (const char* names : {"attention", "qkv,attention", "qkv,,proj", "", "qkv,"}) {
+  for (const auto& names : std::vector<std::vector<std::string>>{
+           {"attention"}, {"qkv", "attention"}, {"qkv", ""}, {""}, {}, {"all", "qkv"}, {"qkv", "off"}}) {
     try {
       (void)offload_patterns(names);
-      ADD_FAILURE() << names;
+      ADD_FAILURE() << names.size() << " names";
     } catch (const UsageError& error) {
       EXPECT_NE(std::string(error.what()).find("norm1, qkv, core_attn, proj, norm2, fc1, act, fc2"), std::string::npos)
           << error.what();
@@ -103,6 +105,27 @@ TEST(TrainingOptions, ARepeatedOptionCountsOnceAndTheLastOneWins) {
   app.parse("--steps 9 --steps 4 --compare --compare --text a --text b c");
   EXPECT_EQ(options.steps, 4);
   EXPECT_EQ(options.text.size(), 3u);
+}
+
+std::vector<std::string> parsed_offload(const std::string& line) {
+  CLI::App app;
+  TrainingOptions options;
+  declare_training_options(app, options);
+  app.parse(line);
+  return options.offload;
+}
+
+TEST(TrainingOptions, OffloadIsACommaListOfWhichTheLastCounts) {
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(parsed_offload(""), Names{"all"});
+  EXPECT_EQ(parsed_offload("--offload off"), Names{"off"});
+  EXPECT_EQ(parsed_offload("--offload qkv,core_attn,blocks.*.fc1"), (Names{"qkv", "core_attn", "blocks.*.fc1"}));
+  EXPECT_EQ(parsed_offload("--offload qkv,proj --steps 3 --offload act"), Names{"act"});
+  EXPECT_EQ(parsed_offload("--offload off --offload qkv,proj"), (Names{"qkv", "proj"}));
+  EXPECT_THROW((void)parsed_offload("--offload qkv proj"), CLI::ParseError) << "one argument, with commas";
+  EXPECT_THROW((void)parsed_offload("--offload"), CLI::ParseError);
+  EXPECT_THROW((void)parsed_offload("--offload ''"), CLI::ParseError);
+  EXPECT_THROW((void)parsed_offload("--offload ,"), CLI::ParseError);
 }
 
 }  // namespace

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include "sidestream/version.h"
@@ -22,7 +24,7 @@ Json options_json(const TrainingOptions& options) {
           {"dtype", options.dtype},
           {"steps", options.steps},
           {"seed", options.seed},
-          {"offload", options.offload},
+          {"offload", fmt::format("{}", fmt::join(options.offload, ","))},
           {"graphs", options.graphs},
           {"side_streams", options.side_streams},
           {"schedule", options.schedule},

@@ -76,8 +76,11 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
           "--offload", options.offload,
           fmt::format("What leaves the device: all, off, or a comma-separated list of scopes ({}) or name patterns",
                       fmt::join(BlockImpl::kScopes, ", ")))
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->trigger_on_parse()
       ->type_name("NAMES")
-      ->capture_default_str();
+      ->default_str("all");
   command.add_option("--graphs", options.graphs, "layer (one graph a layer and direction) or off")
       ->check(CLI::IsMember({"layer", "off"}))
       ->type_name("NAME")
@@ -140,18 +143,19 @@ void validate(const TrainingOptions& options) {
   (void)offload_patterns(options.offload);
 }
 
-std::vector<std::string> offload_patterns(const std::string& names) {
-  if (names == "off") {
+std::vector<std::string> offload_patterns(const std::vector<std::string>& names) {
+  if (names == std::vector<std::string>{"off"}) {
     return {};
   }
-  if (names == "all") {
+  if (names == std::vector<std::string>{"all"}) {
     return {"blocks.**"};
   }
+  if (names.empty()) {
+    throw UsageError(
+        fmt::format("--offload names nothing; there are {} (or: all, off)", fmt::join(BlockImpl::kScopes, ", ")));
+  }
   std::vector<std::string> patterns;
-  for (std::size_t begin = 0; begin <= names.size();) {
-    const std::size_t end = std::min(names.find(',', begin), names.size());
-    const std::string name = names.substr(begin, end - begin);
-    begin = end + 1;
+  for (const std::string& name : names) {
     if (name.find_first_of(".*") != std::string::npos) {
       patterns.push_back(name);
     } else if (std::find(BlockImpl::kScopes.begin(), BlockImpl::kScopes.end(), name) != BlockImpl::kScopes.end()) {

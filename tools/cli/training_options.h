@@ -25,7 +25,7 @@ struct TrainingOptions {
   std::string dtype = "float32";
   std::int64_t steps = 200;
   std::uint64_t seed = 1;
-  std::string offload = "all";
+  std::vector<std::string> offload{"all"};
   std::string graphs = "layer";
   std::int64_t side_streams = 2;
   std::string schedule;  ///< empty: the device's own
@@ -35,7 +35,7 @@ struct TrainingOptions {
   std::filesystem::path journal;  ///< of the checked steps; empty: none
 
   [[nodiscard]] bool graphed() const noexcept { return graphs == "layer"; }
-  [[nodiscard]] bool offloads() const noexcept { return offload != "off"; }
+  [[nodiscard]] bool offloads() const noexcept { return offload != std::vector<std::string>{"off"}; }
   [[nodiscard]] std::int64_t tokens_per_step() const noexcept { return batch * shape.seq; }
 };
 
@@ -49,7 +49,7 @@ void validate(const TrainingOptions& options);
 
 /// The name patterns that --offload stands for: "all" is everything inside the graphed layers, a bare scope name is that scope of
 /// every layer, a name with dots or wildcards is taken as it stands. Empty for "off".
-/// Throws: UsageError that lists the scopes there are, for a bare name that is none of them.
-[[nodiscard]] std::vector<std::string> offload_patterns(const std::string& names);
+/// Throws: UsageError that lists the scopes there are, for a bare name that is none of them, and for no name.
+[[nodiscard]] std::vector<std::string> offload_patterns(const std::vector<std::string>& names);
 
 }  // namespace sidestream::cli
