@@ -1,5 +1,6 @@
 #include <cstdio>
 #include <exception>
+#include <new>
 #include <string>
 #include <string_view>
 
@@ -12,6 +13,7 @@
 #include "sidestream/version.h"
 #include "tools/cli/check_command.h"
 #include "tools/cli/info_command.h"
+#include "tools/cli/startup.h"
 #include "tools/cli/train_command.h"
 
 namespace {
@@ -93,6 +95,8 @@ int main(int argc, char** argv) {
     return run(argc, argv);
   } catch (const sidestream::UsageError& error) {
     return complain(error.what(), cli::kUsage);
+  } catch (const std::bad_alloc&) {
+    return complain(cli::kNoMemory, cli::kFailure);
   } catch (const c10::Error& error) {
     return complain(error.what_without_backtrace(), cli::kFailure);
   } catch (const std::exception& error) {

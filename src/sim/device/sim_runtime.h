@@ -12,7 +12,7 @@ namespace sidestream::sim {
 /// what Device offers beyond the interface (schedule, strict mode, limits).
 class SimRuntime final : public Runtime {
  public:
-  SimRuntime() noexcept : device_(Device::get()) {}
+  SimRuntime() : device_(Device::get()) {}
 
   c10::Device device() const noexcept override;
   DeviceInfo info() const override;

@@ -1,0 +1,32 @@
+// The program where addresses are few. Below some 2.9 GB the loader itself does not bring LibTorch's CUDA libraries in: its own
+// one line, exit code 127.
+#include <algorithm>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "tests/cli/program.h"
+
+namespace sidestream::cli {
+namespace {
+
+#if !defined(__SANITIZE_ADDRESS__)  // which needs addresses without end
+TEST(ProgramMemory, TooLittleEndsWithOneLine) {
+  bool told = false;
+  for (int kilobytes = 1'000'000; kilobytes <= 8'000'000; kilobytes += 500'000) {
+    const ProgramResult result =
+        run_program(tiny_training({"--steps", "2"}), "ulimit -c 0; ulimit -v " + std::to_string(kilobytes));
+    const std::string at = std::to_string(kilobytes) + " KB: " + std::to_string(result.signal) + result.err;
+    EXPECT_EQ(result.signal, 0) << at;
+    EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "terminate called", result.err) << at;
+    if (result.code != 0) {
+      EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << at;
+    }
+    told = told || (result.code == 1 && result.err.rfind("sidestream: ", 0) == 0);
+  }
+  EXPECT_TRUE(told) << "no limit was one that the program itself met";
+}
+#endif
+
+}  // namespace
+}  // namespace sidestream::cli
