@@ -84,7 +84,8 @@ void ChainCapture::run() {
   runtime_.synchronize_device();
   {
     const StreamGuard on_capture(runtime_, capture_);
-    sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions);
+    sizings_ =
+        warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions, resources_.progress);
   }
   runtime_.synchronize_device();
   make_plan_and_pin();
@@ -95,9 +96,11 @@ void ChainCapture::run() {
     const BareLeaves bare(all_parameters());
     const StreamGuard on_capture(runtime_, capture_);
     for (const auto i : c10::irange(specs_.size())) {
+      say(ProgressPhase::capture_forward, i, i);
       naming(chain_.describe(i) + ", forward", [&] { capture_forward(i); });
     }
     for (std::size_t i = specs_.size(); i-- > 0;) {
+      say(ProgressPhase::capture_backward, specs_.size() - 1 - i, i);
       naming(chain_.describe(i) + ", backward", [&] { capture_backward(i); });
     }
   }
@@ -107,6 +110,12 @@ void ChainCapture::run() {
   resources_.exclusions->remove_static_inputs();
   runtime_.synchronize_device();
   runtime_.release_cached_memory();
+}
+
+void ChainCapture::say(ProgressPhase phase, std::size_t index, std::size_t layer) const {
+  if (resources_.progress) {
+    resources_.progress({phase, index, specs_.size(), specs_[layer].name});
+  }
 }
 
 void ChainCapture::record_caller_event() {

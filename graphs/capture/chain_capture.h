@@ -41,6 +41,8 @@ class ChainCapture {
   /// Each once, also where layers share it.
   [[nodiscard]] std::vector<at::Tensor> all_parameters() const;
 
+  /// To whoever listens.
+  void say(ProgressPhase phase, std::size_t index, std::size_t layer) const;
   void record_caller_event();
   void capture_forward(std::size_t index);
   /// The input of the next layer that alone reads `output` of layer `index`, if the gradient it gets there can be handed on as

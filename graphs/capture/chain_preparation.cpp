@@ -40,7 +40,7 @@ void ChainCapture::make_plan_and_pin() {
       profile.storages.push_back(std::move(storage));
     }
   }
-  chain_.plan_ = plan_and_pin(profile, *resources_.arena);
+  chain_.plan_ = plan_and_pin(profile, *resources_.arena, resources_.progress);
   for (const auto i : c10::irange(specs_.size())) {
     const LayerSizing& sizing = sizings_[i];
     live_[i].planned = lay_out(sizing.profile, sizing.scopes, chain_.plan_.decisions.data() + first_storage[i]);

@@ -233,7 +233,7 @@ BareLeaves::~BareLeaves() {
 }
 
 std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options, Runtime& runtime,
-                                 ScopeTree& tree, Exclusions& exclusions) {
+                                 ScopeTree& tree, Exclusions& exclusions, const ProgressCallback& progress) {
   const StateKeeper state(specs, runtime.device());
   const RecorderGuard no_recorder(nullptr);
   if (options.pre_warmup_hook()) {
@@ -242,6 +242,9 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
   std::vector<LayerSizing> sizings;
   std::vector<std::vector<at::Tensor>> outputs;  // detached; what the next layers' samples are
   for (const LayerSpec& spec : specs) {
+    if (progress) {
+      progress({ProgressPhase::warm_up, sizings.size(), specs.size(), spec.name});
+    }
     const Site site(Activity::warmup, spec.scope->site);
     const std::vector<at::Tensor> inputs = leaves_of(spec, outputs);
     detail::TensorBuffer made;

@@ -6,6 +6,7 @@
 #include "offload/exclusions.h"
 #include "offload/recorder.h"
 #include "sidestream/graph_options.h"
+#include "sidestream/progress.h"
 
 namespace sidestream {
 
@@ -23,7 +24,8 @@ struct LayerSizing {
 /// the random state are then as before; nothing of the passes' memory is kept.
 /// Capture: illegal.  Throws: UsageError (an input without gradient), and what the callables throw.
 [[nodiscard]] std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options,
-                                               Runtime& runtime, ScopeTree& tree, Exclusions& exclusions);
+                                               Runtime& runtime, ScopeTree& tree, Exclusions& exclusions,
+                                               const ProgressCallback& progress);
 
 /// Takes tensor hooks and gradient accumulators off leaves for its lifetime: autograd::grad would run the hooks (their work
 /// would be captured and then run twice), and an accumulator that an eager step made ties the capture to that step's stream.

@@ -20,11 +20,11 @@ void EagerPlan::learn(const Recorder& recorder, const SizingMover& sizing, const
   state_ = State::sized;
 }
 
-void EagerPlan::make(HostArena& arena) {
+void EagerPlan::make(HostArena& arena, const ProgressCallback& progress) {
   if (state_ != State::sized) {
     return;
   }
-  plan_ = plan_and_pin(profile_, arena);
+  plan_ = plan_and_pin(profile_, arena, progress);
   pass_ = lay_out(profile_, scopes_, plan_.decisions.data());
   state_ = State::planned;
 }

@@ -6,6 +6,7 @@
 #include "memory/host_arena.h"
 #include "offload/recorder.h"
 #include "offload/sizing.h"
+#include "sidestream/progress.h"
 
 namespace sidestream {
 
@@ -25,8 +26,8 @@ class EagerPlan {
   [[nodiscard]] State state() const noexcept { return state_; }
   /// unsized -> sized: what the sizing pass saw. Groups of graphed calls are their chains' business.
   void learn(const Recorder& recorder, const SizingMover& sizing, const CallTable& calls);
-  /// sized -> planned: plans and pins, where that has not been done. Capture: illegal.
-  void make(HostArena& arena);
+  /// sized -> planned: plans and pins, where that has not been done. Capture: illegal.  Throws: what `progress` throws.
+  void make(HostArena& arena, const ProgressCallback& progress);
   /// planned -> sized: a capture has taken room in the arena.
   void outdate() noexcept { state_ = state_ == State::planned ? State::sized : state_; }
   /// -> unsized. The report still tells of the plan before.

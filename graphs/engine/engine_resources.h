@@ -25,7 +25,7 @@ struct EngineResources {
   ~EngineResources() = default;
 
   [[nodiscard]] GraphResources for_graphs() {
-    return {runtime, arena, &tree, &exclusions, &capture_stream, capture_offload};
+    return {runtime, arena, &tree, &exclusions, &capture_stream, capture_offload, options.progress()};
   }
 
   Options options;

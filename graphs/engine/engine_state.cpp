@@ -57,7 +57,7 @@ void EngineState::make_ready() {
   calls_.check_patterns();
   chains_.follow_relocated_weights();
   chains_.capture_recorded(recorded_);
-  eager_plan_.make(*resources_.arena);
+  eager_plan_.make(*resources_.arena, resources_.options.progress());
 }
 
 void EngineState::end_step(bool failed) {

@@ -16,6 +16,7 @@
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
 #include "sidestream/graph_options.h"
+#include "sidestream/progress.h"
 
 namespace sidestream {
 
@@ -27,6 +28,7 @@ struct GraphResources {
   Exclusions* exclusions = nullptr;
   const OwnedStream* capture_stream = nullptr;  ///< one for all captures: pool blocks are keyed by stream
   std::shared_ptr<CaptureOffload> offload;
+  ProgressCallback progress;  ///< empty: nobody listens
 };
 
 /// Layers that are captured together, share one memory pool, and replay in the nesting order they were captured in:

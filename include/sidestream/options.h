@@ -10,6 +10,7 @@
 
 #include "sidestream/call_options.h"
 #include "sidestream/graph_options.h"
+#include "sidestream/progress.h"
 
 namespace sidestream {
 
@@ -51,6 +52,12 @@ class Options {
   /// write, must be ordered by streams and events. Report::order_findings says what is not. 0: off, at no cost. The environment
   /// variable SIDESTREAM_CHECK_STEPS sets it where this is 0.
   TORCH_ARG(int64_t, check_steps) = 0;
+  /// Hears of each warm-up, capture and pinning before it begins, so that a program can show that it works. None: no cost.
+  /// Never called inside a capture. It may print, count and throw; it must not call into this engine or the device.
+  /// Threads: called by the thread that makes the work necessary: in OffloadEngine::step, make_graphed_callables, or a
+  /// GraphedCallable that captures again.  Throws: what it throws ends that call as a failed capture does; nothing of the
+  /// capture is left.
+  TORCH_ARG(ProgressCallback, progress);
   /// How calls that match `graph` are captured and replayed.
   TORCH_ARG(GraphOptions, graph_options);
   /// What those calls do where they cannot replay what was captured.

@@ -7,6 +7,7 @@
 #include "sidestream/graphed_callable.h"
 #include "sidestream/journal.h"
 #include "sidestream/options.h"
+#include "sidestream/progress.h"
 #include "sidestream/report.h"
 #include "sidestream/scope.h"
 #include "sidestream/version.h"

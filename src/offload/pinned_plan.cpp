@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "sidestream/error.h"
@@ -22,12 +23,15 @@ std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const
 
 }  // namespace
 
-Plan plan_and_pin(const Profile& profile, HostArena& arena) {
+Plan plan_and_pin(const Profile& profile, HostArena& arena, const ProgressCallback& progress) {
   Plan plan = make_plan(profile, arena.available(), HostArena::alignment);
   const auto by_group = moving_sizes(profile, plan);
   std::vector<std::size_t> all;
   for (const auto& sizes : by_group) {
     all.insert(all.end(), sizes.begin(), sizes.end());
+  }
+  if (progress && !all.empty()) {
+    progress({ProgressPhase::pin, 0, 1, {}, std::accumulate(all.begin(), all.end(), std::size_t{0})});
   }
   try {
     arena.prepare(all);

@@ -88,6 +88,8 @@ const char* name_of(Trap::Place place) {
       return "pre_warmup_hook";
     case Trap::Place::post_warmup_hook:
       return "post_warmup_hook";
+    case Trap::Place::progress:
+      return "progress";
   }
   return "";
 }

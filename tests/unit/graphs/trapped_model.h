@@ -40,7 +40,8 @@ class Trap {
     parameter_hook,
     post_accumulate_hook,
     pre_warmup_hook,
-    post_warmup_hook
+    post_warmup_hook,
+    progress
   };
 
   /// `act` is done at the n-th visit (from 0) of `place` from here on.

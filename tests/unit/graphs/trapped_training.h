@@ -52,6 +52,7 @@ class TrappedTraining : public testing::TestWithParam<Wrapping> {
                               .num_warmup_iters(1)
                               .pre_warmup_hook([&trap] { trap.visit(Trap::Place::pre_warmup_hook); })
                               .post_warmup_hook([&trap] { trap.visit(Trap::Place::post_warmup_hook); }));
+    options.progress([&trap](const Progress&) { trap.visit(Trap::Place::progress); });
     return options;
   }
 

@@ -81,7 +81,7 @@ class UserFaultTest : public TrappedTraining {
 };
 
 TEST_P(UserFaultTest, AnExceptionPassesUnchanged) {
-  for (int p = 0; p <= static_cast<int>(Place::post_warmup_hook); ++p) {
+  for (int p = 0; p <= static_cast<int>(Place::progress); ++p) {
     const auto place = static_cast<Place>(p);
     if (GetParam().accumulate && (place == Place::parameter_hook || place == Place::post_accumulate_hook)) {
       continue;  // refused: such graphs would not run them
