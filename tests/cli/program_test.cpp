@@ -201,6 +201,20 @@ TEST(Program, EveryModeTrainsToTheSameLoss) {
   }
 }
 
+TEST(Program, WhatComesBeforeTheReplaysIsShown) {
+  const ProgramResult result = run_program(tiny_training({"--steps", "2", "--compare"}));
+  EXPECT_EQ(result.code, 0) << result.err;
+  std::size_t at = 0;
+  for (const char* line :
+       {"train  making the model\nmodel: ", "train  step 1/2", "train  warming up blocks.0 (1 of 4)\n",
+        "train  pinning ", "train  capturing blocks.0, forward (1 of 4)\n",
+        "train  capturing blocks.3, backward (1 of 4)\n", "train  step 2/2", "measure graphs  warming up blocks.0",
+        "measure graphs+offload  warming up blocks.0"}) {
+    at = result.out.find(line, at);
+    ASSERT_NE(at, std::string::npos) << line << "\n" << result.out;
+  }
+}
+
 TEST(Program, LossFallsWithTraining) {
   const ScratchFolder folder;
   const ProgramResult result =

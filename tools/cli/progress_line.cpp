@@ -10,6 +10,7 @@ namespace sidestream::cli {
 namespace {
 
 constexpr double kRedrawSeconds = 0.1;
+constexpr double kPlainSeconds = 5;  // between plain lines of one phase
 constexpr double kSmoothing =
     0.1;  // weight of the newest step in the speed shown: capture steps are far slower than the rest
 
@@ -49,6 +50,41 @@ ProgressLine::~ProgressLine() {
   }
 }
 
+std::string progress_words(const Progress& progress) {
+  const auto of_call = [&](std::string_view what, std::string_view direction) {
+    return fmt::format("{} {}{} ({} of {})", what, progress.name, direction, progress.index + 1, progress.count);
+  };
+  switch (progress.phase) {
+    case ProgressPhase::warm_up:
+      return of_call("warming up", "");
+    case ProgressPhase::pin:
+      return fmt::format("pinning {:.1f} MiB of host memory", static_cast<double>(progress.bytes) / (1 << 20));
+    case ProgressPhase::capture_forward:
+      return of_call("capturing", ", forward");
+    case ProgressPhase::capture_backward:
+      return of_call("capturing", ", backward");
+  }
+  return {};
+}
+
+void ProgressLine::phase(std::string_view text) {
+  stepped_ = Clock::now();
+  show(text, stepped_);
+}
+
+void ProgressLine::phase(const Progress& progress) {
+  stepped_ = Clock::now();
+  if (progress.index == 0 || !shown_within(terminal_ ? kRedrawSeconds : kPlainSeconds, stepped_)) {
+    show(progress_words(progress), stepped_);
+  }
+}
+
+void ProgressLine::note(std::string_view text) {
+  std::fputs(fmt::format("{}{}\n", open_ ? "\r\x1b[K" : "", text).c_str(), out_);
+  std::fflush(out_);
+  open_ = false;
+}
+
 void ProgressLine::step(std::size_t done, double loss) {
   const Clock::time_point now = Clock::now();
   const double latest =
@@ -58,27 +94,25 @@ void ProgressLine::step(std::size_t done, double loss) {
   done_before_ = done;
 
   const bool last = done == steps_;
-  if (terminal_ ? (open_ && !last && seconds_between(drawn_, now) < kRedrawSeconds)
+  if (terminal_ ? (open_ && !last && shown_within(kRedrawSeconds, now))
                 : (done != 1 && !last && done % plain_every_ != 0)) {
     return;
   }
-  drawn_ = now;
   const double speed = seconds_per_step_ > 0 ? static_cast<double>(tokens_per_step_) / seconds_per_step_ : 0;
-  const std::string text = fmt::format("{}  step {:>{}}/{}  loss {:.4f}  {:.0f} tokens/s  {} left", label_, done,
-                                       fmt::formatted_size("{}", steps_), steps_, loss, speed,
-                                       duration_words(seconds_per_step_ * static_cast<double>(steps_ - done)));
-  if (terminal_) {
-    rewrite(text);
-  } else {
-    std::fputs((text + "\n").c_str(), out_);
-    std::fflush(out_);
-  }
+  show(fmt::format("step {:>{}}/{}  loss {:.4f}  {:.0f} tokens/s  {} left", done, fmt::formatted_size("{}", steps_),
+                   steps_, loss, speed, duration_words(seconds_per_step_ * static_cast<double>(steps_ - done))),
+       now);
 }
 
-void ProgressLine::rewrite(std::string_view text) {
-  std::fputs(fmt::format("\r{}\x1b[K", text).c_str(), out_);
+void ProgressLine::show(std::string_view text, Clock::time_point now) {
+  std::fputs(fmt::format("{}{}  {}{}", terminal_ ? "\r" : "", label_, text, terminal_ ? "\x1b[K" : "\n").c_str(), out_);
   std::fflush(out_);
-  open_ = true;
+  open_ = terminal_;
+  drawn_ = now;
+}
+
+bool ProgressLine::shown_within(double seconds, Clock::time_point now) const {
+  return seconds_between(drawn_, now) < seconds;
 }
 
 }  // namespace sidestream::cli

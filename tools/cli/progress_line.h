@@ -5,10 +5,12 @@
 #include <string>
 #include <string_view>
 
+#include "sidestream/progress.h"
+
 namespace sidestream::cli {
 
-/// How far a run is: one line that rewrites itself on a terminal, a plain line every tenth of the run (ten steps at
-/// least) elsewhere.
+/// How far a run is: one line that rewrites itself on a terminal. Elsewhere a plain line every tenth of the run (ten steps at
+/// least), at the beginning of each phase before a step, and every few seconds within one.
 class ProgressLine {
  public:
   using Clock = std::chrono::steady_clock;
@@ -20,11 +22,19 @@ class ProgressLine {
   /// Ends the terminal's line.
   ~ProgressLine();
 
+  /// Says what is done before a step or after the last.
+  void phase(std::string_view text);
+  /// The same of what the engine begins: "capturing blocks.3, forward (4 of 48)".
+  void phase(const Progress& progress);
+  /// A line that stays.
+  void note(std::string_view text);
   /// Says that `done` steps are done, with a loss in nats per byte.
   void step(std::size_t done, double loss);
 
  private:
-  void rewrite(std::string_view text);
+  /// Shows a line, later to be overwritten where that is possible.
+  void show(std::string_view text, Clock::time_point now);
+  [[nodiscard]] bool shown_within(double seconds, Clock::time_point now) const;
 
   std::FILE* out_;
   std::string label_;
@@ -34,11 +44,13 @@ class ProgressLine {
   bool open_ = false;
   std::size_t plain_every_;
   std::size_t done_before_ = 0;
-  Clock::time_point drawn_;
-  Clock::time_point stepped_;
+  Clock::time_point drawn_;    ///< the latest line
+  Clock::time_point stepped_;  ///< the latest step or phase, from where the next step's time counts
   double seconds_per_step_ = 0;
 };
 
+/// What the engine begins, for people.
+[[nodiscard]] std::string progress_words(const Progress& progress);
 /// "1 h 02 min", "3 min 10 s", "12 s", "0.4 s".
 [[nodiscard]] std::string duration_words(double seconds);
 

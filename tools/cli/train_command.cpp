@@ -107,10 +107,14 @@ class Training {
       : options_(options), device_(device), corpus_(corpus), mode_(mode), result_(result) {}
 
   void run(const InterruptGuard& interrupt, ReportFile* journal, std::exception_ptr& unwritten) {
-    TrainingRun main(options_, device_, mode_, corpus_);
+    ProgressLine progress(stdout, "train", static_cast<std::size_t>(options_.steps),
+                          static_cast<std::size_t>(options_.tokens_per_step()));
+    progress.phase("making the model");
+    TrainingRun main(options_, device_, mode_, corpus_, [&](const Progress& begun) { progress.phase(begun); });
     result_.parameters = main.parameter_count();
-    print(fmt::format("model: {} parameters, {}, {} layers\n", result_.parameters, options_.dtype,
-                      options_.shape.layers));
+    progress.note(
+        fmt::format("model: {} parameters, {}, {} layers", result_.parameters, options_.dtype, options_.shape.layers));
+    progress.phase("held-out loss before the first step");
     result_.held_out.first = main.held_out_loss();
     std::optional<TrainingRun> plain;
     std::optional<Measurement> measurement;
@@ -121,21 +125,17 @@ class Training {
     } else {
       measurement.emplace(device_, mode_.name());
     }
-    {
-      ProgressLine progress(stdout, "train", static_cast<std::size_t>(options_.steps),
-                            static_cast<std::size_t>(options_.tokens_per_step()));
-      for (std::int64_t i = 0; i < options_.steps && !interrupt.requested(); ++i) {
-        double loss = 0;
-        if (plain) {
-          loss = compared_step(main, *plain);
-        } else {
-          measurement->step(main, loss);
-        }
-        result_.train.first = i == 0 ? loss : result_.train.first;
-        result_.train.last = loss;
-        result_.steps_done = i + 1;
-        progress.step(static_cast<std::size_t>(i + 1), loss);
+    for (std::int64_t i = 0; i < options_.steps && !interrupt.requested(); ++i) {
+      double loss = 0;
+      if (plain) {
+        loss = compared_step(main, *plain);
+      } else {
+        measurement->step(main, loss);
       }
+      result_.train.first = i == 0 ? loss : result_.train.first;
+      result_.train.last = loss;
+      result_.steps_done = i + 1;
+      progress.step(static_cast<std::size_t>(i + 1), loss);
     }
     if (measurement) {
       result_.modes.push_back(measurement->finish(main));
@@ -189,10 +189,10 @@ void measure_modes(const TrainingOptions& options, c10::Device device, const Tex
     if (interrupt.requested()) {
       break;
     }
-    Measurement measurement(device, mode.name());
-    TrainingRun run(unchecked, device, mode, corpus);
     ProgressLine progress(stdout, fmt::format("measure {}", mode.name()), static_cast<std::size_t>(steps),
                           static_cast<std::size_t>(options.tokens_per_step()));
+    Measurement measurement(device, mode.name());
+    TrainingRun run(unchecked, device, mode, corpus, [&](const Progress& begun) { progress.phase(begun); });
     for (std::int64_t i = 0; i < steps && !interrupt.requested(); ++i) {
       double loss = 0;
       measurement.step(run, loss);

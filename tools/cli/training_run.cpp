@@ -46,7 +46,8 @@ ByteModel make_model(const TrainingOptions& options, c10::Device device) {
   return model;
 }
 
-Options engine_options(const TrainingOptions& options, c10::Device device, TrainingMode mode) {
+Options engine_options(const TrainingOptions& options, c10::Device device, TrainingMode mode,
+                       ProgressCallback progress) {
   Options engine(device);
   if (mode.graphs) {
     engine.graph("blocks.*");
@@ -56,7 +57,7 @@ Options engine_options(const TrainingOptions& options, c10::Device device, Train
       engine.offload(pattern);
     }
   }
-  engine.check_steps(options.check_steps);
+  engine.check_steps(options.check_steps).progress(std::move(progress));
   engine.min_bytes(kMinBytes).graph_options(GraphOptions().side_streams(options.side_streams));
   return engine;
 }
@@ -71,7 +72,8 @@ std::string TrainingMode::name() const {
 }
 
 struct TrainingRun::State {
-  State(const TrainingOptions& asked, c10::Device where, TrainingMode mode, const TextCorpus& text)
+  State(const TrainingOptions& asked, c10::Device where, TrainingMode mode, const TextCorpus& text,
+        ProgressCallback progress)
       : options(asked),
         device(where),
         corpus(text),
@@ -80,7 +82,7 @@ struct TrainingRun::State {
         order(text.train().size(), static_cast<std::size_t>(asked.shape.seq) + 1,
               static_cast<std::size_t>(asked.shape.seq), asked.seed) {
     if (!mode.plain()) {
-      engine.emplace(*model, engine_options(asked, where, mode));
+      engine.emplace(*model, engine_options(asked, where, mode, std::move(progress)));
     }
   }
 
@@ -104,8 +106,8 @@ struct TrainingRun::State {
 };
 
 TrainingRun::TrainingRun(const TrainingOptions& options, c10::Device device, TrainingMode mode,
-                         const TextCorpus& corpus)
-    : state_(std::make_unique<State>(options, device, mode, corpus)) {}
+                         const TextCorpus& corpus, ProgressCallback progress)
+    : state_(std::make_unique<State>(options, device, mode, corpus, std::move(progress))) {}
 
 TrainingRun::~TrainingRun() = default;
 

@@ -8,6 +8,7 @@
 #include <c10/core/Device.h>
 
 #include "sidestream/journal.h"
+#include "sidestream/progress.h"
 #include "tools/cli/gradient_comparison.h"
 #include "tools/cli/text_corpus.h"
 #include "tools/cli/training_options.h"
@@ -29,8 +30,10 @@ struct TrainingMode {
 /// see equal weights and equal windows.
 class TrainingRun {
  public:
-  /// `corpus` must outlive the run. Throws: what the engine throws for options it refuses.
-  TrainingRun(const TrainingOptions& options, c10::Device device, TrainingMode mode, const TextCorpus& corpus);
+  /// `corpus` must outlive the run. `progress`, if any, hears of warm-up, pinning and captures.
+  /// Throws: what the engine throws for options it refuses.
+  TrainingRun(const TrainingOptions& options, c10::Device device, TrainingMode mode, const TextCorpus& corpus,
+              ProgressCallback progress = {});
   TrainingRun(const TrainingRun&) = delete;
   TrainingRun& operator=(const TrainingRun&) = delete;
   ~TrainingRun();
