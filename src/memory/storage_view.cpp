@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include <ATen/EmptyTensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
@@ -53,20 +54,13 @@ StorageView StorageView::capture(const at::Tensor& tensor) {
   return view;
 }
 
-std::size_t StorageView::extent_bytes() const noexcept {
-  std::int64_t last = 0;
-  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
-    if (sizes[dim] == 0) {
-      return 0;
-    }
-    last += (sizes[dim] - 1) * strides[dim];
-  }
-  return static_cast<std::size_t>(offset + last + 1) * c10::elementSize(dtype);
+std::size_t StorageView::extent_bytes() const {
+  return at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype), static_cast<std::size_t>(offset));
 }
 
 at::Tensor StorageView::restore(c10::Storage storage) const {
-  if (extent_bytes() > storage.nbytes()) {
-    throw UsageError("a tensor of " + std::to_string(extent_bytes()) + " bytes cannot be laid over a storage of " +
+  if (const std::size_t needed = extent_bytes(); needed > storage.nbytes()) {
+    throw UsageError("a tensor of " + std::to_string(needed) + " bytes cannot be laid over a storage of " +
                      std::to_string(storage.nbytes()));
   }
   at::Tensor tensor =

@@ -34,7 +34,7 @@ struct StorageView {
   [[nodiscard]] at::Tensor restore(c10::Storage storage) const;
 
   /// Bytes of a storage that this view needs at least.
-  [[nodiscard]] std::size_t extent_bytes() const noexcept;
+  [[nodiscard]] std::size_t extent_bytes() const;
 };
 
 /// An uninitialised device storage of exactly `bytes` bytes by LibTorch's allocator of `device`.

@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include <ATen/Context.h>
-#include <c10/util/irange.h>
+#include <ATen/EmptyTensor.h>
 
 namespace sidestream {
 namespace {
@@ -20,15 +20,9 @@ constexpr std::array<std::string_view, 4> values{"aten::_local_scalar_dense", "a
 
 /// The bytes that a strided tensor spans.
 JournalAccess span_of(const at::Tensor& tensor, bool write) {
-  std::int64_t last = 0;
-  for (const auto d : c10::irange(tensor.dim())) {
-    if (tensor.size(d) == 0) {
-      return {};
-    }
-    last += (tensor.size(d) - 1) * tensor.stride(d);
-  }
-  const auto bytes = static_cast<std::uint64_t>(last + 1) * tensor.element_size();
-  return {reinterpret_cast<std::uint64_t>(tensor.const_data_ptr()), bytes, write, false};
+  const std::size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+  return bytes == 0 ? JournalAccess()
+                    : JournalAccess{reinterpret_cast<std::uint64_t>(tensor.const_data_ptr()), bytes, write, false};
 }
 
 bool strided(const at::Tensor& tensor) {

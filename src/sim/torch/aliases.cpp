@@ -30,14 +30,8 @@ at::Tensor copy_to_device(const at::Tensor& host) {
 }  // namespace
 
 Access extent(const at::Tensor& tensor, bool write) {
-  if (tensor.numel() == 0) {
-    return {};
-  }
-  std::size_t last = 0;
-  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += static_cast<std::size_t>((tensor.size(dim) - 1) * tensor.stride(dim));
-  }
-  return {static_cast<const std::byte*>(tensor.const_data_ptr()), (last + 1) * tensor.itemsize(), write};
+  const std::size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+  return bytes == 0 ? Access() : Access{static_cast<const std::byte*>(tensor.const_data_ptr()), bytes, write};
 }
 
 at::Tensor Aliases::of(const at::Tensor& tensor) {
