@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <deque>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -13,29 +14,24 @@
 namespace sidestream {
 
 struct HostArena::Slot {
+  // By size, and among equals by how long they are back: the one longest back is the likeliest to be done.
+  using Free = std::multimap<std::size_t, Slot*>;
+
   std::byte* data = nullptr;
-  std::size_t bytes = 0;
   // At most one of the two is set: what the next lessee waits for.
   std::shared_ptr<const Event> last_copy;
   std::shared_ptr<const ExternalEvent> last_copies_done;
   std::shared_ptr<Event> own;
-  Slot* next_free = nullptr;
+  Free::node_type place;  // while it is leased, so that neither a lease nor its end allocates
 };
 
 struct HostArena::State {
-  // Free slots of one size, first back first out: the one longest back is the likeliest to be done.
-  struct SizeClass {
-    std::size_t bytes = 0;
-    Slot* first = nullptr;
-    Slot* last = nullptr;
-  };
-
   State(Runtime& runtime_in, std::size_t cap) : runtime(runtime_in) { stats.cap = cap; }
   ~State();
 
   void pin(std::size_t bytes);
   void add_slot(std::byte* data, std::size_t bytes);
-  void put_back(Slot& slot);
+  void put_back(Slot& slot) noexcept;
   Slot* take(std::size_t bytes);
   void wait_for_copies() noexcept;
 
@@ -43,7 +39,7 @@ struct HostArena::State {
   mutable std::mutex mutex;
   std::vector<PinnedMemory> slabs;
   std::deque<Slot> slots;  // addresses stay
-  std::vector<SizeClass> free_by_size;
+  Slot::Free free;
   HostArenaStats stats;
   bool sealed = false;
 };
@@ -101,39 +97,22 @@ void HostArena::State::pin(std::size_t bytes) {
 }
 
 void HostArena::State::add_slot(std::byte* data, std::size_t bytes) {
-  const auto at = std::lower_bound(free_by_size.begin(), free_by_size.end(), bytes,
-                                   [](const SizeClass& one, std::size_t size) { return one.bytes < size; });
-  if (at == free_by_size.end() || at->bytes != bytes) {
-    free_by_size.insert(at, SizeClass{bytes, nullptr, nullptr});
-  }
   Slot& slot = slots.emplace_back();
   slot.data = data;
-  slot.bytes = bytes;
+  free.emplace(bytes, &slot);
   stats.requested += bytes;
-  put_back(slot);
 }
 
-void HostArena::State::put_back(Slot& slot) {
-  auto& of_size = *std::lower_bound(free_by_size.begin(), free_by_size.end(), slot.bytes,
-                                    [](const SizeClass& one, std::size_t size) { return one.bytes < size; });
-  slot.next_free = nullptr;
-  (of_size.last != nullptr ? of_size.last->next_free : of_size.first) = &slot;
-  of_size.last = &slot;
-}
+void HostArena::State::put_back(Slot& slot) noexcept { free.insert(std::move(slot.place)); }
 
 HostArena::Slot* HostArena::State::take(std::size_t bytes) {
-  for (auto at = std::lower_bound(free_by_size.begin(), free_by_size.end(), bytes,
-                                  [](const SizeClass&one, std::size_t size) { return one.bytes < size; });
-       at != free_by_size.end(); ++at) {
-    if (Slot* slot = at->first; slot != nullptr) {
-      at->first = slot->next_free;
-      if (at->first == nullptr) {
-        at->last = nullptr;
-      }
-      return slot;
-    }
+  const auto smallest = free.lower_bound(bytes);
+  if (smallest == free.end()) {
+    return nullptr;
   }
-  return nullptr;
+  Slot* const slot = smallest->second;
+  slot->place = free.extract(smallest);
+  return slot;
 }
 
 HostArena::HostArena(Runtime& runtime, std::size_t cap_bytes) : state_(std::make_shared<State>(runtime, cap_bytes)) {}
