@@ -4,26 +4,15 @@
 #include <map>
 #include <utility>
 
-#include <ATen/Functions.h>
-#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/module.h>
 
-#include "sidestream/call.h"
+#include "models/waves.h"
 #include "sidestream/device.h"
+#include "sidestream/engine.h"
 #include "sidestream/journal.h"
-#include "sidestream/scope.h"
 
 namespace sidestream::testing_model {
 namespace {
-
-class Wave : public torch::nn::Module {
- public:
-  at::Tensor forward(const at::Tensor& h) {
-    const OffloadScope scope("act");
-    return h.exp().mul(0.1).tanh();
-  }
-};
-
-constexpr int kWaves = 6;
 
 /// Null for what the engine does not ask for.
 const char* word_of(JournalKind kind) {
@@ -106,45 +95,15 @@ std::vector<std::string> expected_graphs(int side_streams) {
 
 }  // namespace
 
-Waves::Waves() {
-  waves_ = register_module("waves", torch::nn::ModuleList());
-  for (int i = 0; i < kWaves; ++i) {
-    waves_->push_back(std::make_shared<Wave>());
-  }
-}
-
-at::Tensor Waves::forward(at::Tensor h) {
-  for (const auto& wave : *waves_) {
-    h = call(wave->as<Wave>(), h);
-  }
-  return h;
-}
-
-at::Tensor Waves::gradient(const at::Tensor& x) { return torch::autograd::grad({forward(x).sum()}, {x})[0]; }
-
-at::Tensor wave_input(std::uint64_t n, std::int64_t rows, c10::Device device) {
-  auto generator = at::detail::createCPUGenerator(40 + n);
-  return at::randn({rows, 64}, generator).to(device).requires_grad_(true);
-}
-
-Options wave_options(c10::Device device, std::int64_t side_streams) {
-  Options options(device);
-  options.min_bytes(1024).groups_in_flight(1).offload("**");
-  if (side_streams > 0) {
-    options.graph("waves.*").graph_options(GraphOptions().side_streams(side_streams));
-  }
-  return options;
-}
-
 std::vector<std::string> engine_operations(c10::Device device, std::int64_t side_streams) {
   constexpr std::uint64_t kSteps = 4;
-  Waves model;
+  torch::nn::Module model;
   OffloadEngine engine(model, wave_options(device, side_streams).check_steps(kSteps));
   for (std::uint64_t s = 0; s < kSteps; ++s) {
     const at::Tensor x = wave_input(s, 64, device);
     synchronize(device);
     const auto step = engine.step();
-    (void)model.gradient(x);
+    (void)wave_gradient(x);
   }
   synchronize(device);
   const Journal journal = engine.journal();

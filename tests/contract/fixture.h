@@ -44,6 +44,14 @@ class RuntimeContract : public testing::TestWithParam<Subject> {
   [[nodiscard]] testing::AssertionResult all_equal(const at::Tensor& tensor, float value);
   /// Queues work on `stream` that keeps a real device busy for some ten milliseconds, so that a missing wait shows.
   void delay(c10::Stream stream);
+  /// The graph of what `body` issues on the capture stream, with memory of `pool`.
+  template <class Body>
+  [[nodiscard]] Graph captured(const MemoryPool& pool, const Body& body) {
+    const StreamGuard guard(runtime(), capture());
+    runtime().begin_capture(capture(), pool);
+    body();
+    return runtime().end_capture(capture());
+  }
   /// Ends the capture of `stream`, which must fail, and checks that nothing of it is left.
   void expect_failed_end(c10::Stream stream);
 

@@ -1,8 +1,4 @@
 #include <thread>
-#include <vector>
-
-#include <ATen/Context.h>
-#include <ATen/ops/rand.h>
 
 #include "contract/fixture.h"
 #include "sidestream/error.h"
@@ -14,10 +10,7 @@ class LifetimeContract : public RuntimeContract {
  protected:
   Graph capture_increment(const MemoryPool& pool, const at::Tensor& tensor) {
     runtime().synchronize_device();
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), pool);
-    tensor.add_(1);
-    return runtime().end_capture(capture());
+    return captured(pool, [&] { tensor.add_(1); });
   }
 };
 
@@ -45,10 +38,7 @@ TEST_P(LifetimeContract, DestroyingHandlesDuringACaptureHarmsNeither) {
   auto old_pool = runtime().create_pool();
   runtime().launch(old_graph, side());
   runtime().synchronize_device();
-  Graph graph;
-  {
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), other_pool);
+  Graph graph = captured(other_pool, [&] {
     tensor.add_(10);
     old_graph.reset();
     old_event.reset();
@@ -58,8 +48,7 @@ TEST_P(LifetimeContract, DestroyingHandlesDuringACaptureHarmsNeither) {
     { const auto stream = runtime().create_stream(); }
     EXPECT_EQ(runtime().capture_status(capture()), CaptureStatus::active);
     tensor.add_(10);
-    graph = runtime().end_capture(capture());
-  }
+  });
   runtime().launch(graph, side());
   EXPECT_TRUE(all_equal(tensor, 22));
 }
@@ -69,11 +58,8 @@ TEST_P(LifetimeContract, AnotherThreadMayWorkAndDestroyDuringACapture) {
   const auto other_pool = runtime().create_pool();
   const auto tensor = filled(1);
   auto old_graph = capture_increment(pool, tensor);
-  Graph graph;
   runtime().synchronize_device();
-  {
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), other_pool);
+  Graph graph = captured(other_pool, [&] {
     tensor.add_(1);
     std::thread other([&] {
       const StreamGuard current(runtime(), side());
@@ -90,8 +76,7 @@ TEST_P(LifetimeContract, AnotherThreadMayWorkAndDestroyDuringACapture) {
     });
     other.join();
     EXPECT_EQ(runtime().capture_status(capture()), CaptureStatus::active);
-    graph = runtime().end_capture(capture());
-  }
+  });
   runtime().launch(graph, side());
   EXPECT_TRUE(all_equal(tensor, 2));
 }
@@ -132,64 +117,7 @@ TEST_P(LifetimeContract, AnAbandonedCaptureGivesItsMemoryBack) {
   EXPECT_EQ(runtime().memory_stats().allocated, before.allocated);
 }
 
-class RandomContract : public RuntimeContract {
- protected:
-  void seed(std::uint64_t value) {
-    auto generator = at::globalContext().defaultGenerator(runtime().device());
-    generator.set_current_seed(value);
-  }
-};
-
-TEST_P(RandomContract, DrawsContinueAcrossReplaysAsInEagerMode) {
-  constexpr int kRounds = 4;
-  std::vector<std::vector<float>> eager;
-  seed(17);
-  for (int i = 0; i < 2 * kRounds; ++i) {
-    eager.push_back(values(at::rand({1000}, options())));
-  }
-  EXPECT_NE(eager[0], eager[1]);
-
-  const auto pool = runtime().create_pool();
-  at::Tensor one;
-  at::Tensor two;
-  Graph graph;
-  runtime().synchronize_device();
-  {
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), pool);
-    one = at::rand({1000}, options());
-    two = at::rand({1000}, options());
-    graph = runtime().end_capture(capture());
-  }
-  seed(17);
-  for (int i = 0; i < kRounds; ++i) {
-    runtime().launch(graph, side());
-    EXPECT_EQ(values(one), eager[static_cast<std::size_t>(2 * i)]) << "replay " << i;
-    EXPECT_EQ(values(two), eager[static_cast<std::size_t>(2 * i + 1)]) << "replay " << i;
-  }
-}
-
-TEST_P(RandomContract, ACaptureDrawsNothingFromTheGenerator) {
-  seed(5);
-  const auto expected = values(at::rand({64}, options()));
-  seed(5);
-  const auto pool = runtime().create_pool();
-  for (const bool finish : {true, false}) {
-    runtime().synchronize_device();
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), pool);
-    const auto drawn = at::rand({1000}, options());
-    if (finish) {
-      const auto graph = runtime().end_capture(capture());
-    } else {
-      runtime().abandon_capture(capture());
-    }
-  }
-  EXPECT_EQ(values(at::rand({64}, options())), expected);
-}
-
 SIDESTREAM_ON_EVERY_BACKEND(LifetimeContract);
-SIDESTREAM_ON_EVERY_BACKEND(RandomContract);
 
 }  // namespace
 }  // namespace sidestream::contract

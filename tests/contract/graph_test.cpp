@@ -23,15 +23,11 @@ TEST_P(GraphContract, AReplayComputesOnNewInput) {
   const auto pool = runtime().create_pool();
   const auto input = filled(1);
   at::Tensor output;
-  Graph graph;
   settle();
-  {
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), pool);
+  Graph graph = captured(pool, [&] {
     EXPECT_EQ(runtime().capture_status(capture()), CaptureStatus::active);
     output = at::add(at::mul(input, 3), 1);
-    graph = runtime().end_capture(capture());
-  }
+  });
   EXPECT_EQ(runtime().capture_status(capture()), CaptureStatus::none);
   const auto written = runtime().create_event();
   const auto done = runtime().create_event();
@@ -49,14 +45,8 @@ TEST_P(GraphContract, AReplayComputesOnNewInput) {
 TEST_P(GraphContract, CapturingChangesNothingThatWasThereBefore) {
   const auto pool = runtime().create_pool();
   const auto tensor = filled(2);
-  Graph graph;
   settle();
-  {
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), pool);
-    tensor.add_(1);
-    graph = runtime().end_capture(capture());
-  }
+  Graph graph = captured(pool, [&] { tensor.add_(1); });
   EXPECT_TRUE(all_equal(tensor, 2));
   runtime().launch(graph, side());
   runtime().launch(graph, side());
@@ -241,15 +231,11 @@ TEST_P(ExternalEventContract, AGraphCanWaitForOne) {
   const auto gate = runtime().create_external_event();
   const auto input = filled(1);
   at::Tensor output;
-  Graph graph;
   settle();
-  {
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), pool);
+  Graph graph = captured(pool, [&] {
     runtime().wait(capture(), gate);
     output = at::add(input, 1);
-    graph = runtime().end_capture(capture());
-  }
+  });
   const auto stream = runtime().current_stream();
   for (const float value : {5.0F, 7.0F}) {
     delay(stream);
@@ -305,15 +291,11 @@ TEST_P(NodeContract, AReloadIsACopyToTheDevice) {
   const auto pinned = runtime().allocate_pinned(4096);
   const auto gate = runtime().create_external_event();
   const auto target = filled(0);
-  Graph graph;
   settle();
-  {
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), pool);
+  Graph graph = captured(pool, [&] {
     runtime().wait(capture(), gate);
     runtime().copy_to_device(target.mutable_data_ptr(), pinned.data(), 4096, capture());
-    graph = runtime().end_capture(capture());
-  }
+  });
   const auto nodes = runtime().nodes(graph);
   ASSERT_EQ(nodes.size(), 2U);
   const auto waits = of_kind(nodes, GraphNode::Kind::event_wait);

@@ -154,10 +154,7 @@ class PoolContract : public RuntimeContract {
  protected:
   // A graph whose private memory holds at least 16 MiB; `inside` is a tensor of it.
   Graph capture_into(const MemoryPool& pool, at::Tensor& inside) {
-    const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), pool);
-    inside = filled(1, 4 * kMiB);
-    return runtime().end_capture(capture());
+    return captured(pool, [&] { inside = filled(1, 4 * kMiB); });
   }
 };
 

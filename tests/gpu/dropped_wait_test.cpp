@@ -9,23 +9,23 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/ops/equal.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
-#include "engine_operations.h"
 #include "gpu/gpu_fixture.h"
 #include "gpu/poisoned_memory.h"
 #include "gpu/spinning_runtime.h"
 #include "graphs/engine/engine_access.h"
+#include "models/plain_twin.h"
+#include "models/waves.h"
 #include "poisoned_slots.h"
 #include "sidestream/engine.h"
 
 namespace sidestream {
 namespace {
 
-using testing_model::Waves;
+using testing_model::StepTensors;
 
 /// Waits by who waits for what. A model's streams are all that the engine neither copies nor launches on.
 enum class Wait : std::uint8_t {
@@ -138,14 +138,14 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
   }
 
   /// Gradients of the last two steps, with waits of this kind left out of them.
-  std::vector<at::Tensor> run(Wait dropped) {
+  StepTensors run(Wait dropped) {
     auto memory = std::make_shared<gpu::PoisonedMemory>(make_runtime(device_));
     auto slots = std::make_shared<testing_model::PoisonedSlots>(memory);
     auto spinning = std::make_shared<gpu::SpinningRuntime>(slots, GetParam().spins);
     auto dropping = std::make_shared<DroppingRuntime>(spinning);
-    Waves model;
-    OffloadEngine engine(
-        EngineAccess::engine(model, testing_model::wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
+    torch::nn::Module model;
+    OffloadEngine engine(EngineAccess::engine(
+        model, testing_model::wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
     const std::vector<c10::Stream> lanes{streams_.getStreamFromGlobalPool(device_),
                                          streams_.getStreamFromGlobalPool(device_)};
     std::vector<at::Tensor> grads;
@@ -156,32 +156,24 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
       }
       const c10::StreamGuard on_stream(lanes[GetParam().two_streams ? s % 2 : 0]);
       const auto step = engine.step();
-      grads.push_back(model.gradient(inputs_[s]));
+      grads.push_back(testing_model::wave_gradient(inputs_[s]));
     }
     streams_.synchronizeDevice(0);
     dropping->drop(Wait::none);
     EXPECT_EQ(dropping->dropped() > 0, dropped != Wait::none);
     EXPECT_EQ(memory->failures(), 0);
-    return {grads[kSteps - 2].cpu(), grads[kSteps - 1].cpu()};
+    return {{"gradient of the last step but one", grads[kSteps - 2]}, {"gradient of the last step", grads[kSteps - 1]}};
   }
 
-  std::vector<at::Tensor> plain() {
-    Waves model;
-    std::vector<at::Tensor> grads;
-    for (std::uint64_t s = kSteps - 2; s < kSteps; ++s) {
-      grads.push_back(model.gradient(inputs_[s]).cpu());
-    }
-    return grads;
+  StepTensors plain() {
+    return {{"gradient of the last step but one", testing_model::wave_gradient(inputs_[kSteps - 2])},
+            {"gradient of the last step", testing_model::wave_gradient(inputs_[kSteps - 1])}};
   }
 
   c10::Device device_{c10::DeviceType::CUDA, 0};
   c10::impl::VirtualGuardImpl streams_{c10::DeviceType::CUDA};
   std::vector<at::Tensor> inputs_;
 };
-
-bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return at::equal(a[0], b[0]) && at::equal(a[1], b[1]);
-}
 
 TEST_P(DroppedWaitWindowTest, ChangesTheGradients) {
   const auto expected = plain();

@@ -16,9 +16,9 @@
 #include <torch/nn/module.h>
 
 #include "gpu/gpu_fixture.h"
+#include "models/scopes.h"
 #include "observe/checked_runtime.h"
 #include "sidestream/engine.h"
-#include "sidestream/scope.h"
 #include "stream_order.h"
 
 namespace sidestream {
@@ -214,22 +214,8 @@ TEST_F(GpuModelEvents, AForkingModelUnderTheEngineIsClean) {
   for (const at::Tensor& x : inputs) {
     const auto step = engine.step();
     const c10::StreamGuard on_a(a());
-    at::Tensor h = x.mul(1.5);
-    for (int layer = 0; layer < 4; ++layer) {
-      const at::Tensor given = h;
-      at::Tensor other;
-      {
-        const OffloadScope scope("experts");
-        order(a(), b());
-        {
-          const c10::StreamGuard on_b(b());
-          other = h.exp().mul(0.1).tanh();
-        }
-        h = h.sigmoid();
-      }
-      order(b(), a());
-      h = h + other;
-    }
+    const testing_model::TwoStreams streams{a(), b(), order, order};
+    const at::Tensor h = streams.forked_layers(x, std::vector<const char*>(4, "experts"));
     (void)torch::autograd::grad({h.sum()}, {x});
   }
   EXPECT_GT(engine.report().offloaded_bytes, 0);

@@ -7,22 +7,22 @@
 #include <tuple>
 #include <vector>
 
-#include <ATen/Context.h>
 #include <gtest/gtest.h>
 
-#include "gpu/gpu_fixture.h"
+#include "gpu/gpu_blocks.h"
 #include "gpu/poisoned_memory.h"
 #include "gpu/spinning_runtime.h"
 #include "graphs/engine/engine_access.h"
+#include "models/block_model.h"
+#include "models/wrapping.h"
 #include "poisoned_slots.h"
 #include "sidestream/engine.h"
-#include "unit/graphs/block_model.h"
-#include "unit/graphs/wrapping.h"
 
 namespace sidestream {
 namespace {
 
 using testing_model::BlockModel;
+using testing_model::BlockTraining;
 using testing_model::PoisonedSlots;
 using testing_model::Wrapping;
 
@@ -36,61 +36,23 @@ struct Window {
 void PrintTo(const Window& value, std::ostream* out) { *out << value.name; }
 
 // A copy of this model takes some 10 us, an operator as much; a spin of 200,000 cycles about 100 us.
-constexpr std::int64_t kSteps = 6;
 constexpr gpu::Spins kAll{.to_host = 200'000, .to_device = 200'000, .compute = 20'000, .launch = 200'000};
 
-class RaceWindowTest : public gpu::Gpu, public testing::WithParamInterface<std::tuple<Wrapping, Window>> {
+class RaceWindowTest : public gpu::GpuBlocks, public testing::WithParamInterface<std::tuple<Wrapping, Window>> {
  protected:
-  void SetUp() override {
-    gpu::Gpu::SetUp();
-    if (IsSkipped()) {
-      return;
-    }
-    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
-    at::globalContext().setDeterministicFillUninitializedMemory(false);
-    shape_.layers = 6;
-    shape_.hidden = 256;
-    shape_.heads = 4;
-    shape_.sequence = 128;
-    shape_.batch = 4;
-  }
-  void TearDown() override { at::globalContext().setDeterministicAlgorithms(false, false); }
-
   [[nodiscard]] static const Wrapping& wrapping() { return std::get<0>(GetParam()); }
   [[nodiscard]] static const Window& window() { return std::get<1>(GetParam()); }
 
-  /// Gradients of each step. Null `runtime`: without an engine.
-  std::vector<std::vector<at::Tensor>> train(const std::shared_ptr<Runtime>& runtime, std::int64_t check_steps = 0) {
-    const c10::Device device(c10::DeviceType::CUDA, 0);
-    BlockModel model(shape_);
-    model.to(device);
-    std::unique_ptr<OffloadEngine> engine;
-    if (runtime != nullptr) {
-      engine = std::make_unique<OffloadEngine>(
-          EngineAccess::engine(model, wrapping().options(device, 4096).check_steps(check_steps), runtime));
-    }
-    std::vector<std::vector<at::Tensor>> gradients;
-    for (std::int64_t s = 0; s < kSteps; ++s) {
-      const auto batch = testing_model::batch_of(shape_, s, device);
-      testing_model::clear_gradients(model);
-      if (engine != nullptr) {
-        const auto step = engine->step();
-        model.loss(batch.tokens, batch.targets).backward();
-      } else {
-        model.loss(batch.tokens, batch.targets).backward();
-      }
-      gradients.push_back(testing_model::gradients(model));
-      testing_model::descend(model);
-    }
-    if (engine != nullptr) {
-      report_ = engine->report();
-    }
-    return gradients;
+  BlockTraining train_widened(std::int64_t check_steps = 0) {
+    return train([&](BlockModel& model) {
+      return std::make_unique<OffloadEngine>(
+          EngineAccess::engine(model, wrapping().options(device_, 4096).check_steps(check_steps), widened()));
+    });
   }
 
   /// The window around the CUDA runtime; keeps its parts for the counts.
   std::shared_ptr<Runtime> widened() {
-    std::shared_ptr<Runtime> result = make_runtime(c10::Device(c10::DeviceType::CUDA, 0));
+    std::shared_ptr<Runtime> result = make_runtime(device_);
     if (window().poison) {
       result = memory_ = std::make_shared<gpu::PoisonedMemory>(result);
       result = slots_ = std::make_shared<PoisonedSlots>(result);
@@ -111,30 +73,26 @@ class RaceWindowTest : public gpu::Gpu, public testing::WithParamInterface<std::
     }
   }
 
-  BlockModel::Shape shape_;
-  Report report_;
   std::shared_ptr<gpu::PoisonedMemory> memory_;
   std::shared_ptr<PoisonedSlots> slots_;
   std::shared_ptr<gpu::SpinningRuntime> spinning_;
 };
 
 TEST_P(RaceWindowTest, GradientsEqualPlainTraining) {
-  const auto plain = train(nullptr);
-  const auto run = train(widened());
-  for (std::size_t s = 0; s < plain.size(); ++s) {
-    EXPECT_TRUE(testing_model::same(run[s], plain[s])) << "step " << s;
-  }
-  EXPECT_GT(report_.offloaded_bytes, 0);
-  EXPECT_EQ(report_.inline_reloads, 0);
+  const BlockTraining plain = train();
+  const BlockTraining run = train_widened();
+  expect_plain(run, plain);
+  EXPECT_GT(run.report.offloaded_bytes, 0);
+  EXPECT_EQ(run.report.inline_reloads, 0);
   expect_the_window_was_wide();
 }
 
 class CheckedRaceWindowTest : public RaceWindowTest {};
 
 TEST_P(CheckedRaceWindowTest, NothingIsUnordered) {
-  (void)train(widened(), kSteps);
-  EXPECT_GT(report_.checked_operations, 1000);
-  EXPECT_EQ(report_.order_findings, std::vector<std::string>());
+  const Report report = train_widened(kSteps).report;
+  EXPECT_GT(report.checked_operations, 1000);
+  EXPECT_EQ(report.order_findings, std::vector<std::string>());
 }
 
 const auto kWrappings = testing::Values(

@@ -1,4 +1,7 @@
 // Eager offload of a model that forks a stream in each scope, on a GPU: the gradients of the same model without an engine.
+#include <string>
+#include <vector>
+
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -7,8 +10,8 @@
 #include <torch/nn/module.h>
 
 #include "gpu/gpu_fixture.h"
+#include "models/scopes.h"
 #include "sidestream/engine.h"
-#include "sidestream/scope.h"
 #include "stream_order.h"
 
 namespace sidestream {
@@ -25,26 +28,8 @@ TEST_F(GpuStreamsTest, ForkedScopesGiveTheGradientsOfPlainTraining) {
   const c10::Stream branch = streams.getStreamFromGlobalPool(device);
   const auto gradient = [&](const at::Tensor& x) {
     const c10::StreamGuard on_trunk(trunk);
-    at::Tensor h = x.mul(1.5);
-    for (int layer = 0; layer < 6; ++layer) {
-      const at::Tensor given = h;  // alive until the streams meet again: the branch reads it
-      at::Tensor other;
-      {
-        const OffloadScope scope("experts");
-        order(trunk, branch);
-        {
-          const c10::StreamGuard on_branch(branch);
-          other = h.exp().mul(0.1).tanh();
-        }
-        h = h.sigmoid();
-      }
-      {
-        const OffloadScope scope("between");
-        h = h.mul(0.9).tanh();
-      }
-      order(branch, trunk);
-      h = h + other;
-    }
+    const testing_model::TwoStreams streams_of_model{trunk, branch, order, order};
+    const at::Tensor h = streams_of_model.forked_layers(x, std::vector<const char*>(6, "experts"));
     return torch::autograd::grad({h.sum()}, {x})[0];
   };
   torch::nn::Module model;

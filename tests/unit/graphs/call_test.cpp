@@ -13,18 +13,19 @@
 #include <torch/serialize/input-archive.h>
 #include <torch/serialize/output-archive.h>
 
+#include "expect_throws.h"
+#include "models/block_model.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
-#include "unit/graphs/block_model.h"
-#include "unit/graphs/layer_stack.h"
+#include "sidestream/graphed_callable.h"
+#include "sidestream/scope.h"
 
 namespace sidestream {
 namespace {
 
 using testing_model::BlockModel;
-using testing_model::gradients;
-using testing_model::same;
+using testing_model::train_step;
 
 /// The model and its plain twin; steps of both on the same new data.
 class CallTest : public testing::Test {
@@ -48,16 +49,9 @@ class CallTest : public testing::Test {
 
   /// `run` in a step of the engine and plainly: the same gradients.
   void expect_plain(OffloadEngine& engine, std::int64_t s, const Run& run) {
-    testing_model::clear_gradients(model_);
-    testing_model::clear_gradients(plain_);
-    {
-      const auto step = engine.step();
-      run(model_, s);
-    }
-    run(plain_, s);
-    EXPECT_TRUE(same(gradients(model_), gradients(plain_))) << "step " << s;
-    testing_model::descend(model_);
-    testing_model::descend(plain_);
+    testing_model::expect_plain(
+        s, s + 1, [&](std::int64_t step) { return train_step(model_, &engine, [&] { run(model_, step); }); },
+        [&](std::int64_t step) { return train_step(plain_, nullptr, [&] { run(plain_, step); }); });
   }
   void expect_plain(OffloadEngine& engine, std::int64_t first, std::int64_t last, std::int64_t start = 0) {
     for (std::int64_t s = first; s < last; ++s) {

@@ -1,4 +1,5 @@
 // Programs of the reference systems' form, make_graphed_callables: whole passes, and those that leave layers out.
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -7,10 +8,10 @@
 #include <c10/core/StreamGuard.h>
 
 #include "graphs/engine/engine_access.h"
+#include "models/layer_stack.h"
 #include "sidestream/engine.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/scope.h"
-#include "unit/graphs/layer_stack.h"
 #include "unit/graphs/ordered_programs.h"
 
 namespace sidestream::testing_model {
@@ -46,19 +47,10 @@ class Stack : public Program {
   [[nodiscard]] c10::Device device() const { return runtime_->device(); }
   [[nodiscard]] at::Tensor rows_of(std::int64_t s, std::int64_t salt = 0) const { return rows(s, device(), salt); }
   /// `own`: layers that take a sample of their own; the others take the output of the one before.
-  template <class Own>
-  void capture(const GraphOptions& options, const Own& own) {
-    if (!engine_) {
-      return;
+  void capture(const GraphOptions& options, const std::function<bool(std::int64_t layer)>& own) {
+    if (engine_) {
+      layers_ = graph_stack(*engine_, model_, device(), options, own);
     }
-    std::vector<Callable> callables;
-    std::vector<std::vector<Sample>> samples;
-    for (const torch::nn::AnyModule& layer : *model_) {
-      const auto i = static_cast<std::int64_t>(callables.size());
-      samples.push_back({own(i) ? Sample(rows_of(900 + i).requires_grad_(true)) : Sample::output_of(i - 1)});
-      callables.emplace_back("layers." + std::to_string(i), layer);
-    }
-    layers_ = make_graphed_callables(*engine_, std::move(callables), samples, options);
   }
   at::Tensor run(std::size_t first, std::size_t last, at::Tensor h) {
     for (std::size_t i = first; i < last; ++i) {

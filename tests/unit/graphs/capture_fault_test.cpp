@@ -7,18 +7,18 @@
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
-#include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
 
 #include "graphs/engine/engine_access.h"
+#include "models/block_model.h"
+#include "models/layer_stack.h"
+#include "models/wrapping.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sim/device/device.h"
-#include "unit/graphs/block_model.h"
 #include "unit/graphs/fault_runtime.h"
-#include "unit/graphs/layer_stack.h"
-#include "unit/graphs/wrapping.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream {
 namespace {
@@ -27,35 +27,20 @@ using testing_model::BlockModel;
 using testing_model::FaultyRuntime;
 using testing_model::gradients;
 using testing_model::same;
-
-/// Autograd on the calling thread alone: its device thread frees tensors after backward has returned.
-class OneThread {
- public:
-  OneThread() { c10::AutogradState::get_tls_state().set_multithreading_enabled(false); }
-  OneThread(const OneThread&) = delete;
-  OneThread& operator=(const OneThread&) = delete;
-  ~OneThread() { c10::AutogradState::get_tls_state().set_multithreading_enabled(true); }
-};
+using testing_model::StepTensors;
 
 class CaptureFaultTest : public testing::Test {
  protected:
   /// What a capture that fails must leave as it was.
   struct State {
-    std::vector<at::Tensor> tensors;
-    std::vector<bool> graded;
+    StepTensors tensors;
     std::int64_t allocated = 0;
   };
 
   State state_of(const torch::nn::Module& model) const {
     State state;
-    state.tensors = gradients(model);
-    for (const at::Tensor& buffer : model.buffers()) {
-      state.tensors.push_back(buffer.cpu());
-    }
-    state.tensors.push_back(at::globalContext().defaultGenerator(device_).get_state().clone());
-    for (const at::Tensor& parameter : model.parameters()) {
-      state.graded.push_back(parameter.grad().defined());
-    }
+    state.tensors = testing_model::gradients_and_buffers(model);
+    state.tensors.emplace_back("random state", at::globalContext().defaultGenerator(device_).get_state());
     synchronize(device_);
     release_cached_memory(device_);
     state.allocated = memory_use(device_).allocated;
@@ -84,14 +69,13 @@ class CaptureFaultTest : public testing::Test {
       arm(-1);
       const State after = state_of(*model);
       EXPECT_TRUE(same(after.tensors, before.tensors)) << "fault " << n;
-      EXPECT_EQ(after.graded, before.graded) << "fault " << n;
       EXPECT_LE(after.allocated, before.allocated) << "fault " << n;
     }
     return failures;
   }
 
   void expect_nothing_changes(const GraphOptions& options, bool with_gradients, bool each_allocation) {
-    const OneThread one_thread;
+    const sim::OneThread one_thread;
     const auto faulty = std::make_shared<FaultyRuntime>(make_runtime(device_));
     const auto arm_call = [&](std::int64_t n) { faulty->fail(n); };
     EXPECT_GT(capture_with_every_fault(faulty, arm_call, options, with_gradients), 20);
@@ -148,15 +132,10 @@ class RepeatedCaptureTest : public testing::Test {
         losses.back().backward();
       }
     };
-    if (engine == nullptr) {
-      run();
-      return;
-    }
-    const auto step = engine->step();
-    run();
+    testing_model::in_step(engine, run);
   }
 
-  std::vector<at::Tensor> plain(std::int64_t s, std::int64_t microbatches) const {
+  StepTensors plain(std::int64_t s, std::int64_t microbatches) const {
     BlockModel model(shape_);
     model.to(device_);
     train(model, nullptr, s, microbatches);

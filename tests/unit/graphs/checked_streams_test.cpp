@@ -17,6 +17,7 @@
 
 #include "base/site.h"
 #include "graphs/engine/engine_access.h"
+#include "models/scopes.h"
 #include "observe/checked_runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -28,6 +29,8 @@ namespace sidestream {
 namespace {
 
 using testing_model::order;
+using testing_model::through_scopes;
+using testing_model::TwoStreams;
 
 class CheckedStreamsTest : public testing::Test {
  protected:
@@ -75,31 +78,16 @@ enum class Forgets { nothing, fork, join };
 class ForkingModel : public CheckedStreamsTest, public testing::WithParamInterface<Forgets> {
  protected:
   [[nodiscard]] at::Tensor loss(const at::Tensor& input) const {
-    at::Tensor h = input.mul(1.5);
-    for (const char* name : {"first", "second", "third"}) {
-      const at::Tensor given = h;  // alive until the streams meet again: the branch reads it
-      at::Tensor branch;
-      {
-        const OffloadScope scope(name);
-        if (GetParam() != Forgets::fork) {
-          order(a(), b());
+    const auto unless = [&](Forgets what) {
+      return [forgets = GetParam() == what](c10::Stream earlier, c10::Stream later) {
+        if (!forgets) {
+          order(earlier, later);
         }
-        {
-          const c10::StreamGuard on_b(b());
-          branch = h.exp().mul(0.1).tanh();
-        }
-        h = h.sigmoid();
-      }
-      {
-        const OffloadScope scope("between");
-        h = h.mul(0.9).tanh();
-      }
-      if (GetParam() != Forgets::join) {
-        order(b(), a());
-      }
-      h = h + branch;
-    }
-    return h.sum();
+      };
+    };
+    return TwoStreams{a(), b(), unless(Forgets::fork), unless(Forgets::join)}
+        .forked_layers(input, {"first", "second", "third"})
+        .sum();
   }
 };
 
@@ -132,32 +120,9 @@ INSTANTIATE_TEST_SUITE_P(Model, ForkingModel, testing::Values(Forgets::nothing, 
 TEST_F(CheckedStreamsTest, AStorageSavedOnTwoStreamsIsClean) {
   const std::vector<at::Tensor> given = inputs(10);
   EXPECT_EQ(findings([&](std::size_t s) {
-              const at::Tensor& x = given[s];
               const c10::StreamGuard on_a(a());
-              at::Tensor h = x.mul(1.5);
-              for (int layer = 0; layer < 3; ++layer) {
-                at::Tensor shared;
-                at::Tensor branch;
-                {
-                  const OffloadScope scope("maker");
-                  shared = h.exp();
-                }
-                order(a(), b());
-                {
-                  const c10::StreamGuard on_b(b());
-                  const OffloadScope scope("reader");
-                  branch = shared.mul(shared).tanh();
-                }
-                {
-                  const OffloadScope scope("beside");
-                  h = h.mul(0.3).tanh().mul(0.2).tanh();
-                }
-                shared.reset();
-                h = h.mul(0.5).tanh();  // on memory that the scopes above may have let go
-                order(b(), a());
-                h = (h + branch).sigmoid();
-              }
-              (void)torch::autograd::grad({h.sum()}, {x});
+              const at::Tensor h = TwoStreams{a(), b(), order, order}.saved_on_both(given[s]);
+              (void)torch::autograd::grad({h.sum()}, {given[s]});
             }),
             std::vector<std::string>());
 }
@@ -168,38 +133,10 @@ TEST_F(CheckedStreamsTest, AStorageReadBackOnTwoStreamsIsClean) {
               const at::Tensor& x = given[2 * s];
               const at::Tensor& weight = given[2 * s + 1];
               const c10::StreamGuard on_a(a());
-              at::Tensor p = x.mul(1.5).tanh().mul(0.5).tanh().mul(0.5);
-              at::Tensor shared = p.detach().exp();
-              {
-                const OffloadScope scope("a");
-                p = p.mul(shared);
-              }
-              order(a(), b());
-              at::Tensor branch;
-              {
-                const c10::StreamGuard on_b(b());
-                const OffloadScope scope("b");
-                branch = weight.mul(shared);
-              }
-              shared.record_stream(b());
-              shared.reset();
-              for (const char* name : {"more", "last"}) {
-                const OffloadScope scope(name);
-                p = p.sigmoid().tanh();
-              }
-              order(b(), a());
+              const auto [p, branch] = TwoStreams{a(), b(), order, order}.read_back_on_both(x, weight);
               (void)torch::autograd::grad({p.sum() + branch.sum()}, {x, weight});
             }),
             std::vector<std::string>());
-}
-
-/// Each scope saves two storages of its own: what exp and tanh give.
-at::Tensor scopes(at::Tensor h) {
-  for (const char* name : {"first", "second", "third", "fourth"}) {
-    const OffloadScope scope(name);
-    h = h.exp().mul(0.5).tanh();
-  }
-  return h.sum();
 }
 
 TEST_F(CheckedStreamsTest, MicrobatchesOnStreamsThatNeverMeetAreClean) {
@@ -208,7 +145,7 @@ TEST_F(CheckedStreamsTest, MicrobatchesOnStreamsThatNeverMeetAreClean) {
               for (const std::size_t microbatch : {0, 1}) {
                 const at::Tensor& x = given[2 * s + microbatch];
                 const c10::StreamGuard on_stream((s + microbatch) % 2 == 0 ? a() : b());
-                (void)torch::autograd::grad({scopes(x)}, {x});
+                (void)torch::autograd::grad({through_scopes(x).sum()}, {x});
               }
             }),
             std::vector<std::string>());
@@ -219,7 +156,7 @@ TEST_F(CheckedStreamsTest, PlainOperatorsSayWhereTheyWereIssued) {
   OffloadEngine engine(model_, Options(device_).min_bytes(1024).groups_in_flight(1).offload("**").check_steps(kSteps));
   for (std::size_t s = 0; s < 2; ++s) {
     const auto step = engine.step();
-    (void)torch::autograd::grad({scopes(given[s])}, {given[s]});
+    (void)torch::autograd::grad({through_scopes(given[s]).sum()}, {given[s]});
   }
   const Journal journal = engine.journal();
   std::set<std::string> places;
@@ -343,7 +280,7 @@ TEST_F(CheckedStreamsTest, AHostSlotsFindingNamesBothGroupsAndTheirSteps) {
     Step step = engine.step();
     {
       const c10::StreamGuard on_stream(s % 2 == 0 ? a() : b());
-      (void)torch::autograd::grad({scopes(given[s])}, {given[s]});
+      (void)torch::autograd::grad({through_scopes(given[s]).sum()}, {given[s]});
     }
     dropping->end(step);
   }

@@ -5,25 +5,20 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "expect_throws.h"
+#include "models/plain_twin.h"
+#include "models/scopes.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/scope.h"
-#include "unit/graphs/layer_stack.h"
 
 namespace sidestream {
 namespace {
 
-/// One parameter; what is done with it is the test's.
-class OneWeight : public torch::nn::Module {
- public:
-  explicit OneWeight(c10::Device device) {
-    auto generator = at::detail::createCPUGenerator(77);
-    weight = register_parameter("weight", at::randn({64, 64}, generator).mul(0.1).to(device));
-  }
-  at::Tensor weight;
-};
+using testing_model::StepTensors;
+using testing_model::through_scopes;
 
 using Loss = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight)>;
 
@@ -40,26 +35,24 @@ class EagerStep : public testing::Test {
   }
 
   /// Gradients of the input and of the weight.
-  std::vector<at::Tensor> gradients(const Loss& loss, std::int64_t s, int backwards = 1) {
-    model_.weight.mutable_grad() = at::Tensor();
+  StepTensors gradients(const Loss& loss, std::int64_t s, int backwards = 1) {
+    weight_.mutable_grad() = at::Tensor();
     const at::Tensor x = data(s).requires_grad_(true);
-    const at::Tensor value = loss(x, model_.weight);
+    const at::Tensor value = loss(x, weight_);
     for (int i = 1; i < backwards; ++i) {
       value.backward({}, /*retain_graph=*/true);
     }
     value.backward();
-    return {x.grad().cpu(), model_.weight.grad().cpu()};
+    return {{"gradient of the input", x.grad()}, {"gradient of the weight", weight_.grad()}};
   }
 
   /// Four steps with `engine`, each compared with plain training.
   void expect_plain(OffloadEngine& engine, const Loss& loss, int backwards = 1) {
-    for (std::int64_t s = 0; s < 4; ++s) {
-      const auto plain = gradients(loss, s, backwards);
+    const auto mine = [&](std::int64_t s) {
       const auto step = engine.step();
-      const auto mine = gradients(loss, s, backwards);
-      EXPECT_TRUE(at::equal(mine[0], plain[0])) << "input, step " << s;
-      EXPECT_TRUE(at::equal(mine[1], plain[1])) << "weight, step " << s;
-    }
+      return gradients(loss, s, backwards);
+    };
+    testing_model::expect_plain(0, 4, mine, [&](std::int64_t s) { return gradients(loss, s, backwards); });
   }
 
   [[nodiscard]] static const GroupReport* find(const Report& report, const std::string& name) {
@@ -72,17 +65,12 @@ class EagerStep : public testing::Test {
   }
 
   c10::Device device_ = find_device("sim");
-  OneWeight model_{device_};
+  torch::nn::Module model_;
+  at::Tensor weight_ = model_.register_parameter("weight", data(99).mul(0.1));  // what is done with it is the test's
 };
 
-/// exp saves its output, so each scope saves what the next one does not.
 at::Tensor three_scopes(const at::Tensor& x, const at::Tensor& weight) {
-  at::Tensor h = x * weight;
-  for (const char* name : {"first", "second", "third"}) {
-    const OffloadScope scope(name);
-    h = h.exp().mul(0.5).tanh();
-  }
-  return h.sum();
+  return through_scopes(x * weight, {"first", "second", "third"}).sum();
 }
 
 TEST_F(EagerStep, GroupsLeaveAndComeBack) {
@@ -107,7 +95,7 @@ TEST_F(EagerStep, RelocatedWeightsStillStay) {
   };
   expect_plain(engine, loss);
   const std::int64_t before = engine.report().offloaded_bytes;
-  model_.weight.set_data(model_.weight.detach().clone());
+  weight_.set_data(weight_.detach().clone());
   expect_plain(engine, loss);
   EXPECT_GT(before, 0);
   EXPECT_EQ(engine.report().offloaded_bytes, before);
@@ -287,7 +275,7 @@ TEST_F(EagerStep, AForwardThatThrowsLeavesTheEngineUsable) {
       const auto step = engine.step();
       const at::Tensor x = data(60 + i).requires_grad_(true);
       const OffloadScope outer("first");
-      const at::Tensor h = (x * model_.weight).exp();
+      const at::Tensor h = (x * weight_).exp();
       const OffloadScope inner("nested");
       if (h.tanh().defined()) {
         throw std::runtime_error("the model broke");

@@ -8,14 +8,15 @@
 #include <gtest/gtest.h>
 #include <torch/utils.h>
 
+#include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
+#include "models/block_model.h"
+#include "models/layer_stack.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/graphed_callable.h"
-#include "unit/graphs/block_model.h"
-#include "unit/graphs/layer_stack.h"
 
 namespace sidestream {
 namespace {
@@ -26,10 +27,8 @@ using testing_model::layer_stack;
 using testing_model::rows;
 using testing_model::run_stack;
 using testing_model::same;
-
-at::Tensor on_cpu(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.detach().cpu().clone() : at::empty({0});
-}
+using testing_model::StepTensors;
+using testing_model::train_step;
 
 /// A graphed stack and its plain twin; `expect_usable` says that whatever happened left the graphs right.
 class GraphedCallableError : public testing::Test {
@@ -40,23 +39,20 @@ class GraphedCallableError : public testing::Test {
 
   [[nodiscard]] at::Tensor input(std::int64_t s) const { return rows(s, device_).requires_grad_(true); }
 
-  std::vector<at::Tensor> step(torch::nn::Sequential& model, bool graphed, std::int64_t s) {
+  StepTensors step(torch::nn::Sequential& model, bool graphed, std::int64_t s) {
     const at::Tensor x = input(s);
-    const at::Tensor y = graphed ? run_stack(layers_, x) : model->forward(x);
-    y.square().mean().backward();
-    std::vector<at::Tensor> result = gradients(*model);
-    result.push_back(on_cpu(x.grad()));
+    StepTensors result = train_step(*model, nullptr, [&] {
+      const at::Tensor y = graphed ? run_stack(layers_, x) : model->forward(x);
+      y.square().mean().backward();
+    });
+    result.emplace_back("gradient of the input", x.grad());
     return result;
   }
 
   void expect_usable() {
-    for (std::int64_t s = 0; s < 2; ++s) {
-      model_->zero_grad();
-      plain_->zero_grad();
-      EXPECT_TRUE(same(step(model_, true, s), step(plain_, false, s))) << "step " << s;
-      testing_model::descend(*model_);
-      testing_model::descend(*plain_);
-    }
+    testing_model::expect_plain(
+        0, 2, [&](std::int64_t s) { return step(model_, true, s); },
+        [&](std::int64_t s) { return step(plain_, false, s); });
   }
 
   [[nodiscard]] CaptureStatus capturing() const {
@@ -122,7 +118,7 @@ TEST_F(GraphedCallableError, TheCallersStreamAloneAndWithItsEvent) {
     guard.exchangeStream(before);
     runtime.synchronize(reader);
   }
-  EXPECT_TRUE(at::equal(on_cpu(read), on_cpu(plain_->forward(x))));
+  EXPECT_TRUE(at::equal(read.cpu(), plain_->forward(x).cpu()));
   layers_.clear();
 }
 
@@ -269,7 +265,7 @@ TEST_F(GraphedCallableError, AForwardThatThrowsInACaptureLeavesNothing) {
   graphed[0]({x})[0].sum().backward();
   const at::Tensor x_plain = input(4);
   function({x_plain})[0].sum().backward();
-  EXPECT_TRUE(at::equal(on_cpu(x.grad()), on_cpu(x_plain.grad())));
+  EXPECT_TRUE(at::equal(x.grad().cpu(), x_plain.grad().cpu()));
 }
 
 TEST_F(GraphedCallableError, ReadingAValueInsideACallable) {

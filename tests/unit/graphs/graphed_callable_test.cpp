@@ -6,11 +6,12 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/utils.h>
 
+#include "expect_throws.h"
+#include "models/block_model.h"
+#include "models/layer_stack.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
-#include "unit/graphs/block_model.h"
-#include "unit/graphs/layer_stack.h"
 
 namespace sidestream {
 namespace {
@@ -22,12 +23,8 @@ using testing_model::Mlp;
 using testing_model::rows;
 using testing_model::run_stack;
 using testing_model::same;
-
-constexpr std::int64_t kSteps = 5;
-
-at::Tensor on_cpu(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.detach().cpu().clone() : at::empty({0});
-}
+using testing_model::StepTensors;
+using testing_model::train_step;
 
 /// The reference systems' form of trainer: what it adds to a plain one is an engine, the callables and their samples.
 struct StackTrainer {
@@ -39,16 +36,16 @@ struct StackTrainer {
     layers = graph_stack(*engine, model, device, options, linked);
   }
 
-  /// Gradients of the input and of every parameter, and the output.
-  std::vector<at::Tensor> step(std::int64_t s) {
-    model->zero_grad();
+  /// Gradients of the input and of every parameter, buffers, and the output.
+  StepTensors step(std::int64_t s) {
     const at::Tensor x = rows(s, device).requires_grad_(true);
-    const at::Tensor y = layers.empty() ? model->forward(x) : run_stack(layers, x);
-    (y * rows(s, device, 1)).sum().backward();
-    std::vector<at::Tensor> result = gradients(*model);
-    result.push_back(on_cpu(x.grad()));
-    result.push_back(on_cpu(y));
-    testing_model::descend(*model);
+    at::Tensor y;
+    StepTensors result = train_step(*model, nullptr, [&] {
+      y = layers.empty() ? model->forward(x) : run_stack(layers, x);
+      (y * rows(s, device, 1)).sum().backward();
+    });
+    result.emplace_back("gradient of the input", x.grad());
+    result.emplace_back("output", y);
     return result;
   }
 
@@ -60,13 +57,15 @@ struct StackTrainer {
 
 class GraphedCallableTest : public testing::Test {
  protected:
+  static constexpr std::int64_t kSteps = 5;
+
   [[nodiscard]] Options offload_all() const { return Options(device_).offload("layers.*.*").min_bytes(1024); }
   [[nodiscard]] Options no_offload() const { return Options(device_); }
 
-  void expect_plain(StackTrainer& graphed, StackTrainer& plain) {
-    for (std::int64_t s = 0; s < kSteps; ++s) {
-      EXPECT_TRUE(same(graphed.step(s), plain.step(s))) << "step " << s;
-    }
+  static void expect_plain(StackTrainer& graphed, StackTrainer& plain, std::int64_t first = 0,
+                           std::int64_t last = kSteps) {
+    testing_model::expect_plain(
+        first, last, [&](std::int64_t s) { return graphed.step(s); }, [&](std::int64_t s) { return plain.step(s); });
   }
 
   c10::Device device_ = find_device("sim");
@@ -78,95 +77,74 @@ struct Form {
   bool linked;
 };
 
-class GraphedStackTest : public GraphedCallableTest, public testing::WithParamInterface<Form> {};
+class GraphedStackTest : public GraphedCallableTest, public testing::WithParamInterface<Form> {
+ protected:
+  void graph(const GraphOptions& options = {}) {
+    graphed_.graph(GetParam().offload ? offload_all() : no_offload(),
+                   GraphOptions(options).side_streams(GetParam().side_streams), GetParam().linked);
+  }
+
+  /// The gradients that a sum of `term(layer, its output)` gives the stack's input and inner outputs, graphed and plain.
+  void expect_plain_inner_gradients(const std::function<at::Tensor(std::int64_t, const at::Tensor&)>& term) {
+    const auto inner = [&](const std::function<at::Tensor(std::int64_t, const at::Tensor&)>& layer) {
+      std::vector<at::Tensor> h{rows(3, device_).requires_grad_(true)};
+      at::Tensor loss;
+      for (std::int64_t i = 0; i < 4; ++i) {
+        h.push_back(layer(i, h.back()));
+        const at::Tensor more = term(i, h.back());
+        loss = loss.defined() && more.defined() ? loss + more : more;
+      }
+      StepTensors result;
+      for (const at::Tensor& grad : torch::autograd::grad({loss}, {h[0], h[1], h[2], h[3]})) {
+        result.emplace_back("gradient of h" + std::to_string(result.size()), grad);
+      }
+      return result;
+    };
+    const auto mine = inner([&](std::int64_t i, const at::Tensor& h) { return graphed_.layers[i]({h})[0]; });
+    EXPECT_TRUE(same(
+        mine, inner([&](std::int64_t i, const at::Tensor& h) { return (plain_.model->begin() + i)->forward(h); })));
+  }
+
+  StackTrainer plain_{device_};
+  StackTrainer graphed_{device_};
+};
 
 TEST_P(GraphedStackTest, TrainsAsThePlainStack) {
-  StackTrainer plain(device_);
-  StackTrainer graphed(device_);
-  graphed.graph(GetParam().offload ? offload_all() : no_offload(), GraphOptions().side_streams(GetParam().side_streams),
-                GetParam().linked);
-  expect_plain(graphed, plain);
+  graph();
+  expect_plain(graphed_, plain_);
 }
 
 TEST_P(GraphedStackTest, AddsIntoGradientsAsThePlainStack) {
-  StackTrainer plain(device_);
-  StackTrainer graphed(device_);
-  graphed.graph(GetParam().offload ? offload_all() : no_offload(),
-                GraphOptions().side_streams(GetParam().side_streams).accumulate_in_graph(true), GetParam().linked);
-  expect_plain(graphed, plain);
+  graph(GraphOptions().accumulate_in_graph(true));
+  expect_plain(graphed_, plain_);
 }
 
 TEST_P(GraphedStackTest, RunsBackwardOnWhatIsLeftOfTheChain) {
-  StackTrainer plain(device_);
-  StackTrainer graphed(device_);
-  graphed.graph(GetParam().offload ? offload_all() : no_offload(), GraphOptions().side_streams(GetParam().side_streams),
-                GetParam().linked);
+  graph();
   for (std::int64_t s = 0; s < 3; ++s) {
     const at::Tensor x = rows(s, device_).requires_grad_(true);
     const at::Tensor x_plain = rows(s, device_).requires_grad_(true);
-    graphed.layers[1]({graphed.layers[0]({x})[0]})[0].sum().backward();
-    auto plain_layer = plain.model->begin();
+    graphed_.layers[1]({graphed_.layers[0]({x})[0]})[0].sum().backward();
+    auto plain_layer = plain_.model->begin();
     at::Tensor h = plain_layer->forward(x_plain);
     (++plain_layer)->forward(h).sum().backward();
-    EXPECT_TRUE(at::equal(on_cpu(x.grad()), on_cpu(x_plain.grad())));
-    EXPECT_TRUE(same(gradients(*graphed.model), gradients(*plain.model)));
-    EXPECT_TRUE(same(graphed.step(s), plain.step(s))) << "the whole chain after a part of it";
+    EXPECT_TRUE(same({{"gradient of the input", x.grad()}}, {{"gradient of the input", x_plain.grad()}}));
+    EXPECT_TRUE(same(gradients(*graphed_.model), gradients(*plain_.model)));
+    expect_plain(graphed_, plain_, s, s + 1);  // the whole chain after a part of it
   }
 }
 
 TEST_P(GraphedStackTest, OutputsMayBeUsedTwice) {
-  StackTrainer plain(device_);
-  StackTrainer graphed(device_);
-  graphed.graph(GetParam().offload ? offload_all() : no_offload(), GraphOptions().side_streams(GetParam().side_streams),
-                GetParam().linked);
-  const auto losses = [&](const std::function<at::Tensor(std::size_t, const at::Tensor&)>& layer) {
-    const at::Tensor x = rows(3, device_).requires_grad_(true);
-    std::vector<at::Tensor> h{x};
-    at::Tensor loss;
-    for (std::size_t i = 0; i < 4; ++i) {
-      h.push_back(layer(i, h.back()));
-      h.back().retain_grad();
-      const at::Tensor term = (h.back() * rows(static_cast<std::int64_t>(i), device_)).sum();
-      loss = loss.defined() ? loss + term : term;
-    }
-    std::vector<at::Tensor> result;
-    for (const at::Tensor& grad : torch::autograd::grad({loss}, {h[0], h[1], h[2], h[3]}, {}, /*retain_graph=*/false)) {
-      result.push_back(on_cpu(grad));
-    }
-    return result;
-  };
-  const auto mine = losses([&](std::size_t i, const at::Tensor& h) { return graphed.layers[i]({h})[0]; });
-  const auto theirs = losses([&](std::size_t i, const at::Tensor& h) {
-    return (plain.model->begin() + static_cast<std::ptrdiff_t>(i))->forward(h);
+  graph();
+  expect_plain_inner_gradients([&](std::int64_t i, const at::Tensor& h) {
+    h.retain_grad();
+    return (h * rows(i, device_)).sum();
   });
-  for (std::size_t i = 0; i < theirs.size(); ++i) {
-    EXPECT_TRUE(at::equal(mine[i], theirs[i])) << "gradient of h" << i;
-  }
 }
 
 TEST_P(GraphedStackTest, GradientsOfInnerOutputsStay) {
-  StackTrainer plain(device_);
-  StackTrainer graphed(device_);
-  graphed.graph(GetParam().offload ? offload_all() : no_offload(), GraphOptions().side_streams(GetParam().side_streams),
-                GetParam().linked);
-  const auto inner = [&](const std::function<at::Tensor(std::size_t, const at::Tensor&)>& layer) {
-    std::vector<at::Tensor> h{rows(3, device_).requires_grad_(true)};
-    for (std::size_t i = 0; i < 4; ++i) {
-      h.push_back(layer(i, h.back()));
-    }
-    std::vector<at::Tensor> result;
-    for (const at::Tensor& grad : torch::autograd::grad({h[4].sum()}, {h[0], h[1], h[2], h[3]})) {
-      result.push_back(on_cpu(grad));
-    }
-    return result;
-  };
-  const auto mine = inner([&](std::size_t i, const at::Tensor& h) { return graphed.layers[i]({h})[0]; });
-  const auto theirs = inner([&](std::size_t i, const at::Tensor& h) {
-    return (plain.model->begin() + static_cast<std::ptrdiff_t>(i))->forward(h);
-  });
-  for (std::size_t i = 0; i < theirs.size(); ++i) {
-    EXPECT_TRUE(at::equal(mine[i], theirs[i])) << "gradient of h" << i;
-  }
+  graph();
+  expect_plain_inner_gradients([](std::int64_t i, const at::Tensor& h) { return i == 3 ? h.sum() : at::Tensor(); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Forms, GraphedStackTest,
@@ -184,7 +162,7 @@ TEST_F(GraphedCallableTest, OffloadsInsideSteps) {
   graphed.graph(offload_all(), GraphOptions());
   for (std::int64_t s = 0; s < kSteps; ++s) {
     const auto step = graphed.engine->step();
-    EXPECT_TRUE(same(graphed.step(s), plain.step(s))) << "step " << s;
+    expect_plain(graphed, plain, s, s + 1);
   }
   const Report report = graphed.engine->report();
   EXPECT_EQ(report.captures, 8);
@@ -224,21 +202,18 @@ TEST_F(GraphedCallableTest, CaptureLeavesGradientsBuffersAndRandomStateAsTheyWer
   trainer.step(0);
   (trainer.model->forward(rows(1, device_))).sum().backward();
   const auto state = [&] {
-    std::vector<at::Tensor> tensors = gradients(*trainer.model);
-    for (const at::Tensor& tensor : trainer.model->buffers()) {
-      tensors.push_back(on_cpu(tensor));
-    }
-    for (const at::Tensor& tensor : trainer.model->parameters()) {
-      tensors.push_back(on_cpu(tensor));
+    StepTensors tensors = testing_model::gradients_and_buffers(*trainer.model);
+    for (const auto& parameter : trainer.model->named_parameters()) {
+      tensors.emplace_back(parameter.key(), parameter.value());
     }
     return tensors;
   };
   const auto before = state();
   torch::manual_seed(3);
-  const at::Tensor drawn = on_cpu(at::rand({8}, at::TensorOptions().device(device_)));
+  const at::Tensor drawn = at::rand({8}, at::TensorOptions().device(device_)).cpu();
   torch::manual_seed(3);
   trainer.graph(offload_all(), GraphOptions());
-  EXPECT_TRUE(at::equal(on_cpu(at::rand({8}, at::TensorOptions().device(device_))), drawn));
+  EXPECT_TRUE(at::equal(at::rand({8}, at::TensorOptions().device(device_)).cpu(), drawn));
   EXPECT_TRUE(same(state(), before));
 }
 
@@ -248,20 +223,15 @@ TEST_F(GraphedCallableTest, DropoutAndRunningStatisticsAreThoseOfThePlainStack) 
   StackTrainer graphed(device_, 3, extras);
   graphed.graph(offload_all(), GraphOptions());
   torch::manual_seed(4);
-  std::vector<std::vector<at::Tensor>> theirs;
+  std::vector<StepTensors> theirs;
   for (std::int64_t s = 0; s < kSteps; ++s) {
     theirs.push_back(plain.step(s));
   }
   torch::manual_seed(4);
-  for (std::int64_t s = 0; s < kSteps; ++s) {
-    EXPECT_TRUE(same(graphed.step(s), theirs[static_cast<std::size_t>(s)])) << "step " << s;
-  }
-  const auto mine = graphed.model->buffers();
-  const auto other = plain.model->buffers();
-  ASSERT_EQ(mine.size(), 6U);
-  for (std::size_t i = 0; i < mine.size(); ++i) {
-    EXPECT_TRUE(at::equal(on_cpu(mine[i]), on_cpu(other[i])));
-  }
+  testing_model::expect_plain(
+      0, kSteps, [&](std::int64_t s) { return graphed.step(s); },
+      [&](std::int64_t s) { return theirs[static_cast<std::size_t>(s)]; });
+  EXPECT_EQ(graphed.model->buffers().size(), 6U) << "the running statistics were compared";
 }
 
 TEST_F(GraphedCallableTest, TakesAndGivesSeveralTensorsSomeUndefined) {
@@ -288,14 +258,15 @@ TEST_F(GraphedCallableTest, TakesAndGivesSeveralTensorsSomeUndefined) {
       EXPECT_FALSE(out[3].requires_grad());
       weight.mutable_grad() = at::Tensor();
       (s % 2 == 0 ? out[0].sum() + (out[2] * out[2]).sum() : out[2].sum()).backward();
-      return std::vector<at::Tensor>{on_cpu(out[0]),        on_cpu(out[2]),       on_cpu(out[3]),
-                                     on_cpu(weight.grad()), on_cpu(in[0].grad()), on_cpu(in[1].grad())};
+      return StepTensors{{"output 0", out[0]},
+                         {"output 2", out[2]},
+                         {"output 3", out[3]},
+                         {"gradient of the weight", weight.grad()},
+                         {"gradient of input 0", in[0].grad()},
+                         {"gradient of input 1", in[1].grad()}};
     };
     const auto mine = run([&](const Tensors& in) { return graphed[0](in); });
-    const auto theirs = run(function);
-    for (std::size_t i = 0; i < theirs.size(); ++i) {
-      EXPECT_TRUE(at::equal(mine[i], theirs[i])) << "tensor " << i << ", step " << s;
-    }
+    EXPECT_TRUE(same(mine, run(function))) << "step " << s;
   }
 }
 
@@ -310,7 +281,7 @@ TEST_F(GraphedCallableTest, AnUnusedInputNeedsPermission) {
   const at::Tensor a = rows(2, device_).requires_grad_(true);
   const at::Tensor b = rows(3, device_).requires_grad_(true);
   graphed[0]({a, b})[0].sum().backward();
-  EXPECT_TRUE(at::equal(on_cpu(a.grad()), on_cpu(a * 2)));
+  EXPECT_TRUE(at::equal(a.grad().cpu(), (a * 2).cpu()));
   EXPECT_FALSE(b.grad().defined());
 }
 
@@ -327,11 +298,11 @@ TEST_F(GraphedCallableTest, RunsEagerlyUnderNoGradAndInEval) {
     torch::manual_seed(8);
     const at::Tensor y = run_stack(graphed.layers, other_shape);
     EXPECT_FALSE(y.requires_grad());
-    EXPECT_TRUE(at::equal(on_cpu(y), on_cpu(expected))) << "a shape that was not captured is no matter when eager";
+    EXPECT_TRUE(at::equal(y.cpu(), expected.cpu())) << "a shape that was not captured is no matter when eager";
   }
   plain.model->eval();
   graphed.model->eval();
-  EXPECT_TRUE(same(graphed.step(0), plain.step(0)));
+  expect_plain(graphed, plain, 0, 1);
   plain.model->train();
   graphed.model->train();
   torch::manual_seed(9);
@@ -346,7 +317,7 @@ TEST_F(GraphedCallableTest, ADroppedForwardLetsTheNextRun) {
   graphed.graph(offload_all(), GraphOptions());
   for (std::int64_t s = 0; s < 3; ++s) {
     (void)run_stack(graphed.layers, rows(50 + s, device_).requires_grad_(true));
-    EXPECT_TRUE(same(graphed.step(s), plain.step(s))) << "step " << s;
+    expect_plain(graphed, plain, s, s + 1);
   }
 }
 
@@ -356,26 +327,28 @@ TEST_F(GraphedCallableTest, TwoBackwardsOfARetainedGraph) {
   graphed.graph(offload_all(), GraphOptions().retain_graph_in_backward(true));
   const auto twice = [&](torch::nn::Sequential& model, const std::function<at::Tensor(const at::Tensor&)>& run,
                          std::int64_t s) {
-    model->zero_grad();
     const at::Tensor x = rows(s, device_).requires_grad_(true);
-    const at::Tensor loss = run(x).square().mean();
-    loss.backward({}, /*retain_graph=*/true);
-    std::vector<at::Tensor> result = gradients(*model);
-    loss.backward();
-    for (const at::Tensor& grad : gradients(*model)) {
-      result.push_back(grad);
-    }
-    result.push_back(on_cpu(x.grad()));
-    testing_model::descend(*model);
+    StepTensors once;
+    StepTensors result = train_step(*model, nullptr, [&] {
+      const at::Tensor loss = run(x).square().mean();
+      loss.backward({}, /*retain_graph=*/true);
+      once = gradients(*model);
+      loss.backward();
+    });
+    result.insert(result.end(), once.begin(), once.end());
+    result.emplace_back("gradient of the input", x.grad());
     return result;
   };
-  for (std::int64_t s = 0; s < 3; ++s) {
-    EXPECT_TRUE(same(twice(
-                         graphed.model, [&](const at::Tensor& x) { return run_stack(graphed.layers, x); }, s),
-                     twice(
-                         plain.model, [&](const at::Tensor& x) { return plain.model->forward(x); }, s)))
-        << "step " << s;
-  }
+  testing_model::expect_plain(
+      0, 3,
+      [&](std::int64_t s) {
+        return twice(
+            graphed.model, [&](const at::Tensor& x) { return run_stack(graphed.layers, x); }, s);
+      },
+      [&](std::int64_t s) {
+        return twice(
+            plain.model, [&](const at::Tensor& x) { return plain.model->forward(x); }, s);
+      });
 }
 
 // A hook may keep what it is given: the graph's own memory would be overwritten by a later replay.
@@ -386,7 +359,7 @@ TEST_F(GraphedCallableTest, GradientsThatHooksKeepAreTheCallersOwn) {
   std::vector<at::Tensor> then;
   const auto keep = [&](const at::Tensor& grad) {
     kept.push_back(grad);
-    then.push_back(on_cpu(grad));
+    then.push_back(grad.cpu());
   };
   const at::Tensor x = rows(0, device_).requires_grad_(true);
   x.register_hook(keep);
@@ -395,8 +368,8 @@ TEST_F(GraphedCallableTest, GradientsThatHooksKeepAreTheCallersOwn) {
   graphed.model->parameters()[0].remove_hook(hook);
   ASSERT_EQ(kept.size(), 2U);
   (void)graphed.step(1);
-  EXPECT_TRUE(at::equal(on_cpu(kept[0]), then[0]));
-  EXPECT_TRUE(at::equal(on_cpu(kept[1]), then[1]));
+  EXPECT_TRUE(at::equal(kept[0].cpu(), then[0]));
+  EXPECT_TRUE(at::equal(kept[1].cpu(), then[1]));
 }
 
 // Beside the chain's own nodes a linked output may have others: what they are given stays theirs.
@@ -413,15 +386,15 @@ TEST_F(GraphedCallableTest, AViewBetweenLinkedCallsKeepsItsGradient) {
       h = h.view_as(h);
       h.register_hook([&](const at::Tensor& grad) {
         kept = grad;
-        then = on_cpu(grad);
+        then = grad.cpu();
       });
     }
   }
   (h * rows(0, device_, 1)).sum().backward();
   ASSERT_TRUE(kept.defined());
-  EXPECT_TRUE(at::equal(on_cpu(kept), then)) << "a later graph of the same backward wrote into it";
+  EXPECT_TRUE(at::equal(kept.cpu(), then)) << "a later graph of the same backward wrote into it";
   (void)graphed.step(1);
-  EXPECT_TRUE(at::equal(on_cpu(kept), then)) << "a later replay wrote into it";
+  EXPECT_TRUE(at::equal(kept.cpu(), then)) << "a later replay wrote into it";
 }
 
 // The first branch's gradient waits, as the graph gave it, while the other branches' graphs run.
@@ -448,7 +421,7 @@ TEST_F(GraphedCallableTest, GradientsOfBranchesMeet) {
       sum = sum.defined() ? sum + y : y;
     }
     (sum * rows(s, device_, 1)).sum().backward();
-    return on_cpu(x.grad());
+    return x.grad().cpu();
   };
   for (std::int64_t s = 0; s < kSteps; ++s) {
     EXPECT_TRUE(at::equal(gradient(true, s), gradient(false, s))) << "step " << s;

@@ -4,7 +4,6 @@
 
 #include "sidestream/call.h"
 #include "sidestream/error.h"
-#include "unit/graphs/layer_stack.h"
 #include "unit/graphs/trapped_training.h"
 
 namespace sidestream {

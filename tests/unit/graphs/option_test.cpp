@@ -6,11 +6,11 @@
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
+#include "expect_throws.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graph_event.h"
-#include "unit/graphs/layer_stack.h"
 
 namespace sidestream {
 namespace {

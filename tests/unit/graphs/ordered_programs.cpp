@@ -4,9 +4,9 @@
 #include <stdexcept>
 
 #include "graphs/engine/engine_access.h"
+#include "models/block_model.h"
+#include "models/wrapping.h"
 #include "sidestream/engine.h"
-#include "unit/graphs/block_model.h"
-#include "unit/graphs/wrapping.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -27,12 +27,7 @@ class WholeSteps : public Program {
 
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients(*model_);
-    if (engine_) {
-      const auto step = engine_->step();
-      forwards_and_backwards(s);
-    } else {
-      forwards_and_backwards(s);
-    }
+    in_step(engine_ ? &*engine_ : nullptr, [&] { forwards_and_backwards(s); });
     std::vector<at::Tensor> results;
     for (const at::Tensor& parameter : model_->parameters()) {
       results.push_back(parameter.grad().clone());  // graphs may own it and add into it
@@ -68,13 +63,7 @@ std::vector<NamedProgram> whole_step_programs() {
                         return std::make_unique<WholeSteps>(runtimes, wrapping, microbatches);
                       }});
   };
-  for (const Wrapping& wrapping :
-       {Wrapping{"eager", "", "blocks.*.*"}, Wrapping{"eager_some", "", "blocks.*.core_attn,blocks.*.proj"},
-        Wrapping{"graphs_1", "blocks.*", "blocks.*.*", 1}, Wrapping{"graphs_2", "blocks.*", "blocks.*.*", 2},
-        Wrapping{"graphs_3", "blocks.*", "blocks.*.*", 3}, Wrapping{"graphs_4", "blocks.*", "blocks.*.*", 4},
-        Wrapping{"graphs_accumulating", "blocks.*", "blocks.*.fc1,blocks.*.core_attn,blocks.*.proj", 2, true},
-        Wrapping{"mixed_1", "blocks.0,blocks.3", "**", 1},
-        Wrapping{"mixed_2", "blocks.1,blocks.2,blocks.4", "**", 2}}) {
+  for (const Wrapping& wrapping : wrappings()) {
     add(wrapping.name, wrapping, 1);
   }
   add("eager_microbatches", Wrapping{"", "", "blocks.*.*"}, 2);

@@ -4,7 +4,6 @@
 #include <limits>
 
 #include "sim/device/device.h"
-#include "unit/graphs/layer_stack.h"
 #include "unit/graphs/trapped_training.h"
 
 namespace sidestream {

@@ -21,10 +21,10 @@ namespace {
 using testing_model::NamedProgram;
 using testing_model::RecordedSteps;
 
-constexpr std::uint64_t kSeeds = 100;
-
 class ProgramOrderTest : public testing::TestWithParam<std::string> {
  protected:
+  static constexpr std::uint64_t kSeeds = 100;
+
   sim::OneThread one_thread_;
   c10::Device device_ = find_device("sim");
   const NamedProgram& program_ = testing_model::program(GetParam());

@@ -9,10 +9,10 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "graphs/engine/engine_access.h"
+#include "models/layer_stack.h"
+#include "models/scopes.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
-#include "sidestream/scope.h"
-#include "unit/graphs/layer_stack.h"
 #include "unit/sim/rerun/every_order.h"
 
 namespace sidestream {
@@ -20,6 +20,7 @@ namespace {
 
 using testing_model::layer_stack;
 using testing_model::rows;
+using testing_model::through_scopes;
 
 TEST(StepEndTest, IsBehindAllCopiesOfItsGraphs) {
   const sim::OneThread one_thread;
@@ -55,13 +56,8 @@ TEST(StepEndTest, IsBehindAllCopiesOfItsEagerGroups) {
   const auto body = [&](std::vector<at::Tensor>& alive) {
     for (const std::size_t microbatch : {0, 1}) {
       const c10::StreamGuard on_stream(microbatch == 0 ? a.get() : b.get());
-      at::Tensor h = inputs[microbatch];
-      at::Tensor middle;
-      for (const char* name : {"first", "second", "third", "fourth"}) {
-        const OffloadScope scope(name);
-        h = h.exp().mul(0.5).tanh();
-        middle = std::string(name) == "second" ? h : middle;
-      }
+      const at::Tensor middle = through_scopes(inputs[microbatch], {"first", "second"});
+      const at::Tensor h = through_scopes(middle, {"third", "fourth"});
       alive.push_back(torch::autograd::grad({h.sum()}, {middle}, {}, /*retain_graph=*/true)[0]);
       alive.push_back(h);
     }

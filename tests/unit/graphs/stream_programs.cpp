@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "graphs/engine/engine_access.h"
+#include "models/scopes.h"
 #include "sidestream/engine.h"
 #include "sidestream/scope.h"
 #include "unit/graphs/ordered_programs.h"
@@ -54,13 +55,11 @@ class OnStreams : public Program {
   static std::vector<at::Tensor> gradients(const at::Tensor& loss, const std::vector<at::Tensor>& inputs) {
     return torch::autograd::grad({loss}, inputs);
   }
-  static at::Tensor scopes(at::Tensor h) {
-    for (const char* name : {"first", "second", "third", "fourth"}) {
-      const OffloadScope scope(name);
-      h = h.exp().mul(0.5).tanh();
-    }
-    return h.sum();
+  [[nodiscard]] TwoStreams two_streams() {
+    const auto in_order = [this](c10::Stream earlier, c10::Stream later) { order(earlier, later); };
+    return {a(), b(), in_order, in_order};
   }
+  static at::Tensor scopes(const at::Tensor& x) { return through_scopes(x).sum(); }
 
  private:
   std::shared_ptr<Runtime> runtime_;
@@ -154,26 +153,7 @@ class ForkInAScope final : public OnStreams {
   std::vector<at::Tensor> step(std::int64_t s) override {
     const auto step = step_of_engine();
     const c10::StreamGuard on_a(a());
-    at::Tensor h = input(s, 0).mul(1.5);
-    for (const char* name : {"first", "second", "third"}) {
-      const at::Tensor given = h;  // alive until the streams meet again: the branch reads it
-      at::Tensor branch;
-      {
-        const OffloadScope scope(name);
-        order(a(), b());
-        {
-          const c10::StreamGuard on_b(b());
-          branch = h.exp().mul(0.1).tanh();
-        }
-        h = h.sigmoid();
-      }
-      {
-        const OffloadScope scope("between");
-        h = h.mul(0.9).tanh();
-      }
-      order(b(), a());
-      h = h + branch;
-    }
+    const at::Tensor h = two_streams().forked_layers(input(s, 0), {"first", "second", "third"});
     return gradients(h.sum(), {input(s, 0)});
   }
 };
@@ -185,29 +165,7 @@ class SavedOnTwoStreams final : public OnStreams {
   std::vector<at::Tensor> step(std::int64_t s) override {
     const auto step = step_of_engine();
     const c10::StreamGuard on_a(a());
-    at::Tensor h = input(s, 0).mul(1.5);
-    for (int layer = 0; layer < 3; ++layer) {
-      at::Tensor shared;
-      at::Tensor branch;
-      {
-        const OffloadScope scope("maker");
-        shared = h.exp();
-      }
-      order(a(), b());
-      {
-        const c10::StreamGuard on_b(b());
-        const OffloadScope scope("reader");
-        branch = shared.mul(shared).tanh();
-      }
-      {
-        const OffloadScope scope("beside");
-        h = h.mul(0.3).tanh().mul(0.2).tanh();
-      }
-      shared.reset();
-      h = h.mul(0.5).tanh();  // on memory that the scopes above may have let go
-      order(b(), a());
-      h = (h + branch).sigmoid();
-    }
+    const at::Tensor h = two_streams().saved_on_both(input(s, 0));
     return gradients(h.sum(), {input(s, 0)});
   }
 };
@@ -221,31 +179,7 @@ class ReadBackOnTwoStreams final : public OnStreams {
     const c10::StreamGuard on_a(a());
     const at::Tensor& x = input(s, 0);
     const at::Tensor& weight = input(s, 1);
-    at::Tensor p = x.mul(1.5).tanh().mul(0.5).tanh().mul(0.5);
-    at::Tensor shared = p.detach().exp();
-    {
-      const OffloadScope scope("a");
-      p = p.mul(shared);
-    }
-    order(a(), b());
-    at::Tensor branch;
-    {
-      const c10::StreamGuard on_b(b());
-      const OffloadScope scope("b");
-      branch = weight.mul(shared);
-    }
-    shared.record_stream(
-        b());  // as a model must, for the tensor itself; the copy that comes back is the engine's to care for
-    shared.reset();
-    {
-      const OffloadScope scope("more");
-      p = p.sigmoid().tanh();
-    }
-    {
-      const OffloadScope scope("last");
-      p = p.sigmoid();
-    }
-    order(b(), a());
+    const auto [p, branch] = two_streams().read_back_on_both(x, weight);
     return gradients(p.sum() + branch.sum(), {x, weight});
   }
 };
@@ -260,16 +194,13 @@ class UnusedReload final : public OnStreams {
   UnusedReload(const Runtimes& runtimes, Again again) : OnStreams(runtimes), again_(again) {}
   std::vector<at::Tensor> step(std::int64_t s) override {
     auto step = step_of_engine();
-    at::Tensor h = input(s, 0);
+    at::Tensor h;
     at::Tensor middle;
     std::vector<at::Tensor> grads;
     {
       const c10::StreamGuard on_a(a());
-      for (const char* name : {"first", "second", "third", "fourth"}) {
-        const OffloadScope scope(name);
-        h = h.exp().mul(0.5).tanh();
-        middle = std::string(name) == "second" ? h : middle;
-      }
+      middle = through_scopes(input(s, 0), {"first", "second"});
+      h = through_scopes(middle, {"third", "fourth"});
     }
     if (again_ == Again::after_a_later_step) {
       step.reset();

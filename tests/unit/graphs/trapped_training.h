@@ -8,13 +8,13 @@
 #include <gtest/gtest.h>
 
 #include "graphs/engine/engine_access.h"
+#include "models/block_model.h"
+#include "models/trapped_model.h"
+#include "models/wrapping.h"
 #include "runtime/runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
-#include "unit/graphs/block_model.h"
 #include "unit/graphs/engine_invariants.h"
-#include "unit/graphs/trapped_model.h"
-#include "unit/graphs/wrapping.h"
 
 namespace sidestream::testing_model {
 
@@ -82,7 +82,7 @@ class TrappedTraining : public testing::TestWithParam<Wrapping> {
 
   c10::Device device_ = find_device("sim");
   std::shared_ptr<Runtime> sim_ = make_runtime(device_);
-  std::vector<std::vector<at::Tensor>> expected_;
+  std::vector<StepTensors> expected_;
 };
 
 inline TrappedTraining::Subject::Subject(const TrappedTraining& test, bool hooks)

@@ -10,7 +10,6 @@
 
 #include "offload/autograd_engine.h"
 #include "sidestream/error.h"
-#include "unit/graphs/layer_stack.h"
 #include "unit/graphs/trapped_training.h"
 
 namespace sidestream {

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <ostream>
 #include <string>
+#include <vector>
 
 #include "sidestream/options.h"
 
@@ -25,6 +26,19 @@ struct Wrapping {
     return result;
   }
 };
+
+/// Eager, graphed on one to four side streams, graphs that own the gradients, and both kinds of layers in one model.
+[[nodiscard]] inline std::vector<Wrapping> wrappings() {
+  return {{"eager", "", "blocks.*.*"},
+          {"eager_some", "", "blocks.*.core_attn,blocks.*.proj"},
+          {"graphs_1", "blocks.*", "blocks.*.*", 1},
+          {"graphs_2", "blocks.*", "blocks.*.*", 2},
+          {"graphs_3", "blocks.*", "blocks.*.*", 3},
+          {"graphs_4", "blocks.*", "blocks.*.*", 4},
+          {"graphs_accumulating", "blocks.*", "blocks.*.fc1,blocks.*.core_attn,blocks.*.proj", 2, true},
+          {"mixed_1", "blocks.0,blocks.3", "**", 1},
+          {"mixed_2", "blocks.1,blocks.2,blocks.4", "**", 2}};
+}
 
 inline void PrintTo(const Wrapping& value, std::ostream* out) { *out << value.name; }
 

@@ -1,4 +1,4 @@
-#include "unit/graphs/trapped_model.h"
+#include "models/trapped_model.h"
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>

@@ -1,7 +1,6 @@
 #pragma once
 #include <cstdint>
-#include <exception>
-#include <string>
+#include <functional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -36,28 +35,16 @@ constexpr std::int64_t kHidden = 32;
 /// Data of step `step`, [16, kHidden], the same for the same step and salt.
 [[nodiscard]] at::Tensor rows(std::int64_t step, c10::Device device, std::int64_t salt = 0);
 
-/// The layers of a stack as callables "layers.0", ...; each takes the output of the one before (`linked`), or a sample of its own.
+/// The layers of a stack as callables "layers.0", ...; each takes the output of the one before, or a sample of its own where
+/// `own(layer)` says so. The first always has its own.
+[[nodiscard]] std::vector<GraphedCallable> graph_stack(OffloadEngine& engine, const torch::nn::Sequential& model,
+                                                       c10::Device device, const GraphOptions& options,
+                                                       const std::function<bool(std::int64_t layer)>& own);
+/// All of one kind.
 [[nodiscard]] std::vector<GraphedCallable> graph_stack(OffloadEngine& engine, const torch::nn::Sequential& model,
                                                        c10::Device device, const GraphOptions& options,
                                                        bool linked = true);
 /// What a trainer runs in place of the Sequential.
 at::Tensor run_stack(const std::vector<GraphedCallable>& layers, at::Tensor h);
 
-/// The message of the `E` that `body` throws; what came instead otherwise.
-template <class E, class Body>
-std::string message_of(const Body& body) {
-  try {
-    body();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another exception came: ") + error.what();
-  }
-  return "nothing was thrown";
-}
-
 }  // namespace sidestream::testing_model
-
-/// `statement` throws an Error whose message holds `text`.
-#define EXPECT_THROWS(Error, text, statement) \
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, text, ::sidestream::testing_model::message_of<Error>([&] { statement; }))

@@ -1,13 +1,15 @@
 #pragma once
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 
-#include "sidestream/call.h"
-#include "sidestream/scope.h"
+#include "models/plain_twin.h"
+#include "sidestream/engine.h"
 
 namespace sidestream::testing_model {
 
@@ -54,13 +56,15 @@ struct Batch {
 };
 Batch batch_of(const BlockModel::Shape& shape, std::int64_t step, c10::Device device);
 
-/// Copies of all gradients on the CPU, in the order of parameters(); undefined ones as empty tensors.
-std::vector<at::Tensor> gradients(const torch::nn::Module& model);
-/// Sets all gradients to none.
-void clear_gradients(torch::nn::Module& model);
-/// A plain SGD step, so that every step has new weights.
-void descend(torch::nn::Module& model);
-/// Bit for bit.
-bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b);
+/// Trains a new model of `shape` on the steps 0..steps-1, with the engine that `engine` makes for it or plainly.
+struct BlockTraining {
+  BlockTraining(const BlockModel::Shape& shape, c10::Device device, std::int64_t steps,
+                const std::function<std::unique_ptr<OffloadEngine>(BlockModel&)>& engine = {});
+  std::vector<StepTensors> steps;  ///< gradients, buffers and loss
+  Report report;                   ///< the engine's
+};
+
+/// Each step bit for bit as in plain training.
+void expect_plain(const BlockTraining& mine, const BlockTraining& plain);
 
 }  // namespace sidestream::testing_model

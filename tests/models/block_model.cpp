@@ -1,11 +1,13 @@
-#include "unit/graphs/block_model.h"
+#include "models/block_model.h"
 
 #include <cmath>
 
 #include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/types.h>
 #include <torch/utils.h>
+
+#include "sidestream/call.h"
+#include "sidestream/scope.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -94,37 +96,32 @@ Batch batch_of(const BlockModel::Shape& shape, std::int64_t step, c10::Device de
   return batch;
 }
 
-std::vector<at::Tensor> gradients(const torch::nn::Module& model) {
-  std::vector<at::Tensor> result;
-  for (const at::Tensor& parameter : model.parameters()) {
-    result.push_back(parameter.grad().defined()
-                         ? parameter.grad().detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true)
-                         : at::empty({0}));
+BlockTraining::BlockTraining(const BlockModel::Shape& shape, c10::Device device, std::int64_t count,
+                             const std::function<std::unique_ptr<OffloadEngine>(BlockModel&)>& make) {
+  BlockModel model(shape);
+  model.to(device);
+  const auto engine = make ? make(model) : nullptr;
+  torch::manual_seed(5);
+  for (std::int64_t s = 0; s < count; ++s) {
+    const Batch batch = batch_of(shape, s, device);
+    at::Tensor value;
+    steps.push_back(train_step(model, engine.get(), [&] {
+      const at::Tensor loss = model.loss(batch.tokens, batch.targets);
+      loss.backward();
+      value = loss.detach();
+    }));
+    steps.back().emplace_back("loss", value);
   }
-  return result;
+  if (engine != nullptr) {
+    report = engine->report();
+  }
 }
 
-void clear_gradients(torch::nn::Module& model) { model.zero_grad(/*set_to_none=*/true); }
-
-void descend(torch::nn::Module& model) {
-  const at::NoGradGuard no_grad;
-  for (at::Tensor& parameter : model.parameters()) {
-    if (parameter.grad().defined()) {
-      parameter.add_(parameter.grad(), -0.1);
-    }
+void expect_plain(const BlockTraining& mine, const BlockTraining& plain) {
+  ASSERT_EQ(mine.steps.size(), plain.steps.size());
+  for (std::size_t s = 0; s < plain.steps.size(); ++s) {
+    EXPECT_TRUE(same(mine.steps[s], plain.steps[s])) << "step " << s;
   }
-}
-
-bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  if (a.size() != b.size()) {
-    return false;
-  }
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (!at::equal(a[i], b[i])) {
-      return false;
-    }
-  }
-  return true;
 }
 
 }  // namespace sidestream::testing_model

@@ -28,8 +28,6 @@ using testing_model::NamedProgram;
 using testing_model::PlantedRuntime;
 using testing_model::RecordedSteps;
 
-constexpr std::uint64_t kSeeds = 60;
-
 /// A finding without addresses, steps and fix, to tell one from another and for the table.
 std::string short_form(std::string finding) {
   finding.resize(std::min(finding.size(), finding.find(" without being ordered")));
@@ -57,6 +55,8 @@ std::string name_of(const testing::TestParamInfo<EngineFault>& info) {
 
 class PlantedFaultTest : public testing::TestWithParam<EngineFault> {
  protected:
+  static constexpr std::uint64_t kSeeds = 60;
+
   static void SetUpTestSuite() { std::printf("fault | program | found by | shown by | wrong bytes\n"); }
 
   struct Outcome {

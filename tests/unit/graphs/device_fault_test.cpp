@@ -14,14 +14,14 @@
 #include <gtest/gtest.h>
 
 #include "graphs/engine/engine_access.h"
+#include "models/block_model.h"
+#include "models/wrapping.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sim/device/device.h"
-#include "unit/graphs/block_model.h"
 #include "unit/graphs/engine_invariants.h"
 #include "unit/graphs/fault_runtime.h"
-#include "unit/graphs/wrapping.h"
 
 namespace sidestream {
 namespace {
@@ -29,19 +29,21 @@ namespace {
 using testing_model::BlockModel;
 using testing_model::EngineInvariants;
 using testing_model::FaultyRuntime;
+using testing_model::gradients;
+using testing_model::same;
 using testing_model::Wrapping;
 
-constexpr std::int64_t kSteps = 3;
-
 /// Makes something fail, once: the n-th from here on, none if negative.
-struct Fault {
+struct DeviceFault {
   std::function<void(std::int64_t)> arm;
   std::function<std::string()> failed;  ///< what did, or empty
   std::string says;                     ///< part of each message; empty for what `failed` gives
 };
 
-class FaultTest : public testing::TestWithParam<Wrapping> {
+class DeviceFaultTest : public testing::TestWithParam<Wrapping> {
  protected:
+  static constexpr std::int64_t kSteps = 3;
+
   [[nodiscard]] Options options() const {
     Options options = GetParam().options(device_, 1024);
     options.graph_options(GraphOptions(options.graph_options()).num_warmup_iters(1));
@@ -52,12 +54,7 @@ class FaultTest : public testing::TestWithParam<Wrapping> {
   void train(BlockModel& model, OffloadEngine* engine, std::int64_t s) const {
     const auto batch = testing_model::batch_of(shape_, s, device_);
     testing_model::clear_gradients(model);
-    if (engine == nullptr) {
-      model.loss(batch.tokens, batch.targets).backward();
-      return;
-    }
-    const auto step = engine->step();  // its end may throw, which an optional would not let out
-    model.loss(batch.tokens, batch.targets).backward();
+    testing_model::in_step(engine, [&] { model.loss(batch.tokens, batch.targets).backward(); });
   }
 
   /// What plain training gives, and what a step of an engine that never failed moves.
@@ -69,14 +66,14 @@ class FaultTest : public testing::TestWithParam<Wrapping> {
     OffloadEngine engine(model, options());
     for (std::int64_t s = 0; s < 2 * kSteps; ++s) {
       train(plain, nullptr, s);
-      expected_.push_back(testing_model::gradients(plain));
+      expected_.push_back(gradients(plain));
       train(model, &engine, s);
     }
     offloaded_bytes_ = engine.report().offloaded_bytes;
   }
 
   /// Trains with `fault` armed at `n`; false when it was not met any more.
-  bool survives(std::int64_t n, const Fault& fault, std::shared_ptr<Runtime> runtime) {
+  bool survives(std::int64_t n, const DeviceFault& fault, std::shared_ptr<Runtime> runtime) {
     const std::int64_t live = sim_->live_handles();
     std::string failed;
     {
@@ -89,7 +86,7 @@ class FaultTest : public testing::TestWithParam<Wrapping> {
       for (std::int64_t s = 0; s < kSteps && failed.empty(); ++s) {
         try {
           train(model, &engine, s);
-          EXPECT_TRUE(testing_model::same(testing_model::gradients(model), expected_[s])) << n << ", step " << s;
+          EXPECT_TRUE(same(gradients(model), expected_[s])) << n << ", step " << s;
         } catch (const DeviceError& error) {
           thrown = true;
           EXPECT_PRED_FORMAT2(testing::IsSubstring, fault.says.empty() ? fault.failed() : fault.says, error.what());
@@ -104,7 +101,7 @@ class FaultTest : public testing::TestWithParam<Wrapping> {
       for (std::int64_t s = kSteps; s < 2 * kSteps; ++s) {
         try {
           train(model, &engine, s);
-          EXPECT_TRUE(testing_model::same(testing_model::gradients(model), expected_[s])) << at << ", step " << s;
+          EXPECT_TRUE(same(gradients(model), expected_[s])) << at << ", step " << s;
         } catch (const std::exception& error) {
           ADD_FAILURE() << "after " << at << ", step " << s << ": " << error.what();
         }
@@ -137,17 +134,17 @@ class FaultTest : public testing::TestWithParam<Wrapping> {
   std::shared_ptr<Runtime> sim_ = make_runtime(device_);
   bool checked_ = false;
   BlockModel::Shape shape_{.layers = 3, .hidden = 16, .sequence = 8, .batch = 4};
-  std::vector<std::vector<at::Tensor>> expected_;
+  std::vector<testing_model::StepTensors> expected_;
   std::int64_t offloaded_bytes_ = 0;
   std::map<std::string, Outcome> outcomes_;
 };
 
-TEST_P(FaultTest, EveryFailureIsSurvived) {
+TEST_P(DeviceFaultTest, EveryFailureIsSurvived) {
   checked_ = true;  // what is done about a failure must leave everything in order, too
   learn_what_is_right();
   for (std::int64_t n = 0;; ++n) {
     const auto faulty = std::make_shared<FaultyRuntime>(sim_);
-    const Fault fault{[&](std::int64_t at) { faulty->fail(at); }, [&] { return faulty->failed(); }, ""};
+    const DeviceFault fault{[&](std::int64_t at) { faulty->fail(at); }, [&] { return faulty->failed(); }, ""};
     if (!survives(n, fault, faulty)) {
       break;
     }
@@ -156,11 +153,11 @@ TEST_P(FaultTest, EveryFailureIsSurvived) {
   print_outcomes();
 }
 
-TEST_P(FaultTest, EveryDeviceAllocationThatFailsIsSurvived) {
+TEST_P(DeviceFaultTest, EveryDeviceAllocationThatFailsIsSurvived) {
   shape_.layers = 2;
   learn_what_is_right();
   sim::Device& device = sim::Device::get();
-  const Fault fault{[&](std::int64_t at) { device.fail_allocation(at); },
+  const DeviceFault fault{[&](std::int64_t at) { device.fail_allocation(at); },
                     [&] { return std::string(device.allocation_failed() ? "device allocation" : ""); },
                     "out of memory"};
   // One of eight for each wrapping, another one for each, as there are thousands; SIDESTREAM_FAULT_STRIDE=1 tries them all.
@@ -173,7 +170,7 @@ TEST_P(FaultTest, EveryDeviceAllocationThatFailsIsSurvived) {
   print_outcomes();
 }
 
-INSTANTIATE_TEST_SUITE_P(Wrapped, FaultTest,
+INSTANTIATE_TEST_SUITE_P(Wrapped, DeviceFaultTest,
                          testing::Values(Wrapping{"eager", "", "blocks.*.core_attn,blocks.*.proj,blocks.*.fc1"},
                                          Wrapping{"graphs_1", "blocks.*", "blocks.*.*", 1},
                                          Wrapping{"graphs_2", "blocks.*", "blocks.*.*", 2},

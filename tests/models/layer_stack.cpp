@@ -1,4 +1,7 @@
-#include "unit/graphs/layer_stack.h"
+#include "models/layer_stack.h"
+
+#include <string>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <torch/utils.h>
@@ -59,16 +62,22 @@ at::Tensor rows(std::int64_t step, c10::Device device, std::int64_t salt) {
 }
 
 std::vector<GraphedCallable> graph_stack(OffloadEngine& engine, const torch::nn::Sequential& model, c10::Device device,
-                                         const GraphOptions& options, bool linked) {
+                                         const GraphOptions& options,
+                                         const std::function<bool(std::int64_t layer)>& own) {
   std::vector<Callable> callables;
   std::vector<std::vector<Sample>> samples;
   for (const torch::nn::AnyModule& layer : *model) {
     const auto i = static_cast<std::int64_t>(callables.size());
     samples.push_back(
-        {linked && i > 0 ? Sample::output_of(i - 1) : Sample(rows(900 + i, device).requires_grad_(true))});
+        {i > 0 && !own(i) ? Sample::output_of(i - 1) : Sample(rows(900 + i, device).requires_grad_(true))});
     callables.emplace_back("layers." + std::to_string(i), layer);
   }
   return make_graphed_callables(engine, std::move(callables), samples, options);
+}
+
+std::vector<GraphedCallable> graph_stack(OffloadEngine& engine, const torch::nn::Sequential& model, c10::Device device,
+                                         const GraphOptions& options, bool linked) {
+  return graph_stack(engine, model, device, options, [linked](std::int64_t /*layer*/) { return !linked; });
 }
 
 at::Tensor run_stack(const std::vector<GraphedCallable>& layers, at::Tensor h) {

@@ -1,0 +1,48 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+
+namespace sidestream {
+class OffloadEngine;
+}
+
+namespace sidestream::testing_model {
+
+/// One tensor that a step has given, on the host; undefined where there is none.
+struct StepTensor {
+  StepTensor(std::string of, const at::Tensor& tensor);
+  std::string name;
+  at::Tensor value;
+};
+using StepTensors = std::vector<StepTensor>;
+
+/// Copies of all gradients, in the order of named_parameters().
+[[nodiscard]] StepTensors gradients(const torch::nn::Module& model);
+/// Copies of all gradients and of all buffers.
+[[nodiscard]] StepTensors gradients_and_buffers(const torch::nn::Module& model);
+/// Sets all gradients to none.
+void clear_gradients(torch::nn::Module& model);
+/// A plain SGD step, so that every step has new weights.
+void descend(torch::nn::Module& model);
+
+/// Bit for bit, and no element is NaN. The message names the first tensor that differs and its first differing element.
+[[nodiscard]] testing::AssertionResult same(const StepTensors& mine, const StepTensors& plain);
+
+/// `run` in a step of `engine`, without a step where it is null. What the step's end throws comes out.
+void in_step(OffloadEngine* engine, const std::function<void()>& run);
+
+/// One step of a trainer: gradients cleared, `run` (forward and backward) as `in_step`, weights descended. Gives the gradients
+/// and buffers.
+StepTensors train_step(torch::nn::Module& model, OffloadEngine* engine, const std::function<void()>& run);
+
+/// Each step `s` of [first, last) of a training with the engine and of its plain twin gives the same.
+void expect_plain(std::int64_t first, std::int64_t last, const std::function<StepTensors(std::int64_t s)>& mine,
+                  const std::function<StepTensors(std::int64_t s)>& plain);
+
+}  // namespace sidestream::testing_model
