@@ -190,11 +190,6 @@ bool HostArena::sealed() const noexcept {
   return state_->sealed;
 }
 
-std::size_t HostArena::room() const noexcept {
-  const std::lock_guard lock(state_->mutex);
-  return state_->sealed ? 0 : state_->stats.cap - state_->stats.pinned;
-}
-
 HostArena::Lease HostArena::lease(std::size_t bytes) {
   if (bytes == 0) {
     return {};
@@ -214,12 +209,6 @@ HostArena::Lease HostArena::lease(std::size_t bytes) {
   state_->stats.leased += bytes;
   state_->stats.leased_peak = std::max(state_->stats.leased_peak, state_->stats.leased);
   return Lease(state_, slot, slot->data, bytes);
-}
-
-void HostArena::give_back(Lease lease, std::shared_ptr<const Event> last_copy) noexcept {
-  if (lease) {
-    lease.record_last_use(std::move(last_copy));
-  }
 }
 
 HostArenaStats HostArena::stats() const {

@@ -97,15 +97,11 @@ class HostArena {
   /// No allocation from here on: `lease` serves free slots only.
   void seal() noexcept;
   [[nodiscard]] bool sealed() const noexcept;
-  /// Bytes that `plan` may still pin.
-  [[nodiscard]] std::size_t room() const noexcept;
 
   /// The smallest free slot that holds `bytes`, among equals the one longest back. Before `seal` a missing slot is pinned if
   /// the cap has room; after it nothing grows. Empty when there is no room, and for 0 bytes.
   /// No allocation after `seal`. Capture: legal after `seal` (no driver call), illegal before.
   [[nodiscard]] Lease lease(std::size_t bytes);
-  /// Gives `lease` back with the event of the copy that last touched it; the same as `record_last_use` and `reset`.
-  void give_back(Lease lease, std::shared_ptr<const Event> last_copy) noexcept;
 
   [[nodiscard]] HostArenaStats stats() const;
 

@@ -242,12 +242,12 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-void ExternalReads::add(c10::Storage storage, const char* name, bool written) {
+void ExternalReads::add(c10::Storage storage, bool written) {
   const auto [at, is_new] = index_.try_emplace(storage.unsafeGetStorageImpl(), externals_.size());
   if (is_new) {
     const void* const data = storage.data();
     const std::size_t bytes = storage.nbytes();
-    externals_.push_back(ExternalStorage{std::move(storage), data, bytes, written, name});
+    externals_.push_back(ExternalStorage{std::move(storage), data, bytes, written});
   } else if (written) {
     externals_[at->second].written = true;
   }
@@ -259,11 +259,10 @@ void ExternalReads::touch(const at::Tensor& tensor, const OperatorAccess& access
     return;
   }
   if (!access.nested || index_.contains(key)) {
-    add(tensor.storage(), access.name, written);
+    add(tensor.storage(), written);
     return;
   }
-  const auto [at, is_new] =
-      pending_.try_emplace(key, Pending{tensor.storage().getWeakStorageImpl(), access.name, written});
+  const auto [at, is_new] = pending_.try_emplace(key, Pending{tensor.storage().getWeakStorageImpl(), written});
   at->second.written = at->second.written || written;
 }
 
@@ -292,7 +291,7 @@ void ExternalReads::observe(const OperatorAccess& access) {
 void ExternalReads::settle_pending() {
   for (auto& [key, pending] : pending_) {
     if (auto alive = pending.storage.lock(); alive && !made_.contains(key)) {
-      add(c10::Storage(std::move(alive)), pending.name, pending.written);
+      add(c10::Storage(std::move(alive)), pending.written);
     }
   }
   pending_.clear();

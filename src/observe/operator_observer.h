@@ -77,7 +77,6 @@ struct ExternalStorage {
   const void* data = nullptr;  ///< its address when first seen: what a capture bakes in
   std::size_t bytes = 0;
   bool written = false;
-  const char* first_reader = "";  ///< operator that touched it first
 };
 
 /// Collects every storage that operators read or write and that no observed operator made: what a capture must keep alive.
@@ -92,19 +91,17 @@ class ExternalReads {
   /// In the order they were first touched.
   [[nodiscard]] const std::vector<ExternalStorage>& externals() const noexcept { return externals_; }
   [[nodiscard]] const ExternalStorage* find(const c10::StorageImpl* storage) const noexcept;
-  [[nodiscard]] bool was_made(const c10::StorageImpl* storage) const noexcept { return made_.contains(storage); }
   void clear() noexcept;
 
  private:
   // Seen inside an operator that has not ended; may still turn out to be that operator's own.
   struct Pending {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    const char* name;
     bool written;
   };
 
   void touch(const at::Tensor& tensor, const OperatorAccess& access, bool written);
-  void add(c10::Storage storage, const char* name, bool written);
+  void add(c10::Storage storage, bool written);
   void settle_pending();
 
   std::vector<ExternalStorage> externals_;

@@ -77,13 +77,6 @@ at::Tensor Exclusions::registered(const c10::Storage& storage) const {
   return {};
 }
 
-void Exclusions::add_leaf(const at::Tensor& leaf) {
-  if (storage_of(leaf) != nullptr) {
-    const std::lock_guard lock(mutex_);
-    leaves_.insert(leaf.storage());
-  }
-}
-
 void Exclusions::mark(const at::Tensor& tensor) {
   if (storage_of(tensor) != nullptr) {
     const std::lock_guard lock(mutex_);
@@ -117,7 +110,7 @@ Exclusion Exclusions::classify_locked(const at::Tensor& tensor) const {
   if (storage.device() != device_) {
     return Exclusion::other_device;
   }
-  if (parameter_storages_.contains(key) || leaves_.contains(key) || (tensor.requires_grad() && tensor.is_leaf())) {
+  if (parameter_storages_.contains(key) || (tensor.requires_grad() && tensor.is_leaf())) {
     return Exclusion::parameter;
   }
   if (static_inputs_.contains(key)) {

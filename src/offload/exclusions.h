@@ -48,8 +48,6 @@ class Exclusions {
   bool refresh_parameters();
   /// The registered parameter or buffer that lies in `storage`, or an undefined tensor.
   [[nodiscard]] at::Tensor registered(const c10::Storage& storage) const;
-  /// A leaf that requires grad and that no module registers, for code that saves detached aliases of it.
-  void add_leaf(const at::Tensor& leaf);
   /// The user's mark_not_offload: for as long as the storage lives.
   void mark(const at::Tensor& tensor);
   /// The input of a graph that is another graph's static output, where no chain owns both.
@@ -77,7 +75,6 @@ class Exclusions {
   std::vector<at::Tensor> parameters_;
   std::vector<const c10::StorageImpl*> parameter_order_;
   WeakStorageSet parameter_storages_;
-  WeakStorageSet leaves_;
   WeakStorageSet marked_;
   WeakStorageSet static_inputs_;
   std::array<ExclusionTally, exclusion_count> tallies_{};

@@ -64,7 +64,6 @@ TEST(HostArenaThreads, PlanningAndAskingMayMeet) {
         const HostArena::Lease lease = arena.lease(number == 1 ? 512 : 700);
         beyond = beyond || arena.stats().pinned > arena.stats().cap || arena.available() > arena.stats().cap;
         (void)arena.sealed();
-        (void)arena.room();
       }
     }
   });

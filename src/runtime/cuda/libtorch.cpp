@@ -51,8 +51,6 @@ c10::Stream wrap_stream(cudaStream_t stream, c10::Device device) {
   return c10::cuda::getStreamFromExternal(stream, device.index()).unwrap();
 }
 
-c10::Stream default_stream(c10::Device device) { return c10::cuda::getDefaultCUDAStream(device.index()).unwrap(); }
-
 c10::Stream current_stream(c10::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).unwrap(); }
 
 void set_current_stream(c10::Stream stream) { c10::cuda::setCurrentCUDAStream(cuda_stream(stream)); }

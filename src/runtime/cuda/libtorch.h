@@ -21,7 +21,6 @@ void initialise();
 /// The driver's stream behind `stream`; null for the default stream. Asks the driver nothing.
 [[nodiscard]] cudaStream_t native_stream(c10::Stream stream);
 [[nodiscard]] c10::Stream wrap_stream(cudaStream_t stream, c10::Device device);
-[[nodiscard]] c10::Stream default_stream(c10::Device device);
 [[nodiscard]] c10::Stream current_stream(c10::Device device);
 void set_current_stream(c10::Stream stream);
 

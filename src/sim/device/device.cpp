@@ -210,12 +210,6 @@ void Device::free(void* address) noexcept {
 
 bool Device::owns(const void* address) const noexcept { return state_->memory.owns(address); }
 
-std::size_t Device::block_bytes(const void* address) const noexcept {
-  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
-  const Block* block = state_->memory.block_at(address);
-  return block != nullptr ? block->bytes : 0;
-}
-
 MemoryStats Device::memory_stats() const {
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   return state_->memory.stats();

@@ -64,8 +64,6 @@ class Device {
   /// no such look at the clock.
   void used_on(const void* block, c10::StreamId stream) noexcept;
   [[nodiscard]] bool owns(const void* address) const noexcept;
-  /// Usable bytes of the block that starts at `block`.
-  [[nodiscard]] std::size_t block_bytes(const void* block) const noexcept;
   [[nodiscard]] MemoryStats memory_stats() const;
   void reset_peak_memory_stats();
   void release_cached_memory();

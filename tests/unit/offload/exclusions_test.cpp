@@ -45,8 +45,6 @@ TEST(Exclusions, LeavesThatRequireGrad) {
   const at::Tensor leaf = tensor(64).requires_grad_(true);
   EXPECT_EQ(exclusions.classify(leaf), Exclusion::parameter);
   EXPECT_EQ(exclusions.classify(leaf.detach()), Exclusion::none);
-  exclusions.add_leaf(leaf);
-  EXPECT_EQ(exclusions.classify(leaf.detach()), Exclusion::parameter);
 }
 
 TEST(Exclusions, SmallIsByTheWholeStorage) {
