@@ -144,8 +144,8 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
     auto spinning = std::make_shared<gpu::SpinningRuntime>(slots, GetParam().spins);
     auto dropping = std::make_shared<DroppingRuntime>(spinning);
     torch::nn::Module model;
-    OffloadEngine engine(EngineAccess::engine(
-        model, testing_model::wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
+    OffloadEngine engine(
+        EngineAccess::engine(model, testing_model::wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
     const std::vector<c10::Stream> lanes{streams_.getStreamFromGlobalPool(device_),
                                          streams_.getStreamFromGlobalPool(device_)};
     std::vector<at::Tensor> grads;

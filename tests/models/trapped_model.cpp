@@ -12,7 +12,7 @@
 namespace sidestream::testing_model {
 namespace {
 
-constexpr std::int64_t kHidden = 16;
+constexpr std::int64_t kWidth = 16;
 
 /// Twice its input; saves it, as a custom function would.
 class Doubled : public torch::autograd::Function<Doubled> {
@@ -148,9 +148,9 @@ at::Tensor TrappedLayer::forward(at::Tensor h) {
 
 TrappedModel::TrappedModel(std::int64_t count, Trap& trap) : trap_(trap) {
   torch::manual_seed(17);
-  first_ = register_parameter("first", weight(kHidden, kHidden));
+  first_ = register_parameter("first", weight(kWidth, kWidth));
   for (std::int64_t i = 0; i < count; ++i) {
-    layers->push_back(std::make_shared<TrappedLayer>(kHidden, trap));
+    layers->push_back(std::make_shared<TrappedLayer>(kWidth, trap));
   }
   register_module("layers", layers);
 }
@@ -181,7 +181,7 @@ void TrappedModel::hook_parameters() {
 
 at::Tensor trapped_input(std::int64_t s, c10::Device device) {
   auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(400 + s));
-  return at::randn({24, kHidden}, generator, at::TensorOptions()).to(device);
+  return at::randn({24, kWidth}, generator, at::TensorOptions()).to(device);
 }
 
 }  // namespace sidestream::testing_model

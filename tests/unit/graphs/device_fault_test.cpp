@@ -158,8 +158,8 @@ TEST_P(DeviceFaultTest, EveryDeviceAllocationThatFailsIsSurvived) {
   learn_what_is_right();
   sim::Device& device = sim::Device::get();
   const DeviceFault fault{[&](std::int64_t at) { device.fail_allocation(at); },
-                    [&] { return std::string(device.allocation_failed() ? "device allocation" : ""); },
-                    "out of memory"};
+                          [&] { return std::string(device.allocation_failed() ? "device allocation" : ""); },
+                          "out of memory"};
   // One of eight for each wrapping, another one for each, as there are thousands; SIDESTREAM_FAULT_STRIDE=1 tries them all.
   const char* asked = std::getenv("SIDESTREAM_FAULT_STRIDE");
   const std::int64_t stride = asked == nullptr ? 8 : std::max(1L, std::atol(asked));

@@ -10,7 +10,7 @@
 #include "runtime/runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
-#include "unit/graphs/block_model.h"
+#include "models/block_model.h"
 
 namespace sidestream {
 namespace {
