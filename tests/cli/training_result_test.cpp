@@ -77,7 +77,9 @@ TEST(ResultTable, OffloadThatMovedNothingSaysWhy) {
   result.modes.back().offload.bytes_per_step = 0;
   result.modes.back().offload.notes = {"backward needs the last groups immediately"};
   const std::string table = result_table(result);
-  EXPECT_NE(table.find("graphs+offload: nothing left the device\n    backward needs the last groups"), std::string::npos) << table;
+  EXPECT_NE(table.find("graphs+offload: nothing left the device\n    backward needs the last groups"),
+            std::string::npos)
+      << table;
 }
 
 TEST(ResultJson, KeepsWhatTheTableShows) {

@@ -7,10 +7,10 @@
 
 #include <gtest/gtest.h>
 
+#include "models/block_model.h"
 #include "runtime/runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
-#include "models/block_model.h"
 
 namespace sidestream {
 namespace {

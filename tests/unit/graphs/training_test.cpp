@@ -117,6 +117,7 @@ TEST_P(WrappedTrainingTest, IsPlainTrainingUnderEveryOnlineSchedule) {
 }
 
 TEST_P(WrappedTrainingTest, ReadsNoHostSlotThatMayNotBeRead) {
+  shape_.layers = 6;
   const auto poisoned = std::make_shared<PoisonedSlots>(make_runtime(device_));
   const BlockTraining run = train(4, 0, poisoned);
   expect_plain(run, BlockTraining(shape_, device_, 4));
@@ -131,8 +132,12 @@ TEST_P(WrappedTrainingTest, IsOrdered) {
   EXPECT_EQ(report.order_findings, std::vector<std::string>());
 }
 
-INSTANTIATE_TEST_SUITE_P(Wrapped, WrappedTrainingTest, testing::ValuesIn(testing_model::wrappings()),
-                         [](const testing::TestParamInfo<Wrapping>& info) { return info.param.name; });
+std::string name_of_wrapping(const testing::TestParamInfo<Wrapping>& info) { return info.param.name; }
+
+INSTANTIATE_TEST_SUITE_P(Wrapped, WrappedTrainingTest, testing::ValuesIn(testing_model::wrappings()), name_of_wrapping);
+INSTANTIATE_TEST_SUITE_P(AllGroups, WrappedTrainingTest,
+                         testing::Values(Wrapping{"graphs_accumulating", "blocks.*", "blocks.*.*", 2, true}),
+                         name_of_wrapping);
 
 }  // namespace
 }  // namespace sidestream

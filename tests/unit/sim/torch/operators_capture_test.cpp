@@ -19,9 +19,7 @@ using Tensors = std::vector<at::Tensor>;
 class OperatorCapture : public ::testing::Test {
  protected:
   OperatorCapture()
-      : runtime(sidestream::make_runtime(device)),
-        stream(runtime->create_stream()),
-        pool(runtime->create_pool()) {}
+      : runtime(sidestream::make_runtime(device)), stream(runtime->create_stream()), pool(runtime->create_pool()) {}
 
   sidestream::Graph capture(const std::function<void()>& body) {
     const sidestream::StreamGuard guard(*runtime, stream.get());
