@@ -1,7 +1,9 @@
 #include "graphs/capture/chain_capture.h"
 
+#include <algorithm>
 #include <typeinfo>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
@@ -180,9 +182,16 @@ StaticInput* ChainCapture::giver_of_seed(std::size_t index, const StaticOutput& 
   }
   const Link& reader = output.readers[0];
   const std::vector<at::Tensor>& grads = live_[reader.layer].grad_inputs;
-  const bool can_give =
-      grads.size() > reader.index && grads[reader.index].defined() && grads[reader.index].is_contiguous();
-  return can_give ? &chain_.layers_[reader.layer].inputs[reader.index] : nullptr;
+  if (grads.size() <= reader.index || !grads[reader.index].defined() || !grads[reader.index].is_contiguous()) {
+    return nullptr;
+  }
+  // A sum's backward gives one tensor as the gradient of both its inputs. As two seeds it would be wrong wherever one of the
+  // outputs is read elsewhere too: that output's gradient is another one then, and would be written over both.
+  const auto& outputs = chain_.layers_[index].outputs;
+  const bool taken = std::any_of(outputs.begin(), outputs.end(), [&](const StaticOutput& other) {
+    return other.seed_from && at::get_overlap_status(other.seed, grads[reader.index]) != at::MemOverlapStatus::No;
+  });
+  return taken ? nullptr : &chain_.layers_[reader.layer].inputs[reader.index];
 }
 
 void ChainCapture::prepare_seeds(std::size_t index) {

@@ -46,7 +46,7 @@ class ChainCapture {
   void record_caller_event();
   void capture_forward(std::size_t index);
   /// The input of the next layer that alone reads `output` of layer `index`, if the gradient it gets there can be handed on as
-  /// the output's seed without a copy; else null.
+  /// the output's seed without a copy, and is no other output's seed; else null.
   [[nodiscard]] StaticInput* giver_of_seed(std::size_t index, const StaticOutput& output);
   void prepare_seeds(std::size_t index);
   void capture_backward(std::size_t index);
