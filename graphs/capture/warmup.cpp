@@ -68,9 +68,16 @@ class StateKeeper {
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
 };
 
-std::vector<at::Tensor> leaves_of(const LayerSpec& spec, const std::vector<std::vector<at::Tensor>>& outputs) {
+/// `outputs`: of the layers before this one.
+std::vector<at::Tensor> leaves_of(const std::vector<LayerSpec>& specs, const LayerSpec& spec,
+                                  const std::vector<std::vector<at::Tensor>>& outputs) {
   std::vector<at::Tensor> leaves;
   for (const LayerInput& input : spec.inputs) {
+    if (input.from && input.from->index >= outputs[input.from->layer].size()) {
+      throw UsageError("callable \"" + spec.name + "\" takes output " + std::to_string(input.from->index) +
+                       " of callable \"" + specs[input.from->layer].name + "\", which gives " +
+                       std::to_string(outputs[input.from->layer].size()));
+    }
     const at::Tensor& source = input.from ? outputs[input.from->layer][input.from->index] : input.sample;
     leaves.push_back(source.defined() ? source.detach().requires_grad_(source.requires_grad()) : source);
   }
@@ -246,7 +253,7 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
       progress({ProgressPhase::warm_up, sizings.size(), specs.size(), spec.name});
     }
     const Site site(Activity::warmup, spec.scope->site);
-    const std::vector<at::Tensor> inputs = leaves_of(spec, outputs);
+    const std::vector<at::Tensor> inputs = leaves_of(specs, spec, outputs);
     detail::TensorBuffer made;
     {
       const Site sizing(Activity::sizing, spec.scope->site);

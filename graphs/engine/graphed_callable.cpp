@@ -97,6 +97,10 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
         throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
                          std::to_string(sample.callable()) + ", which does not stand before it");
       }
+      if (sample.callable() >= 0 && sample.output() < 0) {
+        throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes output " +
+                         std::to_string(sample.output()) + " of another; outputs count from 0");
+      }
       LayerInput& input = spec.inputs.emplace_back();
       if (sample.callable() < 0) {
         input.sample = sample.tensor();

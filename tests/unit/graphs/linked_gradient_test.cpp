@@ -8,6 +8,7 @@
 #include "models/layer_stack.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
+#include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
 namespace sidestream {
@@ -39,6 +40,19 @@ TEST(LinkedGradientTest, OneTensorForTwoOutputsOfWhichOneIsReadElsewhereToo) {
     };
     EXPECT_TRUE(at::equal(gradient(graphed[0], graphed[1]), gradient(two_results, sum_of_two))) << read;
   }
+}
+
+TEST(LinkedGradientTest, AnOutputThatIsNotThere) {
+  const c10::Device device = find_device("sim");
+  torch::nn::Module model;
+  OffloadEngine engine(model, Options(device));
+  const auto capture = [&](std::int64_t output) {
+    (void)make_graphed_callables(
+        engine, {Callable("two", two_results), Callable("sum", sum_of_two)},
+        {{rows(0, device).requires_grad_(true)}, {Sample::output_of(0), Sample::output_of(0, output)}});
+  };
+  EXPECT_THROWS(UsageError, "\"sum\" takes output 2 of callable \"two\", which gives 2", capture(2));
+  EXPECT_THROWS(UsageError, "\"sum\" takes output -1 of another", capture(-1));
 }
 
 }  // namespace
