@@ -13,12 +13,13 @@ namespace {
 #if !defined(__SANITIZE_ADDRESS__)  // which needs addresses without end
 TEST(ProgramMemory, TooLittleEndsWithOneLine) {
   bool told = false;
-  for (int kilobytes = 1'000'000; kilobytes <= 8'000'000; kilobytes += 500'000) {
+  for (int kilobytes = 1'000'000; kilobytes <= 8'000'000; kilobytes += 1'000'000) {
     const ProgramResult result =
         run_program(tiny_training({"--steps", "2"}), "ulimit -c 0; ulimit -v " + std::to_string(kilobytes));
     const std::string at = std::to_string(kilobytes) + " KB: " + std::to_string(result.signal) + result.err;
     EXPECT_EQ(result.signal, 0) << at;
     EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "terminate called", result.err) << at;
+    EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "--device sim", result.err) << "it was asked for: " << at;
     if (result.code != 0) {
       EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << at;
     }

@@ -18,9 +18,12 @@ void switch_on_deterministic_algorithms() {
   at::globalContext().setDeterministicFillUninitializedMemory(false);
 }
 
-/// The device of that name; what the library says against it ends with this program's remedy.
+/// The device of that name. Where the library's remedy is to find the simulator, the error says how it is done here.
 c10::Device named_device(const std::string& name) {
-  const auto with_advice = [](const Error& error) { return std::string(error.what()) + " (here: --device sim)"; };
+  const auto with_advice = [](const Error& error) {
+    const std::string text = error.what();
+    return text.find("find_device(\"sim\")") == std::string::npos ? text : text + " (here: --device sim)";
+  };
   try {
     return find_device(name);
   } catch (const UsageError& error) {
