@@ -8,6 +8,7 @@
 #include "sidestream/device.h"
 #include "sidestream/error.h"
 #include "tools/cli/interrupt.h"
+#include "tools/cli/standard_output.h"
 #include "tools/cli/train_command.h"
 #include "tools/cli/training_run.h"
 
@@ -17,11 +18,6 @@ namespace {
 constexpr std::int64_t kWarmSteps = 2;  // sizing and capture
 constexpr std::int64_t kProgressParts = 10;
 constexpr std::size_t kShown = 6;  // of findings, and of divergences: one fault shows in many places
-
-void print(const std::string& text) {
-  std::fputs(text.c_str(), stdout);
-  std::fflush(stdout);
-}
 
 void validate_search(const CheckOptions& options) {
   validate(options.training);

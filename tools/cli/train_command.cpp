@@ -17,6 +17,7 @@
 #include "tools/cli/interrupt.h"
 #include "tools/cli/progress_line.h"
 #include "tools/cli/report_file.h"
+#include "tools/cli/standard_output.h"
 #include "tools/cli/training_result.h"
 #include "tools/cli/training_run.h"
 
@@ -25,11 +26,6 @@ namespace {
 
 constexpr std::int64_t kFirstSteps = 3;   // sizing, capture, and the first replay
 constexpr std::int64_t kTimedSteps = 20;  // of a mode that is measured by itself
-
-void print(const std::string& text) {
-  std::fputs(text.c_str(), stdout);
-  std::fflush(stdout);
-}
 
 double median(std::vector<double> values) {
   if (values.empty()) {
