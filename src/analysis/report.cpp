@@ -1,5 +1,7 @@
 #include "sidestream/report.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdio>
 #include <ostream>
 
@@ -14,10 +16,10 @@ std::string mebibytes(std::int64_t bytes) {
   return text;
 }
 
-void row(std::ostream& out, const char* what, const std::string& value) {
-  char line[160];
-  std::snprintf(line, sizeof line, "  %-44s %s\n", what, value.c_str());
-  out << line;
+void row(std::ostream& out, std::string what, const std::string& value) {
+  constexpr std::size_t width = 44;
+  what.resize(std::max(what.size(), width), ' ');
+  out << "  " << what << ' ' << value << '\n';
 }
 
 }  // namespace
@@ -48,12 +50,12 @@ void Report::print(std::ostream& out) const {
     row(out, "copied again after a write, a step", mebibytes(copied_twice_bytes));
   }
   for (const GroupReport& group : groups) {
-    row(out, group.name.c_str(),
+    row(out, group.name,
         mebibytes(group.offloaded_bytes) + " of " + mebibytes(group.bytes) +
             (group.kept_because.empty() ? "" : "  (rest: " + group.kept_because + ")"));
   }
   for (const ExclusionReport& exclusion : exclusions) {
-    row(out, ("stays: " + exclusion.reason).c_str(),
+    row(out, "stays: " + exclusion.reason,
         std::to_string(exclusion.tensors) + " tensors, " + mebibytes(exclusion.bytes));
   }
   if (checked_operations > 0) {
@@ -105,7 +107,8 @@ std::string Report::json() const {
     object["exclusions"].push_back(
         {{"reason", exclusion.reason}, {"tensors", exclusion.tensors}, {"bytes", exclusion.bytes}});
   }
-  return object.dump();
+  // A name is the user's and need not be text; what is none is replaced.
+  return object.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 }  // namespace sidestream

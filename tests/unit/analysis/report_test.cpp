@@ -1,0 +1,126 @@
+#include "sidestream/report.h"
+
+#include <sstream>
+#include <string>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+namespace sidestream {
+namespace {
+
+/// Every field its own value, so that no two can be taken for one another.
+Report full_report() {
+  Report report;
+  report.steps = 3;
+  report.offloaded_bytes = 8 << 20;
+  report.reloaded_bytes = 7 << 20;
+  report.saved_bytes = 16 << 20;
+  report.unseen_bytes = 1 << 20;
+  report.copied_twice_bytes = 2 << 20;
+  report.pinned_bytes = 12 << 20;
+  report.pinned_requested_bytes = 11 << 20;
+  report.host_cap = 64 << 20;
+  report.waits = 21;
+  report.inline_reloads = 22;
+  report.captures = 23;
+  report.recaptures = 24;
+  report.replays = 25;
+  report.eager_calls = 26;
+  report.external_bytes = 5 << 20;
+  report.sizing_peak_bytes = 40 << 20;
+  report.step_peak_bytes = 34 << 20;
+  report.checked_operations = 27;
+  report.order_findings = {"nothing orders a with b"};
+  report.groups = {{"blocks.0", 4 << 20, 4 << 20, ""}, {"blocks.1", 6 << 20, 3 << 20, "over the host cap"}};
+  report.exclusions = {{"small", 28, 3 << 20}};
+  report.notes = {"a note"};
+  return report;
+}
+
+std::string printed(const Report& report) {
+  std::ostringstream out;
+  report.print(out);
+  return out.str();
+}
+
+bool has_line(const std::string& text, const std::string& what, const std::string& value) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.find(what) != std::string::npos && line.size() >= value.size() &&
+        line.compare(line.size() - value.size(), value.size(), value) == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+TEST(ReportTest, TheTableShowsWhatWasCounted) {
+  const std::string text = printed(full_report());
+  EXPECT_TRUE(has_line(text, "left the device, a step", "8.0 MiB")) << text;
+  EXPECT_TRUE(has_line(text, "came back, a step", "7.0 MiB")) << text;
+  EXPECT_TRUE(has_line(text, "pinned host memory (asked for)", "12.0 MiB (11.0 MiB)")) << text;
+  EXPECT_TRUE(has_line(text, "graphs captured (of them again)", "23 (24)")) << text;
+  EXPECT_TRUE(has_line(text, "calls that ran eagerly", "26")) << text;
+  EXPECT_TRUE(has_line(text, "copied again after a write", "2.0 MiB")) << text;
+  EXPECT_TRUE(has_line(text, "blocks.0", "4.0 MiB of 4.0 MiB")) << text;
+  EXPECT_TRUE(has_line(text, "blocks.1", "3.0 MiB of 6.0 MiB  (rest: over the host cap)")) << text;
+  EXPECT_TRUE(has_line(text, "stays: small", "28 tensors, 3.0 MiB")) << text;
+  EXPECT_TRUE(has_line(text, "findings", "1")) << text;
+  EXPECT_TRUE(has_line(text, "not ordered:", "nothing orders a with b")) << text;
+  EXPECT_TRUE(has_line(text, "note:", "a note")) << text;
+}
+
+TEST(ReportTest, TheTableLeavesOutWhatDidNotHappen) {
+  const std::string text = printed(Report());
+  EXPECT_EQ(text.find("copied again"), std::string::npos) << text;
+  EXPECT_EQ(text.find("findings"), std::string::npos) << text;
+  EXPECT_EQ(text.find("note:"), std::string::npos) << text;
+}
+
+TEST(ReportTest, ALongNameKeepsItsLineWhole) {
+  Report report;
+  report.groups = {{std::string(300, 'n'), 2 << 20, 1 << 20, "over the host cap"}};
+  EXPECT_TRUE(has_line(printed(report), std::string(300, 'n'), "1.0 MiB of 2.0 MiB  (rest: over the host cap)"));
+}
+
+TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
+  const auto json = nlohmann::json::parse(full_report().json());
+  EXPECT_EQ(json.at("steps"), 3);
+  EXPECT_EQ(json.at("offloaded_bytes"), 8 << 20);
+  EXPECT_EQ(json.at("reloaded_bytes"), 7 << 20);
+  EXPECT_EQ(json.at("saved_bytes"), 16 << 20);
+  EXPECT_EQ(json.at("unseen_bytes"), 1 << 20);
+  EXPECT_EQ(json.at("copied_twice_bytes"), 2 << 20);
+  EXPECT_EQ(json.at("pinned_bytes"), 12 << 20);
+  EXPECT_EQ(json.at("pinned_requested_bytes"), 11 << 20);
+  EXPECT_EQ(json.at("host_cap"), 64 << 20);
+  EXPECT_EQ(json.at("waits"), 21);
+  EXPECT_EQ(json.at("inline_reloads"), 22);
+  EXPECT_EQ(json.at("captures"), 23);
+  EXPECT_EQ(json.at("recaptures"), 24);
+  EXPECT_EQ(json.at("replays"), 25);
+  EXPECT_EQ(json.at("eager_calls"), 26);
+  EXPECT_EQ(json.at("external_bytes"), 5 << 20);
+  EXPECT_EQ(json.at("sizing_peak_bytes"), 40 << 20);
+  EXPECT_EQ(json.at("step_peak_bytes"), 34 << 20);
+  EXPECT_EQ(json.at("checked_operations"), 27);
+  EXPECT_EQ(json.at("r_gross"), 0.75);
+  EXPECT_EQ(json.at("order_findings").at(0), "nothing orders a with b");
+  EXPECT_EQ(json.at("groups").at(1).at("name"), "blocks.1");
+  EXPECT_EQ(json.at("groups").at(1).at("offloaded_bytes"), 3 << 20);
+  EXPECT_EQ(json.at("groups").at(1).at("kept_because"), "over the host cap");
+  EXPECT_EQ(json.at("exclusions").at(0).at("tensors"), 28);
+  EXPECT_EQ(json.at("notes").at(0), "a note");
+}
+
+TEST(ReportTest, ANameThatIsNoTextDoesNotStopTheJson) {
+  Report report;
+  report.groups = {{"block\xff", 1, 0, ""}};
+  EXPECT_NO_THROW((void)nlohmann::json::parse(report.json()));
+}
+
+TEST(ReportTest, NothingOffloadedHasNoRatio) { EXPECT_EQ(Report().r_gross(), 0.0); }
+
+}  // namespace
+}  // namespace sidestream
