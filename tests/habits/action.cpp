@@ -1,0 +1,117 @@
+#include "habits/action.h"
+
+#include <istream>
+#include <ostream>
+#include <sstream>
+#include <stdexcept>
+
+namespace sidestream::habits {
+
+const std::vector<Habit>& habits() {
+  static const std::vector<Habit> all = {
+      {Kind::train, "train", 1, 1, 30, true},
+      {Kind::other_rows, "other_rows", 2, 1, 3, true},
+      {Kind::accumulate, "accumulate", 2, 1, 3, true},
+      {Kind::in_flight, "in_flight", 2, 2, 3, true},
+      {Kind::clip, "clip", 1, 1, 2, true},
+      {Kind::evaluate, "evaluate", 3, 2, 3, false},
+      {Kind::validate_between, "validate_between", 2, 2, 2, true},
+      {Kind::inference, "inference", 2, 1, 2, false},
+      {Kind::aliased_argument, "aliased_argument", 1, 1, 2, true},
+      {Kind::memory, "memory", 1, 1, 2, false},
+      {Kind::other_scale, "other_scale", 2, 1, 2, true},
+      {Kind::inplace_on_output, "inplace_on_output", 3, 1, 2, true},
+      {Kind::leave_step, "leave_step", 6, 1, 2, true},
+      {Kind::throw_in_body, "throw_in_body", 3, 1, 2, true},
+      {Kind::keep_output, "keep_output", 3, 1, 3, false},
+      {Kind::late_call, "late_call", 1, 1, 2, true},
+      {Kind::skip_block, "skip_block", 3, 1, 2, true},
+      {Kind::repeat_block, "repeat_block", 3, 1, 2, true},
+      {Kind::unused_output, "unused_output", 3, 1, 2, true},
+      {Kind::unused_aux, "unused_aux", 1, 1, 2, true},
+      {Kind::input_gradient, "input_gradient", 1, 1, 2, true},
+      {Kind::autocast, "autocast", 2, 1, 2, true},
+      {Kind::backward_after_step, "backward_after_step", 1, 1, 2, true},
+      {Kind::backward_twice, "backward_twice", 1, 1, 1, true},
+      {Kind::no_grad_prefix, "no_grad_prefix", 1, 1, 2, true},
+      {Kind::other_stream, "other_stream", 1, 1, 2, true},
+      {Kind::other_thread, "other_thread", 1, 1, 2, true},
+      {Kind::change_weight_before_backward, "change_weight_before_backward", 3, 1, 2, false},
+      {Kind::forward_only, "forward_only", 1, 1, 2, true},
+      {Kind::keep_gradients, "keep_gradients", 2, 1, 2, true},
+      {Kind::freeze, "freeze", 3, 3, 3, false},
+      {Kind::thaw, "thaw", 1, 1, 3, true},
+      {Kind::load, "load", 2, 1, 2, true},
+      {Kind::relocate, "relocate", 3, 1, 2, true},
+      {Kind::convert, "convert", 3, 1, 2, false},
+      {Kind::replace_module, "replace_module", 3, 1, 2, true},
+      {Kind::seed, "seed", 1, 1, 2, true},
+      {Kind::determinism, "determinism", 2, 1, 2, true},
+      {Kind::default_dtype, "default_dtype", 2, 1, 2, false},
+      {Kind::part_in_eval, "part_in_eval", 4, 1, 2, true},
+      {Kind::add_hook, "add_hook", 3, 2, 2, true},
+      {Kind::remove_hook, "remove_hook", 1, 1, 2, true},
+      {Kind::reset, "reset", 1, 1, 1, true},
+      {Kind::new_engine, "new_engine", 1, 1, 1, true},
+      {Kind::second_engine, "second_engine", 1, 1, 2, true},
+      {Kind::nested_engine, "nested_engine", 1, 1, 2, true},
+      {Kind::report, "report", 1, 1, 1, true},
+  };
+  return all;
+}
+
+const Habit& habit(Kind kind) { return habits()[static_cast<std::size_t>(kind)]; }
+
+std::optional<Kind> kind_named(std::string_view name) {
+  for (const Habit& each : habits()) {
+    if (name == each.name) {
+      return each.kind;
+    }
+  }
+  return std::nullopt;
+}
+
+std::ostream& operator<<(std::ostream& out, const Action& action) {
+  return out << habit(action.kind).name << ' ' << action.a << ' ' << action.b;
+}
+
+std::ostream& operator<<(std::ostream& out, const Setup& setup) {
+  out << "setup " << setup.form;
+  for (const std::int64_t part : setup.parts) {
+    out << ' ' << part;
+  }
+  return out;
+}
+
+ProgramText read_program(std::istream& in) {
+  ProgramText program;
+  std::string line;
+  while (std::getline(in, line)) {
+    if (line.empty() || line[0] == '#') {
+      continue;
+    }
+    std::istringstream words(line);
+    std::string name;
+    words >> name;
+    if (name == "setup") {
+      words >> program.setup.form;
+      for (std::int64_t part = 0; words >> part;) {
+        program.setup.parts.push_back(part);
+      }
+      continue;
+    }
+    const auto kind = kind_named(name);
+    Action action;
+    if (!kind || !(words >> action.a >> action.b)) {
+      throw std::runtime_error("no action: " + line);
+    }
+    action.kind = *kind;
+    program.actions.push_back(action);
+  }
+  if (program.setup.parts.empty()) {
+    throw std::runtime_error("the program has no line \"setup FORM PART...\"");
+  }
+  return program;
+}
+
+}  // namespace sidestream::habits

@@ -1,0 +1,379 @@
+#include "habits/program.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+#include <exception>
+#include <ostream>
+#include <sstream>
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+#include <c10/core/DefaultDtype.h>
+#include <torch/utils.h>
+
+#include "sidestream/device.h"
+#include "sidestream/error.h"
+
+namespace sidestream::habits {
+namespace {
+
+/// Both sides see the same switches; a program leaves them as it found them.
+void set_switches(bool deterministic, bool double_by_default) {
+  at::globalContext().setDeterministicAlgorithms(deterministic, /*warn_only=*/false);
+  at::globalContext().setDeterministicFillUninitializedMemory(false);
+  c10::set_default_dtype(caffe2::TypeMeta::fromScalarType(double_by_default ? at::kDouble : at::kFloat));
+}
+
+at::Generator generator_of(c10::Device device) { return at::globalContext().defaultGenerator(device); }
+
+/// The message without what changes from program to program.
+std::string kind_of(const std::string& message) {
+  std::string text;
+  for (const char c : message.substr(0, message.find('\n'))) {
+    if (std::isdigit(static_cast<unsigned char>(c)) == 0) {
+      text += c;
+    } else if (text.empty() || text.back() != 'N') {
+      text += 'N';
+    }
+  }
+  return text.substr(0, 160);
+}
+
+bool same_bytes(const at::Tensor& mine, const at::Tensor& plain) {
+  if (mine.defined() != plain.defined()) {
+    return false;
+  }
+  if (!mine.defined()) {
+    return true;
+  }
+  if (mine.sizes() != plain.sizes() || mine.dtype() != plain.dtype() || mine.device() != plain.device()) {
+    return false;
+  }
+  const at::Tensor a = mine.detach().cpu().contiguous();
+  const at::Tensor b = plain.detach().cpu().contiguous();
+  return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+std::string first_difference(const at::Tensor& mine, const at::Tensor& plain) {
+  std::ostringstream text;
+  if (mine.defined() != plain.defined()) {
+    return mine.defined() ? "is there, plain training has none" : "is missing, plain training has one";
+  }
+  if (mine.sizes() != plain.sizes() || mine.dtype() != plain.dtype() || mine.device() != plain.device()) {
+    text << "is " << mine.toString() << mine.sizes() << mine.device() << ", plain training's " << plain.toString()
+         << plain.sizes() << plain.device();
+    return text.str();
+  }
+  const at::Tensor a = mine.detach().cpu().contiguous().to(at::kDouble).flatten();
+  const at::Tensor b = plain.detach().cpu().contiguous().to(at::kDouble).flatten();
+  text.precision(9);
+  for (std::int64_t i = 0; i < a.numel(); ++i) {
+    const auto x = a[i].item<double>();
+    const auto y = b[i].item<double>();
+    if (!(x == y)) {
+      text << "is " << x << " at " << i << ", plain training's " << y;
+      break;
+    }
+  }
+  return text.str();
+}
+
+}  // namespace
+
+Program::Program(const Setup& setup, c10::Device device, std::ostream& log, Statistics& statistics)
+    : device_(device), log_(log), statistics_(statistics) {
+  set_switches(false, false);
+  log_ << setup << std::endl;
+  statistics_.add("programs");
+  torch::manual_seed(3);
+  mine_.emplace(setup, device, /*with_engine=*/true);
+  torch::manual_seed(3);
+  plain_.emplace(setup, device, /*with_engine=*/false);
+  mine_->random = generator_of(device).get_state();
+  plain_->random = mine_->random.clone();
+}
+
+Program::~Program() { set_switches(false, false); }
+
+template <class Run>
+Program::Outcome Program::attempt(Trainer& side, const Run& run) {
+  at::Generator generator = generator_of(device_);
+  generator.set_state(side.random);
+  Outcome outcome;
+  try {
+    run(side);
+  } catch (const Left&) {
+    outcome.kind = Outcome::Kind::left;
+  } catch (const Error& error) {
+    outcome = {Outcome::Kind::refused, error.what()};
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    outcome = {Outcome::Kind::error, text.substr(0, text.find('\n'))};
+  }
+  synchronize(device_);
+  side.random = generator.get_state();
+  return outcome;
+}
+
+StepPlan Program::plan_of(const Action& action) {
+  StepPlan plan;
+  const std::int64_t a = action.a;
+  switch (action.kind) {
+    case Kind::other_rows:
+      plan.rows = a == 0 ? 2 : 6;
+      break;
+    case Kind::accumulate:
+      plan.microbatches = 2 + a;
+      break;
+    case Kind::in_flight:
+      plan.microbatches = 2 + a;
+      plan.in_flight = true;
+      plan.backward_in_forward_order = action.b == 1;
+      break;
+    case Kind::clip:
+      plan.clip = true;
+      break;
+    case Kind::evaluate:
+      plan.training = false;
+      plan.grad = a == 0 ? StepPlan::Grad::on : a == 1 ? StepPlan::Grad::off_in_step : StepPlan::Grad::off_around_step;
+      plan.rows = action.b == 0 ? 4 : 6;
+      break;
+    case Kind::validate_between:
+      plan.validate_first = true;
+      if (a == 1) {  // between steps
+        plan.in_step = false;
+        plan.backward = false;
+        plan.training = false;
+        plan.grad = StepPlan::Grad::off_in_step;
+      }
+      plan.rows = action.b == 0 ? 4 : 3;
+      break;
+    case Kind::inference:
+      plan.training = false;
+      plan.grad = StepPlan::Grad::inference;
+      plan.in_step = a == 0;
+      break;
+    case Kind::aliased_argument:
+      plan.context = StepPlan::Context::same_tensor;
+      break;
+    case Kind::memory:
+      plan.context = StepPlan::Context::memory;
+      plan.keep_output = 1;
+      break;
+    case Kind::other_scale:
+      plan.scale = a == 0 ? 0.5 : 2.0;
+      break;
+    case Kind::inplace_on_output:
+      plan.inplace_on_output = a;
+      break;
+    case Kind::leave_step:
+      plan.leave_at = a;
+      break;
+    case Kind::throw_in_body:
+      plan.throw_in_body = a;
+      break;
+    case Kind::keep_output:
+      plan.keep_output = a;
+      break;
+    case Kind::late_call:
+      plan.late_call = true;
+      break;
+    case Kind::skip_block:
+      plan.skip = a;
+      break;
+    case Kind::repeat_block:
+      plan.repeat = a;
+      break;
+    case Kind::unused_output:
+      plan.unused_output = a;
+      break;
+    case Kind::unused_aux:
+      plan.use_aux = false;
+      break;
+    case Kind::input_gradient:
+      plan.input_gradient = true;
+      break;
+    case Kind::autocast:
+      plan.autocast = a == 0 ? StepPlan::Autocast::on : StepPlan::Autocast::without_cache;
+      break;
+    case Kind::backward_after_step:
+      plan.backward_after_step = true;
+      break;
+    case Kind::backward_twice:
+      plan.backward_twice = true;
+      break;
+    case Kind::no_grad_prefix:
+      plan.no_grad_prefix = true;
+      break;
+    case Kind::other_stream:
+      plan.other_stream = true;
+      break;
+    case Kind::other_thread:
+      plan.other_thread = true;
+      break;
+    case Kind::change_weight_before_backward:
+      plan.change_weight = a;
+      break;
+    case Kind::forward_only:
+      plan.backward = false;
+      break;
+    case Kind::keep_gradients:
+      plan.keep_gradients = a == 0;
+      plan.zero_in_place = a == 1;
+      break;
+    case Kind::nested_engine:
+      plan.nested = a == 0;
+      plan.teach = a == 1;
+      break;
+    default:
+      break;
+  }
+  return plan;
+}
+
+void Program::perform(const Action& action) {
+  log_ << action << std::endl;
+  count(action);
+  switch (action.kind) {
+    case Kind::freeze:
+    case Kind::thaw:
+    case Kind::load:
+    case Kind::relocate:
+    case Kind::replace_module:
+    case Kind::part_in_eval:
+    case Kind::add_hook:
+    case Kind::remove_hook:
+    case Kind::reset:
+    case Kind::new_engine:
+    case Kind::report:
+      change(action);
+      break;
+    case Kind::convert:
+      change({Kind::convert, action.a, 0});
+      if (action.a == 1) {
+        step(action, {});
+      }
+      change({Kind::convert, action.a, 1});
+      break;
+    case Kind::seed:
+      generator_of(device_).set_current_seed(40 + static_cast<std::uint64_t>(++changes_));
+      mine_->random = generator_of(device_).get_state();
+      plain_->random = mine_->random.clone();
+      break;
+    case Kind::determinism:
+      set_switches(action.a == 0, c10::get_default_dtype() == caffe2::TypeMeta::fromScalarType(at::kDouble));
+      break;
+    case Kind::default_dtype:
+      set_switches(at::globalContext().deterministicAlgorithms(), action.a == 0);
+      break;
+    case Kind::second_engine:
+      mine_->second();
+      plain_->second();
+      step(action, {});
+      break;
+    default:
+      step(action, plan_of(action));
+      break;
+  }
+}
+
+void Program::step(const Action& action, StepPlan plan) {
+  plan.data = ++data_;
+  const bool of_second = action.kind == Kind::second_engine;
+  const auto run = [&](Trainer& side) { (of_second ? side.second() : side).step(plan); };
+  const std::int64_t eager_before = mine_->eager_calls();
+  const Outcome mine = attempt(*mine_, run);
+  if (mine.kind == Outcome::Kind::left && !mine_->began()) {
+    compare(action);  // the user's code threw while it was captured: nothing has changed
+    return;
+  }
+  if (plan.throw_in_body >= 0 && mine.kind == Outcome::Kind::done) {
+    plan.throw_in_body = -1;  // it replayed
+  }
+  settle(action, mine, attempt(*plain_, run));
+  const auto calls = mine_->take_calls();
+  std::int64_t expected = 0;
+  for (std::size_t i = 0; i < kCallClasses; ++i) {
+    const auto call = static_cast<CallClass>(i);
+    statistics_.add(std::string("calls ") + name_of(call), calls[i]);
+    expected += call == CallClass::known ? 0 : calls[i];
+  }
+  if (mine.kind == Outcome::Kind::done && !of_second) {
+    const std::int64_t known = calls[static_cast<std::size_t>(CallClass::known)];
+    const std::int64_t eager = std::max<std::int64_t>(0, mine_->eager_calls() - eager_before - expected);
+    statistics_.add("replayed", known - std::min(known, eager));
+    statistics_.add("not replayed", std::min(known, eager));
+    if (eager > 0) {
+      statistics_.add(std::string("eager in ") + habit(action.kind).name, eager);
+    }
+    statistics_.add("offloaded bytes", mine_->engine()->report().offloaded_bytes);
+  }
+}
+
+void Program::change(const Action& action) {
+  const auto run = [&](Trainer& side) { side.change(action); };
+  const Outcome mine = attempt(*mine_, run);
+  settle(action, mine, attempt(*plain_, run));
+}
+
+void Program::settle(const Action& action, const Outcome& mine, const Outcome& plain) {
+  const auto differ = [&](const std::string& what) {
+    std::ostringstream text;
+    text << action << ": " << what;
+    throw Difference(text.str());
+  };
+  if (mine.kind == Outcome::Kind::error && plain.kind != Outcome::Kind::error) {
+    differ("an error that is no sidestream::Error: " + mine.message);
+  }
+  if (plain.kind == Outcome::Kind::error && mine.kind != Outcome::Kind::error && mine.kind != Outcome::Kind::refused) {
+    differ("plain training throws: " + plain.message);
+  }
+  if (mine.kind != Outcome::Kind::refused && plain.kind != Outcome::Kind::error && mine.kind != plain.kind) {
+    differ(mine.kind == Outcome::Kind::left ? "the user's exception came here alone" : "the user's exception was lost");
+  }
+  if (mine.kind == plain.kind && mine.kind != Outcome::Kind::error) {
+    compare(action);
+    return;
+  }
+  if (plain.kind == Outcome::Kind::error) {
+    statistics_.add("agreed errors");
+  } else {
+    statistics_.add("refused " + std::string(habit(action.kind).name) + ": " + kind_of(mine.message));
+  }
+  mine_->become(*plain_);
+  plain_->forget_inputs();
+  synchronize(device_);
+}
+
+void Program::compare(const Action& action) const {
+  const auto mine = mine_->state();
+  const auto plain = plain_->state();
+  std::ostringstream text;
+  text << action << ": ";
+  if (mine.size() != plain.size()) {
+    text << mine.size() << " tensors, plain training has " << plain.size();
+    throw Difference(text.str());
+  }
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    if (mine_->form().accumulate && !plain[i].second.defined() && mine[i].second.defined() &&
+        at::count_nonzero(mine[i].second.cpu()).item<std::int64_t>() == 0) {
+      continue;  // graphs that own the gradients make them when they are captured
+    }
+    if (mine[i].first != plain[i].first || !same_bytes(mine[i].second, plain[i].second)) {
+      text << mine[i].first << ' ' << first_difference(mine[i].second, plain[i].second);
+      throw Difference(text.str());
+    }
+  }
+}
+
+void Program::count(const Action& action) {
+  statistics_.add("actions");
+  statistics_.add(std::string("action ") + habit(action.kind).name);
+  for (const Kind earlier : earlier_) {
+    statistics_.add(std::string("pair ") + habit(earlier).name + ' ' + habit(action.kind).name);
+  }
+  earlier_.insert(action.kind);
+}
+
+}  // namespace sidestream::habits

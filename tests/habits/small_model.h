@@ -1,0 +1,64 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "habits/action.h"
+
+namespace sidestream::habits {
+
+constexpr std::int64_t kWidth = 8;
+
+/// A user's own exception.
+struct Left {};
+
+/// One block of a model: normalises, widens, activates, narrows. Its part says what is special about it.
+class Block : public torch::nn::Module {
+ public:
+  enum class Part : std::uint8_t { plain, dropout, batch_norm, cached_mask, counter, default_dtype, in_place };
+  /// Those that programs are made of, if no others are asked for.
+  [[nodiscard]] static std::vector<std::int64_t> drawn_parts();
+
+  Block(Part part, c10::Device device);
+  /// The block's output, and a second one.
+  std::tuple<at::Tensor, at::Tensor> forward(at::Tensor given, at::Tensor context, double scale);
+  /// Tensors in plain members that the body writes.
+  [[nodiscard]] std::vector<at::Tensor> unregistered() const;
+
+  bool throws = false;  ///< the next run of the body throws Left
+  bool thrown = false;  ///< it did
+
+ private:
+  at::Tensor attend(const at::Tensor& x);
+
+  Part part_;
+  at::Tensor norm_, fc1_, fc2_;
+  at::Tensor mean_, variance_, scale_, shift_;
+  at::Tensor mask_;   ///< made for the number of rows last seen, as attention layers cache theirs
+  at::Tensor count_;  ///< of calls, in no buffer
+};
+
+/// Stem, blocks and head; a further block that is called late, if ever.
+class SmallModel : public torch::nn::Module {
+ public:
+  SmallModel(const Setup& setup, c10::Device device);
+  /// Puts a new block in the place of `index`.
+  void replace(std::size_t index);
+
+  at::Tensor stem, head;
+  std::vector<std::shared_ptr<Block>> blocks;
+  std::shared_ptr<Block> late;
+
+ private:
+  Setup setup_;
+  c10::Device device_;
+  std::shared_ptr<torch::nn::Module> container_;
+};
+
+}  // namespace sidestream::habits

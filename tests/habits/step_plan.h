@@ -1,0 +1,48 @@
+#pragma once
+#include <cstdint>
+
+namespace sidestream::habits {
+
+/// How one step of a trainer goes. -1: no block.
+struct StepPlan {
+  enum class Context : std::uint8_t { data, same_tensor, memory };
+  enum class Grad : std::uint8_t { on, off_in_step, off_around_step, inference };
+  enum class Autocast : std::uint8_t { off, on, without_cache };
+
+  std::int64_t rows = 4;
+  std::int64_t microbatches = 1;
+  bool in_flight = false;
+  bool backward_in_forward_order = false;
+  bool training = true;
+  Grad grad = Grad::on;
+  bool in_step = true;
+  Context context = Context::data;
+  double scale = 1;
+  std::int64_t inplace_on_output = -1;
+  std::int64_t leave_at = -1;  ///< before block n; behind the last one, and behind backward
+  std::int64_t throw_in_body = -1;
+  std::int64_t keep_output = -1;
+  bool late_call = false;
+  std::int64_t skip = -1;
+  std::int64_t repeat = -1;
+  std::int64_t unused_output = -1;
+  bool use_aux = true;
+  bool input_gradient = false;
+  Autocast autocast = Autocast::off;
+  bool clip = false;
+  bool validate_first = false;
+  bool backward = true;
+  bool backward_after_step = false;
+  bool backward_twice = false;
+  bool no_grad_prefix = false;
+  bool other_stream = false;
+  bool other_thread = false;
+  std::int64_t change_weight = -1;  ///< of this block, between forward and backward
+  bool keep_gradients = false;
+  bool zero_in_place = false;
+  bool nested = false;    ///< a step of the second engine between forward and backward
+  bool teach = false;     ///< the second model runs inside the step, without gradients
+  std::int64_t data = 0;  ///< which
+};
+
+}  // namespace sidestream::habits
