@@ -56,6 +56,15 @@ const std::vector<Habit>& habits() {
       {Kind::second_engine, "second_engine", 1, 1, 2, true},
       {Kind::nested_engine, "nested_engine", 1, 1, 2, true},
       {Kind::report, "report", 1, 1, 1, true},
+      {Kind::hook_on_output, "hook_on_output", 3, 1, 2, true},
+      {Kind::some_gradients, "some_gradients", 2, 1, 2, true},
+      {Kind::gradient_penalty, "gradient_penalty", 1, 1, 1, true},
+      {Kind::restrided_argument, "restrided_argument", 2, 1, 2, true},
+      {Kind::engine_gone, "engine_gone", 1, 1, 1, true},
+      {Kind::shared_weight, "shared_weight", 3, 1, 2, true},
+      {Kind::empty_step, "empty_step", 1, 1, 1, true},
+      {Kind::keep_loss, "keep_loss", 1, 1, 2, true},
+      {Kind::schedule, "schedule", 6, 1, 2, true},
   };
   return all;
 }

@@ -57,6 +57,15 @@ enum class Kind : std::uint8_t {
   second_engine,
   nested_engine,
   report,
+  hook_on_output,
+  some_gradients,
+  gradient_penalty,
+  restrided_argument,
+  engine_gone,
+  shared_weight,
+  empty_step,
+  keep_loss,
+  schedule,
 };
 
 struct Habit {

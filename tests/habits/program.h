@@ -46,7 +46,6 @@ class Program {
   /// What `action` is made of: changes, and steps between them.
   void step(const Action& action, StepPlan plan);
   void change(const Action& action);
-  [[nodiscard]] static StepPlan plan_of(const Action& action);
   void settle(const Action& action, const Outcome& mine, const Outcome& plain);
   void compare(const Action& action) const;
   void count(const Action& action);

@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
 
+#include "habits/action.h"
+
 namespace sidestream::habits {
 
 /// How one step of a trainer goes. -1: no block.
@@ -40,9 +42,21 @@ struct StepPlan {
   std::int64_t change_weight = -1;  ///< of this block, between forward and backward
   bool keep_gradients = false;
   bool zero_in_place = false;
-  bool nested = false;    ///< a step of the second engine between forward and backward
-  bool teach = false;     ///< the second model runs inside the step, without gradients
-  std::int64_t data = 0;  ///< which
+  bool nested = false;  ///< a step of the second engine between forward and backward
+  bool teach = false;   ///< the second model runs inside the step, without gradients
+  std::int64_t hook_on_output = -1;
+  bool some_gradients = false;    ///< of the stem alone, by autograd::grad, in the place of backward
+  bool gradient_penalty = false;  ///< a backward through a gradient
+  std::int64_t restride =
+      -1;  ///< 0: what a block is given lies in memory otherwise; 1: it is the transposed view of an output
+  bool engine_gone = false;         ///< before backward; a new one afterwards
+  std::int64_t shared_weight = -1;  ///< the head reads a weight of this block too
+  bool empty = false;
+  bool keep_loss = false;  ///< with its graph, until the next step has ended
+  std::int64_t data = 0;   ///< which
 };
+
+/// Of an action that is one step; a plain one for all others.
+[[nodiscard]] StepPlan plan_of(const Action& action);
 
 }  // namespace sidestream::habits

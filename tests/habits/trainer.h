@@ -98,6 +98,7 @@ class Trainer {
   OwnedStream other_stream_;
   std::vector<at::Tensor> kept_;    ///< detached outputs
   std::vector<at::Tensor> losses_;  ///< of the latest step, detached
+  at::Tensor kept_loss_;            ///< with its graph
   std::vector<at::Tensor> inputs_;  ///< of the latest step, where their gradients are wanted
   std::vector<Hook> hooks_;
   std::int64_t part_in_eval_ = -1;

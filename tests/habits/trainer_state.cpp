@@ -1,0 +1,179 @@
+// What a trainer changes between steps, and all that must be equal on both sides.
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include "habits/trainer.h"
+
+namespace sidestream::habits {
+
+void Trainer::change(const Action& action) {
+  const at::NoGradGuard no_grad;
+  const auto index = static_cast<std::size_t>(action.a) % model_->blocks.size();
+  switch (action.kind) {
+    case Kind::freeze: {
+      std::vector<at::Tensor> chosen = model_->blocks[index]->parameters();
+      if (action.b == 1) {
+        chosen = {chosen[1]};
+      } else if (action.b == 2) {
+        chosen = {model_->stem};
+      }
+      for (at::Tensor& parameter : chosen) {
+        parameter.requires_grad_(false);
+      }
+      break;
+    }
+    case Kind::thaw:
+      for (at::Tensor& parameter : model_->parameters()) {
+        parameter.requires_grad_(true);
+      }
+      break;
+    case Kind::load:
+      for (auto& item : model_->named_parameters()) {
+        if (action.a == 0) {
+          item.value().mul_(0.9);
+        } else {
+          item.value().copy_(item.value().clone() + 0.01);
+        }
+      }
+      break;
+    case Kind::relocate:
+      for (at::Tensor& parameter : model_->blocks[index]->parameters()) {
+        parameter.set_data(parameter.detach() * 0.95);
+      }
+      break;
+    case Kind::convert:
+      if (action.b == 0) {
+        model_->to(action.a == 2 ? at::Device(at::kCPU) : device_);
+        if (action.a != 2) {
+          model_->to(at::kDouble);
+        }
+      } else {
+        model_->to(device_);
+        model_->to(at::kFloat);
+      }
+      break;
+    case Kind::replace_module:
+      model_->replace(index);
+      break;
+    case Kind::part_in_eval:
+      part_in_eval_ = action.a - 1;
+      set_flags(true);
+      break;
+    case Kind::add_hook: {
+      const at::AutoGradMode with_grad(true);
+      at::Tensor parameter = model_->blocks[index]->parameters()[1];
+      if (!parameter.requires_grad() || form().accumulate) {  // graphs that own the gradients run no hooks
+        break;
+      }
+      const double factor = action.b == 0 ? 2.0 : 0.5;
+      hooks_.push_back(
+          {parameter, parameter.register_hook([factor](const at::Tensor& grad) { return grad * factor; })});
+      break;
+    }
+    case Kind::remove_hook:
+      if (!hooks_.empty()) {
+        hooks_.back().parameter.remove_hook(hooks_.back().handle);
+        hooks_.pop_back();
+      }
+      break;
+    case Kind::reset:
+      known_.clear();
+      sized_ = false;
+      if (engine_ != nullptr) {
+        engine_->reset();
+      }
+      break;
+    case Kind::new_engine:
+      make_engine();
+      break;
+    case Kind::report:
+      if (engine_ != nullptr) {
+        (void)engine_->report();
+      }
+      break;
+    default:
+      break;
+  }
+}
+
+std::vector<std::pair<std::string, at::Tensor>> Trainer::state() const {
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  for (const auto& item : model_->named_parameters()) {
+    all.emplace_back("gradient of " + item.key(), item.value().grad());
+  }
+  for (const auto& item : model_->named_parameters()) {
+    all.emplace_back(item.key(), item.value().detach());
+  }
+  for (const auto& item : model_->named_buffers()) {
+    all.emplace_back("buffer " + item.key(), item.value());
+  }
+  for (const auto& block : model_->blocks) {
+    for (const at::Tensor& tensor : block->unregistered()) {
+      all.emplace_back("unregistered tensor", tensor);
+    }
+  }
+  const auto list = [&](const char* name, const std::vector<at::Tensor>& tensors) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      all.emplace_back(name + std::to_string(i), tensors[i]);
+    }
+  };
+  list("loss ", losses_);
+  list("kept output ", kept_);
+  for (std::size_t i = 0; i < inputs_.size(); ++i) {
+    all.emplace_back("gradient of input " + std::to_string(i), inputs_[i].grad());
+  }
+  all.emplace_back("the generator's state", random);
+  if (second_ != nullptr) {
+    for (auto& item : second_->state()) {
+      if (item.first != "the generator's state") {
+        all.emplace_back("second model: " + item.first, std::move(item.second));
+      }
+    }
+  }
+  return all;
+}
+
+void Trainer::forget_inputs() {
+  inputs_.clear();
+  if (second_ != nullptr) {
+    second_->forget_inputs();
+  }
+}
+
+void Trainer::become(const Trainer& other) {
+  const at::NoGradGuard no_grad;
+  auto theirs = other.model_->parameters();
+  auto mine = model_->parameters();
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    mine[i].detach().copy_(theirs[i].detach());
+    mine[i].mutable_grad() = theirs[i].grad().defined() ? theirs[i].grad().clone() : at::Tensor();
+  }
+  theirs = other.model_->buffers();
+  mine = model_->buffers();
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    mine[i].copy_(theirs[i]);
+  }
+  for (std::size_t i = 0; i < model_->blocks.size(); ++i) {
+    const auto from = other.model_->blocks[i]->unregistered();
+    auto to = model_->blocks[i]->unregistered();
+    for (std::size_t t = 0; t < to.size(); ++t) {
+      to[t].copy_(from[t]);
+    }
+  }
+  const auto clones = [](const std::vector<at::Tensor>& tensors) {
+    std::vector<at::Tensor> result;
+    for (const at::Tensor& tensor : tensors) {
+      result.push_back(tensor.clone());
+    }
+    return result;
+  };
+  kept_ = clones(other.kept_);
+  losses_ = clones(other.losses_);
+  inputs_.clear();
+  random = other.random.defined() ? other.random.clone() : at::Tensor();
+  if (other.second_ != nullptr) {
+    second().become(*other.second_);
+  }
+}
+
+}  // namespace sidestream::habits
