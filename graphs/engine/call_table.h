@@ -26,6 +26,7 @@ struct CallVariant {
   std::vector<KeptGuard> guards;
   std::vector<std::size_t> shape;
   AutocastState autocast;
+  std::shared_ptr<const void> structure = {};  ///< of its result
 };
 
 /// One module or function whose calls the dispatcher serves.
@@ -41,6 +42,8 @@ struct CallSite {
   std::shared_ptr<const torch::nn::Module> module;  ///< null for a plain function
   std::vector<CallVariant> variants;                ///< of a callable: exactly one
   bool dropped = false;                             ///< by GraphedCallable::reset
+  bool warned_of_bound = false;                     ///< CallOptions::max_captures
+  bool warned_of_equality = false;                  ///< of its arguments
 };
 
 /// What `ss::call` was given so far, by module and by name. Threads: the step's.

@@ -1,8 +1,11 @@
 #include "graphs/engine/dispatcher.h"
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/eager_plan.h"
@@ -23,6 +26,13 @@ bool in_captured_mode(const CallSite& site) {
   const bool training = site.kind != CallSite::Kind::callable ||
                         site.variants.front().holder->chain->layers()[site.variants.front().layer].training;
   return site.module->is_training() == training;
+}
+
+/// What every value fulfils whose equality is one.
+bool equals_its_copy(const detail::CallRequest& request) {
+  return std::all_of(request.guards.begin(), request.guards.end(), [](const detail::Guard& guard) {
+    return guard.equal(guard.copy(guard.value).get(), guard.value);
+  });
 }
 
 std::string describe(const CallSite& site) { return "graphed call \"" + site.scope->name + "\""; }
@@ -81,6 +91,17 @@ void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request,
 
 void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
                                 detail::TensorBuffer& outputs, std::size_t busy) {
+  if (!equals_its_copy(request)) {
+    if (!std::exchange(site.warned_of_equality, true)) {
+      TORCH_WARN(
+          "Sidestream: ", describe(site),
+          " runs eagerly: an argument differs from its own copy, so that no capture would ever fit it (a NaN that an "
+          "operator== compares?); let the `equal` of its ArgumentTraits hold for a copy");
+    }
+    report_.eager_call();
+    run_eagerly(site, request, outputs);
+    return;
+  }
   const std::size_t call = recorded_.add(site, request, autocast, busy);
   {
     const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
@@ -109,6 +130,7 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
     }
     if (chain.ready(variant.layer)) {
       chain.forward(variant.layer, request.inputs, outputs);
+      *request.structure = variant.structure.get();
       return;
     }
     ++busy;
@@ -158,10 +180,15 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
                      "CallOptions::on_new_arguments to capture or eager, or pass it as a tensor");
   }
   if (static_cast<std::int64_t>(site.variants.size() + recorded_.count(site)) >= options.max_captures()) {
-    throw UsageError(what + ": it needs more than the " + std::to_string(options.max_captures()) +
-                     " captures that CallOptions::max_captures allows (" +
-                     (busy > 0 ? "microbatches in flight" : "new argument values, shapes or gradient flags") +
-                     "); raise it, or set on_new_arguments to eager");
+    if (!std::exchange(site.warned_of_bound, true)) {
+      TORCH_WARN("Sidestream: ", what, " needs more than the ", options.max_captures(),
+                 " captures that CallOptions::max_captures allows (",
+                 busy > 0 ? "microbatches in flight" : "new argument values, shapes or gradient flags",
+                 "); what fits none of them runs eagerly from here on: raise the bound, or give it fewer");
+    }
+    report_.eager_call();
+    run_eagerly(site, request, outputs);
+    return;
   }
   record_and_run(site, request, autocast, outputs, busy);
 }

@@ -30,7 +30,7 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
     if (call.slot != slot || call.captured) {
       continue;
     }
-    LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.site->module, call.inputs};
+    LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs};
     for (LayerInput& input : spec.inputs) {
       if (input.from) {
         const std::optional<std::size_t> layer = place[input.from->layer];
@@ -47,6 +47,11 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
 }  // namespace
 
 std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const GraphOptions& options) {
+  if (context_.phase() == CallContext::Phase::capturing) {
+    throw UsageError(
+        "make_graphed_callables inside a capture of the same engine (from a hook, from Options::progress, or from "
+        "the body of a call); call it before or after");
+  }
   check_graph_options(options, resources_.runtime->current_stream());
   const CallContext::OnThread on_thread(context_);
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
@@ -106,7 +111,7 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
     for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
       RecordedCall& call = *of_slot.calls[layer];
       call.captured = true;
-      call.site->variants.push_back({holder, layer, call.guards, call.shape, call.autocast});
+      call.site->variants.push_back({holder, layer, call.guards, call.shape, call.autocast, call.structure});
       report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
     }
     own_.push_back(holder);

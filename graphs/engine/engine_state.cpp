@@ -38,6 +38,7 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
     : resources_(model, std::move(options), std::move(runtime)),
       context_(*this),
       calls_(model, resources_.tree, resources_.graphed),
+      recorded_(model),
       chains_(resources_, context_, eager_plan_, report_),
       dispatcher_(resources_, context_, eager_plan_, recorded_, chains_, report_) {}
 

@@ -54,21 +54,50 @@ class GraphedCallable::Shared {
 };
 
 Callable::Callable(std::string name, torch::nn::AnyModule module)
-    : name_(std::move(name)),
-      function_([held = std::make_shared<torch::nn::AnyModule>(module)](const Tensors& inputs) -> Tensors {
-        if (inputs.size() != 1) {
-          throw UsageError("a Callable made from an AnyModule takes one tensor, given " +
-                           std::to_string(inputs.size()) + "; make it from a function for more");
-        }
-        return {held->forward(inputs[0])};
-      }),
-      module_(module.ptr()) {}
+    : name_(std::move(name)), module_(module.is_empty() ? nullptr : module.ptr()) {
+  function_ = [held = std::make_shared<torch::nn::AnyModule>(std::move(module))](const Tensors& inputs) -> Tensors {
+    if (inputs.size() != 1) {
+      throw UsageError("a Callable made from an AnyModule takes one tensor, given " + std::to_string(inputs.size()) +
+                       "; make it from a function for more");
+    }
+    return {held->forward(inputs[0])};
+  };
+  check_not_null(/*with_module=*/true);
+}
 
-Tensors GraphedCallable::operator()(const Tensors& inputs) const { return shared_->run(inputs); }
+void Callable::check_not_null(bool with_module) const {
+  if (with_module && module_ == nullptr) {
+    throw UsageError("callable \"" + name_ +
+                     "\": its module is null (or its holder empty); make the module first, or leave the argument out");
+  }
+  if (function_ == nullptr) {
+    throw UsageError("callable \"" + name_ + "\": its function is null");
+  }
+}
 
-const std::string& GraphedCallable::name() const { return shared_->name(); }
+Sample Sample::output_of(std::int64_t callable, std::int64_t output) {
+  if (callable < 0 || output < 0) {
+    throw UsageError("Sample::output_of(" + std::to_string(callable) + ", " + std::to_string(output) +
+                     "): callables and their outputs count from 0");
+  }
+  Sample sample{at::Tensor()};
+  sample.callable_ = callable;
+  sample.output_ = output;
+  return sample;
+}
 
-void GraphedCallable::reset() { shared_->reset(); }
+GraphedCallable::Shared& GraphedCallable::shared() const {
+  if (shared_ == nullptr) {
+    throw UsageError("this GraphedCallable was moved from; use the one that it was moved to");
+  }
+  return *shared_;
+}
+
+Tensors GraphedCallable::operator()(const Tensors& inputs) const { return shared().run(inputs); }
+
+const std::string& GraphedCallable::name() const { return shared().name(); }
+
+void GraphedCallable::reset() { shared().reset(); }
 
 std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, std::vector<Callable> callables,
                                                    const std::vector<std::vector<Sample>>& samples,
@@ -77,7 +106,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
     throw UsageError("make_graphed_callables: " + std::to_string(callables.size()) + " callables with " +
                      std::to_string(samples.size()) + " lists of samples; give one list for each, and at least one");
   }
-  EngineState& state = *engine.state_;
+  EngineState& state = engine.state();
   const AutocastState autocast = AutocastState::current(state.runtime().device().type());
   std::vector<LayerSpec> specs;
   for (std::size_t i = 0; i < callables.size(); ++i) {
@@ -96,10 +125,6 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
       if (sample.callable() >= static_cast<std::int64_t>(i)) {
         throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
                          std::to_string(sample.callable()) + ", which does not stand before it");
-      }
-      if (sample.callable() >= 0 && sample.output() < 0) {
-        throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes output " +
-                         std::to_string(sample.output()) + " of another; outputs count from 0");
       }
       LayerInput& input = spec.inputs.emplace_back();
       if (sample.callable() < 0) {

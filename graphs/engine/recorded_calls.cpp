@@ -7,6 +7,9 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include "graphs/engine/call_modules.h"
+#include "graphs/engine/call_table.h"
+
 namespace sidestream {
 namespace {
 
@@ -66,8 +69,10 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
   call->autocast = autocast;
-  call->body = [autocast, body = request.keep(request.context)](const at::Tensor* inputs,
-                                                                detail::TensorBuffer& outputs) {
+  detail::KeptCall kept_call = request.keep(request.context);
+  call->structure = std::move(kept_call.structure);
+  call->module = modules_of_call(site.scope->name, site.module, kept_call.modules, *model_);
+  call->body = [autocast, body = std::move(kept_call.body)](const at::Tensor* inputs, detail::TensorBuffer& outputs) {
     const AutocastGuard guard(autocast);
     body(inputs, outputs);
   };

@@ -29,6 +29,8 @@ struct KeptGuard {
 struct RecordedCall {
   CallSite* site = nullptr;
   Body body;
+  std::shared_ptr<const void> structure;            ///< of its result: what the latest run of the body gave
+  std::shared_ptr<const torch::nn::Module> module;  ///< the site's, with those that are arguments; null without any
   std::vector<KeptGuard> guards;
   std::vector<std::size_t> shape;
   AutocastState autocast;
@@ -41,6 +43,9 @@ struct RecordedCall {
 /// Threads: the step's.
 class RecordedCalls {
  public:
+  /// `model`: the engine's, which may be an argument though no shared_ptr owns it.
+  explicit RecordedCalls(const torch::nn::Module& model) noexcept : model_(&model) {}
+
   /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). Where the
   /// same call was recorded and its backward has begun, one capture serves both. `busy_variants`: captures of the call that
   /// exist and await their backward. Returns what `ran` is to be given.
@@ -60,6 +65,7 @@ class RecordedCalls {
 
  private:
   struct Flight;
+  const torch::nn::Module* model_;
   std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_
   std::size_t kept_bytes_ = 0;

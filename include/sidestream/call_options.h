@@ -17,7 +17,8 @@ struct CallOptions {
   TORCH_ARG(OnPending, on_pending) = OnPending::capture;
   /// New values of arguments that are not tensors, new shapes, dtypes or requires_grad, another state of autocast.
   TORCH_ARG(OnNewArguments, on_new_arguments) = OnNewArguments::capture;
-  /// Captures of one call (microbatches in flight times argument variants) before a further one is a UsageError; at least 1.
+  /// Captures of one call (microbatches in flight times argument variants); at least 1. What fits none of them and would be one
+  /// more runs eagerly, and a warning says so once.
   TORCH_ARG(int64_t, max_captures) = 8;
 };
 

@@ -3,14 +3,18 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/any.h>
+#include <torch/nn/pimpl.h>
 
 #include "sidestream/export.h"
 #include "sidestream/graph_options.h"
+#include "sidestream/owning.h"
 
 namespace sidestream {
 
@@ -21,14 +25,41 @@ class OffloadEngine;
 using Tensors = std::vector<at::Tensor>;
 using TensorFunction = std::function<Tensors(const Tensors&)>;
 
-/// One module or function to be captured.
+/// One module or function to be captured. A function is a function pointer, a lambda without captures, or ss::owning(...): it
+/// may be captured again later, where weights were relocated. Throws: UsageError for a null module or function.
 class SIDESTREAM_API Callable {
  public:
-  /// A plain function. Leaves that require a gradient and that it reads are its parameters.
-  Callable(std::string name, TensorFunction function) : name_(std::move(name)), function_(std::move(function)) {}
-  /// A function with the module that owns its parameters, buffers and training mode.
-  Callable(std::string name, TensorFunction function, std::shared_ptr<torch::nn::Module> module)
-      : name_(std::move(name)), function_(std::move(function)), module_(std::move(module)) {}
+  /// A plain function of Tensors. Leaves that require a gradient and that it reads are its parameters.
+  template <class F, class = std::enable_if_t<!std::is_same_v<std::decay_t<F>, torch::nn::AnyModule>>>
+  Callable(std::string name, F&& function) : name_(std::move(name)) {
+    check_function<std::decay_t<F>>();
+    constexpr bool fits = std::is_invocable_r_v<Tensors, const std::decay_t<F>&, const Tensors&>;
+    static_assert(fits, "sidestream: the function of a Callable takes (const ss::Tensors&) and gives ss::Tensors");
+    if constexpr (fits) {
+      function_ = std::forward<F>(function);
+    }
+    check_not_null();
+  }
+  /// A function of the module, which owns its parameters, buffers and training mode, and of Tensors.
+  template <class F, class M>
+  Callable(std::string name, F&& function, std::shared_ptr<M> module) : name_(std::move(name)), module_(module) {
+    check_function<std::decay_t<F>>();
+    constexpr bool fits = std::is_invocable_r_v<Tensors, const std::decay_t<F>&, M&, const Tensors&>;
+    static_assert(fits,
+                  "sidestream: the function of a Callable that has a module gets it as an argument: it takes (Module&, "
+                  "const ss::Tensors&) and gives ss::Tensors");
+    if constexpr (fits) {
+      function_ = [f = std::decay_t<F>(std::forward<F>(function)), module](const Tensors& inputs) -> Tensors {
+        return std::invoke(f, *module, inputs);
+      };
+    }
+    check_not_null(/*with_module=*/true);
+  }
+  /// The same for a ModuleHolder (`TORCH_MODULE`).
+  template <class F, class M>
+  Callable(std::string name, F&& function, const torch::nn::ModuleHolder<M>& module)
+      : Callable(std::move(name), std::forward<F>(function),
+                 module.is_empty() ? std::shared_ptr<M>() : std::shared_ptr<M>(module.ptr())) {}
   /// A module held by an AnyModule, one tensor in, one tensor out.
   Callable(std::string name, torch::nn::AnyModule module);
 
@@ -37,6 +68,15 @@ class SIDESTREAM_API Callable {
   [[nodiscard]] const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
 
  private:
+  template <class F>
+  static constexpr void check_function() {
+    static_assert(
+        detail::is_keepable_function<F>,
+        "sidestream: the function of a Callable holds state (a lambda with captures, a std::function), which a "
+        "capture would freeze and may outlive: give Callable its module as the third argument and take it as "
+        "Module&, or wrap the function in ss::owning(...), which promises that it owns its state");
+  }
+  void check_not_null(bool with_module = false) const;
   std::string name_;
   TensorFunction function_;
   std::shared_ptr<torch::nn::Module> module_;
@@ -44,15 +84,11 @@ class SIDESTREAM_API Callable {
 
 /// One sample argument: a tensor, or "what callable `callable` gives as its output `output`". An argument given so shares
 /// its memory with that output, and no copy is made at replay as long as exactly that output is passed.
-class Sample {
+class SIDESTREAM_API Sample {
  public:
   Sample(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // NOLINT: a sample is written as the tensor
-  [[nodiscard]] static Sample output_of(std::int64_t callable, std::int64_t output = 0) {
-    Sample sample{at::Tensor()};
-    sample.callable_ = callable;
-    sample.output_ = output;
-    return sample;
-  }
+  /// Both count from 0. Throws: UsageError for a negative number.
+  [[nodiscard]] static Sample output_of(std::int64_t callable, std::int64_t output = 0);
   [[nodiscard]] const at::Tensor& tensor() const { return tensor_; }
   [[nodiscard]] std::int64_t callable() const { return callable_; }  ///< -1 for a tensor
   [[nodiscard]] std::int64_t output() const { return output_; }
@@ -83,6 +119,7 @@ class SIDESTREAM_API GraphedCallable {
   friend class EngineAccess;
   class Shared;
   explicit GraphedCallable(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
+  [[nodiscard]] Shared& shared() const;
   std::shared_ptr<Shared> shared_;  ///< by copies
 };
 

@@ -20,6 +20,7 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/scope.h"
+#include "warnings.h"
 
 namespace sidestream {
 namespace {
@@ -78,11 +79,16 @@ TEST_F(CallTest, ANewIntegerIsAnotherCapture) {
   expect_plain(engine, 5, 6, 0);
   expect_plain(engine, 6, 7, 4);
   EXPECT_EQ(engine.report().captures, 16) << "both values replay";
-  EXPECT_THROWS(UsageError, "max_captures", {
-    const auto step = engine.step();
-    train(model_, 7, 8);
-  });
-  expect_plain(engine, 8, 10, 0);
+  testing_model::ExpectedWarnings warnings;
+  expect_plain(engine, 7, 10, 8);
+  expect_plain(engine, 10, 11, 12);
+  EXPECT_EQ(engine.report().captures, 16) << "beyond the bound it runs eagerly";
+  EXPECT_EQ(engine.report().replays, 0);
+  const std::vector<std::string> texts = warnings.take();
+  ASSERT_EQ(texts.size(), 4U) << "one for each block";
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "graphed call \"blocks.0\" needs more than the 2 captures", texts[0]);
+  expect_plain(engine, 11, 13, 0);
+  EXPECT_EQ(engine.report().replays, 8);
 }
 
 TEST_F(CallTest, ANewIntegerRunsEagerlyByOption) {
@@ -144,21 +150,26 @@ TEST_F(CallTest, MicrobatchesInFlightAreBounded) {
     const auto batch = testing_model::batch_of(model.shape(), 1, device_);
     const at::Tensor a = model.loss(batch.tokens, batch.targets);
     const at::Tensor b = model.loss(batch.tokens, batch.targets);
+    (a + b).backward();
   };
   OffloadEngine bounded(model_, options().call_options(CallOptions().max_captures(1)));
   expect_plain(bounded, 0, 2);
-  EXPECT_THROWS(UsageError, "microbatches in flight", {
-    const auto step = bounded.step();
-    in_flight(model_);
-  });
-  expect_plain(bounded, 2, 4);
+  {
+    testing_model::ExpectedWarnings warnings;
+    for (std::int64_t s = 2; s < 4; ++s) {
+      expect_plain(bounded, s, [&](BlockModel& model, std::int64_t /*step*/) { in_flight(model); });
+    }
+    EXPECT_EQ(warnings.take().size(), 4U) << "one for each block";
+    EXPECT_EQ(bounded.report().replays, 8) << "the first; the second runs eagerly";
+  }
+  expect_plain(bounded, 4, 6);
   OffloadEngine refusing(model_, options().call_options(CallOptions().on_pending(OnPending::error)));
-  expect_plain(refusing, 4, 6);
+  expect_plain(refusing, 6, 8);
   EXPECT_THROWS(UsageError, "still pending", {
     const auto step = refusing.step();
     in_flight(model_);
   });
-  expect_plain(refusing, 6, 8);
+  expect_plain(refusing, 8, 10);
 }
 
 TEST_F(CallTest, NewShapesAreAnotherCapture) {
@@ -432,10 +443,10 @@ TEST_F(CallTest, ACheckpointOfTheUsersIsRefusedByName) {
   const at::Tensor weight = (at::randn({32, 32}) * 0.1).to(device_).requires_grad_(true);
   const at::Tensor x = at::randn({16, 32}).to(device_).requires_grad_(true);
   const std::string message = testing_model::message_of<Error>([&] {
-    (void)make_graphed_callables(
-        engine,
-        {Callable("checkpointed", [&](const Tensors& in) { return Tensors{Checkpoint::apply(in[0], weight)}; })},
-        {{x}});
+    (void)make_graphed_callables(engine, {Callable("checkpointed", owning([&](const Tensors& in) {
+                                                     return Tensors{Checkpoint::apply(in[0], weight)};
+                                                   }))},
+                                 {{x}});
   });
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "checkpoint", message);
   EXPECT_FALSE(weight.grad().defined()) << "no capture has touched it";

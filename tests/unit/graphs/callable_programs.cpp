@@ -177,7 +177,7 @@ class ForkedCallables final : public Program {
     std::vector<std::vector<Sample>> samples;
     for (std::int64_t i = 0; i < kLayers; ++i) {
       callables.emplace_back("layers." + std::to_string(i),
-                             [this](const Tensors& x) { return Tensors{forward(x[0])}; });
+                             owning([this](const Tensors& x) { return Tensors{forward(x[0])}; }));
       samples.push_back({i > 0 ? Sample::output_of(i - 1) : Sample(rows(0, device()).requires_grad_(true))});
     }
     layers_ =

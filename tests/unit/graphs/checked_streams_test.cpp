@@ -202,9 +202,10 @@ TEST_P(GraphedForks, AreCleanUnlessTheyRace) {
   std::vector<Callable> callables;
   std::vector<std::vector<Sample>> samples;
   for (std::int64_t i = 0; i < 4; ++i) {
-    callables.emplace_back("layers." + std::to_string(i), [this, &engine, races = races](const Tensors& x) {
-      return Tensors{forward(x[0], EngineAccess::state(engine).runtime().current_stream(), b(), races)};
-    });
+    callables.emplace_back("layers." + std::to_string(i), owning([this, &engine, races = races](const Tensors& x) {
+                             const c10::Stream current = EngineAccess::state(engine).runtime().current_stream();
+                             return Tensors{forward(x[0], current, b(), races)};
+                           }));
     samples.push_back({i > 0 ? Sample::output_of(i - 1) : Sample(data(90))});
   }
   auto layers =

@@ -248,7 +248,7 @@ TEST_F(GraphedCallableError, AForwardThatThrowsInACaptureLeavesNothing) {
   release_cached_memory(device_);
   const MemoryUse before = memory_use(device_);
   EXPECT_THROWS(std::runtime_error, "the model broke",
-                (void)make_graphed_callables(*engine_, {Callable("broken", function)}, {{input(0)}},
+                (void)make_graphed_callables(*engine_, {Callable("broken", owning(function))}, {{input(0)}},
                                              GraphOptions().num_warmup_iters(0)));
   EXPECT_EQ(capturing(), CaptureStatus::none);
   release_cached_memory(device_);
@@ -260,7 +260,7 @@ TEST_F(GraphedCallableError, AForwardThatThrowsInACaptureLeavesNothing) {
   EXPECT_TRUE(same(step(model_, false, 0), expected));
   capture();
   expect_usable();
-  const auto graphed = make_graphed_callables(*engine_, {Callable("broken", function)}, {{input(0)}});
+  const auto graphed = make_graphed_callables(*engine_, {Callable("broken", owning(function))}, {{input(0)}});
   const at::Tensor x = input(4);
   graphed[0]({x})[0].sum().backward();
   const at::Tensor x_plain = input(4);
@@ -273,7 +273,7 @@ TEST_F(GraphedCallableError, ReadingAValueInsideACallable) {
     return Tensors{in[0] * (in[0].sum().item<double>() > 0 ? 2 : 3)};
   };
   EXPECT_THROWS(CaptureError, "capture",
-                (void)make_graphed_callables(*engine_, {Callable("reads", function)}, {{input(0)}}));
+                (void)make_graphed_callables(*engine_, {Callable("reads", owning(function))}, {{input(0)}}));
   EXPECT_EQ(capturing(), CaptureStatus::none);
   capture();
   expect_usable();

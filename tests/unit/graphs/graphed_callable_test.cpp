@@ -174,10 +174,10 @@ TEST_F(GraphedCallableTest, OffloadsInsideSteps) {
 
 TEST_F(GraphedCallableTest, WarmUpRunsBetweenItsHooks) {
   std::vector<std::string> log;
-  const Callable callable("double", [&](const Tensors& in) {
-    log.push_back("run");
-    return Tensors{in[0] * 2};
-  });
+  const Callable callable("double", owning([&](const Tensors& in) {
+                            log.push_back("run");
+                            return Tensors{in[0] * 2};
+                          }));
   StackTrainer trainer(device_, 1);
   OffloadEngine engine(*trainer.model, no_offload());
   for (const std::int64_t iterations : {0, 1, 3}) {
@@ -247,7 +247,7 @@ TEST_F(GraphedCallableTest, TakesAndGivesSeveralTensorsSomeUndefined) {
                    at::full({4}, s, at::TensorOptions().device(device_).dtype(at::kLong))};
   };
   const Tensors sample = inputs(0);
-  const auto graphed = make_graphed_callables(engine, {Callable("several", function)},
+  const auto graphed = make_graphed_callables(engine, {Callable("several", owning(function))},
                                               {std::vector<Sample>(sample.begin(), sample.end())});
   for (std::int64_t s = 1; s < kSteps; ++s) {
     const auto run = [&](const std::function<Tensors(const Tensors&)>& f) {
@@ -407,9 +407,9 @@ TEST_F(GraphedCallableTest, GradientsOfBranchesMeet) {
   std::vector<std::vector<Sample>> samples;
   for (std::int64_t i = 0; i < kBranches; ++i) {
     weights.push_back(rows(i, device_, 5).slice(0, 0, 1).clone().requires_grad_(true));
-    callables.emplace_back("branch." + std::to_string(i), [weight = weights.back()](const Tensors& x) {
-      return Tensors{x[0].mul(weight).tanh().exp()};  // reads x once: one gradient comes back
-    });
+    callables.emplace_back("branch." + std::to_string(i), owning([weight = weights.back()](const Tensors& x) {
+                             return Tensors{x[0].mul(weight).tanh().exp()};  // reads x once: one gradient comes back
+                           }));
     samples.push_back({Sample(rows(0, device_).requires_grad_(true))});
   }
   auto branches = make_graphed_callables(engine, callables, samples, GraphOptions());
