@@ -156,8 +156,9 @@ void ChainCapture::capture_forward(std::size_t index) {
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   {
     const RecorderGuard recording(live.recorder.get());
-    const RecorderScope scope(*live.recorder, layer.spec.scope);
+    RecorderScope scope(*live.recorder, layer.spec.scope);
     layer.spec.body(live.leaves.data(), outputs);
+    scope.end();
   }
   live.recorder->finish();
   runtime_.record(layer.forward_done, capture_);

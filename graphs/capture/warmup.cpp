@@ -165,8 +165,9 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
         LayerSpec{spec.name,
                   spec.scope,
                   [&](const at::Tensor* in, detail::TensorBuffer& out) {
-                    const RecorderScope scope(recorder, spec.scope);
+                    RecorderScope scope(recorder, spec.scope);
                     spec.body(in, out);
+                    scope.end();
                   },
                   spec.module,
                   {}},

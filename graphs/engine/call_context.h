@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
 
+#include "base/thread_stack.h"
+
 namespace sidestream {
 
 class EngineState;
@@ -26,16 +28,16 @@ class CallContext {
   /// The engine whose step or capture runs on the calling thread, or null.
   [[nodiscard]] static EngineState* active() noexcept;
 
-  /// The engine serves the calling thread for its lifetime.
+  /// The engine serves the calling thread for its lifetime. May end in any order with those of other engines.
   class [[nodiscard]] OnThread {
    public:
-    explicit OnThread(const CallContext& context) noexcept;
+    explicit OnThread(const CallContext& context) : entry_(&context.engine_) {}
     OnThread(const OnThread&) = delete;
     OnThread& operator=(const OnThread&) = delete;
-    ~OnThread();
+    ~OnThread() = default;
 
    private:
-    EngineState* before_;
+    ThreadStack<EngineState>::Entry entry_;
   };
 
   /// Calls run inside of `phase` for its lifetime.

@@ -82,8 +82,9 @@ AutocastState Dispatcher::autocast() const { return AutocastState::current(resou
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
   if (Recorder* recorder = current_recorder(); recorder != nullptr) {
-    const RecorderScope scope(*recorder, site.scope);
+    RecorderScope scope(*recorder, site.scope);
     request.run(request.context, outputs);
+    scope.end();
   } else {
     request.run(request.context, outputs);
   }

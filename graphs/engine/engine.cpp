@@ -3,6 +3,7 @@
 #include <exception>
 
 #include "graphs/engine/engine_state.h"
+#include "sidestream/error.h"
 
 namespace sidestream {
 
@@ -10,17 +11,18 @@ Step::Step(std::shared_ptr<EngineState> state) : state_(std::move(state)), excep
   state_->begin_step();
 }
 
-Step::~Step() noexcept(false) {
+void Step::finish() {
   if (state_ == nullptr) {
     return;
   }
-  if (std::uncaught_exceptions() > exceptions_) {
-    try {
-      state_->end_step(/*failed=*/true);
-    } catch (const std::exception&) {  // the exception on its way says more
-    }
-  } else {
-    state_->end_step(/*failed=*/false);
+  state_->check_thread_of_step();
+  const std::shared_ptr<EngineState> state = std::move(state_);
+  state->end_step(/*failed=*/false);
+}
+
+Step::~Step() {
+  if (state_ != nullptr) {
+    state_->close_step(/*failed=*/std::uncaught_exceptions() > exceptions_);
   }
 }
 
@@ -31,14 +33,24 @@ OffloadEngine::OffloadEngine(std::shared_ptr<EngineState> state) : state_(std::m
 
 OffloadEngine::~OffloadEngine() = default;
 
-Step OffloadEngine::step() { return Step(state_); }
+EngineState& OffloadEngine::state() const {
+  if (state_ == nullptr) {
+    throw UsageError("this OffloadEngine was moved from; use the one that it was moved to");
+  }
+  return *state_;
+}
 
-Journal OffloadEngine::journal() const { return state_->journal(); }
+Step OffloadEngine::step() {
+  (void)state();
+  return Step(state_);
+}
 
-Report OffloadEngine::report() const { return state_->report(); }
+Journal OffloadEngine::journal() const { return state().journal(); }
 
-void OffloadEngine::reset() { state_->reset(); }
+Report OffloadEngine::report() const { return state().report(); }
 
-void OffloadEngine::mark_not_offload(const at::Tensor& tensor) { state_->exclusions().mark(tensor); }
+void OffloadEngine::reset() { state().reset(); }
+
+void OffloadEngine::mark_not_offload(const at::Tensor& tensor) { state().exclusions().mark(tensor); }
 
 }  // namespace sidestream

@@ -1,8 +1,11 @@
 #include "graphs/engine/engine_state.h"
 
 #include <exception>
+#include <string>
+#include <thread>
 #include <utility>
 
+#include "offload/kept_failure.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -35,21 +38,84 @@ class PartsOfEnd {
 };
 
 EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_ptr<Runtime> runtime)
-    : resources_(model, std::move(options), std::move(runtime)),
+    : model_(model.weak_from_this().lock()),
+      resources_(model, std::move(options), std::move(runtime)),
       context_(*this),
       calls_(model, resources_.tree, resources_.graphed),
       recorded_(model),
       chains_(resources_, context_, eager_plan_, report_),
       dispatcher_(resources_, context_, eager_plan_, recorded_, chains_, report_) {}
 
+void EngineState::check_thread_of_step() const {
+  if (step_->thread() != std::this_thread::get_id()) {
+    throw UsageError("a step is ended on another thread than it began on; end it on its own");
+  }
+}
+
+void EngineState::close_step(bool failed) noexcept {
+  try {
+    try {
+      check_thread_of_step();
+    } catch (...) {
+      const std::lock_guard lock(kept_);
+      step_was_left_ = true;
+      failed = false;
+      throw;
+    }
+    end_step(failed);
+  } catch (...) {
+    if (failed) {
+      return;  // the exception on its way says more
+    }
+    log_failure(std::current_exception(), "thrown by the engine's next step()");
+    const std::lock_guard lock(kept_);
+    kept_failure_ = std::current_exception();
+  }
+}
+
+void EngineState::end_step_that_was_left() {
+  const std::lock_guard lock(kept_);
+  if (std::exchange(step_was_left_, false)) {
+    try {
+      end_step(/*failed=*/true);
+    } catch (...) {  // what was kept says more
+    }
+  }
+}
+
+void EngineState::throw_kept() {
+  const std::lock_guard lock(kept_);
+  if (kept_failure_ != nullptr) {
+    std::rethrow_exception(std::exchange(kept_failure_, nullptr));
+  }
+}
+
+void EngineState::refuse_inside(const char* what) const {
+  if (making_ready_ || context_.phase() == CallContext::Phase::capturing) {
+    throw UsageError(std::string(what) +
+                     " inside a capture of the same engine (from a hook, from Options::progress, or from " +
+                     "the body of a call); call it before or after");
+  }
+}
+
 void EngineState::begin_step() {
+  refuse_inside("OffloadEngine::step");
+  end_step_that_was_left();
+  throw_kept();
   if (step_ != nullptr) {
     throw UsageError("a step of this engine is active already; end it before the next begins");
   }
   resources_.exclusions.refresh_parameters();
   resources_.check.begin_step(report_.steps());
   if (eager_plan_.state() != EagerPlan::State::unsized) {
-    make_ready();
+    making_ready_ = true;
+    try {
+      make_ready();
+    } catch (...) {
+      making_ready_ = false;
+      throw;
+    }
+    making_ready_ = false;
   }
   step_ = std::make_unique<StepSession>(resources_, context_, eager_plan_, recorded_, report_);
 }
@@ -105,6 +171,8 @@ void EngineState::take_results(const StepSession& step, const Chain::Counts& rep
 }
 
 void EngineState::reset() {
+  refuse_inside("OffloadEngine::reset");
+  end_step_that_was_left();
   if (step_ != nullptr) {
     throw UsageError("OffloadEngine::reset inside a step; end the step first");
   }

@@ -1,5 +1,7 @@
 #pragma once
+#include <exception>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -34,6 +36,10 @@ class EngineState {
   void begin_step();
   /// `failed`: an exception is on its way.
   void end_step(bool failed);
+  /// Throws: UsageError on another thread than the step began on.
+  void check_thread_of_step() const;
+  /// `end_step` for a destructor: a failure is kept, and thrown by the next `begin_step`.
+  void close_step(bool failed) noexcept;
   /// A call of `ss::call`.
   void dispatch(const detail::CallRequest& request, detail::TensorBuffer& outputs) {
     dispatcher_.dispatch(calls_.site_for(request), request, outputs);
@@ -54,6 +60,11 @@ class EngineState {
   [[nodiscard]] const HostArena& arena() const noexcept { return *resources_.arena; }
 
  private:
+  /// One that was destroyed on another thread.
+  void end_step_that_was_left();
+  /// What a destructor could not throw.
+  void throw_kept();
+  void refuse_inside(const char* what) const;
   /// All that is captured or planned between the sizing pass and a step that follows it.
   void make_ready();
   /// The current stream waits for the copies of all chains. What they did in the step.
@@ -61,6 +72,7 @@ class EngineState {
   /// Of a step that went well.
   void take_results(const StepSession& step, const Chain::Counts& replays);
 
+  std::shared_ptr<const torch::nn::Module> model_;  ///< a share in it, where it has an owner
   EngineResources resources_;
   CallContext context_;
   CallTable calls_;
@@ -70,6 +82,10 @@ class EngineState {
   EngineChains chains_;
   Dispatcher dispatcher_;
   std::unique_ptr<StepSession> step_;  ///< null between steps
+  bool making_ready_ = false;
+  std::mutex kept_;  ///< a step may be left on another thread than the next begins on
+  bool step_was_left_ = false;
+  std::exception_ptr kept_failure_;
 };
 
 }  // namespace sidestream

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include "graphs/engine/call_context.h"
 #include "observe/operator_observer.h"
@@ -28,6 +29,8 @@ class StepSession {
   StepSession& operator=(const StepSession&) = delete;
   ~StepSession() = default;
 
+  /// That it began on.
+  [[nodiscard]] std::thread::id thread() const noexcept { return thread_; }
   [[nodiscard]] Kind kind() const noexcept { return sizing_ != nullptr ? Kind::sizing : Kind::planned; }
   /// The thread is as it was before the step: its engine, its recorder, its observer.
   void leave_thread() noexcept;
@@ -46,6 +49,7 @@ class StepSession {
 
   EngineResources& resources_;
   const RecordedCalls& recorded_;
+  std::thread::id thread_ = std::this_thread::get_id();
   std::shared_ptr<SizingMover> sizing_;  ///< null in a planned step
   std::unique_ptr<Recorder> recorder_;
   std::int64_t allocated_at_begin_ = 0;

@@ -21,8 +21,6 @@ namespace sidestream {
 
 namespace {
 
-thread_local SavedTensorSource* current_source = nullptr;
-
 // Everything but the hooks is the base engine's: device threads, streams, reentrant backward, errors.
 class HookingEngine final : public torch::autograd::Engine {
  public:
@@ -67,7 +65,7 @@ class HookingEngine final : public torch::autograd::Engine {
   std::atomic<int> refusals_{0};
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    SavedTensorSource* const source = current_source;
+    SavedTensorSource* const source = current_saved_tensor_source();
     return source == nullptr ? nullptr : source->make_hooks();
   }
 
@@ -104,11 +102,7 @@ class SeamProbe final : public SavedTensorSource {
 
 }  // namespace
 
-SavedTensorGuard::SavedTensorGuard(SavedTensorSource* source) noexcept
-    : before_(std::exchange(current_source, source)) {}
-SavedTensorGuard::~SavedTensorGuard() { current_source = before_; }
-
-SavedTensorSource* current_saved_tensor_source() noexcept { return current_source; }
+SavedTensorSource* current_saved_tensor_source() noexcept { return ThreadStack<SavedTensorSource>::top(); }
 
 NestedBackwardRefusal::NestedBackwardRefusal() noexcept { ++HookingEngine::instance().refusals_; }
 NestedBackwardRefusal::~NestedBackwardRefusal() { --HookingEngine::instance().refusals_; }

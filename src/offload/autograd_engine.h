@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include "base/thread_stack.h"
+
 namespace sidestream {
 
 /// Gives autograd the hooks of each tensor it saves.
@@ -23,18 +25,18 @@ class SavedTensorSource {
 };
 
 /// Makes `source` the calling thread's source of hooks for its lifetime; null means that nothing inside is hooked.
-/// Nests; the one before is back at the end, however the scope is left. Guards end in reverse order on their own thread.
+/// Nests; guards may end in any order, and the latest that has not ended is in force.
 /// Threads: only the calling one; autograd's device threads have no source unless one is set there.
 /// Without a source a saved tensor costs one virtual call and one branch, and allocates nothing.
 class [[nodiscard]] SavedTensorGuard {
  public:
-  explicit SavedTensorGuard(SavedTensorSource* source) noexcept;
+  explicit SavedTensorGuard(SavedTensorSource* source) : entry_(source) {}
   SavedTensorGuard(const SavedTensorGuard&) = delete;
   SavedTensorGuard& operator=(const SavedTensorGuard&) = delete;
-  ~SavedTensorGuard();
+  ~SavedTensorGuard() = default;
 
  private:
-  SavedTensorSource* before_;
+  ThreadStack<SavedTensorSource>::Entry entry_;
 };
 
 /// The calling thread's source; null when there is none.

@@ -1,17 +1,17 @@
 #include "offload/recorder.h"
 
+#include <algorithm>
 #include <cstring>
-#include <exception>
+#include <string>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "offload/kept_failure.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
-
-thread_local Recorder* t_recorder = nullptr;
 
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
@@ -46,8 +46,7 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks {
   void call_pack_hook(const at::Tensor& tensor) override {
     Recorder& recorder = *std::exchange(recorder_, nullptr);
     version_ = VersionStamp(tensor);
-    Recorder::Frame& frame = recorder.stack_.back();
-    scope_ = frame.scope;
+    scope_ = recorder.stack_.back().scope;
     if (recorder.exclusions_.classify_and_count(tensor) != Exclusion::none) {
       // The variable itself would be a cycle where an operator saves its own output.
       kept_ = tensor.detach();
@@ -96,21 +95,62 @@ Recorder::~Recorder() {
   }
 }
 
-void Recorder::enter(ScopeNode* scope) {
-  Frame& frame = stack_.emplace_back();
-  frame.scope = scope;
+Recorder::Frame Recorder::enter(ScopeNode* scope) {
+  throw_kept();
+  OpenScope& open = stack_.emplace_back();
+  open.frame = ++latest_;
+  open.scope = scope;
+  return open.frame;
 }
 
-void Recorder::leave() {
-  Frame frame = std::move(stack_.back());
+void Recorder::leave(Frame frame) {
+  if (stack_.back().frame == frame) {
+    leave_innermost();
+    return;
+  }
+  const auto of_frame = [&](const OpenScope& open) { return open.frame == frame; };
+  const auto found = std::find_if(stack_.begin(), stack_.end(), of_frame);
+  if (found == stack_.end()) {
+    throw UsageError(
+        "a scope was ended after the scope, the call or the step around it; scopes end in the reverse order of their "
+        "begin");
+  }
+  const std::string message = "scope \"" + found->scope->name + "\" was ended before the scope \"" +
+                              stack_.back().scope->name +
+                              "\" inside of it; scopes end in the reverse order of their begin";
+  while (stack_.back().frame >= frame) {
+    leave_innermost();
+  }
+  throw UsageError(message);
+}
+
+void Recorder::leave_innermost() {
+  OpenScope open = std::move(stack_.back());
   stack_.pop_back();
-  for (Group* group : frame.tagged) {
+  for (Group* group : open.tagged) {
     end(group);
   }
-  end(frame.group);
+  end(open.group);
 }
 
-void Recorder::discard() noexcept { stack_.pop_back(); }
+void Recorder::discard(Frame frame) noexcept {
+  while (stack_.back().frame >= frame) {
+    stack_.pop_back();
+  }
+}
+
+void Recorder::keep_failure(std::exception_ptr failure) noexcept {
+  log_failure(failure, "thrown by the next scope or call, or by the end of the step");
+  if (kept_failure_ == nullptr) {
+    kept_failure_ = std::move(failure);
+  }
+}
+
+void Recorder::throw_kept() {
+  if (kept_failure_ != nullptr) {
+    std::rethrow_exception(std::exchange(kept_failure_, nullptr));
+  }
+}
 
 void Recorder::end(Group* group) {
   if (group != nullptr && !group->ended) {
@@ -120,14 +160,20 @@ void Recorder::end(Group* group) {
 }
 
 void Recorder::finish() {
+  throw_kept();
+  const std::string open = stack_.size() > 1 ? stack_.back().scope->name : std::string();
   while (stack_.size() > 1) {
-    leave();
+    leave_innermost();
   }
-  Frame& root = stack_.back();
+  OpenScope& root = stack_.back();
   for (Group* group : root.tagged) {
     end(group);
   }
   end(root.group);
+  if (!open.empty()) {
+    throw UsageError("scope \"" + open +
+                     "\" is still open at the end of its step (or of its capture); end it before that");
+  }
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> Recorder::make_hooks() {
@@ -148,11 +194,11 @@ Group& Recorder::make_group(ScopeNode* scope) {
   return group;
 }
 
-Group& Recorder::frame_group(Frame& frame) {
-  if (frame.group == nullptr) {
-    frame.group = &make_group(frame.scope);
+Group& Recorder::group_of(OpenScope& open) {
+  if (open.group == nullptr) {
+    open.group = &make_group(open.scope);
   }
-  return *frame.group;
+  return *open.group;
 }
 
 Group& Recorder::group_for(const at::Tensor& tensor) {
@@ -162,11 +208,11 @@ Group& Recorder::group_for(const at::Tensor& tensor) {
       return *tagged->second.second;
     }
   }
-  return frame_group(stack_.back());
+  return group_of(stack_.back());
 }
 
 void Recorder::tag(const at::Tensor& tensor, std::string_view name) {
-  Frame& frame = stack_.back();
+  OpenScope& frame = stack_.back();
   ScopeNode* scope = tree_.child(frame.scope, name);
   Group* group = nullptr;
   for (Group* open : frame.tagged) {
@@ -264,24 +310,6 @@ PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>&
   return pass;
 }
 
-Recorder* current_recorder() noexcept { return t_recorder; }
-
-RecorderGuard::RecorderGuard(Recorder* recorder) noexcept
-    : before_(std::exchange(t_recorder, recorder)), hooks_(recorder) {}
-
-RecorderGuard::~RecorderGuard() { t_recorder = before_; }
-
-RecorderScope::RecorderScope(Recorder& recorder, ScopeNode* scope)
-    : recorder_(recorder), exceptions_(std::uncaught_exceptions()) {
-  recorder_.enter(scope);
-}
-
-RecorderScope::~RecorderScope() noexcept(false) {
-  if (std::uncaught_exceptions() > exceptions_) {
-    recorder_.discard();
-  } else {
-    recorder_.leave();
-  }
-}
+Recorder* current_recorder() noexcept { return ThreadStack<Recorder>::top(); }
 
 }  // namespace sidestream

@@ -1,8 +1,10 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -59,14 +61,24 @@ class Recorder final : public SavedTensorSource {
   Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover, const PlannedPass* planned);
   ~Recorder() override;
 
+  /// A scope that is open.
+  using Frame = std::uint64_t;
+
   /// Enters a scope; `leave` ends it and its group. `discard` leaves without ending the group (an exception is on its way).
-  void enter(ScopeNode* scope);
-  void enter(std::string_view component) { enter(tree_.child(stack_.back().scope, component)); }
-  void leave();
-  void discard() noexcept;
+  /// Throws: a kept failure.
+  Frame enter(ScopeNode* scope);
+  Frame enter(std::string_view component) { return enter(tree_.child(stack_.back().scope, component)); }
+  /// Throws: what the copies throw; UsageError where it has ended, or where a scope inside of it is open (both end).
+  void leave(Frame frame);
+  void discard(Frame frame) noexcept;
+  /// A failure that could not be thrown where it happened: logged, and thrown by the next `enter` or by `finish`.
+  void keep_failure(std::exception_ptr failure) noexcept;
+  /// Expires with this object.
+  [[nodiscard]] std::weak_ptr<Recorder* const> alive() const noexcept { return alive_; }
   /// Puts `tensor`'s storage into the group `name` below the current scope.
   void tag(const at::Tensor& tensor, std::string_view name);
-  /// Ends what is still open. No tensor is saved after this.
+  /// Ends what is still open. No tensor is saved after this. Throws: a kept failure, what the copies throw, and UsageError for a
+  /// scope that was open.
   void finish();
   /// Keeps `tensor`'s storage on the device for as long as it lives.
   void mark(const at::Tensor& tensor);
@@ -86,7 +98,8 @@ class Recorder final : public SavedTensorSource {
 
  private:
   friend class SavedTensorHandle;
-  struct Frame {
+  struct OpenScope {
+    Frame frame = 0;
     ScopeNode* scope = nullptr;
     Group* group = nullptr;      // made by the first save
     std::vector<Group*> tagged;  // groups of tags inside this scope: they end with it
@@ -100,15 +113,18 @@ class Recorder final : public SavedTensorSource {
 
   std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group);
   Group& group_for(const at::Tensor& tensor);
-  Group& frame_group(Frame& frame);
+  Group& group_of(OpenScope& open);
   Group& make_group(ScopeNode* scope);
   void end(Group* group);
+  void leave_innermost();
+  void throw_kept();
 
   ScopeTree& tree_;
   Exclusions& exclusions_;
   std::shared_ptr<StorageMover> mover_;
   const PlannedPass* planned_;
-  std::vector<Frame> stack_;
+  std::vector<OpenScope> stack_;
+  Frame latest_ = 0;
   std::deque<Group> groups_;
   std::unordered_map<const c10::StorageImpl*, Entry> entries_;
   std::unordered_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, Group*>> tags_;
@@ -116,6 +132,8 @@ class Recorder final : public SavedTensorSource {
   std::vector<StorageProfile> storages_;
   std::uint64_t saved_bytes_ = 0;
   Counts counts_;
+  std::exception_ptr kept_failure_;
+  std::shared_ptr<Recorder* const> alive_ = std::make_shared<Recorder* const>(this);
 };
 
 /// The calling thread's recorder, where a step or a capture is active; else null.
@@ -124,27 +142,33 @@ class Recorder final : public SavedTensorSource {
 /// Makes `recorder` the thread's recorder and source of saved-tensor hooks. Null: neither scopes nor hooks do anything inside.
 class [[nodiscard]] RecorderGuard {
  public:
-  explicit RecorderGuard(Recorder* recorder) noexcept;
+  explicit RecorderGuard(Recorder* recorder) : entry_(recorder), hooks_(recorder) {}
   RecorderGuard(const RecorderGuard&) = delete;
   RecorderGuard& operator=(const RecorderGuard&) = delete;
-  ~RecorderGuard();
+  ~RecorderGuard() = default;
 
  private:
-  Recorder* before_;
+  ThreadStack<Recorder>::Entry entry_;
   SavedTensorGuard hooks_;
 };
 
-/// Makes a scope of `recorder` for its lifetime.
+/// Makes a scope of `recorder` until `end`. Left without it (by an exception), the scope is discarded.
 class [[nodiscard]] RecorderScope {
  public:
-  RecorderScope(Recorder& recorder, ScopeNode* scope);
+  RecorderScope(Recorder& recorder, ScopeNode* scope) : recorder_(&recorder), frame_(recorder.enter(scope)) {}
   RecorderScope(const RecorderScope&) = delete;
   RecorderScope& operator=(const RecorderScope&) = delete;
-  ~RecorderScope() noexcept(false);
+  ~RecorderScope() {
+    if (recorder_ != nullptr) {
+      recorder_->discard(frame_);
+    }
+  }
+  /// Throws: as Recorder::leave.
+  void end() { std::exchange(recorder_, nullptr)->leave(frame_); }
 
  private:
-  Recorder& recorder_;
-  int exceptions_;
+  Recorder* recorder_;
+  Recorder::Frame frame_;
 };
 
 }  // namespace sidestream

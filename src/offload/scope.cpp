@@ -2,7 +2,9 @@
 
 #include <exception>
 #include <string>
+#include <utility>
 
+#include "offload/kept_failure.h"
 #include "offload/recorder.h"
 #include "sidestream/error.h"
 
@@ -19,26 +21,58 @@ void check_name(const char* name, const char* where) {
 
 }  // namespace
 
-OffloadScope::OffloadScope(const char* name) {
+OffloadScope::OffloadScope(const char* name) : name_(name) {
   Recorder* recorder = current_recorder();
   if (recorder == nullptr) {
     return;
   }
   check_name(name, "OffloadScope");
-  recorder->enter(name);
-  recorder_ = recorder;
+  frame_ = recorder->enter(name);
+  recorder_ = recorder->alive();
   exceptions_ = std::uncaught_exceptions();
+  thread_ = std::this_thread::get_id();
 }
 
-OffloadScope::~OffloadScope() noexcept(false) {
-  if (recorder_ == nullptr) {
+void OffloadScope::end() {
+  if (frame_ == 0) {
     return;
   }
-  auto& recorder = *static_cast<Recorder*>(recorder_);
+  if (thread_ != std::this_thread::get_id()) {
+    throw UsageError("OffloadScope \"" + std::string(name_) +
+                     "\" is ended on another thread than it began on; end it there, before its step ends");
+  }
+  const auto alive = recorder_.lock();
+  const std::uint64_t frame = std::exchange(frame_, 0);
+  if (alive == nullptr) {
+    throw UsageError("OffloadScope \"" + std::string(name_) + "\" is ended after its step; end it before that");
+  }
+  (*alive)->leave(frame);
+}
+
+OffloadScope::~OffloadScope() {
+  if (frame_ == 0) {
+    return;
+  }
+  if (thread_ != std::this_thread::get_id()) {
+    // The recorder is another thread's. It still holds the scope open, which the end of the step finds.
+    log_failure(std::make_exception_ptr(UsageError("OffloadScope \"" + std::string(name_) +
+                                                   "\" was destroyed on another thread than it began on")),
+                "the end of its step throws what it finds");
+    return;
+  }
+  const auto alive = recorder_.lock();
+  if (alive == nullptr) {
+    return;  // the end of its step found it open
+  }
+  Recorder& recorder = **alive;
   if (std::uncaught_exceptions() > exceptions_) {
-    recorder.discard();
-  } else {
-    recorder.leave();
+    recorder.discard(frame_);
+    return;
+  }
+  try {
+    recorder.leave(frame_);
+  } catch (...) {
+    recorder.keep_failure(std::current_exception());
   }
 }
 

@@ -130,8 +130,9 @@ void in_step(OffloadEngine* engine, const std::function<void()>& run) {
     run();
     return;
   }
-  const auto step = engine->step();  // not in an optional: that would not let out what its end throws
+  auto step = engine->step();
   run();
+  step.finish();
 }
 
 StepTensors train_step(torch::nn::Module& model, OffloadEngine* engine, const std::function<void()>& run) {

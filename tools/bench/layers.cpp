@@ -101,6 +101,9 @@ class Bench {
         step.emplace(engine->step());
       }
       layers_->forward(input_).backward(output_gradient_);
+      if (step) {
+        step->finish();
+      }
     }
     StepTime time{.issued = seconds_since(begin), .cpu = cpu_seconds() - cpu_before};
     synchronize(device_);

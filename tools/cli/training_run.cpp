@@ -127,6 +127,7 @@ double TrainingRun::step(const std::function<void()>& with_gradients) {
   if (run.engine) {
     auto step = run.engine->step();
     train();
+    step.finish();
   } else {
     train();
   }

@@ -19,6 +19,7 @@
 #include "sim/device/device.h"
 #include "unit/graphs/fault_runtime.h"
 #include "unit/sim/rerun/every_order.h"
+#include "warnings.h"
 
 namespace sidestream {
 namespace {
@@ -86,6 +87,7 @@ class CaptureFaultTest : public testing::Test {
     EXPECT_GT(capture_with_every_fault(make_runtime(device_), arm_allocation, options, with_gradients), 20);
   }
 
+  testing_model::ExpectedWarnings warnings_;  ///< of scopes whose end fails
   c10::Device device_ = find_device("sim");
 };
 
@@ -142,6 +144,7 @@ class RepeatedCaptureTest : public testing::Test {
     return gradients(model);
   }
 
+  testing_model::ExpectedWarnings warnings_;  ///< of scopes whose end fails
   c10::Device device_ = find_device("sim");
   BlockModel::Shape shape_{.layers = 2, .hidden = 16, .sequence = 8, .batch = 4};
 };

@@ -22,6 +22,7 @@
 #include "sim/device/device.h"
 #include "unit/graphs/engine_invariants.h"
 #include "unit/graphs/fault_runtime.h"
+#include "warnings.h"
 
 namespace sidestream {
 namespace {
@@ -130,6 +131,7 @@ class DeviceFaultTest : public testing::TestWithParam<Wrapping> {
     int tried = 0;
     int thrown = 0;
   };
+  testing_model::ExpectedWarnings warnings_;  ///< of scopes whose end fails
   c10::Device device_ = find_device("sim");
   std::shared_ptr<Runtime> sim_ = make_runtime(device_);
   bool checked_ = false;

@@ -61,9 +61,10 @@ class TrappedTraining : public testing::TestWithParam<Wrapping> {
     const at::Tensor x = trapped_input(s, device_);
     clear_gradients(subject.model);
     began = false;
-    const auto step = subject.engine.step();
+    auto step = subject.engine.step();
     began = true;
     subject.model.loss(x).backward();
+    step.finish();
   }
 
   /// Steps with new data give plain training's gradients, and leave nothing over.
