@@ -54,7 +54,7 @@ const std::vector<Habit>& habits() {
       {Kind::reset, "reset", 1, 1, 1, true},
       {Kind::new_engine, "new_engine", 1, 1, 1, true},
       {Kind::second_engine, "second_engine", 1, 1, 2, true},
-      {Kind::nested_engine, "nested_engine", 1, 1, 2, true},
+      {Kind::nested_engine, "nested_engine", 3, 1, 2, true},
       {Kind::report, "report", 1, 1, 1, true},
       {Kind::hook_on_output, "hook_on_output", 3, 1, 2, true},
       {Kind::some_gradients, "some_gradients", 2, 1, 2, false},

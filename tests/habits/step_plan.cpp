@@ -111,7 +111,8 @@ StepPlan plan_of(const Action& action) {
       plan.zero_in_place = a == 1;
       break;
     case Kind::nested_engine:
-      plan.nested = a == 0;
+      plan.nested = a != 1;
+      plan.crossed = a == 2;
       plan.teach = a == 1;
       break;
     case Kind::hook_on_output:

@@ -42,8 +42,9 @@ struct StepPlan {
   std::int64_t change_weight = -1;  ///< of this block, between forward and backward
   bool keep_gradients = false;
   bool zero_in_place = false;
-  bool nested = false;  ///< a step of the second engine between forward and backward
-  bool teach = false;   ///< the second model runs inside the step, without gradients
+  bool nested = false;   ///< a step of the second engine between forward and backward
+  bool crossed = false;  ///< which begins inside of this one, and ends behind it
+  bool teach = false;    ///< the second model runs inside the step, without gradients
   std::int64_t hook_on_output = -1;
   bool some_gradients = false;    ///< of the stem alone, by autograd::grad, in the place of backward
   bool gradient_penalty = false;  ///< a backward through a gradient

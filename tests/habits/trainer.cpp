@@ -198,15 +198,22 @@ void Trainer::run_step(const StepPlan& plan) {
   std::vector<at::Tensor> left;
   try {
     if (engine_ != nullptr && plan.in_step) {
-      const auto step = engine_->step();
+      auto step = engine_->step();
       began_ = true;
       in_step_ = true;
+      end_step_ = [&] {
+        step.finish();
+        in_step_ = false;
+      };
+      if (begun_) {
+        begun_();
+      }
       forwards_and_backwards(plan, left);
+      end_step_();
     } else {
       began_ = true;
       forwards_and_backwards(plan, left);
     }
-    in_step_ = false;
     if (plan.engine_gone) {
       engine_.reset();
     }
@@ -217,6 +224,7 @@ void Trainer::run_step(const StepPlan& plan) {
     error = std::current_exception();
   }
   in_step_ = false;
+  end_step_ = nullptr;
   left.clear();
   if (plan.engine_gone) {
     make_engine();

@@ -1,6 +1,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -103,6 +104,8 @@ class Trainer {
   std::vector<Hook> hooks_;
   std::int64_t part_in_eval_ = -1;
   bool began_ = false;
+  std::function<void()> end_step_;  ///< the step that is active
+  std::function<void()> begun_;     ///< called when the next step has begun
   bool in_step_ = false;
 
   bool sized_ = false;

@@ -113,7 +113,11 @@ void Trainer::backward(const at::Tensor& loss, const StepPlan& plan) {
   if (plan.nested) {
     StepPlan own;
     own.data = plan.data + 31;
+    if (plan.crossed) {
+      second_->begun_ = end_step_;
+    }
     second_->step(own);
+    second_->begun_ = nullptr;
   }
   if (plan.change_weight >= 0) {
     const at::NoGradGuard no_grad;
