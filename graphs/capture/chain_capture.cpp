@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "base/site.h"
+#include "graphs/capture/call_state_guard.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/replay/graph_event_state.h"
 #include "offload/nested_backward.h"
@@ -70,6 +71,10 @@ void naming(const std::string& where, const Part& part) {
     }
     throw DeviceError(named(error), error.status());
   }
+}
+
+bool wants_gradient(const StaticInput& input, const at::Tensor& leaf) {
+  return leaf.defined() && leaf.requires_grad() && !input.same_as_earlier;
 }
 
 std::vector<at::Tensor> parameters_of(const Layer& layer) {
@@ -139,12 +144,18 @@ void ChainCapture::capture_forward(std::size_t index) {
     StaticInput& input = layer.inputs[i];
     if (input.from) {
       StaticOutput& output = chain_.layers_[input.from->layer].outputs[input.from->index];
-      output.readers.push_back({index, i});
+      if (!input.same_as_earlier) {
+        output.readers.push_back({index, i});
+      }
       input.tensor = output.tensor;
       input.requires_grad = output.requires_grad;
     }
-    live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
-                                                 : input.tensor);
+    if (input.same_as_earlier) {
+      live.leaves.push_back(live.leaves[layer.spec.inputs[i].aliases->same_as]);
+    } else {
+      live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
+                                                   : input.tensor);
+    }
     if (input.tensor.defined()) {
       resources_.exclusions->add_static_input(input.tensor);
     }
@@ -157,7 +168,11 @@ void ChainCapture::capture_forward(std::size_t index) {
   {
     const RecorderGuard recording(live.recorder.get());
     RecorderScope scope(*live.recorder, layer.spec.scope);
-    layer.spec.body(live.leaves.data(), outputs);
+    {
+      const ForwardStateGuard state(layer.spec.state);
+      const std::vector<at::Tensor> arguments = arguments_of(layer.spec, live.leaves);
+      layer.spec.body(arguments.data(), outputs);
+    }
     scope.end();
   }
   live.recorder->finish();
@@ -228,9 +243,9 @@ void ChainCapture::capture_backward(std::size_t index) {
     }
   }
   std::vector<at::Tensor> targets;
-  for (const at::Tensor& leaf : live.leaves) {
-    if (leaf.defined() && leaf.requires_grad()) {
-      targets.push_back(leaf);
+  for (const auto i : c10::irange(live.leaves.size())) {
+    if (wants_gradient(layer.inputs[i], live.leaves[i])) {
+      targets.push_back(live.leaves[i]);
     }
   }
   const std::vector<at::Tensor> parameters = parameters_of(layer);
@@ -248,6 +263,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);
     const NestedBackwardRefusal no_nested;
+    const BackwardStateGuard state(layer.spec.state);
     grads = torch::autograd::grad(roots, targets, seeds, chain_.options_.retain_graph_in_backward(),
                                   /*create_graph=*/false, /*allow_unused=*/true);
   }
@@ -265,9 +281,8 @@ void ChainCapture::capture_backward(std::size_t index) {
 void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads) {
   const at::NoGradGuard no_grad;
   std::size_t next = 0;
-  for (const at::Tensor& leaf : live.leaves) {
-    const bool wanted = leaf.defined() && leaf.requires_grad();
-    live.grad_inputs.push_back(wanted ? grads[next++] : at::Tensor());
+  for (const auto i : c10::irange(live.leaves.size())) {
+    live.grad_inputs.push_back(wants_gradient(layer.inputs[i], live.leaves[i]) ? grads[next++] : at::Tensor());
   }
   for (LayerParameter& parameter : layer.parameters) {
     at::Tensor& grad = grads[next++];

@@ -36,6 +36,8 @@ class ChainCapture {
   /// Backward needs the groups of the last K layers immediately: they stay.
   void make_plan_and_pin();
   void prepare_layers();
+  /// What `layer` reads, and its module does not have, is compared before each replay.
+  static void watch(Layer& layer, const at::Tensor& tensor);
   /// With accumulate_in_graph: the `.grad` that the backward graph adds into.
   [[nodiscard]] at::Tensor prepare_grad(const Layer& layer, const at::Tensor& parameter);
   /// Each once, also where layers share it.

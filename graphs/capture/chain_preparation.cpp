@@ -53,21 +53,28 @@ void ChainCapture::prepare_layers() {
   for (const auto i : c10::irange(specs_.size())) {
     Layer& layer = chain_.layers_[i];
     layer.spec = specs_[i];
-    layer.training = layer.spec.module == nullptr || layer.spec.module->is_training();
     layer.forward_done = runtime_.create_external_event();
     layer.forward_copies_done = runtime_.create_external_event();
     layer.backward_done = runtime_.create_external_event();
     layer.backward_copies_done = runtime_.create_external_event();
     layer.externals = sizings_[i].externals;
+    layer.backward_reads = sizings_[i].backward_reads;
+    layer.casts = sizings_[i].casts;
+    layer.modules = layer.spec.state.modules.as_now(/*with_tensors=*/layer.spec.module != nullptr);
+    layer.modules.take_flags(layer.spec.state.modules);
     for (const c10::Storage& external : layer.externals) {
       // Registered by another module of the model, a rotary cache perhaps: it may be loaded or relocated as the rest.
       if (const at::Tensor tensor = resources_.exclusions->registered(external); tensor.defined()) {
-        layer.watched.push_back({tensor, tensor.const_data_ptr()});
+        watch(layer, tensor);
       }
     }
     for (LayerInput& input : layer.spec.inputs) {
       StaticInput held;
-      if (!input.from && input.sample.defined()) {
+      held.same_as_earlier = input.aliases && input.aliases->same_as != layer.inputs.size();
+      if (held.same_as_earlier) {
+        held.tensor = layer.inputs[input.aliases->same_as].tensor;
+        held.requires_grad = layer.inputs[input.aliases->same_as].requires_grad;
+      } else if (!input.from && input.sample.defined()) {
         held.requires_grad = input.sample.requires_grad();
         held.tensor = at::empty_like(input.sample.detach());
         held.tensor.copy_(input.sample.detach());
@@ -79,16 +86,22 @@ void ChainCapture::prepare_layers() {
     specs_[i].inputs.clear();  // and with them the samples: the capture needs the memory
     for (const at::Tensor& parameter : sizings_[i].parameters) {
       layer.parameters.push_back({parameter, prepare_grad(layer, parameter)});
-      layer.watched.push_back({parameter, parameter.const_data_ptr()});
+      watch(layer, parameter);
     }
-    if (layer.spec.module != nullptr) {
-      for (const at::Tensor& tensor : layer.spec.module->parameters()) {
-        layer.watched.push_back({tensor, tensor.const_data_ptr()});
-      }
-      for (const at::Tensor& tensor : layer.spec.module->buffers()) {
-        layer.watched.push_back({tensor, tensor.const_data_ptr()});
-      }
+  }
+}
+
+void ChainCapture::watch(Layer& layer, const at::Tensor& tensor) {
+  const auto is_it = [&](const TensorFacts& known) { return known.tensor().is_same(tensor); };
+  const auto& registered = layer.modules.tensors();
+  if (std::none_of(registered.begin(), registered.end(), is_it) &&
+      std::none_of(layer.watched.begin(), layer.watched.end(), is_it)) {
+    TensorFacts facts(tensor);
+    const auto& recorded = layer.spec.state.modules.tensors();
+    if (const auto known = std::find_if(recorded.begin(), recorded.end(), is_it); known != recorded.end()) {
+      facts.expect_requires_grad(known->requires_grad());
     }
+    layer.watched.push_back(std::move(facts));
   }
 }
 

@@ -4,11 +4,14 @@
 #include <optional>
 
 #include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "graphs/capture/call_state_guard.h"
+#include "graphs/capture/observed_weights.h"
 #include "observe/operator_observer.h"
 #include "offload/nested_backward.h"
 #include "offload/sizing.h"
@@ -78,6 +81,10 @@ std::vector<at::Tensor> leaves_of(const std::vector<LayerSpec>& specs, const Lay
                        " of callable \"" + specs[input.from->layer].name + "\", which gives " +
                        std::to_string(outputs[input.from->layer].size()));
     }
+    if (const std::size_t index = leaves.size(); input.aliases && input.aliases->same_as != index) {
+      leaves.push_back(leaves[input.aliases->same_as]);
+      continue;
+    }
     const at::Tensor& source = input.from ? outputs[input.from->layer][input.from->index] : input.sample;
     leaves.push_back(source.defined() ? source.detach().requires_grad_(source.requires_grad()) : source);
   }
@@ -95,7 +102,11 @@ detail::TensorBuffer pass(const LayerSpec& spec, const std::vector<at::Tensor>& 
   const BareLeaves bare(known);
   const NestedBackwardRefusal no_nested;
   detail::TensorBuffer outputs;
-  spec.body(inputs.data(), outputs);
+  {
+    const ForwardStateGuard state(spec.state);
+    const std::vector<at::Tensor> arguments = arguments_of(spec, inputs);
+    spec.body(arguments.data(), outputs);
+  }
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
   for (const at::Tensor& output : outputs) {
@@ -111,6 +122,7 @@ detail::TensorBuffer pass(const LayerSpec& spec, const std::vector<at::Tensor>& 
     std::copy_if(targets.begin(), targets.end(), std::back_inserter(found),
                  [&](const at::Tensor& t) { return !holds(known, t); });
     const BareLeaves bare_too(found, /*hooks_only=*/true);
+    const BackwardStateGuard state(spec.state);
     grads = torch::autograd::grad(roots, targets, seeds, /*retain_graph=*/false, /*create_graph=*/false,
                                   /*allow_unused=*/true);
   }
@@ -131,11 +143,25 @@ detail::TensorBuffer pass(const LayerSpec& spec, const std::vector<at::Tensor>& 
   return outputs;
 }
 
+/// Each once.
 std::vector<at::Tensor> requiring(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> result;
-  std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(result),
-               [](const at::Tensor& t) { return t.defined() && t.requires_grad(); });
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.requires_grad() && !holds(result, tensor)) {
+      result.push_back(tensor);
+    }
+  }
   return result;
+}
+
+/// What is wrong with the call says which one it is.
+template <class Part>
+void naming_call(const LayerSpec& spec, const Part& part) {
+  try {
+    part();
+  } catch (const UsageError& error) {
+    throw UsageError("graphed call \"" + spec.name + "\": " + error.what());
+  }
 }
 
 /// The sizing pass of one layer.
@@ -147,6 +173,8 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
     parameters = requiring(spec.module->parameters());
   }
   ExternalReads reads;
+  ObservedWeights weights(reads);
+  const c10::DeviceType type = spec.state.modes.autocast.type;
   Recorder recorder(tree, exclusions, std::make_shared<SizingMover>(), nullptr);
   std::vector<bool> used;
   const std::vector<at::Tensor> differentiable = requiring(inputs);
@@ -154,6 +182,8 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
   {
     const OperatorObserverGuard observer([&](const OperatorAccess& access) {
       reads.observe(access);
+      sizing.casts = sizing.casts || at::autocast::is_autocast_enabled(type);
+      weights.observe(access);
       for (const at::Tensor& read : access.reads) {
         if (read.is_leaf() && read.requires_grad() && !holds(inputs, read) && !holds(parameters, read)) {
           parameters.push_back(read);
@@ -162,15 +192,14 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
     });
     const RecorderGuard recording(&recorder);
     outputs = pass(
-        LayerSpec{spec.name,
-                  spec.scope,
+        LayerSpec{spec.name, spec.scope,
                   [&](const at::Tensor* in, detail::TensorBuffer& out) {
                     RecorderScope scope(recorder, spec.scope);
                     spec.body(in, out);
                     scope.end();
+                    weights.backward_begins();
                   },
-                  spec.module,
-                  {}},
+                  spec.module, spec.inputs, spec.state},
         inputs,
         [&] {
           targets = differentiable;
@@ -178,7 +207,7 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
           return targets;
         },
         &used);
-    observer.rethrow();
+    naming_call(spec, [&] { observer.rethrow(); });
   }
   recorder.finish();
   for (std::size_t i = 0; i < targets.size(); ++i) {
@@ -203,6 +232,17 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
       sizing.externals.push_back(external.storage);
     }
   }
+  weights.for_each_read([&](const c10::StorageImpl* storage, const c10::VariableVersion& version) {
+    const auto is_it = [&](const at::Tensor& t) {
+      return t.defined() && t.has_storage() && t.storage().unsafeGetStorageImpl() == storage;
+    };
+    if (std::any_of(inputs.begin(), inputs.end(), is_it)) {
+      return;  // the graph has a copy of its own
+    }
+    const auto named = std::find_if(parameters.begin(), parameters.end(), is_it);
+    const std::string name = named == parameters.end() ? "" : spec.state.modules.name_of(*named);
+    sizing.backward_reads.push_back({version, name.empty() ? "a tensor" : "\"" + name + "\""});
+  });
   sizing.profile = recorder.profile();
   sizing.scopes = recorder.group_scopes();
   sizing.saved_bytes = recorder.saved_bytes();
@@ -218,9 +258,24 @@ struct BareLeaves::Saved {
   std::weak_ptr<torch::autograd::Node> accumulator;
 };
 
+std::vector<at::Tensor> arguments_of(const LayerSpec& spec, const std::vector<at::Tensor>& leaves) {
+  std::vector<at::Tensor> arguments = leaves;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const LayerInput& input = spec.inputs[i];
+    if (input.aliases && input.aliases->same_as != i) {
+      arguments[i] = arguments[input.aliases->same_as];
+    } else if (leaves[i].defined() && leaves[i].requires_grad() && !input.shared_cast) {
+      arguments[i] = leaves[i].view_as(leaves[i]);
+    }
+  }
+  return arguments;
+}
+
 BareLeaves::BareLeaves(const std::vector<at::Tensor>& leaves, bool hooks_only) : hooks_only_(hooks_only) {
   for (const at::Tensor& leaf : leaves) {
-    if (auto* meta = get_autograd_meta(leaf); meta != nullptr) {
+    const bool known =
+        std::any_of(saved_.begin(), saved_.end(), [&](const Saved& saved) { return saved.leaf.is_same(leaf); });
+    if (auto* meta = get_autograd_meta(leaf); meta != nullptr && !known) {
       Saved saved{leaf, meta, {}, {}};
       std::swap(meta->hooks_, saved.hooks);
       if (!hooks_only_) {
@@ -255,6 +310,7 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
     }
     const Site site(Activity::warmup, spec.scope->site);
     const std::vector<at::Tensor> inputs = leaves_of(specs, spec, outputs);
+    const ModelFlagsGuard flags(spec.state.modules);
     detail::TensorBuffer made;
     {
       const Site sizing(Activity::sizing, spec.scope->site);

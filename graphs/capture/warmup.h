@@ -16,6 +16,8 @@ struct LayerSizing {
   std::vector<const ScopeNode*> scopes;  ///< of the profile's groups
   std::vector<at::Tensor> parameters;    ///< leaves that got a gradient, the module's first, in their order
   std::vector<c10::Storage> externals;
+  std::vector<BackwardRead> backward_reads;
+  bool casts = false;  ///< autocast was on somewhere in it
   std::uint64_t saved_bytes = 0;
 };
 
@@ -26,6 +28,10 @@ struct LayerSizing {
 [[nodiscard]] std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options,
                                                Runtime& runtime, ScopeTree& tree, Exclusions& exclusions,
                                                const ProgressCallback& progress);
+
+/// What the body is given for the leaves that stand for its inputs: those themselves, or tensors of the same memory that are no
+/// leaves, as the call was given.
+[[nodiscard]] std::vector<at::Tensor> arguments_of(const LayerSpec& spec, const std::vector<at::Tensor>& leaves);
 
 /// Takes tensor hooks and gradient accumulators off leaves for its lifetime: autograd::grad would run the hooks (their work
 /// would be captured and then run twice), and an accumulator that an eager step made ties the capture to that step's stream.

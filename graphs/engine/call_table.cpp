@@ -16,8 +16,7 @@ void CallTable::learn_names() {
   for (const auto& item : model_.named_modules("", /*include_self=*/false)) {
     names_.emplace(item.value().get(), std::make_pair(item.key(), item.value()));
   }
-  names_.emplace(&model_, std::make_pair("model", std::shared_ptr<const torch::nn::Module>(
-                                                      std::shared_ptr<const torch::nn::Module>(), &model_)));
+  names_.emplace(&model_, std::make_pair("model", model()));
 }
 
 CallSite& CallTable::site_for(const detail::CallRequest& request) {
@@ -54,7 +53,11 @@ CallSite& CallTable::site_for(const detail::CallRequest& request) {
   }
   CallSite& site = sites_.emplace_back();
   site.scope = scope;
+  site.watched = module != nullptr ? module : model();
   site.module = std::move(module);
+  site.to_record = std::any_of(sites_.begin(), sites_.end(), [&](const CallSite& other) {
+    return other.scope == scope && (other.to_record || !other.variants.empty());  // the module took that one's place
+  });
   site.kind = graphed_.matches(name) ? CallSite::Kind::graphed : CallSite::Kind::eager;
   by_key_[key] = &site;
   return site;
@@ -84,6 +87,16 @@ void CallTable::check_patterns() const {
 void CallTable::drop_variants() {
   for (CallSite& site : sites_) {
     site.variants.clear();
+    site.to_record = false;
+  }
+}
+
+void CallTable::drop_variants_of(const ChainHolder& chain) {
+  for (CallSite& site : sites_) {
+    const auto of_chain = [&](const CallVariant& variant) { return variant.holder.get() == &chain; };
+    const auto kept = std::remove_if(site.variants.begin(), site.variants.end(), of_chain);
+    site.to_record = site.to_record || kept != site.variants.end();
+    site.variants.erase(kept, site.variants.end());
   }
 }
 

@@ -19,13 +19,12 @@ namespace sidestream {
 
 struct ChainHolder;
 
-/// One captured variant of a call: argument values and shapes, and microbatch slot.
+/// One captured variant of a call: argument values and shapes, modes, flags of the model, and microbatch slot.
 struct CallVariant {
   std::shared_ptr<ChainHolder> holder;
   std::size_t layer = 0;
   std::vector<KeptGuard> guards;
   std::vector<std::size_t> shape;
-  AutocastState autocast;
   std::shared_ptr<const void> structure = {};  ///< of its result
 };
 
@@ -39,11 +38,14 @@ struct CallSite {
 
   Kind kind = Kind::eager;
   ScopeNode* scope = nullptr;
-  std::shared_ptr<const torch::nn::Module> module;  ///< null for a plain function
-  std::vector<CallVariant> variants;                ///< of a callable: exactly one
-  bool dropped = false;                             ///< by GraphedCallable::reset
-  bool warned_of_bound = false;                     ///< CallOptions::max_captures
-  bool warned_of_equality = false;                  ///< of its arguments
+  std::shared_ptr<const torch::nn::Module> module;   ///< null for a plain function
+  std::shared_ptr<const torch::nn::Module> watched;  ///< `module`, or the model for a plain function
+  std::vector<CallVariant> variants;                 ///< of a callable: exactly one
+  bool dropped = false;                              ///< by GraphedCallable::reset
+  bool to_record =
+      false;  ///< captures were dropped, for the model is another now: calls are recorded as in a first step
+  bool warned_of_bound = false;     ///< CallOptions::max_captures
+  bool warned_of_equality = false;  ///< of its arguments
 };
 
 /// What `ss::call` was given so far, by module and by name. Threads: the step's.
@@ -61,6 +63,12 @@ class CallTable {
   void check_patterns() const;
   /// No call has a capture any more.
   void drop_variants();
+  /// Calls that have captures in `chain` lose them, and are recorded again.
+  void drop_variants_of(const ChainHolder& chain);
+  /// Not owned by the pointer: it outlives the engine.
+  [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const {
+    return {std::shared_ptr<const torch::nn::Module>(), &model_};
+  }
 
  private:
   void learn_names();

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include "graphs/engine/call_context.h"
@@ -17,16 +18,6 @@
 
 namespace sidestream {
 namespace {
-
-/// True in the training mode that `site` is captured in: a callable's own, else the module's training.
-bool in_captured_mode(const CallSite& site) {
-  if (site.module == nullptr) {
-    return true;
-  }
-  const bool training = site.kind != CallSite::Kind::callable ||
-                        site.variants.front().holder->chain->layers()[site.variants.front().layer].training;
-  return site.module->is_training() == training;
-}
 
 /// What every value fulfils whose equality is one.
 bool equals_its_copy(const detail::CallRequest& request) {
@@ -46,11 +37,14 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
   if (!may_replay) {
     return Route::scope;
   }
-  if (!at::GradMode::is_enabled() || !in_captured_mode(site)) {
+  if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) {
     return Route::eager;
   }
   if (site.kind == CallSite::Kind::callable) {
     return Route::callable;
+  }
+  if (site.module != nullptr && !site.module->is_training()) {
+    return Route::eager;
   }
   return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;
 }
@@ -67,18 +61,18 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
       run_eagerly(site, request, outputs);
       break;
     case Route::record:
-      record_and_run(site, request, autocast(), outputs, 0);
+      record_and_run(site, request, modes(), outputs, 0);
       break;
     case Route::find:
-      find_and_replay(site, request, autocast(), outputs);
+      find_and_replay(site, request, modes(), outputs);
       break;
     case Route::callable:
-      replay_callable(site, request, autocast(), outputs);
+      replay_callable(site, request, modes(), outputs);
       break;
   }
 }
 
-AutocastState Dispatcher::autocast() const { return AutocastState::current(resources_.runtime->device().type()); }
+CallModes Dispatcher::modes() const { return CallModes::current(resources_.runtime->device().type()); }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
   if (Recorder* recorder = current_recorder(); recorder != nullptr) {
@@ -90,7 +84,7 @@ void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request,
   }
 }
 
-void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                                 detail::TensorBuffer& outputs, std::size_t busy) {
   if (!equals_its_copy(request)) {
     if (!std::exchange(site.warned_of_equality, true)) {
@@ -103,7 +97,7 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
     run_eagerly(site, request, outputs);
     return;
   }
-  const std::size_t call = recorded_.add(site, request, autocast, busy);
+  const std::size_t call = recorded_.add(site, request, modes, busy);
   {
     const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
     try {
@@ -117,15 +111,24 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
   report_.eager_call();
 }
 
-void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                                  detail::TensorBuffer& outputs) {
   std::size_t busy = 0;
   const CallVariant* other = nullptr;
   for (const CallVariant& variant : site.variants) {
     Chain& chain = *variant.holder->chain;
-    if (!(variant.autocast == autocast) ||
+    if (!(chain.layers()[variant.layer].spec.state.modes == modes) ||
         !same_arguments(variant.guards, variant.shape, request.guards, request.shape) ||
         !chain.accepts(variant.layer, request.inputs)) {
+      other = &variant;
+      continue;
+    }
+    const FactsChange change = chain.change(variant.layer);
+    if (change.stale()) {
+      run_beside_stale_capture(site, request, outputs, variant);
+      return;
+    }
+    if (change.any()) {
       other = &variant;
       continue;
     }
@@ -136,32 +139,65 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
     }
     ++busy;
   }
-  on_mismatch(site, request, autocast, outputs, busy, other);
+  on_mismatch(site, request, modes, outputs, busy, other);
 }
 
-void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+void Dispatcher::run_beside_stale_capture(CallSite& site, const detail::CallRequest& request,
+                                          detail::TensorBuffer& outputs, const CallVariant& variant) {
+  const Chain& chain = *variant.holder->chain;
+  if (chain.options().on_relocated_weights() == OnRelocatedWeights::error) {
+    throw UsageError(describe(site) + ": " + chain.difference(variant.layer) +
+                     ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
+                     "GraphOptions::on_relocated_weights to capture");
+  }
+  report_.eager_call();  // the next step begins with captures of what the model is then
+  run_eagerly(site, request, outputs);
+}
+
+void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                                  detail::TensorBuffer& outputs) {
   const CallVariant& only = site.variants.front();
   if (site.dropped) {
     throw UsageError(describe(site) + ": replayed after reset; capture it again");
   }
-  if (!(only.autocast == autocast)) {
-    throw UsageError(describe(site) +
-                     ": autocast is in another state than at its capture; call it as captured, or capture again there");
-  }
   ChainHolder& holder = *only.holder;
-  const bool lost = !holder.chain->layers()[only.layer].forward;  // by a capture that failed in its place
-  if ((lost || holder.chain->weights_relocated(only.layer)) &&
-      holder.chain->options().on_relocated_weights() == OnRelocatedWeights::capture && !holder.chain->any_pending()) {
+  const Layer* layer = &holder.chain->layers()[only.layer];
+  FactsChange change = holder.chain->change(only.layer);
+  if (change.training) {
+    run_eagerly(site, request, outputs);
+    return;
+  }
+  if (!(layer->spec.state.modes == modes)) {
+    throw UsageError(describe(site) + ": " +
+                     (layer->spec.state.modes.autocast == modes.autocast
+                          ? "the global switches (deterministic algorithms, precision, back ends) are others"
+                          : "autocast is in another state") +
+                     " than at its capture; call it as captured, or capture again there");
+  }
+  const bool lost = !layer->forward;  // by a capture that failed in its place
+  if (change.layout) {
+    throw UsageError(describe(site) + ": " + holder.chain->difference(only.layer) +
+                     " at the capture; make_graphed_callables again with samples for the model as it is");
+  }
+  if ((lost || change.any()) && holder.chain->options().on_relocated_weights() == OnRelocatedWeights::capture &&
+      !holder.chain->any_pending()) {
     chains_.recapture(holder);
+    change = holder.chain->change(only.layer);
+  }
+  if (change.any()) {
+    throw UsageError(describe(site) + ": a parameter or buffer was relocated since the capture, or is another (" +
+                     holder.chain->difference(only.layer) +
+                     "); capture again, or let it do so itself while no backward is pending "
+                     "(GraphOptions::on_relocated_weights)");
   }
   holder.chain->forward(only.layer, request.inputs, outputs);
 }
 
-void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                              detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other) {
   const CallOptions& options = resources_.options.call_options();
-  if (busy == 0 && options.on_new_arguments() == OnNewArguments::eager) {
+  const bool to_be_new = busy == 0 && !site.to_record;
+  if (to_be_new && options.on_new_arguments() == OnNewArguments::eager) {
     report_.eager_call();
     run_eagerly(site, request, outputs);
     return;
@@ -172,26 +208,32 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
                      ": the backward of its previous forward is still pending, and this forward would overwrite what " +
                      "it needs; run that backward first, or set CallOptions::on_pending to capture");
   }
-  if (busy == 0 && options.on_new_arguments() == OnNewArguments::error) {
+  if (to_be_new && options.on_new_arguments() == OnNewArguments::error) {
+    if (other != nullptr && other->holder->chain->change(other->layer).any()) {
+      throw UsageError(what + ": " + other->holder->chain->difference(other->layer) +
+                       " at the capture; set CallOptions::on_new_arguments to capture or eager");
+    }
     if (other != nullptr && same_arguments(other->guards, other->shape, request.guards, request.shape)) {
       other->holder->chain->check(other->layer, request.inputs);
     }
-    throw UsageError(what +
-                     ": an argument that is not a tensor has a new value, or autocast another state; set "
-                     "CallOptions::on_new_arguments to capture or eager, or pass it as a tensor");
+    throw UsageError(
+        what +
+        ": an argument that is not a tensor has a new value, or autocast or a global switch (deterministic "
+        "algorithms, precision, back ends) another state; set "
+        "CallOptions::on_new_arguments to capture or eager, or pass it as a tensor");
   }
   if (static_cast<std::int64_t>(site.variants.size() + recorded_.count(site)) >= options.max_captures()) {
     if (!std::exchange(site.warned_of_bound, true)) {
       TORCH_WARN("Sidestream: ", what, " needs more than the ", options.max_captures(),
                  " captures that CallOptions::max_captures allows (",
-                 busy > 0 ? "microbatches in flight" : "new argument values, shapes or gradient flags",
+                 busy > 0 ? "microbatches in flight" : "new argument values, shapes, modes or gradient flags",
                  "); what fits none of them runs eagerly from here on: raise the bound, or give it fewer");
     }
     report_.eager_call();
     run_eagerly(site, request, outputs);
     return;
   }
-  record_and_run(site, request, autocast, outputs, busy);
+  record_and_run(site, request, modes, outputs, busy);
 }
 
 }  // namespace sidestream

@@ -34,24 +34,27 @@ class Dispatcher {
  private:
   enum class Route : std::uint8_t {
     scope,     ///< runs eagerly, and nothing else was to be expected
-    eager,     ///< runs eagerly although it might replay: without gradients, or in another training mode than captured
+    eager,     ///< runs eagerly although it might replay: without gradients, or in eval mode
     record,    ///< runs eagerly and is to be captured
     find,      ///< replays the variant that fits, or does as the options say
     callable,  ///< replays the one capture there is
   };
   [[nodiscard]] Route route(const CallSite& site) const;
   /// Of the calling thread, for the engine's device.
-  [[nodiscard]] AutocastState autocast() const;
+  [[nodiscard]] CallModes modes() const;
 
   void run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
-  void record_and_run(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+  void record_and_run(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                       detail::TensorBuffer& outputs, std::size_t busy);
-  void find_and_replay(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+  void find_and_replay(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                        detail::TensorBuffer& outputs);
-  void replay_callable(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+  void replay_callable(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                        detail::TensorBuffer& outputs);
+  /// `variant` would fit, but its weights were relocated or replaced in the middle of a step.
+  void run_beside_stale_capture(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
+                                const CallVariant& variant);
   /// No variant is free: `busy` fit and await their backward, `other` is one that does not fit.
-  void on_mismatch(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+  void on_mismatch(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                    detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other);
 
   EngineResources& resources_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "graphs/capture/call_modes_guard.h"
 #include "graphs/capture/chain_capture.h"
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/call_table.h"
@@ -30,7 +31,7 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
     if (call.slot != slot || call.captured) {
       continue;
     }
-    LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs};
+    LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs, call.state};
     for (LayerInput& input : spec.inputs) {
       if (input.from) {
         const std::optional<std::size_t> layer = place[input.from->layer];
@@ -53,6 +54,7 @@ std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const
         "the body of a call); call it before or after");
   }
   check_graph_options(options, resources_.runtime->current_stream());
+  const CaptureModesGuard modes(resources_.runtime->device().type());
   const CallContext::OnThread on_thread(context_);
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
@@ -75,12 +77,14 @@ void EngineChains::add(const std::shared_ptr<ChainHolder>& holder) {
 }
 
 void EngineChains::recapture(ChainHolder& holder) {
+  const CaptureModesGuard modes(resources_.runtime->device().type());
   std::vector<LayerSpec> specs;
   for (const Layer& layer : holder.chain->layers()) {
     LayerSpec spec = layer.spec;
+    spec.state.modules = layer.spec.state.modules.as_now();
     for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
       const StaticInput& held = layer.inputs[i];
-      if (!held.from && held.tensor.defined()) {
+      if (!held.from && !held.same_as_earlier && held.tensor.defined()) {
         spec.inputs[i].sample = held.tensor.detach().requires_grad_(held.requires_grad);
       }
     }
@@ -97,6 +101,14 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
   if (recorded.empty()) {
     return;
   }
+  if (recorded.outdated()) {
+    for (const auto& call : recorded.calls()) {
+      call->site->to_record = true;
+    }
+    recorded.clear();
+    return;
+  }
+  recorded.learn_backward_modes();
   std::size_t slots = 0;
   for (const auto& call : recorded.calls()) {
     slots = std::max(slots, call->slot + 1);
@@ -111,7 +123,8 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
     for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
       RecordedCall& call = *of_slot.calls[layer];
       call.captured = true;
-      call.site->variants.push_back({holder, layer, call.guards, call.shape, call.autocast, call.structure});
+      call.site->variants.push_back({holder, layer, call.guards, call.shape, call.structure});
+      call.site->to_record = false;
       report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
     }
     own_.push_back(holder);
@@ -121,20 +134,38 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
   resources_.runtime->release_cached_memory();
 }
 
-void EngineChains::follow_relocated_weights() {
+void EngineChains::follow_weights(CallTable& calls) {
+  std::vector<std::shared_ptr<ChainHolder>> replaced;
   for (const auto& holder : own_) {
     const std::vector<Layer>& layers = holder->chain->layers();
     const bool dropped =  // by a capture that failed in the place of this one
         std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return !layer.forward; });
-    if (!dropped && !holder->chain->weights_relocated()) {
+    const FactsChange change = holder->chain->change();
+    if (!dropped && !change.stale()) {
       continue;
     }
     if (resources_.options.graph_options().on_relocated_weights() == OnRelocatedWeights::error) {
       throw UsageError(
-          "parameters or buffers of graphed calls were relocated since the capture (load, Module::to); call "
-          "OffloadEngine::reset, or set GraphOptions::on_relocated_weights to capture");
+          "parameters or buffers of graphed calls were relocated or replaced since the capture (load, Module::to); "
+          "call OffloadEngine::reset, or set GraphOptions::on_relocated_weights to capture");
     }
-    recapture(*holder);
+    if (change.stale() && !change.only_relocated()) {
+      holder->chain->reset();
+      calls.drop_variants_of(*holder);
+      replaced.push_back(holder);
+    } else {
+      recapture(*holder);
+    }
+  }
+  for (const auto& holder : replaced) {
+    own_.erase(std::remove(own_.begin(), own_.end(), holder), own_.end());
+  }
+  if (!replaced.empty()) {
+    std::vector<at::Tensor> tensors = calls.model()->parameters();
+    const std::vector<at::Tensor> buffers = calls.model()->buffers();
+    tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+    resources_.exclusions.set_parameters(std::move(tensors));
+    mark_static_outputs();
   }
 }
 

@@ -8,6 +8,7 @@
 namespace sidestream {
 
 class CallContext;
+class CallTable;
 class EagerPlan;
 struct EngineResources;
 class RecordedCalls;
@@ -40,8 +41,9 @@ class EngineChains {
   /// Captures what `ss::call` recorded, one chain for each microbatch slot, and gives the calls their variants. Where a slot's
   /// capture fails, the slots before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
-  /// Chains of `ss::call` whose weights were relocated are captured again, or are an error by option.
-  void follow_relocated_weights();
+  /// Chains of `ss::call` whose weights were relocated are captured again; those whose weights are others are dropped, and
+  /// `calls` records anew what ran in them. Or it is an error by option.
+  void follow_weights(CallTable& calls);
   /// Drops the graphs of all chains that `ss::call` made.
   void drop_own();
   /// Only what graphs own now is kept on the device for them.

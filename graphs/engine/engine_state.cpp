@@ -122,7 +122,7 @@ void EngineState::begin_step() {
 
 void EngineState::make_ready() {
   calls_.check_patterns();
-  chains_.follow_relocated_weights();
+  chains_.follow_weights(calls_);
   chains_.capture_recorded(recorded_);
   eager_plan_.make(*resources_.arena, resources_.options.progress());
 }

@@ -54,6 +54,8 @@ class EngineState {
 
   [[nodiscard]] EngineChains& chains() noexcept { return chains_; }
   [[nodiscard]] const EngineChains& chains() const noexcept { return chains_; }
+  /// Not owned by the pointer.
+  [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const { return calls_.model(); }
   [[nodiscard]] ScopeTree& tree() noexcept { return resources_.tree; }
   [[nodiscard]] Exclusions& exclusions() noexcept { return resources_.exclusions; }
   [[nodiscard]] Runtime& runtime() noexcept { return *resources_.runtime; }

@@ -8,13 +8,12 @@ namespace sidestream {
 /// What copies of a GraphedCallable share.
 class GraphedCallable::Shared {
  public:
-  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<ChainHolder> holder, std::size_t layer, Callable callable,
-         const AutocastState& autocast)
+  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<ChainHolder> holder, std::size_t layer, Callable callable)
       : engine_(std::move(engine)), callable_(std::move(callable)) {
     site_.kind = CallSite::Kind::callable;
     site_.scope = holder->chain->layers()[layer].spec.scope;
     site_.module = callable_.module();
-    site_.variants.push_back({std::move(holder), layer, {}, {}, autocast});
+    site_.variants.push_back({std::move(holder), layer, {}, {}});
   }
 
   Tensors run(const Tensors& inputs) {
@@ -107,20 +106,19 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
                      std::to_string(samples.size()) + " lists of samples; give one list for each, and at least one");
   }
   EngineState& state = engine.state();
-  const AutocastState autocast = AutocastState::current(state.runtime().device().type());
   std::vector<LayerSpec> specs;
   for (std::size_t i = 0; i < callables.size(); ++i) {
     LayerSpec spec;
     spec.name = callables[i].name();
     spec.scope = state.tree().child(state.tree().root(), spec.name);
     const std::size_t count = samples[i].size();
-    spec.body = [function = callables[i].function(), count, autocast](const at::Tensor* inputs,
-                                                                      detail::TensorBuffer& outputs) {
-      const AutocastGuard guard(autocast);
+    spec.body = [function = callables[i].function(), count](const at::Tensor* inputs, detail::TensorBuffer& outputs) {
       const Tensors made = function(Tensors(inputs, inputs + count));
       outputs.append(made.begin(), made.end());
     };
     spec.module = callables[i].module();
+    spec.state =
+        CallState::current(state.runtime().device().type(), spec.module != nullptr ? spec.module : state.model());
     for (const Sample& sample : samples[i]) {
       if (sample.callable() >= static_cast<std::int64_t>(i)) {
         throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
@@ -129,6 +127,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
       LayerInput& input = spec.inputs.emplace_back();
       if (sample.callable() < 0) {
         input.sample = sample.tensor();
+        input.shared_cast = input.sample.defined() && has_shared_cast(input.sample);
       } else {
         input.from = Link{static_cast<std::size_t>(sample.callable()), static_cast<std::size_t>(sample.output())};
       }
@@ -140,8 +139,8 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
   state.chains().add(holder);
   std::vector<GraphedCallable> graphed;
   for (std::size_t i = 0; i < callables.size(); ++i) {
-    graphed.push_back(GraphedCallable(
-        std::make_shared<GraphedCallable::Shared>(engine.state_, holder, i, std::move(callables[i]), autocast)));
+    graphed.push_back(
+        GraphedCallable(std::make_shared<GraphedCallable::Shared>(engine.state_, holder, i, std::move(callables[i]))));
   }
   return graphed;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
@@ -13,24 +14,34 @@
 namespace sidestream {
 namespace {
 
-/// Sits on the node that made a call's output: sees its backward begin.
+/// A backward that has begun or not.
+struct BackwardSeen {
+  std::atomic<bool> begun{false};
+  std::optional<CallModes> modes;  ///< may be read once it has begun
+};
+
+/// Sits on the node that made a call's output: sees its backward begin. Threads: autograd's.
 class BackwardWatch final : public torch::autograd::FunctionPreHook {
  public:
-  explicit BackwardWatch(std::shared_ptr<std::atomic<bool>> begun) : begun_(std::move(begun)) {}
+  BackwardWatch(std::shared_ptr<BackwardSeen> seen, c10::DeviceType type) : seen_(std::move(seen)), type_(type) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    begun_->store(true);
+    if (!seen_->begun.load()) {
+      seen_->modes = CallModes::current(type_);
+      seen_->begun.store(true);
+    }
     return grads;
   }
 
  private:
-  std::shared_ptr<std::atomic<bool>> begun_;
+  std::shared_ptr<BackwardSeen> seen_;
+  c10::DeviceType type_;
 };
 
 }  // namespace
 
 /// One recorded call's latest run.
 struct RecordedCalls::Flight {
-  std::shared_ptr<std::atomic<bool>> backward_begun = std::make_shared<std::atomic<bool>>(false);
+  std::shared_ptr<BackwardSeen> backward = std::make_shared<BackwardSeen>();
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> outputs;
   bool first = true;  ///< of its recorded call
 };
@@ -49,17 +60,18 @@ bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::s
   return true;
 }
 
-std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                                std::size_t busy_variants) {
   const at::NoGradGuard no_grad;
   std::size_t slot = busy_variants;
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
-    if (call.site != &site || !(call.autocast == autocast) ||
+    if (call.site != &site || !(call.state.modes == modes) || call.state.modules.change().any() ||
         !same_arguments(call.guards, call.shape, request.guards, request.shape)) {
       continue;
     }
-    if (flights_[i]->backward_begun->load()) {
+    if (flights_[i]->backward->begun.load()) {
+      learn_backward_modes(i);
       flights_[i] = std::make_shared<Flight>();
       flights_[i]->first = false;
       return i;
@@ -68,14 +80,11 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   }
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
-  call->autocast = autocast;
   detail::KeptCall kept_call = request.keep(request.context);
   call->structure = std::move(kept_call.structure);
   call->module = modules_of_call(site.scope->name, site.module, kept_call.modules, *model_);
-  call->body = [autocast, body = std::move(kept_call.body)](const at::Tensor* inputs, detail::TensorBuffer& outputs) {
-    const AutocastGuard guard(autocast);
-    body(inputs, outputs);
-  };
+  call->state = {modes, modes.without_autocast(), ModuleFacts(call->module != nullptr ? call->module : site.watched)};
+  call->body = std::move(kept_call.body);
   for (const detail::Guard& guard : request.guards) {
     call->guards.push_back({guard.copy(guard.value), guard.type, guard.equal});
   }
@@ -83,6 +92,12 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   call->slot = slot;
   for (const at::Tensor& input : request.inputs) {
     LayerInput& kept = call->inputs.emplace_back();
+    kept.aliases = InputAliases::of(request.inputs, call->inputs.size() - 1);
+    kept.shared_cast = input.defined() && has_shared_cast(input);
+    if (kept.aliases->same_as != call->inputs.size() - 1) {
+      kept.from = call->inputs[kept.aliases->same_as].from;
+      continue;
+    }
     for (std::size_t i = calls_.size(); i-- > 0 && !kept.from && input.defined();) {
       for (std::size_t o = 0; o < flights_[i]->outputs.size(); ++o) {
         const auto& output = flights_[i]->outputs[o];
@@ -113,21 +128,42 @@ void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   Flight& flight = *flights_[call];
   flight.outputs.clear();
   bool watched = false;
+  const c10::DeviceType type = calls_[call]->state.modes.autocast.type;
   for (const at::Tensor& output : outputs) {
     flight.outputs.emplace_back(output.getIntrusivePtr());
     if (!watched && output.defined() && output.grad_fn() != nullptr) {
-      output.grad_fn()->add_pre_hook(std::make_unique<BackwardWatch>(flight.backward_begun));
+      output.grad_fn()->add_pre_hook(std::make_unique<BackwardWatch>(flight.backward, type));
       watched = true;
     }
   }
   if (!watched) {
-    flight.backward_begun->store(true);
+    flight.backward->begun.store(true);
+  }
+}
+
+void RecordedCalls::learn_backward_modes(std::size_t call) {
+  const BackwardSeen& backward = *flights_[call]->backward;
+  if (backward.begun.load() && backward.modes) {
+    calls_[call]->state.backward_modes = *backward.modes;
+  }
+}
+
+bool RecordedCalls::outdated() const noexcept {
+  return std::any_of(calls_.begin(), calls_.end(), [](const auto& call) {
+    const FactsChange change = call->state.modules.change();
+    return change.identity || change.layout;
+  });
+}
+
+void RecordedCalls::learn_backward_modes() {
+  for (std::size_t i = 0; i < calls_.size(); ++i) {
+    learn_backward_modes(i);
   }
 }
 
 void RecordedCalls::forget(std::size_t call) {
   if (!flights_[call]->first) {
-    flights_[call]->backward_begun->store(true);  // nothing of this run awaits a backward
+    flights_[call]->backward->begun.store(true);  // nothing of this run awaits a backward
     return;
   }
   for (const LayerInput& input : calls_[call]->inputs) {

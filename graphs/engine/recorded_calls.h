@@ -6,7 +6,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "graphs/capture/autocast_state.h"
 #include "graphs/replay/layer.h"
 #include "sidestream/call.h"
 
@@ -33,7 +32,7 @@ struct RecordedCall {
   std::shared_ptr<const torch::nn::Module> module;  ///< the site's, with those that are arguments; null without any
   std::vector<KeptGuard> guards;
   std::vector<std::size_t> shape;
-  AutocastState autocast;
+  CallState state;
   std::vector<LayerInput> inputs;  ///< their links name recorded calls
   std::size_t slot = 0;            ///< how many captures of the same call were awaiting their backward
   bool captured = false;           ///< only where a later slot's capture failed: the rest is tried again
@@ -49,12 +48,17 @@ class RecordedCalls {
   /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). Where the
   /// same call was recorded and its backward has begun, one capture serves both. `busy_variants`: captures of the call that
   /// exist and await their backward. Returns what `ran` is to be given.
-  std::size_t add(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
+  std::size_t add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                   std::size_t busy_variants);
   /// After it ran: learns its outputs and watches for its backward.
   void ran(std::size_t call, const detail::TensorBuffer& outputs);
   /// It threw instead: it is as if it had not been called. `call` is the latest that was added.
   void forget(std::size_t call);
+  /// True when a call's module has other members, or weights of another dtype or shape, than when it ran: its inputs no longer
+  /// go with it.
+  [[nodiscard]] bool outdated() const noexcept;
+  /// Before the capture: calls learn the modes that their backward ran in.
+  void learn_backward_modes();
   /// How many captures `site` is to get.
   [[nodiscard]] std::size_t count(const CallSite& site) const noexcept;
   [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }
@@ -65,6 +69,7 @@ class RecordedCalls {
 
  private:
   struct Flight;
+  void learn_backward_modes(std::size_t call);
   const torch::nn::Module* model_;
   std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_

@@ -80,22 +80,32 @@ bool Chain::any_pending() const {
   return top_ >= 0;
 }
 
-bool Chain::weights_relocated(std::size_t layer) const noexcept {
-  for (const WatchedTensor& watched : layers_[layer].watched) {
-    if (watched.tensor.const_data_ptr() != watched.address) {
-      return true;
-    }
+FactsChange Chain::change(std::size_t index) const noexcept {
+  const Layer& layer = layers_[index];
+  FactsChange change = layer.modules.change();
+  for (const TensorFacts& watched : layer.watched) {
+    change |= watched.change();
   }
-  return false;
+  return change;
 }
 
-bool Chain::weights_relocated() const noexcept {
+FactsChange Chain::change() const noexcept {
+  FactsChange all;
   for (const auto i : c10::irange(layers_.size())) {
-    if (weights_relocated(i)) {
-      return true;
+    all |= change(i);
+  }
+  return all;
+}
+
+std::string Chain::difference(std::size_t index) const {
+  const Layer& layer = layers_[index];
+  std::string text = layer.modules.difference();
+  for (const TensorFacts& watched : layer.watched) {
+    if (const std::string what = watched.difference(); text.empty() && !what.empty()) {
+      text = "a tensor that it reads " + what;
     }
   }
-  return false;
+  return text;
 }
 
 void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done) {
@@ -113,8 +123,8 @@ void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& do
 void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
   for (const auto i : c10::irange(inputs.size())) {
     const StaticInput& input = layer.inputs[i];
-    if (!input.tensor.defined() || (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() &&
-                                    inputs[i].strides() == input.tensor.strides())) {
+    if (!input.tensor.defined() || input.same_as_earlier ||
+        (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() && same_layout(inputs[i], input.tensor))) {
       continue;
     }
     const at::NoGradGuard no_grad;
@@ -126,11 +136,6 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   const std::lock_guard lock(mutex_);
   check(index, inputs);
   Layer& layer = layers_[index];
-  if (weights_relocated(index)) {
-    throw UsageError(describe(index) +
-                     ": a parameter or buffer was relocated since the capture (load, Module::to); capture " +
-                     "again, or let OffloadEngine::step do it (GraphOptions::on_relocated_weights)");
-  }
   if (layer.pending) {
     throw UsageError(describe(index) +
                      ": the backward of its previous forward is still pending, and this forward would " +
@@ -183,6 +188,9 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
     outputs.push_back(output.tensor.defined() ? output.tensor.detach() : output.tensor);
   }
   if (layer.has_backward) {
+    for (BackwardRead& read : layer.backward_reads) {
+      read.at_forward = read.counter.current_version();
+    }
     layer.pending = true;
     top_ = static_cast<std::int64_t>(index);
     attach_node(index, inputs, outputs);
@@ -209,6 +217,7 @@ void Chain::backward(std::size_t index, std::uint64_t generation, bool again, st
         describe(index) + ": its backward runs before that of \"" + layers_[top_].spec.name + "\", which was " +
         "called after it; calls captured together run their backwards in reverse order, or are captured apart");
   }
+  check_backward_state(index);
   for (const auto i : c10::irange(layer.outputs.size())) {
     const StaticOutput& output = layer.outputs[i];
     if (output.tensor.defined() && output.tensor._version() != output.version) {

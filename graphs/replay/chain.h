@@ -54,16 +54,19 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] bool accepts(std::size_t layer, c10::ArrayRef<at::Tensor> inputs) const;
   /// Throws: UsageError that says which input differs, and how.
   void check(std::size_t layer, c10::ArrayRef<at::Tensor> inputs) const;
-  /// Replays the forward of `layer`. Throws: UsageError (see GraphedCallable); nothing has been queued then.
+  /// Replays the forward of `layer`, whose state (modes, model) the caller has compared.
+  /// Throws: UsageError (see GraphedCallable); nothing has been queued then.
   void forward(std::size_t layer, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
   /// True while a forward of `layer` awaits its backward.
   [[nodiscard]] bool pending(std::size_t layer) const;
   /// True when `layer` may replay its forward now: neither it nor a later one awaits its backward.
   [[nodiscard]] bool ready(std::size_t layer) const;
   [[nodiscard]] bool any_pending() const;
-  /// True when a parameter or buffer of `layer`, or of any, no longer lies where the graphs read it.
-  [[nodiscard]] bool weights_relocated(std::size_t layer) const noexcept;
-  [[nodiscard]] bool weights_relocated() const noexcept;
+  /// In what the model differs from what the graphs of `layer`, or of any, have frozen.
+  [[nodiscard]] FactsChange change(std::size_t layer) const noexcept;
+  [[nodiscard]] FactsChange change() const noexcept;
+  /// The same in words, for an error. Allocates.
+  [[nodiscard]] std::string difference(std::size_t layer) const;
   /// Drops one layer's graphs, or all. Idempotent.
   void reset(std::size_t layer);
   void reset();
@@ -85,6 +88,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
   /// Replays the backward of `layer`; `grads` become the gradients of inputs, then of parameters.
   void backward(std::size_t index, std::uint64_t generation, bool again, std::vector<at::Tensor>& grads);
+  /// Throws: UsageError where the backward graph would read or do something else than at its capture.
+  void check_backward_state(std::size_t index) const;
   void write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads);
   void own_grads(Layer& layer);
   void reload_inline(Layer& layer);

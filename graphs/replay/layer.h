@@ -11,6 +11,8 @@
 #include <c10/core/Storage.h>
 #include <torch/nn/module.h>
 
+#include "graphs/replay/call_state.h"
+#include "graphs/replay/input_facts.h"
 #include "offload/capture_offload.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
@@ -29,8 +31,10 @@ struct Link {
 
 /// One argument of a layer that is to be captured: a sample, or another layer's output.
 struct LayerInput {
-  at::Tensor sample;         ///< undefined where `from` says where it comes from
-  std::optional<Link> from;  ///< an output of a layer before this one
+  at::Tensor sample;                    ///< undefined where `from` says where it comes from
+  std::optional<Link> from;             ///< an output of a layer before this one
+  bool shared_cast = false;             ///< see has_shared_cast
+  std::optional<InputAliases> aliases;  ///< of a call of `ss::call`: these, and its strides, are guards
 };
 
 /// What is captured as one forward and one backward graph.
@@ -40,6 +44,7 @@ struct LayerSpec {
   Body body;
   std::shared_ptr<const torch::nn::Module> module;  ///< null for a plain function
   std::vector<LayerInput> inputs;
+  CallState state;
 };
 
 /// Where the forward graph reads one argument, and where the backward graph leaves that argument's gradient.
@@ -47,9 +52,10 @@ struct StaticInput {
   at::Tensor tensor;         ///< owned, or the static output that the input is linked to
   std::optional<Link> from;  ///< that output
   bool requires_grad = false;
-  at::Tensor grad;            ///< static, not owning; undefined where there is none
-  bool grad_is_seed = false;  ///< `grad` is the linked output's seed: no copy, if it goes there alone
-  bool grad_direct = false;   ///< replay: this time it goes to the linked layer's node and nowhere else
+  bool same_as_earlier = false;  ///< the same tensor as an earlier argument, which gets the whole gradient
+  at::Tensor grad;               ///< static, not owning; undefined where there is none
+  bool grad_is_seed = false;     ///< `grad` is the linked output's seed: no copy, if it goes there alone
+  bool grad_direct = false;      ///< replay: this time it goes to the linked layer's node and nowhere else
 };
 
 /// Where the forward graph leaves one result, and where the backward graph reads that result's gradient.
@@ -68,22 +74,25 @@ struct LayerParameter {
   at::Tensor grad;  ///< static gradient; with accumulate_in_graph the `.grad` that the graph owns
 };
 
-/// A storage that the graphs read at an address, and that may be relocated under them.
-struct WatchedTensor {
-  at::Tensor tensor;
-  const void* address = nullptr;
+/// A tensor that a call's backward reads: nobody may write it in between.
+struct BackwardRead {
+  c10::VariableVersion counter;
+  std::string name;
+  std::uint32_t at_forward = 0;  ///< replay: its version when the latest forward ran
 };
 
 /// One captured call. Owns all that its graphs read. Replay state is the chain's to change.
 struct Layer {
   LayerSpec spec;
-  bool training = true;
   bool has_backward = false;
+  bool casts = false;  ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
   std::vector<StaticInput> inputs;
   std::vector<StaticOutput> outputs;
   std::vector<LayerParameter> parameters;
-  std::vector<WatchedTensor> watched;   ///< parameters and buffers
+  ModuleFacts modules;                  ///< as captured, with the flags of `spec.state`
+  std::vector<TensorFacts> watched;     ///< what else of the model it reads
   std::vector<c10::Storage> externals;  ///< read by the capture, neither input, parameter nor buffer
+  std::vector<BackwardRead> backward_reads;
   OffloadedStorages offloaded;
   std::vector<void*> reload_targets;  ///< where the graph before this one's backward puts `offloaded`
 

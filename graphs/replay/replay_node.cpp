@@ -24,6 +24,11 @@ bool seen_by_others(torch::autograd::Node& node) {
   return found != wanted->end() && found->second.captures_ != nullptr;
 }
 
+/// True when `given` is the static tensor `held`, and no other view of its memory.
+bool is_exactly(const at::Tensor& given, const at::Tensor& held) {
+  return given.const_data_ptr() == held.const_data_ptr() && same_layout(given, held);
+}
+
 }  // namespace
 
 ReplayNode::~ReplayNode() {
@@ -90,8 +95,17 @@ bool Chain::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
     }
     if (given.defined() && (given.sizes() != held.tensor.sizes() || given.dtype() != held.tensor.dtype() ||
                             given.device() != held.tensor.device() || given.requires_grad() != held.requires_grad ||
-                            (held.from && given.const_data_ptr() != held.tensor.const_data_ptr()))) {
+                            (held.from && !is_exactly(given, held.tensor)))) {
       return false;
+    }
+    if (layer.casts && held.requires_grad && has_shared_cast(given) != layer.spec.inputs[i].shared_cast) {
+      return false;
+    }
+    if (const auto& aliases = layer.spec.inputs[i].aliases; aliases && given.defined()) {
+      if (!(InputAliases::of(inputs, i) == *aliases) ||
+          (!held.from && given.is_non_overlapping_and_dense() && !same_layout(given, held.tensor))) {
+        return false;
+      }
     }
   }
   return true;
@@ -136,8 +150,28 @@ void Chain::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
     if (given.requires_grad() != held.requires_grad) {
       differs("requires_grad", given.requires_grad(), held.requires_grad);
     }
-    throw UsageError(where + "was captured as the output of an earlier call and shares its memory; pass exactly that " +
-                     "output, or capture with a sample tensor of its own");
+    if (layers_[index].casts && held.requires_grad && has_shared_cast(given) != layer.spec.inputs[i].shared_cast) {
+      throw UsageError(where +
+                       (has_shared_cast(given) ? "is a leaf, captured with a tensor that is none"
+                                               : "is no leaf, captured with a leaf") +
+                       "; autocast casts them differently. Capture with a sample of the same kind: x.view_as(x) is no "
+                       "leaf");
+    }
+    if (held.from && !is_exactly(given, held.tensor)) {
+      throw UsageError(where +
+                       "was captured as the output of an earlier call and shares its memory; pass exactly that " +
+                       "output, or capture with a sample tensor of its own");
+    }
+    if (layer.spec.inputs[i].aliases) {
+      const InputAliases now = InputAliases::of(inputs, i);
+      if (!(now == *layer.spec.inputs[i].aliases)) {
+        throw UsageError(where + "shares its memory with another argument, or did so at the capture; pass the same " +
+                         "arguments as captured, or set CallOptions::on_new_arguments to capture");
+      }
+      if (given.is_non_overlapping_and_dense() && !same_layout(given, held.tensor)) {
+        differs("strides", given.strides(), held.tensor.strides());
+      }
+    }
   }
 }
 

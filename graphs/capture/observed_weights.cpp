@@ -1,0 +1,76 @@
+#include "graphs/capture/observed_weights.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/SequenceNumber.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+bool is_one(const c10::VariableVersion& a, const c10::VariableVersion& b) noexcept {
+  // One intrusive pointer, and no comparison offered.
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  return std::memcmp(&a, &b, sizeof(a)) == 0;
+}
+
+}  // namespace
+
+ObservedWeights::ObservedWeights(const ExternalReads& externals)
+    : externals_(externals), first_node_(at::sequence_number::peek()) {}
+
+bool ObservedWeights::made_outside(const at::Tensor& tensor) const {
+  if (made_.count(tensor.unsafeGetTensorImpl()) != 0) {
+    return false;
+  }
+  // A view makes its node anew where its base was written since, and the base then tells.
+  if (tensor.is_view()) {
+    return made_.count(tensor._base().unsafeGetTensorImpl()) == 0;
+  }
+  const auto& node = tensor.grad_fn();
+  return node != nullptr && node->sequence_nr() < first_node_;
+}
+
+void ObservedWeights::observe(const OperatorAccess& access) {
+  for (const at::Tensor& read : access.reads) {
+    if (!read.has_storage() || read.is_inference()) {
+      continue;
+    }
+    const c10::StorageImpl* const storage = read.storage().unsafeGetStorageImpl();
+    if (in_backward_) {
+      if (versions_.count(storage) != 0) {
+        read_in_backward_.insert(storage);
+      }
+      continue;
+    }
+    if (read.requires_grad() && !read.is_leaf() && made_outside(read)) {
+      throw UsageError(
+          c10::str("it reads a tensor of shape ", read.sizes(),
+                   " that was computed from weights outside of it (a parametrised weight, or one that is "
+                   "tied through a view); its values and its gradient would be frozen. Pass it to the call "
+                   "as a tensor argument, or compute it inside"));
+    }
+    if (externals_.find(storage) != nullptr) {
+      std::vector<c10::VariableVersion>& versions = versions_[storage];
+      const c10::VariableVersion& version = torch::autograd::impl::version_counter(read);
+      if (std::none_of(versions.begin(), versions.end(),
+                       [&](const c10::VariableVersion& known) { return is_one(known, version); })) {
+        versions.push_back(version);
+      }
+    }
+  }
+  if (!in_backward_) {
+    for (const at::Tensor& output : access.outputs) {
+      if (output.defined()) {
+        made_.emplace(output.unsafeGetTensorImpl(), c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr()));
+      }
+    }
+  }
+}
+
+}  // namespace sidestream

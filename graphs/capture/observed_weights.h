@@ -1,0 +1,47 @@
+#pragma once
+#include <cstdint>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "observe/operator_observer.h"
+
+namespace sidestream {
+
+/// Watches one eager pass of a call for what its weights mean to a capture: which tensors from outside its backward reads,
+/// and whether it reads one that was computed outside from other weights.
+/// Threads: one at a time, as observers are called.
+class ObservedWeights {
+ public:
+  /// Just before the pass. `externals`: observes the same pass, before this one. Must outlive this object.
+  explicit ObservedWeights(const ExternalReads& externals);
+  /// Throws: UsageError where the operator reads a weight that is no leaf and was made before the pass.
+  void observe(const OperatorAccess& access);
+  /// The forward has ended.
+  void backward_begins() noexcept { in_backward_ = true; }
+  /// Tensors from outside that backward has read, by storage.
+  template <class Visit>
+  void for_each_read(const Visit& visit) const {
+    for (const auto& [storage, versions] : versions_) {
+      if (read_in_backward_.count(storage) != 0) {
+        for (const c10::VariableVersion& version : versions) {
+          visit(storage, version);
+        }
+      }
+    }
+  }
+
+ private:
+  [[nodiscard]] bool made_outside(const at::Tensor& tensor) const;
+
+  const ExternalReads& externals_;
+  std::uint64_t first_node_;  ///< sequence number of the first node of the pass
+  bool in_backward_ = false;
+  std::unordered_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl>> made_;
+  std::unordered_map<const c10::StorageImpl*, std::vector<c10::VariableVersion>> versions_;
+  std::unordered_set<const c10::StorageImpl*> read_in_backward_;
+};
+
+}  // namespace sidestream

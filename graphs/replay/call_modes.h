@@ -1,0 +1,67 @@
+#pragma once
+#include <array>
+#include <cstdint>
+#include <utility>
+
+#include <ATen/Context.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+namespace sidestream {
+
+/// Switches of the whole process that decide which kernels operators of one device type choose. Plain values.
+struct ProcessModes {
+  /// What float32 products may be computed in: of CUDA, then of oneDNN; products, convolutions, recurrent cells.
+  std::array<at::Float32Precision, 6> float32_precision{};
+  std::array<at::SDPBackend, at::num_sdp_backends> attention_order{};
+  at::CuBLASReductionOption half_reduction{};
+  at::CuBLASReductionOption bfloat16_reduction{};
+  c10::ScalarType default_dtype = c10::ScalarType::Float;
+  int cudnn_benchmark_limit = 0;
+  std::uint32_t switches = 0;  ///< one bit each, in the order of `process_switches`
+
+  [[nodiscard]] static ProcessModes current(c10::DeviceType type);
+  bool operator==(const ProcessModes& other) const noexcept = default;
+};
+
+/// One on-or-off switch of at::Context.
+struct ProcessSwitch {
+  bool (*get)(const at::Context& context);
+  void (*set)(at::Context& context, bool on);
+};
+/// Those that ProcessModes::switches holds.
+[[nodiscard]] const std::array<ProcessSwitch, 18>& process_switches() noexcept;
+/// The backend and operator of each entry of ProcessModes::float32_precision.
+[[nodiscard]] const std::array<std::pair<at::Float32Backend, at::Float32Op>, 6>& float32_operators() noexcept;
+/// How many of them matter to operators of `type`, from the first: a GPU has no use for oneDNN's.
+[[nodiscard]] constexpr std::size_t float32_count(c10::DeviceType type) noexcept {
+  return type == c10::DeviceType::CUDA ? 3 : 6;
+}
+
+/// Whether operators of one device type cast, and to what, on the calling thread; plain where they do not.
+struct AutocastState {
+  c10::DeviceType type = c10::DeviceType::CPU;
+  bool enabled = false;
+  bool cached = true;  ///< casts of weights are kept until the region ends
+  c10::ScalarType dtype = c10::ScalarType::Float;
+
+  [[nodiscard]] static AutocastState current(c10::DeviceType type);
+  bool operator==(const AutocastState& other) const noexcept = default;
+};
+
+/// The modes that the work of a call depends on, beside grad mode and inference mode: a call that is captured runs with
+/// gradients and outside of inference mode.
+struct CallModes {
+  AutocastState autocast;
+  ProcessModes process;
+
+  /// Of the calling thread, for operators of `type`. Allocates nothing.
+  [[nodiscard]] static CallModes current(c10::DeviceType type) {
+    return {AutocastState::current(type), ProcessModes::current(type)};
+  }
+  /// The same outside of every autocast region.
+  [[nodiscard]] CallModes without_autocast() const { return {{autocast.type}, process}; }
+  bool operator==(const CallModes& other) const noexcept = default;
+};
+
+}  // namespace sidestream

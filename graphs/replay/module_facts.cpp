@@ -1,0 +1,278 @@
+#include "graphs/replay/module_facts.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/util/StringUtil.h>
+#include <c10/util/irange.h>
+#include <torch/nn/modules/container/any_module_holder.h>
+
+namespace sidestream {
+
+/// Names the specialisation below.
+struct MembersOfModules {};
+
+}  // namespace sidestream
+
+// A module's public functions copy its dictionaries at each call, and set training flags of whole trees only. Its own fields can
+// be read without allocation; the template befriended for this purpose by torch::nn::Module is this one.
+template <>
+struct torch::nn::AnyModuleHolder<sidestream::MembersOfModules> {
+  static const auto& children(const Module& module) noexcept { return module.children_.items(); }
+  static const auto& parameters(const Module& module) noexcept { return module.parameters_.items(); }
+  static const auto& buffers(const Module& module) noexcept { return module.buffers_.items(); }
+  static bool training(const Module& module) noexcept { return module.is_training_; }
+  static void set_training(const Module& module, bool on) noexcept { const_cast<Module&>(module).is_training_ = on; }
+};
+
+namespace sidestream {
+namespace {
+
+using Members = torch::nn::AnyModuleHolder<MembersOfModules>;
+
+/// Where it begins; null where it has no one place.
+const void* address_of(const at::Tensor& tensor) noexcept {
+  return tensor.defined() && tensor.layout() == c10::kStrided && tensor.has_storage() ? tensor.const_data_ptr()
+                                                                                      : nullptr;
+}
+
+const void* identity(const at::Tensor& tensor) noexcept { return tensor.unsafeGetTensorImpl(); }
+
+template <class Items, class Identity>
+bool same_items(const Items& items, const void* const* expected, const Identity& of) noexcept {
+  for (const auto& item : items) {
+    if (of(item.value()) != *expected++) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::string joined(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "." + name;
+}
+
+}  // namespace
+
+TensorFacts::TensorFacts(at::Tensor tensor) : tensor_(std::move(tensor)), address_(address_of(tensor_)) {
+  if (tensor_.defined()) {
+    dtype_ = tensor_.scalar_type();
+    device_ = tensor_.device();
+    requires_grad_ = tensor_.requires_grad();
+    sizes_.assign(tensor_.sizes().begin(), tensor_.sizes().end());
+    if (address_ != nullptr) {
+      strides_.assign(tensor_.strides().begin(), tensor_.strides().end());
+    }
+  }
+}
+
+FactsChange TensorFacts::change() const noexcept {
+  FactsChange change;
+  if (!tensor_.defined()) {
+    return change;
+  }
+  const void* const address = address_of(tensor_);
+  change.layout = tensor_.scalar_type() != dtype_ || tensor_.device() != device_ ||
+                  tensor_.sizes() != c10::IntArrayRef(sizes_) || (address == nullptr) != (address_ == nullptr) ||
+                  (address != nullptr && tensor_.strides() != c10::IntArrayRef(strides_));
+  change.relocated = address != address_;
+  change.requires_grad = tensor_.requires_grad() != requires_grad_;
+  return change;
+}
+
+std::string TensorFacts::difference() const {
+  const FactsChange changed = change();
+  if (changed.layout) {
+    if (tensor_.scalar_type() != dtype_) {
+      return c10::str("is ", tensor_.scalar_type(), ", was ", dtype_);
+    }
+    if (tensor_.device() != device_) {
+      return c10::str("is on ", tensor_.device(), ", was on ", device_);
+    }
+    if (tensor_.sizes() != c10::IntArrayRef(sizes_)) {
+      return c10::str("has shape ", tensor_.sizes(), ", had ", c10::IntArrayRef(sizes_));
+    }
+    return "has other strides";
+  }
+  if (changed.relocated) {
+    return "lies in other memory";
+  }
+  if (changed.requires_grad) {
+    return requires_grad_ ? "is frozen, was trained" : "is trained, was frozen";
+  }
+  return {};
+}
+
+FactsChange& FactsChange::operator|=(const FactsChange& other) noexcept {
+  training = training || other.training;
+  requires_grad = requires_grad || other.requires_grad;
+  relocated = relocated || other.relocated;
+  identity = identity || other.identity;
+  layout = layout || other.layout;
+  return *this;
+}
+
+ModuleFacts::ModuleFacts(std::shared_ptr<const torch::nn::Module> root, bool with_tensors) {
+  if (root != nullptr) {
+    add(root, "", with_tensors);
+  }
+}
+
+void ModuleFacts::add(const std::shared_ptr<const torch::nn::Module>& module, const std::string& name,
+                      bool with_tensors) {
+  if (std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.module == module; })) {
+    return;
+  }
+  const auto watch = [&](const at::Tensor& tensor) {
+    if (with_tensors && std::none_of(tensors_.begin(), tensors_.end(),
+                                     [&](const TensorFacts& known) { return known.tensor().is_same(tensor); })) {
+      tensors_.emplace_back(tensor);
+    }
+  };
+  Entry entry{module, name, Members::training(*module), {}, {}, Members::parameters(*module).size()};
+  for (const auto* items : {&Members::parameters(*module), &Members::buffers(*module)}) {
+    for (const auto& item : *items) {
+      entry.tensors.push_back(identity(item.value()));
+      watch(item.value());
+    }
+  }
+  for (const auto& item : Members::children(*module)) {
+    entry.children.push_back(item.value().get());
+  }
+  entries_.push_back(std::move(entry));
+  for (const auto& item : Members::children(*module)) {
+    if (item.value() != nullptr) {
+      add(item.value(), joined(name, item.key()), with_tensors);
+    }
+  }
+}
+
+bool ModuleFacts::same_members(const Entry& entry) noexcept {
+  const torch::nn::Module& module = *entry.module;
+  const auto& children = Members::children(module);
+  const auto& parameters = Members::parameters(module);
+  const auto& buffers = Members::buffers(module);
+  return children.size() == entry.children.size() && parameters.size() == entry.parameters &&
+         parameters.size() + buffers.size() == entry.tensors.size() &&
+         same_items(children, entry.children.data(), [](const auto& child) -> const void* { return child.get(); }) &&
+         same_items(parameters, entry.tensors.data(), identity) &&
+         same_items(buffers, entry.tensors.data() + entry.parameters, identity);
+}
+
+FactsChange ModuleFacts::change() const noexcept {
+  FactsChange change;
+  for (const Entry& entry : entries_) {
+    if (!same_members(entry)) {
+      change.identity = true;
+      return change;  // what stood there may not be looked at
+    }
+    change.training = change.training || Members::training(*entry.module) != entry.training;
+  }
+  change |= tensors_change();
+  return change;
+}
+
+FactsChange ModuleFacts::tensors_change() const noexcept {
+  FactsChange change;
+  for (const TensorFacts& tensor : tensors_) {
+    change |= tensor.change();
+  }
+  return change;
+}
+
+void ModuleFacts::take_flags(const ModuleFacts& earlier) noexcept {
+  for (const Entry& before : earlier.entries_) {
+    for (Entry& entry : entries_) {
+      if (entry.module == before.module) {
+        entry.training = before.training;
+      }
+    }
+  }
+  for (const TensorFacts& before : earlier.tensors_) {
+    for (TensorFacts& tensor : tensors_) {
+      if (tensor.tensor().is_same(before.tensor())) {
+        tensor.expect_requires_grad(before.requires_grad());
+      }
+    }
+  }
+}
+
+ModuleFacts ModuleFacts::as_now(bool with_tensors) const {
+  if (entries_.empty()) {
+    return {};
+  }
+  ModuleFacts now(entries_.front().module, with_tensors);
+  for (const Entry& before : entries_) {
+    for (Entry& entry : now.entries_) {
+      if (entry.module == before.module) {
+        entry.training = before.training;
+      }
+    }
+  }
+  return now;
+}
+
+std::string ModuleFacts::name_of(const at::Tensor& tensor) const {
+  for (const Entry& entry : entries_) {
+    for (const auto* items : {&Members::parameters(*entry.module), &Members::buffers(*entry.module)}) {
+      for (const auto& item : *items) {
+        if (item.value().is_same(tensor)) {
+          return joined(entry.name, item.key());
+        }
+      }
+    }
+  }
+  return {};
+}
+
+std::string ModuleFacts::difference() const {
+  const auto quoted = [](const Entry& entry) { return entry.name.empty() ? "the module" : "\"" + entry.name + "\""; };
+  for (const Entry& entry : entries_) {
+    if (!same_members(entry)) {
+      return quoted(entry) + " has other submodules, parameters or buffers";
+    }
+  }
+  for (const bool layout : {true, false}) {  // what says most comes first
+    for (const TensorFacts& tensor : tensors_) {
+      const std::string what = tensor.difference();
+      if (!what.empty() && (!layout || tensor.change().layout)) {
+        return "\"" + name_of(tensor.tensor()) + "\" " + what;
+      }
+    }
+  }
+  for (const Entry& entry : entries_) {
+    if (Members::training(*entry.module) != entry.training) {
+      return quoted(entry) + (entry.training ? " is in eval mode, was training" : " is training, was in eval mode");
+    }
+  }
+  return {};
+}
+
+ModelFlagsGuard::ModelFlagsGuard(const ModuleFacts& facts) {
+  for (const ModuleFacts::Entry& entry : facts.entries_) {
+    if (Members::training(*entry.module) != entry.training) {
+      Members::set_training(*entry.module, entry.training);
+      modules_.push_back(entry.module);
+    }
+  }
+  for (const TensorFacts& facts_of : facts.tensors_) {
+    const at::Tensor& tensor = facts_of.tensor();
+    if (tensor.defined() && tensor.is_leaf() && tensor.requires_grad() != facts_of.requires_grad()) {
+      tensor.set_requires_grad(facts_of.requires_grad());
+      tensors_.push_back(tensor);
+    }
+  }
+}
+
+ModelFlagsGuard::~ModelFlagsGuard() {
+  for (const auto& module : modules_) {
+    Members::set_training(*module, !Members::training(*module));
+  }
+  for (const at::Tensor& tensor : tensors_) {
+    if (tensor.is_leaf()) {
+      tensor.set_requires_grad(!tensor.requires_grad());
+    }
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,105 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+#include <torch/nn/module.h>
+
+namespace sidestream {
+
+/// In what the model differs from what a capture froze of it.
+struct FactsChange {
+  bool training = false;       ///< training flags
+  bool requires_grad = false;  ///< frozen, or trained again
+  bool relocated = false;      ///< the same tensors in other memory
+  bool identity = false;       ///< other modules, parameters or buffers are registered
+  bool layout = false;         ///< another dtype, shape, layout or device
+
+  [[nodiscard]] bool any() const noexcept { return training || requires_grad || stale(); }
+  /// True when the capture reads what is no longer the model's: it replays never again.
+  [[nodiscard]] bool stale() const noexcept { return relocated || identity || layout; }
+  /// True when all there is to do is to capture the same call again, where its weights lie now.
+  [[nodiscard]] bool only_relocated() const noexcept { return relocated && !identity && !layout && !requires_grad; }
+  FactsChange& operator|=(const FactsChange& other) noexcept;
+};
+
+/// A parameter, a buffer, or another tensor of the model that a graph reads at its address.
+class TensorFacts {
+ public:
+  explicit TensorFacts(at::Tensor tensor);
+  /// Allocates nothing.
+  [[nodiscard]] FactsChange change() const noexcept;
+  [[nodiscard]] const at::Tensor& tensor() const noexcept { return tensor_; }
+  [[nodiscard]] bool requires_grad() const noexcept { return requires_grad_; }
+  void expect_requires_grad(bool requires_grad) noexcept { requires_grad_ = requires_grad; }
+  /// "is BFloat16, was Float"; empty where nothing changed. Allocates.
+  [[nodiscard]] std::string difference() const;
+
+ private:
+  at::Tensor tensor_;
+  const void* address_ = nullptr;  ///< null where there is no memory of one address (undefined, sparse)
+  c10::ScalarType dtype_ = c10::ScalarType::Undefined;
+  c10::Device device_ = c10::Device(c10::DeviceType::CPU);
+  c10::SmallVector<std::int64_t, 4> sizes_;
+  c10::SmallVector<std::int64_t, 4> strides_;
+  bool requires_grad_ = false;
+};
+
+/// A tree of modules as it was: which modules, parameters and buffers are registered where, their flags, and how the tensors
+/// lie in memory. Holds all of them, so that no address can be used again by another.
+///
+/// Threads: one at a time. Comparing allocates nothing.
+class ModuleFacts {
+ public:
+  ModuleFacts() = default;
+  /// As it is now. `with_tensors`: the tensors' own facts too, not only which are registered.
+  explicit ModuleFacts(std::shared_ptr<const torch::nn::Module> root, bool with_tensors = true);
+
+  [[nodiscard]] FactsChange change() const noexcept;
+  /// Of the tensors alone, which are held: no module is looked at.
+  [[nodiscard]] FactsChange tensors_change() const noexcept;
+  /// Takes the flags (training, requires_grad) that `earlier` has of the same modules and tensors.
+  void take_flags(const ModuleFacts& earlier) noexcept;
+  /// The same tree as it is now, with the training flags of this one.
+  [[nodiscard]] ModuleFacts as_now(bool with_tensors = true) const;
+  /// What changed, by its name: "fc1.weight" is frozen, was trained. Empty where nothing did. Allocates.
+  [[nodiscard]] std::string difference() const;
+  /// Each tensor once.
+  [[nodiscard]] const std::vector<TensorFacts>& tensors() const noexcept { return tensors_; }
+  /// The name of a registered tensor below the root; empty where it is none.
+  [[nodiscard]] std::string name_of(const at::Tensor& tensor) const;
+
+ private:
+  friend class ModelFlagsGuard;
+  struct Entry {
+    std::shared_ptr<const torch::nn::Module> module;
+    std::string name;
+    bool training;
+    std::vector<const void*> children;
+    std::vector<const void*> tensors;  ///< parameters, then buffers
+    std::size_t parameters;
+  };
+  void add(const std::shared_ptr<const torch::nn::Module>& module, const std::string& name, bool with_tensors);
+  [[nodiscard]] static bool same_members(const Entry& entry) noexcept;
+
+  std::vector<Entry> entries_;  ///< each module once, parents first
+  std::vector<TensorFacts> tensors_;
+};
+
+/// Modules train, and leaves require gradients, as `facts` say, for its lifetime.
+class [[nodiscard]] ModelFlagsGuard {
+ public:
+  explicit ModelFlagsGuard(const ModuleFacts& facts);
+  ModelFlagsGuard(const ModelFlagsGuard&) = delete;
+  ModelFlagsGuard& operator=(const ModelFlagsGuard&) = delete;
+  ~ModelFlagsGuard();
+
+ private:
+  std::vector<std::shared_ptr<const torch::nn::Module>> modules_;  ///< that were in the other mode
+  std::vector<at::Tensor> tensors_;                                ///< that had the other flag
+};
+
+}  // namespace sidestream

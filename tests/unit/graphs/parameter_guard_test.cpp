@@ -1,0 +1,473 @@
+// What a capture froze of the weights is compared before each replay, and from forward to backward.
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "guard_models.h"
+#include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::Part;
+using testing_model::part_input;
+using testing_model::PartModel;
+using testing_model::Twins;
+
+class ParameterGuardTest : public testing::Test {
+ protected:
+  [[nodiscard]] Options options(const GraphOptions& graph = {}) const {
+    return Options(device_).min_bytes(64).graph("**").offload("**").graph_options(graph);
+  }
+  void train(PartModel& model, std::int64_t s) const {
+    const at::Tensor x = part_input(model, s, device_);
+    model.forward(x.to(model.part(0).fc1->weight.scalar_type())).square().mean().backward();
+  }
+  [[nodiscard]] Twins<PartModel>::Act train() const {
+    return [this](PartModel& model, std::int64_t s) { train(model, s); };
+  }
+  [[nodiscard]] std::vector<GraphedCallable> graph(Twins<PartModel>& twins, const GraphOptions& graph = {}) const {
+    return make_graphed_callables(
+        *twins.engine,
+        {Callable(
+            "part", [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
+            std::dynamic_pointer_cast<Part>(twins.mine->parts[0]))},
+        {{part_input(*twins.mine, 77, device_)}}, graph);
+  }
+  [[nodiscard]] Twins<PartModel>::Act callable(Twins<PartModel>& twins,
+                                               const std::vector<GraphedCallable>& graphed) const {
+    return [&twins, &graphed, this](PartModel& model, std::int64_t s) {
+      const at::Tensor x = part_input(model, s, device_);
+      (&model == twins.mine.get() ? graphed[0]({x})[0] : model.part(0).forward(x)).square().mean().backward();
+    };
+  }
+
+  c10::Device device_ = find_device("sim");
+};
+
+/// One parameter under two names, another inside of a submodule that is registered twice.
+class Doubled : public torch::nn::Module {
+ public:
+  Doubled() {
+    torch::manual_seed(41);
+    weight = register_parameter("weight", at::randn({8, 8}));
+    register_parameter("again", weight);
+    linear = register_module("linear", torch::nn::Linear(8, 8));
+    register_module("same", linear);
+  }
+  at::Tensor forward(const at::Tensor& x) { return linear(at::linear(x, weight).tanh()); }
+  at::Tensor weight;
+  torch::nn::Linear linear{nullptr};
+};
+class DoubledModel : public torch::nn::Module {
+ public:
+  std::shared_ptr<Doubled> part = register_module("part", std::make_shared<Doubled>());
+};
+
+TEST_F(ParameterGuardTest, AParameterUnderTwoNamesCountsOnce) {
+  for (const bool in_graph : {false, true}) {
+    Twins<DoubledModel> twins(options(GraphOptions().accumulate_in_graph(in_graph)));
+    int hooks = 0;
+    if (!in_graph) {
+      twins.both([&](DoubledModel& model) {
+        model.part->weight.register_hook([&hooks](const at::Tensor& grad) {
+          ++hooks;
+          return grad * 3;
+        });
+      });
+    }
+    const auto act = [&](DoubledModel& model, std::int64_t s) {
+      call(model.part.get(), at::full({5, 8}, 0.1 * static_cast<double>(s + 1), at::kFloat).to(device_))
+          .sum()
+          .backward();
+    };
+    twins.expect_plain(0, 4, act);
+    EXPECT_EQ(twins.replays(), 2);
+    EXPECT_EQ(hooks, in_graph ? 0 : 8);
+  }
+}
+
+TEST_F(ParameterGuardTest, FrozenAndTrainedAgainAsInPlainTraining) {
+  Twins<PartModel> twins(options());
+  twins.expect_plain(0, 3, train());
+  const auto require = [&](bool on) {
+    twins.both([&](PartModel& model) {
+      model.part(1).fc1->weight.requires_grad_(on);
+      model.part(0).fc2->bias.requires_grad_(on);
+    });
+  };
+  require(false);
+  twins.expect_plain(3, 6, train());
+  EXPECT_EQ(twins.replays(), 6);
+  require(true);
+  twins.expect_plain(6, 8, train());
+  EXPECT_EQ(twins.replays(), 6);
+  const std::int64_t captures = twins.captures();
+  require(false);
+  twins.expect_plain(8, 10, train());
+  EXPECT_EQ(twins.captures(), captures) << "both forms replay";
+}
+
+TEST_F(ParameterGuardTest, ADiscriminatorThatIsFrozenHalfOfEachStep) {
+  Twins<PartModel> twins(options());
+  const auto act = [&](PartModel& model, std::int64_t s) {
+    for (at::Tensor& parameter : model.part(1).parameters()) {
+      parameter.requires_grad_(true);
+    }
+    call(&model.part(1), part_input(model, 20 + s, device_)).square().mean().backward();
+    for (at::Tensor& parameter : model.part(1).parameters()) {
+      parameter.requires_grad_(false);
+    }
+    call(&model.part(1), call(&model.part(0), part_input(model, s, device_))).mean().backward();
+    for (at::Tensor& parameter : model.part(1).parameters()) {
+      parameter.requires_grad_(true);
+    }
+  };
+  twins.expect_plain(0, 5, act);
+  EXPECT_EQ(twins.replays(), 6);
+  EXPECT_EQ(twins.captures(), 6);
+}
+
+TEST_F(ParameterGuardTest, AWholeModelFrozenAndTrainedAgain) {
+  Twins<PartModel> twins(options());
+  const auto act = [&](PartModel& model, std::int64_t s) {
+    const at::Tensor x = part_input(model, s, device_).requires_grad_(true);
+    model.forward(x).square().mean().backward();
+  };
+  twins.expect_plain(0, 2, act);
+  for (const bool on : {false, true, false}) {
+    twins.both([&](PartModel& model) {
+      for (at::Tensor& parameter : model.parameters()) {
+        parameter.requires_grad_(on);
+      }
+    });
+    twins.expect_plain(2, 5, act);
+    EXPECT_EQ(twins.replays(), 6);
+  }
+}
+
+TEST_F(ParameterGuardTest, AFrozenCallableIsCapturedAgain) {
+  Twins<PartModel> twins(Options(device_).min_bytes(64));
+  const auto graphed = graph(twins);
+  const auto act = callable(twins, graphed);
+  twins.expect_plain(0, 2, act);
+  for (const bool on : {false, true}) {
+    twins.both([&](PartModel& model) { model.part(0).fc1->weight.requires_grad_(on); });
+    twins.expect_plain(2, 4, act);
+    EXPECT_EQ(twins.replays(), 2);
+  }
+  Twins<PartModel> refusing(Options(device_).min_bytes(64));
+  const auto refused = graph(refusing, GraphOptions().on_relocated_weights(OnRelocatedWeights::error));
+  refusing.mine->part(0).fc1->weight.requires_grad_(false);
+  EXPECT_THROWS(UsageError, "\"fc1.weight\" is frozen, was trained",
+                (void)refused[0]({part_input(*refusing.mine, 1, device_)}));
+}
+
+/// Changes after which the call is another one.
+struct Change {
+  const char* name;
+  void (*apply)(PartModel& model);
+};
+class ChangedModelTest : public ParameterGuardTest, public testing::WithParamInterface<Change> {};
+
+TEST_P(ChangedModelTest, IsRecordedAndCapturedAnew) {
+  for (const OnNewArguments option : {OnNewArguments::capture, OnNewArguments::eager}) {
+    Twins<PartModel> twins(options().call_options(CallOptions().on_new_arguments(option)));
+    twins.expect_plain(0, 3, train());
+    torch::manual_seed(51);
+    GetParam().apply(*twins.mine);
+    torch::manual_seed(51);
+    GetParam().apply(*twins.plain);
+    twins.expect_plain(3, 7, train());
+    EXPECT_EQ(twins.replays(), 6) << "captured again";
+  }
+}
+
+TEST_P(ChangedModelTest, InTheMiddleOfAStepRunsPlainly) {
+  Twins<PartModel> twins(options());
+  twins.expect_plain(0, 3, train());
+  twins.expect_plain(3, [&](PartModel& model, std::int64_t s) {
+    train(model, s);
+    model.zero_grad();
+    torch::manual_seed(51);
+    GetParam().apply(model);
+    train(model, s + 10);
+  });
+  twins.expect_plain(4, 7, train());
+  EXPECT_EQ(twins.replays(), 6);
+}
+
+TEST_P(ChangedModelTest, BeforeTheCaptureIsRecordedAnew) {
+  for (const OnNewArguments option : {OnNewArguments::capture, OnNewArguments::eager}) {
+    Twins<PartModel> twins(options().call_options(CallOptions().on_new_arguments(option)));
+    twins.expect_plain(0, 1, train());
+    torch::manual_seed(51);
+    GetParam().apply(*twins.mine);
+    torch::manual_seed(51);
+    GetParam().apply(*twins.plain);
+    twins.expect_plain(1, 4, train());
+    EXPECT_EQ(twins.replays(), 6);
+  }
+}
+
+TEST_P(ChangedModelTest, IsAnErrorByOption) {
+  Twins<PartModel> twins(options(GraphOptions().on_relocated_weights(OnRelocatedWeights::error)));
+  twins.expect_plain(0, 3, train());
+  GetParam().apply(*twins.mine);
+  EXPECT_THROWS(UsageError, "were relocated", (void)twins.engine->step());
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Changes, ChangedModelTest,
+    testing::Values(Change{"to_double", [](PartModel& model) { model.to(at::kDouble); }},
+                    Change{"a_parameter_registered_anew", [](PartModel& model) { model.part(1).renew_scale(); }},
+                    Change{"another_layout",
+                           [](PartModel& model) {
+                             at::Tensor& weight = model.part(1).fc1->weight;
+                             weight.set_data(weight.detach().t().contiguous().t());
+                           }},
+                    Change{"a_submodule_in_anothers_place",
+                           [](PartModel& model) {
+                             auto other = torch::nn::Linear(2 * model.width(), model.width());
+                             other->to(model.part(0).fc2->weight.device());
+                             model.part(0).fc2 = model.part(0).replace_module("fc2", other);
+                           }},
+                    Change{"a_further_parameter",
+                           [](PartModel& model) {
+                             model.part(2).register_parameter(
+                                 "further", at::ones({2}, at::kFloat).to(model.part(2).fc1->weight.device()));
+                           }},
+                    Change{
+                        "a_further_submodule",
+                        [](PartModel& model) { model.part(2).register_module("further", torch::nn::Dropout(0.1)); }}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+TEST_F(ParameterGuardTest, ABlockInAnothersPlaceIsCaptured) {
+  Twins<PartModel> twins(options());
+  twins.expect_plain(0, 3, train());
+  twins.both([&](PartModel& model) {
+    torch::manual_seed(53);
+    auto other = std::make_shared<Part>(model.width());
+    other->to(device_);
+    torch::nn::ModuleList parts;
+    parts->push_back(model.parts[0]);
+    parts->push_back(other);
+    parts->push_back(model.parts[2]);
+    model.parts = model.replace_module("parts", parts);
+  });
+  twins.expect_plain(3, 6, train());
+  EXPECT_EQ(twins.replays(), 6);
+}
+
+TEST_F(ParameterGuardTest, AwayToTheHostAndBack) {
+  Twins<PartModel> twins(options());
+  twins.expect_plain(0, 3, train());
+  twins.both([&](PartModel& model) {
+    model.to(at::kCPU);
+    model.to(device_);
+  });
+  twins.expect_plain(3, 6, train());
+  EXPECT_EQ(twins.replays(), 6);
+}
+
+TEST_F(ParameterGuardTest, ACallableOfAnotherDtypeIsRefusedByName) {
+  Twins<PartModel> twins(Options(device_).min_bytes(64));
+  const auto graphed = graph(twins);
+  twins.expect_plain(0, 2, callable(twins, graphed));
+  twins.mine->part(0).fc1->to(at::kDouble);
+  EXPECT_THROWS(UsageError, "\"part\": \"fc1.weight\" is Double, was Float",
+                (void)graphed[0]({part_input(*twins.mine, 1, device_)}));
+  twins.both([](PartModel& model) { model.part(0).fc1->to(at::kFloat); });
+  twins.expect_plain(2, 4, callable(twins, graphed));
+}
+
+TEST_F(ParameterGuardTest, AWeightChangedInPlaceBeforeItsBackwardIsAnErrorAsInPlainTraining) {
+  Twins<PartModel> twins(options());
+  twins.expect_plain(0, 3, train());
+  const auto change = [&](PartModel& model, const at::Tensor& weight) {
+    const at::Tensor loss = model.forward(part_input(model, 4, device_)).square().mean();
+    {
+      const at::NoGradGuard no_grad;
+      weight.mul_(1);
+    }
+    loss.backward();
+  };
+  const auto message = [&](PartModel& model, OffloadEngine* engine, const at::Tensor& weight) {
+    return testing_model::message_of<UsageError>(
+        [&] { testing_model::in_step(engine, [&] { change(model, weight); }); });
+  };
+  const std::string mine = message(*twins.mine, twins.engine.get(), twins.mine->part(1).fc2->weight);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "modified by an inplace operation", mine);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "\"parts.1\": \"fc2.weight\"", mine);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "modified by an inplace operation",
+                      message(*twins.plain, nullptr, twins.plain->part(1).fc2->weight));
+  twins.both([](PartModel& model) {
+    for (at::Tensor& buffer : model.buffers()) {
+      buffer.zero_();
+    }
+  });
+  twins.expect_plain(4, 6, train());
+  twins.expect_plain(6, [&](PartModel& model, std::int64_t /*s*/) { change(model, model.part(1).fc2->bias); });
+  EXPECT_EQ(twins.replays(), 6) << "no backward reads a bias";
+}
+
+TEST_F(ParameterGuardTest, AWeightExchangedBeforeItsBackwardIsNamed) {
+  Twins<PartModel> twins(options());
+  twins.expect_plain(0, 3, train());
+  {
+    const auto step = twins.engine->step();
+    const at::Tensor loss = twins.mine->forward(part_input(*twins.mine, 4, device_)).square().mean();
+    at::Tensor& weight = twins.mine->part(2).fc1->weight;
+    weight.set_data(weight.detach().clone());
+    EXPECT_THROWS(UsageError, "\"parts.2\": \"fc1.weight\" lies in other memory", loss.backward());
+  }
+  twins.both([](PartModel& model) {
+    for (at::Tensor& buffer : model.buffers()) {
+      buffer.zero_();
+    }
+  });
+  twins.expect_plain(4, 6, train());
+}
+
+/// A weight that is computed from others outside of the call.
+class Computed : public torch::nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) { return at::linear(x, effective); }
+  at::Tensor effective;
+};
+class ComputedModel : public torch::nn::Module {
+ public:
+  ComputedModel() {
+    torch::manual_seed(61);
+    direction = register_parameter("direction", at::randn({8, 8}));
+    gain = register_parameter("gain", at::randn({8, 1}));
+  }
+  std::shared_ptr<Computed> part = register_module("part", std::make_shared<Computed>());
+  at::Tensor direction, gain;
+};
+
+TEST_F(ParameterGuardTest, AWeightThatIsNoLeafIsRefusedByTheCallsName) {
+  for (const bool tied : {false, true}) {
+    Twins<ComputedModel> twins(options());
+    const auto act = [&](ComputedModel& model, std::int64_t s) {
+      if (!tied) {
+        model.part->effective = model.direction * model.gain;
+      } else if (!model.part->effective.defined()) {
+        model.part->effective = model.direction.t();
+      }
+      call(model.part.get(), at::full({5, 8}, 0.1 * static_cast<double>(s + 1), at::kFloat).to(device_))
+          .square()
+          .sum()
+          .backward();
+    };
+    twins.expect_plain(0, 1, act);
+    EXPECT_THROWS(UsageError, "graphed call \"part\": it reads a tensor of shape [8, 8] that was computed",
+                  (void)twins.engine->step());
+    EXPECT_THROWS(UsageError, "Pass it to the call as a tensor argument", (void)twins.engine->step());
+  }
+}
+
+/// Takes two tensors.
+class Pair : public torch::nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& a, const at::Tensor& b) {
+    return at::linear(a, weight_).tanh() * b + (a.is_same(b) ? 1.0 : 2.0) * a * weight_;
+  }
+
+ private:
+  at::Tensor weight_ = register_parameter("weight", at::arange(64, at::kFloat).view({8, 8}) * 0.01 - 0.3);
+};
+class PairModel : public torch::nn::Module {
+ public:
+  std::shared_ptr<Pair> first = register_module("first", std::make_shared<Pair>());
+  std::shared_ptr<Pair> second = register_module("second", std::make_shared<Pair>());
+};
+
+at::Tensor square_rows(std::int64_t s, c10::Device device) {
+  auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(700 + s));
+  return at::randn({8, 8}, generator, at::kFloat).to(device);
+}
+
+TEST_F(ParameterGuardTest, ATransposedLinkedOutputIsNoExactMatch) {
+  Twins<PairModel> twins(options());
+  const auto act = [&](int form) {
+    return [this, form](PairModel& model, std::int64_t s) {
+      const at::Tensor other = square_rows(s, device_);
+      const at::Tensor h = call(model.first.get(), square_rows(s + 50, device_), other);
+      call(model.second.get(), form == 0 ? h : form == 1 ? h.t() : h.slice(0, 0, 8, 1).flip(0), other).sum().backward();
+    };
+  };
+  twins.expect_plain(0, 3, act(0));
+  EXPECT_EQ(twins.replays(), 4);
+  for (const int form : {1, 2, 0, 1}) {
+    twins.expect_plain(3, 6, act(form));
+    EXPECT_EQ(twins.replays(), 4) << form;
+  }
+}
+
+TEST_F(ParameterGuardTest, ACallableThatIsGivenATransposedLinkedOutputRefusesIt) {
+  PairModel model;
+  model.to(device_);
+  OffloadEngine engine(model, Options(device_));
+  const auto graphed =
+      make_graphed_callables(engine,
+                             {Callable("first", [](const Tensors& in) { return Tensors{in[0] * 2}; }),
+                              Callable("second", [](const Tensors& in) { return Tensors{in[0].tanh()}; })},
+                             {{square_rows(0, device_)}, {Sample::output_of(0)}});
+  const at::Tensor h = graphed[0]({square_rows(1, device_)})[0];
+  EXPECT_THROWS(UsageError, "output of an earlier call", (void)graphed[1]({h.t()}));
+  EXPECT_TRUE(at::equal(graphed[1]({h})[0].cpu(), h.tanh().cpu()));
+}
+
+TEST_F(ParameterGuardTest, ArgumentsThatAreOneTensorAreAnotherVariant) {
+  Twins<PairModel> twins(options());
+  const auto act = [&](bool same) {
+    return [this, same](PairModel& model, std::int64_t s) {
+      const at::Tensor a = square_rows(s, device_).requires_grad_(true);
+      const at::Tensor b = same ? a : square_rows(s + 50, device_).requires_grad_(true);
+      const at::Tensor h = call(model.first.get(), a, b);
+      call(model.second.get(), h, same ? h : h.view_as(h)).sum().backward();
+      model.zero_grad();
+      (a.grad() + b.grad()).sum();
+    };
+  };
+  for (const bool same : {false, true, false, true}) {
+    twins.expect_plain(0, 4, act(same));
+    EXPECT_EQ(twins.replays(), 4);
+  }
+  EXPECT_EQ(twins.captures(), 8);
+}
+
+TEST_F(ParameterGuardTest, GradientsOfOneTensorAsSeveralArguments) {
+  Twins<PairModel> twins(options());
+  for (std::int64_t s = 0; s < 4; ++s) {
+    std::vector<at::Tensor> grads;
+    twins.expect_plain(s, [&](PairModel& model, std::int64_t step) {
+      const at::Tensor a = square_rows(step, device_).requires_grad_(true);
+      const at::Tensor h = call(model.first.get(), a, a);
+      call(model.second.get(), h, h).sum().backward();
+      grads.push_back(a.grad().cpu());
+    });
+    EXPECT_TRUE(at::equal(grads[0], grads[1])) << "step " << s;
+  }
+  EXPECT_EQ(twins.replays(), 4);
+}
+
+TEST_F(ParameterGuardTest, OtherStridesAreAnotherVariant) {
+  Twins<PairModel> twins(options());
+  const auto act = [&](bool transposed) {
+    return [this, transposed](PairModel& model, std::int64_t s) {
+      const at::Tensor a = square_rows(s, device_);
+      call(model.first.get(), transposed ? a.t() : a, square_rows(s + 50, device_)).sum().backward();
+    };
+  };
+  for (const bool transposed : {false, true, false}) {
+    twins.expect_plain(0, 4, act(transposed));
+    EXPECT_EQ(twins.replays(), 2);
+  }
+  EXPECT_EQ(twins.captures(), 4);
+}
+
+}  // namespace
+}  // namespace sidestream
