@@ -17,6 +17,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/rand.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/split.h>
 #include <ATen/ops/zeros.h>
@@ -202,6 +203,54 @@ TEST(OperatorObserver, ErrorsAreKeptAndTheStateComesBack) {
       },
       c10::Error);
   EXPECT_FALSE(at::hasThreadLocalCallbacks());
+}
+
+TEST(OperatorObserver, TellsBeforeAnOperatorWrites) {
+  const at::Tensor counter = at::zeros({1});
+  std::vector<float> before;
+  std::vector<float> after;
+  const auto note = [&](std::vector<float>& values) {
+    return [&](const OperatorAccess& access) {
+      if (!access.nested && !access.writes.empty() && access.writes.front().is_same(counter)) {
+        EXPECT_EQ(access.outputs.empty(), &values == &before);
+        values.push_back(*counter.const_data_ptr<float>());
+      }
+    };
+  };
+  const OperatorObserverGuard guard(note(after), note(before));
+  counter.add_(1);
+  counter.mul_(3);
+  EXPECT_EQ(before, (std::vector<float>{0, 1}));
+  EXPECT_EQ(after, (std::vector<float>{1, 3}));
+}
+
+TEST(OperatorObserver, TheGuardAroundHearsWhereItIsToldTo) {
+  for (const auto outer : {OperatorObserverGuard::Outer::hears_nothing, OperatorObserverGuard::Outer::hears_too}) {
+    int heard = 0;
+    int seen = 0;
+    const OperatorObserverGuard around([&](const OperatorAccess&) { ++heard; });
+    {
+      const OperatorObserverGuard inner([&](const OperatorAccess&) { ++seen; }, {}, outer);
+      (void)at::ones({2});
+    }
+    EXPECT_GT(seen, 0);
+    EXPECT_EQ(heard, outer == OperatorObserverGuard::Outer::hears_too ? seen : 0);
+  }
+}
+
+TEST(OperatorObserver, KnowsWhatDraws) {
+  std::vector<std::string> random;
+  const OperatorObserverGuard guard([&](const OperatorAccess& access) {
+    if (access.random) {
+      random.emplace_back(access.name);
+    }
+  });
+  (void)at::ones({2}).mul(2);
+  (void)at::rand({2});
+  at::zeros({2}).normal_();
+  EXPECT_TRUE(std::find(random.begin(), random.end(), "aten::rand") != random.end());
+  EXPECT_TRUE(std::find(random.begin(), random.end(), "aten::normal_") != random.end());
+  EXPECT_TRUE(std::find(random.begin(), random.end(), "aten::mul") == random.end());
 }
 
 TEST(ExternalReads, FindsWhatWasNotMadeInside) {
