@@ -116,6 +116,7 @@ void ChainCapture::run() {
   }
   resources_.exclusions->remove_static_inputs();
   runtime_.synchronize_device();
+  fill_kept_tensors();
   runtime_.release_cached_memory();
 }
 
@@ -128,6 +129,12 @@ void ChainCapture::say(ProgressPhase phase, std::size_t index, std::size_t layer
 void ChainCapture::record_caller_event() {
   if (const auto& event = chain_.options_.cuda_graph_event(); event != nullptr) {
     runtime_.record(GraphEventState::event_of(*event), capture_);
+  }
+}
+
+void ChainCapture::hold_reads(Layer& layer) {
+  for (const at::Tensor& tensor : reads_.give_to(layer)) {
+    watch(layer, tensor);
   }
 }
 
@@ -166,15 +173,21 @@ void ChainCapture::capture_forward(std::size_t index) {
   resources_.offload->begin_forward(layer.offloaded);
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   {
-    const RecorderGuard recording(live.recorder.get());
-    RecorderScope scope(*live.recorder, layer.spec.scope);
+    const OperatorObserverGuard observer = reads_.watch();
     {
-      const ForwardStateGuard state(layer.spec.state);
-      const std::vector<at::Tensor> arguments = arguments_of(layer.spec, live.leaves);
-      layer.spec.body(arguments.data(), outputs);
+      const RecorderGuard recording(live.recorder.get());
+      RecorderScope scope(*live.recorder, layer.spec.scope);
+      {
+        const ForwardStateGuard state(layer.spec.state);
+        const std::vector<at::Tensor> arguments = arguments_of(layer.spec, live.leaves);
+        layer.spec.body(arguments.data(), outputs);
+      }
+      scope.end();
     }
-    scope.end();
+    observer.rethrow();
   }
+  hold_reads(layer);
+  reads_.forward_ended(index);
   live.recorder->finish();
   runtime_.record(layer.forward_done, capture_);
   record_caller_event();
@@ -222,6 +235,7 @@ void ChainCapture::prepare_seeds(std::size_t index) {
       giver->grad_is_seed = true;
     } else {
       output.seed = at::zeros_like(output.tensor, at::MemoryFormat::Contiguous);
+      reads_.made(output.seed);
     }
   }
 }
@@ -257,6 +271,7 @@ void ChainCapture::capture_backward(std::size_t index) {
     Layer& next = chain_.layers_[index - 1];
     resources_.offload->prefetch(next.offloaded, next.spec.scope->site);
     for (const auto& saved : next.offloaded) {
+      reads_.made(saved->device);
       next.reload_targets.push_back(saved->device.mutable_data());
     }
   }
@@ -264,9 +279,12 @@ void ChainCapture::capture_backward(std::size_t index) {
     const RecorderGuard no_recorder(nullptr);
     const NestedBackwardRefusal no_nested;
     const BackwardStateGuard state(layer.spec.state);
+    const OperatorObserverGuard observer = reads_.watch();
     grads = torch::autograd::grad(roots, targets, seeds, chain_.options_.retain_graph_in_backward(),
                                   /*create_graph=*/false, /*allow_unused=*/true);
+    observer.rethrow();
   }
+  hold_reads(layer);
   take_gradients(layer, live, grads);
   runtime_.record(layer.backward_done, capture_);
   record_caller_event();

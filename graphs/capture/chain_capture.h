@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "graphs/capture/capture_reads.h"
 #include "graphs/capture/warmup.h"
 #include "graphs/replay/chain.h"
 #include "offload/recorder.h"
@@ -46,6 +47,12 @@ class ChainCapture {
   /// To whoever listens.
   void say(ProgressPhase phase, std::size_t index, std::size_t layer) const;
   void record_caller_event();
+  /// What the latest capture read from elsewhere lives as long as `layer`.
+  void hold_reads(Layer& layer);
+  /// What modules keep of the tensors that their capture made gets its value: see Note [Tensors that a module keeps].
+  void fill_kept_tensors();
+  /// Throws: CaptureError where a body replaces by a new tensor what it reads.
+  void refuse_replaced(const std::vector<CaptureReads::Made>& kept) const;
   void capture_forward(std::size_t index);
   /// The input of the next layer that alone reads `output` of layer `index`, if the gradient it gets there can be handed on as
   /// the output's seed without a copy, and is no other output's seed; else null.
@@ -61,6 +68,7 @@ class ChainCapture {
   Runtime& runtime_;
   std::vector<LayerSpec> specs_;
   std::vector<LayerSizing> sizings_;
+  CaptureReads reads_;
   c10::Stream capture_;
   std::vector<Live> live_;
   std::vector<at::Tensor> made_grads_;  ///< parameters that had no `.grad`

@@ -18,6 +18,7 @@ ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::v
       resources_(resources),
       runtime_(*resources.runtime),
       specs_(std::move(specs)),
+      reads_(*resources.exclusions),
       capture_(resources.capture_stream->get()),
       live_(specs_.size()) {}
 
@@ -57,17 +58,10 @@ void ChainCapture::prepare_layers() {
     layer.forward_copies_done = runtime_.create_external_event();
     layer.backward_done = runtime_.create_external_event();
     layer.backward_copies_done = runtime_.create_external_event();
-    layer.externals = sizings_[i].externals;
     layer.backward_reads = sizings_[i].backward_reads;
     layer.casts = sizings_[i].casts;
     layer.modules = layer.spec.state.modules.as_now(/*with_tensors=*/layer.spec.module != nullptr);
     layer.modules.take_flags(layer.spec.state.modules);
-    for (const c10::Storage& external : layer.externals) {
-      // Registered by another module of the model, a rotary cache perhaps: it may be loaded or relocated as the rest.
-      if (const at::Tensor tensor = resources_.exclusions->registered(external); tensor.defined()) {
-        watch(layer, tensor);
-      }
-    }
     for (LayerInput& input : layer.spec.inputs) {
       StaticInput held;
       held.same_as_earlier = input.aliases && input.aliases->same_as != layer.inputs.size();
@@ -78,6 +72,7 @@ void ChainCapture::prepare_layers() {
         held.requires_grad = input.sample.requires_grad();
         held.tensor = at::empty_like(input.sample.detach());
         held.tensor.copy_(input.sample.detach());
+        reads_.made(held.tensor);
       }
       held.from = input.from;
       input.sample = at::Tensor();

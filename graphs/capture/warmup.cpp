@@ -12,6 +12,7 @@
 
 #include "graphs/capture/call_state_guard.h"
 #include "graphs/capture/observed_weights.h"
+#include "graphs/capture/pass_watch.h"
 #include "observe/operator_observer.h"
 #include "offload/nested_backward.h"
 #include "offload/sizing.h"
@@ -166,49 +167,56 @@ void naming_call(const LayerSpec& spec, const Part& part) {
 
 /// The sizing pass of one layer.
 LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inputs, const GraphOptions& options,
-                       ScopeTree& tree, Exclusions& exclusions, detail::TensorBuffer& outputs) {
+                       ScopeTree& tree, Exclusions& exclusions, PassWatch& watch, detail::TensorBuffer& outputs) {
   LayerSizing sizing;
   std::vector<at::Tensor> parameters;
   if (spec.module != nullptr) {
     parameters = requiring(spec.module->parameters());
   }
-  ExternalReads reads;
-  ObservedWeights weights(reads);
+  ObservedWeights weights(watch.reads());
   const c10::DeviceType type = spec.state.modes.autocast.type;
   Recorder recorder(tree, exclusions, std::make_shared<SizingMover>(), nullptr);
   std::vector<bool> used;
   const std::vector<at::Tensor> differentiable = requiring(inputs);
   std::vector<at::Tensor> targets;
   {
-    const OperatorObserverGuard observer([&](const OperatorAccess& access) {
-      reads.observe(access);
-      sizing.casts = sizing.casts || at::autocast::is_autocast_enabled(type);
-      weights.observe(access);
-      for (const at::Tensor& read : access.reads) {
-        if (read.is_leaf() && read.requires_grad() && !holds(inputs, read) && !holds(parameters, read)) {
-          parameters.push_back(read);
-        }
-      }
-    });
-    const RecorderGuard recording(&recorder);
-    outputs = pass(
-        LayerSpec{spec.name, spec.scope,
-                  [&](const at::Tensor* in, detail::TensorBuffer& out) {
-                    RecorderScope scope(recorder, spec.scope);
-                    spec.body(in, out);
-                    scope.end();
-                    weights.backward_begins();
-                  },
-                  spec.module, spec.inputs, spec.state},
-        inputs,
-        [&] {
-          targets = differentiable;
-          targets.insert(targets.end(), parameters.begin(), parameters.end());
-          return targets;
+    const OperatorObserverGuard observer(
+        [&](const OperatorAccess& access) {
+          watch.after(access);
+          sizing.casts = sizing.casts || at::autocast::is_autocast_enabled(type);
+          weights.observe(access);
+          for (const at::Tensor& read : access.reads) {
+            if (read.is_leaf() && read.requires_grad() && !holds(inputs, read) && !holds(parameters, read)) {
+              parameters.push_back(read);
+            }
+          }
         },
-        &used);
+        [&](const OperatorAccess& access) { watch.before(access); });
+    const RecorderGuard recording(&recorder);
+    try {
+      outputs = pass(
+          LayerSpec{spec.name, spec.scope,
+                    [&](const at::Tensor* in, detail::TensorBuffer& out) {
+                      RecorderScope scope(recorder, spec.scope);
+                      spec.body(in, out);
+                      scope.end();
+                      weights.backward_begins();
+                    },
+                    spec.module, spec.inputs, spec.state},
+          inputs,
+          [&] {
+            targets = differentiable;
+            targets.insert(targets.end(), parameters.begin(), parameters.end());
+            return targets;
+          },
+          &used);
+    } catch (const c10::Error&) {
+      watch.check_inputs();  // an input that requires a gradient is a leaf here: LibTorch refuses to write it in place
+      throw;
+    }
     naming_call(spec, [&] { observer.rethrow(); });
   }
+  watch.check();
   recorder.finish();
   for (std::size_t i = 0; i < targets.size(); ++i) {
     if (i >= differentiable.size()) {
@@ -218,18 +226,6 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
     } else if (!used[i] && !options.allow_unused_input() && !targets.empty()) {
       throw UsageError("callable \"" + spec.name + "\": an input that requires a gradient gets none; pass it without " +
                        "requires_grad, or set GraphOptions::allow_unused_input");
-    }
-  }
-  for (const ExternalStorage& external : reads.externals()) {
-    const auto is_known = [&](const at::Tensor& t) {
-      return t.defined() && t.has_storage() &&
-             t.storage().unsafeGetStorageImpl() == external.storage.unsafeGetStorageImpl();
-    };
-    std::vector<at::Tensor> buffers = spec.module == nullptr ? std::vector<at::Tensor>() : spec.module->buffers();
-    if (std::none_of(inputs.begin(), inputs.end(), is_known) &&
-        std::none_of(parameters.begin(), parameters.end(), is_known) &&
-        std::none_of(buffers.begin(), buffers.end(), is_known)) {
-      sizing.externals.push_back(external.storage);
     }
   }
   weights.for_each_read([&](const c10::StorageImpl* storage, const c10::VariableVersion& version) {
@@ -298,6 +294,7 @@ BareLeaves::~BareLeaves() {
 std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options, Runtime& runtime,
                                  ScopeTree& tree, Exclusions& exclusions, const ProgressCallback& progress) {
   const StateKeeper state(specs, runtime.device());
+  PassWatch watch(runtime.device(), exclusions);
   const RecorderGuard no_recorder(nullptr);
   if (options.pre_warmup_hook()) {
     options.pre_warmup_hook()();
@@ -311,16 +308,20 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
     const Site site(Activity::warmup, spec.scope->site);
     const std::vector<at::Tensor> inputs = leaves_of(specs, spec, outputs);
     const ModelFlagsGuard flags(spec.state.modules);
+    watch.enter(spec, inputs);
     detail::TensorBuffer made;
     {
       const Site sizing(Activity::sizing, spec.scope->site);
-      sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, made));
+      sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, watch, made));
     }
     auto& kept = outputs.emplace_back();
     for (const at::Tensor& output : made) {
       kept.push_back(output.defined() ? output.detach().requires_grad_(output.requires_grad()) : output);
     }
     made.clear();
+    const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); },
+                                         [&](const OperatorAccess& access) { watch.before(access); },
+                                         OperatorObserverGuard::Outer::hears_too);
     for (std::int64_t i = 0; i < options.num_warmup_iters(); ++i) {
       pass(
           spec, inputs,

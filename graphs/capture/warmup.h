@@ -15,16 +15,16 @@ struct LayerSizing {
   Profile profile;                       ///< groups and storages that autograd saved
   std::vector<const ScopeNode*> scopes;  ///< of the profile's groups
   std::vector<at::Tensor> parameters;    ///< leaves that got a gradient, the module's first, in their order
-  std::vector<c10::Storage> externals;
   std::vector<BackwardRead> backward_reads;
   bool casts = false;  ///< autocast was on somewhere in it
   std::uint64_t saved_bytes = 0;
 };
 
 /// Runs every layer eagerly on the current stream, forward and backward: once under the recorder and the operator observer
-/// (the sizing pass), then `num_warmup_iters` times with offload off, all between the two hooks. Gradients, module buffers and
-/// the random state are then as before; nothing of the passes' memory is kept.
-/// Capture: illegal.  Throws: UsageError (an input without gradient), and what the callables throw.
+/// (the sizing pass), then `num_warmup_iters` times with offload off, all between the two hooks. Gradients, module buffers, what
+/// else operators wrote and did not make, and the random state are then as before; nothing of the passes' memory is kept.
+/// Capture: illegal.  Throws: UsageError (an input without gradient, or on another device), CaptureError (what graphs would
+/// freeze: see PassWatch), and what the callables throw.
 [[nodiscard]] std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options,
                                                Runtime& runtime, ScopeTree& tree, Exclusions& exclusions,
                                                const ProgressCallback& progress);

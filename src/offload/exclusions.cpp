@@ -86,9 +86,13 @@ void Exclusions::mark(const at::Tensor& tensor) {
 
 void Exclusions::add_static_input(const at::Tensor& tensor) {
   if (storage_of(tensor) != nullptr) {
-    const std::lock_guard lock(mutex_);
-    static_inputs_.insert(tensor.storage());
+    add_static_input(tensor.storage());
   }
+}
+
+void Exclusions::add_static_input(const c10::Storage& storage) {
+  const std::lock_guard lock(mutex_);
+  static_inputs_.insert(storage);
 }
 
 void Exclusions::remove_static_inputs() noexcept {

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/Storage.h>
 
 #include "runtime/weak_storage_set.h"
 
@@ -50,8 +51,9 @@ class Exclusions {
   [[nodiscard]] at::Tensor registered(const c10::Storage& storage) const;
   /// The user's mark_not_offload: for as long as the storage lives.
   void mark(const at::Tensor& tensor);
-  /// The input of a graph that is another graph's static output, where no chain owns both.
+  /// What a graph reads and does not make: its inputs, other graphs' static outputs among them, and what it reads from elsewhere.
   void add_static_input(const at::Tensor& tensor);
+  void add_static_input(const c10::Storage& storage);
   void remove_static_inputs() noexcept;
 
   /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, weight_cast, small.

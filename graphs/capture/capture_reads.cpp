@@ -1,0 +1,105 @@
+#include "graphs/capture/capture_reads.h"
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+namespace sidestream {
+namespace {
+
+bool lies_in(const at::Tensor& tensor, const c10::Storage& storage) {
+  return tensor.defined() && tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+}
+
+/// Among what the layer holds and watches anyway.
+bool is_known(const Layer& layer, const c10::Storage& storage) {
+  const auto any_in = [&](const std::vector<at::Tensor>& tensors) {
+    return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return lies_in(t, storage); });
+  };
+  return std::any_of(layer.inputs.begin(), layer.inputs.end(),
+                     [&](const StaticInput& input) { return lies_in(input.tensor, storage); }) ||
+         std::any_of(layer.parameters.begin(), layer.parameters.end(),
+                     [&](const LayerParameter& parameter) {
+                       return lies_in(parameter.tensor, storage) || lies_in(parameter.grad, storage);
+                     }) ||
+         std::any_of(
+             layer.externals.begin(), layer.externals.end(),
+             [&](const c10::Storage& held) { return held.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl(); }) ||
+         (layer.spec.module != nullptr &&
+          (any_in(layer.spec.module->parameters()) || any_in(layer.spec.module->buffers())));
+}
+
+}  // namespace
+
+OperatorObserverGuard CaptureReads::watch() {
+  return OperatorObserverGuard([this](const OperatorAccess& access) { reads_.observe(access); },
+                               [this](const OperatorAccess& access) { before(access); },
+                               OperatorObserverGuard::Outer::hears_too);
+}
+
+// An operator saves its arguments while it runs: so what it reads from elsewhere is known by then.
+void CaptureReads::before(const OperatorAccess& access) {
+  const std::size_t known = reads_.externals().size();
+  reads_.observe_before(access);
+  for (std::size_t i = known; i < reads_.externals().size(); ++i) {
+    exclusions_.add_static_input(reads_.externals()[i].storage);
+  }
+}
+
+std::vector<at::Tensor> CaptureReads::give_to(Layer& layer) {
+  std::vector<at::Tensor> registered;
+  for (ExternalStorage& external : reads_.take()) {
+    if (external.written) {
+      written_.push_back(external.storage);
+    }
+    if (is_known(layer, external.storage)) {
+      continue;
+    }
+    if (const at::Tensor tensor = exclusions_.registered(external.storage); tensor.defined()) {
+      registered.push_back(tensor);
+    }
+    layer.externals.push_back(std::move(external.storage));
+  }
+  return registered;
+}
+
+void CaptureReads::forward_ended(std::size_t index) {
+  std::erase_if(forwards_, [](const auto& made) { return made.second.first.expired(); });
+  for (const c10::Storage& storage : reads_.made_and_alive()) {
+    forwards_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl(), index);
+  }
+}
+
+std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const std::vector<Layer>& layers) const {
+  std::unordered_set<const c10::StorageImpl*> owned;
+  const auto own = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.has_storage()) {
+      owned.insert(tensor.storage().unsafeGetStorageImpl());
+    }
+  };
+  for (const Layer& layer : layers) {
+    for (const StaticInput& input : layer.inputs) {
+      own(input.tensor);
+    }
+    for (const StaticOutput& output : layer.outputs) {
+      own(output.tensor);
+      own(output.seed);
+    }
+    for (const LayerParameter& parameter : layer.parameters) {
+      own(parameter.grad);
+    }
+    for (const auto& saved : layer.offloaded) {
+      owned.insert(saved->device.unsafeGetStorageImpl());
+    }
+  }
+  std::vector<Made> kept;
+  for (const auto& [key, made] : forwards_) {
+    if (auto alive = made.first.lock(); alive && !owned.contains(key)) {
+      kept.push_back({made.second, c10::Storage(std::move(alive))});
+    }
+  }
+  return kept;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,56 @@
+#pragma once
+#include <cstddef>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include "graphs/replay/layer.h"
+#include "observe/operator_observer.h"
+#include "offload/exclusions.h"
+
+namespace sidestream {
+
+/// What the captures of one chain read and did not make, which must live as long as their graphs; and what they made that
+/// somebody keeps.
+/// Threads: one at a time.
+class CaptureReads {
+ public:
+  /// A storage that a forward capture made and that is still held.
+  struct Made {
+    std::size_t layer;
+    c10::Storage storage;
+  };
+
+  explicit CaptureReads(Exclusions& exclusions) : exclusions_(exclusions) {}
+
+  /// Memory of the chain itself, allocated without an operator of a capture.
+  void made(const at::Tensor& tensor) { reads_.made(tensor); }
+  void made(const c10::Storage& storage) { reads_.made(storage); }
+  /// While it lives, operators of this thread and of backward passes that it starts are seen. What they read from elsewhere is
+  /// not to be offloaded.
+  [[nodiscard]] OperatorObserverGuard watch();
+  /// Gives `layer` what was read since the last call, but for its inputs, parameters and buffers. Returns those that other
+  /// modules of the model have registered, a rotary cache perhaps: they may be loaded or relocated as the rest.
+  [[nodiscard]] std::vector<at::Tensor> give_to(Layer& layer);
+  /// What lives now and was made since the last call is of the forward of layer `index`.
+  void forward_ended(std::size_t index);
+  /// Of what the forwards made: what lives although `layers` do not hold it.
+  [[nodiscard]] std::vector<Made> kept_by_others(const std::vector<Layer>& layers) const;
+  /// What the captures write and did not make.
+  [[nodiscard]] const std::vector<c10::Storage>& written() const noexcept { return written_; }
+
+ private:
+  void before(const OperatorAccess& access);
+
+  Exclusions& exclusions_;
+  ExternalReads reads_;
+  std::vector<c10::Storage> written_;
+  std::unordered_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::size_t>>
+      forwards_;  ///< which layer's made it
+};
+
+}  // namespace sidestream

@@ -1,0 +1,74 @@
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include <ATen/Context.h>
+
+#include "base/site.h"
+#include "graphs/capture/chain_capture.h"
+#include "graphs/capture/written_storages.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// Autograd's device threads let go of the last tensors of a backward pass a moment after it has returned.
+constexpr int kLooks = 20;
+constexpr std::chrono::microseconds kBetweenLooks{200};
+
+}  // namespace
+
+// Note [Tensors that a module keeps]
+// ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+// A module may keep what its forward makes: attention weights to look at, or a mask for the length that it was called with
+// last, which two calls of other lengths replace by turns. Made in a capture, such a tensor lies in the pool of the graphs, where
+// each replay writes it anew: as good as plain training's, once there was a replay. But a capture computes nothing, and the module
+// may be asked before that: by an eager call, or by the warm-up of another capture, whose graphs then read it. So the forwards run
+// once, for these tensors alone; what else they write is put back.
+void ChainCapture::fill_kept_tensors() {
+  std::vector<CaptureReads::Made> kept = reads_.kept_by_others(chain_.layers_);
+  for (int look = 0; look < kLooks && !kept.empty(); ++look) {
+    kept.clear();
+    std::this_thread::sleep_for(kBetweenLooks);
+    kept = reads_.kept_by_others(chain_.layers_);
+  }
+  if (kept.empty()) {
+    return;
+  }
+  const StreamGuard on_capture(runtime_, capture_);
+  at::Generator generator = at::globalContext().defaultGenerator(runtime_.device());
+  const at::Tensor random = generator.get_state();
+  WrittenStorages written;
+  for (const c10::Storage& storage : reads_.written()) {
+    written.keep(storage);
+  }
+  for (const Layer& layer : chain_.layers_) {
+    const Site site(Activity::warmup, layer.spec.scope->site);
+    runtime_.launch(layer.forward, capture_);
+  }
+  written.put_back();
+  runtime_.synchronize_device();
+  generator.set_state(random);
+  refuse_replaced(kept);  // after all that: what the module keeps now has a value
+}
+
+void ChainCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) const {
+  for (const CaptureReads::Made& made : kept) {
+    for (const c10::Storage& external : chain_.layers_[made.layer].externals) {
+      // What nobody but graphs holds was let go of while they were captured.
+      const auto holders = std::count_if(chain_.layers_.begin(), chain_.layers_.end(), [&](const Layer& layer) {
+        return std::any_of(layer.externals.begin(), layer.externals.end(), [&](const c10::Storage& held) {
+          return held.unsafeGetStorageImpl() == external.unsafeGetStorageImpl();
+        });
+      });
+      if (external.nbytes() == made.storage.nbytes() && static_cast<std::int64_t>(external.use_count()) == holders) {
+        throw CaptureError(
+            chain_.describe(made.layer) + ": it reads a tensor of " + std::to_string(external.nbytes()) +
+            " bytes that it keeps from call to call, and keeps a new tensor in its place; graphs would read " +
+            "the first one for ever. Change it in place (copy_, add_), as a registered buffer");
+      }
+    }
+  }
+}
+
+}  // namespace sidestream

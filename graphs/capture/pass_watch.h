@@ -1,0 +1,62 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+#include "graphs/capture/written_storages.h"
+#include "graphs/replay/layer.h"
+#include "observe/operator_observer.h"
+#include "offload/exclusions.h"
+
+namespace sidestream {
+
+/// Watches the eager passes of a chain's bodies: what they write and did not make is as before when this object dies, and what
+/// a graph would freeze or lose without a word is refused by name.
+/// Threads: `before` and `after` as an observer's; the rest one thread.
+class PassWatch {
+ public:
+  /// What bodies read from elsewhere is not to be offloaded: `exclusions` hears of it.
+  PassWatch(c10::Device device, Exclusions& exclusions);
+  PassWatch(const PassWatch&) = delete;
+  PassWatch& operator=(const PassWatch&) = delete;
+  ~PassWatch();
+
+  /// Passes of the body of `spec` on `inputs` begin; both must live until the next ones do.
+  /// Throws: UsageError for an input on another device.
+  void enter(const LayerSpec& spec, const std::vector<at::Tensor>& inputs);
+  void before(const OperatorAccess& access);
+  void after(const OperatorAccess& access);
+  /// What the passes since `enter` read from elsewhere.
+  [[nodiscard]] const ExternalReads& reads() const noexcept { return reads_; }
+  /// An input was written in place: throws CaptureError. For a body that failed as well, since LibTorch refuses it at leaves.
+  void check_inputs() const;
+  /// Throws: CaptureError for what else cannot be captured: tensors on other devices, draws from the CPU's generator.
+  void check() const;
+
+ private:
+  struct Foreign {
+    const c10::StorageImpl* storage;  // `reads_` keeps it
+    std::string what;
+  };
+
+  [[nodiscard]] std::string name() const { return "graphed call \"" + spec_->name + "\""; }
+  [[nodiscard]] std::string registered_name(const at::Tensor& tensor) const;
+  void note_foreign(const at::Tensor& tensor, const OperatorAccess& access);
+
+  c10::Device device_;
+  Exclusions& exclusions_;
+  const LayerSpec* spec_ = nullptr;
+  const std::vector<at::Tensor>* inputs_ = nullptr;
+  ExternalReads reads_;
+  std::vector<Foreign> foreign_;
+  std::string written_input_;  ///< what was found first; empty for nothing
+  const char* cpu_draw_ = nullptr;
+  bool cpu_draw_nested_ = false;
+  WrittenStorages written_;
+  at::Generator cpu_generator_;
+  at::Tensor cpu_state_;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,28 @@
+#pragma once
+#include <unordered_map>
+#include <utility>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/util/intrusive_ptr.h>
+
+namespace sidestream {
+
+/// Storages as they were before something wrote them, to be put back. A storage that has died is forgotten with its copy.
+/// Threads: one at a time. Capture: illegal (it copies on the current stream).
+class WrittenStorages {
+ public:
+  /// Copies `storage`, where that was not done yet. Call before it is written.
+  void keep(const c10::Storage& storage);
+  /// Every storage that is kept gets its bytes back. Throws: as a copy.
+  void put_back();
+
+ private:
+  void forget_dead();
+
+  /// The weak reference keeps the address of a dead storage from being met again.
+  using Kept = std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, at::Tensor>;
+  std::unordered_map<const c10::StorageImpl*, Kept> kept_;
+};
+
+}  // namespace sidestream

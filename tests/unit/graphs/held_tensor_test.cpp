@@ -1,0 +1,200 @@
+// Tensors that a capture reads and nothing registers: caches that modules make on first use and replace.
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "models/body_model.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::BodyBlock;
+using testing_model::BodyModel;
+using testing_model::BodyTwins;
+
+class HeldTensorTest : public testing::Test {
+ protected:
+  [[nodiscard]] Options options() const { return Options(device_).graph("blocks.*").min_bytes(256); }
+
+  c10::Device device_ = find_device("sim");
+};
+
+/// As attention caches its sliding-window mask: one for the latest length.
+at::Tensor masked(BodyBlock& block, const at::Tensor& x) {
+  const std::int64_t length = x.size(1);
+  if (!block.other.defined() || block.other.size(0) != length) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor i = at::arange(length, x.options());
+    block.other = ((i.unsqueeze(1) - i.unsqueeze(0)).abs() < 4).to(x.scalar_type());
+  }
+  const at::Tensor h = at::matmul(x, block.weight);
+  return at::matmul(at::softmax(at::matmul(h, h.transpose(1, 2)) * block.other, -1), h).tanh();
+}
+
+/// A rope table that grows to the longest length seen.
+at::Tensor rotated(BodyBlock& block, const at::Tensor& x) {
+  const std::int64_t length = x.size(1);
+  if (!block.other.defined() || block.other.size(0) < length) {
+    const at::NoGradGuard no_grad;
+    block.other = at::outer(at::arange(length, x.options()), at::arange(x.size(2), x.options()) * 0.1).cos();
+  }
+  return (at::matmul(x, block.weight) * block.other.narrow(0, 0, length)).sin();
+}
+
+void expect_lengths(BodyTwins& twins, OffloadEngine& engine, std::initializer_list<std::int64_t> lengths) {
+  std::int64_t s = 0;
+  for (const std::int64_t length : lengths) {
+    twins.expect_plain(engine, s, s + 1, length);
+    ++s;
+  }
+}
+
+TEST_F(HeldTensorTest, AMaskThatAShorterSequenceReplacedIsStillRead) {
+  BodyTwins twins(device_, {masked, masked});
+  OffloadEngine engine(twins.mine, options().offload("blocks.*"));
+  expect_lengths(twins, engine, {8, 8, 8, 5, 8, 5, 5, 8, 8, 5, 12, 8, 12, 5, 8});
+  EXPECT_GT(engine.report().replays, 0);
+}
+
+TEST_F(HeldTensorTest, AGrowingTableIsStillReadWhereItWasSmaller) {
+  BodyTwins twins(device_, {rotated, rotated});
+  OffloadEngine engine(twins.mine, options());
+  expect_lengths(twins, engine, {5, 5, 8, 5, 8, 12, 5, 8, 12, 12, 5});
+  EXPECT_GT(engine.report().replays, 0);
+}
+
+TEST_F(HeldTensorTest, AMaskMadeInTheSizingPassIsHeld) {
+  BodyModel model(device_, {masked});
+  BodyModel plain(device_, {masked});
+  OffloadEngine engine(model, Options(device_).offload("masked").min_bytes(256));
+  const std::shared_ptr<BodyBlock> block = model.blocks->ptr<BodyBlock>(0);
+  for (const std::int64_t warmups : {0, 2}) {
+    block->other = at::Tensor();
+    const auto graphed = make_graphed_callables(
+        engine, {{"masked", [&](const Tensors& in) { return Tensors{block->forward(in[0])}; }, block}},
+        {{model.data(0, 8, 2)}}, GraphOptions().num_warmup_iters(warmups))[0];
+    EXPECT_GT(engine.report().external_bytes, 0);
+    for (std::int64_t s = 0; s < 4; ++s) {
+      (void)block->forward(model.data(s, 5, 2));  // a validation batch: the mask of length 8 is gone
+      const at::Tensor noise = at::full({8, 8}, 3.0, block->weight.options());  // and its memory is used again
+      const auto run = [&](BodyModel& of, const at::Tensor& y) {
+        testing_model::clear_gradients(of);
+        (y * model.data(s, 8, 2, 1)).sum().backward();
+        return testing_model::gradients(of);
+      };
+      const auto mine = run(model, graphed({model.data(s, 8, 2)})[0]);
+      EXPECT_TRUE(testing_model::same(mine, run(plain, plain.block(0).forward(model.data(s, 8, 2)))));
+    }
+  }
+}
+
+TEST_F(HeldTensorTest, AMaskMadeInACaptureIsThereForWhoReadsItNext) {
+  BodyTwins twins(device_, {masked, masked});
+  OffloadEngine engine(twins.mine, options());
+  const auto train = [](BodyModel& model, OffloadEngine* in, std::int64_t s) {
+    return testing_model::train_step(model, in, [&] {
+      // Two lengths by turns: each capture makes the mask that the one before has replaced.
+      (model.forward(model.data(s, 8, 2)).sum() + model.forward(model.data(s, 5, 2)).sum()).backward();
+    });
+  };
+  const auto validate = [](BodyModel& model, OffloadEngine* in, std::int64_t length) {
+    at::Tensor result;
+    testing_model::in_step(in, [&] {
+      const at::NoGradGuard no_grad;
+      result = model.forward(model.data(70, length, 2)).cpu();
+    });
+    return result;
+  };
+  EXPECT_TRUE(testing_model::same(train(twins.mine, &engine, 0), train(twins.plain, nullptr, 0)));
+  EXPECT_TRUE(at::equal(validate(twins.mine, &engine, 5), validate(twins.plain, nullptr, 5))) << "behind the capture";
+  for (std::int64_t s = 1; s < 5; ++s) {
+    EXPECT_TRUE(testing_model::same(train(twins.mine, &engine, s), train(twins.plain, nullptr, s))) << "step " << s;
+    twins.expect_plain(engine, 10 + s, 11 + s, s % 2 == 0 ? 8 : 5, 3);  // another batch: captured on its own
+  }
+}
+
+TEST_F(HeldTensorTest, AMaskMadeInACaptureHasItsValueBeforeTheFirstReplay) {
+  BodyModel model(device_, {masked});
+  BodyModel plain(device_, {masked});
+  OffloadEngine engine(model, Options(device_));
+  const std::shared_ptr<BodyBlock> block = model.blocks->ptr<BodyBlock>(0);
+  const TensorFunction run = [&](const Tensors& in) { return Tensors{block->forward(in[0])}; };
+  const auto of_two = make_graphed_callables(engine, {{"long", run, block}, {"short", run, block}},
+                                             {{model.data(0, 8, 2)}, {model.data(0, 5, 2)}});
+  const auto expect_eager = [&](std::int64_t length) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor x = model.data(3, length, 2);
+    EXPECT_TRUE(at::equal(block->forward(x).cpu(), plain.block(0).forward(x).cpu()));
+  };
+  expect_eager(5);  // reads the mask that the last capture made: nothing has replayed yet
+  const auto of_one = make_graphed_callables(engine, {{"again", run, block}}, {{model.data(0, 5, 2)}})[0];
+  expect_eager(8);  // replaces it
+  for (std::int64_t s = 0; s < 3; ++s) {
+    const at::Tensor x = model.data(s, 5, 2);
+    EXPECT_TRUE(at::equal(of_one({x})[0].detach().cpu(), plain.block(0).forward(x).detach().cpu()));
+  }
+}
+
+TEST_F(HeldTensorTest, WhatAModuleKeepsToLookAtIsAsInPlainTraining) {
+  const auto looks = [](BodyBlock& block, const at::Tensor& x) {
+    block.kept = at::softmax(at::matmul(x, block.weight), -1).detach();
+    return x + at::matmul(x, block.weight).tanh();
+  };
+  BodyTwins twins(device_, {looks, looks});
+  OffloadEngine engine(twins.mine, options());
+  twins.expect_plain(engine, 0, 5);  // `kept` is compared
+  EXPECT_GT(engine.report().replays, 0);
+}
+
+TEST_F(HeldTensorTest, AStateThatTheBodyReplacesIsRefusedByName) {
+  const auto moving = [](BodyBlock& block, const at::Tensor& x) {
+    const at::Tensor h = at::matmul(x, block.weight);
+    block.kept = (block.kept.defined() ? block.kept * 0.9 : at::zeros({16}, x.options().requires_grad(false))) +
+                 h.detach().mean(at::IntArrayRef{0, 1}) * 0.1;
+    return h - block.kept;
+  };
+  BodyTwins twins(device_, {moving});
+  OffloadEngine engine(twins.mine, options());
+  twins.expect_plain(engine, 0, 1);
+  EXPECT_THROWS(CaptureError, "graphed call \"blocks.0\": it reads a tensor of 64 bytes that it keeps",
+                (void)engine.step());
+}
+
+TEST_F(HeldTensorTest, WhatACaptureMadeIsNotHeld) {
+  BodyTwins twins(device_, {rotated, masked});
+  OffloadEngine engine(twins.mine, options());
+  twins.expect_plain(engine, 0, 3);
+  EXPECT_EQ(engine.report().external_bytes, (8 * 16 + 8 * 8) * 4) << "the table and the mask";
+}
+
+TEST_F(HeldTensorTest, AFrozenTableOfAnotherModuleIsCapturedAgainWhereItIsRelocated) {
+  const auto shared = [](BodyModel& model) {
+    return model.register_buffer("table", at::ones({16}, model.first.options().requires_grad(false)) * 0.5);
+  };
+  at::Tensor mine_table;
+  at::Tensor plain_table;
+  const auto reads = [](const at::Tensor& table) {
+    return [&table](BodyBlock& block, const at::Tensor& x) { return (at::matmul(x, block.weight) * table).tanh(); };
+  };
+  BodyModel mine(device_, {reads(mine_table)});
+  BodyModel plain(device_, {reads(plain_table)});
+  mine_table = shared(mine);
+  plain_table = shared(plain);
+  OffloadEngine engine(mine, options());
+  for (std::int64_t s = 0; s < 6; ++s) {
+    if (s == 3) {
+      mine_table.set_data(mine_table * 2);
+      plain_table.set_data(plain_table * 2);
+    }
+    EXPECT_TRUE(testing_model::same(mine.step(&engine, s), plain.step(nullptr, s))) << "step " << s;
+  }
+  EXPECT_GT(engine.report().recaptures, 0);
+}
+
+}  // namespace
+}  // namespace sidestream
