@@ -4,6 +4,9 @@
 #include <cstdio>
 #include <deque>
 #include <exception>
+#include <functional>
+#include <iterator>
+#include <list>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -18,11 +21,19 @@ struct HostArena::Slot {
   using Free = std::multimap<std::size_t, Slot*>;
 
   std::byte* data = nullptr;
+  Slab* slab = nullptr;
   // At most one of the two is set: what the next lessee waits for.
   std::shared_ptr<const Event> last_copy;
   std::shared_ptr<const ExternalEvent> last_copies_done;
   std::shared_ptr<Event> own;
   Free::node_type place;  // while it is leased, so that neither a lease nor its end allocates
+};
+
+/// Memory pinned at once, and the slots that it is cut into.
+struct HostArena::Slab {
+  PinnedMemory memory;
+  std::deque<Slot> slots;  // addresses stay
+  std::size_t leased = 0;
 };
 
 struct HostArena::State {
@@ -33,12 +44,12 @@ struct HostArena::State {
   void add_slot(std::byte* data, std::size_t bytes);
   void put_back(Slot& slot) noexcept;
   Slot* take(std::size_t bytes);
-  void wait_for_copies() noexcept;
+  void wait_for_copies(const std::function<bool(const Slab&)>& of) noexcept;
+  void trim();
 
   Runtime& runtime;
   mutable std::mutex mutex;
-  std::vector<PinnedMemory> slabs;
-  std::deque<Slot> slots;  // addresses stay
+  std::list<Slab> slabs;  // addresses stay
   Slot::Free free;
   HostArenaStats stats;
   bool sealed = false;
@@ -52,32 +63,41 @@ std::size_t align_up(std::size_t bytes) {
 
 }  // namespace
 
-HostArena::State::~State() { wait_for_copies(); }
+HostArena::State::~State() {
+  wait_for_copies([](const Slab&) { return true; });
+}
 
 // The slabs must not be unpinned under a copy. A thread that captures may not wait; the backend then defers what it must.
-void HostArena::State::wait_for_copies() noexcept {
+void HostArena::State::wait_for_copies(const std::function<bool(const Slab&)>& of) noexcept {
   try {
     if (runtime.capture_status(runtime.current_stream()) != CaptureStatus::none) {
       return;
     }
     const Event* waited = nullptr;
     bool copies_done = false;
-    for (const Slot& slot : slots) {
+    const auto for_each_slot = [&](const auto& visit) {
+      for (const Slab& slab : slabs) {
+        if (of(slab)) {
+          std::for_each(slab.slots.begin(), slab.slots.end(), visit);
+        }
+      }
+    };
+    for_each_slot([&](const Slot& slot) {
       if (slot.last_copy && slot.last_copy.get() != waited) {
         waited = slot.last_copy.get();
         runtime.synchronize(*waited);
       }
       copies_done = copies_done || slot.last_copies_done != nullptr;
-    }
+    });
     if (copies_done) {
       const OwnedStream stream = runtime.create_stream();
       const ExternalEvent* joined = nullptr;
-      for (const Slot& slot : slots) {
+      for_each_slot([&](const Slot& slot) {
         if (slot.last_copies_done && slot.last_copies_done.get() != joined) {
           joined = slot.last_copies_done.get();
           runtime.wait(stream, *joined);
         }
-      }
+      });
       runtime.synchronize(stream);
     }
   } catch (const std::exception& error) {
@@ -87,8 +107,7 @@ void HostArena::State::wait_for_copies() noexcept {
 }
 
 void HostArena::State::pin(std::size_t bytes) {
-  slabs.reserve(slabs.size() + 1);
-  slabs.push_back(runtime.allocate_pinned(bytes));
+  slabs.push_back({runtime.allocate_pinned(bytes), {}, 0});
   stats.pinned += bytes;
   stats.slabs += 1;
   if (sealed) {
@@ -97,13 +116,33 @@ void HostArena::State::pin(std::size_t bytes) {
 }
 
 void HostArena::State::add_slot(std::byte* data, std::size_t bytes) {
-  Slot& slot = slots.emplace_back();
+  Slot& slot = slabs.back().slots.emplace_back();
   slot.data = data;
+  slot.slab = &slabs.back();
   free.emplace(bytes, &slot);
   stats.requested += bytes;
 }
 
-void HostArena::State::put_back(Slot& slot) noexcept { free.insert(std::move(slot.place)); }
+void HostArena::State::put_back(Slot& slot) noexcept {
+  slot.slab->leased -= 1;
+  free.insert(std::move(slot.place));
+}
+
+void HostArena::State::trim() {
+  const auto unused = [](const Slab& slab) { return slab.leased == 0; };
+  wait_for_copies(unused);
+  for (auto place = free.begin(); place != free.end();) {
+    const bool goes = unused(*place->second->slab);
+    stats.requested -= goes ? place->first : 0;
+    place = goes ? free.erase(place) : std::next(place);
+  }
+  for (auto slab = slabs.begin(); slab != slabs.end();) {
+    const bool goes = unused(*slab);
+    stats.pinned -= goes ? slab->memory.bytes() : 0;
+    stats.slabs -= goes ? 1 : 0;
+    slab = goes ? slabs.erase(slab) : std::next(slab);
+  }
+}
 
 HostArena::Slot* HostArena::State::take(std::size_t bytes) {
   const auto smallest = free.lower_bound(bytes);
@@ -112,6 +151,7 @@ HostArena::Slot* HostArena::State::take(std::size_t bytes) {
   }
   Slot* const slot = smallest->second;
   slot->place = free.extract(smallest);
+  slot->slab->leased += 1;
   return slot;
 }
 
@@ -139,7 +179,7 @@ std::vector<bool> HostArena::plan(std::span<const std::size_t> sizes) {
   }
   if (end > 0) {
     state_->pin(end);
-    std::byte* const base = state_->slabs.back().data();
+    std::byte* const base = state_->slabs.back().memory.data();
     for (const auto& [offset, bytes] : offsets) {
       state_->add_slot(base + offset, bytes);
     }
@@ -175,6 +215,11 @@ void HostArena::prepare(std::span<const std::size_t> sizes) {
   seal();
 }
 
+void HostArena::trim() noexcept {
+  const std::lock_guard lock(state_->mutex);
+  state_->trim();
+}
+
 std::size_t HostArena::available() const noexcept {
   const std::lock_guard lock(state_->mutex);
   return state_->stats.cap - state_->stats.leased;
@@ -198,7 +243,7 @@ HostArena::Lease HostArena::lease(std::size_t bytes) {
   Slot* slot = state_->take(bytes);
   if (slot == nullptr && !state_->sealed && bytes <= state_->stats.cap - state_->stats.pinned) {
     state_->pin(bytes);
-    state_->add_slot(state_->slabs.back().data(), bytes);
+    state_->add_slot(state_->slabs.back().memory.data(), bytes);
     slot = state_->take(bytes);
   }
   if (slot == nullptr) {

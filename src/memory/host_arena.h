@@ -32,6 +32,7 @@ struct HostArenaStats {
 /// Threads: any; one Lease is used by one thread at a time. The Runtime must outlive the arena and its leases.
 class HostArena {
   struct State;
+  struct Slab;
   struct Slot;
 
  public:
@@ -92,6 +93,9 @@ class HostArena {
   /// planning of a later pass over a sealed arena. Capture: illegal. Throws: DeviceError when pinning fails: nothing is added
   /// and the arena is sealed.
   void prepare(std::span<const std::size_t> sizes);
+  /// Gives back the slabs that no lease is in, once their last copies are done: between a plan and the next.
+  /// Capture: illegal.
+  void trim() noexcept;
   /// Bytes that `prepare` may still serve: what the cap leaves, and what is pinned but not leased.
   [[nodiscard]] std::size_t available() const noexcept;
   /// No allocation from here on: `lease` serves free slots only.

@@ -51,6 +51,40 @@ TEST(HostArena, CapIsHard) {
   EXPECT_EQ(arena.stats().refusals, 1U);
 }
 
+TEST(HostArena, TrimGivesBackWhatNoLeaseIsIn) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  (void)plan(arena, {512, 512});
+  (void)plan(arena, {1024, 2048});
+  auto held = arena.lease(2048);
+  {
+    auto copied = arena.lease(512);
+    copied.record_last_use(FakeRuntime::stream(3));
+  }
+  arena.seal();
+  arena.trim();
+  EXPECT_EQ(arena.stats().pinned, 3072U) << "a lease keeps all of its slab";
+  EXPECT_EQ(arena.stats().requested, 3072U);
+  EXPECT_EQ(arena.stats().slabs, 1U);
+  EXPECT_EQ(runtime.pinned_live, 1U);
+  EXPECT_EQ(runtime.count(Kind::synchronize), 1U) << "the copy was waited for";
+  EXPECT_FALSE(arena.lease(1025));
+  EXPECT_TRUE(arena.lease(1024));
+  held.reset();
+  arena.trim();
+  EXPECT_EQ(arena.stats().pinned, 0U);
+  EXPECT_EQ(arena.stats().requested, 0U);
+  EXPECT_EQ(runtime.pinned_live, 0U);
+  EXPECT_FALSE(arena.lease(1));
+  const std::size_t sizes[] = {512, 512};
+  for (int time = 0; time < 8; ++time) {
+    arena.prepare(sizes);
+    EXPECT_EQ(arena.stats().pinned, 1024U);
+    EXPECT_EQ(arena.available(), std::size_t{1} << 20);
+    arena.trim();
+  }
+}
+
 TEST(HostArena, GrowsBeforeSealOnly) {
   FakeRuntime runtime;
   HostArena arena(runtime, 1 << 20);
