@@ -43,7 +43,8 @@ class BackwardWatch final : public torch::autograd::FunctionPreHook {
 struct RecordedCalls::Flight {
   std::shared_ptr<BackwardSeen> backward = std::make_shared<BackwardSeen>();
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> outputs;
-  bool first = true;  ///< of its recorded call
+  std::vector<std::size_t> from;  ///< recorded calls that its inputs were computed from
+  bool first = true;              ///< of its recorded call
 };
 
 bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
@@ -64,6 +65,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
                                std::size_t busy_variants) {
   const at::NoGradGuard no_grad;
   std::size_t slot = busy_variants;
+  std::vector<std::size_t> from = dependencies_.of(request.inputs);
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
     if (call.site != &site || !(call.state.modes == modes) || call.state.modules.change().any() ||
@@ -74,9 +76,16 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
       learn_backward_modes(i);
       flights_[i] = std::make_shared<Flight>();
       flights_[i]->first = false;
+      flights_[i]->from = std::move(from);
       return i;
     }
-    slot = std::max(slot, call.slot + 1);
+    // What this call is computed from is no microbatch beside it: a module that is called many times is one chain.
+    if (!std::binary_search(from.begin(), from.end(), i)) {
+      slot = std::max(slot, call.slot + 1);
+    }
+  }
+  for (const std::size_t earlier : from) {
+    slot = std::max(slot, calls_[earlier]->slot);
   }
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
@@ -116,6 +125,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   }
   calls_.push_back(std::move(call));
   flights_.push_back(std::make_shared<Flight>());
+  flights_.back()->from = std::move(from);
   return calls_.size() - 1;
 }
 
@@ -126,6 +136,7 @@ std::size_t RecordedCalls::count(const CallSite& site) const noexcept {
 
 void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   Flight& flight = *flights_[call];
+  dependencies_.add(call, flight.from, outputs);
   flight.outputs.clear();
   bool watched = false;
   const c10::DeviceType type = calls_[call]->state.modes.autocast.type;
@@ -176,6 +187,7 @@ void RecordedCalls::forget(std::size_t call) {
 void RecordedCalls::clear() {
   calls_.clear();
   flights_.clear();
+  dependencies_.clear();
   kept_bytes_ = 0;
 }
 

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "graphs/engine/call_dependencies.h"
 #include "graphs/replay/layer.h"
 #include "sidestream/call.h"
 
@@ -34,8 +35,8 @@ struct RecordedCall {
   std::vector<std::size_t> shape;
   CallState state;
   std::vector<LayerInput> inputs;  ///< their links name recorded calls
-  std::size_t slot = 0;            ///< how many captures of the same call were awaiting their backward
-  bool captured = false;           ///< only where a later slot's capture failed: the rest is tried again
+  std::size_t slot = 0;   ///< its chain: how many captures of the same call, beside it, were awaiting their backward
+  bool captured = false;  ///< only where a later slot's capture failed: the rest is tried again
 };
 
 /// The calls that ran eagerly since the last capture, in order, each once for every microbatch in flight.
@@ -73,6 +74,7 @@ class RecordedCalls {
   const torch::nn::Module* model_;
   std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_
+  CallDependencies dependencies_;
   std::size_t kept_bytes_ = 0;
 };
 
