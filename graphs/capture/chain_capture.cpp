@@ -189,6 +189,9 @@ void ChainCapture::capture_forward(std::size_t index) {
   hold_reads(layer);
   reads_.forward_ended(index);
   live.recorder->finish();
+  const Recorder::Counts counts = live.recorder->counts();
+  layer.unplanned_bytes = counts.unplanned_bytes;
+  layer.refused_bytes = counts.refused_bytes;
   runtime_.record(layer.forward_done, capture_);
   record_caller_event();
   resources_.offload->join_forward();

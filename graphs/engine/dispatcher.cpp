@@ -100,6 +100,7 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
   const std::size_t call = recorded_.add(site, request, modes, busy);
   {
     const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
+    const CapturedLater captured_later(current_recorder());
     try {
       run_eagerly(site, request, outputs);
     } catch (...) {
@@ -108,6 +109,9 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
     }
   }
   recorded_.ran(call, outputs);
+  for (const at::Tensor& output : outputs) {  // as with a replay's: what saves it besides has it on the device anyway
+    resources_.exclusions.add_static_input(output);
+  }
   report_.eager_call();
 }
 

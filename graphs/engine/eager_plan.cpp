@@ -1,29 +1,36 @@
 #include "graphs/engine/eager_plan.h"
 
-#include "graphs/engine/call_table.h"
 #include "offload/pinned_plan.h"
 
 namespace sidestream {
 
-void EagerPlan::learn(const Recorder& recorder, const SizingMover& sizing, const CallTable& calls) {
+void EagerPlan::learn(const Recorder& recorder, const std::vector<std::uint32_t>& needed_immediately) {
   profile_ = recorder.profile();
   scopes_ = recorder.group_scopes();
-  for (const std::uint32_t group : sizing.needed_immediately()) {
+  identities_ = recorder.identities();
+  for (const std::uint32_t group : needed_immediately) {
     profile_.groups[group].needed_immediately = true;
   }
-  // An eager group that shares a storage with a graphed call is held back by it: the call's group is not selected here.
+  // An eager group that shares a storage with a call that is captured is held back by it: the call's group is not selected here.
   for (GroupProfile& group : profile_.groups) {
-    if (calls.in_graphed_call(group.name)) {
+    if (group.captured_later) {
       group.selected = group.needed_immediately = false;
     }
   }
   state_ = State::sized;
 }
 
-void EagerPlan::make(HostArena& arena, const ProgressCallback& progress) {
+void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress) {
   if (state_ != State::sized) {
     return;
   }
+  for (std::size_t i = 0; i < identities_.size(); ++i) {
+    if (auto alive = identities_[i].storage.lock(); alive && identities_[i].saved.expired()) {
+      profile_.storages[i].held_elsewhere = true;
+      exclusions.add_held(c10::Storage(std::move(alive)));
+    }
+  }
+  identities_.clear();
   plan_ = plan_and_pin(profile_, arena, progress);
   pass_ = lay_out(profile_, scopes_, plan_.decisions.data());
   state_ = State::planned;
@@ -31,6 +38,7 @@ void EagerPlan::make(HostArena& arena, const ProgressCallback& progress) {
 
 void EagerPlan::drop() noexcept {
   pass_.clear();
+  identities_.clear();
   state_ = State::unsized;
 }
 

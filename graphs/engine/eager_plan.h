@@ -10,8 +10,6 @@
 
 namespace sidestream {
 
-class CallTable;
-
 /// What an engine knows of the groups that no graph offloads: first nothing, then their sizes, then which of them are
 /// offloaded.
 /// Threads: the step's.
@@ -24,10 +22,13 @@ class EagerPlan {
   };
 
   [[nodiscard]] State state() const noexcept { return state_; }
-  /// unsized -> sized: what the sizing pass saw. Groups of graphed calls are their chains' business.
-  void learn(const Recorder& recorder, const SizingMover& sizing, const CallTable& calls);
-  /// sized -> planned: plans and pins, where that has not been done. Capture: illegal.  Throws: what `progress` throws.
-  void make(HostArena& arena, const ProgressCallback& progress);
+  /// -> sized: what a pass saw, the sizing pass or a later one that had no room for what it was to offload.
+  /// `needed_immediately`: indices of its groups. Groups of calls that are captured are their chains' business.
+  void learn(const Recorder& recorder, const std::vector<std::uint32_t>& needed_immediately);
+  /// sized -> planned: plans and pins, where that has not been done. Storages that are still there although autograd has let
+  /// go of them are the program's own: they stay, and `exclusions` hears of it.
+  /// Capture: illegal.  Throws: what `progress` throws.
+  void make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress);
   /// planned -> sized: a capture has taken room in the arena.
   void outdate() noexcept { state_ = state_ == State::planned ? State::sized : state_; }
   /// -> unsized. The report still tells of the plan before.
@@ -41,7 +42,8 @@ class EagerPlan {
  private:
   State state_ = State::unsized;
   Profile profile_;
-  std::vector<const ScopeNode*> scopes_;  ///< of the profile's groups
+  std::vector<const ScopeNode*> scopes_;   ///< of the profile's groups
+  std::vector<SavedIdentity> identities_;  ///< of the profile's storages, until the plan is made
   Plan plan_;
   PlannedPass pass_;
 };

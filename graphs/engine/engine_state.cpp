@@ -124,7 +124,7 @@ void EngineState::make_ready() {
   calls_.check_patterns();
   chains_.follow_weights(calls_);
   chains_.capture_recorded(recorded_);
-  eager_plan_.make(*resources_.arena, resources_.options.progress());
+  eager_plan_.make(*resources_.arena, resources_.exclusions, resources_.options.progress());
 }
 
 void EngineState::end_step(bool failed) {
@@ -161,10 +161,13 @@ void EngineState::take_results(const StepSession& step, const Chain::Counts& rep
   switch (step.kind()) {
     case StepSession::Kind::sizing:
       report_.sizing_ended(step.recorder(), peak);
-      eager_plan_.learn(step.recorder(), step.sizing(), calls_);
+      eager_plan_.learn(step.recorder(), step.sizing().needed_immediately());
       break;
     case StepSession::Kind::planned:
       report_.step_ended(step.recorder(), replays, resources_.eager->counts(), peak);
+      if (step.recorder().counts().refused_bytes > 0) {
+        eager_plan_.learn(step.recorder(), resources_.eager->needed_immediately());
+      }
       break;
   }
   report_.count_step();
@@ -180,6 +183,7 @@ void EngineState::reset() {
   calls_.drop_variants();
   recorded_.clear();
   eager_plan_.drop();
+  resources_.arena->trim();
   chains_.mark_static_outputs();
 }
 

@@ -48,7 +48,7 @@ class EngineState {
   void dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
     dispatcher_.dispatch(site, request, outputs);
   }
-  [[nodiscard]] Report report() const { return report_.build(resources_, chains_, eager_plan_, calls_); }
+  [[nodiscard]] Report report() const { return report_.build(resources_, chains_, eager_plan_); }
   [[nodiscard]] Journal journal() const { return resources_.check.journal(); }
   void reset();
 

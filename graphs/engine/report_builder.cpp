@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "graphs/engine/call_table.h"
 #include "graphs/engine/eager_plan.h"
 #include "graphs/engine/engine_chains.h"
 #include "graphs/engine/engine_resources.h"
@@ -20,6 +19,8 @@ const char* reason(Fate fate) {
       return "backward needs it immediately";
     case Fate::held_back:
       return "held back by another saver";
+    case Fate::held_elsewhere:
+      return "held by the program";
     case Fate::over_cap:
       return "over the host cap";
     case Fate::not_pinned:
@@ -71,12 +72,14 @@ void ReportBuilder::step_ended(const Recorder& recorder, const Chain::Counts& re
   counted_.reloaded_bytes = static_cast<std::int64_t>(replays.reloaded_bytes + eager.reloaded_bytes);
   counted_.waits += static_cast<std::int64_t>(eager.waits);
   counted_.inline_reloads += static_cast<std::int64_t>(eager.inline_reloads);
-  counted_.copied_twice_bytes = static_cast<std::int64_t>(recorder.counts().copied_twice_bytes);
+  const Recorder::Counts counts = recorder.counts();
+  counted_.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
+  counted_.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);
+  counted_.refused_bytes = static_cast<std::int64_t>(counts.refused_bytes);
   counted_.step_peak_bytes = peak;
 }
 
-Report ReportBuilder::build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,
-                            const CallTable& calls) const {
+Report ReportBuilder::build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan) const {
   Report report = counted_;
   const HostArenaStats pinned = resources.arena->stats();
   report.pinned_bytes = static_cast<std::int64_t>(pinned.pinned);
@@ -93,13 +96,19 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
       for (const c10::Storage& external : layer.externals) {
         report.external_bytes += static_cast<std::int64_t>(external.nbytes());
       }
+      report.unplanned_bytes += static_cast<std::int64_t>(layer.unplanned_bytes);
+      report.refused_bytes += static_cast<std::int64_t>(layer.refused_bytes);
+      if (layer.refused_bytes > 0) {
+        report.notes.push_back("graphed call \"" + layer.spec.name + "\": " + std::to_string(layer.refused_bytes) +
+                               " bytes that were to leave stay: its capture saved other tensors than its sizing pass");
+      }
     }
   });
-  // Groups that graphed calls save are in their chains' profiles.
+  // Groups of calls that were captured since are in their chains' profiles.
   Report eager;
   append(plan.profile(), plan.plan(), eager);
   for (std::size_t g = 0; g < eager.groups.size(); ++g) {
-    if (!calls.in_graphed_call(plan.profile().groups[g].name)) {
+    if (!plan.profile().groups[g].captured_later) {
       report.groups.push_back(eager.groups[g]);
     }
   }

@@ -8,7 +8,6 @@
 
 namespace sidestream {
 
-class CallTable;
 class EagerPlan;
 class EngineChains;
 struct EngineResources;
@@ -36,8 +35,7 @@ class ReportBuilder {
                   std::int64_t peak);
   void count_step() noexcept { ++counted_.steps; }
 
-  [[nodiscard]] Report build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,
-                             const CallTable& calls) const;
+  [[nodiscard]] Report build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan) const;
 
  private:
   Report counted_;  ///< what the latest whole step and all steps so far add up to

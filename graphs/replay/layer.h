@@ -94,6 +94,8 @@ struct Layer {
   std::vector<c10::Storage> externals;  ///< read by the capture, neither input, parameter nor buffer
   std::vector<BackwardRead> backward_reads;
   OffloadedStorages offloaded;
+  std::uint64_t unplanned_bytes = 0;  ///< of what its capture saved: without a place in the plan
+  std::uint64_t refused_bytes = 0;    ///< of what was to leave: stayed, for want of pinned memory
   std::vector<void*> reload_targets;  ///< where the graph before this one's backward puts `offloaded`
 
   Graph forward;

@@ -31,8 +31,10 @@ struct SIDESTREAM_API Report {
   std::int64_t saved_bytes = 0;      ///< distinct storages that autograd saved in the sizing pass
   std::int64_t unseen_bytes = 0;     ///< grew on the device during the sizing pass's forward and passed no hook
   std::int64_t copied_twice_bytes =
-      0;                          ///< of storages that had to be copied again because they were written in between
-  std::int64_t pinned_bytes = 0;  ///< page-locked host memory held
+      0;                             ///< of storages that had to be copied again because they were written in between
+  std::int64_t unplanned_bytes = 0;  ///< a step: of groups that leave, saved without a place in the plan
+  std::int64_t refused_bytes = 0;    ///< a step: was to leave and stayed, since no pinned memory was free
+  std::int64_t pinned_bytes = 0;     ///< page-locked host memory held
   std::int64_t pinned_requested_bytes = 0;  ///< exact sum of the sizes asked for
   std::int64_t host_cap = 0;
   std::int64_t pinned_allocations_after_planning = 0;  ///< must be 0
@@ -55,7 +57,7 @@ struct SIDESTREAM_API Report {
   [[nodiscard]] double r_gross() const;
   /// A table for people.
   void print(std::ostream& out) const;
-  /// One JSON object, version 1: the fields above by name.
+  /// One JSON object, version 2: the fields above by name.
   [[nodiscard]] std::string json() const;
 };
 

@@ -8,6 +8,9 @@ Decision wanted(const Profile& profile, const StorageProfile& storage) {
   if (!profile.groups[first].selected) {
     return {Fate::not_selected, first};
   }
+  if (storage.held_elsewhere) {
+    return {Fate::held_elsewhere, first};
+  }
   for (const std::uint32_t saver : storage.savers) {
     if (profile.groups[saver].needed_immediately) {
       return {Fate::needed_immediately, saver};

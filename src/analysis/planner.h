@@ -11,12 +11,14 @@ struct GroupProfile {
   std::string name;
   bool selected = false;            ///< the options name it
   bool needed_immediately = false;  ///< backward needs it immediately: it stays whatever the options say
+  bool captured_later = false;      ///< saved by a call that a graph takes over: its chain plans it
 };
 
 /// What a sizing pass saw of one storage.
 struct StorageProfile {
   std::uint64_t bytes = 0;
   std::vector<std::uint32_t> savers;  ///< indices of groups, the first saver first
+  bool held_elsewhere = false;        ///< the program holds it itself: to offload it would free nothing
 };
 
 /// Plain data: groups and storages in the order in which the forward pass met them.
@@ -26,7 +28,15 @@ struct Profile {
 };
 
 /// Whether a storage leaves the device, and why not.
-enum class Fate : std::uint8_t { offloaded, not_selected, needed_immediately, held_back, over_cap, not_pinned };
+enum class Fate : std::uint8_t {
+  offloaded,
+  not_selected,
+  needed_immediately,
+  held_back,
+  held_elsewhere,
+  over_cap,
+  not_pinned
+};
 
 /// For one storage of the profile.
 struct Decision {

@@ -49,6 +49,12 @@ void Report::print(std::ostream& out) const {
   if (copied_twice_bytes > 0) {
     row(out, "copied again after a write, a step", mebibytes(copied_twice_bytes));
   }
+  if (unplanned_bytes > 0) {
+    row(out, "saved and not foreseen by the plan, a step", mebibytes(unplanned_bytes));
+  }
+  if (refused_bytes > 0) {
+    row(out, "stayed for want of pinned memory, a step", mebibytes(refused_bytes));
+  }
   for (const GroupReport& group : groups) {
     row(out, group.name,
         mebibytes(group.offloaded_bytes) + " of " + mebibytes(group.bytes) +
@@ -71,13 +77,15 @@ void Report::print(std::ostream& out) const {
 }
 
 std::string Report::json() const {
-  nlohmann::json object = {{"version", 1},
+  nlohmann::json object = {{"version", 2},
                            {"steps", steps},
                            {"offloaded_bytes", offloaded_bytes},
                            {"reloaded_bytes", reloaded_bytes},
                            {"saved_bytes", saved_bytes},
                            {"unseen_bytes", unseen_bytes},
                            {"copied_twice_bytes", copied_twice_bytes},
+                           {"unplanned_bytes", unplanned_bytes},
+                           {"refused_bytes", refused_bytes},
                            {"pinned_bytes", pinned_bytes},
                            {"pinned_requested_bytes", pinned_requested_bytes},
                            {"host_cap", host_cap},

@@ -44,6 +44,7 @@ void CaptureOffload::group_ended(Group& group) {
       leaving.push_back(std::move(saved));
     } else {
       saved->to_offload = false;
+      group.refused_bytes += saved->bytes;
     }
   }
   if (leaving.empty()) {

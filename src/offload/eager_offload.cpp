@@ -63,6 +63,7 @@ EagerOffload::~EagerOffload() {
 void EagerOffload::begin_step() {
   const std::lock_guard lock(mutex_);
   counts_ = {};
+  immediate_.clear();
   step_streams_.clear();
   for (std::size_t i = 0; i < used_slots_; ++i) {
     for (const auto& weak : slots_[i].storages) {
@@ -96,6 +97,7 @@ EagerOffload::Slot* EagerOffload::slot_of(const SavedStorage& storage) {
 
 void EagerOffload::group_ended(Group& group) {
   const std::lock_guard lock(mutex_);
+  immediate_.ended(group);
   std::vector<std::shared_ptr<SavedStorage>> leaving;
   for (const auto& weak : group.storages) {
     auto saved = weak.lock();
@@ -107,6 +109,7 @@ void EagerOffload::group_ended(Group& group) {
       leaving.push_back(std::move(saved));
     } else {
       saved->to_offload = false;
+      group.refused_bytes += saved->bytes;
       ++counts_.refused_leases;
     }
   }
@@ -224,6 +227,7 @@ void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
 
 c10::Storage EagerOffload::fetch(SavedStorage& storage) {
   const std::lock_guard lock(mutex_);
+  immediate_.asked();
   Slot* slot = slot_of(storage);
   if (slot == nullptr) {
     prefetch_before(used_slots_);

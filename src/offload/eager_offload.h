@@ -9,6 +9,7 @@
 #include "base/site.h"
 #include "memory/host_arena.h"
 #include "offload/saved_storage.h"
+#include "offload/sizing.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {
@@ -40,6 +41,8 @@ class EagerOffload final : public StorageMover {
   void dropped(SavedStorage& storage) noexcept override;
 
   [[nodiscard]] Counts counts() const;
+  /// Of the latest step: see ImmediateNeeds. Read it after the step.
+  [[nodiscard]] const std::vector<std::uint32_t>& needed_immediately() const noexcept { return immediate_.groups(); }
 
  private:
   /// One offloaded group of this step. Slots are used again from step to step, so that steps make no events.
@@ -80,6 +83,7 @@ class EagerOffload final : public StorageMover {
       stash_;                          ///< sources that a D2H may still read
   std::vector<c10::Storage> dropped_;  ///< reloaded, never used, H2D perhaps in flight
   Streams step_streams_;               ///< those that saved in this step
+  ImmediateNeeds immediate_;
   Counts counts_;
 };
 

@@ -31,6 +31,8 @@ const char* exclusion_name(Exclusion reason) noexcept {
       return "weight cast";
     case Exclusion::static_input:
       return "static input";
+    case Exclusion::held:
+      return "held by the program";
     case Exclusion::unsupported:
       return "unsupported";
   }
@@ -95,6 +97,11 @@ void Exclusions::add_static_input(const c10::Storage& storage) {
   static_inputs_.insert(storage);
 }
 
+void Exclusions::add_held(const c10::Storage& storage) {
+  const std::lock_guard lock(mutex_);
+  held_.insert(storage);
+}
+
 void Exclusions::remove_static_inputs() noexcept {
   const std::lock_guard lock(mutex_);
   static_inputs_.clear();
@@ -122,6 +129,9 @@ Exclusion Exclusions::classify_locked(const at::Tensor& tensor) const {
   }
   if (marked_.contains(key)) {
     return Exclusion::marked;
+  }
+  if (held_.contains(key)) {
+    return Exclusion::held;
   }
   if (is_weight_cast(tensor)) {
     return Exclusion::weight_cast;

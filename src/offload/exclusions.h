@@ -22,9 +22,10 @@ enum class Exclusion : std::uint8_t {
   other_device,
   weight_cast,
   static_input,
+  held,
   unsupported,
 };
-inline constexpr std::size_t exclusion_count = 8;
+inline constexpr std::size_t exclusion_count = 9;
 
 [[nodiscard]] const char* exclusion_name(Exclusion reason) noexcept;
 
@@ -55,8 +56,10 @@ class Exclusions {
   void add_static_input(const at::Tensor& tensor);
   void add_static_input(const c10::Storage& storage);
   void remove_static_inputs() noexcept;
+  /// What the program itself holds from step to step: for as long as the storage lives.
+  void add_held(const c10::Storage& storage);
 
-  /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, weight_cast, small.
+  /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, held, weight_cast, small.
   /// `tensor` is what the pack hook was given, with its autograd history: leaves that require grad and casts of weights are
   /// known by it. No driver call, no operator, no allocation.
   [[nodiscard]] Exclusion classify(const at::Tensor& tensor) const;
@@ -79,6 +82,7 @@ class Exclusions {
   WeakStorageSet parameter_storages_;
   WeakStorageSet marked_;
   WeakStorageSet static_inputs_;
+  WeakStorageSet held_;
   std::array<ExclusionTally, exclusion_count> tallies_{};
 };
 

@@ -184,12 +184,17 @@ Group& Recorder::make_group(ScopeNode* scope) {
   Group& group = groups_.emplace_back();
   group.scope = scope;
   group.index = static_cast<std::uint32_t>(groups_.size() - 1);
+  group.to_be_captured = to_be_captured_;
   if (planned_ != nullptr) {
     const std::size_t turn = entered_[scope]++;
-    const auto planned = planned_->find(scope);
-    if (planned != planned_->end() && turn < planned->second.size()) {
-      group.planned = &planned->second[turn];
+    const auto found = planned_->find(scope);
+    const std::vector<PlannedGroup>* turns = found == planned_->end() ? nullptr : &found->second;
+    if (turns != nullptr && turn < turns->size()) {
+      group.planned = PlannedPlaces(&(*turns)[turn]);
     }
+    // A scope entered more often than planned is another microbatch, likely: as it was with the last.
+    group.offloads_unplanned = scope->selected && !to_be_captured_ &&
+                               (turns == nullptr || (*turns)[std::min(turn, turns->size() - 1)].offloads);
   }
   return group;
 }
@@ -239,6 +244,15 @@ void Recorder::mark(const at::Tensor& tensor) {
   }
 }
 
+void Recorder::place(SavedStorage& saved, Group& group) {
+  if (const PlannedStorage* const planned = group.planned.take(saved.bytes); planned != nullptr) {
+    saved.to_offload = planned->to_offload;
+  } else if (group.scope->selected && !group.to_be_captured) {
+    counts_.unplanned_bytes += saved.bytes;
+    saved.to_offload = group.offloads_unplanned;
+  }
+}
+
 std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const VersionStamp& version, Group& group) {
   const c10::Storage& storage = tensor.storage();
   const c10::StorageImpl* key = storage.unsafeGetStorageImpl();
@@ -247,11 +261,9 @@ std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const Ver
     auto saved = found->second.saved.lock();
     if (saved != nullptr && found->second.version.same_as(version)) {
       add_stream(saved->streams, current_stream(storage.device()));
-      if (planned_ == nullptr) {
-        auto& savers = storages_[found->second.profile_index].savers;
-        if (savers.back() != group.index) {
-          savers.push_back(group.index);
-        }
+      auto& savers = storages_[found->second.profile_index].savers;
+      if (savers.back() != group.index) {
+        savers.push_back(group.index);
       }
       return saved;
     }
@@ -261,19 +273,13 @@ std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const Ver
   }
   auto saved = std::make_shared<SavedStorage>(mover_, &group, storage);
   if (planned_ != nullptr) {
-    if (group.planned != nullptr && group.seen < group.planned->size() &&
-        (*group.planned)[group.seen].bytes == saved->bytes) {
-      saved->to_offload = (*group.planned)[group.seen].to_offload;
-    } else {
-      counts_.unplanned_bytes += saved->bytes;
-    }
+    place(*saved, group);
   }
   group.storages.push_back(saved);
   ++group.seen;
   saved_bytes_ += saved->bytes;
-  if (planned_ == nullptr) {
-    storages_.push_back({saved->bytes, {group.index}});
-  }
+  storages_.push_back({saved->bytes, {group.index}});
+  identities_.push_back({saved, storage.getWeakStorageImpl()});
   entries_.insert_or_assign(key, Entry{saved, storage.getWeakStorageImpl(), version, storages_.size() - 1});
   return saved;
 }
@@ -281,10 +287,20 @@ std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const Ver
 Profile Recorder::profile() const {
   Profile profile;
   for (const Group& group : groups_) {
-    profile.groups.push_back({group.scope->name, group.scope->selected, false});
+    profile.groups.push_back({group.scope->name, group.scope->selected, false, group.to_be_captured});
   }
   profile.storages = storages_;
   return profile;
+}
+
+std::vector<SavedIdentity> Recorder::identities() const { return identities_; }
+
+Recorder::Counts Recorder::counts() const noexcept {
+  Counts counts = counts_;
+  for (const Group& group : groups_) {
+    counts.refused_bytes += group.refused_bytes;
+  }
+  return counts;
 }
 
 std::vector<const ScopeNode*> Recorder::group_scopes() const {
@@ -293,21 +309,6 @@ std::vector<const ScopeNode*> Recorder::group_scopes() const {
     scopes.push_back(group.scope);
   }
   return scopes;
-}
-
-PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes, const Decision* decisions) {
-  PlannedPass pass;
-  std::vector<std::size_t> turns;
-  for (const ScopeNode* scope : scopes) {
-    auto& groups = pass[scope];
-    turns.push_back(groups.size());
-    groups.emplace_back();
-  }
-  for (std::size_t i = 0; i < profile.storages.size(); ++i) {
-    const std::uint32_t group = profile.storages[i].savers.front();
-    pass[scopes[group]][turns[group]].push_back({profile.storages[i].bytes, decisions[i].fate == Fate::offloaded});
-  }
-  return pass;
 }
 
 Recorder* current_recorder() noexcept { return ThreadStack<Recorder>::top(); }

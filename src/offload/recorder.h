@@ -13,6 +13,7 @@
 #include "memory/storage_view.h"
 #include "offload/autograd_engine.h"
 #include "offload/exclusions.h"
+#include "offload/planned_pass.h"
 #include "offload/saved_storage.h"
 #include "offload/scope_tree.h"
 
@@ -32,30 +33,24 @@ class VersionStamp {
   std::uint32_t version_ = 0;
 };
 
-/// What a plan says of one storage; by the order in which its group first saves storages.
-struct PlannedStorage {
-  std::size_t bytes = 0;
-  bool to_offload = false;
+/// A storage that was saved, to be looked for later.
+struct SavedIdentity {
+  std::weak_ptr<SavedStorage> saved;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
 };
-/// What a plan says of a forward pass: for each scope, for each time that it is entered and saves something, its storages.
-using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<std::vector<PlannedStorage>>>;
-
-/// Lays out the decisions on one pass's storages (`decisions[i]` for `profile.storages[i]`) for matching; `scopes` are those
-/// of the profile's groups.
-[[nodiscard]] PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes,
-                                  const Decision* decisions);
 
 /// Takes what autograd saves during one forward pass (a step's, or one capture's), sorts it into groups by scope, and hands
 /// out the handles. One storage is one SavedStorage, however many tensors and groups save it.
 ///
-/// With a planned pass, storages are offloaded where the plan says so; where the pass no longer matches it, they stay and are
-/// counted.
+/// With a planned pass, storages are offloaded where the plan says so. What it does not know of a group that leaves is offloaded
+/// as well, as far as pinned memory is free, and counted.
 /// Threads: the forward's; handles may be used and die on any thread, also after this object.
 class Recorder final : public SavedTensorSource {
  public:
   struct Counts {
     std::uint64_t copied_twice_bytes = 0;
-    std::uint64_t unplanned_bytes = 0;
+    std::uint64_t unplanned_bytes = 0;  ///< of groups that leave, without a place in the plan
+    std::uint64_t refused_bytes = 0;    ///< of storages that were to leave and stayed: no pinned memory was free
   };
 
   Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover, const PlannedPass* planned);
@@ -83,15 +78,20 @@ class Recorder final : public SavedTensorSource {
   /// Keeps `tensor`'s storage on the device for as long as it lives.
   void mark(const at::Tensor& tensor);
 
+  /// Groups that begin while `to_be_captured` are marked so.
+  bool set_to_be_captured(bool to_be_captured) noexcept { return std::exchange(to_be_captured_, to_be_captured); }
+
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
 
-  /// Groups and storages as met, where no pass was planned. `needed_immediately` is left false.
+  /// Groups and storages as met. `needed_immediately` is left false.
   [[nodiscard]] Profile profile() const;
+  /// The profile's storages.
+  [[nodiscard]] std::vector<SavedIdentity> identities() const;
   /// The scopes of the profile's groups.
   [[nodiscard]] std::vector<const ScopeNode*> group_scopes() const;
   /// Bytes of the distinct storages that were saved and not excluded.
   [[nodiscard]] std::uint64_t saved_bytes() const noexcept { return saved_bytes_; }
-  [[nodiscard]] const Counts& counts() const noexcept { return counts_; }
+  [[nodiscard]] Counts counts() const noexcept;
   [[nodiscard]] std::size_t depth() const noexcept { return stack_.size(); }
   /// The innermost scope that is open.
   [[nodiscard]] const ScopeNode& scope() const noexcept { return *stack_.back().scope; }
@@ -111,6 +111,7 @@ class Recorder final : public SavedTensorSource {
     std::size_t profile_index = 0;
   };
 
+  void place(SavedStorage& saved, Group& group);
   std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group);
   Group& group_for(const at::Tensor& tensor);
   Group& group_of(OpenScope& open);
@@ -130,7 +131,9 @@ class Recorder final : public SavedTensorSource {
   std::unordered_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, Group*>> tags_;
   std::unordered_map<const ScopeNode*, std::size_t> entered_;  // groups so far by scope, where a pass is planned
   std::vector<StorageProfile> storages_;
+  std::vector<SavedIdentity> identities_;
   std::uint64_t saved_bytes_ = 0;
+  bool to_be_captured_ = false;
   Counts counts_;
   std::exception_ptr kept_failure_;
   std::shared_ptr<Recorder* const> alive_ = std::make_shared<Recorder* const>(this);
@@ -150,6 +153,24 @@ class [[nodiscard]] RecorderGuard {
  private:
   ThreadStack<Recorder>::Entry entry_;
   SavedTensorGuard hooks_;
+};
+
+/// Groups that begin in its lifetime belong to a call that is captured later. Null: does nothing.
+class [[nodiscard]] CapturedLater {
+ public:
+  explicit CapturedLater(Recorder* recorder) noexcept
+      : recorder_(recorder), before_(recorder != nullptr && recorder->set_to_be_captured(true)) {}
+  CapturedLater(const CapturedLater&) = delete;
+  CapturedLater& operator=(const CapturedLater&) = delete;
+  ~CapturedLater() {
+    if (recorder_ != nullptr) {
+      recorder_->set_to_be_captured(before_);
+    }
+  }
+
+ private:
+  Recorder* recorder_;
+  bool before_;
 };
 
 /// Makes a scope of `recorder` until `end`. Left without it (by an exception), the scope is discarded.

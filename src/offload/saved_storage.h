@@ -10,6 +10,7 @@
 #include <c10/util/SmallVector.h>
 
 #include "memory/host_arena.h"
+#include "offload/planned_pass.h"
 #include "offload/scope_tree.h"
 
 namespace sidestream {
@@ -47,16 +48,17 @@ struct SavedStorage {
   bool to_offload = false;  ///< the plan says that it leaves when its group ends
 };
 
-struct PlannedStorage;
-
 /// The tensors that autograd saved inside one scope: what leaves and comes back together.
 struct Group {
   const ScopeNode* scope = nullptr;
-  std::uint32_t index = 0;                               ///< in the order of first saves
-  std::vector<std::weak_ptr<SavedStorage>> storages;     ///< those that this group saved first
-  std::size_t seen = 0;                                  ///< how many that were, also when they are gone
-  const std::vector<PlannedStorage>* planned = nullptr;  ///< what the plan says of them
+  std::uint32_t index = 0;                            ///< in the order of first saves
+  std::vector<std::weak_ptr<SavedStorage>> storages;  ///< those that this group saved first
+  std::size_t seen = 0;                               ///< how many that were, also when they are gone
+  PlannedPlaces planned;                              ///< what the plan says of them
+  bool offloads_unplanned = false;  ///< storages without a place in the plan leave as well, where there is room
+  bool to_be_captured = false;      ///< saved by a call that runs eagerly once and is captured then
   bool ended = false;
+  std::uint64_t refused_bytes = 0;  ///< of storages that were to leave and stayed: no pinned memory was free
 };
 
 /// What happens to saved storages: nothing (sizing), eager copies, or copies inside a capture.

@@ -40,6 +40,14 @@ TEST(Planner, AGroupThatTurnsRoundStays) {
   EXPECT_TRUE(plan.notes.empty()) << "no fault of the options";
 }
 
+TEST(Planner, WhatTheProgramHoldsItselfStaysAndTakesNoRoom) {
+  Profile profile = groups({{"a", true, false}});
+  profile.storages = {{4000, {0}, true}, {500, {0}}};
+  const Plan plan = make_plan(profile, 512, 512);
+  EXPECT_EQ(fates(plan), (std::vector{Fate::held_elsewhere, Fate::offloaded}));
+  EXPECT_EQ(plan.offloaded_bytes, 500U);
+}
+
 TEST(Planner, AKeptSaverHoldsAStorageBackAndIsNamed) {
   Profile profile = groups({{"attn", true, false}, {"proj", false, false}, {"norm", true, false}});
   profile.storages = {{2 * kMiB, {0, 1}}, {kMiB, {0, 2}}, {kMiB, {1, 0}}};

@@ -18,6 +18,8 @@ Report full_report() {
   report.saved_bytes = 16 << 20;
   report.unseen_bytes = 1 << 20;
   report.copied_twice_bytes = 2 << 20;
+  report.unplanned_bytes = 9 << 20;
+  report.refused_bytes = 6 << 20;
   report.pinned_bytes = 12 << 20;
   report.pinned_requested_bytes = 11 << 20;
   report.host_cap = 64 << 20;
@@ -63,6 +65,8 @@ TEST(ReportTest, TheTableShowsWhatWasCounted) {
   EXPECT_TRUE(has_line(text, "graphs captured (of them again)", "23 (24)")) << text;
   EXPECT_TRUE(has_line(text, "calls that ran eagerly", "26")) << text;
   EXPECT_TRUE(has_line(text, "copied again after a write", "2.0 MiB")) << text;
+  EXPECT_TRUE(has_line(text, "saved and not foreseen by the plan", "9.0 MiB")) << text;
+  EXPECT_TRUE(has_line(text, "stayed for want of pinned memory", "6.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "blocks.0", "4.0 MiB of 4.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "blocks.1", "3.0 MiB of 6.0 MiB  (rest: over the host cap)")) << text;
   EXPECT_TRUE(has_line(text, "stays: small", "28 tensors, 3.0 MiB")) << text;
@@ -75,6 +79,8 @@ TEST(ReportTest, TheTableLeavesOutWhatDidNotHappen) {
   const std::string text = printed(Report());
   EXPECT_EQ(text.find("copied again"), std::string::npos) << text;
   EXPECT_EQ(text.find("findings"), std::string::npos) << text;
+  EXPECT_EQ(text.find("not foreseen"), std::string::npos) << text;
+  EXPECT_EQ(text.find("pinned memory, a step"), std::string::npos) << text;
   EXPECT_EQ(text.find("note:"), std::string::npos) << text;
 }
 
@@ -86,12 +92,15 @@ TEST(ReportTest, ALongNameKeepsItsLineWhole) {
 
 TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   const auto json = nlohmann::json::parse(full_report().json());
+  EXPECT_EQ(json.at("version"), 2);
   EXPECT_EQ(json.at("steps"), 3);
   EXPECT_EQ(json.at("offloaded_bytes"), 8 << 20);
   EXPECT_EQ(json.at("reloaded_bytes"), 7 << 20);
   EXPECT_EQ(json.at("saved_bytes"), 16 << 20);
   EXPECT_EQ(json.at("unseen_bytes"), 1 << 20);
   EXPECT_EQ(json.at("copied_twice_bytes"), 2 << 20);
+  EXPECT_EQ(json.at("unplanned_bytes"), 9 << 20);
+  EXPECT_EQ(json.at("refused_bytes"), 6 << 20);
   EXPECT_EQ(json.at("pinned_bytes"), 12 << 20);
   EXPECT_EQ(json.at("pinned_requested_bytes"), 11 << 20);
   EXPECT_EQ(json.at("host_cap"), 64 << 20);

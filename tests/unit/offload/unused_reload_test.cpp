@@ -19,7 +19,7 @@ namespace sidestream {
 namespace {
 
 constexpr std::int64_t kNumel = 1024;
-constexpr std::size_t kBytes = kNumel * sizeof(float);
+constexpr std::size_t kStorageBytes = kNumel * sizeof(float);
 
 /// Hands everything on, but lets storages go without asking: the hold is out.
 class NotHolding final : public StorageMover {
@@ -40,7 +40,7 @@ TEST_P(UnusedReloadTest, ItsMemoryIsLentAgainBehindItsCopyOnly) {
   const auto checked = std::make_shared<CheckedRuntime>(make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0)));
   const OperatorObserverGuard observing([&](const OperatorAccess& access) { checked->observe(access); });
   const auto arena = std::make_shared<HostArena>(*checked, std::size_t{1} << 20);
-  const std::size_t sizes[] = {kBytes, kBytes};
+  const std::size_t sizes[] = {kStorageBytes, kStorageBytes};
   ASSERT_EQ(arena->plan(sizes), (std::vector<bool>{true, true}));
   arena->seal();
   const auto offload = std::make_shared<EagerOffload>(checked, arena, 0);

@@ -1,0 +1,44 @@
+#include "offload/planned_pass.h"
+
+#include <algorithm>
+
+namespace sidestream {
+
+PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes, const Decision* decisions) {
+  PlannedPass pass;
+  std::vector<std::size_t> turns;
+  for (const ScopeNode* scope : scopes) {
+    auto& groups = pass[scope];
+    turns.push_back(groups.size());
+    groups.emplace_back();
+  }
+  for (std::size_t i = 0; i < profile.storages.size(); ++i) {
+    const std::uint32_t group = profile.storages[i].savers.front();
+    PlannedGroup& planned = pass[scopes[group]][turns[group]];
+    const bool to_offload = decisions[i].fate == Fate::offloaded;
+    planned.storages.push_back({profile.storages[i].bytes, to_offload});
+    planned.offloads = planned.offloads || to_offload;
+  }
+  return pass;
+}
+
+const PlannedStorage* PlannedPlaces::take(std::size_t bytes) {
+  if (planned_ == nullptr) {
+    return nullptr;
+  }
+  const PlannedStorage* const ahead = take_between(next_, planned_->storages.size(), bytes);
+  return ahead != nullptr ? ahead : take_between(0, next_, bytes);
+}
+
+const PlannedStorage* PlannedPlaces::take_between(std::size_t first, std::size_t last, std::size_t bytes) {
+  for (std::size_t i = first; i < last; ++i) {
+    if (!taken_[i] && planned_->storages[i].bytes == bytes) {
+      taken_[i] = true;
+      next_ = i + 1;
+      return &planned_->storages[i];
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,52 @@
+#pragma once
+#include <cstddef>
+#include <unordered_map>
+#include <vector>
+
+#include "analysis/planner.h"
+
+namespace sidestream {
+
+struct ScopeNode;
+
+/// What a plan says of one storage.
+struct PlannedStorage {
+  std::size_t bytes = 0;
+  bool to_offload = false;
+};
+
+/// What a plan says of one group, in the order in which it first saves storages.
+struct PlannedGroup {
+  std::vector<PlannedStorage> storages;
+  /// Whether storages that the plan does not know leave as well, where there is room: true where any of the known ones does.
+  bool offloads = false;
+};
+
+/// What a plan says of a forward pass: for each scope, for each time that it is entered and saves something, its group.
+using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<PlannedGroup>>;
+
+/// Lays out the decisions on one pass's storages (`decisions[i]` for `profile.storages[i]`) for matching; `scopes` are those
+/// of the profile's groups.
+[[nodiscard]] PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes,
+                                  const Decision* decisions);
+
+/// Matches what one group saves with its plan: by order and size, and where one is missing or new, the others still match.
+class PlannedPlaces {
+ public:
+  PlannedPlaces() = default;
+  /// `planned`, which may be null, must outlive this object.
+  explicit PlannedPlaces(const PlannedGroup* planned)
+      : planned_(planned), taken_(planned == nullptr ? 0 : planned->storages.size(), false) {}
+
+  /// The next place of that size, which is taken by it; null where there is none.
+  [[nodiscard]] const PlannedStorage* take(std::size_t bytes);
+
+ private:
+  [[nodiscard]] const PlannedStorage* take_between(std::size_t first, std::size_t last, std::size_t bytes);
+
+  const PlannedGroup* planned_ = nullptr;
+  std::vector<bool> taken_;
+  std::size_t next_ = 0;  ///< behind the latest that was taken
+};
+
+}  // namespace sidestream

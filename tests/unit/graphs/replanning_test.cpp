@@ -1,0 +1,259 @@
+// Steps that are not as the sizing pass saw them: what is to leave the device leaves all the same, and the report tells the rest.
+#include <numeric>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "models/body_model.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/scope.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::BodyBlock;
+using testing_model::BodyModel;
+using testing_model::BodyTwins;
+using testing_model::StepTensors;
+
+/// Its first operator saves a view of the input, as Linear does of a 3-D input; then four storages of three sizes.
+at::Tensor mlp(BodyBlock& block, const at::Tensor& x) {
+  const OffloadScope scope("mlp");
+  const at::Tensor rows = at::matmul(x.view({-1, x.size(-1)}), block.weight);
+  const at::Tensor wide = at::cat({rows, rows}, 1).tanh();
+  const at::Tensor both = wide.sigmoid().narrow(1, 0, x.size(-1));
+  return x + both.exp().view(x.sizes()) * 0.1;
+}
+
+std::int64_t planned_bytes(const Report& report) {
+  return std::accumulate(report.groups.begin(), report.groups.end(), std::int64_t{0},
+                         [](std::int64_t sum, const GroupReport& group) { return sum + group.offloaded_bytes; });
+}
+
+/// In the latest step all that the plan offloads left, and all of it came back.
+void expect_all_left(const OffloadEngine& engine) {
+  const Report report = engine.report();
+  EXPECT_GT(report.offloaded_bytes, 0);
+  EXPECT_EQ(report.offloaded_bytes, planned_bytes(report));
+  EXPECT_EQ(report.reloaded_bytes, report.offloaded_bytes);
+  EXPECT_EQ(report.refused_bytes, 0);
+  EXPECT_EQ(report.unplanned_bytes, 0);
+  EXPECT_EQ(report.pinned_allocations_after_planning, 0);
+}
+
+class ReplanningTest : public testing::Test {
+ protected:
+  [[nodiscard]] Options graphed() const { return eager().graph("blocks.*"); }
+  [[nodiscard]] Options eager() const {
+    return Options(device_).offload("blocks.*.*").min_bytes(64).groups_in_flight(0);
+  }
+
+  c10::Device device_ = find_device("sim");
+};
+
+TEST_F(ReplanningTest, AViewOfTheInputThatIsSavedFirstShiftsNothing) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  OffloadEngine engine(twins.mine, graphed());
+  twins.expect_plain(engine, 0, 4);
+  expect_all_left(engine);
+  EXPECT_EQ(engine.report().pinned_requested_bytes, engine.report().offloaded_bytes) << "nothing is pinned in vain";
+}
+
+TEST_F(ReplanningTest, AHeadThatSavesAGraphsOutputShiftsNothing) {
+  class Headed : public BodyModel {
+   public:
+    using BodyModel::BodyModel;
+    at::Tensor loss(std::int64_t s) {
+      const at::Tensor h = forward(data(s, 8, 2));
+      const OffloadScope scope("head");
+      at::Tensor y;
+      for (auto& block : *blocks) {  // the graph's output again, saved beside tensors of the head's own
+        y = call(block->as<BodyBlock>(), y.defined() ? y : h);
+      }
+      return (y.sin() * at::cat({y, y}, -1).tanh().narrow(-1, 0, 16).exp()).sum();
+    }
+  };
+  Headed mine(device_, {mlp, mlp});
+  Headed plain(device_, {mlp, mlp});
+  OffloadEngine engine(mine, graphed().offload("head"));
+  for (std::int64_t s = 0; s < 4; ++s) {
+    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s).backward(); });
+    EXPECT_TRUE(
+        testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s).backward(); }), expected));
+  }
+  expect_all_left(engine);
+}
+
+class ReplanningOfBothTest : public ReplanningTest, public testing::WithParamInterface<bool> {
+ protected:
+  [[nodiscard]] Options options() const { return GetParam() ? graphed() : eager(); }
+};
+
+TEST_P(ReplanningOfBothTest, AFirstStepUnderNoGrad) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  OffloadEngine engine(twins.mine, options());
+  {
+    const at::NoGradGuard no_grad;
+    const auto step = engine.step();
+    (void)twins.mine.forward(twins.mine.data(0, 8, 2));
+  }
+  twins.expect_plain(engine, 0, 4);
+  expect_all_left(engine);
+}
+
+TEST_P(ReplanningOfBothTest, AnotherBatchSize) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  OffloadEngine engine(twins.mine, options());
+  twins.expect_plain(engine, 0, 3, 8, 2);
+  const std::int64_t before = engine.report().offloaded_bytes;
+  twins.expect_plain(engine, 3, 6, 8, 6);
+  EXPECT_EQ(engine.report().offloaded_bytes, 3 * before);
+  EXPECT_EQ(engine.report().refused_bytes, 0);
+  for (std::int64_t s = 6; s < 12; ++s) {
+    twins.expect_plain(engine, s, s + 1, 8, s % 2 == 0 ? 2 : 6);
+    EXPECT_EQ(engine.report().offloaded_bytes, s % 2 == 0 ? before : 3 * before) << "what fits leaves at once";
+    EXPECT_EQ(engine.report().refused_bytes, 0);
+  }
+}
+
+TEST_P(ReplanningOfBothTest, AddedMicrobatches) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  OffloadEngine engine(twins.mine, options());
+  const auto train = [&](BodyModel& model, OffloadEngine* in, std::int64_t s, std::int64_t microbatches) {
+    return testing_model::train_step(model, in, [&] {
+      at::Tensor loss;  // of all: so all are in flight
+      for (std::int64_t m = 0; m < microbatches; ++m) {
+        const at::Tensor part = model.forward(model.data(10 * s + m, 8, 2)).sum();
+        loss = loss.defined() ? loss + part : part;
+      }
+      loss.backward();
+    });
+  };
+  std::vector<std::int64_t> bytes;
+  for (const std::int64_t microbatches : {1, 1, 1, 3, 3, 3, 3}) {
+    const auto s = static_cast<std::int64_t>(bytes.size());
+    const StepTensors expected = train(twins.plain, nullptr, s, microbatches);
+    EXPECT_TRUE(testing_model::same(train(twins.mine, &engine, s, microbatches), expected)) << "step " << s;
+    bytes.push_back(engine.report().offloaded_bytes);
+  }
+  EXPECT_GE(bytes[6], 3 * bytes[2]);
+  EXPECT_EQ(engine.report().refused_bytes, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(EagerAndGraphed, ReplanningOfBothTest, testing::Bool(),
+                         [](const auto& info) { return info.param ? "graphed" : "eager"; });
+
+TEST_F(ReplanningTest, ALossKeptAliveTakesNoRoomFromLaterSteps) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  OffloadEngine engine(twins.mine, eager());
+  twins.expect_plain(engine, 0, 3);
+  const std::int64_t all = engine.report().offloaded_bytes;
+  at::Tensor kept;
+  {
+    const auto step = engine.step();
+    kept = twins.mine.forward(twins.mine.data(50, 8, 2)).sum();  // its backward never comes
+  }
+  twins.expect_plain(engine, 3, 4);
+  EXPECT_EQ(engine.report().offloaded_bytes + engine.report().refused_bytes, all) << "the report tells what stayed";
+  twins.expect_plain(engine, 4, 6);
+  EXPECT_EQ(engine.report().offloaded_bytes, all);
+  EXPECT_EQ(engine.report().refused_bytes, 0);
+}
+
+TEST_F(ReplanningTest, SlicesOfAResidentDataSetStayAndTheRestLeaves) {
+  class Resident : public BodyModel {
+   public:
+    explicit Resident(c10::Device device) : BodyModel(device, {mlp, mlp, mlp}), set(data(0, 512, 2)) {}
+    at::Tensor loss(std::int64_t s) {
+      at::Tensor h;
+      {
+        const OffloadScope scope("head");
+        h = (set.narrow(1, 8 * s, 8) * first.sum()).tanh();  // saves the whole data set's storage
+      }
+      for (auto& block : *blocks) {
+        h = call(block->as<BodyBlock>(), h);
+      }
+      return h.sum();
+    }
+    at::Tensor set;
+  };
+  Resident mine(device_);
+  Resident plain(device_);
+  OffloadEngine engine(mine, eager().offload("head"));
+  for (std::int64_t s = 0; s < 5; ++s) {
+    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s).backward(); });
+    EXPECT_TRUE(
+        testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s).backward(); }), expected));
+  }
+  expect_all_left(engine);
+  EXPECT_LT(engine.report().pinned_bytes, static_cast<std::int64_t>(mine.set.nbytes()))
+      << "the data set was not pinned for";
+}
+
+TEST_P(ReplanningOfBothTest, AModuleCalledManyTimesOffloadsEachTime) {
+  class Shared : public BodyModel {
+   public:
+    explicit Shared(c10::Device device) : BodyModel(device, {mlp}) {}
+    at::Tensor loss(std::int64_t s, std::int64_t times) {
+      at::Tensor h = at::matmul(data(s, 8, 2), first);
+      for (std::int64_t i = 0; i < times; ++i) {
+        h = call(blocks[0]->as<BodyBlock>(), h);
+      }
+      return h.sum();
+    }
+  };
+  Shared mine(device_);
+  Shared plain(device_);
+  OffloadEngine engine(mine, options());
+  std::int64_t s = 0;
+  for (const std::int64_t times : {6, 6, 6, 4, 4, 6, 7, 7, 3, 7}) {
+    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s, times).backward(); });
+    EXPECT_TRUE(testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s, times).backward(); }),
+                                    expected))
+        << "step " << s;
+    ++s;
+  }
+  EXPECT_EQ(engine.report().refused_bytes, 0);
+  EXPECT_EQ(engine.report().offloaded_bytes, engine.report().reloaded_bytes);
+  const std::int64_t each = 3 * 2 * 8 * 16 * 4;  // at least: one storage of each size
+  EXPECT_GE(engine.report().offloaded_bytes, 4 * each) << "of seven times, the last two stay for the backward";
+}
+
+TEST_F(ReplanningTest, ResetHoldsNoMorePinnedMemoryThanOnce) {
+  for (const bool graphs : {false, true}) {
+    BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+    OffloadEngine engine(twins.mine, graphs ? graphed() : eager());
+    twins.expect_plain(engine, 0, 3);
+    const std::int64_t once = engine.report().pinned_bytes;
+    EXPECT_GT(once, 0);
+    std::int64_t s = 3;
+    for (std::int64_t time = 0; time < 8; ++time) {
+      engine.reset();
+      EXPECT_EQ(engine.report().pinned_bytes, 0) << "a plan that is gone holds nothing";
+      twins.expect_plain(engine, s, s + 3, 8 + time, 2);
+      s += 3;
+    }
+    engine.reset();
+    twins.expect_plain(engine, s, s + 3);
+    EXPECT_EQ(engine.report().pinned_bytes, once);
+  }
+}
+
+TEST_F(ReplanningTest, TheReportTellsWhatStayed) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  OffloadEngine engine(twins.mine, eager());
+  twins.expect_plain(engine, 0, 3, 8, 2);
+  twins.expect_plain(engine, 3, 4, 8, 20);
+  const Report report = engine.report();
+  EXPECT_GT(report.refused_bytes, 0);
+  EXPECT_GE(report.unplanned_bytes, report.refused_bytes);
+}
+
+}  // namespace
+}  // namespace sidestream
