@@ -97,6 +97,20 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
     run_eagerly(site, request, outputs);
     return;
   }
+  const std::int64_t bound = resources_.options.call_options().max_captures();
+  if (static_cast<std::int64_t>(site.variants.size() + recorded_.count(site)) >= bound &&
+      !recorded_.repeats(site, request, modes)) {
+    if (!std::exchange(site.warned_of_bound, true)) {
+      TORCH_WARN("Sidestream: ", describe(site), " needs more than the ", bound,
+                 " captures that CallOptions::max_captures allows (",
+                 busy > 0 ? "microbatches in flight"
+                          : "new argument values, shapes, modes or gradient flags, or more calls in flight",
+                 "); what fits none of them runs eagerly from here on: raise the bound, or give it fewer");
+    }
+    report_.eager_call();
+    run_eagerly(site, request, outputs);
+    return;
+  }
   const std::size_t call = recorded_.add(site, request, modes, busy);
   {
     const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
@@ -225,17 +239,6 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
         ": an argument that is not a tensor has a new value, or autocast or a global switch (deterministic "
         "algorithms, precision, back ends) another state; set "
         "CallOptions::on_new_arguments to capture or eager, or pass it as a tensor");
-  }
-  if (static_cast<std::int64_t>(site.variants.size() + recorded_.count(site)) >= options.max_captures()) {
-    if (!std::exchange(site.warned_of_bound, true)) {
-      TORCH_WARN("Sidestream: ", what, " needs more than the ", options.max_captures(),
-                 " captures that CallOptions::max_captures allows (",
-                 busy > 0 ? "microbatches in flight" : "new argument values, shapes, modes or gradient flags",
-                 "); what fits none of them runs eagerly from here on: raise the bound, or give it fewer");
-    }
-    report_.eager_call();
-    run_eagerly(site, request, outputs);
-    return;
   }
   record_and_run(site, request, modes, outputs, busy);
 }

@@ -129,6 +129,17 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   return calls_.size() - 1;
 }
 
+bool RecordedCalls::repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes) const {
+  for (std::size_t i = 0; i < calls_.size(); ++i) {
+    const RecordedCall& call = *calls_[i];
+    if (call.site == &site && call.state.modes == modes && !call.state.modules.change().any() &&
+        same_arguments(call.guards, call.shape, request.guards, request.shape) && flights_[i]->backward->begun.load()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 std::size_t RecordedCalls::count(const CallSite& site) const noexcept {
   return static_cast<std::size_t>(
       std::count_if(calls_.begin(), calls_.end(), [&](const auto& call) { return call->site == &site; }));

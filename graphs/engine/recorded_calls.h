@@ -60,6 +60,8 @@ class RecordedCalls {
   [[nodiscard]] bool outdated() const noexcept;
   /// Before the capture: calls learn the modes that their backward ran in.
   void learn_backward_modes();
+  /// True where `add` would serve the call with a capture that is to be made anyway.
+  [[nodiscard]] bool repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes) const;
   /// How many captures `site` is to get.
   [[nodiscard]] std::size_t count(const CallSite& site) const noexcept;
   [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }

@@ -196,18 +196,20 @@ TEST_F(ReplanningTest, SlicesOfAResidentDataSetStayAndTheRestLeaves) {
       << "the data set was not pinned for";
 }
 
-TEST_P(ReplanningOfBothTest, AModuleCalledManyTimesOffloadsEachTime) {
-  class Shared : public BodyModel {
-   public:
-    explicit Shared(c10::Device device) : BodyModel(device, {mlp}) {}
-    at::Tensor loss(std::int64_t s, std::int64_t times) {
-      at::Tensor h = at::matmul(data(s, 8, 2), first);
-      for (std::int64_t i = 0; i < times; ++i) {
-        h = call(blocks[0]->as<BodyBlock>(), h);
-      }
-      return h.sum();
+/// One block, called as often as it is told.
+class Shared : public BodyModel {
+ public:
+  explicit Shared(c10::Device device) : BodyModel(device, {mlp}) {}
+  at::Tensor loss(std::int64_t s, std::int64_t times) {
+    at::Tensor h = at::matmul(data(s, 8, 2), first);
+    for (std::int64_t i = 0; i < times; ++i) {
+      h = call(blocks[0]->as<BodyBlock>(), h);
     }
-  };
+    return h.sum();
+  }
+};
+
+TEST_P(ReplanningOfBothTest, AModuleCalledManyTimesOffloadsEachTime) {
   Shared mine(device_);
   Shared plain(device_);
   OffloadEngine engine(mine, options());
@@ -223,6 +225,21 @@ TEST_P(ReplanningOfBothTest, AModuleCalledManyTimesOffloadsEachTime) {
   EXPECT_EQ(engine.report().offloaded_bytes, engine.report().reloaded_bytes);
   const std::int64_t each = 3 * 2 * 8 * 16 * 4;  // at least: one storage of each size
   EXPECT_GE(engine.report().offloaded_bytes, 4 * each) << "of seven times, the last two stay for the backward";
+}
+
+TEST_F(ReplanningTest, TheBoundOfCapturesHoldsInTheSizingStepToo) {
+  Shared mine(device_);
+  Shared plain(device_);
+  OffloadEngine engine(mine, graphed().call_options(CallOptions().max_captures(3)));
+  for (std::int64_t s = 0; s < 5; ++s) {
+    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s, 7).backward(); });
+    EXPECT_TRUE(
+        testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s, 7).backward(); }), expected))
+        << "step " << s;
+  }
+  EXPECT_EQ(engine.report().captures, 6);
+  EXPECT_EQ(engine.report().replays, 6) << "the first three of each step";
+  EXPECT_EQ(engine.report().refused_bytes, 0) << "what runs eagerly is planned as well";
 }
 
 TEST_F(ReplanningTest, ResetHoldsNoMorePinnedMemoryThanOnce) {
