@@ -9,6 +9,7 @@
 #include <list>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <utility>
 
 #include "runtime/runtime.h"
@@ -46,6 +47,8 @@ struct HostArena::State {
   Slot* take(std::size_t bytes);
   void wait_for_copies(const std::function<bool(const Slab&)>& of) noexcept;
   void trim();
+  /// Those of `largest_first` that find no free slot while the others have theirs.
+  [[nodiscard]] std::vector<std::size_t> missing_of(const std::vector<std::size_t>& largest_first);
 
   Runtime& runtime;
   mutable std::mutex mutex;
@@ -128,6 +131,22 @@ void HostArena::State::put_back(Slot& slot) noexcept {
   free.insert(std::move(slot.place));
 }
 
+std::vector<std::size_t> HostArena::State::missing_of(const std::vector<std::size_t>& largest_first) {
+  std::vector<std::size_t> missing;
+  std::vector<Slot*> claimed;
+  for (const std::size_t bytes : largest_first) {
+    if (Slot* slot = take(bytes); slot != nullptr) {
+      claimed.push_back(slot);
+    } else {
+      missing.push_back(bytes);
+    }
+  }
+  for (Slot* slot : claimed) {
+    put_back(*slot);
+  }
+  return missing;
+}
+
 void HostArena::State::trim() {
   const auto unused = [](const Slab& slab) { return slab.leased == 0; };
   wait_for_copies(unused);
@@ -194,16 +213,12 @@ void HostArena::prepare(std::span<const std::size_t> sizes) {
   {
     const std::lock_guard lock(state_->mutex);
     state_->sealed = false;
-    std::vector<Slot*> claimed;
-    for (const std::size_t bytes : largest_first) {
-      if (Slot* slot = state_->take(bytes); slot != nullptr) {
-        claimed.push_back(slot);
-      } else {
-        missing.push_back(bytes);
-      }
-    }
-    for (Slot* slot : claimed) {
-      state_->put_back(*slot);
+    missing = state_->missing_of(largest_first);
+    const auto aligned = [](std::size_t sum, std::size_t bytes) { return sum + align_up(bytes); };
+    if (std::accumulate(missing.begin(), missing.end(), std::size_t{0}, aligned) >
+        state_->stats.cap - state_->stats.pinned) {
+      state_->trim();  // slots of other sizes would take their room under the cap
+      missing = state_->missing_of(largest_first);
     }
   }
   try {

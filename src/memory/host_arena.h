@@ -90,7 +90,7 @@ class HostArena {
   /// earlier plans. Capture: illegal. Throws: UsageError after `seal`; DeviceError when pinning fails (nothing is kept).
   std::vector<bool> plan(std::span<const std::size_t> sizes);
   /// Pins what is missing so that leases of all these sizes can live at once, beside those that live now, and seals: the
-  /// planning of a later pass over a sealed arena. Capture: illegal. Throws: DeviceError when pinning fails: nothing is added
+  /// planning of a later pass over a sealed arena. Where the cap has no room beside free slots of other sizes, those go. Capture: illegal. Throws: DeviceError when pinning fails: nothing is added
   /// and the arena is sealed.
   void prepare(std::span<const std::size_t> sizes);
   /// Gives back the slabs that no lease is in, once their last copies are done: between a plan and the next.

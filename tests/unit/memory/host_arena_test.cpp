@@ -85,6 +85,21 @@ TEST(HostArena, TrimGivesBackWhatNoLeaseIsIn) {
   }
 }
 
+TEST(HostArena, AnotherPlanUnderTheCapTakesTheRoomOfSlotsThatAreFree) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 4096);
+  const std::size_t small[] = {512, 512, 512, 512};
+  arena.prepare(small);
+  const std::size_t large[] = {2048, 1024};
+  arena.prepare(large);
+  EXPECT_TRUE(arena.lease(2048)) << "2048 bytes of free small slots stood in its way";
+  EXPECT_EQ(arena.stats().pinned, 3072U);
+  const auto held = arena.lease(1024);
+  arena.prepare(small);
+  EXPECT_EQ(arena.stats().pinned, 4096U)
+      << "what is leased stays: the large slot serves one of them, so three are missing";
+}
+
 TEST(HostArena, GrowsBeforeSealOnly) {
   FakeRuntime runtime;
   HostArena arena(runtime, 1 << 20);
