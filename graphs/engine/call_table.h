@@ -10,6 +10,7 @@
 
 #include <torch/nn/module.h>
 
+#include "graphs/engine/eager_calls.h"
 #include "graphs/engine/recorded_calls.h"
 #include "offload/name_pattern.h"
 #include "offload/scope_tree.h"
@@ -44,6 +45,7 @@ struct CallSite {
   bool dropped = false;                              ///< by GraphedCallable::reset
   bool to_record =
       false;  ///< captures were dropped, for the model is another now: calls are recorded as in a first step
+  EagerRuns eager_runs;             ///< of a graphed call
   bool warned_of_bound = false;     ///< CallOptions::max_captures
   bool warned_of_equality = false;  ///< of its arguments
 };
@@ -61,6 +63,7 @@ class CallTable {
   [[nodiscard]] bool in_graphed_call(const std::string& group) const;
   /// Throws: UsageError for a pattern that no call matches.
   void check_patterns() const;
+  [[nodiscard]] const std::deque<CallSite>& sites() const noexcept { return sites_; }
   /// No call has a capture any more.
   void drop_variants();
   /// Calls that have captures in `chain` lose them, and are recorded again.

@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function.h>
 
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/eager_plan.h"
@@ -37,7 +38,8 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
   if (!may_replay) {
     return Route::scope;
   }
-  if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) {
+  if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled() ||
+      torch::autograd::get_current_node() != nullptr) {
     return Route::eager;
   }
   if (site.kind == CallSite::Kind::callable) {
@@ -56,7 +58,7 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
       break;
     case Route::eager:
       if (site.kind == CallSite::Kind::graphed) {
-        report_.eager_call();
+        count_eager(site, cause_on_this_thread());
       }
       run_eagerly(site, request, outputs);
       break;
@@ -73,6 +75,11 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
 }
 
 CallModes Dispatcher::modes() const { return CallModes::current(resources_.runtime->device().type()); }
+
+void Dispatcher::count_eager(CallSite& site, EagerCause cause) noexcept {
+  report_.eager_call();
+  site.eager_runs.count(cause);
+}
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
   if (Recorder* recorder = current_recorder(); recorder != nullptr) {
@@ -93,7 +100,7 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
           " runs eagerly: an argument differs from its own copy, so that no capture would ever fit it (a NaN that an "
           "operator== compares?); let the `equal` of its ArgumentTraits hold for a copy");
     }
-    report_.eager_call();
+    count_eager(site, EagerCause::unequal);
     run_eagerly(site, request, outputs);
     return;
   }
@@ -107,7 +114,7 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
                           : "new argument values, shapes, modes or gradient flags, or more calls in flight",
                  "); what fits none of them runs eagerly from here on: raise the bound, or give it fewer");
     }
-    report_.eager_call();
+    count_eager(site, EagerCause::over_bound);
     run_eagerly(site, request, outputs);
     return;
   }
@@ -216,7 +223,7 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
   const CallOptions& options = resources_.options.call_options();
   const bool to_be_new = busy == 0 && !site.to_record;
   if (to_be_new && options.on_new_arguments() == OnNewArguments::eager) {
-    report_.eager_call();
+    count_eager(site, EagerCause::new_arguments);
     run_eagerly(site, request, outputs);
     return;
   }

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "graphs/engine/call_table.h"
+#include "graphs/engine/eager_calls.h"
 #include "sidestream/call.h"
 
 namespace sidestream {
@@ -43,6 +44,8 @@ class Dispatcher {
   /// Of the calling thread, for the engine's device.
   [[nodiscard]] CallModes modes() const;
 
+  /// A graphed call that is neither replayed nor recorded.
+  void count_eager(CallSite& site, EagerCause cause) noexcept;
   void run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
   void record_and_run(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                       detail::TensorBuffer& outputs, std::size_t busy);

@@ -47,6 +47,30 @@ void append(const Profile& profile, const Plan& plan, Report& report) {
   report.notes.insert(report.notes.end(), plan.notes.begin(), plan.notes.end());
 }
 
+/// Why graphed calls ran eagerly, one line for each cause.
+void append_eager_runs(const CallTable& calls, std::vector<std::string>& notes) {
+  for (std::size_t c = 0; c < EagerRuns::kCauses; ++c) {
+    const auto cause = static_cast<EagerCause>(c);
+    std::int64_t runs = 0;
+    std::int64_t never_captured = 0;
+    std::int64_t sites = 0;
+    std::string first;
+    for (const CallSite& site : calls.sites()) {
+      if (const std::int64_t of_site = site.eager_runs.of(cause); of_site > 0) {
+        first = sites == 0 ? site.scope->name : first;
+        ++sites;
+        runs += of_site;
+        never_captured += site.variants.empty() ? 1 : 0;
+      }
+    }
+    if (runs > 0) {
+      notes.push_back("\"" + first + "\"" + (sites > 1 ? " and " + std::to_string(sites - 1) + " other calls" : "") +
+                      " ran eagerly " + std::to_string(runs) + " times " + text_of(cause) +
+                      (never_captured > 0 ? "; " + std::to_string(never_captured) + " of them have no capture" : ""));
+    }
+  }
+}
+
 }  // namespace
 
 void ReportBuilder::captured(const Chain& chain) {
@@ -113,6 +137,7 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
     }
   }
   report.notes.insert(report.notes.end(), eager.notes.begin(), eager.notes.end());
+  append_eager_runs(calls, report.notes);
   const auto tallies = resources.exclusions.tallies();
   for (std::size_t i = 1; i < tallies.size(); ++i) {
     if (tallies[i].tensors > 0) {

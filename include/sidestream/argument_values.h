@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <initializer_list>
+#include <limits>
 #include <list>
 #include <map>
 #include <memory>
@@ -43,8 +44,8 @@ struct ComparedByValue {};
 ///
 ///     template <> struct sidestream::ArgumentTraits<Config> : sidestream::ComparedByValue {};
 ///
-/// else with a `static bool equal(const T&, const T&)` in place of the base. `T` owns all that it holds, and a copy of a value
-/// equals it, also where it holds a NaN.
+/// else with a `static bool equal(const T&, const T&)` in place of the base. `T` owns all that it holds, holds no tensors (pass
+/// them beside it: they are inputs), and a copy of a value equals it, also where it holds a NaN.
 template <class T, class = void>
 struct ArgumentTraits {};
 
@@ -124,7 +125,8 @@ struct ListedValue<double> : EqualByBits<double> {};
 template <>
 struct ListedValue<long double> : std::true_type {
   static bool equal(const long double& a, const long double& b) {
-    return std::memcmp(&a, &b, 10) == 0;  // x86's; what follows is padding
+    // What follows the ten bytes of x86's is padding.
+    return std::memcmp(&a, &b, std::numeric_limits<long double>::digits == 64 ? 10 : sizeof(a)) == 0;
   }
 };
 template <>

@@ -401,6 +401,29 @@ TEST_F(CallArguments, AnotherModuleIsAnotherCapture) {
   EXPECT_TRUE(at::equal(second_model_->weight.grad().cpu(), second_plain_->weight.grad().cpu()));
 }
 
+// Of no model that the engine knows.
+TEST_F(CallArguments, AForeignModuleIsWatchedToo) {
+  std::array<std::shared_ptr<Scaler>, 2> foreign{std::make_shared<Scaler>(-0.3), std::make_shared<Scaler>(-0.3)};
+  for (const auto& module : foreign) {
+    module->to(device_);
+  }
+  OffloadEngine engine(*model_, options());
+  const Loss loss = [&](Scaler& model, const at::Tensor& x, std::int64_t /*s*/) {
+    return call(
+               "f", [](Scaler& m, Scaler& other, const at::Tensor& y) { return m.forward(other.forward(y)); }, model,
+               *foreign[&model == model_.get() ? 0 : 1], x)
+        .sum();
+  };
+  expect_plain(engine, 0, 3, loss);
+  for (const auto& module : foreign) {
+    module->weight.set_data(module->weight.detach() * -2);
+  }
+  expect_plain(engine, 3, 6, loss);
+  EXPECT_EQ(engine.report().captures, 4);
+  EXPECT_EQ(engine.report().replays, 2);
+  EXPECT_TRUE(at::equal(foreign[0]->weight.grad().cpu(), foreign[1]->weight.grad().cpu()));
+}
+
 TEST_F(CallArguments, HoldersAndAnyModulesAreModules) {
   torch::manual_seed(3);
   std::array<torch::nn::Linear, 2> linears{torch::nn::Linear(32, 32), torch::nn::Linear(nullptr)};

@@ -1,5 +1,6 @@
 #include "sidestream/call.h"
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <sstream>
@@ -420,6 +421,52 @@ TEST_F(CallTest, RunsUnderAutocast) {
     });
   }
   EXPECT_EQ(engine.report().replays, 8);
+}
+
+/// LibTorch's own form of a checkpoint: the forward runs without gradients, and again in backward.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
+    context->save_for_backward({x, weight});
+    return run(x, weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    const at::AutoGradMode grad_mode(true);
+    const at::Tensor x = saved[0].detach().requires_grad_(true);
+    const at::Tensor weight = saved[1].detach().requires_grad_(true);
+    const auto made = torch::autograd::grad({run(x, weight)}, {x, weight}, {grads[0]});
+    return {made[0], made[1]};
+  }
+  static at::Tensor run(const at::Tensor& x, const at::Tensor& weight) {
+    return call(
+        "inner", [](const at::Tensor& y, const at::Tensor& w) { return y.matmul(w).tanh(); }, x, weight);
+  }
+};
+
+TEST_F(CallTest, ACallInACheckpointRunsEagerlyAndTheReportSaysSo) {
+  OffloadEngine engine(model_, Options(device_).graph("inner,blocks.*"));
+  const at::Tensor weight = (at::randn({32, 32}) * 0.1).to(device_).requires_grad_(true);
+  for (std::int64_t s = 0; s < 4; ++s) {
+    const at::Tensor x = at::randn({16, 32}).to(device_).requires_grad_(true);
+    weight.mutable_grad() = at::Tensor();
+    testing_model::in_step(&engine, [&] {
+      Recomputed::apply(x, weight).sum().backward();
+      train(model_, s);
+    });
+    const at::Tensor mine = weight.grad().clone();
+    const at::Tensor mine_x = x.grad().clone();
+    x.mutable_grad() = at::Tensor();
+    weight.mutable_grad() = at::Tensor();
+    Recomputed::apply(x, weight).sum().backward();
+    EXPECT_TRUE(at::equal(mine.cpu(), weight.grad().cpu()));
+    EXPECT_TRUE(at::equal(mine_x.cpu(), x.grad().cpu()));
+  }
+  const std::vector<std::string> notes = engine.report().notes;
+  EXPECT_TRUE(std::any_of(notes.begin(), notes.end(), [](const std::string& note) {
+    return note.find("\"inner\" ran eagerly 4 times under no_grad") == 0 &&
+           note.find("1 of them have no capture") != std::string::npos;
+  })) << testing::PrintToString(notes);
 }
 
 /// What users write who know nothing of Sidestream: backward runs the forward again, and backward inside it.
