@@ -105,6 +105,7 @@ void EngineState::begin_step() {
   if (step_ != nullptr) {
     throw UsageError("a step of this engine is active already; end it before the next begins");
   }
+  calls_.begin_step();
   resources_.exclusions.refresh_parameters();
   resources_.check.begin_step(report_.steps());
   if (eager_plan_.state() != EagerPlan::State::unsized) {
