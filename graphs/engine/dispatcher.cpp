@@ -129,6 +129,11 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       other = &variant;
       continue;
     }
+    if (chains_.postponed() && chain.weights_relocated(variant.layer)) {
+      report_.eager_call();
+      run_eagerly(site, request, outputs);
+      return;
+    }
     if (chain.ready(variant.layer)) {
       chain.forward(variant.layer, request.inputs, outputs);
       *request.structure = variant.structure.get();
@@ -153,6 +158,11 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   const bool lost = !holder.chain->layers()[only.layer].forward;  // by a capture that failed in its place
   if ((lost || holder.chain->weights_relocated(only.layer)) &&
       holder.chain->options().on_relocated_weights() == OnRelocatedWeights::capture && !holder.chain->any_pending()) {
+    if (const auto& ask = holder.chain->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
+      report_.eager_call();
+      run_eagerly(site, request, outputs);
+      return;
+    }
     chains_.recapture(holder);
   }
   holder.chain->forward(only.layer, request.inputs, outputs);
@@ -161,7 +171,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
 void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
                              detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other) {
   const CallOptions& options = resources_.options.call_options();
-  if (busy == 0 && options.on_new_arguments() == OnNewArguments::eager) {
+  if (busy == 0 && (chains_.postponed() || options.on_new_arguments() == OnNewArguments::eager)) {
     report_.eager_call();
     run_eagerly(site, request, outputs);
     return;

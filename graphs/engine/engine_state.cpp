@@ -123,8 +123,10 @@ void EngineState::begin_step() {
 
 void EngineState::make_ready() {
   calls_.check_patterns();
-  chains_.follow_relocated_weights();
-  chains_.capture_recorded(recorded_);
+  if (chains_.agree(!recorded_.empty() || chains_.outdated())) {
+    chains_.follow_relocated_weights();
+    chains_.capture_recorded(recorded_);
+  }
   eager_plan_.make(*resources_.arena, resources_.options.progress());
 }
 
