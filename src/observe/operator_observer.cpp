@@ -41,6 +41,7 @@ struct OperatorSchema {
   std::optional<std::size_t> non_blocking;  // positions
   std::optional<std::size_t> stream;
   bool only_shape = false;
+  bool draws = false;
 };
 
 void append_tensors(const c10::IValue& value, TensorList& out) {
@@ -60,6 +61,7 @@ struct OperatorRecord final : at::ObserverContext {
   TensorList writes;
   bool non_blocking = false;
   bool only_shape = false;
+  bool draws = false;
   std::optional<c10::Stream> stream;
 };
 
@@ -105,6 +107,7 @@ const OperatorSchema* OperatorObserverGuard::State::schema_of(const at::RecordFu
   }
   schema.only_shape = handle->hasTag(at::Tag::inplace_view) ||
                       std::find(only_names.begin(), only_names.end(), name->name) != only_names.end();
+  schema.draws = handle->hasTag(at::Tag::nondeterministic_seeded);
   if (!flag.empty()) {
     const int position = handle->schema().argumentIndexWithName(flag).value();
     schema.only_if = static_cast<std::size_t>(position);
@@ -126,6 +129,7 @@ void OperatorObserverGuard::State::began(const at::RecordFunction& function, Ope
     return;
   }
   record.only_shape = schema->only_shape;
+  record.draws = schema->draws;
   const auto given = [&](std::optional<std::size_t> at) { return at && *at < inputs.size() ? &inputs[*at] : nullptr; };
   if (const c10::IValue* flag = given(schema->non_blocking); flag != nullptr && flag->isBool()) {
     record.non_blocking = flag->toBool();
@@ -153,7 +157,7 @@ void OperatorObserverGuard::State::ended(const at::RecordFunction& function, con
       append_tensors(output, outputs);
     }
     observe(OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0, record.non_blocking,
-                           record.only_shape, record.stream});
+                           record.only_shape, record.stream, record.draws});
   } catch (...) {
     if (!error) {
       error = std::current_exception();

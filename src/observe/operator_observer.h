@@ -26,6 +26,7 @@ struct OperatorAccess {
   bool non_blocking = false;  ///< the argument of that name: a copy from or to pinned memory returns before it is done
   bool only_shape = false;    ///< changes what a tensor is, not its bytes (`unsqueeze_`, `set_`)
   std::optional<c10::Stream> stream{};  ///< an argument of that type (`record_stream`)
+  bool draws = false;                   ///< random numbers
 };
 
 /// While it lives, `observe` is called after every operator of the calling thread, and of the backward passes that it
