@@ -1,4 +1,5 @@
 // Graphs on a device that is full, captures that cannot begin, and events of the default stream.
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "expect_throws.h"
 #include "gpu/gpu_fixture.h"
 #include "graphs/replay/graph_event_state.h"
+#include "runtime/cuda/capture_mode.h"
 #include "sidestream/graph_event.h"
 
 namespace sidestream::gpu {
@@ -29,18 +31,26 @@ class GraphMemoryOnGpu : public Gpu {
  protected:
   static constexpr int kNodes = 40'000;
 
-  /// A graph of many nodes in its capture, so that what it takes of the device shows.
-  [[nodiscard]] Graph many_nodes(c10::Stream stream, const MemoryPool& pool, const at::Tensor& sum) const {
+  /// A graph of many nodes, so that what it takes of the device shows. `before_end` runs in its capture, on another stream.
+  [[nodiscard]] Graph many_nodes(
+      c10::Stream stream, const MemoryPool& pool, const at::Tensor& sum,
+      const std::function<void()>& before_end = [] {}) const {
+    const c10::Stream other = runtime().current_stream();
     const StreamGuard guard(runtime(), stream);
     runtime().begin_capture(stream, pool);
     for (int i = 0; i < kNodes; ++i) {
       sum.add_(1);
+    }
+    {
+      const StreamGuard on_other(runtime(), other);
+      before_end();
     }
     return runtime().end_capture(stream);
   }
   /// Tensors that leave next to nothing of the device.
   [[nodiscard]] std::vector<at::Tensor> fill_device() const {
     const c10::cuda::CUDAGuard device(runtime().device().index());
+    const cuda::RelaxedCapture relaxed;
     std::vector<at::Tensor> hogs;
     for (std::int64_t piece = std::int64_t{1} << 32; piece >= std::int64_t{2} << 20;) {
       std::size_t free = 0;
@@ -64,10 +74,8 @@ TEST_F(GraphMemoryOnGpu, AGraphThatDoesNotFitBesideCachedMemoryGetsIt) {
   const auto stream = runtime().create_stream();
   const auto pool = runtime().create_pool();
   const at::Tensor sum = at::zeros({1}, options());
-  (void)many_nodes(stream, pool, sum);  // what a capture needs beside its graph is cached for its stream from here on
   runtime().synchronize_device();
-  fill_device().clear();  // cached from here on
-  const Graph graph = many_nodes(stream, pool, sum);
+  const Graph graph = many_nodes(stream, pool, sum, [&] { fill_device().clear(); });  // cached from here on
   runtime().launch(graph, stream);
   runtime().synchronize(stream);
   EXPECT_EQ(sum.item<float>(), static_cast<float>(kNodes));
@@ -78,11 +86,14 @@ TEST_F(GraphMemoryOnGpu, AGraphThatDoesNotFitAtAllIsADeviceErrorWithItsBytes) {
   const auto stream = runtime().create_stream();
   const auto pool = runtime().create_pool();
   const at::Tensor sum = at::zeros({1}, options());
-  (void)many_nodes(stream, pool, sum);  // what a capture needs beside its graph is cached for its stream from here on
   runtime().synchronize_device();
-  std::vector<at::Tensor> hogs = fill_device();
-  EXPECT_THROWS(DeviceError, "does not fit beside its tensors", (void)many_nodes(stream, pool, sum));
-  hogs.clear();
+  std::vector<at::Tensor> hogs;
+  EXPECT_THROWS(DeviceError, "does not fit beside its tensors",
+                (void)many_nodes(stream, pool, sum, [&] { hogs = fill_device(); }));
+  EXPECT_EQ(runtime().capture_status(stream), CaptureStatus::none);
+  const std::vector<at::Tensor> rest = fill_device();
+  EXPECT_THROWS(DeviceError, "the device is full", (void)many_nodes(stream, pool, sum));
+  hogs.clear();  // with `rest` left, it fits
   runtime().release_cached_memory();
   EXPECT_EQ(runtime().capture_status(stream), CaptureStatus::none);
   const Graph graph = many_nodes(stream, pool, sum);

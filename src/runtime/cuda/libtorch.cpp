@@ -105,10 +105,25 @@ void release_pool(c10::Device device, PoolId pool) noexcept {
   attempt("releasing a pinned memory pool", [&] { host_allocator().release_pool(pool); });
 }
 
+namespace {
+
+// LibTorch has given back what it had cached before it says so.
+[[noreturn]] void throw_no_room(const c10::OutOfMemoryError& error) {
+  (void)cudaGetLastError();
+  throw DeviceError(std::string("a capture could not begin, the device is full: ") + error.what_without_backtrace(),
+                    cudaErrorMemoryAllocation);
+}
+
+}  // namespace
+
 void warm_blas(c10::Stream stream) {
   const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
-  (void)at::cuda::getCurrentCUDABlasHandle();
-  (void)at::cuda::getCUDABlasLtWorkspace();
+  try {
+    (void)at::cuda::getCurrentCUDABlasHandle();
+    (void)at::cuda::getCUDABlasLtWorkspace();
+  } catch (const c10::OutOfMemoryError& error) {
+    throw_no_room(error);
+  }
 }
 
 template <typename Visit>
@@ -250,6 +265,9 @@ void Graph::begin(c10::Stream stream, PoolId pool) {
     impl_->release_generator();
     if (impl_->redirected()) {
       impl_->stop(false);
+    }
+    if (const auto* no_room = dynamic_cast<const c10::OutOfMemoryError*>(&error); no_room != nullptr) {
+      throw_no_room(*no_room);
     }
     throw CaptureError(std::string("a capture could not begin: ") + error.what_without_backtrace());
   }
