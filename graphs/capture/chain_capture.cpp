@@ -13,7 +13,10 @@
 #include "graphs/capture/call_state_guard.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/replay/graph_event_state.h"
+#include "observe/held_draws.h"
 #include "offload/nested_backward.h"
+#include "runtime/capture_turn.h"
+#include "runtime/draw_order.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -354,6 +357,11 @@ void ChainCapture::finish_backward(std::size_t index) {
 
 std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources, std::vector<LayerSpec> specs,
                                                 const GraphOptions& options) {
+  const c10::Device device = resources.runtime->device();
+  resources.runtime->check_settings(/*graphs=*/true);
+  const CaptureTurn turn(device);
+  const HeldDraws held(device);
+  const DrawOrder::Capturing in_order(DrawOrder::of(device), *resources.runtime, *resources.capture_stream);
   std::shared_ptr<Chain> chain(new Chain(resources, options));
   ChainCapture capture(*chain, resources, std::move(specs));
   try {

@@ -19,25 +19,27 @@ void CallTable::learn_names() {
   names_.emplace(&model_, std::make_pair("model", model()));
 }
 
-CallSite& CallTable::site_for(const detail::CallRequest& request) {
+CallSite* CallTable::site_for(const detail::CallRequest& request) {
   const void* key = request.module != nullptr ? static_cast<const void*>(request.module) : request.name;
   if (const auto found = by_key_.find(key); found != by_key_.end()) {
     if (request.module != nullptr || found->second->scope->name == request.name) {
-      return *found->second;
+      return found->second;
     }
   }
   std::string name;
   std::shared_ptr<const torch::nn::Module> module;
   if (request.module != nullptr) {
+    if (foreign_.count(request.module) != 0) {
+      return nullptr;
+    }
     auto known = names_.find(request.module);
     if (known == names_.end()) {
       learn_names();
       known = names_.find(request.module);
     }
     if (known == names_.end()) {
-      throw UsageError(
-          "ss::call: the module \"" + request.module->name() +
-          "\" is not part of the model that the engine was made with; register it there, or make the engine anew");
+      foreign_.insert(request.module);
+      return nullptr;
     }
     name = known->second.first;
     module = known->second.second;
@@ -48,7 +50,7 @@ CallSite& CallTable::site_for(const detail::CallRequest& request) {
   for (CallSite& site : sites_) {
     if (site.scope == scope && site.module == module) {
       by_key_[key] = &site;
-      return site;
+      return &site;
     }
   }
   CallSite& site = sites_.emplace_back();
@@ -60,7 +62,7 @@ CallSite& CallTable::site_for(const detail::CallRequest& request) {
   });
   site.kind = graphed_.matches(name) ? CallSite::Kind::graphed : CallSite::Kind::eager;
   by_key_[key] = &site;
-  return site;
+  return &site;
 }
 
 bool CallTable::in_graphed_call(const std::string& group) const {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -56,9 +57,11 @@ class CallTable {
   /// Both must outlive this object. `graphed`: names of calls that are captured.
   CallTable(torch::nn::Module& model, ScopeTree& tree, NamePatterns graphed);
 
-  /// The call's site, made on first use. A site met before is found without allocation.
-  /// Throws: UsageError for a module that is not part of the model.
-  [[nodiscard]] CallSite& site_for(const detail::CallRequest& request);
+  /// The call's site, made on first use. A site met before is found without allocation. Null for a module that is not part of the
+  /// model (another engine's, or nobody's): such a call is none of this engine's and runs as if there were none.
+  [[nodiscard]] CallSite* site_for(const detail::CallRequest& request);
+  /// A module that was registered since the last step is no longer taken for a foreign one.
+  void begin_step() { foreign_.clear(); }
   /// True for groups of calls that match `graph`: their chains offload them.
   [[nodiscard]] bool in_graphed_call(const std::string& group) const;
   /// Throws: UsageError for a pattern that no call matches.
@@ -80,6 +83,7 @@ class CallTable {
   ScopeTree& tree_;
   NamePatterns graphed_;
   std::unordered_map<const torch::nn::Module*, std::pair<std::string, std::shared_ptr<const torch::nn::Module>>> names_;
+  std::unordered_set<const torch::nn::Module*> foreign_;  ///< looked for in vain in this step
   std::deque<CallSite> sites_;
   std::unordered_map<const void*, CallSite*> by_key_;  ///< by module, or by the address of a function's name
 };

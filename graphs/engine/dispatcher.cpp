@@ -206,6 +206,11 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   }
   if ((lost || change.any()) && holder.chain->options().on_relocated_weights() == OnRelocatedWeights::capture &&
       !holder.chain->any_pending()) {
+    if (const auto& ask = holder.chain->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
+      report_.eager_call();
+      run_eagerly(site, request, outputs);
+      return;
+    }
     chains_.recapture(holder);
     change = holder.chain->change(only.layer);
   }
@@ -222,7 +227,7 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
                              detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other) {
   const CallOptions& options = resources_.options.call_options();
   const bool to_be_new = busy == 0 && !site.to_record;
-  if (to_be_new && options.on_new_arguments() == OnNewArguments::eager) {
+  if ((busy == 0 && chains_.postponed()) || (to_be_new && options.on_new_arguments() == OnNewArguments::eager)) {
     count_eager(site, EagerCause::new_arguments);
     run_eagerly(site, request, outputs);
     return;

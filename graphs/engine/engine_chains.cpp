@@ -45,6 +45,13 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
   return result;
 }
 
+/// Dropped by a capture that failed in its place, or captured of a model that is another now.
+bool is_outdated(const Chain& chain) {
+  const std::vector<Layer>& layers = chain.layers();
+  return chain.change().stale() ||
+         std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return !layer.forward; });
+}
+
 }  // namespace
 
 std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const GraphOptions& options) {
@@ -134,14 +141,22 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
   resources_.runtime->release_cached_memory();
 }
 
+bool EngineChains::agree(bool mine) {
+  const auto& ask = resources_.options.graph_options().agree_to_capture();
+  const bool agreed = !ask || ask(mine);
+  postponed_ = mine && !agreed;
+  return agreed;
+}
+
+bool EngineChains::outdated() const {
+  return std::any_of(own_.begin(), own_.end(), [](const auto& holder) { return is_outdated(*holder->chain); });
+}
+
 void EngineChains::follow_weights(CallTable& calls) {
   std::vector<std::shared_ptr<ChainHolder>> replaced;
   for (const auto& holder : own_) {
-    const std::vector<Layer>& layers = holder->chain->layers();
-    const bool dropped =  // by a capture that failed in the place of this one
-        std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return !layer.forward; });
     const FactsChange change = holder->chain->change();
-    if (!dropped && !change.stale()) {
+    if (!is_outdated(*holder->chain)) {
       continue;
     }
     if (resources_.options.graph_options().on_relocated_weights() == OnRelocatedWeights::error) {

@@ -41,6 +41,13 @@ class EngineChains {
   /// Captures what `ss::call` recorded, one chain for each microbatch slot, and gives the calls their variants. Where a slot's
   /// capture fails, the slots before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
+  /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, where it is given. `mine`: there is something to
+  /// capture.
+  [[nodiscard]] bool agree(bool mine);
+  /// True where this rank has something to capture that not all ranks have: its calls run eagerly in this step.
+  [[nodiscard]] bool postponed() const noexcept { return postponed_; }
+  /// True when a chain of `ss::call` must be captured again.
+  [[nodiscard]] bool outdated() const;
   /// Chains of `ss::call` whose weights were relocated are captured again; those whose weights are others are dropped, and
   /// `calls` records anew what ran in them. Or it is an error by option.
   void follow_weights(CallTable& calls);
@@ -65,6 +72,7 @@ class EngineChains {
   EagerPlan& plan_;
   ReportBuilder& report_;
   std::vector<std::weak_ptr<ChainHolder>> all_;
+  bool postponed_ = false;
   std::vector<std::shared_ptr<ChainHolder>> own_;  ///< those that ss::call made
 };
 

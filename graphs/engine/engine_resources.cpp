@@ -32,6 +32,7 @@ EngineResources::EngineResources(torch::nn::Module& model, Options given, std::s
       capture_stream(runtime->create_stream()),
       capture_offload(std::make_shared<CaptureOffload>(runtime, arena, capture_stream)),
       eager(std::make_shared<EagerOffload>(runtime, arena, static_cast<std::size_t>(options.groups_in_flight()))) {
+  runtime->check_settings(/*graphs=*/!graphed.empty());
   install_autograd_engine();
   std::vector<at::Tensor> tensors = model.parameters();
   const std::vector<at::Tensor> buffers = model.buffers();

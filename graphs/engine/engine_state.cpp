@@ -105,6 +105,7 @@ void EngineState::begin_step() {
   if (step_ != nullptr) {
     throw UsageError("a step of this engine is active already; end it before the next begins");
   }
+  calls_.begin_step();
   resources_.exclusions.refresh_parameters();
   resources_.check.begin_step(report_.steps());
   if (eager_plan_.state() != EagerPlan::State::unsized) {
@@ -122,8 +123,10 @@ void EngineState::begin_step() {
 
 void EngineState::make_ready() {
   calls_.check_patterns();
-  chains_.follow_weights(calls_);
-  chains_.capture_recorded(recorded_);
+  if (chains_.agree(!recorded_.empty() || chains_.outdated())) {
+    chains_.follow_weights(calls_);
+    chains_.capture_recorded(recorded_);
+  }
   eager_plan_.make(*resources_.arena, resources_.exclusions, resources_.options.progress());
 }
 

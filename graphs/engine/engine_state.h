@@ -42,7 +42,11 @@ class EngineState {
   void close_step(bool failed) noexcept;
   /// A call of `ss::call`.
   void dispatch(const detail::CallRequest& request, detail::TensorBuffer& outputs) {
-    dispatcher_.dispatch(calls_.site_for(request), request, outputs);
+    if (CallSite* const site = calls_.site_for(request); site != nullptr) {
+      dispatcher_.dispatch(*site, request, outputs);
+    } else {
+      request.run(request.context, outputs);
+    }
   }
   /// A call of a GraphedCallable, whose site it holds.
   void dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {

@@ -134,6 +134,11 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
     }
     specs.push_back(std::move(spec));
   }
+  if (options.agree_to_capture() && !options.agree_to_capture()(/*mine=*/true)) {
+    throw UsageError(
+        "make_graphed_callables: the ranks do not capture now (GraphOptions::agree_to_capture gave false); call it "
+        "where all ranks do");
+  }
   auto holder = std::make_shared<ChainHolder>();
   holder->chain = state.chains().capture(std::move(specs), options);
   state.chains().add(holder);

@@ -41,6 +41,7 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
       arena_(resources.arena),
       offload_(resources.offload),
       options_(options),
+      draw_order_(DrawOrder::of(runtime_->device())),
       fork_(runtime_->create_event()),
       whole_stream_(runtime_->create_event()),
       pool_(runtime_->create_pool()) {
@@ -109,7 +110,11 @@ std::string Chain::difference(std::size_t index) const {
 }
 
 void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done) {
-  runtime_->launch(graph, side);
+  if (runtime_->draws(graph)) {
+    draw_order_.launch(*runtime_, side, [&] { runtime_->launch(graph, side); });
+  } else {
+    runtime_->launch(graph, side);
+  }
   ++counts_.replays;
   const c10::Stream main = runtime_->current_stream();
   if (options_.cuda_graph_stream() && !options_.cuda_graph_event()) {

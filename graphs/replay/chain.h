@@ -14,6 +14,7 @@
 #include "offload/capture_offload.h"
 #include "offload/exclusions.h"
 #include "offload/scope_tree.h"
+#include "runtime/draw_order.h"
 #include "runtime/runtime.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/progress.h"
@@ -105,6 +106,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   std::shared_ptr<HostArena> arena_;
   std::shared_ptr<CaptureOffload> offload_;
   GraphOptions options_;
+  DrawOrder& draw_order_;
   std::vector<OwnedStream> side_streams_;
   std::vector<c10::Stream> streams_;
   Event fork_;

@@ -198,10 +198,10 @@ auto call_module(M* module, const Args&... args) {
 /// capture, eager or an error, by option. Modules are watched as the call's own. Pointers are wrapped in ss::stays. What only
 /// borrows its memory (at::IntArrayRef, std::string_view) does not compile.
 /// Results: tensors, and containers of them.
-/// Under no_grad, and when the module is in eval mode, it runs eagerly.
+/// Under no_grad, and when the module is in eval mode, it runs eagerly. A module that is not part of the engine's model runs as
+/// without a step.
 /// Ordering: on return the current stream waits for the call's compute, not for its copies.  Capture: legal only eager.
-/// Threads: the step's.  Throws: UsageError (wrong inputs, pending backward, a null module, a module the model does not
-/// have), and what forward throws.
+/// Threads: the step's.  Throws: UsageError (wrong inputs, pending backward, a null module), and what forward throws.
 template <class M, class... Args, class = std::enable_if_t<std::is_base_of_v<torch::nn::Module, M>>>
 auto call(M* module, Args&&... args) {
   return detail::call_module(module, static_cast<const detail::Plain<Args&&>&>(args)...);

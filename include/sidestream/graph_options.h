@@ -37,6 +37,12 @@ struct GraphOptions {
   TORCH_ARG(std::optional<c10::Stream>, cuda_graph_stream);
   /// The caller's event, recorded inside each graph when its compute is done; needs `cuda_graph_stream` [cuda_graph_event].
   TORCH_ARG(std::shared_ptr<GraphEvent>, cuda_graph_event);
+  /// Whether to capture now, for trainers of several ranks: warm-up and capture run the calls' bodies, and any collectives in them,
+  /// more often than a step does, so all ranks must capture in the same step. `mine`: this rank has something to capture. Let it
+  /// give the logical and of that over all ranks. Where it gives false, those calls run eagerly and are asked for again.
+  /// Asked by OffloadEngine::step, each time after the first step, on the step's thread; with `true` by make_graphed_callables
+  /// (false is a UsageError there) and by a callable whose weights were relocated. What it throws comes out of that call.
+  TORCH_ARG(std::function<bool(bool mine)>, agree_to_capture);
   /// What a replay does where weights were relocated since its capture.
   TORCH_ARG(OnRelocatedWeights, on_relocated_weights) = OnRelocatedWeights::capture;
 };

@@ -1,6 +1,8 @@
 #include "observe/checked_runtime.h"
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <utility>
 
 #include "base/site.h"
@@ -195,7 +197,10 @@ void CheckedRuntime::record(const Event& event, c10::Stream stream) {
 void CheckedRuntime::wait(c10::Stream stream, const Event& event) {
   inner().wait(stream, event);
   const std::lock_guard lock(mutex_);
-  note_wait(key_of(stream), event.native());
+  // An event that others recorded before this journal began (DrawOrder's) is no missing record.
+  if (events_.contains(event.native()) || capture_that_recorded(event.native()) != nullptr) {
+    note_wait(key_of(stream), event.native());
+  }
 }
 
 bool CheckedRuntime::query(const Event& event) {
@@ -285,8 +290,14 @@ void CheckedRuntime::abandon_capture(c10::Stream stream) noexcept {
   inner().abandon_capture(stream);
 }
 
+JournalAccess CheckedRuntime::seed_and_offset(bool write) {
+  static constexpr std::array<std::byte, 16> stands_for{};
+  return {reinterpret_cast<std::uint64_t>(stands_for.data()), stands_for.size(), write, false};
+}
+
 void CheckedRuntime::launch(const Graph& graph, c10::Stream stream) {
   inner().launch(graph, stream);
+  const bool draws = inner().draws(graph);
   const std::lock_guard lock(mutex_);
   const auto found = graphs_.find(graph.native());
   if (found == graphs_.end() || stopped_) {
@@ -294,6 +305,9 @@ void CheckedRuntime::launch(const Graph& graph, c10::Stream stream) {
   }
   const Captured& captured = *found->second;
   const std::uint32_t origin = stream_index(key_of(stream));
+  if (draws) {
+    note(JournalKind::compute, key_of(stream), nullptr, "random seed and offset", {seed_and_offset(true)});
+  }
   for (const Noted& noted : captured.operations) {
     const JournalSite captured_at = journal_.sites[noted.site];
     const auto [site, is_new] = sites_.try_emplace(pair_of(captured_at.phase, captured_at.name),

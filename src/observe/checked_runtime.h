@@ -62,6 +62,9 @@ class CheckedRuntime final : public ForwardingRuntime {
   void launch(const Graph& graph, c10::Stream stream) override;
 
  private:
+  /// Where graphs that draw find their seed and offset (DrawOrder): one place for all, under an address that stands for it.
+  [[nodiscard]] static JournalAccess seed_and_offset(bool write);
+
   friend class ExternalSynchronisation;
 
   /// An operation before its stream and event have their numbers in the journal.

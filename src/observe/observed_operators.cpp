@@ -43,6 +43,9 @@ void CheckedRuntime::observe(const OperatorAccess& access, std::string_view phas
   if (stopped_) {
     return;
   }
+  if (access.random && capture_of(stream) != nullptr) {
+    touches.by_stream.push_back(seed_and_offset(false));
+  }
   const std::uint32_t site = site_index(phase, name);
   if (!touches.by_host.empty()) {
     note_frees();

@@ -1,7 +1,7 @@
 #include "offload/autograd_engine.h"
 
-#include <atomic>
 #include <mutex>
+#include <string_view>
 #include <utility>
 
 #include <ATen/core/Tensor.h>
@@ -52,17 +52,25 @@ class HookingEngine final : public torch::autograd::Engine {
                                          const torch::autograd::variable_list& inputs, bool keep_graph,
                                          bool create_graph, bool accumulate_grad,
                                          const torch::autograd::edge_list& outputs) override {
-    if (accumulate_grad && refusals_.load(std::memory_order_relaxed) > 0 &&
-        torch::autograd::get_current_graph_task_id() != -1) {
+    if (accumulate_grad && NestedBackwardRefusal::holds_here() && torch::autograd::get_current_graph_task_id() != -1) {
       throw CaptureError(
           "a graphed call runs backward() inside its own backward (a checkpoint?), which adds into gradients that a "
           "graph "
           "cannot own; leave that call out of the graphs, or use autograd::grad there");
     }
-    return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+    try {
+      return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+    } catch (const c10::Error& error) {
+      if (!NestedBackwardRefusal::holds_here() && met_a_capture(error)) {
+        throw UsageError(
+            "a backward pass draws random numbers (a checkpoint with dropout?) while another thread captures graphs on "
+            "that "
+            "device; let the threads' captures end first: run two steps of each engine before the threads train at "
+            "once");
+      }
+      throw;
+    }
   }
-
-  std::atomic<int> refusals_{0};
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     SavedTensorSource* const source = current_saved_tensor_source();
@@ -71,6 +79,12 @@ class HookingEngine final : public torch::autograd::Engine {
 
  private:
   HookingEngine() = default;
+
+  // What the generator of a GPU says to a thread that draws while another one captures.
+  static bool met_a_capture(const c10::Error& error) {
+    return std::string_view(error.what_without_backtrace()).find("Offset increment outside graph capture") !=
+           std::string_view::npos;
+  }
 
   static bool on_cpu_queue(c10::DeviceType type) {
     return type == c10::DeviceType::CPU || type == c10::DeviceType::Meta || type == c10::DeviceType::Lazy;
@@ -103,9 +117,6 @@ class SeamProbe final : public SavedTensorSource {
 }  // namespace
 
 SavedTensorSource* current_saved_tensor_source() noexcept { return ThreadStack<SavedTensorSource>::top(); }
-
-NestedBackwardRefusal::NestedBackwardRefusal() noexcept { ++HookingEngine::instance().refusals_; }
-NestedBackwardRefusal::~NestedBackwardRefusal() { --HookingEngine::instance().refusals_; }
 
 void install_autograd_engine() {
   static std::mutex mutex;

@@ -14,6 +14,7 @@ class ForwardingRuntime : public Runtime {
   [[nodiscard]] c10::Device device() const noexcept override { return inner_->device(); }
   [[nodiscard]] DeviceInfo info() const override { return inner_->info(); }
   [[nodiscard]] std::int64_t live_handles() const noexcept override { return inner_->live_handles(); }
+  void check_settings(bool graphs) const override { inner_->check_settings(graphs); }
   [[nodiscard]] c10::Stream current_stream() const override { return inner_->current_stream(); }
   void set_current_stream(c10::Stream stream) override { inner_->set_current_stream(stream); }
   [[nodiscard]] OwnedStream create_stream() override { return inner_->create_stream(); }
@@ -49,6 +50,7 @@ class ForwardingRuntime : public Runtime {
     return inner_->capture_status(stream);
   }
   void launch(const Graph& graph, c10::Stream stream) override { inner_->launch(graph, stream); }
+  [[nodiscard]] bool draws(const Graph& graph) const override { return inner_->draws(graph); }
   [[nodiscard]] std::vector<GraphNode> nodes(const Graph& graph) const override { return inner_->nodes(graph); }
 
  protected:

@@ -68,6 +68,9 @@ class SIDESTREAM_API Runtime {
   [[nodiscard]] virtual DeviceInfo info() const = 0;
   /// Handles that this runtime made and that still own something, of all kinds. What tests' invariants count.
   [[nodiscard]] virtual std::int64_t live_handles() const noexcept { return live_handles_; }
+  /// Throws: UsageError where this process's settings (allocator, environment) rule out an engine, or, with `graphs`, graphs that
+  /// share their memory; it names the setting and what to set instead.
+  virtual void check_settings([[maybe_unused]] bool graphs) const {}
 
   // --- streams -------------------------------------------------------------------------------------------------
 
@@ -80,7 +83,8 @@ class SIDESTREAM_API Runtime {
   /// Blocks the host until all work queued on `stream` is done. Capture: illegal while the calling thread captures, whatever
   /// the stream.
   virtual void synchronize(c10::Stream stream) = 0;
-  /// Blocks the host until the device is idle. Capture: illegal while any thread captures (it invalidates that capture).
+  /// Blocks the host until the device is idle. Capture: illegal while the calling thread captures; where another thread has the
+  /// device's CaptureTurn, waits for its end first (it would invalidate that capture). Throws: as CaptureTurn.
   virtual void synchronize_device() = 0;
   /// True when `stream` has no unfinished work. Capture: illegal while the calling thread captures, whatever the stream.
   [[nodiscard]] virtual bool idle(c10::Stream stream) = 0;
@@ -117,7 +121,7 @@ class SIDESTREAM_API Runtime {
 
   [[nodiscard]] virtual MemoryStats memory_stats() const = 0;
   virtual void reset_peak_memory_stats() = 0;
-  /// Gives cached, unused device memory back. Capture: illegal while the calling thread captures.
+  /// Gives cached, unused device memory back. Capture: illegal while the calling thread captures; waits as synchronize_device.
   virtual void release_cached_memory() = 0;
   [[nodiscard]] virtual MemoryPool create_pool() = 0;
   /// Exactly `bytes` bytes of page-locked host memory. Capture: illegal while the calling thread captures.
@@ -137,8 +141,10 @@ class SIDESTREAM_API Runtime {
   virtual void abandon_capture(c10::Stream stream) noexcept = 0;
   [[nodiscard]] virtual CaptureStatus capture_status(c10::Stream stream) const = 0;
   /// Queues one run of `graph` on `stream`; random draws continue from the default generator. Capture: illegal.
-  /// Ordering: graphs that draw must run one after the other (their seed and offset lie in one place on the device).
+  /// Ordering: graphs that draw must run one after the other (their seed and offset lie in one place on the device): DrawOrder.
   virtual void launch(const Graph& graph, c10::Stream stream) = 0;
+  /// True where `graph` draws random numbers: known since its capture ended.
+  [[nodiscard]] virtual bool draws(const Graph& graph) const = 0;
   /// The nodes in capture order, for the checks of rule 5. Not for the replay path.
   [[nodiscard]] virtual std::vector<GraphNode> nodes(const Graph& graph) const = 0;
 

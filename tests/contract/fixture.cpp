@@ -11,6 +11,7 @@
 #include "sidestream/error.h"
 #include "sidestream/testing/schedule.h"
 #include "sim/device/device.h"
+#include "tested_gpu.h"
 
 namespace sidestream::contract {
 namespace {
@@ -22,7 +23,7 @@ struct Made {
 
 Made make(c10::DeviceType type) {
   try {
-    return {make_runtime(c10::Device(type, 0)), ""};
+    return {make_runtime(type == kCuda ? testing_model::tested_gpu() : c10::Device(type, 0)), ""};
   } catch (const Error& error) {
     return {nullptr, error.what()};
   }

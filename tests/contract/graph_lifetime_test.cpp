@@ -53,6 +53,36 @@ TEST_P(LifetimeContract, DestroyingHandlesDuringACaptureHarmsNeither) {
   EXPECT_TRUE(all_equal(tensor, 22));
 }
 
+// Each engine has a runtime of its own; what one of them destroys may be another one's capture away from safe.
+TEST_P(LifetimeContract, AnotherRuntimeOfTheDeviceMayDestroyDuringACapture) {
+  const auto other = make_runtime(runtime().device());
+  const auto pool = other->create_pool();
+  const auto tensor = filled(1);
+  runtime().synchronize_device();
+  Graph old_graph;
+  {
+    const auto stream = other->create_stream();
+    const StreamGuard guard(*other, stream);
+    other->begin_capture(stream, pool);
+    tensor.add_(1);
+    old_graph = other->end_capture(stream);
+  }
+  auto old_pinned = other->allocate_pinned(4096);
+  const auto own_pool = runtime().create_pool();
+  runtime().synchronize_device();
+  const Graph graph = captured(own_pool, [&] {
+    tensor.add_(10);
+    old_graph.reset();
+    old_pinned = PinnedMemory();
+    { const auto stream = other->create_stream(); }
+    EXPECT_EQ(other->capture_status(capture()), CaptureStatus::active);
+    tensor.add_(10);
+  });
+  runtime().launch(graph, side());
+  EXPECT_TRUE(all_equal(tensor, 21));
+  EXPECT_EQ(other->live_handles(), 1) << "the pool";
+}
+
 TEST_P(LifetimeContract, AnotherThreadMayWorkAndDestroyDuringACapture) {
   const auto pool = runtime().create_pool();
   const auto other_pool = runtime().create_pool();

@@ -33,12 +33,21 @@ TEST_P(RandomContract, DrawsContinueAcrossReplaysAsInEagerMode) {
     one = at::rand({1000}, options());
     two = at::rand({1000}, options());
   });
+  EXPECT_TRUE(runtime().draws(graph));
   seed(17);
   for (int i = 0; i < kRounds; ++i) {
     runtime().launch(graph, side());
     EXPECT_EQ(values(one), eager[static_cast<std::size_t>(2 * i)]) << "replay " << i;
     EXPECT_EQ(values(two), eager[static_cast<std::size_t>(2 * i + 1)]) << "replay " << i;
   }
+}
+
+TEST_P(RandomContract, AGraphWithoutRandomNumbersDrawsNone) {
+  const auto pool = runtime().create_pool();
+  const auto tensor = filled(1);
+  runtime().synchronize_device();
+  const Graph graph = captured(pool, [&] { tensor.add_(1); });
+  EXPECT_FALSE(runtime().draws(graph));
 }
 
 TEST_P(RandomContract, ACaptureDrawsNothingFromTheGenerator) {

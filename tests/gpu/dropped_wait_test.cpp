@@ -129,11 +129,11 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
     for (std::uint64_t s = 0; s < kSteps; ++s) {
       inputs_.push_back(testing_model::wave_input(s, 8192, device_));
     }
-    streams_.synchronizeDevice(0);
+    streams_.synchronizeDevice(device_.index());
   }
   void TearDown() override {
     if (!IsSkipped()) {
-      streams_.synchronizeDevice(0);
+      streams_.synchronizeDevice(device_.index());
     }
   }
 
@@ -151,14 +151,14 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
     std::vector<at::Tensor> grads;
     for (std::uint64_t s = 0; s < kSteps; ++s) {
       if (s + 2 == kSteps) {
-        streams_.synchronizeDevice(0);
+        streams_.synchronizeDevice(device_.index());
         dropping->drop(dropped);
       }
       const c10::StreamGuard on_stream(lanes[GetParam().two_streams ? s % 2 : 0]);
       const auto step = engine.step();
       grads.push_back(testing_model::wave_gradient(inputs_[s]));
     }
-    streams_.synchronizeDevice(0);
+    streams_.synchronizeDevice(device_.index());
     dropping->drop(Wait::none);
     EXPECT_EQ(dropping->dropped() > 0, dropped != Wait::none);
     EXPECT_EQ(memory->failures(), 0);
@@ -170,7 +170,7 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
             {"gradient of the last step", testing_model::wave_gradient(inputs_[kSteps - 1])}};
   }
 
-  c10::Device device_{c10::DeviceType::CUDA, 0};
+  c10::Device device_ = testing_model::tested_gpu();
   c10::impl::VirtualGuardImpl streams_{c10::DeviceType::CUDA};
   std::vector<at::Tensor> inputs_;
 };

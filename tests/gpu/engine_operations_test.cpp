@@ -11,7 +11,7 @@ namespace {
 class GpuEngineOperationsTest : public gpu::Gpu, public testing::WithParamInterface<std::int64_t> {};
 
 TEST_P(GpuEngineOperationsTest, AreTheSameOnEveryBackend) {
-  EXPECT_EQ(testing_model::engine_operations(c10::Device(c10::DeviceType::CUDA, 0), GetParam()),
+  EXPECT_EQ(testing_model::engine_operations(testing_model::tested_gpu(), GetParam()),
             testing_model::expected_engine_operations(GetParam()));
 }
 

@@ -23,7 +23,7 @@ class GpuBlocks : public Gpu {
     return {{.layers = 6, .hidden = 256, .heads = 4, .sequence = 128, .batch = 4}, device_, kSteps, engine};
   }
 
-  c10::Device device_{c10::DeviceType::CUDA, 0};
+  c10::Device device_ = testing_model::tested_gpu();
 };
 
 }  // namespace sidestream::gpu

@@ -6,6 +6,7 @@
 
 #include "runtime/runtime.h"
 #include "sidestream/error.h"
+#include "tested_gpu.h"
 
 namespace sidestream::gpu {
 
@@ -14,7 +15,7 @@ class Gpu : public testing::Test {
  protected:
   void SetUp() override {
     try {
-      runtime_ = make_runtime(c10::Device(c10::DeviceType::CUDA, 0));
+      runtime_ = make_runtime(testing_model::tested_gpu());
     } catch (const Error& error) {
       GTEST_SKIP() << error.what();
     }

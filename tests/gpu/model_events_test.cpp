@@ -62,7 +62,7 @@ class GpuModelEvents : public gpu::Gpu {
     EXPECT_NE(found[0].find(second), std::string::npos) << found[0];
   }
 
-  c10::Device device_{c10::DeviceType::CUDA, 0};
+  c10::Device device_ = testing_model::tested_gpu();
   std::shared_ptr<CheckedRuntime> checked_;
   std::optional<OperatorObserverGuard> observing_;
   std::optional<c10::Stream> a_;

@@ -22,7 +22,7 @@ using testing_model::order;
 class GpuStreamsTest : public gpu::Gpu {};
 
 TEST_F(GpuStreamsTest, ForkedScopesGiveTheGradientsOfPlainTraining) {
-  const c10::Device device(c10::DeviceType::CUDA, 0);
+  const c10::Device device = testing_model::tested_gpu();
   const c10::impl::VirtualGuardImpl streams(device.type());
   const c10::Stream trunk = streams.getStreamFromGlobalPool(device);
   const c10::Stream branch = streams.getStreamFromGlobalPool(device);
@@ -37,16 +37,16 @@ TEST_F(GpuStreamsTest, ForkedScopesGiveTheGradientsOfPlainTraining) {
   for (std::uint64_t s = 0; s < 6; ++s) {
     at::manual_seed(s);
     const at::Tensor x = at::randn({1024, 4096}).to(device).requires_grad_(true);
-    streams.synchronizeDevice(0);
+    streams.synchronizeDevice(device.index());
     const at::Tensor plain = gradient(x);
-    streams.synchronizeDevice(0);  // nothing orders the trunk and the stream that copies to the host
+    streams.synchronizeDevice(device.index());  // nothing orders the trunk and the stream that copies to the host
     const at::Tensor expected = plain.cpu();
     at::Tensor mine;
     {
       const auto step = engine.step();
       mine = gradient(x);
     }
-    streams.synchronizeDevice(0);
+    streams.synchronizeDevice(device.index());
     EXPECT_TRUE(at::equal(mine.cpu(), expected)) << "step " << s;
   }
   EXPECT_GT(engine.report().offloaded_bytes, 0);

@@ -5,6 +5,7 @@
 #include "runtime/cuda/capture_mode.h"
 #include "runtime/cuda/cuda_runtime.h"
 #include "runtime/cuda/error.h"
+#include "runtime/cuda/graph_edges.h"
 #include "sidestream/error.h"
 
 namespace sidestream::cuda {
@@ -85,7 +86,7 @@ GraphNode describe(cudaGraphNode_t node) {
 }  // namespace
 
 bool CudaRuntime::capturing(cudaStream_t stream) const {
-  if (open_count_.load(std::memory_order_acquire) == 0) [[likely]] {
+  if (!captures_.any()) [[likely]] {
     return false;
   }
   auto status = cudaStreamCaptureStatusNone;
@@ -99,20 +100,14 @@ bool CudaRuntime::capturing(cudaStream_t stream) const {
 }
 
 void CudaRuntime::forbid_while_capturing(const char* what) {
-  if (open_count_.load(std::memory_order_acquire) == 0) [[likely]] {
+  if (!captures_.any()) [[likely]] {
     return;
   }
-  bool broken = false;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& capture : open_) {
-      if (capture.thread == std::this_thread::get_id()) {
-        invalidate(libtorch::native_stream(c10::Stream(c10::Stream::UNSAFE, device_, capture.stream)));
-        broken = true;
-      }
-    }
+  const std::vector<c10::StreamId> mine = captures_.of_this_thread();
+  for (const c10::StreamId stream : mine) {
+    invalidate(libtorch::native_stream(c10::Stream(c10::Stream::UNSAFE, device_, stream)));
   }
-  if (broken) {
+  if (!mine.empty()) {
     throw CaptureError(std::string(what) +
                        " is not allowed while the calling thread captures; do it before the capture begins");
   }
@@ -127,44 +122,16 @@ void CudaRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool) {
   if (capture_status(stream) != CaptureStatus::none) {
     throw CaptureError("the stream captures already; end or abandon that capture first");
   }
-  {
-    const std::lock_guard lock(mutex_);
-    for (const auto& capture : open_) {
-      if (capture.pool == id) {
-        throw CaptureError("another capture allocates from this memory pool; end it first");
-      }
-    }
-  }
   const CurrentDevice current(device_);
   libtorch::warm_blas(stream);
-  auto graph = std::make_unique<libtorch::Graph>();
-  const std::lock_guard lock(mutex_);
-  open_.reserve(open_.size() + 1);
-  graph->begin(stream, id);
-  open_.push_back({stream.id(), std::this_thread::get_id(), id, std::move(graph)});
-  open_count_.fetch_add(1, std::memory_order_release);
-}
-
-CudaRuntime::OpenCapture CudaRuntime::take_capture(c10::Stream stream) {
-  const std::lock_guard lock(mutex_);
-  const auto found =
-      std::find_if(open_.begin(), open_.end(), [&](const auto& capture) { return capture.stream == stream.id(); });
-  if (found == open_.end()) {
-    throw UsageError("no capture was begun on this stream");
-  }
-  if (found->thread != std::this_thread::get_id()) {
-    throw UsageError("a capture is ended by the thread that began it");
-  }
-  OpenCapture capture = std::move(*found);
-  open_.erase(found);
-  open_count_.fetch_sub(1, std::memory_order_release);
-  return capture;
+  captures_.open({stream.id(), std::this_thread::get_id(), this, id, std::make_unique<libtorch::Graph>()},
+                 [&](libtorch::Graph& graph) { graph.begin(stream, id); });
 }
 
 Graph CudaRuntime::end_capture(c10::Stream stream) {
   (void)native(stream);
   const CurrentDevice current(device_);
-  auto capture = take_capture(stream);
+  OpenCapture capture = captures_.take(stream);
   const auto status = capture.graph->end();
   if (status != cudaSuccess) {
     capture.graph.reset();
@@ -172,18 +139,39 @@ Graph CudaRuntime::end_capture(c10::Stream stream) {
     throw_status(status, "cudaStreamEndCapture", "graph", std::source_location::current());
   }
   destroy_deferred();
-  try {
-    capture.graph->instantiate();
-  } catch (const std::exception& error) {
-    (void)cudaGetLastError();
-    throw CaptureError(std::string("the captured graph could not be instantiated: ") + error.what());
-  }
+  instantiate(*capture.graph, stream);
   return {*this, capture.graph.release()};
+}
+
+// What the graph takes of the device beside its tensors is allocated here, and not at a launch in the middle of a step.
+void CudaRuntime::instantiate(libtorch::Graph& graph, c10::Stream stream) const {
+  cudaError_t status = graph.instantiate(stream);
+  if (status == cudaErrorMemoryAllocation) {
+    libtorch::release_cached_memory();
+    status = graph.instantiate(stream);
+  }
+  if (status == cudaSuccess) {
+    return;
+  }
+  if (status != cudaErrorMemoryAllocation) {
+    throw_status(status, "cudaGraphInstantiate and cudaGraphUpload", "graph", std::source_location::current());
+  }
+  std::size_t free = 0;
+  std::size_t total = 0;
+  (void)cudaMemGetInfo(&free, &total);
+  (void)cudaGetLastError();
+  std::size_t count = 0;
+  check(cudaGraphGetNodes(graph.native(), nullptr, &count), "cudaGraphGetNodes", "graph");
+  throw DeviceError("the captured graph of " + std::to_string(count) + " nodes does not fit beside its tensors: " +
+                        std::to_string(free) + " of " + std::to_string(total) + " bytes of " + device_.str() +
+                        " are free, LibTorch holds " + std::to_string(memory_stats().reserved) +
+                        "; offload more, graph fewer calls, or use a smaller batch",
+                    status);
 }
 
 void CudaRuntime::abandon_capture(c10::Stream stream) noexcept {
   try {
-    auto capture = take_capture(stream);
+    OpenCapture capture = captures_.take(stream);
     (void)capture.graph->end();
   } catch (const Error&) {
     return;
@@ -195,6 +183,7 @@ void CudaRuntime::abandon_capture(c10::Stream stream) noexcept {
 
 CaptureStatus CudaRuntime::capture_status(c10::Stream stream) const {
   auto status = cudaStreamCaptureStatusNone;
+  const OnItsDevice on_device(native(stream), device_);
   const auto answer = cudaStreamIsCapturing(native(stream), &status);
   if (answer == cudaErrorStreamCaptureImplicit) {
     (void)cudaGetLastError();
@@ -215,11 +204,16 @@ CaptureStatus CudaRuntime::capture_status(c10::Stream stream) const {
 void CudaRuntime::launch(const Graph& graph, c10::Stream stream) {
   auto* const queue = native(stream);
   auto* const executable = static_cast<libtorch::Graph*>(native(graph));
+  const OnItsDevice on_device(queue, device_);
   if (capturing(queue)) [[unlikely]] {
     invalidate(queue);
     throw CaptureError("a graph cannot be launched on a stream that captures; launch it after the capture");
   }
   executable->launch(stream);
+}
+
+bool CudaRuntime::draws(const Graph& graph) const {
+  return static_cast<const libtorch::Graph*>(native(graph))->draws();
 }
 
 std::vector<GraphNode> CudaRuntime::nodes(const Graph& graph) const {
@@ -228,12 +222,6 @@ std::vector<GraphNode> CudaRuntime::nodes(const Graph& graph) const {
   check(cudaGraphGetNodes(native_graph, nullptr, &count), "cudaGraphGetNodes", "graph");
   std::vector<cudaGraphNode_t> handles(count);
   check(cudaGraphGetNodes(native_graph, handles.data(), &count), "cudaGraphGetNodes", "graph");
-  std::size_t edges = 0;
-  check(cudaGraphGetEdges(native_graph, nullptr, nullptr, nullptr, &edges), "cudaGraphGetEdges", "graph");
-  std::vector<cudaGraphNode_t> from(edges);
-  std::vector<cudaGraphNode_t> to(edges);
-  std::vector<cudaGraphEdgeData> data(edges);
-  check(cudaGraphGetEdges(native_graph, from.data(), to.data(), data.data(), &edges), "cudaGraphGetEdges", "graph");
 
   std::vector<GraphNode> nodes;
   nodes.reserve(count);
@@ -242,8 +230,8 @@ std::vector<GraphNode> CudaRuntime::nodes(const Graph& graph) const {
     index.emplace(handle, static_cast<std::uint32_t>(nodes.size()));
     nodes.push_back(describe(handle));
   }
-  for (std::size_t edge = 0; edge < edges; ++edge) {
-    nodes[index.at(to[edge])].predecessors.push_back(index.at(from[edge]));
+  for (const auto& [from, to] : edges_of(native_graph)) {
+    nodes[index.at(to)].predecessors.push_back(index.at(from));
   }
   return nodes;
 }

@@ -2,9 +2,12 @@
 
 #include <string>
 
+#include "runtime/capture_turn.h"
 #include "runtime/cuda/capture_mode.h"
 #include "runtime/cuda/driver.h"
 #include "runtime/cuda/error.h"
+#include "runtime/cuda/idle_streams.h"
+#include "runtime/cuda/settings.h"
 #include "sidestream/error.h"
 
 namespace sidestream::cuda {
@@ -68,25 +71,14 @@ cudaEvent_t make_event(unsigned flags, const char* object) {
 
 }  // namespace
 
-CurrentDevice::CurrentDevice(c10::Device device) : current_(device.index()) {
-  check(cudaGetDevice(&before_), "cudaGetDevice", "device");
-  if (before_ != current_) {
-    check(cudaSetDevice(current_), "cudaSetDevice", "device");
-  }
-}
-
-CurrentDevice::~CurrentDevice() {
-  if (before_ != current_) {
-    report(cudaSetDevice(before_), "cudaSetDevice", "device");
-  }
-}
-
 CudaRuntime::~CudaRuntime() {
-  while (!open_.empty()) {
-    abandon_capture(c10::Stream(c10::Stream::UNSAFE, device_, open_.back().stream));
+  for (const c10::StreamId stream : captures_.of_runtime(*this)) {
+    captures_.drop(stream);
   }
   destroy_deferred();
 }
+
+void CudaRuntime::check_settings(bool graphs) const { cuda::check_settings(current_settings(), graphs); }
 
 DeviceInfo CudaRuntime::info() const {
   cudaDeviceProp properties{};
@@ -128,21 +120,23 @@ void CudaRuntime::set_current_stream(c10::Stream stream) {
 OwnedStream CudaRuntime::create_stream() {
   const CurrentDevice current(device_);
   const RelaxedCapture relaxed;
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", "stream");
+  cudaStream_t stream = IdleStreams::of(device_).take();
   return {Handle<HandleKind::stream>(*this, stream), libtorch::wrap_stream(stream, device_)};
 }
 
 void CudaRuntime::synchronize(c10::Stream stream) {
+  const OnItsDevice on_device(native(stream), device_);
   check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize", "stream");
 }
 
 void CudaRuntime::synchronize_device() {
+  CaptureTurn::let_others_finish(device_, "the device is synchronized");
   const CurrentDevice current(device_);
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "device");
 }
 
 bool CudaRuntime::idle(c10::Stream stream) {
+  const OnItsDevice on_device(native(stream), device_);
   const auto status = cudaStreamQuery(native(stream));
   if (status == cudaErrorNotReady) {
     (void)cudaGetLastError();
@@ -158,10 +152,12 @@ Event CudaRuntime::create_event(EventTiming timing) {
 }
 
 void CudaRuntime::record(const Event& event, c10::Stream stream) {
+  const OnItsDevice on_device(native(stream), device_);
   check(cudaEventRecord(static_cast<cudaEvent_t>(native(event)), native(stream)), "cudaEventRecord", "event");
 }
 
 void CudaRuntime::wait(c10::Stream stream, const Event& event) {
+  const OnItsDevice on_device(native(stream), device_);
   check_event(cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(native(event)), cudaEventWaitDefault),
               "cudaStreamWaitEvent");
 }
@@ -196,6 +192,7 @@ ExternalEvent CudaRuntime::create_external_event() {
 // The driver takes the external flags only while the stream captures.
 void CudaRuntime::record(const ExternalEvent& event, c10::Stream stream) {
   auto* const queue = native(stream);
+  const OnItsDevice on_device(queue, device_);
   const unsigned flags = capturing(queue) ? cudaEventRecordExternal : cudaEventRecordDefault;
   check(cudaEventRecordWithFlags(static_cast<cudaEvent_t>(native(event)), queue, flags), "cudaEventRecordWithFlags",
         "external event");
@@ -203,17 +200,20 @@ void CudaRuntime::record(const ExternalEvent& event, c10::Stream stream) {
 
 void CudaRuntime::wait(c10::Stream stream, const ExternalEvent& event) {
   auto* const queue = native(stream);
+  const OnItsDevice on_device(queue, device_);
   const unsigned flags = capturing(queue) ? cudaEventWaitExternal : cudaEventWaitDefault;
   check(cudaStreamWaitEvent(queue, static_cast<cudaEvent_t>(native(event)), flags), "cudaStreamWaitEvent",
         "external event");
 }
 
 void CudaRuntime::copy_to_host(void* pinned, const void* device, std::size_t bytes, c10::Stream stream) {
+  const OnItsDevice on_device(native(stream), device_);
   check(cudaMemcpyAsync(pinned, device, bytes, cudaMemcpyDeviceToHost, native(stream)), "cudaMemcpyAsync",
         "copy to host");
 }
 
 void CudaRuntime::copy_to_device(void* device, const void* pinned, std::size_t bytes, c10::Stream stream) {
+  const OnItsDevice on_device(native(stream), device_);
   check(cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, native(stream)), "cudaMemcpyAsync",
         "copy to device");
 }
@@ -224,6 +224,7 @@ void CudaRuntime::reset_peak_memory_stats() { libtorch::reset_peak_memory_stats(
 
 void CudaRuntime::release_cached_memory() {
   forbid_while_capturing("release_cached_memory");
+  CaptureTurn::let_others_finish(device_, "cached memory is released");
   libtorch::release_cached_memory();
 }
 
@@ -248,14 +249,9 @@ PinnedMemory CudaRuntime::allocate_pinned(std::size_t bytes) {
 
 void CudaRuntime::destroy(HandleKind kind, void* native) noexcept {
   const bool deferrable = kind == HandleKind::graph || kind == HandleKind::stream || kind == HandleKind::pinned;
-  if (deferrable && open_count_.load(std::memory_order_acquire) != 0) {
-    const std::lock_guard lock(mutex_);
-    if (!open_.empty()) {
-      deferred_.emplace_back(kind, native);
-      return;
-    }
+  if (!deferrable || !captures_.any() || !captures_.defer(kind, native)) {
+    destroy_now(kind, native);
   }
-  destroy_now(kind, native);
 }
 
 void CudaRuntime::destroy_now(HandleKind kind, void* native) noexcept {
@@ -263,7 +259,7 @@ void CudaRuntime::destroy_now(HandleKind kind, void* native) noexcept {
   switch (kind) {
     case HandleKind::stream:
       libtorch::forget_stream(static_cast<cudaStream_t>(native));
-      report(cudaStreamDestroy(static_cast<cudaStream_t>(native)), "cudaStreamDestroy", "stream");
+      IdleStreams::of(device_).give_back(static_cast<cudaStream_t>(native));
       break;
     case HandleKind::event:
     case HandleKind::external_event:
@@ -284,15 +280,7 @@ void CudaRuntime::destroy_now(HandleKind kind, void* native) noexcept {
 }
 
 void CudaRuntime::destroy_deferred() noexcept {
-  std::vector<std::pair<HandleKind, void*>> deferred;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!open_.empty()) {
-      return;
-    }
-    deferred.swap(deferred_);
-  }
-  for (const auto& [kind, native] : deferred) {
+  for (const auto& [kind, native] : captures_.take_deferred()) {
     destroy_now(kind, native);
   }
 }

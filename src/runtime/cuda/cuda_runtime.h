@@ -1,14 +1,11 @@
 #pragma once
-#include <atomic>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <utility>
+#include <optional>
 #include <vector>
 
 #include <cuda_runtime_api.h>
 
 #include "runtime/cuda/libtorch.h"
+#include "runtime/cuda/open_captures.h"
 #include "runtime/runtime.h"
 
 namespace sidestream::cuda {
@@ -16,11 +13,12 @@ namespace sidestream::cuda {
 /// Runtime on one NVIDIA GPU: streams and events of our own, LibTorch's caching allocator and graphs.
 class CudaRuntime final : public Runtime {
  public:
-  explicit CudaRuntime(c10::Device device) : device_(device) {}
+  explicit CudaRuntime(c10::Device device) : device_(device), captures_(OpenCaptures::of(device)) {}
   ~CudaRuntime() override;
 
   [[nodiscard]] c10::Device device() const noexcept override { return device_; }
   [[nodiscard]] DeviceInfo info() const override;
+  void check_settings(bool graphs) const override;
 
   [[nodiscard]] c10::Stream current_stream() const override;
   void set_current_stream(c10::Stream stream) override;
@@ -53,19 +51,13 @@ class CudaRuntime final : public Runtime {
   void abandon_capture(c10::Stream stream) noexcept override;
   [[nodiscard]] CaptureStatus capture_status(c10::Stream stream) const override;
   void launch(const Graph& graph, c10::Stream stream) override;
+  [[nodiscard]] bool draws(const Graph& graph) const override;
   [[nodiscard]] std::vector<GraphNode> nodes(const Graph& graph) const override;
 
  protected:
   void destroy(HandleKind kind, void* native) noexcept override;
 
  private:
-  struct OpenCapture {
-    c10::StreamId stream;
-    std::thread::id thread;
-    libtorch::PoolId pool;
-    std::unique_ptr<libtorch::Graph> graph;
-  };
-
   [[nodiscard]] cudaStream_t native(c10::Stream stream) const;
   template <HandleKind kind>
   [[nodiscard]] void* native(const Handle<kind>& handle) const;
@@ -75,16 +67,13 @@ class CudaRuntime final : public Runtime {
   [[nodiscard]] bool capturing(cudaStream_t stream) const;
   /// Throws CaptureError, and invalidates the captures that the calling thread began, if there are any.
   void forbid_while_capturing(const char* what);
-  [[nodiscard]] OpenCapture take_capture(c10::Stream stream);
+  /// Throws: DeviceError with the bytes when it does not fit, also with no cached memory left.
+  void instantiate(libtorch::Graph& graph, c10::Stream stream) const;
   void destroy_now(HandleKind kind, void* native) noexcept;
   void destroy_deferred() noexcept;
 
   c10::Device device_;
-  // Non-zero while a capture that this runtime began is open: what the hot paths look at instead of asking the driver.
-  std::atomic<int> open_count_{0};
-  mutable std::mutex mutex_;
-  std::vector<OpenCapture> open_;
-  std::vector<std::pair<HandleKind, void*>> deferred_;
+  OpenCaptures& captures_;
 };
 
 template <HandleKind kind>
@@ -96,17 +85,35 @@ void* CudaRuntime::native(const Handle<kind>& handle) const {
   return handle.native();
 }
 
-/// Makes a device current for the calling thread for its lifetime.
+/// Makes a device current for the calling thread for its lifetime. The way back makes no context on a device that has none.
 class [[nodiscard]] CurrentDevice {
  public:
-  explicit CurrentDevice(c10::Device device);
+  explicit CurrentDevice(c10::Device device)
+      : before_(libtorch::exchange_device(device.index())), current_(device.index()) {}
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
-  ~CurrentDevice();
+  ~CurrentDevice() {
+    if (before_ != current_) {
+      libtorch::return_to_device(before_);
+    }
+  }
 
  private:
-  int before_ = 0;
-  int current_;
+  c10::DeviceIndex before_;
+  c10::DeviceIndex current_;
+};
+
+/// To the driver the null stream is the current device's: makes `device` current where `stream` is null.
+class [[nodiscard]] OnItsDevice {
+ public:
+  OnItsDevice(cudaStream_t stream, c10::Device device) {
+    if (stream == nullptr) {
+      current_.emplace(device);
+    }
+  }
+
+ private:
+  std::optional<CurrentDevice> current_;
 };
 
 }  // namespace sidestream::cuda

@@ -15,6 +15,10 @@ std::string_view file_name(std::string_view path) {
 }
 
 const char* remedy(cudaError_t status) {
+  if (status == cudaErrorStreamCaptureInvalidated) {
+    return "; do not synchronize the device while a graph is captured, from any thread (cudaDeviceSynchronize, "
+           "torch::cuda::synchronize); sidestream::synchronize waits for the capture's end";
+  }
   if (status == cudaErrorStreamCaptureUnjoined) {
     return "; join every stream that was forked into the capture before it ends";
   }

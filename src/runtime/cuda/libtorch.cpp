@@ -13,6 +13,7 @@
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -42,6 +43,21 @@ void attempt(const char* what, Step step) noexcept {
 }
 
 }  // namespace
+
+c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
+  try {
+    return c10::cuda::ExchangeDevice(device);
+  } catch (const c10::AcceleratorError& error) {
+    throw_status(static_cast<cudaError_t>(error.get_error_code()), "cudaSetDevice", "device",
+                 std::source_location::current());
+  }
+}
+
+void return_to_device(c10::DeviceIndex device) noexcept {
+  report(c10::cuda::MaybeSetDevice(device), "cudaSetDevice", "device");
+}
+
+std::string allocator_name() { return allocator::name(); }
 
 void initialise() { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); }
 
@@ -89,10 +105,25 @@ void release_pool(c10::Device device, PoolId pool) noexcept {
   attempt("releasing a pinned memory pool", [&] { host_allocator().release_pool(pool); });
 }
 
+namespace {
+
+// LibTorch has given back what it had cached before it says so.
+[[noreturn]] void throw_no_room(const c10::OutOfMemoryError& error) {
+  (void)cudaGetLastError();
+  throw DeviceError(std::string("a capture could not begin, the device is full: ") + error.what_without_backtrace(),
+                    cudaErrorMemoryAllocation);
+}
+
+}  // namespace
+
 void warm_blas(c10::Stream stream) {
   const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
-  (void)at::cuda::getCurrentCUDABlasHandle();
-  (void)at::cuda::getCUDABlasLtWorkspace();
+  try {
+    (void)at::cuda::getCurrentCUDABlasHandle();
+    (void)at::cuda::getCUDABlasLtWorkspace();
+  } catch (const c10::OutOfMemoryError& error) {
+    throw_no_room(error);
+  }
 }
 
 template <typename Visit>
@@ -147,15 +178,26 @@ class BlasWorkspaces {
   std::set<std::tuple<void*, void*>> before_;
 };
 
+/// Graphs register with the device's generator when they begin, and leave it when they die, on whatever thread: one at a time.
+std::mutex& generators_graphs() {
+  static auto* const mutex = new std::mutex();
+  return *mutex;
+}
+
 // The base class leaves the allocator and the generator in the state of a capture when an end fails; `stop` undoes both.
 struct Graph::Impl : at::cuda::CUDAGraph {
   Impl() : at::cuda::CUDAGraph(true) {}
 
-  // Ends the allocators' redirection to the pool, and gives back the reference to the pool that came with it.
-  void stop(bool keep_pool) noexcept {
+  // The generator is no capture's any more. A begin that fails in the generator's own prologue has marked it already.
+  void release_generator() noexcept {
     for (const auto& [state, increment] : captured_generator_states_) {
       state->capturing_ = false;
     }
+  }
+
+  // Ends the allocators' redirection to the pool, and gives back the reference to the pool that came with it.
+  void stop(bool keep_pool) noexcept {
+    release_generator();
     attempt("leaving a memory pool", [&] { allocator::get()->endAllocateToPool(capture_dev_, mempool_id_); });
     attempt("leaving a pinned memory pool", [&] { host_allocator().end_allocate_to_pool(mempool_id_); });
     if (!keep_pool) {
@@ -208,18 +250,24 @@ Graph::Graph() : impl_(std::make_unique<Impl>()) {}
 
 Graph::~Graph() {
   const RelaxedCapture relaxed;
+  const std::lock_guard lock(generators_graphs());
   attempt("destroying a graph", [&] { impl_.reset(); });
 }
 
 void Graph::begin(c10::Stream stream, PoolId pool) {
   const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
   forget_stream(cuda_stream(stream).stream());
+  const std::lock_guard lock(generators_graphs());
   try {
     impl_->begin(pool);
   } catch (const c10::Error& error) {
     (void)cudaGetLastError();
+    impl_->release_generator();
     if (impl_->redirected()) {
       impl_->stop(false);
+    }
+    if (const auto* no_room = dynamic_cast<const c10::OutOfMemoryError*>(&error); no_room != nullptr) {
+      throw_no_room(*no_room);
     }
     throw CaptureError(std::string("a capture could not begin: ") + error.what_without_backtrace());
   }
@@ -227,7 +275,17 @@ void Graph::begin(c10::Stream stream, PoolId pool) {
 
 cudaError_t Graph::end() noexcept { return impl_->finish(); }
 
-void Graph::instantiate() { impl_->instantiate(); }
+cudaError_t Graph::instantiate(c10::Stream stream) {
+  try {
+    impl_->instantiate();
+  } catch (const c10::AcceleratorError& error) {
+    (void)cudaGetLastError();
+    return static_cast<cudaError_t>(error.get_error_code());
+  }
+  const cudaError_t status = cudaGraphUpload(impl_->executable(), native_stream(stream));
+  (void)cudaGetLastError();
+  return status;
+}
 
 void Graph::launch(c10::Stream stream) {
   if (!impl_->draws()) [[likely]] {
@@ -235,9 +293,13 @@ void Graph::launch(c10::Stream stream) {
     return;
   }
   const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
+  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(stream.device_index());
+  const std::lock_guard lock(generator.mutex());
   impl_->replay();
 }
 
 cudaGraph_t Graph::native() const noexcept { return impl_->graph(); }
+
+bool Graph::draws() const noexcept { return impl_->draws(); }
 
 }  // namespace sidestream::cuda::libtorch

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include <c10/core/Stream.h>
@@ -15,6 +16,13 @@ namespace sidestream::cuda::libtorch {
 
 /// LibTorch's identifier of a private memory pool.
 using PoolId = std::pair<unsigned long long, unsigned long long>;
+
+/// Makes `device` current for the calling thread, as LibTorch counts it, and gives the one before.
+c10::DeviceIndex exchange_device(c10::DeviceIndex device);
+/// Makes `device` current again; where it has no context it gets none until something is asked of it. Failures go to stderr.
+void return_to_device(c10::DeviceIndex device) noexcept;
+/// The name of the allocator of CUDA memory: "native" is LibTorch's caching one.
+[[nodiscard]] std::string allocator_name();
 
 /// Makes LibTorch initialise CUDA. Throws: c10::Error when it cannot.
 void initialise();
@@ -53,10 +61,13 @@ class Graph {
   void begin(c10::Stream stream, PoolId pool);
   /// Ends the capture; on anything but success nothing of it is left. Does not instantiate.
   [[nodiscard]] cudaError_t end() noexcept;
-  void instantiate();
+  /// Makes it ready to be launched, its own memory on the device included, by way of `stream`. May be tried again when it failed.
+  [[nodiscard]] cudaError_t instantiate(c10::Stream stream);
   /// Queues one run on `stream`, after the generator's seed and offset for it.
   void launch(c10::Stream stream);
   [[nodiscard]] cudaGraph_t native() const noexcept;
+  /// True where it draws random numbers: known once the capture has ended.
+  [[nodiscard]] bool draws() const noexcept;
 
  private:
   struct Impl;

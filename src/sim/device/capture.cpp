@@ -5,8 +5,10 @@
 
 #include <sidestream/error.h>
 
+#include "runtime/capture_turn.h"
 #include "sim/device/graph.h"
 #include "sim/device/state.h"
+#include "sim/torch/device_guard.h"
 
 namespace sidestream::sim {
 
@@ -185,6 +187,27 @@ CaptureStatus Device::capture_status(c10::StreamId id) const {
   }
   return capture->invalidated ? CaptureStatus::invalidated : CaptureStatus::active;
 }
+
+std::unique_lock<std::mutex> Device::draw(c10::StreamId id) {
+  std::unique_lock lock(state_->drawing, std::defer_lock);
+  for (bool may_wait = true; !lock.owns_lock();) {
+    may_wait = may_wait && CaptureTurn::let_others_finish(sim_device());
+    lock.lock();
+    if (may_wait && CaptureTurn::others(sim_device())) {  // it has begun just now
+      lock.unlock();
+    }
+  }
+  if (state_->open_captures.load(std::memory_order_acquire) != 0 && !capturing(id)) {
+    throw UsageError(
+        "sim device: random numbers are drawn while a graph is captured, which has the device's generator for itself; "
+        "draw before the capture begins or after it has ended, as other threads' operators outside of a backward pass "
+        "do by "
+        "themselves");
+  }
+  return lock;
+}
+
+void Device::let_draws_finish() { const std::lock_guard lock(state_->drawing); }
 
 void Device::preserve(const void* address, std::size_t bytes, c10::StreamId id) {
   if (state_->open_captures.load(std::memory_order_acquire) == 0) {

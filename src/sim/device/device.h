@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include <c10/core/Stream.h>
@@ -97,6 +98,11 @@ class Device {
   [[nodiscard]] bool keeps(c10::StreamId stream) const noexcept;
   /// True while `stream` captures. The operator side then reports what it is about to overwrite in place.
   [[nodiscard]] bool capturing(c10::StreamId stream) const noexcept;
+  /// Around an operator that draws from the default generator, one at a time: waits while another thread has the device's CaptureTurn (a backward
+  /// pass does not). Throws: UsageError while another stream captures, whose generator it is then; the captures go on.
+  [[nodiscard]] std::unique_lock<std::mutex> draw(c10::StreamId stream);
+  /// Waits for an operator that draws just now.
+  void let_draws_finish();
   /// In a capture, before an operator writes `bytes` at `address` in place: keeps the old content if it lies outside of what
   /// the capture allocated, to be put back when the capture ends.
   void preserve(const void* address, std::size_t bytes, c10::StreamId stream);

@@ -1,5 +1,7 @@
 #include "sim/device/graph.h"
 
+#include <algorithm>
+
 #include <sidestream/error.h>
 
 #include "sim/device/state.h"
@@ -86,7 +88,13 @@ void run_at_once(const GraphBody& graph) {
 }  // namespace
 
 GraphBody::GraphBody(Device& owner, const Capture& capture, std::vector<CapturedWork> nodes_)
-    : device(owner), pool(capture.pool), nodes(std::move(nodes_)), origin(capture.origin), sinks(find_sinks(nodes)) {
+    : device(owner),
+      pool(capture.pool),
+      nodes(std::move(nodes_)),
+      origin(capture.origin),
+      sinks(find_sinks(nodes)),
+      draws(std::any_of(nodes.begin(), nodes.end(),
+                        [](const CapturedWork& node) { return node.work->random_draws > 0; })) {
   device.retain_pool(&pool);
 }
 
@@ -115,6 +123,7 @@ std::vector<GraphNode> GraphBody::list() const {
 }
 
 void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
+  const auto drawing = graph->draws ? std::unique_lock<std::mutex>(state_->drawing) : std::unique_lock<std::mutex>();
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   StreamState& stream = state_->stream(id);
   if (stream.capture != nullptr) {

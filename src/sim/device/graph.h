@@ -23,6 +23,7 @@ struct GraphBody {
   const std::vector<CapturedWork> nodes;
   const c10::StreamId origin;  ///< the stream that was captured
   NodeSet sinks;               ///< nodes that no other runs after
+  const bool draws;            ///< random numbers
 };
 
 }  // namespace sidestream::sim

@@ -5,6 +5,7 @@
 
 #include <sidestream/error.h>
 
+#include "runtime/capture_turn.h"
 #include "sim/device/graph.h"
 #include "sim/torch/device_guard.h"
 
@@ -55,7 +56,11 @@ OwnedStream SimRuntime::create_stream() {
 }
 
 void SimRuntime::synchronize(c10::Stream stream) { device_.synchronize(id_of(stream)); }
-void SimRuntime::synchronize_device() { device_.synchronize(); }
+void SimRuntime::synchronize_device() {
+  CaptureTurn::let_others_finish(device(), "the device is synchronized");
+  device_.let_draws_finish();
+  device_.synchronize();
+}
 bool SimRuntime::idle(c10::Stream stream) { return device_.idle(id_of(stream)); }
 
 Event SimRuntime::create_event(EventTiming /*timing*/) {
@@ -90,7 +95,10 @@ void SimRuntime::copy_to_device(void* device, const void* pinned, std::size_t by
 
 MemoryStats SimRuntime::memory_stats() const { return device_.memory_stats(); }
 void SimRuntime::reset_peak_memory_stats() { device_.reset_peak_memory_stats(); }
-void SimRuntime::release_cached_memory() { device_.release_cached_memory(); }
+void SimRuntime::release_cached_memory() {
+  CaptureTurn::let_others_finish(device(), "cached memory is released");
+  device_.release_cached_memory();
+}
 MemoryPool SimRuntime::create_pool() { return {*this, device_.create_pool()}; }
 
 PinnedMemory SimRuntime::allocate_pinned(std::size_t bytes) {
@@ -113,6 +121,7 @@ CaptureStatus SimRuntime::capture_status(c10::Stream stream) const { return devi
 void SimRuntime::launch(const Graph& graph, c10::Stream stream) {
   device_.launch(native_of<SharedGraph>(graph, "the graph"), id_of(stream));
 }
+bool SimRuntime::draws(const Graph& graph) const { return native_of<SharedGraph>(graph, "the graph")->draws; }
 std::vector<GraphNode> SimRuntime::nodes(const Graph& graph) const {
   return native_of<SharedGraph>(graph, "the graph")->list();
 }

@@ -48,6 +48,7 @@ class SimRuntime final : public Runtime {
   void abandon_capture(c10::Stream stream) noexcept override;
   CaptureStatus capture_status(c10::Stream stream) const override;
   void launch(const Graph& graph, c10::Stream stream) override;
+  bool draws(const Graph& graph) const override;
   std::vector<GraphNode> nodes(const Graph& graph) const override;
 
  protected:

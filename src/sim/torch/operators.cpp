@@ -50,6 +50,7 @@ class Call {
       device_.host_reads(stream_, info_.name);
     }
     device_.ready(stream_);
+    const std::unique_lock drawing = info_.random ? device_.draw(stream_) : std::unique_lock<std::mutex>();
     kept_ = device_.keeps(stream_);
     convert_arguments();
     if (device_.capturing(stream_)) {
@@ -201,9 +202,6 @@ class Call {
       }
       return;
     }
-    // The state is taken, used and put back: one at a time.
-    static auto* const mutex = new std::mutex();
-    const std::lock_guard<std::mutex> lock(*mutex);
     GeneratorState state = default_state();
     if (kept_) {
       first_state_ = state;

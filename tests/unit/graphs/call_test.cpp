@@ -222,14 +222,18 @@ TEST_F(CallTest, PatternsThatMatchNothingListTheNames) {
   }
 }
 
-TEST_F(CallTest, AModuleOfAnotherModelIsRefused) {
+TEST_F(CallTest, AModuleOfAnotherModelRunsPlainly) {
   OffloadEngine engine(model_, options());
   expect_plain(engine, 0, 2);
-  EXPECT_THROWS(UsageError, "not part of the model", {
-    const auto step = engine.step();
-    train(plain_, 0);
+  BlockModel other{BlockModel::Shape{}};
+  other.to(device_);
+  (void)train_step(plain_, nullptr, [&] { train(plain_, 2); });
+  (void)train_step(model_, &engine, [&] {
+    train(other, 2);
+    train(model_, 2);
   });
-  expect_plain(engine, 2, 4);
+  EXPECT_EQ(engine.report().captures, 8);
+  expect_plain(engine, 3, 5);
 }
 
 TEST_F(CallTest, AForwardThatThrowsLeavesTheEngineUsable) {

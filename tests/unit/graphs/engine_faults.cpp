@@ -218,12 +218,27 @@ std::vector<EngineFault> capture_faults() {
   };
 }
 
+std::vector<EngineFault> drawing_faults() {
+  return {
+      {"DrawOrder::launch",
+       "a graph that draws waits for the latest one that drew",
+       "chains_that_draw",
+       {Act::drop_wait, "forward", StreamRole::other, Mark::launch},
+       "a simulated graph takes its numbers when it is launched; on a GPU its kernels read them"},
+      {"DrawOrder::launch",
+       "the latest launch that drew is recorded anew",
+       "chains_that_draw",
+       {Act::drop_record, "forward", StreamRole::other, Mark::launch},
+       "a simulated graph takes its numbers when it is launched; on a GPU its kernels read them"},
+  };
+}
+
 }  // namespace
 
 const std::vector<EngineFault>& engine_faults() {
   static const std::vector<EngineFault> all = [] {
     std::vector<EngineFault> result = eager_faults();
-    for (const auto& more : {replay_faults(), capture_faults()}) {
+    for (const auto& more : {replay_faults(), capture_faults(), drawing_faults()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

@@ -47,5 +47,7 @@ struct NamedProgram {
 [[nodiscard]] std::vector<NamedProgram> stream_programs();
 /// Those of graphed callables; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> callable_programs();
+/// Those whose graphs draw on several streams; part of `programs`.
+[[nodiscard]] std::vector<NamedProgram> drawing_programs();
 
 }  // namespace sidestream::testing_model

@@ -78,6 +78,7 @@ class FakeRuntime : public Runtime {
     return capturing ? CaptureStatus::active : CaptureStatus::none;
   }
   void launch(const Graph&, c10::Stream) override {}
+  bool draws(const Graph&) const override { return false; }
   std::vector<GraphNode> nodes(const Graph&) const override { return {}; }
 
  protected:

@@ -1,0 +1,30 @@
+#pragma once
+#include <memory>
+
+#include <ATen/record_function.h>
+#include <c10/core/Device.h>
+
+namespace sidestream {
+
+/// While one lives, operators of other threads that draw random numbers on `device` wait for its end: the device has one generator,
+/// which a warm-up puts back and a capture takes for itself. The thread that has it also has the device's CaptureTurn; threads that
+/// work for a capture do not wait.
+///
+/// A backward pass cannot wait (autograd's thread may be the one that the capture needs). What it draws during the warm-up may be
+/// drawn again later, which is warned of; during a capture the device refuses it (UsageError).
+/// Costs other threads one look at each operator meanwhile, and nothing else.  Threads: ends on the thread it began on.
+class [[nodiscard]] HeldDraws {
+ public:
+  explicit HeldDraws(c10::Device device);
+  HeldDraws(const HeldDraws&) = delete;
+  HeldDraws& operator=(const HeldDraws&) = delete;
+  ~HeldDraws();
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_;
+  at::CallbackHandle callback_;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,50 @@
+#include "runtime/draw_order.h"
+
+#include <cstdio>
+#include <deque>
+
+namespace sidestream {
+
+DrawOrder::DrawOrder(c10::Device device)
+    : device_(device), owner_(make_runtime(device)), latest_(owner_->create_event()) {}
+
+DrawOrder& DrawOrder::of(c10::Device device) {
+  static auto* const mutex = new std::mutex();
+  static auto* const all = new std::deque<DrawOrder*>();
+  const std::lock_guard lock(*mutex);
+  for (DrawOrder* const order : *all) {
+    if (order->device_ == device) {
+      return *order;
+    }
+  }
+  all->push_back(new DrawOrder(device));
+  return *all->back();
+}
+
+void DrawOrder::wait(Runtime& runtime, c10::Stream stream) const {
+  if (marked_) {
+    runtime.wait(stream, latest_);
+  }
+}
+
+void DrawOrder::mark(Runtime& runtime, c10::Stream stream) {
+  runtime.record(latest_, stream);
+  marked_ = true;
+}
+
+DrawOrder::Capturing::Capturing(DrawOrder& order, Runtime& runtime, c10::Stream stream)
+    : order_(order), runtime_(runtime), stream_(stream) {
+  const std::lock_guard lock(order_.mutex_);
+  order_.wait(runtime_, stream_);
+}
+
+DrawOrder::Capturing::~Capturing() {
+  try {
+    const std::lock_guard lock(order_.mutex_);
+    order_.mark(runtime_, stream_);
+  } catch (const std::exception& error) {  // the device has failed: nothing is launched any more
+    std::fprintf(stderr, "sidestream: the order of graphs that draw could not be kept: %s\n", error.what());
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,62 @@
+#pragma once
+#include <memory>
+#include <mutex>
+
+#include "runtime/capture_turn.h"
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// Orders the launches of graphs that draw random numbers, on one device, across all engines of the process.
+///
+/// Note [Seed and offset of graphs]
+/// LibTorch keeps one seed and one offset in device memory for all graphs of a device. A launch writes both on its stream, and the
+/// graph's kernels read them. Launches on streams that nothing orders would write them under each other's kernels. So each launch of
+/// a graph that draws waits for the latest one, wherever that was, and marks itself as the latest. What begins a capture writes them
+/// as well: a capture's stream waits in the same way, and is the latest when it ends.
+/// Graphs that draw nothing pay nothing. Threads: any.
+class DrawOrder {
+ public:
+  explicit DrawOrder(c10::Device device);
+  [[nodiscard]] static DrawOrder& of(c10::Device device);
+  DrawOrder(const DrawOrder&) = delete;
+  DrawOrder& operator=(const DrawOrder&) = delete;
+  ~DrawOrder() = delete;  // there is one for each device, for the life of the process
+
+  /// Queues by `launch`, which uses `stream` of `runtime`, behind the latest launch that drew.
+  /// Throws: UsageError in a backward pass while another thread captures; nothing is queued then.
+  template <class Launch>
+  void launch(Runtime& runtime, c10::Stream stream, const Launch& launch) {
+    CaptureTurn::let_others_finish(device_, "a graph that draws random numbers is replayed by a backward pass");
+    const std::lock_guard lock(mutex_);
+    wait(runtime, stream);
+    launch();
+    mark(runtime, stream);
+  }
+
+  /// While one lives, its stream is used to capture. The thread has the device's CaptureTurn.
+  class [[nodiscard]] Capturing {
+   public:
+    Capturing(DrawOrder& order, Runtime& runtime, c10::Stream stream);
+    Capturing(const Capturing&) = delete;
+    Capturing& operator=(const Capturing&) = delete;
+    ~Capturing();
+
+   private:
+    DrawOrder& order_;
+    Runtime& runtime_;
+    c10::Stream stream_;
+  };
+
+ private:
+  void wait(Runtime& runtime, c10::Stream stream) const;
+  void mark(Runtime& runtime, c10::Stream stream);
+
+  const c10::Device device_;
+  const std::shared_ptr<Runtime> owner_;  ///< of the event
+  const Event latest_;
+  std::mutex mutex_;
+  bool marked_ = false;
+};
+
+}  // namespace sidestream

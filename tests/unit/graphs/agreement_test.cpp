@@ -1,0 +1,116 @@
+// Ranks that agree to capture: GraphOptions::agree_to_capture.
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "models/block_model.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::BlockModel;
+using testing_model::train_step;
+
+class AgreementTest : public testing::Test {
+ protected:
+  AgreementTest() {
+    model_.to(device_);
+    plain_.to(device_);
+  }
+  [[nodiscard]] std::unique_ptr<OffloadEngine> engine(const std::function<bool(bool)>& agree) {
+    return std::make_unique<OffloadEngine>(
+        model_, Options(device_)
+                    .min_bytes(1024)
+                    .graph("blocks.*")
+                    .offload("blocks.*.*")
+                    .graph_options(GraphOptions().num_warmup_iters(1).agree_to_capture(agree)));
+  }
+  void expect_plain(OffloadEngine& engine, std::int64_t first, std::int64_t last) {
+    const auto train = [&](BlockModel& model, std::int64_t s) {
+      const auto batch = testing_model::batch_of(model.shape(), s, device_);
+      model.loss(batch.tokens, batch.targets).backward();
+    };
+    testing_model::expect_plain(
+        first, last, [&](std::int64_t s) { return train_step(model_, &engine, [&] { train(model_, s); }); },
+        [&](std::int64_t s) { return train_step(plain_, nullptr, [&] { train(plain_, s); }); });
+  }
+
+  c10::Device device_ = find_device("sim");
+  BlockModel model_{BlockModel::Shape{}};
+  BlockModel plain_{BlockModel::Shape{}};
+};
+
+TEST_F(AgreementTest, IsAskedByEachStepAfterTheFirstAndHeeded) {
+  std::vector<bool> asked;
+  bool all = false;
+  const auto engine = this->engine([&](bool mine) {
+    asked.push_back(mine);
+    return mine && all;
+  });
+  expect_plain(*engine, 0, 3);
+  EXPECT_EQ(asked, (std::vector<bool>{true, true}));
+  EXPECT_EQ(engine->report().captures, 0) << "another rank is not ready";
+  EXPECT_EQ(engine->report().eager_calls, 3 * 4);
+  all = true;
+  expect_plain(*engine, 3, 5);
+  EXPECT_EQ(asked, (std::vector<bool>{true, true, true, false}));
+  EXPECT_EQ(engine->report().captures, 8);
+  EXPECT_EQ(engine->report().replays, 8);
+}
+
+TEST_F(AgreementTest, WeightsThatWereRelocatedRunEagerlyUntilAllRanksCapture) {
+  bool all = true;
+  const auto engine = this->engine([&](bool mine) { return mine && all; });
+  expect_plain(*engine, 0, 3);
+  for (BlockModel* model : {&model_, &plain_}) {
+    for (at::Tensor& parameter : model->parameters()) {
+      parameter.set_data(parameter.detach().clone());
+    }
+  }
+  all = false;
+  expect_plain(*engine, 3, 5);
+  EXPECT_EQ(engine->report().captures, 8);
+  all = true;
+  expect_plain(*engine, 5, 7);
+  EXPECT_EQ(engine->report().captures, 16);
+}
+
+TEST_F(AgreementTest, ACallbackThatThrowsEndsTheStepAndNothingElse) {
+  bool fails = true;
+  const auto engine = this->engine([&](bool mine) {
+    if (fails) {
+      throw std::runtime_error("a rank is gone");
+    }
+    return mine;
+  });
+  expect_plain(*engine, 0, 1);
+  EXPECT_THROWS(std::runtime_error, "a rank is gone", (void)engine->step());
+  fails = false;
+  expect_plain(*engine, 1, 4);
+  EXPECT_EQ(engine->report().captures, 8);
+}
+
+TEST_F(AgreementTest, GraphedCallablesAreNotMadeWithoutIt) {
+  OffloadEngine engine(model_, Options(device_).offload("**").min_bytes(1024));
+  const Callable half("half", [](const Tensors& x) { return Tensors{x[0] * 0.5}; });
+  const at::Tensor sample = at::ones({4}, at::TensorOptions().device(device_)).requires_grad_(true);
+  bool all = false;
+  const GraphOptions options = GraphOptions().agree_to_capture([&](bool mine) { return mine && all; });
+  EXPECT_THROWS(UsageError, "the ranks do not capture now",
+                (void)make_graphed_callables(engine, {half}, {{Sample(sample)}}, options));
+  all = true;
+  EXPECT_EQ(make_graphed_callables(engine, {half}, {{Sample(sample)}}, options).size(), 1U);
+}
+
+}  // namespace
+}  // namespace sidestream
