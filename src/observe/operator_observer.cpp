@@ -41,6 +41,7 @@ struct OperatorSchema {
   std::optional<std::size_t> non_blocking;  // positions
   std::optional<std::size_t> stream;
   bool only_shape = false;
+  bool random = false;
 };
 
 void append_tensors(const c10::IValue& value, TensorList& out) {
@@ -60,6 +61,7 @@ struct OperatorRecord final : at::ObserverContext {
   TensorList writes;
   bool non_blocking = false;
   bool only_shape = false;
+  bool random = false;
   std::optional<c10::Stream> stream;
 };
 
@@ -68,12 +70,16 @@ thread_local int depth = 0;  // of reported operators that have begun and not en
 
 }  // namespace
 
-struct OperatorObserverGuard::State final : c10::DebugInfoBase {
+struct OperatorObserverGuard::State final : c10::DebugInfoBase, std::enable_shared_from_this<State> {
   const OperatorSchema* schema_of(const at::RecordFunction& function);
+  void read_arguments(const at::RecordFunction& function, OperatorRecord& record);
   void began(const at::RecordFunction& function, OperatorRecord& record);
   void ended(const at::RecordFunction& function, const OperatorRecord& record);
+  void tell(Observe OperatorObserverGuard::State::*listener, const OperatorAccess& access);
 
-  std::function<void(const OperatorAccess&)> observe;
+  Observe observe;
+  Observe before;
+  std::shared_ptr<State> outer;  // that hears too
   std::mutex mutex;
   bool active = true;
   std::exception_ptr error;
@@ -103,6 +109,7 @@ const OperatorSchema* OperatorObserverGuard::State::schema_of(const at::RecordFu
     }
     schema.writes.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
   }
+  schema.random = handle->hasTag(at::Tag::nondeterministic_seeded);
   schema.only_shape = handle->hasTag(at::Tag::inplace_view) ||
                       std::find(only_names.begin(), only_names.end(), name->name) != only_names.end();
   if (!flag.empty()) {
@@ -112,7 +119,7 @@ const OperatorSchema* OperatorObserverGuard::State::schema_of(const at::RecordFu
   return &schemas.emplace(function.name(), std::move(schema)).first->second;
 }
 
-void OperatorObserverGuard::State::began(const at::RecordFunction& function, OperatorRecord& record) {
+void OperatorObserverGuard::State::read_arguments(const at::RecordFunction& function, OperatorRecord& record) {
   const std::lock_guard lock(mutex);
   const OperatorSchema* const schema = schema_of(function);
   const c10::ArrayRef<const c10::IValue> inputs = function.inputs();
@@ -126,6 +133,7 @@ void OperatorObserverGuard::State::began(const at::RecordFunction& function, Ope
     return;
   }
   record.only_shape = schema->only_shape;
+  record.random = schema->random;
   const auto given = [&](std::optional<std::size_t> at) { return at && *at < inputs.size() ? &inputs[*at] : nullptr; };
   if (const c10::IValue* flag = given(schema->non_blocking); flag != nullptr && flag->isBool()) {
     record.non_blocking = flag->toBool();
@@ -141,25 +149,46 @@ void OperatorObserverGuard::State::began(const at::RecordFunction& function, Ope
   }
 }
 
+void OperatorObserverGuard::State::tell(Observe State::*listener, const OperatorAccess& access) {
+  {
+    const std::lock_guard lock(mutex);
+    if (active && this->*listener) {
+      observing = true;
+      try {
+        (this->*listener)(access);
+      } catch (...) {
+        if (!error) {
+          error = std::current_exception();
+        }
+      }
+      observing = false;
+    }
+  }
+  if (outer != nullptr) {
+    outer->tell(listener, access);
+  }
+}
+
+void OperatorObserverGuard::State::began(const at::RecordFunction& function, OperatorRecord& record) {
+  read_arguments(function, record);
+  tell(&State::before, OperatorAccess{function.name(),
+                                      record.reads,
+                                      record.writes,
+                                      {},
+                                      depth > 0,
+                                      record.non_blocking,
+                                      record.only_shape,
+                                      record.stream,
+                                      record.random});
+}
+
 void OperatorObserverGuard::State::ended(const at::RecordFunction& function, const OperatorRecord& record) {
-  const std::lock_guard lock(mutex);
-  if (!active) {
-    return;
+  TensorList outputs;
+  for (const c10::IValue& output : function.outputs()) {
+    append_tensors(output, outputs);
   }
-  observing = true;
-  try {
-    TensorList outputs;
-    for (const c10::IValue& output : function.outputs()) {
-      append_tensors(output, outputs);
-    }
-    observe(OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0, record.non_blocking,
-                           record.only_shape, record.stream});
-  } catch (...) {
-    if (!error) {
-      error = std::current_exception();
-    }
-  }
-  observing = false;
+  tell(&State::observe, OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0,
+                                       record.non_blocking, record.only_shape, record.stream, record.random});
 }
 
 namespace {
@@ -209,9 +238,14 @@ struct OperatorObserverGuard::Registration {
   at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
 };
 
-OperatorObserverGuard::OperatorObserverGuard(std::function<void(const OperatorAccess&)> observe)
+OperatorObserverGuard::OperatorObserverGuard(Observe observe, Observe before, Outer outer)
     : state_(std::make_shared<State>()) {
   state_->observe = std::move(observe);
+  state_->before = std::move(before);
+  if (auto* const around = static_cast<State*>(c10::ThreadLocalDebugInfo::get(observer_kind));
+      around != nullptr && outer == Outer::hears_too) {
+    state_->outer = around->shared_from_this();
+  }
   registration_ = std::make_unique<Registration>(state_);
 }
 
@@ -266,13 +300,17 @@ void ExternalReads::touch(const at::Tensor& tensor, const OperatorAccess& access
   at->second.written = at->second.written || written;
 }
 
-void ExternalReads::observe(const OperatorAccess& access) {
+void ExternalReads::observe_before(const OperatorAccess& access) {
   for (const at::Tensor& tensor : access.reads) {
     touch(tensor, access, false);
   }
   for (const at::Tensor& tensor : access.writes) {
     touch(tensor, access, true);
   }
+}
+
+void ExternalReads::observe(const OperatorAccess& access) {
+  observe_before(access);
   const auto is_argument = [&](const c10::StorageImpl* key) {
     const auto same = [key](const at::Tensor& tensor) { return storage_of(tensor) == key; };
     return std::any_of(access.reads.begin(), access.reads.end(), same);
@@ -298,11 +336,21 @@ void ExternalReads::settle_pending() {
 }
 
 void ExternalReads::made(const at::Tensor& tensor) {
-  const c10::StorageImpl* const key = storage_of(tensor);
-  if (key != nullptr && !index_.contains(key)) {
-    pending_.erase(key);
-    made_.insert(tensor.storage());
+  if (storage_of(tensor) != nullptr) {
+    made(tensor.storage());
   }
+}
+
+void ExternalReads::made(const c10::Storage& storage) {
+  if (storage.unsafeGetStorageImpl() != nullptr && !index_.contains(storage.unsafeGetStorageImpl())) {
+    pending_.erase(storage.unsafeGetStorageImpl());
+    made_.insert(storage);
+  }
+}
+
+std::vector<ExternalStorage> ExternalReads::take() {
+  index_.clear();
+  return std::exchange(externals_, {});
 }
 
 const ExternalStorage* ExternalReads::find(const c10::StorageImpl* storage) const noexcept {

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -26,24 +27,31 @@ struct OperatorAccess {
   bool non_blocking = false;  ///< the argument of that name: a copy from or to pinned memory returns before it is done
   bool only_shape = false;    ///< changes what a tensor is, not its bytes (`unsqueeze_`, `set_`)
   std::optional<c10::Stream> stream{};  ///< an argument of that type (`record_stream`)
+  bool random = false;                  ///< draws from a generator
 };
 
 /// While it lives, `observe` is called after every operator of the calling thread, and of the backward passes that it
 /// starts (autograd's device threads included; calls come one at a time). Operators inside operators are reported as well,
-/// before the one they are in. Guards nest: the innermost observes. Not for the replay path.
+/// before the one they are in. Guards nest: the innermost observes, and those around it where it says so. Not for the replay
+/// path.
 ///
+/// `before`, if any, is called before each operator runs, with no outputs; nothing of the operator is written by then.
 /// Schemas lie (`native_batch_norm` writes running statistics unmarked): what is known of that stands in unmarked_writes.h.
-/// What `observe` throws does not stop the operator; it is kept for `rethrow`.
+/// What the two throw does not stop the operator; it is kept for `rethrow`.
 /// Threads: ends on the thread it began on, in reverse order. Capture: legal.
 class [[nodiscard]] OperatorObserverGuard {
  public:
-  explicit OperatorObserverGuard(std::function<void(const OperatorAccess&)> observe);
+  using Observe = std::function<void(const OperatorAccess&)>;
+  /// Whether the guard that this one stands in hears of the same operators.
+  enum class Outer : std::uint8_t { hears_nothing, hears_too };
+
+  explicit OperatorObserverGuard(Observe observe, Observe before = {}, Outer outer = Outer::hears_nothing);
   OperatorObserverGuard(const OperatorObserverGuard&) = delete;
   OperatorObserverGuard& operator=(const OperatorObserverGuard&) = delete;
   /// No call of `observe` is running or starts after this.
   ~OperatorObserverGuard();
 
-  /// Throws what `observe` threw first, if it did.
+  /// Throws what `observe` or `before` threw first, if they did.
   void rethrow() const;
   /// True on a thread whose operators some guard observes now.
   [[nodiscard]] static bool observes_this_thread() noexcept;
@@ -85,12 +93,20 @@ struct ExternalStorage {
 class ExternalReads {
  public:
   void observe(const OperatorAccess& access);
+  /// Before the operator runs: what it reads and writes is known from here on.
+  void observe_before(const OperatorAccess& access);
   /// Says that this tensor's storage counts as made inside (allocated by us, without an operator).
   void made(const at::Tensor& tensor);
+  void made(const c10::Storage& storage);
+  [[nodiscard]] bool has_made(const c10::StorageImpl* storage) const noexcept { return made_.contains(storage); }
+  /// What was made and lives.
+  [[nodiscard]] std::vector<c10::Storage> made_and_alive() const { return made_.alive(); }
 
   /// In the order they were first touched.
   [[nodiscard]] const std::vector<ExternalStorage>& externals() const noexcept { return externals_; }
   [[nodiscard]] const ExternalStorage* find(const c10::StorageImpl* storage) const noexcept;
+  /// The externals so far, which are forgotten; what was made stays known.
+  [[nodiscard]] std::vector<ExternalStorage> take();
   void clear() noexcept;
 
  private:

@@ -1,6 +1,7 @@
 #include "runtime/weak_storage_set.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace sidestream {
 
@@ -13,6 +14,16 @@ void WeakStorageSet::insert(const c10::Storage& storage) {
     sweep_at_ = std::max<std::size_t>(64, 2 * members_.size());
   }
   members_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+}
+
+std::vector<c10::Storage> WeakStorageSet::alive() const {
+  std::vector<c10::Storage> storages;
+  for (const auto& [key, member] : members_) {
+    if (auto alive = member.lock()) {
+      storages.emplace_back(std::move(alive));
+    }
+  }
+  return storages;
 }
 
 void WeakStorageSet::sweep() {

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <unordered_map>
+#include <vector>
 
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
@@ -15,6 +16,8 @@ class WeakStorageSet {
   void insert(const c10::Storage& storage);
   [[nodiscard]] bool contains(const c10::StorageImpl* storage) const noexcept { return members_.contains(storage); }
   void clear() noexcept { members_.clear(); }
+  /// Members that live.
+  [[nodiscard]] std::vector<c10::Storage> alive() const;
   /// Forgets storages that have died.
   void sweep();
   /// Members, dead ones that were not swept yet included.
