@@ -12,6 +12,7 @@ class EagerPlan;
 class EngineChains;
 struct EngineResources;
 class RecordedCalls;
+class ReplayVerification;
 class ReportBuilder;
 
 /// Decides what becomes of one call, be it one of `ss::call` or of a GraphedCallable: it runs eagerly as a scope, replays a
@@ -19,15 +20,21 @@ class ReportBuilder;
 /// Threads: the step's.
 class Dispatcher {
  public:
-  /// All must outlive this object.
+  /// All must outlive this object. `verification`: null where no replay is verified.
   Dispatcher(EngineResources& resources, CallContext& context, const EagerPlan& plan, RecordedCalls& recorded,
-             EngineChains& chains, ReportBuilder& report)
-      : resources_(resources), context_(context), plan_(plan), recorded_(recorded), chains_(chains), report_(report) {}
+             EngineChains& chains, ReportBuilder& report, ReplayVerification* verification)
+      : resources_(resources),
+        context_(context),
+        plan_(plan),
+        recorded_(recorded),
+        chains_(chains),
+        report_(report),
+        verification_(verification) {}
   Dispatcher(const Dispatcher&) = delete;
   Dispatcher& operator=(const Dispatcher&) = delete;
   ~Dispatcher() = default;
 
-  /// `request` may leave what only a capture needs (`keep`, `name`) empty for a callable. Throws: as ss::call and
+  /// `request` may leave `name` empty for a callable. Throws: as ss::call and
   /// GraphedCallable.
   void dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
 
@@ -50,6 +57,7 @@ class Dispatcher {
                        detail::TensorBuffer& outputs);
   void replay_callable(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
                        detail::TensorBuffer& outputs);
+  void replay(const CallVariant& variant, const detail::CallRequest& request, detail::TensorBuffer& outputs);
   /// No variant is free: `busy` fit and await their backward, `other` is one that does not fit.
   void on_mismatch(CallSite& site, const detail::CallRequest& request, const AutocastState& autocast,
                    detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other);
@@ -60,6 +68,7 @@ class Dispatcher {
   RecordedCalls& recorded_;
   EngineChains& chains_;
   ReportBuilder& report_;
+  ReplayVerification* verification_;
 };
 
 }  // namespace sidestream
