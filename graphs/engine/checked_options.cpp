@@ -9,18 +9,57 @@
 namespace sidestream {
 namespace {
 
-std::int64_t check_steps_by_environment() {
-  const char* text = std::getenv("SIDESTREAM_CHECK_STEPS");
-  if (text == nullptr || *text == 0) {
+/// The value of an environment variable; empty where it is not set.
+std::string environment(const char* name) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? "" : text;
+}
+
+/// `what`: "steps".
+std::int64_t count_by_environment(const char* name, const char* what) {
+  const std::string text = environment(name);
+  if (text.empty()) {
     return 0;
   }
   char* end = nullptr;
-  const long long steps = std::strtoll(text, &end, 10);
-  if (*end != 0 || steps < 0) {
-    throw UsageError("SIDESTREAM_CHECK_STEPS is \"" + std::string(text) +
-                     "\"; it must be a number of steps, 0 for none");
+  const long long count = std::strtoll(text.c_str(), &end, 10);
+  if (*end != 0 || count < 0) {
+    throw UsageError(std::string(name) + " is \"" + text + "\"; it must be a number of " + what + ", 0 for none");
   }
-  return steps;
+  return count;
+}
+
+double tolerance_by_environment() {
+  const std::string text = environment("SIDESTREAM_VERIFY_TOLERANCE");
+  if (text.empty()) {
+    return 0;
+  }
+  char* end = nullptr;
+  const double tolerance = std::strtod(text.c_str(), &end);
+  if (*end != 0 || !(tolerance >= 0 && tolerance < 1)) {
+    throw UsageError("SIDESTREAM_VERIFY_TOLERANCE is \"" + text +
+                     "\"; it must be a part of the largest magnitude, from 0 (bit for bit) to below 1");
+  }
+  return tolerance;
+}
+
+void check_verification(Options& options) {
+  if (options.verify_replays() == 0) {
+    options.verify_replays(count_by_environment("SIDESTREAM_VERIFY_REPLAYS", "replays"));
+  }
+  if (options.verify_tolerance() == 0) {
+    options.verify_tolerance(tolerance_by_environment());
+  }
+  if (options.verify_replays() < 0) {
+    throw UsageError("verify_replays is negative; it must be 0 (off) or a number of replays");
+  }
+  if (options.verify_every() < 0) {
+    throw UsageError("verify_every is negative; it must be 0 (only the first replays) or a number of replays");
+  }
+  if (!(options.verify_tolerance() >= 0 && options.verify_tolerance() < 1)) {
+    throw UsageError("verify_tolerance is " + std::to_string(options.verify_tolerance()) +
+                     "; it must be a part of the largest magnitude, from 0 (bit for bit) to below 1");
+  }
 }
 
 }  // namespace
@@ -58,11 +97,12 @@ Options checked_options(Options options) {
     throw UsageError("groups_in_flight is negative; it must be 0 or more");
   }
   if (options.check_steps() == 0) {
-    options.check_steps(check_steps_by_environment());
+    options.check_steps(count_by_environment("SIDESTREAM_CHECK_STEPS", "steps"));
   }
   if (options.check_steps() < 0) {
     throw UsageError("check_steps is negative; it must be 0 (off) or a number of steps");
   }
+  check_verification(options);
   return options;
 }
 

@@ -14,6 +14,7 @@
 #include "graphs/engine/engine_chains.h"
 #include "graphs/engine/engine_resources.h"
 #include "graphs/engine/recorded_calls.h"
+#include "graphs/engine/replay_verification.h"
 #include "graphs/engine/report_builder.h"
 #include "sidestream/error.h"
 
@@ -158,7 +159,7 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       continue;
     }
     if (chain.ready(variant.layer)) {
-      chain.forward(variant.layer, request.inputs, outputs);
+      replay(variant, request, outputs);
       *request.structure = variant.structure.get();
       return;
     }
@@ -220,7 +221,15 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
                      "); capture again, or let it do so itself while no backward is pending "
                      "(GraphOptions::on_relocated_weights)");
   }
-  holder.chain->forward(only.layer, request.inputs, outputs);
+  replay(only, request, outputs);
+}
+
+void Dispatcher::replay(const CallVariant& variant, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
+  if (verification_ != nullptr) {
+    verification_->forward(variant.holder->chain, variant.layer, request, outputs);
+  } else {
+    variant.holder->chain->forward(variant.layer, request.inputs, outputs);
+  }
 }
 
 void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request, const CallModes& modes,

@@ -13,6 +13,7 @@ class EagerPlan;
 class EngineChains;
 struct EngineResources;
 class RecordedCalls;
+class ReplayVerification;
 class ReportBuilder;
 
 /// Decides what becomes of one call, be it one of `ss::call` or of a GraphedCallable: it runs eagerly as a scope, replays a
@@ -20,15 +21,21 @@ class ReportBuilder;
 /// Threads: the step's.
 class Dispatcher {
  public:
-  /// All must outlive this object.
+  /// All must outlive this object. `verification`: null where no replay is verified.
   Dispatcher(EngineResources& resources, CallContext& context, const EagerPlan& plan, RecordedCalls& recorded,
-             EngineChains& chains, ReportBuilder& report)
-      : resources_(resources), context_(context), plan_(plan), recorded_(recorded), chains_(chains), report_(report) {}
+             EngineChains& chains, ReportBuilder& report, ReplayVerification* verification)
+      : resources_(resources),
+        context_(context),
+        plan_(plan),
+        recorded_(recorded),
+        chains_(chains),
+        report_(report),
+        verification_(verification) {}
   Dispatcher(const Dispatcher&) = delete;
   Dispatcher& operator=(const Dispatcher&) = delete;
   ~Dispatcher() = default;
 
-  /// `request` may leave what only a capture needs (`keep`, `name`) empty for a callable. Throws: as ss::call and
+  /// `request` may leave `name` empty for a callable. Throws: as ss::call and
   /// GraphedCallable.
   void dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
 
@@ -53,6 +60,7 @@ class Dispatcher {
                        detail::TensorBuffer& outputs);
   void replay_callable(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                        detail::TensorBuffer& outputs);
+  void replay(const CallVariant& variant, const detail::CallRequest& request, detail::TensorBuffer& outputs);
   /// `variant` would fit, but its weights were relocated or replaced in the middle of a step.
   void run_beside_stale_capture(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
                                 const CallVariant& variant);
@@ -66,6 +74,7 @@ class Dispatcher {
   RecordedCalls& recorded_;
   EngineChains& chains_;
   ReportBuilder& report_;
+  ReplayVerification* verification_;
 };
 
 }  // namespace sidestream

@@ -44,7 +44,10 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       calls_(model, resources_.tree, resources_.graphed),
       recorded_(model),
       chains_(resources_, context_, eager_plan_, report_),
-      dispatcher_(resources_, context_, eager_plan_, recorded_, chains_, report_) {}
+      verification_(resources_.options.verify_replays() > 0
+                        ? std::make_unique<ReplayVerification>(resources_.options, model, context_)
+                        : nullptr),
+      dispatcher_(resources_, context_, eager_plan_, recorded_, chains_, report_, verification_.get()) {}
 
 void EngineState::check_thread_of_step() const {
   if (step_->thread() != std::this_thread::get_id()) {
@@ -119,6 +122,9 @@ void EngineState::begin_step() {
     making_ready_ = false;
   }
   step_ = std::make_unique<StepSession>(resources_, context_, eager_plan_, recorded_, report_);
+  if (verification_ != nullptr) {
+    verification_->begin_step();
+  }
 }
 
 void EngineState::make_ready() {
@@ -134,6 +140,9 @@ void EngineState::end_step(bool failed) {
   const std::unique_ptr<StepSession> step = std::move(step_);
   step->leave_thread();
   context_.leave_graphed_call();
+  if (verification_ != nullptr) {
+    verification_->end_step();
+  }
   PartsOfEnd parts(failed);
   if (!failed) {
     parts.attempt([&] { step->finish_recording(); });
@@ -174,6 +183,14 @@ void EngineState::take_results(const StepSession& step, const Chain::Counts& rep
       break;
   }
   report_.count_step();
+}
+
+Report EngineState::report() const {
+  Report report = report_.build(resources_, chains_, eager_plan_, calls_);
+  if (verification_ != nullptr) {
+    verification_->add_to(report);
+  }
+  return report;
 }
 
 void EngineState::reset() {

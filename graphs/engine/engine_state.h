@@ -13,6 +13,7 @@
 #include "graphs/engine/engine_chains.h"
 #include "graphs/engine/engine_resources.h"
 #include "graphs/engine/recorded_calls.h"
+#include "graphs/engine/replay_verification.h"
 #include "graphs/engine/report_builder.h"
 #include "graphs/engine/step_session.h"
 
@@ -52,7 +53,7 @@ class EngineState {
   void dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
     dispatcher_.dispatch(site, request, outputs);
   }
-  [[nodiscard]] Report report() const { return report_.build(resources_, chains_, eager_plan_); }
+  [[nodiscard]] Report report() const;
   [[nodiscard]] Journal journal() const { return resources_.check.journal(); }
   void reset();
 
@@ -86,6 +87,7 @@ class EngineState {
   EagerPlan eager_plan_;
   ReportBuilder report_;
   EngineChains chains_;
+  std::unique_ptr<ReplayVerification> verification_;  ///< null where no replay is verified
   Dispatcher dispatcher_;
   std::unique_ptr<StepSession> step_;  ///< null between steps
   bool making_ready_ = false;

@@ -26,6 +26,16 @@ class GraphedCallable::Shared {
       const Tensors made = held.function(held.inputs);
       outputs.append(made.begin(), made.end());
     };
+    request.keep = [](const void* context) {
+      const auto& held = *static_cast<const Call*>(context);
+      detail::KeptCall kept;
+      kept.body = [function = held.function, count = held.inputs.size()](const at::Tensor* given,
+                                                                         detail::TensorBuffer& outputs) {
+        const Tensors made = function(Tensors(given, given + count));
+        outputs.append(made.begin(), made.end());
+      };
+      return kept;
+    };
     detail::TensorBuffer outputs;
     engine_->dispatch(site_, request, outputs);
     return Tensors(outputs.begin(), outputs.end());

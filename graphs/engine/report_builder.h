@@ -35,7 +35,8 @@ class ReportBuilder {
                   std::int64_t peak);
   void count_step() noexcept { ++counted_.steps; }
 
-  [[nodiscard]] Report build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan) const;
+  [[nodiscard]] Report build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,
+                             const CallTable& calls) const;
 
  private:
   Report counted_;  ///< what the latest whole step and all steps so far add up to

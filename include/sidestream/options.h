@@ -52,6 +52,18 @@ class Options {
   /// write, must be ordered by streams and events. Report::order_findings says what is not. 0: off, at no cost. The environment
   /// variable SIDESTREAM_CHECK_STEPS sets it where this is 0.
   TORCH_ARG(int64_t, check_steps) = 0;
+  /// So many replays of each captured call are verified as soon as they come, and later one in `verify_every`: the call also runs
+  /// eagerly, on the same inputs, buffers and random state, and outputs, buffers and gradients are compared. The first difference
+  /// is a VerificationError. At most one call a step, so that the peak grows by one call's eager activations. What the eager run
+  /// does to tensors and to default generators is put back, what it does to other members of modules is not. 0: off, at no cost.
+  /// The environment variable SIDESTREAM_VERIFY_REPLAYS sets it where this is 0.
+  TORCH_ARG(int64_t, verify_replays) = 0;
+  /// With `verify_replays`: each so many-th replay of a call is verified after the first ones; 0: none.
+  TORCH_ARG(int64_t, verify_every) = 100;
+  /// With `verify_replays`: how far floating-point elements may lie apart, as a part of the tensor's largest magnitude. 0: bit for
+  /// bit (zeros of either sign are equal), as always under LibTorch's deterministic algorithms. The environment variable
+  /// SIDESTREAM_VERIFY_TOLERANCE sets it where this is 0.
+  TORCH_ARG(double, verify_tolerance) = 0;
   /// Hears of each warm-up, capture and pinning before it begins, so that a program can show that it works. None: no cost.
   /// Never called inside a capture. It may print, count and throw; it must not call into this engine or the device.
   /// Threads: called by the thread that makes the work necessary: in OffloadEngine::step, make_graphed_callables, or a

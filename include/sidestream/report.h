@@ -45,9 +45,11 @@ struct SIDESTREAM_API Report {
   std::int64_t replays = 0;         ///< graph launches in a step
   std::int64_t eager_calls = 0;     ///< calls in all steps that match `graph` and ran eagerly
   std::int64_t external_bytes = 0;  ///< storages that captures read and that are neither inputs, parameters nor buffers
-  std::int64_t sizing_peak_bytes = 0;       ///< peak of allocated device memory in the sizing pass (nothing offloaded)
-  std::int64_t step_peak_bytes = 0;         ///< the same in the latest step
-  std::int64_t checked_operations = 0;      ///< written into the journal, with Options::check_steps
+  std::int64_t sizing_peak_bytes = 0;   ///< peak of allocated device memory in the sizing pass (nothing offloaded)
+  std::int64_t step_peak_bytes = 0;     ///< the same in the latest step
+  std::int64_t verified_forwards = 0;   ///< replays compared with an eager run, in all steps (Options::verify_replays)
+  std::int64_t verified_backwards = 0;  ///< of those, the ones whose gradients were compared as well
+  std::int64_t checked_operations = 0;  ///< written into the journal, with Options::check_steps
   std::vector<std::string> order_findings;  ///< accesses that nothing orders, and waits for nothing, one line each
   std::vector<GroupReport> groups;
   std::vector<ExclusionReport> exclusions;

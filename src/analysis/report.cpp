@@ -64,6 +64,10 @@ void Report::print(std::ostream& out) const {
     row(out, "stays: " + exclusion.reason,
         std::to_string(exclusion.tensors) + " tensors, " + mebibytes(exclusion.bytes));
   }
+  if (verified_forwards > 0) {
+    row(out, "replays verified (with their gradients)",
+        std::to_string(verified_forwards) + " (" + std::to_string(verified_backwards) + ")");
+  }
   if (checked_operations > 0) {
     row(out, "operations checked for order", std::to_string(checked_operations));
     row(out, "findings", std::to_string(order_findings.size()));
@@ -100,6 +104,8 @@ std::string Report::json() const {
                            {"sizing_peak_bytes", sizing_peak_bytes},
                            {"step_peak_bytes", step_peak_bytes},
                            {"r_gross", r_gross()},
+                           {"verified_forwards", verified_forwards},
+                           {"verified_backwards", verified_backwards},
                            {"checked_operations", checked_operations},
                            {"order_findings", order_findings},
                            {"groups", nlohmann::json::array()},

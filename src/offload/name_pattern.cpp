@@ -74,7 +74,7 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
 
 std::string nearest(const std::string& pattern, const std::vector<std::string>& names,
                     const std::vector<std::string>& known) {
-  const std::string anywhere = "**." + pattern;
+  std::string anywhere = "**." + pattern;
   if (std::any_of(known.begin(), known.end(), [&](const std::string& name) { return name_matches(anywhere, name); })) {
     return anywhere;
   }

@@ -35,6 +35,7 @@ VersionStamp::VersionStamp(const at::Tensor& tensor)
 bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
   // VariableVersion is one intrusive pointer and offers no comparison.
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): one pointer has no padding
   return std::memcmp(&counter_, &other.counter_, sizeof(counter_)) == 0 && version_ == other.version_;
 }
 

@@ -146,15 +146,15 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
     torch::nn::Module model;
     OffloadEngine engine(
         EngineAccess::engine(model, testing_model::wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
-    const std::vector<c10::Stream> lanes{streams_.getStreamFromGlobalPool(device_),
-                                         streams_.getStreamFromGlobalPool(device_)};
+    const std::vector<c10::Stream> pool_streams{streams_.getStreamFromGlobalPool(device_),
+                                                streams_.getStreamFromGlobalPool(device_)};
     std::vector<at::Tensor> grads;
     for (std::uint64_t s = 0; s < kSteps; ++s) {
       if (s + 2 == kSteps) {
         streams_.synchronizeDevice(device_.index());
         dropping->drop(dropped);
       }
-      const c10::StreamGuard on_stream(lanes[GetParam().two_streams ? s % 2 : 0]);
+      const c10::StreamGuard on_stream(pool_streams[GetParam().two_streams ? s % 2 : 0]);
       const auto step = engine.step();
       grads.push_back(testing_model::wave_gradient(inputs_[s]));
     }

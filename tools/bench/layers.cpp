@@ -15,6 +15,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
@@ -39,7 +40,7 @@ struct Settings {
   std::string device = "auto";
   byte_model::ModelShape shape{.layers = 12, .hidden = 4096, .heads = 32, .kv_heads = 8, .ffn = 14336, .seq = 8192};
   std::string dtype = "bfloat16";
-  std::string groups = "qkv,core_attn,proj,norm2,fc1";
+  std::vector<std::string> groups{"qkv", "core_attn", "proj", "norm2", "fc1"};
   std::int64_t rounds = 15;
   std::int64_t min_kib = 1024;
   std::string report;
@@ -83,10 +84,10 @@ class Bench {
     options.graph("blocks.*")
         .min_bytes(static_cast<std::size_t>(settings_.min_kib) * 1024)
         .graph_options(GraphOptions().side_streams(mode.side_streams).accumulate_in_graph(true));
-    for (std::size_t begin = 0; mode.offload && begin < settings_.groups.size();) {
-      const std::size_t end = std::min(settings_.groups.find(',', begin), settings_.groups.size());
-      options.offload("blocks.*." + settings_.groups.substr(begin, end - begin));
-      begin = end + 1;
+    for (const std::string& group : settings_.groups) {
+      if (mode.offload) {
+        options.offload("blocks.*." + group);
+      }
     }
     return std::make_unique<OffloadEngine>(*layers_, options);
   }
@@ -213,7 +214,7 @@ Json measure(const Settings& settings) {
           {"kv_heads", shape.kv_heads},
           {"ffn", shape.ffn},
           {"dtype", settings.dtype},
-          {"groups", settings.groups},
+          {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
           {"rounds", settings.rounds},
           {"weights_and_gradients_bytes", bench.base_bytes()},
           {"modes", modes}};
@@ -258,7 +259,10 @@ int run(int argc, char** argv) {
   app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
-  app.add_option("--groups", settings.groups, "Scopes that are offloaded, comma-separated")->capture_default_str();
+  app.add_option("--groups", settings.groups, "Scopes that are offloaded, comma-separated")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->default_str("qkv,core_attn,proj,norm2,fc1");
   app.add_option("--min-kib", settings.min_kib, "Smaller storages stay on the device")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();

@@ -28,6 +28,8 @@ constexpr const char* kFooter = R"(Examples:
   sidestream train --device cuda --dtype bfloat16 --hidden 1024 --heads 16 --kv-heads 4 --ffn 2816 --seq 1024 --batch 8
   sidestream train --steps 10 --check-steps 10 --journal steps.journal
       Every access of the first ten steps must be ordered; the journal can be checked again: sidestream check steps.journal
+  sidestream train --steps 200 --verify-replays 5
+      The first five replays of each layer, and then one in a hundred, also run eagerly, and all results are compared.
   sidestream check --schedules 1000 --layers 4 --side-streams 2
       Runs two recorded steps in a thousand orders that streams and events allow, and compares the bytes of the gradients.
   sidestream info
@@ -36,7 +38,7 @@ constexpr const char* kFooter = R"(Examples:
 pipe, a terminal or /dev/null is written into, never replaced.
 Ctrl-C, SIGTERM and SIGHUP end a run after the step that is running, with the table, the report and the journal of the steps
 done. A second Ctrl-C or SIGTERM ends it at once, and leaves no file that is not whole.
-Exit codes: 0 done; 1 failure, also gradients that differ, accesses that nothing orders, a full disk; 2 wrong usage; 130, 143 or
+Exit codes: 0 done; 1 failure, also gradients or replays that differ, accesses that nothing orders, a full disk; 2 wrong usage; 130, 143 or
 129 ended by Ctrl-C, SIGTERM or SIGHUP.)";
 
 constexpr const char* kCheckFooter = R"(Examples:

@@ -28,7 +28,8 @@ Json options_json(const TrainingOptions& options) {
           {"graphs", options.graphs},
           {"side_streams", options.side_streams},
           {"schedule", options.schedule},
-          {"check_steps", options.check_steps}};
+          {"check_steps", options.check_steps},
+          {"verify_replays", options.verify_replays}};
 }
 
 Json mode_json(const TrainingResult& result, const ModeResult& mode) {
@@ -91,6 +92,11 @@ std::string result_json(const TrainingResult& result) {
   }
   if (result.order.operations > 0) {
     json["order"] = {{"operations", result.order.operations}, {"findings", result.order.findings}};
+  }
+  if (result.verified.forwards > 0) {
+    json["verified"] = {{"forwards", result.verified.forwards},
+                        {"backwards", result.verified.backwards},
+                        {"tolerance", result.verified.tolerance}};
   }
   if (result.comparison) {
     json["gradients"] = comparison_json(result);

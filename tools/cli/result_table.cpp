@@ -168,6 +168,13 @@ std::string result_table(const TrainingResult& result) {
       out += fmt::format("    {}\n", finding);
     }
   }
+  if (result.verified.forwards > 0) {
+    out += fmt::format("\n  verified: {} replays beside eager runs, {} with their gradients: all equal {}\n",
+                       grouped(result.verified.forwards), grouped(result.verified.backwards),
+                       result.verified.tolerance > 0
+                           ? fmt::format("within {:.1e} of the largest magnitude", result.verified.tolerance)
+                           : std::string("bit for bit"));
+  }
   return out;
 }
 

@@ -139,6 +139,7 @@ class Training {
       result_.parameters_equal = equal_parameters(main, *plain);
     }
     result_.order = main.order_numbers();
+    result_.verified = main.verified_numbers();
     if (journal != nullptr) {
       commit(*journal, journal_bytes(main.journal()), unwritten);
     }
@@ -181,6 +182,7 @@ void measure_modes(const TrainingOptions& options, c10::Device device, const Tex
   const std::int64_t steps = kFirstSteps + std::min(options.steps, kTimedSteps);
   TrainingOptions unchecked = options;
   unchecked.check_steps = 0;
+  unchecked.verify_replays = 0;
   for (const TrainingMode mode : measured_modes(trained)) {
     if (interrupt.requested()) {
       break;

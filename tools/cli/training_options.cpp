@@ -110,6 +110,13 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
                   "Journal the first N steps and report accesses that nothing orders; 0: off")
       ->type_name("N")
       ->capture_default_str();
+  command
+      .add_option(
+          "--verify-replays", options.verify_replays,
+          "Run the first N replays of each layer, and then one in a hundred, eagerly as well, and fail where outputs "
+          "or gradients differ; 0: off")
+      ->type_name("N")
+      ->capture_default_str();
   command.add_option("--journal", options.journal, "Write the checked steps' journal (see sidestream check)")
       ->type_name("FILE");
 }
@@ -131,6 +138,12 @@ void validate(const TrainingOptions& options) {
   }
   if (options.check_steps > 0 && !options.graphed() && !options.offloads()) {
     throw UsageError("--check-steps with neither graphs nor offload: the engine has nothing to order");
+  }
+  if (options.verify_replays < 0) {
+    throw UsageError(fmt::format("--verify-replays is {}; it must be 0 (off) or more", options.verify_replays));
+  }
+  if (options.verify_replays > 0 && !options.graphed()) {
+    throw UsageError("--verify-replays without graphs: nothing is replayed; leave it out, or use --graphs layer");
   }
   if (!options.schedule.empty()) {
     if (options.device == "cuda") {

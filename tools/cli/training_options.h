@@ -32,6 +32,7 @@ struct TrainingOptions {
   bool compare = false;
   std::filesystem::path report;  ///< empty: none
   std::int64_t check_steps = 0;
+  std::int64_t verify_replays = 0;
   std::filesystem::path journal;  ///< of the checked steps; empty: none
 
   [[nodiscard]] bool graphed() const noexcept { return graphs == "layer"; }

@@ -24,6 +24,13 @@ struct OrderNumbers {
   std::vector<std::string> findings;  ///< one line each
 };
 
+/// Replays that were compared with eager runs and did not differ: a difference ends the training.
+struct VerifiedNumbers {
+  std::int64_t forwards = 0;
+  std::int64_t backwards = 0;
+  double tolerance = 0;  ///< as a part of a tensor's largest magnitude; 0: bit for bit
+};
+
 /// One mode, run by itself: nothing else lives on the device.
 struct ModeResult {
   std::string name;
@@ -45,6 +52,7 @@ struct LossPair {
 struct TrainingResult {
   TrainingOptions options;
   OrderNumbers order;
+  VerifiedNumbers verified;
   std::string device_name;
   std::string text_source;
   std::size_t text_files = 0;

@@ -46,6 +46,11 @@ ByteModel make_model(const TrainingOptions& options, c10::Device device) {
   return model;
 }
 
+/// Operators of a GPU may add in another order each time.
+double verify_tolerance(const TrainingOptions& options, c10::Device device) {
+  return GradientComparison(scalar_type(options), options.tokens_per_step(), !device.is_cuda()).bound();
+}
+
 Options engine_options(const TrainingOptions& options, c10::Device device, TrainingMode mode,
                        ProgressCallback progress) {
   Options engine(device);
@@ -58,6 +63,7 @@ Options engine_options(const TrainingOptions& options, c10::Device device, Train
     }
   }
   engine.check_steps(options.check_steps).progress(std::move(progress));
+  engine.verify_replays(options.verify_replays).verify_tolerance(verify_tolerance(options, device));
   engine.min_bytes(kMinBytes).graph_options(GraphOptions().side_streams(options.side_streams));
   return engine;
 }
@@ -194,6 +200,14 @@ OrderNumbers TrainingRun::order_numbers() const {
   }
   Report report = state_->engine->report();
   return {report.checked_operations, std::move(report.order_findings)};
+}
+
+VerifiedNumbers TrainingRun::verified_numbers() const {
+  if (!state_->engine) {
+    return {};
+  }
+  const Report report = state_->engine->report();
+  return {report.verified_forwards, report.verified_backwards, verify_tolerance(state_->options, state_->device)};
 }
 
 Journal TrainingRun::journal() const { return state_->engine ? state_->engine->journal() : Journal{}; }

@@ -53,6 +53,8 @@ class TrainingRun {
   [[nodiscard]] NamedTensors gradients() const;
   /// What the order check of the first steps found; zeros without one.
   [[nodiscard]] OrderNumbers order_numbers() const;
+  /// How many replays were compared with eager runs.
+  [[nodiscard]] VerifiedNumbers verified_numbers() const;
   /// Of the checked steps.
   [[nodiscard]] Journal journal() const;
 

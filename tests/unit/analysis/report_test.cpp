@@ -32,6 +32,8 @@ Report full_report() {
   report.external_bytes = 5 << 20;
   report.sizing_peak_bytes = 40 << 20;
   report.step_peak_bytes = 34 << 20;
+  report.verified_forwards = 29;
+  report.verified_backwards = 30;
   report.checked_operations = 27;
   report.order_findings = {"nothing orders a with b"};
   report.groups = {{"blocks.0", 4 << 20, 4 << 20, ""}, {"blocks.1", 6 << 20, 3 << 20, "over the host cap"}};
@@ -70,6 +72,7 @@ TEST(ReportTest, TheTableShowsWhatWasCounted) {
   EXPECT_TRUE(has_line(text, "blocks.0", "4.0 MiB of 4.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "blocks.1", "3.0 MiB of 6.0 MiB  (rest: over the host cap)")) << text;
   EXPECT_TRUE(has_line(text, "stays: small", "28 tensors, 3.0 MiB")) << text;
+  EXPECT_TRUE(has_line(text, "replays verified (with their gradients)", "29 (30)")) << text;
   EXPECT_TRUE(has_line(text, "findings", "1")) << text;
   EXPECT_TRUE(has_line(text, "not ordered:", "nothing orders a with b")) << text;
   EXPECT_TRUE(has_line(text, "note:", "a note")) << text;
@@ -78,6 +81,7 @@ TEST(ReportTest, TheTableShowsWhatWasCounted) {
 TEST(ReportTest, TheTableLeavesOutWhatDidNotHappen) {
   const std::string text = printed(Report());
   EXPECT_EQ(text.find("copied again"), std::string::npos) << text;
+  EXPECT_EQ(text.find("verified"), std::string::npos) << text;
   EXPECT_EQ(text.find("findings"), std::string::npos) << text;
   EXPECT_EQ(text.find("not foreseen"), std::string::npos) << text;
   EXPECT_EQ(text.find("pinned memory, a step"), std::string::npos) << text;
@@ -113,6 +117,8 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   EXPECT_EQ(json.at("external_bytes"), 5 << 20);
   EXPECT_EQ(json.at("sizing_peak_bytes"), 40 << 20);
   EXPECT_EQ(json.at("step_peak_bytes"), 34 << 20);
+  EXPECT_EQ(json.at("verified_forwards"), 29);
+  EXPECT_EQ(json.at("verified_backwards"), 30);
   EXPECT_EQ(json.at("checked_operations"), 27);
   EXPECT_EQ(json.at("r_gross"), 0.75);
   EXPECT_EQ(json.at("order_findings").at(0), "nothing orders a with b");

@@ -187,6 +187,45 @@ TEST(OperatorObserver, InnermostObservesAndObserversMayCompute) {
   EXPECT_GT(inner, 0);
 }
 
+TEST(OperatorObserver, HearsOfAnOperatorBeforeItWrites) {
+  at::Tensor a = at::zeros({2});
+  std::vector<float> before;
+  std::vector<float> after;
+  {
+    const OperatorObserverGuard guard(
+        [&](const OperatorAccess& access) {
+          if (!access.nested && std::string(access.name) == "aten::add_") {
+            after.push_back(a.const_data_ptr<float>()[0]);
+          }
+        },
+        [&](const OperatorAccess& access) {
+          if (!access.nested && std::string(access.name) == "aten::add_") {
+            EXPECT_EQ(storages(access.writes), Storages{storage(a)});
+            EXPECT_TRUE(access.outputs.empty());
+            before.push_back(a.const_data_ptr<float>()[0]);
+          }
+        });
+    a.add_(1).add_(2);
+    guard.rethrow();
+  }
+  EXPECT_EQ(before, (std::vector<float>{0, 1}));
+  EXPECT_EQ(after, (std::vector<float>{1, 3}));
+}
+
+TEST(OperatorObserver, TheGuardAroundHearsTooWhereItIsSaid) {
+  const at::Tensor a = at::ones({2});
+  std::size_t heard = 0;
+  const OperatorObserverGuard around([&](const OperatorAccess&) { ++heard; });
+  {
+    const OperatorObserverGuard alone([](const OperatorAccess&) {});
+    (void)a.mul(2);
+  }
+  EXPECT_EQ(heard, 0U);
+  const OperatorObserverGuard both([](const OperatorAccess&) {}, {}, OperatorObserverGuard::Outer::hears_too);
+  (void)a.mul(2);
+  EXPECT_GT(heard, 0U);
+}
+
 TEST(OperatorObserver, ErrorsAreKeptAndTheStateComesBack) {
   const at::Tensor a = at::randn({2, 2});
   {

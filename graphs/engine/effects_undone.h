@@ -1,0 +1,54 @@
+#pragma once
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+
+#include "observe/operator_observer.h"
+#include "runtime/weak_storage_set.h"
+
+namespace sidestream {
+
+/// What is run while it lives leaves no trace on tensors that were there before, nor on the default generators of the device and
+/// of the CPU: all that operators write is copied before the first write, and put back at the end. Version counters stay as the
+/// run left them, so that what autograd saved in it may still be read.
+///
+/// Backward passes that are started while it lives are covered as well.
+/// Ordering: copies on the current stream.  Capture: illegal.  Threads: ends on the thread it began on.
+class [[nodiscard]] EffectsUndone {
+ public:
+  /// `buffers` are copied at once: an operator whose schema does not say so may write them.
+  EffectsUndone(c10::Device device, const std::vector<at::Tensor>& buffers);
+  EffectsUndone(const EffectsUndone&) = delete;
+  EffectsUndone& operator=(const EffectsUndone&) = delete;
+  ~EffectsUndone();
+
+  /// Throws what kept a tensor from being copied, if something did.
+  void check() const { observer_.rethrow(); }
+
+ private:
+  struct Kept {
+    c10::Storage storage;
+    const void* address;
+    at::Tensor bytes;
+  };
+  void keep(const c10::Storage& storage);
+  void forget_temporaries();
+  void before(const OperatorAccess& access);
+  void after(const OperatorAccess& access);
+
+  at::Generator generator_;
+  at::Generator host_generator_;
+  at::Tensor random_;
+  at::Tensor host_random_;
+  std::unordered_map<const c10::StorageImpl*, Kept> kept_;
+  WeakStorageSet made_;
+  bool temporaries_ = false;        ///< what was kept may be a kernel's own
+  OperatorObserverGuard observer_;  // last: it calls into the others
+};
+
+}  // namespace sidestream

@@ -1,0 +1,315 @@
+#include "graphs/engine/verified_call.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "graphs/capture/warmup.h"
+#include "graphs/engine/effects_undone.h"
+#include "graphs/engine/tensor_difference.h"
+#include "graphs/replay/replay_node.h"
+#include "offload/recorder.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+using torch::autograd::variable_list;
+
+/// What makes a tensor no leaf and changes nothing: autocast keeps the cast of a leaf, and a body may write into what is none.
+class PassOn final : public torch::autograd::Node {
+ public:
+  variable_list apply(variable_list&& grads) override { return std::move(grads); }
+  [[nodiscard]] std::string name() const override { return "SidestreamVerify"; }
+};
+
+at::Tensor no_leaf(const at::Tensor& leaf) {
+  at::Tensor tensor = leaf.detach();
+  auto node = std::make_shared<PassOn>();
+  node->set_next_edges({torch::autograd::impl::gradient_edge(leaf)});
+  torch::autograd::set_history(tensor, node);
+  return tensor;
+}
+
+std::string index_name(const char* what, std::size_t index) { return what + std::to_string(index); }
+
+}  // namespace
+
+/// On the replay's node: sees `.grad` before the backward graph adds into it.
+class VerifiedCall::BeforeBackward final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BeforeBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}
+  variable_list operator()(const variable_list& grads) override {
+    call_->keep_grads();
+    return grads;
+  }
+
+ private:
+  std::shared_ptr<VerifiedCall> call_;
+};
+
+/// On the replay's node: compares what its backward gave.
+class VerifiedCall::AfterBackward final : public torch::autograd::FunctionPostHook {
+ public:
+  explicit AfterBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}
+  ~AfterBackward() override { call_->drop(); }
+  variable_list operator()(const variable_list& results, const variable_list& grads) override {
+    call_->compare_backward(results, grads);
+    return results;
+  }
+
+ private:
+  std::shared_ptr<VerifiedCall> call_;
+};
+
+VerifiedCall::VerifiedCall(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts)
+    : name_(call.layer->spec.name),
+      device_(call.device),
+      tolerance_(at::globalContext().deterministicAlgorithms() ? 0 : call.tolerance),
+      counts_(std::move(counts)) {}
+
+VerifiedCall::~VerifiedCall() = default;
+
+std::shared_ptr<VerifiedCall> VerifiedCall::run(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts) {
+  std::shared_ptr<VerifiedCall> verified(new VerifiedCall(call, std::move(counts)));
+  verified->run_forward(call);
+  return verified;
+}
+
+void VerifiedCall::run_forward(const CallToVerify& call) {
+  detail::TensorBuffer given;
+  add_parameters(call);
+  add_buffers(call);
+  std::vector<at::Tensor> buffers;
+  for (const Buffer& buffer : buffers_) {
+    buffers.push_back(buffer.tensor);
+  }
+  const RecorderGuard no_recorder(nullptr);
+  const EffectsUndone undone(device_, buffers);
+  add_inputs(call, given);
+  call.body(given.data(), outputs_);
+  for (Target& target : targets_) {
+    target.edge = torch::autograd::impl::gradient_edge(target.leaf);
+  }
+  const at::NoGradGuard no_grad;
+  for (Buffer& buffer : buffers_) {
+    buffer.eager = buffer.tensor.detach().clone();
+  }
+  undone.check();
+}
+
+void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& given) {
+  std::size_t results = 0;
+  std::vector<Target> inputs;
+  for (std::size_t i = 0; i < call.inputs.size(); ++i) {
+    const at::Tensor& input = call.inputs[i];
+    if (!input.defined() || !input.requires_grad()) {
+      given.push_back(input.defined() ? input.detach() : input);
+      continue;
+    }
+    const at::Tensor leaf = input.detach().requires_grad_(true);
+    given.push_back(input.is_leaf() ? leaf : no_leaf(leaf));
+    Target& target = inputs.emplace_back();
+    target.what = index_name("gradient of input ", i);
+    target.leaf = leaf;
+    target.result = results++;
+  }
+  for (Target& target : targets_) {
+    if (target.result) {
+      *target.result += results;
+    }
+  }
+  targets_.insert(targets_.begin(), std::make_move_iterator(inputs.begin()), std::make_move_iterator(inputs.end()));
+}
+
+void VerifiedCall::add_parameters(const CallToVerify& call) {
+  const auto known = [&](const at::Tensor& tensor) {
+    return std::any_of(targets_.begin(), targets_.end(), [&](const Target& t) { return t.leaf.is_same(tensor); });
+  };
+  const auto add = [&](const at::Tensor& parameter, const std::string& otherwise) -> Target& {
+    const auto named = call.names->find(parameter.unsafeGetTensorImpl());
+    Target& target = targets_.emplace_back();
+    target.what = "gradient of " + (named != call.names->end() ? named->second : otherwise);
+    target.leaf = parameter;
+    return target;
+  };
+  const std::vector<LayerParameter>& parameters = call.layer->parameters;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!known(parameters[i].tensor)) {
+      Target& target = add(parameters[i].tensor, index_name("parameter ", i));
+      target.added = call.accumulates;
+      target.result = call.accumulates ? std::nullopt : std::optional(i);
+    }
+  }
+  if (call.layer->spec.module != nullptr) {  // those that the capture did not use are to get no gradient now, either
+    for (const auto& item : call.layer->spec.module->named_parameters()) {
+      if (item.value().is_leaf() && item.value().requires_grad() && !known(item.value())) {
+        add(item.value(), item.key());
+      }
+    }
+  }
+}
+
+void VerifiedCall::add_buffers(const CallToVerify& call) {
+  if (call.layer->spec.module == nullptr) {
+    return;
+  }
+  for (const auto& item : call.layer->spec.module->named_buffers()) {
+    if (item.value().defined()) {
+      const auto named = call.names->find(item.value().unsafeGetTensorImpl());
+      buffers_.push_back({"buffer " + (named != call.names->end() ? named->second : item.key()), item.value(), {}});
+    }
+  }
+}
+
+void VerifiedCall::compare(const std::string& what, const at::Tensor& replayed, const at::Tensor& eager) const {
+  const std::optional<std::string> differs = difference(replayed, eager, tolerance_);
+  if (!differs) {
+    return;
+  }
+  throw VerificationError("graphed call \"" + name_ + "\": replayed, its " + what + " " + *differs +
+                          ". Its capture froze what has changed since (a plain member, a host counter), or it does not "
+                          "do the same each time: "
+                          "pass that as an argument, keep it in a buffer, or leave the call out of the graphs; where "
+                          "its operators add in any "
+                          "order, allow for it with Options::verify_tolerance. What the eager run did to tensors and "
+                          "generators is put back, what "
+                          "it did to other members of the module is not");
+}
+
+void VerifiedCall::compare_forward(const detail::TensorBuffer& outputs) {
+  const std::lock_guard lock(mutex_);
+  if (outputs.size() != outputs_.size()) {
+    throw VerificationError("graphed call \"" + name_ + "\": replayed it gives " + std::to_string(outputs.size()) +
+                            " tensors, run eagerly " + std::to_string(outputs_.size()) +
+                            "; it does not do the same each time: leave it out of the graphs");
+  }
+  torch::autograd::Node* node = nullptr;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const std::string what = index_name("output ", i);
+    if (outputs[i].defined() != outputs_[i].defined() ||
+        (outputs[i].defined() && outputs[i].requires_grad() != outputs_[i].requires_grad())) {
+      const auto say = [](const at::Tensor& tensor) {
+        return !tensor.defined() ? "is undefined" : tensor.requires_grad() ? "requires a gradient" : "requires none";
+      };
+      throw VerificationError("graphed call \"" + name_ + "\": its " + what + " " + say(outputs[i]) +
+                              " replayed, and " + say(outputs_[i]) +
+                              " run eagerly; it does not do the same each time: leave it out of the graphs");
+    }
+    compare(what, outputs[i], outputs_[i]);
+    if (outputs[i].defined() && dynamic_cast<ReplayNode*>(outputs[i].grad_fn().get()) != nullptr) {
+      node = outputs[i].grad_fn().get();
+    }
+  }
+  for (Buffer& buffer : buffers_) {
+    compare(buffer.what, buffer.tensor, buffer.eager);
+    buffer.eager.reset();
+  }
+  ++counts_->forwards;
+  if (node == nullptr) {
+    outputs_.clear();
+    return;
+  }
+  awaits_backward_ = true;
+  if (std::any_of(targets_.begin(), targets_.end(), [](const Target& target) { return target.added; })) {
+    node->add_pre_hook(std::make_unique<BeforeBackward>(shared_from_this()));
+  }
+  node->add_post_hook(std::make_unique<AfterBackward>(shared_from_this()));
+}
+
+void VerifiedCall::keep_grads() {
+  const std::lock_guard lock(mutex_);
+  if (!awaits_backward_) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  for (Target& target : targets_) {
+    if (target.added) {
+      const at::Tensor& grad = target.leaf.grad();
+      target.grad_before = grad.defined() ? grad.clone() : at::zeros_like(target.leaf);
+    }
+  }
+}
+
+std::vector<at::Tensor> VerifiedCall::eager_gradients(const std::vector<at::Tensor>& grads) {
+  torch::autograd::edge_list roots;
+  variable_list seeds;
+  std::size_t given = 0;
+  for (const at::Tensor& output : outputs_) {
+    if (output.defined() && output.requires_grad()) {
+      if (const at::Tensor& grad = grads.at(given++); grad.defined()) {
+        roots.push_back(torch::autograd::impl::gradient_edge(output));
+        seeds.push_back(grad.detach());
+      }
+    }
+  }
+  torch::autograd::edge_list edges;
+  std::vector<at::Tensor> leaves;
+  std::vector<at::Tensor> buffers;
+  for (const Target& target : targets_) {
+    edges.push_back(target.edge);
+    leaves.push_back(target.leaf);
+  }
+  for (const Buffer& buffer : buffers_) {
+    buffers.push_back(buffer.tensor);
+  }
+  if (roots.empty() || edges.empty()) {
+    return std::vector<at::Tensor>(edges.size());
+  }
+  const RecorderGuard no_recorder(nullptr);
+  const BareLeaves no_hooks(leaves, /*hooks_only=*/true);
+  const EffectsUndone undone(device_, buffers);
+  // The graph is kept: what it shares with others (a weight's cast) is theirs to free.
+  variable_list made =
+      torch::autograd::Engine::get_default_engine().execute(roots, seeds, /*keep_graph=*/true, /*create_graph=*/false,
+                                                            /*accumulate_grad=*/false, edges);
+  undone.check();
+  return made;
+}
+
+void VerifiedCall::compare_backward(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads) {
+  const std::lock_guard lock(mutex_);
+  if (!awaits_backward_) {
+    return;  // dropped, or a second backward
+  }
+  awaits_backward_ = false;
+  const std::vector<at::Tensor> eager = eager_gradients(grads);
+  outputs_.clear();
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < targets_.size(); ++i) {
+    const Target& target = targets_[i];
+    if (target.added) {
+      const at::Tensor& before = target.grad_before;
+      compare(target.what + " (added to what .grad held)", target.leaf.grad(),
+              eager[i].defined() ? before.add(eager[i]) : before);
+    } else {
+      compare(target.what, target.result ? results.at(*target.result) : at::Tensor(), eager[i]);
+    }
+  }
+  targets_.clear();
+  ++counts_->backwards;
+}
+
+void VerifiedCall::drop() noexcept {
+  detail::TensorBuffer outputs;  // these die without the lock
+  std::vector<Target> targets;
+  const std::lock_guard lock(mutex_);
+  awaits_backward_ = false;
+  std::swap(outputs, outputs_);
+  std::swap(targets, targets_);
+}
+
+bool VerifiedCall::done() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return !awaits_backward_;
+}
+
+}  // namespace sidestream
