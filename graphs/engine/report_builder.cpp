@@ -103,7 +103,8 @@ void ReportBuilder::step_ended(const Recorder& recorder, const Chain::Counts& re
   counted_.step_peak_bytes = peak;
 }
 
-Report ReportBuilder::build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan, const CallTable& calls) const {
+Report ReportBuilder::build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,
+                            const CallTable& calls) const {
   Report report = counted_;
   const HostArenaStats pinned = resources.arena->stats();
   report.pinned_bytes = static_cast<std::int64_t>(pinned.pinned);

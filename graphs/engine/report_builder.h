@@ -8,6 +8,7 @@
 
 namespace sidestream {
 
+class CallTable;
 class EagerPlan;
 class EngineChains;
 struct EngineResources;
