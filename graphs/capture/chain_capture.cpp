@@ -5,11 +5,15 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "base/site.h"
+#include "graphs/capture/body_hooks.h"
+#include "graphs/capture/captured_outputs.h"
+#include "graphs/capture/gradient_routes.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/replay/graph_event_state.h"
 #include "offload/nested_backward.h"
@@ -138,10 +142,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   for (const auto i : c10::irange(layer.inputs.size())) {
     StaticInput& input = layer.inputs[i];
     if (input.from) {
-      StaticOutput& output = chain_.layers_[input.from->layer].outputs[input.from->index];
-      output.readers.push_back({index, i});
-      input.tensor = output.tensor;
-      input.requires_grad = output.requires_grad;
+      link(input, {index, i});
     }
     live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
                                                  : input.tensor);
@@ -152,11 +153,13 @@ void ChainCapture::capture_forward(std::size_t index) {
   live.recorder =
       std::make_unique<Recorder>(*resources_.tree, *resources_.exclusions, resources_.offload, &live.planned);
   detail::TensorBuffer outputs;
+  SavedStorages saved(*live.recorder);
   resources_.offload->begin_forward(layer.offloaded);
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   {
     const RecorderGuard recording(live.recorder.get());
     RecorderScope scope(*live.recorder, layer.spec.scope);
+    const SavedTensorGuard noting(&saved);
     layer.spec.body(live.leaves.data(), outputs);
     scope.end();
   }
@@ -168,12 +171,37 @@ void ChainCapture::capture_forward(std::size_t index) {
   layer.forward = capture.end();
   check_graph_events(runtime_, layer.forward, layer.forward_done, layer.forward_copies_done,
                      chain_.describe(index) + ", forward");
-  for (const at::Tensor& output : outputs) {
-    live.outputs.push_back(output);
-    StaticOutput& held = layer.outputs.emplace_back();
-    held.tensor = output.defined() ? output.detach() : output;
-    held.requires_grad = output.defined() && output.requires_grad();
-    layer.has_backward = layer.has_backward || held.requires_grad;
+  live.outputs.assign(outputs.begin(), outputs.end());
+  learn_outputs(layer, live.leaves, outputs, saved, *resources_.exclusions);
+  if (has_hooks_of_body(outputs)) {
+    chain_.plan_.notes.push_back(
+        chain_.describe(index) +
+        " registers gradient hooks inside: what they do beside computing happens at the capture only");
+  }
+}
+
+void ChainCapture::link(StaticInput& input, const Link& reader) {
+  using Kind = StaticOutput::Kind;
+  for (;;) {
+    Layer& giver = chain_.layers_[input.from->layer];
+    StaticOutput& output = giver.outputs[input.from->index];
+    if (output.kind == Kind::earlier_output) {
+      input.from->index = output.of;
+    } else if (output.kind == Kind::input && giver.inputs[output.of].from) {
+      input.from = giver.inputs[output.of].from;
+    } else if (output.kind == Kind::none || output.kind == Kind::made) {
+      output.readers.push_back(reader);
+      input.tensor = output.tensor;
+      input.requires_grad = output.requires_grad;
+      return;
+    } else {  // what a replay is given there is the caller's own, wherever it lies
+      const at::NoGradGuard no_grad;
+      const bool of_input = output.kind == Kind::input || output.kind == Kind::view_of_input;
+      input.requires_grad = of_input ? giver.inputs[output.of].requires_grad : output.owner.requires_grad();
+      input.tensor = at::empty_like(output.tensor).copy_(output.tensor);
+      input.from.reset();
+      return;
+    }
   }
 }
 
@@ -235,16 +263,11 @@ void ChainCapture::capture_backward(std::size_t index) {
   }
   const std::vector<at::Tensor> parameters = parameters_of(layer);
   targets.insert(targets.end(), parameters.begin(), parameters.end());
+  learn_routes(layer, live, targets);
 
   std::vector<at::Tensor> grads;
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
-  if (index > 0) {
-    Layer& next = chain_.layers_[index - 1];
-    resources_.offload->prefetch(next.offloaded, next.spec.scope->site);
-    for (const auto& saved : next.offloaded) {
-      next.reload_targets.push_back(saved->device.mutable_data());
-    }
-  }
+  prefetch(index);
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);
     const NestedBackwardRefusal no_nested;
@@ -260,6 +283,43 @@ void ChainCapture::capture_backward(std::size_t index) {
   check_graph_events(runtime_, layer.backward, layer.backward_done, layer.backward_copies_done,
                      chain_.describe(index) + ", backward");
   finish_backward(index);
+}
+
+void ChainCapture::learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets) {
+  std::vector<at::Tensor> roots = live.outputs;
+  for (const auto i : c10::irange(roots.size())) {
+    if (!layer.outputs[i].requires_grad) {
+      roots[i] = at::Tensor();
+    }
+  }
+  const std::vector<OutputSet> routes = gradient_routes(roots, targets);
+  std::size_t next = 0;
+  for (StaticInput& input : layer.inputs) {
+    if (input.requires_grad) {
+      input.outputs = routes[next++];
+    }
+  }
+  for (LayerParameter& parameter : layer.parameters) {
+    parameter.outputs = routes[next++];
+  }
+}
+
+void ChainCapture::prefetch(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  if (layer.reload_targets.empty() && !layer.offloaded.empty()) {  // no backward above brings it back
+    resources_.offload->prefetch(layer.offloaded, layer.spec.scope->site);
+    resources_.offload->join_prefetch();
+  }
+  const auto next = std::find_if(chain_.layers_.rend() - static_cast<std::ptrdiff_t>(index), chain_.layers_.rend(),
+                                 [](const Layer& below) { return below.has_backward; });
+  if (next == chain_.layers_.rend()) {
+    return;
+  }
+  layer.reloads = chain_.layers_.rend() - next - 1;
+  resources_.offload->prefetch(next->offloaded, next->spec.scope->site);
+  for (const auto& saved : next->offloaded) {
+    next->reload_targets.push_back(saved->device.mutable_data());
+  }
 }
 
 void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads) {
@@ -320,14 +380,16 @@ std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources,
                                                 const GraphOptions& options) {
   std::shared_ptr<Chain> chain(new Chain(resources, options));
   ChainCapture capture(*chain, resources, std::move(specs));
+  resources.owned_gradients->release_accumulators();
   try {
     capture.run();
   } catch (...) {
-    capture.undo_grads();
+    resources.owned_gradients->hold_accumulators();
     resources.exclusions->remove_static_inputs();
     resources.offload->abandon();
     throw;
   }
+  resources.owned_gradients->hold_accumulators();
   return chain;
 }
 
