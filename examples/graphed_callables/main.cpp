@@ -57,7 +57,7 @@ int main(int argc, char** argv) {
     auto step = engine.step();  // the report counts steps; replays need none
     at::Tensor h = x;
     for (const ss::GraphedCallable& layer : layers) {
-      h = layer({h})[0];  // static memory: the next replay of this layer overwrites it, so clone what is to stay
+      h = layer({h})[0];
     }
     const at::Tensor loss = (h - x.cos()).square().mean();
     loss.backward();

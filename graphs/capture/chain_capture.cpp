@@ -5,12 +5,16 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "base/site.h"
+#include "graphs/capture/body_hooks.h"
 #include "graphs/capture/call_state_guard.h"
+#include "graphs/capture/captured_outputs.h"
+#include "graphs/capture/gradient_routes.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/replay/graph_event_state.h"
 #include "observe/held_draws.h"
@@ -152,13 +156,13 @@ void ChainCapture::capture_forward(std::size_t index) {
   const Site site(Activity::capture_forward, layer.spec.scope->site);
   for (const auto i : c10::irange(layer.inputs.size())) {
     StaticInput& input = layer.inputs[i];
-    if (input.from) {
-      StaticOutput& output = chain_.layers_[input.from->layer].outputs[input.from->index];
-      if (!input.same_as_earlier) {
-        output.readers.push_back({index, i});
-      }
-      input.tensor = output.tensor;
-      input.requires_grad = output.requires_grad;
+    if (input.same_as_earlier) {
+      const StaticInput& first = layer.inputs[layer.spec.inputs[i].aliases->same_as];
+      input.tensor = first.tensor;
+      input.from = first.from;
+      input.requires_grad = first.requires_grad;
+    } else if (input.from) {
+      link(input, {index, i});
     }
     if (input.same_as_earlier) {
       live.leaves.push_back(live.leaves[layer.spec.inputs[i].aliases->same_as]);
@@ -172,7 +176,9 @@ void ChainCapture::capture_forward(std::size_t index) {
   }
   live.recorder =
       std::make_unique<Recorder>(*resources_.tree, *resources_.exclusions, resources_.offload, &live.planned);
+  std::vector<at::Tensor> arguments;
   detail::TensorBuffer outputs;
+  SavedStorages saved(*live.recorder);
   resources_.offload->begin_forward(layer.offloaded);
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   {
@@ -182,7 +188,8 @@ void ChainCapture::capture_forward(std::size_t index) {
       RecorderScope scope(*live.recorder, layer.spec.scope);
       {
         const ForwardStateGuard state(layer.spec.state);
-        const std::vector<at::Tensor> arguments = arguments_of(layer.spec, live.leaves);
+        arguments = arguments_of(layer.spec, live.leaves);
+        const SavedTensorGuard noting(&saved);
         layer.spec.body(arguments.data(), outputs);
       }
       scope.end();
@@ -202,12 +209,38 @@ void ChainCapture::capture_forward(std::size_t index) {
   layer.forward = capture.end();
   check_graph_events(runtime_, layer.forward, layer.forward_done, layer.forward_copies_done,
                      chain_.describe(index) + ", forward");
-  for (const at::Tensor& output : outputs) {
-    live.outputs.push_back(output);
-    StaticOutput& held = layer.outputs.emplace_back();
-    held.tensor = output.defined() ? output.detach() : output;
-    held.requires_grad = output.defined() && output.requires_grad();
-    layer.has_backward = layer.has_backward || held.requires_grad;
+  live.outputs.assign(outputs.begin(), outputs.end());
+  learn_outputs(layer, arguments, outputs, saved, *resources_.exclusions);
+  if (has_hooks_of_body(outputs)) {
+    chain_.plan_.notes.push_back(
+        chain_.describe(index) +
+        " registers gradient hooks inside: what they do beside computing happens at the capture only");
+  }
+}
+
+void ChainCapture::link(StaticInput& input, const Link& reader) {
+  using Kind = StaticOutput::Kind;
+  for (;;) {
+    Layer& giver = chain_.layers_[input.from->layer];
+    StaticOutput& output = giver.outputs[input.from->index];
+    if (output.kind == Kind::earlier_output) {
+      input.from->index = output.of;
+    } else if (output.kind == Kind::input && giver.inputs[output.of].from) {
+      input.from = giver.inputs[output.of].from;
+    } else if (output.kind == Kind::none || output.kind == Kind::made) {
+      output.readers.push_back(reader);
+      input.tensor = output.tensor;
+      input.requires_grad = output.requires_grad;
+      return;
+    } else {  // what a replay is given there is the caller's own, wherever it lies
+      const at::NoGradGuard no_grad;
+      const bool of_input = output.kind == Kind::input || output.kind == Kind::view_of_input;
+      input.requires_grad = of_input ? giver.inputs[output.of].requires_grad : output.owner.requires_grad();
+      input.tensor = at::empty_like(output.tensor).copy_(output.tensor);
+      reads_.made(input.tensor);
+      input.from.reset();
+      return;
+    }
   }
 }
 
@@ -270,17 +303,11 @@ void ChainCapture::capture_backward(std::size_t index) {
   }
   const std::vector<at::Tensor> parameters = parameters_of(layer);
   targets.insert(targets.end(), parameters.begin(), parameters.end());
+  learn_routes(layer, live, targets);
 
   std::vector<at::Tensor> grads;
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
-  if (index > 0) {
-    Layer& next = chain_.layers_[index - 1];
-    resources_.offload->prefetch(next.offloaded, next.spec.scope->site);
-    for (const auto& saved : next.offloaded) {
-      reads_.made(saved->device);
-      next.reload_targets.push_back(saved->device.mutable_data());
-    }
-  }
+  prefetch(index);
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);
     const NestedBackwardRefusal no_nested;
@@ -300,6 +327,47 @@ void ChainCapture::capture_backward(std::size_t index) {
   check_graph_events(runtime_, layer.backward, layer.backward_done, layer.backward_copies_done,
                      chain_.describe(index) + ", backward");
   finish_backward(index);
+}
+
+void ChainCapture::learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets) {
+  std::vector<at::Tensor> roots = live.outputs;
+  for (const auto i : c10::irange(roots.size())) {
+    if (!layer.outputs[i].requires_grad) {
+      roots[i] = at::Tensor();
+    }
+  }
+  const std::vector<OutputSet> routes = gradient_routes(roots, targets);
+  std::size_t next = 0;
+  for (const auto i : c10::irange(layer.inputs.size())) {
+    if (wants_gradient(layer.inputs[i], live.leaves[i])) {
+      layer.inputs[i].outputs = routes[next++];
+    }
+  }
+  for (LayerParameter& parameter : layer.parameters) {
+    parameter.outputs = routes[next++];
+  }
+}
+
+void ChainCapture::prefetch(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  if (layer.reload_targets.empty() && !layer.offloaded.empty()) {  // no backward above brings it back
+    resources_.offload->prefetch(layer.offloaded, layer.spec.scope->site);
+    resources_.offload->join_prefetch();
+    for (const auto& saved : layer.offloaded) {
+      reads_.made(saved->device);
+    }
+  }
+  const auto next = std::find_if(chain_.layers_.rend() - static_cast<std::ptrdiff_t>(index), chain_.layers_.rend(),
+                                 [](const Layer& below) { return below.has_backward; });
+  if (next == chain_.layers_.rend()) {
+    return;
+  }
+  layer.reloads = chain_.layers_.rend() - next - 1;
+  resources_.offload->prefetch(next->offloaded, next->spec.scope->site);
+  for (const auto& saved : next->offloaded) {
+    reads_.made(saved->device);
+    next->reload_targets.push_back(saved->device.mutable_data());
+  }
 }
 
 void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads) {
@@ -364,14 +432,16 @@ std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources,
   const DrawOrder::Capturing in_order(DrawOrder::of(device), *resources.runtime, *resources.capture_stream);
   std::shared_ptr<Chain> chain(new Chain(resources, options));
   ChainCapture capture(*chain, resources, std::move(specs));
+  resources.owned_gradients->release_accumulators();
   try {
     capture.run();
   } catch (...) {
-    capture.undo_grads();
+    resources.owned_gradients->hold_accumulators();
     resources.exclusions->remove_static_inputs();
     resources.offload->abandon();
     throw;
   }
+  resources.owned_gradients->hold_accumulators();
   return chain;
 }
 

@@ -22,8 +22,6 @@ class ChainCapture {
  private:
   ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs);
   void run();
-  /// After a failure: `.grad`s that it gave to parameters are none again.
-  void undo_grads() noexcept;
 
   /// What exists only while capturing.
   struct Live {
@@ -54,11 +52,17 @@ class ChainCapture {
   /// Throws: CaptureError where a body replaces by a new tensor what it reads.
   void refuse_replaced(const std::vector<CaptureReads::Made>& kept) const;
   void capture_forward(std::size_t index);
+  /// An input that is another layer's output reads that output's memory, where the layer itself makes it at each replay.
+  void link(StaticInput& input, const Link& reader);
   /// The input of the next layer that alone reads `output` of layer `index`, if the gradient it gets there can be handed on as
   /// the output's seed without a copy, and is no other output's seed; else null.
   [[nodiscard]] StaticInput* giver_of_seed(std::size_t index, const StaticOutput& output);
   void prepare_seeds(std::size_t index);
   void capture_backward(std::size_t index);
+  /// Which outputs lead to the gradients of `targets`: of inputs that require one, then of parameters.
+  static void learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets);
+  /// Inside a backward's capture: brings back what the next backward needs, and what this one does if nothing has.
+  void prefetch(std::size_t index);
   /// Inside the capture: adds into `.grad`, or makes the static gradients contiguous and dense.
   void take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads);
   void finish_backward(std::size_t index);
@@ -71,7 +75,6 @@ class ChainCapture {
   CaptureReads reads_;
   c10::Stream capture_;
   std::vector<Live> live_;
-  std::vector<at::Tensor> made_grads_;  ///< parameters that had no `.grad`
 };
 
 }  // namespace sidestream

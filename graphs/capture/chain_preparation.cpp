@@ -2,12 +2,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include "graphs/capture/chain_capture.h"
+#include "graphs/replay/owned_gradients.h"
 #include "offload/pinned_plan.h"
 #include "sidestream/error.h"
 
@@ -104,33 +102,12 @@ at::Tensor ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& para
   if (!chain_.options_.accumulate_in_graph()) {
     return {};
   }
-  auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  if (meta != nullptr &&
-      (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr ||
-       (accumulator != nullptr && (!accumulator->post_hooks().empty() || !accumulator->pre_hooks().empty())))) {
+  if (has_gradient_hooks(parameter)) {
     throw UsageError("graphed call \"" + layer.spec.name +
                      "\": a parameter has gradient hooks, which a backward graph that " +
                      "adds into .grad itself would not run; capture without GraphOptions::accumulate_in_graph");
   }
-  for (const Layer& earlier : chain_.layers_) {
-    for (const LayerParameter& shared : earlier.parameters) {
-      if (shared.tensor.is_same(parameter)) {
-        return shared.grad;
-      }
-    }
-  }
-  if (!parameter.grad().defined()) {
-    parameter.mutable_grad() = at::zeros_like(parameter.detach());
-    made_grads_.push_back(parameter);
-  }
-  return parameter.grad();
-}
-
-void ChainCapture::undo_grads() noexcept {
-  for (const at::Tensor& parameter : made_grads_) {
-    parameter.mutable_grad() = at::Tensor();
-  }
+  return resources_.owned_gradients->of(parameter);
 }
 
 std::vector<at::Tensor> ChainCapture::all_parameters() const {

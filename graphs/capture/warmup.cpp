@@ -10,7 +10,9 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "graphs/capture/body_hooks.h"
 #include "graphs/capture/call_state_guard.h"
+#include "graphs/capture/gradient_routes.h"
 #include "graphs/capture/observed_weights.h"
 #include "graphs/capture/pass_watch.h"
 #include "observe/operator_observer.h"
@@ -96,10 +98,34 @@ bool holds(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor) {
   return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.is_same(tensor); });
 }
 
+/// Takes `.grad` off leaves for its lifetime: what is there at the end of it was put there meanwhile.
+class HiddenGradients {
+ public:
+  explicit HiddenGradients(const std::vector<at::Tensor>& leaves) {
+    for (const at::Tensor& leaf : leaves) {
+      if (leaf.grad().defined()) {
+        gradients_.emplace_back(leaf, leaf.grad());
+        leaf.mutable_grad() = at::Tensor();
+      }
+    }
+  }
+  HiddenGradients(const HiddenGradients&) = delete;
+  HiddenGradients& operator=(const HiddenGradients&) = delete;
+  ~HiddenGradients() {
+    for (auto& [leaf, gradient] : gradients_) {
+      leaf.mutable_grad() = gradient;
+    }
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
+};
+
 /// Forward and backward once. Returns the outputs; `used` gets, for each of `wanted`, whether it has a gradient.
 detail::TensorBuffer pass(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
                           const std::function<std::vector<at::Tensor>()>& wanted, std::vector<bool>* used) {
   const std::vector<at::Tensor> known = wanted();
+  const HiddenGradients hidden(known);
   const BareLeaves bare(known);
   const NestedBackwardRefusal no_nested;
   detail::TensorBuffer outputs;
@@ -107,6 +133,7 @@ detail::TensorBuffer pass(const LayerSpec& spec, const std::vector<at::Tensor>& 
     const ForwardStateGuard state(spec.state);
     const std::vector<at::Tensor> arguments = arguments_of(spec, inputs);
     spec.body(arguments.data(), outputs);
+    refuse_hooks_of_body(spec.name, arguments, outputs);
   }
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
@@ -186,8 +213,12 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
           sizing.casts = sizing.casts || at::autocast::is_autocast_enabled(type);
           weights.observe(access);
           for (const at::Tensor& read : access.reads) {
-            if (read.is_leaf() && read.requires_grad() && !holds(inputs, read) && !holds(parameters, read)) {
-              parameters.push_back(read);
+            if (!read.is_leaf() || !read.requires_grad()) {
+              continue;
+            }
+            const at::Tensor leaf = leaf_itself(read);
+            if (!holds(inputs, leaf) && !holds(parameters, leaf)) {
+              parameters.push_back(leaf);
             }
           }
         },

@@ -25,7 +25,7 @@ struct EngineResources {
   ~EngineResources() = default;
 
   [[nodiscard]] GraphResources for_graphs() {
-    return {runtime, arena, &tree, &exclusions, &capture_stream, capture_offload, options.progress()};
+    return {runtime, arena, &tree, &exclusions, &capture_stream, capture_offload, options.progress(), &owned_gradients};
   }
 
   Options options;
@@ -38,6 +38,7 @@ struct EngineResources {
   OwnedStream capture_stream;
   std::shared_ptr<CaptureOffload> capture_offload;
   std::shared_ptr<EagerOffload> eager;
+  OwnedGradients owned_gradients;
 };
 
 }  // namespace sidestream

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "graphs/engine/call_table.h"
 #include "graphs/engine/eager_plan.h"
 #include "graphs/engine/engine_chains.h"
 #include "graphs/engine/engine_resources.h"
@@ -83,6 +84,10 @@ void ReportBuilder::replayed(const Chain::Counts& counts) {
   counted_.replays = static_cast<std::int64_t>(counts.replays);
   counted_.waits = static_cast<std::int64_t>(counts.waits);
   counted_.inline_reloads = static_cast<std::int64_t>(counts.inline_reloads);
+  counted_.outputs_reused = static_cast<std::int64_t>(counts.outputs.reused);
+  counted_.outputs_copied = static_cast<std::int64_t>(counts.outputs.copied);
+  counted_.outputs_copied_bytes = static_cast<std::int64_t>(counts.outputs.copied_bytes);
+  counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
 }
 
 void ReportBuilder::sizing_ended(const Recorder& recorder, std::int64_t peak) {

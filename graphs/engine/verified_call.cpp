@@ -85,6 +85,9 @@ std::shared_ptr<VerifiedCall> VerifiedCall::run(const CallToVerify& call, std::s
 }
 
 void VerifiedCall::run_forward(const CallToVerify& call) {
+  for (const StaticOutput& output : call.layer->outputs) {
+    begins_backward_.push_back(output.requires_grad);
+  }
   detail::TensorBuffer given;
   add_parameters(call);
   add_buffers(call);
@@ -205,7 +208,9 @@ void VerifiedCall::compare_forward(const detail::TensorBuffer& outputs) {
                               " run eagerly; it does not do the same each time: leave it out of the graphs");
     }
     compare(what, outputs[i], outputs_[i]);
-    if (outputs[i].defined() && dynamic_cast<ReplayNode*>(outputs[i].grad_fn().get()) != nullptr) {
+    if (!begins_backward_[i]) {  // given out again, an input perhaps: its gradient goes past the replay
+      outputs_[i].reset();
+    } else if (dynamic_cast<ReplayNode*>(outputs[i].grad_fn().get()) != nullptr) {
       node = outputs[i].grad_fn().get();
     }
   }

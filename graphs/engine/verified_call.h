@@ -92,6 +92,7 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
   std::shared_ptr<VerifiedCounts> counts_;
   std::vector<Target> targets_;
   std::vector<Buffer> buffers_;
+  std::vector<bool> begins_backward_;  ///< of each output: the replay's node gets its gradient
 
   mutable std::mutex mutex_;
   bool awaits_backward_ = false;

@@ -4,7 +4,9 @@
 #include <c10/util/irange.h>
 
 #include "base/site.h"
+#include "graphs/replay/given_outputs.h"
 #include "graphs/replay/replay_node.h"
+#include "graphs/replay/version_check.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -17,7 +19,8 @@ constexpr std::int64_t kSideStreams = 2;  // where the options name no number
 // Note [Graph choreography]
 // M is the caller's stream, S[k] the side streams, layer n replays forward on S[n mod K] and backward on S[0].
 //
-//   forward n    M: (if an input has another address: copy)  record fork
+//   forward n    M: (what is held of the outputs: copy out, see Note [Outputs are ordinary tensors])
+//                M: (if an input has another address: copy)  record fork
 //                S[n mod K]: wait fork, wait for the copies of the latest backward (first time since), launch
 //                            (where n does not follow the latest forward: wait for the copies of the other side streams, too)
 //                M: wait done(n)
@@ -32,7 +35,8 @@ constexpr std::int64_t kSideStreams = 2;  // where the options name no number
 //    later ones are behind done(n+K). Where forwards are left out, n+K may be among them: the forward after the gap waits for
 //    the copies of all side streams.
 //  - A backward frees and uses again what D2H of this pass read: the join before the first backward.
-//  - The H2D for n is issued by backward n+1, joined before that graph ends, and backward n is behind it on S[0].
+//  - The H2D for n is issued by backward n+1 (the next above that has a backward), joined before that graph ends, and backward
+//    n is behind it on S[0]. Where none is above, backward n begins with it.
 //  - The host slot that a D2H of the next step writes was read by an H2D of this one; the memory that a forward writes was the
 //    destination of an H2D: every side stream waits for the copies of the latest backward before its next forward.
 
@@ -152,6 +156,11 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
                      "captured together replay in the order of their capture, or are captured apart");
   }
   const Site site(Activity::launch_forward, layer.spec.scope->site);
+  for (OutputStorage& storage : layer.output_storages) {
+    storage.before_overwrite(*runtime_, fork_, counts_.outputs);
+  }
+  ++layer.generation;  // from here on what an earlier forward saved may be overwritten
+  layer.backward_launched = layer.backward_failed = false;
   write_static_inputs(layer, inputs);
   const c10::Stream side = forward_stream(index);
   const std::size_t side_stream = index % streams_.size();
@@ -181,6 +190,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
     launch(layer.forward, side, layer.forward_done);
   } catch (...) {
     queued();
+    settle(side);
     throw;
   }
   queued();
@@ -188,10 +198,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   for (const auto& saved : layer.offloaded) {
     counts_.offloaded_bytes += saved->bytes;
   }
-  ++layer.generation;
-  for (const StaticOutput& output : layer.outputs) {
-    outputs.push_back(output.tensor.defined() ? output.tensor.detach() : output.tensor);
-  }
+  give_outputs(layer, inputs, runtime_->current_stream(), outputs);
   if (layer.has_backward) {
     for (BackwardRead& read : layer.backward_reads) {
       read.at_forward = read.counter.current_version();
@@ -199,162 +206,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
     layer.pending = true;
     top_ = static_cast<std::int64_t>(index);
     attach_node(index, inputs, outputs);
-  }
-}
-
-void Chain::backward(std::size_t index, std::uint64_t generation, bool again, std::vector<at::Tensor>& grads) {
-  const std::lock_guard lock(mutex_);
-  Layer& layer = layers_[index];
-  if (!layer.backward) {
-    throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
-  }
-  if (layer.generation != generation) {
-    throw UsageError(describe(index) +
-                     ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
-                     "overwritten; run each backward before the next forward of the same capture");
-  }
-  if (again && !options_.retain_graph_in_backward()) {
-    throw UsageError(describe(index) + ": a second backward, but its saved tensors were not kept; capture with " +
-                     "GraphOptions::retain_graph_in_backward");
-  }
-  if (top_ > static_cast<std::int64_t>(index)) {
-    throw UsageError(
-        describe(index) + ": its backward runs before that of \"" + layers_[top_].spec.name + "\", which was " +
-        "called after it; calls captured together run their backwards in reverse order, or are captured apart");
-  }
-  check_backward_state(index);
-  for (const auto i : c10::irange(layer.outputs.size())) {
-    const StaticOutput& output = layer.outputs[i];
-    if (output.tensor.defined() && output.tensor._version() != output.version) {
-      throw UsageError(describe(index) + ": output " + std::to_string(i) +
-                       " was changed in place before its backward; it " +
-                       "is static memory that the graph may read again: clone it before the in-place operation");
-    }
-  }
-  const Site site(Activity::launch_backward, layer.spec.scope->site);
-  if (options_.accumulate_in_graph()) {
-    own_grads(layer);
-  }
-  write_static_grads(layer, grads);
-  const c10::Stream side = backward_stream();
-  runtime_->record(fork_, runtime_->current_stream());
-  runtime_->wait(side, fork_);
-  for (const auto side_stream : c10::irange(streams_.size())) {
-    if (side_stream != 0 && forward_copies_[side_stream] != nullptr) {
-      runtime_->wait(side, *forward_copies_[side_stream]);
-      ++counts_.waits;
-    }
-  }
-  if (!layer.offloaded.empty() && reloaded_ != static_cast<std::int64_t>(index)) {
-    reload_inline(layer);
-  }
-  const auto queued = [&, replays = counts_.replays] {  // as in forward
-    if (counts_.replays != replays) {
-      forward_copies_.assign(streams_.size(), nullptr);
-      backward_copies_ = &layer.backward_copies_done;
-      behind_backward_copies_.assign(streams_.size(), false);
-      behind_backward_copies_[0] = true;
-    }
-  };
-  try {
-    launch(layer.backward, side, layer.backward_done);
-  } catch (...) {
-    queued();
-    throw;
-  }
-  queued();
-  reloaded_ = static_cast<std::int64_t>(index) - 1;
-  if (index > 0) {
-    for (const auto& saved : layers_[index - 1].offloaded) {
-      counts_.reloaded_bytes += saved->bytes;
-    }
-  }
-  layer.pending = false;
-  top_ = -1;
-  for (std::size_t below = index; below-- > 0;) {
-    if (layers_[below].pending) {
-      top_ = static_cast<std::int64_t>(below);
-      break;
-    }
-  }
-  grads.clear();
-  for (const StaticInput& input : layer.inputs) {
-    if (input.requires_grad) {
-      grads.push_back(!input.grad.defined() || input.grad_direct ? input.grad : input.grad.clone());
-    }
-  }
-  if (!options_.accumulate_in_graph()) {
-    for (const LayerParameter& parameter : layer.parameters) {
-      grads.push_back(parameter.grad.clone());
-    }
-  }
-}
-
-void Chain::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads) {
-  const at::NoGradGuard no_grad;
-  // A seed that is another layer's input gradient lies in the pool, in memory that copies of the latest graphs may still
-  // use: where that layer's backward did not run just before, nothing else makes this stream wait for them.
-  bool joined = false;
-  const auto join_before_write = [&](const StaticOutput& output) {
-    if (output.seed_from && !joined) {
-      join_copies();
-      joined = true;
-    }
-  };
-  std::size_t given = 0;
-  for (StaticOutput& output : layer.outputs) {
-    if (!output.requires_grad) {
-      continue;
-    }
-    const at::Tensor& grad = grads[given++];
-    if (!grad.defined()) {
-      join_before_write(output);
-      output.seed.zero_();
-    } else if (grad.const_data_ptr() != output.seed.const_data_ptr() || grad.strides() != output.seed.strides()) {
-      join_before_write(output);
-      output.seed.copy_(grad, /*non_blocking=*/true);
-    }
-  }
-}
-
-void Chain::own_grads(Layer& layer) {
-  for (LayerParameter& parameter : layer.parameters) {
-    const at::Tensor& grad = parameter.tensor.grad();
-    if (!grad.defined()) {
-      const at::NoGradGuard no_grad;
-      parameter.grad.zero_();
-      parameter.tensor.mutable_grad() = parameter.grad;
-    } else if (grad.const_data_ptr() != parameter.grad.const_data_ptr()) {
-      throw UsageError(
-          "graphed call \"" + layer.spec.name + "\": the .grad of a parameter was replaced by another tensor, " +
-          "but its backward graph adds into the .grad it owns; set it to none or zero it in place, or capture " +
-          "without GraphOptions::accumulate_in_graph");
-    }
-  }
-}
-
-// The backward that brings this layer's groups back did not run (its forward was left out, or its output was not used).
-void Chain::reload_inline(Layer& layer) {
-  for (const auto i : c10::irange(layer.offloaded.size())) {
-    const SavedStorage& saved = *layer.offloaded[i];
-    runtime_->copy_to_device(layer.reload_targets[i], saved.lease.data(), saved.bytes, backward_stream());
-    counts_.reloaded_bytes += saved.bytes;
-  }
-  ++counts_.inline_reloads;
-}
-
-void Chain::drop_pending(std::size_t index, std::uint64_t generation) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (index >= layers_.size() || layers_[index].generation != generation || !layers_[index].pending) {
-    return;
-  }
-  layers_[index].pending = false;
-  top_ = -1;
-  for (std::size_t i = layers_.size(); i-- > 0;) {
-    if (layers_[i].pending) {
-      top_ = static_cast<std::int64_t>(i);
-      break;
-    }
+    stamp_versions(layer, inputs, outputs);
   }
 }
 
@@ -398,6 +250,10 @@ Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {
   offloaded_bytes += other.offloaded_bytes;
   reloaded_bytes += other.reloaded_bytes;
   inline_reloads += other.inline_reloads;
+  unused_outputs += other.unused_outputs;
+  outputs.reused += other.outputs.reused;
+  outputs.copied += other.outputs.copied;
+  outputs.copied_bytes += other.outputs.copied_bytes;
   return *this;
 }
 

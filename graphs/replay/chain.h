@@ -10,6 +10,7 @@
 
 #include "analysis/planner.h"
 #include "graphs/replay/layer.h"
+#include "graphs/replay/owned_gradients.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
 #include "offload/exclusions.h"
@@ -30,6 +31,7 @@ struct GraphResources {
   const OwnedStream* capture_stream = nullptr;  ///< one for all captures: pool blocks are keyed by stream
   std::shared_ptr<CaptureOffload> offload;
   ProgressCallback progress;  ///< empty: nobody listens
+  OwnedGradients* owned_gradients = nullptr;
 };
 
 /// Layers that are captured together, share one memory pool, and replay in the nesting order they were captured in:
@@ -45,6 +47,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
     std::uint64_t offloaded_bytes = 0;
     std::uint64_t reloaded_bytes = 0;
     std::uint64_t inline_reloads = 0;
+    std::uint64_t unused_outputs = 0;
+    OutputCounts outputs;
 
     Counts& operator+=(const Counts& other) noexcept;
   };
@@ -88,11 +92,17 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs);
   void attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
   /// Replays the backward of `layer`; `grads` become the gradients of inputs, then of parameters.
-  void backward(std::size_t index, std::uint64_t generation, bool again, std::vector<at::Tensor>& grads);
+  void backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads);
+  /// Throws: UsageError; nothing has been queued then.
+  void check_backward(std::size_t index, std::uint64_t generation) const;
   /// Throws: UsageError where the backward graph would read or do something else than at its capture.
   void check_backward_state(std::size_t index) const;
+  void launch_backward(std::size_t index);
   void write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads);
-  void own_grads(Layer& layer);
+  /// The backward of `layer` has run, or will not: which one is due next.
+  void settle_pending(std::size_t index) noexcept;
+  /// After a failure behind a launch: nothing that was queued on `side` runs any more.
+  void settle(c10::Stream side) noexcept;
   void reload_inline(Layer& layer);
   void drop_pending(std::size_t index, std::uint64_t generation) noexcept;
   [[nodiscard]] std::string describe(std::size_t index) const {

@@ -13,7 +13,11 @@
 
 #include "graphs/replay/call_state.h"
 #include "graphs/replay/input_facts.h"
+#include "graphs/replay/output_set.h"
+#include "graphs/replay/output_storage.h"
+#include "memory/storage_view.h"
 #include "offload/capture_offload.h"
+#include "offload/recorder.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
 #include "sidestream/call_arguments.h"
@@ -52,26 +56,47 @@ struct StaticInput {
   at::Tensor tensor;         ///< owned, or the static output that the input is linked to
   std::optional<Link> from;  ///< that output
   bool requires_grad = false;
-  bool same_as_earlier = false;  ///< the same tensor as an earlier argument, which gets the whole gradient
-  at::Tensor grad;               ///< static, not owning; undefined where there is none
-  bool grad_is_seed = false;     ///< `grad` is the linked output's seed: no copy, if it goes there alone
-  bool grad_direct = false;      ///< replay: this time it goes to the linked layer's node and nowhere else
+  bool same_as_earlier = false;     ///< the same tensor as an earlier argument, which gets the whole gradient
+  bool saved = false;               ///< operators saved it for backward
+  VersionStamp version;             ///< replay: of a linked and saved one, at the latest forward
+  OutputSet outputs = all_outputs;  ///< those that lead to it in autograd's graph
+  at::Tensor grad;                  ///< static, not owning; undefined where there is none
+  bool grad_is_seed = false;        ///< `grad` is the linked output's seed: no copy, if it goes there alone
+  bool grad_direct = false;         ///< replay: this time it goes to the linked layer's node and nowhere else
 };
 
 /// Where the forward graph leaves one result, and where the backward graph reads that result's gradient.
 struct StaticOutput {
+  /// Whose memory it is. Only what the capture itself made is written by replays; all else is given out as plain training would.
+  enum class Kind : std::uint8_t {
+    none,            ///< undefined
+    made,            ///< a view of `output_storages[of]`
+    earlier_output,  ///< the same tensor as output `of`
+    input,           ///< the same tensor as input `of`
+    view_of_input,
+    other,  ///< `owner`: a parameter, a buffer
+    view_of_other,
+  };
   at::Tensor tensor;  ///< detached; undefined where the call gave none
-  bool requires_grad = false;
+  Kind kind = Kind::none;
+  std::size_t of = 0;
+  StorageView view;                     ///< of a made one
+  std::size_t shares_version_with = 0;  ///< of a made one: the first output of its storage, maybe itself
+  at::Tensor owner;
+  bool saved = false;             ///< operators saved it for backward
+  bool overlaps = false;          ///< with another made one: changed in place, it would change that one's gradient
+  bool requires_grad = false;     ///< backward begins from it
   std::vector<Link> readers;      ///< the inputs that are linked to it
   at::Tensor seed;                ///< the static gradient that backward begins from; undefined where none is required
   std::optional<Link> seed_from;  ///< the input whose gradient `seed` is: memory of the pool
-  std::uint32_t version = 0;      ///< replay: of the tensor that the latest forward gave
+  VersionStamp version;           ///< replay: of a saved or overlapping one, at the latest forward
 };
 
 /// A parameter whose gradient the backward graph makes.
 struct LayerParameter {
   at::Tensor tensor;
-  at::Tensor grad;  ///< static gradient; with accumulate_in_graph the `.grad` that the graph owns
+  at::Tensor grad;                  ///< static gradient; with accumulate_in_graph the `.grad` that the graph owns
+  OutputSet outputs = all_outputs;  ///< those that lead to it in autograd's graph
 };
 
 /// A tensor that a call's backward reads: nobody may write it in between.
@@ -88,6 +113,7 @@ struct Layer {
   bool casts = false;  ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
   std::vector<StaticInput> inputs;
   std::vector<StaticOutput> outputs;
+  std::vector<OutputStorage> output_storages;  ///< of the outputs that the capture made
   std::vector<LayerParameter> parameters;
   ModuleFacts modules;                  ///< as captured, with the flags of `spec.state`
   std::vector<TensorFacts> watched;     ///< what else of the model it reads
@@ -96,7 +122,9 @@ struct Layer {
   OffloadedStorages offloaded;
   std::uint64_t unplanned_bytes = 0;  ///< of what its capture saved: without a place in the plan
   std::uint64_t refused_bytes = 0;    ///< of what was to leave: stayed, for want of pinned memory
-  std::vector<void*> reload_targets;  ///< where the graph before this one's backward puts `offloaded`
+  std::vector<void*>
+      reload_targets;         ///< where the graph before this one's backward puts `offloaded`; empty: its own does
+  std::int64_t reloads = -1;  ///< the layer whose `offloaded` this one's backward brings back; none if negative
 
   Graph forward;
   Graph backward;
@@ -106,8 +134,10 @@ struct Layer {
   ExternalEvent backward_copies_done;
 
   // Replay.
-  std::uint64_t generation = 0;  ///< counts forwards
-  bool pending = false;          ///< its backward is still to come
+  std::uint64_t generation = 0;    ///< counts forwards
+  bool pending = false;            ///< its backward is still to come
+  bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
+  bool backward_failed = false;    ///< behind that launch
 };
 
 }  // namespace sidestream

@@ -1,5 +1,8 @@
 #include "graphs/replay/replay_node.h"
 
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -38,8 +41,15 @@ ReplayNode::~ReplayNode() {
 }
 
 torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&& grads) {
+  if (at::GradMode::is_enabled()) {
+    throw UsageError(
+        chain_->describe(layer_) +
+        ": backward with create_graph, but the backward of a graphed call is a graph that autograd cannot " +
+        "differentiate; run the call eagerly where gradients of gradients are needed");
+  }
+  refuse_named_gradients();
   torch::autograd::variable_list results = std::move(grads);
-  chain_->backward(layer_, generation_, applied_, results);
+  chain_->backward(layer_, generation_, results);
   applied_ = true;
   // Static gradients between two calls of a chain: a later replay uses their memory again.
   for (const auto i : c10::irange(results.size())) {
@@ -49,6 +59,25 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
     }
   }
   return results;
+}
+
+// A backward that names inputs (autograd::grad, or backward with a list) leaves every other .grad as it is; a graph cannot.
+void ReplayNode::refuse_named_gradients() const {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted != nullptr && !wanted->empty() && chain_->options_.accumulate_in_graph() &&
+      !chain_->layers_[layer_].parameters.empty()) {
+    throw UsageError(
+        chain_->describe(layer_) +
+        ": gradients of some inputs alone are asked for (autograd::grad, or backward with inputs), but its " +
+        "backward graph adds into the .grad of its parameters; capture without " + "GraphOptions::accumulate_in_graph");
+  }
+}
+
+bool ReplayNode::owns_gradient_of(const at::Tensor& leaf) const {
+  const std::vector<LayerParameter>& parameters = chain_->layers_[layer_].parameters;
+  return chain_->options_.accumulate_in_graph() &&
+         std::any_of(parameters.begin(), parameters.end(),
+                     [&](const LayerParameter& parameter) { return parameter.tensor.is_same(leaf); });
 }
 
 void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
@@ -72,12 +101,8 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
   }
   node->set_next_edges(std::move(edges));
   for (const auto i : c10::irange(outputs.size())) {
-    StaticOutput& output = layer.outputs[i];
-    if (output.requires_grad) {
+    if (layer.outputs[i].requires_grad) {
       torch::autograd::set_history(outputs[i], node);
-    }
-    if (outputs[i].defined()) {
-      output.version = outputs[i]._version();
     }
   }
 }

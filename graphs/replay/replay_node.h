@@ -4,13 +4,15 @@
 
 #include <torch/csrc/autograd/function.h>
 
+#include "offload/gradient_owner.h"
+
 namespace sidestream {
 
 class Chain;
 
 /// The autograd node of one graphed call: its apply replays the backward graph. When it dies unused, so does the claim on the
 /// layer's saved tensors.
-class ReplayNode final : public torch::autograd::Node {
+class ReplayNode final : public torch::autograd::Node, public GradientOwner {
  public:
   ReplayNode(std::shared_ptr<Chain> chain, std::size_t layer, std::uint64_t generation)
       : chain_(std::move(chain)), layer_(layer), generation_(generation) {}
@@ -19,9 +21,11 @@ class ReplayNode final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
   void release_variables() override {}
   [[nodiscard]] std::string name() const override { return "SidestreamReplay"; }
+  [[nodiscard]] bool owns_gradient_of(const at::Tensor& leaf) const override;
 
  private:
   friend class Chain;
+  void refuse_named_gradients() const;
   std::shared_ptr<Chain> chain_;
   std::size_t layer_;
   std::uint64_t generation_;

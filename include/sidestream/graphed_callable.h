@@ -101,11 +101,11 @@ class SIDESTREAM_API Sample {
 
 /// A callable whose forward and backward replay as graphs; copies share one capture.
 ///
-/// Replay: shapes, dtypes, devices and requires_grad as captured, else UsageError. The returned tensors are static: the next
-/// replay overwrites them. A second forward before the backward of the first is a UsageError here, as is a second backward
-/// without retain_graph_in_backward, a static output changed in place before its backward, and calls in another nesting order
-/// than captured, and another state of autocast. Under no_grad, or when the module's training mode is not the captured one,
-/// it runs eagerly.
+/// Replay: shapes, dtypes, devices and requires_grad as captured, else UsageError. The returned tensors are the caller's own: what
+/// is held of them is copied out before the next replay. A second forward before the backward of the first is a UsageError here,
+/// as is a second backward without retain_graph_in_backward, an output changed in place that its backward needs, and calls in
+/// another nesting order than captured, and another state of autocast. Under no_grad, or when the module's training mode is not
+/// the captured one, it runs eagerly.
 /// Ordering: on return the current stream waits for the graph's compute, not for its copies.  Capture: illegal.
 /// Threads: one at a time; backward may run on autograd's device thread.
 class SIDESTREAM_API GraphedCallable {

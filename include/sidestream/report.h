@@ -44,6 +44,10 @@ struct SIDESTREAM_API Report {
   std::int64_t recaptures = 0;      ///< of those, because weights were relocated or arguments changed
   std::int64_t replays = 0;         ///< graph launches in a step
   std::int64_t eager_calls = 0;     ///< calls in all steps that match `graph` and ran eagerly
+  std::int64_t outputs_reused = 0;  ///< a step: storages of outputs that replays gave out again, as nobody held them
+  std::int64_t outputs_copied = 0;  ///< a step: those that somebody held, so that their bytes were copied out first
+  std::int64_t outputs_copied_bytes = 0;
+  std::int64_t unused_outputs = 0;  ///< a step: outputs without a gradient, for which a backward graph took zeros
   std::int64_t external_bytes = 0;  ///< storages that captures read and that are neither inputs, parameters nor buffers
   std::int64_t sizing_peak_bytes = 0;   ///< peak of allocated device memory in the sizing pass (nothing offloaded)
   std::int64_t step_peak_bytes = 0;     ///< the same in the latest step

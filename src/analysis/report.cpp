@@ -45,6 +45,14 @@ void Report::print(std::ostream& out) const {
   row(out, "graphs captured (of them again)", std::to_string(captures) + " (" + std::to_string(recaptures) + ")");
   row(out, "graph launches, a step", std::to_string(replays));
   row(out, "calls that ran eagerly, all steps", std::to_string(eager_calls));
+  row(out, "outputs given out again, a step", std::to_string(outputs_reused));
+  if (outputs_copied > 0) {
+    row(out, "outputs held and copied out, a step",
+        std::to_string(outputs_copied) + " (" + mebibytes(outputs_copied_bytes) + ")");
+  }
+  if (unused_outputs > 0) {
+    row(out, "outputs without a gradient, a step", std::to_string(unused_outputs));
+  }
   row(out, "read by captures from elsewhere", mebibytes(external_bytes));
   if (copied_twice_bytes > 0) {
     row(out, "copied again after a write, a step", mebibytes(copied_twice_bytes));
@@ -100,6 +108,10 @@ std::string Report::json() const {
                            {"recaptures", recaptures},
                            {"replays", replays},
                            {"eager_calls", eager_calls},
+                           {"outputs_reused", outputs_reused},
+                           {"outputs_copied", outputs_copied},
+                           {"outputs_copied_bytes", outputs_copied_bytes},
+                           {"unused_outputs", unused_outputs},
                            {"external_bytes", external_bytes},
                            {"sizing_peak_bytes", sizing_peak_bytes},
                            {"step_peak_bytes", step_peak_bytes},

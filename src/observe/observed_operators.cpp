@@ -3,6 +3,7 @@
 
 #include "observe/checked_runtime.h"
 #include "observe/operator_touches.h"
+#include "runtime/replayed_memory.h"
 
 namespace sidestream {
 
@@ -30,8 +31,12 @@ void CheckedRuntime::note_frees() {
 
 void CheckedRuntime::observe(const OperatorAccess& access, std::string_view phase, std::string_view name) {
   if (access.stream && !access.reads.empty()) {  // record_stream: touches nothing
-    const std::lock_guard lock(mutex_);
-    uses_.add(access.reads.front(), key_of(*access.stream));
+    // Memory of graphs is no allocator's to lend: who launches the graph waits for such streams.
+    const at::Tensor& used = access.reads.front();
+    if (!used.has_storage() || ReplayedMemory::of(used.storage().data_ptr()) == nullptr) {
+      const std::lock_guard lock(mutex_);
+      uses_.add(used, key_of(*access.stream));
+    }
     return;
   }
   OperatorTouches touches = touches_of(access, inner().device());

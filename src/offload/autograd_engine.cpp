@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "offload/gradient_owner.h"
 #include "offload/nested_backward.h"
 #include "sidestream/error.h"
 
@@ -57,6 +58,9 @@ class HookingEngine final : public torch::autograd::Engine {
           "a graphed call runs backward() inside its own backward (a checkpoint?), which adds into gradients that a "
           "graph "
           "cannot own; leave that call out of the graphs, or use autograd::grad there");
+    }
+    if (!outputs.empty()) {
+      refuse_owned_gradients(roots, outputs);
     }
     try {
       return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);

@@ -4,6 +4,7 @@
 
 #include "memory/storage_view.h"
 #include "offload/weight_casts.h"
+#include "runtime/replayed_memory.h"
 
 namespace sidestream {
 
@@ -124,7 +125,7 @@ Exclusion Exclusions::classify_locked(const at::Tensor& tensor) const {
   if (parameter_storages_.contains(key) || (tensor.requires_grad() && tensor.is_leaf())) {
     return Exclusion::parameter;
   }
-  if (static_inputs_.contains(key)) {
+  if (static_inputs_.contains(key) || ReplayedMemory::of(storage.data_ptr()) != nullptr) {
     return Exclusion::static_input;
   }
   if (marked_.contains(key)) {

@@ -16,9 +16,12 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include "runtime/cuda/capture_mode.h"
 #include "runtime/cuda/error.h"
+#include "runtime/replayed_memory.h"
 #include "sidestream/error.h"
 
 namespace sidestream::cuda::libtorch {
@@ -88,6 +91,29 @@ void hear_frees(std::function<void(const void* block, std::size_t bytes)> freed)
       freed(reinterpret_cast<const void*>(entry.addr_), entry.size_);  // NOLINT: LibTorch's number is an address
     }
   });
+}
+
+namespace {
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  allocator::recordStream(self.storage().data_ptr(), cuda_stream(stream));  // all that LibTorch's own kernel does
+  ReplayedMemory::used_on(self.storage().data_ptr(), stream);
+}
+
+class Silence final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
+}  // namespace
+
+void hear_record_stream() {
+  Silence silence;  // LibTorch warns of every kernel that takes another's place
+  const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  // A registration ends with its Library object: this one lives as long as the process.
+  static auto* const library =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  library->impl("record_stream", &record_stream);
 }
 
 // A capture takes a pool of the same name of LibTorch's pinned allocator too, which cannot be taken again once its count was

@@ -38,6 +38,10 @@ void release_cached_memory();
 /// From here on, and for good, `freed` hears of every block that tensors give back to the caching allocator, under its lock.
 void hear_frees(std::function<void(const void* block, std::size_t bytes)> freed);
 
+/// From here on, and for good, at::Tensor::record_stream tells ReplayedMemory too: the caching allocator takes no notice of data
+/// pointers that are not its own.
+void hear_record_stream();
+
 /// A new pool with one reference; a graph captured into it holds another.
 [[nodiscard]] PoolId create_pool(c10::Device device);
 void release_pool(c10::Device device, PoolId pool) noexcept;

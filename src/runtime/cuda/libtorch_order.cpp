@@ -1,5 +1,6 @@
 // What LibTorch itself asks of a GPU's streams, as DeviceListener has it.
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <mutex>
 #include <unordered_map>
@@ -13,6 +14,7 @@
 #include "runtime/cuda/libtorch.h"
 #include "runtime/cuda/libtorch_order.h"
 #include "runtime/device_listener.h"
+#include "runtime/replayed_memory.h"
 
 namespace sidestream::cuda {
 namespace {
@@ -133,6 +135,9 @@ BlockUses& block_uses() {
   return *uses;
 }
 
+/// Whether frees are heard: only then may uses be kept until one.
+std::atomic<bool> hears_frees{false};
+
 /// LibTorch's guard of CUDA devices, which also tells of `recordDataPtrOnStream`: autograd asks for that past every operator.
 class UseTellingGuard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -140,7 +145,10 @@ class UseTellingGuard final : public c10::impl::DeviceGuardImplInterface {
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     inner_.recordDataPtrOnStream(data, stream);
-    block_uses().add(data.get(), key_of(stream));
+    ReplayedMemory::used_on(data, stream);
+    if (hears_frees.load(std::memory_order_relaxed)) {
+      block_uses().add(data.get(), key_of(stream));
+    }
   }
 
   c10::DeviceType type() const override { return inner_.type(); }
@@ -205,10 +213,10 @@ void hear() {
         "sidestream: another tracer (Python's CUDA sanitizer?) has LibTorch's events; a model's own events are "
         "not in the journal, and may be missed as findings that are none\n");
   }
-  static const auto* const guard = new UseTellingGuard(*c10::impl::getDeviceGuardImpl(kCuda));
-  c10::impl::registerDeviceGuard(kCuda, guard);
+  hear_uses();
   try {
     libtorch::hear_frees([](const void* block, std::size_t bytes) { block_uses().freed(block, bytes); });
+    hears_frees = true;
   } catch (const c10::Error&) {
     std::fprintf(
         stderr,
@@ -218,6 +226,15 @@ void hear() {
 }
 
 }  // namespace
+
+void hear_uses() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    static const auto* const guard = new UseTellingGuard(*c10::impl::getDeviceGuardImpl(kCuda));
+    c10::impl::registerDeviceGuard(kCuda, guard);
+    libtorch::hear_record_stream();
+  });
+}
 
 void hear_libtorch() {
   static std::once_flag once;

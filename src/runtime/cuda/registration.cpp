@@ -22,6 +22,7 @@ std::shared_ptr<Runtime> make(c10::Device device) {
                       " CUDA device(s), cuda:0 is the first; the simulated device works too: find_device(\"sim\")");
   }
   libtorch::initialise();
+  hear_uses();
   return std::make_shared<CudaRuntime>(indexed);
 }
 

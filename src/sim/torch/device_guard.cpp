@@ -6,6 +6,7 @@
 #include <sidestream/error.h>
 
 #include "runtime/device_listener.h"
+#include "runtime/replayed_memory.h"
 #include "sim/device/device.h"
 
 namespace sidestream::sim {
@@ -57,6 +58,7 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     Device::get().used_on(data.get(), stream.id());
+    ReplayedMemory::used_on(data, stream);
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex /*index*/,

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <string>
 
+#include "runtime/replayed_memory.h"
 #include "sim/torch/aliases.h"
 #include "sim/torch/copies.h"
 #include "sim/torch/cpu_allocator.h"
@@ -175,7 +176,10 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return self.layout() == at::kStrided && from.layout() == at::kStrided;
 }
 
-void record_stream(at::Tensor& self, c10::Stream stream) { Device::get().used_on(self.storage().data(), stream.id()); }
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  Device::get().used_on(self.storage().data(), stream.id());
+  ReplayedMemory::used_on(self.storage().data_ptr(), stream);
+}
 
 }  // namespace
 

@@ -29,6 +29,10 @@ Report full_report() {
   report.recaptures = 24;
   report.replays = 25;
   report.eager_calls = 26;
+  report.outputs_reused = 29;
+  report.outputs_copied = 30;
+  report.outputs_copied_bytes = 9 << 20;
+  report.unused_outputs = 31;
   report.external_bytes = 5 << 20;
   report.sizing_peak_bytes = 40 << 20;
   report.step_peak_bytes = 34 << 20;
@@ -66,6 +70,9 @@ TEST(ReportTest, TheTableShowsWhatWasCounted) {
   EXPECT_TRUE(has_line(text, "pinned host memory (asked for)", "12.0 MiB (11.0 MiB)")) << text;
   EXPECT_TRUE(has_line(text, "graphs captured (of them again)", "23 (24)")) << text;
   EXPECT_TRUE(has_line(text, "calls that ran eagerly", "26")) << text;
+  EXPECT_TRUE(has_line(text, "outputs given out again", "29")) << text;
+  EXPECT_TRUE(has_line(text, "outputs held and copied out", "30 (9.0 MiB)")) << text;
+  EXPECT_TRUE(has_line(text, "outputs without a gradient", "31")) << text;
   EXPECT_TRUE(has_line(text, "copied again after a write", "2.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "saved and not foreseen by the plan", "9.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "stayed for want of pinned memory", "6.0 MiB")) << text;
@@ -82,6 +89,8 @@ TEST(ReportTest, TheTableLeavesOutWhatDidNotHappen) {
   const std::string text = printed(Report());
   EXPECT_EQ(text.find("copied again"), std::string::npos) << text;
   EXPECT_EQ(text.find("verified"), std::string::npos) << text;
+  EXPECT_EQ(text.find("copied out"), std::string::npos) << text;
+  EXPECT_EQ(text.find("without a gradient"), std::string::npos) << text;
   EXPECT_EQ(text.find("findings"), std::string::npos) << text;
   EXPECT_EQ(text.find("not foreseen"), std::string::npos) << text;
   EXPECT_EQ(text.find("pinned memory, a step"), std::string::npos) << text;
@@ -114,6 +123,10 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   EXPECT_EQ(json.at("recaptures"), 24);
   EXPECT_EQ(json.at("replays"), 25);
   EXPECT_EQ(json.at("eager_calls"), 26);
+  EXPECT_EQ(json.at("outputs_reused"), 29);
+  EXPECT_EQ(json.at("outputs_copied"), 30);
+  EXPECT_EQ(json.at("outputs_copied_bytes"), 9 << 20);
+  EXPECT_EQ(json.at("unused_outputs"), 31);
   EXPECT_EQ(json.at("external_bytes"), 5 << 20);
   EXPECT_EQ(json.at("sizing_peak_bytes"), 40 << 20);
   EXPECT_EQ(json.at("step_peak_bytes"), 34 << 20);

@@ -179,6 +179,35 @@ std::vector<EngineFault> replay_faults() {
   };
 }
 
+std::vector<EngineFault> output_faults() {
+  return {
+      {"OutputStorage::before_overwrite",
+       "a forward on another stream waits for the one that its held outputs were given out on",
+       "held_streams_in_turn",
+       {Act::drop_wait, "forward", StreamRole::current, Mark::work}},
+      {"OutputStorage::before_overwrite",
+       "a forward on another stream waits for the one that its outputs were given out on",
+       "streams_in_turn",
+       {Act::drop_wait, "forward", StreamRole::current, Mark::work}},
+      {"OutputStorage::before_overwrite",
+       "a forward waits for the streams that record_stream named",
+       "outputs_named_stream",
+       {Act::drop_wait, "forward", StreamRole::current, Mark::work}},
+      {"OutputStorage::copy_out",
+       "a copy of held outputs waits for the streams that record_stream named",
+       "outputs_named_stream_writes",
+       {Act::drop_wait, "forward", StreamRole::current, Mark::work}},
+      {"OutputStorage::copy_out",
+       "streams that record_stream named wait for the copy",
+       "outputs_named_stream_writes",
+       {Act::drop_wait, "forward", StreamRole::other, Mark::work, 2}},
+      {"OutputStorage::copy_out",
+       "the copy's memory is held for the streams that record_stream named",
+       "outputs_named_stream_writes",
+       {Act::drop_hold, "forward"}},
+  };
+}
+
 std::vector<EngineFault> capture_faults() {
   return {
       {"CaptureOffload::group_ended",
@@ -238,7 +267,7 @@ std::vector<EngineFault> drawing_faults() {
 const std::vector<EngineFault>& engine_faults() {
   static const std::vector<EngineFault> all = [] {
     std::vector<EngineFault> result = eager_faults();
-    for (const auto& more : {replay_faults(), capture_faults(), drawing_faults()}) {
+    for (const auto& more : {replay_faults(), output_faults(), capture_faults(), drawing_faults()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

@@ -198,10 +198,12 @@ TEST_F(GraphedCallableError, CallsOutOfOrder) {
 
 TEST_F(GraphedCallableError, AnOutputChangedInPlaceBeforeItsBackward) {
   capture();
-  at::Tensor y = run_stack(layers_, input(0));
-  y.mul_(2);
-  EXPECT_THROWS(UsageError, "changed in place", y.sum().backward());
-  y = at::Tensor();
+  {
+    at::Tensor h = run_stack({layers_[0], layers_[1]}, input(0));
+    const at::Tensor loss = run_stack({layers_[2], layers_[3]}, h).sum();
+    h.mul_(2);
+    EXPECT_THROWS(UsageError, "changed in place", loss.backward());
+  }
   expect_usable();
 }
 
@@ -211,7 +213,8 @@ TEST_F(GraphedCallableError, AGradientReplacedUnderAccumulation) {
   at::Tensor parameter = model_->parameters()[0];
   const at::Tensor owned = parameter.grad();
   ASSERT_TRUE(owned.defined());
-  parameter.mutable_grad() = at::zeros_like(owned);
+  const at::Tensor replaced = at::zeros_like(owned);
+  parameter.mutable_grad() = replaced;
   EXPECT_THROWS(UsageError, "replaced by another tensor", run_stack(layers_, input(0)).sum().backward());
   parameter.mutable_grad() = at::Tensor();
   expect_usable();

@@ -45,6 +45,8 @@ struct NamedProgram {
 
 /// Those of eager groups on several streams; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> stream_programs();
+/// Those that keep outputs of graphed calls; part of `programs`.
+[[nodiscard]] std::vector<NamedProgram> output_programs();
 /// Those of graphed callables; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> callable_programs();
 /// Those whose graphs draw on several streams; part of `programs`.

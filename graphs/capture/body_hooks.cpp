@@ -1,0 +1,79 @@
+#include "graphs/capture/body_hooks.h"
+
+#include <unordered_set>
+#include <vector>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+using torch::autograd::Node;
+
+bool has_hooks(Node& node) {
+  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
+}
+
+/// Calls `visit` with each node of the autograd graph of `outputs`.
+template <class Visit>
+void for_each_node(const detail::TensorBuffer& outputs, const Visit& visit) {
+  std::vector<Node*> open;
+  std::unordered_set<Node*> seen;
+  const auto meet = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    if (output.defined()) {
+      meet(output.grad_fn().get());
+    }
+  }
+  while (!open.empty()) {
+    Node* const node = open.back();
+    open.pop_back();
+    visit(*node);
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      meet(edge.function.get());
+    }
+  }
+}
+
+}  // namespace
+
+bool has_hooks_of_body(const detail::TensorBuffer& outputs) {
+  bool found = false;
+  for_each_node(outputs, [&](Node& node) { found = found || has_hooks(node); });
+  return found;
+}
+
+void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>& arguments,
+                          const detail::TensorBuffer& outputs) {
+  std::unordered_set<const Node*> given;  // an argument may be no leaf, as in plain training
+  for (const at::Tensor& argument : arguments) {
+    if (argument.defined() && argument.grad_fn() != nullptr) {
+      given.insert(argument.grad_fn().get());
+    }
+  }
+  for_each_node(outputs, [&](Node& node) {
+    const bool from_outside =
+        dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) != nullptr || given.contains(&node);
+    if (from_outside && has_hooks(node)) {
+      throw CaptureError(
+          "callable \"" + name +
+          "\": it registers a gradient hook on an input or a parameter, which in plain training gets the "
+          "gradient from outside of the call too; register it outside of the call");
+    }
+    if (!node.retains_grad_hooks().empty()) {
+      throw CaptureError("callable \"" + name +
+                         "\": it calls retain_grad on a tensor of its own, whose .grad no replay would write; give the "
+                         "tensor as an output, and call it there");
+    }
+  });
+}
+
+}  // namespace sidestream

@@ -1,0 +1,148 @@
+#include "graphs/capture/captured_outputs.h"
+
+#include <algorithm>
+#include <string>
+
+#include <ATen/MemoryOverlap.h>
+#include <c10/util/irange.h>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+using Kind = StaticOutput::Kind;
+
+bool same_storage(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() && a.has_storage() && b.has_storage() &&
+         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
+/// The parameter, buffer or other tensor that a replay finds where the capture did, and that `output` is or is a view of.
+at::Tensor owner_of(const Layer& layer, const at::Tensor& output, const Exclusions& exclusions) {
+  at::Tensor found;
+  const auto look_at = [&](const at::Tensor& tensor) {
+    if (tensor.is_same(output) || (!found.defined() && same_storage(tensor, output))) {
+      found = tensor;
+    }
+  };
+  for (const LayerParameter& parameter : layer.parameters) {
+    look_at(parameter.tensor);
+  }
+  for (const TensorFacts& registered : layer.modules.tensors()) {
+    look_at(registered.tensor());
+  }
+  for (const TensorFacts& watched : layer.watched) {
+    look_at(watched.tensor());
+  }
+  if (!found.defined()) {
+    found = exclusions.registered(output.storage());
+  }
+  const bool external = std::any_of(layer.externals.begin(), layer.externals.end(), [&](const c10::Storage& storage) {
+    return storage.unsafeGetStorageImpl() == output.storage().unsafeGetStorageImpl();
+  });
+  return found.defined() || !external ? found : output.detach();
+}
+
+class Sorter {
+ public:
+  Sorter(Layer& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs)
+      : layer_(layer), leaves_(leaves), outputs_(outputs) {}
+
+  void sort(std::size_t index, const SavedStorages& saved, const Exclusions& exclusions) {
+    const at::Tensor& output = outputs_[index];
+    StaticOutput& held = layer_.outputs[index];
+    if (!output.defined()) {
+      return;
+    }
+    held.tensor = output.detach();
+    const auto same = [&](const at::Tensor& tensor) { return tensor.defined() && tensor.is_same(output); };
+    const auto shares = [&](const at::Tensor& tensor) { return same_storage(tensor, output); };
+    const auto first_of = [](const auto& tensors, std::size_t until, const auto& fits) {
+      return static_cast<std::size_t>(
+          std::find_if(tensors.begin(), tensors.begin() + static_cast<std::ptrdiff_t>(until), fits) - tensors.begin());
+    };
+    if (held.of = first_of(outputs_, index, same); held.of < index) {
+      held.kind = Kind::earlier_output;
+    } else if (held.of = first_of(leaves_, leaves_.size(), same); held.of < leaves_.size()) {
+      held.kind = Kind::input;
+    } else if (held.of = first_of(leaves_, leaves_.size(), shares); held.of < leaves_.size()) {
+      held.kind = Kind::view_of_input;
+      check_view(index, leaves_[held.of], "input " + std::to_string(held.of));
+    } else if (held.owner = owner_of(layer_, output, exclusions); held.owner.defined()) {
+      held.kind = held.owner.is_same(output) || !output.requires_grad() ? Kind::other : Kind::view_of_other;
+      if (held.kind == Kind::view_of_other) {
+        if (!held.owner.requires_grad()) {
+          throw CaptureError("callable \"" + layer_.spec.name + "\": output " + std::to_string(index) +
+                             " requires a gradient, but lies in memory that the callable did not make; clone it there");
+        }
+        check_view(index, held.owner, "a parameter or buffer");
+      } else if (!held.owner.is_same(output)) {
+        held.owner = held.tensor;
+      }
+    } else {
+      made(index, saved);
+    }
+  }
+
+ private:
+  // Made again with as_strided, whose backward adds up otherwise than an expand's.
+  void check_view(std::size_t index, const at::Tensor& base, const std::string& of) const {
+    const at::Tensor& output = outputs_[index];
+    if (output.scalar_type() != base.scalar_type() || output.key_set() != base.key_set() ||
+        at::has_internal_overlap(output) == at::MemOverlap::Yes) {
+      throw CaptureError(
+          "callable \"" + layer_.spec.name + "\": output " + std::to_string(index) + " is a view of " + of +
+          " with another dtype, conjugated or expanded, which a replay cannot make again; clone it in the "
+          "callable, or make the view outside");
+    }
+  }
+
+  void made(std::size_t index, const SavedStorages& saved) {
+    const at::Tensor& output = outputs_[index];
+    StaticOutput& held = layer_.outputs[index];
+    auto& storages = layer_.output_storages;
+    held.kind = Kind::made;
+    held.requires_grad = output.requires_grad();
+    held.view = StorageView::capture(held.tensor);
+    held.saved = saved.contains(output);
+    held.shares_version_with = index;
+    held.of = static_cast<std::size_t>(
+        std::find_if(storages.begin(), storages.end(),
+                     [&](const OutputStorage& storage) { return storage.is(output.storage()); }) -
+        storages.begin());
+    if (held.of == storages.size()) {
+      storages.emplace_back(output.storage());
+    }
+    for (const auto earlier : c10::irange(index)) {
+      StaticOutput& other = layer_.outputs[earlier];
+      if (other.kind == Kind::made && other.of == held.of) {
+        held.shares_version_with = std::min(held.shares_version_with, earlier);
+        if (at::get_overlap_status(outputs_[earlier], output) != at::MemOverlapStatus::No) {
+          other.overlaps = held.overlaps = true;
+        }
+      }
+    }
+  }
+
+  Layer& layer_;
+  const std::vector<at::Tensor>& leaves_;
+  const detail::TensorBuffer& outputs_;
+};
+
+}  // namespace
+
+void learn_outputs(Layer& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
+                   const SavedStorages& saved, const Exclusions& exclusions) {
+  layer.outputs.resize(outputs.size());
+  Sorter sorter(layer, leaves, outputs);
+  for (const auto i : c10::irange(outputs.size())) {
+    sorter.sort(i, saved, exclusions);
+    layer.has_backward = layer.has_backward || layer.outputs[i].requires_grad;
+  }
+  for (const auto i : c10::irange(leaves.size())) {
+    layer.inputs[i].saved = saved.contains(leaves[i]);
+  }
+}
+
+}  // namespace sidestream

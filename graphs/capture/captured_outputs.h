@@ -1,0 +1,15 @@
+#pragma once
+#include <vector>
+
+#include "graphs/capture/saved_storages.h"
+#include "graphs/replay/layer.h"
+#include "offload/exclusions.h"
+
+namespace sidestream {
+
+/// What the captured body of `layer` gave, sorted by whose memory it is. `leaves` are what it was given, `saved` what autograd
+/// saved meanwhile. Throws: CaptureError for views that cannot be made again of what a replay is given.
+void learn_outputs(Layer& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
+                   const SavedStorages& saved, const Exclusions& exclusions);
+
+}  // namespace sidestream

@@ -1,0 +1,26 @@
+#pragma once
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include "offload/autograd_engine.h"
+#include "runtime/weak_storage_set.h"
+
+namespace sidestream {
+
+/// Stands before another source of saved-tensor hooks and notes whose storages autograd saves: a backward reads those.
+/// Threads: the forward's.
+class SavedStorages final : public SavedTensorSource {
+ public:
+  explicit SavedStorages(SavedTensorSource& inner) : inner_(inner) {}
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
+  [[nodiscard]] bool contains(const at::Tensor& tensor) const noexcept;
+
+ private:
+  class Hooks;
+  SavedTensorSource& inner_;
+  WeakStorageSet saved_;
+};
+
+}  // namespace sidestream

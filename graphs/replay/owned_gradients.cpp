@@ -1,0 +1,113 @@
+#include "graphs/replay/owned_gradients.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// Where hooks are removed, LibTorch keeps their empty places.
+bool has_tensor_hooks(const torch::autograd::AutogradMeta& meta) {
+  const auto is_empty = [](const auto& function) { return function == nullptr; };
+  const bool only_places = meta.hooks_.size() == 1 && meta.cpp_hooks_list_ != nullptr &&
+                           std::all_of(meta.cpp_hooks_list_->begin(), meta.cpp_hooks_list_->end(), is_empty);
+  return !meta.hooks_.empty() && !only_places;
+}
+
+bool is_owned(const LayerParameter& parameter, const at::Tensor& grad) {
+  return grad.const_data_ptr() == parameter.grad.const_data_ptr();
+}
+
+/// Its values may go to another tensor: nobody could tell.
+bool held_by_parameter_alone(const LayerParameter& parameter, const at::Tensor& grad) {
+  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
+         grad.sizes() == parameter.grad.sizes() && grad.scalar_type() == parameter.grad.scalar_type() &&
+         grad.device() == parameter.grad.device() && !grad.requires_grad();
+}
+
+}  // namespace
+
+at::Tensor OwnedGradients::of(const at::Tensor& parameter) {
+  std::erase_if(entries_, [](const auto& entry) { return entry.second.gradient.expired(); });
+  if (const auto known = entries_.find(parameter.unsafeGetTensorImpl()); known != entries_.end()) {
+    at::Tensor gradient(known->second.gradient.lock());
+    if (gradient.sizes() == parameter.sizes() && gradient.scalar_type() == parameter.scalar_type() &&
+        gradient.device() == parameter.device()) {
+      return gradient;
+    }
+    entries_.erase(known);
+  }
+  at::Tensor gradient = parameter.grad().defined() ? parameter.grad() : at::zeros_like(parameter.detach());
+  entries_.emplace(parameter.unsafeGetTensorImpl(),
+                   Entry{WeakTensor(parameter.getIntrusivePtr()), WeakTensor(gradient.getIntrusivePtr()), nullptr});
+  return gradient;
+}
+
+void OwnedGradients::hold_accumulators() {
+  for (auto& [key, entry] : entries_) {
+    if (auto parameter = entry.parameter.lock(); parameter && !entry.gradient.expired()) {
+      entry.accumulator = torch::autograd::impl::grad_accumulator(at::Tensor(std::move(parameter)));
+    }
+  }
+}
+
+void OwnedGradients::release_accumulators() noexcept {
+  for (auto& [key, entry] : entries_) {
+    entry.accumulator.reset();
+  }
+}
+
+bool has_gradient_hooks(const at::Tensor& parameter) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
+  if (meta == nullptr) {
+    return false;
+  }
+  if (meta->post_acc_grad_hooks_ != nullptr || has_tensor_hooks(*meta)) {
+    return true;
+  }
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  return accumulator != nullptr && (!accumulator->post_hooks().empty() || !accumulator->pre_hooks().empty());
+}
+
+void check_owned_grads(const Layer& layer) {
+  for (const LayerParameter& parameter : layer.parameters) {
+    if (has_gradient_hooks(parameter.tensor)) {
+      throw UsageError(
+          "graphed call \"" + layer.spec.name +
+          "\": a parameter has got gradient hooks since the capture, which a backward graph that adds into "
+          ".grad itself would not run; capture without GraphOptions::accumulate_in_graph");
+    }
+    const at::Tensor& grad = parameter.tensor.grad();
+    if (grad.defined() && !is_owned(parameter, grad) && !held_by_parameter_alone(parameter, grad)) {
+      throw UsageError(
+          "graphed call \"" + layer.spec.name + "\": the .grad of a parameter was replaced by another tensor, " +
+          "but its backward graph adds into the .grad it owns; set it to none or zero it in place, or capture " +
+          "without GraphOptions::accumulate_in_graph");
+    }
+  }
+}
+
+void attach_owned_grads(Layer& layer, OutputSet used) {
+  const at::NoGradGuard no_grad;
+  for (LayerParameter& parameter : layer.parameters) {
+    const at::Tensor& grad = parameter.tensor.grad();
+    if (grad.defined() ? is_owned(parameter, grad) : (parameter.outputs & used) == 0) {
+      continue;
+    }
+    if (grad.defined()) {
+      parameter.grad.copy_(grad);
+    } else {
+      parameter.grad.zero_();
+    }
+    parameter.tensor.mutable_grad() = parameter.grad;
+  }
+}
+
+}  // namespace sidestream

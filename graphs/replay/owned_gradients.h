@@ -1,0 +1,48 @@
+#pragma once
+#include <memory>
+#include <unordered_map>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function.h>
+
+#include "graphs/replay/layer.h"
+
+namespace sidestream {
+
+// With GraphOptions::accumulate_in_graph: the `.grad`s that a layer's backward graph adds into by itself.
+
+/// Which they are, for one engine: captures that add into the gradient of the same parameter (microbatches in flight, other
+/// shapes) share it. Holds weak references only. Threads: the step's.
+class OwnedGradients {
+ public:
+  /// What graphs add into: what another capture of `parameter` does, else its `.grad`, else new zeros. Attaches nothing: a
+  /// parameter has no `.grad` before a backward gives it one.
+  [[nodiscard]] at::Tensor of(const at::Tensor& parameter);
+
+  /// Autograd forgets which leaf a backward asks for by name when nobody has that leaf's accumulator, and none of these has an
+  /// edge to it: so they are held (see refuse_owned_gradients), but in captures, which belong to other streams.
+  void hold_accumulators();
+  void release_accumulators() noexcept;
+
+ private:
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  struct Entry {
+    WeakTensor parameter;  ///< keeps the address from being used again
+    WeakTensor gradient;
+    std::shared_ptr<torch::autograd::Node> accumulator;
+  };
+  std::unordered_map<const c10::TensorImpl*, Entry> entries_;
+};
+
+/// True where `parameter` has hooks that fire when its gradient comes: a graph would not run them.
+[[nodiscard]] bool has_gradient_hooks(const at::Tensor& parameter);
+
+/// Before anything of the backward is queued. Throws: UsageError where the graph cannot do what plain training does.
+void check_owned_grads(const Layer& layer);
+
+/// Attaches what the graph adds into, for parameters that one of the outputs in `used` leads to. A `.grad` that was none is
+/// zeroed and attached; one that autograd has put there meanwhile, and that nobody else holds, is taken over with its values.
+void attach_owned_grads(Layer& layer, OutputSet used);
+
+}  // namespace sidestream

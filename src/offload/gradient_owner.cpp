@@ -1,0 +1,60 @@
+#include "offload/gradient_owner.h"
+
+#include <algorithm>
+#include <atomic>
+#include <unordered_set>
+#include <vector>
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+std::atomic<int> owners{0};
+
+}  // namespace
+
+GradientOwner::GradientOwner() noexcept { owners.fetch_add(1, std::memory_order_relaxed); }
+GradientOwner::~GradientOwner() { owners.fetch_sub(1, std::memory_order_relaxed); }
+
+void refuse_owned_gradients(const torch::autograd::edge_list& roots, const torch::autograd::edge_list& wanted) {
+  using torch::autograd::Node;
+  if (owners.load(std::memory_order_relaxed) == 0) {
+    return;
+  }
+  std::vector<at::Tensor> leaves;
+  for (const torch::autograd::Edge& edge : wanted) {
+    if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(edge.function.get()); leaf != nullptr) {
+      leaves.push_back(leaf->variable);
+    }
+  }
+  std::vector<Node*> open;
+  std::unordered_set<Node*> seen;
+  const auto visit = [&](const torch::autograd::edge_list& edges) {
+    for (const torch::autograd::Edge& edge : edges) {
+      if (edge.is_valid() && seen.insert(edge.function.get()).second) {
+        open.push_back(edge.function.get());
+      }
+    }
+  };
+  if (!leaves.empty()) {
+    visit(roots);
+  }
+  while (!open.empty()) {
+    Node* const node = open.back();
+    open.pop_back();
+    const auto* owner = dynamic_cast<const GradientOwner*>(node);
+    if (owner != nullptr && std::any_of(leaves.begin(), leaves.end(),
+                                        [&](const at::Tensor& leaf) { return owner->owns_gradient_of(leaf); })) {
+      throw UsageError(
+          "a gradient is asked for by name (autograd::grad, or backward with inputs) of a parameter whose .grad "
+          "belongs "
+          "to a graph, which can only add into it; capture without GraphOptions::accumulate_in_graph");
+    }
+    visit(node->next_edges());
+  }
+}
+
+}  // namespace sidestream
