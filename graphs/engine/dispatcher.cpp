@@ -39,8 +39,8 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
   if (!may_replay) {
     return Route::scope;
   }
-  if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled() ||
-      torch::autograd::get_current_node() != nullptr) {
+  const bool in_backward = site.kind == CallSite::Kind::graphed && torch::autograd::get_current_node() != nullptr;
+  if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled() || in_backward) {
     return Route::eager;
   }
   if (site.kind == CallSite::Kind::callable) {

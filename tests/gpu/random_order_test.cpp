@@ -3,6 +3,7 @@
 #include <vector>
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/cuda/Sleep.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/rand.h>

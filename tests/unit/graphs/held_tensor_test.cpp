@@ -76,7 +76,7 @@ TEST_F(HeldTensorTest, AMaskMadeInTheSizingPassIsHeld) {
   for (const std::int64_t warmups : {0, 2}) {
     block->other = at::Tensor();
     const auto graphed = make_graphed_callables(
-        engine, {{"masked", [&](const Tensors& in) { return Tensors{block->forward(in[0])}; }, block}},
+        engine, {{"masked", [](BodyBlock& of, const Tensors& in) { return Tensors{of.forward(in[0])}; }, block}},
         {{model.data(0, 8, 2)}}, GraphOptions().num_warmup_iters(warmups))[0];
     EXPECT_GT(engine.report().external_bytes, 0);
     for (std::int64_t s = 0; s < 4; ++s) {
@@ -123,7 +123,7 @@ TEST_F(HeldTensorTest, AMaskMadeInACaptureHasItsValueBeforeTheFirstReplay) {
   BodyModel plain(device_, {masked});
   OffloadEngine engine(model, Options(device_));
   const std::shared_ptr<BodyBlock> block = model.blocks->ptr<BodyBlock>(0);
-  const TensorFunction run = [&](const Tensors& in) { return Tensors{block->forward(in[0])}; };
+  const auto run = [](BodyBlock& of, const Tensors& in) { return Tensors{of.forward(in[0])}; };
   const auto of_two = make_graphed_callables(engine, {{"long", run, block}, {"short", run, block}},
                                              {{model.data(0, 8, 2)}, {model.data(0, 5, 2)}});
   const auto expect_eager = [&](std::int64_t length) {

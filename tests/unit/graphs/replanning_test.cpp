@@ -13,6 +13,7 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/scope.h"
+#include "warnings.h"
 
 namespace sidestream {
 namespace {
@@ -231,6 +232,7 @@ TEST_F(ReplanningTest, TheBoundOfCapturesHoldsInTheSizingStepToo) {
   Shared mine(device_);
   Shared plain(device_);
   OffloadEngine engine(mine, graphed().call_options(CallOptions().max_captures(3)));
+  testing_model::ExpectedWarnings warnings;
   for (std::int64_t s = 0; s < 5; ++s) {
     const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s, 7).backward(); });
     EXPECT_TRUE(
@@ -240,6 +242,7 @@ TEST_F(ReplanningTest, TheBoundOfCapturesHoldsInTheSizingStepToo) {
   EXPECT_EQ(engine.report().captures, 6);
   EXPECT_EQ(engine.report().replays, 6) << "the first three of each step";
   EXPECT_EQ(engine.report().refused_bytes, 0) << "what runs eagerly is planned as well";
+  EXPECT_EQ(warnings.take().size(), 1U);
 }
 
 TEST_F(ReplanningTest, ResetHoldsNoMorePinnedMemoryThanOnce) {
