@@ -263,6 +263,11 @@ void Trainer::count_call(std::size_t index, const at::Tensor& h, const at::Tenso
   for (const at::Tensor& parameter : block.parameters()) {
     key += parameter.requires_grad() ? 'g' : '-';
   }
+  for (const auto& module : block.modules()) {
+    key += module->is_training() ? 't' : 'e';
+  }
+  key += at::globalContext().deterministicAlgorithms() ? "/deterministic/" : "/";
+  key += c10::get_default_dtype().name();
   if (!sized_) {
     counted(CallClass::sizing);
     seen_in_step_.insert(key);

@@ -42,6 +42,7 @@ void Trainer::change(const Action& action) {
       }
       break;
     case Kind::convert:
+      known_.clear();  // the captures are of other weights than the model has from here on
       if (action.b == 0) {
         model_->to(action.a == 2 ? at::Device(at::kCPU) : device_);
         if (action.a != 2) {
@@ -53,6 +54,7 @@ void Trainer::change(const Action& action) {
       }
       break;
     case Kind::replace_module:
+      known_.clear();
       model_->replace(index);
       break;
     case Kind::part_in_eval:

@@ -312,7 +312,7 @@ TEST_F(CallTest, PinnedMemoryIsWhatLeavesAndNoMore) {
   EXPECT_EQ(report.pinned_requested_bytes, report.offloaded_bytes);
 }
 
-// A graphed call's output is static memory: a copy of it would free nothing.
+// A graphed call's output lies in the graph's own memory: offloading it would free nothing.
 TEST_F(CallTest, GraphedOutputsThatEagerScopesSaveStay) {
   OffloadEngine engine(model_, Options(device_).min_bytes(1024).graph("blocks.*").offload("square,last"));
   const auto run = [&](BlockModel& model, std::int64_t step) {
