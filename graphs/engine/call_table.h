@@ -45,8 +45,8 @@ struct CallSite {
   std::vector<CallVariant> variants;                 ///< of a callable: exactly one
   bool dropped = false;                              ///< by GraphedCallable::reset
   bool to_record =
-      false;  ///< captures were dropped, for the model is another now: calls are recorded as in a first step
-  EagerRuns eager_runs;             ///< of a graphed call
+      false;             ///< captures were dropped, for the model is another now: calls are recorded as in a first step
+  EagerRuns eager_runs;  ///< of a graphed call
   bool warned_of_bound = false;     ///< CallOptions::max_captures
   bool warned_of_equality = false;  ///< of its arguments
 };

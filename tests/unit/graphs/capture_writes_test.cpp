@@ -147,8 +147,9 @@ TEST_F(CaptureWritesTest, ASampleOnTheCpuIsRefusedByName) {
   OffloadEngine engine(model, Options(device_));
   EXPECT_THROWS(UsageError, "input 0, a Float tensor [2, 8, 16], is on cpu",
                 (void)make_graphed_callables(
-                    engine, {{"mix", [](BodyBlock& block, const Tensors& in) { return Tensors{mix(block, in[0])}; },
-                               model.blocks->ptr<BodyBlock>(0)}},
+                    engine,
+                    {{"mix", [](BodyBlock& block, const Tensors& in) { return Tensors{mix(block, in[0])}; },
+                      model.blocks->ptr<BodyBlock>(0)}},
                     {{model.data(0, 8, 2).cpu()}}));
 }
 

@@ -297,7 +297,8 @@ TEST_F(VerifyReplaysTest, CallablesAreVerifiedInAndOutOfSteps) {
   for (std::int64_t i = 0; i < 2; ++i) {
     const auto layer = model_->layers->ptr<RuledLayer>(static_cast<std::size_t>(i));
     callables.emplace_back(
-        "layers." + std::to_string(i), [](RuledLayer& of, const Tensors& in) { return Tensors{of.forward(in[0])}; }, layer);
+        "layers." + std::to_string(i), [](RuledLayer& of, const Tensors& in) { return Tensors{of.forward(in[0])}; },
+        layer);
   }
   auto layers = make_graphed_callables(engine, callables, {{sample}, {Sample::output_of(0)}});
   const auto run = [&] { layers[1](layers[0]({sample}))[0].sum().backward(); };
