@@ -145,7 +145,7 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
 TEST(ReportTest, ANameThatIsNoTextDoesNotStopTheJson) {
   Report report;
   report.groups = {{"block\xff", 1, 0, ""}};
-  EXPECT_NO_THROW((void)nlohmann::json::parse(report.json()));
+  EXPECT_TRUE(nlohmann::json::accept(report.json()));
 }
 
 TEST(ReportTest, NothingOffloadedHasNoRatio) { EXPECT_EQ(Report().r_gross(), 0.0); }
