@@ -1,5 +1,7 @@
 #include "graphs/replay/chain.h"
 
+#include <algorithm>
+
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
 
@@ -156,9 +158,14 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
                      "captured together replay in the order of their capture, or are captured apart");
   }
   const Site site(Activity::launch_forward, layer.spec.scope->site);
-  for (OutputStorage& storage : layer.output_storages) {
-    storage.before_overwrite(*runtime_, fork_, counts_.outputs);
+  // What this forward frees while it runs, the outputs of later ones were given by the pool (not the reverse: earlier outputs
+  // were alive when this forward was captured). So those of an earlier pass are overwritten by this launch already.
+  for (std::size_t later = std::max(index, highest_given_) + 1; later-- > index;) {
+    for (OutputStorage& storage : layers_[later].output_storages) {
+      storage.before_overwrite(*runtime_, fork_, counts_.outputs);
+    }
   }
+  highest_given_ = index;
   ++layer.generation;  // from here on what an earlier forward saved may be overwritten
   layer.backward_launched = layer.backward_failed = false;
   write_static_inputs(layer, inputs);

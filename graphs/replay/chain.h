@@ -131,8 +131,9 @@ class Chain : public std::enable_shared_from_this<Chain> {
   std::int64_t top_ = -1;       ///< the highest pending layer
   std::int64_t reloaded_ = -1;  ///< the layer whose groups the latest backward brought back
   std::vector<const ExternalEvent*>
-      forward_copies_;            ///< by side stream: copies-done event of its latest forward since the join
-  std::size_t next_forward_ = 0;  ///< after the latest forward's
+      forward_copies_;             ///< by side stream: copies-done event of its latest forward since the join
+  std::size_t next_forward_ = 0;   ///< after the latest forward's
+  std::size_t highest_given_ = 0;  ///< no layer above has given out outputs since a forward below it was launched
   const ExternalEvent* backward_copies_ = nullptr;  ///< copies-done event of the latest backward
   std::vector<bool> behind_backward_copies_;        ///< by side stream: it waits for that event already
   Counts counts_;

@@ -42,9 +42,10 @@ void OutputStorage::before_overwrite(Runtime& runtime, const Event& mark, Output
     copy_out(runtime, mark, then, users);
     counts.copied += 1;
     counts.copied_bytes += memory_->captured().nbytes();
-  } else {
+  } else if (given_since_) {
     counts.reused += 1;
   }
+  given_since_ = false;
   if (then != now) {  // a copy is the latest on that stream
     runtime.record(mark, then);
     runtime.wait(now, mark);
@@ -87,6 +88,7 @@ const c10::Storage& OutputStorage::give(c10::Stream current) {
     given_ = memory_->make_storage();
   }
   given_on_ = current;
+  given_since_ = true;
   return given_;
 }
 

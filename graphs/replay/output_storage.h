@@ -42,7 +42,8 @@ class OutputStorage {
   /// `captured`: as the capture made it.
   explicit OutputStorage(c10::Storage captured);
 
-  /// Before a launch that overwrites the memory, on the current stream. `mark` is recorded anew for each wait.
+  /// Before a launch that overwrites the memory, on the current stream: its own graph's, or that of an earlier forward of the
+  /// chain, whose temporaries lie there too. `mark` is recorded anew for each wait.
   /// Throws: what the allocator throws where there is no room for a copy; nothing has changed then.
   void before_overwrite(Runtime& runtime, const Event& mark, OutputCounts& counts);
   /// The storage object of the replay that was just launched, given out on the current stream. Allocates only where a held one
@@ -64,6 +65,7 @@ class OutputStorage {
   StorageView bytes_;   ///< all of it
   c10::Storage given_;  ///< null before the first replay, and where a held one was given other memory
   std::optional<c10::Stream> given_on_;
+  bool given_since_ = false;  ///< since the latest `before_overwrite`
 };
 
 }  // namespace sidestream

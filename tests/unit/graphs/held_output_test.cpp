@@ -95,6 +95,23 @@ TEST_F(HeldOutputTest, WhatIsHeldIsCopiedOutAndAllElseIsGivenOutAgain) {
   EXPECT_TRUE(equal(held, body_({input(1)})[0]));
 }
 
+// The pool gives the second call's output what the first call's forward has freed, and the first replay writes it already.
+TEST_F(HeldOutputTest, InMemoryThatAnEarlierForwardUsesToo) {
+  const TensorFunction first = [w = weight_](const Tensors& in) { return Tensors{((in[0] * w).exp() + 1).log()}; };
+  auto graphed = make_graphed_callables(engine_, {Callable("first", owning(first)), Callable("second", owning(body_))},
+                                        {{input(0)}, {Sample::output_of(0)}}, GraphOptions().side_streams(1));
+  std::vector<at::Tensor> kept;
+  for (std::int64_t s = 0; s < 4; ++s) {
+    kept.push_back(graphed[1](graphed[0]({input(s)}))[0].detach());
+    const at::Tensor next = graphed[0]({input(s + 1)})[0];  // of a call that goes no further
+    EXPECT_TRUE(equal(next, first({input(s + 1)})[0]));
+    for (std::int64_t earlier = 0; earlier <= s; ++earlier) {
+      const at::Tensor expected = body_(first({input(earlier)}))[0];
+      EXPECT_TRUE(equal(kept[static_cast<std::size_t>(earlier)], expected)) << earlier << " after " << s;
+    }
+  }
+}
+
 // The operator saved it through detach(); its own backward comes when the call has replayed again.
 TEST_F(HeldOutputTest, AnEagerOperatorThatSavedOne) {
   const TensorFunction graphed = graph(body_, {input(0)});
