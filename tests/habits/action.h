@@ -74,7 +74,6 @@ struct Habit {
   std::int64_t choices_a;
   std::int64_t choices_b;
   int weight;
-  bool enabled;  ///< false: not drawn unless it is asked for by name
 };
 
 /// All of them, in the order of Kind.

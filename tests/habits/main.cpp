@@ -2,6 +2,8 @@
 //
 //   habits                              so many programs, dealt out over processes; the counts at the end must show that they did something
 //     --programs N --shards N --seed N  also SIDESTREAM_HABITS_PROGRAMS, _SHARDS and _SEED; the seed may be "random"
+//     --device NAME                     also SIDESTREAM_HABITS_DEVICE: sim, or cuda
+//     --seconds N                       begins no further program after so long
 //     --longest N                       actions of a program
 //     --only NAMES --without NAMES      kinds of actions, with commas
 //     --forms NUMBERS --parts NUMBERS   of the model and its wrapping
@@ -83,16 +85,17 @@ Arguments parse(int argc, char** argv) {
   options.programs = std::stoll(environment("SIDESTREAM_HABITS_PROGRAMS", "2000"));
   options.seed = seed_of(environment("SIDESTREAM_HABITS_SEED", "1"));
   result.shards = std::stoll(environment("SIDESTREAM_HABITS_SHARDS", "2"));
+  options.device = environment("SIDESTREAM_HABITS_DEVICE", "sim");
   options.folder = "habits_programs";
   for (const Habit& each : habits()) {
-    if (each.enabled) {
-      options.drawn.push_back(each.kind);
-    }
+    options.drawn.push_back(each.kind);
   }
   for (std::size_t i = 0; i < forms().size(); ++i) {
     options.forms.push_back(static_cast<std::int64_t>(i));
   }
-  options.parts = Block::drawn_parts();
+  for (std::int64_t part = 0; part < Block::kParts; ++part) {
+    options.parts.push_back(part);
+  }
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i];
     const std::string value = argv[i + 1];
@@ -104,6 +107,10 @@ Arguments parse(int argc, char** argv) {
       result.shards = std::stoll(value);
     } else if (name == "--shard") {
       result.shard = std::stoll(value);
+    } else if (name == "--device") {
+      options.device = value;
+    } else if (name == "--seconds") {
+      options.seconds = std::stoll(value);
     } else if (name == "--longest") {
       options.longest = std::stoi(value);
     } else if (name == "--only") {
@@ -170,13 +177,13 @@ void write(const std::string& path, const ProgramText& program) {
 }
 
 /// The smallest program that still ends badly, in FILE.shrunk.
-void shrink(const std::string& file) {
+void shrink(const std::string& file, const std::string& device) {
   std::ifstream in(file);
   ProgramText program = read_program(in);
   const std::string path = file + ".shrunk";
   const auto fails = [&](const ProgramText& tried) {
     write(path + ".try", tried);
-    return !wait_for(start({"habits", "--replay", path + ".try"}, /*quiet=*/true)).empty();
+    return !wait_for(start({"habits", "--device", device, "--replay", path + ".try"}, /*quiet=*/true)).empty();
   };
   for (std::size_t length = program.actions.size() / 2; length > 0; length /= 2) {
     for (std::size_t at = 0; at + length <= program.actions.size();) {
@@ -244,7 +251,7 @@ int run_all(const Arguments& arguments, int argc, char** argv) {
       ends.push_back("shard " + std::to_string(shard) + " (seed " + std::to_string(options.seed + shard) + ") " + end);
       if (end != "failed") {
         std::cerr << "habits: " << ends.back() << " in " << folders[shard] << "/program.txt\n";
-        shrink(folders[shard] + "/program.txt");
+        shrink(folders[shard] + "/program.txt", options.device);
       }
     }
   }
@@ -266,11 +273,14 @@ int run_all(const Arguments& arguments, int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     const Arguments arguments = parse(argc, argv);
+    if (arguments.options.device != "sim") {  // what cuBLAS asks for where algorithms must be deterministic
+      setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+    }
     if (!arguments.replay.empty()) {
-      return replay(arguments.replay) ? 0 : 1;
+      return replay(arguments.replay, arguments.options.device) ? 0 : 1;
     }
     if (!arguments.shrink.empty()) {
-      shrink(arguments.shrink);
+      shrink(arguments.shrink, arguments.options.device);
       return 0;
     }
     if (arguments.shard >= 0) {

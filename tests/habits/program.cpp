@@ -29,6 +29,13 @@ void set_switches(bool deterministic, bool double_by_default) {
 
 constexpr const char* kSchedules[] = {"late", "early", "d2h-early", "d2h-late", "seed:1", "seed:2"};
 
+/// A GPU has its own.
+void order_by(c10::Device device, const Schedule& schedule) {
+  if (!device.is_cuda()) {
+    set_schedule(device, schedule);
+  }
+}
+
 at::Generator generator_of(c10::Device device) { return at::globalContext().defaultGenerator(device); }
 
 /// The message without what changes from program to program.
@@ -100,7 +107,7 @@ Program::Program(const Setup& setup, c10::Device device, std::ostream& log, Stat
 
 Program::~Program() {
   set_switches(false, false);
-  set_schedule(device_, Schedule());
+  order_by(device_, Schedule());
 }
 
 template <class Run>
@@ -159,7 +166,7 @@ void Program::perform(const Action& action) {
       set_switches(at::globalContext().deterministicAlgorithms(), action.a == 0);
       break;
     case Kind::schedule:
-      set_schedule(device_, Schedule::parse(kSchedules[static_cast<std::size_t>(action.a) % std::size(kSchedules)]));
+      order_by(device_, Schedule::parse(kSchedules[static_cast<std::size_t>(action.a) % std::size(kSchedules)]));
       break;
     case Kind::second_engine:
       mine_->second();

@@ -67,9 +67,12 @@ Action draw(const std::vector<Kind>& kinds, const Sequence& sequence) {
 
 class Run {
  public:
-  explicit Run(const ShardOptions& options) : options_(options), device_(find_device("sim")) {}
+  explicit Run(const ShardOptions& options) : options_(options), device_(find_device(options.device)) {}
 
   void one_program() {
+    if (options_.seconds > 0 && std::chrono::steady_clock::now() - began_ > std::chrono::seconds(options_.seconds)) {
+      return;
+    }
     Setup setup;
     setup.form = chosen(options_.forms);
     const std::int64_t blocks = 2 + below(2);
@@ -113,6 +116,7 @@ class Run {
  private:
   const ShardOptions& options_;
   c10::Device device_;
+  std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
   Statistics statistics_;
 };
 
@@ -134,7 +138,7 @@ bool run_shard(const ShardOptions& options) {
   return result.is<rc::detail::SuccessResult>();
 }
 
-bool replay(const std::string& file) {
+bool replay(const std::string& file, const std::string& device) {
   std::ifstream in(file);
   if (!in) {
     std::cerr << file << ": cannot be read\n";
@@ -144,7 +148,7 @@ bool replay(const std::string& file) {
   Statistics statistics;
   alarm(kSecondsForOneProgram);
   try {
-    Program program(text.setup, find_device("sim"), std::cerr, statistics);
+    Program program(text.setup, find_device(device), std::cerr, statistics);
     for (const Action& action : text.actions) {
       program.perform(action);
     }

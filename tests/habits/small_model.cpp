@@ -32,14 +32,6 @@ Block::Block(Part part, c10::Device device) : part_(part) {
   }
 }
 
-std::vector<std::int64_t> Block::drawn_parts() {
-  std::vector<std::int64_t> parts;
-  for (const Part part : {Part::plain, Part::dropout, Part::batch_norm, Part::default_dtype, Part::in_place}) {
-    parts.push_back(static_cast<std::int64_t>(part));
-  }
-  return parts;
-}
-
 std::vector<at::Tensor> Block::unregistered() const {
   return count_.defined() ? std::vector<at::Tensor>{count_} : std::vector<at::Tensor>{};
 }

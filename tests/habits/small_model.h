@@ -22,8 +22,7 @@ struct Left {};
 class Block : public torch::nn::Module {
  public:
   enum class Part : std::uint8_t { plain, dropout, batch_norm, cached_mask, counter, default_dtype, in_place };
-  /// Those that programs are made of, if no others are asked for.
-  [[nodiscard]] static std::vector<std::int64_t> drawn_parts();
+  static constexpr std::int64_t kParts = static_cast<std::int64_t>(Part::in_place) + 1;
 
   Block(Part part, c10::Device device);
   /// The block's output, and a second one.

@@ -64,7 +64,7 @@ void Trainer::change(const Action& action) {
     case Kind::add_hook: {
       const at::AutoGradMode with_grad(true);
       at::Tensor parameter = model_->blocks[index]->parameters()[1];
-      if (!parameter.requires_grad() || form().accumulate) {  // graphs that own the gradients run no hooks
+      if (!parameter.requires_grad()) {
         break;
       }
       const double factor = action.b == 0 ? 2.0 : 0.5;
