@@ -12,4 +12,11 @@ inline c10::Device tested_gpu() {
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index == nullptr ? 0 : std::atoi(index))};
 }
 
+/// Whether the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1): nothing is late then, and what only late work shows cannot be
+/// shown.
+inline bool launches_block() {
+  const char* const blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
+  return blocking != nullptr && std::atoi(blocking) != 0;
+}
+
 }  // namespace sidestream::testing_model

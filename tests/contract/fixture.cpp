@@ -103,7 +103,7 @@ void RuntimeContract::TearDown() {
 
 bool RuntimeContract::copies_are_late() const {
   const std::string_view schedule = GetParam().schedule;
-  return on_gpu() || schedule == "late" || schedule == "d2h-late";
+  return (on_gpu() && !testing_model::launches_block()) || schedule == "late" || schedule == "d2h-late";
 }
 
 c10::TensorOptions RuntimeContract::options() const {

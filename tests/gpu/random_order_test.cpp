@@ -84,6 +84,9 @@ TEST_F(RandomOrderOnGpu, InOrderEachDrawsWhatEagerWorkWould) {
 }
 
 TEST_F(RandomOrderOnGpu, WithoutTheirOrderTheyDrawOtherNumbers) {
+  if (testing_model::launches_block()) {
+    GTEST_SKIP() << "no work is late where launches block";
+  }
   EXPECT_FALSE(
       same(graphed([&](const Graph& graph, c10::Stream stream) { runtime().launch(graph, stream); }), eager()));
 }

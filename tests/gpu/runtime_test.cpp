@@ -165,6 +165,9 @@ TEST_F(RuntimeOnGpu, TheLinkIsFasterThanADiskAndSlowerThanDeviceMemory) {
 }
 
 TEST_F(RuntimeOnGpu, TheMainStreamLeavesAGraphBeforeItsCopyOfAGibibyte) {
+  if (testing_model::launches_block()) {
+    GTEST_SKIP() << "no work is late where launches block";
+  }
   constexpr std::int64_t kElements = std::int64_t{256} << 20;
   const auto bytes = static_cast<std::size_t>(kElements) * sizeof(float);
   const auto stream = runtime().create_stream();
