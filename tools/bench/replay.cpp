@@ -19,16 +19,19 @@
 namespace sidestream {
 namespace {
 
-/// Two products, and parameters as many as a transformer block has.
+/// A product for each parameter.
 class TinyBlock : public torch::nn::Module {
  public:
-  TinyBlock() {
-    for (int i = 0; i < 9; ++i) {
+  explicit TinyBlock(std::int64_t parameters) {
+    for (std::int64_t i = 0; i < parameters; ++i) {
       weights_.push_back(register_parameter("weight" + std::to_string(i), at::ones({8})));
     }
   }
   at::Tensor forward(at::Tensor h, const at::Tensor* /*rope*/, std::int64_t /*start*/) {
-    return h * weights_[0] * weights_[1];
+    for (const at::Tensor& weight : weights_) {
+      h = h * weight;
+    }
+    return h;
   }
 
  private:
@@ -37,9 +40,9 @@ class TinyBlock : public torch::nn::Module {
 
 class TinyLayers : public torch::nn::Module {
  public:
-  explicit TinyLayers(std::int64_t layers) {
+  TinyLayers(std::int64_t layers, std::int64_t parameters) {
     for (std::int64_t i = 0; i < layers; ++i) {
-      blocks_->push_back(std::make_shared<TinyBlock>());
+      blocks_->push_back(std::make_shared<TinyBlock>(parameters));
     }
     register_module("blocks", blocks_);
   }
@@ -55,9 +58,9 @@ class TinyLayers : public torch::nn::Module {
   torch::nn::ModuleList blocks_;
 };
 
-void measure(const std::string& device_name, std::int64_t layers, std::int64_t steps) {
+void measure(const std::string& device_name, std::int64_t layers, std::int64_t parameters, std::int64_t steps) {
   const c10::Device device = find_device(device_name);
-  TinyLayers model(layers);
+  TinyLayers model(layers, parameters);
   model.to(device);
   for (at::Tensor& parameter : model.parameters()) {
     parameter.mutable_grad() = at::zeros_like(parameter);
@@ -81,8 +84,8 @@ void measure(const std::string& device_name, std::int64_t layers, std::int64_t s
   run(10);
   const double step = run(steps);
   synchronize(device);
-  std::fputs(fmt::format("{}, {} layers: {:.1f} us a step, {:.2f} us a replay\n", describe(device).name, layers, step,
-                         step / static_cast<double>(2 * layers))
+  std::fputs(fmt::format("{}, {} layers of {} parameters: {:.1f} us a step, {:.2f} us a replay\n",
+                         describe(device).name, layers, parameters, step, step / static_cast<double>(2 * layers))
                  .c_str(),
              stdout);
 }
@@ -94,13 +97,15 @@ int main(int argc, char** argv) {
   CLI::App app("Host time of a replay, forward and backward, autograd's node included");
   std::string device = "auto";
   std::int64_t layers = 12;
+  std::int64_t parameters = 12;
   std::int64_t steps = 500;
   app.add_option("--device", device, "auto, cuda or sim")->capture_default_str();
   app.add_option("--layers", layers)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--parameters", parameters, "of a layer")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--steps", steps)->check(CLI::PositiveNumber)->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   try {
-    sidestream::measure(device, layers, steps);
+    sidestream::measure(device, layers, parameters, steps);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "bench_replay: %s\n", error.what());
     return 1;
