@@ -1,19 +1,10 @@
 #include "graphs/capture/written_storages.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+
+#include "memory/storage_view.h"
 
 namespace sidestream {
-namespace {
-
-/// All bytes of a storage, as a tensor over it.
-at::Tensor bytes_of(const c10::Storage& storage) {
-  at::Tensor bytes = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(storage.device()));
-  bytes.set_(storage, 0, {static_cast<std::int64_t>(storage.nbytes())}, {1});
-  return bytes;
-}
-
-}  // namespace
 
 void WrittenStorages::keep(const c10::Storage& storage) {
   const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
@@ -32,7 +23,7 @@ void WrittenStorages::put_back() {
       const c10::Storage storage(std::move(alive));
       const auto bytes = static_cast<std::int64_t>(storage.nbytes());
       if (bytes >= kept.second.numel()) {  // a smaller one was resized: what it held is gone
-        bytes_of(storage).narrow(0, 0, kept.second.numel()).copy_(kept.second);
+        bytes_of(storage).narrow(0, 0, kept.second.numel()).copy_(kept.second, /*non_blocking=*/true);
       }
     }
   }

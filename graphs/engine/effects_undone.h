@@ -1,13 +1,11 @@
 #pragma once
-#include <memory>
-#include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/Storage.h>
 
+#include "graphs/capture/written_storages.h"
 #include "observe/operator_observer.h"
 #include "runtime/weak_storage_set.h"
 
@@ -31,13 +29,6 @@ class [[nodiscard]] EffectsUndone {
   void check() const { observer_.rethrow(); }
 
  private:
-  struct Kept {
-    c10::Storage storage;
-    const void* address;
-    at::Tensor bytes;
-  };
-  void keep(const c10::Storage& storage);
-  void forget_temporaries();
   void before(const OperatorAccess& access);
   void after(const OperatorAccess& access);
 
@@ -45,7 +36,7 @@ class [[nodiscard]] EffectsUndone {
   at::Generator host_generator_;
   at::Tensor random_;
   at::Tensor host_random_;
-  std::unordered_map<const c10::StorageImpl*, Kept> kept_;
+  WrittenStorages written_;
   WeakStorageSet made_;
   bool temporaries_ = false;        ///< what was kept may be a kernel's own
   OperatorObserverGuard observer_;  // last: it calls into the others

@@ -5,26 +5,14 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/TensorOptions.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "memory/storage_view.h"
+
 namespace sidestream {
-namespace {
 
-StorageView whole(const c10::Storage& storage) {
-  StorageView view;
-  view.sizes.push_back(static_cast<std::int64_t>(storage.nbytes()));
-  view.strides.push_back(1);
-  view.dtype = c10::ScalarType::Byte;
-  view.keys = c10::DispatchKeySet(c10::computeDispatchKey(c10::ScalarType::Byte, c10::kStrided, storage.device()));
-  return view;
-}
-
-}  // namespace
-
-OutputStorage::OutputStorage(c10::Storage captured) : bytes_(whole(captured)) {
-  memory_ = c10::make_intrusive<ReplayedMemory>(std::move(captured));
-}
+OutputStorage::OutputStorage(c10::Storage captured)
+    : memory_(c10::make_intrusive<ReplayedMemory>(std::move(captured))) {}
 
 void OutputStorage::before_overwrite(Runtime& runtime, const Event& mark, OutputCounts& counts) {
   if (!given_on_) {
@@ -68,7 +56,7 @@ void OutputStorage::copy_out(Runtime& runtime, const Event& mark, c10::Stream fr
     runtime.record(mark, user);
     runtime.wait(from, mark);
   }
-  bytes_.restore(copy).copy_(bytes_.restore(memory_->captured()), /*non_blocking=*/true);
+  bytes_of(copy).copy_(bytes_of(memory_->captured()), /*non_blocking=*/true);
   if (!users.empty()) {
     runtime.record(mark, from);
     const auto* guard = c10::impl::getDeviceGuardImpl(runtime.device().type());

@@ -7,7 +7,6 @@
 #include <c10/core/Stream.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "memory/storage_view.h"
 #include "runtime/replayed_memory.h"
 #include "runtime/runtime.h"
 
@@ -62,7 +61,6 @@ class OutputStorage {
   void copy_out(Runtime& runtime, const Event& mark, c10::Stream from, const ReplayedMemory::Streams& users);
 
   c10::intrusive_ptr<ReplayedMemory> memory_;
-  StorageView bytes_;   ///< all of it
   c10::Storage given_;  ///< null before the first replay, and where a held one was given other memory
   std::optional<c10::Stream> given_on_;
   bool given_since_ = false;  ///< since the latest `before_overwrite`

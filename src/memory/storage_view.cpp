@@ -8,6 +8,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/TensorOptions.h>
 #include <c10/core/impl/COW.h>
 
 #include "sidestream/error.h"
@@ -67,6 +68,16 @@ at::Tensor StorageView::restore(c10::Storage storage) const {
       at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, caffe2::TypeMeta::fromScalarType(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return tensor;
+}
+
+at::Tensor bytes_of(const c10::Storage& storage) {
+  constexpr auto byte = c10::ScalarType::Byte;
+  StorageView view;
+  view.sizes.push_back(static_cast<std::int64_t>(storage.nbytes()));
+  view.strides.push_back(1);
+  view.dtype = byte;
+  view.keys = c10::DispatchKeySet(c10::computeDispatchKey(byte, c10::kStrided, storage.device()));
+  return view.restore(storage);
 }
 
 c10::Storage allocate_storage(c10::Device device, std::size_t bytes) {

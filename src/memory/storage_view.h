@@ -37,6 +37,10 @@ struct StorageView {
   [[nodiscard]] std::size_t extent_bytes() const;
 };
 
+/// All bytes of `storage` as a tensor over it, with a version counter of its own: autograd does not hear of what is written through
+/// it. Runs no operator.
+[[nodiscard]] at::Tensor bytes_of(const c10::Storage& storage);
+
 /// An uninitialised device storage of exactly `bytes` bytes by LibTorch's allocator of `device`.
 /// Ordering: belongs to the calling thread's current stream. Capture: legal, from the capture's pool.
 /// Throws: the allocator's out-of-memory error; UsageError when `device` has no allocator.
