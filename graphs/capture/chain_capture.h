@@ -12,7 +12,8 @@ namespace sidestream {
 
 /// Builds one chain: warm-up, plan, forwards in order, backwards in reverse.
 ///
-/// chain_preparation.cpp holds what comes before the first capture, chain_capture.cpp the captures.
+/// chain_preparation.cpp holds what comes before the first capture, forward_capture.cpp and backward_capture.cpp the captures,
+/// kept_tensors.cpp what comes after the last.
 class ChainCapture {
  public:
   /// Warms up and captures. Nothing is left of it when it throws. Capture: illegal. Throws: as make_graphed_callables.
@@ -52,6 +53,8 @@ class ChainCapture {
   /// Throws: CaptureError where a body replaces by a new tensor what it reads.
   void refuse_replaced(const std::vector<CaptureReads::Made>& kept) const;
   void capture_forward(std::size_t index);
+  /// The static inputs as the body gets them; those that are an earlier layer's outputs are linked.
+  void make_leaves(std::size_t index);
   /// An input that is another layer's output reads that output's memory, where the layer itself makes it at each replay.
   void link(StaticInput& input, const Link& reader);
   /// The input of the next layer that alone reads `output` of layer `index`, if the gradient it gets there can be handed on as

@@ -1,0 +1,215 @@
+#include <algorithm>
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "base/site.h"
+#include "graphs/capture/call_state_guard.h"
+#include "graphs/capture/capture_guard.h"
+#include "graphs/capture/chain_capture.h"
+#include "graphs/capture/gradient_routes.h"
+#include "graphs/capture/graph_check.h"
+#include "graphs/capture/not_owning.h"
+#include "offload/nested_backward.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+bool wants_gradient(const StaticInput& input, const at::Tensor& leaf) {
+  return leaf.defined() && leaf.requires_grad() && !input.same_as_earlier;
+}
+
+std::vector<at::Tensor> parameters_of(const Layer& layer) {
+  std::vector<at::Tensor> tensors;
+  for (const LayerParameter& parameter : layer.parameters) {
+    tensors.push_back(parameter.tensor);
+  }
+  return tensors;
+}
+
+}  // namespace
+
+void ChainCapture::capture_backward(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  if (!layer.has_backward) {
+    return;
+  }
+  prepare_seeds(index);
+  const Site site(Activity::capture_backward, layer.spec.scope->site);
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> seeds;
+  for (const auto i : c10::irange(live.outputs.size())) {
+    if (layer.outputs[i].requires_grad) {
+      roots.push_back(live.outputs[i]);
+      seeds.push_back(layer.outputs[i].seed);
+    }
+  }
+  std::vector<at::Tensor> targets;
+  for (const auto i : c10::irange(live.leaves.size())) {
+    if (wants_gradient(layer.inputs[i], live.leaves[i])) {
+      targets.push_back(live.leaves[i]);
+    }
+  }
+  const std::vector<at::Tensor> parameters = parameters_of(layer);
+  targets.insert(targets.end(), parameters.begin(), parameters.end());
+  learn_routes(layer, live, targets);
+
+  std::vector<at::Tensor> grads;
+  CaptureGuard capture(runtime_, capture_, chain_.pool_);
+  prefetch(index);
+  if (!targets.empty()) {
+    const RecorderGuard no_recorder(nullptr);
+    const NestedBackwardRefusal no_nested;
+    const BackwardStateGuard state(layer.spec.state);
+    const OperatorObserverGuard observer = reads_.watch();
+    grads = torch::autograd::grad(roots, targets, seeds, chain_.options_.retain_graph_in_backward(),
+                                  /*create_graph=*/false, /*allow_unused=*/true);
+    observer.rethrow();
+  }
+  hold_reads(layer);
+  take_gradients(layer, live, grads);
+  runtime_.record(layer.backward_done, capture_);
+  record_caller_event();
+  resources_.offload->join_prefetch();
+  runtime_.record(layer.backward_copies_done, capture_);
+  layer.backward = capture.end();
+  check_graph_events(runtime_, layer.backward, layer.backward_done, layer.backward_copies_done,
+                     chain_.describe(index) + ", backward");
+  finish_backward(index);
+}
+
+StaticInput* ChainCapture::giver_of_seed(std::size_t index, const StaticOutput& output) {
+  if (output.readers.size() != 1 || output.readers[0].layer != index + 1) {
+    return nullptr;
+  }
+  const Link& reader = output.readers[0];
+  const std::vector<at::Tensor>& grads = live_[reader.layer].grad_inputs;
+  if (grads.size() <= reader.index || !grads[reader.index].defined() || !grads[reader.index].is_contiguous()) {
+    return nullptr;
+  }
+  // A sum's backward gives one tensor as the gradient of both its inputs. As two seeds it would be wrong wherever one of the
+  // outputs is read elsewhere too: that output's gradient is another one then, and would be written over both.
+  const auto& outputs = chain_.layers_[index].outputs;
+  const bool taken = std::any_of(outputs.begin(), outputs.end(), [&](const StaticOutput& other) {
+    return other.seed_from && at::get_overlap_status(other.seed, grads[reader.index]) != at::MemOverlapStatus::No;
+  });
+  return taken ? nullptr : &chain_.layers_[reader.layer].inputs[reader.index];
+}
+
+void ChainCapture::prepare_seeds(std::size_t index) {
+  const at::NoGradGuard no_grad;
+  for (StaticOutput& output : chain_.layers_[index].outputs) {
+    if (!output.requires_grad) {
+      continue;
+    }
+    if (StaticInput* giver = giver_of_seed(index, output); giver != nullptr) {
+      output.seed_from = output.readers[0];
+      output.seed = live_[output.seed_from->layer].grad_inputs[output.seed_from->index];
+      giver->grad_is_seed = true;
+    } else {
+      output.seed = at::zeros_like(output.tensor, at::MemoryFormat::Contiguous);
+      reads_.made(output.seed);
+    }
+  }
+}
+
+void ChainCapture::learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets) {
+  std::vector<at::Tensor> roots = live.outputs;
+  for (const auto i : c10::irange(roots.size())) {
+    if (!layer.outputs[i].requires_grad) {
+      roots[i] = at::Tensor();
+    }
+  }
+  const std::vector<OutputSet> routes = gradient_routes(roots, targets);
+  std::size_t next = 0;
+  for (const auto i : c10::irange(layer.inputs.size())) {
+    if (wants_gradient(layer.inputs[i], live.leaves[i])) {
+      layer.inputs[i].outputs = routes[next++];
+    }
+  }
+  for (LayerParameter& parameter : layer.parameters) {
+    parameter.outputs = routes[next++];
+  }
+}
+
+void ChainCapture::prefetch(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  if (layer.reload_targets.empty() && !layer.offloaded.empty()) {  // no backward above brings it back
+    resources_.offload->prefetch(layer.offloaded, layer.spec.scope->site);
+    resources_.offload->join_prefetch();
+    for (const auto& saved : layer.offloaded) {
+      reads_.made(saved->device);
+    }
+  }
+  const auto next = std::find_if(chain_.layers_.rend() - static_cast<std::ptrdiff_t>(index), chain_.layers_.rend(),
+                                 [](const Layer& below) { return below.has_backward; });
+  if (next == chain_.layers_.rend()) {
+    return;
+  }
+  layer.reloads = chain_.layers_.rend() - next - 1;
+  resources_.offload->prefetch(next->offloaded, next->spec.scope->site);
+  for (const auto& saved : next->offloaded) {
+    reads_.made(saved->device);
+    next->reload_targets.push_back(saved->device.mutable_data());
+  }
+}
+
+void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads) {
+  const at::NoGradGuard no_grad;
+  std::size_t next = 0;
+  for (const auto i : c10::irange(live.leaves.size())) {
+    live.grad_inputs.push_back(wants_gradient(layer.inputs[i], live.leaves[i]) ? grads[next++] : at::Tensor());
+  }
+  for (LayerParameter& parameter : layer.parameters) {
+    at::Tensor& grad = grads[next++];
+    if (!grad.defined()) {
+      throw CaptureError(
+          "a parameter that got a gradient in the sizing pass gets none in the capture: the callable does " +
+          std::string("not do the same each time"));
+    }
+    if (chain_.options_.accumulate_in_graph()) {
+      parameter.grad.add_(grad);
+    } else {
+      parameter.grad = grad;
+    }
+  }
+  grads.clear();
+}
+
+void ChainCapture::finish_backward(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  for (const auto i : c10::irange(layer.inputs.size())) {
+    const at::Tensor& grad = live.grad_inputs[i];
+    layer.inputs[i].grad = grad.defined() ? not_owning(grad) : grad;
+  }
+  if (!chain_.options_.accumulate_in_graph()) {
+    for (LayerParameter& parameter : layer.parameters) {
+      parameter.grad = not_owning(parameter.grad);
+    }
+  }
+  // What later captures may use again from here on: this layer's saved tensors and reloaded copies, and the input gradients
+  // of the layer above, which this backward has read.
+  live.recorder.reset();
+  if (!chain_.options_.retain_graph_in_backward()) {
+    live.outputs.clear();
+    live.leaves.clear();
+    CaptureOffload::release(layer.offloaded);
+  }
+  if (index + 1 < specs_.size()) {
+    live_[index + 1].grad_inputs.clear();
+    // A seed that the layer above gives no longer keeps that memory from being used again.
+    for (StaticOutput& output : layer.outputs) {
+      if (output.seed_from) {
+        output.seed = not_owning(output.seed);
+      }
+    }
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,32 @@
+#pragma once
+#include <c10/core/Stream.h>
+
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// A capture on `stream`, which is abandoned where an exception leaves it open.
+class [[nodiscard]] CaptureGuard {
+ public:
+  CaptureGuard(Runtime& runtime, c10::Stream stream, const MemoryPool& pool) : runtime_(runtime), stream_(stream) {
+    runtime_.begin_capture(stream_, pool);
+  }
+  CaptureGuard(const CaptureGuard&) = delete;
+  CaptureGuard& operator=(const CaptureGuard&) = delete;
+  ~CaptureGuard() {
+    if (open_) {
+      runtime_.abandon_capture(stream_);
+    }
+  }
+  [[nodiscard]] Graph end() {
+    open_ = false;
+    return runtime_.end_capture(stream_);
+  }
+
+ private:
+  Runtime& runtime_;
+  c10::Stream stream_;
+  bool open_ = true;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,123 @@
+#include <memory>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/irange.h>
+
+#include "base/site.h"
+#include "graphs/capture/body_hooks.h"
+#include "graphs/capture/call_state_guard.h"
+#include "graphs/capture/capture_guard.h"
+#include "graphs/capture/captured_outputs.h"
+#include "graphs/capture/chain_capture.h"
+#include "graphs/capture/graph_check.h"
+#include "graphs/capture/saved_storages.h"
+
+namespace sidestream {
+
+void ChainCapture::capture_forward(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  const std::size_t side_streams = chain_.streams_.size();
+  if (index >= side_streams) {
+    // This graph replays behind all of graph index-K on one stream: what that graph's copies read is free from here on.
+    CaptureOffload::release(chain_.layers_[index - side_streams].offloaded);
+  }
+  const Site site(Activity::capture_forward, layer.spec.scope->site);
+  make_leaves(index);
+  live.recorder =
+      std::make_unique<Recorder>(*resources_.tree, *resources_.exclusions, resources_.offload, &live.planned);
+  std::vector<at::Tensor> arguments;
+  detail::TensorBuffer outputs;
+  SavedStorages saved(*live.recorder);
+  resources_.offload->begin_forward(layer.offloaded);
+  CaptureGuard capture(runtime_, capture_, chain_.pool_);
+  {
+    const OperatorObserverGuard observer = reads_.watch();
+    {
+      const RecorderGuard recording(live.recorder.get());
+      RecorderScope scope(*live.recorder, layer.spec.scope);
+      {
+        const ForwardStateGuard state(layer.spec.state);
+        arguments = arguments_of(layer.spec, live.leaves);
+        const SavedTensorGuard noting(&saved);
+        layer.spec.body(arguments.data(), outputs);
+      }
+      scope.end();
+    }
+    observer.rethrow();
+  }
+  hold_reads(layer);
+  reads_.forward_ended(index);
+  live.recorder->finish();
+  const Recorder::Counts counts = live.recorder->counts();
+  layer.unplanned_bytes = counts.unplanned_bytes;
+  layer.refused_bytes = counts.refused_bytes;
+  runtime_.record(layer.forward_done, capture_);
+  record_caller_event();
+  resources_.offload->join_forward();
+  runtime_.record(layer.forward_copies_done, capture_);
+  layer.forward = capture.end();
+  check_graph_events(runtime_, layer.forward, layer.forward_done, layer.forward_copies_done,
+                     chain_.describe(index) + ", forward");
+  live.outputs.assign(outputs.begin(), outputs.end());
+  learn_outputs(layer, arguments, outputs, saved, *resources_.exclusions);
+  if (has_hooks_of_body(outputs)) {
+    chain_.plan_.notes.push_back(
+        chain_.describe(index) +
+        " registers gradient hooks inside: what they do beside computing happens at the capture only");
+  }
+}
+
+void ChainCapture::make_leaves(std::size_t index) {
+  Layer& layer = chain_.layers_[index];
+  Live& live = live_[index];
+  for (const auto i : c10::irange(layer.inputs.size())) {
+    StaticInput& input = layer.inputs[i];
+    if (input.same_as_earlier) {
+      const StaticInput& first = layer.inputs[layer.spec.inputs[i].aliases->same_as];
+      input.tensor = first.tensor;
+      input.from = first.from;
+      input.requires_grad = first.requires_grad;
+    } else if (input.from) {
+      link(input, {index, i});
+    }
+    if (input.same_as_earlier) {
+      live.leaves.push_back(live.leaves[layer.spec.inputs[i].aliases->same_as]);
+    } else {
+      live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
+                                                   : input.tensor);
+    }
+    if (input.tensor.defined()) {
+      resources_.exclusions->add_static_input(input.tensor);
+    }
+  }
+}
+
+void ChainCapture::link(StaticInput& input, const Link& reader) {
+  using Kind = StaticOutput::Kind;
+  for (;;) {
+    Layer& giver = chain_.layers_[input.from->layer];
+    StaticOutput& output = giver.outputs[input.from->index];
+    if (output.kind == Kind::earlier_output) {
+      input.from->index = output.of;
+    } else if (output.kind == Kind::input && giver.inputs[output.of].from) {
+      input.from = giver.inputs[output.of].from;
+    } else if (output.kind == Kind::none || output.kind == Kind::made) {
+      output.readers.push_back(reader);
+      input.tensor = output.tensor;
+      input.requires_grad = output.requires_grad;
+      return;
+    } else {  // what a replay is given there is the caller's own, wherever it lies
+      const at::NoGradGuard no_grad;
+      const bool of_input = output.kind == Kind::input || output.kind == Kind::view_of_input;
+      input.requires_grad = of_input ? giver.inputs[output.of].requires_grad : output.owner.requires_grad();
+      input.tensor = at::empty_like(output.tensor).copy_(output.tensor);
+      reads_.made(input.tensor);
+      input.from.reset();
+      return;
+    }
+  }
+}
+
+}  // namespace sidestream
