@@ -2,7 +2,9 @@
 
 #include <c10/util/irange.h>
 
+#include "graphs/capture/bare_leaves.h"
 #include "graphs/capture/named_errors.h"
+#include "graphs/capture/warmup.h"
 #include "graphs/replay/graph_event_state.h"
 #include "observe/held_draws.h"
 #include "runtime/capture_turn.h"

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "graphs/capture/capture_reads.h"
-#include "graphs/capture/warmup.h"
+#include "graphs/capture/sizing_pass.h"
 #include "graphs/replay/chain.h"
 #include "offload/recorder.h"
 

@@ -5,6 +5,7 @@
 #include <c10/util/irange.h>
 
 #include "base/site.h"
+#include "graphs/capture/body_arguments.h"
 #include "graphs/capture/body_hooks.h"
 #include "graphs/capture/call_state_guard.h"
 #include "graphs/capture/capture_guard.h"

@@ -12,7 +12,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "graphs/capture/warmup.h"
+#include "graphs/capture/bare_leaves.h"
 #include "graphs/engine/effects_undone.h"
 #include "graphs/engine/tensor_difference.h"
 #include "graphs/replay/replay_node.h"

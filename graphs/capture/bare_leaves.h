@@ -1,0 +1,24 @@
+#pragma once
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace sidestream {
+
+/// Takes tensor hooks and gradient accumulators off leaves for its lifetime: autograd::grad would run the hooks (their work
+/// would be captured and then run twice), and an accumulator that an eager step made ties the capture to that step's stream.
+/// Leaves that a forward has read keep their accumulators until its backward, which finds them by these (`hooks_only`).
+class [[nodiscard]] BareLeaves {
+ public:
+  explicit BareLeaves(const std::vector<at::Tensor>& leaves, bool hooks_only = false);
+  BareLeaves(const BareLeaves&) = delete;
+  BareLeaves& operator=(const BareLeaves&) = delete;
+  ~BareLeaves();
+
+ private:
+  struct Saved;
+  std::vector<Saved> saved_;
+  bool hooks_only_;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,69 @@
+#include "graphs/capture/eager_pass.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "graphs/capture/bare_leaves.h"
+#include "graphs/capture/body_arguments.h"
+#include "graphs/capture/body_hooks.h"
+#include "graphs/capture/call_state_guard.h"
+#include "graphs/capture/gradient_leaves.h"
+#include "graphs/capture/hidden_gradients.h"
+#include "offload/nested_backward.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
+                                const std::function<std::vector<at::Tensor>()>& wanted, std::vector<bool>* used) {
+  const std::vector<at::Tensor> known = wanted();
+  const HiddenGradients hidden(known);
+  const BareLeaves bare(known);
+  const NestedBackwardRefusal no_nested;
+  detail::TensorBuffer outputs;
+  {
+    const ForwardStateGuard state(spec.state);
+    const std::vector<at::Tensor> arguments = arguments_of(spec, inputs);
+    spec.body(arguments.data(), outputs);
+    refuse_hooks_of_body(spec.name, arguments, outputs);
+  }
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> seeds;
+  for (const at::Tensor& output : outputs) {
+    if (output.defined() && output.requires_grad()) {
+      roots.push_back(output);
+      seeds.push_back(at::ones_like(output));
+    }
+  }
+  const std::vector<at::Tensor> targets = wanted();
+  std::vector<at::Tensor> grads(targets.size());
+  if (!roots.empty() && !targets.empty()) {
+    std::vector<at::Tensor> found;
+    std::copy_if(targets.begin(), targets.end(), std::back_inserter(found),
+                 [&](const at::Tensor& t) { return !holds(known, t); });
+    const BareLeaves bare_too(found, /*hooks_only=*/true);
+    const BackwardStateGuard state(spec.state);
+    grads = torch::autograd::grad(roots, targets, seeds, /*retain_graph=*/false, /*create_graph=*/false,
+                                  /*allow_unused=*/true);
+  }
+  for (const at::Tensor& leaf : known) {
+    if (leaf.grad().defined()) {
+      throw CaptureError(
+          "callable \"" + spec.name + "\": its backward adds into .grad itself (a checkpoint that calls " +
+          "backward() inside backward?); a capture would add twice. Let it use autograd::grad, or run it outside " +
+          "of graphs");
+    }
+  }
+  if (used != nullptr) {
+    used->clear();
+    for (const at::Tensor& grad : grads) {
+      used->push_back(grad.defined());
+    }
+  }
+  return outputs;
+}
+
+}  // namespace sidestream

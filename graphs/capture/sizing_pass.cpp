@@ -1,0 +1,117 @@
+#include "graphs/capture/sizing_pass.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include <ATen/autocast_mode.h>
+#include <torch/nn/module.h>
+
+#include "graphs/capture/eager_pass.h"
+#include "graphs/capture/gradient_leaves.h"
+#include "graphs/capture/gradient_routes.h"
+#include "graphs/capture/observed_weights.h"
+#include "observe/operator_observer.h"
+#include "offload/sizing.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+namespace {
+
+/// What is wrong with the call says which one it is.
+template <class Part>
+void naming_call(const LayerSpec& spec, const Part& part) {
+  try {
+    part();
+  } catch (const UsageError& error) {
+    throw UsageError("graphed call \"" + spec.name + "\": " + error.what());
+  }
+}
+
+}  // namespace
+
+LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inputs, const GraphOptions& options,
+                       ScopeTree& tree, Exclusions& exclusions, PassWatch& watch, detail::TensorBuffer& outputs) {
+  LayerSizing sizing;
+  std::vector<at::Tensor> parameters;
+  if (spec.module != nullptr) {
+    parameters = requiring(spec.module->parameters());
+  }
+  ObservedWeights weights(watch.reads());
+  const c10::DeviceType type = spec.state.modes.autocast.type;
+  Recorder recorder(tree, exclusions, std::make_shared<SizingMover>(), nullptr);
+  std::vector<bool> used;
+  const std::vector<at::Tensor> differentiable = requiring(inputs);
+  std::vector<at::Tensor> targets;
+  {
+    const OperatorObserverGuard observer(
+        [&](const OperatorAccess& access) {
+          watch.after(access);
+          sizing.casts = sizing.casts || at::autocast::is_autocast_enabled(type);
+          weights.observe(access);
+          for (const at::Tensor& read : access.reads) {
+            if (!read.is_leaf() || !read.requires_grad()) {
+              continue;
+            }
+            const at::Tensor leaf = leaf_itself(read);
+            if (!holds(inputs, leaf) && !holds(parameters, leaf)) {
+              parameters.push_back(leaf);
+            }
+          }
+        },
+        [&](const OperatorAccess& access) { watch.before(access); });
+    const RecorderGuard recording(&recorder);
+    try {
+      outputs = eager_pass(
+          LayerSpec{spec.name, spec.scope,
+                    [&](const at::Tensor* in, detail::TensorBuffer& out) {
+                      RecorderScope scope(recorder, spec.scope);
+                      spec.body(in, out);
+                      scope.end();
+                      weights.backward_begins();
+                    },
+                    spec.module, spec.inputs, spec.state},
+          inputs,
+          [&] {
+            targets = differentiable;
+            targets.insert(targets.end(), parameters.begin(), parameters.end());
+            return targets;
+          },
+          &used);
+    } catch (const c10::Error&) {
+      watch.check_inputs();  // an input that requires a gradient is a leaf here: LibTorch refuses to write it in place
+      throw;
+    }
+    naming_call(spec, [&] { observer.rethrow(); });
+  }
+  watch.check();
+  recorder.finish();
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    if (i >= differentiable.size()) {
+      if (used[i]) {
+        sizing.parameters.push_back(targets[i]);
+      }
+    } else if (!used[i] && !options.allow_unused_input() && !targets.empty()) {
+      throw UsageError("callable \"" + spec.name + "\": an input that requires a gradient gets none; pass it without " +
+                       "requires_grad, or set GraphOptions::allow_unused_input");
+    }
+  }
+  weights.for_each_read([&](const c10::StorageImpl* storage, const c10::VariableVersion& version) {
+    const auto is_it = [&](const at::Tensor& t) {
+      return t.defined() && t.has_storage() && t.storage().unsafeGetStorageImpl() == storage;
+    };
+    if (std::any_of(inputs.begin(), inputs.end(), is_it)) {
+      return;  // the graph has a copy of its own
+    }
+    const auto named = std::find_if(parameters.begin(), parameters.end(), is_it);
+    const std::string name = named == parameters.end() ? "" : spec.state.modules.name_of(*named);
+    sizing.backward_reads.push_back({version, name.empty() ? "a tensor" : "\"" + name + "\""});
+  });
+  sizing.profile = recorder.profile();
+  sizing.scopes = recorder.group_scopes();
+  sizing.saved_bytes = recorder.saved_bytes();
+  return sizing;
+}
+
+}  // namespace sidestream

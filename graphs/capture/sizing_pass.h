@@ -1,0 +1,33 @@
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "analysis/planner.h"
+#include "graphs/capture/pass_watch.h"
+#include "graphs/replay/layer.h"
+#include "offload/exclusions.h"
+#include "offload/recorder.h"
+#include "sidestream/graph_options.h"
+
+namespace sidestream {
+
+/// What the sizing pass of one layer found.
+struct LayerSizing {
+  Profile profile;                       ///< groups and storages that autograd saved
+  std::vector<const ScopeNode*> scopes;  ///< of the profile's groups
+  std::vector<at::Tensor> parameters;    ///< leaves that got a gradient, the module's first, in their order
+  std::vector<BackwardRead> backward_reads;
+  bool casts = false;  ///< autocast was on somewhere in it
+  std::uint64_t saved_bytes = 0;
+};
+
+/// The sizing pass of one layer, whose body is run on `inputs`: forward and backward once, under the recorder and the operator
+/// observer. `watch` has entered the layer; `outputs` gets what the body gave.
+/// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and what the body throws.
+[[nodiscard]] LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
+                                     const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
+                                     PassWatch& watch, detail::TensorBuffer& outputs);
+
+}  // namespace sidestream

@@ -1,0 +1,29 @@
+#pragma once
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include "graphs/replay/layer.h"
+
+namespace sidestream {
+
+/// Gradients (hidden meanwhile), module buffers and the device's generator, put back at the end.
+/// Ordering: copies on the current stream.  Capture: illegal.  Threads: one.
+class [[nodiscard]] StateKeeper {
+ public:
+  StateKeeper(const std::vector<LayerSpec>& specs, c10::Device device);
+  StateKeeper(const StateKeeper&) = delete;
+  StateKeeper& operator=(const StateKeeper&) = delete;
+  ~StateKeeper();
+
+ private:
+  at::Generator generator_;
+  at::Tensor random_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
+};
+
+}  // namespace sidestream
