@@ -7,13 +7,20 @@ namespace sidestream {
 PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes, const Decision* decisions) {
   PlannedPass pass;
   std::vector<std::size_t> turns;
-  for (const ScopeNode* scope : scopes) {
-    auto& groups = pass[scope];
+  for (std::size_t group = 0; group < scopes.size(); ++group) {
+    if (profile.groups[group].captured_later) {
+      turns.push_back(0);
+      continue;
+    }
+    auto& groups = pass[scopes[group]];
     turns.push_back(groups.size());
     groups.emplace_back();
   }
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
     const std::uint32_t group = profile.storages[i].savers.front();
+    if (profile.groups[group].captured_later) {
+      continue;
+    }
     PlannedGroup& planned = pass[scopes[group]][turns[group]];
     const bool to_offload = decisions[i].fate == Fate::offloaded;
     planned.storages.push_back({profile.storages[i].bytes, to_offload});

@@ -26,7 +26,8 @@ struct PlannedGroup {
 using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<PlannedGroup>>;
 
 /// Lays out the decisions on one pass's storages (`decisions[i]` for `profile.storages[i]`) for matching; `scopes` are those
-/// of the profile's groups.
+/// of the profile's groups. Those of calls that are captured have no place: where such a call runs eagerly after all, what it
+/// saves is new to the plan.
 [[nodiscard]] PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes,
                                   const Decision* decisions);
 

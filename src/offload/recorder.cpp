@@ -186,7 +186,7 @@ Group& Recorder::make_group(ScopeNode* scope) {
   group.scope = scope;
   group.index = static_cast<std::uint32_t>(groups_.size() - 1);
   group.to_be_captured = to_be_captured_;
-  if (planned_ != nullptr) {
+  if (planned_ != nullptr && !to_be_captured_) {
     const std::size_t turn = entered_[scope]++;
     const auto found = planned_->find(scope);
     const std::vector<PlannedGroup>* turns = found == planned_->end() ? nullptr : &found->second;
@@ -194,8 +194,8 @@ Group& Recorder::make_group(ScopeNode* scope) {
       group.planned = PlannedPlaces(&(*turns)[turn]);
     }
     // A scope entered more often than planned is another microbatch, likely: as it was with the last.
-    group.offloads_unplanned = scope->selected && !to_be_captured_ &&
-                               (turns == nullptr || (*turns)[std::min(turn, turns->size() - 1)].offloads);
+    group.offloads_unplanned =
+        scope->selected && (turns == nullptr || (*turns)[std::min(turn, turns->size() - 1)].offloads);
   }
   return group;
 }

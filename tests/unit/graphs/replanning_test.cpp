@@ -245,6 +245,39 @@ TEST_F(ReplanningTest, TheBoundOfCapturesHoldsInTheSizingStepToo) {
   EXPECT_EQ(warnings.take().size(), 1U);
 }
 
+TEST_F(ReplanningTest, ACallThatRunsEagerlyBesideItsCapturesOffloadsAllTheSame) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  OffloadEngine engine(twins.mine, graphed().call_options(CallOptions().on_new_arguments(OnNewArguments::eager)));
+  twins.expect_plain(engine, 0, 3);
+  EXPECT_EQ(engine.report().eager_calls, 4);
+  twins.expect_plain(engine, 3, 6, 12, 3);
+  EXPECT_EQ(engine.report().eager_calls, 16) << "the first step's four, and those of the last three";
+  EXPECT_GT(engine.report().offloaded_bytes, 0);
+  EXPECT_EQ(engine.report().reloaded_bytes, engine.report().offloaded_bytes);
+  EXPECT_EQ(engine.report().refused_bytes, 0) << "planned since it was first refused";
+  EXPECT_EQ(engine.report().unplanned_bytes, 0);
+}
+
+TEST_F(ReplanningTest, CallsInFlightOverTheBoundOffloadAllTheSame) {
+  Shared mine(device_);
+  Shared plain(device_);
+  OffloadEngine engine(mine, graphed().call_options(CallOptions().max_captures(1)));
+  testing_model::ExpectedWarnings warnings;
+  std::int64_t s = 0;
+  for (const std::int64_t times : {1, 1, 5, 5, 5}) {
+    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s, times).backward(); });
+    EXPECT_TRUE(testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s, times).backward(); }),
+                                    expected))
+        << "step " << s;
+    ++s;
+  }
+  EXPECT_EQ(engine.report().replays, 2);
+  EXPECT_EQ(engine.report().refused_bytes, 0);
+  const std::int64_t each = 3 * 2 * 8 * 16 * 4;  // at least: one storage of each size
+  EXPECT_GE(engine.report().offloaded_bytes, 3 * each) << "of four that run eagerly, the last stays for the backward";
+  EXPECT_EQ(warnings.take().size(), 1U);
+}
+
 TEST_F(ReplanningTest, ResetHoldsNoMorePinnedMemoryThanOnce) {
   for (const bool graphs : {false, true}) {
     BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
