@@ -3,9 +3,12 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 
 namespace sidestream {
 namespace {
+
+using Anomaly = torch::autograd::AnomalyMode;
 
 AutocastState raw_autocast(c10::DeviceType type) {
   return {type, at::autocast::is_autocast_enabled(type), at::autocast::is_autocast_cache_enabled(),
@@ -107,11 +110,22 @@ void put_back_float32(const ProcessModes& before, c10::DeviceType type,
 }  // namespace
 
 CaptureModesGuard::CaptureModesGuard(c10::DeviceType type)
-    : no_inference_(out_of_inference()), type_(type), autocast_before_(at::autocast::is_autocast_enabled(type)) {
+    : no_inference_(out_of_inference()),
+      type_(type),
+      autocast_before_(at::autocast::is_autocast_enabled(type)),
+      anomaly_before_(Anomaly::is_enabled()) {
   at::autocast::set_autocast_enabled(type, false);
+  if (anomaly_before_) {
+    Anomaly::set_enabled(false, Anomaly::should_check_nan());
+  }
 }
 
-CaptureModesGuard::~CaptureModesGuard() { at::autocast::set_autocast_enabled(type_, autocast_before_); }
+CaptureModesGuard::~CaptureModesGuard() {
+  if (anomaly_before_) {
+    Anomaly::set_enabled(true, Anomaly::should_check_nan());
+  }
+  at::autocast::set_autocast_enabled(type_, autocast_before_);
+}
 
 CallModesGuard::CallModesGuard(const CallModes& modes)
     : autocast_before_(raw_autocast(modes.autocast.type)),

@@ -9,7 +9,8 @@
 namespace sidestream {
 
 /// Gradients on, outside of inference mode and of autocast, for its lifetime: what a capture runs in, whatever surrounds it. All
-/// that is made for a capture is made inside one; a tensor made in inference mode is of no use to autograd.
+/// that is made for a capture is made inside one; a tensor made in inference mode is of no use to autograd. Anomaly mode, which
+/// reads each gradient on the host to look for NaN, is off meanwhile, for the process as it is on for it.
 class [[nodiscard]] CaptureModesGuard {
  public:
   explicit CaptureModesGuard(c10::DeviceType type);
@@ -22,6 +23,7 @@ class [[nodiscard]] CaptureModesGuard {
   at::AutoGradMode grad_mode_{true};
   c10::DeviceType type_;
   bool autocast_before_;
+  bool anomaly_before_;
 };
 
 /// Sets `modes` for its lifetime. Casts of weights that autocast caches are made inside and do not outlive it: a capture must

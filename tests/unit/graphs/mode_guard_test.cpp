@@ -7,11 +7,13 @@
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 
 #include "expect_throws.h"
 #include "guard_models.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
+#include "warnings.h"
 
 namespace sidestream {
 namespace {
@@ -123,6 +125,16 @@ TEST_F(ModeGuardTest, CallablesAreCapturedWithGradientsWhateverSurroundsThem) {
       y.square().mean().backward();
     });
   }
+}
+
+TEST_F(ModeGuardTest, AnomalyModeLetsCapturesBe) {
+  Twins<PartModel> twins(options());
+  testing_model::ExpectedWarnings warnings;  // LibTorch calls it slow
+  const torch::autograd::DetectAnomalyGuard looking_for_nan;
+  twins.expect_plain(0, 3, train());
+  EXPECT_GT(twins.replays(), 0);
+  EXPECT_TRUE(torch::autograd::AnomalyMode::is_enabled());
+  EXPECT_TRUE(torch::autograd::AnomalyMode::should_check_nan());
 }
 
 TEST_F(ModeGuardTest, CallsInInferenceModeRunEagerly) {
