@@ -25,7 +25,7 @@ ObservedWeights::ObservedWeights(const ExternalReads& externals)
     : externals_(externals), first_node_(at::sequence_number::peek()) {}
 
 bool ObservedWeights::made_outside(const at::Tensor& tensor) const {
-  if (made_.count(tensor.unsafeGetTensorImpl()) != 0) {
+  if (made_inside(tensor)) {
     return false;
   }
   // A view makes its node anew where its base was written since, and the base then tells.

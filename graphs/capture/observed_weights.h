@@ -21,6 +21,10 @@ class ObservedWeights {
   void observe(const OperatorAccess& access);
   /// The forward has ended.
   void backward_begins() noexcept { in_backward_ = true; }
+  /// A leaf that the pass has made for itself is one of its own, not a weight.
+  [[nodiscard]] bool made_inside(const at::Tensor& tensor) const {
+    return made_.count(tensor.unsafeGetTensorImpl()) != 0;
+  }
   /// Tensors from outside that backward has read, by storage.
   template <class Visit>
   void for_each_read(const Visit& visit) const {

@@ -55,7 +55,7 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
               continue;
             }
             const at::Tensor leaf = leaf_itself(read);
-            if (!holds(inputs, leaf) && !holds(parameters, leaf)) {
+            if (!holds(inputs, leaf) && !holds(parameters, leaf) && !weights.made_inside(leaf)) {
               parameters.push_back(leaf);
             }
           }

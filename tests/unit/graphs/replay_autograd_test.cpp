@@ -259,6 +259,28 @@ TEST_F(ReplayAutogradTest, AGradientInsideOfABody) {
   }
 }
 
+TEST_F(ReplayAutogradTest, AGradientInsideOfABodyOfALeafThatItMakes) {
+  const at::Tensor w = weight(3);
+  const TensorFunction penalised = [w](const Tensors& in) {
+    const at::Tensor leaf = in[0].detach().requires_grad_();
+    const at::Tensor noise = at::ones_like(leaf).requires_grad_();
+    const at::Tensor y = (leaf * noise * w).tanh().square().sum();
+    const Tensors slopes = grad({y}, {leaf, noise}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+    return Tensors{slopes[0] * in[0] + slopes[1]};
+  };
+  OffloadEngine engine(*model_, Options(device_).offload("**").min_bytes(1024));
+  const auto graphed = make_graphed_callables(engine, {Callable("penalised", owning(penalised))}, {{input(0)}});
+  for (std::int64_t s = 1; s < 5; ++s) {
+    const auto step = [&](const TensorFunction& function) {
+      const at::Tensor x = input(s);
+      w.mutable_grad() = at::Tensor();
+      (function({x})[0] * rows(s, device_, 1)).sum().backward();
+      return StepTensors{{"input", x.grad()}, {"weight", w.grad()}};
+    };
+    EXPECT_TRUE(same(step(graphed[0]), step(penalised))) << "step " << s;
+  }
+}
+
 TEST_F(ReplayAutogradTest, AHookThatABodyRegistersIsCaptured) {
   OffloadEngine engine(*model_, Options(device_).offload("**").min_bytes(1024));
   const at::Tensor w = weight(4);
