@@ -210,11 +210,18 @@ TEST_F(OperatorCapture, RefusesWhatTheHostMustWaitFor) {
   expect_refused([&] { (void)x.sum().item<double>(); });
   expect_refused([&] { (void)at::nonzero(x); });
   expect_refused([&] { (void)at::index(x, {x > 0}); });
-  expect_refused([&] { (void)at::equal(x, x); });
+  expect_refused([&] { (void)at::equal(x, values({8}, device)); });
   expect_refused([&] { (void)at::repeat_interleave(index); });
   expect_refused([&] { (void)x.cpu(); });
   expect_refused([&] { host.copy_(x, true); });
   expect_refused([&] { x.copy_(host); });
+}
+
+TEST_F(OperatorCapture, TellsThatATensorEqualsItselfWithoutALookAtIt) {
+  const at::Tensor x = values({8}, device);
+  bool equal = false;
+  launch(capture([&] { equal = at::equal(x, x.view({8})); }));
+  EXPECT_TRUE(equal);
 }
 
 TEST_F(OperatorCapture, RefusesAGeneratorThatLaunchesWouldNotMoveOn) {
