@@ -1,12 +1,13 @@
 #include "graphs/capture/body_hooks.h"
 
 #include <unordered_set>
-#include <vector>
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include "graphs/capture/gradient_leaves.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -17,6 +18,20 @@ using torch::autograd::Node;
 bool has_hooks(Node& node) {
   return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
 }
+
+class RefusedRun final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit RefusedRun(std::string call) : call_(std::move(call)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& /*grads*/) override {
+    throw UsageError(
+        call_ +
+        ": a backward pass goes through a tensor that it made and keeps in a member, and that is none of its outputs; a "
+        "replay has no gradient for it. Give it out as an output of the call, or detach it before it is kept");
+  }
+
+ private:
+  std::string call_;
+};
 
 /// Calls `visit` with each node of the autograd graph of `outputs`.
 template <class Visit>
@@ -74,6 +89,39 @@ void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>
                          "tensor as an output, and call it there");
     }
   });
+}
+
+void refuse_to_run(Node& node, const std::string& call) { node.add_pre_hook(std::make_unique<RefusedRun>(call)); }
+
+void CapturedHistory::add(const std::string& call, const std::vector<at::Tensor>& leaves,
+                          const std::vector<at::Tensor>& parameters, const detail::TensorBuffer& outputs) {
+  for_each_node(outputs, [&](Node& node) {
+    const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node);
+    if (leaf == nullptr || holds(leaves, leaf->variable) || holds(parameters, leaf->variable)) {
+      nodes_.emplace_back(node.getptr(), call);
+    }
+  });
+  // What is kept may lead to leaves past all outputs.
+  for (const std::vector<at::Tensor>* const tensors : {&leaves, &parameters}) {
+    for (const at::Tensor& tensor : *tensors) {
+      if (!tensor.defined()) {
+        continue;
+      }
+      if (auto accumulator = torch::autograd::impl::try_get_grad_accumulator(tensor); accumulator != nullptr) {
+        nodes_.emplace_back(accumulator, call);
+      }
+    }
+  }
+}
+
+void CapturedHistory::refuse_to_run() {
+  std::unordered_set<const Node*> seen;
+  for (const auto& [weak, call] : nodes_) {
+    if (const auto node = weak.lock(); node != nullptr && seen.insert(node.get()).second) {
+      sidestream::refuse_to_run(*node, call);
+    }
+  }
+  nodes_.clear();
 }
 
 }  // namespace sidestream

@@ -1,10 +1,16 @@
 #pragma once
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "sidestream/call_arguments.h"
+
+namespace torch::autograd {
+struct Node;
+}
 
 namespace sidestream {
 
@@ -20,5 +26,29 @@ namespace sidestream {
 /// Throws: CaptureError for both.
 void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>& arguments,
                           const detail::TensorBuffer& outputs);
+
+// Note [Gradients through tensors that a body keeps]
+// ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+// A body may keep a tensor in a member of its module that the trainer then adds to a loss: a router's balancing term, a penalty.
+// Each replay writes its value anew, but its history is that of the run that made it: a backward pass through it would end at that
+// run's own leaves, and the gradient be lost without a word, or read what has been freed. So what is left of the history of a
+// capture, and of a verifying run, throws when a backward pass reaches it. autograd::grad as the capture calls it runs no
+// accumulator, and is over before.
+
+/// Makes `node` throw a UsageError that names `call`, whenever autograd runs it.
+void refuse_to_run(torch::autograd::Node& node, const std::string& call);
+
+/// The history of one chain's forwards, while they are captured.
+class CapturedHistory {
+ public:
+  /// A forward of `call` has been captured. `leaves`: its inputs; `parameters`: those whose accumulators the capture made.
+  void add(const std::string& call, const std::vector<at::Tensor>& leaves, const std::vector<at::Tensor>& parameters,
+           const detail::TensorBuffer& outputs);
+  /// All backwards have been captured: what others keep alive of the history throws from here on.
+  void refuse_to_run();
+
+ private:
+  std::vector<std::pair<std::weak_ptr<torch::autograd::Node>, std::string>> nodes_;
+};
 
 }  // namespace sidestream

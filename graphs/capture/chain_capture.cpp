@@ -57,6 +57,7 @@ void ChainCapture::run() {
       say(ProgressPhase::capture_backward, specs_.size() - 1 - i, i);
       naming(chain_.describe(i) + ", backward", [&] { capture_backward(i); });
     }
+    history_.refuse_to_run();
   }
   for (Live& live : live_) {
     live = {};

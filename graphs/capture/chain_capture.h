@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "graphs/capture/body_hooks.h"
 #include "graphs/capture/capture_reads.h"
 #include "graphs/capture/sizing_pass.h"
 #include "graphs/replay/chain.h"
@@ -76,6 +77,7 @@ class ChainCapture {
   std::vector<LayerSpec> specs_;
   std::vector<LayerSizing> sizings_;
   CaptureReads reads_;
+  CapturedHistory history_;
   c10::Stream capture_;
   std::vector<Live> live_;
 };

@@ -68,6 +68,7 @@ void ChainCapture::capture_forward(std::size_t index) {
         chain_.describe(index) +
         " registers gradient hooks inside: what they do beside computing happens at the capture only");
   }
+  history_.add(chain_.describe(index), live.leaves, all_parameters(), outputs);
 }
 
 void ChainCapture::make_leaves(std::size_t index) {

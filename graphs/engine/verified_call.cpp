@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "graphs/capture/bare_leaves.h"
+#include "graphs/capture/body_hooks.h"
 #include "graphs/engine/effects_undone.h"
 #include "graphs/engine/tensor_difference.h"
 #include "graphs/replay/replay_node.h"
@@ -101,6 +102,9 @@ void VerifiedCall::run_forward(const CallToVerify& call) {
   call.body(given.data(), outputs_);
   for (Target& target : targets_) {
     target.edge = torch::autograd::impl::gradient_edge(target.leaf);
+    if (target.is_input) {  // see Note [Gradients through tensors that a body keeps]
+      refuse_to_run(*target.edge.function, "graphed call \"" + name_ + "\"");
+    }
   }
   const at::NoGradGuard no_grad;
   for (Buffer& buffer : buffers_) {
@@ -114,6 +118,11 @@ void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& gi
   std::vector<Target> inputs;
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     const at::Tensor& input = call.inputs[i];
+    if (call.layer->inputs[i].same_as_earlier) {  // one input of the graph, which gets the gradients of both
+      given.push_back(given[call.layer->spec.inputs[i].aliases->same_as]);
+      results += input.requires_grad() ? 1 : 0;  // none comes there
+      continue;
+    }
     if (!input.defined() || !input.requires_grad()) {
       given.push_back(input.defined() ? input.detach() : input);
       continue;
@@ -123,6 +132,7 @@ void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& gi
     Target& target = inputs.emplace_back();
     target.what = index_name("gradient of input ", i);
     target.leaf = leaf;
+    target.is_input = true;
     target.result = results++;
   }
   for (Target& target : targets_) {

@@ -66,6 +66,7 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
     torch::autograd::Edge edge;  ///< of the eager run's leaf
     at::Tensor leaf;
     std::optional<std::size_t> result;  ///< among what the replay's node gives
+    bool is_input = false;
     bool added = false;                 ///< the replay adds it into the leaf's `.grad`
     at::Tensor grad_before;
   };

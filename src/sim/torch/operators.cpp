@@ -133,7 +133,9 @@ class Call {
   static at::Tensor host_copy(const at::Tensor& tensor) {
     const KernelScope scope;
     at::Tensor copy = at::clone(tensor);
-    copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {  // has no dimensions, as an index tensor may have
+      copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
     return copy;
   }
 

@@ -165,6 +165,55 @@ TEST_F(HeldTensorTest, AStateThatTheBodyReplacesIsRefusedByName) {
                 (void)engine.step());
 }
 
+/// A penalty in a member, for the trainer to add to the loss. Its backward needs nothing that was saved.
+at::Tensor with_a_mean(BodyBlock& block, const at::Tensor& x) {
+  const at::Tensor h = x + block.weight.select(0, 0);
+  block.other = h.mean();
+  return at::matmul(h, block.weight).tanh();
+}
+
+/// The same; its backward meets what the capture's own backward has freed.
+at::Tensor with_a_square(BodyBlock& block, const at::Tensor& x) {
+  const at::Tensor h = at::matmul(x, block.weight).tanh();
+  block.other = h.square().mean();
+  return h;
+}
+
+TEST_F(HeldTensorTest, ABackwardThroughATensorThatABodyKeepsIsRefused) {
+  for (const auto& body : {with_a_mean, with_a_square}) {
+    for (const std::int64_t verified : {0, 100}) {
+      BodyModel model(device_, {body, body});
+      OffloadEngine engine(model, options().verify_replays(verified));
+      const auto train = [&](std::int64_t s, bool with_penalty) {
+        testing_model::clear_gradients(model);
+        const auto step = engine.step();
+        at::Tensor loss = model.forward(model.data(s, 8, 2)).square().mean();
+        if (with_penalty) {
+          loss = loss + model.block(1).other;
+        }
+        loss.backward();
+      };
+      train(0, true);
+      train(1, false);
+      EXPECT_THROWS(UsageError,
+                    "graphed call \"blocks.1\": a backward pass goes through a tensor that it made and keeps",
+                    train(2, true));
+      train(3, false);
+    }
+  }
+}
+
+TEST_F(HeldTensorTest, AnIndexThatABodyMakesOnTheHostIsCaptured) {
+  const auto turned = [](BodyBlock& block, const at::Tensor& x) {
+    const at::Tensor turn = at::arange(16, at::kLong).flip(0);
+    return at::index(at::matmul(x, block.weight), {{}, {}, turn}).tanh();
+  };
+  BodyTwins twins(device_, {turned, turned});
+  OffloadEngine engine(twins.mine, options());
+  twins.expect_plain(engine, 0, 4);
+  EXPECT_GT(engine.report().replays, 0);
+}
+
 TEST_F(HeldTensorTest, WhatACaptureMadeIsNotHeld) {
   BodyTwins twins(device_, {rotated, masked});
   OffloadEngine engine(twins.mine, options());

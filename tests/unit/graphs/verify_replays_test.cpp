@@ -167,6 +167,25 @@ TEST_F(VerifyReplaysTest, FindsTheMemberOfAModuleThatAFunctionCalls) {
                 "graphed call \"scaled\": replayed, its output 0 differs first at [0, 0]: 3 replayed, 6", step());
 }
 
+TEST_F(VerifyReplaysTest, OneTensorAsTwoArgumentsIsOneInput) {
+  make([](RuledLayer& l, const at::Tensor& x) { return x * l.weight; });
+  OffloadEngine engine(*model_, Options(device_).graph("joined").verify_replays(kAlways));
+  for (std::int64_t s = 0; s < 3; ++s) {
+    const auto active = engine.step();
+    const at::Tensor leaf = at::full({2, RuledLayer::kWidth}, 3.0, device_).requires_grad_();
+    for (const at::Tensor& x : {leaf, leaf * 2}) {
+      call(
+          "joined",
+          [](RuledLayer& layer, const at::Tensor& a, const at::Tensor& b) { return layer.forward(a) + b * b; },
+          model_->layer(0), x, x)
+          .sum()
+          .backward();
+    }
+    EXPECT_TRUE(leaf.grad().equal(at::full_like(leaf, 1 + 6 + 2 * (1 + 12)))) << leaf.grad();
+  }
+  EXPECT_EQ(engine.report().verified_backwards, 2);
+}
+
 TEST_F(VerifyReplaysTest, DifferencesWithinTheToleranceAreNone) {
   const auto rule = [](RuledLayer& l, const at::Tensor& x) { return x * l.weight * l.member; };
   make(rule, verifying().verify_tolerance(1e-3));
