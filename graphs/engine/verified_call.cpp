@@ -118,9 +118,10 @@ void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& gi
   std::vector<Target> inputs;
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     const at::Tensor& input = call.inputs[i];
-    if (call.layer->inputs[i].same_as_earlier) {  // one input of the graph, which gets the gradients of both
-      given.push_back(given[call.layer->spec.inputs[i].aliases->same_as]);
-      results += input.requires_grad() ? 1 : 0;  // none comes there
+    if (const auto& aliases = call.layer->spec.inputs[i].aliases; aliases && aliases->same_as != i) {
+      const at::Tensor earlier = given[aliases->same_as];  // one leaf, as in its capture: it gets the whole gradient
+      results += input.defined() && input.requires_grad() ? 1 : 0;
+      given.push_back(earlier);
       continue;
     }
     if (!input.defined() || !input.requires_grad()) {
