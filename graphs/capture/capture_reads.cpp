@@ -30,7 +30,44 @@ bool is_known(const Layer& layer, const c10::Storage& storage) {
           (any_in(layer.spec.module->parameters()) || any_in(layer.spec.module->buffers())));
 }
 
+bool is_output(const std::vector<Layer>& layers, const c10::Storage& storage) {
+  return std::any_of(layers.begin(), layers.end(), [&](const Layer& layer) {
+    return std::any_of(layer.output_storages.begin(), layer.output_storages.end(),
+                       [&](const OutputStorage& held) { return held.is(storage); });
+  });
+}
+
 }  // namespace
+
+std::size_t references_to(const c10::Storage& storage, const std::vector<Layer>& layers) {
+  const c10::StorageImpl* const sought = storage.unsafeGetStorageImpl();
+  std::unordered_set<const c10::TensorImpl*> tensors;
+  std::size_t count = 0;
+  const auto look_at = [&](const at::Tensor& tensor) {
+    if (lies_in(tensor, storage)) {
+      tensors.insert(tensor.unsafeGetTensorImpl());
+    }
+  };
+  for (const Layer& layer : layers) {
+    for (const StaticInput& input : layer.inputs) {
+      look_at(input.tensor);
+    }
+    for (const StaticOutput& output : layer.outputs) {
+      look_at(output.tensor);
+      look_at(output.owner);
+    }
+    for (const OutputStorage& held : layer.output_storages) {
+      count += held.is(storage) ? 1 : 0;
+    }
+    for (const c10::Storage& held : layer.externals) {
+      count += held.unsafeGetStorageImpl() == sought ? 1 : 0;
+    }
+    for (const auto& saved : layer.offloaded) {
+      count += saved->device.unsafeGetStorageImpl() == sought ? 1 : 0;
+    }
+  }
+  return count + tensors.size();
+}
 
 OperatorObserverGuard CaptureReads::watch() {
   return OperatorObserverGuard([this](const OperatorAccess& access) { reads_.observe(access); },
@@ -83,7 +120,6 @@ std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const std::vector<L
       own(input.tensor);
     }
     for (const StaticOutput& output : layer.outputs) {
-      own(output.tensor);
       own(output.seed);
     }
     for (const LayerParameter& parameter : layer.parameters) {
@@ -95,8 +131,14 @@ std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const std::vector<L
   }
   std::vector<Made> kept;
   for (const auto& [key, made] : forwards_) {
-    if (auto alive = made.first.lock(); alive && !owned.contains(key)) {
-      kept.push_back({made.second, c10::Storage(std::move(alive))});
+    auto alive = made.first.lock();
+    if (!alive) {
+      continue;
+    }
+    c10::Storage storage(std::move(alive));
+    // Of an output the graphs have their own references; whoever has one beside them keeps it.
+    if (is_output(layers, storage) ? storage.use_count() > 1 + references_to(storage, layers) : !owned.contains(key)) {
+      kept.push_back({made.second, std::move(storage)});
     }
   }
   return kept;

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -56,12 +55,8 @@ void ChainCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) 
   for (const CaptureReads::Made& made : kept) {
     for (const c10::Storage& external : chain_.layers_[made.layer].externals) {
       // What nobody but graphs holds was let go of while they were captured.
-      const auto holders = std::count_if(chain_.layers_.begin(), chain_.layers_.end(), [&](const Layer& layer) {
-        return std::any_of(layer.externals.begin(), layer.externals.end(), [&](const c10::Storage& held) {
-          return held.unsafeGetStorageImpl() == external.unsafeGetStorageImpl();
-        });
-      });
-      if (external.nbytes() == made.storage.nbytes() && static_cast<std::int64_t>(external.use_count()) == holders) {
+      if (external.nbytes() == made.storage.nbytes() &&
+          external.use_count() == references_to(external, chain_.layers_)) {
         throw CaptureError(
             chain_.describe(made.layer) + ": it reads a tensor of " + std::to_string(external.nbytes()) +
             " bytes that it keeps from call to call, and keeps a new tensor in its place; graphs would read " +

@@ -214,6 +214,75 @@ TEST_F(HeldTensorTest, AnIndexThatABodyMakesOnTheHostIsCaptured) {
   EXPECT_GT(engine.report().replays, 0);
 }
 
+TEST_F(HeldTensorTest, AStateThatIsAnOutputAsWellIsRefusedWhereTheBodyReplacesIt) {
+  const auto next = [](BodyBlock& block, const at::Tensor& x) {
+    const at::Tensor h = at::matmul(x, block.weight);
+    const at::Tensor state = block.kept.defined() ? block.kept * 0.9 + h : h + 0;
+    block.kept = state.detach();
+    return state;
+  };
+  BodyTwins twins(device_, {next});
+  OffloadEngine engine(twins.mine, options());
+  twins.expect_plain(engine, 0, 1);
+  EXPECT_THROWS(CaptureError, "graphed call \"blocks.0\": it reads a tensor of 1024 bytes that it keeps",
+                (void)engine.step());
+}
+
+TEST_F(HeldTensorTest, AStateThatIsGivenOutAndReplacedIsRefused) {
+  const auto latest = [](BodyBlock& block, const Tensors& in) {
+    const at::Tensor h = at::matmul(in[0], block.weight).tanh();
+    const at::Tensor before = block.other.defined() ? block.other : at::zeros_like(h.detach());
+    block.other = before * 0.9 + h.detach() * 0.1;
+    return Tensors{h, before};
+  };
+  BodyModel model(device_, {masked});
+  OffloadEngine engine(model, Options(device_));
+  EXPECT_THROWS(CaptureError, "\"latest\": it reads a tensor of 1024 bytes that it keeps",
+                (void)make_graphed_callables(engine, {{"latest", latest, model.blocks->ptr<BodyBlock>(0)}},
+                                             {{model.data(0, 8, 2)}}));
+}
+
+TEST_F(HeldTensorTest, AnOutputThatTheModuleKeepsHasItsValueBeforeTheFirstReplay) {
+  const auto looks = [](BodyBlock& block, const at::Tensor& x) {
+    const at::Tensor h = at::matmul(x, block.weight).tanh();
+    block.kept = h.detach();
+    return h;
+  };
+  BodyModel model(device_, {looks});
+  BodyModel plain(device_, {looks});
+  OffloadEngine engine(model, Options(device_));
+  const std::shared_ptr<BodyBlock> block = model.blocks->ptr<BodyBlock>(0);
+  const at::Tensor x = model.data(0, 8, 2);
+  const auto graphed = make_graphed_callables(
+      engine, {{"looks", [](BodyBlock& of, const Tensors& in) { return Tensors{of.forward(in[0])}; }, block}},
+      {{x}})[0];
+  (void)plain.block(0).forward(x);
+  EXPECT_TRUE(at::equal(block->kept.cpu(), plain.block(0).kept.cpu())) << "of the sample: nothing has replayed yet";
+  for (std::int64_t s = 1; s < 4; ++s) {
+    const at::Tensor out = graphed({model.data(s, 8, 2)})[0];
+    (void)plain.block(0).forward(model.data(s, 8, 2));
+    EXPECT_TRUE(at::equal(block->kept.cpu(), plain.block(0).kept.cpu())) << "call " << s;
+  }
+}
+
+TEST_F(HeldTensorTest, AStateThatTheCallGivesOutAndTheTrainerReplacesIsFoundByVerification) {
+  const auto states = [](BodyBlock& block, const at::Tensor& x) {
+    if (!block.other.defined()) {
+      block.other = at::full({16}, 2.0, x.options().requires_grad(false));
+    }
+    block.kept = block.other;
+    return at::matmul(x, block.weight) * block.other;
+  };
+  BodyTwins twins(device_, {states});
+  OffloadEngine engine(twins.mine, options().verify_replays(100));
+  twins.expect_plain(engine, 0, 3);
+  for (BodyModel* model : {&twins.mine, &twins.plain}) {
+    model->block(0).other = at::full({16}, 3.0, model->first.options().requires_grad(false));
+  }
+  EXPECT_THROWS(VerificationError, "graphed call \"blocks.0\": replayed, its output 0 differs",
+                (void)twins.mine.step(&engine, 3));
+}
+
 TEST_F(HeldTensorTest, WhatACaptureMadeIsNotHeld) {
   BodyTwins twins(device_, {rotated, masked});
   OffloadEngine engine(twins.mine, options());
