@@ -65,7 +65,7 @@ std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const
   const CallContext::OnThread on_thread(context_);
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
-  resources_.check.journal_operators(journaling, report_.steps());
+  resources_.check.journal_capture(journaling, report_.steps());
   std::shared_ptr<Chain> chain;
   try {
     chain = ChainCapture::make_chain(resources_.for_graphs(), std::move(specs), options);

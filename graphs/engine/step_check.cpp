@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include "offload/recorder.h"
+#include "runtime/capture_turn.h"
 
 namespace sidestream {
 
@@ -22,11 +23,8 @@ void StepCheck::begin_step(std::int64_t steps_done) {
   }
 }
 
-void StepCheck::journal_operators(std::optional<OperatorObserverGuard>& guard, std::int64_t steps_done) const {
-  if (checked_ == nullptr || steps_done >= steps_) {
-    return;
-  }
-  guard.emplace([checked = checked_](const OperatorAccess& access) {
+OperatorObserverGuard::Observe StepCheck::observer() const {
+  return [checked = checked_](const OperatorAccess& access) {
     if (const auto node = torch::autograd::get_current_node(); node != nullptr) {
       checked->observe(access, "backward", node->name());
     } else if (const Recorder* recorder = current_recorder(); recorder != nullptr && recorder->depth() > 1) {
@@ -34,7 +32,26 @@ void StepCheck::journal_operators(std::optional<OperatorObserverGuard>& guard, s
     } else {
       checked->observe(access);
     }
-  });
+  };
+}
+
+void StepCheck::journal_step(std::optional<OperatorObserverGuard>& guard, std::int64_t steps_done) const {
+  if (!journals(steps_done)) {
+    return;
+  }
+  // What is heard here of a capture is another engine's: this one's own has a guard of its own inside.
+  const auto outside_of_captures = [observe = observer(), device = runtime_->device()](const OperatorAccess& access) {
+    if (!CaptureTurn::mine(device)) {
+      observe(access);
+    }
+  };
+  guard.emplace(outside_of_captures, OperatorObserverGuard::Observe(), OperatorObserverGuard::Outer::hears_too);
+}
+
+void StepCheck::journal_capture(std::optional<OperatorObserverGuard>& guard, std::int64_t steps_done) const {
+  if (journals(steps_done)) {
+    guard.emplace(observer());
+  }
 }
 
 }  // namespace sidestream

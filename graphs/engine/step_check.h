@@ -23,10 +23,18 @@ class StepCheck {
 
   /// Of the step that follows `steps_done` whole ones.
   void begin_step(std::int64_t steps_done);
-  /// In a checked step: operators of the calling thread go into the journal while `guard` lives.
-  void journal_operators(std::optional<OperatorObserverGuard>& guard, std::int64_t steps_done) const;
+  /// In a checked step: operators of the calling thread go into the journal while `guard` lives, and into that of another
+  /// engine's step around this one as well. Other engines' captures do not: the journal knows nothing of their streams.
+  void journal_step(std::optional<OperatorObserverGuard>& guard, std::int64_t steps_done) const;
+  /// The same for operators of a capture, in a step or between two.
+  void journal_capture(std::optional<OperatorObserverGuard>& guard, std::int64_t steps_done) const;
 
  private:
+  [[nodiscard]] bool journals(std::int64_t steps_done) const noexcept {
+    return checked_ != nullptr && steps_done < steps_;
+  }
+  [[nodiscard]] OperatorObserverGuard::Observe observer() const;
+
   std::int64_t steps_;
   std::shared_ptr<CheckedRuntime> checked_;
   std::shared_ptr<Runtime> runtime_;

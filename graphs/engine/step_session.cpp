@@ -24,7 +24,7 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
   allocated_at_begin_ = resources.runtime->memory_stats().allocated;
   resources.runtime->reset_peak_memory_stats();
   recording_.emplace(recorder_.get());
-  resources.check.journal_operators(journaling_, report.steps());
+  resources.check.journal_step(journaling_, report.steps());
   on_thread_.emplace(context);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <mutex>
@@ -79,7 +80,8 @@ struct OperatorObserverGuard::State final : c10::DebugInfoBase, std::enable_shar
 
   Observe observe;
   Observe before;
-  std::shared_ptr<State> outer;  // that hears too
+  std::shared_ptr<State> outer;  // hears too where it is to, and what comes after the end of this one
+  bool outer_hears_too = false;
   std::mutex mutex;
   bool active = true;
   std::exception_ptr error;
@@ -150,8 +152,10 @@ void OperatorObserverGuard::State::read_arguments(const at::RecordFunction& func
 }
 
 void OperatorObserverGuard::State::tell(Observe State::*listener, const OperatorAccess& access) {
+  bool outer_hears = outer_hears_too;
   {
     const std::lock_guard lock(mutex);
+    outer_hears = outer_hears || !active;
     if (active && this->*listener) {
       observing = true;
       try {
@@ -164,7 +168,7 @@ void OperatorObserverGuard::State::tell(Observe State::*listener, const Operator
       observing = false;
     }
   }
-  if (outer != nullptr) {
+  if (outer_hears && outer != nullptr) {
     outer->tell(listener, access);
   }
 }
@@ -217,10 +221,16 @@ void on_end(const at::RecordFunction& function, at::ObserverContext* context) {
 
 }  // namespace
 
-// The callback is registered by the outermost guard of a thread only; an inner one changes what it finds.
+// The callback is registered by the outermost guard of a thread only; an inner one changes what it finds. Both the callback and the
+// chain of debug infos are undone in reverse order only: so a guard that ends before one inside of it, or on another thread, leaves
+// its registration to the thread, which drops it when it is the innermost.
 struct OperatorObserverGuard::Registration {
   explicit Registration(std::shared_ptr<State> state)
-      : outermost(c10::ThreadLocalDebugInfo::get(observer_kind) == nullptr), info(observer_kind, std::move(state)) {
+      : around(innermost),
+        outermost(c10::ThreadLocalDebugInfo::get(observer_kind) == nullptr),
+        info(observer_kind, std::move(state)),
+        link(c10::ThreadLocalDebugInfo::current().get()) {
+    innermost = this;
     if (outermost) {
       callback = at::addThreadLocalCallback(at::RecordFunctionCallback(on_begin, on_end)
                                                 .needsInputs(true)
@@ -228,31 +238,54 @@ struct OperatorObserverGuard::Registration {
                                                 .scopes({at::RecordScope::FUNCTION}));
     }
   }
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
   ~Registration() {
     if (outermost) {
       at::removeCallback(callback);
     }
   }
-  bool outermost;
+  /// Of the calling thread: what has ended and has nothing of others inside.
+  static void drop_ended() {
+    while (innermost != nullptr && innermost->ended.load(std::memory_order_acquire) &&
+           innermost->link == c10::ThreadLocalDebugInfo::current().get()) {
+      const std::unique_ptr<Registration> last(innermost);
+      innermost = last->around;
+    }
+  }
+
+  static inline thread_local constinit Registration* innermost = nullptr;
+  Registration* const around;
+  Registration** const home = &innermost;  ///< tells threads apart
+  const bool outermost;
   c10::DebugInfoGuard info;
+  const c10::ThreadLocalDebugInfo* const link;  ///< what `info` put into the chain
   at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+  std::atomic<bool> ended{false};
 };
 
 OperatorObserverGuard::OperatorObserverGuard(Observe observe, Observe before, Outer outer)
     : state_(std::make_shared<State>()) {
+  Registration::drop_ended();
   state_->observe = std::move(observe);
   state_->before = std::move(before);
-  if (auto* const around = static_cast<State*>(c10::ThreadLocalDebugInfo::get(observer_kind));
-      around != nullptr && outer == Outer::hears_too) {
+  state_->outer_hears_too = outer == Outer::hears_too;
+  if (auto* const around = static_cast<State*>(c10::ThreadLocalDebugInfo::get(observer_kind)); around != nullptr) {
     state_->outer = around->shared_from_this();
   }
-  registration_ = std::make_unique<Registration>(state_);
+  registration_ = new Registration(state_);
 }
 
 OperatorObserverGuard::~OperatorObserverGuard() {
-  registration_.reset();
-  const std::lock_guard lock(state_->mutex);
-  state_->active = false;
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->active = false;
+  }
+  const bool at_home = registration_->home == &Registration::innermost;
+  registration_->ended.store(true, std::memory_order_release);  // from here on it is its thread's
+  if (at_home) {
+    Registration::drop_ended();
+  }
 }
 
 bool OperatorObserverGuard::observes_this_thread() noexcept {

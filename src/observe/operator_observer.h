@@ -38,7 +38,7 @@ struct OperatorAccess {
 /// `before`, if any, is called before each operator runs, with no outputs; nothing of the operator is written by then.
 /// Schemas lie (`native_batch_norm` writes running statistics unmarked): what is known of that stands in unmarked_writes.h.
 /// What the two throw does not stop the operator; it is kept for `rethrow`.
-/// Threads: ends on the thread it began on, in reverse order. Capture: legal.
+/// Threads: ends in any order and on any thread; what it stands in hears what comes after. Capture: legal.
 class [[nodiscard]] OperatorObserverGuard {
  public:
   using Observe = std::function<void(const OperatorAccess&)>;
@@ -61,7 +61,7 @@ class [[nodiscard]] OperatorObserverGuard {
  private:
   struct Registration;
   std::shared_ptr<State> state_;
-  std::unique_ptr<Registration> registration_;
+  Registration* registration_;  ///< the thread's, from the guard's end on
 };
 
 /// For its lifetime operators of the calling thread are not reported: those that a backend's kernel is made of.

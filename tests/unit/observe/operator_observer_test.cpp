@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -275,6 +276,43 @@ TEST(OperatorObserver, TheGuardAroundHearsWhereItIsToldTo) {
     EXPECT_GT(seen, 0);
     EXPECT_EQ(heard, outer == OperatorObserverGuard::Outer::hears_too ? seen : 0);
   }
+}
+
+TEST(OperatorObserver, GuardsThatEndOutOfOrderLeaveTheOthersHearing) {
+  std::vector<Seen> outer;
+  std::vector<Seen> inner;
+  std::vector<Seen> next;
+  const at::Tensor a = at::ones({2});
+  {
+    auto around = std::make_unique<OperatorObserverGuard>(into(outer));
+    auto inside = std::make_unique<OperatorObserverGuard>(into(inner));
+    around.reset();
+    (void)a.mul(2);
+    EXPECT_EQ(outer.size(), 0U);
+    EXPECT_NE(find(inner, "aten::mul"), nullptr);
+    inside.reset();
+  }
+  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_FALSE(OperatorObserverGuard::observes_this_thread());
+  const OperatorObserverGuard guard(into(next));
+  (void)a.mul(2);
+  EXPECT_NE(find(next, "aten::mul"), nullptr);
+}
+
+TEST(OperatorObserver, AGuardThatEndsOnAnotherThreadHidesNothing) {
+  std::vector<Seen> outer;
+  std::vector<Seen> inner;
+  const at::Tensor a = at::ones({2});
+  {
+    const OperatorObserverGuard around(into(outer));
+    auto inside = std::make_unique<OperatorObserverGuard>(into(inner));
+    std::thread([&] { inside.reset(); }).join();
+    (void)a.mul(2);
+    EXPECT_EQ(inner.size(), 0U);
+    EXPECT_NE(find(outer, "aten::mul"), nullptr);
+  }
+  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_FALSE(OperatorObserverGuard::observes_this_thread());
 }
 
 TEST(OperatorObserver, KnowsWhatDraws) {
