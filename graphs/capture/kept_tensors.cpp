@@ -1,10 +1,9 @@
 #include <chrono>
 #include <thread>
 
-#include <ATen/Context.h>
-
 #include "base/site.h"
 #include "graphs/capture/chain_capture.h"
+#include "graphs/capture/draws_apart.h"
 #include "graphs/capture/written_storages.h"
 #include "sidestream/error.h"
 
@@ -35,8 +34,7 @@ void ChainCapture::fill_kept_tensors() {
     return;
   }
   const StreamGuard on_capture(runtime_, capture_);
-  at::Generator generator = at::globalContext().defaultGenerator(runtime_.device());
-  const at::Tensor random = generator.get_state();
+  const DrawsApart draws(runtime_.device());
   WrittenStorages written;
   for (const c10::Storage& storage : reads_.written()) {
     written.keep(storage);
@@ -47,7 +45,6 @@ void ChainCapture::fill_kept_tensors() {
   }
   written.put_back();
   runtime_.synchronize_device();
-  generator.set_state(random);
   refuse_replaced(kept);  // after all that: what the module keeps now has a value
 }
 

@@ -2,14 +2,12 @@
 
 #include <exception>
 
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
 namespace sidestream {
 
-StateKeeper::StateKeeper(const std::vector<LayerSpec>& specs, c10::Device device)
-    : generator_(at::globalContext().defaultGenerator(device)), random_(generator_.get_state()) {
+StateKeeper::StateKeeper(const std::vector<LayerSpec>& specs, c10::Device device) : draws_(device) {
   const at::NoGradGuard no_grad;
   for (const LayerSpec& spec : specs) {
     if (spec.module != nullptr) {
@@ -41,7 +39,6 @@ StateKeeper::~StateKeeper() {
     for (auto& [buffer, before] : buffers_) {
       buffer.detach().copy_(before);
     }
-    generator_.set_state(random_);
   } catch (const std::exception&) {  // a device that fails here has failed the pass already
   }
 }

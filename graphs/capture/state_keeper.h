@@ -2,10 +2,10 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include "graphs/capture/draws_apart.h"
 #include "graphs/replay/layer.h"
 
 namespace sidestream {
@@ -20,8 +20,7 @@ class [[nodiscard]] StateKeeper {
   ~StateKeeper();
 
  private:
-  at::Generator generator_;
-  at::Tensor random_;
+  DrawsApart draws_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
 };

@@ -1,17 +1,13 @@
 #include "observe/held_draws.h"
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <mutex>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
-#include <c10/util/Exception.h>
 
 #include "observe/operator_observer.h"
 #include "runtime/capture_turn.h"
@@ -21,7 +17,6 @@ namespace sidestream {
 struct HeldDraws::State {
   explicit State(c10::Device device_) : device(device_) {}
   const c10::Device device;
-  std::atomic<bool> drawn_in_backward{false};
 };
 
 namespace {
@@ -82,8 +77,8 @@ std::unique_ptr<at::ObserverContext> hold_draw(const at::RecordFunction& functio
   for (const auto& state : held) {
     const bool touched = std::any_of(inputs.begin(), inputs.end(),
                                      [&](const c10::IValue& input) { return touches_device(input, state->device); });
-    if (touched && !CaptureTurn::let_others_finish(state->device)) {
-      state->drawn_in_backward.store(true, std::memory_order_relaxed);
+    if (touched) {
+      (void)CaptureTurn::let_others_finish(state->device);  // a backward pass goes on
     }
   }
   return nullptr;
@@ -98,22 +93,12 @@ HeldDraws::HeldDraws(c10::Device device) : state_(std::make_shared<State>(device
   }
   callback_ = at::addGlobalCallback(
       at::RecordFunctionCallback(hold_draw).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
-  // An operator that began before knows nothing of this: it draws within a moment. (The simulated device waits for it.)
-  std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 HeldDraws::~HeldDraws() {
   at::removeCallback(callback_);
-  {
-    const std::lock_guard lock(holders().mutex);
-    std::erase(holders().all, state_);
-  }
-  if (state_->drawn_in_backward.load(std::memory_order_relaxed)) {
-    TORCH_WARN(
-        "sidestream: a backward pass of another thread drew random numbers while graphs were captured; these numbers "
-        "may come "
-        "again. Let the threads' captures end before they train at once");
-  }
+  const std::lock_guard lock(holders().mutex);
+  std::erase(holders().all, state_);
 }
 
 }  // namespace sidestream

@@ -7,11 +7,12 @@
 namespace sidestream {
 
 /// While one lives, operators of other threads that draw random numbers on `device` wait for its end: the device has one generator,
-/// which a warm-up puts back and a capture takes for itself. The thread that has it also has the device's CaptureTurn; threads that
-/// work for a capture do not wait.
+/// which a capture takes for itself. The thread that has it also has the device's CaptureTurn; threads that work for a capture do
+/// not wait.
 ///
-/// A backward pass cannot wait (autograd's thread may be the one that the capture needs). What it draws during the warm-up may be
-/// drawn again later, which is warned of; during a capture the device refuses it (UsageError).
+/// A backward pass cannot wait (autograd's thread may be the one that the capture needs), and an operator that began before knows
+/// nothing of this. What they draw in a warm-up is drawn apart (graphs/capture/draws_apart.h), so that no number comes twice; while
+/// a graph is captured the device refuses them (an error there, never a number lost).
 /// Costs other threads one look at each operator meanwhile, and nothing else.  Threads: ends on the thread it began on.
 class [[nodiscard]] HeldDraws {
  public:

@@ -27,8 +27,15 @@ class DrawOrder {
   /// Throws: UsageError in a backward pass while another thread captures; nothing is queued then.
   template <class Launch>
   void launch(Runtime& runtime, c10::Stream stream, const Launch& launch) {
-    CaptureTurn::let_others_finish(device_, "a graph that draws random numbers is replayed by a backward pass");
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_, std::defer_lock);
+    for (;;) {
+      CaptureTurn::let_others_finish(device_, "a graph that draws random numbers is replayed by a backward pass");
+      lock.lock();
+      if (!CaptureTurn::others(device_)) [[likely]] {
+        break;
+      }
+      lock.unlock();  // a capture has begun just now
+    }
     wait(runtime, stream);
     launch();
     mark(runtime, stream);

@@ -189,7 +189,7 @@ CaptureStatus Device::capture_status(c10::StreamId id) const {
 }
 
 std::unique_lock<std::mutex> Device::draw(c10::StreamId id) {
-  std::unique_lock lock(state_->drawing, std::defer_lock);
+  std::unique_lock lock(draws_lock(), std::defer_lock);
   for (bool may_wait = true; !lock.owns_lock();) {
     may_wait = may_wait && CaptureTurn::let_others_finish(sim_device());
     lock.lock();
@@ -207,7 +207,7 @@ std::unique_lock<std::mutex> Device::draw(c10::StreamId id) {
   return lock;
 }
 
-void Device::let_draws_finish() { const std::lock_guard lock(state_->drawing); }
+void Device::let_draws_finish() { const std::lock_guard lock(draws_lock()); }
 
 void Device::preserve(const void* address, std::size_t bytes, c10::StreamId id) {
   if (state_->open_captures.load(std::memory_order_acquire) == 0) {

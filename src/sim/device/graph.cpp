@@ -123,7 +123,7 @@ std::vector<GraphNode> GraphBody::list() const {
 }
 
 void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
-  const auto drawing = graph->draws ? std::unique_lock<std::mutex>(state_->drawing) : std::unique_lock<std::mutex>();
+  const auto drawing = graph->draws ? std::unique_lock(draws_lock()) : std::unique_lock<std::mutex>();
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   StreamState& stream = state_->stream(id);
   if (stream.capture != nullptr) {

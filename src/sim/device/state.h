@@ -66,7 +66,6 @@ struct Device::State {
   void free_unused() noexcept;
 
   mutable std::recursive_mutex mutex;
-  std::mutex drawing;  ///< held by whoever draws, and taken before `mutex`
   CachingAllocator memory;
   PinnedRegistry pinned;
   Timeline timeline;

@@ -35,6 +35,11 @@ class Generator final : public c10::GeneratorImpl {
     locked([&] { cpu_.unsafeGetGeneratorImpl()->set_state(state); });
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return cpu_.unsafeGetGeneratorImpl()->get_state(); }
+  /// By value: kernels and captures know the one CPU generator.
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override {
+    set_state(*other->get_state());
+  }
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override { return clone(); }
 
  private:
   Generator* clone_impl() const override { return new Generator(cpu_.clone()); }
@@ -66,6 +71,8 @@ const at::Generator& default_generator() {
       new at::Generator(at::make_generator<Generator>(at::detail::createCPUGenerator(c10::default_rng_seed_val)));
   return *generator;
 }
+
+std::mutex& draws_lock() { return default_generator().unsafeGetGeneratorImpl()->mutex_; }
 
 at::Generator make_generator() { return at::make_generator<Generator>(at::detail::createCPUGenerator()); }
 

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <mutex>
 #include <optional>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -23,6 +24,10 @@ struct GeneratorState {
 [[nodiscard]] bool is_sim_generator(const at::Generator& generator);
 /// The CPU generator that holds the state of a generator made here; CPU kernels draw from it.
 [[nodiscard]] at::Generator cpu_side(const at::Generator& generator);
+
+/// Held by whoever draws from the default generator, for a whole operator or launch, as CUDA's kernels hold its lock while they
+/// look up its state. Taken before the device's lock.
+[[nodiscard]] std::mutex& draws_lock();
 
 /// State of the default generator, and back. Threads: any; locks the generator.
 [[nodiscard]] GeneratorState default_state();

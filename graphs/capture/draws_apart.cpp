@@ -1,0 +1,62 @@
+#include "graphs/capture/draws_apart.h"
+
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include <ATen/Context.h>
+
+namespace sidestream {
+namespace {
+
+constexpr std::uint64_t kOtherSeed = 0x5bd1e995;  // differs in bits that every generator uses
+
+/// Where the next one goes on, for each device that had one.
+struct Sequences {
+  std::mutex mutex;
+  std::vector<std::pair<c10::Device, at::Generator>> all;
+
+  at::Generator& of(const at::Generator& generator) {
+    for (auto& [device, sequence] : all) {
+      if (device == generator.device()) {
+        return sequence;
+      }
+    }
+    at::Generator sequence = generator.clone();
+    sequence.set_current_seed(generator.current_seed() ^ kOtherSeed);
+    return all.emplace_back(generator.device(), std::move(sequence)).second;
+  }
+};
+
+Sequences& sequences() {
+  static auto* const instance = new Sequences();  // threads may end behind statics
+  return *instance;
+}
+
+}  // namespace
+
+// Operators look up the state and draw from it under the generator's lock: each finds the one or the other.
+DrawsApart::DrawsApart(c10::Device device) : generator_(at::globalContext().defaultGenerator(device)) {
+  const std::lock_guard drawing(generator_.mutex());
+  const std::lock_guard lock(sequences().mutex);
+  stood_ = generator_.graphsafe_get_state();
+  before_ = generator_.get_state();
+  generator_.graphsafe_set_state(sequences().of(generator_));
+}
+
+DrawsApart::~DrawsApart() {
+  try {
+    const std::lock_guard drawing(generator_.mutex());
+    const std::lock_guard lock(sequences().mutex);
+    sequences().of(generator_) = generator_.graphsafe_get_state();
+    stood_.set_state(before_);
+    generator_.graphsafe_set_state(stood_);
+  } catch (const std::exception& error) {  // a device that fails here has failed the pass already
+    std::fprintf(stderr, "sidestream: the random generator could not be put back after a warm-up: %s\n", error.what());
+  }
+}
+
+}  // namespace sidestream
