@@ -77,6 +77,27 @@ TEST_F(GraphedCallableError, AnotherStateOfAutocastIsRefused) {
   expect_usable();
 }
 
+TEST_F(GraphedCallableError, ABackwardInsideAnAutocastRegionIsRefusedAndMayRunOutsideOfIt) {
+  capture();
+  const c10::DeviceType type = device_.type();
+  const auto run = [&](torch::nn::Sequential& model, bool graphed) {
+    const at::Tensor x = input(0);
+    StepTensors result = train_step(*model, nullptr, [&] {
+      const at::Tensor y = graphed ? run_stack(layers_, x) : model->forward(x);
+      if (graphed) {
+        at::autocast::set_autocast_enabled(type, true);
+        EXPECT_THROWS(UsageError, "call backward() outside of the autocast region", y.backward(at::ones_like(y)));
+        at::autocast::set_autocast_enabled(type, false);
+      }
+      y.backward(at::ones_like(y));
+    });
+    result.emplace_back("gradient of the input", x.grad());
+    return result;
+  };
+  EXPECT_TRUE(testing_model::same(run(model_, true), run(plain_, false)));
+  expect_usable();
+}
+
 TEST_F(GraphedCallableError, OptionsThatMakeNoSense) {
   EXPECT_THROWS(UsageError, "side_streams is 0", capture(GraphOptions().side_streams(0)));
   EXPECT_THROWS(UsageError, "num_warmup_iters", capture(GraphOptions().num_warmup_iters(-1)));
