@@ -5,14 +5,10 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "graphs/capture/bare_leaves.h"
 #include "graphs/capture/body_hooks.h"
 #include "graphs/engine/effects_undone.h"
 #include "graphs/engine/tensor_difference.h"
@@ -23,12 +19,10 @@
 namespace sidestream {
 namespace {
 
-using torch::autograd::variable_list;
-
 /// What makes a tensor no leaf and changes nothing: autocast keeps the cast of a leaf, and a body may write into what is none.
 class PassOn final : public torch::autograd::Node {
  public:
-  variable_list apply(variable_list&& grads) override { return std::move(grads); }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override { return std::move(grads); }
   [[nodiscard]] std::string name() const override { return "SidestreamVerify"; }
 };
 
@@ -43,33 +37,6 @@ at::Tensor no_leaf(const at::Tensor& leaf) {
 std::string index_name(const char* what, std::size_t index) { return what + std::to_string(index); }
 
 }  // namespace
-
-/// On the replay's node: sees `.grad` before the backward graph adds into it.
-class VerifiedCall::BeforeBackward final : public torch::autograd::FunctionPreHook {
- public:
-  explicit BeforeBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}
-  variable_list operator()(const variable_list& grads) override {
-    call_->keep_grads();
-    return grads;
-  }
-
- private:
-  std::shared_ptr<VerifiedCall> call_;
-};
-
-/// On the replay's node: compares what its backward gave.
-class VerifiedCall::AfterBackward final : public torch::autograd::FunctionPostHook {
- public:
-  explicit AfterBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}
-  ~AfterBackward() override { call_->drop(); }
-  variable_list operator()(const variable_list& results, const variable_list& grads) override {
-    call_->compare_backward(results, grads);
-    return results;
-  }
-
- private:
-  std::shared_ptr<VerifiedCall> call_;
-};
 
 VerifiedCall::VerifiedCall(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts)
     : name_(call.layer->spec.name),
@@ -234,84 +201,7 @@ void VerifiedCall::compare_forward(const detail::TensorBuffer& outputs) {
     outputs_.clear();
     return;
   }
-  awaits_backward_ = true;
-  if (std::any_of(targets_.begin(), targets_.end(), [](const Target& target) { return target.added; })) {
-    node->add_pre_hook(std::make_unique<BeforeBackward>(shared_from_this()));
-  }
-  node->add_post_hook(std::make_unique<AfterBackward>(shared_from_this()));
-}
-
-void VerifiedCall::keep_grads() {
-  const std::lock_guard lock(mutex_);
-  if (!awaits_backward_) {
-    return;
-  }
-  const at::NoGradGuard no_grad;
-  for (Target& target : targets_) {
-    if (target.added) {
-      const at::Tensor& grad = target.leaf.grad();
-      target.grad_before = grad.defined() ? grad.clone() : at::zeros_like(target.leaf);
-    }
-  }
-}
-
-std::vector<at::Tensor> VerifiedCall::eager_gradients(const std::vector<at::Tensor>& grads) {
-  torch::autograd::edge_list roots;
-  variable_list seeds;
-  std::size_t given = 0;
-  for (const at::Tensor& output : outputs_) {
-    if (output.defined() && output.requires_grad()) {
-      if (const at::Tensor& grad = grads.at(given++); grad.defined()) {
-        roots.push_back(torch::autograd::impl::gradient_edge(output));
-        seeds.push_back(grad.detach());
-      }
-    }
-  }
-  torch::autograd::edge_list edges;
-  std::vector<at::Tensor> leaves;
-  std::vector<at::Tensor> buffers;
-  for (const Target& target : targets_) {
-    edges.push_back(target.edge);
-    leaves.push_back(target.leaf);
-  }
-  for (const Buffer& buffer : buffers_) {
-    buffers.push_back(buffer.tensor);
-  }
-  if (roots.empty() || edges.empty()) {
-    return std::vector<at::Tensor>(edges.size());
-  }
-  const RecorderGuard no_recorder(nullptr);
-  const BareLeaves no_hooks(leaves, /*hooks_only=*/true);
-  const EffectsUndone undone(device_, buffers);
-  // The graph is kept: what it shares with others (a weight's cast) is theirs to free.
-  variable_list made =
-      torch::autograd::Engine::get_default_engine().execute(roots, seeds, /*keep_graph=*/true, /*create_graph=*/false,
-                                                            /*accumulate_grad=*/false, edges);
-  undone.check();
-  return made;
-}
-
-void VerifiedCall::compare_backward(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads) {
-  const std::lock_guard lock(mutex_);
-  if (!awaits_backward_) {
-    return;  // dropped, or a second backward
-  }
-  awaits_backward_ = false;
-  const std::vector<at::Tensor> eager = eager_gradients(grads);
-  outputs_.clear();
-  const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < targets_.size(); ++i) {
-    const Target& target = targets_[i];
-    if (target.added) {
-      const at::Tensor& before = target.grad_before;
-      compare(target.what + " (added to what .grad held)", target.leaf.grad(),
-              eager[i].defined() ? before.add(eager[i]) : before);
-    } else {
-      compare(target.what, target.result ? results.at(*target.result) : at::Tensor(), eager[i]);
-    }
-  }
-  targets_.clear();
-  ++counts_->backwards;
+  await_backward(*node);
 }
 
 void VerifiedCall::drop() noexcept {

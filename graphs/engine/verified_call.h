@@ -39,6 +39,7 @@ struct CallToVerify {
 /// compared with what the replay gives, forward and backward. Keeps what autograd saved in the eager run until the backward of the
 /// replay has been compared, or until it is dropped.
 ///
+/// verified_call.cpp holds what goes with the forward, verified_backward.cpp the comparison of gradients.
 /// Threads: the forward's; the comparison of gradients runs where backward does.
 class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
  public:
@@ -81,6 +82,8 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
   void add_inputs(const CallToVerify& call, detail::TensorBuffer& given);
   void add_parameters(const CallToVerify& call);
   void add_buffers(const CallToVerify& call);
+  /// `node`, the replay's, is told to compare what its backward gives.
+  void await_backward(torch::autograd::Node& node);
   void keep_grads();
   /// `results`: what the replay's node gave for `grads`.
   void compare_backward(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads);
