@@ -1,4 +1,4 @@
-#include "sidestream/call.h"
+#include "sidestream/call_request.h"
 
 #include "graphs/engine/engine_state.h"
 #include "sidestream/error.h"

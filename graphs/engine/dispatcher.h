@@ -4,7 +4,7 @@
 
 #include "graphs/engine/call_table.h"
 #include "graphs/engine/eager_calls.h"
-#include "sidestream/call.h"
+#include "sidestream/call_request.h"
 
 namespace sidestream {
 

@@ -8,7 +8,7 @@
 
 #include "graphs/engine/call_dependencies.h"
 #include "graphs/replay/layer.h"
-#include "sidestream/call.h"
+#include "sidestream/call_request.h"
 
 namespace sidestream {
 

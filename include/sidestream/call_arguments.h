@@ -8,6 +8,7 @@
 #include "sidestream/container_arguments.h"
 #include "sidestream/module_arguments.h"
 #include "sidestream/owning.h"
+#include "sidestream/refused_arguments.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace sidestream::detail {

@@ -1,0 +1,74 @@
+#pragma once
+#include <type_traits>
+#include <utility>
+
+namespace sidestream {
+
+/// Base of ArgumentTraits for a type that is compared with its `==`.
+struct ComparedByValue {};
+
+/// Says that values of `T` may be arguments of `ss::call`: a copy of one is kept by a capture, and compared with what later calls
+/// are given. One line at namespace scope, where `T` has `==`:
+///
+///     template <> struct sidestream::ArgumentTraits<Config> : sidestream::ComparedByValue {};
+///
+/// else with a `static bool equal(const T&, const T&)` in place of the base. `T` owns all that it holds, holds no tensors (pass
+/// them beside it: they are inputs), and a copy of a value equals it, also where it holds a NaN.
+template <class T, class = void>
+struct ArgumentTraits {};
+
+/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+namespace detail {
+
+template <class T, class = void>
+struct HasEqual : std::false_type {};
+template <class T>
+struct HasEqual<T, std::void_t<decltype(ArgumentTraits<T>::equal(std::declval<const T&>(), std::declval<const T&>()))>>
+    : std::true_type {};
+
+/// Types that the user has let join.
+template <class T>
+constexpr bool joined = std::is_base_of_v<ComparedByValue, ArgumentTraits<T>> || HasEqual<T>::value;
+
+template <class T, class = void>
+struct HasEquality : std::false_type {};
+template <class T>
+struct HasEquality<T, std::void_t<decltype(bool(std::declval<const T&>() == std::declval<const T&>()))>>
+    : std::true_type {};
+
+/// Types that are values by themselves: a copy owns all that it holds, and `equal` is an equivalence that every value fulfils
+/// with its copy. Floating-point numbers are compared by their bits, so that a NaN equals itself and -0 differs from 0.
+template <class T, class = void>
+struct ListedValue : std::false_type {};
+
+template <class T>
+constexpr bool is_value = joined<T> || ListedValue<T>::value;
+
+template <class T>
+bool equal_values(const T& a, const T& b) {
+  if constexpr (HasEqual<T>::value) {
+    return ArgumentTraits<T>::equal(a, b);
+  } else if constexpr (joined<T>) {
+    static_assert(
+        HasEquality<T>::value,
+        "sidestream: this type's ArgumentTraits say ComparedByValue, but it has no operator==: give it one, or "
+        "give the traits a static bool equal(const T&, const T&)");
+    if constexpr (HasEquality<T>::value) {
+      return a == b;
+    } else {
+      return false;
+    }
+  } else {
+    return ListedValue<T>::equal(a, b);
+  }
+}
+
+/// Types without members hold nothing: tags, captureless lambdas, std::nullopt.
+template <class T>
+constexpr bool is_stateless = std::is_empty_v<T>&& std::is_trivially_copyable_v<T>;
+template <class T>
+constexpr bool is_function_pointer =
+    (std::is_pointer_v<T> && std::is_function_v<std::remove_pointer_t<T>>) || std::is_member_function_pointer_v<T>;
+
+}  // namespace detail
+}  // namespace sidestream

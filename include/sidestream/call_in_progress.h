@@ -1,0 +1,156 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/any.h>
+
+#include "sidestream/call_arguments.h"
+#include "sidestream/call_request.h"
+#include "sidestream/call_results.h"
+
+/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+namespace sidestream::detail {
+
+/// The forward of a module.
+template <class M>
+struct Forward {
+  M* module;
+  template <class... Args>
+  decltype(auto) operator()(Args&&... args) const {
+    return module->forward(std::forward<Args>(args)...);
+  }
+};
+
+template <class M, class Arguments, class = void>
+struct HasForward : std::false_type {};
+template <class M, class... Args>
+struct HasForward<M, std::tuple<Args...>,
+                  std::void_t<decltype(std::declval<M&>().forward(pass(std::declval<const Args&>())...))>>
+    : std::true_type {};
+
+/// Forward of an AnyModule: refers to the caller's until it is copied (kept), then owns a copy that shares the module.
+template <class R>
+class AnyForward {
+ public:
+  explicit AnyForward(torch::nn::AnyModule& any) : any_(&any) {}
+  AnyForward(const AnyForward& other) : own_(std::make_shared<torch::nn::AnyModule>(*other.any_)), any_(own_.get()) {}
+  AnyForward& operator=(const AnyForward&) = delete;
+  ~AnyForward() = default;
+
+  template <class... Args>
+  R operator()(const Args&... args) const {
+    return any_->template forward<R>(args...);
+  }
+
+ private:
+  std::shared_ptr<torch::nn::AnyModule> own_;
+  torch::nn::AnyModule* any_;
+};
+
+/// One call on its caller's stack.
+template <class Function, class... Args>
+struct CallInProgress {
+  using R = std::decay_t<decltype(std::invoke(std::declval<const Function&>(), pass(std::declval<const Args&>())...))>;
+  using Structure = typename Result<R>::Structure;
+
+  const Function& function;
+  std::tuple<const Args&...> arguments;
+  mutable std::optional<Structure> structure;  ///< of a run's result
+
+  static void run(const void* context, TensorBuffer& outputs) {
+    const auto& call = *static_cast<const CallInProgress*>(context);
+    const R result =
+        std::apply([&](const Args&... args) -> R { return std::invoke(call.function, pass(args)...); }, call.arguments);
+    Result<R>::flatten(result, outputs);
+    call.structure.emplace(Result<R>::structure(result));
+  }
+
+  static KeptCall keep(const void* context) {
+    const auto& call = *static_cast<const CallInProgress*>(context);
+    KeptCall kept;
+    const auto structure = std::make_shared<Structure>();
+    kept.structure = structure;
+    kept.body = [function = call.function, structure,
+                 arguments = std::apply(
+                     [&](const Args&... args) {
+                       // Braces: evaluated from left to right, as the arguments were taken apart.
+                       return std::tuple<typename Argument<Args>::Kept...>{Argument<Args>::keep(args, kept.modules)...};
+                     },
+                     call.arguments)](const at::Tensor* next, TensorBuffer& outputs) {
+      const auto rebuilt = std::apply(
+          [&next](const auto&... args) {
+            return std::tuple<typename Argument<Args>::Rebuilt...>{Argument<Args>::rebuild(args, next)...};
+          },
+          arguments);
+      const R result =
+          std::apply([&](const auto&... args) -> R { return std::invoke(function, pass(args)...); }, rebuilt);
+      Result<R>::flatten(result, outputs);
+      *structure = Result<R>::structure(result);
+    };
+    return kept;
+  }
+};
+
+template <class Function, class... Args>
+auto call_function(const torch::nn::Module* module, const char* name, const Function& function, const Args&... args) {
+  (check_argument<Args>(), ...);
+  constexpr bool invocable = std::is_invocable_v<const Function&, decltype(pass(std::declval<const Args&>()))...>;
+  static_assert(invocable,
+                "sidestream: the function given to ss::call cannot be called with these arguments (values, strings and "
+                "pointers are passed on as const)");
+  if constexpr (invocable && (Argument<Args>::allowed && ...)) {
+    using Call = CallInProgress<Function, Args...>;
+    using R = typename Call::R;
+    check_result<R>();
+    if (!step_active()) {
+      return R(std::invoke(function, pass(args)...));
+    }
+    const Call call{function, std::tuple<const Args&...>(args...), std::nullopt};
+    const void* replayed = nullptr;
+    CallRequest request;
+    request.module = module;
+    request.name = name;
+    request.guards.push_back(make_signature_guard<void(Function, Args...)>());
+    guard_function(function, request.guards);
+    const Parts parts{request.inputs, request.guards, request.shape};
+    (Argument<Args>::flatten(args, parts), ...);
+    request.context = &call;
+    request.run = &Call::run;
+    request.keep = &Call::keep;
+    request.structure = &replayed;
+    TensorBuffer outputs;
+    dispatch(request, outputs);
+    const at::Tensor* next = outputs.data();
+    const auto& structure =
+        replayed != nullptr ? *static_cast<const typename Call::Structure*>(replayed) : *call.structure;
+    if constexpr (Result<R>::allowed) {
+      return Result<R>::rebuild(structure, next);
+    }
+  }
+}
+
+template <class M, class... Args>
+auto call_module(M* module, const Args&... args) {
+  (check_argument<Args>(), ...);
+  static_assert(
+      !std::is_same_v<std::remove_cv_t<M>, torch::nn::Module>,
+      "sidestream: ss::call was given a torch::nn::Module, which has no forward (the element of a ModuleList is "
+      "one): name its type, ss::call(block->as<Block>(), ...), or hold the blocks in a torch::nn::Sequential");
+  static_assert(
+      HasForward<M, std::tuple<Args...>>::value || std::is_same_v<std::remove_cv_t<M>, torch::nn::Module>,
+      "sidestream: the forward of the module given to ss::call cannot be called with these arguments (values, "
+      "strings and pointers are passed on as const)");
+  if constexpr (HasForward<M, std::tuple<Args...>>::value) {
+    if (module == nullptr) {
+      refuse_null_module();
+    }
+    return call_function(module, nullptr, Forward<M>{module}, args...);
+  }
+}
+
+}  // namespace sidestream::detail

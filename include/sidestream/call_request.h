@@ -1,0 +1,44 @@
+#pragma once
+#include <functional>
+#include <memory>
+
+#include <torch/nn/module.h>
+
+#include "sidestream/argument_parts.h"
+#include "sidestream/export.h"
+
+/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+namespace sidestream::detail {
+
+/// A call as a capture keeps it.
+struct KeptCall {
+  /// A function of its tensors, with copies of all other arguments.
+  std::function<void(const at::Tensor* inputs, TensorBuffer& outputs)> body;
+  /// What `CallRequest::structure` is to point to after a replay: what the latest run of `body` gave.
+  std::shared_ptr<const void> structure;
+  KeptModules modules;  ///< among the arguments
+};
+
+/// A call as the engine sees it: taken apart, by reference, on the caller's stack.
+struct CallRequest {
+  const torch::nn::Module* module = nullptr;  ///< null for a plain function
+  const char* name = nullptr;                 ///< of a plain function
+  TensorBuffer inputs;
+  GuardBuffer guards;
+  ShapeBuffer shape;
+  const void* context = nullptr;  ///< what the two functions below are given
+  void (*run)(const void* context,
+              TensorBuffer& outputs) = nullptr;     ///< the plain call, now, with the caller's arguments
+  KeptCall (*keep)(const void* context) = nullptr;  ///< for a capture
+  const void** structure = nullptr;                 ///< where a replay says how its outputs are put together
+};
+
+/// True when a step is active on this thread.
+[[nodiscard]] SIDESTREAM_API bool step_active() noexcept;
+/// Runs `request` as the active engine decides. Throws: as ss::call.
+SIDESTREAM_API void dispatch(CallRequest& request, TensorBuffer& outputs);
+/// Throws: UsageError that says that ss::call was given no module (or no name).
+[[noreturn]] SIDESTREAM_API void refuse_null_module();
+[[noreturn]] SIDESTREAM_API void refuse_null_name();
+
+}  // namespace sidestream::detail
