@@ -1,0 +1,106 @@
+// The function of a call: its type, its address and what it owns are part of the call.
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/container/any.h>
+#include <torch/nn/modules/linear.h>
+
+#include "call_arguments_fixture.h"
+#include "expect_throws.h"
+#include "sidestream/call.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "warnings.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::CallArguments;
+using testing_model::rows;
+using testing_model::Scaler;
+
+at::Tensor times_two(const at::Tensor& x) { return x * 2; }
+at::Tensor times_three(const at::Tensor& x) { return x * 3; }
+
+TEST_F(CallArguments, AFunctionIsPartOfTheCall) {
+  expect_two_captures([](Scaler& model, const at::Tensor& x, int which) {
+    const at::Tensor h = model.forward(x);
+    return which == 0 ? call("f", times_two, h).sum() : call("f", &times_three, h).sum();
+  });
+  expect_two_captures([](Scaler& model, const at::Tensor& x, int which) {
+    const at::Tensor h = model.forward(x);
+    return which == 0 ? call(
+                            "f", [](const at::Tensor& y) { return y * 2; }, h)
+                            .sum()
+                      : call(
+                            "f", [](const at::Tensor& y) { return y * 3; }, h)
+                            .sum();
+  });
+  expect_two_captures([](Scaler& model, const at::Tensor& x, int which) {  // two overloads, the same two tensors
+    return which == 0 ? call(
+                            "f", [](Scaler& m, const at::Tensor& a, const at::Tensor& b) { return m.forward(a, b); },
+                            model, x, x * 2)
+                            .sum()
+                      : call(
+                            "f", [](Scaler& m, const std::pair<at::Tensor, at::Tensor>& p) { return m.forward(p); },
+                            model, std::make_pair(x, at::Tensor(x * 2)))
+                            .sum();
+  });
+  expect_one_capture([](Scaler& model, const at::Tensor& x, std::int64_t /*s*/) {
+    return call("scaled", &Scaler::scaled, model, x, 0.5).sum();
+  });
+}
+
+// A lambda's captured factor was frozen at its first value.
+TEST_F(CallArguments, AnOwningFunctionIsComparedByItsBytes) {
+  expect_two_captures([](Scaler& model, const at::Tensor& x, int which) {
+    const double factor = which == 0 ? 2 : 3;
+    return call("owning", owning([factor](Scaler& m, const at::Tensor& y) { return m.scaled(y, factor); }), model, x)
+        .sum();
+  });
+}
+
+TEST_F(CallArguments, AnOwningFunctionThatIsMadeOnceIsCapturedOnce) {
+  const auto function =
+      owning([factors = std::vector<double>{2, 3}](Scaler& m, const at::Tensor& y) { return m.scaled(y, factors[1]); });
+  expect_one_capture(
+      [&](Scaler& model, const at::Tensor& x, std::int64_t /*s*/) { return call("owning", function, model, x).sum(); });
+}
+
+TEST_F(CallArguments, AnOwningFunctionThatIsMadeAnewEndsAtTheBound) {
+  testing_model::ExpectedWarnings warnings;
+  OffloadEngine engine(*model_, options().call_options(CallOptions().max_captures(3)));
+  expect_plain(engine, 0, 8, [](Scaler& model, const at::Tensor& x, std::int64_t s) {
+    const std::vector<double> factors{double(s), 3};
+    return call("owning", owning([factors](Scaler& m, const at::Tensor& y) { return m.scaled(y, factors[0]); }), model,
+                x)
+        .sum();
+  });
+  EXPECT_EQ(engine.report().captures, 6);
+  EXPECT_EQ(warnings.take().size(), 1U);
+}
+
+TEST_F(CallArguments, NoModuleAndNoNameAreRefused) {
+  const at::Tensor x = rows(0, device_);
+  OffloadEngine engine(*model_, options());
+  for (const bool in_step : {false, true}) {
+    std::optional<Step> step;
+    if (in_step) {
+      step.emplace(engine.step());
+    }
+    EXPECT_THROWS(UsageError, "no module", (void)call(static_cast<Scaler*>(nullptr), x));
+    EXPECT_THROWS(UsageError, "no module", (void)call(std::shared_ptr<Scaler>(), x));
+    EXPECT_THROWS(UsageError, "no module", (void)call(torch::nn::Linear(nullptr), x));
+    torch::nn::AnyModule any;
+    EXPECT_THROWS(UsageError, "no module", (void)call(any, x));
+    EXPECT_THROWS(UsageError, "no name", (void)call(static_cast<const char*>(nullptr), times_two, x));
+    EXPECT_THROWS(UsageError, "no name", (void)call("", times_two, x));
+  }
+}
+
+}  // namespace
+}  // namespace sidestream

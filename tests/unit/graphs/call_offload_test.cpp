@@ -1,0 +1,104 @@
+// What leaves the device in and between graphed calls.
+#include <array>
+#include <cstdint>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "call_fixture.h"
+#include "models/block_model.h"
+#include "sidestream/call.h"
+#include "sidestream/engine.h"
+#include "sidestream/scope.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::BlockModel;
+using testing_model::CallTest;
+
+TEST_F(CallTest, PinnedMemoryIsWhatLeavesAndNoMore) {
+  OffloadEngine engine(model_, options());
+  expect_plain(engine, 0, 4);
+  const Report report = engine.report();
+  EXPECT_GT(report.offloaded_bytes, 0);
+  EXPECT_EQ(report.pinned_requested_bytes, report.offloaded_bytes);
+}
+
+// A graphed call's output lies in the graph's own memory: offloading it would free nothing.
+TEST_F(CallTest, GraphedOutputsThatEagerScopesSaveStay) {
+  OffloadEngine engine(model_, Options(device_).min_bytes(1024).graph("blocks.*").offload("square,last"));
+  const auto run = [&](BlockModel& model, std::int64_t step) {
+    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(step));
+    const at::Tensor x = at::randn({2, 16, 32}, generator).to(device_).requires_grad_(true);
+    const at::Tensor& positions = &model == &model_ ? positions_ : plain_positions_;
+    at::Tensor h = x;
+    for (auto& block : *model.blocks) {
+      h = call(block->as<testing_model::Block>(), h, stays(&positions), 0);
+    }
+    {
+      const OffloadScope scope("square");
+      h = h.square();  // saves what it is given
+    }
+    {
+      const OffloadScope scope("last");
+      h = h.tanh();
+    }
+    h.mean().backward();
+  };
+  const auto static_inputs = [&] {
+    for (const ExclusionReport& exclusion : engine.report().exclusions) {
+      if (exclusion.reason == "static input") {
+        return exclusion.tensors;
+      }
+    }
+    return std::int64_t{0};
+  };
+  for (std::int64_t s = 0; s < 2; ++s) {
+    expect_plain(engine, s, run);
+  }
+  const std::int64_t before = static_inputs();
+  expect_plain(engine, 2, run);
+  EXPECT_EQ(static_inputs() - before, 1);
+  EXPECT_EQ(engine.report().offloaded_bytes, 0);
+}
+
+/// Eager scopes before, between and after the graphed blocks.
+at::Tensor mixed_loss(BlockModel& model, const at::Tensor& positions, const at::Tensor& x) {
+  at::Tensor h = x;
+  int i = 0;
+  for (auto& block : *model.blocks) {
+    {
+      const OffloadScope scope(i % 2 == 0 ? "even" : "odd");
+      h = h.tanh().exp().mul(0.5);
+    }
+    h = call(block->as<testing_model::Block>(), h, stays(&positions), 0);
+    ++i;
+  }
+  h = call(
+      "head", [](const at::Tensor& in) { return in.sigmoid().exp(); }, h);
+  return h.mean();
+}
+
+TEST_F(CallTest, EagerScopesStandBetweenGraphedCalls) {
+  for (const char* graphed : {"blocks.*", "blocks.1,blocks.2", "blocks.*,head"}) {
+    OffloadEngine engine(model_,
+                         Options(device_).min_bytes(1024).graph(graphed).offload("even,odd,blocks.*.fc1,blocks.*.qkv"));
+    std::array<at::Tensor, 2> input_grads;  // of the model, of its twin
+    for (std::int64_t s = 0; s < 4; ++s) {
+      expect_plain(engine, s, [&](BlockModel& model, std::int64_t step) {
+        auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(step));
+        const at::Tensor x = at::randn({2, 16, 32}, generator).to(device_).requires_grad_(true);
+        const at::Tensor& positions = &model == &model_ ? positions_ : plain_positions_;
+        mixed_loss(model, positions, x).backward();
+        input_grads[&model == &model_ ? 0 : 1] = x.grad().cpu();
+      });
+      EXPECT_TRUE(at::equal(input_grads[0], input_grads[1])) << graphed << ", step " << s;
+    }
+    EXPECT_GT(engine.report().offloaded_bytes, 0);
+    EXPECT_GT(engine.report().replays, 0);
+  }
+}
+
+}  // namespace
+}  // namespace sidestream
