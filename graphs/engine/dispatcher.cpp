@@ -189,7 +189,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   ChainHolder& holder = *only.holder;
   const Layer* layer = &holder.chain->layers()[only.layer];
   FactsChange change = holder.chain->change(only.layer);
-  if (change.training) {
+  if (change.training || change.options) {
     run_eagerly(site, request, outputs);
     return;
   }

@@ -173,7 +173,7 @@ void RecordedCalls::learn_backward_modes(std::size_t call) {
 bool RecordedCalls::outdated() const noexcept {
   return std::any_of(calls_.begin(), calls_.end(), [](const auto& call) {
     const FactsChange change = call->state.modules.change();
-    return change.identity || change.layout;
+    return change.identity || change.layout || change.options;
   });
 }
 

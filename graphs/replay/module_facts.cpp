@@ -109,6 +109,7 @@ FactsChange& FactsChange::operator|=(const FactsChange& other) noexcept {
   relocated = relocated || other.relocated;
   identity = identity || other.identity;
   layout = layout || other.layout;
+  options = options || other.options;
   return *this;
 }
 
@@ -129,7 +130,8 @@ void ModuleFacts::add(const std::shared_ptr<const torch::nn::Module>& module, co
       tensors_.emplace_back(tensor);
     }
   };
-  Entry entry{module, name, Members::training(*module), {}, {}, Members::parameters(*module).size()};
+  Entry entry{module, name, Members::training(*module),         ModuleOptions(*module),
+              {},     {},   Members::parameters(*module).size()};
   for (const auto* items : {&Members::parameters(*module), &Members::buffers(*module)}) {
     for (const auto& item : *items) {
       entry.tensors.push_back(identity(item.value()));
@@ -167,6 +169,7 @@ FactsChange ModuleFacts::change() const noexcept {
       return change;  // what stood there may not be looked at
     }
     change.training = change.training || Members::training(*entry.module) != entry.training;
+    change.options = change.options || !entry.options.same();
   }
   change |= tensors_change();
   return change;
@@ -243,6 +246,9 @@ std::string ModuleFacts::difference() const {
   for (const Entry& entry : entries_) {
     if (Members::training(*entry.module) != entry.training) {
       return quoted(entry) + (entry.training ? " is in eval mode, was training" : " is training, was in eval mode");
+    }
+    if (const std::string option = entry.options.difference(); !option.empty()) {
+      return quoted(entry) + ": its option " + option;
     }
   }
   return {};

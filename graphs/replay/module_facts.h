@@ -8,6 +8,8 @@
 #include <c10/util/SmallVector.h>
 #include <torch/nn/module.h>
 
+#include "graphs/replay/module_options.h"
+
 namespace sidestream {
 
 /// In what the model differs from what a capture froze of it.
@@ -17,12 +19,15 @@ struct FactsChange {
   bool relocated = false;      ///< the same tensors in other memory
   bool identity = false;       ///< other modules, parameters or buffers are registered
   bool layout = false;         ///< another dtype, shape, layout or device
+  bool options = false;        ///< numbers of LibTorch's modules: a dropout rate
 
-  [[nodiscard]] bool any() const noexcept { return training || requires_grad || stale(); }
+  [[nodiscard]] bool any() const noexcept { return training || requires_grad || options || stale(); }
   /// True when the capture reads what is no longer the model's: it replays never again.
   [[nodiscard]] bool stale() const noexcept { return relocated || identity || layout; }
   /// True when all there is to do is to capture the same call again, where its weights lie now.
-  [[nodiscard]] bool only_relocated() const noexcept { return relocated && !identity && !layout && !requires_grad; }
+  [[nodiscard]] bool only_relocated() const noexcept {
+    return relocated && !identity && !layout && !requires_grad && !options;
+  }
   FactsChange& operator|=(const FactsChange& other) noexcept;
 };
 
@@ -48,8 +53,8 @@ class TensorFacts {
   bool requires_grad_ = false;
 };
 
-/// A tree of modules as it was: which modules, parameters and buffers are registered where, their flags, and how the tensors
-/// lie in memory. Holds all of them, so that no address can be used again by another.
+/// A tree of modules as it was: which modules, parameters and buffers are registered where, their flags and options, and how the
+/// tensors lie in memory. Holds all of them, so that no address can be used again by another.
 ///
 /// Threads: one at a time. Comparing allocates nothing.
 class ModuleFacts {
@@ -78,6 +83,7 @@ class ModuleFacts {
     std::shared_ptr<const torch::nn::Module> module;
     std::string name;
     bool training;
+    ModuleOptions options;
     std::vector<const void*> children;
     std::vector<const void*> tensors;  ///< parameters, then buffers
     std::size_t parameters;
