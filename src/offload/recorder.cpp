@@ -186,7 +186,9 @@ Group& Recorder::make_group(ScopeNode* scope) {
   group.scope = scope;
   group.index = static_cast<std::uint32_t>(groups_.size() - 1);
   group.to_be_captured = to_be_captured_;
-  if (planned_ != nullptr && !to_be_captured_) {
+  if (planned_ != nullptr && to_be_captured_) {
+    group.offloads_unplanned = scope->selected;  // this once: the next step begins with its capture
+  } else if (planned_ != nullptr) {
     const std::size_t turn = entered_[scope]++;
     const auto found = planned_->find(scope);
     const std::vector<PlannedGroup>* turns = found == planned_->end() ? nullptr : &found->second;
@@ -248,7 +250,7 @@ void Recorder::mark(const at::Tensor& tensor) {
 void Recorder::place(SavedStorage& saved, Group& group) {
   if (const PlannedStorage* const planned = group.planned.take(saved.bytes); planned != nullptr) {
     saved.to_offload = planned->to_offload;
-  } else if (group.scope->selected && !group.to_be_captured) {
+  } else if (group.scope->selected) {
     counts_.unplanned_bytes += saved.bytes;
     saved.to_offload = group.offloads_unplanned;
   }
