@@ -5,6 +5,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -32,6 +33,16 @@ at::Tensor no_leaf(const at::Tensor& leaf) {
   node->set_next_edges({torch::autograd::impl::gradient_edge(leaf)});
   torch::autograd::set_history(tensor, node);
   return tensor;
+}
+
+/// `input` as the graph reads it: dense where its static copy is.
+at::Tensor as_captured(const at::Tensor& input, const at::Tensor& held) {
+  const at::Tensor detached = input.detach();
+  if (!held.defined() || held.strides() == detached.strides()) {
+    return detached;
+  }
+  const at::NoGradGuard no_grad;
+  return at::empty_like(held).copy_(detached);
 }
 
 std::string index_name(const char* what, std::size_t index) { return what + std::to_string(index); }
@@ -92,10 +103,10 @@ void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& gi
       continue;
     }
     if (!input.defined() || !input.requires_grad()) {
-      given.push_back(input.defined() ? input.detach() : input);
+      given.push_back(input.defined() ? as_captured(input, call.layer->inputs[i].tensor) : input);
       continue;
     }
-    const at::Tensor leaf = input.detach().requires_grad_(true);
+    const at::Tensor leaf = as_captured(input, call.layer->inputs[i].tensor).requires_grad_(true);
     given.push_back(input.is_leaf() ? leaf : no_leaf(leaf));
     Target& target = inputs.emplace_back();
     target.what = index_name("gradient of input ", i);

@@ -186,6 +186,23 @@ TEST_F(VerifyReplaysTest, OneTensorAsTwoArgumentsIsOneInput) {
   EXPECT_EQ(engine.report().verified_backwards, 2);
 }
 
+// The graph reads a dense copy, and so does the run that it is compared with: a sum may add the one in another order than the other.
+TEST_F(VerifyReplaysTest, AnInputThatIsNotDenseIsReadAsTheGraphReadsIt) {
+  make([](RuledLayer& l, const at::Tensor& x) { return x * l.weight; });
+  OffloadEngine engine(*model_, Options(device_).graph("summed").verify_replays(kAlways));
+  for (std::int64_t s = 0; s < 4; ++s) {
+    const at::Tensor row = (at::arange(1, 98, at::kFloat) * 0.37F + static_cast<float>(s)).sin().to(device_);
+    const auto active = engine.step();
+    call(
+        "summed",
+        [](RuledLayer& layer, const at::Tensor& wide) { return (wide.sum() + wide.sum(0).sum() * 0.1) * layer.weight; },
+        model_->layer(0), row.expand({53, 97}))
+        .sum()
+        .backward();
+  }
+  EXPECT_EQ(engine.report().verified_backwards, 3);
+}
+
 TEST_F(VerifyReplaysTest, DifferencesWithinTheToleranceAreNone) {
   const auto rule = [](RuledLayer& l, const at::Tensor& x) { return x * l.weight * l.member; };
   make(rule, verifying().verify_tolerance(1e-3));
