@@ -25,7 +25,8 @@ class RefusedRun final : public torch::autograd::FunctionPreHook {
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& /*grads*/) override {
     throw UsageError(
         call_ +
-        ": a backward pass goes through a tensor that it made and keeps in a member, and that is none of its outputs; a "
+        ": a backward pass goes through a tensor that it made and keeps in a member, and that is none of its outputs; "
+        "a "
         "replay has no gradient for it. Give it out as an output of the call, or detach it before it is kept");
   }
 

@@ -1,8 +1,11 @@
 #include "graphs/capture/capture_reads.h"
 
 #include <algorithm>
+#include <string>
 #include <unordered_set>
 #include <utility>
+
+#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
@@ -92,6 +95,14 @@ std::vector<at::Tensor> CaptureReads::give_to(Layer& layer) {
     }
     if (is_known(layer, external.storage)) {
       continue;
+    }
+    // Memory that a library owns (`from_blob`) may have a new storage each time.
+    if (!external.storage.device().is_cpu() && external.storage.allocator() != nullptr &&
+        !met_.contains(external.storage.unsafeGetStorageImpl())) {
+      throw CaptureError(
+          "it reads a tensor of " + std::to_string(external.bytes) +
+          " bytes that it neither made nor read when it ran before: another thread makes it while it runs, "
+          "or it does not do the same each time. Compute it in the call, or before it and pass it");
     }
     if (const at::Tensor tensor = exclusions_.registered(external.storage); tensor.defined()) {
       registered.push_back(tensor);

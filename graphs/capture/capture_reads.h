@@ -11,6 +11,7 @@
 #include "graphs/replay/layer.h"
 #include "observe/operator_observer.h"
 #include "offload/exclusions.h"
+#include "runtime/weak_storage_set.h"
 
 namespace sidestream {
 
@@ -38,7 +39,10 @@ class CaptureReads {
   [[nodiscard]] OperatorObserverGuard watch();
   /// Gives `layer` what was read since the last call, but for its inputs, parameters and buffers. Returns those that other
   /// modules of the model have registered, a rotary cache perhaps: they may be loaded or relocated as the rest.
+  /// Throws: CaptureError for memory of the device that no pass before has met.
   [[nodiscard]] std::vector<at::Tensor> give_to(Layer& layer);
+  /// What the passes before the captures touched.
+  [[nodiscard]] WeakStorageSet& met() noexcept { return met_; }
   /// What lives now and was made since the last call is of the forward of layer `index`.
   void forward_ended(std::size_t index);
   /// Of what the forwards made: what lives although `layers` do not hold it, and outputs that somebody else holds as well.
@@ -51,6 +55,7 @@ class CaptureReads {
 
   Exclusions& exclusions_;
   ExternalReads reads_;
+  WeakStorageSet met_;
   std::vector<c10::Storage> written_;
   std::unordered_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::size_t>>
       forwards_;  ///< which layer's made it

@@ -38,8 +38,8 @@ void ChainCapture::run() {
   runtime_.synchronize_device();
   {
     const StreamGuard on_capture(runtime_, capture_);
-    sizings_ =
-        warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions, resources_.progress);
+    sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions, reads_.met(),
+                       resources_.progress);
   }
   runtime_.synchronize_device();
   make_plan_and_pin();

@@ -41,7 +41,7 @@ class ChainCapture {
   static void watch(Layer& layer, const at::Tensor& tensor);
   /// With accumulate_in_graph: the `.grad` that the backward graph adds into.
   [[nodiscard]] at::Tensor prepare_grad(const Layer& layer, const at::Tensor& parameter);
-  /// Each once, also where layers share it.
+  /// Each once, also where layers share it, and those that no gradient reaches.
   [[nodiscard]] std::vector<at::Tensor> all_parameters() const;
 
   /// To whoever listens.
@@ -51,6 +51,8 @@ class ChainCapture {
   void hold_reads(Layer& layer);
   /// What modules keep of the tensors that their capture made gets its value: see Note [Tensors that a module keeps].
   void fill_kept_tensors();
+  /// The report tells which calls keep what they make.
+  void note_kept(const std::vector<CaptureReads::Made>& kept);
   /// Throws: CaptureError where a body replaces by a new tensor what it reads.
   void refuse_replaced(const std::vector<CaptureReads::Made>& kept) const;
   void capture_forward(std::size_t index);

@@ -5,6 +5,7 @@
 #include <c10/util/irange.h>
 
 #include "graphs/capture/chain_capture.h"
+#include "graphs/capture/gradient_leaves.h"
 #include "graphs/replay/owned_gradients.h"
 #include "offload/pinned_plan.h"
 #include "sidestream/error.h"
@@ -112,11 +113,18 @@ at::Tensor ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& para
 
 std::vector<at::Tensor> ChainCapture::all_parameters() const {
   std::vector<at::Tensor> tensors;
+  const auto add = [&](const at::Tensor& parameter) {
+    if (!holds(tensors, parameter)) {
+      tensors.push_back(parameter);
+    }
+  };
   for (const Layer& layer : chain_.layers_) {
     for (const LayerParameter& parameter : layer.parameters) {
-      if (std::none_of(tensors.begin(), tensors.end(),
-                       [&](const at::Tensor& t) { return t.is_same(parameter.tensor); })) {
-        tensors.push_back(parameter.tensor);
+      add(parameter.tensor);
+    }
+    if (layer.spec.module != nullptr) {
+      for (const at::Tensor& parameter : layer.spec.module->parameters()) {
+        add(parameter);
       }
     }
   }

@@ -16,6 +16,17 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+std::vector<bool> flags_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<bool> flags;
+  for (const at::Tensor& tensor : tensors) {
+    flags.push_back(tensor.defined() && tensor.requires_grad());
+  }
+  return flags;
+}
+
+}  // namespace
 
 detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
                                 const std::function<std::vector<at::Tensor>()>& wanted, std::vector<bool>* used) {
@@ -27,7 +38,13 @@ detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Ten
   {
     const ForwardStateGuard state(spec.state);
     const std::vector<at::Tensor> arguments = arguments_of(spec, inputs);
+    const std::vector<bool> flags = flags_of(arguments);
     spec.body(arguments.data(), outputs);
+    if (flags_of(arguments) != flags) {
+      throw CaptureError("callable \"" + spec.name +
+                         "\": it sets requires_grad of one of its inputs, which a replay would " +
+                         "not do; set it before the call, or on what input.detach() gives");
+    }
     refuse_hooks_of_body(spec.name, arguments, outputs);
   }
   std::vector<at::Tensor> roots;

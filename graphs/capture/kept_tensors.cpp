@@ -1,6 +1,8 @@
 #include <chrono>
 #include <thread>
 
+#include <c10/util/irange.h>
+
 #include "base/site.h"
 #include "graphs/capture/chain_capture.h"
 #include "graphs/capture/draws_apart.h"
@@ -46,6 +48,22 @@ void ChainCapture::fill_kept_tensors() {
   written.put_back();
   runtime_.synchronize_device();
   refuse_replaced(kept);  // after all that: what the module keeps now has a value
+  note_kept(kept);
+}
+
+void ChainCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
+  for (const auto i : c10::irange(chain_.layers_.size())) {
+    std::size_t bytes = 0;
+    for (const CaptureReads::Made& made : kept) {
+      bytes += made.layer == i ? made.storage.nbytes() : 0;
+    }
+    if (bytes > 0) {
+      chain_.plan_.notes.push_back(
+          chain_.describe(i) + " keeps what it makes (" + std::to_string(bytes) +
+          " bytes): each replay writes it anew, an eager run of the call makes its own; give it "
+          "out as an output where the program reads it");
+    }
+  }
 }
 
 void ChainCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) const {

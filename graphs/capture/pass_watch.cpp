@@ -23,14 +23,18 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-PassWatch::PassWatch(c10::Device device, Exclusions& exclusions)
-    : device_(device), exclusions_(exclusions), cpu_generator_(at::detail::getDefaultCPUGenerator()) {
+PassWatch::PassWatch(c10::Device device, Exclusions& exclusions, WeakStorageSet& met)
+    : device_(device), exclusions_(exclusions), met_(met), cpu_generator_(at::detail::getDefaultCPUGenerator()) {
   const std::lock_guard lock(cpu_generator_.mutex());
   cpu_state_ = cpu_generator_.get_state();
 }
 
 PassWatch::~PassWatch() {
   try {
+    forget_reads();
+    for (const c10::Storage& storage : reads_.made_and_alive()) {
+      met_.insert(storage);
+    }
     written_.put_back();
     if (cpu_draw_ != nullptr) {
       const std::lock_guard lock(cpu_generator_.mutex());
@@ -44,7 +48,7 @@ PassWatch::~PassWatch() {
 void PassWatch::enter(const LayerSpec& spec, const std::vector<at::Tensor>& inputs) {
   spec_ = &spec;
   inputs_ = &inputs;
-  (void)reads_.take();
+  forget_reads();
   foreign_.clear();
   for (const auto i : c10::irange(inputs.size())) {
     if (!inputs[i].defined()) {
@@ -56,6 +60,12 @@ void PassWatch::enter(const LayerSpec& spec, const std::vector<at::Tensor>& inpu
                        " and would never read it again; move it to " + device_.str() + " before the call");
     }
     exclusions_.add_static_input(inputs[i]);
+  }
+}
+
+void PassWatch::forget_reads() {
+  for (const ExternalStorage& external : reads_.take()) {
+    met_.insert(external.storage);
   }
 }
 

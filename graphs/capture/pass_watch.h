@@ -9,6 +9,7 @@
 #include "graphs/replay/layer.h"
 #include "observe/operator_observer.h"
 #include "offload/exclusions.h"
+#include "runtime/weak_storage_set.h"
 
 namespace sidestream {
 
@@ -17,8 +18,9 @@ namespace sidestream {
 /// Threads: `before` and `after` as an observer's; the rest one thread.
 class PassWatch {
  public:
-  /// What bodies read from elsewhere is not to be offloaded: `exclusions` hears of it.
-  PassWatch(c10::Device device, Exclusions& exclusions);
+  /// What bodies read from elsewhere is not to be offloaded: `exclusions` hears of it. `met` gets, at last when this object dies,
+  /// the storages that were touched and that live.
+  PassWatch(c10::Device device, Exclusions& exclusions, WeakStorageSet& met);
   PassWatch(const PassWatch&) = delete;
   PassWatch& operator=(const PassWatch&) = delete;
   ~PassWatch();
@@ -43,10 +45,12 @@ class PassWatch {
 
   [[nodiscard]] std::string name() const { return "graphed call \"" + spec_->name + "\""; }
   [[nodiscard]] std::string registered_name(const at::Tensor& tensor) const;
+  void forget_reads();
   void note_foreign(const at::Tensor& tensor, const OperatorAccess& access);
 
   c10::Device device_;
   Exclusions& exclusions_;
+  WeakStorageSet& met_;
   const LayerSpec* spec_ = nullptr;
   const std::vector<at::Tensor>* inputs_ = nullptr;
   ExternalReads reads_;

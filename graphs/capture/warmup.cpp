@@ -1,6 +1,10 @@
 #include "graphs/capture/warmup.h"
 
+#include <cstdint>
 #include <string>
+
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
 
 #include "base/site.h"
 #include "graphs/capture/call_modes_guard.h"
@@ -35,12 +39,36 @@ std::vector<at::Tensor> leaves_of(const std::vector<LayerSpec>& specs, const Lay
   return leaves;
 }
 
+/// Finds that a body seeds the device's generator: a replay would not. Another thread may do so once, meanwhile.
+class SeedWatch {
+ public:
+  explicit SeedWatch(c10::Device device)
+      : generator_(at::globalContext().defaultGenerator(device)), seed_(generator_.current_seed()) {}
+  /// Behind a pass of `spec`'s body; `last`: none comes behind it.
+  void check(const LayerSpec& spec, bool last) {
+    if (generator_.current_seed() == seed_) {
+      return;
+    }
+    if (++seeded_ > 1 || last) {
+      throw CaptureError("graphed call \"" + spec.name +
+                         "\": it seeds the device's generator, which its graphs would not; seed before the call");
+    }
+    generator_.set_current_seed(seed_);
+  }
+
+ private:
+  at::Generator generator_;
+  std::uint64_t seed_;
+  int seeded_ = 0;
+};
+
 }  // namespace
 
 std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options, Runtime& runtime,
-                                 ScopeTree& tree, Exclusions& exclusions, const ProgressCallback& progress) {
+                                 ScopeTree& tree, Exclusions& exclusions, WeakStorageSet& met,
+                                 const ProgressCallback& progress) {
   const StateKeeper state(specs, runtime.device());
-  PassWatch watch(runtime.device(), exclusions);
+  PassWatch watch(runtime.device(), exclusions, met);
   const RecorderGuard no_recorder(nullptr);
   if (options.pre_warmup_hook()) {
     options.pre_warmup_hook()();
@@ -56,9 +84,11 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
     const ModelFlagsGuard flags(spec.state.modules);
     watch.enter(spec, inputs);
     detail::TensorBuffer made;
+    SeedWatch seeds(runtime.device());
     {
       const Site sizing(Activity::sizing, spec.scope->site);
       sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, watch, made));
+      seeds.check(spec, options.num_warmup_iters() == 0);
     }
     auto& kept = outputs.emplace_back();
     for (const at::Tensor& output : made) {
@@ -77,9 +107,11 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
             return targets;
           },
           nullptr);
+      seeds.check(spec, /*last=*/false);
     }
   }
   if (options.post_warmup_hook()) {
+    const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); });
     options.post_warmup_hook()();
   }
   return sizings;

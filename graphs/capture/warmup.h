@@ -6,6 +6,7 @@
 #include "offload/exclusions.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
+#include "runtime/weak_storage_set.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/progress.h"
 
@@ -14,10 +15,11 @@ namespace sidestream {
 /// Runs every layer eagerly on the current stream, forward and backward: once under the recorder and the operator observer
 /// (the sizing pass), then `num_warmup_iters` times with offload off, all between the two hooks. Gradients, module buffers, what
 /// else operators wrote and did not make, and the random state are then as before; nothing of the passes' memory is kept.
+/// `met` gets the storages that the passes touched and that live.
 /// Capture: illegal.  Throws: UsageError (an input without gradient, or on another device), CaptureError (what graphs would
 /// freeze: see PassWatch), and what the callables throw.
 [[nodiscard]] std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options,
                                                Runtime& runtime, ScopeTree& tree, Exclusions& exclusions,
-                                               const ProgressCallback& progress);
+                                               WeakStorageSet& met, const ProgressCallback& progress);
 
 }  // namespace sidestream

@@ -4,7 +4,9 @@
 
 #include <memory>
 #include <mutex>
+#include <string>
 
+#include "sim/device/device.h"
 #include "sim/torch/device_guard.h"
 
 namespace sidestream::sim {
@@ -19,6 +21,9 @@ class Generator final : public c10::GeneratorImpl {
   [[nodiscard]] const at::Generator& cpu() const { return cpu_; }
 
   void set_current_seed(std::uint64_t seed) override {
+    if (seed != cpu_.current_seed()) {
+      refuse_capture("a new seed");
+    }
     locked([&] { cpu_.set_current_seed(seed); });
   }
   void set_offset(std::uint64_t /*offset*/) override {
@@ -28,10 +33,12 @@ class Generator final : public c10::GeneratorImpl {
   std::uint64_t current_seed() const override { return cpu_.current_seed(); }
   std::uint64_t seed() override {
     std::uint64_t value = 0;
+    refuse_capture("a new seed");
     locked([&] { value = cpu_.seed(); });
     return value;
   }
   void set_state(const c10::TensorImpl& state) override {
+    refuse_capture("a new state");
     locked([&] { cpu_.unsafeGetGeneratorImpl()->set_state(state); });
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return cpu_.unsafeGetGeneratorImpl()->get_state(); }
@@ -43,6 +50,14 @@ class Generator final : public c10::GeneratorImpl {
 
  private:
   Generator* clone_impl() const override { return new Generator(cpu_.clone()); }
+
+  // As a GPU's: a replay would draw on from where the generator is then.
+  static void refuse_capture(const char* what) {
+    if (Device::get().capturing(current_stream())) {
+      throw CaptureError(std::string("sim device: ") + what +
+                         " for the generator inside a capture, which no replay would set again; seed before the step");
+    }
+  }
 
   template <typename Action>
   void locked(Action action) {

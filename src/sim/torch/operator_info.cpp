@@ -19,6 +19,7 @@ namespace {
 constexpr std::array host_needs{
     std::string_view{"aten::equal"},
     std::string_view{"aten::is_nonzero"},
+    std::string_view{"aten::embedding_renorm_"},
     std::string_view{"aten::nonzero"},
     std::string_view{"aten::masked_select"},
     std::string_view{"aten::bincount"},

@@ -7,6 +7,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+#include <torch/utils.h>
 
 #include "expect_throws.h"
 #include "models/body_model.h"
@@ -162,6 +163,24 @@ TEST_F(CaptureWritesTest, DrawsOnTheCpuAreRefusedByName) {
         return mix(block, x).index_select(1, at::randperm(x.size(1)).to(x.device()));
       },
       {"aten::randperm"});
+}
+
+TEST_F(CaptureWritesTest, ASeedInsideIsRefused) {
+  BodyModel model(device_, {[](BodyBlock& block, const at::Tensor& x) {
+                    torch::manual_seed(17);
+                    return at::dropout(mix(block, x), 0.5, true);
+                  }});
+  OffloadEngine engine(model, options());
+  (void)model.step(&engine, 0);
+  EXPECT_THROWS(CaptureError, "graphed call \"blocks.0\": it seeds the device's generator", (void)engine.step());
+}
+
+TEST_F(CaptureWritesTest, AnInputThatTheBodyLetsRequireAGradientIsRefused) {
+  BodyModel model(device_, {[](BodyBlock& block, const at::Tensor& x) { return mix(block, x.requires_grad_(true)); }});
+  model.first.requires_grad_(false);
+  OffloadEngine engine(model, options());
+  (void)model.step(&engine, 0);
+  EXPECT_THROWS(CaptureError, "\"blocks.0\": it sets requires_grad of one of its inputs", (void)model.step(&engine, 1));
 }
 
 TEST_F(CaptureWritesTest, NumbersAndTensorsOfTheCallsOwnAreFine) {

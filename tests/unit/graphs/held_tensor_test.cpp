@@ -1,4 +1,7 @@
 // Tensors that a capture reads and nothing registers: caches that modules make on first use and replace.
+#include <string>
+#include <thread>
+
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
@@ -66,6 +69,39 @@ TEST_F(HeldTensorTest, AGrowingTableIsStillReadWhereItWasSmaller) {
   OffloadEngine engine(twins.mine, options());
   expect_lengths(twins, engine, {5, 5, 8, 5, 8, 12, 5, 8, 12, 12, 5});
   EXPECT_GT(engine.report().replays, 0);
+}
+
+/// Computes a part of its result on a thread of its own.
+at::Tensor on_a_thread(BodyBlock& block, const at::Tensor& x) {
+  at::Tensor mask;
+  std::thread([&] { mask = (x.detach() > 0).to(x.scalar_type()); }).join();
+  return (at::matmul(x, block.weight) * mask).tanh();
+}
+
+TEST_F(HeldTensorTest, WhatAnotherThreadMakesMeanwhileIsRefused) {
+  BodyModel model(device_, {on_a_thread});
+  OffloadEngine engine(model, options());
+  (void)model.step(&engine, 0);
+  EXPECT_THROWS(CaptureError, "another thread makes it while it runs", (void)model.step(&engine, 1));
+}
+
+at::Tensor keeps_a_mean(BodyBlock& block, const at::Tensor& x) {
+  const at::Tensor h = at::matmul(x, block.weight).tanh();
+  block.other = h.detach().mean();
+  return h;
+}
+
+TEST_F(HeldTensorTest, TheReportNotesWhatACallKeeps) {
+  BodyTwins twins(device_, {masked, keeps_a_mean});
+  OffloadEngine engine(twins.mine, options());
+  twins.expect_plain(engine, 0, 4);
+  EXPECT_EQ(twins.mine.block(1).other.item<float>(), twins.plain.block(1).other.item<float>());
+  std::string notes;
+  for (const std::string& note : engine.report().notes) {
+    notes += note + "\n";
+  }
+  EXPECT_NE(notes.find("\"blocks.1\" keeps what it makes (4 bytes)"), std::string::npos) << notes;
+  EXPECT_EQ(notes.find("\"blocks.0\" keeps"), std::string::npos) << notes;
 }
 
 TEST_F(HeldTensorTest, AMaskMadeInTheSizingPassIsHeld) {
