@@ -68,7 +68,7 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
     at::Tensor leaf;
     std::optional<std::size_t> result;  ///< among what the replay's node gives
     bool is_input = false;
-    bool added = false;                 ///< the replay adds it into the leaf's `.grad`
+    bool added = false;  ///< the replay adds it into the leaf's `.grad`
     at::Tensor grad_before;
   };
   struct Buffer {
