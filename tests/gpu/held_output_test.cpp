@@ -41,7 +41,7 @@ class GpuHeldOutputTest : public gpu::Gpu {
     }
   }
 
-  c10::Device device_{c10::DeviceType::CUDA, 0};
+  c10::Device device_ = testing_model::tested_gpu();
   torch::nn::Module model_;
   TensorFunction function_;
   std::unique_ptr<OffloadEngine> engine_;

@@ -37,8 +37,12 @@ struct Tracker {
     if (!in_graph && (in_pool || capturing)) {
       return;
     }
+    int before = 0;  // the default stream is the current device's
+    (void)cudaGetDevice(&before);
+    (void)cudaSetDevice(entry.device_);
     const auto status = cudaMemsetAsync(reinterpret_cast<void*>(entry.addr_), testing_model::kPoisonByte, entry.size_,
                                         static_cast<cudaStream_t>(entry.stream_));
+    (void)cudaSetDevice(before);
     if (status != cudaSuccess) {
       (void)cudaGetLastError();
       ++failures;
