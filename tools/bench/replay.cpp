@@ -19,7 +19,7 @@
 namespace sidestream {
 namespace {
 
-/// A product for each parameter.
+/// Two products, and parameters as many as a transformer block has: more kernels, and the device would be what is measured.
 class TinyBlock : public torch::nn::Module {
  public:
   explicit TinyBlock(std::int64_t parameters) {
@@ -28,10 +28,7 @@ class TinyBlock : public torch::nn::Module {
     }
   }
   at::Tensor forward(at::Tensor h, const at::Tensor* /*rope*/, std::int64_t /*start*/) {
-    for (const at::Tensor& weight : weights_) {
-      h = h * weight;
-    }
-    return h;
+    return h * weights_.front() * weights_.back();
   }
 
  private:
