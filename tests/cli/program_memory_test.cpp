@@ -1,4 +1,4 @@
-// The program where addresses are few. Below some 2.9 GB the loader itself does not bring LibTorch's CUDA libraries in: its own
+// The program where device memory or addresses are few. Below some 2.9 GB the loader itself does not bring LibTorch's CUDA libraries in: its own
 // one line, exit code 127.
 #include <algorithm>
 #include <string>
@@ -9,6 +9,18 @@
 
 namespace sidestream::cli {
 namespace {
+
+TEST(ProgramMemory, TheSimulatedDeviceHasWhatTheEnvironmentGivesIt) {
+  expect_refusal(tiny_training({"--steps", "2"}), 1, "out of memory", "export SIDESTREAM_SIM_MEMORY=4000000");
+  EXPECT_EQ(run_program(tiny_training({"--steps", "2"}), "export SIDESTREAM_SIM_MEMORY=4000000000").code, 0);
+}
+
+TEST(ProgramMemory, WhatIsNoNumberOfBytesIsRefusedWithTheRemedy) {
+  for (const char* const text : {"256M", "-1", "0", "1e9"}) {
+    expect_refusal(tiny_training({"--steps", "2"}), 2, "give the bytes that the sim device has",
+                   std::string("export SIDESTREAM_SIM_MEMORY=") + text);
+  }
+}
 
 #if !defined(__SANITIZE_ADDRESS__)  // which needs addresses without end
 TEST(ProgramMemory, TooLittleEndsWithOneLine) {

@@ -14,7 +14,8 @@ namespace sidestream {
 /// The order in which it runs queued work. Waits for what is queued. Capture: legal.
 SIDESTREAM_API void set_schedule(c10::Device sim, const Schedule& schedule);
 
-/// Device memory beyond `bytes` bytes is refused, as on a smaller device. Capture: legal.
+/// Device memory beyond `bytes` bytes is refused, as on a smaller device. The environment variable SIDESTREAM_SIM_MEMORY gives it
+/// when the process first uses the device. Capture: legal.
 SIDESTREAM_API void set_memory_limit(c10::Device sim, std::size_t bytes);
 
 /// Pinned host memory beyond `bytes` bytes is refused. Capture: legal.

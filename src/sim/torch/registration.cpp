@@ -5,9 +5,14 @@
 #include <sidestream/error.h>
 #include <torch/library.h>
 
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <system_error>
 
 #include "runtime/backend.h"
 #include "sim/device/device.h"
@@ -44,7 +49,23 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   }
 };
 
+/// What SIDESTREAM_SIM_MEMORY gives the device; nothing where it is not set.
+std::optional<std::size_t> memory_by_environment() {
+  const char* const text = std::getenv("SIDESTREAM_SIM_MEMORY");
+  if (text == nullptr || *text == '\0') {
+    return std::nullopt;
+  }
+  std::size_t bytes = 0;
+  const char* const end = text + std::strlen(text);
+  if (const auto read = std::from_chars(text, end, bytes); read.ec != std::errc() || read.ptr != end || bytes == 0) {
+    throw UsageError("SIDESTREAM_SIM_MEMORY is \"" + std::string(text) +
+                     "\"; give the bytes that the sim device has, for example 268435456, or unset it");
+  }
+  return bytes;
+}
+
 void register_all() {
+  const std::optional<std::size_t> memory = memory_by_environment();
   const std::string current = c10::get_privateuse1_backend();
   if (c10::is_privateuse1_backend_registered() && current != "sim") {
     throw UsageError("the process already has a PrivateUse1 device named " + current +
@@ -67,6 +88,9 @@ void register_all() {
   register_operators(library("_", c10::DispatchKey::PrivateUse1), aten);
   register_autocast(library("_", c10::DispatchKey::AutocastPrivateUse1),
                     library("aten", c10::DispatchKey::AutocastPrivateUse1));
+  if (memory) {
+    Device::get().set_memory_limit(*memory);
+  }
 }
 
 std::shared_ptr<Runtime> make_runtime_of(c10::Device device) {
