@@ -42,7 +42,11 @@ struct HostArena::State {
   ~State();
 
   void pin(std::size_t bytes);
-  void add_slot(std::byte* data, std::size_t bytes);
+  void add_slot(Slab& slab, std::byte* data, std::size_t bytes);
+  /// Takes the slots out of the slabs that no lease is in, once their last copies are done.
+  void dissolve_unused();
+  /// Cuts slots of these sizes out of slabs without slots; a slab that is still without is given back. Returns what found no place.
+  [[nodiscard]] std::vector<std::size_t> cut(const std::vector<std::size_t>& largest_first);
   void put_back(Slot& slot) noexcept;
   Slot* take(std::size_t bytes);
   void wait_for_copies(const std::function<bool(const Slab&)>& of) noexcept;
@@ -118,10 +122,10 @@ void HostArena::State::pin(std::size_t bytes) {
   }
 }
 
-void HostArena::State::add_slot(std::byte* data, std::size_t bytes) {
-  Slot& slot = slabs.back().slots.emplace_back();
+void HostArena::State::add_slot(Slab& slab, std::byte* data, std::size_t bytes) {
+  Slot& slot = slab.slots.emplace_back();
   slot.data = data;
-  slot.slab = &slabs.back();
+  slot.slab = &slab;
   free.emplace(bytes, &slot);
   stats.requested += bytes;
 }
@@ -147,7 +151,7 @@ std::vector<std::size_t> HostArena::State::missing_of(const std::vector<std::siz
   return missing;
 }
 
-void HostArena::State::trim() {
+void HostArena::State::dissolve_unused() {
   const auto unused = [](const Slab& slab) { return slab.leased == 0; };
   wait_for_copies(unused);
   for (auto place = free.begin(); place != free.end();) {
@@ -155,12 +159,44 @@ void HostArena::State::trim() {
     stats.requested -= goes ? place->first : 0;
     place = goes ? free.erase(place) : std::next(place);
   }
+  for (Slab& slab : slabs) {
+    if (unused(slab)) {
+      slab.slots.clear();
+    }
+  }
+}
+
+std::vector<std::size_t> HostArena::State::cut(const std::vector<std::size_t>& largest_first) {
+  std::vector<std::pair<Slab*, std::size_t>> open;  // and where its next slot begins
+  for (Slab& slab : slabs) {
+    if (slab.slots.empty()) {
+      open.emplace_back(&slab, 0);
+    }
+  }
+  std::vector<std::size_t> homeless;
+  for (const std::size_t bytes : largest_first) {
+    const auto found = std::find_if(open.begin(), open.end(), [&](const auto& slab) {
+      return bytes <= slab.first->memory.bytes() && slab.second <= slab.first->memory.bytes() - bytes;
+    });
+    if (found == open.end()) {
+      homeless.push_back(bytes);
+    } else if (bytes > 0) {
+      add_slot(*found->first, found->first->memory.data() + found->second, bytes);
+      found->second = align_up(found->second + bytes);
+    }
+  }
   for (auto slab = slabs.begin(); slab != slabs.end();) {
-    const bool goes = unused(*slab);
+    const bool goes = slab->slots.empty();
     stats.pinned -= goes ? slab->memory.bytes() : 0;
     stats.slabs -= goes ? 1 : 0;
     slab = goes ? slabs.erase(slab) : std::next(slab);
   }
+  return homeless;
+}
+
+void HostArena::State::trim() {
+  dissolve_unused();
+  (void)cut({});
 }
 
 HostArena::Slot* HostArena::State::take(std::size_t bytes) {
@@ -200,7 +236,7 @@ std::vector<bool> HostArena::plan(std::span<const std::size_t> sizes) {
     state_->pin(end);
     std::byte* const base = state_->slabs.back().memory.data();
     for (const auto& [offset, bytes] : offsets) {
-      state_->add_slot(base + offset, bytes);
+      state_->add_slot(state_->slabs.back(), base + offset, bytes);
     }
   }
   return placed;
@@ -214,6 +250,10 @@ void HostArena::prepare(std::span<const std::size_t> sizes) {
     const std::lock_guard lock(state_->mutex);
     state_->sealed = false;
     missing = state_->missing_of(largest_first);
+    if (!missing.empty()) {  // before more is pinned, what is pinned and in nobody's hands is cut anew
+      state_->dissolve_unused();
+      missing = state_->cut(state_->missing_of(largest_first));
+    }
     const auto aligned = [](std::size_t sum, std::size_t bytes) { return sum + align_up(bytes); };
     if (std::accumulate(missing.begin(), missing.end(), std::size_t{0}, aligned) >
         state_->stats.cap - state_->stats.pinned) {
@@ -258,7 +298,7 @@ HostArena::Lease HostArena::lease(std::size_t bytes) {
   Slot* slot = state_->take(bytes);
   if (slot == nullptr && !state_->sealed && bytes <= state_->stats.cap - state_->stats.pinned) {
     state_->pin(bytes);
-    state_->add_slot(state_->slabs.back().memory.data(), bytes);
+    state_->add_slot(state_->slabs.back(), state_->slabs.back().memory.data(), bytes);
     slot = state_->take(bytes);
   }
   if (slot == nullptr) {

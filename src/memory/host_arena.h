@@ -90,8 +90,9 @@ class HostArena {
   /// earlier plans. Capture: illegal. Throws: UsageError after `seal`; DeviceError when pinning fails (nothing is kept).
   std::vector<bool> plan(std::span<const std::size_t> sizes);
   /// Pins what is missing so that leases of all these sizes can live at once, beside those that live now, and seals: the
-  /// planning of a later pass over a sealed arena. Where the cap has no room beside free slots of other sizes, those go. Capture: illegal. Throws: DeviceError when pinning fails: nothing is added
-  /// and the arena is sealed.
+  /// planning of a later pass over a sealed arena. Slabs that no lease is in are cut anew first; those that have no part in it
+  /// then are given back, and where the cap has no room beside the others, they too. Capture: illegal. Throws: DeviceError when
+  /// pinning fails: nothing is added and the arena is sealed.
   void prepare(std::span<const std::size_t> sizes);
   /// Gives back the slabs that no lease is in, once their last copies are done: between a plan and the next.
   /// Capture: illegal.

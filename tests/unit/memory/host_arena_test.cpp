@@ -96,8 +96,53 @@ TEST(HostArena, AnotherPlanUnderTheCapTakesTheRoomOfSlotsThatAreFree) {
   EXPECT_EQ(arena.stats().pinned, 3072U);
   const auto held = arena.lease(1024);
   arena.prepare(small);
-  EXPECT_EQ(arena.stats().pinned, 4096U)
-      << "what is leased stays: the large slot serves one of them, so three are missing";
+  EXPECT_EQ(arena.stats().pinned, 3072U) << "the large slot is cut into four, beside what is leased";
+}
+
+TEST(HostArena, AnotherPlanCutsWhatIsPinnedAnew) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  const std::size_t first[] = {512, 1024, 2048, 4096};
+  arena.prepare(first);
+  const std::size_t pinned = arena.stats().pinned;
+  {
+    auto copied = arena.lease(4096);
+    copied.record_last_use(FakeRuntime::stream(3));
+  }
+  const std::size_t second[] = {3072, 3072, 1000};
+  arena.prepare(second);
+  EXPECT_EQ(runtime.pinned_sizes.size(), 1U) << "nothing is pinned twice";
+  EXPECT_EQ(runtime.count(Kind::synchronize), 1U) << "the copy was waited for";
+  EXPECT_EQ(arena.stats().pinned, pinned);
+  EXPECT_EQ(arena.stats().requested, 7144U);
+  std::vector<HostArena::Lease> held;
+  for (const std::size_t bytes : second) {
+    EXPECT_TRUE(held.emplace_back(arena.lease(bytes)));
+  }
+  EXPECT_FALSE(arena.lease(1));
+  held.clear();
+  const std::size_t more[] = {3072, 3072, 1000, 2000};
+  arena.prepare(more);
+  EXPECT_EQ(arena.stats().pinned, pinned + 2000) << "only what is missing is pinned";
+  const std::size_t few[] = {1500};
+  arena.prepare(few);
+  EXPECT_TRUE(arena.lease(1500));
+  arena.trim();
+  EXPECT_EQ(runtime.pinned_live, 0U);
+}
+
+TEST(HostArena, APlanThatNeedsLessGivesSlabsBack) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  const std::size_t first[] = {4096};
+  arena.prepare(first);
+  const std::size_t second[] = {4096, 8192};
+  arena.prepare(second);
+  EXPECT_EQ(arena.stats().slabs, 2U);
+  const std::size_t third[] = {1024, 1024, 1024, 512, 512};
+  arena.prepare(third);
+  EXPECT_EQ(arena.stats().slabs, 1U);
+  EXPECT_EQ(arena.stats().pinned, 4096U);
 }
 
 TEST(HostArena, GrowsBeforeSealOnly) {
