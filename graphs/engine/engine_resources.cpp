@@ -1,10 +1,12 @@
 #include "graphs/engine/engine_resources.h"
 
+#include <limits>
 #include <string>
 #include <vector>
 
 #include "graphs/engine/checked_options.h"
 #include "offload/autograd_engine.h"
+#include "runtime/host_limit.h"
 
 namespace sidestream {
 namespace {
@@ -18,6 +20,12 @@ NamePatterns patterns_of(const std::vector<std::string>& lists) {
   return NamePatterns(std::move(all));
 }
 
+/// Where the user names no cap: four fifths of the memory that there is. Beyond it the system ends processes without a word.
+std::size_t host_cap_of(const Options& options) {
+  constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
+  return options.host_cap() != kNone ? options.host_cap() : host_bytes_left().value_or(kNone) / 5 * 4;
+}
+
 }  // namespace
 
 EngineResources::EngineResources(torch::nn::Module& model, Options given, std::shared_ptr<Runtime> given_runtime)
@@ -26,7 +34,7 @@ EngineResources::EngineResources(torch::nn::Module& model, Options given, std::s
       check(given_runtime != nullptr ? std::move(given_runtime) : make_runtime(options.device()),
             options.check_steps()),
       runtime(check.runtime()),
-      arena(std::make_shared<HostArena>(*runtime, options.host_cap())),
+      arena(std::make_shared<HostArena>(*runtime, host_cap_of(options))),
       tree(patterns_of(options.offload_patterns())),
       exclusions(runtime->device(), options.min_bytes()),
       capture_stream(runtime->create_stream()),

@@ -47,6 +47,7 @@ struct LinkSpeed {
   double to_host = 0;
   double to_device = 0;
   double both = 0;
+  double pinning = 0;  ///< how fast host memory is page-locked
 };
 /// Copies `bytes` bytes each way a few times. Blocks. Capture: illegal.
 [[nodiscard]] SIDESTREAM_API LinkSpeed measure_link(c10::Device device, std::size_t bytes = std::size_t{64} << 20);

@@ -42,7 +42,8 @@ class Options {
   [[nodiscard]] const std::vector<std::string>& offload_patterns() const { return offload_; }
   [[nodiscard]] const std::vector<std::string>& graph_patterns() const { return graph_; }
 
-  /// Hard cap on pinned host bytes; groups that do not fit stay on the device and the report says which.
+  /// Hard cap on pinned host bytes; groups that do not fit stay on the device and the report says which. Where it is left as it
+  /// is: 80% of the memory that the system, and the control group, have available when the engine is made.
   TORCH_ARG(std::size_t, host_cap) = std::numeric_limits<std::size_t>::max();
   /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes].
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;

@@ -33,8 +33,10 @@ double best_speed(Runtime& runtime, std::size_t bytes, Copies copies) {
 LinkSpeed link_speed(Runtime& runtime, std::size_t bytes) {
   const auto outward = runtime.create_stream();
   const auto inward = runtime.create_stream();
+  const auto begin = std::chrono::steady_clock::now();
   const auto source = runtime.allocate_pinned(bytes);
   const auto target = runtime.allocate_pinned(bytes);
+  const std::chrono::duration<double> pinning = std::chrono::steady_clock::now() - begin;
   std::memset(source.data(), 1, bytes);
   std::memset(target.data(), 2, bytes);
   const auto options = at::TensorOptions().dtype(at::kByte).device(runtime.device());
@@ -43,6 +45,7 @@ LinkSpeed link_speed(Runtime& runtime, std::size_t bytes) {
   const auto out = [&] { runtime.copy_to_host(target.data(), near.const_data_ptr(), bytes, outward); };
   const auto in = [&] { runtime.copy_to_device(far.mutable_data_ptr(), source.data(), bytes, inward); };
   LinkSpeed speed;
+  speed.pinning = static_cast<double>(2 * bytes) / pinning.count() / 1e9;
   speed.to_host = best_speed(runtime, bytes, out);
   speed.to_device = best_speed(runtime, bytes, in);
   speed.both = best_speed(runtime, 2 * bytes, [&] {

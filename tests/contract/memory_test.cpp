@@ -29,6 +29,20 @@ TEST_P(CopyContract, BytesGoToPinnedMemoryAndBack) {
   EXPECT_EQ(reinterpret_cast<const float*>(pinned.data())[1023], 3.0F);
 }
 
+TEST_P(CopyContract, ManyBytesGoToPinnedMemoryAndBack) {
+  constexpr std::int64_t kElements = std::int64_t{5} << 20;
+  const std::size_t bytes = kElements * sizeof(float);
+  const auto source = filled(3, kElements);
+  const auto target = filled(0, kElements);
+  const auto stream = runtime().current_stream();
+  for (int time = 0; time < 2; ++time) {  // the second may lie where the first was
+    const auto pinned = runtime().allocate_pinned(bytes);
+    runtime().copy_to_host(pinned.data(), source.const_data_ptr(), bytes, stream);
+    runtime().copy_to_device(target.mutable_data_ptr(), pinned.data(), bytes, stream);
+    EXPECT_TRUE(all_equal(target, 3));
+  }
+}
+
 TEST_P(CopyContract, OnlyTheGivenBytesAreWritten) {
   const auto pinned = runtime().allocate_pinned(4096);
   std::memset(pinned.data(), 0x5a, 4096);
@@ -88,8 +102,8 @@ class PinnedContract : public RuntimeContract {};
 
 TEST_P(PinnedContract, HasTheBytesAskedForOnAPageBoundary) {
   std::vector<PinnedMemory> held;
-  for (const std::size_t bytes :
-       {std::size_t{1}, std::size_t{513}, std::size_t{4096}, std::size_t{100}, std::size_t{3 * kMiB + 7}}) {
+  for (const std::size_t bytes : {std::size_t{1}, std::size_t{513}, std::size_t{4096}, std::size_t{100},
+                                  std::size_t{3 * kMiB + 7}, std::size_t{70 * kMiB + 7}}) {
     held.push_back(runtime().allocate_pinned(bytes));
     EXPECT_EQ(held.back().bytes(), bytes);
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(held.back().data()) % 4096, 0U);

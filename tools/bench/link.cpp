@@ -18,11 +18,11 @@ int run(int argc, char** argv) {
   app.add_option("--mib", mebibytes, "sizes of a copy, in MiB")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   const auto found = sidestream::find_device(device);
-  std::printf("%s\n%10s %12s %12s %12s\n", sidestream::describe(found).name.c_str(), "MiB", "D2H GB/s", "H2D GB/s",
-              "both GB/s");
+  std::printf("%s\n%10s %12s %12s %12s %14s\n", sidestream::describe(found).name.c_str(), "MiB", "D2H GB/s", "H2D GB/s",
+              "both GB/s", "pinning GB/s");
   for (const auto size : mebibytes) {
     const auto speed = sidestream::measure_link(found, size << 20);
-    std::printf("%10zu %12.1f %12.1f %12.1f\n", size, speed.to_host, speed.to_device, speed.both);
+    std::printf("%10zu %12.1f %12.1f %12.1f %14.2f\n", size, speed.to_host, speed.to_device, speed.both, speed.pinning);
   }
   return 0;
 }

@@ -1,5 +1,7 @@
 #include "runtime/cuda/cuda_runtime.h"
 
+#include <cstdio>
+#include <exception>
 #include <string>
 
 #include "runtime/capture_turn.h"
@@ -7,6 +9,7 @@
 #include "runtime/cuda/driver.h"
 #include "runtime/cuda/error.h"
 #include "runtime/cuda/idle_streams.h"
+#include "runtime/cuda/pinned_pages.h"
 #include "runtime/cuda/settings.h"
 #include "sidestream/error.h"
 
@@ -39,27 +42,6 @@ void check_event(cudaError_t status, const char* call) {
                        " failed: the event was last recorded inside a capture; outside of it use an external event");
   }
   check(status, call, "event");
-}
-
-constexpr std::size_t page = 4096;
-
-std::byte* page_begin(std::byte* address) {
-  return address + (page - reinterpret_cast<std::uintptr_t>(address) % page) % page;
-}
-
-std::byte* pin(std::size_t bytes) {
-  // Another thread may capture in the driver's global error mode, which forbids this here.
-  const RelaxedCapture relaxed;
-  void* data = nullptr;
-  const auto status = cudaHostAlloc(&data, bytes, cudaHostAllocPortable);
-  if (status == cudaErrorMemoryAllocation) {
-    (void)cudaGetLastError();
-    throw DeviceError("pinned host memory exhausted: cudaHostAlloc refused " + std::to_string(bytes) +
-                          " bytes; offload fewer groups or lower the host cap",
-                      status);
-  }
-  check(status, "cudaHostAlloc", "pinned host memory");
-  return static_cast<std::byte*>(data);
 }
 
 cudaEvent_t make_event(unsigned flags, const char* object) {
@@ -236,15 +218,8 @@ PinnedMemory CudaRuntime::allocate_pinned(std::size_t bytes) {
     return {};
   }
   const CurrentDevice current(device_);
-  auto* base = pin(bytes);
-  // The driver packs small blocks; one that does not start on a page is taken again with room to move its start.
-  auto* data = page_begin(base);
-  if (data != base) {
-    destroy_now(HandleKind::pinned, base);
-    base = pin(bytes + page - 1);
-    data = page_begin(base);
-  }
-  return {Handle<HandleKind::pinned>(*this, base), data, bytes};
+  std::byte* const data = pin(bytes);
+  return {Handle<HandleKind::pinned>(*this, data), data, bytes};
 }
 
 void CudaRuntime::destroy(HandleKind kind, void* native) noexcept {
@@ -274,8 +249,19 @@ void CudaRuntime::destroy_now(HandleKind kind, void* native) noexcept {
       break;
     }
     case HandleKind::pinned:
-      report(cudaFreeHost(native), "cudaFreeHost", "pinned memory");
+      unpin_settled(native);
       break;
+  }
+}
+
+// Copies may be on their way still, and what was registered is not waited for by the driver.
+void CudaRuntime::unpin_settled(void* native) noexcept {
+  try {
+    const CurrentDevice current(device_);
+    report(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "pinned memory");
+    report(unpin(native), "unpinning", "pinned memory");
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "sidestream: pinned memory is left to the system: %s\n", error.what());
   }
 }
 

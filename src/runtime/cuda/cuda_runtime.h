@@ -71,6 +71,7 @@ class CudaRuntime final : public Runtime {
   void instantiate(libtorch::Graph& graph, c10::Stream stream) const;
   void destroy_now(HandleKind kind, void* native) noexcept;
   void destroy_deferred() noexcept;
+  void unpin_settled(void* native) noexcept;
 
   c10::Device device_;
   OpenCaptures& captures_;
