@@ -64,7 +64,7 @@ TEST_F(GpuHeldOutputTest, IsNotOverwrittenUnderAStreamThatRecordStreamNamed) {
   const c10::Stream b = streams.getStreamFromGlobalPool(device_);
   const at::Tensor x = input(2);
   const at::Tensor next = input(3);
-  streams.synchronizeDevice(0);
+  streams.synchronizeDevice(device_.index());
   for (const bool held : {false, true}) {
     at::Tensor read;
     at::Tensor kept;
@@ -82,7 +82,7 @@ TEST_F(GpuHeldOutputTest, IsNotOverwrittenUnderAStreamThatRecordStreamNamed) {
       y = at::Tensor();
       (void)graphed_[0]({next});
     }
-    streams.synchronizeDevice(0);
+    streams.synchronizeDevice(device_.index());
     EXPECT_TRUE(at::equal(read.cpu(), function_({x})[0].mul(2).cpu())) << held;
     EXPECT_TRUE(!held || at::equal(kept.cpu(), function_({x})[0].cpu()));
   }
@@ -94,7 +94,7 @@ TEST_F(GpuHeldOutputTest, IsNotOverwrittenUnderTheStreamThatItWasGivenOutOn) {
   const c10::Stream b = streams.getStreamFromGlobalPool(device_);
   const at::Tensor x = input(2);
   const at::Tensor next = input(3);
-  streams.synchronizeDevice(0);
+  streams.synchronizeDevice(device_.index());
   at::Tensor read;
   {
     const c10::StreamGuard on_a(a);
@@ -106,7 +106,7 @@ TEST_F(GpuHeldOutputTest, IsNotOverwrittenUnderTheStreamThatItWasGivenOutOn) {
     const c10::StreamGuard on_b(b);
     (void)graphed_[0]({next});
   }
-  streams.synchronizeDevice(0);
+  streams.synchronizeDevice(device_.index());
   EXPECT_TRUE(at::equal(read.cpu(), function_({x})[0].mul(2).cpu()));
 }
 
