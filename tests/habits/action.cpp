@@ -64,6 +64,7 @@ const std::vector<Habit>& habits() {
       {Kind::shared_weight, "shared_weight", 3, 1, 2},
       {Kind::empty_step, "empty_step", 1, 1, 1},
       {Kind::keep_loss, "keep_loss", 1, 1, 2},
+      {Kind::dropout_rate, "dropout_rate", 3, 1, 2},
       {Kind::schedule, "schedule", 6, 1, 2},
   };
   return all;

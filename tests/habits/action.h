@@ -65,6 +65,7 @@ enum class Kind : std::uint8_t {
   shared_weight,
   empty_step,
   keep_loss,
+  dropout_rate,
   schedule,
 };
 

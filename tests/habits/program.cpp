@@ -145,6 +145,7 @@ void Program::perform(const Action& action) {
     case Kind::reset:
     case Kind::new_engine:
     case Kind::report:
+    case Kind::dropout_rate:
       change(action);
       break;
     case Kind::convert:

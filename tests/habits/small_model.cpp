@@ -27,6 +27,9 @@ Block::Block(Part part, c10::Device device) : part_(part) {
     scale_ = register_parameter("scale", at::ones({2 * kWidth}, options));
     shift_ = register_parameter("shift", at::zeros({2 * kWidth}, options));
   }
+  if (part_ == Part::dropout) {
+    drop = register_module("drop", torch::nn::Dropout(0.25));
+  }
   if (part_ == Part::counter) {
     count_ = at::zeros({1}, options);
   }
@@ -88,7 +91,7 @@ std::tuple<at::Tensor, at::Tensor> Block::forward(at::Tensor given, at::Tensor c
     const OffloadScope scope("fc2");
     x = at::linear(x, fc2_);
     if (part_ == Part::dropout) {
-      x = at::dropout(x, 0.25, is_training());
+      x = drop(x);
     }
   }
   at::Tensor out = h + x * scale + context * 0.1;
@@ -112,6 +115,16 @@ void SmallModel::replace(std::size_t index) {
   blocks[index] = container_->replace_module(
       std::to_string(index), std::make_shared<Block>(static_cast<Block::Part>(setup_.parts[index]), device_));
   blocks[index]->train(training);
+  set_dropout(dropout_);
+}
+
+void SmallModel::set_dropout(double rate) {
+  dropout_ = rate;
+  for (const auto& block : blocks) {
+    if (block->drop) {
+      block->drop->options.p(rate);
+    }
+  }
 }
 
 }  // namespace sidestream::habits

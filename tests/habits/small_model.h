@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/dropout.h>
 
 #include "habits/action.h"
 
@@ -30,6 +31,8 @@ class Block : public torch::nn::Module {
   /// Tensors in plain members that the body writes.
   [[nodiscard]] std::vector<at::Tensor> unregistered() const;
 
+  torch::nn::Dropout drop{nullptr};  ///< of the part with dropout
+
   bool throws = false;  ///< the next run of the body throws Left
   bool thrown = false;  ///< it did
 
@@ -49,6 +52,9 @@ class SmallModel : public torch::nn::Module {
   SmallModel(const Setup& setup, c10::Device device);
   /// Puts a new block in the place of `index`.
   void replace(std::size_t index);
+  /// As a schedule does it: the rate is an option of LibTorch's module.
+  void set_dropout(double rate);
+  [[nodiscard]] double dropout() const noexcept { return dropout_; }
 
   at::Tensor stem, head;
   std::vector<std::shared_ptr<Block>> blocks;
@@ -56,6 +62,7 @@ class SmallModel : public torch::nn::Module {
 
  private:
   Setup setup_;
+  double dropout_ = 0.25;
   c10::Device device_;
   std::shared_ptr<torch::nn::Module> container_;
 };

@@ -266,6 +266,7 @@ void Trainer::count_call(std::size_t index, const at::Tensor& h, const at::Tenso
   for (const auto& module : block.modules()) {
     key += module->is_training() ? 't' : 'e';
   }
+  key += block.drop ? std::to_string(block.drop->options.p()) : "";
   key += at::globalContext().deterministicAlgorithms() ? "/deterministic/" : "/";
   key += c10::get_default_dtype().name();
   if (!sized_) {

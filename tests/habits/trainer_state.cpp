@@ -88,6 +88,9 @@ void Trainer::change(const Action& action) {
     case Kind::new_engine:
       make_engine();
       break;
+    case Kind::dropout_rate:
+      model_->set_dropout(action.a == 0 ? 0.25 : action.a == 1 ? 0.0 : 0.6);
+      break;
     case Kind::report:
       if (engine_ != nullptr) {
         (void)engine_->report();
