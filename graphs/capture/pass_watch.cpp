@@ -101,6 +101,9 @@ void PassWatch::before(const OperatorAccess& access) {
 
 void PassWatch::after(const OperatorAccess& access) {
   reads_.observe(access);
+  if (access.own_generator) {
+    own_generator_ = access.name;
+  }
   if (!access.random || (cpu_draw_ != nullptr && !cpu_draw_nested_)) {
     return;
   }
@@ -154,6 +157,10 @@ void PassWatch::check() const {
                          device_.str() + " and would freeze its value. Move it to " + device_.str() +
                          " (Module::to, a registered buffer), or pass a number by value");
     }
+  }
+  if (own_generator_ != nullptr) {
+    throw CaptureError(name() + ": it draws from a generator of its own (" + own_generator_ +
+                       "), which its graphs would not move on; draw from the device's default one, or before the call");
   }
   if (cpu_draw_ != nullptr) {
     throw CaptureError(name() + ": it draws random numbers on the CPU (" + cpu_draw_ +

@@ -55,7 +55,8 @@ class PassWatch {
   const std::vector<at::Tensor>* inputs_ = nullptr;
   ExternalReads reads_;
   std::vector<Foreign> foreign_;
-  std::string written_input_;  ///< what was found first; empty for nothing
+  std::string written_input_;            ///< what was found first; empty for nothing
+  const char* own_generator_ = nullptr;  ///< the operator that drew from one
   const char* cpu_draw_ = nullptr;
   bool cpu_draw_nested_ = false;
   WrittenStorages written_;

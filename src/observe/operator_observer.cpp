@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
@@ -41,6 +42,7 @@ struct OperatorSchema {
   std::optional<std::size_t> only_if;       // position of the flag without which it does not write them
   std::optional<std::size_t> non_blocking;  // positions
   std::optional<std::size_t> stream;
+  std::optional<std::size_t> generator;
   bool only_shape = false;
   bool random = false;
 };
@@ -63,6 +65,7 @@ struct OperatorRecord final : at::ObserverContext {
   bool non_blocking = false;
   bool only_shape = false;
   bool random = false;
+  bool own_generator = false;
   std::optional<c10::Stream> stream;
 };
 
@@ -109,6 +112,9 @@ const OperatorSchema* OperatorObserverGuard::State::schema_of(const at::RecordFu
     if (argument.type()->kind() == c10::TypeKind::StreamObjType) {
       schema.stream = schema.writes.size();
     }
+    if (argument.name() == "generator") {
+      schema.generator = schema.writes.size();
+    }
     schema.writes.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
   }
   schema.random = handle->hasTag(at::Tag::nondeterministic_seeded);
@@ -142,6 +148,10 @@ void OperatorObserverGuard::State::read_arguments(const at::RecordFunction& func
   }
   if (const c10::IValue* stream = given(schema->stream); stream != nullptr && stream->isStream()) {
     record.stream = stream->toStream();
+  }
+  if (const c10::IValue* value = given(schema->generator); value != nullptr && value->isGenerator()) {
+    const at::Generator generator = value->toGenerator();
+    record.own_generator = generator.defined() && generator != at::globalContext().defaultGenerator(generator.device());
   }
   const c10::IValue* const only_if = given(schema->only_if);
   if (!schema->only_if || (only_if != nullptr && only_if->isBool() && only_if->toBool())) {
@@ -183,7 +193,8 @@ void OperatorObserverGuard::State::began(const at::RecordFunction& function, Ope
                                       record.non_blocking,
                                       record.only_shape,
                                       record.stream,
-                                      record.random});
+                                      record.random,
+                                      record.own_generator});
 }
 
 void OperatorObserverGuard::State::ended(const at::RecordFunction& function, const OperatorRecord& record) {
@@ -191,8 +202,9 @@ void OperatorObserverGuard::State::ended(const at::RecordFunction& function, con
   for (const c10::IValue& output : function.outputs()) {
     append_tensors(output, outputs);
   }
-  tell(&State::observe, OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0,
-                                       record.non_blocking, record.only_shape, record.stream, record.random});
+  tell(&State::observe,
+       OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0, record.non_blocking,
+                      record.only_shape, record.stream, record.random, record.own_generator});
 }
 
 namespace {

@@ -28,6 +28,7 @@ struct OperatorAccess {
   bool only_shape = false;    ///< changes what a tensor is, not its bytes (`unsqueeze_`, `set_`)
   std::optional<c10::Stream> stream{};  ///< an argument of that type (`record_stream`)
   bool random = false;                  ///< draws from a generator
+  bool own_generator = false;           ///< which is given, and is not its device's default one
 };
 
 /// While it lives, `observe` is called after every operator of the calling thread, and of the backward passes that it

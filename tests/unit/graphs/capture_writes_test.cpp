@@ -1,9 +1,11 @@
 // What sizing, warm-up and capture do to the world outside of them: put back, or refused by name.
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
@@ -163,6 +165,17 @@ TEST_F(CaptureWritesTest, DrawsOnTheCpuAreRefusedByName) {
         return mix(block, x).index_select(1, at::randperm(x.size(1)).to(x.device()));
       },
       {"aten::randperm"});
+}
+
+TEST_F(CaptureWritesTest, AGeneratorOfTheBodysOwnIsRefusedByName) {
+  const auto own = std::make_shared<at::Generator>(at::globalContext().defaultGenerator(device_).clone());
+  BodyModel model(device_, {[own](BodyBlock& block, const at::Tensor& x) {
+                    return mix(block, x) * at::empty({1}, x.options().requires_grad(false)).uniform_(0, 1, *own);
+                  }});
+  OffloadEngine engine(model, options());
+  (void)model.step(&engine, 0);
+  EXPECT_THROWS(CaptureError, "\"blocks.0\": it draws from a generator of its own (aten::uniform_)",
+                (void)engine.step());
 }
 
 TEST_F(CaptureWritesTest, ASeedInsideIsRefused) {
