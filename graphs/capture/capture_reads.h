@@ -9,6 +9,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include "graphs/replay/layer.h"
+#include "observe/external_reads.h"
 #include "observe/operator_observer.h"
 #include "offload/exclusions.h"
 #include "runtime/weak_storage_set.h"

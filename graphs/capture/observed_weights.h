@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "observe/external_reads.h"
 #include "observe/operator_observer.h"
 
 namespace sidestream {

@@ -7,6 +7,7 @@
 
 #include "graphs/capture/written_storages.h"
 #include "graphs/replay/layer.h"
+#include "observe/external_reads.h"
 #include "observe/operator_observer.h"
 #include "offload/exclusions.h"
 #include "runtime/weak_storage_set.h"

@@ -1,18 +1,13 @@
 #pragma once
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <unordered_map>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 
-#include "runtime/weak_storage_set.h"
 #include "sidestream/export.h"
 
 namespace sidestream {
@@ -78,53 +73,6 @@ class [[nodiscard]] SIDESTREAM_API UnobservedGuard {
  private:
   bool before_;
   static thread_local constinit bool unobserved_;
-};
-
-/// A storage that was touched inside an observed region and not made there.
-struct ExternalStorage {
-  c10::Storage storage;        ///< keeps it alive
-  const void* data = nullptr;  ///< its address when first seen: what a capture bakes in
-  std::size_t bytes = 0;
-  bool written = false;
-};
-
-/// Collects every storage that operators read or write and that no observed operator made: what a capture must keep alive.
-/// A result that aliases an argument is not "made"; what a kernel allocates for itself and drops before the outermost
-/// operator ends is none of ours. Threads: one at a time.
-class ExternalReads {
- public:
-  void observe(const OperatorAccess& access);
-  /// Before the operator runs: what it reads and writes is known from here on.
-  void observe_before(const OperatorAccess& access);
-  /// Says that this tensor's storage counts as made inside (allocated by us, without an operator).
-  void made(const at::Tensor& tensor);
-  void made(const c10::Storage& storage);
-  [[nodiscard]] bool has_made(const c10::StorageImpl* storage) const noexcept { return made_.contains(storage); }
-  /// What was made and lives.
-  [[nodiscard]] std::vector<c10::Storage> made_and_alive() const { return made_.alive(); }
-
-  /// In the order they were first touched.
-  [[nodiscard]] const std::vector<ExternalStorage>& externals() const noexcept { return externals_; }
-  [[nodiscard]] const ExternalStorage* find(const c10::StorageImpl* storage) const noexcept;
-  /// The externals so far, which are forgotten; what was made stays known.
-  [[nodiscard]] std::vector<ExternalStorage> take();
-  void clear() noexcept;
-
- private:
-  // Seen inside an operator that has not ended; may still turn out to be that operator's own.
-  struct Pending {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    bool written;
-  };
-
-  void touch(const at::Tensor& tensor, const OperatorAccess& access, bool written);
-  void add(c10::Storage storage, bool written);
-  void settle_pending();
-
-  std::vector<ExternalStorage> externals_;
-  std::unordered_map<const c10::StorageImpl*, std::size_t> index_;
-  std::unordered_map<const c10::StorageImpl*, Pending> pending_;
-  WeakStorageSet made_;
 };
 
 }  // namespace sidestream

@@ -1,4 +1,5 @@
 #include "observe/operator_observer.h"
+#include "observe/external_reads.h"
 
 #include <algorithm>
 #include <map>

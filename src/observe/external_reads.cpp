@@ -1,0 +1,108 @@
+#include "observe/external_reads.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/core/TensorImpl.h>
+
+namespace sidestream {
+namespace {
+
+// The storage that a tensor argument stands for; null for none. A wrapped number is a value that the operator takes along.
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return impl.has_storage() && !impl.is_wrapped_number() ? impl.unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+}  // namespace
+
+void ExternalReads::add(c10::Storage storage, bool written) {
+  const auto [at, is_new] = index_.try_emplace(storage.unsafeGetStorageImpl(), externals_.size());
+  if (is_new) {
+    const void* const data = storage.data();
+    const std::size_t bytes = storage.nbytes();
+    externals_.push_back(ExternalStorage{std::move(storage), data, bytes, written});
+  } else if (written) {
+    externals_[at->second].written = true;
+  }
+}
+
+void ExternalReads::touch(const at::Tensor& tensor, const OperatorAccess& access, bool written) {
+  const c10::StorageImpl* const key = storage_of(tensor);
+  if (key == nullptr || made_.contains(key)) {
+    return;
+  }
+  if (!access.nested || index_.contains(key)) {
+    add(tensor.storage(), written);
+    return;
+  }
+  const auto [at, is_new] = pending_.try_emplace(key, Pending{tensor.storage().getWeakStorageImpl(), written});
+  at->second.written = at->second.written || written;
+}
+
+void ExternalReads::observe_before(const OperatorAccess& access) {
+  for (const at::Tensor& tensor : access.reads) {
+    touch(tensor, access, false);
+  }
+  for (const at::Tensor& tensor : access.writes) {
+    touch(tensor, access, true);
+  }
+}
+
+void ExternalReads::observe(const OperatorAccess& access) {
+  observe_before(access);
+  const auto is_argument = [&](const c10::StorageImpl* key) {
+    const auto same = [key](const at::Tensor& tensor) { return storage_of(tensor) == key; };
+    return std::any_of(access.reads.begin(), access.reads.end(), same);
+  };
+  for (const at::Tensor& tensor : access.outputs) {
+    if (const c10::StorageImpl* const key = storage_of(tensor); key != nullptr && !is_argument(key)) {
+      made(tensor);
+    }
+  }
+  if (!access.nested) {
+    settle_pending();
+  }
+}
+
+// What a kernel made for itself is dead when the outermost operator has ended.
+void ExternalReads::settle_pending() {
+  for (auto& [key, pending] : pending_) {
+    if (auto alive = pending.storage.lock(); alive && !made_.contains(key)) {
+      add(c10::Storage(std::move(alive)), pending.written);
+    }
+  }
+  pending_.clear();
+}
+
+void ExternalReads::made(const at::Tensor& tensor) {
+  if (storage_of(tensor) != nullptr) {
+    made(tensor.storage());
+  }
+}
+
+void ExternalReads::made(const c10::Storage& storage) {
+  if (storage.unsafeGetStorageImpl() != nullptr && !index_.contains(storage.unsafeGetStorageImpl())) {
+    pending_.erase(storage.unsafeGetStorageImpl());
+    made_.insert(storage);
+  }
+}
+
+std::vector<ExternalStorage> ExternalReads::take() {
+  index_.clear();
+  return std::exchange(externals_, {});
+}
+
+const ExternalStorage* ExternalReads::find(const c10::StorageImpl* storage) const noexcept {
+  const auto at = index_.find(storage);
+  return at == index_.end() ? nullptr : &externals_[at->second];
+}
+
+void ExternalReads::clear() noexcept {
+  externals_.clear();
+  index_.clear();
+  pending_.clear();
+  made_.clear();
+}
+
+}  // namespace sidestream
