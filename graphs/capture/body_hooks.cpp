@@ -26,8 +26,7 @@ class RefusedRun final : public torch::autograd::FunctionPreHook {
     throw UsageError(
         call_ +
         ": a backward pass goes through a tensor that it made and keeps in a member, and that is none of its outputs; "
-        "a "
-        "replay has no gradient for it. Give it out as an output of the call, or detach it before it is kept");
+        "a replay has no gradient for it. Give it out as an output of the call, or detach it before it is kept");
   }
 
  private:
