@@ -56,6 +56,20 @@ class ReplayAutogradTest : public testing::Test {
     EXPECT_TRUE(same({{"gradient of the input", x.grad()}}, {{"gradient of the input", x_plain.grad()}}));
     EXPECT_TRUE(same(gradients(*model_), gradients(*plain_)));
   }
+  /// A function of one input, captured as a callable, gives the gradients that it gives by itself: of its input and of `w`.
+  void expect_same_graphed(const TensorFunction& function, const at::Tensor& w) {
+    OffloadEngine engine(*model_, Options(device_).offload("**").min_bytes(1024));
+    const auto graphed = make_graphed_callables(engine, {Callable("penalised", owning(function))}, {{input(0)}});
+    for (std::int64_t s = 1; s < 5; ++s) {
+      const auto step = [&](const TensorFunction& run) {
+        const at::Tensor x = input(s);
+        w.mutable_grad() = at::Tensor();
+        (run({x})[0] * rows(s, device_, 1)).sum().backward();
+        return StepTensors{{"input", x.grad()}, {"weight", w.grad()}};
+      };
+      EXPECT_TRUE(same(step(graphed[0]), step(function))) << "step " << s;
+    }
+  }
 
   c10::Device device_ = find_device("sim");
   torch::nn::Sequential model_ = layer_stack(4, device_);
@@ -246,17 +260,7 @@ TEST_F(ReplayAutogradTest, AGradientInsideOfABody) {
     const at::Tensor slope = grad({y}, {in[0]}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
     return Tensors{slope * in[0]};
   };
-  OffloadEngine engine(*model_, Options(device_).offload("**").min_bytes(1024));
-  const auto graphed = make_graphed_callables(engine, {Callable("penalised", owning(penalised))}, {{input(0)}});
-  for (std::int64_t s = 1; s < 5; ++s) {
-    const auto step = [&](const TensorFunction& function) {
-      const at::Tensor x = input(s);
-      w.mutable_grad() = at::Tensor();
-      (function({x})[0] * rows(s, device_, 1)).sum().backward();
-      return StepTensors{{"input", x.grad()}, {"weight", w.grad()}};
-    };
-    EXPECT_TRUE(same(step(graphed[0]), step(penalised))) << "step " << s;
-  }
+  expect_same_graphed(penalised, w);
 }
 
 TEST_F(ReplayAutogradTest, AGradientInsideOfABodyOfALeafThatItMakes) {
@@ -268,17 +272,7 @@ TEST_F(ReplayAutogradTest, AGradientInsideOfABodyOfALeafThatItMakes) {
     const Tensors slopes = grad({y}, {leaf, noise}, {}, /*retain_graph=*/true, /*create_graph=*/true);
     return Tensors{slopes[0] * in[0] + slopes[1]};
   };
-  OffloadEngine engine(*model_, Options(device_).offload("**").min_bytes(1024));
-  const auto graphed = make_graphed_callables(engine, {Callable("penalised", owning(penalised))}, {{input(0)}});
-  for (std::int64_t s = 1; s < 5; ++s) {
-    const auto step = [&](const TensorFunction& function) {
-      const at::Tensor x = input(s);
-      w.mutable_grad() = at::Tensor();
-      (function({x})[0] * rows(s, device_, 1)).sum().backward();
-      return StepTensors{{"input", x.grad()}, {"weight", w.grad()}};
-    };
-    EXPECT_TRUE(same(step(graphed[0]), step(penalised))) << "step " << s;
-  }
+  expect_same_graphed(penalised, w);
 }
 
 TEST_F(ReplayAutogradTest, AHookThatABodyRegistersIsCaptured) {
