@@ -258,6 +258,19 @@ TEST_F(ReplanningTest, ACallThatRunsEagerlyBesideItsCapturesOffloadsAllTheSame) 
   EXPECT_EQ(engine.report().unplanned_bytes, 0);
 }
 
+// Nothing was planned for it, and what is pinned is in the graphs' hands.
+TEST_F(ReplanningTest, TheFirstRunOfACallWithAnotherShapeCountsWhatStays) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  OffloadEngine engine(twins.mine, graphed());
+  twins.expect_plain(engine, 0, 3);
+  twins.expect_plain(engine, 3, 4, 12, 3);
+  const Report report = engine.report();
+  EXPECT_GT(report.unplanned_bytes, 0);
+  EXPECT_EQ(report.offloaded_bytes + report.refused_bytes, report.unplanned_bytes);
+  twins.expect_plain(engine, 4, 7, 12, 3);
+  EXPECT_EQ(engine.report().refused_bytes, 0) << "captured since";
+}
+
 TEST_F(ReplanningTest, CallsInFlightOverTheBoundOffloadAllTheSame) {
   Shared mine(device_);
   Shared plain(device_);
