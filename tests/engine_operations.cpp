@@ -1,5 +1,6 @@
 #include "engine_operations.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <utility>
@@ -57,39 +58,40 @@ class Letters {
   std::map<std::string, char> letters_;
 };
 
-// Note [Graph choreography]: each graph has a fork of its own for its copies.
+// Note [Graph choreography], in chains as deep as they have side streams: wave n leaves while the K waves behind it run.
 std::vector<std::string> expected_graphs(int side_streams) {
   Letters letter;
   std::vector<std::string> lines;
   const std::string main = letter("main");
-  // `copied`: the wave whose group the graph of wave `n` offloads; negative: none.
-  const auto graph = [&](const std::string& phase, int n, const std::string& side, int joined, int copied,
-                         const std::string& line, const std::string& copy) {
-    const std::string where = phase + " waves." + std::to_string(n) + ":";
-    lines.push_back(where + " " + main + ".record " + side + ".wait");
-    for (int copies = 0; copies < joined; ++copies) {
-      lines.back() += " " + side + ".wait";
-    }
-    if (copied < 0) {
-      lines.back() += " " + side + ".record " + side + ".record " + main + ".wait";
-      return;
-    }
-    const std::string fork = letter(where);
-    lines.push_back(line + " " + side + ".record " + fork + ".wait " + fork + copy + " " + fork + copy);
-    lines.push_back(where + " " + side + ".record " + fork + ".record " + side + ".wait " + side + ".record " + main +
-                    ".wait");
-  };
-  const int offloaded = kWaves - side_streams;  // backward needs the last K immediately: they stay
+  const auto wave = [](const char* phase, int n) { return std::string(phase) + " waves." + std::to_string(n); };
+  const int offloaded = kWaves - side_streams;  // the last K turn round within the lag: they stay
   for (int n = 0; n < kWaves; ++n) {
-    const int index = n % side_streams;
-    graph("forward", n, letter("side " + std::to_string(index)), index > 0 && n < side_streams ? 1 : 0,
-          n < offloaded ? n : -1, "offload waves." + std::to_string(n) + ".act:", ".copy_to_host");
+    const std::string side = letter("side " + std::to_string(n % side_streams));
+    const std::string behind_left = n >= side_streams ? " " + side + ".wait" : "";
+    lines.push_back(wave("forward", n) + ": " + main + ".record " + side + ".wait" + behind_left);
+    if (n >= offloaded) {
+      lines.back() += " " + side + ".record " + main + ".wait";
+      continue;
+    }
+    lines.push_back(wave("offload", n) + ".act: " + side + ".record");
+    lines.push_back(wave("forward", n) + ": " + side + ".record " + main + ".wait");
+    const std::string out = letter("copies out");
+    lines.push_back(wave("offload", n) + ".act: " + out + ".wait " + out + ".copy_to_host " + out + ".copy_to_host " +
+                    out + ".record");
   }
+  const std::string side = letter("side 0");
   for (int n = kWaves - 1; n >= 0; --n) {
-    graph("backward", n, letter("side 0"), n == kWaves - 1 ? side_streams - 1 : 0, n - 1 < offloaded ? n - 1 : -1,
-          "reload waves." + std::to_string(n - 1) + ":", ".copy_to_device");
+    lines.push_back(wave("backward", n) + ": " + main + ".record " + side + ".wait");
+    const int returning = n - std::max(1, side_streams - 1);  // one ahead, and what the memory of the lag has room for
+    if (returning >= 0 && returning < offloaded) {
+      const std::string in = letter("copies in");
+      lines.back() += " " + side + ".record " + in + ".wait";
+      lines.push_back(wave("reload", returning) + ": " + in + ".copy_to_device " + in + ".copy_to_device " + in +
+                      ".record");
+      lines.push_back(wave("backward", n) + ":");
+    }
+    lines.back() += (n < offloaded ? " " + side + ".wait" : "") + " " + side + ".record " + main + ".wait";
   }
-  lines.push_back(" : " + main + ".wait");
   return lines;
 }
 

@@ -39,6 +39,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   if (!layer.has_backward) {
     return;
   }
+  release_sources(chain_.copies_.place_of_backward(index));
   prepare_seeds(index);
   const Site site(Activity::capture_backward, layer.spec.scope->site);
   std::vector<at::Tensor> roots;
@@ -61,7 +62,7 @@ void ChainCapture::capture_backward(std::size_t index) {
 
   std::vector<at::Tensor> grads;
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
-  prefetch(index);
+  allocate_targets(index);
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);
     const NestedBackwardRefusal no_nested;
@@ -75,11 +76,8 @@ void ChainCapture::capture_backward(std::size_t index) {
   take_gradients(layer, live, grads);
   runtime_.record(layer.backward_done, capture_);
   record_caller_event();
-  resources_.offload->join_prefetch();
-  runtime_.record(layer.backward_copies_done, capture_);
   layer.backward = capture.end();
-  check_graph_events(runtime_, layer.backward, layer.backward_done, layer.backward_copies_done,
-                     chain_.describe(index) + ", backward");
+  check_graph_events(runtime_, layer.backward, layer.backward_done, {}, chain_.describe(index) + ", backward");
   finish_backward(index);
 }
 
@@ -137,25 +135,19 @@ void ChainCapture::learn_routes(Layer& layer, const Live& live, const std::vecto
   }
 }
 
-void ChainCapture::prefetch(std::size_t index) {
-  Layer& layer = chain_.layers_[index];
-  if (layer.reload_targets.empty() && !layer.offloaded.empty()) {  // no backward above brings it back
-    resources_.offload->prefetch(layer.offloaded, layer.spec.scope->site);
-    resources_.offload->join_prefetch();
-    for (const auto& saved : layer.offloaded) {
-      reads_.made(saved->device);
+// First of all in the capture: what came before it may have used that memory, it and what follows may not.
+void ChainCapture::allocate_targets(std::size_t index) {
+  const std::size_t place = chain_.copies_.place_of_backward(index);
+  for (std::size_t i = index + 1; i-- > 0;) {
+    LayerCopies& copies = chain_.layers_[i].copies;
+    if (!copies.allocated && copies.returns_at <= place) {
+      copies.allocated = true;
+      copies.returns_at = place;
+      resources_.offload->allocate_targets(copies.captured);
+      for (const auto& saved : copies.captured.storages) {
+        reads_.made(saved->device);
+      }
     }
-  }
-  const auto next = std::find_if(chain_.layers_.rend() - static_cast<std::ptrdiff_t>(index), chain_.layers_.rend(),
-                                 [](const Layer& below) { return below.has_backward; });
-  if (next == chain_.layers_.rend()) {
-    return;
-  }
-  layer.reloads = chain_.layers_.rend() - next - 1;
-  resources_.offload->prefetch(next->offloaded, next->spec.scope->site);
-  for (const auto& saved : next->offloaded) {
-    reads_.made(saved->device);
-    next->reload_targets.push_back(saved->device.mutable_data());
   }
 }
 
@@ -199,7 +191,7 @@ void ChainCapture::finish_backward(std::size_t index) {
   if (!chain_.options_.retain_graph_in_backward()) {
     live.outputs.clear();
     live.leaves.clear();
-    CaptureOffload::release(layer.offloaded);
+    CaptureOffload::release(layer.copies.captured);
   }
   if (index + 1 < specs_.size()) {
     live_[index + 1].grad_inputs.clear();

@@ -65,7 +65,7 @@ std::size_t references_to(const c10::Storage& storage, const std::vector<Layer>&
     for (const c10::Storage& held : layer.externals) {
       count += held.unsafeGetStorageImpl() == sought ? 1 : 0;
     }
-    for (const auto& saved : layer.offloaded) {
+    for (const auto& saved : layer.copies.captured.storages) {
       count += saved->device.unsafeGetStorageImpl() == sought ? 1 : 0;
     }
   }
@@ -136,7 +136,7 @@ std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const std::vector<L
     for (const LayerParameter& parameter : layer.parameters) {
       own(parameter.grad);
     }
-    for (const auto& saved : layer.offloaded) {
+    for (const auto& saved : layer.copies.captured.storages) {
       owned.insert(saved->device.unsafeGetStorageImpl());
     }
   }

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "analysis/copy_places.h"
 #include "graphs/capture/body_hooks.h"
 #include "graphs/capture/capture_reads.h"
 #include "graphs/capture/sizing_pass.h"
@@ -34,8 +35,9 @@ class ChainCapture {
     std::unique_ptr<Recorder> recorder;
   };
 
-  /// Backward needs the groups of the last K layers immediately: they stay.
+  /// What turns round within the lag stays.
   void make_plan_and_pin();
+  [[nodiscard]] std::size_t layers_deep() const;
   void prepare_layers();
   /// What `layer` reads, and its module does not have, is compared before each replay.
   static void watch(Layer& layer, const at::Tensor& tensor);
@@ -67,8 +69,10 @@ class ChainCapture {
   void capture_backward(std::size_t index);
   /// Which outputs lead to the gradients of `targets`: of inputs that require one, then of parameters.
   static void learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets);
-  /// Inside a backward's capture: brings back what the next backward needs, and what this one does if nothing has.
-  void prefetch(std::size_t index);
+  /// What the captures from here on may use again: the sources of copies that the graph at `place` is behind.
+  void release_sources(std::size_t place);
+  /// Inside a backward's capture: allocates what is to be brought back from here on.
+  void allocate_targets(std::size_t index);
   /// Inside the capture: adds into `.grad`, or makes the static gradients contiguous and dense.
   void take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads);
   void finish_backward(std::size_t index);
@@ -78,6 +82,7 @@ class ChainCapture {
   Runtime& runtime_;
   std::vector<LayerSpec> specs_;
   std::vector<LayerSizing> sizings_;
+  std::vector<CopyPlaces> places_;
   CaptureReads reads_;
   CapturedHistory history_;
   c10::Stream capture_;

@@ -11,6 +11,17 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+std::uint64_t selected_bytes(const Profile& profile) {
+  std::uint64_t bytes = 0;
+  for (const StorageProfile& storage : profile.storages) {
+    bytes += profile.groups[storage.savers.front()].selected ? storage.bytes : 0;
+  }
+  return bytes;
+}
+
+}  // namespace
 
 ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs)
     : chain_(chain),
@@ -21,16 +32,27 @@ ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::v
       capture_(resources.capture_stream->get()),
       live_(specs_.size()) {}
 
+// How many layers copies trail where the options name no bytes.
+std::size_t ChainCapture::layers_deep() const {
+  constexpr std::int64_t kLayers = 2;
+  return static_cast<std::size_t>(chain_.options_.side_streams().value_or(kLayers));
+}
+
 void ChainCapture::make_plan_and_pin() {
   Profile& profile = chain_.profile_;
-  const std::size_t side_streams = chain_.streams_.size();
+  std::vector<std::uint64_t> selected;
+  for (const LayerSizing& sizing : sizings_) {
+    selected.push_back(selected_bytes(sizing.profile));
+  }
+  const CopyWindow window = copy_window(selected, resources_.lag, resources_.lookahead, layers_deep());
+  const std::size_t first_staying = first_to_stay(selected, window);
   std::vector<std::size_t> first_storage;
   for (const auto i : c10::irange(specs_.size())) {
     const Profile& layer = sizings_[i].profile;
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
     for (GroupProfile group : layer.groups) {
-      group.needed_immediately = i + side_streams >= specs_.size();
+      group.needed_immediately = i >= first_staying;
       profile.groups.push_back(std::move(group));
     }
     for (StorageProfile storage : layer.storages) {
@@ -41,10 +63,21 @@ void ChainCapture::make_plan_and_pin() {
     }
   }
   chain_.plan_ = plan_and_pin(profile, *resources_.arena, resources_.progress);
+  std::vector<std::uint64_t> leaving;
   for (const auto i : c10::irange(specs_.size())) {
     const LayerSizing& sizing = sizings_[i];
     live_[i].planned = lay_out(sizing.profile, sizing.scopes, chain_.plan_.decisions.data() + first_storage[i]);
+    std::uint64_t leaves = 0;
+    for (std::size_t s = 0; s < sizing.profile.storages.size(); ++s) {
+      const bool offloaded = chain_.plan_.decisions[first_storage[i] + s].fate == Fate::offloaded;
+      leaves += offloaded ? sizing.profile.storages[s].bytes : 0;
+    }
+    leaving.push_back(leaves);
+    if (i < first_staying) {
+      selected[i] = leaves;  // what stays for other reasons is in nobody's way
+    }
   }
+  places_ = copy_places(selected, leaving, window);
 }
 
 void ChainCapture::prepare_layers() {
@@ -54,9 +87,9 @@ void ChainCapture::prepare_layers() {
     Layer& layer = chain_.layers_[i];
     layer.spec = specs_[i];
     layer.forward_done = runtime_.create_external_event();
-    layer.forward_copies_done = runtime_.create_external_event();
     layer.backward_done = runtime_.create_external_event();
-    layer.backward_copies_done = runtime_.create_external_event();
+    layer.copies.released_at = places_[i].released_at;
+    layer.copies.returns_at = places_[i].returns_at;
     layer.backward_reads = sizings_[i].backward_reads;
     layer.casts = sizings_[i].casts;
     layer.modules = layer.spec.state.modules.as_now(/*with_tensors=*/layer.spec.module != nullptr);
@@ -83,6 +116,7 @@ void ChainCapture::prepare_layers() {
       watch(layer, parameter);
     }
   }
+  chain_.copies_.prepare();
 }
 
 void ChainCapture::watch(Layer& layer, const at::Tensor& tensor) {

@@ -19,11 +19,7 @@ namespace sidestream {
 void ChainCapture::capture_forward(std::size_t index) {
   Layer& layer = chain_.layers_[index];
   Live& live = live_[index];
-  const std::size_t side_streams = chain_.streams_.size();
-  if (index >= side_streams) {
-    // This graph replays behind all of graph index-K on one stream: what that graph's copies read is free from here on.
-    CaptureOffload::release(chain_.layers_[index - side_streams].offloaded);
-  }
+  release_sources(index);
   const Site site(Activity::capture_forward, layer.spec.scope->site);
   make_leaves(index);
   live.recorder =
@@ -31,7 +27,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   std::vector<at::Tensor> arguments;
   detail::TensorBuffer outputs;
   SavedStorages saved(*live.recorder);
-  resources_.offload->begin_forward(layer.offloaded);
+  resources_.offload->begin_forward(layer.copies.captured);
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   {
     const OperatorObserverGuard observer = reads_.watch();
@@ -56,11 +52,15 @@ void ChainCapture::capture_forward(std::size_t index) {
   layer.refused_bytes = counts.refused_bytes;
   runtime_.record(layer.forward_done, capture_);
   record_caller_event();
-  resources_.offload->join_forward();
-  runtime_.record(layer.forward_copies_done, capture_);
+  resources_.offload->end_forward();
   layer.forward = capture.end();
-  check_graph_events(runtime_, layer.forward, layer.forward_done, layer.forward_copies_done,
-                     chain_.describe(index) + ", forward");
+  std::vector<const ExternalEvent*> ready;
+  for (const CapturedCopies::Group& group : layer.copies.captured.groups) {
+    for (const ExternalEvent& event : group.ready) {
+      ready.push_back(&event);
+    }
+  }
+  check_graph_events(runtime_, layer.forward, layer.forward_done, ready, chain_.describe(index) + ", forward");
   live.outputs.assign(outputs.begin(), outputs.end());
   learn_outputs(layer, arguments, outputs, saved, *resources_.exclusions);
   if (has_hooks_of_body(outputs)) {
@@ -69,6 +69,14 @@ void ChainCapture::capture_forward(std::size_t index) {
         " registers gradient hooks inside: what they do beside computing happens at the capture only");
   }
   history_.add(chain_.describe(index), live.leaves, all_parameters(), outputs);
+}
+
+void ChainCapture::release_sources(std::size_t place) {
+  for (const Layer& layer : chain_.layers_) {
+    if (layer.copies.released_at == place) {
+      CaptureOffload::release(layer.copies.captured);
+    }
+  }
 }
 
 void ChainCapture::make_leaves(std::size_t index) {

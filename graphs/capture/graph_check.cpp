@@ -41,40 +41,23 @@ std::vector<bool> ancestors(const std::vector<GraphNode>& nodes, std::size_t of)
   return reached;
 }
 
-bool computes(GraphNode::Kind kind) {
-  switch (kind) {
-    case GraphNode::Kind::kernel:
-    case GraphNode::Kind::copy:
-    case GraphNode::Kind::memset:
-    case GraphNode::Kind::other:
-      return true;
-    case GraphNode::Kind::copy_to_host:
-    case GraphNode::Kind::copy_to_device:
-    case GraphNode::Kind::event_record:
-    case GraphNode::Kind::event_wait:
-    case GraphNode::Kind::empty:
-      return false;
-  }
-  return true;
+bool works(GraphNode::Kind kind) {
+  return kind != GraphNode::Kind::event_record && kind != GraphNode::Kind::event_wait && kind != GraphNode::Kind::empty;
 }
 
 }  // namespace
 
 void check_graph_events(const Runtime& runtime, const Graph& graph, const ExternalEvent& done,
-                        const ExternalEvent& copies_done, const std::string& what) {
+                        const std::vector<const ExternalEvent*>& ready, const std::string& what) {
   const std::vector<GraphNode> nodes = runtime.nodes(graph);
   const std::vector<bool> before_done = ancestors(nodes, only_record(nodes, done, what, "done"));
-  const std::vector<bool> before_copies_done = ancestors(nodes, only_record(nodes, copies_done, what, "copies_done"));
+  for (const ExternalEvent* event : ready) {
+    (void)only_record(nodes, *event, what, "ready");
+  }
   for (std::size_t i = 0; i < nodes.size(); ++i) {
-    const bool copies =
-        nodes[i].kind == GraphNode::Kind::copy_to_host || nodes[i].kind == GraphNode::Kind::copy_to_device;
-    if (computes(nodes[i].kind) && !before_done[i]) {
-      throw CaptureError(what + ": its done event does not wait for all of its compute (node " + std::to_string(i) +
+    if (works(nodes[i].kind) && !before_done[i]) {
+      throw CaptureError(what + ": its done event does not wait for all of its work (node " + std::to_string(i) +
                          "); a forward must not leave work on streams of its own that it never joins");
-    }
-    if ((copies || computes(nodes[i].kind)) && !before_copies_done[i]) {
-      throw CaptureError(what + ": its copies-done event does not wait for all of its copies (node " +
-                         std::to_string(i) + ")");
     }
   }
 }

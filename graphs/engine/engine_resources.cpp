@@ -38,7 +38,7 @@ EngineResources::EngineResources(torch::nn::Module& model, Options given, std::s
       tree(patterns_of(options.offload_patterns())),
       exclusions(runtime->device(), options.min_bytes()),
       capture_stream(runtime->create_stream()),
-      capture_offload(std::make_shared<CaptureOffload>(runtime, arena, capture_stream)),
+      capture_offload(std::make_shared<CaptureOffload>(runtime, arena)),
       eager(std::make_shared<EagerOffload>(runtime, arena, static_cast<std::size_t>(options.groups_in_flight()))) {
   runtime->check_settings(/*graphs=*/!graphed.empty());
   install_autograd_engine();

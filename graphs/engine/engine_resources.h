@@ -25,7 +25,16 @@ struct EngineResources {
   ~EngineResources() = default;
 
   [[nodiscard]] GraphResources for_graphs() {
-    return {runtime, arena, &tree, &exclusions, &capture_stream, capture_offload, options.progress(), &owned_gradients};
+    return {runtime,
+            arena,
+            &tree,
+            &exclusions,
+            &capture_stream,
+            capture_offload,
+            options.progress(),
+            &owned_gradients,
+            options.lag(),
+            options.lookahead()};
   }
 
   Options options;

@@ -14,43 +14,50 @@
 namespace sidestream {
 namespace {
 
-constexpr std::int64_t kSideStreams = 2;  // where the options name no number
+constexpr std::int64_t kSideStreams = 1;  // where the options name no number
 
 }  // namespace
 
 // Note [Graph choreography]
-// M is the caller's stream, S[k] the side streams, layer n replays forward on S[n mod K] and backward on S[0].
+// M is the caller's stream, S a side stream of the chain, D and H the streams of its copies to the host and to the device.
 //
 //   forward n    M: (what is held of the outputs: copy out, see Note [Outputs are ordinary tensors])
 //                M: (if an input has another address: copy)  record fork
-//                S[n mod K]: wait fork, wait for the copies of the latest backward (first time since), launch
-//                            (where n does not follow the latest forward: wait for the copies of the other side streams, too)
+//                S: wait fork, wait for the copies that this graph must be behind, launch
+//                D: for each group: wait ready(n, group), copy   then record left(n)
 //                M: wait done(n)
 //   backward n   M: (if a gradient has another address: copy)  record fork
-//                S[0]: wait fork, wait copies_done of the latest forward of every other side stream (first backward only), launch
+//                S: wait fork, wait for the copies that this graph must be behind
+//                H: (what is due to come back: n if it is not here, and layers below) wait for S, copy k, record back(k)
+//                S: wait back(n), launch
 //                M: wait done(n)
 //
-// done is recorded inside the graph after its last compute, copies_done after its copies are joined. A static input never leaves
-// the device and lies outside of the pool: M may write it behind done(n) of both directions, which it has waited for.
-// What orders the copies:
-//  - The source of a D2H of n is used again by graphs n+K and later at the earliest. n+K is behind all of n on one stream,
-//    later ones are behind done(n+K). Where forwards are left out, n+K may be among them: the forward after the gap waits for
-//    the copies of all side streams.
-//  - A backward frees and uses again what D2H of this pass read: the join before the first backward.
-//  - The H2D for n is issued by backward n+1 (the next above that has a backward), joined before that graph ends, and backward
-//    n is behind it on S[0]. Where none is above, backward n begins with it.
-//  - The host slot that a D2H of the next step writes was read by an H2D of this one; the memory that a forward writes was the
-//    destination of an H2D: every side stream waits for the copies of the latest backward before its next forward.
+// A graph holds no copy: it records ready where a group's tensors are complete, and done after its last compute. So nothing that
+// waits for a graph waits for copies. M is behind done of each graph when it goes on, and each graph is behind M: graphs run one
+// after the other, whichever side stream they are on.
+//
+// The graphs of a chain of n layers have places, in the order of their captures: forward i is at i, backward i at 2n - 1 - i.
+// The memory of all of them is one pool, which captures used in that order. What a copy reads or writes is used again only from
+// a certain place on, which is known from the capture, and the first graph that comes to it waits for the copy:
+//  - released_at(k): the sources of k went back to the pool before the capture of the graph at this place. It, or the first that
+//    is launched behind it, waits for left(k). A forward of k or of a layer below begins another pass, and waits for it too.
+//  - returns_at(k): the targets of k were allocated before the capture of the backward at this place, and stay allocated until
+//    backward k. In between they are nobody else's: the copies are queued before the launch of the first graph from there on, behind
+//    S, and so behind all that used the memory before, and backward k waits for back(k). A graph at any other place, any
+//    forward among them, waits for back(k) as well, and k has to come back once more if it is still needed.
+// A host slot is the layer's own for the life of its graphs: its next D2H is behind ready of a forward, which waited for back.
+// A static input never leaves the device and lies outside of the pool: M may write it behind done(n) of both directions. A
+// seed in the pool may be written while no graph runs: M waits for all copies first.
 
 Chain::Chain(const GraphResources& resources, const GraphOptions& options)
     : runtime_(resources.runtime),
       arena_(resources.arena),
-      offload_(resources.offload),
       options_(options),
       draw_order_(DrawOrder::of(runtime_->device())),
       fork_(runtime_->create_event()),
       whole_stream_(runtime_->create_event()),
-      pool_(runtime_->create_pool()) {
+      pool_(runtime_->create_pool()),
+      copies_(runtime_, layers_) {
   if (options.cuda_graph_stream()) {
     streams_.push_back(*options.cuda_graph_stream());
   } else {
@@ -59,8 +66,6 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
       streams_.push_back(side_streams_.back());
     }
   }
-  forward_copies_.resize(streams_.size(), nullptr);
-  behind_backward_copies_.resize(streams_.size(), true);
 }
 
 Chain::~Chain() {
@@ -170,40 +175,15 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   layer.backward_launched = layer.backward_failed = false;
   write_static_inputs(layer, inputs);
   const c10::Stream side = forward_stream(index);
-  const std::size_t side_stream = index % streams_.size();
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
-  if (!behind_backward_copies_[side_stream]) {
-    runtime_->wait(side, *backward_copies_);
-    behind_backward_copies_[side_stream] = true;
-    ++counts_.waits;
-  }
-  if (index != next_forward_) {
-    for (const auto other : c10::irange(streams_.size())) {
-      if (other != side_stream && forward_copies_[other] != nullptr) {
-        runtime_->wait(side, *forward_copies_[other]);
-        ++counts_.waits;
-      }
-    }
-  }
-  // Where the launch fails, nothing new is to be waited for; where the wait behind it fails, the copies run all the same.
-  const auto queued = [&, replays = counts_.replays] {
-    if (counts_.replays != replays) {
-      next_forward_ = index + 1;
-      forward_copies_[side_stream] = &layer.forward_copies_done;
-    }
-  };
+  copies_.before_forward(index, side);
   try {
     launch(layer.forward, side, layer.forward_done);
+    copies_.forward_launched(index);
   } catch (...) {
-    queued();
     settle(side);
     throw;
-  }
-  queued();
-  reloaded_ = -1;  // what an earlier backward brought back may be overwritten now
-  for (const auto& saved : layer.offloaded) {
-    counts_.offloaded_bytes += saved->bytes;
   }
   give_outputs(layer, inputs, runtime_->current_stream(), outputs);
   if (layer.has_backward) {
@@ -219,15 +199,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
 
 void Chain::join_copies() {
   const std::lock_guard lock(mutex_);
-  const c10::Stream main = runtime_->current_stream();
-  for (const ExternalEvent* copies : forward_copies_) {
-    if (copies != nullptr) {
-      runtime_->wait(main, *copies);
-    }
-  }
-  if (backward_copies_ != nullptr) {
-    runtime_->wait(main, *backward_copies_);
-  }
+  copies_.join(runtime_->current_stream());
 }
 
 void Chain::reset(std::size_t index) {
@@ -239,10 +211,7 @@ void Chain::reset(std::size_t index) {
   drop_pending(index, layer.generation);
   layer.forward.reset();
   layer.backward.reset();
-  layer.offloaded.clear();
-  forward_copies_.assign(streams_.size(), nullptr);
-  backward_copies_ = nullptr;
-  behind_backward_copies_.assign(streams_.size(), true);
+  copies_.reset(index);
 }
 
 void Chain::reset() {
@@ -266,6 +235,11 @@ Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {
 
 Chain::Counts Chain::take_counts() {
   const std::lock_guard lock(mutex_);
+  const ChainCopies::Counts copies = copies_.take_counts();
+  counts_.waits += copies.waits;
+  counts_.offloaded_bytes += copies.offloaded_bytes;
+  counts_.reloaded_bytes += copies.reloaded_bytes;
+  counts_.inline_reloads += copies.inline_reloads;
   return std::exchange(counts_, {});
 }
 

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,6 +10,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include "analysis/planner.h"
+#include "graphs/replay/chain_copies.h"
 #include "graphs/replay/layer.h"
 #include "graphs/replay/owned_gradients.h"
 #include "memory/host_arena.h"
@@ -32,6 +34,8 @@ struct GraphResources {
   std::shared_ptr<CaptureOffload> offload;
   ProgressCallback progress;  ///< empty: nobody listens
   OwnedGradients* owned_gradients = nullptr;
+  std::optional<std::uint64_t> lag;  ///< see CopyWindow
+  std::uint64_t lookahead = 0;
 };
 
 /// Layers that are captured together, share one memory pool, and replay in the nesting order they were captured in:
@@ -103,7 +107,6 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void settle_pending(std::size_t index) noexcept;
   /// After a failure behind a launch: nothing that was queued on `side` runs any more.
   void settle(c10::Stream side) noexcept;
-  void reload_inline(Layer& layer);
   void drop_pending(std::size_t index, std::uint64_t generation) noexcept;
   [[nodiscard]] std::string describe(std::size_t index) const {
     return "graphed call \"" + layers_[index].spec.name + "\"";
@@ -114,7 +117,6 @@ class Chain : public std::enable_shared_from_this<Chain> {
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;
-  std::shared_ptr<CaptureOffload> offload_;
   GraphOptions options_;
   DrawOrder& draw_order_;
   std::vector<OwnedStream> side_streams_;
@@ -128,14 +130,9 @@ class Chain : public std::enable_shared_from_this<Chain> {
 
   // Replay.
   mutable std::recursive_mutex mutex_;
-  std::int64_t top_ = -1;       ///< the highest pending layer
-  std::int64_t reloaded_ = -1;  ///< the layer whose groups the latest backward brought back
-  std::vector<const ExternalEvent*>
-      forward_copies_;             ///< by side stream: copies-done event of its latest forward since the join
-  std::size_t next_forward_ = 0;   ///< after the latest forward's
+  std::int64_t top_ = -1;          ///< the highest pending layer
   std::size_t highest_given_ = 0;  ///< no layer above has given out outputs since a forward below it was launched
-  const ExternalEvent* backward_copies_ = nullptr;  ///< copies-done event of the latest backward
-  std::vector<bool> behind_backward_copies_;        ///< by side stream: it waits for that event already
+  ChainCopies copies_;
   Counts counts_;
 };
 

@@ -111,47 +111,21 @@ void Chain::launch_backward(std::size_t index) {
   const c10::Stream side = backward_stream();
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
-  for (const auto side_stream : c10::irange(streams_.size())) {
-    if (side_stream != 0 && forward_copies_[side_stream] != nullptr) {
-      runtime_->wait(side, *forward_copies_[side_stream]);
-      ++counts_.waits;
-    }
-  }
-  if (!layer.reload_targets.empty() && reloaded_ != static_cast<std::int64_t>(index)) {
-    reload_inline(layer);
-  }
-  const auto queued = [&, replays = counts_.replays] {  // as in forward
-    if (counts_.replays != replays) {
-      layer.backward_launched = true;
-      forward_copies_.assign(streams_.size(), nullptr);
-      backward_copies_ = &layer.backward_copies_done;
-      behind_backward_copies_.assign(streams_.size(), false);
-      behind_backward_copies_[0] = true;
-    }
-  };
+  copies_.before_backward(index, side);
+  const std::uint64_t replays = counts_.replays;
   try {
     launch(layer.backward, side, layer.backward_done);
   } catch (...) {
-    queued();
-    if (layer.backward_launched) {
-      layer.backward_failed = true;
+    if (counts_.replays != replays) {  // the launch itself went well
+      layer.backward_launched = layer.backward_failed = true;
+      copies_.backward_launched(index);
       settle_pending(index);
     }
     settle(side);
     throw;
   }
-  queued();
-  reloaded_ = layer.reloads;
-  if (layer.reloads >= 0) {
-    for (const auto& saved : layers_[static_cast<std::size_t>(layer.reloads)].offloaded) {
-      counts_.reloaded_bytes += saved->bytes;
-    }
-  }
-  if (layer.reload_targets.empty()) {
-    for (const auto& saved : layer.offloaded) {
-      counts_.reloaded_bytes += saved->bytes;
-    }
-  }
+  layer.backward_launched = true;
+  copies_.backward_launched(index);
 }
 
 void Chain::settle_pending(std::size_t index) noexcept {
@@ -197,16 +171,6 @@ void Chain::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grad
       output.seed.copy_(grad, /*non_blocking=*/true);
     }
   }
-}
-
-// The backward that brings this layer's groups back did not run (its forward was left out, or its output was not used).
-void Chain::reload_inline(Layer& layer) {
-  for (const auto i : c10::irange(layer.offloaded.size())) {
-    const SavedStorage& saved = *layer.offloaded[i];
-    runtime_->copy_to_device(layer.reload_targets[i], saved.lease.data(), saved.bytes, backward_stream());
-    counts_.reloaded_bytes += saved.bytes;
-  }
-  ++counts_.inline_reloads;
 }
 
 void Chain::drop_pending(std::size_t index, std::uint64_t generation) noexcept {

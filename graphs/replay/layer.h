@@ -13,10 +13,10 @@
 
 #include "graphs/replay/call_state.h"
 #include "graphs/replay/input_facts.h"
+#include "graphs/replay/layer_copies.h"
 #include "graphs/replay/output_set.h"
 #include "graphs/replay/output_storage.h"
 #include "memory/storage_view.h"
-#include "offload/capture_offload.h"
 #include "offload/recorder.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
@@ -119,19 +119,14 @@ struct Layer {
   std::vector<TensorFacts> watched;     ///< what else of the model it reads
   std::vector<c10::Storage> externals;  ///< read by the capture, neither input, parameter nor buffer
   std::vector<BackwardRead> backward_reads;
-  OffloadedStorages offloaded;
+  LayerCopies copies;
   std::uint64_t unplanned_bytes = 0;  ///< of what its capture saved: without a place in the plan
   std::uint64_t refused_bytes = 0;    ///< of what was to leave: stayed, for want of pinned memory
-  std::vector<void*>
-      reload_targets;         ///< where the graph before this one's backward puts `offloaded`; empty: its own does
-  std::int64_t reloads = -1;  ///< the layer whose `offloaded` this one's backward brings back; none if negative
 
   Graph forward;
   Graph backward;
   ExternalEvent forward_done;
-  ExternalEvent forward_copies_done;
   ExternalEvent backward_done;
-  ExternalEvent backward_copies_done;
 
   // Replay.
   std::uint64_t generation = 0;    ///< counts forwards

@@ -170,11 +170,15 @@ ExternalEvent CheckedRuntime::create_external_event() {
   return event;
 }
 
-void CheckedRuntime::note_record(const void* event, StreamKey stream) {
+void CheckedRuntime::forget_recorded(const void* event) {
   for (const auto& capture : open_) {
     capture->recorded.erase(std::remove(capture->recorded.begin(), capture->recorded.end(), event),
                             capture->recorded.end());
   }
+}
+
+void CheckedRuntime::note_record(const void* event, StreamKey stream) {
+  forget_recorded(event);
   if (Captured* capture = capture_of(stream); capture != nullptr) {
     capture->recorded.push_back(event);
   }
@@ -221,6 +225,7 @@ void CheckedRuntime::synchronize(const Event& event) {
 void CheckedRuntime::record(const ExternalEvent& event, c10::Stream stream) {
   inner().record(event, stream);
   const std::lock_guard lock(mutex_);
+  forget_recorded(event.native());  // one that this capture recorded had that address, and is gone
   note(JournalKind::record, key_of(stream), event.native(), "record");
 }
 

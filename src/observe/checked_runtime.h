@@ -93,6 +93,8 @@ class CheckedRuntime final : public ForwardingRuntime {
   }
   void note(JournalKind kind, StreamKey stream, const void* event, const char* name,
             std::vector<JournalAccess> accesses, std::uint32_t site);
+  /// No open capture has recorded `event`, whatever had its address before.
+  void forget_recorded(const void* event);
   void note_record(const void* event, StreamKey stream);
   void note_wait(StreamKey stream, const void* event);
   void note_free(const QueuedUses::Freed& freed);

@@ -1,4 +1,5 @@
-// Step time, CPU time and device memory of transformer layers: eager, in graphs, and in graphs with offload on one and two side streams.
+// Step time, CPU time and device memory of transformer layers: eager, in graphs, and in graphs with offload, its window as the library
+// has it and as given, on one side stream and two.
 // All modes share the weights. Times are taken with all modes alive and in turns; memory with one mode alive at a time.
 #include <algorithm>
 #include <chrono>
@@ -43,6 +44,8 @@ struct Settings {
   std::vector<std::string> groups{"qkv", "core_attn", "proj", "norm2", "fc1"};
   std::int64_t rounds = 15;
   std::int64_t min_kib = 1024;
+  std::optional<std::int64_t> lag_mib;
+  std::int64_t lookahead_mib = 0;
   std::string report;
 };
 
@@ -50,11 +53,15 @@ struct Mode {
   std::string name;
   bool graphs = false;
   bool offload = false;
-  int side_streams = 2;
+  std::optional<std::int64_t> side_streams;
+  bool window = false;  ///< lag and lookahead as given
 };
 
-const std::vector<Mode> kModes{
-    {"eager"}, {"graphs", true}, {"graphs+offload K=1", true, true, 1}, {"graphs+offload K=2", true, true, 2}};
+const std::vector<Mode> kModes{{"eager"},
+                               {"graphs", true},
+                               {"graphs+offload", true, true},
+                               {"graphs+offload K=2", true, true, 2},
+                               {"graphs+offload window", true, true, std::nullopt, true}};
 constexpr std::size_t kGraphs = 1;  // the mode that the others are paired with
 constexpr int kWarmSteps = 4;       // sizing, capture, two replays
 
@@ -84,6 +91,12 @@ class Bench {
     options.graph("blocks.*")
         .min_bytes(static_cast<std::size_t>(settings_.min_kib) * 1024)
         .graph_options(GraphOptions().side_streams(mode.side_streams).accumulate_in_graph(true));
+    if (mode.window) {
+      options.lookahead(static_cast<std::size_t>(settings_.lookahead_mib) << 20);
+      if (settings_.lag_mib) {
+        options.lag(static_cast<std::size_t>(*settings_.lag_mib) << 20);
+      }
+    }
     for (const std::string& group : settings_.groups) {
       if (mode.offload) {
         options.offload("blocks.*." + group);
@@ -216,6 +229,8 @@ Json measure(const Settings& settings) {
           {"dtype", settings.dtype},
           {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
           {"rounds", settings.rounds},
+          {"lag_mib", settings.lag_mib ? Json(*settings.lag_mib) : Json()},
+          {"lookahead_mib", settings.lookahead_mib},
           {"weights_and_gradients_bytes", bench.base_bytes()},
           {"modes", modes}};
 }
@@ -229,7 +244,7 @@ void print_table(const Json& result) {
                   result["dtype"].get<std::string>(), mebibytes(result["weights_and_gradients_bytes"]))
           .c_str(),
       stdout);
-  std::fputs(fmt::format("{:<20}{:>11}{:>10}{:>17}{:>11}{:>11}{:>15}{:>15}{:>8}\n", "mode", "step ms", "/graphs",
+  std::fputs(fmt::format("{:<22}{:>11}{:>10}{:>17}{:>11}{:>11}{:>15}{:>15}{:>8}\n", "mode", "step ms", "/graphs",
                          "(range)", "issue ms", "cpu ms", "reserved MiB", "offload MiB", "R")
                  .c_str(),
              stdout);
@@ -238,7 +253,7 @@ void print_table(const Json& result) {
         mode.contains("r_gross") ? fmt::format("{:.1f}%", mode["r_gross"].get<double>() * 100) : "-";
     const std::string range = fmt::format("{:.3f}-{:.3f}", mode["step_over_graphs_lowest"].get<double>(),
                                           mode["step_over_graphs_highest"].get<double>());
-    std::fputs(fmt::format("{:<20}{:>11.2f}{:>10.3f}{:>17}{:>11.2f}{:>11.2f}{:>15.0f}{:>15.0f}{:>8}\n",
+    std::fputs(fmt::format("{:<22}{:>11.2f}{:>10.3f}{:>17}{:>11.2f}{:>11.2f}{:>15.0f}{:>15.0f}{:>8}\n",
                            mode["name"].get<std::string>(), mode["step_ms_median"].get<double>(),
                            mode["step_over_graphs_paired_median"].get<double>(), range,
                            mode["issue_ms_median"].get<double>(), mode["cpu_ms_median"].get<double>(),
@@ -266,6 +281,8 @@ int run(int argc, char** argv) {
   app.add_option("--min-kib", settings.min_kib, "Smaller storages stay on the device")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
+  app.add_option("--lag-mib", settings.lag_mib, "Options::lag of the mode with a given window");
+  app.add_option("--lookahead-mib", settings.lookahead_mib, "Options::lookahead of that mode")->capture_default_str();
   app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--report", settings.report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);

@@ -26,18 +26,20 @@ struct StackForm {
   bool stream = false;         ///< the caller's
   bool event = false;          ///< and the caller's
   bool accumulate = false;
+  bool all_ahead = false;  ///< see Stack
 };
 
 /// Layers that are graphed, or run as they are in plain training.
 class Stack : public Program {
  public:
-  Stack(const Runtimes& runtimes, std::size_t layers)
+  /// `all_ahead`: all that left comes back before the first backward.
+  Stack(const Runtimes& runtimes, std::size_t layers, bool all_ahead)
       : runtime_(runtimes.model),
         stream_(runtime_->create_stream()),
         model_(layer_stack(static_cast<std::int64_t>(layers), runtime_->device())) {
     if (runtimes.engine != nullptr) {
-      engine_.emplace(
-          EngineAccess::engine(*model_, Options(device()).offload("layers.*.*").min_bytes(1024), runtimes.engine));
+      const Options options = Options(device()).offload("layers.*.*").min_bytes(1024).lookahead(all_ahead ? 1_GiB : 0);
+      engine_.emplace(EngineAccess::engine(*model_, options, runtimes.engine));
     }
   }
   ~Stack() override { runtime_->synchronize_device(); }
@@ -79,7 +81,7 @@ class Stack : public Program {
 
 class Passes final : public Stack {
  public:
-  Passes(const Runtimes& runtimes, const StackForm& form) : Stack(runtimes, 5), form_(form) {
+  Passes(const Runtimes& runtimes, const StackForm& form) : Stack(runtimes, 5, form.all_ahead), form_(form) {
     GraphOptions options = GraphOptions().accumulate_in_graph(form.accumulate);
     if (form.stream) {
       options.cuda_graph_stream(stream());
@@ -110,11 +112,13 @@ struct Restart {
   std::size_t stop;
   std::size_t restart;
   std::size_t end = 6;  ///< the second pass runs layers restart..end-1
+  bool all_ahead = false;
 };
 
 class RestartedPasses final : public Stack {
  public:
-  RestartedPasses(const Runtimes& runtimes, const Restart& restart) : Stack(runtimes, kLayers), restart_(restart) {
+  RestartedPasses(const Runtimes& runtimes, const Restart& restart)
+      : Stack(runtimes, kLayers, restart.all_ahead), restart_(restart) {
     capture(GraphOptions().side_streams(restart.side_streams), [](std::int64_t /*layer*/) { return true; });
   }
   std::vector<at::Tensor> step(std::int64_t s) override {
@@ -134,16 +138,19 @@ class RestartedPasses final : public Stack {
   Restart restart_;
 };
 
-/// Layers 0..low-1 and cut..7 run. The seed of layer low-1 is memory of the pool that prefetched copies use as well.
+/// Layers 0..low-1 and cut..7 run, these maybe once more before the backward of those. The seed of layer low-1 is memory of the
+/// pool that copies use as well.
 struct Skip {
   std::int64_t side_streams;
   std::size_t low;
   std::size_t cut;
+  bool all_ahead = false;
+  bool again = false;
 };
 
 class SkippedLayers final : public Stack {
  public:
-  SkippedLayers(const Runtimes& runtimes, const Skip& skip) : Stack(runtimes, kLayers), skip_(skip) {
+  SkippedLayers(const Runtimes& runtimes, const Skip& skip) : Stack(runtimes, kLayers, skip.all_ahead), skip_(skip) {
     capture(GraphOptions().side_streams(skip.side_streams),
             [&](std::int64_t layer) { return layer == 0 || layer == static_cast<std::int64_t>(skip.cut); });
   }
@@ -153,6 +160,9 @@ class SkippedLayers final : public Stack {
     const at::Tensor low = run(0, skip_.low, x);
     const at::Tensor cut = low.detach().clone().requires_grad_(true);
     (run(skip_.cut, kLayers, cut) * rows_of(s, 1)).sum().backward();
+    if (skip_.again) {
+      (run(skip_.cut, kLayers, cut) * rows_of(s, 2)).sum().backward();
+    }
     (low * cut.grad()).sum().backward();
     std::vector<at::Tensor> results{x.grad(), cut.grad()};
     add_gradients(results);
@@ -247,21 +257,26 @@ std::vector<NamedProgram> callable_programs() {
        {StackForm{"linked_1", 1}, StackForm{"linked_2", 2}, StackForm{"linked_3", 3}, StackForm{"unlinked_2", 2, false},
         StackForm{"part_1", 1, true, 3}, StackForm{"part_2", 2, true, 2}, StackForm{"unlinked_part_2", 2, false, 2},
         StackForm{"stream", 2, true, 5, true}, StackForm{"stream_event", 2, true, 5, true, true},
-        StackForm{"accumulating_2", 2, true, 5, false, false, true}}) {
+        StackForm{"accumulating_2", 2, true, 5, false, false, true},
+        StackForm{.name = "ahead_1", .side_streams = 1, .all_ahead = true},
+        StackForm{.name = "ahead_part_1", .side_streams = 1, .layers_run = 3, .all_ahead = true}}) {
     add<Passes>(result, form.name, form);
   }
   for (const Restart& restart :
        {Restart{1, 4, 1}, Restart{2, 4, 0}, Restart{2, 4, 1}, Restart{2, 3, 1}, Restart{2, 3, 2}, Restart{3, 3, 1},
-        Restart{3, 2, 1}, Restart{3, 3, 2}, Restart{2, 4, 1, 4}, Restart{2, 4, 0, 4}}) {
+        Restart{3, 2, 1}, Restart{3, 3, 2}, Restart{2, 4, 1, 4}, Restart{2, 4, 0, 4}, Restart{1, 4, 1, 6, true},
+        Restart{1, 4, 0, 4, true}}) {
     add<RestartedPasses>(result,
                          "restart_K" + std::to_string(restart.side_streams) + "_stop" + std::to_string(restart.stop) +
-                             "_restart" + std::to_string(restart.restart) + "_end" + std::to_string(restart.end),
+                             "_restart" + std::to_string(restart.restart) + "_end" + std::to_string(restart.end) +
+                             (restart.all_ahead ? "_ahead" : ""),
                          restart);
   }
-  for (const Skip& skip : {Skip{2, 2, 5}, Skip{2, 4, 6}, Skip{1, 5, 7}}) {
+  for (const Skip& skip :
+       {Skip{2, 2, 5}, Skip{2, 4, 6}, Skip{1, 5, 7}, Skip{1, 5, 7, true}, Skip{1, 5, 5, false, true}}) {
     add<SkippedLayers>(result,
                        "skip_K" + std::to_string(skip.side_streams) + "_low" + std::to_string(skip.low) + "_cut" +
-                           std::to_string(skip.cut),
+                           std::to_string(skip.cut) + (skip.all_ahead ? "_ahead" : "") + (skip.again ? "_again" : ""),
                        skip);
   }
   for (const std::int64_t side_streams : {1, 2}) {

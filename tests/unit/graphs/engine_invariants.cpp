@@ -62,7 +62,7 @@ std::size_t captured_leases(const EngineState& engine) {
   std::size_t leases = 0;
   engine.chains().for_each([&](const Chain& chain) {
     for (const Layer& layer : chain.layers()) {
-      leases += layer.offloaded.size();
+      leases += layer.copies.captured.storages.size();
     }
   });
   return leases;

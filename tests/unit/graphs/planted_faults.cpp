@@ -8,9 +8,7 @@
 
 namespace sidestream::testing_model {
 
-bool Fault::in_capture() const {
-  return act == Act::fork_at_capture_begin || act == Act::join_at_capture_end || act == Act::done_at_capture_begin;
-}
+bool Fault::in_capture() const { return act == Act::ready_at_capture_begin || act == Act::done_at_capture_begin; }
 
 /// The device's guard for LibTorch, which in place of the registered one tells the allocator nothing of further users of memory.
 class PlantedRuntime::SilentGuard final : public c10::impl::DeviceGuardImplInterface {
@@ -116,7 +114,7 @@ void PlantedRuntime::record(const Event& event, c10::Stream stream) {
   if (meant(Fault::Act::drop_record, stream, mark, 0)) {
     return;
   }
-  events_[event.native()] = {mark, 0, nullptr};
+  events_[event.native()] = {mark, 0};
   inner().record(event, stream);
   issue_held(given, stream);
 }
@@ -126,15 +124,6 @@ void PlantedRuntime::wait(c10::Stream stream, const Event& event) {
   Given& given = streams_[stream.id()];
   const int nth = recorded.mark == Mark::work ? ++given.waits : ++recorded.waiters;
   if (meant(Fault::Act::drop_wait, stream, recorded.mark, nth)) {
-    return;
-  }
-  if (capturing_ && recorded.mark == Mark::work &&
-      meant(Fault::Act::fork_at_capture_begin, stream, recorded.mark, nth)) {
-    inner().wait(stream, begin_);
-    return;
-  }
-  if (capturing_ && recorded.mark != Mark::work && meant(Fault::Act::join_at_capture_end, stream, recorded.mark, nth)) {
-    late_joins_.emplace_back(stream, &event);
     return;
   }
   inner().wait(stream, event);
@@ -157,14 +146,28 @@ void PlantedRuntime::follow_elsewhere(c10::Stream stream, const AnyEvent& event)
   }
 }
 
+/// In a capture: records `event` before all that was captured, where that is the fault.
+bool PlantedRuntime::record_at_begin(Fault::Act act, const ExternalEvent& event, c10::Stream stream, int nth) {
+  if (!meant(act, stream, Mark::any, nth)) {
+    return false;
+  }
+  inner().record(event, spare_);
+  inner().record(spare_event_, spare_);
+  late_joins_.emplace_back(*capture_, &spare_event_);
+  return true;
+}
+
 void PlantedRuntime::record(const ExternalEvent& event, c10::Stream stream) {
-  if (capturing_) {
-    const bool done = externals_.empty();
-    externals_.push_back(&event);
-    if (done && meant(Fault::Act::done_at_capture_begin, stream, Mark::any, 0)) {
-      inner().record(event, spare_);
-      inner().record(spare_event_, spare_);
-      late_joins_.emplace_back(stream, &spare_event_);
+  const Site* site = Site::innermost();
+  const std::string_view phase = site == nullptr ? std::string_view() : site->phase();
+  if (capturing_ && phase == "offload") {
+    events_[event.native()] = {Mark::ready, 0};
+    if (record_at_begin(Fault::Act::ready_at_capture_begin, event, stream, stream == capture_ ? 1 : 2)) {
+      return;
+    }
+  } else if (capturing_ && !std::exchange(done_recorded_, true)) {
+    events_[event.native()] = {phase == "forward" ? Mark::forward_done : Mark::backward_done, 0};
+    if (record_at_begin(Fault::Act::done_at_capture_begin, event, stream, 0)) {
       return;
     }
   }
@@ -172,12 +175,10 @@ void PlantedRuntime::record(const ExternalEvent& event, c10::Stream stream) {
 }
 
 void PlantedRuntime::wait(c10::Stream stream, const ExternalEvent& event) {
-  const Recorded& recorded = events_[event.native()];
-  if (meant(Fault::Act::drop_wait, stream, recorded.mark, 0)) {
+  if (meant(Fault::Act::drop_wait, stream, events_[event.native()].mark, 0)) {
     return;
   }
-  const bool done_only = recorded.done != nullptr && meant(Fault::Act::wait_done_only, stream, recorded.mark, 0);
-  inner().wait(stream, done_only ? *recorded.done : event);
+  inner().wait(stream, event);
   follow_elsewhere(stream, event);
 }
 
@@ -204,12 +205,9 @@ void PlantedRuntime::copy(const Copy& copy, c10::Stream stream) {
   Given& given = streams_[stream.id()];
   given.last = copy.to_host ? Mark::to_host : Mark::to_device;
   given.waits = 0;
-  const Site* site = Site::innermost();
-  given.copies = given.copies || (!capturing_ && site != nullptr && site->phase() != "backward");
+  given.copies = given.copies || !capturing_;
   if (!capturing_ && meant(Fault::Act::record_first, stream, given.last, 0)) {
     given.held_copies.push_back(copy);
-  } else if (!capturing_ && meant(Fault::Act::copy_elsewhere, stream, given.last, 0)) {
-    issue(copy, spare_);
   } else {
     issue(copy, stream);
   }
@@ -226,11 +224,10 @@ void PlantedRuntime::copy_to_device(void* device, const void* pinned, std::size_
 void PlantedRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool) {
   inner().begin_capture(stream, pool);
   capturing_ = true;
-  externals_.clear();
+  capture_ = stream;
+  done_recorded_ = false;
   if (fault_.in_capture()) {
     inner().record(begin_, stream);
-  }
-  if (fault_.act == Fault::Act::done_at_capture_begin) {
     inner().wait(spare_, begin_);
   }
 }
@@ -241,13 +238,6 @@ Graph PlantedRuntime::end_capture(c10::Stream stream) {
   }
   late_joins_.clear();
   capturing_ = false;
-  const Site* site = Site::innermost();
-  const bool forward = site != nullptr && site->phase() == "forward";
-  if (externals_.size() >= 2) {
-    events_[externals_.front()->native()] = {forward ? Mark::forward_done : Mark::backward_done, 0, nullptr};
-    events_[externals_.back()->native()] = {forward ? Mark::forward_copies_done : Mark::backward_copies_done, 0,
-                                            externals_.front()};
-  }
   return inner().end_capture(stream);
 }
 

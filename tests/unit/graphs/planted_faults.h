@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -19,11 +20,10 @@ enum class Mark : std::uint8_t {
   to_device,    ///< copies to the device
   all_to_host,  ///< recorded once more behind them
   all_to_device,
-  launch,        ///< a graph
-  forward_done,  ///< external events of graphs
-  forward_copies_done,
+  launch,  ///< a graph
+  ready,   ///< external events of graphs
+  forward_done,
   backward_done,
-  backward_copies_done,
 };
 
 /// Which stream a call is for: the caller's current one, one of eager copies, or another.
@@ -34,16 +34,13 @@ struct Fault {
   enum class Act : std::uint8_t {
     none,
     drop_wait,
-    drop_record,            ///< who waits gets what the event stood for before
-    record_first,           ///< copies and launches are issued behind the record that should stand behind them
-    wait_done_only,         ///< waits for the done event where it should be the copies_done one
-    copy_elsewhere,         ///< copies to the device go to a stream that nothing orders
-    launch_elsewhere,       ///< every other launch goes to a further side stream
-    skip_synchronize,       ///< the host does not wait
-    fork_at_capture_begin,  ///< copies in a capture start with it
-    join_at_capture_end,    ///< copies in a capture are joined behind the copies_done record
-    done_at_capture_begin,  ///< the done event is recorded before the graph's compute
-    drop_hold,              ///< the allocator is not told which streams use memory that is let go
+    drop_record,             ///< who waits gets what the event stood for before
+    record_first,            ///< copies and launches are issued behind the record that should stand behind them
+    launch_elsewhere,        ///< every other launch goes to a further side stream
+    skip_synchronize,        ///< the host does not wait
+    ready_at_capture_begin,  ///< a group's ready event is recorded before the graph's compute
+    done_at_capture_begin,   ///< the done event is
+    drop_hold,               ///< the allocator is not told which streams use memory that is let go
   };
   Act act = Act::none;
   std::string_view phase = "*";       ///< of Site; "" for outside of any, "*" for all
@@ -103,7 +100,6 @@ class PlantedRuntime final : public ForwardingRuntime {
   struct Recorded {
     Mark mark = Mark::work;
     int waiters = 0;
-    const ExternalEvent* done = nullptr;  ///< of the same graph
   };
 
   [[nodiscard]] bool meant(Fault::Act act, c10::Stream stream, Mark mark, int nth);
@@ -111,6 +107,7 @@ class PlantedRuntime final : public ForwardingRuntime {
   void issue(const Copy& copy, c10::Stream stream);
   template <class AnyEvent>
   void follow_elsewhere(c10::Stream stream, const AnyEvent& event);
+  [[nodiscard]] bool record_at_begin(Fault::Act act, const ExternalEvent& event, c10::Stream stream, int nth);
   void issue_held(Given& given, c10::Stream stream);
 
   Fault fault_;
@@ -125,7 +122,8 @@ class PlantedRuntime final : public ForwardingRuntime {
   std::unique_ptr<SilentGuard> guard_;
   // The open capture.
   bool capturing_ = false;
-  std::vector<const ExternalEvent*> externals_;
+  std::optional<c10::Stream> capture_;
+  bool done_recorded_ = false;
   Event begin_;
   std::vector<std::pair<c10::Stream, const Event*>> late_joins_;
   // Launches.

@@ -1,0 +1,36 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "base/site.h"
+#include "offload/saved_storage.h"
+#include "runtime/handles.h"
+
+namespace sidestream {
+
+/// One storage's way out and back: fixed addresses, known from the captures of its layer's two graphs.
+struct CapturedCopy {
+  std::byte* host = nullptr;
+  const void* source = nullptr;  ///< where the forward graph leaves it
+  void* target = nullptr;        ///< where the backward graph reads it
+  std::size_t bytes = 0;
+};
+
+/// What one captured forward offloads: group after group, each with the events that the graph records where its storages are
+/// ready, one for every stream that saved any of them. The graph owns it, and with it the host leases, for life.
+struct CapturedCopies {
+  struct Group {
+    SiteName site;
+    std::vector<ExternalEvent> ready;
+    std::size_t end = 0;  ///< behind its last copy
+  };
+  std::vector<Group> groups;
+  std::vector<CapturedCopy> copies;
+  std::vector<std::shared_ptr<SavedStorage>> storages;  ///< parallel to `copies`
+  std::size_t bytes = 0;
+
+  [[nodiscard]] bool empty() const noexcept { return copies.empty(); }
+};
+
+}  // namespace sidestream
