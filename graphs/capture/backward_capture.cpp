@@ -141,6 +141,7 @@ void ChainCapture::allocate_targets(std::size_t index) {
   for (std::size_t i = index + 1; i-- > 0;) {
     LayerCopies& copies = chain_.layers_[i].copies;
     if (!copies.allocated && copies.returns_at <= place) {
+      const Site site(Activity::reload, chain_.layers_[i].spec.scope->site);
       copies.allocated = true;
       copies.returns_at = place;
       resources_.offload->allocate_targets(copies.captured);

@@ -2,18 +2,26 @@
 
 #include <atomic>
 #include <mutex>
+#include <string_view>
 #include <utility>
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include "base/site.h"
 #include "poisoned_slots.h"
 
 namespace sidestream::gpu {
 namespace {
 
 using c10::CachingDeviceAllocator::TraceEntry;
+
+/// Where the calling thread issues work.
+bool in_phase(std::string_view phase) {
+  const Site* site = Site::innermost();
+  return site != nullptr && site->phase() == phase;
+}
 
 /// The allocator keeps its trackers for good: one is attached, once, and does nothing while no PoisonedMemory lives.
 struct Tracker {
@@ -33,6 +41,9 @@ struct Tracker {
     // Held over the fill: autograd's device thread gives memory back when it likes, and no node may come after `set`.
     const std::lock_guard lock(mutex);
     const bool in_graph = entry.stream_ != nullptr && entry.stream_ == captured_stream;
+    if (in_graph && in_phase("reload")) {
+      return;  // copies beside the graph write it, and may have done so when a fill in the graph runs
+    }
     const bool in_pool = entry.mempool_.first != 0 || entry.mempool_.second != 0;
     if (!in_graph && (in_pool || capturing)) {
       return;
@@ -86,9 +97,10 @@ void PoisonedMemory::begin_capture(c10::Stream stream, const MemoryPool& pool) {
   tracker().set(true, c10::cuda::CUDAStream(stream).stream());
 }
 
-// The first external record of a capture says that its compute is done: a fill behind it would be compute that nobody awaits.
+// An external record of a capture, but for those of its groups, says that its compute is done: a fill behind it would be compute
+// that nobody awaits.
 void PoisonedMemory::record(const ExternalEvent& event, c10::Stream stream) {
-  if (capture_status(stream) != CaptureStatus::none) {
+  if (capture_status(stream) != CaptureStatus::none && !in_phase("offload")) {
     tracker().set(true, nullptr);
   }
   inner().record(event, stream);
