@@ -246,6 +246,65 @@ TEST_P(ExternalEventContract, AGraphCanWaitForOne) {
   }
 }
 
+// What a wait inside a graph binds to: what recorded the event last when the graph was launched.
+TEST_P(ExternalEventContract, AWaitInAGraphIsForTheLaunchBeforeItsOwn) {
+  const auto pool = runtime().create_pool();
+  const auto ready = runtime().create_external_event();
+  const auto input = filled(1);
+  const auto order = runtime().create_event();
+  at::Tensor middle;
+  at::Tensor output;
+  settle();
+  const Graph first = captured(pool, [&] {
+    middle = at::add(input, 1);
+    runtime().record(ready, capture());
+  });
+  const Graph second = captured(pool, [&] {
+    runtime().wait(capture(), ready);
+    output = at::mul(middle, 2);
+  });
+  for (const float value : {3.0F, 5.0F, 7.0F}) {
+    input.fill_(value);
+    runtime().record(order, runtime().current_stream());
+    runtime().wait(side(), order);
+    for (int launches = 0; launches < 2; ++launches) {  // the latest of them counts
+      delay(side());
+      runtime().launch(first, side());
+    }
+    runtime().launch(second, copies());
+    runtime().synchronize(copies());
+    if (on_gpu()) {
+      EXPECT_TRUE(runtime().idle(side())) << "it waited for an earlier launch";
+    }
+    EXPECT_TRUE(all_equal(output, 2 * (value + 1)));
+  }
+}
+
+TEST_P(ExternalEventContract, AWaitInAGraphIsNotForALaterRecord) {
+  const auto pool = runtime().create_pool();
+  const auto ready = runtime().create_external_event();
+  const auto input = filled(1);
+  at::Tensor output;
+  settle();
+  const Graph waiting = captured(pool, [&] {
+    runtime().wait(capture(), ready);
+    output = at::mul(input, 2);
+  });
+  runtime().record(ready, side());
+  for (int i = 0; i < 3; ++i) {
+    runtime().launch(waiting, copies());
+    delay(side());
+    delay(side());
+    runtime().record(ready, side());
+    runtime().synchronize(copies());
+    if (on_gpu()) {
+      EXPECT_FALSE(runtime().idle(side())) << "it waited for the record behind its launch";
+    }
+    runtime().synchronize(side());
+  }
+  EXPECT_TRUE(all_equal(output, 2));
+}
+
 class NodeContract : public ExternalEventContract {};
 
 std::vector<std::uint32_t> of_kind(const std::vector<GraphNode>& nodes, GraphNode::Kind kind) {
