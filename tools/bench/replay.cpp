@@ -15,6 +15,7 @@
 #include <CLI/CLI.hpp>
 
 #include "sidestream/sidestream.h"
+#include "tools/bench/step_time.h"
 
 namespace sidestream {
 namespace {
@@ -67,7 +68,6 @@ void measure(const std::string& device_name, std::int64_t layers, std::int64_t p
   at::Tensor x = at::ones({8}).to(device).requires_grad_(true);
   const at::Tensor gradient = at::ones({8}).to(device);
   const auto run = [&](std::int64_t count) {
-    const auto begin = std::chrono::steady_clock::now();
     for (std::int64_t i = 0; i < count; ++i) {
       {
         const auto step = engine.step();
@@ -75,14 +75,22 @@ void measure(const std::string& device_name, std::int64_t layers, std::int64_t p
       }
       x.mutable_grad() = at::Tensor();
     }
-    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count() /
-           static_cast<double>(count);
   };
   run(10);
-  const double step = run(steps);
+  constexpr std::int64_t kBlock = 20;  // steps: what else the machine does falls into few of them
+  std::vector<double> wall;
+  const double cpu_before = bench::cpu_seconds();
+  for (std::int64_t done = 0; done < steps; done += kBlock) {
+    const auto begin = std::chrono::steady_clock::now();
+    run(kBlock);
+    wall.push_back(bench::seconds_since(begin));
+  }
+  const double cpu = bench::cpu_seconds() - cpu_before;
   synchronize(device);
-  std::fputs(fmt::format("{}, {} layers of {} parameters: {:.1f} us a step, {:.2f} us a replay\n",
-                         describe(device).name, layers, parameters, step, step / static_cast<double>(2 * layers))
+  const auto replays = static_cast<double>(2 * layers);
+  std::fputs(fmt::format("{}, {} layers of {} parameters: {:.2f} us a replay, {:.2f} us of CPU time\n",
+                         describe(device).name, layers, parameters, 1e6 * bench::median(wall) / (kBlock * replays),
+                         1e6 * cpu / (static_cast<double>(wall.size()) * kBlock * replays))
                  .c_str(),
              stdout);
 }
