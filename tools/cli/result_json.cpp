@@ -27,6 +27,8 @@ Json options_json(const TrainingOptions& options) {
           {"offload", fmt::format("{}", fmt::join(options.offload, ","))},
           {"graphs", options.graphs},
           {"side_streams", options.side_streams},
+          {"lag_mib", options.lag_mib ? Json(*options.lag_mib) : Json()},
+          {"lookahead_mib", options.lookahead_mib},
           {"schedule", options.schedule},
           {"check_steps", options.check_steps},
           {"verify_replays", options.verify_replays}};

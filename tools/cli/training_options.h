@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,8 @@ struct TrainingOptions {
   std::vector<std::string> offload{"all"};
   std::string graphs = "layer";
   std::int64_t side_streams = 2;
+  std::optional<std::int64_t> lag_mib;
+  std::int64_t lookahead_mib = 0;
   std::string schedule;  ///< empty: the device's own
   bool compare = false;
   std::filesystem::path report;  ///< empty: none
