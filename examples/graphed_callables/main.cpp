@@ -50,7 +50,7 @@ int main(int argc, char** argv) {
     samples.push_back({i == 0 ? ss::Sample(at::randn({rows, width}).to(device)) : ss::Sample::output_of(i - 1)});
   }
   const std::vector<ss::GraphedCallable> layers =
-      ss::make_graphed_callables(engine, callables, samples, ss::GraphOptions().num_warmup_iters(2).side_streams(2));
+      ss::make_graphed_callables(engine, callables, samples, ss::GraphOptions().num_warmup_iters(2));
 
   for (int i = 0; i < 20; ++i) {
     const at::Tensor x = at::randn({rows, width}).to(device);
