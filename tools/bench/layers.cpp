@@ -53,7 +53,7 @@ struct Mode {
   std::string name;
   bool graphs = false;
   bool offload = false;
-  std::optional<std::int64_t> side_streams;
+  std::optional<std::int64_t> side_streams = std::nullopt;
   bool window = false;  ///< lag and lookahead as given
 };
 
