@@ -62,7 +62,7 @@ void ChainCapture::make_plan_and_pin() {
       profile.storages.push_back(std::move(storage));
     }
   }
-  chain_.plan_ = plan_and_pin(profile, *resources_.arena, resources_.progress);
+  chain_.plan_ = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress);
   std::vector<std::uint64_t> leaving;
   for (const auto i : c10::irange(specs_.size())) {
     const LayerSizing& sizing = sizings_[i];

@@ -31,7 +31,7 @@ void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCal
     }
   }
   identities_.clear();
-  plan_ = plan_and_pin(profile_, arena, progress);
+  plan_ = plan_and_pin(profile_, arena, HostArena::Surplus::given_back, progress);
   pass_ = lay_out(profile_, scopes_, plan_.decisions.data());
   state_ = State::planned;
 }

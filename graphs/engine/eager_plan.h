@@ -25,7 +25,7 @@ class EagerPlan {
   /// -> sized: what a pass saw, the sizing pass or a later one that had no room for what it was to offload.
   /// `needed_immediately`: indices of its groups. Groups of calls that are captured are their chains' business.
   void learn(const Recorder& recorder, const std::vector<std::uint32_t>& needed_immediately);
-  /// sized -> planned: plans and pins, where that has not been done. Storages that are still there although autograd has let
+  /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back. Storages that are still there although autograd has let
   /// go of them are the program's own: they stay, and `exclusions` hears of it.
   /// Capture: illegal.  Throws: what `progress` throws.
   void make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress);

@@ -147,7 +147,7 @@ void EngineState::end_step(bool failed) {
   if (!failed) {
     parts.attempt([&] { step->finish_recording(); });
   }
-  parts.attempt([&] { resources_.eager->end_step(); });
+  parts.attempt([&] { step->end_copies(); });
   const Chain::Counts replays = join_chains(parts);
   report_.replayed(replays);
   step->stop_sizing();
@@ -168,15 +168,16 @@ Chain::Counts EngineState::join_chains(PartsOfEnd& parts) {
   return total;
 }
 
-void EngineState::take_results(const StepSession& step, const Chain::Counts& replays) {
-  const std::int64_t peak = resources_.runtime->memory_stats().allocated_peak;
+void EngineState::take_results(StepSession& step, const Chain::Counts& replays) {
+  const EagerOffload::Counts eager = resources_.eager->counts();
   switch (step.kind()) {
     case StepSession::Kind::sizing:
-      report_.sizing_ended(step.recorder(), peak);
-      eager_plan_.learn(step.recorder(), step.sizing().needed_immediately());
+      report_.step_ended(step.recorder(), replays, eager, step.peaks().actual);
+      report_.sizing_ended(step.recorder(), step.peaks().unoffloaded);
+      eager_plan_.learn(step.recorder(), resources_.eager->needed_immediately());
       break;
     case StepSession::Kind::planned:
-      report_.step_ended(step.recorder(), replays, resources_.eager->counts(), peak);
+      report_.step_ended(step.recorder(), replays, eager, resources_.runtime->memory_stats().allocated_peak);
       if (step.recorder().counts().refused_bytes > 0) {
         eager_plan_.learn(step.recorder(), resources_.eager->needed_immediately());
       }

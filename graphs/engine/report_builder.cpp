@@ -90,8 +90,9 @@ void ReportBuilder::replayed(const Chain::Counts& counts) {
   counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
 }
 
-void ReportBuilder::sizing_ended(const Recorder& recorder, std::int64_t peak) {
-  counted_.sizing_peak_bytes = peak;
+void ReportBuilder::sizing_ended(const Recorder& recorder, std::int64_t unoffloaded_peak) {
+  counted_.first_step_peak_bytes = counted_.step_peak_bytes;
+  counted_.sizing_peak_bytes = unoffloaded_peak;
   counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
 }
 

@@ -29,9 +29,9 @@ class ReportBuilder {
 
   /// What chains did in the step that now ends, whole or not.
   void replayed(const Chain::Counts& counts);
-  /// A whole sizing pass.
-  void sizing_ended(const Recorder& recorder, std::int64_t peak);
-  /// A whole step that offloaded what the plans say.
+  /// A whole sizing step, behind its `step_ended`; `unoffloaded_peak`: see UnoffloadedPeak.
+  void sizing_ended(const Recorder& recorder, std::int64_t unoffloaded_peak);
+  /// A whole step.
   void step_ended(const Recorder& recorder, const Chain::Counts& replays, const EagerOffload::Counts& eager,
                   std::int64_t peak);
   void count_step() noexcept { ++counted_.steps; }

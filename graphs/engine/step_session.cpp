@@ -11,14 +11,15 @@ namespace sidestream {
 
 StepSession::StepSession(EngineResources& resources, const CallContext& context, const EagerPlan& plan,
                          const RecordedCalls& recorded, ReportBuilder& report)
-    : resources_(resources), recorded_(recorded) {
+    : resources_(resources),
+      recorded_(recorded),
+      kind_(plan.state() == EagerPlan::State::unsized ? Kind::sizing : Kind::planned) {
   Exclusions& exclusions = resources.exclusions;
-  if (plan.state() == EagerPlan::State::unsized) {
+  if (kind_ == Kind::sizing) {
     exclusions.reset_tallies();
-    sizing_ = std::make_shared<SizingMover>([this, &report] { report.unseen(unseen_bytes()); });
-    recorder_ = std::make_unique<Recorder>(resources.tree, exclusions, sizing_, nullptr);
+    resources.arena->open();
+    recorder_ = std::make_unique<Recorder>(resources.tree, exclusions, resources.eager, nullptr);
   } else {
-    resources.eager->begin_step();
     recorder_ = std::make_unique<Recorder>(resources.tree, exclusions, resources.eager, &plan.pass());
   }
   allocated_at_begin_ = resources.runtime->memory_stats().allocated;
@@ -26,10 +27,30 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
   recording_.emplace(recorder_.get());
   resources.check.journal_step(journaling_, report.steps());
   on_thread_.emplace(context);
+  if (kind_ == Kind::sizing) {
+    resources.eager->begin_sizing_step([this, &report](std::int64_t away) { report.unseen(unseen_bytes(away)); });
+  } else {
+    resources.eager->begin_step();
+  }
 }
 
-std::int64_t StepSession::unseen_bytes() const {
-  const std::int64_t grown = resources_.runtime->memory_stats().allocated - allocated_at_begin_;
+StepSession::~StepSession() {
+  stop_sizing();
+  if (!copies_ended_) {  // the engine goes before the step: what waits for copies holds the mover, which holds it
+    try {
+      resources_.eager->end_step();
+    } catch (...) {  // nobody is left to hear of it
+    }
+  }
+}
+
+void StepSession::end_copies() {
+  copies_ended_ = true;
+  resources_.eager->end_step();
+}
+
+std::int64_t StepSession::unseen_bytes(std::int64_t away) const {
+  const std::int64_t grown = resources_.runtime->memory_stats().allocated + away - allocated_at_begin_;
   const auto known = static_cast<std::int64_t>(recorder_->saved_bytes() + recorded_.kept_bytes());
   return std::max<std::int64_t>(0, grown - known);
 }
@@ -41,8 +62,8 @@ void StepSession::leave_thread() noexcept {
 }
 
 void StepSession::stop_sizing() noexcept {
-  if (sizing_ != nullptr) {
-    sizing_->pass_ended();
+  if (kind_ == Kind::sizing && !peaks_) {
+    peaks_ = resources_.eager->end_sizing_step();
   }
 }
 

@@ -7,7 +7,7 @@
 #include "graphs/engine/call_context.h"
 #include "observe/operator_observer.h"
 #include "offload/recorder.h"
-#include "offload/sizing.h"
+#include "offload/unoffloaded_peak.h"
 
 namespace sidestream {
 
@@ -17,7 +17,8 @@ class RecordedCalls;
 class ReportBuilder;
 
 /// One step of an engine: what it takes over on the calling thread, and what it sees there. A sizing step counts what autograd
-/// saves and offloads nothing; a planned one offloads what the plan says. Threads: ends on the thread it began on.
+/// saves, and offloads each group that the options name into pinned memory that it leases as it goes; a planned one offloads what
+/// the plan says. Threads: ends on the thread it began on.
 class StepSession {
  public:
   enum class Kind : std::uint8_t { sizing, planned };
@@ -27,31 +28,35 @@ class StepSession {
               const RecordedCalls& recorded, ReportBuilder& report);
   StepSession(const StepSession&) = delete;
   StepSession& operator=(const StepSession&) = delete;
-  ~StepSession() = default;
+  ~StepSession();
 
   /// That it began on.
   [[nodiscard]] std::thread::id thread() const noexcept { return thread_; }
-  [[nodiscard]] Kind kind() const noexcept { return sizing_ != nullptr ? Kind::sizing : Kind::planned; }
+  [[nodiscard]] Kind kind() const noexcept { return kind_; }
   /// The thread is as it was before the step: its engine, its recorder, its observer.
   void leave_thread() noexcept;
   /// Ends the scopes that are still open.
   void finish_recording() { recorder_->finish(); }
+  /// The current stream waits for the eager groups' copies.
+  void end_copies();
   /// A backward that begins after this is no part of the sizing pass.
   void stop_sizing() noexcept;
 
   [[nodiscard]] const Recorder& recorder() const noexcept { return *recorder_; }
-  /// Of a sizing step.
-  [[nodiscard]] const SizingMover& sizing() const noexcept { return *sizing_; }
+  /// Of a sizing step that was stopped.
+  [[nodiscard]] UnoffloadedPeak::Peaks peaks() { return peaks_->peaks(); }
 
  private:
-  /// In a sizing step, when backward begins: what grew on the device and no hook has seen.
-  [[nodiscard]] std::int64_t unseen_bytes() const;
+  /// In a sizing step, when backward begins and so many bytes are away: what grew on the device and no hook has seen.
+  [[nodiscard]] std::int64_t unseen_bytes(std::int64_t away) const;
 
   EngineResources& resources_;
   const RecordedCalls& recorded_;
   std::thread::id thread_ = std::this_thread::get_id();
-  std::shared_ptr<SizingMover> sizing_;  ///< null in a planned step
+  Kind kind_;
   std::unique_ptr<Recorder> recorder_;
+  std::optional<UnoffloadedPeak> peaks_;
+  bool copies_ended_ = false;
   std::int64_t allocated_at_begin_ = 0;
   std::optional<RecorderGuard> recording_;
   std::optional<OperatorObserverGuard> journaling_;

@@ -40,7 +40,7 @@ class [[nodiscard]] SIDESTREAM_API Step {
 };
 
 /// Offloads what autograd saves to pinned host memory while later work computes, reloads it before backward needs it, and
-/// captures calls into graphs that do the same. The first step runs eagerly, counts, and is the sizing pass.
+/// captures calls into graphs that do the same. The first step runs eagerly, offloads and counts: the sizing pass.
 ///
 /// The model must outlive the engine, which shares in it where a std::shared_ptr owns it; names come from
 /// `model.named_modules()`. Engine and model may go before a backward that is pending.

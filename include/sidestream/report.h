@@ -49,8 +49,9 @@ struct SIDESTREAM_API Report {
   std::int64_t outputs_copied_bytes = 0;
   std::int64_t unused_outputs = 0;  ///< a step: outputs without a gradient, for which a backward graph took zeros
   std::int64_t external_bytes = 0;  ///< storages that captures read and that are neither inputs, parameters nor buffers
-  std::int64_t sizing_peak_bytes = 0;   ///< peak of allocated device memory in the sizing pass (nothing offloaded)
-  std::int64_t step_peak_bytes = 0;     ///< the same in the latest step
+  std::int64_t sizing_peak_bytes = 0;      ///< peak of allocated device memory in the first step, had nothing left
+  std::int64_t first_step_peak_bytes = 0;  ///< the one that it had
+  std::int64_t step_peak_bytes = 0;        ///< the same in the latest step
   std::int64_t verified_forwards = 0;   ///< replays compared with an eager run, in all steps (Options::verify_replays)
   std::int64_t verified_backwards = 0;  ///< of those, the ones whose gradients were compared as well
   std::int64_t checked_operations = 0;  ///< written into the journal, with Options::check_steps

@@ -38,7 +38,8 @@ void Report::print(std::ostream& out) const {
   row(out, "grew on the device and was not seen", mebibytes(unseen_bytes));
   row(out, "pinned host memory (asked for)", mebibytes(pinned_bytes) + " (" + mebibytes(pinned_requested_bytes) + ")");
   row(out, "pinned allocations after planning", std::to_string(pinned_allocations_after_planning));
-  row(out, "peak of the sizing pass", mebibytes(sizing_peak_bytes));
+  row(out, "peak of the first step without offload", mebibytes(sizing_peak_bytes));
+  row(out, "peak of the first step", mebibytes(first_step_peak_bytes));
   row(out, "peak of the latest step", mebibytes(step_peak_bytes));
   row(out, "waits for copies, a step", std::to_string(waits));
   row(out, "reloads not prefetched, a step", std::to_string(inline_reloads));
@@ -114,6 +115,7 @@ std::string Report::json() const {
                            {"unused_outputs", unused_outputs},
                            {"external_bytes", external_bytes},
                            {"sizing_peak_bytes", sizing_peak_bytes},
+                           {"first_step_peak_bytes", first_step_peak_bytes},
                            {"step_peak_bytes", step_peak_bytes},
                            {"r_gross", r_gross()},
                            {"verified_forwards", verified_forwards},

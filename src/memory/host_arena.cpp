@@ -51,6 +51,11 @@ struct HostArena::State {
   Slot* take(std::size_t bytes);
   void wait_for_copies(const std::function<bool(const Slab&)>& of) noexcept;
   void trim();
+  /// The slabs that no lease is in and that `largest_first` finds no use for are given back.
+  void give_back_but(const std::vector<std::size_t>& largest_first);
+  /// Takes free slots for as many of `largest_first` as there are; `missing` gets the others. To be put back.
+  [[nodiscard]] std::vector<Slot*> claim(const std::vector<std::size_t>& largest_first,
+                                         std::vector<std::size_t>& missing);
   /// Those of `largest_first` that find no free slot while the others have theirs.
   [[nodiscard]] std::vector<std::size_t> missing_of(const std::vector<std::size_t>& largest_first);
 
@@ -135,8 +140,8 @@ void HostArena::State::put_back(Slot& slot) noexcept {
   free.insert(std::move(slot.place));
 }
 
-std::vector<std::size_t> HostArena::State::missing_of(const std::vector<std::size_t>& largest_first) {
-  std::vector<std::size_t> missing;
+std::vector<HostArena::Slot*> HostArena::State::claim(const std::vector<std::size_t>& largest_first,
+                                                      std::vector<std::size_t>& missing) {
   std::vector<Slot*> claimed;
   for (const std::size_t bytes : largest_first) {
     if (Slot* slot = take(bytes); slot != nullptr) {
@@ -145,10 +150,24 @@ std::vector<std::size_t> HostArena::State::missing_of(const std::vector<std::siz
       missing.push_back(bytes);
     }
   }
-  for (Slot* slot : claimed) {
+  return claimed;
+}
+
+std::vector<std::size_t> HostArena::State::missing_of(const std::vector<std::size_t>& largest_first) {
+  std::vector<std::size_t> missing;
+  for (Slot* slot : claim(largest_first, missing)) {
     put_back(*slot);
   }
   return missing;
+}
+
+void HostArena::State::give_back_but(const std::vector<std::size_t>& largest_first) {
+  std::vector<std::size_t> missing;
+  const std::vector<Slot*> claimed = claim(largest_first, missing);
+  trim();
+  for (Slot* slot : claimed) {
+    put_back(*slot);
+  }
 }
 
 void HostArena::State::dissolve_unused() {
@@ -175,9 +194,15 @@ std::vector<std::size_t> HostArena::State::cut(const std::vector<std::size_t>& l
   }
   std::vector<std::size_t> homeless;
   for (const std::size_t bytes : largest_first) {
-    const auto found = std::find_if(open.begin(), open.end(), [&](const auto& slab) {
-      return bytes <= slab.first->memory.bytes() && slab.second <= slab.first->memory.bytes() - bytes;
-    });
+    const auto room = [](const auto& slab) {
+      return slab.first->memory.bytes() - std::min(slab.first->memory.bytes(), slab.second);
+    };
+    auto found = open.end();  // the tightest: what is whole may be given back
+    for (auto slab = open.begin(); slab != open.end(); ++slab) {
+      if (room(*slab) >= bytes && (found == open.end() || room(*slab) < room(*found))) {
+        found = slab;
+      }
+    }
     if (found == open.end()) {
       homeless.push_back(bytes);
     } else if (bytes > 0) {
@@ -242,7 +267,7 @@ std::vector<bool> HostArena::plan(std::span<const std::size_t> sizes) {
   return placed;
 }
 
-void HostArena::prepare(std::span<const std::size_t> sizes) {
+void HostArena::prepare(std::span<const std::size_t> sizes, Surplus surplus) {
   std::vector<std::size_t> largest_first(sizes.begin(), sizes.end());
   std::sort(largest_first.rbegin(), largest_first.rend());
   std::vector<std::size_t> missing;
@@ -259,6 +284,9 @@ void HostArena::prepare(std::span<const std::size_t> sizes) {
         state_->stats.cap - state_->stats.pinned) {
       state_->trim();  // slots of other sizes would take their room under the cap
       missing = state_->missing_of(largest_first);
+    }
+    if (surplus == Surplus::given_back) {
+      state_->give_back_but(largest_first);
     }
   }
   try {
@@ -283,6 +311,11 @@ std::size_t HostArena::available() const noexcept {
 void HostArena::seal() noexcept {
   const std::lock_guard lock(state_->mutex);
   state_->sealed = true;
+}
+
+void HostArena::open() noexcept {
+  const std::lock_guard lock(state_->mutex);
+  state_->sealed = false;
 }
 
 bool HostArena::sealed() const noexcept {

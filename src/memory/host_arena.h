@@ -79,6 +79,9 @@ class HostArena {
 
   static constexpr std::size_t alignment = 512;
 
+  /// What becomes of pinned memory that a plan does not need and no lease is in.
+  enum class Surplus : std::uint8_t { kept, given_back };
+
   /// Pins nothing yet. `cap_bytes` bounds the page-locked bytes for good.
   HostArena(Runtime& runtime, std::size_t cap_bytes);
   HostArena(const HostArena&) = delete;
@@ -90,10 +93,11 @@ class HostArena {
   /// earlier plans. Capture: illegal. Throws: UsageError after `seal`; DeviceError when pinning fails (nothing is kept).
   std::vector<bool> plan(std::span<const std::size_t> sizes);
   /// Pins what is missing so that leases of all these sizes can live at once, beside those that live now, and seals: the
-  /// planning of a later pass over a sealed arena. Slabs that no lease is in are cut anew first; those that have no part in it
-  /// then are given back, and where the cap has no room beside the others, they too. Capture: illegal. Throws: DeviceError when
-  /// pinning fails: nothing is added and the arena is sealed.
-  void prepare(std::span<const std::size_t> sizes);
+  /// planning of a later pass. Where something is missing, slabs that no lease is in are cut anew first; those that have no part in
+  /// it then are given back, and where the cap has no room beside the others, they too. `surplus`: of what nothing is missing in,
+  /// the slabs that these sizes do not need. Capture: illegal. Throws: DeviceError when pinning fails: nothing is added and the
+  /// arena is sealed.
+  void prepare(std::span<const std::size_t> sizes, Surplus surplus = Surplus::kept);
   /// Gives back the slabs that no lease is in, once their last copies are done: between a plan and the next.
   /// Capture: illegal.
   void trim() noexcept;
@@ -101,6 +105,8 @@ class HostArena {
   [[nodiscard]] std::size_t available() const noexcept;
   /// No allocation from here on: `lease` serves free slots only.
   void seal() noexcept;
+  /// The opposite, until the next `seal` or `prepare`: sizes are not known yet.
+  void open() noexcept;
   [[nodiscard]] bool sealed() const noexcept;
 
   /// The smallest free slot that holds `bytes`, among equals the one longest back. Before `seal` a missing slot is pinned if

@@ -6,6 +6,7 @@
 
 #include "base/site.h"
 #include "memory/storage_view.h"
+#include "sidestream/error.h"
 
 namespace sidestream {
 
@@ -65,6 +66,7 @@ void EagerOffload::begin_step() {
   counts_ = {};
   immediate_.clear();
   step_streams_.clear();
+  (void)end_sizing_step();
   for (std::size_t i = 0; i < used_slots_; ++i) {
     for (const auto& weak : slots_[i].storages) {
       if (!weak.expired()) {
@@ -73,6 +75,42 @@ void EagerOffload::begin_step() {
     }
   }
   used_slots_ = 0;
+}
+
+void EagerOffload::begin_sizing_step(std::function<void(std::int64_t)> backward_begins) {
+  const std::lock_guard lock(mutex_);
+  begin_step();
+  backward_begins_ = std::move(backward_begins);
+  unoffloaded_.emplace(*runtime_);
+}
+
+std::optional<UnoffloadedPeak> EagerOffload::end_sizing_step() noexcept {
+  const std::lock_guard lock(mutex_);
+  backward_begins_ = nullptr;
+  std::optional<UnoffloadedPeak> ended = unoffloaded_ ? std::exchange(unoffloaded_, std::nullopt) : std::move(ended_);
+  ended_.reset();
+  return ended;
+}
+
+void EagerOffload::saved_or_released() {
+  const std::lock_guard lock(mutex_);
+  look();
+}
+
+void EagerOffload::look() {
+  if (!unoffloaded_) {
+    return;
+  }
+  std::size_t only_copies = 0;
+  for (const auto& [slot, storages] : stash_) {
+    for (const auto& saved : storages) {
+      only_copies += saved.use_count() == 1 && saved->device.use_count() == 1 ? saved->bytes : 0;
+    }
+  }
+  for (const c10::Storage& storage : dropped_) {
+    only_copies += storage.nbytes();
+  }
+  unoffloaded_->look(static_cast<std::int64_t>(only_copies));
 }
 
 EagerOffload::Slot& EagerOffload::next_slot() {
@@ -95,16 +133,17 @@ EagerOffload::Slot* EagerOffload::slot_of(const SavedStorage& storage) {
   return storage.slot == 0 || storage.slot > slots_.size() ? nullptr : &slots_[storage.slot - 1];
 }
 
-void EagerOffload::group_ended(Group& group) {
-  const std::lock_guard lock(mutex_);
-  immediate_.ended(group);
+std::vector<std::shared_ptr<SavedStorage>> EagerOffload::leases_for(Group& group) {
   std::vector<std::shared_ptr<SavedStorage>> leaving;
   for (const auto& weak : group.storages) {
     auto saved = weak.lock();
     if (saved == nullptr || !saved->to_offload || saved->place != SavedStorage::Place::device) {
       continue;
     }
-    saved->lease = arena_->lease(saved->bytes);
+    try {
+      saved->lease = arena_->lease(saved->bytes);
+    } catch (const DeviceError&) {  // while no plan has pinned, leases do: what the system refuses stays
+    }
     if (saved->lease) {
       leaving.push_back(std::move(saved));
     } else {
@@ -113,6 +152,13 @@ void EagerOffload::group_ended(Group& group) {
       ++counts_.refused_leases;
     }
   }
+  return leaving;
+}
+
+void EagerOffload::group_ended(Group& group) {
+  const std::lock_guard lock(mutex_);
+  immediate_.ended(group);
+  std::vector<std::shared_ptr<SavedStorage>> leaving = leases_for(group);
   if (leaving.empty()) {
     return;
   }
@@ -179,16 +225,23 @@ void EagerOffload::drop_sources() {
   for (const auto& saved : storages) {
     keep_for(saved->device, step_streams_);
     if (saved->place == SavedStorage::Place::leaving) {
+      if (unoffloaded_ && saved.use_count() > 1) {  // else nobody needs it any more
+        unoffloaded_->lets_go(*saved);
+      }
       saved->device = c10::Storage();
       saved->place = SavedStorage::Place::host;
     }
   }
+  look();
 }
 
 void EagerOffload::reload(Slot& slot) {
   const Site site(Activity::reload, slot.site);
-  slot.reloading = true;
   std::vector<std::shared_ptr<SavedStorage>> returning;
+  if (unoffloaded_) {
+    unoffloaded_->return_begins();
+  }
+  slot.reloading = true;
   try {
     for (const auto& weak : slot.storages) {
       if (auto saved = weak.lock(); saved != nullptr && saved->place == SavedStorage::Place::host) {
@@ -213,6 +266,9 @@ void EagerOffload::reload(Slot& slot) {
   for (const auto& saved : returning) {
     saved->lease.record_last_use(slot.reloaded);
     saved->place = SavedStorage::Place::returning;
+    if (unoffloaded_) {
+      unoffloaded_->came_back(*saved);
+    }
     counts_.reloaded_bytes += saved->bytes;
   }
 }
@@ -228,6 +284,10 @@ void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
 c10::Storage EagerOffload::fetch(SavedStorage& storage) {
   const std::lock_guard lock(mutex_);
   immediate_.asked();
+  look();
+  if (const auto backward_begins = std::exchange(backward_begins_, nullptr); backward_begins && unoffloaded_) {
+    backward_begins(unoffloaded_->away());
+  }
   Slot* slot = slot_of(storage);
   if (slot == nullptr) {
     prefetch_before(used_slots_);
@@ -265,16 +325,22 @@ void EagerOffload::prefetch_before(std::size_t limit) {
 }
 
 void EagerOffload::dropped(SavedStorage& storage) noexcept {
-  if (storage.place != SavedStorage::Place::returning) {
+  if (storage.place != SavedStorage::Place::returning && storage.place != SavedStorage::Place::host) {
     return;
   }
   const std::lock_guard lock(mutex_);
-  keep_for(storage.device, storage.streams);
-  Slot* slot = slot_of(storage);
-  if (slot != nullptr &&
-      std::find(slot->arrived.begin(), slot->arrived.end(), storage.streams.front()) == slot->arrived.end()) {
-    dropped_.push_back(std::move(storage.device));
-    add_stream(step_streams_, storage.streams.front());
+  if (storage.place == SavedStorage::Place::returning) {
+    keep_for(storage.device, storage.streams);
+    Slot* slot = slot_of(storage);
+    if (slot != nullptr &&
+        std::find(slot->arrived.begin(), slot->arrived.end(), storage.streams.front()) == slot->arrived.end()) {
+      dropped_.push_back(std::move(storage.device));
+      add_stream(step_streams_, storage.streams.front());
+    }
+  }
+  if (unoffloaded_) {
+    storage.device = c10::Storage();
+    unoffloaded_->dropped(storage);
   }
 }
 
@@ -283,6 +349,10 @@ void EagerOffload::end_step() {
   const std::lock_guard lock(mutex_);
   if (used_slots_ == 0 && dropped_.empty()) {
     return;
+  }
+  look();
+  if (unoffloaded_) {  // what goes from here on is needed by nobody, but for what the program still holds
+    ended_ = std::exchange(unoffloaded_, std::nullopt);
   }
   try {
     while (!stash_.empty()) {

@@ -1,8 +1,10 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +12,7 @@
 #include "memory/host_arena.h"
 #include "offload/saved_storage.h"
 #include "offload/sizing.h"
+#include "offload/unoffloaded_peak.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {
@@ -33,9 +36,16 @@ class EagerOffload final : public StorageMover {
   ~EagerOffload() override;
 
   void begin_step();
+  /// A step without a plan. `backward_begins` is called once, when backward asks for the first storage, with the bytes that are away
+  /// (see UnoffloadedPeak).
+  void begin_sizing_step(std::function<void(std::int64_t away)> backward_begins);
+  /// Whose sizing step it was looks no more: a backward that begins after this is not told to it. Gives the step's peaks; nothing
+  /// where there was no sizing step.
+  std::optional<UnoffloadedPeak> end_sizing_step() noexcept;
   /// The current stream, and those that saved in the step, wait for all its copies; all that was held for them is let go.
   void end_step();
 
+  void saved_or_released() override;
   void group_ended(Group& group) override;
   c10::Storage fetch(SavedStorage& storage) override;
   void dropped(SavedStorage& storage) noexcept override;
@@ -58,6 +68,10 @@ class EagerOffload final : public StorageMover {
     bool used = false;       ///< backward has reached it
   };
 
+  /// Those storages of the group that are to leave and get pinned memory.
+  [[nodiscard]] std::vector<std::shared_ptr<SavedStorage>> leases_for(Group& group);
+  /// In a sizing step: see UnoffloadedPeak.
+  void look();
   void let_go_of_oldest();
   /// What the oldest group left from may be used again: its copies are done, or the stream that saved it waits for them.
   void drop_sources();
@@ -85,6 +99,9 @@ class EagerOffload final : public StorageMover {
   Streams step_streams_;               ///< those that saved in this step
   ImmediateNeeds immediate_;
   Counts counts_;
+  std::function<void(std::int64_t)> backward_begins_;  ///< of a sizing step whose backward has not begun
+  std::optional<UnoffloadedPeak> unoffloaded_;         ///< of a sizing step
+  std::optional<UnoffloadedPeak> ended_;               ///< the same, once its copies have ended
 };
 
 }  // namespace sidestream

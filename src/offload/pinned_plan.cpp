@@ -23,7 +23,8 @@ std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const
 
 }  // namespace
 
-Plan plan_and_pin(const Profile& profile, HostArena& arena, const ProgressCallback& progress) {
+Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus surplus,
+                  const ProgressCallback& progress) {
   Plan plan = make_plan(profile, arena.available(), HostArena::alignment);
   const auto by_group = moving_sizes(profile, plan);
   std::vector<std::size_t> all;
@@ -34,7 +35,7 @@ Plan plan_and_pin(const Profile& profile, HostArena& arena, const ProgressCallba
     progress({ProgressPhase::pin, 0, 1, {}, std::accumulate(all.begin(), all.end(), std::size_t{0})});
   }
   try {
-    arena.prepare(all);
+    arena.prepare(all, surplus);
     return plan;
   } catch (const DeviceError&) {  // what it says is said of each group that gets nothing below
   }
@@ -52,6 +53,7 @@ Plan plan_and_pin(const Profile& profile, HostArena& arena, const ProgressCallba
       keep_unpinned(plan, profile, static_cast<std::uint32_t>(group), error.what());
     }
   }
+  arena.prepare(pinned, surplus);  // pins nothing more
   return plan;
 }
 

@@ -7,8 +7,9 @@ namespace sidestream {
 
 /// Plans `profile` for the room that `arena` has, pins for what leaves, and seals the arena. Where the system refuses to pin
 /// although the cap has room, it is asked again group by group, in the plan's order; groups that get no memory stay, and the
-/// plan's notes say so. `progress`, if any, hears of it where anything leaves.
+/// plan's notes say so. `surplus`: see HostArena::prepare. `progress`, if any, hears of it where anything leaves.
 /// Capture: illegal.  Throws: what `progress` throws; nothing is pinned then.
-[[nodiscard]] Plan plan_and_pin(const Profile& profile, HostArena& arena, const ProgressCallback& progress = {});
+[[nodiscard]] Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus surplus,
+                                const ProgressCallback& progress = {});
 
 }  // namespace sidestream

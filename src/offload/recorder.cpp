@@ -43,10 +43,26 @@ bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
 class SavedTensorHandle final : public torch::autograd::SavedVariableHooks {
  public:
   explicit SavedTensorHandle(Recorder& recorder) : recorder_(&recorder) {}
+  SavedTensorHandle(const SavedTensorHandle&) = delete;
+  SavedTensorHandle& operator=(const SavedTensorHandle&) = delete;
+  ~SavedTensorHandle() override {
+    if (is_sizing_ && storage_ != nullptr) {
+      const std::shared_ptr<StorageMover> mover = storage_->mover;
+      storage_.reset();
+      try {
+        mover->saved_or_released();
+      } catch (const std::exception&) {  // it only counts
+      }
+    }
+  }
 
   void call_pack_hook(const at::Tensor& tensor) override {
     Recorder& recorder = *std::exchange(recorder_, nullptr);
     version_ = VersionStamp(tensor);
+    is_sizing_ = recorder.planned_ == nullptr;
+    if (is_sizing_) {
+      recorder.mover_->saved_or_released();
+    }
     scope_ = recorder.stack_.back().scope;
     if (recorder.exclusions_.classify_and_count(tensor) != Exclusion::none) {
       // The variable itself would be a cycle where an operator saves its own output.
@@ -78,6 +94,7 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks {
   std::shared_ptr<SavedStorage> storage_;
   StorageView view_;
   VersionStamp version_;
+  bool is_sizing_ = false;
 };
 
 Recorder::Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
@@ -248,7 +265,9 @@ void Recorder::mark(const at::Tensor& tensor) {
 }
 
 void Recorder::place(SavedStorage& saved, Group& group) {
-  if (const PlannedStorage* const planned = group.planned.take(saved.bytes); planned != nullptr) {
+  if (planned_ == nullptr) {
+    saved.to_offload = group.scope->selected;
+  } else if (const PlannedStorage* const planned = group.planned.take(saved.bytes); planned != nullptr) {
     saved.to_offload = planned->to_offload;
   } else if (group.scope->selected) {
     counts_.unplanned_bytes += saved.bytes;
@@ -275,9 +294,7 @@ std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const Ver
     }
   }
   auto saved = std::make_shared<SavedStorage>(mover_, &group, storage);
-  if (planned_ != nullptr) {
-    place(*saved, group);
-  }
+  place(*saved, group);
   group.storages.push_back(saved);
   ++group.seen;
   saved_bytes_ += saved->bytes;

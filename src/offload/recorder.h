@@ -43,7 +43,7 @@ struct SavedIdentity {
 /// out the handles. One storage is one SavedStorage, however many tensors and groups save it.
 ///
 /// With a planned pass, storages are offloaded where the plan says so. What it does not know of a group that leaves is offloaded
-/// as well, as far as pinned memory is free, and counted.
+/// as well, as far as pinned memory is free, and counted. Without one, all of each group that the options name is to leave.
 /// Threads: the forward's; handles may be used and die on any thread, also after this object.
 class Recorder final : public SavedTensorSource {
  public:

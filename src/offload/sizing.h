@@ -1,7 +1,6 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "offload/saved_storage.h"
@@ -35,32 +34,12 @@ class ImmediateNeeds {
   std::vector<std::uint32_t> groups_;
 };
 
-/// Offloads nothing: the sizing pass, warm-up.
+/// Offloads nothing: the sizing pass of one layer, whose backward follows at once.
 class SizingMover final : public StorageMover {
  public:
-  /// `backward_begins` is called once, when backward asks for the first storage.
-  explicit SizingMover(std::function<void()> backward_begins = {}) : backward_begins_(std::move(backward_begins)) {}
-
-  void group_ended(Group& group) override { immediate_.ended(group); }
-  c10::Storage fetch(SavedStorage& storage) override {
-    if (!begun_.exchange(true) && backward_begins_) {
-      backward_begins_();
-    }
-    immediate_.asked();
-    return storage.device;
-  }
+  void group_ended(Group& /*group*/) override {}
+  c10::Storage fetch(SavedStorage& storage) override { return storage.device; }
   void dropped(SavedStorage& /*storage*/) noexcept override {}
-
-  /// Whose pass it was looks no more: a backward that begins after this is not told to it.
-  void pass_ended() noexcept { begun_ = true; }
-
-  /// See ImmediateNeeds.
-  [[nodiscard]] const std::vector<std::uint32_t>& needed_immediately() const noexcept { return immediate_.groups(); }
-
- private:
-  std::function<void()> backward_begins_;
-  std::atomic<bool> begun_{false};
-  ImmediateNeeds immediate_;
 };
 
 }  // namespace sidestream

@@ -35,6 +35,7 @@ Report full_report() {
   report.unused_outputs = 31;
   report.external_bytes = 5 << 20;
   report.sizing_peak_bytes = 40 << 20;
+  report.first_step_peak_bytes = 36 << 20;
   report.step_peak_bytes = 34 << 20;
   report.verified_forwards = 29;
   report.verified_backwards = 30;
@@ -129,6 +130,7 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   EXPECT_EQ(json.at("unused_outputs"), 31);
   EXPECT_EQ(json.at("external_bytes"), 5 << 20);
   EXPECT_EQ(json.at("sizing_peak_bytes"), 40 << 20);
+  EXPECT_EQ(json.at("first_step_peak_bytes"), 36 << 20);
   EXPECT_EQ(json.at("step_peak_bytes"), 34 << 20);
   EXPECT_EQ(json.at("verified_forwards"), 29);
   EXPECT_EQ(json.at("verified_backwards"), 30);

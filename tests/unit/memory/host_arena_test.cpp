@@ -145,6 +145,46 @@ TEST(HostArena, APlanThatNeedsLessGivesSlabsBack) {
   EXPECT_EQ(arena.stats().pinned, 4096U);
 }
 
+TEST(HostArena, APlanGivesBackWhatItHasNoUseForWhereItIsTheLast) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  {
+    const auto a = arena.lease(1000), b = arena.lease(2000), c = arena.lease(3000);
+    EXPECT_EQ(arena.stats().pinned, 6000U);
+  }
+  const std::size_t sizes[] = {3000, 1000};
+  arena.prepare(sizes);
+  EXPECT_EQ(arena.stats().pinned, 6000U) << "another plan follows";
+  const auto held = arena.lease(2000);
+  arena.prepare(sizes, HostArena::Surplus::given_back);
+  EXPECT_EQ(arena.stats().pinned, 6000U) << "a lease is in it";
+  arena.open();
+  const std::size_t one[] = {1000};
+  arena.prepare(one, HostArena::Surplus::given_back);
+  EXPECT_EQ(arena.stats().pinned, 3000U);
+  EXPECT_EQ(runtime.pinned_sizes.size(), 3U) << "nothing was pinned twice";
+  EXPECT_TRUE(arena.sealed());
+}
+
+TEST(HostArena, ASlabIsCutWhereTheLeastIsLeftOver) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  { const auto a = arena.lease(4096), b = arena.lease(1536); }
+  const std::size_t sizes[] = {512, 512, 300};
+  arena.prepare(sizes);
+  EXPECT_EQ(arena.stats().pinned, 1536U);
+}
+
+TEST(HostArena, OpenedAgainItPinsForLeases) {
+  FakeRuntime runtime;
+  HostArena arena(runtime, 1 << 20);
+  arena.seal();
+  EXPECT_FALSE(arena.lease(512));
+  arena.open();
+  EXPECT_TRUE(arena.lease(512));
+  EXPECT_EQ(arena.stats().allocations_after_seal, 0U);
+}
+
 TEST(HostArena, GrowsBeforeSealOnly) {
   FakeRuntime runtime;
   HostArena arena(runtime, 1 << 20);

@@ -85,7 +85,7 @@ TEST_F(RecorderTest, TheInnermostScopeOwns) {
   }
   pass->finish();
   EXPECT_EQ(described(pass->profile()), (std::vector<std::string>{"outer:2", "outer.inner:1"}));
-  EXPECT_EQ(mover_->ended, (std::vector<std::string>{"outer.inner:1:0", "outer:2:0"}))
+  EXPECT_EQ(mover_->ended, (std::vector<std::string>{"outer.inner:1:1", "outer:2:2"}))
       << "inner first; empty ones are no groups";
   EXPECT_EQ(pass->saved_bytes(), 3 * kBytes);
 }
@@ -142,7 +142,7 @@ TEST_F(RecorderTest, ATagTakesWhatIsSavedLater) {
   }
   pass->finish();
   EXPECT_EQ(described(pass->profile()), (std::vector<std::string>{"block.gate:1", "block:1"}));
-  EXPECT_EQ(mover_->ended, (std::vector<std::string>{"block.gate:1:0", "block:1:0"}));
+  EXPECT_EQ(mover_->ended, (std::vector<std::string>{"block.gate:1:1", "block:1:1"}));
 }
 
 TEST_F(RecorderTest, APlanDecidesWhatMoves) {

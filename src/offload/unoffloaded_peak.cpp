@@ -1,0 +1,86 @@
+#include "offload/unoffloaded_peak.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "offload/saved_storage.h"
+
+namespace sidestream {
+namespace {
+
+/// What LibTorch's allocators count in.
+constexpr std::size_t kBlock = 512;
+
+}  // namespace
+
+UnoffloadedPeak::UnoffloadedPeak(Runtime& runtime) : runtime_(&runtime) { runtime_->reset_peak_memory_stats(); }
+
+void UnoffloadedPeak::change(std::int64_t by) {
+  const MemoryStats stats = runtime_->memory_stats();
+  actual_peak_ = std::max(actual_peak_, stats.allocated_peak);
+  peak_ = std::max(peak_, stats.allocated_peak + away_);
+  away_ += by;
+  peak_ = std::max(peak_, stats.allocated + away_);
+  runtime_->reset_peak_memory_stats();
+}
+
+void UnoffloadedPeak::lets_go(const SavedStorage& saved) {
+  const auto blocks = (saved.bytes + kBlock - 1) / kBlock;
+  sources_.insert_or_assign(&saved,
+                            Source{saved.device.getWeakStorageImpl(), static_cast<std::int64_t>(blocks * kBlock)});
+  held_.push_back(&saved);
+}
+
+void UnoffloadedPeak::look(std::int64_t only_copies) {
+  std::int64_t gone = 0;
+  const auto is_gone = [&](const SavedStorage* saved) {
+    const auto found = sources_.find(saved);
+    if (found == sources_.end()) {
+      return true;
+    }
+    Source& source = found->second;
+    source.gone = source.storage.expired();
+    gone += source.gone ? source.bytes : 0;
+    return source.gone;
+  };
+  held_.erase(std::remove_if(held_.begin(), held_.end(), is_gone), held_.end());
+  const std::int64_t by = gone - only_copies + std::exchange(only_copies_, only_copies);
+  if (by != 0) {
+    change(by);
+  }
+}
+
+void UnoffloadedPeak::return_begins() { change(0); }
+
+void UnoffloadedPeak::came_back(const SavedStorage& saved) {
+  const auto found = sources_.find(&saved);
+  if (found == sources_.end() || found->second.back) {
+    return;
+  }
+  found->second.back = true;
+  // The peak since `return_begins` is its copy's, which is not beside what is away but in place of it.
+  const MemoryStats stats = runtime_->memory_stats();
+  actual_peak_ = std::max(actual_peak_, stats.allocated_peak);
+  away_ -= found->second.bytes;
+  runtime_->reset_peak_memory_stats();
+}
+
+void UnoffloadedPeak::dropped(const SavedStorage& saved) {
+  const auto found = sources_.find(&saved);
+  if (found == sources_.end()) {
+    return;
+  }
+  const Source source = found->second;
+  held_.erase(std::remove(held_.begin(), held_.end(), &saved), held_.end());
+  sources_.erase(found);
+  if (const std::int64_t share = (source.gone ? source.bytes : 0) - (source.back ? source.bytes : 0); share != 0) {
+    change(-share);
+  }
+}
+
+UnoffloadedPeak::Peaks UnoffloadedPeak::peaks() {
+  change(0);
+  return {peak_, actual_peak_};
+}
+
+}  // namespace sidestream
