@@ -102,7 +102,7 @@ void ChainCapture::prepare_layers() {
         held.requires_grad = layer.inputs[input.aliases->same_as].requires_grad;
       } else if (!input.from && input.sample.defined()) {
         held.requires_grad = input.sample.requires_grad();
-        held.tensor = at::empty_like(input.sample.detach());
+        held.tensor = at::empty_like(input.sample.detach(), c10::TensorOptions().device(runtime_.device()));
         held.tensor.copy_(input.sample.detach());
         reads_.made(held.tensor);
       }

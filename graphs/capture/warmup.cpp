@@ -1,16 +1,20 @@
 #include "graphs/capture/warmup.h"
 
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
+#include <c10/util/irange.h>
 
 #include "base/site.h"
 #include "graphs/capture/call_modes_guard.h"
 #include "graphs/capture/eager_pass.h"
 #include "graphs/capture/gradient_leaves.h"
 #include "graphs/capture/pass_watch.h"
+#include "graphs/capture/samples.h"
 #include "graphs/capture/state_keeper.h"
 #include "observe/operator_observer.h"
 #include "sidestream/error.h"
@@ -19,21 +23,59 @@ namespace sidestream {
 
 namespace {
 
+/// What layers gave, detached: the samples of the layers that read it, each until the last of them has run.
+class LinkedOutputs {
+ public:
+  explicit LinkedOutputs(const std::vector<LayerSpec>& specs) : specs_(specs) {
+    for (const auto i : c10::irange(specs.size())) {
+      for (const LayerInput& input : specs[i].inputs) {
+        if (input.from) {
+          last_reader_[{input.from->layer, input.from->index}] = i;
+        }
+      }
+    }
+  }
+  /// What the next layer gave.
+  void add(const detail::TensorBuffer& made) {
+    std::vector<at::Tensor>& kept = outputs_.emplace_back();
+    for (const at::Tensor& output : made) {
+      const bool read = output.defined() && last_reader_.count({outputs_.size() - 1, kept.size()}) > 0;
+      kept.push_back(read ? output.detach().requires_grad_(output.requires_grad()) : at::Tensor());
+    }
+  }
+  /// Throws: UsageError where there is no such output.
+  [[nodiscard]] const at::Tensor& of(const LayerSpec& reader, const Link& link) const {
+    const std::vector<at::Tensor>& given = outputs_[link.layer];
+    if (link.index >= given.size()) {
+      throw UsageError("callable \"" + reader.name + "\" takes output " + std::to_string(link.index) +
+                       " of callable \"" + specs_[link.layer].name + "\", which gives " + std::to_string(given.size()));
+    }
+    return given[link.index];
+  }
+  /// All passes of this layer are done.
+  void ran(std::size_t layer) {
+    for (const LayerInput& input : specs_[layer].inputs) {
+      if (input.from && last_reader_.at({input.from->layer, input.from->index}) == layer) {
+        outputs_[input.from->layer][input.from->index] = at::Tensor();
+      }
+    }
+  }
+
+ private:
+  const std::vector<LayerSpec>& specs_;
+  std::map<std::pair<std::size_t, std::size_t>, std::size_t> last_reader_;  // by layer and output
+  std::vector<std::vector<at::Tensor>> outputs_;
+};
+
 /// `outputs`: of the layers before this one.
-std::vector<at::Tensor> leaves_of(const std::vector<LayerSpec>& specs, const LayerSpec& spec,
-                                  const std::vector<std::vector<at::Tensor>>& outputs) {
+std::vector<at::Tensor> leaves_of(const LayerSpec& spec, const LinkedOutputs& outputs, c10::Device device) {
   std::vector<at::Tensor> leaves;
   for (const LayerInput& input : spec.inputs) {
-    if (input.from && input.from->index >= outputs[input.from->layer].size()) {
-      throw UsageError("callable \"" + spec.name + "\" takes output " + std::to_string(input.from->index) +
-                       " of callable \"" + specs[input.from->layer].name + "\", which gives " +
-                       std::to_string(outputs[input.from->layer].size()));
-    }
     if (const std::size_t index = leaves.size(); input.aliases && input.aliases->same_as != index) {
       leaves.push_back(leaves[input.aliases->same_as]);
       continue;
     }
-    const at::Tensor& source = input.from ? outputs[input.from->layer][input.from->index] : input.sample;
+    const at::Tensor source = input.from ? outputs.of(spec, *input.from) : sample_on(device, input);
     leaves.push_back(source.defined() ? source.detach().requires_grad_(source.requires_grad()) : source);
   }
   return leaves;
@@ -74,13 +116,14 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
     options.pre_warmup_hook()();
   }
   std::vector<LayerSizing> sizings;
-  std::vector<std::vector<at::Tensor>> outputs;  // detached; what the next layers' samples are
-  for (const LayerSpec& spec : specs) {
+  LinkedOutputs outputs(specs);
+  for (const auto index : c10::irange(specs.size())) {
+    const LayerSpec& spec = specs[index];
     if (progress) {
-      progress({ProgressPhase::warm_up, sizings.size(), specs.size(), spec.name});
+      progress({ProgressPhase::warm_up, index, specs.size(), spec.name});
     }
     const Site site(Activity::warmup, spec.scope->site);
-    const std::vector<at::Tensor> inputs = leaves_of(specs, spec, outputs);
+    const std::vector<at::Tensor> inputs = leaves_of(spec, outputs, runtime.device());
     const ModelFlagsGuard flags(spec.state.modules);
     watch.enter(spec, inputs);
     detail::TensorBuffer made;
@@ -90,10 +133,7 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
       sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, watch, made));
       seeds.check(spec, options.num_warmup_iters() == 0);
     }
-    auto& kept = outputs.emplace_back();
-    for (const at::Tensor& output : made) {
-      kept.push_back(output.defined() ? output.detach().requires_grad_(output.requires_grad()) : output);
-    }
+    outputs.add(made);
     made.clear();
     const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); },
                                          [&](const OperatorAccess& access) { watch.before(access); },
@@ -109,6 +149,7 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
           nullptr);
       seeds.check(spec, /*last=*/false);
     }
+    outputs.ran(index);
   }
   if (options.post_warmup_hook()) {
     const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); });

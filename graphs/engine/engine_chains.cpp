@@ -99,6 +99,7 @@ void EngineChains::recapture(ChainHolder& holder) {
   }
   const GraphOptions options = holder.chain->options();
   holder.chain->reset();
+  resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
   holder.chain = capture(std::move(specs), options);
   report_.recaptured(static_cast<std::int64_t>(holder.chain->layers().size()));
   mark_static_outputs();

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include "graphs/capture/samples.h"
 #include "graphs/engine/call_modules.h"
 #include "graphs/engine/call_table.h"
 
@@ -36,6 +37,11 @@ class BackwardWatch final : public torch::autograd::FunctionPreHook {
   std::shared_ptr<BackwardSeen> seen_;
   c10::DeviceType type_;
 };
+
+/// What a sample holds of the device.
+std::size_t device_bytes(const LayerInput& input) {
+  return input.sample.defined() && !input.on_host ? input.sample.nbytes() : 0;
+}
 
 }  // namespace
 
@@ -117,11 +123,13 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
       }
     }
     if (!kept.from && input.defined()) {
-      kept.sample = input.detach().clone().requires_grad_(input.requires_grad());
+      LayerInput sample = sample_of(input, device_);
+      kept.sample = std::move(sample.sample);
+      kept.on_host = sample.on_host;
     }
   }
   for (const LayerInput& input : call->inputs) {
-    kept_bytes_ += input.sample.defined() ? input.sample.nbytes() : 0;
+    kept_bytes_ += device_bytes(input);
   }
   calls_.push_back(std::move(call));
   flights_.push_back(std::make_shared<Flight>());
@@ -189,7 +197,7 @@ void RecordedCalls::forget(std::size_t call) {
     return;
   }
   for (const LayerInput& input : calls_[call]->inputs) {
-    kept_bytes_ -= input.sample.defined() ? input.sample.nbytes() : 0;
+    kept_bytes_ -= device_bytes(input);
   }
   calls_.pop_back();
   flights_.pop_back();

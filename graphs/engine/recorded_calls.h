@@ -43,8 +43,8 @@ struct RecordedCall {
 /// Threads: the step's.
 class RecordedCalls {
  public:
-  /// `model`: the engine's, which may be an argument though no shared_ptr owns it.
-  explicit RecordedCalls(const torch::nn::Module& model) noexcept : model_(&model) {}
+  /// `model`: the engine's, which may be an argument though no shared_ptr owns it. `device`: the graphs'.
+  RecordedCalls(const torch::nn::Module& model, c10::Device device) noexcept : model_(&model), device_(device) {}
 
   /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). Where the
   /// same call was recorded and its backward has begun, one capture serves both. `busy_variants`: captures of the call that
@@ -67,13 +67,14 @@ class RecordedCalls {
   [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }
   [[nodiscard]] const std::vector<std::shared_ptr<RecordedCall>>& calls() const noexcept { return calls_; }
   void clear();
-  /// Bytes of the copies of inputs that are kept.
+  /// Bytes of the copies of inputs that are kept on the device.
   [[nodiscard]] std::size_t kept_bytes() const noexcept { return kept_bytes_; }
 
  private:
   struct Flight;
   void learn_backward_modes(std::size_t call);
   const torch::nn::Module* model_;
+  c10::Device device_;
   std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_
   CallDependencies dependencies_;

@@ -218,6 +218,22 @@ void Chain::reset() {
   for (const auto i : c10::irange(layers_.size())) {
     reset(i);
   }
+  // What a capture in their place starts from stays: the layers' arguments that lie outside of the pool.
+  const std::lock_guard lock(mutex_);
+  for (Layer& layer : layers_) {
+    for (StaticInput& input : layer.inputs) {
+      input.tensor = input.from ? at::Tensor() : input.tensor;
+      input.grad = at::Tensor();
+    }
+    for (StaticOutput& output : layer.outputs) {
+      output.tensor = output.seed = at::Tensor();
+    }
+    layer.output_storages.clear();
+    for (LayerParameter& parameter : layer.parameters) {
+      parameter.grad = at::Tensor();
+    }
+  }
+  pool_.reset();
 }
 
 Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {

@@ -76,7 +76,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] FactsChange change() const noexcept;
   /// The same in words, for an error. Allocates.
   [[nodiscard]] std::string difference(std::size_t layer) const;
-  /// Drops one layer's graphs, or all. Idempotent.
+  /// Drops one layer's graphs, or all, and with all of them the memory that they made. Idempotent.
   void reset(std::size_t layer);
   void reset();
   /// The current stream waits for all copies that replays have queued.

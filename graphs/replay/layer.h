@@ -37,6 +37,7 @@ struct Link {
 struct LayerInput {
   at::Tensor sample;                    ///< undefined where `from` says where it comes from
   std::optional<Link> from;             ///< an output of a layer before this one
+  bool on_host = false;                 ///< the sample is a copy there: see sample_of
   bool shared_cast = false;             ///< see has_shared_cast
   std::optional<InputAliases> aliases;  ///< of a call of `ss::call`: these, and its strides, are guards
 };

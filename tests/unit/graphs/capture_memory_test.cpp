@@ -1,0 +1,119 @@
+// What waits for a capture, and what its warm-up holds, on the device.
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::Mlp;
+
+class CaptureMemoryTest : public testing::Test {
+ protected:
+  /// Bytes, no more than `bound` if what autograd's threads let go of late is what is too much.
+  [[nodiscard]] std::int64_t allocated(std::int64_t bound) const {
+    for (int look = 0; look < 2000 && memory_use(device_).allocated > bound; ++look) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return memory_use(device_).allocated;
+  }
+
+  c10::Device device_ = find_device("sim");
+};
+
+TEST_F(CaptureMemoryTest, AWarmUpHoldsAnOutputUntilItsLastReaderOnly) {
+  torch::nn::Sequential model = testing_model::layer_stack(12, device_);
+  std::int64_t first = 0;
+  std::int64_t begun = 0;
+  const auto options = Options(device_).min_bytes(1024).progress([&](const Progress& progress) {
+    if (progress.phase == ProgressPhase::warm_up && progress.index == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      first = memory_use(device_).allocated;
+    } else if (progress.phase == ProgressPhase::warm_up && progress.index > 1) {
+      ++begun;
+      EXPECT_LE(allocated(first), first) << progress.name;
+    }
+  });
+  OffloadEngine engine(*model, options);
+  const auto layers = testing_model::graph_stack(engine, model, device_, GraphOptions().num_warmup_iters(1));
+  EXPECT_EQ(begun, 10);
+}
+
+/// Each call's input is made between the calls, so that none is another call's output.
+class Glued : public torch::nn::Module {
+ public:
+  explicit Glued(c10::Device device) : layers(testing_model::layer_stack(6, device)) {
+    register_module("layers", layers);
+  }
+  at::Tensor loss(const at::Tensor& x) {
+    at::Tensor h = x;
+    for (std::size_t i = 0; i < layers->size(); ++i) {
+      h = call(&layers->at<Mlp>(i), h * 2);
+    }
+    return h.mean();
+  }
+  torch::nn::Sequential layers;
+};
+
+TEST_F(CaptureMemoryTest, CallsThatWaitForTheirCaptureHoldNothingOfTheDevice) {
+  Glued plain(device_);
+  Glued mine(device_);
+  OffloadEngine engine(mine, Options(device_).graph("layers.*"));
+  const auto gradients = [&](Glued& model, OffloadEngine* in, std::int64_t s) {
+    return testing_model::train_step(model, in, [&] { model.loss(testing_model::rows(s, device_)).backward(); });
+  };
+  synchronize(device_);
+  std::int64_t with_gradients = memory_use(device_).allocated;
+  auto expected = gradients(plain, nullptr, 0);
+  EXPECT_TRUE(testing_model::same(gradients(mine, &engine, 0), expected));
+  for (const Glued* model : {&plain, &mine}) {
+    for (const at::Tensor& parameter : model->parameters()) {
+      const std::size_t bytes = parameter.grad().defined() ? parameter.grad().nbytes() : 0;
+      with_gradients += static_cast<std::int64_t>((bytes + 511) / 512 * 512);
+    }
+  }
+  EXPECT_EQ(allocated(with_gradients), with_gradients);
+  for (std::int64_t s = 1; s < 4; ++s) {
+    expected = gradients(plain, nullptr, s);
+    EXPECT_TRUE(testing_model::same(gradients(mine, &engine, s), expected)) << "step " << s;
+  }
+  EXPECT_EQ(engine.report().captures, 12);
+}
+
+TEST_F(CaptureMemoryTest, ACaptureInTheirPlaceLetsGoOfTheOldGraphsMemoryFirst) {
+  Glued model(device_);
+  std::vector<std::int64_t> at_begin;
+  const auto options = Options(device_).graph("layers.*").progress([&](const Progress& progress) {
+    if (progress.phase == ProgressPhase::warm_up && progress.index == 0) {
+      // Its samples: what the graphs were given last, [16, 32] floats a layer.
+      const std::int64_t samples = 6 * 16 * 32 * 4;
+      at_begin.push_back(at_begin.empty() ? memory_use(device_).allocated : allocated(at_begin[0] + samples) - samples);
+    }
+  });
+  OffloadEngine engine(model, options);
+  for (std::int64_t s = 0; s < 4; ++s) {
+    if (s == 3) {
+      for (at::Tensor& parameter : model.parameters()) {
+        parameter.set_data(parameter.detach().clone());
+      }
+    }
+    (void)testing_model::train_step(model, &engine, [&] { model.loss(testing_model::rows(s, device_)).backward(); });
+  }
+  EXPECT_EQ(engine.report().recaptures, 6);
+  ASSERT_EQ(at_begin.size(), 2U);
+  EXPECT_LE(at_begin[1], at_begin[0]);
+}
+
+}  // namespace
+}  // namespace sidestream
