@@ -10,6 +10,7 @@
 #include "graphs/engine/checked_options.h"
 #include "graphs/engine/eager_plan.h"
 #include "graphs/engine/engine_resources.h"
+#include "graphs/engine/memory_shortage.h"
 #include "graphs/engine/recorded_calls.h"
 #include "graphs/engine/report_builder.h"
 #include "sidestream/error.h"
@@ -67,11 +68,12 @@ std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const
   std::optional<OperatorObserverGuard> journaling;
   resources_.check.journal_capture(journaling, report_.steps());
   std::shared_ptr<Chain> chain;
+  const MemoryShortage shortage(resources_);
   try {
     chain = ChainCapture::make_chain(resources_.for_graphs(), std::move(specs), options);
   } catch (...) {
     mark_static_outputs();  // a capture ends with none marked
-    throw;
+    shortage.rethrow(*this);
   }
   report_.captured(*chain);
   plan_.outdate();

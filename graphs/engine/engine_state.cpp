@@ -152,6 +152,7 @@ void EngineState::end_step(bool failed) {
   report_.replayed(replays);
   step->stop_sizing();
   if (parts.failed()) {
+    step->shortage().warn(chains_, step->recorder());
     recorded_.clear();
     parts.rethrow();
     return;

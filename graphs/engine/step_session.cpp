@@ -13,6 +13,7 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
                          const RecordedCalls& recorded, ReportBuilder& report)
     : resources_(resources),
       recorded_(recorded),
+      shortage_(resources),
       kind_(plan.state() == EagerPlan::State::unsized ? Kind::sizing : Kind::planned) {
   Exclusions& exclusions = resources.exclusions;
   if (kind_ == Kind::sizing) {

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "graphs/engine/call_context.h"
+#include "graphs/engine/memory_shortage.h"
 #include "observe/operator_observer.h"
 #include "offload/recorder.h"
 #include "offload/unoffloaded_peak.h"
@@ -43,6 +44,8 @@ class StepSession {
   void stop_sizing() noexcept;
 
   [[nodiscard]] const Recorder& recorder() const noexcept { return *recorder_; }
+  /// In it.
+  [[nodiscard]] const MemoryShortage& shortage() const noexcept { return shortage_; }
   /// Of a sizing step that was stopped.
   [[nodiscard]] UnoffloadedPeak::Peaks peaks() { return peaks_->peaks(); }
 
@@ -53,6 +56,7 @@ class StepSession {
   EngineResources& resources_;
   const RecordedCalls& recorded_;
   std::thread::id thread_ = std::this_thread::get_id();
+  MemoryShortage shortage_;
   Kind kind_;
   std::unique_ptr<Recorder> recorder_;
   std::optional<UnoffloadedPeak> peaks_;

@@ -1,5 +1,6 @@
 #include "offload/exclusions.h"
 
+#include <unordered_set>
 #include <utility>
 
 #include "memory/storage_view.h"
@@ -78,6 +79,19 @@ at::Tensor Exclusions::registered(const c10::Storage& storage) const {
     }
   }
   return {};
+}
+
+std::uint64_t Exclusions::registered_bytes() const {
+  const std::lock_guard lock(mutex_);
+  std::unordered_set<const c10::StorageImpl*> counted;
+  std::uint64_t bytes = 0;
+  for (const at::Tensor& parameter : parameters_) {
+    if (const c10::StorageImpl* const storage = storage_of(parameter);
+        storage != nullptr && counted.insert(storage).second) {
+      bytes += storage->nbytes();
+    }
+  }
+  return bytes;
 }
 
 void Exclusions::mark(const at::Tensor& tensor) {

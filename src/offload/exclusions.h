@@ -48,6 +48,8 @@ class Exclusions {
   void set_parameters(std::vector<at::Tensor> parameters_and_buffers);
   /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True when any did.
   bool refresh_parameters();
+  /// Bytes of the storages of registered parameters and buffers.
+  [[nodiscard]] std::uint64_t registered_bytes() const;
   /// The registered parameter or buffer that lies in `storage`, or an undefined tensor.
   [[nodiscard]] at::Tensor registered(const c10::Storage& storage) const;
   /// The user's mark_not_offload: for as long as the storage lives.

@@ -24,6 +24,7 @@ struct MemoryStats {
   std::int64_t allocated_peak = 0;
   std::int64_t reserved = 0;
   std::int64_t reserved_peak = 0;
+  std::int64_t refusals = 0;  ///< requests that found no memory, since the process began
 };
 
 /// What `sidestream info` and error messages show.

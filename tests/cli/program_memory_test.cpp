@@ -12,6 +12,9 @@ namespace {
 
 TEST(ProgramMemory, TheSimulatedDeviceHasWhatTheEnvironmentGivesIt) {
   expect_refusal(tiny_training({"--steps", "2"}), 1, "out of memory", "export SIDESTREAM_SIM_MEMORY=4000000");
+  // Too little for a step of larger layers, and for nothing else: the line says what held it.
+  const std::vector<std::string> large = tiny_training({"--steps", "2", "--batch", "512"});
+  expect_refusal(large, 1, "the device ran out of memory in a step", "export SIDESTREAM_SIM_MEMORY=70000000");
   EXPECT_EQ(run_program(tiny_training({"--steps", "2"}), "export SIDESTREAM_SIM_MEMORY=4000000000").code, 0);
 }
 

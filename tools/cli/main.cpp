@@ -13,6 +13,7 @@
 #include "sidestream/version.h"
 #include "tools/cli/check_command.h"
 #include "tools/cli/info_command.h"
+#include "tools/cli/shortage_note.h"
 #include "tools/cli/startup.h"
 #include "tools/cli/train_command.h"
 
@@ -93,6 +94,8 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  cli::ShortageNote shortage;
+  const c10::WarningUtils::WarningHandlerGuard hearing(&shortage);
   try {
     return run(argc, argv);
   } catch (const sidestream::UsageError& error) {
@@ -100,8 +103,8 @@ int main(int argc, char** argv) {
   } catch (const std::bad_alloc&) {
     return complain(cli::kNoMemory, cli::kFailure);
   } catch (const c10::Error& error) {
-    return complain(error.what_without_backtrace(), cli::kFailure);
+    return complain(error.what_without_backtrace() + shortage.text(), cli::kFailure);
   } catch (const std::exception& error) {
-    return complain(error.what(), cli::kFailure);
+    return complain(error.what() + shortage.text(), cli::kFailure);
   }
 }

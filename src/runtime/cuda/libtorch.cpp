@@ -78,7 +78,7 @@ MemoryStats memory_stats(c10::Device device) {
   const auto all = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
   const auto stats = allocator::getDeviceStats(device.index());
   return {stats.allocated_bytes[all].current, stats.allocated_bytes[all].peak, stats.reserved_bytes[all].current,
-          stats.reserved_bytes[all].peak};
+          stats.reserved_bytes[all].peak, stats.num_ooms};
 }
 
 void reset_peak_memory_stats(c10::Device device) { allocator::resetPeakStats(device.index()); }

@@ -147,7 +147,8 @@ void CachingAllocator::unmap_segment(Segment* segment) noexcept {
   segments_.erase(segment->begin);
 }
 
-void CachingAllocator::refuse(std::size_t bytes) const {
+void CachingAllocator::refuse(std::size_t bytes) {
+  ++stats_.refusals;
   throw DeviceError("sim device: out of memory: asked for " + std::to_string(bytes) + " bytes, " +
                     std::to_string(stats_.allocated) + " allocated and " + std::to_string(stats_.reserved) +
                     " reserved of " + std::to_string(limit_) + "; free tensors, offload more or use a smaller batch");

@@ -109,7 +109,7 @@ class CachingAllocator {
 
  private:
   void release_ranges() noexcept;
-  [[noreturn]] void refuse(std::size_t bytes) const;
+  [[noreturn]] void refuse(std::size_t bytes);
   [[nodiscard]] Block* take_free(Pool::FreeBlocks& blocks, std::size_t bytes, c10::StreamId stream);
   [[nodiscard]] Segment* map_segment(std::size_t bytes, c10::StreamId stream, Pool* pool);
   void unmap_segment(Segment* segment) noexcept;

@@ -1,0 +1,223 @@
+// A model whose step needs more than twice the device's memory trains from the first step on, in each form, with the gradients of
+// a run that has memory enough.
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/modulelist.h>
+
+#include "expect_throws.h"
+#include "models/plain_twin.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
+#include "sidestream/testing/simulator.h"
+#include "warnings.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::gradients;
+using testing_model::same;
+using testing_model::StepTensors;
+
+/// Saves much more than it gives out.
+class DeepBlock : public torch::nn::Module {
+ public:
+  DeepBlock() {
+    auto generator = at::detail::createCPUGenerator(7);
+    weight_ = register_parameter("weight", at::randn({kWidth, kWidth}, generator).mul_(0.05));
+  }
+  at::Tensor forward(at::Tensor h) {
+    at::Tensor x = h.matmul(weight_);
+    for (int i = 0; i < 10; ++i) {
+      x = x.mul(0.5).tanh();
+      x = x.sigmoid().exp();
+    }
+    return h + x;
+  }
+  static constexpr std::int64_t kWidth = 256;
+
+ private:
+  at::Tensor weight_;
+};
+
+class DeepModel : public torch::nn::Module {
+ public:
+  explicit DeepModel(c10::Device device) {
+    for (std::int64_t i = 0; i < kLayers; ++i) {
+      blocks->push_back(DeepBlock());
+    }
+    register_module("blocks", blocks);
+    to(device);
+  }
+  at::Tensor loss(at::Tensor h) {
+    for (auto& block : *blocks) {
+      h = call(block->as<DeepBlock>(), h);
+    }
+    return h.square().mean();
+  }
+  static constexpr std::int64_t kLayers = 12;
+
+  torch::nn::ModuleList blocks;
+};
+
+class MemoryLimitTest : public testing::Test {
+ protected:
+  static constexpr std::int64_t kSteps = 4;
+
+  /// The device has so many bytes, while it lives.
+  struct MemoryLimit {
+    MemoryLimit(c10::Device sim, std::size_t bytes) : device(sim) {
+      release_cached_memory(device);
+      set_memory_limit(device, bytes);
+    }
+    MemoryLimit(const MemoryLimit&) = delete;
+    MemoryLimit& operator=(const MemoryLimit&) = delete;
+    ~MemoryLimit() { set_memory_limit(device, std::numeric_limits<std::size_t>::max()); }
+    c10::Device device;
+  };
+
+  void SetUp() override {
+    DeepModel plain(device_);
+    synchronize(device_);
+    release_cached_memory(device_);
+    reset_memory_peaks(device_);
+    for (std::int64_t s = 0; s < kSteps; ++s) {
+      expected_.push_back(step(plain, nullptr, s));
+    }
+    // Weights and gradients in it as well.
+    limit_ = static_cast<std::size_t>(static_cast<double>(memory_use(device_).reserved_peak) / 2.2);
+  }
+
+  [[nodiscard]] at::Tensor data(std::int64_t s) const {
+    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(900 + s));
+    return at::randn({256, DeepBlock::kWidth}, generator).to(device_);
+  }
+  StepTensors step(DeepModel& model, OffloadEngine* engine, std::int64_t s) const {
+    return testing_model::train_step(model, engine, [&] { model.loss(data(s)).backward(); });
+  }
+  [[nodiscard]] Options options() const {
+    return Options(device_).min_bytes(1024).graph_options(GraphOptions().side_streams(1).num_warmup_iters(1));
+  }
+  /// All steps are within the limit, with the right gradients.
+  void expect_trains(const Options& options) {
+    DeepModel model(device_);
+    const MemoryLimit limit(device_, limit_);
+    OffloadEngine engine(model, options);
+    for (std::int64_t s = 0; s < kSteps; ++s) {
+      EXPECT_TRUE(same(step(model, &engine, s), expected_[static_cast<std::size_t>(s)])) << "step " << s;
+      EXPECT_LE(memory_use(device_).reserved_peak, static_cast<std::int64_t>(limit_)) << "step " << s;
+    }
+    EXPECT_GT(engine.report().sizing_peak_bytes, 2 * static_cast<std::int64_t>(limit_));
+  }
+
+  c10::Device device_ = find_device("sim");
+  std::vector<StepTensors> expected_;
+  std::size_t limit_ = 0;
+};
+
+TEST_F(MemoryLimitTest, WithoutOffloadTheStepDoesNotFit) {
+  DeepModel model(device_);
+  const MemoryLimit limit(device_, limit_);
+  EXPECT_THROWS(DeviceError, "out of memory", (void)step(model, nullptr, 0));
+}
+
+TEST_F(MemoryLimitTest, AStepThatDoesNotFitSaysWhatHeldTheMemoryAndTrainsOnceThereIsMore) {
+  DeepModel model(device_);
+  OffloadEngine engine(model, options().offload("head"));
+  {
+    const MemoryLimit limit(device_, limit_);
+    testing_model::ExpectedWarnings warnings;
+    EXPECT_THROWS(DeviceError, "out of memory", (void)step(model, &engine, 0));
+    const std::vector<std::string> texts = warnings.take();
+    ASSERT_EQ(texts.size(), 1U);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "the device ran out of memory in a step", texts[0]);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "0.0 MiB leave", texts[0]);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "stay: blocks.* ", texts[0]);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "offload \"blocks.*\" as well", texts[0]);
+  }
+  EXPECT_TRUE(same(step(model, &engine, 0), expected_[0]));
+}
+
+TEST_F(MemoryLimitTest, ACaptureThatDoesNotFitSaysSo) {
+  DeepModel model(device_);
+  OffloadEngine engine(model, options().graph("blocks.*"));
+  (void)step(model, &engine, 0);  // it has memory enough
+  {
+    const MemoryLimit limit(device_, limit_);
+    const std::string text = testing_model::message_of<DeviceError>([&] { (void)step(model, &engine, 1); });
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "sim device: out of memory", text);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "the device ran out of memory in a capture. It began with", text);
+  }
+  EXPECT_TRUE(same(step(model, &engine, 1), expected_[1]));
+}
+
+TEST_F(MemoryLimitTest, ADeviceThatIsFullBeforeTheStepIsATypedError) {
+  DeepModel model(device_);
+  OffloadEngine engine(model, options().offload("blocks.*").graph("blocks.*"));
+  {
+    const MemoryLimit limit(device_, 0);  // below the weights, which are there
+    testing_model::ExpectedWarnings warnings;
+    EXPECT_THROWS(DeviceError, "out of memory", (void)step(model, &engine, 0));
+  }
+  for (std::int64_t s = 0; s < 2; ++s) {
+    EXPECT_TRUE(same(step(model, &engine, s), expected_[static_cast<std::size_t>(s)])) << "step " << s;
+  }
+}
+
+TEST_F(MemoryLimitTest, EagerOffloadTrainsFromTheFirstStep) { expect_trains(options().offload("blocks.*")); }
+
+TEST_F(MemoryLimitTest, GraphedCallsTrainFromTheFirstStep) {
+  expect_trains(options().offload("blocks.*").graph("blocks.*"));
+}
+
+TEST_F(MemoryLimitTest, GraphedCallablesTrainFromTheFirstStep) {
+  DeepModel model(device_);
+  const MemoryLimit limit(device_, limit_);
+  OffloadEngine engine(model, options().offload("blocks.*"));
+  std::vector<Callable> callables;
+  std::vector<std::vector<Sample>> samples;
+  for (std::int64_t i = 0; i < DeepModel::kLayers; ++i) {
+    callables.emplace_back(
+        "blocks." + std::to_string(i),
+        [](DeepBlock& block, const Tensors& in) { return Tensors{block.forward(in[0])}; },
+        std::dynamic_pointer_cast<DeepBlock>(model.blocks[static_cast<std::size_t>(i)]));
+    samples.push_back({i == 0 ? Sample(data(50)) : Sample::output_of(i - 1)});
+  }
+  const auto layers =
+      make_graphed_callables(engine, callables, samples, GraphOptions().side_streams(1).num_warmup_iters(1));
+  for (std::int64_t s = 0; s < kSteps; ++s) {
+    const StepTensors mine = testing_model::train_step(model, &engine, [&] {
+      at::Tensor h = data(s);
+      for (const auto& layer : layers) {
+        h = layer({h})[0];
+      }
+      h.square().mean().backward();
+    });
+    EXPECT_TRUE(same(mine, expected_[static_cast<std::size_t>(s)])) << "step " << s;
+  }
+}
+
+TEST_F(MemoryLimitTest, RelocatedWeightsAreCapturedAgainWithinIt) {
+  DeepModel model(device_);
+  const MemoryLimit limit(device_, limit_);
+  OffloadEngine engine(model, options().offload("blocks.*").graph("blocks.*"));
+  for (std::int64_t s = 0; s < kSteps; ++s) {
+    for (at::Tensor& parameter : model.parameters()) {
+      parameter.set_data(parameter.detach().clone());
+    }
+    EXPECT_TRUE(same(step(model, &engine, s), expected_[static_cast<std::size_t>(s)])) << "step " << s;
+  }
+  EXPECT_EQ(engine.report().recaptures, 2 * DeepModel::kLayers);
+}
+
+}  // namespace
+}  // namespace sidestream
