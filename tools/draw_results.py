@@ -11,17 +11,16 @@ import sys
 from xml.sax.saxutils import escape
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-REPORT = "docs/measurements/layers_h200.json"
-RUN = re.compile(r"`(build/bench_layers) --report FILE` \| ([0-9a-f]{7,40}) \|")
+REPORT = "docs/measurements/copies_beside_8192x12.json"
+RUN = re.compile(r"`(build/bench_layers) --rounds 8 --lookahead-mib 320` \| ([0-9a-f]{7,40}) \|")
 
 GIB = 1 << 30
 ROWS = {  # the report's name of a mode: how the picture calls it
     "eager": ("eager", ""),
     "graphs": ("graphs", ""),
-    "graphs+offload K=1": ("graphs + offload", "1 side stream"),
-    "graphs+offload K=2": ("graphs + offload", "2 side streams, the default"),
+    "graphs+offload": ("graphs + offload", ""),
 }
-HIGHLIGHT = "graphs+offload K=2"
+HIGHLIGHT = "graphs+offload"
 
 WIDTH = 920
 LEFT = 172  # where the first panel's bars begin
@@ -102,7 +101,7 @@ def picture(report, commit, program):
     height = BOTTOM + 74
     title = (f'{report["layers"]} transformer layers, {report["tokens"]:,} tokens, hidden {report["hidden"]}, '
              f'{report["dtype"]}, on one {report["device"]}')
-    summary = (f'With 2 side streams {offloaded / GIB:.1f} GiB leave the device in each step, '
+    summary = (f'With offload {offloaded / GIB:.1f} GiB leave the device in each step, '
                f'and reserved memory falls by {100 * by_name[HIGHLIGHT]["r_gross"]:.0f}% of that.')
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
