@@ -31,7 +31,8 @@ struct GraphOptions {
   /// The backward graph adds into `.grad` itself, the fast way. It then owns those buffers: `.grad` set to none is zeroed and
   /// attached again at the next replay, another tensor in its place is a UsageError.
   TORCH_ARG(bool, accumulate_in_graph) = false;
-  /// Side streams that consecutive forward graphs rotate over; at least 1, and 1 where nothing is given.
+  /// Side streams that consecutive forward graphs rotate over; at least 1, and 1 where nothing is given. Where `Options::lag` is
+  /// not given, copies trail by as many calls.
   TORCH_ARG(std::optional<int64_t>, side_streams);
   /// The caller's stream to replay on, in place of side streams [cuda_graph_stream].
   TORCH_ARG(std::optional<c10::Stream>, cuda_graph_stream);

@@ -52,7 +52,7 @@ class Options {
   TORCH_ARG(int64_t, groups_in_flight) = 2;
   /// How far the copies of graphed calls to the host may trail behind the graphs, in device bytes: what calls saved whose copies
   /// are not waited for yet, with that of the call that runs. What turns round within it never leaves. Raised to the largest
-  /// call's bytes where it is less. None: as much as the two largest calls of a chain save.
+  /// call's bytes where it is less. None: as much as the largest calls of a chain save, as many as `side_streams`, else two.
   TORCH_ARG(std::optional<std::size_t>, lag);
   /// How many device bytes may be back before the backward that needs them, beyond those of `lag` that earlier backwards have
   /// freed by then. The next call's are always brought back while a backward runs.
