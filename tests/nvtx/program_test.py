@@ -61,16 +61,18 @@ def main(program, library):
         for kind in ("warmup", "capture forward", "capture backward", "launch forward", "launch backward")]))
     tap.case("each moved group has its offload", missing(ranges, [f"offload {group}" for group in moved]))
     tap.case("blocks reload", [] if any(path[-1].startswith("reload ") for path in ranges) else ["no reload range"])
-    tap.case("offloads lie in the capture of their own block's forward", [
-        " > ".join(path) for path in ranges
-        if path[-1].startswith("offload ") and len(path) > 1
-        and not path[-1].startswith(path[-2].replace("capture forward", "offload"))] + [
-        f"no offload in a capture, but {len(ranges)} ranges"
-        for _ in range(0 if any(len(path) > 1 and path[-2].startswith("capture forward") for path in ranges) else 1)])
-    launches = [path for path in ranges if path[-1].startswith("launch")]
-    tap.case("a replay launches and does nothing else", [
-        " > ".join(path) for path in ranges if any(outer.startswith("launch") for outer in path[:-1])]
-             + ([] if launches else ["no launch"]))
+    def of_own_block(path):
+        block = path[-2].removeprefix("capture forward ").removeprefix("launch forward ")
+        return block != path[-2] and path[-1].startswith(f"offload {block}.")
+
+    nested = [path for path in ranges if path[-1].startswith("offload ") and len(path) > 1]
+    tap.case("offloads lie in a forward of their own block", [" > ".join(path) for path in nested if not of_own_block(path)] + [
+        f"no offload in a {kind} forward, but {len(ranges)} ranges" for kind in ("capture", "launch")
+        if not any(path[-2].startswith(f"{kind} forward ") for path in nested)])
+    inside = [path for path in ranges if any(outer.startswith("launch") for outer in path[:-1])]
+    tap.case("a replay launches and copies, and does nothing else", [
+        " > ".join(path) for path in inside if not path[-1].startswith(("offload ", "reload "))]
+             + ([] if inside else ["no launch with copies"]))
     tap.finish()
 
 
