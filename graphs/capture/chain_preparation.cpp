@@ -86,6 +86,7 @@ void ChainCapture::prepare_layers() {
   for (const auto i : c10::irange(specs_.size())) {
     Layer& layer = chain_.layers_[i];
     layer.spec = specs_[i];
+    layer.site = layer.spec.scope->site;
     layer.forward_done = runtime_.create_external_event();
     layer.backward_done = runtime_.create_external_event();
     layer.copies.released_at = places_[i].released_at;

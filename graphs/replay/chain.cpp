@@ -162,7 +162,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
                      "\", whose backward is pending; calls " +
                      "captured together replay in the order of their capture, or are captured apart");
   }
-  const Site site(Activity::launch_forward, layer.spec.scope->site);
+  const Site site(Activity::launch_forward, layer.site);
   // What this forward frees while it runs, the outputs of later ones were given by the pool (not the reverse: earlier outputs
   // were alive when this forward was captured). So those of an earlier pass are overwritten by this launch already.
   for (std::size_t later = std::max(index, highest_given_) + 1; later-- > index;) {

@@ -83,7 +83,7 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
     for_each_gradient(layer, of_parameters, [&](const auto&, OutputSet, bool) { grads.emplace_back(); });
     return;
   }
-  const Site site(Activity::launch_backward, layer.spec.scope->site);
+  const Site site(Activity::launch_backward, layer.site);
   write_static_grads(layer, grads);
   grads.clear();
   for_each_gradient(layer, of_parameters, [&](const at::Tensor& grad, OutputSet from, bool direct) {

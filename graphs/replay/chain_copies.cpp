@@ -98,7 +98,7 @@ bool ChainCopies::is_due(std::size_t index, std::size_t backward) const {
 
 void ChainCopies::bring_back(std::size_t index) {
   const LayerCopies& copies = layers_[index].copies;
-  const Site site(Activity::reload, layers_[index].spec.scope->site);
+  const Site site(Activity::reload, layers_[index].site);
   for (const CapturedCopy& copy : copies.captured.copies) {
     runtime_->copy_to_device(copy.target, copy.host, copy.bytes, to_device_);
   }

@@ -11,6 +11,7 @@
 #include <c10/core/Storage.h>
 #include <torch/nn/module.h>
 
+#include "base/site.h"
 #include "graphs/replay/call_state.h"
 #include "graphs/replay/input_facts.h"
 #include "graphs/replay/layer_copies.h"
@@ -110,6 +111,7 @@ struct BackwardRead {
 /// One captured call. Owns all that its graphs read. Replay state is the chain's to change.
 struct Layer {
   LayerSpec spec;
+  SiteName site;  ///< of its scope, which may be gone: a backward may outlive its engine
   bool has_backward = false;
   bool casts = false;  ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
   std::vector<StaticInput> inputs;
