@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <string>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -63,6 +64,11 @@ void ChainCapture::make_plan_and_pin() {
     }
   }
   chain_.plan_ = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress);
+  if (resources_.lag && *resources_.lag < window.lag) {
+    chain_.plan_.notes.push_back("Options::lag of " + std::to_string(*resources_.lag) +
+                                 " bytes is less than the largest graphed call saves; " + std::to_string(window.lag) +
+                                 " are used");
+  }
   std::vector<std::uint64_t> leaving;
   for (const auto i : c10::irange(specs_.size())) {
     const LayerSizing& sizing = sizings_[i];

@@ -25,6 +25,30 @@ TEST_F(CallTest, PinnedMemoryIsWhatLeavesAndNoMore) {
   EXPECT_EQ(report.pinned_requested_bytes, report.offloaded_bytes);
 }
 
+TEST_F(CallTest, WhatTurnsRoundWithinTheLagStays) {
+  const auto offloaded = [&](const Options& options) {
+    OffloadEngine engine(model_, options);
+    expect_plain(engine, 0, 4);
+    EXPECT_TRUE(engine.report().notes.empty());
+    return engine.report().offloaded_bytes;
+  };
+  const std::int64_t with_two_calls = offloaded(options());
+  EXPECT_GT(with_two_calls, 0);
+  EXPECT_EQ(offloaded(options().lag(1_GiB)), 0);
+  EXPECT_EQ(offloaded(options().lookahead(1_GiB)), with_two_calls);
+}
+
+TEST_F(CallTest, ALagThatHoldsNoCallIsRaisedAndSaysSo) {
+  OffloadEngine engine(model_, options().lag(1));
+  expect_plain(engine, 0, 4);
+  const Report report = engine.report();
+  ASSERT_EQ(report.notes.size(), 1U);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "Options::lag of 1 bytes is less than", report.notes[0]);
+  OffloadEngine with_two_calls(model_, options());
+  expect_plain(with_two_calls, 0, 4);
+  EXPECT_GT(report.offloaded_bytes, with_two_calls.report().offloaded_bytes);
+}
+
 // A graphed call's output lies in the graph's own memory: offloading it would free nothing.
 TEST_F(CallTest, GraphedOutputsThatEagerScopesSaveStay) {
   OffloadEngine engine(model_, Options(device_).min_bytes(1024).graph("blocks.*").offload("square,last"));
