@@ -98,11 +98,12 @@ def picture(report, commit, program):
                  lambda mode: mode["cpu_ms_median"], lambda mode: f'{mode["cpu_ms_median"]:.1f}')
 
     offloaded = by_name[HIGHLIGHT]["offloaded_bytes"]
+    drop = by_name["graphs"]["reserved_bytes"] - by_name[HIGHLIGHT]["reserved_bytes"]
     height = BOTTOM + 74
     title = (f'{report["layers"]} transformer layers, {report["tokens"]:,} tokens, hidden {report["hidden"]}, '
              f'{report["dtype"]}, on one {report["device"]}')
     summary = (f'With offload {offloaded / GIB:.1f} GiB leave the device in each step, '
-               f'and reserved memory falls by {100 * by_name[HIGHLIGHT]["r_gross"]:.0f}% of that.')
+               f'and reserved memory falls by {100 * drop / offloaded:.0f}% of that.')
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'role="img" aria-labelledby="title summary">',

@@ -39,7 +39,9 @@ void ChainCapture::capture_backward(std::size_t index) {
   if (!layer.has_backward) {
     return;
   }
-  release_sources(chain_.copies_.place_of_backward(index));
+  const std::size_t place = chain_.copies_.place_of_backward(index);
+  use_.comes_to(place);
+  release_sources(place);
   prepare_seeds(index);
   const Site site(Activity::capture_backward, layer.spec.scope->site);
   std::vector<at::Tensor> roots;
@@ -61,6 +63,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   learn_routes(layer, live, targets);
 
   std::vector<at::Tensor> grads;
+  use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   allocate_targets(index);
   if (!targets.empty()) {
@@ -77,6 +80,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   runtime_.record(layer.backward_done, capture_);
   record_caller_event();
   layer.backward = capture.end();
+  use_.capture_ended();
   check_graph_events(runtime_, layer.backward, layer.backward_done, {}, chain_.describe(index) + ", backward");
   finish_backward(index);
 }

@@ -63,6 +63,7 @@ void ChainCapture::run() {
     live = {};
   }
   resources_.exclusions->remove_static_inputs();
+  chain_.use_.captured(use_.finish(chain_.layers_));
   runtime_.synchronize_device();
   fill_kept_tensors();
   runtime_.release_cached_memory();

@@ -6,6 +6,7 @@
 #include "analysis/copy_places.h"
 #include "graphs/capture/body_hooks.h"
 #include "graphs/capture/capture_reads.h"
+#include "graphs/capture/captured_use.h"
 #include "graphs/capture/sizing_pass.h"
 #include "graphs/replay/chain.h"
 #include "offload/recorder.h"
@@ -84,6 +85,7 @@ class ChainCapture {
   std::vector<LayerSizing> sizings_;
   std::vector<CopyPlaces> places_;
   CaptureReads reads_;
+  CapturedUse use_;
   CapturedHistory history_;
   c10::Stream capture_;
   std::vector<Live> live_;

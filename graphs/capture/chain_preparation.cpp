@@ -30,6 +30,7 @@ ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::v
       runtime_(*resources.runtime),
       specs_(std::move(specs)),
       reads_(*resources.exclusions),
+      use_(runtime_, chain.pool_),
       capture_(resources.capture_stream->get()),
       live_(specs_.size()) {}
 

@@ -19,6 +19,7 @@ namespace sidestream {
 void ChainCapture::capture_forward(std::size_t index) {
   Layer& layer = chain_.layers_[index];
   Live& live = live_[index];
+  use_.comes_to(index);
   release_sources(index);
   const Site site(Activity::capture_forward, layer.spec.scope->site);
   make_leaves(index);
@@ -28,6 +29,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   detail::TensorBuffer outputs;
   SavedStorages saved(*live.recorder);
   resources_.offload->begin_forward(layer.copies.captured);
+  use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, chain_.pool_);
   {
     const OperatorObserverGuard observer = reads_.watch();
@@ -54,6 +56,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   record_caller_event();
   resources_.offload->end_forward();
   layer.forward = capture.end();
+  use_.capture_ended();
   std::vector<const ExternalEvent*> ready;
   for (const CapturedCopies::Group& group : layer.copies.captured.groups) {
     for (const ExternalEvent& event : group.ready) {

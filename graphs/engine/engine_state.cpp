@@ -47,7 +47,8 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       verification_(resources_.options.verify_replays() > 0
                         ? std::make_unique<ReplayVerification>(resources_.options, model, context_)
                         : nullptr),
-      dispatcher_(resources_, context_, eager_plan_, recorded_, chains_, report_, verification_.get()) {}
+      dispatcher_(resources_, context_, eager_plan_, recorded_, chains_, report_, verification_.get()),
+      memory_(resources_.runtime) {}
 
 void EngineState::check_thread_of_step() const {
   if (step_->thread() != std::this_thread::get_id()) {
@@ -120,6 +121,7 @@ void EngineState::begin_step() {
       throw;
     }
     making_ready_ = false;
+    memory_.begin(report_.captures());
   }
   step_ = std::make_unique<StepSession>(resources_, context_, eager_plan_, recorded_, report_);
   if (verification_ != nullptr) {
@@ -152,6 +154,7 @@ void EngineState::end_step(bool failed) {
   report_.replayed(replays);
   step->stop_sizing();
   if (parts.failed()) {
+    memory_.abandon();
     step->shortage().warn(chains_, step->recorder());
     recorded_.clear();
     parts.rethrow();
@@ -173,12 +176,12 @@ void EngineState::take_results(StepSession& step, const Chain::Counts& replays) 
   const EagerOffload::Counts eager = resources_.eager->counts();
   switch (step.kind()) {
     case StepSession::Kind::sizing:
-      report_.step_ended(step.recorder(), replays, eager, step.peaks().actual);
+      report_.step_ended(step.recorder(), replays, eager, step.peaks());
       report_.sizing_ended(step.recorder(), step.peaks().unoffloaded);
       eager_plan_.learn(step.recorder(), resources_.eager->needed_immediately());
       break;
     case StepSession::Kind::planned:
-      report_.step_ended(step.recorder(), replays, eager, resources_.runtime->memory_stats().allocated_peak);
+      report_.step_ended(step.recorder(), replays, eager, memory_.end());
       if (step.recorder().counts().refused_bytes > 0) {
         eager_plan_.learn(step.recorder(), resources_.eager->needed_immediately());
       }

@@ -15,6 +15,7 @@
 #include "graphs/engine/recorded_calls.h"
 #include "graphs/engine/replay_verification.h"
 #include "graphs/engine/report_builder.h"
+#include "graphs/engine/step_memory.h"
 #include "graphs/engine/step_session.h"
 
 namespace sidestream {
@@ -89,6 +90,7 @@ class EngineState {
   EngineChains chains_;
   std::unique_ptr<ReplayVerification> verification_;  ///< null where no replay is verified
   Dispatcher dispatcher_;
+  StepMemory memory_;
   std::unique_ptr<StepSession> step_;  ///< null between steps
   bool making_ready_ = false;
   std::mutex kept_;  ///< a step may be left on another thread than the next begins on

@@ -97,7 +97,7 @@ void ReportBuilder::sizing_ended(const Recorder& recorder, std::int64_t unoffloa
 }
 
 void ReportBuilder::step_ended(const Recorder& recorder, const Chain::Counts& replays,
-                               const EagerOffload::Counts& eager, std::int64_t peak) {
+                               const EagerOffload::Counts& eager, const LiveMemory::Peak& peak) {
   counted_.offloaded_bytes = static_cast<std::int64_t>(replays.offloaded_bytes + eager.offloaded_bytes);
   counted_.reloaded_bytes = static_cast<std::int64_t>(replays.reloaded_bytes + eager.reloaded_bytes);
   counted_.waits += static_cast<std::int64_t>(eager.waits);
@@ -106,7 +106,8 @@ void ReportBuilder::step_ended(const Recorder& recorder, const Chain::Counts& re
   counted_.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
   counted_.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);
   counted_.refused_bytes = static_cast<std::int64_t>(counts.refused_bytes);
-  counted_.step_peak_bytes = peak;
+  counted_.step_peak_bytes = peak.live;
+  counted_.in_flight_bytes = peak.in_flight;
 }
 
 Report ReportBuilder::build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,

@@ -4,6 +4,7 @@
 #include "graphs/replay/chain.h"
 #include "offload/eager_offload.h"
 #include "offload/recorder.h"
+#include "runtime/live_memory.h"
 #include "sidestream/report.h"
 
 namespace sidestream {
@@ -18,6 +19,8 @@ class ReportBuilder {
  public:
   /// Whole steps so far.
   [[nodiscard]] std::int64_t steps() const noexcept { return counted_.steps; }
+  /// Graphs so far.
+  [[nodiscard]] std::int64_t captures() const noexcept { return counted_.captures; }
 
   /// A call that matches `graph` ran eagerly.
   void eager_call() noexcept { ++counted_.eager_calls; }
@@ -33,7 +36,7 @@ class ReportBuilder {
   void sizing_ended(const Recorder& recorder, std::int64_t unoffloaded_peak);
   /// A whole step.
   void step_ended(const Recorder& recorder, const Chain::Counts& replays, const EagerOffload::Counts& eager,
-                  std::int64_t peak);
+                  const LiveMemory::Peak& peak);
   void count_step() noexcept { ++counted_.steps; }
 
   [[nodiscard]] Report build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,

@@ -24,7 +24,6 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
     recorder_ = std::make_unique<Recorder>(resources.tree, exclusions, resources.eager, &plan.pass());
   }
   allocated_at_begin_ = resources.runtime->memory_stats().allocated;
-  resources.runtime->reset_peak_memory_stats();
   recording_.emplace(recorder_.get());
   resources.check.journal_step(journaling_, report.steps());
   on_thread_.emplace(context);

@@ -47,7 +47,7 @@ class StepSession {
   /// In it.
   [[nodiscard]] const MemoryShortage& shortage() const noexcept { return shortage_; }
   /// Of a sizing step that was stopped.
-  [[nodiscard]] UnoffloadedPeak::Peaks peaks() { return peaks_->peaks(); }
+  [[nodiscard]] LiveMemory::Peak peaks() { return peaks_->peaks(); }
 
  private:
   /// In a sizing step, when backward begins and so many bytes are away: what grew on the device and no hook has seen.
@@ -59,7 +59,7 @@ class StepSession {
   MemoryShortage shortage_;
   Kind kind_;
   std::unique_ptr<Recorder> recorder_;
-  std::optional<UnoffloadedPeak> peaks_;
+  std::unique_ptr<UnoffloadedPeak> peaks_;
   bool copies_ended_ = false;
   std::int64_t allocated_at_begin_ = 0;
   std::optional<RecorderGuard> recording_;

@@ -57,7 +57,8 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
       fork_(runtime_->create_event()),
       whole_stream_(runtime_->create_event()),
       pool_(runtime_->create_pool()),
-      copies_(runtime_, layers_) {
+      copies_(runtime_, layers_),
+      use_(runtime_, pool_) {
   if (options.cuda_graph_stream()) {
     streams_.push_back(*options.cuda_graph_stream());
   } else {
@@ -181,6 +182,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   try {
     launch(layer.forward, side, layer.forward_done);
     copies_.forward_launched(index);
+    use_.launched(index);
   } catch (...) {
     settle(side);
     throw;
@@ -212,6 +214,7 @@ void Chain::reset(std::size_t index) {
   layer.forward.reset();
   layer.backward.reset();
   copies_.reset(index);
+  use_.dropped();
 }
 
 void Chain::reset() {

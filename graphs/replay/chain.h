@@ -13,6 +13,7 @@
 #include "graphs/replay/chain_copies.h"
 #include "graphs/replay/layer.h"
 #include "graphs/replay/owned_gradients.h"
+#include "graphs/replay/pool_use.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
 #include "offload/exclusions.h"
@@ -133,6 +134,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   std::int64_t top_ = -1;          ///< the highest pending layer
   std::size_t highest_given_ = 0;  ///< no layer above has given out outputs since a forward below it was launched
   ChainCopies copies_;
+  PoolUse use_;
   Counts counts_;
 };
 

@@ -126,6 +126,7 @@ void Chain::launch_backward(std::size_t index) {
   }
   layer.backward_launched = true;
   copies_.backward_launched(index);
+  use_.launched(copies_.place_of_backward(index));
 }
 
 void Chain::settle_pending(std::size_t index) noexcept {
@@ -134,9 +135,10 @@ void Chain::settle_pending(std::size_t index) noexcept {
   for (std::size_t i = layers_.size(); i-- > 0;) {
     if (layers_[i].pending) {
       top_ = static_cast<std::int64_t>(i);
-      break;
+      return;
     }
   }
+  use_.idle();
 }
 
 void Chain::settle(c10::Stream side) noexcept {

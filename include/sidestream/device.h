@@ -26,16 +26,23 @@ struct DeviceSummary {
 };
 [[nodiscard]] SIDESTREAM_API DeviceSummary describe(c10::Device device);
 
-/// Bytes of device memory. `allocated`: live tensors; `reserved`: held by the allocator, graph pools included.
+/// Bytes of device memory; peaks are since the latest `reset_memory_peaks`.
 struct MemoryUse {
-  std::int64_t allocated = 0;
+  /// In use at one moment by tensors, by captured graphs for what they compute, and by copies under way. What graphs' pools hold
+  /// and do not use then does not count. Without graphs it is `allocated`.
+  std::int64_t live = 0;
+  /// Of steps of an engine that replay graphs, as measured in one of them: see Report::step_peak_bytes.
+  std::int64_t live_peak = 0;
+  std::int64_t allocated =
+      0;  ///< as LibTorch's allocator counts: tensors; of graphs only their outputs, whether in use or not
   std::int64_t allocated_peak = 0;
-  std::int64_t reserved = 0;
+  std::int64_t reserved = 0;  ///< held by the allocator, free blocks and graphs' pools included
   std::int64_t reserved_peak = 0;
 };
 /// Threads: any. Capture: legal.
 [[nodiscard]] SIDESTREAM_API MemoryUse memory_use(c10::Device device);
-/// Starts both peaks anew at the present values.
+/// Starts the peaks anew at the present values. LibTorch's own peak statistics start anew as well, and in steps that an engine
+/// measures.
 SIDESTREAM_API void reset_memory_peaks(c10::Device device);
 /// Gives cached, unused memory back to the device. Capture: illegal.
 SIDESTREAM_API void release_cached_memory(c10::Device device);

@@ -49,9 +49,13 @@ struct SIDESTREAM_API Report {
   std::int64_t outputs_copied_bytes = 0;
   std::int64_t unused_outputs = 0;  ///< a step: outputs without a gradient, for which a backward graph took zeros
   std::int64_t external_bytes = 0;  ///< storages that captures read and that are neither inputs, parameters nor buffers
-  std::int64_t sizing_peak_bytes = 0;      ///< peak of allocated device memory in the first step, had nothing left
-  std::int64_t first_step_peak_bytes = 0;  ///< the one that it had
-  std::int64_t step_peak_bytes = 0;        ///< the same in the latest step
+  // Peaks of live device memory: MemoryUse::live.
+  std::int64_t sizing_peak_bytes = 0;      ///< of the first step, had nothing left
+  std::int64_t first_step_peak_bytes = 0;  ///< of the first step
+  /// Of the latest step, as measured in it or in an earlier one like it: one is measured after each capture, and whenever the
+  /// allocator saw another peak.
+  std::int64_t step_peak_bytes = 0;
+  std::int64_t in_flight_bytes = 0;     ///< of the bytes offloaded: on the device at that peak, on their way
   std::int64_t verified_forwards = 0;   ///< replays compared with an eager run, in all steps (Options::verify_replays)
   std::int64_t verified_backwards = 0;  ///< of those, the ones whose gradients were compared as well
   std::int64_t checked_operations = 0;  ///< written into the journal, with Options::check_steps
@@ -60,8 +64,10 @@ struct SIDESTREAM_API Report {
   std::vector<ExclusionReport> exclusions;
   std::vector<std::string> notes;  ///< storages that a kept group holds back, groups over the cap, ...
 
-  /// Actual drop of peak device memory over bytes offloaded (gross); 0 when nothing was offloaded.
+  /// R: drop of the peak of live device memory, from `sizing_peak_bytes` to `step_peak_bytes`, over the bytes offloaded (gross), or
+  /// over those of them that were not in flight at the peak (net). 0 when there were none.
   [[nodiscard]] double r_gross() const;
+  [[nodiscard]] double r_net() const;
   /// A table for people.
   void print(std::ostream& out) const;
   /// One JSON object, version 2: the fields above by name.

@@ -22,13 +22,21 @@ void row(std::ostream& out, std::string what, const std::string& value) {
   out << "  " << what << ' ' << value << '\n';
 }
 
+double part(std::int64_t bytes, std::int64_t whole) {
+  return whole <= 0 ? 0.0 : static_cast<double>(bytes) / static_cast<double>(whole);
+}
+
+std::string percent(double part) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f%%", 100 * part);
+  return text;
+}
+
 }  // namespace
 
-double Report::r_gross() const {
-  return offloaded_bytes == 0
-             ? 0.0
-             : static_cast<double>(sizing_peak_bytes - step_peak_bytes) / static_cast<double>(offloaded_bytes);
-}
+double Report::r_gross() const { return part(sizing_peak_bytes - step_peak_bytes, offloaded_bytes); }
+
+double Report::r_net() const { return part(sizing_peak_bytes - step_peak_bytes, offloaded_bytes - in_flight_bytes); }
 
 void Report::print(std::ostream& out) const {
   out << "sidestream: " << steps << " steps\n";
@@ -38,9 +46,14 @@ void Report::print(std::ostream& out) const {
   row(out, "grew on the device and was not seen", mebibytes(unseen_bytes));
   row(out, "pinned host memory (asked for)", mebibytes(pinned_bytes) + " (" + mebibytes(pinned_requested_bytes) + ")");
   row(out, "pinned allocations after planning", std::to_string(pinned_allocations_after_planning));
-  row(out, "peak of the first step without offload", mebibytes(sizing_peak_bytes));
-  row(out, "peak of the first step", mebibytes(first_step_peak_bytes));
-  row(out, "peak of the latest step", mebibytes(step_peak_bytes));
+  row(out, "peak of live memory, first step, no offload", mebibytes(sizing_peak_bytes));
+  row(out, "peak of live memory, first step", mebibytes(first_step_peak_bytes));
+  row(out, "peak of live memory, latest step", mebibytes(step_peak_bytes));
+  if (offloaded_bytes > 0) {
+    row(out, "in flight at that peak", mebibytes(in_flight_bytes));
+    row(out, "R: drop of the peak over bytes that left", percent(r_gross()));
+    row(out, "R net: over those not in flight", percent(r_net()));
+  }
   row(out, "waits for copies, a step", std::to_string(waits));
   row(out, "reloads not prefetched, a step", std::to_string(inline_reloads));
   row(out, "graphs captured (of them again)", std::to_string(captures) + " (" + std::to_string(recaptures) + ")");
@@ -117,7 +130,9 @@ std::string Report::json() const {
                            {"sizing_peak_bytes", sizing_peak_bytes},
                            {"first_step_peak_bytes", first_step_peak_bytes},
                            {"step_peak_bytes", step_peak_bytes},
+                           {"in_flight_bytes", in_flight_bytes},
                            {"r_gross", r_gross()},
+                           {"r_net", r_net()},
                            {"verified_forwards", verified_forwards},
                            {"verified_backwards", verified_backwards},
                            {"checked_operations", checked_operations},

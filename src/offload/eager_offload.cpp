@@ -81,13 +81,13 @@ void EagerOffload::begin_sizing_step(std::function<void(std::int64_t)> backward_
   const std::lock_guard lock(mutex_);
   begin_step();
   backward_begins_ = std::move(backward_begins);
-  unoffloaded_.emplace(*runtime_);
+  unoffloaded_ = std::make_unique<UnoffloadedPeak>(*runtime_);
 }
 
-std::optional<UnoffloadedPeak> EagerOffload::end_sizing_step() noexcept {
+std::unique_ptr<UnoffloadedPeak> EagerOffload::end_sizing_step() noexcept {
   const std::lock_guard lock(mutex_);
   backward_begins_ = nullptr;
-  std::optional<UnoffloadedPeak> ended = unoffloaded_ ? std::exchange(unoffloaded_, std::nullopt) : std::move(ended_);
+  std::unique_ptr<UnoffloadedPeak> ended = std::move(unoffloaded_ != nullptr ? unoffloaded_ : ended_);
   ended_.reset();
   return ended;
 }
@@ -352,7 +352,7 @@ void EagerOffload::end_step() {
   }
   look();
   if (unoffloaded_) {  // what goes from here on is needed by nobody, but for what the program still holds
-    ended_ = std::exchange(unoffloaded_, std::nullopt);
+    ended_ = std::move(unoffloaded_);
   }
   try {
     while (!stash_.empty()) {

@@ -4,7 +4,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,9 +38,9 @@ class EagerOffload final : public StorageMover {
   /// A step without a plan. `backward_begins` is called once, when backward asks for the first storage, with the bytes that are away
   /// (see UnoffloadedPeak).
   void begin_sizing_step(std::function<void(std::int64_t away)> backward_begins);
-  /// Whose sizing step it was looks no more: a backward that begins after this is not told to it. Gives the step's peaks; nothing
+  /// Whose sizing step it was looks no more: a backward that begins after this is not told to it. Gives the step's peaks; null
   /// where there was no sizing step.
-  std::optional<UnoffloadedPeak> end_sizing_step() noexcept;
+  std::unique_ptr<UnoffloadedPeak> end_sizing_step() noexcept;
   /// The current stream, and those that saved in the step, wait for all its copies; all that was held for them is let go.
   void end_step();
 
@@ -100,8 +99,8 @@ class EagerOffload final : public StorageMover {
   ImmediateNeeds immediate_;
   Counts counts_;
   std::function<void(std::int64_t)> backward_begins_;  ///< of a sizing step whose backward has not begun
-  std::optional<UnoffloadedPeak> unoffloaded_;         ///< of a sizing step
-  std::optional<UnoffloadedPeak> ended_;               ///< the same, once its copies have ended
+  std::unique_ptr<UnoffloadedPeak> unoffloaded_;       ///< of a sizing step
+  std::unique_ptr<UnoffloadedPeak> ended_;             ///< the same, once its copies have ended
 };
 
 }  // namespace sidestream

@@ -1,6 +1,7 @@
 #include "offload/unoffloaded_peak.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "offload/saved_storage.h"
@@ -13,15 +14,19 @@ constexpr std::size_t kBlock = 512;
 
 }  // namespace
 
-UnoffloadedPeak::UnoffloadedPeak(Runtime& runtime) : runtime_(&runtime) { runtime_->reset_peak_memory_stats(); }
+UnoffloadedPeak::UnoffloadedPeak(Runtime& runtime)
+    : runtime_(&runtime), memory_(LiveMemory::of(runtime.device())), measurement_(runtime) {}
+
+UnoffloadedPeak::~UnoffloadedPeak() {
+  try {
+    change(-away_);
+  } catch (const std::exception&) {  // the device has failed: nobody measures any more
+  }
+}
 
 void UnoffloadedPeak::change(std::int64_t by) {
-  const MemoryStats stats = runtime_->memory_stats();
-  actual_peak_ = std::max(actual_peak_, stats.allocated_peak);
-  peak_ = std::max(peak_, stats.allocated_peak + away_);
   away_ += by;
-  peak_ = std::max(peak_, stats.allocated + away_);
-  runtime_->reset_peak_memory_stats();
+  memory_.change(*runtime_, {.away = by});
 }
 
 void UnoffloadedPeak::lets_go(const SavedStorage& saved) {
@@ -50,19 +55,14 @@ void UnoffloadedPeak::look(std::int64_t only_copies) {
   }
 }
 
-void UnoffloadedPeak::return_begins() { change(0); }
-
 void UnoffloadedPeak::came_back(const SavedStorage& saved) {
   const auto found = sources_.find(&saved);
   if (found == sources_.end() || found->second.back) {
     return;
   }
   found->second.back = true;
-  // The peak since `return_begins` is its copy's, which is not beside what is away but in place of it.
-  const MemoryStats stats = runtime_->memory_stats();
-  actual_peak_ = std::max(actual_peak_, stats.allocated_peak);
   away_ -= found->second.bytes;
-  runtime_->reset_peak_memory_stats();
+  memory_.came_back(*runtime_, found->second.bytes);
 }
 
 void UnoffloadedPeak::dropped(const SavedStorage& saved) {
@@ -76,11 +76,6 @@ void UnoffloadedPeak::dropped(const SavedStorage& saved) {
   if (const std::int64_t share = (source.gone ? source.bytes : 0) - (source.back ? source.bytes : 0); share != 0) {
     change(-share);
   }
-}
-
-UnoffloadedPeak::Peaks UnoffloadedPeak::peaks() {
-  change(0);
-  return {peak_, actual_peak_};
 }
 
 }  // namespace sidestream

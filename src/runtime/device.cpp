@@ -5,6 +5,7 @@
 
 #include "runtime/device_listener.h"
 #include "runtime/link_speed.h"
+#include "runtime/live_memory.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {
@@ -15,11 +16,12 @@ DeviceSummary describe(c10::Device device) {
 }
 
 MemoryUse memory_use(c10::Device device) {
-  const MemoryStats stats = make_runtime(device)->memory_stats();
-  return {stats.allocated, stats.allocated_peak, stats.reserved, stats.reserved_peak};
+  const LiveMemory::Use use = LiveMemory::of(device).use(*make_runtime(device));
+  const MemoryStats& stats = use.allocator;
+  return {use.live, use.live_peak, stats.allocated, stats.allocated_peak, stats.reserved, stats.reserved_peak};
 }
 
-void reset_memory_peaks(c10::Device device) { make_runtime(device)->reset_peak_memory_stats(); }
+void reset_memory_peaks(c10::Device device) { LiveMemory::of(device).restart(*make_runtime(device)); }
 
 void release_cached_memory(c10::Device device) { make_runtime(device)->release_cached_memory(); }
 

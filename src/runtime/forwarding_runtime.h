@@ -42,6 +42,7 @@ class ForwardingRuntime : public Runtime {
   void reset_peak_memory_stats() override { inner_->reset_peak_memory_stats(); }
   void release_cached_memory() override { inner_->release_cached_memory(); }
   [[nodiscard]] MemoryPool create_pool() override { return inner_->create_pool(); }
+  [[nodiscard]] std::int64_t allocated_in(const MemoryPool& pool) const override { return inner_->allocated_in(pool); }
   [[nodiscard]] PinnedMemory allocate_pinned(std::size_t bytes) override { return inner_->allocate_pinned(bytes); }
   void begin_capture(c10::Stream stream, const MemoryPool& pool) override { inner_->begin_capture(stream, pool); }
   [[nodiscard]] Graph end_capture(c10::Stream stream) override { return inner_->end_capture(stream); }

@@ -125,6 +125,8 @@ class SIDESTREAM_API Runtime {
   /// Gives cached, unused device memory back. Capture: illegal while the calling thread captures; waits as synchronize_device.
   virtual void release_cached_memory() = 0;
   [[nodiscard]] virtual MemoryPool create_pool() = 0;
+  /// Bytes of `pool` that live tensors hold now: its part of `allocated`. Capture: legal. Not for the replay path.
+  [[nodiscard]] virtual std::int64_t allocated_in(const MemoryPool& pool) const = 0;
   /// Exactly `bytes` bytes of page-locked host memory. Capture: illegal while the calling thread captures.
   /// Throws: DeviceError that says "pinned host memory" when it is exhausted.
   [[nodiscard]] virtual PinnedMemory allocate_pinned(std::size_t bytes) = 0;

@@ -10,14 +10,14 @@ namespace {
 
 constexpr std::int64_t kMebibyte = 1 << 20;
 
-ModeResult mode(const std::string& name, std::int64_t allocated, std::int64_t reserved, std::int64_t offloaded) {
+ModeResult mode(const std::string& name, std::int64_t live, std::int64_t offloaded, std::int64_t in_flight = 0) {
   ModeResult result;
   result.name = name;
   result.steps = 5;
   result.step_seconds = 0.25;
-  result.allocated = allocated * kMebibyte;
-  result.reserved = reserved * kMebibyte;
+  result.live = live * kMebibyte;
   result.offload.bytes_per_step = offloaded * kMebibyte;
+  result.offload.in_flight = in_flight * kMebibyte;
   return result;
 }
 
@@ -28,7 +28,7 @@ TrainingResult sample() {
   result.byte_entropy = 3.2;
   result.steps_done = 1234;
   result.held_out = {5.6, 2.5};
-  result.modes = {mode("eager", 100, 120, 0), mode("graphs", 40, 130, 0), mode("graphs+offload", 40, 90, 50)};
+  result.modes = {mode("eager", 100, 0), mode("graphs", 130, 0), mode("graphs+offload", 90, 50, 10)};
   return result;
 }
 
@@ -37,7 +37,9 @@ TEST(TrainingResult, ReductionComparesLikeWithLike) {
   EXPECT_FALSE(result.gross_reduction(result.modes[0]));
   EXPECT_FALSE(result.gross_reduction(result.modes[1]));
   EXPECT_DOUBLE_EQ(result.gross_reduction(result.modes[2]).value(), 40.0 / 50);
-  EXPECT_DOUBLE_EQ(result.gross_reduction(mode("offload", 70, 120, 50)).value(), 30.0 / 50);
+  EXPECT_DOUBLE_EQ(result.gross_reduction(mode("offload", 70, 50)).value(), 30.0 / 50);
+  EXPECT_DOUBLE_EQ(result.net_reduction(result.modes[2]).value(), 1.0);
+  EXPECT_FALSE(result.net_reduction(mode("offload", 70, 50, 50))) << "all of it was in flight";
 }
 
 TEST(TrainingResult, NoReductionWithoutAMeasuredCounterpart) {
@@ -51,7 +53,9 @@ TEST(ResultTable, ShowsLossEntropyAndModes) {
   EXPECT_NE(table.find("1,234 of 200 steps"), std::string::npos) << table;
   EXPECT_NE(table.find("0.7000 below"), std::string::npos) << table;
   EXPECT_NE(table.find("250.0 ms"), std::string::npos) << table;
+  EXPECT_NE(table.find("130.0 MiB"), std::string::npos) << table;
   EXPECT_NE(table.find("80%"), std::string::npos) << table;
+  EXPECT_NE(table.find("100%"), std::string::npos) << table;
   EXPECT_EQ(table.back(), '\n');
 }
 
@@ -88,6 +92,8 @@ TEST(ResultJson, KeepsWhatTheTableShows) {
   EXPECT_EQ(json["modes"].size(), 3u);
   EXPECT_EQ(json["modes"][2]["offloaded_bytes_per_step"], 50 * kMebibyte);
   EXPECT_DOUBLE_EQ(json["modes"][2]["r_gross"].get<double>(), 0.8);
+  EXPECT_DOUBLE_EQ(json["modes"][2]["r_net"].get<double>(), 1.0);
+  EXPECT_EQ(json["modes"][2]["peak_live_bytes"], 90 * kMebibyte);
   EXPECT_FALSE(json["modes"][1].contains("r_gross"));
   EXPECT_FALSE(json.contains("gradients"));
 }

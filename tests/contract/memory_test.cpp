@@ -207,6 +207,17 @@ TEST_P(PoolContract, AReleasedTensorOfOneCaptureIsReusedByTheNextOfThePool) {
   EXPECT_EQ(inside.const_data_ptr(), address);
 }
 
+TEST_P(PoolContract, TellsHowMuchOfItTensorsHold) {
+  const auto pool = runtime().create_pool();
+  EXPECT_EQ(runtime().allocated_in(pool), 0);
+  at::Tensor inside;
+  const auto graph = capture_into(pool, inside);
+  const auto outside = filled(1, 4 * kMiB);
+  EXPECT_EQ(runtime().allocated_in(pool), 16 * kMiB);
+  inside.reset();
+  EXPECT_EQ(runtime().allocated_in(pool), 0);
+}
+
 TEST_P(PoolContract, TensorsOutsideOfACaptureDoNotComeFromThePool) {
   const auto pool = runtime().create_pool();
   at::Tensor inside;

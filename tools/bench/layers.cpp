@@ -139,9 +139,10 @@ class Bench {
     const MemoryUse use = memory_use(device_);
     Json json{{"name", mode.name},
               {"reserved_bytes", use.reserved_peak - base_.allocated},
-              {"allocated_peak_bytes", use.allocated_peak - base_.allocated}};
+              {"live_peak_bytes", use.live_peak - base_.allocated}};
     const Report report = engine ? engine->report() : Report{};
     json["offloaded_bytes"] = report.offloaded_bytes;
+    json["in_flight_bytes"] = report.in_flight_bytes;
     json["pinned_bytes"] = report.pinned_bytes;
     json["waits"] = report.waits;
     json["captures"] = report.captures;
@@ -210,8 +211,12 @@ Json measure(const Settings& settings) {
     add_times(modes[i], times[i], times[kGraphs]);
     const auto moved = modes[i]["offloaded_bytes"].get<double>();
     if (moved > 0) {
-      modes[i]["r_gross"] =
-          (modes[kGraphs]["reserved_bytes"].get<double>() - modes[i]["reserved_bytes"].get<double>()) / moved;
+      const double drop = modes[kGraphs]["live_peak_bytes"].get<double>() - modes[i]["live_peak_bytes"].get<double>();
+      const double landed = moved - modes[i]["in_flight_bytes"].get<double>();
+      modes[i]["r_gross"] = drop / moved;
+      if (landed > 0) {
+        modes[i]["r_net"] = drop / landed;
+      }
     }
     modes[i]["reserved_over_eager"] =
         modes[i]["reserved_bytes"].get<double>() / modes[0]["reserved_bytes"].get<double>();
@@ -244,20 +249,23 @@ void print_table(const Json& result) {
                   result["dtype"].get<std::string>(), mebibytes(result["weights_and_gradients_bytes"]))
           .c_str(),
       stdout);
-  std::fputs(fmt::format("{:<22}{:>11}{:>10}{:>17}{:>11}{:>11}{:>15}{:>15}{:>8}\n", "mode", "step ms", "/graphs",
-                         "(range)", "issue ms", "cpu ms", "reserved MiB", "offload MiB", "R")
-                 .c_str(),
-             stdout);
+  std::fputs(
+      fmt::format("{:<22}{:>11}{:>10}{:>17}{:>11}{:>11}{:>11}{:>14}{:>13}{:>8}{:>8}\n", "mode", "step ms", "/graphs",
+                  "(range)", "issue ms", "cpu ms", "live MiB", "reserved MiB", "offload MiB", "R", "R net")
+          .c_str(),
+      stdout);
   for (const Json& mode : result["modes"]) {
-    const std::string reduction =
-        mode.contains("r_gross") ? fmt::format("{:.1f}%", mode["r_gross"].get<double>() * 100) : "-";
+    const auto percent = [&](const char* key) {
+      return mode.contains(key) ? fmt::format("{:.1f}%", mode[key].get<double>() * 100) : std::string("-");
+    };
     const std::string range = fmt::format("{:.3f}-{:.3f}", mode["step_over_graphs_lowest"].get<double>(),
                                           mode["step_over_graphs_highest"].get<double>());
-    std::fputs(fmt::format("{:<22}{:>11.2f}{:>10.3f}{:>17}{:>11.2f}{:>11.2f}{:>15.0f}{:>15.0f}{:>8}\n",
+    std::fputs(fmt::format("{:<22}{:>11.2f}{:>10.3f}{:>17}{:>11.2f}{:>11.2f}{:>11.0f}{:>14.0f}{:>13.0f}{:>8}{:>8}\n",
                            mode["name"].get<std::string>(), mode["step_ms_median"].get<double>(),
                            mode["step_over_graphs_paired_median"].get<double>(), range,
                            mode["issue_ms_median"].get<double>(), mode["cpu_ms_median"].get<double>(),
-                           mebibytes(mode["reserved_bytes"]), mebibytes(mode["offloaded_bytes"]), reduction)
+                           mebibytes(mode["live_peak_bytes"]), mebibytes(mode["reserved_bytes"]),
+                           mebibytes(mode["offloaded_bytes"]), percent("r_gross"), percent("r_net"))
                    .c_str(),
                stdout);
   }

@@ -38,16 +38,21 @@ Json mode_json(const TrainingResult& result, const ModeResult& mode) {
   Json json{{"name", mode.name},
             {"timed_steps", mode.steps},
             {"step_seconds_median", mode.step_seconds},
+            {"peak_live_bytes", mode.live},
             {"peak_allocated_bytes", mode.allocated},
             {"peak_reserved_bytes", mode.reserved},
             {"peak_reserved_bytes_first_steps", mode.first_reserved},
             {"offloaded_bytes_per_step", mode.offload.bytes_per_step},
+            {"in_flight_bytes_at_peak", mode.offload.in_flight},
             {"pinned_host_bytes", mode.offload.pinned_bytes},
             {"stream_waits_per_step", mode.offload.waits_per_step},
             {"graphs", mode.offload.graphs},
             {"notes", mode.offload.notes}};
   if (const std::optional<double> reduction = result.gross_reduction(mode)) {
     json["r_gross"] = *reduction;
+  }
+  if (const std::optional<double> reduction = result.net_reduction(mode)) {
+    json["r_net"] = *reduction;
   }
   return json;
 }

@@ -14,7 +14,6 @@ namespace {
 constexpr const char* kNone = "-";
 constexpr std::size_t kWorstShown = 8;
 constexpr std::size_t kReasonsShown = 3;
-constexpr std::int64_t kRoughBelow = std::int64_t{256} << 20;
 
 /// 1234567 as "1,234,567".
 std::string grouped(std::int64_t number) {
@@ -30,6 +29,10 @@ std::string grouped(std::int64_t number) {
 }
 
 std::string mebibytes(std::int64_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
+
+std::string percent(const std::optional<double>& part) {
+  return part ? fmt::format("{:.0f}%", *part * 100) : std::string(kNone);
+}
 
 void append_row(std::string& out, std::string_view name, const std::vector<std::string>& cells) {
   out += fmt::format("  {:<28}", name);
@@ -54,15 +57,15 @@ void append_modes(std::string& out, const TrainingResult& result) {
   row("tokens/s", [&](const ModeResult& mode) {
     return mode.step_seconds > 0 ? fmt::format("{:.0f}", tokens / mode.step_seconds) : std::string(kNone);
   });
-  row("peak memory allocated", [](const ModeResult& mode) { return mebibytes(mode.allocated); });
+  row("peak memory live", [](const ModeResult& mode) { return mebibytes(mode.live); });
   row("peak memory reserved", [](const ModeResult& mode) { return mebibytes(mode.reserved); });
   row("  in the first steps", [](const ModeResult& mode) { return mebibytes(mode.first_reserved); });
   row("offloaded a step",
       [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.bytes_per_step) : kNone; });
-  row("R (gross)", [&](const ModeResult& mode) {
-    const std::optional<double> reduction = result.gross_reduction(mode);
-    return reduction ? fmt::format("{:.0f}%", *reduction * 100) : std::string(kNone);
-  });
+  row("  in flight at the peak",
+      [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.in_flight) : kNone; });
+  row("R (gross)", [&](const ModeResult& mode) { return percent(result.gross_reduction(mode)); });
+  row("R (net)", [&](const ModeResult& mode) { return percent(result.net_reduction(mode)); });
   row("pinned host memory",
       [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.pinned_bytes) : kNone; });
   row("graphs", [](const ModeResult& mode) { return mode.offload.graphs > 0 ? grouped(mode.offload.graphs) : kNone; });
@@ -79,17 +82,6 @@ void append_reasons(std::string& out, const TrainingResult& result) {
       for (std::size_t i = 0; i < mode.offload.notes.size() && i < kReasonsShown; ++i) {
         out += fmt::format("    {}\n", mode.offload.notes[i]);
       }
-    }
-  }
-}
-
-/// A line that keeps a reader from taking R for more than it says.
-void append_reduction_note(std::string& out, const TrainingResult& result) {
-  for (const ModeResult& mode : result.modes) {
-    if (result.gross_reduction(mode) && mode.name == "graphs+offload" && mode.offload.bytes_per_step < kRoughBelow) {
-      out +=
-          "  R compares reserved memory, which allocators take in segments of 2 and 20 MiB: rough for a model this "
-          "small\n";
     }
   }
 }
@@ -126,14 +118,20 @@ const ModeResult* TrainingResult::find(const std::string& name) const noexcept {
   return found == modes.end() ? nullptr : &*found;
 }
 
-std::optional<double> TrainingResult::gross_reduction(const ModeResult& mode) const {
-  const bool graphs = mode.name == "graphs+offload";
-  const ModeResult* without = find(graphs ? "graphs" : "eager");
-  if (mode.offload.bytes_per_step == 0 || without == nullptr) {
+std::optional<double> TrainingResult::reduction(const ModeResult& mode, std::int64_t bytes) const {
+  const ModeResult* without = find(mode.name == "graphs+offload" ? "graphs" : "eager");
+  if (bytes <= 0 || without == nullptr) {
     return std::nullopt;
   }
-  const std::int64_t drop = graphs ? without->reserved - mode.reserved : without->allocated - mode.allocated;
-  return static_cast<double>(drop) / static_cast<double>(mode.offload.bytes_per_step);
+  return static_cast<double>(without->live - mode.live) / static_cast<double>(bytes);
+}
+
+std::optional<double> TrainingResult::gross_reduction(const ModeResult& mode) const {
+  return reduction(mode, mode.offload.bytes_per_step);
+}
+
+std::optional<double> TrainingResult::net_reduction(const ModeResult& mode) const {
+  return reduction(mode, mode.offload.bytes_per_step - mode.offload.in_flight);
 }
 
 std::string result_table(const TrainingResult& result) {
@@ -152,7 +150,6 @@ std::string result_table(const TrainingResult& result) {
   if (!result.modes.empty()) {
     out += '\n';
     append_modes(out, result);
-    append_reduction_note(out, result);
     append_reasons(out, result);
   }
   if (result.comparison && result.comparison->steps() > 0) {

@@ -57,10 +57,10 @@ class Measurement {
     const auto begin = std::chrono::steady_clock::now();
     loss = run.step();
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    // Read after every step: the engine starts the peaks anew at the beginning of each.
     const MemoryUse use = memory_use(device_);
     if (++steps_ > kFirstSteps) {
       seconds_.push_back(seconds);
+      result_.live = std::max(result_.live, use.live_peak);
       result_.allocated = std::max(result_.allocated, use.allocated_peak);
       result_.reserved = std::max(result_.reserved, use.reserved_peak);
       return;

@@ -12,6 +12,7 @@ namespace sidestream::cli {
 /// What the engine says of the activations that a step offloads.
 struct OffloadNumbers {
   std::int64_t bytes_per_step = 0;
+  std::int64_t in_flight = 0;  ///< of those, on the device at the peak of live memory
   std::int64_t pinned_bytes = 0;
   std::int64_t waits_per_step = 0;
   std::int64_t graphs = 0;
@@ -34,10 +35,12 @@ struct VerifiedNumbers {
 /// One mode, run by itself: nothing else lives on the device.
 struct ModeResult {
   std::string name;
-  std::int64_t steps = 0;           ///< steps that were timed, after sizing and capture
-  double step_seconds = 0;          ///< median
-  std::int64_t allocated = 0;       ///< peak over the timed steps, bytes
-  std::int64_t reserved = 0;        ///< peak over the timed steps, bytes
+  std::int64_t steps = 0;   ///< steps that were timed, after sizing and capture
+  double step_seconds = 0;  ///< median
+  // Peaks over the timed steps, bytes; see MemoryUse.
+  std::int64_t live = 0;
+  std::int64_t allocated = 0;
+  std::int64_t reserved = 0;
   std::int64_t first_reserved = 0;  ///< peak over the first steps: sizing, and the first replays, bytes
   OffloadNumbers offload;
 };
@@ -70,9 +73,13 @@ struct TrainingResult {
   bool parameters_equal = false;  ///< after the last compared step; with `comparison` only
 
   [[nodiscard]] const ModeResult* find(const std::string& name) const noexcept;
-  /// Drop of peak memory from the same mode without offload, over the bytes offloaded in a step; none where a side of it was not
-  /// measured. With graphs it is reserved memory, since their pools hold what no tensor owns; else allocated.
+  /// R: drop of the peak of live memory from the same mode without offload, over the bytes offloaded in a step (gross), or over
+  /// those not in flight at the peak (net); none where a side of it was not measured.
   [[nodiscard]] std::optional<double> gross_reduction(const ModeResult& mode) const;
+  [[nodiscard]] std::optional<double> net_reduction(const ModeResult& mode) const;
+
+ private:
+  [[nodiscard]] std::optional<double> reduction(const ModeResult& mode, std::int64_t bytes) const;
 };
 
 /// The closing table, ends with a newline.

@@ -222,6 +222,7 @@ OffloadNumbers TrainingRun::offload_numbers() const {
   }
   const Report report = state_->engine->report();
   OffloadNumbers numbers{.bytes_per_step = report.offloaded_bytes,
+                         .in_flight = report.in_flight_bytes,
                          .pinned_bytes = report.pinned_bytes,
                          .waits_per_step = report.waits,
                          .graphs = report.captures,

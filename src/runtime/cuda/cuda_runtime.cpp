@@ -212,6 +212,10 @@ void CudaRuntime::release_cached_memory() {
 
 MemoryPool CudaRuntime::create_pool() { return {*this, new libtorch::PoolId(libtorch::create_pool(device_))}; }
 
+std::int64_t CudaRuntime::allocated_in(const MemoryPool& pool) const {
+  return libtorch::allocated_in(*static_cast<const libtorch::PoolId*>(pool.native()));
+}
+
 PinnedMemory CudaRuntime::allocate_pinned(std::size_t bytes) {
   forbid_while_capturing("allocate_pinned");
   if (bytes == 0) {

@@ -44,6 +44,7 @@ class CudaRuntime final : public Runtime {
   void reset_peak_memory_stats() override;
   void release_cached_memory() override;
   [[nodiscard]] MemoryPool create_pool() override;
+  [[nodiscard]] std::int64_t allocated_in(const MemoryPool& pool) const override;
   [[nodiscard]] PinnedMemory allocate_pinned(std::size_t bytes) override;
 
   void begin_capture(c10::Stream stream, const MemoryPool& pool) override;

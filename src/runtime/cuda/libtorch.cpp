@@ -131,6 +131,14 @@ void release_pool(c10::Device device, PoolId pool) noexcept {
   attempt("releasing a pinned memory pool", [&] { host_allocator().release_pool(pool); });
 }
 
+std::int64_t allocated_in(PoolId pool) {
+  std::size_t bytes = 0;
+  for (const auto& segment : allocator::snapshot(pool, /*include_traces=*/false).segments) {
+    bytes += segment.allocated_size;
+  }
+  return static_cast<std::int64_t>(bytes);
+}
+
 namespace {
 
 // LibTorch has given back what it had cached before it says so.

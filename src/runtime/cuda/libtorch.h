@@ -45,6 +45,8 @@ void hear_record_stream();
 /// A new pool with one reference; a graph captured into it holds another.
 [[nodiscard]] PoolId create_pool(c10::Device device);
 void release_pool(c10::Device device, PoolId pool) noexcept;
+/// Bytes of the pool's blocks that tensors hold.
+[[nodiscard]] std::int64_t allocated_in(PoolId pool);
 
 /// Makes the calling thread's cuBLAS handle and its workspace for `stream`, so that a capture need not.
 void warm_blas(c10::Stream stream);

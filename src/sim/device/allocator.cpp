@@ -191,6 +191,7 @@ Block* CachingAllocator::allocate(std::size_t bytes, c10::StreamId stream, Pool*
   Segment& segment = *block->segment;
   segment.lent = std::max(segment.lent, static_cast<std::size_t>(block->begin - segment.begin) + rounded);
   stats_.allocated += static_cast<std::int64_t>(block->bytes);
+  pool->allocated += static_cast<std::int64_t>(block->bytes);
   stats_.allocated_peak = std::max(stats_.allocated_peak, stats_.allocated);
   return block;
 }
@@ -208,6 +209,7 @@ void CachingAllocator::merge_with_next(Block* block) noexcept {
 void CachingAllocator::stop_counting(Block* block) noexcept {
   if (block->counted) {
     stats_.allocated -= static_cast<std::int64_t>(block->bytes);
+    block->segment->pool->allocated -= static_cast<std::int64_t>(block->bytes);
     block->counted = false;
   }
 }

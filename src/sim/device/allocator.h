@@ -50,6 +50,7 @@ struct Pool {
   FreeBlocks small;
   FreeBlocks large;
   std::set<Segment*> segments;
+  std::int64_t allocated = 0;    ///< its part of the allocated bytes
   std::uint32_t references = 0;  ///< handle, captures and graphs
   bool launched = false;         ///< a graph of it has run: its memory holds results
   bool is_private = false;

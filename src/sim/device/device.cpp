@@ -240,6 +240,11 @@ Pool* Device::create_pool() {
   return state_->memory.create_pool();
 }
 
+std::int64_t Device::allocated_in(const Pool& pool) const {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  return pool.allocated;
+}
+
 void Device::retain_pool(Pool* pool) noexcept {
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   state_->memory.retain(pool);

@@ -78,6 +78,7 @@ class Device {
   [[nodiscard]] bool allocation_failed() const;
 
   [[nodiscard]] Pool* create_pool();
+  [[nodiscard]] std::int64_t allocated_in(const Pool& pool) const;
   void retain_pool(Pool* pool) noexcept;
   /// Gives one reference back.
   void release_pool(Pool* pool) noexcept;

@@ -100,6 +100,9 @@ void SimRuntime::release_cached_memory() {
   device_.release_cached_memory();
 }
 MemoryPool SimRuntime::create_pool() { return {*this, device_.create_pool()}; }
+std::int64_t SimRuntime::allocated_in(const MemoryPool& pool) const {
+  return device_.allocated_in(native_of<Pool>(pool, "the memory pool"));
+}
 
 PinnedMemory SimRuntime::allocate_pinned(std::size_t bytes) {
   void* data = device_.allocate_pinned(bytes);

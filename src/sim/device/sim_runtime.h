@@ -41,6 +41,7 @@ class SimRuntime final : public Runtime {
   void reset_peak_memory_stats() override;
   void release_cached_memory() override;
   MemoryPool create_pool() override;
+  std::int64_t allocated_in(const MemoryPool& pool) const override;
   PinnedMemory allocate_pinned(std::size_t bytes) override;
 
   void begin_capture(c10::Stream stream, const MemoryPool& pool) override;

@@ -37,6 +37,7 @@ Report full_report() {
   report.sizing_peak_bytes = 40 << 20;
   report.first_step_peak_bytes = 36 << 20;
   report.step_peak_bytes = 34 << 20;
+  report.in_flight_bytes = 2 << 20;
   report.verified_forwards = 29;
   report.verified_backwards = 30;
   report.checked_operations = 27;
@@ -132,10 +133,12 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   EXPECT_EQ(json.at("sizing_peak_bytes"), 40 << 20);
   EXPECT_EQ(json.at("first_step_peak_bytes"), 36 << 20);
   EXPECT_EQ(json.at("step_peak_bytes"), 34 << 20);
+  EXPECT_EQ(json.at("in_flight_bytes"), 2 << 20);
   EXPECT_EQ(json.at("verified_forwards"), 29);
   EXPECT_EQ(json.at("verified_backwards"), 30);
   EXPECT_EQ(json.at("checked_operations"), 27);
   EXPECT_EQ(json.at("r_gross"), 0.75);
+  EXPECT_EQ(json.at("r_net"), 1.0);
   EXPECT_EQ(json.at("order_findings").at(0), "nothing orders a with b");
   EXPECT_EQ(json.at("groups").at(1).at("name"), "blocks.1");
   EXPECT_EQ(json.at("groups").at(1).at("offloaded_bytes"), 3 << 20);
@@ -150,7 +153,10 @@ TEST(ReportTest, ANameThatIsNoTextDoesNotStopTheJson) {
   EXPECT_TRUE(nlohmann::json::accept(report.json()));
 }
 
-TEST(ReportTest, NothingOffloadedHasNoRatio) { EXPECT_EQ(Report().r_gross(), 0.0); }
+TEST(ReportTest, NothingOffloadedHasNoRatio) {
+  EXPECT_EQ(Report().r_gross(), 0.0);
+  EXPECT_EQ(Report().r_net(), 0.0);
+}
 
 }  // namespace
 }  // namespace sidestream

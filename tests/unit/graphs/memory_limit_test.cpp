@@ -111,6 +111,7 @@ class MemoryLimitTest : public testing::Test {
   void expect_trains(const Options& options) {
     DeepModel model(device_);
     const MemoryLimit limit(device_, limit_);
+    reset_memory_peaks(device_);
     OffloadEngine engine(model, options);
     for (std::int64_t s = 0; s < kSteps; ++s) {
       EXPECT_TRUE(same(step(model, &engine, s), expected_[static_cast<std::size_t>(s)])) << "step " << s;

@@ -62,6 +62,7 @@ class FakeRuntime : public Runtime {
   void reset_peak_memory_stats() override {}
   void release_cached_memory() override {}
   MemoryPool create_pool() override { return {}; }
+  std::int64_t allocated_in(const MemoryPool&) const override { return 0; }
   PinnedMemory allocate_pinned(std::size_t bytes) override {
     if (bytes > pin_limit) {
       throw DeviceError("pinned host memory is exhausted");

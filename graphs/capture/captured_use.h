@@ -1,0 +1,37 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "graphs/replay/layer.h"
+#include "graphs/replay/pool_use.h"
+#include "runtime/live_memory.h"
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// Measures what a chain's captures use of their pool: what their replays will. What other threads allocate on the device while a
+/// capture runs counts as its own.
+class CapturedUse {
+ public:
+  /// Both must outlive this object.
+  CapturedUse(Runtime& runtime, const MemoryPool& pool) : runtime_(runtime), pool_(pool) {}
+
+  /// Before anything is let go of for the capture at `place`: what is live here was so since the one before.
+  void comes_to(std::size_t place);
+  void capture_begins();
+  void capture_ended();
+  /// `layers` with the places of their copies.
+  [[nodiscard]] std::vector<PoolUse::Place> finish(const std::vector<Layer>& layers);
+
+ private:
+  Runtime& runtime_;
+  const MemoryPool& pool_;
+  std::vector<PoolUse::Place> places_;
+  std::optional<LiveMemory::Measurement> measurement_;
+  std::int64_t pool_before_ = 0;
+  std::int64_t device_before_ = 0;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,39 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "runtime/live_memory.h"
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// The peak of live memory of an engine's steps. Steps repeat: one is measured after each capture, and after a step in which the
+/// allocator saw another peak than in the one that was measured. Measuring takes about a microsecond a replay.
+/// Threads: the step's.
+class StepMemory {
+ public:
+  explicit StepMemory(std::shared_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
+
+  /// A planned step begins; `captures`: how many graphs have been captured so far.
+  void begin(std::int64_t captures);
+  /// It has ended, and went well. Of the latest step that was measured.
+  [[nodiscard]] LiveMemory::Peak end();
+  /// It failed.
+  void abandon() noexcept { measurement_.reset(); }
+
+ private:
+  struct Measured {
+    std::int64_t captures = 0;
+    std::int64_t allocated_at_begin = 0;
+    LiveMemory::Peak peak;
+    bool stands = false;  ///< steps since were like it
+  };
+
+  std::shared_ptr<Runtime> runtime_;
+  Measured measured_;
+  std::int64_t allocated_at_begin_ = 0;
+  std::optional<LiveMemory::Measurement> measurement_;
+};
+
+}  // namespace sidestream

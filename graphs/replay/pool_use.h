@@ -1,0 +1,49 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/live_memory.h"
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// What a chain's graphs use of their pool as they replay, beyond what the allocator counts; see Note [Live memory]. Replays use
+/// what the captures used: in the order of the captures, the pool's live bytes in each are known.
+/// Capture: illegal.  Threads: one at a time (the chain's mutex).
+class PoolUse {
+ public:
+  /// One graph's, at its place in the order of captures. Bytes of the whole pool.
+  struct Place {
+    std::int64_t peak = 0;             ///< live while it ran, at most
+    std::int64_t after = 0;            ///< live from then until the next graph begins
+    std::int64_t in_flight = 0;        ///< of offloaded bytes, on the device while it runs
+    std::int64_t in_flight_after = 0;  ///< and from its launch until the next one
+  };
+
+  /// `pool` must outlive this object.
+  PoolUse(std::shared_ptr<Runtime> runtime, const MemoryPool& pool);
+  PoolUse(const PoolUse&) = delete;
+  PoolUse& operator=(const PoolUse&) = delete;
+  ~PoolUse();
+
+  void captured(std::vector<Place> places) { places_ = std::move(places); }
+  /// Behind the launch of the graph at `place`. Throws: as LiveMemory.
+  void launched(std::size_t place);
+  /// No backward is pending: what the pool still holds, tensors hold.
+  void idle() noexcept;
+  /// Graphs were dropped, and with them what they held.
+  void dropped() noexcept;
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  const MemoryPool& pool_;
+  LiveMemory& memory_;
+  std::vector<Place> places_;
+  std::int64_t allocated_ = -1;  ///< of the pool, for as long as the graphs live; negative: not known yet
+  std::int64_t hidden_ = 0;
+  std::int64_t in_flight_ = 0;
+};
+
+}  // namespace sidestream

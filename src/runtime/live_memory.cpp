@@ -1,0 +1,132 @@
+#include "runtime/live_memory.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace sidestream {
+
+LiveMemory& LiveMemory::of(c10::Device device) {
+  static auto* const mutex = new std::mutex();
+  static auto* const all = new std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, LiveMemory*>();
+  const std::lock_guard lock(*mutex);
+  LiveMemory*& memory = (*all)[{device.type(), device.index()}];
+  if (memory == nullptr) {
+    memory = new LiveMemory();
+  }
+  return *memory;
+}
+
+void LiveMemory::add(const Change& by) noexcept {
+  hidden_.fetch_add(by.hidden, std::memory_order_relaxed);
+  in_flight_.fetch_add(by.in_flight, std::memory_order_relaxed);
+  away_.fetch_add(by.away, std::memory_order_relaxed);
+}
+
+void LiveMemory::meet(std::int64_t live, std::int64_t in_flight, std::int64_t unoffloaded) {
+  live_peak_ = std::max(live_peak_, live);
+  for (Measurement* const measurement : measurements_) {
+    Peak& peak = measurement->peak_;
+    if (live > peak.live) {
+      peak.live = live;
+      peak.in_flight = in_flight;
+    }
+    peak.unoffloaded = std::max(peak.unoffloaded, unoffloaded);
+  }
+}
+
+std::int64_t LiveMemory::close(Runtime& runtime, bool beside_away) {
+  const MemoryStats stats = runtime.memory_stats();
+  allocated_peak_ = std::max(allocated_peak_, stats.allocated_peak);
+  reserved_peak_ = std::max(reserved_peak_, stats.reserved_peak);
+  const bool whole = !changed_.exchange(false, std::memory_order_relaxed);
+  const std::int64_t live = (whole ? stats.allocated_peak : stats.allocated) + hidden_;
+  meet(live, in_flight_, beside_away ? live + away_ : 0);
+  for (Measurement* const measurement : measurements_) {
+    measurement->peak_.allocated = std::max(measurement->peak_.allocated, stats.allocated_peak);
+  }
+  runtime.reset_peak_memory_stats();
+  return stats.allocated;
+}
+
+void LiveMemory::change(Runtime& runtime, const Change& by) {
+  if (!measured_.load(std::memory_order_relaxed)) [[likely]] {
+    add(by);
+    changed_.store(true, std::memory_order_relaxed);
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  const std::int64_t allocated = close(runtime);
+  add(by);
+  meet(allocated + hidden_, in_flight_, allocated + hidden_ + away_);
+}
+
+void LiveMemory::launched(Runtime& runtime, const Change& during, const Change& after) {
+  if (!measured_.load(std::memory_order_relaxed)) [[likely]] {
+    add(after);
+    changed_.store(true, std::memory_order_relaxed);
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  const std::int64_t live = close(runtime) + hidden_ + during.hidden;
+  meet(live, in_flight_ + during.in_flight, live + away_);
+  add(after);
+}
+
+void LiveMemory::came_back(Runtime& runtime, std::int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  close(runtime, /*beside_away=*/false);
+  add({.away = -bytes});
+}
+
+LiveMemory::Use LiveMemory::use(Runtime& runtime) {
+  const std::lock_guard lock(mutex_);
+  Use use{runtime.memory_stats(), 0, 0};
+  MemoryStats& stats = use.allocator;
+  use.live = stats.allocated + hidden_;
+  use.live_peak = std::max(live_peak_, use.live);
+  if (!changed_.load(std::memory_order_relaxed)) {
+    use.live_peak = std::max(use.live_peak, stats.allocated_peak + hidden_);
+  }
+  stats.allocated_peak = std::max(stats.allocated_peak, allocated_peak_);
+  stats.reserved_peak = std::max(stats.reserved_peak, reserved_peak_);
+  return use;
+}
+
+void LiveMemory::restart(Runtime& runtime) {
+  const std::lock_guard lock(mutex_);
+  close(runtime);
+  allocated_peak_ = reserved_peak_ = live_peak_ = 0;
+}
+
+void LiveMemory::mark(Runtime& runtime) {
+  const std::lock_guard lock(mutex_);
+  close(runtime);
+}
+
+void LiveMemory::tell_peak(std::int64_t live) {
+  const std::lock_guard lock(mutex_);
+  live_peak_ = std::max(live_peak_, live);
+}
+
+LiveMemory::Measurement::Measurement(Runtime& runtime) : memory_(of(runtime.device())), runtime_(runtime) {
+  const std::lock_guard lock(memory_.mutex_);
+  memory_.close(runtime_);
+  memory_.measurements_.push_back(this);
+  memory_.measured_ = true;
+}
+
+LiveMemory::Measurement::~Measurement() {
+  const std::lock_guard lock(memory_.mutex_);
+  auto& all = memory_.measurements_;
+  all.erase(std::find(all.begin(), all.end(), this));
+  memory_.measured_ = !all.empty();
+}
+
+LiveMemory::Peak LiveMemory::Measurement::peak() {
+  const std::lock_guard lock(memory_.mutex_);
+  memory_.close(runtime_);
+  return peak_;
+}
+
+}  // namespace sidestream

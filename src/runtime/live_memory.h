@@ -1,0 +1,102 @@
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include <c10/core/Device.h>
+
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// What is live on one device at one moment: what LibTorch's allocator counts as allocated, and what captured graphs use of their
+/// pools beyond that.
+///
+/// Note [Live memory]
+/// The allocator knows what tensors hold. It does not know what replays use: the temporaries of a graph and what it saves for
+/// backward lie in memory that no tensor holds, and an output that was captured is allocated for good, also before its graph has
+/// run. So each chain says by how much the allocator is wrong about it, launch by launch (PoolUse); movers say what they have in
+/// flight. As with the allocator, memory is in use from its allocation to its release on the host.
+/// Between two changes of what they say, the allocator's own peak tells the rest; for that its peak statistics start anew at each
+/// change. That asks the allocator twice, so it is done only while somebody measures. Else a change is an addition, and the
+/// peak is told by whoever knows it from a step that was measured.
+/// Threads: any. Throws: as Runtime::memory_stats, where `runtime` (the device's) is passed.
+class LiveMemory {
+ public:
+  struct Change {
+    std::int64_t hidden = 0;     ///< live, and not counted by the allocator; negative: counted, and not live
+    std::int64_t in_flight = 0;  ///< of bytes that a step offloads: on the device
+    std::int64_t away = 0;       ///< bytes that would be on the device if nothing were offloaded
+  };
+  struct Peak {
+    std::int64_t live = 0;
+    std::int64_t in_flight = 0;    ///< at that moment
+    std::int64_t unoffloaded = 0;  ///< of live bytes and those away
+    std::int64_t allocated = 0;    ///< as the allocator counts
+  };
+  struct Use {
+    MemoryStats allocator;
+    std::int64_t live = 0;
+    std::int64_t live_peak = 0;
+  };
+
+  [[nodiscard]] static LiveMemory& of(c10::Device device);
+  LiveMemory(const LiveMemory&) = delete;
+  LiveMemory& operator=(const LiveMemory&) = delete;
+  ~LiveMemory() = delete;  // there is one for each device, for the life of the process
+
+  /// What holds now changes by so much.
+  void change(Runtime& runtime, const Change& by);
+  /// A graph is launched: what holds now changes by `during`, and then, from before it by `after`.
+  void launched(Runtime& runtime, const Change& during, const Change& after);
+  /// What was allocated since the latest change is for `bytes` that were away: it is in place of them, not beside them.
+  void came_back(Runtime& runtime, std::int64_t bytes);
+
+  /// Now, and the peaks since the latest `restart`; those of live bytes as far as they were measured or told.
+  [[nodiscard]] Use use(Runtime& runtime);
+  void restart(Runtime& runtime);
+  /// The allocator's peaks start anew; those of `use` do not.
+  void mark(Runtime& runtime);
+  /// Live bytes have been so many: by one who measured the same before.
+  void tell_peak(std::int64_t live);
+
+  /// Measures for as long as it lives.
+  class [[nodiscard]] Measurement {
+   public:
+    explicit Measurement(Runtime& runtime);
+    Measurement(const Measurement&) = delete;
+    Measurement& operator=(const Measurement&) = delete;
+    ~Measurement();
+    /// Since it began.
+    [[nodiscard]] Peak peak();
+
+   private:
+    friend class LiveMemory;
+    LiveMemory& memory_;
+    Runtime& runtime_;
+    Peak peak_;
+  };
+
+ private:
+  LiveMemory() = default;
+  void add(const Change& by) noexcept;
+  /// Takes what the allocator saw since the latest change into all peaks, and starts its peaks anew. Gives what it counts now.
+  std::int64_t close(Runtime& runtime, bool beside_away = true);
+  void meet(std::int64_t live, std::int64_t in_flight, std::int64_t unoffloaded);
+
+  std::atomic<std::int64_t> hidden_{0};
+  std::atomic<std::int64_t> in_flight_{0};
+  std::atomic<std::int64_t> away_{0};
+  std::atomic<bool> measured_{false};
+  std::atomic<bool> changed_{false};  ///< unmeasured, since the allocator's peaks began
+
+  std::mutex mutex_;
+  std::vector<Measurement*> measurements_;
+  // Since the latest restart, before the allocator's peaks began anew.
+  std::int64_t allocated_peak_ = 0;
+  std::int64_t reserved_peak_ = 0;
+  std::int64_t live_peak_ = 0;
+};
+
+}  // namespace sidestream

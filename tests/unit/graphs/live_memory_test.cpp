@@ -1,0 +1,115 @@
+// Live bytes of steps that replay graphs, against sizes that are known beforehand.
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "models/block_model.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/graphed_callable.h"
+#include "sidestream/scope.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::BlockModel;
+
+constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+
+/// `count` MiB of zeros.
+at::Tensor mebibytes(std::int64_t count, c10::Device device) {
+  return at::zeros({count, kMiB / 4}, at::TensorOptions().device(device));
+}
+
+class LiveMemoryOfGraphsTest : public testing::Test {
+ protected:
+  [[nodiscard]] std::int64_t live() const { return memory_use(device_).live; }
+
+  c10::Device device_ = find_device("sim");
+  torch::nn::Module model_;
+};
+
+TEST_F(LiveMemoryOfGraphsTest, TemporariesOfAReplayCountAtItsPeakAndNotAfter) {
+  OffloadEngine engine(model_, Options(device_));
+  const at::Tensor x = mebibytes(1, device_);
+  const auto call = make_graphed_callables(engine, {Callable("call", owning([](const Tensors& in) {
+                                                               const at::Tensor wide = in[0].repeat({8, 1});
+                                                               const at::Tensor wider = wide.add(1);
+                                                               return Tensors{wider.narrow(0, 0, 2).clone()};
+                                                             }))},
+                                           {{x}})[0];
+  { const auto step = engine.step(); }  // sizing
+  const std::int64_t before = live();
+  reset_memory_peaks(device_);
+  for (int s = 0; s < 3; ++s) {  // the first is measured, the others are like it
+    const auto step = engine.step();
+    const at::Tensor y = call({x})[0];
+    EXPECT_EQ(live() - before, 0) << "the output was allocated by the capture";
+  }
+  EXPECT_EQ(memory_use(device_).live_peak - before, 16 * kMiB) << "18, of which the output's 2 were allocated before";
+  EXPECT_EQ(engine.report().step_peak_bytes - before, 16 * kMiB);
+}
+
+TEST_F(LiveMemoryOfGraphsTest, WhatIsSavedCountsUntilItsBackward) {
+  OffloadEngine engine(model_, Options(device_));
+  const at::Tensor x = mebibytes(4, device_).requires_grad_();
+  const auto call = make_graphed_callables(
+      engine, {Callable("call", owning([](const Tensors& in) { return Tensors{in[0].exp().sin().sum()}; }))}, {{x}})[0];
+  { const auto step = engine.step(); }
+  for (int s = 0; s < 2; ++s) {
+    const auto step = engine.step();
+    const std::int64_t before = live();
+    const at::Tensor y = call({x})[0];
+    EXPECT_EQ(live() - before, 4 * kMiB) << "exp's result, which is sin's input: one storage";
+    y.backward();
+    x.mutable_grad() = at::Tensor();
+    EXPECT_EQ(live(), before);
+  }
+}
+
+TEST_F(LiveMemoryOfGraphsTest, APassThatIsDroppedHoldsNothing) {
+  OffloadEngine engine(model_, Options(device_));
+  const at::Tensor x = mebibytes(4, device_).requires_grad_();
+  const auto call = make_graphed_callables(
+      engine, {Callable("call", owning([](const Tensors& in) { return Tensors{in[0].exp().sum()}; }))}, {{x}})[0];
+  { const auto step = engine.step(); }
+  const std::int64_t idle = live();
+  {
+    const auto step = engine.step();
+    (void)call({x});
+  }
+  EXPECT_EQ(live(), idle) << "its node is gone, and with it the backward";
+}
+
+TEST_F(LiveMemoryOfGraphsTest, OffloadTakesOffThePeakWhatIsNotInFlightThen) {
+  BlockModel::Shape shape;
+  shape.layers = 8;
+  const auto report = [&](const Options& options) {
+    BlockModel model(shape);
+    model.to(device_);
+    OffloadEngine engine(model, options);
+    for (std::int64_t s = 0; s < 4; ++s) {
+      const auto step = engine.step();
+      const auto batch = testing_model::batch_of(shape, s, device_);
+      const at::Tensor loss = model.loss(batch.tokens, batch.targets);
+      (void)mebibytes(16, device_);  // the peak is here, with whatever offload
+      loss.backward();
+    }
+    return engine.report();
+  };
+  const Options graphs = Options(device_).min_bytes(1024).graph("blocks.*");
+  const Report without = report(graphs);
+  for (const std::size_t lag : {0, 100'000, 200'000}) {
+    const Report with = report(Options(graphs).offload("blocks.*.*").lag(lag));
+    EXPECT_GT(with.offloaded_bytes, 0) << lag;
+    EXPECT_EQ(without.step_peak_bytes - with.step_peak_bytes, with.offloaded_bytes - with.in_flight_bytes) << lag;
+    EXPECT_EQ(with.r_net() > with.r_gross(), with.in_flight_bytes > 0) << lag;
+  }
+}
+
+}  // namespace
+}  // namespace sidestream
