@@ -39,6 +39,8 @@ class ChainCapture {
   /// What turns round within the lag stays.
   void make_plan_and_pin();
   [[nodiscard]] std::size_t layers_deep() const;
+  /// For layers that save `selected` bytes: as the options have it, else by the measured pace of layers and link.
+  [[nodiscard]] CopyWindow window_for(const std::vector<std::uint64_t>& selected) const;
   void prepare_layers();
   /// What `layer` reads, and its module does not have, is compared before each replay.
   static void watch(Layer& layer, const at::Tensor& tensor);

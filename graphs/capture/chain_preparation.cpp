@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -40,14 +41,33 @@ std::size_t ChainCapture::layers_deep() const {
   return static_cast<std::size_t>(chain_.options_.side_streams().value_or(kLayers));
 }
 
+CopyWindow ChainCapture::window_for(const std::vector<std::uint64_t>& selected) const {
+  if (resources_.room != CopyRoom::as_planned) {
+    return copy_window(selected, 0, 0, 1);
+  }
+  CopyWindow window = copy_window(selected, resources_.lag, resources_.lookahead.value_or(0), layers_deep());
+  std::vector<LayerPace> paces;
+  for (const LayerSizing& sizing : sizings_) {
+    paces.push_back(sizing.pace);
+  }
+  const bool timed = std::all_of(paces.begin(), paces.end(), [](const LayerPace& pace) { return pace.forward > 0; });
+  if (resources_.link && timed) {
+    const CopyWindow paced = paced_window(selected, window, paces, *resources_.link);
+    const bool open = !resources_.lag && !chain_.options_.side_streams();
+    window = {open ? paced.lag : window.lag, resources_.lookahead ? window.lookahead : paced.lookahead};
+  }
+  return window;
+}
+
 void ChainCapture::make_plan_and_pin() {
   Profile& profile = chain_.profile_;
   std::vector<std::uint64_t> selected;
   for (const LayerSizing& sizing : sizings_) {
     selected.push_back(selected_bytes(sizing.profile));
   }
-  const CopyWindow window = copy_window(selected, resources_.lag, resources_.lookahead, layers_deep());
-  const std::size_t first_staying = first_to_stay(selected, window);
+  const CopyWindow window = window_for(selected);
+  const std::size_t first_staying =
+      resources_.room == CopyRoom::none_stays ? specs_.size() : first_to_stay(selected, window);
   std::vector<std::size_t> first_storage;
   for (const auto i : c10::irange(specs_.size())) {
     const Profile& layer = sizings_[i].profile;
@@ -65,7 +85,13 @@ void ChainCapture::make_plan_and_pin() {
     }
   }
   chain_.plan_ = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress);
-  if (resources_.lag && *resources_.lag < window.lag) {
+  if (resources_.room != CopyRoom::as_planned) {
+    chain_.plan_.notes.push_back(
+        "device memory was full when \"" + specs_.front().name +
+        "\" and what follows it was captured as planned; captured again, of what leaves no more than " +
+        std::to_string(window.lag) + " bytes are on the device beside what the running call saves" +
+        (resources_.room == CopyRoom::none_stays ? ", and nothing stays" : ""));
+  } else if (resources_.lag && *resources_.lag < window.lag) {
     chain_.plan_.notes.push_back("Options::lag of " + std::to_string(*resources_.lag) +
                                  " bytes is less than the largest graphed call saves; " + std::to_string(window.lag) +
                                  " are used");

@@ -29,12 +29,16 @@ std::vector<bool> flags_of(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
-                                const std::function<std::vector<at::Tensor>()>& wanted, std::vector<bool>* used) {
+                                const std::function<std::vector<at::Tensor>()>& wanted, std::vector<bool>* used,
+                                PassClock* clock) {
   const std::vector<at::Tensor> known = wanted();
   const HiddenGradients hidden(known);
   const BareLeaves bare(known);
   const NestedBackwardRefusal no_nested;
   detail::TensorBuffer outputs;
+  if (clock != nullptr) {
+    clock->forward_begins();
+  }
   {
     const ForwardStateGuard state(spec.state);
     const std::vector<at::Tensor> arguments = arguments_of(spec, inputs);
@@ -46,6 +50,9 @@ detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Ten
                          "not do; set it before the call, or on what input.detach() gives");
     }
     refuse_hooks_of_body(spec.name, arguments, outputs);
+  }
+  if (clock != nullptr) {
+    clock->backward_begins();
   }
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
@@ -65,6 +72,9 @@ detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Ten
     const BackwardStateGuard state(spec.state);
     grads = torch::autograd::grad(roots, targets, seeds, /*retain_graph=*/false, /*create_graph=*/false,
                                   /*allow_unused=*/true);
+  }
+  if (clock != nullptr) {
+    clock->ended();
   }
   for (const at::Tensor& leaf : known) {
     if (leaf.grad().defined()) {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "analysis/copy_pace.h"
 #include "analysis/planner.h"
 #include "graphs/capture/pass_watch.h"
 #include "graphs/replay/layer.h"
@@ -21,6 +22,7 @@ struct LayerSizing {
   std::vector<BackwardRead> backward_reads;
   bool casts = false;  ///< autocast was on somewhere in it
   std::uint64_t saved_bytes = 0;
+  LayerPace pace;  ///< of the latest warm-up pass; zero where there was none, or no clock to time it by
 };
 
 /// The sizing pass of one layer, whose body is run on `inputs`: forward and backward once, under the recorder and the operator

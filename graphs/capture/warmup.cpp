@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -139,6 +140,10 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
                                          [&](const OperatorAccess& access) { watch.before(access); },
                                          OperatorObserverGuard::Outer::hears_too);
     for (std::int64_t i = 0; i < options.num_warmup_iters(); ++i) {
+      std::optional<PassClock> clock;
+      if (runtime.keeps_time() && i + 1 == options.num_warmup_iters()) {
+        clock.emplace(runtime);
+      }
       (void)eager_pass(
           spec, inputs,
           [&] {
@@ -146,7 +151,10 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
             targets.insert(targets.end(), sizings.back().parameters.begin(), sizings.back().parameters.end());
             return targets;
           },
-          nullptr);
+          nullptr, clock ? &*clock : nullptr);
+      if (clock) {
+        sizings.back().pace = clock->pace();
+      }
       seeds.check(spec, /*last=*/false);
     }
     outputs.ran(index);

@@ -55,7 +55,7 @@ bool is_outdated(const Chain& chain) {
 
 }  // namespace
 
-std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const GraphOptions& options) {
+std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs, const GraphOptions& options) {
   if (context_.phase() == CallContext::Phase::capturing) {
     throw UsageError(
         "make_graphed_callables inside a capture of the same engine (from a hook, from Options::progress, or from "
@@ -68,12 +68,22 @@ std::shared_ptr<Chain> EngineChains::capture(std::vector<LayerSpec> specs, const
   std::optional<OperatorObserverGuard> journaling;
   resources_.check.journal_capture(journaling, report_.steps());
   std::shared_ptr<Chain> chain;
-  const MemoryShortage shortage(resources_);
-  try {
-    chain = ChainCapture::make_chain(resources_.for_graphs(), std::move(specs), options);
-  } catch (...) {
-    mark_static_outputs();  // a capture ends with none marked
-    shortage.rethrow(*this);
+  GraphResources graphs = resources_.for_graphs();
+  while (chain == nullptr) {
+    const MemoryShortage shortage(resources_);
+    try {
+      chain = ChainCapture::make_chain(graphs, specs, options);
+    } catch (...) {
+      mark_static_outputs();  // a capture ends with none marked
+      if (graphs.room == CopyRoom::none_stays || resources_.options.offload_patterns().empty() ||
+          !shortage.is_the_error()) {
+        shortage.rethrow(*this);
+      }
+    }
+    if (chain == nullptr) {
+      graphs.room = graphs.room == CopyRoom::as_planned ? CopyRoom::least : CopyRoom::none_stays;
+      resources_.runtime->release_cached_memory();
+    }
   }
   report_.captured(*chain);
   plan_.outdate();
@@ -102,7 +112,7 @@ void EngineChains::recapture(ChainHolder& holder) {
   const GraphOptions options = holder.chain->options();
   holder.chain->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
-  holder.chain = capture(std::move(specs), options);
+  holder.chain = capture(specs, options);
   report_.recaptured(static_cast<std::int64_t>(holder.chain->layers().size()));
   mark_static_outputs();
 }
@@ -124,12 +134,12 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
     slots = std::max(slots, call->slot + 1);
   }
   for (std::size_t slot = 0; slot < slots; ++slot) {
-    SlotCalls of_slot = calls_of(recorded, slot);
+    const SlotCalls of_slot = calls_of(recorded, slot);
     if (of_slot.specs.empty()) {
       continue;
     }
     const auto holder = std::make_shared<ChainHolder>();
-    holder->chain = capture(std::move(of_slot.specs), resources_.options.graph_options());
+    holder->chain = capture(of_slot.specs, resources_.options.graph_options());
     for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
       RecordedCall& call = *of_slot.calls[layer];
       call.captured = true;

@@ -1,5 +1,6 @@
 #include "graphs/engine/engine_resources.h"
 
+#include <exception>
 #include <limits>
 #include <string>
 #include <vector>
@@ -7,6 +8,7 @@
 #include "graphs/engine/checked_options.h"
 #include "offload/autograd_engine.h"
 #include "runtime/host_limit.h"
+#include "runtime/link_speed.h"
 
 namespace sidestream {
 namespace {
@@ -46,6 +48,21 @@ EngineResources::EngineResources(torch::nn::Module& model, Options given, std::s
   const std::vector<at::Tensor> buffers = model.buffers();
   tensors.insert(tensors.end(), buffers.begin(), buffers.end());
   exclusions.set_parameters(std::move(tensors));
+}
+
+std::optional<LinkPace> EngineResources::link() {
+  constexpr std::size_t kBytes = std::size_t{16} << 20;
+  constexpr double kGigabyte = 1e9;
+  const bool asked = !options.offload_patterns().empty() && (!options.lag() || !options.lookahead());
+  if (!link_measured_ && asked && runtime->keeps_time()) {
+    link_measured_ = true;
+    try {
+      const LinkSpeed speed = link_speed(*runtime, kBytes);
+      link_ = {speed.to_host * kGigabyte, speed.to_device * kGigabyte};
+    } catch (const std::exception&) {  // no room for it: what is planned then is as good as it can be
+    }
+  }
+  return link_;
 }
 
 }  // namespace sidestream

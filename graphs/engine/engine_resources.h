@@ -1,5 +1,6 @@
 #pragma once
 #include <memory>
+#include <optional>
 
 #include <torch/nn/module.h>
 
@@ -34,7 +35,8 @@ struct EngineResources {
             options.progress(),
             &owned_gradients,
             options.lag(),
-            options.lookahead()};
+            options.lookahead(),
+            link()};
   }
 
   Options options;
@@ -48,6 +50,13 @@ struct EngineResources {
   std::shared_ptr<CaptureOffload> capture_offload;
   std::shared_ptr<EagerOffload> eager;
   OwnedGradients owned_gradients;
+
+ private:
+  /// Measured once, where anything depends on it; nothing where the device keeps no time of its own, or has no memory to measure.
+  [[nodiscard]] std::optional<LinkPace> link();
+
+  bool link_measured_ = false;
+  std::optional<LinkPace> link_;
 };
 
 }  // namespace sidestream

@@ -138,6 +138,21 @@ void MemoryShortage::warn(const EngineChains& chains, const Recorder& recorder) 
   }
 }
 
+bool MemoryShortage::is_the_error() const {
+  if (!met()) {
+    return false;
+  }
+  try {
+    throw;
+  } catch (const c10::OutOfMemoryError&) {
+    return true;
+  } catch (const DeviceError& error) {
+    return typeid(error) == typeid(DeviceError);
+  } catch (...) {
+    return false;
+  }
+}
+
 void MemoryShortage::rethrow(const EngineChains& chains) const {
   const std::string what = text(chains, nullptr);
   if (what.empty()) {

@@ -17,6 +17,8 @@ class MemoryShortage {
   /// Where it was met: says by LibTorch's warnings what held the memory in the step of `recorder` and what else may leave. The
   /// error, which is on its way through the user's code, knows neither.
   void warn(const EngineChains& chains, const Recorder& recorder) const noexcept;
+  /// Inside of a handler: the error is the allocator's.
+  [[nodiscard]] bool is_the_error() const;
   /// Inside of a handler, for a capture: where it was met, throws the allocator's error as a DeviceError that says so; else the
   /// error as it is.
   [[noreturn]] void rethrow(const EngineChains& chains) const;

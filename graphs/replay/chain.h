@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include "analysis/copy_pace.h"
 #include "analysis/planner.h"
 #include "graphs/replay/chain_copies.h"
 #include "graphs/replay/layer.h"
@@ -25,6 +26,13 @@
 
 namespace sidestream {
 
+/// How much of what leaves may be on the device beside what the running call saves.
+enum class CopyRoom : std::uint8_t {
+  as_planned,
+  least,       ///< no more than the largest call's
+  none_stays,  ///< the same, and what turns round within it leaves as well
+};
+
 /// What captures and replays share: one engine's.
 struct GraphResources {
   std::shared_ptr<Runtime> runtime;
@@ -35,8 +43,11 @@ struct GraphResources {
   std::shared_ptr<CaptureOffload> offload;
   ProgressCallback progress;  ///< empty: nobody listens
   OwnedGradients* owned_gradients = nullptr;
-  std::optional<std::uint64_t> lag;  ///< see CopyWindow
-  std::uint64_t lookahead = 0;
+  // See CopyWindow; where the options name none.
+  std::optional<std::uint64_t> lag;
+  std::optional<std::uint64_t> lookahead;
+  std::optional<LinkPace> link;  ///< where it is known
+  CopyRoom room = CopyRoom::as_planned;
 };
 
 /// Layers that are captured together, share one memory pool, and replay in the nesting order they were captured in:

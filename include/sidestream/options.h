@@ -52,11 +52,14 @@ class Options {
   TORCH_ARG(int64_t, groups_in_flight) = 2;
   /// How far the copies of graphed calls to the host may trail behind the graphs, in device bytes: what calls saved whose copies
   /// are not waited for yet, with that of the call that runs. What turns round within it never leaves. Raised to the largest
-  /// call's bytes where it is less. None: as much as the largest calls of a chain save, as many as `side_streams`, else two.
+  /// call's bytes where it is less. None: as much as the largest calls of a chain save, as many as `side_streams`, else two;
+  /// on a device with a clock more, where by the measured link and the calls' times forwards would else wait for copies, but no
+  /// more than a quarter of what is offloaded.
   TORCH_ARG(std::optional<std::size_t>, lag);
   /// How many device bytes may be back before the backward that needs them, beyond those of `lag` that earlier backwards have
-  /// freed by then. The next call's are always brought back while a backward runs.
-  TORCH_ARG(std::size_t, lookahead) = 0;
+  /// freed by then. The next call's are always brought back while a backward runs. None: what the measured link and times gain by,
+  /// but no more than an eighth of what is offloaded; nothing on a device without a clock.
+  TORCH_ARG(std::optional<std::size_t>, lookahead);
   /// The first so many steps are written into a journal and checked: every two accesses to the same bytes, at least one a
   /// write, must be ordered by streams and events. Report::order_findings says what is not. 0: off, at no cost. The environment
   /// variable SIDESTREAM_CHECK_STEPS sets it where this is 0.

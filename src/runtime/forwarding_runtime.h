@@ -26,6 +26,7 @@ class ForwardingRuntime : public Runtime {
   void wait(c10::Stream stream, const Event& event) override { inner_->wait(stream, event); }
   [[nodiscard]] bool query(const Event& event) override { return inner_->query(event); }
   void synchronize(const Event& event) override { inner_->synchronize(event); }
+  [[nodiscard]] bool keeps_time() const noexcept override { return inner_->keeps_time(); }
   [[nodiscard]] double elapsed_ms(const Event& begin, const Event& end) override {
     return inner_->elapsed_ms(begin, end);
   }

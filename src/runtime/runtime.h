@@ -102,6 +102,8 @@ class SIDESTREAM_API Runtime {
   /// True when the marked work is done. Capture: illegal while the calling thread captures.
   [[nodiscard]] virtual bool query(const Event& event) = 0;
   virtual void synchronize(const Event& event) = 0;
+  /// True where timing events, and how long copies take, tell of a device's own clock and link.
+  [[nodiscard]] virtual bool keeps_time() const noexcept { return false; }
   /// Milliseconds between two recorded timing events that are both done.
   [[nodiscard]] virtual double elapsed_ms(const Event& begin, const Event& end) = 0;
 

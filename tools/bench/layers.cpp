@@ -45,7 +45,7 @@ struct Settings {
   std::int64_t rounds = 15;
   std::int64_t min_kib = 1024;
   std::optional<std::int64_t> lag_mib;
-  std::int64_t lookahead_mib = 0;
+  std::optional<std::int64_t> lookahead_mib;
   std::string report;
 };
 
@@ -92,7 +92,9 @@ class Bench {
         .min_bytes(static_cast<std::size_t>(settings_.min_kib) * 1024)
         .graph_options(GraphOptions().side_streams(mode.side_streams).accumulate_in_graph(true));
     if (mode.window) {
-      options.lookahead(static_cast<std::size_t>(settings_.lookahead_mib) << 20);
+      if (settings_.lookahead_mib) {
+        options.lookahead(static_cast<std::size_t>(*settings_.lookahead_mib) << 20);
+      }
       if (settings_.lag_mib) {
         options.lag(static_cast<std::size_t>(*settings_.lag_mib) << 20);
       }
@@ -235,7 +237,7 @@ Json measure(const Settings& settings) {
           {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
           {"rounds", settings.rounds},
           {"lag_mib", settings.lag_mib ? Json(*settings.lag_mib) : Json()},
-          {"lookahead_mib", settings.lookahead_mib},
+          {"lookahead_mib", settings.lookahead_mib ? Json(*settings.lookahead_mib) : Json()},
           {"weights_and_gradients_bytes", bench.base_bytes()},
           {"modes", modes}};
 }
@@ -290,7 +292,7 @@ int run(int argc, char** argv) {
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--lag-mib", settings.lag_mib, "Options::lag of the mode with a given window");
-  app.add_option("--lookahead-mib", settings.lookahead_mib, "Options::lookahead of that mode")->capture_default_str();
+  app.add_option("--lookahead-mib", settings.lookahead_mib, "Options::lookahead of that mode");
   app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--report", settings.report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);

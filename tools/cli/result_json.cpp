@@ -28,7 +28,7 @@ Json options_json(const TrainingOptions& options) {
           {"graphs", options.graphs},
           {"side_streams", options.side_streams},
           {"lag_mib", options.lag_mib ? Json(*options.lag_mib) : Json()},
-          {"lookahead_mib", options.lookahead_mib},
+          {"lookahead_mib", options.lookahead_mib ? Json(*options.lookahead_mib) : Json()},
           {"schedule", options.schedule},
           {"check_steps", options.check_steps},
           {"verify_replays", options.verify_replays}};

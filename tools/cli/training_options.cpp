@@ -89,16 +89,16 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->type_name("K")
       ->capture_default_str();
   command
-      .add_option("--lag-mib", options.lag_mib,
-                  "How far copies to the host may trail behind graphs, in MiB of device memory (default: K layers)")
+      .add_option(
+          "--lag-mib", options.lag_mib,
+          "How far copies to the host may trail behind graphs, in MiB of device memory (default: by K and the link)")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->type_name("MIB");
   command
       .add_option("--lookahead-mib", options.lookahead_mib,
                   "How far copies back may run ahead of backward, in MiB beyond the lag's")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20))
-      ->type_name("MIB")
-      ->capture_default_str();
+      ->type_name("MIB");
 }
 
 void declare_training_options(CLI::App& command, TrainingOptions& options) {

@@ -30,7 +30,7 @@ struct TrainingOptions {
   std::string graphs = "layer";
   std::int64_t side_streams = 2;
   std::optional<std::int64_t> lag_mib;
-  std::int64_t lookahead_mib = 0;
+  std::optional<std::int64_t> lookahead_mib;
   std::string schedule;  ///< empty: the device's own
   bool compare = false;
   std::filesystem::path report;  ///< empty: none

@@ -65,7 +65,9 @@ Options engine_options(const TrainingOptions& options, c10::Device device, Train
   engine.check_steps(options.check_steps).progress(std::move(progress));
   engine.verify_replays(options.verify_replays).verify_tolerance(verify_tolerance(options, device));
   engine.min_bytes(kMinBytes).graph_options(GraphOptions().side_streams(options.side_streams));
-  engine.lookahead(static_cast<std::size_t>(options.lookahead_mib) << 20);
+  if (options.lookahead_mib) {
+    engine.lookahead(static_cast<std::size_t>(*options.lookahead_mib) << 20);
+  }
   if (options.lag_mib) {
     engine.lag(static_cast<std::size_t>(*options.lag_mib) << 20);
   }

@@ -32,6 +32,7 @@ class CudaRuntime final : public Runtime {
   void wait(c10::Stream stream, const Event& event) override;
   [[nodiscard]] bool query(const Event& event) override;
   void synchronize(const Event& event) override;
+  [[nodiscard]] bool keeps_time() const noexcept override { return true; }
   [[nodiscard]] double elapsed_ms(const Event& begin, const Event& end) override;
   [[nodiscard]] ExternalEvent create_external_event() override;
   void record(const ExternalEvent& event, c10::Stream stream) override;

@@ -1,5 +1,6 @@
 // A model whose step needs more than twice the device's memory trains from the first step on, in each form, with the gradients of
 // a run that has memory enough.
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -18,6 +19,7 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/report.h"
 #include "sidestream/testing/simulator.h"
 #include "warnings.h"
 
@@ -159,6 +161,22 @@ TEST_F(MemoryLimitTest, ACaptureThatDoesNotFitSaysSo) {
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "the device ran out of memory in a capture. It began with", text);
   }
   EXPECT_TRUE(same(step(model, &engine, 1), expected_[1]));
+}
+
+TEST_F(MemoryLimitTest, ACaptureThatDoesNotFitAsPlannedIsMadeAgainWithMoreOffloaded) {
+  // With so much lag everything turns round within it: nothing would leave.
+  const Options planned = options().offload("blocks.*").graph("blocks.*").lag(std::size_t{1} << 30);
+  expect_trains(planned);
+  DeepModel model(device_);
+  const MemoryLimit limit(device_, limit_);
+  OffloadEngine engine(model, planned);
+  (void)step(model, &engine, 0);
+  (void)step(model, &engine, 1);
+  const Report report = engine.report();
+  EXPECT_GT(report.offloaded_bytes, 0);
+  EXPECT_TRUE(std::any_of(report.notes.begin(), report.notes.end(), [](const std::string& note) {
+    return note.find("device memory was full when \"blocks.0\"") != std::string::npos;
+  }));
 }
 
 TEST_F(MemoryLimitTest, ADeviceThatIsFullBeforeTheStepIsATypedError) {

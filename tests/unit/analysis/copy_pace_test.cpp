@@ -1,0 +1,60 @@
+#include "analysis/copy_pace.h"
+
+#include <cstdint>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+namespace sidestream {
+namespace {
+
+using Bytes = std::vector<std::uint64_t>;
+
+std::vector<LayerPace> layers(std::size_t count, double forward, double backward) {
+  return std::vector<LayerPace>(count, LayerPace{forward, backward});
+}
+
+TEST(PassSecondsTest, CopiesThatKeepPaceCostNothing) {
+  EXPECT_DOUBLE_EQ(pass_seconds({10, 10, 10, 10}, {10, 10, 0, 0}, {20, 0}, layers(4, 1, 2), {20, 20}), 12);
+}
+
+TEST(PassSecondsTest, AForwardWaitsForTheCopyWhoseMemoryItTakes) {
+  // Two seconds a copy: the second forward begins at 3, where the first copy ends, and the third at 6.
+  EXPECT_DOUBLE_EQ(pass_seconds({10, 10, 10}, {10, 10, 0}, {10, 0}, layers(3, 1, 4), {5, 100}), 7 + 12);
+}
+
+TEST(PassSecondsTest, ABackwardWaitsForWhatComesBack) {
+  // The second forward begins at 1.1; the copy of the first comes back with the backward of the second, at 2.1, and takes 10.
+  EXPECT_DOUBLE_EQ(pass_seconds({10, 10}, {10, 0}, {10, 0}, layers(2, 1, 2), {100, 1}), 2.1 + 10 + 2);
+}
+
+TEST(PacedWindowTest, IsTheLeastWhereCopiesKeepPace) {
+  const CopyWindow window = paced_window(Bytes(12, 10), {20, 0}, layers(12, 1, 2), {20, 20});
+  EXPECT_EQ(window.lag, 20);
+  EXPECT_EQ(window.lookahead, 0);
+}
+
+TEST(PacedWindowTest, HoldsSoMuchThatForwardsDoNotWaitForALinkThatFallsABitBehind) {
+  // 0.95 of what is needed: after 40 layers two are behind.
+  const CopyWindow window = paced_window(Bytes(40, 10), {20, 0}, layers(40, 1, 2), {9.5, 9.5});
+  EXPECT_GT(window.lag, 20);
+  EXPECT_LE(window.lag, 100);
+}
+
+TEST(PacedWindowTest, OffloadsNoLessWhereTheLinkCannotCarryItAnyway) {
+  EXPECT_EQ(paced_window(Bytes(40, 10), {20, 0}, layers(40, 1, 2), {2, 2}).lag, 20);
+}
+
+TEST(PacedWindowTest, LooksAheadWhereThatFillsTheLink) {
+  const CopyWindow window = paced_window(Bytes(40, 10), {20, 0}, layers(40, 1, 1), {100, 9});
+  EXPECT_GT(window.lookahead, 0);
+  EXPECT_LE(window.lookahead, 50);
+}
+
+TEST(PacedWindowTest, NothingToOffloadNeedsNoWindow) {
+  EXPECT_EQ(paced_window({}, {0, 0}, {}, {1, 1}).lag, 0);
+  EXPECT_EQ(paced_window({0, 0}, {0, 0}, layers(2, 1, 1), {1, 1}).lag, 0);
+}
+
+}  // namespace
+}  // namespace sidestream
