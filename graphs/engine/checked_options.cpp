@@ -93,7 +93,7 @@ Options checked_options(Options options) {
     throw UsageError("max_captures is " + std::to_string(options.call_options().max_captures()) +
                      "; it must be at least 1");
   }
-  if (options.groups_in_flight() < 0) {
+  if (options.groups_in_flight() && *options.groups_in_flight() < 0) {
     throw UsageError("groups_in_flight is negative; it must be 0 or more");
   }
   if (options.check_steps() == 0) {

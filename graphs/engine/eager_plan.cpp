@@ -4,18 +4,28 @@
 
 namespace sidestream {
 
-void EagerPlan::learn(const Recorder& recorder, const std::vector<std::uint32_t>& needed_immediately) {
+void EagerPlan::learn(const Recorder& recorder, const std::vector<GroupEvent>& order,
+                      const EagerOffload::Limits& limits) {
   profile_ = recorder.profile();
   scopes_ = recorder.group_scopes();
   identities_ = recorder.identities();
-  for (const std::uint32_t group : needed_immediately) {
-    profile_.groups[group].needed_immediately = true;
-  }
   // An eager group that shares a storage with a call that is captured is held back by it: the call's group is not selected here.
   for (GroupProfile& group : profile_.groups) {
-    if (group.captured_later) {
-      group.selected = group.needed_immediately = false;
-    }
+    group.selected = group.selected && !group.captured_later;
+  }
+  std::vector<std::uint64_t> selected(profile_.groups.size());
+  for (const StorageProfile& storage : profile_.storages) {
+    const std::uint32_t group = storage.savers.front();
+    selected[group] += profile_.groups[group].selected ? storage.bytes : 0;
+  }
+  window_ = EagerOffload::window_for(selected, limits);
+  note_ = limits.lag && *limits.lag < window_.copies.lag ? "Options::lag of " + std::to_string(*limits.lag) +
+                                                               " bytes is less than the largest eager group saves; " +
+                                                               std::to_string(window_.copies.lag) + " are used"
+                                                         : "";
+  const std::vector<bool> turning = turn_round_within(order, selected, window_);
+  for (std::size_t group = 0; group < turning.size(); ++group) {
+    profile_.groups[group].needed_immediately = turning[group] && profile_.groups[group].selected;
   }
   state_ = State::sized;
 }
@@ -32,6 +42,9 @@ void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCal
   }
   identities_.clear();
   plan_ = plan_and_pin(profile_, arena, HostArena::Surplus::given_back, progress);
+  if (!note_.empty()) {
+    plan_.notes.push_back(note_);
+  }
   pass_ = lay_out(profile_, scopes_, plan_.decisions.data());
   state_ = State::planned;
 }

@@ -1,11 +1,11 @@
 #pragma once
-#include <cstdint>
+#include <string>
 #include <vector>
 
 #include "analysis/planner.h"
 #include "memory/host_arena.h"
+#include "offload/eager_offload.h"
 #include "offload/recorder.h"
-#include "offload/sizing.h"
 #include "sidestream/progress.h"
 
 namespace sidestream {
@@ -23,10 +23,11 @@ class EagerPlan {
 
   [[nodiscard]] State state() const noexcept { return state_; }
   /// -> sized: what a pass saw, the sizing pass or a later one that had no room for what it was to offload.
-  /// `needed_immediately`: indices of its groups. Groups of calls that are captured are their chains' business.
-  void learn(const Recorder& recorder, const std::vector<std::uint32_t>& needed_immediately);
-  /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back. Storages that are still there although autograd has let
-  /// go of them are the program's own: they stay, and `exclusions` hears of it.
+  /// `order`: of its groups. What turned round within the lag of `limits` stays. Groups of calls that are captured are their
+  /// chains' business.
+  void learn(const Recorder& recorder, const std::vector<GroupEvent>& order, const EagerOffload::Limits& limits);
+  /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back. Storages that
+  /// are still there although autograd has let go of them are the program's own: they stay, and `exclusions` hears of it.
   /// Capture: illegal.  Throws: what `progress` throws.
   void make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress);
   /// planned -> sized: a capture has taken room in the arena.
@@ -34,6 +35,8 @@ class EagerPlan {
   /// -> unsized. The report still tells of the plan before.
   void drop() noexcept;
 
+  /// How far the copies of its groups may be away from compute.
+  [[nodiscard]] const GroupWindow& window() const noexcept { return window_; }
   /// What the plan says of a step, in the order of its groups.
   [[nodiscard]] const PlannedPass& pass() const noexcept { return pass_; }
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
@@ -44,6 +47,8 @@ class EagerPlan {
   Profile profile_;
   std::vector<const ScopeNode*> scopes_;   ///< of the profile's groups
   std::vector<SavedIdentity> identities_;  ///< of the profile's storages, until the plan is made
+  GroupWindow window_;
+  std::string note_;  ///< on the window
   Plan plan_;
   PlannedPass pass_;
 };

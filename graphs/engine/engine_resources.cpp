@@ -28,6 +28,16 @@ std::size_t host_cap_of(const Options& options) {
   return options.host_cap() != kNone ? options.host_cap() : host_bytes_left().value_or(kNone) / 5 * 4;
 }
 
+EagerOffload::Limits limits_of(const Options& options) {
+  EagerOffload::Limits limits;
+  limits.lag = options.lag();
+  limits.lookahead = options.lookahead().value_or(0);
+  if (options.groups_in_flight()) {
+    limits.groups_in_flight = static_cast<std::size_t>(*options.groups_in_flight());
+  }
+  return limits;
+}
+
 }  // namespace
 
 EngineResources::EngineResources(torch::nn::Module& model, Options given, std::shared_ptr<Runtime> given_runtime)
@@ -41,7 +51,7 @@ EngineResources::EngineResources(torch::nn::Module& model, Options given, std::s
       exclusions(runtime->device(), options.min_bytes()),
       capture_stream(runtime->create_stream()),
       capture_offload(std::make_shared<CaptureOffload>(runtime, arena)),
-      eager(std::make_shared<EagerOffload>(runtime, arena, static_cast<std::size_t>(options.groups_in_flight()))) {
+      eager(std::make_shared<EagerOffload>(runtime, arena, limits_of(options))) {
   runtime->check_settings(/*graphs=*/!graphed.empty());
   install_autograd_engine();
   std::vector<at::Tensor> tensors = model.parameters();

@@ -136,6 +136,7 @@ void EngineState::make_ready() {
     chains_.capture_recorded(recorded_);
   }
   eager_plan_.make(*resources_.arena, resources_.exclusions, resources_.options.progress());
+  resources_.eager->set_window(eager_plan_.window());
 }
 
 void EngineState::end_step(bool failed) {
@@ -178,12 +179,12 @@ void EngineState::take_results(StepSession& step, const Chain::Counts& replays) 
     case StepSession::Kind::sizing:
       report_.step_ended(step.recorder(), replays, eager, step.peaks());
       report_.sizing_ended(step.recorder(), step.peaks().unoffloaded);
-      eager_plan_.learn(step.recorder(), resources_.eager->needed_immediately());
+      eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       break;
     case StepSession::Kind::planned:
       report_.step_ended(step.recorder(), replays, eager, memory_.end());
       if (step.recorder().counts().refused_bytes > 0) {
-        eager_plan_.learn(step.recorder(), resources_.eager->needed_immediately());
+        eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       }
       break;
   }

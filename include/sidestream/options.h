@@ -48,17 +48,19 @@ class Options {
   TORCH_ARG(std::size_t, host_cap) = std::numeric_limits<std::size_t>::max();
   /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes].
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
-  /// Eager groups whose copies to the host may be in flight before the main stream waits for the oldest [max_inflight].
-  TORCH_ARG(int64_t, groups_in_flight) = 2;
-  /// How far the copies of graphed calls to the host may trail behind the graphs, in device bytes: what calls saved whose copies
-  /// are not waited for yet, with that of the call that runs. What turns round within it never leaves. Raised to the largest
-  /// call's bytes where it is less. None: as much as the largest calls of a chain save, as many as `side_streams`, else two;
-  /// on a device with a clock more, where by the measured link and the calls' times forwards would else wait for copies, but no
-  /// more than a quarter of what is offloaded.
+  /// How many eager groups may trail as well, beside `lag`, before the stream that saved them waits for the oldest's copies
+  /// [max_inflight]. None: the bytes alone say it.
+  TORCH_ARG(std::optional<int64_t>, groups_in_flight);
+  /// How far copies to the host may trail, in device bytes, of graphed calls and of eager groups each. Of calls: what they saved
+  /// whose copies are not waited for yet, with that of the call that runs. Of groups: the same, of those that have ended. What
+  /// turns round within it never leaves. Raised to the largest call's or group's bytes where it is less. None: as much as the
+  /// largest calls of a chain save, as many as `side_streams`, else two; on a device with a clock more, where by the measured link
+  /// and the calls' times forwards would else wait for copies, but no more than a quarter of what is offloaded. Of groups: as much
+  /// as the two largest.
   TORCH_ARG(std::optional<std::size_t>, lag);
-  /// How many device bytes may be back before the backward that needs them, beyond those of `lag` that earlier backwards have
-  /// freed by then. The next call's are always brought back while a backward runs. None: what the measured link and times gain by,
-  /// but no more than an eighth of what is offloaded; nothing on a device without a clock.
+  /// How many device bytes may be back before the backward that needs them, beyond those of `lag` that are free by then. The next
+  /// call's, or group's, are always brought back while a backward runs. None: of calls, what the measured link and times gain by,
+  /// but no more than an eighth of what is offloaded, and nothing on a device without a clock; of groups, nothing.
   TORCH_ARG(std::optional<std::size_t>, lookahead);
   /// The first so many steps are written into a journal and checked: every two accesses to the same bytes, at least one a
   /// write, must be ordered by streams and events. Report::order_findings says what is not. 0: off, at no cost. The environment

@@ -13,6 +13,8 @@ struct CopyWindow {
   std::uint64_t lag = 0;
   /// What may be back before its backward, beyond the memory of `lag` that backwards have freed by then.
   std::uint64_t lookahead = 0;
+
+  friend bool operator==(const CopyWindow&, const CopyWindow&) = default;
 };
 
 /// The window for layers that save `bytes` (what the options select of each, in order): as given, but never less than the largest

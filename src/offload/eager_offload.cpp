@@ -28,10 +28,15 @@ void keep_for(const c10::Storage& storage, const Streams& streams) {
 // M is the stream that operators saved on (autograd runs their backward on the same), D and H are the copy streams, g a group.
 //
 //   scope of g ends      M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
-//   groups_in_flight on  M: wait offloaded(g), then g's sources are let go: M may use their memory again
-//   backward reaches g+1 M: allocate g, record fork   H: wait fork, copy g, record reloaded(g)
-//   backward reaches g   M: wait reloaded(g), unpack; and the line above for the group before g
+//   later groups end     M: wait offloaded(g), once they and g exceed the lag; then g's sources are let go: M may use their memory
+//   a group ends, or is  M: allocate g, record fork   H: wait fork, copy g, record reloaded(g)
+//   used for the first time
+//   backward reaches g   M: wait reloaded(g), unpack
 //   the step ends        M and the current stream: wait for D and H; what came back unused is let go
+//
+// Behind which event g comes back is learned: StepOrder knows in which order groups ended and were used in the step before, and
+// group_returns finds the earliest event from which on g has room on the device. Where a step goes another way, groups come back as
+// backward reaches the one behind them. Neither rule is needed to be right: what is not on its way comes back when it is asked for.
 //
 // A destination is allocated on M before the fork is recorded, so that H is behind whatever used that memory before. H is
 // behind the D2H through the same fork: only what was let go comes back, and M waited for offloaded(g) first. The wait for a host
@@ -43,11 +48,10 @@ void keep_for(const c10::Storage& storage, const Streams& streams) {
 // saved tensor until backward and any of them could read it until then. So its memory is lent again only behind all of
 // them, and with the first behind the copy. A reloaded copy is read by backward, on the streams that saved it.
 
-EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena,
-                           std::size_t groups_in_flight)
+EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, Limits limits)
     : runtime_(std::move(runtime)),
       arena_(std::move(arena)),
-      groups_in_flight_(groups_in_flight),
+      limits_(limits),
       to_host_(runtime_->create_stream()),
       to_device_(runtime_->create_stream()),
       fork_(runtime_->create_event()) {}
@@ -61,24 +65,40 @@ EagerOffload::~EagerOffload() {
   }
 }
 
+GroupWindow EagerOffload::window_for(const std::vector<std::uint64_t>& bytes, const Limits& limits) {
+  constexpr std::size_t kGroups = 2;
+  return {copy_window(bytes, limits.lag, limits.lookahead, kGroups), limits.groups_in_flight};
+}
+
+void EagerOffload::set_window(const GroupWindow& window) {
+  const std::lock_guard lock(mutex_);
+  if (!(window == window_)) {
+    order_.forget();
+  }
+  planned_window_ = window_ = window;
+}
+
 void EagerOffload::begin_step() {
   const std::lock_guard lock(mutex_);
   counts_ = {};
-  immediate_.clear();
+  order_.begin();
   step_streams_.clear();
   (void)end_sizing_step();
+  const auto is_gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
   for (std::size_t i = 0; i < used_slots_; ++i) {
-    for (const auto& weak : slots_[i].storages) {
-      if (!weak.expired()) {
-        return;  // a backward of an earlier step is pending: its slots keep their places
-      }
+    if (!std::all_of(slots_[i].storages.begin(), slots_[i].storages.end(), is_gone)) {
+      first_slot_ = used_slots_;  // a backward of an earlier step is pending: its slots keep their places
+      return;
     }
   }
-  used_slots_ = 0;
+  used_slots_ = first_slot_ = 0;
 }
 
 void EagerOffload::begin_sizing_step(std::function<void(std::int64_t)> backward_begins) {
   const std::lock_guard lock(mutex_);
+  order_.forget();
+  planned_window_.reset();
+  largest_.assign(2, 0);
   begin_step();
   backward_begins_ = std::move(backward_begins);
   unoffloaded_ = std::make_unique<UnoffloadedPeak>(*runtime_);
@@ -102,8 +122,8 @@ void EagerOffload::look() {
     return;
   }
   std::size_t only_copies = 0;
-  for (const auto& [slot, storages] : stash_) {
-    for (const auto& saved : storages) {
+  for (const Trailing& trailing : trailing_) {
+    for (const auto& saved : trailing.sources) {
       only_copies += saved.use_count() == 1 && saved->device.use_count() == 1 ? saved->bytes : 0;
     }
   }
@@ -115,17 +135,14 @@ void EagerOffload::look() {
 
 EagerOffload::Slot& EagerOffload::next_slot() {
   if (used_slots_ == slots_.size()) {
-    auto offloaded = std::make_shared<Event>(runtime_->create_event());
-    auto reloaded = std::make_shared<Event>(runtime_->create_event());
-    Slot& slot = slots_.emplace_back();
-    slot.offloaded = std::move(offloaded);
-    slot.reloaded = std::move(reloaded);
+    slots_.emplace_back();
   }
   Slot& slot = slots_[used_slots_++];
   slot.storages.clear();
   slot.savers.clear();
   slot.arrived.clear();
-  slot.reloading = slot.used = false;
+  slot.state = Slot::State::here;
+  slot.used = false;
   return slot;
 }
 
@@ -157,14 +174,35 @@ std::vector<std::shared_ptr<SavedStorage>> EagerOffload::leases_for(Group& group
 
 void EagerOffload::group_ended(Group& group) {
   const std::lock_guard lock(mutex_);
-  immediate_.ended(group);
-  std::vector<std::shared_ptr<SavedStorage>> leaving = leases_for(group);
-  if (leaving.empty()) {
+  if (!group.scope->selected) {
     return;
   }
   const Site site(Activity::offload, group.scope->site);
   Slot& slot = next_slot();
   slot.site = group.scope->site;
+  slot.group = group.index;
+  GroupBytes bytes;
+  for (const auto& weak : group.storages) {  // what gets no pinned memory is used all the same
+    if (const auto saved = weak.lock(); saved != nullptr && (saved->to_offload || group.turns_round)) {
+      slot.storages.push_back(saved);
+      saved->slot = static_cast<std::uint32_t>(used_slots_);
+      bytes.held += group.turns_round && !saved->to_offload ? saved->bytes : 0;
+    }
+  }
+  std::vector<std::shared_ptr<SavedStorage>> leaving = leases_for(group);
+  for (const auto& saved : leaving) {
+    bytes.leaving += saved->bytes;
+  }
+  bytes.held += bytes.leaving;
+  order_.ended(bytes);
+  if (!leaving.empty()) {
+    send(slot, leaving);
+  }
+  trail(slot, std::move(leaving), bytes.held);
+  bring_back_due();
+}
+
+void EagerOffload::send(Slot& slot, const std::vector<std::shared_ptr<SavedStorage>>& leaving) {
   for (const auto& saved : leaving) {
     for (const c10::Stream stream : saved->streams) {
       add_stream(slot.savers, stream);
@@ -172,6 +210,13 @@ void EagerOffload::group_ended(Group& group) {
     }
   }
   try {
+    if (slot.offloaded == nullptr) {
+      slot.offloaded = std::make_shared<Event>(runtime_->create_event());
+    }
+    if (slot.reloaded == nullptr) {
+      slot.reloaded = std::make_shared<Event>(runtime_->create_event());
+    }
+    copied_ = true;
     fork(to_host_, slot.savers);
     for (const auto& saved : leaving) {
       saved->lease.wait_before_use(to_host_);
@@ -186,15 +231,27 @@ void EagerOffload::group_ended(Group& group) {
     }
     throw;
   }
+  slot.state = Slot::State::leaving;
   for (const auto& saved : leaving) {
     saved->lease.record_last_use(slot.offloaded);
     saved->place = SavedStorage::Place::leaving;
-    saved->slot = static_cast<std::uint32_t>(used_slots_);
-    slot.storages.push_back(saved);
     counts_.offloaded_bytes += saved->bytes;
   }
-  stash_.emplace_back(&slot, std::move(leaving));
-  while (stash_.size() > groups_in_flight_) {
+}
+
+void EagerOffload::trail(Slot& slot, std::vector<std::shared_ptr<SavedStorage>> leaving, std::uint64_t bytes) {
+  if (!planned_window_ && bytes > largest_.back()) {
+    largest_ = {std::max(largest_.front(), bytes), std::min(largest_.front(), bytes)};
+    // No more than two groups while nothing is known, whatever lag is given: a first step is to fit.
+    const std::uint64_t two = largest_.front() + largest_.back();
+    window_ = window_for(largest_, {std::min(limits_.lag.value_or(two), two), 0, limits_.groups_in_flight});
+  }
+  if (bytes == 0) {
+    return;
+  }
+  trailing_.push_back({&slot, std::move(leaving), bytes});
+  trailing_bytes_ += bytes;
+  while (!trailing_.empty() && (trailing_bytes_ > window_.copies.lag || trailing_.size() > window_.groups)) {
     let_go_of_oldest();
   }
 }
@@ -214,15 +271,22 @@ void EagerOffload::fork(const OwnedStream& copies, const Streams& savers) {
 }
 
 void EagerOffload::let_go_of_oldest() {
-  runtime_->wait(stash_.front().first->savers.front(), *stash_.front().first->offloaded);
-  ++counts_.waits;
+  const Slot& slot = *trailing_.front().slot;
+  if (slot.state == Slot::State::leaving) {
+    runtime_->wait(slot.savers.front(), *slot.offloaded);
+    ++counts_.waits;
+  }
   drop_sources();
 }
 
 void EagerOffload::drop_sources() {
-  const auto [slot, storages] = std::move(stash_.front());
-  stash_.pop_front();
-  for (const auto& saved : storages) {
+  const Trailing oldest = std::move(trailing_.front());
+  trailing_.pop_front();
+  trailing_bytes_ -= oldest.bytes;
+  if (oldest.slot->state == Slot::State::leaving) {
+    oldest.slot->state = Slot::State::away;
+  }
+  for (const auto& saved : oldest.sources) {
     keep_for(saved->device, step_streams_);
     if (saved->place == SavedStorage::Place::leaving) {
       if (unoffloaded_ && saved.use_count() > 1) {  // else nobody needs it any more
@@ -241,7 +305,7 @@ void EagerOffload::reload(Slot& slot) {
   if (unoffloaded_) {
     unoffloaded_->return_begins();
   }
-  slot.reloading = true;
+  copied_ = true;
   try {
     for (const auto& weak : slot.storages) {
       if (auto saved = weak.lock(); saved != nullptr && saved->place == SavedStorage::Place::host) {
@@ -260,9 +324,9 @@ void EagerOffload::reload(Slot& slot) {
     for (const auto& saved : returning) {
       saved->device = c10::Storage();
     }
-    slot.reloading = false;
     throw;
   }
+  slot.state = Slot::State::back;
   for (const auto& saved : returning) {
     saved->lease.record_last_use(slot.reloaded);
     saved->place = SavedStorage::Place::returning;
@@ -283,30 +347,59 @@ void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
 
 c10::Storage EagerOffload::fetch(SavedStorage& storage) {
   const std::lock_guard lock(mutex_);
-  immediate_.asked();
   look();
   if (const auto backward_begins = std::exchange(backward_begins_, nullptr); backward_begins && unoffloaded_) {
     backward_begins(unoffloaded_->away());
   }
   Slot* slot = slot_of(storage);
   if (slot == nullptr) {
-    prefetch_before(used_slots_);
+    if (!order_.follows()) {
+      prefetch_before(used_slots_);
+    }
     return storage.device;
   }
   if (storage.place == SavedStorage::Place::host) {
-    if (!slot->reloading) {
-      ++counts_.inline_reloads;
-    }
+    ++counts_.inline_reloads;
     reload(*slot);
   }
   if (storage.place == SavedStorage::Place::returning) {
     await_arrival(*slot, runtime_->current_stream());
   }
   if (!slot->used) {
-    slot->used = true;
-    prefetch_before(storage.slot - 1);
+    use(storage.slot - 1);
   }
   return storage.device;
+}
+
+void EagerOffload::use(std::size_t number) {
+  Slot& slot = slots_[number];
+  slot.used = true;
+  if (slot.state == Slot::State::here) {  // it turned round
+    const auto is_it = [&](const Trailing& trailing) { return trailing.slot == &slot; };
+    if (const auto found = std::find_if(trailing_.begin(), trailing_.end(), is_it); found != trailing_.end()) {
+      trailing_bytes_ -= found->bytes;
+      trailing_.erase(found);
+    }
+  }
+  if (number < first_slot_) {
+    order_.depart();
+  } else {
+    order_.used(static_cast<std::uint32_t>(number - first_slot_));
+  }
+  if (order_.follows()) {
+    bring_back_due();
+  } else {
+    prefetch_before(number);
+  }
+}
+
+void EagerOffload::bring_back_due() {
+  while (const GroupReturn* const due = order_.due()) {
+    Slot& slot = slots_[first_slot_ + due->group];
+    if (slot.state == Slot::State::away) {
+      reload(slot);
+    }
+  }
 }
 
 void EagerOffload::prefetch_before(std::size_t limit) {
@@ -314,10 +407,10 @@ void EagerOffload::prefetch_before(std::size_t limit) {
   while (limit-- > 0) {
     Slot& slot = slots_[limit];
     const auto gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
-    if (slot.used || std::all_of(slot.storages.begin(), slot.storages.end(), gone)) {
+    if (slot.used || slot.state == Slot::State::here || std::all_of(slot.storages.begin(), slot.storages.end(), gone)) {
       continue;
     }
-    if (!slot.reloading) {
+    if (slot.state == Slot::State::away) {
       reload(slot);
     }
     return;
@@ -345,9 +438,12 @@ void EagerOffload::dropped(SavedStorage& storage) noexcept {
 }
 
 void EagerOffload::end_step() {
-  std::deque<std::pair<Slot*, std::vector<std::shared_ptr<SavedStorage>>>> done;
+  std::deque<Trailing> done;
   const std::lock_guard lock(mutex_);
-  if (used_slots_ == 0 && dropped_.empty()) {
+  order_.end(window_);
+  if (!copied_ && dropped_.empty()) {
+    trailing_.clear();
+    trailing_bytes_ = 0;
     return;
   }
   look();
@@ -355,8 +451,8 @@ void EagerOffload::end_step() {
     ended_ = std::move(unoffloaded_);
   }
   try {
-    while (!stash_.empty()) {
-      done.push_back(stash_.front());
+    while (!trailing_.empty()) {
+      done.push_back(trailing_.front());
       let_go_of_oldest();
     }
     add_stream(step_streams_, runtime_->current_stream());
@@ -369,14 +465,25 @@ void EagerOffload::end_step() {
   } catch (...) {
     settle(to_host_);
     settle(to_device_);
-    while (!stash_.empty()) {
-      done.push_back(stash_.front());
+    while (!trailing_.empty()) {
+      done.push_back(trailing_.front());
       drop_sources();
     }
+    copied_ = false;
     dropped_.clear();
     throw;
   }
+  copied_ = false;
   dropped_.clear();
+}
+
+std::vector<GroupEvent> EagerOffload::events() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<GroupEvent> events = order_.events();
+  for (GroupEvent& event : events) {
+    event.group = slots_[first_slot_ + event.group].group;
+  }
+  return events;
 }
 
 EagerOffload::Counts EagerOffload::counts() const {

@@ -2,22 +2,24 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/site.h"
 #include "memory/host_arena.h"
 #include "offload/saved_storage.h"
-#include "offload/sizing.h"
+#include "offload/step_order.h"
 #include "offload/unoffloaded_peak.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {
 
-/// Offloads and reloads groups of eager steps: to the host when their scope ends, on a copy stream of its own; back in
-/// reverse order, one group ahead, on another.
+/// Offloads and reloads groups of eager steps: to the host when their scope ends, on a copy stream of its own; back on another, as
+/// early as lag and lookahead allow where the step before went the same way, else in reverse order, one group ahead.
 ///
 /// Ordering: see Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
 /// Threads: see StorageMover; one mutex, never held while user code runs.
@@ -31,8 +33,21 @@ class EagerOffload final : public StorageMover {
     std::uint64_t refused_leases = 0;
   };
 
-  EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, std::size_t groups_in_flight);
+  /// As the options say: see Options.
+  struct Limits {
+    std::optional<std::uint64_t> lag;
+    std::uint64_t lookahead = 0;
+    std::size_t groups_in_flight = std::numeric_limits<std::size_t>::max();
+  };
+
+  EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, Limits limits);
   ~EagerOffload() override;
+
+  /// The window of `limits` for groups that save `bytes`.
+  [[nodiscard]] static GroupWindow window_for(const std::vector<std::uint64_t>& bytes, const Limits& limits);
+  [[nodiscard]] const Limits& limits() const noexcept { return limits_; }
+  /// From the next step on. Until then, and from the next sizing step on: that of the largest groups so far.
+  void set_window(const GroupWindow& window);
 
   void begin_step();
   /// A step without a plan. `backward_begins` is called once, when backward asks for the first storage, with the bytes that are away
@@ -50,31 +65,52 @@ class EagerOffload final : public StorageMover {
   void dropped(SavedStorage& storage) noexcept override;
 
   [[nodiscard]] Counts counts() const;
-  /// Of the latest step: see ImmediateNeeds. Read it after the step.
-  [[nodiscard]] const std::vector<std::uint32_t>& needed_immediately() const noexcept { return immediate_.groups(); }
+  /// What happened in the latest step, to which group by its index. Read it after the step.
+  [[nodiscard]] std::vector<GroupEvent> events() const;
 
  private:
-  /// One offloaded group of this step. Slots are used again from step to step, so that steps make no events.
+  /// One group of this step that the options name. Slots are used again from step to step, so that steps make no events.
   struct Slot {
-    std::shared_ptr<Event> offloaded;
+    enum class State : std::uint8_t {
+      here,     ///< nothing of it left
+      leaving,  ///< its D2H was issued
+      away,     ///< its sources were let go
+      back      ///< its H2D was issued
+    };
+    std::shared_ptr<Event> offloaded;  ///< null until it leaves, as `reloaded`
     std::shared_ptr<Event> reloaded;
     // Of the group's scope, which may be gone: a backward may outlive its engine. Slots are used again, so nothing allocates.
     SiteName site;
     std::vector<std::weak_ptr<SavedStorage>> storages;
-    Streams savers;          ///< streams that saved any of them
-    Streams arrived;         ///< streams that wait for the H2D already
-    bool reloading = false;  ///< the H2D was issued
-    bool used = false;       ///< backward has reached it
+    Streams savers;           ///< streams that saved any of what left
+    Streams arrived;          ///< streams that wait for the H2D already
+    std::uint32_t group = 0;  ///< its index
+    State state = State::here;
+    bool used = false;  ///< backward has reached it
+  };
+  /// A group that ended, and is not let go of.
+  struct Trailing {
+    Slot* slot;
+    std::vector<std::shared_ptr<SavedStorage>> sources;  ///< that a D2H may still read; none where it turns round
+    std::uint64_t bytes;
   };
 
   /// Those storages of the group that are to leave and get pinned memory.
   [[nodiscard]] std::vector<std::shared_ptr<SavedStorage>> leases_for(Group& group);
   /// In a sizing step: see UnoffloadedPeak.
   void look();
+  /// Queues the copies of what leaves.
+  void send(Slot& slot, const std::vector<std::shared_ptr<SavedStorage>>& leaving);
+  void trail(Slot& slot, std::vector<std::shared_ptr<SavedStorage>> leaving, std::uint64_t bytes);
   void let_go_of_oldest();
   /// What the oldest group left from may be used again: its copies are done, or the stream that saved it waits for them.
   void drop_sources();
   void reload(Slot& slot);
+  /// Backward reaches that slot.
+  void use(std::size_t number);
+  /// What the order of steps brings back now.
+  void bring_back_due();
+  /// Without it: one group ahead.
   void prefetch_before(std::size_t limit);
   void fork(const OwnedStream& copies, const Streams& savers);
   void await_arrival(Slot& slot, c10::Stream stream);
@@ -85,18 +121,23 @@ class EagerOffload final : public StorageMover {
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;
-  std::size_t groups_in_flight_;
+  Limits limits_;
+  std::optional<GroupWindow> planned_window_;
+  std::vector<std::uint64_t> largest_ = {0, 0};  ///< groups so far, where no window is planned
+  GroupWindow window_;
   OwnedStream to_host_;
   OwnedStream to_device_;
   Event fork_;
   mutable std::recursive_mutex mutex_;  ///< recursive: letting go of a storage may drop it
   std::deque<Slot> slots_;
   std::size_t used_slots_ = 0;
-  std::deque<std::pair<Slot*, std::vector<std::shared_ptr<SavedStorage>>>>
-      stash_;                          ///< sources that a D2H may still read
+  std::size_t first_slot_ = 0;  ///< of this step
+  std::deque<Trailing> trailing_;
+  std::uint64_t trailing_bytes_ = 0;
   std::vector<c10::Storage> dropped_;  ///< reloaded, never used, H2D perhaps in flight
   Streams step_streams_;               ///< those that saved in this step
-  ImmediateNeeds immediate_;
+  bool copied_ = false;                ///< copies were issued that no step's end has waited for
+  StepOrder order_;
   Counts counts_;
   std::function<void(std::int64_t)> backward_begins_;  ///< of a sizing step whose backward has not begun
   std::unique_ptr<UnoffloadedPeak> unoffloaded_;       ///< of a sizing step

@@ -20,6 +20,7 @@ struct PlannedGroup {
   std::vector<PlannedStorage> storages;
   /// Whether storages that the plan does not know leave as well, where there is room: true where any of the known ones does.
   bool offloads = false;
+  bool turns_round = false;  ///< it stays, as backward needs it immediately
 };
 
 /// What a plan says of a forward pass: for each scope, for each time that it is entered and saves something, its group.

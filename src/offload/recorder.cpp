@@ -211,6 +211,7 @@ Group& Recorder::make_group(ScopeNode* scope) {
     const std::vector<PlannedGroup>* turns = found == planned_->end() ? nullptr : &found->second;
     if (turns != nullptr && turn < turns->size()) {
       group.planned = PlannedPlaces(&(*turns)[turn]);
+      group.turns_round = (*turns)[turn].turns_round;
     }
     // A scope entered more often than planned is another microbatch, likely: as it was with the last.
     group.offloads_unplanned =

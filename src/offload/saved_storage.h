@@ -56,6 +56,7 @@ struct Group {
   std::size_t seen = 0;                               ///< how many that were, also when they are gone
   PlannedPlaces planned;                              ///< what the plan says of them
   bool offloads_unplanned = false;  ///< storages without a place in the plan leave as well, where there is room
+  bool turns_round = false;         ///< the plan says that it stays, as backward needs it immediately
   bool to_be_captured = false;      ///< saved by a call that runs eagerly once and is captured then
   bool ended = false;
   std::uint64_t refused_bytes = 0;  ///< of storages that were to leave and stayed: no pinned memory was free

@@ -69,6 +69,17 @@ at::Tensor TwoStreams::saved_on_both(const at::Tensor& x) const {
 
 std::pair<at::Tensor, at::Tensor> TwoStreams::read_back_on_both(const at::Tensor& x, const at::Tensor& weight) const {
   at::Tensor p = x.mul(1.5).tanh().mul(0.5).tanh().mul(0.5);
+  p.register_hook([](const at::Tensor& grad) {  // takes the memory that main's backward has freed
+    std::vector<at::Tensor> taken;
+    for (int i = 0; i < 6; ++i) {
+      taken.push_back(grad.mul(0.1));
+    }
+    at::Tensor sum = grad;
+    for (const at::Tensor& each : taken) {
+      sum = sum + each;
+    }
+    return sum;
+  });
   at::Tensor shared = p.detach().exp();
   {
     const OffloadScope scope("a");

@@ -91,7 +91,7 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
   command
       .add_option(
           "--lag-mib", options.lag_mib,
-          "How far copies to the host may trail behind graphs, in MiB of device memory (default: by K and the link)")
+          "How far copies to the host may trail, in MiB of device memory (default: by K and the link; two groups)")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->type_name("MIB");
   command

@@ -27,7 +27,7 @@ constexpr std::int64_t kBytes = 64 * 64 * 4;
 
 class EagerStep : public testing::Test {
  protected:
-  [[nodiscard]] Options options() const { return Options(device_).min_bytes(1024); }
+  [[nodiscard]] Options options() const { return Options(device_).min_bytes(1024).groups_in_flight(1); }
 
   [[nodiscard]] at::Tensor data(std::int64_t s) const {
     auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(300 + s));

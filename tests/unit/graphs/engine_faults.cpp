@@ -280,7 +280,7 @@ const std::vector<EngineFault>& covered_faults() {
        "eager copies out run on one stream, in order"},
       {"EagerOffload::end_step",
        "the last sources are let go behind their copies out",
-       "eager",
+       "forwards_alone",
        {Act::drop_wait, "", StreamRole::any, Mark::to_host},
        "the end of the step waits for all copies before memory is lent again"},
       {"EagerOffload::end_step",

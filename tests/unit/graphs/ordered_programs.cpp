@@ -1,5 +1,6 @@
 #include "unit/graphs/ordered_programs.h"
 
+#include <deque>
 #include <optional>
 #include <stdexcept>
 
@@ -11,10 +12,17 @@
 namespace sidestream::testing_model {
 namespace {
 
-/// Whole steps of a BlockModel, weights changing from step to step. With several microbatches all forwards come first.
+/// Microbatches of a step, and how many forwards may wait for their backward. Behind the last of these, one forward and one
+/// backward take turns, as in a pipeline.
+struct Microbatches {
+  std::int64_t count = 1;
+  std::size_t in_flight = 1;
+};
+
+/// Whole steps of a BlockModel, weights changing from step to step.
 class WholeSteps : public Program {
  public:
-  WholeSteps(const Runtimes& runtimes, const Wrapping& wrapping, std::int64_t microbatches)
+  WholeSteps(const Runtimes& runtimes, const Wrapping& wrapping, Microbatches microbatches)
       : device_(runtimes.model->device()), microbatches_(microbatches) {
     BlockModel::Shape shape;
     shape.layers = 5;
@@ -39,10 +47,14 @@ class WholeSteps : public Program {
 
  private:
   void forwards_and_backwards(std::int64_t s) {
-    std::vector<at::Tensor> losses;
-    for (std::int64_t microbatch = 0; microbatch < microbatches_; ++microbatch) {
-      const Batch batch = batch_of(model_->shape(), s * microbatches_ + microbatch, device_);
+    std::deque<at::Tensor> losses;
+    for (std::int64_t microbatch = 0; microbatch < microbatches_.count; ++microbatch) {
+      const Batch batch = batch_of(model_->shape(), s * microbatches_.count + microbatch, device_);
       losses.push_back(model_->loss(batch.tokens, batch.targets));
+      if (losses.size() == microbatches_.in_flight) {
+        losses.front().backward();
+        losses.pop_front();
+      }
     }
     for (at::Tensor& loss : losses) {
       loss.backward();
@@ -51,24 +63,25 @@ class WholeSteps : public Program {
   }
 
   c10::Device device_;
-  std::int64_t microbatches_;
+  Microbatches microbatches_;
   std::unique_ptr<BlockModel> model_;
   std::optional<OffloadEngine> engine_;
 };
 
 std::vector<NamedProgram> whole_step_programs() {
   std::vector<NamedProgram> result;
-  const auto add = [&](const std::string& name, const Wrapping& wrapping, std::int64_t microbatches) {
+  const auto add = [&](const std::string& name, const Wrapping& wrapping, Microbatches microbatches) {
     result.push_back({name, [wrapping, microbatches](const Runtimes& runtimes) -> std::unique_ptr<Program> {
                         return std::make_unique<WholeSteps>(runtimes, wrapping, microbatches);
                       }});
   };
   for (const Wrapping& wrapping : wrappings()) {
-    add(wrapping.name, wrapping, 1);
+    add(wrapping.name, wrapping, {});
   }
-  add("eager_microbatches", Wrapping{"", "", "blocks.*.*"}, 2);
-  add("graphs_2_microbatches", Wrapping{"", "blocks.*", "blocks.*.*", 2}, 2);
-  add("mixed_1_microbatches", Wrapping{"", "blocks.0,blocks.3", "**", 1}, 2);
+  add("eager_microbatches", Wrapping{"", "", "blocks.*.*"}, {2, 2});
+  add("eager_1f1b", Wrapping{"", "", "blocks.*.*"}, {4, 2});
+  add("graphs_2_microbatches", Wrapping{"", "blocks.*", "blocks.*.*", 2}, {2, 2});
+  add("mixed_1_microbatches", Wrapping{"", "blocks.0,blocks.3", "**", 1}, {2, 2});
   return result;
 }
 

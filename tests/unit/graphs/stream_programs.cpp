@@ -106,7 +106,8 @@ class BackwardAfterTheStep final : public OnStreams {
   }
 };
 
-/// A microbatch whose backward never runs goes, and the next one leaves into its host slots from another stream.
+/// A microbatch whose backward never runs goes, and the next one leaves into its host slots from another stream. A last one trails
+/// when the step ends.
 class ForwardsAlone final : public OnStreams {
  public:
   using OnStreams::OnStreams;
@@ -120,6 +121,7 @@ class ForwardsAlone final : public OnStreams {
     const c10::StreamGuard on_b(b());
     const at::Tensor& x = input(s, 1);
     grads.push_back(gradients(scopes(x), {x})[0]);
+    grads.push_back(scopes(input(s, 0)).detach());
     return grads;
   }
 };
@@ -187,7 +189,7 @@ class ReadBackOnTwoStreams final : public OnStreams {
 /// When memory that an unused reload may still write is used again.
 enum class Again : std::uint8_t { in_the_step, after_the_step, after_a_later_step };
 
-/// Backward stops half-way: a group that was on its way back is dropped, and its memory used again on the model's stream, which
+/// Every other backward stops half-way: a group that was on its way back is dropped, and its memory used again on the model's stream, which
 /// is not the one that the step ends on.
 class UnusedReload final : public OnStreams {
  public:
@@ -210,7 +212,7 @@ class UnusedReload final : public OnStreams {
     }
     {
       const c10::StreamGuard on_a(a());
-      grads = gradients(h.sum(), {middle});
+      grads = gradients(h.sum(), {s % 2 == 0 ? input(s, 0) : middle});
       middle.reset();
       h.reset();
       if (again_ == Again::in_the_step) {

@@ -47,7 +47,8 @@ class EagerOffloadTest : public testing::Test {
 
   std::shared_ptr<Runtime> runtime_ = make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0));
   std::shared_ptr<HostArena> arena_ = std::make_shared<HostArena>(*runtime_, std::size_t{1} << 20);
-  std::shared_ptr<EagerOffload> offload_ = std::make_shared<EagerOffload>(runtime_, arena_, 0);
+  std::shared_ptr<EagerOffload> offload_ =
+      std::make_shared<EagerOffload>(runtime_, arena_, EagerOffload::Limits{.groups_in_flight = 0});
   ScopeTree tree_{NamePatterns::parse("**")};
   StorageView view_;
 };

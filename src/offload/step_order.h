@@ -1,0 +1,48 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "analysis/group_order.h"
+
+namespace sidestream {
+
+/// Learns in which order the groups of a step end and are first used, and tells the next step, for as long as it goes the same way,
+/// which groups are to come back when. Groups are counted from 0 as they end.
+///
+/// Steps that go as the one before allocate nothing. Threads: one at a time.
+class StepOrder {
+ public:
+  /// Nothing is known any more.
+  void forget() noexcept;
+  void begin() noexcept;
+  /// The next group.
+  void ended(GroupBytes bytes);
+  /// For the first time.
+  void used(std::uint32_t group) { happened({group, GroupEvent::Kind::used}); }
+  /// Something happened that the order has no word for.
+  void depart() noexcept { follows_ = false; }
+  /// What was learned holds for this step so far.
+  [[nodiscard]] bool follows() const noexcept { return follows_; }
+  /// While it does: the next group that is to come back now; null where none is.
+  [[nodiscard]] const GroupReturn* due() noexcept;
+  void end(const GroupWindow& window);
+
+  /// Of the latest step that has ended, or of this one: what happened up to now.
+  [[nodiscard]] const std::vector<GroupEvent>& events() const noexcept { return events_; }
+
+ private:
+  void happened(GroupEvent event);
+
+  std::vector<GroupEvent> learned_;
+  std::vector<GroupBytes> learned_bytes_;
+  std::vector<GroupReturn> returns_;
+  std::size_t next_return_ = 0;
+  std::vector<GroupEvent> events_;
+  std::vector<GroupBytes> bytes_;
+  bool in_step_ = false;
+  bool follows_ = false;
+};
+
+}  // namespace sidestream
