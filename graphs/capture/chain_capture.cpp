@@ -27,7 +27,7 @@ std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources,
   } catch (...) {
     resources.owned_gradients->hold_accumulators();
     resources.exclusions->remove_static_inputs();
-    resources.offload->abandon();
+    resources.offload->end_forward();
     throw;
   }
   resources.owned_gradients->hold_accumulators();

@@ -50,8 +50,9 @@ EngineResources::EngineResources(torch::nn::Module& model, Options given, std::s
       tree(patterns_of(options.offload_patterns())),
       exclusions(runtime->device(), options.min_bytes()),
       capture_stream(runtime->create_stream()),
-      capture_offload(std::make_shared<CaptureOffload>(runtime, arena)),
-      eager(std::make_shared<EagerOffload>(runtime, arena, limits_of(options))) {
+      mover(std::make_shared<GroupMover>(runtime, arena)),
+      capture_offload(std::make_shared<CaptureOffload>(runtime, mover)),
+      eager(std::make_shared<EagerOffload>(runtime, mover, limits_of(options))) {
   runtime->check_settings(/*graphs=*/!graphed.empty());
   install_autograd_engine();
   std::vector<at::Tensor> tensors = model.parameters();

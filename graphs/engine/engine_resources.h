@@ -10,6 +10,7 @@
 #include "offload/capture_offload.h"
 #include "offload/eager_offload.h"
 #include "offload/exclusions.h"
+#include "offload/group_mover.h"
 #include "offload/name_pattern.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
@@ -31,6 +32,7 @@ struct EngineResources {
             &tree,
             &exclusions,
             &capture_stream,
+            mover,
             capture_offload,
             options.progress(),
             &owned_gradients,
@@ -47,6 +49,7 @@ struct EngineResources {
   ScopeTree tree;
   Exclusions exclusions;
   OwnedStream capture_stream;
+  std::shared_ptr<GroupMover> mover;
   std::shared_ptr<CaptureOffload> capture_offload;
   std::shared_ptr<EagerOffload> eager;
   OwnedGradients owned_gradients;

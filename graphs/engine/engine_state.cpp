@@ -151,8 +151,8 @@ void EngineState::end_step(bool failed) {
     parts.attempt([&] { step->finish_recording(); });
   }
   parts.attempt([&] { step->end_copies(); });
-  const Chain::Counts replays = join_chains(parts);
-  report_.replayed(replays);
+  report_.replayed(join_chains(parts));
+  const CopyCounts copies = resources_.mover->take_counts();
   step->stop_sizing();
   if (parts.failed()) {
     memory_.abandon();
@@ -161,7 +161,7 @@ void EngineState::end_step(bool failed) {
     parts.rethrow();
     return;
   }
-  take_results(*step, replays);
+  take_results(*step, copies);
 }
 
 Chain::Counts EngineState::join_chains(PartsOfEnd& parts) {
@@ -173,16 +173,15 @@ Chain::Counts EngineState::join_chains(PartsOfEnd& parts) {
   return total;
 }
 
-void EngineState::take_results(StepSession& step, const Chain::Counts& replays) {
-  const EagerOffload::Counts eager = resources_.eager->counts();
+void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
   switch (step.kind()) {
     case StepSession::Kind::sizing:
-      report_.step_ended(step.recorder(), replays, eager, step.peaks());
+      report_.step_ended(step.recorder(), copies, step.peaks());
       report_.sizing_ended(step.recorder(), step.peaks().unoffloaded);
       eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       break;
     case StepSession::Kind::planned:
-      report_.step_ended(step.recorder(), replays, eager, memory_.end());
+      report_.step_ended(step.recorder(), copies, memory_.end());
       if (step.recorder().counts().refused_bytes > 0) {
         eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       }

@@ -78,7 +78,7 @@ class EngineState {
   /// The current stream waits for the copies of all chains. What they did in the step.
   [[nodiscard]] Chain::Counts join_chains(PartsOfEnd& parts);
   /// Of a step that went well.
-  void take_results(StepSession& step, const Chain::Counts& replays);
+  void take_results(StepSession& step, const CopyCounts& copies);
 
   std::shared_ptr<const torch::nn::Module> model_;  ///< a share in it, where it has an owner
   EngineResources resources_;

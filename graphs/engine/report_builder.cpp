@@ -82,8 +82,6 @@ void ReportBuilder::captured(const Chain& chain) {
 
 void ReportBuilder::replayed(const Chain::Counts& counts) {
   counted_.replays = static_cast<std::int64_t>(counts.replays);
-  counted_.waits = static_cast<std::int64_t>(counts.waits);
-  counted_.inline_reloads = static_cast<std::int64_t>(counts.inline_reloads);
   counted_.outputs_reused = static_cast<std::int64_t>(counts.outputs.reused);
   counted_.outputs_copied = static_cast<std::int64_t>(counts.outputs.copied);
   counted_.outputs_copied_bytes = static_cast<std::int64_t>(counts.outputs.copied_bytes);
@@ -96,12 +94,11 @@ void ReportBuilder::sizing_ended(const Recorder& recorder, std::int64_t unoffloa
   counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
 }
 
-void ReportBuilder::step_ended(const Recorder& recorder, const Chain::Counts& replays,
-                               const EagerOffload::Counts& eager, const LiveMemory::Peak& peak) {
-  counted_.offloaded_bytes = static_cast<std::int64_t>(replays.offloaded_bytes + eager.offloaded_bytes);
-  counted_.reloaded_bytes = static_cast<std::int64_t>(replays.reloaded_bytes + eager.reloaded_bytes);
-  counted_.waits += static_cast<std::int64_t>(eager.waits);
-  counted_.inline_reloads += static_cast<std::int64_t>(eager.inline_reloads);
+void ReportBuilder::step_ended(const Recorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak) {
+  counted_.offloaded_bytes = static_cast<std::int64_t>(copies.offloaded_bytes);
+  counted_.reloaded_bytes = static_cast<std::int64_t>(copies.reloaded_bytes);
+  counted_.waits = static_cast<std::int64_t>(copies.waits);
+  counted_.inline_reloads = static_cast<std::int64_t>(copies.inline_reloads);
   const Recorder::Counts counts = recorder.counts();
   counted_.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
   counted_.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);

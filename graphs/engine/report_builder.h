@@ -2,7 +2,7 @@
 #include <cstdint>
 
 #include "graphs/replay/chain.h"
-#include "offload/eager_offload.h"
+#include "offload/group_mover.h"
 #include "offload/recorder.h"
 #include "runtime/live_memory.h"
 #include "sidestream/report.h"
@@ -35,8 +35,7 @@ class ReportBuilder {
   /// A whole sizing step, behind its `step_ended`; `unoffloaded_peak`: see UnoffloadedPeak.
   void sizing_ended(const Recorder& recorder, std::int64_t unoffloaded_peak);
   /// A whole step.
-  void step_ended(const Recorder& recorder, const Chain::Counts& replays, const EagerOffload::Counts& eager,
-                  const LiveMemory::Peak& peak);
+  void step_ended(const Recorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
   void count_step() noexcept { ++counted_.steps; }
 
   [[nodiscard]] Report build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,

@@ -19,7 +19,8 @@ constexpr std::int64_t kSideStreams = 1;  // where the options name no number
 }  // namespace
 
 // Note [Graph choreography]
-// M is the caller's stream, S a side stream of the chain, D and H the streams of its copies to the host and to the device.
+// M is the caller's stream, S a side stream of the chain, D and H the engine's streams of copies to the host and to the device
+// (GroupMover): other chains and eager groups queue theirs there as well, and nothing here rests on it.
 //
 //   forward n    M: (what is held of the outputs: copy out, see Note [Outputs are ordinary tensors])
 //                M: (if an input has another address: copy)  record fork
@@ -57,7 +58,7 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
       fork_(runtime_->create_event()),
       whole_stream_(runtime_->create_event()),
       pool_(runtime_->create_pool()),
-      copies_(runtime_, layers_),
+      copies_(runtime_, resources.mover, layers_),
       use_(runtime_, pool_) {
   if (options.cuda_graph_stream()) {
     streams_.push_back(*options.cuda_graph_stream());
@@ -241,10 +242,6 @@ void Chain::reset() {
 
 Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {
   replays += other.replays;
-  waits += other.waits;
-  offloaded_bytes += other.offloaded_bytes;
-  reloaded_bytes += other.reloaded_bytes;
-  inline_reloads += other.inline_reloads;
   unused_outputs += other.unused_outputs;
   outputs.reused += other.outputs.reused;
   outputs.copied += other.outputs.copied;
@@ -254,11 +251,6 @@ Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {
 
 Chain::Counts Chain::take_counts() {
   const std::lock_guard lock(mutex_);
-  const ChainCopies::Counts copies = copies_.take_counts();
-  counts_.waits += copies.waits;
-  counts_.offloaded_bytes += copies.offloaded_bytes;
-  counts_.reloaded_bytes += copies.reloaded_bytes;
-  counts_.inline_reloads += copies.inline_reloads;
   return std::exchange(counts_, {});
 }
 

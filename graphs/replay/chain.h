@@ -40,6 +40,7 @@ struct GraphResources {
   ScopeTree* tree = nullptr;
   Exclusions* exclusions = nullptr;
   const OwnedStream* capture_stream = nullptr;  ///< one for all captures: pool blocks are keyed by stream
+  std::shared_ptr<GroupMover> mover;
   std::shared_ptr<CaptureOffload> offload;
   ProgressCallback progress;  ///< empty: nobody listens
   OwnedGradients* owned_gradients = nullptr;
@@ -59,10 +60,6 @@ class Chain : public std::enable_shared_from_this<Chain> {
  public:
   struct Counts {
     std::uint64_t replays = 0;
-    std::uint64_t waits = 0;
-    std::uint64_t offloaded_bytes = 0;
-    std::uint64_t reloaded_bytes = 0;
-    std::uint64_t inline_reloads = 0;
     std::uint64_t unused_outputs = 0;
     OutputCounts outputs;
 

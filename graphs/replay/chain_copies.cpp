@@ -1,179 +1,156 @@
 #include "graphs/replay/chain_copies.h"
 
-#include <exception>
-
-#include <c10/util/irange.h>
+#include <algorithm>
 
 #include "base/site.h"
 
 namespace sidestream {
 
-ChainCopies::ChainCopies(std::shared_ptr<Runtime> runtime, std::vector<Layer>& layers)
-    : runtime_(std::move(runtime)),
-      layers_(layers),
-      to_host_(runtime_->create_stream()),
-      to_device_(runtime_->create_stream()),
-      fork_(runtime_->create_event()) {}
+ChainCopies::ChainCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover,
+                         std::vector<Layer>& layers)
+    : runtime_(std::move(runtime)), mover_(std::move(mover)), layers_(layers) {}
 
-ChainCopies::~ChainCopies() {
-  settle(to_host_);
-  settle(to_device_);
-}
+ChainCopies::~ChainCopies() { mover_->settle(); }
 
 void ChainCopies::prepare() {
   for (Layer& layer : layers_) {
     layer.copies.left = runtime_->create_event();
     layer.copies.back = runtime_->create_event();
   }
-}
-
-void ChainCopies::settle(const OwnedStream& copies) noexcept {
-  try {
-    runtime_->synchronize(copies);
-  } catch (const std::exception&) {  // the device has failed: nothing runs any more
-  }
-}
-
-void ChainCopies::wait(c10::Stream side, const Event& event) {
-  runtime_->wait(side, event);
-  ++counts_.waits;
+  leaving_.reserve(layers_.size());
+  back_.reserve(layers_.size());
+  due_.reserve(layers_.size());
 }
 
 // A layer that is not below left in an earlier pass, whose order of graphs is over: all memory is in other hands by then.
 void ChainCopies::before_forward(std::size_t index, c10::Stream side) {
-  for (const auto i : c10::irange(layers_.size())) {
-    const LayerCopies& copies = layers_[i].copies;
-    if (copies.leaving && (i >= index || copies.released_at <= index)) {
-      wait(side, copies.left);
+  for (const std::size_t layer : leaving_) {
+    if (layer >= index || layers_[layer].copies.released_at <= index) {
+      mover_->await(side, layers_[layer].copies.left);
     }
-    if (copies.returning) {
-      wait(side, copies.back);
+  }
+  for (const Back& back : back_) {
+    if (!back.awaited) {
+      mover_->await(side, layers_[back.layer].copies.back);
     }
   }
 }
 
 void ChainCopies::forward_launched(std::size_t index) {
-  for (const auto i : c10::irange(layers_.size())) {
-    LayerCopies& copies = layers_[i].copies;
-    copies.leaving = copies.leaving && i < index && copies.released_at > index;
-    copies.returning = copies.on_device = false;
-  }
-  LayerCopies& copies = layers_[index].copies;
-  const CapturedCopies& captured = copies.captured;
+  std::erase_if(leaving_,
+                [&](std::size_t layer) { return layer >= index || layers_[layer].copies.released_at <= index; });
+  back_.clear();
+  const CapturedCopies& captured = layers_[index].copies.captured;
   if (captured.empty()) {
     return;
   }
-  try {
-    std::size_t next = 0;
-    for (const CapturedCopies::Group& group : captured.groups) {
-      const Site site(Activity::offload, group.site);
-      for (const ExternalEvent& ready : group.ready) {
-        runtime_->wait(to_host_, ready);
-      }
-      for (; next < group.end; ++next) {
-        const CapturedCopy& copy = captured.copies[next];
-        runtime_->copy_to_host(copy.host, copy.source, copy.bytes, to_host_);
-      }
-      if (next == captured.copies.size()) {
-        runtime_->record(copies.left, to_host_);
-      }
+  GroupMover::Copies copies = mover_->copies_out();
+  std::size_t next = 0;
+  for (const CapturedCopies::Group& group : captured.groups) {
+    const Site site(Activity::offload, group.site);
+    for (const ExternalEvent& ready : group.ready) {
+      copies.behind(ready);
     }
-  } catch (...) {
-    settle(to_host_);
-    throw;
+    for (; next < group.end; ++next) {
+      const CapturedCopy& copy = captured.copies[next];
+      copies.to_host(copy.host, copy.source, copy.bytes);
+    }
+    if (next == captured.copies.size()) {
+      copies.record(layers_[index].copies.left);
+    }
   }
-  copies.leaving = true;
-  counts_.offloaded_bytes += captured.bytes;
+  copies.finish();
+  leaving_.push_back(index);
 }
 
 bool ChainCopies::may_use_targets(std::size_t place, std::size_t index) const {
   return place < layers_[index].copies.returns_at || place > place_of_backward(index);
 }
 
-bool ChainCopies::is_due(std::size_t index, std::size_t backward) const {
-  const LayerCopies& copies = layers_[index].copies;
-  return !copies.captured.empty() && !copies.on_device &&
-         (index == backward || (layers_[index].pending && !may_use_targets(place_of_backward(backward), index)));
+bool ChainCopies::is_on_device(std::size_t index) const {
+  return std::any_of(back_.begin(), back_.end(), [&](const Back& back) { return back.layer == index; });
 }
 
-void ChainCopies::bring_back(std::size_t index) {
-  const LayerCopies& copies = layers_[index].copies;
-  const Site site(Activity::reload, layers_[index].site);
-  for (const CapturedCopy& copy : copies.captured.copies) {
-    runtime_->copy_to_device(copy.target, copy.host, copy.bytes, to_device_);
+void ChainCopies::bring_back_due(std::size_t index, c10::Stream side) {
+  due_.clear();
+  for (std::size_t i = index + 1; i-- > 0;) {
+    if (layers_[i].copies.captured.empty()) {
+      continue;
+    }
+    if (i < index && may_use_targets(place_of_backward(index), i)) {
+      break;  // those below come back later still
+    }
+    if ((i == index || layers_[i].pending) && !is_on_device(i)) {
+      due_.push_back(i);
+    }
   }
-  runtime_->record(copies.back, to_device_);
+  if (due_.empty()) {
+    return;
+  }
+  GroupMover::Copies copies = mover_->copies_back();
+  copies.behind(side);  // all that has used the targets' memory, and the copies out
+  for (const std::size_t layer : due_) {
+    const Site site(Activity::reload, layers_[layer].site);
+    for (const CapturedCopy& copy : layers_[layer].copies.captured.copies) {
+      copies.to_device(copy.target, copy.host, copy.bytes);
+    }
+    copies.record(layers_[layer].copies.back);
+  }
+  copies.finish();
 }
 
 void ChainCopies::before_backward(std::size_t index, c10::Stream side) {
   const std::size_t place = place_of_backward(index);
-  for (const auto i : c10::irange(layers_.size())) {
-    const LayerCopies& copies = layers_[i].copies;
-    if (copies.leaving && copies.released_at <= place) {
-      wait(side, copies.left);
-    }
-    if (copies.returning && may_use_targets(place, i)) {
-      wait(side, copies.back);
+  for (const std::size_t layer : leaving_) {
+    if (layers_[layer].copies.released_at <= place) {
+      mover_->await(side, layers_[layer].copies.left);
     }
   }
-  std::size_t lowest = index + 1;
-  try {
-    for (std::size_t i = index + 1; i-- > 0;) {
-      if (!is_due(i, index)) {
-        continue;
-      }
-      if (lowest > index) {  // the first: behind all that has used the targets' memory, and behind the copies out
-        runtime_->record(fork_, side);
-        runtime_->wait(to_device_, fork_);
-      }
-      bring_back(i);
-      lowest = i;
-    }
-  } catch (...) {
-    settle(to_device_);
-    throw;
-  }
-  for (std::size_t i = index + 1; i-- > lowest;) {
-    if (is_due(i, index)) {
-      LayerCopies& copies = layers_[i].copies;
-      copies.on_device = copies.returning = true;
-      counts_.reloaded_bytes += copies.captured.bytes;
-      counts_.inline_reloads += i == index && copies.returns_at < place ? 1 : 0;
+  for (const Back& back : back_) {
+    if (!back.awaited && may_use_targets(place, back.layer)) {
+      mover_->await(side, layers_[back.layer].copies.back);
     }
   }
-  if (layers_[index].copies.returning) {
-    wait(side, layers_[index].copies.back);
+  bring_back_due(index, side);
+  for (const std::size_t layer : due_) {
+    back_.push_back({layer});
+    if (layer == index && layers_[layer].copies.returns_at < place) {
+      mover_->count_inline_reload();
+    }
+  }
+  for (const Back& back : back_) {
+    if (back.layer == index && !back.awaited) {
+      mover_->await(side, layers_[index].copies.back);
+    }
   }
 }
 
 void ChainCopies::backward_launched(std::size_t index) {
   const std::size_t place = place_of_backward(index);
-  for (const auto i : c10::irange(layers_.size())) {
-    LayerCopies& copies = layers_[i].copies;
-    copies.leaving = copies.leaving && copies.released_at > place;
-    copies.returning = copies.returning && i != index && !may_use_targets(place, i);
-    copies.on_device = copies.on_device && place >= copies.returns_at;
+  std::erase_if(leaving_, [&](std::size_t layer) { return layers_[layer].copies.released_at <= place; });
+  std::erase_if(back_, [&](const Back& back) { return place < layers_[back.layer].copies.returns_at; });
+  for (Back& back : back_) {
+    back.awaited = back.awaited || back.layer == index || may_use_targets(place, back.layer);
   }
 }
 
 void ChainCopies::join(c10::Stream stream) {
-  for (const Layer& layer : layers_) {
-    if (layer.copies.leaving) {
-      runtime_->wait(stream, layer.copies.left);
-    }
-    if (layer.copies.returning) {
-      runtime_->wait(stream, layer.copies.back);
+  for (const std::size_t layer : leaving_) {
+    runtime_->wait(stream, layers_[layer].copies.left);
+  }
+  for (const Back& back : back_) {
+    if (!back.awaited) {
+      runtime_->wait(stream, layers_[back.layer].copies.back);
     }
   }
 }
 
 void ChainCopies::reset(std::size_t index) {
-  LayerCopies& copies = layers_[index].copies;
-  if (copies.leaving || copies.returning) {
-    settle(to_host_);
-    settle(to_device_);
+  const auto is_it = [&](const Back& back) { return back.layer == index; };
+  if (std::erase(leaving_, index) + std::erase_if(back_, is_it) > 0) {
+    mover_->settle();
   }
-  copies = {};
+  layers_[index].copies = {};
 }
 
 }  // namespace sidestream

@@ -1,13 +1,12 @@
 #pragma once
 #include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include <c10/core/Stream.h>
 
 #include "graphs/replay/layer.h"
+#include "offload/group_mover.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {
@@ -18,15 +17,8 @@ namespace sidestream {
 /// Where a call throws, the copies that it had queued are done.
 class ChainCopies {
  public:
-  struct Counts {
-    std::uint64_t waits = 0;
-    std::uint64_t offloaded_bytes = 0;
-    std::uint64_t reloaded_bytes = 0;
-    std::uint64_t inline_reloads = 0;
-  };
-
   /// `layers` must outlive this object.
-  ChainCopies(std::shared_ptr<Runtime> runtime, std::vector<Layer>& layers);
+  ChainCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, std::vector<Layer>& layers);
   ChainCopies(const ChainCopies&) = delete;
   ChainCopies& operator=(const ChainCopies&) = delete;
   /// Blocks the host until the copies are done.
@@ -50,22 +42,26 @@ class ChainCopies {
   void join(c10::Stream stream);
   /// Blocks the host until the copies of layer `index` are done, and forgets them.
   void reset(std::size_t index);
-  [[nodiscard]] Counts take_counts() noexcept { return std::exchange(counts_, {}); }
 
  private:
-  void wait(c10::Stream side, const Event& event);
+  /// A layer whose copies to the device were queued since the latest forward, while no graph has used their memory.
+  struct Back {
+    std::size_t layer = 0;
+    bool awaited = false;  ///< by a graph
+  };
+
   /// True where the graph at `place` may use the memory that the copies of layer `index` come back to.
   [[nodiscard]] bool may_use_targets(std::size_t place, std::size_t index) const;
-  [[nodiscard]] bool is_due(std::size_t index, std::size_t backward) const;
-  void bring_back(std::size_t index);
-  void settle(const OwnedStream& copies) noexcept;
+  [[nodiscard]] bool is_on_device(std::size_t index) const;
+  /// Queues what is due before the backward of layer `index`, and notes it in `due_`.
+  void bring_back_due(std::size_t index, c10::Stream side);
 
   std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<GroupMover> mover_;
   std::vector<Layer>& layers_;
-  OwnedStream to_host_;
-  OwnedStream to_device_;
-  Event fork_;
-  Counts counts_;
+  std::vector<std::size_t> leaving_;  ///< layers whose copies to the host no graph has waited for
+  std::vector<Back> back_;
+  std::vector<std::size_t> due_;
 };
 
 }  // namespace sidestream

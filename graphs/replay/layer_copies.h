@@ -15,11 +15,6 @@ struct LayerCopies {
   bool allocated = false;       ///< the targets, since that backward's capture
   Event left;                   ///< behind the latest copies to the host
   Event back;                   ///< behind the latest copies to the device
-
-  // Replay.
-  bool leaving = false;    ///< copies to the host were queued, and no graph has waited for them
-  bool returning = false;  ///< the same of copies to the device
-  bool on_device = false;  ///< those were queued since the latest forward, and no graph has used their memory
 };
 
 }  // namespace sidestream

@@ -9,26 +9,13 @@
 
 namespace sidestream {
 
-CaptureOffload::CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena)
-    : runtime_(std::move(runtime)), arena_(std::move(arena)) {}
+CaptureOffload::CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover)
+    : runtime_(std::move(runtime)), mover_(std::move(mover)) {}
 
 CaptureOffload::~CaptureOffload() = default;
 
 void CaptureOffload::group_ended(Group& group) {
-  std::vector<std::shared_ptr<SavedStorage>> leaving;
-  for (const auto& weak : group.storages) {
-    auto saved = weak.lock();
-    if (saved == nullptr || !saved->to_offload) {
-      continue;
-    }
-    saved->lease = arena_->lease(saved->bytes);
-    if (saved->lease) {
-      leaving.push_back(std::move(saved));
-    } else {
-      saved->to_offload = false;
-      group.refused_bytes += saved->bytes;
-    }
-  }
+  std::vector<std::shared_ptr<SavedStorage>> leaving = mover_->lease(group);
   if (leaving.empty()) {
     return;
   }

@@ -3,8 +3,8 @@
 
 #include <c10/core/Stream.h>
 
-#include "memory/host_arena.h"
 #include "offload/captured_copies.h"
+#include "offload/group_mover.h"
 #include "offload/saved_storage.h"
 #include "runtime/runtime.h"
 
@@ -16,18 +16,17 @@ namespace sidestream {
 /// Threads: one capture at a time; `fetch` may be called on autograd's device thread meanwhile.
 class CaptureOffload final : public StorageMover {
  public:
-  CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena);
+  CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover);
   ~CaptureOffload() override;
 
   /// What the forward capture that now begins offloads is noted in `copies`.
   void begin_forward(CapturedCopies& copies) noexcept { copies_ = &copies; }
+  /// It was captured, or failed.
   void end_forward() noexcept { copies_ = nullptr; }
   /// Lets the sources of `copies` go back to the pool: captures from here on may use their memory.
   static void release(const CapturedCopies& copies);
   /// In a backward capture: allocates where `copies` come back to. Captures before this one may have used that memory.
   void allocate_targets(CapturedCopies& copies) const;
-  /// Forgets a capture that failed.
-  void abandon() noexcept { end_forward(); }
 
   void group_ended(Group& group) override;
   c10::Storage fetch(SavedStorage& storage) override;
@@ -35,7 +34,7 @@ class CaptureOffload final : public StorageMover {
 
  private:
   std::shared_ptr<Runtime> runtime_;
-  std::shared_ptr<HostArena> arena_;
+  std::shared_ptr<GroupMover> mover_;
   CapturedCopies* copies_ = nullptr;
 };
 

@@ -6,7 +6,6 @@
 
 #include "base/site.h"
 #include "memory/storage_view.h"
-#include "sidestream/error.h"
 
 namespace sidestream {
 
@@ -25,7 +24,9 @@ void keep_for(const c10::Storage& storage, const Streams& streams) {
 }  // namespace
 
 // Note [Eager choreography]
-// M is the stream that operators saved on (autograd runs their backward on the same), D and H are the copy streams, g a group.
+// M is the stream that operators saved on (autograd runs their backward on the same), D and H are the copy streams of GroupMover, g
+// a group. Copies of graphed calls run on D and H too (Note [Graph choreography]): that they come one after the other orders nothing
+// that a wait below does not.
 //
 //   scope of g ends      M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
 //   later groups end     M: wait offloaded(g), once they and g exceed the lag; then g's sources are let go: M may use their memory
@@ -48,22 +49,11 @@ void keep_for(const c10::Storage& storage, const Streams& streams) {
 // saved tensor until backward and any of them could read it until then. So its memory is lent again only behind all of
 // them, and with the first behind the copy. A reloaded copy is read by backward, on the streams that saved it.
 
-EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, Limits limits)
-    : runtime_(std::move(runtime)),
-      arena_(std::move(arena)),
-      limits_(limits),
-      to_host_(runtime_->create_stream()),
-      to_device_(runtime_->create_stream()),
-      fork_(runtime_->create_event()) {}
+EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Limits limits)
+    : runtime_(std::move(runtime)), mover_(std::move(mover)), limits_(limits) {}
 
-EagerOffload::~EagerOffload() {
-  // The copy streams must be idle before they go; nobody can use what they carry any more.
-  try {
-    runtime_->synchronize(to_host_);
-    runtime_->synchronize(to_device_);
-  } catch (const std::exception&) {
-  }
-}
+// Nobody can use what copies still carry, but its memory must not go before they are done.
+EagerOffload::~EagerOffload() { mover_->settle(); }
 
 GroupWindow EagerOffload::window_for(const std::vector<std::uint64_t>& bytes, const Limits& limits) {
   constexpr std::size_t kGroups = 2;
@@ -80,7 +70,6 @@ void EagerOffload::set_window(const GroupWindow& window) {
 
 void EagerOffload::begin_step() {
   const std::lock_guard lock(mutex_);
-  counts_ = {};
   order_.begin();
   step_streams_.clear();
   (void)end_sizing_step();
@@ -150,28 +139,6 @@ EagerOffload::Slot* EagerOffload::slot_of(const SavedStorage& storage) {
   return storage.slot == 0 || storage.slot > slots_.size() ? nullptr : &slots_[storage.slot - 1];
 }
 
-std::vector<std::shared_ptr<SavedStorage>> EagerOffload::leases_for(Group& group) {
-  std::vector<std::shared_ptr<SavedStorage>> leaving;
-  for (const auto& weak : group.storages) {
-    auto saved = weak.lock();
-    if (saved == nullptr || !saved->to_offload || saved->place != SavedStorage::Place::device) {
-      continue;
-    }
-    try {
-      saved->lease = arena_->lease(saved->bytes);
-    } catch (const DeviceError&) {  // while no plan has pinned, leases do: what the system refuses stays
-    }
-    if (saved->lease) {
-      leaving.push_back(std::move(saved));
-    } else {
-      saved->to_offload = false;
-      group.refused_bytes += saved->bytes;
-      ++counts_.refused_leases;
-    }
-  }
-  return leaving;
-}
-
 void EagerOffload::group_ended(Group& group) {
   const std::lock_guard lock(mutex_);
   if (!group.scope->selected) {
@@ -189,7 +156,7 @@ void EagerOffload::group_ended(Group& group) {
       bytes.held += group.turns_round && !saved->to_offload ? saved->bytes : 0;
     }
   }
-  std::vector<std::shared_ptr<SavedStorage>> leaving = leases_for(group);
+  std::vector<std::shared_ptr<SavedStorage>> leaving = mover_->lease(group);
   for (const auto& saved : leaving) {
     bytes.leaving += saved->bytes;
   }
@@ -217,14 +184,15 @@ void EagerOffload::send(Slot& slot, const std::vector<std::shared_ptr<SavedStora
       slot.reloaded = std::make_shared<Event>(runtime_->create_event());
     }
     copied_ = true;
-    fork(to_host_, slot.savers);
+    GroupMover::Copies copies = mover_->copies_out();
+    copies.behind(slot.savers);
     for (const auto& saved : leaving) {
-      saved->lease.wait_before_use(to_host_);
-      runtime_->copy_to_host(saved->lease.data(), saved->device.data(), saved->bytes, to_host_);
+      copies.behind(saved->lease);
+      copies.to_host(saved->lease.data(), saved->device.data(), saved->bytes);
     }
-    runtime_->record(*slot.offloaded, to_host_);
+    copies.record(*slot.offloaded);
+    copies.finish();
   } catch (...) {
-    settle(to_host_);  // nothing tells when copies that were queued are done
     for (const auto& saved : leaving) {
       saved->lease.reset();
       saved->to_offload = false;
@@ -235,7 +203,6 @@ void EagerOffload::send(Slot& slot, const std::vector<std::shared_ptr<SavedStora
   for (const auto& saved : leaving) {
     saved->lease.record_last_use(slot.offloaded);
     saved->place = SavedStorage::Place::leaving;
-    counts_.offloaded_bytes += saved->bytes;
   }
 }
 
@@ -256,25 +223,10 @@ void EagerOffload::trail(Slot& slot, std::vector<std::shared_ptr<SavedStorage>> 
   }
 }
 
-void EagerOffload::settle(const OwnedStream& copies) noexcept {
-  try {
-    runtime_->synchronize(copies);
-  } catch (const std::exception&) {  // the device has failed: nothing runs any more
-  }
-}
-
-void EagerOffload::fork(const OwnedStream& copies, const Streams& savers) {
-  for (const c10::Stream stream : savers) {
-    runtime_->record(fork_, stream);
-    runtime_->wait(copies, fork_);
-  }
-}
-
 void EagerOffload::let_go_of_oldest() {
   const Slot& slot = *trailing_.front().slot;
   if (slot.state == Slot::State::leaving) {
-    runtime_->wait(slot.savers.front(), *slot.offloaded);
-    ++counts_.waits;
+    mover_->await(slot.savers.front(), *slot.offloaded);
   }
   drop_sources();
 }
@@ -314,13 +266,14 @@ void EagerOffload::reload(Slot& slot) {
         returning.push_back(std::move(saved));
       }
     }
-    fork(to_device_, slot.savers);
+    GroupMover::Copies copies = mover_->copies_back();
+    copies.behind(slot.savers);
     for (const auto& saved : returning) {
-      runtime_->copy_to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes, to_device_);
+      copies.to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes);
     }
-    runtime_->record(*slot.reloaded, to_device_);
+    copies.record(*slot.reloaded);
+    copies.finish();
   } catch (...) {
-    settle(to_device_);
     for (const auto& saved : returning) {
       saved->device = c10::Storage();
     }
@@ -333,14 +286,12 @@ void EagerOffload::reload(Slot& slot) {
     if (unoffloaded_) {
       unoffloaded_->came_back(*saved);
     }
-    counts_.reloaded_bytes += saved->bytes;
   }
 }
 
 void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
   if (std::find(slot.arrived.begin(), slot.arrived.end(), stream) == slot.arrived.end()) {
-    runtime_->wait(stream, *slot.reloaded);
-    ++counts_.waits;
+    mover_->await(stream, *slot.reloaded);
     slot.arrived.push_back(stream);
   }
 }
@@ -359,7 +310,7 @@ c10::Storage EagerOffload::fetch(SavedStorage& storage) {
     return storage.device;
   }
   if (storage.place == SavedStorage::Place::host) {
-    ++counts_.inline_reloads;
+    mover_->count_inline_reload();
     reload(*slot);
   }
   if (storage.place == SavedStorage::Place::returning) {
@@ -456,15 +407,9 @@ void EagerOffload::end_step() {
       let_go_of_oldest();
     }
     add_stream(step_streams_, runtime_->current_stream());
-    for (const OwnedStream* copies : {&to_host_, &to_device_}) {
-      runtime_->record(fork_, *copies);
-      for (const c10::Stream stream : step_streams_) {
-        runtime_->wait(stream, fork_);
-      }
-    }
+    mover_->join(step_streams_);
   } catch (...) {
-    settle(to_host_);
-    settle(to_device_);
+    mover_->settle();
     while (!trailing_.empty()) {
       done.push_back(trailing_.front());
       drop_sources();
@@ -484,11 +429,6 @@ std::vector<GroupEvent> EagerOffload::events() const {
     event.group = slots_[first_slot_ + event.group].group;
   }
   return events;
-}
-
-EagerOffload::Counts EagerOffload::counts() const {
-  const std::lock_guard lock(mutex_);
-  return counts_;
 }
 
 }  // namespace sidestream

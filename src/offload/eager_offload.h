@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/site.h"
-#include "memory/host_arena.h"
+#include "offload/group_mover.h"
 #include "offload/saved_storage.h"
 #include "offload/step_order.h"
 #include "offload/unoffloaded_peak.h"
@@ -18,21 +18,13 @@
 
 namespace sidestream {
 
-/// Offloads and reloads groups of eager steps: to the host when their scope ends, on a copy stream of its own; back on another, as
-/// early as lag and lookahead allow where the step before went the same way, else in reverse order, one group ahead.
+/// Offloads and reloads groups of eager steps: to the host when their scope ends; back as early as lag and lookahead allow where the
+/// step before went the same way, else in reverse order, one group ahead.
 ///
 /// Ordering: see Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
 /// Threads: see StorageMover; one mutex, never held while user code runs.
 class EagerOffload final : public StorageMover {
  public:
-  struct Counts {
-    std::uint64_t offloaded_bytes = 0;
-    std::uint64_t reloaded_bytes = 0;
-    std::uint64_t waits = 0;           ///< times a stream was made to wait for a copy
-    std::uint64_t inline_reloads = 0;  ///< groups that were needed before their reload was begun
-    std::uint64_t refused_leases = 0;
-  };
-
   /// As the options say: see Options.
   struct Limits {
     std::optional<std::uint64_t> lag;
@@ -40,7 +32,7 @@ class EagerOffload final : public StorageMover {
     std::size_t groups_in_flight = std::numeric_limits<std::size_t>::max();
   };
 
-  EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena, Limits limits);
+  EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Limits limits);
   ~EagerOffload() override;
 
   /// The window of `limits` for groups that save `bytes`.
@@ -64,7 +56,6 @@ class EagerOffload final : public StorageMover {
   c10::Storage fetch(SavedStorage& storage) override;
   void dropped(SavedStorage& storage) noexcept override;
 
-  [[nodiscard]] Counts counts() const;
   /// What happened in the latest step, to which group by its index. Read it after the step.
   [[nodiscard]] std::vector<GroupEvent> events() const;
 
@@ -95,8 +86,6 @@ class EagerOffload final : public StorageMover {
     std::uint64_t bytes;
   };
 
-  /// Those storages of the group that are to leave and get pinned memory.
-  [[nodiscard]] std::vector<std::shared_ptr<SavedStorage>> leases_for(Group& group);
   /// In a sizing step: see UnoffloadedPeak.
   void look();
   /// Queues the copies of what leaves.
@@ -112,22 +101,16 @@ class EagerOffload final : public StorageMover {
   void bring_back_due();
   /// Without it: one group ahead.
   void prefetch_before(std::size_t limit);
-  void fork(const OwnedStream& copies, const Streams& savers);
   void await_arrival(Slot& slot, c10::Stream stream);
-  /// After a failure: waits on the host until the queued copies are done.
-  void settle(const OwnedStream& copies) noexcept;
   Slot& next_slot();
   [[nodiscard]] Slot* slot_of(const SavedStorage& storage);
 
   std::shared_ptr<Runtime> runtime_;
-  std::shared_ptr<HostArena> arena_;
+  std::shared_ptr<GroupMover> mover_;
   Limits limits_;
   std::optional<GroupWindow> planned_window_;
   std::vector<std::uint64_t> largest_ = {0, 0};  ///< groups so far, where no window is planned
   GroupWindow window_;
-  OwnedStream to_host_;
-  OwnedStream to_device_;
-  Event fork_;
   mutable std::recursive_mutex mutex_;  ///< recursive: letting go of a storage may drop it
   std::deque<Slot> slots_;
   std::size_t used_slots_ = 0;
@@ -138,7 +121,6 @@ class EagerOffload final : public StorageMover {
   Streams step_streams_;               ///< those that saved in this step
   bool copied_ = false;                ///< copies were issued that no step's end has waited for
   StepOrder order_;
-  Counts counts_;
   std::function<void(std::int64_t)> backward_begins_;  ///< of a sizing step whose backward has not begun
   std::unique_ptr<UnoffloadedPeak> unoffloaded_;       ///< of a sizing step
   std::unique_ptr<UnoffloadedPeak> ended_;             ///< the same, once its copies have ended

@@ -47,8 +47,9 @@ class EagerOffloadTest : public testing::Test {
 
   std::shared_ptr<Runtime> runtime_ = make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0));
   std::shared_ptr<HostArena> arena_ = std::make_shared<HostArena>(*runtime_, std::size_t{1} << 20);
+  std::shared_ptr<GroupMover> mover_ = std::make_shared<GroupMover>(runtime_, arena_);
   std::shared_ptr<EagerOffload> offload_ =
-      std::make_shared<EagerOffload>(runtime_, arena_, EagerOffload::Limits{.groups_in_flight = 0});
+      std::make_shared<EagerOffload>(runtime_, mover_, EagerOffload::Limits{.groups_in_flight = 0});
   ScopeTree tree_{NamePatterns::parse("**")};
   StorageView view_;
 };
@@ -67,7 +68,7 @@ TEST_F(EagerOffloadTest, AHostSlotIsWrittenAfterTheCopyThatLastReadIt) {
   }
   recording.stop();
   EXPECT_EQ(arena_->stats().refusals, 0U) << "both used the one slot";
-  EXPECT_EQ(offload_->counts().reloaded_bytes, 2 * kBytes);
+  EXPECT_EQ(mover_->counts().reloaded_bytes, 2 * kBytes);
   const auto expected = sim::raw_bytes({filled(6), filled(10)});
   ASSERT_EQ(sim::raw_bytes({results[0], results[1]}), expected);
   sim::expect_same_in_every_order(recording, {results[0], results[1]}, expected, 100);
@@ -105,7 +106,7 @@ TEST_F(EagerOffloadTest, AGroupWithoutRoomStaysAndIsCounted) {
   const auto second = leave(groups[1], 2);
   EXPECT_EQ(first->place, SavedStorage::Place::host);
   EXPECT_EQ(second->place, SavedStorage::Place::device);
-  EXPECT_EQ(offload_->counts().refused_leases, 1U);
+  EXPECT_EQ(mover_->counts().refused_leases, 1U);
   EXPECT_EQ(doubled(*second)[0].item<float>(), 4);
 }
 
@@ -114,8 +115,8 @@ TEST_F(EagerOffloadTest, ARetainedStorageComesBackOnce) {
   const auto saved = leave(group, 7);
   EXPECT_EQ(doubled(*saved)[0].item<float>(), 14);
   EXPECT_EQ(doubled(*saved)[0].item<float>(), 14);
-  EXPECT_EQ(offload_->counts().offloaded_bytes, kBytes);
-  EXPECT_EQ(offload_->counts().reloaded_bytes, kBytes);
+  EXPECT_EQ(mover_->counts().offloaded_bytes, kBytes);
+  EXPECT_EQ(mover_->counts().reloaded_bytes, kBytes);
 }
 
 }  // namespace

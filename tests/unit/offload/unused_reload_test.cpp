@@ -43,7 +43,8 @@ TEST_P(UnusedReloadTest, ItsMemoryIsLentAgainBehindItsCopyOnly) {
   const std::size_t sizes[] = {kStorageBytes, kStorageBytes};
   ASSERT_EQ(arena->plan(sizes), (std::vector<bool>{true, true}));
   arena->seal();
-  const auto offload = std::make_shared<EagerOffload>(checked, arena, EagerOffload::Limits{.groups_in_flight = 0});
+  const auto offload = std::make_shared<EagerOffload>(checked, std::make_shared<GroupMover>(checked, arena),
+                                                      EagerOffload::Limits{.groups_in_flight = 0});
   std::shared_ptr<StorageMover> mover = offload;
   if (!held) {
     mover = std::make_shared<NotHolding>(offload);

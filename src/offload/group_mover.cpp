@@ -1,0 +1,116 @@
+#include "offload/group_mover.h"
+
+#include <utility>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+GroupMover::Copies::Copies(GroupMover& mover, Direction& direction)
+    : mover_(mover), direction_(direction), lock_(direction.mutex) {}
+
+GroupMover::Copies::~Copies() {
+  if (!finished_) {
+    mover_.settle(direction_);
+  }
+}
+
+void GroupMover::Copies::behind(c10::Stream stream) {
+  mover_.runtime_->record(direction_.fork, stream);
+  mover_.runtime_->wait(direction_.stream, direction_.fork);
+}
+
+void GroupMover::Copies::behind(const Streams& streams) {
+  for (const c10::Stream stream : streams) {
+    behind(stream);
+  }
+}
+
+void GroupMover::Copies::behind(const ExternalEvent& ready) { mover_.runtime_->wait(direction_.stream, ready); }
+
+void GroupMover::Copies::behind(const HostArena::Lease& slot) { slot.wait_before_use(direction_.stream); }
+
+void GroupMover::Copies::to_host(void* host, const void* device, std::size_t bytes) {
+  mover_.runtime_->copy_to_host(host, device, bytes, direction_.stream);
+  bytes_ += bytes;
+}
+
+void GroupMover::Copies::to_device(void* device, const void* host, std::size_t bytes) {
+  mover_.runtime_->copy_to_device(device, host, bytes, direction_.stream);
+  bytes_ += bytes;
+}
+
+void GroupMover::Copies::record(const Event& done) { mover_.runtime_->record(done, direction_.stream); }
+
+void GroupMover::Copies::finish() {
+  finished_ = true;
+  direction_.bytes += bytes_;
+}
+
+GroupMover::GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena)
+    : runtime_(std::move(runtime)),
+      arena_(std::move(arena)),
+      out_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
+      back_{runtime_->create_stream(), runtime_->create_event(), {}, {}} {}
+
+GroupMover::~GroupMover() { settle(); }
+
+std::vector<std::shared_ptr<SavedStorage>> GroupMover::lease(Group& group) {
+  std::vector<std::shared_ptr<SavedStorage>> leaving;
+  for (const auto& weak : group.storages) {
+    auto saved = weak.lock();
+    if (saved == nullptr || !saved->to_offload || saved->place != SavedStorage::Place::device) {
+      continue;
+    }
+    try {
+      saved->lease = arena_->lease(saved->bytes);
+    } catch (const DeviceError&) {  // while no plan has pinned, leases do: what the system refuses stays
+    }
+    if (saved->lease) {
+      leaving.push_back(std::move(saved));
+    } else {
+      saved->to_offload = false;
+      group.refused_bytes += saved->bytes;
+      ++refused_leases_;
+    }
+  }
+  return leaving;
+}
+
+void GroupMover::await(c10::Stream stream, const Event& done) {
+  runtime_->wait(stream, done);
+  ++waits_;
+}
+
+void GroupMover::join(const Streams& streams) {
+  for (Direction* direction : {&out_, &back_}) {
+    const std::lock_guard lock(direction->mutex);
+    runtime_->record(direction->fork, direction->stream);
+    for (const c10::Stream stream : streams) {
+      runtime_->wait(stream, direction->fork);
+    }
+  }
+}
+
+void GroupMover::settle(const Direction& direction) noexcept {
+  try {
+    runtime_->synchronize(direction.stream);
+  } catch (const std::exception&) {  // the device has failed: nothing runs any more
+  }
+}
+
+void GroupMover::settle() noexcept {
+  settle(out_);
+  settle(back_);
+}
+
+CopyCounts GroupMover::counts() const noexcept {
+  return {out_.bytes, back_.bytes, waits_, inline_reloads_, refused_leases_};
+}
+
+CopyCounts GroupMover::take_counts() noexcept {
+  return {out_.bytes.exchange(0), back_.bytes.exchange(0), waits_.exchange(0), inline_reloads_.exchange(0),
+          refused_leases_.exchange(0)};
+}
+
+}  // namespace sidestream

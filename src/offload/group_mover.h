@@ -1,0 +1,107 @@
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <c10/core/Stream.h>
+
+#include "memory/host_arena.h"
+#include "offload/saved_storage.h"
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// What copies did.
+struct CopyCounts {
+  std::uint64_t offloaded_bytes = 0;
+  std::uint64_t reloaded_bytes = 0;
+  std::uint64_t waits = 0;           ///< times a stream was made to wait for a copy
+  std::uint64_t inline_reloads = 0;  ///< groups, or graphed calls, that were needed before their reload was begun
+  std::uint64_t refused_leases = 0;
+};
+
+/// Moves groups of storages to pinned host memory and back: leases, queues the copies of each direction on a stream of its own, and
+/// counts. One for all eager groups and graphed calls of an engine, which differ in what says that a group is ready, and in who
+/// decides when its device memory is let go of and when it is allocated.
+///
+/// Ordering: copies of one direction run in the order in which they were queued, but nothing rests on that: each starts behind all
+/// that its user names. Nobody waits for a copy but by an event recorded behind it.
+/// Capture: illegal, but for `lease`.  Threads: any; copies of one direction are queued by one thread at a time.
+class GroupMover {
+  struct Direction;
+
+ public:
+  /// Copies of one direction that are being queued. Where it dies unfinished (by an exception), those that were queued are done:
+  /// nothing else would tell when.
+  class [[nodiscard]] Copies {
+   public:
+    Copies(const Copies&) = delete;
+    Copies& operator=(const Copies&) = delete;
+    ~Copies();
+
+    /// What is queued from here on is behind all that the stream holds now.
+    void behind(c10::Stream stream);
+    void behind(const Streams& streams);
+    void behind(const ExternalEvent& ready);
+    /// Behind the copy that last touched the slot.
+    void behind(const HostArena::Lease& slot);
+    void to_host(void* host, const void* device, std::size_t bytes);
+    void to_device(void* device, const void* host, std::size_t bytes);
+    /// `done` stands for all that was queued.
+    void record(const Event& done);
+    void finish();
+
+   private:
+    friend class GroupMover;
+    Copies(GroupMover& mover, Direction& direction);
+    GroupMover& mover_;
+    Direction& direction_;
+    std::unique_lock<std::mutex> lock_;
+    std::uint64_t bytes_ = 0;
+    bool finished_ = false;
+  };
+
+  GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena);
+  GroupMover(const GroupMover&) = delete;
+  GroupMover& operator=(const GroupMover&) = delete;
+  /// Blocks the host until all copies are done.
+  ~GroupMover();
+
+  /// Those storages of the group that are to leave and got pinned memory; the others stay from here on, and the group counts them.
+  [[nodiscard]] std::vector<std::shared_ptr<SavedStorage>> lease(Group& group);
+  [[nodiscard]] Copies copies_out() { return {*this, out_}; }
+  [[nodiscard]] Copies copies_back() { return {*this, back_}; }
+  /// Makes `stream` wait for copies that `done` stands for.
+  void await(c10::Stream stream, const Event& done);
+  /// Makes the streams wait for all copies that were queued.
+  void join(const Streams& streams);
+  /// Blocks the host until all copies are done, or the device has failed.
+  void settle() noexcept;
+
+  void count_inline_reload() noexcept { ++inline_reloads_; }
+  [[nodiscard]] CopyCounts counts() const noexcept;
+  /// Counting starts anew.
+  CopyCounts take_counts() noexcept;
+
+ private:
+  struct Direction {
+    OwnedStream stream;
+    Event fork;
+    std::mutex mutex;
+    std::atomic<std::uint64_t> bytes{0};
+  };
+  void settle(const Direction& direction) noexcept;
+
+  std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<HostArena> arena_;
+  Direction out_;
+  Direction back_;
+  std::atomic<std::uint64_t> waits_{0};
+  std::atomic<std::uint64_t> inline_reloads_{0};
+  std::atomic<std::uint64_t> refused_leases_{0};
+};
+
+}  // namespace sidestream
