@@ -41,7 +41,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   }
   const std::size_t place = chain_.copies_.place_of_backward(index);
   use_.comes_to(place);
-  release_sources(place);
+  release(place);
   prepare_seeds(index);
   const Site site(Activity::capture_backward, layer.spec.scope->site);
   std::vector<at::Tensor> roots;
@@ -64,7 +64,7 @@ void ChainCapture::capture_backward(std::size_t index) {
 
   std::vector<at::Tensor> grads;
   use_.capture_begins();
-  CaptureGuard capture(runtime_, capture_, chain_.pool_);
+  CaptureGuard capture(runtime_, capture_, *chain_.pool_);
   allocate_targets(index);
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);

@@ -7,6 +7,7 @@
 #include "graphs/capture/body_hooks.h"
 #include "graphs/capture/capture_reads.h"
 #include "graphs/capture/captured_use.h"
+#include "graphs/capture/output_lives.h"
 #include "graphs/capture/sizing_pass.h"
 #include "graphs/replay/chain.h"
 #include "offload/recorder.h"
@@ -58,6 +59,8 @@ class ChainCapture {
   void fill_kept_tensors();
   /// The report tells which calls keep what they make.
   void note_kept(const std::vector<CaptureReads::Made>& kept);
+  /// Throws: CaptureError where a body keeps an output whose memory other graphs use by now.
+  void refuse_released(const std::vector<CaptureReads::Made>& kept) const;
   /// Throws: CaptureError where a body replaces by a new tensor what it reads.
   void refuse_replaced(const std::vector<CaptureReads::Made>& kept) const;
   void capture_forward(std::size_t index);
@@ -72,8 +75,11 @@ class ChainCapture {
   void capture_backward(std::size_t index);
   /// Which outputs lead to the gradients of `targets`: of inputs that require one, then of parameters.
   static void learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets);
-  /// What the captures from here on may use again: the sources of copies that the graph at `place` is behind.
-  void release_sources(std::size_t place);
+  /// Learns how long the chain needs what the forward of layer `index` made and read.
+  void learn_lives(std::size_t index, const SavedStorages& saved, const std::vector<at::Tensor>& arguments);
+  /// What the captures from here on may use again: the sources of copies that the graph at `place` is behind, and outputs that nothing
+  /// of the chain needs any more.
+  void release(std::size_t place);
   /// Inside a backward's capture: allocates what is to be brought back from here on.
   void allocate_targets(std::size_t index);
   /// Inside the capture: adds into `.grad`, or makes the static gradients contiguous and dense.
@@ -89,6 +95,7 @@ class ChainCapture {
   CaptureReads reads_;
   CapturedUse use_;
   CapturedHistory history_;
+  OutputLives lives_;
   c10::Stream capture_;
   std::vector<Live> live_;
 };

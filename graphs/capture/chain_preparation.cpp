@@ -18,7 +18,7 @@ namespace {
 std::uint64_t selected_bytes(const Profile& profile) {
   std::uint64_t bytes = 0;
   for (const StorageProfile& storage : profile.storages) {
-    bytes += profile.groups[storage.savers.front()].selected ? storage.bytes : 0;
+    bytes += profile.groups[storage.savers.front()].selected && !storage.held_elsewhere ? storage.bytes : 0;
   }
   return bytes;
 }
@@ -31,7 +31,8 @@ ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::v
       runtime_(*resources.runtime),
       specs_(std::move(specs)),
       reads_(*resources.exclusions),
-      use_(runtime_, chain.pool_),
+      use_(runtime_, *chain.pool_),
+      lives_(chain.layers_, chain.options_.retain_graph_in_backward()),
       capture_(resources.capture_stream->get()),
       live_(specs_.size()) {}
 

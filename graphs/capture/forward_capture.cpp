@@ -20,7 +20,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   Layer& layer = chain_.layers_[index];
   Live& live = live_[index];
   use_.comes_to(index);
-  release_sources(index);
+  release(index);
   const Site site(Activity::capture_forward, layer.spec.scope->site);
   make_leaves(index);
   live.recorder =
@@ -30,7 +30,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   SavedStorages saved(*live.recorder);
   resources_.offload->begin_forward(layer.copies.captured);
   use_.capture_begins();
-  CaptureGuard capture(runtime_, capture_, chain_.pool_);
+  CaptureGuard capture(runtime_, capture_, *chain_.pool_);
   {
     const OperatorObserverGuard observer = reads_.watch();
     {
@@ -66,6 +66,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   check_graph_events(runtime_, layer.forward, layer.forward_done, ready, chain_.describe(index) + ", forward");
   live.outputs.assign(outputs.begin(), outputs.end());
   learn_outputs(layer, arguments, outputs, saved, *resources_.exclusions);
+  learn_lives(index, saved, arguments);
   if (has_hooks_of_body(outputs)) {
     chain_.plan_.notes.push_back(
         chain_.describe(index) +
@@ -74,11 +75,27 @@ void ChainCapture::capture_forward(std::size_t index) {
   history_.add(chain_.describe(index), live.leaves, all_parameters(), outputs);
 }
 
-void ChainCapture::release_sources(std::size_t place) {
+void ChainCapture::learn_lives(std::size_t index, const SavedStorages& saved,
+                               const std::vector<at::Tensor>& arguments) {
+  OutputLives::Holders holders{arguments, {}};
+  for (std::size_t i = 0; i <= index; ++i) {
+    const Live& live = live_[i];
+    holders.tensors.insert(holders.tensors.end(), live.leaves.begin(), live.leaves.end());
+    holders.tensors.insert(holders.tensors.end(), live.outputs.begin(), live.outputs.end());
+    holders.recorders.push_back(live.recorder.get());
+  }
+  lives_.forward_captured(index, saved, sizings_[index].kept_outputs, holders);
+}
+
+void ChainCapture::release(std::size_t place) {
   for (const Layer& layer : chain_.layers_) {
     if (layer.copies.released_at == place) {
       CaptureOffload::release(layer.copies.captured);
     }
+  }
+  for (const Link& output : lives_.ended_before(place)) {
+    chain_.layers_[output.layer].output_storages[output.index].give_back_to(chain_.pool_);
+    chain_.released_.add(place, output.layer, output.index);
   }
 }
 
@@ -101,7 +118,7 @@ void ChainCapture::make_leaves(std::size_t index) {
       live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
                                                    : input.tensor);
     }
-    if (input.tensor.defined()) {
+    if (input.tensor.defined() && (!input.from || chain_.options_.retain_graph_in_backward())) {
       resources_.exclusions->add_static_input(input.tensor);
     }
   }

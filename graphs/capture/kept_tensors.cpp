@@ -35,6 +35,7 @@ void ChainCapture::fill_kept_tensors() {
   if (kept.empty()) {
     return;
   }
+  refuse_released(kept);
   const StreamGuard on_capture(runtime_, capture_);
   const DrawsApart draws(runtime_.device());
   WrittenStorages written;
@@ -49,6 +50,19 @@ void ChainCapture::fill_kept_tensors() {
   runtime_.synchronize_device();
   refuse_replaced(kept);  // after all that: what the module keeps now has a value
   note_kept(kept);
+}
+
+void ChainCapture::refuse_released(const std::vector<CaptureReads::Made>& kept) const {
+  chain_.released_.for_each([&](const Link& output) {
+    const Layer& layer = chain_.layers_[output.layer];
+    for (const CaptureReads::Made& made : kept) {
+      if (layer.output_storages[output.index].is(made.storage)) {
+        throw CaptureError(
+            chain_.describe(output.layer) + ": it keeps an output of " + std::to_string(made.storage.nbytes()) +
+            " bytes from call to call, which it did not when it ran before; keep it each time, or a clone");
+      }
+    }
+  });
 }
 
 void ChainCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {

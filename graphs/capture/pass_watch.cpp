@@ -45,7 +45,8 @@ PassWatch::~PassWatch() {
   }
 }
 
-void PassWatch::enter(const LayerSpec& spec, const std::vector<at::Tensor>& inputs) {
+void PassWatch::enter(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
+                      const std::vector<bool>& may_leave) {
   spec_ = &spec;
   inputs_ = &inputs;
   forget_reads();
@@ -59,7 +60,9 @@ void PassWatch::enter(const LayerSpec& spec, const std::vector<at::Tensor>& inpu
                        inputs[i].device().str() + ", but its graphs run on " + device_.str() +
                        " and would never read it again; move it to " + device_.str() + " before the call");
     }
-    exclusions_.add_static_input(inputs[i]);
+    if (!may_leave[i]) {
+      exclusions_.add_static_input(inputs[i]);
+    }
   }
 }
 

@@ -26,9 +26,10 @@ class PassWatch {
   PassWatch& operator=(const PassWatch&) = delete;
   ~PassWatch();
 
-  /// Passes of the body of `spec` on `inputs` begin; both must live until the next ones do.
+  /// Passes of the body of `spec` on `inputs` begin; both must live until the next ones do. What is saved of an input may leave the
+  /// device where `may_leave` says so.
   /// Throws: UsageError for an input on another device.
-  void enter(const LayerSpec& spec, const std::vector<at::Tensor>& inputs);
+  void enter(const LayerSpec& spec, const std::vector<at::Tensor>& inputs, const std::vector<bool>& may_leave);
   void before(const OperatorAccess& access);
   void after(const OperatorAccess& access);
   /// What the passes since `enter` read from elsewhere.

@@ -16,6 +16,9 @@ class SavedStorages final : public SavedTensorSource {
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
   [[nodiscard]] bool contains(const at::Tensor& tensor) const noexcept;
+  [[nodiscard]] bool contains(const c10::Storage& storage) const noexcept {
+    return saved_.contains(storage.unsafeGetStorageImpl());
+  }
 
  private:
   class Hooks;

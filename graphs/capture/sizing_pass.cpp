@@ -110,6 +110,7 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
   });
   sizing.profile = recorder.profile();
   sizing.scopes = recorder.group_scopes();
+  sizing.identities = recorder.identities();
   sizing.saved_bytes = recorder.saved_bytes();
   return sizing;
 }

@@ -1,5 +1,7 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -16,9 +18,13 @@ namespace sidestream {
 
 /// What the sizing pass of one layer found.
 struct LayerSizing {
-  Profile profile;                       ///< groups and storages that autograd saved
-  std::vector<const ScopeNode*> scopes;  ///< of the profile's groups
-  std::vector<at::Tensor> parameters;    ///< leaves that got a gradient, the module's first, in their order
+  Profile profile;                        ///< groups and storages that autograd saved
+  std::vector<const ScopeNode*> scopes;   ///< of the profile's groups
+  std::vector<SavedIdentity> identities;  ///< of the profile's storages
+  /// Of those that are outputs, of this layer or of one before: which storage of the profile, and the first output that lies in it.
+  std::vector<std::pair<std::size_t, Link>> saved_outputs;
+  std::vector<std::size_t> kept_outputs;  ///< first outputs of storages that the body keeps from call to call
+  std::vector<at::Tensor> parameters;     ///< leaves that got a gradient, the module's first, in their order
   std::vector<BackwardRead> backward_reads;
   bool casts = false;  ///< autocast was on somewhere in it
   std::uint64_t saved_bytes = 0;

@@ -1,10 +1,8 @@
 #include "graphs/capture/warmup.h"
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
@@ -14,6 +12,7 @@
 #include "graphs/capture/call_modes_guard.h"
 #include "graphs/capture/eager_pass.h"
 #include "graphs/capture/gradient_leaves.h"
+#include "graphs/capture/linked_outputs.h"
 #include "graphs/capture/pass_watch.h"
 #include "graphs/capture/samples.h"
 #include "graphs/capture/state_keeper.h"
@@ -23,50 +22,6 @@
 namespace sidestream {
 
 namespace {
-
-/// What layers gave, detached: the samples of the layers that read it, each until the last of them has run.
-class LinkedOutputs {
- public:
-  explicit LinkedOutputs(const std::vector<LayerSpec>& specs) : specs_(specs) {
-    for (const auto i : c10::irange(specs.size())) {
-      for (const LayerInput& input : specs[i].inputs) {
-        if (input.from) {
-          last_reader_[{input.from->layer, input.from->index}] = i;
-        }
-      }
-    }
-  }
-  /// What the next layer gave.
-  void add(const detail::TensorBuffer& made) {
-    std::vector<at::Tensor>& kept = outputs_.emplace_back();
-    for (const at::Tensor& output : made) {
-      const bool read = output.defined() && last_reader_.count({outputs_.size() - 1, kept.size()}) > 0;
-      kept.push_back(read ? output.detach().requires_grad_(output.requires_grad()) : at::Tensor());
-    }
-  }
-  /// Throws: UsageError where there is no such output.
-  [[nodiscard]] const at::Tensor& of(const LayerSpec& reader, const Link& link) const {
-    const std::vector<at::Tensor>& given = outputs_[link.layer];
-    if (link.index >= given.size()) {
-      throw UsageError("callable \"" + reader.name + "\" takes output " + std::to_string(link.index) +
-                       " of callable \"" + specs_[link.layer].name + "\", which gives " + std::to_string(given.size()));
-    }
-    return given[link.index];
-  }
-  /// All passes of this layer are done.
-  void ran(std::size_t layer) {
-    for (const LayerInput& input : specs_[layer].inputs) {
-      if (input.from && last_reader_.at({input.from->layer, input.from->index}) == layer) {
-        outputs_[input.from->layer][input.from->index] = at::Tensor();
-      }
-    }
-  }
-
- private:
-  const std::vector<LayerSpec>& specs_;
-  std::map<std::pair<std::size_t, std::size_t>, std::size_t> last_reader_;  // by layer and output
-  std::vector<std::vector<at::Tensor>> outputs_;
-};
 
 /// `outputs`: of the layers before this one.
 std::vector<at::Tensor> leaves_of(const LayerSpec& spec, const LinkedOutputs& outputs, c10::Device device) {
@@ -126,7 +81,7 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
     const Site site(Activity::warmup, spec.scope->site);
     const std::vector<at::Tensor> inputs = leaves_of(spec, outputs, runtime.device());
     const ModelFlagsGuard flags(spec.state.modules);
-    watch.enter(spec, inputs);
+    watch.enter(spec, inputs, outputs.that_may_leave(index, options));
     detail::TensorBuffer made;
     SeedWatch seeds(runtime.device());
     {
@@ -134,8 +89,9 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
       sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, watch, made));
       seeds.check(spec, options.num_warmup_iters() == 0);
     }
-    outputs.add(made);
+    outputs.add(inputs, made);
     made.clear();
+    outputs.learn_of(sizings.back());
     const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); },
                                          [&](const OperatorAccess& access) { watch.before(access); },
                                          OperatorObserverGuard::Outer::hears_too);
@@ -163,6 +119,7 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
     const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); });
     options.post_warmup_hook()();
   }
+  keep_outputs_that_several_need(sizings);
   return sizings;
 }
 

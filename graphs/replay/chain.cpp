@@ -16,6 +16,16 @@ namespace {
 
 constexpr std::int64_t kSideStreams = 1;  // where the options name no number
 
+/// A pool that may outlive the chain, and its engine.
+std::shared_ptr<MemoryPool> make_pool(const std::shared_ptr<Runtime>& runtime) {
+  struct Kept {
+    std::shared_ptr<Runtime> runtime;
+    MemoryPool pool;
+  };
+  const auto kept = std::make_shared<Kept>(Kept{runtime, runtime->create_pool()});
+  return {kept, &kept->pool};
+}
+
 }  // namespace
 
 // Note [Graph choreography]
@@ -47,8 +57,13 @@ constexpr std::int64_t kSideStreams = 1;  // where the options name no number
 //    S, and so behind all that used the memory before, and backward k waits for back(k). A graph at any other place, any
 //    forward among them, waits for back(k) as well, and k has to come back once more if it is still needed.
 // A host slot is the layer's own for the life of its graphs: its next D2H is behind ready of a forward, which waited for back.
-// A static input never leaves the device and lies outside of the pool: M may write it behind done(n) of both directions. A
-// seed in the pool may be written while no graph runs: M waits for all copies first.
+// A static input of a layer's own lies outside of the pool and no copy touches it: M may write it behind done(n) of both directions. What
+// lies in the pool M may write while no graph runs, and waits for all copies first: a seed, and a linked input where the output
+// that it is has been given other memory since.
+//
+// An output that other layers read is in the pool as well. It goes back there before the capture of a graph at a place behind
+// all that need it (OutputLives), the copies of it included: from that place on any graph may write its memory. So before the first
+// launch from there on, what is held of it is copied out, and M waits for who reads it.
 
 Chain::Chain(const GraphResources& resources, const GraphOptions& options)
     : runtime_(resources.runtime),
@@ -57,9 +72,9 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
       draw_order_(DrawOrder::of(runtime_->device())),
       fork_(runtime_->create_event()),
       whole_stream_(runtime_->create_event()),
-      pool_(runtime_->create_pool()),
+      pool_(make_pool(runtime_)),
       copies_(runtime_, resources.mover, layers_),
-      use_(runtime_, pool_) {
+      use_(runtime_, *pool_) {
   if (options.cuda_graph_stream()) {
     streams_.push_back(*options.cuda_graph_stream());
   } else {
@@ -77,6 +92,7 @@ Chain::~Chain() {
     }
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
   }
+  part_with_outputs();
 }
 
 bool Chain::pending(std::size_t layer) const {
@@ -139,11 +155,16 @@ void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& do
 }
 
 void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
+  bool joined = false;
   for (const auto i : c10::irange(inputs.size())) {
     const StaticInput& input = layer.inputs[i];
     if (!input.tensor.defined() || input.same_as_earlier ||
         (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() && same_layout(inputs[i], input.tensor))) {
       continue;
+    }
+    if (input.from && !joined) {  // memory of the pool, which copies may use by now
+      join_copies();
+      joined = true;
     }
     const at::NoGradGuard no_grad;
     input.tensor.copy_(inputs[i].detach(), /*non_blocking=*/true);
@@ -173,6 +194,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
     }
   }
   highest_given_ = index;
+  overwrite_released_outputs(index);
   ++layer.generation;  // from here on what an earlier forward saved may be overwritten
   layer.backward_launched = layer.backward_failed = false;
   write_static_inputs(layer, inputs);
@@ -224,6 +246,7 @@ void Chain::reset() {
   }
   // What a capture in their place starts from stays: the layers' arguments that lie outside of the pool.
   const std::lock_guard lock(mutex_);
+  part_with_outputs();
   for (Layer& layer : layers_) {
     for (StaticInput& input : layer.inputs) {
       input.tensor = input.from ? at::Tensor() : input.tensor;

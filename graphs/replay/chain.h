@@ -15,6 +15,7 @@
 #include "graphs/replay/layer.h"
 #include "graphs/replay/owned_gradients.h"
 #include "graphs/replay/pool_use.h"
+#include "graphs/replay/released_outputs.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
 #include "offload/exclusions.h"
@@ -102,7 +103,13 @@ class Chain : public std::enable_shared_from_this<Chain> {
   friend class ChainCapture;
   Chain(const GraphResources& resources, const GraphOptions& options);
 
+  /// True where `given` is the output that `input` is linked to: that of the latest forward there, wherever it lies by now.
+  [[nodiscard]] bool is_linked_output(const StaticInput& input, const at::Tensor& given) const;
   void write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs);
+  /// Before the launch of the graph at `place`: outputs of earlier layers whose memory it uses again.
+  void overwrite_released_outputs(std::size_t place);
+  /// What is held of the outputs gets memory of its own, as far as there is room: no graph of the pool is launched again.
+  void part_with_outputs() noexcept;
   void attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
   /// Replays the backward of `layer`; `grads` become the gradients of inputs, then of parameters.
   void backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads);
@@ -132,14 +139,15 @@ class Chain : public std::enable_shared_from_this<Chain> {
   std::vector<c10::Stream> streams_;
   Event fork_;
   Event whole_stream_;
-  MemoryPool pool_;
+  std::shared_ptr<MemoryPool> pool_;  ///< shared with what is held of outputs that lie in memory of its free blocks
   std::vector<Layer> layers_;
   Profile profile_;
   Plan plan_;
 
   // Replay.
   mutable std::recursive_mutex mutex_;
-  std::int64_t top_ = -1;          ///< the highest pending layer
+  std::int64_t top_ = -1;  ///< the highest pending layer
+  ReleasedOutputs released_;
   std::size_t highest_given_ = 0;  ///< no layer above has given out outputs since a forward below it was launched
   ChainCopies copies_;
   PoolUse use_;

@@ -84,6 +84,7 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
     return;
   }
   const Site site(Activity::launch_backward, layer.site);
+  overwrite_released_outputs(copies_.place_of_backward(index));  // before the seeds, which may lie in their memory
   write_static_grads(layer, grads);
   grads.clear();
   for_each_gradient(layer, of_parameters, [&](const at::Tensor& grad, OutputSet from, bool direct) {

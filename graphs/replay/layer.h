@@ -55,7 +55,8 @@ struct LayerSpec {
 
 /// Where the forward graph reads one argument, and where the backward graph leaves that argument's gradient.
 struct StaticInput {
-  at::Tensor tensor;         ///< owned, or the static output that the input is linked to
+  at::Tensor
+      tensor;  ///< owned, or the static output that the input is linked to (whose memory may be the pool's again)
   std::optional<Link> from;  ///< that output
   bool requires_grad = false;
   bool same_as_earlier = false;     ///< the same tensor as an earlier argument, which gets the whole gradient

@@ -68,13 +68,20 @@ void OutputStorage::copy_out(Runtime& runtime, const Event& mark, c10::Stream fr
   // All that can fail is done. What the held storage had goes with the pointer that is returned.
   c10::StorageImpl& held = *given_.unsafeGetStorageImpl();
   (void)held.set_data_ptr(copy.unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, runtime.device())));
+  moved_ = given_.getWeakStorageImpl();
   given_ = c10::Storage();
+}
+
+bool OutputStorage::gave(const c10::Storage& storage) const noexcept {
+  return ReplayedMemory::of(storage.data_ptr()) == memory_.get() ||
+         (moved_ && moved_->_unsafe_get_target() == storage.unsafeGetStorageImpl());
 }
 
 const c10::Storage& OutputStorage::give(c10::Stream current) {
   if (!given_) {
     given_ = memory_->make_storage();
   }
+  moved_.reset();
   given_on_ = current;
   given_since_ = true;
   return given_;

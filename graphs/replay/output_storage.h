@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 #include <c10/core/Storage.h>
@@ -23,8 +24,8 @@ struct OutputCounts {
 /// out one storage object for as long as nobody else holds it.
 ///
 /// Note [Outputs are ordinary tensors]
-/// The graph writes the memory again at each replay, while a caller may hold a tensor over it: an output, a view or detached
-/// copy of one, what an operator outside of graphs saved. So before the launch that overwrites it, the bytes are copied to
+/// The graph writes the memory again at each replay, and others may do so before (ReleasedOutputs), while a caller may hold a tensor over
+/// it: an output, a view or detached copy of one, what an operator outside of graphs saved. So before the launch that overwrites it, the bytes are copied to
 /// ordinary memory and the held storage is given that memory in place of this: all tensors over it are as they were. With A the
 /// stream that the output was given out on, M the one that the call is made on now, U those named by record_stream:
 ///
@@ -41,14 +42,23 @@ class OutputStorage {
   /// `captured`: as the capture made it.
   explicit OutputStorage(c10::Storage captured);
 
-  /// Before a launch that overwrites the memory, on the current stream: its own graph's, or that of an earlier forward of the
-  /// chain, whose temporaries lie there too. `mark` is recorded anew for each wait.
+  /// While graphs are captured, when those to come do not need the memory: they may use it, and overwrite it from then on.
+  void give_back_to(std::shared_ptr<const MemoryPool> pool) { memory_->give_back_to(std::move(pool)); }
+
+  /// Before a launch that overwrites the memory, on the current stream: its own graph's, that of an earlier forward of the
+  /// chain, whose temporaries lie there too, or that of any graph which was captured when the memory was back in the pool. `mark`
+  /// is recorded anew for each wait.
   /// Throws: what the allocator throws where there is no room for a copy; nothing has changed then.
   void before_overwrite(Runtime& runtime, const Event& mark, OutputCounts& counts);
   /// The storage object of the replay that was just launched, given out on the current stream. Allocates only where a held one
   /// was given other memory.
   [[nodiscard]] const c10::Storage& give(c10::Stream current);
 
+  /// True for the storage of the latest replay, also where it was given other memory in between.
+  [[nodiscard]] bool gave(const c10::Storage& storage) const noexcept;
+  /// Somebody has a tensor over the memory.
+  [[nodiscard]] bool held() const noexcept { return over_memory() && given_.use_count() > 1; }
+  [[nodiscard]] const c10::Storage& captured() const noexcept { return memory_->captured(); }
   [[nodiscard]] bool is(const c10::Storage& captured) const noexcept {
     return memory_->captured().unsafeGetStorageImpl() == captured.unsafeGetStorageImpl();
   }
@@ -62,6 +72,7 @@ class OutputStorage {
 
   c10::intrusive_ptr<ReplayedMemory> memory_;
   c10::Storage given_;  ///< null before the first replay, and where a held one was given other memory
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> moved_;  ///< that one, until the next replay
   std::optional<c10::Stream> given_on_;
   bool given_since_ = false;  ///< since the latest `before_overwrite`
 };

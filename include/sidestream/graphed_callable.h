@@ -102,7 +102,7 @@ class SIDESTREAM_API Sample {
 /// A callable whose forward and backward replay as graphs; copies share one capture.
 ///
 /// Replay: shapes, dtypes, devices and requires_grad as captured, else UsageError. The returned tensors are the caller's own: what
-/// is held of them is copied out before the next replay. A second forward before the backward of the first is a UsageError here,
+/// is held of them is copied out before a replay overwrites it. A second forward before the backward of the first is a UsageError here,
 /// as is a second backward without retain_graph_in_backward, an output changed in place that its backward needs, and calls in
 /// another nesting order than captured, and another state of autocast. Under no_grad, or when the module's training mode is not
 /// the captured one, it runs eagerly.

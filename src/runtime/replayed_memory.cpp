@@ -25,6 +25,12 @@ c10::Storage ReplayedMemory::make_storage() {
       captured.allocator(), /*resizable=*/captured.allocator() != nullptr, captured.device()));
 }
 
+void ReplayedMemory::give_back_to(std::shared_ptr<const void> pool) {
+  pool_ = std::move(pool);
+  c10::StorageImpl& captured = *captured_.unsafeGetStorageImpl();
+  (void)captured.set_data_ptr(c10::DataPtr(captured.mutable_data(), captured.device()));
+}
+
 ReplayedMemory* ReplayedMemory::of(const c10::DataPtr& data) noexcept {
   return data.get_deleter() == &give_back ? static_cast<ReplayedMemory*>(data.get_context()) : nullptr;
 }

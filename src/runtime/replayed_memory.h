@@ -1,5 +1,6 @@
 #pragma once
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -23,6 +24,10 @@ class SIDESTREAM_API ReplayedMemory final : public c10::intrusive_ptr_target {
   /// `captured` keeps the memory: for as long as this object or a storage that it made lives.
   explicit ReplayedMemory(c10::Storage captured) : captured_(std::move(captured)) {}
 
+  /// Gives the memory back to its pool: later captures may use it as well, and whoever holds `captured` holds no memory any more.
+  /// `pool` keeps it mapped instead.
+  void give_back_to(std::shared_ptr<const void> pool);
+
   /// A new storage object over all of the memory, resizable as any.
   [[nodiscard]] c10::Storage make_storage();
   /// What `data` points to, or null where it is ordinary memory.
@@ -38,6 +43,7 @@ class SIDESTREAM_API ReplayedMemory final : public c10::intrusive_ptr_target {
 
  private:
   c10::Storage captured_;
+  std::shared_ptr<const void> pool_;  ///< where the memory was given back
   std::atomic<bool> used_{false};
   mutable std::mutex mutex_;
   Streams users_;

@@ -174,6 +174,33 @@ class SkippedLayers final : public Stack {
   Skip skip_;
 };
 
+/// Layers low..cut-1 run once more on the output of layer low-1, when the backward of what is behind them has been through: by then
+/// that output's memory is in other hands, and copies in are on their way.
+class RepeatedLayers final : public Stack {
+ public:
+  RepeatedLayers(const Runtimes& runtimes, const Skip& skip) : Stack(runtimes, kLayers, skip.all_ahead), skip_(skip) {
+    capture(GraphOptions().side_streams(skip.side_streams),
+            [&](std::int64_t layer) { return layer == 0 || layer == static_cast<std::int64_t>(skip.cut); });
+  }
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    clear_gradients();
+    const at::Tensor x = rows_of(s).requires_grad_(true);
+    const at::Tensor low = run(0, skip_.low, x);
+    const at::Tensor cut = run(skip_.low, skip_.cut, low).detach().clone().requires_grad_(true);
+    at::Tensor given_up = run(skip_.low, skip_.cut, low);
+    (run(skip_.cut, kLayers, cut) * rows_of(s, 1)).sum().backward();
+    given_up.reset();
+    (run(skip_.low, skip_.cut, low) * cut.grad()).sum().backward();
+    std::vector<at::Tensor> results{x.grad(), cut.grad()};
+    add_gradients(results);
+    return results;
+  }
+
+ private:
+  static constexpr std::size_t kLayers = 8;
+  Skip skip_;
+};
+
 /// Callables that run a part of their forward on a stream of their own, joined after the scope has ended.
 class ForkedCallables final : public Program {
  public:
@@ -278,6 +305,12 @@ std::vector<NamedProgram> callable_programs() {
                        "skip_K" + std::to_string(skip.side_streams) + "_low" + std::to_string(skip.low) + "_cut" +
                            std::to_string(skip.cut) + (skip.all_ahead ? "_ahead" : "") + (skip.again ? "_again" : ""),
                        skip);
+  }
+  for (const Skip& skip : {Skip{1, 2, 6}, Skip{1, 4, 7}, Skip{1, 2, 5, true}, Skip{2, 1, 6, true}}) {
+    add<RepeatedLayers>(result,
+                        "repeat_K" + std::to_string(skip.side_streams) + "_low" + std::to_string(skip.low) + "_cut" +
+                            std::to_string(skip.cut) + (skip.all_ahead ? "_ahead" : ""),
+                        skip);
   }
   for (const std::int64_t side_streams : {1, 2}) {
     add<ForkedCallables>(result, "forked_callables_" + std::to_string(side_streams), side_streams);

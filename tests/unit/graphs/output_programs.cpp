@@ -1,4 +1,5 @@
 // Programs that keep outputs of graphed calls, or read them on streams beside the one they were given out on.
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -17,7 +18,8 @@ namespace {
 /// A stack whose outputs are ordinary tensors. What plain training needs of order between the streams, the programs have.
 class OutputProgram : public Program {
  public:
-  explicit OutputProgram(const Runtimes& runtimes)
+  /// `linked`: each layer takes the output of the one before, so that its memory is used again in the same pass.
+  explicit OutputProgram(const Runtimes& runtimes, bool linked = true)
       : runtime_(runtimes.model),
         a_(runtime_->create_stream()),
         b_(runtime_->create_stream()),
@@ -26,7 +28,7 @@ class OutputProgram : public Program {
     if (runtimes.engine != nullptr) {
       engine_.emplace(EngineAccess::engine(*model_, Options(runtime_->device()).offload("layers.*.*").min_bytes(1024),
                                            runtimes.engine));
-      layers_ = graph_stack(*engine_, model_, runtime_->device(), GraphOptions());
+      layers_ = graph_stack(*engine_, model_, runtime_->device(), GraphOptions(), linked);
     }
     runtime_->synchronize_device();
   }
@@ -43,27 +45,31 @@ class OutputProgram : public Program {
   [[nodiscard]] at::Tensor rows_of(std::int64_t s, std::int64_t salt = 0) const {
     return rows(s, runtime_->device(), salt);
   }
-  /// Forward and backward on the current stream. Gives the outputs of all layers.
-  std::vector<at::Tensor> pass(std::int64_t s, std::vector<at::Tensor>& gradients) {
+  /// Forward and backward on the current stream; `given` gets each layer's output as it comes.
+  void pass(std::int64_t s, std::vector<at::Tensor>& gradients, const std::function<void(const at::Tensor&)>& given) {
     model_->zero_grad();
     const at::Tensor x = rows_of(s).requires_grad_(true);
-    std::vector<at::Tensor> outputs;
     at::Tensor h = x;
     for (std::ptrdiff_t i = 0; i < kLayers; ++i) {
       h = engine_ ? layers_[static_cast<std::size_t>(i)]({h})[0] : (model_->begin() + i)->forward(h);
-      outputs.push_back(h.detach());
+      given(h);
     }
     (h * rows_of(s, 1)).sum().backward();
     gradients.push_back(x.grad());
     for (const at::Tensor& parameter : model_->parameters()) {
       gradients.push_back(parameter.grad());
     }
+  }
+  /// Gives the outputs of all layers.
+  std::vector<at::Tensor> pass(std::int64_t s, std::vector<at::Tensor>& gradients) {
+    std::vector<at::Tensor> outputs;
+    pass(s, gradients, [&](const at::Tensor& output) { outputs.push_back(output.detach()); });
     return outputs;
   }
 
- private:
   static constexpr std::int64_t kLayers = 4;
 
+ private:
   std::shared_ptr<Runtime> runtime_;
   OwnedStream a_;
   OwnedStream b_;
@@ -122,11 +128,37 @@ class NamedStream final : public OutputProgram {
   }
 };
 
+/// The same while the step goes on: the next graphs may already use the memory of outputs that nobody holds. Each output is read behind
+/// its own forward, or all of them behind the last.
+template <bool behind_the_last>
+class ReadBeside final : public OutputProgram {
+ public:
+  using OutputProgram::OutputProgram;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::StreamGuard on_a(a());
+    std::vector<at::Tensor> results;
+    std::vector<at::Tensor> outputs;
+    pass(s, results, [&](const at::Tensor& given) {
+      outputs.push_back(given.detach());
+      if (behind_the_last && outputs.size() < kLayers) {
+        return;
+      }
+      order(a(), b());
+      const c10::StreamGuard on_b(b());
+      for (const at::Tensor& output : std::exchange(outputs, {})) {
+        output.record_stream(b());
+        results.push_back(output.mul(2));
+      }
+    });
+    return results;
+  }
+};
+
 /// Another stream, named by record_stream, writes into outputs and reads them after the next step's forward; then they are let
 /// go, and the first stream takes memory.
 class NamedStreamWrites final : public OutputProgram {
  public:
-  using OutputProgram::OutputProgram;
+  explicit NamedStreamWrites(const Runtimes& runtimes) : OutputProgram(runtimes, /*linked=*/false) {}
   std::vector<at::Tensor> step(std::int64_t s) override {
     const c10::StreamGuard on_a(a());
     std::vector<at::Tensor> results;
@@ -160,8 +192,12 @@ NamedProgram named(std::string name) {
 }  // namespace
 
 std::vector<NamedProgram> output_programs() {
-  return {named<HeldOutputs>("held_outputs"), named<StreamsInTurn<true>>("held_streams_in_turn"),
-          named<StreamsInTurn<false>>("streams_in_turn"), named<NamedStream>("outputs_named_stream"),
+  return {named<HeldOutputs>("held_outputs"),
+          named<StreamsInTurn<true>>("held_streams_in_turn"),
+          named<StreamsInTurn<false>>("streams_in_turn"),
+          named<NamedStream>("outputs_named_stream"),
+          named<ReadBeside<false>>("outputs_read_beside"),
+          named<ReadBeside<true>>("outputs_read_behind_the_last"),
           named<NamedStreamWrites>("outputs_named_stream_writes")};
 }
 

@@ -1,0 +1,140 @@
+#include "graphs/capture/linked_outputs.h"
+
+#include <algorithm>
+#include <string>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// Autograd's device thread lets go of the last tensors of a backward pass a moment after it has returned, but before it begins another.
+void await_end_of_backward(c10::Device device) {
+  const c10::InferenceMode no_inference(false);
+  const at::AutoGradMode with_gradients(true);
+  const at::Tensor probe = at::zeros({1}, at::TensorOptions(at::kFloat).device(device)).requires_grad_(true);
+  (void)torch::autograd::grad({probe * 2}, {probe});
+}
+
+const c10::StorageImpl* impl_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+bool same_place(const at::Tensor& a, const at::Tensor& b) {
+  return a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
+         a.dtype() == b.dtype();
+}
+
+}  // namespace
+
+LinkedOutputs::LinkedOutputs(const std::vector<LayerSpec>& specs) : specs_(specs) {
+  for (const auto i : c10::irange(specs.size())) {
+    for (const LayerInput& input : specs[i].inputs) {
+      if (input.from) {
+        last_reader_[{input.from->layer, input.from->index}] = i;
+      }
+    }
+  }
+}
+
+void LinkedOutputs::add(const std::vector<at::Tensor>& inputs, const detail::TensorBuffer& made) {
+  const std::size_t layer = outputs_.size();
+  std::vector<at::Tensor>& kept = outputs_.emplace_back();
+  std::vector<bool>& views = views_of_inputs_.emplace_back();
+  for (const at::Tensor& output : made) {
+    const bool read = output.defined() && last_reader_.count({layer, kept.size()}) > 0;
+    const c10::StorageImpl* const storage = impl_of(output);
+    if (read && storage != nullptr) {
+      known_.try_emplace(storage, Known{output.storage().getWeakStorageImpl(), {layer, kept.size()}});
+    }
+    views.push_back(std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
+      return storage != nullptr && impl_of(input) == storage && !same_place(input, output);
+    }));
+    kept.push_back(read ? output.detach().requires_grad_(output.requires_grad()) : at::Tensor());
+  }
+}
+
+const at::Tensor& LinkedOutputs::of(const LayerSpec& reader, const Link& link) const {
+  const std::vector<at::Tensor>& given = outputs_[link.layer];
+  if (link.index >= given.size()) {
+    throw UsageError("callable \"" + reader.name + "\" takes output " + std::to_string(link.index) + " of callable \"" +
+                     specs_[link.layer].name + "\", which gives " + std::to_string(given.size()));
+  }
+  return given[link.index];
+}
+
+std::vector<bool> LinkedOutputs::that_may_leave(std::size_t layer, const GraphOptions& options) const {
+  std::vector<bool> may;
+  for (const LayerInput& input : specs_[layer].inputs) {
+    may.push_back(input.from && !options.retain_graph_in_backward() &&
+                  !views_of_inputs_[input.from->layer][input.from->index]);
+  }
+  return may;
+}
+
+std::size_t LinkedOutputs::references_to(const c10::StorageImpl* storage) const {
+  std::size_t count = 0;
+  for (const auto& of_layer : outputs_) {
+    count += static_cast<std::size_t>(std::count_if(
+        of_layer.begin(), of_layer.end(), [&](const at::Tensor& output) { return impl_of(output) == storage; }));
+  }
+  return count;
+}
+
+bool LinkedOutputs::held_by_others(const c10::StorageImpl* storage) const {
+  const std::size_t known = references_to(storage);
+  const c10::weak_intrusive_ptr<c10::StorageImpl>& weak = known_.at(storage).storage;
+  if (weak.use_count() > known) {
+    await_end_of_backward(storage->device());
+  }
+  return weak.use_count() > known;
+}
+
+void LinkedOutputs::learn_of(LayerSizing& sizing) {
+  for (const auto i : c10::irange(sizing.identities.size())) {
+    if (const auto known = known_.find(sizing.identities[i].storage._unsafe_get_target()); known != known_.end()) {
+      sizing.saved_outputs.emplace_back(i, known->second.first);
+    }
+  }
+  sizing.identities.clear();
+  for (const auto& [storage, known] : known_) {
+    if (known.first.layer + 1 == outputs_.size() && held_by_others(storage)) {
+      sizing.kept_outputs.push_back(known.first.index);
+    }
+  }
+}
+
+void LinkedOutputs::ran(std::size_t layer) {
+  for (const LayerInput& input : specs_[layer].inputs) {
+    if (input.from && last_reader_.at({input.from->layer, input.from->index}) == layer) {
+      outputs_[input.from->layer][input.from->index] = at::Tensor();
+    }
+  }
+}
+
+void keep_outputs_that_several_need(std::vector<LayerSizing>& sizings) {
+  std::map<std::pair<std::size_t, std::size_t>, std::size_t> needs;  // by layer and output
+  for (const auto i : c10::irange(sizings.size())) {
+    for (const std::size_t kept : sizings[i].kept_outputs) {
+      needs[{i, kept}] += 2;
+    }
+    for (const auto& [storage, output] : sizings[i].saved_outputs) {
+      ++needs[{output.layer, output.index}];
+    }
+  }
+  for (const auto i : c10::irange(sizings.size())) {
+    for (const auto& [storage, output] : sizings[i].saved_outputs) {
+      if (output.layer != i && needs[{output.layer, output.index}] > 1) {
+        sizings[i].profile.storages[storage].held_elsewhere = true;
+      }
+    }
+  }
+}
+
+}  // namespace sidestream

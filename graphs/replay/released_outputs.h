@@ -1,0 +1,46 @@
+#pragma once
+#include <cstddef>
+#include <vector>
+
+#include "graphs/replay/layer.h"
+
+namespace sidestream {
+
+/// The outputs whose memory goes back to the pool before the last capture, and the place of the first graph that may use it again.
+/// Knows which of them no graph has overwritten since they were given out.
+class ReleasedOutputs {
+ public:
+  /// While graphs are captured: in the order of their places. `index`: among the output storages of `layer`.
+  void add(std::size_t place, std::size_t layer, std::size_t index) { all_.push_back({place, {layer, index}}); }
+  /// Before the launch of the graph at `place`: calls `overwrite(output)` for each whose memory it is the first to use again. What
+  /// throws there is called again by the next launch.
+  template <class Overwrite>
+  void before_launch(std::size_t place, const Overwrite& overwrite) {
+    while (next_ > 0 && all_[next_ - 1].place > place) {  // a pass begins anew
+      --next_;
+    }
+    for (; next_ < all_.size() && all_[next_].place <= place; ++next_) {
+      overwrite(all_[next_].output);
+    }
+  }
+  template <class Visit>
+  void for_each(const Visit& visit) const {
+    for (const Released& released : all_) {
+      visit(released.output);
+    }
+  }
+  void clear() noexcept {
+    all_.clear();
+    next_ = 0;
+  }
+
+ private:
+  struct Released {
+    std::size_t place;
+    Link output;
+  };
+  std::vector<Released> all_;
+  std::size_t next_ = 0;  ///< all before it have been overwritten, or were not given out since
+};
+
+}  // namespace sidestream
