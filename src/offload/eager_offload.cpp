@@ -1,6 +1,7 @@
 #include "offload/eager_offload.h"
 
 #include <algorithm>
+#include <exception>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -50,10 +51,20 @@ void keep_for(const c10::Storage& storage, const Streams& streams) {
 // them, and with the first behind the copy. A reloaded copy is read by backward, on the streams that saved it.
 
 EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Limits limits)
-    : runtime_(std::move(runtime)), mover_(std::move(mover)), limits_(limits) {}
+    : runtime_(std::move(runtime)),
+      mover_(std::move(mover)),
+      live_(LiveMemory::of(runtime_->device())),
+      limits_(limits) {}
 
-// Nobody can use what copies still carry, but its memory must not go before they are done.
-EagerOffload::~EagerOffload() { mover_->settle(); }
+EagerOffload::~EagerOffload() {
+  mover_->settle();  // nobody can use what copies still carry, but its memory must not go before they are done
+  try {
+    for (Slot& slot : slots_) {
+      set_in_flight(slot, 0);
+    }
+  } catch (const std::exception&) {  // the device has failed: nobody measures any more
+  }
+}
 
 GroupWindow EagerOffload::window_for(const std::vector<std::uint64_t>& bytes, const Limits& limits) {
   constexpr std::size_t kGroups = 2;
@@ -122,6 +133,13 @@ void EagerOffload::look() {
   unoffloaded_->look(static_cast<std::int64_t>(only_copies));
 }
 
+void EagerOffload::set_in_flight(Slot& slot, std::int64_t bytes) {
+  if (bytes != slot.in_flight) {
+    live_.change(*runtime_, {0, bytes - slot.in_flight, 0});
+    slot.in_flight = bytes;
+  }
+}
+
 EagerOffload::Slot& EagerOffload::next_slot() {
   if (used_slots_ == slots_.size()) {
     slots_.emplace_back();
@@ -132,6 +150,7 @@ EagerOffload::Slot& EagerOffload::next_slot() {
   slot.arrived.clear();
   slot.state = Slot::State::here;
   slot.used = false;
+  set_in_flight(slot, 0);
   return slot;
 }
 
@@ -200,10 +219,13 @@ void EagerOffload::send(Slot& slot, const std::vector<std::shared_ptr<SavedStora
     throw;
   }
   slot.state = Slot::State::leaving;
+  std::size_t bytes = 0;
   for (const auto& saved : leaving) {
     saved->lease.record_last_use(slot.offloaded);
     saved->place = SavedStorage::Place::leaving;
+    bytes += saved->bytes;
   }
+  set_in_flight(slot, static_cast<std::int64_t>(bytes));
 }
 
 void EagerOffload::trail(Slot& slot, std::vector<std::shared_ptr<SavedStorage>> leaving, std::uint64_t bytes) {
@@ -248,6 +270,7 @@ void EagerOffload::drop_sources() {
       saved->place = SavedStorage::Place::host;
     }
   }
+  set_in_flight(*oldest.slot, 0);
   look();
 }
 
@@ -280,13 +303,16 @@ void EagerOffload::reload(Slot& slot) {
     throw;
   }
   slot.state = Slot::State::back;
+  std::size_t bytes = 0;
   for (const auto& saved : returning) {
     saved->lease.record_last_use(slot.reloaded);
     saved->place = SavedStorage::Place::returning;
+    bytes += saved->bytes;
     if (unoffloaded_) {
       unoffloaded_->came_back(*saved);
     }
   }
+  set_in_flight(slot, static_cast<std::int64_t>(bytes));
 }
 
 void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
@@ -325,6 +351,7 @@ c10::Storage EagerOffload::fetch(SavedStorage& storage) {
 void EagerOffload::use(std::size_t number) {
   Slot& slot = slots_[number];
   slot.used = true;
+  set_in_flight(slot, 0);
   if (slot.state == Slot::State::here) {  // it turned round
     const auto is_it = [&](const Trailing& trailing) { return trailing.slot == &slot; };
     if (const auto found = std::find_if(trailing_.begin(), trailing_.end(), is_it); found != trailing_.end()) {
@@ -420,6 +447,13 @@ void EagerOffload::end_step() {
   }
   copied_ = false;
   dropped_.clear();
+  for (std::size_t i = first_slot_; i < used_slots_; ++i) {
+    Slot& slot = slots_[i];
+    const auto gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
+    if (std::all_of(slot.storages.begin(), slot.storages.end(), gone)) {  // came back and was never used
+      set_in_flight(slot, 0);
+    }
+  }
 }
 
 std::vector<GroupEvent> EagerOffload::events() const {

@@ -14,6 +14,7 @@
 #include "offload/saved_storage.h"
 #include "offload/step_order.h"
 #include "offload/unoffloaded_peak.h"
+#include "runtime/live_memory.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {
@@ -77,7 +78,8 @@ class EagerOffload final : public StorageMover {
     Streams arrived;          ///< streams that wait for the H2D already
     std::uint32_t group = 0;  ///< its index
     State state = State::here;
-    bool used = false;  ///< backward has reached it
+    bool used = false;           ///< backward has reached it
+    std::int64_t in_flight = 0;  ///< bytes of it that are on the device, on their way
   };
   /// A group that ended, and is not let go of.
   struct Trailing {
@@ -88,6 +90,8 @@ class EagerOffload final : public StorageMover {
 
   /// In a sizing step: see UnoffloadedPeak.
   void look();
+  /// So many bytes of that group are on the device, on their way: see LiveMemory.
+  void set_in_flight(Slot& slot, std::int64_t bytes);
   /// Queues the copies of what leaves.
   void send(Slot& slot, const std::vector<std::shared_ptr<SavedStorage>>& leaving);
   void trail(Slot& slot, std::vector<std::shared_ptr<SavedStorage>> leaving, std::uint64_t bytes);
@@ -107,6 +111,7 @@ class EagerOffload final : public StorageMover {
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
+  LiveMemory& live_;
   Limits limits_;
   std::optional<GroupWindow> planned_window_;
   std::vector<std::uint64_t> largest_ = {0, 0};  ///< groups so far, where no window is planned

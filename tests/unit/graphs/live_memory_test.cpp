@@ -85,10 +85,12 @@ TEST_F(LiveMemoryOfGraphsTest, APassThatIsDroppedHoldsNothing) {
   EXPECT_EQ(live(), idle) << "its node is gone, and with it the backward";
 }
 
-TEST_F(LiveMemoryOfGraphsTest, OffloadTakesOffThePeakWhatIsNotInFlightThen) {
-  BlockModel::Shape shape;
-  shape.layers = 8;
-  const auto report = [&](const Options& options) {
+/// Steps whose peak is where their backward begins, with whatever offload.
+class OffloadedPeakTest : public LiveMemoryOfGraphsTest, public testing::WithParamInterface<std::string> {
+ protected:
+  [[nodiscard]] Report report(const Options& options) const {
+    BlockModel::Shape shape;
+    shape.layers = 8;
     BlockModel model(shape);
     model.to(device_);
     OffloadEngine engine(model, options);
@@ -96,20 +98,26 @@ TEST_F(LiveMemoryOfGraphsTest, OffloadTakesOffThePeakWhatIsNotInFlightThen) {
       const auto step = engine.step();
       const auto batch = testing_model::batch_of(shape, s, device_);
       const at::Tensor loss = model.loss(batch.tokens, batch.targets);
-      (void)mebibytes(16, device_);  // the peak is here, with whatever offload
+      (void)mebibytes(16, device_);
       loss.backward();
     }
     return engine.report();
-  };
-  const Options graphs = Options(device_).min_bytes(1024).graph("blocks.*");
-  const Report without = report(graphs);
+  }
+};
+
+TEST_P(OffloadedPeakTest, FallsByWhatIsNotInFlightThen) {
+  const Options options = Options(device_).min_bytes(1024).graph(GetParam());
+  const Report without = report(options);
   for (const std::size_t lag : {0, 100'000, 200'000}) {
-    const Report with = report(Options(graphs).offload("blocks.*.*").lag(lag));
+    const Report with = report(Options(options).offload("blocks.*.*").lag(lag));
     EXPECT_GT(with.offloaded_bytes, 0) << lag;
     EXPECT_EQ(without.step_peak_bytes - with.step_peak_bytes, with.offloaded_bytes - with.in_flight_bytes) << lag;
     EXPECT_EQ(with.r_net() > with.r_gross(), with.in_flight_bytes > 0) << lag;
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Calls, OffloadedPeakTest, testing::Values("", "blocks.*"),
+                         [](const auto& info) { return info.param.empty() ? "eager" : "graphed"; });
 
 }  // namespace
 }  // namespace sidestream
