@@ -11,7 +11,8 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
-#include "sidestream/scope.h"
+#include "sidestream/report.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream {
 namespace {
@@ -29,6 +30,7 @@ class LiveMemoryOfGraphsTest : public testing::Test {
  protected:
   [[nodiscard]] std::int64_t live() const { return memory_use(device_).live; }
 
+  sim::OneThread one_thread_;  // autograd's own lets go of the last tensors of a backward a moment later
   c10::Device device_ = find_device("sim");
   torch::nn::Module model_;
 };
