@@ -48,11 +48,11 @@ class CaptureFaultTest : public testing::Test {
     return state;
   }
 
-  /// Captures a stack with `arm` at every n until it succeeds; returns how often it failed.
+  /// Captures a stack with `arm` at every n until it succeeds; returns how often it failed. `offload`: names.
   int capture_with_every_fault(const std::shared_ptr<Runtime>& runtime, const std::function<void(std::int64_t)>& arm,
-                               const GraphOptions& options, bool with_gradients) {
+                               const GraphOptions& options, bool with_gradients, const std::string& offload) {
     torch::nn::Sequential model = testing_model::layer_stack(2, device_, {.dropout = 0.1, .batch_norm = true});
-    OffloadEngine engine(EngineAccess::engine(*model, Options(device_).offload("**").min_bytes(1024), runtime));
+    OffloadEngine engine(EngineAccess::engine(*model, Options(device_).offload(offload).min_bytes(1024), runtime));
     if (with_gradients) {
       model->forward(testing_model::rows(0, device_)).square().mean().backward();
     }
@@ -79,12 +79,13 @@ class CaptureFaultTest : public testing::Test {
     const sim::OneThread one_thread;
     const auto faulty = std::make_shared<FaultyRuntime>(make_runtime(device_));
     const auto arm_call = [&](std::int64_t n) { faulty->fail(n); };
-    EXPECT_GT(capture_with_every_fault(faulty, arm_call, options, with_gradients), 20);
+    EXPECT_GT(capture_with_every_fault(faulty, arm_call, options, with_gradients, "**"), 20);
     if (!each_allocation) {
       return;
     }
+    // Without offload: what offloads is captured again where the device is full.
     const auto arm_allocation = [](std::int64_t n) { sim::Device::get().fail_allocation(n); };
-    EXPECT_GT(capture_with_every_fault(make_runtime(device_), arm_allocation, options, with_gradients), 20);
+    EXPECT_GT(capture_with_every_fault(make_runtime(device_), arm_allocation, options, with_gradients, ""), 20);
   }
 
   testing_model::ExpectedWarnings warnings_;  ///< of scopes whose end fails

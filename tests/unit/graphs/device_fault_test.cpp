@@ -73,6 +73,13 @@ class DeviceFaultTest : public testing::TestWithParam<Wrapping> {
     offloaded_bytes_ = engine.report().offloaded_bytes;
   }
 
+  /// A capture found the device full once, and was made with less on it.
+  static bool captured_again(const Report& report) {
+    return std::any_of(report.notes.begin(), report.notes.end(), [](const std::string& note) {
+      return note.find("device memory was full") != std::string::npos;
+    });
+  }
+
   /// Trains with `fault` armed at `n`; false when it was not met any more.
   bool survives(std::int64_t n, const DeviceFault& fault, std::shared_ptr<Runtime> runtime) {
     const std::int64_t live = sim_->live_handles();
@@ -109,7 +116,11 @@ class DeviceFaultTest : public testing::TestWithParam<Wrapping> {
       }
       EXPECT_EQ(invariants.broken(EngineAccess::state(engine)), "") << at << ", later";
       const Report report = engine.report();
-      EXPECT_EQ(report.offloaded_bytes, offloaded_bytes_) << at;
+      if (captured_again(report)) {
+        EXPECT_GE(report.offloaded_bytes, offloaded_bytes_) << at;
+      } else {
+        EXPECT_EQ(report.offloaded_bytes, offloaded_bytes_) << at;
+      }
       EXPECT_TRUE(report.order_findings.empty()) << at << ": " << report.order_findings.front();
       if (!failed.empty()) {
         ++outcomes_[failed].tried;
