@@ -1,6 +1,7 @@
 // A reloaded storage that nobody used is held until its copy can harm no one: with that hold and without it.
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,7 +45,7 @@ TEST_P(UnusedReloadTest, ItsMemoryIsLentAgainBehindItsCopyOnly) {
   ASSERT_EQ(arena->plan(sizes), (std::vector<bool>{true, true}));
   arena->seal();
   const auto offload = std::make_shared<EagerOffload>(checked, std::make_shared<GroupMover>(checked, arena),
-                                                      EagerOffload::Limits{.groups_in_flight = 0});
+                                                      EagerOffload::Limits{std::nullopt, 0, 0});
   std::shared_ptr<StorageMover> mover = offload;
   if (!held) {
     mover = std::make_shared<NotHolding>(offload);
