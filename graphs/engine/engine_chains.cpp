@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 
 #include "graphs/capture/call_modes_guard.h"
 #include "graphs/capture/chain_capture.h"
@@ -13,6 +14,7 @@
 #include "graphs/engine/memory_shortage.h"
 #include "graphs/engine/recorded_calls.h"
 #include "graphs/engine/report_builder.h"
+#include "offload/name_pattern.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -53,6 +55,13 @@ bool is_outdated(const Chain& chain) {
          std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return !layer.forward; });
 }
 
+/// True where the options name anything that leaves.
+bool offloads(const Options& options) {
+  const auto& lists = options.offload_patterns();
+  return std::any_of(lists.begin(), lists.end(),
+                     [](const std::string& list) { return !NamePatterns::parse(list).empty(); });
+}
+
 }  // namespace
 
 std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs, const GraphOptions& options) {
@@ -75,8 +84,7 @@ std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs
       chain = ChainCapture::make_chain(graphs, specs, options);
     } catch (...) {
       mark_static_outputs();  // a capture ends with none marked
-      if (graphs.room == CopyRoom::none_stays || resources_.options.offload_patterns().empty() ||
-          !shortage.is_the_error()) {
+      if (graphs.room == CopyRoom::none_stays || !shortage.is_the_error() || !offloads(resources_.options)) {
         shortage.rethrow(*this);
       }
     }
