@@ -20,6 +20,13 @@ extern char** environ;
 namespace sidestream::cli {
 namespace {
 
+/// Where the tests were started by nohup, a hang-up is ignored, by programs that they start as well.
+class HangUpsAreHeard final : public testing::Environment {
+ public:
+  void SetUp() override { std::signal(SIGHUP, SIG_DFL); }
+};
+[[maybe_unused]] testing::Environment* const hang_ups = testing::AddGlobalTestEnvironment(new HangUpsAreHeard);
+
 /// stderr goes to an unlinked file: a pipe that nobody reads while stdout is waited for could fill and block the program.
 int anonymous_file() {
   std::string name = "/tmp/sidestream-stderr-XXXXXX";
