@@ -57,9 +57,9 @@ std::shared_ptr<MemoryPool> make_pool(const std::shared_ptr<Runtime>& runtime) {
 //    S, and so behind all that used the memory before, and backward k waits for back(k). A graph at any other place, any
 //    forward among them, waits for back(k) as well, and k has to come back once more if it is still needed.
 // A host slot is the layer's own for the life of its graphs: its next D2H is behind ready of a forward, which waited for back.
-// A static input of a layer's own lies outside of the pool and no copy touches it: M may write it behind done(n) of both directions. What
-// lies in the pool M may write while no graph runs, and waits for all copies first: a seed, and a linked input where the output
-// that it is has been given other memory since.
+// A static input of a layer's own lies outside of the pool and no copy touches it: M may write it behind done(n) of both
+// directions. What lies in the pool M may write while no graph runs, and waits for all copies first: a seed, and a linked input
+// where the output that it is has been given other memory since.
 //
 // An output that other layers read is in the pool as well. It goes back there before the capture of a graph at a place behind
 // all that need it (OutputLives), the copies of it included: from that place on any graph may write its memory. So before the first

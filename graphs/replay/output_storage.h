@@ -24,10 +24,11 @@ struct OutputCounts {
 /// out one storage object for as long as nobody else holds it.
 ///
 /// Note [Outputs are ordinary tensors]
-/// The graph writes the memory again at each replay, and others may do so before (ReleasedOutputs), while a caller may hold a tensor over
-/// it: an output, a view or detached copy of one, what an operator outside of graphs saved. So before the launch that overwrites it, the bytes are copied to
-/// ordinary memory and the held storage is given that memory in place of this: all tensors over it are as they were. With A the
-/// stream that the output was given out on, M the one that the call is made on now, U those named by record_stream:
+/// The graph writes the memory again at each replay, and others may do so before (ReleasedOutputs), while a caller may hold a
+/// tensor over it: an output, a view or detached copy of one, what an operator outside of graphs saved. So before the launch that
+/// overwrites it, the bytes are copied to ordinary memory and the held storage is given that memory in place of this: all tensors
+/// over it are as they were. With A the stream that the output was given out on, M the one that the call is made on now, U those
+/// named by record_stream:
 ///
 ///   held          U: record    A: wait for U, copy, record    U and M: wait for A
 ///   not held      A and U: record    M: wait for them
