@@ -1,10 +1,11 @@
-// Step time, CPU time and device memory of transformer layers: eager, in graphs, and in graphs with offload, its window as the library
-// has it and as given, on one side stream and two.
+// Step time, CPU time and device memory of transformer layers: eager, eager with offload, in graphs, and in graphs with offload, its
+// window as the library has it and as given, on one side stream and two.
 // All modes share the weights. Times are taken with all modes alive and in turns; memory with one mode alive at a time.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -46,6 +47,8 @@ struct Settings {
   std::int64_t min_kib = 1024;
   std::optional<std::int64_t> lag_mib;
   std::optional<std::int64_t> lookahead_mib;
+  std::optional<std::int64_t> host_gib;
+  std::vector<std::string> modes;
   std::string report;
 };
 
@@ -58,16 +61,27 @@ struct Mode {
 };
 
 const std::vector<Mode> kModes{{"eager"},
+                               {"eager+offload", false, true},
                                {"graphs", true},
                                {"graphs+offload", true, true},
                                {"graphs+offload K=2", true, true, 2},
                                {"graphs+offload window", true, true, std::nullopt, true}};
-constexpr std::size_t kGraphs = 1;  // the mode that the others are paired with
-constexpr int kWarmSteps = 4;       // sizing, capture, two replays
+constexpr int kWarmSteps = 4;  // sizing, capture, two replays
+
+std::vector<std::string> mode_names() {
+  std::vector<std::string> names;
+  for (const Mode& mode : kModes) {
+    names.push_back(mode.name);
+  }
+  return names;
+}
 
 class Bench {
  public:
   explicit Bench(const Settings& settings) : settings_(settings), device_(find_device(settings.device)) {
+    const std::vector<std::string>& names = settings.modes;
+    std::copy_if(kModes.begin(), kModes.end(), std::back_inserter(modes_),
+                 [&](const Mode& mode) { return std::find(names.begin(), names.end(), mode.name) != names.end(); });
     at::manual_seed(1);
     const at::ScalarType dtype = settings.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
     layers_ = std::make_shared<BlockStack>(settings.shape);
@@ -83,14 +97,18 @@ class Bench {
     base_ = memory_use(device_);
   }
 
+  /// The modes asked for, in their order.
+  [[nodiscard]] const std::vector<Mode>& modes() const { return modes_; }
+
   [[nodiscard]] std::unique_ptr<OffloadEngine> make_engine(const Mode& mode) const {
-    if (!mode.graphs) {
+    if (!mode.graphs && !mode.offload) {
       return nullptr;
     }
     Options options(device_);
-    options.graph("blocks.*")
-        .min_bytes(static_cast<std::size_t>(settings_.min_kib) * 1024)
-        .graph_options(GraphOptions().side_streams(mode.side_streams).accumulate_in_graph(true));
+    options.min_bytes(static_cast<std::size_t>(settings_.min_kib) * 1024);
+    if (mode.graphs) {
+      options.graph("blocks.*").graph_options(GraphOptions().side_streams(mode.side_streams).accumulate_in_graph(true));
+    }
     if (mode.window) {
       if (settings_.lookahead_mib) {
         options.lookahead(static_cast<std::size_t>(*settings_.lookahead_mib) << 20);
@@ -98,6 +116,9 @@ class Bench {
       if (settings_.lag_mib) {
         options.lag(static_cast<std::size_t>(*settings_.lag_mib) << 20);
       }
+    }
+    if (settings_.host_gib) {
+      options.host_cap(static_cast<std::size_t>(*settings_.host_gib) << 30);
     }
     for (const std::string& group : settings_.groups) {
       if (mode.offload) {
@@ -128,12 +149,15 @@ class Bench {
     return time;
   }
 
-  /// One mode by itself: bytes over weights and gradients.
+  /// One mode by itself: bytes over weights and gradients, of the first steps (which size, pin and capture) and of later ones.
   Json memory(const Mode& mode) {
+    reset_memory_peaks(device_);
     const std::unique_ptr<OffloadEngine> engine = make_engine(mode);
+    Json warm_seconds = Json::array();
     for (int i = 0; i < kWarmSteps; ++i) {
-      step(engine.get());
+      warm_seconds.push_back(step(engine.get()).wall);
     }
+    const MemoryUse warm = memory_use(device_);
     release_cached_memory(device_);
     reset_memory_peaks(device_);
     step(engine.get());
@@ -141,7 +165,10 @@ class Bench {
     const MemoryUse use = memory_use(device_);
     Json json{{"name", mode.name},
               {"reserved_bytes", use.reserved_peak - base_.allocated},
-              {"live_peak_bytes", use.live_peak - base_.allocated}};
+              {"live_peak_bytes", use.live_peak - base_.allocated},
+              {"first_steps_reserved_bytes", warm.reserved_peak - base_.allocated},
+              {"first_steps_live_peak_bytes", warm.live_peak - base_.allocated},
+              {"first_steps_seconds", warm_seconds}};
     const Report report = engine ? engine->report() : Report{};
     json["offloaded_bytes"] = report.offloaded_bytes;
     json["in_flight_bytes"] = report.in_flight_bytes;
@@ -155,15 +182,15 @@ class Bench {
   /// All modes alive; each round steps through them, each once to warm the clocks and caches and once for the watch.
   std::vector<std::vector<StepTime>> times() {
     std::vector<std::unique_ptr<OffloadEngine>> engines;
-    for (const Mode& mode : kModes) {
+    for (const Mode& mode : modes_) {
       engines.push_back(make_engine(mode));
       for (int i = 0; i < kWarmSteps; ++i) {
         step(engines.back().get());
       }
     }
-    std::vector<std::vector<StepTime>> all(kModes.size());
+    std::vector<std::vector<StepTime>> all(modes_.size());
     for (std::int64_t round = 0; round < settings_.rounds; ++round) {
-      for (std::size_t i = 0; i < kModes.size(); ++i) {
+      for (std::size_t i = 0; i < modes_.size(); ++i) {
         step(engines[i].get());
         all[i].push_back(step(engines[i].get()));
       }
@@ -177,51 +204,84 @@ class Bench {
  private:
   const Settings& settings_;
   c10::Device device_;
+  std::vector<Mode> modes_;
   std::shared_ptr<BlockStack> layers_;
   at::Tensor input_;
   at::Tensor output_gradient_;
   MemoryUse base_;
 };
 
-void add_times(Json& mode, const std::vector<StepTime>& times, const std::vector<StepTime>& graphs) {
+/// Paired with `base`, round by round, under "step_over_<base>...".
+void add_ratio(Json& mode, const std::vector<StepTime>& times, const std::string& base,
+               const std::vector<StepTime>& base_times) {
+  std::vector<double> ratio;
+  for (std::size_t i = 0; i < times.size(); ++i) {
+    ratio.push_back(times[i].wall / base_times[i].wall);
+  }
+  mode["step_over_" + base + "_paired_median"] = median(ratio);
+  mode["step_over_" + base + "_lowest"] = *std::min_element(ratio.begin(), ratio.end());
+  mode["step_over_" + base + "_highest"] = *std::max_element(ratio.begin(), ratio.end());
+}
+
+void add_times(Json& mode, const std::vector<StepTime>& times) {
   std::vector<double> wall;
   std::vector<double> issued;
   std::vector<double> cpu;
-  std::vector<double> ratio;
-  for (std::size_t i = 0; i < times.size(); ++i) {
-    wall.push_back(times[i].wall);
-    issued.push_back(times[i].issued);
-    cpu.push_back(times[i].cpu);
-    ratio.push_back(times[i].wall / graphs[i].wall);
+  for (const StepTime& time : times) {
+    wall.push_back(time.wall);
+    issued.push_back(time.issued);
+    cpu.push_back(time.cpu);
   }
   mode["step_ms_median"] = median(wall) * 1e3;
-  mode["step_over_graphs_paired_median"] = median(ratio);
-  mode["step_over_graphs_lowest"] = *std::min_element(ratio.begin(), ratio.end());
-  mode["step_over_graphs_highest"] = *std::max_element(ratio.begin(), ratio.end());
   mode["issue_ms_median"] = median(issued) * 1e3;
   mode["cpu_ms_median"] = median(cpu) * 1e3;
+}
+
+/// R against `without`, the same mode without offload.
+void add_rates(Json& mode, const Json& without) {
+  const auto moved = mode["offloaded_bytes"].get<double>();
+  if (moved > 0) {
+    const double drop = without["live_peak_bytes"].get<double>() - mode["live_peak_bytes"].get<double>();
+    const double landed = moved - mode["in_flight_bytes"].get<double>();
+    mode["r_gross"] = drop / moved;
+    if (landed > 0) {
+      mode["r_net"] = drop / landed;
+    }
+  }
 }
 
 Json measure(const Settings& settings) {
   Bench bench(settings);
   Json modes = Json::array();
-  for (const Mode& mode : kModes) {
+  for (const Mode& mode : bench.modes()) {
     modes.push_back(bench.memory(mode));
+    std::fputs(fmt::format("{}: first steps {} s\n", mode.name, modes.back()["first_steps_seconds"].dump()).c_str(),
+               stdout);
+    std::fflush(stdout);
   }
-  const auto times = bench.times();
-  for (std::size_t i = 0; i < kModes.size(); ++i) {
-    add_times(modes[i], times[i], times[kGraphs]);
-    const auto moved = modes[i]["offloaded_bytes"].get<double>();
-    if (moved > 0) {
-      const double drop = modes[kGraphs]["live_peak_bytes"].get<double>() - modes[i]["live_peak_bytes"].get<double>();
-      const double landed = moved - modes[i]["in_flight_bytes"].get<double>();
-      modes[i]["r_gross"] = drop / moved;
-      if (landed > 0) {
-        modes[i]["r_net"] = drop / landed;
+  const auto place_of = [&](const std::string& name) {
+    const auto found = std::find_if(modes.begin(), modes.end(), [&](const Json& mode) { return mode["name"] == name; });
+    return found == modes.end() ? std::nullopt : std::optional<std::size_t>(found - modes.begin());
+  };
+  if (settings.rounds > 0) {
+    const auto times = bench.times();
+    for (std::size_t i = 0; i < modes.size(); ++i) {
+      add_times(modes[i], times[i]);
+      for (const char* base : {"graphs", "eager"}) {
+        if (const auto place = place_of(base)) {
+          add_ratio(modes[i], times[i], base, times[*place]);
+        }
       }
     }
-    modes[i]["reserved_over_eager"] =
-        modes[i]["reserved_bytes"].get<double>() / modes[0]["reserved_bytes"].get<double>();
+  }
+  for (std::size_t i = 0; i < modes.size(); ++i) {
+    if (const auto without = place_of(bench.modes()[i].graphs ? "graphs" : "eager")) {
+      add_rates(modes[i], modes[*without]);
+    }
+    if (const auto eager = place_of("eager")) {
+      modes[i]["reserved_over_eager"] =
+          modes[i]["reserved_bytes"].get<double>() / modes[*eager]["reserved_bytes"].get<double>();
+    }
   }
   const byte_model::ModelShape& shape = settings.shape;
   return {{"benchmark", "layers"},
@@ -242,34 +302,45 @@ Json measure(const Settings& settings) {
           {"modes", modes}};
 }
 
+/// "-" for what was not measured.
+std::string cell(const Json& mode, const char* key, double scale, const char* format) {
+  return mode.contains(key) ? fmt::format(fmt::runtime(format), mode[key].get<double>() * scale) : std::string("-");
+}
+
+std::string ratio_cell(const Json& mode, const std::string& base) {
+  const std::string key = "step_over_" + base;
+  if (!mode.contains(key + "_paired_median")) {
+    return "-";
+  }
+  return fmt::format("{:.3f} ({:.3f}-{:.3f})", mode[key + "_paired_median"].get<double>(),
+                     mode[key + "_lowest"].get<double>(), mode[key + "_highest"].get<double>());
+}
+
 void print_table(const Json& result) {
-  const auto mebibytes = [](const Json& bytes) { return bytes.get<double>() / (1 << 20); };
+  constexpr double kMebibyte = 1.0 / (1 << 20);
+  constexpr const char* kRow = "{:<22}{:>10}{:>22}{:>22}{:>10}{:>9}{:>10}{:>10}{:>13}{:>10}{:>8}{:>8}\n";
   std::fputs(
       fmt::format("{}, {} tokens, {} layers, hidden {}, {}; memory over the {:.0f} MiB of weights and gradients\n",
                   result["device"].get<std::string>(), result["tokens"].get<std::int64_t>(),
                   result["layers"].get<std::int64_t>(), result["hidden"].get<std::int64_t>(),
-                  result["dtype"].get<std::string>(), mebibytes(result["weights_and_gradients_bytes"]))
+                  result["dtype"].get<std::string>(), result["weights_and_gradients_bytes"].get<double>() * kMebibyte)
           .c_str(),
       stdout);
-  std::fputs(
-      fmt::format("{:<22}{:>11}{:>10}{:>17}{:>11}{:>11}{:>11}{:>14}{:>13}{:>8}{:>8}\n", "mode", "step ms", "/graphs",
-                  "(range)", "issue ms", "cpu ms", "live MiB", "reserved MiB", "offload MiB", "R", "R net")
-          .c_str(),
-      stdout);
+  std::fputs(fmt::format(kRow, "mode", "step ms", "/graphs (range)", "/eager (range)", "issue ms", "cpu ms", "live MiB",
+                         "reserved", "in 1st steps", "offload", "R", "R net")
+                 .c_str(),
+             stdout);
   for (const Json& mode : result["modes"]) {
-    const auto percent = [&](const char* key) {
-      return mode.contains(key) ? fmt::format("{:.1f}%", mode[key].get<double>() * 100) : std::string("-");
-    };
-    const std::string range = fmt::format("{:.3f}-{:.3f}", mode["step_over_graphs_lowest"].get<double>(),
-                                          mode["step_over_graphs_highest"].get<double>());
-    std::fputs(fmt::format("{:<22}{:>11.2f}{:>10.3f}{:>17}{:>11.2f}{:>11.2f}{:>11.0f}{:>14.0f}{:>13.0f}{:>8}{:>8}\n",
-                           mode["name"].get<std::string>(), mode["step_ms_median"].get<double>(),
-                           mode["step_over_graphs_paired_median"].get<double>(), range,
-                           mode["issue_ms_median"].get<double>(), mode["cpu_ms_median"].get<double>(),
-                           mebibytes(mode["live_peak_bytes"]), mebibytes(mode["reserved_bytes"]),
-                           mebibytes(mode["offloaded_bytes"]), percent("r_gross"), percent("r_net"))
-                   .c_str(),
-               stdout);
+    std::fputs(
+        fmt::format(kRow, mode["name"].get<std::string>(), cell(mode, "step_ms_median", 1, "{:.2f}"),
+                    ratio_cell(mode, "graphs"), ratio_cell(mode, "eager"), cell(mode, "issue_ms_median", 1, "{:.2f}"),
+                    cell(mode, "cpu_ms_median", 1, "{:.2f}"), cell(mode, "live_peak_bytes", kMebibyte, "{:.0f}"),
+                    cell(mode, "reserved_bytes", kMebibyte, "{:.0f}"),
+                    cell(mode, "first_steps_reserved_bytes", kMebibyte, "{:.0f}"),
+                    cell(mode, "offloaded_bytes", kMebibyte, "{:.0f}"), cell(mode, "r_gross", 100, "{:.1f}%"),
+                    cell(mode, "r_net", 100, "{:.1f}%"))
+            .c_str(),
+        stdout);
   }
 }
 
@@ -293,9 +364,18 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--lag-mib", settings.lag_mib, "Options::lag of the mode with a given window");
   app.add_option("--lookahead-mib", settings.lookahead_mib, "Options::lookahead of that mode");
-  app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--host-gib", settings.host_gib, "Options::host_cap");
+  app.add_option("--modes", settings.modes, "Comma-separated")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(mode_names()))
+      ->default_str("all");
+  app.add_option("--rounds", settings.rounds, "0: memory alone")->check(CLI::NonNegativeNumber)->capture_default_str();
   app.add_option("--report", settings.report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);
+  if (settings.modes.empty()) {
+    settings.modes = mode_names();
+  }
   const Json result = measure(settings);
   print_table(result);
   if (!settings.report.empty()) {
