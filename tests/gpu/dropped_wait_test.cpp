@@ -5,7 +5,6 @@
 #include <ostream>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -59,35 +58,43 @@ class DroppingRuntime final : public ForwardingRuntime {
     }
   }
   void wait(c10::Stream stream, const ExternalEvent& event) override {
-    if (launches_.count(stream.id()) != 0 || !drops(Wait::model_for_graph)) {
+    if (role_of(stream.id()) == Role::launches || !drops(Wait::model_for_graph)) {
       inner().wait(stream, event);
     }
   }
   void copy_to_host(void* pinned, const void* device, std::size_t bytes, c10::Stream stream) override {
-    to_host_.insert(stream.id());
+    roles_[stream.id()] = Role::to_host;
     inner().copy_to_host(pinned, device, bytes, stream);
   }
   void copy_to_device(void* device, const void* pinned, std::size_t bytes, c10::Stream stream) override {
-    to_device_.insert(stream.id());
+    roles_[stream.id()] = Role::to_device;
     inner().copy_to_device(device, pinned, bytes, stream);
   }
   void launch(const Graph& graph, c10::Stream stream) override {
-    launches_.insert(stream.id());
+    roles_[stream.id()] = Role::launches;
     inner().launch(graph, stream);
   }
 
  private:
+  /// What a stream did last: streams that one owner gave back serve the next one.
+  enum class Role : std::uint8_t { model, to_host, to_device, launches };
+
+  [[nodiscard]] Role role_of(c10::StreamId stream) const {
+    const auto found = roles_.find(stream);
+    return found == roles_.end() ? Role::model : found->second;
+  }
   [[nodiscard]] Wait kind_of(c10::StreamId waits, c10::StreamId recorded) const {
-    const bool for_to_device = to_device_.count(recorded) != 0;
-    const bool for_to_host = to_host_.count(recorded) != 0;
-    if (to_host_.count(waits) != 0) {
-      return for_to_device ? Wait::to_host_for_to_device : for_to_host ? Wait::none : Wait::to_host_for_model;
-    }
-    if (to_device_.count(waits) != 0) {
-      return for_to_device || for_to_host ? Wait::none : Wait::to_device_for_model;
-    }
-    if (launches_.count(waits) != 0) {
-      return Wait::graph_for_model;
+    const bool for_to_device = role_of(recorded) == Role::to_device;
+    const bool for_to_host = role_of(recorded) == Role::to_host;
+    switch (role_of(waits)) {
+      case Role::to_host:
+        return for_to_device ? Wait::to_host_for_to_device : for_to_host ? Wait::none : Wait::to_host_for_model;
+      case Role::to_device:
+        return for_to_device || for_to_host ? Wait::none : Wait::to_device_for_model;
+      case Role::launches:
+        return Wait::graph_for_model;
+      case Role::model:
+        break;
     }
     return for_to_device ? Wait::model_for_to_device : for_to_host ? Wait::model_for_to_host : Wait::none;
   }
@@ -100,7 +107,7 @@ class DroppingRuntime final : public ForwardingRuntime {
   }
 
   std::unordered_map<const void*, c10::StreamId> recorded_on_;
-  std::unordered_set<c10::StreamId> to_host_, to_device_, launches_;
+  std::unordered_map<c10::StreamId, Role> roles_;
   Wait dropped_ = Wait::none;
   std::int64_t count_ = 0;
 };
