@@ -310,7 +310,8 @@ TEST_F(TwoEnginesTest, WhatIsDrawnInTheMiddleOfAWarmUpComesOnceAndCountsForNothi
     }
   }
   EXPECT_EQ(drawn.size(), 8U);
-  EXPECT_EQ(std::set<std::vector<float>>(drawn.begin(), drawn.end()).size(), drawn.size());
+  EXPECT_EQ(std::set<std::vector<float>>(drawn.begin(), drawn.end()).size(), drawn.size())
+      << testing::PrintToString(drawn);
 }
 
 TEST_F(TwoEnginesTest, AStepInsideAnotherEnginesStepServesItsOwnModel) {
