@@ -67,6 +67,17 @@ const std::vector<Mode> kModes{{"eager"},
                                {"graphs+offload K=2", true, true, 2},
                                {"graphs+offload window", true, true, std::nullopt, true}};
 constexpr int kWarmSteps = 4;  // sizing, capture, two replays
+constexpr std::size_t kWatchedSteps = 3;
+
+StepTime median_of(const std::vector<StepTime>& times) {
+  const auto of = [&](double StepTime::*field) {
+    std::vector<double> values;
+    std::transform(times.begin(), times.end(), std::back_inserter(values),
+                   [&](const StepTime& time) { return time.*field; });
+    return median(values);
+  };
+  return {.wall = of(&StepTime::wall), .issued = of(&StepTime::issued), .cpu = of(&StepTime::cpu)};
+}
 
 std::vector<std::string> mode_names() {
   std::vector<std::string> names;
@@ -151,6 +162,7 @@ class Bench {
 
   /// One mode by itself: bytes over weights and gradients, of the first steps (which size, pin and capture) and of later ones.
   Json memory(const Mode& mode) {
+    release_cached_memory(device_);  // of the mode before
     reset_memory_peaks(device_);
     const std::unique_ptr<OffloadEngine> engine = make_engine(mode);
     Json warm_seconds = Json::array();
@@ -179,7 +191,8 @@ class Bench {
     return json;
   }
 
-  /// All modes alive; each round steps through them, each once to warm the clocks and caches and once for the watch.
+  /// All modes alive; each round steps through them, in another order than the round before. A mode steps once to warm the clocks and
+  /// caches, and then for the watch: its median counts.
   std::vector<std::vector<StepTime>> times() {
     std::vector<std::unique_ptr<OffloadEngine>> engines;
     for (const Mode& mode : modes_) {
@@ -190,9 +203,12 @@ class Bench {
     }
     std::vector<std::vector<StepTime>> all(modes_.size());
     for (std::int64_t round = 0; round < settings_.rounds; ++round) {
-      for (std::size_t i = 0; i < modes_.size(); ++i) {
+      for (std::size_t turn = 0; turn < modes_.size(); ++turn) {
+        const std::size_t i = (turn + static_cast<std::size_t>(round)) % modes_.size();
         step(engines[i].get());
-        all[i].push_back(step(engines[i].get()));
+        std::vector<StepTime> watched(kWatchedSteps);
+        std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get()); });
+        all[i].push_back(median_of(watched));
       }
     }
     return all;
