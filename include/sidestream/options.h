@@ -55,7 +55,7 @@ class Options {
   /// whose copies are not waited for yet, with that of the call that runs. Of groups: the same, of those that have ended. What
   /// turns round within it never leaves. Raised to the largest call's or group's bytes where it is less. None: as much as the
   /// largest calls of a chain save, as many as `side_streams`, else two; on a device with a clock more, where by the measured link
-  /// and the calls' times forwards would else wait for copies, but no more than a quarter of what is offloaded. Of groups: as much
+  /// and the calls' times forwards would else wait for copies and need not with up to half of what is to leave. Of groups: as much
   /// as the two largest.
   TORCH_ARG(std::optional<std::size_t>, lag);
   /// How many device bytes may be back before the backward that needs them, beyond those of `lag` that are free by then. The next

@@ -9,7 +9,9 @@ namespace {
 
 /// What layers wait for copies is none of a step's time if it is less than this part of it.
 constexpr double kNothing = 0.002;
-constexpr std::uint64_t kLagAtMost = 4;        // one part in so many of all bytes
+constexpr double kLittle = 0.1;
+constexpr double kLinkInUse = 0.9;  // what a link carries of its rate, between one copy and the next, beside compute
+constexpr std::uint64_t kLagAtMost = 2;        // one part in so many of all bytes
 constexpr std::uint64_t kLookaheadAtMost = 8;  // likewise
 
 struct Pass {
@@ -33,9 +35,10 @@ Pass simulate(const std::vector<std::uint64_t>& bytes, const std::vector<std::ui
   };
   for (std::size_t i = 0; i < count; ++i) {
     wait_for_sources(i);
-    now += layers[i].forward;
+    // The groups of a layer end all along its forward, the last one with it.
     link_free = std::max(link_free, now) + static_cast<double>(leaving[i]) / link.to_host;
-    left[i] = link_free;
+    now += layers[i].forward;
+    left[i] = link_free = leaving[i] > 0 ? std::max(link_free, now) : link_free;
   }
   Pass pass{now, 0};
   std::vector<double> back(count);
@@ -75,24 +78,26 @@ CopyWindow paced_window(const std::vector<std::uint64_t>& bytes, const CopyWindo
   if (largest == 0) {
     return least;
   }
+  const LinkPace in_use{kLinkInUse * link.to_host, kLinkInUse * link.to_device};
+  const auto pass = [&](const CopyWindow& window) {
+    return simulate(bytes, leaving_of(bytes, window), window, layers, in_use);
+  };
   double forward = 0;
   for (const LayerPace& layer : layers) {
     forward += layer.forward;
   }
-  const auto pass = [&](const CopyWindow& window) {
-    return simulate(bytes, leaving_of(bytes, window), window, layers, link);
-  };
+  const CopyWindow half{std::max(least.lag, all / kLagAtMost), least.lookahead};
+  const Pass best = pass(half);
   CopyWindow window = least;
-  for (CopyWindow candidate = least; candidate.lag <= std::max(least.lag, all / kLagAtMost); candidate.lag += largest) {
-    if (pass(candidate).forward <= (1 + kNothing) * forward) {
-      window = candidate;
-      break;
+  if (best.forward - forward <= kLittle * best.all) {
+    while (window.lag < half.lag && pass(window).forward > best.forward + kNothing * forward) {
+      window.lag = std::min(window.lag + largest, half.lag);
     }
   }
   CopyWindow most = window;
   most.lookahead = std::max(window.lookahead, all / kLookaheadAtMost);
-  const double best = pass(most).all;
-  while (window.lookahead < most.lookahead && pass(window).all > (1 + kNothing) * best) {
+  const double soonest = pass(most).all;
+  while (window.lookahead < most.lookahead && pass(window).all > (1 + kNothing) * soonest) {
     window.lookahead = std::min(window.lookahead + largest, most.lookahead);
   }
   return window;

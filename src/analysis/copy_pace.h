@@ -13,20 +13,20 @@ struct LayerPace {
   double backward = 0;
 };
 
-/// Bytes a second, both ways at once.
+/// Bytes a second.
 struct LinkPace {
   double to_host = 0;
   double to_device = 0;
 };
 
-/// Seconds from the first forward to the last backward of layers that save `bytes` and of which `leaving` bytes leave, where each
-/// graph waits for the copies as copy_places says. Pure.
+/// Seconds from the first forward to the last backward of layers that save `bytes` and of which `leaving` bytes leave, bit by bit as
+/// their forward runs, where each graph waits for the copies as copy_places says. Pure.
 [[nodiscard]] double pass_seconds(const std::vector<std::uint64_t>& bytes, const std::vector<std::uint64_t>& leaving,
                                   const CopyWindow& window, const std::vector<LayerPace>& layers, const LinkPace& link);
 
-/// The window where the options leave it open: no less than `least`, and the smallest with which forwards wait for no copy to
-/// the host, if that takes no more than a quarter of all bytes; then the smallest lookahead that gains what an eighth would. Where
-/// the link cannot carry the bytes anyway, more lag would only offload less. Pure.
+/// The window where the options leave it open: no less than `least`, and the smallest lag with which forwards wait for copies to the
+/// host as little as with half of all bytes, where that is little; then the smallest lookahead that gains what an eighth
+/// would. Where half of the bytes would not do, more lag would only offload less. Pure.
 [[nodiscard]] CopyWindow paced_window(const std::vector<std::uint64_t>& bytes, const CopyWindow& least,
                                       const std::vector<LayerPace>& layers, const LinkPace& link);
 

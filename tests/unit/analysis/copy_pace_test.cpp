@@ -19,13 +19,13 @@ TEST(PassSecondsTest, CopiesThatKeepPaceCostNothing) {
 }
 
 TEST(PassSecondsTest, AForwardWaitsForTheCopyWhoseMemoryItTakes) {
-  // Two seconds a copy: the second forward begins at 3, where the first copy ends, and the third at 6.
-  EXPECT_DOUBLE_EQ(pass_seconds({10, 10, 10}, {10, 10, 0}, {10, 0}, layers(3, 1, 4), {5, 100}), 7 + 12);
+  // Two seconds a copy, begun with its forward: the second forward begins at 2, where the first copy ends, and the third at 4.
+  EXPECT_DOUBLE_EQ(pass_seconds({10, 10, 10}, {10, 10, 0}, {10, 0}, layers(3, 1, 4), {5, 100}), 5 + 12);
 }
 
 TEST(PassSecondsTest, ABackwardWaitsForWhatComesBack) {
-  // The second forward begins at 1.1; the copy of the first comes back with the backward of the second, at 2.1, and takes 10.
-  EXPECT_DOUBLE_EQ(pass_seconds({10, 10}, {10, 0}, {10, 0}, layers(2, 1, 2), {100, 1}), 2.1 + 10 + 2);
+  // The copy of the first layer has left with its forward, comes back with the backward of the second, at 2, and takes 10.
+  EXPECT_DOUBLE_EQ(pass_seconds({10, 10}, {10, 0}, {10, 0}, layers(2, 1, 2), {100, 1}), 2 + 10 + 2);
 }
 
 TEST(PacedWindowTest, IsTheLeastWhereCopiesKeepPace) {
@@ -39,6 +39,11 @@ TEST(PacedWindowTest, HoldsSoMuchThatForwardsDoNotWaitForALinkThatFallsABitBehin
   const CopyWindow window = paced_window(Bytes(40, 10), {20, 0}, layers(40, 1, 2), {9.5, 9.5});
   EXPECT_GT(window.lag, 20);
   EXPECT_LE(window.lag, 100);
+}
+
+TEST(PacedWindowTest, HoldsHalfWhereThatIsNearlyEnough) {
+  // A copy takes twice as long as a forward.
+  EXPECT_EQ(paced_window(Bytes(8, 10), {20, 0}, layers(8, 1, 2), {5, 5}).lag, 40);
 }
 
 TEST(PacedWindowTest, OffloadsNoLessWhereTheLinkCannotCarryItAnyway) {
