@@ -10,14 +10,17 @@
 #include <string>
 
 #include <ATen/Context.h>
+#include <ATen/Functions.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
 #include "gpu/gpu_blocks.h"
 #include "models/wrapping.h"
+#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
+#include "sidestream/graphed_callable.h"
 
 namespace sidestream {
 namespace {
@@ -75,6 +78,10 @@ TEST_F(GpuEnvironmentTest, LaunchesThatBlockGiveTheGradientsOfPlainTraining) {
   expect_passes("EnginesComeAndGo", "CUDA_LAUNCH_BLOCKING=1");
 }
 
+TEST_F(GpuEnvironmentTest, TheFirstAttentionOfAProcessChangesNoModeThatCapturesDependOn) {
+  expect_passes("AFirstEngineCapturesOnce", "");
+}
+
 TEST_F(GpuEnvironmentTest, AnEngineOnTheSecondDeviceLeavesTheFirstAlone) {
   if (c10::cuda::device_count() < 2) {
     std::printf("one GPU only: nothing to see\n");
@@ -117,6 +124,18 @@ TEST_F(DISABLED_Alone, EnginesComeAndGo) {
     expect_plain_training();
     release_cached_memory(device_);
   }
+}
+
+TEST_F(DISABLED_Alone, AFirstEngineCapturesOnce) {
+  torch::nn::Module model;
+  OffloadEngine engine(model, Options(device_).graph("attention"));
+  const auto attention = [](const at::Tensor& x) { return at::scaled_dot_product_attention(x, x, x); };
+  const at::Tensor x = at::ones({1, 2, 64, 64}, at::TensorOptions().device(device_).dtype(at::kHalf)).requires_grad_();
+  for (int s = 0; s < 4; ++s) {
+    const auto step = engine.step();
+    call("attention", attention, x).sum().backward();
+  }
+  EXPECT_EQ(engine.report().captures, 2);
 }
 
 TEST_F(DISABLED_Alone, TheFirstDeviceHasNoContext) {

@@ -12,6 +12,8 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -63,6 +65,20 @@ void return_to_device(c10::DeviceIndex device) noexcept {
 std::string allocator_name() { return allocator::name(); }
 
 void initialise() { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); }
+
+void settle_attention_order(c10::Device device) {
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    const c10::cuda::CUDAGuard on_device(device);
+    constexpr std::int64_t kSize = 64;  // that every kernel serves
+    const at::Tensor any =
+        at::empty({1, 1, kSize, kSize}, at::TensorOptions().device(device).dtype(c10::ScalarType::Half));
+    try {
+      (void)at::_fused_sdp_choice(any, any, any);
+    } catch (const c10::Error&) {  // all of them are switched off: attention itself says so
+    }
+  });
+}
 
 cudaStream_t native_stream(c10::Stream stream) { return cuda_stream(stream).stream(); }
 

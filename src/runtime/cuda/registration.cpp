@@ -23,6 +23,7 @@ std::shared_ptr<Runtime> make(c10::Device device) {
   }
   libtorch::initialise();
   hear_uses();
+  libtorch::settle_attention_order(indexed);
   return std::make_shared<CudaRuntime>(indexed);
 }
 
