@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
@@ -7,6 +8,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "base/site.h"
+#include "graphs/capture/added_gradients.h"
 #include "graphs/capture/call_state_guard.h"
 #include "graphs/capture/capture_guard.h"
 #include "graphs/capture/chain_capture.h"
@@ -27,6 +29,15 @@ std::vector<at::Tensor> parameters_of(const Layer& layer) {
   std::vector<at::Tensor> tensors;
   for (const LayerParameter& parameter : layer.parameters) {
     tensors.push_back(parameter.tensor);
+  }
+  return tensors;
+}
+
+/// What the gradients of the parameters are added into.
+std::vector<at::Tensor> targets_of(const Layer& layer) {
+  std::vector<at::Tensor> tensors;
+  for (const LayerParameter& parameter : layer.parameters) {
+    tensors.push_back(parameter.grad);
   }
   return tensors;
 }
@@ -63,6 +74,13 @@ void ChainCapture::capture_backward(std::size_t index) {
   learn_routes(layer, live, targets);
 
   std::vector<at::Tensor> grads;
+  std::optional<AddedGradients> added;
+  if (chain_.options_.accumulate_in_graph()) {
+    added.emplace(parameters, targets_of(layer));
+    for (const LayerParameter& parameter : layer.parameters) {
+      reads_.made(parameter.grad);
+    }
+  }
   use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, *chain_.pool_);
   allocate_targets(index);
@@ -76,7 +94,8 @@ void ChainCapture::capture_backward(std::size_t index) {
     observer.rethrow();
   }
   hold_reads(layer);
-  take_gradients(layer, live, grads);
+  take_gradients(layer, live, grads, added ? &*added : nullptr);
+  added.reset();
   runtime_.record(layer.backward_done, capture_);
   record_caller_event();
   layer.backward = capture.end();
@@ -156,23 +175,21 @@ void ChainCapture::allocate_targets(std::size_t index) {
   }
 }
 
-void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads) {
-  const at::NoGradGuard no_grad;
+void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads,
+                                  const AddedGradients* added) {
   std::size_t next = 0;
   for (const auto i : c10::irange(live.leaves.size())) {
     live.grad_inputs.push_back(wants_gradient(layer.inputs[i], live.leaves[i]) ? grads[next++] : at::Tensor());
   }
-  for (LayerParameter& parameter : layer.parameters) {
+  for (const auto i : c10::irange(layer.parameters.size())) {
     at::Tensor& grad = grads[next++];
-    if (!grad.defined()) {
+    if (added != nullptr ? !added->has(i) : !grad.defined()) {
       throw CaptureError(
           "a parameter that got a gradient in the sizing pass gets none in the capture: the callable does " +
           std::string("not do the same each time"));
     }
-    if (chain_.options_.accumulate_in_graph()) {
-      parameter.grad.add_(grad);
-    } else {
-      parameter.grad = grad;
+    if (added == nullptr) {
+      layer.parameters[i].grad = grad;
     }
   }
   grads.clear();

@@ -36,6 +36,7 @@ std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources,
 
 void ChainCapture::run() {
   runtime_.synchronize_device();
+  runtime_.release_cached_memory();  // of streams that the warm-up does not run on
   {
     const StreamGuard on_capture(runtime_, capture_);
     sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions, reads_.met(),

@@ -14,6 +14,8 @@
 
 namespace sidestream {
 
+class AddedGradients;
+
 /// Builds one chain: warm-up, plan, forwards in order, backwards in reverse.
 ///
 /// chain_preparation.cpp holds what comes before the first capture, forward_capture.cpp and backward_capture.cpp the captures,
@@ -82,8 +84,8 @@ class ChainCapture {
   void release(std::size_t place);
   /// Inside a backward's capture: allocates what is to be brought back from here on.
   void allocate_targets(std::size_t index);
-  /// Inside the capture: adds into `.grad`, or makes the static gradients contiguous and dense.
-  void take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads);
+  /// Of the inputs, and of the parameters where they were not `added` (null) into `.grad`.
+  void take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads, const AddedGradients* added);
   void finish_backward(std::size_t index);
 
   Chain& chain_;

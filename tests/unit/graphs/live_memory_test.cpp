@@ -73,6 +73,41 @@ TEST_F(LiveMemoryOfGraphsTest, WhatIsSavedCountsUntilItsBackward) {
   }
 }
 
+TEST_F(LiveMemoryOfGraphsTest, ABackwardThatAddsIntoGradHoldsOneGradientAtATime) {
+  constexpr std::int64_t kWeights = 6;
+  constexpr std::int64_t kSide = 512;  // a weight has 1 MiB, a row of activations 2 KiB
+  std::vector<at::Tensor> weights;
+  for (std::int64_t i = 0; i < kWeights; ++i) {
+    weights.push_back(at::full({kSide, kSide}, 1e-3, at::TensorOptions().device(device_)).requires_grad_());
+    weights.back().mutable_grad() = at::zeros_like(weights.back());
+  }
+  OffloadEngine engine(model_, Options(device_));
+  const at::Tensor x = at::ones({1, kSide}, at::TensorOptions().device(device_)).requires_grad_();
+  const auto body = owning([weights](const Tensors& in) {
+    at::Tensor h = in[0];
+    for (const at::Tensor& weight : weights) {
+      h = h.mm(weight);
+    }
+    return Tensors{h};
+  });
+  const auto call =
+      make_graphed_callables(engine, {Callable("call", body)}, {{x}}, GraphOptions().accumulate_in_graph(true))[0];
+  for (int s = 0; s < 2; ++s) {
+    const std::int64_t before = live();
+    reset_memory_peaks(device_);
+    {
+      const auto step = engine.step();
+      call({x})[0].sum().backward();
+      x.mutable_grad() = at::Tensor();
+    }
+    EXPECT_GE(memory_use(device_).live_peak - before, kMiB);
+    EXPECT_LT(memory_use(device_).live_peak - before, 2 * kMiB) << "one gradient of a weight, and a few rows";
+  }
+  for (const at::Tensor& weight : weights) {
+    EXPECT_GT(weight.grad().abs().sum().cpu().item<float>(), 0);
+  }
+}
+
 TEST_F(LiveMemoryOfGraphsTest, APassThatIsDroppedHoldsNothing) {
   OffloadEngine engine(model_, Options(device_));
   const at::Tensor x = mebibytes(4, device_).requires_grad_();
