@@ -44,15 +44,30 @@ DrawsApart::DrawsApart(c10::Device device) : generator_(at::globalContext().defa
   const std::lock_guard lock(sequences().mutex);
   stood_ = generator_.graphsafe_get_state();
   before_ = generator_.get_state();
-  generator_.graphsafe_set_state(sequences().of(generator_));
+  at::Generator& sequence = sequences().of(generator_);
+  own_seed_ = sequence.current_seed();
+  generator_.graphsafe_set_state(sequence);
+}
+
+void DrawsApart::take_seed() {
+  taken_ = generator_.current_seed();
+  generator_.set_current_seed(++own_seed_);
 }
 
 DrawsApart::~DrawsApart() {
   try {
     const std::lock_guard drawing(generator_.mutex());
     const std::lock_guard lock(sequences().mutex);
-    sequences().of(generator_) = generator_.graphsafe_get_state();
+    at::Generator& sequence = sequences().of(generator_);
+    if (is_seeded()) {
+      sequence.set_current_seed(own_seed_ + 1);
+    } else {
+      sequence = generator_.graphsafe_get_state();
+    }
     stood_.set_state(before_);
+    if (taken_) {
+      stood_.set_current_seed(*taken_);
+    }
     generator_.graphsafe_set_state(stood_);
   } catch (const std::exception& error) {  // a device that fails here has failed the pass already
     std::fprintf(stderr, "sidestream: the random generator could not be put back after a warm-up: %s\n", error.what());

@@ -19,6 +19,8 @@ class [[nodiscard]] StateKeeper {
   StateKeeper& operator=(const StateKeeper&) = delete;
   ~StateKeeper();
 
+  [[nodiscard]] DrawsApart& draws() noexcept { return draws_; }
+
  private:
   DrawsApart draws_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;

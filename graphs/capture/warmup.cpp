@@ -4,8 +4,6 @@
 #include <optional>
 #include <string>
 
-#include <ATen/Context.h>
-#include <ATen/core/Generator.h>
 #include <c10/util/irange.h>
 
 #include "base/site.h"
@@ -37,26 +35,27 @@ std::vector<at::Tensor> leaves_of(const LayerSpec& spec, const LinkedOutputs& ou
   return leaves;
 }
 
-/// Finds that a body seeds the device's generator: a replay would not. Another thread may do so once, meanwhile.
+/// Finds that a body seeds the device's generator: a replay would not. Another thread may do so once, meanwhile; its seed holds.
 class SeedWatch {
  public:
-  explicit SeedWatch(c10::Device device)
-      : generator_(at::globalContext().defaultGenerator(device)), seed_(generator_.current_seed()) {}
+  explicit SeedWatch(DrawsApart& draws) : draws_(draws) {}
   /// Behind a pass of `spec`'s body; `last`: none comes behind it.
   void check(const LayerSpec& spec, bool last) {
-    if (generator_.current_seed() == seed_) {
+    if (!draws_.is_seeded()) {
       return;
     }
     if (++seeded_ > 1 || last) {
-      throw CaptureError("graphed call \"" + spec.name +
-                         "\": it seeds the device's generator, which its graphs would not; seed before the call");
+      draws_.forget_seed();
+      throw CaptureError(
+          "graphed call \"" + spec.name +
+          "\": it seeds the device's generator, which its graphs would not, or another thread does again "
+          "and again while it is captured; seed before the call, and before threads capture");
     }
-    generator_.set_current_seed(seed_);
+    draws_.take_seed();
   }
 
  private:
-  at::Generator generator_;
-  std::uint64_t seed_;
+  DrawsApart& draws_;
   int seeded_ = 0;
 };
 
@@ -65,7 +64,7 @@ class SeedWatch {
 std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options, Runtime& runtime,
                                  ScopeTree& tree, Exclusions& exclusions, WeakStorageSet& met,
                                  const ProgressCallback& progress) {
-  const StateKeeper state(specs, runtime.device());
+  StateKeeper state(specs, runtime.device());
   PassWatch watch(runtime.device(), exclusions, met);
   const RecorderGuard no_recorder(nullptr);
   if (options.pre_warmup_hook()) {
@@ -83,7 +82,7 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
     const ModelFlagsGuard flags(spec.state.modules);
     watch.enter(spec, inputs, outputs.that_may_leave(index, options));
     detail::TensorBuffer made;
-    SeedWatch seeds(runtime.device());
+    SeedWatch seeds(state.draws());
     {
       const Site sizing(Activity::sizing, spec.scope->site);
       sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, watch, made));

@@ -80,7 +80,11 @@ class TwoEnginesTest : public testing::Test {
         ADD_FAILURE() << error.what();
       }
     });
-    meanwhile();
+    try {
+      meanwhile();
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+    }
     done.store(true);
     other.join();
   }
@@ -102,9 +106,10 @@ TEST_F(TwoEnginesTest, ThreadsThatCaptureAtOnceTrainAsPlain) {
 
 TEST_F(TwoEnginesTest, EnginesComeAndGoWhileAnotherCaptures) {
   Trainer trainer(device_, options());
+  Trainer passing(device_, options());  // which seeds, as all that fill their weights with random numbers
   beside(
       [&] {
-        Trainer passing(device_, options());
+        passing.engine = std::make_unique<OffloadEngine>(passing.model, options());
         passing.expect_plain(100, 103);
       },
       [&] {
@@ -312,6 +317,28 @@ TEST_F(TwoEnginesTest, WhatIsDrawnInTheMiddleOfAWarmUpComesOnceAndCountsForNothi
   EXPECT_EQ(drawn.size(), 8U);
   EXPECT_EQ(std::set<std::vector<float>>(drawn.begin(), drawn.end()).size(), drawn.size())
       << testing::PrintToString(drawn);
+}
+
+TEST_F(TwoEnginesTest, ASeedThatAnotherThreadSetsInTheMiddleOfAWarmUpHolds) {
+  constexpr std::uint64_t kSeed = 77;
+  const auto draw = [&] { return at::rand({4}, at::TensorOptions().device(device_)).cpu(); };
+  torch::manual_seed(kSeed);
+  const at::Tensor expected = draw();
+  at::Tensor apart;
+  for (int engine = 0; engine < 2; ++engine) {
+    torch::manual_seed(1);
+    train_visited(visited_options(), [&](int pass) {
+      if (pass == 3 && engine == 0) {
+        EXPECT_EQ(message_on_a_thread([&] { torch::manual_seed(kSeed); }), "");
+      } else if (pass == 3) {
+        apart = draw();
+      }
+    });
+    if (engine == 0) {
+      EXPECT_TRUE(at::equal(draw(), expected));
+    }
+  }
+  EXPECT_FALSE(at::equal(apart, expected)) << "a number of that seed comes again in a warm-up";
 }
 
 TEST_F(TwoEnginesTest, AStepInsideAnotherEnginesStepServesItsOwnModel) {
