@@ -1,0 +1,158 @@
+#include "tools/bench/layer_bench.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+
+#include <ATen/Context.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros_like.h>
+
+namespace sidestream::bench {
+namespace {
+
+constexpr int kWarmSteps = 4;  // sizing, capture, two replays
+constexpr std::size_t kWatchedSteps = 3;
+
+StepTime median_of(const std::vector<StepTime>& times) {
+  const auto of = [&](double StepTime::*field) {
+    std::vector<double> values;
+    std::transform(times.begin(), times.end(), std::back_inserter(values),
+                   [&](const StepTime& time) { return time.*field; });
+    return median(values);
+  };
+  return {.wall = of(&StepTime::wall), .issued = of(&StepTime::issued), .cpu = of(&StepTime::cpu)};
+}
+
+}  // namespace
+
+const std::vector<LayerMode>& layer_modes() {
+  static const std::vector<LayerMode> modes{{"eager"},
+                                            {"eager+offload", false, true},
+                                            {"graphs", true},
+                                            {"graphs+offload", true, true},
+                                            {"graphs+offload K=2", true, true, 2},
+                                            {"graphs+offload window", true, true, std::nullopt, true}};
+  return modes;
+}
+
+LayerBench::LayerBench(const LayerSettings& settings) : settings_(settings), device_(find_device(settings.device)) {
+  const std::vector<std::string>& names = settings.modes;
+  std::copy_if(layer_modes().begin(), layer_modes().end(), std::back_inserter(modes_),
+               [&](const LayerMode& mode) { return std::find(names.begin(), names.end(), mode.name) != names.end(); });
+  at::manual_seed(1);
+  const at::ScalarType dtype = settings.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
+  layers_ = std::make_shared<BlockStack>(settings.shape);
+  layers_->to(device_, dtype);
+  for (at::Tensor& parameter : layers_->parameters()) {
+    parameter.mutable_grad() = at::zeros_like(parameter);
+  }
+  const std::vector<std::int64_t> sizes{1, settings.shape.seq, settings.shape.hidden};
+  input_ = at::randn(sizes).to(device_, dtype).requires_grad_();
+  output_gradient_ = at::randn(sizes).mul_(1e-2).to(device_, dtype);
+  synchronize(device_);
+  release_cached_memory(device_);
+  base_ = memory_use(device_);
+}
+
+std::unique_ptr<OffloadEngine> LayerBench::make_engine(const LayerMode& mode) const {
+  if (!mode.graphs && !mode.offload) {
+    return nullptr;
+  }
+  Options options(device_);
+  options.min_bytes(static_cast<std::size_t>(settings_.min_kib) * 1024);
+  if (mode.graphs) {
+    options.graph("blocks.*").graph_options(GraphOptions().side_streams(mode.side_streams).accumulate_in_graph(true));
+  }
+  if (mode.window) {
+    if (settings_.lookahead_mib) {
+      options.lookahead(static_cast<std::size_t>(*settings_.lookahead_mib) << 20);
+    }
+    if (settings_.lag_mib) {
+      options.lag(static_cast<std::size_t>(*settings_.lag_mib) << 20);
+    }
+  }
+  if (settings_.host_gib) {
+    options.host_cap(static_cast<std::size_t>(*settings_.host_gib) << 30);
+  }
+  for (const std::string& group : settings_.groups) {
+    if (mode.offload) {
+      options.offload("blocks.*." + group);
+    }
+  }
+  return std::make_unique<OffloadEngine>(*layers_, options);
+}
+
+StepTime LayerBench::step(OffloadEngine* engine) {
+  synchronize(device_);
+  const auto begin = std::chrono::steady_clock::now();
+  const double cpu_before = cpu_seconds();
+  {
+    std::optional<Step> step;
+    if (engine != nullptr) {
+      step.emplace(engine->step());
+    }
+    layers_->forward(input_).backward(output_gradient_);
+    if (step) {
+      step->finish();
+    }
+  }
+  StepTime time{.issued = seconds_since(begin), .cpu = cpu_seconds() - cpu_before};
+  synchronize(device_);
+  time.wall = seconds_since(begin);
+  input_.mutable_grad() = at::Tensor();
+  return time;
+}
+
+nlohmann::ordered_json LayerBench::memory(const LayerMode& mode) {
+  release_cached_memory(device_);  // of the mode before
+  reset_memory_peaks(device_);
+  const std::unique_ptr<OffloadEngine> engine = make_engine(mode);
+  auto warm_seconds = nlohmann::ordered_json::array();
+  for (int i = 0; i < kWarmSteps; ++i) {
+    warm_seconds.push_back(step(engine.get()).wall);
+  }
+  const MemoryUse warm = memory_use(device_);
+  release_cached_memory(device_);
+  reset_memory_peaks(device_);
+  step(engine.get());
+  step(engine.get());
+  const MemoryUse use = memory_use(device_);
+  nlohmann::ordered_json json{{"name", mode.name},
+                              {"reserved_bytes", use.reserved_peak - base_.allocated},
+                              {"live_peak_bytes", use.live_peak - base_.allocated},
+                              {"first_steps_reserved_bytes", warm.reserved_peak - base_.allocated},
+                              {"first_steps_live_peak_bytes", warm.live_peak - base_.allocated},
+                              {"first_steps_seconds", warm_seconds}};
+  const Report report = engine ? engine->report() : Report{};
+  json["offloaded_bytes"] = report.offloaded_bytes;
+  json["in_flight_bytes"] = report.in_flight_bytes;
+  json["pinned_bytes"] = report.pinned_bytes;
+  json["waits"] = report.waits;
+  json["captures"] = report.captures;
+  json["notes"] = report.notes;
+  return json;
+}
+
+std::vector<std::vector<StepTime>> LayerBench::times() {
+  std::vector<std::unique_ptr<OffloadEngine>> engines;
+  for (const LayerMode& mode : modes_) {
+    engines.push_back(make_engine(mode));
+    for (int i = 0; i < kWarmSteps; ++i) {
+      step(engines.back().get());
+    }
+  }
+  std::vector<std::vector<StepTime>> all(modes_.size());
+  for (std::int64_t round = 0; round < settings_.rounds; ++round) {
+    for (std::size_t turn = 0; turn < modes_.size(); ++turn) {
+      const std::size_t i = (turn + static_cast<std::size_t>(round)) % modes_.size();
+      step(engines[i].get());
+      std::vector<StepTime> watched(kWatchedSteps);
+      std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get()); });
+      all[i].push_back(median_of(watched));
+    }
+  }
+  return all;
+}
+
+}  // namespace sidestream::bench

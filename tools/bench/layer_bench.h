@@ -1,0 +1,72 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <nlohmann/json.hpp>
+
+#include "sidestream/sidestream.h"
+#include "tools/bench/block_stack.h"
+#include "tools/bench/step_time.h"
+
+namespace sidestream::bench {
+
+struct LayerSettings {
+  std::string device = "auto";
+  byte_model::ModelShape shape{.layers = 12, .hidden = 4096, .heads = 32, .kv_heads = 8, .ffn = 14336, .seq = 8192};
+  std::string dtype = "bfloat16";
+  std::vector<std::string> groups{"qkv", "core_attn", "proj", "norm2", "fc1"};
+  std::int64_t rounds = 15;
+  std::int64_t min_kib = 1024;
+  std::optional<std::int64_t> lag_mib;
+  std::optional<std::int64_t> lookahead_mib;
+  std::optional<std::int64_t> host_gib;
+  std::vector<std::string> modes;
+  std::string report;
+};
+
+/// A way to train the layers.
+struct LayerMode {
+  std::string name;
+  bool graphs = false;
+  bool offload = false;
+  std::optional<std::int64_t> side_streams = std::nullopt;
+  bool window = false;  ///< lag and lookahead as given
+};
+
+/// All there are, in the order in which they are measured.
+[[nodiscard]] const std::vector<LayerMode>& layer_modes();
+
+/// Transformer layers, trained in each mode with the same weights and inputs.
+class LayerBench {
+ public:
+  explicit LayerBench(const LayerSettings& settings);
+
+  /// The modes asked for, in their order.
+  [[nodiscard]] const std::vector<LayerMode>& modes() const { return modes_; }
+  /// One mode by itself: bytes over weights and gradients, of the first steps (which size, pin and capture) and of later ones.
+  [[nodiscard]] nlohmann::ordered_json memory(const LayerMode& mode);
+  /// All modes alive; each round steps through them, in another order than the round before. A mode steps once to warm the clocks and
+  /// caches, and then for the watch: its median counts. By mode, then by round.
+  [[nodiscard]] std::vector<std::vector<StepTime>> times();
+
+  [[nodiscard]] std::string device_name() const { return describe(device_).name; }
+  [[nodiscard]] std::int64_t base_bytes() const { return base_.allocated; }
+
+ private:
+  [[nodiscard]] std::unique_ptr<OffloadEngine> make_engine(const LayerMode& mode) const;
+  StepTime step(OffloadEngine* engine);
+
+  const LayerSettings& settings_;
+  c10::Device device_;
+  std::vector<LayerMode> modes_;
+  std::shared_ptr<BlockStack> layers_;
+  at::Tensor input_;
+  at::Tensor output_gradient_;
+  MemoryUse base_;
+};
+
+}  // namespace sidestream::bench
