@@ -1,0 +1,93 @@
+// The plan of graphed calls on a device that keeps time: how far copies may trail follows from what the link and the calls were seen to
+// take.
+#include <cstdint>
+#include <string>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include "gpu/gpu_fixture.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/report.h"
+
+namespace sidestream {
+namespace {
+
+constexpr std::int64_t kCalls = 8;
+constexpr std::int64_t kSaved = std::int64_t{64} << 20;  // bytes that a call saves
+
+class PacedPlanTest : public gpu::Gpu {
+ protected:
+  void SetUp() override {
+    gpu::Gpu::SetUp();
+    if (!IsSkipped()) {
+      factor_ = at::zeros({4096, 4096}, at::TensorOptions().device(device_).dtype(at::kBFloat16));
+      x_ = at::ones({kSaved / 4}, at::TensorOptions().device(device_)).requires_grad_();
+    }
+  }
+
+  /// A call's work: saves `kSaved` bytes, which are of this call alone, beside so many products that nobody needs.
+  [[nodiscard]] auto work(std::int64_t products) const {
+    return owning([factor = factor_, products](const at::Tensor& x) {
+      {
+        const at::NoGradGuard no_grad;
+        for (std::int64_t i = 0; i < products; ++i) {
+          (void)at::mm(factor, factor);
+        }
+      }
+      return x.mul(0.5).tanh().mul(0.9);
+    });
+  }
+
+  /// Seconds of the device.
+  [[nodiscard]] double forward_seconds(std::int64_t products) const {
+    const auto runtime = make_runtime(device_);
+    const Event begin = runtime->create_event(EventTiming::on);
+    const Event end = runtime->create_event(EventTiming::on);
+    for (int repeat = 0; repeat < 2; ++repeat) {  // the first one warms up
+      runtime->record(begin, runtime->current_stream());
+      (void)work(products)(x_);
+      runtime->record(end, runtime->current_stream());
+    }
+    runtime->synchronize(end);
+    return runtime->elapsed_ms(begin, end) * 1e-3;
+  }
+
+  [[nodiscard]] std::int64_t offloaded(std::int64_t products) {
+    torch::nn::Module model;
+    OffloadEngine engine(model, Options(device_).graph("layers.*").offload("layers.*"));
+    for (int s = 0; s < 3; ++s) {
+      const auto step = engine.step();
+      at::Tensor h = x_;
+      for (std::int64_t i = 0; i < kCalls; ++i) {
+        const std::string name = "layers." + std::to_string(i);
+        h = call(name.c_str(), work(products), h);
+      }
+      h.sum().backward();
+    }
+    return engine.report().offloaded_bytes;
+  }
+
+  c10::Device device_ = testing_model::tested_gpu();
+  at::Tensor factor_;
+  at::Tensor x_;
+};
+
+TEST_F(PacedPlanTest, WhatTheLinkFallsBehindWithStaysOnTheDevice) {
+  const double copy = static_cast<double>(kSaved) / (measure_link(device_).to_host * 1e9);
+  constexpr std::int64_t kMany = 20;
+  const double product = (forward_seconds(kMany) - forward_seconds(0)) / kMany;
+  const auto products_for = [&](double seconds) {
+    return static_cast<std::int64_t>((seconds - forward_seconds(0)) / product) + 1;
+  };
+  EXPECT_EQ(offloaded(products_for(4 * copy)), (kCalls - 2) * kSaved) << "copies keep pace: two calls are in flight";
+  EXPECT_LT(offloaded(products_for(0.7 * copy)), (kCalls - 2) * kSaved) << "forwards would wait with two in flight";
+  EXPECT_GE(offloaded(products_for(0.7 * copy)), kCalls / 2 * kSaved);
+  EXPECT_EQ(offloaded(0), (kCalls - 2) * kSaved) << "a link that is far too slow: more in flight would be no cure";
+}
+
+}  // namespace
+}  // namespace sidestream
