@@ -1,8 +1,5 @@
 // What a replay takes from the heap: a program whose operator new counts.
-#include <atomic>
 #include <cstdint>
-#include <cstdlib>
-#include <new>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -12,31 +9,12 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
-
-namespace {
-
-std::atomic<std::int64_t> allocations{0};
-
-void* counted(std::size_t bytes) {
-  allocations.fetch_add(1, std::memory_order_relaxed);
-  if (void* const memory = std::malloc(bytes == 0 ? 1 : bytes); memory != nullptr) {
-    return memory;
-  }
-  throw std::bad_alloc();
-}
-
-}  // namespace
-
-void* operator new(std::size_t bytes) { return counted(bytes); }
-void* operator new[](std::size_t bytes) { return counted(bytes); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t /*bytes*/) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t /*bytes*/) noexcept { std::free(memory); }
+#include "unit/graphs/counted_heap.h"
 
 namespace sidestream {
 namespace {
 
+using testing_model::heap_allocations;
 using testing_model::rows;
 
 /// What 0.1.0 took for one forward of the two calls below, and for one backward, LibTorch's own included.
@@ -63,12 +41,12 @@ class ReplayAllocationTest : public testing::Test {
 
   Taken replay(std::vector<at::Tensor>* held) {
     const std::vector<Tensors> given{{input_}};
-    const std::int64_t before = allocations;
+    const std::int64_t before = heap_allocations();
     at::Tensor y = calls_[0](given[0])[0];
     y = calls_[1]({y})[0];
-    const std::int64_t between = allocations;
+    const std::int64_t between = heap_allocations();
     y.backward(seed_);
-    const Taken taken{between - before, allocations - between};
+    const Taken taken{between - before, heap_allocations() - between};
     if (held != nullptr) {
       held->push_back(y.detach());
     }
