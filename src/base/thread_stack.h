@@ -1,6 +1,8 @@
 #pragma once
 #include <atomic>
 
+#include "base/block_pool.h"
+
 namespace sidestream {
 
 /// What is in force on a thread, innermost first. Entries end in any order and on any thread: what is in force is the latest that
@@ -8,17 +10,21 @@ namespace sidestream {
 /// Threads: `top` and the making of an entry are the thread's own; an entry may end on another.
 template <class T, class Tag = T>
 class ThreadStack {
-  struct Node {
+  struct Node : Pooled {
+    Node(T* of, Node* below) noexcept : value(of), before(below) {}
     T* value;
     Node* before;
     std::atomic<bool> ended{false};
   };
 
  public:
-  /// `value` is in force on the calling thread while the entry lives. Null: what is below is hidden.
+  /// `value` is in force on the calling thread while the entry lives. Null: what is below is hidden. `pool`: where the entry's part
+  /// of the stack lies; null for the heap.
   class [[nodiscard]] Entry {
    public:
-    explicit Entry(T* value) : home_(&top_), node_(new Node{value, live_top()}) { top_ = node_; }
+    explicit Entry(T* value, BlockPool* pool = nullptr) : home_(&top_), node_(new (pool) Node(value, live_top())) {
+      top_ = node_;
+    }
     Entry(const Entry&) = delete;
     Entry& operator=(const Entry&) = delete;
     ~Entry() {
