@@ -12,8 +12,9 @@ void WeakStorageSet::insert(const c10::Storage& storage) {
   if (members_.size() >= sweep_at_) {
     sweep();
     sweep_at_ = std::max<std::size_t>(64, 2 * members_.size());
+    members_.reserve(sweep_at_);
   }
-  members_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+  members_.emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
 }
 
 std::vector<c10::Storage> WeakStorageSet::alive() const {
@@ -27,7 +28,13 @@ std::vector<c10::Storage> WeakStorageSet::alive() const {
 }
 
 void WeakStorageSet::sweep() {
-  std::erase_if(members_, [](const auto& member) { return member.second.expired(); });
+  for (auto member = members_.begin(); member != members_.end();) {
+    if (member->second.expired()) {
+      member = members_.erase(member);
+    } else {
+      ++member;
+    }
+  }
 }
 
 }  // namespace sidestream
