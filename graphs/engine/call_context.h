@@ -31,7 +31,8 @@ class CallContext {
   /// The engine serves the calling thread for its lifetime. May end in any order with those of other engines.
   class [[nodiscard]] OnThread {
    public:
-    explicit OnThread(const CallContext& context) : entry_(&context.engine_) {}
+    /// `pool`: see ThreadStack::Entry.
+    explicit OnThread(const CallContext& context, BlockPool* pool = nullptr) : entry_(&context.engine_, pool) {}
     OnThread(const OnThread&) = delete;
     OnThread& operator=(const OnThread&) = delete;
     ~OnThread() = default;

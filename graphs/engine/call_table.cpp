@@ -73,7 +73,10 @@ bool CallTable::in_graphed_call(const std::string& group) const {
   });
 }
 
-void CallTable::check_patterns() const {
+void CallTable::check_patterns() {
+  if (patterns_match_) {
+    return;  // names never go
+  }
   std::vector<std::string> called;
   for (const CallSite& site : sites_) {
     called.push_back(site.scope->name);
@@ -84,6 +87,7 @@ void CallTable::check_patterns() const {
   if (!tree_.selected().empty() && !tree_.selected().matches("")) {
     tree_.selected().require_each_matches(tree_.names());
   }
+  patterns_match_ = true;
 }
 
 void CallTable::drop_variants() {

@@ -65,7 +65,7 @@ class CallTable {
   /// True for groups of calls that match `graph`: their chains offload them.
   [[nodiscard]] bool in_graphed_call(const std::string& group) const;
   /// Throws: UsageError for a pattern that no call matches.
-  void check_patterns() const;
+  void check_patterns();
   [[nodiscard]] const std::deque<CallSite>& sites() const noexcept { return sites_; }
   /// No call has a capture any more.
   void drop_variants();
@@ -86,6 +86,7 @@ class CallTable {
   std::unordered_set<const torch::nn::Module*> foreign_;  ///< looked for in vain in this step
   std::deque<CallSite> sites_;
   std::unordered_map<const void*, CallSite*> by_key_;  ///< by module, or by the address of a function's name
+  bool patterns_match_ = false;
 };
 
 }  // namespace sidestream

@@ -12,6 +12,7 @@
 #include "offload/exclusions.h"
 #include "offload/group_mover.h"
 #include "offload/name_pattern.h"
+#include "offload/recorder_books.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
 #include "sidestream/options.h"
@@ -52,6 +53,7 @@ struct EngineResources {
   std::shared_ptr<GroupMover> mover;
   std::shared_ptr<CaptureOffload> capture_offload;
   std::shared_ptr<EagerOffload> eager;
+  std::shared_ptr<RecorderBooks> books = std::make_shared<RecorderBooks>();  ///< of the steps' recorders
   OwnedGradients owned_gradients;
 
  private:

@@ -5,6 +5,8 @@
 #include <thread>
 #include <utility>
 
+#include <c10/util/ScopeExit.h>
+
 #include "offload/kept_failure.h"
 #include "sidestream/error.h"
 
@@ -106,7 +108,7 @@ void EngineState::begin_step() {
   refuse_inside("OffloadEngine::step");
   end_step_that_was_left();
   throw_kept();
-  if (step_ != nullptr) {
+  if (step_) {
     throw UsageError("a step of this engine is active already; end it before the next begins");
   }
   calls_.begin_step();
@@ -123,7 +125,7 @@ void EngineState::begin_step() {
     making_ready_ = false;
     memory_.begin(report_.captures());
   }
-  step_ = std::make_unique<StepSession>(resources_, context_, eager_plan_, recorded_, report_);
+  step_.emplace(resources_, context_, eager_plan_, recorded_, report_);
   if (verification_ != nullptr) {
     verification_->begin_step();
   }
@@ -140,28 +142,29 @@ void EngineState::make_ready() {
 }
 
 void EngineState::end_step(bool failed) {
-  const std::unique_ptr<StepSession> step = std::move(step_);
-  step->leave_thread();
+  const auto ended = c10::make_scope_exit([this] { step_.reset(); });
+  StepSession& step = *step_;
+  step.leave_thread();
   context_.leave_graphed_call();
   if (verification_ != nullptr) {
     verification_->end_step();
   }
   PartsOfEnd parts(failed);
   if (!failed) {
-    parts.attempt([&] { step->finish_recording(); });
+    parts.attempt([&] { step.finish_recording(); });
   }
-  parts.attempt([&] { step->end_copies(); });
+  parts.attempt([&] { step.end_copies(); });
   report_.replayed(join_chains(parts));
   const CopyCounts copies = resources_.mover->take_counts();
-  step->stop_sizing();
+  step.stop_sizing();
   if (parts.failed()) {
     memory_.abandon();
-    step->shortage().warn(chains_, step->recorder());
+    step.shortage().warn(chains_, step.recorder());
     recorded_.clear();
     parts.rethrow();
     return;
   }
-  take_results(*step, copies);
+  take_results(step, copies);
 }
 
 Chain::Counts EngineState::join_chains(PartsOfEnd& parts) {
@@ -201,7 +204,7 @@ Report EngineState::report() const {
 void EngineState::reset() {
   refuse_inside("OffloadEngine::reset");
   end_step_that_was_left();
-  if (step_ != nullptr) {
+  if (step_) {
     throw UsageError("OffloadEngine::reset inside a step; end the step first");
   }
   chains_.drop_own();

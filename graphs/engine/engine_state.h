@@ -2,6 +2,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -91,7 +92,7 @@ class EngineState {
   std::unique_ptr<ReplayVerification> verification_;  ///< null where no replay is verified
   Dispatcher dispatcher_;
   StepMemory memory_;
-  std::unique_ptr<StepSession> step_;  ///< null between steps
+  std::optional<StepSession> step_;  ///< empty between steps
   bool making_ready_ = false;
   std::mutex kept_;  ///< a step may be left on another thread than the next begins on
   bool step_was_left_ = false;

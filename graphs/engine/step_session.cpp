@@ -19,14 +19,13 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
   if (kind_ == Kind::sizing) {
     exclusions.reset_tallies();
     resources.arena->open();
-    recorder_ = std::make_unique<Recorder>(resources.tree, exclusions, resources.eager, nullptr);
-  } else {
-    recorder_ = std::make_unique<Recorder>(resources.tree, exclusions, resources.eager, &plan.pass());
   }
+  recorder_.emplace(resources.tree, exclusions, resources.eager, kind_ == Kind::sizing ? nullptr : &plan.pass(),
+                    resources.books);
   allocated_at_begin_ = resources.runtime->memory_stats().allocated;
-  recording_.emplace(recorder_.get());
+  recording_.emplace(&*recorder_);
   resources.check.journal_step(journaling_, report.steps());
-  on_thread_.emplace(context);
+  on_thread_.emplace(context, &recorder_->blocks());
   if (kind_ == Kind::sizing) {
     resources.eager->begin_sizing_step([this, &report](std::int64_t away) { report.unseen(unseen_bytes(away)); });
   } else {

@@ -58,7 +58,7 @@ class StepSession {
   std::thread::id thread_ = std::this_thread::get_id();
   MemoryShortage shortage_;
   Kind kind_;
-  std::unique_ptr<Recorder> recorder_;
+  std::optional<Recorder> recorder_;
   std::unique_ptr<UnoffloadedPeak> peaks_;
   bool copies_ended_ = false;
   std::int64_t allocated_at_begin_ = 0;

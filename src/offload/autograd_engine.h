@@ -30,7 +30,8 @@ class SavedTensorSource {
 /// Without a source a saved tensor costs one virtual call and one branch, and allocates nothing.
 class [[nodiscard]] SavedTensorGuard {
  public:
-  explicit SavedTensorGuard(SavedTensorSource* source) : entry_(source) {}
+  /// `pool`: see ThreadStack::Entry.
+  explicit SavedTensorGuard(SavedTensorSource* source, BlockPool* pool = nullptr) : entry_(source, pool) {}
   SavedTensorGuard(const SavedTensorGuard&) = delete;
   SavedTensorGuard& operator=(const SavedTensorGuard&) = delete;
   ~SavedTensorGuard() = default;

@@ -15,7 +15,8 @@ CaptureOffload::CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr
 CaptureOffload::~CaptureOffload() = default;
 
 void CaptureOffload::group_ended(Group& group) {
-  std::vector<std::shared_ptr<SavedStorage>> leaving = mover_->lease(group);
+  std::vector<std::shared_ptr<SavedStorage>> leaving;
+  mover_->lease(group, leaving);
   if (leaving.empty()) {
     return;
   }

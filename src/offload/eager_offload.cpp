@@ -4,6 +4,7 @@
 #include <exception>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/ScopeExit.h>
 
 #include "base/site.h"
 #include "memory/storage_view.h"
@@ -123,7 +124,7 @@ void EagerOffload::look() {
   }
   std::size_t only_copies = 0;
   for (const Trailing& trailing : trailing_) {
-    for (const auto& saved : trailing.sources) {
+    for (const auto& saved : trailing.slot->sources) {
       only_copies += saved.use_count() == 1 && saved->device.use_count() == 1 ? saved->bytes : 0;
     }
   }
@@ -146,6 +147,7 @@ EagerOffload::Slot& EagerOffload::next_slot() {
   }
   Slot& slot = slots_[used_slots_++];
   slot.storages.clear();
+  slot.sources.clear();
   slot.savers.clear();
   slot.arrived.clear();
   slot.state = Slot::State::here;
@@ -175,21 +177,21 @@ void EagerOffload::group_ended(Group& group) {
       bytes.held += group.turns_round && !saved->to_offload ? saved->bytes : 0;
     }
   }
-  std::vector<std::shared_ptr<SavedStorage>> leaving = mover_->lease(group);
-  for (const auto& saved : leaving) {
+  mover_->lease(group, slot.sources);
+  for (const auto& saved : slot.sources) {
     bytes.leaving += saved->bytes;
   }
   bytes.held += bytes.leaving;
   order_.ended(bytes);
-  if (!leaving.empty()) {
-    send(slot, leaving);
+  if (!slot.sources.empty()) {
+    send(slot);
   }
-  trail(slot, std::move(leaving), bytes.held);
+  trail(slot, bytes.held);
   bring_back_due();
 }
 
-void EagerOffload::send(Slot& slot, const std::vector<std::shared_ptr<SavedStorage>>& leaving) {
-  for (const auto& saved : leaving) {
+void EagerOffload::send(Slot& slot) {
+  for (const auto& saved : slot.sources) {
     for (const c10::Stream stream : saved->streams) {
       add_stream(slot.savers, stream);
       add_stream(step_streams_, stream);
@@ -205,22 +207,23 @@ void EagerOffload::send(Slot& slot, const std::vector<std::shared_ptr<SavedStora
     copied_ = true;
     GroupMover::Copies copies = mover_->copies_out();
     copies.behind(slot.savers);
-    for (const auto& saved : leaving) {
+    for (const auto& saved : slot.sources) {
       copies.behind(saved->lease);
       copies.to_host(saved->lease.data(), saved->device.data(), saved->bytes);
     }
     copies.record(*slot.offloaded);
     copies.finish();
   } catch (...) {
-    for (const auto& saved : leaving) {
+    for (const auto& saved : slot.sources) {
       saved->lease.reset();
       saved->to_offload = false;
     }
+    slot.sources.clear();
     throw;
   }
   slot.state = Slot::State::leaving;
   std::size_t bytes = 0;
-  for (const auto& saved : leaving) {
+  for (const auto& saved : slot.sources) {
     saved->lease.record_last_use(slot.offloaded);
     saved->place = SavedStorage::Place::leaving;
     bytes += saved->bytes;
@@ -228,7 +231,7 @@ void EagerOffload::send(Slot& slot, const std::vector<std::shared_ptr<SavedStora
   set_in_flight(slot, static_cast<std::int64_t>(bytes));
 }
 
-void EagerOffload::trail(Slot& slot, std::vector<std::shared_ptr<SavedStorage>> leaving, std::uint64_t bytes) {
+void EagerOffload::trail(Slot& slot, std::uint64_t bytes) {
   if (!planned_window_ && bytes > largest_.back()) {
     largest_ = {std::max(largest_.front(), bytes), std::min(largest_.front(), bytes)};
     // No more than two groups while nothing is known, whatever lag is given: a first step is to fit.
@@ -238,7 +241,7 @@ void EagerOffload::trail(Slot& slot, std::vector<std::shared_ptr<SavedStorage>> 
   if (bytes == 0) {
     return;
   }
-  trailing_.push_back({&slot, std::move(leaving), bytes});
+  trailing_.push_back({&slot, bytes});
   trailing_bytes_ += bytes;
   while (!trailing_.empty() && (trailing_bytes_ > window_.copies.lag || trailing_.size() > window_.groups)) {
     let_go_of_oldest();
@@ -254,13 +257,14 @@ void EagerOffload::let_go_of_oldest() {
 }
 
 void EagerOffload::drop_sources() {
-  const Trailing oldest = std::move(trailing_.front());
-  trailing_.pop_front();
-  trailing_bytes_ -= oldest.bytes;
-  if (oldest.slot->state == Slot::State::leaving) {
-    oldest.slot->state = Slot::State::away;
+  Slot& slot = *trailing_.front().slot;
+  const auto without_sources = c10::make_scope_exit([&] { slot.sources.clear(); });
+  trailing_bytes_ -= trailing_.front().bytes;
+  trailing_.erase(trailing_.begin());
+  if (slot.state == Slot::State::leaving) {
+    slot.state = Slot::State::away;
   }
-  for (const auto& saved : oldest.sources) {
+  for (const auto& saved : slot.sources) {
     keep_for(saved->device, step_streams_);
     if (saved->place == SavedStorage::Place::leaving) {
       if (unoffloaded_ && saved.use_count() > 1) {  // else nobody needs it any more
@@ -270,13 +274,13 @@ void EagerOffload::drop_sources() {
       saved->place = SavedStorage::Place::host;
     }
   }
-  set_in_flight(*oldest.slot, 0);
+  set_in_flight(slot, 0);
   look();
 }
 
 void EagerOffload::reload(Slot& slot) {
   const Site site(Activity::reload, slot.site);
-  std::vector<std::shared_ptr<SavedStorage>> returning;
+  const auto without_returning = c10::make_scope_exit([&] { returning_.clear(); });
   if (unoffloaded_) {
     unoffloaded_->return_begins();
   }
@@ -286,25 +290,25 @@ void EagerOffload::reload(Slot& slot) {
       if (auto saved = weak.lock(); saved != nullptr && saved->place == SavedStorage::Place::host) {
         const StreamGuard on_saver(*runtime_, saved->streams.front());
         saved->device = allocate_storage(runtime_->device(), saved->bytes);
-        returning.push_back(std::move(saved));
+        returning_.push_back(std::move(saved));
       }
     }
     GroupMover::Copies copies = mover_->copies_back();
     copies.behind(slot.savers);
-    for (const auto& saved : returning) {
+    for (const auto& saved : returning_) {
       copies.to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes);
     }
     copies.record(*slot.reloaded);
     copies.finish();
   } catch (...) {
-    for (const auto& saved : returning) {
+    for (const auto& saved : returning_) {
       saved->device = c10::Storage();
     }
     throw;
   }
   slot.state = Slot::State::back;
   std::size_t bytes = 0;
-  for (const auto& saved : returning) {
+  for (const auto& saved : returning_) {
     saved->lease.record_last_use(slot.reloaded);
     saved->place = SavedStorage::Place::returning;
     bytes += saved->bytes;
@@ -416,7 +420,6 @@ void EagerOffload::dropped(SavedStorage& storage) noexcept {
 }
 
 void EagerOffload::end_step() {
-  std::deque<Trailing> done;
   const std::lock_guard lock(mutex_);
   order_.end(window_);
   if (!copied_ && dropped_.empty()) {
@@ -430,7 +433,6 @@ void EagerOffload::end_step() {
   }
   try {
     while (!trailing_.empty()) {
-      done.push_back(trailing_.front());
       let_go_of_oldest();
     }
     add_stream(step_streams_, runtime_->current_stream());
@@ -438,7 +440,6 @@ void EagerOffload::end_step() {
   } catch (...) {
     mover_->settle();
     while (!trailing_.empty()) {
-      done.push_back(trailing_.front());
       drop_sources();
     }
     copied_ = false;

@@ -74,6 +74,8 @@ class EagerOffload final : public StorageMover {
     // Of the group's scope, which may be gone: a backward may outlive its engine. Slots are used again, so nothing allocates.
     SiteName site;
     std::vector<std::weak_ptr<SavedStorage>> storages;
+    /// That a D2H may still read, while it trails.
+    std::vector<std::shared_ptr<SavedStorage>> sources;
     Streams savers;           ///< streams that saved any of what left
     Streams arrived;          ///< streams that wait for the H2D already
     std::uint32_t group = 0;  ///< its index
@@ -84,7 +86,6 @@ class EagerOffload final : public StorageMover {
   /// A group that ended, and is not let go of.
   struct Trailing {
     Slot* slot;
-    std::vector<std::shared_ptr<SavedStorage>> sources;  ///< that a D2H may still read; none where it turns round
     std::uint64_t bytes;
   };
 
@@ -92,9 +93,9 @@ class EagerOffload final : public StorageMover {
   void look();
   /// So many bytes of that group are on the device, on their way: see LiveMemory.
   void set_in_flight(Slot& slot, std::int64_t bytes);
-  /// Queues the copies of what leaves.
-  void send(Slot& slot, const std::vector<std::shared_ptr<SavedStorage>>& leaving);
-  void trail(Slot& slot, std::vector<std::shared_ptr<SavedStorage>> leaving, std::uint64_t bytes);
+  /// Queues the copies of its sources.
+  void send(Slot& slot);
+  void trail(Slot& slot, std::uint64_t bytes);
   void let_go_of_oldest();
   /// What the oldest group left from may be used again: its copies are done, or the stream that saved it waits for them.
   void drop_sources();
@@ -119,9 +120,11 @@ class EagerOffload final : public StorageMover {
   mutable std::recursive_mutex mutex_;  ///< recursive: letting go of a storage may drop it
   std::deque<Slot> slots_;
   std::size_t used_slots_ = 0;
-  std::size_t first_slot_ = 0;  ///< of this step
-  std::deque<Trailing> trailing_;
+  std::size_t first_slot_ = 0;      ///< of this step
+  std::vector<Trailing> trailing_;  ///< the oldest first
   std::uint64_t trailing_bytes_ = 0;
+  /// Of the reload that is being queued.
+  std::vector<std::shared_ptr<SavedStorage>> returning_;
   std::vector<c10::Storage> dropped_;  ///< reloaded, never used, H2D perhaps in flight
   Streams step_streams_;               ///< those that saved in this step
   bool copied_ = false;                ///< copies were issued that no step's end has waited for

@@ -81,6 +81,14 @@ at::Tensor Exclusions::registered(const c10::Storage& storage) const {
   return {};
 }
 
+bool Exclusions::is_parameter(const at::Tensor& tensor) const {
+  if (!tensor.requires_grad() || !tensor.is_leaf()) {
+    return false;
+  }
+  const std::lock_guard lock(mutex_);
+  return parameter_storages_.contains(storage_of(tensor));
+}
+
 std::uint64_t Exclusions::registered_bytes() const {
   const std::lock_guard lock(mutex_);
   std::unordered_set<const c10::StorageImpl*> counted;

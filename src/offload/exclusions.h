@@ -52,6 +52,8 @@ class Exclusions {
   [[nodiscard]] std::uint64_t registered_bytes() const;
   /// The registered parameter or buffer that lies in `storage`, or an undefined tensor.
   [[nodiscard]] at::Tensor registered(const c10::Storage& storage) const;
+  /// True for a registered parameter that is a leaf, and not a view of it.
+  [[nodiscard]] bool is_parameter(const at::Tensor& tensor) const;
   /// The user's mark_not_offload: for as long as the storage lives.
   void mark(const at::Tensor& tensor);
   /// What a graph reads and does not make: its inputs, other graphs' static outputs among them, and what it reads from elsewhere.

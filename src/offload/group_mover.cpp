@@ -55,8 +55,7 @@ GroupMover::GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostAre
 
 GroupMover::~GroupMover() { settle(); }
 
-std::vector<std::shared_ptr<SavedStorage>> GroupMover::lease(Group& group) {
-  std::vector<std::shared_ptr<SavedStorage>> leaving;
+void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& leaving) {
   for (const auto& weak : group.storages) {
     auto saved = weak.lock();
     if (saved == nullptr || !saved->to_offload || saved->place != SavedStorage::Place::device) {
@@ -74,7 +73,6 @@ std::vector<std::shared_ptr<SavedStorage>> GroupMover::lease(Group& group) {
       ++refused_leases_;
     }
   }
-  return leaving;
 }
 
 void GroupMover::await(c10::Stream stream, const Event& done) {

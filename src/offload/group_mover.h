@@ -70,8 +70,9 @@ class GroupMover {
   /// Blocks the host until all copies are done.
   ~GroupMover();
 
-  /// Those storages of the group that are to leave and got pinned memory; the others stay from here on, and the group counts them.
-  [[nodiscard]] std::vector<std::shared_ptr<SavedStorage>> lease(Group& group);
+  /// Adds to `leaving` those storages of the group that are to leave and got pinned memory; the others stay from here on, and the
+  /// group counts them.
+  void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& leaving);
   [[nodiscard]] Copies copies_out() { return {*this, out_}; }
   [[nodiscard]] Copies copies_back() { return {*this, back_}; }
   /// Makes `stream` wait for copies that `done` stands for.

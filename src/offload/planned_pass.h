@@ -36,9 +36,14 @@ using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<PlannedGrou
 class PlannedPlaces {
  public:
   PlannedPlaces() = default;
-  /// `planned`, which may be null, must outlive this object.
-  explicit PlannedPlaces(const PlannedGroup* planned)
-      : planned_(planned), taken_(planned == nullptr ? 0 : planned->storages.size(), false) {}
+  explicit PlannedPlaces(const PlannedGroup* planned) { begin(planned); }
+
+  /// No place is taken. `planned`, which may be null, must outlive this object's use.
+  void begin(const PlannedGroup* planned) {
+    planned_ = planned;
+    taken_.assign(planned == nullptr ? 0 : planned->storages.size(), false);
+    next_ = 0;
+  }
 
   /// The next place of that size, which is taken by it; null where there is none.
   [[nodiscard]] const PlannedStorage* take(std::size_t bytes);

@@ -17,6 +17,15 @@ c10::Stream current_stream(c10::Device device) {
   return c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
 }
 
+/// `tensor` as a handle keeps it where it stays. The variable itself would be a cycle where an operator saves its own output, which a
+/// parameter never is; for others it is what autograd keeps of outputs.
+at::Tensor kept_form(const at::Tensor& tensor, Exclusion reason, const Exclusions& exclusions) {
+  if (reason == Exclusion::unsupported) {
+    return tensor.detach();
+  }
+  return reason == Exclusion::parameter && exclusions.is_parameter(tensor) ? tensor : at::Tensor(tensor.tensor_data());
+}
+
 }  // namespace
 
 SavedStorage::SavedStorage(std::shared_ptr<StorageMover> owner, Group* first_saver, c10::Storage storage)
@@ -40,7 +49,7 @@ bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
 }
 
 /// What autograd holds in place of one saved tensor.
-class SavedTensorHandle final : public torch::autograd::SavedVariableHooks {
+class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, public Pooled {
  public:
   explicit SavedTensorHandle(Recorder& recorder) : recorder_(&recorder) {}
   SavedTensorHandle(const SavedTensorHandle&) = delete;
@@ -64,9 +73,8 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks {
       recorder.mover_->saved_or_released();
     }
     scope_ = recorder.stack_.back().scope;
-    if (recorder.exclusions_.classify_and_count(tensor) != Exclusion::none) {
-      // The variable itself would be a cycle where an operator saves its own output.
-      kept_ = tensor.detach();
+    if (const Exclusion reason = recorder.exclusions_.classify_and_count(tensor); reason != Exclusion::none) {
+      kept_ = kept_form(tensor, reason, recorder.exclusions_);
       return;
     }
     Group& group = recorder.group_for(tensor);
@@ -98,8 +106,12 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks {
 };
 
 Recorder::Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
-                   const PlannedPass* planned)
-    : tree_(tree), exclusions_(exclusions), mover_(std::move(mover)), planned_(planned) {
+                   const PlannedPass* planned, std::shared_ptr<RecorderBooks> books)
+    : tree_(tree),
+      exclusions_(exclusions),
+      mover_(std::move(mover)),
+      planned_(planned),
+      books_(books != nullptr ? std::move(books) : std::make_shared<RecorderBooks>()) {
   stack_.emplace_back().scope = tree_.root();
 }
 
@@ -111,6 +123,7 @@ Recorder::~Recorder() {
       }
     }
   }
+  books_->clear();
 }
 
 Recorder::Frame Recorder::enter(ScopeNode* scope) {
@@ -143,9 +156,13 @@ void Recorder::leave(Frame frame) {
 }
 
 void Recorder::leave_innermost() {
-  OpenScope open = std::move(stack_.back());
+  const OpenScope open = stack_.back();
   stack_.pop_back();
-  for (Group* group : open.tagged) {
+  end_all(open);
+}
+
+void Recorder::end_all(const OpenScope& open) {
+  for (Group* group = open.first_tagged; group != nullptr; group = group->next_tagged) {
     end(group);
   }
   end(open.group);
@@ -183,11 +200,7 @@ void Recorder::finish() {
   while (stack_.size() > 1) {
     leave_innermost();
   }
-  OpenScope& root = stack_.back();
-  for (Group* group : root.tagged) {
-    end(group);
-  }
-  end(root.group);
+  end_all(stack_.back());
   if (!open.empty()) {
     throw UsageError("scope \"" + open +
                      "\" is still open at the end of its step (or of its capture); end it before that");
@@ -195,7 +208,7 @@ void Recorder::finish() {
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> Recorder::make_hooks() {
-  return std::make_unique<SavedTensorHandle>(*this);
+  return std::unique_ptr<torch::autograd::SavedVariableHooks>(new (&books_->blocks) SavedTensorHandle(*this));
 }
 
 Group& Recorder::make_group(ScopeNode* scope) {
@@ -206,11 +219,11 @@ Group& Recorder::make_group(ScopeNode* scope) {
   if (planned_ != nullptr && to_be_captured_) {
     group.offloads_unplanned = scope->selected;  // this once: the next step begins with its capture
   } else if (planned_ != nullptr) {
-    const std::size_t turn = entered_[scope]++;
+    const std::size_t turn = books_->entered[scope]++;
     const auto found = planned_->find(scope);
     const std::vector<PlannedGroup>* turns = found == planned_->end() ? nullptr : &found->second;
     if (turns != nullptr && turn < turns->size()) {
-      group.planned = PlannedPlaces(&(*turns)[turn]);
+      group.planned.begin(&(*turns)[turn]);
       group.turns_round = (*turns)[turn].turns_round;
     }
     // A scope entered more often than planned is another microbatch, likely: as it was with the last.
@@ -241,12 +254,13 @@ void Recorder::tag(const at::Tensor& tensor, std::string_view name) {
   OpenScope& frame = stack_.back();
   ScopeNode* scope = tree_.child(frame.scope, name);
   Group* group = nullptr;
-  for (Group* open : frame.tagged) {
+  for (Group* open = frame.first_tagged; open != nullptr; open = open->next_tagged) {
     group = open->scope == scope ? open : group;
   }
   if (group == nullptr) {
     group = &make_group(scope);
-    frame.tagged.push_back(group);
+    (frame.last_tagged == nullptr ? frame.first_tagged : frame.last_tagged->next_tagged) = group;
+    frame.last_tagged = group;
   }
   const c10::Storage& storage = tensor.storage();
   tags_.insert_or_assign(storage.unsafeGetStorageImpl(), std::make_pair(storage.getWeakStorageImpl(), group));
@@ -294,12 +308,14 @@ std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const Ver
       counts_.copied_twice_bytes += saved->bytes;
     }
   }
-  auto saved = std::make_shared<SavedStorage>(mover_, &group, storage);
+  auto saved = std::allocate_shared<SavedStorage>(PoolAllocator<SavedStorage>(books_->blocks), mover_, &group, storage);
   place(*saved, group);
   group.storages.push_back(saved);
   ++group.seen;
   saved_bytes_ += saved->bytes;
-  storages_.push_back({saved->bytes, {group.index}});
+  StorageProfile& profile = storages_.emplace_back();
+  profile.bytes = saved->bytes;
+  profile.savers.push_back(group.index);
   identities_.push_back({saved, storage.getWeakStorageImpl()});
   entries_.insert_or_assign(key, Entry{saved, storage.getWeakStorageImpl(), version, storages_.size() - 1});
   return saved;
@@ -310,7 +326,7 @@ Profile Recorder::profile() const {
   for (const Group& group : groups_) {
     profile.groups.push_back({group.scope->name, group.scope->selected, false, group.to_be_captured});
   }
-  profile.storages = storages_;
+  profile.storages.assign(storages_.begin(), storages_.end());
   return profile;
 }
 

@@ -1,9 +1,7 @@
 #pragma once
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <memory>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -14,30 +12,11 @@
 #include "offload/autograd_engine.h"
 #include "offload/exclusions.h"
 #include "offload/planned_pass.h"
+#include "offload/recorder_books.h"
 #include "offload/saved_storage.h"
 #include "offload/scope_tree.h"
 
 namespace sidestream {
-
-/// The version counter of a saved tensor, shared with it: autograd skips its own check for hooked tensors.
-class VersionStamp {
- public:
-  VersionStamp() = default;
-  explicit VersionStamp(const at::Tensor& tensor);
-  [[nodiscard]] bool unchanged() const noexcept { return counter_.current_version() == version_; }
-  /// Of the same family of tensors (views share a counter) and not written in between.
-  [[nodiscard]] bool same_as(const VersionStamp& other) const noexcept;
-
- private:
-  c10::VariableVersion counter_;
-  std::uint32_t version_ = 0;
-};
-
-/// A storage that was saved, to be looked for later.
-struct SavedIdentity {
-  std::weak_ptr<SavedStorage> saved;
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-};
 
 /// Takes what autograd saves during one forward pass (a step's, or one capture's), sorts it into groups by scope, and hands
 /// out the handles. One storage is one SavedStorage, however many tensors and groups save it.
@@ -53,7 +32,9 @@ class Recorder final : public SavedTensorSource {
     std::uint64_t refused_bytes = 0;    ///< of storages that were to leave and stayed: no pinned memory was free
   };
 
-  Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover, const PlannedPass* planned);
+  /// `books`: of the recorder before, if any; two that are alive may not share them.
+  Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover, const PlannedPass* planned,
+           std::shared_ptr<RecorderBooks> books = nullptr);
   ~Recorder() override;
 
   /// A scope that is open.
@@ -95,21 +76,13 @@ class Recorder final : public SavedTensorSource {
   [[nodiscard]] std::size_t depth() const noexcept { return stack_.size(); }
   /// The innermost scope that is open.
   [[nodiscard]] const ScopeNode& scope() const noexcept { return *stack_.back().scope; }
+  /// Where its handles lie. Threads: the forward's.
+  [[nodiscard]] BlockPool& blocks() noexcept { return books_->blocks; }
 
  private:
   friend class SavedTensorHandle;
-  struct OpenScope {
-    Frame frame = 0;
-    ScopeNode* scope = nullptr;
-    Group* group = nullptr;      // made by the first save
-    std::vector<Group*> tagged;  // groups of tags inside this scope: they end with it
-  };
-  struct Entry {
-    std::weak_ptr<SavedStorage> saved;
-    c10::weak_intrusive_ptr<c10::StorageImpl> identity;  // keeps the address from being used again
-    VersionStamp version;
-    std::size_t profile_index = 0;
-  };
+  using OpenScope = RecorderBooks::OpenScope;
+  using Entry = RecorderBooks::Entry;
 
   void place(SavedStorage& saved, Group& group);
   std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group);
@@ -117,6 +90,8 @@ class Recorder final : public SavedTensorSource {
   Group& group_of(OpenScope& open);
   Group& make_group(ScopeNode* scope);
   void end(Group* group);
+  /// The groups of a scope.
+  void end_all(const OpenScope& open);
   void leave_innermost();
   void throw_kept();
 
@@ -124,19 +99,20 @@ class Recorder final : public SavedTensorSource {
   Exclusions& exclusions_;
   std::shared_ptr<StorageMover> mover_;
   const PlannedPass* planned_;
-  std::vector<OpenScope> stack_;
+  std::shared_ptr<RecorderBooks> books_;
+  std::vector<OpenScope>& stack_ = books_->open;
+  Reused<Group>& groups_ = books_->groups;
+  decltype(RecorderBooks::entries)& entries_ = books_->entries;
+  decltype(RecorderBooks::tags)& tags_ = books_->tags;
+  Reused<StorageProfile>& storages_ = books_->storages;
+  std::vector<SavedIdentity>& identities_ = books_->identities;
   Frame latest_ = 0;
-  std::deque<Group> groups_;
-  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
-  std::unordered_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, Group*>> tags_;
-  std::unordered_map<const ScopeNode*, std::size_t> entered_;  // groups so far by scope, where a pass is planned
-  std::vector<StorageProfile> storages_;
-  std::vector<SavedIdentity> identities_;
   std::uint64_t saved_bytes_ = 0;
   bool to_be_captured_ = false;
   Counts counts_;
   std::exception_ptr kept_failure_;
-  std::shared_ptr<Recorder* const> alive_ = std::make_shared<Recorder* const>(this);
+  std::shared_ptr<Recorder* const> alive_ =
+      std::allocate_shared<Recorder* const>(PoolAllocator<Recorder* const>(books_->blocks), this);
 };
 
 /// The calling thread's recorder, where a step or a capture is active; else null.
@@ -145,7 +121,9 @@ class Recorder final : public SavedTensorSource {
 /// Makes `recorder` the thread's recorder and source of saved-tensor hooks. Null: neither scopes nor hooks do anything inside.
 class [[nodiscard]] RecorderGuard {
  public:
-  explicit RecorderGuard(Recorder* recorder) : entry_(recorder), hooks_(recorder) {}
+  explicit RecorderGuard(Recorder* recorder)
+      : entry_(recorder, recorder == nullptr ? nullptr : &recorder->blocks()),
+        hooks_(recorder, recorder == nullptr ? nullptr : &recorder->blocks()) {}
   RecorderGuard(const RecorderGuard&) = delete;
   RecorderGuard& operator=(const RecorderGuard&) = delete;
   ~RecorderGuard() = default;

@@ -60,7 +60,19 @@ struct Group {
   bool to_be_captured = false;      ///< saved by a call that runs eagerly once and is captured then
   bool ended = false;
   std::uint64_t refused_bytes = 0;  ///< of storages that were to leave and stayed: no pinned memory was free
+  Group* next_tagged = nullptr;     ///< of the same scope, where a tag made it
 };
+
+/// Empties a group for its next use; what it has allocated stays.
+inline void begin_again(Group& group) {
+  std::vector<std::weak_ptr<SavedStorage>> storages = std::move(group.storages);
+  storages.clear();
+  PlannedPlaces planned = std::move(group.planned);
+  planned.begin(nullptr);
+  group = Group();
+  group.storages = std::move(storages);
+  group.planned = std::move(planned);
+}
 
 /// What happens to saved storages: nothing (sizing), eager copies, or copies inside a capture.
 /// Threads: `group_ended` on the forward's thread; `fetch` and `dropped` on any thread.

@@ -1,0 +1,22 @@
+#pragma once
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+
+namespace sidestream {
+
+/// The version counter of a saved tensor, shared with it: autograd skips its own check for hooked tensors.
+class VersionStamp {
+ public:
+  VersionStamp() = default;
+  explicit VersionStamp(const at::Tensor& tensor);
+  [[nodiscard]] bool unchanged() const noexcept { return counter_.current_version() == version_; }
+  /// Of the same family of tensors (views share a counter) and not written in between.
+  [[nodiscard]] bool same_as(const VersionStamp& other) const noexcept;
+
+ private:
+  c10::VariableVersion counter_;
+  std::uint32_t version_ = 0;
+};
+
+}  // namespace sidestream
