@@ -1,5 +1,9 @@
 #include "graphs/capture/chain_capture.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
 #include <c10/util/irange.h>
 
 #include "graphs/capture/bare_leaves.h"
@@ -37,15 +41,22 @@ std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources,
 void ChainCapture::run() {
   runtime_.synchronize_device();
   runtime_.release_cached_memory();  // of streams that the warm-up does not run on
+  std::int64_t outside = runtime_.room().outside;
+  const auto grown = [&] {
+    const std::int64_t before = std::exchange(outside, runtime_.room().outside);
+    return std::max<std::int64_t>(0, outside - before);
+  };
   {
     const StreamGuard on_capture(runtime_, capture_);
     sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions, reads_.met(),
                        resources_.progress);
   }
   runtime_.synchronize_device();
+  chain_.outside_.warm_up = grown();
   make_plan_and_pin();
   prepare_layers();
   runtime_.release_cached_memory();
+  (void)grown();  // pinned memory has tables on the device too
   {
     // Until the last backward is captured: it looks for its parameters by the accumulators that the forwards made.
     const BareLeaves bare(all_parameters());
@@ -60,6 +71,7 @@ void ChainCapture::run() {
     }
     history_.refuse_to_run();
   }
+  chain_.outside_.graphs = grown();
   for (Live& live : live_) {
     live = {};
   }

@@ -97,6 +97,9 @@ void ChainCapture::make_plan_and_pin() {
                                  " bytes is less than the largest graphed call saves; " + std::to_string(window.lag) +
                                  " are used");
   }
+  if (resources_.attempt != nullptr) {
+    *resources_.attempt = {profile, chain_.plan_};
+  }
   std::vector<std::uint64_t> leaving;
   for (const auto i : c10::irange(specs_.size())) {
     const LayerSizing& sizing = sizings_[i];

@@ -123,12 +123,14 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
   {
     const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
     const CapturedLater captured_later(current_recorder());
+    resources_.rest->call_begins();
     try {
       run_eagerly(site, request, outputs);
     } catch (...) {
       recorded_.forget(call);
       throw;
     }
+    resources_.rest->call_ends();
   }
   recorded_.ran(call, outputs);
   for (const at::Tensor& output : outputs) {  // as with a replay's: what saves it besides has it on the device anyway

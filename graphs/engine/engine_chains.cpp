@@ -5,16 +5,14 @@
 #include <string>
 
 #include "graphs/capture/call_modes_guard.h"
-#include "graphs/capture/chain_capture.h"
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/call_table.h"
 #include "graphs/engine/checked_options.h"
 #include "graphs/engine/eager_plan.h"
 #include "graphs/engine/engine_resources.h"
-#include "graphs/engine/memory_shortage.h"
+#include "graphs/engine/fitting_capture.h"
 #include "graphs/engine/recorded_calls.h"
 #include "graphs/engine/report_builder.h"
-#include "offload/name_pattern.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -55,13 +53,6 @@ bool is_outdated(const Chain& chain) {
          std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return !layer.forward; });
 }
 
-/// True where the options name anything that leaves.
-bool offloads(const Options& options) {
-  const auto& lists = options.offload_patterns();
-  return std::any_of(lists.begin(), lists.end(),
-                     [](const std::string& list) { return !NamePatterns::parse(list).empty(); });
-}
-
 }  // namespace
 
 std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs, const GraphOptions& options) {
@@ -76,23 +67,7 @@ std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
   resources_.check.journal_capture(journaling, report_.steps());
-  std::shared_ptr<Chain> chain;
-  GraphResources graphs = resources_.for_graphs();
-  while (chain == nullptr) {
-    const MemoryShortage shortage(resources_);
-    try {
-      chain = ChainCapture::make_chain(graphs, specs, options);
-    } catch (...) {
-      mark_static_outputs();  // a capture ends with none marked
-      if (graphs.room == CopyRoom::none_stays || !shortage.is_the_error() || !offloads(resources_.options)) {
-        shortage.rethrow(*this);
-      }
-    }
-    if (chain == nullptr) {
-      graphs.room = graphs.room == CopyRoom::as_planned ? CopyRoom::least : CopyRoom::none_stays;
-      resources_.runtime->release_cached_memory();
-    }
-  }
+  std::shared_ptr<Chain> chain = capture_that_fits(resources_, *this, specs, options);
   report_.captured(*chain);
   plan_.outdate();
   return chain;

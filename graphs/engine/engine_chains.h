@@ -30,9 +30,8 @@ class EngineChains {
   EngineChains& operator=(const EngineChains&) = delete;
   ~EngineChains() = default;
 
-  /// Captures a chain; calls inside its callables are scopes only. It counts once a holder of it is added. Where device memory
-  /// runs out and the options offload anything, it is captured again with less of that on the device, twice at most.
-  /// Throws: as make_graphed_callables.
+  /// Captures a chain that fits the device (capture_that_fits); calls inside its callables are scopes only. It counts once a holder
+  /// of it is added. Throws: as make_graphed_callables.
   [[nodiscard]] std::shared_ptr<Chain> capture(const std::vector<LayerSpec>& specs, const GraphOptions& options);
   /// Counts `holder`'s chain in the report and keeps its static outputs on the device, for as long as someone has it.
   void add(const std::shared_ptr<ChainHolder>& holder);

@@ -52,7 +52,8 @@ EngineResources::EngineResources(torch::nn::Module& model, Options given, std::s
       capture_stream(runtime->create_stream()),
       mover(std::make_shared<GroupMover>(runtime, arena)),
       capture_offload(std::make_shared<CaptureOffload>(runtime, mover)),
-      eager(std::make_shared<EagerOffload>(runtime, mover, limits_of(options))) {
+      eager(std::make_shared<EagerOffload>(runtime, mover, limits_of(options))),
+      rest(std::make_shared<RestOfStep>(runtime)) {
   runtime->check_settings(/*graphs=*/!graphed.empty());
   install_autograd_engine();
   std::vector<at::Tensor> tensors = model.parameters();

@@ -4,6 +4,7 @@
 
 #include <torch/nn/module.h>
 
+#include "graphs/engine/rest_of_step.h"
 #include "graphs/engine/step_check.h"
 #include "graphs/replay/chain.h"
 #include "memory/host_arena.h"
@@ -39,7 +40,9 @@ struct EngineResources {
             &owned_gradients,
             options.lag(),
             options.lookahead(),
-            link()};
+            link(),
+            CopyRoom::as_planned,
+            nullptr};
   }
 
   Options options;
@@ -55,6 +58,7 @@ struct EngineResources {
   std::shared_ptr<EagerOffload> eager;
   std::shared_ptr<RecorderBooks> books = std::make_shared<RecorderBooks>();  ///< of the steps' recorders
   OwnedGradients owned_gradients;
+  std::shared_ptr<RestOfStep> rest;
 
  private:
   /// Measured once, where anything depends on it; nothing where the device keeps no time of its own, or has no memory to measure.

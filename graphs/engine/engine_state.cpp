@@ -44,7 +44,7 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       resources_(model, std::move(options), std::move(runtime)),
       context_(*this),
       calls_(model, resources_.tree, resources_.graphed),
-      recorded_(model, resources_.runtime->device()),
+      recorded_(model, resources_.runtime->device(), resources_.rest),
       chains_(resources_, context_, eager_plan_, report_),
       verification_(resources_.options.verify_replays() > 0
                         ? std::make_unique<ReplayVerification>(resources_.options, model, context_)

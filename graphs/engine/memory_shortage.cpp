@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <typeinfo>
@@ -100,6 +102,33 @@ std::string description(const Saved& saved, std::uint64_t refused) {
          "put what saves much into scopes that leave, or use a smaller batch";
 }
 
+/// The error that is being handled, where it is the allocator's or says that a graph found no room.
+struct NoRoom {
+  std::string text;
+  std::int64_t status = 0;
+};
+
+std::optional<NoRoom> error_in_hand() {
+  try {
+    throw;
+  } catch (const c10::OutOfMemoryError& error) {
+    return NoRoom{error.what_without_backtrace(), 0};
+  } catch (const DeviceError& error) {
+    if (typeid(error) == typeid(DeviceError)) {
+      return NoRoom{error.what(), error.status()};
+    }
+    return std::nullopt;
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+std::string beginning(const EngineResources& resources, const char* where, std::int64_t allocated) {
+  return std::string("the device ran out of memory in a ") + where + ". It began with " +
+         mebibytes(static_cast<std::uint64_t>(allocated)) + " allocated, of them weights and buffers " +
+         mebibytes(resources.exclusions.registered_bytes()) + ". ";
+}
+
 }  // namespace
 
 MemoryShortage::MemoryShortage(const EngineResources& resources) : resources_(resources) {
@@ -110,64 +139,49 @@ MemoryShortage::MemoryShortage(const EngineResources& resources) : resources_(re
 
 bool MemoryShortage::met() const { return resources_.runtime->memory_stats().refusals > refusals_; }
 
-std::string MemoryShortage::text(const EngineChains& chains, const Recorder* recorder) const noexcept {
+void MemoryShortage::warn(const EngineChains& chains, const Recorder& recorder) const noexcept {
   try {
     if (!met()) {
-      return {};
+      return;
     }
     Saved saved;
     chains.for_each([&](const Chain& chain) { saved.add(chain.profile(), &chain.plan()); });
-    if (recorder != nullptr) {
-      saved.add(recorder->profile(), nullptr);
-    }
-    return std::string("the device ran out of memory in a ") + (recorder != nullptr ? "step" : "capture") +
-           ". It began with " + mebibytes(static_cast<std::uint64_t>(allocated_)) +
-           " allocated, of them weights and buffers " + mebibytes(resources_.exclusions.registered_bytes()) + ". " +
-           description(saved, recorder != nullptr ? recorder->counts().refused_bytes : 0);
-  } catch (const std::exception&) {  // the allocator's error says at least that it is full
+    saved.add(recorder.profile(), nullptr);
+    TORCH_WARN("Sidestream: ", beginning(resources_, "step", allocated_),
+               description(saved, recorder.counts().refused_bytes));
+  } catch (const std::
+               exception&) {  // a handler of warnings that throws; the allocator's error says at least that it is full
+  }
+}
+
+CaptureShortage::CaptureShortage(const EngineResources& resources)
+    : MemoryShortage(resources), reserved_(resources.runtime->memory_stats().reserved) {}
+
+bool CaptureShortage::is_the_error() const { return met() && error_in_hand().has_value(); }
+
+std::string CaptureShortage::lack(const std::string& first) const {
+  const MemoryRefusal refusal = resources().runtime->latest_refusal();
+  if (refusal.asked <= refusal.free) {  // nobody says how much it was, or there was enough in pieces
     return {};
   }
+  const std::int64_t taken = std::max<std::int64_t>(0, refusal.reserved - reserved_);
+  return "\"" + first + "\" and what follows it wanted at least " + std::to_string(taken + refusal.asked) +
+         " bytes where " + std::to_string(taken + refusal.free) + " were free: at least " +
+         std::to_string(refusal.asked - refusal.free) + " too many. ";
 }
 
-void MemoryShortage::warn(const EngineChains& chains, const Recorder& recorder) const noexcept {
-  if (const std::string what = text(chains, &recorder); !what.empty()) {
-    try {
-      TORCH_WARN("Sidestream: ", what);
-    } catch (const std::exception&) {  // a handler of warnings that throws
-    }
-  }
-}
-
-bool MemoryShortage::is_the_error() const {
-  if (!met()) {
-    return false;
-  }
-  try {
-    throw;
-  } catch (const c10::OutOfMemoryError&) {
-    return true;
-  } catch (const DeviceError& error) {
-    return typeid(error) == typeid(DeviceError);
-  } catch (...) {
-    return false;
-  }
-}
-
-void MemoryShortage::rethrow(const EngineChains& chains) const {
-  const std::string what = text(chains, nullptr);
-  if (what.empty()) {
+void CaptureShortage::rethrow(const EngineChains& chains, const CaptureAttempt& attempt,
+                              const std::string& first) const {
+  const std::optional<NoRoom> error = met() ? error_in_hand() : std::nullopt;
+  if (!error) {
     throw;
   }
-  try {
-    throw;
-  } catch (const c10::OutOfMemoryError& error) {
-    throw DeviceError(std::string(error.what_without_backtrace()) + "; " + what);
-  } catch (const DeviceError& error) {
-    if (typeid(error) != typeid(DeviceError)) {
-      throw;
-    }
-    throw DeviceError(std::string(error.what()) + "; " + what, error.status());
-  }
+  Saved saved;
+  chains.for_each([&](const Chain& chain) { saved.add(chain.profile(), &chain.plan()); });
+  saved.add(attempt.profile, &attempt.plan);
+  throw DeviceError(
+      error->text + "; " + beginning(resources(), "capture", allocated()) + lack(first) + description(saved, 0),
+      error->status);
 }
 
 }  // namespace sidestream

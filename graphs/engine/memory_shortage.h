@@ -4,6 +4,7 @@
 
 namespace sidestream {
 
+struct CaptureAttempt;
 class EngineChains;
 struct EngineResources;
 class Recorder;
@@ -17,19 +18,34 @@ class MemoryShortage {
   /// Where it was met: says by LibTorch's warnings what held the memory in the step of `recorder` and what else may leave. The
   /// error, which is on its way through the user's code, knows neither.
   void warn(const EngineChains& chains, const Recorder& recorder) const noexcept;
-  /// Inside of a handler: the error is the allocator's.
-  [[nodiscard]] bool is_the_error() const;
-  /// Inside of a handler, for a capture: where it was met, throws the allocator's error as a DeviceError that says so; else the
-  /// error as it is.
-  [[noreturn]] void rethrow(const EngineChains& chains) const;
+
+ protected:
+  [[nodiscard]] const EngineResources& resources() const noexcept { return resources_; }
+  /// When it began.
+  [[nodiscard]] std::int64_t allocated() const noexcept { return allocated_; }
 
  private:
-  /// Empty where it was not met.
-  [[nodiscard]] std::string text(const EngineChains& chains, const Recorder* recorder) const noexcept;
-
   const EngineResources& resources_;
   std::int64_t refusals_;
   std::int64_t allocated_;
+};
+
+/// The same around one attempt to capture a chain.
+class CaptureShortage : public MemoryShortage {
+ public:
+  /// Where the allocator holds no cached memory.
+  explicit CaptureShortage(const EngineResources& resources);
+  /// Inside of a handler: the error says that the device is full.
+  [[nodiscard]] bool is_the_error() const;
+  /// Inside of a handler: throws such an error as a DeviceError that says by how much the calls of `attempt`, `first` and those
+  /// behind it, do not fit, what is held, and what else may leave; any other as it is.
+  [[noreturn]] void rethrow(const EngineChains& chains, const CaptureAttempt& attempt, const std::string& first) const;
+
+ private:
+  /// How much is missing, as far as it is known: what was asked for behind what was refused is not. Empty where nothing is.
+  [[nodiscard]] std::string lack(const std::string& first) const;
+
+  std::int64_t reserved_;
 };
 
 }  // namespace sidestream

@@ -11,6 +11,7 @@
 #include "graphs/capture/samples.h"
 #include "graphs/engine/call_modules.h"
 #include "graphs/engine/call_table.h"
+#include "graphs/engine/rest_of_step.h"
 
 namespace sidestream {
 namespace {
@@ -24,17 +25,20 @@ struct BackwardSeen {
 /// Sits on the node that made a call's output: sees its backward begin. Threads: autograd's.
 class BackwardWatch final : public torch::autograd::FunctionPreHook {
  public:
-  BackwardWatch(std::shared_ptr<BackwardSeen> seen, c10::DeviceType type) : seen_(std::move(seen)), type_(type) {}
+  BackwardWatch(std::shared_ptr<BackwardSeen> seen, std::shared_ptr<RestOfStep> rest, c10::DeviceType type)
+      : seen_(std::move(seen)), rest_(std::move(rest)), type_(type) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (!seen_->begun.load()) {
       seen_->modes = CallModes::current(type_);
       seen_->begun.store(true);
+      rest_->backward_begins();
     }
     return grads;
   }
 
  private:
   std::shared_ptr<BackwardSeen> seen_;
+  std::shared_ptr<RestOfStep> rest_;
   c10::DeviceType type_;
 };
 
@@ -162,7 +166,7 @@ void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   for (const at::Tensor& output : outputs) {
     flight.outputs.emplace_back(output.getIntrusivePtr());
     if (!watched && output.defined() && output.grad_fn() != nullptr) {
-      output.grad_fn()->add_pre_hook(std::make_unique<BackwardWatch>(flight.backward, type));
+      output.grad_fn()->add_pre_hook(std::make_unique<BackwardWatch>(flight.backward, rest_, type));
       watched = true;
     }
   }

@@ -121,6 +121,8 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
   }
   chains.for_each([&](const Chain& chain) {
     append(chain.profile(), chain.plan(), report);
+    report.graph_bytes += chain.outside().graphs;
+    report.warm_up_bytes += chain.outside().warm_up;
     for (const Layer& layer : chain.layers()) {
       for (const c10::Storage& external : layer.externals) {
         report.external_bytes += static_cast<std::int64_t>(external.nbytes());

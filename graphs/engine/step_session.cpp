@@ -19,6 +19,9 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
   if (kind_ == Kind::sizing) {
     exclusions.reset_tallies();
     resources.arena->open();
+    if (!resources.graphed.empty()) {
+      resources.rest->step_begins();
+    }
   }
   recorder_.emplace(resources.tree, exclusions, resources.eager, kind_ == Kind::sizing ? nullptr : &plan.pass(),
                     resources.books);
@@ -63,6 +66,7 @@ void StepSession::leave_thread() noexcept {
 void StepSession::stop_sizing() noexcept {
   if (kind_ == Kind::sizing && !peaks_) {
     peaks_ = resources_.eager->end_sizing_step();
+    resources_.rest->step_ends();
   }
 }
 

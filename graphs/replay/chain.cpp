@@ -261,6 +261,7 @@ void Chain::reset() {
     }
   }
   pool_.reset();
+  outside_ = {};
 }
 
 Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {

@@ -34,6 +34,19 @@ enum class CopyRoom : std::uint8_t {
   none_stays,  ///< the same, and what turns round within it leaves as well
 };
 
+/// What an attempt to capture a chain has planned so far.
+struct CaptureAttempt {
+  Profile profile;
+  Plan plan;
+};
+
+/// Device memory that a chain took outside of LibTorch's allocator, by how much the device's use grew meanwhile: what other
+/// processes take is in it. Bytes.
+struct OutsideBytes {
+  std::int64_t warm_up = 0;  ///< kernels and libraries that were loaded, their handles: eager passes take it as well
+  std::int64_t graphs = 0;   ///< executables of graphs, and what libraries took in captures
+};
+
 /// What captures and replays share: one engine's.
 struct GraphResources {
   std::shared_ptr<Runtime> runtime;
@@ -50,6 +63,7 @@ struct GraphResources {
   std::optional<std::uint64_t> lookahead;
   std::optional<LinkPace> link;  ///< where it is known
   CopyRoom room = CopyRoom::as_planned;
+  CaptureAttempt* attempt = nullptr;  ///< filled for who hears of a failure
 };
 
 /// Layers that are captured together, share one memory pool, and replay in the nesting order they were captured in:
@@ -97,6 +111,9 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
   [[nodiscard]] const GraphOptions& options() const noexcept { return options_; }
   [[nodiscard]] Counts take_counts();
+  [[nodiscard]] const OutsideBytes& outside() const noexcept { return outside_; }
+  /// For the report.
+  void note(std::string text) { plan_.notes.push_back(std::move(text)); }
 
  private:
   friend class ReplayNode;
@@ -143,6 +160,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   std::vector<Layer> layers_;
   Profile profile_;
   Plan plan_;
+  OutsideBytes outside_;
 
   // Replay.
   mutable std::recursive_mutex mutex_;

@@ -49,6 +49,11 @@ struct SIDESTREAM_API Report {
   std::int64_t outputs_copied_bytes = 0;
   std::int64_t unused_outputs = 0;  ///< a step: outputs without a gradient, for which a backward graph took zeros
   std::int64_t external_bytes = 0;  ///< storages that captures read and that are neither inputs, parameters nor buffers
+  // Device memory that graphs took outside of LibTorch's allocator and pinned pools: by how much the device's use grew while they were
+  // warmed up and captured, so what other processes took meanwhile is in it. Of the graphs that live; not in any peak below. What
+  // captures take in the allocator is counted there: a generator's seed and offset as tensors, workspaces of products in the pools.
+  std::int64_t graph_bytes = 0;    ///< executables of graphs, and what libraries took in captures
+  std::int64_t warm_up_bytes = 0;  ///< before that: kernels and libraries that were loaded, as eager steps do too
   // Peaks of live device memory: MemoryUse::live.
   std::int64_t sizing_peak_bytes = 0;      ///< of the first step, had nothing left
   std::int64_t first_step_peak_bytes = 0;  ///< of the first step

@@ -68,6 +68,10 @@ void Report::print(std::ostream& out) const {
     row(out, "outputs without a gradient, a step", std::to_string(unused_outputs));
   }
   row(out, "read by captures from elsewhere", mebibytes(external_bytes));
+  if (captures > 0) {
+    row(out, "taken by graphs beside tensors (by warm-ups)",
+        mebibytes(graph_bytes) + " (" + mebibytes(warm_up_bytes) + ")");
+  }
   if (copied_twice_bytes > 0) {
     row(out, "copied again after a write, a step", mebibytes(copied_twice_bytes));
   }
@@ -127,6 +131,8 @@ std::string Report::json() const {
                            {"outputs_copied_bytes", outputs_copied_bytes},
                            {"unused_outputs", unused_outputs},
                            {"external_bytes", external_bytes},
+                           {"graph_bytes", graph_bytes},
+                           {"warm_up_bytes", warm_up_bytes},
                            {"sizing_peak_bytes", sizing_peak_bytes},
                            {"first_step_peak_bytes", first_step_peak_bytes},
                            {"step_peak_bytes", step_peak_bytes},

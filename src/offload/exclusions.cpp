@@ -102,6 +102,16 @@ std::uint64_t Exclusions::registered_bytes() const {
   return bytes;
 }
 
+std::int64_t Exclusions::gradient_bytes() const {
+  const std::lock_guard lock(mutex_);
+  std::int64_t bytes = 0;
+  for (const at::Tensor& parameter : parameters_) {
+    bytes +=
+        parameter.requires_grad() && !parameter.grad().defined() ? static_cast<std::int64_t>(parameter.nbytes()) : 0;
+  }
+  return bytes;
+}
+
 void Exclusions::mark(const at::Tensor& tensor) {
   if (storage_of(tensor) != nullptr) {
     const std::lock_guard lock(mutex_);

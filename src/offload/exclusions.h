@@ -50,6 +50,8 @@ class Exclusions {
   bool refresh_parameters();
   /// Bytes of the storages of registered parameters and buffers.
   [[nodiscard]] std::uint64_t registered_bytes() const;
+  /// Bytes of the gradients that registered parameters will have and do not yet.
+  [[nodiscard]] std::int64_t gradient_bytes() const;
   /// The registered parameter or buffer that lies in `storage`, or an undefined tensor.
   [[nodiscard]] at::Tensor registered(const c10::Storage& storage) const;
   /// True for a registered parameter that is a leaf, and not a view of it.

@@ -41,6 +41,8 @@ class ForwardingRuntime : public Runtime {
   }
   [[nodiscard]] MemoryStats memory_stats() const override { return inner_->memory_stats(); }
   void reset_peak_memory_stats() override { inner_->reset_peak_memory_stats(); }
+  [[nodiscard]] DeviceRoom room() const override { return inner_->room(); }
+  [[nodiscard]] MemoryRefusal latest_refusal() const override { return inner_->latest_refusal(); }
   void release_cached_memory() override { inner_->release_cached_memory(); }
   [[nodiscard]] MemoryPool create_pool() override { return inner_->create_pool(); }
   [[nodiscard]] std::int64_t allocated_in(const MemoryPool& pool) const override { return inner_->allocated_in(pool); }

@@ -27,6 +27,21 @@ struct MemoryStats {
   std::int64_t refusals = 0;  ///< requests that found no memory, since the process began
 };
 
+/// What there is of the whole device at one moment. Bytes.
+struct DeviceRoom {
+  std::int64_t free = 0;  ///< may still be taken from it; where the allocator has a limit, up to that
+  std::int64_t outside =
+      0;  ///< in use, and not the allocator's: graph executables, libraries, contexts, other processes
+};
+
+/// A request that found no memory, behind all that the allocator could give back. Bytes; `asked` is 0 where nobody says how much
+/// it was.
+struct MemoryRefusal {
+  std::int64_t asked = 0;
+  std::int64_t reserved = 0;  ///< by the allocator then
+  std::int64_t free = 0;      ///< of the device then
+};
+
 /// What `sidestream info` and error messages show.
 struct DeviceInfo {
   std::string name;
@@ -124,6 +139,10 @@ class SIDESTREAM_API Runtime {
 
   [[nodiscard]] virtual MemoryStats memory_stats() const = 0;
   virtual void reset_peak_memory_stats() = 0;
+  /// Asks the driver: not for the replay path. Capture: legal.
+  [[nodiscard]] virtual DeviceRoom room() const = 0;
+  /// The latest of `memory_stats().refusals`.
+  [[nodiscard]] virtual MemoryRefusal latest_refusal() const = 0;
   /// Gives cached, unused device memory back. Capture: illegal while the calling thread captures; waits as synchronize_device.
   virtual void release_cached_memory() = 0;
   [[nodiscard]] virtual MemoryPool create_pool() = 0;

@@ -154,6 +154,23 @@ TEST_P(MemoryContract, StatisticsCountLiveTensorsAndTheirPeak) {
   EXPECT_EQ(runtime().memory_stats().reserved_peak, runtime().memory_stats().reserved);
 }
 
+// Nobody else uses the device meanwhile.
+TEST_P(MemoryContract, WhatIsFreeAndWhatIsReservedAndTheRestAreTheDevice) {
+  runtime().synchronize_device();
+  runtime().release_cached_memory();
+  const auto whole = [&] {
+    const DeviceRoom room = runtime().room();
+    EXPECT_GE(room.outside, 0);
+    return room.free + room.outside + runtime().memory_stats().reserved;
+  };
+  const DeviceRoom before = runtime().room();
+  const std::int64_t all = whole();
+  const auto tensor = filled(1, 16 * kMiB);
+  EXPECT_EQ(before.free - runtime().room().free, 64 * kMiB);
+  EXPECT_EQ(runtime().room().outside, before.outside);
+  EXPECT_EQ(whole(), all);
+}
+
 TEST_P(MemoryContract, FreedMemoryIsUsedAgain) {
   const void* first = nullptr;
   {

@@ -15,7 +15,7 @@ namespace sidestream {
 SIDESTREAM_API void set_schedule(c10::Device sim, const Schedule& schedule);
 
 /// Device memory beyond `bytes` bytes is refused, as on a smaller device. The environment variable SIDESTREAM_SIM_MEMORY gives it
-/// when the process first uses the device. Capture: legal.
+/// when the process first uses the device. A graph takes 512 bytes of it for each of its nodes, beside tensors. Capture: legal.
 SIDESTREAM_API void set_memory_limit(c10::Device sim, std::size_t bytes);
 
 /// Pinned host memory beyond `bytes` bytes is refused. Capture: legal.

@@ -144,7 +144,7 @@ Graph CudaRuntime::end_capture(c10::Stream stream) {
 }
 
 // What the graph takes of the device beside its tensors is allocated here, and not at a launch in the middle of a step.
-void CudaRuntime::instantiate(libtorch::Graph& graph, c10::Stream stream) const {
+void CudaRuntime::instantiate(libtorch::Graph& graph, c10::Stream stream) {
   cudaError_t status = graph.instantiate(stream);
   if (status == cudaErrorMemoryAllocation) {
     libtorch::release_cached_memory();
@@ -156,6 +156,8 @@ void CudaRuntime::instantiate(libtorch::Graph& graph, c10::Stream stream) const 
   if (status != cudaErrorMemoryAllocation) {
     throw_status(status, "cudaGraphInstantiate and cudaGraphUpload", "graph", std::source_location::current());
   }
+  graphs_refused_.fetch_add(1, std::memory_order_relaxed);
+  refused_behind_ = libtorch::memory_stats(device_).refusals;
   std::size_t free = 0;
   std::size_t total = 0;
   (void)cudaMemGetInfo(&free, &total);

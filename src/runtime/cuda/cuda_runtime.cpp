@@ -1,5 +1,6 @@
 #include "runtime/cuda/cuda_runtime.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -52,6 +53,10 @@ cudaEvent_t make_event(unsigned flags, const char* object) {
 }
 
 }  // namespace
+
+CudaRuntime::CudaRuntime(c10::Device device) : device_(device), captures_(OpenCaptures::of(device)) {
+  (void)libtorch::latest_refusal(device);  // begins to listen
+}
 
 CudaRuntime::~CudaRuntime() {
   for (const c10::StreamId stream : captures_.of_runtime(*this)) {
@@ -200,7 +205,29 @@ void CudaRuntime::copy_to_device(void* device, const void* pinned, std::size_t b
         "copy to device");
 }
 
-MemoryStats CudaRuntime::memory_stats() const { return libtorch::memory_stats(device_); }
+MemoryStats CudaRuntime::memory_stats() const {
+  MemoryStats stats = libtorch::memory_stats(device_);
+  stats.refusals += graphs_refused_.load(std::memory_order_relaxed);
+  return stats;
+}
+
+DeviceRoom CudaRuntime::room() const {
+  const CurrentDevice current(device_);
+  const RelaxedCapture relaxed;
+  std::size_t free = 0;
+  std::size_t total = 0;
+  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo", "device");
+  const auto left = static_cast<std::int64_t>(free);
+  const auto all = static_cast<std::int64_t>(total);
+  const std::int64_t reserved = libtorch::memory_stats(device_).reserved;
+  return {std::clamp<std::int64_t>(libtorch::allocator_limit(device_, all) - reserved, 0, left), all - left - reserved};
+}
+
+MemoryRefusal CudaRuntime::latest_refusal() const {
+  const MemoryStats stats = libtorch::memory_stats(device_);
+  return stats.refusals == refused_behind_.load() ? MemoryRefusal{0, stats.reserved, room().free}
+                                                  : libtorch::latest_refusal(device_);
+}
 
 void CudaRuntime::reset_peak_memory_stats() { libtorch::reset_peak_memory_stats(device_); }
 

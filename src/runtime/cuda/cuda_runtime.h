@@ -1,4 +1,6 @@
 #pragma once
+#include <atomic>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -13,7 +15,7 @@ namespace sidestream::cuda {
 /// Runtime on one NVIDIA GPU: streams and events of our own, LibTorch's caching allocator and graphs.
 class CudaRuntime final : public Runtime {
  public:
-  explicit CudaRuntime(c10::Device device) : device_(device), captures_(OpenCaptures::of(device)) {}
+  explicit CudaRuntime(c10::Device device);
   ~CudaRuntime() override;
 
   [[nodiscard]] c10::Device device() const noexcept override { return device_; }
@@ -43,6 +45,8 @@ class CudaRuntime final : public Runtime {
 
   [[nodiscard]] MemoryStats memory_stats() const override;
   void reset_peak_memory_stats() override;
+  [[nodiscard]] DeviceRoom room() const override;
+  [[nodiscard]] MemoryRefusal latest_refusal() const override;
   void release_cached_memory() override;
   [[nodiscard]] MemoryPool create_pool() override;
   [[nodiscard]] std::int64_t allocated_in(const MemoryPool& pool) const override;
@@ -70,13 +74,16 @@ class CudaRuntime final : public Runtime {
   /// Throws CaptureError, and invalidates the captures that the calling thread began, if there are any.
   void forbid_while_capturing(const char* what);
   /// Throws: DeviceError with the bytes when it does not fit, also with no cached memory left.
-  void instantiate(libtorch::Graph& graph, c10::Stream stream) const;
+  void instantiate(libtorch::Graph& graph, c10::Stream stream);
   void destroy_now(HandleKind kind, void* native) noexcept;
   void destroy_deferred() noexcept;
   void unpin_settled(void* native) noexcept;
 
   c10::Device device_;
   OpenCaptures& captures_;
+  // Graphs that found no memory beside their tensors: the allocator does not know of them.
+  std::atomic<std::int64_t> graphs_refused_{0};
+  std::atomic<std::int64_t> refused_behind_{-1};  ///< the latest: how many requests the allocator had refused by then
 };
 
 template <HandleKind kind>

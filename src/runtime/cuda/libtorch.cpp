@@ -1,6 +1,8 @@
 #include "runtime/cuda/libtorch.h"
 
+#include <cstdint>
 #include <cstdio>
+#include <map>
 #include <mutex>
 #include <set>
 #include <string>
@@ -95,6 +97,42 @@ MemoryStats memory_stats(c10::Device device) {
   const auto stats = allocator::getDeviceStats(device.index());
   return {stats.allocated_bytes[all].current, stats.allocated_bytes[all].peak, stats.reserved_bytes[all].current,
           stats.reserved_bytes[all].peak, stats.num_ooms};
+}
+
+namespace {
+
+/// What the caching allocator was refused, by device. It asks observers without its lock.
+class Refusals {
+ public:
+  static Refusals& all() {
+    static auto* const refusals = new Refusals();  // LibTorch tells it for as long as the process lives
+    return *refusals;
+  }
+  [[nodiscard]] MemoryRefusal latest(c10::DeviceIndex device) {
+    const std::lock_guard lock(mutex_);
+    return latest_[device];
+  }
+
+ private:
+  Refusals() {
+    allocator::attachOutOfMemoryObserver([this](std::int64_t device, std::size_t asked, std::size_t, std::size_t free) {
+      const auto index = static_cast<c10::DeviceIndex>(device);
+      const std::int64_t reserved = memory_stats(c10::Device(c10::DeviceType::CUDA, index)).reserved;
+      const std::lock_guard lock(mutex_);
+      latest_[index] = {static_cast<std::int64_t>(asked), reserved, static_cast<std::int64_t>(free)};
+    });
+  }
+
+  std::mutex mutex_;
+  std::map<c10::DeviceIndex, MemoryRefusal> latest_;
+};
+
+}  // namespace
+
+MemoryRefusal latest_refusal(c10::Device device) { return Refusals::all().latest(device.index()); }
+
+std::int64_t allocator_limit(c10::Device device, std::int64_t total) {
+  return static_cast<std::int64_t>(allocator::getMemoryFraction(device.index()) * static_cast<double>(total));
 }
 
 void reset_peak_memory_stats(c10::Device device) { allocator::resetPeakStats(device.index()); }

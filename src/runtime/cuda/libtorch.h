@@ -36,6 +36,10 @@ void settle_attention_order(c10::Device device);
 void set_current_stream(c10::Stream stream);
 
 [[nodiscard]] MemoryStats memory_stats(c10::Device device);
+/// From the first call on, and for good: what the caching allocator was last refused.
+[[nodiscard]] MemoryRefusal latest_refusal(c10::Device device);
+/// Bytes that the caching allocator may hold at most of `total`.
+[[nodiscard]] std::int64_t allocator_limit(c10::Device device, std::int64_t total);
 void reset_peak_memory_stats(c10::Device device);
 void release_cached_memory();
 /// From here on, and for good, `freed` hears of every block that tensors give back to the caching allocator, under its lock.

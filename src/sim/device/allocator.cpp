@@ -98,7 +98,7 @@ Block* CachingAllocator::take_free(Pool::FreeBlocks& blocks, std::size_t bytes, 
 }
 
 Segment* CachingAllocator::map_segment(std::size_t bytes, c10::StreamId stream, Pool* pool) {
-  if (static_cast<std::size_t>(stats_.reserved) + bytes > limit_) {
+  if (!fits(bytes)) {
     return nullptr;
   }
   const auto range = std::find_if(free_ranges_.begin(), free_ranges_.end(),
@@ -147,17 +147,38 @@ void CachingAllocator::unmap_segment(Segment* segment) noexcept {
   segments_.erase(segment->begin);
 }
 
-void CachingAllocator::refuse(std::size_t bytes) {
+bool CachingAllocator::fits(std::size_t bytes) const noexcept {
+  return static_cast<std::size_t>(stats_.reserved) + outside_ + bytes <= limit_;
+}
+
+DeviceRoom CachingAllocator::room() const noexcept {
+  const auto outside = static_cast<std::int64_t>(outside_);
+  return {std::max<std::int64_t>(0, static_cast<std::int64_t>(limit_) - stats_.reserved - outside), outside};
+}
+
+void CachingAllocator::take_outside(std::size_t bytes, const char* what) {
+  if (!fits(bytes)) {
+    release_cached();
+  }
+  if (!fits(bytes)) {
+    refuse(what, bytes, bytes);
+  }
+  outside_ += bytes;
+}
+
+void CachingAllocator::refuse(const char* what, std::size_t bytes, std::size_t segment) {
   ++stats_.refusals;
-  throw DeviceError("sim device: out of memory: asked for " + std::to_string(bytes) + " bytes, " +
-                    std::to_string(stats_.allocated) + " allocated and " + std::to_string(stats_.reserved) +
-                    " reserved of " + std::to_string(limit_) + "; free tensors, offload more or use a smaller batch");
+  refusal_ = {static_cast<std::int64_t>(segment), stats_.reserved, room().free};
+  throw DeviceError("sim device: out of memory: " + std::string(what) + " asked for " + std::to_string(bytes) +
+                    " bytes, " + std::to_string(stats_.allocated) + " allocated and " +
+                    std::to_string(stats_.reserved) + " reserved of " + std::to_string(limit_) +
+                    "; free tensors, offload more or use a smaller batch");
 }
 
 Block* CachingAllocator::allocate(std::size_t bytes, c10::StreamId stream, Pool* pool) {
   if (until_failure_ >= 0 && until_failure_-- == 0) {
     failed_ = true;
-    refuse(bytes);
+    refuse("a tensor", bytes, segment_bytes(round_up(bytes, smallest_block)));
   }
   const std::size_t rounded = round_up(std::max<std::size_t>(bytes, 1), smallest_block);
   const bool small = rounded <= small_request;
@@ -170,7 +191,7 @@ Block* CachingAllocator::allocate(std::size_t bytes, c10::StreamId stream, Pool*
       segment = map_segment(segment_bytes(rounded), stream, pool);
     }
     if (segment == nullptr) {
-      refuse(bytes);
+      refuse("a tensor", bytes, segment_bytes(round_up(bytes, smallest_block)));
     }
     block = segment->first;
   }

@@ -96,10 +96,16 @@ class CachingAllocator {
     }
   }
 
+  /// Bytes of the device for what is no tensor. Throws: as `allocate`, saying `what` finds no room.
+  void take_outside(std::size_t bytes, const char* what);
+  void give_back_outside(std::size_t bytes) noexcept { outside_ -= bytes; }
+
   [[nodiscard]] const MemoryStats& stats() const noexcept { return stats_; }
+  [[nodiscard]] DeviceRoom room() const noexcept;
+  [[nodiscard]] MemoryRefusal latest_refusal() const noexcept { return refusal_; }
   void reset_peaks() noexcept;
   [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
-  /// Segments beyond this many bytes fail, as on a smaller device.
+  /// Segments, and what is no tensor, beyond this many bytes fail, as on a smaller device.
   void set_limit(std::size_t bytes) noexcept { limit_ = bytes; }
   /// The allocation number `n` from here on fails, once; none if negative.
   void fail_allocation(std::int64_t n) noexcept {
@@ -110,7 +116,9 @@ class CachingAllocator {
 
  private:
   void release_ranges() noexcept;
-  [[noreturn]] void refuse(std::size_t bytes);
+  [[nodiscard]] bool fits(std::size_t bytes) const noexcept;
+  /// `segment`: what it would have taken of the device.
+  [[noreturn]] void refuse(const char* what, std::size_t bytes, std::size_t segment);
   [[nodiscard]] Block* take_free(Pool::FreeBlocks& blocks, std::size_t bytes, c10::StreamId stream);
   [[nodiscard]] Segment* map_segment(std::size_t bytes, c10::StreamId stream, Pool* pool);
   void unmap_segment(Segment* segment) noexcept;
@@ -133,6 +141,8 @@ class CachingAllocator {
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Block*> spare_blocks_;
   MemoryStats stats_;
+  std::size_t outside_ = 0;
+  MemoryRefusal refusal_;
 };
 
 }  // namespace sidestream::sim

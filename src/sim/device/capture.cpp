@@ -165,7 +165,13 @@ std::shared_ptr<GraphBody> Device::end_capture(c10::StreamId id) {
     state_->close(capture, false);
     throw CaptureError("sim device: the capture failed: " + reason);
   }
-  auto graph = std::make_shared<GraphBody>(*this, capture, std::move(capture.nodes));
+  std::shared_ptr<GraphBody> graph;
+  try {
+    graph = std::make_shared<GraphBody>(*this, capture, std::move(capture.nodes));
+  } catch (...) {
+    state_->close(capture, false);
+    throw;
+  }
   state_->close(capture, true);
   return graph;
 }

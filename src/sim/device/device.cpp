@@ -220,6 +220,26 @@ void Device::reset_peak_memory_stats() {
   state_->memory.reset_peaks();
 }
 
+DeviceRoom Device::room() const {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  return state_->memory.room();
+}
+
+MemoryRefusal Device::latest_refusal() const {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  return state_->memory.latest_refusal();
+}
+
+void Device::take_outside(std::size_t bytes, const char* what) {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  state_->memory.take_outside(bytes, what);
+}
+
+void Device::give_back_outside(std::size_t bytes) noexcept {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  state_->memory.give_back_outside(bytes);
+}
+
 void Device::release_cached_memory() {
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   state_->refuse_in_capture("release of cached memory");

@@ -67,6 +67,8 @@ class Device {
   [[nodiscard]] bool owns(const void* address) const noexcept;
   [[nodiscard]] MemoryStats memory_stats() const;
   void reset_peak_memory_stats();
+  [[nodiscard]] DeviceRoom room() const;
+  [[nodiscard]] MemoryRefusal latest_refusal() const;
   void release_cached_memory();
   [[nodiscard]] std::int64_t memory_bytes() const noexcept;
 
@@ -82,6 +84,9 @@ class Device {
   void retain_pool(Pool* pool) noexcept;
   /// Gives one reference back.
   void release_pool(Pool* pool) noexcept;
+  /// What graphs take beside tensors. Throws: DeviceError where the device is full.
+  void take_outside(std::size_t bytes, const char* what);
+  void give_back_outside(std::size_t bytes) noexcept;
 
   /// Page-locked host memory: the only host memory that asynchronous copies accept.
   [[nodiscard]] void* allocate_pinned(std::size_t bytes);
@@ -132,7 +137,8 @@ class Device {
   // --- captures and graphs -------------------------------------------------------------------------------------
 
   void begin_capture(c10::StreamId stream, Pool* pool);
-  /// Returns the graph; the caller owns one reference.
+  /// Returns the graph; the caller owns one reference. Each of its nodes takes `graph_node_bytes` of the device. Throws: DeviceError
+  /// where there is no room for them.
   [[nodiscard]] std::shared_ptr<GraphBody> end_capture(c10::StreamId stream);
   void abandon_capture(c10::StreamId stream) noexcept;
   [[nodiscard]] CaptureStatus capture_status(c10::StreamId stream) const;

@@ -44,6 +44,11 @@ NodeSet find_sinks(const std::vector<CapturedWork>& nodes) {
   return sinks;
 }
 
+std::size_t bytes_of(const std::vector<CapturedWork>& nodes) {
+  const auto listed = [](const CapturedWork& node) { return node.work->kind != Work::Kind::poison; };
+  return graph_node_bytes * static_cast<std::size_t>(std::count_if(nodes.begin(), nodes.end(), listed));
+}
+
 // Forks of a graph get queues of their own for each launching stream.
 constexpr c10::StreamId queues_per_stream = c10::StreamId{1} << 32;
 
@@ -94,11 +99,16 @@ GraphBody::GraphBody(Device& owner, const Capture& capture, std::vector<Captured
       origin(capture.origin),
       sinks(find_sinks(nodes)),
       draws(std::any_of(nodes.begin(), nodes.end(),
-                        [](const CapturedWork& node) { return node.work->random_draws > 0; })) {
+                        [](const CapturedWork& node) { return node.work->random_draws > 0; })),
+      bytes(bytes_of(nodes)) {
+  device.take_outside(bytes, "a graph");
   device.retain_pool(&pool);
 }
 
-GraphBody::~GraphBody() { device.release_pool(&pool); }
+GraphBody::~GraphBody() {
+  device.release_pool(&pool);
+  device.give_back_outside(bytes);
+}
 
 std::vector<GraphNode> GraphBody::list() const {
   std::vector<GraphNode> listed;

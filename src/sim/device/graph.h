@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <memory>
 #include <vector>
 
@@ -8,8 +9,12 @@
 
 namespace sidestream::sim {
 
+/// What a graph takes of the device for each node a driver would list, beside the memory of its tensors.
+inline constexpr std::size_t graph_node_bytes = 512;
+
 /// A captured graph: its nodes, and a reference to the pool whose addresses they use.
 struct GraphBody {
+  /// Throws: DeviceError where the device has no room for the nodes.
   GraphBody(Device& owner, const Capture& capture, std::vector<CapturedWork> nodes);
   GraphBody(const GraphBody&) = delete;
   GraphBody& operator=(const GraphBody&) = delete;
@@ -24,6 +29,7 @@ struct GraphBody {
   const c10::StreamId origin;  ///< the stream that was captured
   NodeSet sinks;               ///< nodes that no other runs after
   const bool draws;            ///< random numbers
+  const std::size_t bytes;     ///< of the device, for the nodes
 };
 
 }  // namespace sidestream::sim

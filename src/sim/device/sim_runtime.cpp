@@ -95,6 +95,8 @@ void SimRuntime::copy_to_device(void* device, const void* pinned, std::size_t by
 
 MemoryStats SimRuntime::memory_stats() const { return device_.memory_stats(); }
 void SimRuntime::reset_peak_memory_stats() { device_.reset_peak_memory_stats(); }
+DeviceRoom SimRuntime::room() const { return device_.room(); }
+MemoryRefusal SimRuntime::latest_refusal() const { return device_.latest_refusal(); }
 void SimRuntime::release_cached_memory() {
   CaptureTurn::let_others_finish(device(), "cached memory is released");
   device_.release_cached_memory();

@@ -39,6 +39,8 @@ class SimRuntime final : public Runtime {
 
   MemoryStats memory_stats() const override;
   void reset_peak_memory_stats() override;
+  [[nodiscard]] DeviceRoom room() const override;
+  [[nodiscard]] MemoryRefusal latest_refusal() const override;
   void release_cached_memory() override;
   MemoryPool create_pool() override;
   std::int64_t allocated_in(const MemoryPool& pool) const override;

@@ -34,6 +34,8 @@ Report full_report() {
   report.outputs_copied_bytes = 9 << 20;
   report.unused_outputs = 31;
   report.external_bytes = 5 << 20;
+  report.graph_bytes = 13 << 20;
+  report.warm_up_bytes = 14 << 20;
   report.sizing_peak_bytes = 40 << 20;
   report.first_step_peak_bytes = 36 << 20;
   report.step_peak_bytes = 34 << 20;
@@ -130,6 +132,8 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   EXPECT_EQ(json.at("outputs_copied_bytes"), 9 << 20);
   EXPECT_EQ(json.at("unused_outputs"), 31);
   EXPECT_EQ(json.at("external_bytes"), 5 << 20);
+  EXPECT_EQ(json.at("graph_bytes"), 13 << 20);
+  EXPECT_EQ(json.at("warm_up_bytes"), 14 << 20);
   EXPECT_EQ(json.at("sizing_peak_bytes"), 40 << 20);
   EXPECT_EQ(json.at("first_step_peak_bytes"), 36 << 20);
   EXPECT_EQ(json.at("step_peak_bytes"), 34 << 20);

@@ -60,6 +60,8 @@ class FakeRuntime : public Runtime {
   void copy_to_device(void*, const void*, std::size_t, c10::Stream) override {}
   MemoryStats memory_stats() const override { return {}; }
   void reset_peak_memory_stats() override {}
+  [[nodiscard]] DeviceRoom room() const override { return {}; }
+  [[nodiscard]] MemoryRefusal latest_refusal() const override { return {}; }
   void release_cached_memory() override {}
   MemoryPool create_pool() override { return {}; }
   std::int64_t allocated_in(const MemoryPool&) const override { return 0; }

@@ -1,3 +1,6 @@
+#include <cstddef>
+#include <cstdint>
+#include <limits>
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/argsort.h>
@@ -8,6 +11,7 @@
 #include <ATen/ops/rand.h>
 #include <sidestream/error.h>
 
+#include "sim/device/graph.h"
 #include "sim/torch/generator.h"
 #include "unit/sim/device/fixture.h"
 
@@ -31,6 +35,45 @@ TEST_F(SimCaptureTest, WhatWasComputedIsPoisonUntilTheFirstLaunch) {
   at::Tensor y;
   const auto graph = capture(pool, [&] { y = at::mul(x, 2); });
   EXPECT_NE(first(y), first(y)) << "poison is not a number";
+  runtime().launch(graph, side());
+  EXPECT_EQ(first(y), 6);
+}
+
+TEST_F(SimCaptureTest, AGraphTakesMemoryOfTheDeviceForEachNodeWhileItLives) {
+  const auto x = at::full({1024}, 3, options());
+  const auto pool = runtime().create_pool();
+  const std::int64_t before = runtime().room().outside;
+  at::Tensor y;
+  auto graph = capture(pool, [&] { y = at::mul(at::mul(x, 2), 2); });
+  const auto bytes = static_cast<std::int64_t>(runtime().nodes(graph).size() * graph_node_bytes);
+  EXPECT_GE(bytes, std::int64_t{2 * graph_node_bytes});
+  EXPECT_EQ(runtime().room().outside - before, bytes);
+  graph.reset();
+  EXPECT_EQ(runtime().room().outside, before);
+}
+
+TEST_F(SimCaptureTest, AGraphForWhichThereIsNoRoomIsRefusedAndLeavesNothing) {
+  const auto x = at::full({1024}, 3, options());
+  const auto pool = runtime().create_pool();
+  at::Tensor y;
+  {
+    const auto graph = capture(pool, [&] { y = at::mul(x, 2); });
+  }  // the pool has its memory
+  runtime().release_cached_memory();
+  const std::int64_t refusals = runtime().memory_stats().refusals;
+  const DeviceRoom before = runtime().room();
+  device().set_memory_limit(static_cast<std::size_t>(runtime().memory_stats().reserved + before.outside) +
+                            graph_node_bytes / 2);
+  EXPECT_THROW((void)capture(pool, [&] { y = at::mul(x, 2); }), DeviceError);
+  const MemoryRefusal refusal = runtime().latest_refusal();
+  EXPECT_EQ(refusal.asked, std::int64_t{graph_node_bytes});
+  EXPECT_EQ(refusal.free, std::int64_t{graph_node_bytes / 2});
+  EXPECT_EQ(refusal.reserved, runtime().memory_stats().reserved);
+  EXPECT_EQ(runtime().memory_stats().refusals, refusals + 1);
+  device().set_memory_limit(std::numeric_limits<std::size_t>::max());
+  EXPECT_EQ(runtime().room().outside, before.outside);
+  EXPECT_EQ(runtime().capture_status(side()), CaptureStatus::none);
+  const auto graph = capture(pool, [&] { y = at::mul(x, 2); });
   runtime().launch(graph, side());
   EXPECT_EQ(first(y), 6);
 }
