@@ -1,6 +1,7 @@
 #include "graphs/engine/eager_plan.h"
 
 #include "offload/pinned_plan.h"
+#include "runtime/replayed_memory.h"
 
 namespace sidestream {
 
@@ -35,7 +36,9 @@ void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCal
     return;
   }
   for (std::size_t i = 0; i < identities_.size(); ++i) {
-    if (auto alive = identities_[i].storage.lock(); alive && identities_[i].saved.expired()) {
+    // A chain gives out one storage again and again: that it has it holds nothing.
+    if (auto alive = identities_[i].storage.lock();
+        alive && ReplayedMemory::of(alive->data_ptr()) == nullptr && identities_[i].saved.expired()) {
       profile_.storages[i].held_elsewhere = true;
       exclusions.add_held(c10::Storage(std::move(alive)));
     }

@@ -8,6 +8,7 @@
 
 #include "base/site.h"
 #include "memory/storage_view.h"
+#include "runtime/replayed_memory.h"
 
 namespace sidestream {
 
@@ -45,6 +46,11 @@ void keep_for(const c10::Storage& storage, const Streams& streams) {
 // behind the D2H through the same fork: only what was let go comes back, and M waited for offloaded(g) first. The wait for a host
 // slot's last copy is for models on several streams: a group saved on one stream may leave into a slot that the H2D of another
 // stream's group still reads.
+//
+// What graphs write at each replay (outputs of graphed calls whose memory went back to their pool) is no memory of the allocator, so
+// nothing is won by holding it until M is behind the copy: it is let go of at once, and D named as its user. The chain copies out what
+// is held before its memory is used again, and waits for who was named (Note [Outputs are ordinary tensors]). A group that is
+// needed before it was let go of, and of which something went so, is let go of first, and comes back behind that.
 //
 // Where a step saves on several streams, each is an M: D and H fork from all that saved of g. The first of them waits for
 // offloaded(g); for the others the allocator is told of every stream that has saved in the step, as autograd alone would hold a
@@ -212,6 +218,9 @@ void EagerOffload::send(Slot& slot) {
       copies.to_host(saved->lease.data(), saved->device.data(), saved->bytes);
     }
     copies.record(*slot.offloaded);
+    for (const auto& saved : slot.sources) {
+      ReplayedMemory::used_on(saved->device.data_ptr(), copies.stream());
+    }
     copies.finish();
   } catch (...) {
     for (const auto& saved : slot.sources) {
@@ -227,6 +236,9 @@ void EagerOffload::send(Slot& slot) {
     saved->lease.record_last_use(slot.offloaded);
     saved->place = SavedStorage::Place::leaving;
     bytes += saved->bytes;
+    if (ReplayedMemory::of(saved->device.data_ptr()) != nullptr) {
+      part_with(saved);
+    }
   }
   set_in_flight(slot, static_cast<std::int64_t>(bytes));
 }
@@ -256,6 +268,26 @@ void EagerOffload::let_go_of_oldest() {
   drop_sources();
 }
 
+void EagerOffload::let_go_of(const Slot& slot) {
+  const auto is_it = [&](const Trailing& trailing) { return trailing.slot == &slot; };
+  const auto found = std::find_if(trailing_.begin(), trailing_.end(), is_it);
+  if (found != trailing_.end()) {
+    std::rotate(trailing_.begin(), found, found + 1);
+    let_go_of_oldest();
+  }
+}
+
+void EagerOffload::part_with(const std::shared_ptr<SavedStorage>& saved) {
+  keep_for(saved->device, step_streams_);
+  if (saved->place == SavedStorage::Place::leaving) {
+    if (unoffloaded_ && saved.use_count() > 1) {  // else nobody needs it any more
+      unoffloaded_->lets_go(*saved);
+    }
+    saved->device = c10::Storage();
+    saved->place = SavedStorage::Place::host;
+  }
+}
+
 void EagerOffload::drop_sources() {
   Slot& slot = *trailing_.front().slot;
   const auto without_sources = c10::make_scope_exit([&] { slot.sources.clear(); });
@@ -265,14 +297,7 @@ void EagerOffload::drop_sources() {
     slot.state = Slot::State::away;
   }
   for (const auto& saved : slot.sources) {
-    keep_for(saved->device, step_streams_);
-    if (saved->place == SavedStorage::Place::leaving) {
-      if (unoffloaded_ && saved.use_count() > 1) {  // else nobody needs it any more
-        unoffloaded_->lets_go(*saved);
-      }
-      saved->device = c10::Storage();
-      saved->place = SavedStorage::Place::host;
-    }
+    part_with(saved);
   }
   set_in_flight(slot, 0);
   look();
@@ -341,6 +366,9 @@ c10::Storage EagerOffload::fetch(SavedStorage& storage) {
   }
   if (storage.place == SavedStorage::Place::host) {
     mover_->count_inline_reload();
+    if (slot->state == Slot::State::leaving) {
+      let_go_of(*slot);
+    }
     reload(*slot);
   }
   if (storage.place == SavedStorage::Place::returning) {

@@ -97,6 +97,10 @@ class EagerOffload final : public StorageMover {
   void send(Slot& slot);
   void trail(Slot& slot, std::uint64_t bytes);
   void let_go_of_oldest();
+  /// What the group of `slot` left from goes now, whatever the lag.
+  void let_go_of(const Slot& slot);
+  /// That storage is on the host alone from here on.
+  void part_with(const std::shared_ptr<SavedStorage>& saved);
   /// What the oldest group left from may be used again: its copies are done, or the stream that saved it waits for them.
   void drop_sources();
   void reload(Slot& slot);

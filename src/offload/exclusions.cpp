@@ -157,7 +157,8 @@ Exclusion Exclusions::classify_locked(const at::Tensor& tensor) const {
   if (parameter_storages_.contains(key) || (tensor.requires_grad() && tensor.is_leaf())) {
     return Exclusion::parameter;
   }
-  if (static_inputs_.contains(key) || ReplayedMemory::of(storage.data_ptr()) != nullptr) {
+  if (const ReplayedMemory* const replayed = ReplayedMemory::of(storage.data_ptr());
+      static_inputs_.contains(key) || (replayed != nullptr && !replayed->given_back())) {
     return Exclusion::static_input;
   }
   if (marked_.contains(key)) {

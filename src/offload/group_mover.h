@@ -50,6 +50,7 @@ class GroupMover {
     void behind(const HostArena::Lease& slot);
     void to_host(void* host, const void* device, std::size_t bytes);
     void to_device(void* device, const void* host, std::size_t bytes);
+    [[nodiscard]] c10::Stream stream() const { return direction_.stream.get(); }
     /// `done` stands for all that was queued.
     void record(const Event& done);
     void finish();
