@@ -3,28 +3,13 @@
 #include <algorithm>
 #include <exception>
 
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/ScopeExit.h>
 
 #include "base/site.h"
-#include "memory/storage_view.h"
+#include "offload/kept_memory.h"
 #include "runtime/replayed_memory.h"
 
 namespace sidestream {
-
-namespace {
-
-/// The memory of `storage` is not lent again before what `streams` have queued by then is done.
-void keep_for(const c10::Storage& storage, const Streams& streams) {
-  if (streams.size() > 1 && storage) {
-    const auto* guard = c10::impl::getDeviceGuardImpl(storage.device_type());
-    for (const c10::Stream stream : streams) {
-      guard->recordDataPtrOnStream(storage.data_ptr(), stream);
-    }
-  }
-}
-
-}  // namespace
 
 // Note [Eager choreography]
 // M is the stream that operators saved on (autograd runs their backward on the same), D and H are the copy streams of GroupMover, g
@@ -301,150 +286,6 @@ void EagerOffload::drop_sources() {
   }
   set_in_flight(slot, 0);
   look();
-}
-
-void EagerOffload::reload(Slot& slot) {
-  const Site site(Activity::reload, slot.site);
-  const auto without_returning = c10::make_scope_exit([&] { returning_.clear(); });
-  if (unoffloaded_) {
-    unoffloaded_->return_begins();
-  }
-  copied_ = true;
-  try {
-    for (const auto& weak : slot.storages) {
-      if (auto saved = weak.lock(); saved != nullptr && saved->place == SavedStorage::Place::host) {
-        const StreamGuard on_saver(*runtime_, saved->streams.front());
-        saved->device = allocate_storage(runtime_->device(), saved->bytes);
-        returning_.push_back(std::move(saved));
-      }
-    }
-    GroupMover::Copies copies = mover_->copies_back();
-    copies.behind(slot.savers);
-    for (const auto& saved : returning_) {
-      copies.to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes);
-    }
-    copies.record(*slot.reloaded);
-    copies.finish();
-  } catch (...) {
-    for (const auto& saved : returning_) {
-      saved->device = c10::Storage();
-    }
-    throw;
-  }
-  slot.state = Slot::State::back;
-  std::size_t bytes = 0;
-  for (const auto& saved : returning_) {
-    saved->lease.record_last_use(slot.reloaded);
-    saved->place = SavedStorage::Place::returning;
-    bytes += saved->bytes;
-    if (unoffloaded_) {
-      unoffloaded_->came_back(*saved);
-    }
-  }
-  set_in_flight(slot, static_cast<std::int64_t>(bytes));
-}
-
-void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
-  if (std::find(slot.arrived.begin(), slot.arrived.end(), stream) == slot.arrived.end()) {
-    mover_->await(stream, *slot.reloaded);
-    slot.arrived.push_back(stream);
-  }
-}
-
-c10::Storage EagerOffload::fetch(SavedStorage& storage) {
-  const std::lock_guard lock(mutex_);
-  look();
-  if (const auto backward_begins = std::exchange(backward_begins_, nullptr); backward_begins && unoffloaded_) {
-    backward_begins(unoffloaded_->away());
-  }
-  Slot* slot = slot_of(storage);
-  if (slot == nullptr) {
-    if (!order_.follows()) {
-      prefetch_before(used_slots_);
-    }
-    return storage.device;
-  }
-  if (storage.place == SavedStorage::Place::host) {
-    mover_->count_inline_reload();
-    if (slot->state == Slot::State::leaving) {
-      let_go_of(*slot);
-    }
-    reload(*slot);
-  }
-  if (storage.place == SavedStorage::Place::returning) {
-    await_arrival(*slot, runtime_->current_stream());
-  }
-  if (!slot->used) {
-    use(storage.slot - 1);
-  }
-  return storage.device;
-}
-
-void EagerOffload::use(std::size_t number) {
-  Slot& slot = slots_[number];
-  slot.used = true;
-  set_in_flight(slot, 0);
-  if (slot.state == Slot::State::here) {  // it turned round
-    const auto is_it = [&](const Trailing& trailing) { return trailing.slot == &slot; };
-    if (const auto found = std::find_if(trailing_.begin(), trailing_.end(), is_it); found != trailing_.end()) {
-      trailing_bytes_ -= found->bytes;
-      trailing_.erase(found);
-    }
-  }
-  if (number < first_slot_) {
-    order_.depart();
-  } else {
-    order_.used(static_cast<std::uint32_t>(number - first_slot_));
-  }
-  if (order_.follows()) {
-    bring_back_due();
-  } else {
-    prefetch_before(number);
-  }
-}
-
-void EagerOffload::bring_back_due() {
-  while (const GroupReturn* const due = order_.due()) {
-    Slot& slot = slots_[first_slot_ + due->group];
-    if (slot.state == Slot::State::away) {
-      reload(slot);
-    }
-  }
-}
-
-void EagerOffload::prefetch_before(std::size_t limit) {
-  // One group ahead: backward needs next what left last and is not back yet.
-  while (limit-- > 0) {
-    Slot& slot = slots_[limit];
-    const auto gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
-    if (slot.used || slot.state == Slot::State::here || std::all_of(slot.storages.begin(), slot.storages.end(), gone)) {
-      continue;
-    }
-    if (slot.state == Slot::State::away) {
-      reload(slot);
-    }
-    return;
-  }
-}
-
-void EagerOffload::dropped(SavedStorage& storage) noexcept {
-  if (storage.place != SavedStorage::Place::returning && storage.place != SavedStorage::Place::host) {
-    return;
-  }
-  const std::lock_guard lock(mutex_);
-  if (storage.place == SavedStorage::Place::returning) {
-    keep_for(storage.device, storage.streams);
-    Slot* slot = slot_of(storage);
-    if (slot != nullptr &&
-        std::find(slot->arrived.begin(), slot->arrived.end(), storage.streams.front()) == slot->arrived.end()) {
-      dropped_.push_back(std::move(storage.device));
-      add_stream(step_streams_, storage.streams.front());
-    }
-  }
-  if (unoffloaded_) {
-    storage.device = c10::Storage();
-    unoffloaded_->dropped(storage);
-  }
 }
 
 void EagerOffload::end_step() {

@@ -22,7 +22,8 @@ namespace sidestream {
 /// Offloads and reloads groups of eager steps: to the host when their scope ends; back as early as lag and lookahead allow where the
 /// step before went the same way, else in reverse order, one group ahead.
 ///
-/// Ordering: see Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
+/// eager_offload.cpp holds the window and what trails, eager_reload.cpp what brings groups back. Ordering: see
+/// Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
 /// Threads: see StorageMover; one mutex, never held while user code runs.
 class EagerOffload final : public StorageMover {
  public:
