@@ -72,6 +72,7 @@ void ChainCapture::make_plan_and_pin() {
   std::vector<std::size_t> first_storage;
   for (const auto i : c10::irange(specs_.size())) {
     const Profile& layer = sizings_[i].profile;
+    profile.block_from = layer.block_from;
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
     for (GroupProfile group : layer.groups) {

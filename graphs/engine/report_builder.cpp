@@ -26,17 +26,23 @@ const char* reason(Fate fate) {
       return "over the host cap";
     case Fate::not_pinned:
       return "pinned host memory was refused";
+    case Fate::small:
+      return "small, and too few of its group's own";
   }
   return "";
 }
 
 void append(const Profile& profile, const Plan& plan, Report& report) {
-  const std::size_t first = report.groups.size();
+  std::vector<std::size_t> row;  // of each group
   for (const GroupProfile& group : profile.groups) {
+    row.push_back(report.groups.size());
+    if (group.only_small) {
+      continue;
+    }
     report.groups.push_back({group.name.empty() ? "(no scope)" : group.name, 0, 0, ""});
   }
   for (std::size_t i = 0; i < profile.storages.size() && i < plan.decisions.size(); ++i) {
-    GroupReport& group = report.groups[first + profile.storages[i].savers.front()];
+    GroupReport& group = report.groups[row[profile.storages[i].savers.front()]];
     const auto bytes = static_cast<std::int64_t>(profile.storages[i].bytes);
     group.bytes += bytes;
     if (plan.decisions[i].fate == Fate::offloaded) {
@@ -138,10 +144,15 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
   // Groups of calls that were captured since are in their chains' profiles.
   Report eager;
   append(plan.profile(), plan.plan(), eager);
-  for (std::size_t g = 0; g < eager.groups.size(); ++g) {
-    if (!plan.profile().groups[g].captured_later) {
-      report.groups.push_back(eager.groups[g]);
+  std::size_t next = 0;
+  for (const GroupProfile& group : plan.profile().groups) {
+    if (group.only_small) {
+      continue;
     }
+    if (!group.captured_later) {
+      report.groups.push_back(eager.groups[next]);
+    }
+    ++next;
   }
   report.notes.insert(report.notes.end(), eager.notes.begin(), eager.notes.end());
   append_eager_runs(calls, report.notes);

@@ -43,7 +43,7 @@ std::shared_ptr<MemoryPool> make_pool(const std::shared_ptr<Runtime>& runtime) {
 //                S: wait back(n), launch
 //                M: wait done(n)
 //
-// A graph holds no copy: it records ready where a group's tensors are complete, and done after its last compute. So nothing that
+// A graph holds no copy over the link (what it gathers into a block, see SmallBlock, is compute to it): it records ready where a group's tensors are complete, and done after its last compute. So nothing that
 // waits for a graph waits for copies. M is behind done of each graph when it goes on, and each graph is behind M: graphs run one
 // after the other, whichever side stream they are on.
 //

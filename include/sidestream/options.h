@@ -46,7 +46,8 @@ class Options {
   /// Hard cap on pinned host bytes; groups that do not fit stay on the device and the report says which. Where it is left as it
   /// is: 80% of the memory that the system, and the control group, have available when the engine is made.
   TORCH_ARG(std::size_t, host_cap) = std::numeric_limits<std::size_t>::max();
-  /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes].
+  /// Storages with fewer bytes leave only where a group saves as many bytes in such storages of its own: they are gathered into one
+  /// block of device memory, which leaves in their place. Else they stay on the device [min_offloaded_tensor_size, but in bytes].
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
   /// How many eager groups may trail as well, beside `lag`, before the stream that saved them waits for the oldest's copies
   /// [max_inflight]. None: the bytes alone say it.

@@ -12,6 +12,8 @@ struct GroupProfile {
   bool selected = false;            ///< the options name it
   bool needed_immediately = false;  ///< backward needs it immediately: it stays whatever the options say
   bool captured_later = false;      ///< saved by a call that a graph takes over: its chain plans it
+  bool only_small = false;          ///< it saved nothing but small storages, which stay and are not in the profile
+  std::uint64_t block_bytes = 0;    ///< what its block took in earlier passes, which may have saved more
 };
 
 /// What a sizing pass saw of one storage.
@@ -19,12 +21,14 @@ struct StorageProfile {
   std::uint64_t bytes = 0;
   std::vector<std::uint32_t> savers;  ///< indices of groups, the first saver first
   bool held_elsewhere = false;        ///< the program holds it itself: to offload it would free nothing
+  bool small = false;                 ///< it leaves with others of its group, as one block, or stays
 };
 
 /// Plain data: groups and storages in the order in which the forward pass met them.
 struct Profile {
   std::vector<GroupProfile> groups;
   std::vector<StorageProfile> storages;
+  std::uint64_t block_from = 0;  ///< a group's small storages leave where they have, or once had, so many bytes together
 };
 
 /// Whether a storage leaves the device, and why not.
@@ -35,7 +39,8 @@ enum class Fate : std::uint8_t {
   held_back,
   held_elsewhere,
   over_cap,
-  not_pinned
+  not_pinned,
+  small
 };
 
 /// For one storage of the profile.
@@ -53,8 +58,14 @@ struct Plan {
 
 /// Decides which storages leave. A storage leaves only when every saver's group is selected and none is needed immediately;
 /// groups are taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage
-/// rounded up to `alignment` bytes. Pure; linear in the profile.
+/// rounded up to `alignment` bytes. Small storages leave where no other group saves them, and only all those of a group together.
+/// Pure; linear in the profile.
 [[nodiscard]] Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t alignment);
+
+/// What is to be pinned for the block of each group: its small storages that leave, each rounded up to `alignment` bytes, and no less
+/// than its block took before. 0 for groups without one. Pure.
+[[nodiscard]] std::vector<std::uint64_t> block_bytes(const Profile& profile, const Decision* decisions,
+                                                     std::uint64_t alignment);
 
 /// Takes back that storages of `group` leave: the system would not pin memory for them, though the cap has room. `why` is what
 /// it said, for the note.

@@ -5,6 +5,7 @@
 
 #include "base/site.h"
 #include "memory/storage_view.h"
+#include "offload/small_block.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -15,12 +16,17 @@ CaptureOffload::CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr
 CaptureOffload::~CaptureOffload() = default;
 
 void CaptureOffload::group_ended(Group& group) {
+  const Site site(Activity::offload, group.scope->site);
   std::vector<std::shared_ptr<SavedStorage>> leaving;
   mover_->lease(group, leaving);
+  // Who captures finds out that it does not fit, and does it again with more room.
+  if (const SmallBlock block = SmallBlock::gather(*mover_, *runtime_, group, SmallBlock::NoRoom::is_thrown); block) {
+    block.replace_members(block.storage->streams);
+    leaving.push_back(block.storage);
+  }
   if (leaving.empty()) {
     return;
   }
-  const Site site(Activity::offload, group.scope->site);
   Streams savers;
   for (const auto& saved : leaving) {
     for (const c10::Stream stream : saved->streams) {
@@ -59,6 +65,9 @@ void CaptureOffload::allocate_targets(CapturedCopies& copies) const {
 }
 
 c10::Storage CaptureOffload::fetch(SavedStorage& storage) {
+  if (storage.block != nullptr) {
+    return fetch(*storage.block);
+  }
   if (!storage.device) {
     throw CaptureError("backward needs a storage of group \"" +
                        (storage.group == nullptr ? std::string("?") : storage.group->scope->name) +

@@ -7,6 +7,7 @@
 
 #include "base/site.h"
 #include "offload/kept_memory.h"
+#include "offload/small_block.h"
 #include "runtime/replayed_memory.h"
 
 namespace sidestream {
@@ -16,12 +17,18 @@ namespace sidestream {
 // a group. Copies of graphed calls run on D and H too (Note [Graph choreography]): that they come one after the other orders nothing
 // that a wait below does not.
 //
-//   scope of g ends      M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
+//   scope of g ends      M: (gather the small storages of g into a block, which leaves in their place; let go of them)
+//                        M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
 //   later groups end     M: wait offloaded(g), once they and g exceed the lag; then g's sources are let go: M may use their memory
 //   a group ends, or is  M: allocate g, record fork   H: wait fork, copy g, record reloaded(g)
 //   used for the first time
 //   backward reaches g   M: wait reloaded(g), unpack
 //   the step ends        M and the current stream: wait for D and H; what came back unused is let go
+//
+// A block (SmallBlock) is allocated and gathered on the stream that saved the first of its storages, behind the others that did; so the
+// copy out, which is behind all of them, is behind the gather. The memory of the storages is lent again behind the gather: it is on
+// that stream, and the allocator is told of it where there are others. Who asks for one of them before the block was let go of, on
+// another stream, waits for the gather.
 //
 // Behind which event g comes back is learned: StepOrder knows in which order groups ended and were used in the step before, and
 // group_returns finds the earliest event from which on g has room on the device. Where a step goes another way, groups come back as
@@ -116,7 +123,7 @@ void EagerOffload::look() {
   std::size_t only_copies = 0;
   for (const Trailing& trailing : trailing_) {
     for (const auto& saved : trailing.slot->sources) {
-      only_copies += saved.use_count() == 1 && saved->device.use_count() == 1 ? saved->bytes : 0;
+      only_copies += !saved->is_block && saved.use_count() == 1 && saved->device.use_count() == 1 ? saved->bytes : 0;
     }
   }
   for (const c10::Storage& storage : dropped_) {
@@ -156,19 +163,35 @@ void EagerOffload::group_ended(Group& group) {
   if (!group.scope->selected) {
     return;
   }
+  const bool gathers = leaves_as_block(group);
+  if (group.only_small && group.storages.empty() && !gathers && !group.turns_round) {
+    return;
+  }
   const Site site(Activity::offload, group.scope->site);
   Slot& slot = next_slot();
   slot.site = group.scope->site;
   slot.group = group.index;
   GroupBytes bytes;
-  for (const auto& weak : group.storages) {  // what gets no pinned memory is used all the same
-    if (const auto saved = weak.lock(); saved != nullptr && (saved->to_offload || group.turns_round)) {
-      slot.storages.push_back(saved);
-      saved->slot = static_cast<std::uint32_t>(used_slots_);
-      bytes.held += group.turns_round && !saved->to_offload ? saved->bytes : 0;
+  const auto is_in_slot = [&](const std::shared_ptr<SavedStorage>& saved) {
+    slot.storages.push_back(saved);
+    saved->slot = static_cast<std::uint32_t>(used_slots_);
+  };
+  for (const auto* const storages : {&group.storages, &group.small}) {
+    for (const auto& weak : *storages) {  // what gets no pinned memory is used all the same
+      const auto saved = weak.lock();
+      if (saved != nullptr && (group.turns_round || (saved->to_offload && storages == &group.storages))) {
+        is_in_slot(saved);
+        bytes.held += group.turns_round && !saved->to_offload ? saved->bytes : 0;
+      }
     }
   }
   mover_->lease(group, slot.sources);
+  if (gathers) {
+    if (auto block = gather(group); block != nullptr) {
+      is_in_slot(block);
+      slot.sources.push_back(std::move(block));
+    }
+  }
   for (const auto& saved : slot.sources) {
     bytes.leaving += saved->bytes;
   }
@@ -179,6 +202,27 @@ void EagerOffload::group_ended(Group& group) {
   }
   trail(slot, bytes.held);
   bring_back_due();
+}
+
+std::shared_ptr<SavedStorage> EagerOffload::gather(Group& group) {
+  if (unoffloaded_) {
+    unoffloaded_->return_begins();
+  }
+  const SmallBlock block = SmallBlock::gather(*mover_, *runtime_, group, SmallBlock::NoRoom::stays);
+  if (block) {
+    if (unoffloaded_) {
+      unoffloaded_->gathered(*block.storage);
+      for (const auto& saved : block.members) {
+        unoffloaded_->lets_go(*saved);
+      }
+    }
+    for (const c10::Stream stream : block.storage->streams) {
+      add_stream(step_streams_, stream);
+    }
+    block.replace_members(step_streams_);
+    look();
+  }
+  return block.storage;
 }
 
 void EagerOffload::send(Slot& slot) {

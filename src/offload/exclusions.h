@@ -44,6 +44,7 @@ class Exclusions {
   Exclusions(c10::Device device, std::size_t min_bytes);
 
   [[nodiscard]] c10::Device device() const noexcept { return device_; }
+  [[nodiscard]] std::size_t min_bytes() const noexcept { return min_bytes_; }
   /// Registers a module's parameters and buffers in place of those before.
   void set_parameters(std::vector<at::Tensor> parameters_and_buffers);
   /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True when any did.
@@ -71,6 +72,9 @@ class Exclusions {
   [[nodiscard]] Exclusion classify(const at::Tensor& tensor) const;
   /// `classify`, counted in the tallies.
   Exclusion classify_and_count(const at::Tensor& tensor);
+
+  /// Tensors that were counted as small left nevertheless, as part of a block.
+  void left_after_all(const ExclusionTally& small);
 
   /// Indexed by Exclusion.
   [[nodiscard]] std::array<ExclusionTally, exclusion_count> tallies() const;

@@ -51,7 +51,8 @@ GroupMover::GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostAre
     : runtime_(std::move(runtime)),
       arena_(std::move(arena)),
       out_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
-      back_{runtime_->create_stream(), runtime_->create_event(), {}, {}} {}
+      back_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
+      order_(runtime_->create_event()) {}
 
 GroupMover::~GroupMover() { settle(); }
 
@@ -73,6 +74,28 @@ void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>&
       ++refused_leases_;
     }
   }
+}
+
+HostArena::Lease GroupMover::lease_block(const Group& group, std::size_t bytes) {
+  HostArena::Lease lease;
+  try {
+    lease = arena_->lease(bytes);
+    if (!lease) {
+      ++refused_leases_;
+      if (group.block_bytes > 0 && group.block_bytes < bytes) {
+        lease = arena_->lease(group.block_bytes);
+      }
+    }
+  } catch (const DeviceError&) {  // as above
+    ++refused_leases_;
+  }
+  return lease;
+}
+
+void GroupMover::order(c10::Stream later, c10::Stream earlier) {
+  const std::lock_guard lock(order_mutex_);
+  runtime_->record(order_, earlier);
+  runtime_->wait(later, order_);
 }
 
 void GroupMover::await(c10::Stream stream, const Event& done) {

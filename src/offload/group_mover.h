@@ -74,10 +74,15 @@ class GroupMover {
   /// Adds to `leaving` those storages of the group that are to leave and got pinned memory; the others stay from here on, and the
   /// group counts them.
   void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& leaving);
+  /// Pinned memory for `bytes` of the group's small storages, or for as many as the plan has pinned for them; empty where there is
+  /// none.
+  [[nodiscard]] HostArena::Lease lease_block(const Group& group, std::size_t bytes);
   [[nodiscard]] Copies copies_out() { return {*this, out_}; }
   [[nodiscard]] Copies copies_back() { return {*this, back_}; }
   /// Makes `stream` wait for copies that `done` stands for.
   void await(c10::Stream stream, const Event& done);
+  /// Makes `later` wait for all that `earlier` holds now. Capture: legal.
+  void order(c10::Stream later, c10::Stream earlier);
   /// Makes the streams wait for all copies that were queued.
   void join(const Streams& streams);
   /// Blocks the host until all copies are done, or the device has failed.
@@ -101,6 +106,8 @@ class GroupMover {
   std::shared_ptr<HostArena> arena_;
   Direction out_;
   Direction back_;
+  Event order_;
+  std::mutex order_mutex_;
   std::atomic<std::uint64_t> waits_{0};
   std::atomic<std::uint64_t> inline_reloads_{0};
   std::atomic<std::uint64_t> refused_leases_{0};

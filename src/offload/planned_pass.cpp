@@ -2,19 +2,23 @@
 
 #include <algorithm>
 
+#include "memory/host_arena.h"
+
 namespace sidestream {
 
 PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes, const Decision* decisions) {
   PlannedPass pass;
+  const std::vector<std::uint64_t> blocks = block_bytes(profile, decisions, HostArena::alignment);
+  const bool any_block = std::any_of(blocks.begin(), blocks.end(), [](std::uint64_t bytes) { return bytes > 0; });
   std::vector<std::size_t> turns;
   for (std::size_t group = 0; group < scopes.size(); ++group) {
-    if (profile.groups[group].captured_later) {
+    if (profile.groups[group].captured_later || (profile.groups[group].only_small && !any_block)) {
       turns.push_back(0);
       continue;
     }
     auto& groups = pass[scopes[group]];
     turns.push_back(groups.size());
-    groups.emplace_back();
+    groups.emplace_back().block_bytes = blocks[group];
   }
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
     const std::uint32_t group = profile.storages[i].savers.front();
@@ -28,6 +32,13 @@ PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>&
     planned.turns_round = planned.turns_round || decisions[i].fate == Fate::needed_immediately;
   }
   return pass;
+}
+
+bool has_blocks(const PlannedPass& pass) {
+  const auto is_block = [](const PlannedGroup& group) { return group.block_bytes > 0; };
+  return std::any_of(pass.begin(), pass.end(), [&](const auto& of_scope) {
+    return std::any_of(of_scope.second.begin(), of_scope.second.end(), is_block);
+  });
 }
 
 const PlannedStorage* PlannedPlaces::take(std::size_t bytes) {

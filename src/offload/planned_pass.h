@@ -20,7 +20,8 @@ struct PlannedGroup {
   std::vector<PlannedStorage> storages;
   /// Whether storages that the plan does not know leave as well, where there is room: true where any of the known ones does.
   bool offloads = false;
-  bool turns_round = false;  ///< it stays, as backward needs it immediately
+  bool turns_round = false;     ///< it stays, as backward needs it immediately
+  std::size_t block_bytes = 0;  ///< pinned for its small storages, which leave as one block; 0 where they stay
 };
 
 /// What a plan says of a forward pass: for each scope, for each time that it is entered and saves something, its group.
@@ -29,8 +30,12 @@ using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<PlannedGrou
 /// Lays out the decisions on one pass's storages (`decisions[i]` for `profile.storages[i]`) for matching; `scopes` are those
 /// of the profile's groups. Those of calls that are captured have no place: where such a call runs eagerly after all, what it
 /// saves is new to the plan.
+/// Where no group leaves as a block, nor do those that saved nothing but small storages: such a pass does not look at them.
 [[nodiscard]] PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes,
                                   const Decision* decisions);
+
+/// True where any group leaves as a block.
+[[nodiscard]] bool has_blocks(const PlannedPass& pass);
 
 /// Matches what one group saves with its plan: by order and size, and where one is missing or new, the others still match.
 class PlannedPlaces {

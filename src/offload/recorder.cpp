@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "offload/kept_failure.h"
+#include "offload/kept_memory.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -73,13 +74,15 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
       recorder.mover_->saved_or_released();
     }
     scope_ = recorder.stack_.back().scope;
-    if (const Exclusion reason = recorder.exclusions_.classify_and_count(tensor); reason != Exclusion::none) {
+    const Exclusion reason = recorder.exclusions_.classify_and_count(tensor);
+    const bool small = reason == Exclusion::small && recorder.looks_at_small_ && tensor.storage().nbytes() > 0;
+    if (reason != Exclusion::none && !small) {
       kept_ = kept_form(tensor, reason, recorder.exclusions_);
       return;
     }
     Group& group = recorder.group_for(tensor);
     scope_ = group.scope;
-    storage_ = recorder.save(tensor, version_, group);
+    storage_ = recorder.save(tensor, version_, group, small);
     view_ = StorageView::capture(tensor);
   }
 
@@ -92,7 +95,8 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
     if (storage_ == nullptr) {
       return kept_;
     }
-    return view_.restore(storage_->mover->fetch(*storage_));
+    c10::Storage bytes = storage_->mover->fetch(*storage_);
+    return view_.restore(std::move(bytes), storage_->offset);
   }
 
  private:
@@ -111,15 +115,21 @@ Recorder::Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<Stor
       exclusions_(exclusions),
       mover_(std::move(mover)),
       planned_(planned),
-      books_(books != nullptr ? std::move(books) : std::make_shared<RecorderBooks>()) {
+      books_(books != nullptr ? std::move(books) : std::make_shared<RecorderBooks>()),
+      looks_at_small_(planned == nullptr || has_blocks(*planned)) {
   stack_.emplace_back().scope = tree_.root();
 }
 
 Recorder::~Recorder() {
   for (Group& group : groups_) {
-    for (const auto& weak : group.storages) {
-      if (const auto saved = weak.lock()) {
-        saved->group = nullptr;
+    for (const auto* const storages : {&group.storages, &group.small}) {
+      for (const auto& weak : *storages) {
+        if (const auto saved = weak.lock()) {
+          saved->group = nullptr;
+          if (saved->block != nullptr) {
+            saved->block->group = nullptr;
+          }
+        }
       }
     }
   }
@@ -191,6 +201,7 @@ void Recorder::end(Group* group) {
   if (group != nullptr && !group->ended) {
     group->ended = true;
     mover_->group_ended(*group);
+    count_small(*group);
   }
 }
 
@@ -216,6 +227,8 @@ Group& Recorder::make_group(ScopeNode* scope) {
   group.scope = scope;
   group.index = static_cast<std::uint32_t>(groups_.size() - 1);
   group.to_be_captured = to_be_captured_;
+  group.block_from = exclusions_.min_bytes();
+  group.gathers = planned_ == nullptr && scope->selected;
   if (planned_ != nullptr && to_be_captured_) {
     group.offloads_unplanned = scope->selected;  // this once: the next step begins with its capture
   } else if (planned_ != nullptr) {
@@ -229,6 +242,8 @@ Group& Recorder::make_group(ScopeNode* scope) {
     // A scope entered more often than planned is another microbatch, likely: as it was with the last.
     group.offloads_unplanned =
         scope->selected && (turns == nullptr || (*turns)[std::min(turn, turns->size() - 1)].offloads);
+    group.block_bytes = turns == nullptr ? 0 : (*turns)[std::min(turn, turns->size() - 1)].block_bytes;
+    group.gathers = scope->selected && (turns == nullptr || group.block_bytes > 0);
   }
   return group;
 }
@@ -279,43 +294,62 @@ void Recorder::mark(const at::Tensor& tensor) {
   }
 }
 
-void Recorder::place(SavedStorage& saved, Group& group) {
+void Recorder::place(SavedStorage& saved, Group& group, bool small) {
   if (planned_ == nullptr) {
     saved.to_offload = group.scope->selected;
   } else if (const PlannedStorage* const planned = group.planned.take(saved.bytes); planned != nullptr) {
     saved.to_offload = planned->to_offload;
+  } else if (small) {
+    counts_.unplanned_bytes += group.gathers ? saved.bytes : 0;
+    saved.to_offload = group.gathers;
   } else if (group.scope->selected) {
     counts_.unplanned_bytes += saved.bytes;
     saved.to_offload = group.offloads_unplanned;
   }
 }
 
-std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const VersionStamp& version, Group& group) {
+std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const VersionStamp& version, Group& group,
+                                             bool small) {
+  group.only_small = group.only_small && small;
   const c10::Storage& storage = tensor.storage();
   const c10::StorageImpl* key = storage.unsafeGetStorageImpl();
   const auto found = entries_.find(key);
   if (found != entries_.end()) {
     auto saved = found->second.saved.lock();
     if (saved != nullptr && found->second.version.same_as(version)) {
-      add_stream(saved->streams, current_stream(storage.device()));
+      const c10::Stream stream = current_stream(storage.device());
+      add_stream(saved->streams, stream);
+      if (saved->block != nullptr) {  // reads the block in backward, and what was gathered until then
+        add_stream(saved->block->streams, stream);
+        keep_for(storage, saved->block->streams);
+      } else {
+        saved->tensors += small ? 1 : 0;
+      }
       auto& savers = storages_[found->second.profile_index].savers;
       if (savers.back() != group.index) {
         savers.push_back(group.index);
       }
       return saved;
     }
-    if (saved != nullptr) {
+    if (saved != nullptr && !small) {
       counts_.copied_twice_bytes += saved->bytes;
     }
   }
   auto saved = std::allocate_shared<SavedStorage>(PoolAllocator<SavedStorage>(books_->blocks), mover_, &group, storage);
-  place(*saved, group);
-  group.storages.push_back(saved);
-  ++group.seen;
-  saved_bytes_ += saved->bytes;
+  place(*saved, group, small);
+  if (small) {
+    saved->tensors = 1;
+    group.small.push_back(saved);
+    group.small_bytes += saved->bytes;
+  } else {
+    group.storages.push_back(saved);
+    ++group.seen;
+    saved_bytes_ += saved->bytes;
+  }
   StorageProfile& profile = storages_.emplace_back();
   profile.bytes = saved->bytes;
   profile.savers.push_back(group.index);
+  profile.small = small;
   identities_.push_back({saved, storage.getWeakStorageImpl()});
   entries_.insert_or_assign(key, Entry{saved, storage.getWeakStorageImpl(), version, storages_.size() - 1});
   return saved;
@@ -323,14 +357,63 @@ std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const Ver
 
 Profile Recorder::profile() const {
   Profile profile;
-  for (const Group& group : groups_) {
-    profile.groups.push_back({group.scope->name, group.scope->selected, false, group.to_be_captured});
+  const std::vector<bool> kept = in_profile();
+  std::vector<bool> with_small(groups_.size(), false);
+  for (std::size_t i = 0; i < storages_.size(); ++i) {
+    if (kept[i]) {
+      profile.storages.push_back(storages_[i]);
+      with_small[storages_[i].savers.front()] = true;
+    }
   }
-  profile.storages.assign(storages_.begin(), storages_.end());
+  for (const Group& group : groups_) {
+    const bool nothing_else = group.only_small && !with_small[group.index];
+    profile.groups.push_back(
+        {group.scope->name, group.scope->selected, false, group.to_be_captured, nothing_else, group.block_bytes});
+  }
+  profile.block_from = exclusions_.min_bytes();
   return profile;
 }
 
-std::vector<SavedIdentity> Recorder::identities() const { return identities_; }
+std::vector<SavedIdentity> Recorder::identities() const {
+  const std::vector<bool> kept = in_profile();
+  std::vector<SavedIdentity> identities;
+  for (std::size_t i = 0; i < identities_.size(); ++i) {
+    if (kept[i]) {
+      identities.push_back(identities_[i]);
+    }
+  }
+  return identities;
+}
+
+std::vector<bool> Recorder::in_profile() const {
+  std::vector<std::uint64_t> own(groups_.size(), 0);
+  for (const StorageProfile& storage : storages_) {
+    own[storage.savers.front()] += storage.small && storage.savers.size() == 1 ? storage.bytes : 0;
+  }
+  std::vector<bool> kept;
+  kept.reserve(storages_.size());
+  for (const StorageProfile& storage : storages_) {
+    const Group& group = groups_[storage.savers.front()];
+    const bool enough = own[group.index] >= group.block_from || group.block_bytes > 0;  // now, or in the pass before
+    kept.push_back(!storage.small || (group.scope->selected && enough));
+  }
+  return kept;
+}
+
+void Recorder::count_small(const Group& group) {
+  if (group.small_bytes == 0 || !group.scope->selected || group.small_bytes < group.block_from) {
+    return;
+  }
+  saved_bytes_ += group.small_bytes;
+  ExclusionTally left;
+  for (const auto& weak : group.small) {
+    if (const auto saved = weak.lock(); saved != nullptr && saved->block != nullptr) {
+      left.tensors += saved->tensors;
+      left.bytes += saved->tensors * saved->bytes;
+    }
+  }
+  exclusions_.left_after_all(left);
+}
 
 Recorder::Counts Recorder::counts() const noexcept {
   Counts counts = counts_;

@@ -64,7 +64,8 @@ class Recorder final : public SavedTensorSource {
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
 
-  /// Groups and storages as met. `needed_immediately` is left false.
+  /// Groups and storages as met, but for small storages of groups that save too few of them to leave. `needed_immediately` is left
+  /// false.
   [[nodiscard]] Profile profile() const;
   /// The profile's storages.
   [[nodiscard]] std::vector<SavedIdentity> identities() const;
@@ -84,8 +85,12 @@ class Recorder final : public SavedTensorSource {
   using OpenScope = RecorderBooks::OpenScope;
   using Entry = RecorderBooks::Entry;
 
-  void place(SavedStorage& saved, Group& group);
-  std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group);
+  void place(SavedStorage& saved, Group& group, bool small);
+  std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group, bool small);
+  /// The small storages of `group` are accounted for as what they were: see Exclusions::left_after_all.
+  void count_small(const Group& group);
+  /// By storage met: true for all but small ones of groups that have too few of them.
+  [[nodiscard]] std::vector<bool> in_profile() const;
   Group& group_for(const at::Tensor& tensor);
   Group& group_of(OpenScope& open);
   Group& make_group(ScopeNode* scope);
@@ -108,6 +113,7 @@ class Recorder final : public SavedTensorSource {
   std::vector<SavedIdentity>& identities_ = books_->identities;
   Frame latest_ = 0;
   std::uint64_t saved_bytes_ = 0;
+  bool looks_at_small_;
   bool to_be_captured_ = false;
   Counts counts_;
   std::exception_ptr kept_failure_;

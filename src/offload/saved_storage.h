@@ -30,7 +30,13 @@ inline void add_stream(Streams& streams, c10::Stream stream) {
 /// A storage that autograd saved, wherever its bytes are now. Shared by the handles of all tensors saved from it; it dies with
 /// the last of them, and with it the lease and the device copy (so a retained graph keeps both).
 struct SavedStorage {
-  enum class Place : std::uint8_t { device, leaving, host, returning };
+  enum class Place : std::uint8_t {
+    device,
+    leaving,
+    host,
+    returning,
+    in_block  ///< wherever the block is
+  };
 
   SavedStorage(std::shared_ptr<StorageMover> owner, Group* first_saver, c10::Storage storage);
   SavedStorage(const SavedStorage&) = delete;
@@ -46,6 +52,11 @@ struct SavedStorage {
   HostArena::Lease lease;
   Place place = Place::device;
   bool to_offload = false;  ///< the plan says that it leaves when its group ends
+  bool is_block = false;    ///< gathered from small storages: see SmallBlock
+  // Of a small storage.
+  std::shared_ptr<SavedStorage> block;  ///< where its bytes are since its group's end, if they left
+  std::size_t offset = 0;               ///< in the block
+  std::uint32_t tensors = 0;            ///< saved from it by then
 };
 
 /// The tensors that autograd saved inside one scope: what leaves and comes back together.
@@ -54,10 +65,16 @@ struct Group {
   std::uint32_t index = 0;                            ///< in the order of first saves
   std::vector<std::weak_ptr<SavedStorage>> storages;  ///< those that this group saved first
   std::size_t seen = 0;                               ///< how many that were, also when they are gone
+  std::vector<std::weak_ptr<SavedStorage>> small;     ///< the same below `min_bytes`: they leave as one block, or stay
+  std::size_t small_bytes = 0;                        ///< of those, also when they are gone
   PlannedPlaces planned;                              ///< what the plan says of them
   bool offloads_unplanned = false;  ///< storages without a place in the plan leave as well, where there is room
   bool turns_round = false;         ///< the plan says that it stays, as backward needs it immediately
   bool to_be_captured = false;      ///< saved by a call that runs eagerly once and is captured then
+  bool only_small = true;           ///< it saved nothing but those
+  bool gathers = false;             ///< those that the plan does not know leave as well
+  std::size_t block_from = 0;       ///< they leave where they have so many bytes together
+  std::size_t block_bytes = 0;      ///< what the plan has pinned for them; 0 where it does not know the group
   bool ended = false;
   std::uint64_t refused_bytes = 0;  ///< of storages that were to leave and stayed: no pinned memory was free
   Group* next_tagged = nullptr;     ///< of the same scope, where a tag made it
@@ -67,10 +84,13 @@ struct Group {
 inline void begin_again(Group& group) {
   std::vector<std::weak_ptr<SavedStorage>> storages = std::move(group.storages);
   storages.clear();
+  std::vector<std::weak_ptr<SavedStorage>> small = std::move(group.small);
+  small.clear();
   PlannedPlaces planned = std::move(group.planned);
   planned.begin(nullptr);
   group = Group();
   group.storages = std::move(storages);
+  group.small = std::move(small);
   group.planned = std::move(planned);
 }
 

@@ -29,7 +29,21 @@ void UnoffloadedPeak::change(std::int64_t by) {
   memory_.change(*runtime_, {.away = by});
 }
 
+void UnoffloadedPeak::gathered(const SavedStorage& block) {
+  const auto bytes = static_cast<std::int64_t>(block.bytes);  // of whole kBlocks
+  sources_.insert_or_assign(&block, Source{block.device.getWeakStorageImpl(), bytes, false, true});
+  away_ -= bytes;
+  memory_.came_back(*runtime_, bytes);
+}
+
 void UnoffloadedPeak::lets_go(const SavedStorage& saved) {
+  if (saved.is_block) {
+    if (const auto found = sources_.find(&saved); found != sources_.end()) {
+      found->second.storage = saved.device.getWeakStorageImpl();
+      held_.push_back(&saved);
+    }
+    return;
+  }
   const auto blocks = (saved.bytes + kBlock - 1) / kBlock;
   sources_.insert_or_assign(&saved,
                             Source{saved.device.getWeakStorageImpl(), static_cast<std::int64_t>(blocks * kBlock)});
@@ -57,7 +71,8 @@ void UnoffloadedPeak::look(std::int64_t only_copies) {
 
 void UnoffloadedPeak::came_back(const SavedStorage& saved) {
   const auto found = sources_.find(&saved);
-  if (found == sources_.end() || found->second.back) {
+  // What is in place of nothing, a block on the device, counts as back; while it is away, as gone besides.
+  if (found == sources_.end() || (found->second.back && !(saved.is_block && std::exchange(found->second.gone, false)))) {
     return;
   }
   found->second.back = true;

@@ -30,9 +30,12 @@ class UnoffloadedPeak {
 
   /// The bytes of `saved` are on the host, and its mover is about to let go of those on the device.
   void lets_go(const SavedStorage& saved);
+  /// What is allocated from the latest `return_begins` to here is a block, which would not be there at all: see SmallBlock. Its
+  /// members are let go of behind this.
+  void gathered(const SavedStorage& block);
   /// `only_copies`: bytes on the device, now, that nobody needs but copies that may still be under way.
   void look(std::int64_t only_copies);
-  /// What is allocated from here to `came_back` is for bytes that come back.
+  /// What is allocated from here to `came_back` is for bytes that come back, from here to `gathered` for a block.
   void return_begins() { change(0); }
   void came_back(const SavedStorage& saved);
   /// Autograd needs `saved` no more.
@@ -56,7 +59,7 @@ class UnoffloadedPeak {
   LiveMemory::Measurement measurement_;
   std::unordered_map<const SavedStorage*, Source> sources_;
   std::vector<const SavedStorage*> held_;  ///< those whose source is not gone
-  std::int64_t away_ = 0;                  ///< less what is there twice, and what only copies need
+  std::int64_t away_ = 0;                  ///< less what is there twice or as a block, and what only copies need
   std::int64_t only_copies_ = 0;           ///< at the latest look
 };
 

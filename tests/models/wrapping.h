@@ -15,10 +15,11 @@ struct Wrapping {
   std::string offload;
   std::int64_t side_streams = 2;
   bool accumulate = false;
+  std::size_t gather_below = 0;  ///< where given, what has fewer bytes leaves in blocks
 
   [[nodiscard]] Options options(c10::Device device, std::size_t min_bytes) const {
     Options result(device);
-    result.min_bytes(min_bytes).offload(offload).graph_options(
+    result.min_bytes(gather_below > 0 ? gather_below : min_bytes).offload(offload).graph_options(
         GraphOptions().side_streams(side_streams).accumulate_in_graph(accumulate));
     if (!graph.empty()) {
       result.graph(graph);

@@ -143,13 +143,15 @@ class OffloadedPeakTest : public LiveMemoryOfGraphsTest, public testing::WithPar
 };
 
 TEST_P(OffloadedPeakTest, FallsByWhatIsNotInFlightThen) {
-  const Options options = Options(device_).min_bytes(1024).graph(GetParam());
-  const Report without = report(options);
-  for (const std::size_t lag : {0, 100'000, 200'000}) {
-    const Report with = report(Options(options).offload("blocks.*.*").lag(lag));
-    EXPECT_GT(with.offloaded_bytes, 0) << lag;
-    EXPECT_EQ(without.step_peak_bytes - with.step_peak_bytes, with.offloaded_bytes - with.in_flight_bytes) << lag;
-    EXPECT_EQ(with.r_net() > with.r_gross(), with.in_flight_bytes > 0) << lag;
+  for (const std::size_t min_bytes : {1024, 8192}) {  // with the second, half of it leaves in blocks
+    const Options options = Options(device_).min_bytes(min_bytes).graph(GetParam());
+    const Report without = report(options);
+    for (const std::size_t lag : {0, 100'000, 200'000}) {
+      const Report with = report(Options(options).offload("blocks.*.*").lag(lag));
+      EXPECT_GT(with.offloaded_bytes, 0) << lag;
+      EXPECT_EQ(without.step_peak_bytes - with.step_peak_bytes, with.offloaded_bytes - with.in_flight_bytes) << lag;
+      EXPECT_EQ(with.r_net() > with.r_gross(), with.in_flight_bytes > 0) << lag;
+    }
   }
 }
 

@@ -3,9 +3,11 @@
 #include <deque>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "graphs/engine/engine_access.h"
 #include "models/block_model.h"
+#include "models/waves.h"
 #include "models/wrapping.h"
 #include "sidestream/engine.h"
 
@@ -68,6 +70,30 @@ class WholeSteps : public Program {
   std::optional<OffloadEngine> engine_;
 };
 
+/// What each call saves lies in storages that leave as one block.
+class GatheredWaves final : public Program {
+ public:
+  GatheredWaves(const Runtimes& runtimes, std::int64_t side_streams) : device_(runtimes.model->device()) {
+    if (runtimes.engine != nullptr) {
+      constexpr std::size_t kMinBytes = 6000;
+      engine_.emplace(EngineAccess::engine(model_, wave_options(device_, side_streams).min_bytes(kMinBytes), runtimes.engine));
+    }
+  }
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    constexpr std::int64_t kRows = 16;  // 4,096 bytes, and a call saves two of it
+    const at::Tensor x = wave_input(static_cast<std::uint64_t>(s), kRows, device_);
+    at::Tensor gradient;
+    in_step(engine_ ? &*engine_ : nullptr, [&] { gradient = wave_gradient(x); });
+    return {gradient};
+  }
+  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+
+ private:
+  c10::Device device_;
+  torch::nn::Module model_;
+  std::optional<OffloadEngine> engine_;
+};
+
 std::vector<NamedProgram> whole_step_programs() {
   std::vector<NamedProgram> result;
   const auto add = [&](const std::string& name, const Wrapping& wrapping, Microbatches microbatches) {
@@ -82,6 +108,11 @@ std::vector<NamedProgram> whole_step_programs() {
   add("eager_1f1b", Wrapping{"", "", "blocks.*.*"}, {4, 2});
   add("graphs_2_microbatches", Wrapping{"", "blocks.*", "blocks.*.*", 2}, {2, 2});
   add("mixed_1_microbatches", Wrapping{"", "blocks.0,blocks.3", "**", 1}, {2, 2});
+  for (const auto& [name, side_streams] : {std::pair("eager_gathered", 0), std::pair("graphs_2_gathered", 2)}) {
+    result.push_back({name, [side_streams = side_streams](const Runtimes& runtimes) -> std::unique_ptr<Program> {
+                        return std::make_unique<GatheredWaves>(runtimes, side_streams);
+                      }});
+  }
   return result;
 }
 

@@ -18,13 +18,13 @@ namespace {
 
 class OnStreams : public Program {
  public:
-  explicit OnStreams(const Runtimes& runtimes)
+  explicit OnStreams(const Runtimes& runtimes, std::size_t min_bytes = 1024)
       : runtime_(runtimes.model),
         a_(runtime_->create_stream()),
         b_(runtime_->create_stream()),
         meeting_(runtime_->create_event()) {
     if (runtimes.engine != nullptr) {
-      const auto options = Options(runtime_->device()).min_bytes(1024).groups_in_flight(1).offload("**");
+      const auto options = Options(runtime_->device()).min_bytes(min_bytes).groups_in_flight(1).offload("**");
       engine_.emplace(EngineAccess::engine(model_, options, runtimes.engine));
     }
     for (std::uint64_t i = 0; i < 8; ++i) {
@@ -241,6 +241,9 @@ class UnusedReload final : public OnStreams {
   Again again_;
 };
 
+/// One storage has 16,384 bytes, and a scope two of them.
+constexpr std::size_t kGathered = 20'000;
+
 template <class Made, class... Arguments>
 NamedProgram named(std::string name, Arguments... arguments) {
   return {std::move(name), [arguments...](const Runtimes& runtimes) -> std::unique_ptr<Program> {
@@ -252,10 +255,13 @@ NamedProgram named(std::string name, Arguments... arguments) {
 
 std::vector<NamedProgram> stream_programs() {
   return {named<StreamsThatNeverMeet>("streams_that_never_meet"),
+          named<StreamsThatNeverMeet>("streams_that_never_meet_gathered", kGathered),
           named<BackwardAfterTheStep>("backward_after_the_step"),
           named<ForwardsAlone>("forwards_alone"),
           named<MicrobatchesInFlight>("microbatches_in_flight"),
+          named<MicrobatchesInFlight>("microbatches_in_flight_gathered", kGathered),
           named<ForkInAScope>("fork_in_a_scope"),
+          named<ForkInAScope>("fork_in_a_scope_gathered", kGathered),
           named<SavedOnTwoStreams>("saved_on_two_streams"),
           named<ReadBackOnTwoStreams>("read_back_on_two_streams"),
           named<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),

@@ -1,0 +1,43 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "memory/host_arena.h"
+#include "offload/group_mover.h"
+#include "offload/saved_storage.h"
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// What one storage takes of a block: as much as by itself, so that kernels find the alignment that allocators give.
+[[nodiscard]] constexpr std::size_t bytes_in_block(std::size_t bytes) {
+  return (bytes + HostArena::alignment - 1) / HostArena::alignment * HostArena::alignment;
+}
+
+/// True where the small storages of a group that has ended leave: they have `block_from` bytes together.
+[[nodiscard]] bool leaves_as_block(const Group& group);
+
+/// The storages below `Options::min_bytes` that one group saved, copied into one. It leaves and comes back in their place, and
+/// lives until the last of them is needed no more.
+///
+/// Ordering: the copy runs on the stream that saved the first of them, behind the other streams that saved any. Who reads the
+/// block on another stream before it has left and come back waits for that one.
+struct SmallBlock {
+  std::shared_ptr<SavedStorage> storage;  ///< with its lease; null where nothing leaves
+  std::vector<std::shared_ptr<SavedStorage>> members;
+
+  /// Where the device has no room for a block.
+  enum class NoRoom : std::uint8_t { stays, is_thrown };
+
+  /// Gathers what leaves of `group`. Where pinned memory is short, as much as finds room, in order; the others stay and the group
+  /// counts them. Nothing changes for the members. Capture: legal. Throws: what the operators throw; nothing leaves then.
+  [[nodiscard]] static SmallBlock gather(GroupMover& mover, Runtime& runtime, Group& group, NoRoom no_room);
+  /// From here on the members' bytes are the block's. Their memory is not lent again before what `streams` have queued is done.
+  void replace_members(const Streams& streams) const;
+
+  [[nodiscard]] explicit operator bool() const noexcept { return storage != nullptr; }
+};
+
+}  // namespace sidestream
