@@ -115,6 +115,9 @@ class Refusals {
 
  private:
   Refusals() {
+    if (allocator_name() != "native") {  // others have no observers, and make no engine
+      return;
+    }
     allocator::attachOutOfMemoryObserver([this](std::int64_t device, std::size_t asked, std::size_t, std::size_t free) {
       const auto index = static_cast<c10::DeviceIndex>(device);
       const std::int64_t reserved = memory_stats(c10::Device(c10::DeviceType::CUDA, index)).reserved;
