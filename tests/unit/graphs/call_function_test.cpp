@@ -1,4 +1,5 @@
 // The function of a call: its type, its address and what it owns are part of the call.
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -62,6 +63,20 @@ TEST_F(CallArguments, AnOwningFunctionIsComparedByItsBytes) {
     return call("owning", owning([factor](Scaler& m, const at::Tensor& y) { return m.scaled(y, factor); }), model, x)
         .sum();
   });
+}
+
+// An object without members has one byte, which nobody writes: it holds what the heap had there.
+TEST_F(CallArguments, AnOwningFunctionWithoutStateIsTheSameWhateverItsByteHolds) {
+  const auto function = [](const at::Tensor& x) { return x.tanh(); };
+  const auto behind = [&](int byte) {
+    constexpr std::size_t kControlBlock = 24;
+    void* const used = ::operator new(kControlBlock);
+    std::memset(used, byte, kControlBlock);
+    ::operator delete(used);
+    return owning(function);
+  };
+  const auto first = behind(1);
+  EXPECT_TRUE(first.same_as(behind(2)));
 }
 
 TEST_F(CallArguments, AnOwningFunctionThatIsMadeOnceIsCapturedOnce) {
