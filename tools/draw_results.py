@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REPORT = "docs/measurements/copies_beside_8192x12.json"
-RUN = re.compile(r"`(build/bench_layers) --rounds 8 --lookahead-mib 320` \| ([0-9a-f]{7,40}) \|")
+RUN = re.compile(r"`(build/bench_layers) --modes eager,eager\+offload,graphs,graphs\+offload --rounds 10` \| ([0-9a-f]{7,40}) \|")
 
 GIB = 1 << 30
 ROWS = {  # the report's name of a mode: how the picture calls it
