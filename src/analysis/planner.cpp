@@ -36,9 +36,7 @@ std::uint64_t rounded(std::uint64_t bytes, std::uint64_t alignment) {
 /// Small storages of groups that have too few of them stay.
 void keep_small(const Profile& profile, std::vector<Decision>& decisions) {
   std::vector<std::uint64_t> small(profile.groups.size(), 0);
-  const auto leaves = [&](std::size_t i) {
-    return profile.storages[i].small && decisions[i].fate == Fate::offloaded;
-  };
+  const auto leaves = [&](std::size_t i) { return profile.storages[i].small && decisions[i].fate == Fate::offloaded; };
   for (std::size_t i = 0; i < decisions.size(); ++i) {
     small[profile.storages[i].savers.front()] += leaves(i) ? profile.storages[i].bytes : 0;
   }

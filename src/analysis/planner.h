@@ -28,7 +28,8 @@ struct StorageProfile {
 struct Profile {
   std::vector<GroupProfile> groups;
   std::vector<StorageProfile> storages;
-  std::uint64_t block_from = 0;  ///< a group's small storages leave where they have, or once had, so many bytes together
+  std::uint64_t block_from =
+      0;  ///< a group's small storages leave where they have, or once had, so many bytes together
 };
 
 /// Whether a storage leaves the device, and why not.

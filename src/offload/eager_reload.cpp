@@ -154,8 +154,7 @@ void EagerOffload::prefetch_before(std::size_t limit) {
 }
 
 void EagerOffload::dropped(SavedStorage& storage) noexcept {
-  const bool never_left =
-      storage.place == SavedStorage::Place::device || storage.place == SavedStorage::Place::leaving;
+  const bool never_left = storage.place == SavedStorage::Place::device || storage.place == SavedStorage::Place::leaving;
   if (never_left && !storage.is_block) {
     return;
   }

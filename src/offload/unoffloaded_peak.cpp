@@ -72,7 +72,8 @@ void UnoffloadedPeak::look(std::int64_t only_copies) {
 void UnoffloadedPeak::came_back(const SavedStorage& saved) {
   const auto found = sources_.find(&saved);
   // What is in place of nothing, a block on the device, counts as back; while it is away, as gone besides.
-  if (found == sources_.end() || (found->second.back && !(saved.is_block && std::exchange(found->second.gone, false)))) {
+  if (found == sources_.end() ||
+      (found->second.back && !(saved.is_block && std::exchange(found->second.gone, false)))) {
     return;
   }
   found->second.back = true;

@@ -41,9 +41,7 @@ at::Tensor ExpertModel::layer(const at::Tensor& h, std::int64_t number) {
   return sum;
 }
 
-at::Tensor ExpertModel::loss(const at::Tensor& tokens) {
-  return layer(layer(tokens, 0).tanh(), 1).square().mean();
-}
+at::Tensor ExpertModel::loss(const at::Tensor& tokens) { return layer(layer(tokens, 0).tanh(), 1).square().mean(); }
 
 at::Tensor expert_tokens(std::int64_t number, std::int64_t count, c10::Device device) {
   auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(4000 + number));

@@ -19,8 +19,9 @@ struct Wrapping {
 
   [[nodiscard]] Options options(c10::Device device, std::size_t min_bytes) const {
     Options result(device);
-    result.min_bytes(gather_below > 0 ? gather_below : min_bytes).offload(offload).graph_options(
-        GraphOptions().side_streams(side_streams).accumulate_in_graph(accumulate));
+    result.min_bytes(gather_below > 0 ? gather_below : min_bytes)
+        .offload(offload)
+        .graph_options(GraphOptions().side_streams(side_streams).accumulate_in_graph(accumulate));
     if (!graph.empty()) {
       result.graph(graph);
     }

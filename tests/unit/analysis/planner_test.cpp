@@ -59,7 +59,7 @@ StorageProfile small(std::uint64_t bytes, std::vector<std::uint32_t> savers) {
 TEST(Planner, SmallStoragesLeaveWhereAGroupHasEnoughOfItsOwn) {
   Profile profile = groups({{"a", true, false}, {"b", true, false}, {"c", false, false}, {"last", true, true}});
   profile.block_from = 1000;
-  profile.storages = {small(600, {0}), small(400, {0}), small(900, {0, 1}), small(999, {1}),
+  profile.storages = {small(600, {0}), small(400, {0}),  small(900, {0, 1}), small(999, {1}),
                       {2000, {1}},     small(1500, {2}), small(1500, {3})};
   const Plan plan = make_plan(profile, kNoCap, 512);
   EXPECT_EQ(fates(plan), (std::vector{Fate::offloaded, Fate::offloaded, Fate::small, Fate::small, Fate::offloaded,

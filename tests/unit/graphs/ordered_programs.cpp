@@ -76,7 +76,8 @@ class GatheredWaves final : public Program {
   GatheredWaves(const Runtimes& runtimes, std::int64_t side_streams) : device_(runtimes.model->device()) {
     if (runtimes.engine != nullptr) {
       constexpr std::size_t kMinBytes = 6000;
-      engine_.emplace(EngineAccess::engine(model_, wave_options(device_, side_streams).min_bytes(kMinBytes), runtimes.engine));
+      engine_.emplace(
+          EngineAccess::engine(model_, wave_options(device_, side_streams).min_bytes(kMinBytes), runtimes.engine));
     }
   }
   std::vector<at::Tensor> step(std::int64_t s) override {

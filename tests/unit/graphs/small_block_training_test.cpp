@@ -217,7 +217,7 @@ TEST_F(KnownSizesTest, SmallStoragesLeaveBesideLargeOnesAndAreCounted) {
     at::Tensor h = x;
     {
       const OffloadScope scope("some");
-      h = saving(x, 2);                                     // 2 of 10,240 bytes
+      h = saving(x, 2);                                      // 2 of 10,240 bytes
       h = h + saving(x.narrow(0, 0, 9).mul(0.5), 5).mean();  // 5 of 2,304, in 2,560 each
     }
     return last(h);
