@@ -1,10 +1,20 @@
 #include "graphs/engine/step_memory.h"
 
+#include <algorithm>
+
 namespace sidestream {
+namespace {
+
+constexpr std::int64_t kFarthest = 64;
+
+}  // namespace
 
 void StepMemory::begin(std::int64_t captures) {
   allocated_at_begin_ = runtime_->memory_stats().allocated;
-  if (!measured_.stands || measured_.captures != captures) {
+  const bool captured = measured_.captures != captures;
+  if (captured || (!measured_.stands && since_ >= distance_)) {
+    distance_ = captured ? 0 : std::clamp<std::int64_t>(2 * distance_, 1, kFarthest);
+    since_ = 0;
     measured_.captures = captures;
     measured_.allocated_at_begin = allocated_at_begin_;
     measurement_.emplace(*runtime_);
@@ -23,7 +33,10 @@ LiveMemory::Peak StepMemory::end() {
   measured_.stands = runtime_->memory_stats().allocated_peak == measured_.peak.allocated &&
                      allocated_at_begin_ == measured_.allocated_at_begin;
   if (measured_.stands) {
+    distance_ = 0;
     LiveMemory::of(runtime_->device()).tell_peak(measured_.peak.live);
+  } else {
+    ++since_;
   }
   return measured_.peak;
 }

@@ -9,7 +9,8 @@
 namespace sidestream {
 
 /// The peak of live memory of an engine's steps. Steps repeat: one is measured after each capture, and after a step in which the
-/// allocator saw another peak than in the one that was measured. Measuring takes about a microsecond a replay.
+/// allocator saw another peak than in the one that was measured; where each step is another, at distances that grow. Measuring
+/// asks the allocator at each replay, and wherever an eager group leaves, returns or is used.
 /// Threads: the step's.
 class StepMemory {
  public:
@@ -33,6 +34,8 @@ class StepMemory {
   std::shared_ptr<Runtime> runtime_;
   Measured measured_;
   std::int64_t allocated_at_begin_ = 0;
+  std::int64_t distance_ = 0;  ///< steps that are not measured before the next one is
+  std::int64_t since_ = 0;     ///< of them so far
   std::optional<LiveMemory::Measurement> measurement_;
 };
 

@@ -57,8 +57,8 @@ struct SIDESTREAM_API Report {
   // Peaks of live device memory: MemoryUse::live.
   std::int64_t sizing_peak_bytes = 0;      ///< of the first step, had nothing left
   std::int64_t first_step_peak_bytes = 0;  ///< of the first step
-  /// Of the latest step, as measured in it or in an earlier one like it: one is measured after each capture, and whenever the
-  /// allocator saw another peak.
+  /// Of the latest step, as measured in it or in an earlier one like it: one is measured after each capture, and when the allocator
+  /// saw another peak; where each step is another, one in 64 in the end.
   std::int64_t step_peak_bytes = 0;
   std::int64_t in_flight_bytes = 0;     ///< of the bytes offloaded: on the device at that peak, on their way
   std::int64_t verified_forwards = 0;   ///< replays compared with an eager run, in all steps (Options::verify_replays)

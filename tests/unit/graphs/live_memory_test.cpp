@@ -7,6 +7,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include "graphs/engine/step_memory.h"
 #include "models/block_model.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -106,6 +107,28 @@ TEST_F(LiveMemoryOfGraphsTest, ABackwardThatAddsIntoGradHoldsOneGradientAtATime)
   for (const at::Tensor& weight : weights) {
     EXPECT_GT(weight.grad().abs().sum().cpu().item<float>(), 0);
   }
+}
+
+TEST_F(LiveMemoryOfGraphsTest, WhereEachStepIsAnotherFewAreMeasured) {
+  StepMemory steps(make_runtime(device_));
+  const auto step = [&](std::int64_t kibibytes) {
+    steps.begin(/*captures=*/0);
+    (void)at::zeros({kibibytes << 10}, at::TensorOptions().device(device_).dtype(at::kByte));
+    return steps.end().live;
+  };
+  std::int64_t changes = 0;
+  std::int64_t before = step(1);
+  for (std::int64_t s = 0; s < 300; ++s) {
+    const std::int64_t now = step(2 + s);
+    changes += now != before ? 1 : 0;
+    before = now;
+  }
+  EXPECT_GT(changes, 0);
+  EXPECT_LT(changes, 20);
+  for (int s = 0; s < 70; ++s) {
+    before = step(3);
+  }
+  EXPECT_EQ(before, live() + (3 << 10)) << "alike again";
 }
 
 TEST_F(LiveMemoryOfGraphsTest, APassThatIsDroppedHoldsNothing) {
