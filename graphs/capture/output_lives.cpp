@@ -119,6 +119,17 @@ void OutputLives::forward_captured(std::size_t index, const SavedStorages& saved
       own[layer.outputs[output].of].kept = true;
     }
   }
+  for (const StaticOutput& output : layer.outputs) {
+    if (output.kind == Kind::made) {
+      own[output.of].let_go = true;
+    }
+  }
+  for (const auto i : c10::irange(layer.outputs.size())) {
+    const bool let_go = i < layer.spec.outputs_let_go.size() && layer.spec.outputs_let_go[i];
+    if (layer.outputs[i].kind == Kind::made && !let_go) {
+      own[layer.outputs[i].of].let_go = false;
+    }
+  }
   std::vector<Link> met;
   for (const auto i : c10::irange(own.size())) {
     met.push_back({index, i});
@@ -135,12 +146,17 @@ void OutputLives::forward_captured(std::size_t index, const SavedStorages& saved
   }
 }
 
+bool OutputLives::may_end(const Life& life) const {
+  // Where no layer reads it and backward does, no graph would gain by its memory.
+  return !life.kept && !life.ended && (life.read || (life.let_go && life.needed_until < layers_.size()));
+}
+
 std::vector<Link> OutputLives::ended_before(std::size_t place) {
   std::vector<Link> ended;
   for (const auto layer : c10::irange(keeps_graph_ ? 0 : lives_.size())) {
     for (const auto i : c10::irange(lives_[layer].size())) {
       Life& life = lives_[layer][i];
-      if (life.read && !life.kept && !life.ended && life.needed_until <= place && !is_read_from(place, {layer, i})) {
+      if (may_end(life) && life.needed_until <= place && !is_read_from(place, {layer, i})) {
         life.ended = true;
         ended.push_back({layer, i});
       }

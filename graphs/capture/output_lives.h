@@ -43,6 +43,7 @@ class OutputLives {
     std::size_t needed_until = 0;  ///< place of the first graph that does without
     std::size_t unknown_holders = 0;
     bool read = false;
+    bool let_go = false;  ///< by the program, before the next forward
     bool kept = false;
     bool ended = false;
   };
@@ -50,6 +51,7 @@ class OutputLives {
   /// The output storage that an input with `link` reads, as far as its layers are captured; none where it is no output of theirs.
   [[nodiscard]] std::optional<Link> storage_of(Link link) const;
   [[nodiscard]] bool is_read_from(std::size_t place, const Link& storage) const;
+  [[nodiscard]] bool may_end(const Life& life) const;
   void learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders);
 
   const std::vector<Layer>& layers_;

@@ -133,9 +133,6 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
     resources_.rest->call_ends();
   }
   recorded_.ran(call, outputs);
-  for (const at::Tensor& output : outputs) {  // as with a replay's: what saves it besides has it on the device anyway
-    resources_.exclusions.add_static_input(output);
-  }
   report_.eager_call();
 }
 

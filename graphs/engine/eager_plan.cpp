@@ -1,5 +1,9 @@
 #include "graphs/engine/eager_plan.h"
 
+#include <algorithm>
+
+#include <c10/util/irange.h>
+
 #include "offload/pinned_plan.h"
 #include "runtime/replayed_memory.h"
 
@@ -14,10 +18,14 @@ void EagerPlan::learn(const Recorder& recorder, const std::vector<GroupEvent>& o
   for (GroupProfile& group : profile_.groups) {
     group.selected = group.selected && !group.captured_later;
   }
+  // An output of a call leaves with the first eager group that saves it, where its chain gives the memory back.
+  const auto is_eager = [&](std::uint32_t group) { return !profile_.groups[group].captured_later; };
   std::vector<std::uint64_t> selected(profile_.groups.size());
   for (const StorageProfile& storage : profile_.storages) {
-    const std::uint32_t group = storage.savers.front();
-    selected[group] += profile_.groups[group].selected ? storage.bytes : 0;
+    const auto saver = std::find_if(storage.savers.begin(), storage.savers.end(), is_eager);
+    if (saver != storage.savers.end()) {
+      selected[*saver] += profile_.groups[*saver].selected ? storage.bytes : 0;
+    }
   }
   window_ = EagerOffload::window_for(selected, limits);
   note_ = limits.lag && *limits.lag < window_.copies.lag ? "Options::lag of " + std::to_string(*limits.lag) +
@@ -29,6 +37,42 @@ void EagerPlan::learn(const Recorder& recorder, const std::vector<GroupEvent>& o
     profile_.groups[group].needed_immediately = turning[group] && profile_.groups[group].selected;
   }
   state_ = State::sized;
+}
+
+bool EagerPlan::takes_along(const c10::StorageImpl* storage) const {
+  bool saved = false;
+  for (const auto i : c10::irange(identities_.size())) {
+    if (identities_[i].storage._unsafe_get_target() != storage) {
+      continue;
+    }
+    saved = true;
+    for (const std::uint32_t saver : profile_.storages[i].savers) {
+      const GroupProfile& group = profile_.groups[saver];
+      if (!group.captured_later && (!group.selected || group.needed_immediately)) {
+        return false;
+      }
+    }
+  }
+  return saved;
+}
+
+void EagerPlan::captured(const c10::StorageImpl* storage, bool given_back) {
+  for (const auto i : c10::irange(identities_.size())) {
+    if (identities_[i].storage._unsafe_get_target() != storage) {
+      continue;
+    }
+    // What calls save of it is their chains' business.
+    std::vector<std::uint32_t> savers;
+    for (const std::uint32_t saver : profile_.storages[i].savers) {
+      if (!profile_.groups[saver].captured_later) {
+        savers.push_back(saver);
+      }
+    }
+    if (!savers.empty()) {
+      profile_.storages[i].savers = std::move(savers);
+      profile_.storages[i].static_output = !given_back;
+    }
+  }
 }
 
 void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress) {
@@ -43,7 +87,6 @@ void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCal
       exclusions.add_held(c10::Storage(std::move(alive)));
     }
   }
-  identities_.clear();
   plan_ = plan_and_pin(profile_, arena, HostArena::Surplus::given_back, progress);
   if (!note_.empty()) {
     plan_.notes.push_back(note_);

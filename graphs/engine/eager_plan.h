@@ -26,6 +26,11 @@ class EagerPlan {
   /// `order`: of its groups. What turned round within the lag of `limits` stays. Groups of calls that are captured are their
   /// chains' business.
   void learn(const Recorder& recorder, const std::vector<GroupEvent>& order, const EagerOffload::Limits& limits);
+  /// True where what saved `storage` in that pass leaves, but for calls that are captured. False for what it did not save.
+  [[nodiscard]] bool takes_along(const c10::StorageImpl* storage) const;
+  /// Before `make`: from now on a graph makes what lay in `storage` in that pass, at each replay. Where it has `given_back` the memory,
+  /// that leaves with the eager groups that save it; else it stays.
+  void captured(const c10::StorageImpl* storage, bool given_back);
   /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back. Storages that
   /// are still there although autograd has let go of them are the program's own: they stay, and `exclusions` hears of it.
   /// Capture: illegal.  Throws: what `progress` throws.
@@ -46,7 +51,7 @@ class EagerPlan {
   State state_ = State::unsized;
   Profile profile_;
   std::vector<const ScopeNode*> scopes_;   ///< of the profile's groups
-  std::vector<SavedIdentity> identities_;  ///< of the profile's storages, until the plan is made
+  std::vector<SavedIdentity> identities_;  ///< of the profile's storages
   GroupWindow window_;
   std::string note_;  ///< on the window
   Plan plan_;

@@ -21,10 +21,12 @@ namespace {
 /// The recorded calls of one slot that are not captured yet, as layers.
 struct SlotCalls {
   std::vector<LayerSpec> specs;
-  std::vector<RecordedCall*> calls;  // parallel to specs
+  // Parallel to specs.
+  std::vector<RecordedCall*> calls;
+  std::vector<std::size_t> indices;  ///< among the recorded ones
 };
 
-SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
+SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, const EagerPlan& plan) {
   SlotCalls result;
   std::vector<std::optional<std::size_t>> place(recorded.calls().size());  // among the layers
   for (std::size_t i = 0; i < recorded.calls().size(); ++i) {
@@ -33,6 +35,7 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
       continue;
     }
     LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs, call.state};
+    spec.outputs_let_go = recorded.outputs().let_go(i, plan);
     for (LayerInput& input : spec.inputs) {
       if (input.from) {
         const std::optional<std::size_t> layer = place[input.from->layer];
@@ -42,6 +45,7 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot) {
     place[i] = result.specs.size();
     result.specs.push_back(std::move(spec));
     result.calls.push_back(&call);
+    result.indices.push_back(i);
   }
   return result;
 }
@@ -117,7 +121,7 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
     slots = std::max(slots, call->slot + 1);
   }
   for (std::size_t slot = 0; slot < slots; ++slot) {
-    const SlotCalls of_slot = calls_of(recorded, slot);
+    const SlotCalls of_slot = calls_of(recorded, slot, plan_);
     if (of_slot.specs.empty()) {
       continue;
     }
@@ -129,6 +133,12 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
       call.site->variants.push_back({holder, layer, call.guards, call.shape, call.structure});
       call.site->to_record = false;
       report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
+      recorded.outputs().for_each_of(of_slot.indices[layer], [&](const c10::StorageImpl* storage, std::size_t output) {
+        const Layer& captured = holder->chain->layers()[layer];
+        if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
+          plan_.captured(storage, captured.output_storages[captured.outputs[output].of].given_back());
+        }
+      });
     }
     own_.push_back(holder);
     add(holder);

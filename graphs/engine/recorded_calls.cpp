@@ -12,6 +12,7 @@
 #include "graphs/engine/call_modules.h"
 #include "graphs/engine/call_table.h"
 #include "graphs/engine/rest_of_step.h"
+#include "offload/recorder.h"
 
 namespace sidestream {
 namespace {
@@ -87,6 +88,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
       flights_[i] = std::make_shared<Flight>();
       flights_[i]->first = false;
       flights_[i]->from = std::move(from);
+      outputs_.call_begins(i, call.slot, current_recorder());
       return i;
     }
     // What this call is computed from is no microbatch beside it: a module that is called many times is one chain.
@@ -97,6 +99,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   for (const std::size_t earlier : from) {
     slot = std::max(slot, calls_[earlier]->slot);
   }
+  outputs_.call_begins(calls_.size(), slot, current_recorder());
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
   detail::KeptCall kept_call = request.keep(request.context);
@@ -160,6 +163,7 @@ std::size_t RecordedCalls::count(const CallSite& site) const noexcept {
 void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   Flight& flight = *flights_[call];
   dependencies_.add(call, flight.from, outputs);
+  outputs_.add(call, calls_[call]->slot, outputs);
   flight.outputs.clear();
   bool watched = false;
   const c10::DeviceType type = calls_[call]->state.modes.autocast.type;
@@ -211,6 +215,7 @@ void RecordedCalls::clear() {
   calls_.clear();
   flights_.clear();
   dependencies_.clear();
+  outputs_.clear();
   kept_bytes_ = 0;
 }
 

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "graphs/engine/call_dependencies.h"
+#include "graphs/engine/recorded_outputs.h"
 #include "graphs/replay/layer.h"
 #include "sidestream/call_request.h"
 
@@ -69,6 +70,8 @@ class RecordedCalls {
   [[nodiscard]] std::size_t count(const CallSite& site) const noexcept;
   [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }
   [[nodiscard]] const std::vector<std::shared_ptr<RecordedCall>>& calls() const noexcept { return calls_; }
+  /// What became of the outputs.
+  [[nodiscard]] const RecordedOutputs& outputs() const noexcept { return outputs_; }
   void clear();
   /// Bytes of the copies of inputs that are kept on the device.
   [[nodiscard]] std::size_t kept_bytes() const noexcept { return kept_bytes_; }
@@ -82,6 +85,7 @@ class RecordedCalls {
   std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_
   CallDependencies dependencies_;
+  RecordedOutputs outputs_;
   std::size_t kept_bytes_ = 0;
 };
 

@@ -22,6 +22,8 @@ const char* reason(Fate fate) {
       return "held back by another saver";
     case Fate::held_elsewhere:
       return "held by the program";
+    case Fate::static_output:
+      return "an output of a graph, which keeps its memory";
     case Fate::over_cap:
       return "over the host cap";
     case Fate::not_pinned:

@@ -51,6 +51,7 @@ struct LayerSpec {
   std::shared_ptr<const torch::nn::Module> module;  ///< null for a plain function
   std::vector<LayerInput> inputs;
   CallState state;
+  std::vector<bool> outputs_let_go = {};  ///< those that nobody outside of the graphs holds when the next layer begins
 };
 
 /// Where the forward graph reads one argument, and where the backward graph leaves that argument's gradient.

@@ -46,6 +46,8 @@ class OutputStorage {
   /// While graphs are captured, when those to come do not need the memory: they may use it, and overwrite it from then on.
   void give_back_to(std::shared_ptr<const MemoryPool> pool) { memory_->give_back_to(std::move(pool)); }
 
+  [[nodiscard]] bool given_back() const noexcept { return memory_->given_back(); }
+
   /// Before a launch that overwrites the memory, on the current stream: its own graph's, that of an earlier forward of the
   /// chain, whose temporaries lie there too, or that of any graph which was captured when the memory was back in the pool. `mark`
   /// is recorded anew for each wait.

@@ -10,6 +10,9 @@ Decision wanted(const Profile& profile, const StorageProfile& storage) {
   if (!profile.groups[first].selected) {
     return {Fate::not_selected, first};
   }
+  if (storage.static_output) {
+    return {Fate::static_output, first};
+  }
   if (storage.held_elsewhere) {
     return {Fate::held_elsewhere, first};
   }

@@ -22,7 +22,7 @@ PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>&
   }
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
     const std::uint32_t group = profile.storages[i].savers.front();
-    if (profile.groups[group].captured_later) {
+    if (profile.groups[group].captured_later || profile.storages[i].static_output) {
       continue;
     }
     PlannedGroup& planned = pass[scopes[group]][turns[group]];

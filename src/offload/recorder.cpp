@@ -415,6 +415,11 @@ void Recorder::count_small(const Group& group) {
   exclusions_.left_after_all(left);
 }
 
+std::shared_ptr<const SavedStorage> Recorder::saved(const c10::StorageImpl* storage) const {
+  const auto found = entries_.find(storage);
+  return found == entries_.end() ? nullptr : found->second.saved.lock();
+}
+
 Recorder::Counts Recorder::counts() const noexcept {
   Counts counts = counts_;
   for (const Group& group : groups_) {

@@ -73,6 +73,8 @@ class Recorder final : public SavedTensorSource {
   [[nodiscard]] std::vector<const ScopeNode*> group_scopes() const;
   /// Bytes of the distinct storages that were saved and not excluded.
   [[nodiscard]] std::uint64_t saved_bytes() const noexcept { return saved_bytes_; }
+  /// What is kept of the latest version of `storage`; null where nothing is, or is any more. Threads: the forward's.
+  [[nodiscard]] std::shared_ptr<const SavedStorage> saved(const c10::StorageImpl* storage) const;
   [[nodiscard]] Counts counts() const noexcept;
   [[nodiscard]] std::size_t depth() const noexcept { return stack_.size(); }
   /// The innermost scope that is open.

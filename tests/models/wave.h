@@ -1,8 +1,11 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include <ATen/Functions.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/container/modulelist.h>
 
 #include "models/layer_stack.h"
 
@@ -20,6 +23,23 @@ class Wave : public torch::nn::Module {
 
  private:
   at::Tensor shift_, scale_;
+};
+
+/// Waves "waves.0", "waves.1", ...: the same weights each time.
+class Waves : public torch::nn::Module {
+ public:
+  explicit Waves(c10::Device device) {
+    for (std::int64_t i = 0; i < kCount; ++i) {
+      layers->push_back(Wave(i));
+    }
+    register_module("waves", layers);
+    to(device);
+  }
+  [[nodiscard]] std::shared_ptr<Wave> layer(std::int64_t i) {
+    return std::dynamic_pointer_cast<Wave>(layers[static_cast<std::size_t>(i)]);
+  }
+  static constexpr std::int64_t kCount = 8;
+  torch::nn::ModuleList layers;
 };
 
 }  // namespace sidestream::testing_model

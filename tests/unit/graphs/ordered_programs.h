@@ -49,6 +49,8 @@ struct NamedProgram {
 [[nodiscard]] std::vector<NamedProgram> output_programs();
 /// Those whose eager heads save outputs of graphed calls; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> eager_head_programs();
+/// Those whose eager code alone takes outputs of graphed calls; part of `programs`.
+[[nodiscard]] std::vector<NamedProgram> between_programs();
 /// Those of graphed callables; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> callable_programs();
 /// Those whose graphs draw on several streams; part of `programs`.

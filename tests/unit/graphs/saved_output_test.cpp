@@ -1,7 +1,6 @@
 // Outputs of graphed calls that eager code saves: they leave with an eager group that is offloaded, and are held where none covers
 // the reader. The same steps as in plain training, bit for bit.
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -9,7 +8,6 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
-#include <torch/nn/modules/container/modulelist.h>
 
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
@@ -27,22 +25,7 @@ using testing_model::rows;
 using testing_model::same;
 using testing_model::StepTensors;
 using testing_model::Wave;
-
-class Waves : public torch::nn::Module {
- public:
-  explicit Waves(c10::Device device) {
-    for (std::int64_t i = 0; i < kCount; ++i) {
-      layers->push_back(Wave(i));
-    }
-    register_module("waves", layers);
-    to(device);
-  }
-  [[nodiscard]] std::shared_ptr<Wave> layer(std::int64_t i) {
-    return std::dynamic_pointer_cast<Wave>(layers[static_cast<std::size_t>(i)]);
-  }
-  static constexpr std::int64_t kCount = 8;
-  torch::nn::ModuleList layers;
-};
+using testing_model::Waves;
 
 /// A stack of callables, each but the first linked to the one before; behind each a head, which saves that layer's output.
 class SavedOutputTest : public testing::Test {

@@ -1,0 +1,328 @@
+// Outputs of `ss::call` that only eager code takes before the next call: their memory is the next graph's, and an eager group that saves
+// one takes it along from the first step on. The same steps as in plain training, bit for bit.
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "models/wave.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/report.h"
+#include "sidestream/scope.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::rows;
+using testing_model::same;
+using testing_model::StepTensors;
+using testing_model::Waves;
+
+/// Calls with eager code between them, which alone takes their outputs.
+class OutputBetweenCallsTest : public testing::Test {
+ protected:
+  static constexpr std::int64_t kLayers = Waves::kCount;
+  static constexpr std::int64_t kOutputBytes = 16 * testing_model::kHidden * 4;
+  using Between = std::function<at::Tensor(const at::Tensor& output)>;
+
+  [[nodiscard]] Options options() const { return Options(device_).graph("waves.*").min_bytes(1024); }
+
+  /// Saves what it is given, and a tensor of its own.
+  static at::Tensor gate(const at::Tensor& output) {
+    const OffloadScope scope("between");
+    return output.cos().mul(output);
+  }
+  /// Saves nothing.
+  static at::Tensor halve(const at::Tensor& output) { return output * 0.5; }
+
+  /// `hold` is asked, for each call, whether its output is kept until the step's end.
+  StepTensors step(Waves& model, OffloadEngine* engine, std::int64_t s, const Between& between,
+                   const std::function<bool(std::int64_t layer)>& hold = {}, std::int64_t microbatches = 1) {
+    StepTensors given;
+    StepTensors results = testing_model::train_step(model, engine, [&] {
+      std::vector<at::Tensor> inputs;
+      std::vector<at::Tensor> losses;
+      std::vector<at::Tensor> held;
+      for (std::int64_t microbatch = 0; microbatch < microbatches; ++microbatch) {
+        inputs.push_back(rows(s * microbatches + microbatch, device_).requires_grad_(true));
+        at::Tensor h = inputs.back();
+        for (std::int64_t i = 0; i < kLayers; ++i) {
+          h = call(&*model.layer(i), h);
+          if (hold && hold(i)) {
+            held.push_back(h.detach());
+          }
+          h = between(h);
+        }
+        losses.push_back(h.mean());
+      }
+      for (const at::Tensor& output : held) {
+        given.emplace_back("held before backward", output);
+      }
+      for (at::Tensor& loss : losses) {
+        loss.backward();
+      }
+      for (const at::Tensor& input : inputs) {
+        given.emplace_back("input", input.grad());
+      }
+      for (const at::Tensor& output : held) {
+        given.emplace_back("held", output);
+      }
+    });
+    results.insert(results.end(), given.begin(), given.end());
+    return results;
+  }
+  /// Steps [first, last) beside plain training.
+  void expect_plain(std::int64_t first, std::int64_t last, const Between& between,
+                    const std::function<bool(std::int64_t layer)>& hold = {}, std::int64_t microbatches = 1) {
+    for (std::int64_t s = first; s < last; ++s) {
+      EXPECT_TRUE(same(step(model_, &*engine_, s, between, hold, microbatches),
+                       step(plain_, nullptr, s, between, hold, microbatches)))
+          << "step " << s;
+    }
+  }
+  static bool every(std::int64_t /*layer*/) { return true; }
+  /// What an engine and its graphs keep of the device behind four steps. `hold`: in the first step.
+  [[nodiscard]] std::int64_t kept_bytes(const Options& options, const Between& between,
+                                        const std::function<bool(std::int64_t layer)>& hold = {}) {
+    synchronize(device_);
+    engine_.reset();
+    release_cached_memory(device_);
+    engine_.emplace(model_, options);
+    expect_plain(0, 1, between, hold);
+    const std::int64_t before = memory_use(device_).allocated;
+    expect_plain(1, 4, between);
+    synchronize(device_);
+    return memory_use(device_).allocated - before;
+  }
+  [[nodiscard]] GroupReport last_group(const std::string& name) const {
+    GroupReport last;
+    for (const GroupReport& group : engine_->report().groups) {
+      last = group.name == name ? group : last;
+    }
+    return last;
+  }
+
+  c10::Device device_ = find_device("sim");
+  Waves model_{device_};
+  Waves plain_{device_};
+  std::optional<OffloadEngine> engine_;
+};
+
+TEST_F(OutputBetweenCallsTest, IsNotKeptByTheChain) {
+  const std::int64_t held = kept_bytes(options(), halve, every);
+  const std::int64_t let_go = kept_bytes(options(), halve);
+  EXPECT_EQ(held - let_go, (kLayers - 1) * kOutputBytes) << "all but the last call's";
+  EXPECT_EQ(engine_->report().outputs_copied, 0);
+}
+
+TEST_F(OutputBetweenCallsTest, LeavesWithTheGroupThatSavesIt) {
+  engine_.emplace(model_, options().offload("between"));
+  expect_plain(0, 1, gate);
+  EXPECT_EQ(engine_->report().offloaded_bytes, 2 * kLayers * kOutputBytes) << "like any storage in the first step";
+  for (std::int64_t s = 1; s < 5; ++s) {
+    expect_plain(s, s + 1, gate);
+    const Report report = engine_->report();
+    EXPECT_GT(report.replays, 0);
+    EXPECT_EQ(report.unplanned_bytes, 0);
+    EXPECT_EQ(report.refused_bytes, 0);
+    EXPECT_GE(report.offloaded_bytes, 2 * (kLayers - 3) * kOutputBytes);
+    EXPECT_EQ(report.reloaded_bytes, report.offloaded_bytes);
+    EXPECT_EQ(report.pinned_allocations_after_planning, 0);
+    EXPECT_EQ(report.outputs_copied, 0);
+  }
+}
+
+// Eager code of a group that stays has the output anyway: no other memory is taken for it.
+TEST_F(OutputBetweenCallsTest, IsKeptWhereWhatSavesItStays) {
+  const std::int64_t held = kept_bytes(options(), halve, every);
+  EXPECT_EQ(kept_bytes(options(), gate), held) << "nothing leaves";
+  EXPECT_EQ(engine_->report().outputs_copied, 0);
+  EXPECT_EQ(kept_bytes(options().offload("between").lag(std::size_t{1} << 20), gate), held) << "all turns round";
+  EXPECT_EQ(engine_->report().outputs_copied, 0);
+  EXPECT_EQ(engine_->report().unplanned_bytes, 0);
+  const std::int64_t let_go = kept_bytes(options().offload("between"), gate);
+  EXPECT_EQ(held - let_go, (kLayers - 2) * kOutputBytes) << "the last group turns round";
+}
+
+TEST_F(OutputBetweenCallsTest, IsKeptByGraphsWhoseBackwardMayRunTwice) {
+  engine_.emplace(model_, options().offload("between").graph_options(GraphOptions().retain_graph_in_backward(true)));
+  expect_plain(0, 4, gate);
+  EXPECT_EQ(engine_->report().unplanned_bytes, 0);
+  EXPECT_EQ(engine_->report().outputs_copied, 0);
+  EXPECT_EQ(last_group("between").bytes, 2 * kOutputBytes);
+  EXPECT_GT(engine_->report().offloaded_bytes, 0) << "what the groups make themselves";
+}
+
+TEST_F(OutputBetweenCallsTest, WhoHoldsItLaterHasIt) {
+  for (const bool leaves : {false, true}) {
+    engine_.emplace(model_, leaves ? options().offload("between") : options());
+    const Between between = leaves ? gate : halve;
+    expect_plain(0, 2, between);
+    EXPECT_EQ(engine_->report().outputs_copied, 0);
+    expect_plain(2, 4, between, every);
+    EXPECT_GE(engine_->report().outputs_copied, kLayers - 2);
+    EXPECT_EQ(engine_->report().outputs_copied_bytes, engine_->report().outputs_copied * kOutputBytes);
+    expect_plain(4, 5, between, [](std::int64_t layer) { return layer == 2; });
+    expect_plain(5, 7, between);
+    EXPECT_EQ(engine_->report().outputs_copied, 0);
+  }
+}
+
+TEST_F(OutputBetweenCallsTest, WhoHoldsItFromTheFirstStepOnHasIt) {
+  const auto some = [](std::int64_t layer) { return layer % 2 == 0; };
+  for (const bool leaves : {false, true}) {
+    engine_.emplace(model_, leaves ? options().offload("between") : options());
+    expect_plain(0, 4, leaves ? gate : halve, some);
+    EXPECT_EQ(engine_->report().unplanned_bytes, 0);
+  }
+}
+
+TEST_F(OutputBetweenCallsTest, StaysWhereNoPinnedMemoryIsFree) {
+  engine_.emplace(model_, options().offload("between").host_cap(3 * kOutputBytes));
+  expect_plain(0, 4, gate);
+  EXPECT_LE(engine_->report().offloaded_bytes, 3 * kOutputBytes);
+}
+
+TEST_F(OutputBetweenCallsTest, MicrobatchesInFlight) {
+  for (const bool leaves : {false, true}) {
+    engine_.emplace(model_, leaves ? options().offload("between") : options());
+    expect_plain(0, 4, leaves ? gate : halve, {}, 2);
+    EXPECT_EQ(engine_->report().unplanned_bytes, 0);
+    EXPECT_EQ(engine_->report().outputs_copied, 0);
+    expect_plain(4, 6, leaves ? gate : halve, every, 2);
+    EXPECT_GE(engine_->report().outputs_copied, 2 * (kLayers - 2));
+  }
+}
+
+// Some passes leave calls out: who is let go of by one pass is judged by all of them.
+TEST_F(OutputBetweenCallsTest, PassesOneBehindTheOther) {
+  engine_.emplace(model_, options().offload("between"));
+  const auto train = [&](Waves& model, OffloadEngine* engine, std::int64_t s) {
+    StepTensors given;
+    StepTensors results = testing_model::train_step(model, engine, [&] {
+      for (const std::int64_t layers : {kLayers, std::int64_t{3}, kLayers}) {
+        const at::Tensor x = rows(3 * s + layers, device_, given.empty() ? 0 : 1).requires_grad_(true);
+        at::Tensor h = x;
+        for (std::int64_t i = 0; i < layers; ++i) {
+          h = gate(call(&*model.layer(i), h));
+        }
+        h.mean().backward();
+        given.emplace_back("input", x.grad());
+      }
+    });
+    results.insert(results.end(), given.begin(), given.end());
+    return results;
+  };
+  for (std::int64_t s = 0; s < 4; ++s) {
+    EXPECT_TRUE(same(train(model_, &*engine_, s), train(plain_, nullptr, s))) << "step " << s;
+    if (s > 0) {
+      EXPECT_EQ(engine_->report().unplanned_bytes, 0);
+      EXPECT_GT(engine_->report().offloaded_bytes, 0);
+    }
+  }
+}
+
+// Taken by the next call, and saved by a head between them.
+TEST_F(OutputBetweenCallsTest, AnOutputThatTheNextCallTakesTooIsPlannedWithItsGroup) {
+  engine_.emplace(model_, options().offload("heads"));
+  const auto train = [&](Waves& model, OffloadEngine* engine, std::int64_t s) {
+    at::Tensor x;
+    StepTensors results = testing_model::train_step(model, engine, [&] {
+      x = rows(s, device_).requires_grad_(true);
+      at::Tensor h = x;
+      at::Tensor loss = x.mean();
+      for (std::int64_t i = 0; i < kLayers; ++i) {
+        h = call(&*model.layer(i), h);
+        const OffloadScope scope("heads");
+        loss = loss + h.cos().mul(h).mean();
+      }
+      h = at::Tensor();
+      loss.backward();
+    });
+    results.emplace_back("input", x.grad());
+    return results;
+  };
+  for (std::int64_t s = 0; s < 4; ++s) {
+    EXPECT_TRUE(same(train(model_, &*engine_, s), train(plain_, nullptr, s))) << "step " << s;
+    EXPECT_EQ(engine_->report().unplanned_bytes, 0) << "step " << s;
+    EXPECT_GE(engine_->report().offloaded_bytes, 2 * (kLayers - 3) * kOutputBytes) << "step " << s;
+  }
+  EXPECT_LE(engine_->report().outputs_copied, 2) << "of heads that need theirs at once";
+}
+
+TEST_F(OutputBetweenCallsTest, TheLastCallsOutputIsReportedAsTheGraphs) {
+  engine_.emplace(model_, options().offload("between").lag(0));
+  expect_plain(0, 3, gate);
+  const GroupReport last = last_group("between");
+  EXPECT_EQ(last.kept_because, "an output of a graph, which keeps its memory");
+  EXPECT_EQ(last.bytes, 2 * kOutputBytes);
+}
+
+// Backward of the call reads the output: the graphs need it beyond the next call.
+TEST_F(OutputBetweenCallsTest, AnOutputThatItsOwnCallSavesStaysWithIt) {
+  for (const char* const offload : {"between", "**"}) {
+    engine_.emplace(model_, Options(device_).graph("calls.*").min_bytes(1024).offload(offload));
+    const auto body = [](const at::Tensor& h, const at::Tensor& w) { return (h * w).tanh(); };
+    const auto train = [&](OffloadEngine* engine, std::int64_t s) {
+      const at::Tensor w = model_.layer(0)->parameters()[0];
+      w.mutable_grad() = at::Tensor();
+      const at::Tensor x = rows(s, device_).requires_grad_(true);
+      testing_model::in_step(engine, [&] {
+        at::Tensor h = x;
+        for (const char* const name : {"calls.0", "calls.1", "calls.2", "calls.3"}) {
+          h = gate(call(name, body, h, w));
+        }
+        h.mean().backward();
+      });
+      return StepTensors{{"x", x.grad()}, {"w", w.grad()}};
+    };
+    for (std::int64_t s = 0; s < 4; ++s) {
+      EXPECT_TRUE(same(train(&*engine_, s), train(nullptr, s))) << "step " << s << " " << offload;
+      EXPECT_EQ(engine_->report().unplanned_bytes, 0);
+    }
+  }
+}
+
+// One storage: the part that is held holds the other.
+TEST_F(OutputBetweenCallsTest, TwoOutputsInOneStorage) {
+  const auto halves = [](const at::Tensor& h, const at::Tensor& w) {
+    const at::Tensor v = w.view_as(w);  // what a call adds up of an input, it adds up first
+    const at::Tensor both = at::cat({h + v, h - v}, 1).sin();
+    return std::make_pair(both.slice(1, 0, testing_model::kHidden), both.slice(1, testing_model::kHidden));
+  };
+  for (const bool holds : {false, true}) {
+    engine_.emplace(model_, Options(device_).graph("calls.*").min_bytes(1024).offload("between"));
+    const auto train = [&](OffloadEngine* engine, std::int64_t s) {
+      const at::Tensor w = model_.layer(0)->parameters()[0];
+      w.mutable_grad() = at::Tensor();
+      const at::Tensor x = rows(s, device_).requires_grad_(true);
+      at::Tensor kept;
+      testing_model::in_step(engine, [&] {
+        at::Tensor h = x;
+        for (const char* const name : {"calls.0", "calls.1", "calls.2", "calls.3"}) {
+          auto [left, right] = call(name, halves, h, w);
+          h = gate(left) + right;
+          kept = holds && s > 1 && !kept.defined() ? right : kept;
+        }
+        h.mean().backward();
+      });
+      return StepTensors{{"x", x.grad()}, {"w", w.grad()}, {"kept", kept.defined() ? kept : x}};
+    };
+    for (std::int64_t s = 0; s < 4; ++s) {
+      EXPECT_TRUE(same(train(&*engine_, s), train(nullptr, s))) << "step " << s;
+      EXPECT_EQ(engine_->report().outputs_copied, holds && s > 1 ? 1 : 0) << "step " << s;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sidestream
