@@ -6,11 +6,10 @@
 #include <set>
 #include <unordered_set>
 
-#include <c10/core/AutogradState.h>
-
 #include <sidestream/error.h>
 #include <sidestream/journal.h>
 
+#include "sim/rerun/one_thread_backward.h"
 #include "sim/rerun/recording.h"
 #include "sim/rerun/recording_journal.h"
 
@@ -44,19 +43,6 @@ Order begin_of(const Order& order, std::size_t taken) {
   }
   return mixed;
 }
-
-/// Backward on the calling thread while it lives.
-class OneThreadBackward {
- public:
-  OneThreadBackward() : before_(c10::AutogradState::get_tls_state().get_multithreading_enabled()) { set(false); }
-  OneThreadBackward(const OneThreadBackward&) = delete;
-  OneThreadBackward& operator=(const OneThreadBackward&) = delete;
-  ~OneThreadBackward() { set(before_); }
-
- private:
-  static void set(bool enabled) { c10::AutogradState::get_tls_state().set_multithreading_enabled(enabled); }
-  bool before_;
-};
 
 }  // namespace
 
@@ -134,7 +120,7 @@ struct ScheduleCheck::State {
     }
   }
 
-  std::optional<OneThreadBackward> one_thread{std::in_place};
+  std::optional<sim::OneThreadBackward> one_thread{std::in_place};
   sim::Recording recording;
   std::optional<sim::RecordingJournal> journal;
   Results results;
