@@ -40,12 +40,10 @@ void EagerPlan::learn(const Recorder& recorder, const std::vector<GroupEvent>& o
 }
 
 bool EagerPlan::takes_along(const c10::StorageImpl* storage) const {
-  bool saved = false;
   for (const auto i : c10::irange(identities_.size())) {
     if (identities_[i].storage._unsafe_get_target() != storage) {
       continue;
     }
-    saved = true;
     for (const std::uint32_t saver : profile_.storages[i].savers) {
       const GroupProfile& group = profile_.groups[saver];
       if (!group.captured_later && (!group.selected || group.needed_immediately)) {
@@ -53,7 +51,7 @@ bool EagerPlan::takes_along(const c10::StorageImpl* storage) const {
       }
     }
   }
-  return saved;
+  return true;
 }
 
 void EagerPlan::captured(const c10::StorageImpl* storage, bool given_back) {

@@ -26,7 +26,8 @@ class EagerPlan {
   /// `order`: of its groups. What turned round within the lag of `limits` stays. Groups of calls that are captured are their
   /// chains' business.
   void learn(const Recorder& recorder, const std::vector<GroupEvent>& order, const EagerOffload::Limits& limits);
-  /// True where what saved `storage` in that pass leaves, but for calls that are captured. False for what it did not save.
+  /// False where a group that saved `storage` in that pass, and is no captured call's, stays. What it did not save was saved in a step
+  /// that the plan has led.
   [[nodiscard]] bool takes_along(const c10::StorageImpl* storage) const;
   /// Before `make`: from now on a graph makes what lay in `storage` in that pass, at each replay. Where it has `given_back` the memory,
   /// that leaves with the eager groups that save it; else it stays.

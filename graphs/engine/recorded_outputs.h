@@ -40,7 +40,7 @@ class RecordedOutputs {
   enum class Holder : std::uint8_t {
     unknown,  ///< no call came behind it
     nobody,
-    groups,  ///< autograd alone, in groups that were leaving
+    groups,  ///< autograd alone, for groups that were leaving
     others,
   };
   struct Output {
