@@ -99,7 +99,6 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   for (const std::size_t earlier : from) {
     slot = std::max(slot, calls_[earlier]->slot);
   }
-  outputs_.call_begins(calls_.size(), slot, current_recorder());
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
   detail::KeptCall kept_call = request.keep(request.context);
@@ -112,6 +111,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   }
   call->shape.assign(request.shape.begin(), request.shape.end());
   call->slot = slot;
+  outputs_.call_begins(calls_.size(), call->slot, current_recorder());
   for (const at::Tensor& input : request.inputs) {
     LayerInput& kept = call->inputs.emplace_back();
     kept.aliases = InputAliases::of(request.inputs, call->inputs.size() - 1);

@@ -21,19 +21,19 @@ RecordedOutputs::Holder RecordedOutputs::holder_of(const Output& output, const R
   return saved->place == SavedStorage::Place::device ? Holder::others : Holder::groups;
 }
 
-void RecordedOutputs::call_begins(std::size_t call, std::size_t slot, const Recorder* recorder) {
+void RecordedOutputs::call_begins(std::size_t call, std::size_t chain, const Recorder* recorder) {
   for (Output& output : outputs_) {
-    if (output.slot == slot && output.holder == Holder::unknown) {
+    if (output.chain == chain && output.holder == Holder::unknown) {
       // A call that comes before it in the chain begins another pass: behind the last one there are only backwards.
       output.holder = call > output.call ? holder_of(output, recorder) : Holder::others;
     }
   }
 }
 
-void RecordedOutputs::add(std::size_t call, std::size_t slot, c10::ArrayRef<at::Tensor> outputs) {
+void RecordedOutputs::add(std::size_t call, std::size_t chain, c10::ArrayRef<at::Tensor> outputs) {
   for (const auto i : c10::irange(outputs.size())) {
     if (outputs[i].defined() && outputs[i].has_storage()) {
-      outputs_.push_back({call, slot, i, outputs[i].storage().getWeakStorageImpl()});
+      outputs_.push_back({call, chain, i, outputs[i].storage().getWeakStorageImpl()});
     }
   }
 }

@@ -18,10 +18,10 @@ class Recorder;
 /// Threads: the step's.
 class RecordedOutputs {
  public:
-  /// Call `call` of the chain `slot` begins. `recorder`: of the step, null without one.
-  void call_begins(std::size_t call, std::size_t slot, const Recorder* recorder);
-  /// Call `call` of the chain `slot` has run, once more maybe, and gave `outputs`.
-  void add(std::size_t call, std::size_t slot, c10::ArrayRef<at::Tensor> outputs);
+  /// Call `call` of the chain `chain` begins. `recorder`: of the step, null without one.
+  void call_begins(std::size_t call, std::size_t chain, const Recorder* recorder);
+  /// Call `call` of the chain `chain` has run, once more maybe, and gave `outputs`.
+  void add(std::size_t call, std::size_t chain, c10::ArrayRef<at::Tensor> outputs);
   /// By output of `call`: true where in each of its runs nobody held it when the next call began, but for groups that leave by `plan`.
   [[nodiscard]] std::vector<bool> let_go(std::size_t call, const EagerPlan& plan) const;
   /// Each storage that `call` gave, with the output that lies in it: `visit(storage, index)`.
@@ -45,7 +45,7 @@ class RecordedOutputs {
   };
   struct Output {
     std::size_t call;
-    std::size_t slot;
+    std::size_t chain;
     std::size_t index;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< keeps the address from being met again
     Holder holder = Holder::unknown;
