@@ -21,7 +21,7 @@ namespace {
 
 struct Kind {
   std::int64_t in_flight = 1;  ///< microbatches of a step
-  bool leaves = true;          ///< what saves the outputs is offloaded
+  bool leaves = true;          ///< what saves the outputs is offloaded; else nothing saves them, and what calls save is
   bool holds = false;          ///< from the third step on the program holds each second output until the step's end
 };
 
@@ -30,7 +30,8 @@ class Between final : public Program {
   Between(const Runtimes& runtimes, Kind kind) : runtime_(runtimes.model), kind_(kind) {
     if (runtimes.engine != nullptr) {
       engine_.emplace(EngineAccess::engine(
-          model_, Options(runtime_->device()).graph("waves.*").offload(kind_.leaves ? "between" : "").min_bytes(1024),
+          model_,
+          Options(runtime_->device()).graph("waves.*").offload(kind_.leaves ? "between" : "waves.*").min_bytes(1024),
           runtimes.engine));
     }
     runtime_->synchronize_device();

@@ -2,6 +2,7 @@
 // one takes it along from the first step on. The same steps as in plain training, bit for bit.
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -226,6 +227,7 @@ TEST_F(OutputBetweenCallsTest, PassesOneBehindTheOther) {
     EXPECT_TRUE(same(train(model_, &*engine_, s), train(plain_, nullptr, s))) << "step " << s;
     if (s > 0) {
       EXPECT_EQ(engine_->report().unplanned_bytes, 0);
+      EXPECT_EQ(engine_->report().outputs_copied, 0);
       EXPECT_GT(engine_->report().offloaded_bytes, 0);
     }
   }
@@ -257,6 +259,69 @@ TEST_F(OutputBetweenCallsTest, AnOutputThatTheNextCallTakesTooIsPlannedWithItsGr
     EXPECT_GE(engine_->report().offloaded_bytes, 2 * (kLayers - 3) * kOutputBytes) << "step " << s;
   }
   EXPECT_LE(engine_->report().outputs_copied, 2) << "of heads that need theirs at once";
+}
+
+// The next call's graphs save it beside the head: the head's group is planned as if it alone did.
+TEST_F(OutputBetweenCallsTest, AnOutputThatTheNextCallSavesTooIsPlannedWithItsGroup) {
+  for (const char* const offload : {"heads", "heads,calls.*"}) {
+    engine_.emplace(model_, Options(device_).graph("calls.*").min_bytes(1024).offload(offload));
+    const auto body = [](const at::Tensor& h, const at::Tensor& w) { return (h * w).sin(); };
+    const auto train = [&](OffloadEngine* engine, std::int64_t s) {
+      const at::Tensor w = model_.layer(0)->parameters()[0];
+      w.mutable_grad() = at::Tensor();
+      const at::Tensor x = rows(s, device_).requires_grad_(true);
+      testing_model::in_step(engine, [&] {
+        at::Tensor h = x;
+        at::Tensor loss = x.mean();
+        for (const char* const name : {"calls.0", "calls.1", "calls.2", "calls.3", "calls.4", "calls.5"}) {
+          h = call(name, body, h, w);
+          const OffloadScope scope("heads");
+          loss = loss + h.cos().mul(h).mean();
+        }
+        h = at::Tensor();
+        loss.backward();
+      });
+      return StepTensors{{"x", x.grad()}, {"w", w.grad()}};
+    };
+    for (std::int64_t s = 0; s < 4; ++s) {
+      EXPECT_TRUE(same(train(&*engine_, s), train(nullptr, s))) << "step " << s << " " << offload;
+      EXPECT_EQ(engine_->report().unplanned_bytes, 0) << "step " << s << " " << offload;
+      EXPECT_GE(engine_->report().offloaded_bytes, 2 * 3 * kOutputBytes) << "step " << s << " " << offload;
+    }
+  }
+}
+
+// It keeps none when it is recorded, and one from the capture's first pass on: that one stays where it is.
+TEST_F(OutputBetweenCallsTest, AnOutputThatABodyKeepsFromTheCaptureOn) {
+  const auto runs = std::make_shared<int>(0);
+  const auto kept = std::make_shared<at::Tensor>();
+  const auto body = owning([runs, kept](const at::Tensor& h, const at::Tensor& w) {
+    const at::Tensor y = (h + w).sin();
+    *kept = ++*runs > 1 ? y.detach() : at::Tensor();
+    return y;
+  });
+  engine_.emplace(model_, Options(device_).graph("calls.*").min_bytes(1024));
+  const auto train = [&](OffloadEngine* engine, std::int64_t s) {
+    const at::Tensor w = model_.layer(0)->parameters()[0];
+    w.mutable_grad() = at::Tensor();
+    const at::Tensor x = rows(s, device_).requires_grad_(true);
+    testing_model::in_step(engine, [&] {
+      at::Tensor h = halve(call("calls.0", body, x, w));
+      h = halve(call(
+          "calls.1", [](const at::Tensor& in) { return in.sin(); }, h));
+      h.mean().backward();
+    });
+    return StepTensors{{"x", x.grad()}, {"w", w.grad()}};
+  };
+  const StepTensors first = train(&*engine_, 0);
+  const StepTensors second = train(&*engine_, 1);
+  const StepTensors third = train(&*engine_, 2);
+  EXPECT_EQ(engine_->report().replays, 4);
+  const at::Tensor read = kept->cpu();
+  EXPECT_TRUE(same(first, train(nullptr, 0)));
+  EXPECT_TRUE(same(second, train(nullptr, 1)));
+  EXPECT_TRUE(same(third, train(nullptr, 2)));
+  EXPECT_TRUE(at::equal(read, kept->cpu()));
 }
 
 TEST_F(OutputBetweenCallsTest, TheLastCallsOutputIsReportedAsTheGraphs) {
