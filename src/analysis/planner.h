@@ -14,6 +14,7 @@ struct GroupProfile {
   bool captured_later = false;      ///< saved by a call that a graph takes over: its chain plans it
   bool only_small = false;          ///< it saved nothing but small storages, which stay and are not in the profile
   std::uint64_t block_bytes = 0;    ///< what its block took in earlier passes, which may have saved more
+  bool saved_small = false;         ///< small storages too, in the profile or not
 };
 
 /// What a sizing pass saw of one storage.

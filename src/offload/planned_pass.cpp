@@ -6,13 +6,34 @@
 
 namespace sidestream {
 
+namespace {
+
+/// By group: true where it saved nothing but static outputs, which no later pass meets.
+std::vector<bool> with_static_outputs_only(const Profile& profile) {
+  std::vector<bool> some(profile.groups.size(), false);
+  std::vector<bool> others(profile.groups.size(), false);
+  for (const StorageProfile& storage : profile.storages) {
+    for (const std::uint32_t saver : storage.savers) {
+      (storage.static_output ? some : others)[saver] = true;
+    }
+  }
+  for (std::size_t group = 0; group < some.size(); ++group) {
+    some[group] = some[group] && !others[group];
+  }
+  return some;
+}
+
+}  // namespace
+
 PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes, const Decision* decisions) {
   PlannedPass pass;
   const std::vector<std::uint64_t> blocks = block_bytes(profile, decisions, HostArena::alignment);
   const bool any_block = std::any_of(blocks.begin(), blocks.end(), [](std::uint64_t bytes) { return bytes > 0; });
+  const std::vector<bool> only_static = with_static_outputs_only(profile);
   std::vector<std::size_t> turns;
   for (std::size_t group = 0; group < scopes.size(); ++group) {
-    if (profile.groups[group].captured_later || (profile.groups[group].only_small && !any_block)) {
+    const GroupProfile& of = profile.groups[group];
+    if (of.captured_later || (of.only_small && !any_block) || (only_static[group] && !(of.saved_small && any_block))) {
       turns.push_back(0);
       continue;
     }

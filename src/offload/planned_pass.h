@@ -30,6 +30,7 @@ using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<PlannedGrou
 /// Lays out the decisions on one pass's storages (`decisions[i]` for `profile.storages[i]`) for matching; `scopes` are those
 /// of the profile's groups. Those of calls that are captured have no place: where such a call runs eagerly after all, what it
 /// saves is new to the plan.
+/// Nor have static outputs: graphs keep them, and what saves them is not told.
 /// Where no group leaves as a block, nor do those that saved nothing but small storages: such a pass does not look at them.
 [[nodiscard]] PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes,
                                   const Decision* decisions);

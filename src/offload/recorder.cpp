@@ -367,8 +367,8 @@ Profile Recorder::profile() const {
   }
   for (const Group& group : groups_) {
     const bool nothing_else = group.only_small && !with_small[group.index];
-    profile.groups.push_back(
-        {group.scope->name, group.scope->selected, false, group.to_be_captured, nothing_else, group.block_bytes});
+    profile.groups.push_back({group.scope->name, group.scope->selected, false, group.to_be_captured, nothing_else,
+                              group.block_bytes, group.small_bytes > 0});
   }
   profile.block_from = exclusions_.min_bytes();
   return profile;

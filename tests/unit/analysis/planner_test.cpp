@@ -51,6 +51,18 @@ TEST(Planner, WhatTheProgramHoldsItselfStaysAndTakesNoRoom) {
   EXPECT_EQ(plan.offloaded_bytes, 500U);
 }
 
+TEST(Planner, AStaticOutputStaysAndTakesNoRoom) {
+  Profile profile = groups({{"a", true, false}, {"b", false, false}, {"last", true, true}});
+  profile.storages = {{4000, {0}}, {500, {0}}, {100, {1}}, {100, {2}}};
+  for (const std::size_t output : {0, 2, 3}) {
+    profile.storages[output].static_output = true;
+  }
+  const Plan plan = make_plan(profile, 512, 512);
+  EXPECT_EQ(fates(plan), (std::vector{Fate::static_output, Fate::offloaded, Fate::not_selected, Fate::static_output}));
+  EXPECT_EQ(plan.offloaded_bytes, 500U);
+  EXPECT_TRUE(plan.notes.empty());
+}
+
 /// Bytes and savers of a small storage.
 StorageProfile small(std::uint64_t bytes, std::vector<std::uint32_t> savers) {
   return {bytes, std::move(savers), false, true};

@@ -42,6 +42,11 @@ class OutputBetweenCallsTest : public testing::Test {
     const OffloadScope scope("between");
     return output.cos().mul(output);
   }
+  /// Saves what it is given alone.
+  static at::Tensor cosine(const at::Tensor& output) {
+    const OffloadScope scope("between");
+    return output.cos();
+  }
   /// Saves nothing.
   static at::Tensor halve(const at::Tensor& output) { return output * 0.5; }
 
@@ -180,10 +185,13 @@ TEST_F(OutputBetweenCallsTest, WhoHoldsItLaterHasIt) {
 
 TEST_F(OutputBetweenCallsTest, WhoHoldsItFromTheFirstStepOnHasIt) {
   const auto some = [](std::int64_t layer) { return layer % 2 == 0; };
-  for (const bool leaves : {false, true}) {
-    engine_.emplace(model_, leaves ? options().offload("between") : options());
-    expect_plain(0, 4, leaves ? gate : halve, some);
+  engine_.emplace(model_, options());
+  expect_plain(0, 4, halve, some);
+  for (const Between& between : {Between(gate), Between(cosine)}) {
+    engine_.emplace(model_, options().offload("between"));
+    expect_plain(0, 4, between, some);
     EXPECT_EQ(engine_->report().unplanned_bytes, 0);
+    EXPECT_GT(engine_->report().offloaded_bytes, 0);
   }
 }
 
@@ -191,6 +199,12 @@ TEST_F(OutputBetweenCallsTest, StaysWhereNoPinnedMemoryIsFree) {
   engine_.emplace(model_, options().offload("between").host_cap(3 * kOutputBytes));
   expect_plain(0, 4, gate);
   EXPECT_LE(engine_->report().offloaded_bytes, 3 * kOutputBytes);
+}
+
+TEST_F(OutputBetweenCallsTest, VerifiedReplays) {
+  engine_.emplace(model_, options().offload("between").verify_replays(3));
+  expect_plain(0, 5, gate);
+  EXPECT_GT(engine_->report().verified_backwards, 0);
 }
 
 TEST_F(OutputBetweenCallsTest, MicrobatchesInFlight) {

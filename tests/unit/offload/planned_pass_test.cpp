@@ -51,6 +51,23 @@ TEST(PlannedPass, IsLaidOutByScopeAndTurn) {
   EXPECT_FALSE(has_blocks(pass));
 }
 
+TEST(PlannedPass, StaticOutputsHaveNoPlace) {
+  ScopeTree tree(NamePatterns::parse("**"));
+  const ScopeNode* const a = tree.child(tree.root(), "a");
+  const std::vector<Decision> decisions{
+      {Fate::offloaded, 0}, {Fate::static_output, 0}, {Fate::static_output, 0}, {Fate::offloaded, 0}};
+  Profile profile;
+  profile.groups.resize(3);
+  profile.storages = {{10, {0}}, {10, {0}}, {10, {1}}, {20, {2}}};
+  profile.storages[1].static_output = profile.storages[2].static_output = true;
+  const PlannedPass pass = lay_out(profile, {a, a, a}, decisions.data());
+  ASSERT_EQ(pass.at(a).size(), 2U) << "the second saves nothing else: it is no group in a later pass";
+  EXPECT_EQ(taken(pass.at(a)[0], {10, 10}), (std::vector{1, -1}));
+  EXPECT_EQ(taken(pass.at(a)[1], {20}), (std::vector{1}));
+  profile.storages[3].savers = {0, 1};
+  EXPECT_EQ(lay_out(profile, {a, a, a}, decisions.data()).at(a).size(), 3U) << "now it does";
+}
+
 TEST(PlannedPass, HasTheBlocksOfGroups) {
   ScopeTree tree(NamePatterns::parse("**"));
   const ScopeNode* const a = tree.child(tree.root(), "a");
