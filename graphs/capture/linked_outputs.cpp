@@ -31,10 +31,6 @@ bool same_place(const at::Tensor& a, const at::Tensor& b) {
          a.dtype() == b.dtype();
 }
 
-bool is_let_go(const LayerSpec& spec, std::size_t output) {
-  return output < spec.outputs_let_go.size() && spec.outputs_let_go[output];
-}
-
 }  // namespace
 
 LinkedOutputs::LinkedOutputs(const std::vector<LayerSpec>& specs) : specs_(specs) {
@@ -54,7 +50,7 @@ void LinkedOutputs::add(const std::vector<at::Tensor>& inputs, const detail::Ten
   for (const at::Tensor& output : made) {
     const bool read = output.defined() && last_reader_.count({layer, kept.size()}) > 0;
     const c10::StorageImpl* const storage = impl_of(output);
-    if ((read || is_let_go(specs_[layer], kept.size())) && storage != nullptr) {
+    if (read && storage != nullptr) {
       known_.try_emplace(storage, Known{output.storage().getWeakStorageImpl(), {layer, kept.size()}});
     }
     views.push_back(std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
