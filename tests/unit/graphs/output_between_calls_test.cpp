@@ -218,31 +218,37 @@ TEST_F(OutputBetweenCallsTest, MicrobatchesInFlight) {
   }
 }
 
-// Some passes leave calls out: who is let go of by one pass is judged by all of them.
+// Some passes leave calls out: what is let go of is judged by all of them. The output of a pass's last call is held until its backward.
 TEST_F(OutputBetweenCallsTest, PassesOneBehindTheOther) {
-  engine_.emplace(model_, options().offload("between"));
+  Between between;
   const auto train = [&](Waves& model, OffloadEngine* engine, std::int64_t s) {
     StepTensors given;
     StepTensors results = testing_model::train_step(model, engine, [&] {
       for (const std::int64_t layers : {kLayers, std::int64_t{3}, kLayers}) {
         const at::Tensor x = rows(3 * s + layers, device_, given.empty() ? 0 : 1).requires_grad_(true);
         at::Tensor h = x;
+        at::Tensor last;
         for (std::int64_t i = 0; i < layers; ++i) {
-          h = gate(call(&*model.layer(i), h));
+          h = call(&*model.layer(i), h);
+          last = i + 1 == layers ? h.detach() : last;
+          h = between(h);
         }
         h.mean().backward();
         given.emplace_back("input", x.grad());
+        given.emplace_back("last", last);
       }
     });
     results.insert(results.end(), given.begin(), given.end());
     return results;
   };
-  for (std::int64_t s = 0; s < 4; ++s) {
-    EXPECT_TRUE(same(train(model_, &*engine_, s), train(plain_, nullptr, s))) << "step " << s;
-    if (s > 0) {
+  for (const bool leaves : {false, true}) {
+    between = leaves ? gate : halve;
+    engine_.emplace(model_, leaves ? options().offload("between") : options());
+    for (std::int64_t s = 0; s < 4; ++s) {
+      EXPECT_TRUE(same(train(model_, &*engine_, s), train(plain_, nullptr, s))) << "step " << s;
       EXPECT_EQ(engine_->report().unplanned_bytes, 0);
       EXPECT_EQ(engine_->report().outputs_copied, 0);
-      EXPECT_GT(engine_->report().offloaded_bytes, 0);
+      EXPECT_EQ(engine_->report().offloaded_bytes > 0, leaves);
     }
   }
 }
@@ -346,10 +352,19 @@ TEST_F(OutputBetweenCallsTest, TheLastCallsOutputIsReportedAsTheGraphs) {
   EXPECT_EQ(last.bytes, 2 * kOutputBytes);
 }
 
-// Backward of the call reads the output: the graphs need it beyond the next call.
+// Backward of the call reads the output. Where the graphs keep it until then, to take it along would free nothing.
 TEST_F(OutputBetweenCallsTest, AnOutputThatItsOwnCallSavesStaysWithIt) {
-  for (const char* const offload : {"between", "**"}) {
-    engine_.emplace(model_, Options(device_).graph("calls.*").min_bytes(1024).offload(offload));
+  struct Case {
+    const char* offload;
+    std::optional<std::size_t> lag;
+    std::vector<std::int64_t> offloaded;  ///< by groups between, in outputs
+  };
+  for (const auto& [offload, lag, expected] :
+       {Case{"between", {}, {1, 1, 1, 1, 0, 0}}, Case{"**", {}, {2, 2, 2, 2, 0, 0}},
+        Case{"**", 4 * kOutputBytes, {2, 2, 1, 1, 0, 0}}}) {
+    Options with = Options(device_).graph("calls.*").min_bytes(1024).offload(offload);
+    with.lag(lag);  // as much as two groups and four calls save
+    engine_.emplace(model_, with);
     const auto body = [](const at::Tensor& h, const at::Tensor& w) { return (h * w).tanh(); };
     const auto train = [&](OffloadEngine* engine, std::int64_t s) {
       const at::Tensor w = model_.layer(0)->parameters()[0];
@@ -357,7 +372,7 @@ TEST_F(OutputBetweenCallsTest, AnOutputThatItsOwnCallSavesStaysWithIt) {
       const at::Tensor x = rows(s, device_).requires_grad_(true);
       testing_model::in_step(engine, [&] {
         at::Tensor h = x;
-        for (const char* const name : {"calls.0", "calls.1", "calls.2", "calls.3"}) {
+        for (const char* const name : {"calls.0", "calls.1", "calls.2", "calls.3", "calls.4", "calls.5"}) {
           h = gate(call(name, body, h, w));
         }
         h.mean().backward();
@@ -365,9 +380,17 @@ TEST_F(OutputBetweenCallsTest, AnOutputThatItsOwnCallSavesStaysWithIt) {
       return StepTensors{{"x", x.grad()}, {"w", w.grad()}};
     };
     for (std::int64_t s = 0; s < 4; ++s) {
-      EXPECT_TRUE(same(train(&*engine_, s), train(nullptr, s))) << "step " << s << " " << offload;
+      EXPECT_TRUE(same(train(&*engine_, s), train(nullptr, s))) << "step " << s;
       EXPECT_EQ(engine_->report().unplanned_bytes, 0);
+      EXPECT_EQ(engine_->report().outputs_copied, 0);
     }
+    std::vector<std::int64_t> offloaded;
+    for (const GroupReport& group : engine_->report().groups) {
+      if (group.name == "between") {
+        offloaded.push_back(group.offloaded_bytes / kOutputBytes);
+      }
+    }
+    EXPECT_EQ(offloaded, expected) << offload;
   }
 }
 
