@@ -23,7 +23,7 @@ struct StorageProfile {
   std::vector<std::uint32_t> savers;  ///< indices of groups, the first saver first
   bool held_elsewhere = false;        ///< the program holds it itself: to offload it would free nothing
   bool small = false;                 ///< it leaves with others of its group, as one block, or stays
-  bool static_output = false;         ///< graphs write it anew, and keep its memory: it stays, and has no place in a pass
+  bool static_output = false;  ///< graphs write it anew, and keep its memory: it stays, and has no place in a pass
 };
 
 /// Plain data: groups and storages in the order in which the forward pass met them.
