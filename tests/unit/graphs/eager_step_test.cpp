@@ -23,7 +23,7 @@ using testing_model::through_scopes;
 using Loss = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight)>;
 
 /// One storage of [64, 64] floats.
-constexpr std::int64_t kBytes = 64 * 64 * 4;
+constexpr std::int64_t kSquareBytes = 64 * 64 * 4;
 
 class EagerStep : public testing::Test {
  protected:
@@ -77,9 +77,9 @@ TEST_F(EagerStep, GroupsLeaveAndComeBack) {
   OffloadEngine engine(model_, options().offload("first,second,third"));
   expect_plain(engine, three_scopes);
   const Report report = engine.report();
-  EXPECT_EQ(report.offloaded_bytes, 4 * kBytes) << "exp's and tanh's outputs of two groups; the last group stays";
+  EXPECT_EQ(report.offloaded_bytes, 4 * kSquareBytes) << "exp's and tanh's outputs of two groups; the last group stays";
   EXPECT_EQ(find(report, "third")->kept_because, "backward needs it immediately");
-  EXPECT_EQ(find(report, "first")->offloaded_bytes, 2 * kBytes);
+  EXPECT_EQ(find(report, "first")->offloaded_bytes, 2 * kSquareBytes);
   EXPECT_EQ(report.pinned_allocations_after_planning, 0);
 }
 
@@ -125,8 +125,8 @@ TEST_F(EagerStep, ScopesNestAndMayBeEmpty) {
   });
   const Report report = engine.report();
   ASSERT_NE(find(report, "outer.inner"), nullptr);
-  EXPECT_EQ(find(report, "outer.inner")->offloaded_bytes, kBytes) << "the innermost scope owns";
-  EXPECT_EQ(find(report, "outer")->bytes, 2 * kBytes) << "before and after the inner scope";
+  EXPECT_EQ(find(report, "outer.inner")->offloaded_bytes, kSquareBytes) << "the innermost scope owns";
+  EXPECT_EQ(find(report, "outer")->bytes, 2 * kSquareBytes) << "before and after the inner scope";
 }
 
 TEST_F(EagerStep, ScopeNamesAreOneWord) {
@@ -151,7 +151,7 @@ TEST_F(EagerStep, ATaggedTensorMovesAlone) {
   });
   const Report report = engine.report();
   ASSERT_NE(find(report, "block.gate"), nullptr);
-  EXPECT_EQ(find(report, "block.gate")->bytes, kBytes);
+  EXPECT_EQ(find(report, "block.gate")->bytes, kSquareBytes);
 }
 
 TEST_F(EagerStep, MarkedTensorsStay) {
@@ -177,15 +177,15 @@ TEST_F(EagerStep, MarkedTensorsStay) {
   const std::int64_t marked = engine.report().offloaded_bytes;
   engine.reset();
   expect_plain(engine, loss(false));
-  EXPECT_EQ(engine.report().offloaded_bytes - marked, kBytes) << "one tensor more";
+  EXPECT_EQ(engine.report().offloaded_bytes - marked, kSquareBytes) << "one tensor more";
 }
 
 TEST_F(EagerStep, TheHostCapKeepsGroupsOnTheDevice) {
   for (const std::int64_t storages : {0, 1, 2, 3, 4}) {
-    OffloadEngine engine(model_, options().offload("all").host_cap(static_cast<std::size_t>(storages * kBytes)));
+    OffloadEngine engine(model_, options().offload("all").host_cap(static_cast<std::size_t>(storages * kSquareBytes)));
     expect_plain(engine, three_scopes);
     const Report report = engine.report();
-    EXPECT_EQ(report.offloaded_bytes, storages / 2 * 2 * kBytes) << "groups are taken whole";
+    EXPECT_EQ(report.offloaded_bytes, storages / 2 * 2 * kSquareBytes) << "groups are taken whole";
     EXPECT_LE(report.pinned_bytes, report.host_cap);
     EXPECT_EQ(find(report, "second")->kept_because, storages < 4 ? "over the host cap" : "");
     EXPECT_EQ(report.notes.empty(), storages == 4);
@@ -242,7 +242,7 @@ TEST_F(EagerStep, AStorageOfTwoGroupsStaysWithTheOneThatStays) {
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "maker stays: reader", report.notes.front());
   OffloadEngine both(model_, options().offload("maker,reader,last"));
   expect_plain(both, shared);
-  EXPECT_GE(find(both.report(), "maker")->offloaded_bytes, kBytes);
+  EXPECT_GE(find(both.report(), "maker")->offloaded_bytes, kSquareBytes);
 }
 
 /// Keeps its input where no hook sees it.
@@ -264,7 +264,7 @@ TEST_F(EagerStep, BytesThatNoHookSawAreReported) {
   engine.reset();
   expect_plain(engine,
                [](const at::Tensor& x, const at::Tensor& weight) { return three_scopes(Hoarder::apply(x), weight); });
-  EXPECT_EQ(engine.report().unseen_bytes - without, kBytes);
+  EXPECT_EQ(engine.report().unseen_bytes - without, kSquareBytes);
 }
 
 TEST_F(EagerStep, AForwardThatThrowsLeavesTheEngineUsable) {
@@ -301,7 +301,7 @@ TEST_F(EagerStep, AnEngineForgetsItsPlanOnReset) {
   expect_plain(engine, other);
   const Report report = engine.report();
   EXPECT_EQ(find(report, "first"), nullptr);
-  EXPECT_EQ(find(report, "other")->offloaded_bytes, 2 * kBytes);
+  EXPECT_EQ(find(report, "other")->offloaded_bytes, 2 * kSquareBytes);
 }
 
 TEST_F(EagerStep, AStepThatTakesAnotherWayThanPlannedStaysRight) {
