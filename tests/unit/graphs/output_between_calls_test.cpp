@@ -160,7 +160,10 @@ TEST_F(OutputBetweenCallsTest, IsKeptWhereWhatSavesItStays) {
 }
 
 TEST_F(OutputBetweenCallsTest, IsKeptByGraphsWhoseBackwardMayRunTwice) {
-  engine_.emplace(model_, options().offload("between").graph_options(GraphOptions().retain_graph_in_backward(true)));
+  const GraphOptions retained = GraphOptions().retain_graph_in_backward(true);
+  const std::int64_t held = kept_bytes(options().graph_options(retained), halve, every);
+  EXPECT_EQ(kept_bytes(options().graph_options(retained), halve), held);
+  engine_.emplace(model_, options().offload("between").graph_options(retained));
   expect_plain(0, 4, gate);
   EXPECT_EQ(engine_->report().unplanned_bytes, 0);
   EXPECT_EQ(engine_->report().outputs_copied, 0);
