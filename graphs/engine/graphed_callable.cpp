@@ -1,9 +1,25 @@
 #include "sidestream/graphed_callable.h"
 
+#include <algorithm>
+
+#include <c10/util/irange.h>
+
 #include "graphs/engine/engine_access.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+/// "x", "mask"
+std::string listed(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) {
+    text += (text.empty() ? "\"" : ", \"") + name + "\"";
+  }
+  return text;
+}
+
+}  // namespace
 
 /// What copies of a GraphedCallable share.
 class GraphedCallable::Shared {
@@ -41,6 +57,39 @@ class GraphedCallable::Shared {
     return Tensors(outputs.begin(), outputs.end());
   }
 
+  /// What is named, in the order of the capture.
+  [[nodiscard]] Tensors in_order(c10::ArrayRef<NamedInput> given) const {
+    const std::vector<std::string>& names = callable_.input_names();
+    if (names.empty()) {
+      throw UsageError(
+          describe() +
+          ": called with named inputs, but its inputs have no names; give them with Callable::input_names, "
+          "or pass the tensors in order");
+    }
+    Tensors inputs(names.size());
+    std::vector<bool> found(names.size());
+    for (const NamedInput& input : given) {
+      const auto name = std::find(names.begin(), names.end(), input.name);
+      if (name == names.end()) {
+        throw UsageError(describe() + ": has no input \"" + std::string(input.name) + "\"; its inputs are " +
+                         listed(names));
+      }
+      const auto index = static_cast<std::size_t>(name - names.begin());
+      if (found[index]) {
+        throw UsageError(describe() + ": input \"" + *name + "\" is given twice; give each of its inputs once");
+      }
+      found[index] = true;
+      inputs[index] = input.tensor;
+    }
+    for (const auto i : c10::irange(names.size())) {
+      if (!found[i]) {
+        throw UsageError(describe() + ": input \"" + names[i] + "\" is missing; give each of its inputs by name: " +
+                         listed(names) + " (an undefined tensor where it was undefined at the capture)");
+      }
+    }
+    return inputs;
+  }
+
   void reset() {
     if (!site_.dropped) {
       const CallVariant& only = site_.variants.front();
@@ -57,6 +106,8 @@ class GraphedCallable::Shared {
     const Tensors& inputs;
   };
 
+  [[nodiscard]] std::string describe() const { return "graphed call \"" + callable_.name() + "\""; }
+
   std::shared_ptr<EngineState> engine_;
   Callable callable_;
   CallSite site_;
@@ -72,6 +123,22 @@ Callable::Callable(std::string name, torch::nn::AnyModule module)
     return {held->forward(inputs[0])};
   };
   check_not_null(/*with_module=*/true);
+}
+
+Callable& Callable::input_names(std::vector<std::string> names) {
+  for (const auto i : c10::irange(names.size())) {
+    if (names[i].empty()) {
+      throw UsageError("callable \"" + name_ + "\": the name of its input " + std::to_string(i) +
+                       " is empty; name each input, or none");
+    }
+    if (std::find(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(i), names[i]) !=
+        names.begin() + static_cast<std::ptrdiff_t>(i)) {
+      throw UsageError("callable \"" + name_ + "\": two of its inputs are named \"" + names[i] +
+                       "\"; give each a name of its own");
+    }
+  }
+  input_names_ = std::move(names);
+  return *this;
 }
 
 void Callable::check_not_null(bool with_module) const {
@@ -104,6 +171,11 @@ GraphedCallable::Shared& GraphedCallable::shared() const {
 
 Tensors GraphedCallable::operator()(const Tensors& inputs) const { return shared().run(inputs); }
 
+Tensors GraphedCallable::call(c10::ArrayRef<NamedInput> inputs) const {
+  Shared& callable = shared();
+  return callable.run(callable.in_order(inputs));
+}
+
 const std::string& GraphedCallable::name() const { return shared().name(); }
 
 void GraphedCallable::reset() { shared().reset(); }
@@ -126,6 +198,11 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
       const Tensors made = function(Tensors(inputs, inputs + count));
       outputs.append(made.begin(), made.end());
     };
+    if (const auto& names = callables[i].input_names(); !names.empty() && names.size() != count) {
+      throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" names " + std::to_string(names.size()) +
+                       " inputs (" + listed(names) + "), but has " + std::to_string(count) +
+                       " samples; give one sample for each name");
+    }
     spec.module = callables[i].module();
     spec.state =
         CallState::current(state.runtime().device().type(), spec.module != nullptr ? spec.module : state.model());

@@ -8,12 +8,14 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 
 #include "sidestream/export.h"
 #include "sidestream/graph_options.h"
+#include "sidestream/named_input.h"
 #include "sidestream/owning.h"
 
 namespace sidestream {
@@ -63,9 +65,15 @@ class SIDESTREAM_API Callable {
   /// A module held by an AnyModule, one tensor in, one tensor out.
   Callable(std::string name, torch::nn::AnyModule module);
 
+  /// Names its arguments, in order, for GraphedCallable::call [sample_kwargs].
+  /// Throws: UsageError for an empty name, or one that is given twice; make_graphed_callables throws it where there are not as many
+  /// samples.
+  Callable& input_names(std::vector<std::string> names);
+
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] const TensorFunction& function() const { return function_; }
   [[nodiscard]] const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
+  [[nodiscard]] const std::vector<std::string>& input_names() const { return input_names_; }
 
  private:
   template <class F>
@@ -80,6 +88,7 @@ class SIDESTREAM_API Callable {
   std::string name_;
   TensorFunction function_;
   std::shared_ptr<torch::nn::Module> module_;
+  std::vector<std::string> input_names_;
 };
 
 /// One sample argument: a tensor, or "what callable `callable` gives as its output `output`". An argument given so shares
@@ -111,6 +120,9 @@ class SIDESTREAM_API Sample {
 class SIDESTREAM_API GraphedCallable {
  public:
   Tensors operator()(const Tensors& inputs) const;
+  /// The same, with the arguments by the names of Callable::input_names, in any order: `layer.call({{"x", x}, {"mask", mask}})`.
+  /// Throws: UsageError for a callable without names, a name that it does not have, and one that is missing or given twice.
+  Tensors call(c10::ArrayRef<NamedInput> inputs) const;
   [[nodiscard]] const std::string& name() const;
   /// Drops the graphs and their memory; idempotent. Later replays throw UsageError; a pending backward too.
   void reset();

@@ -6,6 +6,7 @@
 #include "sidestream/graph_event.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/journal.h"
+#include "sidestream/named_input.h"
 #include "sidestream/options.h"
 #include "sidestream/progress.h"
 #include "sidestream/report.h"
