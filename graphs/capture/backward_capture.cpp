@@ -15,6 +15,7 @@
 #include "graphs/capture/gradient_routes.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/capture/not_owning.h"
+#include "graphs/capture/pass_hooks.h"
 #include "offload/nested_backward.h"
 #include "sidestream/error.h"
 
@@ -81,6 +82,8 @@ void ChainCapture::capture_backward(std::size_t index) {
       reads_.made(parameter.grad);
     }
   }
+  const PassHooks hooks(layer.spec.hooks.get(), reads_.met());
+  hooks.before_backward();
   use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, *chain_.pool_);
   allocate_targets(index);
@@ -100,6 +103,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   record_caller_event();
   layer.backward = capture.end();
   use_.capture_ended();
+  hooks.after_backward();
   check_graph_events(runtime_, layer.backward, layer.backward_done, {}, chain_.describe(index) + ", backward");
   finish_backward(index);
 }

@@ -29,13 +29,14 @@ std::vector<bool> flags_of(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
-                                const std::function<std::vector<at::Tensor>()>& wanted, std::vector<bool>* used,
-                                PassClock* clock) {
+                                const std::function<std::vector<at::Tensor>()>& wanted, const PassHooks& hooks,
+                                std::vector<bool>* used, PassClock* clock) {
   const std::vector<at::Tensor> known = wanted();
   const HiddenGradients hidden(known);
   const BareLeaves bare(known);
   const NestedBackwardRefusal no_nested;
   detail::TensorBuffer outputs;
+  hooks.before_forward();
   if (clock != nullptr) {
     clock->forward_begins();
   }
@@ -52,8 +53,9 @@ detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Ten
     refuse_hooks_of_body(spec.name, arguments, outputs);
   }
   if (clock != nullptr) {
-    clock->backward_begins();
+    clock->forward_ended();
   }
+  hooks.after_forward();
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
   for (const at::Tensor& output : outputs) {
@@ -64,6 +66,12 @@ detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Ten
   }
   const std::vector<at::Tensor> targets = wanted();
   std::vector<at::Tensor> grads(targets.size());
+  if (!roots.empty()) {
+    hooks.before_backward();
+  }
+  if (clock != nullptr) {
+    clock->backward_begins();
+  }
   if (!roots.empty() && !targets.empty()) {
     std::vector<at::Tensor> found;
     std::copy_if(targets.begin(), targets.end(), std::back_inserter(found),
@@ -75,6 +83,9 @@ detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Ten
   }
   if (clock != nullptr) {
     clock->ended();
+  }
+  if (!roots.empty()) {
+    hooks.after_backward();
   }
   for (const at::Tensor& leaf : known) {
     if (leaf.grad().defined()) {

@@ -12,6 +12,7 @@
 #include "graphs/capture/captured_outputs.h"
 #include "graphs/capture/chain_capture.h"
 #include "graphs/capture/graph_check.h"
+#include "graphs/capture/pass_hooks.h"
 #include "graphs/capture/saved_storages.h"
 
 namespace sidestream {
@@ -28,6 +29,8 @@ void ChainCapture::capture_forward(std::size_t index) {
   std::vector<at::Tensor> arguments;
   detail::TensorBuffer outputs;
   SavedStorages saved(*live.recorder);
+  const PassHooks hooks(layer.spec.hooks.get(), reads_.met());
+  hooks.before_forward();
   resources_.offload->begin_forward(layer.copies.captured);
   use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, *chain_.pool_);
@@ -57,6 +60,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   resources_.offload->end_forward();
   layer.forward = capture.end();
   use_.capture_ended();
+  hooks.after_forward();
   std::vector<const ExternalEvent*> ready;
   for (const CapturedCopies::Group& group : layer.copies.captured.groups) {
     for (const ExternalEvent& event : group.ready) {

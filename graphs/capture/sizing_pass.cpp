@@ -32,7 +32,8 @@ void naming_call(const LayerSpec& spec, const Part& part) {
 }  // namespace
 
 LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inputs, const GraphOptions& options,
-                       ScopeTree& tree, Exclusions& exclusions, PassWatch& watch, detail::TensorBuffer& outputs) {
+                       ScopeTree& tree, Exclusions& exclusions, PassWatch& watch, const PassHooks& hooks,
+                       detail::TensorBuffer& outputs) {
   LayerSizing sizing;
   std::vector<at::Tensor> parameters;
   if (spec.module != nullptr) {
@@ -78,7 +79,7 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
             targets.insert(targets.end(), parameters.begin(), parameters.end());
             return targets;
           },
-          &used);
+          hooks, &used);
     } catch (const c10::Error&) {
       watch.check_inputs();  // an input that requires a gradient is a leaf here: LibTorch refuses to write it in place
       throw;

@@ -8,6 +8,7 @@
 
 #include "analysis/copy_pace.h"
 #include "analysis/planner.h"
+#include "graphs/capture/pass_hooks.h"
 #include "graphs/capture/pass_watch.h"
 #include "graphs/replay/layer.h"
 #include "offload/exclusions.h"
@@ -36,6 +37,6 @@ struct LayerSizing {
 /// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and what the body throws.
 [[nodiscard]] LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
                                      const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
-                                     PassWatch& watch, detail::TensorBuffer& outputs);
+                                     PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);
 
 }  // namespace sidestream

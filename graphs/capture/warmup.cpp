@@ -82,10 +82,11 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
     const ModelFlagsGuard flags(spec.state.modules);
     watch.enter(spec, inputs, outputs.that_may_leave(index, options));
     detail::TensorBuffer made;
+    const PassHooks hooks(spec.hooks.get(), met);
     SeedWatch seeds(state.draws());
     {
       const Site sizing(Activity::sizing, spec.scope->site);
-      sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, watch, made));
+      sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, watch, hooks, made));
       seeds.check(spec, options.num_warmup_iters() == 0);
     }
     outputs.add(inputs, made);
@@ -106,7 +107,7 @@ std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const Grap
             targets.insert(targets.end(), sizings.back().parameters.begin(), sizings.back().parameters.end());
             return targets;
           },
-          nullptr, clock ? &*clock : nullptr);
+          hooks, nullptr, clock ? &*clock : nullptr);
       if (clock) {
         sizings.back().pace = clock->pace();
       }

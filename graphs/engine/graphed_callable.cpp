@@ -141,6 +141,11 @@ Callable& Callable::input_names(std::vector<std::string> names) {
   return *this;
 }
 
+Callable& Callable::capture_time_hooks(CaptureTimeHooks hooks) {
+  hooks_ = std::make_shared<const CaptureTimeHooks>(std::move(hooks));
+  return *this;
+}
+
 void Callable::check_not_null(bool with_module) const {
   if (with_module && module_ == nullptr) {
     throw UsageError("callable \"" + name_ +
@@ -204,6 +209,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
                        " samples; give one sample for each name");
     }
     spec.module = callables[i].module();
+    spec.hooks = callables[i].capture_time_hooks();
     spec.state =
         CallState::current(state.runtime().device().type(), spec.module != nullptr ? spec.module : state.model());
     for (const Sample& sample : samples[i]) {

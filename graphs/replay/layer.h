@@ -22,6 +22,7 @@
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
 #include "sidestream/call_arguments.h"
+#include "sidestream/capture_time_hooks.h"
 
 namespace sidestream {
 
@@ -51,6 +52,7 @@ struct LayerSpec {
   std::shared_ptr<const torch::nn::Module> module;  ///< null for a plain function
   std::vector<LayerInput> inputs;
   CallState state;
+  std::shared_ptr<const CaptureTimeHooks> hooks = {};  ///< null for none
   std::vector<bool> outputs_let_go = {};  ///< those that nobody outside of the graphs holds when the next layer begins
 };
 

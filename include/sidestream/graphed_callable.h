@@ -13,6 +13,7 @@
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 
+#include "sidestream/capture_time_hooks.h"
 #include "sidestream/export.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/named_input.h"
@@ -69,11 +70,15 @@ class SIDESTREAM_API Callable {
   /// Throws: UsageError for an empty name, or one that is given twice; make_graphed_callables throws it where there are not as many
   /// samples.
   Callable& input_names(std::vector<std::string> names);
+  /// What runs around its passes before it replays [capture_time_hooks].
+  Callable& capture_time_hooks(CaptureTimeHooks hooks);
 
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] const TensorFunction& function() const { return function_; }
   [[nodiscard]] const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   [[nodiscard]] const std::vector<std::string>& input_names() const { return input_names_; }
+  /// Null for none.
+  [[nodiscard]] const std::shared_ptr<const CaptureTimeHooks>& capture_time_hooks() const { return hooks_; }
 
  private:
   template <class F>
@@ -89,6 +94,7 @@ class SIDESTREAM_API Callable {
   TensorFunction function_;
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<std::string> input_names_;
+  std::shared_ptr<const CaptureTimeHooks> hooks_;
 };
 
 /// One sample argument: a tensor, or "what callable `callable` gives as its output `output`". An argument given so shares

@@ -1,5 +1,6 @@
 #pragma once
 #include "sidestream/call.h"
+#include "sidestream/capture_time_hooks.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"

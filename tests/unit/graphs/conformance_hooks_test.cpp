@@ -1,0 +1,176 @@
+// The reference systems' tests of hooks around captures, by their names; and what else hooks promise here.
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "graphs/engine/engine_access.h"
+#include "models/block_model.h"
+#include "models/layer_stack.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::rows;
+using Log = std::vector<std::string>;
+
+class ConformanceHooks : public testing::Test {
+ protected:
+  /// Writes down what runs, and that no capture is open then.
+  [[nodiscard]] CaptureTimeHooks logging(const std::string& name) {
+    const auto logs = [this, name](const char* what) {
+      return [this, text = name + what] {
+        Runtime& runtime = EngineAccess::state(engine_).runtime();
+        EXPECT_EQ(runtime.capture_status(runtime.current_stream()), CaptureStatus::none) << text;
+        runtime.synchronize(runtime.current_stream());
+        log_.push_back(text);
+      };
+    };
+    return CaptureTimeHooks()
+        .before_forward(logs(": before forward"))
+        .after_forward(logs(": after forward"))
+        .before_backward(logs(": before backward"))
+        .after_backward(logs(": after backward"));
+  }
+
+  /// x * weight; its runs are in the log.
+  [[nodiscard]] Callable scaled(const std::string& name) {
+    return Callable(name, owning([this, name, weight = weight_](const Tensors& in) {
+                      log_.push_back(name + ": forward");
+                      return Tensors{in[0] * weight};
+                    }));
+  }
+
+  static void add_forward(Log& log, const std::string& name) {
+    log.insert(log.end(), {name + ": before forward", name + ": forward", name + ": after forward"});
+  }
+  static void add_backward(Log& log, const std::string& name) {
+    log.insert(log.end(), {name + ": before backward", name + ": after backward"});
+  }
+
+  [[nodiscard]] at::Tensor input(std::int64_t step) const { return rows(step, device_).requires_grad_(true); }
+
+  c10::Device device_ = find_device("sim");
+  torch::nn::Sequential model_ = testing_model::layer_stack(1, device_);
+  OffloadEngine engine_{*model_, Options(device_)};
+  at::Tensor weight_ = rows(100, device_).requires_grad_(true);
+  Log log_;
+};
+
+// The sizing pass is a pass like a warm-up's: what its body needs its hooks have to make as well.
+TEST_F(ConformanceHooks, CaptureTimeHooksNo) {
+  for (const std::int64_t iterations : {0, 3}) {
+    log_.clear();
+    std::vector<Callable> callables{scaled("a"), scaled("b")};
+    callables[0].capture_time_hooks(logging("a"));
+    callables[1].capture_time_hooks(logging("b"));
+    const auto graphed = make_graphed_callables(engine_, callables, {{input(0)}, {Sample::output_of(0)}},
+                                                GraphOptions().num_warmup_iters(iterations));
+    Log expected;
+    for (const char* name : {"a", "b"}) {
+      for (std::int64_t pass = 0; pass < 1 + iterations; ++pass) {
+        add_forward(expected, name);
+        add_backward(expected, name);
+      }
+    }
+    add_forward(expected, "a");
+    add_forward(expected, "b");
+    add_backward(expected, "b");
+    add_backward(expected, "a");
+    EXPECT_EQ(log_, expected) << "the sizing pass, " << iterations << " of the warm-up, and the capture";
+    for (std::int64_t step = 1; step < 4; ++step) {
+      const at::Tensor x = input(step);
+      graphed[1](graphed[0]({x}))[0].sum().backward();
+      EXPECT_TRUE(at::equal(x.grad().cpu(), (weight_ * weight_).cpu()));
+    }
+    EXPECT_EQ(log_, expected) << "a replay runs no hook";
+  }
+}
+
+TEST_F(ConformanceHooks, OfOneCallableAndSomeOfThem) {
+  std::vector<Callable> callables{scaled("a"), scaled("b")};
+  callables[1].capture_time_hooks(CaptureTimeHooks().after_backward([this] { log_.push_back("b: after backward"); }));
+  (void)make_graphed_callables(engine_, callables, {{input(0)}, {input(1)}}, GraphOptions().num_warmup_iters(1));
+  EXPECT_EQ(log_, (Log{"a: forward", "a: forward", "b: forward", "b: after backward", "b: forward", "b: after backward",
+                       "a: forward", "b: forward", "b: after backward"}));
+}
+
+TEST_F(ConformanceHooks, ACallableWithoutABackwardHasItsForwardHooks) {
+  Callable callable("flat", owning([this](const Tensors& in) {
+                      log_.push_back("flat: forward");
+                      return Tensors{in[0] * 2};
+                    }));
+  callable.capture_time_hooks(logging("flat"));
+  (void)make_graphed_callables(engine_, {callable}, {{rows(0, device_)}}, GraphOptions().num_warmup_iters(0));
+  Log expected;
+  add_forward(expected, "flat");
+  add_forward(expected, "flat");
+  EXPECT_EQ(log_, expected);
+}
+
+// Weights that live for the passes only, as sharded ones do: what a hook makes is read by the graphs, at its address.
+TEST_F(ConformanceHooks, ABodyReadsWhatItsHookMade) {
+  const auto gathered = std::make_shared<at::Tensor>();
+  Callable callable("gathered", owning([gathered](const Tensors& in) { return Tensors{in[0] * *gathered}; }));
+  const at::Tensor whole = rows(5, device_);
+  callable.capture_time_hooks(CaptureTimeHooks().before_forward([&] { *gathered = whole * 3; }).after_backward([&] {
+    *gathered = at::Tensor();
+  }));
+  const auto graphed = make_graphed_callables(engine_, {callable}, {{input(0)}});
+  for (std::int64_t step = 1; step < 3; ++step) {
+    const at::Tensor x = input(step);
+    graphed[0]({x})[0].sum().backward();
+    EXPECT_TRUE(at::equal(x.grad().cpu(), (whole * 3).cpu()));
+  }
+}
+
+// What a pass writes is put back; what its hook writes is the hook's own.
+TEST_F(ConformanceHooks, WhatAHookWritesStays) {
+  const at::Tensor counter = at::zeros({}, at::TensorOptions().device(device_));
+  Callable callable = scaled("a");
+  callable.capture_time_hooks(CaptureTimeHooks().before_forward([&] { counter.add_(1); }));
+  (void)make_graphed_callables(engine_, {callable}, {{input(0)}}, GraphOptions().num_warmup_iters(2));
+  EXPECT_EQ(counter.item<float>(), 4) << "sizing, two of the warm-up, and the capture";
+}
+
+TEST_F(ConformanceHooks, WhatAHookThrowsComesOutAndLeavesNothing) {
+  using Set = void (*)(CaptureTimeHooks&, std::function<void()>);
+  const Set set[] = {[](CaptureTimeHooks& hooks, std::function<void()> f) { hooks.before_forward(std::move(f)); },
+                     [](CaptureTimeHooks& hooks, std::function<void()> f) { hooks.after_forward(std::move(f)); },
+                     [](CaptureTimeHooks& hooks, std::function<void()> f) { hooks.before_backward(std::move(f)); },
+                     [](CaptureTimeHooks& hooks, std::function<void()> f) { hooks.after_backward(std::move(f)); }};
+  Runtime& runtime = EngineAccess::state(engine_).runtime();
+  const std::int64_t handles = runtime.live_handles();
+  for (const Set& one : set) {
+    for (const int throws_in_pass : {0, 1, 2}) {  // sizing, warm-up, capture
+      int pass = 0;
+      CaptureTimeHooks hooks;
+      one(hooks, [&] {
+        if (pass++ == throws_in_pass) {
+          throw std::runtime_error("the hook's own words");
+        }
+      });
+      Callable callable = scaled("a");
+      callable.capture_time_hooks(hooks);
+      EXPECT_THROWS(
+          std::runtime_error, "the hook's own words",
+          (void)make_graphed_callables(engine_, {callable}, {{input(0)}}, GraphOptions().num_warmup_iters(1)));
+      EXPECT_EQ(runtime.capture_status(runtime.current_stream()), CaptureStatus::none);
+      EXPECT_EQ(runtime.live_handles(), handles);
+    }
+  }
+  const auto graphed = make_graphed_callables(engine_, {scaled("a")}, {{input(0)}});
+  const at::Tensor x = input(1);
+  graphed[0]({x})[0].sum().backward();
+  EXPECT_TRUE(at::equal(x.grad().cpu(), weight_.detach().cpu()));
+}
+
+}  // namespace
+}  // namespace sidestream
