@@ -1,6 +1,8 @@
 #pragma once
+#include "sidestream/adamw.h"
 #include "sidestream/call.h"
 #include "sidestream/capture_time_hooks.h"
+#include "sidestream/clip_grad.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
