@@ -20,6 +20,7 @@ void ChainCopies::prepare() {
   leaving_.reserve(layers_.size());
   back_.reserve(layers_.size());
   due_.reserve(layers_.size());
+  with_copies_.reserve(layers_.size());
 }
 
 // A layer that is not below left in an earlier pass, whose order of graphs is over: all memory is in other hands by then.
@@ -71,12 +72,23 @@ bool ChainCopies::is_on_device(std::size_t index) const {
   return std::any_of(back_.begin(), back_.end(), [&](const Back& back) { return back.layer == index; });
 }
 
+void ChainCopies::find_layers_with_copies() {
+  with_copies_.clear();
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    if (!layers_[i].copies.captured.empty()) {
+      with_copies_.push_back(i);
+    }
+  }
+  found_ = true;
+}
+
 void ChainCopies::bring_back_due(std::size_t index, c10::Stream side) {
   due_.clear();
-  for (std::size_t i = index + 1; i-- > 0;) {
-    if (layers_[i].copies.captured.empty()) {
-      continue;
-    }
+  if (!found_) {
+    find_layers_with_copies();
+  }
+  for (auto next = std::upper_bound(with_copies_.begin(), with_copies_.end(), index); next != with_copies_.begin();) {
+    const std::size_t i = *--next;
     if (i < index && may_use_targets(place_of_backward(index), i)) {
       break;  // those below come back later still
     }
@@ -151,6 +163,7 @@ void ChainCopies::reset(std::size_t index) {
     mover_->settle();
   }
   layers_[index].copies = {};
+  found_ = false;
 }
 
 }  // namespace sidestream

@@ -53,6 +53,8 @@ class ChainCopies {
   /// True where the graph at `place` may use the memory that the copies of layer `index` come back to.
   [[nodiscard]] bool may_use_targets(std::size_t place, std::size_t index) const;
   [[nodiscard]] bool is_on_device(std::size_t index) const;
+  /// Once behind the captures, and behind each reset: no backward then looks at layers that have nothing to bring back.
+  void find_layers_with_copies();
   /// Queues what is due before the backward of layer `index`, and notes it in `due_`.
   void bring_back_due(std::size_t index, c10::Stream side);
 
@@ -62,6 +64,8 @@ class ChainCopies {
   std::vector<std::size_t> leaving_;  ///< layers whose copies to the host no graph has waited for
   std::vector<Back> back_;
   std::vector<std::size_t> due_;
+  std::vector<std::size_t> with_copies_;  ///< in order
+  bool found_ = false;                    ///< `with_copies_` is as the layers are
 };
 
 }  // namespace sidestream
