@@ -16,6 +16,7 @@
 #include "graphs/capture/graph_check.h"
 #include "graphs/capture/not_owning.h"
 #include "graphs/capture/pass_hooks.h"
+#include "memory/storage_view.h"
 #include "offload/nested_backward.h"
 #include "sidestream/error.h"
 
@@ -26,21 +27,41 @@ bool wants_gradient(const StaticInput& input, const at::Tensor& leaf) {
   return leaf.defined() && leaf.requires_grad() && !input.same_as_earlier;
 }
 
-std::vector<at::Tensor> parameters_of(const Layer& layer) {
-  std::vector<at::Tensor> tensors;
+/// Parameters whose gradients are added into `.grad`.
+struct Accumulated {
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> targets;
+};
+
+Accumulated accumulated_of(const Layer& layer) {
+  Accumulated all;
   for (const LayerParameter& parameter : layer.parameters) {
-    tensors.push_back(parameter.tensor);
+    if (parameter.policy == GradientPolicy::accumulated) {
+      all.parameters.push_back(parameter.tensor);
+      all.targets.push_back(parameter.grad);
+    }
   }
-  return tensors;
+  return all;
 }
 
-/// What the gradients of the parameters are added into.
-std::vector<at::Tensor> targets_of(const Layer& layer) {
-  std::vector<at::Tensor> tensors;
-  for (const LayerParameter& parameter : layer.parameters) {
-    tensors.push_back(parameter.grad);
+/// True where nothing else can have a part of it, and it has all of its storage: a seed that is handed on, the one gradient of a
+/// sum's two terms and an expanded number are none of their own.
+bool has_own_memory(const at::Tensor& grad) {
+  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
+         grad.is_non_overlapping_and_dense() && grad.nbytes() == grad.storage().nbytes();
+}
+
+/// The gradient of an owned one stays where the graph leaves it, for as long as the graph lives.
+void give_memory(LayerParameter& parameter) {
+  if (!StorageView::supported(parameter.grad)) {
+    return;  // sparse: is cloned
   }
-  return tensors;
+  if (!has_own_memory(parameter.grad)) {
+    const at::NoGradGuard no_grad;
+    parameter.grad = parameter.grad.clone();
+  }
+  parameter.memory.emplace(parameter.grad.storage());
+  parameter.view = StorageView::capture(parameter.grad);
 }
 
 }  // namespace
@@ -70,16 +91,18 @@ void ChainCapture::capture_backward(std::size_t index) {
       targets.push_back(live.leaves[i]);
     }
   }
-  const std::vector<at::Tensor> parameters = parameters_of(layer);
-  targets.insert(targets.end(), parameters.begin(), parameters.end());
+  for (const LayerParameter& parameter : layer.parameters) {
+    targets.push_back(parameter.tensor);
+  }
   learn_routes(layer, live, targets);
 
   std::vector<at::Tensor> grads;
   std::optional<AddedGradients> added;
-  if (chain_.options_.accumulate_in_graph()) {
-    added.emplace(parameters, targets_of(layer));
-    for (const LayerParameter& parameter : layer.parameters) {
-      reads_.made(parameter.grad);
+  if (layer.accumulates) {
+    Accumulated accumulated = accumulated_of(layer);
+    added.emplace(std::move(accumulated.parameters), accumulated.targets);
+    for (const at::Tensor& target : accumulated.targets) {
+      reads_.made(target);
     }
   }
   const PassHooks hooks(layer.spec.hooks.get(), reads_.met());
@@ -185,18 +208,26 @@ void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tens
   for (const auto i : c10::irange(live.leaves.size())) {
     live.grad_inputs.push_back(wants_gradient(layer.inputs[i], live.leaves[i]) ? grads[next++] : at::Tensor());
   }
-  for (const auto i : c10::irange(layer.parameters.size())) {
-    at::Tensor& grad = grads[next++];
-    if (added != nullptr ? !added->has(i) : !grad.defined()) {
+  std::size_t next_added = 0;
+  for (LayerParameter& parameter : layer.parameters) {
+    const bool accumulated = parameter.policy == GradientPolicy::accumulated;
+    at::Tensor grad = std::move(grads[next++]);
+    if (accumulated ? !added->has(next_added++) : !grad.defined()) {
       throw CaptureError(
           "a parameter that got a gradient in the sizing pass gets none in the capture: the callable does " +
           std::string("not do the same each time"));
     }
-    if (added == nullptr) {
-      layer.parameters[i].grad = grad;
+    if (!accumulated) {
+      parameter.grad = std::move(grad);
     }
   }
   grads.clear();
+  for (LayerParameter& parameter : layer.parameters) {
+    if (parameter.policy == GradientPolicy::owned) {
+      give_memory(parameter);
+      layer.owns_gradients = layer.owns_gradients || parameter.memory;
+    }
+  }
 }
 
 void ChainCapture::finish_backward(std::size_t index) {
@@ -206,8 +237,8 @@ void ChainCapture::finish_backward(std::size_t index) {
     const at::Tensor& grad = live.grad_inputs[i];
     layer.inputs[i].grad = grad.defined() ? not_owning(grad) : grad;
   }
-  if (!chain_.options_.accumulate_in_graph()) {
-    for (LayerParameter& parameter : layer.parameters) {
+  for (LayerParameter& parameter : layer.parameters) {
+    if (parameter.policy != GradientPolicy::accumulated) {
       parameter.grad = not_owning(parameter.grad);
     }
   }

@@ -8,6 +8,7 @@
 
 #include "graphs/capture/chain_capture.h"
 #include "graphs/capture/gradient_leaves.h"
+#include "graphs/capture/gradient_policies.h"
 #include "graphs/replay/owned_gradients.h"
 #include "offload/pinned_plan.h"
 #include "sidestream/error.h"
@@ -120,7 +121,9 @@ void ChainCapture::make_plan_and_pin() {
 
 void ChainCapture::prepare_layers() {
   const at::NoGradGuard no_grad;
+  const GradientPolicies policies(chain_.options_, resources_.model, specs_);
   chain_.layers_.resize(specs_.size());
+  chain_.gave_gradients_.reserve(specs_.size());
   for (const auto i : c10::irange(specs_.size())) {
     Layer& layer = chain_.layers_[i];
     layer.spec = specs_[i];
@@ -151,7 +154,13 @@ void ChainCapture::prepare_layers() {
     }
     specs_[i].inputs.clear();  // and with them the samples: the capture needs the memory
     for (const at::Tensor& parameter : sizings_[i].parameters) {
-      layer.parameters.push_back({parameter, prepare_grad(layer, parameter)});
+      LayerParameter& held = layer.parameters.emplace_back();
+      held.tensor = parameter;
+      held.policy = policies.of(layer.spec, parameter);
+      if (held.policy == GradientPolicy::accumulated) {
+        held.grad = prepare_grad(layer, parameter);
+        layer.accumulates = true;
+      }
       watch(layer, parameter);
     }
   }
@@ -173,13 +182,11 @@ void ChainCapture::watch(Layer& layer, const at::Tensor& tensor) {
 }
 
 at::Tensor ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& parameter) {
-  if (!chain_.options_.accumulate_in_graph()) {
-    return {};
-  }
   if (has_gradient_hooks(parameter)) {
     throw UsageError("graphed call \"" + layer.spec.name +
                      "\": a parameter has gradient hooks, which a backward graph that " +
-                     "adds into .grad itself would not run; capture without GraphOptions::accumulate_in_graph");
+                     "adds into .grad itself would not run; capture without GraphOptions::accumulate_in_graph, or with "
+                     "another policy");
   }
   return resources_.owned_gradients->of(parameter);
 }

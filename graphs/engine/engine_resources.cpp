@@ -40,8 +40,9 @@ EagerOffload::Limits limits_of(const Options& options) {
 
 }  // namespace
 
-EngineResources::EngineResources(torch::nn::Module& model, Options given, std::shared_ptr<Runtime> given_runtime)
-    : options(checked_options(std::move(given))),
+EngineResources::EngineResources(torch::nn::Module& given_model, Options given, std::shared_ptr<Runtime> given_runtime)
+    : model(given_model),
+      options(checked_options(std::move(given))),
       graphed(patterns_of(options.graph_patterns())),
       check(given_runtime != nullptr ? std::move(given_runtime) : make_runtime(options.device()),
             options.check_steps()),

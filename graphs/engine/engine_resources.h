@@ -38,6 +38,7 @@ struct EngineResources {
             capture_offload,
             options.progress(),
             &owned_gradients,
+            &model,
             options.lag(),
             options.lookahead(),
             link(),
@@ -45,6 +46,7 @@ struct EngineResources {
             nullptr};
   }
 
+  const torch::nn::Module& model;
   Options options;
   NamePatterns graphed;  ///< names of calls that are captured into graphs
   StepCheck check;

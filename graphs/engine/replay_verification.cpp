@@ -81,9 +81,9 @@ std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(const Chain& chain
                                                               const detail::CallRequest& request) {
   const Names names = names_of(model_);
   const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
-  return VerifiedCall::run({&chain.layers()[layer], request.keep(request.context).body, request.inputs, device_,
-                            tolerance_, chain.options().accumulate_in_graph(), &names},
-                           counts_);
+  return VerifiedCall::run(
+      {&chain.layers()[layer], request.keep(request.context).body, request.inputs, device_, tolerance_, &names},
+      counts_);
 }
 
 void ReplayVerification::forward(const std::shared_ptr<Chain>& chain, std::size_t layer,

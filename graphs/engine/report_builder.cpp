@@ -93,6 +93,8 @@ void ReportBuilder::replayed(const Chain::Counts& counts) {
   counted_.outputs_reused = static_cast<std::int64_t>(counts.outputs.reused);
   counted_.outputs_copied = static_cast<std::int64_t>(counts.outputs.copied);
   counted_.outputs_copied_bytes = static_cast<std::int64_t>(counts.outputs.copied_bytes);
+  counted_.gradients_copied = static_cast<std::int64_t>(counts.gradients.copied);
+  counted_.gradients_copied_bytes = static_cast<std::int64_t>(counts.gradients.copied_bytes);
   counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
 }
 

@@ -134,12 +134,15 @@ void VerifiedCall::add_parameters(const CallToVerify& call) {
     return target;
   };
   const std::vector<LayerParameter>& parameters = call.layer->parameters;
+  std::size_t results = 0;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const bool added = parameters[i].policy == GradientPolicy::accumulated;
     if (!known(parameters[i].tensor)) {
       Target& target = add(parameters[i].tensor, index_name("parameter ", i));
-      target.added = call.accumulates;
-      target.result = call.accumulates ? std::nullopt : std::optional(i);
+      target.added = added;
+      target.result = added ? std::nullopt : std::optional(results);
     }
+    results += added ? 0 : 1;
   }
   if (call.layer->spec.module != nullptr) {  // those that the capture did not use are to get no gradient now, either
     for (const auto& item : call.layer->spec.module->named_parameters()) {

@@ -30,7 +30,6 @@ struct CallToVerify {
   c10::ArrayRef<at::Tensor> inputs;
   c10::Device device;
   double tolerance = 0;
-  bool accumulates = false;  ///< the backward graph adds into `.grad`
   /// Dotted names of the model's parameters and buffers.
   const std::unordered_map<const c10::TensorImpl*, std::string>* names = nullptr;
 };

@@ -195,6 +195,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   }
   highest_given_ = index;
   overwrite_released_outputs(index);
+  overwrite_given_gradients(index);
   ++layer.generation;  // from here on what an earlier forward saved may be overwritten
   layer.backward_launched = layer.backward_failed = false;
   write_static_inputs(layer, inputs);
@@ -258,8 +259,10 @@ void Chain::reset() {
     layer.output_storages.clear();
     for (LayerParameter& parameter : layer.parameters) {
       parameter.grad = at::Tensor();
+      parameter.memory.reset();
     }
   }
+  gave_gradients_.clear();
   pool_.reset();
   outside_ = {};
 }
@@ -267,9 +270,8 @@ void Chain::reset() {
 Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {
   replays += other.replays;
   unused_outputs += other.unused_outputs;
-  outputs.reused += other.outputs.reused;
-  outputs.copied += other.outputs.copied;
-  outputs.copied_bytes += other.outputs.copied_bytes;
+  outputs += other.outputs;
+  gradients += other.gradients;
   return *this;
 }
 

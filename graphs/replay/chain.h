@@ -58,6 +58,7 @@ struct GraphResources {
   std::shared_ptr<CaptureOffload> offload;
   ProgressCallback progress;  ///< empty: nobody listens
   OwnedGradients* owned_gradients = nullptr;
+  const torch::nn::Module* model = nullptr;  ///< whose parameters have names; null where there is none
   // See CopyWindow; where the options name none.
   std::optional<std::uint64_t> lag;
   std::optional<std::uint64_t> lookahead;
@@ -77,6 +78,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
     std::uint64_t replays = 0;
     std::uint64_t unused_outputs = 0;
     OutputCounts outputs;
+    OutputCounts gradients;  ///< of parameters, in the graphs' own memory
 
     Counts& operator+=(const Counts& other) noexcept;
   };
@@ -125,6 +127,9 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs);
   /// Before the launch of the graph at `place`: outputs of earlier layers whose memory it uses again.
   void overwrite_released_outputs(std::size_t place);
+  /// Before the same: gradients of parameters that lie in the graphs' own memory and were given out by this graph, or by later ones.
+  /// They were given memory that this graph may use.
+  void overwrite_given_gradients(std::size_t place);
   /// What is held of the outputs gets memory of its own, as far as there is room: no graph of the pool is launched again.
   void part_with_outputs() noexcept;
   void attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
@@ -166,6 +171,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   mutable std::recursive_mutex mutex_;
   std::int64_t top_ = -1;  ///< the highest pending layer
   ReleasedOutputs released_;
+  std::vector<std::size_t> gave_gradients_;  ///< layers whose memory was given out since, the highest first
   std::size_t highest_given_ = 0;  ///< no layer above has given out outputs since a forward below it was launched
   ChainCopies copies_;
   PoolUse use_;

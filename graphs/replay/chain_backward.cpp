@@ -12,18 +12,27 @@
 namespace sidestream {
 namespace {
 
-/// Calls `visit(static gradient, outputs that lead there, it is handed on as it is)` for each gradient of a backward: of inputs,
-/// then of parameters.
+/// One that a backward hands to autograd.
+struct Gradient {
+  const at::Tensor& made;               ///< static
+  OutputSet outputs;                    ///< those that lead to it
+  bool direct = false;                  ///< handed on as it is
+  LayerParameter* parameter = nullptr;  ///< whose memory is given out
+
+  [[nodiscard]] bool comes(OutputSet used) const { return made.defined() && (outputs & used) != 0; }
+};
+
+/// Of inputs, then of parameters: all but those that the graph adds into `.grad` itself.
 template <class Visit>
-void for_each_gradient(const Layer& layer, bool of_parameters, const Visit& visit) {
+void for_each_gradient(Layer& layer, const Visit& visit) {
   for (const StaticInput& input : layer.inputs) {
     if (input.requires_grad) {
-      visit(input.grad, input.outputs, input.grad_direct);
+      visit(Gradient{input.grad, input.outputs, input.grad_direct});
     }
   }
-  if (of_parameters) {
-    for (const LayerParameter& parameter : layer.parameters) {
-      visit(parameter.grad, parameter.outputs, false);
+  for (LayerParameter& parameter : layer.parameters) {
+    if (parameter.policy != GradientPolicy::accumulated) {
+      visit(Gradient{parameter.grad, parameter.outputs, false, parameter.memory ? &parameter : nullptr});
     }
   }
 }
@@ -40,7 +49,7 @@ void Chain::check_backward(std::size_t index, std::uint64_t generation) const {
                      ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
                      "overwritten; run each backward before the next forward of the same capture");
   }
-  if (layer.backward_failed && options_.accumulate_in_graph()) {
+  if (layer.backward_failed && layer.accumulates) {
     throw UsageError(describe(index) + ": its backward failed after its graph had begun to add into .grad; " +
                      "set the gradients to none and run its forward again");
   }
@@ -56,7 +65,7 @@ void Chain::check_backward(std::size_t index, std::uint64_t generation) const {
   }
   check_backward_state(index);
   check_versions(layer);
-  if (options_.accumulate_in_graph()) {
+  if (layer.accumulates) {
     check_owned_grads(layer);
   }
 }
@@ -66,7 +75,6 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
   const std::lock_guard lock(mutex_);
   check_backward(index, generation);
   Layer& layer = layers_[index];
-  const bool of_parameters = !options_.accumulate_in_graph();
   OutputSet used = 0;
   std::uint64_t unused = 0;
   std::size_t given = 0;
@@ -80,28 +88,40 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
   if (used == 0) {  // as in plain training, where no operator's backward makes something of nothing
     settle_pending(index);
     grads.clear();
-    for_each_gradient(layer, of_parameters, [&](const auto&, OutputSet, bool) { grads.emplace_back(); });
+    for_each_gradient(layer, [&](const Gradient&) { grads.emplace_back(); });
     return;
   }
   const Site site(Activity::launch_backward, layer.site);
-  overwrite_released_outputs(copies_.place_of_backward(index));  // before the seeds, which may lie in their memory
+  const std::size_t place = copies_.place_of_backward(index);
+  overwrite_released_outputs(place);  // before the seeds, which may lie in their memory
+  overwrite_given_gradients(place);
   write_static_grads(layer, grads);
   grads.clear();
-  for_each_gradient(layer, of_parameters, [&](const at::Tensor& grad, OutputSet from, bool direct) {
-    grads.push_back(!grad.defined() || (from & used) == 0 ? at::Tensor() : direct ? grad : at::empty_like(grad));
+  for_each_gradient(layer, [&](const Gradient& grad) {
+    grads.push_back(!grad.comes(used) || grad.parameter ? at::Tensor()
+                    : grad.direct                       ? grad.made
+                                                        : at::empty_like(grad.made));
   });
-  if (options_.accumulate_in_graph()) {
+  if (layer.accumulates) {
     attach_owned_grads(layer, used);
   }
   launch_backward(index);
   settle_pending(index);
   counts_.unused_outputs += unused;
+  if (layer.owns_gradients) {
+    gave_gradients_.push_back(index);
+  }
   layer.backward_failed = true;  // until the gradients are out
   std::size_t next = 0;
-  for_each_gradient(layer, of_parameters, [&](const at::Tensor& grad, OutputSet /*from*/, bool direct) {
+  for_each_gradient(layer, [&](const Gradient& grad) {
     at::Tensor& result = grads[next++];
-    if (result.defined() && !direct) {
-      result.copy_(grad, /*non_blocking=*/true);
+    if (!grad.comes(used) || grad.direct) {
+      return;
+    }
+    if (grad.parameter != nullptr) {
+      result = grad.parameter->view.restore(grad.parameter->memory->give(runtime_->current_stream()));
+    } else {
+      result.copy_(grad.made, /*non_blocking=*/true);
     }
   });
   layer.backward_failed = false;
@@ -132,14 +152,12 @@ void Chain::launch_backward(std::size_t index) {
 
 void Chain::settle_pending(std::size_t index) noexcept {
   layers_[index].pending = false;
-  top_ = -1;
-  for (std::size_t i = layers_.size(); i-- > 0;) {
-    if (layers_[i].pending) {
-      top_ = static_cast<std::int64_t>(i);
-      return;
-    }
+  while (top_ >= 0 && !layers_[static_cast<std::size_t>(top_)].pending) {
+    --top_;  // so that all backwards of a pass together look at each layer once
   }
-  use_.idle();
+  if (top_ < 0) {
+    use_.idle();
+  }
 }
 
 void Chain::settle(c10::Stream side) noexcept {

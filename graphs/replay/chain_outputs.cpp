@@ -17,6 +17,17 @@ void Chain::overwrite_released_outputs(std::size_t place) {
   });
 }
 
+void Chain::overwrite_given_gradients(std::size_t place) {
+  while (!gave_gradients_.empty() && copies_.place_of_backward(gave_gradients_.back()) >= place) {
+    for (LayerParameter& parameter : layers_[gave_gradients_.back()].parameters) {
+      if (parameter.memory) {
+        parameter.memory->before_overwrite(*runtime_, fork_, counts_.gradients);
+      }
+    }
+    gave_gradients_.pop_back();
+  }
+}
+
 void Chain::part_with_outputs() noexcept {
   try {
     const c10::Stream main = runtime_->current_stream();

@@ -23,6 +23,7 @@
 #include "runtime/runtime.h"
 #include "sidestream/call_arguments.h"
 #include "sidestream/capture_time_hooks.h"
+#include "sidestream/graph_options.h"
 
 namespace sidestream {
 
@@ -101,8 +102,11 @@ struct StaticOutput {
 /// A parameter whose gradient the backward graph makes.
 struct LayerParameter {
   at::Tensor tensor;
-  at::Tensor grad;                  ///< static gradient; with accumulate_in_graph the `.grad` that the graph owns
-  OutputSet outputs = all_outputs;  ///< those that lead to it in autograd's graph
+  GradientPolicy policy = GradientPolicy::cloned;
+  at::Tensor grad;                           ///< static gradient; of an accumulated one the `.grad` that the graph owns
+  std::optional<OutputStorage> memory = {};  ///< of an owned one: what is given out
+  StorageView view = {};                     ///< of it
+  OutputSet outputs = all_outputs;           ///< those that lead to it in autograd's graph
 };
 
 /// A tensor that a call's backward reads: nobody may write it in between.
@@ -117,7 +121,9 @@ struct Layer {
   LayerSpec spec;
   SiteName site;  ///< of its scope, which may be gone: a backward may outlive its engine
   bool has_backward = false;
-  bool casts = false;  ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
+  bool accumulates = false;     ///< its backward graph adds into the `.grad` of a parameter
+  bool owns_gradients = false;  ///< of a parameter it gives out the graph's own memory
+  bool casts = false;           ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
   std::vector<StaticInput> inputs;
   std::vector<StaticOutput> outputs;
   std::vector<OutputStorage> output_storages;  ///< of the outputs that the capture made

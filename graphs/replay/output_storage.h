@@ -15,6 +15,13 @@ namespace sidestream {
 
 /// What became of the storages of outputs.
 struct OutputCounts {
+  OutputCounts& operator+=(const OutputCounts& other) noexcept {
+    reused += other.reused;
+    copied += other.copied;
+    copied_bytes += other.copied_bytes;
+    return *this;
+  }
+
   std::uint64_t reused = 0;  ///< nobody held it: given out again
   std::uint64_t copied = 0;  ///< somebody did: the bytes were copied out first
   std::uint64_t copied_bytes = 0;

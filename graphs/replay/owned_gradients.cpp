@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "runtime/replayed_memory.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -27,7 +28,9 @@ bool is_owned(const LayerParameter& parameter, const at::Tensor& grad) {
 
 /// Its values may go to another tensor: nobody could tell.
 bool held_by_parameter_alone(const LayerParameter& parameter, const at::Tensor& grad) {
-  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
+  // What another graph has given out is held by that graph too, which copies it out before it writes it.
+  const auto holders = [&] { return ReplayedMemory::of(grad.storage().data_ptr()) != nullptr ? 2U : 1U; };
+  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() <= holders() &&
          grad.sizes() == parameter.grad.sizes() && grad.scalar_type() == parameter.grad.scalar_type() &&
          grad.device() == parameter.grad.device() && !grad.requires_grad();
 }
@@ -78,6 +81,9 @@ bool has_gradient_hooks(const at::Tensor& parameter) {
 
 void check_owned_grads(const Layer& layer) {
   for (const LayerParameter& parameter : layer.parameters) {
+    if (parameter.policy != GradientPolicy::accumulated) {
+      continue;
+    }
     if (has_gradient_hooks(parameter.tensor)) {
       throw UsageError(
           "graphed call \"" + layer.spec.name +
@@ -97,6 +103,9 @@ void check_owned_grads(const Layer& layer) {
 void attach_owned_grads(Layer& layer, OutputSet used) {
   const at::NoGradGuard no_grad;
   for (LayerParameter& parameter : layer.parameters) {
+    if (parameter.policy != GradientPolicy::accumulated) {
+      continue;
+    }
     const at::Tensor& grad = parameter.tensor.grad();
     if (grad.defined() ? is_owned(parameter, grad) : (parameter.outputs & used) == 0) {
       continue;

@@ -10,7 +10,7 @@
 
 namespace sidestream {
 
-// With GraphOptions::accumulate_in_graph: the `.grad`s that a layer's backward graph adds into by itself.
+// With GradientPolicy::accumulated: the `.grad`s that a layer's backward graph adds into by itself.
 
 /// Which they are, for one engine: captures that add into the gradient of the same parameter (microbatches in flight, other
 /// shapes) share it. Holds weak references only. Threads: the step's.

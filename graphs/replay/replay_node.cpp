@@ -59,20 +59,20 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
 // A backward that names inputs (autograd::grad, or backward with a list) leaves every other .grad as it is; a graph cannot.
 void ReplayNode::refuse_named_gradients() const {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted != nullptr && !wanted->empty() && chain_->options_.accumulate_in_graph() &&
-      !chain_->layers_[layer_].parameters.empty()) {
+  if (wanted != nullptr && !wanted->empty() && chain_->layers_[layer_].accumulates) {
     throw UsageError(
         chain_->describe(layer_) +
         ": gradients of some inputs alone are asked for (autograd::grad, or backward with inputs), but its " +
-        "backward graph adds into the .grad of its parameters; capture without " + "GraphOptions::accumulate_in_graph");
+        "backward graph adds into the .grad of its parameters; capture without " +
+        "GraphOptions::accumulate_in_graph, or with another policy than accumulated for its parameters");
   }
 }
 
 bool ReplayNode::owns_gradient_of(const at::Tensor& leaf) const {
   const std::vector<LayerParameter>& parameters = chain_->layers_[layer_].parameters;
-  return chain_->options_.accumulate_in_graph() &&
-         std::any_of(parameters.begin(), parameters.end(),
-                     [&](const LayerParameter& parameter) { return parameter.tensor.is_same(leaf); });
+  return std::any_of(parameters.begin(), parameters.end(), [&](const LayerParameter& parameter) {
+    return parameter.policy == GradientPolicy::accumulated && parameter.tensor.is_same(leaf);
+  });
 }
 
 void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
@@ -89,8 +89,8 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
       input.grad_direct = input.grad_is_seed && from != nullptr && from->chain_.get() == this;
     }
   }
-  if (!options_.accumulate_in_graph()) {
-    for (const LayerParameter& parameter : layer.parameters) {
+  for (const LayerParameter& parameter : layer.parameters) {
+    if (parameter.policy != GradientPolicy::accumulated) {
       edges.push_back(torch::autograd::impl::gradient_edge(parameter.tensor));
     }
   }

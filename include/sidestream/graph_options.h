@@ -3,6 +3,9 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <c10/core/Stream.h>
 #include <torch/arg.h>
@@ -14,10 +17,33 @@ class GraphEvent;
 /// Parameters or buffers lie elsewhere than at the capture (load, Module::to): capture anew, or a UsageError.
 enum class OnRelocatedWeights : std::uint8_t { capture, error };
 
+/// What becomes of the gradient of a parameter that a backward graph has computed.
+enum class GradientPolicy : std::uint8_t {
+  cloned,  ///< autograd gets a copy of its own
+  owned,  ///< autograd gets the graph's memory. What somebody still holds of it is copied out before a graph writes it again.
+  accumulated,  ///< the graph adds into `.grad` (see `accumulate_in_graph`)
+};
+
+/// A policy for the parameters that a pattern names.
+struct GradientRule {
+  std::string pattern;
+  GradientPolicy policy = GradientPolicy::cloned;
+};
+
 /// How forward and backward are captured and replayed, by `ss::call` and by make_graphed_callables alike. In brackets: the
 /// reference systems' word. Throws (where it is used): UsageError for a number below its bound, for an event without a
 /// stream, for an event whose stream is the current one, and for `side_streams` beside a stream of the caller's.
 struct GraphOptions {
+  /// Adds a rule for parameters: their dotted names in the engine's model, and behind the name of the call those that only the
+  /// module of a callable has; a tensor that a function reads and no module registers goes by the name of the call. Of rules that
+  /// fit a parameter the last one counts, and without any `accumulate_in_graph` does. A capture keeps the policies that it was
+  /// made with. Throws (at the capture): UsageError for a pattern that fits no parameter.
+  GraphOptions& gradients(std::string pattern, GradientPolicy policy) {
+    gradients_.push_back({std::move(pattern), policy});
+    return *this;
+  }
+  [[nodiscard]] const std::vector<GradientRule>& gradients() const noexcept { return gradients_; }
+
   /// Eager passes before the capture, on the capture stream, offload off [num_warmup_iters]. The sizing pass runs even at 0.
   TORCH_ARG(int64_t, num_warmup_iters) = 3;
   /// Called once before all warm-up passes, on the capture stream [pre_warmup_hook].
@@ -29,7 +55,8 @@ struct GraphOptions {
   /// Keeps saved activations through a backward, so that it can run twice; costs memory [retain_graph_in_backward].
   TORCH_ARG(bool, retain_graph_in_backward) = false;
   /// The backward graph adds into `.grad` itself, the fast way. It then owns those buffers: `.grad` set to none is zeroed and
-  /// attached again at the next replay, another tensor in its place is a UsageError.
+  /// attached again at the next replay, another tensor in its place is a UsageError. The policy `accumulated` for all parameters
+  /// that no rule names.
   TORCH_ARG(bool, accumulate_in_graph) = false;
   /// Side streams that consecutive forward graphs rotate over; at least 1, and 1 where nothing is given. Where `Options::lag` is
   /// not given, copies trail by as many calls.
@@ -46,6 +73,9 @@ struct GraphOptions {
   TORCH_ARG(std::function<bool(bool mine)>, agree_to_capture);
   /// What a replay does where weights were relocated since its capture.
   TORCH_ARG(OnRelocatedWeights, on_relocated_weights) = OnRelocatedWeights::capture;
+
+ private:
+  std::vector<GradientRule> gradients_;
 };
 
 }  // namespace sidestream

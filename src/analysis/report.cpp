@@ -64,6 +64,10 @@ void Report::print(std::ostream& out) const {
     row(out, "outputs held and copied out, a step",
         std::to_string(outputs_copied) + " (" + mebibytes(outputs_copied_bytes) + ")");
   }
+  if (gradients_copied > 0) {
+    row(out, "gradients held and copied out, a step",
+        std::to_string(gradients_copied) + " (" + mebibytes(gradients_copied_bytes) + ")");
+  }
   if (unused_outputs > 0) {
     row(out, "outputs without a gradient, a step", std::to_string(unused_outputs));
   }
@@ -129,6 +133,8 @@ std::string Report::json() const {
                            {"outputs_reused", outputs_reused},
                            {"outputs_copied", outputs_copied},
                            {"outputs_copied_bytes", outputs_copied_bytes},
+                           {"gradients_copied", gradients_copied},
+                           {"gradients_copied_bytes", gradients_copied_bytes},
                            {"unused_outputs", unused_outputs},
                            {"external_bytes", external_bytes},
                            {"graph_bytes", graph_bytes},

@@ -32,6 +32,8 @@ Report full_report() {
   report.outputs_reused = 29;
   report.outputs_copied = 30;
   report.outputs_copied_bytes = 9 << 20;
+  report.gradients_copied = 32;
+  report.gradients_copied_bytes = 15 << 20;
   report.unused_outputs = 31;
   report.external_bytes = 5 << 20;
   report.graph_bytes = 13 << 20;
@@ -76,6 +78,7 @@ TEST(ReportTest, TheTableShowsWhatWasCounted) {
   EXPECT_TRUE(has_line(text, "calls that ran eagerly", "26")) << text;
   EXPECT_TRUE(has_line(text, "outputs given out again", "29")) << text;
   EXPECT_TRUE(has_line(text, "outputs held and copied out", "30 (9.0 MiB)")) << text;
+  EXPECT_TRUE(has_line(text, "gradients held and copied out", "32 (15.0 MiB)")) << text;
   EXPECT_TRUE(has_line(text, "outputs without a gradient", "31")) << text;
   EXPECT_TRUE(has_line(text, "copied again after a write", "2.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "saved and not foreseen by the plan", "9.0 MiB")) << text;
@@ -130,6 +133,8 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   EXPECT_EQ(json.at("outputs_reused"), 29);
   EXPECT_EQ(json.at("outputs_copied"), 30);
   EXPECT_EQ(json.at("outputs_copied_bytes"), 9 << 20);
+  EXPECT_EQ(json.at("gradients_copied"), 32);
+  EXPECT_EQ(json.at("gradients_copied_bytes"), 15 << 20);
   EXPECT_EQ(json.at("unused_outputs"), 31);
   EXPECT_EQ(json.at("external_bytes"), 5 << 20);
   EXPECT_EQ(json.at("graph_bytes"), 13 << 20);

@@ -19,7 +19,7 @@ namespace {
 class OutputProgram : public Program {
  public:
   /// `linked`: each layer takes the output of the one before, so that its memory is used again in the same pass.
-  explicit OutputProgram(const Runtimes& runtimes, bool linked = true)
+  explicit OutputProgram(const Runtimes& runtimes, bool linked = true, const GraphOptions& options = {})
       : runtime_(runtimes.model),
         a_(runtime_->create_stream()),
         b_(runtime_->create_stream()),
@@ -28,7 +28,7 @@ class OutputProgram : public Program {
     if (runtimes.engine != nullptr) {
       engine_.emplace(EngineAccess::engine(*model_, Options(runtime_->device()).offload("layers.*.*").min_bytes(1024),
                                            runtimes.engine));
-      layers_ = graph_stack(*engine_, model_, runtime_->device(), GraphOptions(), linked);
+      layers_ = graph_stack(*engine_, model_, runtime_->device(), options, linked);
     }
     runtime_->synchronize_device();
   }
@@ -183,6 +183,42 @@ class NamedStreamWrites final : public OutputProgram {
   std::vector<at::Tensor> kept_;
 };
 
+/// Gradients of parameters in the graphs' own memory.
+GraphOptions owned_by_graphs() { return GraphOptions().gradients("**", GradientPolicy::owned); }
+
+/// They are kept, by steps on two streams in turn that never meet.
+class OwnedGradientsInTurn final : public OutputProgram {
+ public:
+  explicit OwnedGradientsInTurn(const Runtimes& runtimes)
+      : OutputProgram(runtimes, /*linked=*/true, owned_by_graphs()) {}
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::StreamGuard on_stream(s % 2 == 0 ? a() : b());
+    std::vector<at::Tensor> results;
+    (void)pass(s, results);
+    return results;
+  }
+};
+
+/// Another stream reads them, named by record_stream; nobody holds them.
+class OwnedGradientsNamedStream final : public OutputProgram {
+ public:
+  explicit OwnedGradientsNamedStream(const Runtimes& runtimes)
+      : OutputProgram(runtimes, /*linked=*/true, owned_by_graphs()) {}
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::StreamGuard on_a(a());
+    std::vector<at::Tensor> results;
+    std::vector<at::Tensor> given;
+    (void)pass(s, given);
+    order(a(), b());
+    const c10::StreamGuard on_b(b());
+    for (const at::Tensor& gradient : given) {
+      gradient.record_stream(b());
+      results.push_back(gradient.mul(2));
+    }
+    return results;
+  }
+};
+
 template <class Made>
 NamedProgram named(std::string name) {
   return {std::move(name),
@@ -196,6 +232,8 @@ std::vector<NamedProgram> output_programs() {
           named<StreamsInTurn<true>>("held_streams_in_turn"),
           named<StreamsInTurn<false>>("streams_in_turn"),
           named<NamedStream>("outputs_named_stream"),
+          named<OwnedGradientsInTurn>("owned_gradients_in_turn"),
+          named<OwnedGradientsNamedStream>("owned_gradients_named_stream"),
           named<ReadBeside<false>>("outputs_read_beside"),
           named<ReadBeside<true>>("outputs_read_behind_the_last"),
           named<NamedStreamWrites>("outputs_named_stream_writes")};

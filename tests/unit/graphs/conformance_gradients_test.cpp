@@ -1,0 +1,358 @@
+// What becomes of the gradients of parameters: tests that the reference systems have, under their names, for each policy.
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/module.h>
+#include <torch/optim/sgd.h>
+
+#include "expect_throws.h"
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "runtime/replayed_memory.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::clear_gradients;
+using testing_model::gradients;
+using testing_model::graph_stack;
+using testing_model::layer_stack;
+using testing_model::rows;
+using testing_model::run_stack;
+using testing_model::same;
+using testing_model::StepTensors;
+
+bool is_graph_memory(const at::Tensor& tensor) { return ReplayedMemory::of(tensor.storage().data_ptr()) != nullptr; }
+
+GraphOptions all_by(GradientPolicy policy) { return GraphOptions().gradients("**", policy); }
+
+/// Three linked layers and their plain twin.
+class ConformanceGradientsTest : public testing::TestWithParam<GradientPolicy> {
+ protected:
+  void capture(const GraphOptions& options) {
+    engine_.emplace(*model_, Options(device_).offload("layers.*.fc1").min_bytes(1024));
+    layers_ = graph_stack(*engine_, model_, device_, options);
+  }
+  [[nodiscard]] at::Tensor input(std::int64_t s) const { return rows(s, device_).requires_grad_(true); }
+  at::Tensor loss(std::int64_t s) { return (run_stack(layers_, input(s)) * rows(s, device_, 1)).sum(); }
+  at::Tensor plain_loss(std::int64_t s) { return (plain_->forward(input(s)) * rows(s, device_, 1)).sum(); }
+  [[nodiscard]] std::vector<at::Tensor> take_gradients() {
+    std::vector<at::Tensor> taken;
+    for (at::Tensor& parameter : model_->parameters()) {
+      taken.push_back(parameter.grad());
+      parameter.mutable_grad() = at::Tensor();
+    }
+    return taken;
+  }
+  /// A backward of both models adds the same to their gradients.
+  void expect_same_backward(std::int64_t s) {
+    loss(s).backward();
+    plain_loss(s).backward();
+    EXPECT_TRUE(same(gradients(*model_), gradients(*plain_))) << "step " << s;
+  }
+  static StepTensors values(const std::vector<at::Tensor>& tensors) {
+    StepTensors all;
+    for (const at::Tensor& tensor : tensors) {
+      all.emplace_back("held gradient", tensor);
+    }
+    return all;
+  }
+  std::int64_t gradients_copied(const std::function<void()>& run) {
+    testing_model::in_step(&*engine_, run);
+    return engine_->report().gradients_copied;
+  }
+
+  c10::Device device_ = find_device("sim");
+  torch::nn::Sequential model_ = layer_stack(3, device_);
+  torch::nn::Sequential plain_ = layer_stack(3, device_);
+  std::optional<OffloadEngine> engine_;
+  std::vector<GraphedCallable> layers_;
+};
+
+/// Gradients that the caller may keep.
+using ReturnedGradientsTest = ConformanceGradientsTest;
+
+TEST_P(ReturnedGradientsTest, ReturnsOwnedParameterGrads) {
+  capture(all_by(GetParam()));
+  std::vector<std::vector<at::Tensor>> held;
+  std::vector<StepTensors> then;
+  for (std::int64_t s = 0; s < 4; ++s) {
+    expect_same_backward(s);
+    clear_gradients(*plain_);
+    held.push_back(take_gradients());
+    then.push_back(values(held.back()));
+  }
+  for (std::size_t s = 0; s < held.size(); ++s) {
+    EXPECT_TRUE(same(values(held[s]), then[s])) << "held since step " << s;
+    for (std::size_t i = 0; s > 0 && i < held[s].size(); ++i) {
+      EXPECT_NE(held[s][i].const_data_ptr(), held[s - 1][i].const_data_ptr());
+    }
+  }
+}
+
+TEST_P(ReturnedGradientsTest, AHeldOneOutlivesItsEngine) {
+  capture(all_by(GetParam()));
+  loss(0).backward();
+  const std::vector<at::Tensor> held = take_gradients();
+  const StepTensors then = values(held);
+  loss(1).backward();
+  const std::vector<at::Tensor> latest = take_gradients();
+  const StepTensors then_latest = values(latest);
+  layers_.clear();
+  engine_.reset();
+  EXPECT_TRUE(same(values(held), then));
+  EXPECT_TRUE(same(values(latest), then_latest));
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, ReturnedGradientsTest,
+                         testing::Values(GradientPolicy::cloned, GradientPolicy::owned));
+
+using AddedUpGradientsTest = ConformanceGradientsTest;
+
+TEST_P(AddedUpGradientsTest, AccumulatesOwnedParameterGrads) {
+  capture(all_by(GetParam()));
+  for (std::int64_t s = 0; s < 6; ++s) {
+    expect_same_backward(s);
+    if (s % 3 == 2) {
+      clear_gradients(*model_);
+      clear_gradients(*plain_);
+    }
+  }
+}
+
+TEST_P(AddedUpGradientsTest, TrainsWithGradientsThatAreZeroedInPlace) {
+  capture(all_by(GetParam()));
+  torch::optim::SGD mine(model_->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  torch::optim::SGD plain(plain_->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  for (std::int64_t s = 0; s < 5; ++s) {
+    expect_same_backward(s);
+    for (torch::optim::SGD* optimizer : {&mine, &plain}) {
+      optimizer->step();
+      optimizer->zero_grad(/*set_to_none=*/s == 2);
+    }
+  }
+}
+
+TEST_P(AddedUpGradientsTest, ASecondBackwardOfAKeptGraph) {
+  capture(all_by(GetParam()).retain_graph_in_backward(true));
+  for (std::int64_t s = 0; s < 3; ++s) {
+    const at::Tensor mine = loss(s);
+    const at::Tensor plain = plain_loss(s);
+    for (const bool keep : {true, false}) {
+      mine.backward({}, keep);
+      plain.backward({}, keep);
+    }
+    EXPECT_TRUE(same(gradients(*model_), gradients(*plain_))) << "step " << s;
+    clear_gradients(*model_);
+    clear_gradients(*plain_);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, AddedUpGradientsTest,
+                         testing::Values(GradientPolicy::cloned, GradientPolicy::owned, GradientPolicy::accumulated));
+
+using GradientPolicyTest = ConformanceGradientsTest;
+
+TEST_F(GradientPolicyTest, CanSkipParameterGradClone) {
+  capture(all_by(GradientPolicy::owned));
+  expect_same_backward(0);
+  std::vector<const void*> places;
+  for (const at::Tensor& parameter : model_->parameters()) {
+    EXPECT_TRUE(is_graph_memory(parameter.grad())) << "autograd takes over what it is given";
+    places.push_back(parameter.grad().const_data_ptr());
+  }
+  for (std::int64_t s = 1; s < 4; ++s) {
+    clear_gradients(*model_);
+    clear_gradients(*plain_);
+    EXPECT_EQ(gradients_copied([&] { expect_same_backward(s); }), 0);
+    std::size_t next = 0;
+    for (const at::Tensor& parameter : model_->parameters()) {
+      EXPECT_EQ(parameter.grad().const_data_ptr(), places[next++]);
+    }
+  }
+}
+
+TEST_F(GradientPolicyTest, ClonesAreNoGraphsMemory) {
+  capture({});
+  expect_same_backward(0);
+  for (const at::Tensor& parameter : model_->parameters()) {
+    EXPECT_FALSE(is_graph_memory(parameter.grad()));
+  }
+}
+
+TEST_F(GradientPolicyTest, WhatIsHeldIsCopiedOutOnce) {
+  capture(all_by(GradientPolicy::owned));
+  expect_same_backward(0);
+  const auto count = static_cast<std::int64_t>(model_->parameters().size());
+  EXPECT_EQ(gradients_copied([&] { expect_same_backward(1); }), count) << "they are added into";
+  EXPECT_EQ(gradients_copied([&] { expect_same_backward(2); }), 0) << "by now they have memory of their own";
+}
+
+TEST_F(GradientPolicyTest, WhatIsHeldOutlivesAForwardAlone) {
+  capture(all_by(GradientPolicy::owned));
+  expect_same_backward(0);
+  const std::vector<at::Tensor> held = take_gradients();
+  const StepTensors then = values(held);
+  for (std::size_t layers = 1; layers <= 3; ++layers) {  // their temporaries lie where the pool had room
+    at::Tensor h = input(static_cast<std::int64_t>(layers));
+    for (std::size_t i = 0; i < layers; ++i) {
+      h = layers_[i]({h})[0];
+    }
+    EXPECT_TRUE(same(values(held), then)) << "behind " << layers << " forwards";
+  }
+}
+
+TEST_F(GradientPolicyTest, PreservesSkippedParameterGradAlias) {
+  capture(GraphOptions()
+              .gradients("**", GradientPolicy::owned)
+              .gradients("*.fc2", GradientPolicy::accumulated)
+              .gradients("1.*", GradientPolicy::cloned));
+  std::vector<at::Tensor> first;
+  for (std::int64_t s = 0; s < 4; ++s) {
+    expect_same_backward(s);
+    std::size_t next = 0;
+    for (const auto& item : model_->named_parameters()) {
+      const at::Tensor& grad = item.value().grad();
+      if (s == 0) {
+        first.push_back(grad);
+      }
+      const bool cloned = item.key().rfind("1.", 0) == 0;
+      const bool accumulated = !cloned && item.key().find("fc2") != std::string::npos;
+      EXPECT_EQ(is_graph_memory(grad), !cloned && !accumulated) << item.key();
+      if (accumulated) {
+        EXPECT_TRUE(grad.is_same(first[next])) << item.key() << ": the graph's own .grad, whatever is set to none";
+      }
+      ++next;
+    }
+    clear_gradients(*model_);
+    clear_gradients(*plain_);
+  }
+}
+
+TEST_F(GradientPolicyTest, SnapshotsGradientPolicy) {
+  GraphOptions options = all_by(GradientPolicy::owned);
+  capture(options);
+  options.gradients("**", GradientPolicy::cloned);
+  expect_same_backward(0);
+  const auto all_owned = [&] {
+    for (const at::Tensor& parameter : model_->parameters()) {
+      EXPECT_TRUE(is_graph_memory(parameter.grad()));
+    }
+  };
+  all_owned();
+  clear_gradients(*model_);
+  clear_gradients(*plain_);
+  for (at::Tensor& parameter : model_->parameters()) {  // a capture in place of the first keeps its policies
+    parameter.set_data(parameter.detach().clone());
+  }
+  expect_same_backward(1);
+  all_owned();
+}
+
+TEST_F(GradientPolicyTest, HooksSeeWhatIsGivenOutAndMayKeepIt) {
+  capture(all_by(GradientPolicy::owned));
+  std::vector<at::Tensor> seen;
+  model_->parameters()[1].register_hook([&](const at::Tensor& grad) { seen.push_back(grad); });
+  StepTensors then;
+  for (std::int64_t s = 0; s < 3; ++s) {
+    expect_same_backward(s);
+    then.emplace_back("held gradient", seen.back());
+    clear_gradients(*model_);
+    clear_gradients(*plain_);
+  }
+  EXPECT_TRUE(same(values(seen), then));
+}
+
+TEST_F(GradientPolicyTest, AccumulatedOnesAloneRefuseHooksAndNamedGradients) {
+  const at::Tensor hooked = model_->parameters()[2];
+  const auto handle = hooked.register_hook([](const at::Tensor& grad) { return grad; });
+  EXPECT_THROWS(UsageError, "gradient hooks", capture(all_by(GradientPolicy::accumulated)));
+  capture(GraphOptions().accumulate_in_graph(true).gradients("0.fc2", GradientPolicy::owned));
+  expect_same_backward(0);
+  EXPECT_THROWS(UsageError, "gradients of some inputs alone", {
+    const at::Tensor x = input(1);
+    (void)torch::autograd::grad({(run_stack(layers_, x) * rows(1, device_, 1)).sum()}, {x});
+  });
+  hooked.remove_hook(handle);
+}
+
+TEST_F(GradientPolicyTest, APatternThatFitsNoParameterIsRefused) {
+  EXPECT_THROWS(UsageError, "fits no parameter", capture(GraphOptions().gradients("0.fc3", GradientPolicy::owned)));
+  EXPECT_THROWS(UsageError, "empty component", capture(GraphOptions().gradients("0..fc2", GradientPolicy::owned)));
+  capture(all_by(GradientPolicy::owned));
+  expect_same_backward(0);
+}
+
+TEST_F(GradientPolicyTest, OneGradientOfSeveralParametersIsEachOnesOwn) {
+  torch::nn::Module none;
+  OffloadEngine engine(none, Options(device_));
+  const at::Tensor a = rows(7, device_).requires_grad_(true);
+  const at::Tensor b = rows(8, device_).requires_grad_(true);
+  const at::Tensor c = rows(9, device_).slice(0, 0, 1).clone().requires_grad_(true);
+  const TensorFunction body = [=](const Tensors& in) { return Tensors{in[0] + a + b, (in[0] * c).sum()}; };
+  const TensorFunction graphed = make_graphed_callables(engine, {Callable("sums", owning(body))}, {{input(0)}},
+                                                        GraphOptions().gradients("sums", GradientPolicy::owned))[0];
+  const auto run = [&](const TensorFunction& function) {
+    StepTensors all;
+    std::vector<at::Tensor> held;
+    for (std::int64_t s = 0; s < 4; ++s) {
+      const at::Tensor x = input(s);
+      const Tensors out = function({x});
+      ((out[0] * rows(s, device_, 1)).sum() + out[1] * 3).backward();
+      for (const at::Tensor& tensor : {a, b, c}) {
+        if (s == 2) {
+          tensor.mutable_grad().mul_(2);  // the gradients of a and b are no aliases
+        }
+        held.push_back(tensor.grad());
+        tensor.mutable_grad() = at::Tensor();
+      }
+      all.emplace_back("input", x.grad());
+    }
+    for (const at::Tensor& tensor : held) {
+      all.emplace_back("held", tensor);
+    }
+    return all;
+  };
+  EXPECT_TRUE(same(run(graphed), run(body)));
+}
+
+TEST_F(GradientPolicyTest, OutputsThatLeadToNoneGiveNone) {
+  torch::nn::Module none;
+  OffloadEngine engine(none, Options(device_));
+  const at::Tensor a = rows(7, device_).requires_grad_(true);
+  const at::Tensor b = rows(8, device_).requires_grad_(true);
+  const TensorFunction body = [=](const Tensors& in) { return Tensors{in[0] * a, in[0] * b}; };
+  const TensorFunction graphed =
+      make_graphed_callables(engine, {Callable("two", owning(body))}, {{input(0)}}, all_by(GradientPolicy::owned))[0];
+  for (std::int64_t s = 0; s < 4; ++s) {
+    graphed({input(s)})[static_cast<std::size_t>(s % 2)].sum().backward();
+    EXPECT_EQ(a.grad().defined(), s % 2 == 0);
+    EXPECT_EQ(b.grad().defined(), s % 2 == 1);
+    EXPECT_TRUE(at::equal((s % 2 == 0 ? a : b).grad().cpu(), rows(s, device_).cpu()));
+    a.mutable_grad() = b.mutable_grad() = at::Tensor();
+  }
+}
+
+TEST_F(GradientPolicyTest, MixedPoliciesAreVerified) {
+  engine_.emplace(*model_, Options(device_).verify_replays(4));
+  layers_ = graph_stack(*engine_, model_, device_,
+                        GraphOptions()
+                            .gradients("**", GradientPolicy::owned)
+                            .gradients("*.fc1", GradientPolicy::accumulated)
+                            .gradients("*.fc2", GradientPolicy::cloned));
+  for (std::int64_t s = 0; s < 14; ++s) {
+    testing_model::in_step(&*engine_, [&] { expect_same_backward(s); });
+  }
+  EXPECT_GE(engine_->report().verified_backwards, 12);
+}
+
+}  // namespace
+}  // namespace sidestream
