@@ -87,7 +87,24 @@ void CallTable::check_patterns() {
   if (!tree_.selected().empty() && !tree_.selected().matches("")) {
     tree_.selected().require_each_matches(tree_.names());
   }
+  if (!tree_.delayed().empty() && !tree_.delayed().matches("")) {
+    check_delayed();
+  }
   patterns_match_ = true;
+}
+
+void CallTable::check_delayed() const {
+  std::vector<std::string> eager = tree_.selected_names();
+  eager.erase(
+      std::remove_if(eager.begin(), eager.end(), [&](const std::string& name) { return in_graphed_call(name); }),
+      eager.end());
+  try {
+    tree_.delayed().require_each_matches(eager);
+  } catch (const UsageError& error) {
+    throw UsageError(
+        std::string("Options::delay, of the scopes that Options::offload names outside of graphed calls: ") +
+        error.what());
+  }
 }
 
 void CallTable::drop_variants() {

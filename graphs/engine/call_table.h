@@ -77,6 +77,8 @@ class CallTable {
   }
 
  private:
+  /// Throws: as check_patterns, for Options::delay.
+  void check_delayed() const;
   void learn_names();
 
   torch::nn::Module& model_;

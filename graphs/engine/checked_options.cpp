@@ -96,6 +96,11 @@ Options checked_options(Options options) {
   if (options.groups_in_flight() && *options.groups_in_flight() < 0) {
     throw UsageError("groups_in_flight is negative; it must be 0 or more");
   }
+  if (!options.delay_patterns().empty() && options.offload_patterns().empty()) {
+    throw UsageError(
+        "delay is given without offload: it says which of the groups that leave wait for the next graph; name them in "
+        "Options::offload as well");
+  }
   if (options.check_steps() == 0) {
     options.check_steps(count_by_environment("SIDESTREAM_CHECK_STEPS", "steps"));
   }

@@ -1,6 +1,7 @@
 #include "graphs/engine/eager_plan.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <c10/util/irange.h>
 
@@ -27,7 +28,12 @@ void EagerPlan::learn(const Recorder& recorder, const std::vector<GroupEvent>& o
       selected[*saver] += profile_.groups[*saver].selected ? storage.bytes : 0;
     }
   }
-  window_ = EagerOffload::window_for(selected, limits);
+  learn_runs(selected);
+  std::vector<std::uint64_t> at_once = runs_;
+  for (std::size_t group = 0; group < selected.size(); ++group) {
+    at_once.push_back(scopes_[group]->delayed ? 0 : selected[group]);
+  }
+  window_ = EagerOffload::window_for(at_once, limits);
   note_ = limits.lag && *limits.lag < window_.copies.lag ? "Options::lag of " + std::to_string(*limits.lag) +
                                                                " bytes is less than the largest eager group saves; " +
                                                                std::to_string(window_.copies.lag) + " are used"
@@ -37,6 +43,25 @@ void EagerPlan::learn(const Recorder& recorder, const std::vector<GroupEvent>& o
     profile_.groups[group].needed_immediately = turning[group] && profile_.groups[group].selected;
   }
   state_ = State::sized;
+}
+
+// Of a sizing step: in a later one replays leave no groups between those that are delayed.
+void EagerPlan::learn_runs(const std::vector<std::uint64_t>& selected) {
+  if (state_ != State::unsized) {
+    return;
+  }
+  runs_.clear();
+  bool in_run = false;
+  for (std::size_t group = 0; group < selected.size(); ++group) {
+    if (profile_.groups[group].captured_later) {
+      in_run = false;
+    } else if (scopes_[group]->delayed) {
+      if (!std::exchange(in_run, true)) {
+        runs_.push_back(0);
+      }
+      runs_.back() += selected[group];
+    }
+  }
 }
 
 bool EagerPlan::takes_along(const c10::StorageImpl* storage) const {

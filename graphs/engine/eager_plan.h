@@ -49,10 +49,14 @@ class EagerPlan {
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
 
  private:
+  /// What each run of delayed groups saves between two calls that graphs take over: it trails as one group would.
+  void learn_runs(const std::vector<std::uint64_t>& selected);
+
   State state_ = State::unsized;
   Profile profile_;
   std::vector<const ScopeNode*> scopes_;   ///< of the profile's groups
   std::vector<SavedIdentity> identities_;  ///< of the profile's storages
+  std::vector<std::uint64_t> runs_;        ///< of delayed groups, in bytes: of the sizing step
   GroupWindow window_;
   std::string note_;  ///< on the window
   Plan plan_;

@@ -36,6 +36,7 @@ struct EngineResources {
             &capture_stream,
             mover,
             capture_offload,
+            eager,
             options.progress(),
             &owned_gradients,
             &model,

@@ -37,6 +37,7 @@ std::shared_ptr<MemoryPool> make_pool(const std::shared_ptr<Runtime>& runtime) {
 //                S: wait fork, wait for the copies that this graph must be behind, launch
 //                D: for each group: wait ready(n, group), copy   then record left(n)
 //                M: wait done(n)
+//                (eager groups that were delayed leave between launch and M's wait, here and below: Note [Eager choreography])
 //   backward n   M: (if a gradient has another address: copy)  record fork
 //                S: wait fork, wait for the copies that this graph must be behind
 //                H: (what is due to come back: n if it is not here, and layers below) wait for S, copy k, record back(k)
@@ -73,6 +74,7 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
       fork_(runtime_->create_event()),
       whole_stream_(runtime_->create_event()),
       pool_(make_pool(runtime_)),
+      eager_(resources.eager),
       copies_(runtime_, resources.mover, layers_),
       use_(runtime_, *pool_) {
   if (options.cuda_graph_stream()) {
@@ -144,6 +146,7 @@ void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& do
   } else {
     runtime_->launch(graph, side);
   }
+  eager_->graph_launched();
   ++counts_.replays;
   const c10::Stream main = runtime_->current_stream();
   if (options_.cuda_graph_stream() && !options_.cuda_graph_event()) {

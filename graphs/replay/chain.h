@@ -18,6 +18,7 @@
 #include "graphs/replay/released_outputs.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
+#include "offload/eager_offload.h"
 #include "offload/exclusions.h"
 #include "offload/scope_tree.h"
 #include "runtime/draw_order.h"
@@ -56,6 +57,7 @@ struct GraphResources {
   const OwnedStream* capture_stream = nullptr;  ///< one for all captures: pool blocks are keyed by stream
   std::shared_ptr<GroupMover> mover;
   std::shared_ptr<CaptureOffload> offload;
+  std::shared_ptr<EagerOffload> eager;
   ProgressCallback progress;  ///< empty: nobody listens
   OwnedGradients* owned_gradients = nullptr;
   const torch::nn::Module* model = nullptr;  ///< whose parameters have names; null where there is none
@@ -173,6 +175,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   ReleasedOutputs released_;
   std::vector<std::size_t> gave_gradients_;  ///< layers whose memory was given out since, the highest first
   std::size_t highest_given_ = 0;  ///< no layer above has given out outputs since a forward below it was launched
+  std::shared_ptr<EagerOffload> eager_;
   ChainCopies copies_;
   PoolUse use_;
   Counts counts_;

@@ -33,6 +33,16 @@ class Options {
     offload_.push_back(patterns);
     return *this;
   }
+  /// Adds a pattern (or a comma list) of scopes outside of graphed calls that leave behind the next graph: their copies to the host
+  /// are queued when the next forward or backward of a graphed call has been launched, so that they run beside it and not beside the
+  /// eager work, or the host's reads of the device, in between [delay_offload_until_cuda_graph]. Until then they stay, as far as
+  /// `lag` allows. What no graph follows leaves at the step's end, and what its backward needs before that stays where it is. In
+  /// sizing steps, and where a group saves what a graph writes anew, it leaves at once. Each pattern must match a scope that
+  /// `offload` names.
+  Options& delay(const std::string& patterns) {
+    delay_.push_back(patterns);
+    return *this;
+  }
   /// Adds a pattern (or a comma list) of `ss::call` names that are captured into graphs.
   Options& graph(const std::string& patterns) {
     graph_.push_back(patterns);
@@ -41,6 +51,7 @@ class Options {
 
   [[nodiscard]] c10::Device device() const { return device_; }
   [[nodiscard]] const std::vector<std::string>& offload_patterns() const { return offload_; }
+  [[nodiscard]] const std::vector<std::string>& delay_patterns() const { return delay_; }
   [[nodiscard]] const std::vector<std::string>& graph_patterns() const { return graph_; }
 
   /// Hard cap on pinned host bytes; groups that do not fit stay on the device and the report says which. Where it is left as it
@@ -57,7 +68,7 @@ class Options {
   /// turns round within it never leaves. Raised to the largest call's or group's bytes where it is less. None: as much as the
   /// largest calls of a chain save, as many as `side_streams`, else two; on a device with a clock more, where by the measured link
   /// and the calls' times forwards would else wait for copies and need not with up to half of what is to leave. Of groups: as much
-  /// as the two largest.
+  /// as the two largest; those that are delayed (see `delay`) and lie between the same graphed calls count as one.
   TORCH_ARG(std::optional<std::size_t>, lag);
   /// How many device bytes may be back before the backward that needs them, beyond those of `lag` that are free by then. The next
   /// call's, or group's, are always brought back while a backward runs. None: of calls, what the measured link and times gain by,
@@ -93,6 +104,7 @@ class Options {
  private:
   c10::Device device_;
   std::vector<std::string> offload_;
+  std::vector<std::string> delay_;
   std::vector<std::string> graph_;
 };
 

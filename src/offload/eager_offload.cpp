@@ -19,6 +19,7 @@ namespace sidestream {
 //
 //   scope of g ends      M: (gather the small storages of g into a block, which leaves in their place; let go of them)
 //                        M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
+//     or, delayed        (behind the launch of the next graph, or when the lag is exceeded, or at the step's end: the same)
 //   later groups end     M: wait offloaded(g), once they and g exceed the lag; then g's sources are let go: M may use their memory
 //   a group ends, or is  M: allocate g, record fork   H: wait fork, copy g, record reloaded(g)
 //   used for the first time
@@ -43,6 +44,10 @@ namespace sidestream {
 // nothing is won by holding it until M is behind the copy: it is let go of at once, and D named as its user. The chain copies out what
 // is held before its memory is used again, and waits for who was named (Note [Outputs are ordinary tensors]). A group that is
 // needed before it was let go of, and of which something went so, is let go of first, and comes back behind that.
+//
+// A delayed group's fork is recorded when it leaves, and not when its scope ends: M holds no less by then, and does not wait for
+// the graph yet, so the copies run beside it. Until then its slot holds the sources. What graphs write anew is never delayed: the
+// graph that it would wait for may be the one that writes it.
 //
 // Where a step saves on several streams, each is an M: D and H fork from all that saved of g. The first of them waits for
 // offloaded(g); for the others the allocator is told of every stream that has saved in the step, as autograd alone would hold a
@@ -197,7 +202,9 @@ void EagerOffload::group_ended(Group& group) {
   }
   bytes.held += bytes.leaving;
   order_.ended(bytes);
-  if (!slot.sources.empty()) {
+  if (is_delayed(group, slot)) {
+    delay(slot);
+  } else if (!slot.sources.empty()) {
     send(slot);
   }
   trail(slot, bytes.held);
@@ -290,7 +297,10 @@ void EagerOffload::trail(Slot& slot, std::uint64_t bytes) {
 }
 
 void EagerOffload::let_go_of_oldest() {
-  const Slot& slot = *trailing_.front().slot;
+  Slot& slot = *trailing_.front().slot;
+  if (slot.state == Slot::State::delayed) {
+    send_delayed(slot);
+  }
   if (slot.state == Slot::State::leaving) {
     mover_->await(slot.savers.front(), *slot.offloaded);
   }
@@ -335,7 +345,7 @@ void EagerOffload::drop_sources() {
 void EagerOffload::end_step() {
   const std::lock_guard lock(mutex_);
   order_.end(window_);
-  if (!copied_ && dropped_.empty()) {
+  if (!copied_ && dropped_.empty() && delayed_.empty()) {
     trailing_.clear();
     trailing_bytes_ = 0;
     return;
@@ -345,6 +355,7 @@ void EagerOffload::end_step() {
     ended_ = std::move(unoffloaded_);
   }
   try {
+    send_delayed();
     while (!trailing_.empty()) {
       let_go_of_oldest();
     }
@@ -352,6 +363,9 @@ void EagerOffload::end_step() {
     mover_->join(step_streams_);
   } catch (...) {
     mover_->settle();
+    while (!delayed_.empty()) {
+      keep_delayed(*delayed_.front());
+    }
     while (!trailing_.empty()) {
       drop_sources();
     }

@@ -1,4 +1,5 @@
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -22,7 +23,8 @@ namespace sidestream {
 /// Offloads and reloads groups of eager steps: to the host when their scope ends; back as early as lag and lookahead allow where the
 /// step before went the same way, else in reverse order, one group ahead.
 ///
-/// eager_offload.cpp holds the window and what trails, eager_reload.cpp what brings groups back. Ordering: see
+/// eager_offload.cpp holds the window and what trails, eager_delay.cpp what waits for the next graph, eager_reload.cpp what brings
+/// groups back. Ordering: see
 /// Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
 /// Threads: see StorageMover; one mutex, never held while user code runs.
 class EagerOffload final : public StorageMover {
@@ -53,6 +55,14 @@ class EagerOffload final : public StorageMover {
   /// The current stream, and those that saved in the step, wait for all its copies; all that was held for them is let go.
   void end_step();
 
+  /// A graph of the engine was launched, and the current stream does not wait for it yet: the groups that were delayed until now
+  /// leave beside it. Where there are none, it costs one load.
+  void graph_launched() {
+    if (any_delayed_.load(std::memory_order_relaxed)) {
+      send_delayed();
+    }
+  }
+
   void saved_or_released() override;
   void group_ended(Group& group) override;
   c10::Storage fetch(SavedStorage& storage) override;
@@ -66,6 +76,7 @@ class EagerOffload final : public StorageMover {
   struct Slot {
     enum class State : std::uint8_t {
       here,     ///< nothing of it left
+      delayed,  ///< its D2H is issued behind the next graph
       leaving,  ///< its D2H was issued
       away,     ///< its sources were let go
       back      ///< its H2D was issued
@@ -98,6 +109,14 @@ class EagerOffload final : public StorageMover {
   std::shared_ptr<SavedStorage> gather(Group& group);
   /// Queues the copies of its sources.
   void send(Slot& slot);
+  /// True for a group whose copies out wait for the next graph.
+  [[nodiscard]] bool is_delayed(const Group& group, const Slot& slot) const;
+  void delay(Slot& slot);
+  void send_delayed();
+  /// Its turn to leave has come, whatever was launched.
+  void send_delayed(Slot& slot);
+  /// Backward needs it before it has left: it stays where it is.
+  void keep_delayed(Slot& slot) noexcept;
   void trail(Slot& slot, std::uint64_t bytes);
   void let_go_of_oldest();
   /// What the group of `slot` left from goes now, whatever the lag.
@@ -133,6 +152,8 @@ class EagerOffload final : public StorageMover {
   std::size_t first_slot_ = 0;      ///< of this step
   std::vector<Trailing> trailing_;  ///< the oldest first
   std::uint64_t trailing_bytes_ = 0;
+  std::vector<Slot*> delayed_;  ///< the oldest first
+  std::atomic<bool> any_delayed_ = false;
   /// Of the reload that is being queued.
   std::vector<std::shared_ptr<SavedStorage>> returning_;
   std::vector<c10::Storage> dropped_;  ///< reloaded, never used, H2D perhaps in flight

@@ -110,6 +110,9 @@ void EagerOffload::use(std::size_t number) {
   Slot& slot = slots_[number];
   slot.used = true;
   set_in_flight(slot, 0);
+  if (slot.state == Slot::State::delayed) {
+    keep_delayed(slot);
+  }
   if (slot.state == Slot::State::here) {  // it turned round
     const auto is_it = [&](const Trailing& trailing) { return trailing.slot == &slot; };
     if (const auto found = std::find_if(trailing_.begin(), trailing_.end(), is_it); found != trailing_.end()) {

@@ -15,6 +15,7 @@ struct ScopeNode {
   std::string name;  ///< full, dotted; empty for the root
   std::string_view component;
   bool selected = false;  ///< the offload patterns name it
+  bool delayed = false;   ///< Options::delay does
   SiteName site;          ///< the name again, for sites
   std::vector<ScopeNode*> children;
 };
@@ -23,8 +24,8 @@ struct ScopeNode {
 /// Threads: one at a time.
 class ScopeTree {
  public:
-  /// `selected` says which names leave the device.
-  explicit ScopeTree(NamePatterns selected);
+  /// `selected` says which names leave the device, `delayed` which of them behind the next graph.
+  explicit ScopeTree(NamePatterns selected, NamePatterns delayed = {});
 
   [[nodiscard]] ScopeNode* root() noexcept { return root_; }
   /// The child of `parent` called `component`, made on first use. A call's name may hold dots.
@@ -32,9 +33,13 @@ class ScopeTree {
   /// The names of all nodes but the root, in the order they were first entered.
   [[nodiscard]] std::vector<std::string> names() const;
   [[nodiscard]] const NamePatterns& selected() const noexcept { return selected_; }
+  [[nodiscard]] const NamePatterns& delayed() const noexcept { return delayed_; }
+  /// The names of those that leave the device.
+  [[nodiscard]] std::vector<std::string> selected_names() const;
 
  private:
   NamePatterns selected_;
+  NamePatterns delayed_;
   std::deque<ScopeNode> nodes_;
   ScopeNode* root_;
 };

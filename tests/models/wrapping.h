@@ -16,6 +16,7 @@ struct Wrapping {
   std::int64_t side_streams = 2;
   bool accumulate = false;
   std::size_t gather_below = 0;  ///< where given, what has fewer bytes leaves in blocks
+  std::string delay = {};        ///< what of `offload` leaves behind the next graph
 
   [[nodiscard]] Options options(c10::Device device, std::size_t min_bytes) const {
     Options result(device);
@@ -24,6 +25,9 @@ struct Wrapping {
         .graph_options(GraphOptions().side_streams(side_streams).accumulate_in_graph(accumulate));
     if (!graph.empty()) {
       result.graph(graph);
+    }
+    if (!delay.empty()) {
+      result.delay(delay);
     }
     return result;
   }
@@ -39,7 +43,8 @@ struct Wrapping {
           {"graphs_4", "blocks.*", "blocks.*.*", 4},
           {"graphs_accumulating", "blocks.*", "blocks.*.fc1,blocks.*.core_attn,blocks.*.proj", 2, true},
           {"mixed_1", "blocks.0,blocks.3", "**", 1},
-          {"mixed_2", "blocks.1,blocks.2,blocks.4", "**", 2}};
+          {"mixed_2", "blocks.1,blocks.2,blocks.4", "**", 2},
+          {"mixed_delayed", "blocks.1,blocks.3", "blocks.*.*", 2, false, 0, "blocks.*.*"}};
 }
 
 inline void PrintTo(const Wrapping& value, std::ostream* out) { *out << value.name; }

@@ -48,6 +48,7 @@ TEST(OptionTest, WhatMakesNoSenseIsRefusedWhenTheEngineIsMade) {
        graphs(GraphOptions().cuda_graph_event(std::make_shared<GraphEvent>(device)))},
       {"max_captures is 0", Options(device).call_options(CallOptions().max_captures(0))},
       {"groups_in_flight is negative", Options(device).groups_in_flight(-1)},
+      {"delay is given without offload", Options(device).delay("blocks.*.mlp")},
       {"check_steps is negative", Options(device).check_steps(-1)},
   };
   torch::nn::Module model;
