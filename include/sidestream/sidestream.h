@@ -4,6 +4,7 @@
 #include "sidestream/capture_time_hooks.h"
 #include "sidestream/clip_grad.h"
 #include "sidestream/device.h"
+#include "sidestream/device_flag.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graph_event.h"
