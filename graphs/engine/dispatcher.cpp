@@ -158,7 +158,7 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       continue;
     }
     if (chain.ready(variant.layer)) {
-      replay(variant, request, outputs);
+      replay(variant, variant.layer, request, outputs);
       *request.structure = variant.structure.get();
       return;
     }
@@ -186,8 +186,9 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
     throw UsageError(describe(site) + ": replayed after reset; capture it again");
   }
   ChainHolder& holder = *only.holder;
-  const Layer* layer = &holder.chain->layers()[only.layer];
-  FactsChange change = holder.chain->change(only.layer);
+  std::size_t place = holder.place_of(only.layer);
+  const Layer* layer = &holder.chain->layers()[place];
+  FactsChange change = holder.chain->change(place);
   if (change.training || change.options) {
     run_eagerly(site, request, outputs);
     return;
@@ -201,7 +202,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   }
   const bool lost = !layer->forward;  // by a capture that failed in its place
   if (change.layout) {
-    throw UsageError(describe(site) + ": " + holder.chain->difference(only.layer) +
+    throw UsageError(describe(site) + ": " + holder.chain->difference(place) +
                      " at the capture; make_graphed_callables again with samples for the model as it is");
   }
   if ((lost || change.any()) && holder.chain->options().on_relocated_weights() == OnRelocatedWeights::capture &&
@@ -212,22 +213,24 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
       return;
     }
     chains_.recapture(holder);
-    change = holder.chain->change(only.layer);
+    place = holder.place_of(only.layer);
+    change = holder.chain->change(place);
   }
   if (change.any()) {
     throw UsageError(describe(site) + ": a parameter or buffer was relocated since the capture, or is another (" +
-                     holder.chain->difference(only.layer) +
+                     holder.chain->difference(place) +
                      "); capture again, or let it do so itself while no backward is pending "
                      "(GraphOptions::on_relocated_weights)");
   }
-  replay(only, request, outputs);
+  replay(only, place, request, outputs);
 }
 
-void Dispatcher::replay(const CallVariant& variant, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
+void Dispatcher::replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
+                        detail::TensorBuffer& outputs) {
   if (verification_ != nullptr) {
-    verification_->forward(variant.holder->chain, variant.layer, request, outputs);
+    verification_->forward(variant.holder->chain, layer, request, outputs);
   } else {
-    variant.holder->chain->forward(variant.layer, request.inputs, outputs);
+    variant.holder->chain->forward(layer, request.inputs, outputs);
   }
 }
 

@@ -60,7 +60,9 @@ class Dispatcher {
                        detail::TensorBuffer& outputs);
   void replay_callable(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                        detail::TensorBuffer& outputs);
-  void replay(const CallVariant& variant, const detail::CallRequest& request, detail::TensorBuffer& outputs);
+  /// `layer`: of its chain as it is now.
+  void replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
+              detail::TensorBuffer& outputs);
   /// `variant` would fit, but its weights were relocated or replaced in the middle of a step.
   void run_beside_stale_capture(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
                                 const CallVariant& variant);

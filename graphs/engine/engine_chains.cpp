@@ -4,6 +4,8 @@
 #include <optional>
 #include <string>
 
+#include <ATen/ops/zeros_like.h>
+
 #include "graphs/capture/call_modes_guard.h"
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/call_table.h"
@@ -84,14 +86,30 @@ void EngineChains::add(const std::shared_ptr<ChainHolder>& holder) {
 
 void EngineChains::recapture(ChainHolder& holder) {
   const CaptureModesGuard modes(resources_.runtime->device().type());
+  const std::vector<Layer>& layers = holder.chain->layers();
   std::vector<LayerSpec> specs;
-  for (const Layer& layer : holder.chain->layers()) {
+  std::vector<std::size_t> place(layers.size());  // of each layer now, among those that are left
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const Layer& layer = layers[l];
+    place[l] = specs.size();
+    if (layer.released) {
+      continue;
+    }
     LayerSpec spec = layer.spec;
     spec.state.modules = layer.spec.state.modules.as_now();
     for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
       const StaticInput& held = layer.inputs[i];
       if (!held.from && !held.same_as_earlier && held.tensor.defined()) {
         spec.inputs[i].sample = held.tensor.detach().requires_grad_(held.requires_grad);
+      }
+      std::optional<Link>& from = spec.inputs[i].from;
+      if (from && !layers[from->layer].released) {
+        from->layer = place[from->layer];
+      } else if (from) {  // the memory that the input was linked to may hold anything
+        from.reset();
+        if (held.tensor.defined()) {
+          spec.inputs[i].sample = at::zeros_like(held.tensor).requires_grad_(held.requires_grad);
+        }
       }
     }
     specs.push_back(std::move(spec));
@@ -100,6 +118,15 @@ void EngineChains::recapture(ChainHolder& holder) {
   holder.chain->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
   holder.chain = capture(specs, options);
+  if (specs.size() < place.size()) {
+    if (holder.places.empty()) {
+      holder.places = place;
+    } else {
+      for (std::size_t& now : holder.places) {
+        now = place[now];
+      }
+    }
+  }
   report_.recaptured(static_cast<std::int64_t>(holder.chain->layers().size()));
   mark_static_outputs();
 }

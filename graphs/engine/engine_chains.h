@@ -17,6 +17,11 @@ class ReportBuilder;
 /// A chain that may be captured anew while callables and call sites refer to it.
 struct ChainHolder {
   std::shared_ptr<Chain> chain;
+  /// Of the layers that it was first captured with, by their order then: where each is now. Empty while none was left out by a
+  /// capture in its place.
+  std::vector<std::size_t> places = {};
+
+  [[nodiscard]] std::size_t place_of(std::size_t layer) const { return places.empty() ? layer : places[layer]; }
 };
 
 /// All chains of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own

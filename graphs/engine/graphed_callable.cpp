@@ -93,7 +93,7 @@ class GraphedCallable::Shared {
   void reset() {
     if (!site_.dropped) {
       const CallVariant& only = site_.variants.front();
-      only.holder->chain->reset(only.layer);
+      only.holder->chain->release(only.holder->place_of(only.layer));
       site_.dropped = true;
     }
   }

@@ -253,7 +253,8 @@ void Chain::reset() {
   part_with_outputs();
   for (Layer& layer : layers_) {
     for (StaticInput& input : layer.inputs) {
-      input.tensor = input.from ? at::Tensor() : input.tensor;
+      const bool linked = input.from && !layers_[input.from->layer].released;
+      input.tensor = linked ? at::Tensor() : input.tensor;
       input.grad = at::Tensor();
     }
     for (StaticOutput& output : layer.outputs) {
@@ -268,6 +269,52 @@ void Chain::reset() {
   gave_gradients_.clear();
   pool_.reset();
   outside_ = {};
+}
+
+void Chain::release(std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  Layer& layer = layers_[index];
+  if (layer.released) {
+    return;
+  }
+  reset(index);
+  layer.released = true;
+  give_up_outputs(index);
+  for (StaticInput& input : layer.inputs) {
+    input.tensor = input.grad = at::Tensor();
+  }
+  for (LayerParameter& parameter : layer.parameters) {
+    parameter.grad = at::Tensor();
+  }
+  layer.externals.clear();
+  layer.backward_reads.clear();
+  if (std::all_of(layers_.begin(), layers_.end(), [](const Layer& other) { return other.released; })) {
+    reset();
+  }
+}
+
+void Chain::give_up_outputs(std::size_t index) noexcept {
+  Layer& layer = layers_[index];
+  try {
+    bool copied = false;
+    for (OutputStorage& storage : layer.output_storages) {
+      if (storage.held()) {
+        storage.before_overwrite(*runtime_, fork_, counts_.outputs);
+        copied = true;
+      }
+    }
+    if (copied) {  // the memory may go now
+      runtime_->synchronize(runtime_->current_stream());
+    }
+  } catch (
+      const std::exception&) {  // no room: what is held keeps it, and is copied out where a graph would overwrite it
+    return;
+  }
+  released_.drop(index);
+  layer.output_storages.clear();
+  for (StaticOutput& output : layer.outputs) {
+    output.tensor = output.owner = output.seed = at::Tensor();
+  }
 }
 
 Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {

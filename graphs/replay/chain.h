@@ -107,6 +107,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   /// Drops one layer's graphs, or all, and with all of them the memory that they made. Idempotent.
   void reset(std::size_t layer);
   void reset();
+  /// Drops one layer's graphs and gives back all that it has and no other layer reads. Idempotent.
+  void release(std::size_t layer);
   /// The current stream waits for all copies that replays have queued.
   void join_copies();
 
@@ -124,6 +126,10 @@ class Chain : public std::enable_shared_from_this<Chain> {
   friend class ChainCapture;
   Chain(const GraphResources& resources, const GraphOptions& options);
 
+  /// True where `input` is another layer's output, which must be passed as long as that layer makes it.
+  [[nodiscard]] bool is_linked(const StaticInput& input) const {
+    return input.from && !layers_[input.from->layer].released;
+  }
   /// True where `given` is the output that `input` is linked to: that of the latest forward there, wherever it lies by now.
   [[nodiscard]] bool is_linked_output(const StaticInput& input, const at::Tensor& given) const;
   void write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs);
@@ -154,6 +160,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] c10::Stream forward_stream(std::size_t index) const { return streams_[index % streams_.size()]; }
   [[nodiscard]] c10::Stream backward_stream() const { return streams_[0]; }
   void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done);
+  /// What is held of the outputs of `layer` gets memory of its own, and theirs is given up. Stays where there is no room for that.
+  void give_up_outputs(std::size_t index) noexcept;
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;

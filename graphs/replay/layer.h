@@ -142,6 +142,7 @@ struct Layer {
   ExternalEvent backward_done;
 
   // Replay.
+  bool released = false;           ///< by Chain::release: nothing of it is left
   std::uint64_t generation = 0;    ///< counts forwards
   bool pending = false;            ///< its backward is still to come
   bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten

@@ -29,6 +29,15 @@ class ReleasedOutputs {
       visit(released.output);
     }
   }
+  /// Outputs of `layer` are nobody's concern any more.
+  void drop(std::size_t layer) noexcept {
+    for (std::size_t i = all_.size(); i-- > 0;) {
+      if (all_[i].output.layer == layer) {
+        all_.erase(all_.begin() + static_cast<std::ptrdiff_t>(i));
+        next_ -= i < next_ ? 1 : 0;
+      }
+    }
+  }
   void clear() noexcept {
     all_.clear();
     next_ = 0;

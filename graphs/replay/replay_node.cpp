@@ -115,7 +115,7 @@ bool Chain::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
     }
     if (given.defined() && (given.sizes() != held.tensor.sizes() || given.dtype() != held.tensor.dtype() ||
                             given.device() != held.tensor.device() || given.requires_grad() != held.requires_grad ||
-                            (held.from && !is_linked_output(held, given)))) {
+                            (is_linked(held) && !is_linked_output(held, given)))) {
       return false;
     }
     if (layer.casts && held.requires_grad && has_shared_cast(given) != layer.spec.inputs[i].shared_cast) {
@@ -177,7 +177,7 @@ void Chain::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
                        "; autocast casts them differently. Capture with a sample of the same kind: x.view_as(x) is no "
                        "leaf");
     }
-    if (held.from && !is_linked_output(held, given)) {
+    if (is_linked(held) && !is_linked_output(held, given)) {
       throw UsageError(where +
                        "was captured as the output of an earlier call and shares its memory; pass exactly that " +
                        "output, or capture with a sample tensor of its own");

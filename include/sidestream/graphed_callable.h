@@ -130,7 +130,11 @@ class SIDESTREAM_API GraphedCallable {
   /// Throws: UsageError for a callable without names, a name that it does not have, and one that is missing or given twice.
   Tensors call(c10::ArrayRef<NamedInput> inputs) const;
   [[nodiscard]] const std::string& name() const;
-  /// Drops the graphs and their memory; idempotent. Later replays throw UsageError; a pending backward too.
+  /// Gives back what this callable alone has: its graphs, static inputs and seeds, what it saves, its pinned memory and its part of
+  /// the pool; the pool's memory itself goes back with the last of the callables that were captured together. The others go on: one that
+  /// took its output takes any tensor like it. What is held of its outputs stays as it is. Idempotent. Later replays throw
+  /// UsageError; a pending backward too.
+  /// Ordering: blocks the host until its graphs are done.
   void reset();
 
  private:
