@@ -16,6 +16,7 @@
 #include "graphs/engine/recorded_calls.h"
 #include "graphs/engine/replay_verification.h"
 #include "graphs/engine/report_builder.h"
+#include "graphs/replay/graph_event_state.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -89,6 +90,10 @@ void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request,
     scope.end();
   } else {
     request.run(request.context, outputs);
+  }
+  if (request.replay != nullptr && request.replay->event() != nullptr) {
+    resources_.runtime->record(GraphEventState::event_of(*request.replay->event()),
+                               resources_.runtime->current_stream());
   }
 }
 
@@ -230,7 +235,7 @@ void Dispatcher::replay(const CallVariant& variant, std::size_t layer, const det
   if (verification_ != nullptr) {
     verification_->forward(variant.holder->chain, layer, request, outputs);
   } else {
-    variant.holder->chain->forward(layer, request.inputs, outputs);
+    variant.holder->chain->forward(layer, request.inputs, outputs, request.replay);
   }
 }
 

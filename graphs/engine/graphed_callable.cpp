@@ -5,6 +5,7 @@
 #include <c10/util/irange.h>
 
 #include "graphs/engine/engine_access.h"
+#include "graphs/replay/graph_event_state.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -32,11 +33,15 @@ class GraphedCallable::Shared {
     site_.variants.push_back({std::move(holder), layer, {}, {}});
   }
 
-  Tensors run(const Tensors& inputs) {
+  Tensors run(const Tensors& inputs, const ReplayOptions* options = nullptr) {
+    if (options != nullptr) {
+      check(*options);
+    }
     const Call call{callable_.function(), inputs};
     detail::CallRequest request;
     request.inputs.append(inputs.begin(), inputs.end());
     request.context = &call;
+    request.replay = options;
     request.run = [](const void* context, detail::TensorBuffer& outputs) {
       const auto& held = *static_cast<const Call*>(context);
       const Tensors made = held.function(held.inputs);
@@ -105,6 +110,19 @@ class GraphedCallable::Shared {
     const TensorFunction& function;
     const Tensors& inputs;
   };
+
+  void check(const ReplayOptions& options) const {
+    const c10::Device device = engine_->runtime().device();
+    if (options.stream() && options.stream()->device() != device) {
+      throw UsageError(describe() + ": ReplayOptions::stream is on " + options.stream()->device().str() +
+                       ", its graphs are on " + device.str() + "; give a stream of that device");
+    }
+    if (options.event() != nullptr && GraphEventState::device_of(*options.event()) != device) {
+      throw UsageError(describe() + ": ReplayOptions::event is of " +
+                       GraphEventState::device_of(*options.event()).str() + ", its graphs are on " + device.str() +
+                       "; make the event for that device");
+    }
+  }
 
   [[nodiscard]] std::string describe() const { return "graphed call \"" + callable_.name() + "\""; }
 
@@ -176,9 +194,18 @@ GraphedCallable::Shared& GraphedCallable::shared() const {
 
 Tensors GraphedCallable::operator()(const Tensors& inputs) const { return shared().run(inputs); }
 
+Tensors GraphedCallable::operator()(const Tensors& inputs, const ReplayOptions& options) const {
+  return shared().run(inputs, &options);
+}
+
 Tensors GraphedCallable::call(c10::ArrayRef<NamedInput> inputs) const {
   Shared& callable = shared();
   return callable.run(callable.in_order(inputs));
+}
+
+Tensors GraphedCallable::call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const {
+  Shared& callable = shared();
+  return callable.run(callable.in_order(inputs), &options);
 }
 
 const std::string& GraphedCallable::name() const { return shared().name(); }

@@ -93,12 +93,12 @@ void ReplayVerification::forward(const std::shared_ptr<Chain>& chain, std::size_
     std::erase_if(turns_, [](const auto& item) { return item.first.expired(); });
   }
   if (!takes_turn(of_chain->second[layer])) {
-    chain->forward(layer, request.inputs, outputs);
+    chain->forward(layer, request.inputs, outputs, request.replay);
     return;
   }
   const std::shared_ptr<VerifiedCall> eager = run_eagerly(*chain, layer, request);
   latest_ = eager;
-  chain->forward(layer, request.inputs, outputs);
+  chain->forward(layer, request.inputs, outputs, request.replay);
   eager->compare_forward(outputs);
 }
 

@@ -7,6 +7,7 @@
 
 #include "base/site.h"
 #include "graphs/replay/given_outputs.h"
+#include "graphs/replay/graph_event_state.h"
 #include "graphs/replay/replay_node.h"
 #include "graphs/replay/version_check.h"
 #include "sidestream/error.h"
@@ -89,9 +90,7 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
 
 Chain::~Chain() {
   try {
-    for (const c10::Stream stream : streams_) {
-      runtime_->synchronize(stream);
-    }
+    synchronize_streams();
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
   }
   part_with_outputs();
@@ -140,7 +139,23 @@ std::string Chain::difference(std::size_t index) const {
   return text;
 }
 
-void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done) {
+void Chain::take_target(Layer& layer, const ReplayOptions* target) {
+  layer.target = target != nullptr ? *target : ReplayOptions();
+  if (const auto& stream = layer.target.stream();
+      stream && std::find(given_streams_.begin(), given_streams_.end(), *stream) == given_streams_.end()) {
+    given_streams_.push_back(*stream);
+  }
+}
+
+void Chain::synchronize_streams() {
+  for (const std::vector<c10::Stream>* const streams : {&streams_, &given_streams_}) {
+    for (const c10::Stream stream : *streams) {
+      runtime_->synchronize(stream);
+    }
+  }
+}
+
+void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event) {
   if (runtime_->draws(graph)) {
     draw_order_.launch(*runtime_, side, [&] { runtime_->launch(graph, side); });
   } else {
@@ -148,6 +163,9 @@ void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& do
   }
   eager_->graph_launched();
   ++counts_.replays;
+  if (event != nullptr) {
+    runtime_->record(GraphEventState::event_of(*event), side);
+  }
   const c10::Stream main = runtime_->current_stream();
   if (options_.cuda_graph_stream() && !options_.cuda_graph_event()) {
     runtime_->record(whole_stream_, side);
@@ -174,7 +192,8 @@ void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) 
   }
 }
 
-void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
+void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
+                    const ReplayOptions* target) {
   const std::lock_guard lock(mutex_);
   check(index, inputs);
   Layer& layer = layers_[index];
@@ -202,12 +221,13 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   ++layer.generation;  // from here on what an earlier forward saved may be overwritten
   layer.backward_launched = layer.backward_failed = false;
   write_static_inputs(layer, inputs);
-  const c10::Stream side = forward_stream(index);
+  take_target(layer, target);
+  const c10::Stream side = layer.target.stream().value_or(forward_stream(index));
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
   copies_.before_forward(index, side);
   try {
-    launch(layer.forward, side, layer.forward_done);
+    launch(layer.forward, side, layer.forward_done, layer.target.event().get());
     copies_.forward_launched(index);
     use_.launched(index);
   } catch (...) {
@@ -233,9 +253,7 @@ void Chain::join_copies() {
 
 void Chain::reset(std::size_t index) {
   const std::lock_guard lock(mutex_);
-  for (const c10::Stream stream : streams_) {
-    runtime_->synchronize(stream);
-  }
+  synchronize_streams();
   Layer& layer = layers_[index];
   drop_pending(index, layer.generation);
   layer.forward.reset();
@@ -288,6 +306,7 @@ void Chain::release(std::size_t index) {
   }
   layer.externals.clear();
   layer.backward_reads.clear();
+  layer.target = {};
   if (std::all_of(layers_.begin(), layers_.end(), [](const Layer& other) { return other.released; })) {
     reset();
   }

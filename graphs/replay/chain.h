@@ -93,7 +93,9 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void check(std::size_t layer, c10::ArrayRef<at::Tensor> inputs) const;
   /// Replays the forward of `layer`, whose state (modes, model) the caller has compared.
   /// Throws: UsageError (see GraphedCallable); nothing has been queued then.
-  void forward(std::size_t layer, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
+  /// `target`: where to, if the caller says so.
+  void forward(std::size_t layer, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
+               const ReplayOptions* target = nullptr);
   /// True while a forward of `layer` awaits its backward.
   [[nodiscard]] bool pending(std::size_t layer) const;
   /// True when `layer` may replay its forward now: neither it nor a later one awaits its backward.
@@ -159,9 +161,13 @@ class Chain : public std::enable_shared_from_this<Chain> {
   }
   [[nodiscard]] c10::Stream forward_stream(std::size_t index) const { return streams_[index % streams_.size()]; }
   [[nodiscard]] c10::Stream backward_stream() const { return streams_[0]; }
-  void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done);
+  /// `event`: the caller's of this call, or null.
+  void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event);
+  /// Waits for what runs on any stream that graphs replay on.
+  void synchronize_streams();
   /// What is held of the outputs of `layer` gets memory of its own, and theirs is given up. Stays where there is no room for that.
   void give_up_outputs(std::size_t index) noexcept;
+  void take_target(Layer& layer, const ReplayOptions* target);
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;
@@ -169,6 +175,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   DrawOrder& draw_order_;
   std::vector<OwnedStream> side_streams_;
   std::vector<c10::Stream> streams_;
+  std::vector<c10::Stream> given_streams_;  ///< of ReplayOptions, each once
   Event fork_;
   Event whole_stream_;
   std::shared_ptr<MemoryPool> pool_;  ///< shared with what is held of outputs that lie in memory of its free blocks

@@ -129,13 +129,13 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
 
 void Chain::launch_backward(std::size_t index) {
   Layer& layer = layers_[index];
-  const c10::Stream side = backward_stream();
+  const c10::Stream side = layer.target.stream().value_or(backward_stream());
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
   copies_.before_backward(index, side);
   const std::uint64_t replays = counts_.replays;
   try {
-    launch(layer.backward, side, layer.backward_done);
+    launch(layer.backward, side, layer.backward_done, layer.target.event().get());
   } catch (...) {
     if (counts_.replays != replays) {  // the launch itself went well
       layer.backward_launched = layer.backward_failed = true;

@@ -13,6 +13,9 @@ class GraphEventState {
       : runtime_(std::move(runtime)), event_(runtime_->create_external_event()) {}
 
   [[nodiscard]] static const ExternalEvent& event_of(const GraphEvent& event) noexcept { return event.state_->event_; }
+  [[nodiscard]] static c10::Device device_of(const GraphEvent& event) noexcept {
+    return event.state_->runtime_->device();
+  }
   void wait(c10::Stream stream) const { runtime_->wait(stream, event_); }
 
  private:

@@ -24,6 +24,7 @@
 #include "sidestream/call_arguments.h"
 #include "sidestream/capture_time_hooks.h"
 #include "sidestream/graph_options.h"
+#include "sidestream/replay_options.h"
 
 namespace sidestream {
 
@@ -147,6 +148,7 @@ struct Layer {
   bool pending = false;            ///< its backward is still to come
   bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
   bool backward_failed = false;    ///< behind that launch
+  ReplayOptions target;            ///< the caller's, of the latest forward: its backward goes there too
 };
 
 }  // namespace sidestream

@@ -6,6 +6,7 @@
 
 #include "sidestream/argument_parts.h"
 #include "sidestream/export.h"
+#include "sidestream/replay_options.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace sidestream::detail {
@@ -31,6 +32,7 @@ struct CallRequest {
               TensorBuffer& outputs) = nullptr;     ///< the plain call, now, with the caller's arguments
   KeptCall (*keep)(const void* context) = nullptr;  ///< for a capture
   const void** structure = nullptr;                 ///< where a replay says how its outputs are put together
+  const ReplayOptions* replay = nullptr;            ///< of a GraphedCallable: null where none are given
 };
 
 /// True when a step is active on this thread.

@@ -18,6 +18,7 @@
 #include "sidestream/graph_options.h"
 #include "sidestream/named_input.h"
 #include "sidestream/owning.h"
+#include "sidestream/replay_options.h"
 
 namespace sidestream {
 
@@ -126,9 +127,12 @@ class SIDESTREAM_API Sample {
 class SIDESTREAM_API GraphedCallable {
  public:
   Tensors operator()(const Tensors& inputs) const;
+  /// The same on a stream, or with an event, of the caller's.
+  Tensors operator()(const Tensors& inputs, const ReplayOptions& options) const;
   /// The same, with the arguments by the names of Callable::input_names, in any order: `layer.call({{"x", x}, {"mask", mask}})`.
   /// Throws: UsageError for a callable without names, a name that it does not have, and one that is missing or given twice.
   Tensors call(c10::ArrayRef<NamedInput> inputs) const;
+  Tensors call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const;
   [[nodiscard]] const std::string& name() const;
   /// Gives back what this callable alone has: its graphs, static inputs and seeds, what it saves, its pinned memory and its part of
   /// the pool; the pool's memory itself goes back with the last of the callables that were captured together. The others go on: one that

@@ -13,6 +13,7 @@
 #include "sidestream/named_input.h"
 #include "sidestream/options.h"
 #include "sidestream/progress.h"
+#include "sidestream/replay_options.h"
 #include "sidestream/report.h"
 #include "sidestream/scope.h"
 #include "sidestream/version.h"

@@ -8,9 +8,11 @@
 #include <c10/core/StreamGuard.h>
 
 #include "graphs/engine/engine_access.h"
+#include "graphs/replay/graph_event_state.h"
 #include "models/layer_stack.h"
 #include "sidestream/engine.h"
 #include "sidestream/graph_event.h"
+#include "sidestream/replay_options.h"
 #include "sidestream/scope.h"
 #include "unit/graphs/ordered_programs.h"
 
@@ -68,6 +70,10 @@ class Stack : public Program {
     }
   }
   void clear_gradients() { model_->zero_grad(); }
+  [[nodiscard]] Tensors call(std::size_t layer, const at::Tensor& h, const ReplayOptions& options) {
+    return engine_ ? layers_[layer]({h}, options) : Tensors{run(layer, layer + 1, h)};
+  }
+  [[nodiscard]] Runtime& runtime() const { return *runtime_; }
   /// One of the trainer's, for graphs to replay on.
   [[nodiscard]] c10::Stream stream() const { return stream_.get(); }
 
@@ -104,6 +110,49 @@ class Passes final : public Stack {
 
  private:
   StackForm form_;
+};
+
+/// Each call is given its stream, the caller's current one by turns, and an event; a further stream reads an output that it waits for
+/// by that event alone.
+class GivenStream final : public Stack {
+ public:
+  GivenStream(const Runtimes& runtimes, std::int64_t /*form*/)
+      : Stack(runtimes, 3, /*all_ahead=*/false),
+        reader_(runtime().create_stream()),
+        meeting_(runtime().create_event()),
+        event_(std::make_shared<GraphEvent>(device())) {
+    capture(GraphOptions(), [](std::int64_t layer) { return layer == 0; });
+  }
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    clear_gradients();
+    const at::Tensor x = rows_of(s).requires_grad_(true);
+    const c10::Stream current = runtime().current_stream();
+    const at::Tensor first = call(0, x, ReplayOptions().stream(stream()).event(event_))[0];
+    if (engine() != nullptr) {
+      runtime().wait(reader_, GraphEventState::event_of(*event_));
+    } else {
+      runtime().record(meeting_, current);
+      runtime().wait(reader_, meeting_);
+    }
+    at::Tensor read;
+    {
+      const c10::StreamGuard on_reader(reader_.get());
+      read = first.detach().exp();
+    }
+    first.record_stream(reader_);
+    const at::Tensor second = call(1, first, ReplayOptions().stream(s % 2 == 0 ? current : stream()))[0];
+    (call(2, second, ReplayOptions())[0] * rows_of(s, 1)).sum().backward();
+    runtime().record(meeting_, reader_);
+    runtime().wait(current, meeting_);
+    std::vector<at::Tensor> results{x.grad(), read};
+    add_gradients(results);
+    return results;
+  }
+
+ private:
+  OwnedStream reader_;
+  Event meeting_;
+  std::shared_ptr<GraphEvent> event_;
 };
 
 /// A backward that stops at layer `stop` and leaves what it prefetched unused, then a pass that begins at layer `restart`.
@@ -312,6 +361,7 @@ std::vector<NamedProgram> callable_programs() {
                             std::to_string(skip.cut) + (skip.all_ahead ? "_ahead" : ""),
                         skip);
   }
+  add<GivenStream>(result, "given_stream", std::int64_t{1});
   for (const std::int64_t side_streams : {1, 2}) {
     add<ForkedCallables>(result, "forked_callables_" + std::to_string(side_streams), side_streams);
   }

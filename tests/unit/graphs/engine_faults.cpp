@@ -232,6 +232,10 @@ std::vector<EngineFault> replay_faults() {
        "the whole of that stream is recorded anew",
        "stream",
        {Act::drop_record, "*", StreamRole::other, Mark::launch}},
+      {"Chain::launch",
+       "the event of a call is recorded behind its graph",
+       "given_stream",
+       {Act::drop_record, "forward", StreamRole::other, Mark::ready}},
   };
 }
 

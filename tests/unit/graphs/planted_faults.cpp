@@ -171,6 +171,9 @@ void PlantedRuntime::record(const ExternalEvent& event, c10::Stream stream) {
       return;
     }
   }
+  if (!capturing_ && meant(Fault::Act::drop_record, stream, Mark::ready, 0)) {
+    return;
+  }
   inner().record(event, stream);
 }
 
