@@ -1,0 +1,170 @@
+// What the reference systems' tests leave out of callables, by the names of the list in docs/graphs_conformance.md.
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "graphs/engine/engine_access.h"
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graph_event.h"
+#include "sidestream/graphed_callable.h"
+#include "sidestream/testing/simulator.h"
+#include "unit/sim/rerun/every_order.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::layer_stack;
+using testing_model::rows;
+using testing_model::StepTensors;
+
+class ConformanceMissing : public testing::Test {
+ protected:
+  void TearDown() override {
+    layers_.clear();
+    set_schedule(device_, Schedule());
+    synchronize(device_);
+  }
+  [[nodiscard]] Runtime& runtime() const { return EngineAccess::state(engine_).runtime(); }
+  void capture(const GraphOptions& options) { layers_ = testing_model::graph_stack(engine_, model_, device_, options); }
+  /// A trainer that reuses the memory of its input and of its output as soon as the forward has returned.
+  StepTensors step(torch::nn::Sequential& model, bool graphed, std::int64_t s) {
+    const at::Tensor batch = rows(s, device_);
+    const at::Tensor x = batch.clone().requires_grad_(true);
+    StepTensors result = testing_model::train_step(*model, nullptr, [&] {
+      const at::Tensor y = graphed ? testing_model::run_stack(layers_, x) : model->forward(x);
+      const at::Tensor loss = (y * rows(s, device_, 1)).mean();
+      y.detach().zero_();
+      if (graphed) {  // plain training reads its input once more in backward: it could not do so
+        x.detach().copy_(rows(s + 1, device_));
+      }
+      loss.backward();
+    });
+    result.emplace_back("gradient of the input", x.grad());
+    return result;
+  }
+  void expect_plain() {
+    testing_model::expect_plain(
+        0, 4, [&](std::int64_t s) { return step(model_, true, s); },
+        [&](std::int64_t s) { return step(plain_, false, s); });
+  }
+  template <class Run>
+  void under_schedules(const Run& run) {
+    for (const char* name : {"early", "late", "d2h-early", "d2h-late", "seed:1", "seed:2", "seed:3"}) {
+      SCOPED_TRACE(name);
+      set_schedule(device_, Schedule::parse(name));
+      run();
+      set_schedule(device_, Schedule());
+    }
+  }
+
+  sim::OneThread one_thread_;
+  c10::Device device_ = find_device("sim");
+  torch::nn::Sequential model_ = layer_stack(4, device_);
+  torch::nn::Sequential plain_ = layer_stack(4, device_);
+  OffloadEngine engine_{*model_, Options(device_).offload("layers.*.*").min_bytes(1024)};
+  OwnedStream side_ = runtime().create_stream();
+  std::vector<GraphedCallable> layers_;
+};
+
+// Long kernels are a schedule in which everything runs as late as it may.
+TEST_F(ConformanceMissing, SideStreamAndEventForwardAndBackward) {
+  under_schedules([&] {
+    capture(GraphOptions().cuda_graph_stream(side_.get()).cuda_graph_event(std::make_shared<GraphEvent>(device_)));
+    expect_plain();
+  });
+}
+
+TEST_F(ConformanceMissing, EventAbsent) {
+  under_schedules([&] {
+    capture(GraphOptions().cuda_graph_stream(side_.get()));
+    expect_plain();
+  });
+}
+
+// The copies to the host may still read when the trainer writes what it gave and what it got.
+TEST_F(ConformanceMissing, DrainedEventWriteAfterRead) {
+  under_schedules([&] {
+    capture(GraphOptions());
+    expect_plain();
+  });
+}
+
+TEST_F(ConformanceMissing, WarmupHooksOnce) {
+  int before = 0;
+  int after = 0;
+  capture(GraphOptions().num_warmup_iters(5).pre_warmup_hook([&] { ++before; }).post_warmup_hook([&] { ++after; }));
+  EXPECT_EQ(before, 1);
+  EXPECT_EQ(after, 1);
+  expect_plain();
+  EXPECT_EQ(before + after, 2);
+}
+
+TEST_F(ConformanceMissing, ResetThenReplay) {
+  capture(GraphOptions());
+  expect_plain();
+  layers_[0].reset();
+  EXPECT_THROWS(UsageError, "replayed after reset", (void)layers_[0]({rows(0, device_).requires_grad_(true)}));
+  capture(GraphOptions());
+  expect_plain();
+}
+
+TEST_F(ConformanceMissing, WrongShapeAndDtype) {
+  capture(GraphOptions());
+  const auto call = [&](const at::Tensor& x) { (void)layers_[0]({x.detach().requires_grad_(true)}); };
+  const at::Tensor x = rows(0, device_);
+  EXPECT_THROWS(UsageError, "has shape [1, 32], captured with [16, 32]", call(x.slice(0, 0, 1)));  // would broadcast
+  EXPECT_THROWS(UsageError, "has shape [32, 16]", call(x.t()));
+  EXPECT_THROWS(UsageError, "has dtype Double", call(x.to(at::kDouble)));  // would be cast
+  EXPECT_THROWS(UsageError, "has requires_grad", (void)layers_[0]({x}));
+  EXPECT_THROWS(UsageError, "captured with 1 tensors, given 2", (void)layers_[0]({x, x}));
+  expect_plain();
+}
+
+// A transposed input of the static one's address and bytes is copied all the same.
+TEST_F(ConformanceMissing, EqualAddressAndOtherStrides) {
+  const at::Tensor square = rows(0, device_).slice(1, 0, 16).contiguous();
+  const auto sum = [](const Tensors& in) { return Tensors{in[0].cumsum(1)}; };
+  const auto graphed = make_graphed_callables(engine_, {Callable("cumsum", sum)}, {{square}});
+  for (const at::Tensor& x : {square, square.t(), square.t().contiguous().t()}) {
+    EXPECT_TRUE(at::equal(graphed[0]({x})[0].cpu(), x.cpu().contiguous().cumsum(1)));
+  }
+}
+
+TEST_F(ConformanceMissing, CaptureFailureCleanup) {
+  for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
+    int run = 0;
+    Callable callable("breaks", owning([this, &run, fails_in](const Tensors& in) {
+                        const at::Tensor y = model_->forward(in[0]);
+                        if (run++ == fails_in) {
+                          throw std::runtime_error("the model broke");
+                        }
+                        return Tensors{y};
+                      }));
+    const at::Tensor sample = rows(0, device_).requires_grad_(true);
+    model_->zero_grad();
+    synchronize(device_);
+    release_cached_memory(device_);
+    const MemoryUse before = memory_use(device_);
+    EXPECT_THROWS(std::runtime_error, "the model broke",
+                  (void)make_graphed_callables(engine_, {callable}, {{sample}}, GraphOptions().num_warmup_iters(1)));
+    EXPECT_EQ(runtime().capture_status(runtime().current_stream()), CaptureStatus::none);
+    EXPECT_FALSE(model_->parameters()[0].grad().defined());
+    release_cached_memory(device_);
+    EXPECT_LE(memory_use(device_).reserved, before.reserved);
+    capture(GraphOptions());
+    expect_plain();
+    layers_.clear();
+  }
+}
+
+}  // namespace
+}  // namespace sidestream
