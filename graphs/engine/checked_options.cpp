@@ -108,6 +108,11 @@ Options checked_options(Options options) {
     throw UsageError("check_steps is negative; it must be 0 (off) or a number of steps");
   }
   check_verification(options);
+  if (const std::string find = environment("SIDESTREAM_FIND_SYNCS"); find == "1") {
+    options.find_syncs(true);
+  } else if (!find.empty() && find != "0") {
+    throw UsageError("SIDESTREAM_FIND_SYNCS is \"" + find + "\"; it must be 1, to find what makes the host wait, or 0");
+  }
   return options;
 }
 

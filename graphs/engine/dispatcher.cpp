@@ -17,6 +17,7 @@
 #include "graphs/engine/replay_verification.h"
 #include "graphs/engine/report_builder.h"
 #include "graphs/replay/graph_event_state.h"
+#include "observe/sync_finder.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -54,6 +55,8 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
 }
 
 void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
+  const StepSyncs::InCall in_call(site.kind == CallSite::Kind::eager ? nullptr : resources_.syncs.get(),
+                                  site.scope->name);
   switch (route(site)) {
     case Route::scope:
       run_eagerly(site, request, outputs);
@@ -124,7 +127,10 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
     run_eagerly(site, request, outputs);
     return;
   }
-  const std::size_t call = recorded_.add(site, request, modes, busy);
+  const std::size_t call = [&] {
+    const SyncFinder::Pause keeps_copies;  // on the host
+    return recorded_.add(site, request, modes, busy);
+  }();
   {
     const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
     const CapturedLater captured_later(current_recorder());
@@ -233,6 +239,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
 void Dispatcher::replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
                         detail::TensorBuffer& outputs) {
   if (verification_ != nullptr) {
+    const SyncFinder::Pause compares;
     verification_->forward(variant.holder->chain, layer, request, outputs);
   } else {
     variant.holder->chain->forward(layer, request.inputs, outputs, request.replay);

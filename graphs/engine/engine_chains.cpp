@@ -15,6 +15,7 @@
 #include "graphs/engine/fitting_capture.h"
 #include "graphs/engine/recorded_calls.h"
 #include "graphs/engine/report_builder.h"
+#include "observe/sync_finder.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -68,6 +69,7 @@ std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs
         "the body of a call); call it before or after");
   }
   check_graph_options(options, resources_.runtime->current_stream());
+  const SyncFinder::Pause captures;
   const CaptureModesGuard modes(resources_.runtime->device().type());
   const CallContext::OnThread on_thread(context_);
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);

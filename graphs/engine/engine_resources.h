@@ -6,6 +6,7 @@
 
 #include "graphs/engine/rest_of_step.h"
 #include "graphs/engine/step_check.h"
+#include "graphs/engine/step_syncs.h"
 #include "graphs/replay/chain.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
@@ -62,6 +63,7 @@ struct EngineResources {
   std::shared_ptr<RecorderBooks> books = std::make_shared<RecorderBooks>();  ///< of the steps' recorders
   OwnedGradients owned_gradients;
   std::shared_ptr<RestOfStep> rest;
+  std::unique_ptr<StepSyncs> syncs;  ///< null where none are to be found
 
  private:
   /// Measured once, where anything depends on it; nothing where the device keeps no time of its own, or has no memory to measure.

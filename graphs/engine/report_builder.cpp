@@ -129,6 +129,9 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
     report.order_findings = checked->findings();
     report.checked_operations = static_cast<std::int64_t>(checked->operations());
   }
+  if (resources.syncs != nullptr) {
+    resources.syncs->add_to(report);
+  }
   chains.for_each([&](const Chain& chain) {
     append(chain.profile(), chain.plan(), report);
     report.graph_bytes += chain.outside().graphs;

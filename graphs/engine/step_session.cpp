@@ -27,6 +27,9 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
                     resources.books);
   allocated_at_begin_ = resources.runtime->memory_stats().allocated;
   recording_.emplace(&*recorder_);
+  if (resources.syncs != nullptr) {
+    resources.syncs->begin_step(finding_syncs_, report.captures());
+  }
   resources.check.journal_step(journaling_, report.steps());
   on_thread_.emplace(context, &recorder_->blocks());
   if (kind_ == Kind::sizing) {
@@ -61,6 +64,7 @@ void StepSession::leave_thread() noexcept {
   on_thread_.reset();
   recording_.reset();
   journaling_.reset();
+  finding_syncs_.reset();
 }
 
 void StepSession::stop_sizing() noexcept {

@@ -7,6 +7,7 @@
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/memory_shortage.h"
 #include "observe/operator_observer.h"
+#include "observe/sync_finder.h"
 #include "offload/recorder.h"
 #include "offload/unoffloaded_peak.h"
 
@@ -63,6 +64,7 @@ class StepSession {
   bool copies_ended_ = false;
   std::int64_t allocated_at_begin_ = 0;
   std::optional<RecorderGuard> recording_;
+  std::optional<SyncFinder::Step> finding_syncs_;
   std::optional<OperatorObserverGuard> journaling_;
   std::optional<CallContext::OnThread> on_thread_;
 };

@@ -12,6 +12,7 @@
 #include "graphs/capture/bare_leaves.h"
 #include "graphs/engine/effects_undone.h"
 #include "graphs/engine/verified_call.h"
+#include "observe/sync_finder.h"
 #include "offload/recorder.h"
 
 namespace sidestream {
@@ -112,6 +113,7 @@ void VerifiedCall::compare_backward(const std::vector<at::Tensor>& results, cons
     return;  // dropped, or a second backward
   }
   awaits_backward_ = false;
+  const SyncFinder::Pause compares;
   const std::vector<at::Tensor> eager = eager_gradients(grads);
   outputs_.clear();
   const at::NoGradGuard no_grad;

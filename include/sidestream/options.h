@@ -90,6 +90,12 @@ class Options {
   /// bit (zeros of either sign are equal), as always under LibTorch's deterministic algorithms. The environment variable
   /// SIDESTREAM_VERIFY_TOLERANCE sets it where this is 0.
   TORCH_ARG(double, verify_tolerance) = 0;
+  /// Finds what makes the host wait in steps: values read on the host (`item`), results whose shape depends on data (`nonzero`), blocking
+  /// and pageable copies, synchronisations of events, streams and the device, and, in steps that are like the one before, device
+  /// memory asked of the driver. Report::syncs says where, how often, and what to use instead. What the library itself waits for, and
+  /// other threads' waits, are no findings. Every operator costs some more time. The environment variable SIDESTREAM_FIND_SYNCS=1 sets
+  /// it where it is not set here. Off: no cost.
+  TORCH_ARG(bool, find_syncs) = false;
   /// Hears of each warm-up, capture and pinning before it begins, so that a program can show that it works. None: no cost.
   /// Never called inside a capture. It may print, count and throw; it must not call into this engine or the device.
   /// Threads: called by the thread that makes the work necessary: in OffloadEngine::step, make_graphed_callables, or a

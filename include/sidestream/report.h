@@ -23,6 +23,19 @@ struct ExclusionReport {
   std::int64_t bytes = 0;
 };
 
+/// What made the host wait in steps, with Options::find_syncs: one operator or call of the driver at one place.
+struct SyncFinding {
+  std::string kind;  ///< "value read on the host", "copy of pageable host memory", ...
+  std::string
+      operation;      ///< the operator ("aten::nonzero"), or what was called outside of any ("cudaStreamSynchronize")
+  std::string call;   ///< the graphed call that ran eagerly, or whose backward ran so; empty: between calls
+  std::string scope;  ///< the innermost scope or call; empty: none
+  std::string node;   ///< the autograd node whose backward, or whose hook, it was; empty: no backward
+  std::vector<std::string> stack;  ///< C++ frames, innermost first; the library's own are left out
+  std::int64_t count = 0;          ///< in all steps; an operator counts once each time it runs
+  std::string remedy;              ///< what to use instead
+};
+
 /// What the engine did; plain data. Bytes unless said otherwise; "a step" is the latest whole one.
 struct SIDESTREAM_API Report {
   std::int64_t steps = 0;
@@ -68,6 +81,10 @@ struct SIDESTREAM_API Report {
   std::int64_t verified_backwards = 0;  ///< of those, the ones whose gradients were compared as well
   std::int64_t checked_operations = 0;  ///< written into the journal, with Options::check_steps
   std::vector<std::string> order_findings;  ///< accesses that nothing orders, and waits for nothing, one line each
+  std::int64_t syncs_found =
+      0;  ///< waits of the host in all steps, and allocations in steady ones (Options::find_syncs)
+  std::int64_t syncs_unlisted = 0;  ///< of those, at places beyond the hundred that are listed
+  std::vector<SyncFinding> syncs;   ///< the most frequent first
   std::vector<GroupReport> groups;
   std::vector<ExclusionReport> exclusions;
   std::vector<std::string> notes;  ///< storages that a kept group holds back, groups over the cap, ...

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdio>
 #include <ostream>
+#include <set>
 
 #include <nlohmann/json.hpp>
 
@@ -20,6 +21,36 @@ void row(std::ostream& out, std::string what, const std::string& value) {
   constexpr std::size_t width = 44;
   what.resize(std::max(what.size(), width), ' ');
   out << "  " << what << ' ' << value << '\n';
+}
+
+/// A finding in some lines: what, where, how often, the frames, and the remedy once for each kind.
+void print_syncs(const Report& report, std::ostream& out) {
+  if (report.syncs_found == 0) {
+    return;
+  }
+  row(out, "waits of the host, all steps (at so many places)",
+      std::to_string(report.syncs_found) + " (" + (report.syncs_unlisted > 0 ? "more than " : "") +
+          std::to_string(report.syncs.size()) + ")");
+  constexpr std::size_t kFrames = 6;
+  std::set<std::string> advised;
+  for (const SyncFinding& sync : report.syncs) {
+    out << "  host waits: " << sync.kind << ": " << sync.operation << ", "
+        << (sync.call.empty() ? "between calls" : "call \"" + sync.call + "\"");
+    if (!sync.scope.empty() && sync.scope != sync.call) {
+      out << ", scope \"" << sync.scope << "\"";
+    }
+    out << (sync.node.empty() ? "" : ", backward of " + sync.node) << ": " << sync.count
+        << (sync.count == 1 ? " time\n" : " times\n");
+    for (std::size_t i = 0; i < std::min(kFrames, sync.stack.size()); ++i) {
+      out << "      at " << sync.stack[i] << '\n';
+    }
+    if (advised.insert(sync.remedy).second) {
+      out << "      instead: " << sync.remedy << '\n';
+    }
+  }
+  if (report.syncs_unlisted > 0) {
+    out << "  host waits: " << report.syncs_unlisted << " times at further places\n";
+  }
 }
 
 double part(std::int64_t bytes, std::int64_t whole) {
@@ -105,6 +136,7 @@ void Report::print(std::ostream& out) const {
   for (const std::string& finding : order_findings) {
     out << "  not ordered: " << finding << "\n";
   }
+  print_syncs(*this, out);
   for (const std::string& note : notes) {
     out << "  note: " << note << "\n";
   }
@@ -149,9 +181,22 @@ std::string Report::json() const {
                            {"verified_backwards", verified_backwards},
                            {"checked_operations", checked_operations},
                            {"order_findings", order_findings},
+                           {"syncs_found", syncs_found},
+                           {"syncs_unlisted", syncs_unlisted},
+                           {"syncs", nlohmann::json::array()},
                            {"groups", nlohmann::json::array()},
                            {"exclusions", nlohmann::json::array()},
                            {"notes", notes}};
+  for (const SyncFinding& sync : syncs) {
+    object["syncs"].push_back({{"kind", sync.kind},
+                               {"operation", sync.operation},
+                               {"call", sync.call},
+                               {"scope", sync.scope},
+                               {"node", sync.node},
+                               {"stack", sync.stack},
+                               {"count", sync.count},
+                               {"remedy", sync.remedy}});
+  }
   for (const GroupReport& group : groups) {
     object["groups"].push_back({{"name", group.name},
                                 {"bytes", group.bytes},

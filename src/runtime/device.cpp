@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "runtime/device_listener.h"
+#include "runtime/host_waits.h"
 #include "runtime/link_speed.h"
 #include "runtime/live_memory.h"
 #include "runtime/runtime.h"
@@ -23,10 +24,14 @@ MemoryUse memory_use(c10::Device device) {
 
 void reset_memory_peaks(c10::Device device) { LiveMemory::of(device).restart(*make_runtime(device)); }
 
-void release_cached_memory(c10::Device device) { make_runtime(device)->release_cached_memory(); }
+void release_cached_memory(c10::Device device) {
+  host_waits::tell(device.type(), HostWait::device, "sidestream::release_cached_memory");
+  make_runtime(device)->release_cached_memory();
+}
 
 void synchronize(c10::Device device) {
   const std::shared_ptr<Runtime> runtime = make_runtime(device);
+  host_waits::tell(device.type(), HostWait::device, "sidestream::synchronize");
   runtime->synchronize_device();
   device_listeners::host_saw_device(runtime->device());
 }

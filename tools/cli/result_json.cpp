@@ -31,7 +31,8 @@ Json options_json(const TrainingOptions& options) {
           {"lookahead_mib", options.lookahead_mib ? Json(*options.lookahead_mib) : Json()},
           {"schedule", options.schedule},
           {"check_steps", options.check_steps},
-          {"verify_replays", options.verify_replays}};
+          {"verify_replays", options.verify_replays},
+          {"find_syncs", options.find_syncs}};
 }
 
 Json mode_json(const TrainingResult& result, const ModeResult& mode) {
@@ -74,6 +75,21 @@ Json comparison_json(const TrainingResult& result) {
           {"parameters", std::move(parameters)}};
 }
 
+Json syncs_json(const SyncNumbers& syncs) {
+  Json places = Json::array();
+  for (const SyncFinding& sync : syncs.places) {
+    places.push_back({{"kind", sync.kind},
+                      {"operation", sync.operation},
+                      {"call", sync.call},
+                      {"scope", sync.scope},
+                      {"node", sync.node},
+                      {"count", sync.count},
+                      {"stack", sync.stack},
+                      {"remedy", sync.remedy}});
+  }
+  return {{"found", syncs.found}, {"unlisted", syncs.unlisted}, {"places", std::move(places)}};
+}
+
 }  // namespace
 
 std::string result_json(const TrainingResult& result) {
@@ -104,6 +120,9 @@ std::string result_json(const TrainingResult& result) {
     json["verified"] = {{"forwards", result.verified.forwards},
                         {"backwards", result.verified.backwards},
                         {"tolerance", result.verified.tolerance}};
+  }
+  if (result.syncs) {
+    json["syncs"] = syncs_json(*result.syncs);
   }
   if (result.comparison) {
     json["gradients"] = comparison_json(result);

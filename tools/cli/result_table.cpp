@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <set>
+#include <string>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -110,6 +112,28 @@ void append_comparison(std::string& out, const TrainingResult& result) {
              : std::string("    the same operators ran on the same bytes, so nothing but equality is right here\n");
 }
 
+/// What made the host wait, with the innermost frames, and the remedy once for each kind.
+void append_syncs(std::string& out, const SyncNumbers& syncs) {
+  constexpr std::size_t kFrames = 6;
+  out += syncs.found == 0
+             ? std::string("\n  syncs: nothing made the host wait in a step\n")
+             : fmt::format("\n  syncs: the host waited {} times in steps, at {}{} places\n", grouped(syncs.found),
+                           syncs.unlisted > 0 ? "more than " : "", syncs.places.size());
+  std::set<std::string> advised;
+  for (const SyncFinding& sync : syncs.places) {
+    out += fmt::format("    {} times {}: {}, {}{}{}\n", grouped(sync.count), sync.kind, sync.operation,
+                       sync.call.empty() ? std::string("between calls") : "in " + sync.call,
+                       sync.scope.empty() || sync.scope == sync.call ? std::string() : ", scope " + sync.scope,
+                       sync.node.empty() ? std::string() : ", backward of " + sync.node);
+    for (std::size_t i = 0; i < std::min(kFrames, sync.stack.size()); ++i) {
+      out += fmt::format("      at {}\n", sync.stack[i]);
+    }
+    if (advised.insert(sync.remedy).second) {
+      out += fmt::format("      instead: {}\n", sync.remedy);
+    }
+  }
+}
+
 }  // namespace
 
 const ModeResult* TrainingResult::find(const std::string& name) const noexcept {
@@ -171,6 +195,9 @@ std::string result_table(const TrainingResult& result) {
                        result.verified.tolerance > 0
                            ? fmt::format("within {:.1e} of the largest magnitude", result.verified.tolerance)
                            : std::string("bit for bit"));
+  }
+  if (result.syncs) {
+    append_syncs(out, *result.syncs);
   }
   return out;
 }

@@ -140,6 +140,7 @@ class Training {
     }
     result_.order = main.order_numbers();
     result_.verified = main.verified_numbers();
+    result_.syncs = main.sync_numbers();
     if (journal != nullptr) {
       commit(*journal, journal_bytes(main.journal()), unwritten);
     }

@@ -128,6 +128,10 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
           "or gradients differ; 0: off")
       ->type_name("N")
       ->capture_default_str();
+  command.add_flag(
+      "--find-syncs", options.find_syncs,
+      "Find what makes the host wait in steps (values read, results whose shape depends on data, blocking copies, "
+      "synchronisations, and device memory asked of the driver in steady steps), with its place and a remedy");
   command.add_option("--journal", options.journal, "Write the checked steps' journal (see sidestream check)")
       ->type_name("FILE");
 }
@@ -155,6 +159,14 @@ void validate(const TrainingOptions& options) {
   }
   if (options.verify_replays > 0 && !options.graphed()) {
     throw UsageError("--verify-replays without graphs: nothing is replayed; leave it out, or use --graphs layer");
+  }
+  if (options.find_syncs && !options.graphed() && !options.offloads()) {
+    throw UsageError("--find-syncs with neither graphs nor offload: there is no engine, which is what finds them");
+  }
+  if (options.find_syncs && options.compare) {
+    throw UsageError(
+        "--find-syncs with --compare: the comparison reads each gradient on the host in the middle of the step; give "
+        "one of the two");
   }
   if (!options.schedule.empty()) {
     if (options.device == "cuda") {

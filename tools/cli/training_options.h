@@ -36,6 +36,7 @@ struct TrainingOptions {
   std::filesystem::path report;  ///< empty: none
   std::int64_t check_steps = 0;
   std::int64_t verify_replays = 0;
+  bool find_syncs = false;
   std::filesystem::path journal;  ///< of the checked steps; empty: none
 
   [[nodiscard]] bool graphed() const noexcept { return graphs == "layer"; }

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "sidestream/report.h"
 #include "tools/cli/gradient_comparison.h"
 #include "tools/cli/training_options.h"
 
@@ -32,6 +33,13 @@ struct VerifiedNumbers {
   double tolerance = 0;  ///< as a part of a tensor's largest magnitude; 0: bit for bit
 };
 
+/// What made the host wait in steps.
+struct SyncNumbers {
+  std::int64_t found = 0;
+  std::int64_t unlisted = 0;  ///< of those, not among `places`
+  std::vector<SyncFinding> places;
+};
+
 /// One mode, run by itself: nothing else lives on the device.
 struct ModeResult {
   std::string name;
@@ -56,6 +64,7 @@ struct TrainingResult {
   TrainingOptions options;
   OrderNumbers order;
   VerifiedNumbers verified;
+  std::optional<SyncNumbers> syncs;  ///< none where they were not looked for
   std::string device_name;
   std::string text_source;
   std::size_t text_files = 0;

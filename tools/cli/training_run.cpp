@@ -64,7 +64,9 @@ Options engine_options(const TrainingOptions& options, c10::Device device, Train
   }
   engine.check_steps(options.check_steps).progress(std::move(progress));
   engine.verify_replays(options.verify_replays).verify_tolerance(verify_tolerance(options, device));
-  engine.min_bytes(kMinBytes).graph_options(GraphOptions().side_streams(options.side_streams));
+  engine.find_syncs(options.find_syncs)
+      .min_bytes(kMinBytes)
+      .graph_options(GraphOptions().side_streams(options.side_streams));
   if (options.lookahead_mib) {
     engine.lookahead(static_cast<std::size_t>(*options.lookahead_mib) << 20);
   }
@@ -214,6 +216,14 @@ VerifiedNumbers TrainingRun::verified_numbers() const {
   }
   const Report report = state_->engine->report();
   return {report.verified_forwards, report.verified_backwards, verify_tolerance(state_->options, state_->device)};
+}
+
+std::optional<SyncNumbers> TrainingRun::sync_numbers() const {
+  if (!state_->engine || !state_->options.find_syncs) {
+    return std::nullopt;
+  }
+  Report report = state_->engine->report();
+  return SyncNumbers{report.syncs_found, report.syncs_unlisted, std::move(report.syncs)};
 }
 
 Journal TrainingRun::journal() const { return state_->engine ? state_->engine->journal() : Journal{}; }

@@ -55,6 +55,8 @@ class TrainingRun {
   [[nodiscard]] OrderNumbers order_numbers() const;
   /// How many replays were compared with eager runs.
   [[nodiscard]] VerifiedNumbers verified_numbers() const;
+  /// What made the host wait; none where the options do not ask for it.
+  [[nodiscard]] std::optional<SyncNumbers> sync_numbers() const;
   /// Of the checked steps.
   [[nodiscard]] Journal journal() const;
 

@@ -16,7 +16,9 @@ std::shared_ptr<Runtime> make(c10::Device device) {
 
 void observe() {}
 
-const BackendRegistration registration({"cuda", c10::DeviceType::CUDA, false, availability, make, observe});
+std::string tell_waits() { return {}; }
+
+const BackendRegistration registration({"cuda", c10::DeviceType::CUDA, false, availability, make, observe, tell_waits});
 
 }  // namespace
 }  // namespace sidestream::cuda

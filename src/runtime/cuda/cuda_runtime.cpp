@@ -12,6 +12,7 @@
 #include "runtime/cuda/idle_streams.h"
 #include "runtime/cuda/pinned_pages.h"
 #include "runtime/cuda/settings.h"
+#include "runtime/host_waits.h"
 #include "sidestream/error.h"
 
 namespace sidestream::cuda {
@@ -112,12 +113,14 @@ OwnedStream CudaRuntime::create_stream() {
 }
 
 void CudaRuntime::synchronize(c10::Stream stream) {
+  const OwnWaits own;
   const OnItsDevice on_device(native(stream), device_);
   check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize", "stream");
 }
 
 void CudaRuntime::synchronize_device() {
   CaptureTurn::let_others_finish(device_, "the device is synchronized");
+  const OwnWaits own;
   const CurrentDevice current(device_);
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "device");
 }
@@ -160,6 +163,7 @@ bool CudaRuntime::query(const Event& event) {
 }
 
 void CudaRuntime::synchronize(const Event& event) {
+  const OwnWaits own;
   check_event(cudaEventSynchronize(static_cast<cudaEvent_t>(native(event))), "cudaEventSynchronize");
 }
 
@@ -234,6 +238,7 @@ void CudaRuntime::reset_peak_memory_stats() { libtorch::reset_peak_memory_stats(
 void CudaRuntime::release_cached_memory() {
   forbid_while_capturing("release_cached_memory");
   CaptureTurn::let_others_finish(device_, "cached memory is released");
+  const OwnWaits own;
   libtorch::release_cached_memory();
 }
 
@@ -248,6 +253,7 @@ PinnedMemory CudaRuntime::allocate_pinned(std::size_t bytes) {
   if (bytes == 0) {
     return {};
   }
+  const OwnWaits own;
   const CurrentDevice current(device_);
   std::byte* const data = pin(bytes);
   return {Handle<HandleKind::pinned>(*this, data), data, bytes};
@@ -261,6 +267,7 @@ void CudaRuntime::destroy(HandleKind kind, void* native) noexcept {
 }
 
 void CudaRuntime::destroy_now(HandleKind kind, void* native) noexcept {
+  const OwnWaits own;
   const RelaxedCapture relaxed;
   switch (kind) {
     case HandleKind::stream:

@@ -11,9 +11,11 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/util/Exception.h>
 
+#include "runtime/cuda/driver_calls.h"
 #include "runtime/cuda/libtorch.h"
 #include "runtime/cuda/libtorch_order.h"
 #include "runtime/device_listener.h"
+#include "runtime/host_waits.h"
 #include "runtime/replayed_memory.h"
 
 namespace sidestream::cuda {
@@ -36,12 +38,21 @@ class Tracer final : public c10::impl::PyInterpreterVTable {
     device_listeners::waited(type, key(stream), pointer(event));
   }
   void trace_gpu_stream_synchronization(c10::DeviceType type, std::uintptr_t stream) const override {
+    if (asks_libtorch()) {
+      host_waits::tell(type, HostWait::stream, "cudaStreamSynchronize");
+    }
     device_listeners::host_saw_stream(type, key(stream));
   }
   void trace_gpu_event_synchronization(c10::DeviceType type, std::uintptr_t event) const override {
+    if (asks_libtorch()) {
+      host_waits::tell(type, HostWait::event, "cudaEventSynchronize");
+    }
     device_listeners::host_saw_event(type, pointer(event));
   }
   void trace_gpu_device_synchronization(c10::DeviceType type) const override {
+    if (asks_libtorch()) {
+      host_waits::tell(type, HostWait::device, "cudaDeviceSynchronize");
+    }
     device_listeners::host_saw_device(c10::Device(type, current_device()));
   }
   void trace_gpu_event_creation(c10::DeviceType /*type*/, std::uintptr_t /*event*/) const override {}

@@ -3,6 +3,7 @@
 #include "runtime/backend.h"
 #include "runtime/cuda/cuda_runtime.h"
 #include "runtime/cuda/driver.h"
+#include "runtime/cuda/driver_calls.h"
 #include "runtime/cuda/libtorch_order.h"
 #include "sidestream/error.h"
 
@@ -27,7 +28,8 @@ std::shared_ptr<Runtime> make(c10::Device device) {
   return std::make_shared<CudaRuntime>(indexed);
 }
 
-const BackendRegistration registration({"cuda", c10::DeviceType::CUDA, false, ask_driver, make, hear_libtorch});
+const BackendRegistration registration({"cuda", c10::DeviceType::CUDA, false, ask_driver, make, hear_libtorch,
+                                        hear_driver_calls});
 
 }  // namespace
 }  // namespace sidestream::cuda

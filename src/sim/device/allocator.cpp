@@ -121,6 +121,7 @@ Segment* CachingAllocator::map_segment(std::size_t bytes, c10::StreamId stream, 
   Segment* made = segment.get();
   pool->segments.insert(made);
   segments_.emplace(begin, std::move(segment));
+  ++segments_mapped_;
   stats_.reserved += static_cast<std::int64_t>(bytes);
   stats_.reserved_peak = std::max(stats_.reserved_peak, stats_.reserved);
   return made;

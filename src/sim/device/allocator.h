@@ -104,6 +104,8 @@ class CachingAllocator {
   [[nodiscard]] DeviceRoom room() const noexcept;
   [[nodiscard]] MemoryRefusal latest_refusal() const noexcept { return refusal_; }
   void reset_peaks() noexcept;
+  /// How often memory was taken from the device.
+  [[nodiscard]] std::uint64_t segments_mapped() const noexcept { return segments_mapped_; }
   [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
   /// Segments, and what is no tensor, beyond this many bytes fail, as on a smaller device.
   void set_limit(std::size_t bytes) noexcept { limit_ = bytes; }
@@ -138,6 +140,7 @@ class CachingAllocator {
   std::set<std::unique_ptr<Pool>> pools_;
   std::map<const std::byte*, std::unique_ptr<Segment>> segments_;
   std::map<std::byte*, std::size_t> free_ranges_;
+  std::uint64_t segments_mapped_ = 0;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Block*> spare_blocks_;
   MemoryStats stats_;

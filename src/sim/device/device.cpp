@@ -6,6 +6,7 @@
 #include <sidestream/error.h>
 
 #include "base/site.h"
+#include "runtime/host_waits.h"
 #include "sim/device/state.h"
 #include "sim/device/work_listener.h"
 
@@ -178,7 +179,12 @@ void* Device::allocate(std::size_t bytes, c10::StreamId id) {
   state_->free_unused();
   const Capture* capture = state_->stream(id).capture;
   Pool* pool = capture != nullptr ? &capture->pool : state_->memory.default_pool();
-  return state_->memory.allocate(bytes, id, pool)->begin;
+  const std::uint64_t segments = state_->memory.segments_mapped();
+  void* const block = state_->memory.allocate(bytes, id, pool)->begin;
+  if (capture == nullptr && state_->memory.segments_mapped() != segments) {
+    host_waits::tell(c10::DeviceType::PrivateUse1, HostWait::allocation, "a segment of device memory");
+  }
+  return block;
 }
 
 void Device::free(void* address) noexcept {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/host_waits.h"
 #include "sim/device/device.h"
 #include "sim/torch/aliases.h"
 #include "sim/torch/cpu_allocator.h"
@@ -49,6 +50,11 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
   const bool asynchronous = (!to_host && !from_host) || (non_blocking && pinned(to_host ? destination : source));
   // A pageable or blocking copy stops the host until the stream is done, which a capture forbids. To the device the bytes are
   // taken at the call, so that nothing but a capture has to be stopped.
+  if (!asynchronous) {  // each of them stops the host on a GPU
+    host_waits::tell(kDeviceType,
+                     pinned(to_host ? destination : source) ? HostWait::blocking_copy : HostWait::pageable_copy,
+                     "aten::_copy_from");
+  }
   if (!asynchronous && (to_host || device.capturing(stream))) {
     device.host_reads(stream, to_host ? "a blocking copy to host memory" : "a blocking copy from host memory");
   }

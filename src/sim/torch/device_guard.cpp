@@ -6,6 +6,7 @@
 #include <sidestream/error.h>
 
 #include "runtime/device_listener.h"
+#include "runtime/host_waits.h"
 #include "runtime/replayed_memory.h"
 #include "sim/device/device.h"
 
@@ -48,10 +49,12 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     return idle;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    host_waits::tell(kDeviceType, HostWait::stream, "synchronize of a stream");
     Device::get().synchronize(stream.id());
     device_listeners::host_saw_stream(kDeviceType, key_of(stream));
   }
   void synchronizeDevice(const c10::DeviceIndex /*index*/) const override {
+    host_waits::tell(kDeviceType, HostWait::device, "synchronize of the device");
     Device::get().synchronize();
     device_listeners::host_saw_device(sim_device());
   }
@@ -84,6 +87,7 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
+      host_waits::tell(kDeviceType, HostWait::event, "synchronize of an event");
       Device::get().synchronize(as_event(event));
       device_listeners::host_saw_event(kDeviceType, event);
     }

@@ -101,6 +101,7 @@ OperatorInfo make_info(const c10::OperatorHandle& op) {
       schema.arguments()[0].name() == "repeats") {
     info.host_needs_result = true;
   }
+  info.waits_on_devices = info.host_needs_result && schema.name() != "aten::_assert_async";
   return info;
 }
 

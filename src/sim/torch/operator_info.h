@@ -24,6 +24,8 @@ struct OperatorInfo {
   bool random = false;  ///< draws from a generator
   bool takes_generator = false;
   bool host_needs_result = false;  ///< a value or a shape that the host must know: synchronises on CUDA
+  bool waits_on_devices =
+      false;  ///< and there is no GPU on which it does not: assertions are checked there on the device
 };
 
 /// The information of `op`; the reference stays valid. Threads: any.

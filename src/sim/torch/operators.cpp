@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "runtime/host_waits.h"
 #include "sim/device/device.h"
 #include "sim/torch/aliases.h"
 #include "sim/torch/cpu_allocator.h"
@@ -48,6 +49,9 @@ class Call {
                        " has no CPU kernel, which the sim device would run; compute it on the CPU or another way");
     }
     if ((info_.host_needs_result && !compares_one_with_itself()) || indexes_by_mask()) {
+      if (info_.waits_on_devices || !info_.host_needs_result) {
+        host_waits::tell(kDeviceType, HostWait::result, info_.name);
+      }
       device_.host_reads(stream_, info_.name);
     }
     device_.ready(stream_);
@@ -125,6 +129,9 @@ class Call {
     if (!tensor.device().is_cpu() || (tensor.dim() > 0 && !host_tensor_allowed)) {
       throw UsageError(std::string(info_.name) + ": tensors on sim and on " + tensor.device().str() +
                        " in one call; move them to one device");
+    }
+    if (tensor.dim() > 0) {  // an index: LibTorch copies it to the device first
+      host_waits::tell(kDeviceType, HostWait::pageable_copy, info_.name);
     }
     return kept_ ? host_copy(tensor) : tensor;
   }

@@ -105,7 +105,9 @@ Availability available() { return {}; }
 
 void observe() {}  // the device guard always tells
 
-const BackendRegistration registration({"sim", kDeviceType, true, available, make_runtime_of, observe});
+std::string tell_waits() { return {}; }  // as do operators and copies
+
+const BackendRegistration registration({"sim", kDeviceType, true, available, make_runtime_of, observe, tell_waits});
 
 }  // namespace
 

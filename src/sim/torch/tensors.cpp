@@ -1,4 +1,5 @@
 #include "sim/torch/tensors.h"
+#include "runtime/host_waits.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
@@ -166,6 +167,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& dest
 
 at::Scalar item(const at::Tensor& self) {
   Device& device = Device::get();
+  host_waits::tell(kDeviceType, HostWait::result, "aten::_local_scalar_dense");
   device.host_reads(current_stream(), "item()");
   device.ready(current_stream());
   const KernelScope scope;

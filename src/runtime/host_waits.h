@@ -1,0 +1,49 @@
+#pragma once
+#include <cstdint>
+
+#include <c10/core/Device.h>
+
+#include "sidestream/export.h"
+
+namespace sidestream {
+
+/// What makes the host stand still, or asks the driver for memory, in a program that else only queues work.
+enum class HostWait : std::uint8_t {
+  result,  ///< an operator whose value, or whose result's shape, the host must know
+  blocking_copy,
+  pageable_copy,  ///< from or to host memory that is not pinned
+  event,
+  stream,
+  device,
+  allocation,  ///< of device memory, which the caching allocator did not have
+};
+
+/// What backends tell of waits past every Runtime, and who hears of them. Process-wide, as LibTorch's seams are.
+namespace host_waits {
+
+/// Called on the thread that waits, before it does, maybe under a lock of the device: it must not call the device back.
+/// `call` is the operator's or the driver's name for it; it lives as long as the process.
+using Heard = void (*)(c10::DeviceType type, HostWait kind, const char* call) noexcept;
+
+/// From here on `heard` is told, null: nobody. Threads: any.
+SIDESTREAM_API void set_listener(Heard heard) noexcept;
+/// For backends. With no listener it costs one load; nothing is told while an OwnWaits of the thread lives.
+SIDESTREAM_API void tell(c10::DeviceType type, HostWait kind, const char* call) noexcept;
+
+}  // namespace host_waits
+
+/// While it lives, waits of the calling thread are the library's own, and not told.
+class [[nodiscard]] SIDESTREAM_API OwnWaits {
+ public:
+  OwnWaits() noexcept { ++depth_; }
+  OwnWaits(const OwnWaits&) = delete;
+  OwnWaits& operator=(const OwnWaits&) = delete;
+  ~OwnWaits() { --depth_; }
+
+  [[nodiscard]] static bool active() noexcept { return depth_ > 0; }
+
+ private:
+  static thread_local constinit int depth_;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,189 @@
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include <ATen/ops/ones.h>
+#include <gtest/gtest.h>
+
+#include "observe/call_stack.h"
+#include "observe/sync_finder.h"
+#include "observe/sync_kinds.h"
+#include "runtime/host_waits.h"
+#include "runtime/runtime.h"
+#include "sidestream/report.h"
+
+namespace sidestream {
+namespace {
+
+constexpr c10::DeviceType kSimType = c10::DeviceType::PrivateUse1;
+
+class SyncFinderTest : public testing::Test {
+ protected:
+  SyncFinderTest() : runtime_(make_runtime(c10::Device(kSimType, 0))) {
+    sim_tensor_ = at::ones({4, 4}).to(runtime_->device());
+  }
+
+  [[nodiscard]] static Report found(const SyncFinder& finder) {
+    Report report;
+    finder.add_to(report);
+    return report;
+  }
+  /// As a backend does.
+  static void tell(HostWait kind) { host_waits::tell(kSimType, kind, "a call"); }
+
+  std::shared_ptr<Runtime> runtime_;
+  at::Tensor sim_tensor_;
+};
+
+TEST_F(SyncFinderTest, OnlyInAStepAndOnlyItsDevice) {
+  SyncFinder finder(kSimType, {}, {});
+  tell(HostWait::stream);
+  {
+    const SyncFinder::Step step(finder, false);
+    tell(HostWait::stream);
+    host_waits::tell(c10::DeviceType::CUDA, HostWait::stream, "a call");
+  }
+  tell(HostWait::stream);
+  const Report report = found(finder);
+  ASSERT_EQ(report.syncs.size(), 1U);
+  EXPECT_EQ(report.syncs_found, 1);
+  EXPECT_EQ(report.syncs[0].operation, "a call");
+  EXPECT_EQ(report.syncs[0].kind, "stream synchronisation");
+}
+
+TEST_F(SyncFinderTest, AllocationsAreFoundInSteadyStepsOnly) {
+  SyncFinder finder(kSimType, {}, {});
+  {
+    const SyncFinder::Step step(finder, /*steady=*/false);
+    tell(HostWait::allocation);
+  }
+  EXPECT_EQ(found(finder).syncs_found, 0);
+  {
+    const SyncFinder::Step step(finder, /*steady=*/true);
+    tell(HostWait::allocation);
+    tell(HostWait::allocation);
+  }
+  EXPECT_EQ(found(finder).syncs_found, 2);
+}
+
+TEST_F(SyncFinderTest, PausesAndOwnWaitsAreSilentAndNest) {
+  SyncFinder finder(kSimType, {}, {});
+  const SyncFinder::Step step(finder, false);
+  {
+    const SyncFinder::Pause pause;
+    tell(HostWait::event);
+    (void)sim_tensor_.sum().item<float>();
+    {
+      const SyncFinder::Pause again;
+      tell(HostWait::event);
+    }
+    tell(HostWait::event);
+  }
+  {
+    const OwnWaits own;
+    tell(HostWait::event);
+    {
+      const OwnWaits more;
+      tell(HostWait::event);
+    }
+    tell(HostWait::event);
+  }
+  EXPECT_EQ(found(finder).syncs_found, 0);
+  tell(HostWait::event);
+  EXPECT_EQ(found(finder).syncs_found, 1);
+}
+
+TEST_F(SyncFinderTest, StepsOfTwoFindersNest) {
+  SyncFinder outer(kSimType, {}, {});
+  SyncFinder inner(kSimType, {}, {});
+  const SyncFinder::Step around(outer, false);
+  {
+    const SyncFinder::Step inside(inner, false);
+    tell(HostWait::stream);
+    EXPECT_EQ(found(inner).syncs_found, 1);
+    EXPECT_EQ(found(outer).syncs_found, 0);
+  }
+  (void)sim_tensor_.sum().item<float>();
+  ASSERT_EQ(found(outer).syncs.size(), 1U);
+  EXPECT_EQ(found(outer).syncs[0].operation, "aten::item") << "the operators are still known";
+}
+
+TEST_F(SyncFinderTest, AnOperatorCountsOnceAndStandsForWhatItCalls) {
+  SyncFinder finder(kSimType, {}, {});
+  const SyncFinder::Step step(finder, false);
+  for (std::int64_t i = 0; i < 5; ++i) {
+    (void)sim_tensor_.to(at::kCPU);
+  }
+  const Report report = found(finder);
+  ASSERT_EQ(report.syncs.size(), 1U);
+  EXPECT_EQ(report.syncs[0].count, 5);
+  EXPECT_EQ(report.syncs[0].operation, "aten::to");
+}
+
+TEST_F(SyncFinderTest, OtherThreadsAreNotHeardAndAStepMayEndThere) {
+  SyncFinder finder(kSimType, {}, {});
+  auto step = std::make_unique<SyncFinder::Step>(finder, false);
+  std::thread([&] {
+    tell(HostWait::stream);
+    step.reset();
+    tell(HostWait::stream);
+  }).join();
+  tell(HostWait::stream);
+  EXPECT_EQ(found(finder).syncs_found, 0);
+  {
+    const SyncFinder::Step next(finder, false);
+    (void)sim_tensor_.sum().item<float>();
+  }
+  tell(HostWait::stream);
+  ASSERT_EQ(found(finder).syncs.size(), 1U);
+  EXPECT_EQ(found(finder).syncs[0].operation, "aten::item");
+}
+
+TEST_F(SyncFinderTest, WhatThePlaceThrowsStopsNothing) {
+  SyncFinder finder(kSimType, []() -> WaitPlace { throw std::runtime_error("no place"); }, {});
+  const SyncFinder::Step step(finder, false);
+  EXPECT_NO_THROW(tell(HostWait::stream));
+  EXPECT_EQ(sim_tensor_.sum().item<float>(), 16);
+}
+
+// A GPU tells what its driver is asked for; the operator explains it.
+TEST_F(SyncFinderTest, TheOperatorExplainsWhatTheDriverIsAskedFor) {
+  EXPECT_EQ(sync_kind(HostWait::stream, ""), SyncKind::stream);
+  EXPECT_EQ(sync_kind(HostWait::stream, "aten::_local_scalar_dense"), SyncKind::value);
+  EXPECT_EQ(sync_kind(HostWait::pageable_copy, "aten::_local_scalar_dense"), SyncKind::value);
+  EXPECT_EQ(sync_kind(HostWait::stream, "aten::copy_"), SyncKind::blocking_copy);
+  EXPECT_EQ(sync_kind(HostWait::stream, "aten::nonzero"), SyncKind::data_dependent);
+  EXPECT_EQ(sync_kind(HostWait::stream, "aten::index.Tensor"), SyncKind::data_dependent);
+  EXPECT_EQ(sync_kind(HostWait::result, "aten::equal"), SyncKind::value);
+  EXPECT_EQ(sync_kind(HostWait::pageable_copy, "aten::copy_"), SyncKind::pageable_copy);
+  EXPECT_EQ(sync_kind(HostWait::allocation, "aten::mm"), SyncKind::allocation);
+}
+
+TEST_F(SyncFinderTest, EachKindHasANameAndARemedyAndExpertsAreNamed) {
+  for (int k = 0; k <= static_cast<int>(SyncKind::allocation); ++k) {
+    const auto kind = static_cast<SyncKind>(k);
+    EXPECT_STRNE(name_of(kind), "");
+    EXPECT_GT(std::string(remedy_for(kind)).size(), 20U);
+  }
+  EXPECT_NE(std::string(remedy_for(SyncKind::data_dependent)).find("synchronise by nature"), std::string::npos);
+}
+
+__attribute__((noinline)) CallStack one_place() { return CallStack::here(0); }
+
+TEST(CallStackTest, TheSamePlaceIsTheSameAndAnotherIsNot) {
+  CallStack same[2];
+  for (CallStack& stack : same) {
+    stack = one_place();
+  }
+  const CallStack other = one_place();
+  EXPECT_FALSE(same[0] < same[1] || same[1] < same[0]);
+  EXPECT_TRUE(same[0] < other || other < same[0]);
+  EXPECT_FALSE(other.frames(8).empty());
+  EXPECT_LE(other.frames(3).size(), 3U);
+  EXPECT_TRUE(CallStack().frames(8).empty());
+}
+
+}  // namespace
+}  // namespace sidestream
