@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
@@ -14,6 +16,8 @@
 #include "graphs/capture/chain_capture.h"
 #include "graphs/capture/gradient_routes.h"
 #include "graphs/capture/graph_check.h"
+#include "graphs/capture/node_check.h"
+#include "graphs/capture/node_naming.h"
 #include "graphs/capture/not_owning.h"
 #include "graphs/capture/pass_hooks.h"
 #include "memory/storage_view.h"
@@ -115,8 +119,11 @@ void ChainCapture::capture_backward(std::size_t index) {
     const NestedBackwardRefusal no_nested;
     const BackwardStateGuard state(layer.spec.state);
     const OperatorObserverGuard observer = reads_.watch();
+    NodeNaming naming(runtime_, capture_, layer.backward_names, *layer.spec.scope, live.scopes);
+    const OperatorObserverGuard names = naming.watch();
     grads = torch::autograd::grad(roots, targets, seeds, chain_.options_.retain_graph_in_backward(),
                                   /*create_graph=*/false, /*allow_unused=*/true);
+    names.rethrow();
     observer.rethrow();
   }
   hold_reads(layer);
@@ -127,7 +134,11 @@ void ChainCapture::capture_backward(std::size_t index) {
   layer.backward = capture.end();
   use_.capture_ended();
   hooks.after_backward();
-  check_graph_events(runtime_, layer.backward, layer.backward_done, {}, chain_.describe(index) + ", backward");
+  const std::string what = chain_.describe(index) + ", backward";
+  const std::vector<GraphNode> nodes = runtime_.nodes(layer.backward);
+  check_graph_events(nodes, layer.backward_names, layer.backward_done, {}, what);
+  check_nodes(nodes, layer.backward_names, layer.copies.captured, what);
+  check_copy_ends(layer.copies.captured, CopyEnds::targets, what);
   finish_backward(index);
 }
 

@@ -7,6 +7,7 @@
 #include "graphs/capture/body_hooks.h"
 #include "graphs/capture/capture_reads.h"
 #include "graphs/capture/captured_use.h"
+#include "graphs/capture/node_naming.h"
 #include "graphs/capture/output_lives.h"
 #include "graphs/capture/sizing_pass.h"
 #include "graphs/replay/chain.h"
@@ -37,6 +38,7 @@ class ChainCapture {
     std::vector<at::Tensor> grad_inputs;  ///< owning
     PlannedPass planned;
     std::unique_ptr<Recorder> recorder;
+    GradientScopes scopes;  ///< of the forward
   };
 
   /// What turns round within the lag stays.

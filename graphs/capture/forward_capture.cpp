@@ -1,4 +1,6 @@
 #include <memory>
+#include <string>
+#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -12,6 +14,8 @@
 #include "graphs/capture/captured_outputs.h"
 #include "graphs/capture/chain_capture.h"
 #include "graphs/capture/graph_check.h"
+#include "graphs/capture/node_check.h"
+#include "graphs/capture/node_naming.h"
 #include "graphs/capture/pass_hooks.h"
 #include "graphs/capture/saved_storages.h"
 
@@ -34,8 +38,10 @@ void ChainCapture::capture_forward(std::size_t index) {
   resources_.offload->begin_forward(layer.copies.captured);
   use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, *chain_.pool_);
+  NodeNaming naming(runtime_, capture_, layer.forward_names, *live.recorder, live.scopes);
   {
     const OperatorObserverGuard observer = reads_.watch();
+    const OperatorObserverGuard names = naming.watch();
     {
       const RecorderGuard recording(live.recorder.get());
       RecorderScope scope(*live.recorder, layer.spec.scope);
@@ -47,6 +53,7 @@ void ChainCapture::capture_forward(std::size_t index) {
       }
       scope.end();
     }
+    names.rethrow();
     observer.rethrow();
   }
   hold_reads(layer);
@@ -67,7 +74,11 @@ void ChainCapture::capture_forward(std::size_t index) {
       ready.push_back(&event);
     }
   }
-  check_graph_events(runtime_, layer.forward, layer.forward_done, ready, chain_.describe(index) + ", forward");
+  const std::string what = chain_.describe(index) + ", forward";
+  const std::vector<GraphNode> nodes = runtime_.nodes(layer.forward);
+  check_graph_events(nodes, layer.forward_names, layer.forward_done, ready, what);
+  check_nodes(nodes, layer.forward_names, layer.copies.captured, what);
+  check_copy_ends(layer.copies.captured, CopyEnds::sources, what);
   live.outputs.assign(outputs.begin(), outputs.end());
   learn_outputs(layer, arguments, outputs, saved, *resources_.exclusions);
   learn_lives(index, saved, arguments);

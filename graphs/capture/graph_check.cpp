@@ -1,7 +1,6 @@
 #include "graphs/capture/graph_check.h"
 
-#include <vector>
-
+#include "graphs/capture/node_check.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -47,17 +46,17 @@ bool works(GraphNode::Kind kind) {
 
 }  // namespace
 
-void check_graph_events(const Runtime& runtime, const Graph& graph, const ExternalEvent& done,
+void check_graph_events(const std::vector<GraphNode>& nodes, const NodeNames& names, const ExternalEvent& done,
                         const std::vector<const ExternalEvent*>& ready, const std::string& what) {
-  const std::vector<GraphNode> nodes = runtime.nodes(graph);
   const std::vector<bool> before_done = ancestors(nodes, only_record(nodes, done, what, "done"));
   for (const ExternalEvent* event : ready) {
     (void)only_record(nodes, *event, what, "ready");
   }
   for (std::size_t i = 0; i < nodes.size(); ++i) {
     if (works(nodes[i].kind) && !before_done[i]) {
-      throw CaptureError(what + ": its done event does not wait for all of its work (node " + std::to_string(i) +
-                         "); a forward must not leave work on streams of its own that it never joins");
+      throw CaptureError(what + ": its done event does not wait for all of its work, not for a " +
+                         describe_node(nodes, i, names) +
+                         "; a forward must not leave work on streams of its own that it never joins");
     }
   }
 }

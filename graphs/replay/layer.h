@@ -15,6 +15,7 @@
 #include "graphs/replay/call_state.h"
 #include "graphs/replay/input_facts.h"
 #include "graphs/replay/layer_copies.h"
+#include "graphs/replay/node_names.h"
 #include "graphs/replay/output_set.h"
 #include "graphs/replay/output_storage.h"
 #include "memory/storage_view.h"
@@ -141,6 +142,8 @@ struct Layer {
   Graph backward;
   ExternalEvent forward_done;
   ExternalEvent backward_done;
+  NodeNames forward_names;  ///< of the graphs' nodes
+  NodeNames backward_names;
 
   // Replay.
   bool released = false;           ///< by Chain::release: nothing of it is left

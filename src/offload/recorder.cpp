@@ -141,7 +141,8 @@ Recorder::Frame Recorder::enter(ScopeNode* scope) {
   OpenScope& open = stack_.emplace_back();
   open.frame = ++latest_;
   open.scope = scope;
-  return open.frame;
+  tell_scope();
+  return latest_;
 }
 
 void Recorder::leave(Frame frame) {
@@ -169,6 +170,7 @@ void Recorder::leave_innermost() {
   const OpenScope open = stack_.back();
   stack_.pop_back();
   end_all(open);
+  tell_scope();
 }
 
 void Recorder::end_all(const OpenScope& open) {
@@ -182,6 +184,7 @@ void Recorder::discard(Frame frame) noexcept {
   while (stack_.back().frame >= frame) {
     stack_.pop_back();
   }
+  tell_scope();
 }
 
 void Recorder::keep_failure(std::exception_ptr failure) noexcept {

@@ -18,6 +18,17 @@
 
 namespace sidestream {
 
+/// Hears which scope is the innermost one of a pass.
+class ScopeListener {
+ public:
+  ScopeListener() = default;
+  ScopeListener(const ScopeListener&) = delete;
+  ScopeListener& operator=(const ScopeListener&) = delete;
+  virtual ~ScopeListener() = default;
+  /// Work from here on is inside of `scope`.
+  virtual void in_scope(const ScopeNode& scope) noexcept = 0;
+};
+
 /// Takes what autograd saves during one forward pass (a step's, or one capture's), sorts it into groups by scope, and hands
 /// out the handles. One storage is one SavedStorage, however many tensors and groups save it.
 ///
@@ -58,6 +69,9 @@ class Recorder final : public SavedTensorSource {
   void finish();
   /// Keeps `tensor`'s storage on the device for as long as it lives.
   void mark(const at::Tensor& tensor);
+
+  /// From here on `listener` hears of each scope that is entered or left; null: nobody. It must outlive this object, or be taken off.
+  void tell(ScopeListener* listener) noexcept { listener_ = listener; }
 
   /// Groups that begin while `to_be_captured` are marked so.
   bool set_to_be_captured(bool to_be_captured) noexcept { return std::exchange(to_be_captured_, to_be_captured); }
@@ -100,6 +114,11 @@ class Recorder final : public SavedTensorSource {
   /// The groups of a scope.
   void end_all(const OpenScope& open);
   void leave_innermost();
+  void tell_scope() const noexcept {
+    if (listener_ != nullptr) {
+      listener_->in_scope(scope());
+    }
+  }
   void throw_kept();
 
   ScopeTree& tree_;
@@ -117,6 +136,7 @@ class Recorder final : public SavedTensorSource {
   std::uint64_t saved_bytes_ = 0;
   bool looks_at_small_;
   bool to_be_captured_ = false;
+  ScopeListener* listener_ = nullptr;
   Counts counts_;
   std::exception_ptr kept_failure_;
   std::shared_ptr<Recorder* const> alive_ =

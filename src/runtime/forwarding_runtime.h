@@ -56,6 +56,7 @@ class ForwardingRuntime : public Runtime {
   void launch(const Graph& graph, c10::Stream stream) override { inner_->launch(graph, stream); }
   [[nodiscard]] bool draws(const Graph& graph) const override { return inner_->draws(graph); }
   [[nodiscard]] std::vector<GraphNode> nodes(const Graph& graph) const override { return inner_->nodes(graph); }
+  [[nodiscard]] std::size_t captured_nodes(c10::Stream stream) const override { return inner_->captured_nodes(stream); }
 
  protected:
   [[nodiscard]] Runtime& inner() const noexcept { return *inner_; }

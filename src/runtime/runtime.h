@@ -9,6 +9,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include "runtime/graph_node.h"
 #include "runtime/handles.h"
 
 #include "sidestream/export.h"
@@ -47,24 +48,6 @@ struct DeviceInfo {
   std::string name;
   std::string driver;  ///< driver and runtime versions in words
   std::int64_t memory_bytes = 0;
-};
-
-/// One node of a captured graph; `predecessors` are indices into the list it stands in.
-struct GraphNode {
-  enum class Kind : std::uint8_t {
-    kernel,
-    copy_to_host,
-    copy_to_device,
-    copy,
-    memset,
-    event_record,
-    event_wait,
-    empty,
-    other
-  };
-  Kind kind = Kind::other;
-  const void* event = nullptr;  ///< native event of a record or wait node, else null
-  std::vector<std::uint32_t> predecessors;
 };
 
 /// The device under the engine. Backends implement it and register themselves (backend.h); decorators wrap any.
@@ -171,6 +154,9 @@ class SIDESTREAM_API Runtime {
   [[nodiscard]] virtual bool draws(const Graph& graph) const = 0;
   /// The nodes in capture order, for the checks of rule 5. Not for the replay path.
   [[nodiscard]] virtual std::vector<GraphNode> nodes(const Graph& graph) const = 0;
+  /// How many nodes the capture of `stream` holds so far: what is captured next stands behind them in `nodes`. 0 where it does not
+  /// capture. Capture: legal.
+  [[nodiscard]] virtual std::size_t captured_nodes(c10::Stream stream) const = 0;
 
  protected:
   template <HandleKind kind>

@@ -1,11 +1,10 @@
 #include <algorithm>
 #include <cstdio>
-#include <unordered_map>
 
 #include "runtime/cuda/capture_mode.h"
 #include "runtime/cuda/cuda_runtime.h"
 #include "runtime/cuda/error.h"
-#include "runtime/cuda/graph_edges.h"
+#include "runtime/cuda/graph_nodes.h"
 #include "sidestream/error.h"
 
 namespace sidestream::cuda {
@@ -15,72 +14,6 @@ namespace {
 void invalidate(cudaStream_t stream) noexcept {
   (void)cudaStreamSynchronize(stream);
   (void)cudaGetLastError();
-}
-
-cudaGraphNodeType type_of(cudaGraphNode_t node) {
-  auto type = cudaGraphNodeTypeEmpty;
-  check(cudaGraphNodeGetType(node, &type), "cudaGraphNodeGetType", "graph node");
-  return type;
-}
-
-bool on_device(const void* address) {
-  cudaPointerAttributes attributes{};
-  const auto status = cudaPointerGetAttributes(&attributes, address);
-  (void)cudaGetLastError();
-  return status == cudaSuccess && attributes.type == cudaMemoryTypeDevice;
-}
-
-GraphNode::Kind copy_kind(cudaGraphNode_t node) {
-  cudaMemcpy3DParms copy{};
-  if (cudaGraphMemcpyNodeGetParams(node, &copy) != cudaSuccess) {
-    (void)cudaGetLastError();
-    return GraphNode::Kind::copy;
-  }
-  const bool from = on_device(copy.srcPtr.ptr);
-  const bool to = on_device(copy.dstPtr.ptr);
-  if (from == to) {
-    return GraphNode::Kind::copy;
-  }
-  return from ? GraphNode::Kind::copy_to_host : GraphNode::Kind::copy_to_device;
-}
-
-GraphNode describe(cudaGraphNode_t node) {
-  GraphNode out;
-  cudaEvent_t event = nullptr;
-  switch (type_of(node)) {
-    case cudaGraphNodeTypeKernel:
-      out.kind = GraphNode::Kind::kernel;
-      break;
-    case cudaGraphNodeTypeMemcpy:
-      out.kind = copy_kind(node);
-      break;
-    case cudaGraphNodeTypeMemset:
-      out.kind = GraphNode::Kind::memset;
-      break;
-    case cudaGraphNodeTypeEmpty:
-      out.kind = GraphNode::Kind::empty;
-      break;
-    case cudaGraphNodeTypeEventRecord:
-      out.kind = GraphNode::Kind::event_record;
-      check(cudaGraphEventRecordNodeGetEvent(node, &event), "cudaGraphEventRecordNodeGetEvent", "graph node");
-      break;
-    case cudaGraphNodeTypeWaitEvent:
-      out.kind = GraphNode::Kind::event_wait;
-      check(cudaGraphEventWaitNodeGetEvent(node, &event), "cudaGraphEventWaitNodeGetEvent", "graph node");
-      break;
-    case cudaGraphNodeTypeHost:
-    case cudaGraphNodeTypeGraph:
-    case cudaGraphNodeTypeExtSemaphoreSignal:
-    case cudaGraphNodeTypeExtSemaphoreWait:
-    case cudaGraphNodeTypeMemAlloc:
-    case cudaGraphNodeTypeMemFree:
-    case cudaGraphNodeTypeConditional:
-    case cudaGraphNodeTypeCount:
-      out.kind = GraphNode::Kind::other;
-      break;
-  }
-  out.event = event;
-  return out;
 }
 
 }  // namespace
@@ -219,23 +152,12 @@ bool CudaRuntime::draws(const Graph& graph) const {
 }
 
 std::vector<GraphNode> CudaRuntime::nodes(const Graph& graph) const {
-  auto* const native_graph = static_cast<const libtorch::Graph*>(native(graph))->native();
-  std::size_t count = 0;
-  check(cudaGraphGetNodes(native_graph, nullptr, &count), "cudaGraphGetNodes", "graph");
-  std::vector<cudaGraphNode_t> handles(count);
-  check(cudaGraphGetNodes(native_graph, handles.data(), &count), "cudaGraphGetNodes", "graph");
+  return nodes_of(static_cast<const libtorch::Graph*>(native(graph))->native());
+}
 
-  std::vector<GraphNode> nodes;
-  nodes.reserve(count);
-  std::unordered_map<cudaGraphNode_t, std::uint32_t> index;
-  for (const auto handle : handles) {
-    index.emplace(handle, static_cast<std::uint32_t>(nodes.size()));
-    nodes.push_back(describe(handle));
-  }
-  for (const auto& [from, to] : edges_of(native_graph)) {
-    nodes[index.at(to)].predecessors.push_back(index.at(from));
-  }
-  return nodes;
+std::size_t CudaRuntime::captured_nodes(c10::Stream stream) const {
+  const OnItsDevice on_device(native(stream), device_);
+  return captured_nodes_of(native(stream));
 }
 
 }  // namespace sidestream::cuda

@@ -59,6 +59,7 @@ class CudaRuntime final : public Runtime {
   void launch(const Graph& graph, c10::Stream stream) override;
   [[nodiscard]] bool draws(const Graph& graph) const override;
   [[nodiscard]] std::vector<GraphNode> nodes(const Graph& graph) const override;
+  [[nodiscard]] std::size_t captured_nodes(c10::Stream stream) const override;
 
  protected:
   void destroy(HandleKind kind, void* native) noexcept override;

@@ -76,6 +76,7 @@ void Capture::add(NodeSet& last, std::shared_ptr<const Work> work, c10::intrusiv
   node.work = std::move(work);
   node.after = last;
   node.event = std::move(event);
+  listed += node.work->kind != Work::Kind::poison ? 1 : 0;
   last.assign(1, static_cast<std::uint32_t>(nodes.size() - 1));
 }
 
@@ -183,6 +184,12 @@ void Device::abandon_capture(c10::StreamId id) noexcept {
       state_->close(*capture, false);
     }
   }
+}
+
+std::size_t Device::captured_nodes(c10::StreamId id) const {
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  const Capture* capture = state_->stream(id).capture;
+  return capture == nullptr ? 0 : capture->listed;
 }
 
 CaptureStatus Device::capture_status(c10::StreamId id) const {

@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <thread>
@@ -64,6 +65,7 @@ class Capture {
   Pool& pool;
   std::vector<c10::StreamId> streams;
   std::vector<CapturedWork> nodes;
+  std::size_t listed = 0;  ///< of them: those that a driver would list
   bool invalidated = false;
   std::string reason;  ///< why, once invalidated
   CaptureMemory memory;

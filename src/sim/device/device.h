@@ -142,6 +142,7 @@ class Device {
   [[nodiscard]] std::shared_ptr<GraphBody> end_capture(c10::StreamId stream);
   void abandon_capture(c10::StreamId stream) noexcept;
   [[nodiscard]] CaptureStatus capture_status(c10::StreamId stream) const;
+  [[nodiscard]] std::size_t captured_nodes(c10::StreamId stream) const;
   void launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId stream);
 
   // --- how queued work runs ------------------------------------------------------------------------------------

@@ -28,6 +28,19 @@ GraphNode::Kind listed_kind(Work::Kind kind) {
   return GraphNode::Kind::other;
 }
 
+void describe_ends(const Work& work, GraphNode& node) {
+  if (work.kind != Work::Kind::copy_to_host && work.kind != Work::Kind::copy_to_device) {
+    return;
+  }
+  const bool out = work.kind == Work::Kind::copy_to_host;
+  for (const Access& access : work.accesses) {
+    (access.write ? node.destination : node.source) = access.begin;
+    node.bytes = access.bytes;
+  }
+  node.source_memory = out ? GraphNode::Memory::device : GraphNode::Memory::pinned;
+  node.destination_memory = out ? GraphNode::Memory::pinned : GraphNode::Memory::device;
+}
+
 NodeSet find_sinks(const std::vector<CapturedWork>& nodes) {
   std::vector<bool> followed(nodes.size(), false);
   for (const CapturedWork& node : nodes) {
@@ -127,6 +140,10 @@ std::vector<GraphNode> GraphBody::list() const {
     node.kind = listed_kind(nodes[i].work->kind);
     node.event = nodes[i].event.get();
     node.predecessors.assign(before.begin(), before.end());
+    if (nodes[i].work->kind == Work::Kind::compute) {
+      node.name = nodes[i].work->name;
+    }
+    describe_ends(*nodes[i].work, node);
     listed.push_back(std::move(node));
   }
   return listed;

@@ -130,6 +130,7 @@ bool SimRuntime::draws(const Graph& graph) const { return native_of<SharedGraph>
 std::vector<GraphNode> SimRuntime::nodes(const Graph& graph) const {
   return native_of<SharedGraph>(graph, "the graph")->list();
 }
+std::size_t SimRuntime::captured_nodes(c10::Stream stream) const { return device_.captured_nodes(id_of(stream)); }
 
 void SimRuntime::destroy(HandleKind kind, void* native) noexcept {
   switch (kind) {

@@ -53,6 +53,7 @@ class SimRuntime final : public Runtime {
   void launch(const Graph& graph, c10::Stream stream) override;
   bool draws(const Graph& graph) const override;
   std::vector<GraphNode> nodes(const Graph& graph) const override;
+  std::size_t captured_nodes(c10::Stream stream) const override;
 
  protected:
   void destroy(HandleKind kind, void* native) noexcept override;

@@ -83,6 +83,7 @@ class FakeRuntime : public Runtime {
   void launch(const Graph&, c10::Stream) override {}
   bool draws(const Graph&) const override { return false; }
   std::vector<GraphNode> nodes(const Graph&) const override { return {}; }
+  std::size_t captured_nodes(c10::Stream) const override { return 0; }
 
  protected:
   void destroy(HandleKind kind, void* native) noexcept override {
