@@ -49,6 +49,10 @@ Journal OffloadEngine::journal() const { return state().journal(); }
 
 Report OffloadEngine::report() const { return state().report(); }
 
+std::vector<std::string> OffloadEngine::write_graphs(const std::string& folder) const {
+  return state().write_graphs(folder);
+}
+
 void OffloadEngine::reset() { state().reset(); }
 
 void OffloadEngine::mark_not_offload(const at::Tensor& tensor) { state().exclusions().mark(tensor); }

@@ -7,6 +7,7 @@
 
 #include <c10/util/ScopeExit.h>
 
+#include "graphs/engine/graph_files.h"
 #include "offload/kept_failure.h"
 #include "sidestream/error.h"
 
@@ -102,6 +103,11 @@ void EngineState::refuse_inside(const char* what) const {
                      " inside a capture of the same engine (from a hook, from Options::progress, or from " +
                      "the body of a call); call it before or after");
   }
+}
+
+std::vector<std::string> EngineState::write_graphs(const std::string& folder) const {
+  refuse_inside("OffloadEngine::write_graphs");
+  return write_graph_files(*resources_.runtime, chains_, folder);
 }
 
 void EngineState::begin_step() {

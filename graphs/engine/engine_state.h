@@ -3,6 +3,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -58,6 +59,7 @@ class EngineState {
   [[nodiscard]] Report report() const;
   [[nodiscard]] Journal journal() const { return resources_.check.journal(); }
   void reset();
+  std::vector<std::string> write_graphs(const std::string& folder) const;
 
   [[nodiscard]] EngineChains& chains() noexcept { return chains_; }
   [[nodiscard]] const EngineChains& chains() const noexcept { return chains_; }

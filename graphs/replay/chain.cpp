@@ -155,6 +155,14 @@ void Chain::synchronize_streams() {
   }
 }
 
+std::string Chain::stream_in_words(std::size_t index, bool backward) const {
+  if (side_streams_.empty()) {
+    return "the stream that the options name";
+  }
+  const std::size_t number = backward ? 0 : index % streams_.size();
+  return "side stream " + std::to_string(number + 1) + " of " + std::to_string(streams_.size());
+}
+
 void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event) {
   if (runtime_->draws(graph)) {
     draw_order_.launch(*runtime_, side, [&] { runtime_->launch(graph, side); });

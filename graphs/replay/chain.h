@@ -120,6 +120,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] const GraphOptions& options() const noexcept { return options_; }
   [[nodiscard]] Counts take_counts();
   [[nodiscard]] const OutsideBytes& outside() const noexcept { return outside_; }
+  /// Which stream launches a graph of layer `index`, for people.
+  [[nodiscard]] std::string stream_in_words(std::size_t index, bool backward) const;
   /// For the report.
   void note(std::string text) { plan_.notes.push_back(std::move(text)); }
 

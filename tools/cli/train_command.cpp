@@ -110,6 +110,9 @@ class Training {
     result_.parameters = main.parameter_count();
     progress.note(
         fmt::format("model: {} parameters, {}, {} layers", result_.parameters, options_.dtype, options_.shape.layers));
+    if (!options_.dump_graphs.empty()) {
+      (void)main.write_graphs(options_.dump_graphs);  // none yet: a folder that cannot be made is refused here
+    }
     progress.phase("held-out loss before the first step");
     result_.held_out.first = main.held_out_loss();
     std::optional<TrainingRun> plain;
@@ -143,6 +146,10 @@ class Training {
     result_.syncs = main.sync_numbers();
     if (journal != nullptr) {
       commit(*journal, journal_bytes(main.journal()), unwritten);
+    }
+    if (!options_.dump_graphs.empty()) {
+      progress.note(fmt::format("{} graphs are drawn in {}", main.write_graphs(options_.dump_graphs),
+                                options_.dump_graphs.string()));
     }
     result_.held_out.last = main.held_out_loss();
     result_.signal = interrupt.signal();

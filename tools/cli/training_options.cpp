@@ -134,6 +134,10 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
       "synchronisations, and device memory asked of the driver in steady steps), with its place and a remedy");
   command.add_option("--journal", options.journal, "Write the checked steps' journal (see sidestream check)")
       ->type_name("FILE");
+  command
+      .add_option("--dump-graphs", options.dump_graphs,
+                  "Draw each captured graph into a file of this folder, for Graphviz (dot -Tsvg FILE)")
+      ->type_name("DIR");
 }
 
 void validate(const TrainingOptions& options) {
@@ -156,6 +160,9 @@ void validate(const TrainingOptions& options) {
   }
   if (options.verify_replays < 0) {
     throw UsageError(fmt::format("--verify-replays is {}; it must be 0 (off) or more", options.verify_replays));
+  }
+  if (!options.dump_graphs.empty() && !options.graphed()) {
+    throw UsageError("--dump-graphs draws captured graphs; with --graphs off there are none: leave one of the two out");
   }
   if (options.verify_replays > 0 && !options.graphed()) {
     throw UsageError("--verify-replays without graphs: nothing is replayed; leave it out, or use --graphs layer");

@@ -37,7 +37,8 @@ struct TrainingOptions {
   std::int64_t check_steps = 0;
   std::int64_t verify_replays = 0;
   bool find_syncs = false;
-  std::filesystem::path journal;  ///< of the checked steps; empty: none
+  std::filesystem::path journal;      ///< of the checked steps; empty: none
+  std::filesystem::path dump_graphs;  ///< a folder for drawings; empty: none
 
   [[nodiscard]] bool graphed() const noexcept { return graphs == "layer"; }
   [[nodiscard]] bool offloads() const noexcept { return offload != std::vector<std::string>{"off"}; }

@@ -228,6 +228,10 @@ std::optional<SyncNumbers> TrainingRun::sync_numbers() const {
 
 Journal TrainingRun::journal() const { return state_->engine ? state_->engine->journal() : Journal{}; }
 
+std::size_t TrainingRun::write_graphs(const std::filesystem::path& folder) const {
+  return state_->engine ? state_->engine->write_graphs(folder.string()).size() : 0;
+}
+
 OffloadNumbers TrainingRun::offload_numbers() const {
   if (!state_->engine) {
     return {};

@@ -1,5 +1,7 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -59,6 +61,8 @@ class TrainingRun {
   [[nodiscard]] std::optional<SyncNumbers> sync_numbers() const;
   /// Of the checked steps.
   [[nodiscard]] Journal journal() const;
+  /// Draws the captured graphs into `folder`, which is made where it is missing; how many files. Throws: UsageError.
+  std::size_t write_graphs(const std::filesystem::path& folder) const;
 
   static constexpr std::size_t kHeldOutBatches = 32;
 

@@ -1,0 +1,15 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include "graphs/engine/engine_chains.h"
+#include "runtime/runtime.h"
+
+namespace sidestream {
+
+/// Draws each captured graph of `chains` into a file of its own in `folder`, which is made where it is missing. Returns the files.
+/// Throws: UsageError where one cannot be written.
+std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineChains& chains,
+                                           const std::string& folder);
+
+}  // namespace sidestream
