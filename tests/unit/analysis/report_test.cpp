@@ -46,6 +46,11 @@ Report full_report() {
   report.verified_backwards = 30;
   report.checked_operations = 27;
   report.order_findings = {"nothing orders a with b"};
+  report.syncs_found = 46;
+  report.syncs_unlisted = 2;
+  report.syncs = {
+      {"value read on the host", "aten::item", "blocks.0", "blocks.0.mlp", "MulBackward0", {"f", "g"}, 41, "keep it"},
+      {"blocking copy", "aten::copy_", "", "", "", {}, 3, "pin it"}};
   report.groups = {{"blocks.0", 4 << 20, 4 << 20, ""}, {"blocks.1", 6 << 20, 3 << 20, "over the host cap"}};
   report.exclusions = {{"small", 28, 3 << 20}};
   report.notes = {"a note"};
@@ -89,6 +94,14 @@ TEST(ReportTest, TheTableShowsWhatWasCounted) {
   EXPECT_TRUE(has_line(text, "replays verified (with their gradients)", "29 (30)")) << text;
   EXPECT_TRUE(has_line(text, "findings", "1")) << text;
   EXPECT_TRUE(has_line(text, "not ordered:", "nothing orders a with b")) << text;
+  EXPECT_TRUE(has_line(text, "waits of the host", "46 (more than 2)")) << text;
+  EXPECT_TRUE(has_line(text, "host waits: value read on the host: aten::item, call \"blocks.0\"",
+                       ", scope \"blocks.0.mlp\", backward of MulBackward0: 41 times"))
+      << text;
+  EXPECT_TRUE(has_line(text, "at", "g")) << text;
+  EXPECT_TRUE(has_line(text, "host waits: blocking copy: aten::copy_", ", between calls: 3 times")) << text;
+  EXPECT_TRUE(has_line(text, "instead:", "pin it")) << text;
+  EXPECT_TRUE(has_line(text, "host waits:", "2 times at further places")) << text;
   EXPECT_TRUE(has_line(text, "note:", "a note")) << text;
 }
 
@@ -102,6 +115,7 @@ TEST(ReportTest, TheTableLeavesOutWhatDidNotHappen) {
   EXPECT_EQ(text.find("not foreseen"), std::string::npos) << text;
   EXPECT_EQ(text.find("pinned memory, a step"), std::string::npos) << text;
   EXPECT_EQ(text.find("note:"), std::string::npos) << text;
+  EXPECT_EQ(text.find("of the host"), std::string::npos) << text;
 }
 
 TEST(ReportTest, ALongNameKeepsItsLineWhole) {
@@ -138,6 +152,17 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   EXPECT_EQ(json.at("unused_outputs"), 31);
   EXPECT_EQ(json.at("external_bytes"), 5 << 20);
   EXPECT_EQ(json.at("graph_bytes"), 13 << 20);
+  EXPECT_EQ(json.at("syncs_found"), 46);
+  EXPECT_EQ(json.at("syncs_unlisted"), 2);
+  ASSERT_EQ(json.at("syncs").size(), 2U);
+  EXPECT_EQ(json.at("syncs")[0].at("kind"), "value read on the host");
+  EXPECT_EQ(json.at("syncs")[0].at("operation"), "aten::item");
+  EXPECT_EQ(json.at("syncs")[0].at("call"), "blocks.0");
+  EXPECT_EQ(json.at("syncs")[0].at("scope"), "blocks.0.mlp");
+  EXPECT_EQ(json.at("syncs")[0].at("node"), "MulBackward0");
+  EXPECT_EQ(json.at("syncs")[0].at("stack"), (nlohmann::json{"f", "g"}));
+  EXPECT_EQ(json.at("syncs")[0].at("count"), 41);
+  EXPECT_EQ(json.at("syncs")[0].at("remedy"), "keep it");
   EXPECT_EQ(json.at("warm_up_bytes"), 14 << 20);
   EXPECT_EQ(json.at("sizing_peak_bytes"), 40 << 20);
   EXPECT_EQ(json.at("first_step_peak_bytes"), 36 << 20);

@@ -1,5 +1,6 @@
 // What makes the host wait is found wherever a step does it, and said with its place (Options::find_syncs): every kind in every context.
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -24,6 +25,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
+#include "expect_throws.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -362,6 +364,22 @@ TEST_F(FindSyncsTest, BetweenStepsAndWithoutTheOptionNothingIsFound) {
     }
   }
   EXPECT_EQ(engine.report().syncs_found, 0) << engine.report().json();
+}
+
+TEST_F(FindSyncsTest, TheEnvironmentTurnsItOn) {
+  const PlantedWait planted{WaitContext::between, wait_kinds().front().wait};
+  for (const auto& [value, finds] : std::vector<std::pair<const char*, bool>>{{"1", true}, {"0", false}, {"", false}}) {
+    setenv("SIDESTREAM_FIND_SYNCS", value, 1);
+    OffloadEngine engine(model_, options().find_syncs(false));
+    unsetenv("SIDESTREAM_FIND_SYNCS");
+    planted_wait = &planted;
+    step(engine);
+    planted_wait = nullptr;
+    EXPECT_EQ(engine.report().syncs_found, finds ? 1 : 0) << value;
+  }
+  setenv("SIDESTREAM_FIND_SYNCS", "yes", 1);
+  EXPECT_THROWS(UsageError, "SIDESTREAM_FIND_SYNCS is \"yes\"", OffloadEngine(model_, options()));
+  unsetenv("SIDESTREAM_FIND_SYNCS");
 }
 
 TEST_F(FindSyncsTest, TwoEnginesFindWhatIsInTheirOwnSteps) {
