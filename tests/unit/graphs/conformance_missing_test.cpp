@@ -1,4 +1,4 @@
-// What the reference systems' tests leave out of callables, by the names of the list in docs/graphs_conformance.md.
+// What the reference systems' tests leave out of callables, by the names of the list in docs/graphs.md.
 #include <memory>
 #include <stdexcept>
 #include <string>
