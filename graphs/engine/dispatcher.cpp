@@ -169,7 +169,7 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       continue;
     }
     if (chain.ready(variant.layer)) {
-      replay(variant, variant.layer, request, outputs);
+      replay(variant, variant.layer, request, outputs, Chain::Inputs::accepted);
       *request.structure = variant.structure.get();
       return;
     }
@@ -233,16 +233,16 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
                      "); capture again, or let it do so itself while no backward is pending "
                      "(GraphOptions::on_relocated_weights)");
   }
-  replay(only, place, request, outputs);
+  replay(only, place, request, outputs, Chain::Inputs::unknown);
 }
 
 void Dispatcher::replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
-                        detail::TensorBuffer& outputs) {
+                        detail::TensorBuffer& outputs, Chain::Inputs known) {
   if (verification_ != nullptr) {
     const SyncFinder::Pause compares;
     verification_->forward(variant.holder->chain, layer, request, outputs);
   } else {
-    variant.holder->chain->forward(layer, request.inputs, outputs, request.replay);
+    variant.holder->chain->forward(layer, request.inputs, outputs, request.replay, known);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include "graphs/engine/call_table.h"
 #include "graphs/engine/eager_calls.h"
+#include "graphs/replay/chain.h"
 #include "sidestream/call_request.h"
 
 namespace sidestream {
@@ -62,7 +63,7 @@ class Dispatcher {
                        detail::TensorBuffer& outputs);
   /// `layer`: of its chain as it is now.
   void replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
-              detail::TensorBuffer& outputs);
+              detail::TensorBuffer& outputs, Chain::Inputs known);
   /// `variant` would fit, but its weights were relocated or replaced in the middle of a step.
   void run_beside_stale_capture(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
                                 const CallVariant& variant);

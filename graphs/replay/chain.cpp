@@ -201,10 +201,12 @@ void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) 
 }
 
 void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
-                    const ReplayOptions* target) {
+                    const ReplayOptions* target, Inputs known) {
   const std::lock_guard lock(mutex_);
-  check(index, inputs);
   Layer& layer = layers_[index];
+  if (known == Inputs::unknown || !layer.forward) {
+    check(index, inputs);
+  }
   if (layer.pending) {
     throw UsageError(describe(index) +
                      ": the backward of its previous forward is still pending, and this forward would " +

@@ -91,11 +91,13 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] bool accepts(std::size_t layer, c10::ArrayRef<at::Tensor> inputs) const;
   /// Throws: UsageError that says which input differs, and how.
   void check(std::size_t layer, c10::ArrayRef<at::Tensor> inputs) const;
+  /// Whether the caller of a forward has asked `accepts`.
+  enum class Inputs : std::uint8_t { unknown, accepted };
   /// Replays the forward of `layer`, whose state (modes, model) the caller has compared.
   /// Throws: UsageError (see GraphedCallable); nothing has been queued then.
   /// `target`: where to, if the caller says so.
   void forward(std::size_t layer, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
-               const ReplayOptions* target = nullptr);
+               const ReplayOptions* target = nullptr, Inputs known = Inputs::unknown);
   /// True while a forward of `layer` awaits its backward.
   [[nodiscard]] bool pending(std::size_t layer) const;
   /// True when `layer` may replay its forward now: neither it nor a later one awaits its backward.

@@ -59,6 +59,8 @@ TensorFacts::TensorFacts(at::Tensor tensor) : tensor_(std::move(tensor)), addres
     dtype_ = tensor_.scalar_type();
     device_ = tensor_.device();
     requires_grad_ = tensor_.requires_grad();
+    keys_ = tensor_.key_set();
+    type_ = tensor_.dtype();
     sizes_.assign(tensor_.sizes().begin(), tensor_.sizes().end());
     if (address_ != nullptr) {
       strides_.assign(tensor_.strides().begin(), tensor_.strides().end());
@@ -66,9 +68,22 @@ TensorFacts::TensorFacts(at::Tensor tensor) : tensor_(std::move(tensor)), addres
   }
 }
 
+bool TensorFacts::as_it_was() const noexcept {
+  const c10::TensorImpl& impl = *tensor_.unsafeGetTensorImpl();
+  return address_ != nullptr && impl.key_set() == keys_ && impl.dtype() == type_ && impl.has_storage() &&
+         impl.sizes() == c10::IntArrayRef(sizes_) && impl.strides() == c10::IntArrayRef(strides_) &&
+         static_cast<const char*>(impl.unsafe_storage().unsafeGetStorageImpl()->data()) +
+                 static_cast<std::size_t>(impl.storage_offset()) * type_.itemsize() ==
+             address_;
+}
+
 FactsChange TensorFacts::change() const noexcept {
   FactsChange change;
   if (!tensor_.defined()) {
+    return change;
+  }
+  if (as_it_was()) {
+    change.requires_grad = tensor_.unsafeGetTensorImpl()->requires_grad() != requires_grad_;
     return change;
   }
   const void* const address = address_of(tensor_);

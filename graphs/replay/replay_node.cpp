@@ -44,10 +44,11 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
   }
   refuse_named_gradients();
   torch::autograd::variable_list results = std::move(grads);
+  results.reserve(num_outputs());
   chain_->backward(layer_, generation_, results);
   applied_ = true;
   // Static gradients between two calls of a chain: a later replay uses their memory again.
-  for (const auto i : c10::irange(results.size())) {
+  for (const auto i : c10::irange(of_inputs_)) {
     torch::autograd::Node* next = next_edge(i).function.get();
     if (dynamic_cast<const ReplayNode*>(next) != nullptr && results[i].defined() && seen_by_others(*next)) {
       results[i] = results[i].clone();
@@ -89,6 +90,7 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
       input.grad_direct = input.grad_is_seed && from != nullptr && from->chain_.get() == this;
     }
   }
+  node->of_inputs_ = edges.size();
   for (const LayerParameter& parameter : layer.parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       edges.push_back(torch::autograd::impl::gradient_edge(parameter.tensor));

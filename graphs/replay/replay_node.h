@@ -29,6 +29,7 @@ class ReplayNode final : public torch::autograd::Node, public GradientOwner {
   std::shared_ptr<Chain> chain_;
   std::size_t layer_;
   std::uint64_t generation_;
+  std::size_t of_inputs_ = 0;  ///< edges that lead to inputs; those to parameters follow
   bool applied_ = false;
 };
 
