@@ -313,6 +313,9 @@ void Chain::release(std::size_t index) {
   }
   for (LayerParameter& parameter : layer.parameters) {
     parameter.grad = at::Tensor();
+    if (parameter.memory && !parameter.memory->held()) {  // else it is copied out where a graph would overwrite it
+      parameter.memory.reset();
+    }
   }
   layer.externals.clear();
   layer.backward_reads.clear();
