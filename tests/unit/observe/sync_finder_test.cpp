@@ -6,6 +6,7 @@
 
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
+#include <torch/library.h>
 
 #include "observe/call_stack.h"
 #include "observe/sync_finder.h"
@@ -120,6 +121,29 @@ TEST_F(SyncFinderTest, AnOperatorCountsOnceAndStandsForWhatItCalls) {
   ASSERT_EQ(report.syncs.size(), 1U);
   EXPECT_EQ(report.syncs[0].count, 5);
   EXPECT_EQ(report.syncs[0].operation, "aten::to");
+}
+
+// On a GPU one item() is a copy and a synchronisation.
+TEST_F(SyncFinderTest, AnOperatorThatWaitsTwiceCountsOnceEachTimeItRuns) {
+  torch::Library library(torch::Library::DEF, "sidestream_syncs", std::nullopt, __FILE__, __LINE__);
+  library.def("waits_twice(Tensor x) -> Tensor", [](const at::Tensor& x) {
+    tell(HostWait::pageable_copy);
+    tell(HostWait::stream);
+    return x;
+  });
+  const auto waits_twice = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("sidestream_syncs::waits_twice", "")
+                               .typed<at::Tensor(const at::Tensor&)>();
+  SyncFinder finder(kSimType, {}, {});
+  const SyncFinder::Step step(finder, false);
+  (void)waits_twice.call(sim_tensor_);
+  (void)waits_twice.call(sim_tensor_);
+  const Report report = found(finder);
+  EXPECT_EQ(report.syncs_found, 2);
+  for (const SyncFinding& sync : report.syncs) {
+    EXPECT_EQ(sync.operation, "sidestream_syncs::waits_twice");
+    EXPECT_EQ(sync.kind, "copy of pageable host memory");
+  }
 }
 
 TEST_F(SyncFinderTest, OtherThreadsAreNotHeardAndAStepMayEndThere) {
