@@ -112,6 +112,16 @@ TEST_P(ReturnedGradientsTest, AHeldOneOutlivesItsEngine) {
   EXPECT_TRUE(same(values(latest), then_latest));
 }
 
+TEST_P(ReturnedGradientsTest, ThoseOfAFirstBackwardOutliveASecond) {
+  capture(all_by(GetParam()).retain_graph_in_backward(true));
+  const at::Tensor y = run_stack(layers_, input(0));
+  y.backward(rows(1, device_, 1), /*retain_graph=*/true);
+  const std::vector<at::Tensor> held = take_gradients();
+  const StepTensors then = values(held);
+  y.backward(rows(2, device_, 1));
+  EXPECT_TRUE(same(values(held), then));
+}
+
 INSTANTIATE_TEST_SUITE_P(Policies, ReturnedGradientsTest,
                          testing::Values(GradientPolicy::cloned, GradientPolicy::owned));
 
