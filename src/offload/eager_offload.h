@@ -27,7 +27,7 @@ namespace sidestream {
 /// groups back. Ordering: see
 /// Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
 /// Threads: see StorageMover; one mutex, never held while user code runs.
-class EagerOffload final : public StorageMover {
+class EagerOffload : public StorageMover {
  public:
   /// As the options say: see Options.
   struct Limits {
@@ -70,6 +70,10 @@ class EagerOffload final : public StorageMover {
 
   /// What happened in the latest step, to which group by its index. Read it after the step.
   [[nodiscard]] std::vector<GroupEvent> events() const;
+
+ protected:
+  /// Memory that a storage comes back to, of the current stream.
+  [[nodiscard]] virtual c10::Storage allocate(std::size_t bytes);
 
  private:
   /// One group of this step that the options name. Slots are used again from step to step, so that steps make no events.

@@ -10,6 +10,8 @@
 
 namespace sidestream {
 
+c10::Storage EagerOffload::allocate(std::size_t bytes) { return allocate_storage(runtime_->device(), bytes); }
+
 void EagerOffload::reload(Slot& slot) {
   const Site site(Activity::reload, slot.site);
   const auto without_returning = c10::make_scope_exit([&] { returning_.clear(); });
@@ -21,7 +23,7 @@ void EagerOffload::reload(Slot& slot) {
     for (const auto& weak : slot.storages) {
       if (auto saved = weak.lock(); saved != nullptr && saved->place == SavedStorage::Place::host) {
         const StreamGuard on_saver(*runtime_, saved->streams.front());
-        saved->device = allocate_storage(runtime_->device(), saved->bytes);
+        saved->device = allocate(saved->bytes);
         returning_.push_back(std::move(saved));
       }
     }
