@@ -92,6 +92,16 @@ void HostArena::open() noexcept {
   state_->sealed = false;
 }
 
+void HostArena::forget_uses() noexcept {
+  const std::lock_guard lock(state_->mutex);
+  for (Slab& slab : state_->slabs) {
+    for (Slot& slot : slab.slots) {
+      slot.last_copy.reset();
+      slot.last_copies_done.reset();
+    }
+  }
+}
+
 bool HostArena::sealed() const noexcept {
   const std::lock_guard lock(state_->mutex);
   return state_->sealed;

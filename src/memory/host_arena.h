@@ -109,6 +109,10 @@ class HostArena {
   void open() noexcept;
   [[nodiscard]] bool sealed() const noexcept;
 
+  /// Who leases next waits for nothing that was noted so far, nor does the arena's end: those copies were captured, and the owner of
+  /// their graph waits for it before it lets go of the arena.
+  void forget_uses() noexcept;
+
   /// The smallest free slot that holds `bytes`, among equals the one longest back. Before `seal` a missing slot is pinned if
   /// the cap has room; after it nothing grows. Empty when there is no room, and for 0 bytes.
   /// No allocation after `seal`. Capture: legal after `seal` (no driver call), illegal before.
