@@ -44,9 +44,11 @@ bool lies_in(const void* at, std::size_t bytes, const void* begin, std::size_t s
 }
 
 bool is_leased(const void* at, std::size_t bytes, const CapturedCopies& copies) {
-  return std::any_of(copies.storages.begin(), copies.storages.end(), [&](const auto& saved) {
-    return saved->lease && lies_in(at, bytes, saved->lease.data(), saved->lease.bytes());
-  });
+  const auto holds_it = [&](const auto& arena) { return arena->holds(at, bytes); };
+  return std::any_of(copies.arenas.begin(), copies.arenas.end(), holds_it) ||
+         std::any_of(copies.storages.begin(), copies.storages.end(), [&](const auto& saved) {
+           return saved->lease && lies_in(at, bytes, saved->lease.data(), saved->lease.bytes());
+         });
 }
 
 [[noreturn]] void refuse(const std::vector<GraphNode>& nodes, std::size_t index, const NodeNames& names,

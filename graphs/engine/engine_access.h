@@ -4,6 +4,7 @@
 #include "graphs/engine/engine_state.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/graphed_step.h"
 
 namespace sidestream {
 
@@ -23,6 +24,9 @@ class EngineAccess {
                                                             std::vector<Callable> callables,
                                                             const std::vector<std::vector<Sample>>& samples,
                                                             const GraphOptions& options);
+  /// Captures as make_graphed_step says.
+  [[nodiscard]] static GraphedStep capture_step(const OffloadEngine& engine, Callable step,
+                                                const std::vector<Tensors>& samples, const StepOptions& options);
 };
 
 }  // namespace sidestream

@@ -1,6 +1,7 @@
 #pragma once
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include <torch/nn/module.h>
 
@@ -54,6 +55,7 @@ struct EngineResources {
   StepCheck check;
   std::shared_ptr<Runtime> runtime;
   std::shared_ptr<HostArena> arena;
+  std::vector<std::weak_ptr<HostArena>> step_arenas;  ///< of whole steps' graphs, beside `arena`
   ScopeTree tree;
   Exclusions exclusions;
   OwnedStream capture_stream;

@@ -68,6 +68,7 @@ class EngineState {
   [[nodiscard]] ScopeTree& tree() noexcept { return resources_.tree; }
   [[nodiscard]] Exclusions& exclusions() noexcept { return resources_.exclusions; }
   [[nodiscard]] Runtime& runtime() noexcept { return *resources_.runtime; }
+  [[nodiscard]] EngineResources& resources() noexcept { return resources_; }
   [[nodiscard]] const HostArena& arena() const noexcept { return *resources_.arena; }
 
  private:

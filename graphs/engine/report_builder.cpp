@@ -123,6 +123,13 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
   const HostArenaStats pinned = resources.arena->stats();
   report.pinned_bytes = static_cast<std::int64_t>(pinned.pinned);
   report.pinned_requested_bytes = static_cast<std::int64_t>(pinned.requested);
+  for (const auto& weak : resources.step_arenas) {
+    if (const auto arena = weak.lock(); arena != nullptr) {
+      const HostArenaStats own = arena->stats();
+      report.pinned_bytes += static_cast<std::int64_t>(own.pinned);
+      report.pinned_requested_bytes += static_cast<std::int64_t>(own.requested);
+    }
+  }
   report.host_cap = static_cast<std::int64_t>(pinned.cap);
   report.pinned_allocations_after_planning = static_cast<std::int64_t>(pinned.allocations_after_seal);
   if (const auto& checked = resources.check.checked(); checked != nullptr) {

@@ -9,6 +9,7 @@
 #include "sidestream/error.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/graphed_step.h"
 #include "sidestream/journal.h"
 #include "sidestream/named_input.h"
 #include "sidestream/options.h"

@@ -102,6 +102,14 @@ void HostArena::forget_uses() noexcept {
   }
 }
 
+bool HostArena::holds(const void* at, std::size_t bytes) const noexcept {
+  const std::lock_guard lock(state_->mutex);
+  const auto* const first = static_cast<const std::byte*>(at);
+  return std::any_of(state_->slabs.begin(), state_->slabs.end(), [&](const Slab& slab) {
+    return first >= slab.memory.data() && first + bytes <= slab.memory.data() + slab.memory.bytes();
+  });
+}
+
 bool HostArena::sealed() const noexcept {
   const std::lock_guard lock(state_->mutex);
   return state_->sealed;

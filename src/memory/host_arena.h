@@ -112,6 +112,8 @@ class HostArena {
   /// Who leases next waits for nothing that was noted so far, nor does the arena's end: those copies were captured, and the owner of
   /// their graph waits for it before it lets go of the arena.
   void forget_uses() noexcept;
+  /// True where all of these bytes lie in memory that the arena has pinned.
+  [[nodiscard]] bool holds(const void* at, std::size_t bytes) const noexcept;
 
   /// The smallest free slot that holds `bytes`, among equals the one longest back. Before `seal` a missing slot is pinned if
   /// the cap has room; after it nothing grows. Empty when there is no room, and for 0 bytes.

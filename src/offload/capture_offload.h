@@ -22,6 +22,12 @@ class CaptureOffload final : public StorageMover {
 
   /// What the forward capture that now begins offloads is noted in `copies`.
   void begin_forward(CapturedCopies& copies) noexcept { copies_ = &copies; }
+  /// The forward capture holds copies itself, from and to slots of `arena`, which lives as long as its graph.
+  void copies_inside(std::shared_ptr<HostArena> arena) {
+    if (copies_ != nullptr) {
+      copies_->arenas.push_back(std::move(arena));
+    }
+  }
   /// It was captured, or failed.
   void end_forward() noexcept { copies_ = nullptr; }
   /// Lets the sources of `copies` go back to the pool: captures from here on may use their memory.

@@ -29,6 +29,8 @@ struct CapturedCopies {
   std::vector<CapturedCopy> copies;
   std::vector<std::shared_ptr<SavedStorage>> storages;  ///< parallel to `copies`
   std::size_t bytes = 0;
+  std::vector<std::shared_ptr<HostArena>>
+      arenas;  ///< those that copies inside of the graph use, which are the graph's own
 
   [[nodiscard]] bool empty() const noexcept { return copies.empty(); }
 };

@@ -21,6 +21,7 @@ EXAMPLES = {
     "minimal": ["sim"],
     "byte_model": ["byte_model.cpp", "sim", "4"],
     "graphed_callables": ["sim"],
+    "graphed_step": ["sim"],
 }
 
 

@@ -346,12 +346,38 @@ std::vector<EngineFault> drawing_faults() {
   };
 }
 
+/// Copies that are branches of a step's graph: what is left out is an edge.
+std::vector<EngineFault> step_faults() {
+  return {
+      {"GroupMover::Copies::behind",
+       "a captured copy out waits for the stream that saved",
+       "one_graph",
+       {Act::drop_wait, "offload", StreamRole::other, Mark::work, 0, true}},
+      {"EagerOffload::let_go_of_oldest",
+       "in a capture, a source is let go behind its copy out",
+       "one_graph_no_lag",
+       {Act::drop_wait, "offload", StreamRole::current, Mark::to_host, 0, true}},
+      {"GroupMover::Copies::behind",
+       "a captured copy in waits for the stream that saved",
+       "one_graph_no_lag",
+       {Act::drop_wait, "reload", StreamRole::other, Mark::work, 0, true}},
+      {"EagerOffload::await_arrival",
+       "in a capture, a use waits for its copy in",
+       "one_graph",
+       {Act::drop_wait, "*", StreamRole::current, Mark::to_device, 0, true}},
+      {"EagerOffload::await_arrival",
+       "in a capture of microbatches, a use waits for its copy in",
+       "one_graph_microbatches",
+       {Act::drop_wait, "*", StreamRole::current, Mark::to_device, 0, true}},
+  };
+}
+
 }  // namespace
 
 const std::vector<EngineFault>& engine_faults() {
   static const std::vector<EngineFault> all = [] {
     std::vector<EngineFault> result = eager_faults();
-    for (const auto& more : {replay_faults(), output_faults(), capture_faults(), drawing_faults()}) {
+    for (const auto& more : {replay_faults(), output_faults(), capture_faults(), drawing_faults(), step_faults()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

@@ -55,5 +55,7 @@ struct NamedProgram {
 [[nodiscard]] std::vector<NamedProgram> callable_programs();
 /// Those whose graphs draw on several streams; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> drawing_programs();
+/// Those whose whole step is one graph; part of `programs`.
+[[nodiscard]] std::vector<NamedProgram> step_programs();
 
 }  // namespace sidestream::testing_model

@@ -46,12 +46,13 @@ struct Fault {
   std::string_view phase = "*";       ///< of Site; "" for outside of any, "*" for all
   StreamRole role = StreamRole::any;  ///< of the stream that waits, records or copies
   Mark mark = Mark::any;
-  int nth = 0;  ///< from this one of like calls in a row; 0: all
+  int nth = 0;            ///< from this one of like calls in a row; 0: all
+  bool captured = false;  ///< the calls are captured, as branches of a graph
 
   /// True where the fault changes what a capture holds.
   [[nodiscard]] bool in_capture() const;
   /// True where it is there before the first replay.
-  [[nodiscard]] bool at_capture() const { return in_capture() || act == Act::skip_synchronize; }
+  [[nodiscard]] bool at_capture() const { return in_capture() || captured || act == Act::skip_synchronize; }
 };
 
 /// Plants one fault. What is refused at a capture, because its events do not stand for all they should, passes under it, as the

@@ -1,0 +1,322 @@
+#include "graphs/engine/step_body.h"
+
+#include <algorithm>
+#include <optional>
+#include <unordered_set>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include "graphs/capture/bare_leaves.h"
+#include "graphs/capture/gradient_leaves.h"
+#include "graphs/replay/owned_gradients.h"
+#include "offload/nested_backward.h"
+#include "offload/recorder.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// Whose `.grad` a backward from `loss` would add to.
+std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
+  std::vector<at::Tensor> leaves;
+  std::vector<torch::autograd::Node*> open;
+  std::unordered_set<torch::autograd::Node*> seen;
+  const auto meet = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  meet(loss.grad_fn().get());
+  while (!open.empty()) {
+    torch::autograd::Node* const node = open.back();
+    open.pop_back();
+    if (const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node); accumulator != nullptr) {
+      leaves.push_back(accumulator->variable);
+    }
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      meet(edge.function.get());
+    }
+  }
+  return leaves;
+}
+
+bool captures(const Runtime& runtime) {
+  return runtime.capture_status(runtime.current_stream()) != CaptureStatus::none;
+}
+
+/// A graph's warm-up or capture runs on this thread.
+bool for_a_graph(const Runtime& runtime) { return NestedBackwardRefusal::holds_here() || captures(runtime); }
+
+bool may_be_taken_over(const at::Tensor& grad, const at::Tensor& own) {
+  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
+         grad.sizes() == own.sizes() && grad.scalar_type() == own.scalar_type() && grad.device() == own.device() &&
+         !grad.requires_grad();
+}
+
+bool is_own(const at::Tensor& grad, const at::Tensor& own) { return grad.const_data_ptr() == own.const_data_ptr(); }
+
+}  // namespace
+
+/// `.grad` as plain training would have it before the update, while that runs.
+class StepBody::AttachedForUpdate {
+ public:
+  AttachedForUpdate(const std::vector<Target>& targets, const std::vector<at::Tensor>& others,
+                    const std::vector<bool>& met, bool accumulate) {
+    for (const auto i : c10::irange(targets.size())) {
+      if (met[i] || !accumulate) {
+        attach(targets[i].parameter, met[i] ? targets[i].gradient : at::Tensor());
+      }
+    }
+    for (const at::Tensor& other : others) {
+      const auto is_it = [&](const auto& known) { return known.first.is_same(other); };
+      if (!accumulate && std::none_of(before_.begin(), before_.end(), is_it)) {
+        attach(other, at::Tensor());
+      }
+    }
+  }
+  AttachedForUpdate(const AttachedForUpdate&) = delete;
+  AttachedForUpdate& operator=(const AttachedForUpdate&) = delete;
+  ~AttachedForUpdate() {
+    for (auto& [parameter, grad] : before_) {
+      parameter.mutable_grad() = grad;
+    }
+  }
+
+ private:
+  void attach(const at::Tensor& parameter, const at::Tensor& grad) {
+    before_.emplace_back(parameter, parameter.grad());
+    parameter.mutable_grad() = grad;
+  }
+  std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+};
+
+StepBody::StepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts)
+    : resources_(resources), given_(std::move(given)), counts_(std::move(counts)), watch_(given_->name) {
+  leaves_ = known_leaves();
+  if (given_->offload && !resources_.options.offload_patterns().empty()) {
+    offload_ = std::make_unique<StepOffload>(StepOffload::Parts{resources_.runtime, resources_.arena, &resources_.tree,
+                                                                &resources_.exclusions, resources_.eager->limits(),
+                                                                resources_.capture_offload, &resources_.step_arenas});
+  }
+}
+
+StepBody::Saving StepBody::saving() const {
+  if (!for_a_graph(*resources_.runtime)) {
+    return Saving::eager;
+  }
+  if (offload_ == nullptr) {
+    return Saving::nowhere;
+  }
+  return captures(*resources_.runtime) ? Saving::in_capture : Saving::counted;
+}
+
+std::vector<at::Tensor> StepBody::known_leaves() const {
+  std::vector<at::Tensor> leaves = requiring(given_->module->parameters());
+  for (const Target& target : targets_) {
+    if (!holds(leaves, target.parameter)) {
+      leaves.push_back(target.parameter);
+    }
+  }
+  return leaves;
+}
+
+Tensors StepBody::run(const Tensors& inputs) {
+  const Runtime& runtime = *resources_.runtime;
+  const bool for_graph = for_a_graph(runtime);
+  std::optional<OperatorObserverGuard> observer;
+  if (for_graph) {
+    watch_.begin_pass(known_leaves(), captures(runtime));
+    observer.emplace([this](const OperatorAccess& access) { watch_.after(access); },
+                     [this](const OperatorAccess& access) { watch_.before(access); },
+                     OperatorObserverGuard::Outer::hears_too);
+  }
+  Tensors outputs;
+  met_.assign(targets_.size(), false);
+  try {
+    run_microbatches(inputs, outputs);
+    if (given_->update) {
+      const AttachedForUpdate attached(targets_, known_leaves(), met_, given_->accumulate);
+      watch_.update_begins();
+      given_->update();
+    }
+  } catch (...) {
+    if (observer) {
+      observer->rethrow();  // what was refused by name is why
+    }
+    throw;
+  }
+  if (observer) {
+    observer->rethrow();
+  }
+  if (for_graph) {
+    met_in_graph_ = met_;
+    met_in_graph_.resize(targets_.size());
+    leaves_ = known_leaves();
+  }
+  ran_eagerly_ = !for_graph;
+  return outputs;
+}
+
+void StepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
+  const BareLeaves bare(known_leaves());
+  const Saving saving = this->saving();
+  Recorder* recorder = nullptr;
+  if (saving == Saving::counted) {
+    offload_->begin_sizing();
+  } else if (saving == Saving::in_capture) {
+    recorder = &offload_->begin_capture();
+  }
+  output_counts_.clear();
+  auto next = inputs.begin();
+  for (const std::size_t count : counts_) {
+    const auto end = next + static_cast<std::ptrdiff_t>(count);
+    if (saving == Saving::eager) {
+      run_microbatch(Tensors(next, end), outputs);
+    } else {
+      const RecorderGuard recording(saving == Saving::counted ? &offload_->next_sizing() : recorder);
+      run_microbatch(Tensors(next, end), outputs);
+    }
+    next = end;
+  }
+  if (saving == Saving::counted) {
+    offload_->end_sizing();
+  } else if (saving == Saving::in_capture) {
+    offload_->end_capture();
+  }
+}
+
+void StepBody::run_microbatch(const Tensors& inputs, Tensors& outputs) {
+  const Tensors made = given_->function(inputs);
+  refuse_backward_of_its_own();
+  add_gradients(checked_loss(made));
+  output_counts_.push_back(made.size());
+  for (const at::Tensor& tensor : made) {
+    outputs.push_back(tensor.defined() ? tensor.detach() : tensor);
+  }
+}
+
+void StepBody::refuse_backward_of_its_own() const {
+  if (!NestedBackwardRefusal::holds_here()) {
+    return;
+  }
+  for (const at::Tensor& leaf : known_leaves()) {
+    if (leaf.grad().defined()) {  // a warm-up pass begins with none
+      throw CaptureError("graphed step \"" + given_->name +
+                         "\": its function runs backward() itself, which adds into gradients that the graph cannot "
+                         "own; give the loss out, and the engine asks for its gradients");
+    }
+  }
+}
+
+at::Tensor StepBody::checked_loss(const Tensors& outputs) const {
+  if (outputs.empty() || !outputs.front().defined() || outputs.front().numel() != 1) {
+    throw UsageError("graphed step \"" + given_->name +
+                     "\": its function gives no loss; let the first tensor that it gives be the loss, of one element");
+  }
+  if (outputs.front().grad_fn() == nullptr) {
+    throw UsageError("graphed step \"" + given_->name +
+                     "\": its loss has no history that leads to a parameter; compute it with gradients, and call no "
+                     "backward in the step function");
+  }
+  return outputs.front();
+}
+
+std::size_t StepBody::target_of(const at::Tensor& leaf) {
+  const auto known = std::find_if(targets_.begin(), targets_.end(),
+                                  [&](const Target& target) { return target.parameter.is_same(leaf); });
+  if (known != targets_.end()) {
+    return static_cast<std::size_t>(known - targets_.begin());
+  }
+  if (resources_.runtime->capture_status(resources_.runtime->current_stream()) != CaptureStatus::none) {
+    throw CaptureError("graphed step \"" + given_->name +
+                       "\": its loss leads to a parameter that it did not lead to in the warm-up; let it do the same "
+                       "each time");
+  }
+  if (leaf.device() != resources_.runtime->device()) {
+    throw UsageError("graphed step \"" + given_->name + "\": a parameter lies on " + leaf.device().str() +
+                     ", but its graph runs on " + resources_.runtime->device().str() + "; move it there");
+  }
+  targets_.push_back({leaf, resources_.owned_gradients.of(leaf)});
+  return targets_.size() - 1;
+}
+
+void StepBody::add_gradients(const at::Tensor& loss) {
+  const std::vector<at::Tensor> leaves = leaves_of(loss);
+  std::vector<at::Tensor> grads = torch::autograd::grad({loss}, leaves, {}, /*retain_graph=*/false,
+                                                        /*create_graph=*/false, /*allow_unused=*/true);
+  const at::NoGradGuard no_grad;
+  for (const auto i : c10::irange(leaves.size())) {
+    if (!grads[i].defined()) {
+      continue;
+    }
+    const std::size_t target = target_of(leaves[i]);
+    if (met_.size() <= target) {
+      met_.resize(target + 1, false);
+    }
+    if (met_[target] || given_->accumulate) {
+      targets_[target].gradient.add_(grads[i]);
+    } else {
+      targets_[target].gradient.copy_(grads[i]);
+    }
+    met_[target] = true;
+    grads[i] = at::Tensor();
+  }
+}
+
+void StepBody::refuse_hooks() const {
+  for (const at::Tensor& leaf : leaves_) {
+    if (has_gradient_hooks(leaf)) {
+      throw UsageError("graphed step \"" + given_->name +
+                       "\": a parameter has gradient hooks, which its graph would not run; do what they do in the "
+                       "step's update, or train without a graphed step");
+    }
+  }
+}
+
+void StepBody::prepare_gradients() {
+  if (!given_->accumulate) {
+    return;
+  }
+  for (const Target& target : targets_) {
+    const at::Tensor& grad = target.parameter.grad();
+    if (grad.defined() && !is_own(grad, target.gradient) && !may_be_taken_over(grad, target.gradient)) {
+      throw UsageError("graphed step \"" + given_->name +
+                       "\": the .grad of a parameter is another tensor than the one that its graph adds into, and "
+                       "somebody else holds it; set it to none, or zero it in place");
+    }
+  }
+  const at::NoGradGuard no_grad;
+  for (Target& target : targets_) {
+    const at::Tensor& grad = target.parameter.grad();
+    if (!grad.defined()) {
+      target.gradient.zero_();
+    } else if (!is_own(grad, target.gradient)) {
+      target.gradient.copy_(grad);
+    }
+  }
+}
+
+void StepBody::attach_gradients() {
+  if (!given_->accumulate) {
+    for (const at::Tensor& leaf : leaves_) {
+      leaf.mutable_grad() = at::Tensor();
+    }
+  }
+  const std::vector<bool>& met = std::exchange(ran_eagerly_, false) ? met_ : met_in_graph_;
+  for (std::size_t i = 0; i < met.size(); ++i) {
+    if (met[i]) {
+      targets_[i].parameter.mutable_grad() = targets_[i].gradient;
+    }
+  }
+  if (given_->update) {  // what an eager forward has saved of them is another value now
+    for (const at::Tensor& leaf : leaves_) {
+      leaf.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+}  // namespace sidestream

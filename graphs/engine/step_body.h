@@ -1,0 +1,96 @@
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "graphs/capture/step_offload.h"
+#include "graphs/engine/engine_resources.h"
+#include "graphs/engine/step_watch.h"
+#include "sidestream/graphed_callable.h"
+
+namespace sidestream {
+
+/// What one capture of a whole step runs, in warm-up, capture and eagerly: for each microbatch the step function and the gradients of
+/// its loss, which go into memory of this object's, then the update.
+///
+/// Gradients come from autograd::grad: accumulation into leaves would be captured with the accumulators of eager steps, and run hooks.
+/// Threads: one at a time.
+class StepBody {
+ public:
+  /// A leaf that a loss leads to.
+  struct Target {
+    at::Tensor parameter;
+    at::Tensor gradient;  ///< of the engine: what any graph adds of this parameter's gradients goes there
+  };
+  struct Given {
+    std::string name;
+    TensorFunction function;
+    std::shared_ptr<torch::nn::Module> module;
+    std::function<void()> update;
+    bool accumulate = false;
+    bool offload = false;
+  };
+
+  /// `counts`: how many inputs each microbatch has. `resources` must outlive this object's runs.
+  StepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts);
+
+  /// `inputs`: of all microbatches. Gives what the step function gave, without history, one microbatch behind the other.
+  /// Throws: UsageError (no loss), CaptureError (see StepWatch; a leaf that no warm-up met), and what the functions throw.
+  Tensors run(const Tensors& inputs);
+
+  /// What autograd would have made of `.grad` before the step: where it adds, what is there, or zeros; else nothing.
+  /// Throws: UsageError where the graph cannot add to what is there; nothing is changed then.
+  void prepare_gradients();
+  /// Behind the step: the parameters have their gradients.
+  void attach_gradients();
+  /// Throws: UsageError where a parameter has gradient hooks, which a graph would not run.
+  void refuse_hooks() const;
+
+  /// What leaves the device in each replay. Bytes.
+  [[nodiscard]] std::uint64_t offloaded_bytes() const noexcept {
+    return offload_ != nullptr ? offload_->offloaded_bytes() : 0;
+  }
+  /// How many outputs each microbatch gave in the latest run.
+  [[nodiscard]] const std::vector<std::size_t>& output_counts() const noexcept { return output_counts_; }
+
+ private:
+  class AttachedForUpdate;
+
+  [[nodiscard]] std::vector<at::Tensor> known_leaves() const;
+  /// In a warm-up. Throws: CaptureError.
+  void refuse_backward_of_its_own() const;
+  [[nodiscard]] at::Tensor checked_loss(const Tensors& outputs) const;
+  /// The target of `leaf`, made where there was none.
+  [[nodiscard]] std::size_t target_of(const at::Tensor& leaf);
+  void add_gradients(const at::Tensor& loss);
+  /// Who takes what autograd saves in a run.
+  enum class Saving : std::uint8_t {
+    eager,      ///< the engine's step, where there is one
+    nowhere,    ///< it stays
+    counted,    ///< it stays, and is counted for the capture
+    in_capture  ///< it leaves inside of the graph
+  };
+  [[nodiscard]] Saving saving() const;
+  void run_microbatches(const Tensors& inputs, Tensors& outputs);
+  /// The step function on one microbatch, and the gradients.
+  void run_microbatch(const Tensors& inputs, Tensors& outputs);
+
+  EngineResources& resources_;
+  std::shared_ptr<const Given> given_;
+  std::vector<std::size_t> counts_;
+  std::vector<Target> targets_;
+  std::vector<at::Tensor> leaves_;  ///< all that a call looks at: see known_leaves
+  std::vector<bool> met_;           ///< targets that got a gradient in the latest run
+  std::vector<bool> met_in_graph_;  ///< in the capture
+  bool ran_eagerly_ = false;        ///< since the latest call began
+  std::vector<std::size_t> output_counts_;
+  StepWatch watch_;
+  std::unique_ptr<StepOffload> offload_;  ///< null where nothing leaves
+};
+
+}  // namespace sidestream

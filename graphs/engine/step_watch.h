@@ -1,0 +1,39 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "observe/operator_observer.h"
+#include "runtime/weak_storage_set.h"
+
+namespace sidestream {
+
+/// Watches the warm-up of a whole step for what its graph would freeze or cannot do, and refuses it by name: optimizers that keep
+/// a step count on the host, state that an update makes for itself, and values that are read on the host.
+/// Threads: one.
+class StepWatch {
+ public:
+  /// `name`: of the step.
+  explicit StepWatch(std::string name) : name_(std::move(name)) {}
+
+  /// A run of the step begins, for its capture or before. `parameters`: those that an update may write.
+  void begin_pass(std::vector<at::Tensor> parameters, bool captures);
+  void update_begins() noexcept { updating_ = true; }
+  /// Before an operator runs. Throws: CaptureError.
+  void before(const OperatorAccess& access) const;
+  /// Behind it.
+  void after(const OperatorAccess& access);
+
+ private:
+  [[nodiscard]] bool writes_parameter(const OperatorAccess& access) const;
+
+  std::string name_;
+  std::vector<at::Tensor> parameters_;
+  bool captures_ = false;
+  bool updating_ = false;
+  WeakStorageSet made_by_updates_;  ///< of passes before
+  WeakStorageSet made_by_update_;   ///< of this one
+};
+
+}  // namespace sidestream

@@ -1,0 +1,112 @@
+// Programs whose whole step is one graph.
+#include <optional>
+
+#include <ATen/Functions.h>
+
+#include "graphs/engine/engine_access.h"
+#include "models/layer_stack.h"
+#include "sidestream/engine.h"
+#include "sidestream/graphed_step.h"
+#include "unit/graphs/ordered_programs.h"
+
+namespace sidestream::testing_model {
+namespace {
+
+/// Layers whose scopes leave inside of the step's graph.
+class OneGraphSteps final : public Program {
+ public:
+  struct Form {
+    std::size_t microbatches;
+    std::optional<std::size_t> lag;
+    bool updates;
+  };
+
+  OneGraphSteps(const Runtimes& runtimes, const Form& form)
+      : runtime_(runtimes.model), form_(form), model_(layer_stack(kLayers, runtime_->device())) {
+    if (runtimes.engine == nullptr) {
+      return;
+    }
+    Options options = Options(device()).offload("**").min_bytes(1024);
+    if (form.lag) {
+      options.lag(*form.lag);
+    }
+    engine_.emplace(EngineAccess::engine(*model_, options, runtimes.engine));
+    StepOptions step_options;
+    if (form.updates) {
+      step_options.update([this] { descend_slowly(); });
+    }
+    step_.emplace(make_graphed_step(*engine_, Callable("step", &loss, model_), data(100), step_options));
+  }
+  ~OneGraphSteps() override { runtime_->synchronize_device(); }
+  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    std::vector<at::Tensor> results;
+    if (step_) {
+      for (const Tensors& outputs : (*step_)(data(s))) {
+        results.push_back(outputs[0]);
+      }
+    } else {
+      model_->zero_grad();
+      for (const Tensors& inputs : data(s)) {
+        results.push_back(loss(*model_, inputs)[0]);
+        results.back().backward();
+      }
+      if (form_.updates) {
+        descend_slowly();
+      }
+    }
+    for (at::Tensor& result : results) {
+      result = result.detach();
+    }
+    for (const at::Tensor& parameter : model_->parameters()) {
+      results.push_back(parameter.grad().clone());  // the next replay writes it
+    }
+    return results;
+  }
+
+ private:
+  static constexpr std::int64_t kLayers = 4;
+
+  [[nodiscard]] c10::Device device() const { return runtime_->device(); }
+  static Tensors loss(torch::nn::SequentialImpl& model, const Tensors& inputs) {
+    return {(model.forward(inputs[0]) * inputs[1]).sum()};
+  }
+  [[nodiscard]] std::vector<Tensors> data(std::int64_t s) const {
+    std::vector<Tensors> microbatches;
+    for (std::size_t m = 0; m < form_.microbatches; ++m) {
+      const auto salt = static_cast<std::int64_t>(2 * m);
+      microbatches.push_back({rows(s, device(), salt), rows(s, device(), salt + 1)});
+    }
+    return microbatches;
+  }
+  void descend_slowly() {
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& parameter : model_->parameters()) {
+      parameter.add_(parameter.grad(), -0.01);
+    }
+  }
+
+  std::shared_ptr<Runtime> runtime_;
+  Form form_;
+  torch::nn::Sequential model_;
+  std::optional<OffloadEngine> engine_;
+  std::optional<GraphedStep> step_;
+};
+
+}  // namespace
+
+std::vector<NamedProgram> step_programs() {
+  std::vector<NamedProgram> result;
+  const auto add = [&](const std::string& name, const OneGraphSteps::Form& form) {
+    result.push_back({name, [form](const Runtimes& runtimes) -> std::unique_ptr<Program> {
+                        return std::make_unique<OneGraphSteps>(runtimes, form);
+                      }});
+  };
+  add("one_graph", {1, std::nullopt, false});
+  add("one_graph_no_lag", {1, 0, true});
+  add("one_graph_microbatches", {3, std::nullopt, true});
+  return result;
+}
+
+}  // namespace sidestream::testing_model
