@@ -8,6 +8,7 @@
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -62,7 +63,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
                : at::zeros({}, parameters.front().options().dtype(at::kFloat).requires_grad(false));
   }
   at::Tensor norm = total_norm(gradients, norm_type);
-  const at::Tensor factor = at::clamp(norm.add(kEpsilon).reciprocal_().mul_(max_norm), std::nullopt, 1.0);
+  const at::Tensor factor = at::clamp(at::full_like(norm, max_norm).div_(norm.add(kEpsilon)), std::nullopt, 1.0);
   at::_foreach_mul_(gradients, factor);
   return norm;
 }
