@@ -22,9 +22,14 @@ std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources,
   resources.runtime->check_settings(/*graphs=*/true);
   const CaptureTurn turn(device);
   const HeldDraws held(device);
-  const DrawOrder::Capturing in_order(DrawOrder::of(device), *resources.runtime, *resources.capture_stream);
   std::shared_ptr<Chain> chain(new Chain(resources, options));
-  ChainCapture capture(*chain, resources, std::move(specs));
+  chain->begin_capture();
+  GraphResources used = resources;
+  if (const OwnedStream* const stream = chain->memory_->capture_stream(); stream != nullptr) {
+    used.capture_stream = stream;
+  }
+  const DrawOrder::Capturing in_order(DrawOrder::of(device), *used.runtime, *used.capture_stream);
+  ChainCapture capture(*chain, used, std::move(specs));
   resources.owned_gradients->release_accumulators();
   try {
     capture.run();
@@ -76,6 +81,9 @@ void ChainCapture::run() {
     live = {};
   }
   resources_.exclusions->remove_static_inputs();
+  if (chain_.memory_->shared()) {
+    chain_.share_outputs();
+  }
   chain_.use_.captured(use_.finish(chain_.layers_));
   runtime_.synchronize_device();
   fill_kept_tensors();

@@ -17,14 +17,13 @@ namespace {
 
 constexpr std::int64_t kSideStreams = 1;  // where the options name no number
 
-/// A pool that may outlive the chain, and its engine.
-std::shared_ptr<MemoryPool> make_pool(const std::shared_ptr<Runtime>& runtime) {
-  struct Kept {
-    std::shared_ptr<Runtime> runtime;
-    MemoryPool pool;
-  };
-  const auto kept = std::make_shared<Kept>(Kept{runtime, runtime->create_pool()});
-  return {kept, &kept->pool};
+/// What the captures of a chain use.
+std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const GraphOptions& options) {
+  if (resources.memory != nullptr) {
+    return resources.memory;
+  }
+  return options.pool() != nullptr ? GraphMemory::of(*options.pool(), resources.runtime->device())
+                                   : std::make_shared<GraphMemory>(GraphMemory::Use::own);
 }
 
 }  // namespace
@@ -71,10 +70,12 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
     : runtime_(resources.runtime),
       arena_(resources.arena),
       options_(options),
+      memory_(memory_for(resources, options)),
       draw_order_(DrawOrder::of(runtime_->device())),
       fork_(runtime_->create_event()),
       whole_stream_(runtime_->create_event()),
-      pool_(make_pool(runtime_)),
+      pool_(memory_->pool(runtime_)),
+      mutex_(memory_->mutex()),
       eager_(resources.eager),
       copies_(runtime_, resources.mover, layers_),
       use_(runtime_, *pool_) {
@@ -89,8 +90,10 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
 }
 
 Chain::~Chain() {
+  const std::lock_guard lock(mutex_);
   try {
     synchronize_streams();
+    leave_memory();
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
   }
   part_with_outputs();
@@ -175,6 +178,7 @@ void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& do
     runtime_->record(GraphEventState::event_of(*event), side);
   }
   const c10::Stream main = runtime_->current_stream();
+  called_on_ = main;
   if (options_.cuda_graph_stream() && !options_.cuda_graph_event()) {
     runtime_->record(whole_stream_, side);
     runtime_->wait(main, whole_stream_);
@@ -218,6 +222,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
                      "captured together replay in the order of their capture, or are captured apart");
   }
   const Site site(Activity::launch_forward, layer.site);
+  take_turn(index);
   // What this forward frees while it runs, the outputs of later ones were given by the pool (not the reverse: earlier outputs
   // were alive when this forward was captured). So those of an earlier pass are overwritten by this launch already.
   for (std::size_t later = std::max(index, highest_given_) + 1; later-- > index;) {
@@ -279,6 +284,7 @@ void Chain::reset() {
   // What a capture in their place starts from stays: the layers' arguments that lie outside of the pool.
   const std::lock_guard lock(mutex_);
   part_with_outputs();
+  leave_memory();
   for (Layer& layer : layers_) {
     for (StaticInput& input : layer.inputs) {
       const bool linked = input.from && !layers_[input.from->layer].released;

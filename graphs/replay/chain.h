@@ -12,6 +12,7 @@
 #include "analysis/copy_pace.h"
 #include "analysis/planner.h"
 #include "graphs/replay/chain_copies.h"
+#include "graphs/replay/graph_memory.h"
 #include "graphs/replay/layer.h"
 #include "graphs/replay/owned_gradients.h"
 #include "graphs/replay/pool_use.h"
@@ -67,6 +68,7 @@ struct GraphResources {
   std::optional<LinkPace> link;  ///< where it is known
   CopyRoom room = CopyRoom::as_planned;
   CaptureAttempt* attempt = nullptr;  ///< filled for who hears of a failure
+  std::shared_ptr<GraphMemory> memory = {};  ///< shared by chains of the engine; null where the options' pool or a chain's own is used
 };
 
 /// Layers that are captured together, share one memory pool, and replay in the nesting order they were captured in:
@@ -103,6 +105,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   /// True when `layer` may replay its forward now: neither it nor a later one awaits its backward.
   [[nodiscard]] bool ready(std::size_t layer) const;
   [[nodiscard]] bool any_pending() const;
+  /// True while a chain that shares its memory awaits a backward: no graph of this one may be launched.
+  [[nodiscard]] bool has_to_wait() const;
   /// In what the model differs from what the graphs of `layer`, or of any, have frozen.
   [[nodiscard]] FactsChange change(std::size_t layer) const noexcept;
   [[nodiscard]] FactsChange change() const noexcept;
@@ -136,6 +140,19 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] bool is_linked(const StaticInput& input) const {
     return input.from && !layers_[input.from->layer].released;
   }
+
+  /// Before the launch of a forward: the memory is this chain's from here on. Throws: UsageError where another awaits a backward.
+  void take_turn(std::size_t index);
+  /// The current stream waits for all that lies in the memory; what is held of the outputs is copied out.
+  void give_up_turn();
+  [[noreturn]] void refuse_turn(const std::string& what) const;
+  /// The graphs are gone: blocks the host until nothing of this chain uses shared memory.
+  void leave_memory();
+  /// Before the first capture: what other chains hold of shared memory is theirs no longer. Throws: as take_turn.
+  void begin_capture();
+  /// Behind the last capture: in shared memory the outputs lie where the chains to come compute.
+  void share_outputs();
+
   /// True where `given` is the output that `input` is linked to: that of the latest forward there, wherever it lies by now.
   [[nodiscard]] bool is_linked_output(const StaticInput& input, const at::Tensor& given) const;
   void write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs);
@@ -176,6 +193,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;
   GraphOptions options_;
+  std::shared_ptr<GraphMemory> memory_;
   DrawOrder& draw_order_;
   std::vector<OwnedStream> side_streams_;
   std::vector<c10::Stream> streams_;
@@ -189,7 +207,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   OutsideBytes outside_;
 
   // Replay.
-  mutable std::recursive_mutex mutex_;
+  std::recursive_mutex& mutex_;              ///< the memory's
+  std::optional<c10::Stream> called_on_;  ///< the latest launch
   std::int64_t top_ = -1;  ///< the highest pending layer
   ReleasedOutputs released_;
   std::vector<std::size_t> gave_gradients_;  ///< layers whose memory was given out since, the highest first

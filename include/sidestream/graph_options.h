@@ -13,6 +13,7 @@
 namespace sidestream {
 
 class GraphEvent;
+class GraphPool;
 
 /// Parameters or buffers lie elsewhere than at the capture (load, Module::to): capture anew, or a UsageError.
 enum class OnRelocatedWeights : std::uint8_t { capture, error };
@@ -65,6 +66,8 @@ struct GraphOptions {
   TORCH_ARG(std::optional<c10::Stream>, cuda_graph_stream);
   /// The caller's event, recorded inside each graph when its compute is done; needs `cuda_graph_stream` [cuda_graph_event].
   TORCH_ARG(std::shared_ptr<GraphEvent>, cuda_graph_event);
+  /// Memory that these captures share with others [pool]: see GraphPool. Of another device than the engine's: UsageError.
+  TORCH_ARG(std::shared_ptr<GraphPool>, pool);
   /// Whether to capture now, for trainers of several ranks: warm-up and capture run the calls' bodies, and any collectives in them,
   /// more often than a step does, so all ranks must capture in the same step. `mine`: this rank has something to capture. Let it
   /// give the logical and of that over all ranks. Where it gives false, those calls run eagerly and are asked for again.

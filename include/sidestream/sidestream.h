@@ -8,6 +8,7 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graph_event.h"
+#include "sidestream/graph_pool.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/graphed_step.h"
 #include "sidestream/journal.h"

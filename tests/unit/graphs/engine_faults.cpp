@@ -331,6 +331,24 @@ std::vector<EngineFault> capture_faults() {
   };
 }
 
+std::vector<EngineFault> turn_faults() {
+  return {
+      {"Chain::give_up_turn",
+       "a forward waits for the stream that the former chain in its memory was called on",
+       "one_pool_streams",
+       {Act::drop_wait, "forward", StreamRole::current, Mark::work}},
+      {"Chain::give_up_turn",
+       "a forward waits for the copies out of the former chain in its memory",
+       "one_pool_given_up",
+       {Act::drop_wait, "forward", StreamRole::current, Mark::to_host},
+       "where a backward is still to come the turn is not given up, so that nobody reads what was copied"},
+      {"Chain::give_up_turn",
+       "a forward waits for the copies in of the former chain in its memory",
+       "one_pool_cut",
+       {Act::drop_wait, "forward", StreamRole::current, Mark::to_device}},
+  };
+}
+
 std::vector<EngineFault> drawing_faults() {
   return {
       {"DrawOrder::launch",
@@ -377,7 +395,8 @@ std::vector<EngineFault> step_faults() {
 const std::vector<EngineFault>& engine_faults() {
   static const std::vector<EngineFault> all = [] {
     std::vector<EngineFault> result = eager_faults();
-    for (const auto& more : {replay_faults(), output_faults(), capture_faults(), drawing_faults(), step_faults()}) {
+    for (const auto& more :
+         {replay_faults(), output_faults(), capture_faults(), turn_faults(), drawing_faults(), step_faults()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

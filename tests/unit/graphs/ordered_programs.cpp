@@ -123,7 +123,7 @@ const std::vector<NamedProgram>& programs() {
   static const std::vector<NamedProgram> all = [] {
     std::vector<NamedProgram> result = whole_step_programs();
     for (auto& more : {stream_programs(), callable_programs(), output_programs(), eager_head_programs(),
-                       between_programs(), drawing_programs(), step_programs()}) {
+                       between_programs(), drawing_programs(), step_programs(), pool_programs()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

@@ -1,0 +1,58 @@
+#pragma once
+#include <memory>
+#include <mutex>
+
+#include "runtime/runtime.h"
+#include "sidestream/graph_pool.h"
+
+namespace sidestream {
+
+class Chain;
+
+/// Device memory that graphs use as they replay: one chain's own, or shared by chains that use it by turns.
+///
+/// Note [Turns in shared memory]
+/// What a chain saved for its backward, what its copies read and write, and the outputs that it gave lie where other chains of the
+/// same memory compute. So one chain at a time has the turn: the one that was launched last. It keeps the turn while a backward of
+/// its calls is pending; another chain's forward is refused then. Where none is, the other chain takes the turn over before its
+/// launch, with M the stream that the call is made on:
+///
+///   M: wait for the stream that the former chain was called on, which is behind its graphs, where that is not M
+///   M: wait for the former chain's copies
+///   M: copy out what is held of its outputs, see Note [Outputs are ordinary tensors]
+///
+/// A backward that comes later to one of its forwards (a retained one) is refused, for its saved tensors are gone.
+/// Threads: all of one memory's chains share `mutex`.
+class GraphMemory {
+ public:
+  enum class Use : std::uint8_t { own, shared };
+  explicit GraphMemory(Use use) noexcept : use_(use) {}
+  GraphMemory(const GraphMemory&) = delete;
+  GraphMemory& operator=(const GraphMemory&) = delete;
+  ~GraphMemory() = default;
+
+  /// Throws: UsageError for a pool of another device than `device`.
+  [[nodiscard]] static std::shared_ptr<GraphMemory> of(const GraphPool& pool, c10::Device device);
+
+  [[nodiscard]] bool shared() const noexcept { return use_ == Use::shared; }
+  [[nodiscard]] std::recursive_mutex& mutex() noexcept { return mutex_; }
+  /// The pool of a chain that is to be captured: one for all, where it is shared. It may outlive the chain and its engine.
+  [[nodiscard]] std::shared_ptr<MemoryPool> pool(const std::shared_ptr<Runtime>& runtime);
+  /// The stream of all captures in shared memory: blocks of a pool are keyed by stream. Behind `pool`.
+  [[nodiscard]] const OwnedStream* capture_stream() const noexcept;
+
+  /// The chain that has the turn; null where none has. Under `mutex`.
+  [[nodiscard]] Chain* turn() const noexcept { return turn_; }
+  void set_turn(Chain* chain) noexcept { turn_ = chain; }
+  /// `chain` is gone, or was reset.
+  void leave(const Chain* chain) noexcept { turn_ = turn_ == chain ? nullptr : turn_; }
+
+ private:
+  struct Kept;
+  Use use_;
+  std::recursive_mutex mutex_;
+  std::shared_ptr<Kept> kept_;  ///< of shared memory
+  Chain* turn_ = nullptr;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,246 @@
+// Captures that share device memory: they use it by turns.
+#include "sidestream/graph_pool.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "expect_throws.h"
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::layer_stack;
+using testing_model::rows;
+using testing_model::StepTensors;
+
+/// Graphed layers of a model of its own, and their plain twin.
+struct PooledStack {
+  PooledStack(c10::Device on, std::int64_t layers, const GraphOptions& options, bool offload = true)
+      : device(on), model(layer_stack(layers, on)), plain(layer_stack(layers, on)) {
+    engine.emplace(*model, Options(on).offload(offload ? "layers.*.*" : "").min_bytes(1024));
+    graphed = testing_model::graph_stack(*engine, model, on, options);
+  }
+  at::Tensor forward(const at::Tensor& x) const { return testing_model::run_stack(graphed, x); }
+  /// A step on the data of `s`, which is plain training's; gives the output.
+  at::Tensor expect_plain(std::int64_t s) {
+    at::Tensor y;
+    const auto step = [&](torch::nn::Sequential& trained, bool graphs) {
+      const at::Tensor x = rows(s, device).requires_grad_(true);
+      StepTensors result = testing_model::train_step(*trained, nullptr, [&] {
+        y = graphs ? forward(x) : trained->forward(x);
+        (y * rows(s, device, 1)).sum().backward();
+      });
+      result.emplace_back("gradient of the input", x.grad());
+      result.emplace_back("output", y);
+      return result;
+    };
+    const StepTensors expected = step(plain, false);
+    EXPECT_TRUE(testing_model::same(step(model, true), expected)) << "step " << s;
+    return y.detach();
+  }
+
+  c10::Device device;
+  torch::nn::Sequential model;
+  torch::nn::Sequential plain;
+  std::optional<OffloadEngine> engine;
+  std::vector<GraphedCallable> graphed;
+};
+
+class GraphPoolTest : public testing::Test {
+ protected:
+  [[nodiscard]] GraphOptions pooled() const { return GraphOptions().pool(pool_); }
+
+  c10::Device device_ = find_device("sim");
+  std::shared_ptr<GraphPool> pool_ = std::make_shared<GraphPool>(device_);
+};
+
+TEST_F(GraphPoolTest, StacksOfTwoEnginesTrainByTurnsInAnyOrder) {
+  PooledStack large(device_, 5, pooled());
+  PooledStack small(device_, 3, pooled());
+  std::int64_t step = 0;
+  for (const int turn : {0, 1, 1, 0, 0, 1, 0, 1}) {
+    (void)(turn == 0 ? large : small).expect_plain(step++);
+  }
+}
+
+TEST_F(GraphPoolTest, HeldOutputsKeepTheirValuesWhereAnotherComputes) {
+  PooledStack large(device_, 4, pooled());
+  PooledStack small(device_, 2, pooled());
+  const at::Tensor of_large = large.expect_plain(0);
+  const at::Tensor large_then = of_large.clone();
+  const at::Tensor of_small = small.expect_plain(1);
+  const at::Tensor small_then = of_small.clone();
+  (void)large.expect_plain(2);
+  EXPECT_TRUE(at::equal(of_large, large_then));
+  EXPECT_TRUE(at::equal(of_small, small_then));
+}
+
+TEST_F(GraphPoolTest, OutOfOrderReplaysAreRejected) {
+  PooledStack first(device_, 2, pooled());
+  PooledStack second(device_, 2, pooled());
+  const at::Tensor x = rows(0, device_).requires_grad_(true);
+  const at::Tensor y = first.forward(x);
+  EXPECT_THROWS(UsageError, "which shares its memory, is still pending", (void)second.forward(x));
+  (y * rows(0, device_, 1)).sum().backward();
+  const at::Tensor z = first.plain->forward(x);
+  const at::Tensor expected = torch::autograd::grad({(z * rows(0, device_, 1)).sum()}, {x})[0];
+  EXPECT_TRUE(at::equal(x.grad(), expected));
+  (void)second.expect_plain(1);
+}
+
+TEST_F(GraphPoolTest, AForwardThatIsGivenUpLetsOthersHaveTheirTurn) {
+  PooledStack first(device_, 2, pooled());
+  PooledStack second(device_, 2, pooled());
+  (void)first.forward(rows(0, device_).requires_grad_(true));
+  (void)second.expect_plain(0);
+  (void)first.expect_plain(1);
+}
+
+TEST_F(GraphPoolTest, ARetainedBackwardIsRefusedOnceAnotherHadItsTurn) {
+  PooledStack first(device_, 2, pooled().retain_graph_in_backward(true));
+  PooledStack second(device_, 2, pooled());
+  const at::Tensor x = rows(0, device_).requires_grad_(true);
+  const at::Tensor y = first.forward(x);
+  const at::Tensor loss = (y * rows(0, device_, 1)).sum();
+  loss.backward({}, /*retain_graph=*/true);
+  loss.backward({}, /*retain_graph=*/true);
+  (void)second.expect_plain(1);
+  EXPECT_THROWS(UsageError, "another capture in the same memory", loss.backward());
+  (void)first.expect_plain(2);
+}
+
+TEST_F(GraphPoolTest, APoolOfAnotherDeviceIsRefused) {
+  torch::nn::Sequential model = layer_stack(1, device_);
+  OffloadEngine engine(*model, Options(device_));
+  const auto other = std::make_shared<GraphPool>(c10::Device(c10::kCPU));
+  EXPECT_THROWS(UsageError, "GraphOptions::pool is a pool of cpu",
+                (void)testing_model::graph_stack(engine, model, device_, GraphOptions().pool(other)));
+  PooledStack works(device_, 1, pooled());
+  (void)works.expect_plain(0);
+}
+
+TEST_F(GraphPoolTest, ACaptureWaitsForPendingBackwardsOfThePool) {
+  PooledStack first(device_, 2, pooled());
+  const at::Tensor x = rows(0, device_).requires_grad_(true);
+  const at::Tensor y = first.forward(x);
+  EXPECT_THROWS(UsageError, "a capture in a pool that others use", PooledStack(device_, 2, pooled()));
+  (y * rows(0, device_, 1)).sum().backward();
+  PooledStack second(device_, 2, pooled());
+  (void)second.expect_plain(0);
+  (void)first.expect_plain(1);
+}
+
+TEST_F(GraphPoolTest, OutputsHeldOverACaptureInThePoolKeepTheirValues) {
+  PooledStack first(device_, 2, pooled());
+  const at::Tensor held = first.expect_plain(0);
+  const at::Tensor then = held.clone();
+  PooledStack second(device_, 4, pooled());
+  (void)second.expect_plain(0);
+  EXPECT_TRUE(at::equal(held, then));
+}
+
+TEST_F(GraphPoolTest, TheEngineMayGoBeforeItsPool) {
+  std::optional<PooledStack> first(std::in_place, device_, 3, pooled());
+  PooledStack second(device_, 2, pooled());
+  const at::Tensor held = first->expect_plain(0);
+  const at::Tensor then = held.clone();
+  first.reset();
+  (void)second.expect_plain(0);
+  EXPECT_TRUE(at::equal(held, then));
+}
+
+TEST_F(GraphPoolTest, ThePoolMayGoBeforeItsEngines) {
+  PooledStack first(device_, 2, pooled());
+  PooledStack second(device_, 2, pooled());
+  pool_.reset();
+  (void)first.expect_plain(0);
+  (void)second.expect_plain(0);
+  (void)first.expect_plain(1);
+}
+
+TEST_F(GraphPoolTest, OneThatIsResetLeavesTheOthersAsTheyAre) {
+  PooledStack first(device_, 2, pooled());
+  PooledStack second(device_, 2, pooled());
+  const at::Tensor held = first.expect_plain(0);
+  const at::Tensor then = held.clone();
+  for (GraphedCallable& callable : first.graphed) {
+    callable.reset();
+  }
+  (void)second.expect_plain(0);
+  EXPECT_TRUE(at::equal(held, then));
+  EXPECT_THROWS(UsageError, "replayed after reset", (void)first.forward(rows(0, device_)));
+}
+
+/// Keeps what it made, as attention weights to look at.
+class KeepsWhatItMakes : public torch::nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) {
+    made = x.detach().tanh();
+    return x * made;
+  }
+  at::Tensor made;
+};
+
+TEST_F(GraphPoolTest, ACallThatKeepsWhatItMakesIsRefused) {
+  const auto model = std::make_shared<KeepsWhatItMakes>();
+  OffloadEngine engine(*model, Options(device_));
+  const auto graph = [&](const GraphOptions& options) {
+    return make_graphed_callables(engine, {{"keeps", torch::nn::AnyModule(model)}},
+                                  {{rows(0, device_).requires_grad_(true)}}, options);
+  };
+  EXPECT_THROWS(CaptureError, "it keeps a tensor of 2048 bytes that it makes", (void)graph(pooled()));
+  EXPECT_TRUE(at::equal(graph(GraphOptions())[0]({rows(1, device_).requires_grad_(true)})[0], model->forward(rows(1, device_))));
+}
+
+TEST_F(GraphPoolTest, TheSmallerFitsIntoTheMemoryOfTheLarger) {
+  class Wide : public torch::nn::Module {
+   public:
+    at::Tensor forward(const at::Tensor& x) {
+      at::Tensor h = x;
+      for (int i = 0; i < 2; ++i) {
+        h = h.tanh().exp().sigmoid();
+      }
+      return h;
+    }
+  };
+  constexpr std::int64_t kLargest = 3 << 20;  // elements: segments of their own
+  const auto reserved_of = [&](const GraphOptions& options, const std::vector<std::int64_t>& sizes) {
+    synchronize(device_);
+    release_cached_memory(device_);
+    const std::int64_t before = memory_use(device_).reserved;
+    const auto model = std::make_shared<Wide>();
+    OffloadEngine engine(*model, Options(device_));
+    std::vector<GraphedCallable> graphed;
+    for (const std::int64_t size : sizes) {
+      const at::Tensor sample = at::ones({size}, device_).requires_grad_(true);
+      graphed.push_back(make_graphed_callables(engine, {{"wide", torch::nn::AnyModule(model)}}, {{sample}}, options)[0]);
+    }
+    synchronize(device_);
+    release_cached_memory(device_);
+    std::int64_t own = 0;  // static inputs and gradients of outputs
+    for (const std::int64_t size : sizes) {
+      own += 2 * size * static_cast<std::int64_t>(sizeof(float));
+    }
+    return memory_use(device_).reserved - before - own;
+  };
+  const std::int64_t alone = reserved_of(GraphOptions().num_warmup_iters(0).pool(std::make_shared<GraphPool>(device_)), {kLargest});
+  const std::int64_t shared =
+      reserved_of(GraphOptions().num_warmup_iters(0).pool(std::make_shared<GraphPool>(device_)), {kLargest, kLargest, kLargest - (1 << 19)});
+  const std::int64_t apart = reserved_of(GraphOptions().num_warmup_iters(0), {kLargest, kLargest, kLargest - (1 << 19)});
+  EXPECT_EQ(shared, alone);
+  EXPECT_GT(apart, 5 * alone / 2);
+}
+
+}  // namespace
+}  // namespace sidestream
