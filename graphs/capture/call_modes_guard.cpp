@@ -130,7 +130,8 @@ CaptureModesGuard::~CaptureModesGuard() {
 CallModesGuard::CallModesGuard(const CallModes& modes)
     : autocast_before_(raw_autocast(modes.autocast.type)),
       process_before_(ProcessModes::current(modes.autocast.type)),
-      process_differs_(!(process_before_ == modes.process)) {
+      process_differs_(!(process_before_ == modes.process)),
+      grad_mode_(modes.gradients) {
   at::autocast::clear_cache();
   if (modes.autocast.enabled) {
     set_autocast(modes.autocast);

@@ -41,6 +41,7 @@ class [[nodiscard]] CallModesGuard {
   AutocastState autocast_before_;
   ProcessModes process_before_;
   bool process_differs_;
+  at::AutoGradMode grad_mode_;
   std::optional<at::Float32MatmulPrecision> matmul_before_;  ///< the older switch, where it can be read
 };
 

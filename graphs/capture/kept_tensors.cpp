@@ -36,10 +36,11 @@ void ChainCapture::fill_kept_tensors() {
     return;
   }
   if (chain_.memory_->shared()) {
-    throw CaptureError(chain_.describe(kept.front().layer) + ": it keeps a tensor of " +
-                       std::to_string(kept.front().storage.nbytes()) +
-                       " bytes that it makes, in memory that graphs of other captures write by turns; give it out as an "
-                       "output, or capture without a shared pool");
+    throw CaptureError(
+        chain_.describe(kept.front().layer) + ": it keeps a tensor of " +
+        std::to_string(kept.front().storage.nbytes()) +
+        " bytes that it makes, in memory that graphs of other captures write by turns; give it out as an "
+        "output, or capture without a shared pool");
   }
   refuse_released(kept);
   const StreamGuard on_capture(runtime_, capture_);

@@ -93,7 +93,7 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
       if (used[i]) {
         sizing.parameters.push_back(targets[i]);
       }
-    } else if (!used[i] && !options.allow_unused_input() && !targets.empty()) {
+    } else if (!used[i] && spec.state.modes.gradients && !options.allow_unused_input() && !targets.empty()) {
       throw UsageError("callable \"" + spec.name + "\": an input that requires a gradient gets none; pass it without " +
                        "requires_grad, or set GraphOptions::allow_unused_input");
     }

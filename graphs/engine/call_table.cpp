@@ -114,11 +114,11 @@ void CallTable::drop_variants() {
   }
 }
 
-void CallTable::drop_variants_of(const ChainHolder& chain) {
+void CallTable::drop_variants_of(const ChainHolder& chain, Dropped why) {
   for (CallSite& site : sites_) {
     const auto of_chain = [&](const CallVariant& variant) { return variant.holder.get() == &chain; };
     const auto kept = std::remove_if(site.variants.begin(), site.variants.end(), of_chain);
-    site.to_record = site.to_record || kept != site.variants.end();
+    site.to_record = site.to_record || (why == Dropped::to_record && kept != site.variants.end());
     site.variants.erase(kept, site.variants.end());
   }
 }

@@ -47,8 +47,9 @@ struct CallSite {
   bool to_record =
       false;             ///< captures were dropped, for the model is another now: calls are recorded as in a first step
   EagerRuns eager_runs;  ///< of a graphed call
-  bool warned_of_bound = false;     ///< CallOptions::max_captures
-  bool warned_of_equality = false;  ///< of its arguments
+  bool warned_of_bound = false;      ///< CallOptions::max_captures
+  bool warned_of_arguments = false;  ///< that run eagerly, where captures share memory
+  bool warned_of_equality = false;   ///< of its arguments
 };
 
 /// What `ss::call` was given so far, by module and by name. Threads: the step's.
@@ -69,8 +70,9 @@ class CallTable {
   [[nodiscard]] const std::deque<CallSite>& sites() const noexcept { return sites_; }
   /// No call has a capture any more.
   void drop_variants();
-  /// Calls that have captures in `chain` lose them, and are recorded again.
-  void drop_variants_of(const ChainHolder& chain);
+  enum class Dropped : std::uint8_t { to_record, to_make_room };
+  /// Calls that have captures in `chain` lose them, and are recorded again whatever the options say, or are as before those captures.
+  void drop_variants_of(const ChainHolder& chain, Dropped why);
   /// Not owned by the pointer: it outlives the engine.
   [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const {
     return {std::shared_ptr<const torch::nn::Module>(), &model_};

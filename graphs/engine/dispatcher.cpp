@@ -42,13 +42,24 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
     return Route::scope;
   }
   const bool in_backward = site.kind == CallSite::Kind::graphed && torch::autograd::get_current_node() != nullptr;
-  if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled() || in_backward) {
+  if (c10::InferenceMode::is_enabled() || in_backward) {
     return Route::eager;
+  }
+  if (!at::GradMode::is_enabled()) {
+    return route_of_evaluation(site);
   }
   if (site.kind == CallSite::Kind::callable) {
     return Route::callable;
   }
   if (site.module != nullptr && !site.module->is_training()) {
+    return Route::eager;
+  }
+  return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;
+}
+
+Dispatcher::Route Dispatcher::route_of_evaluation(const CallSite& site) const {
+  if (site.kind == CallSite::Kind::callable ||
+      resources_.options.call_options().on_evaluation() == OnEvaluation::eager) {
     return Route::eager;
   }
   return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;
@@ -79,7 +90,11 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
   }
 }
 
-CallModes Dispatcher::modes() const { return CallModes::current(resources_.runtime->device().type()); }
+CallModes Dispatcher::modes() const {
+  CallModes modes = CallModes::current(resources_.runtime->device().type());
+  modes.gradients = at::GradMode::is_enabled();
+  return modes;
+}
 
 void Dispatcher::count_eager(CallSite& site, EagerCause cause) noexcept {
   report_.eager_call();
@@ -114,8 +129,12 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
     return;
   }
   const std::int64_t bound = resources_.options.call_options().max_captures();
-  if (static_cast<std::int64_t>(site.variants.size() + recorded_.count(site)) >= bound &&
-      !recorded_.repeats(site, request, modes)) {
+  if (captures_of(site) >= bound && !recorded_.repeats(site, request, modes) && !make_room_for_capture(site)) {
+    if (resources_.options.call_options().on_max_captures() == OnMaxCaptures::error) {
+      throw UsageError(describe(site) + ": it needs more than the " + std::to_string(bound) +
+                       " captures that CallOptions::max_captures allows; raise the bound, give it fewer shapes and "
+                       "values, or set CallOptions::on_max_captures to eager or drop_least_used");
+    }
     if (!std::exchange(site.warned_of_bound, true)) {
       TORCH_WARN("Sidestream: ", describe(site), " needs more than the ", bound,
                  " captures that CallOptions::max_captures allows (",
@@ -168,7 +187,12 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       other = &variant;
       continue;
     }
+    if (chain.has_to_wait()) {
+      run_beside_pending(site, request, outputs, variant);
+      return;
+    }
     if (chain.ready(variant.layer)) {
+      variant.holder->used_at = ++clock_;
       replay(variant, variant.layer, request, outputs, Chain::Inputs::accepted);
       *request.structure = variant.structure.get();
       return;
@@ -176,6 +200,39 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
     ++busy;
   }
   on_mismatch(site, request, modes, outputs, busy, other);
+}
+
+void Dispatcher::run_beside_pending(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
+                                    const CallVariant& variant) {
+  if (resources_.options.call_options().on_pending() == OnPending::error) {
+    variant.holder->chain->refuse_turn(describe(site));
+  }
+  count_eager(site, EagerCause::shared_memory);
+  run_eagerly(site, request, outputs);
+}
+
+std::int64_t Dispatcher::captures_of(const CallSite& site) const {
+  const auto stay = std::count_if(site.variants.begin(), site.variants.end(),
+                                  [](const CallVariant& variant) { return !variant.holder->to_drop; });
+  return static_cast<std::int64_t>(stay) + static_cast<std::int64_t>(recorded_.count(site));
+}
+
+bool Dispatcher::make_room_for_capture(const CallSite& site) const {
+  if (resources_.options.call_options().on_max_captures() != OnMaxCaptures::drop_least_used) {
+    return false;
+  }
+  ChainHolder* least = nullptr;
+  for (const CallVariant& variant : site.variants) {
+    ChainHolder& holder = *variant.holder;
+    if (!holder.to_drop && !holder.chain->any_pending() && (least == nullptr || holder.used_at < least->used_at)) {
+      least = &holder;
+    }
+  }
+  if (least == nullptr) {
+    return false;
+  }
+  least->to_drop = true;
+  return true;
 }
 
 void Dispatcher::run_beside_stale_capture(CallSite& site, const detail::CallRequest& request,
@@ -238,7 +295,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
 
 void Dispatcher::replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
                         detail::TensorBuffer& outputs, Chain::Inputs known) {
-  if (verification_ != nullptr) {
+  if (verification_ != nullptr && at::GradMode::is_enabled()) {
     const SyncFinder::Pause compares;
     verification_->forward(variant.holder->chain, layer, request, outputs);
   } else {
@@ -251,7 +308,16 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
   const CallOptions& options = resources_.options.call_options();
   const bool to_be_new = busy == 0 && !site.to_record;
   if ((busy == 0 && chains_.postponed()) || (to_be_new && options.on_new_arguments() == OnNewArguments::eager)) {
+    if (options.share_memory() && to_be_new && !std::exchange(site.warned_of_arguments, true)) {
+      TORCH_WARN("Sidestream: ", describe(site),
+                 " runs eagerly with arguments that fit none of its captures, as CallOptions::on_new_arguments says");
+    }
     count_eager(site, EagerCause::new_arguments);
+    run_eagerly(site, request, outputs);
+    return;
+  }
+  if (busy > 0 && options.on_pending() == OnPending::eager) {
+    count_eager(site, EagerCause::shared_memory);
     run_eagerly(site, request, outputs);
     return;
   }

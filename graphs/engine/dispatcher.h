@@ -49,9 +49,19 @@ class Dispatcher {
     callable,  ///< replays the one capture there is
   };
   [[nodiscard]] Route route(const CallSite& site) const;
+  /// Of a call that wants no gradients, or has a module in eval mode.
+  [[nodiscard]] Route route_of_evaluation(const CallSite& site) const;
   /// Of the calling thread, for the engine's device.
   [[nodiscard]] CallModes modes() const;
 
+  /// `variant` fits, but a chain that shares its memory awaits a backward.
+  void run_beside_pending(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
+                          const CallVariant& variant);
+  /// Captures of `site` that there are and will be.
+  [[nodiscard]] std::int64_t captures_of(const CallSite& site) const;
+  /// The capture of `site` that was used least recently goes before the next step, so that another one may be made. False where
+  /// options say otherwise, or each has a backward to come.
+  [[nodiscard]] bool make_room_for_capture(const CallSite& site) const;
   /// A graphed call that is neither replayed nor recorded.
   void count_eager(CallSite& site, EagerCause cause) noexcept;
   void run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
@@ -78,6 +88,7 @@ class Dispatcher {
   EngineChains& chains_;
   ReportBuilder& report_;
   ReplayVerification* verification_;
+  std::uint64_t clock_ = 0;  ///< counts replays
 };
 
 }  // namespace sidestream

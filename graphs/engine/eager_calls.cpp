@@ -21,6 +21,8 @@ const char* text_of(EagerCause cause) {
       return "with as many captures as CallOptions::max_captures allows";
     case EagerCause::unequal:
       return "with an argument that differs from its own copy";
+    case EagerCause::shared_memory:
+      return "while a backward was pending of another capture in the same memory";
   }
   return "";
 }

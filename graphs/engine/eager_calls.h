@@ -13,6 +13,7 @@ enum class EagerCause : std::uint8_t {
   new_arguments,  ///< OnNewArguments::eager
   over_bound,     ///< CallOptions::max_captures
   unequal,        ///< an argument differs from its own copy
+  shared_memory,  ///< a backward is pending of a capture that shares memory with the one that fits
 };
 
 /// For the report.
@@ -23,7 +24,7 @@ enum class EagerCause : std::uint8_t {
 /// One call's eager runs by cause.
 class EagerRuns {
  public:
-  static constexpr std::size_t kCauses = 6;
+  static constexpr std::size_t kCauses = 7;
 
   void count(EagerCause cause) noexcept { ++runs_[static_cast<std::size_t>(cause)]; }
   [[nodiscard]] std::int64_t of(EagerCause cause) const noexcept { return runs_[static_cast<std::size_t>(cause)]; }

@@ -21,7 +21,7 @@
 namespace sidestream {
 namespace {
 
-/// The recorded calls of one slot that are not captured yet, as layers.
+/// The recorded calls of one slot, of training or of evaluation, that are not captured yet, as layers.
 struct SlotCalls {
   std::vector<LayerSpec> specs;
   // Parallel to specs.
@@ -29,12 +29,12 @@ struct SlotCalls {
   std::vector<std::size_t> indices;  ///< among the recorded ones
 };
 
-SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, const EagerPlan& plan) {
+SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluation, const EagerPlan& plan) {
   SlotCalls result;
   std::vector<std::optional<std::size_t>> place(recorded.calls().size());  // among the layers
   for (std::size_t i = 0; i < recorded.calls().size(); ++i) {
     RecordedCall& call = *recorded.calls()[i];
-    if (call.slot != slot || call.captured) {
+    if (call.slot != slot || call.state.modes.gradients == evaluation || call.captured) {
       continue;
     }
     LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs, call.state};
@@ -62,7 +62,8 @@ bool is_outdated(const Chain& chain) {
 
 }  // namespace
 
-std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs, const GraphOptions& options) {
+std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
+                                             std::shared_ptr<GraphMemory> memory) {
   if (context_.phase() == CallContext::Phase::capturing) {
     throw UsageError(
         "make_graphed_callables inside a capture of the same engine (from a hook, from Options::progress, or from "
@@ -75,7 +76,7 @@ std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
   resources_.check.journal_capture(journaling, report_.steps());
-  std::shared_ptr<Chain> chain = capture_that_fits(resources_, *this, specs, options);
+  std::shared_ptr<Chain> chain = capture_that_fits(resources_, *this, specs, options, memory);
   report_.captured(*chain);
   plan_.outdate();
   return chain;
@@ -117,9 +118,10 @@ void EngineChains::recapture(ChainHolder& holder) {
     specs.push_back(std::move(spec));
   }
   const GraphOptions options = holder.chain->options();
+  const std::shared_ptr<GraphMemory> memory = holder.chain->memory();
   holder.chain->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
-  holder.chain = capture(specs, options);
+  holder.chain = capture(specs, options, memory->shared() ? memory : nullptr);
   if (specs.size() < place.size()) {
     if (holder.places.empty()) {
       holder.places = place;
@@ -149,31 +151,69 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
   for (const auto& call : recorded.calls()) {
     slots = std::max(slots, call->slot + 1);
   }
-  for (std::size_t slot = 0; slot < slots; ++slot) {
-    const SlotCalls of_slot = calls_of(recorded, slot, plan_);
-    if (of_slot.specs.empty()) {
-      continue;
+  for (const bool evaluation : {false, true}) {  // the larger ones first
+    for (std::size_t slot = 0; slot < slots; ++slot) {
+      capture_slot(recorded, slot, evaluation);
     }
-    const auto holder = std::make_shared<ChainHolder>();
-    holder->chain = capture(of_slot.specs, resources_.options.graph_options());
-    for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
-      RecordedCall& call = *of_slot.calls[layer];
-      call.captured = true;
-      call.site->variants.push_back({holder, layer, call.guards, call.shape, call.structure});
-      call.site->to_record = false;
-      report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
-      recorded.outputs().for_each_of(of_slot.indices[layer], [&](const c10::StorageImpl* storage, std::size_t output) {
-        const Layer& captured = holder->chain->layers()[layer];
-        if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
-          plan_.captured(storage, captured.output_storages[captured.outputs[output].of].given_back());
-        }
-      });
-    }
-    own_.push_back(holder);
-    add(holder);
   }
   recorded.clear();
   resources_.runtime->release_cached_memory();
+}
+
+void EngineChains::capture_slot(RecordedCalls& recorded, std::size_t slot, bool evaluation) {
+  const SlotCalls of_slot = calls_of(recorded, slot, evaluation, plan_);
+  if (of_slot.specs.empty()) {
+    return;
+  }
+  const auto holder = std::make_shared<ChainHolder>();
+  holder->chain = capture(of_slot.specs, resources_.options.graph_options(), memory_of(slot, evaluation));
+  for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
+    RecordedCall& call = *of_slot.calls[layer];
+    call.captured = true;
+    call.site->variants.push_back({holder, layer, call.guards, call.shape, call.structure});
+    call.site->to_record = false;
+    report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
+    recorded.outputs().for_each_of(of_slot.indices[layer], [&](const c10::StorageImpl* storage, std::size_t output) {
+      const Layer& captured = holder->chain->layers()[layer];
+      if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
+        plan_.captured(storage, captured.output_storages[captured.outputs[output].of].given_back());
+      }
+    });
+  }
+  own_.push_back(holder);
+  add(holder);
+}
+
+std::shared_ptr<GraphMemory> EngineChains::memory_of(std::size_t slot, bool evaluation) {
+  const CallOptions& options = resources_.options.call_options();
+  const bool all = options.share_memory();
+  const std::size_t of = evaluation ? 0 : slot;
+  const bool with_forwards = of == 0 && options.on_evaluation() == OnEvaluation::capture;
+  if (resources_.options.graph_options().pool() != nullptr || !(all || with_forwards)) {
+    return nullptr;
+  }
+  memories_.resize(std::max(memories_.size(), of + 1));
+  std::shared_ptr<GraphMemory>& memory = memories_[of];
+  if (memory == nullptr) {
+    memory = std::make_shared<GraphMemory>(GraphMemory::Use::shared);
+  }
+  const bool taken = !all && !evaluation && std::any_of(own_.begin(), own_.end(), [&](const auto& holder) {
+    return holder->chain->memory() == memory && !holder->chain->forwards_alone();
+  });
+  return taken || memory->pending() ? nullptr : memory;
+}
+
+void EngineChains::drop_least_used(CallTable& calls) {
+  for (const auto& holder : own_) {
+    if (holder->to_drop && !holder->chain->any_pending()) {
+      holder->chain->reset();
+      calls.drop_variants_of(*holder, CallTable::Dropped::to_make_room);
+    }
+  }
+  const auto dropped = [](const auto& holder) { return holder->to_drop && !holder->chain->any_pending(); };
+  if (std::erase_if(own_, dropped) > 0) {
+    mark_static_outputs();
+  }
 }
 
 bool EngineChains::agree(bool mine) {
@@ -201,7 +241,7 @@ void EngineChains::follow_weights(CallTable& calls) {
     }
     if (change.stale() && !change.only_relocated()) {
       holder->chain->reset();
-      calls.drop_variants_of(*holder);
+      calls.drop_variants_of(*holder, CallTable::Dropped::to_record);
       replaced.push_back(holder);
     } else {
       recapture(*holder);
@@ -224,6 +264,7 @@ void EngineChains::drop_own() {
     holder->chain->reset();
   }
   own_.clear();
+  memories_.clear();
 }
 
 void EngineChains::mark_static_outputs() {

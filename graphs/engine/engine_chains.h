@@ -22,6 +22,8 @@ struct ChainHolder {
   std::vector<std::size_t> places = {};
 
   [[nodiscard]] std::size_t place_of(std::size_t layer) const { return places.empty() ? layer : places[layer]; }
+  std::uint64_t used_at = 0;  ///< by its latest replay, on the dispatcher's clock
+  bool to_drop = false;       ///< before the next step: CallOptions::on_max_captures
 };
 
 /// All chains of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own
@@ -35,9 +37,10 @@ class EngineChains {
   EngineChains& operator=(const EngineChains&) = delete;
   ~EngineChains() = default;
 
-  /// Captures a chain that fits the device (capture_that_fits); calls inside its callables are scopes only. It counts once a holder
+  /// Captures a chain that fits the device (capture_that_fits), in `memory` where it is given; calls inside its callables are scopes only. It counts once a holder
   /// of it is added. Throws: as make_graphed_callables.
-  [[nodiscard]] std::shared_ptr<Chain> capture(const std::vector<LayerSpec>& specs, const GraphOptions& options);
+  [[nodiscard]] std::shared_ptr<Chain> capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
+                                               std::shared_ptr<GraphMemory> memory = {});
   /// Counts `holder`'s chain in the report and keeps its static outputs on the device, for as long as someone has it.
   void add(const std::shared_ptr<ChainHolder>& holder);
   /// Captures the layers of `holder`'s chain again, where their parameters lie now.
@@ -56,6 +59,8 @@ class EngineChains {
   /// Chains of `ss::call` whose weights were relocated are captured again; those whose weights are others are dropped, and
   /// `calls` records anew what ran in them. Or it is an error by option.
   void follow_weights(CallTable& calls);
+  /// Drops the chains that are to make room for others, but for those with a backward to come, from `calls` too.
+  void drop_least_used(CallTable& calls);
   /// Drops the graphs of all chains that `ss::call` made.
   void drop_own();
   /// Only what graphs own now is kept on the device for them.
@@ -72,6 +77,10 @@ class EngineChains {
   }
 
  private:
+  /// What the captures of a slot are to share with others; null for memory of their own.
+  [[nodiscard]] std::shared_ptr<GraphMemory> memory_of(std::size_t slot, bool evaluation);
+  void capture_slot(RecordedCalls& recorded, std::size_t slot, bool evaluation);
+
   EngineResources& resources_;
   CallContext& context_;
   EagerPlan& plan_;
@@ -79,6 +88,8 @@ class EngineChains {
   std::vector<std::weak_ptr<ChainHolder>> all_;
   bool postponed_ = false;
   std::vector<std::shared_ptr<ChainHolder>> own_;  ///< those that ss::call made
+  /// By slot, where captures share memory: CallOptions::share_memory, or forward graphs with the first slot.
+  std::vector<std::shared_ptr<GraphMemory>> memories_;
 };
 
 }  // namespace sidestream

@@ -141,6 +141,7 @@ void EngineState::make_ready() {
   calls_.check_patterns();
   if (chains_.agree(!recorded_.empty() || chains_.outdated())) {
     chains_.follow_weights(calls_);
+    chains_.drop_least_used(calls_);
     chains_.capture_recorded(recorded_);
   }
   eager_plan_.make(*resources_.arena, resources_.exclusions, resources_.options.progress());

@@ -46,10 +46,12 @@ void note_room(const EngineResources& resources, Chain& chain) {
 }  // namespace
 
 std::shared_ptr<Chain> capture_that_fits(EngineResources& resources, EngineChains& chains,
-                                         const std::vector<LayerSpec>& specs, const GraphOptions& options) {
+                                         const std::vector<LayerSpec>& specs, const GraphOptions& options,
+                                         const std::shared_ptr<GraphMemory>& memory) {
   GraphResources graphs = resources.for_graphs();
   CaptureAttempt attempt;
   graphs.attempt = &attempt;
+  graphs.memory = memory;
   const bool may_offload_more = offloads(resources.options);
   // Ranks that capture together run the same collectives in it: none of them captures again for an estimate.
   const bool takes_what_fits = options.agree_to_capture() != nullptr;

@@ -88,7 +88,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
       flights_[i] = std::make_shared<Flight>();
       flights_[i]->first = false;
       flights_[i]->from = std::move(from);
-      outputs_.call_begins(i, call.slot, current_recorder());
+      outputs_.call_begins(i, call.chain(), current_recorder());
       return i;
     }
     // What this call is computed from is no microbatch beside it: a module that is called many times is one chain.
@@ -111,11 +111,11 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   }
   call->shape.assign(request.shape.begin(), request.shape.end());
   call->slot = slot;
-  outputs_.call_begins(calls_.size(), call->slot, current_recorder());
+  outputs_.call_begins(calls_.size(), call->chain(), current_recorder());
   for (const at::Tensor& input : request.inputs) {
     LayerInput& kept = call->inputs.emplace_back();
     kept.aliases = InputAliases::of(request.inputs, call->inputs.size() - 1);
-    kept.shared_cast = input.defined() && has_shared_cast(input);
+    kept.shared_cast = input.defined() && modes.gradients && has_shared_cast(input);
     if (kept.aliases->same_as != call->inputs.size() - 1) {
       kept.from = call->inputs[kept.aliases->same_as].from;
       continue;
@@ -123,8 +123,8 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     for (std::size_t i = calls_.size(); i-- > 0 && !kept.from && input.defined();) {
       for (std::size_t o = 0; o < flights_[i]->outputs.size(); ++o) {
         const auto& output = flights_[i]->outputs[o];
-        if (calls_[i]->slot == slot && output._unsafe_get_target() == input.unsafeGetTensorImpl() &&
-            !output.expired()) {
+        if (calls_[i]->slot == slot && calls_[i]->state.modes.gradients == modes.gradients &&
+            output._unsafe_get_target() == input.unsafeGetTensorImpl() && !output.expired()) {
           kept.from = Link{i, o};
         }
       }
@@ -132,6 +132,9 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     if (!kept.from && input.defined()) {
       LayerInput sample = sample_of(input, device_);
       kept.sample = std::move(sample.sample);
+      if (!modes.gradients) {
+        kept.sample.set_requires_grad(false);
+      }
       kept.on_host = sample.on_host;
     }
   }
@@ -163,7 +166,7 @@ std::size_t RecordedCalls::count(const CallSite& site) const noexcept {
 void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   Flight& flight = *flights_[call];
   dependencies_.add(call, flight.from, outputs);
-  outputs_.add(call, calls_[call]->slot, outputs);
+  outputs_.add(call, calls_[call]->chain(), outputs);
   flight.outputs.clear();
   bool watched = false;
   const c10::DeviceType type = calls_[call]->state.modes.autocast.type;

@@ -49,11 +49,11 @@ struct AutocastState {
   bool operator==(const AutocastState& other) const noexcept = default;
 };
 
-/// The modes that the work of a call depends on, beside grad mode and inference mode: a call that is captured runs with
-/// gradients and outside of inference mode.
+/// The modes that the work of a call depends on, beside inference mode: a call that is captured runs outside of it.
 struct CallModes {
   AutocastState autocast;
   ProcessModes process;
+  bool gradients = true;  ///< false: a forward alone, under no_grad
 
   /// Of the calling thread, for operators of `type`. Allocates nothing.
   [[nodiscard]] static CallModes current(c10::DeviceType type) {

@@ -68,7 +68,8 @@ struct GraphResources {
   std::optional<LinkPace> link;  ///< where it is known
   CopyRoom room = CopyRoom::as_planned;
   CaptureAttempt* attempt = nullptr;  ///< filled for who hears of a failure
-  std::shared_ptr<GraphMemory> memory = {};  ///< shared by chains of the engine; null where the options' pool or a chain's own is used
+  std::shared_ptr<GraphMemory> memory =
+      {};  ///< shared by chains of the engine; null where the options' pool or a chain's own is used
 };
 
 /// Layers that are captured together, share one memory pool, and replay in the nesting order they were captured in:
@@ -107,6 +108,11 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] bool any_pending() const;
   /// True while a chain that shares its memory awaits a backward: no graph of this one may be launched.
   [[nodiscard]] bool has_to_wait() const;
+  /// Throws: UsageError that names the call whose backward is pending; `what`: the call that would be replayed.
+  [[noreturn]] void refuse_turn(const std::string& what) const;
+  [[nodiscard]] const std::shared_ptr<GraphMemory>& memory() const noexcept { return memory_; }
+  /// True for captures of forwards alone, made under no_grad.
+  [[nodiscard]] bool forwards_alone() const { return !layers_.front().spec.state.modes.gradients; }
   /// In what the model differs from what the graphs of `layer`, or of any, have frozen.
   [[nodiscard]] FactsChange change(std::size_t layer) const noexcept;
   [[nodiscard]] FactsChange change() const noexcept;
@@ -145,7 +151,6 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void take_turn(std::size_t index);
   /// The current stream waits for all that lies in the memory; what is held of the outputs is copied out.
   void give_up_turn();
-  [[noreturn]] void refuse_turn(const std::string& what) const;
   /// The graphs are gone: blocks the host until nothing of this chain uses shared memory.
   void leave_memory();
   /// Before the first capture: what other chains hold of shared memory is theirs no longer. Throws: as take_turn.
@@ -207,9 +212,9 @@ class Chain : public std::enable_shared_from_this<Chain> {
   OutsideBytes outside_;
 
   // Replay.
-  std::recursive_mutex& mutex_;              ///< the memory's
+  std::recursive_mutex& mutex_;           ///< the memory's
   std::optional<c10::Stream> called_on_;  ///< the latest launch
-  std::int64_t top_ = -1;  ///< the highest pending layer
+  std::int64_t top_ = -1;                 ///< the highest pending layer
   ReleasedOutputs released_;
   std::vector<std::size_t> gave_gradients_;  ///< layers whose memory was given out since, the highest first
   std::size_t highest_given_ = 0;  ///< no layer above has given out outputs since a forward below it was launched

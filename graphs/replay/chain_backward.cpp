@@ -45,9 +45,10 @@ void Chain::check_backward(std::size_t index, std::uint64_t generation) const {
     throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
   }
   if (memory_->turn() != this) {
-    throw UsageError(describe(index) +
-                     ": another capture in the same memory was replayed since its forward, and has overwritten what it " +
-                     "saved; run its backwards before that, or capture in a pool of its own");
+    throw UsageError(
+        describe(index) +
+        ": another capture in the same memory was replayed since its forward, and has overwritten what it " +
+        "saved; run its backwards before that, or capture in a pool of its own");
   }
   if (layer.generation != generation) {
     throw UsageError(describe(index) +

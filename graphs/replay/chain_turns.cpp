@@ -4,6 +4,11 @@
 
 namespace sidestream {
 
+bool GraphMemory::pending() {
+  const std::lock_guard lock(mutex_);
+  return turn_ != nullptr && turn_->any_pending();
+}
+
 bool Chain::has_to_wait() const {
   const std::lock_guard lock(mutex_);
   const Chain* const other = memory_->turn();

@@ -44,6 +44,8 @@ class GraphMemory {
   /// The chain that has the turn; null where none has. Under `mutex`.
   [[nodiscard]] Chain* turn() const noexcept { return turn_; }
   void set_turn(Chain* chain) noexcept { turn_ = chain; }
+  /// True while the chain that has the turn awaits a backward.
+  [[nodiscard]] bool pending();
   /// `chain` is gone, or was reset.
   void leave(const Chain* chain) noexcept { turn_ = turn_ == chain ? nullptr : turn_; }
 

@@ -116,7 +116,8 @@ bool Chain::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
       return false;
     }
     if (given.defined() && (given.sizes() != held.tensor.sizes() || given.dtype() != held.tensor.dtype() ||
-                            given.device() != held.tensor.device() || given.requires_grad() != held.requires_grad ||
+                            given.device() != held.tensor.device() ||
+                            (layer.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) ||
                             (is_linked(held) && !is_linked_output(held, given)))) {
       return false;
     }
@@ -169,7 +170,7 @@ void Chain::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
     if (given.device() != held.tensor.device()) {
       differs("device", given.device(), held.tensor.device());
     }
-    if (given.requires_grad() != held.requires_grad) {
+    if (layer.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) {
       differs("requires_grad", given.requires_grad(), held.requires_grad);
     }
     if (layers_[index].casts && held.requires_grad && has_shared_cast(given) != layer.spec.inputs[i].shared_cast) {

@@ -200,7 +200,8 @@ TEST_F(GraphPoolTest, ACallThatKeepsWhatItMakesIsRefused) {
                                   {{rows(0, device_).requires_grad_(true)}}, options);
   };
   EXPECT_THROWS(CaptureError, "it keeps a tensor of 2048 bytes that it makes", (void)graph(pooled()));
-  EXPECT_TRUE(at::equal(graph(GraphOptions())[0]({rows(1, device_).requires_grad_(true)})[0], model->forward(rows(1, device_))));
+  EXPECT_TRUE(at::equal(graph(GraphOptions())[0]({rows(1, device_).requires_grad_(true)})[0],
+                        model->forward(rows(1, device_))));
 }
 
 TEST_F(GraphPoolTest, TheSmallerFitsIntoTheMemoryOfTheLarger) {
@@ -224,7 +225,8 @@ TEST_F(GraphPoolTest, TheSmallerFitsIntoTheMemoryOfTheLarger) {
     std::vector<GraphedCallable> graphed;
     for (const std::int64_t size : sizes) {
       const at::Tensor sample = at::ones({size}, device_).requires_grad_(true);
-      graphed.push_back(make_graphed_callables(engine, {{"wide", torch::nn::AnyModule(model)}}, {{sample}}, options)[0]);
+      graphed.push_back(
+          make_graphed_callables(engine, {{"wide", torch::nn::AnyModule(model)}}, {{sample}}, options)[0]);
     }
     synchronize(device_);
     release_cached_memory(device_);
@@ -234,10 +236,12 @@ TEST_F(GraphPoolTest, TheSmallerFitsIntoTheMemoryOfTheLarger) {
     }
     return memory_use(device_).reserved - before - own;
   };
-  const std::int64_t alone = reserved_of(GraphOptions().num_warmup_iters(0).pool(std::make_shared<GraphPool>(device_)), {kLargest});
-  const std::int64_t shared =
-      reserved_of(GraphOptions().num_warmup_iters(0).pool(std::make_shared<GraphPool>(device_)), {kLargest, kLargest, kLargest - (1 << 19)});
-  const std::int64_t apart = reserved_of(GraphOptions().num_warmup_iters(0), {kLargest, kLargest, kLargest - (1 << 19)});
+  const std::int64_t alone =
+      reserved_of(GraphOptions().num_warmup_iters(0).pool(std::make_shared<GraphPool>(device_)), {kLargest});
+  const std::int64_t shared = reserved_of(GraphOptions().num_warmup_iters(0).pool(std::make_shared<GraphPool>(device_)),
+                                          {kLargest, kLargest, kLargest - (1 << 19)});
+  const std::int64_t apart =
+      reserved_of(GraphOptions().num_warmup_iters(0), {kLargest, kLargest, kLargest - (1 << 19)});
   EXPECT_EQ(shared, alone);
   EXPECT_GT(apart, 5 * alone / 2);
 }

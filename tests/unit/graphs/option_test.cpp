@@ -26,8 +26,8 @@ concept HasCallOption = requires(Struct options) {
 || requires(Struct options) { options.on_new_arguments(); }
 || requires(Struct options) { options.max_captures(); };
 
-// An eager run has nothing to put in the place of a forward that awaits its backward, nor of weights that are gone.
-static_assert(HasEager<OnNewArguments> && !HasEager<OnPending> && !HasEager<OnRelocatedWeights>);
+// An eager run has nothing to put in the place of weights that are gone.
+static_assert(HasEager<OnNewArguments> && HasEager<OnPending> && !HasEager<OnRelocatedWeights>);
 // make_graphed_callables takes GraphOptions: what it would ignore is no part of them.
 static_assert(HasCallOption<CallOptions> && !HasCallOption<GraphOptions>);
 

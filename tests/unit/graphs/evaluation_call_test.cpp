@@ -1,0 +1,147 @@
+// Calls under no_grad that replay graphs of the forward alone, in the memory of training's graphs.
+#include <cstdint>
+#include <string>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/testing/simulator.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::Mlp;
+using testing_model::rows;
+using testing_model::StepTensors;
+
+/// Layers with batch norm, called one by one.
+class Evaluated : public torch::nn::Module {
+ public:
+  explicit Evaluated(c10::Device device)
+      : layers(testing_model::layer_stack(3, device, Mlp::Extras{.dropout = 0.0, .batch_norm = true})) {
+    register_module("layers", layers);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = x;
+    for (std::size_t i = 0; i < layers->size(); ++i) {
+      h = call(&layers->at<Mlp>(i), h);
+    }
+    return h;
+  }
+  torch::nn::Sequential layers;
+};
+
+class EvaluationCallTest : public testing::TestWithParam<std::string> {
+ protected:
+  EvaluationCallTest() { set_schedule(device_, Schedule::parse(GetParam())); }
+  ~EvaluationCallTest() override { set_schedule(device_, Schedule()); }
+
+  [[nodiscard]] Options options() const {
+    return Options(device_)
+        .min_bytes(1024)
+        .graph("layers.*")
+        .offload("layers.*.*")
+        .call_options(CallOptions().on_evaluation(OnEvaluation::capture));
+  }
+  at::Tensor loss(Evaluated& model, std::int64_t s) const {
+    return (model.forward(rows(s, device_).requires_grad_(true)) * rows(s, device_, 1)).sum();
+  }
+  at::Tensor evaluate(Evaluated& model, std::int64_t s, bool training = false) const {
+    const at::NoGradGuard no_grad;
+    model.train(training);
+    at::Tensor y = model.forward(rows(s, device_, 2));
+    model.train(true);
+    return y;
+  }
+  /// `run` gives tensors beside the gradients and buffers.
+  template <class Run>
+  void expect_plain(OffloadEngine& engine, std::int64_t s, const Run& run) {
+    StepTensors extra;
+    StepTensors plain_extra;
+    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { run(plain_, plain_extra); });
+    EXPECT_TRUE(testing_model::same(testing_model::train_step(model_, &engine, [&] { run(model_, extra); }), plain))
+        << "step " << s;
+    EXPECT_TRUE(testing_model::same(extra, plain_extra)) << "step " << s;
+  }
+  void expect_plain_steps(OffloadEngine& engine, std::int64_t first, std::int64_t last) {
+    for (std::int64_t s = first; s < last; ++s) {
+      expect_plain(engine, s, [&](Evaluated& model, StepTensors& extra) {
+        const at::Tensor before = evaluate(model, s);
+        loss(model, s).backward();
+        extra.emplace_back("evaluated before", before);
+        extra.emplace_back("evaluated behind", evaluate(model, s));
+      });
+    }
+  }
+
+  c10::Device device_ = find_device("sim");
+  Evaluated model_{device_};
+  Evaluated plain_{device_};
+};
+
+TEST_P(EvaluationCallTest, EvaluationsReplayForwardsAlone) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 5);
+  const Report report = engine.report();
+  EXPECT_EQ(report.captures, 3 * 2 + 3);
+  EXPECT_EQ(report.replays, 6 + 2 * 3);
+  EXPECT_EQ(report.eager_calls, 3 * 3);
+}
+
+TEST_P(EvaluationCallTest, AnEvaluationWhileABackwardIsPendingRunsEagerly) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 2);
+  const std::int64_t eager = engine.report().eager_calls;
+  for (std::int64_t s = 2; s < 5; ++s) {
+    expect_plain(engine, s, [&](Evaluated& model, StepTensors& extra) {
+      const at::Tensor of_training = loss(model, s);
+      extra.emplace_back("evaluated between", evaluate(model, s));
+      of_training.backward();
+      extra.emplace_back("loss", of_training);
+    });
+  }
+  EXPECT_EQ(engine.report().eager_calls - eager, 3 * 3);
+}
+
+TEST_P(EvaluationCallTest, ModesAreCapturesOfTheirOwn) {
+  OffloadEngine engine(model_, options());
+  for (std::int64_t s = 0; s < 4; ++s) {
+    expect_plain(engine, s, [&](Evaluated& model, StepTensors& extra) {
+      extra.emplace_back("in training mode", evaluate(model, s, /*training=*/true));
+      loss(model, s).backward();
+      extra.emplace_back("in eval mode", evaluate(model, s));
+    });
+  }
+  EXPECT_EQ(engine.report().captures, 6 + 2 * 3);
+}
+
+TEST_P(EvaluationCallTest, HeldOutputsOfEvaluationsKeepTheirValues) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 2);
+  at::Tensor held;
+  at::Tensor then;
+  expect_plain(engine, 2, [&](Evaluated& model, StepTensors& /*extra*/) {
+    const at::Tensor y = evaluate(model, 2);
+    loss(model, 2).backward();
+    if (&model == &model_) {
+      held = y;
+      then = y.clone();
+    }
+  });
+  expect_plain_steps(engine, 3, 5);
+  EXPECT_TRUE(at::equal(held, then));
+}
+
+INSTANTIATE_TEST_SUITE_P(Schedules, EvaluationCallTest, testing::Values("early", "late", "seed:1"),
+                         [](const auto& info) {
+                           return info.param == "seed:1" ? std::string("seed_1") : std::string(info.param);
+                         });
+
+}  // namespace
+}  // namespace sidestream

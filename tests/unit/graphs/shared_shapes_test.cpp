@@ -1,0 +1,213 @@
+// Captures of several shapes of one call that share device memory, and what becomes of more than there may be.
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "graphs/engine/engine_access.h"
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/testing/simulator.h"
+#include "warnings.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::Mlp;
+using testing_model::rows;
+using testing_model::StepTensors;
+
+/// Layers that are called one by one on inputs of any length.
+class Stacked : public torch::nn::Module {
+ public:
+  explicit Stacked(c10::Device device) : layers(testing_model::layer_stack(3, device)) {
+    register_module("layers", layers);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = x;
+    for (std::size_t i = 0; i < layers->size(); ++i) {
+      h = call(&layers->at<Mlp>(i), h);
+    }
+    return h;
+  }
+  torch::nn::Sequential layers;
+};
+
+class SharedShapesTest : public testing::Test {
+ protected:
+  ~SharedShapesTest() override { set_schedule(device_, Schedule()); }
+
+  [[nodiscard]] static CallOptions sharing() { return CallOptions().share_memory(true); }
+  [[nodiscard]] Options options(const CallOptions& calls) const {
+    return Options(device_).min_bytes(1024).graph("layers.*").offload("layers.*.*").call_options(calls);
+  }
+  [[nodiscard]] at::Tensor data(std::int64_t s, std::int64_t length, std::int64_t salt = 0) const {
+    return at::cat({rows(s, device_, salt), rows(s, device_, salt + 7)}).narrow(0, 0, length).clone();
+  }
+  /// Pinned bytes that captures hold.
+  [[nodiscard]] static std::size_t leased(const OffloadEngine& engine) {
+    return EngineAccess::state(engine).arena().stats().leased;
+  }
+  /// Forward and backward on new data of this length.
+  void train(Stacked& model, std::int64_t s, std::int64_t length) const {
+    (model.forward(data(s, length).requires_grad_(true)) * data(s, length, 1)).mean().backward();
+  }
+  /// A step whose microbatches have these lengths, one after the other.
+  void expect_plain(OffloadEngine& engine, std::int64_t s, const std::vector<std::int64_t>& lengths) {
+    const auto run = [&](Stacked& model) {
+      for (std::size_t i = 0; i < lengths.size(); ++i) {
+        train(model, 50 * s + static_cast<std::int64_t>(i), lengths[i]);
+      }
+    };
+    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { run(plain_); });
+    EXPECT_TRUE(testing_model::same(testing_model::train_step(model_, &engine, [&] { run(model_); }), plain))
+        << "step " << s;
+  }
+
+  c10::Device device_ = find_device("sim");
+  Stacked model_{device_};
+  Stacked plain_{device_};
+};
+
+class SharedShapesOrderTest : public SharedShapesTest, public testing::WithParamInterface<std::string> {};
+
+TEST_P(SharedShapesOrderTest, StepsOfAnyLengthGiveThePlainGradients) {
+  OffloadEngine engine(model_, options(sharing()));
+  set_schedule(device_, Schedule::parse(GetParam()));
+  std::int64_t s = 0;
+  for (const std::int64_t length : {32, 8, 20, 8, 32, 20, 20, 32, 8, 20}) {
+    expect_plain(engine, s++, {length});
+  }
+  const Report report = engine.report();
+  EXPECT_EQ(report.captures, 3 * 6);
+  EXPECT_GT(report.offloaded_bytes, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Schedules, SharedShapesOrderTest,
+                         testing::Values("early", "late", "d2h-early", "d2h-late", "seed:1", "seed:2", "seed:3"),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::replace_if(
+                               name.begin(), name.end(), [](char c) { return c == '-' || c == ':'; }, '_');
+                           return name;
+                         });
+
+TEST_F(SharedShapesTest, MicrobatchesOfSeveralLengthsGiveThePlainGradients) {
+  OffloadEngine engine(model_, options(sharing()));
+  for (std::int64_t s = 0; s < 6; ++s) {
+    expect_plain(engine, s, {32, 8 + 4 * (s % 3), 32});
+  }
+  EXPECT_EQ(engine.report().captures, 4 * 6);
+}
+
+/// Both forwards, then both backwards.
+void interleave(Stacked& model, const at::Tensor& first, const at::Tensor& second) {
+  const at::Tensor y = model.forward(first.clone().requires_grad_(true));
+  const at::Tensor z = model.forward(second.clone().requires_grad_(true));
+  z.mean().backward();
+  y.mean().backward();
+}
+
+TEST_F(SharedShapesTest, ACallBesideAPendingOneRunsEagerly) {
+  OffloadEngine engine(model_, options(sharing()));
+  expect_plain(engine, 0, {32});
+  expect_plain(engine, 1, {16});
+  expect_plain(engine, 2, {32, 16});
+  const std::int64_t before = engine.report().eager_calls;
+  const at::Tensor first = data(3, 32);
+  const at::Tensor second = data(3, 16);
+  const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { interleave(plain_, first, second); });
+  EXPECT_TRUE(testing_model::same(
+      testing_model::train_step(model_, &engine, [&] { interleave(model_, first, second); }), plain));
+  EXPECT_EQ(engine.report().eager_calls - before, 3);
+}
+
+TEST_F(SharedShapesTest, ACallBesideAPendingOneIsRefusedByOption) {
+  OffloadEngine engine(model_, options(sharing().on_pending(OnPending::error)));
+  expect_plain(engine, 0, {32});
+  expect_plain(engine, 1, {16});
+  expect_plain(engine, 2, {32, 16});
+  {
+    auto step = engine.step();
+    const at::Tensor y = model_.forward(data(3, 32).requires_grad_(true));
+    EXPECT_THROWS(UsageError, "which shares its memory, is still pending",
+                  (void)model_.forward(data(3, 16).requires_grad_(true)));
+    y.mean().backward();
+    step.finish();
+  }
+  testing_model::clear_gradients(model_);
+  testing_model::clear_gradients(plain_);
+  expect_plain(engine, 4, {16});
+}
+
+TEST_F(SharedShapesTest, AForwardBesideAPendingOneOfItsShapeRunsEagerlyByOption) {
+  OffloadEngine engine(model_, options(CallOptions().on_pending(OnPending::eager)));
+  expect_plain(engine, 0, {32});
+  expect_plain(engine, 1, {32});
+  const std::int64_t eager = engine.report().eager_calls;
+  const at::Tensor first = data(3, 32);
+  const at::Tensor second = data(4, 32);
+  const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { interleave(plain_, first, second); });
+  EXPECT_TRUE(testing_model::same(
+      testing_model::train_step(model_, &engine, [&] { interleave(model_, first, second); }), plain));
+  EXPECT_EQ(engine.report().eager_calls - eager, 3);
+  expect_plain(engine, 5, {32});
+}
+
+TEST_F(SharedShapesTest, NewShapesRunEagerlyWithOneWarning) {
+  OffloadEngine engine(model_, options(sharing().on_new_arguments(OnNewArguments::eager)));
+  expect_plain(engine, 0, {32});
+  expect_plain(engine, 1, {32});
+  testing_model::ExpectedWarnings warnings;
+  expect_plain(engine, 2, {16});
+  expect_plain(engine, 3, {20});
+  const std::vector<std::string> texts = warnings.take();
+  ASSERT_EQ(texts.size(), 3U);
+  EXPECT_NE(texts[0].find("graphed call \"layers.0\" runs eagerly with arguments that fit none"), std::string::npos);
+  EXPECT_EQ(engine.report().captures, 6);
+}
+
+TEST_F(SharedShapesTest, TheLeastRecentlyUsedMakesRoom) {
+  OffloadEngine engine(model_, options(sharing().max_captures(2).on_max_captures(OnMaxCaptures::drop_least_used)));
+  std::int64_t s = 0;
+  for (const std::int64_t length : {32, 32, 16, 16, 32}) {
+    expect_plain(engine, s++, {length});
+  }
+  EXPECT_EQ(engine.report().captures, 12);
+  const std::size_t before = leased(engine);
+  expect_plain(engine, s++, {20});  // takes the place of 16
+  expect_plain(engine, s++, {20});
+  EXPECT_EQ(engine.report().captures, 18);
+  EXPECT_LE(leased(engine), before + before / 4);  // those of 20 in place of those of 16
+  const std::int64_t eager = engine.report().eager_calls;
+  expect_plain(engine, s++, {32});  // is still there
+  expect_plain(engine, s++, {20});
+  EXPECT_EQ(engine.report().eager_calls, eager);
+  expect_plain(engine, s++, {16});  // is not
+  EXPECT_EQ(engine.report().eager_calls, eager + 3);
+}
+
+TEST_F(SharedShapesTest, MoreThanTheBoundAreRefusedByOption) {
+  OffloadEngine engine(model_, options(sharing().max_captures(1).on_max_captures(OnMaxCaptures::error)));
+  expect_plain(engine, 0, {32});
+  expect_plain(engine, 1, {32});
+  {
+    auto step = engine.step();
+    EXPECT_THROWS(UsageError, "needs more than the 1 captures that CallOptions::max_captures allows",
+                  (void)model_.forward(data(3, 16)));
+    step.finish();
+  }
+  expect_plain(engine, 4, {32});
+}
+
+}  // namespace
+}  // namespace sidestream
