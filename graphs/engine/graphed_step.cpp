@@ -192,6 +192,12 @@ GraphedStep EngineAccess::capture_step(const OffloadEngine& engine, Callable ste
         "make_graphed_step: StepOptions::graph sets retain_graph_in_backward, accumulate_in_graph, gradients or "
         "allow_unused_input, which are for calls whose backward replays apart; see StepOptions::accumulate");
   }
+  if (options.graph().pool() != nullptr) {
+    throw UsageError(
+        "make_graphed_step: StepOptions::graph sets pool, which is for calls of make_graphed_callables and the "
+        "engine's "
+        "GraphOptions; a step's graph has memory of its own");
+  }
   if (!step.input_names().empty() || step.capture_time_hooks() != nullptr) {
     throw UsageError("make_graphed_step: the callable \"" + step.name() +
                      "\" has input names or capture-time hooks, which are for make_graphed_callables; a step takes its "

@@ -1,3 +1,5 @@
+#include <memory>
+
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
@@ -8,6 +10,7 @@
 
 #include "expect_throws.h"
 #include "sidestream/error.h"
+#include "sidestream/graph_pool.h"
 #include "unit/graphs/graphed_step_fixture.h"
 
 namespace sidestream {
@@ -142,6 +145,8 @@ TEST_F(WholeStepErrorTest, RefusesOptionsThatDoNotFit) {
   EXPECT_THROWS(UsageError, "max_captures is 0", make(StepOptions().max_captures(0), trainer.data(0)));
   EXPECT_THROWS(UsageError, "StepOptions::accumulate",
                 make(StepOptions().graph(GraphOptions().accumulate_in_graph(true)), trainer.data(0)));
+  EXPECT_THROWS(UsageError, "StepOptions::graph sets pool",
+                make(StepOptions().graph(GraphOptions().pool(std::make_shared<GraphPool>(device_))), trainer.data(0)));
   EXPECT_THROWS(UsageError, "an input requires a gradient",
                 make({}, {{rows(0, device_).requires_grad_(true), rows(0, device_, 1)}}));
 }
