@@ -60,6 +60,7 @@ void Chain::leave_memory() {
   if (memory_->shared() && called_on_) {
     overwrite_given_gradients(0);
     runtime_->synchronize(*called_on_);
+    runtime_->synchronize(runtime_->current_stream());
   }
 }
 

@@ -182,6 +182,38 @@ TEST_F(GraphPoolTest, OneThatIsResetLeavesTheOthersAsTheyAre) {
   EXPECT_THROWS(UsageError, "replayed after reset", (void)first.forward(rows(0, device_)));
 }
 
+TEST_F(GraphPoolTest, WhatIsHeldOfThoseThatAreResetOutlivesTheTurnsOfOthers) {
+  const GraphOptions owned = pooled().gradients("**", GradientPolicy::owned);
+  PooledStack first(device_, 3, owned);
+  PooledStack second(device_, 5, owned);
+  std::vector<at::Tensor> held;
+  at::Tensor h = rows(0, device_).requires_grad_(true);
+  for (const GraphedCallable& callable : first.graphed) {
+    h = callable({h})[0];
+    held.push_back(h.detach());
+  }
+  h.sum().backward();
+  for (const at::Tensor& parameter : first.model->parameters()) {
+    held.push_back(parameter.grad());
+  }
+  std::vector<at::Tensor> then;
+  for (const at::Tensor& tensor : held) {
+    then.push_back(tensor.clone());
+  }
+  std::int64_t step = 1;
+  const auto expect_held = [&] {
+    (void)second.expect_plain(step++);
+    for (std::size_t i = 0; i < held.size(); ++i) {
+      EXPECT_TRUE(at::equal(held[i], then[i])) << i;
+    }
+  };
+  first.graphed[1].reset();
+  expect_held();
+  first.graphed[0].reset();
+  first.graphed[2].reset();
+  expect_held();
+}
+
 /// Keeps what it made, as attention weights to look at.
 class KeepsWhatItMakes : public torch::nn::Module {
  public:
