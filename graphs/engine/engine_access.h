@@ -27,6 +27,12 @@ class EngineAccess {
   /// Captures as make_graphed_step says.
   [[nodiscard]] static GraphedStep capture_step(const OffloadEngine& engine, Callable step,
                                                 const std::vector<Tensors>& samples, const StepOptions& options);
+  /// True when `inputs` are what `callable` was captured with.
+  [[nodiscard]] static bool fits(const GraphedCallable& callable, const Tensors& inputs);
+  /// True while a capture that shares its memory awaits a backward.
+  [[nodiscard]] static bool has_to_wait(const GraphedCallable& callable);
+  /// The plain call, as a scope.
+  static Tensors run_eagerly(const GraphedCallable& callable, const Tensors& inputs);
 };
 
 }  // namespace sidestream

@@ -31,35 +31,23 @@ class GraphedCallable::Shared {
     site_.scope = holder->chain->layers()[layer].spec.scope;
     site_.module = callable_.module();
     site_.variants.push_back({std::move(holder), layer, {}, {}});
+    scope_.kind = CallSite::Kind::eager;
+    scope_.scope = site_.scope;
+    scope_.module = site_.module;
   }
+
+  [[nodiscard]] bool fits(const Tensors& inputs) const {
+    const CallVariant& only = site_.variants.front();
+    return only.holder->chain->accepts(only.holder->place_of(only.layer), inputs);
+  }
+  [[nodiscard]] bool has_to_wait() const { return site_.variants.front().holder->chain->has_to_wait(); }
+  Tensors run_eagerly(const Tensors& inputs) { return run(scope_, inputs); }
 
   Tensors run(const Tensors& inputs, const ReplayOptions* options = nullptr) {
     if (options != nullptr) {
       check(*options);
     }
-    const Call call{callable_.function(), inputs};
-    detail::CallRequest request;
-    request.inputs.append(inputs.begin(), inputs.end());
-    request.context = &call;
-    request.replay = options;
-    request.run = [](const void* context, detail::TensorBuffer& outputs) {
-      const auto& held = *static_cast<const Call*>(context);
-      const Tensors made = held.function(held.inputs);
-      outputs.append(made.begin(), made.end());
-    };
-    request.keep = [](const void* context) {
-      const auto& held = *static_cast<const Call*>(context);
-      detail::KeptCall kept;
-      kept.body = [function = held.function, count = held.inputs.size()](const at::Tensor* given,
-                                                                         detail::TensorBuffer& outputs) {
-        const Tensors made = function(Tensors(given, given + count));
-        outputs.append(made.begin(), made.end());
-      };
-      return kept;
-    };
-    detail::TensorBuffer outputs;
-    engine_->dispatch(site_, request, outputs);
-    return Tensors(outputs.begin(), outputs.end());
+    return run(site_, inputs, options);
   }
 
   /// What is named, in the order of the capture.
@@ -111,6 +99,32 @@ class GraphedCallable::Shared {
     const Tensors& inputs;
   };
 
+  Tensors run(CallSite& site, const Tensors& inputs, const ReplayOptions* options = nullptr) {
+    const Call call{callable_.function(), inputs};
+    detail::CallRequest request;
+    request.inputs.append(inputs.begin(), inputs.end());
+    request.context = &call;
+    request.replay = options;
+    request.run = [](const void* context, detail::TensorBuffer& outputs) {
+      const auto& held = *static_cast<const Call*>(context);
+      const Tensors made = held.function(held.inputs);
+      outputs.append(made.begin(), made.end());
+    };
+    request.keep = [](const void* context) {
+      const auto& held = *static_cast<const Call*>(context);
+      detail::KeptCall kept;
+      kept.body = [function = held.function, count = held.inputs.size()](const at::Tensor* given,
+                                                                         detail::TensorBuffer& outputs) {
+        const Tensors made = function(Tensors(given, given + count));
+        outputs.append(made.begin(), made.end());
+      };
+      return kept;
+    };
+    detail::TensorBuffer outputs;
+    engine_->dispatch(site, request, outputs);
+    return Tensors(outputs.begin(), outputs.end());
+  }
+
   void check(const ReplayOptions& options) const {
     const c10::Device device = engine_->runtime().device();
     if (options.stream() && options.stream()->device() != device) {
@@ -129,6 +143,7 @@ class GraphedCallable::Shared {
   std::shared_ptr<EngineState> engine_;
   Callable callable_;
   CallSite site_;
+  CallSite scope_;  ///< the same call where it is not to replay
 };
 
 Callable::Callable(std::string name, torch::nn::AnyModule module)
@@ -211,6 +226,16 @@ Tensors GraphedCallable::call(c10::ArrayRef<NamedInput> inputs, const ReplayOpti
 const std::string& GraphedCallable::name() const { return shared().name(); }
 
 void GraphedCallable::reset() { shared().reset(); }
+
+bool EngineAccess::fits(const GraphedCallable& callable, const Tensors& inputs) {
+  return callable.shared().fits(inputs);
+}
+
+bool EngineAccess::has_to_wait(const GraphedCallable& callable) { return callable.shared().has_to_wait(); }
+
+Tensors EngineAccess::run_eagerly(const GraphedCallable& callable, const Tensors& inputs) {
+  return callable.shared().run_eagerly(inputs);
+}
 
 std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, std::vector<Callable> callables,
                                                    const std::vector<std::vector<Sample>>& samples,

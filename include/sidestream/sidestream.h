@@ -1,5 +1,6 @@
 #pragma once
 #include "sidestream/adamw.h"
+#include "sidestream/bucketed_callables.h"
 #include "sidestream/call.h"
 #include "sidestream/capture_time_hooks.h"
 #include "sidestream/clip_grad.h"

@@ -1,0 +1,171 @@
+// One callable for several shapes, which share memory.
+#include "sidestream/bucketed_callables.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/testing/simulator.h"
+#include "warnings.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::kHidden;
+using testing_model::rows;
+using testing_model::StepTensors;
+
+class BucketedCallablesTest : public testing::Test {
+ protected:
+  ~BucketedCallablesTest() override { set_schedule(device_, Schedule()); }
+
+  void capture(const BucketOptions& options = {}) {
+    std::vector<Callable> callables;
+    for (const torch::nn::AnyModule& layer : *model_) {
+      callables.emplace_back("layers." + std::to_string(callables.size()), layer);
+    }
+    std::vector<std::vector<std::vector<Sample>>> samples;
+    for (const std::int64_t length : {8, 32, 20}) {
+      samples.push_back({{data(0, length).requires_grad_(true)}, {Sample::output_of(0)}});
+    }
+    layers_ = make_bucketed_callables(engine_, callables, samples, options);
+  }
+  [[nodiscard]] at::Tensor data(std::int64_t s, std::int64_t length, std::int64_t salt = 0) const {
+    return at::cat({rows(s, device_, salt), rows(s, device_, salt + 7), rows(s, device_, salt + 8)})
+        .narrow(0, 0, length)
+        .clone();
+  }
+  at::Tensor forward(bool graphs, at::Tensor h) {
+    if (!graphs) {
+      return plain_->forward(h);
+    }
+    for (const BucketedCallable& layer : layers_) {
+      h = layer({h})[0];
+    }
+    return h;
+  }
+  void expect_plain(std::int64_t s, std::int64_t length) {
+    const auto step = [&](torch::nn::Sequential& trained, bool graphs) {
+      const at::Tensor x = data(s, length).requires_grad_(true);
+      StepTensors result = testing_model::train_step(
+          *trained, nullptr, [&] { (forward(graphs, x) * data(s, length, 1)).mean().backward(); });
+      result.emplace_back("gradient of the input", x.grad());
+      return result;
+    };
+    const StepTensors plain = step(plain_, false);
+    EXPECT_TRUE(testing_model::same(step(model_, true), plain)) << "step " << s << " of length " << length;
+  }
+
+  c10::Device device_ = find_device("sim");
+  torch::nn::Sequential model_ = testing_model::layer_stack(2, device_);
+  torch::nn::Sequential plain_ = testing_model::layer_stack(2, device_);
+  OffloadEngine engine_{*model_, Options(device_).offload("layers.*.*").min_bytes(1024)};
+  std::vector<BucketedCallable> layers_;
+};
+
+TEST_F(BucketedCallablesTest, StepsOfAnyBucketGiveThePlainGradients) {
+  std::int64_t s = 0;
+  for (const char* schedule : {"early", "late", "d2h-late", "seed:1", "seed:2"}) {
+    SCOPED_TRACE(schedule);
+    const std::int64_t captures = engine_.report().captures;
+    set_schedule(device_, Schedule::parse(schedule));
+    capture();
+    EXPECT_EQ(engine_.report().captures - captures, 3 * 2 * 2);
+    testing_model::ExpectedWarnings warnings;
+    for (const std::int64_t length : {32, 8, 20, 20, 8, 32, 8}) {
+      expect_plain(s++, length);
+    }
+    EXPECT_TRUE(warnings.take().empty()) << "each fits a bucket";
+  }
+}
+
+TEST_F(BucketedCallablesTest, RelocatedWeightsAreCapturedAgainInThePool) {
+  capture();
+  std::int64_t s = 0;
+  for (int i = 0; i < 2; ++i) {
+    for (const std::int64_t length : {8, 32, 20, 8}) {
+      expect_plain(s++, length);
+    }
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& parameter : model_->parameters()) {
+      parameter.set_data(parameter.detach().clone());
+    }
+  }
+  expect_plain(s, 32);
+  EXPECT_GT(engine_.report().recaptures, 3 * 2);
+}
+
+TEST_F(BucketedCallablesTest, UnknownShapesRunEagerlyWithOneWarning) {
+  capture();
+  testing_model::ExpectedWarnings warnings;
+  expect_plain(0, 12);
+  expect_plain(1, 40);
+  expect_plain(2, 32);
+  const std::vector<std::string> texts = warnings.take();
+  ASSERT_EQ(texts.size(), 2U);
+  EXPECT_NE(texts[0].find("bucketed call \"layers.0\" runs eagerly: its inputs fit none of the 3 buckets"),
+            std::string::npos);
+}
+
+TEST_F(BucketedCallablesTest, UnknownShapesAreRefusedByOption) {
+  capture(BucketOptions().on_unknown_shape(OnUnknownShape::error));
+  EXPECT_THROWS(UsageError, "its inputs fit none of the 3 buckets", (void)layers_[0]({data(0, 12)}));
+  expect_plain(0, 8);
+}
+
+TEST_F(BucketedCallablesTest, ACallBesideAPendingBucketRunsEagerly) {
+  capture();
+  for (std::int64_t s = 0; s < 3; ++s) {
+    const auto step = [&](torch::nn::Sequential& trained, bool graphs) {
+      return testing_model::train_step(*trained, nullptr, [&] {
+        const at::Tensor y = forward(graphs, data(s, 32).requires_grad_(true));
+        const at::Tensor z = forward(graphs, data(s, 8).requires_grad_(true));
+        z.sum().backward();
+        y.sum().backward();
+      });
+    };
+    const StepTensors plain = step(plain_, false);
+    EXPECT_TRUE(testing_model::same(step(model_, true), plain)) << "step " << s;
+  }
+}
+
+TEST_F(BucketedCallablesTest, ACallBesideAPendingBucketIsRefusedByOption) {
+  capture(BucketOptions().on_pending(OnPendingBucket::error));
+  const at::Tensor y = forward(true, data(0, 32).requires_grad_(true));
+  EXPECT_THROWS(UsageError, "which shares its memory, is still pending",
+                (void)layers_[0]({data(0, 8).requires_grad_(true)}));
+  y.sum().backward();
+  testing_model::clear_gradients(*model_);
+  expect_plain(1, 8);
+}
+
+TEST_F(BucketedCallablesTest, WithoutGradientsTheyRunEagerly) {
+  capture();
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(at::equal(forward(true, data(0, 12)), plain_->forward(data(0, 12))));
+}
+
+TEST_F(BucketedCallablesTest, AResetDropsAllBuckets) {
+  capture();
+  layers_[0].reset();
+  layers_[0].reset();
+  EXPECT_THROWS(UsageError, "replayed after reset", (void)layers_[0]({data(0, 8).requires_grad_(true)}));
+}
+
+TEST_F(BucketedCallablesTest, NoBucketIsRefused) {
+  EXPECT_THROWS(UsageError, "no bucket of samples", (void)make_bucketed_callables(engine_, {}, {}));
+}
+
+}  // namespace
+}  // namespace sidestream
