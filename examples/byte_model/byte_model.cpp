@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <ATen/ops/arange.h>
@@ -55,7 +56,8 @@ ProjectionImpl::ProjectionImpl(std::int64_t in, std::int64_t out, double std) {
 
 at::Tensor ProjectionImpl::forward(const at::Tensor& input) { return at::linear(input, weight_); }
 
-BlockImpl::BlockImpl(const ModelShape& shape) : shape_(shape) {
+BlockImpl::BlockImpl(const ModelShape& shape, std::string attention)
+    : shape_(shape), attention_name_(std::move(attention)) {
   // Two branches a layer add to the residual stream; scaled so that its variance does not grow with depth.
   const double branch_std = kWeightStd / std::sqrt(2.0 * static_cast<double>(shape.layers));
   const std::int64_t kv_width = shape.kv_heads * shape.head_dim();
@@ -99,7 +101,7 @@ at::Tensor BlockImpl::attention(const at::Tensor& input, const at::Tensor* rope,
       .reshape({batch, seq, shape_.hidden});
 }
 
-at::Tensor BlockImpl::forward(const at::Tensor& input, const at::Tensor* rope, std::int64_t start) {
+at::Tensor BlockImpl::with_attention(const at::Tensor& input, const at::Tensor* rope, std::int64_t start) {
   at::Tensor h;
   {
     ss::OffloadScope scope("norm1");
@@ -110,7 +112,14 @@ at::Tensor BlockImpl::forward(const at::Tensor& input, const at::Tensor* rope, s
     ss::OffloadScope scope("proj");
     h = proj_->forward(h);
   }
-  const at::Tensor residual = input + h;
+  return input + h;
+}
+
+at::Tensor BlockImpl::forward(const at::Tensor& input, const at::Tensor* rope, std::int64_t start) {
+  const at::Tensor residual = attention_name_.empty() ? with_attention(input, rope, start)
+                                                      : ss::call(attention_name_.c_str(), &BlockImpl::with_attention,
+                                                                 *this, input, ss::stays(rope), start);
+  at::Tensor h;
   {
     ss::OffloadScope scope("norm2");
     h = norm2_->forward(residual);
@@ -136,7 +145,7 @@ ByteModelImpl::ByteModelImpl(const ModelShape& shape) {
   }
   blocks_ = register_module("blocks", torch::nn::ModuleList());
   for (std::int64_t i = 0; i < shape.layers; ++i) {
-    blocks_->push_back(Block(shape));
+    blocks_->push_back(Block(shape, shape.attention_apart ? "blocks." + std::to_string(i) + ".attention" : ""));
   }
   norm_ = register_module("norm", RmsNorm(shape.hidden));
   head_ = register_module("head", Projection(shape.hidden, kBytes, kWeightStd));

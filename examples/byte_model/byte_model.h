@@ -1,6 +1,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +20,8 @@ struct ModelShape {
   std::int64_t kv_heads = 2;
   std::int64_t ffn = 256;
   std::int64_t seq = 128;
+  bool attention_apart =
+      false;  ///< a layer's attention half is a call of its own, "blocks.0.attention", and may be a graph alone
 
   [[nodiscard]] std::int64_t head_dim() const noexcept { return hidden / heads; }
 };
@@ -52,15 +55,22 @@ class BlockImpl : public torch::nn::Module {
   static constexpr std::array<std::string_view, 8> kScopes{"norm1", "qkv", "core_attn", "proj",
                                                            "norm2", "fc1", "act",       "fc2"};
 
-  explicit BlockImpl(const ModelShape& shape);
+  /// Those of its attention half.
+  static constexpr std::array<std::string_view, 4> kAttentionScopes{"norm1", "qkv", "core_attn", "proj"};
+
+  /// `attention`: the name of the attention half's call, where it is apart.
+  explicit BlockImpl(const ModelShape& shape, std::string attention = {});
   /// `rope` is the model's cache of angles ([positions, head_dim]: cosines, then sines), null for no rotation; `start` is the
   /// position of the first byte.
   [[nodiscard]] at::Tensor forward(const at::Tensor& input, const at::Tensor* rope, std::int64_t start);
 
  private:
+  /// The input, and what attention adds to it.
+  [[nodiscard]] at::Tensor with_attention(const at::Tensor& input, const at::Tensor* rope, std::int64_t start);
   [[nodiscard]] at::Tensor attention(const at::Tensor& input, const at::Tensor* rope, std::int64_t start);
 
   ModelShape shape_;
+  std::string attention_name_;
   RmsNorm norm1_{nullptr};
   RmsNorm norm2_{nullptr};
   Projection qkv_{nullptr};

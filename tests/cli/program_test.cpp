@@ -34,6 +34,8 @@ TEST(Program, WrongUsageExitsWithTwo) {
   expect_refusal({"train", "--hidden", "98"}, 2, "96 or 100");
   expect_refusal({"train", "--side-streams", "0"}, 2, "--side-streams is 0");
   expect_refusal({"train", "--offload", "attention"}, 2, "core_attn");
+  expect_refusal({"train", "--model", "mamba"}, 2, "dense,moe");
+  expect_refusal({"train", "--graphs", "whole"}, 2, "--graphs");
   expect_refusal({"train", "--schedule", "never", "--device", "sim"}, 2, "d2h-early");
 }
 

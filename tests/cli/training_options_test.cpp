@@ -1,5 +1,6 @@
 #include "tools/cli/training_options.h"
 
+#include <cmath>
 #include <functional>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include <CLI/Formatter.hpp>
 
 #include "sidestream/error.h"
+#include "tools/cli/trained_model.h"
 
 namespace sidestream::cli {
 namespace {
@@ -57,24 +59,107 @@ TEST(TrainingOptions, ScheduleIsTheSimDevicesOwn) {
   EXPECT_NE(on_cuda.find("--device sim"), std::string::npos) << on_cuda;
 }
 
+using Names = std::vector<std::string>;
+
+/// Those of `names`, for a model and its graphs.
+TrainingOptions with_names(const Names& names, const char* model = "dense", const char* graphs = "layer") {
+  TrainingOptions options;
+  options.offload = names;
+  options.model = model;
+  options.graphs = graphs;
+  return options;
+}
+
 TEST(OffloadPatterns, NamesBecomePatternsOfEveryLayer) {
-  EXPECT_TRUE(offload_patterns({"off"}).empty());
-  EXPECT_EQ(offload_patterns({"all"}), std::vector<std::string>{"blocks.**"});
-  EXPECT_EQ(offload_patterns({"qkv", "core_attn"}), (std::vector<std::string>{"blocks.*.qkv", "blocks.*.core_attn"}));
-  EXPECT_EQ(offload_patterns({"blocks.0.fc1", "**.act"}), (std::vector<std::string>{"blocks.0.fc1", "**.act"}));
+  EXPECT_TRUE(offload_patterns(with_names({"off"})).empty());
+  EXPECT_EQ(offload_patterns(with_names({"all"})), Names{"blocks.**"});
+  EXPECT_EQ(offload_patterns(with_names({"qkv", "core_attn"})), (Names{"blocks.*.qkv", "blocks.*.core_attn"}));
+  EXPECT_EQ(offload_patterns(with_names({"blocks.0.fc1", "**.act"})), (Names{"blocks.0.fc1", "**.act"}));
+}
+
+TEST(OffloadPatterns, NamesFollowTheCallsThatALayerIsMadeOf) {
+  EXPECT_EQ(offload_patterns(with_names({"qkv", "fc1"}, "dense", "partial")),
+            (Names{"blocks.*.attention.qkv", "blocks.*.fc1"}));
+  EXPECT_EQ(offload_patterns(with_names({"router", "fc1"}, "moe", "partial")),
+            (Names{"blocks.*.front.router", "blocks.*.experts.fc1"}));
+}
+
+TEST(OffloadPatterns, WhatLeavesOfTheEagerPartIsDelayed) {
+  EXPECT_TRUE(delay_patterns(with_names({"all"})).empty());
+  EXPECT_EQ(delay_patterns(with_names({"all"}, "moe", "partial")), Names{"blocks.*.experts.*"});
+  EXPECT_EQ(delay_patterns(with_names({"qkv", "act"}, "moe", "partial")), Names{"blocks.*.experts.act"});
+  EXPECT_EQ(delay_patterns(with_names({"qkv", "act"}, "dense", "partial")), Names{"blocks.*.act"});
+  TrainingOptions options = with_names({"all"}, "moe", "partial");
+  options.delay = "off";
+  EXPECT_TRUE(delay_patterns(options).empty());
 }
 
 TEST(OffloadPatterns, UnknownNameListsTheScopes) {
-  for (const auto& names : std::vector<std::vector<std::string>>{
-           {"attention"}, {"qkv", "attention"}, {"qkv", ""}, {""}, {}, {"all", "qkv"}, {"qkv", "off"}}) {
+  const auto refused = [](const TrainingOptions& options) {
     try {
-      (void)offload_patterns(names);
-      ADD_FAILURE() << names.size() << " names";
+      (void)offload_patterns(options);
     } catch (const UsageError& error) {
-      EXPECT_NE(std::string(error.what()).find("norm1, qkv, core_attn, proj, norm2, fc1, act, fc2"), std::string::npos)
-          << error.what();
+      return std::string(error.what());
     }
+    return std::string("nothing was refused");
+  };
+  for (const auto& names : std::vector<Names>{
+           {"attention"}, {"qkv", "attention"}, {"qkv", ""}, {""}, {}, {"all", "qkv"}, {"qkv", "off"}, {"router"}}) {
+    const std::string words = refused(with_names(names));
+    EXPECT_NE(words.find("norm1, qkv, core_attn, proj, norm2, fc1, act, fc2"), std::string::npos) << words;
   }
+  const std::string words = refused(with_names({"attention"}, "moe", "partial"));
+  EXPECT_NE(words.find("router, permute, fc1, act, fc2, combine"), std::string::npos) << words;
+}
+
+TEST(TrainingOptions, AModelHasItsOwnGraphs) {
+  EXPECT_EQ(TrainingOptions().graph_mode(), "layer");
+  TrainingOptions mixture;
+  mixture.model = "moe";
+  EXPECT_EQ(mixture.graph_mode(), "partial");
+  EXPECT_TRUE(mixture.graphed());
+}
+
+TEST(TrainingOptions, AMixtureInWholeLayersNeedsFixedShapes) {
+  const auto layers = [](TrainingOptions& o) {
+    o.model = "moe";
+    o.graphs = "layer";
+  };
+  EXPECT_NE(refusal(layers).find("--capacity 1.25"), std::string::npos);
+  EXPECT_EQ(refusal([&](auto& o) {
+              layers(o);
+              o.capacity = 1.25;
+            }),
+            "");
+}
+
+TEST(TrainingOptions, WhatAMixtureIsMadeOfIsChecked) {
+  EXPECT_NE(refusal([](auto& o) { o.experts = 4; }).find("--model moe"), std::string::npos);
+  EXPECT_NE(refusal([](auto& o) { o.capacity = 1; }).find("--model moe"), std::string::npos);
+  const auto mixture = [](const std::function<void(TrainingOptions&)>& change) {
+    return refusal([&](TrainingOptions& o) {
+      o.model = "moe";
+      change(o);
+    });
+  };
+  EXPECT_EQ(mixture([](auto&) {}), "");
+  EXPECT_EQ(mixture([](auto& o) { o.top_k = 5; }), "--top-k is 5; it must be from 1 to 4");
+  EXPECT_EQ(mixture([](auto& o) { o.experts = 0; }), "--experts is 0; it must be from 1 to 4096");
+  EXPECT_NE(mixture([](auto& o) { o.capacity = -1; }).find("--capacity is -1"), std::string::npos);
+  EXPECT_NE(mixture([](auto& o) { o.capacity = std::nan(""); }).find("--capacity is nan"), std::string::npos);
+}
+
+TEST(TrainingOptions, OnlyAnEagerPartThatLeavesIsDelayed) {
+  const auto delayed = [](const char* graphs, const char* offload) {
+    return refusal([&](TrainingOptions& o) {
+      o.delay = "on";
+      o.graphs = graphs;
+      o.offload = {offload};
+    });
+  };
+  EXPECT_EQ(delayed("partial", "all"), "");
+  EXPECT_NE(delayed("layer", "all").find("--delay on with --graphs layer"), std::string::npos);
+  EXPECT_NE(delayed("partial", "off").find("--delay on with --offload off"), std::string::npos);
 }
 
 TEST(TrainingOptions, ParseFromACommandLine) {
@@ -116,7 +201,6 @@ std::vector<std::string> parsed_offload(const std::string& line) {
 }
 
 TEST(TrainingOptions, OffloadIsACommaListOfWhichTheLastCounts) {
-  using Names = std::vector<std::string>;
   EXPECT_EQ(parsed_offload(""), Names{"all"});
   EXPECT_EQ(parsed_offload("--offload off"), Names{"off"});
   EXPECT_EQ(parsed_offload("--offload qkv,core_attn,blocks.*.fc1"), (Names{"qkv", "core_attn", "blocks.*.fc1"}));
@@ -131,7 +215,7 @@ TEST(TrainingOptions, OffloadOfNothingIsRefused) {
   for (const char* line : {"--offload ''", "--offload ,"}) {
     bool refused = false;
     try {
-      (void)offload_patterns(parsed_offload(line));
+      (void)offload_patterns(with_names(parsed_offload(line)));
     } catch (const CLI::ParseError&) {
       refused = true;
     } catch (const UsageError&) {

@@ -22,6 +22,7 @@ EXAMPLES = {
     "byte_model": ["byte_model.cpp", "sim", "4"],
     "graphed_callables": ["sim"],
     "graphed_step": ["sim"],
+    "mixture_model": ["mixture_model.cpp", "sim", "4"],
 }
 
 

@@ -27,6 +27,8 @@ constexpr const char* kFooter = R"(Examples:
   sidestream train --text book.txt --layers 6 --hidden 192 --heads 6 --steps 1000 --report run.json
   sidestream train --offload qkv,core_attn,proj --side-streams 1 --schedule seed:7
   sidestream train --device cuda --dtype bfloat16 --hidden 1024 --heads 16 --kv-heads 4 --ffn 2816 --seq 1024 --batch 8
+  sidestream train --model moe --compare
+      A mixture of experts: attention and router of each layer in a graph, the experts eager, activations of both offloaded.
   sidestream train --steps 10 --check-steps 10 --journal steps.journal
       Every access of the first ten steps must be ordered; the journal can be checked again: sidestream check steps.journal
   sidestream train --steps 200 --verify-replays 5

@@ -4,6 +4,7 @@
 
 #include "sidestream/version.h"
 #include "tools/cli/interrupt.h"
+#include "tools/cli/trained_model.h"
 #include "tools/cli/training_result.h"
 
 namespace sidestream::cli {
@@ -13,26 +14,37 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 Json options_json(const TrainingOptions& options) {
-  return {{"device", options.device},
-          {"layers", options.shape.layers},
-          {"hidden", options.shape.hidden},
-          {"heads", options.shape.heads},
-          {"kv_heads", options.shape.kv_heads},
-          {"ffn", options.shape.ffn},
-          {"seq", options.shape.seq},
-          {"batch", options.batch},
-          {"dtype", options.dtype},
-          {"steps", options.steps},
-          {"seed", options.seed},
-          {"offload", fmt::format("{}", fmt::join(options.offload, ","))},
-          {"graphs", options.graphs},
-          {"side_streams", options.side_streams},
-          {"lag_mib", options.lag_mib ? Json(*options.lag_mib) : Json()},
-          {"lookahead_mib", options.lookahead_mib ? Json(*options.lookahead_mib) : Json()},
-          {"schedule", options.schedule},
-          {"check_steps", options.check_steps},
-          {"verify_replays", options.verify_replays},
-          {"find_syncs", options.find_syncs}};
+  Json json{{"device", options.device},
+            {"model", options.model},
+            {"layers", options.shape.layers},
+            {"hidden", options.shape.hidden},
+            {"heads", options.shape.heads},
+            {"kv_heads", options.shape.kv_heads},
+            {"ffn", options.shape.ffn},
+            {"seq", options.shape.seq},
+            {"batch", options.batch},
+            {"dtype", options.dtype},
+            {"steps", options.steps},
+            {"seed", options.seed},
+            {"offload", fmt::format("{}", fmt::join(options.offload, ","))},
+            {"graphs", options.graph_mode()},
+            {"side_streams", options.side_streams},
+            {"lag_mib", options.lag_mib ? Json(*options.lag_mib) : Json()},
+            {"lookahead_mib", options.lookahead_mib ? Json(*options.lookahead_mib) : Json()},
+            {"schedule", options.schedule},
+            {"check_steps", options.check_steps},
+            {"verify_replays", options.verify_replays},
+            {"find_syncs", options.find_syncs}};
+  if (options.mixture()) {
+    const MixtureShape shape = mixture_shape(options);
+    json["experts"] = shape.experts;
+    json["top_k"] = shape.top_k;
+    json["capacity"] = shape.capacity;
+  }
+  if (options.graph_mode() == "partial") {
+    json["delay"] = options.delays();
+  }
+  return json;
 }
 
 Json mode_json(const TrainingResult& result, const ModeResult& mode) {

@@ -12,6 +12,7 @@
 
 #include "sidestream/error.h"
 #include "sidestream/testing/schedule.h"
+#include "tools/cli/trained_model.h"
 
 namespace sidestream::cli {
 namespace {
@@ -46,6 +47,37 @@ void validate_shape(const ModelShape& shape) {
   }
 }
 
+void validate_mixture(const TrainingOptions& options) {
+  constexpr double kMostCapacity = 1024;
+  if (!options.mixture()) {
+    if (options.experts || options.top_k || options.capacity) {
+      throw UsageError("--experts, --top-k and --capacity say how a mixture of experts is made: use --model moe");
+    }
+    return;
+  }
+  const MixtureShape shape = mixture_shape(options);
+  require_positive("--experts", shape.experts, 4096);
+  require_positive("--top-k", shape.top_k, shape.experts);
+  if (!(shape.capacity >= 0 && shape.capacity <= kMostCapacity)) {
+    throw UsageError(fmt::format("--capacity is {}; it must be 0 (none) or up to {}", shape.capacity, kMostCapacity));
+  }
+  if (options.graph_mode() == "layer" && shape.capacity == 0) {
+    throw UsageError(
+        "--model moe --graphs layer: how many bytes an expert gets depends on the data, which no graph can follow; "
+        "give "
+        "fixed shapes by --capacity 1.25 (bytes beyond it go to no expert), or use --graphs partial");
+  }
+}
+
+void validate_delay(const TrainingOptions& options) {
+  if (options.delay == "on" && !options.delays()) {
+    throw UsageError(
+        fmt::format("--delay on with {}: there is no eager part of a layer that leaves behind the next graph; use "
+                    "--graphs partial and offload",
+                    options.offloads() ? "--graphs " + options.graph_mode() : "--offload off"));
+  }
+}
+
 }  // namespace
 
 void declare_model_options(CLI::App& command, TrainingOptions& options) {
@@ -54,13 +86,27 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
   command.add_option("--text", options.text, "Files to train on (default: the texts of /usr/share/common-licenses)")
       ->take_all()
       ->type_name("FILE");
+  command
+      .add_option("--model", options.model, "dense, or moe: a mixture of experts in place of each feed-forward layer")
+      ->check(CLI::IsMember({"dense", "moe"}))
+      ->type_name("NAME")
+      ->capture_default_str();
+  command.add_option("--experts", options.experts, "moe: experts of a layer (default: 4)")->type_name("N");
+  command.add_option("--top-k", options.top_k, "moe: experts that each byte is given to (default: 2)")->type_name("N");
+  command
+      .add_option("--capacity", options.capacity,
+                  "moe: each expert takes this part of an even share and no more, so that shapes are fixed; 0 (the "
+                  "default): all that is given to it")
+      ->type_name("PART");
   command.add_option("--layers", options.shape.layers, "Transformer layers")->type_name("N")->capture_default_str();
   command.add_option("--hidden", options.shape.hidden, "Width of the model")->type_name("N")->capture_default_str();
   command.add_option("--heads", options.shape.heads, "Attention heads")->type_name("N")->capture_default_str();
   command.add_option("--kv-heads", options.shape.kv_heads, "Key and value heads, shared by groups of heads")
       ->type_name("N")
       ->capture_default_str();
-  command.add_option("--ffn", options.shape.ffn, "Inner width of the SwiGLU")->type_name("N")->capture_default_str();
+  command.add_option("--ffn", options.shape.ffn, "Inner width of the SwiGLU, or of each expert")
+      ->type_name("N")
+      ->capture_default_str();
   command.add_option("--seq", options.shape.seq, "Bytes in a window")->type_name("N")->capture_default_str();
   command.add_option("--batch", options.batch, "Windows in a step")->type_name("N")->capture_default_str();
   command.add_option("--dtype", options.dtype, "Of parameters and activations: float32 or bfloat16")
@@ -72,19 +118,29 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->type_name("N")
       ->capture_default_str();
   command
-      .add_option(
-          "--offload", options.offload,
-          fmt::format("What leaves the device: all, off, or a comma-separated list of scopes ({}) or name patterns",
-                      fmt::join(BlockImpl::kScopes, ", ")))
+      .add_option("--offload", options.offload,
+                  fmt::format("What leaves the device: all, off, or a comma-separated list of scopes ({}; moe: {}) or "
+                              "name patterns",
+                              fmt::join(scopes_of("dense"), ", "), fmt::join(scopes_of("moe"), ", ")))
       ->delimiter(',')
       ->allow_extra_args(false)
       ->trigger_on_parse()
       ->type_name("NAMES")
       ->default_str("all");
-  command.add_option("--graphs", options.graphs, "layer (one graph a layer and direction) or off")
-      ->check(CLI::IsMember({"layer", "off"}))
+  command
+      .add_option(
+          "--graphs", options.graphs,
+          "layer (one graph a layer and direction), partial (attention alone, in a mixture with its router; the "
+          "rest of a layer runs eagerly) or off")
+      ->check(CLI::IsMember({"layer", "partial", "off"}))
       ->type_name("NAME")
-      ->capture_default_str();
+      ->default_str("layer; moe: partial");
+  command
+      .add_option("--delay", options.delay,
+                  "on: what leaves of the eager part of a layer is copied beside the next graph; off: at once")
+      ->check(CLI::IsMember({"on", "off"}))
+      ->type_name("NAME")
+      ->default_str("on");
   command.add_option("--side-streams", options.side_streams, "Streams that consecutive graphs rotate over")
       ->type_name("K")
       ->capture_default_str();
@@ -142,6 +198,8 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
 
 void validate(const TrainingOptions& options) {
   validate_shape(options.shape);
+  validate_mixture(options);
+  validate_delay(options);
   require_positive("--batch", options.batch, 1 << 20);
   require_positive("--steps", options.steps, 1'000'000'000);
   require_positive("--side-streams", options.side_streams, 32);
@@ -165,7 +223,8 @@ void validate(const TrainingOptions& options) {
     throw UsageError("--dump-graphs draws captured graphs; with --graphs off there are none: leave one of the two out");
   }
   if (options.verify_replays > 0 && !options.graphed()) {
-    throw UsageError("--verify-replays without graphs: nothing is replayed; leave it out, or use --graphs layer");
+    throw UsageError(
+        "--verify-replays without graphs: nothing is replayed; leave it out, or use --graphs layer or partial");
   }
   if (options.find_syncs && !options.graphed() && !options.offloads()) {
     throw UsageError("--find-syncs with neither graphs nor offload: there is no engine, which is what finds them");
@@ -183,32 +242,7 @@ void validate(const TrainingOptions& options) {
     }
     (void)Schedule::parse(options.schedule);
   }
-  (void)offload_patterns(options.offload);
-}
-
-std::vector<std::string> offload_patterns(const std::vector<std::string>& names) {
-  if (names == std::vector<std::string>{"off"}) {
-    return {};
-  }
-  if (names == std::vector<std::string>{"all"}) {
-    return {"blocks.**"};
-  }
-  if (names.empty()) {
-    throw UsageError(
-        fmt::format("--offload names nothing; there are {} (or: all, off)", fmt::join(BlockImpl::kScopes, ", ")));
-  }
-  std::vector<std::string> patterns;
-  for (const std::string& name : names) {
-    if (name.find_first_of(".*") != std::string::npos) {
-      patterns.push_back(name);
-    } else if (std::find(BlockImpl::kScopes.begin(), BlockImpl::kScopes.end(), name) != BlockImpl::kScopes.end()) {
-      patterns.push_back("blocks.*." + name);
-    } else {
-      throw UsageError(fmt::format("--offload: no scope is named '{}'; there are {} (or: all, off)", name,
-                                   fmt::join(BlockImpl::kScopes, ", ")));
-    }
-  }
-  return patterns;
+  (void)offload_patterns(options);
 }
 
 }  // namespace sidestream::cli

@@ -13,21 +13,25 @@ class App;
 
 namespace sidestream::cli {
 
-using byte_model::BlockImpl;
-using byte_model::ByteModel;
 using byte_model::ModelShape;
 
 /// What `sidestream train` was asked for.
 struct TrainingOptions {
   std::vector<std::filesystem::path> text;  ///< empty: the default text
   std::string device = "auto";
+  std::string model = "dense";
   ModelShape shape;
+  // Of a mixture; not given: as MixtureShape has them.
+  std::optional<std::int64_t> experts;
+  std::optional<std::int64_t> top_k;
+  std::optional<double> capacity;
   std::int64_t batch = 6;
   std::string dtype = "float32";
   std::int64_t steps = 200;
   std::uint64_t seed = 1;
   std::vector<std::string> offload{"all"};
-  std::string graphs = "layer";
+  std::string graphs;  ///< empty: as `graph_mode` says
+  std::string delay;   ///< empty: on where part of each layer is graphed
   std::int64_t side_streams = 2;
   std::optional<std::int64_t> lag_mib;
   std::optional<std::int64_t> lookahead_mib;
@@ -40,7 +44,11 @@ struct TrainingOptions {
   std::filesystem::path journal;      ///< of the checked steps; empty: none
   std::filesystem::path dump_graphs;  ///< a folder for drawings; empty: none
 
-  [[nodiscard]] bool graphed() const noexcept { return graphs == "layer"; }
+  [[nodiscard]] bool mixture() const noexcept { return model == "moe"; }
+  /// "layer", "partial" or "off".
+  [[nodiscard]] std::string graph_mode() const { return !graphs.empty() ? graphs : mixture() ? "partial" : "layer"; }
+  [[nodiscard]] bool graphed() const { return graph_mode() != "off"; }
+  [[nodiscard]] bool delays() const { return graph_mode() == "partial" && offloads() && delay != "off"; }
   [[nodiscard]] bool offloads() const noexcept { return offload != std::vector<std::string>{"off"}; }
   [[nodiscard]] std::int64_t tokens_per_step() const noexcept { return batch * shape.seq; }
 };
@@ -52,10 +60,5 @@ void declare_training_options(CLI::App& command, TrainingOptions& options);
 
 /// Throws: UsageError with the remedy when sizes do not divide, a number is out of range or a name is unknown.
 void validate(const TrainingOptions& options);
-
-/// The name patterns that --offload stands for: "all" is everything inside the graphed layers, a bare scope name is that scope of
-/// every layer, a name with dots or wildcards is taken as it stands. Empty for "off".
-/// Throws: UsageError that lists the scopes there are, for a bare name that is none of them, and for no name.
-[[nodiscard]] std::vector<std::string> offload_patterns(const std::vector<std::string>& names);
 
 }  // namespace sidestream::cli

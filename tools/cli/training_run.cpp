@@ -15,6 +15,7 @@
 #include "sidestream/engine.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"
+#include "tools/cli/trained_model.h"
 #include "tools/cli/window_order.h"
 
 namespace sidestream::cli {
@@ -39,13 +40,6 @@ at::Tensor gather(std::span<const std::uint8_t> text, const std::vector<std::siz
   return windows;
 }
 
-ByteModel make_model(const TrainingOptions& options, c10::Device device) {
-  at::manual_seed(options.seed);
-  ByteModel model(options.shape);
-  model->to(device, scalar_type(options));
-  return model;
-}
-
 /// Operators of a GPU may add in another order each time.
 double verify_tolerance(const TrainingOptions& options, c10::Device device) {
   return GradientComparison(scalar_type(options), options.tokens_per_step(), !device.is_cuda()).bound();
@@ -55,11 +49,16 @@ Options engine_options(const TrainingOptions& options, c10::Device device, Train
                        ProgressCallback progress) {
   Options engine(device);
   if (mode.graphs) {
-    engine.graph("blocks.*");
+    engine.graph(graph_pattern(options));
   }
   if (mode.offload) {
-    for (const std::string& pattern : offload_patterns(options.offload)) {
+    for (const std::string& pattern : offload_patterns(options)) {
       engine.offload(pattern);
+    }
+  }
+  if (mode.graphs && mode.offload) {
+    for (const std::string& pattern : delay_patterns(options)) {
+      engine.delay(pattern);
     }
   }
   engine.check_steps(options.check_steps).progress(std::move(progress));
@@ -91,12 +90,12 @@ struct TrainingRun::State {
       : options(asked),
         device(where),
         corpus(text),
-        model(make_model(asked, where)),
-        optimizer(model->parameters(), torch::optim::AdamWOptions(kLearningRate).weight_decay(kWeightDecay)),
+        model(make_model(asked, where, scalar_type(asked))),
+        optimizer(model.module->parameters(), torch::optim::AdamWOptions(kLearningRate).weight_decay(kWeightDecay)),
         order(text.train().size(), static_cast<std::size_t>(asked.shape.seq) + 1,
               static_cast<std::size_t>(asked.shape.seq), asked.seed) {
     if (!mode.plain()) {
-      engine.emplace(*model, engine_options(asked, where, mode, std::move(progress)));
+      engine.emplace(*model.module, engine_options(asked, where, mode, std::move(progress)));
     }
   }
 
@@ -112,7 +111,7 @@ struct TrainingRun::State {
   TrainingOptions options;
   c10::Device device;
   const TextCorpus& corpus;
-  ByteModel model;
+  TrainedModel model;
   torch::optim::AdamW optimizer;
   WindowOrder order;
   std::int64_t steps = 0;
@@ -131,7 +130,7 @@ double TrainingRun::step(const std::function<void()>& with_gradients) {
   const at::Tensor windows = gather(run.corpus.train(), offsets, run.options.shape.seq + 1).to(run.device);
   at::Tensor loss;
   const auto train = [&] {
-    loss = run.model->loss(windows);
+    loss = run.model.loss(windows);
     loss.backward();
     if (with_gradients) {
       with_gradients();
@@ -161,7 +160,7 @@ double TrainingRun::held_out_loss() {
     for (std::size_t i = first; i < std::min(windows, first + static_cast<std::size_t>(run.options.batch)); ++i) {
       offsets.push_back(i * seq);
     }
-    const at::Tensor loss = run.model->loss(gather(text, offsets, run.options.shape.seq + 1).to(run.device));
+    const at::Tensor loss = run.model.cross_entropy(gather(text, offsets, run.options.shape.seq + 1).to(run.device));
     sum += loss.item<double>() * static_cast<double>(offsets.size());
   }
   return sum / static_cast<double>(windows);
@@ -169,8 +168,8 @@ double TrainingRun::held_out_loss() {
 
 void TrainingRun::take_parameters(const TrainingRun& other) {
   const at::NoGradGuard no_grad;
-  const std::vector<at::Tensor> ours = state_->model->parameters();
-  const std::vector<at::Tensor> theirs = other.state_->model->parameters();
+  const std::vector<at::Tensor> ours = state_->model.module->parameters();
+  const std::vector<at::Tensor> theirs = other.state_->model.module->parameters();
   for (std::size_t i = 0; i < ours.size(); ++i) {
     ours[i].copy_(theirs[i]);
   }
@@ -178,7 +177,7 @@ void TrainingRun::take_parameters(const TrainingRun& other) {
 
 NamedTensors TrainingRun::parameters() const {
   NamedTensors parameters;
-  for (const auto& item : state_->model->named_parameters()) {
+  for (const auto& item : state_->model.module->named_parameters()) {
     parameters.emplace_back(item.key(), item.value());
   }
   return parameters;
@@ -186,7 +185,7 @@ NamedTensors TrainingRun::parameters() const {
 
 NamedTensors TrainingRun::gradients() const {
   NamedTensors gradients;
-  for (const auto& item : state_->model->named_parameters()) {
+  for (const auto& item : state_->model.module->named_parameters()) {
     if (item.value().grad().defined()) {
       gradients.emplace_back(item.key() + ".grad", item.value().grad().clone(at::MemoryFormat::Contiguous));
     }
@@ -196,7 +195,7 @@ NamedTensors TrainingRun::gradients() const {
 
 std::int64_t TrainingRun::parameter_count() const {
   std::int64_t count = 0;
-  for (const at::Tensor& parameter : state_->model->parameters()) {
+  for (const at::Tensor& parameter : state_->model.module->parameters()) {
     count += parameter.numel();
   }
   return count;

@@ -32,7 +32,8 @@ struct CapturedWork {
 /// overwritten, and the whole content of its pool, and puts both back at its end; what it allocated is poisoned. A later
 /// capture of the same pool must compute on sane numbers (an index that was saved by an earlier capture and now is poison would
 /// be out of range), so what captures computed is kept with the pool until a graph of the pool is launched, and lies in
-/// memory while the next capture runs.
+/// memory while the next capture runs. Memory that a capture allocates holds zeros in it, which are in range: what copies beside the
+/// graphs bring there at each replay (indices that were saved and have left) nobody brings in a capture.
 class CaptureMemory {
  public:
   CaptureMemory(CachingAllocator& memory, Pool& pool);

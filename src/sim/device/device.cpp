@@ -180,11 +180,13 @@ void* Device::allocate(std::size_t bytes, c10::StreamId id) {
   const Capture* capture = state_->stream(id).capture;
   Pool* pool = capture != nullptr ? &capture->pool : state_->memory.default_pool();
   const std::uint64_t segments = state_->memory.segments_mapped();
-  void* const block = state_->memory.allocate(bytes, id, pool)->begin;
-  if (capture == nullptr && state_->memory.segments_mapped() != segments) {
+  std::byte* const begin = state_->memory.allocate(bytes, id, pool)->begin;
+  if (capture != nullptr) {
+    std::memset(begin, 0, bytes);  // see Note [Captures compute]
+  } else if (state_->memory.segments_mapped() != segments) {
     host_waits::tell(c10::DeviceType::PrivateUse1, HostWait::allocation, "a segment of device memory");
   }
-  return block;
+  return begin;
 }
 
 void Device::free(void* address) noexcept {

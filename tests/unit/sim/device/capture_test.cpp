@@ -4,6 +4,7 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/argsort.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/index_select.h>
@@ -99,6 +100,21 @@ TEST_F(SimCaptureTest, ALaterCaptureComputesOnWhatAnEarlierOneComputed) {
   runtime().launch(backward, side());
   const auto expected = at::index_select(at::index_select(x, 0, index), 0, index);
   EXPECT_EQ(bytes(sorted), bytes(expected));
+}
+
+TEST_F(SimCaptureTest, WhatACopyBesideTheGraphWouldBringIsZeroInTheCapture) {
+  const auto x = at::rand({512}, options());
+  const auto pool = runtime().create_pool();
+  at::Tensor picked;
+  const auto graph = capture(pool, [&] {
+    auto other = at::full({1024}, -3, options());
+    const void* const memory = other.const_data_ptr();
+    other.reset();
+    const auto index = at::empty({512}, options().dtype(at::kLong));
+    EXPECT_EQ(index.const_data_ptr(), memory);
+    picked = at::index_select(x, 0, index);  // what lay there before would be out of range
+  });
+  EXPECT_EQ(picked.numel(), 512);
 }
 
 TEST_F(SimCaptureTest, ALateCaptureLeavesResultsOfItsPoolAlone) {

@@ -1,0 +1,189 @@
+// Step time of a mixture of experts: eager, its attention and routers in graphs, that with offload, and with the experts' copies
+// delayed. Modes take turns; each is compared with eager steps of the same round.
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/Context.h>
+#include <ATen/ops/randint.h>
+#include <fmt/format.h>
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <CLI/Validators.hpp>
+#include <nlohmann/json.hpp>
+
+#include "examples/mixture_model/mixture_model.h"
+#include "sidestream/sidestream.h"
+#include "tools/bench/step_time.h"
+
+namespace {
+
+using namespace sidestream;
+using Json = nlohmann::ordered_json;
+using bench::StepTime;
+using mixture_model::MixtureModel;
+using mixture_model::MixtureShape;
+
+constexpr int kWarmSteps = 4;  // sizing, capture, and two replays
+
+struct Settings {
+  std::string device = "auto";
+  MixtureShape shape;
+  std::int64_t batch = 4;
+  std::string dtype = "float32";
+  std::int64_t rounds = 15;
+  std::int64_t min_kib = 4;
+};
+
+struct Mode {
+  const char* name;
+  bool graphs;
+  bool offload;
+  bool delay;
+};
+
+constexpr std::array<Mode, 4> kModes{{{"eager", false, false, false},
+                                      {"partial graphs", true, false, false},
+                                      {"partial graphs+offload", true, true, false},
+                                      {"partial graphs+offload delayed", true, true, true}}};
+
+class MixtureBench {
+ public:
+  explicit MixtureBench(const Settings& settings) : settings_(settings), device_(find_device(settings.device)) {
+    at::manual_seed(1);
+    model_ = MixtureModel(settings.shape);
+    model_->to(device_, settings.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat);
+    constexpr std::int64_t kValues = 256;
+    windows_ = at::randint(kValues, {settings.batch, settings.shape.seq + 1}, at::kLong).to(device_);
+  }
+
+  [[nodiscard]] Json measure() {
+    std::vector<std::unique_ptr<OffloadEngine>> engines;
+    for (const Mode& mode : kModes) {
+      engines.push_back(make_engine(mode));
+      for (int i = 0; i < kWarmSteps; ++i) {
+        (void)step(engines.back().get());
+      }
+    }
+    std::vector<std::vector<StepTime>> times(kModes.size());
+    for (std::int64_t round = 0; round < settings_.rounds; ++round) {
+      for (std::size_t turn = 0; turn < kModes.size(); ++turn) {
+        const std::size_t i = (turn + static_cast<std::size_t>(round)) % kModes.size();
+        (void)step(engines[i].get());
+        times[i].push_back(step(engines[i].get()));
+      }
+    }
+    Json modes = Json::array();
+    for (std::size_t i = 0; i < kModes.size(); ++i) {
+      modes.push_back(mode_json(kModes[i], times[i], times.front(), engines[i].get()));
+    }
+    return {{"benchmark", "mixture"},           {"version", version()},
+            {"device", describe(device_).name}, {"tokens", settings_.batch * settings_.shape.seq},
+            {"layers", settings_.shape.layers}, {"hidden", settings_.shape.hidden},
+            {"ffn", settings_.shape.ffn},       {"experts", settings_.shape.experts},
+            {"top_k", settings_.shape.top_k},   {"dtype", settings_.dtype},
+            {"rounds", settings_.rounds},       {"modes", std::move(modes)}};
+  }
+
+ private:
+  [[nodiscard]] std::unique_ptr<OffloadEngine> make_engine(const Mode& mode) {
+    if (!mode.graphs) {
+      return nullptr;
+    }
+    Options options(device_);
+    options.graph("blocks.*.front").min_bytes(static_cast<std::size_t>(settings_.min_kib) << 10);
+    if (mode.offload) {
+      options.offload("blocks.**");
+    }
+    if (mode.delay) {
+      options.delay("blocks.*.experts.*");
+    }
+    return std::make_unique<OffloadEngine>(*model_, options);
+  }
+
+  StepTime step(OffloadEngine* engine) {
+    model_->zero_grad();
+    synchronize(device_);
+    const auto begin = std::chrono::steady_clock::now();
+    const double cpu_before = bench::cpu_seconds();
+    {
+      std::optional<Step> active;
+      if (engine != nullptr) {
+        active.emplace(engine->step());
+      }
+      model_->loss(windows_).backward();
+      if (active) {
+        active->finish();
+      }
+    }
+    StepTime time{.issued = bench::seconds_since(begin), .cpu = bench::cpu_seconds() - cpu_before};
+    synchronize(device_);
+    time.wall = bench::seconds_since(begin);
+    return time;
+  }
+
+  static Json mode_json(const Mode& mode, const std::vector<StepTime>& times, const std::vector<StepTime>& eager,
+                        const OffloadEngine* engine) {
+    std::vector<double> wall;
+    std::vector<double> cpu;
+    std::vector<double> ratio;
+    for (std::size_t i = 0; i < times.size(); ++i) {
+      wall.push_back(times[i].wall);
+      cpu.push_back(times[i].cpu);
+      ratio.push_back(times[i].wall / eager[i].wall);
+    }
+    const Report report = engine != nullptr ? engine->report() : Report{};
+    return {{"name", mode.name},
+            {"step_ms_median", bench::median(wall) * 1e3},
+            {"cpu_ms_median", bench::median(cpu) * 1e3},
+            {"step_over_eager_paired_median", bench::median(ratio)},
+            {"step_over_eager_lowest", *std::min_element(ratio.begin(), ratio.end())},
+            {"step_over_eager_highest", *std::max_element(ratio.begin(), ratio.end())},
+            {"offloaded_bytes", report.offloaded_bytes},
+            {"captures", report.captures}};
+  }
+
+  const Settings& settings_;
+  c10::Device device_;
+  MixtureModel model_{nullptr};
+  at::Tensor windows_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Settings settings;
+  CLI::App app("Times a mixture of experts: eager, and with part of each layer in graphs. Prints JSON.",
+               "bench_mixture");
+  app.add_option("--device", settings.device)->capture_default_str();
+  app.add_option("--layers", settings.shape.layers)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--hidden", settings.shape.hidden)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--heads", settings.shape.heads)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--experts", settings.shape.experts)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--top-k", settings.shape.top_k)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--seq", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--batch", settings.batch)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
+  app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--min-kib", settings.min_kib, "Storages with less stay on the device")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  try {
+    std::fputs((MixtureBench(settings).measure().dump(2) + "\n").c_str(), stdout);
+  } catch (const std::exception& error) {
+    std::fputs(fmt::format("bench_mixture: {}\n", error.what()).c_str(), stderr);
+    return 1;
+  }
+  return 0;
+}
