@@ -204,7 +204,10 @@ void Device::free(void* address) noexcept {
   }
   StreamState& stream = state_->streams[static_cast<std::size_t>(block->segment->stream)];
   if (stream.capture != nullptr) {
-    if (!stream.capture->invalidated && block->segment->pool == &stream.capture->pool) {
+    // Who frees on a thread that does not capture does so at any time. An engine thread of autograd keeps what it handed over last
+    // until it is scheduled again, which may be in the next capture: no work of that graph, whose memory copies may have written.
+    const bool captures = state_->stream(current_stream()).capture == stream.capture;
+    if (captures && !stream.capture->invalidated && block->segment->pool == &stream.capture->pool) {
       stream.capture->add(stream.capture_last, std::make_shared<const Work>(poison_work(*block)));
     }
   } else if (state_->timeline.keeping() && !block->segment->pool->is_private) {

@@ -1,6 +1,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <thread>
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/argsort.h>
@@ -190,6 +191,29 @@ TEST_F(SimCaptureTest, FreedMemoryIsReusedByLaterCapturesAndPoisonedInTheGraph) 
   runtime().launch(one, side());
   runtime().launch(two, side());
   EXPECT_EQ(first(z), 8);
+}
+
+// As autograd's threads do, which let go of what they have handed over when they come to it.
+TEST_F(SimCaptureTest, WhatAThreadThatDoesNotCaptureFreesIsNotPoisonedInTheGraph) {
+  const auto x = at::full({1024}, 3, options());
+  const auto pool = runtime().create_pool();
+  at::Tensor handed_over;
+  const auto one = capture(pool, [&] { handed_over = at::mul(x, x); });
+  const void* const freed = handed_over.const_data_ptr();
+  at::Tensor target;
+  at::Tensor y;
+  const auto two = capture(pool, [&] {
+    std::thread([&] { handed_over.reset(); }).join();
+    target = at::empty({1024}, options());
+    y = at::add(target, 1);
+  });
+  EXPECT_EQ(target.const_data_ptr(), freed);
+  device().set_schedule(Schedule(Schedule::Kind::late));
+  runtime().launch(one, main());
+  target.fill_(7);
+  runtime().launch(two, main());
+  const auto z = at::add(y, 1);
+  EXPECT_EQ(first(z), 9);
 }
 
 TEST_F(SimCaptureTest, CapturingDoesNotDraw) {
