@@ -87,7 +87,8 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
     if (input.requires_grad) {
       edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
       const auto* from = dynamic_cast<const ReplayNode*>(edges.back().function.get());
-      input.grad_direct = input.grad_is_seed && from != nullptr && from->chain_.get() == this;
+      input.grad_direct =
+          input.grad_is_seed && from != nullptr && from->chain_.get() == this && from->layer_ == input.from->layer;
     }
   }
   node->of_inputs_ = edges.size();

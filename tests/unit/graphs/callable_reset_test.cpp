@@ -94,6 +94,35 @@ TEST_F(CallableResetTest, TheOthersGoOnUnderSchedules) {
   set_schedule(device_, Schedule());
 }
 
+TEST_F(CallableResetTest, TwoReadersOfOneOutputWhereTheSecondWasLinkedToTheResetOne) {
+  for (const char* name : {"late", "early", "seed:1"}) {
+    SCOPED_TRACE(name);
+    set_schedule(device_, Schedule::parse(name));
+    capture();
+    reset(2);
+    const auto two_readers = [&](torch::nn::Sequential& model, bool graphed, std::int64_t s) {
+      const at::Tensor x = rows(s, device_).requires_grad_(true);
+      StepTensors result = train_step(*model, nullptr, [&] {
+        const auto layer = [&](std::size_t i, const at::Tensor& h) {
+          // Two readers: plain training adds a call's gradients up before they meet only where the call has a view of its own.
+          return graphed ? layers_[i]({h})[0]
+                         : (model->begin() + static_cast<std::ptrdiff_t>(i))->forward(h.view_as(h));
+        };
+        const at::Tensor a = layer(0, x);
+        const at::Tensor b = layer(1, a);
+        const at::Tensor c = layer(3, a);
+        ((b * rows(s, device_, 1)).mean() + (c * rows(s, device_, 2)).mean()).backward();
+      });
+      result.emplace_back("gradient of the input", x.grad());
+      return result;
+    };
+    testing_model::expect_plain(
+        0, 3, [&](std::int64_t s) { return two_readers(model_, true, s); },
+        [&](std::int64_t s) { return two_readers(plain_, false, s); });
+  }
+  set_schedule(device_, Schedule());
+}
+
 TEST_F(CallableResetTest, BetweenAForwardAndItsBackward) {
   capture();
   expect_plain(0, 2);
