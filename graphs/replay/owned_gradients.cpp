@@ -47,7 +47,10 @@ at::Tensor OwnedGradients::of(const at::Tensor& parameter) {
     }
     entries_.erase(known);
   }
-  at::Tensor gradient = parameter.grad().defined() ? parameter.grad() : at::zeros_like(parameter.detach());
+  const at::Tensor& given = parameter.grad();
+  // What another graph gives out is that graph's to write; values are taken over when a backward begins.
+  const bool taken = given.defined() && given.has_storage() && ReplayedMemory::of(given.storage().data_ptr()) == nullptr;
+  at::Tensor gradient = taken ? given : at::zeros_like(parameter.detach());
   entries_.emplace(parameter.unsafeGetTensorImpl(),
                    Entry{WeakTensor(parameter.getIntrusivePtr()), WeakTensor(gradient.getIntrusivePtr()), nullptr});
   return gradient;

@@ -267,6 +267,22 @@ TEST_F(GradientPolicyTest, SnapshotsGradientPolicy) {
   all_owned();
 }
 
+TEST_F(GradientPolicyTest, AnAccumulatingGraphTakesNoMemoryThatAnotherGivesOut) {
+  capture(all_by(GradientPolicy::owned));
+  expect_same_backward(0);  // what is attached now is memory of these graphs
+  auto adding = graph_stack(*engine_, model_, device_, GraphOptions().accumulate_in_graph(true));
+  model_->zero_grad();
+  plain_->zero_grad();
+  for (std::int64_t s = 1; s < 5; ++s) {
+    expect_same_backward(s);
+    (run_stack(adding, input(10 + s)) * rows(10 + s, device_, 1)).sum().backward();
+    plain_loss(10 + s).backward();
+    EXPECT_TRUE(same(gradients(*model_), gradients(*plain_))) << "behind the graph that adds, step " << s;
+    model_->zero_grad();
+    plain_->zero_grad();
+  }
+}
+
 TEST_F(GradientPolicyTest, HooksSeeWhatIsGivenOutAndMayKeepIt) {
   capture(all_by(GradientPolicy::owned));
   std::vector<at::Tensor> seen;
