@@ -14,6 +14,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
 
+#include "offload/nested_backward.h"
 #include "runtime/runtime.h"
 #include "sidestream/error.h"
 
@@ -78,6 +79,7 @@ class AdamW::Updates {
   void set_lr(std::size_t index, double lr);
 
   std::vector<Group> groups;
+  std::vector<at::Tensor> frozen;  ///< given without requires_grad: they have no state
 
  private:
   void add(std::size_t index, const at::Tensor& parameter);
@@ -106,6 +108,8 @@ AdamW::Updates::Updates(std::vector<AdamWGroup> given) {
       }
       if (parameter.requires_grad()) {
         add(i, parameter);
+      } else {
+        frozen.push_back(parameter);
       }
     }
   }
@@ -132,6 +136,11 @@ void AdamW::Updates::add(std::size_t index, const at::Tensor& parameter) {
 
 void AdamW::Updates::step() {
   const at::NoGradGuard no_grad;
+  if (std::any_of(frozen.begin(), frozen.end(), [](const at::Tensor& given) { return given.grad().defined(); })) {
+    throw UsageError(
+        "AdamW: a parameter has a gradient that required none when the optimizer was made, and so has no state; make "
+        "the optimizer anew, or with all parameters trainable, and freeze behind that");
+  }
   for (const Bucket& bucket : buckets_) {
     update(bucket);
   }
@@ -173,16 +182,20 @@ void AdamW::Updates::set_lr(std::size_t index, double lr) {
   if (!std::isfinite(lr) || lr < 0) {
     throw UsageError("AdamW::set_lr(" + std::to_string(lr) + "): a learning rate is finite and at least 0");
   }
-  group(index).options.lr(lr);
-  for (const Bucket& bucket : buckets_) {
-    if (bucket.group != index) {
-      continue;
-    }
-    if (is_capturing(bucket.lr.device())) {
-      throw UsageError("AdamW::set_lr inside a capture, which would freeze the rate; call it before the replay");
-    }
-    bucket.lr.fill_(lr);
+  Group& changed = group(index);
+  const auto of_group = [&](const Bucket& bucket) { return bucket.group == index; };
+  if (NestedBackwardRefusal::holds_here() || std::any_of(buckets_.begin(), buckets_.end(), [&](const Bucket& bucket) {
+        return of_group(bucket) && is_capturing(bucket.lr.device());
+      })) {
+    throw UsageError(
+        "AdamW::set_lr inside a capture, or a warm-up for one, which would freeze the rate; call it before the replay");
   }
+  for (const Bucket& bucket : buckets_) {
+    if (of_group(bucket)) {
+      bucket.lr.fill_(lr);
+    }
+  }
+  changed.options.lr(lr);
 }
 
 AdamW::AdamW(std::vector<at::Tensor> parameters, AdamWOptions options)

@@ -39,7 +39,6 @@ class GraphedStep::Shared {
     std::vector<std::size_t> counts;
     std::vector<Shape> shapes;
     std::shared_ptr<StepBody> body;
-    std::vector<std::size_t> outputs;  ///< of each microbatch
     GraphedCallable graph;
   };
 
@@ -110,9 +109,7 @@ void GraphedStep::Shared::capture(const std::vector<Tensors>& samples) {
                     owning([body](torch::nn::Module&, const Tensors& inputs) { return body->run(inputs); }),
                     given_->module);
   auto graphs = EngineAccess::capture(engine_, {std::move(callable)}, {flat}, options_.graph());
-  std::vector<std::size_t> outputs = body->output_counts();
-  variants_.push_back(
-      {std::move(counts), std::move(shapes), std::move(body), std::move(outputs), std::move(graphs.front())});
+  variants_.push_back({std::move(counts), std::move(shapes), std::move(body), std::move(graphs.front())});
 }
 
 GraphedStep::Shared::Variant& GraphedStep::Shared::variant_for(const std::vector<Tensors>& microbatches) {
@@ -144,10 +141,11 @@ std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microb
     flat.insert(flat.end(), inputs.begin(), inputs.end());
   }
   const Tensors made = variant.graph(flat);
+  const std::vector<std::size_t> counts = variant.body->output_counts();
   variant.body->attach_gradients();
   std::vector<Tensors> outputs;
   auto next = made.begin();
-  for (const std::size_t count : variant.outputs) {
+  for (const std::size_t count : counts) {
     outputs.emplace_back(next, next + static_cast<std::ptrdiff_t>(count));
     next += static_cast<std::ptrdiff_t>(count);
   }

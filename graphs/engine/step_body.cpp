@@ -80,6 +80,13 @@ class StepBody::AttachedForUpdate {
   }
   AttachedForUpdate(const AttachedForUpdate&) = delete;
   AttachedForUpdate& operator=(const AttachedForUpdate&) = delete;
+  /// Whether the update left them where they were.
+  [[nodiscard]] bool unchanged() const {
+    return std::all_of(given_.begin(), given_.end(), [](const auto& given) {
+      const at::Tensor& now = given.first.grad();
+      return given.second.defined() ? now.is_same(given.second) : !now.defined();
+    });
+  }
   ~AttachedForUpdate() {
     for (auto& [parameter, grad] : before_) {
       parameter.mutable_grad() = grad;
@@ -89,9 +96,11 @@ class StepBody::AttachedForUpdate {
  private:
   void attach(const at::Tensor& parameter, const at::Tensor& grad) {
     before_.emplace_back(parameter, parameter.grad());
+    given_.emplace_back(parameter, grad);
     parameter.mutable_grad() = grad;
   }
   std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> given_;
 };
 
 StepBody::StepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts)
@@ -142,6 +151,12 @@ Tensors StepBody::run(const Tensors& inputs) {
       const AttachedForUpdate attached(targets_, known_leaves(), met_, given_->accumulate);
       watch_.update_begins();
       given_->update();
+      if (!attached.unchanged()) {
+        throw UsageError("graphed step \"" + given_->name +
+                         "\": its update cleared or replaced the .grad of a parameter, which no replay would do; clear "
+                         "gradients behind the step (without accumulate each call begins with none), or zero them in "
+                         "place: zero_grad(/*set_to_none=*/false)");
+      }
     }
   } catch (...) {
     if (observer) {
@@ -155,6 +170,7 @@ Tensors StepBody::run(const Tensors& inputs) {
   if (for_graph) {
     met_in_graph_ = met_;
     met_in_graph_.resize(targets_.size());
+    output_counts_in_graph_ = output_counts_;
     leaves_ = known_leaves();
   }
   ran_eagerly_ = !for_graph;
@@ -289,6 +305,7 @@ void StepBody::prepare_gradients() {
                        "somebody else holds it; set it to none, or zero it in place");
     }
   }
+  refuse_gradients_of_others();
   const at::NoGradGuard no_grad;
   for (Target& target : targets_) {
     const at::Tensor& grad = target.parameter.grad();
@@ -296,6 +313,21 @@ void StepBody::prepare_gradients() {
       target.gradient.zero_();
     } else if (!is_own(grad, target.gradient)) {
       target.gradient.copy_(grad);
+    }
+  }
+}
+
+void StepBody::refuse_gradients_of_others() const {
+  if (!given_->update) {
+    return;
+  }
+  for (const at::Tensor& leaf : leaves_) {
+    const auto is_met = [&](std::size_t i) { return met_in_graph_[i] && targets_[i].parameter.is_same(leaf); };
+    const auto targets = c10::irange(std::min(targets_.size(), met_in_graph_.size()));
+    if (leaf.grad().defined() && std::none_of(targets.begin(), targets.end(), is_met)) {
+      throw UsageError("graphed step \"" + given_->name +
+                       "\": a parameter that its loss does not lead to has a gradient, which its captured update would "
+                       "leave out; clear that gradient, or update eagerly behind the step");
     }
   }
 }

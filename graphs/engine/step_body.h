@@ -55,13 +55,17 @@ class StepBody {
   [[nodiscard]] std::uint64_t offloaded_bytes() const noexcept {
     return offload_ != nullptr ? offload_->offloaded_bytes() : 0;
   }
-  /// How many outputs each microbatch gave in the latest run.
-  [[nodiscard]] const std::vector<std::size_t>& output_counts() const noexcept { return output_counts_; }
+  /// How many outputs each microbatch gave in this call: eagerly, or in the capture. Before attach_gradients.
+  [[nodiscard]] const std::vector<std::size_t>& output_counts() const noexcept {
+    return ran_eagerly_ ? output_counts_ : output_counts_in_graph_;
+  }
 
  private:
   class AttachedForUpdate;
 
   [[nodiscard]] std::vector<at::Tensor> known_leaves() const;
+  /// Where a captured update adds up over calls. Throws: UsageError.
+  void refuse_gradients_of_others() const;
   /// In a warm-up. Throws: CaptureError.
   void refuse_backward_of_its_own() const;
   [[nodiscard]] at::Tensor checked_loss(const Tensors& outputs) const;
@@ -88,7 +92,8 @@ class StepBody {
   std::vector<bool> met_;           ///< targets that got a gradient in the latest run
   std::vector<bool> met_in_graph_;  ///< in the capture
   bool ran_eagerly_ = false;        ///< since the latest call began
-  std::vector<std::size_t> output_counts_;
+  std::vector<std::size_t> output_counts_;  ///< of the latest run
+  std::vector<std::size_t> output_counts_in_graph_;
   StepWatch watch_;
   std::unique_ptr<StepOffload> offload_;  ///< null where nothing leaves
 };

@@ -59,10 +59,10 @@ class SIDESTREAM_API AdamW {
   AdamW& operator=(const AdamW&) = delete;
   ~AdamW();
 
-  /// Updates every parameter that has a gradient.
-  /// Ordering: work on the current stream.  Capture: legal.  Throws: UsageError for a sparse gradient.
+  /// Updates every parameter that has a gradient.  Ordering: work on the current stream.  Capture: legal.
+  /// Throws: UsageError for a sparse gradient, and for one of a parameter that required none when this object was made.
   void step();
-  /// Sets `.grad` of all parameters to none, or to zeros.  Capture: legal.
+  /// Sets `.grad` of all parameters to none, or to zeros.  Capture: zeros alone are legal.
   void zero_grad(bool set_to_none = true);
 
   /// The learning rate of one group, or of all, from the next update on, captured ones too.

@@ -184,6 +184,17 @@ TEST_F(AdamWTest, ZeroGradSetsToNoneOrZeros) {
   EXPECT_FALSE(model->parameters()[0].grad().defined());
 }
 
+TEST_F(AdamWTest, RefusesGradientsOfParametersThatWereFrozenWhenItWasMade) {
+  torch::nn::Sequential model = layer_stack(2, device_);
+  model->parameters()[0].requires_grad_(false);
+  AdamW optimizer(model->parameters());
+  backward(model, 0);
+  optimizer.step();  // frozen, and without a gradient
+  model->parameters()[0].requires_grad_(true);
+  backward(model, 1);
+  EXPECT_THROWS(UsageError, "required none when the optimizer was made", optimizer.step());
+}
+
 TEST_F(AdamWTest, RefusesByName) {
   const at::Tensor leaf = at::ones({2}, device_).requires_grad_(true);
   EXPECT_THROWS(UsageError, "no parameters", AdamW(std::vector<at::Tensor>{}));

@@ -84,6 +84,34 @@ TEST_F(WholeStepErrorTest, RefusesToSetTheRateInACapture) {
   WholeStepTrainer trainer(device_, {});
   expect_refused<UsageError>(
       trainer, [&] { trainer.optimizer.set_lr(0.5); }, "set_lr inside a capture");
+  EXPECT_NE(trainer.optimizer.lr(), 0.5);
+}
+
+TEST_F(WholeStepErrorTest, RefusesAnUpdateThatWouldLeaveAGradientOut) {
+  WholeStepTrainer trainer(device_, {});
+  trainer.engine = std::make_unique<OffloadEngine>(*trainer.model, Options(device_));
+  const auto of_first_layer = [](torch::nn::SequentialImpl& model, const Tensors& in) {
+    return Tensors{(model.begin()->forward(in[0]) * in[1]).sum()};
+  };
+  GraphedStep step = make_graphed_step(*trainer.engine, Callable("head", of_first_layer, trainer.model),
+                                       trainer.data(1), StepOptions().accumulate(true).update([&] { trainer.update(); }));
+  (void)step(trainer.data(2));
+  trainer.model->zero_grad();
+  (trainer.model->forward(trainer.data(3)[0][0])).sum().backward();  // all layers have gradients
+  EXPECT_THROWS(UsageError, "would leave out", (void)step(trainer.data(4)));
+  trainer.model->zero_grad();
+  (void)step(trainer.data(5));
+}
+
+TEST_F(WholeStepErrorTest, RefusesToClearGradientsInTheUpdate) {
+  WholeStepTrainer trainer(device_, {});
+  expect_refused<UsageError>(
+      trainer,
+      [&] {
+        trainer.update();
+        trainer.optimizer.zero_grad();
+      },
+      "cleared or replaced the .grad");
 }
 
 TEST_F(WholeStepErrorTest, LeavesEverythingWhereAnUpdateThrows) {

@@ -211,6 +211,31 @@ TEST_F(OneWholeStepTest, FrozenParametersGetNoGradient) {
   }
 }
 
+TEST_F(OneWholeStepTest, GivesWhatAnEagerRunInAnotherModeGives) {
+  torch::nn::Sequential model = layer_stack(2, device_);
+  OffloadEngine engine(*model, Options(device_));
+  const auto loss = [](torch::nn::SequentialImpl& m, const Tensors& in) {
+    const at::Tensor y = m.forward(in[0]);
+    const at::Tensor loss = (y * in[1]).sum();
+    return m.is_training() ? Tensors{loss, y, y.sum()} : Tensors{loss};
+  };
+  const auto data = [&](std::int64_t s) {
+    return std::vector<Tensors>{{rows(s, device_), rows(s, device_, 1)}, {rows(s, device_, 2), rows(s, device_, 3)}};
+  };
+  GraphedStep step = make_graphed_step(engine, Callable("step", loss, model), data(9));
+  for (std::int64_t s = 0; s < 4; ++s) {
+    model->train(s % 2 == 0);
+    const std::vector<Tensors> made = step(data(s));
+    ASSERT_EQ(made.size(), 2U);
+    for (std::size_t m = 0; m < 2; ++m) {
+      ASSERT_EQ(made[m].size(), s % 2 == 0 ? 3U : 1U) << "step " << s;
+      const at::NoGradGuard no_grad;
+      EXPECT_TRUE(at::equal(made[m][0].cpu(), loss(*model, data(s)[m])[0].cpu()))
+          << "step " << s << ", microbatch " << m;
+    }
+  }
+}
+
 TEST_F(OneWholeStepTest, OutputsAreTheCallersOwn) {
   WholeStepTrainer mine(device_, {});
   mine.graph(Options(device_));
