@@ -173,9 +173,10 @@ std::string subscribe() {
   }
   auto* const subscribe = symbol<decltype(cuptiSubscribe)>(library, "cuptiSubscribe");
   auto* const enable = symbol<decltype(cuptiEnableCallback)>(library, "cuptiEnableCallback");
+  auto* const leave = symbol<decltype(cuptiUnsubscribe)>(library, "cuptiUnsubscribe");
   auto* const words = symbol<decltype(cuptiGetResultString)>(library, "cuptiGetResultString");
-  if (subscribe == nullptr || enable == nullptr || words == nullptr) {
-    return "this libcupti lacks its callbacks";
+  if (subscribe == nullptr || enable == nullptr || leave == nullptr || words == nullptr) {
+    return "this libcupti lacks its callbacks (install the CUPTI of the CUDA that LibTorch is built with)";
   }
   const auto text_of = [&](CUptiResult result) {
     const char* text = nullptr;
@@ -189,8 +190,11 @@ std::string subscribe() {
   std::string refused;
   for (const HeardCall& call : kHeard) {
     if (const CUptiResult result = enable(1, subscriber, call.domain, call.id); result != CUPTI_SUCCESS) {
-      refused = "CUPTI refuses a callback (" + text_of(result) + ")";
+      refused = "CUPTI refuses a callback (" + text_of(result) + "; install the CUPTI of LibTorch's CUDA)";
     }
+  }
+  if (!refused.empty()) {
+    (void)leave(subscriber);  // else LibTorch's trace and the rest of the callbacks would tell of the same calls
   }
   return refused;
 }
