@@ -160,6 +160,8 @@ TEST(TrainingOptions, OnlyAnEagerPartThatLeavesIsDelayed) {
   EXPECT_EQ(delayed("partial", "all"), "");
   EXPECT_NE(delayed("layer", "all").find("--delay on with --graphs layer"), std::string::npos);
   EXPECT_NE(delayed("partial", "off").find("--delay on with --offload off"), std::string::npos);
+  EXPECT_NE(delayed("partial", "qkv").find("one of the eager part"), std::string::npos);
+  EXPECT_NE(delayed("partial", "blocks.*.act").find("name such scopes, not patterns"), std::string::npos);
 }
 
 TEST(TrainingOptions, ParseFromACommandLine) {

@@ -76,6 +76,12 @@ void validate_delay(const TrainingOptions& options) {
                     "--graphs partial and offload",
                     options.offloads() ? "--graphs " + options.graph_mode() : "--offload off"));
   }
+  if (options.delay == "on" && delay_patterns(options).empty()) {
+    throw UsageError(
+        "--delay on: no scope that --offload names is one of the eager part of a layer; name such scopes, not "
+        "patterns, "
+        "or offload all");
+  }
 }
 
 }  // namespace
