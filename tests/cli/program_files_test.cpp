@@ -76,6 +76,18 @@ TEST(ProgramFiles, EachGraphIsDrawnIntoTheFolderThatIsNamed) {
   }
 }
 
+TEST(ProgramFiles, DrawingsThatCannotBeWrittenLoseNoReport) {
+  const ScratchFolder folder;
+  std::filesystem::create_directory(folder.path() / "0_0_blocks.0_forward.dot");
+  const std::string report = (folder.path() / "report.json").string();
+  const ProgramResult result = run_program(
+      tiny_training({"--steps", "2", "--layers", "1", "--dump-graphs", folder.path().string(), "--report", report}));
+  EXPECT_NE(result.code, 0);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "the drawing of a graph cannot be written", result.err);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "2 of 2 steps", result.out);
+  EXPECT_EQ(nlohmann::json::parse(ScratchFolder::read(report))["steps_done"], 2);
+}
+
 TEST(ProgramFiles, DrawingsThatCannotBeAreRefusedBeforeTraining) {
   const ScratchFolder folder;
   const std::string below_a_file = (folder.write("file", "") / "graphs").string();

@@ -148,8 +148,12 @@ class Training {
       commit(*journal, journal_bytes(main.journal()), unwritten);
     }
     if (!options_.dump_graphs.empty()) {
-      progress.note(fmt::format("{} graphs are drawn in {}", main.write_graphs(options_.dump_graphs),
-                                options_.dump_graphs.string()));
+      try {
+        progress.note(fmt::format("{} graphs are drawn in {}", main.write_graphs(options_.dump_graphs),
+                                  options_.dump_graphs.string()));
+      } catch (const Error&) {  // the rest is still to be said and written
+        unwritten = unwritten != nullptr ? unwritten : std::current_exception();
+      }
     }
     result_.held_out.last = main.held_out_loss();
     result_.signal = interrupt.signal();
