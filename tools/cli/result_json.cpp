@@ -42,7 +42,7 @@ Json options_json(const TrainingOptions& options) {
     json["capacity"] = shape.capacity;
   }
   if (options.graph_mode() == "partial") {
-    json["delay"] = options.delays();
+    json["delay"] = !delay_patterns(options).empty();
   }
   return json;
 }
@@ -99,7 +99,8 @@ Json syncs_json(const SyncNumbers& syncs) {
                       {"stack", sync.stack},
                       {"remedy", sync.remedy}});
   }
-  return {{"found", syncs.found}, {"unlisted", syncs.unlisted}, {"places", std::move(places)}};
+  return {
+      {"found", syncs.found}, {"unlisted", syncs.unlisted}, {"notes", syncs.notes}, {"places", std::move(places)}};
 }
 
 }  // namespace

@@ -116,9 +116,13 @@ void append_comparison(std::string& out, const TrainingResult& result) {
 void append_syncs(std::string& out, const SyncNumbers& syncs) {
   constexpr std::size_t kFrames = 6;
   out += syncs.found == 0
-             ? std::string("\n  syncs: nothing made the host wait in a step\n")
+             ? fmt::format("\n  syncs: nothing{} made the host wait in a step\n",
+                           syncs.notes.empty() ? "" : " that could be heard of")
              : fmt::format("\n  syncs: the host waited {} times in steps, at {}{} places\n", grouped(syncs.found),
                            syncs.unlisted > 0 ? "more than " : "", syncs.places.size());
+  for (const std::string& note : syncs.notes) {
+    out += fmt::format("    note: {}\n", note);
+  }
   std::set<std::string> advised;
   for (const SyncFinding& sync : syncs.places) {
     out += fmt::format("    {} times {}: {}, {}{}{}\n", grouped(sync.count), sync.kind, sync.operation,

@@ -38,6 +38,7 @@ struct SyncNumbers {
   std::int64_t found = 0;
   std::int64_t unlisted = 0;  ///< of those, not among `places`
   std::vector<SyncFinding> places;
+  std::vector<std::string> notes;  ///< what could not be heard of
 };
 
 /// One mode, run by itself: nothing else lives on the device.

@@ -222,7 +222,13 @@ std::optional<SyncNumbers> TrainingRun::sync_numbers() const {
     return std::nullopt;
   }
   Report report = state_->engine->report();
-  return SyncNumbers{report.syncs_found, report.syncs_unlisted, std::move(report.syncs)};
+  SyncNumbers numbers{report.syncs_found, report.syncs_unlisted, std::move(report.syncs), {}};
+  for (const std::string& note : report.notes) {
+    if (note.rfind("find_syncs", 0) == 0) {
+      numbers.notes.push_back(note);
+    }
+  }
+  return numbers;
 }
 
 Journal TrainingRun::journal() const { return state_->engine ? state_->engine->journal() : Journal{}; }
