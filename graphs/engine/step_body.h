@@ -88,10 +88,10 @@ class StepBody {
   std::shared_ptr<const Given> given_;
   std::vector<std::size_t> counts_;
   std::vector<Target> targets_;
-  std::vector<at::Tensor> leaves_;  ///< all that a call looks at: see known_leaves
-  std::vector<bool> met_;           ///< targets that got a gradient in the latest run
-  std::vector<bool> met_in_graph_;  ///< in the capture
-  bool ran_eagerly_ = false;        ///< since the latest call began
+  std::vector<at::Tensor> leaves_;          ///< all that a call looks at: see known_leaves
+  std::vector<bool> met_;                   ///< targets that got a gradient in the latest run
+  std::vector<bool> met_in_graph_;          ///< in the capture
+  bool ran_eagerly_ = false;                ///< since the latest call began
   std::vector<std::size_t> output_counts_;  ///< of the latest run
   std::vector<std::size_t> output_counts_in_graph_;
   StepWatch watch_;

@@ -49,7 +49,8 @@ at::Tensor OwnedGradients::of(const at::Tensor& parameter) {
   }
   const at::Tensor& given = parameter.grad();
   // What another graph gives out is that graph's to write; values are taken over when a backward begins.
-  const bool taken = given.defined() && given.has_storage() && ReplayedMemory::of(given.storage().data_ptr()) == nullptr;
+  const bool taken =
+      given.defined() && given.has_storage() && ReplayedMemory::of(given.storage().data_ptr()) == nullptr;
   at::Tensor gradient = taken ? given : at::zeros_like(parameter.detach());
   entries_.emplace(parameter.unsafeGetTensorImpl(),
                    Entry{WeakTensor(parameter.getIntrusivePtr()), WeakTensor(gradient.getIntrusivePtr()), nullptr});

@@ -99,8 +99,7 @@ Json syncs_json(const SyncNumbers& syncs) {
                       {"stack", sync.stack},
                       {"remedy", sync.remedy}});
   }
-  return {
-      {"found", syncs.found}, {"unlisted", syncs.unlisted}, {"notes", syncs.notes}, {"places", std::move(places)}};
+  return {{"found", syncs.found}, {"unlisted", syncs.unlisted}, {"notes", syncs.notes}, {"places", std::move(places)}};
 }
 
 }  // namespace

@@ -93,8 +93,9 @@ TEST_F(WholeStepErrorTest, RefusesAnUpdateThatWouldLeaveAGradientOut) {
   const auto of_first_layer = [](torch::nn::SequentialImpl& model, const Tensors& in) {
     return Tensors{(model.begin()->forward(in[0]) * in[1]).sum()};
   };
-  GraphedStep step = make_graphed_step(*trainer.engine, Callable("head", of_first_layer, trainer.model),
-                                       trainer.data(1), StepOptions().accumulate(true).update([&] { trainer.update(); }));
+  GraphedStep step =
+      make_graphed_step(*trainer.engine, Callable("head", of_first_layer, trainer.model), trainer.data(1),
+                        StepOptions().accumulate(true).update([&] { trainer.update(); }));
   (void)step(trainer.data(2));
   trainer.model->zero_grad();
   (trainer.model->forward(trainer.data(3)[0][0])).sum().backward();  // all layers have gradients
