@@ -1,5 +1,7 @@
 // The nodes of graphs as a driver lists them: named by operator and scope, and refused where they touch the host.
 #include <cstddef>
+#include <functional>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -22,6 +24,12 @@ namespace {
 
 class GpuGraphInspectionTest : public GpuBlocks {
  protected:
+  void SetUp() override {
+    GpuBlocks::SetUp();
+    if (!IsSkipped()) {
+      engine_.emplace(nothing_, Options(device_).offload("**").min_bytes(64));
+    }
+  }
   /// Captures a call that exponentiates, queues `queue` and takes the tangent.
   std::vector<GraphedCallable> graph(const std::function<void(cudaStream_t)>& queue) {
     const auto body = [queue](const Tensors& in) {
@@ -34,7 +42,7 @@ class GpuGraphInspectionTest : public GpuBlocks {
       OffloadScope scope("second");
       return Tensors{h.tanh()};
     };
-    return make_graphed_callables(engine_, {Callable("call", owning(body))},
+    return make_graphed_callables(*engine_, {Callable("call", owning(body))},
                                   {{at::ones({64, 64}, options()).requires_grad_(true)}});
   }
   void expect_refused(const char* text, const std::function<void(cudaStream_t)>& queue) {
@@ -47,12 +55,12 @@ class GpuGraphInspectionTest : public GpuBlocks {
   }
 
   torch::nn::Module nothing_;
-  OffloadEngine engine_{nothing_, Options(device_).offload("**").min_bytes(64)};
+  std::optional<OffloadEngine> engine_;
 };
 
 TEST_F(GpuGraphInspectionTest, EveryKernelIsNamedByOperatorAndScope) {
   const auto graphed = graph([](cudaStream_t) {});
-  const Layer& layer = EngineAccess::state(engine_).chains().all().front().lock()->chain->layers()[0];
+  const Layer& layer = EngineAccess::state(*engine_).chains().all().front().lock()->chain->layers()[0];
   for (const bool backward : {false, true}) {
     const std::vector<GraphNode> nodes = runtime().nodes(backward ? layer.backward : layer.forward);
     const NodeNames& names = backward ? layer.backward_names : layer.forward_names;
