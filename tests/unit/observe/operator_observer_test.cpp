@@ -376,7 +376,7 @@ TEST(ExternalReads, KeepsExternalsAlive) {
 
 // An operator of the user's own that holds a table: only what it calls inside shows it.
 TEST(ExternalReads, FindsWhatAnOperatorHoldsItself) {
-  static const at::Tensor table = at::randn({8});
+  static const at::Tensor& table = *new at::Tensor(at::randn({8}));  // outlives what LibTorch keeps of a thread
   torch::Library library(torch::Library::DEF, "sidestream_test", std::nullopt, __FILE__, __LINE__);
   library.def("rotate(Tensor x) -> Tensor", [](const at::Tensor& x) { return x.mul(table); });
   const auto rotate = c10::Dispatcher::singleton()
