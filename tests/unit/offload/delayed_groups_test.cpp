@@ -29,7 +29,10 @@ class DelayedGroupsTest : public testing::Test {
     offload_->set_window({{2 * kDelayedBytes, 0}, 8});
     offload_->begin_step();
   }
-  void TearDown() override { runtime_->synchronize_device(); }
+  void TearDown() override {
+    offload_->end_step();  // what is still on its way holds its storages, and they hold the mover
+    runtime_->synchronize_device();
+  }
 
   [[nodiscard]] at::Tensor filled_late(float value) const {
     return at::full({kDelayedNumel}, value, c10::TensorOptions().dtype(at::kFloat).device(runtime_->device()));
