@@ -163,6 +163,9 @@ void ChainCapture::prepare_layers() {
       }
       watch(layer, parameter);
     }
+    for (const at::Tensor& leaf : sizings_[i].outside) {  // also where its gradient is none of the chain's
+      watch(layer, leaf);
+    }
   }
   chain_.copies_.prepare();
 }

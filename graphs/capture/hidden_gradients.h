@@ -11,10 +11,7 @@ class [[nodiscard]] HiddenGradients {
  public:
   explicit HiddenGradients(const std::vector<at::Tensor>& leaves) {
     for (const at::Tensor& leaf : leaves) {
-      if (leaf.grad().defined()) {
-        gradients_.emplace_back(leaf, leaf.grad());
-        leaf.mutable_grad() = at::Tensor();
-      }
+      hide(leaf);
     }
   }
   HiddenGradients(const HiddenGradients&) = delete;
@@ -22,6 +19,14 @@ class [[nodiscard]] HiddenGradients {
   ~HiddenGradients() {
     for (auto& [leaf, gradient] : gradients_) {
       leaf.mutable_grad() = gradient;
+    }
+  }
+
+  /// One more, from here on.
+  void hide(const at::Tensor& leaf) {
+    if (leaf.grad().defined()) {
+      gradients_.emplace_back(leaf, leaf.grad());
+      leaf.mutable_grad() = at::Tensor();
     }
   }
 

@@ -39,6 +39,7 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
   if (spec.module != nullptr) {
     parameters = requiring(spec.module->parameters());
   }
+  const auto of_module = static_cast<std::ptrdiff_t>(parameters.size());
   ObservedWeights weights(watch.reads());
   const c10::DeviceType type = spec.state.modes.autocast.type;
   Recorder recorder(tree, exclusions, std::make_shared<SizingMover>(), nullptr);
@@ -98,6 +99,7 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
                        "requires_grad, or set GraphOptions::allow_unused_input");
     }
   }
+  sizing.outside.assign(parameters.begin() + of_module, parameters.end());
   weights.for_each_read([&](const c10::StorageImpl* storage, const c10::VariableVersion& version) {
     const auto is_it = [&](const at::Tensor& t) {
       return t.defined() && t.has_storage() && t.storage().unsafeGetStorageImpl() == storage;

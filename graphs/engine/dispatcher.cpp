@@ -256,8 +256,14 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   ChainHolder& holder = *only.holder;
   std::size_t place = holder.place_of(only.layer);
   const Layer* layer = &holder.chain->layers()[place];
+  const auto prepare = [&] {
+    if (request.prepare != nullptr) {
+      request.prepare(request.context);
+    }
+  };
   FactsChange change = holder.chain->change(place);
   if (change.training || change.options) {
+    prepare();
     run_eagerly(site, request, outputs);
     return;
   }
@@ -277,6 +283,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
       !holder.chain->any_pending()) {
     if (const auto& ask = holder.chain->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
       report_.eager_call();
+      prepare();
       run_eagerly(site, request, outputs);
       return;
     }
@@ -290,6 +297,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
                      "); capture again, or let it do so itself while no backward is pending "
                      "(GraphOptions::on_relocated_weights)");
   }
+  prepare();
   replay(only, place, request, outputs, Chain::Inputs::unknown);
 }
 

@@ -1,4 +1,5 @@
 #pragma once
+#include <functional>
 #include <memory>
 
 #include "graphs/engine/engine_state.h"
@@ -31,6 +32,8 @@ class EngineAccess {
   [[nodiscard]] static bool fits(const GraphedCallable& callable, const Tensors& inputs);
   /// True while a capture that shares its memory awaits a backward.
   [[nodiscard]] static bool has_to_wait(const GraphedCallable& callable);
+  /// A call, with `prepare` just before it replays or runs: behind the capture, where it captures anew first.
+  static Tensors run(const GraphedCallable& callable, const Tensors& inputs, const std::function<void()>& prepare);
   /// The plain call, as a scope.
   static Tensors run_eagerly(const GraphedCallable& callable, const Tensors& inputs);
 };

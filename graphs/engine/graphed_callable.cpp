@@ -1,6 +1,7 @@
 #include "sidestream/graphed_callable.h"
 
 #include <algorithm>
+#include <functional>
 
 #include <c10/util/irange.h>
 
@@ -48,6 +49,9 @@ class GraphedCallable::Shared {
       check(*options);
     }
     return run(site_, inputs, options);
+  }
+  Tensors run_prepared(const Tensors& inputs, const std::function<void()>& prepare) {
+    return run(site_, inputs, nullptr, &prepare);
   }
 
   /// What is named, in the order of the capture.
@@ -97,10 +101,12 @@ class GraphedCallable::Shared {
   struct Call {
     const TensorFunction& function;
     const Tensors& inputs;
+    const std::function<void()>* prepare;
   };
 
-  Tensors run(CallSite& site, const Tensors& inputs, const ReplayOptions* options = nullptr) {
-    const Call call{callable_.function(), inputs};
+  Tensors run(CallSite& site, const Tensors& inputs, const ReplayOptions* options = nullptr,
+              const std::function<void()>* prepare = nullptr) {
+    const Call call{callable_.function(), inputs, prepare};
     detail::CallRequest request;
     request.inputs.append(inputs.begin(), inputs.end());
     request.context = &call;
@@ -120,6 +126,9 @@ class GraphedCallable::Shared {
       };
       return kept;
     };
+    if (prepare != nullptr) {
+      request.prepare = [](const void* context) { (*static_cast<const Call*>(context)->prepare)(); };
+    }
     detail::TensorBuffer outputs;
     engine_->dispatch(site, request, outputs);
     return Tensors(outputs.begin(), outputs.end());
@@ -235,6 +244,11 @@ bool EngineAccess::has_to_wait(const GraphedCallable& callable) { return callabl
 
 Tensors EngineAccess::run_eagerly(const GraphedCallable& callable, const Tensors& inputs) {
   return callable.shared().run_eagerly(inputs);
+}
+
+Tensors EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs,
+                          const std::function<void()>& prepare) {
+  return callable.shared().run_prepared(inputs, prepare);
 }
 
 std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, std::vector<Callable> callables,

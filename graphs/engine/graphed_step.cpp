@@ -134,13 +134,11 @@ std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microb
   }
   check_inputs(microbatches);
   Variant& variant = variant_for(microbatches);
-  variant.body->refuse_hooks();
-  variant.body->prepare_gradients();
   Tensors flat;
   for (const Tensors& inputs : microbatches) {
     flat.insert(flat.end(), inputs.begin(), inputs.end());
   }
-  const Tensors made = variant.graph(flat);
+  const Tensors made = EngineAccess::run(variant.graph, flat, [&body = *variant.body] { body.prepare(); });
   const std::vector<std::size_t> counts = variant.body->output_counts();
   variant.body->attach_gradients();
   std::vector<Tensors> outputs;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -58,6 +59,16 @@ bool may_be_taken_over(const at::Tensor& grad, const at::Tensor& own) {
 }
 
 bool is_own(const at::Tensor& grad, const at::Tensor& own) { return grad.const_data_ptr() == own.const_data_ptr(); }
+
+/// What is added to a gradient is added to what `.grad` holds.
+void begin_with_grad(const StepBody::Target& target) {
+  const at::Tensor& grad = target.parameter.grad();
+  if (!grad.defined()) {
+    target.gradient.zero_();
+  } else if (!is_own(grad, target.gradient)) {
+    target.gradient.copy_(grad);
+  }
+}
 
 }  // namespace
 
@@ -137,7 +148,9 @@ Tensors StepBody::run(const Tensors& inputs) {
   const Runtime& runtime = *resources_.runtime;
   const bool for_graph = for_a_graph(runtime);
   std::optional<OperatorObserverGuard> observer;
+  const auto shown = c10::make_scope_exit([this] { hidden_.reset(); });
   if (for_graph) {
+    hidden_.emplace(known_leaves());
     watch_.begin_pass(known_leaves(), captures(runtime));
     observer.emplace([this](const OperatorAccess& access) { watch_.after(access); },
                      [this](const OperatorAccess& access) { watch_.before(access); },
@@ -168,13 +181,31 @@ Tensors StepBody::run(const Tensors& inputs) {
     observer->rethrow();
   }
   if (for_graph) {
+    met_.resize(targets_.size());
+    if (captures(runtime)) {
+      drop_replaced();
+    }
     met_in_graph_ = met_;
-    met_in_graph_.resize(targets_.size());
     output_counts_in_graph_ = output_counts_;
     leaves_ = known_leaves();
   }
   ran_eagerly_ = !for_graph;
   return outputs;
+}
+
+void StepBody::drop_replaced() {
+  const std::vector<at::Tensor> registered = given_->module->parameters();
+  std::size_t kept = 0;
+  for (const auto i : c10::irange(targets_.size())) {
+    if (met_[i] || holds(registered, targets_[i].parameter)) {
+      if (kept != i) {
+        targets_[kept] = std::move(targets_[i]);
+      }
+      met_[kept++] = met_[i];
+    }
+  }
+  targets_.resize(kept);
+  met_.resize(kept);
 }
 
 void StepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
@@ -256,7 +287,20 @@ std::size_t StepBody::target_of(const at::Tensor& leaf) {
     throw UsageError("graphed step \"" + given_->name + "\": a parameter lies on " + leaf.device().str() +
                      ", but its graph runs on " + resources_.runtime->device().str() + "; move it there");
   }
-  targets_.push_back({leaf, resources_.owned_gradients.of(leaf)});
+  if (hidden_) {
+    hidden_->hide(leaf);
+    targets_.push_back({leaf, resources_.owned_gradients.of(leaf)});
+    return targets_.size() - 1;
+  }
+  const Target made = [&] {
+    const HiddenGradients hidden({leaf});  // what the caller has stays the caller's
+    return Target{leaf, resources_.owned_gradients.of(leaf)};
+  }();
+  if (given_->accumulate) {  // first met in an eager run, which prepare() knew nothing of
+    refuse_foreign(made);
+    begin_with_grad(made);
+  }
+  targets_.push_back(made);
   return targets_.size() - 1;
 }
 
@@ -293,27 +337,31 @@ void StepBody::refuse_hooks() const {
   }
 }
 
+void StepBody::prepare() {
+  refuse_hooks();
+  prepare_gradients();
+}
+
+void StepBody::refuse_foreign(const Target& target) const {
+  const at::Tensor& grad = target.parameter.grad();
+  if (grad.defined() && !is_own(grad, target.gradient) && !may_be_taken_over(grad, target.gradient)) {
+    throw UsageError("graphed step \"" + given_->name +
+                     "\": the .grad of a parameter is another tensor than the one that its graph adds into, and "
+                     "somebody else holds it; set it to none, or zero it in place");
+  }
+}
+
 void StepBody::prepare_gradients() {
   if (!given_->accumulate) {
     return;
   }
   for (const Target& target : targets_) {
-    const at::Tensor& grad = target.parameter.grad();
-    if (grad.defined() && !is_own(grad, target.gradient) && !may_be_taken_over(grad, target.gradient)) {
-      throw UsageError("graphed step \"" + given_->name +
-                       "\": the .grad of a parameter is another tensor than the one that its graph adds into, and "
-                       "somebody else holds it; set it to none, or zero it in place");
-    }
+    refuse_foreign(target);
   }
   refuse_gradients_of_others();
   const at::NoGradGuard no_grad;
-  for (Target& target : targets_) {
-    const at::Tensor& grad = target.parameter.grad();
-    if (!grad.defined()) {
-      target.gradient.zero_();
-    } else if (!is_own(grad, target.gradient)) {
-      target.gradient.copy_(grad);
-    }
+  for (const Target& target : targets_) {
+    begin_with_grad(target);
   }
 }
 

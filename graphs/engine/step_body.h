@@ -2,12 +2,14 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include "graphs/capture/hidden_gradients.h"
 #include "graphs/capture/step_offload.h"
 #include "graphs/engine/engine_resources.h"
 #include "graphs/engine/step_watch.h"
@@ -43,9 +45,10 @@ class StepBody {
   /// Throws: UsageError (no loss), CaptureError (see StepWatch; a leaf that no warm-up met), and what the functions throw.
   Tensors run(const Tensors& inputs);
 
-  /// What autograd would have made of `.grad` before the step: where it adds, what is there, or zeros; else nothing.
-  /// Throws: UsageError where the graph cannot add to what is there; nothing is changed then.
-  void prepare_gradients();
+  /// Just before a replay or an eager run, behind any capture: gradients are what autograd would have made of `.grad` before the
+  /// step: where it adds, what is there, or zeros; else nothing.
+  /// Throws: UsageError as refuse_hooks, and where the graph cannot add to what is there; nothing is changed then.
+  void prepare();
   /// Behind the step: the parameters have their gradients.
   void attach_gradients();
   /// Throws: UsageError where a parameter has gradient hooks, which a graph would not run.
@@ -64,6 +67,9 @@ class StepBody {
   class AttachedForUpdate;
 
   [[nodiscard]] std::vector<at::Tensor> known_leaves() const;
+  void prepare_gradients();
+  /// Throws: UsageError where the gradient cannot begin with what `.grad` holds.
+  void refuse_foreign(const Target& target) const;
   /// Where a captured update adds up over calls. Throws: UsageError.
   void refuse_gradients_of_others() const;
   /// In a warm-up. Throws: CaptureError.
@@ -71,6 +77,8 @@ class StepBody {
   [[nodiscard]] at::Tensor checked_loss(const Tensors& outputs) const;
   /// The target of `leaf`, made where there was none.
   [[nodiscard]] std::size_t target_of(const at::Tensor& leaf);
+  /// Behind a capture: weights that are the module's no more, and that it did not reach, are forgotten.
+  void drop_replaced();
   void add_gradients(const at::Tensor& loss);
   /// Who takes what autograd saves in a run.
   enum class Saving : std::uint8_t {
@@ -88,6 +96,7 @@ class StepBody {
   std::shared_ptr<const Given> given_;
   std::vector<std::size_t> counts_;
   std::vector<Target> targets_;
+  std::optional<HiddenGradients> hidden_;   ///< in a run for a graph
   std::vector<at::Tensor> leaves_;          ///< all that a call looks at: see known_leaves
   std::vector<bool> met_;                   ///< targets that got a gradient in the latest run
   std::vector<bool> met_in_graph_;          ///< in the capture

@@ -33,6 +33,7 @@ struct CallRequest {
   KeptCall (*keep)(const void* context) = nullptr;  ///< for a capture
   const void** structure = nullptr;                 ///< where a replay says how its outputs are put together
   const ReplayOptions* replay = nullptr;            ///< of a GraphedCallable: null where none are given
+  void (*prepare)(const void* context) = nullptr;   ///< of a GraphedCallable: just before it replays or runs
 };
 
 /// True when a step is active on this thread.

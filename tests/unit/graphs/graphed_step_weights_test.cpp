@@ -1,0 +1,213 @@
+// Whole steps whose weights change under them: unfrozen, replaced, relocated, and outside of the step's module.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "sidestream/error.h"
+#include "unit/graphs/graphed_step_fixture.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::rows;
+using testing_model::same;
+using testing_model::StepTensors;
+using testing_model::WholeStepTrainer;
+
+/// Two weights, one of which may be registered anew, and two that no module has.
+class ChangingModel : public torch::nn::Module {
+ public:
+  explicit ChangingModel(c10::Device device)
+      : first_(register_parameter("first", at::full({32}, 0.5, device))),
+        second_(register_parameter("second", at::full({32}, 0.25, device))),
+        outside(at::full({32}, 1.5, device).requires_grad_(true)) {}
+  Tensors loss(const Tensors& inputs) {
+    const at::Tensor y = (inputs[0] * first_).sin() * second_ * outside;
+    return {(y * inputs[1]).sum()};
+  }
+  /// Another tensor in the place of the second weight.
+  at::Tensor replace() {
+    const at::Tensor before = second_;
+    second_ = (before.detach() + 1).requires_grad_(true);
+    parameters_["second"] = second_;
+    return before;
+  }
+
+ private:
+  at::Tensor first_, second_;
+
+ public:
+  at::Tensor outside;
+};
+
+class WholeStepWeightsTest : public testing::Test {
+ protected:
+  struct Trainer {
+    explicit Trainer(c10::Device device) : model(std::make_shared<ChangingModel>(device)) {}
+
+    void graph(c10::Device device, const std::vector<Tensors>& samples, const StepOptions& options) {
+      if (engine == nullptr) {
+        engine = std::make_unique<OffloadEngine>(*model, Options(device));
+      }
+      step = std::make_unique<GraphedStep>(make_graphed_step(
+          *engine,
+          Callable("step", owning([m = model](torch::nn::Module&, const Tensors& inputs) { return m->loss(inputs); }),
+                   model),
+          samples, options));
+      accumulate = options.accumulate();
+    }
+    StepTensors run(const std::vector<Tensors>& microbatches) const {
+      StepTensors result;
+      if (step != nullptr) {
+        for (const Tensors& made : (*step)(microbatches)) {
+          result.emplace_back("loss", made[0]);
+        }
+      } else {
+        if (!accumulate) {
+          testing_model::clear_gradients(*model);
+          model->outside.mutable_grad() = at::Tensor();
+        }
+        for (const Tensors& inputs : microbatches) {
+          const at::Tensor loss = model->loss(inputs)[0];
+          loss.backward();
+          result.emplace_back("loss", loss.detach());
+        }
+      }
+      for (auto& gradient : testing_model::gradients(*model)) {
+        result.push_back(std::move(gradient));
+      }
+      result.emplace_back("outside", model->outside.grad());
+      return result;
+    }
+
+    std::shared_ptr<ChangingModel> model;
+    std::unique_ptr<OffloadEngine> engine;
+    std::unique_ptr<GraphedStep> step;
+    bool accumulate = false;
+  };
+
+  [[nodiscard]] std::vector<Tensors> data(std::int64_t s) const {
+    return {{rows(s, device_), rows(s, device_, 1)}, {rows(s, device_, 2), rows(s, device_, 3)}};
+  }
+  /// Three steps of both, after `change` to each.
+  void expect_plain_after(Trainer& mine, Trainer& plain, std::int64_t first,
+                          const std::function<void(ChangingModel&)>& change) const {
+    plain.accumulate = mine.accumulate;
+    change(*mine.model);
+    change(*plain.model);
+    for (std::int64_t s = first; s < first + 3; ++s) {
+      EXPECT_TRUE(same(mine.run(data(s)), plain.run(data(s)))) << "step " << s;
+    }
+  }
+
+  c10::Device device_ = find_device("sim");
+};
+
+TEST_F(WholeStepWeightsTest, AddsNothingOfAWarmUpToTheGradientOfAnUnfrozenWeight) {
+  for (const bool with_gradient : {false, true}) {
+    Trainer mine(device_);
+    Trainer plain(device_);
+    mine.model->parameters()[1].requires_grad_(false);
+    plain.model->parameters()[1].requires_grad_(false);
+    mine.graph(device_, data(90), StepOptions().accumulate(true));
+    expect_plain_after(mine, plain, 0, [](ChangingModel&) {});
+    expect_plain_after(mine, plain, 3, [&](ChangingModel& model) {
+      at::Tensor unfrozen = model.parameters()[1];
+      unfrozen.requires_grad_(true);
+      if (with_gradient) {
+        unfrozen.mutable_grad() = at::full_like(unfrozen.detach(), 3);
+      }
+    });
+    EXPECT_EQ(mine.engine->report().recaptures, 1);
+  }
+}
+
+TEST_F(WholeStepWeightsTest, AddsNothingOfAWarmUpToTheGradientOfAReplacedWeight) {
+  for (const bool accumulate : {false, true}) {
+    Trainer mine(device_);
+    Trainer plain(device_);
+    mine.graph(device_, data(90), StepOptions().accumulate(accumulate));
+    expect_plain_after(mine, plain, 0, [](ChangingModel&) {});
+    at::Tensor before;
+    expect_plain_after(mine, plain, 3, [&](ChangingModel& model) { before = model.replace(); });
+    EXPECT_EQ(mine.engine->report().recaptures, 1);
+  }
+}
+
+TEST_F(WholeStepWeightsTest, LeavesTheGradientOfAReplacedWeightAlone) {
+  Trainer mine(device_);
+  mine.graph(device_, data(90), StepOptions().accumulate(true).update([] {}));
+  (void)mine.run(data(0));
+  const at::Tensor before = mine.model->replace();
+  const at::Tensor gradient = before.grad().cpu().clone();
+  (void)mine.run(data(1));
+  (void)mine.run(data(2));
+  EXPECT_TRUE(at::equal(before.grad().cpu(), gradient));
+}
+
+TEST_F(WholeStepWeightsTest, FollowsARelocatedWeightOutsideOfTheModule) {
+  for (const bool accumulate : {false, true}) {
+    Trainer mine(device_);
+    Trainer plain(device_);
+    mine.graph(device_, data(90), StepOptions().accumulate(accumulate));
+    expect_plain_after(mine, plain, 0, [](ChangingModel&) {});
+    expect_plain_after(mine, plain, 3,
+                       [](ChangingModel& model) { model.outside.set_data(model.outside.detach() * 2); });
+    EXPECT_EQ(mine.engine->report().recaptures, 1);
+  }
+}
+
+TEST_F(WholeStepWeightsTest, RefusesARelocatedWeightOutsideOfTheModuleByOption) {
+  Trainer mine(device_);
+  mine.graph(device_, data(90), StepOptions().graph(GraphOptions().on_relocated_weights(OnRelocatedWeights::error)));
+  (void)mine.run(data(0));
+  mine.model->outside.set_data(mine.model->outside.detach() * 2);
+  EXPECT_THROWS(UsageError, "lies in other memory", (void)mine.run(data(1)));
+}
+
+TEST_F(WholeStepWeightsTest, CapturesAgainWithGradientsOutsideOfTheModule) {
+  for (const std::int64_t warm_ups : {0, 2}) {
+    for (const bool accumulate : {false, true}) {
+      Trainer mine(device_);
+      Trainer plain(device_);
+      const StepOptions options = StepOptions().accumulate(accumulate).graph(GraphOptions().num_warmup_iters(warm_ups));
+      const at::Tensor held = at::full({32}, 7.0, device_);
+      mine.model->outside.mutable_grad() = held.detach();
+      mine.graph(device_, data(90), options);
+      EXPECT_TRUE(at::equal(held.cpu(), at::full({32}, 7.0)));
+      EXPECT_EQ(mine.model->outside.grad().const_data_ptr(), held.const_data_ptr());
+      mine.model->outside.mutable_grad() = at::Tensor();
+      expect_plain_after(mine, plain, 0, [](ChangingModel&) {});
+      const auto first = std::move(mine.step);
+      mine.graph(device_, data(91), options);
+      EXPECT_TRUE(at::equal(held.cpu(), at::full({32}, 7.0)));
+      expect_plain_after(mine, plain, 3, [](ChangingModel&) {});
+    }
+  }
+}
+
+TEST_F(WholeStepWeightsTest, AnEagerRunMeetsWeightsThatNoCaptureDid) {
+  for (const bool accumulate : {false, true}) {
+    Trainer mine(device_);
+    Trainer plain(device_);
+    bool agreed = true;
+    mine.model->parameters()[1].requires_grad_(false);
+    plain.model->parameters()[1].requires_grad_(false);
+    mine.graph(
+        device_, data(90),
+        StepOptions().accumulate(accumulate).graph(GraphOptions().agree_to_capture([&](bool) { return agreed; })));
+    expect_plain_after(mine, plain, 0, [](ChangingModel&) {});
+    agreed = false;
+    expect_plain_after(mine, plain, 3, [&](ChangingModel& model) {
+      at::Tensor unfrozen = model.parameters()[1];
+      unfrozen.requires_grad_(true);
+      unfrozen.mutable_grad() = at::full_like(unfrozen.detach(), 3);
+    });
+    agreed = true;
+    expect_plain_after(mine, plain, 6, [](ChangingModel&) {});
+    EXPECT_EQ(mine.engine->report().recaptures, 1);
+  }
+}
+
+}  // namespace
+}  // namespace sidestream
