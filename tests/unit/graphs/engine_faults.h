@@ -21,6 +21,11 @@ inline void PrintTo(const EngineFault& value, std::ostream* out) { *out << value
 /// Each is found by the journal's check.
 [[nodiscard]] const std::vector<EngineFault>& engine_faults();
 
+/// Those of eager groups; part of `engine_faults`.
+[[nodiscard]] std::vector<EngineFault> eager_faults();
+/// Those of eager groups whose step is one graph; part of `engine_faults`.
+[[nodiscard]] std::vector<EngineFault> step_faults();
+
 /// Rules that another one stands in for, always: `unshown` says which. Neither the journal nor an order of the steps can show that
 /// they are missing.
 [[nodiscard]] const std::vector<EngineFault>& covered_faults();
