@@ -8,6 +8,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <gtest/gtest.h>
 
+#include "conformance/fixture.h"
 #include "models/layer_stack.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -37,7 +38,7 @@ class OutputsOfRuns {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> all_;
 };
 
-class ConformanceRetention : public testing::Test {
+class ConformanceRetention : public conformance::ConformanceTest {
  protected:
   static constexpr std::size_t kWarmUps = 3;
   static constexpr std::size_t kPasses = 1 + kWarmUps;  // the sizing pass among them
@@ -61,7 +62,6 @@ class ConformanceRetention : public testing::Test {
   }
 
   sim::OneThread one_thread_;  // autograd's own lets go of tensors a moment later
-  c10::Device device_ = find_device("sim");
   torch::nn::Sequential model_ = testing_model::layer_stack(1, device_);
   OffloadEngine engine_{*model_, Options(device_)};
 };

@@ -9,11 +9,11 @@
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
 
+#include "conformance/fixture.h"
 #include "expect_throws.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "runtime/replayed_memory.h"
-#include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
@@ -35,7 +35,8 @@ bool is_graph_memory(const at::Tensor& tensor) { return ReplayedMemory::of(tenso
 GraphOptions all_by(GradientPolicy policy) { return GraphOptions().gradients("**", policy); }
 
 /// Three linked layers and their plain twin.
-class ConformanceGradientsTest : public testing::TestWithParam<GradientPolicy> {
+class ConformanceGradientsTest : public conformance::ConformanceTest,
+                                 public testing::WithParamInterface<GradientPolicy> {
  protected:
   void capture(const GraphOptions& options) {
     engine_.emplace(*model_, Options(device_).offload("layers.*.fc1").min_bytes(1024));
@@ -70,7 +71,6 @@ class ConformanceGradientsTest : public testing::TestWithParam<GradientPolicy> {
     return engine_->report().gradients_copied;
   }
 
-  c10::Device device_ = find_device("sim");
   torch::nn::Sequential model_ = layer_stack(3, device_);
   torch::nn::Sequential plain_ = layer_stack(3, device_);
   std::optional<OffloadEngine> engine_;

@@ -6,11 +6,11 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include "conformance/fixture.h"
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
 #include "models/block_model.h"
 #include "models/layer_stack.h"
-#include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
@@ -21,7 +21,7 @@ namespace {
 using testing_model::rows;
 using Log = std::vector<std::string>;
 
-class ConformanceHooks : public testing::Test {
+class ConformanceHooks : public conformance::ConformanceTest {
  protected:
   /// Writes down what runs, and that no capture is open then.
   [[nodiscard]] CaptureTimeHooks logging(const std::string& name) {
@@ -57,7 +57,6 @@ class ConformanceHooks : public testing::Test {
 
   [[nodiscard]] at::Tensor input(std::int64_t step) const { return rows(step, device_).requires_grad_(true); }
 
-  c10::Device device_ = find_device("sim");
   torch::nn::Sequential model_ = testing_model::layer_stack(1, device_);
   OffloadEngine engine_{*model_, Options(device_)};
   at::Tensor weight_ = rows(100, device_).requires_grad_(true);

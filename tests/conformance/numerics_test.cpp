@@ -7,9 +7,9 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include "conformance/fixture.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
-#include "sidestream/device.h"
 #include "sidestream/device_flag.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
@@ -22,7 +22,7 @@ using testing_model::StepTensors;
 
 using Forward = std::function<at::Tensor(const at::Tensor& x, std::int64_t step, std::int64_t microbatch)>;
 
-class ConformanceNumerics : public testing::Test {
+class ConformanceNumerics : public conformance::ConformanceTest {
  protected:
   static constexpr std::int64_t kSteps = 3;
   static constexpr std::int64_t kMicrobatches = 2;
@@ -57,8 +57,6 @@ class ConformanceNumerics : public testing::Test {
         0, kSteps, [&](std::int64_t s) { return step(mine, s, graphed); },
         [&](std::int64_t s) { return step(plain, s, eager); });
   }
-
-  c10::Device device_ = find_device("sim");
 };
 
 TEST_F(ConformanceNumerics, MakeGraphedCallables) {
