@@ -23,6 +23,7 @@ Json options_json(const TrainingOptions& options) {
             {"ffn", options.shape.ffn},
             {"seq", options.shape.seq},
             {"batch", options.batch},
+            {"microbatches", options.microbatches},
             {"dtype", options.dtype},
             {"steps", options.steps},
             {"seed", options.seed},

@@ -34,7 +34,7 @@ struct TrainedModel {
 /// every layer, a name with dots or wildcards is taken as it stands. Empty for "off".
 /// Throws: UsageError that lists the scopes there are, for a bare name that is none of them, and for no name.
 [[nodiscard]] std::vector<std::string> offload_patterns(const TrainingOptions& options);
-/// The calls that --graphs stands for. Not for "off".
+/// The calls that --graphs stands for. Not for "step" and "off".
 [[nodiscard]] std::string graph_pattern(const TrainingOptions& options);
 /// What of --offload is in the layers' eager parts, by scope; empty where nothing is to be delayed.
 [[nodiscard]] std::vector<std::string> delay_patterns(const TrainingOptions& options);

@@ -61,11 +61,12 @@ void validate_mixture(const TrainingOptions& options) {
   if (!(shape.capacity >= 0 && shape.capacity <= kMostCapacity)) {
     throw UsageError(fmt::format("--capacity is {}; it must be 0 (none) or up to {}", shape.capacity, kMostCapacity));
   }
-  if (options.graph_mode() == "layer" && shape.capacity == 0) {
+  if ((options.graph_mode() == "layer" || options.graphs_step()) && shape.capacity == 0) {
     throw UsageError(
-        "--model moe --graphs layer: how many bytes an expert gets depends on the data, which no graph can follow; "
-        "give "
-        "fixed shapes by --capacity 1.25 (bytes beyond it go to no expert), or use --graphs partial");
+        fmt::format("--model moe --graphs {}: how many bytes an expert gets depends on the data, which no graph can "
+                    "follow; give fixed shapes by --capacity 1.25 (bytes beyond it go to no expert), or use --graphs "
+                    "partial",
+                    options.graph_mode()));
   }
 }
 
@@ -81,6 +82,20 @@ void validate_delay(const TrainingOptions& options) {
         "--delay on: no scope that --offload names is one of the eager part of a layer; name such scopes, not "
         "patterns, "
         "or offload all");
+  }
+}
+
+void validate_microbatches(const TrainingOptions& options) {
+  require_positive("--microbatches", options.microbatches, options.batch);
+  require_divides("--batch", options.batch, "--microbatches", options.microbatches);
+}
+
+/// What a step's graph has no use for.
+void validate_whole_step(const TrainingOptions& options) {
+  if (options.graphs_step() && options.lookahead_mib) {
+    throw UsageError(
+        "--lookahead-mib with --graphs step: inside of a step's graph groups come back one ahead of backward; leave it "
+        "out, or use --graphs layer");
   }
 }
 
@@ -115,6 +130,11 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->capture_default_str();
   command.add_option("--seq", options.shape.seq, "Bytes in a window")->type_name("N")->capture_default_str();
   command.add_option("--batch", options.batch, "Windows in a step")->type_name("N")->capture_default_str();
+  command
+      .add_option("--microbatches", options.microbatches,
+                  "Parts that a step's windows are given in, one after the other; their gradients add up")
+      ->type_name("N")
+      ->capture_default_str();
   command.add_option("--dtype", options.dtype, "Of parameters and activations: float32 or bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16"}))
       ->type_name("NAME")
@@ -136,9 +156,9 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
   command
       .add_option(
           "--graphs", options.graphs,
-          "layer (one graph a layer and direction), partial (attention alone, in a mixture with its router; the "
-          "rest of a layer runs eagerly) or off")
-      ->check(CLI::IsMember({"layer", "partial", "off"}))
+          "step (one graph of forward, backward and optimizer), layer (one graph a layer and direction), partial "
+          "(attention alone, in a mixture with its router; the rest of a layer runs eagerly) or off")
+      ->check(CLI::IsMember({"step", "layer", "partial", "off"}))
       ->type_name("NAME")
       ->default_str("layer; moe: partial");
   command
@@ -187,7 +207,7 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
       .add_option(
           "--verify-replays", options.verify_replays,
           "Run the first N replays of each layer, and then one in a hundred, eagerly as well, and fail where outputs "
-          "or gradients differ; 0: off")
+          "or gradients differ (--graphs step: losses); 0: off")
       ->type_name("N")
       ->capture_default_str();
   command.add_flag(
@@ -207,6 +227,8 @@ void validate(const TrainingOptions& options) {
   validate_mixture(options);
   validate_delay(options);
   require_positive("--batch", options.batch, 1 << 20);
+  validate_microbatches(options);
+  validate_whole_step(options);
   require_positive("--steps", options.steps, 1'000'000'000);
   require_positive("--side-streams", options.side_streams, 32);
   if (options.check_steps < 0) {
@@ -230,7 +252,7 @@ void validate(const TrainingOptions& options) {
   }
   if (options.verify_replays > 0 && !options.graphed()) {
     throw UsageError(
-        "--verify-replays without graphs: nothing is replayed; leave it out, or use --graphs layer or partial");
+        "--verify-replays without graphs: nothing is replayed; leave it out, or use --graphs step, layer or partial");
   }
   if (options.find_syncs && !options.graphed() && !options.offloads()) {
     throw UsageError("--find-syncs with neither graphs nor offload: there is no engine, which is what finds them");

@@ -26,6 +26,7 @@ struct TrainingOptions {
   std::optional<std::int64_t> top_k;
   std::optional<double> capacity;
   std::int64_t batch = 6;
+  std::int64_t microbatches = 1;  ///< that a step's windows are given in
   std::string dtype = "float32";
   std::int64_t steps = 200;
   std::uint64_t seed = 1;
@@ -45,9 +46,10 @@ struct TrainingOptions {
   std::filesystem::path dump_graphs;  ///< a folder for drawings; empty: none
 
   [[nodiscard]] bool mixture() const noexcept { return model == "moe"; }
-  /// "layer", "partial" or "off".
+  /// "step", "layer", "partial" or "off".
   [[nodiscard]] std::string graph_mode() const { return !graphs.empty() ? graphs : mixture() ? "partial" : "layer"; }
   [[nodiscard]] bool graphed() const { return graph_mode() != "off"; }
+  [[nodiscard]] bool graphs_step() const { return graph_mode() == "step"; }
   [[nodiscard]] bool delays() const { return graph_mode() == "partial" && offloads() && delay != "off"; }
   [[nodiscard]] bool offloads() const noexcept { return offload != std::vector<std::string>{"off"}; }
   [[nodiscard]] std::int64_t tokens_per_step() const noexcept { return batch * shape.seq; }

@@ -10,11 +10,13 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
-#include <torch/optim/adamw.h>
 
 #include "sidestream/engine.h"
+#include "sidestream/graphed_step.h"
 #include "sidestream/options.h"
+#include "sidestream/owning.h"
 #include "sidestream/report.h"
+#include "tools/cli/optimizer.h"
 #include "tools/cli/trained_model.h"
 #include "tools/cli/window_order.h"
 
@@ -48,7 +50,7 @@ double verify_tolerance(const TrainingOptions& options, c10::Device device) {
 Options engine_options(const TrainingOptions& options, c10::Device device, TrainingMode mode,
                        ProgressCallback progress) {
   Options engine(device);
-  if (mode.graphs) {
+  if (mode.graphs && !options.graphs_step()) {
     engine.graph(graph_pattern(options));
   }
   if (mode.offload) {
@@ -85,13 +87,14 @@ std::string TrainingMode::name() const {
 }
 
 struct TrainingRun::State {
-  State(const TrainingOptions& asked, c10::Device where, TrainingMode mode, const TextCorpus& text,
+  State(const TrainingOptions& asked, c10::Device where, TrainingMode as, const TextCorpus& text,
         ProgressCallback progress)
       : options(asked),
         device(where),
+        mode(as),
         corpus(text),
         model(make_model(asked, where, scalar_type(asked))),
-        optimizer(model.module->parameters(), torch::optim::AdamWOptions(kLearningRate).weight_decay(kWeightDecay)),
+        optimizer(model.module->parameters(), kWeightDecay, asked.graphs_step()),
         order(text.train().size(), static_cast<std::size_t>(asked.shape.seq) + 1,
               static_cast<std::size_t>(asked.shape.seq), asked.seed) {
     if (!mode.plain()) {
@@ -99,23 +102,66 @@ struct TrainingRun::State {
     }
   }
 
-  void update() {
-    const double warmup = std::min(1.0, static_cast<double>(++steps) / kWarmupSteps);
-    for (torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
-      group.options().set_lr(kLearningRate * warmup);
+  /// Of the next step's text, by microbatch.
+  [[nodiscard]] std::vector<Tensors> next_windows() {
+    const std::vector<std::size_t> offsets = order.next(static_cast<std::size_t>(options.batch));
+    const at::Tensor windows = gather(corpus.train(), offsets, options.shape.seq + 1).to(device);
+    std::vector<Tensors> microbatches;
+    for (at::Tensor& part : windows.chunk(options.microbatches)) {
+      microbatches.push_back({std::move(part)});
     }
-    optimizer.step();
-    optimizer.zero_grad();
+    return microbatches;
+  }
+
+  /// Of one microbatch: its part of the step's mean loss.
+  [[nodiscard]] at::Tensor part_of_loss(const at::Tensor& windows) const {
+    const at::Tensor loss = model.loss(windows);
+    return options.microbatches == 1 ? loss : loss / options.microbatches;
+  }
+
+  /// The loss of all, with gradients in their places.
+  [[nodiscard]] at::Tensor forward_and_backward(const std::vector<Tensors>& microbatches) {
+    at::Tensor sum;
+    for (const Tensors& windows : microbatches) {
+      const at::Tensor loss = part_of_loss(windows.front());
+      loss.backward();
+      sum = sum.defined() ? sum + loss.detach() : loss.detach();
+    }
+    return sum;
+  }
+
+  /// The same, with the update behind it: one launch.
+  [[nodiscard]] at::Tensor run_graph(const std::vector<Tensors>& microbatches) {
+    at::Tensor sum;
+    for (const Tensors& outputs : (*whole)(microbatches)) {
+      sum = sum.defined() ? sum + outputs.front() : outputs.front();
+    }
+    return sum;
+  }
+
+  void capture(const std::vector<Tensors>& samples) {
+    const auto loss = [this](torch::nn::Module&, const Tensors& windows) -> Tensors {
+      return {part_of_loss(windows.front())};
+    };
+    whole = make_graphed_step(*engine, Callable("step", owning(loss), model.module), samples,
+                              StepOptions().update([this] { optimizer.step(); }));
+  }
+
+  void set_rate() {
+    const double warmup = std::min(1.0, static_cast<double>(++steps) / kWarmupSteps);
+    optimizer.set_lr(kLearningRate * warmup);
   }
 
   TrainingOptions options;
   c10::Device device;
+  TrainingMode mode;
   const TextCorpus& corpus;
   TrainedModel model;
-  torch::optim::AdamW optimizer;
+  Optimizer optimizer;
   WindowOrder order;
   std::int64_t steps = 0;
-  std::optional<OffloadEngine> engine;  // last: it goes before the model whose calls it holds
+  std::optional<OffloadEngine> engine;  // behind the model whose calls it holds: it goes first
+  std::optional<GraphedStep> whole;     ///< --graphs step, from the first step on
 };
 
 TrainingRun::TrainingRun(const TrainingOptions& options, c10::Device device, TrainingMode mode,
@@ -126,18 +172,23 @@ TrainingRun::~TrainingRun() = default;
 
 double TrainingRun::step(const std::function<void()>& with_gradients) {
   State& run = *state_;
-  const std::vector<std::size_t> offsets = run.order.next(static_cast<std::size_t>(run.options.batch));
-  const at::Tensor windows = gather(run.corpus.train(), offsets, run.options.shape.seq + 1).to(run.device);
+  const std::vector<Tensors> windows = run.next_windows();
+  run.set_rate();
   at::Tensor loss;
   const auto train = [&] {
-    loss = run.model.loss(windows);
-    loss.backward();
+    loss = run.whole ? run.run_graph(windows) : run.forward_and_backward(windows);
     if (with_gradients) {
       with_gradients();
     }
-    run.update();
+    if (!run.whole) {
+      run.optimizer.step();
+      run.optimizer.zero_grad();
+    }
   };
   if (run.engine) {
+    if (run.mode.graphs && run.options.graphs_step() && !run.whole) {
+      run.capture(windows);
+    }
     auto step = run.engine->step();
     train();
     step.finish();
@@ -248,6 +299,9 @@ OffloadNumbers TrainingRun::offload_numbers() const {
                          .waits_per_step = report.waits,
                          .graphs = report.captures,
                          .notes = report.notes};
+  if (state_->whole) {
+    numbers.bytes_per_step = static_cast<std::int64_t>(state_->whole->offloaded_bytes());
+  }
   std::map<std::string, std::int64_t> kept;
   for (const GroupReport& group : report.groups) {
     if (!group.kept_because.empty() && group.kept_because != "not selected") {

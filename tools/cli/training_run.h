@@ -40,7 +40,8 @@ class TrainingRun {
   TrainingRun& operator=(const TrainingRun&) = delete;
   ~TrainingRun();
 
-  /// One step; `with_gradients`, if any, runs between backward and the optimizer. Returns the training loss in nats a byte.
+  /// One step; `with_gradients`, if any, runs between backward and the optimizer; where both are one graph, behind it, with the
+  /// gradients still in place. Returns the training loss in nats a byte.
   double step(const std::function<void()>& with_gradients = {});
   /// Mean loss over the windows of the held-out text, at most `kHeldOutBatches` batches of it.
   [[nodiscard]] double held_out_loss();
