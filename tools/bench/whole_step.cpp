@@ -1,150 +1,164 @@
-// What a whole step as one graph costs the host, beside a bare launch of the same graph and beside the same layers graphed one by one.
-#include <chrono>
+// Steps with their optimizer: eager, with a graph a layer, and as one graph, with offload and without; beside a bare launch of the
+// one graph. Modes take turns, and are compared with others' steps of the same round.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <fstream>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/ones.h>
+#include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <torch/nn/module.h>
-#include <torch/nn/modules/container/modulelist.h>
-#include <CLI/CLI.hpp>
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <CLI/Validators.hpp>
+#include <nlohmann/json.hpp>
 
-#include "graphs/engine/engine_access.h"
-#include "sidestream/sidestream.h"
-#include "tools/bench/step_time.h"
+#include "sidestream/error.h"
+#include "tools/bench/step_bench.h"
 
-namespace sidestream {
 namespace {
 
-/// So small that the device is never what limits.
-class TinyLayer : public torch::nn::Module {
- public:
-  TinyLayer() : weight_(register_parameter("weight", at::ones({8}))) {}
-  at::Tensor forward(const at::Tensor& h) { return h * weight_; }
+using namespace sidestream;
+using Json = nlohmann::ordered_json;
+using bench::ModeTimes;
+using bench::StepTime;
 
- private:
-  at::Tensor weight_;
-};
+constexpr double kMicroseconds = 1e6;
 
-class TinyModel : public torch::nn::Module {
- public:
-  explicit TinyModel(std::int64_t layers) {
-    for (std::int64_t i = 0; i < layers; ++i) {
-      blocks_->push_back(std::make_shared<TinyLayer>());
-    }
-    register_module("blocks", blocks_);
+std::vector<double> each(const std::vector<StepTime>& times, double StepTime::*field) {
+  std::vector<double> values;
+  for (const StepTime& time : times) {
+    values.push_back(time.*field * kMicroseconds);
   }
-  at::Tensor forward(at::Tensor h) {
-    for (const auto& block : *blocks_) {
-      h = call(block->as<TinyLayer>(), h);
-    }
-    return h;
-  }
-  static Tensors loss(TinyModel& model, const Tensors& inputs) {
-    return {(model.forward(inputs[0]) * inputs[1]).sum()};
-  }
-
- private:
-  torch::nn::ModuleList blocks_;
-};
-
-struct HostTime {
-  double wall = 0;  ///< of one step until it is issued, seconds
-  double cpu = 0;   ///< of all threads, seconds
-};
-
-/// The median of blocks of steps, after a few that count not.
-HostTime time_steps(std::int64_t steps, const std::function<void()>& run) {
-  constexpr std::int64_t kWarm = 10;
-  constexpr std::int64_t kBlock = 20;
-  for (std::int64_t i = 0; i < kWarm; ++i) {
-    run();
-  }
-  std::vector<double> wall;
-  std::vector<double> cpu;
-  for (std::int64_t done = 0; done < steps; done += kBlock) {
-    const auto begin = std::chrono::steady_clock::now();
-    const double cpu_begin = bench::cpu_seconds();
-    for (std::int64_t i = 0; i < kBlock; ++i) {
-      run();
-    }
-    wall.push_back(bench::seconds_since(begin) / kBlock);
-    cpu.push_back((bench::cpu_seconds() - cpu_begin) / kBlock);
-  }
-  return {bench::median(wall), bench::median(cpu)};
+  return values;
 }
 
-/// `launch` alone, on a stream of its own: what no replay can be cheaper than.
-HostTime time_bare(Runtime& runtime, const Graph& graph, std::int64_t steps) {
-  const OwnedStream stream = runtime.create_stream();
-  const HostTime time = time_steps(steps, [&] { runtime.launch(graph, stream); });
-  runtime.synchronize_device();
-  return time;
+Json times_json(const std::vector<StepTime>& times) {
+  return {{"wall_us", bench::median(each(times, &StepTime::wall))},
+          {"issued_us", bench::median(each(times, &StepTime::issued))},
+          {"cpu_us", bench::median(each(times, &StepTime::cpu))}};
 }
 
-std::string json(const char* name, const HostTime& time) {
-  return fmt::format("\"{}\": {{\"wall_us\": {:.3f}, \"cpu_us\": {:.3f}}}", name, 1e6 * time.wall, 1e6 * time.cpu);
+/// What `compare` makes of the two in each round.
+Json paired(const std::vector<StepTime>& ours, const std::vector<StepTime>& others, double StepTime::*field,
+            const std::function<double(double, double)>& compare) {
+  std::vector<double> values;
+  for (std::size_t i = 0; i < ours.size(); ++i) {
+    values.push_back(compare(ours[i].*field, others[i].*field));
+  }
+  return {{"median", bench::median(values)},
+          {"lowest", *std::min_element(values.begin(), values.end())},
+          {"highest", *std::max_element(values.begin(), values.end())}};
 }
 
-void measure(const std::string& device_name, std::int64_t layers, std::int64_t steps) {
-  const c10::Device device = find_device(device_name);
-  const Tensors inputs{at::ones({8}).to(device), at::ones({8}).to(device)};
+Json mode_json(const ModeTimes& mode, const std::vector<ModeTimes>& all) {
+  Json json{{"name", mode.name},
+            {"step", times_json(mode.steps)},
+            {"offloaded_bytes", mode.offloaded_bytes},
+            {"captures", mode.captures}};
+  const auto ratio = [](double ours, double others) { return ours / others; };
+  for (const ModeTimes& other : all) {
+    if (other.name != mode.name) {
+      json["over " + other.name] = {{"wall", paired(mode.steps, other.steps, &StepTime::wall, ratio)},
+                                    {"cpu", paired(mode.steps, other.steps, &StepTime::cpu, ratio)}};
+    }
+  }
+  if (!mode.launches.empty()) {
+    const auto more = [](double ours, double others) { return (ours - others) * kMicroseconds; };
+    json["bare_launch"] = times_json(mode.launches);
+    json["cpu_us_beyond_bare_launch"] = paired(mode.steps, mode.launches, &StepTime::cpu, more);
+    json["issued_us_beyond_bare_launch"] = paired(mode.steps, mode.launches, &StepTime::issued, more);
+  }
+  return json;
+}
 
-  auto whole_model = std::make_shared<TinyModel>(layers);
-  whole_model->to(device);
-  OffloadEngine whole_engine(*whole_model, Options(device));
-  AdamW whole_optimizer(whole_model->parameters());
-  const GraphedStep step = make_graphed_step(whole_engine, Callable("step", &TinyModel::loss, whole_model), {inputs},
-                                             StepOptions().update([&] { whole_optimizer.step(); }));
-  const HostTime whole = time_steps(steps, [&] { (void)step({inputs}); });
-  synchronize(device);
-  HostTime bare;
-  EngineAccess::state(whole_engine).chains().for_each([&](const Chain& chain) {
-    bare = time_bare(EngineAccess::state(whole_engine).runtime(), chain.layers().front().forward, steps);
-  });
+Json measure(const bench::StepSettings& settings) {
+  const std::vector<ModeTimes> times = bench::time_modes(settings);
+  Json modes = Json::array();
+  for (const ModeTimes& mode : times) {
+    modes.push_back(mode_json(mode, times));
+  }
+  Json json{{"benchmark", "whole_step"},
+            {"version", version()},
+            {"device", describe(find_device(settings.device)).name},
+            {"model", settings.model},
+            {"layers", settings.shape.layers}};
+  if (settings.model != "tiny") {
+    json.update({{"hidden", settings.shape.hidden},
+                 {"heads", settings.shape.heads},
+                 {"kv_heads", settings.shape.kv_heads},
+                 {"ffn", settings.shape.ffn},
+                 {"tokens", settings.batch * settings.shape.seq},
+                 {"dtype", settings.dtype},
+                 {"min_kib", settings.min_kib}});
+  }
+  json["rounds"] = settings.rounds;
+  json["steps_in_a_block"] = settings.steps_in_a_block();
+  json["modes"] = std::move(modes);
+  return json;
+}
 
-  auto layer_model = std::make_shared<TinyModel>(layers);
-  layer_model->to(device);
-  OffloadEngine layer_engine(*layer_model,
-                             Options(device).graph("blocks.*").graph_options(GraphOptions().accumulate_in_graph(true)));
-  AdamW layer_optimizer(layer_model->parameters());
-  const HostTime by_layer = time_steps(steps, [&] {
-    auto active = layer_engine.step();
-    TinyModel::loss(*layer_model, inputs)[0].backward();
-    layer_optimizer.step();
-    layer_optimizer.zero_grad();
-  });
-  synchronize(device);
-  std::fputs(fmt::format("{{\"device\": \"{}\", \"layers\": {}, {}, {}, {}}}\n", describe(device).name, layers,
-                         json("whole_step", whole), json("bare_launch", bare), json("layer_graphs", by_layer))
-                 .c_str(),
-             stdout);
+std::vector<std::string> mode_names() {
+  std::vector<std::string> names;
+  for (const bench::StepMode& mode : bench::step_modes()) {
+    names.push_back(mode.name);
+  }
+  return names;
+}
+
+int run(int argc, char** argv) {
+  bench::StepSettings settings;
+  CLI::App app("Times whole steps: eager, a graph a layer, one graph. Prints JSON.", "bench_whole_step");
+  app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
+  app.add_option("--model", settings.model, "tiny: layers of 8 numbers; transformer: layers on bytes")
+      ->check(CLI::IsMember({"tiny", "transformer"}))
+      ->capture_default_str();
+  app.add_option("--layers", settings.shape.layers)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--hidden", settings.shape.hidden)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--heads", settings.shape.heads)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--seq", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--batch", settings.batch)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
+  app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--block", settings.block, "Steps that are timed together; 0: 20 tiny ones, or 1")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--min-kib", settings.min_kib, "Smaller storages stay on the device")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--modes", settings.modes, "Comma-separated")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(mode_names()))
+      ->default_str("all");
+  app.add_option("--report", settings.report, "Write the JSON here as well");
+  CLI11_PARSE(app, argc, argv);
+  if (settings.modes.empty()) {
+    settings.modes = mode_names();
+  }
+  const std::string text = measure(settings).dump(2) + "\n";
+  std::fputs(text.c_str(), stdout);
+  if (!settings.report.empty() && !(std::ofstream(settings.report) << text)) {
+    throw Error("report '" + settings.report + "' cannot be written");
+  }
+  return 0;
 }
 
 }  // namespace
-}  // namespace sidestream
 
 int main(int argc, char** argv) {
-  CLI::App app(
-      "Host time of a whole step as one graph, of its bare launch, and of the same step with a graph a layer; JSON");
-  std::string device = "auto";
-  std::int64_t layers = 12;
-  std::int64_t steps = 500;
-  app.add_option("--device", device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--layers", layers)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--steps", steps)->check(CLI::PositiveNumber)->capture_default_str();
-  CLI11_PARSE(app, argc, argv);
   try {
-    sidestream::measure(device, layers, steps);
+    return run(argc, argv);
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "bench_whole_step: %s\n", error.what_without_backtrace());
   } catch (const std::exception& error) {
     std::fprintf(stderr, "bench_whole_step: %s\n", error.what());
-    return 1;
   }
-  return 0;
+  return 1;
 }
