@@ -1,5 +1,6 @@
 // Step time of a mixture of experts: eager, its attention and routers in graphs, that with offload, and with the experts' copies
-// delayed. Modes take turns; each is compared with eager steps of the same round.
+// delayed; and where a capacity fixes the experts' shapes, with whole layers in graphs. Modes take turns; each is compared with eager
+// steps of the same model in the same round.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -38,6 +39,7 @@ struct Settings {
   std::string device = "auto";
   MixtureShape shape;
   std::int64_t batch = 4;
+  double capacity = 1.25;
   std::string dtype = "float32";
   std::int64_t rounds = 15;
   std::int64_t min_kib = 4;
@@ -45,22 +47,29 @@ struct Settings {
 
 struct Mode {
   const char* name;
-  bool graphs;
+  const char* graphs;  ///< calls; null: eager
   bool offload;
   bool delay;
+  bool fixed;  ///< shapes, by a capacity
 };
 
-constexpr std::array<Mode, 4> kModes{{{"eager", false, false, false},
-                                      {"partial graphs", true, false, false},
-                                      {"partial graphs+offload", true, true, false},
-                                      {"partial graphs+offload delayed", true, true, true}}};
+constexpr const char* kFronts = "blocks.*.front";
+constexpr const char* kLayers = "blocks.*";
+// The first of each model is eager.
+constexpr std::array<Mode, 8> kModes{{{"eager", nullptr, false, false, false},
+                                      {"partial graphs", kFronts, false, false, false},
+                                      {"partial graphs+offload", kFronts, true, false, false},
+                                      {"partial graphs+offload delayed", kFronts, true, true, false},
+                                      {"capacity: eager", nullptr, false, false, true},
+                                      {"capacity: partial graphs", kFronts, false, false, true},
+                                      {"capacity: layer graphs", kLayers, false, false, true},
+                                      {"capacity: layer graphs+offload", kLayers, true, false, true}}};
 
 class MixtureBench {
  public:
   explicit MixtureBench(const Settings& settings) : settings_(settings), device_(find_device(settings.device)) {
-    at::manual_seed(1);
-    model_ = MixtureModel(settings.shape);
-    model_->to(device_, settings.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat);
+    model_ = make_model(0);
+    fixed_model_ = make_model(settings.capacity);
     constexpr std::int64_t kValues = 256;
     windows_ = at::randint(kValues, {settings.batch, settings.shape.seq + 1}, at::kLong).to(device_);
   }
@@ -70,47 +79,61 @@ class MixtureBench {
     for (const Mode& mode : kModes) {
       engines.push_back(make_engine(mode));
       for (int i = 0; i < kWarmSteps; ++i) {
-        (void)step(engines.back().get());
+        (void)step(mode, engines.back().get());
       }
     }
     std::vector<std::vector<StepTime>> times(kModes.size());
     for (std::int64_t round = 0; round < settings_.rounds; ++round) {
       for (std::size_t turn = 0; turn < kModes.size(); ++turn) {
         const std::size_t i = (turn + static_cast<std::size_t>(round)) % kModes.size();
-        (void)step(engines[i].get());
-        times[i].push_back(step(engines[i].get()));
+        (void)step(kModes[i], engines[i].get());
+        times[i].push_back(step(kModes[i], engines[i].get()));
       }
     }
     Json modes = Json::array();
+    std::size_t eager = 0;
     for (std::size_t i = 0; i < kModes.size(); ++i) {
-      modes.push_back(mode_json(kModes[i], times[i], times.front(), engines[i].get()));
+      eager = kModes[i].graphs == nullptr ? i : eager;
+      modes.push_back(mode_json(kModes[i], times[i], times[eager], engines[i].get()));
     }
     return {{"benchmark", "mixture"},           {"version", version()},
             {"device", describe(device_).name}, {"tokens", settings_.batch * settings_.shape.seq},
             {"layers", settings_.shape.layers}, {"hidden", settings_.shape.hidden},
             {"ffn", settings_.shape.ffn},       {"experts", settings_.shape.experts},
-            {"top_k", settings_.shape.top_k},   {"dtype", settings_.dtype},
-            {"rounds", settings_.rounds},       {"modes", std::move(modes)}};
+            {"top_k", settings_.shape.top_k},   {"capacity", settings_.capacity},
+            {"dtype", settings_.dtype},         {"rounds", settings_.rounds},
+            {"modes", std::move(modes)}};
   }
 
  private:
+  [[nodiscard]] MixtureModel make_model(double capacity) const {
+    at::manual_seed(1);
+    MixtureShape shape = settings_.shape;
+    shape.capacity = capacity;
+    MixtureModel model(shape);
+    model->to(device_, settings_.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat);
+    return model;
+  }
+  [[nodiscard]] MixtureModel& model_of(const Mode& mode) { return mode.fixed ? fixed_model_ : model_; }
+
   [[nodiscard]] std::unique_ptr<OffloadEngine> make_engine(const Mode& mode) {
-    if (!mode.graphs) {
+    if (mode.graphs == nullptr) {
       return nullptr;
     }
     Options options(device_);
-    options.graph("blocks.*.front").min_bytes(static_cast<std::size_t>(settings_.min_kib) << 10);
+    options.graph(mode.graphs).min_bytes(static_cast<std::size_t>(settings_.min_kib) << 10);
     if (mode.offload) {
       options.offload("blocks.**");
     }
     if (mode.delay) {
       options.delay("blocks.*.experts.*");
     }
-    return std::make_unique<OffloadEngine>(*model_, options);
+    return std::make_unique<OffloadEngine>(*model_of(mode), options);
   }
 
-  StepTime step(OffloadEngine* engine) {
-    model_->zero_grad();
+  StepTime step(const Mode& mode, OffloadEngine* engine) {
+    MixtureModel& model = model_of(mode);
+    model->zero_grad();
     synchronize(device_);
     const auto begin = std::chrono::steady_clock::now();
     const double cpu_before = bench::cpu_seconds();
@@ -119,7 +142,7 @@ class MixtureBench {
       if (engine != nullptr) {
         active.emplace(engine->step());
       }
-      model_->loss(windows_).backward();
+      model->loss(windows_).backward();
       if (active) {
         active->finish();
       }
@@ -154,6 +177,7 @@ class MixtureBench {
   const Settings& settings_;
   c10::Device device_;
   MixtureModel model_{nullptr};
+  MixtureModel fixed_model_{nullptr};
   at::Tensor windows_;
 };
 
@@ -161,8 +185,9 @@ class MixtureBench {
 
 int main(int argc, char** argv) {
   Settings settings;
-  CLI::App app("Times a mixture of experts: eager, and with part of each layer in graphs. Prints JSON.",
-               "bench_mixture");
+  CLI::App app(
+      "Times a mixture of experts: eager, with part of each layer, and with whole layers in graphs. Prints JSON.",
+      "bench_mixture");
   app.add_option("--device", settings.device)->capture_default_str();
   app.add_option("--layers", settings.shape.layers)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--hidden", settings.shape.hidden)->check(CLI::PositiveNumber)->capture_default_str();
@@ -171,6 +196,9 @@ int main(int argc, char** argv) {
   app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--experts", settings.shape.experts)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--top-k", settings.shape.top_k)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--capacity", settings.capacity, "Of the modes with fixed shapes")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--seq", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--batch", settings.batch)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
