@@ -1,9 +1,10 @@
-// What a replay costs the host, by direction and by what becomes of gradients, against the bare calls that it makes: layers so small
-// that the device is never what limits.
+// What a replay costs the host, by direction and by what becomes of gradients, against the bare calls that it makes and against what
+// autograd takes for nodes that do nothing: layers so small that the device is never what limits.
 #include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -20,8 +21,9 @@
 #include <nlohmann/json.hpp>
 
 #include "graphs/engine/engine_access.h"
-#include "runtime/forwarding_runtime.h"
 #include "sidestream/sidestream.h"
+#include "tools/bench/bare_nodes.h"
+#include "tools/bench/noting_runtime.h"
 #include "tools/bench/step_time.h"
 
 namespace sidestream {
@@ -67,62 +69,10 @@ class TinyLayers : public torch::nn::Module {
     }
     return h;
   }
+  [[nodiscard]] const torch::nn::ModuleList& layers() const { return blocks_; }
 
  private:
   torch::nn::ModuleList blocks_;
-};
-
-/// Notes the launches, records, waits and copies that an engine queues, so that the same may be queued without it.
-class NotingRuntime final : public ForwardingRuntime {
- public:
-  using ForwardingRuntime::ForwardingRuntime;
-  using ForwardingRuntime::record;
-  using ForwardingRuntime::wait;
-
-  void note(bool on) { on_ = on; }
-  /// What was noted since the last call.
-  [[nodiscard]] auto take() { return std::exchange(calls_, {}); }
-
-  void record(const Event& event, c10::Stream stream) override { noted(Record<Event>{&event, stream}); }
-  void wait(c10::Stream stream, const Event& event) override { noted(Wait<Event>{&event, stream}); }
-  void record(const ExternalEvent& event, c10::Stream stream) override { noted(Record<ExternalEvent>{&event, stream}); }
-  void wait(c10::Stream stream, const ExternalEvent& event) override { noted(Wait<ExternalEvent>{&event, stream}); }
-  void launch(const Graph& graph, c10::Stream stream) override { noted(Launch{&graph, stream}); }
-
- private:
-  template <class AnyEvent>
-  struct Record {
-    const AnyEvent* event;
-    c10::Stream stream;
-    void run(Runtime& runtime) const { runtime.record(*event, stream); }
-  };
-  template <class AnyEvent>
-  struct Wait {
-    const AnyEvent* event;
-    c10::Stream stream;
-    void run(Runtime& runtime) const { runtime.wait(stream, *event); }
-  };
-  struct Launch {
-    const Graph* graph;
-    c10::Stream stream;
-    void run(Runtime& runtime) const { runtime.launch(*graph, stream); }
-  };
-
- public:
-  using Call = std::variant<Record<Event>, Wait<Event>, Record<ExternalEvent>, Wait<ExternalEvent>, Launch>;
-  using Calls = std::vector<Call>;
-
- private:
-  template <class Any>
-  void noted(const Any& call) {
-    if (on_) {
-      calls_.emplace_back(call);
-    }
-    call.run(inner());
-  }
-
-  bool on_ = false;
-  Calls calls_;
 };
 
 struct Setting {
@@ -139,6 +89,9 @@ struct Setting {
 struct Cost {
   double forward = 0;
   double backward = 0;
+  // Of the thread that calls alone: autograd runs a GPU's backward on a thread of its own.
+  double forward_on_thread = 0;
+  double backward_on_thread = 0;
 };
 
 std::string_view name_of(GradientPolicy policy) {
@@ -153,28 +106,54 @@ std::string_view name_of(GradientPolicy policy) {
   return "";
 }
 
-/// Runs `forward` and `backward` in turn and takes their times: what else the machine does falls into few blocks.
-template <class Forward, class Backward>
-Cost measure(std::int64_t steps, std::int64_t layers, const Forward& forward, const Backward& backward) {
+/// What was computed between construction and `taken`, in seconds.
+class Stopwatch {
+ public:
+  struct Taken {
+    double process = 0;
+    double thread = 0;
+  };
+  [[nodiscard]] Taken taken() const { return {bench::cpu_seconds() - process_, bench::thread_cpu_seconds() - thread_}; }
+
+ private:
+  double process_ = bench::cpu_seconds();
+  double thread_ = bench::thread_cpu_seconds();
+};
+
+/// Runs `prepare`, `forward` and `backward` in turn and takes the times of the last two: what else the machine does falls into few
+/// blocks. Before each block the device is idle: its queue never fills.
+template <class Prepare, class Forward, class Backward>
+Cost measure(const Setting& setting, const c10::Device device, const Prepare& prepare, const Forward& forward,
+             const Backward& backward) {
   constexpr std::int64_t kBlock = 10;
-  std::vector<double> forwards;
-  std::vector<double> backwards;
-  for (std::int64_t done = 0; done < steps; done += kBlock) {
-    double in_forward = 0;
-    double in_backward = 0;
+  std::vector<double> forwards, backwards, forwards_on_thread, backwards_on_thread;
+  for (std::int64_t done = 0; done < setting.steps; done += kBlock) {
+    Stopwatch::Taken in_forward, in_backward;
+    const auto add = [](Stopwatch::Taken& sum, const Stopwatch::Taken& taken) {
+      sum.process += taken.process;
+      sum.thread += taken.thread;
+    };
+    synchronize(device);
     for (std::int64_t i = 0; i < kBlock; ++i) {
-      const double begin = bench::cpu_seconds();
+      prepare();
+      const Stopwatch of_forward;
       forward();
-      const double between = bench::cpu_seconds();
+      add(in_forward, of_forward.taken());
+      const Stopwatch of_backward;
       backward();
-      in_forward += between - begin;
-      in_backward += bench::cpu_seconds() - between;
+      add(in_backward, of_backward.taken());
     }
-    forwards.push_back(in_forward);
-    backwards.push_back(in_backward);
+    forwards.push_back(in_forward.process);
+    backwards.push_back(in_backward.process);
+    forwards_on_thread.push_back(in_forward.thread);
+    backwards_on_thread.push_back(in_backward.thread);
   }
-  const double scale = 1e6 / static_cast<double>(kBlock * layers);
-  return {scale * bench::median(forwards), scale * bench::median(backwards)};
+  synchronize(device);
+  const double scale = 1e6 / static_cast<double>(kBlock * setting.layers);
+  return {.forward = scale * bench::median(forwards),
+          .backward = scale * bench::median(backwards),
+          .forward_on_thread = scale * bench::median(forwards_on_thread),
+          .backward_on_thread = scale * bench::median(backwards_on_thread)};
 }
 
 /// One model, its replays and the bare calls.
@@ -184,13 +163,17 @@ class Replays {
       : setting_(setting),
         device_(find_device(setting.device)),
         model_(setting.layers, setting.parameters),
-        runtime_(std::make_shared<NotingRuntime>(make_runtime(device_))),
+        runtime_(std::make_shared<bench::NotingRuntime>(make_runtime(device_))),
         engine_(make_engine()),
         x_(at::ones({kElements}).to(device_).requires_grad_(true)),
         gradient_(at::ones({kElements}).to(device_)),
-        others_(static_cast<std::size_t>(setting.inputs - 1), at::ones({kElements}).to(device_)) {
+        parameters_(model_.parameters()) {
+    for (std::int64_t i = 1; i < setting.inputs; ++i) {
+      others_.push_back(at::ones({kElements}).to(device_));
+    }
     constexpr int kWarmUp = 5;
     for (int i = 0; i < kWarmUp; ++i) {
+      prepare();
       forward();
       backward();
     }
@@ -198,16 +181,38 @@ class Replays {
 
   Cost of_replays() {
     return measure(
-        setting_.steps, setting_.layers, [&] { forward(); }, [&] { backward(); });
+        setting_, device_, [&] { prepare(); }, [&] { forward(); }, [&] { backward(); });
+  }
+
+  /// Nodes with the same edges that do nothing.
+  Cost of_autograd() {
+    std::vector<std::vector<at::Tensor>> given;
+    for (const auto& block : *model_.layers()) {
+      std::vector<at::Tensor> parameters = block->parameters();
+      if (setting_.policy == GradientPolicy::accumulated) {
+        parameters.clear();
+      } else if (!setting_.all && parameters.size() > 2) {
+        parameters = {parameters.front(), parameters.back()};
+      }
+      given.push_back(std::move(parameters));
+    }
+    const bench::BareNodes nodes(std::move(given), setting_.policy == GradientPolicy::cloned, gradient_);
+    return measure(
+        setting_, device_, [&] { prepare(); }, [&] { y_ = nodes.forward(x_); },
+        [&] {
+          y_.backward(gradient_);
+          y_ = x_.mutable_grad() = at::Tensor();
+        });
   }
 
   /// The same launches, records and waits, with the copies of inputs, and with the clones of gradients where there are any.
   Cost of_bare_calls() {
+    prepare();
     runtime_->note(true);
     forward();
-    const NotingRuntime::Calls forwards = runtime_->take();
+    const bench::NotingRuntime::Calls forwards = runtime_->take();
     backward();
-    const NotingRuntime::Calls backwards = runtime_->take();
+    const bench::NotingRuntime::Calls backwards = runtime_->take();
     runtime_->note(false);
     const at::NoGradGuard no_grad;
     at::Tensor target = at::zeros_like(gradient_);
@@ -215,13 +220,13 @@ class Replays {
     const std::int64_t gradients = setting_.all ? setting_.parameters : std::min<std::int64_t>(setting_.parameters, 2);
     const std::int64_t clones = setting_.policy == GradientPolicy::cloned ? setting_.layers * gradients : 0;
     const std::shared_ptr<Runtime> bare = make_runtime(device_);
-    const auto queue = [&](const NotingRuntime::Calls& calls) {
-      for (const NotingRuntime::Call& call : calls) {
+    const auto queue = [&](const bench::NotingRuntime::Calls& calls) {
+      for (const bench::NotingRuntime::Call& call : calls) {
         std::visit([&](const auto& one) { one.run(*bare); }, call);
       }
     };
-    const Cost cost = measure(
-        setting_.steps, setting_.layers,
+    return measure(
+        setting_, device_, [] {},
         [&] {
           for (std::int64_t i = 0; i < copies; ++i) {
             target.copy_(gradient_, /*non_blocking=*/true);
@@ -234,8 +239,6 @@ class Replays {
             (void)gradient_.clone();
           }
         });
-    synchronize(device_);
-    return cost;
   }
 
  private:
@@ -245,12 +248,14 @@ class Replays {
         model_, Options(device_).graph("blocks.*").graph_options(GraphOptions().gradients("**", setting_.policy)),
         runtime_);
   }
-  void forward() {
-    for (at::Tensor& parameter : model_.parameters()) {
+  void prepare() {
+    for (at::Tensor& parameter : parameters_) {
       if (setting_.policy != GradientPolicy::accumulated) {
         parameter.mutable_grad() = at::Tensor();
       }
     }
+  }
+  void forward() {
     step_.emplace(engine_.step());
     y_ = model_.forward(x_, others_, setting_.all);
   }
@@ -263,35 +268,44 @@ class Replays {
   Setting setting_;
   c10::Device device_;
   TinyLayers model_;
-  std::shared_ptr<NotingRuntime> runtime_;
+  std::shared_ptr<bench::NotingRuntime> runtime_;
   OffloadEngine engine_;
   at::Tensor x_;
   at::Tensor gradient_;
+  std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> others_;
   std::optional<Step> step_;
   at::Tensor y_;
 };
 
+nlohmann::json json_of(const Cost& cost) {
+  return {{"forward_us", cost.forward},
+          {"backward_us", cost.backward},
+          {"forward_thread_us", cost.forward_on_thread},
+          {"backward_thread_us", cost.backward_on_thread}};
+}
+
 nlohmann::json run(const Setting& setting) {
   Replays replays(setting);
   const Cost with = replays.of_replays();
+  const Cost autograd = replays.of_autograd();
   const Cost bare = replays.of_bare_calls();
   std::fputs(
-      fmt::format("{}, {} layers, {} inputs, {} parameters, {}: forward {:.2f} us (bare {:.2f}), backward {:.2f} us "
-                  "(bare {:.2f})\n",
+      fmt::format("{}, {} layers, {} inputs, {} parameters, {}: forward {:.2f} us (bare {:.2f}, autograd {:.2f}), "
+                  "backward {:.2f} us (bare {:.2f}, autograd {:.2f})\n",
                   setting.device, setting.layers, setting.inputs, setting.parameters, name_of(setting.policy),
-                  with.forward, bare.forward, with.backward, bare.backward)
+                  with.forward, bare.forward, autograd.forward, with.backward, bare.backward, autograd.backward)
           .c_str(),
       stderr);
   return {{"device", describe(find_device(setting.device)).name},
           {"layers", setting.layers},
           {"inputs", setting.inputs},
           {"parameters", setting.parameters},
+          {"all", setting.all},
           {"gradients", name_of(setting.policy)},
-          {"forward_us", with.forward},
-          {"forward_bare_us", bare.forward},
-          {"backward_us", with.backward},
-          {"backward_bare_us", bare.backward}};
+          {"replay", json_of(with)},
+          {"bare", json_of(bare)},
+          {"autograd", json_of(autograd)}};
 }
 
 }  // namespace
