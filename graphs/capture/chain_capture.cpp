@@ -84,6 +84,12 @@ void ChainCapture::run() {
   if (chain_.memory_->shared()) {
     chain_.share_outputs();
   }
+  for (Layer& layer : chain_.layers_) {
+    layer.find_inputs();
+    if (layer.spec.module == nullptr) {
+      layer.modules.attend_to(layer.watched);
+    }
+  }
   chain_.use_.captured(use_.finish(chain_.layers_));
   runtime_.synchronize_device();
   fill_kept_tensors();

@@ -139,8 +139,11 @@ void EngineState::begin_step() {
 
 void EngineState::make_ready() {
   calls_.check_patterns();
-  if (chains_.agree(!recorded_.empty() || chains_.outdated())) {
-    chains_.follow_weights(calls_);
+  const bool outdated = chains_.outdated();
+  if (chains_.agree(!recorded_.empty() || outdated)) {
+    if (outdated) {
+      chains_.follow_weights(calls_);
+    }
     chains_.drop_least_used(calls_);
     chains_.capture_recorded(recorded_);
   }

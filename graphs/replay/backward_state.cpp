@@ -27,7 +27,7 @@ void Chain::check_backward_state(std::size_t index) const {
   }
   FactsChange weights = layer.modules.tensors_change();
   for (const TensorFacts& watched : layer.watched) {
-    weights |= watched.change();
+    watched.add_change(weights);
   }
   if (weights.stale()) {
     throw UsageError(describe(index) + ": " + difference(index) +

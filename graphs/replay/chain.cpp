@@ -118,14 +118,20 @@ FactsChange Chain::change(std::size_t index) const noexcept {
   const Layer& layer = layers_[index];
   FactsChange change = layer.modules.change();
   for (const TensorFacts& watched : layer.watched) {
-    change |= watched.change();
+    watched.add_change(change);
   }
   return change;
 }
 
 FactsChange Chain::change() const noexcept {
   FactsChange all;
+  const torch::nn::Module* model = nullptr;  // of the plain functions, whose replays look at few of its modules
   for (const auto i : c10::irange(layers_.size())) {
+    const ModuleFacts& modules = layers_[i].modules;
+    if (modules.attends() && modules.root() != model) {
+      model = modules.root();
+      all |= modules.members_change();
+    }
     all |= change(i);
   }
   return all;
@@ -189,6 +195,7 @@ void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& do
 
 void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
   bool joined = false;
+  const at::NoGradGuard no_grad;
   for (const auto i : c10::irange(inputs.size())) {
     const StaticInput& input = layer.inputs[i];
     if (!input.tensor.defined() || input.same_as_earlier ||
@@ -199,8 +206,7 @@ void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) 
       join_copies();
       joined = true;
     }
-    const at::NoGradGuard no_grad;
-    input.tensor.copy_(inputs[i].detach(), /*non_blocking=*/true);
+    input.tensor.copy_(inputs[i], /*non_blocking=*/true);
   }
 }
 

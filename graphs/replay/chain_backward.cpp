@@ -25,10 +25,9 @@ struct Gradient {
 /// Of inputs, then of parameters: all but those that the graph adds into `.grad` itself.
 template <class Visit>
 void for_each_gradient(Layer& layer, const Visit& visit) {
-  for (const StaticInput& input : layer.inputs) {
-    if (input.requires_grad) {
-      visit(Gradient{input.grad, input.outputs, input.grad_direct});
-    }
+  for (const std::size_t i : layer.inputs_with_gradient) {
+    const StaticInput& input = layer.inputs[i];
+    visit(Gradient{input.grad, input.outputs, input.grad_direct});
   }
   for (LayerParameter& parameter : layer.parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {

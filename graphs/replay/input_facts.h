@@ -1,5 +1,7 @@
 #pragma once
+#include <array>
 #include <cstddef>
+#include <cstdint>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -14,6 +16,35 @@ struct InputAliases {
 
   [[nodiscard]] static InputAliases of(c10::ArrayRef<at::Tensor> inputs, std::size_t index) noexcept;
   bool operator==(const InputAliases& other) const noexcept = default;
+};
+
+/// The aliases of all arguments of a call, from the first on, in time linear in them and without allocation.
+class AliasesInTurn {
+ public:
+  explicit AliasesInTurn(c10::ArrayRef<at::Tensor> inputs) noexcept : inputs_(inputs), few_(is_few(inputs.size())) {
+    if (!few_) {
+      tensors_.fill(0);
+      storages_.fill(0);
+    }
+  }
+  /// Of the next argument: what InputAliases::of says.
+  [[nodiscard]] InputAliases next() noexcept;
+
+ private:
+  static constexpr std::size_t kPlaces = 512;        ///< of a table
+  using Table = std::array<std::uint16_t, kPlaces>;  ///< index + 1 of an argument, by hash; 0 where there is none
+
+  /// Fewer cost less when compared one by one; more would crowd the tables.
+  [[nodiscard]] static constexpr bool is_few(std::size_t count) noexcept { return count <= 8 || count > kPlaces / 2; }
+  /// The first argument that is at `key` as argument `index` is, which is entered if there is none.
+  template <class KeyOf>
+  [[nodiscard]] std::size_t first_at(Table& table, const void* key, std::size_t index, const KeyOf& key_of) noexcept;
+
+  c10::ArrayRef<at::Tensor> inputs_;
+  std::size_t next_ = 0;
+  bool few_;
+  Table tensors_;
+  Table storages_;
 };
 
 /// True for a tensor whose cast autocast keeps and shares among all its readers: a leaf that requires a gradient. The gradients

@@ -127,6 +127,9 @@ struct Layer {
   bool owns_gradients = false;  ///< of a parameter it gives out the graph's own memory
   bool casts = false;           ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
   std::vector<StaticInput> inputs;
+  // Indices of inputs, so that no replay looks for them among the others. See find_inputs.
+  std::vector<std::size_t> inputs_with_gradient;
+  std::vector<std::size_t> stamped_inputs;  ///< linked, and saved for backward: not copied
   std::vector<StaticOutput> outputs;
   std::vector<OutputStorage> output_storages;  ///< of the outputs that the capture made
   std::vector<LayerParameter> parameters;
@@ -152,6 +155,18 @@ struct Layer {
   bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
   bool backward_failed = false;    ///< behind that launch
   ReplayOptions target;            ///< the caller's, of the latest forward: its backward goes there too
+
+  /// Behind the captures: fills the lists of inputs.
+  void find_inputs() {
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].requires_grad) {
+        inputs_with_gradient.push_back(i);
+      }
+      if (inputs[i].saved && inputs[i].from) {
+        stamped_inputs.push_back(i);
+      }
+    }
+  }
 };
 
 }  // namespace sidestream

@@ -21,7 +21,7 @@ struct torch::nn::AnyModuleHolder<sidestream::MembersOfModules> {
   static const auto& children(const Module& module) noexcept { return module.children_.items(); }
   static const auto& parameters(const Module& module) noexcept { return module.parameters_.items(); }
   static const auto& buffers(const Module& module) noexcept { return module.buffers_.items(); }
-  static bool training(const Module& module) noexcept { return module.is_training_; }
+  static const bool& training(const Module& module) noexcept { return module.is_training_; }
   static void set_training(const Module& module, bool on) noexcept { const_cast<Module&>(module).is_training_ = on; }
 };
 
@@ -63,27 +63,16 @@ TensorFacts::TensorFacts(at::Tensor tensor) : tensor_(std::move(tensor)), addres
     type_ = tensor_.dtype();
     sizes_.assign(tensor_.sizes().begin(), tensor_.sizes().end());
     if (address_ != nullptr) {
+      memory_ = tensor_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data();
+      offset_ = tensor_.storage_offset();
       strides_.assign(tensor_.strides().begin(), tensor_.strides().end());
     }
   }
 }
 
-bool TensorFacts::as_it_was() const noexcept {
-  const c10::TensorImpl& impl = *tensor_.unsafeGetTensorImpl();
-  return address_ != nullptr && impl.key_set() == keys_ && impl.dtype() == type_ && impl.has_storage() &&
-         impl.sizes() == c10::IntArrayRef(sizes_) && impl.strides() == c10::IntArrayRef(strides_) &&
-         static_cast<const char*>(impl.unsafe_storage().unsafeGetStorageImpl()->data()) +
-                 static_cast<std::size_t>(impl.storage_offset()) * type_.itemsize() ==
-             address_;
-}
-
 FactsChange TensorFacts::change() const noexcept {
   FactsChange change;
   if (!tensor_.defined()) {
-    return change;
-  }
-  if (as_it_was()) {
-    change.requires_grad = tensor_.unsafeGetTensorImpl()->requires_grad() != requires_grad_;
     return change;
   }
   const void* const address = address_of(tensor_);
@@ -176,7 +165,72 @@ bool ModuleFacts::same_members(const Entry& entry) noexcept {
          same_items(buffers, entry.tensors.data() + entry.parameters, identity);
 }
 
+FactsChange ModuleFacts::members_change() const noexcept {
+  FactsChange change;
+  change.identity = !std::all_of(entries_.begin(), entries_.end(), same_members);
+  return change;
+}
+
+bool ModuleFacts::same_child(const Place& place) const noexcept {
+  const Entry& parent = entries_[place.parent];
+  const auto& children = Members::children(*parent.module);
+  return children.size() == parent.children.size() &&
+         children[place.child].value().get() == parent.children[place.child];
+}
+
+void ModuleFacts::attend_to(const std::vector<TensorFacts>& read) {
+  attends_ = true;
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    flags_.push_back({&Members::training(*entry.module), entry.training});
+    if (!entry.options.empty()) {
+      with_options_.push_back(i);
+    }
+    if (std::any_of(read.begin(), read.end(), [&](const TensorFacts& tensor) {
+          return std::find(entry.tensors.begin(), entry.tensors.end(), identity(tensor.tensor())) !=
+                 entry.tensors.end();
+        })) {
+      attended_.push_back(i);
+      attend_to_way(i);
+    }
+  }
+}
+
+void ModuleFacts::attend_to_way(std::size_t index) {
+  for (std::size_t parent = 0; parent < entries_.size(); ++parent) {
+    const std::vector<const void*>& children = entries_[parent].children;
+    for (std::size_t child = 0; child < children.size(); ++child) {
+      const Place place{parent, child};
+      if (children[child] == entries_[index].module.get() &&
+          std::find(ways_.begin(), ways_.end(), place) == ways_.end()) {
+        ways_.push_back(place);
+        attend_to_way(parent);
+      }
+    }
+  }
+}
+
+FactsChange ModuleFacts::attended_change() const noexcept {
+  FactsChange change;
+  if (!std::all_of(ways_.begin(), ways_.end(), [&](const Place& place) { return same_child(place); }) ||
+      !std::all_of(attended_.begin(), attended_.end(), [&](std::size_t i) { return same_members(entries_[i]); })) {
+    change.identity = true;
+    return change;  // what stood there may not be looked at
+  }
+  for (const Flag& flag : flags_) {
+    change.training = change.training || *flag.now != flag.before;
+  }
+  for (const std::size_t i : with_options_) {
+    change.options = change.options || !entries_[i].options.same();
+  }
+  change |= tensors_change();
+  return change;
+}
+
 FactsChange ModuleFacts::change() const noexcept {
+  if (attends_) {
+    return attended_change();
+  }
   FactsChange change;
   for (const Entry& entry : entries_) {
     if (!same_members(entry)) {
@@ -193,7 +247,7 @@ FactsChange ModuleFacts::change() const noexcept {
 FactsChange ModuleFacts::tensors_change() const noexcept {
   FactsChange change;
   for (const TensorFacts& tensor : tensors_) {
-    change |= tensor.change();
+    tensor.add_change(change);
   }
   return change;
 }

@@ -37,6 +37,12 @@ class TensorFacts {
   explicit TensorFacts(at::Tensor tensor);
   /// Allocates nothing.
   [[nodiscard]] FactsChange change() const noexcept;
+  /// Adds it to `all`. Where nothing changed, as nearly always, this is all that a replay pays for a tensor.
+  void add_change(FactsChange& all) const noexcept {
+    if (!as_it_was() || flag_changed()) [[unlikely]] {
+      all |= change();
+    }
+  }
   [[nodiscard]] const at::Tensor& tensor() const noexcept { return tensor_; }
   [[nodiscard]] bool requires_grad() const noexcept { return requires_grad_; }
   void expect_requires_grad(bool requires_grad) noexcept { requires_grad_ = requires_grad; }
@@ -44,18 +50,42 @@ class TensorFacts {
   [[nodiscard]] std::string difference() const;
 
  private:
-  /// True where a tensor with memory is in nothing another: what nearly all replays find, without the search for what changed.
-  [[nodiscard]] bool as_it_was() const noexcept;
+  /// True where a tensor with memory is in nothing another, but for the flag: what nearly all replays find, without the search for
+  /// what changed.
+  [[nodiscard]] bool as_it_was() const noexcept {
+    const c10::TensorImpl& impl = *tensor_.unsafeGetTensorImpl();
+    return address_ != nullptr && impl.key_set() == keys_ && impl.dtype() == type_ && impl.has_storage() &&
+           impl.unsafe_storage().unsafeGetStorageImpl()->data() == memory_ && impl.storage_offset() == offset_ &&
+           same_numbers(impl.sizes(), sizes_) && same_numbers(impl.strides(), strides_);
+  }
+  [[nodiscard]] bool flag_changed() const noexcept {
+    return tensor_.unsafeGetTensorImpl()->requires_grad() != requires_grad_;
+  }
+  using Numbers = c10::SmallVector<std::int64_t, 4>;
+  [[nodiscard]] static bool same_numbers(c10::IntArrayRef now, const Numbers& before) noexcept {
+    if (now.size() != before.size()) {
+      return false;
+    }
+    for (std::size_t i = 0; i < now.size(); ++i) {  // so few that a call of memcmp costs more
+      if (now[i] != before[i]) {
+        return false;
+      }
+    }
+    return true;
+  }
 
+  // In the order in which a replay looks at them.
   at::Tensor tensor_;
   const void* address_ = nullptr;  ///< null where there is no memory of one address (undefined, sparse)
-  c10::ScalarType dtype_ = c10::ScalarType::Undefined;
-  c10::Device device_ = c10::Device(c10::DeviceType::CPU);
-  c10::SmallVector<std::int64_t, 4> sizes_;
-  c10::SmallVector<std::int64_t, 4> strides_;
-  c10::DispatchKeySet keys_;  ///< layout, device, conjugate and negative bits
+  c10::DispatchKeySet keys_;       ///< layout, device, conjugate and negative bits
+  const void* memory_ = nullptr;   ///< of its storage, where `address_` lies
+  std::int64_t offset_ = 0;        ///< of its first element there
   caffe2::TypeMeta type_;
   bool requires_grad_ = false;
+  c10::ScalarType dtype_ = c10::ScalarType::Undefined;
+  c10::Device device_ = c10::Device(c10::DeviceType::CPU);
+  Numbers sizes_;
+  Numbers strides_;
 };
 
 /// A tree of modules as it was: which modules, parameters and buffers are registered where, their flags and options, and how the
@@ -69,6 +99,17 @@ class ModuleFacts {
   explicit ModuleFacts(std::shared_ptr<const torch::nn::Module> root, bool with_tensors = true);
 
   [[nodiscard]] FactsChange change() const noexcept;
+  /// Of which modules, parameters and buffers are registered where, alone.
+  [[nodiscard]] FactsChange members_change() const noexcept;
+  /// A plain function may reach all modules of its model, and a model of as many modules as calls would cost each call a look at all
+  /// of them. From now on `change` looks at the members of those that have one of `read`, and at the way to them from the root; at
+  /// training flags and options of all.
+  void attend_to(const std::vector<TensorFacts>& read);
+  [[nodiscard]] bool attends() const noexcept { return attends_; }
+  /// Null where there is none.
+  [[nodiscard]] const torch::nn::Module* root() const noexcept {
+    return entries_.empty() ? nullptr : entries_.front().module.get();
+  }
   /// Of the tensors alone, which are held: no module is looked at.
   [[nodiscard]] FactsChange tensors_change() const noexcept;
   /// Takes the flags (training, requires_grad) that `earlier` has of the same modules and tensors.
@@ -93,11 +134,31 @@ class ModuleFacts {
     std::vector<const void*> tensors;  ///< parameters, then buffers
     std::size_t parameters;
   };
+  /// A place among the submodules of one.
+  struct Place {
+    std::size_t parent = 0;  ///< among the entries
+    std::size_t child = 0;   ///< among its children
+    bool operator==(const Place& other) const noexcept = default;
+  };
+  /// A module's training flag, which lives as long as the module.
+  struct Flag {
+    const bool* now = nullptr;
+    bool before = false;
+  };
   void add(const std::shared_ptr<const torch::nn::Module>& module, const std::string& name, bool with_tensors);
   [[nodiscard]] static bool same_members(const Entry& entry) noexcept;
+  [[nodiscard]] bool same_child(const Place& place) const noexcept;
+  void attend_to_way(std::size_t index);
+  [[nodiscard]] FactsChange attended_change() const noexcept;
 
   std::vector<Entry> entries_;  ///< each module once, parents first
   std::vector<TensorFacts> tensors_;
+  // See attend_to: indices of entries.
+  bool attends_ = false;
+  std::vector<std::size_t> attended_;
+  std::vector<Place> ways_;
+  std::vector<std::size_t> with_options_;
+  std::vector<Flag> flags_;
 };
 
 /// Modules train, and leaves require gradients, as `facts` say, for its lifetime.

@@ -1,6 +1,7 @@
 #include "graphs/replay/replay_node.h"
 
 #include <algorithm>
+#include <typeinfo>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
@@ -13,6 +14,11 @@
 
 namespace sidestream {
 namespace {
+
+/// The node as one of a graphed call, or null.
+const ReplayNode* as_replay(const torch::autograd::Node* node) noexcept {
+  return node != nullptr && typeid(*node) == typeid(ReplayNode) ? static_cast<const ReplayNode*>(node) : nullptr;
+}
 
 /// True when others than `node` get to see its gradient: hooks, or the caller of autograd::grad.
 bool seen_by_others(torch::autograd::Node& node) {
@@ -50,7 +56,7 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
   // Static gradients between two calls of a chain: a later replay uses their memory again.
   for (const auto i : c10::irange(of_inputs_)) {
     torch::autograd::Node* next = next_edge(i).function.get();
-    if (dynamic_cast<const ReplayNode*>(next) != nullptr && results[i].defined() && seen_by_others(*next)) {
+    if (as_replay(next) != nullptr && results[i].defined() && seen_by_others(*next)) {
       results[i] = results[i].clone();
     }
   }
@@ -80,16 +86,13 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
   Layer& layer = layers_[index];
   auto node = std::make_shared<ReplayNode>(shared_from_this(), index, layer.generation);
   torch::autograd::edge_list edges;
-  edges.reserve(inputs.size() + layer.parameters.size());
-  for (const auto i : c10::irange(inputs.size())) {
+  edges.reserve(layer.inputs_with_gradient.size() + layer.parameters.size());
+  for (const std::size_t i : layer.inputs_with_gradient) {
     StaticInput& input = layer.inputs[i];
-    input.grad_direct = false;
-    if (input.requires_grad) {
-      edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
-      const auto* from = dynamic_cast<const ReplayNode*>(edges.back().function.get());
-      input.grad_direct =
-          input.grad_is_seed && from != nullptr && from->chain_.get() == this && from->layer_ == input.from->layer;
-    }
+    edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
+    const auto* from = as_replay(edges.back().function.get());
+    input.grad_direct =
+        input.grad_is_seed && from != nullptr && from->chain_.get() == this && from->layer_ == input.from->layer;
   }
   node->of_inputs_ = edges.size();
   for (const LayerParameter& parameter : layer.parameters) {
@@ -110,6 +113,7 @@ bool Chain::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
   if (inputs.size() != layer.inputs.size()) {
     return false;
   }
+  AliasesInTurn all_aliases(inputs);
   for (const auto i : c10::irange(inputs.size())) {
     const StaticInput& held = layer.inputs[i];
     const at::Tensor& given = inputs[i];
@@ -125,9 +129,10 @@ bool Chain::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
     if (layer.casts && held.requires_grad && has_shared_cast(given) != layer.spec.inputs[i].shared_cast) {
       return false;
     }
-    if (const auto& aliases = layer.spec.inputs[i].aliases; aliases && given.defined()) {
-      if (!(InputAliases::of(inputs, i) == *aliases) ||
-          (!held.from && given.is_non_overlapping_and_dense() && !same_layout(given, held.tensor))) {
+    if (const auto& aliases = layer.spec.inputs[i].aliases; aliases) {  // of a call all arguments have them, or none
+      const InputAliases now = all_aliases.next();
+      if (given.defined() && (!(now == *aliases) || (!held.from && given.is_non_overlapping_and_dense() &&
+                                                     !same_layout(given, held.tensor)))) {
         return false;
       }
     }

@@ -7,11 +7,8 @@
 namespace sidestream {
 
 void stamp_versions(Layer& layer, c10::ArrayRef<at::Tensor> inputs, const detail::TensorBuffer& outputs) {
-  for (const auto i : c10::irange(layer.inputs.size())) {
-    StaticInput& input = layer.inputs[i];
-    if (input.saved && input.from) {  // else it was copied: the caller's own may change
-      input.version = VersionStamp(inputs[i]);
-    }
+  for (const std::size_t i : layer.stamped_inputs) {  // what else is saved was copied: the caller's own may change
+    layer.inputs[i].version = VersionStamp(inputs[i]);
   }
   for (const auto i : c10::irange(layer.outputs.size())) {
     StaticOutput& output = layer.outputs[i];
@@ -26,9 +23,8 @@ void check_versions(const Layer& layer) {
     throw UsageError("graphed call \"" + layer.spec.name + "\": " + what + std::to_string(index) +
                      " was changed in place before its backward, " + why + ": clone it before the in-place operation");
   };
-  for (const auto i : c10::irange(layer.inputs.size())) {
-    const StaticInput& input = layer.inputs[i];
-    if (input.saved && input.from && !input.version.unchanged()) {
+  for (const std::size_t i : layer.stamped_inputs) {
+    if (!layer.inputs[i].version.unchanged()) {
       changed("input ", i, "which needs it");
     }
   }
