@@ -2,10 +2,13 @@
 
 #include <cctype>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "graphs/engine/graph_drawing.h"
 #include "sidestream/error.h"
@@ -21,9 +24,24 @@ void make_folder(const std::string& folder) {
       throw UsageError("the folder \"" + path + "\" for drawings of graphs cannot be made: " + std::strerror(errno));
     }
     if (end == std::string::npos) {
-      return;
+      break;
     }
   }
+}
+
+/// A name beside `path` that no other process uses.
+std::string partial_name(const std::string& path) { return path + "." + std::to_string(getpid()) + ".partial"; }
+
+/// A folder that takes no file is refused before there is something to lose.
+void check_folder(const std::string& folder) {
+  const std::string probe = partial_name(folder + "/graphs");
+  const int descriptor = open(probe.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+  if (descriptor < 0) {
+    throw UsageError("the folder \"" + folder +
+                     "\" for drawings of graphs cannot be written to: " + std::strerror(errno));
+  }
+  close(descriptor);
+  unlink(probe.c_str());
 }
 
 std::string file_name(std::size_t chain, std::size_t layer, const std::string& call, bool backward) {
@@ -36,13 +54,17 @@ std::string file_name(std::size_t chain, std::size_t layer, const std::string& c
   return name + (backward ? "_backward.dot" : "_forward.dot");
 }
 
+/// The file is there whole, or as it was.
 void write_text(const std::string& path, const std::string& text) {
+  const std::string partial = partial_name(path);
   errno = 0;
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  std::ofstream file(partial, std::ios::binary | std::ios::trunc);
   file << text;
   file.close();
-  if (!file) {
-    throw UsageError("the drawing of a graph cannot be written to \"" + path + "\": " + std::strerror(errno));
+  if (!file || std::rename(partial.c_str(), path.c_str()) != 0) {
+    const int why = errno;
+    unlink(partial.c_str());
+    throw UsageError("the drawing of a graph cannot be written to \"" + path + "\": " + std::strerror(why));
   }
 }
 
@@ -54,6 +76,7 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineC
     throw UsageError("OffloadEngine::write_graphs needs the name of a folder");
   }
   make_folder(folder);
+  check_folder(folder);
   std::vector<std::string> files;
   std::size_t number = 0;
   chains.for_each([&](const Chain& chain) {

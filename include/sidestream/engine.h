@@ -73,7 +73,7 @@ class SIDESTREAM_API OffloadEngine {
   /// Draws every graph that is captured by now into `folder`, which is made where it is missing: one file a graph, in the language of
   /// Graphviz (`dot -Tsvg FILE`), with the operator and the scope that each node was captured in, events, copies beside the graph and
   /// bytes. Returns the files. Ordering: none; reads no device memory.  Capture: illegal.  Threads: the step's.
-  /// Throws: UsageError where a file cannot be written.
+  /// Throws: UsageError where a file cannot be written, before the first capture too; each file is there whole, or as it was.
   std::vector<std::string> write_graphs(const std::string& folder) const;
 
   /// Drops all captures and the plan: the next step is a sizing pass again. Throws: UsageError inside a step.

@@ -2,13 +2,18 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <set>
 #include <sstream>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
+
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -316,6 +321,40 @@ TEST_F(GraphInspectionTest, AFolderThatCannotBeWrittenIsNamed) {
   const cli::ScratchFolder folder;
   const std::string file = folder.write("file", "").string();
   EXPECT_THROWS(UsageError, "cannot be written to", (void)engine.write_graphs(file));
+}
+
+TEST_F(GraphInspectionTest, AFolderThatTakesNoFileIsRefusedBeforeTheFirstCapture) {
+  const OffloadEngine engine(model_, options());
+  EXPECT_THROWS(UsageError, "the folder \"/proc/self\" for drawings of graphs cannot be written to",
+                (void)engine.write_graphs("/proc/self"));
+}
+
+TEST_F(GraphInspectionTest, ADrawingTakesThePlaceOfAnEarlierOneOrLeavesIt) {
+  const cli::ScratchFolder folder;
+  OffloadEngine engine(model_, options());
+  expect_step_as_plain(&engine, 0);
+  expect_step_as_plain(&engine, 1);
+  const std::vector<std::string> files = engine.write_graphs(folder.path().string());
+  ASSERT_FALSE(files.empty());
+  const char* const first = files.front().c_str();
+  const std::string earlier = folder.write("earlier", "what somebody still reads").string();
+  ASSERT_EQ(unlink(first), 0);
+  ASSERT_EQ(link(earlier.c_str(), first), 0);
+  (void)engine.write_graphs(folder.path().string());
+  expect_whole_drawing(cli::ScratchFolder::read(first));
+  EXPECT_EQ(cli::ScratchFolder::read(earlier), "what somebody still reads");
+  ASSERT_EQ(unlink(first), 0);
+  ASSERT_EQ(mkdir(first, 0777), 0);  // no file takes its place
+  EXPECT_THROWS(UsageError, "cannot be written to \"" + files.front(),
+                (void)engine.write_graphs(folder.path().string()));
+  ASSERT_EQ(rmdir(first), 0);
+  std::size_t left = 0;
+  std::error_code ignored;
+  for (std::filesystem::directory_iterator entry(folder.path(), ignored), end; entry != end; entry.increment(ignored)) {
+    EXPECT_NE(entry->path().extension(), ".partial") << entry->path();
+    ++left;
+  }
+  EXPECT_EQ(left, files.size());  // "earlier" too, and not the first
 }
 
 }  // namespace
