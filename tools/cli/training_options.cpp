@@ -210,10 +210,12 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
           "or gradients differ (--graphs step: losses); 0: off")
       ->type_name("N")
       ->capture_default_str();
-  command.add_flag(
-      "--find-syncs", options.find_syncs,
-      "Find what makes the host wait in steps (values read, results whose shape depends on data, blocking copies, "
-      "synchronisations, and device memory asked of the driver in steady steps), with its place and a remedy");
+  command
+      .add_flag(
+          "--find-syncs", options.find_syncs,
+          "Find what makes the host wait in steps (values read, results whose shape depends on data, blocking copies, "
+          "synchronisations, and memory asked of the driver in steady steps), with its place and a remedy")
+      ->envname("SIDESTREAM_FIND_SYNCS");
   command.add_option("--journal", options.journal, "Write the checked steps' journal (see sidestream check)")
       ->type_name("FILE");
   command
@@ -255,12 +257,14 @@ void validate(const TrainingOptions& options) {
         "--verify-replays without graphs: nothing is replayed; leave it out, or use --graphs step, layer or partial");
   }
   if (options.find_syncs && !options.graphed() && !options.offloads()) {
-    throw UsageError("--find-syncs with neither graphs nor offload: there is no engine, which is what finds them");
+    throw UsageError(
+        "--find-syncs (or SIDESTREAM_FIND_SYNCS=1) with neither graphs nor offload: there is no engine, which is what "
+        "finds them");
   }
   if (options.find_syncs && options.compare) {
     throw UsageError(
-        "--find-syncs with --compare: the comparison reads each gradient on the host in the middle of the step; give "
-        "one of the two");
+        "--find-syncs (or SIDESTREAM_FIND_SYNCS=1) with --compare: the comparison reads each gradient on the host in "
+        "the middle of the step; give one of the two");
   }
   if (!options.schedule.empty()) {
     if (options.device == "cuda") {
