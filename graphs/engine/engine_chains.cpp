@@ -71,6 +71,7 @@ std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs
   }
   check_graph_options(options, resources_.runtime->current_stream());
   const SyncFinder::Pause captures;
+  SyncFinder::unsettle();
   const CaptureModesGuard modes(resources_.runtime->device().type());
   const CallContext::OnThread on_thread(context_);
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);

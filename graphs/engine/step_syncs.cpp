@@ -27,6 +27,7 @@ StepSyncs::StepSyncs(c10::DeviceType type)
 
 void StepSyncs::begin_step(std::optional<SyncFinder::Step>& step, std::int64_t captures) {
   constexpr std::int64_t kUntilSteady = 2;
+  captures += finder_.unsettled();  // those of other engines, in a step of this one
   steps_alike_ = captures == captures_ ? steps_alike_ + 1 : 0;
   captures_ = captures;
   {

@@ -92,7 +92,7 @@ class Options {
   TORCH_ARG(double, verify_tolerance) = 0;
   /// Finds what makes the host wait in steps: values read on the host (`item`), results whose shape depends on data (`nonzero`), blocking
   /// and pageable copies, synchronisations of events, streams and the device, and, in steps that are like the one before, device
-  /// memory asked of the driver. Report::syncs says where, how often, and what to use instead. What the library itself waits for, and
+  /// memory asked of the driver and host memory pinned. Report::syncs says where, how often, and what to use instead. What the library itself waits for, and
   /// other threads' waits, are no findings. Every operator costs some more time. The environment variable SIDESTREAM_FIND_SYNCS=1 sets
   /// it where it is not set here. Off: no cost.
   TORCH_ARG(bool, find_syncs) = false;

@@ -92,10 +92,10 @@ struct Finding {
 /// How many finders there are: the listener is set while there is one.
 class Listening {
  public:
-  static void add(host_waits::Heard heard) {
+  static void add(const host_waits::Listener* listener) {
     const std::lock_guard lock(mutex());
     if (finders()++ == 0) {
-      host_waits::set_listener(heard);
+      host_waits::set_listener(listener);
     }
   }
   static void remove() {
@@ -122,7 +122,9 @@ struct SyncFinder::State {
   c10::DeviceType type = c10::DeviceType::CPU;
   Place place;
   std::function<void(OperatorEdge)> passed;
+  const Backend* backend = nullptr;
   std::string shortcoming;  ///< what the backend cannot tell
+  std::atomic<std::int64_t> unsettled{0};
 
   mutable std::mutex mutex;
   std::map<Key, Finding> findings;
@@ -133,7 +135,7 @@ struct SyncFinder::State {
 /// What hangs in a thread's chain: a step, or a pause, for which `state` is null.
 struct SyncFinder::Link final : c10::DebugInfoBase {
   std::shared_ptr<State> state;
-  bool steady = false;
+  std::atomic<bool> steady{false};
   std::thread::id thread = std::this_thread::get_id();
   std::shared_ptr<Link> outer;  ///< finds again when this one has ended and could not be taken out
   std::atomic<bool> active{true};
@@ -162,6 +164,13 @@ struct SyncFinder::Link final : c10::DebugInfoBase {
 
 /// What LibTorch and the backends call.
 struct SyncFinderHears {
+  static bool listens() noexcept {
+    if (hearing) {
+      return false;
+    }
+    const auto link = SyncFinder::Link::current();
+    return link != nullptr && link->state != nullptr;
+  }
   static void wait(c10::DeviceType type, HostWait told, const char* call) noexcept {
     if (hearing) {
       return;
@@ -204,11 +213,14 @@ struct SyncFinderHears {
 
   static void count(const SyncFinder::Link& link, c10::DeviceType type, HostWait told, const char* call) {
     SyncFinder::State& state = *link.state;
-    if (type != state.type || (told == HostWait::allocation && !link.steady)) {
+    const bool asks_memory = told == HostWait::allocation || told == HostWait::pinning;
+    // Libraries below operators wait for the device where they set themselves up: cuBLAS for each thread's handle.
+    const bool may_set_up = told == HostWait::device && operators.any();
+    if (type != state.type || ((asks_memory || may_set_up) && !link.steady.load(std::memory_order_relaxed))) {
       return;
     }
-    // However often an operator waits while it runs, it is one thing to mend.
-    if (told != HostWait::allocation && operators.any() && !operators.waits()) {
+    // However often an operator waits while it runs, it is one thing to mend; the memory that it asks for is another.
+    if (!asks_memory && operators.any() && !operators.waits()) {
       return;
     }
     const char* const innermost = operators.any() ? operators.innermost() : told == HostWait::result ? call : "";
@@ -242,13 +254,31 @@ SyncFinder::SyncFinder(c10::DeviceType type, Place place, std::function<void(Ope
   state_->place = std::move(place);
   state_->passed = std::move(passed);
   (void)CallStack::here(0);  // the first one of a process loads what unwinds
-  if (const Backend* backend = find_backend(type); backend != nullptr && backend->tell_waits != nullptr) {
-    state_->shortcoming = backend->tell_waits();
+  state_->backend = find_backend(type);
+  if (state_->backend != nullptr && state_->backend->tell_waits != nullptr) {
+    state_->shortcoming = state_->backend->tell_waits();
   }
-  Listening::add(&SyncFinderHears::wait);
+  static constexpr host_waits::Listener kListener{&SyncFinderHears::wait, &SyncFinderHears::listens};
+  Listening::add(&kListener);
 }
 
-SyncFinder::~SyncFinder() { Listening::remove(); }
+SyncFinder::~SyncFinder() {
+  Listening::remove();
+  if (state_->backend != nullptr && state_->backend->leave_waits != nullptr) {
+    state_->backend->leave_waits();
+  }
+}
+
+void SyncFinder::unsettle() {
+  for (std::shared_ptr<Link> link = Link::current(); link != nullptr; link = link->outer) {
+    if (link->state != nullptr) {
+      link->steady.store(false, std::memory_order_relaxed);
+      link->state->unsettled.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+}
+
+std::int64_t SyncFinder::unsettled() const { return state_->unsettled.load(std::memory_order_relaxed); }
 
 SyncFinder::Step::Step(SyncFinder& finder, bool steady) : link_(Link::make(finder.state_)) {
   link_->steady = steady;

@@ -44,6 +44,11 @@ class SyncFinder {
   /// library's own doing.
   class [[nodiscard]] Pause;
 
+  /// From here on the steps of the calling thread, of all engines, are not steady: a capture takes memory that they had.
+  static void unsettle();
+  /// How often this finder's steps have been so until now.
+  [[nodiscard]] std::int64_t unsettled() const;
+
   /// Distinct findings, the most frequent first, and how many more were counted and are not among them.
   void add_to(Report& report) const;
 
@@ -56,7 +61,7 @@ class SyncFinder {
 
 class SyncFinder::Step {
  public:
-  /// `steady`: allocations are findings too.
+  /// `steady`: allocations of device memory and of pinned memory are findings too, and waits for the device inside of operators.
   Step(SyncFinder& finder, bool steady);
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;

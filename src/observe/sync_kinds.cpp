@@ -26,6 +26,8 @@ SyncKind sync_kind(HostWait told, std::string_view innermost) {
   switch (told) {
     case HostWait::allocation:
       return SyncKind::allocation;
+    case HostWait::pinning:
+      return SyncKind::pinning;
     case HostWait::event:
       return SyncKind::event;
     case HostWait::device:
@@ -68,6 +70,8 @@ const char* name_of(SyncKind kind) {
       return "device synchronisation";
     case SyncKind::allocation:
       return "device allocation";
+    case SyncKind::pinning:
+      return "pinning of host memory";
   }
   return "";
 }
@@ -106,6 +110,9 @@ const char* remedy_for(SyncKind kind) {
              "driver: keep sizes the same (pad, fixed capacity), do not release cached memory in steps, and keep on "
              "the device what is "
              "made anew in each step";
+    case SyncKind::pinning:
+      return "memory is pinned, and unpinned, behind all work of the device, and slowly: pin buffers once, before the "
+             "steps, and use them again (pin_memory() keeps freed ones of the same size)";
   }
   return "";
 }

@@ -15,7 +15,8 @@ enum class SyncKind : std::uint8_t {
   event,
   stream,
   device,
-  allocation
+  allocation,
+  pinning
 };
 
 /// The kind of a wait that `told` names, in the operator `innermost`, empty outside of all operators: a GPU tells what its driver is

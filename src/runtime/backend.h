@@ -34,9 +34,10 @@ struct Backend {
   std::shared_ptr<Runtime> (*make_runtime)(c10::Device device) = nullptr;
   /// Tells DeviceListeners from here on what LibTorch itself asks of its devices; later calls do nothing.
   void (*observe)() = nullptr;
-  /// Tells `host_waits` from here on of waits past every Runtime; later calls do nothing. Gives in words what it cannot hear, with
-  /// the remedy; empty where it hears all.
+  /// Tells `host_waits` from here on of waits past every Runtime, until `leave_waits` was called as often. Gives in words what it
+  /// cannot hear, with the remedy; empty where it hears all.
   std::string (*tell_waits)() = nullptr;
+  void (*leave_waits)() noexcept = nullptr;
 };
 
 /// Makes a backend known for the life of the process: a static object beside the backend. A second backend of one device type

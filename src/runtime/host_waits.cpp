@@ -5,7 +5,7 @@
 namespace sidestream {
 namespace {
 
-std::atomic<host_waits::Heard> listener{nullptr};
+std::atomic<const host_waits::Listener*> listener{nullptr};
 
 }  // namespace
 
@@ -13,12 +13,17 @@ thread_local constinit int OwnWaits::depth_ = 0;
 
 namespace host_waits {
 
-void set_listener(Heard heard) noexcept { listener.store(heard, std::memory_order_release); }
+void set_listener(const Listener* now) noexcept { listener.store(now, std::memory_order_release); }
+
+bool heard() noexcept {
+  const Listener* const now = listener.load(std::memory_order_acquire);
+  return now != nullptr && !OwnWaits::active() && now->listens();
+}
 
 void tell(c10::DeviceType type, HostWait kind, const char* call) noexcept {
-  const Heard heard = listener.load(std::memory_order_acquire);
-  if (heard != nullptr && !OwnWaits::active()) {
-    heard(type, kind, call);
+  const Listener* const now = listener.load(std::memory_order_acquire);
+  if (now != nullptr && !OwnWaits::active()) {
+    now->heard(type, kind, call);
   }
 }
 

@@ -16,17 +16,25 @@ enum class HostWait : std::uint8_t {
   stream,
   device,
   allocation,  ///< of device memory, which the caching allocator did not have
+  pinning,     ///< of host memory that was not pinned yet, or the end of it
 };
 
 /// What backends tell of waits past every Runtime, and who hears of them. Process-wide, as LibTorch's seams are.
 namespace host_waits {
 
-/// Called on the thread that waits, before it does, maybe under a lock of the device: it must not call the device back.
-/// `call` is the operator's or the driver's name for it; it lives as long as the process.
-using Heard = void (*)(c10::DeviceType type, HostWait kind, const char* call) noexcept;
+/// Who hears. Lives as long as the process.
+struct Listener {
+  /// Called on the thread that waits, before it does, maybe under a lock of the device: it must not call the device back.
+  /// `call` is the operator's or the driver's name for it; it lives as long as the process.
+  void (*heard)(c10::DeviceType type, HostWait kind, const char* call) noexcept;
+  /// Whether it wants to hear of the calling thread now.
+  bool (*listens)() noexcept;
+};
 
-/// From here on `heard` is told, null: nobody. Threads: any.
-SIDESTREAM_API void set_listener(Heard heard) noexcept;
+/// From here on `listener` is told, null: nobody. Threads: any.
+SIDESTREAM_API void set_listener(const Listener* listener) noexcept;
+/// For backends: whether somebody would hear of the calling thread, before they find out what to tell. Allocates nothing.
+[[nodiscard]] SIDESTREAM_API bool heard() noexcept;
 /// For backends. With no listener it costs one load; nothing is told while an OwnWaits of the thread lives.
 SIDESTREAM_API void tell(c10::DeviceType type, HostWait kind, const char* call) noexcept;
 

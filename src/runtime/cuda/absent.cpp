@@ -17,8 +17,10 @@ std::shared_ptr<Runtime> make(c10::Device device) {
 void observe() {}
 
 std::string tell_waits() { return {}; }
+void leave_waits() noexcept {}
 
-const BackendRegistration registration({"cuda", c10::DeviceType::CUDA, false, availability, make, observe, tell_waits});
+const BackendRegistration registration({"cuda", c10::DeviceType::CUDA, false, availability, make, observe, tell_waits,
+                                        leave_waits});
 
 }  // namespace
 }  // namespace sidestream::cuda

@@ -2,20 +2,17 @@
 #include "runtime/cuda/driver_calls.h"
 
 #include <atomic>
+#include <cstddef>
 #include <mutex>
+#include <utility>
 
 #include "runtime/cuda/libtorch_order.h"
 
 #if __has_include(<cupti_callbacks.h>)
-#include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <cupti_callbacks.h>
-#include <cupti_driver_cbid.h>
-#include <cupti_runtime_cbid.h>
 #include <dlfcn.h>
-#include <generated_cuda_runtime_api_meta.h>
 
-#include "runtime/host_waits.h"
+#include "runtime/cuda/heard_calls.h"
 #endif
 
 namespace sidestream::cuda {
@@ -25,206 +22,168 @@ std::atomic<bool> libtorch_tells{false};
 
 #if __has_include(<cupti_callbacks.h>)
 
-// As CUPTI's generated_cuda_meta.h has them, which does not compile beside cuda.h alone.
-struct CopyToDeviceParameters {
-  CUdeviceptr device;
-  const void* host;
-};
-struct CopyToHostParameters {
-  void* host;
-};
-
-/// One call of the runtime or the driver that is heard.
-struct HeardCall {
-  CUpti_CallbackDomain domain;
-  CUpti_CallbackId id;
-  HostWait kind;
-};
-
-constexpr auto kRuntime = CUPTI_CB_DOMAIN_RUNTIME_API;
-constexpr auto kDriver = CUPTI_CB_DOMAIN_DRIVER_API;
-
-constexpr HeardCall kHeard[] = {
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaStreamSynchronize_v3020, HostWait::stream},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaStreamSynchronize_ptsz_v7000, HostWait::stream},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaEventSynchronize_v3020, HostWait::event},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaDeviceSynchronize_v3020, HostWait::device},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy_v3020, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy_ptds_v7000, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy2D_v3020, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy2D_ptds_v7000, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy3D_v3020, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy3D_ptds_v7000, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyToSymbol_v3020, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyToSymbol_ptds_v7000, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyFromSymbol_v3020, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyFromSymbol_ptds_v7000, HostWait::blocking_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyAsync_v3020, HostWait::pageable_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyAsync_ptsz_v7000, HostWait::pageable_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy2DAsync_v3020, HostWait::pageable_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpy2DAsync_ptsz_v7000, HostWait::pageable_copy},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMalloc_v3020, HostWait::allocation},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMallocPitch_v3020, HostWait::allocation},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMallocManaged_v6000, HostWait::allocation},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaFree_v3020, HostWait::device},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaMallocHost_v3020, HostWait::device},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaHostAlloc_v3020, HostWait::device},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaHostRegister_v4000, HostWait::device},
-    {kRuntime, CUPTI_RUNTIME_TRACE_CBID_cudaFreeHost_v3020, HostWait::device},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuStreamSynchronize, HostWait::stream},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuStreamSynchronize_ptsz, HostWait::stream},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuEventSynchronize, HostWait::event},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuCtxSynchronize, HostWait::device},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuMemcpy, HostWait::blocking_copy},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuMemcpyHtoD_v2, HostWait::blocking_copy},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuMemcpyDtoH_v2, HostWait::blocking_copy},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuMemcpyHtoDAsync_v2, HostWait::pageable_copy},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuMemcpyHtoDAsync_v2_ptsz, HostWait::pageable_copy},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuMemcpyDtoHAsync_v2, HostWait::pageable_copy},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuMemcpyDtoHAsync_v2_ptsz, HostWait::pageable_copy},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuMemAlloc_v2, HostWait::allocation},
-    {kDriver, CUPTI_DRIVER_TRACE_CBID_cuMemCreate, HostWait::allocation},
-};
-
-/// The runtime calls the driver: what is inside of a call that was told is part of it.
-thread_local int inside = 0;
-
-bool is_pageable(const void* host) noexcept {
+// CUPTI lets a callback of an API call ask the driver, and calls nothing back for it. It is asked only for a thread that somebody listens
+// to, and only for addresses whose kind the call leaves open.
+CopyEnd end_at(const void* address) noexcept {
   cudaPointerAttributes attributes{};
-  const cudaError_t status = cudaPointerGetAttributes(&attributes, host);
-  if (status != cudaSuccess) {
+  if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
     (void)cudaGetLastError();
-    return false;
+    return CopyEnd::managed;  // not known: a finding only where a call waits for whatever memory it is
   }
-  return attributes.type == cudaMemoryTypeUnregistered;
+  switch (attributes.type) {
+    case cudaMemoryTypeUnregistered:
+      return CopyEnd::pageable;
+    case cudaMemoryTypeHost:
+      return CopyEnd::pinned;
+    case cudaMemoryTypeDevice:
+      return CopyEnd::device;
+    case cudaMemoryTypeManaged:
+      break;
+  }
+  return CopyEnd::managed;
 }
 
-/// The sides of an asynchronous copy; null where a call has none that may be the host's.
-bool copies_pageable(const HeardCall& call, const void* parameters) noexcept {
-  const void* sides[2] = {nullptr, nullptr};
-  if (call.domain == kRuntime) {
-    if (call.id == CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyAsync_v3020 ||
-        call.id == CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyAsync_ptsz_v7000) {  // the same parameters
-      const auto& copy = *static_cast<const cudaMemcpyAsync_v3020_params*>(parameters);
-      if (copy.kind != cudaMemcpyDeviceToDevice) {
-        sides[0] = copy.dst;
-        sides[1] = copy.src;
+void CUPTIAPI on_call(void* subscription, CUpti_CallbackDomain domain, CUpti_CallbackId id, const void* data) {
+  hear_call(reinterpret_cast<std::uintptr_t>(subscription), {domain, id}, *static_cast<const CUpti_CallbackData*>(data),
+            &end_at);
+}
+
+/// What is used of CUPTI, which nothing is linked against.
+struct Cupti {
+  decltype(&cuptiSubscribe) subscribe = nullptr;
+  decltype(&cuptiEnableCallback) enable = nullptr;
+  decltype(&cuptiUnsubscribe) unsubscribe = nullptr;
+  decltype(&cuptiGetResultString) words = nullptr;
+
+  /// Empty, or why it cannot be used.
+  std::string load() {
+    // LibTorch's own profiler has loaded it mostly; else it lies beside the CUDA runtime, or where the loader looks.
+    constexpr const char* kLibraries[] = {"libcupti.so.13", "libcupti.so.12", "libcupti.so"};
+    void* library = nullptr;
+    for (const int flags : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
+      for (const char* name : kLibraries) {
+        library = library == nullptr ? dlopen(name, flags) : library;
       }
-    } else {
-      const auto& copy = *static_cast<const cudaMemcpy2DAsync_v3020_params*>(parameters);
-      if (copy.kind != cudaMemcpyDeviceToDevice) {
-        sides[0] = copy.dst;
-        sides[1] = copy.src;
-      }
     }
-  } else if (call.id == CUPTI_DRIVER_TRACE_CBID_cuMemcpyHtoDAsync_v2 ||
-             call.id == CUPTI_DRIVER_TRACE_CBID_cuMemcpyHtoDAsync_v2_ptsz) {
-    sides[0] = static_cast<const CopyToDeviceParameters*>(parameters)->host;
-  } else {
-    sides[0] = static_cast<const CopyToHostParameters*>(parameters)->host;
-  }
-  return (sides[0] != nullptr && is_pageable(sides[0])) || (sides[1] != nullptr && is_pageable(sides[1]));
-}
-
-const HeardCall* find_call(CUpti_CallbackDomain domain, CUpti_CallbackId id) noexcept {
-  for (const HeardCall& call : kHeard) {
-    if (call.domain == domain && call.id == id) {
-      return &call;
+    if (library == nullptr) {
+      return "libcupti.so is not found; put the folder that has it into LD_LIBRARY_PATH: CUDA's extras/CUPTI/lib64, or "
+             "nvidia/cu13/lib beside LibTorch's wheel";
     }
+    find(library, "cuptiSubscribe", subscribe);
+    find(library, "cuptiEnableCallback", enable);
+    find(library, "cuptiUnsubscribe", unsubscribe);
+    find(library, "cuptiGetResultString", words);
+    return subscribe == nullptr || enable == nullptr || unsubscribe == nullptr || words == nullptr
+               ? "the libcupti.so that was found lacks callbacks; install the CUPTI of the CUDA that LibTorch is built "
+                 "with"
+               : "";
   }
-  return nullptr;
-}
-
-void CUPTIAPI on_call(void* /*nothing*/, CUpti_CallbackDomain domain, CUpti_CallbackId id, const void* given) {
-  const auto& data = *static_cast<const CUpti_CallbackData*>(given);
-  if (data.callbackSite == CUPTI_API_EXIT) {
-    inside -= inside > 0 ? 1 : 0;
-    return;
-  }
-  if (inside++ > 0) {
-    return;
-  }
-  const HeardCall* const call = find_call(domain, id);
-  if (call != nullptr && !OwnWaits::active() &&
-      (call->kind != HostWait::pageable_copy || copies_pageable(*call, data.functionParams))) {
-    host_waits::tell(c10::DeviceType::CUDA, call->kind, data.functionName);
-  }
-}
-
-template <class Function>
-Function* symbol(void* library, const char* name) {
-  return reinterpret_cast<Function*>(dlsym(library, name));
-}
-
-/// Empty, or why CUPTI is not heard.
-std::string subscribe() {
-  // LibTorch's own profiler has loaded it mostly; else it lies beside the CUDA runtime, or where the loader looks.
-  constexpr const char* kLibraries[] = {"libcupti.so.13", "libcupti.so.12", "libcupti.so"};
-  void* library = nullptr;
-  for (const int flags : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
-    for (const char* name : kLibraries) {
-      library = library == nullptr ? dlopen(name, flags) : library;
-    }
-  }
-  if (library == nullptr) {
-    return "libcupti is not found (it is in CUDA's extras/CUPTI/lib64, or beside LibTorch's CUDA runtime; put the "
-           "folder into "
-           "LD_LIBRARY_PATH)";
-  }
-  auto* const subscribe = symbol<decltype(cuptiSubscribe)>(library, "cuptiSubscribe");
-  auto* const enable = symbol<decltype(cuptiEnableCallback)>(library, "cuptiEnableCallback");
-  auto* const leave = symbol<decltype(cuptiUnsubscribe)>(library, "cuptiUnsubscribe");
-  auto* const words = symbol<decltype(cuptiGetResultString)>(library, "cuptiGetResultString");
-  if (subscribe == nullptr || enable == nullptr || leave == nullptr || words == nullptr) {
-    return "this libcupti lacks its callbacks (install the CUPTI of the CUDA that LibTorch is built with)";
-  }
-  const auto text_of = [&](CUptiResult result) {
+  [[nodiscard]] std::string text_of(CUptiResult result) const {
     const char* text = nullptr;
-    return std::string(words(result, &text) == CUPTI_SUCCESS && text != nullptr ? text : "an unknown error");
-  };
-  static CUpti_SubscriberHandle subscriber = nullptr;
-  if (const CUptiResult result = subscribe(&subscriber, &on_call, nullptr); result != CUPTI_SUCCESS) {
-    return "CUPTI refuses a subscriber (" + text_of(result) +
-           "; a profiler is attached, perhaps, and takes the only place: run without it)";
+    return words(result, &text) == CUPTI_SUCCESS && text != nullptr ? text : "error " + std::to_string(result);
   }
-  std::string refused;
-  for (const HeardCall& call : kHeard) {
-    if (const CUptiResult result = enable(1, subscriber, call.domain, call.id); result != CUPTI_SUCCESS) {
-      refused = "CUPTI refuses a callback (" + text_of(result) + "; install the CUPTI of LibTorch's CUDA)";
+
+ private:
+  template <class Function>
+  static void find(void* library, const char* name, Function& function) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+  }
+};
+
+/// A place among CUPTI's listeners.
+class Subscription {
+ public:
+  /// Empty, or why there is none, with the remedy.
+  std::string begin() {
+    if (std::string missing = cupti_.load(); !missing.empty()) {
+      return missing;
+    }
+    if (const CUptiResult result = cupti_.subscribe(&handle_, &on_call, reinterpret_cast<void*>(++number_));  // NOLINT
+        result != CUPTI_SUCCESS) {
+      handle_ = nullptr;
+      return "CUPTI takes no listener (" + cupti_.text_of(result) + "); " +
+             (result == CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED
+                  ? "it serves one at a time: run without nsys, ncu, compute-sanitizer, cuda-gdb and LibTorch's "
+                    "profiler"
+                  : "install the CUPTI of the CUDA that LibTorch is built with, which the driver must not be older "
+                    "than");
+    }
+    for (const DriverCall& call : heard_calls()) {
+      if (const CUptiResult result = cupti_.enable(1, handle_, call.domain, call.id); result != CUPTI_SUCCESS) {
+        end();  // else LibTorch's trace and the rest of the callbacks would tell of the same calls
+        return "CUPTI does not tell of call " + std::to_string(call.id) + " (" + cupti_.text_of(result) +
+               "); install the CUPTI of the CUDA that LibTorch is built with";
+      }
+    }
+    return {};
+  }
+  void end() noexcept {
+    if (handle_ != nullptr) {
+      (void)cupti_.unsubscribe(std::exchange(handle_, nullptr));
     }
   }
-  if (!refused.empty()) {
-    (void)leave(subscriber);  // else LibTorch's trace and the rest of the callbacks would tell of the same calls
-  }
-  return refused;
-}
+
+ private:
+  Cupti cupti_;
+  CUpti_SubscriberHandle handle_ = nullptr;
+  std::uintptr_t number_ = 0;
+};
 
 #else
 
-std::string subscribe() { return "this build has no CUPTI headers"; }
+class Subscription {
+ public:
+  [[nodiscard]] std::string begin() const {
+    return "this build had no CUPTI headers; build Sidestream where cupti_callbacks.h is beside cuda.h, or in CUDA's "
+           "extras/CUPTI/include";
+  }
+  void end() const noexcept {}
+};
 
 #endif
+
+/// Who hears driver calls now.
+struct Hearing {
+  std::mutex mutex;
+  std::size_t listeners = 0;
+  Subscription subscription;
+  std::string shortcoming;
+};
+
+Hearing& hearing() {
+  static auto* const instance = new Hearing();  // engines may go after static objects
+  return *instance;
+}
 
 }  // namespace
 
 bool asks_libtorch() noexcept { return libtorch_tells.load(std::memory_order_relaxed); }
 
 std::string hear_driver_calls() {
-  static std::once_flag once;
-  static std::string shortcoming;
-  std::call_once(once, [] {
-    const std::string missing = subscribe();
-    if (!missing.empty()) {
+  Hearing& now = hearing();
+  const std::lock_guard lock(now.mutex);
+  if (now.listeners == 0) {
+    now.shortcoming.clear();
+    if (const std::string missing = now.subscription.begin(); !missing.empty()) {
       hear_libtorch();
-      libtorch_tells.store(true, std::memory_order_relaxed);
-      shortcoming =
+      now.shortcoming =
           "only synchronisations that LibTorch makes are found, and neither calls of CUDA past it, nor pageable copies "
-          "that "
-          "do not block, nor allocations: " +
+          "that do not block, nor allocations: " +
           missing;
     }
-  });
-  return shortcoming;
+    libtorch_tells.store(!now.shortcoming.empty(), std::memory_order_relaxed);
+  }
+  ++now.listeners;
+  return now.shortcoming;
+}
+
+void leave_driver_calls() noexcept {
+  Hearing& now = hearing();
+  const std::lock_guard lock(now.mutex);
+  if (--now.listeners == 0) {
+    now.subscription.end();
+    libtorch_tells.store(false, std::memory_order_relaxed);
+  }
 }
 
 }  // namespace sidestream::cuda

@@ -29,7 +29,7 @@ std::shared_ptr<Runtime> make(c10::Device device) {
 }
 
 const BackendRegistration registration({"cuda", c10::DeviceType::CUDA, false, ask_driver, make, hear_libtorch,
-                                        hear_driver_calls});
+                                        hear_driver_calls, leave_driver_calls});
 
 }  // namespace
 }  // namespace sidestream::cuda

@@ -106,8 +106,10 @@ Availability available() { return {}; }
 void observe() {}  // the device guard always tells
 
 std::string tell_waits() { return {}; }  // as do operators and copies
+void leave_waits() noexcept {}
 
-const BackendRegistration registration({"sim", kDeviceType, true, available, make_runtime_of, observe, tell_waits});
+const BackendRegistration registration({"sim", kDeviceType, true, available, make_runtime_of, observe, tell_waits,
+                                        leave_waits});
 
 }  // namespace
 

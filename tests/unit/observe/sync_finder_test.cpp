@@ -1,5 +1,6 @@
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -67,6 +68,98 @@ TEST_F(SyncFinderTest, AllocationsAreFoundInSteadyStepsOnly) {
     tell(HostWait::allocation);
   }
   EXPECT_EQ(found(finder).syncs_found, 2);
+}
+
+// cuBLAS makes a handle in the first product of a thread, and waits for the device.
+TEST_F(SyncFinderTest, WhatALibrarySetsUpInAnOperatorOfAFirstStepIsNoFinding) {
+  torch::Library library(torch::Library::DEF, "sidestream_handles", std::nullopt, __FILE__, __LINE__);
+  library.def("product(Tensor x) -> Tensor", [](const at::Tensor& x) {
+    tell(HostWait::device);
+    return x;
+  });
+  const auto product = c10::Dispatcher::singleton()
+                           .findSchemaOrThrow("sidestream_handles::product", "")
+                           .typed<at::Tensor(const at::Tensor&)>();
+  SyncFinder finder(kSimType, {}, {});
+  {
+    const SyncFinder::Step step(finder, /*steady=*/false);
+    (void)product.call(sim_tensor_);
+    EXPECT_EQ(found(finder).syncs_found, 0);
+    tell(HostWait::device);
+    EXPECT_EQ(found(finder).syncs_found, 1) << "what the program asks for itself";
+  }
+  const SyncFinder::Step step(finder, /*steady=*/true);
+  (void)product.call(sim_tensor_);
+  EXPECT_EQ(found(finder).syncs_found, 2);
+}
+
+// On a GPU the first item() pins the memory that it reads into.
+TEST_F(SyncFinderTest, PinningHidesNotTheWaitOfItsOperator) {
+  torch::Library library(torch::Library::DEF, "sidestream_pins", std::nullopt, __FILE__, __LINE__);
+  library.def("pins_and_waits(Tensor x) -> Tensor", [](const at::Tensor& x) {
+    tell(HostWait::pinning);
+    tell(HostWait::stream);
+    return x;
+  });
+  const auto pins_and_waits = c10::Dispatcher::singleton()
+                                  .findSchemaOrThrow("sidestream_pins::pins_and_waits", "")
+                                  .typed<at::Tensor(const at::Tensor&)>();
+  const auto kinds = [&](const SyncFinder& finder) {
+    std::multiset<std::string> names;
+    for (const SyncFinding& sync : found(finder).syncs) {
+      names.insert(sync.kind);
+    }
+    return names;
+  };
+  for (const bool steady : {false, true}) {
+    SyncFinder finder(kSimType, {}, {});
+    {
+      const SyncFinder::Step step(finder, steady);
+      (void)pins_and_waits.call(sim_tensor_);
+    }
+    const std::string waits = name_of(SyncKind::data_dependent);
+    EXPECT_EQ(kinds(finder), steady ? (std::multiset<std::string>{waits, name_of(SyncKind::pinning)})
+                                    : (std::multiset<std::string>{waits}));
+  }
+}
+
+TEST_F(SyncFinderTest, WhatACaptureNeedsUnsettlesTheStepsAroundIt) {
+  SyncFinder outer(kSimType, {}, {});
+  SyncFinder inner(kSimType, {}, {});
+  {
+    const SyncFinder::Step around(outer, /*steady=*/true);
+    {
+      const SyncFinder::Step inside(inner, /*steady=*/true);
+      {
+        const SyncFinder::Pause pause;
+        SyncFinder::unsettle();
+      }
+      tell(HostWait::allocation);
+    }
+    tell(HostWait::allocation);
+  }
+  EXPECT_EQ(found(inner).syncs_found, 0);
+  EXPECT_EQ(found(outer).syncs_found, 0);
+  EXPECT_EQ(outer.unsettled(), 1);
+  SyncFinder::unsettle();
+  EXPECT_EQ(outer.unsettled(), 1) << "there is no step";
+}
+
+TEST_F(SyncFinderTest, BackendsAreAskedOnlyForThreadsOfSteps) {
+  EXPECT_FALSE(host_waits::heard());
+  SyncFinder finder(kSimType, {}, {});
+  EXPECT_FALSE(host_waits::heard());
+  const SyncFinder::Step step(finder, false);
+  EXPECT_TRUE(host_waits::heard());
+  {
+    const SyncFinder::Pause pause;
+    EXPECT_FALSE(host_waits::heard());
+  }
+  {
+    const OwnWaits own;
+    EXPECT_FALSE(host_waits::heard());
+  }
+  std::thread([] { EXPECT_FALSE(host_waits::heard()); }).join();
 }
 
 TEST_F(SyncFinderTest, PausesAndOwnWaitsAreSilentAndNest) {
@@ -186,7 +279,7 @@ TEST_F(SyncFinderTest, TheOperatorExplainsWhatTheDriverIsAskedFor) {
 }
 
 TEST_F(SyncFinderTest, EachKindHasANameAndARemedyAndExpertsAreNamed) {
-  for (int k = 0; k <= static_cast<int>(SyncKind::allocation); ++k) {
+  for (int k = 0; k <= static_cast<int>(SyncKind::pinning); ++k) {
     const auto kind = static_cast<SyncKind>(k);
     EXPECT_STRNE(name_of(kind), "");
     EXPECT_GT(std::string(remedy_for(kind)).size(), 20U);
