@@ -1,171 +1,85 @@
 // What makes the host wait on a GPU is found, LibTorch's calls and those past it, with its place (Options::find_syncs).
 #include <cstdint>
-#include <functional>
-#include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
-#include <ATen/ops/index.h>
-#include <ATen/ops/masked_select.h>
-#include <ATen/ops/nonzero.h>
 #include <ATen/ops/rand.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
-#include <torch/nn/module.h>
 
 #include "gpu_fixture.h"
-#include "sidestream/call.h"
+#include "models/waiting_model.h"
+#include "runtime/cuda/driver_calls.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
-#include "sidestream/scope.h"
 
 namespace sidestream::gpu {
 namespace {
 
-/// Where in a step something waits.
-enum class GpuWaitContext : std::uint8_t { eager_call, between, scope, hook, optimizer, other_thread };
+using testing_model::PlantedWait;
+using testing_model::WaitContext;
+using testing_model::WaitingModel;
+using testing_model::WaitKind;
 
-struct GpuWaitKind {
-  const char* label;
-  const char* name;       ///< SyncFinding::kind
-  const char* operation;  ///< SyncFinding::operation; empty: whatever the driver's call is named
-  bool past_libtorch;     ///< heard by CUPTI alone
-  std::function<void(const at::Tensor&)> wait;
-};
-
-std::vector<GpuWaitKind> gpu_wait_kinds() {
+/// Those that LibTorch and CUPTI tell of.
+std::vector<WaitKind> gpu_wait_kinds() {
   static std::int64_t grown = 1;
+  static std::vector<void*> pinned_blocks;  // given back by the end of the process
   const auto guard = [](const at::Tensor& t) { return c10::impl::getDeviceGuardImpl(t.device().type()); };
-  const auto pinned = [] { return at::empty({8, 8}).pin_memory(); };
-  static const at::Tensor kept = pinned();  // pinning waits itself
-  return {
-      {"item", "value read on the host", "aten::item", false, [](const at::Tensor& t) { (void)t.sum().item<float>(); }},
-      {"is_nonzero", "value read on the host", "aten::is_nonzero", false,
-       [](const at::Tensor& t) { (void)t.sum().is_nonzero(); }},
-      {"equal", "value read on the host", "aten::equal", false,
-       [](const at::Tensor& t) { (void)at::equal(t, t.add(1)); }},
-      {"nonzero", "result whose shape depends on data", "aten::nonzero", false,
-       [](const at::Tensor& t) { (void)at::nonzero(t); }},
-      {"masked_select", "result whose shape depends on data", "aten::masked_select", false,
-       [](const at::Tensor& t) { (void)at::masked_select(t, t.gt(0)); }},
-      {"index by a mask", "result whose shape depends on data", "aten::index", false,
-       [](const at::Tensor& t) { (void)at::index(t, {t.gt(0)}); }},
-      {"blocking copy to the host", "blocking copy", "aten::copy_", false, [](const at::Tensor& t) { kept.copy_(t); }},
-      {"blocking copy to the device", "blocking copy", "aten::copy_", false,
-       [](const at::Tensor& t) {
-         (void)at::zeros({8, 8}, t.options()).copy_(kept);
-       }},
-      {"to the CPU", "copy of pageable host memory", "aten::to", false,
-       [](const at::Tensor& t) { (void)t.to(at::kCPU); }},
-      {"pageable copy that is not to block", "copy of pageable host memory", "aten::to", true,
-       [](const at::Tensor& t) {
-         (void)at::zeros({8, 8}).to(t.device(), /*non_blocking=*/true);
-       }},
-      {"event", "event synchronisation", "", false,
+  std::vector<WaitKind> kinds = testing_model::operator_waits();
+  const std::vector<WaitKind> others = {
+      {"event", "event synchronisation", "",
        [guard](const at::Tensor& t) {
          c10::Event event(t.device().type());
          event.record(guard(t)->getStream(t.device()));
          event.synchronize();
        }},
-      {"stream", "stream synchronisation", "", false,
+      {"stream", "stream synchronisation", "",
        [guard](const at::Tensor& t) { guard(t)->getStream(t.device()).synchronize(); }},
-      {"raw stream", "stream synchronisation", "", true,
-       [](const at::Tensor& /*t*/) { ASSERT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess); }},
-      {"raw device", "device synchronisation", "", true,
-       [](const at::Tensor& /*t*/) { ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess); }},
-      {"raw copy", "blocking copy", "", true,
+      {"raw stream", "stream synchronisation", "",
+       [](const at::Tensor& /*t*/) { ASSERT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess); },
+       /*past_libtorch=*/true},
+      {"raw device", "device synchronisation", "",
+       [](const at::Tensor& /*t*/) { ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess); },
+       /*past_libtorch=*/true},
+      {"raw copy", "blocking copy", "",
        [](const at::Tensor& t) {
          float value = 0;
          ASSERT_EQ(cudaMemcpy(&value, t.data_ptr(), sizeof value, cudaMemcpyDeviceToHost), cudaSuccess);
-       }},
-      {"ours", "device synchronisation", "sidestream::synchronize", false,
+       },
+       /*past_libtorch=*/true},
+      {"raw copy of rows", "blocking copy", "",
+       [](const at::Tensor& t) {
+         float values[2] = {};
+         ASSERT_EQ(cudaMemcpy2D(values, 4, t.data_ptr(), 32, 4, 2, cudaMemcpyDeviceToHost), cudaSuccess);
+       },
+       /*past_libtorch=*/true},
+      {"raw pinning", "pinning of host memory", "",
+       [](const at::Tensor& /*t*/) {
+         void* block = nullptr;
+         ASSERT_EQ(cudaHostAlloc(&block, 64, cudaHostAllocDefault), cudaSuccess);
+         pinned_blocks.push_back(block);
+       },
+       /*past_libtorch=*/true},
+      {"ours", "device synchronisation", "sidestream::synchronize",
        [](const at::Tensor& t) { synchronize(t.device()); }},
-      {"allocation", "device allocation", "aten::empty", true,
-       [](const at::Tensor& t) { (void)at::empty({(grown++ << 24) + (std::int64_t{1} << 27)}, t.options()); }},
+      {"allocation", "device allocation", "aten::empty",
+       [](const at::Tensor& t) { (void)at::empty({(grown++ << 24) + (std::int64_t{1} << 27)}, t.options()); },
+       /*past_libtorch=*/true},
   };
+  kinds.insert(kinds.end(), others.begin(), others.end());
+  return kinds;
 }
-
-struct GpuPlantedWait {
-  GpuWaitContext context;
-  std::function<void(const at::Tensor&)> wait;
-};
-const GpuPlantedWait* gpu_planted_wait = nullptr;
-
-void gpu_wait_at(GpuWaitContext context, const at::Tensor& tensor) {
-  if (gpu_planted_wait != nullptr && gpu_planted_wait->context == context) {
-    const c10::AutoGradMode no_grad(false);
-    gpu_planted_wait->wait(tensor.detach());
-  }
-}
-
-class GpuWaitingLayer : public torch::nn::Module {
- public:
-  GpuWaitingLayer() : weight_(register_parameter("weight", at::rand({8, 8}))) {}
-  at::Tensor forward(at::Tensor h) {
-    h = at::tanh(h.matmul(weight_));
-    gpu_wait_at(GpuWaitContext::eager_call, h);
-    return h;
-  }
-
- private:
-  at::Tensor weight_;
-};
-
-class GpuWaitingModel : public torch::nn::Module {
- public:
-  GpuWaitingModel()
-      : front_(register_module("front", std::make_shared<GpuWaitingLayer>())),
-        back_(register_module("back", std::make_shared<GpuWaitingLayer>())) {}
-
-  void train_on(at::Tensor h) {
-    h = call(front_, h);
-    {
-      const at::NoGradGuard no_grad;
-      (void)call(front_, h.detach());
-    }
-    gpu_wait_at(GpuWaitContext::between, h);
-    {
-      const OffloadScope scope("middle");
-      h = h.add(1);
-      h = h.mul(h);
-      gpu_wait_at(GpuWaitContext::scope, h);
-    }
-    if (gpu_planted_wait != nullptr && gpu_planted_wait->context == GpuWaitContext::hook) {
-      h.register_hook([](const at::Tensor& grad) { gpu_wait_at(GpuWaitContext::hook, grad); });
-    }
-    h = call(back_, h);
-    h.sum().backward();
-    if (gpu_planted_wait != nullptr && gpu_planted_wait->context == GpuWaitContext::other_thread) {
-      std::thread([&] { gpu_planted_wait->wait(h.detach()); }).join();
-    }
-    const at::NoGradGuard no_grad;
-    for (const at::Tensor& parameter : parameters()) {
-      parameter.sub_(parameter.grad(), 0.01);
-      parameter.mutable_grad().zero_();
-    }
-    gpu_wait_at(GpuWaitContext::optimizer, h);
-  }
-
- private:
-  std::shared_ptr<GpuWaitingLayer> front_, back_;
-};
 
 class FindSyncsOnGpu : public Gpu {
  protected:
-  void TearDown() override { gpu_planted_wait = nullptr; }
-
   [[nodiscard]] Options searched() const {
     return Options(runtime().device()).graph("front,back").offload("middle").min_bytes(64).find_syncs(true);
   }
-  void steps(GpuWaitingModel& model, OffloadEngine& engine, std::int64_t count) const {
+  void steps(WaitingModel& model, OffloadEngine& engine, std::int64_t count) const {
     for (std::int64_t i = 0; i < count; ++i) {
       const at::Tensor data = at::rand({8, 8}).to(runtime().device()).requires_grad_();
       auto step = engine.step();
@@ -184,48 +98,57 @@ class FindSyncsOnGpu : public Gpu {
 };
 
 TEST_F(FindSyncsOnGpu, TrainingThatNeverWaitsHasNoFindings) {
-  GpuWaitingModel model;
+  WaitingModel model;
   model.to(runtime().device());
   OffloadEngine engine(model, searched().verify_replays(3));
   steps(model, engine, 12);
   EXPECT_EQ(engine.report().syncs_found, 0) << engine.report().json();
 }
 
+// One listener a process: an engine that has gone leaves the place to the next one, and to a profiler.
+TEST_F(FindSyncsOnGpu, CuptiIsTakenWhileEnginesSearchAndThenGivenBack) {
+  WaitingModel model;
+  WaitingModel other;
+  model.to(runtime().device());
+  other.to(runtime().device());
+  for (int i = 0; i < 3; ++i) {
+    OffloadEngine engine(model, searched());
+    OffloadEngine beside(other, searched());
+    EXPECT_TRUE(hears_cupti(engine.report()));
+    EXPECT_TRUE(hears_cupti(beside.report()));
+    steps(model, engine, 1);
+    const PlantedWait planted(WaitContext::between,
+                              [](const at::Tensor& /*t*/) { ASSERT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess); });
+    steps(model, engine, 1);
+    EXPECT_EQ(engine.report().syncs_found, 1) << engine.report().json();
+  }
+  const std::string missing = cuda::hear_driver_calls();
+  EXPECT_EQ(missing, "");
+  cuda::leave_driver_calls();
+}
+
 TEST_F(FindSyncsOnGpu, EveryKindIsFoundInEveryContextWithItsPlaceAndCount) {
-  struct Place {
-    GpuWaitContext context;
-    const char* call;
-    const char* scope;
-    bool in_backward;
-  };
-  const std::vector<Place> places = {
-      {GpuWaitContext::eager_call, "front", "front", false},
-      {GpuWaitContext::between, "", "", false},
-      {GpuWaitContext::scope, "", "middle", false},
-      {GpuWaitContext::hook, "", "", true},
-      {GpuWaitContext::optimizer, "", "", false},
-  };
-  GpuWaitingModel model;
+  WaitingModel model;
   model.to(runtime().device());
   bool cupti_is_missing = false;
-  for (const GpuWaitKind& kind : gpu_wait_kinds()) {
-    for (const Place& place : places) {
-      SCOPED_TRACE(std::string(kind.label) + ", context " + std::to_string(static_cast<int>(place.context)));
+  for (const WaitKind& kind : gpu_wait_kinds()) {
+    for (const testing_model::ExpectedPlace& place : testing_model::waiting_places()) {
+      SCOPED_TRACE(std::string(kind.label) + ", " + place.label);
       OffloadEngine engine(model, searched());
       steps(model, engine, 7);
       cupti_is_missing = !hears_cupti(engine.report());
       if (kind.past_libtorch && cupti_is_missing) {
         continue;
       }
-      const GpuPlantedWait planted{place.context, kind.wait};
-      gpu_planted_wait = &planted;
-      steps(model, engine, 3);
-      gpu_planted_wait = nullptr;
+      {
+        const PlantedWait planted(place.context, kind.wait);
+        steps(model, engine, 3);
+      }
       steps(model, engine, 1);
       const Report report = engine.report();
       std::int64_t count = 0;
       for (const SyncFinding& found : report.syncs) {
-        if (found.kind == "device allocation" && std::string(kind.name) != found.kind) {
+        if ((found.kind == "device allocation" || found.kind == "pinning of host memory") && found.kind != kind.name) {
           continue;  // what the planted operators themselves needed
         }
         EXPECT_EQ(found.kind, kind.name) << report.json();
@@ -246,16 +169,14 @@ TEST_F(FindSyncsOnGpu, EveryKindIsFoundInEveryContextWithItsPlaceAndCount) {
 }
 
 TEST_F(FindSyncsOnGpu, AnotherThreadsWaitIsNoFinding) {
-  GpuWaitingModel model;
+  WaitingModel model;
   model.to(runtime().device());
-  for (const GpuWaitKind& kind : gpu_wait_kinds()) {
+  for (const WaitKind& kind : gpu_wait_kinds()) {
     SCOPED_TRACE(kind.label);
     OffloadEngine engine(model, searched());
     steps(model, engine, 7);
-    const GpuPlantedWait planted{GpuWaitContext::other_thread, kind.wait};
-    gpu_planted_wait = &planted;
+    const PlantedWait planted(WaitContext::other_thread, kind.wait);
     steps(model, engine, 2);
-    gpu_planted_wait = nullptr;
     EXPECT_EQ(engine.report().syncs_found, 0) << engine.report().json();
   }
 }

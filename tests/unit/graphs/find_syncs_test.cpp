@@ -1,7 +1,6 @@
 // What makes the host wait is found wherever a step does it, and said with its place (Options::find_syncs): every kind in every context.
 #include <cstdint>
 #include <cstdlib>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,22 +9,16 @@
 #include <vector>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
-#include <ATen/ops/index.h>
-#include <ATen/ops/masked_select.h>
 #include <ATen/ops/nonzero.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
 #include "expect_throws.h"
+#include "models/waiting_model.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -36,52 +29,16 @@
 namespace sidestream {
 namespace {
 
-/// Where in a step something waits.
-enum class WaitContext : std::uint8_t {
-  eager_call,   ///< in a graphed call that runs eagerly
-  between,      ///< between graphed calls
-  scope,        ///< in a scope between them
-  hook,         ///< in a tensor's hook
-  backward,     ///< in the backward of a function of the user's
-  optimizer,    ///< in the update
-  other_thread  ///< on a thread that is no part of the step
-};
+using testing_model::PlantedWait;
+using testing_model::WaitContext;
+using testing_model::WaitingModel;
+using testing_model::WaitKind;
 
-struct WaitKind {
-  const char* label;
-  const char* name;       ///< SyncFinding::kind
-  const char* operation;  ///< SyncFinding::operation
-  std::function<void(const at::Tensor&)> wait;
-};
-
+/// Those that the simulated device tells of.
 std::vector<WaitKind> wait_kinds() {
   static std::int64_t grown = 1;
-  const auto host = [](bool pinned) {
-    const at::Tensor made = at::empty({8, 8});
-    return pinned ? made.pin_memory() : made;
-  };
-  return {
-      {"item", "value read on the host", "aten::item", [](const at::Tensor& t) { (void)t.sum().item<float>(); }},
-      {"is_nonzero", "value read on the host", "aten::is_nonzero",
-       [](const at::Tensor& t) { (void)t.sum().is_nonzero(); }},
-      {"equal", "value read on the host", "aten::equal", [](const at::Tensor& t) { (void)at::equal(t, t.add(1)); }},
-      {"nonzero", "result whose shape depends on data", "aten::nonzero",
-       [](const at::Tensor& t) { (void)at::nonzero(t); }},
-      {"masked_select", "result whose shape depends on data", "aten::masked_select",
-       [](const at::Tensor& t) { (void)at::masked_select(t, t.gt(0)); }},
-      {"index by a mask", "result whose shape depends on data", "aten::index",
-       [](const at::Tensor& t) { (void)at::index(t, {t.gt(0)}); }},
-      {"blocking copy to the host", "blocking copy", "aten::copy_",
-       [host](const at::Tensor& t) { host(true).copy_(t); }},
-      {"blocking copy to the device", "blocking copy", "aten::copy_",
-       [host](const at::Tensor& t) {
-         (void)at::zeros({8, 8}, t.options()).copy_(host(true));
-       }},
-      {"to the CPU", "copy of pageable host memory", "aten::to", [](const at::Tensor& t) { (void)t.to(at::kCPU); }},
-      {"pageable copy that is not to block", "copy of pageable host memory", "aten::to",
-       [host](const at::Tensor& t) { (void)host(false).to(t.device(), /*non_blocking=*/true); }},
-      {"index on the host", "copy of pageable host memory", "aten::index",
-       [](const at::Tensor& t) { (void)at::index(t, {at::zeros({2}, at::kLong)}); }},
+  std::vector<WaitKind> kinds = testing_model::operator_waits();
+  const std::vector<WaitKind> others = {
       {"event", "event synchronisation", "synchronize of an event",
        [](const at::Tensor& t) {
          c10::Event event(t.device().type());
@@ -101,88 +58,13 @@ std::vector<WaitKind> wait_kinds() {
       {"allocation", "device allocation", "aten::empty",
        [](const at::Tensor& t) { (void)at::empty({(grown++ << 23) + (std::int64_t{1} << 25)}, t.options()); }},
   };
+  kinds.insert(kinds.end(), others.begin(), others.end());
+  return kinds;
 }
-
-struct PlantedWait {
-  WaitContext context;
-  std::function<void(const at::Tensor&)> wait;
-};
-/// What the program below does besides training; read by autograd's thread as well.
-const PlantedWait* planted_wait = nullptr;
-
-void wait_at(WaitContext context, const at::Tensor& tensor) {
-  if (planted_wait != nullptr && planted_wait->context == context) {
-    const c10::AutoGradMode no_grad(false);
-    planted_wait->wait(tensor.detach());
-  }
-}
-
-struct WaitsInBackward : torch::autograd::Function<WaitsInBackward> {
-  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) { return x.clone(); }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
-                                                 torch::autograd::variable_list grads) {
-    wait_at(WaitContext::backward, grads[0]);
-    return grads;
-  }
-};
-
-class WaitingLayer : public torch::nn::Module {
- public:
-  WaitingLayer() : weight_(register_parameter("weight", at::rand({8, 8}))) {}
-  at::Tensor forward(at::Tensor h) {
-    h = at::tanh(h.matmul(weight_));
-    wait_at(WaitContext::eager_call, h);
-    return h;
-  }
-
- private:
-  at::Tensor weight_;
-};
-
-class WaitingModel : public torch::nn::Module {
- public:
-  WaitingModel()
-      : front_(register_module("front", std::make_shared<WaitingLayer>())),
-        back_(register_module("back", std::make_shared<WaitingLayer>())) {}
-
-  void train_on(at::Tensor h, bool eager_too) {
-    h = call(front_, h);
-    if (eager_too) {
-      const at::NoGradGuard no_grad;
-      (void)call(front_, h.detach());
-    }
-    wait_at(WaitContext::between, h);
-    {
-      const OffloadScope scope("middle");
-      h = h.add(1);
-      h = h.mul(h);
-      wait_at(WaitContext::scope, h);
-    }
-    h = WaitsInBackward::apply(h);
-    if (planted_wait != nullptr && planted_wait->context == WaitContext::hook) {
-      h.register_hook([](const at::Tensor& grad) { wait_at(WaitContext::hook, grad); });
-    }
-    h = call(back_, h);
-    h.sum().backward();
-    if (planted_wait != nullptr && planted_wait->context == WaitContext::other_thread) {
-      std::thread([&] { planted_wait->wait(h.detach()); }).join();
-    }
-    const at::NoGradGuard no_grad;
-    for (const at::Tensor& parameter : parameters()) {
-      parameter.sub_(parameter.grad(), 0.01);
-      parameter.mutable_grad().zero_();
-    }
-    wait_at(WaitContext::optimizer, h);
-  }
-
- private:
-  std::shared_ptr<WaitingLayer> front_, back_;
-};
 
 class FindSyncsTest : public testing::Test {
  protected:
   FindSyncsTest() { model_.to(device_); }
-  ~FindSyncsTest() override { planted_wait = nullptr; }
 
   [[nodiscard]] Options options() const {
     return Options(device_).graph("front,back").offload("front,middle").min_bytes(64).lag(1).find_syncs(true);
@@ -213,32 +95,16 @@ TEST_F(FindSyncsTest, TrainingThatNeverWaitsHasNoFindings) {
   EXPECT_TRUE(report.syncs.empty());
 }
 
-struct ExpectedPlace {
-  WaitContext context;
-  const char* label;
-  const char* call;
-  const char* scope;
-  bool in_backward;
-};
-
 TEST_F(FindSyncsTest, EveryKindIsFoundInEveryContextWithItsPlaceAndCount) {
-  const std::vector<ExpectedPlace> places = {
-      {WaitContext::eager_call, "eager call", "front", "front", false},
-      {WaitContext::between, "between", "", "", false},
-      {WaitContext::scope, "scope", "", "middle", false},
-      {WaitContext::hook, "hook", "", "", true},
-      {WaitContext::backward, "backward", "", "", true},
-      {WaitContext::optimizer, "optimizer", "", "", false},
-  };
   for (const WaitKind& kind : wait_kinds()) {
-    for (const ExpectedPlace& place : places) {
+    for (const testing_model::ExpectedPlace& place : testing_model::waiting_places()) {
       SCOPED_TRACE(std::string(kind.label) + ", " + place.label);
       OffloadEngine engine(model_, options());
       steps(engine, 7);
-      const PlantedWait planted{place.context, kind.wait};
-      planted_wait = &planted;
-      steps(engine, 3);
-      planted_wait = nullptr;
+      {
+        const PlantedWait planted(place.context, kind.wait);
+        steps(engine, 3);
+      }
       step(engine);
       const Report report = engine.report();
       std::int64_t count = 0;
@@ -265,10 +131,10 @@ TEST_F(FindSyncsTest, AnotherThreadsWaitIsNoFinding) {
     SCOPED_TRACE(kind.label);
     OffloadEngine engine(model_, options());
     steps(engine, 7);
-    const PlantedWait planted{WaitContext::other_thread, kind.wait};
-    planted_wait = &planted;
-    steps(engine, 2);
-    planted_wait = nullptr;
+    {
+      const PlantedWait planted(WaitContext::other_thread, kind.wait);
+      steps(engine, 2);
+    }
     for (const SyncFinding& found : engine.report().syncs) {
       EXPECT_EQ(found.kind, "device allocation") << "of the step itself, behind memory that was given back";
       EXPECT_STREQ(kind.label, "cached memory given back");
@@ -278,42 +144,55 @@ TEST_F(FindSyncsTest, AnotherThreadsWaitIsNoFinding) {
 
 TEST_F(FindSyncsTest, FirstStepsAllocateAndThatIsNoFinding) {
   OffloadEngine engine(model_, options());
-  const PlantedWait planted{WaitContext::between, wait_kinds().back().wait};
-  planted_wait = &planted;
+  const PlantedWait planted(WaitContext::between, wait_kinds().back().wait);
   steps(engine, 3);
   EXPECT_EQ(engine.report().syncs_found, 0);
   steps(engine, 5);
   EXPECT_GT(engine.report().syncs_found, 0);
 }
 
-TEST_F(FindSyncsTest, ABackwardIsAttributedToTheCallWhoseEagerRunMadeIt) {
-  class Member : public torch::nn::Module {
-   public:
-    Member() : layer_(register_module("inside", std::make_shared<WaitingLayer>())) {}
-    at::Tensor forward(at::Tensor h) {
-      h = layer_->forward(h);
-      const OffloadScope scope("tail");
-      return WaitsInBackward::apply(h);
-    }
-
-   private:
-    std::shared_ptr<WaitingLayer> layer_;
+TEST_F(FindSyncsTest, AStepInWhichSomethingWasCapturedMayAllocateAndSoMayTheNext) {
+  OffloadEngine engine(model_, options());
+  steps(engine, 7);
+  WaitingModel other;
+  other.to(device_);
+  OffloadEngine inner(other, Options(device_).graph("front,back"));
+  const at::Tensor data = at::rand({8, 8}).to(device_).requires_grad_();
+  const auto inner_step = [&] {
+    auto step = inner.step();
+    other.train_on(data, false);
+    step.finish();
   };
+  inner_step();
+  {
+    auto step = engine.step();
+    inner_step();
+    wait_kinds().back().wait(data.detach());
+    model_.train_on(data);
+    step.finish();
+  }
+  EXPECT_GT(inner.report().captures, 0);
+  const PlantedWait planted(WaitContext::between, wait_kinds().back().wait);
+  steps(engine, 3);
+  EXPECT_EQ(engine.report().syncs_found, 0) << engine.report().json();
+  step(engine);
+  EXPECT_GT(engine.report().syncs_found, 0) << "it is steady again";
+}
+
+TEST_F(FindSyncsTest, ABackwardIsAttributedToTheCallWhoseEagerRunMadeIt) {
   struct Outer : torch::nn::Module {
-    Outer() : member(register_module("member", std::make_shared<Member>())) {}
-    std::shared_ptr<Member> member;
+    Outer() : member(register_module("member", std::make_shared<testing_model::WaitingTail>())) {}
+    std::shared_ptr<testing_model::WaitingTail> member;
   } outer;
   outer.to(device_);
   OffloadEngine engine(outer, Options(device_).graph("member").find_syncs(true));
-  const PlantedWait planted{WaitContext::backward, wait_kinds().front().wait};
-  planted_wait = &planted;
+  const PlantedWait planted(WaitContext::backward, wait_kinds().front().wait);
   const at::Tensor data = at::rand({8, 8}).to(device_).requires_grad_();
   {
     auto step = engine.step();
     call(outer.member, data).sum().backward();
     step.finish();
   }
-  planted_wait = nullptr;
   const Report report = engine.report();
   ASSERT_EQ(report.syncs.size(), 1U) << report.json();
   EXPECT_EQ(report.syncs[0].call, "member");
@@ -349,11 +228,11 @@ TEST_F(FindSyncsTest, TheLibrarysOwnWaitsAreNoFindings) {
 
 TEST_F(FindSyncsTest, BetweenStepsAndWithoutTheOptionNothingIsFound) {
   OffloadEngine silent(model_, options().find_syncs(false));
-  const PlantedWait planted{WaitContext::between, wait_kinds().front().wait};
-  planted_wait = &planted;
-  steps(silent, 3);
+  {
+    const PlantedWait planted(WaitContext::between, wait_kinds().front().wait);
+    steps(silent, 3);
+  }
   EXPECT_EQ(silent.report().syncs_found, 0);
-  planted_wait = nullptr;
   OffloadEngine engine(model_, options());
   for (std::int64_t i = 0; i < 4; ++i) {
     step(engine);
@@ -367,14 +246,12 @@ TEST_F(FindSyncsTest, BetweenStepsAndWithoutTheOptionNothingIsFound) {
 }
 
 TEST_F(FindSyncsTest, TheEnvironmentTurnsItOn) {
-  const PlantedWait planted{WaitContext::between, wait_kinds().front().wait};
   for (const auto& [value, finds] : std::vector<std::pair<const char*, bool>>{{"1", true}, {"0", false}, {"", false}}) {
     setenv("SIDESTREAM_FIND_SYNCS", value, 1);
     OffloadEngine engine(model_, options().find_syncs(false));
     unsetenv("SIDESTREAM_FIND_SYNCS");
-    planted_wait = &planted;
+    const PlantedWait planted(WaitContext::between, wait_kinds().front().wait);
     step(engine);
-    planted_wait = nullptr;
     EXPECT_EQ(engine.report().syncs_found, finds ? 1 : 0) << value;
   }
   setenv("SIDESTREAM_FIND_SYNCS", "yes", 1);
@@ -463,24 +340,21 @@ TEST_F(FindSyncsTest, AStepThatIsLeftOnAnotherThreadFindsNoMore) {
   step(engine);
   (void)at::ones({4}).to(device_).sum().item<float>();
   EXPECT_EQ(engine.report().syncs_found, 0);
-  const PlantedWait planted{WaitContext::between, wait_kinds().front().wait};
-  planted_wait = &planted;
+  const PlantedWait planted(WaitContext::between, wait_kinds().front().wait);
   step(engine);
-  planted_wait = nullptr;
   EXPECT_EQ(engine.report().syncs_found, 1) << engine.report().json();
 }
 
 TEST_F(FindSyncsTest, AHundredPlacesAreListedAndAllAreCounted) {
   OffloadEngine engine(model_, options());
   static constexpr std::int64_t kPlaces = 130;
-  const PlantedWait planted{WaitContext::between, [](const at::Tensor& t) {
-                              for (std::int64_t i = 0; i < kPlaces; ++i) {
-                                const std::string name = "place" + std::to_string(i);
-                                const OffloadScope scope(name.c_str());
-                                (void)t.sum().item<float>();
-                              }
-                            }};
-  planted_wait = &planted;
+  const PlantedWait planted(WaitContext::between, [](const at::Tensor& t) {
+    for (std::int64_t i = 0; i < kPlaces; ++i) {
+      const std::string name = "place" + std::to_string(i);
+      const OffloadScope scope(name.c_str());
+      (void)t.sum().item<float>();
+    }
+  });
   steps(engine, 2);
   const Report report = engine.report();
   EXPECT_EQ(report.syncs_found, 2 * kPlaces);
