@@ -251,8 +251,9 @@ void CheckedRuntime::copy_to_device(void* device, const void* pinned, std::size_
         {reinterpret_cast<std::uint64_t>(device), bytes, true, false}});
 }
 
-void CheckedRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool) {
-  inner().begin_capture(stream, pool);
+void CheckedRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool,
+                                   c10::ArrayRef<at::Generator> generators) {
+  inner().begin_capture(stream, pool, generators);
   const std::lock_guard lock(mutex_);
   auto capture = std::make_unique<Captured>();
   capture->origin = key_of(stream);

@@ -56,7 +56,7 @@ class CheckedRuntime final : public ForwardingRuntime {
   void wait(c10::Stream stream, const ExternalEvent& event) override;
   void copy_to_host(void* pinned, const void* device, std::size_t bytes, c10::Stream stream) override;
   void copy_to_device(void* device, const void* pinned, std::size_t bytes, c10::Stream stream) override;
-  void begin_capture(c10::Stream stream, const MemoryPool& pool) override;
+  void begin_capture(c10::Stream stream, const MemoryPool& pool, c10::ArrayRef<at::Generator> generators) override;
   [[nodiscard]] Graph end_capture(c10::Stream stream) override;
   void abandon_capture(c10::Stream stream) noexcept override;
   void launch(const Graph& graph, c10::Stream stream) override;

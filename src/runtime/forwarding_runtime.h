@@ -47,7 +47,9 @@ class ForwardingRuntime : public Runtime {
   [[nodiscard]] MemoryPool create_pool() override { return inner_->create_pool(); }
   [[nodiscard]] std::int64_t allocated_in(const MemoryPool& pool) const override { return inner_->allocated_in(pool); }
   [[nodiscard]] PinnedMemory allocate_pinned(std::size_t bytes) override { return inner_->allocate_pinned(bytes); }
-  void begin_capture(c10::Stream stream, const MemoryPool& pool) override { inner_->begin_capture(stream, pool); }
+  void begin_capture(c10::Stream stream, const MemoryPool& pool, c10::ArrayRef<at::Generator> generators) override {
+    inner_->begin_capture(stream, pool, generators);
+  }
   [[nodiscard]] Graph end_capture(c10::Stream stream) override { return inner_->end_capture(stream); }
   void abandon_capture(c10::Stream stream) noexcept override { inner_->abandon_capture(stream); }
   [[nodiscard]] CaptureStatus capture_status(c10::Stream stream) const override {

@@ -6,8 +6,10 @@
 #include <string>
 #include <vector>
 
+#include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
 
 #include "runtime/graph_node.h"
 #include "runtime/handles.h"
@@ -138,8 +140,11 @@ class SIDESTREAM_API Runtime {
   // --- graphs --------------------------------------------------------------------------------------------------
 
   /// Starts to capture `stream` (not the default stream; thread-local error mode). Until the end, tensors allocated while
-  /// a stream of this capture is current come from `pool`. The default generator is registered.
-  virtual void begin_capture(c10::Stream stream, const MemoryPool& pool) = 0;
+  /// a stream of this capture is current come from `pool`. The default generator is registered, and so are `generators`, of this
+  /// device: each run of the graph draws on from where they stand then. The capture itself draws nothing. A draw from any other
+  /// generator on a stream that captures throws. The graph keeps them. Throws: UsageError for a generator of another device.
+  virtual void begin_capture(c10::Stream stream, const MemoryPool& pool,
+                             c10::ArrayRef<at::Generator> generators = {}) = 0;
   /// Ends the capture begun on `stream` and instantiates the graph. Throws: CaptureError when it was invalidated or a forked
   /// stream was not joined; whatever happens, `stream` is not capturing afterwards. The graph must have finished its launches
   /// when it is destroyed.
@@ -147,8 +152,9 @@ class SIDESTREAM_API Runtime {
   /// Ends and discards the capture of `stream`, if there is one.
   virtual void abandon_capture(c10::Stream stream) noexcept = 0;
   [[nodiscard]] virtual CaptureStatus capture_status(c10::Stream stream) const = 0;
-  /// Queues one run of `graph` on `stream`; random draws continue from the default generator. Capture: illegal.
-  /// Ordering: graphs that draw must run one after the other (their seed and offset lie in one place on the device): DrawOrder.
+  /// Queues one run of `graph` on `stream`; random draws continue from the generators that its capture was begun with. Capture:
+  /// illegal. Ordering: graphs that draw from one generator must run one after the other (its seed and offset lie in one place on the
+  /// device): DrawOrder.
   virtual void launch(const Graph& graph, c10::Stream stream) = 0;
   /// True where `graph` draws random numbers: known since its capture ended.
   [[nodiscard]] virtual bool draws(const Graph& graph) const = 0;

@@ -46,9 +46,9 @@ class RuntimeContract : public testing::TestWithParam<Subject> {
   void delay(c10::Stream stream);
   /// The graph of what `body` issues on the capture stream, with memory of `pool`.
   template <class Body>
-  [[nodiscard]] Graph captured(const MemoryPool& pool, const Body& body) {
+  [[nodiscard]] Graph captured(const MemoryPool& pool, const Body& body, c10::ArrayRef<at::Generator> generators = {}) {
     const StreamGuard guard(runtime(), capture());
-    runtime().begin_capture(capture(), pool);
+    runtime().begin_capture(capture(), pool, generators);
     body();
     return runtime().end_capture(capture());
   }

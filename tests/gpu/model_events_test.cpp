@@ -186,7 +186,7 @@ TEST_F(GpuModelEvents, AForkInsideACaptureIsPartOfTheGraph) {
   const at::Tensor x = on(stream, [&] { return at::ones({1024}, options()); });
   checked_->synchronize(stream);
   const MemoryPool pool = checked_->create_pool();
-  checked_->begin_capture(stream, pool);
+  checked_->begin_capture(stream, pool, {});
   const at::Tensor kept = on(stream, [&] {
     order(stream, b());
     const at::Tensor y = on(b(), [&] { return x.exp(); });

@@ -86,10 +86,11 @@ PoisonedMemory::PoisonedMemory(std::shared_ptr<Runtime> cuda) : ForwardingRuntim
 
 PoisonedMemory::~PoisonedMemory() { tracker().on = false; }
 
-void PoisonedMemory::begin_capture(c10::Stream stream, const MemoryPool& pool) {
+void PoisonedMemory::begin_capture(c10::Stream stream, const MemoryPool& pool,
+                                   c10::ArrayRef<at::Generator> generators) {
   tracker().set(true, nullptr);
   try {
-    inner().begin_capture(stream, pool);
+    inner().begin_capture(stream, pool, generators);
   } catch (...) {
     tracker().set(false, nullptr);
     throw;

@@ -17,7 +17,7 @@ class PoisonedMemory final : public ForwardingRuntime {
   explicit PoisonedMemory(std::shared_ptr<Runtime> cuda);
   ~PoisonedMemory() override;
 
-  void begin_capture(c10::Stream stream, const MemoryPool& pool) override;
+  void begin_capture(c10::Stream stream, const MemoryPool& pool, c10::ArrayRef<at::Generator> generators) override;
   void record(const ExternalEvent& event, c10::Stream stream) override;
   void record(const Event& event, c10::Stream stream) override { inner().record(event, stream); }
   [[nodiscard]] Graph end_capture(c10::Stream stream) override;

@@ -46,7 +46,7 @@ void CudaRuntime::forbid_while_capturing(const char* what) {
   }
 }
 
-void CudaRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool) {
+void CudaRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool, c10::ArrayRef<at::Generator> generators) {
   auto* const queue = native(stream);
   const auto& id = *static_cast<const libtorch::PoolId*>(native(pool));
   if (queue == nullptr) {
@@ -55,10 +55,17 @@ void CudaRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool) {
   if (capture_status(stream) != CaptureStatus::none) {
     throw CaptureError("the stream captures already; end or abandon that capture first");
   }
+  for (const at::Generator& generator : generators) {
+    if (!generator.defined() || generator.device() != device_) {
+      throw UsageError("the capture is given a generator of " +
+                       (generator.defined() ? generator.device().str() : std::string("no device")) + "; make it for " +
+                       device_.str());
+    }
+  }
   const CurrentDevice current(device_);
   libtorch::warm_blas(stream);
   captures_.open({stream.id(), std::this_thread::get_id(), this, id, std::make_unique<libtorch::Graph>()},
-                 [&](libtorch::Graph& graph) { graph.begin(stream, id); });
+                 [&](libtorch::Graph& graph) { graph.begin(stream, id, generators); });
 }
 
 Graph CudaRuntime::end_capture(c10::Stream stream) {

@@ -25,6 +25,7 @@
 
 #include "runtime/cuda/capture_mode.h"
 #include "runtime/cuda/error.h"
+#include "runtime/cuda/generator_set.h"
 #include "runtime/replayed_memory.h"
 #include "sidestream/error.h"
 
@@ -269,26 +270,37 @@ class BlasWorkspaces {
   std::set<std::tuple<void*, void*>> before_;
 };
 
-/// Graphs register with the device's generator when they begin, and leave it when they die, on whatever thread: one at a time.
+/// Graphs register with the device's generators when they begin, and leave them when they die, on whatever thread: one at a time.
 std::mutex& generators_graphs() {
   static auto* const mutex = new std::mutex();
   return *mutex;
 }
 
-// The base class leaves the allocator and the generator in the state of a capture when an end fails; `stop` undoes both.
+// The base class leaves the allocator and the generators in the state of a capture when an end fails; `stop` undoes both.
 struct Graph::Impl : at::cuda::CUDAGraph {
   Impl() : at::cuda::CUDAGraph(true) {}
 
-  // The generator is no capture's any more. A begin that fails in the generator's own prologue has marked it already.
-  void release_generator() noexcept {
+  // The generators are no capture's any more. A begin that fails in a generator's own prologue has marked it already.
+  void release_generators() noexcept {
     for (const auto& [state, increment] : captured_generator_states_) {
       state->capturing_ = false;
     }
   }
 
+  // A generator that found no room for its seed and offset does not know of this graph, and nothing is to end there.
+  void forget_unregistered() {
+    for (auto item = captured_generator_states_.begin(); item != captured_generator_states_.end();) {
+      if (item->first->registered_graphs_.count(this) == 0) {
+        item = captured_generator_states_.erase(item);
+      } else {
+        ++item;
+      }
+    }
+  }
+
   // Ends the allocators' redirection to the pool, and gives back the reference to the pool that came with it.
   void stop(bool keep_pool) noexcept {
-    release_generator();
+    release_generators();
     attempt("leaving a memory pool", [&] { allocator::get()->endAllocateToPool(capture_dev_, mempool_id_); });
     attempt("leaving a pinned memory pool", [&] { host_allocator().end_allocate_to_pool(mempool_id_); });
     if (!keep_pool) {
@@ -323,17 +335,23 @@ struct Graph::Impl : at::cuda::CUDAGraph {
     return status == cudaSuccess ? cudaErrorStreamCaptureInvalidated : status;
   }
 
-  void begin(PoolId pool) {
+  void begin(PoolId pool, c10::ArrayRef<at::Generator> generators) {
+    generators_ = GeneratorSet(at::cuda::detail::getDefaultCUDAGenerator(), generators);
+    for (const at::Generator& generator : generators) {
+      register_generator_state(generator);
+    }
     workspaces_.begin();
     capture_begin(pool, cudaStreamCaptureModeThreadLocal);
   }
 
   [[nodiscard]] cudaGraph_t graph() const noexcept { return graph_; }
   [[nodiscard]] bool draws() const noexcept { return draws_; }
+  [[nodiscard]] const GeneratorSet& generators() const noexcept { return generators_; }
   [[nodiscard]] cudaGraphExec_t executable() const noexcept { return graph_exec_; }
 
  private:
   BlasWorkspaces workspaces_;
+  GeneratorSet generators_;
   bool draws_ = false;
 };
 
@@ -345,15 +363,16 @@ Graph::~Graph() {
   attempt("destroying a graph", [&] { impl_.reset(); });
 }
 
-void Graph::begin(c10::Stream stream, PoolId pool) {
+void Graph::begin(c10::Stream stream, PoolId pool, c10::ArrayRef<at::Generator> generators) {
   const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
   forget_stream(cuda_stream(stream).stream());
   const std::lock_guard lock(generators_graphs());
   try {
-    impl_->begin(pool);
+    impl_->begin(pool, generators);
   } catch (const c10::Error& error) {
     (void)cudaGetLastError();
-    impl_->release_generator();
+    impl_->release_generators();
+    impl_->forget_unregistered();
     if (impl_->redirected()) {
       impl_->stop(false);
     }
@@ -384,8 +403,7 @@ void Graph::launch(c10::Stream stream) {
     return;
   }
   const c10::cuda::CUDAStreamGuard guard(cuda_stream(stream));
-  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(stream.device_index());
-  const std::lock_guard lock(generator.mutex());
+  const GeneratorSet::Lock lock(impl_->generators());
   impl_->replay();
 }
 

@@ -6,7 +6,9 @@
 #include <string>
 #include <utility>
 
+#include <ATen/core/Generator.h>
 #include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
 #include <cuda_runtime_api.h>
 
 #include "runtime/runtime.h"
@@ -70,13 +72,14 @@ class Graph {
   Graph& operator=(const Graph&) = delete;
   ~Graph();
 
-  /// Begins to capture `stream` into `pool` in thread-local error mode. On failure nothing is left and it throws.
-  void begin(c10::Stream stream, PoolId pool);
+  /// Begins to capture `stream` into `pool` in thread-local error mode. Each launch will draw on from the default generator and from
+  /// `generators`. On failure nothing is left and it throws.
+  void begin(c10::Stream stream, PoolId pool, c10::ArrayRef<at::Generator> generators);
   /// Ends the capture; on anything but success nothing of it is left. Does not instantiate.
   [[nodiscard]] cudaError_t end() noexcept;
   /// Makes it ready to be launched, its own memory on the device included, by way of `stream`. May be tried again when it failed.
   [[nodiscard]] cudaError_t instantiate(c10::Stream stream);
-  /// Queues one run on `stream`, after the generator's seed and offset for it.
+  /// Queues one run on `stream`, after the seed and offset of each generator for it.
   void launch(c10::Stream stream);
   [[nodiscard]] cudaGraph_t native() const noexcept;
   /// True where it draws random numbers: known once the capture has ended.

@@ -62,14 +62,31 @@ void CaptureMemory::finish(bool keep) {
   }
 }
 
-Capture::Capture(std::uint64_t number_, c10::StreamId origin_, CachingAllocator& memory_, Pool& pool_)
+Capture::Capture(std::uint64_t number_, c10::StreamId origin_, CachingAllocator& memory_, Pool& pool_,
+                 c10::ArrayRef<at::Generator> generators)
     : number(number_),
       origin(origin_),
       thread(std::this_thread::get_id()),
       pool(pool_),
       streams{origin_},
       memory(memory_, pool_),
-      random_before(default_state()) {}
+      stood_{{default_generator(), default_state()}} {
+  for (const at::Generator& generator : generators) {
+    if (!knows(generator)) {
+      stood_.push_back({generator, state_of(generator)});
+    }
+  }
+}
+
+bool Capture::knows(const at::Generator& generator) const noexcept {
+  return std::any_of(stood_.begin(), stood_.end(), [&](const Stood& stood) { return stood.generator == generator; });
+}
+
+void Capture::put_draws_back() const {
+  for (const Stood& stood : stood_) {
+    set_state_of(stood.generator, stood.state);
+  }
+}
 
 void Capture::add(NodeSet& last, std::shared_ptr<const Work> work, c10::intrusive_ptr<EventState> event) {
   CapturedWork& node = nodes.emplace_back();
@@ -107,7 +124,7 @@ void merge(NodeSet& set, const NodeSet& more) {
   }
 }
 
-void Device::begin_capture(c10::StreamId id, Pool* pool) {
+void Device::begin_capture(c10::StreamId id, Pool* pool, c10::ArrayRef<at::Generator> generators) {
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   StreamState& stream = state_->stream(id);
   if (stream.capture != nullptr) {
@@ -121,7 +138,7 @@ void Device::begin_capture(c10::StreamId id, Pool* pool) {
   }
   state_->timeline.drain();
   state_->memory.retain(pool);
-  auto capture = std::make_unique<Capture>(++state_->captures_begun, id, state_->memory, *pool);
+  auto capture = std::make_unique<Capture>(++state_->captures_begun, id, state_->memory, *pool, generators);
   stream.capture = capture.get();
   stream.capture_last.clear();
   state_->captures.push_back(std::move(capture));
@@ -134,7 +151,7 @@ void Device::State::close(Capture& capture, bool keep) noexcept {
     streams[static_cast<std::size_t>(id)].capture_last.clear();
   }
   capture.memory.finish(keep);
-  set_default_state(capture.random_before);
+  capture.put_draws_back();
   memory.release(&capture.pool);
   open_captures.fetch_sub(1);
   std::erase_if(captures, [&](const auto& open) { return open.get() == &capture; });
@@ -201,7 +218,7 @@ CaptureStatus Device::capture_status(c10::StreamId id) const {
   return capture->invalidated ? CaptureStatus::invalidated : CaptureStatus::active;
 }
 
-std::unique_lock<std::mutex> Device::draw(c10::StreamId id) {
+DrawLock Device::draw(c10::StreamId id, const at::Generator& generator) {
   std::unique_lock lock(draws_lock(), std::defer_lock);
   for (bool may_wait = true; !lock.owns_lock();) {
     may_wait = may_wait && CaptureTurn::let_others_finish(sim_device());
@@ -210,14 +227,29 @@ std::unique_lock<std::mutex> Device::draw(c10::StreamId id) {
       lock.unlock();
     }
   }
-  if (state_->open_captures.load(std::memory_order_acquire) != 0 && !capturing(id)) {
+  if (state_->open_captures.load(std::memory_order_acquire) != 0) {
+    state_->check_draw(id, generator);
+  }
+  std::mutex& own = generator.unsafeGetGeneratorImpl()->mutex_;
+  return {std::move(lock), &own == &draws_lock() ? std::unique_lock<std::mutex>() : std::unique_lock(own)};
+}
+
+void Device::State::check_draw(c10::StreamId id, const at::Generator& generator) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (const Capture* capture = stream(id).capture; capture != nullptr) {
+    if (!capture->knows(generator)) {
+      throw UsageError(
+          "sim device: a capture draws from a generator that it was not begun with, which launches of its graph would "
+          "not move on; name it where the capture begins (GraphOptions::generators), or draw from the default one");
+    }
+    return;
+  }
+  if (std::any_of(captures.begin(), captures.end(), [&](const auto& open) { return open->knows(generator); })) {
     throw UsageError(
-        "sim device: random numbers are drawn while a graph is captured, which has the device's generator for itself; "
-        "draw before the capture begins or after it has ended, as other threads' operators outside of a backward pass "
-        "do by "
+        "sim device: random numbers are drawn while a graph is captured, which has their generator for itself; draw "
+        "before the capture begins or after it has ended, as other threads' operators outside of a backward pass do by "
         "themselves");
   }
-  return lock;
 }
 
 void Device::let_draws_finish() { const std::lock_guard lock(draws_lock()); }

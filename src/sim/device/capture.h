@@ -5,6 +5,8 @@
 #include <thread>
 #include <vector>
 
+#include <ATen/core/Generator.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include "sim/device/allocator.h"
@@ -51,7 +53,8 @@ class CaptureMemory {
 /// A capture in progress, over all streams that joined it.
 class Capture {
  public:
-  Capture(std::uint64_t number, c10::StreamId origin, CachingAllocator& memory, Pool& pool);
+  Capture(std::uint64_t number, c10::StreamId origin, CachingAllocator& memory, Pool& pool,
+          c10::ArrayRef<at::Generator> generators);
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
 
@@ -59,6 +62,10 @@ class Capture {
   void add(NodeSet& last, std::shared_ptr<const Work> work, c10::intrusive_ptr<EventState> event = {});
   /// True when every node but poisons is an ancestor of `last`: no forked stream is left behind.
   [[nodiscard]] bool joined(const NodeSet& last) const;
+  /// True for the generators that launches of its graph move on.
+  [[nodiscard]] bool knows(const at::Generator& generator) const noexcept;
+  /// Puts its generators back where they stood when it began.
+  void put_draws_back() const;
 
   const std::uint64_t number;
   const c10::StreamId origin;
@@ -70,7 +77,13 @@ class Capture {
   bool invalidated = false;
   std::string reason;  ///< why, once invalidated
   CaptureMemory memory;
-  GeneratorState random_before;
+
+ private:
+  struct Stood {
+    at::Generator generator;
+    GeneratorState state;
+  };
+  std::vector<Stood> stood_;  ///< the default generator's first
 };
 
 /// Adds to `set` what of `more` is missing.

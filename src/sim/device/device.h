@@ -6,7 +6,9 @@
 #include <mutex>
 #include <vector>
 
+#include <ATen/core/Generator.h>
 #include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
 #include <sidestream/testing/schedule.h>
 
 #include "runtime/runtime.h"
@@ -34,7 +36,14 @@ struct Work {
   const char* place = "";     ///< where it was issued, from Device::place; lives as long as the process
   std::function<void()> run;  ///< does the work (again) at the same addresses; empty for events
   std::vector<Access> accesses;
-  std::uint32_t random_draws = 0;  ///< 32-bit outputs of the generator that one run consumes
+  std::uint32_t random_draws = 0;  ///< 32-bit outputs of `generator` that one run consumes
+  at::Generator generator;         ///< undefined where there are none
+};
+
+/// Held while an operator draws: see draws_lock.
+struct DrawLock {
+  std::unique_lock<std::mutex> any;
+  std::unique_lock<std::mutex> own;  ///< of a generator that is not the default one
 };
 
 /// The calling thread's current stream. Both backends of LibTorch's stream guard and SimRuntime go through these.
@@ -104,9 +113,10 @@ class Device {
   [[nodiscard]] bool keeps(c10::StreamId stream) const noexcept;
   /// True while `stream` captures. The operator side then reports what it is about to overwrite in place.
   [[nodiscard]] bool capturing(c10::StreamId stream) const noexcept;
-  /// Around an operator that draws from the default generator, one at a time: waits while another thread has the device's CaptureTurn (a backward
-  /// pass does not). Throws: UsageError while another stream captures, whose generator it is then; the captures go on.
-  [[nodiscard]] std::unique_lock<std::mutex> draw(c10::StreamId stream);
+  /// Around an operator that draws from `generator`, one at a time: waits while another thread has the device's CaptureTurn (a
+  /// backward pass does not). Throws: UsageError where `stream` captures and the capture does not know the generator, and where another
+  /// capture has it; the captures go on.
+  [[nodiscard]] DrawLock draw(c10::StreamId stream, const at::Generator& generator);
   /// Waits for an operator that draws just now.
   void let_draws_finish();
   /// In a capture, before an operator writes `bytes` at `address` in place: keeps the old content if it lies outside of what
@@ -136,7 +146,8 @@ class Device {
 
   // --- captures and graphs -------------------------------------------------------------------------------------
 
-  void begin_capture(c10::StreamId stream, Pool* pool);
+  /// Launches of the graph will draw on from the default generator and from `generators`.
+  void begin_capture(c10::StreamId stream, Pool* pool, c10::ArrayRef<at::Generator> generators);
   /// Returns the graph; the caller owns one reference. Each of its nodes takes `graph_node_bytes` of the device. Throws: DeviceError
   /// where there is no room for them.
   [[nodiscard]] std::shared_ptr<GraphBody> end_capture(c10::StreamId stream);

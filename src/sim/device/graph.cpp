@@ -86,7 +86,7 @@ void run_at_once(const GraphBody& graph) {
         break;
       case Work::Kind::compute:
         if (node.work->random_draws > 0) {
-          const GeneratorState draws = take_draws(node.work->random_draws);
+          const GeneratorState draws = take_draws(node.work->generator, node.work->random_draws);
           run_work(*node.work, &draws);
           break;
         }
@@ -180,7 +180,7 @@ void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
       queued.after.push_back(ids[before]);
     }
     if (node.work->random_draws > 0) {
-      queued.random = std::make_shared<const GeneratorState>(take_draws(node.work->random_draws));
+      queued.random = std::make_shared<const GeneratorState>(take_draws(node.work->generator, node.work->random_draws));
     }
     if (node.work->kind == Work::Kind::event_wait && timeline.matters(node.event->mark)) {
       queued.after.push_back(node.event->mark);

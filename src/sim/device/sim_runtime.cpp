@@ -8,6 +8,7 @@
 #include "runtime/capture_turn.h"
 #include "sim/device/graph.h"
 #include "sim/torch/device_guard.h"
+#include "sim/torch/generator.h"
 
 namespace sidestream::sim {
 namespace {
@@ -111,8 +112,13 @@ PinnedMemory SimRuntime::allocate_pinned(std::size_t bytes) {
   return {Handle<HandleKind::pinned>(*this, data), static_cast<std::byte*>(data), bytes};
 }
 
-void SimRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool) {
-  device_.begin_capture(id_of(stream), &native_of<Pool>(pool, "the memory pool"));
+void SimRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool, c10::ArrayRef<at::Generator> generators) {
+  for (const at::Generator& generator : generators) {
+    if (!is_sim_generator(generator)) {
+      refuse("the generator", "belongs to another backend; make it for the sim device");
+    }
+  }
+  device_.begin_capture(id_of(stream), &native_of<Pool>(pool, "the memory pool"), generators);
 }
 Graph SimRuntime::end_capture(c10::Stream stream) {
   return {*this, new SharedGraph(device_.end_capture(id_of(stream)))};

@@ -46,7 +46,7 @@ class SimRuntime final : public Runtime {
   std::int64_t allocated_in(const MemoryPool& pool) const override;
   PinnedMemory allocate_pinned(std::size_t bytes) override;
 
-  void begin_capture(c10::Stream stream, const MemoryPool& pool) override;
+  void begin_capture(c10::Stream stream, const MemoryPool& pool, c10::ArrayRef<at::Generator> generators) override;
   Graph end_capture(c10::Stream stream) override;
   void abandon_capture(c10::Stream stream) noexcept override;
   CaptureStatus capture_status(c10::Stream stream) const override;

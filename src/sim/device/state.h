@@ -48,6 +48,8 @@ struct Device::State {
   /// Throws CaptureError when the stream's capture was invalidated, or when the calling thread captures and this is the
   /// default stream.
   void check_issue(c10::StreamId id, StreamState& stream, const char* what);
+  /// Throws: as Device::draw.
+  void check_draw(c10::StreamId id, const at::Generator& generator);
   [[noreturn]] void invalidate(Capture& capture, const std::string& reason);
   /// The host has seen all of `done`: in a recording, whatever is issued from now on, on any stream, is ordered after it.
   void host_saw(const std::vector<WorkId>& done);

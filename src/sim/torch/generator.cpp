@@ -71,12 +71,9 @@ class Generator final : public c10::GeneratorImpl {
 thread_local GeneratorState* replay_state = nullptr;
 thread_local DrawsFrom* innermost = nullptr;
 
-at::CPUGeneratorImpl& default_cpu_side() {
-  static at::CPUGeneratorImpl* const impl = [] {
-    const auto& generator = *static_cast<Generator*>(default_generator().unsafeGetGeneratorImpl());
-    return static_cast<at::CPUGeneratorImpl*>(generator.cpu().unsafeGetGeneratorImpl());
-  }();
-  return *impl;
+at::CPUGeneratorImpl& cpu_impl_of(const at::Generator& generator) {
+  const auto& impl = *static_cast<const Generator*>(generator.unsafeGetGeneratorImpl());
+  return *static_cast<at::CPUGeneratorImpl*>(impl.cpu().unsafeGetGeneratorImpl());
 }
 
 }  // namespace
@@ -109,27 +106,27 @@ void set_state_of(at::CPUGeneratorImpl& generator, const GeneratorState& state) 
   generator.set_next_double_normal_sample(state.next_double_normal);
 }
 
-GeneratorState default_state() {
-  auto& generator = default_cpu_side();
-  const std::lock_guard<std::mutex> lock(generator.mutex_);
-  return state_of(generator);
+GeneratorState state_of(const at::Generator& generator) {
+  auto& impl = cpu_impl_of(generator);
+  const std::lock_guard<std::mutex> lock(impl.mutex_);
+  return state_of(impl);
 }
 
-void set_default_state(const GeneratorState& state) {
-  auto& generator = default_cpu_side();
-  const std::lock_guard<std::mutex> lock(generator.mutex_);
-  set_state_of(generator, state);
+void set_state_of(const at::Generator& generator, const GeneratorState& state) {
+  auto& impl = cpu_impl_of(generator);
+  const std::lock_guard<std::mutex> lock(impl.mutex_);
+  set_state_of(impl, state);
 }
 
-GeneratorState take_draws(std::uint32_t draws) {
-  auto& generator = default_cpu_side();
-  const std::lock_guard<std::mutex> lock(generator.mutex_);
-  GeneratorState taken = state_of(generator);
+GeneratorState take_draws(const at::Generator& generator, std::uint32_t draws) {
+  auto& impl = cpu_impl_of(generator);
+  const std::lock_guard<std::mutex> lock(impl.mutex_);
+  GeneratorState taken = state_of(impl);
   at::mt19937 engine = taken.engine;
   for (std::uint32_t i = 0; i < draws; ++i) {
     engine();
   }
-  set_state_of(generator, {engine, std::nullopt, std::nullopt});
+  set_state_of(impl, {engine, std::nullopt, std::nullopt});
   return taken;
 }
 

@@ -25,16 +25,19 @@ struct GeneratorState {
 /// The CPU generator that holds the state of a generator made here; CPU kernels draw from it.
 [[nodiscard]] at::Generator cpu_side(const at::Generator& generator);
 
-/// Held by whoever draws from the default generator, for a whole operator or launch, as CUDA's kernels hold its lock while they
-/// look up its state. Taken before the device's lock.
+/// Held by whoever draws from a generator of the device, for a whole operator or launch, as CUDA's kernels hold the lock of their
+/// generator while they look up its state. It is the default generator's. Taken before the locks of others and the device's.
 [[nodiscard]] std::mutex& draws_lock();
 
-/// State of the default generator, and back. Threads: any; locks the generator.
-[[nodiscard]] GeneratorState default_state();
-void set_default_state(const GeneratorState& state);
-/// The default generator's state, which is then moved on by `draws` 32-bit outputs: what one launch of a captured random
-/// work takes. A pending second normal sample is dropped by the move.
-[[nodiscard]] GeneratorState take_draws(std::uint32_t draws);
+/// State of a generator made here, and back. Threads: any; locks the CPU generator that holds it.
+[[nodiscard]] GeneratorState state_of(const at::Generator& generator);
+void set_state_of(const at::Generator& generator, const GeneratorState& state);
+/// Of the default one.
+[[nodiscard]] inline GeneratorState default_state() { return state_of(default_generator()); }
+inline void set_default_state(const GeneratorState& state) { set_state_of(default_generator(), state); }
+/// The state of `generator`, which is then moved on by `draws` 32-bit outputs: what one launch of a captured random work
+/// takes. A pending second normal sample is dropped by the move.
+[[nodiscard]] GeneratorState take_draws(const at::Generator& generator, std::uint32_t draws);
 
 /// Number of 32-bit outputs between two states of one sequence.
 [[nodiscard]] std::uint32_t draws_between(const GeneratorState& before, const GeneratorState& after);

@@ -55,7 +55,10 @@ class Call {
       device_.host_reads(stream_, info_.name);
     }
     device_.ready(stream_);
-    const std::unique_lock drawing = info_.random ? device_.draw(stream_) : std::unique_lock<std::mutex>();
+    if (info_.random) {
+      generator_ = generator_given();
+    }
+    const DrawLock drawing = info_.random ? device_.draw(stream_, generator_) : DrawLock();
     kept_ = device_.keeps(stream_);
     convert_arguments();
     if (device_.capturing(stream_)) {
@@ -182,7 +185,7 @@ class Call {
           break;
         }
         case Kind::generator:
-          cpu_.emplace_back(convert_generator(value));
+          cpu_.emplace_back(cpu_side(generator_));
           generator_argument_ = static_cast<int>(i);
           break;
         case Kind::device:
@@ -192,19 +195,19 @@ class Call {
     }
   }
 
-  at::Generator convert_generator(const c10::IValue& value) const {
-    if (value.isNone()) {
-      return cpu_side(default_generator());
+  at::Generator generator_given() {
+    for (std::size_t i = 0; i < info_.arguments.size(); ++i) {
+      if (info_.arguments[i].kind != Kind::generator || given(i).isNone()) {
+        continue;
+      }
+      at::Generator generator = given(i).toGenerator();
+      if (!is_sim_generator(generator)) {
+        throw UsageError(std::string(info_.name) + ": the generator is on " + generator.device().str() +
+                         ", the tensors are on sim; make the generator for the sim device");
+      }
+      return generator;
     }
-    const at::Generator generator = value.toGenerator();
-    if (!is_sim_generator(generator)) {
-      throw UsageError(std::string(info_.name) + ": the generator is on " + generator.device().str() +
-                       ", the tensors are on sim; make the generator for the sim device");
-    }
-    if (kept_ && generator != default_generator()) {
-      throw UsageError(std::string(info_.name) + ": a capture or recording draws from the default generator only");
-    }
-    return cpu_side(generator);
+    return default_generator();
   }
 
   void compute(Stack& results) {
@@ -216,11 +219,11 @@ class Call {
     }
     if (generator_argument_ >= 0) {
       if (kept_) {
-        first_state_ = default_state();
+        first_state_ = state_of(generator_);
       }
       kernel_(op_, results);
       if (kept_) {
-        random_draws_ = draws_between(*first_state_, default_state());
+        random_draws_ = draws_between(*first_state_, state_of(generator_));
       }
       return;
     }
@@ -296,6 +299,7 @@ class Call {
     work.stream = stream_;
     work.name = info_.name;
     work.random_draws = random_draws_;
+    work.generator = generator_;
     for_each_tensor([&](const at::Tensor& tensor, const at::Tensor& /*alias*/, const OperatorInfo::Argument& argument) {
       const Access access = extent(tensor, argument.written);
       if (access.bytes > 0) {
@@ -325,6 +329,7 @@ class Call {
   Stack cpu_;
   c10::SmallVector<std::pair<std::size_t, at::Tensor>, 2> outs_;
   std::vector<Allocation> allocations_;
+  at::Generator generator_;  ///< of a random operator: what it draws from
   int generator_argument_ = -1;
   std::optional<GeneratorState> first_state_;
   std::uint32_t random_draws_ = 0;

@@ -46,8 +46,8 @@ class FaultyRuntime final : public ForwardingRuntime {
   PinnedMemory allocate_pinned(std::size_t bytes) override {
     return may_fail("allocate_pinned"), inner().allocate_pinned(bytes);
   }
-  void begin_capture(c10::Stream stream, const MemoryPool& pool) override {
-    may_fail("begin_capture"), inner().begin_capture(stream, pool);
+  void begin_capture(c10::Stream stream, const MemoryPool& pool, c10::ArrayRef<at::Generator> generators) override {
+    may_fail("begin_capture"), inner().begin_capture(stream, pool, generators);
   }
   Graph end_capture(c10::Stream stream) override {
     if (fails("end_capture")) {

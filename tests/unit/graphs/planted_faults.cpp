@@ -224,8 +224,9 @@ void PlantedRuntime::copy_to_device(void* device, const void* pinned, std::size_
   copy({false, device, pinned, bytes}, stream);
 }
 
-void PlantedRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool) {
-  inner().begin_capture(stream, pool);
+void PlantedRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool,
+                                   c10::ArrayRef<at::Generator> generators) {
+  inner().begin_capture(stream, pool, generators);
   capturing_ = true;
   capture_ = stream;
   done_recorded_ = false;

@@ -74,7 +74,7 @@ class FakeRuntime : public Runtime {
     void* memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     return PinnedMemory(Handle<HandleKind::pinned>(*this, memory), static_cast<std::byte*>(memory), bytes);
   }
-  void begin_capture(c10::Stream, const MemoryPool&) override {}
+  void begin_capture(c10::Stream, const MemoryPool&, c10::ArrayRef<at::Generator>) override {}
   Graph end_capture(c10::Stream) override { return {}; }
   void abandon_capture(c10::Stream) noexcept override {}
   CaptureStatus capture_status(c10::Stream) const override {

@@ -269,7 +269,7 @@ class CheckedCaptureTest : public CheckedRuntimeTest {
   template <class Body>
   void launch_twice(const Body& body) {
     const MemoryPool pool = checked_->create_pool();
-    checked_->begin_capture(a(), pool);
+    checked_->begin_capture(a(), pool, {});
     at::Tensor kept = on(a(), body);
     const Graph graph = checked_->end_capture(a());
     checked_->launch(graph, a());
@@ -308,7 +308,7 @@ TEST_F(CheckedCaptureTest, GraphsOfOnePoolShareItsMemory) {
   synchronize(device_);
   const MemoryPool pool = checked_->create_pool();
   const auto capture = [&](const auto& body) {
-    checked_->begin_capture(a(), pool);
+    checked_->begin_capture(a(), pool, {});
     (void)on(a(), body);
     return checked_->end_capture(a());
   };

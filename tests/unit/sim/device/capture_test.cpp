@@ -23,9 +23,9 @@ namespace {
 class SimCaptureTest : public SimTest {
  protected:
   template <typename Body>
-  Graph capture(const MemoryPool& pool, Body&& body) {
+  Graph capture(const MemoryPool& pool, Body&& body, c10::ArrayRef<at::Generator> generators = {}) {
     const StreamGuard guard(runtime(), side());
-    runtime().begin_capture(side(), pool);
+    runtime().begin_capture(side(), pool, generators);
     body();
     return runtime().end_capture(side());
   }
@@ -249,6 +249,47 @@ TEST_F(SimCaptureTest, DrawsFollowTheOrderOfLaunchesWhateverTheScheduleDoes) {
   runtime().synchronize(side());
   EXPECT_EQ(bytes(a), expected_a);
   EXPECT_EQ(bytes(b), expected_b);
+}
+
+TEST_F(SimCaptureTest, DrawsFromEachGeneratorFollowTheOrderOfLaunchesToo) {
+  const at::Generator own = make_generator();
+  const auto pool = runtime().create_pool();
+  const auto other_pool = runtime().create_pool();
+  at::Tensor a;
+  at::Tensor b;
+  const auto one = capture(pool, [&] { a = at::rand({64}, own, options()); }, {own});
+  const auto two = capture(other_pool, [&] { b = at::rand({64}, own, options()) + at::rand({64}, options()); }, {own});
+  const GeneratorState before = state_of(own);
+  const GeneratorState default_before = default_state();
+  runtime().launch(one, side());
+  runtime().launch(two, copies());
+  const auto expected_a = bytes(a);
+  const auto expected_b = bytes(b);
+  EXPECT_EQ(draws_between(before, state_of(own)), 128U);
+  EXPECT_EQ(draws_between(default_before, default_state()), 64U);
+  set_state_of(own, before);
+  set_default_state(default_before);
+  device().set_schedule(Schedule(Schedule::Kind::late));
+  runtime().launch(one, side());
+  runtime().launch(two, copies());
+  runtime().synchronize(copies());  // the second launch runs first
+  runtime().synchronize(side());
+  EXPECT_EQ(bytes(a), expected_a);
+  EXPECT_EQ(bytes(b), expected_b);
+}
+
+TEST_F(SimCaptureTest, OtherStreamsDrawFromWhatNoCaptureHas) {
+  const at::Generator known = make_generator();
+  const at::Generator free = make_generator();
+  const auto pool = runtime().create_pool();
+  const StreamGuard guard(runtime(), side());
+  runtime().begin_capture(side(), pool, {known});
+  std::thread([&] {
+    EXPECT_NO_THROW((void)at::rand({8}, free, options()));
+    EXPECT_THROW((void)at::rand({8}, known, options()), UsageError);
+    EXPECT_THROW((void)at::rand({8}, options()), UsageError);
+  }).join();
+  runtime().abandon_capture(side());
 }
 
 TEST_F(SimCaptureTest, ALaunchIsHeldBackUntilItsResultIsNeeded) {

@@ -112,7 +112,7 @@ TEST(SimGenerator, TakingDrawsMovesTheDefaultGeneratorOn) {
   const at::Tensor skipped = at::rand({1000}, on(device));
   const at::Tensor expected = at::rand({4}, on(device));
   at::manual_seed(11);
-  sim::GeneratorState taken = sim::take_draws(1000);
+  sim::GeneratorState taken = sim::take_draws(sim::default_generator(), 1000);
   EXPECT_TRUE(same_bits(expected, at::rand({4}, on(device))));
   sim::set_default_state(taken);
   EXPECT_TRUE(same_bits(skipped, at::rand({1000}, on(device))));
