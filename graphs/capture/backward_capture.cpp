@@ -112,7 +112,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   const PassHooks hooks(layer.spec.hooks.get(), reads_.met());
   hooks.before_backward();
   use_.capture_begins();
-  CaptureGuard capture(runtime_, capture_, *chain_.pool_);
+  CaptureGuard capture(runtime_, capture_, *chain_.pool_, layer.spec.generators);
   allocate_targets(index);
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);

@@ -8,8 +8,9 @@ namespace sidestream {
 /// A capture on `stream`, which is abandoned where an exception leaves it open.
 class [[nodiscard]] CaptureGuard {
  public:
-  CaptureGuard(Runtime& runtime, c10::Stream stream, const MemoryPool& pool) : runtime_(runtime), stream_(stream) {
-    runtime_.begin_capture(stream_, pool);
+  CaptureGuard(Runtime& runtime, c10::Stream stream, const MemoryPool& pool, c10::ArrayRef<at::Generator> generators)
+      : runtime_(runtime), stream_(stream) {
+    runtime_.begin_capture(stream_, pool, generators);
   }
   CaptureGuard(const CaptureGuard&) = delete;
   CaptureGuard& operator=(const CaptureGuard&) = delete;

@@ -8,6 +8,7 @@
 
 #include "graphs/capture/bare_leaves.h"
 #include "graphs/capture/named_errors.h"
+#include "graphs/capture/named_generators.h"
 #include "graphs/capture/warmup.h"
 #include "graphs/replay/graph_event_state.h"
 #include "observe/held_draws.h"
@@ -20,6 +21,7 @@ std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources,
                                                 const GraphOptions& options) {
   const c10::Device device = resources.runtime->device();
   resources.runtime->check_settings(/*graphs=*/true);
+  name_generators(specs, options, device);
   const CaptureTurn turn(device);
   const HeldDraws held(device);
   std::shared_ptr<Chain> chain(new Chain(resources, options));

@@ -7,27 +7,30 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/Context.h>
+#include <c10/core/GeneratorImpl.h>
+#include <c10/util/intrusive_ptr.h>
 
 namespace sidestream {
 namespace {
 
 constexpr std::uint64_t kOtherSeed = 0x5bd1e995;  // differs in bits that every generator uses
 
-/// Where the next one goes on, for each device that had one.
+/// Where the next one goes on, for each generator that had one and lives.
 struct Sequences {
+  using Weak = c10::weak_intrusive_ptr<c10::GeneratorImpl>;
   std::mutex mutex;
-  std::vector<std::pair<c10::Device, at::Generator>> all;
+  std::vector<std::pair<Weak, at::Generator>> all;
 
   at::Generator& of(const at::Generator& generator) {
-    for (auto& [device, sequence] : all) {
-      if (device == generator.device()) {
+    std::erase_if(all, [](const auto& item) { return item.first.expired(); });
+    for (auto& [known, sequence] : all) {
+      if (known._unsafe_get_target() == generator.unsafeGetGeneratorImpl()) {
         return sequence;
       }
     }
     at::Generator sequence = generator.clone();
     sequence.set_current_seed(generator.current_seed() ^ kOtherSeed);
-    return all.emplace_back(generator.device(), std::move(sequence)).second;
+    return all.emplace_back(Weak(generator.getIntrusivePtr()), std::move(sequence)).second;
   }
 };
 
@@ -39,7 +42,7 @@ Sequences& sequences() {
 }  // namespace
 
 // Operators look up the state and draw from it under the generator's lock: each finds the one or the other.
-DrawsApart::DrawsApart(c10::Device device) : generator_(at::globalContext().defaultGenerator(device)) {
+DrawsApart::DrawsApart(at::Generator generator) : generator_(std::move(generator)) {
   const std::lock_guard drawing(generator_.mutex());
   const std::lock_guard lock(sequences().mutex);
   stood_ = generator_.graphsafe_get_state();

@@ -4,11 +4,10 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 
 namespace sidestream {
 
-/// While it lives, the default generator of `device` stands elsewhere: on a sequence of its own, which goes on from one of these to
+/// While it lives, a generator stands elsewhere: on a sequence of its own, which goes on from one of these to
 /// the next. At its end it stands where it stood, whatever was drawn. So what a warm-up draws does not count. Another thread's operator that
 /// draws meanwhile, begun before anything could hold it back, has numbers of that sequence: they come once, as all others.
 ///
@@ -18,7 +17,7 @@ namespace sidestream {
 /// The thread has the device's CaptureTurn.  Threads: ends on the thread it began on.
 class [[nodiscard]] DrawsApart {
  public:
-  explicit DrawsApart(c10::Device device);
+  explicit DrawsApart(at::Generator generator);
   DrawsApart(const DrawsApart&) = delete;
   DrawsApart& operator=(const DrawsApart&) = delete;
   ~DrawsApart();

@@ -37,7 +37,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   hooks.before_forward();
   resources_.offload->begin_forward(layer.copies.captured);
   use_.capture_begins();
-  CaptureGuard capture(runtime_, capture_, *chain_.pool_);
+  CaptureGuard capture(runtime_, capture_, *chain_.pool_, layer.spec.generators);
   NodeNaming naming(runtime_, capture_, layer.forward_names, *live.recorder, live.scopes);
   {
     const OperatorObserverGuard observer = reads_.watch();

@@ -1,4 +1,5 @@
 #include <chrono>
+#include <deque>
 #include <thread>
 
 #include <c10/util/irange.h>
@@ -6,6 +7,7 @@
 #include "base/site.h"
 #include "graphs/capture/chain_capture.h"
 #include "graphs/capture/draws_apart.h"
+#include "graphs/capture/named_generators.h"
 #include "graphs/capture/written_storages.h"
 #include "sidestream/error.h"
 
@@ -44,7 +46,10 @@ void ChainCapture::fill_kept_tensors() {
   }
   refuse_released(kept);
   const StreamGuard on_capture(runtime_, capture_);
-  const DrawsApart draws(runtime_.device());
+  std::deque<DrawsApart> draws;
+  for (const at::Generator& generator : generators_of(specs_, runtime_.device())) {
+    draws.emplace_back(generator);
+  }
   WrittenStorages written;
   for (const c10::Storage& storage : reads_.written()) {
     written.keep(storage);

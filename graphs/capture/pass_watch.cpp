@@ -40,6 +40,10 @@ PassWatch::~PassWatch() {
       const std::lock_guard lock(cpu_generator_.mutex());
       cpu_generator_.set_state(cpu_state_);
     }
+    for (Unnamed& unnamed : unnamed_) {
+      const std::lock_guard lock(unnamed.generator.mutex());
+      unnamed.generator.set_state(unnamed.state);
+    }
   } catch (const std::exception& error) {  // a device that fails here has failed the pass already
     std::fprintf(stderr, "sidestream: what a warm-up wrote could not be put back: %s\n", error.what());
   }
@@ -86,6 +90,9 @@ void PassWatch::before(const OperatorAccess& access) {
       }
     }
   }
+  if (is_unnamed(access.own_generator)) {
+    keep_state(*access.own_generator);
+  }
   if (access.only_shape) {
     return;
   }
@@ -102,10 +109,18 @@ void PassWatch::before(const OperatorAccess& access) {
   }
 }
 
+void PassWatch::keep_state(at::Generator generator) {
+  const auto is_it = [&](const Unnamed& unnamed) { return unnamed.generator == generator; };
+  if (std::none_of(unnamed_.begin(), unnamed_.end(), is_it)) {
+    const std::lock_guard lock(generator.mutex());
+    unnamed_.push_back({generator, generator.get_state()});
+  }
+}
+
 void PassWatch::after(const OperatorAccess& access) {
   reads_.observe(access);
-  if (access.own_generator) {
-    own_generator_ = access.name;
+  if (is_unnamed(access.own_generator)) {
+    unnamed_draw_ = access.name;
   }
   if (!access.random || (cpu_draw_ != nullptr && !cpu_draw_nested_)) {
     return;
@@ -117,6 +132,12 @@ void PassWatch::after(const OperatorAccess& access) {
     cpu_draw_ = access.name;  // at last the one that the body called
     cpu_draw_nested_ = access.nested;
   }
+}
+
+bool PassWatch::is_unnamed(const at::Generator* generator) const {
+  const auto& named = spec_->generators;
+  return generator != nullptr && !generator->device().is_cpu() &&
+         std::find(named.begin(), named.end(), *generator) == named.end();
 }
 
 std::string PassWatch::registered_name(const at::Tensor& tensor) const {
@@ -161,9 +182,10 @@ void PassWatch::check() const {
                          " (Module::to, a registered buffer), or pass a number by value");
     }
   }
-  if (own_generator_ != nullptr) {
-    throw CaptureError(name() + ": it draws from a generator of its own (" + own_generator_ +
-                       "), which its graphs would not move on; draw from the device's default one, or before the call");
+  if (unnamed_draw_ != nullptr) {
+    throw CaptureError(name() + ": it draws from a generator of its own (" + unnamed_draw_ +
+                       "), which its graphs would not move on; name it in GraphOptions::generators or "
+                       "Callable::generators, draw from the device's default one, or before the call");
   }
   if (cpu_draw_ != nullptr) {
     throw CaptureError(name() + ": it draws random numbers on the CPU (" + cpu_draw_ +

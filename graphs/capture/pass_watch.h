@@ -36,7 +36,8 @@ class PassWatch {
   [[nodiscard]] const ExternalReads& reads() const noexcept { return reads_; }
   /// An input was written in place: throws CaptureError. For a body that failed as well, since LibTorch refuses it at leaves.
   void check_inputs() const;
-  /// Throws: CaptureError for what else cannot be captured: tensors on other devices, draws from the CPU's generator.
+  /// Throws: CaptureError for what else cannot be captured: tensors on other devices, draws on the CPU, draws from a generator that
+  /// the call does not name.
   void check() const;
 
  private:
@@ -45,8 +46,16 @@ class PassWatch {
     std::string what;
   };
 
+  struct Unnamed {
+    at::Generator generator;
+    at::Tensor state;
+  };
+
   [[nodiscard]] std::string name() const { return "graphed call \"" + spec_->name + "\""; }
   [[nodiscard]] std::string registered_name(const at::Tensor& tensor) const;
+  /// One of a device that the call does not name.
+  [[nodiscard]] bool is_unnamed(const at::Generator* generator) const;
+  void keep_state(at::Generator generator);
   void forget_reads();
   void note_foreign(const at::Tensor& tensor, const OperatorAccess& access);
 
@@ -57,8 +66,9 @@ class PassWatch {
   const std::vector<at::Tensor>* inputs_ = nullptr;
   ExternalReads reads_;
   std::vector<Foreign> foreign_;
-  std::string written_input_;            ///< what was found first; empty for nothing
-  const char* own_generator_ = nullptr;  ///< the operator that drew from one
+  std::string written_input_;     ///< what was found first; empty for nothing
+  std::vector<Unnamed> unnamed_;  ///< generators that calls draw from and do not name
+  const char* unnamed_draw_ = nullptr;
   const char* cpu_draw_ = nullptr;
   bool cpu_draw_nested_ = false;
   WrittenStorages written_;

@@ -5,10 +5,15 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include "graphs/capture/named_generators.h"
+
 namespace sidestream {
 
-StateKeeper::StateKeeper(const std::vector<LayerSpec>& specs, c10::Device device) : draws_(device) {
+StateKeeper::StateKeeper(const std::vector<LayerSpec>& specs, c10::Device device) {
   const at::NoGradGuard no_grad;
+  for (const at::Generator& generator : generators_of(specs, device)) {
+    draws_.emplace_back(generator);
+  }
   for (const LayerSpec& spec : specs) {
     if (spec.module != nullptr) {
       for (const at::Tensor& buffer : spec.module->buffers()) {

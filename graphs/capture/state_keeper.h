@@ -1,4 +1,5 @@
 #pragma once
+#include <deque>
 #include <utility>
 #include <vector>
 
@@ -10,7 +11,7 @@
 
 namespace sidestream {
 
-/// Gradients (hidden meanwhile), module buffers and the device's generator, put back at the end.
+/// Gradients (hidden meanwhile), module buffers, the device's generator and those that the calls name, put back at the end.
 /// Ordering: copies on the current stream.  Capture: illegal.  Threads: one.
 class [[nodiscard]] StateKeeper {
  public:
@@ -19,10 +20,11 @@ class [[nodiscard]] StateKeeper {
   StateKeeper& operator=(const StateKeeper&) = delete;
   ~StateKeeper();
 
-  [[nodiscard]] DrawsApart& draws() noexcept { return draws_; }
+  /// The device's default generator first.
+  [[nodiscard]] std::deque<DrawsApart>& draws() noexcept { return draws_; }
 
  private:
-  DrawsApart draws_;
+  std::deque<DrawsApart> draws_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
 };

@@ -1,8 +1,10 @@
 #include "graphs/capture/warmup.h"
 
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <c10/util/irange.h>
 
@@ -35,28 +37,32 @@ std::vector<at::Tensor> leaves_of(const LayerSpec& spec, const LinkedOutputs& ou
   return leaves;
 }
 
-/// Finds that a body seeds the device's generator: a replay would not. Another thread may do so once, meanwhile; its seed holds.
+/// Finds that a body seeds a generator that it draws from: a replay would not. Another thread may do so once, meanwhile; its seed holds.
 class SeedWatch {
  public:
-  explicit SeedWatch(DrawsApart& draws) : draws_(draws) {}
+  explicit SeedWatch(std::deque<DrawsApart>& draws) : draws_(draws), seeded_(draws.size()) {}
   /// Behind a pass of `spec`'s body; `last`: none comes behind it.
   void check(const LayerSpec& spec, bool last) {
-    if (!draws_.is_seeded()) {
-      return;
+    for (const auto i : c10::irange(draws_.size())) {
+      if (!draws_[i].is_seeded()) {
+        continue;
+      }
+      if (++seeded_[i] > 1 || last) {
+        draws_[i].forget_seed();
+        throw CaptureError(
+            "graphed call \"" + spec.name + "\": it seeds " +
+            (i == 0 ? "the device's generator" : "a generator that GraphOptions::generators or its callable names") +
+            ", which its graphs would not, or another thread does again and again while it is captured; seed before "
+            "the "
+            "call, and before threads capture");
+      }
+      draws_[i].take_seed();
     }
-    if (++seeded_ > 1 || last) {
-      draws_.forget_seed();
-      throw CaptureError(
-          "graphed call \"" + spec.name +
-          "\": it seeds the device's generator, which its graphs would not, or another thread does again "
-          "and again while it is captured; seed before the call, and before threads capture");
-    }
-    draws_.take_seed();
   }
 
  private:
-  DrawsApart& draws_;
-  int seeded_ = 0;
+  std::deque<DrawsApart>& draws_;
+  std::vector<int> seeded_;
 };
 
 }  // namespace

@@ -16,13 +16,14 @@ bool has_storage(const at::Tensor& tensor) {
 
 }  // namespace
 
-EffectsUndone::EffectsUndone(c10::Device device, const std::vector<at::Tensor>& buffers)
-    : generator_(at::globalContext().defaultGenerator(device)),
-      host_generator_(at::detail::getDefaultCPUGenerator()),
-      random_(generator_.get_state()),
-      host_random_(host_generator_.get_state()),
-      observer_([this](const OperatorAccess& access) { after(access); },
+EffectsUndone::EffectsUndone(c10::Device device, const std::vector<at::Tensor>& buffers,
+                             const std::vector<at::Generator>& generators)
+    : observer_([this](const OperatorAccess& access) { after(access); },
                 [this](const OperatorAccess& access) { before(access); }) {
+  const auto keep = [this](const at::Generator& generator) { drawn_.push_back({generator, generator.get_state()}); };
+  keep(at::globalContext().defaultGenerator(device));
+  keep(at::detail::getDefaultCPUGenerator());
+  std::for_each(generators.begin(), generators.end(), keep);
   for (const at::Tensor& buffer : buffers) {
     if (buffer.defined() && has_storage(buffer)) {
       written_.keep(buffer.storage());
@@ -34,8 +35,9 @@ EffectsUndone::~EffectsUndone() {
   try {
     const UnobservedGuard unobserved;
     written_.put_back();
-    generator_.set_state(random_);
-    host_generator_.set_state(host_random_);
+    for (Drawn& drawn : drawn_) {
+      drawn.generator.set_state(drawn.before);
+    }
   } catch (const std::exception&) {  // a device that fails here fails the call that follows, too
   }
 }

@@ -12,7 +12,7 @@
 namespace sidestream {
 
 /// What is run while it lives leaves no trace on tensors that were there before, nor on the default generators of the device and
-/// of the CPU: all that operators write is copied before the first write, and put back at the end. Version counters stay as the
+/// of the CPU, nor on those that are named: all that operators write is copied before the first write, and put back at the end. Version counters stay as the
 /// run left them, so that what autograd saved in it may still be read.
 ///
 /// Backward passes that are started while it lives are covered as well.
@@ -20,7 +20,8 @@ namespace sidestream {
 class [[nodiscard]] EffectsUndone {
  public:
   /// `buffers` are copied at once: an operator whose schema does not say so may write them.
-  EffectsUndone(c10::Device device, const std::vector<at::Tensor>& buffers);
+  EffectsUndone(c10::Device device, const std::vector<at::Tensor>& buffers,
+                const std::vector<at::Generator>& generators = {});
   EffectsUndone(const EffectsUndone&) = delete;
   EffectsUndone& operator=(const EffectsUndone&) = delete;
   ~EffectsUndone();
@@ -32,10 +33,12 @@ class [[nodiscard]] EffectsUndone {
   void before(const OperatorAccess& access);
   void after(const OperatorAccess& access);
 
-  at::Generator generator_;
-  at::Generator host_generator_;
-  at::Tensor random_;
-  at::Tensor host_random_;
+  struct Drawn {
+    at::Generator generator;
+    at::Tensor before;  ///< its state
+  };
+
+  std::vector<Drawn> drawn_;
   WrittenStorages written_;
   WeakStorageSet made_;
   bool temporaries_ = false;        ///< what was kept may be a kernel's own

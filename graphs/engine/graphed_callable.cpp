@@ -188,6 +188,11 @@ Callable& Callable::capture_time_hooks(CaptureTimeHooks hooks) {
   return *this;
 }
 
+Callable& Callable::generators(std::vector<at::Generator> generators) {
+  generators_ = std::move(generators);
+  return *this;
+}
+
 void Callable::check_not_null(bool with_module) const {
   if (with_module && module_ == nullptr) {
     throw UsageError("callable \"" + name_ +
@@ -276,6 +281,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
     }
     spec.module = callables[i].module();
     spec.hooks = callables[i].capture_time_hooks();
+    spec.generators = callables[i].generators();
     spec.state =
         CallState::current(state.runtime().device().type(), spec.module != nullptr ? spec.module : state.model());
     for (const Sample& sample : samples[i]) {

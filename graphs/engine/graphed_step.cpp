@@ -108,6 +108,7 @@ void GraphedStep::Shared::capture(const std::vector<Tensors>& samples) {
   Callable callable(given_->name,
                     owning([body](torch::nn::Module&, const Tensors& inputs) { return body->run(inputs); }),
                     given_->module);
+  callable.generators(given_->generators);
   auto graphs = EngineAccess::capture(engine_, {std::move(callable)}, {flat}, options_.graph());
   variants_.push_back({std::move(counts), std::move(shapes), std::move(body), std::move(graphs.front())});
 }
@@ -208,6 +209,7 @@ GraphedStep EngineAccess::capture_step(const OffloadEngine& engine, Callable ste
   given->function = step.function();
   given->module =
       step.module() != nullptr ? step.module() : std::const_pointer_cast<torch::nn::Module>(engine.state().model());
+  given->generators = step.generators();
   given->update = options.update();
   given->accumulate = options.accumulate();
   given->offload = options.offload();

@@ -33,6 +33,7 @@ class StepBody {
     std::string name;
     TensorFunction function;
     std::shared_ptr<torch::nn::Module> module;
+    std::vector<at::Generator> generators = {};
     std::function<void()> update;
     bool accumulate = false;
     bool offload = false;

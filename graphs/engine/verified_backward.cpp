@@ -22,12 +22,12 @@ using torch::autograd::variable_list;
 
 }  // namespace
 
-/// On the replay's node: sees `.grad` before the backward graph adds into it.
+/// On the replay's node: sees `.grad` before the backward graph adds into it, and the generators before it draws.
 class VerifiedCall::BeforeBackward final : public torch::autograd::FunctionPreHook {
  public:
   explicit BeforeBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}
   variable_list operator()(const variable_list& grads) override {
-    call_->keep_grads();
+    call_->keep_before_backward();
     return grads;
   }
 
@@ -51,16 +51,17 @@ class VerifiedCall::AfterBackward final : public torch::autograd::FunctionPostHo
 
 void VerifiedCall::await_backward(torch::autograd::Node& node) {
   awaits_backward_ = true;
-  if (std::any_of(targets_.begin(), targets_.end(), [](const Target& target) { return target.added; })) {
-    node.add_pre_hook(std::make_unique<BeforeBackward>(shared_from_this()));
-  }
+  node.add_pre_hook(std::make_unique<BeforeBackward>(shared_from_this()));
   node.add_post_hook(std::make_unique<AfterBackward>(shared_from_this()));
 }
 
-void VerifiedCall::keep_grads() {
+void VerifiedCall::keep_before_backward() {
   const std::lock_guard lock(mutex_);
   if (!awaits_backward_) {
     return;
+  }
+  for (DrawnFrom& drawn : generators_) {
+    drawn.before_backward = drawn.generator.get_state();
   }
   const at::NoGradGuard no_grad;
   for (Target& target : targets_) {
@@ -98,7 +99,10 @@ std::vector<at::Tensor> VerifiedCall::eager_gradients(const std::vector<at::Tens
   }
   const RecorderGuard no_recorder(nullptr);
   const BareLeaves no_hooks(leaves, /*hooks_only=*/true);
-  const EffectsUndone undone(device_, buffers);
+  const EffectsUndone undone(device_, buffers, named_generators());
+  for (DrawnFrom& drawn : generators_) {
+    drawn.generator.set_state(drawn.before_backward);
+  }
   // The graph is kept: what it shares with others (a weight's cast) is theirs to free.
   variable_list made =
       torch::autograd::Engine::get_default_engine().execute(roots, seeds, /*keep_graph=*/true, /*create_graph=*/false,

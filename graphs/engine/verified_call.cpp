@@ -53,7 +53,20 @@ VerifiedCall::VerifiedCall(const CallToVerify& call, std::shared_ptr<VerifiedCou
     : name_(call.layer->spec.name),
       device_(call.device),
       tolerance_(at::globalContext().deterministicAlgorithms() ? 0 : call.tolerance),
-      counts_(std::move(counts)) {}
+      counts_(std::move(counts)) {
+  generators_.push_back({at::globalContext().defaultGenerator(device_), {}});
+  for (const at::Generator& generator : call.layer->spec.generators) {
+    generators_.push_back({generator, {}});
+  }
+}
+
+std::vector<at::Generator> VerifiedCall::named_generators() const {
+  std::vector<at::Generator> named;
+  for (auto drawn = generators_.begin() + 1; drawn != generators_.end(); ++drawn) {
+    named.push_back(drawn->generator);
+  }
+  return named;
+}
 
 VerifiedCall::~VerifiedCall() = default;
 
@@ -75,7 +88,7 @@ void VerifiedCall::run_forward(const CallToVerify& call) {
     buffers.push_back(buffer.tensor);
   }
   const RecorderGuard no_recorder(nullptr);
-  const EffectsUndone undone(device_, buffers);
+  const EffectsUndone undone(device_, buffers, named_generators());
   add_inputs(call, given);
   call.body(given.data(), outputs_);
   for (Target& target : targets_) {

@@ -70,6 +70,10 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
     bool added = false;  ///< the replay adds it into the leaf's `.grad`
     at::Tensor grad_before;
   };
+  struct DrawnFrom {
+    at::Generator generator;
+    at::Tensor before_backward;  ///< its state when the replay's backward begins
+  };
   struct Buffer {
     std::string what;
     at::Tensor tensor;
@@ -83,7 +87,8 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
   void add_buffers(const CallToVerify& call);
   /// `node`, the replay's, is told to compare what its backward gives.
   void await_backward(torch::autograd::Node& node);
-  void keep_grads();
+  [[nodiscard]] std::vector<at::Generator> named_generators() const;
+  void keep_before_backward();
   /// `results`: what the replay's node gave for `grads`.
   void compare_backward(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads);
   [[nodiscard]] std::vector<at::Tensor> eager_gradients(const std::vector<at::Tensor>& grads);
@@ -91,6 +96,7 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
 
   std::string name_;
   c10::Device device_;
+  std::vector<DrawnFrom> generators_;  ///< the device's default one first
   double tolerance_;
   std::shared_ptr<VerifiedCounts> counts_;
   std::vector<Target> targets_;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 #include <torch/nn/module.h>
@@ -56,6 +57,7 @@ struct LayerSpec {
   std::vector<LayerInput> inputs;
   CallState state;
   std::shared_ptr<const CaptureTimeHooks> hooks = {};  ///< null for none
+  std::vector<at::Generator> generators = {};  ///< that it may draw from, beside the device's default one; each once
   std::vector<bool> outputs_let_go = {};  ///< those that nobody outside of the graphs holds when the next layer begins
 };
 

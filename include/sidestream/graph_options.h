@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/Generator.h>
 #include <c10/core/Stream.h>
 #include <torch/arg.h>
 
@@ -53,6 +54,10 @@ struct GraphOptions {
   TORCH_ARG(std::function<void()>, post_warmup_hook);
   /// An input that requires a gradient may get none [allow_unused_input].
   TORCH_ARG(bool, allow_unused_input) = false;
+  /// Generators of the device that bodies draw from, beside its default one: each replay draws on from them as an eager call would,
+  /// and warm-ups and captures leave them as they were. A draw from a generator that is not named is a CaptureError; a named one of
+  /// another device is a UsageError. The captures keep them [register_generator_state].
+  TORCH_ARG(std::vector<at::Generator>, generators);
   /// Keeps saved activations through a backward, so that it can run twice; costs memory [retain_graph_in_backward].
   TORCH_ARG(bool, retain_graph_in_backward) = false;
   /// The backward graph adds into `.grad` itself, the fast way. It then owns those buffers: `.grad` set to none is zeroed and

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 #include <torch/nn/module.h>
@@ -74,10 +75,14 @@ class SIDESTREAM_API Callable {
   /// What runs around its passes before it replays [capture_time_hooks].
   Callable& capture_time_hooks(CaptureTimeHooks hooks);
 
+  /// Generators that it draws from, beside those of GraphOptions::generators: its graphs alone know them.
+  Callable& generators(std::vector<at::Generator> generators);
+
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] const TensorFunction& function() const { return function_; }
   [[nodiscard]] const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   [[nodiscard]] const std::vector<std::string>& input_names() const { return input_names_; }
+  [[nodiscard]] const std::vector<at::Generator>& generators() const { return generators_; }
   /// Null for none.
   [[nodiscard]] const std::shared_ptr<const CaptureTimeHooks>& capture_time_hooks() const { return hooks_; }
 
@@ -96,6 +101,7 @@ class SIDESTREAM_API Callable {
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<std::string> input_names_;
   std::shared_ptr<const CaptureTimeHooks> hooks_;
+  std::vector<at::Generator> generators_;
 };
 
 /// One sample argument: a tensor, or "what callable `callable` gives as its output `output`". An argument given so shares

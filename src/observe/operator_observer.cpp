@@ -62,12 +62,16 @@ void append_tensors(const c10::IValue& value, TensorList& out) {
 }
 
 struct OperatorRecord final : at::ObserverContext {
+  [[nodiscard]] const at::Generator* given_generator() const noexcept {
+    return own_generator.defined() ? &own_generator : nullptr;
+  }
+
   TensorList reads;
   TensorList writes;
   bool non_blocking = false;
   bool only_shape = false;
   bool random = false;
-  bool own_generator = false;
+  at::Generator own_generator;
   std::optional<c10::Stream> stream;
 };
 
@@ -153,7 +157,9 @@ void OperatorObserverGuard::State::read_arguments(const at::RecordFunction& func
   }
   if (const c10::IValue* value = given(schema->generator); value != nullptr && value->isGenerator()) {
     const at::Generator generator = value->toGenerator();
-    record.own_generator = generator.defined() && generator != at::globalContext().defaultGenerator(generator.device());
+    if (generator.defined() && generator != at::globalContext().defaultGenerator(generator.device())) {
+      record.own_generator = generator;
+    }
   }
   const c10::IValue* const only_if = given(schema->only_if);
   if (!schema->only_if || (only_if != nullptr && only_if->isBool() && only_if->toBool())) {
@@ -196,7 +202,7 @@ void OperatorObserverGuard::State::began(const at::RecordFunction& function, Ope
                                       record.only_shape,
                                       record.stream,
                                       record.random,
-                                      record.own_generator});
+                                      record.given_generator()});
 }
 
 void OperatorObserverGuard::State::ended(const at::RecordFunction& function, const OperatorRecord& record) {
@@ -206,7 +212,7 @@ void OperatorObserverGuard::State::ended(const at::RecordFunction& function, con
   }
   tell(&State::observe,
        OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0, record.non_blocking,
-                      record.only_shape, record.stream, record.random, record.own_generator});
+                      record.only_shape, record.stream, record.random, record.given_generator()});
 }
 
 namespace {

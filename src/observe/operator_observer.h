@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
@@ -21,9 +22,9 @@ struct OperatorAccess {
   bool nested = false;                ///< ran inside another reported operator, which is reported later
   bool non_blocking = false;  ///< the argument of that name: a copy from or to pinned memory returns before it is done
   bool only_shape = false;    ///< changes what a tensor is, not its bytes (`unsqueeze_`, `set_`)
-  std::optional<c10::Stream> stream{};  ///< an argument of that type (`record_stream`)
-  bool random = false;                  ///< draws from a generator
-  bool own_generator = false;           ///< which is given, and is not its device's default one
+  std::optional<c10::Stream> stream{};           ///< an argument of that type (`record_stream`)
+  bool random = false;                           ///< draws from a generator
+  const at::Generator* own_generator = nullptr;  ///< which is given, and is not its device's default one; else null
 };
 
 /// While it lives, `observe` is called after every operator of the calling thread, and of the backward passes that it

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/rand.h>
@@ -38,6 +39,16 @@ TEST(EffectsUndoneTest, PutsBackWhatOperatorsWroteAndDrew) {
   }
   EXPECT_TRUE(at::equal(whole, before));
   EXPECT_TRUE(at::equal(at::rand({4}), drawn));
+}
+
+TEST(EffectsUndoneTest, PutsBackTheGeneratorsThatAreNamed) {
+  const at::Generator generator = at::detail::createCPUGenerator(8);
+  at::Tensor drawn;
+  {
+    const EffectsUndone undone(cpu, {}, {generator});
+    drawn = at::rand({4}, generator);
+  }
+  EXPECT_TRUE(at::equal(at::rand({4}, generator), drawn));
 }
 
 TEST(EffectsUndoneTest, PutsBackInTheMemoryThatAStorageHasByThen) {
