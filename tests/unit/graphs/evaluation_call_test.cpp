@@ -6,36 +6,19 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
-#include "models/layer_stack.h"
 #include "models/plain_twin.h"
-#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/testing/simulator.h"
+#include "unit/graphs/called_stack.h"
 
 namespace sidestream {
 namespace {
 
+using testing_model::CalledStack;
 using testing_model::Mlp;
 using testing_model::rows;
 using testing_model::StepTensors;
-
-/// Layers with batch norm, called one by one.
-class Evaluated : public torch::nn::Module {
- public:
-  explicit Evaluated(c10::Device device)
-      : layers(testing_model::layer_stack(3, device, Mlp::Extras{.dropout = 0.0, .batch_norm = true})) {
-    register_module("layers", layers);
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    at::Tensor h = x;
-    for (std::size_t i = 0; i < layers->size(); ++i) {
-      h = call(&layers->at<Mlp>(i), h);
-    }
-    return h;
-  }
-  torch::nn::Sequential layers;
-};
 
 class EvaluationCallTest : public testing::TestWithParam<std::string> {
  protected:
@@ -49,10 +32,10 @@ class EvaluationCallTest : public testing::TestWithParam<std::string> {
         .offload("layers.*.*")
         .call_options(CallOptions().on_evaluation(OnEvaluation::capture));
   }
-  at::Tensor loss(Evaluated& model, std::int64_t s) const {
+  at::Tensor loss(CalledStack& model, std::int64_t s) const {
     return (model.forward(rows(s, device_).requires_grad_(true)) * rows(s, device_, 1)).sum();
   }
-  at::Tensor evaluate(Evaluated& model, std::int64_t s, bool training = false) const {
+  at::Tensor evaluate(CalledStack& model, std::int64_t s, bool training = false) const {
     const at::NoGradGuard no_grad;
     model.train(training);
     at::Tensor y = model.forward(rows(s, device_, 2));
@@ -71,7 +54,7 @@ class EvaluationCallTest : public testing::TestWithParam<std::string> {
   }
   void expect_plain_steps(OffloadEngine& engine, std::int64_t first, std::int64_t last) {
     for (std::int64_t s = first; s < last; ++s) {
-      expect_plain(engine, s, [&](Evaluated& model, StepTensors& extra) {
+      expect_plain(engine, s, [&](CalledStack& model, StepTensors& extra) {
         const at::Tensor before = evaluate(model, s);
         loss(model, s).backward();
         extra.emplace_back("evaluated before", before);
@@ -81,8 +64,9 @@ class EvaluationCallTest : public testing::TestWithParam<std::string> {
   }
 
   c10::Device device_ = find_device("sim");
-  Evaluated model_{device_};
-  Evaluated plain_{device_};
+  static constexpr Mlp::Extras kBatchNorm{.dropout = 0.0, .batch_norm = true};
+  CalledStack model_{device_, kBatchNorm};
+  CalledStack plain_{device_, kBatchNorm};
 };
 
 TEST_P(EvaluationCallTest, EvaluationsReplayForwardsAlone) {
@@ -99,7 +83,7 @@ TEST_P(EvaluationCallTest, AnEvaluationWhileABackwardIsPendingRunsEagerly) {
   expect_plain_steps(engine, 0, 2);
   const std::int64_t eager = engine.report().eager_calls;
   for (std::int64_t s = 2; s < 5; ++s) {
-    expect_plain(engine, s, [&](Evaluated& model, StepTensors& extra) {
+    expect_plain(engine, s, [&](CalledStack& model, StepTensors& extra) {
       const at::Tensor of_training = loss(model, s);
       extra.emplace_back("evaluated between", evaluate(model, s));
       of_training.backward();
@@ -112,7 +96,7 @@ TEST_P(EvaluationCallTest, AnEvaluationWhileABackwardIsPendingRunsEagerly) {
 TEST_P(EvaluationCallTest, ModesAreCapturesOfTheirOwn) {
   OffloadEngine engine(model_, options());
   for (std::int64_t s = 0; s < 4; ++s) {
-    expect_plain(engine, s, [&](Evaluated& model, StepTensors& extra) {
+    expect_plain(engine, s, [&](CalledStack& model, StepTensors& extra) {
       extra.emplace_back("in training mode", evaluate(model, s, /*training=*/true));
       loss(model, s).backward();
       extra.emplace_back("in eval mode", evaluate(model, s));
@@ -126,7 +110,7 @@ TEST_P(EvaluationCallTest, HeldOutputsOfEvaluationsKeepTheirValues) {
   expect_plain_steps(engine, 0, 2);
   at::Tensor held;
   at::Tensor then;
-  expect_plain(engine, 2, [&](Evaluated& model, StepTensors& /*extra*/) {
+  expect_plain(engine, 2, [&](CalledStack& model, StepTensors& /*extra*/) {
     const at::Tensor y = evaluate(model, 2);
     loss(model, 2).backward();
     if (&model == &model_) {

@@ -1,7 +1,6 @@
 // Captures of several shapes of one call that share device memory, and what becomes of more than there may be.
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,37 +9,20 @@
 
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
-#include "models/layer_stack.h"
 #include "models/plain_twin.h"
-#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/testing/simulator.h"
+#include "unit/graphs/called_stack.h"
 #include "warnings.h"
 
 namespace sidestream {
 namespace {
 
-using testing_model::Mlp;
+using testing_model::CalledStack;
 using testing_model::rows;
 using testing_model::StepTensors;
-
-/// Layers that are called one by one on inputs of any length.
-class Stacked : public torch::nn::Module {
- public:
-  explicit Stacked(c10::Device device) : layers(testing_model::layer_stack(3, device)) {
-    register_module("layers", layers);
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    at::Tensor h = x;
-    for (std::size_t i = 0; i < layers->size(); ++i) {
-      h = call(&layers->at<Mlp>(i), h);
-    }
-    return h;
-  }
-  torch::nn::Sequential layers;
-};
 
 class SharedShapesTest : public testing::Test {
  protected:
@@ -58,12 +40,12 @@ class SharedShapesTest : public testing::Test {
     return EngineAccess::state(engine).arena().stats().leased;
   }
   /// Forward and backward on new data of this length.
-  void train(Stacked& model, std::int64_t s, std::int64_t length) const {
+  void train(CalledStack& model, std::int64_t s, std::int64_t length) const {
     (model.forward(data(s, length).requires_grad_(true)) * data(s, length, 1)).mean().backward();
   }
   /// A step whose microbatches have these lengths, one after the other.
   void expect_plain(OffloadEngine& engine, std::int64_t s, const std::vector<std::int64_t>& lengths) {
-    const auto run = [&](Stacked& model) {
+    const auto run = [&](CalledStack& model) {
       for (std::size_t i = 0; i < lengths.size(); ++i) {
         train(model, 50 * s + static_cast<std::int64_t>(i), lengths[i]);
       }
@@ -74,8 +56,8 @@ class SharedShapesTest : public testing::Test {
   }
 
   c10::Device device_ = find_device("sim");
-  Stacked model_{device_};
-  Stacked plain_{device_};
+  CalledStack model_{device_};
+  CalledStack plain_{device_};
 };
 
 class SharedShapesOrderTest : public SharedShapesTest, public testing::WithParamInterface<std::string> {};
@@ -110,7 +92,7 @@ TEST_F(SharedShapesTest, MicrobatchesOfSeveralLengthsGiveThePlainGradients) {
 }
 
 /// Both forwards, then both backwards.
-void interleave(Stacked& model, const at::Tensor& first, const at::Tensor& second) {
+void interleave(CalledStack& model, const at::Tensor& first, const at::Tensor& second) {
   const at::Tensor y = model.forward(first.clone().requires_grad_(true));
   const at::Tensor z = model.forward(second.clone().requires_grad_(true));
   z.mean().backward();
