@@ -156,13 +156,17 @@ TEST_F(ConformanceMissing, WrongShapeAndDtype) {
   expect_plain();
 }
 
-// A transposed input of the static one's address and bytes is copied all the same.
+// A transposed input is copied, unless it has the address of the output that the graph reads in place: that is refused.
 TEST_F(ConformanceMissing, EqualAddressAndOtherStrides) {
   const at::Tensor square = rows(0, device_).slice(1, 0, 16).contiguous();
   const auto twice = [](const Tensors& in) { return Tensors{in[0] * 2}; };
-  const auto graphed = make_graphed_callables(engine_, {Callable("twice", twice)}, {{square}});
+  const auto graphed = make_graphed_callables(engine_, {Callable("first", twice), Callable("second", twice)},
+                                              {{square}, {Sample::output_of(0)}});
   for (const at::Tensor& x : {square, square.t(), square.t().contiguous().t()}) {
-    EXPECT_TRUE(at::equal(graphed[0]({x})[0].cpu(), (x * 2).cpu()));
+    const at::Tensor h = graphed[0]({x})[0];
+    EXPECT_TRUE(at::equal(h.cpu(), (x * 2).cpu()));
+    EXPECT_THROWS(UsageError, "second", (void)graphed[1]({h.t()}));
+    EXPECT_TRUE(at::equal(graphed[1]({h})[0].cpu(), (x * 4).cpu()));
   }
 }
 
