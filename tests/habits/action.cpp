@@ -66,6 +66,9 @@ const std::vector<Habit>& habits() {
       {Kind::keep_loss, "keep_loss", 1, 1, 2},
       {Kind::dropout_rate, "dropout_rate", 3, 1, 2},
       {Kind::schedule, "schedule", 6, 1, 2},
+      {Kind::validate_pending, "validate_pending", 2, 2, 2},
+      {Kind::buckets, "buckets", 4, 2, 2},
+      {Kind::whole_step, "whole_step", 5, 2, 2},
   };
   return all;
 }

@@ -67,6 +67,9 @@ enum class Kind : std::uint8_t {
   keep_loss,
   dropout_rate,
   schedule,
+  validate_pending,
+  buckets,
+  whole_step,
 };
 
 struct Habit {

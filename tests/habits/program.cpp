@@ -99,6 +99,9 @@ Program::Program(const Setup& setup, c10::Device device, std::ostream& log, Stat
   statistics_.add("programs");
   torch::manual_seed(3);
   mine_.emplace(setup, device, /*with_engine=*/true);
+  if (mine_->form().max_captures > 0) {
+    bound_warnings_.emplace();
+  }
   torch::manual_seed(3);
   plain_.emplace(setup, device, /*with_engine=*/false);
   mine_->random = generator_of(device).get_state();
@@ -201,6 +204,15 @@ void Program::step(const Action& action, StepPlan plan) {
     statistics_.add(std::string("calls ") + name_of(call), calls[i]);
     expected += call == CallClass::known ? 0 : calls[i];
   }
+  const CapturedCalls buckets = mine_->take_bucket_calls();
+  statistics_.add("bucketed calls replayed", buckets.replayed);
+  statistics_.add("bucketed calls run", buckets.ran);
+  const CapturedCalls whole_steps = mine_->take_whole_steps();
+  statistics_.add("whole steps replayed", whole_steps.replayed);
+  statistics_.add("whole steps run", whole_steps.ran);
+  if (mine.kind == Outcome::Kind::done && plan.in_step && plan.grad != StepPlan::Grad::on) {
+    statistics_.add("replays without gradients", mine_->engine()->report().replays);
+  }
   if (mine.kind == Outcome::Kind::done && !of_second) {
     const std::int64_t known = calls[static_cast<std::size_t>(CallClass::known)];
     const std::int64_t eager = std::max<std::int64_t>(0, mine_->eager_calls() - eager_before - expected);
@@ -227,6 +239,14 @@ void Program::settle(const Action& action, const Outcome& mine, const Outcome& p
   };
   if (mine.kind == Outcome::Kind::error && plain.kind != Outcome::Kind::error) {
     differ("an error that is no sidestream::Error: " + mine.message);
+  }
+  if (mine.kind == Outcome::Kind::refused && action.b == 0 &&
+      (action.kind == Kind::buckets || action.kind == Kind::whole_step)) {
+    differ("refused, though nothing else was pending: " + mine.message);
+  }
+  if (mine.kind == Outcome::Kind::refused && action.kind == Kind::validate_pending &&
+      mine.message.find("another capture in the same memory") != std::string::npos) {
+    differ("a call beside a pending one took its memory: " + mine.message);
   }
   if (plain.kind == Outcome::Kind::error && mine.kind != Outcome::Kind::error && mine.kind != Outcome::Kind::refused) {
     differ("plain training throws: " + plain.message);

@@ -13,6 +13,7 @@
 #include "habits/statistics.h"
 #include "habits/step_plan.h"
 #include "habits/trainer.h"
+#include "warnings.h"
 
 namespace sidestream::habits {
 
@@ -55,6 +56,8 @@ class Program {
   Statistics& statistics_;
   std::optional<Trainer> mine_, plain_;
   std::set<Kind> earlier_;
+  std::optional<testing_model::ExpectedWarnings>
+      bound_warnings_;  ///< of a form whose calls meet their bound of captures
   std::int64_t data_ = 0;
   std::int64_t changes_ = 0;
 };

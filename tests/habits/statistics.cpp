@@ -67,6 +67,10 @@ void Statistics::print(std::ostream& out) const {
       out << "  " << key << ": " << number << '\n';
     }
   }
+  for (const char* key : {"replays without gradients", "bucketed calls replayed", "bucketed calls run",
+                          "whole steps replayed", "whole steps run"}) {
+    out << "  " << key << ": " << count(key) << '\n';
+  }
   out << "refused: " << percent(total("refused "), count("actions")) << " of the actions\n";
   for (const auto& [key, number] : counts_) {
     if (begins_with(key, "refused ")) {
@@ -86,6 +90,22 @@ std::vector<Statistics::Demand> Statistics::demands(const std::vector<Kind>& dra
   demand("bytes leave the device", count("offloaded bytes") > 0, "none");
   demand("fewer than one action in twenty is refused", total("refused ") * 20 < count("actions"),
          percent(total("refused "), count("actions")));
+  const auto draws = [&](Kind kind) { return std::find(drawn.begin(), drawn.end(), kind) != drawn.end(); };
+  if (draws(Kind::evaluate)) {
+    demand("calls without gradients replay", count("replays without gradients") > 0, "none");
+  }
+  const auto demand_both = [&](const std::string& what) {
+    const std::int64_t replayed = count(what + " replayed");
+    const std::int64_t run = count(what + " run");
+    demand(what + ": more than half replay, and some run", run > 0 && replayed > run,
+           std::to_string(replayed) + " replayed, " + std::to_string(run) + " run");
+  };
+  if (draws(Kind::buckets)) {
+    demand_both("bucketed calls");
+  }
+  if (draws(Kind::whole_step)) {
+    demand_both("whole steps");
+  }
   Demand each{"every action occurs", {}};
   Demand pairs{"every pair of actions occurs", {}};
   for (const Kind first : drawn) {

@@ -10,6 +10,7 @@
 namespace sidestream::habits {
 
 /// What programs did, as counts that add up. Keys: "programs", "actions", "milliseconds", "offloaded bytes", "replayed", "not replayed",
+/// "replays without gradients", "bucketed calls replayed", "bucketed calls run", "whole steps replayed", "whole steps run",
 /// "calls NAME", "action NAME", "pair FIRST LATER", "refused NAME: MESSAGE", "agreed errors".
 class Statistics {
  public:

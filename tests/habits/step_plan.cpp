@@ -136,6 +136,19 @@ StepPlan plan_of(const Action& action) {
     case Kind::shared_weight:
       plan.shared_weight = a;
       break;
+    case Kind::validate_pending:
+      plan.validate_pending = true;
+      plan.pending_in_eval = a == 0;
+      plan.pending_rows = action.b == 0 ? 4 : 6;
+      break;
+    case Kind::buckets:
+      plan.buckets = a;
+      plan.inside = action.b == 1;
+      break;
+    case Kind::whole_step:
+      plan.whole_step = a;
+      plan.inside = action.b == 1;
+      break;
     case Kind::empty_step:
       plan.empty = true;
       break;

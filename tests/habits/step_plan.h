@@ -52,6 +52,12 @@ struct StepPlan {
       -1;  ///< 0: what a block is given lies in memory otherwise; 1: it is the transposed view of an output
   bool engine_gone = false;         ///< before backward; a new one afterwards
   std::int64_t shared_weight = -1;  ///< the head reads a weight of this block too
+  bool validate_pending = false;    ///< the model runs without gradients between forward and backward
+  bool pending_in_eval = false;     ///< that in eval mode
+  std::int64_t pending_rows = 4;
+  std::int64_t buckets = -1;     ///< how the callables of several shapes are trained
+  std::int64_t whole_step = -1;  ///< how the step that is one graph goes
+  bool inside = false;           ///< they are trained between forward and backward of this step; else in its place
   bool empty = false;
   bool keep_loss = false;  ///< with its graph, until the next step has ended
   std::int64_t data = 0;   ///< which

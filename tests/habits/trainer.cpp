@@ -24,6 +24,9 @@ const std::vector<Form>& forms() {
       {"mixed", "blocks.0", "**", 2, false, false, false},
       {"eager_on_new_arguments", "blocks.*", "**", 2, false, true, false},
       {"retaining", "blocks.*", "", 2, false, false, true},
+      {"evaluating", "blocks.*", "blocks.*.fc*", 2, false, false, false, true},
+      {"sharing", "blocks.*", "", 2, false, false, false, true, true},
+      {"few_captures", "blocks.*", "**", 2, false, false, false, true, true, 2},
   };
   return all;
 }
@@ -81,8 +84,12 @@ void Trainer::make_engine() {
                          .accumulate_in_graph(form.accumulate)
                          .retain_graph_in_backward(form.retain)
                          .allow_unused_input(true))
-      .call_options(CallOptions().max_captures(256).on_new_arguments(
-          form.eager_on_new_arguments ? OnNewArguments::eager : OnNewArguments::capture));
+      .call_options(CallOptions()
+                        .max_captures(form.max_captures > 0 ? form.max_captures : 256)
+                        .on_max_captures(form.max_captures > 0 ? OnMaxCaptures::drop_least_used : OnMaxCaptures::eager)
+                        .on_new_arguments(form.eager_on_new_arguments ? OnNewArguments::eager : OnNewArguments::capture)
+                        .share_memory(form.shares)
+                        .on_evaluation(form.evaluates ? OnEvaluation::capture : OnEvaluation::eager));
   if (*form.graph != '\0') {
     options.graph(form.graph);
   }
@@ -123,12 +130,34 @@ void Trainer::prepare_gradients(const StepPlan& plan) {
   }
 }
 
-void Trainer::descend() {
-  const at::NoGradGuard no_grad;
-  for (at::Tensor& parameter : model_->parameters()) {
-    if (parameter.grad().defined() && parameter.requires_grad()) {
-      parameter.sub_(parameter.grad() * 0.05);
-    }
+template <class Make>
+void prepare(std::unique_ptr<CapturedTrainer>& trainer, const Make& make, const Setup& setup, c10::Device device,
+             bool with_engine) {
+  if (trainer == nullptr) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const at::Tensor before = generator.get_state();
+    generator.set_current_seed(11);
+    trainer = make(setup, device, with_engine);
+    generator.set_state(before);
+  }
+  trainer->prepare();
+}
+
+void Trainer::prepare_captured(const StepPlan& plan) {
+  if (plan.buckets >= 0) {
+    prepare(buckets_, make_bucket_trainer, setup_, device_, with_engine_);
+  }
+  if (plan.whole_step >= 0) {
+    prepare(whole_steps_, make_whole_step_trainer, setup_, device_, with_engine_);
+  }
+}
+
+void Trainer::train_captured(const StepPlan& plan) {
+  if (plan.buckets >= 0) {
+    buckets_->step(plan);
+  }
+  if (plan.whole_step >= 0) {
+    whole_steps_->step(plan);
   }
 }
 
@@ -138,6 +167,12 @@ void Trainer::step(const StepPlan& plan) {
   inputs_.clear();
   if (plan.nested || plan.teach) {
     second();
+  }
+  prepare_captured(plan);
+  if ((plan.buckets >= 0 || plan.whole_step >= 0) && !plan.inside) {
+    began_ = true;
+    train_captured(plan);
+    return;
   }
   const at::Tensor kept_loss = std::exchange(kept_loss_, at::Tensor());  // until this step has ended
   prepare_gradients(plan);
@@ -170,7 +205,7 @@ void Trainer::step(const StepPlan& plan) {
         }
       }
     }
-    descend();
+    descend(*model_);
   }
 }
 
@@ -245,17 +280,22 @@ void Trainer::count_call(std::size_t index, const at::Tensor& h, const at::Tenso
     return;
   }
   const auto counted = [&](CallClass call) { ++calls_[static_cast<std::size_t>(call)]; };
-  if (!at::GradMode::is_enabled()) {
+  const bool evaluation = !at::GradMode::is_enabled();
+  open_calls_.resize(model_->blocks.size() + 1, 0);
+  if (evaluation && (!form.evaluates || c10::InferenceMode::is_enabled() || open_calls_[index] > 0)) {
     counted(CallClass::without_gradients);
     return;
   }
   const Block& block = index < model_->blocks.size() ? *model_->blocks[index] : *model_->late;
-  if (!block.is_training()) {
+  if (!evaluation && !block.is_training()) {
     counted(CallClass::in_eval);
     return;
   }
-  open_calls_.resize(model_->blocks.size() + 1, 0);
-  std::string key = std::to_string(index) + '/' + std::to_string(open_calls_[index]++) + '/' +
+  if (sized_ && form.max_captures > 0) {
+    counted(CallClass::by_option);
+    return;
+  }
+  std::string key = std::to_string(index) + '/' + (evaluation ? "-" : std::to_string(open_calls_[index]++)) + '/' +
                     std::to_string(h.size(0)) + '/' + std::to_string(plan.scale) + '/' +
                     std::to_string(h.requires_grad()) + std::to_string(context.requires_grad()) +
                     std::to_string(context.is_same(h)) + '/' + std::to_string(static_cast<int>(plan.autocast)) + '/' +

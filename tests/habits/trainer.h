@@ -12,6 +12,7 @@
 #include <c10/core/Device.h>
 
 #include "habits/action.h"
+#include "habits/captured_trainer.h"
 #include "habits/small_model.h"
 #include "habits/step_plan.h"
 #include "runtime/runtime.h"
@@ -28,6 +29,9 @@ struct Form {
   bool accumulate;
   bool eager_on_new_arguments;
   bool retain;
+  bool evaluates = false;         ///< calls without gradients have graphs
+  bool shares = false;            ///< captures of several shapes share memory
+  std::int64_t max_captures = 0;  ///< of a call, of which the least used makes room; 0: no bound is met
 };
 [[nodiscard]] const std::vector<Form>& forms();
 
@@ -63,6 +67,9 @@ class Trainer {
   [[nodiscard]] std::int64_t eager_calls() const { return engine_ == nullptr ? 0 : engine_->report().eager_calls; }
   /// A trainer of a smaller model, made when it is first asked for.
   Trainer& second();
+  /// Calls of what is captured by hand, since the last time.
+  [[nodiscard]] CapturedCalls take_bucket_calls() { return buckets_ ? buckets_->take_calls() : CapturedCalls(); }
+  [[nodiscard]] CapturedCalls take_whole_steps() { return whole_steps_ ? whole_steps_->take_calls() : CapturedCalls(); }
   /// True when the latest step's engine let it begin.
   [[nodiscard]] bool began() const noexcept { return began_; }
   /// Calls that match `graph`, by class, since the last time.
@@ -85,9 +92,11 @@ class Trainer {
   void backward(const at::Tensor& loss, const StepPlan& plan);
   void count_call(std::size_t index, const at::Tensor& h, const at::Tensor& context, const StepPlan& plan);
   void end_of_step() noexcept;
+  /// Makes and captures what the plan trains beside the model.
+  void prepare_captured(const StepPlan& plan);
+  void train_captured(const StepPlan& plan);
   void set_flags(bool training);
   void prepare_gradients(const StepPlan& plan);
-  void descend();
 
   const Setup setup_;
   const c10::Device device_;
@@ -96,6 +105,7 @@ class Trainer {
   std::unique_ptr<SmallModel> model_;
   std::unique_ptr<OffloadEngine> engine_;
   std::unique_ptr<Trainer> second_;
+  std::unique_ptr<CapturedTrainer> buckets_, whole_steps_;
   OwnedStream other_stream_;
   std::vector<at::Tensor> kept_;    ///< detached outputs
   std::vector<at::Tensor> losses_;  ///< of the latest step, detached

@@ -16,11 +16,6 @@
 namespace sidestream::habits {
 namespace {
 
-at::Tensor rows_of(std::int64_t number, std::int64_t rows, c10::Device device) {
-  auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(7000 + number));
-  return at::randn({rows, kWidth}, generator, at::TensorOptions().dtype(at::kFloat)).to(device);
-}
-
 /// Autocast for the device as a trainer sets it around forward.
 class AutocastRegion {
  public:
@@ -118,6 +113,20 @@ void Trainer::backward(const at::Tensor& loss, const StepPlan& plan) {
     }
     second_->step(own);
     second_->begun_ = nullptr;
+  }
+  if (plan.validate_pending) {
+    const at::NoGradGuard validating;
+    if (plan.pending_in_eval) {
+      model_->eval();
+    }
+    StepPlan validation;
+    validation.data = plan.data + 29;
+    validation.rows = plan.pending_rows;
+    losses_.push_back(forward(validation, 19).detach());
+    set_flags(plan.training);
+  }
+  if (plan.inside) {
+    train_captured(plan);
   }
   if (plan.change_weight >= 0) {
     const at::NoGradGuard no_grad;

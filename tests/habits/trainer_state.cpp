@@ -128,6 +128,14 @@ std::vector<std::pair<std::string, at::Tensor>> Trainer::state() const {
     all.emplace_back("gradient of input " + std::to_string(i), inputs_[i].grad());
   }
   all.emplace_back("the generator's state", random);
+  for (const CapturedTrainer* captured : {buckets_.get(), whole_steps_.get()}) {
+    if (captured != nullptr) {
+      for (auto& item : captured->state()) {
+        all.emplace_back((captured == buckets_.get() ? "buckets: " : "whole steps: ") + item.first,
+                         std::move(item.second));
+      }
+    }
+  }
   if (second_ != nullptr) {
     for (auto& item : second_->state()) {
       if (item.first != "the generator's state") {
@@ -178,6 +186,12 @@ void Trainer::become(const Trainer& other) {
   random = other.random.defined() ? other.random.clone() : at::Tensor();
   if (other.second_ != nullptr) {
     second().become(*other.second_);
+  }
+  if (buckets_ != nullptr && other.buckets_ != nullptr) {
+    buckets_->become(*other.buckets_);
+  }
+  if (whole_steps_ != nullptr && other.whole_steps_ != nullptr) {
+    whole_steps_->become(*other.whole_steps_);
   }
 }
 
