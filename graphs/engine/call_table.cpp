@@ -2,9 +2,39 @@
 
 #include <algorithm>
 
+#include "graphs/engine/engine_chains.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+bool is_of(const CallVariant& variant, bool gradients) { return variant.holder->chain->forwards_alone() != gradients; }
+
+}  // namespace
+
+std::size_t CallVariant::place() const { return holder->place_of(layer); }
+
+std::size_t CallSite::count(bool gradients) const {
+  return static_cast<std::size_t>(std::count_if(variants.begin(), variants.end(),
+                                                [&](const CallVariant& variant) { return is_of(variant, gradients); }));
+}
+
+std::size_t CallSite::count_idle(bool gradients) const {
+  return static_cast<std::size_t>(std::count_if(variants.begin(), variants.end(), [&](const CallVariant& variant) {
+    return is_of(variant, gradients) && !variant.holder->chain->any_pending();
+  }));
+}
+
+const CallVariant* CallSite::least_used(bool gradients) const {
+  const CallVariant* least = nullptr;
+  for (const CallVariant& variant : variants) {
+    if (is_of(variant, gradients) && !variant.holder->chain->any_pending() &&
+        (least == nullptr || variant.used_at < least->used_at)) {
+      least = &variant;
+    }
+  }
+  return least;
+}
 
 CallTable::CallTable(torch::nn::Module& model, ScopeTree& tree, NamePatterns graphed)
     : model_(model), tree_(tree), graphed_(std::move(graphed)) {
@@ -114,12 +144,21 @@ void CallTable::drop_variants() {
   }
 }
 
-void CallTable::drop_variants_of(const ChainHolder& chain, Dropped why) {
+void CallTable::drop_variants_of(const ChainHolder& chain) {
   for (CallSite& site : sites_) {
     const auto of_chain = [&](const CallVariant& variant) { return variant.holder.get() == &chain; };
-    const auto kept = std::remove_if(site.variants.begin(), site.variants.end(), of_chain);
-    site.to_record = site.to_record || (why == Dropped::to_record && kept != site.variants.end());
-    site.variants.erase(kept, site.variants.end());
+    site.to_record = std::erase_if(site.variants, of_chain) > 0 || site.to_record;
+  }
+}
+
+void CallTable::drop_variant(const CallVariant& dropped) {
+  for (CallSite& site : sites_) {
+    const auto found = std::find_if(site.variants.begin(), site.variants.end(),
+                                    [&](const CallVariant& variant) { return &variant == &dropped; });
+    if (found != site.variants.end()) {
+      site.variants.erase(found);
+      return;
+    }
   }
 }
 

@@ -28,6 +28,10 @@ struct CallVariant {
   std::vector<KeptGuard> guards;
   std::vector<std::size_t> shape;
   std::shared_ptr<const void> structure = {};  ///< of its result
+  std::uint64_t used_at = 0;                   ///< its capture or latest replay, on the site's clock
+
+  /// Of its chain as that is now.
+  [[nodiscard]] std::size_t place() const;
 };
 
 /// One module or function whose calls the dispatcher serves.
@@ -50,6 +54,14 @@ struct CallSite {
   bool warned_of_bound = false;      ///< CallOptions::max_captures
   bool warned_of_arguments = false;  ///< that run eagerly, where captures share memory
   bool warned_of_equality = false;   ///< of its arguments
+  std::uint64_t clock = 0;           ///< counts captures and replays
+
+  /// Captures of training, or of forwards alone.
+  [[nodiscard]] std::size_t count(bool gradients) const;
+  /// Of those the one that was used least recently and has no backward to come; null where there is none.
+  [[nodiscard]] const CallVariant* least_used(bool gradients) const;
+  /// How many of them have no backward to come.
+  [[nodiscard]] std::size_t count_idle(bool gradients) const;
 };
 
 /// What `ss::call` was given so far, by module and by name. Threads: the step's.
@@ -70,9 +82,10 @@ class CallTable {
   [[nodiscard]] const std::deque<CallSite>& sites() const noexcept { return sites_; }
   /// No call has a capture any more.
   void drop_variants();
-  enum class Dropped : std::uint8_t { to_record, to_make_room };
-  /// Calls that have captures in `chain` lose them, and are recorded again whatever the options say, or are as before those captures.
-  void drop_variants_of(const ChainHolder& chain, Dropped why);
+  /// Calls that have captures in `chain` lose them, and are recorded again whatever the options say.
+  void drop_variants_of(const ChainHolder& chain);
+  /// Its call is as before that capture.
+  void drop_variant(const CallVariant& variant);
   /// Not owned by the pointer: it outlives the engine.
   [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const {
     return {std::shared_ptr<const torch::nn::Module>(), &model_};

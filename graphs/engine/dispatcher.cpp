@@ -129,7 +129,7 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
     return;
   }
   const std::int64_t bound = resources_.options.call_options().max_captures();
-  if (captures_of(site) >= bound && !recorded_.repeats(site, request, modes) && !make_room_for_capture(site)) {
+  if (!may_capture(site, modes) && !recorded_.repeats(site, request, modes)) {
     if (resources_.options.call_options().on_max_captures() == OnMaxCaptures::error) {
       throw UsageError(describe(site) + ": it needs more than the " + std::to_string(bound) +
                        " captures that CallOptions::max_captures allows; raise the bound, give it fewer shapes and "
@@ -170,15 +170,16 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
                                  detail::TensorBuffer& outputs) {
   std::size_t busy = 0;
   const CallVariant* other = nullptr;
-  for (const CallVariant& variant : site.variants) {
+  for (CallVariant& variant : site.variants) {
     Chain& chain = *variant.holder->chain;
-    if (!(chain.layers()[variant.layer].spec.state.modes == modes) ||
+    const std::size_t place = variant.place();
+    if (!(chain.layers()[place].spec.state.modes == modes) ||
         !same_arguments(variant.guards, variant.shape, request.guards, request.shape) ||
-        !chain.accepts(variant.layer, request.inputs)) {
+        !chain.accepts(place, request.inputs)) {
       other = &variant;
       continue;
     }
-    const FactsChange change = chain.change(variant.layer);
+    const FactsChange change = chain.change(place);
     if (change.stale()) {
       run_beside_stale_capture(site, request, outputs, variant);
       return;
@@ -191,9 +192,9 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       run_beside_pending(site, request, outputs, variant);
       return;
     }
-    if (chain.ready(variant.layer)) {
-      variant.holder->used_at = ++clock_;
-      replay(variant, variant.layer, request, outputs, Chain::Inputs::accepted);
+    if (chain.ready(place)) {
+      variant.used_at = ++site.clock;
+      replay(variant, place, request, outputs, Chain::Inputs::accepted);
       *request.structure = variant.structure.get();
       return;
     }
@@ -211,35 +212,22 @@ void Dispatcher::run_beside_pending(CallSite& site, const detail::CallRequest& r
   run_eagerly(site, request, outputs);
 }
 
-std::int64_t Dispatcher::captures_of(const CallSite& site) const {
-  const auto stay = std::count_if(site.variants.begin(), site.variants.end(),
-                                  [](const CallVariant& variant) { return !variant.holder->to_drop; });
-  return static_cast<std::int64_t>(stay) + static_cast<std::int64_t>(recorded_.count(site));
-}
-
-bool Dispatcher::make_room_for_capture(const CallSite& site) const {
-  if (resources_.options.call_options().on_max_captures() != OnMaxCaptures::drop_least_used) {
-    return false;
+bool Dispatcher::may_capture(const CallSite& site, const CallModes& modes) const {
+  const CallOptions& options = resources_.options.call_options();
+  const auto bound = static_cast<std::size_t>(options.max_captures());
+  const std::size_t with_it = site.count(modes.gradients) + recorded_.count(site, modes.gradients) + 1;
+  if (with_it <= bound) {
+    return true;
   }
-  ChainHolder* least = nullptr;
-  for (const CallVariant& variant : site.variants) {
-    ChainHolder& holder = *variant.holder;
-    if (!holder.to_drop && !holder.chain->any_pending() && (least == nullptr || holder.used_at < least->used_at)) {
-      least = &holder;
-    }
-  }
-  if (least == nullptr) {
-    return false;
-  }
-  least->to_drop = true;
-  return true;
+  return options.on_max_captures() == OnMaxCaptures::drop_least_used &&
+         with_it - bound <= site.count_idle(modes.gradients);
 }
 
 void Dispatcher::run_beside_stale_capture(CallSite& site, const detail::CallRequest& request,
                                           detail::TensorBuffer& outputs, const CallVariant& variant) {
   const Chain& chain = *variant.holder->chain;
   if (chain.options().on_relocated_weights() == OnRelocatedWeights::error) {
-    throw UsageError(describe(site) + ": " + chain.difference(variant.layer) +
+    throw UsageError(describe(site) + ": " + chain.difference(variant.place()) +
                      ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
                      "GraphOptions::on_relocated_weights to capture");
   }
@@ -254,7 +242,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
     throw UsageError(describe(site) + ": replayed after reset; capture it again");
   }
   ChainHolder& holder = *only.holder;
-  std::size_t place = holder.place_of(only.layer);
+  std::size_t place = only.place();
   const Layer* layer = &holder.chain->layers()[place];
   const auto prepare = [&] {
     if (request.prepare != nullptr) {
@@ -288,7 +276,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
       return;
     }
     chains_.recapture(holder);
-    place = holder.place_of(only.layer);
+    place = only.place();
     change = holder.chain->change(place);
   }
   if (change.any()) {
@@ -336,12 +324,12 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
                      "it needs; run that backward first, or set CallOptions::on_pending to capture");
   }
   if (to_be_new && options.on_new_arguments() == OnNewArguments::error) {
-    if (other != nullptr && other->holder->chain->change(other->layer).any()) {
-      throw UsageError(what + ": " + other->holder->chain->difference(other->layer) +
+    if (other != nullptr && other->holder->chain->change(other->place()).any()) {
+      throw UsageError(what + ": " + other->holder->chain->difference(other->place()) +
                        " at the capture; set CallOptions::on_new_arguments to capture or eager");
     }
     if (other != nullptr && same_arguments(other->guards, other->shape, request.guards, request.shape)) {
-      other->holder->chain->check(other->layer, request.inputs);
+      other->holder->chain->check(other->place(), request.inputs);
     }
     throw UsageError(
         what +

@@ -57,11 +57,9 @@ class Dispatcher {
   /// `variant` fits, but a chain that shares its memory awaits a backward.
   void run_beside_pending(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
                           const CallVariant& variant);
-  /// Captures of `site` that there are and will be.
-  [[nodiscard]] std::int64_t captures_of(const CallSite& site) const;
-  /// The capture of `site` that was used least recently goes before the next step, so that another one may be made. False where
-  /// options say otherwise, or each has a backward to come.
-  [[nodiscard]] bool make_room_for_capture(const CallSite& site) const;
+  /// True where `site` may have one capture more, of calls in `modes`: fewer than CallOptions::max_captures are there and will be, or
+  /// as many others have no backward to come and may go before the next step.
+  [[nodiscard]] bool may_capture(const CallSite& site, const CallModes& modes) const;
   /// A graphed call that is neither replayed nor recorded.
   void count_eager(CallSite& site, EagerCause cause) noexcept;
   void run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
@@ -88,7 +86,6 @@ class Dispatcher {
   EngineChains& chains_;
   ReportBuilder& report_;
   ReplayVerification* verification_;
-  std::uint64_t clock_ = 0;  ///< counts replays
 };
 
 }  // namespace sidestream

@@ -56,8 +56,8 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluat
 /// Dropped by a capture that failed in its place, or captured of a model that is another now.
 bool is_outdated(const Chain& chain) {
   const std::vector<Layer>& layers = chain.layers();
-  return chain.change().stale() ||
-         std::any_of(layers.begin(), layers.end(), [](const Layer& layer) { return !layer.forward; });
+  return chain.change().stale() || std::any_of(layers.begin(), layers.end(),
+                                               [](const Layer& layer) { return !layer.forward && !layer.released; });
 }
 
 }  // namespace
@@ -171,7 +171,7 @@ void EngineChains::capture_slot(RecordedCalls& recorded, std::size_t slot, bool 
   for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
     RecordedCall& call = *of_slot.calls[layer];
     call.captured = true;
-    call.site->variants.push_back({holder, layer, call.guards, call.shape, call.structure});
+    call.site->variants.push_back({holder, layer, call.guards, call.shape, call.structure, ++call.site->clock});
     call.site->to_record = false;
     report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
     recorded.outputs().for_each_of(of_slot.indices[layer], [&](const c10::StorageImpl* storage, std::size_t output) {
@@ -204,15 +204,27 @@ std::shared_ptr<GraphMemory> EngineChains::memory_of(std::size_t slot, bool eval
   return taken || memory->pending() ? nullptr : memory;
 }
 
-void EngineChains::drop_least_used(CallTable& calls) {
-  for (const auto& holder : own_) {
-    if (holder->to_drop && !holder->chain->any_pending()) {
-      holder->chain->reset();
-      calls.drop_variants_of(*holder, CallTable::Dropped::to_make_room);
+void EngineChains::drop_least_used(CallTable& calls, const RecordedCalls& recorded) {
+  const CallOptions& options = resources_.options.call_options();
+  if (options.on_max_captures() != OnMaxCaptures::drop_least_used || recorded.empty() || recorded.outdated()) {
+    return;
+  }
+  const auto bound = static_cast<std::size_t>(options.max_captures());
+  bool dropped = false;
+  for (const CallSite& site : calls.sites()) {
+    for (const bool gradients : {true, false}) {
+      std::size_t more = recorded.count(site, gradients);
+      const CallVariant* least = nullptr;
+      while (more > 0 && site.count(gradients) + more > bound && (least = site.least_used(gradients)) != nullptr) {
+        const std::shared_ptr<ChainHolder> holder = least->holder;
+        holder->chain->release(holder->place_of(least->layer));
+        calls.drop_variant(*least);
+        dropped = true;
+      }
     }
   }
-  const auto dropped = [](const auto& holder) { return holder->to_drop && !holder->chain->any_pending(); };
-  if (std::erase_if(own_, dropped) > 0) {
+  if (dropped) {
+    std::erase_if(own_, [](const auto& holder) { return holder->chain->released(); });
     mark_static_outputs();
   }
 }
@@ -242,7 +254,7 @@ void EngineChains::follow_weights(CallTable& calls) {
     }
     if (change.stale() && !change.only_relocated()) {
       holder->chain->reset();
-      calls.drop_variants_of(*holder, CallTable::Dropped::to_record);
+      calls.drop_variants_of(*holder);
       replaced.push_back(holder);
     } else {
       recapture(*holder);

@@ -22,8 +22,6 @@ struct ChainHolder {
   std::vector<std::size_t> places = {};
 
   [[nodiscard]] std::size_t place_of(std::size_t layer) const { return places.empty() ? layer : places[layer]; }
-  std::uint64_t used_at = 0;  ///< by its latest replay, on the dispatcher's clock
-  bool to_drop = false;       ///< before the next step: CallOptions::on_max_captures
 };
 
 /// All chains of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own
@@ -59,8 +57,9 @@ class EngineChains {
   /// Chains of `ss::call` whose weights were relocated are captured again; those whose weights are others are dropped, and
   /// `calls` records anew what ran in them. Or it is an error by option.
   void follow_weights(CallTable& calls);
-  /// Drops the chains that are to make room for others, but for those with a backward to come, from `calls` too.
-  void drop_least_used(CallTable& calls);
+  /// Calls of which `recorded` would make more captures than there may be lose those that were used least recently, but for those
+  /// with a backward to come. What other calls captured beside them stays.
+  void drop_least_used(CallTable& calls, const RecordedCalls& recorded);
   /// Drops the graphs of all chains that `ss::call` made.
   void drop_own();
   /// Only what graphs own now is kept on the device for them.

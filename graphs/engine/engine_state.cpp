@@ -144,7 +144,7 @@ void EngineState::make_ready() {
     if (outdated) {
       chains_.follow_weights(calls_);
     }
-    chains_.drop_least_used(calls_);
+    chains_.drop_least_used(calls_, recorded_);
     chains_.capture_recorded(recorded_);
   }
   eager_plan_.make(*resources_.arena, resources_.exclusions, resources_.options.progress());

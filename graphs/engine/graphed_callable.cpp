@@ -39,7 +39,7 @@ class GraphedCallable::Shared {
 
   [[nodiscard]] bool fits(const Tensors& inputs) const {
     const CallVariant& only = site_.variants.front();
-    return only.holder->chain->accepts(only.holder->place_of(only.layer), inputs);
+    return only.holder->chain->accepts(only.place(), inputs);
   }
   [[nodiscard]] bool has_to_wait() const { return site_.variants.front().holder->chain->has_to_wait(); }
   Tensors run_eagerly(const Tensors& inputs) { return run(scope_, inputs); }
@@ -90,7 +90,7 @@ class GraphedCallable::Shared {
   void reset() {
     if (!site_.dropped) {
       const CallVariant& only = site_.variants.front();
-      only.holder->chain->release(only.holder->place_of(only.layer));
+      only.holder->chain->release(only.place());
       site_.dropped = true;
     }
   }

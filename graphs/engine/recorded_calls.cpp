@@ -158,9 +158,10 @@ bool RecordedCalls::repeats(const CallSite& site, const detail::CallRequest& req
   return false;
 }
 
-std::size_t RecordedCalls::count(const CallSite& site) const noexcept {
-  return static_cast<std::size_t>(
-      std::count_if(calls_.begin(), calls_.end(), [&](const auto& call) { return call->site == &site; }));
+std::size_t RecordedCalls::count(const CallSite& site, bool gradients) const noexcept {
+  return static_cast<std::size_t>(std::count_if(calls_.begin(), calls_.end(), [&](const auto& call) {
+    return call->site == &site && call->state.modes.gradients == gradients && !call->captured;
+  }));
 }
 
 void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {

@@ -68,8 +68,8 @@ class RecordedCalls {
   void learn_backward_modes();
   /// True where `add` would serve the call with a capture that is to be made anyway.
   [[nodiscard]] bool repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes) const;
-  /// How many captures `site` is to get.
-  [[nodiscard]] std::size_t count(const CallSite& site) const noexcept;
+  /// How many captures `site` is to get, of training or of forwards alone.
+  [[nodiscard]] std::size_t count(const CallSite& site, bool gradients) const noexcept;
   [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }
   [[nodiscard]] const std::vector<std::shared_ptr<RecordedCall>>& calls() const noexcept { return calls_; }
   /// What became of the outputs.

@@ -332,9 +332,13 @@ void Chain::release(std::size_t index) {
   layer.externals.clear();
   layer.backward_reads.clear();
   layer.target = {};
-  if (std::all_of(layers_.begin(), layers_.end(), [](const Layer& other) { return other.released; })) {
+  if (released()) {
     reset();
   }
+}
+
+bool Chain::released() const {
+  return std::all_of(layers_.begin(), layers_.end(), [](const Layer& layer) { return layer.released; });
 }
 
 void Chain::give_up_outputs(std::size_t index) noexcept {

@@ -123,6 +123,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void reset();
   /// Drops one layer's graphs and gives back all that it has and no other layer reads. Idempotent.
   void release(std::size_t layer);
+  /// True once nothing is left of any layer.
+  [[nodiscard]] bool released() const;
   /// The current stream waits for all copies that replays have queued.
   void join_copies();
 

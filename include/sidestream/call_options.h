@@ -13,8 +13,8 @@ enum class OnNewArguments : std::uint8_t { capture, eager, error };
 /// A call under no_grad (with modules in whatever mode): an eager run, or a graph of the forward alone, which keeps nothing for a
 /// backward and lies in the memory of the first training capture.
 enum class OnEvaluation : std::uint8_t { eager, capture };
-/// A call needs more captures than `max_captures`: an eager run with one warning, the capture that was used least recently makes
-/// room, or a UsageError.
+/// A call needs more captures than `max_captures`: an eager run with one warning, that one of its captures that was used least recently
+/// makes room when the next step begins, or a UsageError.
 enum class OnMaxCaptures : std::uint8_t { eager, drop_least_used, error };
 
 /// What `ss::call` does where a graphed call cannot replay what was captured. Callables of make_graphed_callables have one
@@ -24,8 +24,8 @@ struct CallOptions {
   TORCH_ARG(OnPending, on_pending) = OnPending::capture;
   /// New values of arguments that are not tensors, new shapes, dtypes or requires_grad, another state of autocast.
   TORCH_ARG(OnNewArguments, on_new_arguments) = OnNewArguments::capture;
-  /// Captures of one call (microbatches in flight times argument variants); at least 1. What fits none of them and would be one
-  /// more runs eagerly, and a warning says so once.
+  /// Captures of one call (microbatches in flight times argument variants), those of forwards alone counted apart; at least 1. What
+  /// fits none of them and would be one more runs eagerly, and a warning says so once.
   TORCH_ARG(int64_t, max_captures) = 8;
   /// What becomes of a call that would need one more.
   TORCH_ARG(OnMaxCaptures, on_max_captures) = OnMaxCaptures::eager;

@@ -25,12 +25,12 @@ class EvaluationCallTest : public testing::TestWithParam<std::string> {
   EvaluationCallTest() { set_schedule(device_, Schedule::parse(GetParam())); }
   ~EvaluationCallTest() override { set_schedule(device_, Schedule()); }
 
-  [[nodiscard]] Options options() const {
+  [[nodiscard]] Options options(CallOptions calls = {}) const {
     return Options(device_)
         .min_bytes(1024)
         .graph("layers.*")
         .offload("layers.*.*")
-        .call_options(CallOptions().on_evaluation(OnEvaluation::capture));
+        .call_options(calls.on_evaluation(OnEvaluation::capture));
   }
   at::Tensor loss(CalledStack& model, std::int64_t s) const {
     return (model.forward(rows(s, device_).requires_grad_(true)) * rows(s, device_, 1)).sum();
@@ -103,6 +103,16 @@ TEST_P(EvaluationCallTest, ModesAreCapturesOfTheirOwn) {
     });
   }
   EXPECT_EQ(engine.report().captures, 6 + 2 * 3);
+}
+
+TEST_P(EvaluationCallTest, TheBoundIsOneOfTrainingAndOneOfEvaluation) {
+  for (const OnMaxCaptures bounded : {OnMaxCaptures::eager, OnMaxCaptures::drop_least_used, OnMaxCaptures::error}) {
+    OffloadEngine engine(model_, options(CallOptions().max_captures(1).on_max_captures(bounded)));
+    expect_plain_steps(engine, 0, 4);
+    const Report report = engine.report();
+    EXPECT_EQ(report.captures, 3 * 2 + 3);
+    EXPECT_EQ(report.eager_calls, 3 * 3);
+  }
 }
 
 TEST_P(EvaluationCallTest, HeldOutputsOfEvaluationsKeepTheirValues) {

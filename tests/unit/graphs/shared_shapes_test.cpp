@@ -1,10 +1,12 @@
 // Captures of several shapes of one call that share device memory, and what becomes of more than there may be.
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
@@ -176,6 +178,67 @@ TEST_F(SharedShapesTest, TheLeastRecentlyUsedMakesRoom) {
   EXPECT_EQ(engine.report().eager_calls, eager);
   expect_plain(engine, s++, {16});  // is not
   EXPECT_EQ(engine.report().eager_calls, eager + 3);
+}
+
+TEST_F(SharedShapesTest, ACaptureThatNobodyReplayedYetIsTheLatest) {
+  OffloadEngine engine(model_, options(sharing().max_captures(2).on_max_captures(OnMaxCaptures::drop_least_used)));
+  std::int64_t s = 0;
+  for (const std::int64_t length : {32, 32, 16, 20}) {  // 20 takes the place of 32
+    expect_plain(engine, s++, {length});
+  }
+  const std::int64_t eager = engine.report().eager_calls;
+  expect_plain(engine, s++, {16});
+  expect_plain(engine, s++, {20});
+  EXPECT_EQ(engine.report().eager_calls, eager);
+}
+
+TEST_F(SharedShapesTest, WhatOtherCallsCapturedBesideADroppedOneStays) {
+  OffloadEngine engine(model_, options(CallOptions().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used)));
+  // The last layer sees one shape, whatever the others do.
+  const auto step = [&](std::int64_t s, std::int64_t length) {
+    const auto run = [&](CalledStack& model) {
+      const at::Tensor h = model.run_layer(1, model.run_layer(0, data(s, length).requires_grad_(true)));
+      (model.run_layer(2, h.narrow(0, 0, 8).clone()).mean() + h.mean()).backward();
+    };
+    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { run(plain_); });
+    EXPECT_TRUE(testing_model::same(testing_model::train_step(model_, &engine, [&] { run(model_); }), plain))
+        << "step " << s;
+  };
+  step(0, 32);
+  step(1, 32);
+  EXPECT_EQ(engine.report().captures, 6);
+  std::int64_t eager = engine.report().eager_calls;
+  step(2, 16);
+  step(3, 16);
+  EXPECT_EQ(engine.report().captures, 10) << "of the two whose shape changed";
+  EXPECT_EQ(engine.report().eager_calls - eager, 2) << "of the same, once";
+  // What is left of both is captured again where its weights lie then.
+  {
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& parameter : model_.parameters()) {
+      parameter.set_data(parameter.detach().clone());
+    }
+  }
+  eager = engine.report().eager_calls;
+  step(4, 16);
+  step(5, 16);
+  EXPECT_EQ(engine.report().recaptures, 3);
+  EXPECT_EQ(engine.report().eager_calls, eager);
+}
+
+TEST_F(SharedShapesTest, AStepThatFailsDropsNothing) {
+  OffloadEngine engine(model_, options(sharing().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used)));
+  expect_plain(engine, 0, {32});
+  expect_plain(engine, 1, {32});
+  EXPECT_THROW(testing_model::in_step(&engine,
+                                      [&] {
+                                        (void)model_.forward(data(2, 16).requires_grad_(true));
+                                        throw std::runtime_error("of the trainer");
+                                      }),
+               std::runtime_error);
+  const std::int64_t eager = engine.report().eager_calls;
+  expect_plain(engine, 3, {32});
+  EXPECT_EQ(engine.report().eager_calls, eager);
 }
 
 TEST_F(SharedShapesTest, MoreThanTheBoundAreRefusedByOption) {
