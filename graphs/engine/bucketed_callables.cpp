@@ -50,6 +50,9 @@ class BucketedCallable::Buckets {
       return bucket(inputs);
     }
     // An input that is linked to an output fits where that output was replayed only.
+    if (EngineAccess::is_in_other_mode(first())) {
+      return EngineAccess::run_eagerly(first(), inputs);
+    }
     if (on_pending_ == OnPendingBucket::eager &&
         std::any_of(buckets_.begin(), buckets_.end(), &EngineAccess::has_to_wait)) {
       return EngineAccess::run_eagerly(first(), inputs);

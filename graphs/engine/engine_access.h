@@ -34,6 +34,8 @@ class EngineAccess {
   [[nodiscard]] static bool has_to_wait(const GraphedCallable& callable);
   /// A call, with `prepare` just before it replays or runs: behind the capture, where it captures anew first.
   static Tensors run(const GraphedCallable& callable, const Tensors& inputs, const std::function<void()>& prepare);
+  /// True while its modules have other flags than at the capture, so that it runs eagerly.
+  [[nodiscard]] static bool is_in_other_mode(const GraphedCallable& callable);
   /// The plain call, as a scope.
   static Tensors run_eagerly(const GraphedCallable& callable, const Tensors& inputs);
 };

@@ -42,6 +42,11 @@ class GraphedCallable::Shared {
     return only.holder->chain->accepts(only.place(), inputs);
   }
   [[nodiscard]] bool has_to_wait() const { return site_.variants.front().holder->chain->has_to_wait(); }
+  [[nodiscard]] bool is_in_other_mode() const {
+    const CallVariant& only = site_.variants.front();
+    const FactsChange change = only.holder->chain->change(only.place());
+    return change.training || change.options;
+  }
   Tensors run_eagerly(const Tensors& inputs) { return run(scope_, inputs); }
 
   Tensors run(const Tensors& inputs, const ReplayOptions* options = nullptr) {
@@ -246,6 +251,8 @@ bool EngineAccess::fits(const GraphedCallable& callable, const Tensors& inputs) 
 }
 
 bool EngineAccess::has_to_wait(const GraphedCallable& callable) { return callable.shared().has_to_wait(); }
+
+bool EngineAccess::is_in_other_mode(const GraphedCallable& callable) { return callable.shared().is_in_other_mode(); }
 
 Tensors EngineAccess::run_eagerly(const GraphedCallable& callable, const Tensors& inputs) {
   return callable.shared().run_eagerly(inputs);

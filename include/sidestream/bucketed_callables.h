@@ -28,7 +28,8 @@ struct BucketOptions {
 /// A callable captured for several shapes, which share device memory (see GraphPool); copies share the captures.
 ///
 /// A call replays the bucket that its inputs fit exactly: shapes, dtypes and requires_grad; it pads nothing. While a backward of another
-/// bucket is pending it runs eagerly, or is refused. Else as GraphedCallable.
+/// bucket is pending it runs eagerly, or is refused. With modules in another mode than at the capture it runs eagerly, whatever its inputs.
+/// Else as GraphedCallable.
 /// Threads: one at a time; backward may run on autograd's device thread.
 class SIDESTREAM_API BucketedCallable {
  public:

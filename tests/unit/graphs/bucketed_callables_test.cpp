@@ -28,6 +28,8 @@ using testing_model::StepTensors;
 
 class BucketedCallablesTest : public testing::Test {
  protected:
+  static constexpr std::int64_t kLayers = 4;  // so many that some leave
+
   ~BucketedCallablesTest() override { set_schedule(device_, Schedule()); }
 
   void capture(const BucketOptions& options = {}) {
@@ -37,7 +39,11 @@ class BucketedCallablesTest : public testing::Test {
     }
     std::vector<std::vector<std::vector<Sample>>> samples;
     for (const std::int64_t length : {8, 32, 20}) {
-      samples.push_back({{data(0, length).requires_grad_(true)}, {Sample::output_of(0)}});
+      std::vector<std::vector<Sample>>& bucket = samples.emplace_back();
+      bucket.push_back({data(0, length).requires_grad_(true)});
+      while (bucket.size() < callables.size()) {
+        bucket.push_back({Sample::output_of(static_cast<std::int64_t>(bucket.size()) - 1)});
+      }
     }
     layers_ = make_bucketed_callables(engine_, callables, samples, options);
   }
@@ -68,8 +74,8 @@ class BucketedCallablesTest : public testing::Test {
   }
 
   c10::Device device_ = find_device("sim");
-  torch::nn::Sequential model_ = testing_model::layer_stack(2, device_);
-  torch::nn::Sequential plain_ = testing_model::layer_stack(2, device_);
+  torch::nn::Sequential model_ = testing_model::layer_stack(kLayers, device_);
+  torch::nn::Sequential plain_ = testing_model::layer_stack(kLayers, device_);
   OffloadEngine engine_{*model_, Options(device_).offload("layers.*.*").min_bytes(1024)};
   std::vector<BucketedCallable> layers_;
 };
@@ -81,7 +87,7 @@ TEST_F(BucketedCallablesTest, StepsOfAnyBucketGiveThePlainGradients) {
     const std::int64_t captures = engine_.report().captures;
     set_schedule(device_, Schedule::parse(schedule));
     capture();
-    EXPECT_EQ(engine_.report().captures - captures, 3 * 2 * 2);
+    EXPECT_EQ(engine_.report().captures - captures, 3 * kLayers * 2);
     testing_model::ExpectedWarnings warnings;
     for (const std::int64_t length : {32, 8, 20, 20, 8, 32, 8}) {
       expect_plain(s++, length);
@@ -103,7 +109,7 @@ TEST_F(BucketedCallablesTest, RelocatedWeightsAreCapturedAgainInThePool) {
     }
   }
   expect_plain(s, 32);
-  EXPECT_GT(engine_.report().recaptures, 3 * 2);
+  EXPECT_GT(engine_.report().recaptures, 3 * kLayers);
 }
 
 TEST_F(BucketedCallablesTest, UnknownShapesRunEagerlyWithOneWarning) {
@@ -113,7 +119,7 @@ TEST_F(BucketedCallablesTest, UnknownShapesRunEagerlyWithOneWarning) {
   expect_plain(1, 40);
   expect_plain(2, 32);
   const std::vector<std::string> texts = warnings.take();
-  ASSERT_EQ(texts.size(), 2U);
+  ASSERT_EQ(texts.size(), static_cast<std::size_t>(kLayers));
   EXPECT_NE(texts[0].find("bucketed call \"layers.0\" runs eagerly: its inputs fit none of the 3 buckets"),
             std::string::npos);
 }
@@ -154,6 +160,21 @@ TEST_F(BucketedCallablesTest, WithoutGradientsTheyRunEagerly) {
   capture();
   const at::NoGradGuard no_grad;
   EXPECT_TRUE(at::equal(forward(true, data(0, 12)), plain_->forward(data(0, 12))));
+}
+
+TEST_F(BucketedCallablesTest, InEvalModeWithGradientsTheyRunEagerlyWhateverTheOptionsSay) {
+  for (const OnUnknownShape unknown : {OnUnknownShape::eager, OnUnknownShape::error}) {
+    capture(BucketOptions().on_unknown_shape(unknown));
+    testing_model::ExpectedWarnings warnings;
+    model_->eval();
+    plain_->eval();
+    expect_plain(0, 32);
+    expect_plain(1, 12);
+    model_->train();
+    plain_->train();
+    expect_plain(2, 32);
+    EXPECT_TRUE(warnings.take().empty());
+  }
 }
 
 TEST_F(BucketedCallablesTest, AResetDropsAllBuckets) {
