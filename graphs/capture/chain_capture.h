@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "analysis/copy_places.h"
@@ -102,6 +103,8 @@ class ChainCapture {
   OutputLives lives_;
   c10::Stream capture_;
   std::vector<Live> live_;
+  std::optional<SharedSlots::Share>
+      shared_slots_;  ///< in shared memory: what this chain takes of its slots on the host
 };
 
 }  // namespace sidestream

@@ -87,7 +87,11 @@ void ChainCapture::make_plan_and_pin() {
       profile.storages.push_back(std::move(storage));
     }
   }
-  chain_.plan_ = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress);
+  if (chain_.memory_->shared()) {
+    shared_slots_.emplace(chain_.memory_->slots(resources_.arena));
+  }
+  chain_.plan_ = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress,
+                              shared_slots_ ? &*shared_slots_ : nullptr);
   if (resources_.room != CopyRoom::as_planned) {
     chain_.plan_.notes.push_back(
         "device memory was full when \"" + specs_.front().name +

@@ -35,7 +35,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   SavedStorages saved(*live.recorder);
   const PassHooks hooks(layer.spec.hooks.get(), reads_.met());
   hooks.before_forward();
-  resources_.offload->begin_forward(layer.copies.captured);
+  resources_.offload->begin_forward(layer.copies.captured, shared_slots_ ? &*shared_slots_ : nullptr);
   use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, *chain_.pool_, layer.spec.generators);
   NodeNaming naming(runtime_, capture_, layer.forward_names, *live.recorder, live.scopes);

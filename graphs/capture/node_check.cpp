@@ -43,12 +43,18 @@ bool lies_in(const void* at, std::size_t bytes, const void* begin, std::size_t s
   return start != nullptr && from >= start && from + bytes <= start + size;
 }
 
+/// True where the storage's pinned memory holds all of these bytes.
+bool is_leased_by(const SavedStorage& saved, const void* at, std::size_t bytes) {
+  const auto holds_it = [&](const SharedSlots::Part& part) { return lies_in(at, bytes, part.data, part.bytes); };
+  return (saved.lease && lies_in(at, bytes, saved.lease.data(), saved.lease.bytes())) ||
+         std::any_of(saved.parts.begin(), saved.parts.end(), holds_it);
+}
+
 bool is_leased(const void* at, std::size_t bytes, const CapturedCopies& copies) {
   const auto holds_it = [&](const auto& arena) { return arena->holds(at, bytes); };
   return std::any_of(copies.arenas.begin(), copies.arenas.end(), holds_it) ||
-         std::any_of(copies.storages.begin(), copies.storages.end(), [&](const auto& saved) {
-           return saved->lease && lies_in(at, bytes, saved->lease.data(), saved->lease.bytes());
-         });
+         std::any_of(copies.storages.begin(), copies.storages.end(),
+                     [&](const auto& saved) { return is_leased_by(*saved, at, bytes); });
 }
 
 [[noreturn]] void refuse(const std::vector<GraphNode>& nodes, std::size_t index, const NodeNames& names,
@@ -105,8 +111,8 @@ void check_copy_ends(const CapturedCopies& copies, CopyEnds ends, const std::str
       ++group;
     }
     const CapturedCopy& copy = copies.copies[i];
-    const SavedStorage& saved = *copies.storages[i];
-    const bool leased = saved.lease && lies_in(copy.host, copy.bytes, saved.lease.data(), saved.lease.bytes());
+    const SavedStorage& saved = *copies.storages[copy.storage];
+    const bool leased = is_leased_by(saved, copy.host, copy.bytes);
     const void* const end = ends == CopyEnds::sources ? copy.source : copy.target;
     const bool allocated = saved.device && lies_in(end, copy.bytes, saved.device.data(), saved.device.nbytes());
     if (!leased || !allocated) {

@@ -57,7 +57,8 @@ std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const G
 //    backward k. In between they are nobody else's: the copies are queued before the launch of the first graph from there on, behind
 //    S, and so behind all that used the memory before, and backward k waits for back(k). A graph at any other place, any
 //    forward among them, waits for back(k) as well, and k has to come back once more if it is still needed.
-// A host slot is the layer's own for the life of its graphs: its next D2H is behind ready of a forward, which waited for back.
+// A host slot is the layer's own for the life of its graphs: its next D2H is behind ready of a forward, which waited for back. In shared
+// memory other chains have it at their turns: see Note [Turns in shared memory].
 // A static input of a layer's own lies outside of the pool and no copy touches it: M may write it behind done(n) of both
 // directions. What lies in the pool M may write while no graph runs, and waits for all copies first: a seed, and a linked input
 // where the output that it is has been given other memory since.

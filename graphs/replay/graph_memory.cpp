@@ -34,6 +34,17 @@ std::shared_ptr<MemoryPool> GraphMemory::pool(const std::shared_ptr<Runtime>& ru
   return {kept, &kept->pool};
 }
 
+SharedSlots& GraphMemory::slots(const std::shared_ptr<HostArena>& arena) {
+  const std::lock_guard lock(mutex_);
+  slots_.remove_if([](const SharedSlots& slots) { return slots.expired(); });
+  for (SharedSlots& slots : slots_) {
+    if (slots.are_of(arena)) {
+      return slots;
+    }
+  }
+  return slots_.emplace_back(arena);
+}
+
 const OwnedStream* GraphMemory::capture_stream() const noexcept {
   return kept_ == nullptr || !kept_->capture_stream ? nullptr : &*kept_->capture_stream;
 }

@@ -1,7 +1,9 @@
 #pragma once
+#include <list>
 #include <memory>
 #include <mutex>
 
+#include "memory/shared_slots.h"
 #include "runtime/runtime.h"
 #include "sidestream/graph_pool.h"
 
@@ -22,6 +24,8 @@ class Chain;
 ///   M: copy out what is held of its outputs, see Note [Outputs are ordinary tensors]
 ///
 /// A backward that comes later to one of its forwards (a retained one) is refused, for its saved tensors are gone.
+/// The same turns order the pinned slots that the chains share (SharedSlots): the former chain's copies are done where M goes on, and
+/// the new one's begin behind its graphs.
 /// Threads: all of one memory's chains share `mutex`.
 class GraphMemory {
  public:
@@ -40,6 +44,8 @@ class GraphMemory {
   [[nodiscard]] std::shared_ptr<MemoryPool> pool(const std::shared_ptr<Runtime>& runtime);
   /// The stream of all captures in shared memory: blocks of a pool are keyed by stream. Behind `pool`.
   [[nodiscard]] const OwnedStream* capture_stream() const noexcept;
+  /// Of shared memory: the slots of `arena` that its chains' copies leave to. Lives as long as this object.
+  [[nodiscard]] SharedSlots& slots(const std::shared_ptr<HostArena>& arena);
 
   /// The chain that has the turn; null where none has. Under `mutex`.
   [[nodiscard]] Chain* turn() const noexcept { return turn_; }
@@ -53,7 +59,8 @@ class GraphMemory {
   struct Kept;
   Use use_;
   std::recursive_mutex mutex_;
-  std::shared_ptr<Kept> kept_;  ///< of shared memory
+  std::shared_ptr<Kept> kept_;    ///< of shared memory
+  std::list<SharedSlots> slots_;  ///< of each engine's arena
   Chain* turn_ = nullptr;
 };
 

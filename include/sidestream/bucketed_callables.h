@@ -48,7 +48,7 @@ class SIDESTREAM_API BucketedCallable {
 
 /// Captures the callables once for each bucket of samples, the largest first. `samples[b][i]` are the arguments of `callables[i]` in
 /// bucket b, in any order. Device memory is reserved for the largest bucket, plus each bucket's own inputs and the gradients that its
-/// backward begins from.
+/// backward begins from; pinned memory is leased for the largest.
 /// Ordering, Capture: as make_graphed_callables.  Throws: what it throws; UsageError without a bucket. Nothing is left of it then.
 [[nodiscard]] SIDESTREAM_API std::vector<BucketedCallable> make_bucketed_callables(
     OffloadEngine& engine, const std::vector<Callable>& callables,

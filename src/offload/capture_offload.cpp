@@ -18,9 +18,10 @@ CaptureOffload::~CaptureOffload() = default;
 void CaptureOffload::group_ended(Group& group) {
   const Site site(Activity::offload, group.scope->site);
   std::vector<std::shared_ptr<SavedStorage>> leaving;
-  mover_->lease(group, leaving);
+  mover_->lease(group, leaving, shared_);
   // Who captures finds out that it does not fit, and does it again with more room.
-  if (const SmallBlock block = SmallBlock::gather(*mover_, *runtime_, group, SmallBlock::NoRoom::is_thrown); block) {
+  if (const SmallBlock block = SmallBlock::gather(*mover_, *runtime_, group, SmallBlock::NoRoom::is_thrown, shared_);
+      block) {
     block.replace_members(block.storage->streams);
     leaving.push_back(block.storage);
   }
@@ -40,12 +41,25 @@ void CaptureOffload::group_ended(Group& group) {
     runtime_->record(noted.ready.back(), stream);
   }
   for (auto& saved : leaving) {
-    copies_->copies.push_back({saved->lease.data(), saved->device.data(), nullptr, saved->bytes});
+    add_copies(*saved);
     copies_->bytes += saved->bytes;
     saved->place = SavedStorage::Place::leaving;
     copies_->storages.push_back(std::move(saved));
   }
   noted.end = copies_->copies.size();
+}
+
+void CaptureOffload::add_copies(const SavedStorage& saved) {
+  const auto* const source = static_cast<const std::byte*>(saved.device.data());
+  const std::size_t storage = copies_->storages.size();
+  if (saved.lease) {
+    copies_->copies.push_back({saved.lease.data(), source, nullptr, saved.bytes, storage, 0});
+  }
+  std::size_t at = 0;
+  for (const SharedSlots::Part& part : saved.parts) {
+    copies_->copies.push_back({part.data, source + at, nullptr, part.bytes, storage, at});
+    at += part.bytes;
+  }
 }
 
 void CaptureOffload::release(const CapturedCopies& copies) {
@@ -56,11 +70,12 @@ void CaptureOffload::release(const CapturedCopies& copies) {
 }
 
 void CaptureOffload::allocate_targets(CapturedCopies& copies) const {
-  for (std::size_t i = 0; i < copies.copies.size(); ++i) {
-    SavedStorage& saved = *copies.storages[i];
-    saved.device = allocate_storage(runtime_->device(), saved.bytes);
-    saved.place = SavedStorage::Place::returning;
-    copies.copies[i].target = saved.device.mutable_data();
+  for (const auto& saved : copies.storages) {
+    saved->device = allocate_storage(runtime_->device(), saved->bytes);
+    saved->place = SavedStorage::Place::returning;
+  }
+  for (CapturedCopy& copy : copies.copies) {
+    copy.target = static_cast<std::byte*>(copies.storages[copy.storage]->device.mutable_data()) + copy.at;
   }
 }
 

@@ -20,8 +20,12 @@ class CaptureOffload final : public StorageMover {
   CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover);
   ~CaptureOffload() override;
 
-  /// What the forward capture that now begins offloads is noted in `copies`.
-  void begin_forward(CapturedCopies& copies) noexcept { copies_ = &copies; }
+  /// What the forward capture that now begins offloads is noted in `copies`. `shared`: where it goes on the host; null for slots of its
+  /// own.
+  void begin_forward(CapturedCopies& copies, SharedSlots::Share* shared) noexcept {
+    copies_ = &copies;
+    shared_ = shared;
+  }
   /// The forward capture holds copies itself, from and to slots of `arena`, which lives as long as its graph.
   void copies_inside(std::shared_ptr<HostArena> arena) {
     if (copies_ != nullptr) {
@@ -29,7 +33,10 @@ class CaptureOffload final : public StorageMover {
     }
   }
   /// It was captured, or failed.
-  void end_forward() noexcept { copies_ = nullptr; }
+  void end_forward() noexcept {
+    copies_ = nullptr;
+    shared_ = nullptr;
+  }
   /// Lets the sources of `copies` go back to the pool: captures from here on may use their memory.
   static void release(const CapturedCopies& copies);
   /// In a backward capture: allocates where `copies` come back to. Captures before this one may have used that memory.
@@ -40,9 +47,13 @@ class CaptureOffload final : public StorageMover {
   void dropped(SavedStorage& /*storage*/) noexcept override {}
 
  private:
+  /// Notes the copies of a storage that is to be the next in `copies_`.
+  void add_copies(const SavedStorage& saved);
+
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
   CapturedCopies* copies_ = nullptr;
+  SharedSlots::Share* shared_ = nullptr;
 };
 
 }  // namespace sidestream

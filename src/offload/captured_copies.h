@@ -9,12 +9,14 @@
 
 namespace sidestream {
 
-/// One storage's way out and back: fixed addresses, known from the captures of its layer's two graphs.
+/// The way out and back of a storage, or of a part of it: fixed addresses, known from the captures of its layer's two graphs.
 struct CapturedCopy {
   std::byte* host = nullptr;
   const void* source = nullptr;  ///< where the forward graph leaves it
   void* target = nullptr;        ///< where the backward graph reads it
   std::size_t bytes = 0;
+  std::size_t storage = 0;  ///< among CapturedCopies::storages
+  std::size_t at = 0;       ///< where in the storage it begins
 };
 
 /// What one captured forward offloads: group after group, each with the events that the graph records where its storages are
@@ -27,7 +29,7 @@ struct CapturedCopies {
   };
   std::vector<Group> groups;
   std::vector<CapturedCopy> copies;
-  std::vector<std::shared_ptr<SavedStorage>> storages;  ///< parallel to `copies`
+  std::vector<std::shared_ptr<SavedStorage>> storages;  ///< one or several copies each
   std::size_t bytes = 0;
   std::vector<std::shared_ptr<HostArena>>
       arenas;  ///< those that copies inside of the graph use, which are the graph's own

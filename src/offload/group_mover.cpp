@@ -56,17 +56,26 @@ GroupMover::GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostAre
 
 GroupMover::~GroupMover() { settle(); }
 
-void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& leaving) {
+HostPlace GroupMover::place_for(std::size_t bytes, SharedSlots::Share* shared) {
+  if (shared != nullptr) {
+    return {{}, shared->take(bytes)};
+  }
+  try {
+    return {arena_->lease(bytes), {}};
+  } catch (const DeviceError&) {  // while no plan has pinned, leases do: what the system refuses stays
+    return {};
+  }
+}
+
+void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& leaving, SharedSlots::Share* shared) {
   for (const auto& weak : group.storages) {
     auto saved = weak.lock();
     if (saved == nullptr || !saved->to_offload || saved->place != SavedStorage::Place::device) {
       continue;
     }
-    try {
-      saved->lease = arena_->lease(saved->bytes);
-    } catch (const DeviceError&) {  // while no plan has pinned, leases do: what the system refuses stays
-    }
-    if (saved->lease) {
+    if (HostPlace place = place_for(saved->bytes, shared)) {
+      saved->lease = std::move(place.lease);
+      saved->parts = std::move(place.parts);
       leaving.push_back(std::move(saved));
     } else {
       saved->to_offload = false;
@@ -76,20 +85,15 @@ void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>&
   }
 }
 
-HostArena::Lease GroupMover::lease_block(const Group& group, std::size_t bytes) {
-  HostArena::Lease lease;
-  try {
-    lease = arena_->lease(bytes);
-    if (!lease) {
-      ++refused_leases_;
-      if (group.block_bytes > 0 && group.block_bytes < bytes) {
-        lease = arena_->lease(group.block_bytes);
-      }
-    }
-  } catch (const DeviceError&) {  // as above
+HostPlace GroupMover::lease_block(const Group& group, std::size_t bytes, SharedSlots::Share* shared) {
+  HostPlace place = place_for(bytes, shared);
+  if (!place) {
     ++refused_leases_;
+    if (group.block_bytes > 0 && group.block_bytes < bytes) {
+      place = place_for(group.block_bytes, shared);
+    }
   }
-  return lease;
+  return place;
 }
 
 void GroupMover::order(c10::Stream later, c10::Stream earlier) {

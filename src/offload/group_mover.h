@@ -9,6 +9,7 @@
 #include <c10/core/Stream.h>
 
 #include "memory/host_arena.h"
+#include "memory/shared_slots.h"
 #include "offload/saved_storage.h"
 #include "runtime/runtime.h"
 
@@ -72,11 +73,11 @@ class GroupMover {
   ~GroupMover();
 
   /// Adds to `leaving` those storages of the group that are to leave and got pinned memory; the others stay from here on, and the
-  /// group counts them.
-  void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& leaving);
+  /// group counts them. Of `shared`, where it is not null, in place of slots of their own.
+  void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& leaving, SharedSlots::Share* shared = nullptr);
   /// Pinned memory for `bytes` of the group's small storages, or for as many as the plan has pinned for them; empty where there is
-  /// none.
-  [[nodiscard]] HostArena::Lease lease_block(const Group& group, std::size_t bytes);
+  /// none. `shared`: as above.
+  [[nodiscard]] HostPlace lease_block(const Group& group, std::size_t bytes, SharedSlots::Share* shared = nullptr);
   [[nodiscard]] Copies copies_out() { return {*this, out_}; }
   [[nodiscard]] Copies copies_back() { return {*this, back_}; }
   /// Makes `stream` wait for copies that `done` stands for.
@@ -101,6 +102,7 @@ class GroupMover {
     std::atomic<std::uint64_t> bytes{0};
   };
   void settle(const Direction& direction) noexcept;
+  [[nodiscard]] HostPlace place_for(std::size_t bytes, SharedSlots::Share* shared);
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;

@@ -1,5 +1,6 @@
 #include "offload/pinned_plan.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
@@ -27,39 +28,65 @@ std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const
   return sizes;
 }
 
+/// What `sizes` lack beside `spare` bytes of shared slots, as one slot; what they take of those is no longer spare.
+std::vector<std::size_t> lacking(const std::vector<std::size_t>& sizes, std::size_t& spare) {
+  const std::size_t needed =
+      std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}, [](std::size_t sum, std::size_t bytes) {
+        return sum + (bytes + HostArena::alignment - 1) / HostArena::alignment * HostArena::alignment;
+      });
+  const std::size_t taken = std::min(needed, spare);
+  spare -= taken;
+  return needed > taken ? std::vector<std::size_t>{needed - taken} : std::vector<std::size_t>{};
+}
+
 }  // namespace
 
 Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus surplus,
-                  const ProgressCallback& progress) {
-  Plan plan = make_plan(profile, arena.available(), HostArena::alignment);
+                  const ProgressCallback& progress, SharedSlots::Share* shared) {
+  std::size_t spare = shared != nullptr ? shared->room() : 0;
+  // Shared slots are multiples of the alignment.
+  const std::size_t room =
+      shared != nullptr ? arena.available() / HostArena::alignment * HostArena::alignment + spare : arena.available();
+  Plan plan = make_plan(profile, room, HostArena::alignment);
   const auto by_group = moving_sizes(profile, plan);
   std::vector<std::size_t> all;
-  for (const auto& sizes : by_group) {
+  const auto add = [&](const std::vector<std::size_t>& group) {
+    const std::vector<std::size_t> sizes = shared != nullptr ? lacking(group, spare) : group;
     all.insert(all.end(), sizes.begin(), sizes.end());
-  }
+  };
+  std::for_each(by_group.begin(), by_group.end(), add);
   if (progress && !all.empty()) {
     progress({ProgressPhase::pin, 0, 1, {}, std::accumulate(all.begin(), all.end(), std::size_t{0})});
   }
   try {
     arena.prepare(all, surplus);
+    if (shared != nullptr) {
+      shared->lease(arena, all);
+    }
     return plan;
   } catch (const DeviceError&) {  // what it says is said of each group that gets nothing below
   }
-  std::vector<std::size_t> pinned;
+  all.clear();
+  spare = shared != nullptr ? shared->room() : 0;
   for (std::size_t group = 0; group < by_group.size(); ++group) {
-    if (by_group[group].empty()) {
+    const std::size_t before = all.size();
+    const std::size_t spare_before = spare;
+    add(by_group[group]);
+    if (all.size() == before) {
       continue;
     }
-    const std::size_t before = pinned.size();
-    pinned.insert(pinned.end(), by_group[group].begin(), by_group[group].end());
     try {
-      arena.prepare(pinned);
+      arena.prepare(all);
     } catch (const DeviceError& error) {
-      pinned.resize(before);
+      all.resize(before);
+      spare = spare_before;
       keep_unpinned(plan, profile, static_cast<std::uint32_t>(group), error.what());
     }
   }
-  arena.prepare(pinned, surplus);  // pins nothing more
+  arena.prepare(all, surplus);  // pins nothing more
+  if (shared != nullptr) {
+    shared->lease(arena, all);
+  }
   return plan;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 #include "analysis/planner.h"
 #include "memory/host_arena.h"
+#include "memory/shared_slots.h"
 #include "sidestream/progress.h"
 
 namespace sidestream {
@@ -8,8 +9,9 @@ namespace sidestream {
 /// Plans `profile` for the room that `arena` has, pins for what leaves, and seals the arena. Where the system refuses to pin
 /// although the cap has room, it is asked again group by group, in the plan's order; groups that get no memory stay, and the
 /// plan's notes say so. `surplus`: see HostArena::prepare. `progress`, if any, hears of it where anything leaves.
+/// `shared`: where it is not null, what leaves goes there, and is pinned and leased as far as that has no room: a slot a group.
 /// Capture: illegal.  Throws: what `progress` throws; nothing is pinned then.
 [[nodiscard]] Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus surplus,
-                                const ProgressCallback& progress = {});
+                                const ProgressCallback& progress = {}, SharedSlots::Share* shared = nullptr);
 
 }  // namespace sidestream

@@ -10,6 +10,7 @@
 #include <c10/util/SmallVector.h>
 
 #include "memory/host_arena.h"
+#include "memory/shared_slots.h"
 #include "offload/planned_pass.h"
 #include "offload/scope_tree.h"
 
@@ -50,6 +51,7 @@ struct SavedStorage {
   Streams streams;         ///< those that operators saved it on, the first saver's first; backward reads it on the same
   std::size_t bytes;
   HostArena::Lease lease;
+  SharedSlots::Parts parts;  ///< of a captured call in shared memory, in place of `lease`
   Place place = Place::device;
   bool to_offload = false;  ///< the plan says that it leaves when its group ends
   bool is_block = false;    ///< gathered from small storages: see SmallBlock

@@ -76,7 +76,8 @@ bool leaves_as_block(const Group& group) {
   return bytes > 0 && bytes >= group.block_from;
 }
 
-SmallBlock SmallBlock::gather(GroupMover& mover, Runtime& runtime, Group& group, NoRoom no_room) {
+SmallBlock SmallBlock::gather(GroupMover& mover, Runtime& runtime, Group& group, NoRoom no_room,
+                              SharedSlots::Share* shared) {
   if (!leaves_as_block(group)) {
     return {};
   }
@@ -88,10 +89,11 @@ SmallBlock SmallBlock::gather(GroupMover& mover, Runtime& runtime, Group& group,
       block.members.push_back(std::move(saved));
     }
   }
-  HostArena::Lease lease = mover.lease_block(group, bytes);
+  HostPlace place = mover.lease_block(group, bytes, shared);
+  const std::size_t room = place.bytes();
   bytes = 0;
   std::erase_if(block.members, [&](const std::shared_ptr<SavedStorage>& saved) {
-    if (lease && bytes + bytes_in_block(saved->bytes) <= lease.bytes()) {
+    if (bytes + bytes_in_block(saved->bytes) <= room) {
       bytes += bytes_in_block(saved->bytes);
       return false;
     }
@@ -124,7 +126,8 @@ SmallBlock SmallBlock::gather(GroupMover& mover, Runtime& runtime, Group& group,
     }
   }
   copy_members(block);
-  block.storage->lease = std::move(lease);
+  block.storage->lease = std::move(place.lease);
+  block.storage->parts = std::move(place.parts);
   return block;
 }
 

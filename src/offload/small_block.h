@@ -33,7 +33,9 @@ struct SmallBlock {
 
   /// Gathers what leaves of `group`. Where pinned memory is short, as much as finds room, in order; the others stay and the group
   /// counts them. Nothing changes for the members. Capture: legal. Throws: what the operators throw; nothing leaves then.
-  [[nodiscard]] static SmallBlock gather(GroupMover& mover, Runtime& runtime, Group& group, NoRoom no_room);
+  /// `shared`: see GroupMover::lease.
+  [[nodiscard]] static SmallBlock gather(GroupMover& mover, Runtime& runtime, Group& group, NoRoom no_room,
+                                         SharedSlots::Share* shared = nullptr);
   /// From here on the members' bytes are the block's. Their memory is not lent again before what `streams` have queued is done.
   void replace_members(const Streams& streams) const;
 

@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
+#include "graphs/engine/engine_access.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "sidestream/device.h"
@@ -32,13 +33,13 @@ class BucketedCallablesTest : public testing::Test {
 
   ~BucketedCallablesTest() override { set_schedule(device_, Schedule()); }
 
-  void capture(const BucketOptions& options = {}) {
+  void capture(const BucketOptions& options = {}, const std::vector<std::int64_t>& lengths = {8, 32, 20}) {
     std::vector<Callable> callables;
     for (const torch::nn::AnyModule& layer : *model_) {
       callables.emplace_back("layers." + std::to_string(callables.size()), layer);
     }
     std::vector<std::vector<std::vector<Sample>>> samples;
-    for (const std::int64_t length : {8, 32, 20}) {
+    for (const std::int64_t length : lengths) {
       std::vector<std::vector<Sample>>& bucket = samples.emplace_back();
       bucket.push_back({data(0, length).requires_grad_(true)});
       while (bucket.size() < callables.size()) {
@@ -182,6 +183,19 @@ TEST_F(BucketedCallablesTest, AResetDropsAllBuckets) {
   layers_[0].reset();
   layers_[0].reset();
   EXPECT_THROWS(UsageError, "replayed after reset", (void)layers_[0]({data(0, 8).requires_grad_(true)}));
+}
+
+TEST_F(BucketedCallablesTest, PinnedMemoryIsWhatTheLargestBucketNeeds) {
+  const auto leased = [&] { return EngineAccess::state(engine_).arena().stats().leased; };
+  capture({}, {32});
+  const std::size_t of_largest = leased();
+  EXPECT_GT(of_largest, 0U);
+  layers_.clear();
+  EXPECT_EQ(leased(), 0U);
+  capture({}, {8, 32, 20});
+  EXPECT_EQ(leased(), of_largest);
+  expect_plain(0, 20);
+  expect_plain(1, 32);
 }
 
 TEST_F(BucketedCallablesTest, NoBucketIsRefused) {

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <exception>
+#include <set>
 #include <thread>
 
 #include <ATen/autocast_mode.h>
@@ -60,12 +61,18 @@ bool nested_backward_refused() {
 
 std::size_t captured_leases(const EngineState& engine) {
   std::size_t leases = 0;
+  std::set<const HostArena::Lease*> shared;
   engine.chains().for_each([&](const Chain& chain) {
     for (const Layer& layer : chain.layers()) {
-      leases += layer.copies.captured.storages.size();
+      for (const auto& saved : layer.copies.captured.storages) {
+        leases += saved->lease ? 1U : 0U;
+        for (const SharedSlots::Part& part : saved->parts) {
+          shared.insert(part.slot.get());
+        }
+      }
     }
   });
-  return leases;
+  return leases + shared.size();
 }
 
 /// Autograd's device thread lets go of a failed backward's tensors after the caller has its error.

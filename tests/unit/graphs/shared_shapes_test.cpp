@@ -171,13 +171,47 @@ TEST_F(SharedShapesTest, TheLeastRecentlyUsedMakesRoom) {
   expect_plain(engine, s++, {20});  // takes the place of 16
   expect_plain(engine, s++, {20});
   EXPECT_EQ(engine.report().captures, 18);
-  EXPECT_LE(leased(engine), before + before / 4);  // those of 20 in place of those of 16
+  EXPECT_EQ(leased(engine), before) << "what 32 needs";
   const std::int64_t eager = engine.report().eager_calls;
   expect_plain(engine, s++, {32});  // is still there
   expect_plain(engine, s++, {20});
   EXPECT_EQ(engine.report().eager_calls, eager);
   expect_plain(engine, s++, {16});  // is not
   EXPECT_EQ(engine.report().eager_calls, eager + 3);
+}
+
+TEST_F(SharedShapesTest, PinnedMemoryIsWhatTheLargestNeeds) {
+  const auto leased_by = [&](const std::vector<std::int64_t>& lengths) {
+    OffloadEngine engine(model_, options(sharing()));
+    std::int64_t s = 0;
+    for (const std::int64_t length : lengths) {
+      expect_plain(engine, s++, {length});
+      expect_plain(engine, s++, {length});
+    }
+    for (const std::int64_t length : lengths) {
+      expect_plain(engine, s++, {length});
+    }
+    EXPECT_GT(engine.report().offloaded_bytes, 0);
+    return leased(engine);
+  };
+  const std::size_t largest = leased_by({32});
+  EXPECT_EQ(largest, 4 * leased_by({8}));
+  EXPECT_EQ(leased_by({32, 20, 8}), largest);
+  EXPECT_EQ(leased_by({8, 20, 32}), largest);
+  EXPECT_EQ(leased_by({20, 12, 32, 28}), largest);
+}
+
+TEST_F(SharedShapesTest, ADroppedCaptureGivesBackThePinnedMemoryThatTheOthersDoNotNeed) {
+  OffloadEngine engine(model_, options(sharing().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used)));
+  expect_plain(engine, 0, {8});
+  expect_plain(engine, 1, {8});
+  const std::size_t small = leased(engine);
+  expect_plain(engine, 2, {32});
+  expect_plain(engine, 3, {32});
+  EXPECT_EQ(leased(engine), 4 * small);
+  expect_plain(engine, 4, {8});
+  expect_plain(engine, 5, {8});
+  EXPECT_EQ(leased(engine), small);
 }
 
 TEST_F(SharedShapesTest, ACaptureThatNobodyReplayedYetIsTheLatest) {

@@ -1,0 +1,63 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "memory/host_arena.h"
+
+namespace sidestream {
+
+/// Slots of an arena that several users have by turns, never two at a time. A user that comes finds what the others lease, takes of it
+/// from the first slot on, and leases only what it lacks: together they lease what the largest needs. A slot goes back when no user
+/// that took of it is left.
+///
+/// Ordering: none by itself. A user's copies begin behind those of the one that had the turn before.
+/// Threads: one at a time; parts may be let go of on any.
+class SharedSlots {
+ public:
+  /// Of a slot, which lives as long as any of its parts.
+  struct Part {
+    std::shared_ptr<HostArena::Lease> slot;
+    std::byte* data = nullptr;
+    std::size_t bytes = 0;
+  };
+  using Parts = std::vector<Part>;
+
+  /// What one user takes. It holds all slots while it is there, so that none goes back before it has taken.
+  class Share {
+   public:
+    explicit Share(SharedSlots& slots);
+    /// Bytes that are left to take, a multiple of HostArena::alignment.
+    [[nodiscard]] std::size_t room() const noexcept;
+    /// Leases slots of these sizes (multiples of HostArena::alignment), which the arena has prepared, behind those that are there.
+    void lease(HostArena& arena, std::span<const std::size_t> sizes);
+    /// The next `bytes`, where slots meet in several parts; nothing where there is not so much room.
+    [[nodiscard]] Parts take(std::size_t bytes);
+
+   private:
+    SharedSlots& slots_;
+    std::vector<std::shared_ptr<HostArena::Lease>> held_;
+    std::size_t next_ = 0;   ///< the slot that is taken from
+    std::size_t taken_ = 0;  ///< of it
+  };
+
+  explicit SharedSlots(const std::shared_ptr<HostArena>& arena) : arena_(arena) {}
+  [[nodiscard]] bool are_of(const std::shared_ptr<HostArena>& arena) const noexcept { return arena_.lock() == arena; }
+  [[nodiscard]] bool expired() const noexcept { return arena_.expired(); }
+
+ private:
+  std::weak_ptr<HostArena> arena_;
+  std::vector<std::weak_ptr<HostArena::Lease>> slots_;
+};
+
+/// Where bytes lie on the host: in a slot of their own, or in parts of shared ones.
+struct HostPlace {
+  HostArena::Lease lease;
+  SharedSlots::Parts parts;
+
+  [[nodiscard]] std::size_t bytes() const noexcept;
+  [[nodiscard]] explicit operator bool() const noexcept { return bytes() > 0; }
+};
+
+}  // namespace sidestream
