@@ -9,7 +9,10 @@
 
 namespace sidestream {
 
-HostArena::HostArena(Runtime& runtime, std::size_t cap_bytes) : state_(std::make_shared<State>(runtime, cap_bytes)) {}
+HostArena::HostArena(Runtime& runtime, std::size_t cap_bytes)
+    : HostArena(runtime, std::make_shared<HostBudget>(cap_bytes)) {}
+HostArena::HostArena(Runtime& runtime, std::shared_ptr<HostBudget> budget)
+    : state_(std::make_shared<State>(runtime, std::move(budget))) {}
 HostArena::~HostArena() = default;
 
 std::vector<bool> HostArena::plan(std::span<const std::size_t> sizes) {
@@ -20,7 +23,7 @@ std::vector<bool> HostArena::plan(std::span<const std::size_t> sizes) {
   std::vector<bool> placed;
   std::vector<std::pair<std::size_t, std::size_t>> offsets;  // (offset, bytes)
   placed.reserve(sizes.size());
-  const std::size_t free_bytes = state_->stats.cap - state_->stats.pinned;
+  const std::size_t free_bytes = state_->budget->room();
   std::size_t end = 0;
   for (const std::size_t bytes : sizes) {
     const std::size_t begin = aligned_slot(end);
@@ -32,7 +35,9 @@ std::vector<bool> HostArena::plan(std::span<const std::size_t> sizes) {
     }
   }
   if (end > 0) {
-    state_->pin(end);
+    if (!state_->pin(end)) {  // another arena of the budget was quicker
+      return std::vector<bool>(sizes.size(), false);
+    }
     std::byte* const base = state_->slabs.back().memory.data();
     for (const auto& [offset, bytes] : offsets) {
       state_->add_slot(state_->slabs.back(), base + offset, bytes);
@@ -54,8 +59,7 @@ void HostArena::prepare(std::span<const std::size_t> sizes, Surplus surplus) {
       missing = state_->cut(state_->missing_of(largest_first));
     }
     const auto aligned = [](std::size_t sum, std::size_t bytes) { return sum + aligned_slot(bytes); };
-    if (std::accumulate(missing.begin(), missing.end(), std::size_t{0}, aligned) >
-        state_->stats.cap - state_->stats.pinned) {
+    if (std::accumulate(missing.begin(), missing.end(), std::size_t{0}, aligned) > state_->budget->room()) {
       state_->trim();  // slots of other sizes would take their room under the cap
       missing = state_->missing_of(largest_first);
     }
@@ -79,7 +83,7 @@ void HostArena::trim() noexcept {
 
 std::size_t HostArena::available() const noexcept {
   const std::lock_guard lock(state_->mutex);
-  return state_->stats.cap - state_->stats.leased;
+  return state_->budget->room() + state_->stats.pinned - state_->stats.leased;
 }
 
 void HostArena::seal() noexcept {
@@ -121,8 +125,7 @@ HostArena::Lease HostArena::lease(std::size_t bytes) {
   }
   const std::lock_guard lock(state_->mutex);
   Slot* slot = state_->take(bytes);
-  if (slot == nullptr && !state_->sealed && bytes <= state_->stats.cap - state_->stats.pinned) {
-    state_->pin(bytes);
+  if (slot == nullptr && !state_->sealed && state_->pin(bytes)) {
     state_->add_slot(state_->slabs.back(), state_->slabs.back().memory.data(), bytes);
     slot = state_->take(bytes);
   }
@@ -135,6 +138,8 @@ HostArena::Lease HostArena::lease(std::size_t bytes) {
   state_->stats.leased_peak = std::max(state_->stats.leased_peak, state_->stats.leased);
   return Lease(state_, slot, slot->data, bytes);
 }
+
+const std::shared_ptr<HostBudget>& HostArena::budget() const noexcept { return state_->budget; }
 
 HostArenaStats HostArena::stats() const {
   const std::lock_guard lock(state_->mutex);

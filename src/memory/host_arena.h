@@ -7,6 +7,7 @@
 
 #include <c10/core/Stream.h>
 
+#include "memory/host_budget.h"
 #include "runtime/handles.h"
 
 namespace sidestream {
@@ -15,8 +16,9 @@ namespace sidestream {
 struct HostArenaStats {
   std::size_t cap = 0;
   std::size_t requested = 0;  ///< sum of the sizes asked for that got room, exact
-  std::size_t pinned = 0;     ///< page-locked bytes held, alignment gaps included; never above `cap`
-  std::size_t leased = 0;     ///< bytes leased now
+  std::size_t pinned =
+      0;  ///< page-locked bytes held, alignment gaps included; of all that share the cap never above it
+  std::size_t leased = 0;  ///< bytes leased now
   std::size_t leased_peak = 0;
   std::size_t slabs = 0;
   std::size_t live_leases = 0;
@@ -84,6 +86,8 @@ class HostArena {
 
   /// Pins nothing yet. `cap_bytes` bounds the page-locked bytes for good.
   HostArena(Runtime& runtime, std::size_t cap_bytes);
+  /// `budget` bounds those of all arenas that share it.
+  HostArena(Runtime& runtime, std::shared_ptr<HostBudget> budget);
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
   /// Live leases keep their slabs; the rest is given back once the last copies are done.
@@ -121,6 +125,7 @@ class HostArena {
   [[nodiscard]] Lease lease(std::size_t bytes);
 
   [[nodiscard]] HostArenaStats stats() const;
+  [[nodiscard]] const std::shared_ptr<HostBudget>& budget() const noexcept;
 
  private:
   std::shared_ptr<State> state_;

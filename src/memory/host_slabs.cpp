@@ -11,6 +11,9 @@ namespace sidestream {
 
 HostArena::State::~State() {
   wait_for_copies([](const Slab&) { return true; });
+  free.clear();
+  slabs.clear();
+  budget->give_back(stats.pinned);
 }
 
 // The slabs must not be unpinned under a copy. A thread that captures may not wait; the backend then defers what it must.
@@ -52,13 +55,22 @@ void HostArena::State::wait_for_copies(const std::function<bool(const Slab&)>& o
   }
 }
 
-void HostArena::State::pin(std::size_t bytes) {
-  slabs.push_back({runtime.allocate_pinned(bytes), {}, 0});
+bool HostArena::State::pin(std::size_t bytes) {
+  if (!budget->take(bytes)) {
+    return false;
+  }
+  try {
+    slabs.push_back({runtime.allocate_pinned(bytes), {}, 0});
+  } catch (...) {
+    budget->give_back(bytes);
+    throw;
+  }
   stats.pinned += bytes;
   stats.slabs += 1;
   if (sealed) {
     stats.allocations_after_seal += 1;
   }
+  return true;
 }
 
 void HostArena::State::add_slot(Slab& slab, std::byte* data, std::size_t bytes) {
@@ -146,8 +158,10 @@ std::vector<std::size_t> HostArena::State::cut(const std::vector<std::size_t>& l
   }
   for (auto slab = slabs.begin(); slab != slabs.end();) {
     const bool goes = slab->slots.empty();
-    stats.pinned -= goes ? slab->memory.bytes() : 0;
+    const std::size_t given_back = goes ? slab->memory.bytes() : 0;
+    stats.pinned -= given_back;
     stats.slabs -= goes ? 1 : 0;
+    budget->give_back(given_back);
     slab = goes ? slabs.erase(slab) : std::next(slab);
   }
   return homeless;

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "memory/host_arena.h"
@@ -38,10 +39,14 @@ struct HostArena::Slab {
 };
 
 struct HostArena::State {
-  State(Runtime& runtime_in, std::size_t cap) : runtime(runtime_in) { stats.cap = cap; }
+  State(Runtime& runtime_in, std::shared_ptr<HostBudget> budget_in)
+      : runtime(runtime_in), budget(std::move(budget_in)) {
+    stats.cap = budget->cap();
+  }
   ~State();
 
-  void pin(std::size_t bytes);
+  /// False where the budget has no room. Throws: DeviceError; nothing is pinned then.
+  [[nodiscard]] bool pin(std::size_t bytes);
   void add_slot(Slab& slab, std::byte* data, std::size_t bytes);
   /// Takes the slots out of the slabs that no lease is in, once their last copies are done.
   void dissolve_unused();
@@ -60,6 +65,7 @@ struct HostArena::State {
   [[nodiscard]] std::vector<std::size_t> missing_of(const std::vector<std::size_t>& largest_first);
 
   Runtime& runtime;
+  std::shared_ptr<HostBudget> budget;
   mutable std::mutex mutex;
   std::list<Slab> slabs;  // addresses stay
   Slot::Free free;

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <set>
 #include <thread>
 #include <utility>
@@ -49,6 +50,27 @@ TEST(HostArena, CapIsHard) {
   EXPECT_TRUE(arena.lease(76));
   EXPECT_EQ(arena.stats().pinned, 2000U);
   EXPECT_EQ(arena.stats().refusals, 1U);
+}
+
+TEST(HostArena, ArenasOfOneBudgetObeyItTogether) {
+  FakeRuntime runtime;
+  const auto budget = std::make_shared<HostBudget>(4096);
+  HostArena one(runtime, budget);
+  EXPECT_EQ(plan(one, {2048, 512}), (std::vector<bool>{true, true}));
+  {
+    HostArena other(runtime, one.budget());
+    EXPECT_EQ(other.available(), 1536U);
+    EXPECT_EQ(plan(other, {1024, 1024}), (std::vector<bool>{true, false}));
+    EXPECT_EQ(budget->room(), 512U);
+    EXPECT_FALSE(one.lease(4096));
+    const auto held = other.lease(1024);
+    EXPECT_TRUE(other.lease(512));
+    EXPECT_EQ(budget->room(), 0U);
+    EXPECT_EQ(one.stats().cap, 4096U);
+  }
+  EXPECT_EQ(budget->room(), 1536U);
+  one.trim();
+  EXPECT_EQ(budget->room(), 4096U);
 }
 
 TEST(HostArena, TrimGivesBackWhatNoLeaseIsIn) {
