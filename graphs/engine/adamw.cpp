@@ -8,7 +8,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_fused_adamw.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -44,11 +44,11 @@ bool is_capturing(c10::Device device) {
 }
 
 /// As the parameter lies, which the fused operator needs.
-at::Tensor laid_out_as(const at::Tensor& gradient, const at::Tensor& parameter) {
-  if (gradient.strides() == parameter.strides()) {
-    return gradient;
+at::Tensor laid_out_as(const at::Tensor& given, const at::Tensor& parameter) {
+  if (given.strides() == parameter.strides()) {
+    return given;
   }
-  return at::empty_like(parameter).copy_(gradient);
+  return at::empty_strided(parameter.sizes(), parameter.strides(), given.options()).copy_(given);
 }
 
 }  // namespace
@@ -83,11 +83,14 @@ class AdamW::Updates {
 
  private:
   void add(std::size_t index, const at::Tensor& parameter);
+  /// Adds `state` to `list` as its parameter lies, which may have been relocated to another layout.
+  void add_state(std::vector<at::Tensor>& list, const at::Tensor& state, const at::Tensor& parameter);
   void update(const Bucket& bucket);
 
   std::vector<Bucket> buckets_;
   // What one operator is given: kept for the next update.
   std::vector<at::Tensor> parameters_, gradients_, averages_, squares_, maxima_, steps_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> relaid_;  ///< states, and what stands in for each
 };
 
 AdamW::Updates::Updates(std::vector<AdamWGroup> given) {
@@ -146,6 +149,13 @@ void AdamW::Updates::step() {
   }
 }
 
+void AdamW::Updates::add_state(std::vector<at::Tensor>& list, const at::Tensor& state, const at::Tensor& parameter) {
+  list.push_back(laid_out_as(state, parameter));
+  if (!list.back().is_same(state)) {
+    relaid_.emplace_back(state, list.back());
+  }
+}
+
 void AdamW::Updates::update(const Bucket& bucket) {
   const Group& group = groups[bucket.group];
   for (auto* const list : {&parameters_, &gradients_, &averages_, &squares_, &maxima_, &steps_}) {
@@ -162,10 +172,10 @@ void AdamW::Updates::update(const Bucket& bucket) {
     }
     parameters_.push_back(state.parameter);
     gradients_.push_back(laid_out_as(gradient, state.parameter));
-    averages_.push_back(state.exp_avg);
-    squares_.push_back(state.exp_avg_sq);
+    add_state(averages_, state.exp_avg, state.parameter);
+    add_state(squares_, state.exp_avg_sq, state.parameter);
     if (group.options.amsgrad()) {
-      maxima_.push_back(state.max_exp_avg_sq);
+      add_state(maxima_, state.max_exp_avg_sq, state.parameter);
     }
     steps_.push_back(state.step);
   }
@@ -175,7 +185,14 @@ void AdamW::Updates::update(const Bucket& bucket) {
     at::_fused_adamw_(parameters_, gradients_, averages_, squares_, maxima_, steps_, bucket.lr, beta1, beta2,
                       group.options.weight_decay(), group.options.eps(), group.options.amsgrad(), /*maximize=*/false);
   }
-  gradients_.clear();  // nothing of a graph's is kept beyond the update
+  for (const auto& [state, stand_in] : relaid_) {
+    state.copy_(stand_in);
+  }
+  // Nothing of a graph's is kept beyond the update.
+  for (auto* const list : {&gradients_, &averages_, &squares_, &maxima_}) {
+    list->clear();
+  }
+  relaid_.clear();
 }
 
 void AdamW::Updates::set_lr(std::size_t index, double lr) {

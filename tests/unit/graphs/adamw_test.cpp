@@ -140,6 +140,28 @@ TEST_F(AdamWTest, TakesDtypesAndLayoutsTogether) {
   EXPECT_TRUE(at::allclose(turned.detach().cpu(), expected, 1e-4, 1e-4));
 }
 
+TEST_F(AdamWTest, FollowsAParameterThatLiesInAnotherLayout) {
+  const auto gradient = [&](std::int64_t s) { return rows(s, device_).narrow(0, 0, 6).narrow(1, 0, 4); };
+  at::Tensor mine = rows(9, device_).narrow(0, 0, 6).narrow(1, 0, 4).contiguous().requires_grad_(true);
+  at::Tensor plain = mine.detach().clone().requires_grad_(true);
+  const AdamWOptions options = AdamWOptions(1e-2).amsgrad(true);
+  AdamW updated({mine}, options);
+  AdamW expected({plain}, options);
+  for (std::int64_t s = 0; s < 4; ++s) {
+    if (s == 2) {
+      mine.set_data(mine.detach().t().contiguous().t());
+      ASSERT_NE(mine.strides(), plain.strides());
+    }
+    mine.mutable_grad() = gradient(s).clone();
+    plain.mutable_grad() = gradient(s).clone();
+    updated.step();
+    expected.step();
+    EXPECT_TRUE(at::equal(mine.detach().cpu(), plain.detach().cpu())) << "step " << s;
+  }
+  EXPECT_TRUE(at::equal(updated.state()[0].exp_avg.cpu(), expected.state()[0].exp_avg.cpu()));
+  EXPECT_TRUE(at::equal(updated.state()[0].max_exp_avg_sq.cpu(), expected.state()[0].max_exp_avg_sq.cpu()));
+}
+
 TEST_F(AdamWTest, GoesOnFromSavedState) {
   torch::nn::Sequential model = layer_stack(2, device_);
   torch::nn::Sequential loaded = layer_stack(2, device_);
