@@ -14,6 +14,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
 
+#include "graphs/engine/updated_parameters.h"
 #include "offload/nested_backward.h"
 #include "runtime/runtime.h"
 #include "sidestream/error.h"
@@ -139,6 +140,13 @@ void AdamW::Updates::add(std::size_t index, const at::Tensor& parameter) {
 
 void AdamW::Updates::step() {
   const at::NoGradGuard no_grad;
+  if (UpdatedParameters* const listener = UpdatedParameters::current(); listener != nullptr) {
+    for (const Group& group : groups) {
+      for (const AdamWState& state : group.states) {
+        listener->add(state.parameter);
+      }
+    }
+  }
   if (std::any_of(frozen.begin(), frozen.end(), [](const at::Tensor& given) { return given.grad().defined(); })) {
     throw UsageError(
         "AdamW: a parameter has a gradient that required none when the optimizer was made, and so has no state; make "

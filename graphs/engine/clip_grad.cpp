@@ -13,6 +13,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
+#include "graphs/engine/updated_parameters.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -23,7 +24,11 @@ constexpr double kEpsilon = 1e-6;
 
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
+  UpdatedParameters* const listener = UpdatedParameters::current();
   for (const at::Tensor& parameter : parameters) {
+    if (listener != nullptr && parameter.defined()) {
+      listener->add(parameter);
+    }
     const at::Tensor gradient = parameter.defined() ? parameter.grad() : at::Tensor();
     if (!gradient.defined()) {
       continue;

@@ -2,18 +2,15 @@
 
 #include <algorithm>
 #include <optional>
-#include <unordered_set>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "graphs/capture/bare_leaves.h"
 #include "graphs/capture/gradient_leaves.h"
-#include "graphs/replay/owned_gradients.h"
+#include "graphs/engine/updated_parameters.h"
 #include "offload/nested_backward.h"
 #include "offload/recorder.h"
 #include "sidestream/error.h"
@@ -21,54 +18,12 @@
 namespace sidestream {
 namespace {
 
-/// Whose `.grad` a backward from `loss` would add to.
-std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
-  std::vector<at::Tensor> leaves;
-  std::vector<torch::autograd::Node*> open;
-  std::unordered_set<torch::autograd::Node*> seen;
-  const auto meet = [&](torch::autograd::Node* node) {
-    if (node != nullptr && seen.insert(node).second) {
-      open.push_back(node);
-    }
-  };
-  meet(loss.grad_fn().get());
-  while (!open.empty()) {
-    torch::autograd::Node* const node = open.back();
-    open.pop_back();
-    if (const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node); accumulator != nullptr) {
-      leaves.push_back(accumulator->variable);
-    }
-    for (const torch::autograd::Edge& edge : node->next_edges()) {
-      meet(edge.function.get());
-    }
-  }
-  return leaves;
-}
-
 bool captures(const Runtime& runtime) {
   return runtime.capture_status(runtime.current_stream()) != CaptureStatus::none;
 }
 
 /// A graph's warm-up or capture runs on this thread.
 bool for_a_graph(const Runtime& runtime) { return NestedBackwardRefusal::holds_here() || captures(runtime); }
-
-bool may_be_taken_over(const at::Tensor& grad, const at::Tensor& own) {
-  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
-         grad.sizes() == own.sizes() && grad.scalar_type() == own.scalar_type() && grad.device() == own.device() &&
-         !grad.requires_grad();
-}
-
-bool is_own(const at::Tensor& grad, const at::Tensor& own) { return grad.const_data_ptr() == own.const_data_ptr(); }
-
-/// What is added to a gradient is added to what `.grad` holds.
-void begin_with_grad(const StepBody::Target& target) {
-  const at::Tensor& grad = target.parameter.grad();
-  if (!grad.defined()) {
-    target.gradient.zero_();
-  } else if (!is_own(grad, target.gradient)) {
-    target.gradient.copy_(grad);
-  }
-}
 
 }  // namespace
 
@@ -162,8 +117,12 @@ Tensors StepBody::run(const Tensors& inputs) {
     run_microbatches(inputs, outputs);
     if (given_->update) {
       const AttachedForUpdate attached(targets_, known_leaves(), met_, given_->accumulate);
-      watch_.update_begins();
+      const UpdatedParameters updated;
+      watch_.update_begins(known_leaves());
       given_->update();
+      if (for_graph) {
+        learn_updated(updated.parameters());
+      }
       if (!attached.unchanged()) {
         throw UsageError("graphed step \"" + given_->name +
                          "\": its update cleared or replaced the .grad of a parameter, which no replay would do; clear "
@@ -270,133 +229,6 @@ at::Tensor StepBody::checked_loss(const Tensors& outputs) const {
                      "backward in the step function");
   }
   return outputs.front();
-}
-
-std::size_t StepBody::target_of(const at::Tensor& leaf) {
-  const auto known = std::find_if(targets_.begin(), targets_.end(),
-                                  [&](const Target& target) { return target.parameter.is_same(leaf); });
-  if (known != targets_.end()) {
-    return static_cast<std::size_t>(known - targets_.begin());
-  }
-  if (resources_.runtime->capture_status(resources_.runtime->current_stream()) != CaptureStatus::none) {
-    throw CaptureError("graphed step \"" + given_->name +
-                       "\": its loss leads to a parameter that it did not lead to in the warm-up; let it do the same "
-                       "each time");
-  }
-  if (leaf.device() != resources_.runtime->device()) {
-    throw UsageError("graphed step \"" + given_->name + "\": a parameter lies on " + leaf.device().str() +
-                     ", but its graph runs on " + resources_.runtime->device().str() + "; move it there");
-  }
-  if (hidden_) {
-    hidden_->hide(leaf);
-    targets_.push_back({leaf, resources_.owned_gradients.of(leaf)});
-    return targets_.size() - 1;
-  }
-  const Target made = [&] {
-    const HiddenGradients hidden({leaf});  // what the caller has stays the caller's
-    return Target{leaf, resources_.owned_gradients.of(leaf)};
-  }();
-  if (given_->accumulate) {  // first met in an eager run, which prepare() knew nothing of
-    refuse_foreign(made);
-    begin_with_grad(made);
-  }
-  targets_.push_back(made);
-  return targets_.size() - 1;
-}
-
-void StepBody::add_gradients(const at::Tensor& loss) {
-  const std::vector<at::Tensor> leaves = leaves_of(loss);
-  std::vector<at::Tensor> grads = torch::autograd::grad({loss}, leaves, {}, /*retain_graph=*/false,
-                                                        /*create_graph=*/false, /*allow_unused=*/true);
-  const at::NoGradGuard no_grad;
-  for (const auto i : c10::irange(leaves.size())) {
-    if (!grads[i].defined()) {
-      continue;
-    }
-    const std::size_t target = target_of(leaves[i]);
-    if (met_.size() <= target) {
-      met_.resize(target + 1, false);
-    }
-    if (met_[target] || given_->accumulate) {
-      targets_[target].gradient.add_(grads[i]);
-    } else {
-      targets_[target].gradient.copy_(grads[i]);
-    }
-    met_[target] = true;
-    grads[i] = at::Tensor();
-  }
-}
-
-void StepBody::refuse_hooks() const {
-  for (const at::Tensor& leaf : leaves_) {
-    if (has_gradient_hooks(leaf)) {
-      throw UsageError("graphed step \"" + given_->name +
-                       "\": a parameter has gradient hooks, which its graph would not run; do what they do in the "
-                       "step's update, or train without a graphed step");
-    }
-  }
-}
-
-void StepBody::prepare() {
-  refuse_hooks();
-  prepare_gradients();
-}
-
-void StepBody::refuse_foreign(const Target& target) const {
-  const at::Tensor& grad = target.parameter.grad();
-  if (grad.defined() && !is_own(grad, target.gradient) && !may_be_taken_over(grad, target.gradient)) {
-    throw UsageError("graphed step \"" + given_->name +
-                     "\": the .grad of a parameter is another tensor than the one that its graph adds into, and "
-                     "somebody else holds it; set it to none, or zero it in place");
-  }
-}
-
-void StepBody::prepare_gradients() {
-  if (!given_->accumulate) {
-    return;
-  }
-  for (const Target& target : targets_) {
-    refuse_foreign(target);
-  }
-  refuse_gradients_of_others();
-  const at::NoGradGuard no_grad;
-  for (const Target& target : targets_) {
-    begin_with_grad(target);
-  }
-}
-
-void StepBody::refuse_gradients_of_others() const {
-  if (!given_->update) {
-    return;
-  }
-  for (const at::Tensor& leaf : leaves_) {
-    const auto is_met = [&](std::size_t i) { return met_in_graph_[i] && targets_[i].parameter.is_same(leaf); };
-    const auto targets = c10::irange(std::min(targets_.size(), met_in_graph_.size()));
-    if (leaf.grad().defined() && std::none_of(targets.begin(), targets.end(), is_met)) {
-      throw UsageError("graphed step \"" + given_->name +
-                       "\": a parameter that its loss does not lead to has a gradient, which its captured update would "
-                       "leave out; clear that gradient, or update eagerly behind the step");
-    }
-  }
-}
-
-void StepBody::attach_gradients() {
-  if (!given_->accumulate) {
-    for (const at::Tensor& leaf : leaves_) {
-      leaf.mutable_grad() = at::Tensor();
-    }
-  }
-  const std::vector<bool>& met = std::exchange(ran_eagerly_, false) ? met_ : met_in_graph_;
-  for (std::size_t i = 0; i < met.size(); ++i) {
-    if (met[i]) {
-      targets_[i].parameter.mutable_grad() = targets_[i].gradient;
-    }
-  }
-  if (given_->update) {  // what an eager forward has saved of them is another value now
-    for (const at::Tensor& leaf : leaves_) {
-      leaf.unsafeGetTensorImpl()->bump_version();
-    }
-  }
 }
 
 }  // namespace sidestream

@@ -78,6 +78,10 @@ class StepBody {
   [[nodiscard]] at::Tensor checked_loss(const Tensors& outputs) const;
   /// The target of `leaf`, made where there was none.
   [[nodiscard]] std::size_t target_of(const at::Tensor& leaf);
+  /// Behind an update: those of its parameters that are neither the module's nor the loss's. Throws: as refuse_frozen_gradients.
+  void learn_updated(const std::vector<at::Tensor>& parameters);
+  /// Throws: UsageError where one of them has a gradient.
+  void refuse_frozen_gradients() const;
   /// Behind a capture: weights that are the module's no more, and that it did not reach, are forgotten.
   void drop_replaced();
   void add_gradients(const at::Tensor& loss);
@@ -97,12 +101,13 @@ class StepBody {
   std::shared_ptr<const Given> given_;
   std::vector<std::size_t> counts_;
   std::vector<Target> targets_;
-  std::optional<HiddenGradients> hidden_;   ///< in a run for a graph
-  std::vector<at::Tensor> leaves_;          ///< all that a call looks at: see known_leaves
-  std::vector<bool> met_;                   ///< targets that got a gradient in the latest run
-  std::vector<bool> met_in_graph_;          ///< in the capture
-  bool ran_eagerly_ = false;                ///< since the latest call began
-  std::vector<std::size_t> output_counts_;  ///< of the latest run
+  std::optional<HiddenGradients> hidden_;    ///< in a run for a graph
+  std::vector<at::Tensor> leaves_;           ///< all that a call looks at: see known_leaves
+  std::vector<at::Tensor> updated_outside_;  ///< see learn_updated
+  std::vector<bool> met_;                    ///< targets that got a gradient in the latest run
+  std::vector<bool> met_in_graph_;           ///< in the capture
+  bool ran_eagerly_ = false;                 ///< since the latest call began
+  std::vector<std::size_t> output_counts_;   ///< of the latest run
   std::vector<std::size_t> output_counts_in_graph_;
   StepWatch watch_;
   std::unique_ptr<StepOffload> offload_;  ///< null where nothing leaves

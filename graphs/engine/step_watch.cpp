@@ -26,6 +26,20 @@ void StepWatch::begin_pass(std::vector<at::Tensor> parameters, bool captures) {
   made_by_update_.clear();
 }
 
+void StepWatch::refuse_frozen_gradient(const OperatorAccess& access) const {
+  for (const at::Tensor& written : access.writes) {
+    const bool other = written.requires_grad() && written.is_leaf() && written.grad().defined() &&
+                       std::none_of(parameters_.begin(), parameters_.end(),
+                                    [&](const at::Tensor& parameter) { return parameter.is_same(written); });
+    if (other) {
+      throw CaptureError("graphed step \"" + name_ + "\": its update writes (" + access.name +
+                         ") a parameter that is not its module's and that its loss does not lead to, by a gradient "
+                         "that the graph would freeze; clear that gradient, leave the parameter out of the update, "
+                         "or update it eagerly behind the step");
+    }
+  }
+}
+
 void StepWatch::after(const OperatorAccess& access) {
   if (!updating_) {
     return;
@@ -48,6 +62,9 @@ void StepWatch::before(const OperatorAccess& access) const {
                          " writes it), and the graph would go on from there; torch::optim::SGD with momentum does so. "
                          "Make such state before the step is captured, as sidestream::AdamW does");
     }
+  }
+  if (updating_) {
+    refuse_frozen_gradient(access);
   }
   const std::string_view name = access.name;
   if (name == "aten::_local_scalar_dense" && !captures_ &&

@@ -1,5 +1,6 @@
 #pragma once
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -19,13 +20,18 @@ class StepWatch {
 
   /// A run of the step begins, for its capture or before. `parameters`: those that an update may write.
   void begin_pass(std::vector<at::Tensor> parameters, bool captures);
-  void update_begins() noexcept { updating_ = true; }
+  /// `parameters`: as of begin_pass, with those that the losses led to.
+  void update_begins(std::vector<at::Tensor> parameters) noexcept {
+    parameters_ = std::move(parameters);
+    updating_ = true;
+  }
   /// Before an operator runs. Throws: CaptureError.
   void before(const OperatorAccess& access) const;
   /// Behind it.
   void after(const OperatorAccess& access);
 
  private:
+  void refuse_frozen_gradient(const OperatorAccess& access) const;
   [[nodiscard]] bool writes_parameter(const OperatorAccess& access) const;
 
   std::string name_;

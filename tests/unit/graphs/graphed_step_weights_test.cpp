@@ -1,5 +1,6 @@
 // Whole steps whose weights change under them: unfrozen, replaced, relocated, and outside of the step's module.
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
@@ -206,6 +207,72 @@ TEST_F(WholeStepWeightsTest, AnEagerRunMeetsWeightsThatNoCaptureDid) {
     agreed = true;
     expect_plain_after(mine, plain, 6, [](ChangingModel&) {});
     EXPECT_EQ(mine.engine->report().recaptures, 1);
+  }
+}
+
+/// The weights of a model, and one more, which no loss leads to.
+struct ForeignWeight {
+  explicit ForeignWeight(c10::Device device) : weight(at::ones({32}, device).requires_grad_(true)) {}
+  [[nodiscard]] std::vector<at::Tensor> beside(const ChangingModel& model) const {
+    std::vector<at::Tensor> all = model.parameters();
+    all.push_back(weight);
+    return all;
+  }
+  void give_gradient() { weight.mutable_grad() = at::full_like(weight.detach(), 0.5); }
+  at::Tensor weight;
+};
+
+TEST_F(WholeStepWeightsTest, RefusesAGradientThatTheUpdateWouldFreeze) {
+  Trainer mine(device_);
+  ForeignWeight foreign(device_);
+  foreign.give_gradient();
+  AdamW adamw(foreign.beside(*mine.model), 0.1);
+  const auto clip = [&] { (void)clip_grad_norm_(foreign.beside(*mine.model), 1.0); };
+  EXPECT_THROWS(CaptureError, "would freeze",
+                mine.graph(device_, data(90), StepOptions().update([&] { adamw.step(); })));
+  EXPECT_THROWS(UsageError, "would freeze", mine.graph(device_, data(90), StepOptions().update(clip)));
+  EXPECT_THROWS(CaptureError, "would freeze", mine.graph(device_, data(90), StepOptions().update([&] {
+    const at::NoGradGuard no_grad;
+    foreign.weight.add_(foreign.weight.grad(), -0.1);
+  })));
+  EXPECT_TRUE(at::equal(foreign.weight.detach().cpu(), at::ones({32})));
+  EXPECT_TRUE(at::equal(foreign.weight.grad().cpu(), at::full({32}, 0.5)));
+  EXPECT_EQ(adamw.state()[0].step.cpu().item<float>(), 0);
+}
+
+TEST_F(WholeStepWeightsTest, RefusesAGradientThatTheUpdateWouldLeaveOut) {
+  for (const bool accumulate : {false, true}) {
+    Trainer mine(device_);
+    ForeignWeight foreign(device_);
+    AdamW adamw(foreign.beside(*mine.model), 0.1);
+    mine.graph(device_, data(90), StepOptions().accumulate(accumulate).update([&] { adamw.step(); }));
+    (void)mine.run(data(0));
+    foreign.give_gradient();
+    const at::Tensor before = mine.model->parameters()[0].detach().clone();
+    EXPECT_THROWS(UsageError, "would freeze", (void)mine.run(data(1)));
+    EXPECT_TRUE(at::equal(mine.model->parameters()[0].detach().cpu(), before.cpu()));
+    foreign.weight.mutable_grad() = at::Tensor();
+    (void)mine.run(data(1));
+    EXPECT_TRUE(at::equal(foreign.weight.detach().cpu(), at::ones({32})));
+  }
+}
+
+TEST_F(WholeStepWeightsTest, UpdatesWeightsOutsideOfTheModuleThatTheLossLeadsTo) {
+  Trainer mine(device_);
+  Trainer plain(device_);
+  const auto all = [](const ChangingModel& model) {
+    std::vector<at::Tensor> weights = model.parameters();
+    weights.push_back(model.outside);
+    return weights;
+  };
+  AdamW updated(all(*mine.model), 0.1);
+  AdamW expected(all(*plain.model), 0.1);
+  mine.model->outside.mutable_grad() = at::ones_like(mine.model->outside.detach());
+  mine.graph(device_, data(90), StepOptions().update([&] { updated.step(); }));
+  for (std::int64_t s = 0; s < 4; ++s) {
+    EXPECT_TRUE(same(mine.run(data(s)), plain.run(data(s)))) << "step " << s;
+    expected.step();
+    EXPECT_TRUE(at::equal(mine.model->outside.detach().cpu(), plain.model->outside.detach().cpu())) << "step " << s;
   }
 }
 
