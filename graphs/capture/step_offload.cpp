@@ -1,31 +1,16 @@
 #include "graphs/capture/step_offload.h"
 
 #include <algorithm>
-#include <limits>
-#include <numeric>
 #include <utility>
 
 #include <ATen/ops/empty.h>
 
-#include "offload/sizing.h"
+#include "offload/pinned_plan.h"
 
 namespace sidestream {
 namespace {
 
-/// Of the storages that are to leave, each alone.
-std::vector<std::size_t> leaving_sizes(const Profile& profile) {
-  std::vector<std::size_t> sizes;
-  for (const StorageProfile& storage : profile.storages) {
-    const bool selected = std::all_of(storage.savers.begin(), storage.savers.end(),
-                                      [&](std::uint32_t saver) { return profile.groups[saver].selected; });
-    if (selected && !storage.small) {
-      sizes.push_back(storage.bytes);
-    }
-  }
-  return sizes;
-}
-
-/// What comes back inside of a capture is memory that an operator of the capture made, to whoever watches it.
+/// What comes back is memory that an operator made, to whoever watches a warm-up or a capture.
 class BranchedCopies final : public EagerOffload {
  public:
   BranchedCopies(const std::shared_ptr<Runtime>& runtime, std::shared_ptr<GroupMover> mover, const Limits& limits)
@@ -38,77 +23,116 @@ class BranchedCopies final : public EagerOffload {
   c10::Device device_;
 };
 
+std::uint64_t saved_by_selected(const Profile& profile) {
+  std::uint64_t bytes = 0;
+  for (const StorageProfile& storage : profile.storages) {
+    bytes += profile.groups[storage.savers.front()].selected ? storage.bytes : 0;
+  }
+  return bytes;
+}
+
 }  // namespace
 
 void StepOffload::begin_sizing() {
-  sizes_.clear();
-  sizes_sum_ = 0;
   recorder_.reset();
+  warm_.reset();
+  passes_.clear();
+  if (copies_ == nullptr || copies_->captured) {
+    copies_.reset();  // its slots are given back before others are pinned
+    copies_ = std::make_unique<Copies>();
+    copies_->arena = std::make_shared<HostArena>(*parts_.runtime, parts_.engine_arena->budget());
+    copies_->mover = std::make_shared<GroupMover>(parts_.runtime, copies_->arena);
+    copies_->offload = std::make_shared<BranchedCopies>(parts_.runtime, copies_->mover, parts_.limits);
+    counts_ = {};
+    recorded_ = {};
+  }
+  copies_->arena->open();
+  warm_ = std::make_shared<BranchedCopies>(parts_.runtime, std::make_shared<GroupMover>(parts_.runtime, copies_->arena),
+                                           parts_.limits);
+}
+
+void StepOffload::finish_sizing() {
+  if (recorder_ != nullptr) {
+    recorder_->finish();
+    warm_->end_step();
+    passes_.push_back({recorder_->profile(), recorder_->group_scopes()});
+    recorder_.reset();
+  }
 }
 
 Recorder& StepOffload::next_sizing() {
-  if (recorder_ != nullptr) {
-    recorder_->finish();
-    std::vector<std::size_t> sizes = leaving_sizes(recorder_->profile());
-    const std::size_t sum = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
-    if (sum > sizes_sum_) {
-      sizes_ = std::move(sizes);
-      sizes_sum_ = sum;
-    }
-  }
-  recorder_ = std::make_unique<Recorder>(*parts_.tree, *parts_.exclusions, std::make_shared<SizingMover>(), nullptr);
+  finish_sizing();
+  warm_->begin_step();
+  recorder_ = std::make_unique<Recorder>(*parts_.tree, *parts_.exclusions, warm_, nullptr);
   return *recorder_;
 }
 
 void StepOffload::end_sizing() {
-  (void)next_sizing();
-  recorder_.reset();
-  if (!copies_.empty() && !copies_.back().captured && copies_.back().sizes == sizes_) {
-    return;
+  finish_sizing();
+  parts_.runtime->synchronize(parts_.runtime->current_stream());  // which is behind all copies
+  warm_.reset();
+  copies_->arena->forget_uses();
+  const auto less = [](const Pass& a, const Pass& b) {
+    return saved_by_selected(a.profile) < saved_by_selected(b.profile);
+  };
+  const auto largest = std::max_element(passes_.begin(), passes_.end(), less);
+  const Plan plan = plan_and_pin(largest->profile, *copies_->arena, HostArena::Surplus::given_back);
+  profile_ = {};
+  plan_ = {};
+  plan_.notes = plan.notes;
+  std::vector<const ScopeNode*> scopes;
+  for (auto pass = passes_.begin(); pass != passes_.end(); ++pass) {
+    add_to_plan(
+        *pass, pass == largest ? plan : make_plan(pass->profile, copies_->arena->stats().pinned, HostArena::alignment));
+    scopes.insert(scopes.end(), pass->scopes.begin(), pass->scopes.end());
   }
-  std::vector<Copies> kept;  // of two captures the older one's graphs are gone by now
-  if (!copies_.empty() && copies_.back().captured) {
-    kept.push_back(std::move(copies_.back()));
+  planned_ = lay_out(profile_, scopes, plan_.decisions.data());
+}
+
+void StepOffload::add_to_plan(const Pass& pass, const Plan& plan) {
+  const auto first = static_cast<std::uint32_t>(profile_.groups.size());
+  profile_.block_from = pass.profile.block_from;
+  profile_.groups.insert(profile_.groups.end(), pass.profile.groups.begin(), pass.profile.groups.end());
+  for (StorageProfile storage : pass.profile.storages) {
+    for (std::uint32_t& saver : storage.savers) {
+      saver += first;
+    }
+    profile_.storages.push_back(std::move(storage));
   }
-  copies_ = std::move(kept);
-  const HostArenaStats taken = parts_.engine_arena->stats();
-  Copies next;
-  next.sizes = sizes_;
-  next.arena = std::make_shared<HostArena>(*parts_.runtime, taken.cap - std::min(taken.cap, taken.pinned));
-  (void)next.arena->plan(sizes_);
-  next.arena->seal();
-  next.mover = std::make_shared<GroupMover>(parts_.runtime, next.arena);
-  next.offload = std::make_shared<BranchedCopies>(parts_.runtime, next.mover, parts_.limits);
-  parts_.step_arenas->push_back(next.arena);
-  copies_.push_back(std::move(next));
+  for (Decision decision : plan.decisions) {
+    decision.held_by += first;
+    plan_.decisions.push_back(decision);
+  }
+  plan_.offloaded_bytes += plan.offloaded_bytes;
 }
 
 Recorder& StepOffload::begin_capture() {
-  Copies& copies = copies_.back();
-  copies.captured = true;
-  parts_.capture_offload->copies_inside(copies.arena);
+  copies_->captured = true;
+  parts_.capture_offload->copies_inside(copies_->arena);
   const c10::Stream capture = parts_.runtime->current_stream();
-  GroupMover::Copies out = copies.mover->copies_out();
+  GroupMover::Copies out = copies_->mover->copies_out();
   out.behind(capture);
   out.finish();
-  GroupMover::Copies back = copies.mover->copies_back();
+  GroupMover::Copies back = copies_->mover->copies_back();
   back.behind(capture);
   back.finish();
-  copies.offload->begin_step();
-  recorder_ = std::make_unique<Recorder>(*parts_.tree, *parts_.exclusions, copies.offload, nullptr);
+  copies_->offload->begin_step();
+  recorder_ = std::make_unique<Recorder>(*parts_.tree, *parts_.exclusions, copies_->offload, &planned_);
   return *recorder_;
 }
 
 void StepOffload::end_capture() {
-  Copies& copies = copies_.back();
   recorder_->finish();
+  recorded_ = recorder_->counts();
   recorder_.reset();
-  copies.offload->end_step();
+  copies_->offload->end_step();
   Streams all;
   add_stream(all, parts_.runtime->current_stream());
-  copies.mover->join(all);
-  copies.arena->forget_uses();
-  offloaded_bytes_ = copies.mover->counts().offloaded_bytes;
+  copies_->mover->join(all);
+  copies_->arena->forget_uses();
+  counts_ = copies_->mover->counts();
+  counts_.waits = 0;  // they are edges of the graph
+  counts_.refused_leases = 0;
 }
 
 }  // namespace sidestream

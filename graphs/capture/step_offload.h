@@ -2,13 +2,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "analysis/planner.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
 #include "offload/eager_offload.h"
 #include "offload/exclusions.h"
 #include "offload/group_mover.h"
+#include "offload/planned_pass.h"
 #include "offload/recorder.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
@@ -27,50 +30,72 @@ namespace sidestream {
 ///
 /// Pinned slots are the graph's own, cut from an arena that nobody else leases of: a slot whose last use was outside of the capture would
 /// be a wait for an event from outside. Slots are used again inside of the graph, microbatch after microbatch, behind edges.
+///
+/// A warm-up pass offloads eagerly, from the first one on, into slots of the same arena: it needs no more of the device than a replay.
+/// Its copies are done, and forgotten, before the capture begins.
 /// Threads: one at a time.
 class StepOffload {
  public:
   struct Parts {
     std::shared_ptr<Runtime> runtime;
-    std::shared_ptr<HostArena> engine_arena;  ///< whose cap the step's own slots count against
+    std::shared_ptr<HostArena> engine_arena;  ///< whose budget the step's own slots count against
     ScopeTree* tree = nullptr;
     Exclusions* exclusions = nullptr;
     EagerOffload::Limits limits;
-    std::shared_ptr<CaptureOffload> capture_offload;               ///< who notes what the capture's graph owns
-    std::vector<std::weak_ptr<HostArena>>* step_arenas = nullptr;  ///< who is told of the step's own, for the report
+    std::shared_ptr<CaptureOffload> capture_offload;  ///< who notes what the capture's graph owns
   };
   explicit StepOffload(Parts parts) : parts_(std::move(parts)) {}
 
-  /// A warm-up pass begins: nothing leaves, all is counted.
+  /// A warm-up pass begins. The graph of an earlier capture is gone.
   void begin_sizing();
-  /// The recorder of one microbatch's forward in a warm-up pass; it lives until the next one's, or the end.
+  /// The recorder of one microbatch in a warm-up pass, which leaves and is counted; it lives until the next one's, or the end.
   [[nodiscard]] Recorder& next_sizing();
-  /// It has ended: pins what the capture needs. Throws: DeviceError.
+  /// It has ended: plans and pins for the capture. Throws: DeviceError.
   void end_sizing();
 
   /// Inside the capture, on its stream: the copy streams fork from it.
   [[nodiscard]] Recorder& begin_capture();
   /// Inside the capture, behind its last backward: the copy streams are joined.
   void end_capture();
-  /// What leaves in each replay. Bytes.
-  [[nodiscard]] std::uint64_t offloaded_bytes() const noexcept { return offloaded_bytes_; }
+
+  /// What each replay copies; nothing before a capture.
+  [[nodiscard]] const CopyCounts& copies() const noexcept { return counts_; }
+  /// What the capture met that the plan did not know.
+  [[nodiscard]] const Recorder::Counts& unplanned() const noexcept { return recorded_; }
+  /// Of all microbatches, one behind the other.
+  [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
+  [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
+  [[nodiscard]] HostArenaStats pinned() const {
+    return copies_ != nullptr ? copies_->arena->stats() : HostArenaStats{};
+  }
 
  private:
   /// What one capture's copies go through.
   struct Copies {
-    std::vector<std::size_t> sizes;
     std::shared_ptr<HostArena> arena;
     std::shared_ptr<GroupMover> mover;
     std::shared_ptr<EagerOffload> offload;
     bool captured = false;
   };
+  /// What one microbatch of a warm-up pass saved.
+  struct Pass {
+    Profile profile;
+    std::vector<const ScopeNode*> scopes;
+  };
+
+  void finish_sizing();
+  void add_to_plan(const Pass& pass, const Plan& plan);
 
   Parts parts_;
   std::unique_ptr<Recorder> recorder_;
-  std::vector<std::size_t> sizes_;  ///< of the microbatch that saves the most
-  std::size_t sizes_sum_ = 0;
-  std::vector<Copies> copies_;  ///< the last is for the next capture; one before it may be of graphs that live
-  std::uint64_t offloaded_bytes_ = 0;
+  std::unique_ptr<Copies> copies_;      ///< of the latest capture, or for the next
+  std::shared_ptr<EagerOffload> warm_;  ///< of a warm-up pass
+  std::vector<Pass> passes_;            ///< of the latest
+  Profile profile_;
+  Plan plan_;
+  PlannedPass planned_;
+  CopyCounts counts_;
+  Recorder::Counts recorded_;
 };
 
 }  // namespace sidestream

@@ -22,6 +22,8 @@
 
 namespace sidestream {
 
+class StepOffload;
+
 /// The device, the memory, the movers and the names of one engine: what its parts share.
 struct EngineResources {
   /// `runtime`: null makes that of the options' device. Throws: UsageError, DeviceError (see OffloadEngine).
@@ -55,7 +57,7 @@ struct EngineResources {
   StepCheck check;
   std::shared_ptr<Runtime> runtime;
   std::shared_ptr<HostArena> arena;
-  std::vector<std::weak_ptr<HostArena>> step_arenas;  ///< of whole steps' graphs, beside `arena`
+  std::vector<std::weak_ptr<const StepOffload>> step_offloads;  ///< of whole steps' graphs, for the report
   ScopeTree tree;
   Exclusions exclusions;
   OwnedStream capture_stream;

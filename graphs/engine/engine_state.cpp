@@ -137,6 +137,14 @@ void EngineState::begin_step() {
   }
 }
 
+void EngineState::copied_in_graph(const CopyCounts& copies) noexcept {
+  if (step_) {
+    resources_.mover->count_launched(copies);
+  } else {
+    report_.copied(copies);
+  }
+}
+
 void EngineState::make_ready() {
   calls_.check_patterns();
   const bool outdated = chains_.outdated();

@@ -38,6 +38,8 @@ class EngineState {
   ~EngineState() = default;
 
   void begin_step();
+  /// A whole step's graph was launched, which holds these copies: they count in the step that is active, else as a step's.
+  void copied_in_graph(const CopyCounts& copies) noexcept;
   /// `failed`: an exception is on its way.
   void end_step(bool failed);
   /// Throws: UsageError on another thread than the step began on.

@@ -25,7 +25,7 @@ class GraphedStep::Shared {
   [[nodiscard]] const std::string& name() const noexcept { return given_->name; }
   [[nodiscard]] std::size_t captures() const noexcept { return variants_.size(); }
   [[nodiscard]] std::uint64_t offloaded_bytes() const {
-    return variants_.empty() ? 0 : variants_.back().body->offloaded_bytes();
+    return variants_.empty() ? 0 : variants_.back().body->copies().offloaded_bytes;
   }
 
  private:
@@ -141,6 +141,9 @@ std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microb
   }
   const Tensors made = EngineAccess::run(variant.graph, flat, [&body = *variant.body] { body.prepare(); });
   const std::vector<std::size_t> counts = variant.body->output_counts();
+  if (!variant.body->ran_eagerly()) {
+    EngineAccess::state(engine_).copied_in_graph(variant.body->copies());
+  }
   variant.body->attach_gradients();
   std::vector<Tensors> outputs;
   auto next = made.begin();

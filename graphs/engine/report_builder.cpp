@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "graphs/capture/step_offload.h"
 #include "graphs/engine/call_table.h"
 #include "graphs/engine/eager_plan.h"
 #include "graphs/engine/engine_chains.h"
@@ -56,6 +57,17 @@ void append(const Profile& profile, const Plan& plan, Report& report) {
   report.notes.insert(report.notes.end(), plan.notes.begin(), plan.notes.end());
 }
 
+/// Of a whole step's graph.
+void append(const StepOffload& offload, Report& report) {
+  append(offload.profile(), offload.plan(), report);
+  const HostArenaStats pinned = offload.pinned();
+  report.pinned_bytes += static_cast<std::int64_t>(pinned.pinned);
+  report.pinned_requested_bytes += static_cast<std::int64_t>(pinned.requested);
+  report.pinned_allocations_after_planning += static_cast<std::int64_t>(pinned.allocations_after_seal);
+  report.unplanned_bytes += static_cast<std::int64_t>(offload.unplanned().unplanned_bytes);
+  report.refused_bytes += static_cast<std::int64_t>(offload.unplanned().refused_bytes);
+}
+
 /// Why graphed calls ran eagerly, one line for each cause.
 void append_eager_runs(const CallTable& calls, std::vector<std::string>& notes) {
   for (std::size_t c = 0; c < EagerRuns::kCauses; ++c) {
@@ -104,11 +116,15 @@ void ReportBuilder::sizing_ended(const Recorder& recorder, std::int64_t unoffloa
   counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
 }
 
-void ReportBuilder::step_ended(const Recorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak) {
+void ReportBuilder::copied(const CopyCounts& copies) noexcept {
   counted_.offloaded_bytes = static_cast<std::int64_t>(copies.offloaded_bytes);
   counted_.reloaded_bytes = static_cast<std::int64_t>(copies.reloaded_bytes);
   counted_.waits = static_cast<std::int64_t>(copies.waits);
   counted_.inline_reloads = static_cast<std::int64_t>(copies.inline_reloads);
+}
+
+void ReportBuilder::step_ended(const Recorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak) {
+  copied(copies);
   const Recorder::Counts counts = recorder.counts();
   counted_.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
   counted_.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);
@@ -123,13 +139,6 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
   const HostArenaStats pinned = resources.arena->stats();
   report.pinned_bytes = static_cast<std::int64_t>(pinned.pinned);
   report.pinned_requested_bytes = static_cast<std::int64_t>(pinned.requested);
-  for (const auto& weak : resources.step_arenas) {
-    if (const auto arena = weak.lock(); arena != nullptr) {
-      const HostArenaStats own = arena->stats();
-      report.pinned_bytes += static_cast<std::int64_t>(own.pinned);
-      report.pinned_requested_bytes += static_cast<std::int64_t>(own.requested);
-    }
-  }
   report.host_cap = static_cast<std::int64_t>(pinned.cap);
   report.pinned_allocations_after_planning = static_cast<std::int64_t>(pinned.allocations_after_seal);
   if (const auto& checked = resources.check.checked(); checked != nullptr) {
@@ -155,6 +164,11 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
       }
     }
   });
+  for (const auto& weak : resources.step_offloads) {
+    if (const auto offload = weak.lock(); offload != nullptr) {
+      append(*offload, report);
+    }
+  }
   // Groups of calls that were captured since are in their chains' profiles.
   Report eager;
   append(plan.profile(), plan.plan(), eager);

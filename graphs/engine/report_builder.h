@@ -35,6 +35,8 @@ class ReportBuilder {
   /// A whole sizing step, behind its `step_ended`; `unoffloaded_peak`: see UnoffloadedPeak.
   void sizing_ended(const Recorder& recorder, std::int64_t unoffloaded_peak);
   /// A whole step.
+  /// Of the latest step.
+  void copied(const CopyCounts& copies) noexcept;
   void step_ended(const Recorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
   void count_step() noexcept { ++counted_.steps; }
 

@@ -73,9 +73,11 @@ StepBody::StepBody(EngineResources& resources, std::shared_ptr<const Given> give
     : resources_(resources), given_(std::move(given)), counts_(std::move(counts)), watch_(given_->name) {
   leaves_ = known_leaves();
   if (given_->offload && !resources_.options.offload_patterns().empty()) {
-    offload_ = std::make_unique<StepOffload>(StepOffload::Parts{resources_.runtime, resources_.arena, &resources_.tree,
+    offload_ = std::make_shared<StepOffload>(StepOffload::Parts{resources_.runtime, resources_.arena, &resources_.tree,
                                                                 &resources_.exclusions, resources_.eager->limits(),
-                                                                resources_.capture_offload, &resources_.step_arenas});
+                                                                resources_.capture_offload});
+    std::erase_if(resources_.step_offloads, [](const auto& weak) { return weak.expired(); });
+    resources_.step_offloads.push_back(offload_);
   }
 }
 

@@ -55,10 +55,10 @@ class StepBody {
   /// Throws: UsageError where a parameter has gradient hooks, which a graph would not run.
   void refuse_hooks() const;
 
-  /// What leaves the device in each replay. Bytes.
-  [[nodiscard]] std::uint64_t offloaded_bytes() const noexcept {
-    return offload_ != nullptr ? offload_->offloaded_bytes() : 0;
-  }
+  /// What each replay copies.
+  [[nodiscard]] CopyCounts copies() const noexcept { return offload_ != nullptr ? offload_->copies() : CopyCounts{}; }
+  /// Since the latest call began. Before attach_gradients.
+  [[nodiscard]] bool ran_eagerly() const noexcept { return ran_eagerly_; }
   /// How many outputs each microbatch gave in this call: eagerly, or in the capture. Before attach_gradients.
   [[nodiscard]] const std::vector<std::size_t>& output_counts() const noexcept {
     return ran_eagerly_ ? output_counts_ : output_counts_in_graph_;
@@ -110,7 +110,7 @@ class StepBody {
   std::vector<std::size_t> output_counts_;   ///< of the latest run
   std::vector<std::size_t> output_counts_in_graph_;
   StepWatch watch_;
-  std::unique_ptr<StepOffload> offload_;  ///< null where nothing leaves
+  std::shared_ptr<StepOffload> offload_;  ///< null where nothing leaves
 };
 
 }  // namespace sidestream

@@ -90,6 +90,12 @@ class GroupMover {
   void settle() noexcept;
 
   void count_inline_reload() noexcept { ++inline_reloads_; }
+  /// Copies that a graph holds itself, which was launched.
+  void count_launched(const CopyCounts& copies) noexcept {
+    out_.bytes += copies.offloaded_bytes;
+    back_.bytes += copies.reloaded_bytes;
+    inline_reloads_ += copies.inline_reloads;
+  }
   [[nodiscard]] CopyCounts counts() const noexcept;
   /// Counting starts anew.
   CopyCounts take_counts() noexcept;

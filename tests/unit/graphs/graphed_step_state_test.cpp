@@ -1,4 +1,7 @@
 // What a whole step leaves behind, and what it keeps: tensors of modules, versions, gradients, journals, verification.
+#include <algorithm>
+#include <utility>
+
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
@@ -78,6 +81,96 @@ TEST_F(WholeStepStateTest, TrainsInsideOfStepsThatAreChecked) {
   mine.graph(Options(device_).offload("**").min_bytes(1024).check_steps(true));
   expect_plain(mine, /*in_steps=*/true);
   EXPECT_EQ(mine.engine->report().steps, kStateSteps);
+}
+
+TEST_F(WholeStepStateTest, ReportsWhatLeavesAndWhatStays) {
+  WholeStepTrainer mine(device_, {.layers = 4, .microbatches = 2});
+  mine.graph(Options(device_).offload("fc1").min_bytes(1024));
+  const auto each = static_cast<std::int64_t>(mine.step->offloaded_bytes());
+  EXPECT_GT(each, 0);
+  (void)mine.run(0);
+  EXPECT_EQ(mine.engine->report().offloaded_bytes, each);
+  const std::int64_t back = mine.engine->report().reloaded_bytes;  // the last are used before they are let go of
+  EXPECT_GT(back, 0);
+  EXPECT_LE(back, each);
+  {
+    Step step = mine.engine->step();
+    (void)mine.run(1);
+    (void)mine.run(2);
+    step.finish();
+  }
+  const Report report = mine.engine->report();
+  EXPECT_EQ(report.offloaded_bytes, 2 * each);
+  EXPECT_EQ(report.reloaded_bytes, 2 * back);
+  std::int64_t planned = 0;
+  bool stays = false;
+  for (const GroupReport& group : report.groups) {
+    planned += group.offloaded_bytes;
+    stays = stays || group.kept_because == "not selected";
+  }
+  EXPECT_EQ(planned, each);
+  EXPECT_TRUE(stays);
+  mine.step->reset();
+  EXPECT_EQ(mine.engine->report().groups.size(), 0U);
+}
+
+TEST_F(WholeStepStateTest, AllStepsOfAnEngineObeyItsHostCapTogether) {
+  const auto pinned = [&](std::size_t cap) {
+    WholeStepTrainer one(device_, {.layers = 4});
+    one.graph(Options(device_).offload("**").min_bytes(1024).host_cap(cap));
+    return one.engine->report().pinned_bytes;
+  };
+  constexpr std::size_t kMuch = std::size_t{1} << 24;
+  const std::int64_t alone = pinned(kMuch);
+  const std::int64_t cap = alone + alone / 2;
+  WholeStepTrainer mine(device_, {.layers = 4});
+  mine.graph(Options(device_).offload("**").min_bytes(1024).host_cap(static_cast<std::size_t>(cap)));
+  EXPECT_EQ(mine.engine->report().pinned_bytes, alone);
+  GraphedStep other = make_graphed_step(*mine.engine, Callable("other", &testing_model::stack_loss, mine.model),
+                                        mine.data(7), StepOptions());
+  const Report report = mine.engine->report();
+  EXPECT_GT(report.pinned_bytes, alone);
+  EXPECT_LE(report.pinned_bytes, cap);
+  EXPECT_EQ(report.host_cap, cap);
+  EXPECT_GT(other.offloaded_bytes(), 0U);
+  EXPECT_LT(other.offloaded_bytes(), mine.step->offloaded_bytes());
+  EXPECT_TRUE(std::any_of(report.groups.begin(), report.groups.end(),
+                          [](const GroupReport& group) { return group.kept_because == "over the host cap"; }));
+  other.reset();
+  for (auto& parameter : mine.model->parameters()) {  // a capture in the place of another has its room
+    parameter.set_data(parameter.detach().clone());
+  }
+  WholeStepTrainer plain(device_, mine.form);
+  EXPECT_TRUE(same(mine.run(0), plain.run(0)));
+  EXPECT_EQ(mine.engine->report().pinned_bytes, alone);
+}
+
+TEST_F(WholeStepStateTest, AWarmUpHoldsNoMoreThanTheStepThatItIsFor) {
+  const auto peak = [&](bool offload) {
+    WholeStepTrainer mine(device_, {.layers = 24});
+    synchronize(device_);
+    release_cached_memory(device_);
+    const std::int64_t before = memory_use(device_).allocated;
+    std::int64_t most = 0;
+    int runs = 0;
+    mine.engine = std::make_unique<OffloadEngine>(*mine.model, Options(device_).offload("**").min_bytes(1024));
+    const auto loss = [&](torch::nn::SequentialImpl& model, const Tensors& inputs) {
+      Tensors made = testing_model::stack_loss(model, inputs);
+      ++runs;
+      most = std::max(most, memory_use(device_).allocated - before);  // with all that its forward has saved
+      return made;
+    };
+    const GraphedStep step =
+        make_graphed_step(*mine.engine, Callable("step", owning(loss), mine.model), mine.data(7),
+                          StepOptions().offload(offload).graph(GraphOptions().num_warmup_iters(2)));
+    EXPECT_EQ(runs, 4);
+    return std::pair(most, static_cast<std::int64_t>(step.offloaded_bytes()));
+  };
+  const auto [without, nothing] = peak(false);
+  const auto [with, bytes] = peak(true);
+  EXPECT_EQ(nothing, 0);
+  EXPECT_GT(bytes, 24 * 16 * 32 * 4);
+  EXPECT_LE(with, without - bytes / 2);
 }
 
 TEST_F(WholeStepStateTest, IsVerifiedAsCallsAre) {

@@ -80,7 +80,7 @@ PlantedRuntime::PlantedRuntime(std::shared_ptr<Runtime> inner, Fault fault)
 PlantedRuntime::~PlantedRuntime() = default;
 
 bool PlantedRuntime::meant(Fault::Act act, c10::Stream stream, Mark mark, int nth) {
-  if (act != fault_.act || (!armed_ && !fault_.at_capture())) {
+  if (act != fault_.act || (!armed_ && !fault_.at_capture()) || (fault_.captured && !capturing_)) {
     return false;
   }
   const Site* site = Site::innermost();
@@ -124,6 +124,10 @@ void PlantedRuntime::wait(c10::Stream stream, const Event& event) {
   Given& given = streams_[stream.id()];
   const int nth = recorded.mark == Mark::work ? ++given.waits : ++recorded.waiters;
   if (meant(Fault::Act::drop_wait, stream, recorded.mark, nth)) {
+    if (capturing_ && (recorded.mark == Mark::all_to_host || recorded.mark == Mark::all_to_device)) {
+      late_joins_.emplace_back(stream, &event);  // or the capture would not end
+      joined_late_ = true;
+    }
     return;
   }
   inner().wait(stream, event);
@@ -272,7 +276,7 @@ void PlantedRuntime::launch(const Graph& graph, c10::Stream stream) {
 
 std::vector<GraphNode> PlantedRuntime::nodes(const Graph& graph) const {
   std::vector<GraphNode> nodes = inner().nodes(graph);
-  if (blind_ && fault_.in_capture()) {
+  if (blind_ && (fault_.in_capture() || joined_late_)) {
     for (std::size_t node = 0; node < nodes.size(); ++node) {
       for (std::uint32_t other = 0; other < nodes.size(); ++other) {
         if (other != node) {

@@ -127,6 +127,7 @@ class PlantedRuntime final : public ForwardingRuntime {
   bool done_recorded_ = false;
   Event begin_;
   std::vector<std::pair<c10::Stream, const Event*>> late_joins_;
+  bool joined_late_ = false;  ///< some capture's copies
   // Launches.
   int launches_ = 0;
 };
