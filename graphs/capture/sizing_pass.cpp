@@ -99,7 +99,15 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
                        "requires_grad, or set GraphOptions::allow_unused_input");
     }
   }
-  sizing.outside.assign(parameters.begin() + of_module, parameters.end());
+  for (auto leaf = parameters.begin() + of_module; leaf != parameters.end(); ++leaf) {
+    // What backward unpacks of a weight may be another tensor of the same memory, which nobody relocates.
+    const bool known = std::any_of(parameters.begin(), leaf, [&](const at::Tensor& earlier) {
+      return earlier.has_storage() && leaf->has_storage() && earlier.storage().is_alias_of(leaf->storage());
+    });
+    if (!known) {
+      sizing.outside.push_back(*leaf);
+    }
+  }
   weights.for_each_read([&](const c10::StorageImpl* storage, const c10::VariableVersion& version) {
     const auto is_it = [&](const at::Tensor& t) {
       return t.defined() && t.has_storage() && t.storage().unsafeGetStorageImpl() == storage;
