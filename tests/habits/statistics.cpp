@@ -91,9 +91,6 @@ std::vector<Statistics::Demand> Statistics::demands(const std::vector<Kind>& dra
   demand("fewer than one action in twenty is refused", total("refused ") * 20 < count("actions"),
          percent(total("refused "), count("actions")));
   const auto draws = [&](Kind kind) { return std::find(drawn.begin(), drawn.end(), kind) != drawn.end(); };
-  if (draws(Kind::evaluate)) {
-    demand("calls without gradients replay", count("replays without gradients") > 0, "none");
-  }
   const auto demand_both = [&](const std::string& what) {
     const std::int64_t replayed = count(what + " replayed");
     const std::int64_t run = count(what + " run");
