@@ -9,6 +9,12 @@
 #include "runtime/replayed_memory.h"
 
 namespace sidestream {
+namespace {
+
+/// A plan that leads so many steps did not fail for sizes that differ from step to step.
+constexpr std::int64_t kLasting = 32;
+
+}  // namespace
 
 void EagerPlan::learn(const Recorder& recorder, const std::vector<GroupEvent>& order,
                       const EagerOffload::Limits& limits) {
@@ -99,6 +105,7 @@ void EagerPlan::captured(const c10::StorageImpl* storage, bool given_back) {
 }
 
 void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress) {
+  steps_ += 1;
   if (state_ != State::sized) {
     return;
   }
@@ -110,7 +117,11 @@ void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCal
       exclusions.add_held(c10::Storage(std::move(alive)));
     }
   }
-  plan_ = plan_and_pin(profile_, arena, HostArena::Surplus::given_back, progress);
+  if (steps_ > kLasting) {
+    slots_.clear();
+  }
+  steps_ = 0;
+  plan_ = plan_and_pin(profile_, arena, HostArena::Surplus::given_back, progress, nullptr, &slots_);
   if (!note_.empty()) {
     plan_.notes.push_back(note_);
   }
@@ -121,6 +132,7 @@ void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCal
 void EagerPlan::drop() noexcept {
   pass_.clear();
   identities_.clear();
+  slots_.clear();
   state_ = State::unsized;
 }
 

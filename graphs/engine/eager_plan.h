@@ -1,4 +1,6 @@
 #pragma once
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -32,7 +34,8 @@ class EagerPlan {
   /// Before `make`: from now on a graph makes what lay in `storage` in that pass, at each replay. Where it has `given_back` the memory,
   /// that leaves with the eager groups that save it; else it stays.
   void captured(const c10::StorageImpl* storage, bool given_back);
-  /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back. Storages that
+  /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back, but for the slots
+  /// of a plan that a few steps have outgrown: sizes that depend on data come again. Called before each step. Storages that
   /// are still there although autograd has let go of them are the program's own: they stay, and `exclusions` hears of it.
   /// Capture: illegal.  Throws: what `progress` throws.
   void make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress);
@@ -59,6 +62,8 @@ class EagerPlan {
   std::vector<std::uint64_t> runs_;        ///< of delayed groups, in bytes: of the sizing step
   GroupWindow window_;
   std::string note_;  ///< on the window
+  std::vector<std::size_t> slots_;  ///< pinned for the plan, the largest first
+  std::int64_t steps_ = 0;          ///< that the plan has led
   Plan plan_;
   PlannedPass pass_;
 };

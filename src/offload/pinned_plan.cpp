@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "sidestream/error.h"
@@ -28,21 +30,36 @@ std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const
   return sizes;
 }
 
+std::size_t aligned_sum(const std::vector<std::size_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}, [](std::size_t sum, std::size_t bytes) {
+    return sum + (bytes + HostArena::alignment - 1) / HostArena::alignment * HostArena::alignment;
+  });
+}
+
 /// What `sizes` lack beside `spare` bytes of shared slots, as one slot; what they take of those is no longer spare.
 std::vector<std::size_t> lacking(const std::vector<std::size_t>& sizes, std::size_t& spare) {
-  const std::size_t needed =
-      std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}, [](std::size_t sum, std::size_t bytes) {
-        return sum + (bytes + HostArena::alignment - 1) / HostArena::alignment * HostArena::alignment;
-      });
+  const std::size_t needed = aligned_sum(sizes);
   const std::size_t taken = std::min(needed, spare);
   spare -= taken;
   return needed > taken ? std::vector<std::size_t>{needed - taken} : std::vector<std::size_t>{};
 }
 
+/// The smallest slots that hold `sizes` and hold `others`, each by themselves, where they lie within `room`; else `sizes`. The largest
+/// first.
+std::vector<std::size_t> slots_of_both(std::vector<std::size_t> sizes, const std::vector<std::size_t>& others,
+                                       std::size_t room) {
+  std::sort(sizes.begin(), sizes.end(), std::greater<>());
+  std::vector<std::size_t> both = sizes;
+  both.resize(std::max(sizes.size(), others.size()));
+  std::transform(others.begin(), others.end(), both.begin(), both.begin(),
+                 [](std::size_t one, std::size_t other) { return std::max(one, other); });
+  return aligned_sum(both) <= room ? both : sizes;
+}
+
 }  // namespace
 
 Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus surplus,
-                  const ProgressCallback& progress, SharedSlots::Share* shared) {
+                  const ProgressCallback& progress, SharedSlots::Share* shared, std::vector<std::size_t>* slots) {
   std::size_t spare = shared != nullptr ? shared->room() : 0;
   // Shared slots are multiples of the alignment.
   const std::size_t room =
@@ -55,6 +72,10 @@ Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus s
     all.insert(all.end(), sizes.begin(), sizes.end());
   };
   std::for_each(by_group.begin(), by_group.end(), add);
+  if (slots != nullptr) {
+    all = slots_of_both(std::move(all), *slots, arena.available());
+    *slots = all;
+  }
   if (progress && !all.empty()) {
     progress({ProgressPhase::pin, 0, 1, {}, std::accumulate(all.begin(), all.end(), std::size_t{0})});
   }

@@ -1,4 +1,7 @@
 #pragma once
+#include <cstddef>
+#include <vector>
+
 #include "analysis/planner.h"
 #include "memory/host_arena.h"
 #include "memory/shared_slots.h"
@@ -10,8 +13,11 @@ namespace sidestream {
 /// although the cap has room, it is asked again group by group, in the plan's order; groups that get no memory stay, and the
 /// plan's notes say so. `surplus`: see HostArena::prepare. `progress`, if any, hears of it where anything leaves.
 /// `shared`: where it is not null, what leaves goes there, and is pinned and leased as far as that has no room: a slot a group.
+/// `slots`: where it is not null, sizes of slots, the largest first, that are to be there too, as far as the cap has room for both; it
+/// becomes the sizes that were asked for. Not beside `shared`.
 /// Capture: illegal.  Throws: what `progress` throws; nothing is pinned then.
 [[nodiscard]] Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus surplus,
-                                const ProgressCallback& progress = {}, SharedSlots::Share* shared = nullptr);
+                                const ProgressCallback& progress = {}, SharedSlots::Share* shared = nullptr,
+                                std::vector<std::size_t>* slots = nullptr);
 
 }  // namespace sidestream

@@ -147,6 +147,49 @@ TEST_P(ReplanningOfBothTest, AddedMicrobatches) {
   EXPECT_EQ(engine.report().refused_bytes, 0);
 }
 
+TEST_F(ReplanningTest, SizesThatDifferFromStepToStepSoonFindRoom) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  std::int64_t pinnings = 0;
+  OffloadEngine engine(twins.mine, eager().progress([&](const Progress& progress) {
+    pinnings += progress.phase == ProgressPhase::pin ? 1 : 0;
+  }));
+  constexpr std::int64_t kRows = 16;
+  constexpr double kSmall = 1e-3;
+  const auto train = [](BodyModel& model, OffloadEngine* in, std::int64_t s, std::int64_t rows) {
+    return testing_model::train_step(model, in, [&] {
+      const at::Tensor first = model.forward(model.data(2 * s, 8, rows)).sum();
+      const at::Tensor loss = first + model.forward(model.data(2 * s + 1, 8, kRows - rows)).sum();
+      (loss * kSmall).backward();  // or the weights of so many steps would be infinite
+    });
+  };
+  std::int64_t s = 0;
+  const auto step_of = [&](std::int64_t rows) {
+    const StepTensors expected = train(twins.plain, nullptr, s, rows);
+    EXPECT_TRUE(testing_model::same(train(twins.mine, &engine, s, rows), expected)) << "step " << s;
+    s += 1;
+  };
+  for (const std::int64_t rows : {8, 3, 11, 6, 1, 14, 8, 2, 15, 5}) {
+    step_of(rows);
+  }
+  const std::int64_t learned = pinnings;
+  EXPECT_GT(learned, 2);
+  for (const std::int64_t rows : {12, 4, 15, 7, 1, 9, 13, 2}) {
+    step_of(rows);
+    EXPECT_EQ(engine.report().refused_bytes, 0) << rows << " rows of " << kRows;
+  }
+  EXPECT_EQ(pinnings, learned);
+  EXPECT_LE(engine.report().pinned_bytes, 2 * engine.report().offloaded_bytes);
+  for (std::int64_t i = 0; i < 40; ++i) {  // a plan that lasts, and then a larger step: what it needs and no more
+    step_of(8);
+  }
+  const at::Tensor large = twins.mine.data(0, 8, 4 * kRows);
+  for (int i = 0; i < 2; ++i) {
+    (void)testing_model::train_step(twins.mine, &engine, [&] { (twins.mine.forward(large).sum() * kSmall).backward(); });
+  }
+  EXPECT_EQ(engine.report().refused_bytes, 0);
+  EXPECT_LT(engine.report().pinned_bytes, 5 * engine.report().offloaded_bytes / 4);
+}
+
 INSTANTIATE_TEST_SUITE_P(EagerAndGraphed, ReplanningOfBothTest, testing::Bool(),
                          [](const auto& info) { return info.param ? "graphed" : "eager"; });
 
