@@ -32,7 +32,8 @@ std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const G
 // M is the caller's stream, S a side stream of the chain, D and H the engine's streams of copies to the host and to the device
 // (GroupMover): other chains and eager groups queue theirs there as well, and nothing here rests on it.
 //
-//   forward n    M: (what is held of the outputs: copy out, see Note [Outputs are ordinary tensors])
+//   forward n    M: (where the chain's latest graph was called on another stream: wait for that one; backward n likewise)
+//                M: (what is held of the outputs: copy out, see Note [Outputs are ordinary tensors])
 //                M: (if an input has another address: copy)  record fork
 //                S: wait fork, wait for the copies that this graph must be behind, launch
 //                D: for each group: wait ready(n, group), copy   then record left(n)
@@ -230,6 +231,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   }
   const Site site(Activity::launch_forward, layer.site);
   take_turn(index);
+  follow_latest_call();
   // What this forward frees while it runs, the outputs of later ones were given by the pool (not the reverse: earlier outputs
   // were alive when this forward was captured). So those of an earlier pass are overwritten by this launch already.
   for (std::size_t later = std::max(index, highest_given_) + 1; later-- > index;) {

@@ -149,6 +149,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
     return input.from && !layers_[input.from->layer].released;
   }
 
+  /// The current stream waits for the one that the latest graph was called on, which is behind that graph and what was read of it there.
+  void follow_latest_call();
   /// Before the launch of a forward: the memory is this chain's from here on. Throws: UsageError where another awaits a backward.
   void take_turn(std::size_t index);
   /// The current stream waits for all that lies in the memory; what is held of the outputs is copied out.

@@ -97,6 +97,7 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
     return;
   }
   const Site site(Activity::launch_backward, layer.site);
+  follow_latest_call();
   const std::size_t place = copies_.place_of_backward(index);
   overwrite_released_outputs(place);  // before the seeds, which may lie in their memory
   overwrite_given_gradients(place);

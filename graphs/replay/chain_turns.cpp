@@ -36,13 +36,17 @@ void Chain::take_turn(std::size_t index) {
   memory_->set_turn(this);
 }
 
-void Chain::give_up_turn() {
+void Chain::follow_latest_call() {
   const c10::Stream now = runtime_->current_stream();
   if (called_on_ && *called_on_ != now) {
     runtime_->record(fork_, *called_on_);
     runtime_->wait(now, fork_);
   }
-  copies_.join(now);
+}
+
+void Chain::give_up_turn() {
+  follow_latest_call();
+  copies_.join(runtime_->current_stream());
   for (Layer& layer : layers_) {
     for (OutputStorage& storage : layer.output_storages) {
       storage.before_overwrite(*runtime_, fork_, counts_.outputs);

@@ -122,8 +122,9 @@ std::vector<NamedProgram> whole_step_programs() {
 const std::vector<NamedProgram>& programs() {
   static const std::vector<NamedProgram> all = [] {
     std::vector<NamedProgram> result = whole_step_programs();
-    for (auto& more : {stream_programs(), callable_programs(), output_programs(), eager_head_programs(),
-                       between_programs(), drawing_programs(), step_programs(), pool_programs()}) {
+    for (auto& more :
+         {stream_programs(), callable_programs(), output_programs(), eager_head_programs(), between_programs(),
+          drawing_programs(), step_programs(), pool_programs(), call_stream_programs()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

@@ -53,6 +53,8 @@ struct NamedProgram {
 [[nodiscard]] std::vector<NamedProgram> between_programs();
 /// Those of graphed callables; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> callable_programs();
+/// Those whose graphed calls are made on several streams; part of `programs`.
+[[nodiscard]] std::vector<NamedProgram> call_stream_programs();
 /// Those of chains that share a pool; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> pool_programs();
 /// Those whose graphs draw on several streams; part of `programs`.
