@@ -95,10 +95,9 @@ Chain::~Chain() {
   const std::lock_guard lock(mutex_);
   try {
     synchronize_streams();
-    leave_memory();
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
   }
-  part_with_outputs();
+  leave_memory();
 }
 
 bool Chain::pending(std::size_t layer) const {
@@ -292,7 +291,6 @@ void Chain::reset() {
   }
   // What a capture in their place starts from stays: the layers' arguments that lie outside of the pool.
   const std::lock_guard lock(mutex_);
-  part_with_outputs();
   leave_memory();
   for (Layer& layer : layers_) {
     for (StaticInput& input : layer.inputs) {
@@ -309,7 +307,6 @@ void Chain::reset() {
       parameter.memory.reset();
     }
   }
-  gave_gradients_.clear();
   pool_.reset();
   outside_ = {};
 }
@@ -347,14 +344,15 @@ bool Chain::released() const {
 void Chain::give_up_outputs(std::size_t index) noexcept {
   Layer& layer = layers_[index];
   try {
-    bool copied = false;
     for (OutputStorage& storage : layer.output_storages) {
-      if (storage.held()) {
-        storage.before_overwrite(*runtime_, fork_, counts_.outputs);
-        copied = true;
+      storage.before_overwrite(*runtime_, fork_, counts_.outputs);
+    }
+    for (LayerParameter& parameter : layer.parameters) {
+      if (parameter.memory && !parameter.memory->held()) {
+        parameter.memory->before_overwrite(*runtime_, fork_, counts_.gradients);
       }
     }
-    if (copied) {  // the memory may go now
+    if (layer.generation > 0) {  // the memory may go now, behind all that reads it
       runtime_->synchronize(runtime_->current_stream());
     }
   } catch (

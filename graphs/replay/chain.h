@@ -155,8 +155,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   void take_turn(std::size_t index);
   /// The current stream waits for all that lies in the memory; what is held of the outputs is copied out.
   void give_up_turn();
-  /// The graphs are gone: blocks the host until nothing of this chain uses shared memory.
-  void leave_memory();
+  /// The graphs are gone: blocks the host until nothing that this chain gave out is read in its memory.
+  void leave_memory() noexcept;
   /// Before the first capture: what other chains hold of shared memory is theirs no longer. Throws: as take_turn.
   void begin_capture();
   /// Behind the last capture: in shared memory the outputs lie where the chains to come compute.
@@ -170,8 +170,11 @@ class Chain : public std::enable_shared_from_this<Chain> {
   /// Before the same: gradients of parameters that lie in the graphs' own memory and were given out by this graph, or by later ones.
   /// They were given memory that this graph may use.
   void overwrite_given_gradients(std::size_t place);
-  /// What is held of the outputs gets memory of its own, as far as there is room: no graph of the pool is launched again.
+  /// No graph of this chain is launched again: what is held, in memory that others may use, gets memory of its own, and what nobody
+  /// holds is read by nobody any more when this returns.
   void part_with_outputs() noexcept;
+  /// The same of one, but for the wait. What finds no room stays in shared memory, or keeps memory that is this chain's own.
+  void part_with(OutputStorage& storage, OutputCounts& counts) noexcept;
   void attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
   /// Replays the backward of `layer`; `grads` become the gradients of inputs, then of parameters.
   void backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads);

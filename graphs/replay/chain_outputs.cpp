@@ -1,5 +1,6 @@
 // Outputs whose memory other graphs of the chain use again; see Note [Graph choreography] in chain.cpp.
 #include <exception>
+#include <utility>
 
 #include "graphs/replay/chain.h"
 
@@ -28,23 +29,40 @@ void Chain::overwrite_given_gradients(std::size_t place) {
   }
 }
 
-void Chain::part_with_outputs() noexcept {
+void Chain::part_with(OutputStorage& storage, OutputCounts& counts) noexcept {
   try {
-    const c10::Stream main = runtime_->current_stream();
-    bool copied = false;
-    released_.for_each([&](const Link& output) {
-      OutputStorage& storage = layers_[output.layer].output_storages[output.index];
-      if (storage.held() && runtime_->capture_status(main) == CaptureStatus::none) {
-        storage.before_overwrite(*runtime_, fork_, counts_.outputs);
-        copied = true;
-      }
-    });
-    if (copied) {  // the pool may go now
-      runtime_->synchronize(main);
+    if (runtime_->capture_status(runtime_->current_stream()) == CaptureStatus::none) {
+      storage.before_overwrite(*runtime_, fork_, counts);
+      return;
     }
-  } catch (const std::exception&) {  // no room: what is held keeps the pool
+  } catch (const std::exception&) {  // no room, or the device has failed
   }
-  released_.clear();
+  if (storage.held() && memory_->shared()) {
+    memory_->leave_behind(std::move(storage));
+  }  // else who holds it keeps the pool, whose graphs are gone
+}
+
+void Chain::part_with_outputs() noexcept {
+  for (Layer& layer : layers_) {
+    for (OutputStorage& storage : layer.output_storages) {
+      if (storage.given_back() || !storage.held()) {  // else who holds it keeps the memory
+        part_with(storage, counts_.outputs);
+      }
+    }
+    for (LayerParameter& parameter : layer.parameters) {
+      if (parameter.memory && (memory_->shared() || !parameter.memory->held())) {
+        part_with(*parameter.memory, counts_.gradients);
+      }
+    }
+  }
+  try {  // the memory may go now
+    const c10::Stream now = runtime_->current_stream();
+    if (runtime_->capture_status(now) == CaptureStatus::none) {
+      follow_latest_call();
+      runtime_->synchronize(now);
+    }
+  } catch (const std::exception&) {  // the device has failed: nothing runs any more
+  }
 }
 
 }  // namespace sidestream

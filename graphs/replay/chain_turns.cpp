@@ -33,6 +33,7 @@ void Chain::take_turn(std::size_t index) {
   if (former != nullptr) {
     former->give_up_turn();
   }
+  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);
   memory_->set_turn(this);
 }
 
@@ -59,26 +60,26 @@ void Chain::give_up_turn() {
   use_.idle();
 }
 
-void Chain::leave_memory() {
-  memory_->leave(this);
-  if (memory_->shared() && called_on_) {
-    overwrite_given_gradients(0);
-    runtime_->synchronize(*called_on_);
-    runtime_->synchronize(runtime_->current_stream());
+void Chain::leave_memory() noexcept {
+  if (called_on_) {
+    part_with_outputs();
   }
+  released_.clear();
+  gave_gradients_.clear();
+  memory_->leave(this);
 }
 
 void Chain::begin_capture() {
   const std::lock_guard lock(mutex_);
   Chain* const former = memory_->turn();
-  if (former == nullptr) {
-    return;
-  }
   if (has_to_wait()) {
     refuse_turn("a capture in a pool that others use");
   }
-  former->give_up_turn();
-  memory_->set_turn(nullptr);
+  if (former != nullptr) {
+    former->give_up_turn();
+    memory_->set_turn(nullptr);
+  }
+  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);
 }
 
 void Chain::share_outputs() {

@@ -2,7 +2,10 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <utility>
+#include <vector>
 
+#include "graphs/replay/output_storage.h"
 #include "memory/shared_slots.h"
 #include "runtime/runtime.h"
 #include "sidestream/graph_pool.h"
@@ -22,6 +25,9 @@ class Chain;
 ///   M: wait for the stream that the former chain was called on, which is behind its graphs, where that is not M
 ///   M: wait for the former chain's copies
 ///   M: copy out what is held of its outputs, see Note [Outputs are ordinary tensors]
+///
+/// A chain that goes away does the same. Where the device has no room for a copy then, what is held stays where it is, and the next
+/// chain that wants the turn copies it out, or is refused by the allocator before anything has changed.
 ///
 /// A backward that comes later to one of its forwards (a retained one) is refused, for its saved tensors are gone.
 /// The same turns order the pinned slots that the chains share (SharedSlots): the former chain's copies are done where M goes on, and
@@ -54,6 +60,10 @@ class GraphMemory {
   [[nodiscard]] bool pending();
   /// `chain` is gone, or was reset.
   void leave(const Chain* chain) noexcept { turn_ = turn_ == chain ? nullptr : turn_; }
+  /// What is held of a chain that leaves, and found no room elsewhere.
+  void leave_behind(OutputStorage storage) { left_behind_.push_back(std::move(storage)); }
+  /// Before another chain has the memory. Throws: as OutputStorage::before_overwrite; may be called again.
+  void part_with_left_behind(Runtime& runtime, const Event& mark, OutputCounts& counts);
 
  private:
   struct Kept;
@@ -62,6 +72,7 @@ class GraphMemory {
   std::shared_ptr<Kept> kept_;    ///< of shared memory
   std::list<SharedSlots> slots_;  ///< of each engine's arena
   Chain* turn_ = nullptr;
+  std::vector<OutputStorage> left_behind_;
 };
 
 }  // namespace sidestream

@@ -16,6 +16,7 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
+#include "sim/device/device.h"
 
 namespace sidestream {
 namespace {
@@ -212,6 +213,45 @@ TEST_F(GraphPoolTest, WhatIsHeldOfThoseThatAreResetOutlivesTheTurnsOfOthers) {
   first.graphed[0].reset();
   first.graphed[2].reset();
   expect_held();
+}
+
+// A chain that goes away where the device is full: what is held of it is copied out before others compute there.
+TEST_F(GraphPoolTest, WhatIsHeldOfOneThatGoesOnAFullDeviceOutlivesTheTurnsOfOthers) {
+  const GraphOptions owned = pooled().gradients("**", GradientPolicy::owned);
+  sim::Device& device = sim::Device::get();
+  PooledStack second(device_, 5, owned);
+  std::int64_t failed = 0;
+  for (bool met = true; met; failed += met ? 1 : 0) {
+    std::optional<PooledStack> first(std::in_place, device_, 3, owned);
+    std::vector<at::Tensor> held{first->forward(rows(failed, device_).requires_grad_(true))};
+    held[0].sum().backward();
+    for (const at::Tensor& parameter : first->model->parameters()) {
+      held.push_back(parameter.grad());
+    }
+    held[0] = held[0].detach();
+    std::vector<at::Tensor> then;
+    for (const at::Tensor& tensor : held) {
+      then.push_back(tensor.cpu());
+    }
+    const auto expect_held = [&] {
+      for (std::size_t i = 0; i < held.size(); ++i) {
+        EXPECT_TRUE(at::equal(held[i].cpu(), then[i])) << i << ", allocation " << failed;
+      }
+    };
+    const at::Tensor x = rows(failed + 1, device_).requires_grad_(true);
+    device.fail_allocation(failed);
+    first.reset();
+    met = device.allocation_failed();
+    if (met) {
+      device.fail_allocation(0);
+      EXPECT_THROWS(c10::OutOfMemoryError, "out of memory", (void)second.forward(x));
+    }
+    device.fail_allocation(-1);
+    expect_held();
+    (void)second.expect_plain(failed);
+    expect_held();
+  }
+  EXPECT_GT(failed, 1) << "an output and gradients";
 }
 
 /// Keeps what it made, as attention weights to look at.
