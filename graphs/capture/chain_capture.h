@@ -51,7 +51,7 @@ class ChainCapture {
   /// What `layer` reads, and its module does not have, is compared before each replay.
   static void watch(Layer& layer, const at::Tensor& tensor);
   /// Of an accumulated one: the `.grad` that the backward graph adds into.
-  [[nodiscard]] at::Tensor prepare_grad(const Layer& layer, const at::Tensor& parameter);
+  [[nodiscard]] OwnedGradient prepare_grad(const Layer& layer, const at::Tensor& parameter);
   /// Each once, also where layers share it, and those that no gradient reaches.
   [[nodiscard]] std::vector<at::Tensor> all_parameters() const;
 

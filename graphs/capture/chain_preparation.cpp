@@ -162,7 +162,9 @@ void ChainCapture::prepare_layers() {
       held.tensor = parameter;
       held.policy = policies.of(layer.spec, parameter);
       if (held.policy == GradientPolicy::accumulated) {
-        held.grad = prepare_grad(layer, parameter);
+        const OwnedGradient owned = prepare_grad(layer, parameter);
+        held.grad = owned.memory;
+        held.attached = owned.attached;
         layer.accumulates = true;
       }
       watch(layer, parameter);
@@ -188,7 +190,7 @@ void ChainCapture::watch(Layer& layer, const at::Tensor& tensor) {
   }
 }
 
-at::Tensor ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& parameter) {
+OwnedGradient ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& parameter) {
   if (has_gradient_hooks(parameter)) {
     throw UsageError("graphed call \"" + layer.spec.name +
                      "\": a parameter has gradient hooks, which a backward graph that " +

@@ -34,7 +34,7 @@ class StepBody::AttachedForUpdate {
                     const std::vector<bool>& met, bool accumulate) {
     for (const auto i : c10::irange(targets.size())) {
       if (met[i] || !accumulate) {
-        attach(targets[i].parameter, met[i] ? targets[i].gradient : at::Tensor());
+        attach(targets[i].parameter, met[i] ? to_attach(targets[i].gradient) : at::Tensor());
       }
     }
     for (const at::Tensor& other : others) {
@@ -48,9 +48,9 @@ class StepBody::AttachedForUpdate {
   AttachedForUpdate& operator=(const AttachedForUpdate&) = delete;
   /// Whether the update left them where they were.
   [[nodiscard]] bool unchanged() const {
-    return std::all_of(given_.begin(), given_.end(), [](const auto& given) {
-      const at::Tensor& now = given.first.grad();
-      return given.second.defined() ? now.is_same(given.second) : !now.defined();
+    return std::all_of(given_.begin(), given_.end(), [](const Given& given) {
+      const at::Tensor& now = given.parameter.grad();
+      return given.grad.defined() ? now.is_same(given.grad) && now.const_data_ptr() == given.address : !now.defined();
     });
   }
   ~AttachedForUpdate() {
@@ -60,13 +60,18 @@ class StepBody::AttachedForUpdate {
   }
 
  private:
+  struct Given {
+    at::Tensor parameter;
+    at::Tensor grad;
+    const void* address;
+  };
   void attach(const at::Tensor& parameter, const at::Tensor& grad) {
     before_.emplace_back(parameter, parameter.grad());
-    given_.emplace_back(parameter, grad);
+    given_.push_back({parameter, grad, grad.defined() ? grad.const_data_ptr() : nullptr});
     parameter.mutable_grad() = grad;
   }
   std::vector<std::pair<at::Tensor, at::Tensor>> before_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> given_;
+  std::vector<Given> given_;
 };
 
 StepBody::StepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts)

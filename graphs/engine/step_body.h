@@ -13,6 +13,7 @@
 #include "graphs/capture/step_offload.h"
 #include "graphs/engine/engine_resources.h"
 #include "graphs/engine/step_watch.h"
+#include "graphs/replay/owned_gradients.h"
 #include "sidestream/graphed_callable.h"
 
 namespace sidestream {
@@ -27,7 +28,7 @@ class StepBody {
   /// A leaf that a loss leads to.
   struct Target {
     at::Tensor parameter;
-    at::Tensor gradient;  ///< of the engine: what any graph adds of this parameter's gradients goes there
+    OwnedGradient gradient;  ///< of the engine: what any graph adds of this parameter's gradients goes there
   };
   struct Given {
     std::string name;

@@ -42,21 +42,24 @@ std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
   return leaves;
 }
 
-bool may_be_taken_over(const at::Tensor& grad, const at::Tensor& own) {
-  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
-         grad.sizes() == own.sizes() && grad.scalar_type() == own.scalar_type() && grad.device() == own.device() &&
-         !grad.requires_grad();
+bool may_be_taken_over(const at::Tensor& grad, const OwnedGradient& gradient) {
+  const at::Tensor& own = gradient.memory;
+  return (grad.use_count() == 1 || grad.is_same(gradient.attached)) && grad.has_storage() &&
+         grad.storage().use_count() == 1 && grad.sizes() == own.sizes() && grad.scalar_type() == own.scalar_type() &&
+         grad.device() == own.device() && !grad.requires_grad();
 }
 
-bool is_own(const at::Tensor& grad, const at::Tensor& own) { return grad.const_data_ptr() == own.const_data_ptr(); }
+bool is_own(const at::Tensor& grad, const OwnedGradient& gradient) {
+  return grad.const_data_ptr() == gradient.memory.const_data_ptr();
+}
 
 /// What is added to a gradient is added to what `.grad` holds.
 void begin_with_grad(const StepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
   if (!grad.defined()) {
-    target.gradient.zero_();
+    target.gradient.memory.zero_();
   } else if (!is_own(grad, target.gradient)) {
-    target.gradient.copy_(grad);
+    target.gradient.memory.copy_(grad);
   }
 }
 
@@ -108,9 +111,9 @@ void StepBody::add_gradients(const at::Tensor& loss) {
       met_.resize(target + 1, false);
     }
     if (met_[target] || given_->accumulate) {
-      targets_[target].gradient.add_(grads[i]);
+      targets_[target].gradient.memory.add_(grads[i]);
     } else {
-      targets_[target].gradient.copy_(grads[i]);
+      targets_[target].gradient.memory.copy_(grads[i]);
     }
     met_[target] = true;
     grads[i] = at::Tensor();
@@ -203,7 +206,7 @@ void StepBody::attach_gradients() {
   const std::vector<bool>& met = std::exchange(ran_eagerly_, false) ? met_ : met_in_graph_;
   for (std::size_t i = 0; i < met.size(); ++i) {
     if (met[i]) {
-      targets_[i].parameter.mutable_grad() = targets_[i].gradient;
+      targets_[i].parameter.mutable_grad() = to_attach(targets_[i].gradient);
     }
   }
   if (given_->update) {  // what an eager forward has saved of them is another value now

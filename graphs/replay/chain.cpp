@@ -303,7 +303,7 @@ void Chain::reset() {
     }
     layer.output_storages.clear();
     for (LayerParameter& parameter : layer.parameters) {
-      parameter.grad = at::Tensor();
+      parameter.grad = parameter.attached = at::Tensor();
       parameter.memory.reset();
     }
   }
@@ -324,7 +324,7 @@ void Chain::release(std::size_t index) {
     input.tensor = input.grad = at::Tensor();
   }
   for (LayerParameter& parameter : layer.parameters) {
-    parameter.grad = at::Tensor();
+    parameter.grad = parameter.attached = at::Tensor();
     if (parameter.memory && !parameter.memory->held()) {  // else it is copied out where a graph would overwrite it
       parameter.memory.reset();
     }

@@ -107,7 +107,8 @@ struct StaticOutput {
 struct LayerParameter {
   at::Tensor tensor;
   GradientPolicy policy = GradientPolicy::cloned;
-  at::Tensor grad;                           ///< static gradient; of an accumulated one the `.grad` that the graph owns
+  at::Tensor grad;                           ///< static gradient; of an accumulated one OwnedGradient::memory
+  at::Tensor attached = {};                  ///< of an accumulated one, see OwnedGradient
   std::optional<OutputStorage> memory = {};  ///< of an owned one: what is given out
   StorageView view = {};                     ///< of it
   OutputSet outputs = all_outputs;           ///< those that lead to it in autograd's graph

@@ -22,27 +22,42 @@ bool has_tensor_hooks(const torch::autograd::AutogradMeta& meta) {
   return !meta.hooks_.empty() && !only_places;
 }
 
-bool is_owned(const LayerParameter& parameter, const at::Tensor& grad) {
-  return grad.const_data_ptr() == parameter.grad.const_data_ptr();
+bool lies_in(const at::Tensor& tensor, const at::Tensor& memory) {
+  return tensor.const_data_ptr() == memory.const_data_ptr();
 }
 
-/// Its values may go to another tensor: nobody could tell.
+bool is_owned(const LayerParameter& parameter, const at::Tensor& grad) { return lies_in(grad, parameter.grad); }
+
+/// Its values may go to another tensor: nobody could tell. The one that graphs attach is theirs too, wherever it lies by now.
 bool held_by_parameter_alone(const LayerParameter& parameter, const at::Tensor& grad) {
   // What another graph has given out is held by that graph too, which copies it out before it writes it.
   const auto holders = [&] { return ReplayedMemory::of(grad.storage().data_ptr()) != nullptr ? 2U : 1U; };
-  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() <= holders() &&
-         grad.sizes() == parameter.grad.sizes() && grad.scalar_type() == parameter.grad.scalar_type() &&
-         grad.device() == parameter.grad.device() && !grad.requires_grad();
+  return (grad.use_count() == 1 || grad.is_same(parameter.attached)) && grad.has_storage() &&
+         grad.storage().use_count() <= holders() && grad.sizes() == parameter.grad.sizes() &&
+         grad.scalar_type() == parameter.grad.scalar_type() && grad.device() == parameter.grad.device() &&
+         !grad.requires_grad();
 }
 
 }  // namespace
 
-at::Tensor OwnedGradients::of(const at::Tensor& parameter) {
-  std::erase_if(entries_, [](const auto& entry) { return entry.second.gradient.expired(); });
+const at::Tensor& in_graphs_memory(const at::Tensor& attached, const at::Tensor& memory) {
+  if (!lies_in(attached, memory)) {
+    attached.set_data(memory);
+  }
+  return attached;
+}
+
+OwnedGradient OwnedGradients::of(const at::Tensor& parameter) {
+  std::erase_if(entries_, [](const auto& entry) { return entry.second.memory.expired(); });
   if (const auto known = entries_.find(parameter.unsafeGetTensorImpl()); known != entries_.end()) {
-    at::Tensor gradient(known->second.gradient.lock());
-    if (gradient.sizes() == parameter.sizes() && gradient.scalar_type() == parameter.scalar_type() &&
-        gradient.device() == parameter.device()) {
+    const OwnedGradient gradient{at::Tensor(known->second.attached.lock()), at::Tensor(known->second.memory.lock())};
+    if (gradient.memory.sizes() == parameter.sizes() && gradient.memory.scalar_type() == parameter.scalar_type() &&
+        gradient.memory.device() == parameter.device()) {
+      if (!lies_in(gradient.attached, gradient.memory)) {
+        throw UsageError(
+            "a capture that adds into the .grad of a parameter, where graphs that live add into it and it was given "
+            "other memory since (set_data); set it to none, and run a backward of those graphs before the capture");
+      }
       return gradient;
     }
     entries_.erase(known);
@@ -51,15 +66,17 @@ at::Tensor OwnedGradients::of(const at::Tensor& parameter) {
   // What another graph gives out is that graph's to write; values are taken over when a backward begins.
   const bool taken =
       given.defined() && given.has_storage() && ReplayedMemory::of(given.storage().data_ptr()) == nullptr;
-  at::Tensor gradient = taken ? given : at::zeros_like(parameter.detach());
+  OwnedGradient gradient{taken ? given : at::zeros_like(parameter.detach()), {}};
+  gradient.memory = gradient.attached.detach();
   entries_.emplace(parameter.unsafeGetTensorImpl(),
-                   Entry{WeakTensor(parameter.getIntrusivePtr()), WeakTensor(gradient.getIntrusivePtr()), nullptr});
+                   Entry{WeakTensor(parameter.getIntrusivePtr()), WeakTensor(gradient.attached.getIntrusivePtr()),
+                         WeakTensor(gradient.memory.getIntrusivePtr()), nullptr});
   return gradient;
 }
 
 void OwnedGradients::hold_accumulators() {
   for (auto& [key, entry] : entries_) {
-    if (auto parameter = entry.parameter.lock(); parameter && !entry.gradient.expired()) {
+    if (auto parameter = entry.parameter.lock(); parameter && !entry.memory.expired()) {
       entry.accumulator = torch::autograd::impl::grad_accumulator(at::Tensor(std::move(parameter)));
     }
   }
@@ -97,7 +114,8 @@ void check_owned_grads(const Layer& layer) {
     const at::Tensor& grad = parameter.tensor.grad();
     if (grad.defined() && !is_owned(parameter, grad) && !held_by_parameter_alone(parameter, grad)) {
       throw UsageError(
-          "graphed call \"" + layer.spec.name + "\": the .grad of a parameter was replaced by another tensor, " +
+          "graphed call \"" + layer.spec.name +
+          "\": the .grad of a parameter was replaced by another tensor, or given another's memory, " +
           "but its backward graph adds into the .grad it owns; set it to none or zero it in place, or capture " +
           "without GraphOptions::accumulate_in_graph");
     }
@@ -119,7 +137,7 @@ void attach_owned_grads(Layer& layer, OutputSet used) {
     } else {
       parameter.grad.zero_();
     }
-    parameter.tensor.mutable_grad() = parameter.grad;
+    parameter.tensor.mutable_grad() = in_graphs_memory(parameter.attached, parameter.grad);
   }
 }
 

@@ -12,13 +12,26 @@ namespace sidestream {
 
 // With GradientPolicy::accumulated: the `.grad`s that a layer's backward graph adds into by itself.
 
+/// What graphs add into.
+struct OwnedGradient {
+  at::Tensor attached;  ///< what a parameter has as its `.grad`; may be given other memory (`set_data`)
+  at::Tensor memory;    ///< over the graphs' memory: nobody else has this tensor
+};
+
+/// `attached`, put back into the graphs' `memory` where it was given other.
+const at::Tensor& in_graphs_memory(const at::Tensor& attached, const at::Tensor& memory);
+inline const at::Tensor& to_attach(const OwnedGradient& gradient) {
+  return in_graphs_memory(gradient.attached, gradient.memory);
+}
+
 /// Which they are, for one engine: captures that add into the gradient of the same parameter (microbatches in flight, other
 /// shapes) share it. Holds weak references only. Threads: the step's.
 class OwnedGradients {
  public:
   /// What graphs add into: what another capture of `parameter` does, else its `.grad`, else new zeros. Attaches nothing: a
   /// parameter has no `.grad` before a backward gives it one.
-  [[nodiscard]] at::Tensor of(const at::Tensor& parameter);
+  /// Throws: UsageError where captures add into one that was given other memory since.
+  [[nodiscard]] OwnedGradient of(const at::Tensor& parameter);
 
   /// Autograd forgets which leaf a backward asks for by name when nobody has that leaf's accumulator, and none of these has an
   /// edge to it: so they are held (see refuse_owned_gradients), but in captures, which belong to other streams.
@@ -29,7 +42,8 @@ class OwnedGradients {
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Entry {
     WeakTensor parameter;  ///< keeps the address from being used again
-    WeakTensor gradient;
+    WeakTensor attached;
+    WeakTensor memory;
     std::shared_ptr<torch::autograd::Node> accumulator;
   };
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;

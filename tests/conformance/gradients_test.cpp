@@ -283,6 +283,32 @@ TEST_F(GradientPolicyTest, AnAccumulatingGraphTakesNoMemoryThatAnotherGivesOut) 
   }
 }
 
+TEST_F(GradientPolicyTest, AnAccumulatedOneThatIsGivenOtherMemoryIsTakenBack) {
+  capture(all_by(GradientPolicy::accumulated));
+  expect_same_backward(0);
+  const auto exchange = [](const torch::nn::Sequential& model) {
+    for (const at::Tensor& parameter : model->parameters()) {
+      parameter.grad().set_data(parameter.grad() * 2);
+    }
+  };
+  for (std::int64_t s = 1; s < 4; ++s) {  // what comes in adds up with what was put there
+    exchange(model_);
+    exchange(plain_);
+    expect_same_backward(s);
+  }
+  exchange(model_);
+  exchange(plain_);
+  EXPECT_THROWS(UsageError, "set it to none, and run a backward of those graphs",
+                (void)graph_stack(*engine_, model_, device_, all_by(GradientPolicy::accumulated)));
+  model_->zero_grad();
+  plain_->zero_grad();
+  expect_same_backward(4);
+  const at::Tensor other = at::zeros_like(model_->parameters()[0]);
+  model_->parameters()[0].grad().set_data(other);
+  EXPECT_THROWS(UsageError, "given another's memory", loss(5).backward());
+  EXPECT_EQ(other.abs().sum().item<float>(), 0);
+}
+
 TEST_F(GradientPolicyTest, HooksSeeWhatIsGivenOutAndMayKeepIt) {
   capture(all_by(GradientPolicy::owned));
   std::vector<at::Tensor> seen;

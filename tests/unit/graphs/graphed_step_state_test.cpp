@@ -238,6 +238,22 @@ TEST_F(WholeStepStateTest, AnEagerRunLeavesNoGradientsOfTheGraphs) {
   }
 }
 
+TEST_F(WholeStepStateTest, GradientsThatAreGivenOtherMemoryAreTakenBack) {
+  for (const bool accumulate : {false, true}) {
+    WholeStepTrainer mine(device_, {.accumulate = accumulate});
+    WholeStepTrainer plain(device_, {.accumulate = accumulate});
+    mine.graph(Options(device_));
+    for (std::int64_t s = 0; s < 4; ++s) {
+      EXPECT_TRUE(same(mine.run(s), plain.run(s))) << accumulate << ", step " << s;
+      for (const WholeStepTrainer* trainer : {&mine, &plain}) {
+        for (const at::Tensor& parameter : trainer->model->parameters()) {
+          parameter.grad().set_data(parameter.grad() * 2);
+        }
+      }
+    }
+  }
+}
+
 TEST_F(WholeStepStateTest, ResetGivesItsMemoryBack) {
   WholeStepTrainer mine(device_, {.layers = 4});
   mine.graph(Options(device_).offload("**").min_bytes(1024));
