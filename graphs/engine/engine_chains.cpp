@@ -62,14 +62,18 @@ bool is_outdated(const Chain& chain) {
 
 }  // namespace
 
-std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
-                                             std::shared_ptr<GraphMemory> memory) {
+void EngineChains::check_capture(const GraphOptions& options) const {
   if (context_.phase() == CallContext::Phase::capturing) {
     throw UsageError(
         "make_graphed_callables inside a capture of the same engine (from a hook, from Options::progress, or from "
         "the body of a call); call it before or after");
   }
   check_graph_options(options, resources_.runtime->current_stream());
+}
+
+std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
+                                             std::shared_ptr<GraphMemory> memory) {
+  check_capture(options);
   const SyncFinder::Pause captures;
   SyncFinder::unsettle();
   const CaptureModesGuard modes(resources_.runtime->device().type());
@@ -89,6 +93,8 @@ void EngineChains::add(const std::shared_ptr<ChainHolder>& holder) {
 }
 
 void EngineChains::recapture(ChainHolder& holder) {
+  check_capture(holder.chain->options());
+  holder.chain->check_turn();
   const CaptureModesGuard modes(resources_.runtime->device().type());
   const std::vector<Layer>& layers = holder.chain->layers();
   std::vector<LayerSpec> specs;

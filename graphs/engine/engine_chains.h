@@ -42,6 +42,7 @@ class EngineChains {
   /// Counts `holder`'s chain in the report and keeps its static outputs on the device, for as long as someone has it.
   void add(const std::shared_ptr<ChainHolder>& holder);
   /// Captures the layers of `holder`'s chain again, where their parameters lie now.
+  /// Throws: UsageError where that may not be now, and the chain is as it was; as `capture`, and the chain's graphs are gone.
   void recapture(ChainHolder& holder);
 
   /// Captures what `ss::call` recorded, one chain for each microbatch slot, and gives the calls their variants. Where a slot's
@@ -76,6 +77,8 @@ class EngineChains {
   }
 
  private:
+  /// Throws: UsageError where nothing may be captured now.
+  void check_capture(const GraphOptions& options) const;
   /// What the captures of a slot are to share with others; null for memory of their own.
   [[nodiscard]] std::shared_ptr<GraphMemory> memory_of(std::size_t slot, bool evaluation);
   void capture_slot(RecordedCalls& recorded, std::size_t slot, bool evaluation);

@@ -108,6 +108,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] bool any_pending() const;
   /// True while a chain that shares its memory awaits a backward: no graph of this one may be launched.
   [[nodiscard]] bool has_to_wait() const;
+  /// Before a capture in its memory. Throws: UsageError where another awaits a backward.
+  void check_turn() const;
   /// Throws: UsageError that names the call whose backward is pending; `what`: the call that would be replayed.
   [[noreturn]] void refuse_turn(const std::string& what) const;
   [[nodiscard]] const std::shared_ptr<GraphMemory>& memory() const noexcept { return memory_; }

@@ -22,6 +22,13 @@ void Chain::refuse_turn(const std::string& what) const {
                    "backward first, or capture in a pool of its own");
 }
 
+void Chain::check_turn() const {
+  const std::lock_guard lock(mutex_);
+  if (has_to_wait()) {
+    refuse_turn("a capture in a pool that others use");
+  }
+}
+
 void Chain::take_turn(std::size_t index) {
   Chain* const former = memory_->turn();
   if (former == this) {
@@ -72,9 +79,7 @@ void Chain::leave_memory() noexcept {
 void Chain::begin_capture() {
   const std::lock_guard lock(mutex_);
   Chain* const former = memory_->turn();
-  if (has_to_wait()) {
-    refuse_turn("a capture in a pool that others use");
-  }
+  check_turn();
   if (former != nullptr) {
     former->give_up_turn();
     memory_->set_turn(nullptr);

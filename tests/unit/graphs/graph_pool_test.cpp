@@ -142,6 +142,24 @@ TEST_F(GraphPoolTest, ACaptureWaitsForPendingBackwardsOfThePool) {
   (void)first.expect_plain(1);
 }
 
+// Weights that lie elsewhere for a while, as in an evaluation of averaged ones.
+TEST_F(GraphPoolTest, ACaptureAgainThatHasToWaitLeavesTheFormerOne) {
+  PooledStack first(device_, 2, pooled());
+  PooledStack second(device_, 2, pooled());
+  (void)first.expect_plain(0);
+  const at::Tensor x = rows(1, device_).requires_grad_(true);
+  const at::Tensor y = second.forward(x);
+  const at::Tensor weight = first.model->parameters()[0];
+  const at::Tensor weights = weight.detach();
+  weight.set_data(weights.clone());
+  EXPECT_THROWS(UsageError, "a capture in a pool that others use",
+                (void)first.forward(rows(2, device_).requires_grad_(true)));
+  weight.set_data(weights);
+  (y * rows(1, device_, 1)).sum().backward();
+  (void)first.expect_plain(3);
+  EXPECT_EQ(first.engine->report().recaptures, 0);
+}
+
 TEST_F(GraphPoolTest, OutputsHeldOverACaptureInThePoolKeepTheirValues) {
   PooledStack first(device_, 2, pooled());
   const at::Tensor held = first.expect_plain(0);
@@ -219,9 +237,9 @@ TEST_F(GraphPoolTest, WhatIsHeldOfThoseThatAreResetOutlivesTheTurnsOfOthers) {
 TEST_F(GraphPoolTest, WhatIsHeldOfOneThatGoesOnAFullDeviceOutlivesTheTurnsOfOthers) {
   const GraphOptions owned = pooled().gradients("**", GradientPolicy::owned);
   sim::Device& device = sim::Device::get();
-  PooledStack second(device_, 5, owned);
   std::int64_t failed = 0;
   for (bool met = true; met; failed += met ? 1 : 0) {
+    PooledStack second(device_, 5, owned);
     std::optional<PooledStack> first(std::in_place, device_, 3, owned);
     std::vector<at::Tensor> held{first->forward(rows(failed, device_).requires_grad_(true))};
     held[0].sum().backward();
