@@ -170,6 +170,7 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
                                  detail::TensorBuffer& outputs) {
   std::size_t busy = 0;
   const CallVariant* other = nullptr;
+  const CallVariant* waiting = nullptr;
   for (CallVariant& variant : site.variants) {
     Chain& chain = *variant.holder->chain;
     const std::size_t place = variant.place();
@@ -189,8 +190,8 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       continue;
     }
     if (chain.has_to_wait()) {
-      run_beside_pending(site, request, outputs, variant);
-      return;
+      waiting = &variant;
+      continue;
     }
     if (chain.ready(place)) {
       variant.used_at = ++site.clock;
@@ -199,6 +200,10 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       return;
     }
     ++busy;
+  }
+  if (waiting != nullptr) {
+    run_beside_pending(site, request, outputs, *waiting);
+    return;
   }
   on_mismatch(site, request, modes, outputs, busy, other);
 }

@@ -49,12 +49,12 @@ class Dispatcher {
     callable,  ///< replays the one capture there is
   };
   [[nodiscard]] Route route(const CallSite& site) const;
-  /// Of a call that wants no gradients, or has a module in eval mode.
+  /// Of a call that wants no gradients, whatever mode its module is in.
   [[nodiscard]] Route route_of_evaluation(const CallSite& site) const;
   /// Of the calling thread, for the engine's device.
   [[nodiscard]] CallModes modes() const;
 
-  /// `variant` fits, but a chain that shares its memory awaits a backward.
+  /// `variant` fits and no other one that does is free, but a chain that shares its memory awaits a backward.
   void run_beside_pending(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
                           const CallVariant& variant);
   /// True where `site` may have one capture more, of calls in `modes`: fewer than CallOptions::max_captures are there and will be, or

@@ -25,13 +25,13 @@ struct CallOptions {
   /// New values of arguments that are not tensors, new shapes, dtypes or requires_grad, another state of autocast.
   TORCH_ARG(OnNewArguments, on_new_arguments) = OnNewArguments::capture;
   /// Captures of one call (microbatches in flight times argument variants), those of forwards alone counted apart; at least 1. What
-  /// fits none of them and would be one more runs eagerly, and a warning says so once.
+  /// fits none of them and would be one more is done as `on_max_captures` says.
   TORCH_ARG(int64_t, max_captures) = 8;
   /// What becomes of a call that would need one more.
   TORCH_ARG(OnMaxCaptures, on_max_captures) = OnMaxCaptures::eager;
   /// Captures of other shapes, values and modes (not of other microbatches in flight) share device memory, see GraphPool: they
   /// reserve what the largest needs. While a backward of one is pending, a call that fits another runs eagerly, or as `on_pending`
-  /// says. A new shape that `on_new_arguments` runs eagerly is warned of once.
+  /// says, unless a further capture of it (for microbatches in flight) is free. A new shape that `on_new_arguments` runs eagerly is warned of once.
   TORCH_ARG(bool, share_memory) = false;
   /// A call under no_grad.
   TORCH_ARG(OnEvaluation, on_evaluation) = OnEvaluation::eager;

@@ -115,6 +115,26 @@ TEST_F(SharedShapesTest, ACallBesideAPendingOneRunsEagerly) {
   EXPECT_EQ(engine.report().eager_calls - before, 3);
 }
 
+// A capture for microbatches in flight, of another memory.
+TEST_F(SharedShapesTest, ACallBesideAPendingOneReplaysWhereACaptureOfItIsFree) {
+  OffloadEngine engine(model_, options(sharing()));
+  const auto step = [&](std::int64_t s, std::int64_t first, std::int64_t second) {
+    const at::Tensor a = data(s, first);
+    const at::Tensor b = data(s, second, 3);
+    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { interleave(plain_, a, b); });
+    EXPECT_TRUE(
+        testing_model::same(testing_model::train_step(model_, &engine, [&] { interleave(model_, a, b); }), plain))
+        << "step " << s;
+  };
+  step(0, 32, 32);  // two captures of this length
+  step(1, 32, 32);
+  expect_plain(engine, 2, {16});  // and one of this, in the memory of the first of them
+  expect_plain(engine, 3, {16});
+  const std::int64_t eager = engine.report().eager_calls;
+  step(4, 16, 32);
+  EXPECT_EQ(engine.report().eager_calls, eager);
+}
+
 TEST_F(SharedShapesTest, ACallBesideAPendingOneIsRefusedByOption) {
   OffloadEngine engine(model_, options(sharing().on_pending(OnPending::error)));
   expect_plain(engine, 0, {32});
