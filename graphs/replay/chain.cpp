@@ -174,13 +174,16 @@ std::string Chain::stream_in_words(std::size_t index, bool backward) const {
 }
 
 void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event) {
-  if (runtime_->draws(graph)) {
-    draw_order_.launch(*runtime_, side, [&] { runtime_->launch(graph, side); });
-  } else {
+  const auto launch_it = [&] {
     runtime_->launch(graph, side);
+    ++counts_.replays;  // whatever fails from here on, the graph runs
+  };
+  if (runtime_->draws(graph)) {
+    draw_order_.launch(*runtime_, side, launch_it);
+  } else {
+    launch_it();
   }
   eager_->graph_launched();
-  ++counts_.replays;
   if (event != nullptr) {
     runtime_->record(GraphEventState::event_of(*event), side);
   }

@@ -142,6 +142,9 @@ void Chain::launch_backward(std::size_t index) {
   const std::uint64_t replays = counts_.replays;
   try {
     launch(layer.backward, side, layer.backward_done, layer.target.event().get());
+    layer.backward_launched = true;
+    copies_.backward_launched(index);
+    use_.launched(copies_.place_of_backward(index));
   } catch (...) {
     if (counts_.replays != replays) {  // the launch itself went well
       layer.backward_launched = layer.backward_failed = true;
@@ -151,9 +154,6 @@ void Chain::launch_backward(std::size_t index) {
     settle(side);
     throw;
   }
-  layer.backward_launched = true;
-  copies_.backward_launched(index);
-  use_.launched(copies_.place_of_backward(index));
 }
 
 void Chain::settle_pending(std::size_t index) noexcept {
