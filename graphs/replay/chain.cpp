@@ -231,6 +231,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
                      "\", whose backward is pending; calls " +
                      "captured together replay in the order of their capture, or are captured apart");
   }
+  check_views_of_inputs(layer, inputs);
   const Site site(Activity::launch_forward, layer.site);
   take_turn(index);
   follow_latest_call();

@@ -11,17 +11,24 @@ namespace {
 at::Tensor view_of_input(const Layer& layer, std::size_t index, const at::Tensor& input) {
   const StaticOutput& output = layer.outputs[index];
   const at::Tensor& captured = layer.inputs[output.of].tensor;
-  if (input.strides() != captured.strides()) {
-    throw UsageError(
-        "graphed call \"" + layer.spec.name + "\": output " + std::to_string(index) + " is a view of input " +
-        std::to_string(output.of) +
-        ", which has other strides than it was captured with; pass it contiguous, or clone it in the call");
-  }
   return input.as_strided(output.tensor.sizes(), output.tensor.strides(),
                           output.tensor.storage_offset() - captured.storage_offset() + input.storage_offset());
 }
 
 }  // namespace
+
+void check_views_of_inputs(const Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
+  for (const auto i : c10::irange(layer.outputs.size())) {
+    const StaticOutput& output = layer.outputs[i];
+    if (output.kind == StaticOutput::Kind::view_of_input &&
+        inputs[output.of].strides() != layer.inputs[output.of].tensor.strides()) {
+      throw UsageError(
+          "graphed call \"" + layer.spec.name + "\": output " + std::to_string(i) + " is a view of input " +
+          std::to_string(output.of) +
+          ", which has other strides than it was captured with; pass it contiguous, or clone it in the call");
+    }
+  }
+}
 
 void give_outputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs, c10::Stream current, detail::TensorBuffer& outputs) {
   for (const auto i : c10::irange(layer.outputs.size())) {

@@ -332,6 +332,20 @@ TEST_F(GraphedCallableError, WeightsThatMoveAreAnErrorByOption) {
   expect_usable();
 }
 
+TEST_F(GraphedCallableError, StridesThatAViewOfAnInputCannotHaveAreRefusedBeforeAnythingIsQueued) {
+  const auto square = [&](std::int64_t s) { return rows(s, device_).narrow(1, 0, 16).clone(); };
+  const at::Tensor weight = square(900);
+  const auto body = [weight](const Tensors& in) { return Tensors{in[0].view({-1}), in[0] * weight}; };
+  const auto graphed = make_graphed_callables(*engine_, {Callable("views", owning(body))}, {{square(0)}});
+  const Tensors made = graphed[0]({square(1)});
+  const at::Tensor then = made[1].cpu();
+  const void* const memory = made[1].const_data_ptr();
+  EXPECT_THROWS(UsageError, "output 0 is a view of input 0", (void)graphed[0]({square(2).t()}));
+  EXPECT_EQ(made[1].const_data_ptr(), memory) << "a replay would have copied it out";
+  EXPECT_TRUE(at::equal(made[1].cpu(), then));
+  EXPECT_TRUE(at::equal(graphed[0]({square(2)})[0].cpu(), square(2).view({-1}).cpu()));
+}
+
 TEST_F(GraphedCallableError, NoStepInsideAStepAndNoResetInside) {
   const auto step = engine_->step();
   EXPECT_THROWS(UsageError, "active already", (void)engine_->step());
