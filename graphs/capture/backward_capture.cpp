@@ -111,6 +111,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   }
   const PassHooks hooks(layer.spec.hooks.get(), reads_.met());
   hooks.before_backward();
+  check_hooked_weights(index);
   use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, *chain_.pool_, layer.spec.generators);
   allocate_targets(index);

@@ -15,22 +15,26 @@ bool lies_in(const at::Tensor& tensor, const c10::Storage& storage) {
          tensor.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
 }
 
-/// Among what the layer holds and watches anyway.
-bool is_known(const Layer& layer, const c10::Storage& storage) {
+/// A weight's, which the layer watches.
+bool is_registered(const Layer& layer, const c10::Storage& storage) {
   const auto any_in = [&](const std::vector<at::Tensor>& tensors) {
     return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return lies_in(t, storage); });
   };
+  return std::any_of(layer.parameters.begin(), layer.parameters.end(),
+                     [&](const LayerParameter& parameter) { return lies_in(parameter.tensor, storage); }) ||
+         (layer.spec.module != nullptr &&
+          (any_in(layer.spec.module->parameters()) || any_in(layer.spec.module->buffers())));
+}
+
+/// Among what the layer holds anyway.
+bool is_held(const Layer& layer, const c10::Storage& storage) {
   return std::any_of(layer.inputs.begin(), layer.inputs.end(),
                      [&](const StaticInput& input) { return lies_in(input.tensor, storage); }) ||
          std::any_of(layer.parameters.begin(), layer.parameters.end(),
-                     [&](const LayerParameter& parameter) {
-                       return lies_in(parameter.tensor, storage) || lies_in(parameter.grad, storage);
-                     }) ||
-         std::any_of(
-             layer.externals.begin(), layer.externals.end(),
-             [&](const c10::Storage& held) { return held.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl(); }) ||
-         (layer.spec.module != nullptr &&
-          (any_in(layer.spec.module->parameters()) || any_in(layer.spec.module->buffers())));
+                     [&](const LayerParameter& parameter) { return lies_in(parameter.grad, storage); }) ||
+         std::any_of(layer.externals.begin(), layer.externals.end(), [&](const c10::Storage& held) {
+           return held.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+         });
 }
 
 bool is_output(const std::vector<Layer>& layers, const c10::Storage& storage) {
@@ -93,7 +97,8 @@ std::vector<at::Tensor> CaptureReads::give_to(Layer& layer) {
     if (external.written) {
       written_.push_back(external.storage);
     }
-    if (is_known(layer, external.storage)) {
+    const bool is_weight = is_registered(layer, external.storage);
+    if (is_held(layer, external.storage) || (is_weight && layer.spec.hooks == nullptr)) {
       continue;
     }
     // Memory that a library owns (`from_blob`) may have a new storage each time.
@@ -104,12 +109,16 @@ std::vector<at::Tensor> CaptureReads::give_to(Layer& layer) {
           " bytes that it neither made nor read when it ran before: another thread makes it while it runs, "
           "or it does not do the same each time. Compute it in the call, or before it and pass it");
     }
-    if (const at::Tensor tensor = exclusions_.registered(external.storage); tensor.defined()) {
+    if (const at::Tensor tensor = exclusions_.registered(external.storage); tensor.defined() && !is_weight) {
       registered.push_back(tensor);
     }
     layer.externals.push_back(std::move(external.storage));
   }
   return registered;
+}
+
+void CaptureReads::let_go_of_registered(Layer& layer) {
+  std::erase_if(layer.externals, [&](const c10::Storage& storage) { return is_registered(layer, storage); });
 }
 
 void CaptureReads::forward_ended(std::size_t index) {

@@ -44,6 +44,8 @@ class CaptureReads {
   [[nodiscard]] std::vector<at::Tensor> give_to(Layer& layer);
   /// What the passes before the captures touched.
   [[nodiscard]] WeakStorageSet& met() noexcept { return met_; }
+  /// Weights that hooks may put elsewhere were held as whatever else `layer` reads: those that lie where they were read are not.
+  static void let_go_of_registered(Layer& layer);
   /// What lives now and was made since the last call is of the forward of layer `index`.
   void forward_ended(std::size_t index);
   /// Of what the forwards made: what lives although `layers` do not hold it, and outputs that somebody else holds as well.

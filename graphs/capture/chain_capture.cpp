@@ -78,6 +78,7 @@ void ChainCapture::run() {
     }
     history_.refuse_to_run();
   }
+  settle_hooked_weights();
   chain_.outside_.graphs = grown();
   for (Live& live : live_) {
     live = {};

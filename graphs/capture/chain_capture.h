@@ -48,6 +48,12 @@ class ChainCapture {
   /// For layers that save `selected` bytes: as the options have it, else by the measured pace of layers and link.
   [[nodiscard]] CopyWindow window_for(const std::vector<std::uint64_t>& selected) const;
   void prepare_layers();
+  /// Where the weights of `layer` lie now is where its graphs read them.
+  static void take_facts(Layer& layer);
+  /// Its hooks have run for its backward. Throws: CaptureError where its weights lie elsewhere than for its forward.
+  void check_hooked_weights(std::size_t index) const;
+  /// All captures are done, and all hooks have run: what became of weights that hooks put elsewhere.
+  void settle_hooked_weights();
   /// What `layer` reads, and its module does not have, is compared before each replay.
   static void watch(Layer& layer, const at::Tensor& tensor);
   /// Of an accumulated one: the `.grad` that the backward graph adds into.

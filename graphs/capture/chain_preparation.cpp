@@ -138,8 +138,7 @@ void ChainCapture::prepare_layers() {
     layer.copies.returns_at = places_[i].returns_at;
     layer.backward_reads = sizings_[i].backward_reads;
     layer.casts = sizings_[i].casts;
-    layer.modules = layer.spec.state.modules.as_now(/*with_tensors=*/layer.spec.module != nullptr);
-    layer.modules.take_flags(layer.spec.state.modules);
+    take_facts(layer);
     for (LayerInput& input : layer.spec.inputs) {
       StaticInput held;
       held.same_as_earlier = input.aliases && input.aliases->same_as != layer.inputs.size();
@@ -174,6 +173,16 @@ void ChainCapture::prepare_layers() {
     }
   }
   chain_.copies_.prepare();
+}
+
+void ChainCapture::take_facts(Layer& layer) {
+  layer.modules = layer.spec.state.modules.as_now(/*with_tensors=*/layer.spec.module != nullptr);
+  layer.modules.take_flags(layer.spec.state.modules);
+  for (TensorFacts& watched : layer.watched) {
+    TensorFacts now(watched.tensor());
+    now.expect_requires_grad(watched.requires_grad());
+    watched = std::move(now);
+  }
 }
 
 void ChainCapture::watch(Layer& layer, const at::Tensor& tensor) {

@@ -35,6 +35,9 @@ void ChainCapture::capture_forward(std::size_t index) {
   SavedStorages saved(*live.recorder);
   const PassHooks hooks(layer.spec.hooks.get(), reads_.met());
   hooks.before_forward();
+  if (layer.spec.hooks != nullptr) {
+    take_facts(layer);
+  }
   resources_.offload->begin_forward(layer.copies.captured, shared_slots_ ? &*shared_slots_ : nullptr);
   use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, *chain_.pool_, layer.spec.generators);

@@ -267,6 +267,11 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
                           : "autocast is in another state") +
                      " than at its capture; call it as captured, or capture again there");
   }
+  if (change.stale() && layer->placed_by_hooks) {
+    throw UsageError(describe(site) + ": its graphs read weights where its capture-time hooks had put them, and now " +
+                     holder.chain->difference(place) +
+                     "; put them there before each replay, and leave them there until its backward has run");
+  }
   const bool lost = !layer->forward;  // by a capture that failed in its place
   if (change.layout) {
     throw UsageError(describe(site) + ": " + holder.chain->difference(place) +

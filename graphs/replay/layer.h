@@ -126,9 +126,10 @@ struct Layer {
   LayerSpec spec;
   SiteName site;  ///< of its scope, which may be gone: a backward may outlive its engine
   bool has_backward = false;
-  bool accumulates = false;     ///< its backward graph adds into the `.grad` of a parameter
-  bool owns_gradients = false;  ///< of a parameter it gives out the graph's own memory
-  bool casts = false;           ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
+  bool accumulates = false;      ///< its backward graph adds into the `.grad` of a parameter
+  bool owns_gradients = false;   ///< of a parameter it gives out the graph's own memory
+  bool placed_by_hooks = false;  ///< its weights lay elsewhere in its passes than behind the capture
+  bool casts = false;            ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
   std::vector<StaticInput> inputs;
   // Indices of inputs, so that no replay looks for them among the others. See find_inputs.
   std::vector<std::size_t> inputs_with_gradient;

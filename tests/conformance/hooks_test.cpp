@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "conformance/fixture.h"
@@ -11,6 +12,7 @@
 #include "graphs/engine/engine_access.h"
 #include "models/block_model.h"
 #include "models/layer_stack.h"
+#include "models/plain_twin.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
@@ -128,6 +130,85 @@ TEST_F(ConformanceHooks, ABodyReadsWhatItsHookMade) {
     graphed[0]({x})[0].sum().backward();
     EXPECT_TRUE(at::equal(x.grad().cpu(), (whole * 3).cpu()));
   }
+}
+
+class ScaledByWeight : public torch::nn::Module {
+ public:
+  explicit ScaledByWeight(c10::Device device) { weight = register_parameter("weight", rows(7, device)); }
+  at::Tensor forward(const at::Tensor& x) { return (x * weight).tanh(); }
+  at::Tensor weight;
+};
+
+/// A weight that lies in one place, and is gathered into another for each pass.
+class HooksThatGather : public ConformanceHooks {
+ protected:
+  void gather() {
+    const at::NoGradGuard no_grad;
+    if (!gathered_.defined()) {
+      gathered_ = at::empty_like(home_);
+    }
+    gathered_.copy_(home_);
+    module_->weight.set_data(gathered_);
+  }
+  void scatter() { module_->weight.set_data(home_); }
+  [[nodiscard]] GraphedCallable capture(const CaptureTimeHooks& hooks) {
+    Callable callable("scaled", torch::nn::AnyModule(module_));
+    callable.capture_time_hooks(hooks);
+    return make_graphed_callables(engine_, {callable}, {{input(0)}})[0];
+  }
+  [[nodiscard]] CaptureTimeHooks whole() {
+    return CaptureTimeHooks()
+        .before_forward([this] { gather(); })
+        .after_forward([this] { scatter(); })
+        .before_backward([this] { gather(); })
+        .after_backward([this] { scatter(); });
+  }
+  [[nodiscard]] testing_model::StepTensors step(std::int64_t s, const GraphedCallable* graphed) {
+    const at::Tensor x = input(s);
+    module_->zero_grad();
+    gather();
+    const at::Tensor y = graphed != nullptr ? (*graphed)({x})[0] : module_->forward(x);
+    y.sum().backward();
+    scatter();
+    return {{"output", y.detach().clone()}, {"input", x.grad()}, {"weight", module_->weight.grad().clone()}};
+  }
+
+  std::shared_ptr<ScaledByWeight> module_ = std::make_shared<ScaledByWeight>(device_);
+  at::Tensor home_ = module_->weight.detach();
+  at::Tensor gathered_;
+};
+
+TEST_F(HooksThatGather, AWeightIsReadWhereItWasGathered) {
+  const GraphedCallable graphed = capture(whole());
+  for (std::int64_t s = 1; s < 4; ++s) {
+    home_.add_(0.25);
+    const testing_model::StepTensors expected = step(s, nullptr);
+    EXPECT_THROWS(UsageError, "where its capture-time hooks had put them, and now \"weight\" lies in other memory",
+                  (void)graphed({input(s)}));
+    EXPECT_TRUE(testing_model::same(step(s, &graphed), expected)) << "step " << s;
+  }
+  EXPECT_EQ(engine_.report().recaptures, 0);
+}
+
+TEST_F(HooksThatGather, WhatWasGatheredIsHeld) {
+  const GraphedCallable graphed =
+      capture(CaptureTimeHooks().before_forward([this] { gather(); }).after_backward([this] {
+        scatter();
+        gathered_ = at::Tensor();
+      }));
+  EXPECT_GE(engine_.report().external_bytes, static_cast<std::int64_t>(home_.nbytes()));
+  EXPECT_THROWS(UsageError, "where its capture-time hooks had put them", (void)graphed({input(1)}));
+  gather();
+  EXPECT_THROWS(UsageError, "where its capture-time hooks had put them", (void)graphed({input(1)}));
+}
+
+TEST_F(HooksThatGather, OtherMemoryForTheBackwardIsRefused) {
+  EXPECT_THROWS(
+      CaptureError, "elsewhere for its backward than for its forward",
+      (void)capture(CaptureTimeHooks().before_forward([this] { gather(); }).after_forward([this] { scatter(); })));
+  const GraphedCallable graphed = capture(CaptureTimeHooks());
+  const at::Tensor x = input(1);
+  EXPECT_TRUE(at::equal(graphed({x})[0].cpu(), module_->forward(x).cpu()));
 }
 
 // What a pass writes is put back; what its hook writes is the hook's own.

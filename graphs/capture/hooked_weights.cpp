@@ -1,0 +1,28 @@
+// Weights that capture-time hooks put elsewhere: gathered for a pass, and scattered behind it.
+#include <c10/util/irange.h>
+
+#include "graphs/capture/chain_capture.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+void ChainCapture::check_hooked_weights(std::size_t index) const {
+  if (chain_.layers_[index].spec.hooks != nullptr && chain_.change(index).stale()) {
+    throw CaptureError("its capture-time hooks put weights elsewhere for its backward than for its forward (" +
+                       chain_.difference(index) +
+                       "), but a replay's must lie at one place from forward to backward; let before_forward and "
+                       "before_backward put them into the same memory");
+  }
+}
+
+void ChainCapture::settle_hooked_weights() {
+  for (const auto i : c10::irange(specs_.size())) {
+    Layer& layer = chain_.layers_[i];
+    if (layer.spec.hooks != nullptr) {
+      CaptureReads::let_go_of_registered(layer);
+      layer.placed_by_hooks = chain_.change(i).stale();
+    }
+  }
+}
+
+}  // namespace sidestream
