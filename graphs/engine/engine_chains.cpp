@@ -134,7 +134,7 @@ void EngineChains::recapture(ChainHolder& holder) {
       holder.places = place;
     } else {
       for (std::size_t& now : holder.places) {
-        now = place[now];
+        now = now < place.size() ? place[now] : specs.size();  // else dropped before
       }
     }
   }

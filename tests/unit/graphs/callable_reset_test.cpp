@@ -81,6 +81,19 @@ TEST_F(CallableResetTest, TheOthersGoOnWhicheverIsReset) {
   }
 }
 
+TEST_F(CallableResetTest, OneAfterTheOtherBesideWeightsThatMove) {
+  capture();
+  std::int64_t s = 0;
+  for (const std::size_t gone : {4U, 2U, 3U, 0U}) {
+    reset(gone);
+    expect_plain(s, s + 1);
+    relocate(model_);
+    expect_plain(s + 1, s + 3);
+    s += 3;
+  }
+  EXPECT_EQ(engine_.report().recaptures, 4 + 3 + 2 + 1);
+}
+
 TEST_F(CallableResetTest, TheOthersGoOnUnderSchedules) {
   for (const char* name : {"late", "d2h-early", "d2h-late", "seed:1", "seed:2"}) {
     SCOPED_TRACE(name);
