@@ -1,5 +1,6 @@
 #include "offload/capture_offload.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -56,9 +57,13 @@ void CaptureOffload::add_copies(const SavedStorage& saved) {
     copies_->copies.push_back({saved.lease.data(), source, nullptr, saved.bytes, storage, 0});
   }
   std::size_t at = 0;
-  for (const SharedSlots::Part& part : saved.parts) {
-    copies_->copies.push_back({part.data, source + at, nullptr, part.bytes, storage, at});
-    at += part.bytes;
+  for (const SharedSlots::Part& part : saved.parts) {  // a block may hold less than was planned for it
+    const std::size_t bytes = std::min(part.bytes, saved.bytes - at);
+    if (bytes == 0) {
+      break;
+    }
+    copies_->copies.push_back({part.data, source + at, nullptr, bytes, storage, at});
+    at += bytes;
   }
 }
 
