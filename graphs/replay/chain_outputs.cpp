@@ -59,6 +59,7 @@ void Chain::part_with_outputs() noexcept {
     const c10::Stream now = runtime_->current_stream();
     if (runtime_->capture_status(now) == CaptureStatus::none) {
       follow_latest_call();
+      copies_.join(now);  // another chain may write the memory, and the pinned slots, next
       runtime_->synchronize(now);
     }
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
