@@ -161,8 +161,8 @@ std::vector<std::size_t> HostArena::State::cut(const std::vector<std::size_t>& l
     const std::size_t given_back = goes ? slab->memory.bytes() : 0;
     stats.pinned -= given_back;
     stats.slabs -= goes ? 1 : 0;
-    budget->give_back(given_back);
     slab = goes ? slabs.erase(slab) : std::next(slab);
+    budget->give_back(given_back);
   }
   return homeless;
 }
