@@ -61,7 +61,7 @@ class EagerPlan {
   std::vector<SavedIdentity> identities_;  ///< of the profile's storages
   std::vector<std::uint64_t> runs_;        ///< of delayed groups, in bytes: of the sizing step
   GroupWindow window_;
-  std::string note_;  ///< on the window
+  std::string note_;                ///< on the window
   std::vector<std::size_t> slots_;  ///< pinned for the plan, the largest first
   std::int64_t steps_ = 0;          ///< that the plan has led
   Plan plan_;

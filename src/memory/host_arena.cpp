@@ -4,6 +4,8 @@
 #include <numeric>
 #include <utility>
 
+#include <c10/util/ScopeExit.h>
+
 #include "memory/host_slabs.h"
 #include "sidestream/error.h"
 
@@ -46,7 +48,7 @@ std::vector<bool> HostArena::plan(std::span<const std::size_t> sizes) {
   return placed;
 }
 
-void HostArena::prepare(std::span<const std::size_t> sizes, Surplus surplus) {
+bool HostArena::prepare(std::span<const std::size_t> sizes, Surplus surplus) {
   std::vector<std::size_t> largest_first(sizes.begin(), sizes.end());
   std::sort(largest_first.rbegin(), largest_first.rend());
   std::vector<std::size_t> missing;
@@ -67,13 +69,9 @@ void HostArena::prepare(std::span<const std::size_t> sizes, Surplus surplus) {
       state_->give_back_but(largest_first);
     }
   }
-  try {
-    plan(missing);
-  } catch (...) {
-    seal();  // or leases would pin in the middle of a step
-    throw;
-  }
-  seal();
+  const auto sealed = c10::make_scope_exit([this] { seal(); });  // or leases would pin in the middle of a step
+  const std::vector<bool> placed = plan(missing);
+  return std::find(placed.begin(), placed.end(), false) == placed.end();
 }
 
 void HostArena::trim() noexcept {

@@ -99,9 +99,9 @@ class HostArena {
   /// Pins what is missing so that leases of all these sizes can live at once, beside those that live now, and seals: the
   /// planning of a later pass. Where something is missing, slabs that no lease is in are cut anew first; those that have no part in
   /// it then are given back, and where the cap has no room beside the others, they too. `surplus`: of what nothing is missing in,
-  /// the slabs that these sizes do not need. Capture: illegal. Throws: DeviceError when pinning fails: nothing is added and the
-  /// arena is sealed.
-  void prepare(std::span<const std::size_t> sizes, Surplus surplus = Surplus::kept);
+  /// the slabs that these sizes do not need. False where the cap has no room for all of them. Capture: illegal. Throws: DeviceError when
+  /// pinning fails: nothing is added and the arena is sealed.
+  bool prepare(std::span<const std::size_t> sizes, Surplus surplus = Surplus::kept);
   /// Gives back the slabs that no lease is in, once their last copies are done: between a plan and the next.
   /// Capture: illegal.
   void trim() noexcept;

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <numeric>
-#include <utility>
 #include <vector>
 
 #include "sidestream/error.h"
@@ -44,12 +43,16 @@ std::vector<std::size_t> lacking(const std::vector<std::size_t>& sizes, std::siz
   return needed > taken ? std::vector<std::size_t>{needed - taken} : std::vector<std::size_t>{};
 }
 
-/// The smallest slots that hold `sizes` and hold `others`, each by themselves, where they lie within `room`; else `sizes`. The largest
-/// first.
-std::vector<std::size_t> slots_of_both(std::vector<std::size_t> sizes, const std::vector<std::size_t>& others,
+/// Slots that hold `sizes`, with an eighth to spare where there are `others`, and that hold `others`, each by themselves, where they
+/// lie within `room`; else `sizes`. Both and the result: the largest first.
+std::vector<std::size_t> slots_of_both(const std::vector<std::size_t>& sizes, const std::vector<std::size_t>& others,
                                        std::size_t room) {
-  std::sort(sizes.begin(), sizes.end(), std::greater<>());
+  constexpr std::size_t kSpare = 8;
+  if (others.empty()) {
+    return sizes;
+  }
   std::vector<std::size_t> both = sizes;
+  std::transform(both.begin(), both.end(), both.begin(), [](std::size_t size) { return size + size / kSpare; });
   both.resize(std::max(sizes.size(), others.size()));
   std::transform(others.begin(), others.end(), both.begin(), both.begin(),
                  [](std::size_t one, std::size_t other) { return std::max(one, other); });
@@ -72,15 +75,21 @@ Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus s
     all.insert(all.end(), sizes.begin(), sizes.end());
   };
   std::for_each(by_group.begin(), by_group.end(), add);
+  std::vector<std::size_t> own;
   if (slots != nullptr) {
-    all = slots_of_both(std::move(all), *slots, arena.available());
+    std::sort(all.begin(), all.end(), std::greater<>());
+    own = all;
+    all = slots_of_both(own, *slots, arena.available());
     *slots = all;
   }
   if (progress && !all.empty()) {
     progress({ProgressPhase::pin, 0, 1, {}, std::accumulate(all.begin(), all.end(), std::size_t{0})});
   }
   try {
-    arena.prepare(all, surplus);
+    if (!arena.prepare(all, surplus) && slots != nullptr) {  // what earlier plans had leaves no room for this one
+      *slots = own;
+      arena.prepare(own, surplus);
+    }
     if (shared != nullptr) {
       shared->lease(arena, all);
     }
@@ -105,6 +114,10 @@ Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus s
     }
   }
   arena.prepare(all, surplus);  // pins nothing more
+  if (slots != nullptr) {
+    std::sort(all.begin(), all.end(), std::greater<>());
+    *slots = all;
+  }
   if (shared != nullptr) {
     shared->lease(arena, all);
   }

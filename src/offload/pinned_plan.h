@@ -14,7 +14,7 @@ namespace sidestream {
 /// plan's notes say so. `surplus`: see HostArena::prepare. `progress`, if any, hears of it where anything leaves.
 /// `shared`: where it is not null, what leaves goes there, and is pinned and leased as far as that has no room: a slot a group.
 /// `slots`: where it is not null, sizes of slots, the largest first, that are to be there too, as far as the cap has room for both; it
-/// becomes the sizes that were asked for. Not beside `shared`.
+/// becomes the sizes that are there for this plan. Not beside `shared`.
 /// Capture: illegal.  Throws: what `progress` throws; nothing is pinned then.
 [[nodiscard]] Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus surplus,
                                 const ProgressCallback& progress = {}, SharedSlots::Share* shared = nullptr,

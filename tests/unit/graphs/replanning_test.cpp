@@ -184,7 +184,8 @@ TEST_F(ReplanningTest, SizesThatDifferFromStepToStepSoonFindRoom) {
   }
   const at::Tensor large = twins.mine.data(0, 8, 4 * kRows);
   for (int i = 0; i < 2; ++i) {
-    (void)testing_model::train_step(twins.mine, &engine, [&] { (twins.mine.forward(large).sum() * kSmall).backward(); });
+    (void)testing_model::train_step(twins.mine, &engine,
+                                    [&] { (twins.mine.forward(large).sum() * kSmall).backward(); });
   }
   EXPECT_EQ(engine.report().refused_bytes, 0);
   EXPECT_LT(engine.report().pinned_bytes, 5 * engine.report().offloaded_bytes / 4);
