@@ -12,6 +12,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
 
 #include "graphs/engine/updated_parameters.h"
@@ -89,7 +90,7 @@ class AdamW::Updates {
   void update(const Bucket& bucket);
 
   std::vector<Bucket> buckets_;
-  // What one operator is given: kept for the next update.
+  // What one operator is given; empty between updates.
   std::vector<at::Tensor> parameters_, gradients_, averages_, squares_, maxima_, steps_;
   std::vector<std::pair<at::Tensor, at::Tensor>> relaid_;  ///< states, and what stands in for each
 };
@@ -166,9 +167,12 @@ void AdamW::Updates::add_state(std::vector<at::Tensor>& list, const at::Tensor& 
 
 void AdamW::Updates::update(const Bucket& bucket) {
   const Group& group = groups[bucket.group];
-  for (auto* const list : {&parameters_, &gradients_, &averages_, &squares_, &maxima_, &steps_}) {
-    list->clear();
-  }
+  const auto end = c10::make_scope_exit([this] {  // nothing of a graph's, or of an update that fails, is kept beyond it
+    for (auto* const list : {&parameters_, &gradients_, &averages_, &squares_, &maxima_, &steps_}) {
+      list->clear();
+    }
+    relaid_.clear();
+  });
   for (const std::size_t index : bucket.states) {
     const AdamWState& state = group.states[index];
     const at::Tensor& gradient = state.parameter.grad();
@@ -196,11 +200,6 @@ void AdamW::Updates::update(const Bucket& bucket) {
   for (const auto& [state, stand_in] : relaid_) {
     state.copy_(stand_in);
   }
-  // Nothing of a graph's is kept beyond the update.
-  for (auto* const list : {&gradients_, &averages_, &squares_, &maxima_}) {
-    list->clear();
-  }
-  relaid_.clear();
 }
 
 void AdamW::Updates::set_lr(std::size_t index, double lr) {

@@ -162,6 +162,29 @@ TEST_F(AdamWTest, FollowsAParameterThatLiesInAnotherLayout) {
   EXPECT_TRUE(at::equal(updated.state()[0].max_exp_avg_sq.cpu(), expected.state()[0].max_exp_avg_sq.cpu()));
 }
 
+TEST_F(AdamWTest, AnUpdateThatFailsLeavesNothingToTheNext) {
+  at::Tensor mine = rows(9, device_).narrow(0, 0, 6).narrow(1, 0, 4).contiguous().requires_grad_(true);
+  at::Tensor plain = mine.detach().clone().requires_grad_(true);
+  at::Tensor sparse = at::ones({4}, device_).requires_grad_(true);
+  AdamW updated({mine, sparse}, AdamWOptions(1e-2));
+  AdamW expected({plain}, AdamWOptions(1e-2));
+  const at::Tensor dense = mine.detach();
+  mine.set_data(mine.detach().t().contiguous().t());
+  mine.mutable_grad() = rows(0, device_).narrow(0, 0, 6).narrow(1, 0, 4).clone();
+  sparse.mutable_grad() = at::ones({4}).to_sparse();
+  EXPECT_THROWS(UsageError, "not dense", updated.step());
+  sparse.mutable_grad() = at::Tensor();
+  mine.set_data(dense);
+  for (std::int64_t s = 0; s < 2; ++s) {
+    mine.mutable_grad() = rows(s, device_).narrow(0, 0, 6).narrow(1, 0, 4).clone();
+    plain.mutable_grad() = mine.grad().clone();
+    updated.step();
+    expected.step();
+    EXPECT_TRUE(at::equal(mine.detach().cpu(), plain.detach().cpu())) << "step " << s;
+    EXPECT_TRUE(at::equal(updated.state()[0].exp_avg.cpu(), expected.state()[0].exp_avg.cpu())) << "step " << s;
+  }
+}
+
 TEST_F(AdamWTest, GoesOnFromSavedState) {
   torch::nn::Sequential model = layer_stack(2, device_);
   torch::nn::Sequential loaded = layer_stack(2, device_);
