@@ -32,8 +32,13 @@ class EngineAccess {
   [[nodiscard]] static bool fits(const GraphedCallable& callable, const Tensors& inputs);
   /// True while a capture that shares its memory awaits a backward.
   [[nodiscard]] static bool has_to_wait(const GraphedCallable& callable);
+  struct Ran {
+    Tensors outputs;
+    bool eagerly = false;  ///< in the place of a replay; a verification's run beside one does not count
+  };
   /// A call, with `prepare` just before it replays or runs: behind the capture, where it captures anew first.
-  static Tensors run(const GraphedCallable& callable, const Tensors& inputs, const std::function<void()>& prepare);
+  [[nodiscard]] static Ran run(const GraphedCallable& callable, const Tensors& inputs,
+                               const std::function<void()>& prepare);
   /// True while its modules have other flags than at the capture, so that it runs eagerly.
   [[nodiscard]] static bool is_in_other_mode(const GraphedCallable& callable);
   /// The plain call, as a scope.

@@ -55,8 +55,10 @@ class GraphedCallable::Shared {
     }
     return run(site_, inputs, options);
   }
-  Tensors run_prepared(const Tensors& inputs, const std::function<void()>& prepare) {
-    return run(site_, inputs, nullptr, &prepare);
+  EngineAccess::Ran run_prepared(const Tensors& inputs, const std::function<void()>& prepare) {
+    EngineAccess::Ran ran;
+    ran.outputs = run(site_, inputs, nullptr, &prepare, &ran.eagerly);
+    return ran;
   }
 
   /// What is named, in the order of the capture.
@@ -107,17 +109,21 @@ class GraphedCallable::Shared {
     const TensorFunction& function;
     const Tensors& inputs;
     const std::function<void()>* prepare;
+    bool* ran_eagerly;
   };
 
   Tensors run(CallSite& site, const Tensors& inputs, const ReplayOptions* options = nullptr,
-              const std::function<void()>* prepare = nullptr) {
-    const Call call{callable_.function(), inputs, prepare};
+              const std::function<void()>* prepare = nullptr, bool* ran_eagerly = nullptr) {
+    const Call call{callable_.function(), inputs, prepare, ran_eagerly};
     detail::CallRequest request;
     request.inputs.append(inputs.begin(), inputs.end());
     request.context = &call;
     request.replay = options;
     request.run = [](const void* context, detail::TensorBuffer& outputs) {
       const auto& held = *static_cast<const Call*>(context);
+      if (held.ran_eagerly != nullptr) {
+        *held.ran_eagerly = true;
+      }
       const Tensors made = held.function(held.inputs);
       outputs.append(made.begin(), made.end());
     };
@@ -258,8 +264,8 @@ Tensors EngineAccess::run_eagerly(const GraphedCallable& callable, const Tensors
   return callable.shared().run_eagerly(inputs);
 }
 
-Tensors EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs,
-                          const std::function<void()>& prepare) {
+EngineAccess::Ran EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs,
+                                    const std::function<void()>& prepare) {
   return callable.shared().run_prepared(inputs, prepare);
 }
 

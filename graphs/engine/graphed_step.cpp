@@ -139,15 +139,14 @@ std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microb
   for (const Tensors& inputs : microbatches) {
     flat.insert(flat.end(), inputs.begin(), inputs.end());
   }
-  const Tensors made = EngineAccess::run(variant.graph, flat, [&body = *variant.body] { body.prepare(); });
-  const std::vector<std::size_t> counts = variant.body->output_counts();
-  if (!variant.body->ran_eagerly()) {
+  const auto [made, eagerly] = EngineAccess::run(variant.graph, flat, [&body = *variant.body] { body.prepare(); });
+  if (!eagerly) {
     EngineAccess::state(engine_).copied_in_graph(variant.body->copies());
   }
-  variant.body->attach_gradients();
+  variant.body->attach_gradients(eagerly);
   std::vector<Tensors> outputs;
   auto next = made.begin();
-  for (const std::size_t count : counts) {
+  for (const std::size_t count : variant.body->output_counts(eagerly)) {
     outputs.emplace_back(next, next + static_cast<std::ptrdiff_t>(count));
     next += static_cast<std::ptrdiff_t>(count);
   }

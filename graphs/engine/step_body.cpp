@@ -155,7 +155,6 @@ Tensors StepBody::run(const Tensors& inputs) {
     output_counts_in_graph_ = output_counts_;
     leaves_ = known_leaves();
   }
-  ran_eagerly_ = !for_graph;
   return outputs;
 }
 

@@ -51,18 +51,16 @@ class StepBody {
   /// step: where it adds, what is there, or zeros; else nothing.
   /// Throws: UsageError as refuse_hooks, and where the graph cannot add to what is there; nothing is changed then.
   void prepare();
-  /// Behind the step: the parameters have their gradients.
-  void attach_gradients();
+  /// Behind the step: the parameters have the gradients of the eager run, or of the replay.
+  void attach_gradients(bool ran_eagerly);
   /// Throws: UsageError where a parameter has gradient hooks, which a graph would not run.
   void refuse_hooks() const;
 
   /// What each replay copies.
   [[nodiscard]] CopyCounts copies() const noexcept { return offload_ != nullptr ? offload_->copies() : CopyCounts{}; }
-  /// Since the latest call began. Before attach_gradients.
-  [[nodiscard]] bool ran_eagerly() const noexcept { return ran_eagerly_; }
-  /// How many outputs each microbatch gave in this call: eagerly, or in the capture. Before attach_gradients.
-  [[nodiscard]] const std::vector<std::size_t>& output_counts() const noexcept {
-    return ran_eagerly_ ? output_counts_ : output_counts_in_graph_;
+  /// How many outputs each microbatch gave: in the eager run, or in the capture.
+  [[nodiscard]] const std::vector<std::size_t>& output_counts(bool ran_eagerly) const noexcept {
+    return ran_eagerly ? output_counts_ : output_counts_in_graph_;
   }
 
  private:
@@ -107,7 +105,6 @@ class StepBody {
   std::vector<at::Tensor> updated_outside_;  ///< see learn_updated
   std::vector<bool> met_;                    ///< targets that got a gradient in the latest run
   std::vector<bool> met_in_graph_;           ///< in the capture
-  bool ran_eagerly_ = false;                 ///< since the latest call began
   std::vector<std::size_t> output_counts_;   ///< of the latest run
   std::vector<std::size_t> output_counts_in_graph_;
   StepWatch watch_;

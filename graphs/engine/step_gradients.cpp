@@ -197,13 +197,13 @@ void StepBody::refuse_gradients_of_others() const {
   }
 }
 
-void StepBody::attach_gradients() {
+void StepBody::attach_gradients(bool ran_eagerly) {
   if (!given_->accumulate) {
     for (const at::Tensor& leaf : leaves_) {
       leaf.mutable_grad() = at::Tensor();
     }
   }
-  const std::vector<bool>& met = std::exchange(ran_eagerly_, false) ? met_ : met_in_graph_;
+  const std::vector<bool>& met = ran_eagerly ? met_ : met_in_graph_;
   for (std::size_t i = 0; i < met.size(); ++i) {
     if (met[i]) {
       targets_[i].parameter.mutable_grad() = to_attach(targets_[i].gradient);

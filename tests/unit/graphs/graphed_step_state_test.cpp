@@ -175,8 +175,12 @@ TEST_F(WholeStepStateTest, AWarmUpHoldsNoMoreThanTheStepThatItIsFor) {
 
 TEST_F(WholeStepStateTest, IsVerifiedAsCallsAre) {
   WholeStepTrainer mine(device_, {.microbatches = 2, .extras = {.dropout = 0.2, .batch_norm = true}, .updates = true});
-  mine.graph(Options(device_).verify_replays(2));
+  mine.graph(Options(device_).offload("fc1").min_bytes(1024).verify_replays(kStateSteps));
   expect_plain(mine, /*in_steps=*/true);
+  const Report report = mine.engine->report();
+  EXPECT_EQ(report.verified_forwards, kStateSteps);
+  EXPECT_GT(report.offloaded_bytes, 0);
+  EXPECT_EQ(report.offloaded_bytes, static_cast<std::int64_t>(mine.step->offloaded_bytes()));  // of the latest step
 }
 
 TEST_F(WholeStepStateTest, AnEagerBackwardThroughUpdatedParametersIsRefused) {
@@ -236,6 +240,41 @@ TEST_F(WholeStepStateTest, AnEagerRunLeavesNoGradientsOfTheGraphs) {
       EXPECT_TRUE(same(testing_model::gradients(*mine), testing_model::gradients(plain))) << "step " << s;
     }
   }
+}
+
+/// A weight that a plain member switches on.
+class SwitchedModel : public torch::nn::Module {
+ public:
+  SwitchedModel()
+      : always_(register_parameter("always", at::full({32}, 0.5))),
+        switched_(register_parameter("switched", at::full({32}, 0.25))) {}
+  static Tensors loss(SwitchedModel& model, const Tensors& inputs) {
+    at::Tensor y = inputs[0] * model.always_;
+    y = model.on ? y * model.switched_ : y;
+    return {(y * inputs[1]).sum()};
+  }
+  bool on = false;
+
+ private:
+  at::Tensor always_, switched_;
+};
+
+TEST_F(WholeStepStateTest, AVerificationThatFailedLeavesNoGradientsToALaterReplay) {
+  auto mine = std::make_shared<SwitchedModel>();
+  SwitchedModel plain;
+  mine->to(device_);
+  plain.to(device_);
+  OffloadEngine engine(*mine, Options(device_).verify_replays(1).verify_every(0));
+  const auto data = [&](std::int64_t s) { return Tensors{rows(s, device_), rows(s, device_, 1)}; };
+  GraphedStep step = make_graphed_step(engine, Callable("step", &SwitchedModel::loss, mine), {data(9)});
+  mine->on = true;
+  EXPECT_THROWS(VerificationError, "output 0 differs", (void)step({data(0)}));
+  mine->on = false;
+  const Tensors outputs = step({data(1)}).front();
+  const at::Tensor loss = SwitchedModel::loss(plain, data(1))[0];
+  loss.backward();
+  EXPECT_TRUE(same({{"loss", outputs.at(0)}}, {{"loss", loss.detach()}}));
+  EXPECT_TRUE(same(testing_model::gradients(*mine), testing_model::gradients(plain)));
 }
 
 TEST_F(WholeStepStateTest, GradientsThatAreGivenOtherMemoryAreTakenBack) {
