@@ -180,7 +180,8 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       other = &variant;
       continue;
     }
-    const FactsChange change = chain.change(place);
+    // Where not all ranks capture, the step's begin has seen what is outdated and left it as it is.
+    const FactsChange change = chains_.postponed() ? chain.change_of_all(place) : chain.change(place);
     if (change.stale()) {
       run_beside_stale_capture(site, request, outputs, variant);
       return;
@@ -254,7 +255,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
       request.prepare(request.context);
     }
   };
-  FactsChange change = holder.chain->change(place);
+  FactsChange change = holder.chain->change_of_all(place);
   if (change.training || change.options) {
     prepare();
     run_eagerly(site, request, outputs);
@@ -287,7 +288,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
     }
     chains_.recapture(holder);
     place = only.place();
-    change = holder.chain->change(place);
+    change = holder.chain->change_of_all(place);
   }
   if (change.any()) {
     throw UsageError(describe(site) + ": a parameter or buffer was relocated since the capture, or is another (" +

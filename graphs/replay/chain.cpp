@@ -26,6 +26,13 @@ std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const G
                                    : std::make_shared<GraphMemory>(GraphMemory::Use::own);
 }
 
+FactsChange with_watched(FactsChange modules, const Layer& layer) noexcept {
+  for (const TensorFacts& watched : layer.watched) {
+    watched.add_change(modules);
+  }
+  return modules;
+}
+
 }  // namespace
 
 // Note [Graph choreography]
@@ -116,12 +123,11 @@ bool Chain::any_pending() const {
 }
 
 FactsChange Chain::change(std::size_t index) const noexcept {
-  const Layer& layer = layers_[index];
-  FactsChange change = layer.modules.change();
-  for (const TensorFacts& watched : layer.watched) {
-    watched.add_change(change);
-  }
-  return change;
+  return with_watched(layers_[index].modules.change(), layers_[index]);
+}
+
+FactsChange Chain::change_of_all(std::size_t index) const noexcept {
+  return with_watched(layers_[index].modules.change_of_all(), layers_[index]);
 }
 
 FactsChange Chain::change() const noexcept {

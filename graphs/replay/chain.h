@@ -118,6 +118,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
   /// In what the model differs from what the graphs of `layer`, or of any, have frozen.
   [[nodiscard]] FactsChange change(std::size_t layer) const noexcept;
   [[nodiscard]] FactsChange change() const noexcept;
+  /// Of `layer`, with all modules that a plain function may reach: for who looks at no other time. See ModuleFacts::attend_to.
+  [[nodiscard]] FactsChange change_of_all(std::size_t layer) const noexcept;
   /// The same in words, for an error. Allocates.
   [[nodiscard]] std::string difference(std::size_t layer) const;
   /// Drops one layer's graphs, or all, and with all of them the memory that they made. Idempotent.

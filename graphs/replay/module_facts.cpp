@@ -244,6 +244,14 @@ FactsChange ModuleFacts::change() const noexcept {
   return change;
 }
 
+FactsChange ModuleFacts::change_of_all() const noexcept {
+  FactsChange all = change();
+  if (attends_) {
+    all |= members_change();
+  }
+  return all;
+}
+
 FactsChange ModuleFacts::tensors_change() const noexcept {
   FactsChange change;
   for (const TensorFacts& tensor : tensors_) {

@@ -106,6 +106,8 @@ class ModuleFacts {
   /// training flags and options of all.
   void attend_to(const std::vector<TensorFacts>& read);
   [[nodiscard]] bool attends() const noexcept { return attends_; }
+  /// `change`, and the members of all modules, whatever it attends to.
+  [[nodiscard]] FactsChange change_of_all() const noexcept;
   /// Null where there is none.
   [[nodiscard]] const torch::nn::Module* root() const noexcept {
     return entries_.empty() ? nullptr : entries_.front().module.get();

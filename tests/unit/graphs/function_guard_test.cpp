@@ -1,7 +1,13 @@
 // Plain functions may reach all of the model: what a replay looks at of it, and what a step's begin does.
+#include <cstdint>
+#include <functional>
+
 #include <gtest/gtest.h>
+#include <torch/nn/init.h>
 
 #include "guard_models.h"
+#include "sidestream/bucketed_callables.h"
+#include "sidestream/graphed_callable.h"
 #include "sidestream/owning.h"
 
 namespace sidestream {
@@ -10,6 +16,23 @@ namespace {
 using testing_model::part_input;
 using testing_model::PartModel;
 using testing_model::Twins;
+
+/// No module that has tensors registers the dropout.
+class ProjectionModel : public torch::nn::Module {
+ public:
+  ProjectionModel() {
+    torch::manual_seed(29);
+    for (const at::Tensor& parameter : parameters()) {
+      torch::nn::init::normal_(parameter, 0, 0.25);
+    }
+  }
+  at::Tensor forward(const at::Tensor& h) { return down(drop(up(h))); }
+  void replace_dropout() { drop = replace_module("drop", torch::nn::Dropout(0.25)); }
+
+  torch::nn::Linear up = register_module("up", torch::nn::Linear(8, 16));
+  torch::nn::Dropout drop = register_module("drop", torch::nn::Dropout(0.5));
+  torch::nn::Linear down = register_module("down", torch::nn::Linear(16, 8));
+};
 
 class FunctionGuardTest : public testing::Test {
  protected:
@@ -43,6 +66,42 @@ class FunctionGuardTest : public testing::Test {
       parts->push_back(other);
     }
     model.parts = model.replace_module("parts", parts);
+  }
+
+  [[nodiscard]] at::Tensor rows(std::int64_t s, std::int64_t count = 6) const {
+    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(300 + s));
+    return at::randn({count, 8}, generator, at::kFloat).to(device_);
+  }
+  /// Trains a projection, reached by a function that is given no module.
+  [[nodiscard]] Twins<ProjectionModel>::Act project() const {
+    return [this](ProjectionModel& model, std::int64_t s) {
+      call("project", owning([m = &model](const at::Tensor& h) { return m->forward(h); }), rows(s))
+          .square()
+          .mean()
+          .backward();
+    };
+  }
+  [[nodiscard]] static Callable projection(ProjectionModel& model) {
+    return Callable("project", owning([m = &model](const Tensors& inputs) { return Tensors{m->forward(inputs[0])}; }));
+  }
+  /// Trains with `graphed` where the model is the engine's, and behind replacements between steps and inside of one.
+  template <class Graphed>
+  void expect_plain_around_replacements(Twins<ProjectionModel>& twins, const Graphed& graphed) const {
+    const auto step = [&](ProjectionModel& model, std::int64_t s) {
+      const Tensors x{rows(s)};
+      const Tensors y = &model == twins.mine.get() ? graphed(x) : Tensors{model.forward(x[0])};
+      y[0].square().mean().backward();
+    };
+    twins.expect_plain(0, 2, step);
+    twins.both(std::mem_fn(&ProjectionModel::replace_dropout));
+    twins.expect_plain(2, 4, step);
+    twins.expect_plain(4, [&](ProjectionModel& model, std::int64_t s) {
+      step(model, s);
+      model.replace_dropout();
+      step(model, s + 10);
+    });
+    EXPECT_EQ(twins.engine->report().recaptures, 2);
+    EXPECT_EQ(twins.engine->report().eager_calls, 0);
   }
 
   c10::Device device_ = find_device("sim");
@@ -89,6 +148,42 @@ TEST_F(FunctionGuardTest, AModuleRegisteredElsewhereIsSeenAtTheNextStepsBegin) {
   EXPECT_EQ(twins.captures(), captures);
   twins.expect_plain(4, 7, train());
   EXPECT_GT(twins.captures(), captures);
+}
+
+TEST_F(FunctionGuardTest, AReplacedModuleWithoutTensorsIsSeenAtTheNextStepsBegin) {
+  Twins<ProjectionModel> twins(options_);
+  twins.expect_plain(0, 3, project());
+  EXPECT_EQ(twins.replays(), 2);
+  twins.both(std::mem_fn(&ProjectionModel::replace_dropout));
+  twins.expect_plain(3, 6, project());
+  EXPECT_EQ(twins.replays(), 2) << "captured again";
+}
+
+TEST_F(FunctionGuardTest, AReplacedModuleWithoutTensorsIsSeenWhereRanksDoNotCapture) {
+  bool all = true;
+  options_.graph_options(GraphOptions().agree_to_capture([&](bool mine) { return mine && all; }));
+  Twins<ProjectionModel> twins(options_);
+  twins.expect_plain(0, 3, project());
+  EXPECT_EQ(twins.replays(), 2);
+  twins.both(std::mem_fn(&ProjectionModel::replace_dropout));
+  all = false;
+  twins.expect_plain(3, 5, project());
+  EXPECT_EQ(twins.replays(), 0);
+  all = true;
+  twins.expect_plain(5, 8, project());
+  EXPECT_EQ(twins.replays(), 2) << "captured again";
+}
+
+TEST_F(FunctionGuardTest, AReplacedModuleWithoutTensorsIsSeenByACallableAtOnce) {
+  Twins<ProjectionModel> twins{Options(device_)};
+  const auto graphed = make_graphed_callables(*twins.engine, {projection(*twins.mine)}, {{rows(0)}});
+  expect_plain_around_replacements(twins, graphed[0]);
+}
+
+TEST_F(FunctionGuardTest, AReplacedModuleWithoutTensorsIsSeenByABucketAtOnce) {
+  Twins<ProjectionModel> twins{Options(device_)};
+  const auto graphed = make_bucketed_callables(*twins.engine, {projection(*twins.mine)}, {{{rows(0)}}, {{rows(0, 3)}}});
+  expect_plain_around_replacements(twins, graphed[0]);
 }
 
 }  // namespace
