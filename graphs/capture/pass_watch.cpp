@@ -90,7 +90,8 @@ void PassWatch::before(const OperatorAccess& access) {
       }
     }
   }
-  if (is_unnamed(access.own_generator)) {
+  if (is_unnamed(access.own_generator) ||
+      (access.own_generator != nullptr && access.own_generator->device().is_cpu())) {
     keep_state(*access.own_generator);
   }
   if (access.only_shape) {

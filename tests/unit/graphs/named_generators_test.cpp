@@ -241,6 +241,18 @@ TEST_F(NamedGeneratorsTest, OneThatIsNotNamedIsRefusedAndStandsWhereItStood) {
   EXPECT_TRUE(at::equal(mine.second.get_state(), before[1]));
 }
 
+TEST_F(NamedGeneratorsTest, OneOfTheCpuIsRefusedAndStandsWhereItStood) {
+  const at::Generator mine = at::detail::createCPUGenerator(57);
+  BodyModel model(device_, {[mine](BodyBlock& block, const at::Tensor& x) {
+                    return squashed_product(block, x) * at::rand({1}, mine).to(x.device());
+                  }});
+  OffloadEngine engine(model, naming({}));
+  (void)model.step(&engine, 0);
+  const at::Tensor before = mine.get_state();
+  EXPECT_THROWS(CaptureError, "\"blocks.0\": it draws random numbers on the CPU (aten::rand", (void)engine.step());
+  EXPECT_TRUE(at::equal(mine.get_state(), before));
+}
+
 TEST_F(NamedGeneratorsTest, AGeneratorOfAnotherDeviceIsRefused) {
   const Pair mine = made();
   BodyModel model(device_, bodies(mine));
