@@ -5,7 +5,7 @@
 namespace sidestream {
 namespace {
 
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) noexcept {
+const c10::StorageImpl* storage_impl_of(const at::Tensor& tensor) noexcept {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
@@ -16,12 +16,12 @@ InputAliases InputAliases::of(c10::ArrayRef<at::Tensor> inputs, std::size_t inde
   if (!inputs[index].defined()) {
     return aliases;
   }
-  const c10::StorageImpl* const storage = storage_of(inputs[index]);
+  const c10::StorageImpl* const storage = storage_impl_of(inputs[index]);
   for (std::size_t i = index; i-- > 0;) {
     if (inputs[i].is_same(inputs[index])) {
       aliases.same_as = i;
     }
-    if (storage != nullptr && storage_of(inputs[i]) == storage) {
+    if (storage != nullptr && storage_impl_of(inputs[i]) == storage) {
       aliases.shares_with = i;
     }
   }
@@ -57,8 +57,8 @@ InputAliases AliasesInTurn::next() noexcept {
   }
   aliases.same_as = first_at(tensors_, input.unsafeGetTensorImpl(), index,
                              [](const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl(); });
-  if (const c10::StorageImpl* const storage = storage_of(input); storage != nullptr) {
-    aliases.shares_with = first_at(storages_, storage, index, storage_of);
+  if (const c10::StorageImpl* const storage = storage_impl_of(input); storage != nullptr) {
+    aliases.shares_with = first_at(storages_, storage, index, storage_impl_of);
   }
   return aliases;
 }
