@@ -153,8 +153,8 @@ Tensors StepBody::run(const Tensors& inputs) {
     }
     met_in_graph_ = met_;
     output_counts_in_graph_ = output_counts_;
-    leaves_ = known_leaves();
   }
+  leaves_ = known_leaves();
   return outputs;
 }
 

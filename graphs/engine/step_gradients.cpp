@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <string>
 #include <unordered_set>
-#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/StringUtil.h>
@@ -40,13 +39,6 @@ std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
     }
   }
   return leaves;
-}
-
-bool may_be_taken_over(const at::Tensor& grad, const OwnedGradient& gradient) {
-  const at::Tensor& own = gradient.memory;
-  return (grad.use_count() == 1 || grad.is_same(gradient.attached)) && grad.has_storage() &&
-         grad.storage().use_count() == 1 && grad.sizes() == own.sizes() && grad.scalar_type() == own.scalar_type() &&
-         grad.device() == own.device() && !grad.requires_grad();
 }
 
 bool is_own(const at::Tensor& grad, const OwnedGradient& gradient) {
@@ -143,7 +135,8 @@ void StepBody::learn_updated(const std::vector<at::Tensor>& parameters) {
 
 void StepBody::refuse_frozen_gradients() const {
   for (const at::Tensor& parameter : updated_outside_) {
-    if (parameter.grad().defined()) {
+    const bool begins_with_none = !given_->accumulate && holds(leaves_, parameter);  // an eager run has met it since
+    if (parameter.grad().defined() && !begins_with_none) {
       throw UsageError("graphed step \"" + given_->name + "\": its update is given a parameter of shape " +
                        c10::str(parameter.sizes()) +
                        " that is not its module's and that its loss does not lead to, with a gradient that a graph "
@@ -161,7 +154,8 @@ void StepBody::prepare() {
 
 void StepBody::refuse_foreign(const Target& target) const {
   const at::Tensor& grad = target.parameter.grad();
-  if (grad.defined() && !is_own(grad, target.gradient) && !may_be_taken_over(grad, target.gradient)) {
+  if (grad.defined() && !is_own(grad, target.gradient) &&
+      !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
     throw UsageError("graphed step \"" + given_->name +
                      "\": the .grad of a parameter is another tensor than the one that its graph adds into, and "
                      "somebody else holds it; set it to none, or zero it in place");

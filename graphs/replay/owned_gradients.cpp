@@ -28,17 +28,15 @@ bool lies_in(const at::Tensor& tensor, const at::Tensor& memory) {
 
 bool is_owned(const LayerParameter& parameter, const at::Tensor& grad) { return lies_in(grad, parameter.grad); }
 
-/// Its values may go to another tensor: nobody could tell. The one that graphs attach is theirs too, wherever it lies by now.
-bool held_by_parameter_alone(const LayerParameter& parameter, const at::Tensor& grad) {
+}  // namespace
+
+bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached, const at::Tensor& memory) {
   // What another graph has given out is held by that graph too, which copies it out before it writes it.
   const auto holders = [&] { return ReplayedMemory::of(grad.storage().data_ptr()) != nullptr ? 2U : 1U; };
-  return (grad.use_count() == 1 || grad.is_same(parameter.attached)) && grad.has_storage() &&
-         grad.storage().use_count() <= holders() && grad.sizes() == parameter.grad.sizes() &&
-         grad.scalar_type() == parameter.grad.scalar_type() && grad.device() == parameter.grad.device() &&
-         !grad.requires_grad();
+  return (grad.use_count() == 1 || grad.is_same(attached)) && grad.has_storage() &&
+         grad.storage().use_count() <= holders() && grad.sizes() == memory.sizes() &&
+         grad.scalar_type() == memory.scalar_type() && grad.device() == memory.device() && !grad.requires_grad();
 }
-
-}  // namespace
 
 const at::Tensor& in_graphs_memory(const at::Tensor& attached, const at::Tensor& memory) {
   if (!lies_in(attached, memory)) {
@@ -112,7 +110,8 @@ void check_owned_grads(const Layer& layer) {
           ".grad itself would not run; capture without GraphOptions::accumulate_in_graph");
     }
     const at::Tensor& grad = parameter.tensor.grad();
-    if (grad.defined() && !is_owned(parameter, grad) && !held_by_parameter_alone(parameter, grad)) {
+    if (grad.defined() && !is_owned(parameter, grad) &&
+        !held_by_parameter_alone(grad, parameter.attached, parameter.grad)) {
       throw UsageError(
           "graphed call \"" + layer.spec.name +
           "\": the .grad of a parameter was replaced by another tensor, or given another's memory, " +

@@ -49,6 +49,10 @@ class OwnedGradients {
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
 };
 
+/// True where the values of a `.grad` may go to `memory`: nobody could tell. What graphs attach is theirs, wherever it lies by now.
+[[nodiscard]] bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached,
+                                           const at::Tensor& memory);
+
 /// True where `parameter` has hooks that fire when its gradient comes: a graph would not run them.
 [[nodiscard]] bool has_gradient_hooks(const at::Tensor& parameter);
 

@@ -166,6 +166,22 @@ TEST_F(OneWholeStepTest, AddsToGradientsOfEagerStepsAndOfOtherGraphs) {
   }
 }
 
+TEST_F(OneWholeStepTest, AddsToGradientsThatOtherGraphsGaveOut) {
+  WholeStepTrainer mine(device_, {.accumulate = true});
+  WholeStepTrainer plain(device_, {.accumulate = true});
+  mine.graph(Options(device_));
+  const auto layers = testing_model::graph_stack(*mine.engine, mine.model, device_,
+                                                 GraphOptions().gradients("**", GradientPolicy::owned));
+  for (std::int64_t s = 0; s < 3; ++s) {
+    const Tensors inputs = mine.data(10 + s)[0];
+    (testing_model::run_stack(layers, inputs[0].detach().requires_grad_(true)) * inputs[1]).sum().backward();
+    testing_model::stack_loss(*plain.model, inputs)[0].backward();
+    EXPECT_TRUE(same(mine.run(s), plain.run(s))) << "step " << s;
+    mine.model->zero_grad();
+    plain.model->zero_grad();
+  }
+}
+
 TEST_F(OneWholeStepTest, TiedWeightsAndWeightsOutsideOfTheModuleGetTheirGradients) {
   struct Tied {
     explicit Tied(c10::Device device)

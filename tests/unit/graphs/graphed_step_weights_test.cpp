@@ -210,6 +210,45 @@ TEST_F(WholeStepWeightsTest, AnEagerRunMeetsWeightsThatNoCaptureDid) {
   }
 }
 
+TEST_F(WholeStepWeightsTest, LeavesNoGradientOfAnEagerRunToAWeightThatTheGraphDoesNotRead) {
+  for (const bool updates : {false, true}) {
+    const auto loss = [](ChangingModel& model, const Tensors& inputs) {
+      const at::Tensor y = inputs[0] * model.parameters()[0];
+      return Tensors{((model.is_training() ? y : y * model.outside) * inputs[1]).sum()};
+    };
+    const auto all = [](const ChangingModel& model) {
+      return std::vector<at::Tensor>{model.parameters()[0], model.outside};
+    };
+    Trainer mine(device_);
+    Trainer plain(device_);
+    AdamW updated(all(*mine.model), 0.1);
+    AdamW expected(all(*plain.model), 0.1);
+    OffloadEngine engine(*mine.model, Options(device_));
+    StepOptions options;
+    if (updates) {
+      options.update([&] { updated.step(); });
+    }
+    GraphedStep step = make_graphed_step(engine, Callable("step", owning(loss), mine.model), {data(90)[0]}, options);
+    for (std::int64_t s = 0; s < 5; ++s) {
+      mine.model->train(s % 2 == 1);  // eagerly, then as the graph
+      plain.model->train(s % 2 == 1);
+      (void)step({data(s)[0]});
+      expected.zero_grad();
+      loss(*plain.model, data(s)[0])[0].backward();
+      if (updates) {
+        expected.step();
+      }
+      for (const auto i : {0U, 1U}) {
+        const at::Tensor weight = all(*mine.model)[i];
+        const at::Tensor other = all(*plain.model)[i];
+        EXPECT_TRUE(same({{"gradient", weight.grad()}, {"weight", weight.detach()}},
+                         {{"gradient", other.grad()}, {"weight", other.detach()}}))
+            << "weight " << i << ", step " << s << (updates ? ", with an update" : "");
+      }
+    }
+  }
+}
+
 /// The weights of a model, and one more, which no loss leads to.
 struct ForeignWeight {
   explicit ForeignWeight(c10::Device device) : weight(at::ones({32}, device).requires_grad_(true)) {}
