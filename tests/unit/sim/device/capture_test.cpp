@@ -3,6 +3,7 @@
 #include <limits>
 #include <thread>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/empty.h>
