@@ -6,7 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "runtime/cuda/libtorch.h"
+#include "runtime/cuda/libtorch_graph.h"
 #include "runtime/cuda/open_captures.h"
 #include "runtime/runtime.h"
 

@@ -1,4 +1,6 @@
 #pragma once
+#include <cstdio>
+#include <exception>
 #include <source_location>
 
 #include <cuda_runtime_api.h>
@@ -23,5 +25,15 @@ inline void check(cudaError_t status, const char* call, const char* object,
 /// For tear-down: one line on stderr unless `status` is success or says that the driver or its context is gone already
 /// (the process ends). The driver's last error is cleared. Threads: any. Throws: never.
 void report(cudaError_t status, const char* call, const char* object) noexcept;
+
+/// For a clean-up that does every step even if one fails: what `step` throws becomes one line on stderr that names `what`.
+template <typename Step>
+void attempt(const char* what, Step step) noexcept {
+  try {
+    step();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "sidestream: %s failed: %s\n", what, error.what());
+  }
+}
 
 }  // namespace sidestream::cuda

@@ -10,7 +10,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
-#include "runtime/cuda/libtorch.h"
+#include "runtime/cuda/libtorch_graph.h"
 #include "runtime/handles.h"
 
 namespace sidestream {
