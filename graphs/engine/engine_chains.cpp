@@ -1,8 +1,10 @@
 #include "graphs/engine/engine_chains.h"
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include <ATen/ops/zeros_like.h>
 
@@ -240,6 +242,19 @@ bool EngineChains::agree(bool mine) {
   const bool agreed = !ask || ask(mine);
   postponed_ = mine && !agreed;
   return agreed;
+}
+
+void EngineChains::await_failed_backward() const {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point end = Clock::now() + std::chrono::milliseconds(200);
+  bool pending = true;
+  while (pending && Clock::now() < end) {
+    pending = false;
+    for_each([&](const Chain& chain) { pending = pending || chain.any_pending(); });
+    if (pending) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
 }
 
 bool EngineChains::outdated() const {

@@ -61,6 +61,10 @@ class EngineChains {
   /// Calls of which `recorded` would make more captures than there may be lose those that were used least recently, but for those
   /// with a backward to come. What other calls captured beside them stays.
   void drop_least_used(CallTable& calls, const RecordedCalls& recorded);
+  /// After a step that failed: autograd's thread lets go of a backward that threw a moment after the exception has come out, and
+  /// till then its calls look like a microbatch in flight. Waits until none is pending, or for a fifth of a second: a graph that
+  /// somebody holds stays.
+  void await_failed_backward() const;
   /// Drops the graphs of all chains that `ss::call` made.
   void drop_own();
   /// Only what graphs own now is kept on the device for them.

@@ -117,6 +117,9 @@ void EngineState::begin_step() {
   if (step_) {
     throw UsageError("a step of this engine is active already; end it before the next begins");
   }
+  if (std::exchange(failed_, false)) {
+    chains_.await_failed_backward();
+  }
   calls_.begin_step();
   resources_.exclusions.refresh_parameters();
   resources_.check.begin_step(report_.steps());
@@ -161,6 +164,7 @@ void EngineState::make_ready() {
 
 void EngineState::end_step(bool failed) {
   const auto ended = c10::make_scope_exit([this] { step_.reset(); });
+  failed_ = failed;
   StepSession& step = *step_;
   step.leave_thread();
   context_.leave_graphed_call();

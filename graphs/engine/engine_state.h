@@ -101,6 +101,7 @@ class EngineState {
   bool making_ready_ = false;
   std::mutex kept_;  ///< a step may be left on another thread than the next begins on
   bool step_was_left_ = false;
+  bool failed_ = false;  ///< the latest step
   std::exception_ptr kept_failure_;
 };
 

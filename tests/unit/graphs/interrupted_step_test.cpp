@@ -1,6 +1,8 @@
 // A step that does not run to its end: left by an exception at any place, or ended before its backward. The engine goes on,
 // and the backward of what the step had computed may still run, as in plain training.
+#include <chrono>
 #include <cstdio>
+#include <thread>
 
 #include "sidestream/call.h"
 #include "sidestream/error.h"
@@ -132,6 +134,28 @@ TEST_P(InterruptedStepTest, ABackwardAfterItsStepHasEnded) {
       expect_usable(subject, when);
     }
   }
+}
+
+// Autograd's thread does so: it has the nodes that did not run in its queue when the exception comes out.
+TEST_P(InterruptedStepTest, ABackwardThatThrewIsLetGoOfInTheNextStepsBegin) {
+  Subject subject(*this, hooks_);
+  train_until(subject, 2);
+  const std::int64_t captures = subject.engine.report().captures;
+  std::thread holder;
+  try {
+    const auto step = subject.engine.step();
+    const at::Tensor loss = subject.model.loss(trapped_input(2, device_));
+    holder = std::thread([graph = loss]() mutable {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      graph.reset();
+    });
+    loss.register_hook([](const at::Tensor& /*grad*/) { throw testing_model::ModelBroke(0); });
+    loss.backward();
+  } catch (const testing_model::ModelBroke&) {
+  }
+  expect_usable(subject, "a backward that threw");
+  holder.join();
+  EXPECT_EQ(subject.engine.report().captures, captures) << "what was let go of is no microbatch in flight";
 }
 
 TEST_P(InterruptedStepTest, WhatAnInterruptedStepComputedOutlivesTheNextSteps) {
