@@ -155,6 +155,12 @@ Tensors StepBody::run(const Tensors& inputs) {
     output_counts_in_graph_ = output_counts_;
   }
   leaves_ = known_leaves();
+  leaves_without_in_graph_ = leaves_;
+  std::erase_if(leaves_without_in_graph_, [this](const at::Tensor& leaf) {
+    const auto of_leaf = [&](std::size_t i) { return met_in_graph_[i] && targets_[i].parameter.is_same(leaf); };
+    const auto targets = c10::irange(met_in_graph_.size());
+    return std::any_of(targets.begin(), targets.end(), of_leaf);
+  });
   return outputs;
 }
 

@@ -100,12 +100,13 @@ class StepBody {
   std::shared_ptr<const Given> given_;
   std::vector<std::size_t> counts_;
   std::vector<Target> targets_;
-  std::optional<HiddenGradients> hidden_;    ///< in a run for a graph
-  std::vector<at::Tensor> leaves_;           ///< all that a call looks at: see known_leaves
-  std::vector<at::Tensor> updated_outside_;  ///< see learn_updated
-  std::vector<bool> met_;                    ///< targets that got a gradient in the latest run
-  std::vector<bool> met_in_graph_;           ///< in the capture
-  std::vector<std::size_t> output_counts_;   ///< of the latest run
+  std::optional<HiddenGradients> hidden_;            ///< in a run for a graph
+  std::vector<at::Tensor> leaves_;                   ///< all that a call looks at: see known_leaves
+  std::vector<at::Tensor> updated_outside_;          ///< see learn_updated
+  std::vector<bool> met_;                            ///< targets that got a gradient in the latest run
+  std::vector<bool> met_in_graph_;                   ///< in the capture
+  std::vector<at::Tensor> leaves_without_in_graph_;  ///< of `leaves_`, those that got none in the capture
+  std::vector<std::size_t> output_counts_;           ///< of the latest run
   std::vector<std::size_t> output_counts_in_graph_;
   StepWatch watch_;
   std::shared_ptr<StepOffload> offload_;  ///< null where nothing leaves

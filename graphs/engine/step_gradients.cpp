@@ -192,15 +192,19 @@ void StepBody::refuse_gradients_of_others() const {
 }
 
 void StepBody::attach_gradients(bool ran_eagerly) {
+  const std::vector<bool>& met = ran_eagerly ? met_ : met_in_graph_;
   if (!given_->accumulate) {
-    for (const at::Tensor& leaf : leaves_) {
+    const std::vector<at::Tensor>& without = ran_eagerly ? leaves_ : leaves_without_in_graph_;
+    for (const at::Tensor& leaf : without) {
       leaf.mutable_grad() = at::Tensor();
     }
   }
-  const std::vector<bool>& met = ran_eagerly ? met_ : met_in_graph_;
   for (std::size_t i = 0; i < met.size(); ++i) {
     if (met[i]) {
-      targets_[i].parameter.mutable_grad() = to_attach(targets_[i].gradient);
+      at::Tensor& grad = targets_[i].parameter.mutable_grad();
+      if (const at::Tensor& made = to_attach(targets_[i].gradient); !grad.is_same(made)) {
+        grad = made;
+      }
     }
   }
   if (given_->update) {  // what an eager forward has saved of them is another value now
