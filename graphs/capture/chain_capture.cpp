@@ -39,6 +39,7 @@ std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources,
     resources.owned_gradients->hold_accumulators();
     resources.exclusions->remove_static_inputs();
     resources.offload->end_forward();
+    used.runtime->forget_workspaces(used.capture_stream->get());
     throw;
   }
   resources.owned_gradients->hold_accumulators();

@@ -44,6 +44,7 @@ class ForwardingRuntime : public Runtime {
   [[nodiscard]] DeviceRoom room() const override { return inner_->room(); }
   [[nodiscard]] MemoryRefusal latest_refusal() const override { return inner_->latest_refusal(); }
   void release_cached_memory() override { inner_->release_cached_memory(); }
+  void forget_workspaces(c10::Stream stream) noexcept override { inner_->forget_workspaces(stream); }
   [[nodiscard]] MemoryPool create_pool() override { return inner_->create_pool(); }
   [[nodiscard]] std::int64_t allocated_in(const MemoryPool& pool) const override { return inner_->allocated_in(pool); }
   [[nodiscard]] PinnedMemory allocate_pinned(std::size_t bytes) override { return inner_->allocate_pinned(bytes); }

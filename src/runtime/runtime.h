@@ -130,6 +130,9 @@ class SIDESTREAM_API Runtime {
   [[nodiscard]] virtual MemoryRefusal latest_refusal() const = 0;
   /// Gives cached, unused device memory back. Capture: illegal while the calling thread captures; waits as synchronize_device.
   virtual void release_cached_memory() = 0;
+  /// Gives the memory that libraries keep to work on `stream` (cuBLAS's workspaces) back to the allocator, behind the stream's work:
+  /// what works there next allocates anew. Capture: illegal where `stream` captures.
+  virtual void forget_workspaces([[maybe_unused]] c10::Stream stream) noexcept {}
   [[nodiscard]] virtual MemoryPool create_pool() = 0;
   /// Bytes of `pool` that live tensors hold now: its part of `allocated`. Capture: legal. Not for the replay path.
   [[nodiscard]] virtual std::int64_t allocated_in(const MemoryPool& pool) const = 0;

@@ -242,6 +242,10 @@ void CudaRuntime::release_cached_memory() {
   libtorch::release_cached_memory();
 }
 
+void CudaRuntime::forget_workspaces(c10::Stream stream) noexcept {
+  libtorch::forget_stream(libtorch::native_stream(stream));
+}
+
 MemoryPool CudaRuntime::create_pool() { return {*this, new libtorch::PoolId(libtorch::create_pool(device_))}; }
 
 std::int64_t CudaRuntime::allocated_in(const MemoryPool& pool) const {

@@ -48,6 +48,7 @@ class CudaRuntime final : public Runtime {
   [[nodiscard]] DeviceRoom room() const override;
   [[nodiscard]] MemoryRefusal latest_refusal() const override;
   void release_cached_memory() override;
+  void forget_workspaces(c10::Stream stream) noexcept override;
   [[nodiscard]] MemoryPool create_pool() override;
   [[nodiscard]] std::int64_t allocated_in(const MemoryPool& pool) const override;
   [[nodiscard]] PinnedMemory allocate_pinned(std::size_t bytes) override;

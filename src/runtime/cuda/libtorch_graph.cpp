@@ -65,7 +65,8 @@ void forget_stream(cudaStream_t stream) noexcept {
 // first met inside a capture (autograd's device thread has a handle of its own), that memory comes from the capture's pool,
 // which could then never be given back. So what a capture added is freed at its end: the graph keeps the address, as it does
 // with every temporary of a capture, and the next product outside allocates anew. What eager passes on the capture's stream
-// left is freed before: a workspace outside of the pool would stay beside it for as long as the stream lives.
+// left is freed before, and where no capture follows them because one threw (Runtime::forget_workspaces): a workspace outside of
+// the pool would stay beside it for as long as the stream lives.
 class BlasWorkspaces {
  public:
   void begin() {

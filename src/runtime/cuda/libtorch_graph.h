@@ -13,7 +13,7 @@ namespace sidestream::cuda::libtorch {
 /// Makes the calling thread's cuBLAS handle and its workspace for `stream`, so that a capture need not.
 void warm_blas(c10::Stream stream);
 
-/// Frees what LibTorch keeps for `stream`, which is idle and about to be destroyed.
+/// Frees what cuBLAS keeps for `stream`, behind its work; see Note [Workspaces of a capture].
 void forget_stream(cudaStream_t stream) noexcept;
 
 /// One `at::cuda::CUDAGraph` with an ending that leaves nothing behind when the capture failed.

@@ -2,6 +2,7 @@
 // trying again captures what is missing and nothing twice.
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -9,13 +10,16 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
 #include "models/block_model.h"
 #include "models/layer_stack.h"
 #include "models/wrapping.h"
+#include "runtime/forwarding_runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
 #include "sim/device/device.h"
 #include "unit/graphs/fault_runtime.h"
 #include "unit/sim/rerun/every_order.h"
@@ -29,6 +33,17 @@ using testing_model::FaultyRuntime;
 using testing_model::gradients;
 using testing_model::same;
 using testing_model::StepTensors;
+
+/// Notes of which streams the workspaces were given up.
+class WorkspacesNoted final : public ForwardingRuntime {
+ public:
+  using ForwardingRuntime::ForwardingRuntime;
+  void forget_workspaces(c10::Stream stream) noexcept override {
+    forgotten.push_back(stream);
+    inner().forget_workspaces(stream);
+  }
+  std::vector<c10::Stream> forgotten;
+};
 
 class CaptureFaultTest : public testing::Test {
  protected:
@@ -101,6 +116,31 @@ TEST_F(CaptureFaultTest, NothingChangesWhereTheGraphsWouldOwnTheGradients) {
                          /*each_allocation=*/false);
   expect_nothing_changes(GraphOptions().num_warmup_iters(0).accumulate_in_graph(true), /*with_gradients=*/false,
                          /*each_allocation=*/true);
+}
+
+// The memory itself is seen on a GPU alone, by ConformanceMissing.CaptureFailureCleanup.
+TEST_F(CaptureFaultTest, TheWorkspacesOfPassesThatThrowAreGivenUp) {
+  torch::nn::Sequential model = testing_model::layer_stack(1, device_);
+  for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
+    const auto runtime = std::make_shared<WorkspacesNoted>(make_runtime(device_));
+    OffloadEngine engine(EngineAccess::engine(*model, Options(device_), runtime));
+    std::vector<c10::Stream> ran_on;
+    int run = 0;
+    Callable callable("breaks", owning([&](const Tensors& in) {
+                        ran_on.push_back(runtime->current_stream());
+                        const at::Tensor y = model->forward(in[0]);
+                        if (run++ == fails_in) {
+                          throw std::runtime_error("the model broke");
+                        }
+                        return Tensors{y};
+                      }));
+    const at::Tensor sample = testing_model::rows(0, device_).requires_grad_(true);
+    EXPECT_THROWS(std::runtime_error, "the model broke",
+                  (void)make_graphed_callables(engine, {callable}, {{sample}}, GraphOptions().num_warmup_iters(1)));
+    ASSERT_EQ(ran_on.size(), static_cast<std::size_t>(fails_in) + 1);
+    EXPECT_EQ(runtime->forgotten, std::vector<c10::Stream>{ran_on.back()}) << "pass " << fails_in;
+    EXPECT_NE(ran_on.back(), runtime->current_stream());
+  }
 }
 
 /// ss::call, two microbatches in flight.
