@@ -51,6 +51,18 @@ void StepOffload::begin_sizing() {
                                            parts_.limits);
 }
 
+void StepOffload::abandon() noexcept {
+  recorder_.reset();
+  warm_.reset();
+  copies_.reset();
+  passes_.clear();
+  profile_ = {};
+  plan_ = {};
+  planned_ = {};
+  counts_ = {};
+  recorded_ = {};
+}
+
 void StepOffload::finish_sizing() {
   if (recorder_ != nullptr) {
     recorder_->finish();

@@ -58,6 +58,9 @@ class StepOffload {
   /// Inside the capture, behind its last backward: the copy streams are joined.
   void end_capture();
 
+  /// An attempt to capture has failed, and nothing of it captures any more: what it held goes.
+  void abandon() noexcept;
+
   /// What each replay copies; nothing before a capture.
   [[nodiscard]] const CopyCounts& copies() const noexcept { return counts_; }
   /// What the capture met that the plan did not know.

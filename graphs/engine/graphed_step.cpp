@@ -40,6 +40,13 @@ class GraphedStep::Shared {
     std::vector<Shape> shapes;
     std::shared_ptr<StepBody> body;
     GraphedCallable graph;
+    std::weak_ptr<const ChainHolder> holder;  ///< of its graph
+
+    /// No graph is left: a capture in its place has failed.
+    [[nodiscard]] bool is_lost() const {
+      const auto held = holder.lock();
+      return held != nullptr && !held->chain->layers().front().forward;
+    }
   };
 
   [[nodiscard]] static bool fits(const Variant& variant, const std::vector<Tensors>& microbatches);
@@ -110,7 +117,8 @@ void GraphedStep::Shared::capture(const std::vector<Tensors>& samples) {
                     given_->module);
   callable.generators(given_->generators);
   auto graphs = EngineAccess::capture(engine_, {std::move(callable)}, {flat}, options_.graph());
-  variants_.push_back({std::move(counts), std::move(shapes), std::move(body), std::move(graphs.front())});
+  variants_.push_back({std::move(counts), std::move(shapes), std::move(body), std::move(graphs.front()),
+                       EngineAccess::state(engine_).chains().all().back()});
 }
 
 GraphedStep::Shared::Variant& GraphedStep::Shared::variant_for(const std::vector<Tensors>& microbatches) {
@@ -139,7 +147,16 @@ std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microb
   for (const Tensors& inputs : microbatches) {
     flat.insert(flat.end(), inputs.begin(), inputs.end());
   }
-  const auto [made, eagerly] = EngineAccess::run(variant.graph, flat, [&body = *variant.body] { body.prepare(); });
+  const auto [made, eagerly] = [&] {
+    try {
+      return EngineAccess::run(variant.graph, flat, [&body = *variant.body] { body.prepare(); });
+    } catch (...) {
+      if (variant.is_lost()) {
+        variant.body->abandon_capture();
+      }
+      throw;
+    }
+  }();
   if (!eagerly) {
     EngineAccess::state(engine_).copied_in_graph(variant.body->copies());
   }

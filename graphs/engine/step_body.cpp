@@ -164,6 +164,12 @@ Tensors StepBody::run(const Tensors& inputs) {
   return outputs;
 }
 
+void StepBody::abandon_capture() noexcept {
+  if (offload_ != nullptr) {
+    offload_->abandon();
+  }
+}
+
 void StepBody::drop_replaced() {
   const std::vector<at::Tensor> registered = given_->module->parameters();
   std::size_t kept = 0;

@@ -53,6 +53,8 @@ class StepBody {
   void prepare();
   /// Behind the step: the parameters have the gradients of the eager run, or of the replay.
   void attach_gradients(bool ran_eagerly);
+  /// A capture in the place of its graph has failed: what the attempt held of the device and of pinned memory goes.
+  void abandon_capture() noexcept;
   /// Throws: UsageError where a parameter has gradient hooks, which a graph would not run.
   void refuse_hooks() const;
 

@@ -1,5 +1,6 @@
 // What a whole step leaves behind, and what it keeps: tensors of modules, versions, gradients, journals, verification.
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -9,6 +10,7 @@
 
 #include "expect_throws.h"
 #include "sidestream/error.h"
+#include "sidestream/owning.h"
 #include "unit/graphs/graphed_step_fixture.h"
 
 namespace sidestream {
@@ -290,6 +292,36 @@ TEST_F(WholeStepStateTest, GradientsThatAreGivenOtherMemoryAreTakenBack) {
         }
       }
     }
+  }
+}
+
+TEST_F(WholeStepStateTest, ACaptureThatFailsInItsGraphsPlaceHoldsNoPinnedMemory) {
+  for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
+    WholeStepTrainer plain(device_, {.layers = 4});
+    torch::nn::Sequential model = testing_model::layer_stack(4, device_);
+    OffloadEngine engine(*model, Options(device_).offload("**").min_bytes(512));
+    int left = -1;
+    const auto loss = [&](torch::nn::SequentialImpl& layers, const Tensors& inputs) {
+      Tensors made = testing_model::stack_loss(layers, inputs);
+      if (left-- == 0) {
+        throw std::runtime_error("the model broke");
+      }
+      return made;
+    };
+    const GraphedStep step = make_graphed_step(engine, Callable("step", owning(loss), model), plain.data(0),
+                                               StepOptions().graph(GraphOptions().num_warmup_iters(1)));
+    EXPECT_GT(engine.report().pinned_bytes, 0);
+    for (at::Tensor& parameter : model->parameters()) {
+      parameter.set_data(parameter.detach().clone());
+    }
+    left = fails_in;
+    EXPECT_THROWS(std::runtime_error, "the model broke", (void)step(plain.data(1)));
+    EXPECT_EQ(engine.report().pinned_bytes, 0) << "pass " << fails_in;
+    EXPECT_EQ(step.offloaded_bytes(), 0U);
+    (void)step(plain.data(2));
+    (void)plain.run(2);
+    EXPECT_TRUE(same(testing_model::gradients(*model), testing_model::gradients(*plain.model))) << "pass " << fails_in;
+    EXPECT_GT(step.offloaded_bytes(), 0U);
   }
 }
 
