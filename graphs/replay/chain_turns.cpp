@@ -37,10 +37,10 @@ void Chain::take_turn(std::size_t index) {
   if (has_to_wait()) {
     refuse_turn(describe(index));
   }
+  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);  // before the former's saved tensors are given up
   if (former != nullptr) {
     former->give_up_turn();
   }
-  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);
   memory_->set_turn(this);
 }
 
@@ -80,11 +80,11 @@ void Chain::begin_capture() {
   const std::lock_guard lock(mutex_);
   Chain* const former = memory_->turn();
   check_turn();
+  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);
   if (former != nullptr) {
     former->give_up_turn();
     memory_->set_turn(nullptr);
   }
-  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);
 }
 
 void Chain::share_outputs() {
