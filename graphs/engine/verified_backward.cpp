@@ -12,6 +12,7 @@
 #include "graphs/capture/bare_leaves.h"
 #include "graphs/engine/effects_undone.h"
 #include "graphs/engine/verified_call.h"
+#include "graphs/replay/replay_node.h"
 #include "observe/sync_finder.h"
 #include "offload/recorder.h"
 
@@ -23,7 +24,7 @@ using torch::autograd::variable_list;
 }  // namespace
 
 /// On the replay's node: sees `.grad` before the backward graph adds into it, and the generators before it draws.
-class VerifiedCall::BeforeBackward final : public torch::autograd::FunctionPreHook {
+class VerifiedCall::BeforeBackward final : public KeepsNoGradient {
  public:
   explicit BeforeBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}
   variable_list operator()(const variable_list& grads) override {
@@ -35,7 +36,8 @@ class VerifiedCall::BeforeBackward final : public torch::autograd::FunctionPreHo
   std::shared_ptr<VerifiedCall> call_;
 };
 
-/// On the replay's node: compares what its backward gave.
+/// On the replay's node: compares what its backward gave, before another graph is launched: what the graph began with, static gradients
+/// of the one before too, is still there.
 class VerifiedCall::AfterBackward final : public torch::autograd::FunctionPostHook {
  public:
   explicit AfterBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}

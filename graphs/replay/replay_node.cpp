@@ -20,9 +20,11 @@ const ReplayNode* as_replay(const torch::autograd::Node* node) noexcept {
   return node != nullptr && typeid(*node) == typeid(ReplayNode) ? static_cast<const ReplayNode*>(node) : nullptr;
 }
 
-/// True when others than `node` get to see its gradient: hooks, or the caller of autograd::grad.
+/// True when others than `node` get to keep its gradient: hooks, or the caller of autograd::grad.
 bool seen_by_others(torch::autograd::Node& node) {
-  if (!node.tensor_pre_hooks().empty() || !node.pre_hooks().empty()) {
+  const auto keeps = [](const auto& hook) { return dynamic_cast<const KeepsNoGradient*>(hook.get()) == nullptr; };
+  const auto& hooks = node.pre_hooks();
+  if (!node.tensor_pre_hooks().empty() || std::any_of(hooks.begin(), hooks.end(), keeps)) {
     return true;
   }
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();

@@ -3,12 +3,17 @@
 #include <memory>
 
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 
 #include "offload/gradient_owner.h"
 
 namespace sidestream {
 
 class Chain;
+
+/// A hook in front of a ReplayNode that keeps nothing of what it sees: gradients that another replay hands on may be static, and
+/// are copied for others.
+class KeepsNoGradient : public torch::autograd::FunctionPreHook {};
 
 /// The autograd node of one graphed call: its apply replays the backward graph. When it dies unused, so does the claim on the
 /// layer's saved tensors.

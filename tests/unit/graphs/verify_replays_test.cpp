@@ -14,8 +14,11 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 
 #include "expect_throws.h"
+#include "graphs/engine/engine_access.h"
 #include "models/ruled_model.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
@@ -242,6 +245,35 @@ TEST_F(VerifyReplaysTest, OneCallAStepAndEachInItsTurn) {
   }
   EXPECT_EQ(engine_->report().verified_forwards, 6);
   EXPECT_EQ(engine_->report().verified_backwards, 6);
+}
+
+/// Behind a node: where the first gradient that it made lies.
+class WhereItLies final : public torch::autograd::FunctionPostHook {
+ public:
+  explicit WhereItLies(const void*& address) : address_(address) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& results,
+                                            const torch::autograd::variable_list& /*grads*/) override {
+    address_ = results.at(0).const_data_ptr();
+    return results;
+  }
+
+ private:
+  const void*& address_;
+};
+
+TEST_F(VerifyReplaysTest, GradientsBetweenCallsGoOnWithoutACopyAsInOtherSteps) {
+  make([](RuledLayer& l, const at::Tensor& x) { return (x * l.weight).sin(); }, verifying(), 2);
+  train(2);
+  const auto& layers = EngineAccess::state(*engine_).chains().all()[0].lock()->chain->layers();
+  for (int s = 0; s < 4; ++s) {
+    const void* handed_on = nullptr;
+    const auto step = engine_->step();
+    const at::Tensor y = model_->forward(at::full({2, RuledLayer::kWidth}, 3.0, device_));
+    y.grad_fn()->add_post_hook(std::make_unique<WhereItLies>(handed_on));
+    y.sum().backward();
+    EXPECT_EQ(handed_on, layers[1].inputs[0].grad.const_data_ptr()) << "step " << s;
+  }
+  EXPECT_EQ(engine_->report().verified_backwards, 5);
 }
 
 TEST_F(VerifyReplaysTest, ThenOneReplayInSoMany) {
