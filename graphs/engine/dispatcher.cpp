@@ -268,13 +268,13 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
                           : "autocast is in another state") +
                      " than at its capture; call it as captured, or capture again there");
   }
-  if (change.stale() && layer->placed_by_hooks) {
+  const bool lost = !layer->forward;  // by a capture that failed in its place
+  if (!lost && change.stale() && layer->placed_by_hooks) {
     throw UsageError(describe(site) + ": its graphs read weights where its capture-time hooks had put them, and now " +
                      holder.chain->difference(place) +
                      "; put them there before each replay, and leave them there until its backward has run");
   }
-  const bool lost = !layer->forward;  // by a capture that failed in its place
-  if (change.layout) {
+  if (change.layout && !layer->placed_by_hooks) {
     throw UsageError(describe(site) + ": " + holder.chain->difference(place) +
                      " at the capture; make_graphed_callables again with samples for the model as it is");
   }
@@ -288,7 +288,14 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
     }
     chains_.recapture(holder);
     place = only.place();
+    layer = &holder.chain->layers()[place];
     change = holder.chain->change_of_all(place);
+    if (change.stale() && layer->placed_by_hooks) {
+      throw UsageError(describe(site) + ": it was captured again just now" +
+                       (lost ? ", as a capture in the place of its graphs had failed," : "") +
+                       " and its capture-time hooks have taken its weights away behind that (" +
+                       holder.chain->difference(place) + "); put them where its graphs read them, and call it again");
+    }
   }
   if (change.any()) {
     throw UsageError(describe(site) + ": a parameter or buffer was relocated since the capture, or is another (" +

@@ -202,6 +202,37 @@ TEST_F(HooksThatGather, WhatWasGatheredIsHeld) {
   EXPECT_THROWS(UsageError, "where its capture-time hooks had put them", (void)graphed({input(1)}));
 }
 
+// The other callable's weight lies elsewhere, and its body throws where both are captured again.
+TEST_F(HooksThatGather, ACaptureThatFailedInItsPlaceIsNamed) {
+  for (const bool gathered : {false, true}) {
+    SCOPED_TRACE(gathered ? "gathered" : "scattered");
+    bool breaks = false;
+    Callable hooked("scaled", torch::nn::AnyModule(module_));
+    hooked.capture_time_hooks(whole());
+    Callable other("other", owning([&](const Tensors& in) {
+                     if (breaks) {
+                       throw std::runtime_error("the model broke");
+                     }
+                     return Tensors{in[0] * weight_};
+                   }));
+    const auto graphed = make_graphed_callables(engine_, {hooked, other}, {{input(0)}, {input(0)}});
+    weight_.set_data(weight_.detach().clone());
+    breaks = true;
+    EXPECT_THROWS(std::runtime_error, "the model broke", (void)graphed[1]({input(1)}));
+    breaks = false;
+    scatter();
+    if (gathered) {
+      gather();
+    }
+    EXPECT_THROWS(UsageError, "as a capture in the place of its graphs had failed", (void)graphed[0]({input(1)}));
+    scatter();
+    const testing_model::StepTensors expected = step(2, nullptr);
+    EXPECT_TRUE(testing_model::same(step(2, graphed.data()), expected));
+    const at::Tensor x = input(3);
+    EXPECT_TRUE(at::equal(graphed[1]({x})[0].cpu(), (x * weight_).cpu()));
+  }
+}
+
 TEST_F(HooksThatGather, OtherMemoryForTheBackwardIsRefused) {
   EXPECT_THROWS(
       CaptureError, "elsewhere for its backward than for its forward",
