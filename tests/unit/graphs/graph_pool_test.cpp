@@ -12,51 +12,18 @@
 
 #include "expect_throws.h"
 #include "models/layer_stack.h"
-#include "models/plain_twin.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sim/device/device.h"
+#include "unit/graphs/pooled_stack.h"
 
 namespace sidestream {
 namespace {
 
 using testing_model::layer_stack;
+using testing_model::PooledStack;
 using testing_model::rows;
-using testing_model::StepTensors;
-
-/// Graphed layers of a model of its own, and their plain twin.
-struct PooledStack {
-  PooledStack(c10::Device on, std::int64_t layers, const GraphOptions& options, bool offload = true)
-      : device(on), model(layer_stack(layers, on)), plain(layer_stack(layers, on)) {
-    engine.emplace(*model, Options(on).offload(offload ? "layers.*.*" : "").min_bytes(1024));
-    graphed = testing_model::graph_stack(*engine, model, on, options);
-  }
-  at::Tensor forward(const at::Tensor& x) const { return testing_model::run_stack(graphed, x); }
-  /// A step on the data of `s`, which is plain training's; gives the output.
-  at::Tensor expect_plain(std::int64_t s) {
-    at::Tensor y;
-    const auto step = [&](torch::nn::Sequential& trained, bool graphs) {
-      const at::Tensor x = rows(s, device).requires_grad_(true);
-      StepTensors result = testing_model::train_step(*trained, nullptr, [&] {
-        y = graphs ? forward(x) : trained->forward(x);
-        (y * rows(s, device, 1)).sum().backward();
-      });
-      result.emplace_back("gradient of the input", x.grad());
-      result.emplace_back("output", y);
-      return result;
-    };
-    const StepTensors expected = step(plain, false);
-    EXPECT_TRUE(testing_model::same(step(model, true), expected)) << "step " << s;
-    return y.detach();
-  }
-
-  c10::Device device;
-  torch::nn::Sequential model;
-  torch::nn::Sequential plain;
-  std::optional<OffloadEngine> engine;
-  std::vector<GraphedCallable> graphed;
-};
 
 class GraphPoolTest : public testing::Test {
  protected:
