@@ -2,15 +2,22 @@
 // refused. That the gradients are plain training's, under every schedule, is training_test.cpp's ("mixed_delayed").
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
+#include "graphs/engine/engine_access.h"
 #include "models/block_model.h"
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "runtime/forwarding_runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
+#include "sidestream/scope.h"
 
 namespace sidestream {
 namespace {
@@ -87,6 +94,95 @@ TEST_F(DelayedTrainingTest, NothingIsLostWhereNoBackwardComes) {
   step.finish();
   EXPECT_EQ(engine.report().offloaded_bytes, whole) << "what leaves leaves at the step's end";
   loss.backward();
+}
+
+/// Fails the first copy to the host behind a launch, once.
+class FailsACopyBehindALaunch final : public ForwardingRuntime {
+ public:
+  using ForwardingRuntime::ForwardingRuntime;
+  void arm() {
+    armed_ = true;
+    launched_ = false;
+  }
+  void launch(const Graph& graph, c10::Stream stream) override {
+    inner().launch(graph, stream);
+    launched_ = true;
+  }
+  void copy_to_host(void* pinned, const void* device, std::size_t bytes, c10::Stream stream) override {
+    if (launched_ && std::exchange(armed_, false)) {
+      throw DeviceError("the copy was made to fail");
+    }
+    inner().copy_to_host(pinned, device, bytes, stream);
+  }
+
+ private:
+  bool armed_ = false;
+  bool launched_ = false;
+};
+
+// The graph adds into .grad itself, and has been launched.
+TEST_F(DelayedTrainingTest, ABackwardThatFailsBehindItsLaunchAtACopyIsNotRunAgain) {
+  const auto runtime = std::make_shared<FailsACopyBehindALaunch>(make_runtime(device_));
+  const Options options = Options(device_)
+                              .min_bytes(1024)
+                              .graph("blocks.*")
+                              .offload("**")
+                              .delay("aside")
+                              .lag(4096)
+                              .graph_options(GraphOptions().accumulate_in_graph(true));
+  OffloadEngine engine(EngineAccess::engine(model_, options, runtime));
+  BlockModel plain(shape_);
+  plain.to(device_);
+  const auto loss_of = [&](BlockModel& model, std::int64_t s) {
+    const auto batch = testing_model::batch_of(shape_, s, device_);
+    return model.loss(batch.tokens, batch.targets);
+  };
+  const at::Tensor x = testing_model::rows(0, device_).requires_grad_(true);
+  const auto in_scope = [&](const char* name, const at::Tensor& from) {
+    const OffloadScope scope(name);
+    return from.exp();
+  };
+  const auto expect_plain = [&](std::int64_t s) {
+    const auto train_once = [&](BlockModel& model, OffloadEngine* with) {
+      return testing_model::train_step(model, with, [&] {
+        const at::Tensor loss = loss_of(model, s);
+        const at::Tensor aside = in_scope("aside", x);  // leaves behind the first backward
+        loss.backward();
+        in_scope("last", at::cat({aside, aside})).sum().backward();  // which the lag keeps
+      });
+    };
+    const testing_model::StepTensors expected = train_once(plain, nullptr);
+    EXPECT_TRUE(testing_model::same(train_once(model_, &engine), expected)) << "step " << s;
+  };
+  for (std::int64_t s = 0; s < 3; ++s) {
+    expect_plain(s);
+  }
+  const auto of_last_block = [](const BlockModel& model) {
+    testing_model::StepTensors gradients;
+    for (const auto& parameter : model.named_parameters()) {
+      if (parameter.key().find("blocks.4.") == 0) {
+        gradients.emplace_back(parameter.key(), parameter.value().grad());
+      }
+    }
+    return gradients;
+  };
+  model_.zero_grad();
+  plain.zero_grad();
+  loss_of(plain, 3).backward();
+  {
+    Step step = engine.step();
+    const at::Tensor loss = loss_of(model_, 3);
+    const at::Tensor aside = in_scope("aside", x);
+    runtime->arm();
+    EXPECT_THROWS(DeviceError, "the copy was made to fail", loss.backward({}, /*retain_graph=*/true));
+    EXPECT_TRUE(testing_model::same(of_last_block(model_), of_last_block(plain)));
+    EXPECT_THROWS(UsageError, "failed after its graph had begun to add into .grad", loss.backward());
+    EXPECT_TRUE(testing_model::same(of_last_block(model_), of_last_block(plain)));
+    in_scope("last", at::cat({aside, aside})).sum().backward();
+    step.finish();
+  }
+  model_.zero_grad();
+  expect_plain(4);
 }
 
 TEST_F(DelayedTrainingTest, PatternsThatNameNothingThatLeavesAreRefused) {
