@@ -13,7 +13,9 @@
 #include <ATen/ops/mul.h>
 #include <gtest/gtest.h>
 
+#include "memory/shared_slots.h"
 #include "memory/storage_view.h"
+#include "offload/capture_offload.h"
 #include "offload/eager_offload.h"
 #include "offload/scope_tree.h"
 #include "sidestream/error.h"
@@ -145,6 +147,32 @@ TEST_F(SmallBlockTest, WhatFindsNoPinnedMemoryStaysAndIsCounted) {
   for (const Saved& saved : all) {
     EXPECT_TRUE(unpack(saved).cpu().equal(saved.expected));
   }
+}
+
+// A capture that saves otherwise than planned, in slots that others have at their turns.
+TEST_F(SmallBlockTest, OfASharedSlotNoMoreIsCopiedThanTheBlockHas) {
+  pin({4096});
+  begin_group();
+  group_->block_bytes = 4096;
+  const std::vector<Saved> all = {save(numbers(512)), save(numbers(700))};
+  SharedSlots slots(arena_);
+  SharedSlots::Share share(slots);
+  const std::vector<std::size_t> sizes = {4096};
+  share.lease(*arena_, sizes);
+  const auto capture = std::make_shared<CaptureOffload>(runtime_, mover_);
+  CapturedCopies copies;
+  capture->begin_forward(copies, &share);
+  capture->group_ended(*group_);
+  capture->end_forward();
+  EXPECT_EQ(all[1].storage->place, SavedStorage::Place::device);
+  ASSERT_EQ(copies.storages.size(), 1U);
+  EXPECT_EQ(copies.storages[0]->bytes, 2048U) << "the first";
+  std::size_t copied = 0;
+  for (const CapturedCopy& copy : copies.copies) {
+    EXPECT_EQ(copy.at, copied);
+    copied += copy.bytes;
+  }
+  EXPECT_EQ(copied, 2048U);
 }
 
 TEST_F(SmallBlockTest, WithoutAnyPinnedMemoryAllStay) {
