@@ -285,6 +285,13 @@ const std::vector<EngineFault>& covered_faults() {
        "one_graph_no_lag",
        {Act::drop_wait, "*", StreamRole::current, Mark::all_to_host, 0, true},
        "each source was let go behind its copy"},
+      {"StepOffload::end_capture",
+       "a step's graph ends behind its copies in",
+       "one_graph_microbatches",
+       {Act::drop_wait, "*", StreamRole::current, Mark::all_to_device, 0, true},
+       "a backward uses, and so waits for, all that its step has brought back; that the graph ends behind them is "
+       "promised to the "
+       "capture"},
       {"ChainCopies::join",
        "a seed in the pool is written behind copies in",
        "skip_K1_low5_cut7_ahead",
