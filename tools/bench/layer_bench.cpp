@@ -14,16 +14,6 @@ namespace {
 constexpr int kWarmSteps = 4;  // sizing, capture, two replays
 constexpr std::size_t kWatchedSteps = 3;
 
-StepTime median_of(const std::vector<StepTime>& times) {
-  const auto of = [&](double StepTime::*field) {
-    std::vector<double> values;
-    std::transform(times.begin(), times.end(), std::back_inserter(values),
-                   [&](const StepTime& time) { return time.*field; });
-    return median(values);
-  };
-  return {.wall = of(&StepTime::wall), .issued = of(&StepTime::issued), .cpu = of(&StepTime::cpu)};
-}
-
 }  // namespace
 
 const std::vector<LayerMode>& layer_modes() {
@@ -149,7 +139,7 @@ std::vector<std::vector<StepTime>> LayerBench::times() {
       step(engines[i].get());
       std::vector<StepTime> watched(kWatchedSteps);
       std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get()); });
-      all[i].push_back(median_of(watched));
+      all[i].push_back(median(watched));
     }
   }
   return all;

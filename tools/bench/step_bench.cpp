@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iterator>
 #include <utility>
 
 #include <ATen/Context.h>
@@ -48,17 +47,6 @@ class TinyModel : public torch::nn::Module {
   torch::nn::ModuleList blocks_;
 };
 
-/// Of the blocks that are watched in one round.
-StepTime median_of_watched(const std::vector<StepTime>& times) {
-  const auto of = [&](double StepTime::*field) {
-    std::vector<double> values;
-    std::transform(times.begin(), times.end(), std::back_inserter(values),
-                   [&](const StepTime& time) { return time.*field; });
-    return median(values);
-  };
-  return {.wall = of(&StepTime::wall), .issued = of(&StepTime::issued), .cpu = of(&StepTime::cpu)};
-}
-
 /// Of each of `block` steps, one right behind the other.
 StepTime time_block(c10::Device device, std::int64_t block, const std::function<void()>& run) {
   synchronize(device);
@@ -78,7 +66,7 @@ StepTime of_one_round(c10::Device device, std::int64_t block, const std::functio
   (void)time_block(device, 1, run);
   std::vector<StepTime> watched(kWatched);
   std::generate(watched.begin(), watched.end(), [&] { return time_block(device, block, run); });
-  return median_of_watched(watched);
+  return median(watched);
 }
 
 }  // namespace

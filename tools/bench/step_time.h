@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <chrono>
 #include <ctime>
+#include <iterator>
+#include <utility>
 #include <vector>
 
 namespace sidestream::bench {
@@ -35,5 +37,16 @@ struct StepTime {
   double issued = 0;  ///< until the host had issued everything, seconds
   double cpu = 0;     ///< what all threads of the process computed until then, seconds
 };
+
+/// Of each field by itself.
+inline StepTime median(const std::vector<StepTime>& times) {
+  const auto of = [&](double StepTime::*field) {
+    std::vector<double> values;
+    std::transform(times.begin(), times.end(), std::back_inserter(values),
+                   [&](const StepTime& time) { return time.*field; });
+    return median(std::move(values));
+  };
+  return {.wall = of(&StepTime::wall), .issued = of(&StepTime::issued), .cpu = of(&StepTime::cpu)};
+}
 
 }  // namespace sidestream::bench

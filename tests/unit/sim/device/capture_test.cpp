@@ -30,6 +30,13 @@ class SimCaptureTest : public SimTest {
     body();
     return runtime().end_capture(side());
   }
+  void launch_and_run_the_second_first(const Graph& one, const Graph& two) {
+    device().set_schedule(Schedule(Schedule::Kind::late));
+    runtime().launch(one, side());
+    runtime().launch(two, copies());
+    runtime().synchronize(copies());
+    runtime().synchronize(side());
+  }
 };
 
 TEST_F(SimCaptureTest, WhatWasComputedIsPoisonUntilTheFirstLaunch) {
@@ -243,11 +250,7 @@ TEST_F(SimCaptureTest, DrawsFollowTheOrderOfLaunchesWhateverTheScheduleDoes) {
   const auto expected_b = bytes(b);
   EXPECT_NE(expected_a, expected_b);
   set_default_state(before);
-  device().set_schedule(Schedule(Schedule::Kind::late));
-  runtime().launch(one, side());
-  runtime().launch(two, copies());
-  runtime().synchronize(copies());  // the second launch runs first
-  runtime().synchronize(side());
+  launch_and_run_the_second_first(one, two);
   EXPECT_EQ(bytes(a), expected_a);
   EXPECT_EQ(bytes(b), expected_b);
 }
@@ -270,11 +273,7 @@ TEST_F(SimCaptureTest, DrawsFromEachGeneratorFollowTheOrderOfLaunchesToo) {
   EXPECT_EQ(draws_between(default_before, default_state()), 64U);
   set_state_of(own, before);
   set_default_state(default_before);
-  device().set_schedule(Schedule(Schedule::Kind::late));
-  runtime().launch(one, side());
-  runtime().launch(two, copies());
-  runtime().synchronize(copies());  // the second launch runs first
-  runtime().synchronize(side());
+  launch_and_run_the_second_first(one, two);
   EXPECT_EQ(bytes(a), expected_a);
   EXPECT_EQ(bytes(b), expected_b);
 }
