@@ -231,11 +231,18 @@ AdamW::AdamW(AdamW&&) noexcept = default;
 AdamW& AdamW::operator=(AdamW&&) noexcept = default;
 AdamW::~AdamW() = default;
 
-void AdamW::step() { updates_->step(); }
+AdamW::Updates& AdamW::updates() const {
+  if (updates_ == nullptr) {
+    throw UsageError("this AdamW was moved from; use the one that it was moved to");
+  }
+  return *updates_;
+}
+
+void AdamW::step() { updates().step(); }
 
 void AdamW::zero_grad(bool set_to_none) {
   const at::NoGradGuard no_grad;
-  for (Updates::Group& group : updates_->groups) {
+  for (Updates::Group& group : updates().groups) {
     for (AdamWState& state : group.states) {
       if (set_to_none) {
         state.parameter.mutable_grad() = at::Tensor();
@@ -247,23 +254,23 @@ void AdamW::zero_grad(bool set_to_none) {
 }
 
 void AdamW::set_lr(double lr) {
-  for (const auto i : c10::irange(updates_->groups.size())) {
-    updates_->set_lr(i, lr);
+  for (const auto i : c10::irange(updates().groups.size())) {
+    updates().set_lr(i, lr);
   }
 }
 
-void AdamW::set_lr(std::size_t group, double lr) { updates_->set_lr(group, lr); }
+void AdamW::set_lr(std::size_t group, double lr) { updates().set_lr(group, lr); }
 
-double AdamW::lr(std::size_t group) const { return updates_->group(group).options.lr(); }
+double AdamW::lr(std::size_t group) const { return updates().group(group).options.lr(); }
 
-std::size_t AdamW::groups() const noexcept { return updates_->groups.size(); }
+std::size_t AdamW::groups() const noexcept { return updates_ == nullptr ? 0 : updates_->groups.size(); }
 
-const std::vector<AdamWState>& AdamW::state(std::size_t group) const { return updates_->group(group).states; }
+const std::vector<AdamWState>& AdamW::state(std::size_t group) const { return updates().group(group).states; }
 
 std::vector<std::pair<std::string, at::Tensor>> AdamW::named_state() const {
   std::vector<std::pair<std::string, at::Tensor>> named;
-  for (const auto g : c10::irange(updates_->groups.size())) {
-    const auto& states = updates_->groups[g].states;
+  for (const auto g : c10::irange(updates().groups.size())) {
+    const auto& states = updates().groups[g].states;
     for (const auto i : c10::irange(states.size())) {
       const std::string prefix = std::to_string(g) + "." + std::to_string(i) + ".";
       named.emplace_back(prefix + "step", states[i].step);

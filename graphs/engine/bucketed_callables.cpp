@@ -116,11 +116,18 @@ class BucketCapture {
   }
 };
 
-Tensors BucketedCallable::operator()(const Tensors& inputs) const { return buckets_->run(inputs); }
+BucketedCallable::Buckets& BucketedCallable::buckets() const {
+  if (buckets_ == nullptr) {
+    throw UsageError("this BucketedCallable was moved from; use the one that it was moved to");
+  }
+  return *buckets_;
+}
 
-const std::string& BucketedCallable::name() const { return buckets_->first().name(); }
+Tensors BucketedCallable::operator()(const Tensors& inputs) const { return buckets().run(inputs); }
 
-void BucketedCallable::reset() { buckets_->reset(); }
+const std::string& BucketedCallable::name() const { return buckets().first().name(); }
+
+void BucketedCallable::reset() { buckets().reset(); }
 
 std::vector<BucketedCallable> make_bucketed_callables(OffloadEngine& engine, const std::vector<Callable>& callables,
                                                       const std::vector<std::vector<std::vector<Sample>>>& samples,

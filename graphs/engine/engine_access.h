@@ -18,7 +18,7 @@ class EngineAccess {
                                             std::shared_ptr<Runtime> runtime) {
     return OffloadEngine(std::make_shared<EngineState>(model, std::move(options), std::move(runtime)));
   }
-  [[nodiscard]] static EngineState& state(const OffloadEngine& engine) noexcept { return engine.state(); }
+  [[nodiscard]] static EngineState& state(const OffloadEngine& engine) { return engine.state(); }
 
   /// Captures as make_graphed_callables says.
   [[nodiscard]] static std::vector<GraphedCallable> capture(const OffloadEngine& engine,

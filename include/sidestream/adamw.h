@@ -53,6 +53,7 @@ class SIDESTREAM_API AdamW {
   /// out of its range.
   explicit AdamW(std::vector<at::Tensor> parameters, AdamWOptions options = {});
   explicit AdamW(std::vector<AdamWGroup> groups);
+  /// What was moved from throws UsageError.
   AdamW(AdamW&&) noexcept;
   AdamW& operator=(AdamW&&) noexcept;
   AdamW(const AdamW&) = delete;
@@ -84,6 +85,7 @@ class SIDESTREAM_API AdamW {
 
  private:
   class Updates;
+  [[nodiscard]] Updates& updates() const;
   std::unique_ptr<Updates> updates_;
 };
 

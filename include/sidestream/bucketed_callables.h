@@ -43,6 +43,7 @@ class SIDESTREAM_API BucketedCallable {
   friend class BucketCapture;
   class Buckets;
   explicit BucketedCallable(std::shared_ptr<Buckets> buckets) : buckets_(std::move(buckets)) {}
+  [[nodiscard]] Buckets& buckets() const;
   std::shared_ptr<Buckets> buckets_;
 };
 

@@ -27,6 +27,11 @@ class SIDESTREAM_API DeviceFlag {
   DeviceFlag(c10::Device device, T value)
       : DeviceFlag(device, static_cast<std::int64_t>(value), std::is_same_v<T, bool>) {}
 
+  /// A move is a copy, so no flag is ever without memory.
+  DeviceFlag(const DeviceFlag&) = default;
+  DeviceFlag& operator=(const DeviceFlag&) = default;
+  ~DeviceFlag() = default;
+
   /// What calls that are made from here on read; an integer for a bool is true where it is not 0. One number; the host waits for
   /// nothing.
   /// Ordering: on the current stream, as the calls that read it.  Capture: illegal, in the body of a call too.

@@ -2,6 +2,7 @@
 
 #include <limits>
 #include <memory>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -238,6 +239,18 @@ TEST_F(AdamWTest, RefusesGradientsOfParametersThatWereFrozenWhenItWasMade) {
   model->parameters()[0].requires_grad_(true);
   backward(model, 1);
   EXPECT_THROWS(UsageError, "required none when the optimizer was made", optimizer.step());
+}
+
+TEST_F(AdamWTest, WhatWasMovedFromSaysSo) {
+  AdamW optimizer({at::ones({2}).to(device_).requires_grad_(true)}, 1e-2);
+  AdamW moved(std::move(optimizer));
+  EXPECT_EQ(optimizer.groups(), 0U);                                  // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", optimizer.step());          // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", optimizer.zero_grad());     // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", optimizer.set_lr(1));       // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", (void)optimizer.lr());      // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", optimizer.load_state({}));  // NOLINT
+  EXPECT_EQ(moved.lr(), 1e-2);
 }
 
 TEST_F(AdamWTest, RefusesByName) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -196,6 +197,14 @@ TEST_F(BucketedCallablesTest, PinnedMemoryIsWhatTheLargestBucketNeeds) {
   EXPECT_EQ(leased(), of_largest);
   expect_plain(0, 20);
   expect_plain(1, 32);
+}
+
+TEST_F(BucketedCallablesTest, WhatWasMovedFromSaysSo) {
+  capture();
+  const BucketedCallable moved = std::move(layers_[0]);
+  EXPECT_THROWS(UsageError, "moved from", (void)layers_[0]({data(0, 8).requires_grad_(true)}));
+  EXPECT_THROWS(UsageError, "moved from", (void)layers_[0].name());
+  EXPECT_THROWS(UsageError, "moved from", layers_[0].reset());
 }
 
 TEST_F(BucketedCallablesTest, NoBucketIsRefused) {

@@ -1,6 +1,7 @@
 // Flags in device memory that graphs read.
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -120,6 +121,14 @@ TEST_F(DeviceFlagTest, SetInsideOfABodyIsRefused) {
                           }));
   EXPECT_THROWS(UsageError, "DeviceFlag::set inside a capture",
                 (void)make_graphed_callables(engine_, {callable}, {{input(0)}}));
+}
+
+TEST_F(DeviceFlagTest, AMoveIsACopy) {
+  DeviceFlag flag(device_, true);
+  DeviceFlag moved = std::move(flag);
+  moved.set(false);
+  EXPECT_EQ(flag.value(), 0);  // NOLINT
+  EXPECT_FALSE(flag.tensor().cpu().item<bool>());
 }
 
 // As plain training refuses it: the backward would take the other branch.

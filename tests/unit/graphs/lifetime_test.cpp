@@ -13,11 +13,13 @@
 
 #include "expect_throws.h"
 #include "models/block_model.h"
+#include "sidestream/bucketed_callables.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/graphed_step.h"
 #include "sidestream/scope.h"
 #include "warnings.h"
 
@@ -313,6 +315,16 @@ TEST_F(LifetimeTest, WhatWasMovedFromSaysSo) {
                                         {{at::ones({4}).to(device_).requires_grad_(true)}});
   const GraphedCallable taken = std::move(graphed[0]);
   EXPECT_THROWS(UsageError, "moved from", (void)graphed[0]({}));  // NOLINT
+}
+
+TEST_F(LifetimeTest, CapturesOfAnEngineThatWasMovedFromAreRefused) {
+  OffloadEngine engine(*model_, options());
+  const OffloadEngine moved(std::move(engine));
+  const at::Tensor x = at::ones({4}).to(device_).requires_grad_(true);
+  const Callable twice("twice", [](const Tensors& in) { return Tensors{in[0] * 2}; });
+  EXPECT_THROWS(UsageError, "moved from", (void)make_graphed_callables(engine, {twice}, {{x}}));     // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", (void)make_bucketed_callables(engine, {twice}, {{{x}}}));  // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", (void)make_graphed_step(engine, twice, {{x.detach()}}));   // NOLINT
 }
 
 TEST_F(LifetimeTest, NothingOfTheEngineRunsInsideItsCapture) {
