@@ -33,9 +33,21 @@ std::uint64_t saved_by_selected(const Profile& profile) {
 
 }  // namespace
 
-void StepOffload::begin_sizing() {
+StepOffload::~StepOffload() { leave_passes(); }
+
+void StepOffload::leave_passes() noexcept {
   recorder_.reset();
-  warm_.reset();
+  if (warm_ != nullptr) {
+    warm_->abandon_step();
+    warm_.reset();
+  }
+  if (copies_ != nullptr) {
+    copies_->offload->abandon_step();
+  }
+}
+
+void StepOffload::begin_sizing() {
+  leave_passes();
   passes_.clear();
   if (copies_ == nullptr || copies_->captured) {
     copies_.reset();  // its slots are given back before others are pinned
@@ -52,8 +64,7 @@ void StepOffload::begin_sizing() {
 }
 
 void StepOffload::abandon() noexcept {
-  recorder_.reset();
-  warm_.reset();
+  leave_passes();
   copies_.reset();
   passes_.clear();
   profile_ = {};

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "analysis/planner.h"
@@ -45,6 +46,9 @@ class StepOffload {
     std::shared_ptr<CaptureOffload> capture_offload;  ///< who notes what the capture's graph owns
   };
   explicit StepOffload(Parts parts) : parts_(std::move(parts)) {}
+  StepOffload(const StepOffload&) = delete;
+  StepOffload& operator=(const StepOffload&) = delete;
+  ~StepOffload();
 
   /// A warm-up pass begins. The graph of an earlier capture is gone.
   void begin_sizing();
@@ -86,6 +90,8 @@ class StepOffload {
     std::vector<const ScopeNode*> scopes;
   };
 
+  /// Lets go of what a pass holds that something ended in its middle.
+  void leave_passes() noexcept;
   void finish_sizing();
   void add_to_plan(const Pass& pass, const Plan& plan);
 

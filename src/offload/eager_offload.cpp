@@ -362,15 +362,7 @@ void EagerOffload::end_step() {
     add_stream(step_streams_, runtime_->current_stream());
     mover_->join(step_streams_);
   } catch (...) {
-    mover_->settle();
-    while (!delayed_.empty()) {
-      keep_delayed(*delayed_.front());
-    }
-    while (!trailing_.empty()) {
-      drop_sources();
-    }
-    copied_ = false;
-    dropped_.clear();
+    abandon_step();
     throw;
   }
   copied_ = false;
@@ -382,6 +374,22 @@ void EagerOffload::end_step() {
       set_in_flight(slot, 0);
     }
   }
+}
+
+void EagerOffload::abandon_step() noexcept {
+  const std::lock_guard lock(mutex_);
+  mover_->settle();
+  while (!delayed_.empty()) {
+    keep_delayed(*delayed_.front());
+  }
+  while (!trailing_.empty()) {
+    try {
+      drop_sources();
+    } catch (const std::exception&) {  // its sources are gone: nobody measures any more
+    }
+  }
+  copied_ = false;
+  dropped_.clear();
 }
 
 std::vector<GroupEvent> EagerOffload::events() const {

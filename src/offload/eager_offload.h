@@ -54,6 +54,9 @@ class EagerOffload : public StorageMover {
   std::unique_ptr<UnoffloadedPeak> end_sizing_step() noexcept;
   /// The current stream, and those that saved in the step, wait for all its copies; all that was held for them is let go.
   void end_step();
+  /// The step was left in its middle: the host waits for its copies, and all that was held for them is let go. What waits for copies
+  /// holds this object, which holds it, so a step that is neither ended nor abandoned is never let go of.
+  void abandon_step() noexcept;
 
   /// A graph of the engine was launched, and the current stream does not wait for it yet: the groups that were delayed until now
   /// leave beside it. Where there are none, it costs one load.

@@ -325,6 +325,33 @@ TEST_F(WholeStepStateTest, ACaptureThatFailsInItsGraphsPlaceHoldsNoPinnedMemory)
   }
 }
 
+TEST_F(WholeStepStateTest, ACaptureThatFailsHoldsNoDeviceMemory) {
+  const auto allocated = [&] {
+    synchronize(device_);
+    return memory_use(device_).allocated;
+  };
+  const std::vector<Tensors> samples = WholeStepTrainer(device_, {.layers = 4}).data(0);
+  const std::int64_t before = allocated();
+  for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
+    {
+      torch::nn::Sequential model = testing_model::layer_stack(4, device_);
+      OffloadEngine engine(*model, Options(device_).offload("**").min_bytes(512));
+      int left = fails_in;
+      const auto loss = [&](torch::nn::SequentialImpl& layers, const Tensors& inputs) {
+        Tensors made = testing_model::stack_loss(layers, inputs);
+        if (left-- == 0) {
+          throw std::runtime_error("the model broke");
+        }
+        return made;
+      };
+      EXPECT_THROWS(std::runtime_error, "the model broke",
+                    (void)make_graphed_step(engine, Callable("step", owning(loss), model), samples,
+                                            StepOptions().graph(GraphOptions().num_warmup_iters(1))));
+    }
+    EXPECT_EQ(allocated(), before) << "pass " << fails_in;
+  }
+}
+
 TEST_F(WholeStepStateTest, ResetGivesItsMemoryBack) {
   WholeStepTrainer mine(device_, {.layers = 4});
   mine.graph(Options(device_).offload("**").min_bytes(1024));
