@@ -5,6 +5,10 @@
 namespace sidestream::conformance {
 
 void ConformanceTest::SetUp() {
+  const at::Context& context = at::globalContext();
+  deterministic_ = context.deterministicAlgorithms();
+  warns_only_ = context.deterministicAlgorithmsWarnOnly();
+  fills_ = context.deterministicFillUninitializedMemory();
   if (!subject().missing.empty()) {
     GTEST_SKIP() << subject().missing;
   }
@@ -12,6 +16,9 @@ void ConformanceTest::SetUp() {
   at::globalContext().setDeterministicFillUninitializedMemory(false);
 }
 
-void ConformanceTest::TearDown() { at::globalContext().setDeterministicAlgorithms(false, /*warn_only=*/false); }
+void ConformanceTest::TearDown() {
+  at::globalContext().setDeterministicAlgorithms(deterministic_, warns_only_);
+  at::globalContext().setDeterministicFillUninitializedMemory(fills_);
+}
 
 }  // namespace sidestream::conformance

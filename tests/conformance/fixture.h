@@ -23,6 +23,12 @@ class ConformanceTest : public testing::Test {
   [[nodiscard]] bool on_gpu() const { return device_.is_cuda(); }
 
   const c10::Device device_ = subject().device;
+
+ private:
+  // As they were before the test.
+  bool deterministic_ = false;
+  bool warns_only_ = false;
+  bool fills_ = false;
 };
 
 }  // namespace sidestream::conformance
