@@ -18,7 +18,8 @@ struct InputAliases {
   bool operator==(const InputAliases& other) const noexcept = default;
 };
 
-/// The aliases of all arguments of a call, from the first on, in time linear in them and without allocation.
+/// The aliases of all arguments of a call, from the first on, without allocation and in time linear in them up to 256 of them; of more,
+/// each is compared with all before it.
 class AliasesInTurn {
  public:
   explicit AliasesInTurn(c10::ArrayRef<at::Tensor> inputs) noexcept : inputs_(inputs), few_(is_few(inputs.size())) {

@@ -80,9 +80,9 @@ class Options {
   TORCH_ARG(int64_t, check_steps) = 0;
   /// So many replays of each captured call are verified as soon as they come, and later one in `verify_every`: the call also runs
   /// eagerly, on the same inputs, buffers and random state, and outputs, buffers and gradients are compared. The first difference
-  /// is a VerificationError. At most one call a step, so that the peak grows by one call's eager activations. What the eager run
-  /// does to tensors, to default and to named generators is put back, what it does to other members of modules is not. 0: off, at no cost.
-  /// The environment variable SIDESTREAM_VERIFY_REPLAYS sets it where this is 0.
+  /// is a VerificationError. At most one call a step, so that the peak grows by one call's eager activations: a whole step is one call,
+  /// so that it must fit without offload. What the eager run does to tensors and to default and named generators is put back, to other
+  /// members of modules not. 0: off, at no cost. The environment variable SIDESTREAM_VERIFY_REPLAYS sets it where this is 0.
   TORCH_ARG(int64_t, verify_replays) = 0;
   /// With `verify_replays`: each so many-th replay of a call is verified after the first ones; 0: none.
   TORCH_ARG(int64_t, verify_every) = 100;

@@ -7,7 +7,7 @@
 
 namespace sidestream::bench {
 
-/// Notes the launches, records, waits and copies that an engine queues, so that the same may be queued without it.
+/// Notes the launches, records and waits that an engine queues, so that the same may be queued without it.
 class NotingRuntime final : public ForwardingRuntime {
  public:
   using ForwardingRuntime::ForwardingRuntime;
