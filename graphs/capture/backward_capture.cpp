@@ -14,13 +14,13 @@
 #include "graphs/capture/call_state_guard.h"
 #include "graphs/capture/capture_guard.h"
 #include "graphs/capture/chain_capture.h"
+#include "graphs/capture/given_gradients.h"
 #include "graphs/capture/gradient_routes.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/capture/node_check.h"
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/not_owning.h"
 #include "graphs/capture/pass_hooks.h"
-#include "memory/storage_view.h"
 #include "offload/nested_backward.h"
 #include "sidestream/error.h"
 
@@ -46,26 +46,6 @@ Accumulated accumulated_of(const Layer& layer) {
     }
   }
   return all;
-}
-
-/// True where nothing else can have a part of it, and it has all of its storage: a seed that is handed on, the one gradient of a
-/// sum's two terms and an expanded number are none of their own.
-bool has_own_memory(const at::Tensor& grad) {
-  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
-         grad.is_non_overlapping_and_dense() && grad.nbytes() == grad.storage().nbytes();
-}
-
-/// The gradient of an owned one stays where the graph leaves it, for as long as the graph lives.
-void give_memory(LayerParameter& parameter) {
-  if (!StorageView::supported(parameter.grad)) {
-    return;  // sparse: is cloned
-  }
-  if (!has_own_memory(parameter.grad)) {
-    const at::NoGradGuard no_grad;
-    parameter.grad = parameter.grad.clone();
-  }
-  parameter.memory.emplace(parameter.grad.storage());
-  parameter.view = StorageView::capture(parameter.grad);
 }
 
 }  // namespace
@@ -261,6 +241,9 @@ void ChainCapture::finish_backward(std::size_t index) {
     live.outputs.clear();
     live.leaves.clear();
     CaptureOffload::release(layer.copies.captured);
+  }
+  if (index == 0 && !chain_.memory_->shared()) {
+    give_input_gradients(layer, live.grad_inputs);
   }
   if (index + 1 < specs_.size()) {
     live_[index + 1].grad_inputs.clear();

@@ -94,7 +94,7 @@ void ChainCapture::run() {
       layer.modules.attend_to(layer.watched);
     }
   }
-  chain_.use_.captured(use_.finish(chain_.layers_));
+  chain_.use_.captured(use_.finish(chain_.layers_), chain_.layers_.front().ungiven_bytes());
   runtime_.synchronize_device();
   fill_kept_tensors();
   runtime_.release_cached_memory();

@@ -3,24 +3,13 @@
 #include <algorithm>
 #include <string>
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/util/irange.h>
-#include <torch/csrc/autograd/autograd.h>
 
+#include "graphs/capture/end_of_backward.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
-
-/// Autograd's device thread lets go of the last tensors of a backward pass a moment after it has returned, but before it begins another.
-void await_end_of_backward(c10::Device device) {
-  const c10::InferenceMode no_inference(false);
-  const at::AutoGradMode with_gradients(true);
-  const at::Tensor probe = at::zeros({1}, at::TensorOptions(at::kFloat).device(device)).requires_grad_(true);
-  (void)torch::autograd::grad({probe * 2}, {probe});
-}
 
 const c10::StorageImpl* impl_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;

@@ -314,8 +314,8 @@ void Chain::reset() {
     layer.output_storages.clear();
     for (LayerParameter& parameter : layer.parameters) {
       parameter.grad = parameter.attached = at::Tensor();
-      parameter.memory.reset();
     }
+    layer.for_each_given_gradient([](std::optional<OutputStorage>& memory) { memory.reset(); });
   }
   pool_.reset();
   outside_ = {};
@@ -335,10 +335,12 @@ void Chain::release(std::size_t index) {
   }
   for (LayerParameter& parameter : layer.parameters) {
     parameter.grad = parameter.attached = at::Tensor();
-    if (parameter.memory && !parameter.memory->held()) {  // else it is copied out where a graph would overwrite it
-      parameter.memory.reset();
-    }
   }
+  layer.for_each_given_gradient([](std::optional<OutputStorage>& memory) {
+    if (memory && !memory->held()) {  // else it is copied out where a graph would overwrite it
+      memory.reset();
+    }
+  });
   layer.externals.clear();
   layer.backward_reads.clear();
   layer.target = {};
@@ -357,11 +359,11 @@ void Chain::give_up_outputs(std::size_t index) noexcept {
     for (OutputStorage& storage : layer.output_storages) {
       storage.before_overwrite(*runtime_, fork_, counts_.outputs);
     }
-    for (LayerParameter& parameter : layer.parameters) {
-      if (parameter.memory && !parameter.memory->held()) {
-        parameter.memory->before_overwrite(*runtime_, fork_, counts_.gradients);
+    layer.for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
+      if (memory && !memory->held()) {
+        memory->before_overwrite(*runtime_, fork_, counts_.gradients);
       }
-    }
+    });
     if (layer.generation > 0) {  // the memory may go now, behind all that reads it
       runtime_->synchronize(runtime_->current_stream());
     }

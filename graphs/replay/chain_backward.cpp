@@ -14,10 +14,11 @@ namespace {
 
 /// One that a backward hands to autograd.
 struct Gradient {
-  const at::Tensor& made;               ///< static
-  OutputSet outputs;                    ///< those that lead to it
-  bool direct = false;                  ///< handed on as it is
-  LayerParameter* parameter = nullptr;  ///< whose memory is given out
+  const at::Tensor& made;             ///< static
+  OutputSet outputs;                  ///< those that lead to it
+  bool direct = false;                ///< handed on as it is
+  OutputStorage* memory = nullptr;    ///< that is given out
+  const StorageView* view = nullptr;  ///< of it
 
   [[nodiscard]] bool comes(OutputSet used) const { return made.defined() && (outputs & used) != 0; }
 };
@@ -26,12 +27,14 @@ struct Gradient {
 template <class Visit>
 void for_each_gradient(Layer& layer, const Visit& visit) {
   for (const std::size_t i : layer.inputs_with_gradient) {
-    const StaticInput& input = layer.inputs[i];
-    visit(Gradient{input.grad, input.outputs, input.grad_direct});
+    StaticInput& input = layer.inputs[i];
+    visit(Gradient{input.grad, input.outputs, input.grad_direct, input.goes_to_leaf ? &*input.memory : nullptr,
+                   &input.view});
   }
   for (LayerParameter& parameter : layer.parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
-      visit(Gradient{parameter.grad, parameter.outputs, false, parameter.memory ? &parameter : nullptr});
+      visit(Gradient{parameter.grad, parameter.outputs, false, parameter.memory ? &*parameter.memory : nullptr,
+                     &parameter.view});
     }
   }
 }
@@ -104,9 +107,9 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
   write_static_grads(layer, grads);
   grads.clear();
   for_each_gradient(layer, [&](const Gradient& grad) {
-    grads.push_back(!grad.comes(used) || grad.parameter ? at::Tensor()
-                    : grad.direct                       ? grad.made
-                                                        : at::empty_like(grad.made));
+    grads.push_back(!grad.comes(used) || grad.memory ? at::Tensor()
+                    : grad.direct                    ? grad.made
+                                                     : at::empty_like(grad.made));
   });
   if (layer.accumulates) {
     attach_owned_grads(layer, used);
@@ -124,8 +127,8 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
     if (!grad.comes(used) || grad.direct) {
       return;
     }
-    if (grad.parameter != nullptr) {
-      result = grad.parameter->view.restore(grad.parameter->memory->give(runtime_->current_stream()));
+    if (grad.memory != nullptr) {
+      result = grad.view->restore(grad.memory->give(runtime_->current_stream()));
     } else {
       result.copy_(grad.made, /*non_blocking=*/true);
     }
@@ -162,7 +165,7 @@ void Chain::settle_pending(std::size_t index) noexcept {
     --top_;  // so that all backwards of a pass together look at each layer once
   }
   if (top_ < 0) {
-    use_.idle();
+    use_.idle(layers_.front().ungiven_bytes());  // no other layer has any
   }
 }
 

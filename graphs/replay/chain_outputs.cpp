@@ -20,11 +20,11 @@ void Chain::overwrite_released_outputs(std::size_t place) {
 
 void Chain::overwrite_given_gradients(std::size_t place) {
   while (!gave_gradients_.empty() && copies_.place_of_backward(gave_gradients_.back()) >= place) {
-    for (LayerParameter& parameter : layers_[gave_gradients_.back()].parameters) {
-      if (parameter.memory) {
-        parameter.memory->before_overwrite(*runtime_, fork_, counts_.gradients);
+    layers_[gave_gradients_.back()].for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
+      if (memory) {
+        memory->before_overwrite(*runtime_, fork_, counts_.gradients);
       }
-    }
+    });
     gave_gradients_.pop_back();
   }
 }
@@ -49,11 +49,11 @@ void Chain::part_with_outputs() noexcept {
         part_with(storage, counts_.outputs);
       }
     }
-    for (LayerParameter& parameter : layer.parameters) {
-      if (parameter.memory && (memory_->shared() || !parameter.memory->held())) {
-        part_with(*parameter.memory, counts_.gradients);
+    layer.for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
+      if (memory && (memory_->shared() || !memory->held())) {
+        part_with(*memory, counts_.gradients);
       }
-    }
+    });
   }
   try {  // the memory may go now
     const c10::Stream now = runtime_->current_stream();

@@ -67,13 +67,16 @@ struct StaticInput {
       tensor;  ///< owned, or the static output that the input is linked to (whose memory may be the pool's again)
   std::optional<Link> from;  ///< that output
   bool requires_grad = false;
-  bool same_as_earlier = false;     ///< the same tensor as an earlier argument, which gets the whole gradient
-  bool saved = false;               ///< operators saved it for backward
-  VersionStamp version;             ///< replay: of a linked and saved one, at the latest forward
-  OutputSet outputs = all_outputs;  ///< those that lead to it in autograd's graph
-  at::Tensor grad;                  ///< static, not owning; undefined where there is none
-  bool grad_is_seed = false;        ///< `grad` is the linked output's seed: no copy, if it goes there alone
-  bool grad_direct = false;         ///< replay: this time it goes to the linked layer's node and nowhere else
+  bool same_as_earlier = false;              ///< the same tensor as an earlier argument, which gets the whole gradient
+  bool saved = false;                        ///< operators saved it for backward
+  VersionStamp version;                      ///< replay: of a linked and saved one, at the latest forward
+  OutputSet outputs = all_outputs;           ///< those that lead to it in autograd's graph
+  at::Tensor grad;                           ///< static, not owning; undefined where there is none
+  bool grad_is_seed = false;                 ///< `grad` is the linked output's seed: no copy, if it goes there alone
+  bool grad_direct = false;                  ///< replay: this time it goes to the linked layer's node and nowhere else
+  std::optional<OutputStorage> memory = {};  ///< of a gradient that may be given out as it is
+  StorageView view = {};                     ///< of it
+  bool goes_to_leaf = false;                 ///< replay: this time it is, to a leaf that accumulates on the same stream
 };
 
 /// Where the forward graph leaves one result, and where the backward graph reads that result's gradient.
@@ -127,7 +130,7 @@ struct Layer {
   SiteName site;  ///< of its scope, which may be gone: a backward may outlive its engine
   bool has_backward = false;
   bool accumulates = false;      ///< its backward graph adds into the `.grad` of a parameter
-  bool owns_gradients = false;   ///< of a parameter it gives out the graph's own memory
+  bool owns_gradients = false;   ///< of a parameter or an input it gives out the graph's own memory
   bool placed_by_hooks = false;  ///< its weights lay elsewhere in its passes than behind the capture
   bool casts = false;            ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
   std::vector<StaticInput> inputs;
@@ -160,6 +163,24 @@ struct Layer {
   bool backward_failed = false;    ///< behind that launch
   ReplayOptions target;            ///< the caller's, of the latest forward: its backward goes there too
 
+  /// Each place of a gradient in the graphs' own memory that is given out; empty where there is none.
+  template <class Visit>
+  void for_each_given_gradient(const Visit& visit) {
+    for (StaticInput& input : inputs) {
+      visit(input.memory);
+    }
+    for (LayerParameter& parameter : parameters) {
+      visit(parameter.memory);
+    }
+  }
+  /// Of gradients of inputs that the graphs hold memory for, and that nobody was given since the latest forward.
+  [[nodiscard]] std::int64_t ungiven_bytes() const noexcept {
+    std::size_t bytes = 0;
+    for (const StaticInput& input : inputs) {
+      bytes += input.memory && !(input.goes_to_leaf && backward_launched) ? input.memory->captured().nbytes() : 0;
+    }
+    return static_cast<std::int64_t>(bytes);
+  }
   /// Behind the captures: fills the lists of inputs.
   void find_inputs() {
     for (std::size_t i = 0; i < inputs.size(); ++i) {

@@ -10,6 +10,11 @@ PoolUse::PoolUse(std::shared_ptr<Runtime> runtime, const MemoryPool& pool)
 
 PoolUse::~PoolUse() { idle(); }
 
+void PoolUse::captured(std::vector<Place> places, std::int64_t ungiven) {
+  places_ = std::move(places);
+  idle(ungiven);
+}
+
 void PoolUse::launched(std::size_t place) {
   if (allocated_ < 0) {  // not behind the last capture: autograd's thread lets go of its tensors a moment later
     allocated_ = runtime_->allocated_in(pool_);
@@ -22,8 +27,8 @@ void PoolUse::launched(std::size_t place) {
   memory_.launched(*runtime_, during, after);
 }
 
-void PoolUse::idle() noexcept {
-  const LiveMemory::Change back{-std::exchange(hidden_, 0), -std::exchange(in_flight_, 0), 0};
+void PoolUse::idle(std::int64_t ungiven) noexcept {
+  const LiveMemory::Change back{-ungiven - std::exchange(hidden_, -ungiven), -std::exchange(in_flight_, 0), 0};
   try {
     memory_.change(*runtime_, back);
   } catch (const std::exception&) {  // the device has failed: nobody measures any more

@@ -28,11 +28,12 @@ class PoolUse {
   PoolUse& operator=(const PoolUse&) = delete;
   ~PoolUse();
 
-  void captured(std::vector<Place> places) { places_ = std::move(places); }
+  /// `ungiven`: bytes that the graphs hold for a gradient to come.
+  void captured(std::vector<Place> places, std::int64_t ungiven);
   /// Behind the launch of the graph at `place`. Throws: as LiveMemory.
   void launched(std::size_t place);
-  /// No backward is pending: what the pool still holds, tensors hold.
-  void idle() noexcept;
+  /// No backward is pending: what the pool still holds, tensors hold, but for `ungiven`: bytes of gradients that nobody was given.
+  void idle(std::int64_t ungiven = 0) noexcept;
   /// Graphs were dropped, and with them what they held.
   void dropped() noexcept;
 

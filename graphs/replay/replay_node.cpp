@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -33,6 +34,13 @@ bool seen_by_others(torch::autograd::Node& node) {
   }
   const auto found = wanted->find(&node);
   return found != wanted->end() && found->second.captures_ != nullptr;
+}
+
+/// What it is given stays with one tensor, on the stream that gave it: no other node gets it.
+bool is_leaf_on(c10::Stream stream, const torch::autograd::Edge& edge) noexcept {
+  const torch::autograd::Node* const node = edge.function.get();
+  return node != nullptr && typeid(*node) == typeid(torch::autograd::AccumulateGrad) &&
+         node->input_metadata(edge.input_nr).stream() == stream;
 }
 
 }  // namespace
@@ -89,12 +97,14 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
   auto node = std::make_shared<ReplayNode>(shared_from_this(), index, layer.generation);
   torch::autograd::edge_list edges;
   edges.reserve(layer.inputs_with_gradient.size() + layer.parameters.size());
+  const c10::Stream current = runtime_->current_stream();
   for (const std::size_t i : layer.inputs_with_gradient) {
     StaticInput& input = layer.inputs[i];
     edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
     const auto* from = as_replay(edges.back().function.get());
     input.grad_direct =
         input.grad_is_seed && from != nullptr && from->chain_.get() == this && from->layer_ == input.from->layer;
+    input.goes_to_leaf = input.memory && is_leaf_on(current, edges.back());
   }
   node->of_inputs_ = edges.size();
   for (const LayerParameter& parameter : layer.parameters) {

@@ -61,7 +61,7 @@ struct SIDESTREAM_API Report {
   std::int64_t outputs_copied = 0;  ///< a step: those that somebody held, so that their bytes were copied out first
   std::int64_t outputs_copied_bytes = 0;
   std::int64_t gradients_copied =
-      0;  ///< a step: held gradients of parameters that lay in a graph's own memory, likewise
+      0;  ///< a step: held gradients of parameters and inputs that lay in a graph's own memory, likewise
   std::int64_t gradients_copied_bytes = 0;
   std::int64_t unused_outputs = 0;  ///< a step: outputs without a gradient, for which a backward graph took zeros
   std::int64_t external_bytes = 0;  ///< storages that captures read and that are neither inputs, parameters nor buffers

@@ -219,6 +219,21 @@ class OwnedGradientsNamedStream final : public OutputProgram {
   }
 };
 
+/// Another stream reads the gradient of the input, named by record_stream; nobody holds it.
+class InputGradientNamedStream final : public OutputProgram {
+ public:
+  using OutputProgram::OutputProgram;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::StreamGuard on_a(a());
+    std::vector<at::Tensor> given;
+    (void)pass(s, given);
+    order(a(), b());
+    const c10::StreamGuard on_b(b());
+    given.front().record_stream(b());
+    return {given.front().mul(2)};
+  }
+};
+
 template <class Made>
 NamedProgram named(std::string name) {
   return {std::move(name),
@@ -234,6 +249,7 @@ std::vector<NamedProgram> output_programs() {
           named<NamedStream>("outputs_named_stream"),
           named<OwnedGradientsInTurn>("owned_gradients_in_turn"),
           named<OwnedGradientsNamedStream>("owned_gradients_named_stream"),
+          named<InputGradientNamedStream>("input_gradient_named_stream"),
           named<ReadBeside<false>>("outputs_read_beside"),
           named<ReadBeside<true>>("outputs_read_behind_the_last"),
           named<NamedStreamWrites>("outputs_named_stream_writes")};

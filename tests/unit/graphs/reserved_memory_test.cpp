@@ -1,0 +1,95 @@
+// What graphed layers reserve of the device against the same layers run eagerly, to the byte.
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/modulelist.h>
+
+#include "models/plain_twin.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "unit/sim/rerun/every_order.h"
+
+namespace sidestream {
+namespace {
+
+constexpr std::int64_t kRipples = 4;
+constexpr std::int64_t kRippleElements = 5 << 19;  // a tensor is a segment of its own
+constexpr std::int64_t kRippleBytes = kRippleElements * static_cast<std::int64_t>(sizeof(float));
+
+struct Ripple : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x.tanh().sin() + x; }
+};
+
+class RippleStack : public torch::nn::Module {
+ public:
+  RippleStack() {
+    for (std::int64_t i = 0; i < kRipples; ++i) {
+      ripples_->push_back(Ripple());
+    }
+    register_module("ripples", ripples_);
+  }
+  at::Tensor forward(at::Tensor h) {
+    for (const auto& ripple : *ripples_) {
+      h = call(ripple->as<Ripple>(), h);
+    }
+    return h;
+  }
+
+ private:
+  torch::nn::ModuleList ripples_;
+};
+
+struct ReservedPeak {
+  std::int64_t bytes = 0;  ///< at the peak of a later step, above what was there before
+  at::Tensor gradient;     ///< of the input
+};
+
+/// Steps as a trainer makes them that owns the input and the gradient of the output.
+ReservedPeak train_ripples(c10::Device device, bool graphs) {
+  RippleStack model;
+  at::Tensor x = at::linspace(-1, 1, kRippleElements).to(device).requires_grad_(true);
+  const at::Tensor of_output = at::linspace(2, 3, kRippleElements).to(device);
+  synchronize(device);
+  release_cached_memory(device);
+  const std::int64_t before = memory_use(device).reserved;
+  std::optional<OffloadEngine> engine;
+  if (graphs) {
+    engine.emplace(model, Options(device).graph("ripples.*"));
+  }
+  ReservedPeak result;
+  const auto step = [&] {
+    testing_model::in_step(engine ? &*engine : nullptr, [&] { model.forward(x).backward(of_output); });
+    result.gradient = x.grad().cpu();
+    x.mutable_grad() = at::Tensor();
+  };
+  for (int s = 0; s < 4; ++s) {
+    step();
+  }
+  synchronize(device);
+  release_cached_memory(device);
+  reset_memory_peaks(device);
+  step();
+  step();
+  result.bytes = memory_use(device).reserved_peak - before;
+  if (engine) {
+    EXPECT_EQ(engine->report().replays, 2 * kRipples);
+  }
+  return result;
+}
+
+TEST(ReservedMemoryTest, LayersInGraphsTakeAnInputAndAnOutputsGradientMore) {
+  const sim::OneThread one_thread;
+  const c10::Device device = find_device("sim");
+  const ReservedPeak eager = train_ripples(device, false);
+  const ReservedPeak graphs = train_ripples(device, true);
+  EXPECT_TRUE(at::equal(graphs.gradient, eager.gradient));
+  EXPECT_EQ(graphs.bytes - eager.bytes, 2 * kRippleBytes);
+}
+
+}  // namespace
+}  // namespace sidestream
