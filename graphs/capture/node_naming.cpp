@@ -6,6 +6,7 @@
 #include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/function.h>
 
+#include "base/site.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -61,9 +62,13 @@ OperatorObserverGuard NodeNaming::watch() {
 // Names are for people: where one cannot be written down, the node goes without.
 void NodeNaming::in_scope(const ScopeNode& scope) noexcept {
   try {
-    scope_ = &scope;
-    learned_->enter(scope);
-    mark(scope, {});
+    if (call_ == nullptr && !scope.name.empty()) {
+      call_ = &scope;
+    }
+    scope_ = scope.name.empty() && call_ != nullptr ? call_
+                                                    : &scope;  // outside of all scopes of a recorder inside of the call
+    learned_->enter(*scope_);
+    mark(scope_->name, {});
   } catch (const std::exception&) {
   }
 }
@@ -72,28 +77,34 @@ void NodeNaming::began(const OperatorAccess& access) {
   if (is_engine(access) || open_++ > 0) {
     return;
   }
-  if (gradient_scopes_ == nullptr) {
-    mark(*scope_, access.name);
+  // A forward that asks for gradients itself, as a whole step's, has nodes of both kinds.
+  const std::shared_ptr<torch::autograd::Node> node = torch::autograd::get_current_node();
+  if (node == nullptr) {
+    mark(scope_->name, access.name);
     return;
   }
-  const std::shared_ptr<torch::autograd::Node> node = torch::autograd::get_current_node();
-  const ScopeNode* const scope = node == nullptr ? nullptr : gradient_scopes_->of(node->sequence_nr());
-  mark(scope == nullptr ? *scope_ : *scope, node == nullptr ? access.name : node->name() + ": " + access.name);
+  const GradientScopes& known = gradient_scopes_ != nullptr ? *gradient_scopes_ : *learned_;
+  const ScopeNode* const scope = known.of(node->sequence_nr());
+  mark(scope == nullptr ? scope_->name : scope->name, node->name() + ": " + access.name);
 }
 
 void NodeNaming::ended(const OperatorAccess& access) {
-  if (!is_engine(access) && --open_ == 0) {
-    mark(*scope_, {});
+  if (is_engine(access) || --open_ > 0) {
+    return;
   }
+  const Site* const site = Site::innermost();
+  const bool reloads = site != nullptr && site->phase() == phase_of(Activity::reload);  // its copies follow
+  mark(reloads ? site->name() : std::string_view(scope_->name), {});
 }
 
-void NodeNaming::mark(const ScopeNode& scope, const std::string& work) {
-  names_.mark(runtime_.captured_nodes(capture_), index_of(scope.name), index_of(work));
+void NodeNaming::mark(std::string_view scope, std::string_view work) {
+  names_.mark(runtime_.captured_nodes(capture_), index_of(scope), index_of(work));
 }
 
-std::uint32_t NodeNaming::index_of(const std::string& text) {
-  const auto known = texts_.find(text);
-  return known != texts_.end() ? known->second : texts_.emplace(text, names_.add(text)).first->second;
+std::uint32_t NodeNaming::index_of(std::string_view text) {
+  const std::string key(text);
+  const auto known = texts_.find(key);
+  return known != texts_.end() ? known->second : texts_.emplace(key, names_.add(text)).first->second;
 }
 
 }  // namespace sidestream

@@ -29,7 +29,8 @@ class GradientScopes {
   std::vector<std::pair<std::uint64_t, const ScopeNode*>> begins_;  ///< by the number of their first node, rising
 };
 
-/// Writes down, while a graph is captured, which scope and which operator its nodes come from.
+/// Writes down, while a graph is captured, which scope and which operator its nodes come from. A copy that the graph holds, as a whole
+/// step's does, comes from the scope of its group.
 ///
 /// Threads: the capture's and, in a backward, autograd's; one at a time.
 class NodeNaming final : public ScopeListener {
@@ -48,13 +49,14 @@ class NodeNaming final : public ScopeListener {
  private:
   void began(const OperatorAccess& access);
   void ended(const OperatorAccess& access);
-  void mark(const ScopeNode& scope, const std::string& work);
-  [[nodiscard]] std::uint32_t index_of(const std::string& text);
+  void mark(std::string_view scope, std::string_view work);
+  [[nodiscard]] std::uint32_t index_of(std::string_view text);
 
   const Runtime& runtime_;
   c10::Stream capture_;
   NodeNames& names_;
   const ScopeNode* scope_;
+  const ScopeNode* call_ = nullptr;                  ///< in a forward: its own scope
   Recorder* recorder_ = nullptr;                     ///< null in a backward
   GradientScopes* learned_ = nullptr;                ///< null in a backward
   const GradientScopes* gradient_scopes_ = nullptr;  ///< null in a forward

@@ -141,6 +141,9 @@ Recorder& StepOffload::begin_capture() {
   back.finish();
   copies_->offload->begin_step();
   recorder_ = std::make_unique<Recorder>(*parts_.tree, *parts_.exclusions, copies_->offload, &planned_);
+  if (const Recorder* const of_capture = current_recorder(); of_capture != nullptr) {
+    recorder_->tell(of_capture->listener());
+  }
   return *recorder_;
 }
 

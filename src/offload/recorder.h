@@ -72,6 +72,8 @@ class Recorder final : public SavedTensorSource {
 
   /// From here on `listener` hears of each scope that is entered or left; null: nobody. It must outlive this object, or be taken off.
   void tell(ScopeListener* listener) noexcept { listener_ = listener; }
+  /// Null: nobody.
+  [[nodiscard]] ScopeListener* listener() const noexcept { return listener_; }
 
   /// Groups that begin while `to_be_captured` are marked so.
   bool set_to_be_captured(bool to_be_captured) noexcept { return std::exchange(to_be_captured_, to_be_captured); }

@@ -31,6 +31,7 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/scope.h"
+#include "unit/graphs/graphed_step_fixture.h"
 #include "warnings.h"
 
 namespace sidestream {
@@ -284,6 +285,35 @@ void expect_whole_drawing(const std::string& text) {
   for (const std::string& node : named) {
     EXPECT_EQ(defined.count(node), 1U) << node;
   }
+}
+
+TEST_F(GraphInspectionTest, NodesOfAWholeStepAreNamedByScope) {
+  testing_model::WholeStepTrainer trainer(device_, {.layers = 3});
+  trainer.graph(Options(device_).offload("fc1").min_bytes(1024));
+  const Layer& step = layer_of(*trainer.engine, 0);
+  const std::vector<GraphNode> nodes = runtime_->nodes(step.forward);
+  std::size_t left = 0;
+  std::set<std::pair<std::string, GraphNode::Kind>> scopes;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    scopes.emplace(step.forward_names.of(i).scope, nodes[i].kind);
+    const bool out = nodes[i].kind == GraphNode::Kind::copy_to_host;
+    if (out || nodes[i].kind == GraphNode::Kind::copy_to_device) {
+      EXPECT_EQ(step.forward_names.of(i).scope, "fc1") << i;
+      left += out ? nodes[i].bytes : 0;
+    }
+  }
+  EXPECT_EQ(left, trainer.step->offloaded_bytes());
+  for (const auto kind : {GraphNode::Kind::copy_to_host, GraphNode::Kind::copy_to_device, GraphNode::Kind::kernel}) {
+    EXPECT_EQ(scopes.count({"fc1", kind}), 1U);
+  }
+  EXPECT_EQ(scopes.count({"step", GraphNode::Kind::kernel}), 1U) << "the loss";
+  EXPECT_EQ(scopes.count({"act", GraphNode::Kind::kernel}), 1U);
+  EXPECT_EQ(scopes.count({"", GraphNode::Kind::kernel}), 0U);
+  const auto gradient = std::any_of(nodes.begin(), nodes.end(), [&](const GraphNode& node) {
+    const NodeNames::Name name = step.forward_names.of(static_cast<std::size_t>(&node - nodes.data()));
+    return name.scope == "fc1" && name.work.find("Backward0: aten::") != std::string_view::npos;
+  });
+  EXPECT_TRUE(gradient) << "autograd's nodes belong to the scope that made them";
 }
 
 TEST_F(GraphInspectionTest, EachGraphIsDrawnIntoAFileOfItsOwn) {
