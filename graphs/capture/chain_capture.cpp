@@ -89,7 +89,7 @@ void ChainCapture::run() {
     chain_.share_outputs();
   }
   for (Layer& layer : chain_.layers_) {
-    layer.find_inputs();
+    layer.make_lists();
     if (layer.spec.module == nullptr) {
       layer.modules.attend_to(layer.watched);
     }

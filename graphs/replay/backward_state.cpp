@@ -26,9 +26,7 @@ void Chain::check_backward_state(std::size_t index) const {
     }
   }
   FactsChange weights = layer.modules.tensors_change();
-  for (const TensorFacts& watched : layer.watched) {
-    watched.add_change(weights);
-  }
+  TensorFacts::add_changes(layer.watched, weights);
   if (weights.stale()) {
     throw UsageError(describe(index) + ": " + difference(index) +
                      " when its forward ran; its backward would read what is no longer the model's. Change weights " +

@@ -27,9 +27,7 @@ std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const G
 }
 
 FactsChange with_watched(FactsChange modules, const Layer& layer) noexcept {
-  for (const TensorFacts& watched : layer.watched) {
-    watched.add_change(modules);
-  }
+  TensorFacts::add_changes(layer.watched, modules);
   return modules;
 }
 

@@ -183,7 +183,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   /// Replays the backward of `layer`; `grads` become the gradients of inputs, then of parameters.
   void backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads);
   /// Throws: UsageError; nothing has been queued then.
-  void check_backward(std::size_t index, std::uint64_t generation) const;
+  void check_backward(std::size_t index, std::uint64_t generation);
   /// Throws: UsageError where the backward graph would read or do something else than at its capture.
   void check_backward_state(std::size_t index) const;
   void launch_backward(std::size_t index);

@@ -31,18 +31,17 @@ void for_each_gradient(Layer& layer, const Visit& visit) {
     visit(Gradient{input.grad, input.outputs, input.grad_direct, input.goes_to_leaf ? &*input.memory : nullptr,
                    &input.view});
   }
-  for (LayerParameter& parameter : layer.parameters) {
-    if (parameter.policy != GradientPolicy::accumulated) {
-      visit(Gradient{parameter.grad, parameter.outputs, false, parameter.memory ? &*parameter.memory : nullptr,
-                     &parameter.view});
-    }
+  for (const std::size_t i : layer.parameters_with_gradient) {
+    LayerParameter& parameter = layer.parameters[i];
+    visit(Gradient{parameter.grad, parameter.outputs, false, parameter.memory ? &*parameter.memory : nullptr,
+                   &parameter.view});
   }
 }
 
 }  // namespace
 
-void Chain::check_backward(std::size_t index, std::uint64_t generation) const {
-  const Layer& layer = layers_[index];
+void Chain::check_backward(std::size_t index, std::uint64_t generation) {
+  Layer& layer = layers_[index];
   if (!layer.backward) {
     throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
   }
@@ -74,7 +73,10 @@ void Chain::check_backward(std::size_t index, std::uint64_t generation) const {
   check_backward_state(index);
   check_versions(layer);
   if (layer.accumulates) {
-    check_owned_grads(layer);
+    layer.grads_in_place = are_in_place(layer.accumulated);
+    if (!layer.grads_in_place) {
+      check_owned_grads(layer);
+    }
   }
 }
 
@@ -111,7 +113,7 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
                     : grad.direct                    ? grad.made
                                                      : at::empty_like(grad.made));
   });
-  if (layer.accumulates) {
+  if (layer.accumulates && !layer.grads_in_place) {
     attach_owned_grads(layer, used);
   }
   launch_backward(index);

@@ -117,6 +117,13 @@ struct LayerParameter {
   OutputSet outputs = all_outputs;           ///< those that lead to it in autograd's graph
 };
 
+/// A `.grad` that the backward graph adds into, as a replay looks for it. See are_in_place.
+struct AccumulatedGradient {
+  const c10::TensorImpl* parameter;
+  const c10::TensorImpl* attached;  ///< LayerParameter::attached: what the `.grad` is in nearly all replays
+  const void* memory;               ///< where LayerParameter::grad begins
+};
+
 /// A tensor that a call's backward reads: nobody may write it in between.
 struct BackwardRead {
   c10::VariableVersion counter;
@@ -134,12 +141,14 @@ struct Layer {
   bool placed_by_hooks = false;  ///< its weights lay elsewhere in its passes than behind the capture
   bool casts = false;            ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
   std::vector<StaticInput> inputs;
-  // Indices of inputs, so that no replay looks for them among the others. See find_inputs.
+  // What replays look at, so that none looks for it among the rest. See make_lists.
   std::vector<std::size_t> inputs_with_gradient;
   std::vector<std::size_t> stamped_inputs;  ///< linked, and saved for backward: not copied
   std::vector<StaticOutput> outputs;
   std::vector<OutputStorage> output_storages;  ///< of the outputs that the capture made
   std::vector<LayerParameter> parameters;
+  std::vector<std::size_t> parameters_with_gradient;  ///< which autograd is given; all others are accumulated
+  std::vector<AccumulatedGradient> accumulated;
   ModuleFacts modules;                  ///< as captured, with the flags of `spec.state`
   std::vector<TensorFacts> watched;     ///< what else of the model it reads
   std::vector<c10::Storage> externals;  ///< read by the capture, neither input, parameter nor buffer
@@ -161,6 +170,7 @@ struct Layer {
   bool pending = false;            ///< its backward is still to come
   bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
   bool backward_failed = false;    ///< behind that launch
+  bool grads_in_place = false;     ///< the `.grad`s that it adds into: seen before the latest backward
   ReplayOptions target;            ///< the caller's, of the latest forward: its backward goes there too
 
   /// Each place of a gradient in the graphs' own memory that is given out; empty where there is none.
@@ -181,14 +191,23 @@ struct Layer {
     }
     return static_cast<std::int64_t>(bytes);
   }
-  /// Behind the captures: fills the lists of inputs.
-  void find_inputs() {
+  /// Behind the captures.
+  void make_lists() {
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       if (inputs[i].requires_grad) {
         inputs_with_gradient.push_back(i);
       }
       if (inputs[i].saved && inputs[i].from) {
         stamped_inputs.push_back(i);
+      }
+    }
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const LayerParameter& parameter = parameters[i];
+      if (parameter.policy != GradientPolicy::accumulated) {
+        parameters_with_gradient.push_back(i);
+      } else {
+        accumulated.push_back({parameter.tensor.unsafeGetTensorImpl(), parameter.attached.unsafeGetTensorImpl(),
+                               parameter.grad.const_data_ptr()});
       }
     }
   }

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include <c10/util/StringUtil.h>
-#include <c10/util/irange.h>
 #include <torch/nn/modules/container/any_module_holder.h>
 
 namespace sidestream {
@@ -30,12 +28,6 @@ namespace {
 
 using Members = torch::nn::AnyModuleHolder<MembersOfModules>;
 
-/// Where it begins; null where it has no one place.
-const void* address_of(const at::Tensor& tensor) noexcept {
-  return tensor.defined() && tensor.layout() == c10::kStrided && tensor.has_storage() ? tensor.const_data_ptr()
-                                                                                      : nullptr;
-}
-
 const void* identity(const at::Tensor& tensor) noexcept { return tensor.unsafeGetTensorImpl(); }
 
 template <class Items, class Identity>
@@ -53,69 +45,6 @@ std::string joined(const std::string& prefix, const std::string& name) {
 }
 
 }  // namespace
-
-TensorFacts::TensorFacts(at::Tensor tensor) : tensor_(std::move(tensor)), address_(address_of(tensor_)) {
-  if (tensor_.defined()) {
-    dtype_ = tensor_.scalar_type();
-    device_ = tensor_.device();
-    requires_grad_ = tensor_.requires_grad();
-    keys_ = tensor_.key_set();
-    type_ = tensor_.dtype();
-    sizes_.assign(tensor_.sizes().begin(), tensor_.sizes().end());
-    if (address_ != nullptr) {
-      memory_ = tensor_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data();
-      offset_ = tensor_.storage_offset();
-      strides_.assign(tensor_.strides().begin(), tensor_.strides().end());
-    }
-  }
-}
-
-FactsChange TensorFacts::change() const noexcept {
-  FactsChange change;
-  if (!tensor_.defined()) {
-    return change;
-  }
-  const void* const address = address_of(tensor_);
-  change.layout = tensor_.scalar_type() != dtype_ || tensor_.device() != device_ ||
-                  tensor_.sizes() != c10::IntArrayRef(sizes_) || (address == nullptr) != (address_ == nullptr) ||
-                  (address != nullptr && tensor_.strides() != c10::IntArrayRef(strides_));
-  change.relocated = address != address_;
-  change.requires_grad = tensor_.requires_grad() != requires_grad_;
-  return change;
-}
-
-std::string TensorFacts::difference() const {
-  const FactsChange changed = change();
-  if (changed.layout) {
-    if (tensor_.scalar_type() != dtype_) {
-      return c10::str("is ", tensor_.scalar_type(), ", was ", dtype_);
-    }
-    if (tensor_.device() != device_) {
-      return c10::str("is on ", tensor_.device(), ", was on ", device_);
-    }
-    if (tensor_.sizes() != c10::IntArrayRef(sizes_)) {
-      return c10::str("has shape ", tensor_.sizes(), ", had ", c10::IntArrayRef(sizes_));
-    }
-    return "has other strides";
-  }
-  if (changed.relocated) {
-    return "lies in other memory";
-  }
-  if (changed.requires_grad) {
-    return requires_grad_ ? "is frozen, was trained" : "is trained, was frozen";
-  }
-  return {};
-}
-
-FactsChange& FactsChange::operator|=(const FactsChange& other) noexcept {
-  training = training || other.training;
-  requires_grad = requires_grad || other.requires_grad;
-  relocated = relocated || other.relocated;
-  identity = identity || other.identity;
-  layout = layout || other.layout;
-  options = options || other.options;
-  return *this;
-}
 
 ModuleFacts::ModuleFacts(std::shared_ptr<const torch::nn::Module> root, bool with_tensors) {
   if (root != nullptr) {
@@ -254,9 +183,7 @@ FactsChange ModuleFacts::change_of_all() const noexcept {
 
 FactsChange ModuleFacts::tensors_change() const noexcept {
   FactsChange change;
-  for (const TensorFacts& tensor : tensors_) {
-    tensor.add_change(change);
-  }
+  TensorFacts::add_changes(tensors_, change);
   return change;
 }
 

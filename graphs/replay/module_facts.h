@@ -5,88 +5,12 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
 #include <torch/nn/module.h>
 
 #include "graphs/replay/module_options.h"
+#include "graphs/replay/tensor_facts.h"
 
 namespace sidestream {
-
-/// In what the model differs from what a capture froze of it.
-struct FactsChange {
-  bool training = false;       ///< training flags
-  bool requires_grad = false;  ///< frozen, or trained again
-  bool relocated = false;      ///< the same tensors in other memory
-  bool identity = false;       ///< other modules, parameters or buffers are registered
-  bool layout = false;         ///< another dtype, shape, layout or device
-  bool options = false;        ///< numbers of LibTorch's modules: a dropout rate
-
-  [[nodiscard]] bool any() const noexcept { return training || requires_grad || options || stale(); }
-  /// True when the capture reads what is no longer the model's: it replays never again.
-  [[nodiscard]] bool stale() const noexcept { return relocated || identity || layout; }
-  /// True when all there is to do is to capture the same call again, where its weights lie now.
-  [[nodiscard]] bool only_relocated() const noexcept {
-    return relocated && !identity && !layout && !requires_grad && !options;
-  }
-  FactsChange& operator|=(const FactsChange& other) noexcept;
-};
-
-/// A parameter, a buffer, or another tensor of the model that a graph reads at its address.
-class TensorFacts {
- public:
-  explicit TensorFacts(at::Tensor tensor);
-  /// Allocates nothing.
-  [[nodiscard]] FactsChange change() const noexcept;
-  /// Adds it to `all`. Where nothing changed, as nearly always, this is all that a replay pays for a tensor.
-  void add_change(FactsChange& all) const noexcept {
-    if (!as_it_was() || flag_changed()) [[unlikely]] {
-      all |= change();
-    }
-  }
-  [[nodiscard]] const at::Tensor& tensor() const noexcept { return tensor_; }
-  [[nodiscard]] bool requires_grad() const noexcept { return requires_grad_; }
-  void expect_requires_grad(bool requires_grad) noexcept { requires_grad_ = requires_grad; }
-  /// "is BFloat16, was Float"; empty where nothing changed. Allocates.
-  [[nodiscard]] std::string difference() const;
-
- private:
-  /// True where a tensor with memory is in nothing another, but for the flag: what nearly all replays find, without the search for
-  /// what changed.
-  [[nodiscard]] bool as_it_was() const noexcept {
-    const c10::TensorImpl& impl = *tensor_.unsafeGetTensorImpl();
-    return address_ != nullptr && impl.key_set() == keys_ && impl.dtype() == type_ && impl.has_storage() &&
-           impl.unsafe_storage().unsafeGetStorageImpl()->data() == memory_ && impl.storage_offset() == offset_ &&
-           same_numbers(impl.sizes(), sizes_) && same_numbers(impl.strides(), strides_);
-  }
-  [[nodiscard]] bool flag_changed() const noexcept {
-    return tensor_.unsafeGetTensorImpl()->requires_grad() != requires_grad_;
-  }
-  using Numbers = c10::SmallVector<std::int64_t, 4>;
-  [[nodiscard]] static bool same_numbers(c10::IntArrayRef now, const Numbers& before) noexcept {
-    if (now.size() != before.size()) {
-      return false;
-    }
-    for (std::size_t i = 0; i < now.size(); ++i) {  // so few that a call of memcmp costs more
-      if (now[i] != before[i]) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  // In the order in which a replay looks at them.
-  at::Tensor tensor_;
-  const void* address_ = nullptr;  ///< null where there is no memory of one address (undefined, sparse)
-  c10::DispatchKeySet keys_;       ///< layout, device, conjugate and negative bits
-  const void* memory_ = nullptr;   ///< of its storage, where `address_` lies
-  std::int64_t offset_ = 0;        ///< of its first element there
-  caffe2::TypeMeta type_;
-  bool requires_grad_ = false;
-  c10::ScalarType dtype_ = c10::ScalarType::Undefined;
-  c10::Device device_ = c10::Device(c10::DeviceType::CPU);
-  Numbers sizes_;
-  Numbers strides_;
-};
 
 /// A tree of modules as it was: which modules, parameters and buffers are registered where, their flags and options, and how the
 /// tensors lie in memory. Holds all of them, so that no address can be used again by another.

@@ -22,8 +22,19 @@ bool has_tensor_hooks(const torch::autograd::AutogradMeta& meta) {
   return !meta.hooks_.empty() && !only_places;
 }
 
-bool lies_in(const at::Tensor& tensor, const at::Tensor& memory) {
-  return tensor.const_data_ptr() == memory.const_data_ptr();
+bool lies_at(const at::Tensor& tensor, const void* address) { return tensor.const_data_ptr() == address; }
+
+bool lies_in(const at::Tensor& tensor, const at::Tensor& memory) { return lies_at(tensor, memory.const_data_ptr()); }
+
+/// As has_gradient_hooks and is_owned say, for a `.grad` with memory; false is no answer yet.
+bool is_in_place(const AccumulatedGradient& gradient) {
+  const auto* const meta = static_cast<const torch::autograd::AutogradMeta*>(gradient.parameter->autograd_meta());
+  if (meta == nullptr || !meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr || !meta->grad_.has_storage() ||
+      !lies_at(meta->grad_, gradient.memory)) {
+    return false;
+  }
+  const auto accumulator = meta->grad_accumulator_.lock();
+  return accumulator == nullptr || (accumulator->post_hooks().empty() && accumulator->pre_hooks().empty());
 }
 
 bool is_owned(const LayerParameter& parameter, const at::Tensor& grad) { return lies_in(grad, parameter.grad); }
@@ -96,6 +107,19 @@ bool has_gradient_hooks(const at::Tensor& parameter) {
   }
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
   return accumulator != nullptr && (!accumulator->post_hooks().empty() || !accumulator->pre_hooks().empty());
+}
+
+bool are_in_place(const std::vector<AccumulatedGradient>& gradients) {
+  constexpr std::size_t kAhead = 4;
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    if (i + kAhead < gradients.size()) {
+      __builtin_prefetch(gradients[i + kAhead].attached);
+    }
+    if (!is_in_place(gradients[i])) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void check_owned_grads(const Layer& layer) {

@@ -96,7 +96,7 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
   Layer& layer = layers_[index];
   auto node = std::make_shared<ReplayNode>(shared_from_this(), index, layer.generation);
   torch::autograd::edge_list edges;
-  edges.reserve(layer.inputs_with_gradient.size() + layer.parameters.size());
+  edges.reserve(layer.inputs_with_gradient.size() + layer.parameters_with_gradient.size());
   const c10::Stream current = runtime_->current_stream();
   for (const std::size_t i : layer.inputs_with_gradient) {
     StaticInput& input = layer.inputs[i];
@@ -107,10 +107,8 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
     input.goes_to_leaf = input.memory && is_leaf_on(current, edges.back());
   }
   node->of_inputs_ = edges.size();
-  for (const LayerParameter& parameter : layer.parameters) {
-    if (parameter.policy != GradientPolicy::accumulated) {
-      edges.push_back(torch::autograd::impl::gradient_edge(parameter.tensor));
-    }
+  for (const std::size_t i : layer.parameters_with_gradient) {
+    edges.push_back(torch::autograd::impl::gradient_edge(layer.parameters[i].tensor));
   }
   node->set_next_edges(std::move(edges));
   for (const auto i : c10::irange(outputs.size())) {

@@ -1,0 +1,67 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+
+namespace sidestream {
+
+/// In what the model differs from what a capture froze of it.
+struct FactsChange {
+  bool training = false;       ///< training flags
+  bool requires_grad = false;  ///< frozen, or trained again
+  bool relocated = false;      ///< the same tensors in other memory
+  bool identity = false;       ///< other modules, parameters or buffers are registered
+  bool layout = false;         ///< another dtype, shape, layout or device
+  bool options = false;        ///< numbers of LibTorch's modules: a dropout rate
+
+  [[nodiscard]] bool any() const noexcept { return training || requires_grad || options || stale(); }
+  /// True when the capture reads what is no longer the model's: it replays never again.
+  [[nodiscard]] bool stale() const noexcept { return relocated || identity || layout; }
+  /// True when all there is to do is to capture the same call again, where its weights lie now.
+  [[nodiscard]] bool only_relocated() const noexcept {
+    return relocated && !identity && !layout && !requires_grad && !options;
+  }
+  FactsChange& operator|=(const FactsChange& other) noexcept;
+};
+
+/// A parameter, a buffer, or another tensor of the model that a graph reads at its address.
+class TensorFacts {
+ public:
+  explicit TensorFacts(at::Tensor tensor);
+  /// Allocates nothing.
+  [[nodiscard]] FactsChange change() const noexcept;
+  /// Adds those of all `tensors` to `all`. Where nothing changed, as nearly always, this is all that a replay pays for its weights:
+  /// one pass over facts that lie side by side, and over the tensors, whose memory is asked for ahead.
+  static void add_changes(const std::vector<TensorFacts>& tensors, FactsChange& all) noexcept;
+  [[nodiscard]] const at::Tensor& tensor() const noexcept { return tensor_; }
+  [[nodiscard]] bool requires_grad() const noexcept { return requires_grad_; }
+  void expect_requires_grad(bool requires_grad) noexcept { requires_grad_ = requires_grad; }
+  /// "is BFloat16, was Float"; empty where nothing changed. Allocates.
+  [[nodiscard]] std::string difference() const;
+
+ private:
+  using Numbers = c10::SmallVector<std::int64_t, 4>;
+  /// True where a tensor with memory is in nothing another: what nearly all replays find, without the search for what changed.
+  [[nodiscard]] bool as_it_was() const noexcept;
+  void ask_ahead() const noexcept;
+
+  // In the order in which a replay looks at them.
+  at::Tensor tensor_;
+  const void* address_ = nullptr;  ///< null where there is no memory of one address (undefined, sparse)
+  c10::DispatchKeySet keys_;       ///< layout, device, conjugate and negative bits
+  const void* memory_ = nullptr;   ///< of its storage, where `address_` lies
+  std::int64_t offset_ = 0;        ///< of its first element there
+  caffe2::TypeMeta type_;
+  bool requires_grad_ = false;
+  c10::ScalarType dtype_ = c10::ScalarType::Undefined;
+  c10::Device device_ = c10::Device(c10::DeviceType::CPU);
+  Numbers sizes_;
+  Numbers strides_;
+};
+
+}  // namespace sidestream
