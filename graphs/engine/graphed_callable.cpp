@@ -7,6 +7,7 @@
 
 #include "graphs/engine/engine_access.h"
 #include "graphs/replay/graph_event_state.h"
+#include "sidestream/call_buffers.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -116,7 +117,7 @@ class GraphedCallable::Shared {
               const std::function<void()>* prepare = nullptr, bool* ran_eagerly = nullptr) {
     const Call call{callable_.function(), inputs, prepare, ran_eagerly};
     detail::CallRequest request;
-    request.inputs.append(inputs.begin(), inputs.end());
+    request.inputs = inputs;
     request.context = &call;
     request.replay = options;
     request.run = [](const void* context, detail::TensorBuffer& outputs) {
@@ -140,9 +141,9 @@ class GraphedCallable::Shared {
     if (prepare != nullptr) {
       request.prepare = [](const void* context) { (*static_cast<const Call*>(context)->prepare)(); };
     }
-    detail::TensorBuffer outputs;
-    engine_->dispatch(site, request, outputs);
-    return Tensors(outputs.begin(), outputs.end());
+    const detail::LentBuffers buffers;
+    engine_->dispatch(site, request, buffers->outputs);
+    return Tensors(buffers->outputs.begin(), buffers->outputs.end());
   }
 
   void check(const ReplayOptions& options) const {

@@ -59,7 +59,7 @@ struct RecordedCalls::Flight {
 };
 
 bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
-                    const detail::GuardBuffer& guards, const detail::ShapeBuffer& shape) {
+                    c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape) {
   if (kept.size() != guards.size() || kept_shape.size() != shape.size() ||
       !std::equal(shape.begin(), shape.end(), kept_shape.begin())) {
     return false;

@@ -25,7 +25,7 @@ struct KeptGuard {
 
 /// True when `guards` and `shape` are what was kept. Allocates nothing.
 [[nodiscard]] bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
-                                  const detail::GuardBuffer& guards, const detail::ShapeBuffer& shape);
+                                  c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape);
 
 /// A call that ran eagerly and is to be captured.
 struct RecordedCall {

@@ -10,6 +10,7 @@
 #include <torch/nn/modules/container/any.h>
 
 #include "sidestream/call_arguments.h"
+#include "sidestream/call_buffers.h"
 #include "sidestream/call_request.h"
 #include "sidestream/call_results.h"
 
@@ -115,17 +116,20 @@ auto call_function(const torch::nn::Module* module, const char* name, const Func
     CallRequest request;
     request.module = module;
     request.name = name;
-    request.guards.push_back(make_signature_guard<void(Function, Args...)>());
-    guard_function(function, request.guards);
-    const Parts parts{request.inputs, request.guards, request.shape};
+    const LentBuffers buffers;
+    buffers->guards.push_back(make_signature_guard<void(Function, Args...)>());
+    guard_function(function, buffers->guards);
+    const Parts parts{buffers->inputs, buffers->guards, buffers->shape};
     (Argument<Args>::flatten(args, parts), ...);
+    request.inputs = buffers->inputs;
+    request.guards = buffers->guards;
+    request.shape = buffers->shape;
     request.context = &call;
     request.run = &Call::run;
     request.keep = &Call::keep;
     request.structure = &replayed;
-    TensorBuffer outputs;
-    dispatch(request, outputs);
-    const at::Tensor* next = outputs.data();
+    dispatch(request, buffers->outputs);
+    const at::Tensor* next = buffers->outputs.data();
     const auto& structure =
         replayed != nullptr ? *static_cast<const typename Call::Structure*>(replayed) : *call.structure;
     if constexpr (Result<R>::allowed) {

@@ -1,7 +1,10 @@
 #pragma once
+#include <cstddef>
 #include <functional>
 #include <memory>
 
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 #include <torch/nn/module.h>
 
 #include "sidestream/argument_parts.h"
@@ -20,13 +23,13 @@ struct KeptCall {
   KeptModules modules;  ///< among the arguments
 };
 
-/// A call as the engine sees it: taken apart, by reference, on the caller's stack.
+/// A call as the engine sees it: taken apart, by reference.
 struct CallRequest {
   const torch::nn::Module* module = nullptr;  ///< null for a plain function
   const char* name = nullptr;                 ///< of a plain function
-  TensorBuffer inputs;
-  GuardBuffer guards;
-  ShapeBuffer shape;
+  c10::ArrayRef<at::Tensor> inputs;
+  c10::ArrayRef<Guard> guards;
+  c10::ArrayRef<std::size_t> shape;
   const void* context = nullptr;  ///< what the two functions below are given
   void (*run)(const void* context,
               TensorBuffer& outputs) = nullptr;     ///< the plain call, now, with the caller's arguments
