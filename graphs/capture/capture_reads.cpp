@@ -37,7 +37,7 @@ bool is_held(const Layer& layer, const c10::Storage& storage) {
          });
 }
 
-bool is_output(const std::vector<Layer>& layers, const c10::Storage& storage) {
+bool is_output(const Layers& layers, const c10::Storage& storage) {
   return std::any_of(layers.begin(), layers.end(), [&](const Layer& layer) {
     return std::any_of(layer.output_storages.begin(), layer.output_storages.end(),
                        [&](const OutputStorage& held) { return held.is(storage); });
@@ -46,7 +46,7 @@ bool is_output(const std::vector<Layer>& layers, const c10::Storage& storage) {
 
 }  // namespace
 
-std::size_t references_to(const c10::Storage& storage, const std::vector<Layer>& layers) {
+std::size_t references_to(const c10::Storage& storage, const Layers& layers) {
   const c10::StorageImpl* const sought = storage.unsafeGetStorageImpl();
   std::unordered_set<const c10::TensorImpl*> tensors;
   std::size_t count = 0;
@@ -128,7 +128,7 @@ void CaptureReads::forward_ended(std::size_t index) {
   }
 }
 
-std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const std::vector<Layer>& layers) const {
+std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const Layers& layers) const {
   std::unordered_set<const c10::StorageImpl*> owned;
   const auto own = [&](const at::Tensor& tensor) {
     if (tensor.defined() && tensor.has_storage()) {

@@ -8,7 +8,7 @@
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "graphs/replay/layer.h"
+#include "graphs/replay/layers.h"
 #include "observe/external_reads.h"
 #include "observe/operator_observer.h"
 #include "offload/exclusions.h"
@@ -17,7 +17,7 @@
 namespace sidestream {
 
 /// How many references to `storage` captured layers have, as what they read or as what they give out.
-[[nodiscard]] std::size_t references_to(const c10::Storage& storage, const std::vector<Layer>& layers);
+[[nodiscard]] std::size_t references_to(const c10::Storage& storage, const Layers& layers);
 
 /// What the captures of one chain read and did not make, which must live as long as their graphs; and what they made that
 /// somebody keeps.
@@ -49,7 +49,7 @@ class CaptureReads {
   /// What lives now and was made since the last call is of the forward of layer `index`.
   void forward_ended(std::size_t index);
   /// Of what the forwards made: what lives although `layers` do not hold it, and outputs that somebody else holds as well.
-  [[nodiscard]] std::vector<Made> kept_by_others(const std::vector<Layer>& layers) const;
+  [[nodiscard]] std::vector<Made> kept_by_others(const Layers& layers) const;
   /// What the captures write and did not make.
   [[nodiscard]] const std::vector<c10::Storage>& written() const noexcept { return written_; }
 

@@ -22,7 +22,7 @@ void CapturedUse::capture_ended() {
   measurement_.reset();
 }
 
-std::vector<PoolUse::Place> CapturedUse::finish(const std::vector<Layer>& layers) {
+std::vector<PoolUse::Place> CapturedUse::finish(const Layers& layers) {
   const std::size_t graphs = 2 * layers.size();
   comes_to(graphs);
   places_.pop_back();

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "graphs/replay/layer.h"
+#include "graphs/replay/layers.h"
 #include "graphs/replay/pool_use.h"
 #include "runtime/live_memory.h"
 #include "runtime/runtime.h"
@@ -23,7 +23,7 @@ class CapturedUse {
   void capture_begins();
   void capture_ended();
   /// `layers` with the places of their copies.
-  [[nodiscard]] std::vector<PoolUse::Place> finish(const std::vector<Layer>& layers);
+  [[nodiscard]] std::vector<PoolUse::Place> finish(const Layers& layers);
 
  private:
   Runtime& runtime_;

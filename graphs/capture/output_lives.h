@@ -9,7 +9,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include "graphs/capture/saved_storages.h"
-#include "graphs/replay/layer.h"
+#include "graphs/replay/layers.h"
 #include "graphs/replay/released_outputs.h"
 #include "offload/recorder.h"
 
@@ -30,7 +30,7 @@ class OutputLives {
   };
 
   /// `layers` must outlive this object. `keeps_graph`: backwards may replay several times, so nothing is let go.
-  OutputLives(const std::vector<Layer>& layers, bool keeps_graph) : layers_(layers), keeps_graph_(keeps_graph) {}
+  OutputLives(const Layers& layers, bool keeps_graph) : layers_(layers), keeps_graph_(keeps_graph) {}
 
   /// The forward of layer `index` is captured, and its outputs are sorted. `kept`: first outputs of storages that its body keeps.
   void forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,
@@ -54,7 +54,7 @@ class OutputLives {
   [[nodiscard]] bool may_end(const Life& life) const;
   void learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders);
 
-  const std::vector<Layer>& layers_;
+  const Layers& layers_;
   bool keeps_graph_;
   std::vector<std::vector<Life>> lives_;  ///< by layer and output storage
 };

@@ -57,7 +57,7 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluat
 
 /// Dropped by a capture that failed in its place, or captured of a model that is another now.
 bool is_outdated(const Chain& chain) {
-  const std::vector<Layer>& layers = chain.layers();
+  const Layers& layers = chain.layers();
   return chain.change().stale() || std::any_of(layers.begin(), layers.end(),
                                                [](const Layer& layer) { return !layer.forward && !layer.released; });
 }
@@ -98,7 +98,7 @@ void EngineChains::recapture(ChainHolder& holder) {
   check_capture(holder.chain->options());
   holder.chain->check_turn();
   const CaptureModesGuard modes(resources_.runtime->device().type());
-  const std::vector<Layer>& layers = holder.chain->layers();
+  const Layers& layers = holder.chain->layers();
   std::vector<LayerSpec> specs;
   std::vector<std::size_t> place(layers.size());  // of each layer now, among those that are left
   for (std::size_t l = 0; l < layers.size(); ++l) {

@@ -13,7 +13,7 @@
 #include "analysis/planner.h"
 #include "graphs/replay/chain_copies.h"
 #include "graphs/replay/graph_memory.h"
-#include "graphs/replay/layer.h"
+#include "graphs/replay/layers.h"
 #include "graphs/replay/owned_gradients.h"
 #include "graphs/replay/pool_use.h"
 #include "graphs/replay/released_outputs.h"
@@ -132,7 +132,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   /// The current stream waits for all copies that replays have queued.
   void join_copies();
 
-  [[nodiscard]] const std::vector<Layer>& layers() const noexcept { return layers_; }
+  [[nodiscard]] const Layers& layers() const noexcept { return layers_; }
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
   [[nodiscard]] const GraphOptions& options() const noexcept { return options_; }
@@ -217,7 +217,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   Event fork_;
   Event whole_stream_;
   std::shared_ptr<MemoryPool> pool_;  ///< shared with what is held of outputs that lie in memory of its free blocks
-  std::vector<Layer> layers_;
+  Layers layers_;
   Profile profile_;
   Plan plan_;
   OutsideBytes outside_;

@@ -6,8 +6,7 @@
 
 namespace sidestream {
 
-ChainCopies::ChainCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover,
-                         std::vector<Layer>& layers)
+ChainCopies::ChainCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Layers& layers)
     : runtime_(std::move(runtime)), mover_(std::move(mover)), layers_(layers) {}
 
 ChainCopies::~ChainCopies() { mover_->settle(); }

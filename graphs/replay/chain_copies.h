@@ -5,7 +5,7 @@
 
 #include <c10/core/Stream.h>
 
-#include "graphs/replay/layer.h"
+#include "graphs/replay/layers.h"
 #include "offload/group_mover.h"
 #include "runtime/runtime.h"
 
@@ -18,7 +18,7 @@ namespace sidestream {
 class ChainCopies {
  public:
   /// `layers` must outlive this object.
-  ChainCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, std::vector<Layer>& layers);
+  ChainCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Layers& layers);
   ChainCopies(const ChainCopies&) = delete;
   ChainCopies& operator=(const ChainCopies&) = delete;
   /// Blocks the host until the copies are done.
@@ -60,7 +60,7 @@ class ChainCopies {
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
-  std::vector<Layer>& layers_;
+  Layers& layers_;
   std::vector<std::size_t> leaving_;  ///< layers whose copies to the host no graph has waited for
   std::vector<Back> back_;
   std::vector<std::size_t> due_;
