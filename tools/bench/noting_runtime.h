@@ -15,8 +15,6 @@ class NotingRuntime final : public ForwardingRuntime {
   using ForwardingRuntime::wait;
 
   void note(bool on) { on_ = on; }
-  /// What was noted since the last call.
-  [[nodiscard]] auto take() { return std::exchange(calls_, {}); }
 
   void record(const Event& event, c10::Stream stream) override { noted(Record<Event>{&event, stream}); }
   void wait(c10::Stream stream, const Event& event) override { noted(Wait<Event>{&event, stream}); }
@@ -46,6 +44,28 @@ class NotingRuntime final : public ForwardingRuntime {
  public:
   using Call = std::variant<Record<Event>, Wait<Event>, Record<ExternalEvent>, Wait<ExternalEvent>, Launch>;
   using Calls = std::vector<Call>;
+
+  /// What was noted since the last call, cut behind each launch and the waits for it.
+  [[nodiscard]] std::vector<Calls> take_by_launch() {
+    std::vector<Calls> all(1);
+    bool launched = false;
+    for (const Call& call : calls_) {
+      const bool waits = std::holds_alternative<Wait<Event>>(call) || std::holds_alternative<Wait<ExternalEvent>>(call);
+      if (launched && !waits) {
+        all.emplace_back();
+        launched = false;
+      }
+      all.back().push_back(call);
+      launched = launched || std::holds_alternative<Launch>(call);
+    }
+    if (!launched && all.size() > 1) {  // what follows the last one
+      const Calls rest = std::move(all.back());
+      all.pop_back();
+      all.back().insert(all.back().end(), rest.begin(), rest.end());
+    }
+    calls_.clear();
+    return all;
+  }
 
  private:
   template <class Any>

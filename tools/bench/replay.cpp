@@ -1,5 +1,7 @@
 // What a replay costs the host, by direction and by what becomes of gradients, against the bare calls that it makes and against what
-// autograd takes for nodes that do nothing: layers so small that the device is never what limits.
+// autograd takes for nodes that do nothing: layers of so few elements that the device is never what limits, of as few kernels as can
+// be or of as many as a trainer's have.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -31,35 +33,35 @@ namespace {
 
 constexpr std::int64_t kElements = 8;
 
-/// Two products, and parameters as many as a transformer block has: more kernels, and the device would be what is measured.
+/// Products of few elements, each a kernel, and parameters as many as a transformer block has.
 class TinyBlock : public torch::nn::Module {
  public:
-  explicit TinyBlock(std::int64_t parameters) {
+  TinyBlock(std::int64_t parameters, std::int64_t products) : products_(static_cast<std::size_t>(products)) {
     for (std::int64_t i = 0; i < parameters; ++i) {
       weights_.push_back(register_parameter("weight" + std::to_string(i), at::ones({kElements})));
     }
   }
-  /// `others`: inputs that cost a copy and no kernel. With `all` each weight gets a gradient.
+  /// `others`: inputs that cost a copy and no kernel. With `all` each weight gets a gradient, and there are as many products.
   at::Tensor forward(const at::Tensor& h, const std::vector<at::Tensor>& /*others*/, bool all) {
-    if (!all) {
-      return h * weights_.front() * weights_.back();
-    }
     at::Tensor result = h;
-    for (const at::Tensor& weight : weights_) {
-      result = result * weight;
+    const std::size_t products = all ? std::max(products_, weights_.size()) : products_;
+    for (std::size_t i = 0; i < products; ++i) {
+      const at::Tensor& first_or_last = i % 2 == 0 ? weights_.front() : weights_.back();
+      result = result * (all ? weights_[i % weights_.size()] : first_or_last);
     }
     return result;
   }
 
  private:
+  std::size_t products_;
   std::vector<at::Tensor> weights_;
 };
 
 class TinyLayers : public torch::nn::Module {
  public:
-  TinyLayers(std::int64_t layers, std::int64_t parameters) {
+  TinyLayers(std::int64_t layers, std::int64_t parameters, std::int64_t products) {
     for (std::int64_t i = 0; i < layers; ++i) {
-      blocks_->push_back(std::make_shared<TinyBlock>(parameters));
+      blocks_->push_back(std::make_shared<TinyBlock>(parameters, products));
     }
     register_module("blocks", blocks_);
   }
@@ -81,8 +83,14 @@ struct Setting {
   std::int64_t layers = 12;
   std::int64_t parameters = 12;
   std::int64_t inputs = 1;
+  std::int64_t products = 2;
   bool all = false;
   std::int64_t steps = 500;
+
+  /// Parameters of a layer that get one.
+  [[nodiscard]] std::int64_t gradients() const {
+    return all ? parameters : std::min({parameters, products, std::int64_t{2}});
+  }
 };
 
 /// Of one replay, in microseconds: medians over blocks of steps.
@@ -162,7 +170,7 @@ class Replays {
   explicit Replays(const Setting& setting)
       : setting_(setting),
         device_(find_device(setting.device)),
-        model_(setting.layers, setting.parameters),
+        model_(setting.layers, setting.parameters, setting.products),
         runtime_(std::make_shared<bench::NotingRuntime>(make_runtime(device_))),
         engine_(make_engine()),
         x_(at::ones({kElements}).to(device_).requires_grad_(true)),
@@ -177,6 +185,7 @@ class Replays {
       forward();
       backward();
     }
+    note_calls();
   }
 
   Cost of_replays() {
@@ -185,18 +194,61 @@ class Replays {
   }
 
   /// Nodes with the same edges that do nothing.
-  Cost of_autograd() {
+  Cost of_autograd() { return of_nodes({}); }
+
+  /// The same launches, records and waits, with the copies of inputs, and with the clones of gradients where there are any.
+  Cost of_bare_calls() {
+    const at::NoGradGuard no_grad;
+    return measure(
+        setting_, device_, [] {},
+        [&] {
+          for (std::int64_t i = 0; i < setting_.layers; ++i) {
+            copy_inputs();
+          }
+          for (const NotingRuntime::Calls& calls : forwards_) {
+            queue(calls);
+          }
+        },
+        [&] {
+          for (const NotingRuntime::Calls& calls : backwards_) {
+            queue(calls);
+          }
+          const bool clones = setting_.policy == GradientPolicy::cloned;
+          for (std::int64_t i = 0; clones && i < setting_.layers * setting_.gradients(); ++i) {
+            (void)gradient_.clone();
+          }
+        });
+  }
+
+  /// The bare calls of each layer, made by such a node: on autograd's thread, between its bookkeeping.
+  Cost of_bare_calls_in_nodes() {
+    return of_nodes([&](std::size_t layer, bool backward) {
+      const at::NoGradGuard no_grad;
+      if (!backward) {
+        copy_inputs();
+      }
+      queue(backward ? backwards_[backwards_.size() - 1 - layer] : forwards_[layer]);
+    });
+  }
+
+ private:
+  using NotingRuntime = bench::NotingRuntime;
+
+  Cost of_nodes(bench::BareNodes::Queue queue) {
     std::vector<std::vector<at::Tensor>> given;
     for (const auto& block : *model_.layers()) {
       std::vector<at::Tensor> parameters = block->parameters();
       if (setting_.policy == GradientPolicy::accumulated) {
         parameters.clear();
-      } else if (!setting_.all && parameters.size() > 2) {
+      } else if (setting_.gradients() == 1) {
+        parameters = {parameters.front()};
+      } else if (setting_.gradients() == 2) {
         parameters = {parameters.front(), parameters.back()};
       }
       given.push_back(std::move(parameters));
     }
-    const bench::BareNodes nodes(std::move(given), setting_.policy == GradientPolicy::cloned, gradient_);
+    const bench::BareNodes nodes(std::move(given), setting_.policy == GradientPolicy::cloned, gradient_,
+                                 std::move(queue));
     return measure(
         setting_, device_, [&] { prepare(); }, [&] { y_ = nodes.forward(x_); },
         [&] {
@@ -205,43 +257,27 @@ class Replays {
         });
   }
 
-  /// The same launches, records and waits, with the copies of inputs, and with the clones of gradients where there are any.
-  Cost of_bare_calls() {
+  void copy_inputs() {
+    for (std::int64_t i = 1; i < setting_.inputs; ++i) {
+      target_.copy_(gradient_, /*non_blocking=*/true);
+    }
+  }
+  void queue(const NotingRuntime::Calls& calls) {
+    for (const NotingRuntime::Call& call : calls) {
+      std::visit([&](const auto& one) { one.run(*bare_); }, call);
+    }
+  }
+  /// Of a step that replays.
+  void note_calls() {
     prepare();
     runtime_->note(true);
     forward();
-    const bench::NotingRuntime::Calls forwards = runtime_->take();
+    forwards_ = runtime_->take_by_launch();
     backward();
-    const bench::NotingRuntime::Calls backwards = runtime_->take();
+    backwards_ = runtime_->take_by_launch();
     runtime_->note(false);
-    const at::NoGradGuard no_grad;
-    at::Tensor target = at::zeros_like(gradient_);
-    const std::int64_t copies = setting_.layers * (setting_.inputs - 1);
-    const std::int64_t gradients = setting_.all ? setting_.parameters : std::min<std::int64_t>(setting_.parameters, 2);
-    const std::int64_t clones = setting_.policy == GradientPolicy::cloned ? setting_.layers * gradients : 0;
-    const std::shared_ptr<Runtime> bare = make_runtime(device_);
-    const auto queue = [&](const bench::NotingRuntime::Calls& calls) {
-      for (const bench::NotingRuntime::Call& call : calls) {
-        std::visit([&](const auto& one) { one.run(*bare); }, call);
-      }
-    };
-    return measure(
-        setting_, device_, [] {},
-        [&] {
-          for (std::int64_t i = 0; i < copies; ++i) {
-            target.copy_(gradient_, /*non_blocking=*/true);
-          }
-          queue(forwards);
-        },
-        [&] {
-          queue(backwards);
-          for (std::int64_t i = 0; i < clones; ++i) {
-            (void)gradient_.clone();
-          }
-        });
   }
 
- private:
   OffloadEngine make_engine() {
     model_.to(device_);
     return EngineAccess::engine(
@@ -274,6 +310,10 @@ class Replays {
   at::Tensor gradient_;
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> others_;
+  at::Tensor target_ = at::zeros_like(gradient_);
+  std::shared_ptr<Runtime> bare_ = make_runtime(device_);
+  std::vector<NotingRuntime::Calls> forwards_;  ///< the bare calls of each launch, in their order
+  std::vector<NotingRuntime::Calls> backwards_;
   std::optional<Step> step_;
   at::Tensor y_;
 };
@@ -290,22 +330,26 @@ nlohmann::json run(const Setting& setting) {
   const Cost with = replays.of_replays();
   const Cost autograd = replays.of_autograd();
   const Cost bare = replays.of_bare_calls();
+  const Cost in_nodes = replays.of_bare_calls_in_nodes();
   std::fputs(
-      fmt::format("{}, {} layers, {} inputs, {} parameters, {}: forward {:.2f} us (bare {:.2f}, autograd {:.2f}), "
-                  "backward {:.2f} us (bare {:.2f}, autograd {:.2f})\n",
+      fmt::format("{}, {} layers, {} inputs, {} parameters, {}: forward {:.2f} us (bare {:.2f}, autograd {:.2f}, "
+                  "both {:.2f}), backward {:.2f} us (bare {:.2f}, autograd {:.2f}, both {:.2f})\n",
                   setting.device, setting.layers, setting.inputs, setting.parameters, name_of(setting.policy),
-                  with.forward, bare.forward, autograd.forward, with.backward, bare.backward, autograd.backward)
+                  with.forward, bare.forward, autograd.forward, in_nodes.forward, with.backward, bare.backward,
+                  autograd.backward, in_nodes.backward)
           .c_str(),
       stderr);
   return {{"device", describe(find_device(setting.device)).name},
           {"layers", setting.layers},
           {"inputs", setting.inputs},
           {"parameters", setting.parameters},
+          {"products", setting.products},
           {"all", setting.all},
           {"gradients", name_of(setting.policy)},
           {"replay", json_of(with)},
           {"bare", json_of(bare)},
-          {"autograd", json_of(autograd)}};
+          {"autograd", json_of(autograd)},
+          {"bare_in_nodes", json_of(in_nodes)}};
 }
 
 }  // namespace
@@ -325,6 +369,9 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--inputs", inputs, "of a layer, each in turn")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--products", setting.products, "of a layer, a kernel each; with --all no fewer than its parameters")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_flag("--all", setting.all, "each parameter gets a gradient; else the first and the last");
   app.add_option("--steps", setting.steps)->check(CLI::PositiveNumber)->capture_default_str();
   CLI11_PARSE(app, argc, argv);
