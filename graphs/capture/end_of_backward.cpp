@@ -1,5 +1,6 @@
 #include "graphs/capture/end_of_backward.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
