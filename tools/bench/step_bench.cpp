@@ -103,7 +103,7 @@ TrainedInMode::TrainedInMode(const StepSettings& settings, c10::Device device, S
   Options options(device);
   options.min_bytes(static_cast<std::size_t>(settings.min_kib) << 10);
   if (mode_.offload) {
-    options.offload("blocks.**");
+    options.offload(settings.offload);
   }
   if (mode_.graphs == StepMode::Graphs::layers) {
     options.graph("blocks.*").graph_options(GraphOptions().accumulate_in_graph(true));

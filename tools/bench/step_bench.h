@@ -24,8 +24,9 @@ struct StepSettings {
   std::int64_t batch = 1;
   std::string dtype = "bfloat16";
   std::int64_t rounds = 30;
-  std::int64_t min_kib = 256;  ///< smaller storages stay on the device
-  std::int64_t block = 0;      ///< see `steps_in_a_block`
+  std::string offload = "blocks.**";  ///< Options::offload of modes with offload
+  std::int64_t min_kib = 256;         ///< smaller storages stay on the device
+  std::int64_t block = 0;             ///< see `steps_in_a_block`
   std::vector<std::string> modes;
   std::string report;
 

@@ -94,6 +94,7 @@ Json measure(const bench::StepSettings& settings) {
                  {"ffn", settings.shape.ffn},
                  {"tokens", settings.batch * settings.shape.seq},
                  {"dtype", settings.dtype},
+                 {"offload", settings.offload},
                  {"min_kib", settings.min_kib}});
   }
   json["rounds"] = settings.rounds;
@@ -128,6 +129,8 @@ int run(int argc, char** argv) {
   app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--block", settings.block, "Steps that are timed together; 0: 20 tiny ones, or 1")
       ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--offload", settings.offload, "Patterns of what leaves in modes with offload, comma-separated")
       ->capture_default_str();
   app.add_option("--min-kib", settings.min_kib, "Smaller storages stay on the device")
       ->check(CLI::NonNegativeNumber)
