@@ -3,10 +3,7 @@
 #include <algorithm>
 #include <exception>
 
-#include <c10/util/ScopeExit.h>
-
 #include "base/site.h"
-#include "offload/kept_memory.h"
 #include "offload/small_block.h"
 #include "runtime/replayed_memory.h"
 
@@ -277,69 +274,6 @@ void EagerOffload::send(Slot& slot) {
     }
   }
   set_in_flight(slot, static_cast<std::int64_t>(bytes));
-}
-
-void EagerOffload::trail(Slot& slot, std::uint64_t bytes) {
-  if (!planned_window_ && bytes > largest_.back()) {
-    largest_ = {std::max(largest_.front(), bytes), std::min(largest_.front(), bytes)};
-    // No more than two groups while nothing is known, whatever lag is given: a first step is to fit.
-    const std::uint64_t two = largest_.front() + largest_.back();
-    window_ = window_for(largest_, {std::min(limits_.lag.value_or(two), two), 0, limits_.groups_in_flight});
-  }
-  if (bytes == 0) {
-    return;
-  }
-  trailing_.push_back({&slot, bytes});
-  trailing_bytes_ += bytes;
-  while (!trailing_.empty() && (trailing_bytes_ > window_.copies.lag || trailing_.size() > window_.groups)) {
-    let_go_of_oldest();
-  }
-}
-
-void EagerOffload::let_go_of_oldest() {
-  Slot& slot = *trailing_.front().slot;
-  if (slot.state == Slot::State::delayed) {
-    send_delayed(slot);
-  }
-  if (slot.state == Slot::State::leaving) {
-    mover_->await(slot.savers.front(), *slot.offloaded);
-  }
-  drop_sources();
-}
-
-void EagerOffload::let_go_of(const Slot& slot) {
-  const auto is_it = [&](const Trailing& trailing) { return trailing.slot == &slot; };
-  const auto found = std::find_if(trailing_.begin(), trailing_.end(), is_it);
-  if (found != trailing_.end()) {
-    std::rotate(trailing_.begin(), found, found + 1);
-    let_go_of_oldest();
-  }
-}
-
-void EagerOffload::part_with(const std::shared_ptr<SavedStorage>& saved) {
-  keep_for(saved->device, step_streams_);
-  if (saved->place == SavedStorage::Place::leaving) {
-    if (unoffloaded_ && saved.use_count() > 1) {  // else nobody needs it any more
-      unoffloaded_->lets_go(*saved);
-    }
-    saved->device = c10::Storage();
-    saved->place = SavedStorage::Place::host;
-  }
-}
-
-void EagerOffload::drop_sources() {
-  Slot& slot = *trailing_.front().slot;
-  const auto without_sources = c10::make_scope_exit([&] { slot.sources.clear(); });
-  trailing_bytes_ -= trailing_.front().bytes;
-  trailing_.erase(trailing_.begin());
-  if (slot.state == Slot::State::leaving) {
-    slot.state = Slot::State::away;
-  }
-  for (const auto& saved : slot.sources) {
-    part_with(saved);
-  }
-  set_in_flight(slot, 0);
-  look();
 }
 
 void EagerOffload::end_step() {
