@@ -1,13 +1,17 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "graphs/engine/engine_state.h"
+#include "sidestream/bucketed_callables.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/graphed_step.h"
 
 namespace sidestream {
+
+class BucketSet;
 
 /// The way behind the public face: for make_graphed_callables, and for tests that give an engine another runtime or look at
 /// its parts. Not installed.
@@ -19,6 +23,8 @@ class EngineAccess {
     return OffloadEngine(std::make_shared<EngineState>(model, std::move(options), std::move(runtime)));
   }
   [[nodiscard]] static EngineState& state(const OffloadEngine& engine) { return engine.state(); }
+  /// The same engine, for what is to keep it.
+  [[nodiscard]] static OffloadEngine handle(const OffloadEngine& engine) { return OffloadEngine(engine.state_); }
 
   /// Captures as make_graphed_callables says.
   [[nodiscard]] static std::vector<GraphedCallable> capture(const OffloadEngine& engine,
@@ -32,6 +38,8 @@ class EngineAccess {
   [[nodiscard]] static bool fits(const GraphedCallable& callable, const Tensors& inputs);
   /// True while a capture that shares its memory awaits a backward.
   [[nodiscard]] static bool has_to_wait(const GraphedCallable& callable);
+  /// True while a capture in its memory awaits a backward, its own among them.
+  [[nodiscard]] static bool memory_is_pending(const GraphedCallable& callable);
   struct Ran {
     Tensors outputs;
     bool eagerly = false;  ///< in the place of a replay; a verification's run beside one does not count
@@ -43,6 +51,8 @@ class EngineAccess {
   [[nodiscard]] static bool is_in_other_mode(const GraphedCallable& callable);
   /// The plain call, as a scope.
   static Tensors run_eagerly(const GraphedCallable& callable, const Tensors& inputs);
+  /// The callables of `set`, as users have them.
+  [[nodiscard]] static std::vector<BucketedCallable> bucketed(std::shared_ptr<BucketSet> set);
 };
 
 }  // namespace sidestream

@@ -90,6 +90,7 @@ std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs
 }
 
 void EngineChains::add(const std::shared_ptr<ChainHolder>& holder) {
+  std::erase_if(all_, [](const auto& gone) { return gone.expired(); });
   all_.push_back(holder);
   mark_static_outputs();
 }

@@ -42,7 +42,8 @@ class GraphedCallable::Shared {
     const CallVariant& only = site_.variants.front();
     return only.holder->chain->accepts(only.place(), inputs);
   }
-  [[nodiscard]] bool has_to_wait() const { return site_.variants.front().holder->chain->has_to_wait(); }
+  [[nodiscard]] bool has_to_wait() const { return chain().has_to_wait(); }
+  [[nodiscard]] bool memory_is_pending() const { return chain().any_pending() || chain().has_to_wait(); }
   [[nodiscard]] bool is_in_other_mode() const {
     const CallVariant& only = site_.variants.front();
     const FactsChange change = only.holder->chain->change(only.place());
@@ -160,6 +161,7 @@ class GraphedCallable::Shared {
   }
 
   [[nodiscard]] std::string describe() const { return "graphed call \"" + callable_.name() + "\""; }
+  [[nodiscard]] const Chain& chain() const { return *site_.variants.front().holder->chain; }
 
   std::shared_ptr<EngineState> engine_;
   Callable callable_;
@@ -258,6 +260,8 @@ bool EngineAccess::fits(const GraphedCallable& callable, const Tensors& inputs) 
 }
 
 bool EngineAccess::has_to_wait(const GraphedCallable& callable) { return callable.shared().has_to_wait(); }
+
+bool EngineAccess::memory_is_pending(const GraphedCallable& callable) { return callable.shared().memory_is_pending(); }
 
 bool EngineAccess::is_in_other_mode(const GraphedCallable& callable) { return callable.shared().is_in_other_mode(); }
 

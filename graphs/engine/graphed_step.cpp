@@ -232,7 +232,7 @@ GraphedStep EngineAccess::capture_step(const OffloadEngine& engine, Callable ste
   given->update = options.update();
   given->accumulate = options.accumulate();
   given->offload = options.offload();
-  auto shared = std::make_shared<GraphedStep::Shared>(OffloadEngine(engine.state_), std::move(given), options);
+  auto shared = std::make_shared<GraphedStep::Shared>(handle(engine), std::move(given), options);
   shared->capture(samples);
   return GraphedStep(std::move(shared));
 }

@@ -1,4 +1,4 @@
-// Callables that are captured for several numbers of rows, in shared memory.
+// Callables that are captured for several numbers of rows, in shared memory; in every other form also for those that they meet.
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
@@ -68,8 +68,12 @@ class BucketTrainer final : public CapturedTrainer {
     for (const std::int64_t rows : kBuckets) {
       samples.push_back({{rows_of(0, rows, device_).requires_grad_(true)}, {Sample::output_of(0)}});
     }
-    layers_ = make_bucketed_callables(*engine_, callables, samples,
-                                      BucketOptions().graph(GraphOptions().num_warmup_iters(1)));
+    BucketOptions options;
+    options.graph(GraphOptions().num_warmup_iters(1));
+    if (setup_.form % 2 == 1) {
+      options.on_unknown_shape(OnUnknownShape::capture).max_buckets(setup_.form % 4 == 1 ? 3 : 4);
+    }
+    layers_ = make_bucketed_callables(*engine_, callables, samples, options);
   }
   void drop_captures() override { layers_.clear(); }
 
