@@ -141,12 +141,14 @@ Tensors BucketSet::run(std::size_t index, const Tensors& inputs) {
     capture_pass();
   }
   Bucket* const bucket = fitting(index, inputs);
-  first_fits_ = index == 0 ? bucket != nullptr : first_fits_;
+  const bool beside_pending = bucket != nullptr && options_.on_pending() == OnPendingBucket::eager &&
+                              EngineAccess::has_to_wait(bucket->callables[index]);
+  first_replays_ = index == 0 ? bucket != nullptr && !beside_pending : first_replays_;
   const bool noted = options_.on_unknown_shape() == OnUnknownShape::capture && note(index, inputs);
   Tensors outputs;
   if (bucket == nullptr) {
     outputs = noted ? run_eagerly(index, inputs) : run_unknown(index, inputs);
-  } else if (options_.on_pending() == OnPendingBucket::eager && EngineAccess::has_to_wait(bucket->callables[index])) {
+  } else if (beside_pending) {
     outputs = run_eagerly(index, inputs);
   } else {
     bucket->used_at = ++clock_;
@@ -161,7 +163,7 @@ Tensors BucketSet::run(std::size_t index, const Tensors& inputs) {
 bool BucketSet::note(std::size_t index, const Tensors& inputs) {
   if (index == 0 && !pass_.complete()) {
     pass_.stop();
-    if (!first_fits_ && !is_in_other_mode() && !is_pending() && has_room(index)) {
+    if (!first_replays_ && !is_in_other_mode() && !is_pending() && has_room(index)) {
       pass_.begin();
       modes_ = modes();
     }
@@ -197,15 +199,13 @@ Tensors BucketSet::run_unknown(std::size_t index, const Tensors& inputs) {
     return run_eagerly(index, inputs);
   }
   if (options_.on_unknown_shape() == OnUnknownShape::capture) {
-    if (index > 0 && first_fits_) {
+    if (index > 0 && first_replays_) {
       warn(index, ", and those of the first callable fit one: which shape a pass has is decided there");
     }
     return run_eagerly(index, inputs);
   }
   // An input that is linked to an output fits where that output was replayed only.
-  if (options_.on_pending() == OnPendingBucket::eager &&
-      std::any_of(buckets_.begin(), buckets_.end(),
-                  [&](const Bucket& bucket) { return EngineAccess::has_to_wait(bucket.callables[index]); })) {
+  if (options_.on_pending() == OnPendingBucket::eager && is_pending()) {
     return run_eagerly(index, inputs);
   }
   if (options_.on_unknown_shape() == OnUnknownShape::error) {

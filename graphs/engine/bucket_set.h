@@ -59,8 +59,8 @@ class BucketSet {
   std::vector<bool> warned_;   ///< by callables: of inputs that fit none
   bool warned_of_bound_ = false;
   BucketPass pass_;
-  CallModes modes_;          ///< that the pass began in
-  bool first_fits_ = false;  ///< the inputs of the first callable's latest call fitted a bucket
+  CallModes modes_;             ///< that the pass began in
+  bool first_replays_ = false;  ///< the latest call of the first callable did
 };
 
 }  // namespace sidestream

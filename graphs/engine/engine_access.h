@@ -36,7 +36,7 @@ class EngineAccess {
                                                 const std::vector<Tensors>& samples, const StepOptions& options);
   /// True when `inputs` are what `callable` was captured with.
   [[nodiscard]] static bool fits(const GraphedCallable& callable, const Tensors& inputs);
-  /// True while a capture that shares its memory awaits a backward.
+  /// True while it cannot replay: a capture that shares its memory awaits a backward, or its own of this call or a later one.
   [[nodiscard]] static bool has_to_wait(const GraphedCallable& callable);
   /// True while a capture in its memory awaits a backward, its own among them.
   [[nodiscard]] static bool memory_is_pending(const GraphedCallable& callable);

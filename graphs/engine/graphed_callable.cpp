@@ -42,7 +42,9 @@ class GraphedCallable::Shared {
     const CallVariant& only = site_.variants.front();
     return only.holder->chain->accepts(only.place(), inputs);
   }
-  [[nodiscard]] bool has_to_wait() const { return chain().has_to_wait(); }
+  [[nodiscard]] bool has_to_wait() const {
+    return chain().has_to_wait() || !chain().ready(site_.variants.front().place());
+  }
   [[nodiscard]] bool memory_is_pending() const { return chain().any_pending() || chain().has_to_wait(); }
   [[nodiscard]] bool is_in_other_mode() const {
     const CallVariant& only = site_.variants.front();

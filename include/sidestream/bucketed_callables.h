@@ -17,7 +17,7 @@ namespace sidestream {
 /// decide: where they fit none, all run eagerly in that pass, each once and in order, and are captured with what they were given
 /// as soon as the first of them is called again and no backward is pending.
 enum class OnUnknownShape : std::uint8_t { eager, error, capture };
-/// A backward of another bucket is pending: an eager run, or a UsageError.
+/// A backward is pending that needs the memory, of another bucket or of an earlier call like this one: an eager run, or a UsageError.
 enum class OnPendingBucket : std::uint8_t { eager, error };
 
 /// How several shapes of callables are captured and replayed.
@@ -37,7 +37,7 @@ struct BucketOptions {
 /// A callable captured for several shapes, which share device memory (see GraphPool); copies share the captures.
 ///
 /// A call replays the bucket that its inputs fit exactly: shapes, dtypes and requires_grad; it pads nothing. While a backward of another
-/// bucket is pending it runs eagerly, or is refused. With modules in another mode than at the capture it runs eagerly, whatever its inputs.
+/// bucket is pending, or of the same one's earlier call, it runs eagerly, or is refused. With modules in another mode than at the capture it runs eagerly, whatever its inputs.
 /// With OnUnknownShape::capture a call may capture first, which waits for the device; a CaptureError comes out of that call, and
 /// nothing is left of the capture. Else as GraphedCallable.
 /// Threads: one at a time; backward may run on autograd's device thread.

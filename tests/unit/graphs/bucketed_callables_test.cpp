@@ -92,6 +92,26 @@ TEST_F(BucketedCallablesTest, ACallBesideAPendingBucketRunsEagerly) {
   }
 }
 
+TEST_F(BucketedCallablesTest, ACallBesideAPendingOneOfItsBucketRunsEagerly) {
+  testing_model::ExpectedWarnings warnings;
+  for (const std::vector<std::int64_t>& lengths : {std::vector<std::int64_t>{8, 32}, std::vector<std::int64_t>{8}}) {
+    capture(BucketOptions().on_unknown_shape(OnUnknownShape::error), lengths);
+    for (std::int64_t s = 0; s < 3; ++s) {
+      const auto step = [&](torch::nn::Sequential& trained, bool graphs) {
+        return testing_model::train_step(*trained, nullptr, [&] {
+          const at::Tensor y = forward(graphs, data(s, 8).requires_grad_(true));
+          const at::Tensor z = forward(graphs, data(s + 9, 8).requires_grad_(true));
+          y.mean().backward();
+          z.mean().backward();
+        });
+      };
+      const StepTensors plain = step(plain_, false);
+      EXPECT_TRUE(testing_model::same(step(model_, true), plain)) << "step " << s;
+    }
+  }
+  EXPECT_TRUE(warnings.take().empty());
+}
+
 TEST_F(BucketedCallablesTest, ACallBesideAPendingBucketIsRefusedByOption) {
   capture(BucketOptions().on_pending(OnPendingBucket::error));
   const at::Tensor y = forward(true, data(0, 32).requires_grad_(true));
