@@ -129,13 +129,13 @@ CallModes BucketSet::modes() const {
   return CallModes::current(EngineAccess::state(engine_).runtime().device().type());
 }
 
-Tensors BucketSet::run_eagerly(std::size_t index, const Tensors& inputs) const {
-  return EngineAccess::run_eagerly(first_[index], inputs);
+Tensors BucketSet::in_order(std::size_t index, c10::ArrayRef<NamedInput> inputs) const {
+  return EngineAccess::in_order(first_[index], inputs);
 }
 
-Tensors BucketSet::run(std::size_t index, const Tensors& inputs) {
+Tensors BucketSet::run(std::size_t index, const Tensors& inputs, const ReplayOptions* options) {
   if (dropped_[index] || !at::GradMode::is_enabled()) {
-    return first_[index](inputs);  // refused, or eagerly
+    return EngineAccess::run(first_[index], inputs, options);  // refused, or eagerly
   }
   if (index == 0 && pass_.complete()) {
     capture_pass();
@@ -143,17 +143,17 @@ Tensors BucketSet::run(std::size_t index, const Tensors& inputs) {
   Bucket* const bucket = fitting(index, inputs);
   const bool beside_pending = bucket != nullptr && options_.on_pending() == OnPendingBucket::eager &&
                               EngineAccess::has_to_wait(bucket->callables[index]);
-  first_replays_ = index == 0 ? bucket != nullptr && !beside_pending : first_replays_;
+  const bool replays = bucket != nullptr && !beside_pending;
+  first_replays_ = index == 0 ? replays : first_replays_;
   const bool noted = options_.on_unknown_shape() == OnUnknownShape::capture && note(index, inputs);
-  Tensors outputs;
-  if (bucket == nullptr) {
-    outputs = noted ? run_eagerly(index, inputs) : run_unknown(index, inputs);
-  } else if (beside_pending) {
-    outputs = run_eagerly(index, inputs);
-  } else {
-    bucket->used_at = ++clock_;
-    outputs = bucket->callables[index](inputs);
+  if (bucket == nullptr && !noted) {
+    check_unknown(index);
   }
+  if (replays) {
+    bucket->used_at = ++clock_;
+  }
+  Tensors outputs = replays ? EngineAccess::run(bucket->callables[index], inputs, options)
+                            : EngineAccess::run_eagerly(first_[index], inputs, options);
   if (noted) {
     pass_.gave(outputs);
   }
@@ -194,19 +194,19 @@ bool BucketSet::has_room(std::size_t index) {
   return false;
 }
 
-Tensors BucketSet::run_unknown(std::size_t index, const Tensors& inputs) {
+void BucketSet::check_unknown(std::size_t index) {
   if (EngineAccess::is_in_other_mode(first_[index])) {
-    return run_eagerly(index, inputs);
+    return;
   }
   if (options_.on_unknown_shape() == OnUnknownShape::capture) {
     if (index > 0 && first_replays_) {
       warn(index, ", and those of the first callable fit one: which shape a pass has is decided there");
     }
-    return run_eagerly(index, inputs);
+    return;
   }
   // An input that is linked to an output fits where that output was replayed only.
   if (options_.on_pending() == OnPendingBucket::eager && is_pending()) {
-    return run_eagerly(index, inputs);
+    return;
   }
   if (options_.on_unknown_shape() == OnUnknownShape::error) {
     throw UsageError("bucketed call \"" + name(index) + "\": its inputs fit none of the " +
@@ -215,7 +215,6 @@ Tensors BucketSet::run_unknown(std::size_t index, const Tensors& inputs) {
                      "BucketOptions::on_unknown_shape to eager or capture");
   }
   warn(index, "");
-  return run_eagerly(index, inputs);
 }
 
 void BucketSet::warn(std::size_t index, const char* why) {

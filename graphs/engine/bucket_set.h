@@ -21,7 +21,9 @@ class BucketSet {
             const std::vector<std::vector<std::vector<Sample>>>& samples, const BucketOptions& options);
 
   /// A call of callable `index`: the bucket that fits, or what the options say.
-  Tensors run(std::size_t index, const Tensors& inputs);
+  /// `options`: null for none.
+  Tensors run(std::size_t index, const Tensors& inputs, const ReplayOptions* options);
+  [[nodiscard]] Tensors in_order(std::size_t index, c10::ArrayRef<NamedInput> inputs) const;
   /// Drops its graphs in all buckets.
   void reset(std::size_t index);
   [[nodiscard]] const std::string& name(std::size_t index) const { return callables_[index].name(); }
@@ -38,7 +40,8 @@ class BucketSet {
   void capture_pass();
   void drop_least_used();
   [[nodiscard]] Bucket* fitting(std::size_t index, const Tensors& inputs);
-  [[nodiscard]] Tensors run_unknown(std::size_t index, const Tensors& inputs);
+  /// Throws where inputs that fit no bucket are refused; warns once where they are to be told of.
+  void check_unknown(std::size_t index);
   /// Notes the call for a capture, where it is of a pass whose first inputs fit no bucket.
   bool note(std::size_t index, const Tensors& inputs);
   void warn(std::size_t index, const char* why);
@@ -47,7 +50,6 @@ class BucketSet {
   [[nodiscard]] bool is_pending() const;
   [[nodiscard]] bool is_in_other_mode() const;
   [[nodiscard]] CallModes modes() const;
-  [[nodiscard]] Tensors run_eagerly(std::size_t index, const Tensors& inputs) const;
 
   OffloadEngine engine_;
   std::vector<Callable> callables_;

@@ -13,7 +13,10 @@ class BucketedCallable::Shared {
  public:
   Shared(std::shared_ptr<BucketSet> set, std::size_t index) noexcept : set_(std::move(set)), index_(index) {}
 
-  Tensors run(const Tensors& inputs) { return set_->run(index_, inputs); }
+  Tensors run(const Tensors& inputs, const ReplayOptions* options = nullptr) {
+    return set_->run(index_, inputs, options);
+  }
+  [[nodiscard]] Tensors in_order(c10::ArrayRef<NamedInput> inputs) const { return set_->in_order(index_, inputs); }
   [[nodiscard]] const std::string& name() const { return set_->name(index_); }
   void reset() { set_->reset(index_); }
 
@@ -30,6 +33,18 @@ BucketedCallable::Shared& BucketedCallable::shared() const {
 }
 
 Tensors BucketedCallable::operator()(const Tensors& inputs) const { return shared().run(inputs); }
+
+Tensors BucketedCallable::operator()(const Tensors& inputs, const ReplayOptions& options) const {
+  return shared().run(inputs, &options);
+}
+
+Tensors BucketedCallable::call(c10::ArrayRef<NamedInput> inputs) const {
+  return shared().run(shared().in_order(inputs));
+}
+
+Tensors BucketedCallable::call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const {
+  return shared().run(shared().in_order(inputs), &options);
+}
 
 const std::string& BucketedCallable::name() const { return shared().name(); }
 

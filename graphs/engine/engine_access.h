@@ -49,8 +49,12 @@ class EngineAccess {
                                const std::function<void()>& prepare);
   /// True while its modules have other flags than at the capture, so that it runs eagerly.
   [[nodiscard]] static bool is_in_other_mode(const GraphedCallable& callable);
+  /// A call. `options`: null for none, as below.
+  static Tensors run(const GraphedCallable& callable, const Tensors& inputs, const ReplayOptions* options);
   /// The plain call, as a scope.
-  static Tensors run_eagerly(const GraphedCallable& callable, const Tensors& inputs);
+  static Tensors run_eagerly(const GraphedCallable& callable, const Tensors& inputs, const ReplayOptions* options);
+  /// What is named, in the order of its capture. Throws: as GraphedCallable::call.
+  [[nodiscard]] static Tensors in_order(const GraphedCallable& callable, c10::ArrayRef<NamedInput> inputs);
   /// The callables of `set`, as users have them.
   [[nodiscard]] static std::vector<BucketedCallable> bucketed(std::shared_ptr<BucketSet> set);
 };

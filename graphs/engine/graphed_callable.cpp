@@ -51,13 +51,12 @@ class GraphedCallable::Shared {
     const FactsChange change = only.holder->chain->change(only.place());
     return change.training || change.options;
   }
-  Tensors run_eagerly(const Tensors& inputs) { return run(scope_, inputs); }
+  Tensors run_eagerly(const Tensors& inputs, const ReplayOptions* options) {
+    return run_checked(scope_, inputs, options);
+  }
 
   Tensors run(const Tensors& inputs, const ReplayOptions* options = nullptr) {
-    if (options != nullptr) {
-      check(*options);
-    }
-    return run(site_, inputs, options);
+    return run_checked(site_, inputs, options);
   }
   EngineAccess::Ran run_prepared(const Tensors& inputs, const std::function<void()>& prepare) {
     EngineAccess::Ran ran;
@@ -116,6 +115,12 @@ class GraphedCallable::Shared {
     bool* ran_eagerly;
   };
 
+  Tensors run_checked(CallSite& site, const Tensors& inputs, const ReplayOptions* options) {
+    if (options != nullptr) {
+      check(*options);
+    }
+    return run(site, inputs, options);
+  }
   Tensors run(CallSite& site, const Tensors& inputs, const ReplayOptions* options = nullptr,
               const std::function<void()>* prepare = nullptr, bool* ran_eagerly = nullptr) {
     const Call call{callable_.function(), inputs, prepare, ran_eagerly};
@@ -267,8 +272,17 @@ bool EngineAccess::memory_is_pending(const GraphedCallable& callable) { return c
 
 bool EngineAccess::is_in_other_mode(const GraphedCallable& callable) { return callable.shared().is_in_other_mode(); }
 
-Tensors EngineAccess::run_eagerly(const GraphedCallable& callable, const Tensors& inputs) {
-  return callable.shared().run_eagerly(inputs);
+Tensors EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs, const ReplayOptions* options) {
+  return callable.shared().run(inputs, options);
+}
+
+Tensors EngineAccess::run_eagerly(const GraphedCallable& callable, const Tensors& inputs,
+                                  const ReplayOptions* options) {
+  return callable.shared().run_eagerly(inputs, options);
+}
+
+Tensors EngineAccess::in_order(const GraphedCallable& callable, c10::ArrayRef<NamedInput> inputs) {
+  return callable.shared().in_order(inputs);
 }
 
 EngineAccess::Ran EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs,

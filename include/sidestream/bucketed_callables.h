@@ -4,12 +4,15 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/ArrayRef.h>
 #include <torch/arg.h>
 
 #include "sidestream/call_options.h"
 #include "sidestream/export.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/named_input.h"
+#include "sidestream/replay_options.h"
 
 namespace sidestream {
 
@@ -44,6 +47,11 @@ struct BucketOptions {
 class SIDESTREAM_API BucketedCallable {
  public:
   Tensors operator()(const Tensors& inputs) const;
+  /// The same on a stream, or with an event, of the caller's: for whichever bucket replays.
+  Tensors operator()(const Tensors& inputs, const ReplayOptions& options) const;
+  /// The same, with the arguments by the names of Callable::input_names, as GraphedCallable::call.
+  Tensors call(c10::ArrayRef<NamedInput> inputs) const;
+  Tensors call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const;
   [[nodiscard]] const std::string& name() const;
   /// Drops the graphs of all buckets; idempotent. Later replays throw UsageError. Pinned memory and executables come back, device memory
   /// when the callables and the pool are gone.

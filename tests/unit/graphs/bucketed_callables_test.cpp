@@ -163,6 +163,27 @@ TEST_F(BucketedCallablesTest, PinnedMemoryIsWhatTheLargestBucketNeeds) {
   expect_plain(1, 32);
 }
 
+TEST_F(BucketedCallablesTest, InputsHaveNamesInEachBucket) {
+  const auto body = owning([](const Tensors& in) { return Tensors{in[0] - 2 * in[1]}; });
+  std::vector<std::vector<std::vector<Sample>>> samples;
+  for (const std::int64_t length : {8, 32}) {
+    samples.push_back({{data(0, length).requires_grad_(true), data(0, length)}});
+  }
+  const BucketedCallable call =
+      make_bucketed_callables(engine_, {Callable("call", body).input_names({"x", "y"})}, samples)[0];
+  testing_model::ExpectedWarnings warnings;
+  for (const std::int64_t length : {8, 32, 12}) {
+    const at::Tensor x = data(1, length).requires_grad_(true);
+    const at::Tensor y = data(2, length);
+    const at::Tensor result = call.call({{"y", y}, {"x", x}})[0];
+    EXPECT_TRUE(at::equal(result, x - 2 * y));
+    result.sum().backward();
+  }
+  EXPECT_EQ(warnings.take().size(), 1U);
+  EXPECT_THROWS(UsageError, "has no input \"z\"", (void)call.call({{"z", data(1, 8)}, {"x", data(1, 8)}}));
+  EXPECT_THROWS(UsageError, "input \"y\" is missing", (void)call.call({{"x", data(1, 8)}}));
+}
+
 TEST_F(BucketedCallablesTest, WhatWasMovedFromSaysSo) {
   capture();
   const BucketedCallable moved = std::move(layers_[0]);

@@ -1,4 +1,5 @@
 // The stream and the event of one call of a callable.
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "graphs/engine/engine_access.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
+#include "sidestream/bucketed_callables.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
@@ -18,6 +20,7 @@
 #include "sidestream/graphed_callable.h"
 #include "sidestream/testing/simulator.h"
 #include "unit/sim/rerun/every_order.h"
+#include "warnings.h"
 
 namespace sidestream {
 namespace {
@@ -125,6 +128,33 @@ TEST_F(ReplayOptionsTest, AnEventWithAStreamWithoutOneAndOnTheCurrentOne) {
       y.sum().backward();
     }
     s += 2;
+  }
+}
+
+TEST_F(ReplayOptionsTest, BucketedCallsHaveThemWhicheverBucketReplaysAndRunEagerly) {
+  const auto body = [](const Tensors& in) { return Tensors{in[0].exp().mul(2)}; };
+  std::vector<std::vector<std::vector<Sample>>> samples;
+  for (const std::int64_t length : {4, 8}) {
+    samples.push_back({{rows(0, device_).narrow(0, 0, length).clone().requires_grad_(true)}});
+  }
+  const BucketedCallable call = make_bucketed_callables(engine_, {Callable("call", body)}, samples)[0];
+  testing_model::ExpectedWarnings warnings;
+  const auto event = std::make_shared<GraphEvent>(device_);
+  set_schedule(device_, Schedule::parse("late"));
+  set_strict_waits(device_, true);
+  std::int64_t s = 0;
+  for (const std::int64_t length : {4, 8, 6, 4}) {
+    const at::Tensor x = rows(++s, device_).narrow(0, 0, length).clone().requires_grad_(true);
+    const at::Tensor y = call({x}, ReplayOptions().stream(a_.get()).event(event))[0];
+    EXPECT_TRUE(at::equal(read_behind(*event, y), x.detach().exp().mul(2).cpu())) << length;
+    y.sum().backward();
+  }
+  set_strict_waits(device_, false);
+  EXPECT_EQ(warnings.take().size(), 1U) << "of six rows";
+  const c10::Stream other(c10::Stream::DEFAULT, c10::Device(at::kCPU));
+  for (const std::int64_t length : {4, 6}) {
+    EXPECT_THROWS(UsageError, "ReplayOptions::stream is on cpu",
+                  (void)call({rows(0, device_).narrow(0, 0, length)}, ReplayOptions().stream(other)));
   }
 }
 
