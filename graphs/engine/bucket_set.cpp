@@ -6,6 +6,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include "graphs/engine/engine_access.h"
@@ -47,6 +48,7 @@ BucketSet::BucketSet(const OffloadEngine& engine, std::vector<Callable> callable
     : engine_(EngineAccess::handle(engine)),
       callables_(std::move(callables)),
       options_(options),
+      gradients_(!options.graph().forward_only()),
       dropped_(callables_.size()),
       warned_(callables_.size()),
       pass_(EngineAccess::state(engine).runtime().device()) {
@@ -134,7 +136,7 @@ Tensors BucketSet::in_order(std::size_t index, c10::ArrayRef<NamedInput> inputs)
 }
 
 Tensors BucketSet::run(std::size_t index, const Tensors& inputs, const ReplayOptions* options) {
-  if (dropped_[index] || !at::GradMode::is_enabled()) {
+  if (dropped_[index] || at::GradMode::is_enabled() != gradients_ || c10::InferenceMode::is_enabled()) {
     return EngineAccess::run(first_[index], inputs, options);  // refused, or eagerly
   }
   if (index == 0 && pass_.complete()) {

@@ -54,6 +54,7 @@ class BucketSet {
   OffloadEngine engine_;
   std::vector<Callable> callables_;
   BucketOptions options_;
+  bool gradients_;                      ///< false: forwards alone
   std::vector<GraphedCallable> first_;  ///< of the first bucket: for runs that are no replays, also when it was dropped
   std::vector<Bucket> buckets_;
   std::uint64_t clock_ = 0;

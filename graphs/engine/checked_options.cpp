@@ -74,6 +74,13 @@ void check_graph_options(const GraphOptions& options, std::optional<c10::Stream>
         "side_streams is given together with cuda_graph_stream, the one stream that all graphs replay on; give one of "
         "the two");
   }
+  if (options.forward_only() && (options.retain_graph_in_backward() || options.accumulate_in_graph() ||
+                                 options.allow_unused_input() || !options.gradients().empty())) {
+    throw UsageError(
+        "forward_only is given together with retain_graph_in_backward, accumulate_in_graph, gradients or "
+        "allow_unused_input, which are about backwards; capture twice, once for training and once for calls under "
+        "no_grad");
+  }
   if (options.num_warmup_iters() < 0) {
     throw UsageError("num_warmup_iters is negative; it must be 0 or more");
   }
@@ -89,6 +96,11 @@ void check_graph_options(const GraphOptions& options, std::optional<c10::Stream>
 
 Options checked_options(Options options) {
   check_graph_options(options.graph_options());
+  if (options.graph_options().forward_only()) {
+    throw UsageError(
+        "forward_only is given in the engine's GraphOptions; it is for make_graphed_callables. For ss::call set "
+        "CallOptions::on_evaluation to capture");
+  }
   if (options.call_options().max_captures() < 1) {
     throw UsageError("max_captures is " + std::to_string(options.call_options().max_captures()) +
                      "; it must be at least 1");

@@ -45,11 +45,12 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
   if (c10::InferenceMode::is_enabled() || in_backward) {
     return Route::eager;
   }
-  if (!at::GradMode::is_enabled()) {
-    return route_of_evaluation(site);
-  }
   if (site.kind == CallSite::Kind::callable) {
-    return Route::callable;
+    const bool forward_alone = site.variants.front().holder->chain->forwards_alone();
+    return forward_alone != at::GradMode::is_enabled() ? Route::callable : Route::eager;
+  }
+  if (!at::GradMode::is_enabled()) {
+    return route_of_evaluation();
   }
   if (site.module != nullptr && !site.module->is_training()) {
     return Route::eager;
@@ -57,9 +58,8 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
   return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;
 }
 
-Dispatcher::Route Dispatcher::route_of_evaluation(const CallSite& site) const {
-  if (site.kind == CallSite::Kind::callable ||
-      resources_.options.call_options().on_evaluation() == OnEvaluation::eager) {
+Dispatcher::Route Dispatcher::route_of_evaluation() const {
+  if (resources_.options.call_options().on_evaluation() == OnEvaluation::eager) {
     return Route::eager;
   }
   return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;

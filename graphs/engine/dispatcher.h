@@ -49,8 +49,8 @@ class Dispatcher {
     callable,  ///< replays the one capture there is
   };
   [[nodiscard]] Route route(const CallSite& site) const;
-  /// Of a call that wants no gradients, whatever mode its module is in.
-  [[nodiscard]] Route route_of_evaluation(const CallSite& site) const;
+  /// Of an `ss::call` that wants no gradients, whatever mode its module is in.
+  [[nodiscard]] Route route_of_evaluation() const;
   /// Of the calling thread, for the engine's device.
   [[nodiscard]] CallModes modes() const;
 

@@ -318,6 +318,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
     spec.generators = callables[i].generators();
     spec.state =
         CallState::current(state.runtime().device().type(), spec.module != nullptr ? spec.module : state.model());
+    spec.state.modes.gradients = !options.forward_only();
     for (const Sample& sample : samples[i]) {
       if (sample.callable() >= static_cast<std::int64_t>(i)) {
         throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
@@ -325,7 +326,8 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
       }
       LayerInput& input = spec.inputs.emplace_back();
       if (sample.callable() < 0) {
-        input.sample = sample.tensor();
+        const bool alone = sample.tensor().defined() && !spec.state.modes.gradients;
+        input.sample = alone ? sample.tensor().detach() : sample.tensor();
         input.shared_cast = input.sample.defined() && has_shared_cast(input.sample);
       } else {
         input.from = Link{static_cast<std::size_t>(sample.callable()), static_cast<std::size_t>(sample.output())};

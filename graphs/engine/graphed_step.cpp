@@ -203,10 +203,11 @@ GraphedStep EngineAccess::capture_step(const OffloadEngine& engine, Callable ste
     throw UsageError("make_graphed_step: no samples; give the inputs of each microbatch, at least of one");
   }
   if (options.graph().retain_graph_in_backward() || options.graph().accumulate_in_graph() ||
-      options.graph().allow_unused_input() || !options.graph().gradients().empty()) {
+      options.graph().allow_unused_input() || options.graph().forward_only() || !options.graph().gradients().empty()) {
     throw UsageError(
-        "make_graphed_step: StepOptions::graph sets retain_graph_in_backward, accumulate_in_graph, gradients or "
-        "allow_unused_input, which are for calls whose backward replays apart; see StepOptions::accumulate");
+        "make_graphed_step: StepOptions::graph sets retain_graph_in_backward, accumulate_in_graph, gradients, "
+        "forward_only or allow_unused_input, which are for calls whose backward replays apart; see "
+        "StepOptions::accumulate");
   }
   if (options.graph().pool() != nullptr) {
     throw UsageError(

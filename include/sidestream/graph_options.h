@@ -58,6 +58,10 @@ struct GraphOptions {
   /// and warm-ups and captures leave them as they were. A draw from a generator that is not named is a CaptureError; a named one of
   /// another device is a UsageError. The captures keep them [register_generator_state].
   TORCH_ARG(std::vector<at::Generator>, generators);
+  /// Graphs of the forward alone, which keep nothing for a backward, for calls under no_grad: validation, sampling. They may compute in
+  /// training's memory, see `pool`. Of make_graphed_callables alone (`ss::call` has CallOptions::on_evaluation), and beside
+  /// no option that is about backwards: else a UsageError.
+  TORCH_ARG(bool, forward_only) = false;
   /// Keeps saved activations through a backward, so that it can run twice; costs memory [retain_graph_in_backward].
   TORCH_ARG(bool, retain_graph_in_backward) = false;
   /// The backward graph adds into `.grad` itself, the fast way. It then owns those buffers: `.grad` set to none is zeroed and

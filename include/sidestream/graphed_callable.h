@@ -126,8 +126,9 @@ class SIDESTREAM_API Sample {
 /// Replay: shapes, dtypes, devices and requires_grad as captured, else UsageError. The returned tensors are the caller's own: what
 /// is held of them is copied out before a replay overwrites it. A second forward before the backward of the first is a UsageError here,
 /// as is a second backward without retain_graph_in_backward, an output changed in place that its backward needs, and calls in
-/// another nesting order than captured, and another state of autocast. Under no_grad, or when the module's training mode is not
-/// the captured one, it runs eagerly.
+/// another nesting order than captured, and another state of autocast. When the module's training mode is not
+/// the captured one, in inference mode, and under no_grad it runs eagerly; with GraphOptions::forward_only it replays under no_grad, and
+/// runs eagerly with gradients.
 /// Ordering: on return the current stream waits for the graph's compute, not for its copies.  Capture: illegal.
 /// Threads: one at a time; backward may run on autograd's device thread.
 class SIDESTREAM_API GraphedCallable {
