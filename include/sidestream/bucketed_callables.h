@@ -40,8 +40,8 @@ struct BucketOptions {
 /// A callable captured for several shapes, which share device memory (see GraphPool); copies share the captures.
 ///
 /// A call replays the bucket that its inputs fit exactly: shapes, dtypes and requires_grad; it pads nothing. While a backward of another
-/// bucket is pending, or of the same one's earlier call, it runs eagerly, or is refused. With modules in another mode than at the capture it runs eagerly, whatever its inputs.
-/// With OnUnknownShape::capture a call may capture first, which waits for the device; a CaptureError comes out of that call, and
+/// bucket is pending, or of the same one's earlier call, it runs eagerly, or is refused. With modules in another mode than at the
+/// capture it runs eagerly, whatever its inputs. With OnUnknownShape::capture a call may capture first, which waits for the device; a CaptureError comes out of that call, and
 /// nothing is left of the capture. Else as GraphedCallable.
 /// Threads: one at a time; backward may run on autograd's device thread.
 class SIDESTREAM_API BucketedCallable {
@@ -68,8 +68,8 @@ class SIDESTREAM_API BucketedCallable {
 /// Captures the callables once for each bucket of samples, the largest first. `samples[b][i]` are the arguments of `callables[i]` in
 /// bucket b, in any order. Device memory is reserved for the largest bucket, plus each bucket's own inputs and the gradients that its
 /// backward begins from; pinned memory is leased for the largest.
-/// Ordering, Capture: as make_graphed_callables.  Throws: what it throws; UsageError without a bucket, and where shapes are to be captured
-/// for fewer than one bucket, or fewer than there are in `samples`. Nothing is left of it then.
+/// Ordering, Capture: as make_graphed_callables.  Throws: what it throws; UsageError without a bucket, and, with OnUnknownShape::capture,
+/// where `max_buckets` is below the number of buckets in `samples`. Nothing is left of it then.
 [[nodiscard]] SIDESTREAM_API std::vector<BucketedCallable> make_bucketed_callables(
     OffloadEngine& engine, const std::vector<Callable>& callables,
     const std::vector<std::vector<std::vector<Sample>>>& samples, const BucketOptions& options = {});
