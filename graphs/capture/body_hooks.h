@@ -6,7 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "sidestream/call_arguments.h"
+#include "sidestream/detail/call_arguments.h"
 
 namespace torch::autograd {
 struct Node;

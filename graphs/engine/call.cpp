@@ -1,4 +1,4 @@
-#include "sidestream/call_request.h"
+#include "sidestream/detail/call_request.h"
 
 #include "graphs/engine/engine_state.h"
 #include "sidestream/error.h"

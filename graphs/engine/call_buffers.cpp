@@ -1,4 +1,4 @@
-#include "sidestream/call_buffers.h"
+#include "sidestream/detail/call_buffers.h"
 
 #include <memory>
 #include <vector>

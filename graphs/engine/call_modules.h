@@ -4,7 +4,7 @@
 
 #include <torch/nn/module.h>
 
-#include "sidestream/call_arguments.h"
+#include "sidestream/detail/call_arguments.h"
 
 namespace sidestream {
 

@@ -15,7 +15,7 @@
 #include "graphs/engine/recorded_calls.h"
 #include "offload/name_pattern.h"
 #include "offload/scope_tree.h"
-#include "sidestream/call_request.h"
+#include "sidestream/detail/call_request.h"
 
 namespace sidestream {
 

@@ -5,7 +5,7 @@
 #include "graphs/engine/call_table.h"
 #include "graphs/engine/eager_calls.h"
 #include "graphs/replay/chain.h"
-#include "sidestream/call_request.h"
+#include "sidestream/detail/call_request.h"
 
 namespace sidestream {
 

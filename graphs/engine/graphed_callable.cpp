@@ -7,7 +7,7 @@
 
 #include "graphs/engine/engine_access.h"
 #include "graphs/replay/graph_event_state.h"
-#include "sidestream/call_buffers.h"
+#include "sidestream/detail/call_buffers.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

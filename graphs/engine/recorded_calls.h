@@ -9,7 +9,7 @@
 #include "graphs/engine/call_dependencies.h"
 #include "graphs/engine/recorded_outputs.h"
 #include "graphs/replay/layer.h"
-#include "sidestream/call_request.h"
+#include "sidestream/detail/call_request.h"
 
 namespace sidestream {
 

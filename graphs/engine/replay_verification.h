@@ -11,7 +11,7 @@
 
 #include "graphs/engine/verified_call.h"
 #include "graphs/replay/chain.h"
-#include "sidestream/call_request.h"
+#include "sidestream/detail/call_request.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"
 

@@ -23,8 +23,8 @@
 #include "offload/recorder.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
-#include "sidestream/call_arguments.h"
 #include "sidestream/capture_time_hooks.h"
+#include "sidestream/detail/call_arguments.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/replay_options.h"
 

@@ -10,7 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

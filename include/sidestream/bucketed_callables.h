@@ -8,7 +8,7 @@
 #include <torch/arg.h>
 
 #include "sidestream/call_options.h"
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/named_input.h"

@@ -7,8 +7,8 @@
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 
-#include "sidestream/call_arguments.h"
-#include "sidestream/call_in_progress.h"
+#include "sidestream/detail/call_arguments.h"
+#include "sidestream/detail/call_in_progress.h"
 
 namespace sidestream {
 

@@ -5,7 +5,7 @@
 
 #include <c10/core/Device.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

@@ -6,7 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

@@ -5,7 +5,7 @@
 
 #include <torch/nn/module.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 #include "sidestream/journal.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"

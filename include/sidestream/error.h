@@ -2,7 +2,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

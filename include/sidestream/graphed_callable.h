@@ -15,7 +15,7 @@
 #include <torch/nn/pimpl.h>
 
 #include "sidestream/capture_time_hooks.h"
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/named_input.h"
 #include "sidestream/owning.h"

@@ -7,7 +7,7 @@
 
 #include <torch/arg.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/graphed_callable.h"
 

@@ -4,7 +4,7 @@
 #include <string_view>
 #include <vector>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "sidestream/argument_values.h"
+#include "sidestream/detail/argument_values.h"
 
 namespace sidestream {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

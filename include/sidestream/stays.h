@@ -7,7 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
-#include "sidestream/argument_values.h"
+#include "sidestream/detail/argument_values.h"
 
 namespace sidestream {
 

@@ -1,5 +1,5 @@
 #pragma once
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 /// The version of these headers; `sidestream::version()` is that of the library that was loaded.
 #define SIDESTREAM_VERSION_MAJOR 0

@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

@@ -9,7 +9,7 @@
 #include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

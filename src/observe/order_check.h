@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 #include "sidestream/journal.h"
 
 namespace sidestream {

@@ -1,7 +1,7 @@
 #pragma once
 #include <string_view>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

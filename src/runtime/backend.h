@@ -8,7 +8,7 @@
 #include <c10/core/Device.h>
 
 #include "runtime/runtime.h"
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

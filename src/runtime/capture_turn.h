@@ -5,7 +5,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

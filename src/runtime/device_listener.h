@@ -4,7 +4,7 @@
 #include <c10/core/Device.h>
 
 #include "runtime/stream_key.h"
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

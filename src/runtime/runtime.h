@@ -14,7 +14,7 @@
 #include "runtime/graph_node.h"
 #include "runtime/handles.h"
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

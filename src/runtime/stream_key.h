@@ -4,7 +4,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

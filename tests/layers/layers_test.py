@@ -115,6 +115,13 @@ class Repository:
             for include in SLOW_HEADERS.intersection(includes):
                 yield f"{path} includes {include}: name the narrow headers"
 
+    def insides_outside(self):
+        """Examples and the command line are what a trainer is: they see the interface alone."""
+        for path, includes in self.includes.items():
+            for include in includes:
+                if room_of(path) in ("cli", "examples") and include.startswith("sidestream/detail/"):
+                    yield f"{path} includes {include}: include/sidestream/detail is no interface"
+
     def cuda_outside(self):
         for path in self.files_including("cuda_runtime", "c10/cuda/", "ATen/cuda/", "cuda.h"):
             if not path.startswith("src/runtime/cuda/"):
@@ -186,6 +193,7 @@ def main(root):
     tap.case("base alone names NVTX", [f"{path} names NVTX" for path in repository.files_matching(r"nvtx(?:3/|[A-Z])")
                                        if not path.startswith("src/base/")])
     tap.case("nothing includes LibTorch's slow headers", list(repository.slow_headers()))
+    tap.case("examples and the command line see the interface alone", list(repository.insides_outside()))
     tap.case("no include climbs out of its folder", list(repository.climbing()))
     tap.case("no text of the library names a flag of the program", list(repository.flags_in_texts()))
     tap.case("docs/design.md lists the folders that there are", tree_problems(root))

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <string>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 
 namespace sidestream {
 

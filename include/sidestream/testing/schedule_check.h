@@ -10,7 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include "sidestream/export.h"
+#include "sidestream/detail/export.h"
 #include "sidestream/testing/schedule.h"
 
 namespace sidestream {

@@ -13,7 +13,7 @@
 #include <c10/util/complex.h>
 
 #include "sidestream/argument_traits.h"
-#include "sidestream/value_containers.h"
+#include "sidestream/detail/value_containers.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace sidestream::detail {

@@ -3,12 +3,12 @@
 #include <type_traits>
 #include <typeinfo>
 
-#include "sidestream/argument_parts.h"
-#include "sidestream/argument_values.h"
-#include "sidestream/container_arguments.h"
-#include "sidestream/module_arguments.h"
+#include "sidestream/detail/argument_parts.h"
+#include "sidestream/detail/argument_values.h"
+#include "sidestream/detail/container_arguments.h"
+#include "sidestream/detail/module_arguments.h"
+#include "sidestream/detail/refused_arguments.h"
 #include "sidestream/owning.h"
-#include "sidestream/refused_arguments.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace sidestream::detail {

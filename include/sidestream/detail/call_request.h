@@ -7,8 +7,8 @@
 #include <c10/util/ArrayRef.h>
 #include <torch/nn/module.h>
 
-#include "sidestream/argument_parts.h"
-#include "sidestream/export.h"
+#include "sidestream/detail/argument_parts.h"
+#include "sidestream/detail/export.h"
 #include "sidestream/replay_options.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.

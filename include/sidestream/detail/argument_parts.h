@@ -11,7 +11,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/nn/module.h>
 
-#include "sidestream/argument_values.h"
+#include "sidestream/detail/argument_values.h"
 #include "sidestream/stays.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.

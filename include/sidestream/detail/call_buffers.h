@@ -1,6 +1,6 @@
 #pragma once
-#include "sidestream/argument_parts.h"
-#include "sidestream/export.h"
+#include "sidestream/detail/argument_parts.h"
+#include "sidestream/detail/export.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace sidestream::detail {

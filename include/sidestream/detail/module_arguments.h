@@ -7,7 +7,7 @@
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 
-#include "sidestream/argument_parts.h"
+#include "sidestream/detail/argument_parts.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace sidestream::detail {

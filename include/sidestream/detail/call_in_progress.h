@@ -9,10 +9,10 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/any.h>
 
-#include "sidestream/call_arguments.h"
-#include "sidestream/call_buffers.h"
-#include "sidestream/call_request.h"
-#include "sidestream/call_results.h"
+#include "sidestream/detail/call_arguments.h"
+#include "sidestream/detail/call_buffers.h"
+#include "sidestream/detail/call_request.h"
+#include "sidestream/detail/call_results.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace sidestream::detail {

@@ -11,8 +11,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "sidestream/argument_values.h"
-#include "sidestream/call_arguments.h"
+#include "sidestream/detail/argument_values.h"
+#include "sidestream/detail/call_arguments.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace sidestream::detail {
