@@ -34,7 +34,7 @@ class Machine:
         self.commands.mkdir()
         for name in [*REAL, "chmod"]:
             (self.commands / name).symlink_to(shutil.which(name))
-        for name in ("g++", "pkg-config", "cmake", "make", "sudo"):
+        for name in ("ccache", "g++", "pkg-config", "cmake", "make", "sudo"):
             self.add(name, PRESENT)
         self.add("python3", PYTHON)
         self.add("id", "#!/bin/sh\necho 1000\n")
@@ -76,8 +76,9 @@ def main(setup):
     def prints_assignments(machine):
         status, out, err = machine.run(setup)
         lines = out.splitlines()
-        return expect(status == 0 and len(lines) == 2 and lines[0].startswith("SIDESTREAM_VENV='")
-                      and lines[1] == f"SIDESTREAM_TORCH='{machine.folder / 'torch'}'", status, out, err)
+        return expect(status == 0 and len(lines) == 3 and lines[0].startswith("SIDESTREAM_VENV='")
+                      and lines[1] == f"SIDESTREAM_TORCH='{machine.folder / 'torch'}'"
+                      and lines[2].startswith("export CCACHE_BASEDIR='"), status, out, err)
 
     def second_run_does_nothing(machine):
         machine.run(setup)
