@@ -133,9 +133,9 @@ void install_autograd_engine() {
   }
   if (present != &Engine::get_base_engine()) {
     throw UsageError(
-        "autograd engine: another engine than LibTorch's own is installed (is Python loaded in this process?); saved "
-        "tensors cannot be "
-        "seen. Use the library from a program without Python, or through its Python binding");
+        "autograd engine: another engine than LibTorch's own is installed, so Sidestream cannot see saved tensors. Is "
+        "Python's torch loaded in this process? Use Sidestream in a program that does not load it; there is no Python "
+        "binding");
   }
   torch::autograd::set_default_engine_stub(&HookingEngine::get);
   try {
