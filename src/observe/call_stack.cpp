@@ -62,9 +62,10 @@ std::string text_of(const Frame& frame) {
   }
   std::string name = c10::demangle(frame.symbol);
   if (name.size() > kLongest) {
-    name = name.substr(0, kLongest) + "...";
+    name.resize(kLongest);
+    name.append("...");
   }
-  return name + " (" + std::string(frame.module) + ")";
+  return name.append(" (").append(frame.module).append(")");
 }
 
 }  // namespace

@@ -1,0 +1,1 @@
+// The libraries that only exist for their precompiled headers.
