@@ -206,7 +206,8 @@ void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tens
     at::Tensor grad = std::move(grads[next++]);
     if (accumulated ? !added->has(next_added++) : !grad.defined()) {
       throw CaptureError(
-          "a parameter that got a gradient in the sizing pass gets none in the capture: the callable does " +
+          "a parameter got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
+          "work each time" +
           std::string("not do the same each time"));
     }
     if (!accumulated) {

@@ -25,8 +25,8 @@ class RefusedRun final : public torch::autograd::FunctionPreHook {
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& /*grads*/) override {
     throw UsageError(
         call_ +
-        ": a backward pass goes through a tensor that it made and keeps in a member, and that is none of its outputs; "
-        "a replay has no gradient for it. Give it out as an output of the call, or detach it before it is kept");
+        ": a backward pass reaches a tensor that the call made and keeps in a member, but does not return; a replay "
+        "has no gradient for that tensor. Return it as an output of the call, or detach it before you keep it");
   }
 
  private:
@@ -78,15 +78,14 @@ void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>
     const bool from_outside =
         dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) != nullptr || given.contains(&node);
     if (from_outside && has_hooks(node)) {
-      throw CaptureError(
-          "callable \"" + name +
-          "\": it registers a gradient hook on an input or a parameter, which in plain training gets the "
-          "gradient from outside of the call too; register it outside of the call");
+      throw CaptureError("callable \"" + name +
+                         "\": it registers a gradient hook on an input or a parameter. In plain training such a hook "
+                         "also gets gradients from outside of the call; register it outside of the call");
     }
     if (!node.retains_grad_hooks().empty()) {
       throw CaptureError("callable \"" + name +
-                         "\": it calls retain_grad on a tensor of its own, whose .grad no replay would write; give the "
-                         "tensor as an output, and call it there");
+                         "\": it calls retain_grad on a tensor that it made; a replay would not write that .grad. "
+                         "Return the tensor as an output, and call retain_grad on the output");
     }
   });
 }

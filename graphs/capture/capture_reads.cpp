@@ -104,10 +104,10 @@ std::vector<at::Tensor> CaptureReads::give_to(Layer& layer) {
     // Memory that a library owns (`from_blob`) may have a new storage each time.
     if (!external.storage.device().is_cpu() && external.storage.allocator() != nullptr &&
         !met_.contains(external.storage.unsafeGetStorageImpl())) {
-      throw CaptureError(
-          "it reads a tensor of " + std::to_string(external.bytes) +
-          " bytes that it neither made nor read when it ran before: another thread makes it while it runs, "
-          "or it does not do the same each time. Compute it in the call, or before it and pass it");
+      throw CaptureError("it reads a tensor of " + std::to_string(external.bytes) +
+                         " bytes that the call did not make, and did not read in its earlier run. Either another "
+                         "thread makes the tensor during the call, or the call does not do the same work each time. "
+                         "Compute the tensor in the call, or compute it before the call and pass it");
     }
     if (const at::Tensor tensor = exclusions_.registered(external.storage); tensor.defined() && !is_weight) {
       registered.push_back(tensor);

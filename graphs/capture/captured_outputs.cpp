@@ -73,8 +73,9 @@ class Sorter {
       held.kind = held.owner.is_same(output) || !output.requires_grad() ? Kind::other : Kind::view_of_other;
       if (held.kind == Kind::view_of_other) {
         if (!held.owner.requires_grad()) {
-          throw CaptureError("callable \"" + layer_.spec.name + "\": output " + std::to_string(index) +
-                             " requires a gradient, but lies in memory that the callable did not make; clone it there");
+          throw CaptureError(
+              "callable \"" + layer_.spec.name + "\": output " + std::to_string(index) +
+              " requires a gradient, but lies in memory that the callable did not make; clone it in the callable");
         }
         check_view(index, held.owner, "a parameter or buffer");
       } else if (!held.owner.is_same(output)) {
@@ -91,10 +92,10 @@ class Sorter {
     const at::Tensor& output = outputs_[index];
     if (output.scalar_type() != base.scalar_type() || output.key_set() != base.key_set() ||
         at::has_internal_overlap(output) == at::MemOverlap::Yes) {
-      throw CaptureError(
-          "callable \"" + layer_.spec.name + "\": output " + std::to_string(index) + " is a view of " + of +
-          " with another dtype, conjugated or expanded, which a replay cannot make again; clone it in the "
-          "callable, or make the view outside");
+      throw CaptureError("callable \"" + layer_.spec.name + "\": output " + std::to_string(index) + " is a view of " +
+                         of +
+                         " with another dtype, conjugated or expanded; a replay cannot make such a view again. Clone "
+                         "the output in the callable, or make the view outside");
     }
   }
 

@@ -94,14 +94,16 @@ void ChainCapture::make_plan_and_pin() {
                               shared_slots_ ? &*shared_slots_ : nullptr);
   if (resources_.room != CopyRoom::as_planned) {
     chain_.plan_.notes.push_back(
-        "device memory was full when \"" + specs_.front().name +
-        "\" and what follows it was captured as planned; captured again, of what leaves no more than " +
-        std::to_string(window.lag) + " bytes are on the device beside what the running call saves" +
-        (resources_.room == CopyRoom::none_stays ? ", and nothing stays" : ""));
+        "device memory ran out while \"" + specs_.front().name +
+        "\" and the calls after it were captured as planned. They were captured again so that at most " +
+        std::to_string(window.lag) +
+        " bytes of offloaded storages are on the device, beside what the running call saves" +
+        (resources_.room == CopyRoom::none_stays ? "; groups that backward needs immediately are offloaded as well"
+                                                 : ""));
   } else if (resources_.lag && *resources_.lag < window.lag) {
     chain_.plan_.notes.push_back("Options::lag of " + std::to_string(*resources_.lag) +
-                                 " bytes is less than the largest graphed call saves; " + std::to_string(window.lag) +
-                                 " are used");
+                                 " bytes is smaller than the tensors that the largest graphed call saves; " +
+                                 std::to_string(window.lag) + " bytes are used instead");
   }
   if (resources_.attempt != nullptr) {
     *resources_.attempt = {profile, chain_.plan_};
@@ -202,9 +204,9 @@ void ChainCapture::watch(Layer& layer, const at::Tensor& tensor) {
 OwnedGradient ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& parameter) {
   if (has_gradient_hooks(parameter)) {
     throw UsageError("graphed call \"" + layer.spec.name +
-                     "\": a parameter has gradient hooks, which a backward graph that " +
-                     "adds into .grad itself would not run; capture without GraphOptions::accumulate_in_graph, or with "
-                     "another policy");
+                     "\": a parameter has gradient hooks, but a backward graph that " +
+                     "adds into .grad would not run them. Capture without GraphOptions::accumulate_in_graph, or with "
+                     "another gradient policy");
   }
   return resources_.owned_gradients->of(parameter);
 }

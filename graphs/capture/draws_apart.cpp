@@ -73,7 +73,7 @@ DrawsApart::~DrawsApart() {
     }
     generator_.graphsafe_set_state(stood_);
   } catch (const std::exception& error) {  // a device that fails here has failed the pass already
-    std::fprintf(stderr, "sidestream: the random generator could not be put back after a warm-up: %s\n", error.what());
+    std::fprintf(stderr, "sidestream: the random generator could not be restored after a warm-up: %s\n", error.what());
   }
 }
 

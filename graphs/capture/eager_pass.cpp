@@ -46,9 +46,8 @@ detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Ten
     const std::vector<bool> flags = flags_of(arguments);
     spec.body(arguments.data(), outputs);
     if (flags_of(arguments) != flags) {
-      throw CaptureError("callable \"" + spec.name +
-                         "\": it sets requires_grad of one of its inputs, which a replay would " +
-                         "not do; set it before the call, or on what input.detach() gives");
+      throw CaptureError("callable \"" + spec.name + "\": it sets requires_grad of one of its inputs; a replay would " +
+                         "not do that. Set it before the call, or on input.detach()");
     }
     refuse_hooks_of_body(spec.name, arguments, outputs);
   }
@@ -89,10 +88,11 @@ detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Ten
   }
   for (const at::Tensor& leaf : known) {
     if (leaf.grad().defined()) {
-      throw CaptureError(
-          "callable \"" + spec.name + "\": its backward adds into .grad itself (a checkpoint that calls " +
-          "backward() inside backward?); a capture would add twice. Let it use autograd::grad, or run it outside " +
-          "of graphs");
+      throw CaptureError("callable \"" + spec.name +
+                         "\": its backward adds into .grad (is there a checkpoint that calls " +
+                         "backward() inside backward?); a capture would add twice. Use autograd::grad there, or run "
+                         "the callable outside " +
+                         "of graphs");
     }
   }
   if (used != nullptr) {

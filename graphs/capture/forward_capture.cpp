@@ -86,9 +86,9 @@ void ChainCapture::capture_forward(std::size_t index) {
   learn_outputs(layer, arguments, outputs, saved, *resources_.exclusions);
   learn_lives(index, saved, arguments);
   if (has_hooks_of_body(outputs)) {
-    chain_.plan_.notes.push_back(
-        chain_.describe(index) +
-        " registers gradient hooks inside: what they do beside computing happens at the capture only");
+    chain_.plan_.notes.push_back(chain_.describe(index) +
+                                 " registers gradient hooks inside: replays repeat their tensor operations only; other "
+                                 "effects of the hooks happen at the capture only");
   }
   history_.add(chain_.describe(index), live.leaves, all_parameters(), outputs);
 }

@@ -50,8 +50,8 @@ void GradientPolicies::check_patterns(const std::vector<LayerSpec>& specs) const
     if (std::none_of(names_.begin(), names_.end(), [&](const auto& item) { return fits(item.second); }) &&
         std::none_of(specs.begin(), specs.end(), [&](const LayerSpec& spec) { return fits(spec.name); })) {
       throw UsageError("GraphOptions::gradients: the pattern \"" + rule.pattern +
-                       "\" fits no parameter of the model or of the calls that are captured; give dotted names of "
-                       "parameters, such as blocks.*.weight");
+                       "\" matches no parameter of the model or of the captured calls; use dotted names of parameters, "
+                       "such as blocks.*.weight");
     }
   }
 }

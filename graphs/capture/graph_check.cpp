@@ -18,7 +18,7 @@ std::size_t only_record(const std::vector<GraphNode>& nodes, const ExternalEvent
   }
   if (count != 1) {
     throw CaptureError(what + ": its " + name + " event is recorded by " + std::to_string(count) +
-                       " nodes of the captured graph; there must be one, or streams would wait for nothing");
+                       " nodes of the captured graph; it must be exactly one, or other streams would wait for nothing");
   }
   return found;
 }
@@ -54,9 +54,9 @@ void check_graph_events(const std::vector<GraphNode>& nodes, const NodeNames& na
   }
   for (std::size_t i = 0; i < nodes.size(); ++i) {
     if (works(nodes[i].kind) && !before_done[i]) {
-      throw CaptureError(what + ": its done event does not wait for all of its work, not for a " +
+      throw CaptureError(what + ": its done event does not wait for all of its work; it misses a " +
                          describe_node(nodes, i, names) +
-                         "; a forward must not leave work on streams of its own that it never joins");
+                         ". If a forward starts work on another stream, it must join that stream before it returns");
     }
   }
 }

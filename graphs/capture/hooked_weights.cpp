@@ -8,10 +8,10 @@ namespace sidestream {
 
 void ChainCapture::check_hooked_weights(std::size_t index) const {
   if (chain_.layers_[index].spec.hooks != nullptr && chain_.change(index).stale()) {
-    throw CaptureError("its capture-time hooks put weights elsewhere for its backward than for its forward (" +
+    throw CaptureError("its capture-time hooks placed weights at other addresses for backward than for forward (" +
                        chain_.difference(index) +
-                       "), but a replay's must lie at one place from forward to backward; let before_forward and "
-                       "before_backward put them into the same memory");
+                       "). A replay reads the same addresses in forward and backward; let before_forward and "
+                       "before_backward place the weights in the same memory");
   }
 }
 

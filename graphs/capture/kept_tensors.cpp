@@ -38,11 +38,10 @@ void ChainCapture::fill_kept_tensors() {
     return;
   }
   if (chain_.memory_->shared()) {
-    throw CaptureError(
-        chain_.describe(kept.front().layer) + ": it keeps a tensor of " +
-        std::to_string(kept.front().storage.nbytes()) +
-        " bytes that it makes, in memory that graphs of other captures write by turns; give it out as an "
-        "output, or capture without a shared pool");
+    throw CaptureError(chain_.describe(kept.front().layer) + ": it keeps a tensor of " +
+                       std::to_string(kept.front().storage.nbytes()) +
+                       " bytes that it made, but graphs of other captures write the same memory. Return the tensor as "
+                       "an output, or capture without a shared pool");
   }
   refuse_released(kept);
   const StreamGuard on_capture(runtime_, capture_);
@@ -69,9 +68,10 @@ void ChainCapture::refuse_released(const std::vector<CaptureReads::Made>& kept) 
     const Layer& layer = chain_.layers_[output.layer];
     for (const CaptureReads::Made& made : kept) {
       if (layer.output_storages[output.index].is(made.storage)) {
-        throw CaptureError(
-            chain_.describe(output.layer) + ": it keeps an output of " + std::to_string(made.storage.nbytes()) +
-            " bytes from call to call, which it did not when it ran before; keep it each time, or a clone");
+        throw CaptureError(chain_.describe(output.layer) + ": it keeps an output of " +
+                           std::to_string(made.storage.nbytes()) +
+                           " bytes from call to call, but did not keep it in its earlier run. Keep the output in each "
+                           "run, or keep a clone");
       }
     }
   });
@@ -84,10 +84,9 @@ void ChainCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
       bytes += made.layer == i ? made.storage.nbytes() : 0;
     }
     if (bytes > 0) {
-      chain_.plan_.notes.push_back(
-          chain_.describe(i) + " keeps what it makes (" + std::to_string(bytes) +
-          " bytes): each replay writes it anew, an eager run of the call makes its own; give it "
-          "out as an output where the program reads it");
+      chain_.plan_.notes.push_back(chain_.describe(i) + " keeps tensors that it makes (" + std::to_string(bytes) +
+                                   " bytes): each replay overwrites them, and an eager run of the call makes new ones. "
+                                   "If the program reads them, return them as outputs");
     }
   }
 }
@@ -100,8 +99,8 @@ void ChainCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) 
           external.use_count() == references_to(external, chain_.layers_)) {
         throw CaptureError(
             chain_.describe(made.layer) + ": it reads a tensor of " + std::to_string(external.nbytes()) +
-            " bytes that it keeps from call to call, and keeps a new tensor in its place; graphs would read " +
-            "the first one for ever. Change it in place (copy_, add_), as a registered buffer");
+            " bytes that it keeps from call to call, and then keeps a new tensor instead; graphs would always read " +
+            "the first tensor. Register the tensor as a buffer and change it in place (copy_, add_)");
       }
     }
   }

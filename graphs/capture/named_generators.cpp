@@ -20,12 +20,12 @@ void add_once(std::vector<at::Generator>& all, const at::Generator& generator) {
 void check_device(const std::string& call, const at::Generator& generator, c10::Device device) {
   if (!generator.defined()) {
     throw UsageError("graphed call \"" + call +
-                     "\": one of the generators named for it is undefined; give a generator of " + device.str());
+                     "\": one of the generators named for it is undefined; name a generator of " + device.str());
   }
   if (generator.device() != device) {
     throw UsageError("graphed call \"" + call + "\": a generator of " + generator.device().str() +
-                     " is named for it, which its graphs on " + device.str() + " cannot draw from; give one of " +
-                     device.str());
+                     " is named for it, but its graphs on " + device.str() +
+                     " cannot draw from it; name a generator of " + device.str());
   }
 }
 

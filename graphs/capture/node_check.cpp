@@ -91,15 +91,15 @@ void check_nodes(const std::vector<GraphNode>& nodes, const NodeNames& names, co
     using Memory = GraphNode::Memory;
     if (node.source_memory == Memory::pageable || node.destination_memory == Memory::pageable) {
       refuse(nodes, i, names, what,
-             "whose host side is pageable memory: each replay would make the host wait, and read or write that memory "
-             "whoever has it by then; make the tensor on the device, or pass it as an argument of the call");
+             "whose host side is pageable memory: each replay would make the host wait, and would access that memory "
+             "even after it was freed. Make the tensor on the device, or pass it as an argument of the call");
     }
     const bool leased = (node.source_memory != Memory::pinned || is_leased(node.source, node.bytes, copies)) &&
                         (node.destination_memory != Memory::pinned || is_leased(node.destination, node.bytes, copies));
     if (!leased) {
       refuse(nodes, i, names, what,
-             "whose pinned memory is not the graph's own: each replay would read or write it, whoever has it by then; "
-             "make the tensor on the device, or pass it as an argument of the call");
+             "whose pinned memory the graph does not own: each replay would access that memory even after it was "
+             "freed. Make the tensor on the device, or pass it as an argument of the call");
     }
   }
 }
@@ -119,7 +119,7 @@ void check_copy_ends(const CapturedCopies& copies, CopyEnds ends, const std::str
       throw CaptureError(what + ": a copy of " + std::to_string(copy.bytes) + " bytes of group \"" +
                          copies.groups[group].site.text() + "\" has its " +
                          (!leased ? "host memory outside of a pinned slot that lives as long as the graph"
-                                  : "device memory outside of the storage that it is of"));
+                                  : "device memory outside of the storage that it copies"));
     }
   }
 }

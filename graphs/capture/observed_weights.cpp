@@ -49,11 +49,10 @@ void ObservedWeights::observe(const OperatorAccess& access) {
       continue;
     }
     if (read.requires_grad() && !read.is_leaf() && made_outside(read)) {
-      throw UsageError(
-          c10::str("it reads a tensor of shape ", read.sizes(),
-                   " that was computed from weights outside of it (a parametrised weight, or one that is "
-                   "tied through a view); its values and its gradient would be frozen. Pass it to the call "
-                   "as a tensor argument, or compute it inside"));
+      throw UsageError(c10::str("it reads a tensor of shape ", read.sizes(),
+                                " that was computed from weights outside of the call (a parametrised weight, or one "
+                                "that is tied through a view). A graph would freeze its values and its gradient; pass "
+                                "the tensor as an argument, or compute it inside the call"));
     }
     if (externals_.find(storage) != nullptr) {
       std::vector<c10::VariableVersion>& versions = versions_[storage];

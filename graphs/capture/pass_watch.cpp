@@ -45,7 +45,7 @@ PassWatch::~PassWatch() {
       unnamed.generator.set_state(unnamed.state);
     }
   } catch (const std::exception& error) {  // a device that fails here has failed the pass already
-    std::fprintf(stderr, "sidestream: what a warm-up wrote could not be put back: %s\n", error.what());
+    std::fprintf(stderr, "sidestream: the tensors that a warm-up wrote could not be restored: %s\n", error.what());
   }
 }
 
@@ -167,8 +167,8 @@ void PassWatch::note_foreign(const at::Tensor& tensor, const OperatorAccess& acc
 void PassWatch::check_inputs() const {
   if (!written_input_.empty()) {
     throw CaptureError(name() + ": it writes its input " + written_input_ +
-                       " in place, which a graph would do to a copy of its own; clone the input in the call before the "
-                       "in-place operation, or keep what is to be updated as a registered buffer of the module");
+                       " in place, but a graph would write its own copy of that input. Clone the input in the call "
+                       "before the in-place operation, or keep the tensor as a registered buffer of the module");
   }
 }
 
@@ -185,13 +185,13 @@ void PassWatch::check() const {
   }
   if (unnamed_draw_ != nullptr) {
     throw CaptureError(name() + ": it draws from a generator of its own (" + unnamed_draw_ +
-                       "), which its graphs would not move on; name it in GraphOptions::generators or "
-                       "Callable::generators, draw from the device's default one, or before the call");
+                       "), whose state its graphs would not advance. Name it in GraphOptions::generators or "
+                       "Callable::generators, draw from the device's default generator, or draw before the call");
   }
   if (cpu_draw_ != nullptr) {
     throw CaptureError(name() + ": it draws random numbers on the CPU (" + cpu_draw_ +
-                       "), which its graphs would repeat at each replay; draw them on " + device_.str() +
-                       " (at::TensorOptions), or before the call and pass them as a tensor");
+                       "); each replay would repeat the same numbers. Draw them on " + device_.str() +
+                       " (at::TensorOptions), or draw them before the call and pass them as a tensor");
   }
 }
 

@@ -73,8 +73,8 @@ class AdamW::Updates {
   void step();
   [[nodiscard]] Group& group(std::size_t index) {
     if (index >= groups.size()) {
-      throw UsageError("AdamW: group " + std::to_string(index) + " is asked for; there are " +
-                       std::to_string(groups.size()) + ", which count from 0");
+      throw UsageError("AdamW: there is no group " + std::to_string(index) + "; the optimizer has " +
+                       std::to_string(groups.size()) + " groups, numbered from 0");
     }
     return groups[index];
   }
@@ -104,12 +104,13 @@ AdamW::Updates::Updates(std::vector<AdamWGroup> given) {
     for (const at::Tensor& parameter : given[i].parameters) {
       if (!parameter.defined() || !parameter.is_leaf() || !parameter.is_floating_point() ||
           parameter.layout() != at::kStrided) {
-        throw UsageError(
-            "AdamW: a parameter of group " + std::to_string(i) +
-            " is undefined, no leaf, not dense or not floating-point; give leaves, as Module::parameters()");
+        throw UsageError("AdamW: a parameter of group " + std::to_string(i) +
+                         " is undefined, not a leaf, not dense or not floating-point; pass leaf tensors, such as those "
+                         "of Module::parameters()");
       }
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second) {
-        throw UsageError("AdamW: a parameter of group " + std::to_string(i) + " comes twice; give each once");
+        throw UsageError("AdamW: a parameter of group " + std::to_string(i) +
+                         " is given twice; pass each parameter once");
       }
       if (parameter.requires_grad()) {
         add(i, parameter);
@@ -119,7 +120,7 @@ AdamW::Updates::Updates(std::vector<AdamWGroup> given) {
     }
   }
   if (seen.empty()) {
-    throw UsageError("AdamW: no parameters; give it those that it is to update");
+    throw UsageError("AdamW: no parameters were given; pass the parameters to update");
   }
 }
 
@@ -150,8 +151,8 @@ void AdamW::Updates::step() {
   }
   if (std::any_of(frozen.begin(), frozen.end(), [](const at::Tensor& given) { return given.grad().defined(); })) {
     throw UsageError(
-        "AdamW: a parameter has a gradient that required none when the optimizer was made, and so has no state; make "
-        "the optimizer anew, or with all parameters trainable, and freeze behind that");
+        "AdamW: a parameter has a gradient, but did not require one when the optimizer was made, and so has no state. "
+        "Make a new optimizer; or make it while all parameters are trainable, and freeze some afterwards");
   }
   for (const Bucket& bucket : buckets_) {
     update(bucket);
@@ -204,7 +205,7 @@ void AdamW::Updates::update(const Bucket& bucket) {
 
 void AdamW::Updates::set_lr(std::size_t index, double lr) {
   if (!std::isfinite(lr) || lr < 0) {
-    throw UsageError("AdamW::set_lr(" + std::to_string(lr) + "): a learning rate is finite and at least 0");
+    throw UsageError("AdamW::set_lr(" + std::to_string(lr) + "): a learning rate must be finite and at least 0");
   }
   Group& changed = group(index);
   const auto of_group = [&](const Bucket& bucket) { return bucket.group == index; };
@@ -212,7 +213,8 @@ void AdamW::Updates::set_lr(std::size_t index, double lr) {
         return of_group(bucket) && is_capturing(bucket.lr.device());
       })) {
     throw UsageError(
-        "AdamW::set_lr inside a capture, or a warm-up for one, which would freeze the rate; call it before the replay");
+        "AdamW::set_lr was called inside a capture or its warm-up, which would freeze the rate; call it before the "
+        "replay");
   }
   for (const Bucket& bucket : buckets_) {
     if (of_group(bucket)) {
@@ -288,14 +290,14 @@ void AdamW::load_state(const std::vector<std::pair<std::string, at::Tensor>>& st
   const auto own = named_state();
   std::unordered_map<std::string, at::Tensor> given(state.begin(), state.end());
   if (given.size() != own.size() || state.size() != own.size()) {
-    throw UsageError("AdamW::load_state: " + std::to_string(state.size()) + " tensors are given where the state has " +
-                     std::to_string(own.size()) + "; give what named_state() gave for the same parameters");
+    throw UsageError("AdamW::load_state: " + std::to_string(state.size()) + " tensors were given, but the state has " +
+                     std::to_string(own.size()) + "; pass the result of named_state() for the same parameters");
   }
   for (const auto& [name, tensor] : own) {
     const auto found = given.find(name);
     if (found == given.end() || !found->second.defined() || found->second.sizes() != tensor.sizes()) {
       throw UsageError("AdamW::load_state: \"" + name +
-                       "\" is missing or of another shape; give what named_state() gave for the same parameters");
+                       "\" is missing or has another shape; pass the result of named_state() for the same parameters");
     }
   }
   const at::NoGradGuard no_grad;

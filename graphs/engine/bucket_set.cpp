@@ -30,14 +30,15 @@ std::size_t bytes_of(const std::vector<std::vector<Sample>>& bucket) {
 
 void check(const BucketOptions& options, std::size_t buckets) {
   if (buckets == 0) {
-    throw UsageError("make_bucketed_callables: no bucket of samples; give at least one");
+    throw UsageError("make_bucketed_callables: no samples were given; pass at least one bucket of samples");
   }
   if (options.on_unknown_shape() != OnUnknownShape::capture) {
     return;
   }
   if (options.max_buckets() < static_cast<std::int64_t>(buckets)) {
     throw UsageError("make_bucketed_callables: BucketOptions::max_buckets is " + std::to_string(options.max_buckets()) +
-                     ", with " + std::to_string(buckets) + " buckets of samples; raise it, or give fewer");
+                     ", but there are " + std::to_string(buckets) +
+                     " buckets of samples; raise it, or pass fewer buckets");
   }
 }
 
@@ -186,7 +187,7 @@ bool BucketSet::has_room(std::size_t index) {
   const std::string what = "bucketed call \"" + name(index) + "\"";
   if (options_.on_max_buckets() == OnMaxCaptures::error) {
     throw UsageError(what + ": its inputs fit none of the " + std::to_string(buckets_.size()) +
-                     " buckets, and BucketOptions::max_buckets allows no more; raise it, give fewer shapes, or set "
+                     " buckets, and BucketOptions::max_buckets allows no more; raise it, pass fewer shapes, or set "
                      "BucketOptions::on_max_buckets to eager or drop_least_used");
   }
   if (!std::exchange(warned_of_bound_, true)) {
@@ -202,7 +203,8 @@ void BucketSet::check_unknown(std::size_t index) {
   }
   if (options_.on_unknown_shape() == OnUnknownShape::capture) {
     if (index > 0 && first_replays_) {
-      warn(index, ", and those of the first callable fit one: which shape a pass has is decided there");
+      warn(index,
+           ", although those of the first callable fit one. The first callable decides which bucket a pass uses");
     }
     return;
   }
@@ -213,7 +215,7 @@ void BucketSet::check_unknown(std::size_t index) {
   if (options_.on_unknown_shape() == OnUnknownShape::error) {
     throw UsageError("bucketed call \"" + name(index) + "\": its inputs fit none of the " +
                      std::to_string(buckets_.size()) +
-                     " buckets (shapes, dtypes, requires_grad); pass what was captured, add a bucket, or set "
+                     " buckets (shapes, dtypes, requires_grad); pass inputs as captured, add a bucket, or set "
                      "BucketOptions::on_unknown_shape to eager or capture");
   }
   warn(index, "");

@@ -13,6 +13,6 @@ void refuse_null_module() {
   throw UsageError("ss::call was given no module (a null pointer, or a holder that is empty); make the module first");
 }
 
-void refuse_null_name() { throw UsageError("ss::call was given no name; a plain function is called under a name"); }
+void refuse_null_name() { throw UsageError("ss::call was given an empty name; pass a name for the function"); }
 
 }  // namespace sidestream::detail

@@ -40,10 +40,9 @@ std::shared_ptr<const torch::nn::Module> modules_of_call(const std::string& name
   }
   for (const auto& module : arguments) {
     if (module.use_count() == 0 && module.get() != &model) {
-      throw UsageError(
-          "graphed call \"" + name + "\": the module \"" + module->name() +
-          "\" is an argument and no shared_ptr owns it, so that nothing says how long it lives; make it with " +
-          "std::make_shared, or register it in the model");
+      throw UsageError("graphed call \"" + name + "\": the module \"" + module->name() +
+                       "\" is an argument, but no shared_ptr owns it, so its lifetime is unknown; make it with " +
+                       "std::make_shared, or register it in the model");
     }
     add(module);
   }

@@ -132,7 +132,7 @@ void CallTable::check_delayed() const {
     tree_.delayed().require_each_matches(eager);
   } catch (const UsageError& error) {
     throw UsageError(
-        std::string("Options::delay, of the scopes that Options::offload names outside of graphed calls: ") +
+        std::string("Options::delay can name only scopes outside of graphed calls that Options::offload also names: ") +
         error.what());
   }
 }

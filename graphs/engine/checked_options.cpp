@@ -66,30 +66,29 @@ void check_verification(Options& options) {
 
 void check_graph_options(const GraphOptions& options, std::optional<c10::Stream> current) {
   if (options.side_streams() && *options.side_streams() < 1) {
-    throw UsageError("side_streams is " + std::to_string(*options.side_streams()) +
-                     "; it must be at least 1 (K, default 2)");
+    throw UsageError("side_streams is " + std::to_string(*options.side_streams()) + "; it must be at least 1");
   }
   if (options.side_streams() && options.cuda_graph_stream()) {
     throw UsageError(
-        "side_streams is given together with cuda_graph_stream, the one stream that all graphs replay on; give one of "
-        "the two");
+        "side_streams and cuda_graph_stream are both set, but all graphs replay on cuda_graph_stream; set one of the "
+        "two");
   }
   if (options.forward_only() && (options.retain_graph_in_backward() || options.accumulate_in_graph() ||
                                  options.allow_unused_input() || !options.gradients().empty())) {
     throw UsageError(
-        "forward_only is given together with retain_graph_in_backward, accumulate_in_graph, gradients or "
-        "allow_unused_input, which are about backwards; capture twice, once for training and once for calls under "
+        "forward_only is set together with retain_graph_in_backward, accumulate_in_graph, gradients or "
+        "allow_unused_input, which concern backward. Capture twice, once for training and once for calls under "
         "no_grad");
   }
   if (options.num_warmup_iters() < 0) {
     throw UsageError("num_warmup_iters is negative; it must be 0 or more");
   }
   if (options.cuda_graph_event() != nullptr && !options.cuda_graph_stream()) {
-    throw UsageError("cuda_graph_event is given without cuda_graph_stream; give the stream that the graphs replay on");
+    throw UsageError("cuda_graph_event is set without cuda_graph_stream; set the stream that the graphs replay on");
   }
   if (options.cuda_graph_event() != nullptr && options.cuda_graph_stream() == current) {
     throw UsageError(
-        "cuda_graph_stream is the current stream, so cuda_graph_event would order nothing; give another stream, or no "
+        "cuda_graph_stream is the current stream, so cuda_graph_event would order nothing; set another stream, or no "
         "event");
   }
 }
@@ -98,8 +97,8 @@ Options checked_options(Options options) {
   check_graph_options(options.graph_options());
   if (options.graph_options().forward_only()) {
     throw UsageError(
-        "forward_only is given in the engine's GraphOptions; it is for make_graphed_callables. For ss::call set "
-        "CallOptions::on_evaluation to capture");
+        "forward_only is set in the engine's GraphOptions, but it works only with make_graphed_callables. For ss::call "
+        "set CallOptions::on_evaluation to capture");
   }
   if (options.call_options().max_captures() < 1) {
     throw UsageError("max_captures is " + std::to_string(options.call_options().max_captures()) +
@@ -110,8 +109,8 @@ Options checked_options(Options options) {
   }
   if (!options.delay_patterns().empty() && options.offload_patterns().empty()) {
     throw UsageError(
-        "delay is given without offload: it says which of the groups that leave wait for the next graph; name them in "
-        "Options::offload as well");
+        "delay is set without offload: it selects the offloaded groups whose copies wait for the next graph; name "
+        "those groups in Options::offload as well");
   }
   if (options.check_steps() == 0) {
     options.check_steps(count_by_environment("SIDESTREAM_CHECK_STEPS", "steps"));

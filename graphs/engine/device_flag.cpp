@@ -21,7 +21,8 @@ class DeviceFlagState {
   void set(std::int64_t value) {
     if (runtime_->capture_status(runtime_->current_stream()) != CaptureStatus::none) {
       throw UsageError(
-          "DeviceFlag::set inside a capture, whose graph would set the flag at each replay; set it before the call");
+          "DeviceFlag::set was called inside a capture, and the graph would set the flag at each replay; set it before "
+          "the call");
     }
     const at::NoGradGuard no_grad;
     value_ = in_range(value, is_bool_);

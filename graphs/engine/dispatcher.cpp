@@ -119,10 +119,9 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
                                 detail::TensorBuffer& outputs, std::size_t busy) {
   if (!equals_its_copy(request)) {
     if (!std::exchange(site.warned_of_equality, true)) {
-      TORCH_WARN(
-          "Sidestream: ", describe(site),
-          " runs eagerly: an argument differs from its own copy, so that no capture would ever fit it (a NaN that an "
-          "operator== compares?); let the `equal` of its ArgumentTraits hold for a copy");
+      TORCH_WARN("Sidestream: ", describe(site),
+                 " runs eagerly: an argument compares unequal to its own copy (does operator== compare a NaN?), so no "
+                 "capture can match it. Let `equal` of its ArgumentTraits return true for a copy");
     }
     count_eager(site, EagerCause::unequal);
     run_eagerly(site, request, outputs);
@@ -132,15 +131,16 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
   if (!may_capture(site, modes) && !recorded_.repeats(site, request, modes)) {
     if (resources_.options.call_options().on_max_captures() == OnMaxCaptures::error) {
       throw UsageError(describe(site) + ": it needs more than the " + std::to_string(bound) +
-                       " captures that CallOptions::max_captures allows; raise the bound, give it fewer shapes and "
+                       " captures that CallOptions::max_captures allows; raise the bound, pass fewer shapes and "
                        "values, or set CallOptions::on_max_captures to eager or drop_least_used");
     }
     if (!std::exchange(site.warned_of_bound, true)) {
-      TORCH_WARN("Sidestream: ", describe(site), " needs more than the ", bound,
-                 " captures that CallOptions::max_captures allows (",
-                 busy > 0 ? "microbatches in flight"
-                          : "new argument values, shapes, modes or gradient flags, or more calls in flight",
-                 "); what fits none of them runs eagerly from here on: raise the bound, or give it fewer");
+      TORCH_WARN(
+          "Sidestream: ", describe(site), " needs more than the ", bound,
+          " captures that CallOptions::max_captures allows (",
+          busy > 0 ? "microbatches in flight"
+                   : "new argument values, shapes, modes or gradient flags, or more calls in flight",
+          "). From now on it runs eagerly when no capture matches; raise the bound, or pass fewer shapes and values");
     }
     count_eager(site, EagerCause::over_bound);
     run_eagerly(site, request, outputs);
@@ -264,15 +264,16 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   if (!(layer->spec.state.modes == modes)) {
     throw UsageError(describe(site) + ": " +
                      (layer->spec.state.modes.autocast == modes.autocast
-                          ? "the global switches (deterministic algorithms, precision, back ends) are others"
-                          : "autocast is in another state") +
-                     " than at its capture; call it as captured, or capture again there");
+                          ? "the global switches (deterministic algorithms, precision, back ends) differ from those"
+                          : "the state of autocast differs from that") +
+                     " at its capture; call it as captured, or capture it again in this state");
   }
   const bool lost = !layer->forward;  // by a capture that failed in its place
   if (!lost && change.stale() && layer->placed_by_hooks) {
-    throw UsageError(describe(site) + ": its graphs read weights where its capture-time hooks had put them, and now " +
+    throw UsageError(describe(site) +
+                     ": its graphs read weights at the addresses where its capture-time hooks placed them, and now " +
                      holder.chain->difference(place) +
-                     "; put them there before each replay, and leave them there until its backward has run");
+                     "; place the weights there before each replay, and keep them there until its backward has run");
   }
   if (change.layout && !layer->placed_by_hooks) {
     throw UsageError(describe(site) + ": " + holder.chain->difference(place) +
@@ -291,10 +292,10 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
     layer = &holder.chain->layers()[place];
     change = holder.chain->change_of_all(place);
     if (change.stale() && layer->placed_by_hooks) {
-      throw UsageError(describe(site) + ": it was captured again just now" +
-                       (lost ? ", as a capture in the place of its graphs had failed," : "") +
-                       " and its capture-time hooks have taken its weights away behind that (" +
-                       holder.chain->difference(place) + "); put them where its graphs read them, and call it again");
+      throw UsageError(describe(site) + ": it was just captured again" +
+                       (lost ? ", because an earlier capture had failed," : "") +
+                       " and then its capture-time hooks moved its weights (" + holder.chain->difference(place) +
+                       "); place the weights where its graphs read them, and call it again");
     }
   }
   if (change.any()) {
@@ -324,7 +325,7 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
   if ((busy == 0 && chains_.postponed()) || (to_be_new && options.on_new_arguments() == OnNewArguments::eager)) {
     if (options.share_memory() && to_be_new && !std::exchange(site.warned_of_arguments, true)) {
       TORCH_WARN("Sidestream: ", describe(site),
-                 " runs eagerly with arguments that fit none of its captures, as CallOptions::on_new_arguments says");
+                 " runs eagerly: its arguments match none of its captures, and CallOptions::on_new_arguments is eager");
     }
     count_eager(site, EagerCause::new_arguments);
     run_eagerly(site, request, outputs);
@@ -349,11 +350,10 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
     if (other != nullptr && same_arguments(other->guards, other->shape, request.guards, request.shape)) {
       other->holder->chain->check(other->place(), request.inputs);
     }
-    throw UsageError(
-        what +
-        ": an argument that is not a tensor has a new value, or autocast or a global switch (deterministic "
-        "algorithms, precision, back ends) another state; set "
-        "CallOptions::on_new_arguments to capture or eager, or pass it as a tensor");
+    throw UsageError(what +
+                     ": an argument that is not a tensor has a new value, or the state of autocast or of a global "
+                     "switch (deterministic algorithms, precision, back ends) changed. Set "
+                     "CallOptions::on_new_arguments to capture or eager, or pass the value as a tensor");
   }
   record_and_run(site, request, modes, outputs, busy);
 }

@@ -8,21 +8,20 @@ namespace sidestream {
 const char* text_of(EagerCause cause) {
   switch (cause) {
     case EagerCause::no_grad:
-      return "under no_grad or in inference mode (a validation pass, or the forward of a checkpoint: what runs again "
-             "inside of "
-             "its backward is no graph either)";
+      return "under no_grad or in inference mode (a validation pass, or the forward of a checkpoint; the checkpoint's "
+             "recomputation in backward is not a graph either)";
     case EagerCause::eval_mode:
       return "in eval mode";
     case EagerCause::in_backward:
       return "inside of a backward (a checkpoint?)";
     case EagerCause::new_arguments:
-      return "with arguments that fit no capture (CallOptions::on_new_arguments)";
+      return "with arguments that match no capture (CallOptions::on_new_arguments)";
     case EagerCause::over_bound:
-      return "with as many captures as CallOptions::max_captures allows";
+      return "because CallOptions::max_captures was reached";
     case EagerCause::unequal:
-      return "with an argument that differs from its own copy";
+      return "with an argument that compares unequal to its own copy";
     case EagerCause::shared_memory:
-      return "while a backward was pending of another capture in the same memory";
+      return "while the backward of another capture in the same memory was pending";
   }
   return "";
 }

@@ -40,10 +40,10 @@ void EagerPlan::learn(const Recorder& recorder, const std::vector<GroupEvent>& o
     at_once.push_back(scopes_[group]->delayed ? 0 : selected[group]);
   }
   window_ = EagerOffload::window_for(at_once, limits);
-  note_ = limits.lag && *limits.lag < window_.copies.lag ? "Options::lag of " + std::to_string(*limits.lag) +
-                                                               " bytes is less than the largest eager group saves; " +
-                                                               std::to_string(window_.copies.lag) + " are used"
-                                                         : "";
+  note_ = limits.lag && *limits.lag < window_.copies.lag
+              ? "Options::lag of " + std::to_string(*limits.lag) + " bytes is smaller than the largest eager group; " +
+                    std::to_string(window_.copies.lag) + " bytes are used instead"
+              : "";
   const std::vector<bool> turning = turn_round_within(order, selected, window_);
   for (std::size_t group = 0; group < turning.size(); ++group) {
     profile_.groups[group].needed_immediately = turning[group] && profile_.groups[group].selected;

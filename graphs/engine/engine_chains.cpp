@@ -67,8 +67,8 @@ bool is_outdated(const Chain& chain) {
 void EngineChains::check_capture(const GraphOptions& options) const {
   if (context_.phase() == CallContext::Phase::capturing) {
     throw UsageError(
-        "make_graphed_callables inside a capture of the same engine (from a hook, from Options::progress, or from "
-        "the body of a call); call it before or after");
+        "make_graphed_callables was called inside a capture of the same engine (from a hook, from Options::progress, "
+        "or from the body of a call); call it before or after the capture");
   }
   check_graph_options(options, resources_.runtime->current_stream());
 }

@@ -55,7 +55,7 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
 
 void EngineState::check_thread_of_step() const {
   if (step_->thread() != std::this_thread::get_id()) {
-    throw UsageError("a step is ended on another thread than it began on; end it on its own");
+    throw UsageError("a step was ended on another thread than the one it began on; end it on the thread that began it");
   }
 }
 
@@ -100,8 +100,8 @@ void EngineState::throw_kept() {
 void EngineState::refuse_inside(const char* what) const {
   if (making_ready_ || context_.phase() == CallContext::Phase::capturing) {
     throw UsageError(std::string(what) +
-                     " inside a capture of the same engine (from a hook, from Options::progress, or from " +
-                     "the body of a call); call it before or after");
+                     " was called inside a capture of the same engine (from a hook, from Options::progress, or from " +
+                     "the body of a call); call it before or after the capture");
   }
 }
 
@@ -227,7 +227,7 @@ void EngineState::reset() {
   refuse_inside("OffloadEngine::reset");
   end_step_that_was_left();
   if (step_) {
-    throw UsageError("OffloadEngine::reset inside a step; end the step first");
+    throw UsageError("OffloadEngine::reset was called inside a step; end the step first");
   }
   chains_.drop_own();
   calls_.drop_variants();

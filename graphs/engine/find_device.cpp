@@ -31,7 +31,7 @@ c10::Device first_gpu_or_simulator() {
       case Availability::State::usable:
         return make_runtime(c10::Device(backend.type, 0))->device();
       case Availability::State::broken:
-        throw DeviceError("device auto: " + found.reason + "; mend it, or ask for find_device(\"sim\")");
+        throw DeviceError("device auto: " + found.reason + "; fix this, or use find_device(\"sim\")");
       case Availability::State::absent:
         reasons += (reasons.empty() ? "" : "; ") + found.reason;
     }

@@ -30,16 +30,15 @@ void note_room(const EngineResources& resources, Chain& chain) {
   constexpr std::int64_t kNotable = 10;
   const std::int64_t free = resources.runtime->room().free;
   if (const std::int64_t graphs = chain.outside().graphs; graphs > free / kNotable) {
-    chain.note("the graphs of \"" + chain.layers().front().spec.name + "\" and what follows it take " +
-               std::to_string(graphs) + " bytes of the device beside their tensors, where " + std::to_string(free) +
-               " are left; graph fewer calls where that is too much");
+    chain.note("the graphs of \"" + chain.layers().front().spec.name + "\" and of the calls after it take " +
+               std::to_string(graphs) + " bytes of device memory beside their tensors, and " + std::to_string(free) +
+               " bytes are left. If that is too little for your step, graph fewer calls");
   }
   if (const std::int64_t needed = needed_beside(resources); needed > free) {
-    chain.note(
-        "with the graphs of \"" + chain.layers().front().spec.name + "\" and what follows it " + std::to_string(free) +
-        " bytes of the device are left, " + std::to_string(needed - free) +
-        " fewer than the rest of a step took in the first one: if a step runs out of memory, offload more, graph "
-        "fewer calls or use a smaller batch");
+    chain.note("after the capture of \"" + chain.layers().front().spec.name + "\" and the calls after it, " +
+               std::to_string(free) + " bytes of device memory are left. That is " + std::to_string(needed - free) +
+               " bytes fewer than the rest of the first step took: if a step runs out of memory, offload more, graph "
+               "fewer calls or use a smaller batch");
   }
 }
 

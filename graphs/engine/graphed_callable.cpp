@@ -180,8 +180,8 @@ Callable::Callable(std::string name, torch::nn::AnyModule module)
     : name_(std::move(name)), module_(module.is_empty() ? nullptr : module.ptr()) {
   function_ = [held = std::make_shared<torch::nn::AnyModule>(std::move(module))](const Tensors& inputs) -> Tensors {
     if (inputs.size() != 1) {
-      throw UsageError("a Callable made from an AnyModule takes one tensor, given " + std::to_string(inputs.size()) +
-                       "; make it from a function for more");
+      throw UsageError("a Callable made from an AnyModule takes one tensor, but was given " +
+                       std::to_string(inputs.size()) + "; to pass more, make the Callable from a function");
     }
     return {held->forward(inputs[0])};
   };
@@ -192,7 +192,7 @@ Callable& Callable::input_names(std::vector<std::string> names) {
   for (const auto i : c10::irange(names.size())) {
     if (names[i].empty()) {
       throw UsageError("callable \"" + name_ + "\": the name of its input " + std::to_string(i) +
-                       " is empty; name each input, or none");
+                       " is empty; name all inputs, or none");
     }
     if (std::find(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(i), names[i]) !=
         names.begin() + static_cast<std::ptrdiff_t>(i)) {
@@ -294,8 +294,9 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
                                                    const std::vector<std::vector<Sample>>& samples,
                                                    const GraphOptions& options) {
   if (callables.empty() || callables.size() != samples.size()) {
-    throw UsageError("make_graphed_callables: " + std::to_string(callables.size()) + " callables with " +
-                     std::to_string(samples.size()) + " lists of samples; give one list for each, and at least one");
+    throw UsageError("make_graphed_callables: " + std::to_string(callables.size()) + " callables and " +
+                     std::to_string(samples.size()) +
+                     " lists of samples were given; pass one list for each callable, and at least one callable");
   }
   EngineState& state = engine.state();
   std::vector<LayerSpec> specs;
@@ -322,7 +323,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
     for (const Sample& sample : samples[i]) {
       if (sample.callable() >= static_cast<std::int64_t>(i)) {
         throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
-                         std::to_string(sample.callable()) + ", which does not stand before it");
+                         std::to_string(sample.callable()) + ", which does not come before it in the list");
       }
       LayerInput& input = spec.inputs.emplace_back();
       if (sample.callable() < 0) {
@@ -337,8 +338,8 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
   }
   if (options.agree_to_capture() && !options.agree_to_capture()(/*mine=*/true)) {
     throw UsageError(
-        "make_graphed_callables: the ranks do not capture now (GraphOptions::agree_to_capture gave false); call it "
-        "where all ranks do");
+        "make_graphed_callables: GraphOptions::agree_to_capture returned false, so no rank captures now; call it when "
+        "all ranks agree");
   }
   auto holder = std::make_shared<ChainHolder>();
   holder->chain = state.chains().capture(std::move(specs), options);

@@ -63,13 +63,15 @@ class GraphedStep::Shared {
 void GraphedStep::Shared::check_inputs(const std::vector<Tensors>& microbatches) const {
   if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) {
     throw UsageError("graphed step \"" + name() +
-                     "\": called without gradients (no_grad or inference mode); it computes them, so call it outside");
+                     "\": it was called under no_grad or in inference mode, but it computes gradients; call it outside "
+                     "of that mode");
   }
   for (const Tensors& inputs : microbatches) {
     for (const at::Tensor& input : inputs) {
       if (input.defined() && input.requires_grad()) {
         throw UsageError("graphed step \"" + name() +
-                         "\": an input requires a gradient, which a whole step gives to parameters only; detach it");
+                         "\": an input requires a gradient, but a whole step computes gradients of parameters only; "
+                         "detach the input");
       }
     }
   }
@@ -129,8 +131,8 @@ GraphedStep::Shared::Variant& GraphedStep::Shared::variant_for(const std::vector
   }
   if (static_cast<std::int64_t>(variants_.size()) >= options_.max_captures()) {
     throw UsageError("graphed step \"" + name() +
-                     "\": called with another number of microbatches, or inputs of other shapes or dtypes, than "
-                     "captured; pass what the samples were, or raise StepOptions::max_captures (" +
+                     "\": it was called with another number of microbatches, or with inputs of other shapes or dtypes, "
+                     "than captured. Pass inputs like the samples, or raise StepOptions::max_captures (" +
                      std::to_string(options_.max_captures()) + ")");
   }
   capture(microbatches);
@@ -139,7 +141,7 @@ GraphedStep::Shared::Variant& GraphedStep::Shared::variant_for(const std::vector
 
 std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microbatches) {
   if (dropped_) {
-    throw UsageError("graphed step \"" + name() + "\": called after reset; make it again");
+    throw UsageError("graphed step \"" + name() + "\": it was called after OffloadEngine::reset; make it again");
   }
   check_inputs(microbatches);
   Variant& variant = variant_for(microbatches);
@@ -200,29 +202,28 @@ void GraphedStep::reset() { shared().reset(); }
 GraphedStep EngineAccess::capture_step(const OffloadEngine& engine, Callable step, const std::vector<Tensors>& samples,
                                        const StepOptions& options) {
   if (samples.empty()) {
-    throw UsageError("make_graphed_step: no samples; give the inputs of each microbatch, at least of one");
+    throw UsageError("make_graphed_step: no samples were given; pass the inputs of each microbatch, at least of one");
   }
   if (options.graph().retain_graph_in_backward() || options.graph().accumulate_in_graph() ||
       options.graph().allow_unused_input() || options.graph().forward_only() || !options.graph().gradients().empty()) {
     throw UsageError(
         "make_graphed_step: StepOptions::graph sets retain_graph_in_backward, accumulate_in_graph, gradients, "
-        "forward_only or allow_unused_input, which are for calls whose backward replays apart; see "
-        "StepOptions::accumulate");
+        "forward_only or allow_unused_input. These work only for calls whose backward is a graph of its own; leave "
+        "them out, and see StepOptions::accumulate");
   }
   if (options.graph().pool() != nullptr) {
     throw UsageError(
-        "make_graphed_step: StepOptions::graph sets pool, which is for calls of make_graphed_callables and the "
-        "engine's "
-        "GraphOptions; a step's graph has memory of its own");
+        "make_graphed_step: StepOptions::graph sets pool, but a step's graph has memory of its own; set pool only for "
+        "make_graphed_callables or in the engine's GraphOptions");
   }
   if (!step.input_names().empty() || step.capture_time_hooks() != nullptr) {
     throw UsageError("make_graphed_step: the callable \"" + step.name() +
-                     "\" has input names or capture-time hooks, which are for make_graphed_callables; a step takes its "
-                     "inputs in order, and GraphOptions has hooks around its warm-up");
+                     "\" has input names or capture-time hooks, which work only with make_graphed_callables. Pass a "
+                     "step's inputs in order, and use the hooks around the warm-up in GraphOptions");
   }
   if (options.max_captures() < 1) {
     throw UsageError("make_graphed_step: StepOptions::max_captures is " + std::to_string(options.max_captures()) +
-                     "; a step has at least 1");
+                     "; it must be at least 1");
   }
   auto given = std::make_shared<StepBody::Given>();
   given->name = step.name();

@@ -95,11 +95,12 @@ std::string description(const Saved& saved, std::uint64_t refused) {
   }
   const std::string all = saved.leaves() + saved.stays() == 0
                               ? ""
-                              : "Of what autograd saved, " + mebibytes(saved.leaves()) + " leave and " +
-                                    mebibytes(saved.stays()) + " stay" + held + ". ";
+                              : "Of the tensors that autograd saved, " + mebibytes(saved.leaves()) +
+                                    " are offloaded and " + mebibytes(saved.stays()) + " stay on the device" + held +
+                                    ". ";
   return all + "To fit, " + (more.empty() ? "" : "offload \"" + more + "\" as well, ") +
          (refused > 0 ? "raise the host cap (" + mebibytes(refused) + " found no pinned memory), " : "") +
-         "put what saves much into scopes that leave, or use a smaller batch";
+         "put code that saves large tensors into scopes that are offloaded, or use a smaller batch";
 }
 
 /// The error that is being handled, where it is the allocator's or says that a graph found no room.
@@ -124,8 +125,8 @@ std::optional<NoRoom> error_in_hand() {
 }
 
 std::string beginning(const EngineResources& resources, const char* where, std::int64_t allocated) {
-  return std::string("the device ran out of memory in a ") + where + ". It began with " +
-         mebibytes(static_cast<std::uint64_t>(allocated)) + " allocated, of them weights and buffers " +
+  return std::string("the device ran out of memory in a ") + where + ". The " + where + " began with " +
+         mebibytes(static_cast<std::uint64_t>(allocated)) + " allocated, including weights and buffers of " +
          mebibytes(resources.exclusions.registered_bytes()) + ". ";
 }
 
@@ -165,9 +166,9 @@ std::string CaptureShortage::lack(const std::string& first) const {
     return {};
   }
   const std::int64_t taken = std::max<std::int64_t>(0, refusal.reserved - reserved_);
-  return "\"" + first + "\" and what follows it wanted at least " + std::to_string(taken + refusal.asked) +
-         " bytes where " + std::to_string(taken + refusal.free) + " were free: at least " +
-         std::to_string(refusal.asked - refusal.free) + " too many. ";
+  return "\"" + first + "\" and the calls after it needed at least " + std::to_string(taken + refusal.asked) +
+         " bytes, but " + std::to_string(taken + refusal.free) + " were free: at least " +
+         std::to_string(refusal.asked - refusal.free) + " too few. ";
 }
 
 void CaptureShortage::rethrow(const EngineChains& chains, const CaptureAttempt& attempt,

@@ -20,17 +20,17 @@ const char* reason(Fate fate) {
     case Fate::needed_immediately:
       return "backward needs it immediately";
     case Fate::held_back:
-      return "held back by another saver";
+      return "another group, which is not offloaded, saved the same storage";
     case Fate::held_elsewhere:
       return "held by the program";
     case Fate::static_output:
-      return "an output of a graph, which keeps its memory";
+      return "it is an output of a graph, which keeps its memory";
     case Fate::over_cap:
       return "over the host cap";
     case Fate::not_pinned:
       return "pinned host memory was refused";
     case Fate::small:
-      return "small, and too few of its group's own";
+      return "small, and the small tensors of its group are too few bytes together";
   }
   return "";
 }
@@ -160,7 +160,8 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
       report.refused_bytes += static_cast<std::int64_t>(layer.refused_bytes);
       if (layer.refused_bytes > 0) {
         report.notes.push_back("graphed call \"" + layer.spec.name + "\": " + std::to_string(layer.refused_bytes) +
-                               " bytes that were to leave stay: its capture saved other tensors than its sizing pass");
+                               " bytes stay on the device that were planned to be offloaded: its capture saved other "
+                               "tensors than its sizing pass");
       }
     }
   });

@@ -132,9 +132,9 @@ Tensors StepBody::run(const Tensors& inputs) {
       }
       if (!attached.unchanged()) {
         throw UsageError("graphed step \"" + given_->name +
-                         "\": its update cleared or replaced the .grad of a parameter, which no replay would do; clear "
-                         "gradients behind the step (without accumulate each call begins with none), or zero them in "
-                         "place: zero_grad(/*set_to_none=*/false)");
+                         "\": its update cleared or replaced the .grad of a parameter, which no replay would do. Clear "
+                         "gradients after the step (without StepOptions::accumulate each call begins with none), or "
+                         "zero them in place: zero_grad(/*set_to_none=*/false)");
       }
     }
   } catch (...) {
@@ -230,8 +230,8 @@ void StepBody::refuse_backward_of_its_own() const {
   for (const at::Tensor& leaf : known_leaves()) {
     if (leaf.grad().defined()) {  // a warm-up pass begins with none
       throw CaptureError("graphed step \"" + given_->name +
-                         "\": its function runs backward() itself, which adds into gradients that the graph cannot "
-                         "own; give the loss out, and the engine asks for its gradients");
+                         "\": its function calls backward(), which adds into gradients that the graph cannot own. "
+                         "Return the loss; the engine computes its gradients");
     }
   }
 }
@@ -239,12 +239,12 @@ void StepBody::refuse_backward_of_its_own() const {
 at::Tensor StepBody::checked_loss(const Tensors& outputs) const {
   if (outputs.empty() || !outputs.front().defined() || outputs.front().numel() != 1) {
     throw UsageError("graphed step \"" + given_->name +
-                     "\": its function gives no loss; let the first tensor that it gives be the loss, of one element");
+                     "\": its function returns no loss; return the loss, a tensor of one element, as the first tensor");
   }
   if (outputs.front().grad_fn() == nullptr) {
-    throw UsageError("graphed step \"" + given_->name +
-                     "\": its loss has no history that leads to a parameter; compute it with gradients, and call no "
-                     "backward in the step function");
+    throw UsageError(
+        "graphed step \"" + given_->name +
+        "\": its loss depends on no parameter; compute it with gradients, and call no backward in the step function");
   }
   return outputs.front();
 }

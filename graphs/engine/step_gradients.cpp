@@ -65,12 +65,12 @@ std::size_t StepBody::target_of(const at::Tensor& leaf) {
   }
   if (resources_.runtime->capture_status(resources_.runtime->current_stream()) != CaptureStatus::none) {
     throw CaptureError("graphed step \"" + given_->name +
-                       "\": its loss leads to a parameter that it did not lead to in the warm-up; let it do the same "
-                       "each time");
+                       "\": its loss depends on a parameter that it did not depend on in the warm-up; let the step do "
+                       "the same work each time");
   }
   if (leaf.device() != resources_.runtime->device()) {
     throw UsageError("graphed step \"" + given_->name + "\": a parameter lies on " + leaf.device().str() +
-                     ", but its graph runs on " + resources_.runtime->device().str() + "; move it there");
+                     ", but its graph runs on " + resources_.runtime->device().str() + "; move the parameter there");
   }
   if (hidden_) {
     hidden_->hide(leaf);
@@ -116,8 +116,8 @@ void StepBody::refuse_hooks() const {
   for (const at::Tensor& leaf : leaves_) {
     if (has_gradient_hooks(leaf)) {
       throw UsageError("graphed step \"" + given_->name +
-                       "\": a parameter has gradient hooks, which its graph would not run; do what they do in the "
-                       "step's update, or train without a graphed step");
+                       "\": a parameter has gradient hooks, which its graph would not run; do their work in the step's "
+                       "update, or train without a graphed step");
     }
   }
 }
@@ -137,11 +137,10 @@ void StepBody::refuse_frozen_gradients() const {
   for (const at::Tensor& parameter : updated_outside_) {
     const bool begins_with_none = !given_->accumulate && holds(leaves_, parameter);  // an eager run has met it since
     if (parameter.grad().defined() && !begins_with_none) {
-      throw UsageError("graphed step \"" + given_->name + "\": its update is given a parameter of shape " +
-                       c10::str(parameter.sizes()) +
-                       " that is not its module's and that its loss does not lead to, with a gradient that a graph "
-                       "would freeze; clear that gradient, leave the parameter out of the update, or update eagerly "
-                       "behind the step");
+      throw UsageError(
+          "graphed step \"" + given_->name + "\": its update uses a parameter of shape " + c10::str(parameter.sizes()) +
+          " that is not in its module and that its loss does not depend on. A graph would freeze that parameter's "
+          "gradient; clear the gradient, leave the parameter out of the update, or update it eagerly after the step");
     }
   }
 }
@@ -157,8 +156,8 @@ void StepBody::refuse_foreign(const Target& target) const {
   if (grad.defined() && !is_own(grad, target.gradient) &&
       !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
     throw UsageError("graphed step \"" + given_->name +
-                     "\": the .grad of a parameter is another tensor than the one that its graph adds into, and "
-                     "somebody else holds it; set it to none, or zero it in place");
+                     "\": the .grad of a parameter is not the tensor that its graph adds into, and other code holds a "
+                     "reference to it; set .grad to none, or zero it in place");
   }
 }
 
@@ -185,8 +184,8 @@ void StepBody::refuse_gradients_of_others() const {
     const auto targets = c10::irange(std::min(targets_.size(), met_in_graph_.size()));
     if (leaf.grad().defined() && std::none_of(targets.begin(), targets.end(), is_met)) {
       throw UsageError("graphed step \"" + given_->name +
-                       "\": a parameter that its loss does not lead to has a gradient, which its captured update would "
-                       "leave out; clear that gradient, or update eagerly behind the step");
+                       "\": a parameter that its loss does not depend on has a gradient, but the captured update would "
+                       "skip that parameter. Clear the gradient, or update eagerly after the step");
     }
   }
 }

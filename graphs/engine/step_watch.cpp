@@ -33,9 +33,9 @@ void StepWatch::refuse_frozen_gradient(const OperatorAccess& access) const {
                                     [&](const at::Tensor& parameter) { return parameter.is_same(written); });
     if (other) {
       throw CaptureError("graphed step \"" + name_ + "\": its update writes (" + access.name +
-                         ") a parameter that is not its module's and that its loss does not lead to, by a gradient "
-                         "that the graph would freeze; clear that gradient, leave the parameter out of the update, "
-                         "or update it eagerly behind the step");
+                         ") a parameter that is not in its module and that its loss does not depend on. The graph "
+                         "would freeze that parameter's gradient; clear the gradient, leave the parameter out of the "
+                         "update, or update it eagerly after the step");
     }
   }
 }
@@ -59,8 +59,8 @@ void StepWatch::before(const OperatorAccess& access) const {
     if (updating_ && written.has_storage() && made_by_updates_.contains(written.storage().unsafeGetStorageImpl())) {
       throw CaptureError("graphed step \"" + name_ + "\": its update keeps state that it made in the warm-up (" +
                          access.name +
-                         " writes it), and the graph would go on from there; torch::optim::SGD with momentum does so. "
-                         "Make such state before the step is captured, as sidestream::AdamW does");
+                         " writes it), and the graph would continue from that state; torch::optim::SGD with momentum "
+                         "does so. Make such state before the step is captured, as sidestream::AdamW does");
     }
   }
   if (updating_) {
@@ -71,17 +71,15 @@ void StepWatch::before(const OperatorAccess& access) const {
       std::any_of(access.reads.begin(), access.reads.end(), [](const at::Tensor& read) { return !read.is_cpu(); })) {
     throw CaptureError(
         "graphed step \"" + name_ +
-        "\": it reads a value of the device on the host (item()), which a graph cannot; "
-        "torch::nn::utils::clip_grad_norm_ does so: use sidestream::clip_grad_norm_, which gives the norm "
-        "as a tensor, or read values after the step");
+        "\": it reads a device value on the host (item()), which a graph cannot do. torch::nn::utils::clip_grad_norm_ "
+        "does so: use sidestream::clip_grad_norm_, which returns the norm as a tensor, or read values after the step");
   }
   // LibTorch's Adam, AdamW, Adagrad and RMSprop end in it, with the learning rate and what they count on the host as a number.
   if (name == "aten::addcdiv_" && writes_parameter(access)) {
-    throw CaptureError(
-        "graphed step \"" + name_ +
-        "\": it updates a parameter by addcdiv_, as torch::optim::AdamW, Adam, Adagrad and RMSprop do, whose "
-        "learning rate and step count are numbers on the host, which a graph would freeze; use "
-        "sidestream::AdamW, or call the optimizer after the step");
+    throw CaptureError("graphed step \"" + name_ +
+                       "\": it updates a parameter by addcdiv_, as torch::optim::AdamW, Adam, Adagrad and RMSprop do. "
+                       "Their learning rate and step count are numbers on the host, which a graph would freeze; use "
+                       "sidestream::AdamW, or call the optimizer after the step");
   }
 }
 

@@ -183,21 +183,19 @@ void VerifiedCall::compare(const std::string& what, const at::Tensor& replayed, 
   if (!differs) {
     return;
   }
-  throw VerificationError("graphed call \"" + name_ + "\": replayed, its " + what + " " + *differs +
-                          ". Its capture froze what has changed since (a plain member, a host counter), or it does not "
-                          "do the same each time: "
-                          "pass that as an argument, keep it in a buffer, or leave the call out of the graphs; where "
-                          "its operators add in any "
-                          "order, allow for it with Options::verify_tolerance. What the eager run did to tensors and "
-                          "generators is put back, what "
-                          "it did to other members of the module is not");
+  throw VerificationError(
+      "graphed call \"" + name_ + "\": replayed, its " + what + " " + *differs +
+      ". Either its capture froze a value that has changed since (a plain member, a host counter), or the call does "
+      "not do the same work each time. Pass the value as an argument, keep it in a buffer, or leave the call out of "
+      "the graphs. If its operators add in varying order, set Options::verify_tolerance. The eager run's changes to "
+      "tensors and generators were undone; its changes to other members of the module were not");
 }
 
 void VerifiedCall::compare_forward(const detail::TensorBuffer& outputs) {
   const std::lock_guard lock(mutex_);
   if (outputs.size() != outputs_.size()) {
-    throw VerificationError("graphed call \"" + name_ + "\": replayed it gives " + std::to_string(outputs.size()) +
-                            " tensors, run eagerly " + std::to_string(outputs_.size()) +
+    throw VerificationError("graphed call \"" + name_ + "\": a replay returns " + std::to_string(outputs.size()) +
+                            " tensors, an eager run " + std::to_string(outputs_.size()) +
                             "; it does not do the same each time: leave it out of the graphs");
   }
   torch::autograd::Node* node = nullptr;

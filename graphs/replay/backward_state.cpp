@@ -22,15 +22,16 @@ void Chain::check_backward_state(std::size_t index) const {
                        ", which its backward needs, has been modified by an inplace operation since its forward "
                        "(version " +
                        std::to_string(read.counter.current_version()) + ", expected " +
-                       std::to_string(read.at_forward) + "); change it behind the backward");
+                       std::to_string(read.at_forward) + "); change it after the backward");
     }
   }
   FactsChange weights = layer.modules.tensors_change();
   TensorFacts::add_changes(layer.watched, weights);
   if (weights.stale()) {
-    throw UsageError(describe(index) + ": " + difference(index) +
-                     " when its forward ran; its backward would read what is no longer the model's. Change weights " +
-                     "between steps, not between forward and backward");
+    throw UsageError(
+        describe(index) + ": " + difference(index) +
+        " when its forward ran; its backward would read weights that the model no longer has. Change weights " +
+        "between steps, not between forward and backward");
   }
 }
 

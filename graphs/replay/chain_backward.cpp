@@ -46,10 +46,9 @@ void Chain::check_backward(std::size_t index, std::uint64_t generation) {
     throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
   }
   if (memory_->turn() != this) {
-    throw UsageError(
-        describe(index) +
-        ": another capture in the same memory was replayed since its forward, and has overwritten what it " +
-        "saved; run its backwards before that, or capture in a pool of its own");
+    throw UsageError(describe(index) +
+                     ": another capture in the same memory was replayed since its forward, and has overwritten its " +
+                     "saved tensors; run its backward before that replay, or capture it in a pool of its own");
   }
   if (layer.generation != generation) {
     throw UsageError(describe(index) +
@@ -61,8 +60,8 @@ void Chain::check_backward(std::size_t index, std::uint64_t generation) {
                      "set the gradients to none and run its forward again");
   }
   if (layer.backward_launched && !options_.retain_graph_in_backward()) {
-    throw UsageError(describe(index) + ": a second backward" +
-                     (layer.backward_failed ? ", after one that failed behind the launch of its graph" : "") +
+    throw UsageError(describe(index) + ": its backward is run a second time" +
+                     (layer.backward_failed ? ", after one that failed after the launch of its graph" : "") +
                      ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward");
   }
   if (top_ > static_cast<std::int64_t>(index)) {

@@ -18,8 +18,8 @@ bool Chain::has_to_wait() const {
 void Chain::refuse_turn(const std::string& what) const {
   const Chain& other = *memory_->turn();
   throw UsageError(what + ": the backward of " + other.describe(static_cast<std::size_t>(other.top_)) +
-                   ", which shares its memory, is still pending, and this would overwrite what it needs; run that "
-                   "backward first, or capture in a pool of its own");
+                   ", which shares its memory, is still pending, and this call would overwrite tensors that it needs. "
+                   "Run that backward first, or capture in a pool of its own");
 }
 
 void Chain::check_turn() const {

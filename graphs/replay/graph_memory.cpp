@@ -16,7 +16,7 @@ struct GraphMemory::Kept {
 std::shared_ptr<GraphMemory> GraphMemory::of(const GraphPool& pool, c10::Device device) {
   if (pool.device() != device) {
     throw UsageError("GraphOptions::pool is a pool of " + pool.device().str() + ", the engine's device is " +
-                     device.str() + "; give a pool of the engine's device");
+                     device.str() + "; use a pool of the engine's device");
   }
   return pool.memory_;
 }

@@ -64,8 +64,8 @@ OwnedGradient OwnedGradients::of(const at::Tensor& parameter) {
         gradient.memory.device() == parameter.device()) {
       if (!lies_in(gradient.attached, gradient.memory)) {
         throw UsageError(
-            "a capture that adds into the .grad of a parameter, where graphs that live add into it and it was given "
-            "other memory since (set_data); set it to none, and run a backward of those graphs before the capture");
+            "a capture adds into the .grad of a parameter that other graphs add into, but that .grad was given other "
+            "memory since (set_data). Set .grad to none, and run a backward of those graphs before the capture");
       }
       return gradient;
     }
@@ -128,19 +128,18 @@ void check_owned_grads(const Layer& layer) {
       continue;
     }
     if (has_gradient_hooks(parameter.tensor)) {
-      throw UsageError(
-          "graphed call \"" + layer.spec.name +
-          "\": a parameter has got gradient hooks since the capture, which a backward graph that adds into "
-          ".grad itself would not run; capture without GraphOptions::accumulate_in_graph");
+      throw UsageError("graphed call \"" + layer.spec.name +
+                       "\": a parameter got gradient hooks after the capture, but a backward graph that adds into "
+                       ".grad would not run them; capture without GraphOptions::accumulate_in_graph");
     }
     const at::Tensor& grad = parameter.tensor.grad();
     if (grad.defined() && !is_owned(parameter, grad) &&
         !held_by_parameter_alone(grad, parameter.attached, parameter.grad)) {
-      throw UsageError(
-          "graphed call \"" + layer.spec.name +
-          "\": the .grad of a parameter was replaced by another tensor, or given another's memory, " +
-          "but its backward graph adds into the .grad it owns; set it to none or zero it in place, or capture " +
-          "without GraphOptions::accumulate_in_graph");
+      throw UsageError("graphed call \"" + layer.spec.name +
+                       "\": the .grad of a parameter was replaced by another tensor, or given other memory, " +
+                       "but its backward graph adds into the .grad that it owns. Set .grad to none or zero it in "
+                       "place, or capture " +
+                       "without GraphOptions::accumulate_in_graph");
     }
   }
 }

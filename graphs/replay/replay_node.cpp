@@ -55,8 +55,8 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
   if (at::GradMode::is_enabled()) {
     throw UsageError(
         chain_->describe(layer_) +
-        ": backward with create_graph, but the backward of a graphed call is a graph that autograd cannot " +
-        "differentiate; run the call eagerly where gradients of gradients are needed");
+        ": backward was run with create_graph, but autograd cannot differentiate the backward of a graphed call; " +
+        "if you need gradients of gradients, run the call eagerly");
   }
   refuse_named_gradients();
   torch::autograd::variable_list results = std::move(grads);
@@ -79,7 +79,7 @@ void ReplayNode::refuse_named_gradients() const {
   if (wanted != nullptr && !wanted->empty() && chain_->layers_[layer_].accumulates) {
     throw UsageError(
         chain_->describe(layer_) +
-        ": gradients of some inputs alone are asked for (autograd::grad, or backward with inputs), but its " +
+        ": only gradients of some inputs are requested (autograd::grad, or backward with inputs), but its " +
         "backward graph adds into the .grad of its parameters; capture without " +
         "GraphOptions::accumulate_in_graph, or with another policy than accumulated for its parameters");
   }
@@ -190,11 +190,11 @@ void Chain::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
       differs("requires_grad", given.requires_grad(), held.requires_grad);
     }
     if (layers_[index].casts && held.requires_grad && has_shared_cast(given) != layer.spec.inputs[i].shared_cast) {
-      throw UsageError(where +
-                       (has_shared_cast(given) ? "is a leaf, captured with a tensor that is none"
-                                               : "is no leaf, captured with a leaf") +
-                       "; autocast casts them differently. Capture with a sample of the same kind: x.view_as(x) is no "
-                       "leaf");
+      throw UsageError(
+          where +
+          (has_shared_cast(given) ? "is a leaf, but was captured with a tensor that is not a leaf"
+                                  : "is not a leaf, but was captured with a leaf") +
+          "; autocast casts them differently. Capture with a sample of the same kind: x.view_as(x) is not a leaf");
     }
     if (is_linked(held) && !is_linked_output(held, given)) {
       throw UsageError(where +

@@ -28,7 +28,7 @@ void print_syncs(const Report& report, std::ostream& out) {
   if (report.syncs_found == 0) {
     return;
   }
-  row(out, "waits of the host, all steps (at so many places)",
+  row(out, "host waits, all steps (number of places)",
       std::to_string(report.syncs_found) + " (" + (report.syncs_unlisted > 0 ? "more than " : "") +
           std::to_string(report.syncs.size()) + ")");
   constexpr std::size_t kFrames = 6;
@@ -49,7 +49,7 @@ void print_syncs(const Report& report, std::ostream& out) {
     }
   }
   if (report.syncs_unlisted > 0) {
-    out << "  host waits: " << report.syncs_unlisted << " times at further places\n";
+    out << "  host waits: " << report.syncs_unlisted << " times at other places\n";
   }
 }
 
@@ -71,50 +71,51 @@ double Report::r_net() const { return part(sizing_peak_bytes - step_peak_bytes, 
 
 void Report::print(std::ostream& out) const {
   out << "sidestream: " << steps << " steps\n";
-  row(out, "left the device, a step", mebibytes(offloaded_bytes));
-  row(out, "came back, a step", mebibytes(reloaded_bytes));
-  row(out, "saved by autograd, seen", mebibytes(saved_bytes));
-  row(out, "grew on the device and was not seen", mebibytes(unseen_bytes));
-  row(out, "pinned host memory (asked for)", mebibytes(pinned_bytes) + " (" + mebibytes(pinned_requested_bytes) + ")");
+  row(out, "offloaded per step", mebibytes(offloaded_bytes));
+  row(out, "reloaded per step", mebibytes(reloaded_bytes));
+  row(out, "saved by autograd, seen by the engine", mebibytes(saved_bytes));
+  row(out, "grew on the device, not seen by the engine", mebibytes(unseen_bytes));
+  row(out, "pinned host memory (requested)", mebibytes(pinned_bytes) + " (" + mebibytes(pinned_requested_bytes) + ")");
   row(out, "pinned allocations after planning", std::to_string(pinned_allocations_after_planning));
   row(out, "peak of live memory, first step, no offload", mebibytes(sizing_peak_bytes));
   row(out, "peak of live memory, first step", mebibytes(first_step_peak_bytes));
   row(out, "peak of live memory, latest step", mebibytes(step_peak_bytes));
   if (offloaded_bytes > 0) {
-    row(out, "in flight at that peak", mebibytes(in_flight_bytes));
-    row(out, "R: drop of the peak over bytes that left", percent(r_gross()));
-    row(out, "R net: over those not in flight", percent(r_net()));
+    row(out, "offloaded bytes on the device at that peak", mebibytes(in_flight_bytes));
+    row(out, "device memory saved",
+        mebibytes(sizing_peak_bytes - step_peak_bytes) + " (" + percent(r_gross()) + " of what was offloaded)");
   }
-  row(out, "waits for copies, a step", std::to_string(waits));
-  row(out, "reloads not prefetched, a step", std::to_string(inline_reloads));
-  row(out, "graphs captured (of them again)", std::to_string(captures) + " (" + std::to_string(recaptures) + ")");
-  row(out, "graph launches, a step", std::to_string(replays));
+  row(out, "waits for copies per step", std::to_string(waits));
+  row(out, "reloads not prefetched, per step", std::to_string(inline_reloads));
+  row(out, "graphs captured (of those, recaptured)",
+      std::to_string(captures) + " (" + std::to_string(recaptures) + ")");
+  row(out, "graph launches per step", std::to_string(replays));
   row(out, "calls that ran eagerly, all steps", std::to_string(eager_calls));
-  row(out, "outputs given out again, a step", std::to_string(outputs_reused));
+  row(out, "outputs reused per step", std::to_string(outputs_reused));
   if (outputs_copied > 0) {
-    row(out, "outputs held and copied out, a step",
+    row(out, "outputs still held, so copied, per step",
         std::to_string(outputs_copied) + " (" + mebibytes(outputs_copied_bytes) + ")");
   }
   if (gradients_copied > 0) {
-    row(out, "gradients held and copied out, a step",
+    row(out, "gradients still held, so copied, per step",
         std::to_string(gradients_copied) + " (" + mebibytes(gradients_copied_bytes) + ")");
   }
   if (unused_outputs > 0) {
-    row(out, "outputs without a gradient, a step", std::to_string(unused_outputs));
+    row(out, "outputs without a gradient, per step", std::to_string(unused_outputs));
   }
-  row(out, "read by captures from elsewhere", mebibytes(external_bytes));
+  row(out, "external memory that captures read", mebibytes(external_bytes));
   if (captures > 0) {
-    row(out, "taken by graphs beside tensors (by warm-ups)",
+    row(out, "memory of graphs, tensors excluded (warm-ups)",
         mebibytes(graph_bytes) + " (" + mebibytes(warm_up_bytes) + ")");
   }
   if (copied_twice_bytes > 0) {
-    row(out, "copied again after a write, a step", mebibytes(copied_twice_bytes));
+    row(out, "copied again after a write, per step", mebibytes(copied_twice_bytes));
   }
   if (unplanned_bytes > 0) {
-    row(out, "saved and not foreseen by the plan, a step", mebibytes(unplanned_bytes));
+    row(out, "saved but not in the plan, per step", mebibytes(unplanned_bytes));
   }
   if (refused_bytes > 0) {
-    row(out, "stayed for want of pinned memory, a step", mebibytes(refused_bytes));
+    row(out, "not offloaded, no pinned memory, per step", mebibytes(refused_bytes));
   }
   for (const GroupReport& group : groups) {
     row(out, group.name,

@@ -50,7 +50,7 @@ void HostArena::State::wait_for_copies(const std::function<bool(const Slab&)>& o
       runtime.synchronize(stream);
     }
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "sidestream: host arena gives its memory back without waiting for the last copies: %s\n",
+    std::fprintf(stderr, "sidestream: the host arena frees its memory without waiting for the last copies: %s\n",
                  error.what());
   }
 }

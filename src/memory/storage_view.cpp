@@ -61,7 +61,7 @@ std::size_t StorageView::extent_bytes() const {
 
 at::Tensor StorageView::restore(c10::Storage storage, std::size_t from) const {
   if (const std::size_t needed = from + extent_bytes(); needed > storage.nbytes()) {
-    throw UsageError("a tensor of " + std::to_string(needed) + " bytes cannot be laid over a storage of " +
+    throw UsageError("a tensor of " + std::to_string(needed) + " bytes does not fit into a storage of " +
                      std::to_string(storage.nbytes()));
   }
   at::Tensor tensor =

@@ -264,7 +264,7 @@ std::string describe(const Journal& journal, const OrderFinding& finding) {
   const JournalOperation& second = journal.operations[finding.second];
   if (finding.kind == OrderFinding::Kind::never_recorded) {
     return place(journal, second) + ": waits for event " + std::to_string(second.event) +
-           ", which nothing has recorded, and so for nothing; record it first";
+           ", which was never recorded; such a wait has no effect. Record the event first";
   }
   const JournalOperation& first = journal.operations[finding.first];
   char range[96];
@@ -272,14 +272,14 @@ std::string describe(const Journal& journal, const OrderFinding& finding) {
                 finding.pinned ? "pinned host memory " : "", finding.begin, finding.bytes);
   std::string text = place(journal, first) + (finding.first_writes ? " writes " : " reads ") + range + ", and " +
                      place(journal, second) + (finding.second_writes ? " writes" : " reads") +
-                     " them without being ordered after it; fix: ";
+                     " them, but nothing orders the second after the first; fix: ";
   const bool by_host = second.kind == JournalKind::host_access;
   const bool of_host = first.kind == JournalKind::host_access;
   if (of_host) {
-    return text + "issue the second after the host's access";
+    return text + "issue the second operation after the host's access";
   }
-  return text + (by_host ? std::string("the host") : journal.streams[second.stream]) + " waits for an event that " +
-         journal.streams[first.stream] + " records after the first";
+  return text + (by_host ? std::string("the host") : journal.streams[second.stream]) + " must wait for an event that " +
+         journal.streams[first.stream] + " records after the first operation";
 }
 
 }  // namespace sidestream

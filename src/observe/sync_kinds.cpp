@@ -80,39 +80,31 @@ const char* remedy_for(SyncKind kind) {
   switch (kind) {
     case SyncKind::value:
       return "keep the value on the device (where(), clamp(), a tensor for a learning rate or a scale), or read it "
-             "when the step "
-             "has ended: a loss is as well read a step later";
+             "after the step has ended. A loss can also be read one step later";
     case SyncKind::data_dependent:
-      return "the host must know the shape before it goes on. Use a form of fixed shape (where(), masks, top-k, a "
-             "fixed capacity, one "
-             "grouped product over all experts). Experts that are chosen by data and run one by one synchronise by "
-             "nature: read "
-             "their counts once a layer, in eager code between graphed calls";
+      return "the host must know the shape before it continues. Use an operation with a fixed shape (where(), masks, "
+             "top-k, a fixed capacity, one grouped product over all experts). Experts that are chosen by data and run "
+             "one by one cannot avoid this: read their counts once per layer, in eager code between graphed calls";
     case SyncKind::blocking_copy:
-      return "pass non_blocking, with host memory that is pinned, and wait for an event where the bytes are needed; "
-             "from the device, "
-             "read them when the step has ended";
+      return "pass non_blocking and use pinned host memory; wait for an event before the bytes are needed. If the copy "
+             "goes to the host, read the bytes after the step has ended";
     case SyncKind::pageable_copy:
-      return "pin the host memory (pin_memory()) and pass non_blocking; make constants on the device once, before the "
-             "steps, and "
-             "batches of data before the step begins";
+      return "pin the host memory (pin_memory()) and pass non_blocking. Create constants on the device once, before "
+             "the steps, and copy batches of data before the step begins";
     case SyncKind::event:
       return "let a stream wait for the event instead of the host (c10::Event::block), or query it later";
     case SyncKind::stream:
       return "let the other stream wait for an event that is recorded on this one, not the host";
     case SyncKind::device:
-      return "leave it out, or do it between steps; events order streams without the host, and memory that is given "
-             "back to the "
-             "driver waits for the device";
+      return "remove it, or do it between steps. Events order streams without the host; returning memory to the driver "
+             "waits for the device";
     case SyncKind::allocation:
-      return "sizes that change from step to step, or memory given back to the driver in between, make the caching "
-             "allocator ask the "
-             "driver: keep sizes the same (pad, fixed capacity), do not release cached memory in steps, and keep on "
-             "the device what is "
-             "made anew in each step";
+      return "the caching allocator asks the driver if sizes change from step to step, or if memory was returned to "
+             "the driver. Keep sizes the same (pad, fixed capacity), do not release cached memory in steps, and reuse "
+             "tensors that each step creates again";
     case SyncKind::pinning:
-      return "memory is pinned, and unpinned, behind all work of the device, and slowly: pin buffers once, before the "
-             "steps, and use them again (pin_memory() keeps freed ones of the same size)";
+      return "pinning and unpinning are slow, and wait for all work of the device: pin buffers once, before the steps, "
+             "and reuse them (pin_memory() keeps freed buffers of the same size)";
   }
   return "";
 }

@@ -89,9 +89,10 @@ c10::Storage CaptureOffload::fetch(SavedStorage& storage) {
     return fetch(*storage.block);
   }
   if (!storage.device) {
-    throw CaptureError("backward needs a storage of group \"" +
-                       (storage.group == nullptr ? std::string("?") : storage.group->scope->name) +
-                       "\" that is not on the device: its layer was not captured in the reverse order of the forwards");
+    throw CaptureError(
+        "backward needs a storage of group \"" +
+        (storage.group == nullptr ? std::string("?") : storage.group->scope->name) +
+        "\" that is not on the device: the backwards were not captured in the reverse order of the forwards");
   }
   return storage.device;
 }

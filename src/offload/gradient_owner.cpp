@@ -49,9 +49,8 @@ void refuse_owned_gradients(const torch::autograd::edge_list& roots, const torch
     if (owner != nullptr && std::any_of(leaves.begin(), leaves.end(),
                                         [&](const at::Tensor& leaf) { return owner->owns_gradient_of(leaf); })) {
       throw UsageError(
-          "a gradient is asked for by name (autograd::grad, or backward with inputs) of a parameter whose .grad "
-          "belongs "
-          "to a graph, which can only add into it; capture without GraphOptions::accumulate_in_graph");
+          "autograd::grad, or backward with inputs, asks for the gradient of a parameter whose .grad belongs to a "
+          "graph; the graph can only add into it. Capture without GraphOptions::accumulate_in_graph");
     }
     visit(node->next_edges());
   }

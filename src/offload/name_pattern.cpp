@@ -151,7 +151,7 @@ NamePatterns NamePatterns::parse(std::string_view list) {
     const std::size_t comma = list.find(',');
     const std::string_view pattern = trimmed(list.substr(0, comma));
     if (pattern == "off") {
-      throw UsageError("\"off\" cannot stand beside other name patterns");
+      throw UsageError("\"off\" cannot be combined with other name patterns");
     }
     patterns.emplace_back(pattern);
     if (comma == std::string_view::npos) {
@@ -185,7 +185,7 @@ void NamePatterns::require_each_matches(const std::vector<std::string>& known) c
     if (names.empty()) {
       throw UsageError(message + "; the step had no scopes at all");
     }
-    message += message.back() == '?' ? " Names there are: " : "; names there are: ";
+    message += message.back() == '?' ? " The names are: " : "; the names are: ";
     for (std::size_t i = 0; i < std::min(names.size(), names_shown); ++i) {
       message += (i > 0 ? ", " : "") + names[i];
     }

@@ -154,12 +154,12 @@ void Recorder::leave(Frame frame) {
   const auto found = std::find_if(stack_.begin(), stack_.end(), of_frame);
   if (found == stack_.end()) {
     throw UsageError(
-        "a scope was ended after the scope, the call or the step around it; scopes end in the reverse order of their "
-        "begin");
+        "a scope was ended after the scope, the call or the step around it; end scopes in the reverse order of their "
+        "beginning");
   }
   const std::string message = "scope \"" + found->scope->name + "\" was ended before the scope \"" +
                               stack_.back().scope->name +
-                              "\" inside of it; scopes end in the reverse order of their begin";
+                              "\" inside of it; end scopes in the reverse order of their beginning";
   while (stack_.back().frame >= frame) {
     leave_innermost();
   }

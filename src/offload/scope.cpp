@@ -14,8 +14,9 @@ namespace {
 void check_name(const char* name, const char* where) {
   const std::string_view text = name == nullptr ? std::string_view() : std::string_view(name);
   if (text.empty() || text.find('.') != std::string_view::npos) {
-    throw UsageError(std::string(where) + ": the name \"" + std::string(text) +
-                     "\" is empty or holds a dot; give one plain word, the scopes around it add the dots");
+    throw UsageError(
+        std::string(where) + ": the name \"" + std::string(text) +
+        "\" is empty or contains a dot; use one word: the names of the scopes around it are added with dots");
   }
 }
 
@@ -39,12 +40,14 @@ void OffloadScope::end() {
   }
   if (thread_ != std::this_thread::get_id()) {
     throw UsageError("OffloadScope \"" + std::string(name_) +
-                     "\" is ended on another thread than it began on; end it there, before its step ends");
+                     "\" was ended on another thread than the one it began on; end it on the thread that it began on, "
+                     "before its step ends");
   }
   const auto alive = recorder_.lock();
   const std::uint64_t frame = std::exchange(frame_, 0);
   if (alive == nullptr) {
-    throw UsageError("OffloadScope \"" + std::string(name_) + "\" is ended after its step; end it before that");
+    throw UsageError("OffloadScope \"" + std::string(name_) +
+                     "\" was ended after its step; end it before the step ends");
   }
   (*alive)->leave(frame);
 }
@@ -57,7 +60,7 @@ OffloadScope::~OffloadScope() {
     // The recorder is another thread's. It still holds the scope open, which the end of the step finds.
     log_failure(std::make_exception_ptr(UsageError("OffloadScope \"" + std::string(name_) +
                                                    "\" was destroyed on another thread than it began on")),
-                "the end of its step throws what it finds");
+                "the end of its step will throw an error");
     return;
   }
   const auto alive = recorder_.lock();

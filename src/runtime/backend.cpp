@@ -76,7 +76,7 @@ const Backend& load_simulator() {
   // Never closed: LibTorch keeps what a device registers until the very end.
   if (dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL) == nullptr) {
     const char* const reason = dlerror();
-    throw UsageError("the simulated device is a library of its own, which does not load: " +
+    throw UsageError("the library of the simulated device cannot be loaded: " +
                      std::string(reason != nullptr ? reason : file) + "; install it beside libsidestream.so");
   }
   const Backend* backend = find_backend(kSimulator);
@@ -96,7 +96,7 @@ std::shared_ptr<Runtime> make_runtime(c10::Device device) {
     names += std::string(names.empty() ? "" : ", ") + loaded.name;
   }
   throw UsageError("device " + device.str() + " has no runtime; those loaded are for: " +
-                   (names.empty() ? "no device" : names) + ". Take the device that find_device gives");
+                   (names.empty() ? "no device" : names) + ". Use the device that find_device returns");
 }
 
 }  // namespace sidestream

@@ -35,9 +35,8 @@ Turns& turns() {
 
 std::string wait_elsewhere(c10::Device device) {
   return " while another thread captures graphs on " + device.str() +
-         ", and a backward pass cannot wait for that (its thread may be the one that the capture needs); let the "
-         "threads' captures end "
-         "first: run two steps of each engine before the threads train at once";
+         ", and a backward pass cannot wait for that: the capture may need its thread. Let the threads' captures end "
+         "first: run two steps of each engine before the threads train at the same time";
 }
 
 }  // namespace
@@ -73,7 +72,7 @@ CaptureTurn::CaptureTurn(c10::Device device)
     if (of_this_thread().size() > 1) {
       throw UsageError("graphs are captured on " + device.str() +
                        " inside a capture on another device, while another thread " + "captures on " + device.str() +
-                       "; two such threads would wait for each other: capture one engine after the other");
+                       ". Two such threads would wait for each other; capture one engine after the other");
     }
     if (in_a_backward()) {
       throw UsageError("graphs are to be captured" + wait_elsewhere(device));

@@ -243,7 +243,7 @@ int run(int argc, char** argv) {
   app.add_option("--heads", settings.shape.heads)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--min-kib", settings.min_kib, "Smaller storages stay on the device")
+  app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();

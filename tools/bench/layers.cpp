@@ -142,7 +142,7 @@ std::string ratio_cell(const Json& mode, const std::string& base) {
 
 void print_table(const Json& result) {
   constexpr double kMebibyte = 1.0 / (1 << 20);
-  constexpr const char* kRow = "{:<22}{:>10}{:>22}{:>22}{:>10}{:>9}{:>10}{:>10}{:>13}{:>10}{:>8}{:>8}\n";
+  constexpr const char* kRow = "{:<22}{:>10}{:>22}{:>22}{:>10}{:>9}{:>10}{:>10}{:>13}{:>10}{:>12}\n";
   std::fputs(
       fmt::format("{}, {} tokens, {} layers, hidden {}, {}; memory over the {:.0f} MiB of weights and gradients\n",
                   result["device"].get<std::string>(), result["tokens"].get<std::int64_t>(),
@@ -151,7 +151,7 @@ void print_table(const Json& result) {
           .c_str(),
       stdout);
   std::fputs(fmt::format(kRow, "mode", "step ms", "/graphs (range)", "/eager (range)", "issue ms", "cpu ms", "live MiB",
-                         "reserved", "in 1st steps", "offload", "R", "R net")
+                         "reserved", "in 1st steps", "offload", "saved of it")
                  .c_str(),
              stdout);
   for (const Json& mode : result["modes"]) {
@@ -161,8 +161,7 @@ void print_table(const Json& result) {
                     cell(mode, "cpu_ms_median", 1, "{:.2f}"), cell(mode, "live_peak_bytes", kMebibyte, "{:.0f}"),
                     cell(mode, "reserved_bytes", kMebibyte, "{:.0f}"),
                     cell(mode, "first_steps_reserved_bytes", kMebibyte, "{:.0f}"),
-                    cell(mode, "offloaded_bytes", kMebibyte, "{:.0f}"), cell(mode, "r_gross", 100, "{:.1f}%"),
-                    cell(mode, "r_net", 100, "{:.1f}%"))
+                    cell(mode, "offloaded_bytes", kMebibyte, "{:.0f}"), cell(mode, "r_gross", 100, "{:.1f}%"))
             .c_str(),
         stdout);
   }
@@ -183,10 +182,10 @@ int run(int argc, char** argv) {
       ->delimiter(',')
       ->allow_extra_args(false)
       ->default_str("qkv,core_attn,proj,norm2,fc1");
-  app.add_option("--min-kib", settings.min_kib, "Smaller storages stay on the device")
+  app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  app.add_option("--lag-mib", settings.lag_mib, "Options::lag of the mode with a given window");
+  app.add_option("--lag-mib", settings.lag_mib, "Options::lag of the mode with a set window");
   app.add_option("--lookahead-mib", settings.lookahead_mib, "Options::lookahead of that mode");
   app.add_option("--host-gib", settings.host_gib, "Options::host_cap");
   app.add_option("--modes", settings.modes, "Comma-separated")
@@ -194,7 +193,9 @@ int run(int argc, char** argv) {
       ->allow_extra_args(false)
       ->check(CLI::IsMember(mode_names()))
       ->default_str("all");
-  app.add_option("--rounds", settings.rounds, "0: memory alone")->check(CLI::NonNegativeNumber)->capture_default_str();
+  app.add_option("--rounds", settings.rounds, "0: measure memory only")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   app.add_option("--report", settings.report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);
   if (settings.modes.empty()) {

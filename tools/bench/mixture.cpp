@@ -196,14 +196,14 @@ int main(int argc, char** argv) {
   app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--experts", settings.shape.experts)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--top-k", settings.shape.top_k)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--capacity", settings.capacity, "Of the modes with fixed shapes")
+  app.add_option("--capacity", settings.capacity, "Capacity of the modes with fixed shapes")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--seq", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--batch", settings.batch)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
   app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--min-kib", settings.min_kib, "Storages with less stay on the device")
+  app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);

@@ -357,22 +357,28 @@ nlohmann::json run(const Setting& setting) {
 
 int main(int argc, char** argv) {
   using sidestream::GradientPolicy;
-  CLI::App app("CPU time of a replay, autograd's node included, against the bare launches, records, waits and copies");
+  CLI::App app(
+      "Compares the CPU time of a replay, with its autograd node, to the bare launches, records, waits and copies");
   sidestream::Setting setting;
   setting.device = "auto";
   std::vector<std::int64_t> layers{12};
   std::vector<std::int64_t> parameters{1, 100};
   std::vector<std::int64_t> inputs{1, 100};
   app.add_option("--device", setting.device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--layers", layers, "each in turn")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--parameters", parameters, "of a layer, each in turn")
+  app.add_option("--layers", layers, "Numbers of layers, measured one after the other")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  app.add_option("--inputs", inputs, "of a layer, each in turn")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--products", setting.products, "of a layer, a kernel each; with --all no fewer than its parameters")
+  app.add_option("--parameters", parameters, "Parameters of a layer, measured one after the other")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  app.add_flag("--all", setting.all, "each parameter gets a gradient; else the first and the last");
+  app.add_option("--inputs", inputs, "Inputs of a layer, measured one after the other")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--products", setting.products,
+                 "Products of a layer, one kernel each; with --all at least as many as its parameters")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_flag("--all", setting.all, "Each parameter gets a gradient; without this only the first and the last");
   app.add_option("--steps", setting.steps)->check(CLI::PositiveNumber)->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   try {

@@ -113,7 +113,7 @@ std::vector<std::string> mode_names() {
 
 int run(int argc, char** argv) {
   bench::StepSettings settings;
-  CLI::App app("Times whole steps: eager, a graph a layer, one graph. Prints JSON.", "bench_whole_step");
+  CLI::App app("Times whole steps: eager, one graph per layer, one graph. Prints JSON.", "bench_whole_step");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
   app.add_option("--model", settings.model, "tiny: layers of 8 numbers; transformer: layers on bytes")
       ->check(CLI::IsMember({"tiny", "transformer"}))
@@ -127,12 +127,12 @@ int run(int argc, char** argv) {
   app.add_option("--batch", settings.batch)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
   app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--block", settings.block, "Steps that are timed together; 0: 20 tiny ones, or 1")
+  app.add_option("--block", settings.block, "Steps that are timed together; 0: 20 with --model tiny, else 1")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  app.add_option("--offload", settings.offload, "Patterns of what leaves in modes with offload, comma-separated")
+  app.add_option("--offload", settings.offload, "Name patterns to offload in modes with offload, comma-separated")
       ->capture_default_str();
-  app.add_option("--min-kib", settings.min_kib, "Smaller storages stay on the device")
+  app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--modes", settings.modes, "Comma-separated")

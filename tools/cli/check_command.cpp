@@ -20,7 +20,8 @@ Journal journal_of(const std::filesystem::path& path) {
   try {
     return read_journal(path.string());
   } catch (const UsageError& error) {
-    throw UsageError(std::string(error.what()) + " (sidestream train --check-steps 10 --journal FILE writes one)");
+    throw UsageError(std::string(error.what()) +
+                     " (sidestream train --check-steps 10 --journal FILE writes a journal)");
   }
 }
 
@@ -32,7 +33,7 @@ int check_journal(const std::filesystem::path& path) {
   }
   std::fputs(fmt::format("{} operations on {} streams, {} accesses: {}\n", journal.operations.size(),
                          journal.streams.size(), journal.accesses.size(),
-                         findings.empty() ? std::string("every two that conflict are ordered")
+                         findings.empty() ? std::string("all conflicting accesses are ordered")
                                           : fmt::format("{} findings", findings.size()))
                  .c_str(),
              stdout);
@@ -50,20 +51,24 @@ CheckOptions::CheckOptions() {
 
 void declare_check_options(CLI::App& command, CheckOptions& options) {
   declare_model_options(command, options.training);
-  command.add_option("journal", options.journal, "A journal (sidestream train --journal FILE)")->type_name("FILE");
-  command.add_option("--schedules", options.schedules, "Run recorded steps under N schedules and compare the bytes")
+  command.add_option("journal", options.journal, "A journal file, written by sidestream train --journal FILE")
+      ->type_name("FILE");
+  command
+      .add_option("--schedules", options.schedules,
+                  "Run recorded steps under N schedules and compare the bytes of the results")
       ->type_name("N");
-  command.add_option("--schedule", options.schedule, "Run them under this one")->type_name("NAME");
-  command.get_option("--steps")->description("Steps that are recorded, behind two that size and capture");
+  command.add_option("--schedule", options.schedule, "Run recorded steps under this one schedule")->type_name("NAME");
+  command.get_option("--steps")->description("Steps to record, after two steps for sizing and capture");
 }
 
 int check(const CheckOptions& options) {
   const bool schedules = options.schedules.has_value() || !options.schedule.empty();
   if (options.journal.empty() != schedules) {
     throw UsageError(options.journal.empty()
-                         ? "nothing to check: give a journal (sidestream train --check-steps 10 --journal FILE), or "
-                           "--schedules N to run recorded steps in N orders"
-                         : "a journal and schedules: a journal holds no data to run again; give one of them");
+                         ? "nothing to check: name a journal (sidestream train --check-steps 10 --journal FILE writes "
+                           "one), or use --schedules N to run recorded steps in N orders"
+                         : "a journal and schedules cannot be combined, because a journal holds no data to run again; "
+                           "give one of them");
   }
   return schedules ? check_schedules(options) : check_journal(options.journal);
 }

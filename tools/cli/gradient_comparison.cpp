@@ -78,7 +78,7 @@ std::string GradientComparison::explanation() const {
     return {};
   }
   return fmt::format(
-      "inside a graph the device's libraries may add the same {} terms in another order; for {} that may change a "
+      "inside a graph, the device's libraries may add the same {} terms in another order; with {} this may change a "
       "gradient by {:.1e} of its norm",
       tokens_, c10::toString(dtype_), bound_);
 }

@@ -18,9 +18,10 @@ struct Caught {
   std::string_view note;
 };
 constexpr std::array kCaught{
-    Caught{SIGINT, "Ctrl-C", "sidestream: Ctrl-C: the run ends after this step; once more ends it at once\n"},
-    Caught{SIGTERM, "SIGTERM", "sidestream: SIGTERM: the run ends after this step; once more ends it at once\n"},
-    Caught{SIGHUP, "SIGHUP", "sidestream: SIGHUP: the run ends after this step; SIGTERM ends it at once\n"}};
+    Caught{SIGINT, "Ctrl-C", "sidestream: Ctrl-C: the run ends after this step; a second Ctrl-C ends it immediately\n"},
+    Caught{SIGTERM, "SIGTERM",
+           "sidestream: SIGTERM: the run ends after this step; a second SIGTERM ends it immediately\n"},
+    Caught{SIGHUP, "SIGHUP", "sidestream: SIGHUP: the run ends after this step; SIGTERM ends it immediately\n"}};
 
 // A signal handler reads these: lock-free, so that it may.
 std::atomic<int> noted = 0;

@@ -23,37 +23,40 @@ using namespace sidestream;
 
 constexpr const char* kFooter = R"(Examples:
   sidestream train --compare
-      The default text, layers in graphs, their activations offloaded, every gradient compared with plain eager training's.
+      Trains on the default text with layers in graphs and their activations offloaded. Compares every gradient with plain eager
+      training's.
   sidestream train --text book.txt --layers 6 --hidden 192 --heads 6 --steps 1000 --report run.json
   sidestream train --offload qkv,core_attn,proj --side-streams 1 --schedule seed:7
   sidestream train --device cuda --dtype bfloat16 --hidden 1024 --heads 16 --kv-heads 4 --ffn 2816 --seq 1024 --batch 8
   sidestream train --model moe --compare
-      A mixture of experts: attention and router of each layer in a graph, the experts eager, activations of both offloaded.
+      Trains a mixture of experts. Attention and router of each layer are graphs, the experts run eagerly, and the activations of
+      both are offloaded.
   sidestream train --steps 10 --check-steps 10 --journal steps.journal
-      Every access of the first ten steps must be ordered; the journal can be checked again: sidestream check steps.journal
+      Checks that all memory accesses of the first ten steps are ordered. Check the journal again with: sidestream check
+      steps.journal
   sidestream train --steps 200 --verify-replays 5
-      The first five replays of each layer, and then one in a hundred, also run eagerly, and all results are compared.
+      Repeats the first five replays of each layer eagerly, and then one in a hundred, and compares all results.
   sidestream check --schedules 1000 --layers 4 --side-streams 2
-      Runs two recorded steps in a thousand orders that streams and events allow, and compares the bytes of the gradients.
+      Runs two recorded steps in a thousand orders that streams and events allow, and compares the gradients byte for byte.
   sidestream info
 
---report and --journal write a file whole or not at all. A symbolic link stays, and the file that it leads to is written. A
-pipe, a terminal or /dev/null is written into, never replaced.
-Ctrl-C, SIGTERM and SIGHUP end a run after the step that is running, with the table, the report and the journal of the steps
-done. A second Ctrl-C or SIGTERM ends it at once, and leaves no file that is not whole.
-Exit codes: 0 done; 1 failure, also gradients or replays that differ, accesses that nothing orders, a full disk; 2 wrong usage; 130, 143 or
-129 ended by Ctrl-C, SIGTERM or SIGHUP.)";
+--report and --journal write a complete file or none. If FILE is a symbolic link, the link is kept and its target is written. A
+pipe, a terminal or /dev/null is written to, never replaced.
+Ctrl-C, SIGTERM and SIGHUP end a run after the current step. The table, the report and the journal then cover the finished
+steps. A second Ctrl-C or SIGTERM ends the run immediately and leaves no incomplete file.
+Exit codes: 0 success; 1 failure, including gradients or replays that differ, accesses that nothing orders, and a full disk;
+2 wrong usage; 130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP ended the run.)";
 
 constexpr const char* kCheckFooter = R"(Examples:
   sidestream check steps.journal
   sidestream check --schedules 10000 --layers 2 --graphs off
   sidestream check --schedule seed:77 --layers 2 --graphs off
-      Runs one schedule again, with the same model and placement, and names the pair of operations whose order matters.
+      Runs one schedule again with the same model and options, and names the pair of operations whose order matters.
 
-Schedules run on the sim device: early, late, d2h-early, d2h-late, each stream starved (starve:N), each piece of work held
-back (hold:N; pairs that nothing orders first), and as many seeds (seed:N) as it takes.
-Exit codes: 0 every order gives the same bytes, 1 one does not or accesses are not ordered, 2 wrong usage, 130, 143 or 129 ended
-by Ctrl-C, SIGTERM or SIGHUP.)";
+Schedules run on the sim device, in this sequence: early, late, d2h-early and d2h-late; each stream starved (starve:N); each
+piece of work held back (hold:N), beginning with pairs that nothing orders; then random seeds (seed:N) up to the given number.
+Exit codes: 0 all orders give the same bytes; 1 an order gives other bytes, or accesses are not ordered; 2 wrong usage; 130, 143
+or 129 if Ctrl-C, SIGTERM or SIGHUP ended the run.)";
 
 /// One line: a user can act on what happened, not on a stack of LibTorch's frames.
 int complain(std::string_view what, int code) {
@@ -69,23 +72,23 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", std::string("sidestream ") + version());
   app.require_subcommand(1);
   cli::TrainingOptions options;
-  CLI::App* train =
-      app.add_subcommand("train", "Train a model on text; a table at the end says what was saved and what it cost");
+  CLI::App* train = app.add_subcommand(
+      "train", "Train a model on text; a table at the end shows the memory saved and the step times");
   train->footer(kFooter);
   cli::declare_training_options(*train, options);
   cli::CheckOptions checked;
   CLI::App* check = app.add_subcommand(
-      "check", "Show that order does not matter: read a journal, or run recorded steps in many orders");
+      "check", "Check the order of work: read a journal, or run recorded steps in many orders and compare the results");
   check->footer(kCheckFooter);
   cli::declare_check_options(*check, checked);
   const CLI::App* info =
-      app.add_subcommand("info", "Show devices, versions and the measured speed of the link to each device");
+      app.add_subcommand("info", "Show devices, versions and the measured copy speed to and from each device");
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& asked) {
     return app.exit(asked);
   } catch (const CLI::ParseError& error) {
-    return complain(std::string(error.what()) + " (sidestream --help shows what there is)", cli::kUsage);
+    return complain(std::string(error.what()) + " (sidestream --help lists commands and options)", cli::kUsage);
   }
   if (check->parsed()) {
     return cli::check(checked);

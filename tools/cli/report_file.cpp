@@ -128,11 +128,11 @@ ReportFile::ReportFile(fs::path path, std::string option) : path_(std::move(path
     target_ = followed(path_);
     struct stat found {};
     if (exists && (lstat(target_.c_str(), &found) != 0 || !same_file(status, found))) {
-      refuse("is a link that cannot be followed; name the file itself");
+      refuse("is a symbolic link that cannot be followed; name the file itself");
     }
     try_target();
   } catch (const std::system_error& error) {
-    refuse(error.code().value() == ENXIO ? "is a pipe that nobody reads"
+    refuse(error.code().value() == ENXIO ? "is a pipe without a reader"
                                          : "cannot be written: " + error.code().message());
   }
 }

@@ -62,16 +62,19 @@ void append_modes(std::string& out, const TrainingResult& result) {
   row("peak memory live", [](const ModeResult& mode) { return mebibytes(mode.live); });
   row("peak memory reserved", [](const ModeResult& mode) { return mebibytes(mode.reserved); });
   row("  in the first steps", [](const ModeResult& mode) { return mebibytes(mode.first_reserved); });
-  row("offloaded a step",
+  row("offloaded per step",
       [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.bytes_per_step) : kNone; });
-  row("  in flight at the peak",
+  row("  on the device at the peak",
       [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.in_flight) : kNone; });
-  row("R (gross)", [&](const ModeResult& mode) { return percent(result.gross_reduction(mode)); });
-  row("R (net)", [&](const ModeResult& mode) { return percent(result.net_reduction(mode)); });
+  row("device memory saved", [&](const ModeResult& mode) {
+    const std::optional<std::int64_t> saved = result.saved_bytes(mode);
+    return saved ? mebibytes(*saved) : kNone;
+  });
+  row("  of what was offloaded", [&](const ModeResult& mode) { return percent(result.gross_reduction(mode)); });
   row("pinned host memory",
       [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.pinned_bytes) : kNone; });
   row("graphs", [](const ModeResult& mode) { return mode.offload.graphs > 0 ? grouped(mode.offload.graphs) : kNone; });
-  row("stream waits a step", [](const ModeResult& mode) {
+  row("stream waits per step", [](const ModeResult& mode) {
     return mode.offload.waits_per_step > 0 ? grouped(mode.offload.waits_per_step) : kNone;
   });
 }
@@ -80,7 +83,7 @@ void append_modes(std::string& out, const TrainingResult& result) {
 void append_reasons(std::string& out, const TrainingResult& result) {
   for (const ModeResult& mode : result.modes) {
     if (mode.name.ends_with("offload") && mode.steps > 0 && mode.offload.bytes_per_step == 0) {
-      out += fmt::format("  {}: nothing left the device\n", mode.name);
+      out += fmt::format("  {}: nothing was offloaded\n", mode.name);
       for (std::size_t i = 0; i < mode.offload.notes.size() && i < kReasonsShown; ++i) {
         out += fmt::format("    {}\n", mode.offload.notes[i]);
       }
@@ -109,15 +112,15 @@ void append_comparison(std::string& out, const TrainingResult& result) {
   }
   out += comparison.bound() > 0
              ? fmt::format("    {}\n", comparison.explanation())
-             : std::string("    the same operators ran on the same bytes, so nothing but equality is right here\n");
+             : std::string("    the same operators ran on the same bytes, so the gradients must be equal\n");
 }
 
 /// What made the host wait, with the innermost frames, and the remedy once for each kind.
 void append_syncs(std::string& out, const SyncNumbers& syncs) {
   constexpr std::size_t kFrames = 6;
   out += syncs.found == 0
-             ? fmt::format("\n  syncs: nothing{} made the host wait in a step\n",
-                           syncs.notes.empty() ? "" : " that could be heard of")
+             ? fmt::format("\n  syncs: nothing made the host wait in a step{}\n",
+                           syncs.notes.empty() ? "" : ", as far as that could be observed")
              : fmt::format("\n  syncs: the host waited {} times in steps, at {}{} places\n", grouped(syncs.found),
                            syncs.unlisted > 0 ? "more than " : "", syncs.places.size());
   for (const std::string& note : syncs.notes) {
@@ -146,12 +149,20 @@ const ModeResult* TrainingResult::find(const std::string& name) const noexcept {
   return found == modes.end() ? nullptr : &*found;
 }
 
-std::optional<double> TrainingResult::reduction(const ModeResult& mode, std::int64_t bytes) const {
+std::optional<std::int64_t> TrainingResult::saved_bytes(const ModeResult& mode) const {
   const ModeResult* without = find(mode.name == "graphs+offload" ? "graphs" : "eager");
-  if (bytes <= 0 || without == nullptr) {
+  if (mode.offload.bytes_per_step <= 0 || without == nullptr) {
     return std::nullopt;
   }
-  return static_cast<double>(without->live - mode.live) / static_cast<double>(bytes);
+  return without->live - mode.live;
+}
+
+std::optional<double> TrainingResult::reduction(const ModeResult& mode, std::int64_t bytes) const {
+  const std::optional<std::int64_t> saved = saved_bytes(mode);
+  if (bytes <= 0 || !saved) {
+    return std::nullopt;
+  }
+  return static_cast<double>(*saved) / static_cast<double>(bytes);
 }
 
 std::optional<double> TrainingResult::gross_reduction(const ModeResult& mode) const {
@@ -168,7 +179,7 @@ std::string result_table(const TrainingResult& result) {
   out += fmt::format("\n  {} of {} steps of {} bytes on {}, {}{}\n\n", grouped(result.steps_done),
                      grouped(options.steps), grouped(options.tokens_per_step()), result.device_name, result.mode,
                      result.signal != 0 ? fmt::format(" (ended by {})", signal_words(result.signal)) : std::string());
-  append_row(out, "loss, nats a byte", {"first", "last"});
+  append_row(out, "loss, nats per byte", {"first", "last"});
   append_row(out, "  train", {fmt::format("{:.4f}", result.train.first), fmt::format("{:.4f}", result.train.last)});
   append_row(out, "  held out",
              {fmt::format("{:.4f}", result.held_out.first), fmt::format("{:.4f}", result.held_out.last)});
@@ -187,14 +198,14 @@ std::string result_table(const TrainingResult& result) {
   if (result.order.operations > 0) {
     out += fmt::format("\n  order: {} operations of the first {} steps, {}\n", grouped(result.order.operations),
                        grouped(std::min(options.check_steps, result.steps_done)),
-                       result.order.findings.empty() ? std::string("every two that conflict are ordered")
+                       result.order.findings.empty() ? std::string("all conflicting accesses are ordered")
                                                      : fmt::format("{} FINDINGS", result.order.findings.size()));
     for (const std::string& finding : result.order.findings) {
       out += fmt::format("    {}\n", finding);
     }
   }
   if (result.verified.forwards > 0) {
-    out += fmt::format("\n  verified: {} replays beside eager runs, {} with their gradients: all equal {}\n",
+    out += fmt::format("\n  verified: {} replays compared with eager runs, {} of them with gradients: all equal {}\n",
                        grouped(result.verified.forwards), grouped(result.verified.backwards),
                        result.verified.tolerance > 0
                            ? fmt::format("within {:.1e} of the largest magnitude", result.verified.tolerance)

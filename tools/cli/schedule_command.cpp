@@ -29,7 +29,7 @@ void validate_search(const CheckOptions& options) {
   }
   if (!options.schedule.empty()) {
     if (options.schedules) {
-      throw UsageError("--schedules and --schedule: one searches, the other runs a single one again; give one of them");
+      throw UsageError("--schedules searches many schedules, --schedule runs one again; give one of the two");
     }
     (void)Schedule::parse(options.schedule);
   }
@@ -53,7 +53,7 @@ void record(ScheduleCheck& check, TrainingRun& run, std::int64_t steps) {
 
 int run_one(ScheduleCheck& check, const std::string& name) {
   const std::optional<Divergence> divergence = check.run(Schedule::parse(name));
-  print(divergence ? divergence_words(*divergence) : fmt::format("{}: the same bytes\n", name));
+  print(divergence ? divergence_words(*divergence) : fmt::format("{}: the results have the same bytes\n", name));
   return divergence ? kFailure : kSuccess;
 }
 
@@ -82,7 +82,7 @@ std::string divergence_words(const Divergence& divergence) {
       divergence.error.empty()
           ? fmt::format("{} bytes differ, the first in {}", divergence.bytes, divergence.result)
           : fmt::format("an operator fails: {}", divergence.error.substr(0, divergence.error.find('\n')));
-  return fmt::format("{}: {}\n  the order that matters: {}\n  again: the same command with --schedule {}\n",
+  return fmt::format("{}: {}\n  the order that matters: {}\n  to repeat it: the same command with --schedule {}\n",
                      divergence.schedule.name(), what, divergence.pair, divergence.schedule.name());
 }
 
@@ -94,7 +94,7 @@ std::string search_summary(const ScheduleSearch& found) {
       "divergences {}\n",
       found.tried(), found.seconds, found.named, found.starved, found.held, found.seeds, found.orders,
       found.diverged == 0
-          ? std::string("none: every order gave the same bytes")
+          ? std::string("none: all orders gave the same bytes")
           : fmt::format("{}, from {} pairs of operations at least", found.diverged, found.divergences.size()));
 }
 
@@ -115,8 +115,8 @@ int check_schedules(const CheckOptions& options) {
   record(check, run, training.steps);
   const OffloadNumbers numbers = run.offload_numbers();
   print(
-      fmt::format("model       {} layers, {}, {} side streams; {} bytes offloaded a step\n"
-                  "recorded    {} steps: {} pieces of work on {} streams, {} bytes of gradients and weights compared\n",
+      fmt::format("model       {} layers, {}, {} side streams; {} bytes offloaded per step\nrecorded    {} steps: {} "
+                  "pieces of work on {} streams, {} bytes of gradients and weights compared\n",
                   training.shape.layers, mode.name(), training.side_streams, numbers.bytes_per_step, training.steps,
                   check.works(), check.streams(), check.result_bytes()));
   const std::vector<std::string> findings = check.findings();
@@ -124,7 +124,7 @@ int check_schedules(const CheckOptions& options) {
     print(fmt::format("not ordered: {}\n", findings[i]));
   }
   print(fmt::format("journal     {}\n", findings.empty()
-                                            ? std::string("every two accesses that conflict are ordered")
+                                            ? std::string("all conflicting accesses are ordered")
                                             : fmt::format("{} findings{}", findings.size(),
                                                           findings.size() > kShown ? ", the first above" : "")));
   const int code =

@@ -35,10 +35,10 @@ constexpr rlim_t kStartBytes = rlim_t{256} << 20;
     } catch (const std::exception& error) {
       end_with(error.what());
     } catch (...) {
-      end_with("an error that has no words");
+      end_with("an error without a message");
     }
   }
-  end_with("ended by std::terminate, without an error");
+  end_with("std::terminate was called without an error");
 }
 
 /// Addresses that the process holds; 0 where the system does not say.
@@ -55,7 +55,7 @@ void start() {
   rlimit addresses{};
   if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY &&
       addresses.rlim_cur < address_bytes() + kStartBytes) {
-    end_with("the limit on addresses is too low for LibTorch to start; raise it (ulimit -v)");
+    end_with("the limit on virtual memory is too low for LibTorch to start; raise it (ulimit -v)");
   }
 }
 [[gnu::section(".preinit_array"), gnu::used]] void (*const before_static_objects)() = start;

@@ -4,7 +4,7 @@ namespace sidestream::cli {
 
 /// What the program says where memory ends.
 inline constexpr const char* kNoMemory =
-    "out of memory; give it more (ulimit -v, a container's limit), or a smaller model";
+    "out of memory; raise the limit (ulimit -v, a container's limit), or use a smaller model";
 
 // startup.cpp has no function to call. Before the static objects of any library are made, it ends the program with one line where
 // the limit on addresses (ulimit -v) leaves no room for them: some of NVIDIA's do not look whether they got memory. And it sees to

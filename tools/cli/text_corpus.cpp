@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kLicenceFolder = "/usr/share/common-licenses";
 constexpr std::size_t kReadBytes = std::size_t{1} << 20;
-constexpr const char* kRemedy = "--text FILE... takes any text";
+constexpr const char* kRemedy = "use --text FILE... with any text file";
 
 /// A regular file, open for reading.
 class TextFile {
@@ -38,12 +38,11 @@ class TextFile {
     }
     if (!S_ISREG(status.st_mode)) {
       close(descriptor_);
-      throw UsageError(
-          S_ISDIR(status.st_mode)
-              ? fmt::format("text '{}' is a folder; name the files in it", path.string())
-              : fmt::format("text '{}' is a device or a pipe, which need not end; write what comes from it "
-                            "to a file and name that",
-                            path.string()));
+      throw UsageError(S_ISDIR(status.st_mode)
+                           ? fmt::format("text '{}' is a folder; name the files in it", path.string())
+                           : fmt::format("text '{}' is a device or a pipe, which may never end; write its contents to "
+                                         "a file and name that file",
+                                         path.string()));
     }
     bytes_ = static_cast<std::size_t>(status.st_size);
   }
@@ -72,8 +71,7 @@ void append(std::vector<std::uint8_t>& bytes, const fs::path& path, std::size_t 
   const auto require_room = [&](std::size_t more) {
     if (more > most - bytes.size()) {
       throw UsageError(
-          fmt::format("with '{}' the text has more than {} bytes, which is the most that is read; give a "
-                      "part of it",
+          fmt::format("with '{}' the text has more than {} bytes, the most that can be read; use a part of it",
                       path.string(), most));
     }
   };
@@ -153,8 +151,8 @@ TextCorpus TextCorpus::read_default() {
   if (const std::optional<fs::path> licence = wheel_licence()) {
     return read({*licence}, "the licence text of LibTorch");
   }
-  throw UsageError(
-      fmt::format("no text: {} has no files and LibTorch came without its licence text; {}", kLicenceFolder, kRemedy));
+  throw UsageError(fmt::format("no text to train on: {} has no files, and this LibTorch has no licence text; {}",
+                               kLicenceFolder, kRemedy));
 }
 
 double TextCorpus::byte_entropy() const {
@@ -179,8 +177,7 @@ void TextCorpus::require_windows(std::size_t window, std::size_t batch) const {
   const std::size_t needed = std::max(window * 10, (window * batch * 10 + 8) / 9);
   throw UsageError(
       fmt::format("the text has {} bytes; a batch of {} windows of {} bytes, with the last tenth held out, needs {}: "
-                  "give more --text, or a "
-                  "smaller --seq or --batch",
+                  "use more --text, or a smaller --seq or --batch",
                   bytes_.size(), batch, window, needed));
 }
 

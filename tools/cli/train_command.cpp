@@ -149,7 +149,7 @@ class Training {
     }
     if (!options_.dump_graphs.empty()) {
       try {
-        progress.note(fmt::format("{} graphs are drawn in {}", main.write_graphs(options_.dump_graphs),
+        progress.note(fmt::format("{} graphs were drawn into {}", main.write_graphs(options_.dump_graphs),
                                   options_.dump_graphs.string()));
       } catch (const Error&) {  // the rest is still to be said and written
         unwritten = unwritten != nullptr ? unwritten : std::current_exception();
@@ -264,7 +264,8 @@ int train(const TrainingOptions& options) {
   }
   if (result.comparison && !result.comparison->within_bound()) {
     throw Error(
-        "the gradients differ from plain eager's by more than another order of summation explains (see the table)");
+        "the gradients differ from plain eager training's by more than a different order of additions explains (see "
+        "the table)");
   }
   if (!result.order.findings.empty()) {
     throw Error(fmt::format("{} accesses are not ordered (see the table)", result.order.findings.size()));

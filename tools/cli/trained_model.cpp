@@ -90,7 +90,8 @@ std::vector<std::string> offload_patterns(const TrainingOptions& options) {
   }
   const std::vector<std::string_view> scopes = scopes_of(options.model);
   if (names.empty()) {
-    throw UsageError(fmt::format("--offload names nothing; there are {} (or: all, off)", fmt::join(scopes, ", ")));
+    throw UsageError(
+        fmt::format("--offload names no scope; the scopes are {} (or: all, off)", fmt::join(scopes, ", ")));
   }
   std::vector<std::string> patterns;
   for (const std::string& name : names) {
@@ -99,8 +100,8 @@ std::vector<std::string> offload_patterns(const TrainingOptions& options) {
     } else if (std::find(scopes.begin(), scopes.end(), name) != scopes.end()) {
       patterns.push_back(pattern_of(options, name));
     } else {
-      throw UsageError(
-          fmt::format("--offload: no scope is named '{}'; there are {} (or: all, off)", name, fmt::join(scopes, ", ")));
+      throw UsageError(fmt::format("--offload: no scope is named '{}'; the scopes are {} (or: all, off)", name,
+                                   fmt::join(scopes, ", ")));
     }
   }
   return patterns;

@@ -25,8 +25,8 @@ void require_positive(const char* option, std::int64_t value, std::int64_t most)
 
 void require_divides(const char* whole_name, std::int64_t whole, const char* part_name, std::int64_t part) {
   if (whole % part != 0) {
-    throw UsageError(fmt::format("{} {} does not divide by {} {}; {} or {} would", whole_name, whole, part_name, part,
-                                 std::max(part, whole / part * part), (whole / part + 1) * part));
+    throw UsageError(fmt::format("{} {} is not divisible by {} {}; {} or {} would be", whole_name, whole, part_name,
+                                 part, std::max(part, whole / part * part), (whole / part + 1) * part));
   }
 }
 
@@ -51,7 +51,7 @@ void validate_mixture(const TrainingOptions& options) {
   constexpr double kMostCapacity = 1024;
   if (!options.mixture()) {
     if (options.experts || options.top_k || options.capacity) {
-      throw UsageError("--experts, --top-k and --capacity say how a mixture of experts is made: use --model moe");
+      throw UsageError("--experts, --top-k and --capacity work only with a mixture of experts: add --model moe");
     }
     return;
   }
@@ -62,26 +62,23 @@ void validate_mixture(const TrainingOptions& options) {
     throw UsageError(fmt::format("--capacity is {}; it must be 0 (none) or up to {}", shape.capacity, kMostCapacity));
   }
   if ((options.graph_mode() == "layer" || options.graphs_step()) && shape.capacity == 0) {
-    throw UsageError(
-        fmt::format("--model moe --graphs {}: how many bytes an expert gets depends on the data, which no graph can "
-                    "follow; give fixed shapes by --capacity 1.25 (bytes beyond it go to no expert), or use --graphs "
-                    "partial",
-                    options.graph_mode()));
+    throw UsageError(fmt::format(
+        "--model moe --graphs {}: the number of bytes for an expert depends on the data, but a graph needs fixed "
+        "shapes. Fix them with --capacity 1.25 (bytes beyond the capacity go to no expert), or use --graphs partial",
+        options.graph_mode()));
   }
 }
 
 void validate_delay(const TrainingOptions& options) {
   if (options.delay == "on" && !options.delays()) {
-    throw UsageError(
-        fmt::format("--delay on with {}: there is no eager part of a layer that leaves behind the next graph; use "
-                    "--graphs partial and offload",
-                    options.offloads() ? "--graphs " + options.graph_mode() : "--offload off"));
+    throw UsageError(fmt::format(
+        "--delay on with {}: no layer has an eager part that is offloaded; use --graphs partial and --offload",
+        options.offloads() ? "--graphs " + options.graph_mode() : "--offload off"));
   }
   if (options.delay == "on" && delay_patterns(options).empty()) {
     throw UsageError(
-        "--delay on: no scope that --offload names is one of the eager part of a layer; name such scopes, not "
-        "patterns, "
-        "or offload all");
+        "--delay on: --offload names no scope of the eager part of a layer; name such scopes, not patterns, or use "
+        "--offload all");
   }
 }
 
@@ -94,8 +91,8 @@ void validate_microbatches(const TrainingOptions& options) {
 void validate_whole_step(const TrainingOptions& options) {
   if (options.graphs_step() && options.lookahead_mib) {
     throw UsageError(
-        "--lookahead-mib with --graphs step: inside of a step's graph groups come back one ahead of backward; leave it "
-        "out, or use --graphs layer");
+        "--lookahead-mib has no effect with --graphs step: inside a step's graph, each group is reloaded one group "
+        "ahead of backward. Leave it out, or use --graphs layer");
   }
 }
 
@@ -112,17 +109,18 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->check(CLI::IsMember({"dense", "moe"}))
       ->type_name("NAME")
       ->capture_default_str();
-  command.add_option("--experts", options.experts, "moe: experts of a layer (default: 4)")->type_name("N");
-  command.add_option("--top-k", options.top_k, "moe: experts that each byte is given to (default: 2)")->type_name("N");
+  command.add_option("--experts", options.experts, "moe: number of experts in a layer (default: 4)")->type_name("N");
+  command.add_option("--top-k", options.top_k, "moe: number of experts that each byte is sent to (default: 2)")
+      ->type_name("N");
   command
       .add_option("--capacity", options.capacity,
-                  "moe: each expert takes this part of an even share and no more, so that shapes are fixed; 0 (the "
-                  "default): all that is given to it")
+                  "moe: each expert takes at most this multiple of an even share, so that shapes are fixed; 0 (the "
+                  "default): no limit")
       ->type_name("PART");
   command.add_option("--layers", options.shape.layers, "Transformer layers")->type_name("N")->capture_default_str();
   command.add_option("--hidden", options.shape.hidden, "Width of the model")->type_name("N")->capture_default_str();
   command.add_option("--heads", options.shape.heads, "Attention heads")->type_name("N")->capture_default_str();
-  command.add_option("--kv-heads", options.shape.kv_heads, "Key and value heads, shared by groups of heads")
+  command.add_option("--kv-heads", options.shape.kv_heads, "Key and value heads; groups of attention heads share one")
       ->type_name("N")
       ->capture_default_str();
   command.add_option("--ffn", options.shape.ffn, "Inner width of the SwiGLU, or of each expert")
@@ -132,22 +130,22 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
   command.add_option("--batch", options.batch, "Windows in a step")->type_name("N")->capture_default_str();
   command
       .add_option("--microbatches", options.microbatches,
-                  "Parts that a step's windows are given in, one after the other; their gradients add up")
+                  "Split each step's windows into N microbatches; their gradients are accumulated")
       ->type_name("N")
       ->capture_default_str();
-  command.add_option("--dtype", options.dtype, "Of parameters and activations: float32 or bfloat16")
+  command.add_option("--dtype", options.dtype, "Type of parameters and activations: float32 or bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16"}))
       ->type_name("NAME")
       ->capture_default_str();
   command.add_option("--steps", options.steps, "Optimizer steps")->type_name("N")->capture_default_str();
-  command.add_option("--seed", options.seed, "Of weights and of the order of windows")
+  command.add_option("--seed", options.seed, "Seed of the weights and of the order of windows")
       ->type_name("N")
       ->capture_default_str();
   command
-      .add_option("--offload", options.offload,
-                  fmt::format("What leaves the device: all, off, or a comma-separated list of scopes ({}; moe: {}) or "
-                              "name patterns",
-                              fmt::join(scopes_of("dense"), ", "), fmt::join(scopes_of("moe"), ", ")))
+      .add_option(
+          "--offload", options.offload,
+          fmt::format("What to offload: all, off, or a comma-separated list of scopes ({}; moe: {}) or name patterns",
+                      fmt::join(scopes_of("dense"), ", "), fmt::join(scopes_of("moe"), ", ")))
       ->delimiter(',')
       ->allow_extra_args(false)
       ->trigger_on_parse()
@@ -156,36 +154,37 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
   command
       .add_option(
           "--graphs", options.graphs,
-          "step (one graph of forward, backward and optimizer), layer (one graph a layer and direction), partial "
-          "(attention alone, in a mixture with its router; the rest of a layer runs eagerly) or off")
+          "step: one graph of forward, backward and optimizer; layer: one graph per layer and direction; partial: "
+          "graphs of attention (with --model moe also of the router), the rest of a layer runs eagerly; off: no graphs")
       ->check(CLI::IsMember({"step", "layer", "partial", "off"}))
       ->type_name("NAME")
       ->default_str("layer; moe: partial");
   command
       .add_option("--delay", options.delay,
-                  "on: what leaves of the eager part of a layer is copied beside the next graph; off: at once")
+                  "on: offloaded tensors of a layer's eager part are copied while the next graph runs; off: they are "
+                  "copied immediately")
       ->check(CLI::IsMember({"on", "off"}))
       ->type_name("NAME")
       ->default_str("on");
-  command.add_option("--side-streams", options.side_streams, "Streams that consecutive graphs rotate over")
+  command.add_option("--side-streams", options.side_streams, "Number of streams that consecutive graphs rotate over")
       ->type_name("K")
       ->capture_default_str();
   command
-      .add_option(
-          "--lag-mib", options.lag_mib,
-          "How far copies to the host may trail, in MiB of device memory (default: by K and the link; two groups)")
+      .add_option("--lag-mib", options.lag_mib,
+                  "Device memory in MiB that may wait for its copy to the host (default: chosen from --side-streams "
+                  "and the copy speed; without graphs two groups)")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->type_name("MIB");
   command
       .add_option("--lookahead-mib", options.lookahead_mib,
-                  "How far copies back may run ahead of backward, in MiB beyond the lag's")
+                  "How far reloads may run ahead of backward, in MiB beyond the lag")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20))
       ->type_name("MIB");
 }
 
 void declare_training_options(CLI::App& command, TrainingOptions& options) {
   declare_model_options(command, options);
-  command.add_option("--device", options.device, "auto (cuda where there is one, else sim), cuda or sim")
+  command.add_option("--device", options.device, "auto (cuda if there is a GPU, else sim), cuda or sim")
       ->check(CLI::IsMember({"auto", "cuda", "sim"}))
       ->type_name("NAME")
       ->capture_default_str();
@@ -195,32 +194,32 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
           "Order of queued work on the sim device: early, late, d2h-early, d2h-late, seed:N, starve:N or hold:N")
       ->type_name("NAME");
   command.add_flag("--compare", options.compare,
-                   "Repeat every step in plain eager mode, compare the gradients of every parameter, and measure each "
-                   "mode by itself");
+                   "Repeat every step in plain eager mode and compare the gradients of every parameter; then measure "
+                   "each mode alone");
   command.add_option("--report", options.report, "Write the results as JSON")->type_name("FILE");
   command
-      .add_option("--check-steps", options.check_steps,
-                  "Journal the first N steps and report accesses that nothing orders; 0: off")
-      ->type_name("N")
-      ->capture_default_str();
-  command
       .add_option(
-          "--verify-replays", options.verify_replays,
-          "Run the first N replays of each layer, and then one in a hundred, eagerly as well, and fail where outputs "
-          "or gradients differ (--graphs step: losses); 0: off")
+          "--check-steps", options.check_steps,
+          "Record the stream operations of the first N steps and report memory accesses that nothing orders; 0: off")
       ->type_name("N")
       ->capture_default_str();
   command
-      .add_flag(
-          "--find-syncs", options.find_syncs,
-          "Find what makes the host wait in steps (values read, results whose shape depends on data, blocking copies, "
-          "synchronisations, and memory asked of the driver in steady steps), with its place and a remedy")
+      .add_option("--verify-replays", options.verify_replays,
+                  "Repeat the first N replays of each layer eagerly, and then one in a hundred; fail if outputs or "
+                  "gradients differ (--graphs step: if losses differ); 0: off")
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      .add_flag("--find-syncs", options.find_syncs,
+                "Report what makes the host wait in steps, with the place and a remedy: values read, results whose "
+                "shape depends on data, blocking copies, synchronisations, and memory requested from the driver after "
+                "the first steps")
       ->envname("SIDESTREAM_FIND_SYNCS");
-  command.add_option("--journal", options.journal, "Write the checked steps' journal (see sidestream check)")
+  command.add_option("--journal", options.journal, "Write the journal of the checked steps, for sidestream check")
       ->type_name("FILE");
   command
       .add_option("--dump-graphs", options.dump_graphs,
-                  "Draw each captured graph into a file of this folder, for Graphviz (dot -Tsvg FILE)")
+                  "Draw each captured graph into a file in this folder, for Graphviz (dot -Tsvg FILE)")
       ->type_name("DIR");
 }
 
@@ -241,36 +240,37 @@ void validate(const TrainingOptions& options) {
         fmt::format("--report and --journal are both '{}'; give each its own file", options.report.string()));
   }
   if (!options.journal.empty() && options.check_steps == 0) {
-    throw UsageError("--journal without --check-steps: say how many steps to write, for example --check-steps 10");
+    throw UsageError("--journal needs --check-steps, the number of steps to write, for example --check-steps 10");
   }
   if (options.check_steps > 0 && !options.graphed() && !options.offloads()) {
-    throw UsageError("--check-steps with neither graphs nor offload: the engine has nothing to order");
+    throw UsageError("--check-steps needs graphs or offload: without them there is nothing to order");
   }
   if (options.verify_replays < 0) {
     throw UsageError(fmt::format("--verify-replays is {}; it must be 0 (off) or more", options.verify_replays));
   }
   if (!options.dump_graphs.empty() && !options.graphed()) {
-    throw UsageError("--dump-graphs draws captured graphs; with --graphs off there are none: leave one of the two out");
+    throw UsageError("--dump-graphs draws captured graphs, but --graphs off captures none; leave out one of the two");
   }
   if (options.verify_replays > 0 && !options.graphed()) {
     throw UsageError(
-        "--verify-replays without graphs: nothing is replayed; leave it out, or use --graphs step, layer or partial");
+        "--verify-replays needs graphs, because without them nothing is replayed; leave it out, or use --graphs step, "
+        "layer or partial");
   }
   if (options.find_syncs && !options.graphed() && !options.offloads()) {
     throw UsageError(
-        "--find-syncs (or SIDESTREAM_FIND_SYNCS=1) with neither graphs nor offload: there is no engine, which is what "
-        "finds them");
+        "--find-syncs (or SIDESTREAM_FIND_SYNCS=1) needs graphs or offload: without them there is no engine to find "
+        "synchronisations");
   }
   if (options.find_syncs && options.compare) {
     throw UsageError(
-        "--find-syncs (or SIDESTREAM_FIND_SYNCS=1) with --compare: the comparison reads each gradient on the host in "
-        "the middle of the step; give one of the two");
+        "--find-syncs (or SIDESTREAM_FIND_SYNCS=1) cannot be used with --compare, which reads each gradient on the "
+        "host during the step; give one of the two");
   }
   if (!options.schedule.empty()) {
     if (options.device == "cuda") {
       throw UsageError(
-          "--schedule chooses the order of work on the sim device; a GPU has its own: leave it out, or use --device "
-          "sim");
+          "--schedule sets the order of work on the sim device and does not work on a GPU; leave it out, or use "
+          "--device sim");
     }
     (void)Schedule::parse(options.schedule);
   }

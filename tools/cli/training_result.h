@@ -83,8 +83,10 @@ struct TrainingResult {
   bool parameters_equal = false;  ///< after the last compared step; with `comparison` only
 
   [[nodiscard]] const ModeResult* find(const std::string& name) const noexcept;
-  /// R: drop of the peak of live memory from the same mode without offload, over the bytes offloaded in a step (gross), or over
-  /// those not in flight at the peak (net); none where a side of it was not measured.
+  /// By how many bytes offload lowers the peak of live memory. Not set if the same mode without offload was not measured, or if
+  /// nothing was offloaded.
+  [[nodiscard]] std::optional<std::int64_t> saved_bytes(const ModeResult& mode) const;
+  /// R: those bytes over the bytes offloaded in a step (gross), or over the bytes that were not in flight at the peak (net).
   [[nodiscard]] std::optional<double> gross_reduction(const ModeResult& mode) const;
   [[nodiscard]] std::optional<double> net_reduction(const ModeResult& mode) const;
 

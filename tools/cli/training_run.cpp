@@ -309,7 +309,7 @@ OffloadNumbers TrainingRun::offload_numbers() const {
     }
   }
   for (const auto& [reason, groups] : kept) {
-    numbers.notes.push_back(fmt::format("{} groups stay, or part of them: {}", groups, reason));
+    numbers.notes.push_back(fmt::format("{} groups stay on the device, in whole or in part: {}", groups, reason));
   }
   return numbers;
 }

@@ -53,11 +53,11 @@ void CudaRuntime::begin_capture(c10::Stream stream, const MemoryPool& pool, c10:
     throw CaptureError("the default stream cannot be captured; capture a stream that the runtime created");
   }
   if (capture_status(stream) != CaptureStatus::none) {
-    throw CaptureError("the stream captures already; end or abandon that capture first");
+    throw CaptureError("the stream is already capturing; end or abandon that capture first");
   }
   for (const at::Generator& generator : generators) {
     if (!generator.defined() || generator.device() != device_) {
-      throw UsageError("the capture is given a generator of " +
+      throw UsageError("the capture was given a generator of " +
                        (generator.defined() ? generator.device().str() : std::string("no device")) + "; make it for " +
                        device_.str());
     }
@@ -118,7 +118,7 @@ void CudaRuntime::abandon_capture(c10::Stream stream) noexcept {
   } catch (const Error&) {
     return;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "sidestream: a capture could not be abandoned: %s\n", error.what());
+    std::fprintf(stderr, "sidestream: a capture could not be discarded: %s\n", error.what());
   }
   destroy_deferred();
 }

@@ -303,7 +303,8 @@ void CudaRuntime::unpin_settled(void* native) noexcept {
     report(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "pinned memory");
     report(unpin(native), "unpinning", "pinned memory");
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "sidestream: pinned memory is left to the system: %s\n", error.what());
+    std::fprintf(stderr, "sidestream: pinned memory was not freed; the system frees it when the process ends: %s\n",
+                 error.what());
   }
 }
 

@@ -101,17 +101,17 @@ class Subscription {
     if (const CUptiResult result = cupti_.subscribe(&handle_, &on_call, reinterpret_cast<void*>(++number_));  // NOLINT
         result != CUPTI_SUCCESS) {
       handle_ = nullptr;
-      return "CUPTI takes no listener (" + cupti_.text_of(result) + "); " +
+      return "CUPTI accepts no subscriber (" + cupti_.text_of(result) + "); " +
              (result == CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED
-                  ? "it serves one at a time: run without nsys, ncu, compute-sanitizer, cuda-gdb and LibTorch's "
+                  ? "it accepts one at a time: run without nsys, ncu, compute-sanitizer, cuda-gdb and LibTorch's "
                     "profiler"
-                  : "install the CUPTI of the CUDA that LibTorch is built with, which the driver must not be older "
-                    "than");
+                  : "install the CUPTI of the CUDA that LibTorch is built with; the driver must not be older than that "
+                    "CUDA");
     }
     for (const DriverCall& call : heard_calls()) {
       if (const CUptiResult result = cupti_.enable(1, handle_, call.domain, call.id); result != CUPTI_SUCCESS) {
         end();  // else LibTorch's trace and the rest of the callbacks would tell of the same calls
-        return "CUPTI does not tell of call " + std::to_string(call.id) + " (" + cupti_.text_of(result) +
+        return "CUPTI does not report call " + std::to_string(call.id) + " (" + cupti_.text_of(result) +
                "); install the CUPTI of the CUDA that LibTorch is built with";
       }
     }
@@ -167,8 +167,8 @@ std::string hear_driver_calls() {
     if (const std::string missing = now.subscription.begin(); !missing.empty()) {
       hear_libtorch();
       now.shortcoming =
-          "only synchronisations that LibTorch makes are found, and neither calls of CUDA past it, nor pageable copies "
-          "that do not block, nor allocations: " +
+          "only synchronisations made by LibTorch are found. CUDA calls made by other code, pageable copies that do "
+          "not block, and allocations are not found: " +
           missing;
     }
     libtorch_tells.store(!now.shortcoming.empty(), std::memory_order_relaxed);

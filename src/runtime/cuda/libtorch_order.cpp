@@ -100,7 +100,9 @@ class Tracer final : public c10::impl::PyInterpreterVTable {
   void reset_backward_hooks(const c10::TensorImpl* /*self*/) const override { refuse(); }
 
  private:
-  [[noreturn]] static void refuse() { TORCH_CHECK(false, "sidestream's tracer was taken for Python's interpreter"); }
+  [[noreturn]] static void refuse() {
+    TORCH_CHECK(false, "sidestream's tracer was called as if it were Python's interpreter");
+  }
   static const void* pointer(std::uintptr_t native) { return reinterpret_cast<const void*>(native); }
   // LibTorch has made the stream's device current.
   static StreamKey key(std::uintptr_t stream) {
@@ -219,20 +221,18 @@ void hear() {
   static const auto* const interpreter = new c10::impl::PyInterpreter(tracer);
   c10::impl::GPUTrace::set_trace(interpreter);
   if (c10::impl::GPUTrace::get_trace() != interpreter) {
-    std::fprintf(
-        stderr,
-        "sidestream: another tracer (Python's CUDA sanitizer?) has LibTorch's events; a model's own events are "
-        "not in the journal, and may be missed as findings that are none\n");
+    std::fprintf(stderr,
+                 "sidestream: another tracer (Python's CUDA sanitizer?) receives LibTorch's events. Events of the "
+                 "model are not in the journal, so some findings may be false\n");
   }
   hear_uses();
   try {
     libtorch::hear_frees([](const void* block, std::size_t bytes) { block_uses().freed(block, bytes); });
     hears_frees = true;
   } catch (const c10::Error&) {
-    std::fprintf(
-        stderr,
-        "sidestream: this allocator of LibTorch does not tell of frees; memory handed on by record_stream may be "
-        "missed as findings that are none\n");
+    std::fprintf(stderr,
+                 "sidestream: this allocator of LibTorch does not report frees. Memory that is reused after "
+                 "record_stream may cause false findings\n");
   }
 }
 

@@ -23,8 +23,8 @@ void check_settings(const Settings& settings, bool graphs) {
   const std::string needs = "graphs and offload need LibTorch's own caching allocator (backend:native), ";
   if (settings.allocator != "native") {
     throw UsageError(
-        needs + "but this process has the allocator \"" + settings.allocator +
-        "\"; leave backend out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, and load no pluggable allocator");
+        needs + "but this process uses the allocator \"" + settings.allocator +
+        "\"; remove backend from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, and load no pluggable allocator");
   }
   if (!settings.caching) {
     throw UsageError(needs + "but PYTORCH_NO_CUDA_MEMORY_CACHING is set; unset it");
@@ -33,9 +33,8 @@ void check_settings(const Settings& settings, bool graphs) {
     return;
   }
   const std::string gives_back =
-      " lets the allocator give back memory inside a capture that graphs captured before it still use; leave it out of "
-      "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF where graphs are captured; expandable_segments:True helps "
-      "against "
+      " lets the allocator release memory during a capture that earlier graphs still use. If you capture graphs, "
+      "remove it from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF; expandable_segments:True helps against "
       "fragmentation and may stay";
   if (settings.max_split_bytes != std::numeric_limits<std::size_t>::max()) {
     throw UsageError("max_split_size_mb" + gives_back);

@@ -166,7 +166,7 @@ std::shared_ptr<GraphBody> Device::end_capture(c10::StreamId id) {
   Capture& capture = *stream.capture;
   if (capture.thread != std::this_thread::get_id()) {
     throw UsageError(
-        "sim device: end_capture by another thread than begin_capture's; end it on the thread that began it");
+        "sim device: end_capture was called on another thread than begin_capture; end it on the thread that began it");
   }
   std::string reason = capture.reason;
   if (!capture.invalidated) {
@@ -239,16 +239,16 @@ void Device::State::check_draw(c10::StreamId id, const at::Generator& generator)
   if (const Capture* capture = stream(id).capture; capture != nullptr) {
     if (!capture->knows(generator)) {
       throw UsageError(
-          "sim device: a capture draws from a generator that it was not begun with, which launches of its graph would "
-          "not move on; name it where the capture begins (GraphOptions::generators), or draw from the default one");
+          "sim device: a capture draws from a generator that it was not begun with; launches of its graph would not "
+          "advance that generator. Name it in GraphOptions::generators, or draw from the default generator");
     }
     return;
   }
   if (std::any_of(captures.begin(), captures.end(), [&](const auto& open) { return open->knows(generator); })) {
     throw UsageError(
-        "sim device: random numbers are drawn while a graph is captured, which has their generator for itself; draw "
-        "before the capture begins or after it has ended, as other threads' operators outside of a backward pass do by "
-        "themselves");
+        "sim device: random numbers are drawn from a generator that a running capture uses alone; draw before the "
+        "capture begins or after it has ended. Operators of other threads wait automatically, except in a backward "
+        "pass");
   }
 }
 
