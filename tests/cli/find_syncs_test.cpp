@@ -52,9 +52,9 @@ TEST(FindSyncs, WhatMakesNoSenseIsRefused) {
   const std::string asked = "export SIDESTREAM_FIND_SYNCS=1";
   const std::vector<std::string> no_engine{"train", "--graphs", "off", "--offload", "off"};
   expect_refusal({"train", "--find-syncs", "--graphs", "off", "--offload", "off"}, 2, "there is no engine");
-  expect_refusal(no_engine, 2, "SIDESTREAM_FIND_SYNCS=1) with neither", asked);
-  expect_refusal({"train", "--find-syncs", "--compare"}, 2, "the comparison reads each gradient");
-  expect_refusal({"train", "--compare"}, 2, "SIDESTREAM_FIND_SYNCS=1) with --compare", asked);
+  expect_refusal(no_engine, 2, "SIDESTREAM_FIND_SYNCS=1) needs graphs or offload", asked);
+  expect_refusal({"train", "--find-syncs", "--compare"}, 2, "which reads each gradient on the host");
+  expect_refusal({"train", "--compare"}, 2, "SIDESTREAM_FIND_SYNCS=1) cannot be used with --compare", asked);
 }
 
 }  // namespace

@@ -70,7 +70,7 @@ TEST(ProgramFiles, EachGraphIsDrawnIntoTheFolderThatIsNamed) {
   const ProgramResult result =
       run_program(tiny_training({"--steps", "2", "--layers", "1", "--dump-graphs", folder.path().string()}));
   EXPECT_EQ(result.code, 0) << result.err;
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "2 graphs are drawn in " + folder.path().string(), result.out);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "2 graphs were drawn into " + folder.path().string(), result.out);
   for (const char* name : {"0_0_blocks.0_forward.dot", "0_0_blocks.0_backward.dot"}) {
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "graphed call blocks.0", ScratchFolder::read(folder.path() / name));
   }
@@ -92,7 +92,8 @@ TEST(ProgramFiles, DrawingsThatCannotBeAreRefusedBeforeTraining) {
   const ScratchFolder folder;
   const std::string below_a_file = (folder.write("file", "") / "graphs").string();
   expect_refusal(tiny_training({"--dump-graphs", below_a_file}), 2, "for drawings of graphs cannot be made");
-  expect_refusal(tiny_training({"--graphs", "off", "--dump-graphs", folder.path().string()}), 2, "there are none");
+  expect_refusal(tiny_training({"--graphs", "off", "--dump-graphs", folder.path().string()}), 2,
+                 "--graphs off captures none");
 }
 
 TEST(ProgramFiles, AReportGoesIntoThePipeThatIsNamed) {

@@ -183,7 +183,7 @@ TEST(ReportFile, APipeIsWrittenIntoNeverReplaced) {
   const ScratchFolder folder;
   const fs::path path = folder.path() / "pipe";
   ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "nobody reads", refusal(path));
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "without a reader", refusal(path));
   const int reader = open(path.c_str(), O_RDONLY | O_NONBLOCK);
   ReportFile report(path, "--report");
   report.commit("new");

@@ -35,7 +35,7 @@ TEST(ScheduleCommand, ASummaryCountsWhatWasTried) {
   found.orders = 61;
   EXPECT_NE(search_summary(found).find("100 tried"), std::string::npos);
   EXPECT_NE(search_summary(found).find("61 different"), std::string::npos);
-  EXPECT_NE(search_summary(found).find("every order gave the same bytes"), std::string::npos);
+  EXPECT_NE(search_summary(found).find("all orders gave the same bytes"), std::string::npos);
   found.diverged = 9;
   found.divergences.resize(2);
   EXPECT_NE(search_summary(found).find("9, from 2 pairs"), std::string::npos);

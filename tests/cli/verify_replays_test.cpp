@@ -13,8 +13,9 @@ TEST(VerifyReplays, TheTableAndTheReportSayHowManyReplaysWereCompared) {
   const ProgramResult result = run_program(
       tiny_training({"--steps", "6", "--layers", "2", "--verify-replays", "2", "--compare", "--report", report}));
   EXPECT_EQ(result.code, 0) << result.out << result.err;
-  EXPECT_NE(result.out.find("verified: 4 replays beside eager runs, 4 with their gradients: all equal bit for bit"),
-            std::string::npos)
+  EXPECT_NE(
+      result.out.find("verified: 4 replays compared with eager runs, 4 of them with gradients: all equal bit for bit"),
+      std::string::npos)
       << result.out;
   const auto json = nlohmann::json::parse(ScratchFolder::read(report));
   EXPECT_EQ(json["options"]["verify_replays"], 2);

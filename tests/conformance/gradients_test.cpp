@@ -298,14 +298,14 @@ TEST_F(GradientPolicyTest, AnAccumulatedOneThatIsGivenOtherMemoryIsTakenBack) {
   }
   exchange(model_);
   exchange(plain_);
-  EXPECT_THROWS(UsageError, "set it to none, and run a backward of those graphs",
+  EXPECT_THROWS(UsageError, "Set .grad to none, and run a backward of those graphs",
                 (void)graph_stack(*engine_, model_, device_, all_by(GradientPolicy::accumulated)));
   model_->zero_grad();
   plain_->zero_grad();
   expect_same_backward(4);
   const at::Tensor other = at::zeros_like(model_->parameters()[0]);
   model_->parameters()[0].grad().set_data(other);
-  EXPECT_THROWS(UsageError, "given another's memory", loss(5).backward());
+  EXPECT_THROWS(UsageError, "given other memory", loss(5).backward());
   EXPECT_EQ(other.abs().sum().item<float>(), 0);
 }
 
@@ -329,7 +329,7 @@ TEST_F(GradientPolicyTest, AccumulatedOnesAloneRefuseHooksAndNamedGradients) {
   EXPECT_THROWS(UsageError, "gradient hooks", capture(all_by(GradientPolicy::accumulated)));
   capture(GraphOptions().accumulate_in_graph(true).gradients("0.fc2", GradientPolicy::owned));
   expect_same_backward(0);
-  EXPECT_THROWS(UsageError, "gradients of some inputs alone", {
+  EXPECT_THROWS(UsageError, "only gradients of some inputs", {
     const at::Tensor x = input(1);
     (void)torch::autograd::grad({(run_stack(layers_, x) * rows(1, device_, 1)).sum()}, {x});
   });
@@ -337,7 +337,7 @@ TEST_F(GradientPolicyTest, AccumulatedOnesAloneRefuseHooksAndNamedGradients) {
 }
 
 TEST_F(GradientPolicyTest, APatternThatFitsNoParameterIsRefused) {
-  EXPECT_THROWS(UsageError, "fits no parameter", capture(GraphOptions().gradients("0.fc3", GradientPolicy::owned)));
+  EXPECT_THROWS(UsageError, "matches no parameter", capture(GraphOptions().gradients("0.fc3", GradientPolicy::owned)));
   EXPECT_THROWS(UsageError, "empty component", capture(GraphOptions().gradients("0..fc2", GradientPolicy::owned)));
   capture(all_by(GradientPolicy::owned));
   expect_same_backward(0);

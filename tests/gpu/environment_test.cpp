@@ -111,11 +111,11 @@ TEST_F(DISABLED_Alone, NoEngineIsMade) {
 
 TEST_F(DISABLED_Alone, GraphsAreRefused) {
   torch::nn::Module model;
-  EXPECT_THROWS(UsageError, "memory inside a capture", OffloadEngine(model, Options(device_).graph("blocks.*")));
+  EXPECT_THROWS(UsageError, "memory during a capture", OffloadEngine(model, Options(device_).graph("blocks.*")));
   OffloadEngine eager(model, Options(device_).offload("**"));
   const auto callable = Callable("half", [](const Tensors& x) { return Tensors{x[0] * 0.5}; });
   const at::Tensor sample = at::ones({4}, runtime().device()).requires_grad_(true);
-  EXPECT_THROWS(UsageError, "memory inside a capture",
+  EXPECT_THROWS(UsageError, "memory during a capture",
                 (void)make_graphed_callables(eager, {callable}, {{Sample(sample)}}));
 }
 

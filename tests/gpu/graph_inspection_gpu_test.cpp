@@ -86,7 +86,7 @@ TEST_F(GpuGraphInspectionTest, AFunctionOfTheHostIsRefused) {
 TEST_F(GpuGraphInspectionTest, PinnedMemoryThatIsNotTheGraphsIsRefused) {
   const PinnedMemory pinned = runtime().allocate_pinned(4096);
   const at::Tensor memory = at::zeros({4096}, options().dtype(at::kByte));
-  expect_refused("not the graph's own", [&](cudaStream_t stream) {
+  expect_refused("the graph does not own", [&](cudaStream_t stream) {
     (void)cudaMemcpyAsync(memory.mutable_data_ptr(), pinned.data(), 4096, cudaMemcpyHostToDevice, stream);
   });
 }

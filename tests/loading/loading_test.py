@@ -60,7 +60,7 @@ def without_its_library(trainer, library):
         shutil.copy(library, pathlib.Path(folder) / soname)
         path = os.pathsep.join(filter(None, [folder, os.environ.get("LD_LIBRARY_PATH")]))
         result = run(trainer, "simulated", LD_LIBRARY_PATH=path, LD_PRELOAD=str(pathlib.Path(folder) / soname))
-        return prints(result, r"^error the simulated device is a library of its own.*libsidestream_sim.*beside libsidestream")
+        return prints(result, r"^error the library of the simulated device cannot be loaded: .*libsidestream_sim.*beside libsidestream")
 
 
 def symbols(library, *options):

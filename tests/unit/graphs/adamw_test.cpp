@@ -215,9 +215,9 @@ TEST_F(AdamWTest, GoesOnFromSavedState) {
   }
   auto state = optimizer.named_state();
   state.back().first = "nobody";
-  EXPECT_THROWS(UsageError, "is missing or of another shape", other.load_state(state));
+  EXPECT_THROWS(UsageError, "is missing or has another shape", other.load_state(state));
   state.pop_back();
-  EXPECT_THROWS(UsageError, "give what named_state() gave", other.load_state(state));
+  EXPECT_THROWS(UsageError, "pass the result of named_state()", other.load_state(state));
 }
 
 TEST_F(AdamWTest, ZeroGradSetsToNoneOrZeros) {
@@ -238,7 +238,7 @@ TEST_F(AdamWTest, RefusesGradientsOfParametersThatWereFrozenWhenItWasMade) {
   optimizer.step();  // frozen, and without a gradient
   model->parameters()[0].requires_grad_(true);
   backward(model, 1);
-  EXPECT_THROWS(UsageError, "required none when the optimizer was made", optimizer.step());
+  EXPECT_THROWS(UsageError, "did not require one when the optimizer was made", optimizer.step());
 }
 
 TEST_F(AdamWTest, WhatWasMovedFromSaysSo) {
@@ -256,8 +256,8 @@ TEST_F(AdamWTest, WhatWasMovedFromSaysSo) {
 TEST_F(AdamWTest, RefusesByName) {
   const at::Tensor leaf = at::ones({2}, device_).requires_grad_(true);
   EXPECT_THROWS(UsageError, "no parameters", AdamW(std::vector<at::Tensor>{}));
-  EXPECT_THROWS(UsageError, "comes twice", AdamW({leaf, leaf}));
-  EXPECT_THROWS(UsageError, "no leaf", AdamW({leaf * 2}));
+  EXPECT_THROWS(UsageError, "is given twice", AdamW({leaf, leaf}));
+  EXPECT_THROWS(UsageError, "not a leaf", AdamW({leaf * 2}));
   EXPECT_THROWS(UsageError, "undefined", AdamW({at::Tensor()}));
   EXPECT_THROWS(UsageError, "not floating-point", AdamW({at::ones({2}, at::kLong)}));
   EXPECT_THROWS(UsageError, "lr is -1", AdamW({leaf}, AdamWOptions(-1)));

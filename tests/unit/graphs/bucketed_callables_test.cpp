@@ -193,7 +193,7 @@ TEST_F(BucketedCallablesTest, WhatWasMovedFromSaysSo) {
 }
 
 TEST_F(BucketedCallablesTest, NoBucketIsRefused) {
-  EXPECT_THROWS(UsageError, "no bucket of samples", (void)make_bucketed_callables(engine_, {}, {}));
+  EXPECT_THROWS(UsageError, "at least one bucket of samples", (void)make_bucketed_callables(engine_, {}, {}));
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ TEST_F(CallTest, ALagThatHoldsNoCallIsRaisedAndSaysSo) {
   expect_plain(engine, 0, 4);
   const Report report = engine.report();
   ASSERT_EQ(report.notes.size(), 1U);
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "Options::lag of 1 bytes is less than", report.notes[0]);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "Options::lag of 1 bytes is smaller than", report.notes[0]);
   OffloadEngine with_two_calls(model_, options());
   expect_plain(with_two_calls, 0, 4);
   EXPECT_GT(report.offloaded_bytes, with_two_calls.report().offloaded_bytes);

@@ -115,7 +115,7 @@ TEST_F(CaptureWritesTest, AWeightClippedInTheForwardIsPutBack) {
 }
 
 TEST_F(CaptureWritesTest, AnInputWrittenInPlaceIsRefusedByName) {
-  const std::vector<std::string> parts{"blocks.0", "input 0", "in place", "clone the input"};
+  const std::vector<std::string> parts{"blocks.0", "input 0", "in place", "Clone the input"};
   expect_refused<CaptureError>([](BodyBlock& block, const at::Tensor& x) { return mix(block, x.mul_(2)); }, parts);
   expect_refused<CaptureError>(
       [](BodyBlock& block, const at::Tensor& x) {

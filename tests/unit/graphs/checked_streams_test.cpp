@@ -105,7 +105,7 @@ TEST_P(ForkingModel, IsCleanUnlessItForgets) {
   ASSERT_FALSE(found.empty());
   const bool fork = GetParam() == Forgets::fork;
   for (const char* word : {fork ? "aten::mul on" : "aten::tanh on", fork ? "aten::exp on" : "aten::add on", "stream",
-                           "(forward of first, step ", "bytes)", "waits for an event that"}) {
+                           "(forward of first, step ", "bytes)", "must wait for an event that"}) {
     EXPECT_NE(found[0].find(word), std::string::npos) << word << " is not in: " << found[0];
   }
 }
@@ -293,7 +293,7 @@ TEST_F(CheckedStreamsTest, AHostSlotsFindingNamesBothGroupsAndTheirSteps) {
   ASSERT_NE(about_a_slot, found.end()) << found.size() << " findings";
   for (const std::string_view word :
        {"copy_to_device on stream", "(reload of ", ", step 2)", "reads pinned host memory [0x", "bytes)",
-        "copy_to_host on stream", "(offload of ", ", step 3)", "writes them", "waits for an event that stream"}) {
+        "copy_to_host on stream", "(offload of ", ", step 3)", "writes them", "must wait for an event that stream"}) {
     EXPECT_NE(about_a_slot->find(word), std::string::npos) << word << " is not in: " << *about_a_slot;
   }
 }

@@ -76,7 +76,7 @@ class DeviceFaultTest : public testing::TestWithParam<Wrapping> {
   /// A capture found the device full once, and was made with less on it.
   static bool captured_again(const Report& report) {
     return std::any_of(report.notes.begin(), report.notes.end(), [](const std::string& note) {
-      return note.find("device memory was full") != std::string::npos;
+      return note.find("device memory ran out while") != std::string::npos;
     });
   }
 

@@ -119,7 +119,7 @@ TEST_F(DeviceFlagTest, SetInsideOfABodyIsRefused) {
                             shared.set(false);
                             return Tensors{in[0] * shared.tensor()};
                           }));
-  EXPECT_THROWS(UsageError, "DeviceFlag::set inside a capture",
+  EXPECT_THROWS(UsageError, "DeviceFlag::set was called inside a capture",
                 (void)make_graphed_callables(engine_, {callable}, {{input(0)}}));
 }
 

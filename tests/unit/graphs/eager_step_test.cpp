@@ -133,9 +133,9 @@ TEST_F(EagerStep, ScopeNamesAreOneWord) {
   OffloadEngine engine(model_, options());
   { const OffloadScope no_step("no.step.no.matter"); }
   const auto step = engine.step();
-  EXPECT_THROWS(UsageError, "one plain word", const OffloadScope scope("a.b"));
-  EXPECT_THROWS(UsageError, "one plain word", const OffloadScope scope(""));
-  EXPECT_THROWS(UsageError, "one plain word", (void)tag(data(0), "a.b"));
+  EXPECT_THROWS(UsageError, "use one word", const OffloadScope scope("a.b"));
+  EXPECT_THROWS(UsageError, "use one word", const OffloadScope scope(""));
+  EXPECT_THROWS(UsageError, "use one word", (void)tag(data(0), "a.b"));
 }
 
 TEST_F(EagerStep, ATaggedTensorMovesAlone) {
@@ -237,7 +237,7 @@ TEST_F(EagerStep, AStorageOfTwoGroupsStaysWithTheOneThatStays) {
   OffloadEngine alone(model_, options().offload("maker,last"));
   expect_plain(alone, shared);
   const Report report = alone.report();
-  EXPECT_EQ(find(report, "maker")->kept_because, "held back by another saver");
+  EXPECT_EQ(find(report, "maker")->kept_because, "another group, which is not offloaded, saved the same storage");
   ASSERT_FALSE(report.notes.empty());
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "maker stays: reader", report.notes.front());
   OffloadEngine both(model_, options().offload("maker,reader,last"));

@@ -207,14 +207,14 @@ INSTANTIATE_TEST_SUITE_P(Nodes, RefusedNodeTest,
                                                    node.bytes = sizeof kSomewhere;
                                                    node.destination_memory = GraphNode::Memory::pageable;
                                                  }},
-                                         Refused{"from_pinned_of_others", "not the graph's own",
+                                         Refused{"from_pinned_of_others", "the graph does not own",
                                                  [](GraphNode& node) {
                                                    node.kind = GraphNode::Kind::copy_to_device;
                                                    node.source = kSomewhere;
                                                    node.bytes = sizeof kSomewhere;
                                                    node.source_memory = GraphNode::Memory::pinned;
                                                  }},
-                                         Refused{"to_pinned_of_others", "not the graph's own",
+                                         Refused{"to_pinned_of_others", "the graph does not own",
                                                  [](GraphNode& node) {
                                                    node.kind = GraphNode::Kind::copy_to_host;
                                                    node.destination = kSomewhere;

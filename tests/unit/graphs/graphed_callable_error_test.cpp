@@ -72,7 +72,7 @@ TEST_F(GraphedCallableError, AnotherStateOfAutocastIsRefused) {
   capture();
   const c10::DeviceType type = device_.type();
   at::autocast::set_autocast_enabled(type, true);
-  EXPECT_THROWS(UsageError, "autocast is in another state", (void)layers_[0]({input(0)}));
+  EXPECT_THROWS(UsageError, "the state of autocast differs from that at its capture", (void)layers_[0]({input(0)}));
   at::autocast::set_autocast_enabled(type, false);
   expect_usable();
 }
@@ -106,13 +106,13 @@ TEST_F(GraphedCallableError, OptionsThatMakeNoSense) {
   const c10::Stream current = EngineAccess::state(*engine_).runtime().current_stream();
   EXPECT_THROWS(UsageError, "current stream",
                 capture(GraphOptions().cuda_graph_event(event).cuda_graph_stream(current)));
-  EXPECT_THROWS(UsageError, "together with cuda_graph_stream",
+  EXPECT_THROWS(UsageError, "side_streams and cuda_graph_stream are both set",
                 capture(GraphOptions().side_streams(2).cuda_graph_stream(current)));
   EXPECT_THROWS(UsageError, "at least one", (void)make_graphed_callables(*engine_, {}, {}));
   const Callable callable("twice", [](const Tensors& in) { return Tensors{in[0] * 2}; });
-  EXPECT_THROWS(UsageError, "1 callables with 2",
+  EXPECT_THROWS(UsageError, "1 callables and 2",
                 (void)make_graphed_callables(*engine_, {callable}, {{input(0)}, {input(0)}}));
-  EXPECT_THROWS(UsageError, "does not stand before it",
+  EXPECT_THROWS(UsageError, "does not come before it",
                 (void)make_graphed_callables(*engine_, {callable}, {{Sample::output_of(0)}}));
   capture();
   expect_usable();
@@ -186,7 +186,7 @@ TEST_F(GraphedCallableError, BackwardTwice) {
   capture();
   const at::Tensor loss = run_stack(layers_, input(0)).square().mean();
   loss.backward({}, /*retain_graph=*/true);
-  EXPECT_THROWS(UsageError, "second backward", loss.backward());
+  EXPECT_THROWS(UsageError, "run a second time", loss.backward());
   expect_usable();
 }
 

@@ -82,7 +82,7 @@ TEST_F(HeldTensorTest, WhatAnotherThreadMakesMeanwhileIsRefused) {
   BodyModel model(device_, {on_a_thread});
   OffloadEngine engine(model, options());
   (void)model.step(&engine, 0);
-  EXPECT_THROWS(CaptureError, "another thread makes it while it runs", (void)model.step(&engine, 1));
+  EXPECT_THROWS(CaptureError, "another thread makes the tensor during the call", (void)model.step(&engine, 1));
 }
 
 at::Tensor keeps_a_mean(BodyBlock& block, const at::Tensor& x) {
@@ -100,7 +100,7 @@ TEST_F(HeldTensorTest, TheReportNotesWhatACallKeeps) {
   for (const std::string& note : engine.report().notes) {
     notes += note + "\n";
   }
-  EXPECT_NE(notes.find("\"blocks.1\" keeps what it makes (4 bytes)"), std::string::npos) << notes;
+  EXPECT_NE(notes.find("\"blocks.1\" keeps tensors that it makes (4 bytes)"), std::string::npos) << notes;
   EXPECT_EQ(notes.find("\"blocks.0\" keeps"), std::string::npos) << notes;
 }
 
@@ -232,7 +232,7 @@ TEST_F(HeldTensorTest, ABackwardThroughATensorThatABodyKeepsIsRefused) {
       train(0, true);
       train(1, false);
       EXPECT_THROWS(UsageError,
-                    "graphed call \"blocks.1\": a backward pass goes through a tensor that it made and keeps",
+                    "graphed call \"blocks.1\": a backward pass reaches a tensor that the call made and keeps",
                     train(2, true));
       train(3, false);
     }

@@ -160,11 +160,13 @@ TEST_F(MemoryLimitTest, ACaptureThatDoesNotFitSaysSo) {
     const MemoryLimit limit(device_, limit_);
     const std::string text = testing_model::message_of<DeviceError>([&] { (void)step(model, &engine, 1); });
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "sim device: out of memory", text);
-    EXPECT_PRED_FORMAT2(testing::IsSubstring, "the device ran out of memory in a capture. It began with", text);
-    EXPECT_PRED_FORMAT2(testing::IsSubstring, "\"blocks.0\" and what follows it wanted at least ", text);
-    EXPECT_PRED_FORMAT2(testing::IsSubstring, " bytes where ", text);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "the device ran out of memory in a capture. The capture began with",
+                        text);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "\"blocks.0\" and the calls after it needed at least ", text);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, " bytes, but ", text);
     EXPECT_PRED_FORMAT2(testing::IsSubstring, " were free: at least ", text);
-    EXPECT_PRED_FORMAT2(testing::IsSubstring, " too many. Of what autograd saved, 0.0 MiB leave and ", text);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring,
+                        " too few. Of the tensors that autograd saved, 0.0 MiB are offloaded and ", text);
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "To fit, offload \"blocks.*\" as well", text);
   }
   EXPECT_TRUE(same(step(model, &engine, 1), expected_[1]));
@@ -182,7 +184,7 @@ TEST_F(MemoryLimitTest, ACaptureThatDoesNotFitAsPlannedIsMadeAgainWithMoreOffloa
   const Report report = engine.report();
   EXPECT_GT(report.offloaded_bytes, 0);
   EXPECT_TRUE(std::any_of(report.notes.begin(), report.notes.end(), [](const std::string& note) {
-    return note.find("device memory was full when \"blocks.0\"") != std::string::npos;
+    return note.find("device memory ran out while \"blocks.0\"") != std::string::npos;
   }));
 }
 
@@ -197,8 +199,8 @@ TEST_F(MemoryLimitTest, ACaptureThatFitsInNoFormSaysByHowMuch) {
     const MemoryLimit limit(device_, there + 3 * kMiB);
     const std::string text = testing_model::message_of<DeviceError>([&] { (void)step(model, &engine, 1); });
     const std::regex lack(
-        "\"blocks.0\" and what follows it wanted at least (\\d+) bytes where (\\d+) were free: at least (\\d+) too "
-        "many");
+        "\"blocks.0\" and the calls after it needed at least (\\d+) bytes, but (\\d+) were free: at least (\\d+) too "
+        "few");
     std::smatch found;
     ASSERT_TRUE(std::regex_search(text, found, lack)) << text;
     const auto wanted = std::stoll(found[1]);
@@ -271,7 +273,7 @@ TEST_F(MemoryLimitTest, WhatIsLeftForTheRestOfAStepIsToldWhereItIsTooLittle) {
   { auto captures = engine.step(); }
   const std::vector<std::string> before = engine.report().notes;
   EXPECT_FALSE(std::any_of(before.begin(), before.end(), [](const std::string& note) {
-    return note.find("fewer than the rest of a step took") != std::string::npos;
+    return note.find("fewer than the rest of the first step took") != std::string::npos;
   }));
   const auto captured = static_cast<std::size_t>(memory_use(device_).reserved_peak);
   engine.reset();
@@ -281,7 +283,7 @@ TEST_F(MemoryLimitTest, WhatIsLeftForTheRestOfAStepIsToldWhereItIsTooLittle) {
   { auto captures = engine.step(); }  // nothing else may leave: as well as can be
   const std::vector<std::string> notes = engine.report().notes;
   EXPECT_TRUE(std::any_of(notes.begin(), notes.end(), [](const std::string& note) {
-    return note.find("fewer than the rest of a step took") != std::string::npos;
+    return note.find("fewer than the rest of the first step took") != std::string::npos;
   }));
 }
 

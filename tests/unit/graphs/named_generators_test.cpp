@@ -236,7 +236,7 @@ TEST_F(NamedGeneratorsTest, OneThatIsNotNamedIsRefusedAndStandsWhereItStood) {
   const std::vector<at::Tensor> before{mine.first.get_state(), mine.second.get_state()};
   const std::string message = testing_model::message_of<CaptureError>([&] { (void)engine.step(); });
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "\"blocks.1\": it draws from a generator of its own (aten::", message);
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "name it in GraphOptions::generators", message);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "Name it in GraphOptions::generators", message);
   EXPECT_TRUE(at::equal(mine.first.get_state(), before[0]));
   EXPECT_TRUE(at::equal(mine.second.get_state(), before[1]));
 }

@@ -41,14 +41,14 @@ TEST(OptionTest, WhatMakesNoSenseIsRefusedWhenTheEngineIsMade) {
   const auto graphs = [&](const GraphOptions& options) { return Options(device).graph_options(options); };
   const std::vector<Wrong> all = {
       {"side_streams is 0", graphs(GraphOptions().side_streams(0))},
-      {"side_streams is given together with cuda_graph_stream",
+      {"side_streams and cuda_graph_stream are both set",
        graphs(GraphOptions().side_streams(1).cuda_graph_stream(stream))},
       {"num_warmup_iters is negative", graphs(GraphOptions().num_warmup_iters(-1))},
-      {"cuda_graph_event is given without cuda_graph_stream",
+      {"cuda_graph_event is set without cuda_graph_stream",
        graphs(GraphOptions().cuda_graph_event(std::make_shared<GraphEvent>(device)))},
       {"max_captures is 0", Options(device).call_options(CallOptions().max_captures(0))},
       {"groups_in_flight is negative", Options(device).groups_in_flight(-1)},
-      {"delay is given without offload", Options(device).delay("blocks.*.mlp")},
+      {"delay is set without offload", Options(device).delay("blocks.*.mlp")},
       {"check_steps is negative", Options(device).check_steps(-1)},
   };
   torch::nn::Module model;

@@ -364,7 +364,7 @@ TEST_F(ParameterGuardTest, AWeightThatIsNoLeafIsRefusedByTheCallsName) {
     twins.expect_plain(0, 1, act);
     EXPECT_THROWS(UsageError, "graphed call \"part\": it reads a tensor of shape [8, 8] that was computed",
                   (void)twins.engine->step());
-    EXPECT_THROWS(UsageError, "Pass it to the call as a tensor argument", (void)twins.engine->step());
+    EXPECT_THROWS(UsageError, "pass the tensor as an argument", (void)twins.engine->step());
   }
 }
 

@@ -30,7 +30,7 @@ using testing_model::RecordedSteps;
 
 /// A finding without addresses, steps and fix, to tell one from another and for the table.
 std::string short_form(std::string finding) {
-  finding.resize(std::min(finding.size(), finding.find(" without being ordered")));
+  finding.resize(std::min(finding.size(), finding.find(", but nothing orders")));
   for (std::size_t begin = 0; (begin = finding.find("[0x", begin)) != std::string::npos;) {
     finding.replace(begin, finding.find('+', begin) + 1 - begin, "");
     finding.erase(finding.find(')', begin), 1);

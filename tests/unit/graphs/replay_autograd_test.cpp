@@ -117,7 +117,7 @@ TEST_F(ReplayAutogradTest, GradientsOfSomeInputsWhereTheGraphOwnsGrad) {
   capture(GraphOptions().accumulate_in_graph(true));
   expect_usable(0);
   const StepTensors before = gradients(*model_);
-  EXPECT_THROWS(UsageError, "gradients of some inputs alone", {
+  EXPECT_THROWS(UsageError, "only gradients of some inputs", {
     const at::Tensor x = input(1);
     (void)grad({loss(x, 1)}, {x});
   });
@@ -139,7 +139,7 @@ TEST_F(ReplayAutogradTest, HooksThatCameAfterTheCaptureWhereTheGraphOwnsGrad) {
   parameter.remove_hook(parameter.register_hook([](const at::Tensor& gradient) { return gradient; }));
   expect_usable(0);
   const auto hook = parameter.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
-  EXPECT_THROWS(UsageError, "gradient hooks since the capture", loss(input(0), 0).backward());
+  EXPECT_THROWS(UsageError, "gradient hooks after the capture", loss(input(0), 0).backward());
   parameter.remove_hook(hook);
   expect_usable(1);
 }
@@ -187,7 +187,7 @@ TEST_P(FailedBackwardTest, IsTriedAgain) {
       EXPECT_TRUE(same(all_of(mine, wanted(x, model_), false), expected)) << "allocation " << n;
       ++equal;
     } catch (const UsageError& error) {
-      EXPECT_PRED_FORMAT2(testing::IsSubstring, "second backward", error.what());
+      EXPECT_PRED_FORMAT2(testing::IsSubstring, "run a second time", error.what());
       ++refused;
     }
   }

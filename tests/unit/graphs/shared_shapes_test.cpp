@@ -176,7 +176,7 @@ TEST_F(SharedShapesTest, NewShapesRunEagerlyWithOneWarning) {
   expect_plain(engine, 3, {20});
   const std::vector<std::string> texts = warnings.take();
   ASSERT_EQ(texts.size(), 3U);
-  EXPECT_NE(texts[0].find("graphed call \"layers.0\" runs eagerly with arguments that fit none"), std::string::npos);
+  EXPECT_NE(texts[0].find("graphed call \"layers.0\" runs eagerly: its arguments match none"), std::string::npos);
   EXPECT_EQ(engine.report().captures, 6);
 }
 

@@ -285,7 +285,8 @@ TEST_F(TwoEnginesTest, ABackwardOfAnotherThreadThatDrawsIsRefusedByNameWhileAGra
     EXPECT_EQ(messages[pass], "");
   }
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "UsageError: ", messages[3]);
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "random numbers are drawn while a graph is captured", messages[3]);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring,
+                      "random numbers are drawn from a generator that a running capture uses alone", messages[3]);
 }
 
 /// A backward does not wait, as an operator does not that began before anything could hold it: they draw in the middle of it.

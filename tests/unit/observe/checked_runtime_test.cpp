@@ -72,7 +72,7 @@ TEST_F(CheckedRuntimeTest, AModelsOwnForkAndJoinAreSeen) {
 TEST_F(CheckedRuntimeTest, AForgottenForkIsFound) {
   const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
   const at::Tensor y = on(b(), [&] { return x.exp(); });
-  expect_one({"aten::ones on stream", "aten::exp on stream", "(step 1)", "+256 bytes", "waits for an event that"});
+  expect_one({"aten::ones on stream", "aten::exp on stream", "(step 1)", "+256 bytes", "must wait for an event that"});
 }
 
 TEST_F(CheckedRuntimeTest, AForgottenJoinIsFound) {
@@ -147,7 +147,7 @@ TEST_F(CheckedRuntimeTest, AHostWriteMustWaitForTheCopyThatReads) {
   const at::Tensor x = on(a(), [&] { return batch.to(device_, /*non_blocking=*/true); });
   batch.add_(1);
   expect_one({"aten::to on stream", "reads pinned host memory", "aten::add_ by the host", "writes",
-              "the host waits for an event that stream"});
+              "the host must wait for an event that stream"});
 }
 
 TEST_F(CheckedRuntimeTest, AHostWriteBehindTheCopyIsFine) {

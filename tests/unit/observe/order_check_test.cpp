@@ -235,11 +235,10 @@ TEST_F(OrderCheck, AFindingNamesBothSidesAndTheCure) {
   journal_.operations.back().name = name("aten::mm");
   const auto found = findings();
   ASSERT_EQ(found.size(), 1U);
-  EXPECT_EQ(
-      describe(journal_, found[0]),
-      "copy_to_host on side (offload of blocks.3.fc1, step 4) reads [0x1020, +32 bytes), and aten::mm on main (launch "
-      "forward of blocks.5, step 4) writes them without being ordered after it; fix: main waits for an event that "
-      "side records after the first");
+  EXPECT_EQ(describe(journal_, found[0]),
+            "copy_to_host on side (offload of blocks.3.fc1, step 4) reads [0x1020, +32 bytes), and aten::mm on main "
+            "(launch forward of blocks.5, step 4) writes them, but nothing orders the second after the first; fix: "
+            "main must wait for an event that side records after the first operation");
 }
 
 TEST_F(OrderCheck, AFindingAboutAHostSlotSaysSo) {
@@ -253,8 +252,8 @@ TEST_F(OrderCheck, AFindingAboutAHostSlotSaysSo) {
   ASSERT_EQ(found.size(), 1U);
   EXPECT_EQ(describe(journal_, found[0]),
             "operation 0 on side (reload of blocks.3.fc1, step 4) reads pinned host memory [0x1000, +64 bytes), and "
-            "operation 1 on third (offload of blocks.0.fc1, step 5) writes them without being ordered after it; fix: "
-            "third waits for an event that side records after the first");
+            "operation 1 on third (offload of blocks.0.fc1, step 5) writes them, but nothing orders the second after "
+            "the first; fix: third must wait for an event that side records after the first operation");
 }
 
 TEST_F(OrderCheck, WhereTheHostIsTheOneThatMustWaitTheCureSaysSo) {
@@ -263,8 +262,9 @@ TEST_F(OrderCheck, WhereTheHostIsTheOneThatMustWaitTheCureSaysSo) {
   const auto found = findings();
   ASSERT_EQ(found.size(), 1U);
   EXPECT_EQ(describe(journal_, found[0]),
-            "operation 0 on side reads pinned host memory [0x1000, +8 bytes), and operation 1 by the host writes them "
-            "without being ordered after it; fix: the host waits for an event that side records after the first");
+            "operation 0 on side reads pinned host memory [0x1000, +8 bytes), and operation 1 by the host writes them, "
+            "but nothing orders the second after the first; fix: the host must wait for an event that side records "
+            "after the first operation");
 }
 
 TEST_F(OrderCheck, MemoryUsedAgainInALaterStepIsTheSameMemory) {

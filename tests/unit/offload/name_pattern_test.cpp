@@ -104,10 +104,9 @@ TEST(NamePatterns, RefusesMalformedOnes) {
 TEST(NamePatterns, EachMustMatchANameThatThereIs) {
   const std::vector<std::string> known{"blocks.0.qkv", "blocks.0.core_attn", "blocks.1.qkv", "blocks.1.core_attn"};
   EXPECT_EQ(refusal(NamePatterns::parse("blocks.*.qkv,all"), known), "");
-  EXPECT_EQ(
-      refusal(NamePatterns::parse("blocks.*.qkv,core_attn"), known),
-      "name pattern \"core_attn\" matches no scope; did you mean \"**.core_attn\"? Names there are: blocks.*.qkv, "
-      "blocks.*.core_attn");
+  EXPECT_EQ(refusal(NamePatterns::parse("blocks.*.qkv,core_attn"), known),
+            "name pattern \"core_attn\" matches no scope; did you mean \"**.core_attn\"? The names are: blocks.*.qkv, "
+            "blocks.*.core_attn");
   EXPECT_NE(refusal(NamePatterns::parse("blocks.*.core_atn"), known).find("did you mean \"blocks.*.core_attn\"?"),
             std::string::npos);
   EXPECT_EQ(refusal(NamePatterns::parse("zzzzzzzz"), known).find("did you mean"), std::string::npos);
