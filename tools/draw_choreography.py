@@ -70,10 +70,10 @@ def read_step(path):
     reader = Reader(pathlib.Path(path).read_bytes())
     magic = b"sidestream journal\n"
     if reader.data[:len(magic)] != magic:
-        sys.exit(f"{path} is no journal: make one with {COMMAND}")
+        sys.exit(f"{path} is not a journal; make one with {COMMAND}")
     reader.at = len(magic)
     if reader.take("I") != 2:
-        sys.exit(f"{path} is a journal of another version than 2")
+        sys.exit(f"{path} is a journal with a version other than 2")
     names = [reader.text() for _ in range(reader.take("Q"))]
     streams = [reader.text() for _ in range(reader.take("Q"))]
     sites = [reader.take("IIQ") for _ in range(reader.take("Q"))]

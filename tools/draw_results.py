@@ -145,7 +145,7 @@ def describe(modes):
 def run_named(measurements):
     runs = set(RUN.findall(measurements))
     if len(runs) != 1:
-        sys.exit(f"draw_results: docs/measurements.md names {len(runs)} runs that could have given {REPORT}, not one")
+        sys.exit(f"draw_results: docs/measurements.md must name one run that made {REPORT}, but names {len(runs)}")
     return runs.pop()
 
 

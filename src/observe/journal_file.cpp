@@ -96,13 +96,13 @@ class Reader {
   template <class Number>
   Number index(Number value, std::size_t limit) {
     if (value >= limit) {
-      refuse("is damaged: it refers to what it does not hold");
+      refuse("is damaged: it refers to entries that it does not contain");
     }
     return value;
   }
   [[nodiscard]] bool empty() const noexcept { return bytes_.empty(); }
   [[noreturn]] void refuse(const std::string& what) const {
-    throw UsageError("journal '" + path_ + "' " + what + "; write it anew (journal_bytes)");
+    throw UsageError("journal '" + path_ + "' " + what + "; write it again (journal_bytes)");
   }
 
  private:
@@ -121,8 +121,8 @@ std::string content_of(const std::string& path) {
   const auto memory =
       static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
   if (bytes > memory / kGrowth) {
-    throw UsageError("journal '" + path + "' has " + std::to_string(bytes) + " bytes, and this machine's memory of " +
-                     std::to_string(memory) + " does not hold it; check fewer steps");
+    throw UsageError("journal '" + path + "' has " + std::to_string(bytes) + " bytes, but this machine has only " +
+                     std::to_string(memory) + " bytes of memory; check fewer steps");
   }
   std::string content(static_cast<std::size_t>(bytes), 0);
   file.seekg(0);
@@ -173,7 +173,7 @@ Journal read_journal(const std::string& path) {
 Journal parse_journal(std::string_view content, const std::string& source) {
   Reader in(content, source);
   if (content.compare(0, kMagic.size(), kMagic) != 0) {
-    in.refuse("is no journal");
+    in.refuse("is not a journal");
   }
   (void)in.text(kMagic.size());
   if (const auto version = in.number<std::uint32_t>(); version < 1 || version > kVersion) {
@@ -220,7 +220,7 @@ Journal parse_journal(std::string_view content, const std::string& source) {
   for (const JournalOperation& operation : journal.operations) {
     const std::uint64_t held = journal.accesses.size();
     if (operation.first_access > held || operation.accesses > held - operation.first_access) {
-      in.refuse("is damaged: it refers to what it does not hold");
+      in.refuse("is damaged: it refers to entries that it does not contain");
     }
   }
   const auto expected = checksum(content.substr(0, content.size() - sizeof(std::uint64_t)));

@@ -138,7 +138,7 @@ TEST(Program, JournalsThatAreNoneAreRefused) {
   const ScratchFolder folder;
   expect_refusal({"check"}, 2, "journal");
   expect_refusal({"check", (folder.path() / "absent").string()}, 2, "No such file");
-  expect_refusal({"check", folder.write("text", "no journal at all, but long enough").string()}, 2, "is no journal");
+  expect_refusal({"check", folder.write("text", "no journal at all, but long enough").string()}, 2, "is not a journal");
   expect_refusal({"check", folder.write("cut", journal_bytes(Journal()).substr(0, 30)).string()}, 2, "is truncated");
   std::string newer = journal_bytes(Journal());
   newer[19] = 99;

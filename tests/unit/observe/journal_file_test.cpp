@@ -119,7 +119,7 @@ TEST_F(JournalFile, EveryChangedByteIsRefused) {
 TEST_F(JournalFile, WhatIsWrongIsSaid) {
   const std::string bytes = journal_bytes(sample());
   write("%PDF-1.7 and more than nineteen bytes");
-  EXPECT_NE(refusal().find("is no journal"), std::string::npos) << refusal();
+  EXPECT_NE(refusal().find("is not a journal"), std::string::npos) << refusal();
   std::string newer = bytes;
   newer[19] = 3;
   write(newer);
