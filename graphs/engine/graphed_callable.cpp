@@ -91,7 +91,7 @@ class GraphedCallable::Shared {
     for (const auto i : c10::irange(names.size())) {
       if (!found[i]) {
         throw UsageError(describe() + ": input \"" + names[i] + "\" is missing; give each of its inputs by name: " +
-                         listed(names) + " (an undefined tensor where it was undefined at the capture)");
+                         listed(names) + " (an undefined tensor if it was undefined at the capture)");
       }
     }
     return inputs;

@@ -134,7 +134,7 @@ class Subscription {
 class Subscription {
  public:
   [[nodiscard]] std::string begin() const {
-    return "this build had no CUPTI headers; build Sidestream where cupti_callbacks.h is beside cuda.h, or in CUDA's "
+    return "this build had no CUPTI headers; build Sidestream with cupti_callbacks.h beside cuda.h, or in CUDA's "
            "extras/CUPTI/include";
   }
   void end() const noexcept {}

@@ -63,7 +63,7 @@ using ReadyQueue = std::priority_queue<Ready, std::vector<Ready>, std::greater<>
 
 Simulation simulate(const std::vector<RecordedWork>& works, const Cost& cost) {
   if (!(cost.to_host_bandwidth > 0) || !(cost.to_device_bandwidth > 0) || !(cost.memory_bandwidth > 0)) {
-    throw UsageError("sim cost: a bandwidth is not positive; give bytes a second");
+    throw UsageError("sim cost: a bandwidth is not positive; give bytes per second");
   }
   std::vector<std::uint32_t> missing(works.size());
   std::vector<std::vector<std::uint32_t>> followers(works.size());

@@ -87,7 +87,7 @@ class CpuAllocator final : public c10::Allocator {
     }
     const Allocation& allocation = (*memory.logged_)[memory.next_++];
     if (allocation.bytes != bytes) {
-      throw Error("a replayed operator allocates " + std::to_string(bytes) + " bytes where it allocated " +
+      throw Error("a replayed operator allocates " + std::to_string(bytes) + " bytes, but it allocated " +
                   std::to_string(allocation.bytes) + " when it was captured; run it outside of the graph");
     }
     return allocation.address;
