@@ -17,6 +17,20 @@ struct ComparedByValue {};
 template <class T, class = void>
 struct ArgumentTraits {};
 
+/// Base of ArgumentTraits for a struct with tensors in it, which lists its members. One line at namespace scope:
+///
+///     template <> struct sidestream::ArgumentTraits<RoPE> : sidestream::Members<&RoPE::sin, &RoPE::cos> {};
+///
+/// Each member then is what it would be as an argument of its own: a tensor is an input, read anew by each replay, a value is a
+/// guard. A member may be a container, or a struct with ArgumentTraits of its own. `ss::call` takes the struct by value, in
+/// containers, and by pointer. The pointer may be null, and may point to a local variable; the function gets a pointer to const.
+///
+/// A member that borrows its memory does not compile. An aggregate lists all members in the order of their declaration, else it
+/// does not compile. Of another class (one with a constructor, say) the compiler cannot count the members: a capture freezes a
+/// member that is not listed, and Options::verify_replays finds that it has changed.
+template <auto... members>
+struct Members {};
+
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
 namespace detail {
 

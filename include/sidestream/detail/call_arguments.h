@@ -8,6 +8,7 @@
 #include "sidestream/detail/container_arguments.h"
 #include "sidestream/detail/module_arguments.h"
 #include "sidestream/detail/refused_arguments.h"
+#include "sidestream/detail/struct_arguments.h"
 #include "sidestream/owning.h"
 
 /// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
@@ -27,8 +28,9 @@ constexpr void check_argument() {
   static_assert(
       !pointer,
       "sidestream: an argument of ss::call is a pointer, and what it points to may end or change before the "
-      "capture runs: pass ss::stays(p) for a tensor or a value, which is kept, ss::stays(shared_ptr), which keeps "
-      "its target, the module itself for a module, or ss::outlives_engine(p), which promises that it stays");
+      "capture runs: list the members of a struct of tensors (sidestream::Members) and pass the pointer as it is, or "
+      "pass ss::stays(p) for a tensor or a value, which is kept, ss::stays(shared_ptr), which keeps its target, the "
+      "module itself for a module, or ss::outlives_engine(p), which promises that it stays");
   static_assert(!smart_pointer,
                 "sidestream: an argument of ss::call is a smart pointer to what is no module: pass the value, or "
                 "ss::stays(shared_ptr), which keeps its target and promises that what is read there stays as it is");
@@ -44,17 +46,30 @@ constexpr void check_argument() {
       "sidestream: an argument of ss::call has a type that is neither a tensor, a module, a value that the "
       "library knows (numbers, enums, strings, devices, ...) nor a container of these: a struct of your own joins "
       "with `template <> struct sidestream::ArgumentTraits<T> : sidestream::ComparedByValue {};` and an "
-      "operator==");
+      "operator==, one with tensors in it with `: sidestream::Members<&T::a, &T::b> {};`");
 }
 
-/// As which type an argument is taken apart: arrays of char are C strings, modules are references.
+template <class T, class = void>
+struct PlainPointer {
+  using type = T;
+};
+template <>
+struct PlainPointer<char*> {
+  using type = const char*;
+};
+template <class T>
+struct PlainPointer<T*, std::enable_if_t<lists_members<std::remove_cv_t<T>>>> {
+  using type = StructPointer<std::remove_cv_t<T>>;
+};
+
+/// As which type an argument is taken apart: arrays of char are C strings, modules are references, pointers to structs with listed
+/// members are the structs.
 template <class T>
 using Plain =
     std::conditional_t<std::is_lvalue_reference_v<T> && is_module<std::remove_reference_t<T>>,
-                       ModuleReference<std::remove_reference_t<T>>,
-                       std::conditional_t<std::is_same_v<std::decay_t<T>, char*>, const char*, std::decay_t<T>>>;
+                       ModuleReference<std::remove_reference_t<T>>, typename PlainPointer<std::decay_t<T>>::type>;
 
-/// What a function is given for an argument: modules by reference, all else as it is.
+/// What a function is given for an argument: modules by reference, structs as pointers to them, all else as it is.
 template <class T>
 const T& pass(const T& value) noexcept {
   return value;
@@ -62,6 +77,15 @@ const T& pass(const T& value) noexcept {
 template <class M>
 M& pass(const ModuleReference<M>& module) noexcept {
   return module.get();
+}
+
+template <class T>
+const T* pass(const StructPointer<T>& pointer) noexcept {
+  return pointer.get();
+}
+template <class T>
+const T* pass(const RebuiltTarget<T>& target) noexcept {
+  return target.get();
 }
 
 /// The state of a function: its type says the rest.
