@@ -23,7 +23,8 @@ constexpr std::size_t operator""_GiB(unsigned long long n) { return static_cast<
 }  // namespace literals
 
 /// What an OffloadEngine does. Names are dotted ("blocks.3.core_attn"); in patterns `*` is one component, `**` any number,
-/// "all" is `**`. A pattern that matches no call or scope of the sizing pass is a UsageError that lists the names there are.
+/// "all" is `**`. Braces hold alternatives and inclusive ranges of integers: "blocks.{0,4..20}.mlp", one pair between two dots.
+/// A pattern that matches no call or scope of the sizing pass is a UsageError that lists the names there are.
 class Options {
  public:
   explicit Options(c10::Device device) : device_(device) {}

@@ -1,8 +1,11 @@
 #include "offload/name_pattern.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstddef>
+#include <cstdint>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "sidestream/error.h"
@@ -13,16 +16,48 @@ namespace {
 
 constexpr std::size_t names_shown = 24;
 
-// The first component of `rest`, which is moved past it. Names have no empty components, so an empty rest is the end.
-std::string_view take_component(std::string_view& rest) noexcept {
-  const std::size_t dot = rest.find('.');
-  const std::string_view component = rest.substr(0, dot);
-  rest = dot == std::string_view::npos ? std::string_view() : rest.substr(dot + 1);
-  return component;
+// The part of `rest` before `end`, which is an index into it or npos; `rest` is moved past both.
+std::string_view take(std::string_view& rest, std::size_t end) noexcept {
+  const std::string_view part = rest.substr(0, end);
+  rest = end == std::string_view::npos ? std::string_view() : rest.substr(end + 1);
+  return part;
+}
+
+// Names have no empty components, so an empty rest is the end.
+std::string_view take_component(std::string_view& name) noexcept { return take(name, name.find('.')); }
+
+// The first `wanted` that does not stand between braces, or npos. A brace that is never closed encloses all that follows.
+std::size_t find_outside_braces(std::string_view pattern, char wanted) noexcept {
+  bool inside = false;
+  for (std::size_t i = 0; i < pattern.size(); ++i) {
+    if (!inside && pattern[i] == wanted) {
+      return i;
+    }
+    inside = inside ? pattern[i] != '}' : pattern[i] == '{';
+  }
+  return std::string_view::npos;
+}
+
+std::string_view take_pattern_component(std::string_view& pattern) noexcept {
+  return take(pattern, find_outside_braces(pattern, '.'));
+}
+
+std::string_view trimmed(std::string_view text) noexcept {
+  const std::size_t begin = text.find_first_not_of(" \t");
+  return begin == std::string_view::npos ? std::string_view()
+                                         : text.substr(begin, text.find_last_not_of(" \t") - begin + 1);
+}
+
+// Decimal digits without a sign or leading zeros, as containers name their modules.
+std::optional<std::uint64_t> integer(std::string_view text) noexcept {
+  std::uint64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool whole = error == std::errc() && end == text.data() + text.size();
+  return whole && (text.size() == 1 || text.front() != '0') ? std::optional(value) : std::nullopt;
 }
 
 // `*` within one component, by going back to the last star only.
-bool component_matches(std::string_view pattern, std::string_view text) noexcept {
+bool stars_match(std::string_view pattern, std::string_view text) noexcept {
   std::size_t p = 0, t = 0, star = std::string_view::npos, resume = 0;
   while (t < text.size()) {
     if (p < pattern.size() && pattern[p] == '*') {
@@ -44,6 +79,104 @@ bool component_matches(std::string_view pattern, std::string_view text) noexcept
   return p == pattern.size();
 }
 
+bool alternative_matches(std::string_view alternative, std::string_view text) noexcept {
+  const std::size_t dots = alternative.find("..");
+  if (dots == std::string_view::npos) {
+    return stars_match(alternative, text);
+  }
+  const auto first = integer(alternative.substr(0, dots)), last = integer(alternative.substr(dots + 2));
+  const auto value = integer(text);
+  return first && last && value && *first <= *value && *value <= *last;
+}
+
+bool any_alternative_matches(std::string_view alternatives, std::string_view text) noexcept {
+  while (!alternatives.empty()) {
+    if (alternative_matches(trimmed(take(alternatives, alternatives.find(','))), text)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// One component has one pair of braces at most: what stands in them matches some part of the text.
+bool component_matches(std::string_view pattern, std::string_view text) noexcept {
+  const std::size_t open = pattern.find('{'), close = pattern.find('}');
+  if (open == std::string_view::npos || close == std::string_view::npos || close < open) {
+    return stars_match(pattern, text);
+  }
+  const std::string_view before = pattern.substr(0, open), after = pattern.substr(close + 1);
+  const std::string_view alternatives = pattern.substr(open + 1, close - open - 1);
+  for (std::size_t begin = 0; begin <= text.size(); ++begin) {
+    if (!stars_match(before, text.substr(0, begin))) {
+      continue;
+    }
+    for (std::size_t end = begin; end <= text.size(); ++end) {
+      if (stars_match(after, text.substr(end)) &&
+          any_alternative_matches(alternatives, text.substr(begin, end - begin))) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+[[noreturn]] void refuse(const std::string& pattern, const std::string& why) {
+  throw UsageError("name pattern \"" + pattern + "\" " + why);
+}
+
+void check_alternative(const std::string& pattern, const std::string& alternative) {
+  const std::size_t dots = alternative.find("..");
+  if (alternative.empty()) {
+    refuse(pattern, "has an empty alternative in its braces; write names or ranges, such as {0,4..20}");
+  }
+  if (dots == std::string::npos) {
+    if (alternative.find('.') != std::string::npos) {
+      refuse(pattern,
+             "has a dot in its braces, which enclose a part of one component; write one pattern for each name");
+    }
+    return;
+  }
+  const auto first = integer(alternative.substr(0, dots)), last = integer(alternative.substr(dots + 2));
+  if (!first || !last) {
+    refuse(pattern, "has the range \"" + alternative +
+                        "\"; a range has an integer without leading zeros on either side, such as {4..20}");
+  }
+  if (*first > *last) {
+    refuse(pattern, "has the range \"" + alternative + "\", which is empty; write {" + std::to_string(*last) + ".." +
+                        std::to_string(*first) + "}");
+  }
+}
+
+void check_component(const std::string& pattern, std::string_view component) {
+  if (component.empty()) {
+    refuse(pattern, "has an empty component; write names such as blocks.*.core_attn");
+  }
+  const std::size_t open = component.find('{'), close = component.find('}');
+  if (open == std::string_view::npos && close == std::string_view::npos) {
+    return;
+  }
+  if (open == std::string_view::npos || close == std::string_view::npos || close < open) {
+    refuse(pattern, "has an opening or closing brace without the other; write both, such as blocks.{4..20}.mlp");
+  }
+  if (component.find('{', open + 1) != std::string_view::npos ||
+      component.find('}', close + 1) != std::string_view::npos) {
+    refuse(pattern, "has more than one pair of braces in one component; write one pattern for each alternative");
+  }
+  std::string_view alternatives = component.substr(open + 1, close - open - 1);
+  for (bool more = true; more;) {
+    more = alternatives.find(',') != std::string_view::npos;
+    check_alternative(pattern, std::string(trimmed(take(alternatives, alternatives.find(',')))));
+  }
+}
+
+void check_pattern(const std::string& pattern) {
+  std::string_view rest = pattern;
+  for (bool more = true; more;) {
+    more = find_outside_braces(rest, '.') != std::string_view::npos;
+    check_component(pattern, take_pattern_component(rest));
+  }
+}
+
 // "blocks.3.fc1" as "blocks.*.fc1", so that a list of names stays short.
 std::string numbers_as_stars(std::string_view name) {
   std::string out;
@@ -53,6 +186,33 @@ std::string numbers_as_stars(std::string_view name) {
       out += '.';
     }
     out += component.find_first_not_of("0123456789") == std::string_view::npos ? std::string_view("*") : component;
+  }
+  return out;
+}
+
+// The stars of "blocks.*.fc1" as the range of numbers that the known names have there, "blocks.{0..23}.fc1".
+std::string stars_as_ranges(std::string_view general, const std::vector<std::string>& known) {
+  struct Range {
+    std::uint64_t first = UINT64_MAX, last = 0;
+  };
+  std::vector<Range> ranges(1 + static_cast<std::size_t>(std::count(general.begin(), general.end(), '.')));
+  for (const std::string& name : known) {
+    if (numbers_as_stars(name) != general) {
+      continue;
+    }
+    std::string_view rest = name;
+    for (Range& range : ranges) {
+      if (const auto number = integer(take_component(rest))) {
+        range = {std::min(range.first, *number), std::max(range.last, *number)};
+      }
+    }
+  }
+  std::string out;
+  for (const Range& range : ranges) {
+    const std::string_view component = take_component(general);
+    out += out.empty() ? "" : ".";
+    out += range.first > range.last ? std::string(component)
+                                    : "{" + std::to_string(range.first) + ".." + std::to_string(range.last) + "}";
   }
   return out;
 }
@@ -89,12 +249,6 @@ std::string nearest(const std::string& pattern, const std::vector<std::string>& 
   return best;
 }
 
-std::string_view trimmed(std::string_view text) {
-  const std::size_t begin = text.find_first_not_of(" \t");
-  return begin == std::string_view::npos ? std::string_view()
-                                         : text.substr(begin, text.find_last_not_of(" \t") - begin + 1);
-}
-
 }  // namespace
 
 bool name_matches(std::string_view pattern, std::string_view name) noexcept {
@@ -102,7 +256,7 @@ bool name_matches(std::string_view pattern, std::string_view name) noexcept {
   bool stars = false;
   for (;;) {
     std::string_view pattern_rest = pattern;
-    const std::string_view want = take_component(pattern_rest);
+    const std::string_view want = take_pattern_component(pattern_rest);
     if (want == "**") {
       if (pattern_rest.empty()) {
         return true;
@@ -134,10 +288,7 @@ NamePatterns::NamePatterns(std::vector<std::string> patterns) : patterns_(std::m
     if (pattern == "all") {
       pattern = "**";
     }
-    if (pattern.empty() || pattern.front() == '.' || pattern.back() == '.' || pattern.find("..") != std::string::npos) {
-      throw UsageError("name pattern \"" + pattern +
-                       "\" has an empty component; write names such as blocks.*.core_attn");
-    }
+    check_pattern(pattern);
   }
 }
 
@@ -148,7 +299,7 @@ NamePatterns NamePatterns::parse(std::string_view list) {
   }
   std::vector<std::string> patterns;
   for (;;) {
-    const std::size_t comma = list.find(',');
+    const std::size_t comma = find_outside_braces(list, ',');
     const std::string_view pattern = trimmed(list.substr(0, comma));
     if (pattern == "off") {
       throw UsageError("\"off\" cannot be combined with other name patterns");
@@ -181,6 +332,10 @@ void NamePatterns::require_each_matches(const std::vector<std::string>& known) c
     std::string message = "name pattern \"" + pattern + "\" matches no scope";
     if (const std::string near = nearest(pattern, names, known); !near.empty()) {
       message += "; did you mean \"" + near + "\"?";
+    }
+    if (pattern.find('{') != std::string::npos) {  // which numbers there are may be what is wrong
+      std::transform(names.begin(), names.end(), names.begin(),
+                     [&](const std::string& name) { return stars_as_ranges(name, known); });
     }
     if (names.empty()) {
       throw UsageError(message + "; the step had no scopes at all");

@@ -9,14 +9,17 @@ namespace sidestream {
 ///
 /// `*` stands for one whole component, `**` for any number of components, none too; inside a component `*` stands for any
 /// run of characters ("fc*"). "all" is `**`. Matching is by whole names: "blocks.3" does not match "blocks.3.fc1".
+/// Braces hold alternatives and inclusive ranges of integers: "blocks.{0,4..20}.fc*". A component has one pair at most, and an
+/// integer of a name is decimal, without leading zeros.
 /// Threads: const calls from any.
 class NamePatterns {
  public:
   /// No pattern: matches nothing.
   NamePatterns() = default;
-  /// Throws: UsageError for an empty pattern or an empty component ("a..b").
+  /// Throws: UsageError for an empty pattern or component ("a..b"), and for braces that are not closed, are nested, or hold an
+  /// empty alternative, a dot or no range ("{4..}", "{20..4}").
   explicit NamePatterns(std::vector<std::string> patterns);
-  /// From a comma list, blanks around the names dropped; "" and "off" give no pattern. Throws: as the constructor.
+  /// From a comma list, blanks around the names dropped; commas in braces do not split it; "" and "off" give no pattern. Throws: as the constructor.
   [[nodiscard]] static NamePatterns parse(std::string_view list);
 
   [[nodiscard]] bool empty() const noexcept { return patterns_.empty(); }

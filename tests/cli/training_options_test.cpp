@@ -214,6 +214,12 @@ TEST(TrainingOptions, OffloadIsACommaListOfWhichTheLastCounts) {
   EXPECT_THROW((void)parsed_offload("--offload"), CLI::ParseError);
 }
 
+TEST(TrainingOptions, CommasInBracesDoNotSplitOffload) {
+  const auto patterns = [](const std::string& line) { return offload_patterns(with_names(parsed_offload(line))); };
+  EXPECT_EQ(patterns("--offload blocks.{1,5,8..12}.fc1,qkv"), (Names{"blocks.{1,5,8..12}.fc1", "blocks.*.qkv"}));
+  EXPECT_EQ(patterns("--offload blocks.{0,1}.{qkv,fc1}"), Names{"blocks.{0,1}.{qkv,fc1}"});
+}
+
 // CLI11 refuses an empty list or hands it on, by its version.
 TEST(TrainingOptions, OffloadOfNothingIsRefused) {
   for (const char* line : {"--offload ''", "--offload ,"}) {

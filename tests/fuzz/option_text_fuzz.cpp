@@ -30,25 +30,93 @@ bool matches_all(std::size_t pattern_size, std::size_t size, const IsRun& is_run
   return reached[size];
 }
 
-bool component_matches(std::string_view pattern, std::string_view component) {
+bool stars_match(std::string_view pattern, std::string_view component) {
   return matches_all(
       pattern.size(), component.size(), [&](std::size_t p) { return pattern[p] == '*'; },
       [&](std::size_t p, std::size_t i) { return pattern[p] == component[i]; });
 }
 
-std::vector<std::string_view> components(std::string_view text) {
+std::vector<std::string_view> split(std::string_view text, char at) {
   std::vector<std::string_view> parts;
   while (!text.empty()) {
-    const std::size_t dot = text.find('.');
-    parts.push_back(text.substr(0, dot));
-    text = dot == std::string_view::npos ? std::string_view() : text.substr(dot + 1);
+    const std::size_t end = text.find(at);
+    parts.push_back(text.substr(0, end));
+    text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
   }
   return parts;
 }
 
+/// The dots of ranges are no ends of components.
+std::vector<std::string_view> components(std::string_view pattern) {
+  std::vector<std::string_view> parts;
+  std::size_t begin = 0;
+  for (std::size_t i = 0; i <= pattern.size(); ++i) {
+    const std::string_view before = pattern.substr(0, i);
+    const bool inside = before.rfind('{') != std::string_view::npos &&
+                        (before.rfind('}') == std::string_view::npos || before.rfind('}') < before.rfind('{'));
+    if (i == pattern.size() || (pattern[i] == '.' && !inside)) {
+      parts.push_back(pattern.substr(begin, i - begin));
+      begin = i + 1;
+    }
+  }
+  return parts;
+}
+
+/// As numbers, by their digits: a shorter one is less.
+bool not_above(std::string_view a, std::string_view b) { return a.size() != b.size() ? a.size() < b.size() : a <= b; }
+
+bool is_number(std::string_view text) {
+  constexpr std::string_view kMost = "18446744073709551615";
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos &&
+         (text.size() == 1 || text.front() != '0') && not_above(text, kMost);
+}
+
+/// Every text that an alternative stands for in a component: itself, or the numbers of a range that are in the component.
+std::vector<std::string> texts_of(std::string_view alternative, std::string_view component) {
+  const std::size_t dots = alternative.find("..");
+  if (dots == std::string_view::npos) {
+    return {std::string(alternative)};
+  }
+  std::vector<std::string> numbers;
+  for (std::size_t i = 0; i < component.size(); ++i) {
+    for (std::size_t size = 1; size <= component.size() - i; ++size) {
+      const std::string_view part = component.substr(i, size);
+      if (is_number(part) && not_above(alternative.substr(0, dots), part) &&
+          not_above(part, alternative.substr(dots + 2))) {
+        numbers.emplace_back(part);
+      }
+    }
+  }
+  return numbers;
+}
+
+/// With each alternative written in place of the braces.
+bool component_matches(std::string_view pattern, std::string_view component) {
+  const std::size_t open = pattern.find('{');
+  if (open == std::string_view::npos) {
+    return stars_match(pattern, component);
+  }
+  const std::size_t close = pattern.find('}');
+  for (std::string_view alternative : split(pattern.substr(open + 1, close - open - 1), ',')) {
+    while (alternative.find_first_of(" \t") == 0) {
+      alternative.remove_prefix(1);
+    }
+    while (alternative.find_last_of(" \t") == alternative.size() - 1) {
+      alternative.remove_suffix(1);
+    }
+    for (const std::string& text : texts_of(alternative, component)) {
+      const std::string written = std::string(pattern.substr(0, open)) + text + std::string(pattern.substr(close + 1));
+      if (stars_match(written, component)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
 bool pattern_matches(std::string_view text, std::string_view name_text) {
   const std::vector<std::string_view> pattern = components(text);
-  const std::vector<std::string_view> name = components(name_text);
+  const std::vector<std::string_view> name = split(name_text, '.');
   return matches_all(
       pattern.size(), name.size(), [&](std::size_t p) { return pattern[p] == "**"; },
       [&](std::size_t p, std::size_t i) { return component_matches(pattern[p], name[i]); });

@@ -80,8 +80,26 @@ std::vector<std::string_view> scopes_of(std::string_view model) {
   return scopes;
 }
 
+namespace {
+
+/// The option's commas also split a list in braces: what follows an open one is put back to it.
+std::vector<std::string> with_whole_braces(const std::vector<std::string>& pieces) {
+  std::vector<std::string> names;
+  for (const std::string& piece : pieces) {
+    if (!names.empty() && names.back().rfind('{') != std::string::npos &&
+        names.back().find('}', names.back().rfind('{')) == std::string::npos) {
+      names.back() += "," + piece;
+    } else {
+      names.push_back(piece);
+    }
+  }
+  return names;
+}
+
+}  // namespace
+
 std::vector<std::string> offload_patterns(const TrainingOptions& options) {
-  const std::vector<std::string>& names = options.offload;
+  const std::vector<std::string> names = with_whole_braces(options.offload);
   if (names == std::vector<std::string>{"off"}) {
     return {};
   }
@@ -95,7 +113,7 @@ std::vector<std::string> offload_patterns(const TrainingOptions& options) {
   }
   std::vector<std::string> patterns;
   for (const std::string& name : names) {
-    if (name.find_first_of(".*") != std::string::npos) {
+    if (name.find_first_of(".*{") != std::string::npos) {
       patterns.push_back(name);
     } else if (std::find(scopes.begin(), scopes.end(), name) != scopes.end()) {
       patterns.push_back(pattern_of(options, name));

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include "expect_throws.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -66,6 +67,34 @@ TEST(NamePattern, ComponentsAndWildcards) {
            {"a*b", "acb.b", false},
            {"blocks.1*.fc?", "blocks.10.fc1", false},
            {"a", "", false},
+           {"blocks.{4..20}", "blocks.4", true},
+           {"blocks.{4..20}", "blocks.12", true},
+           {"blocks.{4..20}", "blocks.20", true},
+           {"blocks.{4..20}", "blocks.3", false},
+           {"blocks.{4..20}", "blocks.21", false},
+           {"blocks.{4..20}", "blocks.200", false},
+           {"blocks.{4..20}", "blocks.04", false},
+           {"blocks.{4..20}", "blocks.+4", false},
+           {"blocks.{4..20}", "blocks.4.mlp", false},
+           {"blocks.{4..20}", "blocks", false},
+           {"blocks.{4..20}.mlp", "blocks.9.mlp", true},
+           {"blocks.{0..0}", "blocks.0", true},
+           {"blocks.{0..18446744073709551615}", "blocks.18446744073709551616", false},
+           {"blocks.{1,5,8..12}.mlp", "blocks.5.mlp", true},
+           {"blocks.{1,5,8..12}.mlp", "blocks.8.mlp", true},
+           {"blocks.{1,5,8..12}.mlp", "blocks.6.mlp", false},
+           {"blocks.{ 1, 5 }.mlp", "blocks.5.mlp", true},
+           {"blocks.{2..3}.{qkv,fc*}", "blocks.3.fc1", true},
+           {"blocks.{2..3}.{qkv,fc*}", "blocks.3.proj", false},
+           {"expert{0..11}_fc1", "expert11_fc1", true},
+           {"expert{0..11}_fc1", "expert12_fc1", false},
+           {"expert{0..1}*", "expert11_fc1", true},
+           {"*{7..9}", "layer19", true},
+           {"*{7..9}", "layer1", false},
+           {"**.{fc1,fc2}", "blocks.0.fc2", true},
+           {"{a,b}.**", "b.c.d", true},
+           {"{a}", "a", true},
+           {"{a}", "{a}", false},
        }) {
     EXPECT_EQ(name_matches(one.pattern, one.name), one.matches) << one.pattern << " on " << one.name;
   }
@@ -99,6 +128,53 @@ TEST(NamePatterns, RefusesMalformedOnes) {
     EXPECT_THROW((void)NamePatterns::parse(list), UsageError) << list;
   }
   EXPECT_THROW(NamePatterns({""}), UsageError);
+}
+
+TEST(NamePatterns, CommasInBracesDoNotSplitAList) {
+  const NamePatterns list = NamePatterns::parse("blocks.{1,5,8..12}.mlp, head,{a, b}");
+  EXPECT_EQ(list.patterns(), (std::vector<std::string>{"blocks.{1,5,8..12}.mlp", "head", "{a, b}"}));
+  EXPECT_TRUE(list.matches("blocks.12.mlp"));
+  EXPECT_TRUE(list.matches("b"));
+  EXPECT_FALSE(list.matches("blocks.13.mlp"));
+}
+
+TEST(NamePatterns, RefusesMalformedBracesWithTheRemedy) {
+  struct Case {
+    const char* list;
+    const char* remedy;
+  };
+  for (const Case& one : std::vector<Case>{
+           {"blocks.{4..}", "an integer without leading zeros on either side, such as {4..20}"},
+           {"blocks.{..4}", "the range \"..4\""},
+           {"blocks.{..}", "the range \"..\""},
+           {"blocks.{4...20}", "the range \"4...20\""},
+           {"blocks.{4..8..20}", "the range \"4..8..20\""},
+           {"blocks.{04..20}", "without leading zeros"},
+           {"blocks.{-1..3}", "the range \"-1..3\""},
+           {"blocks.{a..c}", "the range \"a..c\""},
+           {"blocks.{0..18446744073709551616}", "the range \"0..18446744073709551616\""},
+           {"blocks.{20..4}", "which is empty; write {4..20}"},
+           {"blocks.{4..20.mlp", "without the other; write both, such as blocks.{4..20}.mlp"},
+           {"blocks.4..20}.mlp", "empty component"},
+           {"blocks.4}.mlp", "write both"},
+           {"blocks.}4{", "write both"},
+           {"blocks.{4,head", "write both"},
+           {"{{4}}", "more than one pair of braces"},
+           {"expert{0,1}_fc{1,2}", "more than one pair of braces in one component; write one pattern for each"},
+           {"blocks.{}", "an empty alternative"},
+           {"blocks.{1,}", "an empty alternative in its braces; write names or ranges"},
+           {"blocks.{1,,2}", "an empty alternative"},
+           {"{blocks.0,head}", "has a dot in its braces"},
+       }) {
+    EXPECT_THROWS(UsageError, one.remedy, (void)NamePatterns::parse(one.list)) << one.list;
+  }
+}
+
+TEST(NamePatterns, ARangeThatMatchesNothingListsTheNumbersThereAre) {
+  const std::vector<std::string> known{"blocks.2.mlp", "blocks.0.mlp", "blocks.11.mlp", "blocks.x.mlp", "head"};
+  EXPECT_EQ(refusal(NamePatterns::parse("blocks.{3..40}.mlp"), known), "");
+  const std::string message = refusal(NamePatterns::parse("blocks.{12..40}.mlp"), known);
+  EXPECT_NE(message.find("blocks.{0..11}.mlp, blocks.x.mlp, head"), std::string::npos) << message;
 }
 
 TEST(NamePatterns, EachMustMatchANameThatThereIs) {
