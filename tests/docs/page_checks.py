@@ -1,0 +1,161 @@
+"""Checks of the documents. Each takes text and gives the problems it finds, as lines that say what to do."""
+import difflib
+import json
+import re
+
+FENCE = re.compile(r"^(```|~~~).*?^\1 *$", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
+LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|\b(?:src|href)=\"([^\"]+)\"")
+DOCUMENT = re.compile(r"\bdocs/[\w./-]+\.(?:md|svg|json)\b")
+HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)? *$", re.MULTILINE)
+MEASUREMENT = re.compile(r"docs/measurements/[\w.-]+\.json")
+FIGURE = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: ?(ms|s|MiB|GiB|%)(?!\w))?(?![\w.,-]*\d)(?![\w-])")
+# What a measurement may have to be multiplied by to be in a figure's unit.
+FACTORS = {"ms": (1, 1e3), "s": (1, 1e-3), "MiB": (1, 2 ** -20, 2 ** 10), "GiB": (1, 2 ** -30, 2 ** -10), "%": (1, 100), None: (1,)}
+
+
+def blanked(text):
+    """The text with what is no prose replaced by spaces, so that places in it stay."""
+    def spaces(match):
+        return re.sub(r"[^\n]", " ", match[0])
+
+    return INLINE_CODE.sub(spaces, FENCE.sub(spaces, text))
+
+
+def anchors(page):
+    """The anchors that GitHub gives the headings of a page."""
+    found = []
+    for heading in HEADING.findall(FENCE.sub("", page)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        same = sum(1 for other in found if re.fullmatch(re.escape(anchor) + r"(-\d+)?", other))
+        found.append(f"{anchor}-{same}" if same else anchor)
+    return found
+
+
+def links(root, name, page):
+    """Each relative link leads to a file, and to a heading of it where it names one."""
+    problems = []
+    text = blanked(page)
+    for match in LINK.finditer(text):
+        target = match[1] or match[2]
+        if re.match(r"[a-z]+:", target):
+            continue
+        where = f"{name}, line {text.count(chr(10), 0, match.start()) + 1}: the link '{target}'"
+        path, _, anchor = target.partition("#")
+        file = (root / name).parent / path if path else root / name
+        if path and not file.exists():
+            problems.append(f"{where} leads to no file; correct its path, or remove it")
+        elif anchor and file.suffix == ".md":
+            there = anchors(file.read_text() if path else page)
+            if anchor not in there:
+                near = difflib.get_close_matches(anchor, there, 1, 0)
+                problems.append(f"{where} leads to no heading of {file.name}; the nearest there is '#{near[0] if near else ''}'")
+    return problems
+
+
+def mentions(root, name, text):
+    """Each document that a source names by its path exists."""
+    return [f"{name}, line {text.count(chr(10), 0, match.start()) + 1}: names {match[0]}, which does not exist; name the document "
+            "that has its text now" for match in DOCUMENT.finditer(text) if not (root / match[0]).exists()]
+
+
+def long_cells(name, page, most):
+    """No cell of a table is longer than that many characters."""
+    problems = []
+    for number, line in enumerate(FENCE.sub(lambda m: "\n" * m[0].count("\n"), page).splitlines(), 1):
+        if line.startswith("|"):
+            for cell in re.split(r"(?<!\\)\|", line.strip().strip("|")):
+                cell = cell.strip()
+                if len(cell) > most:
+                    problems.append(f"{name}, line {number}: a cell has {len(cell)} characters, at most {most} are allowed; let it say "
+                                    f"one thing, and put the rest below its table: {cell[:50]}...")
+    return problems
+
+
+def too_long(name, page, most):
+    lines = len(page.splitlines())
+    return [f"{name} has {lines} lines, at most {most} are allowed; move what is no first step to docs/reference.md"] if lines > most else []
+
+
+def numbers_of(value):
+    """All numbers of a JSON value, those in texts of it too."""
+    if isinstance(value, bool) or value is None:
+        return []
+    if isinstance(value, (int, float)):
+        return [float(value)]
+    if isinstance(value, str):
+        return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", value)]
+    return [number for part in (value.values() if isinstance(value, dict) else value) for number in numbers_of(part)]
+
+
+def stands_in(figure, unit, numbers):
+    """True when some measurement, in the figure's unit and rounded as it is, is the figure."""
+    decimals = len(figure.partition(".")[2])
+    shown = float(figure.replace(",", ""))
+    half = 0.5000001 * 10 ** -decimals
+    return any(abs(number * factor - shown) <= half for number in numbers for factor in FACTORS[unit])
+
+
+def blocks_of(page):
+    """The first line's number and the lines of each paragraph, table and heading."""
+    block, first = [], 0
+    for number, line in enumerate([*page.splitlines(), ""], 1):
+        if line.strip():
+            first = first if block else number
+            block.append(line)
+        elif block:
+            yield first, block
+            block = []
+
+
+def readme_figures(root, page):
+    """Each picture, and each table with measured times or sizes, is followed by a link to the JSON file that its figures come from.
+
+    The link comes before the next picture, table of figures or heading. The file exists, and has each figure of the table.
+    """
+    problems = []
+    shown = []  # pictures and tables without a file so far: their line, and their figures
+    text = FENCE.sub(lambda m: "\n" * m[0].count("\n"), page)
+
+    def unproved():
+        return [f"README.md, line {line}: a picture or table of figures has no link to its measurements before the next one; name the "
+                "file below it, as in [measurements](docs/measurements/NAME.json)" for line, _ in shown]
+
+    for line, block in blocks_of(text):
+        joined = "\n".join(block)
+        table = block[0].startswith("|")
+        figures = [match.groups() for row in block[2:] for cell in row.split("|") if not re.search(r"\]\(", cell)
+                   for match in FIGURE.finditer(cell.replace("*", ""))] if table else []
+        measured = any(unit for _, unit in figures)
+        if block[0].startswith("#") or "![" in joined or "<img" in joined or measured:
+            problems += unproved()
+            shown = []
+        if "![" in joined or "<img" in joined or measured:
+            shown.append((line, figures if measured else []))
+        files = [] if table else MEASUREMENT.findall(joined)
+        numbers = []
+        for file in files:
+            if (root / file).exists():
+                numbers += numbers_of(json.loads((root / file).read_text()))
+            else:
+                problems.append(f"README.md, line {line}: {file} does not exist; add the measurement, or name the file that has it")
+        if numbers:
+            for at, of in shown:
+                problems += [f"README.md, table at line {at}: {figure}{' ' + unit if unit else ''} is not in {' or '.join(files)}; "
+                             "correct the figure, or add its measurement" for figure, unit in of if not stands_in(figure, unit, numbers)]
+        if files:
+            shown = []
+    return problems + unproved()
+
+
+def quoted_messages(page, texts):
+    """Each text in code in the first column of a table is a part of what the sources say."""
+    problems = []
+    for number, line in enumerate(page.splitlines(), 1):
+        if line.startswith("|"):
+            for fragment in re.findall(r"`([^`]+)`", re.split(r"(?<!\\)\|", line)[1]):
+                if fragment not in texts:
+                    problems.append(f"docs/troubleshooting.md, line {number}: no source says '{fragment}'; quote the message as it is "
+                                    "now, or remove the row")
+    return problems

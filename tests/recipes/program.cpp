@@ -1,0 +1,332 @@
+// The code blocks of docs/recipes.md, each in a function that runs it and checks what the page says of it. recipes_test.py puts the
+// block in the place of its line "//@ NAME", and compiles the result.
+//
+//   recipes NAME        runs one recipe; without a name it lists them
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <sidestream/testing/simulator.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <functional>
+#include <iostream>
+#include <limits>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+//@ model
+
+namespace {
+
+constexpr int64_t kWidth = 64, kLength = 128;
+
+void check(bool holds, const std::string& statement) {
+  if (!holds) {
+    throw std::runtime_error("this should hold: " + statement);
+  }
+}
+
+struct Batch {
+  at::Tensor data, target;
+};
+
+Batch batch_of(c10::Device device, int64_t length = kLength) {
+  const at::Tensor x = at::randn({8, length, kWidth});
+  return {x.to(device), x.cos().to(device)};
+}
+
+std::vector<Batch> batches(c10::Device device, int count) {
+  std::vector<Batch> all;
+  for (int i = 0; i < count; ++i) {
+    all.push_back(batch_of(device));
+  }
+  return all;
+}
+
+void seed(c10::Device device, uint64_t value = 1) {
+  torch::manual_seed(value);
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  generator.set_current_seed(value);
+}
+
+Model model_of(c10::Device device, int64_t layers = 4) {
+  seed(device);
+  Model model(layers, kWidth);
+  model->to(device);
+  return model;
+}
+
+std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& tensor : tensors) {
+    copies.push_back(tensor.detach().to(at::kCPU).clone());
+  }
+  return copies;
+}
+
+bool equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  bool same = a.size() == b.size() && !a.empty();
+  for (std::size_t i = 0; same && i < a.size(); ++i) {
+    same = at::equal(a[i], b[i]);
+  }
+  return same;
+}
+
+void first_step_out_of_memory(c10::Device device) {
+  Model model = model_of(device, 12);
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  std::vector<Batch> loader = batches(device, 4);
+  ss::reset_memory_peaks(device);
+  model->loss(loader[0].data, loader[0].target).backward();
+  optimizer.zero_grad();
+  ss::release_cached_memory(device);
+  ss::set_memory_limit(device, static_cast<std::size_t>(ss::memory_use(device).reserved_peak) * 3 / 4);
+  bool fits = true;
+  try {
+    model->loss(loader[0].data, loader[0].target).backward();
+  } catch (const std::exception&) {
+    fits = false;
+  }
+  check(!fits, "plain training runs out of memory");
+  optimizer.zero_grad();
+  //@ first step out of memory
+  check(report.first_step_peak_bytes < report.sizing_peak_bytes, "the first step already takes less");
+  check(report.steps == 4 && report.replays == 24, "all steps fit");
+}
+
+void layers_4_to_20(c10::Device device) {
+  Model model = model_of(device, 24);
+  std::vector<Batch> loader = batches(device, 3);
+  //@ layers 4 to 20
+  std::size_t offloaded = 0;
+  for (const ss::GroupReport& group : engine.report().groups) {
+    const auto dot = group.name.find('.', 7);
+    const int layer = std::atoi(group.name.substr(7, dot - 7).c_str());
+    const bool named = group.name.substr(dot) == ".mlp" && layer >= 4 && layer <= 20;
+    check(named || group.offloaded_bytes == 0, group.name + " is not named and stays");
+    offloaded += group.offloaded_bytes > 0 ? 1 : 0;
+  }
+  check(offloaded >= 12, "most of the groups that are named are offloaded");
+}
+
+void validation_outside_of_a_step(c10::Device device) {
+  Model model = model_of(device);
+  std::vector<Batch> loader = batches(device, 3), held_out = batches(device, 2);
+  ss::OffloadEngine engine(*model, ss::Options(device).graph("blocks.*").offload("blocks.*.mlp"));
+  at::Tensor total = at::zeros({}, device);
+  for (auto& batch : loader) {
+    {
+      auto step = engine.step();
+      model->loss(batch.data, batch.target).backward();
+    }
+    //@ validation outside of a step
+  }
+  check(engine.report().eager_calls == 4, "no call but those of the first step ran eagerly in a step");
+  check(model->is_training() && !total.requires_grad() && total.item<float>() > 0, "the validation pass has a loss");
+}
+
+void validation_inside_of_a_step(c10::Device device) {
+  Model model = model_of(device);
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  std::vector<Batch> loader = batches(device, 4), held_out = batches(device, 2);
+  at::Tensor total = at::zeros({}, device);
+  //@ validation inside of a step
+  check(engine.report().captures == 4 * 3, "each block has graphs of its forward, its backward and its validation");
+  check(engine.report().replays == 4 * 2 + 2 * 4, "training and validation replay");
+}
+
+void four_microbatches(c10::Device device) {
+  const int steps = 4;
+  const auto next_batch = [&] { return batch_of(device); };
+  std::vector<at::Tensor> ours;
+  {
+    Model model = model_of(device);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    //@ four microbatches
+    check(engine.report().captures == 4 * 2, "one capture of each block serves all microbatches");
+    ours = values_of(model->parameters());
+  }
+  Model model = model_of(device);
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  for (int i = 0; i < steps; ++i) {
+    for (int m = 0; m < 4; ++m) {
+      auto batch = next_batch();
+      (model->loss(batch.data, batch.target) / 4).backward();
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  check(equal(ours, values_of(model->parameters())), "the weights are plain training's bit for bit");
+}
+
+void bf16_autocast(c10::Device device) {
+  Model model = model_of(device);
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  std::vector<Batch> loader = batches(device, 3);
+  //@ bf16 autocast
+  check(!at::autocast::is_autocast_enabled(device.type()), "the region has ended");
+  check(engine.report().replays == 8, "the steps replay");
+}
+
+void clipping(c10::Device device) {
+  std::vector<at::Tensor> ours, norms;
+  {
+    Model model = model_of(device);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    ss::OffloadEngine engine(*model, ss::Options(device).graph("blocks.*"));
+    for (int i = 0; i < 3; ++i) {
+      auto batch = batch_of(device);
+      //@ clipping
+      norms.push_back(norm);
+    }
+    ours = values_of(model->parameters());
+  }
+  Model model = model_of(device);
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  for (int i = 0; i < 3; ++i) {
+    auto batch = batch_of(device);
+    model->loss(batch.data, batch.target).backward();
+    const double norm = torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
+    check(norm == norms[static_cast<std::size_t>(i)].item<float>(), "both give the same norm");
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  check(equal(ours, values_of(model->parameters())), "both clip to the same gradients");
+}
+
+void adamw_with_call(c10::Device device) {
+  Model model = model_of(device);
+  std::vector<Batch> loader = batches(device, 3);
+  //@ AdamW with ss::call
+  check(engine.report().replays == 8, "the steps replay");
+}
+
+void adamw_in_a_graphed_step(c10::Device device) {
+  const int steps = 3;
+  Model model = model_of(device);
+  const std::vector<at::Tensor> before = values_of(model->parameters());
+  const auto next_batch = [&] { return batch_of(device); };
+  //@ AdamW in a graphed step
+  check(train.captures() == 1 && train.offloaded_bytes() > 0, "one graph, with its copies");
+  check(!equal(before, values_of(model->parameters())), "it trains");
+}
+
+//@ save
+
+//@ resume
+
+/// Losses, gradients and weights of so many steps.
+std::vector<at::Tensor> train(Model& model, torch::optim::AdamW& optimizer, ss::OffloadEngine& engine, c10::Device device,
+                              int steps) {
+  std::vector<at::Tensor> seen;
+  for (int i = 0; i < steps; ++i) {
+    auto batch = batch_of(device);
+    auto step = engine.step();
+    at::Tensor loss = model->loss(batch.data, batch.target);
+    loss.backward();
+    seen.push_back(loss);
+    for (const at::Tensor& parameter : model->parameters()) {
+      seen.push_back(parameter.grad().clone());
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+    for (const at::Tensor& parameter : model->parameters()) {
+      seen.push_back(parameter.detach().clone());
+    }
+  }
+  return values_of(seen);
+}
+
+void save_and_resume(c10::Device device) {
+  const auto options = ss::Options(device).graph("blocks.*").offload("blocks.*.mlp");
+  std::vector<at::Tensor> unbroken;
+  {
+    Model model = model_of(device);
+    torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
+    ss::OffloadEngine engine(*model, options);
+    train(model, optimizer, engine, device, 2);
+    save(".", model, optimizer, device);
+    unbroken = train(model, optimizer, engine, device, 2);
+  }
+  seed(device, 7);
+  Model model(4, kWidth);
+  model->to(device);
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
+  resume(".", model, optimizer, device);
+  ss::OffloadEngine engine(*model, options);
+  check(equal(train(model, optimizer, engine, device, 2), unbroken),
+        "losses, gradients and weights after resume are those of the unbroken run, bit for bit");
+}
+
+void variable_sequence_lengths(c10::Device device) {
+  Model model = model_of(device);
+  std::vector<Batch> loader;
+  for (const int64_t length : {160, 128, 100, 180, 60, 120, 64, 190}) {
+    loader.push_back(batch_of(device, length));
+  }
+  //@ variable sequence lengths
+  check(engine.report().captures == 3 * 4 * 2, "three padded lengths, each captured once");
+}
+
+void how_much_would_be_saved(c10::Device device) {
+  Model model = model_of(device);
+  const auto next_batch = [&] { return batch_of(device); };
+  //@ how much would be saved
+  check(report.step_peak_bytes < report.sizing_peak_bytes && report.offloaded_bytes > 0 && hidden > 0, "the figures are there");
+  check(report.saved_bytes >= report.offloaded_bytes, "no more is offloaded than was saved");
+}
+
+/// The first step asks nobody, so that no process group is needed here.
+void several_ranks(c10::Device device) {
+  Model model = model_of(device);
+  const c10::intrusive_ptr<c10d::ProcessGroup> group;
+  //@ several ranks
+  auto batch = batch_of(device);
+  auto step = engine.step();
+  model->loss(batch.data, batch.target).backward();
+  step.finish();
+}
+
+void where_the_host_waits(c10::Device device) {
+  Model model = model_of(device);
+  std::vector<Batch> loader = batches(device, 4);
+  //@ where the host waits
+  check(engine.report().syncs_found == 0, "this model makes no host wait");
+}
+
+const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
+    {"first step out of memory", first_step_out_of_memory},
+    {"layers 4 to 20", layers_4_to_20},
+    {"validation outside of a step", validation_outside_of_a_step},
+    {"validation inside of a step", validation_inside_of_a_step},
+    {"four microbatches", four_microbatches},
+    {"bf16 autocast", bf16_autocast},
+    {"clipping", clipping},
+    {"AdamW with ss::call", adamw_with_call},
+    {"AdamW in a graphed step", adamw_in_a_graphed_step},
+    {"save and resume", save_and_resume},
+    {"variable sequence lengths", variable_sequence_lengths},
+    {"how much would be saved", how_much_would_be_saved},
+    {"several ranks", several_ranks},
+    {"where the host waits", where_the_host_waits},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  if (argc < 2) {
+    for (const auto& [name, run] : kRecipes) {
+      std::cout << name << '\n';
+    }
+    return 0;
+  }
+  kRecipes.at(argv[1])(ss::find_device("sim"));
+} catch (const std::exception& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
+}
