@@ -38,12 +38,6 @@ class SIDESTREAM_API CaptureError : public Error {
   using Error::Error;
 };
 
-/// What the sizing pass saw cannot be planned for, or a step no longer matches the plan.
-class SIDESTREAM_API PlanError : public Error {
- public:
-  using Error::Error;
-};
-
 /// A replay gave other numbers than the same call run eagerly (Options::verify_replays). Says which call, which of its outputs,
 /// buffers or gradients, and the first element that differs with both values. The engine stays usable.
 class SIDESTREAM_API VerificationError : public Error {

@@ -34,7 +34,7 @@ class CopyingSource final : public SavedTensorSource {
       ~Hooks() override { source_.alive -= 1; }
       void call_pack_hook(const at::Tensor& tensor) override {
         if (source_.fail_pack) {
-          throw PlanError("pack refuses");
+          throw CaptureError("pack refuses");
         }
         source_.packs += 1;
         source_.with_history += tensor.requires_grad() ? 1 : 0;
@@ -168,7 +168,7 @@ TEST_F(AutogradEngine, ErrorsOfHooksKeepTheirType) {
   {
     const SavedTensorGuard guard(&source);
     source.fail_pack = true;
-    EXPECT_THROW((void)x.mul(x), PlanError);
+    EXPECT_THROW((void)x.mul(x), CaptureError);
     source.fail_pack = false;
   }
   at::Tensor y;

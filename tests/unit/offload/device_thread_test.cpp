@@ -39,7 +39,7 @@ class RoundTrip final : public SavedTensorSource {
         const c10::Storage& storage = tensor.storage();
         lease_ = trip_.arena_.lease(storage.nbytes());
         if (!lease_) {
-          throw PlanError("no room");
+          throw CaptureError("no room");
         }
         const c10::Stream stream = trip_.runtime_.current_stream();
         lease_.wait_before_use(stream);
@@ -49,7 +49,7 @@ class RoundTrip final : public SavedTensorSource {
       at::Tensor call_unpack_hook() override {
         trip_.unpack_thread = std::this_thread::get_id();
         if (trip_.fail) {
-          throw PlanError("reload refused");
+          throw CaptureError("reload refused");
         }
         const c10::Stream stream = trip_.runtime_.current_stream();
         c10::Storage storage = allocate_storage(trip_.runtime_.device(), lease_.bytes());
@@ -118,7 +118,7 @@ TEST_F(DeviceThread, ErrorsOfUnpackReachTheCallerWithTheirType) {
     y = x.mul(x).sum();
   }
   trip.fail = true;
-  EXPECT_THROW(torch::autograd::grad({y}, {x}), PlanError);
+  EXPECT_THROW(torch::autograd::grad({y}, {x}), CaptureError);
   trip.fail = false;
   EXPECT_NO_THROW(torch::autograd::grad({x.mul(x).sum()}, {x})) << "the device thread is unusable after an error";
 }

@@ -259,8 +259,8 @@ TEST_F(RecorderTest, ScopesLeftByAnExceptionEndNoGroup) {
       const at::Tensor h = (x_ * 2).exp();
       const OffloadScope inner("inner");
       (void)h.tanh();
-      throw PlanError("the model broke");
-    } catch (const PlanError&) {
+      throw CaptureError("the model broke");
+    } catch (const CaptureError&) {
     }
     EXPECT_EQ(pass->depth(), 1U);
     EXPECT_TRUE(mover_->ended.empty());
