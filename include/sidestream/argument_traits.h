@@ -4,16 +4,17 @@
 
 namespace sidestream {
 
-/// Base of ArgumentTraits for a type that is compared with its `==`.
+/// Base of ArgumentTraits for a type whose values are compared with its `==`.
 struct ComparedByValue {};
 
-/// Says that values of `T` may be arguments of `ss::call`: a copy of one is kept by a capture, and compared with what later calls
-/// are given. One line at namespace scope, where `T` has `==`:
+/// Makes values of `T` arguments of `ss::call`: a capture keeps a copy of the value and compares it with those of later calls.
+///
+/// If `T` has `==`, one line at namespace scope suffices:
 ///
 ///     template <> struct sidestream::ArgumentTraits<Config> : sidestream::ComparedByValue {};
 ///
-/// else with a `static bool equal(const T&, const T&)` in place of the base. `T` owns all that it holds, holds no tensors (pass
-/// them beside it: they are inputs), and a copy of a value equals it, also where it holds a NaN.
+/// Else the specialisation has a `static bool equal(const T&, const T&)` in place of the base. `T` must own all that it holds, and must
+/// hold no tensors: pass those beside it, as inputs. A copy of a value must equal the value, even if it holds a NaN.
 template <class T, class = void>
 struct ArgumentTraits {};
 
@@ -31,7 +32,7 @@ struct ArgumentTraits {};
 template <auto... members>
 struct Members {};
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace detail {
 
 template <class T, class = void>
@@ -40,7 +41,7 @@ template <class T>
 struct HasEqual<T, std::void_t<decltype(ArgumentTraits<T>::equal(std::declval<const T&>(), std::declval<const T&>()))>>
     : std::true_type {};
 
-/// Types that the user has let join.
+/// True for types with ArgumentTraits.
 template <class T>
 constexpr bool joined = std::is_base_of_v<ComparedByValue, ArgumentTraits<T>> || HasEqual<T>::value;
 
@@ -50,8 +51,8 @@ template <class T>
 struct HasEquality<T, std::void_t<decltype(bool(std::declval<const T&>() == std::declval<const T&>()))>>
     : std::true_type {};
 
-/// Types that are values by themselves: a copy owns all that it holds, and `equal` is an equivalence that every value fulfils
-/// with its copy. Floating-point numbers are compared by their bits, so that a NaN equals itself and -0 differs from 0.
+/// Types that are values without ArgumentTraits: a copy owns all that it holds, and `equal` holds for a value and its copy.
+/// Floating-point numbers are compared by their bits, so a NaN equals itself and -0 differs from 0.
 template <class T, class = void>
 struct ListedValue : std::false_type {};
 
@@ -77,7 +78,7 @@ bool equal_values(const T& a, const T& b) {
   }
 }
 
-/// Types without members hold nothing: tags, captureless lambdas, std::nullopt.
+/// Types without members: tags, lambdas without captures, std::nullopt.
 template <class T>
 constexpr bool is_stateless = std::is_empty_v<T>&& std::is_trivially_copyable_v<T>;
 template <class T>

@@ -16,45 +16,59 @@
 
 namespace sidestream {
 
-/// Inputs fit no bucket: an eager run with one warning a callable, a UsageError, or a bucket more. Then the inputs of the first callable
-/// decide: where they fit none, all run eagerly in that pass, each once and in order, and are captured with what they were given
-/// as soon as the first of them is called again and no backward is pending.
-enum class OnUnknownShape : std::uint8_t { eager, error, capture };
-/// A backward is pending that needs the memory, of another bucket or of an earlier call like this one: an eager run, or a UsageError.
-enum class OnPendingBucket : std::uint8_t { eager, error };
+/// What a bucketed callable does with inputs that fit no bucket.
+enum class OnUnknownShape : std::uint8_t {
+  eager,  ///< runs eagerly, with one warning for each callable
+  error,  ///< throws UsageError
+  /// Adds a bucket. If the inputs of the first callable fit none, all callables run eagerly in that pass, each once and in order. They are
+  /// captured with these inputs as soon as the first callable is called again and no backward is pending.
+  capture,
+};
+/// What a bucketed callable does if a pending backward, of another bucket or of an earlier call like this one, needs the memory.
+enum class OnPendingBucket : std::uint8_t {
+  eager,  ///< runs eagerly
+  error,  ///< throws UsageError
+};
 
 /// How several shapes of callables are captured and replayed.
+///
+/// Each option is a chained setter; without an argument it gives the value.
 struct BucketOptions {
-  /// Of each bucket's captures. Where they name no pool, the buckets get one of their own.
+  /// Options of each bucket's captures. If they name no pool, the buckets share a pool of their own.
   TORCH_ARG(GraphOptions, graph);
+  /// For inputs that fit no bucket.
   TORCH_ARG(OnUnknownShape, on_unknown_shape) = OnUnknownShape::eager;
-  /// How many buckets OnUnknownShape::capture leads to, those of the samples among them.
+  /// Upper bound on the number of buckets with OnUnknownShape::capture, those of the samples included.
   TORCH_ARG(int64_t, max_buckets) = 8;
-  /// What becomes of a shape that would need one more: the bucket that was used least recently makes room for it, it runs eagerly with one
-  /// warning, or a UsageError. What is dropped gives back its executables, its pinned memory, inputs and seeds; its part of the pool
-  /// goes to later captures, and back to the device with the last of the buckets.
+  /// For a shape that would need one bucket more. With `drop_least_used` the least recently used bucket is dropped: its executables, pinned
+  /// memory, inputs and seeds are freed. Later captures reuse its part of the pool, which is freed with the last bucket.
   TORCH_ARG(OnMaxCaptures, on_max_buckets) = OnMaxCaptures::drop_least_used;
+  /// For a call while a pending backward needs the memory.
   TORCH_ARG(OnPendingBucket, on_pending) = OnPendingBucket::eager;
 };
 
-/// A callable captured for several shapes, which share device memory (see GraphPool); copies share the captures.
+/// A callable that is captured for several shapes, which share device memory (see GraphPool). Copies share the captures.
 ///
-/// A call replays the bucket that its inputs fit exactly: shapes, dtypes and requires_grad; it pads nothing. While a backward of another
-/// bucket is pending, or of the same one's earlier call, it runs eagerly, or is refused. With modules in another mode than at the
-/// capture it runs eagerly, whatever its inputs. With OnUnknownShape::capture a call may capture first, which waits for the device; a CaptureError comes out of that call, and
-/// nothing is left of the capture. Else as GraphedCallable.
-/// Threads: one at a time; backward may run on autograd's device thread.
+/// A call replays the bucket whose shapes, dtypes and requires_grad its inputs fit exactly. Nothing is padded. OnUnknownShape says what
+/// happens to inputs that fit no bucket, OnPendingBucket what happens while a backward is pending. If modules are in another mode than at
+/// the capture, the call runs eagerly, whatever its inputs. In all else it behaves as a GraphedCallable.
+/// With OnUnknownShape::capture a call may capture first, which waits for the device.
+/// Threads: one at a time; backward may run on autograd's device thread.  Throws: as GraphedCallable; CaptureError if the call captures and
+/// the capture fails, of which nothing is left.
 class SIDESTREAM_API BucketedCallable {
  public:
+  /// Replays the bucket that the inputs fit.
   Tensors operator()(const Tensors& inputs) const;
-  /// The same on a stream, or with an event, of the caller's: for whichever bucket replays.
+  /// Replays on a stream of the caller's, or records an event of the caller's, whichever bucket replays.
   Tensors operator()(const Tensors& inputs, const ReplayOptions& options) const;
-  /// The same, with the arguments by the names of Callable::input_names, as GraphedCallable::call.
+  /// Replays with arguments by the names of Callable::input_names, as GraphedCallable::call.
   Tensors call(c10::ArrayRef<NamedInput> inputs) const;
+  /// `call` on a stream of the caller's, or with an event of the caller's.
   Tensors call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const;
+  /// The callable's name.
   [[nodiscard]] const std::string& name() const;
-  /// Drops the graphs of all buckets; idempotent. Later replays throw UsageError. Pinned memory and executables come back, device memory
-  /// when the callables and the pool are gone.
+  /// Drops this callable's graphs in all buckets. A second call does nothing. Later replays throw UsageError. Pinned memory and executables
+  /// are freed now, device memory when the callables and the pool are gone.
   void reset();
 
  private:
@@ -62,14 +76,16 @@ class SIDESTREAM_API BucketedCallable {
   class Shared;
   explicit BucketedCallable(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
   [[nodiscard]] Shared& shared() const;
-  std::shared_ptr<Shared> shared_;  ///< by copies
+  std::shared_ptr<Shared> shared_;  ///< shared by copies
 };
 
-/// Captures the callables once for each bucket of samples, the largest first. `samples[b][i]` are the arguments of `callables[i]` in
-/// bucket b, in any order. Device memory is reserved for the largest bucket, plus each bucket's own inputs and the gradients that its
-/// backward begins from; pinned memory is leased for the largest.
-/// Ordering, Capture: as make_graphed_callables.  Throws: what it throws; UsageError without a bucket, and, with OnUnknownShape::capture,
-/// where `max_buckets` is below the number of buckets in `samples`. Nothing is left of it then.
+/// Captures the callables once for each bucket of samples, the largest bucket first.
+///
+/// `samples[b][i]` are the arguments of `callables[i]` in bucket b; the buckets may come in any order. Device memory is reserved for the
+/// largest bucket, plus each bucket's own inputs and the gradients from which its backward starts. Pinned memory is leased for the
+/// largest bucket.
+/// Ordering, Capture: as make_graphed_callables.  Throws: what make_graphed_callables throws. UsageError without a bucket, and with
+/// OnUnknownShape::capture if `max_buckets` is less than the number of buckets in `samples`. Nothing of the captures is left then.
 [[nodiscard]] SIDESTREAM_API std::vector<BucketedCallable> make_bucketed_callables(
     OffloadEngine& engine, const std::vector<Callable>& callables,
     const std::vector<std::vector<std::vector<Sample>>>& samples, const BucketOptions& options = {});

@@ -12,37 +12,41 @@
 
 namespace sidestream {
 
-/// Calls `module->forward(args...)`. Without an active step on this thread that is all. In a step it is a scope named as
-/// the model's named_modules() name it, and a graph where the options say so: the first step runs eagerly and counts, from
-/// the second on it replays.
+/// Calls `module->forward(args...)`. Without an active step on this thread that is all.
 ///
-/// Arguments: tensors, and containers with tensors in them, are inputs. Values (numbers, enums, strings, and containers of them;
-/// a struct of the trainer's by ss::ArgumentTraits) are guards, compared with what a capture holds: a new value is another
-/// capture, eager or an error, by option. Modules are watched as the call's own. Pointers are wrapped in ss::stays. What only
-/// borrows its memory (at::IntArrayRef, std::string_view) does not compile.
+/// In a step, the call is also a scope, named as the model's `named_modules()` names the module. If Options::graph names the call, it
+/// becomes a graph: the first step runs it eagerly and measures it, and later steps replay it. A module that is not part of the engine's
+/// model runs as without a step.
+///
+/// Arguments: tensors, and containers with tensors in them, are inputs. Values are guards, which are compared with those of a capture:
+/// numbers, enums, strings, containers of these, and structs that join by ss::ArgumentTraits. For a new value
+/// CallOptions::on_new_arguments decides. Modules are watched like the called module. Pointers are wrapped in ss::stays. An argument that
+/// only borrows its memory (at::IntArrayRef, std::string_view) does not compile.
 /// Results: tensors, and containers of them.
-/// Under no_grad, and when the module is in eval mode, it runs eagerly. A module that is not part of the engine's model runs as
-/// without a step.
-/// Ordering: on return the current stream waits for the call's compute, not for its copies.  Capture: legal only eager.
-/// Threads: the step's.  Throws: UsageError (wrong inputs, pending backward, a null module), and what forward throws.
+///
+/// Under no_grad the call runs eagerly, or replays a graph of the forward alone if CallOptions::on_evaluation is `capture`. With
+/// gradients it runs eagerly if the module is in eval mode. It always runs eagerly in inference mode and inside a backward.
+/// Ordering: on return the current stream waits for the call's compute, not for its copies.
+/// Capture: legal only if the call runs eagerly.  Threads: the step's.
+/// Throws: UsageError (wrong inputs, a pending backward, a null module), and whatever forward throws.
 template <class M, class... Args, class = std::enable_if_t<std::is_base_of_v<torch::nn::Module, M>>>
 auto call(M* module, Args&&... args) {
   return detail::call_module(module, static_cast<const detail::Plain<Args&&>&>(args)...);
 }
 
-/// The same for a ModuleHolder (`TORCH_MODULE`).
+/// Calls the module of a ModuleHolder (`TORCH_MODULE`).
 template <class M, class... Args>
 auto call(const torch::nn::ModuleHolder<M>& holder, Args&&... args) {
   return call(holder.is_empty() ? nullptr : holder.ptr().get(), std::forward<Args>(args)...);
 }
 
-/// The same for a shared module.
+/// Calls a module that a std::shared_ptr owns.
 template <class M, class... Args, class = std::enable_if_t<std::is_base_of_v<torch::nn::Module, M>>>
 auto call(const std::shared_ptr<M>& module, Args&&... args) {
   return call(module.get(), std::forward<Args>(args)...);
 }
 
-/// The same for an AnyModule, whose forward gives `R`.
+/// Calls the module of an AnyModule, whose forward returns `R`.
 template <class R = at::Tensor, class... Args>
 R call(torch::nn::AnyModule& any, Args&&... args) {
   if (any.is_empty()) {
@@ -52,8 +56,8 @@ R call(torch::nn::AnyModule& any, Args&&... args) {
                                static_cast<const detail::Plain<Args&&>&>(args)...);
 }
 
-/// The same for a plain function, under the name given: a function pointer, a member function (its object is the first argument),
-/// a lambda without captures, or ss::owning(...). What it uses is passed as arguments, modules too.
+/// Calls a plain function as the call `name`. The function is a function pointer, a member function (its object is the first argument), a
+/// lambda without captures, or ss::owning(...). Pass everything that it uses as arguments, modules too.
 template <class Function, class... Args>
 auto call(const char* name, const Function& function, Args&&... args) {
   using F = std::decay_t<Function>;

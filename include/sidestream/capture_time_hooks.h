@@ -5,20 +5,21 @@
 
 namespace sidestream {
 
-/// What a callable has run around its forward and its backward while it is sized, warmed up and captured, and at no replay: to gather
-/// weights, to switch something off [capture_time_hooks]. Each pass calls all four, in the order of the members; a callable
-/// that has no backward is called with the first two. A capture calls the forward ones of all callables, then the backward ones
-/// in reverse.
-/// Weights that a hook puts elsewhere (`set_data`) are read there by the graphs, and that memory is held as long as they live: forward
-/// and backward must find them at one place, and so must each replay, before which the caller puts them there.
+/// Functions that run around a callable's forward and backward while it is sized, warmed up and captured, but at no replay
+/// [capture_time_hooks]. They gather weights, or switch something off.
+///
+/// Each pass calls all four, in the order of the members; for a callable without a backward it calls the first two. A capture calls the
+/// forward hooks of all callables, then the backward hooks in reverse order.
+/// If a hook relocates weights (`set_data`), the graphs read them there, and that memory is held as long as the graphs live. Forward and
+/// backward must find the weights at the same addresses. So must each replay: the caller puts them there before it.
 /// Ordering: the capture stream is current.  Capture: none is open, so a hook may synchronise and read values on the host.
-/// Threads: that of make_graphed_callables, or of the call that captures again where weights were relocated.
-/// Throws: what a hook throws comes out of that call, and nothing is left of the capture. Source: TransformerEngine.
+/// Threads: the thread of make_graphed_callables, or of the call that captures again after weights were relocated.
+/// Throws: an exception from a hook ends that call, and nothing of the capture is left.  Source: TransformerEngine.
 struct CaptureTimeHooks {
-  TORCH_ARG(std::function<void()>, before_forward);
-  TORCH_ARG(std::function<void()>, after_forward);    ///< not where the forward throws
+  TORCH_ARG(std::function<void()>, before_forward);   ///< before the forward
+  TORCH_ARG(std::function<void()>, after_forward);    ///< after the forward, unless it throws
   TORCH_ARG(std::function<void()>, before_backward);  ///< before the whole backward of the callable
-  TORCH_ARG(std::function<void()>, after_backward);   ///< not where the backward throws
+  TORCH_ARG(std::function<void()>, after_backward);   ///< after the backward, unless it throws
 };
 
 }  // namespace sidestream

@@ -9,54 +9,60 @@
 
 namespace sidestream {
 
-/// The device of that name. "cuda" and "cuda:N" are GPUs. "sim" is the simulated device, which computes on the CPU: its
-/// library, libsidestream_sim, is loaded from beside this one and takes LibTorch's PrivateUse1 place; the library's autograd
-/// engine is installed with it. "auto" is the first GPU, or else sim: it then says so, and why, on one line through
-/// LibTorch's warning handler.
+/// Finds a device by its name and makes it ready for use.
+///
+///     "cuda", "cuda:N"   a GPU
+///     "sim"              the simulated device, which computes on the CPU
+///     "auto"             the first GPU, or "sim" if there is none
+///
+/// For "sim", the library libsidestream_sim is loaded from the folder of this library. It takes LibTorch's PrivateUse1 device type,
+/// and Sidestream's autograd engine is installed with it. If "auto" takes "sim", one line through LibTorch's warning handler says why.
 /// Threads: any.
-/// Throws: UsageError for another name, or where the simulator's library is missing; DeviceError for cuda without a usable
-/// driver or device, and for auto where a driver is there that does not work. Both name the remedy.
+/// Throws: UsageError for another name, and if the simulator's library is missing. DeviceError for "cuda" without a usable driver or
+/// device, and for "auto" if there is a driver that does not work. Both name the remedy.
 [[nodiscard]] SIDESTREAM_API c10::Device find_device(const std::string& name);
 
 /// What `sidestream info` shows of a device.
 struct DeviceSummary {
-  std::string name;
-  std::string driver;
-  std::int64_t memory_bytes = 0;
+  std::string name;               ///< name of the device
+  std::string driver;             ///< the driver with its versions, as text
+  std::int64_t memory_bytes = 0;  ///< all device memory
 };
+/// Asks the driver about a device.  Threads: any.  Throws: UsageError for a device that find_device did not give; DeviceError.
 [[nodiscard]] SIDESTREAM_API DeviceSummary describe(c10::Device device);
 
-/// Bytes of device memory; peaks are since the latest `reset_memory_peaks`.
+/// Use of device memory in bytes. Peaks are since the latest call of reset_memory_peaks.
 struct MemoryUse {
-  /// In use at one moment by tensors, by captured graphs for what they compute, and by copies under way. What graphs' pools hold
-  /// and do not use then does not count. Without graphs it is `allocated`.
+  /// In use now: by tensors, by what captured graphs compute, and by copies under way. Memory that a graph's pool holds but does
+  /// not use now is left out. Without graphs this equals `allocated`.
   std::int64_t live = 0;
-  /// Of steps of an engine that replay graphs, as measured in one of them: see Report::step_peak_bytes.
+  /// Peak of `live`. For steps that replay graphs it is the peak of one measured step: see Report::step_peak_bytes.
   std::int64_t live_peak = 0;
-  std::int64_t allocated =
-      0;  ///< as LibTorch's allocator counts: tensors; of graphs only their outputs, whether in use or not
-  std::int64_t allocated_peak = 0;
-  std::int64_t reserved = 0;  ///< held by the allocator, free blocks and graphs' pools included
-  std::int64_t reserved_peak = 0;
+  /// What LibTorch's allocator counts: all tensors, but of a graph only its outputs, whether they are in use or not.
+  std::int64_t allocated = 0;
+  std::int64_t allocated_peak = 0;  ///< peak of `allocated`
+  std::int64_t reserved = 0;        ///< held by LibTorch's allocator, with free blocks and the pools of graphs
+  std::int64_t reserved_peak = 0;   ///< peak of `reserved`
 };
-/// Threads: any. Capture: legal.
+/// Reads the use of device memory.  Capture: legal.  Threads: any.
 [[nodiscard]] SIDESTREAM_API MemoryUse memory_use(c10::Device device);
-/// Starts the peaks anew at the present values. LibTorch's own peak statistics start anew as well, and in steps that an engine
-/// measures.
+/// Restarts all peaks at the present values. LibTorch's own peak statistics restart too. An engine also restarts LibTorch's
+/// statistics during the steps that it measures.
 SIDESTREAM_API void reset_memory_peaks(c10::Device device);
-/// Gives cached, unused memory back to the device. Capture: illegal.
+/// Returns cached, unused memory to the device.  Capture: illegal. If another thread captures, this waits for the end of the capture.
 SIDESTREAM_API void release_cached_memory(c10::Device device);
-/// Blocks until the device is idle. Capture: illegal.
+/// Blocks until the device is idle.  Capture: illegal. If another thread captures, this waits for the end of the capture.
 SIDESTREAM_API void synchronize(c10::Device device);
 
-/// Measured bandwidth between pinned host memory and the device, in GB/s (1e9 bytes): each way alone, and both at once.
+/// Measured bandwidth between pinned host memory and the device, in GB/s (1e9 bytes).
 struct LinkSpeed {
-  double to_host = 0;
-  double to_device = 0;
-  double both = 0;
-  double pinning = 0;  ///< how fast host memory is page-locked
+  double to_host = 0;    ///< copies to the host alone
+  double to_device = 0;  ///< copies to the device alone
+  double both = 0;       ///< the sum of both directions at once
+  double pinning = 0;    ///< how fast host memory is page-locked
 };
-/// Copies `bytes` bytes each way a few times. Blocks. Capture: illegal.
+/// Copies `bytes` bytes a few times in each direction and reports the best rates. Blocks the host.
+/// Capture: illegal.  Throws: DeviceError without enough memory.
 [[nodiscard]] SIDESTREAM_API LinkSpeed measure_link(c10::Device device, std::size_t bytes = std::size_t{64} << 20);
 
 }  // namespace sidestream

@@ -12,40 +12,42 @@ namespace sidestream {
 
 class DeviceFlagState;
 
-/// A bool or an integer in device memory that graphs read anew at each replay: what a branch on the host would freeze. The first
-/// microbatch of a step, which fills a cache of casted weights, and the others, which read it, replay one capture so:
+/// A bool or an integer in device memory, which graphs read anew at each replay. A branch on the host would be frozen instead.
+///
+/// Example: the first microbatch of a step fills a cache of casted weights, and the other microbatches read it. One capture serves
+/// both:
 ///
 ///     ss::DeviceFlag first(device, true);            // the callable's function owns a copy
 ///     at::Tensor used = at::where(first.tensor(), cast(weight), cache);
 ///     cache.copy_(used);                             // and the trainer, before each call: first.set(microbatch == 0)
 ///
-/// Copies share the memory. Source: TransformerEngine's is_first_microbatch.
+/// Copies of a DeviceFlag share the memory.  Threads: one at a time.  Source: TransformerEngine's is_first_microbatch.
 class SIDESTREAM_API DeviceFlag {
  public:
-  /// `value` decides between a bool and a 64-bit integer. Throws: DeviceError, UsageError where `device` cannot be used.
+  /// Makes a bool if `value` is a bool, else a 64-bit integer.  Throws: DeviceError or UsageError if `device` cannot be used.
   template <class T, class = std::enable_if_t<std::is_integral_v<T>>>
   DeviceFlag(c10::Device device, T value)
       : DeviceFlag(device, static_cast<std::int64_t>(value), std::is_same_v<T, bool>) {}
 
-  /// A move is a copy, so no flag is ever without memory.
+  /// A copy shares the memory. A move is a copy too, so every flag has memory.
   DeviceFlag(const DeviceFlag&) = default;
   DeviceFlag& operator=(const DeviceFlag&) = default;
   ~DeviceFlag() = default;
 
-  /// What calls that are made from here on read; an integer for a bool is true where it is not 0. One number; the host waits for
-  /// nothing.
-  /// Ordering: on the current stream, as the calls that read it.  Capture: illegal, in the body of a call too.
-  /// Threads: one at a time.  Throws: UsageError in a capture, which would set it at each replay. A backward that reads the flag
-  /// throws as LibTorch does where it was set since its forward.
+  /// Sets the value that later calls read. A bool becomes true for any value but 0. The host does not wait.
+  /// Ordering: a write on the current stream, which must be the stream of the calls that read the flag.
+  /// Capture: illegal, also in the body of a call.
+  /// Throws: UsageError in a capture, whose graph would set the flag at each replay. If the flag is set between a forward and a
+  /// backward that reads it, that backward throws LibTorch's error about an in-place change.
   void set(std::int64_t value);
-  /// What was set last. No synchronisation.
+  /// The value that was set last. Does not synchronise.
   [[nodiscard]] std::int64_t value() const noexcept;
-  /// A scalar on the device, for bodies to read; never written but by `set`.
+  /// The flag as a tensor without dimensions on the device, for bodies to read. Only `set` may write it.
   [[nodiscard]] const at::Tensor& tensor() const noexcept;
 
  private:
   DeviceFlag(c10::Device device, std::int64_t value, bool is_bool);
-  std::shared_ptr<DeviceFlagState> state_;  ///< by copies
+  std::shared_ptr<DeviceFlagState> state_;  ///< shared by copies
 };
 
 }  // namespace sidestream

@@ -15,23 +15,24 @@ namespace sidestream {
 class EngineAccess;
 class EngineState;
 
-/// One training step: from the forward pass through the optimizer. Scopes and calls on this thread belong to it while it lives.
-/// Ordering: at its end the current stream waits for every copy of the step, and so do streams that saved in it. A stream that
-/// only reads what others saved is unknown to the engine: at::Tensor::record_stream, as without offload.
-/// Threads: ends on the thread it began on. Steps of several engines may be active on one thread, and end in any order; calls and
-/// scopes belong to the one that began last.
+/// One training step, from the forward pass through the optimizer. While it lives, scopes and calls on its thread belong to it.
+///
+/// Steps of several engines may be active on one thread and may end in any order. Scopes and calls belong to the step that began last.
+/// Ordering: at its end, the current stream and all streams that saved tensors in the step wait for every copy of the step. The engine
+/// does not know streams that only read saved tensors: call at::Tensor::record_stream for these, as without offload.
+/// Threads: ends on the thread on which it began.
 class [[nodiscard]] SIDESTREAM_API Step {
  public:
-  /// What was moved from has ended.
+  /// A step that was moved from counts as ended.
   Step(Step&& other) noexcept : state_(std::move(other.state_)), exceptions_(other.exceptions_) {}
   Step& operator=(Step&&) = delete;
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
-  /// Ends the step; again, it does nothing. Throws: UsageError on another thread than it began on (the step stays active) and where
-  /// a scope is still open; what the device refuses.
+  /// Ends the step. A second call does nothing.  Throws: UsageError on another thread (the step stays active), and if a scope is still
+  /// open; a failure that a scope kept; errors of the device.
   void finish();
-  /// Ends the step where `finish` has not. Never throws: a failure is kept, logged through LibTorch's warnings, and thrown by the
-  /// engine's next `step()` (by nothing else). Left by an exception, the step is cleaned up, and the exception says more.
+  /// Ends the step if `finish` has not. Never throws: a failure is logged as a LibTorch warning and kept, and only the engine's next
+  /// `step()` throws it. If an exception ends the step, the step is cleaned up and errors of the cleanup are dropped.
   ~Step();
 
  private:
@@ -41,42 +42,48 @@ class [[nodiscard]] SIDESTREAM_API Step {
   int exceptions_;
 };
 
-/// Offloads what autograd saves to pinned host memory while later work computes, reloads it before backward needs it, and
-/// captures calls into graphs that do the same. The first step runs eagerly, offloads and counts: the sizing pass.
+/// Offloads saved tensors to pinned host memory while later work computes, and reloads them before backward needs them. It also captures
+/// calls into graphs and offloads beside them.
 ///
-/// The model must outlive the engine, which shares in it where a std::shared_ptr owns it; names come from
-/// `model.named_modules()`. Engine and model may go before a backward that is pending.
-/// Threads: one step at a time. Capture: not to be made or stepped inside a capture of the user's.
-/// Throws: UsageError for bad options, and where autograd's saved tensors cannot be seen (Python's engine is loaded);
-///         DeviceError where the device cannot be used.
+/// The first step is the sizing pass: it runs eagerly, offloads, and measures. Names come from `model.named_modules()`.
+/// If a std::shared_ptr owns the model, the engine shares the ownership; else the model must outlive the engine. A backward may still be
+/// pending when engine and model are destroyed.
+/// Threads: one step at a time.  Capture: make no engine and begin no step inside a capture of your own.
 class SIDESTREAM_API OffloadEngine {
  public:
+  /// Throws: UsageError for bad options, and if saved tensors cannot be seen because Python's autograd engine is loaded. DeviceError if
+  /// the device cannot be used.
   OffloadEngine(torch::nn::Module& model, Options options);
-  /// What was moved from throws UsageError.
+  /// Functions of an engine that was moved from throw UsageError.
   OffloadEngine(OffloadEngine&&) noexcept = default;
   OffloadEngine& operator=(OffloadEngine&&) = delete;
   OffloadEngine(const OffloadEngine&) = delete;
   OffloadEngine& operator=(const OffloadEngine&) = delete;
   ~OffloadEngine();
 
-  /// Begins a step. The second one first captures what the first one called. Throws: UsageError while another step lives, inside
-  /// this engine's captures, or when a pattern matches nothing; what the end of an earlier step could not throw; CaptureError when a capture fails (nothing of it is left; the step may be tried again).
+  /// Begins a step. Calls that the step before ran eagerly to be captured are captured first; the second step captures those of the first.
+  /// Throws: UsageError while another step of this engine lives, inside this engine's captures, and for a pattern that matches nothing.
+  /// A failure that ~Step kept. CaptureError if a capture fails: nothing of it is left, and `step()` may be tried again.
   [[nodiscard]] Step step();
 
-  /// Keeps the tensor's storage on the device for as long as it lives.
+  /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload].
   void mark_not_offload(const at::Tensor& tensor);
 
+  /// What the engine did so far.
   [[nodiscard]] Report report() const;
-  /// What the checked steps asked of the device; empty without Options::check_steps.
+  /// The journal of the checked steps. Empty without Options::check_steps.
   [[nodiscard]] Journal journal() const;
 
-  /// Draws every graph that is captured by now into `folder`, which is made where it is missing: one file a graph, in the language of
-  /// Graphviz (`dot -Tsvg FILE`), with the operator and the scope that each node was captured in, events, copies beside the graph and
-  /// bytes. Returns the files. Ordering: none; reads no device memory.  Capture: illegal.  Threads: the step's.
-  /// Throws: UsageError where a file cannot be written, before the first capture too; each file is there whole, or as it was.
+  /// Draws every captured graph into `folder`, one file a graph, in the language of Graphviz (`dot -Tsvg FILE`). Returns the files.
+  ///
+  /// A drawing shows the operator and the scope in which each node was captured, events, copies beside the graph, and bytes. The folder is
+  /// made if it is missing. After an error each file is either whole or as it was before.
+  /// Ordering: none; reads no device memory.  Capture: illegal.  Threads: the step's.
+  /// Throws: UsageError if a file cannot be written, also before the first capture.
   std::vector<std::string> write_graphs(const std::string& folder) const;
 
-  /// Drops all captures and the plan: the next step is a sizing pass again. Throws: UsageError inside a step.
+  /// Drops the captures of `ss::call` and the plan: the next step is a sizing pass again.
+  /// Throws: UsageError inside a step or a capture.
   void reset();
 
  private:

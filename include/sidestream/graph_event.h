@@ -10,15 +10,15 @@ namespace sidestream {
 
 class GraphEventState;
 
-/// An event that graphs record when their compute is done and that the caller's own streams wait for [cuda_graph_event].
+/// An event that graphs record when their compute is done, and for which the caller's own streams can wait [cuda_graph_event].
 class SIDESTREAM_API GraphEvent {
  public:
-  /// Throws: DeviceError where `device` cannot be used.
+  /// An event on `device`.  Throws: DeviceError if `device` cannot be used.
   explicit GraphEvent(c10::Device device);
   GraphEvent(const GraphEvent&) = delete;
   GraphEvent& operator=(const GraphEvent&) = delete;
   ~GraphEvent();
-  /// Later work on `stream` waits for the launch that recorded the event last. Capture: illegal.
+  /// Makes later work on `stream` wait for the compute of the latest launch that records the event.  Capture: illegal.
   void wait(c10::Stream stream) const;
 
  private:

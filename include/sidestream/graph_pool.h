@@ -10,19 +10,22 @@ namespace sidestream {
 
 class GraphMemory;
 
-/// Device memory that several captures share [pool]: given by GraphOptions::pool to several calls of make_graphed_callables, of
-/// one engine or of several. What one of them saved for its backward lies where the others compute, so they replay by turns: while a
-/// backward of one is pending, a replay of another is a UsageError (`ss::call` runs eagerly then, or as CallOptions::on_pending says).
-/// Outputs that are held are copied out before another one's replay overwrites them. The largest is best captured first: the
-/// others fit into its memory, which goes back to the device when the pool and all graphs in it are gone.
+/// Device memory that several captures share [pool]. GraphOptions::pool gives it to several calls of make_graphed_callables, of one engine
+/// or of several.
+///
+/// The captures replay in turns, because what one of them saves for its backward lies in memory where the others compute. While a backward
+/// of one is pending, a replay of another is a UsageError (`ss::call` runs eagerly then, or as CallOptions::on_pending says). Outputs that
+/// are still held are copied out before a replay of another capture overwrites them.
+/// Capture the largest first, so that the others fit into its memory. The memory is freed when the pool and all its graphs are gone.
 /// Threads: any.
 class SIDESTREAM_API GraphPool {
  public:
-  /// Takes no memory yet.
+  /// A pool on `device`. It takes no memory yet.
   explicit GraphPool(c10::Device device);
   GraphPool(const GraphPool&) = delete;
   GraphPool& operator=(const GraphPool&) = delete;
   ~GraphPool();
+  /// The pool's device.
   [[nodiscard]] c10::Device device() const noexcept { return device_; }
 
  private:

@@ -26,15 +26,18 @@ namespace sidestream {
 class EngineAccess;
 class OffloadEngine;
 
-/// What a callable takes and gives: tensors, some of which may be undefined.
+/// What a callable takes and returns: tensors, some of which may be undefined.
 using Tensors = std::vector<at::Tensor>;
+/// The function of a callable.
 using TensorFunction = std::function<Tensors(const Tensors&)>;
 
-/// One module or function to be captured. A function is a function pointer, a lambda without captures, or ss::owning(...): it
-/// may be captured again later, where weights were relocated. Throws: UsageError for a null module or function.
+/// One module or function to be captured.
+///
+/// A function is a function pointer, a lambda without captures, or ss::owning(...), because it may be captured again later, when weights
+/// were relocated.  Throws (constructors): UsageError for a null module or function.
 class SIDESTREAM_API Callable {
  public:
-  /// A plain function of Tensors. Leaves that require a gradient and that it reads are its parameters.
+  /// A plain function of Tensors. Its parameters are the leaves with requires_grad that it reads.
   template <class F, class = std::enable_if_t<!std::is_same_v<std::decay_t<F>, torch::nn::AnyModule>>>
   Callable(std::string name, F&& function) : name_(std::move(name)) {
     check_function<std::decay_t<F>>();
@@ -45,7 +48,7 @@ class SIDESTREAM_API Callable {
     }
     check_not_null();
   }
-  /// A function of the module, which owns its parameters, buffers and training mode, and of Tensors.
+  /// A function of a module and of Tensors. The module has the parameters, the buffers and the training mode.
   template <class F, class M>
   Callable(std::string name, F&& function, std::shared_ptr<M> module) : name_(std::move(name)), module_(module) {
     check_function<std::decay_t<F>>();
@@ -60,30 +63,34 @@ class SIDESTREAM_API Callable {
     }
     check_not_null(/*with_module=*/true);
   }
-  /// The same for a ModuleHolder (`TORCH_MODULE`).
+  /// A function of the module of a ModuleHolder (`TORCH_MODULE`) and of Tensors.
   template <class F, class M>
   Callable(std::string name, F&& function, const torch::nn::ModuleHolder<M>& module)
       : Callable(std::move(name), std::forward<F>(function),
                  module.is_empty() ? std::shared_ptr<M>() : std::shared_ptr<M>(module.ptr())) {}
-  /// A module held by an AnyModule, one tensor in, one tensor out.
+  /// The module of an AnyModule, with one tensor in and one tensor out.
   Callable(std::string name, torch::nn::AnyModule module);
 
-  /// Names its arguments, in order, for GraphedCallable::call [sample_kwargs].
-  /// Throws: UsageError for an empty name, or one that is given twice; make_graphed_callables throws it where there are not as many
-  /// samples.
+  /// Names the arguments, in order, for GraphedCallable::call [sample_kwargs].
+  /// Throws: UsageError for an empty or repeated name. If there are not as many samples, make_graphed_callables throws it.
   Callable& input_names(std::vector<std::string> names);
-  /// What runs around its passes before it replays [capture_time_hooks].
+  /// Sets what runs around the passes of sizing, warm-up and capture [capture_time_hooks].
   Callable& capture_time_hooks(CaptureTimeHooks hooks);
 
-  /// Generators that it draws from, beside those of GraphOptions::generators: its graphs alone know them.
+  /// Sets generators from which the callable draws, besides those of GraphOptions::generators. Only its graphs use them.
   Callable& generators(std::vector<at::Generator> generators);
 
+  /// The name in reports and errors, and the first part of the names of its groups.
   [[nodiscard]] const std::string& name() const { return name_; }
+  /// The function, with its module bound.
   [[nodiscard]] const TensorFunction& function() const { return function_; }
+  /// Null for a plain function.
   [[nodiscard]] const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
+  /// Empty if the arguments have no names.
   [[nodiscard]] const std::vector<std::string>& input_names() const { return input_names_; }
+  /// What `generators` was given.
   [[nodiscard]] const std::vector<at::Generator>& generators() const { return generators_; }
-  /// Null for none.
+  /// Null if there are no hooks.
   [[nodiscard]] const std::shared_ptr<const CaptureTimeHooks>& capture_time_hooks() const { return hooks_; }
 
  private:
@@ -104,15 +111,20 @@ class SIDESTREAM_API Callable {
   std::vector<at::Generator> generators_;
 };
 
-/// One sample argument: a tensor, or "what callable `callable` gives as its output `output`". An argument given so shares
-/// its memory with that output, and no copy is made at replay as long as exactly that output is passed.
+/// One sample argument: a tensor, or output `output` of the callable number `callable`.
+///
+/// In the second case the argument shares its memory with that output. A replay makes no copy as long as exactly that output is passed.
 class SIDESTREAM_API Sample {
  public:
+  /// A tensor. Its values are used in warm-up.
   Sample(at::Tensor tensor) : tensor_(std::move(tensor)) {}  // NOLINT: a sample is written as the tensor
-  /// Both count from 0. Throws: UsageError for a negative number.
+  /// An output of a callable that is captured before. Both numbers count from 0.  Throws: UsageError for a negative number.
   [[nodiscard]] static Sample output_of(std::int64_t callable, std::int64_t output = 0);
+  /// The tensor; undefined for an output.
   [[nodiscard]] const at::Tensor& tensor() const { return tensor_; }
-  [[nodiscard]] std::int64_t callable() const { return callable_; }  ///< -1 for a tensor
+  /// The number of the callable; -1 for a tensor.
+  [[nodiscard]] std::int64_t callable() const { return callable_; }
+  /// The number of the callable's output.
   [[nodiscard]] std::int64_t output() const { return output_; }
 
  private:
@@ -121,30 +133,38 @@ class SIDESTREAM_API Sample {
   std::int64_t output_ = 0;
 };
 
-/// A callable whose forward and backward replay as graphs; copies share one capture.
+/// A callable whose forward and backward replay as graphs. Copies share one capture.
 ///
-/// Replay: shapes, dtypes, devices and requires_grad as captured, else UsageError. The returned tensors are the caller's own: what
-/// is held of them is copied out before a replay overwrites it. A second forward before the backward of the first is a UsageError here,
-/// as is a second backward without retain_graph_in_backward, an output changed in place that its backward needs, and calls in
-/// another nesting order than captured, and another state of autocast. When the module's training mode is not
-/// the captured one, in inference mode, and under no_grad it runs eagerly; with GraphOptions::forward_only it replays under no_grad, and
-/// runs eagerly with gradients.
+/// Inputs must have the shapes, dtypes, devices and requires_grad of the capture. The returned tensors belong to the caller: before a
+/// replay overwrites the memory of one that is still held, its bytes are copied out.
+///
+/// It runs eagerly if the module's training mode or module options (a dropout rate) differ from the capture, and in inference mode. Under
+/// no_grad it runs eagerly too; with GraphOptions::forward_only it replays under no_grad, and runs eagerly with gradients.
+/// If weights were relocated, it captures again or throws UsageError: see GraphOptions::on_relocated_weights. While a backward is pending
+/// it throws.
 /// Ordering: on return the current stream waits for the graph's compute, not for its copies.  Capture: illegal.
 /// Threads: one at a time; backward may run on autograd's device thread.
+/// Throws: UsageError for inputs or a state of autocast that differ from the capture, and for calls in another nesting order than captured.
+/// Also for a second forward before the backward of the first, and a second backward without retain_graph_in_backward. A backward throws
+/// it if one of its outputs was changed in place and the backward needs that output.
 class SIDESTREAM_API GraphedCallable {
  public:
+  /// Replays the forward with these inputs, in the order of the samples.
   Tensors operator()(const Tensors& inputs) const;
-  /// The same on a stream, or with an event, of the caller's.
+  /// Replays on a stream of the caller's, or records an event of the caller's.
   Tensors operator()(const Tensors& inputs, const ReplayOptions& options) const;
-  /// The same, with the arguments by the names of Callable::input_names, in any order: `layer.call({{"x", x}, {"mask", mask}})`.
-  /// Throws: UsageError for a callable without names, a name that it does not have, and one that is missing or given twice.
+  /// Replays with arguments by the names of Callable::input_names, in any order: `layer.call({{"x", x}, {"mask", mask}})`.
+  /// Throws: UsageError if the callable has no names, and for a name that is unknown, missing or given twice.
   Tensors call(c10::ArrayRef<NamedInput> inputs) const;
+  /// `call` on a stream of the caller's, or with an event of the caller's.
   Tensors call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const;
+  /// The callable's name.
   [[nodiscard]] const std::string& name() const;
-  /// Gives back what this callable alone has: its graphs, static inputs and seeds, what it saves, its pinned memory and its part of
-  /// the pool; the pool's memory itself goes back with the last of the callables that were captured together. The others go on: one that
-  /// took its output takes any tensor like it. What is held of its outputs stays as it is. Idempotent. Later replays throw
-  /// UsageError; a pending backward too.
+  /// Frees what only this callable uses: graphs, static inputs and seeds, saved tensors, pinned memory, and its part of the pool.
+  /// A second call does nothing. Later replays throw UsageError, and so does a pending backward.
+  ///
+  /// The pool's memory itself is freed with the last of the callables that were captured together. The other callables stay usable; an
+  /// input that was linked to an output of this callable then takes any tensor like it. Outputs that are still held keep their values.
   /// Ordering: blocks the host until its graphs are done.
   void reset();
 
@@ -153,13 +173,15 @@ class SIDESTREAM_API GraphedCallable {
   class Shared;
   explicit GraphedCallable(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
   [[nodiscard]] Shared& shared() const;
-  std::shared_ptr<Shared> shared_;  ///< by copies
+  std::shared_ptr<Shared> shared_;  ///< shared by copies
 };
 
-/// Captures the callables, in order, forward and backward, offloading what the engine's options name.
-/// `samples[i]` are the arguments of `callables[i]`; their values are used in warm-up. A sizing pass runs first.
-/// Ordering: waits for the device. Parameters' gradients, buffers and random state are as before when it returns.
-/// Capture: illegal.  Throws: UsageError (sizes, K < 1, an event without a stream), CaptureError (nothing of it is left).
+/// Captures forward and backward of the callables, in order, with offload of the groups that the engine's options name.
+///
+/// `samples[i]` are the arguments of `callables[i]`; their values are used in warm-up. A sizing pass runs first. Parameters' gradients,
+/// buffers and random state are unchanged when it returns.
+/// Ordering: waits for the device.  Capture: illegal.
+/// Throws: UsageError for sizes that do not fit and for bad options. CaptureError if a capture fails; nothing of it is left.
 /// Source: TransformerEngine's make_graphed_callables.
 [[nodiscard]] SIDESTREAM_API std::vector<GraphedCallable> make_graphed_callables(
     OffloadEngine& engine, std::vector<Callable> callables, const std::vector<std::vector<Sample>>& samples,

@@ -14,43 +14,48 @@
 namespace sidestream {
 
 /// How a whole step is captured and replayed.
+///
+/// Each option is a chained setter; without an argument it gives the value.
 struct StepOptions {
-  /// What the graph does behind the last gradient, with each parameter's `.grad` in place: clip_grad_norm_, AdamW::step. It must own
-  /// or outlive what it uses, and keep its state in tensors that exist before the capture. LibTorch's adaptive optimizers, which
-  /// keep a step count on the host, and its clip_grad_norm_, which reads a value there, are refused by name.
+  /// The update, which the graph runs after the last gradient, with each parameter's `.grad` set: clip_grad_norm_, AdamW::step.
+  ///
+  /// The function must own or outlive what it uses. Its state must be in tensors that exist before the capture. Two things are refused by
+  /// name: LibTorch's adaptive optimizers, which keep a step count on the host, and LibTorch's clip_grad_norm_, which reads a value there.
   TORCH_ARG(std::function<void()>, update);
-  /// The gradients of a call are added to those that the parameters have. Else they take their place, as if these were zeroed first.
+  /// Adds the gradients of a call to those that the parameters have. Else they replace them, as after a zero_grad.
   TORCH_ARG(bool, accumulate) = false;
-  /// What the engine's Options::offload names leaves the device in the step's graph as well, by copies inside of the graph: see
-  /// GraphedStep.
+  /// Offloads in the step's graph what the engine's Options::offload names. The copies are part of the graph: see GraphedStep.
   TORCH_ARG(bool, offload) = true;
-  /// How many captures a step may have. A call with inputs of other shapes, dtypes or another number of microbatches is captured
-  /// then and there, with its inputs as samples; beyond the bound it is a UsageError.
+  /// How many captures a step may have. A call with inputs of other shapes or dtypes, or with another number of microbatches, captures
+  /// the step at once with its inputs as samples. Beyond the bound it is a UsageError.
   TORCH_ARG(int64_t, max_captures) = 1;
-  /// Warm-up, streams, agreement of ranks, relocated weights. Nothing else of it may be set: a step has no backward of its own.
+  /// Options for warm-up, streams, agreement of ranks and relocated weights. No others may be set, because a step's backward does not
+  /// replay on its own.
   TORCH_ARG(GraphOptions, graph);
 };
 
-/// A step function whose forward, backward and update replay as one graph; copies share its captures.
+/// A step function whose forward, backward and update replay as one graph. Copies share its captures.
 ///
-/// A call gives, for each microbatch, what the step function gave: its loss first. They have no history, and are the caller's own.
-/// Afterwards each parameter that the loss leads to has its gradient in a `.grad` that the graph owns: setting it to none, zeroing or
-/// scaling it in place is plain training's; another tensor that somebody else holds is a UsageError with `accumulate`.
-/// What leaves the device leaves and comes back inside of the graph: work behind the step waits for the last copy.
-/// Guards are a GraphedCallable's: autocast, switches and the model as captured, else UsageError; where the model's training flags are
-/// others the step runs eagerly; relocated weights are captured anew, or refused by option.
-/// Ordering: on return the current stream waits for all of the step.  Capture: illegal.  Threads: one at a time.
-/// Throws: UsageError also under no_grad, for inputs that require a gradient and for parameters that have gradient hooks.
+/// A call returns, for each microbatch, the outputs of the step function, the loss first. They have no autograd history and belong to the
+/// caller. After the call, each parameter that the loss depends on has its gradient in a `.grad` whose memory the graph owns. You may
+/// unset it, zero it or scale it in place, as in plain training. With `accumulate`, a replacement that is held elsewhere is a UsageError.
+///
+/// Groups are offloaded and reloaded inside the graph, so work after the step waits for the last copy.
+/// Guards are those of a GraphedCallable: autocast, global switches and the model must be as captured, else UsageError. If the model's
+/// training flags differ, the step runs eagerly. If weights were relocated, GraphOptions::on_relocated_weights decides.
+/// Ordering: on return the current stream waits for the whole step.  Capture: illegal.  Threads: one at a time.
+/// Throws: UsageError also under no_grad, for inputs that require a gradient, and for parameters with gradient hooks.
 class SIDESTREAM_API GraphedStep {
  public:
-  /// `microbatches[m]` are the inputs of microbatch m.
+  /// Replays the step. `microbatches[m]` are the inputs of microbatch m, and `result[m]` its outputs.
   std::vector<Tensors> operator()(const std::vector<Tensors>& microbatches) const;
+  /// The name of the step's callable.
   [[nodiscard]] const std::string& name() const;
-  /// How many captures there are.
+  /// Number of captures.
   [[nodiscard]] std::size_t captures() const;
-  /// What leaves the device in each call, of the latest capture. Bytes.
+  /// Bytes that each call of the latest capture offloads.
   [[nodiscard]] std::uint64_t offloaded_bytes() const;
-  /// Drops the graphs and their memory, not the gradients; idempotent. Later calls throw UsageError.
+  /// Drops the graphs and their memory, but not the gradients. A second call does nothing. Later calls throw UsageError.
   void reset();
 
  private:
@@ -58,18 +63,18 @@ class SIDESTREAM_API GraphedStep {
   class Shared;
   explicit GraphedStep(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
   [[nodiscard]] Shared& shared() const;
-  std::shared_ptr<Shared> shared_;  ///< by copies
+  std::shared_ptr<Shared> shared_;  ///< shared by copies
 };
 
-/// Captures a whole step: for each microbatch `step` on its inputs and the gradients of its loss, then the update, as one graph.
+/// Captures a whole step as one graph: for each microbatch the forward and the gradients of the loss, then the update.
 ///
-/// `step` gives its loss, a tensor of one element, and whatever else is to come out. It calls no backward: the engine asks for the
-/// gradients, of all leaves that the loss leads to. Its module (else the engine's model) is whose parameters and buffers are
-/// guarded. `samples[m]` are the inputs of microbatch m; their values are used in warm-up, after which parameters, gradients, buffers,
-/// the optimizer's state and the random state are as before.
+/// `step` returns its loss, a tensor of one element, and any further outputs. It must not call backward: the engine computes the gradients
+/// of all leaves that the loss depends on. The parameters and buffers of its module are guarded, or of the engine's model if it has none.
+/// `samples[m]` are the inputs of microbatch m; their values are used in warm-up. After that, parameters, gradients, buffers, the
+/// optimizer's state and the random state are unchanged.
 /// Ordering: waits for the device.  Capture: illegal.
-/// Throws: UsageError (no microbatch, no loss, options that do not fit), CaptureError (nothing of it is left).
-/// Source: PyTorch's notes on CUDA graphs, "whole-network capture".
+/// Throws: UsageError without a microbatch or a loss, and for options that do not fit. CaptureError if the capture fails; nothing of it is
+/// left.  Source: PyTorch's notes on CUDA graphs, "whole-network capture".
 [[nodiscard]] SIDESTREAM_API GraphedStep make_graphed_step(OffloadEngine& engine, Callable step,
                                                            const std::vector<Tensors>& samples,
                                                            const StepOptions& options = {});

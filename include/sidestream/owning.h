@@ -8,17 +8,19 @@
 
 namespace sidestream {
 
-/// What ss::owning gives: a function whose state is its own. Copies share it.
+/// Result of ss::owning: a function that owns its state. Copies share the state.
 template <class F>
 class Owning {
  public:
+  /// Use ss::owning.
   explicit Owning(F function) : state_(std::make_shared<const F>(std::move(function))) {}
 
+  /// Calls the function.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) const {
     return (*state_)(std::forward<Args>(args)...);
   }
-  /// True for the same object, and where the bytes of what was captured tell that it is the same.
+  /// True for copies of one object, and if the bytes of the state show that it is the same.
   [[nodiscard]] bool same_as(const Owning& other) const noexcept {
     if constexpr (std::is_empty_v<F>) {  // its one byte says nothing
       return true;
@@ -33,11 +35,12 @@ class Owning {
   std::shared_ptr<const F> state_;
 };
 
-/// Wraps a function with state (a lambda with captures, a std::function) for ss::call and Callable, which take none otherwise.
-/// It is copied once, and shared by captures. The caller promises that it owns copies of all that it uses, no references and no
-/// pointers to what may change or end, and that it gives the same work each time: a capture bakes in what it holds. Make it once
-/// and pass the same object: one made anew, of state that cannot be compared by its bytes, is another capture.
-/// What changes from call to call is an argument, not state.
+/// Wraps a function with state (a lambda with captures, a std::function) for ss::call and Callable, which refuse such functions otherwise.
+///
+/// The function is copied once, and captures share the copy. The caller promises two things. The function owns copies of all that it
+/// uses: no references, and no pointers to what may change or end. And it does the same work each time, because a capture bakes in its
+/// state. Pass what changes from call to call as an argument.
+/// Make the object once and pass the same one each time. If the state cannot be compared by its bytes, a new object is another capture.
 template <class F>
 [[nodiscard]] Owning<std::decay_t<F>> owning(F&& function) {
   return Owning<std::decay_t<F>>(std::forward<F>(function));
@@ -50,7 +53,7 @@ struct IsOwning : std::false_type {};
 template <class F>
 struct IsOwning<Owning<F>> : std::true_type {};
 
-/// Functions that a capture may run later: without state, or with state of their own.
+/// Functions that a capture may run later: they have no state, or own it.
 template <class F>
 constexpr bool is_keepable_function = is_stateless<F> || is_function_pointer<F> || IsOwning<F>::value;
 

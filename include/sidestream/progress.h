@@ -6,19 +6,24 @@
 
 namespace sidestream {
 
-/// What an engine does before calls replay: eager passes, page-locking host memory, captures.
-enum class ProgressPhase : std::uint8_t { warm_up, pin, capture_forward, capture_backward };
-
-/// A piece of that work that begins now.
-struct Progress {
-  ProgressPhase phase = ProgressPhase::warm_up;
-  std::size_t index = 0;  ///< of the piece in its phase, from 0
-  std::size_t count = 0;  ///< pieces in the phase
-  std::string_view name;  ///< of the call; empty when pinning. Valid during the callback only
-  std::size_t bytes = 0;  ///< of pinned host memory that the plan needs; 0 in the other phases
+/// What an engine does before calls replay.
+enum class ProgressPhase : std::uint8_t {
+  warm_up,           ///< an eager pass before the capture
+  pin,               ///< page-locks host memory
+  capture_forward,   ///< captures the forward of a call
+  capture_backward,  ///< captures the backward of a call
 };
 
-/// Hears of each piece of work before it begins: see Options::progress.
+/// A piece of that work, which begins now.
+struct Progress {
+  ProgressPhase phase = ProgressPhase::warm_up;  ///< the kind of work
+  std::size_t index = 0;                         ///< index of the piece in its phase, from 0
+  std::size_t count = 0;                         ///< number of pieces in the phase
+  std::string_view name;  ///< name of the call; empty in the phase `pin`. Valid only during the callback
+  std::size_t bytes = 0;  ///< in the phase `pin`: pinned host memory that the plan needs; else 0
+};
+
+/// Called before each piece of work: see Options::progress.
 using ProgressCallback = std::function<void(const Progress&)>;
 
 }  // namespace sidestream

@@ -11,39 +11,43 @@ namespace sidestream {
 
 class Recorder;
 
-/// What autograd saves until the scope ends belongs to the group `name` (under the call and scopes around it; the innermost
-/// scope owns). At the end of the scope the group leaves the device, if the options say so. Scopes nest and may be empty.
-/// `name` must outlive the scope (a literal). Without an active step on this thread it does nothing.
+/// Puts the tensors that autograd saves until the scope ends into the group `name`. If Options::offload names the group, it is offloaded
+/// at the end of the scope.
+///
+/// The group's full name begins with the names of the call and the scopes around it. Scopes nest and may be empty; a tensor belongs to the
+/// innermost scope. `name` must outlive the scope (a literal does). Without an active step on this thread the scope does nothing.
 /// Ordering: the copy waits for the work queued on the current stream so far.  Capture: legal.
-/// Threads: begin and end on one thread, in reverse order, and before the step ends.  Throws: UsageError for an empty name or
-/// one with a dot; a failure that an earlier scope kept.
+/// Threads: scopes begin and end on one thread, in reverse order, before the step ends.
+/// Throws: UsageError for an empty name or one with a dot; a failure that an earlier scope kept.
 /// Source: JAX's checkpoint_name; Megatron-LM's fine-grained activation offload.
 class [[nodiscard]] SIDESTREAM_API OffloadScope {
  public:
+  /// Begins the scope.
   explicit OffloadScope(const char* name);
   OffloadScope(const OffloadScope&) = delete;
   OffloadScope& operator=(const OffloadScope&) = delete;
-  /// Ends the scope; again, it does nothing. Throws: what the copy throws; UsageError on another thread, after the step, or while
-  /// a scope inside is open.
+  /// Ends the scope. A second call does nothing.  Throws: what the copy throws; UsageError on another thread, after the step, and
+  /// while a scope inside is open.
   void end();
-  /// Ends the scope where `end` has not. Never throws: a failure is kept, logged through LibTorch's warnings, and thrown by the
-  /// next scope or call of the step, or by its end.
+  /// Ends the scope if `end` has not. Never throws: a failure is logged as a LibTorch warning and kept. The next scope or call of the step
+  /// throws it, or else Step::finish. If ~Step ends the step, the engine's next `step()` throws it.
   ~OffloadScope();
 
  private:
   const char* name_;
   std::weak_ptr<Recorder* const> recorder_;
-  std::uint64_t frame_ = 0;  ///< 0: nothing is to be ended
+  std::uint64_t frame_ = 0;  ///< 0: ended, or never begun
   std::thread::id thread_;
   int exceptions_ = 0;
 };
 
-/// Puts one tensor's storage into the group `name`, wherever it is saved later in the step, whichever scope that is in.
-/// Returns `tensor`. The group ends with the scope or call that `tag` was called in.
+/// Puts one tensor's storage into the group `name`, whichever scope saves it later in the step. Returns `tensor`.
+/// The group ends with the scope or call in which `tag` was called. Without an active step on this thread it only returns `tensor`.
+/// Throws: UsageError for an empty name or one with a dot.
 SIDESTREAM_API at::Tensor tag(const at::Tensor& tensor, const char* name);
 
-/// Keeps the tensor's storage on the device for as long as it lives [mark_not_offload]. Without an active step on this thread
-/// it does nothing; OffloadEngine::mark_not_offload does the same outside of steps.
+/// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Without an active step on this thread it
+/// does nothing. OffloadEngine::mark_not_offload does the same outside of steps.
 SIDESTREAM_API void mark_not_offload(const at::Tensor& tensor);
 
 }  // namespace sidestream

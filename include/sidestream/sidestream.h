@@ -1,4 +1,5 @@
 #pragma once
+// All headers for a trainer. The headers under sidestream/testing/ are for tests on the simulated device and are included one by one.
 #include "sidestream/adamw.h"
 #include "sidestream/bucketed_callables.h"
 #include "sidestream/call.h"

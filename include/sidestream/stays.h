@@ -11,11 +11,13 @@
 
 namespace sidestream {
 
-/// What ss::stays and ss::outlives_engine give: passed on as a pointer.
+/// Result of ss::stays(shared_ptr) and ss::outlives_engine. The function that is called gets it as a pointer.
 template <class T>
 class Stays {
  public:
+  /// Does not own what `pointer` points to.
   explicit Stays(T* pointer) noexcept : pointer_(pointer) {}
+  /// Shares the ownership.
   explicit Stays(std::shared_ptr<T> owner) noexcept : pointer_(owner.get()), owner_(std::move(owner)) {}
   operator T*() const noexcept { return pointer_; }  // NOLINT: passed on as the pointer
   T* operator->() const noexcept { return pointer_; }
@@ -23,10 +25,10 @@ class Stays {
 
  private:
   T* pointer_;
-  std::shared_ptr<T> owner_;  ///< null where the caller promises the lifetime
+  std::shared_ptr<T> owner_;  ///< null if the caller promises the lifetime
 };
 
-/// What ss::stays gives for a pointer to a tensor or to a value: passed on as a pointer to const.
+/// Result of ss::stays for a pointer to a tensor or to a value. The function that is called gets it as a pointer to const.
 template <class T>
 class StaysByValue {
  public:
@@ -39,9 +41,11 @@ class StaysByValue {
   const T* pointer_;
 };
 
-/// Passes on a pointer to a tensor or to a value (a type that could be an argument itself). A capture keeps the value, never the
-/// pointer, and reads that: of a tensor, the same tensor, whose bytes are read anew by each replay; another tensor there is
-/// another capture. `p` may be null, and may point to a local variable.
+/// Passes a pointer to a tensor or to a value (a type that could be an argument itself) to ss::call. A capture keeps the value and never
+/// the pointer.
+///
+/// For a tensor, the capture keeps the same tensor, and each replay reads its bytes anew. Another tensor is another capture.
+/// `p` may be null, and may point to a local variable.
 template <class T>
 [[nodiscard]] auto stays(T* p) noexcept {
   using Value = std::remove_cv_t<T>;
@@ -59,8 +63,8 @@ template <class T>
   }
 }
 
-/// Passes on a pointer to what `owner` owns; a capture shares the ownership. It is compared by its address: the caller promises
-/// that what is read there stays as it is (a capture bakes it in), but for the bytes of its tensors.
+/// Passes a pointer to the object that `owner` owns to ss::call. A capture shares the ownership and compares by address.
+/// The caller promises that the object does not change, except for the bytes of its tensors: a capture bakes in what it reads there.
 template <class T>
 [[nodiscard]] Stays<T> stays(std::shared_ptr<T> owner) noexcept {
   static_assert(!std::is_base_of_v<torch::nn::Module, T>,
@@ -68,9 +72,9 @@ template <class T>
   return Stays<T>(std::move(owner));
 }
 
-/// Passes on a pointer, compared by its address. The caller promises that what it points to lives at that address for as long
-/// as the engine, and stays as it is (a capture bakes it in), but for the bytes of its tensors. Never a local variable of the
-/// forward pass: the capture runs at the begin of the next step.
+/// Passes a pointer to ss::call, which compares it by its address. The caller promises that the object lives at that address as long as
+/// the engine, and does not change, except for the bytes of its tensors: a capture bakes in what it reads there.
+/// Never pass a local variable of the forward pass, because the capture runs when the next step begins.
 template <class T>
 [[nodiscard]] Stays<T> outlives_engine(T* p) noexcept {
   static_assert(!std::is_base_of_v<torch::nn::Module, T>,

@@ -1,7 +1,7 @@
 #pragma once
 #include "sidestream/detail/export.h"
 
-/// The version of these headers; `sidestream::version()` is that of the library that was loaded.
+// The version of these headers. `sidestream::version()` gives the version of the library that is loaded.
 #define SIDESTREAM_VERSION_MAJOR 0
 #define SIDESTREAM_VERSION_MINOR 1
 #define SIDESTREAM_VERSION_PATCH 0
@@ -9,7 +9,8 @@
 
 namespace sidestream {
 
-/// "MAJOR.MINOR.PATCH" of the loaded library. Threads: any. Throws: never.
+/// The version of the loaded library, as "MAJOR.MINOR.PATCH". The macro `SIDESTREAM_VERSION` is the version of the headers.
+/// Threads: any.  Throws: never.
 [[nodiscard]] SIDESTREAM_API const char* version() noexcept;
 
 }  // namespace sidestream

@@ -14,12 +14,12 @@
 #include "sidestream/detail/argument_values.h"
 #include "sidestream/stays.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
 using TensorBuffer = c10::SmallVector<at::Tensor, 8>;
 
-/// An argument that is not a tensor, by reference: compared with what a capture holds, copied only when captured.
+/// An argument that is not a tensor, by reference. It is compared with the value of a capture, and copied only when captured.
 struct Guard {
   const void* value;
   const std::type_info* type;
@@ -39,26 +39,26 @@ Guard make_guard(const T& value) {
           }};
 }
 
-/// The types of a call, as one guard without a value.
+/// One guard for the types of a call. It has no value.
 template <class Signature>
 Guard make_signature_guard() {
   return {nullptr, &typeid(Signature), [](const void* /*a*/, const void* /*b*/) { return true; },
           [](const void* /*value*/) { return std::shared_ptr<const void>(); }};
 }
-/// The sizes of containers and which optionals are set: guards too, held by value while a call is taken apart.
+/// Sizes of containers, and which optionals are set. These are guards too, held by value while a call is taken apart.
 using ShapeBuffer = c10::SmallVector<std::size_t, 8>;
 
-/// Where one call's arguments go.
+/// The parts of one call's arguments.
 struct Parts {
   TensorBuffer& tensors;
   GuardBuffer& guards;
   ShapeBuffer& shape;
 };
-/// Modules among the arguments that are kept.
+/// The modules among kept arguments.
 using KeptModules = std::vector<std::shared_ptr<const torch::nn::Module>>;
 
-/// How one argument type is taken apart into tensors, guards and sizes, kept without its tensors, and put together again.
-/// `Kept` owns all that it holds; a `Rebuilt` may refer to it. The general case: no argument.
+/// Takes one argument type apart into tensors, guards and sizes, keeps it without its tensors, and puts it together again.
+/// `Kept` owns all that it holds; a `Rebuilt` may refer to it. This general case is for types that are no arguments.
 template <class T, class = void>
 struct Argument {
   static constexpr bool allowed = false;
@@ -69,7 +69,7 @@ struct Argument {
   static T rebuild(const Kept& kept, const at::Tensor*& next);  // not defined: such a call does not compile
 };
 
-/// A value: one guard.
+/// A value is one guard.
 template <class T>
 struct Argument<T, std::enable_if_t<is_value<T>>> {
   static constexpr bool allowed = true;
@@ -112,7 +112,7 @@ struct Argument<const char*> {
   static const char* rebuild(const Kept& kept, const at::Tensor*& /*next*/) { return kept ? kept->c_str() : nullptr; }
 };
 
-/// A pointer that is kept: compared by its address.
+/// A kept pointer is compared by its address.
 template <class T>
 struct Argument<Stays<T>> {
   static constexpr bool allowed = true;
@@ -131,7 +131,7 @@ struct Argument<Stays<T>> {
   static const Kept& rebuild(const Kept& kept, const at::Tensor*& /*next*/) { return kept; }
 };
 
-/// A pointer whose target is kept: tensors are the same tensor, values are equal.
+/// A pointer whose target is kept: a tensor must be the same tensor, a value must be equal.
 template <class T>
 struct Argument<StaysByValue<T>> {
   static constexpr bool allowed = true;

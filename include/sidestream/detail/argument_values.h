@@ -15,7 +15,7 @@
 #include "sidestream/argument_traits.h"
 #include "sidestream/detail/value_containers.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
 template <class T>
@@ -41,7 +41,7 @@ struct ListedValue<double> : EqualByBits<double> {};
 template <>
 struct ListedValue<long double> : std::true_type {
   static bool equal(const long double& a, const long double& b) {
-    // What follows the ten bytes of x86's is padding.
+    // On x86 a long double has ten bytes; the rest is padding.
     return std::memcmp(&a, &b, std::numeric_limits<long double>::digits == 64 ? 10 : sizeof(a)) == 0;
   }
 };

@@ -11,10 +11,10 @@
 #include "sidestream/detail/struct_arguments.h"
 #include "sidestream/owning.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
-/// Says what to pass in place of a type that is no argument.
+/// Compile errors that say what to pass in place of a type that is no argument.
 template <class T>
 constexpr void check_argument() {
   constexpr bool pointer = std::is_pointer_v<T> && !Argument<T>::allowed;
@@ -62,14 +62,14 @@ struct PlainPointer<T*, std::enable_if_t<lists_members<std::remove_cv_t<T>>>> {
   using type = StructPointer<std::remove_cv_t<T>>;
 };
 
-/// As which type an argument is taken apart: arrays of char are C strings, modules are references, pointers to structs with listed
+/// The type as which an argument is taken apart: arrays of char are C strings, modules are references, pointers to structs with listed
 /// members are the structs.
 template <class T>
 using Plain =
     std::conditional_t<std::is_lvalue_reference_v<T> && is_module<std::remove_reference_t<T>>,
                        ModuleReference<std::remove_reference_t<T>>, typename PlainPointer<std::decay_t<T>>::type>;
 
-/// What a function is given for an argument: modules by reference, structs as pointers to them, all else as it is.
+/// Passes an argument to the function: a module by reference, a struct as a pointer to it, anything else as it is.
 template <class T>
 const T& pass(const T& value) noexcept {
   return value;
@@ -88,7 +88,7 @@ const T* pass(const RebuiltTarget<T>& target) noexcept {
   return target.get();
 }
 
-/// The state of a function: its type says the rest.
+/// Adds a guard for the state of a function. Its type is in the guard of the signature.
 template <class F>
 void guard_function(const F& function, GuardBuffer& guards) {
   if constexpr (IsOwning<F>::value) {

@@ -2,10 +2,10 @@
 #include "sidestream/detail/argument_parts.h"
 #include "sidestream/detail/export.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
-/// One call, taken apart, and what it gave.
+/// One call, taken apart, and its outputs.
 struct CallBuffers {
   TensorBuffer inputs;
   GuardBuffer guards;
@@ -13,9 +13,9 @@ struct CallBuffers {
   TensorBuffer outputs;
 };
 
-/// Empty buffers, lent by the calling thread for the lifetime of this object and kept by it between calls: however many tensors a
-/// call has, it allocates nothing once one as large has run. A call inside of another is lent others.
-/// Threads: begins and ends on one.
+/// Empty buffers, which the calling thread lends for the lifetime of this object and keeps between calls. So a call allocates nothing once
+/// a call with as many tensors has run. A call inside another call gets other buffers.
+/// Threads: begins and ends on one thread.
 class [[nodiscard]] SIDESTREAM_API LentBuffers {
  public:
   LentBuffers();

@@ -14,7 +14,7 @@
 #include "sidestream/detail/call_request.h"
 #include "sidestream/detail/call_results.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
 /// The forward of a module.
@@ -34,7 +34,7 @@ struct HasForward<M, std::tuple<Args...>,
                   std::void_t<decltype(std::declval<M&>().forward(pass(std::declval<const Args&>())...))>>
     : std::true_type {};
 
-/// Forward of an AnyModule: refers to the caller's until it is copied (kept), then owns a copy that shares the module.
+/// Forward of an AnyModule. It refers to the caller's AnyModule; a copy of it (for a capture) owns an AnyModule that shares the module.
 template <class R>
 class AnyForward {
  public:
@@ -53,7 +53,7 @@ class AnyForward {
   torch::nn::AnyModule* any_;
 };
 
-/// One call on its caller's stack.
+/// One call, on the stack of its caller.
 template <class Function, class... Args>
 struct CallInProgress {
   using R = std::decay_t<decltype(std::invoke(std::declval<const Function&>(), pass(std::declval<const Args&>())...))>;
@@ -61,7 +61,7 @@ struct CallInProgress {
 
   const Function& function;
   std::tuple<const Args&...> arguments;
-  mutable std::optional<Structure> structure;  ///< of a run's result
+  mutable std::optional<Structure> structure;  ///< of the result of a run
 
   static void run(const void* context, TensorBuffer& outputs) {
     const auto& call = *static_cast<const CallInProgress*>(context);
@@ -79,7 +79,7 @@ struct CallInProgress {
     kept.body = [function = call.function, structure,
                  arguments = std::apply(
                      [&](const Args&... args) {
-                       // Braces: evaluated from left to right, as the arguments were taken apart.
+                       // Braces evaluate from left to right, the order in which the arguments were taken apart.
                        return std::tuple<typename Argument<Args>::Kept...>{Argument<Args>::keep(args, kept.modules)...};
                      },
                      call.arguments)](const at::Tensor* next, TensorBuffer& outputs) {

@@ -11,14 +11,14 @@
 #include "sidestream/detail/export.h"
 #include "sidestream/replay_options.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
 /// A call as a capture keeps it.
 struct KeptCall {
-  /// A function of its tensors, with copies of all other arguments.
+  /// Runs the call on given tensors, with copies of all other arguments.
   std::function<void(const at::Tensor* inputs, TensorBuffer& outputs)> body;
-  /// What `CallRequest::structure` is to point to after a replay: what the latest run of `body` gave.
+  /// The structure of the latest result of `body`. After a replay, `CallRequest::structure` points to it.
   std::shared_ptr<const void> structure;
   KeptModules modules;  ///< among the arguments
 };
@@ -30,20 +30,20 @@ struct CallRequest {
   c10::ArrayRef<at::Tensor> inputs;
   c10::ArrayRef<Guard> guards;
   c10::ArrayRef<std::size_t> shape;
-  const void* context = nullptr;  ///< what the two functions below are given
+  const void* context = nullptr;  ///< argument of the functions below
   void (*run)(const void* context,
-              TensorBuffer& outputs) = nullptr;     ///< the plain call, now, with the caller's arguments
-  KeptCall (*keep)(const void* context) = nullptr;  ///< for a capture
-  const void** structure = nullptr;                 ///< where a replay says how its outputs are put together
-  const ReplayOptions* replay = nullptr;            ///< of a GraphedCallable: null where none are given
-  void (*prepare)(const void* context) = nullptr;   ///< of a GraphedCallable: just before it replays or runs
+              TensorBuffer& outputs) = nullptr;     ///< runs the plain call now, with the caller's arguments
+  KeptCall (*keep)(const void* context) = nullptr;  ///< keeps the call for a capture
+  const void** structure = nullptr;                 ///< where a replay puts the structure of its outputs
+  const ReplayOptions* replay = nullptr;            ///< of a GraphedCallable; null if it has none
+  void (*prepare)(const void* context) = nullptr;   ///< of a GraphedCallable: called just before it replays or runs
 };
 
 /// True when a step is active on this thread.
 [[nodiscard]] SIDESTREAM_API bool step_active() noexcept;
 /// Runs `request` as the active engine decides. Throws: as ss::call.
 SIDESTREAM_API void dispatch(CallRequest& request, TensorBuffer& outputs);
-/// Throws: UsageError that says that ss::call was given no module (or no name).
+/// Throws UsageError: ss::call was given no module (or no name).
 [[noreturn]] SIDESTREAM_API void refuse_null_module();
 [[noreturn]] SIDESTREAM_API void refuse_null_name();
 

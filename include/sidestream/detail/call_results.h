@@ -14,11 +14,11 @@
 #include "sidestream/detail/argument_values.h"
 #include "sidestream/detail/call_arguments.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
-/// How one result type is taken apart into tensors and a `Structure` (sizes, keys, which optionals are set), and put together
-/// again. A capture keeps the structure that its body gave. The general case: no result.
+/// Takes one result type apart into tensors and a `Structure` (sizes, keys, which optionals are set), and puts it together again. A capture
+/// keeps the structure of its body's result. This general case is for types that are no results.
 template <class T, class = void>
 struct Result {
   static constexpr bool allowed = false;

@@ -11,7 +11,7 @@
 
 #include "sidestream/detail/argument_parts.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
 // Containers that hold tensors, modules or C strings somewhere. Those that hold values only are values.
@@ -101,7 +101,7 @@ template <class T, std::size_t n>
 struct Argument<std::array<T, n>, std::enable_if_t<!is_value<std::array<T, n>>>>
     : ArrayArgument<T, std::make_index_sequence<n>> {};
 
-/// Maps from values. A body gets a copy of the map with other mapped values, so that its order is the caller's.
+/// Maps from values. A body gets a copy of the map with other mapped values, so that it has the caller's order.
 template <class T>
 struct MapArgument {
   using K = typename T::key_type;
@@ -109,7 +109,7 @@ struct MapArgument {
   static constexpr bool allowed = is_value<K> && Argument<V>::allowed && std::is_default_constructible_v<V>;
   struct Kept {
     T keys;
-    std::vector<std::pair<K, typename Argument<V>::Kept>> entries;  ///< in the order that they were taken apart in
+    std::vector<std::pair<K, typename Argument<V>::Kept>> entries;  ///< in the order in which they were taken apart
   };
   using Rebuilt = T;
   static void flatten(const T& value, const Parts& parts) {

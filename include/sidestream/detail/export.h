@@ -1,4 +1,4 @@
 #pragma once
 
-/// Marks what a program that links the shared libraries may use; all else is hidden in them.
+/// Exports a symbol from the shared libraries. All others are hidden.
 #define SIDESTREAM_API [[gnu::visibility("default")]]

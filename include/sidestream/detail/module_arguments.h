@@ -9,15 +9,15 @@
 
 #include "sidestream/detail/argument_parts.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
-/// A module, by its identity. `share`: gives a share in it.
+/// A module, compared by its identity. `share` returns shared ownership of it.
 inline Guard make_module_guard(const torch::nn::Module* module, std::shared_ptr<const void> (*share)(const void*)) {
   return {module, &typeid(torch::nn::Module), [](const void* kept, const void* given) { return kept == given; }, share};
 }
 
-/// A module that is an argument by reference.
+/// A module that is passed by reference.
 template <class M>
 class ModuleReference {
  public:
@@ -28,7 +28,7 @@ class ModuleReference {
   M* module_;
 };
 
-/// A share in a module; one that nobody's shared_ptr owns is not shared (`use_count() == 0`).
+/// Shared ownership of a module. If no shared_ptr owns the module, the result owns nothing (`use_count() == 0`).
 inline std::shared_ptr<const torch::nn::Module> share(const torch::nn::Module* module) {
   auto owner = module->weak_from_this().lock();
   return owner != nullptr ? owner : std::shared_ptr<const torch::nn::Module>(owner, module);
@@ -54,7 +54,7 @@ struct Argument<ModuleReference<M>> {
   static Rebuilt rebuild(const Kept& kept, const at::Tensor*& /*next*/) { return Rebuilt(*kept.module); }
 };
 
-/// Smart pointers to modules, holders, AnyModules: `pointer` gives the module or null.
+/// Smart pointers to modules, holders, AnyModules. `pointer` returns the module or null.
 template <class T, const torch::nn::Module* (*pointer)(const T&)>
 struct SharedModuleArgument {
   static constexpr bool allowed = true;

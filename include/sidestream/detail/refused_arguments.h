@@ -13,12 +13,12 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/OptionalArrayRef.h>
 
-// What is no argument of ss::call, so that a compile error can say what to pass in its place.
+// Types that ss::call refuses, so that a compile error can say what to pass instead.
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
-/// Types that only borrow what they show, alone or inside another type.
+/// Types that only borrow their memory, and types that contain such types.
 template <class T>
 struct Borrows : std::false_type {};
 template <template <class...> class Of, class... Ts>
@@ -40,7 +40,7 @@ template <class T, std::size_t n>
 struct Borrows<std::span<T, n>> : std::true_type {};
 #endif
 
-/// Smart pointers, whose target may change unseen.
+/// Smart pointers: the library does not see changes of their target.
 template <class T>
 struct IsSmartPointer : std::false_type {};
 template <class T>

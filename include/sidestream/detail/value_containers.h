@@ -16,10 +16,10 @@
 
 #include "sidestream/argument_traits.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
-/// In order, element by element.
+/// Compares element by element, in order.
 template <class T, class Element>
 struct EqualElements : std::bool_constant<is_value<Element>> {
   static bool equal(const T& a, const T& b) {
@@ -51,7 +51,7 @@ struct ListedValue<std::map<K, V, Rest...>> : std::bool_constant<is_value<K> && 
   using T = std::map<K, V, Rest...>;
   static bool equal(const T& a, const T& b) { return EqualElements<T, typename T::value_type>::equal(a, b); }
 };
-// Their order may matter to a body: the same elements in another order are another value.
+// A body may depend on their order, so the same elements in another order are another value.
 template <class T, class... Rest>
 struct ListedValue<std::unordered_set<T, Rest...>> : EqualElements<std::unordered_set<T, Rest...>, T> {};
 template <class K, class V, class... Rest>

@@ -17,66 +17,70 @@ namespace sidestream {
 
 /// A schedule under which recorded work gives other bytes than in the order of issue.
 struct Divergence {
-  Schedule schedule;
-  std::int64_t bytes = 0;  ///< that differ, over all results
+  Schedule schedule;       ///< the schedule
+  std::int64_t bytes = 0;  ///< bytes that differ in all results together
   std::string result;      ///< the first result that differs
-  std::string error;       ///< what an operator threw instead (poison taken for an index, for one); else empty
-  /// The two operations whose order makes the difference, all else being equal, with the edge that would fix it.
+  std::string error;  ///< what an operator threw instead, for example because poison was read as an index; else empty
+  /// The two operations whose order alone makes the difference, with the edge that would fix it.
   std::string pair;
 };
 
 /// What a search found.
 struct ScheduleSearch {
-  std::int64_t named = 0;    ///< schedules tried: the four with names,
-  std::int64_t starved = 0;  ///< one stream starved,
-  std::int64_t held = 0;     ///< one piece of work held back, those of pairs that nothing orders first,
-  std::int64_t seeds = 0;    ///< drawn from seeds
-  std::int64_t orders = 0;   ///< different orders among them; one that was run before is not run again
-  std::int64_t diverged = 0;
-  std::vector<Divergence> divergences;  ///< one for each pair, at most 16
-  double seconds = 0;
+  std::int64_t named = 0;    ///< schedules tried: the four with names
+  std::int64_t starved = 0;  ///< schedules tried: one stream starved
+  std::int64_t held = 0;     ///< schedules tried: one piece of work held back, beginning with pairs that nothing orders
+  std::int64_t seeds = 0;    ///< schedules tried: drawn from seeds
+  std::int64_t orders = 0;   ///< different orders among them; no order is run twice
+  std::int64_t diverged = 0;            ///< schedules under which results differed
+  std::vector<Divergence> divergences;  ///< one for each pair of operations, at most 16
+  double seconds = 0;                   ///< time that the search took
 
+  /// All schedules tried.
   [[nodiscard]] std::int64_t tried() const noexcept { return named + starved + held + seeds; }
 };
 
-/// Records what the sim device is given to do, and runs it again in the orders that streams and events allow, operator by
-/// operator: results whose bytes depend on the order show a wait that is missing.
+/// Records the work of the simulated device and runs it again, operator by operator, in other orders that streams and events allow. If the
+/// bytes of a result depend on the order, a wait is missing.
 ///
 ///     sidestream::ScheduleCheck check(device);     // after the steps that size and capture
 ///     train_step();
 ///     check.stop({{"loss", loss}, {"weight", gradient.clone()}});
 ///     const sidestream::ScheduleSearch found = check.search(10000);
 ///
-/// While it records, backward runs on the calling thread, so that a seed gives the same order in every process. A rerun changes
-/// device and pinned memory; `stop`'s state is back when this object dies.
+/// During the recording, backward runs on the calling thread, so that a seed gives the same order in every process. A rerun changes device
+/// and pinned memory; the destructor restores the state at `stop`.
 /// Threads: one.  Capture: illegal.
 class SIDESTREAM_API ScheduleCheck {
  public:
+  /// Tensors to compare, by name.
   using Results = std::vector<std::pair<std::string, at::Tensor>>;
 
-  /// Starts to record. Throws: UsageError for another device than sim, or while another recording is being made.
+  /// Starts the recording.  Throws: UsageError for another device than sim, and while another recording is being made.
   explicit ScheduleCheck(c10::Device sim);
   ScheduleCheck(const ScheduleCheck&) = delete;
   ScheduleCheck& operator=(const ScheduleCheck&) = delete;
   ~ScheduleCheck();
 
-  /// Ends the recording. `results` are compared: contiguous tensors on the device that hold, by now, what the recorded work
-  /// left in them. Throws: UsageError for others; Error when the recorded work, run again as it was issued, does not give them
-  /// (host code had a part in them).
+  /// Ends the recording. `results` are the tensors to compare: contiguous tensors on the device that hold what the recorded work wrote.
+  /// Throws: UsageError for other tensors. Error if the recorded work, run again in the order of issue, does not give the same bytes,
+  /// because host code took part in them.
   void stop(Results results);
 
-  /// Pieces of work: operators, copies, records, frees, each node of a graph.
+  /// Number of pieces of work: operators, copies, records, frees, and each node of a graph.
   [[nodiscard]] std::int64_t works() const;
+  /// Number of streams in the recording.
   [[nodiscard]] std::int64_t streams() const;
+  /// Bytes of all results.
   [[nodiscard]] std::int64_t result_bytes() const;
-  /// The order check of what was recorded, one line for each pair that nothing orders.
+  /// What check_order finds in the recording, one line for each pair that nothing orders.
   [[nodiscard]] std::vector<std::string> findings() const;
 
-  /// Runs `schedule`, and shrinks a divergence to its pair.
+  /// Runs the recording under `schedule`. If results differ, finds the pair of operations that makes the difference.
   [[nodiscard]] std::optional<Divergence> run(const Schedule& schedule);
-  /// Tries `schedules` schedules: the named ones, each stream starved, each piece of work held back in turn with seeds.
-  /// `go_on`, if any, is told how many have been tried, and ends the search by returning false.
-  /// Throws: UsageError for fewer than one.
+  /// Tries `schedules` schedules: the named ones, each stream starved, then pieces of work held back by turns with seeds.
+  /// `go_on`, if given, gets the number of schedules tried so far, and ends the search by returning false.
+  /// Throws: UsageError if `schedules` is less than one.
   [[nodiscard]] ScheduleSearch search(std::int64_t schedules, const std::function<bool(std::int64_t)>& go_on = {});
 
  private:

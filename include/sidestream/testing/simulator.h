@@ -8,20 +8,23 @@
 
 namespace sidestream {
 
-// How the simulated device behaves. All of these change the one simulated device of the process, at once and until they are
-// called again. Threads: any. Throws: UsageError for another device than sim.
+// These functions change the one simulated device of the process, at once and until they are called again.
 
-/// The order in which it runs queued work. Waits for what is queued. Capture: legal.
+/// Sets the order in which the simulated device runs queued work. Waits for what is queued.
+/// Capture: legal.  Threads: any.  Throws: UsageError for another device than sim.
 SIDESTREAM_API void set_schedule(c10::Device sim, const Schedule& schedule);
 
-/// Device memory beyond `bytes` bytes is refused, as on a smaller device. The environment variable SIDESTREAM_SIM_MEMORY gives it
-/// when the process first uses the device. A graph takes 512 bytes of it for each of its nodes, beside tensors. Capture: legal.
+/// Limits device memory to `bytes` bytes, as on a smaller device. When the process first uses the device, the environment variable
+/// SIDESTREAM_SIM_MEMORY sets the limit. Besides tensors, a graph takes 512 bytes for each of its nodes.
+/// Capture: legal.  Threads: any.  Throws: UsageError for another device than sim.
 SIDESTREAM_API void set_memory_limit(c10::Device sim, std::size_t bytes);
 
-/// Pinned host memory beyond `bytes` bytes is refused. Capture: legal.
+/// Limits pinned host memory to `bytes` bytes.
+/// Capture: legal.  Threads: any.  Throws: UsageError for another device than sim.
 SIDESTREAM_API void set_pinned_limit(c10::Device sim, std::size_t bytes);
 
-/// A wait for an event that was never recorded waits for nothing, on a GPU too. Strict: it throws UsageError at the wait.
+/// Makes a wait for an event that was never recorded throw UsageError. If not strict, such a wait does nothing, as on a GPU.
+/// Threads: any.  Throws: UsageError for another device than sim.
 SIDESTREAM_API void set_strict_waits(c10::Device sim, bool strict);
 
 }  // namespace sidestream
