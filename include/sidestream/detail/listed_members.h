@@ -9,7 +9,7 @@
 
 // What a struct and its list of members fulfil, and what the compiler says if they do not.
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
 /// The Members that the traits of `T` derive from; void if they list none.

@@ -9,7 +9,7 @@
 #include "sidestream/detail/argument_values.h"
 #include "sidestream/detail/listed_members.h"
 
-/// What `ss::call` is made of. Of no use to a trainer, and it may change at any time.
+/// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
 /// A struct whose members its ArgumentTraits list: each member is taken apart as an argument of its own.
