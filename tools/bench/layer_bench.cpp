@@ -21,6 +21,7 @@ const std::vector<LayerMode>& layer_modes() {
                                             {"eager+offload", false, true},
                                             {"graphs", true},
                                             {"graphs+offload", true, true},
+                                            {"graphs+offload:all", true, true, std::nullopt, false, true},
                                             {"graphs+offload K=2", true, true, 2},
                                             {"graphs+offload window", true, true, std::nullopt, true}};
   return modes;
@@ -65,8 +66,10 @@ std::unique_ptr<OffloadEngine> LayerBench::make_engine(const LayerMode& mode) co
   if (settings_.host_gib) {
     options.host_cap(static_cast<std::size_t>(*settings_.host_gib) << 30);
   }
-  for (const std::string& group : settings_.groups) {
-    if (mode.offload) {
+  if (mode.everything) {
+    options.offload("blocks.*.*");
+  } else if (mode.offload) {
+    for (const std::string& group : settings_.groups) {
       options.offload("blocks.*." + group);
     }
   }

@@ -34,7 +34,8 @@ struct LayerMode {
   bool graphs = false;
   bool offload = false;
   std::optional<std::int64_t> side_streams = std::nullopt;
-  bool window = false;  ///< lag and lookahead as given
+  bool window = false;      ///< lag and lookahead as given
+  bool everything = false;  ///< each group of a layer is offloaded, not only LayerSettings::groups
 };
 
 /// All there are, in the order in which they are measured.

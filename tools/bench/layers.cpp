@@ -1,5 +1,5 @@
-// Step time, CPU time and device memory of transformer layers: eager, eager with offload, in graphs, and in graphs with offload, its
-// window as the library has it and as given, on one side stream and two.
+// Step time, CPU time and device memory of transformer layers: eager, eager with offload, in graphs, and in graphs with offload: of the
+// given groups or of all groups ("graphs+offload:all"), with the library's window or a given window, on one side stream or two.
 // All modes share the weights. Times are taken with all modes alive and in turns; memory with one mode alive at a time.
 #include <algorithm>
 #include <cstdio>
@@ -178,7 +178,8 @@ int run(int argc, char** argv) {
   app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
-  app.add_option("--groups", settings.groups, "Scopes that are offloaded, comma-separated")
+  app.add_option("--groups", settings.groups,
+                 "Groups that are offloaded, comma-separated; ':all' modes offload each group")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->default_str("qkv,core_attn,proj,norm2,fc1");
