@@ -113,7 +113,6 @@ struct Text {
   Tensor table;
   char name[16];
 };
-// clang-tidy would have these one a line. NOLINTBEGIN
 template <> struct sidestream::ArgumentTraits<Viewed> : sidestream::Members<&Viewed::table, &Viewed::name> {};
 template <> struct sidestream::ArgumentTraits<Sized> : sidestream::Members<&Sized::table, &Sized::sizes> {};
 template <> struct sidestream::ArgumentTraits<Listing> : sidestream::Members<&Listing::table, &Listing::lists> {};
@@ -136,7 +135,6 @@ template <> struct sidestream::ArgumentTraits<Owner> : sidestream::Members<&Owne
 template <> struct sidestream::ArgumentTraits<Single> : sidestream::Members<&Single::table> {};
 template <> struct sidestream::ArgumentTraits<Defaulted> : sidestream::Members<&Defaulted::table> {};
 template <> struct sidestream::ArgumentTraits<Text> : sidestream::Members<&Text::table, &Text::name> {};
-// NOLINTEND
 
 struct Block : torch::nn::Module {
   template <class... Args>
