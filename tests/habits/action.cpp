@@ -69,6 +69,7 @@ const std::vector<Habit>& habits() {
       {Kind::validate_pending, "validate_pending", 2, 2, 2},
       {Kind::buckets, "buckets", 4, 2, 2},
       {Kind::whole_step, "whole_step", 5, 2, 2},
+      {Kind::struct_argument, "struct_argument", 2, 1, 2},
   };
   return all;
 }

@@ -70,6 +70,7 @@ enum class Kind : std::uint8_t {
   validate_pending,
   buckets,
   whole_step,
+  struct_argument,
 };
 
 struct Habit {

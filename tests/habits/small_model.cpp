@@ -1,5 +1,7 @@
 #include "habits/small_model.h"
 
+#include <utility>
+
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
@@ -97,6 +99,10 @@ std::tuple<at::Tensor, at::Tensor> Block::forward(at::Tensor given, at::Tensor c
   at::Tensor out = h + x * scale + context * 0.1;
   at::Tensor aux = x.tanh();  // not of `out`: a hook there would see what comes from outside of the call only
   return {out, aux};
+}
+
+std::tuple<at::Tensor, at::Tensor> Block::forward(at::Tensor given, const Beside* beside) {
+  return forward(std::move(given), beside->context, beside->scale);
 }
 
 SmallModel::SmallModel(const Setup& setup, c10::Device device) : setup_(setup), device_(device) {

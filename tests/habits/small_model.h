@@ -11,6 +11,7 @@
 #include <torch/nn/modules/dropout.h>
 
 #include "habits/action.h"
+#include "sidestream/argument_traits.h"
 
 namespace sidestream::habits {
 
@@ -18,6 +19,12 @@ constexpr std::int64_t kWidth = 8;
 
 /// A user's own exception.
 struct Left {};
+
+/// What a block is given beside its input, in one.
+struct Beside {
+  at::Tensor context;
+  double scale;
+};
 
 /// One block of a model: normalises, widens, activates, narrows. Its part says what is special about it.
 class Block : public torch::nn::Module {
@@ -28,6 +35,7 @@ class Block : public torch::nn::Module {
   Block(Part part, c10::Device device);
   /// The block's output, and a second one.
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor given, at::Tensor context, double scale);
+  std::tuple<at::Tensor, at::Tensor> forward(at::Tensor given, const Beside* beside);
   /// Tensors in plain members that the body writes.
   [[nodiscard]] std::vector<at::Tensor> unregistered() const;
 
@@ -68,3 +76,7 @@ class SmallModel : public torch::nn::Module {
 };
 
 }  // namespace sidestream::habits
+
+template <>
+struct sidestream::ArgumentTraits<sidestream::habits::Beside>
+    : sidestream::Members<&sidestream::habits::Beside::context, &sidestream::habits::Beside::scale> {};

@@ -149,6 +149,10 @@ StepPlan plan_of(const Action& action) {
       plan.whole_step = a;
       plan.inside = action.b == 1;
       break;
+    case Kind::struct_argument:
+      plan.as_struct = true;
+      plan.scale = a == 0 ? 1 : 0.5;
+      break;
     case Kind::empty_step:
       plan.empty = true;
       break;

@@ -60,6 +60,7 @@ struct StepPlan {
   bool inside = false;           ///< they are trained between forward and backward of this step; else in its place
   bool empty = false;
   bool keep_loss = false;  ///< with its graph, until the next step has ended
+  bool as_struct = false;  ///< blocks get their other arguments as a pointer to a struct
   std::int64_t data = 0;   ///< which
 };
 

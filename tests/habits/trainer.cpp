@@ -296,7 +296,7 @@ void Trainer::count_call(std::size_t index, const at::Tensor& h, const at::Tenso
     return;
   }
   std::string key = std::to_string(index) + '/' + (evaluation ? "-" : std::to_string(open_calls_[index]++)) + '/' +
-                    std::to_string(h.size(0)) + '/' + std::to_string(plan.scale) + '/' +
+                    std::to_string(h.size(0)) + '/' + std::to_string(plan.scale) + (plan.as_struct ? "s/" : "/") +
                     std::to_string(h.requires_grad()) + std::to_string(context.requires_grad()) +
                     std::to_string(context.is_same(h)) + '/' + std::to_string(static_cast<int>(plan.autocast)) + '/' +
                     c10::toString(h.scalar_type());

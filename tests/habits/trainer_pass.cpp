@@ -245,7 +245,8 @@ std::pair<at::Tensor, at::Tensor> Trainer::call_block(std::size_t index, Block& 
   if (in_step_) {
     count_call(index, h, context, plan);
   }
-  auto [out, aux] = call(&block, h, context, plan.scale);
+  const Beside beside{context, plan.scale};
+  auto [out, aux] = plan.as_struct ? call(&block, h, &beside) : call(&block, h, context, plan.scale);
   block.throws = false;
   return {out, aux};
 }
