@@ -2,10 +2,11 @@
 #include "sidestream/detail/export.h"
 
 // The version of these headers. `sidestream::version()` gives the version of the library that is loaded.
+// Before 1.0 a minor version may break source and binary compatibility. A patch version breaks neither.
 #define SIDESTREAM_VERSION_MAJOR 0
-#define SIDESTREAM_VERSION_MINOR 1
+#define SIDESTREAM_VERSION_MINOR 2
 #define SIDESTREAM_VERSION_PATCH 0
-#define SIDESTREAM_VERSION "0.1.0"
+#define SIDESTREAM_VERSION "0.2.0"
 
 namespace sidestream {
 

@@ -72,7 +72,8 @@ const Backend& load_simulator() {
   if (const Backend* backend = find_backend(kSimulator); backend != nullptr) {
     return *backend;
   }
-  const std::string file = own_folder() + "libsidestream_sim.so." + std::to_string(SIDESTREAM_VERSION_MAJOR);
+  const std::string file = own_folder() + "libsidestream_sim.so." + std::to_string(SIDESTREAM_VERSION_MAJOR) + '.' +
+                           std::to_string(SIDESTREAM_VERSION_MINOR);
   // Never closed: LibTorch keeps what a device registers until the very end.
   if (dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL) == nullptr) {
     const char* const reason = dlerror();

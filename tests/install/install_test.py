@@ -1,10 +1,12 @@
 """Installs the build into a scratch prefix, and builds and runs C++17 projects against it: a consumer by pkg-config and by
 CMake, each project of examples/, and the program that README shows. They run on the simulated device, README's on what is there.
+Shows too which versions the package refuses.
 
 Usage: install_test.py MESON_COMMAND BUILD_FOLDER PREFIX SOURCE_FOLDER COMPILER
 """
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -106,6 +108,50 @@ def with_cmake(root, source, build, compiler, arguments, working_folder=None, bu
         lambda: run([build / source.name, *arguments], cwd=working_folder))
 
 
+def version_of(root):
+    """The numbers of the installed headers' version."""
+    header = (root / "include" / "sidestream" / "version.h").read_text()
+    return [int(re.search(rf"{part} (\d+)$", header, re.MULTILINE).group(1)) for part in ("MAJOR", "MINOR", "PATCH")]
+
+
+def found_versions(root, build, wanted):
+    """What find_package finds of `wanted`, each the arguments after the package's name."""
+    command = ["cmake", "-S", HERE / "versions", "-B", build, f"-DCMAKE_PREFIX_PATH={root}", f"-DWANTED={';'.join(wanted)}"]
+    result = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    answers = dict(re.findall(r"^-- \[(.*)\] (\S+)$", result.stdout, re.MULTILINE))
+    if result.returncode != 0 or list(answers) != wanted:
+        raise RuntimeError(result.stdout)
+    return [version for version, answer in answers.items() if answer in ("1", "TRUE")]
+
+
+def accepted_versions(root, scratch):
+    """Before 1.0 a request for another minor version is refused, and so is one for a newer patch version."""
+    major, minor, patch = version_of(root)
+    now, before, after = f"{major}.{minor}", f"{major}.{minor - 1}", f"{major}.{minor + 1}"
+    exact, newer = f"{now}.{patch}", f"{now}.{patch + 1}"
+    accepted = ["", now, exact, f"{exact} EXACT", f"{now}...{exact}", f"{now}...<{after}", f"{before}...<{after}", f"{before}...{after}"]
+    refused = [before, f"{before}.0", after, f"{major}", f"{major + 1}.0", f"{major + 1}.{minor}", newer, f"{newer} EXACT",
+               f"{before}...<{exact}", f"{newer}...<{after}", f"{after}...{major + 1}.0"]
+    found = found_versions(root, scratch / "versions", accepted + refused)
+    return ([f"refused: find_package(Sidestream {version})" for version in accepted if version not in found] +
+            [f"accepted: find_package(Sidestream {version})" for version in refused if version in found])
+
+
+def binary_version(root):
+    """Both libraries, and what the CMake package says of them, have the major and the minor version in their names."""
+    major, minor, _ = version_of(root)
+    config = next(root.glob("**/SidestreamConfig.cmake")).read_text()
+    problems = []
+    for library in ("libsidestream.so", "libsidestream_sim.so"):
+        name = f"{library}.{major}.{minor}"
+        dynamic = subprocess.run(["readelf", "-d", next(root.glob(f"**/{library}"))], text=True, capture_output=True, check=False).stdout
+        if f"soname: [{name}]" not in dynamic:
+            problems += [f"not {name}:", *[line for line in dynamic.splitlines() if "SONAME" in line]]
+        if f"IMPORTED_SONAME {name}\n" not in config:
+            problems.append(f"SidestreamConfig.cmake: not {name}")
+    return problems
+
+
 def main(meson, build, prefix, source, compiler):
     tap = Tap()
     # Meson's tests run with the build folder in it, and what is built here must find the installed library by itself.
@@ -122,6 +168,8 @@ def main(meson, build, prefix, source, compiler):
             tap.case("headers, library, pkg-config file and CMake package, and no internal header", installed_files(root))
             if (root / "bin").exists():
                 tap.case("the installed program finds its library", installed_program(root))
+            tap.case("find_package takes this minor version only", accepted_versions(root, scratch))
+            tap.case("libraries are named by major and minor version", binary_version(root))
             tap.case("the package forces no definition", no_definition(root))
             tap.case("a C++17 consumer by pkg-config, without NDEBUG", with_pkg_config(root, scratch, compiler))
             tap.case("a C++17 consumer by CMake, with NDEBUG",
