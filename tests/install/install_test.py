@@ -1,6 +1,6 @@
 """Installs the build into a scratch prefix, and builds and runs C++17 projects against it: a consumer by pkg-config and by
 CMake, each project of examples/, and the program that README shows. They run on the simulated device, README's on what is there.
-Shows too which versions the package refuses.
+Shows too which versions the package refuses, and that it refuses another LibTorch than the one that it was built with.
 
 Usage: install_test.py MESON_COMMAND BUILD_FOLDER PREFIX SOURCE_FOLDER COMPILER
 """
@@ -152,6 +152,32 @@ def binary_version(root):
     return problems
 
 
+def other_torch(root, scratch):
+    """The package as it is when its LibTorch was replaced, or is gone: refused, and the reason names both versions."""
+    config = next(root.glob("**/SidestreamConfig.cmake"))
+    include = re.search(r'INTERFACE_INCLUDE_DIRECTORIES "([^;"]+);', config.read_text()).group(1)
+    built_with = re.search(r"built with (LibTorch \S+),", config.read_text()).group(1)
+    problems = []
+    for header, text, reason in [("torch/headeronly/version.h", '#define TORCH_VERSION \\\n  "1.2.3"\n', "now has LibTorch 1.2.3"),
+                                 ("torch/csrc/api/include/torch/version.h", '#define TORCH_VERSION "1.2.3"\n', "now has LibTorch 1.2.3"),
+                                 ("empty.h", "", "now has no LibTorch")]:
+        moved = scratch / header.replace("/", "_")
+        replaced = moved / "torch" / header
+        replaced.parent.mkdir(parents=True)
+        replaced.write_text(text)
+        package = moved / "share" / "cmake" / "Sidestream"
+        shutil.copytree(config.parent, package)
+        (package / config.name).write_text(config.read_text().replace(include, str(moved / "torch")))
+        project = moved / "project"
+        project.mkdir()
+        (project / "CMakeLists.txt").write_text("cmake_minimum_required(VERSION 3.20)\nproject(trainer NONE)\n"
+                                                "find_package(Sidestream REQUIRED CONFIG)\n")
+        said = " ".join("".join(run(["cmake", "-S", project, "-B", moved / "build", f"-DCMAKE_PREFIX_PATH={moved}"])).split())
+        if f"built with {built_with}" not in said or reason not in said:
+            problems.append(f"{header}: not refused with '{built_with}' and '{reason}': {said}")
+    return problems
+
+
 def main(meson, build, prefix, source, compiler):
     tap = Tap()
     # Meson's tests run with the build folder in it, and what is built here must find the installed library by itself.
@@ -170,6 +196,7 @@ def main(meson, build, prefix, source, compiler):
                 tap.case("the installed program finds its library", installed_program(root))
             tap.case("find_package takes this minor version only", accepted_versions(root, scratch))
             tap.case("libraries are named by major and minor version", binary_version(root))
+            tap.case("another LibTorch than the one of the build is refused", other_torch(root, scratch))
             tap.case("the package forces no definition", no_definition(root))
             tap.case("a C++17 consumer by pkg-config, without NDEBUG", with_pkg_config(root, scratch, compiler))
             tap.case("a C++17 consumer by CMake, with NDEBUG",
