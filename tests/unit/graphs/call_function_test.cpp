@@ -112,8 +112,8 @@ TEST_F(CallArguments, NoModuleAndNoNameAreRefused) {
     EXPECT_THROWS(UsageError, "no module", (void)call(torch::nn::Linear(nullptr), x));
     torch::nn::AnyModule any;
     EXPECT_THROWS(UsageError, "no module", (void)call(any, x));
-    EXPECT_THROWS(UsageError, "no name", (void)call(static_cast<const char*>(nullptr), times_two, x));
-    EXPECT_THROWS(UsageError, "no name", (void)call("", times_two, x));
+    EXPECT_THROWS(UsageError, "an empty name", (void)call(static_cast<const char*>(nullptr), times_two, x));
+    EXPECT_THROWS(UsageError, "an empty name", (void)call("", times_two, x));
   }
 }
 

@@ -142,7 +142,7 @@ TEST_F(CapturedBucketsTest, OneMoreIsRefusedByOption) {
 }
 
 TEST_F(CapturedBucketsTest, FewerThanTheSamplesAreRefused) {
-  EXPECT_THROWS(UsageError, "max_buckets is 1, with 2 buckets of samples",
+  EXPECT_THROWS(UsageError, "max_buckets is 1, but there are 2 buckets of samples",
                 capture(capturing().max_buckets(1), {8, 32}));
 }
 

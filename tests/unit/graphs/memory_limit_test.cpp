@@ -145,8 +145,8 @@ TEST_F(MemoryLimitTest, AStepThatDoesNotFitSaysWhatHeldTheMemoryAndTrainsOnceThe
     const std::vector<std::string> texts = warnings.take();
     ASSERT_EQ(texts.size(), 1U);
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "the device ran out of memory in a step", texts[0]);
-    EXPECT_PRED_FORMAT2(testing::IsSubstring, "0.0 MiB leave", texts[0]);
-    EXPECT_PRED_FORMAT2(testing::IsSubstring, "stay: blocks.* ", texts[0]);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "0.0 MiB are offloaded", texts[0]);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "stay on the device: blocks.* ", texts[0]);
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "offload \"blocks.*\" as well", texts[0]);
   }
   EXPECT_TRUE(same(step(model, &engine, 0), expected_[0]));
