@@ -65,6 +65,7 @@ class SIDESTREAM_API AdamW {
   explicit AdamW(std::vector<AdamWGroup> groups);
   /// Functions of an object that was moved from throw UsageError.
   AdamW(AdamW&&) noexcept;
+  /// Functions of the object on the right throw UsageError afterwards.
   AdamW& operator=(AdamW&&) noexcept;
   AdamW(const AdamW&) = delete;
   AdamW& operator=(const AdamW&) = delete;

@@ -31,6 +31,7 @@ class SIDESTREAM_API DeviceFlag {
 
   /// A copy shares the memory. A move is a copy too, so every flag has memory.
   DeviceFlag(const DeviceFlag&) = default;
+  /// Shares the memory of the other flag from here on.
   DeviceFlag& operator=(const DeviceFlag&) = default;
   ~DeviceFlag() = default;
 

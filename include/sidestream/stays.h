@@ -19,8 +19,11 @@ class Stays {
   explicit Stays(T* pointer) noexcept : pointer_(pointer) {}
   /// Shares the ownership.
   explicit Stays(std::shared_ptr<T> owner) noexcept : pointer_(owner.get()), owner_(std::move(owner)) {}
+  /// The pointer.
   operator T*() const noexcept { return pointer_; }  // NOLINT: passed on as the pointer
+  /// The pointer.
   T* operator->() const noexcept { return pointer_; }
+  /// The pointer.
   [[nodiscard]] T* get() const noexcept { return pointer_; }
 
  private:
@@ -32,9 +35,13 @@ class Stays {
 template <class T>
 class StaysByValue {
  public:
+  /// Does not own what `pointer` points to; a capture copies it.
   explicit StaysByValue(const T* pointer) noexcept : pointer_(pointer) {}
+  /// The pointer.
   operator const T*() const noexcept { return pointer_; }  // NOLINT: passed on as the pointer
+  /// The pointer.
   const T* operator->() const noexcept { return pointer_; }
+  /// The pointer.
   [[nodiscard]] const T* get() const noexcept { return pointer_; }
 
  private:

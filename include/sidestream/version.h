@@ -8,6 +8,7 @@
 #define SIDESTREAM_VERSION_PATCH 0
 #define SIDESTREAM_VERSION "0.2.0"
 
+/// Offload of saved tensors and CUDA graphs for trainers on LibTorch. In examples the namespace is named `ss`.
 namespace sidestream {
 
 /// The version of the loaded library, as "MAJOR.MINOR.PATCH". The macro `SIDESTREAM_VERSION` is the version of the headers.
