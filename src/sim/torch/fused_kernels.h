@@ -8,5 +8,8 @@ namespace sidestream::sim {
 void register_attention(torch::Library& aten);
 void register_convolution(torch::Library& aten);
 void register_dropout(torch::Library& aten);
+/// Of recurrent networks (LSTM, GRU, RNN) and their cells. These are composed of other operators, so that autograd sees those:
+/// called once for the device's key and once for its autograd key.
+void register_recurrent(torch::Library& library);
 
 }  // namespace sidestream::sim

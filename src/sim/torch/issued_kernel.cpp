@@ -3,10 +3,13 @@
 #include <memory>
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
+
 namespace sidestream::sim {
 
 void IssuedKernel::run() const {
   const KernelScope scope;
+  const at::AutoGradMode mode(with_gradients);
   const OperatorMemory memory(allocations);
   torch::jit::Stack stack = arguments;
   if (!first_state) {

@@ -34,6 +34,8 @@ struct IssuedKernel {
   std::optional<GeneratorState> first_state;  ///< of a random kernel: what its first run drew from
   int generator_argument = -1;
   DrawsFrom::Through through = DrawsFrom::Through::argument;
+  bool with_gradients =
+      false;  ///< at::GradMode in the first run: an LSTM's kernel allocates what backward needs only then
 
   /// Runs the kernel again. Threads: any, one at a time. Throws: Error when it allocates otherwise than in its first run.
   void run() const;

@@ -1,6 +1,7 @@
 #include "sim/torch/operators.h"
 
 #include <ATen/core/List.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <sidestream/error.h>
@@ -309,11 +310,16 @@ class Call {
     for (const Allocation& allocation : allocations_) {
       work.accesses.push_back({static_cast<const std::byte*>(allocation.address), allocation.bytes, true, true});
     }
-    work.run =
-        IssuedKernel{
-            op_,      kernel_, info_.name, std::move(cpu_), std::move(allocations_), first_state_, generator_argument_,
-            through()}
-            .as_function();
+    work.run = IssuedKernel{op_,
+                            kernel_,
+                            info_.name,
+                            std::move(cpu_),
+                            std::move(allocations_),
+                            first_state_,
+                            generator_argument_,
+                            through(),
+                            at::GradMode::is_enabled()}
+                   .as_function();
     device_.issued(std::move(work));
   }
 

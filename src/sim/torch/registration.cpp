@@ -85,6 +85,8 @@ void register_all() {
   register_attention(aten);
   register_convolution(aten);
   register_dropout(aten);
+  register_recurrent(aten);
+  register_recurrent(library("aten", c10::DispatchKey::AutogradPrivateUse1));
   register_operators(library("_", c10::DispatchKey::PrivateUse1), aten);
   register_autocast(library("_", c10::DispatchKey::AutocastPrivateUse1),
                     library("aten", c10::DispatchKey::AutocastPrivateUse1));
