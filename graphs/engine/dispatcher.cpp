@@ -30,6 +30,22 @@ bool equals_its_copy(const detail::CallRequest& request) {
   });
 }
 
+const char* changed_in_words(const FactsChange& change) {
+  if (change.identity) {
+    return "its modules, parameters or buffers were replaced";
+  }
+  return change.relocated ? "a parameter or buffer was relocated" : "a parameter was frozen or unfrozen";
+}
+
+/// For weights that a callable's graphs cannot follow now.
+const char* way_out(const Chain& chain) {
+  return chain.options().on_relocated_weights() == OnRelocatedWeights::capture
+             ? ", while the backward of a call that was captured with it is pending; change weights when no backward "
+               "is "
+               "pending: the next call then captures again"
+             : "; call make_graphed_callables again, or set GraphOptions::on_relocated_weights to capture";
+}
+
 std::string describe(const CallSite& site) { return "graphed call \"" + site.scope->name + "\""; }
 
 }  // namespace
@@ -279,8 +295,12 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
     throw UsageError(describe(site) + ": " + holder.chain->difference(place) +
                      " at the capture; make_graphed_callables again with samples for the model as it is");
   }
-  if ((lost || change.any()) && holder.chain->options().on_relocated_weights() == OnRelocatedWeights::capture &&
-      !holder.chain->any_pending()) {
+  // A later call of the pass cannot capture again, since the chain is pending by then: the first one asks for all.
+  const auto may_capture_again = [&] {
+    return lost || change.any() ? !holder.chain->any_pending()
+                                : holder.chain->begins_pass(place) && holder.chain->change_before_pass().any();
+  };
+  if (holder.chain->options().on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
     if (const auto& ask = holder.chain->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
       report_.eager_call();
       prepare();
@@ -299,10 +319,8 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
     }
   }
   if (change.any()) {
-    throw UsageError(describe(site) + ": a parameter or buffer was relocated since the capture, or is another (" +
-                     holder.chain->difference(place) +
-                     "); capture again, or let it do so itself while no backward is pending "
-                     "(GraphOptions::on_relocated_weights)");
+    throw UsageError(describe(site) + ": " + changed_in_words(change) + " since the capture (" +
+                     holder.chain->difference(place) + ")" + way_out(*holder.chain));
   }
   prepare();
   replay(only, place, request, outputs, Chain::Inputs::unknown);

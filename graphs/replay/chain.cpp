@@ -142,6 +142,36 @@ FactsChange Chain::change() const noexcept {
   return all;
 }
 
+FactsChange Chain::change_before_pass() const noexcept {
+  FactsChange all;
+  const torch::nn::Module* model = nullptr;  // as in change()
+  for (const auto i : c10::irange(layers_.size())) {
+    const Layer& layer = layers_[i];
+    if (layer.released) {
+      continue;
+    }
+    FactsChange of_layer = change(i);
+    if (layer.modules.attends() && layer.modules.root() != model) {
+      model = layer.modules.root();
+      of_layer |= layer.modules.members_change();
+    }
+    if (of_layer.layout) {
+      continue;
+    }
+    of_layer.training = of_layer.options = false;
+    if (layer.placed_by_hooks) {
+      of_layer.relocated = of_layer.identity = false;
+    }
+    all |= of_layer;
+  }
+  return all;
+}
+
+bool Chain::begins_pass(std::size_t layer) const {
+  const std::lock_guard lock(mutex_);
+  return top_ < 0 && (!forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(layer) <= latest_);
+}
+
 std::string Chain::difference(std::size_t index) const {
   const Layer& layer = layers_[index];
   std::string text = layer.modules.difference();
@@ -249,6 +279,7 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   highest_given_ = index;
   overwrite_released_outputs(index);
   overwrite_given_gradients(index);
+  latest_ = static_cast<std::int64_t>(index);
   ++layer.generation;  // from here on what an earlier forward saved may be overwritten
   layer.backward_launched = layer.backward_failed = false;
   write_static_inputs(layer, inputs);

@@ -122,6 +122,13 @@ class Chain : public std::enable_shared_from_this<Chain> {
   [[nodiscard]] FactsChange change_of_all(std::size_t layer) const noexcept;
   /// The same in words, for an error. Allocates.
   [[nodiscard]] std::string difference(std::size_t layer) const;
+  /// What the layers must be captured again for before a pass: weights that were frozen, unfrozen, replaced or relocated. Left out:
+  /// changes with which a layer's call runs eagerly (modes, options) or is refused (dtype, shape); and that weights which
+  /// capture-time hooks put in place are elsewhere, since they may not be there yet.
+  [[nodiscard]] FactsChange change_before_pass() const noexcept;
+  /// True when a forward of `layer` begins a pass: no layer awaits its backward. Forwards alone await none: there a pass begins with a
+  /// layer that is not after the one called last.
+  [[nodiscard]] bool begins_pass(std::size_t layer) const;
   /// Drops one layer's graphs, or all, and with all of them the memory that they made. Idempotent.
   void reset(std::size_t layer);
   void reset();
@@ -225,6 +232,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   // Replay.
   std::recursive_mutex& mutex_;           ///< the memory's
   std::optional<c10::Stream> called_on_;  ///< the latest launch
+  std::int64_t latest_ = -1;              ///< the layer whose forward was launched last
   std::int64_t top_ = -1;                 ///< the highest pending layer
   ReleasedOutputs released_;
   std::vector<std::size_t> gave_gradients_;  ///< layers whose memory was given out since, the highest first
