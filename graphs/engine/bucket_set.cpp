@@ -110,6 +110,7 @@ void BucketSet::drop_least_used() {
     callable.reset();
   }
   buckets_.erase(least);
+  EngineAccess::state(engine_).counts().bucket_dropped(name(0), options_.max_buckets());
 }
 
 BucketSet::Bucket* BucketSet::fitting(std::size_t index, const Tensors& inputs) {
@@ -154,6 +155,8 @@ Tensors BucketSet::run(std::size_t index, const Tensors& inputs, const ReplayOpt
   }
   if (replays) {
     bucket->used_at = ++clock_;
+  } else {
+    EngineAccess::state(engine_).counts().bucketed_call_ran(name(index), cause_of_eager_run(bucket != nullptr));
   }
   Tensors outputs = replays ? EngineAccess::run(bucket->callables[index], inputs, options)
                             : EngineAccess::run_eagerly(first_[index], inputs, options);
@@ -161,6 +164,14 @@ Tensors BucketSet::run(std::size_t index, const Tensors& inputs, const ReplayOpt
     pass_.gave(outputs);
   }
   return outputs;
+}
+
+EagerCause BucketSet::cause_of_eager_run(bool fits) const {
+  // A linked input fits no bucket either if the call before it ran eagerly, so that call's cause comes first.
+  if (is_in_other_mode()) {
+    return EagerCause::eval_mode;
+  }
+  return fits || is_pending() ? EagerCause::shared_memory : EagerCause::no_bucket;
 }
 
 bool BucketSet::note(std::size_t index, const Tensors& inputs) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "graphs/engine/bucket_pass.h"
+#include "graphs/engine/eager_calls.h"
 #include "graphs/replay/call_modes.h"
 #include "sidestream/bucketed_callables.h"
 #include "sidestream/engine.h"
@@ -47,6 +48,7 @@ class BucketSet {
   void warn(std::size_t index, const char* why);
   /// True where one bucket more may be captured. Warns once, or throws, where not.
   bool has_room(std::size_t index);
+  [[nodiscard]] EagerCause cause_of_eager_run(bool fits) const;
   [[nodiscard]] bool is_pending() const;
   [[nodiscard]] bool is_in_other_mode() const;
   [[nodiscard]] CallModes modes() const;

@@ -157,6 +157,7 @@ void CallTable::drop_variant(const CallVariant& dropped) {
                                     [&](const CallVariant& variant) { return &variant == &dropped; });
     if (found != site.variants.end()) {
       site.variants.erase(found);
+      ++site.dropped_captures;
       return;
     }
   }

@@ -51,10 +51,11 @@ struct CallSite {
   bool to_record =
       false;             ///< captures were dropped, for the model is another now: calls are recorded as in a first step
   EagerRuns eager_runs;  ///< of a graphed call
-  bool warned_of_bound = false;      ///< CallOptions::max_captures
-  bool warned_of_arguments = false;  ///< that run eagerly, where captures share memory
-  bool warned_of_equality = false;   ///< of its arguments
-  std::uint64_t clock = 0;           ///< counts captures and replays
+  bool warned_of_bound = false;       ///< CallOptions::max_captures
+  bool warned_of_arguments = false;   ///< that run eagerly, where captures share memory
+  bool warned_of_equality = false;    ///< of its arguments
+  std::uint64_t clock = 0;            ///< counts captures and replays
+  std::int64_t dropped_captures = 0;  ///< to make room for others: OnMaxCaptures::drop_least_used
 
   /// Captures of training, or of forwards alone.
   [[nodiscard]] std::size_t count(bool gradients) const;
@@ -84,7 +85,7 @@ class CallTable {
   void drop_variants();
   /// Calls that have captures in `chain` lose them, and are recorded again whatever the options say.
   void drop_variants_of(const ChainHolder& chain);
-  /// Its call is as before that capture.
+  /// Makes room for another capture of its call, which is as before that capture.
   void drop_variant(const CallVariant& variant);
   /// Not owned by the pointer: it outlives the engine.
   [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const {

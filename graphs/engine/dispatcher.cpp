@@ -89,9 +89,7 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
       run_eagerly(site, request, outputs);
       break;
     case Route::eager:
-      if (site.kind == CallSite::Kind::graphed) {
-        count_eager(site, cause_on_this_thread());
-      }
+      count_eager(site, cause_on_this_thread());
       run_eagerly(site, request, outputs);
       break;
     case Route::record:
@@ -273,6 +271,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   };
   FactsChange change = holder.chain->change_of_all(place);
   if (change.training || change.options) {
+    count_eager(site, EagerCause::eval_mode);
     prepare();
     run_eagerly(site, request, outputs);
     return;

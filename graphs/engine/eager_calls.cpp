@@ -22,6 +22,8 @@ const char* text_of(EagerCause cause) {
       return "with an argument that compares unequal to its own copy";
     case EagerCause::shared_memory:
       return "while the backward of another capture in the same memory was pending";
+    case EagerCause::no_bucket:
+      return "with inputs that fit no bucket (BucketOptions::on_unknown_shape)";
   }
   return "";
 }

@@ -14,6 +14,7 @@ enum class EagerCause : std::uint8_t {
   over_bound,     ///< CallOptions::max_captures
   unequal,        ///< an argument differs from its own copy
   shared_memory,  ///< a backward is pending of a capture that shares memory with the one that fits
+  no_bucket,      ///< a bucketed call whose inputs fit no bucket
 };
 
 /// For the report.
@@ -24,7 +25,7 @@ enum class EagerCause : std::uint8_t {
 /// One call's eager runs by cause.
 class EagerRuns {
  public:
-  static constexpr std::size_t kCauses = 7;
+  static constexpr std::size_t kCauses = 8;
 
   void count(EagerCause cause) noexcept { ++runs_[static_cast<std::size_t>(cause)]; }
   [[nodiscard]] std::int64_t of(EagerCause cause) const noexcept { return runs_[static_cast<std::size_t>(cause)]; }

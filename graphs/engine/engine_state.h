@@ -71,6 +71,8 @@ class EngineState {
   [[nodiscard]] Exclusions& exclusions() noexcept { return resources_.exclusions; }
   [[nodiscard]] Runtime& runtime() noexcept { return *resources_.runtime; }
   [[nodiscard]] EngineResources& resources() noexcept { return resources_; }
+  /// For counts of what callers of this object do.
+  [[nodiscard]] ReportBuilder& counts() noexcept { return report_; }
   [[nodiscard]] const HostArena& arena() const noexcept { return *resources_.arena; }
 
  private:

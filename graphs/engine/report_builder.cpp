@@ -68,31 +68,96 @@ void append(const StepOffload& offload, Report& report) {
   report.refused_bytes += static_cast<std::int64_t>(offload.unplanned().refused_bytes);
 }
 
+/// Calls of which a note tells: how many, and the first one's name.
+struct NamedCalls {
+  std::string first;
+  std::int64_t count = 0;
+
+  void add(const std::string& name) { first = count++ == 0 ? name : first; }
+  [[nodiscard]] std::string text() const {
+    return "\"" + first + "\"" + (count > 1 ? " and " + std::to_string(count - 1) + " other calls" : "");
+  }
+};
+
+/// Tells that a bound on captures is too small. A capture that is dropped now and then is what the bound is for; a call that lost more
+/// captures than it may have at a time has captured again and again.
+void append_dropped(const CallTable& calls, std::int64_t bound, std::vector<std::string>& notes) {
+  NamedCalls named;
+  std::int64_t dropped = 0;
+  for (const CallSite& site : calls.sites()) {
+    if (site.dropped_captures > bound) {
+      named.add(site.scope->name);
+      dropped += site.dropped_captures;
+    }
+  }
+  if (dropped > 0) {
+    notes.push_back(
+        named.text() + " dropped captures " + std::to_string(dropped) +
+        " times to make room for new ones, and CallOptions::max_captures is " + std::to_string(bound) +
+        "; each capture takes far longer than a replay: raise max_captures to the number of different shapes "
+        "and values, pass fewer of them, or set CallOptions::on_max_captures to eager");
+  }
+}
+
 /// Why graphed calls ran eagerly, one line for each cause.
 void append_eager_runs(const CallTable& calls, std::vector<std::string>& notes) {
   for (std::size_t c = 0; c < EagerRuns::kCauses; ++c) {
     const auto cause = static_cast<EagerCause>(c);
     std::int64_t runs = 0;
     std::int64_t never_captured = 0;
-    std::int64_t sites = 0;
-    std::string first;
+    NamedCalls named;
     for (const CallSite& site : calls.sites()) {
       if (const std::int64_t of_site = site.eager_runs.of(cause); of_site > 0) {
-        first = sites == 0 ? site.scope->name : first;
-        ++sites;
+        named.add(site.scope->name);
         runs += of_site;
         never_captured += site.variants.empty() ? 1 : 0;
       }
     }
     if (runs > 0) {
-      notes.push_back("\"" + first + "\"" + (sites > 1 ? " and " + std::to_string(sites - 1) + " other calls" : "") +
-                      " ran eagerly " + std::to_string(runs) + " times " + text_of(cause) +
+      notes.push_back(named.text() + " ran eagerly " + std::to_string(runs) + " times " + text_of(cause) +
                       (never_captured > 0 ? "; " + std::to_string(never_captured) + " of them have no capture" : ""));
     }
   }
 }
 
 }  // namespace
+
+void ReportBuilder::bucketed_call_ran(const std::string& name, EagerCause cause) {
+  eager_call();
+  buckets_[name].runs.count(cause);
+}
+
+void ReportBuilder::bucket_dropped(const std::string& name, std::int64_t max_buckets) {
+  Buckets& buckets = buckets_[name];
+  ++buckets.dropped;
+  buckets.bound = max_buckets;
+}
+
+void ReportBuilder::append_buckets(std::vector<std::string>& notes) const {
+  for (std::size_t c = 0; c < EagerRuns::kCauses; ++c) {
+    const auto cause = static_cast<EagerCause>(c);
+    std::int64_t runs = 0;
+    NamedCalls named;
+    for (const auto& [name, buckets] : buckets_) {
+      if (const std::int64_t of_call = buckets.runs.of(cause); of_call > 0) {
+        named.add(name);
+        runs += of_call;
+      }
+    }
+    if (runs > 0) {
+      notes.push_back("bucketed " + named.text() + " ran eagerly " + std::to_string(runs) + " times " + text_of(cause));
+    }
+  }
+  for (const auto& [name, buckets] : buckets_) {
+    if (buckets.dropped > buckets.bound) {
+      notes.push_back(
+          "the buckets of \"" + name + "\" were dropped " + std::to_string(buckets.dropped) +
+          " times to make room for new ones, and BucketOptions::max_buckets is " + std::to_string(buckets.bound) +
+          "; each capture takes far longer than a replay: raise max_buckets to the number of different shapes, "
+          "pad inputs to fewer shapes, or set BucketOptions::on_max_buckets to eager");
+    }
+  }
+}
 
 void ReportBuilder::captured(const Chain& chain) {
   for (const Layer& layer : chain.layers()) {
@@ -185,6 +250,8 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
   }
   report.notes.insert(report.notes.end(), eager.notes.begin(), eager.notes.end());
   append_eager_runs(calls, report.notes);
+  append_dropped(calls, resources.options.call_options().max_captures(), report.notes);
+  append_buckets(report.notes);
   const auto tallies = resources.exclusions.tallies();
   for (std::size_t i = 1; i < tallies.size(); ++i) {
     if (tallies[i].tensors > 0) {

@@ -1,6 +1,10 @@
 #pragma once
 #include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
 
+#include "graphs/engine/eager_calls.h"
 #include "graphs/replay/chain.h"
 #include "offload/group_mover.h"
 #include "offload/recorder.h"
@@ -22,8 +26,12 @@ class ReportBuilder {
   /// Graphs so far.
   [[nodiscard]] std::int64_t captures() const noexcept { return counted_.captures; }
 
-  /// A call that matches `graph` ran eagerly.
+  /// A call that was to be graphed ran eagerly.
   void eager_call() noexcept { ++counted_.eager_calls; }
+  /// The same of a bucketed call of this name, with the cause for the notes.
+  void bucketed_call_ran(const std::string& name, EagerCause cause);
+  /// A bucket was dropped to make room for another. `name`: of the first callable of its set.
+  void bucket_dropped(const std::string& name, std::int64_t max_buckets);
   void captured(const Chain& chain);
   /// So many of the captured layers took the place of others, or stand beside them.
   void recaptured(std::int64_t layers) noexcept { counted_.recaptures += layers; }
@@ -44,7 +52,17 @@ class ReportBuilder {
                              const CallTable& calls) const;
 
  private:
-  Report counted_;  ///< what the latest whole step and all steps so far add up to
+  /// Why bucketed calls ran eagerly, and bounds on buckets that are too small.
+  void append_buckets(std::vector<std::string>& notes) const;
+
+  struct Buckets {
+    EagerRuns runs;
+    std::int64_t dropped = 0;
+    std::int64_t bound = 0;
+  };
+
+  Report counted_;                          ///< what the latest whole step and all steps so far add up to
+  std::map<std::string, Buckets> buckets_;  ///< by the name of a callable
 };
 
 }  // namespace sidestream

@@ -59,7 +59,8 @@ struct SIDESTREAM_API Report {
   /// count as one.
   std::int64_t recaptures = 0;
   std::int64_t replays = 0;      ///< graph launches in a step
-  std::int64_t eager_calls = 0;  ///< calls in all steps that match `graph` and ran eagerly
+  /// Calls in all steps that match `graph`, and calls of callables and buckets, that ran eagerly. The notes name the causes.
+  std::int64_t eager_calls = 0;
   std::int64_t outputs_reused =
       0;  ///< in a step: output storages that no reference was left to, so that replays reused them
   std::int64_t outputs_copied =

@@ -1,6 +1,7 @@
 // One callable for several shapes, which share memory.
 #include "sidestream/bucketed_callables.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -68,6 +69,44 @@ TEST_F(BucketedCallablesTest, UnknownShapesRunEagerlyWithOneWarning) {
   ASSERT_EQ(texts.size(), static_cast<std::size_t>(kLayers));
   EXPECT_NE(texts[0].find("bucketed call \"layers.0\" runs eagerly: its inputs fit none of the 3 buckets"),
             std::string::npos);
+}
+
+TEST_F(BucketedCallablesTest, CallsThatRunEagerlyAreCountedWithTheirCause) {
+  capture();
+  const testing_model::ExpectedWarnings warnings;
+  std::int64_t before = 0;
+  const auto eager = [&] {
+    const std::int64_t now = engine_.report().eager_calls;
+    return now - std::exchange(before, now);
+  };
+  const auto expect_note = [&](const std::string& text) {
+    const std::vector<std::string> notes = engine_.report().notes;
+    EXPECT_TRUE(std::any_of(notes.begin(), notes.end(), [&](const std::string& note) {
+      return note.find(text) != std::string::npos;
+    })) << text;
+  };
+  expect_plain(0, 32);
+  EXPECT_EQ(eager(), 0);
+  expect_plain(1, 12);
+  expect_plain(2, 40);
+  EXPECT_EQ(eager(), 2 * kLayers);
+  expect_note("bucketed \"layers.0\" and 3 other calls ran eagerly 8 times with inputs that fit no bucket");
+  {
+    const at::Tensor pending = forward(true, data(3, 32).requires_grad_(true));
+    forward(true, data(3, 8).requires_grad_(true)).sum().backward();
+    pending.sum().backward();
+  }
+  EXPECT_EQ(eager(), kLayers);
+  expect_note("ran eagerly 4 times while a backward was pending");
+  {
+    const at::NoGradGuard no_grad;
+    (void)forward(true, data(4, 8));
+  }
+  EXPECT_EQ(eager(), kLayers);
+  model_->eval();
+  forward(true, data(5, 8).requires_grad_(true)).sum().backward();
+  EXPECT_EQ(eager(), kLayers);
+  expect_note("ran eagerly 3 times in eval mode");
 }
 
 TEST_F(BucketedCallablesTest, UnknownShapesAreRefusedByOption) {

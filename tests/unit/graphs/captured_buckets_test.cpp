@@ -108,6 +108,28 @@ TEST_F(CapturedBucketsTest, WhatIsDroppedComesBack) {
   EXPECT_EQ(engine_.report().graph_bytes, graphs);
 }
 
+TEST_F(CapturedBucketsTest, ABoundThatIsTooSmallIsNamedInTheReport) {
+  options_.max_buckets(2);
+  capture_given();
+  const auto note = [&] {
+    std::string found;
+    for (const std::string& text : engine_.report().notes) {
+      found += text.find("BucketOptions::max_buckets") == std::string::npos ? "" : text;
+    }
+    return found;
+  };
+  expect_plain_of({12, 12, 40, 40});
+  EXPECT_EQ(captured(), 2);
+  EXPECT_EQ(note(), "") << "two were dropped, and there may be two";
+  expect_plain_of({8, 8});
+  EXPECT_EQ(captured(), 3);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring,
+                      "the buckets of \"layers.0\" were dropped 3 times to make room for new ones, and "
+                      "BucketOptions::max_buckets is 2",
+                      note());
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "raise max_buckets", note());
+}
+
 TEST_F(CapturedBucketsTest, ACapturedBucketTakesWhatAGivenOneTakes) {
   const auto allocated = [&] {
     release_cached_memory(device_);

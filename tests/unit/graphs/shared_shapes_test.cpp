@@ -295,6 +295,29 @@ TEST_F(SharedShapesTest, AStepThatFailsDropsNothing) {
   EXPECT_EQ(engine.report().eager_calls, eager);
 }
 
+TEST_F(SharedShapesTest, ABoundThatIsTooSmallIsNamedInTheReport) {
+  OffloadEngine engine(model_, options(sharing().max_captures(2).on_max_captures(OnMaxCaptures::drop_least_used)));
+  const auto note = [&] {
+    std::string found;
+    for (const std::string& text : engine.report().notes) {
+      found += text.find("CallOptions::max_captures") == std::string::npos ? "" : text;
+    }
+    return found;
+  };
+  std::int64_t s = 0;
+  for (const std::int64_t length : {8, 8, 16, 16, 24, 24, 8, 8}) {
+    expect_plain(engine, s++, {length});
+  }
+  EXPECT_EQ(note(), "") << "each call dropped two captures, and may have two";
+  expect_plain(engine, s++, {16});
+  expect_plain(engine, s++, {16});
+  EXPECT_PRED_FORMAT2(testing::IsSubstring,
+                      "\"layers.0\" and 2 other calls dropped captures 9 times to make room for new ones, and "
+                      "CallOptions::max_captures is 2",
+                      note());
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "raise max_captures", note());
+}
+
 TEST_F(SharedShapesTest, MoreThanTheBoundAreRefusedByOption) {
   OffloadEngine engine(model_, options(sharing().max_captures(1).on_max_captures(OnMaxCaptures::error)));
   expect_plain(engine, 0, {32});
