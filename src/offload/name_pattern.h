@@ -19,7 +19,8 @@ class NamePatterns {
   /// Throws: UsageError for an empty pattern or component ("a..b"), and for braces that are not closed, are nested, or hold an
   /// empty alternative, a dot or no range ("{4..}", "{20..4}").
   explicit NamePatterns(std::vector<std::string> patterns);
-  /// From a comma list, blanks around the names dropped; commas in braces do not split it; "" and "off" give no pattern. Throws: as the constructor.
+  /// From a comma list, blanks around the names dropped; commas in braces do not split it. "" and "off" give no pattern.
+  /// Throws: as the constructor.
   [[nodiscard]] static NamePatterns parse(std::string_view list);
 
   [[nodiscard]] bool empty() const noexcept { return patterns_.empty(); }

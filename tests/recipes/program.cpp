@@ -96,18 +96,19 @@ void first_step_out_of_memory(c10::Device device) {
   optimizer.zero_grad();
   //@ first step out of memory
   check(report.first_step_peak_bytes < report.sizing_peak_bytes, "the first step already takes less");
-  check(report.steps == 4 && report.replays == 24, "all steps fit");
+  check(report.steps == 4 && report.step_peak_bytes < report.sizing_peak_bytes, "all steps fit");
 }
 
 void layers_4_to_20(c10::Device device) {
   Model model = model_of(device, 24);
-  std::vector<Batch> loader = batches(device, 3);
+  std::vector<Batch> loader = batches(device, 2);
   //@ layers 4 to 20
   std::size_t offloaded = 0;
   for (const ss::GroupReport& group : engine.report().groups) {
-    const auto dot = group.name.find('.', 7);
-    const int layer = std::atoi(group.name.substr(7, dot - 7).c_str());
-    const bool named = group.name.substr(dot) == ".mlp" && layer >= 4 && layer <= 20;
+    bool named = false;
+    for (int layer = 4; layer <= 20; ++layer) {
+      named = named || group.name == "blocks." + std::to_string(layer) + ".mlp";
+    }
     check(named || group.offloaded_bytes == 0, group.name + " is not named and stays");
     offloaded += group.offloaded_bytes > 0 ? 1 : 0;
   }
@@ -221,8 +222,8 @@ void adamw_in_a_graphed_step(c10::Device device) {
 //@ resume
 
 /// Losses, gradients and weights of so many steps.
-std::vector<at::Tensor> train(Model& model, torch::optim::AdamW& optimizer, ss::OffloadEngine& engine, c10::Device device,
-                              int steps) {
+std::vector<at::Tensor> train(Model& model, torch::optim::AdamW& optimizer, ss::OffloadEngine& engine,
+                              c10::Device device, int steps) {
   std::vector<at::Tensor> seen;
   for (int i = 0; i < steps; ++i) {
     auto batch = batch_of(device);
@@ -277,7 +278,8 @@ void how_much_would_be_saved(c10::Device device) {
   Model model = model_of(device);
   const auto next_batch = [&] { return batch_of(device); };
   //@ how much would be saved
-  check(report.step_peak_bytes < report.sizing_peak_bytes && report.offloaded_bytes > 0 && hidden > 0, "the figures are there");
+  check(report.step_peak_bytes < report.sizing_peak_bytes && report.offloaded_bytes > 0 && hidden > 0,
+        "the figures are there");
   check(report.saved_bytes >= report.offloaded_bytes, "no more is offloaded than was saved");
 }
 
