@@ -97,7 +97,7 @@ TEST_F(BucketedCallablesTest, CallsThatRunEagerlyAreCountedWithTheirCause) {
     pending.sum().backward();
   }
   EXPECT_EQ(eager(), kLayers);
-  expect_note("ran eagerly 4 times while a backward was pending");
+  expect_note("ran eagerly 4 times while the backward of another capture");
   {
     const at::NoGradGuard no_grad;
     (void)forward(true, data(4, 8));
