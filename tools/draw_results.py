@@ -11,7 +11,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-REPORT = "docs/measurements/copies_beside_8192x12.json"
+REPORT = "docs/measurements/layers_memory_time_h200.json"
 
 GIB = 1 << 30
 BLUE = "#0969da"
@@ -20,6 +20,7 @@ POINTS = {  # a mode of the report: its label, colour, and where the label stand
     "eager": ("eager", GREY, (-12, -9)),
     "graphs": ("graphs", "#1f2328", (12, -5)),
     "graphs+offload": ("graphs + offload of what fits beside compute", BLUE, (12, -12)),
+    "graphs+offload:all": ("graphs + offload of everything", BLUE, (-12, -12)),
 }
 
 
