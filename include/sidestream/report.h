@@ -58,7 +58,7 @@ struct SIDESTREAM_API Report {
   /// Captures of calls that had one before: for relocated weights, new arguments, or more microbatches in flight. Forward and backward
   /// count as one.
   std::int64_t recaptures = 0;
-  std::int64_t replays = 0;      ///< graph launches in a step
+  std::int64_t replays = 0;  ///< graph launches in a step
   /// Calls in all steps that match `graph`, and calls of callables and buckets, that ran eagerly. The notes name the causes.
   std::int64_t eager_calls = 0;
   std::int64_t outputs_reused =
