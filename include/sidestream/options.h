@@ -103,7 +103,7 @@ class Options {
   ///
   /// At most one call a step is verified, so the peak grows by one call's eager activations. A whole step counts as one call, so it
   /// must fit on the device without offload. What the eager run does to tensors and to default and named generators is undone; changes
-  /// of other members of modules are not. 0: off, at no cost. If it is 0, the environment variable SIDESTREAM_VERIFY_REPLAYS sets it.
+  /// of other members of modules are not. Replays under no_grad are never verified. 0: off, at no cost. If it is 0, the environment variable SIDESTREAM_VERIFY_REPLAYS sets it.
   TORCH_ARG(int64_t, verify_replays) = 0;
   /// With `verify_replays`: after the first replays, every so-many-th replay of a call is verified. 0: no later ones.
   TORCH_ARG(int64_t, verify_every) = 100;
