@@ -6,7 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "sidestream/detail/call_arguments.h"
+#include "sidestream/detail/argument_parts.h"
 
 namespace torch::autograd {
 struct Node;

@@ -5,6 +5,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include <torch/nn/module.h>
+
 #include "sidestream/error.h"
 
 namespace sidestream {

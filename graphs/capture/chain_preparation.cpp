@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/irange.h>
+#include <torch/nn/module.h>
 
 #include "graphs/capture/chain_capture.h"
 #include "graphs/capture/gradient_leaves.h"

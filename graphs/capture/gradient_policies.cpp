@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include <torch/nn/module.h>
+
 #include "offload/name_pattern.h"
 #include "sidestream/error.h"
 

@@ -4,9 +4,9 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
 #include "graphs/replay/layer.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/graph_options.h"
 
 namespace sidestream {

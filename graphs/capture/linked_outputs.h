@@ -12,7 +12,7 @@
 
 #include "graphs/capture/sizing_pass.h"
 #include "graphs/replay/layer.h"
-#include "sidestream/detail/call_arguments.h"
+#include "sidestream/detail/argument_parts.h"
 #include "sidestream/graph_options.h"
 
 namespace sidestream {

@@ -7,6 +7,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/util/irange.h>
+#include <torch/nn/module.h>
 
 #include "sidestream/error.h"
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include <torch/nn/module.h>
+
 #include "sidestream/error.h"
 
 namespace sidestream {

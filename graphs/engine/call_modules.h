@@ -2,9 +2,8 @@
 #include <memory>
 #include <string>
 
-#include <torch/nn/module.h>
-
-#include "sidestream/detail/call_arguments.h"
+#include "sidestream/detail/argument_parts.h"
+#include "sidestream/detail/module_forward.h"
 
 namespace sidestream {
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <torch/nn/module.h>
+
 #include "graphs/engine/engine_chains.h"
 #include "sidestream/error.h"
 

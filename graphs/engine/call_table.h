@@ -9,13 +9,12 @@
 #include <utility>
 #include <vector>
 
-#include <torch/nn/module.h>
-
 #include "graphs/engine/eager_calls.h"
 #include "graphs/engine/recorded_calls.h"
 #include "offload/name_pattern.h"
 #include "offload/scope_tree.h"
 #include "sidestream/detail/call_request.h"
+#include "sidestream/detail/module_forward.h"
 
 namespace sidestream {
 

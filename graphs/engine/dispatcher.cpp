@@ -8,6 +8,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/nn/module.h>
 
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/eager_plan.h"

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include <ATen/ops/zeros_like.h>
+#include <torch/nn/module.h>
 
 #include "graphs/capture/call_modes_guard.h"
 #include "graphs/engine/call_context.h"

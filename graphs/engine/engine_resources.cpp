@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include <torch/nn/module.h>
+
 #include "graphs/engine/checked_options.h"
 #include "offload/autograd_engine.h"
 #include "runtime/host_limit.h"

@@ -3,8 +3,6 @@
 #include <optional>
 #include <vector>
 
-#include <torch/nn/module.h>
-
 #include "graphs/engine/rest_of_step.h"
 #include "graphs/engine/step_check.h"
 #include "graphs/engine/step_syncs.h"
@@ -18,6 +16,7 @@
 #include "offload/recorder_books.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/options.h"
 
 namespace sidestream {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include <c10/util/ScopeExit.h>
+#include <torch/nn/module.h>
 
 #include "graphs/engine/graph_files.h"
 #include "offload/kept_failure.h"

@@ -6,8 +6,6 @@
 #include <string>
 #include <vector>
 
-#include <torch/nn/module.h>
-
 #include "graphs/engine/call_context.h"
 #include "graphs/engine/call_table.h"
 #include "graphs/engine/dispatcher.h"
@@ -19,6 +17,7 @@
 #include "graphs/engine/report_builder.h"
 #include "graphs/engine/step_memory.h"
 #include "graphs/engine/step_session.h"
+#include "sidestream/detail/module_forward.h"
 
 namespace sidestream {
 

@@ -4,6 +4,8 @@
 #include <functional>
 
 #include <c10/util/irange.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/any.h>
 
 #include "graphs/engine/engine_access.h"
 #include "graphs/replay/graph_event_state.h"

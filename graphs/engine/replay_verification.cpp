@@ -4,6 +4,8 @@
 #include <string>
 #include <unordered_map>
 
+#include <torch/nn/module.h>
+
 #include "graphs/engine/call_context.h"
 
 namespace sidestream {

@@ -7,11 +7,11 @@
 #include <vector>
 
 #include <c10/core/Device.h>
-#include <torch/nn/module.h>
 
 #include "graphs/engine/verified_call.h"
 #include "graphs/replay/chain.h"
 #include "sidestream/detail/call_request.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"
 

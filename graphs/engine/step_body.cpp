@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
+#include <torch/nn/module.h>
 
 #include "graphs/capture/bare_leaves.h"
 #include "graphs/capture/gradient_leaves.h"

@@ -7,13 +7,13 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
 #include "graphs/capture/hidden_gradients.h"
 #include "graphs/capture/step_offload.h"
 #include "graphs/engine/engine_resources.h"
 #include "graphs/engine/step_watch.h"
 #include "graphs/replay/owned_gradients.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/graphed_callable.h"
 
 namespace sidestream {

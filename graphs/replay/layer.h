@@ -10,7 +10,6 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
-#include <torch/nn/module.h>
 
 #include "base/site.h"
 #include "graphs/replay/call_state.h"
@@ -24,7 +23,8 @@
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
 #include "sidestream/capture_time_hooks.h"
-#include "sidestream/detail/call_arguments.h"
+#include "sidestream/detail/argument_parts.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/replay_options.h"
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <torch/nn/module.h>
 #include <torch/nn/modules/container/any_module_holder.h>
 
 namespace sidestream {

@@ -5,10 +5,10 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
 #include "graphs/replay/module_options.h"
 #include "graphs/replay/tensor_facts.h"
+#include "sidestream/detail/module_forward.h"
 
 namespace sidestream {
 

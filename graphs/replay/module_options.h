@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include <torch/nn/module.h>
+#include "sidestream/detail/module_forward.h"
 
 namespace sidestream {
 

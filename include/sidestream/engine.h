@@ -3,9 +3,8 @@
 #include <string>
 #include <vector>
 
-#include <torch/nn/module.h>
-
 #include "sidestream/detail/export.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/journal.h"
 #include "sidestream/options.h"
 #include "sidestream/report.h"

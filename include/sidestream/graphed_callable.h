@@ -10,12 +10,10 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
-#include <torch/nn/module.h>
-#include <torch/nn/modules/container/any.h>
-#include <torch/nn/pimpl.h>
 
 #include "sidestream/capture_time_hooks.h"
 #include "sidestream/detail/export.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/named_input.h"
 #include "sidestream/owning.h"

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
 #include "sidestream/detail/argument_values.h"
+#include "sidestream/detail/module_forward.h"
 
 namespace sidestream {
 

@@ -9,9 +9,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
-#include <torch/nn/module.h>
 
 #include "sidestream/detail/argument_values.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/stays.h"
 
 /// Internals of `ss::call`, which may change at any time.

@@ -5,10 +5,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
-#include <torch/nn/module.h>
 
 #include "sidestream/detail/argument_parts.h"
 #include "sidestream/detail/export.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/replay_options.h"
 
 /// Internals of `ss::call`, which may change at any time.

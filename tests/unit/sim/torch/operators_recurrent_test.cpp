@@ -95,7 +95,7 @@ Tensors lstm(D d, const Form& form, at::ScalarType dtype = at::kFloat, std::int6
   auto h = parameter(state, d, dtype);
   at::manual_seed(9);
   // The CPU's own words, once a process: "LSTM with projections is not supported with oneDNN".
-  const testing_model::ExpectedWarnings warnings;
+  const sidestream::testing_model::ExpectedWarnings warnings;
   const auto [y, last] = module->forward(x, std::make_tuple(h, c));
   return all_gradients({y, std::get<0>(last), std::get<1>(last)}, with_weights(module, {x, h, c}));
 }
