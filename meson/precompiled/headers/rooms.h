@@ -1,5 +1,5 @@
-// What most sources of the rooms with LibTorch include, compiled once. A file still includes what it names: tests/headers compiles each
-// header without this one, and so does a build with -Db_pch=false.
+// What most sources of the rooms with LibTorch include, compiled once. A file still includes what it names: a build with -Db_pch=false
+// shows it.
 #include <algorithm>
 #include <functional>
 #include <memory>
