@@ -10,17 +10,17 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "base/site.h"
-#include "graphs/capture/added_gradients.h"
-#include "graphs/capture/call_state_guard.h"
 #include "graphs/capture/capture_guard.h"
-#include "graphs/capture/chain_capture.h"
-#include "graphs/capture/given_gradients.h"
-#include "graphs/capture/gradient_routes.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/capture/node_check.h"
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/not_owning.h"
 #include "graphs/capture/pass_hooks.h"
+#include "graphs/capture/sequence_capture.h"
+#include "graphs/gradients/added_gradients.h"
+#include "graphs/gradients/given_gradients.h"
+#include "graphs/gradients/gradient_routes.h"
+#include "graphs/guards/call_state_guard.h"
 #include "offload/nested_backward.h"
 #include "sidestream/error.h"
 

@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "graphs/capture/gradient_leaves.h"
+#include "graphs/gradients/gradient_leaves.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "graphs/capture/saved_storages.h"
-#include "graphs/replay/layer.h"
+#include "graphs/sequence/captured_call.h"
 #include "offload/exclusions.h"
 
 namespace sidestream {

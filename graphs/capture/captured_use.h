@@ -4,8 +4,8 @@
 #include <optional>
 #include <vector>
 
-#include "graphs/replay/layers.h"
-#include "graphs/replay/pool_use.h"
+#include "graphs/sequence/captured_calls.h"
+#include "graphs/sequence/pool_use.h"
 #include "runtime/live_memory.h"
 #include "runtime/runtime.h"
 

@@ -6,12 +6,12 @@
 #include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "graphs/capture/bare_leaves.h"
-#include "graphs/capture/body_arguments.h"
 #include "graphs/capture/body_hooks.h"
-#include "graphs/capture/call_state_guard.h"
-#include "graphs/capture/gradient_leaves.h"
-#include "graphs/capture/hidden_gradients.h"
+#include "graphs/gradients/gradient_leaves.h"
+#include "graphs/guards/body_arguments.h"
+#include "graphs/guards/call_state_guard.h"
+#include "graphs/sandbox/hidden_gradients.h"
+#include "graphs/sandbox/leaf_hook_guard.h"
 #include "offload/nested_backward.h"
 #include "sidestream/error.h"
 

@@ -6,7 +6,7 @@
 
 #include "graphs/capture/pass_clock.h"
 #include "graphs/capture/pass_hooks.h"
-#include "graphs/replay/layer.h"
+#include "graphs/sequence/captured_call.h"
 
 namespace sidestream {
 

@@ -2,7 +2,7 @@
 #include <string>
 #include <vector>
 
-#include "graphs/replay/node_names.h"
+#include "graphs/sequence/node_names.h"
 #include "runtime/graph_node.h"
 #include "runtime/handles.h"
 

@@ -1,7 +1,7 @@
 // Weights that capture-time hooks put elsewhere: gathered for a pass, and scattered behind it.
 #include <c10/util/irange.h>
 
-#include "graphs/capture/chain_capture.h"
+#include "graphs/capture/sequence_capture.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

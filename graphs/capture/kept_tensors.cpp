@@ -5,10 +5,10 @@
 #include <c10/util/irange.h>
 
 #include "base/site.h"
-#include "graphs/capture/chain_capture.h"
-#include "graphs/capture/draws_apart.h"
-#include "graphs/capture/named_generators.h"
-#include "graphs/capture/written_storages.h"
+#include "graphs/capture/sequence_capture.h"
+#include "graphs/sandbox/named_generators.h"
+#include "graphs/sandbox/rng_state_guard.h"
+#include "graphs/sandbox/written_storages.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "graphs/replay/node_names.h"
+#include "graphs/sequence/node_names.h"
 #include "offload/captured_copies.h"
 #include "runtime/graph_node.h"
 

@@ -9,9 +9,9 @@
 
 #include <c10/core/Stream.h>
 
-#include "graphs/replay/node_names.h"
+#include "graphs/sequence/node_names.h"
 #include "observe/operator_observer.h"
-#include "offload/recorder.h"
+#include "offload/saved_tensor_recorder.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
 

@@ -4,7 +4,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include "observe/operator_observer.h"
-#include "offload/recorder.h"
+#include "offload/saved_tensor_recorder.h"
 
 namespace sidestream {
 

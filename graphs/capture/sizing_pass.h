@@ -9,10 +9,10 @@
 #include "analysis/copy_pace.h"
 #include "analysis/planner.h"
 #include "graphs/capture/pass_hooks.h"
-#include "graphs/capture/pass_watch.h"
-#include "graphs/replay/layer.h"
+#include "graphs/sandbox/pass_watch.h"
+#include "graphs/sequence/captured_call.h"
 #include "offload/exclusions.h"
-#include "offload/recorder.h"
+#include "offload/saved_tensor_recorder.h"
 #include "sidestream/graph_options.h"
 
 namespace sidestream {

@@ -9,13 +9,13 @@
 #include <c10/util/irange.h>
 
 #include "base/site.h"
-#include "graphs/capture/call_modes_guard.h"
 #include "graphs/capture/eager_pass.h"
-#include "graphs/capture/gradient_leaves.h"
 #include "graphs/capture/linked_outputs.h"
-#include "graphs/capture/pass_watch.h"
-#include "graphs/capture/samples.h"
-#include "graphs/capture/state_keeper.h"
+#include "graphs/gradients/gradient_leaves.h"
+#include "graphs/guards/call_modes_guard.h"
+#include "graphs/guards/samples.h"
+#include "graphs/sandbox/pass_watch.h"
+#include "graphs/sandbox/state_keeper.h"
 #include "observe/operator_observer.h"
 #include "sidestream/error.h"
 

@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "graphs/capture/sizing_pass.h"
-#include "graphs/replay/layer.h"
+#include "graphs/sequence/captured_call.h"
 #include "offload/exclusions.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"

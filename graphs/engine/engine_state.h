@@ -6,17 +6,17 @@
 #include <string>
 #include <vector>
 
-#include "graphs/engine/call_context.h"
-#include "graphs/engine/call_table.h"
-#include "graphs/engine/dispatcher.h"
-#include "graphs/engine/eager_plan.h"
-#include "graphs/engine/engine_chains.h"
-#include "graphs/engine/engine_resources.h"
-#include "graphs/engine/recorded_calls.h"
-#include "graphs/engine/replay_verification.h"
-#include "graphs/engine/report_builder.h"
+#include "graphs/calls/call_table.h"
+#include "graphs/calls/dispatcher.h"
+#include "graphs/calls/engine_sequences.h"
+#include "graphs/calls/recorded_calls.h"
+#include "graphs/calls/report_builder.h"
 #include "graphs/engine/step_memory.h"
 #include "graphs/engine/step_session.h"
+#include "graphs/resources/call_context.h"
+#include "graphs/resources/eager_plan.h"
+#include "graphs/resources/engine_resources.h"
+#include "graphs/verify/replay_verification.h"
 #include "sidestream/detail/module_forward.h"
 
 namespace sidestream {

@@ -4,7 +4,7 @@
 #include <string_view>
 #include <vector>
 
-#include "graphs/replay/layer.h"
+#include "graphs/sequence/captured_call.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {

@@ -2,7 +2,7 @@
 #include <string>
 #include <vector>
 
-#include "graphs/engine/engine_chains.h"
+#include "graphs/calls/engine_sequences.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "graphs/engine/eager_plan.h"
-#include "graphs/engine/engine_resources.h"
-#include "graphs/engine/recorded_calls.h"
-#include "graphs/engine/report_builder.h"
+#include "graphs/calls/recorded_calls.h"
+#include "graphs/calls/report_builder.h"
+#include "graphs/resources/eager_plan.h"
+#include "graphs/resources/engine_resources.h"
 
 namespace sidestream {
 

@@ -4,11 +4,11 @@
 #include <optional>
 #include <thread>
 
-#include "graphs/engine/call_context.h"
-#include "graphs/engine/memory_shortage.h"
+#include "graphs/calls/memory_shortage.h"
+#include "graphs/resources/call_context.h"
 #include "observe/operator_observer.h"
 #include "observe/sync_finder.h"
-#include "offload/recorder.h"
+#include "offload/saved_tensor_recorder.h"
 #include "offload/unoffloaded_peak.h"
 
 namespace sidestream {

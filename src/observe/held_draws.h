@@ -11,7 +11,7 @@ namespace sidestream {
 /// not wait.
 ///
 /// A backward pass cannot wait (autograd's thread may be the one that the capture needs), and an operator that began before knows
-/// nothing of this. What they draw in a warm-up is drawn apart (graphs/capture/draws_apart.h), so that no number comes twice; while
+/// nothing of this. What they draw in a warm-up is drawn apart (graphs/sandbox/rng_state_guard.h), so that no number comes twice; while
 /// a graph is captured the device refuses them (an error there, never a number lost).
 /// Costs other threads one look at each operator meanwhile, and nothing else.  Threads: ends on the thread it began on.
 class [[nodiscard]] HeldDraws {

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "offload/recorder.h"
+#include "offload/saved_tensor_recorder.h"
 
 namespace sidestream {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "offload/kept_failure.h"
-#include "offload/recorder.h"
+#include "offload/saved_tensor_recorder.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

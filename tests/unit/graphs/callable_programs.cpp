@@ -8,7 +8,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "graphs/engine/engine_access.h"
-#include "graphs/replay/graph_event_state.h"
+#include "graphs/sequence/graph_event_state.h"
 #include "models/layer_stack.h"
 #include "sidestream/engine.h"
 #include "sidestream/graph_event.h"

@@ -1,4 +1,4 @@
-#include "graphs/engine/effects_undone.h"
+#include "graphs/sandbox/effects_undone.h"
 
 #include <cstdint>
 #include <cstring>

@@ -1,5 +1,5 @@
 // How the arguments of a call stand to each other, found for one and for all of them.
-#include "graphs/replay/input_facts.h"
+#include "graphs/guards/input_facts.h"
 
 #include <random>
 #include <vector>

@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "offload/autograd_engine.h"
-#include "offload/recorder.h"
+#include "offload/saved_tensor_recorder.h"
 
 namespace sidestream {
 namespace {

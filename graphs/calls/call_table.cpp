@@ -1,0 +1,168 @@
+#include "graphs/calls/call_table.h"
+
+#include <algorithm>
+
+#include <torch/nn/module.h>
+
+#include "graphs/calls/engine_sequences.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+bool is_of(const CallVariant& variant, bool gradients) { return variant.holder->chain->forwards_alone() != gradients; }
+
+}  // namespace
+
+std::size_t CallVariant::place() const { return holder->place_of(layer); }
+
+std::size_t CallSite::count(bool gradients) const {
+  return static_cast<std::size_t>(std::count_if(variants.begin(), variants.end(),
+                                                [&](const CallVariant& variant) { return is_of(variant, gradients); }));
+}
+
+std::size_t CallSite::count_idle(bool gradients) const {
+  return static_cast<std::size_t>(std::count_if(variants.begin(), variants.end(), [&](const CallVariant& variant) {
+    return is_of(variant, gradients) && !variant.holder->chain->any_pending();
+  }));
+}
+
+const CallVariant* CallSite::least_used(bool gradients) const {
+  const CallVariant* least = nullptr;
+  for (const CallVariant& variant : variants) {
+    if (is_of(variant, gradients) && !variant.holder->chain->any_pending() &&
+        (least == nullptr || variant.used_at < least->used_at)) {
+      least = &variant;
+    }
+  }
+  return least;
+}
+
+CallTable::CallTable(torch::nn::Module& model, ScopeTree& tree, NamePatterns graphed)
+    : model_(model), tree_(tree), graphed_(std::move(graphed)) {
+  learn_names();
+}
+
+void CallTable::learn_names() {
+  names_.clear();
+  for (const auto& item : model_.named_modules("", /*include_self=*/false)) {
+    names_.emplace(item.value().get(), std::make_pair(item.key(), item.value()));
+  }
+  names_.emplace(&model_, std::make_pair("model", model()));
+}
+
+CallSite* CallTable::site_for(const detail::CallRequest& request) {
+  const void* key = request.module != nullptr ? static_cast<const void*>(request.module) : request.name;
+  if (const auto found = by_key_.find(key); found != by_key_.end()) {
+    if (request.module != nullptr || found->second->scope->name == request.name) {
+      return found->second;
+    }
+  }
+  std::string name;
+  std::shared_ptr<const torch::nn::Module> module;
+  if (request.module != nullptr) {
+    if (foreign_.count(request.module) != 0) {
+      return nullptr;
+    }
+    auto known = names_.find(request.module);
+    if (known == names_.end()) {
+      learn_names();
+      known = names_.find(request.module);
+    }
+    if (known == names_.end()) {
+      foreign_.insert(request.module);
+      return nullptr;
+    }
+    name = known->second.first;
+    module = known->second.second;
+  } else {
+    name = request.name;
+  }
+  ScopeNode* scope = tree_.child(tree_.root(), name);
+  for (CallSite& site : sites_) {
+    if (site.scope == scope && site.module == module) {
+      by_key_[key] = &site;
+      return &site;
+    }
+  }
+  CallSite& site = sites_.emplace_back();
+  site.scope = scope;
+  site.watched = module != nullptr ? module : model();
+  site.module = std::move(module);
+  site.to_record = std::any_of(sites_.begin(), sites_.end(), [&](const CallSite& other) {
+    return other.scope == scope && (other.to_record || !other.variants.empty());  // the module took that one's place
+  });
+  site.kind = graphed_.matches(name) ? CallSite::Kind::graphed : CallSite::Kind::eager;
+  by_key_[key] = &site;
+  return &site;
+}
+
+bool CallTable::in_graphed_call(const std::string& group) const {
+  return std::any_of(sites_.begin(), sites_.end(), [&](const CallSite& site) {
+    const std::string& name = site.scope->name;
+    return site.kind == CallSite::Kind::graphed && group.compare(0, name.size(), name) == 0 &&
+           (group.size() == name.size() || group[name.size()] == '.');
+  });
+}
+
+void CallTable::check_patterns() {
+  if (patterns_match_) {
+    return;  // names never go
+  }
+  std::vector<std::string> called;
+  for (const CallSite& site : sites_) {
+    called.push_back(site.scope->name);
+  }
+  if (!graphed_.empty() && !graphed_.matches("")) {
+    graphed_.require_each_matches(called);
+  }
+  if (!tree_.selected().empty() && !tree_.selected().matches("")) {
+    tree_.selected().require_each_matches(tree_.names());
+  }
+  if (!tree_.delayed().empty() && !tree_.delayed().matches("")) {
+    check_delayed();
+  }
+  patterns_match_ = true;
+}
+
+void CallTable::check_delayed() const {
+  std::vector<std::string> eager = tree_.selected_names();
+  eager.erase(
+      std::remove_if(eager.begin(), eager.end(), [&](const std::string& name) { return in_graphed_call(name); }),
+      eager.end());
+  try {
+    tree_.delayed().require_each_matches(eager);
+  } catch (const UsageError& error) {
+    throw UsageError(
+        std::string("Options::delay can name only scopes outside of graphed calls that Options::offload also names: ") +
+        error.what());
+  }
+}
+
+void CallTable::drop_variants() {
+  for (CallSite& site : sites_) {
+    site.variants.clear();
+    site.to_record = false;
+  }
+}
+
+void CallTable::drop_variants_of(const ChainHolder& chain) {
+  for (CallSite& site : sites_) {
+    const auto of_chain = [&](const CallVariant& variant) { return variant.holder.get() == &chain; };
+    site.to_record = std::erase_if(site.variants, of_chain) > 0 || site.to_record;
+  }
+}
+
+void CallTable::drop_variant(const CallVariant& dropped) {
+  for (CallSite& site : sites_) {
+    const auto found = std::find_if(site.variants.begin(), site.variants.end(),
+                                    [&](const CallVariant& variant) { return &variant == &dropped; });
+    if (found != site.variants.end()) {
+      site.variants.erase(found);
+      ++site.dropped_captures;
+      return;
+    }
+  }
+}
+
+}  // namespace sidestream

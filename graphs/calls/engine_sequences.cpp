@@ -1,0 +1,319 @@
+#include "graphs/calls/engine_sequences.h"
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include <ATen/ops/zeros_like.h>
+#include <torch/nn/module.h>
+
+#include "graphs/calls/call_table.h"
+#include "graphs/calls/fitting_capture.h"
+#include "graphs/calls/recorded_calls.h"
+#include "graphs/calls/report_builder.h"
+#include "graphs/guards/call_modes_guard.h"
+#include "graphs/resources/call_context.h"
+#include "graphs/resources/checked_options.h"
+#include "graphs/resources/eager_plan.h"
+#include "graphs/resources/engine_resources.h"
+#include "observe/sync_finder.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// The recorded calls of one slot, of training or of evaluation, that are not captured yet, as layers.
+struct SlotCalls {
+  std::vector<LayerSpec> specs;
+  // Parallel to specs.
+  std::vector<RecordedCall*> calls;
+  std::vector<std::size_t> indices;  ///< among the recorded ones
+};
+
+SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluation, const EagerPlan& plan) {
+  SlotCalls result;
+  std::vector<std::optional<std::size_t>> place(recorded.calls().size());  // among the layers
+  for (std::size_t i = 0; i < recorded.calls().size(); ++i) {
+    RecordedCall& call = *recorded.calls()[i];
+    if (call.slot != slot || call.state.modes.gradients == evaluation || call.captured) {
+      continue;
+    }
+    LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs, call.state};
+    spec.outputs_let_go = recorded.outputs().let_go(i, plan);
+    for (LayerInput& input : spec.inputs) {
+      if (input.from) {
+        const std::optional<std::size_t> layer = place[input.from->layer];
+        input.from = layer ? std::optional(Link{*layer, input.from->index}) : std::nullopt;
+      }
+    }
+    place[i] = result.specs.size();
+    result.specs.push_back(std::move(spec));
+    result.calls.push_back(&call);
+    result.indices.push_back(i);
+  }
+  return result;
+}
+
+/// Dropped by a capture that failed in its place, or captured of a model that is another now.
+bool is_outdated(const Chain& chain) {
+  const Layers& layers = chain.layers();
+  return chain.change().stale() || std::any_of(layers.begin(), layers.end(),
+                                               [](const Layer& layer) { return !layer.forward && !layer.released; });
+}
+
+}  // namespace
+
+void EngineChains::check_capture(const GraphOptions& options) const {
+  if (context_.phase() == CallContext::Phase::capturing) {
+    throw UsageError(
+        "make_graphed_callables was called inside a capture of the same engine (from a hook, from Options::progress, "
+        "or from the body of a call); call it before or after the capture");
+  }
+  check_graph_options(options, resources_.runtime->current_stream());
+}
+
+std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
+                                             std::shared_ptr<GraphMemory> memory) {
+  check_capture(options);
+  const SyncFinder::Pause captures;
+  SyncFinder::unsettle();
+  const CaptureModesGuard modes(resources_.runtime->device().type());
+  const CallContext::OnThread on_thread(context_);
+  const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
+  std::optional<OperatorObserverGuard> journaling;
+  resources_.check.journal_capture(journaling, report_.steps());
+  std::shared_ptr<Chain> chain = capture_that_fits(resources_, *this, specs, options, memory);
+  report_.captured(*chain);
+  plan_.outdate();
+  return chain;
+}
+
+void EngineChains::add(const std::shared_ptr<ChainHolder>& holder) {
+  std::erase_if(all_, [](const auto& gone) { return gone.expired(); });
+  all_.push_back(holder);
+  mark_static_outputs();
+}
+
+void EngineChains::recapture(ChainHolder& holder) {
+  check_capture(holder.chain->options());
+  holder.chain->check_turn();
+  const CaptureModesGuard modes(resources_.runtime->device().type());
+  const Layers& layers = holder.chain->layers();
+  std::vector<LayerSpec> specs;
+  std::vector<std::size_t> place(layers.size());  // of each layer now, among those that are left
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const Layer& layer = layers[l];
+    place[l] = specs.size();
+    if (layer.released) {
+      continue;
+    }
+    LayerSpec spec = layer.spec;
+    spec.state.modules = layer.spec.state.modules.as_now();
+    for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
+      const StaticInput& held = layer.inputs[i];
+      if (!held.from && !held.same_as_earlier && held.tensor.defined()) {
+        spec.inputs[i].sample = held.tensor.detach().requires_grad_(held.requires_grad);
+      }
+      std::optional<Link>& from = spec.inputs[i].from;
+      if (from && !layers[from->layer].released) {
+        from->layer = place[from->layer];
+      } else if (from) {  // the memory that the input was linked to may hold anything
+        from.reset();
+        if (held.tensor.defined()) {
+          spec.inputs[i].sample = at::zeros_like(held.tensor).requires_grad_(held.requires_grad);
+        }
+      }
+    }
+    specs.push_back(std::move(spec));
+  }
+  const GraphOptions options = holder.chain->options();
+  const std::shared_ptr<GraphMemory> memory = holder.chain->memory();
+  holder.chain->reset();
+  resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
+  holder.chain = capture(specs, options, memory->shared() ? memory : nullptr);
+  if (specs.size() < place.size()) {
+    if (holder.places.empty()) {
+      holder.places = place;
+    } else {
+      for (std::size_t& now : holder.places) {
+        now = now < place.size() ? place[now] : specs.size();  // else dropped before
+      }
+    }
+  }
+  report_.recaptured(static_cast<std::int64_t>(holder.chain->layers().size()));
+  mark_static_outputs();
+}
+
+void EngineChains::capture_recorded(RecordedCalls& recorded) {
+  if (recorded.empty()) {
+    return;
+  }
+  if (recorded.outdated()) {
+    for (const auto& call : recorded.calls()) {
+      call->site->to_record = true;
+    }
+    recorded.clear();
+    return;
+  }
+  recorded.learn_backward_modes();
+  std::size_t slots = 0;
+  for (const auto& call : recorded.calls()) {
+    slots = std::max(slots, call->slot + 1);
+  }
+  for (const bool evaluation : {false, true}) {  // the larger ones first
+    for (std::size_t slot = 0; slot < slots; ++slot) {
+      capture_slot(recorded, slot, evaluation);
+    }
+  }
+  recorded.clear();
+  resources_.runtime->release_cached_memory();
+}
+
+void EngineChains::capture_slot(RecordedCalls& recorded, std::size_t slot, bool evaluation) {
+  const SlotCalls of_slot = calls_of(recorded, slot, evaluation, plan_);
+  if (of_slot.specs.empty()) {
+    return;
+  }
+  const auto holder = std::make_shared<ChainHolder>();
+  holder->chain = capture(of_slot.specs, resources_.options.graph_options(), memory_of(slot, evaluation));
+  for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
+    RecordedCall& call = *of_slot.calls[layer];
+    call.captured = true;
+    call.site->variants.push_back({holder, layer, call.guards, call.shape, call.structure, ++call.site->clock});
+    call.site->to_record = false;
+    report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
+    recorded.outputs().for_each_of(of_slot.indices[layer], [&](const c10::StorageImpl* storage, std::size_t output) {
+      const Layer& captured = holder->chain->layers()[layer];
+      if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
+        plan_.captured(storage, captured.output_storages[captured.outputs[output].of].given_back());
+      }
+    });
+  }
+  own_.push_back(holder);
+  add(holder);
+}
+
+std::shared_ptr<GraphMemory> EngineChains::memory_of(std::size_t slot, bool evaluation) {
+  const CallOptions& options = resources_.options.call_options();
+  const bool all = options.share_memory();
+  const std::size_t of = evaluation ? 0 : slot;
+  const bool with_forwards = of == 0 && options.on_evaluation() == OnEvaluation::capture;
+  if (resources_.options.graph_options().pool() != nullptr || !(all || with_forwards)) {
+    return nullptr;
+  }
+  memories_.resize(std::max(memories_.size(), of + 1));
+  std::shared_ptr<GraphMemory>& memory = memories_[of];
+  if (memory == nullptr) {
+    memory = std::make_shared<GraphMemory>(GraphMemory::Use::shared);
+  }
+  const bool taken = !all && !evaluation && std::any_of(own_.begin(), own_.end(), [&](const auto& holder) {
+    return holder->chain->memory() == memory && !holder->chain->forwards_alone();
+  });
+  return taken || memory->pending() ? nullptr : memory;
+}
+
+void EngineChains::drop_least_used(CallTable& calls, const RecordedCalls& recorded) {
+  const CallOptions& options = resources_.options.call_options();
+  if (options.on_max_captures() != OnMaxCaptures::drop_least_used || recorded.empty() || recorded.outdated()) {
+    return;
+  }
+  const auto bound = static_cast<std::size_t>(options.max_captures());
+  bool dropped = false;
+  for (const CallSite& site : calls.sites()) {
+    for (const bool gradients : {true, false}) {
+      std::size_t more = recorded.count(site, gradients);
+      const CallVariant* least = nullptr;
+      while (more > 0 && site.count(gradients) + more > bound && (least = site.least_used(gradients)) != nullptr) {
+        const std::shared_ptr<ChainHolder> holder = least->holder;
+        holder->chain->release(holder->place_of(least->layer));
+        calls.drop_variant(*least);
+        dropped = true;
+      }
+    }
+  }
+  if (dropped) {
+    std::erase_if(own_, [](const auto& holder) { return holder->chain->released(); });
+    mark_static_outputs();
+  }
+}
+
+bool EngineChains::agree(bool mine) {
+  const auto& ask = resources_.options.graph_options().agree_to_capture();
+  const bool agreed = !ask || ask(mine);
+  postponed_ = mine && !agreed;
+  return agreed;
+}
+
+void EngineChains::await_failed_backward() const {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point end = Clock::now() + std::chrono::milliseconds(200);
+  bool pending = true;
+  while (pending && Clock::now() < end) {
+    pending = false;
+    for_each([&](const Chain& chain) { pending = pending || chain.any_pending(); });
+    if (pending) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+}
+
+bool EngineChains::outdated() const {
+  return std::any_of(own_.begin(), own_.end(), [](const auto& holder) { return is_outdated(*holder->chain); });
+}
+
+void EngineChains::follow_weights(CallTable& calls) {
+  std::vector<std::shared_ptr<ChainHolder>> replaced;
+  for (const auto& holder : own_) {
+    const FactsChange change = holder->chain->change();
+    if (!is_outdated(*holder->chain)) {
+      continue;
+    }
+    if (resources_.options.graph_options().on_relocated_weights() == OnRelocatedWeights::error) {
+      throw UsageError(
+          "parameters or buffers of graphed calls were relocated or replaced since the capture (load, Module::to); "
+          "call OffloadEngine::reset, or set GraphOptions::on_relocated_weights to capture");
+    }
+    if (change.stale() && !change.only_relocated()) {
+      holder->chain->reset();
+      calls.drop_variants_of(*holder);
+      replaced.push_back(holder);
+    } else {
+      recapture(*holder);
+    }
+  }
+  for (const auto& holder : replaced) {
+    own_.erase(std::remove(own_.begin(), own_.end(), holder), own_.end());
+  }
+  if (!replaced.empty()) {
+    std::vector<at::Tensor> tensors = calls.model()->parameters();
+    const std::vector<at::Tensor> buffers = calls.model()->buffers();
+    tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+    resources_.exclusions.set_parameters(std::move(tensors));
+    mark_static_outputs();
+  }
+}
+
+void EngineChains::drop_own() {
+  for (const auto& holder : own_) {
+    holder->chain->reset();
+  }
+  own_.clear();
+  memories_.clear();
+}
+
+void EngineChains::mark_static_outputs() {
+  resources_.exclusions.remove_static_inputs();
+  for_each([&](const Chain& chain) {
+    for (const Layer& layer : chain.layers()) {
+      for (const StaticOutput& output : layer.outputs) {
+        if (output.tensor.defined()) {
+          resources_.exclusions.add_static_input(output.tensor);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace sidestream

@@ -1,0 +1,101 @@
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "graphs/sequence/graph_sequence.h"
+#include "sidestream/graph_options.h"
+
+namespace sidestream {
+
+class CallContext;
+class CallTable;
+class EagerPlan;
+struct EngineResources;
+class RecordedCalls;
+class ReportBuilder;
+
+/// A chain that may be captured anew while callables and call sites refer to it.
+struct ChainHolder {
+  std::shared_ptr<Chain> chain;
+  /// Of the layers that it was first captured with, by their order then: where each is now. Empty while none was left out by a
+  /// capture in its place.
+  std::vector<std::size_t> places = {};
+
+  [[nodiscard]] std::size_t place_of(std::size_t layer) const { return places.empty() ? layer : places[layer]; }
+};
+
+/// All chains of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own
+/// on the device. Threads: the step's.
+class EngineChains {
+ public:
+  /// All must outlive this object.
+  EngineChains(EngineResources& resources, CallContext& context, EagerPlan& plan, ReportBuilder& report)
+      : resources_(resources), context_(context), plan_(plan), report_(report) {}
+  EngineChains(const EngineChains&) = delete;
+  EngineChains& operator=(const EngineChains&) = delete;
+  ~EngineChains() = default;
+
+  /// Captures a chain that fits the device (capture_that_fits), in `memory` where it is given; calls inside its callables are scopes only. It counts once a holder
+  /// of it is added. Throws: as make_graphed_callables.
+  [[nodiscard]] std::shared_ptr<Chain> capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
+                                               std::shared_ptr<GraphMemory> memory = {});
+  /// Counts `holder`'s chain in the report and keeps its static outputs on the device, for as long as someone has it.
+  void add(const std::shared_ptr<ChainHolder>& holder);
+  /// Captures the layers of `holder`'s chain again, where their parameters lie now.
+  /// Throws: UsageError where that may not be now, and the chain is as it was; as `capture`, and the chain's graphs are gone.
+  void recapture(ChainHolder& holder);
+
+  /// Captures what `ss::call` recorded, one chain for each microbatch slot, and gives the calls their variants. Where a slot's
+  /// capture fails, the slots before it stay and the rest is tried again.
+  void capture_recorded(RecordedCalls& recorded);
+  /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, where it is given. `mine`: there is something to
+  /// capture.
+  [[nodiscard]] bool agree(bool mine);
+  /// True where this rank has something to capture that not all ranks have: its calls run eagerly in this step.
+  [[nodiscard]] bool postponed() const noexcept { return postponed_; }
+  /// True when a chain of `ss::call` must be captured again.
+  [[nodiscard]] bool outdated() const;
+  /// Chains of `ss::call` whose weights were relocated are captured again; those whose weights are others are dropped, and
+  /// `calls` records anew what ran in them. Or it is an error by option.
+  void follow_weights(CallTable& calls);
+  /// Calls of which `recorded` would make more captures than there may be lose those that were used least recently, but for those
+  /// with a backward to come. What other calls captured beside them stays.
+  void drop_least_used(CallTable& calls, const RecordedCalls& recorded);
+  /// After a step that failed: autograd's thread lets go of a backward that threw a moment after the exception has come out, and
+  /// till then its calls look like a microbatch in flight. Waits until none is pending, or for a fifth of a second: a graph that
+  /// somebody holds stays.
+  void await_failed_backward() const;
+  /// Drops the graphs of all chains that `ss::call` made.
+  void drop_own();
+  /// Only what graphs own now is kept on the device for them.
+  void mark_static_outputs();
+
+  [[nodiscard]] const std::vector<std::weak_ptr<ChainHolder>>& all() const noexcept { return all_; }
+  template <class Visit>
+  void for_each(const Visit& visit) const {
+    for (const auto& weak : all_) {
+      if (const auto holder = weak.lock(); holder != nullptr && holder->chain != nullptr) {
+        visit(*holder->chain);
+      }
+    }
+  }
+
+ private:
+  /// Throws: UsageError where nothing may be captured now.
+  void check_capture(const GraphOptions& options) const;
+  /// What the captures of a slot are to share with others; null for memory of their own.
+  [[nodiscard]] std::shared_ptr<GraphMemory> memory_of(std::size_t slot, bool evaluation);
+  void capture_slot(RecordedCalls& recorded, std::size_t slot, bool evaluation);
+
+  EngineResources& resources_;
+  CallContext& context_;
+  EagerPlan& plan_;
+  ReportBuilder& report_;
+  std::vector<std::weak_ptr<ChainHolder>> all_;
+  bool postponed_ = false;
+  std::vector<std::shared_ptr<ChainHolder>> own_;  ///< those that ss::call made
+  /// By slot, where captures share memory: CallOptions::share_memory, or forward graphs with the first slot.
+  std::vector<std::shared_ptr<GraphMemory>> memories_;
+};
+
+}  // namespace sidestream

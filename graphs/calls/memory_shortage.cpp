@@ -1,0 +1,188 @@
+#include "graphs/calls/memory_shortage.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <typeinfo>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <c10/util/irange.h>
+
+#include "graphs/calls/engine_sequences.h"
+#include "graphs/resources/engine_resources.h"
+#include "offload/saved_tensor_recorder.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+constexpr std::size_t kNamed = 3;
+
+std::string mebibytes(std::uint64_t bytes) {
+  const std::uint64_t tenths = (bytes * 10) >> 20;
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MiB";
+}
+
+/// "blocks.3.mlp" as "blocks.*.mlp": layers of one kind are told as one.
+std::string pattern_of(const std::string& name) {
+  std::string pattern;
+  std::istringstream components(name);
+  for (std::string component; std::getline(components, component, '.');) {
+    const bool number = !component.empty() && std::all_of(component.begin(), component.end(),
+                                                          [](char letter) { return letter >= '0' && letter <= '9'; });
+    pattern += (pattern.empty() ? "" : ".") + (number ? "*" : component);
+  }
+  return pattern;
+}
+
+/// What autograd saved under names of one pattern, and stays on the device.
+struct Kind {
+  std::string pattern;
+  std::uint64_t bytes = 0;
+  bool selected = false;  ///< the options name it
+};
+
+/// What autograd saved: what leaves, and what stays.
+class Saved {
+ public:
+  void add(const Profile& profile, const Plan* plan) {
+    for (const auto i : c10::irange(profile.storages.size())) {
+      const StorageProfile& storage = profile.storages[i];
+      const GroupProfile& group = profile.groups[storage.savers.front()];
+      if (plan != nullptr ? plan->decisions[i].fate == Fate::offloaded : group.selected) {
+        leaves_ += storage.bytes;
+        continue;
+      }
+      stays_ += storage.bytes;
+      const std::string pattern = pattern_of(group.name);
+      auto kind = std::find_if(kinds_.begin(), kinds_.end(), [&](const Kind& of) { return of.pattern == pattern; });
+      if (kind == kinds_.end()) {
+        kind = kinds_.insert(kind, {pattern});
+      }
+      kind->bytes += storage.bytes;
+      kind->selected = kind->selected || group.selected;
+    }
+  }
+  [[nodiscard]] std::uint64_t leaves() const noexcept { return leaves_; }
+  [[nodiscard]] std::uint64_t stays() const noexcept { return stays_; }
+  [[nodiscard]] std::vector<Kind> largest() const {
+    std::vector<Kind> sorted = kinds_;
+    std::sort(sorted.begin(), sorted.end(), [](const Kind& a, const Kind& b) { return a.bytes > b.bytes; });
+    sorted.resize(std::min(sorted.size(), kNamed));
+    return sorted;
+  }
+
+ private:
+  std::uint64_t leaves_ = 0;
+  std::uint64_t stays_ = 0;
+  std::vector<Kind> kinds_;
+};
+
+std::string description(const Saved& saved, std::uint64_t refused) {
+  std::string held;
+  std::string more;
+  for (const Kind& kind : saved.largest()) {
+    held += (held.empty() ? ": " : ", ") + (kind.pattern.empty() ? "(no scope)" : kind.pattern) + " " +
+            mebibytes(kind.bytes);
+    if (!kind.selected && !kind.pattern.empty()) {
+      more += (more.empty() ? "" : ",") + kind.pattern;
+    }
+  }
+  const std::string all = saved.leaves() + saved.stays() == 0
+                              ? ""
+                              : "Of the tensors that autograd saved, " + mebibytes(saved.leaves()) +
+                                    " are offloaded and " + mebibytes(saved.stays()) + " stay on the device" + held +
+                                    ". ";
+  return all + "To fit, " + (more.empty() ? "" : "offload \"" + more + "\" as well, ") +
+         (refused > 0 ? "raise the host cap (" + mebibytes(refused) + " found no pinned memory), " : "") +
+         "put code that saves large tensors into scopes that are offloaded, or use a smaller batch";
+}
+
+/// The error that is being handled, where it is the allocator's or says that a graph found no room.
+struct NoRoom {
+  std::string text;
+  std::int64_t status = 0;
+};
+
+std::optional<NoRoom> error_in_hand() {
+  try {
+    throw;
+  } catch (const c10::OutOfMemoryError& error) {
+    return NoRoom{error.what_without_backtrace(), 0};
+  } catch (const DeviceError& error) {
+    if (typeid(error) == typeid(DeviceError)) {
+      return NoRoom{error.what(), error.status()};
+    }
+    return std::nullopt;
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+std::string beginning(const EngineResources& resources, const char* where, std::int64_t allocated) {
+  return std::string("the device ran out of memory in a ") + where + ". The " + where + " began with " +
+         mebibytes(static_cast<std::uint64_t>(allocated)) + " allocated, including weights and buffers of " +
+         mebibytes(resources.exclusions.registered_bytes()) + ". ";
+}
+
+}  // namespace
+
+MemoryShortage::MemoryShortage(const EngineResources& resources) : resources_(resources) {
+  const MemoryStats stats = resources.runtime->memory_stats();
+  refusals_ = stats.refusals;
+  allocated_ = stats.allocated;
+}
+
+bool MemoryShortage::met() const { return resources_.runtime->memory_stats().refusals > refusals_; }
+
+void MemoryShortage::warn(const EngineChains& chains, const Recorder& recorder) const noexcept {
+  try {
+    if (!met()) {
+      return;
+    }
+    Saved saved;
+    chains.for_each([&](const Chain& chain) { saved.add(chain.profile(), &chain.plan()); });
+    saved.add(recorder.profile(), nullptr);
+    TORCH_WARN("Sidestream: ", beginning(resources_, "step", allocated_),
+               description(saved, recorder.counts().refused_bytes));
+  } catch (const std::
+               exception&) {  // a handler of warnings that throws; the allocator's error says at least that it is full
+  }
+}
+
+CaptureShortage::CaptureShortage(const EngineResources& resources)
+    : MemoryShortage(resources), reserved_(resources.runtime->memory_stats().reserved) {}
+
+bool CaptureShortage::is_the_error() const { return met() && error_in_hand().has_value(); }
+
+std::string CaptureShortage::lack(const std::string& first) const {
+  const MemoryRefusal refusal = resources().runtime->latest_refusal();
+  if (refusal.asked <= refusal.free) {  // nobody says how much it was, or there was enough in pieces
+    return {};
+  }
+  const std::int64_t taken = std::max<std::int64_t>(0, refusal.reserved - reserved_);
+  return "\"" + first + "\" and the calls after it needed at least " + std::to_string(taken + refusal.asked) +
+         " bytes, but " + std::to_string(taken + refusal.free) + " were free: at least " +
+         std::to_string(refusal.asked - refusal.free) + " too few. ";
+}
+
+void CaptureShortage::rethrow(const EngineChains& chains, const CaptureAttempt& attempt,
+                              const std::string& first) const {
+  const std::optional<NoRoom> error = met() ? error_in_hand() : std::nullopt;
+  if (!error) {
+    throw;
+  }
+  Saved saved;
+  chains.for_each([&](const Chain& chain) { saved.add(chain.profile(), &chain.plan()); });
+  saved.add(attempt.profile, &attempt.plan);
+  throw DeviceError(
+      error->text + "; " + beginning(resources(), "capture", allocated()) + lack(first) + description(saved, 0),
+      error->status);
+}
+
+}  // namespace sidestream

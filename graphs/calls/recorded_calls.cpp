@@ -1,0 +1,226 @@
+#include "graphs/calls/recorded_calls.h"
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include "graphs/calls/call_modules.h"
+#include "graphs/calls/call_table.h"
+#include "graphs/guards/samples.h"
+#include "graphs/resources/eager_memory_estimate.h"
+#include "offload/saved_tensor_recorder.h"
+
+namespace sidestream {
+namespace {
+
+/// A backward that has begun or not.
+struct BackwardSeen {
+  std::atomic<bool> begun{false};
+  std::optional<CallModes> modes;  ///< may be read once it has begun
+};
+
+/// Sits on the node that made a call's output: sees its backward begin. Threads: autograd's.
+class BackwardWatch final : public torch::autograd::FunctionPreHook {
+ public:
+  BackwardWatch(std::shared_ptr<BackwardSeen> seen, std::shared_ptr<RestOfStep> rest, c10::DeviceType type)
+      : seen_(std::move(seen)), rest_(std::move(rest)), type_(type) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    if (!seen_->begun.load()) {
+      seen_->modes = CallModes::current(type_);
+      seen_->begun.store(true);
+      rest_->backward_begins();
+    }
+    return grads;
+  }
+
+ private:
+  std::shared_ptr<BackwardSeen> seen_;
+  std::shared_ptr<RestOfStep> rest_;
+  c10::DeviceType type_;
+};
+
+/// What a sample holds of the device.
+std::size_t device_bytes(const LayerInput& input) {
+  return input.sample.defined() && !input.on_host ? input.sample.nbytes() : 0;
+}
+
+}  // namespace
+
+/// One recorded call's latest run.
+struct RecordedCalls::Flight {
+  std::shared_ptr<BackwardSeen> backward = std::make_shared<BackwardSeen>();
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> outputs;
+  std::vector<std::size_t> from;  ///< recorded calls that its inputs were computed from
+  bool first = true;              ///< of its recorded call
+};
+
+bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
+                    c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape) {
+  if (kept.size() != guards.size() || kept_shape.size() != shape.size() ||
+      !std::equal(shape.begin(), shape.end(), kept_shape.begin())) {
+    return false;
+  }
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (*kept[i].type != *guards[i].type || !kept[i].equal(kept[i].value.get(), guards[i].value)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
+                               std::size_t busy_variants) {
+  const at::NoGradGuard no_grad;
+  std::size_t slot = busy_variants;
+  std::vector<std::size_t> from = dependencies_.of(request.inputs);
+  for (std::size_t i = 0; i < calls_.size(); ++i) {
+    const RecordedCall& call = *calls_[i];
+    if (call.site != &site || !(call.state.modes == modes) || call.state.modules.change().any() ||
+        !same_arguments(call.guards, call.shape, request.guards, request.shape)) {
+      continue;
+    }
+    if (flights_[i]->backward->begun.load()) {
+      learn_backward_modes(i);
+      flights_[i] = std::make_shared<Flight>();
+      flights_[i]->first = false;
+      flights_[i]->from = std::move(from);
+      outputs_.call_begins(i, call.chain(), current_recorder());
+      return i;
+    }
+    // What this call is computed from is no microbatch beside it: a module that is called many times is one chain.
+    if (!std::binary_search(from.begin(), from.end(), i)) {
+      slot = std::max(slot, call.slot + 1);
+    }
+  }
+  for (const std::size_t earlier : from) {
+    slot = std::max(slot, calls_[earlier]->slot);
+  }
+  auto call = std::make_shared<RecordedCall>();
+  call->site = &site;
+  detail::KeptCall kept_call = request.keep(request.context);
+  call->structure = std::move(kept_call.structure);
+  call->module = modules_of_call(site.scope->name, site.module, kept_call.modules, *model_);
+  call->state = {modes, modes.without_autocast(), ModuleFacts(call->module != nullptr ? call->module : site.watched)};
+  call->body = std::move(kept_call.body);
+  for (const detail::Guard& guard : request.guards) {
+    call->guards.push_back({guard.copy(guard.value), guard.type, guard.equal});
+  }
+  call->shape.assign(request.shape.begin(), request.shape.end());
+  call->slot = slot;
+  outputs_.call_begins(calls_.size(), call->chain(), current_recorder());
+  for (const at::Tensor& input : request.inputs) {
+    LayerInput& kept = call->inputs.emplace_back();
+    kept.aliases = InputAliases::of(request.inputs, call->inputs.size() - 1);
+    kept.shared_cast = input.defined() && modes.gradients && has_shared_cast(input);
+    if (kept.aliases->same_as != call->inputs.size() - 1) {
+      kept.from = call->inputs[kept.aliases->same_as].from;
+      continue;
+    }
+    for (std::size_t i = calls_.size(); i-- > 0 && !kept.from && input.defined();) {
+      for (std::size_t o = 0; o < flights_[i]->outputs.size(); ++o) {
+        const auto& output = flights_[i]->outputs[o];
+        if (calls_[i]->slot == slot && calls_[i]->state.modes.gradients == modes.gradients &&
+            output._unsafe_get_target() == input.unsafeGetTensorImpl() && !output.expired()) {
+          kept.from = Link{i, o};
+        }
+      }
+    }
+    if (!kept.from && input.defined()) {
+      LayerInput sample = sample_of(input, device_);
+      kept.sample = std::move(sample.sample);
+      if (!modes.gradients) {
+        kept.sample.set_requires_grad(false);
+      }
+      kept.on_host = sample.on_host;
+    }
+  }
+  for (const LayerInput& input : call->inputs) {
+    kept_bytes_ += device_bytes(input);
+  }
+  calls_.push_back(std::move(call));
+  flights_.push_back(std::make_shared<Flight>());
+  flights_.back()->from = std::move(from);
+  return calls_.size() - 1;
+}
+
+bool RecordedCalls::repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes) const {
+  for (std::size_t i = 0; i < calls_.size(); ++i) {
+    const RecordedCall& call = *calls_[i];
+    if (call.site == &site && call.state.modes == modes && !call.state.modules.change().any() &&
+        same_arguments(call.guards, call.shape, request.guards, request.shape) && flights_[i]->backward->begun.load()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::size_t RecordedCalls::count(const CallSite& site, bool gradients) const noexcept {
+  return static_cast<std::size_t>(std::count_if(calls_.begin(), calls_.end(), [&](const auto& call) {
+    return call->site == &site && call->state.modes.gradients == gradients && !call->captured;
+  }));
+}
+
+void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
+  Flight& flight = *flights_[call];
+  dependencies_.add(call, flight.from, outputs);
+  outputs_.add(call, calls_[call]->chain(), outputs);
+  flight.outputs.clear();
+  bool watched = false;
+  const c10::DeviceType type = calls_[call]->state.modes.autocast.type;
+  for (const at::Tensor& output : outputs) {
+    flight.outputs.emplace_back(output.getIntrusivePtr());
+    if (!watched && output.defined() && output.grad_fn() != nullptr) {
+      output.grad_fn()->add_pre_hook(std::make_unique<BackwardWatch>(flight.backward, rest_, type));
+      watched = true;
+    }
+  }
+  if (!watched) {
+    flight.backward->begun.store(true);
+  }
+}
+
+void RecordedCalls::learn_backward_modes(std::size_t call) {
+  const BackwardSeen& backward = *flights_[call]->backward;
+  if (backward.begun.load() && backward.modes) {
+    calls_[call]->state.backward_modes = *backward.modes;
+  }
+}
+
+bool RecordedCalls::outdated() const noexcept {
+  return std::any_of(calls_.begin(), calls_.end(), [](const auto& call) {
+    const FactsChange change = call->state.modules.change();
+    return change.identity || change.layout || change.options;
+  });
+}
+
+void RecordedCalls::learn_backward_modes() {
+  for (std::size_t i = 0; i < calls_.size(); ++i) {
+    learn_backward_modes(i);
+  }
+}
+
+void RecordedCalls::forget(std::size_t call) {
+  if (!flights_[call]->first) {
+    flights_[call]->backward->begun.store(true);  // nothing of this run awaits a backward
+    return;
+  }
+  for (const LayerInput& input : calls_[call]->inputs) {
+    kept_bytes_ -= device_bytes(input);
+  }
+  calls_.pop_back();
+  flights_.pop_back();
+}
+
+void RecordedCalls::clear() {
+  calls_.clear();
+  flights_.clear();
+  dependencies_.clear();
+  outputs_.clear();
+  kept_bytes_ = 0;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,94 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <typeinfo>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "graphs/calls/call_dependencies.h"
+#include "graphs/calls/recorded_outputs.h"
+#include "graphs/sequence/captured_call.h"
+#include "sidestream/detail/call_request.h"
+
+namespace sidestream {
+
+class RestOfStep;
+struct CallSite;
+
+/// A copy of an argument that is not a tensor.
+struct KeptGuard {
+  std::shared_ptr<const void> value;
+  const std::type_info* type = nullptr;
+  bool (*equal)(const void*, const void*) = nullptr;
+};
+
+/// True when `guards` and `shape` are what was kept. Allocates nothing.
+[[nodiscard]] bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
+                                  c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape);
+
+/// A call that ran eagerly and is to be captured.
+struct RecordedCall {
+  CallSite* site = nullptr;
+  Body body;
+  std::shared_ptr<const void> structure;            ///< of its result: what the latest run of the body gave
+  std::shared_ptr<const torch::nn::Module> module;  ///< the site's, with those that are arguments; null without any
+  std::vector<KeptGuard> guards;
+  std::vector<std::size_t> shape;
+  CallState state;
+  std::vector<LayerInput> inputs;  ///< their links name recorded calls
+  std::size_t slot = 0;  ///< its chain: how many captures of the same call, beside it, were awaiting their backward
+  /// Apart for training and for evaluation.
+  [[nodiscard]] std::size_t chain() const noexcept { return 2 * slot + (state.modes.gradients ? 0 : 1); }
+  bool captured = false;  ///< only where a later slot's capture failed: the rest is tried again
+};
+
+/// The calls that ran eagerly since the last capture, in order, each once for every microbatch in flight.
+/// Threads: the step's.
+class RecordedCalls {
+ public:
+  /// `model`: the engine's, which may be an argument though no shared_ptr owns it. `device`: the graphs'.
+  /// `rest` is told where a backward of theirs begins.
+  RecordedCalls(const torch::nn::Module& model, c10::Device device, std::shared_ptr<RestOfStep> rest) noexcept
+      : model_(&model), device_(device), rest_(std::move(rest)) {}
+
+  /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). Where the
+  /// same call was recorded and its backward has begun, one capture serves both. `busy_variants`: captures of the call that
+  /// exist and await their backward. Returns what `ran` is to be given.
+  std::size_t add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
+                  std::size_t busy_variants);
+  /// After it ran: learns its outputs and watches for its backward.
+  void ran(std::size_t call, const detail::TensorBuffer& outputs);
+  /// It threw instead: it is as if it had not been called. `call` is the latest that was added.
+  void forget(std::size_t call);
+  /// True when a call's module has other members, or weights of another dtype or shape, than when it ran: its inputs no longer
+  /// go with it.
+  [[nodiscard]] bool outdated() const noexcept;
+  /// Before the capture: calls learn the modes that their backward ran in.
+  void learn_backward_modes();
+  /// True where `add` would serve the call with a capture that is to be made anyway.
+  [[nodiscard]] bool repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes) const;
+  /// How many captures `site` is to get, of training or of forwards alone.
+  [[nodiscard]] std::size_t count(const CallSite& site, bool gradients) const noexcept;
+  [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }
+  [[nodiscard]] const std::vector<std::shared_ptr<RecordedCall>>& calls() const noexcept { return calls_; }
+  /// What became of the outputs.
+  [[nodiscard]] const RecordedOutputs& outputs() const noexcept { return outputs_; }
+  void clear();
+  /// Bytes of the copies of inputs that are kept on the device.
+  [[nodiscard]] std::size_t kept_bytes() const noexcept { return kept_bytes_; }
+
+ private:
+  struct Flight;
+  void learn_backward_modes(std::size_t call);
+  const torch::nn::Module* model_;
+  c10::Device device_;
+  std::shared_ptr<RestOfStep> rest_;
+  std::vector<std::shared_ptr<RecordedCall>> calls_;
+  std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_
+  CallDependencies dependencies_;
+  RecordedOutputs outputs_;
+  std::size_t kept_bytes_ = 0;
+};
+
+}  // namespace sidestream

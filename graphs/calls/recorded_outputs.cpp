@@ -1,0 +1,58 @@
+#include "graphs/calls/recorded_outputs.h"
+
+#include <c10/util/irange.h>
+
+#include "graphs/resources/eager_plan.h"
+#include "offload/saved_tensor_recorder.h"
+
+namespace sidestream {
+
+RecordedOutputs::Holder RecordedOutputs::holder_of(const Output& output, const Recorder* recorder) {
+  const c10::StorageImpl* const storage = output.storage._unsafe_get_target();
+  const auto saved = recorder != nullptr ? recorder->saved(storage) : nullptr;
+  const bool saved_here = saved != nullptr && saved->device && saved->device.unsafeGetStorageImpl() == storage;
+  if (output.storage.use_count() > (saved_here ? 1 : 0)) {
+    return Holder::others;
+  }
+  if (saved == nullptr) {
+    return Holder::nobody;
+  }
+  // A group that has not ended, or stays, holds it in a replay too.
+  return saved->place == SavedStorage::Place::device ? Holder::others : Holder::groups;
+}
+
+void RecordedOutputs::call_begins(std::size_t call, std::size_t chain, const Recorder* recorder) {
+  for (Output& output : outputs_) {
+    if (output.chain == chain && output.holder == Holder::unknown) {
+      // A call that comes before it in the chain begins another pass: behind the last one there are only backwards.
+      output.holder = call > output.call ? holder_of(output, recorder) : Holder::others;
+    }
+  }
+}
+
+void RecordedOutputs::add(std::size_t call, std::size_t chain, c10::ArrayRef<at::Tensor> outputs) {
+  for (const auto i : c10::irange(outputs.size())) {
+    if (outputs[i].defined() && outputs[i].has_storage()) {
+      outputs_.push_back({call, chain, i, outputs[i].storage().getWeakStorageImpl()});
+    }
+  }
+}
+
+std::vector<bool> RecordedOutputs::let_go(std::size_t call, const EagerPlan& plan) const {
+  std::vector<bool> let_go;
+  for (const Output& output : outputs_) {
+    if (output.call != call) {
+      continue;
+    }
+    const bool is_free = output.holder == Holder::nobody ||
+                         (output.holder == Holder::groups && plan.takes_along(output.storage._unsafe_get_target()));
+    if (output.index >= let_go.size()) {  // the first run
+      let_go.resize(output.index + 1, false);
+      let_go[output.index] = is_free;
+    }
+    let_go[output.index] = let_go[output.index] && is_free;
+  }
+  return let_go;
+}
+
+}  // namespace sidestream

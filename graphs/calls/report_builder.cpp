@@ -1,0 +1,266 @@
+#include "graphs/calls/report_builder.h"
+
+#include <algorithm>
+
+#include "graphs/calls/call_table.h"
+#include "graphs/calls/engine_sequences.h"
+#include "graphs/capture/whole_step_offload.h"
+#include "graphs/resources/eager_plan.h"
+#include "graphs/resources/engine_resources.h"
+
+namespace sidestream {
+namespace {
+
+const char* reason(Fate fate) {
+  switch (fate) {
+    case Fate::offloaded:
+      return "";
+    case Fate::not_selected:
+      return "not selected";
+    case Fate::needed_immediately:
+      return "backward needs it immediately";
+    case Fate::held_back:
+      return "another group, which is not offloaded, saved the same storage";
+    case Fate::held_elsewhere:
+      return "held by the program";
+    case Fate::static_output:
+      return "it is an output of a graph, which keeps its memory";
+    case Fate::over_cap:
+      return "over the host cap";
+    case Fate::not_pinned:
+      return "pinned host memory was refused";
+    case Fate::small:
+      return "small, and the small tensors of its group are too few bytes together";
+  }
+  return "";
+}
+
+void append(const Profile& profile, const Plan& plan, Report& report) {
+  std::vector<std::size_t> row;  // of each group
+  for (const GroupProfile& group : profile.groups) {
+    row.push_back(report.groups.size());
+    if (group.only_small) {
+      continue;
+    }
+    report.groups.push_back({group.name.empty() ? "(no scope)" : group.name, 0, 0, ""});
+  }
+  for (std::size_t i = 0; i < profile.storages.size() && i < plan.decisions.size(); ++i) {
+    GroupReport& group = report.groups[row[profile.storages[i].savers.front()]];
+    const auto bytes = static_cast<std::int64_t>(profile.storages[i].bytes);
+    group.bytes += bytes;
+    if (plan.decisions[i].fate == Fate::offloaded) {
+      group.offloaded_bytes += bytes;
+    } else if (group.kept_because.empty()) {
+      group.kept_because = reason(plan.decisions[i].fate);
+    }
+  }
+  report.notes.insert(report.notes.end(), plan.notes.begin(), plan.notes.end());
+}
+
+/// Of a whole step's graph.
+void append(const StepOffload& offload, Report& report) {
+  append(offload.profile(), offload.plan(), report);
+  const HostArenaStats pinned = offload.pinned();
+  report.pinned_bytes += static_cast<std::int64_t>(pinned.pinned);
+  report.pinned_requested_bytes += static_cast<std::int64_t>(pinned.requested);
+  report.pinned_allocations_after_planning += static_cast<std::int64_t>(pinned.allocations_after_seal);
+  report.unplanned_bytes += static_cast<std::int64_t>(offload.unplanned().unplanned_bytes);
+  report.refused_bytes += static_cast<std::int64_t>(offload.unplanned().refused_bytes);
+}
+
+/// Calls of which a note tells: how many, and the first one's name.
+struct NamedCalls {
+  std::string first;
+  std::int64_t count = 0;
+
+  void add(const std::string& name) { first = count++ == 0 ? name : first; }
+  [[nodiscard]] std::string text() const {
+    return "\"" + first + "\"" + (count > 1 ? " and " + std::to_string(count - 1) + " other calls" : "");
+  }
+};
+
+/// Tells that a bound on captures is too small. A capture that is dropped now and then is what the bound is for; a call that lost more
+/// captures than it may have at a time has captured again and again.
+void append_dropped(const CallTable& calls, std::int64_t bound, std::vector<std::string>& notes) {
+  NamedCalls named;
+  std::int64_t dropped = 0;
+  for (const CallSite& site : calls.sites()) {
+    if (site.dropped_captures > bound) {
+      named.add(site.scope->name);
+      dropped += site.dropped_captures;
+    }
+  }
+  if (dropped > 0) {
+    notes.push_back(
+        named.text() + " dropped captures " + std::to_string(dropped) +
+        " times to make room for new ones, and CallOptions::max_captures is " + std::to_string(bound) +
+        "; each capture takes far longer than a replay: raise max_captures to the number of different shapes "
+        "and values, pass fewer of them, or set CallOptions::on_max_captures to eager");
+  }
+}
+
+/// Why graphed calls ran eagerly, one line for each cause.
+void append_eager_runs(const CallTable& calls, std::vector<std::string>& notes) {
+  for (std::size_t c = 0; c < EagerRuns::kCauses; ++c) {
+    const auto cause = static_cast<EagerCause>(c);
+    std::int64_t runs = 0;
+    std::int64_t never_captured = 0;
+    NamedCalls named;
+    for (const CallSite& site : calls.sites()) {
+      if (const std::int64_t of_site = site.eager_runs.of(cause); of_site > 0) {
+        named.add(site.scope->name);
+        runs += of_site;
+        never_captured += site.variants.empty() ? 1 : 0;
+      }
+    }
+    if (runs > 0) {
+      notes.push_back(named.text() + " ran eagerly " + std::to_string(runs) + " times " + text_of(cause) +
+                      (never_captured > 0 ? "; " + std::to_string(never_captured) + " of them have no capture" : ""));
+    }
+  }
+}
+
+}  // namespace
+
+void ReportBuilder::bucketed_call_ran(const std::string& name, EagerCause cause) {
+  eager_call();
+  buckets_[name].runs.count(cause);
+}
+
+void ReportBuilder::bucket_dropped(const std::string& name, std::int64_t max_buckets) {
+  Buckets& buckets = buckets_[name];
+  ++buckets.dropped;
+  buckets.bound = max_buckets;
+}
+
+void ReportBuilder::append_buckets(std::vector<std::string>& notes) const {
+  for (std::size_t c = 0; c < EagerRuns::kCauses; ++c) {
+    const auto cause = static_cast<EagerCause>(c);
+    std::int64_t runs = 0;
+    NamedCalls named;
+    for (const auto& [name, buckets] : buckets_) {
+      if (const std::int64_t of_call = buckets.runs.of(cause); of_call > 0) {
+        named.add(name);
+        runs += of_call;
+      }
+    }
+    if (runs > 0) {
+      notes.push_back("bucketed " + named.text() + " ran eagerly " + std::to_string(runs) + " times " + text_of(cause));
+    }
+  }
+  for (const auto& [name, buckets] : buckets_) {
+    if (buckets.dropped > buckets.bound) {
+      notes.push_back(
+          "the buckets of \"" + name + "\" were dropped " + std::to_string(buckets.dropped) +
+          " times to make room for new ones, and BucketOptions::max_buckets is " + std::to_string(buckets.bound) +
+          "; each capture takes far longer than a replay: raise max_buckets to the number of different shapes, "
+          "pad inputs to fewer shapes, or set BucketOptions::on_max_buckets to eager");
+    }
+  }
+}
+
+void ReportBuilder::captured(const Chain& chain) {
+  for (const Layer& layer : chain.layers()) {
+    counted_.captures += layer.has_backward ? 2 : 1;
+  }
+}
+
+void ReportBuilder::replayed(const Chain::Counts& counts) {
+  counted_.replays = static_cast<std::int64_t>(counts.replays);
+  counted_.outputs_reused = static_cast<std::int64_t>(counts.outputs.reused);
+  counted_.outputs_copied = static_cast<std::int64_t>(counts.outputs.copied);
+  counted_.outputs_copied_bytes = static_cast<std::int64_t>(counts.outputs.copied_bytes);
+  counted_.gradients_copied = static_cast<std::int64_t>(counts.gradients.copied);
+  counted_.gradients_copied_bytes = static_cast<std::int64_t>(counts.gradients.copied_bytes);
+  counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
+}
+
+void ReportBuilder::sizing_ended(const Recorder& recorder, std::int64_t unoffloaded_peak) {
+  counted_.first_step_peak_bytes = counted_.step_peak_bytes;
+  counted_.sizing_peak_bytes = unoffloaded_peak;
+  counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
+}
+
+void ReportBuilder::copied(const CopyCounts& copies) noexcept {
+  counted_.offloaded_bytes = static_cast<std::int64_t>(copies.offloaded_bytes);
+  counted_.reloaded_bytes = static_cast<std::int64_t>(copies.reloaded_bytes);
+  counted_.waits = static_cast<std::int64_t>(copies.waits);
+  counted_.inline_reloads = static_cast<std::int64_t>(copies.inline_reloads);
+}
+
+void ReportBuilder::step_ended(const Recorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak) {
+  copied(copies);
+  const Recorder::Counts counts = recorder.counts();
+  counted_.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
+  counted_.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);
+  counted_.refused_bytes = static_cast<std::int64_t>(counts.refused_bytes);
+  counted_.step_peak_bytes = peak.live;
+  counted_.in_flight_bytes = peak.in_flight;
+}
+
+Report ReportBuilder::build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,
+                            const CallTable& calls) const {
+  Report report = counted_;
+  const HostArenaStats pinned = resources.arena->stats();
+  report.pinned_bytes = static_cast<std::int64_t>(pinned.pinned);
+  report.pinned_requested_bytes = static_cast<std::int64_t>(pinned.requested);
+  report.host_cap = static_cast<std::int64_t>(pinned.cap);
+  report.pinned_allocations_after_planning = static_cast<std::int64_t>(pinned.allocations_after_seal);
+  if (const auto& checked = resources.check.checked(); checked != nullptr) {
+    report.order_findings = checked->findings();
+    report.checked_operations = static_cast<std::int64_t>(checked->operations());
+  }
+  if (resources.syncs != nullptr) {
+    resources.syncs->add_to(report);
+  }
+  chains.for_each([&](const Chain& chain) {
+    append(chain.profile(), chain.plan(), report);
+    report.graph_bytes += chain.outside().graphs;
+    report.warm_up_bytes += chain.outside().warm_up;
+    for (const Layer& layer : chain.layers()) {
+      for (const c10::Storage& external : layer.externals) {
+        report.external_bytes += static_cast<std::int64_t>(external.nbytes());
+      }
+      report.unplanned_bytes += static_cast<std::int64_t>(layer.unplanned_bytes);
+      report.refused_bytes += static_cast<std::int64_t>(layer.refused_bytes);
+      if (layer.refused_bytes > 0) {
+        report.notes.push_back("graphed call \"" + layer.spec.name + "\": " + std::to_string(layer.refused_bytes) +
+                               " bytes stay on the device that were planned to be offloaded: its capture saved other "
+                               "tensors than its sizing pass");
+      }
+    }
+  });
+  for (const auto& weak : resources.step_offloads) {
+    if (const auto offload = weak.lock(); offload != nullptr) {
+      append(*offload, report);
+    }
+  }
+  // Groups of calls that were captured since are in their chains' profiles.
+  Report eager;
+  append(plan.profile(), plan.plan(), eager);
+  std::size_t next = 0;
+  for (const GroupProfile& group : plan.profile().groups) {
+    if (group.only_small) {
+      continue;
+    }
+    if (!group.captured_later) {
+      report.groups.push_back(eager.groups[next]);
+    }
+    ++next;
+  }
+  report.notes.insert(report.notes.end(), eager.notes.begin(), eager.notes.end());
+  append_eager_runs(calls, report.notes);
+  append_dropped(calls, resources.options.call_options().max_captures(), report.notes);
+  append_buckets(report.notes);
+  const auto tallies = resources.exclusions.tallies();
+  for (std::size_t i = 1; i < tallies.size(); ++i) {
+    if (tallies[i].tensors > 0) {
+      report.exclusions.push_back({exclusion_name(static_cast<Exclusion>(i)),
+                                   static_cast<std::int64_t>(tallies[i].tensors),
+                                   static_cast<std::int64_t>(tallies[i].bytes)});
+    }
+  }
+  return report;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,168 @@
+#include "graphs/capture/output_liveness.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+#include <c10/util/irange.h>
+
+#include "graphs/capture/capture_reads.h"
+
+namespace sidestream {
+namespace {
+
+using Kind = StaticOutput::Kind;
+
+bool is_over(const at::Tensor& tensor, const c10::Storage& storage) {
+  return tensor.defined() && tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+}
+
+/// Tensors over `storage`, and what they are views of.
+std::size_t tensors_over(const c10::Storage& storage, const std::vector<at::Tensor>& among) {
+  std::unordered_set<const c10::TensorImpl*> found;
+  for (const at::Tensor& tensor : among) {
+    if (is_over(tensor, storage)) {
+      found.insert(tensor.unsafeGetTensorImpl());
+      if (tensor.is_view()) {
+        found.insert(tensor._base().unsafeGetTensorImpl());
+      }
+    }
+  }
+  return found.size();
+}
+
+/// What a recorder's handles hold of `storage`, by whether it leaves.
+struct Saved {
+  std::size_t leave = 0;
+  std::size_t stay = 0;
+};
+
+Saved saved_of(const Recorder& recorder, const c10::Storage& storage) {
+  Saved saved;
+  for (const SavedIdentity& identity : recorder.identities()) {
+    if (identity.storage._unsafe_get_target() != storage.unsafeGetStorageImpl()) {
+      continue;
+    }
+    if (const auto alive = identity.saved.lock(); alive != nullptr && alive->place == SavedStorage::Place::device) {
+      ++saved.stay;
+    } else if (alive != nullptr) {
+      ++saved.leave;
+    }
+  }
+  return saved;
+}
+
+}  // namespace
+
+std::optional<Link> OutputLives::storage_of(Link link) const {
+  while (link.layer < lives_.size()) {
+    const Layer& giver = layers_[link.layer];
+    const StaticOutput& output = giver.outputs[link.index];
+    if (output.kind == Kind::made) {
+      return Link{link.layer, output.of};
+    }
+    if (output.kind == Kind::earlier_output) {
+      link.index = output.of;
+    } else if ((output.kind == Kind::input || output.kind == Kind::view_of_input) &&
+               giver.spec.inputs[output.of].from) {
+      link = *giver.spec.inputs[output.of].from;
+    } else {
+      return std::nullopt;
+    }
+  }
+  return std::nullopt;  // of a layer to come, which reads what it passes on
+}
+
+bool OutputLives::is_read_from(std::size_t place, const Link& storage) const {
+  for (std::size_t i = place; i < layers_.size(); ++i) {
+    for (const LayerInput& input : layers_[i].spec.inputs) {
+      if (!input.from) {
+        continue;
+      }
+      const std::optional<Link> read = storage_of(*input.from);
+      if (read && read->layer == storage.layer && read->index == storage.index) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void OutputLives::learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders) {
+  const Layer& layer = layers_[index];
+  const c10::Storage& storage = layers_[output.layer].output_storages[output.index].captured();
+  Life& life = lives_[output.layer][output.index];
+  const std::size_t behind_backward = 2 * layers_.size() - index;
+  const Saved by_layer = saved_of(*holders.recorders[index], storage);
+  std::size_t known = references_to(storage, layers_) + tensors_over(storage, holders.tensors);
+  for (const Recorder* const recorder : holders.recorders) {
+    known += saved_of(*recorder, storage).stay;
+  }
+  const std::size_t unknown = storage.use_count() > known ? storage.use_count() - known : 0;
+  std::size_t until = index + 1;
+  if (by_layer.leave > 0) {
+    until = std::max(until, layer.copies.released_at);
+  }
+  if (by_layer.stay > 0 || (saved.contains(storage) && by_layer.leave == 0) || unknown > life.unknown_holders) {
+    until = behind_backward;
+  }
+  life.needed_until = std::max(life.needed_until, until);
+  life.unknown_holders = unknown;
+}
+
+void OutputLives::forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,
+                                   const Holders& holders) {
+  const Layer& layer = layers_[index];
+  std::vector<Life>& own = lives_.emplace_back(layer.output_storages.size());
+  for (const std::size_t output : kept) {
+    if (output < layer.outputs.size() && layer.outputs[output].kind == Kind::made) {
+      own[layer.outputs[output].of].kept = true;
+    }
+  }
+  for (const StaticOutput& output : layer.outputs) {
+    if (output.kind == Kind::made) {
+      own[output.of].let_go = true;
+    }
+  }
+  for (const auto i : c10::irange(layer.outputs.size())) {
+    const bool let_go = i < layer.spec.outputs_let_go.size() && layer.spec.outputs_let_go[i];
+    if (layer.outputs[i].kind == Kind::made && !let_go) {
+      own[layer.outputs[i].of].let_go = false;
+    }
+  }
+  std::vector<Link> met;
+  for (const auto i : c10::irange(own.size())) {
+    met.push_back({index, i});
+  }
+  for (const LayerInput& input : layer.spec.inputs) {
+    const std::optional<Link> read = input.from ? storage_of(*input.from) : std::nullopt;
+    if (read) {
+      lives_[read->layer][read->index].read = true;
+      met.push_back(*read);
+    }
+  }
+  for (const Link& output : met) {
+    learn(index, output, saved, holders);
+  }
+}
+
+bool OutputLives::may_end(const Life& life) const {
+  // Where no layer reads it and backward does, no graph would gain by its memory.
+  return !life.kept && !life.ended && (life.read || (life.let_go && life.needed_until < layers_.size()));
+}
+
+std::vector<Link> OutputLives::ended_before(std::size_t place) {
+  std::vector<Link> ended;
+  for (const auto layer : c10::irange(keeps_graph_ ? 0 : lives_.size())) {
+    for (const auto i : c10::irange(lives_[layer].size())) {
+      Life& life = lives_[layer][i];
+      if (may_end(life) && life.needed_until <= place && !is_read_from(place, {layer, i})) {
+        life.ended = true;
+        ended.push_back({layer, i});
+      }
+    }
+  }
+  return ended;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,62 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include "graphs/capture/saved_storages.h"
+#include "graphs/outputs/released_outputs.h"
+#include "graphs/sequence/captured_calls.h"
+#include "offload/saved_tensor_recorder.h"
+
+namespace sidestream {
+
+/// Until when the graphs of a chain need the memory of outputs that are inputs of its layers. Then it goes back to the pool, and
+/// nothing that the chain keeps of it owns it any more.
+///
+/// An output is needed by the forwards that read it; by the backward of a layer that saved it, or by the copies to the host, where
+/// it leaves. What holds it and is unknown here may be read in that layer's backward: a tensor that a node keeps as it is. What
+/// bodies keep from call to call stays for good, and so do outputs that no layer reads, and those that a view of is given out.
+class OutputLives {
+ public:
+  /// What autograd and bodies hold while a chain is captured.
+  struct Holders {
+    std::vector<at::Tensor> tensors;         ///< leaves, arguments and outputs of the layers so far
+    std::vector<const Recorder*> recorders;  ///< theirs
+  };
+
+  /// `layers` must outlive this object. `keeps_graph`: backwards may replay several times, so nothing is let go.
+  OutputLives(const Layers& layers, bool keeps_graph) : layers_(layers), keeps_graph_(keeps_graph) {}
+
+  /// The forward of layer `index` is captured, and its outputs are sorted. `kept`: first outputs of storages that its body keeps.
+  void forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,
+                        const Holders& holders);
+  /// What the graphs from `place` on do not need and was not told yet.
+  [[nodiscard]] std::vector<Link> ended_before(std::size_t place);
+
+ private:
+  struct Life {
+    std::size_t needed_until = 0;  ///< place of the first graph that does without
+    std::size_t unknown_holders = 0;
+    bool read = false;
+    bool let_go = false;  ///< by the program, before the next forward
+    bool kept = false;
+    bool ended = false;
+  };
+
+  /// The output storage that an input with `link` reads, as far as its layers are captured; none where it is no output of theirs.
+  [[nodiscard]] std::optional<Link> storage_of(Link link) const;
+  [[nodiscard]] bool is_read_from(std::size_t place, const Link& storage) const;
+  [[nodiscard]] bool may_end(const Life& life) const;
+  void learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders);
+
+  const Layers& layers_;
+  bool keeps_graph_;
+  std::vector<std::vector<Life>> lives_;  ///< by layer and output storage
+};
+
+}  // namespace sidestream

@@ -1,0 +1,121 @@
+#include "graphs/capture/sequence_capture.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include <c10/util/irange.h>
+
+#include "graphs/capture/named_errors.h"
+#include "graphs/capture/warmup.h"
+#include "graphs/sandbox/leaf_hook_guard.h"
+#include "graphs/sandbox/named_generators.h"
+#include "graphs/sequence/graph_event_state.h"
+#include "observe/held_draws.h"
+#include "runtime/capture_turn.h"
+#include "runtime/draw_order.h"
+
+namespace sidestream {
+
+std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources, std::vector<LayerSpec> specs,
+                                                const GraphOptions& options) {
+  const c10::Device device = resources.runtime->device();
+  resources.runtime->check_settings(/*graphs=*/true);
+  name_generators(specs, options, device);
+  const CaptureTurn turn(device);
+  const HeldDraws held(device);
+  std::shared_ptr<Chain> chain(new Chain(resources, options));
+  chain->begin_capture();
+  GraphResources used = resources;
+  if (const OwnedStream* const stream = chain->memory_->capture_stream(); stream != nullptr) {
+    used.capture_stream = stream;
+  }
+  const DrawOrder::Capturing in_order(DrawOrder::of(device), *used.runtime, *used.capture_stream);
+  ChainCapture capture(*chain, used, std::move(specs));
+  resources.owned_gradients->release_accumulators();
+  try {
+    capture.run();
+  } catch (...) {
+    resources.owned_gradients->hold_accumulators();
+    resources.exclusions->remove_static_inputs();
+    resources.offload->end_forward();
+    used.runtime->forget_workspaces(used.capture_stream->get());
+    throw;
+  }
+  resources.owned_gradients->hold_accumulators();
+  return chain;
+}
+
+void ChainCapture::run() {
+  runtime_.synchronize_device();
+  runtime_.release_cached_memory();  // of streams that the warm-up does not run on
+  std::int64_t outside = runtime_.room().outside;
+  const auto grown = [&] {
+    const std::int64_t before = std::exchange(outside, runtime_.room().outside);
+    return std::max<std::int64_t>(0, outside - before);
+  };
+  {
+    const StreamGuard on_capture(runtime_, capture_);
+    sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions, reads_.met(),
+                       resources_.progress);
+  }
+  runtime_.synchronize_device();
+  chain_.outside_.warm_up = grown();
+  make_plan_and_pin();
+  prepare_layers();
+  runtime_.release_cached_memory();
+  (void)grown();  // pinned memory has tables on the device too
+  {
+    // Until the last backward is captured: it looks for its parameters by the accumulators that the forwards made.
+    const BareLeaves bare(all_parameters());
+    const StreamGuard on_capture(runtime_, capture_);
+    for (const auto i : c10::irange(specs_.size())) {
+      say(ProgressPhase::capture_forward, i, i);
+      naming(chain_.describe(i) + ", forward", [&] { capture_forward(i); });
+    }
+    for (std::size_t i = specs_.size(); i-- > 0;) {
+      say(ProgressPhase::capture_backward, specs_.size() - 1 - i, i);
+      naming(chain_.describe(i) + ", backward", [&] { capture_backward(i); });
+    }
+    history_.refuse_to_run();
+  }
+  settle_hooked_weights();
+  chain_.outside_.graphs = grown();
+  for (Live& live : live_) {
+    live = {};
+  }
+  resources_.exclusions->remove_static_inputs();
+  if (chain_.memory_->shared()) {
+    chain_.share_outputs();
+  }
+  for (Layer& layer : chain_.layers_) {
+    layer.make_lists();
+    if (layer.spec.module == nullptr) {
+      layer.modules.attend_to(layer.watched);
+    }
+  }
+  chain_.use_.captured(use_.finish(chain_.layers_), chain_.layers_.front().ungiven_bytes());
+  runtime_.synchronize_device();
+  fill_kept_tensors();
+  runtime_.release_cached_memory();
+}
+
+void ChainCapture::say(ProgressPhase phase, std::size_t index, std::size_t layer) const {
+  if (resources_.progress) {
+    resources_.progress({phase, index, specs_.size(), specs_[layer].name});
+  }
+}
+
+void ChainCapture::record_caller_event() {
+  if (const auto& event = chain_.options_.cuda_graph_event(); event != nullptr) {
+    runtime_.record(GraphEventState::event_of(*event), capture_);
+  }
+}
+
+void ChainCapture::hold_reads(Layer& layer) {
+  for (const at::Tensor& tensor : reads_.give_to(layer)) {
+    watch(layer, tensor);
+  }
+}
+
+}  // namespace sidestream

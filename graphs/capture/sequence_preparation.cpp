@@ -1,0 +1,235 @@
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/irange.h>
+#include <torch/nn/module.h>
+
+#include "graphs/capture/sequence_capture.h"
+#include "graphs/gradients/gradient_leaves.h"
+#include "graphs/gradients/gradient_policies.h"
+#include "graphs/gradients/owned_gradients.h"
+#include "offload/pinned_plan.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+std::uint64_t selected_bytes(const Profile& profile) {
+  std::uint64_t bytes = 0;
+  for (const StorageProfile& storage : profile.storages) {
+    bytes += profile.groups[storage.savers.front()].selected && !storage.held_elsewhere ? storage.bytes : 0;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs)
+    : chain_(chain),
+      resources_(resources),
+      runtime_(*resources.runtime),
+      specs_(std::move(specs)),
+      reads_(*resources.exclusions),
+      use_(runtime_, *chain.pool_),
+      lives_(chain.layers_, chain.options_.retain_graph_in_backward()),
+      capture_(resources.capture_stream->get()),
+      live_(specs_.size()) {}
+
+// How many layers copies trail where the options name no bytes.
+std::size_t ChainCapture::layers_deep() const {
+  constexpr std::int64_t kLayers = 2;
+  return static_cast<std::size_t>(chain_.options_.side_streams().value_or(kLayers));
+}
+
+CopyWindow ChainCapture::window_for(const std::vector<std::uint64_t>& selected) const {
+  if (resources_.room != CopyRoom::as_planned) {
+    return copy_window(selected, 0, 0, 1);
+  }
+  CopyWindow window = copy_window(selected, resources_.lag, resources_.lookahead.value_or(0), layers_deep());
+  std::vector<LayerPace> paces;
+  for (const LayerSizing& sizing : sizings_) {
+    paces.push_back(sizing.pace);
+  }
+  const bool timed = std::all_of(paces.begin(), paces.end(), [](const LayerPace& pace) { return pace.forward > 0; });
+  if (resources_.link && timed) {
+    const CopyWindow paced = paced_window(selected, window, paces, *resources_.link);
+    const bool open = !resources_.lag && !chain_.options_.side_streams();
+    window = {open ? paced.lag : window.lag, resources_.lookahead ? window.lookahead : paced.lookahead};
+  }
+  return window;
+}
+
+void ChainCapture::make_plan_and_pin() {
+  Profile& profile = chain_.profile_;
+  std::vector<std::uint64_t> selected;
+  for (const LayerSizing& sizing : sizings_) {
+    selected.push_back(selected_bytes(sizing.profile));
+  }
+  const CopyWindow window = window_for(selected);
+  const std::size_t first_staying =
+      resources_.room == CopyRoom::none_stays ? specs_.size() : first_to_stay(selected, window);
+  std::vector<std::size_t> first_storage;
+  for (const auto i : c10::irange(specs_.size())) {
+    const Profile& layer = sizings_[i].profile;
+    profile.block_from = layer.block_from;
+    const auto offset = static_cast<std::uint32_t>(profile.groups.size());
+    first_storage.push_back(profile.storages.size());
+    for (GroupProfile group : layer.groups) {
+      group.needed_immediately = i >= first_staying;
+      profile.groups.push_back(std::move(group));
+    }
+    for (StorageProfile storage : layer.storages) {
+      for (std::uint32_t& saver : storage.savers) {
+        saver += offset;
+      }
+      profile.storages.push_back(std::move(storage));
+    }
+  }
+  if (chain_.memory_->shared()) {
+    shared_slots_.emplace(chain_.memory_->slots(resources_.arena));
+  }
+  chain_.plan_ = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress,
+                              shared_slots_ ? &*shared_slots_ : nullptr);
+  if (resources_.room != CopyRoom::as_planned) {
+    chain_.plan_.notes.push_back(
+        "device memory ran out while \"" + specs_.front().name +
+        "\" and the calls after it were captured as planned. They were captured again so that at most " +
+        std::to_string(window.lag) +
+        " bytes of offloaded storages are on the device, beside what the running call saves" +
+        (resources_.room == CopyRoom::none_stays ? "; groups that backward needs immediately are offloaded as well"
+                                                 : ""));
+  } else if (resources_.lag && *resources_.lag < window.lag) {
+    chain_.plan_.notes.push_back("Options::lag of " + std::to_string(*resources_.lag) +
+                                 " bytes is smaller than the tensors that the largest graphed call saves; " +
+                                 std::to_string(window.lag) + " bytes are used instead");
+  }
+  if (resources_.attempt != nullptr) {
+    *resources_.attempt = {profile, chain_.plan_};
+  }
+  std::vector<std::uint64_t> leaving;
+  for (const auto i : c10::irange(specs_.size())) {
+    const LayerSizing& sizing = sizings_[i];
+    live_[i].planned = lay_out(sizing.profile, sizing.scopes, chain_.plan_.decisions.data() + first_storage[i]);
+    std::uint64_t leaves = 0;
+    for (std::size_t s = 0; s < sizing.profile.storages.size(); ++s) {
+      const bool offloaded = chain_.plan_.decisions[first_storage[i] + s].fate == Fate::offloaded;
+      leaves += offloaded ? sizing.profile.storages[s].bytes : 0;
+    }
+    leaving.push_back(leaves);
+    if (i < first_staying) {
+      selected[i] = leaves;  // what stays for other reasons is in nobody's way
+    }
+  }
+  places_ = copy_places(selected, leaving, window);
+}
+
+void ChainCapture::prepare_layers() {
+  const at::NoGradGuard no_grad;
+  const GradientPolicies policies(chain_.options_, resources_.model, specs_);
+  chain_.layers_.resize(specs_.size());
+  chain_.gave_gradients_.reserve(specs_.size());
+  for (const auto i : c10::irange(specs_.size())) {
+    Layer& layer = chain_.layers_[i];
+    layer.spec = specs_[i];
+    layer.site = layer.spec.scope->site;
+    layer.forward_done = runtime_.create_external_event();
+    layer.backward_done = runtime_.create_external_event();
+    layer.copies.released_at = places_[i].released_at;
+    layer.copies.returns_at = places_[i].returns_at;
+    layer.backward_reads = sizings_[i].backward_reads;
+    layer.casts = sizings_[i].casts;
+    take_facts(layer);
+    for (LayerInput& input : layer.spec.inputs) {
+      StaticInput held;
+      held.same_as_earlier = input.aliases && input.aliases->same_as != layer.inputs.size();
+      if (held.same_as_earlier) {
+        held.tensor = layer.inputs[input.aliases->same_as].tensor;
+        held.requires_grad = layer.inputs[input.aliases->same_as].requires_grad;
+      } else if (!input.from && input.sample.defined()) {
+        held.requires_grad = input.sample.requires_grad();
+        held.tensor = at::empty_like(input.sample.detach(), c10::TensorOptions().device(runtime_.device()));
+        held.tensor.copy_(input.sample.detach());
+        reads_.made(held.tensor);
+      }
+      held.from = input.from;
+      input.sample = at::Tensor();
+      layer.inputs.push_back(std::move(held));
+    }
+    specs_[i].inputs.clear();  // and with them the samples: the capture needs the memory
+    for (const at::Tensor& parameter : sizings_[i].parameters) {
+      LayerParameter& held = layer.parameters.emplace_back();
+      held.tensor = parameter;
+      held.policy = policies.of(layer.spec, parameter);
+      if (held.policy == GradientPolicy::accumulated) {
+        const OwnedGradient owned = prepare_grad(layer, parameter);
+        held.grad = owned.memory;
+        held.attached = owned.attached;
+        layer.accumulates = true;
+      }
+      watch(layer, parameter);
+    }
+    for (const at::Tensor& leaf : sizings_[i].outside) {  // also where its gradient is none of the chain's
+      watch(layer, leaf);
+    }
+  }
+  chain_.copies_.prepare();
+}
+
+void ChainCapture::take_facts(Layer& layer) {
+  layer.modules = layer.spec.state.modules.as_now(/*with_tensors=*/layer.spec.module != nullptr);
+  layer.modules.take_flags(layer.spec.state.modules);
+  for (TensorFacts& watched : layer.watched) {
+    TensorFacts now(watched.tensor());
+    now.expect_requires_grad(watched.requires_grad());
+    watched = std::move(now);
+  }
+}
+
+void ChainCapture::watch(Layer& layer, const at::Tensor& tensor) {
+  const auto is_it = [&](const TensorFacts& known) { return known.tensor().is_same(tensor); };
+  const auto& registered = layer.modules.tensors();
+  if (std::none_of(registered.begin(), registered.end(), is_it) &&
+      std::none_of(layer.watched.begin(), layer.watched.end(), is_it)) {
+    TensorFacts facts(tensor);
+    const auto& recorded = layer.spec.state.modules.tensors();
+    if (const auto known = std::find_if(recorded.begin(), recorded.end(), is_it); known != recorded.end()) {
+      facts.expect_requires_grad(known->requires_grad());
+    }
+    layer.watched.push_back(std::move(facts));
+  }
+}
+
+OwnedGradient ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& parameter) {
+  if (has_gradient_hooks(parameter)) {
+    throw UsageError("graphed call \"" + layer.spec.name +
+                     "\": a parameter has gradient hooks, but a backward graph that " +
+                     "adds into .grad would not run them. Capture without GraphOptions::accumulate_in_graph, or with "
+                     "another gradient policy");
+  }
+  return resources_.owned_gradients->of(parameter);
+}
+
+std::vector<at::Tensor> ChainCapture::all_parameters() const {
+  std::vector<at::Tensor> tensors;
+  const auto add = [&](const at::Tensor& parameter) {
+    if (!holds(tensors, parameter)) {
+      tensors.push_back(parameter);
+    }
+  };
+  for (const Layer& layer : chain_.layers_) {
+    for (const LayerParameter& parameter : layer.parameters) {
+      add(parameter.tensor);
+    }
+    if (layer.spec.module != nullptr) {
+      for (const at::Tensor& parameter : layer.spec.module->parameters()) {
+        add(parameter);
+      }
+    }
+  }
+  return tensors;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,168 @@
+#include "graphs/capture/whole_step_offload.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+
+#include "offload/pinned_plan.h"
+
+namespace sidestream {
+namespace {
+
+/// What comes back is memory that an operator made, to whoever watches a warm-up or a capture.
+class BranchedCopies final : public EagerOffload {
+ public:
+  BranchedCopies(const std::shared_ptr<Runtime>& runtime, std::shared_ptr<GroupMover> mover, const Limits& limits)
+      : EagerOffload(runtime, std::move(mover), limits), device_(runtime->device()) {}
+
+ private:
+  c10::Storage allocate(std::size_t bytes) override {
+    return at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(device_).dtype(at::kByte)).storage();
+  }
+  c10::Device device_;
+};
+
+std::uint64_t saved_by_selected(const Profile& profile) {
+  std::uint64_t bytes = 0;
+  for (const StorageProfile& storage : profile.storages) {
+    bytes += profile.groups[storage.savers.front()].selected ? storage.bytes : 0;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+StepOffload::~StepOffload() { leave_passes(); }
+
+void StepOffload::leave_passes() noexcept {
+  recorder_.reset();
+  if (warm_ != nullptr) {
+    warm_->abandon_step();
+    warm_.reset();
+  }
+  if (copies_ != nullptr) {
+    copies_->offload->abandon_step();
+    if (copies_
+            ->captured) {  // uses in a capture that failed have no end, and those of a graph are its chain's to wait for
+      copies_->arena->forget_uses();
+    }
+  }
+}
+
+void StepOffload::begin_sizing() {
+  leave_passes();
+  passes_.clear();
+  if (copies_ == nullptr || copies_->captured) {
+    copies_.reset();  // its slots are given back before others are pinned
+    copies_ = std::make_unique<Copies>();
+    copies_->arena = std::make_shared<HostArena>(*parts_.runtime, parts_.engine_arena->budget());
+    copies_->mover = std::make_shared<GroupMover>(parts_.runtime, copies_->arena);
+    copies_->offload = std::make_shared<BranchedCopies>(parts_.runtime, copies_->mover, parts_.limits);
+    counts_ = {};
+    recorded_ = {};
+  }
+  copies_->arena->open();
+  warm_ = std::make_shared<BranchedCopies>(parts_.runtime, std::make_shared<GroupMover>(parts_.runtime, copies_->arena),
+                                           parts_.limits);
+}
+
+void StepOffload::abandon() noexcept {
+  leave_passes();
+  copies_.reset();
+  passes_.clear();
+  profile_ = {};
+  plan_ = {};
+  planned_ = {};
+  counts_ = {};
+  recorded_ = {};
+}
+
+void StepOffload::finish_sizing() {
+  if (recorder_ != nullptr) {
+    recorder_->finish();
+    warm_->end_step();
+    passes_.push_back({recorder_->profile(), recorder_->group_scopes()});
+    recorder_.reset();
+  }
+}
+
+Recorder& StepOffload::next_sizing() {
+  finish_sizing();
+  warm_->begin_step();
+  recorder_ = std::make_unique<Recorder>(*parts_.tree, *parts_.exclusions, warm_, nullptr);
+  return *recorder_;
+}
+
+void StepOffload::end_sizing() {
+  finish_sizing();
+  parts_.runtime->synchronize(parts_.runtime->current_stream());  // which is behind all copies
+  warm_.reset();
+  copies_->arena->forget_uses();
+  const auto less = [](const Pass& a, const Pass& b) {
+    return saved_by_selected(a.profile) < saved_by_selected(b.profile);
+  };
+  const auto largest = std::max_element(passes_.begin(), passes_.end(), less);
+  const Plan plan = plan_and_pin(largest->profile, *copies_->arena, HostArena::Surplus::given_back);
+  profile_ = {};
+  plan_ = {};
+  plan_.notes = plan.notes;
+  std::vector<const ScopeNode*> scopes;
+  for (auto pass = passes_.begin(); pass != passes_.end(); ++pass) {
+    add_to_plan(
+        *pass, pass == largest ? plan : make_plan(pass->profile, copies_->arena->stats().pinned, HostArena::alignment));
+    scopes.insert(scopes.end(), pass->scopes.begin(), pass->scopes.end());
+  }
+  planned_ = lay_out(profile_, scopes, plan_.decisions.data());
+}
+
+void StepOffload::add_to_plan(const Pass& pass, const Plan& plan) {
+  const auto first = static_cast<std::uint32_t>(profile_.groups.size());
+  profile_.block_from = pass.profile.block_from;
+  profile_.groups.insert(profile_.groups.end(), pass.profile.groups.begin(), pass.profile.groups.end());
+  for (StorageProfile storage : pass.profile.storages) {
+    for (std::uint32_t& saver : storage.savers) {
+      saver += first;
+    }
+    profile_.storages.push_back(std::move(storage));
+  }
+  for (Decision decision : plan.decisions) {
+    decision.held_by += first;
+    plan_.decisions.push_back(decision);
+  }
+  plan_.offloaded_bytes += plan.offloaded_bytes;
+}
+
+Recorder& StepOffload::begin_capture() {
+  copies_->captured = true;
+  parts_.capture_offload->copies_inside(copies_->arena);
+  const c10::Stream capture = parts_.runtime->current_stream();
+  GroupMover::Copies out = copies_->mover->copies_out();
+  out.behind(capture);
+  out.finish();
+  GroupMover::Copies back = copies_->mover->copies_back();
+  back.behind(capture);
+  back.finish();
+  copies_->offload->begin_step();
+  recorder_ = std::make_unique<Recorder>(*parts_.tree, *parts_.exclusions, copies_->offload, &planned_);
+  if (const Recorder* const of_capture = current_recorder(); of_capture != nullptr) {
+    recorder_->tell(of_capture->listener());
+  }
+  return *recorder_;
+}
+
+void StepOffload::end_capture() {
+  recorder_->finish();
+  recorded_ = recorder_->counts();
+  recorder_.reset();
+  copies_->offload->end_step();
+  Streams all;
+  add_stream(all, parts_.runtime->current_stream());
+  copies_->mover->join(all);
+  copies_->arena->forget_uses();
+  counts_ = copies_->mover->counts();
+  counts_.waits = 0;  // they are edges of the graph
+  counts_.refused_leases = 0;
+}
+
+}  // namespace sidestream

@@ -1,7 +1,0 @@
-#include "graphs/engine/call_context.h"
-
-namespace sidestream {
-
-EngineState* CallContext::active() noexcept { return ThreadStack<EngineState>::top(); }
-
-}  // namespace sidestream

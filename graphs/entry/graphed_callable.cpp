@@ -1,0 +1,363 @@
+#include "sidestream/graphed_callable.h"
+
+#include <algorithm>
+#include <functional>
+
+#include <c10/util/irange.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/any.h>
+
+#include "graphs/engine/engine_access.h"
+#include "graphs/sequence/graph_event_state.h"
+#include "sidestream/detail/call_buffers.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// "x", "mask"
+std::string listed(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) {
+    text += (text.empty() ? "\"" : ", \"") + name + "\"";
+  }
+  return text;
+}
+
+}  // namespace
+
+/// What copies of a GraphedCallable share.
+class GraphedCallable::Shared {
+ public:
+  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<ChainHolder> holder, std::size_t layer, Callable callable)
+      : engine_(std::move(engine)), callable_(std::move(callable)) {
+    site_.kind = CallSite::Kind::callable;
+    site_.scope = holder->chain->layers()[layer].spec.scope;
+    site_.module = callable_.module();
+    site_.variants.push_back({std::move(holder), layer, {}, {}});
+    scope_.kind = CallSite::Kind::eager;
+    scope_.scope = site_.scope;
+    scope_.module = site_.module;
+  }
+
+  [[nodiscard]] bool fits(const Tensors& inputs) const {
+    const CallVariant& only = site_.variants.front();
+    return only.holder->chain->accepts(only.place(), inputs);
+  }
+  [[nodiscard]] bool has_to_wait() const {
+    return chain().has_to_wait() || !chain().ready(site_.variants.front().place());
+  }
+  [[nodiscard]] bool memory_is_pending() const { return chain().any_pending() || chain().has_to_wait(); }
+  [[nodiscard]] bool is_in_other_mode() const {
+    const CallVariant& only = site_.variants.front();
+    const FactsChange change = only.holder->chain->change(only.place());
+    return change.training || change.options;
+  }
+  Tensors run_eagerly(const Tensors& inputs, const ReplayOptions* options) {
+    return run_checked(scope_, inputs, options);
+  }
+
+  Tensors run(const Tensors& inputs, const ReplayOptions* options = nullptr) {
+    return run_checked(site_, inputs, options);
+  }
+  EngineAccess::Ran run_prepared(const Tensors& inputs, const std::function<void()>& prepare) {
+    EngineAccess::Ran ran;
+    ran.outputs = run(site_, inputs, nullptr, &prepare, &ran.eagerly);
+    return ran;
+  }
+
+  /// What is named, in the order of the capture.
+  [[nodiscard]] Tensors in_order(c10::ArrayRef<NamedInput> given) const {
+    const std::vector<std::string>& names = callable_.input_names();
+    if (names.empty()) {
+      throw UsageError(
+          describe() +
+          ": called with named inputs, but its inputs have no names; give them with Callable::input_names, "
+          "or pass the tensors in order");
+    }
+    Tensors inputs(names.size());
+    std::vector<bool> found(names.size());
+    for (const NamedInput& input : given) {
+      const auto name = std::find(names.begin(), names.end(), input.name);
+      if (name == names.end()) {
+        throw UsageError(describe() + ": has no input \"" + std::string(input.name) + "\"; its inputs are " +
+                         listed(names));
+      }
+      const auto index = static_cast<std::size_t>(name - names.begin());
+      if (found[index]) {
+        throw UsageError(describe() + ": input \"" + *name + "\" is given twice; give each of its inputs once");
+      }
+      found[index] = true;
+      inputs[index] = input.tensor;
+    }
+    for (const auto i : c10::irange(names.size())) {
+      if (!found[i]) {
+        throw UsageError(describe() + ": input \"" + names[i] + "\" is missing; give each of its inputs by name: " +
+                         listed(names) + " (an undefined tensor if it was undefined at the capture)");
+      }
+    }
+    return inputs;
+  }
+
+  void reset() {
+    if (!site_.dropped) {
+      const CallVariant& only = site_.variants.front();
+      only.holder->chain->release(only.place());
+      site_.dropped = true;
+    }
+  }
+
+  [[nodiscard]] const std::string& name() const noexcept { return callable_.name(); }
+
+ private:
+  struct Call {
+    const TensorFunction& function;
+    const Tensors& inputs;
+    const std::function<void()>* prepare;
+    bool* ran_eagerly;
+  };
+
+  Tensors run_checked(CallSite& site, const Tensors& inputs, const ReplayOptions* options) {
+    if (options != nullptr) {
+      check(*options);
+    }
+    return run(site, inputs, options);
+  }
+  Tensors run(CallSite& site, const Tensors& inputs, const ReplayOptions* options = nullptr,
+              const std::function<void()>* prepare = nullptr, bool* ran_eagerly = nullptr) {
+    const Call call{callable_.function(), inputs, prepare, ran_eagerly};
+    detail::CallRequest request;
+    request.inputs = inputs;
+    request.context = &call;
+    request.replay = options;
+    request.run = [](const void* context, detail::TensorBuffer& outputs) {
+      const auto& held = *static_cast<const Call*>(context);
+      if (held.ran_eagerly != nullptr) {
+        *held.ran_eagerly = true;
+      }
+      const Tensors made = held.function(held.inputs);
+      outputs.append(made.begin(), made.end());
+    };
+    request.keep = [](const void* context) {
+      const auto& held = *static_cast<const Call*>(context);
+      detail::KeptCall kept;
+      kept.body = [function = held.function, count = held.inputs.size()](const at::Tensor* given,
+                                                                         detail::TensorBuffer& outputs) {
+        const Tensors made = function(Tensors(given, given + count));
+        outputs.append(made.begin(), made.end());
+      };
+      return kept;
+    };
+    if (prepare != nullptr) {
+      request.prepare = [](const void* context) { (*static_cast<const Call*>(context)->prepare)(); };
+    }
+    const detail::LentBuffers buffers;
+    engine_->dispatch(site, request, buffers->outputs);
+    return Tensors(buffers->outputs.begin(), buffers->outputs.end());
+  }
+
+  void check(const ReplayOptions& options) const {
+    const c10::Device device = engine_->runtime().device();
+    if (options.stream() && options.stream()->device() != device) {
+      throw UsageError(describe() + ": ReplayOptions::stream is on " + options.stream()->device().str() +
+                       ", its graphs are on " + device.str() + "; give a stream of that device");
+    }
+    if (options.event() != nullptr && GraphEventState::device_of(*options.event()) != device) {
+      throw UsageError(describe() + ": ReplayOptions::event is of " +
+                       GraphEventState::device_of(*options.event()).str() + ", its graphs are on " + device.str() +
+                       "; make the event for that device");
+    }
+  }
+
+  [[nodiscard]] std::string describe() const { return "graphed call \"" + callable_.name() + "\""; }
+  [[nodiscard]] const Chain& chain() const { return *site_.variants.front().holder->chain; }
+
+  std::shared_ptr<EngineState> engine_;
+  Callable callable_;
+  CallSite site_;
+  CallSite scope_;  ///< the same call where it is not to replay
+};
+
+Callable::Callable(std::string name, torch::nn::AnyModule module)
+    : name_(std::move(name)), module_(module.is_empty() ? nullptr : module.ptr()) {
+  function_ = [held = std::make_shared<torch::nn::AnyModule>(std::move(module))](const Tensors& inputs) -> Tensors {
+    if (inputs.size() != 1) {
+      throw UsageError("a Callable made from an AnyModule takes one tensor, but was given " +
+                       std::to_string(inputs.size()) + "; to pass more, make the Callable from a function");
+    }
+    return {held->forward(inputs[0])};
+  };
+  check_not_null(/*with_module=*/true);
+}
+
+Callable& Callable::input_names(std::vector<std::string> names) {
+  for (const auto i : c10::irange(names.size())) {
+    if (names[i].empty()) {
+      throw UsageError("callable \"" + name_ + "\": the name of its input " + std::to_string(i) +
+                       " is empty; name all inputs, or none");
+    }
+    if (std::find(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(i), names[i]) !=
+        names.begin() + static_cast<std::ptrdiff_t>(i)) {
+      throw UsageError("callable \"" + name_ + "\": two of its inputs are named \"" + names[i] +
+                       "\"; give each a name of its own");
+    }
+  }
+  input_names_ = std::move(names);
+  return *this;
+}
+
+Callable& Callable::capture_time_hooks(CaptureTimeHooks hooks) {
+  hooks_ = std::make_shared<const CaptureTimeHooks>(std::move(hooks));
+  return *this;
+}
+
+Callable& Callable::generators(std::vector<at::Generator> generators) {
+  generators_ = std::move(generators);
+  return *this;
+}
+
+void Callable::check_not_null(bool with_module) const {
+  if (with_module && module_ == nullptr) {
+    throw UsageError("callable \"" + name_ +
+                     "\": its module is null (or its holder empty); make the module first, or leave the argument out");
+  }
+  if (function_ == nullptr) {
+    throw UsageError("callable \"" + name_ + "\": its function is null");
+  }
+}
+
+Sample Sample::output_of(std::int64_t callable, std::int64_t output) {
+  if (callable < 0 || output < 0) {
+    throw UsageError("Sample::output_of(" + std::to_string(callable) + ", " + std::to_string(output) +
+                     "): callables and their outputs count from 0");
+  }
+  Sample sample{at::Tensor()};
+  sample.callable_ = callable;
+  sample.output_ = output;
+  return sample;
+}
+
+GraphedCallable::Shared& GraphedCallable::shared() const {
+  if (shared_ == nullptr) {
+    throw UsageError("this GraphedCallable was moved from; use the one that it was moved to");
+  }
+  return *shared_;
+}
+
+Tensors GraphedCallable::operator()(const Tensors& inputs) const { return shared().run(inputs); }
+
+Tensors GraphedCallable::operator()(const Tensors& inputs, const ReplayOptions& options) const {
+  return shared().run(inputs, &options);
+}
+
+Tensors GraphedCallable::call(c10::ArrayRef<NamedInput> inputs) const {
+  Shared& callable = shared();
+  return callable.run(callable.in_order(inputs));
+}
+
+Tensors GraphedCallable::call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const {
+  Shared& callable = shared();
+  return callable.run(callable.in_order(inputs), &options);
+}
+
+const std::string& GraphedCallable::name() const { return shared().name(); }
+
+void GraphedCallable::reset() { shared().reset(); }
+
+bool EngineAccess::fits(const GraphedCallable& callable, const Tensors& inputs) {
+  return callable.shared().fits(inputs);
+}
+
+bool EngineAccess::has_to_wait(const GraphedCallable& callable) { return callable.shared().has_to_wait(); }
+
+bool EngineAccess::memory_is_pending(const GraphedCallable& callable) { return callable.shared().memory_is_pending(); }
+
+bool EngineAccess::is_in_other_mode(const GraphedCallable& callable) { return callable.shared().is_in_other_mode(); }
+
+Tensors EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs, const ReplayOptions* options) {
+  return callable.shared().run(inputs, options);
+}
+
+Tensors EngineAccess::run_eagerly(const GraphedCallable& callable, const Tensors& inputs,
+                                  const ReplayOptions* options) {
+  return callable.shared().run_eagerly(inputs, options);
+}
+
+Tensors EngineAccess::in_order(const GraphedCallable& callable, c10::ArrayRef<NamedInput> inputs) {
+  return callable.shared().in_order(inputs);
+}
+
+EngineAccess::Ran EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs,
+                                    const std::function<void()>& prepare) {
+  return callable.shared().run_prepared(inputs, prepare);
+}
+
+std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, std::vector<Callable> callables,
+                                                   const std::vector<std::vector<Sample>>& samples,
+                                                   const GraphOptions& options) {
+  if (callables.empty() || callables.size() != samples.size()) {
+    throw UsageError("make_graphed_callables: " + std::to_string(callables.size()) + " callables and " +
+                     std::to_string(samples.size()) +
+                     " lists of samples were given; pass one list for each callable, and at least one callable");
+  }
+  EngineState& state = engine.state();
+  std::vector<LayerSpec> specs;
+  for (std::size_t i = 0; i < callables.size(); ++i) {
+    LayerSpec spec;
+    spec.name = callables[i].name();
+    spec.scope = state.tree().child(state.tree().root(), spec.name);
+    const std::size_t count = samples[i].size();
+    spec.body = [function = callables[i].function(), count](const at::Tensor* inputs, detail::TensorBuffer& outputs) {
+      const Tensors made = function(Tensors(inputs, inputs + count));
+      outputs.append(made.begin(), made.end());
+    };
+    if (const auto& names = callables[i].input_names(); !names.empty() && names.size() != count) {
+      throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" names " + std::to_string(names.size()) +
+                       " inputs (" + listed(names) + "), but has " + std::to_string(count) +
+                       " samples; give one sample for each name");
+    }
+    spec.module = callables[i].module();
+    spec.hooks = callables[i].capture_time_hooks();
+    spec.generators = callables[i].generators();
+    spec.state =
+        CallState::current(state.runtime().device().type(), spec.module != nullptr ? spec.module : state.model());
+    spec.state.modes.gradients = !options.forward_only();
+    for (const Sample& sample : samples[i]) {
+      if (sample.callable() >= static_cast<std::int64_t>(i)) {
+        throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
+                         std::to_string(sample.callable()) + ", which does not come before it in the list");
+      }
+      LayerInput& input = spec.inputs.emplace_back();
+      if (sample.callable() < 0) {
+        const bool alone = sample.tensor().defined() && !spec.state.modes.gradients;
+        input.sample = alone ? sample.tensor().detach() : sample.tensor();
+        input.shared_cast = input.sample.defined() && has_shared_cast(input.sample);
+      } else {
+        input.from = Link{static_cast<std::size_t>(sample.callable()), static_cast<std::size_t>(sample.output())};
+      }
+    }
+    specs.push_back(std::move(spec));
+  }
+  if (options.agree_to_capture() && !options.agree_to_capture()(/*mine=*/true)) {
+    throw UsageError(
+        "make_graphed_callables: GraphOptions::agree_to_capture returned false, so no rank captures now; call it when "
+        "all ranks agree");
+  }
+  auto holder = std::make_shared<ChainHolder>();
+  holder->chain = state.chains().capture(std::move(specs), options);
+  state.chains().add(holder);
+  std::vector<GraphedCallable> graphed;
+  for (std::size_t i = 0; i < callables.size(); ++i) {
+    graphed.push_back(
+        GraphedCallable(std::make_shared<GraphedCallable::Shared>(engine.state_, holder, i, std::move(callables[i]))));
+  }
+  return graphed;
+}
+
+std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::vector<Callable> callables,
+                                                    const std::vector<std::vector<Sample>>& samples,
+                                                    const GraphOptions& options) {
+  return EngineAccess::capture(engine, std::move(callables), samples, options);
+}
+
+}  // namespace sidestream

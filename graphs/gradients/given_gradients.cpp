@@ -1,0 +1,53 @@
+#include "graphs/gradients/given_gradients.h"
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/irange.h>
+
+#include "graphs/gradients/end_of_backward.h"
+#include "memory/storage_view.h"
+#include "offload/saved_tensor_recorder.h"
+
+namespace sidestream {
+namespace {
+
+/// True where nothing else can have a part of it, and it has all of its storage: a seed that is handed on, the one gradient of a
+/// sum's two terms and an expanded number are none of their own.
+bool has_own_memory(const at::Tensor& grad) {
+  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
+         grad.is_non_overlapping_and_dense() && grad.nbytes() == grad.storage().nbytes();
+}
+
+}  // namespace
+
+void give_memory(LayerParameter& parameter) {
+  if (!StorageView::supported(parameter.grad)) {
+    return;  // sparse: is cloned
+  }
+  if (!has_own_memory(parameter.grad)) {
+    const at::NoGradGuard no_grad;
+    parameter.grad = parameter.grad.clone();
+  }
+  parameter.memory.emplace(parameter.grad.storage());
+  parameter.view = StorageView::capture(parameter.grad);
+}
+
+void give_input_gradients(Layer& layer, const std::vector<at::Tensor>& grads) {
+  const auto first = std::find_if(grads.begin(), grads.end(), [](const at::Tensor& grad) { return grad.defined(); });
+  if (first == grads.end()) {
+    return;
+  }
+  const RecorderGuard no_recorder(nullptr);
+  await_end_of_backward(first->device());
+  for (const auto i : c10::irange(grads.size())) {
+    StaticInput& input = layer.inputs[i];
+    if (StorageView::supported(grads[i]) && has_own_memory(grads[i])) {
+      input.memory.emplace(grads[i].storage());
+      input.view = StorageView::capture(grads[i]);
+      layer.owns_gradients = true;
+    }
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,166 @@
+#include "graphs/gradients/owned_gradients.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "runtime/replayed_memory.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// Where hooks are removed, LibTorch keeps their empty places.
+bool has_tensor_hooks(const torch::autograd::AutogradMeta& meta) {
+  const auto is_empty = [](const auto& function) { return function == nullptr; };
+  const bool only_places = meta.hooks_.size() == 1 && meta.cpp_hooks_list_ != nullptr &&
+                           std::all_of(meta.cpp_hooks_list_->begin(), meta.cpp_hooks_list_->end(), is_empty);
+  return !meta.hooks_.empty() && !only_places;
+}
+
+bool lies_at(const at::Tensor& tensor, const void* address) { return tensor.const_data_ptr() == address; }
+
+bool lies_in(const at::Tensor& tensor, const at::Tensor& memory) { return lies_at(tensor, memory.const_data_ptr()); }
+
+/// As has_gradient_hooks and is_owned say, for a `.grad` with memory; false is no answer yet.
+bool is_in_place(const AccumulatedGradient& gradient) {
+  const auto* const meta = static_cast<const torch::autograd::AutogradMeta*>(gradient.parameter->autograd_meta());
+  if (meta == nullptr || !meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr || !meta->grad_.has_storage() ||
+      !lies_at(meta->grad_, gradient.memory)) {
+    return false;
+  }
+  const auto accumulator = meta->grad_accumulator_.lock();
+  return accumulator == nullptr || (accumulator->post_hooks().empty() && accumulator->pre_hooks().empty());
+}
+
+bool is_owned(const LayerParameter& parameter, const at::Tensor& grad) { return lies_in(grad, parameter.grad); }
+
+}  // namespace
+
+bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached, const at::Tensor& memory) {
+  // What another graph has given out is held by that graph too, which copies it out before it writes it.
+  const auto holders = [&] { return ReplayedMemory::of(grad.storage().data_ptr()) != nullptr ? 2U : 1U; };
+  return (grad.use_count() == 1 || grad.is_same(attached)) && grad.has_storage() &&
+         grad.storage().use_count() <= holders() && grad.sizes() == memory.sizes() &&
+         grad.scalar_type() == memory.scalar_type() && grad.device() == memory.device() && !grad.requires_grad();
+}
+
+const at::Tensor& in_graphs_memory(const at::Tensor& attached, const at::Tensor& memory) {
+  if (!lies_in(attached, memory)) {
+    attached.set_data(memory);
+  }
+  return attached;
+}
+
+OwnedGradient OwnedGradients::of(const at::Tensor& parameter) {
+  std::erase_if(entries_, [](const auto& entry) { return entry.second.memory.expired(); });
+  if (const auto known = entries_.find(parameter.unsafeGetTensorImpl()); known != entries_.end()) {
+    const OwnedGradient gradient{at::Tensor(known->second.attached.lock()), at::Tensor(known->second.memory.lock())};
+    if (gradient.memory.sizes() == parameter.sizes() && gradient.memory.scalar_type() == parameter.scalar_type() &&
+        gradient.memory.device() == parameter.device()) {
+      if (!lies_in(gradient.attached, gradient.memory)) {
+        throw UsageError(
+            "a capture adds into the .grad of a parameter that other graphs add into, but that .grad was given other "
+            "memory since (set_data). Set .grad to none, and run a backward of those graphs before the capture");
+      }
+      return gradient;
+    }
+    entries_.erase(known);
+  }
+  const at::Tensor& given = parameter.grad();
+  // What another graph gives out is that graph's to write; values are taken over when a backward begins.
+  const bool taken =
+      given.defined() && given.has_storage() && ReplayedMemory::of(given.storage().data_ptr()) == nullptr;
+  OwnedGradient gradient{taken ? given : at::zeros_like(parameter.detach()), {}};
+  gradient.memory = gradient.attached.detach();
+  entries_.emplace(parameter.unsafeGetTensorImpl(),
+                   Entry{WeakTensor(parameter.getIntrusivePtr()), WeakTensor(gradient.attached.getIntrusivePtr()),
+                         WeakTensor(gradient.memory.getIntrusivePtr()), nullptr});
+  return gradient;
+}
+
+void OwnedGradients::hold_accumulators() {
+  for (auto& [key, entry] : entries_) {
+    if (auto parameter = entry.parameter.lock(); parameter && !entry.memory.expired()) {
+      entry.accumulator = torch::autograd::impl::grad_accumulator(at::Tensor(std::move(parameter)));
+    }
+  }
+}
+
+void OwnedGradients::release_accumulators() noexcept {
+  for (auto& [key, entry] : entries_) {
+    entry.accumulator.reset();
+  }
+}
+
+bool has_gradient_hooks(const at::Tensor& parameter) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
+  if (meta == nullptr) {
+    return false;
+  }
+  if (meta->post_acc_grad_hooks_ != nullptr || has_tensor_hooks(*meta)) {
+    return true;
+  }
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  return accumulator != nullptr && (!accumulator->post_hooks().empty() || !accumulator->pre_hooks().empty());
+}
+
+bool are_in_place(const std::vector<AccumulatedGradient>& gradients) {
+  constexpr std::size_t kAhead = 4;
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    if (i + kAhead < gradients.size()) {
+      __builtin_prefetch(gradients[i + kAhead].attached);
+    }
+    if (!is_in_place(gradients[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void check_owned_grads(const Layer& layer) {
+  for (const LayerParameter& parameter : layer.parameters) {
+    if (parameter.policy != GradientPolicy::accumulated) {
+      continue;
+    }
+    if (has_gradient_hooks(parameter.tensor)) {
+      throw UsageError("graphed call \"" + layer.spec.name +
+                       "\": a parameter got gradient hooks after the capture, but a backward graph that adds into "
+                       ".grad would not run them; capture without GraphOptions::accumulate_in_graph");
+    }
+    const at::Tensor& grad = parameter.tensor.grad();
+    if (grad.defined() && !is_owned(parameter, grad) &&
+        !held_by_parameter_alone(grad, parameter.attached, parameter.grad)) {
+      throw UsageError("graphed call \"" + layer.spec.name +
+                       "\": the .grad of a parameter was replaced by another tensor, or given other memory, " +
+                       "but its backward graph adds into the .grad that it owns. Set .grad to none or zero it in "
+                       "place, or capture " +
+                       "without GraphOptions::accumulate_in_graph");
+    }
+  }
+}
+
+void attach_owned_grads(Layer& layer, OutputSet used) {
+  const at::NoGradGuard no_grad;
+  for (LayerParameter& parameter : layer.parameters) {
+    if (parameter.policy != GradientPolicy::accumulated) {
+      continue;
+    }
+    const at::Tensor& grad = parameter.tensor.grad();
+    if (grad.defined() ? is_owned(parameter, grad) : (parameter.outputs & used) == 0) {
+      continue;
+    }
+    if (grad.defined()) {
+      parameter.grad.copy_(grad);
+    } else {
+      parameter.grad.zero_();
+    }
+    parameter.tensor.mutable_grad() = in_graphs_memory(parameter.attached, parameter.grad);
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,22 @@
+#pragma once
+#include <memory>
+
+#include "graphs/guards/call_modes.h"
+#include "graphs/guards/module_facts.h"
+
+namespace sidestream {
+
+/// What a call ran in. Its capture runs in the same, whatever surrounds the capture, and replays only there.
+struct CallState {
+  CallModes modes;
+  CallModes backward_modes;  ///< of its backward; outside of autocast, where none has been seen
+  ModuleFacts modules;       ///< of its module; of the model for a plain function
+
+  /// As it is now, on the calling thread.
+  [[nodiscard]] static CallState current(c10::DeviceType type, std::shared_ptr<const torch::nn::Module> module) {
+    const CallModes modes = CallModes::current(type);
+    return {modes, modes.without_autocast(), ModuleFacts(std::move(module))};
+  }
+};
+
+}  // namespace sidestream

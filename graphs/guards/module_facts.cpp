@@ -1,0 +1,289 @@
+#include "graphs/guards/module_facts.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/any_module_holder.h>
+
+namespace sidestream {
+
+/// Names the specialisation below.
+struct MembersOfModules {};
+
+}  // namespace sidestream
+
+// A module's public functions copy its dictionaries at each call, and set training flags of whole trees only. Its own fields can
+// be read without allocation; the template befriended for this purpose by torch::nn::Module is this one.
+template <>
+struct torch::nn::AnyModuleHolder<sidestream::MembersOfModules> {
+  static const auto& children(const Module& module) noexcept { return module.children_.items(); }
+  static const auto& parameters(const Module& module) noexcept { return module.parameters_.items(); }
+  static const auto& buffers(const Module& module) noexcept { return module.buffers_.items(); }
+  static const bool& training(const Module& module) noexcept { return module.is_training_; }
+  static void set_training(const Module& module, bool on) noexcept { const_cast<Module&>(module).is_training_ = on; }
+};
+
+namespace sidestream {
+namespace {
+
+using Members = torch::nn::AnyModuleHolder<MembersOfModules>;
+
+const void* identity(const at::Tensor& tensor) noexcept { return tensor.unsafeGetTensorImpl(); }
+
+template <class Items, class Identity>
+bool same_items(const Items& items, const void* const* expected, const Identity& of) noexcept {
+  for (const auto& item : items) {
+    if (of(item.value()) != *expected++) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::string joined(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "." + name;
+}
+
+}  // namespace
+
+ModuleFacts::ModuleFacts(std::shared_ptr<const torch::nn::Module> root, bool with_tensors) {
+  if (root != nullptr) {
+    add(root, "", with_tensors);
+  }
+}
+
+void ModuleFacts::add(const std::shared_ptr<const torch::nn::Module>& module, const std::string& name,
+                      bool with_tensors) {
+  if (std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.module == module; })) {
+    return;
+  }
+  const auto watch = [&](const at::Tensor& tensor) {
+    if (with_tensors && std::none_of(tensors_.begin(), tensors_.end(),
+                                     [&](const TensorFacts& known) { return known.tensor().is_same(tensor); })) {
+      tensors_.emplace_back(tensor);
+    }
+  };
+  Entry entry{module, name, Members::training(*module),         ModuleOptions(*module),
+              {},     {},   Members::parameters(*module).size()};
+  for (const auto* items : {&Members::parameters(*module), &Members::buffers(*module)}) {
+    for (const auto& item : *items) {
+      entry.tensors.push_back(identity(item.value()));
+      watch(item.value());
+    }
+  }
+  for (const auto& item : Members::children(*module)) {
+    entry.children.push_back(item.value().get());
+  }
+  entries_.push_back(std::move(entry));
+  for (const auto& item : Members::children(*module)) {
+    if (item.value() != nullptr) {
+      add(item.value(), joined(name, item.key()), with_tensors);
+    }
+  }
+}
+
+bool ModuleFacts::same_members(const Entry& entry) noexcept {
+  const torch::nn::Module& module = *entry.module;
+  const auto& children = Members::children(module);
+  const auto& parameters = Members::parameters(module);
+  const auto& buffers = Members::buffers(module);
+  return children.size() == entry.children.size() && parameters.size() == entry.parameters &&
+         parameters.size() + buffers.size() == entry.tensors.size() &&
+         same_items(children, entry.children.data(), [](const auto& child) -> const void* { return child.get(); }) &&
+         same_items(parameters, entry.tensors.data(), identity) &&
+         same_items(buffers, entry.tensors.data() + entry.parameters, identity);
+}
+
+FactsChange ModuleFacts::members_change() const noexcept {
+  FactsChange change;
+  change.identity = !std::all_of(entries_.begin(), entries_.end(), same_members);
+  return change;
+}
+
+bool ModuleFacts::same_child(const Place& place) const noexcept {
+  const Entry& parent = entries_[place.parent];
+  const auto& children = Members::children(*parent.module);
+  return children.size() == parent.children.size() &&
+         children[place.child].value().get() == parent.children[place.child];
+}
+
+void ModuleFacts::attend_to(const std::vector<TensorFacts>& read) {
+  attends_ = true;
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    flags_.push_back({&Members::training(*entry.module), entry.training});
+    if (!entry.options.empty()) {
+      with_options_.push_back(i);
+    }
+    if (std::any_of(read.begin(), read.end(), [&](const TensorFacts& tensor) {
+          return std::find(entry.tensors.begin(), entry.tensors.end(), identity(tensor.tensor())) !=
+                 entry.tensors.end();
+        })) {
+      attended_.push_back(i);
+      attend_to_way(i);
+    }
+  }
+}
+
+void ModuleFacts::attend_to_way(std::size_t index) {
+  for (std::size_t parent = 0; parent < entries_.size(); ++parent) {
+    const std::vector<const void*>& children = entries_[parent].children;
+    for (std::size_t child = 0; child < children.size(); ++child) {
+      const Place place{parent, child};
+      if (children[child] == entries_[index].module.get() &&
+          std::find(ways_.begin(), ways_.end(), place) == ways_.end()) {
+        ways_.push_back(place);
+        attend_to_way(parent);
+      }
+    }
+  }
+}
+
+FactsChange ModuleFacts::attended_change() const noexcept {
+  FactsChange change;
+  if (!std::all_of(ways_.begin(), ways_.end(), [&](const Place& place) { return same_child(place); }) ||
+      !std::all_of(attended_.begin(), attended_.end(), [&](std::size_t i) { return same_members(entries_[i]); })) {
+    change.identity = true;
+    return change;  // what stood there may not be looked at
+  }
+  for (const Flag& flag : flags_) {
+    change.training = change.training || *flag.now != flag.before;
+  }
+  for (const std::size_t i : with_options_) {
+    change.options = change.options || !entries_[i].options.same();
+  }
+  change |= tensors_change();
+  return change;
+}
+
+FactsChange ModuleFacts::change() const noexcept {
+  if (attends_) {
+    return attended_change();
+  }
+  FactsChange change;
+  for (const Entry& entry : entries_) {
+    if (!same_members(entry)) {
+      change.identity = true;
+      return change;  // what stood there may not be looked at
+    }
+    change.training = change.training || Members::training(*entry.module) != entry.training;
+    change.options = change.options || !entry.options.same();
+  }
+  change |= tensors_change();
+  return change;
+}
+
+FactsChange ModuleFacts::change_of_all() const noexcept {
+  FactsChange all = change();
+  if (attends_) {
+    all |= members_change();
+  }
+  return all;
+}
+
+FactsChange ModuleFacts::tensors_change() const noexcept {
+  FactsChange change;
+  TensorFacts::add_changes(tensors_, change);
+  return change;
+}
+
+void ModuleFacts::take_flags(const ModuleFacts& earlier) noexcept {
+  for (const Entry& before : earlier.entries_) {
+    for (Entry& entry : entries_) {
+      if (entry.module == before.module) {
+        entry.training = before.training;
+      }
+    }
+  }
+  for (const TensorFacts& before : earlier.tensors_) {
+    for (TensorFacts& tensor : tensors_) {
+      if (tensor.tensor().is_same(before.tensor())) {
+        tensor.expect_requires_grad(before.requires_grad());
+      }
+    }
+  }
+}
+
+ModuleFacts ModuleFacts::as_now(bool with_tensors) const {
+  if (entries_.empty()) {
+    return {};
+  }
+  ModuleFacts now(entries_.front().module, with_tensors);
+  for (const Entry& before : entries_) {
+    for (Entry& entry : now.entries_) {
+      if (entry.module == before.module) {
+        entry.training = before.training;
+      }
+    }
+  }
+  return now;
+}
+
+std::string ModuleFacts::name_of(const at::Tensor& tensor) const {
+  for (const Entry& entry : entries_) {
+    for (const auto* items : {&Members::parameters(*entry.module), &Members::buffers(*entry.module)}) {
+      for (const auto& item : *items) {
+        if (item.value().is_same(tensor)) {
+          return joined(entry.name, item.key());
+        }
+      }
+    }
+  }
+  return {};
+}
+
+std::string ModuleFacts::difference() const {
+  const auto quoted = [](const Entry& entry) { return entry.name.empty() ? "the module" : "\"" + entry.name + "\""; };
+  for (const Entry& entry : entries_) {
+    if (!same_members(entry)) {
+      return quoted(entry) + " has other submodules, parameters or buffers";
+    }
+  }
+  for (const bool layout : {true, false}) {  // what says most comes first
+    for (const TensorFacts& tensor : tensors_) {
+      const std::string what = tensor.difference();
+      if (!what.empty() && (!layout || tensor.change().layout)) {
+        return "\"" + name_of(tensor.tensor()) + "\" " + what;
+      }
+    }
+  }
+  for (const Entry& entry : entries_) {
+    if (Members::training(*entry.module) != entry.training) {
+      return quoted(entry) + (entry.training ? " is in eval mode, was training" : " is training, was in eval mode");
+    }
+    if (const std::string option = entry.options.difference(); !option.empty()) {
+      return quoted(entry) + ": its option " + option;
+    }
+  }
+  return {};
+}
+
+ModelFlagsGuard::ModelFlagsGuard(const ModuleFacts& facts) {
+  for (const ModuleFacts::Entry& entry : facts.entries_) {
+    if (Members::training(*entry.module) != entry.training) {
+      Members::set_training(*entry.module, entry.training);
+      modules_.push_back(entry.module);
+    }
+  }
+  for (const TensorFacts& facts_of : facts.tensors_) {
+    const at::Tensor& tensor = facts_of.tensor();
+    if (tensor.defined() && tensor.is_leaf() && tensor.requires_grad() != facts_of.requires_grad()) {
+      tensor.set_requires_grad(facts_of.requires_grad());
+      tensors_.push_back(tensor);
+    }
+  }
+}
+
+ModelFlagsGuard::~ModelFlagsGuard() {
+  for (const auto& module : modules_) {
+    Members::set_training(*module, !Members::training(*module));
+  }
+  for (const at::Tensor& tensor : tensors_) {
+    if (tensor.is_leaf()) {
+      tensor.set_requires_grad(!tensor.requires_grad());
+    }
+  }
+}
+
+}  // namespace sidestream

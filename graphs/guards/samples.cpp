@@ -1,0 +1,27 @@
+#include "graphs/guards/samples.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "memory/storage_view.h"
+
+namespace sidestream {
+
+LayerInput sample_of(const at::Tensor& input, c10::Device device) {
+  const at::NoGradGuard no_grad;
+  LayerInput sample;
+  // A copy to the host would resolve what a conjugate or negated view leaves to be done; another device is refused by name later.
+  sample.on_host = StorageView::supported(input) && input.device() == device && !input.is_conj() && !input.is_neg();
+  sample.sample = sample.on_host ? input.detach().to(at::kCPU) : input.detach().clone();
+  sample.sample.requires_grad_(input.requires_grad());
+  return sample;
+}
+
+at::Tensor sample_on(c10::Device device, const LayerInput& input) {
+  if (!input.on_host) {
+    return input.sample;
+  }
+  const at::NoGradGuard no_grad;
+  return input.sample.detach().to(device).requires_grad_(input.sample.requires_grad());
+}
+
+}  // namespace sidestream

@@ -1,0 +1,55 @@
+#pragma once
+#include <cstddef>
+#include <vector>
+
+#include "graphs/sequence/captured_call.h"
+
+namespace sidestream {
+
+/// The outputs whose memory goes back to the pool before the last capture, and the place of the first graph that may use it again.
+/// Knows which of them no graph has overwritten since they were given out.
+class ReleasedOutputs {
+ public:
+  /// While graphs are captured: in the order of their places. `index`: among the output storages of `layer`.
+  void add(std::size_t place, std::size_t layer, std::size_t index) { all_.push_back({place, {layer, index}}); }
+  /// Before the launch of the graph at `place`: calls `overwrite(output)` for each whose memory it is the first to use again. What
+  /// throws there is called again by the next launch.
+  template <class Overwrite>
+  void before_launch(std::size_t place, const Overwrite& overwrite) {
+    while (next_ > 0 && all_[next_ - 1].place > place) {  // a pass begins anew
+      --next_;
+    }
+    for (; next_ < all_.size() && all_[next_].place <= place; ++next_) {
+      overwrite(all_[next_].output);
+    }
+  }
+  template <class Visit>
+  void for_each(const Visit& visit) const {
+    for (const Released& released : all_) {
+      visit(released.output);
+    }
+  }
+  /// Outputs of `layer` are nobody's concern any more.
+  void drop(std::size_t layer) noexcept {
+    for (std::size_t i = all_.size(); i-- > 0;) {
+      if (all_[i].output.layer == layer) {
+        all_.erase(all_.begin() + static_cast<std::ptrdiff_t>(i));
+        next_ -= i < next_ ? 1 : 0;
+      }
+    }
+  }
+  void clear() noexcept {
+    all_.clear();
+    next_ = 0;
+  }
+
+ private:
+  struct Released {
+    std::size_t place;
+    Link output;
+  };
+  std::vector<Released> all_;
+  std::size_t next_ = 0;  ///< all before it have been overwritten, or were not given out since
+};
+
+}  // namespace sidestream

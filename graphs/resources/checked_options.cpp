@@ -1,0 +1,130 @@
+#include "graphs/resources/checked_options.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// The value of an environment variable; empty where it is not set.
+std::string environment(const char* name) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? "" : text;
+}
+
+/// `what`: "steps".
+std::int64_t count_by_environment(const char* name, const char* what) {
+  const std::string text = environment(name);
+  if (text.empty()) {
+    return 0;
+  }
+  char* end = nullptr;
+  const long long count = std::strtoll(text.c_str(), &end, 10);
+  if (*end != 0 || count < 0) {
+    throw UsageError(std::string(name) + " is \"" + text + "\"; it must be a number of " + what + ", 0 for none");
+  }
+  return count;
+}
+
+double tolerance_by_environment() {
+  const std::string text = environment("SIDESTREAM_VERIFY_TOLERANCE");
+  if (text.empty()) {
+    return 0;
+  }
+  char* end = nullptr;
+  const double tolerance = std::strtod(text.c_str(), &end);
+  if (*end != 0 || !(tolerance >= 0 && tolerance < 1)) {
+    throw UsageError("SIDESTREAM_VERIFY_TOLERANCE is \"" + text +
+                     "\"; it must be a part of the largest magnitude, from 0 (bit for bit) to below 1");
+  }
+  return tolerance;
+}
+
+void check_verification(Options& options) {
+  if (options.verify_replays() == 0) {
+    options.verify_replays(count_by_environment("SIDESTREAM_VERIFY_REPLAYS", "replays"));
+  }
+  if (options.verify_tolerance() == 0) {
+    options.verify_tolerance(tolerance_by_environment());
+  }
+  if (options.verify_replays() < 0) {
+    throw UsageError("verify_replays is negative; it must be 0 (off) or a number of replays");
+  }
+  if (options.verify_every() < 0) {
+    throw UsageError("verify_every is negative; it must be 0 (only the first replays) or a number of replays");
+  }
+  if (!(options.verify_tolerance() >= 0 && options.verify_tolerance() < 1)) {
+    throw UsageError("verify_tolerance is " + std::to_string(options.verify_tolerance()) +
+                     "; it must be a part of the largest magnitude, from 0 (bit for bit) to below 1");
+  }
+}
+
+}  // namespace
+
+void check_graph_options(const GraphOptions& options, std::optional<c10::Stream> current) {
+  if (options.side_streams() && *options.side_streams() < 1) {
+    throw UsageError("side_streams is " + std::to_string(*options.side_streams()) + "; it must be at least 1");
+  }
+  if (options.side_streams() && options.cuda_graph_stream()) {
+    throw UsageError(
+        "side_streams and cuda_graph_stream are both set, but all graphs replay on cuda_graph_stream; set one of the "
+        "two");
+  }
+  if (options.forward_only() && (options.retain_graph_in_backward() || options.accumulate_in_graph() ||
+                                 options.allow_unused_input() || !options.gradients().empty())) {
+    throw UsageError(
+        "forward_only is set together with retain_graph_in_backward, accumulate_in_graph, gradients or "
+        "allow_unused_input, which concern backward. Capture twice, once for training and once for calls under "
+        "no_grad");
+  }
+  if (options.num_warmup_iters() < 0) {
+    throw UsageError("num_warmup_iters is negative; it must be 0 or more");
+  }
+  if (options.cuda_graph_event() != nullptr && !options.cuda_graph_stream()) {
+    throw UsageError("cuda_graph_event is set without cuda_graph_stream; set the stream that the graphs replay on");
+  }
+  if (options.cuda_graph_event() != nullptr && options.cuda_graph_stream() == current) {
+    throw UsageError(
+        "cuda_graph_stream is the current stream, so cuda_graph_event would order nothing; set another stream, or no "
+        "event");
+  }
+}
+
+Options checked_options(Options options) {
+  check_graph_options(options.graph_options());
+  if (options.graph_options().forward_only()) {
+    throw UsageError(
+        "forward_only is set in the engine's GraphOptions, but it works only with make_graphed_callables. For ss::call "
+        "set CallOptions::on_evaluation to capture");
+  }
+  if (options.call_options().max_captures() < 1) {
+    throw UsageError("max_captures is " + std::to_string(options.call_options().max_captures()) +
+                     "; it must be at least 1");
+  }
+  if (options.groups_in_flight() && *options.groups_in_flight() < 0) {
+    throw UsageError("groups_in_flight is negative; it must be 0 or more");
+  }
+  if (!options.delay_patterns().empty() && options.offload_patterns().empty()) {
+    throw UsageError(
+        "delay is set without offload: it selects the offloaded groups whose copies wait for the next graph; name "
+        "those groups in Options::offload as well");
+  }
+  if (options.check_steps() == 0) {
+    options.check_steps(count_by_environment("SIDESTREAM_CHECK_STEPS", "steps"));
+  }
+  if (options.check_steps() < 0) {
+    throw UsageError("check_steps is negative; it must be 0 (off) or a number of steps");
+  }
+  check_verification(options);
+  if (const std::string find = environment("SIDESTREAM_FIND_SYNCS"); find == "1") {
+    options.find_syncs(true);
+  } else if (!find.empty() && find != "0") {
+    throw UsageError("SIDESTREAM_FIND_SYNCS is \"" + find + "\"; it must be 1, to find what makes the host wait, or 0");
+  }
+  return options;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,52 @@
+#include "graphs/resources/eager_memory_estimate.h"
+
+#include <algorithm>
+#include <exception>
+
+namespace sidestream {
+
+void RestOfStep::step_begins() {
+  const std::lock_guard lock(mutex_);
+  counting_ = true;
+  bytes_ = 0;
+  look();
+}
+
+void RestOfStep::call_begins() {
+  const std::lock_guard lock(mutex_);
+  if (measurement_) {
+    bytes_ = std::max(bytes_, measurement_->peak().live - live_at_begin_);
+    measurement_.reset();
+  }
+}
+
+void RestOfStep::call_ends() {
+  const std::lock_guard lock(mutex_);
+  if (counting_) {
+    look();
+  }
+}
+
+void RestOfStep::look() {
+  live_at_begin_ = LiveMemory::of(runtime_->device()).use(*runtime_).live;
+  measurement_.emplace(*runtime_);
+}
+
+void RestOfStep::backward_begins() noexcept { step_ends(); }
+
+void RestOfStep::step_ends() noexcept {
+  try {
+    call_begins();
+  } catch (const std::exception&) {  // the device has failed: what was counted stands
+  }
+  const std::lock_guard lock(mutex_);
+  counting_ = false;
+  measurement_.reset();
+}
+
+std::int64_t RestOfStep::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,71 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "analysis/planner.h"
+#include "memory/host_arena.h"
+#include "offload/eager_offload.h"
+#include "offload/saved_tensor_recorder.h"
+#include "sidestream/progress.h"
+
+namespace sidestream {
+
+/// What an engine knows of the groups that no graph offloads: first nothing, then their sizes, then which of them are
+/// offloaded.
+/// Threads: the step's.
+class EagerPlan {
+ public:
+  enum class State : std::uint8_t {
+    unsized,  ///< the next step is a sizing pass
+    sized,    ///< to be planned before the next step
+    planned,
+  };
+
+  [[nodiscard]] State state() const noexcept { return state_; }
+  /// -> sized: what a pass saw, the sizing pass or a later one that had no room for what it was to offload.
+  /// `order`: of its groups. What turned round within the lag of `limits` stays. Groups of calls that are captured are their
+  /// chains' business.
+  void learn(const Recorder& recorder, const std::vector<GroupEvent>& order, const EagerOffload::Limits& limits);
+  /// False where a group that saved `storage` in that pass, and is no captured call's, stays. What it did not save was saved in a step
+  /// that the plan has led.
+  [[nodiscard]] bool takes_along(const c10::StorageImpl* storage) const;
+  /// Before `make`: from now on a graph makes what lay in `storage` in that pass, at each replay. Where it has `given_back` the memory,
+  /// that leaves with the eager groups that save it; else it stays.
+  void captured(const c10::StorageImpl* storage, bool given_back);
+  /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back, but for the slots
+  /// of a plan that a few steps have outgrown: sizes that depend on data come again. Called before each step. Storages that
+  /// are still there although autograd has let go of them are the program's own: they stay, and `exclusions` hears of it.
+  /// Capture: illegal.  Throws: what `progress` throws.
+  void make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress);
+  /// planned -> sized: a capture has taken room in the arena.
+  void outdate() noexcept { state_ = state_ == State::planned ? State::sized : state_; }
+  /// -> unsized. The report still tells of the plan before.
+  void drop() noexcept;
+
+  /// How far the copies of its groups may be away from compute.
+  [[nodiscard]] const GroupWindow& window() const noexcept { return window_; }
+  /// What the plan says of a step, in the order of its groups.
+  [[nodiscard]] const PlannedPass& pass() const noexcept { return pass_; }
+  [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
+  [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
+
+ private:
+  /// What each run of delayed groups saves between two calls that graphs take over: it trails as one group would.
+  void learn_runs(const std::vector<std::uint64_t>& selected);
+
+  State state_ = State::unsized;
+  Profile profile_;
+  std::vector<const ScopeNode*> scopes_;   ///< of the profile's groups
+  std::vector<SavedIdentity> identities_;  ///< of the profile's storages
+  std::vector<std::uint64_t> runs_;        ///< of delayed groups, in bytes: of the sizing step
+  GroupWindow window_;
+  std::string note_;                ///< on the window
+  std::vector<std::size_t> slots_;  ///< pinned for the plan, the largest first
+  std::int64_t steps_ = 0;          ///< that the plan has led
+  Plan plan_;
+  PlannedPass pass_;
+};
+
+}  // namespace sidestream

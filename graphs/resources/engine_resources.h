@@ -1,0 +1,79 @@
+#pragma once
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "graphs/resources/eager_memory_estimate.h"
+#include "graphs/resources/step_check.h"
+#include "graphs/resources/step_syncs.h"
+#include "graphs/sequence/graph_sequence.h"
+#include "memory/host_arena.h"
+#include "offload/capture_offload.h"
+#include "offload/eager_offload.h"
+#include "offload/exclusions.h"
+#include "offload/group_mover.h"
+#include "offload/name_pattern.h"
+#include "offload/recorder_books.h"
+#include "offload/scope_tree.h"
+#include "runtime/runtime.h"
+#include "sidestream/detail/module_forward.h"
+#include "sidestream/options.h"
+
+namespace sidestream {
+
+class StepOffload;
+
+/// The device, the memory, the movers and the names of one engine: what its parts share.
+struct EngineResources {
+  /// `runtime`: null makes that of the options' device. Throws: UsageError, DeviceError (see OffloadEngine).
+  EngineResources(torch::nn::Module& model, Options given, std::shared_ptr<Runtime> given_runtime);
+  EngineResources(const EngineResources&) = delete;
+  EngineResources& operator=(const EngineResources&) = delete;
+  ~EngineResources() = default;
+
+  [[nodiscard]] GraphResources for_graphs() {
+    return {runtime,
+            arena,
+            &tree,
+            &exclusions,
+            &capture_stream,
+            mover,
+            capture_offload,
+            eager,
+            options.progress(),
+            &owned_gradients,
+            &model,
+            options.lag(),
+            options.lookahead(),
+            link(),
+            CopyRoom::as_planned,
+            nullptr};
+  }
+
+  const torch::nn::Module& model;
+  Options options;
+  NamePatterns graphed;  ///< names of calls that are captured into graphs
+  StepCheck check;
+  std::shared_ptr<Runtime> runtime;
+  std::shared_ptr<HostArena> arena;
+  std::vector<std::weak_ptr<const StepOffload>> step_offloads;  ///< of whole steps' graphs, for the report
+  ScopeTree tree;
+  Exclusions exclusions;
+  OwnedStream capture_stream;
+  std::shared_ptr<GroupMover> mover;
+  std::shared_ptr<CaptureOffload> capture_offload;
+  std::shared_ptr<EagerOffload> eager;
+  std::shared_ptr<RecorderBooks> books = std::make_shared<RecorderBooks>();  ///< of the steps' recorders
+  OwnedGradients owned_gradients;
+  std::shared_ptr<RestOfStep> rest;
+  std::unique_ptr<StepSyncs> syncs;  ///< null where none are to be found
+
+ private:
+  /// Measured once, where anything depends on it; nothing where the device keeps no time of its own, or has no memory to measure.
+  [[nodiscard]] std::optional<LinkPace> link();
+
+  bool link_measured_ = false;
+  std::optional<LinkPace> link_;
+};
+
+}  // namespace sidestream

@@ -1,0 +1,43 @@
+#include "graphs/sequence/pool_use.h"
+
+#include <exception>
+#include <utility>
+
+namespace sidestream {
+
+PoolUse::PoolUse(std::shared_ptr<Runtime> runtime, const MemoryPool& pool)
+    : runtime_(std::move(runtime)), pool_(pool), memory_(LiveMemory::of(runtime_->device())) {}
+
+PoolUse::~PoolUse() { idle(); }
+
+void PoolUse::captured(std::vector<Place> places, std::int64_t ungiven) {
+  places_ = std::move(places);
+  idle(ungiven);
+}
+
+void PoolUse::launched(std::size_t place) {
+  if (allocated_ < 0) {  // not behind the last capture: autograd's thread lets go of its tensors a moment later
+    allocated_ = runtime_->allocated_in(pool_);
+  }
+  const Place& use = places_[place];
+  const LiveMemory::Change during{use.peak - allocated_ - hidden_, use.in_flight - in_flight_, 0};
+  const LiveMemory::Change after{use.after - allocated_ - hidden_, use.in_flight_after - in_flight_, 0};
+  hidden_ += after.hidden;
+  in_flight_ += after.in_flight;
+  memory_.launched(*runtime_, during, after);
+}
+
+void PoolUse::idle(std::int64_t ungiven) noexcept {
+  const LiveMemory::Change back{-ungiven - std::exchange(hidden_, -ungiven), -std::exchange(in_flight_, 0), 0};
+  try {
+    memory_.change(*runtime_, back);
+  } catch (const std::exception&) {  // the device has failed: nobody measures any more
+  }
+}
+
+void PoolUse::dropped() noexcept {
+  idle();
+  allocated_ = -1;
+}
+
+}  // namespace sidestream

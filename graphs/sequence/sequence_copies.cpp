@@ -1,0 +1,168 @@
+#include "graphs/sequence/sequence_copies.h"
+
+#include <algorithm>
+
+#include "base/site.h"
+
+namespace sidestream {
+
+ChainCopies::ChainCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Layers& layers)
+    : runtime_(std::move(runtime)), mover_(std::move(mover)), layers_(layers) {}
+
+ChainCopies::~ChainCopies() { mover_->settle(); }
+
+void ChainCopies::prepare() {
+  for (Layer& layer : layers_) {
+    layer.copies.left = runtime_->create_event();
+    layer.copies.back = runtime_->create_event();
+  }
+  leaving_.reserve(layers_.size());
+  back_.reserve(layers_.size());
+  due_.reserve(layers_.size());
+  with_copies_.reserve(layers_.size());
+}
+
+// A layer that is not below left in an earlier pass, whose order of graphs is over: all memory is in other hands by then.
+void ChainCopies::before_forward(std::size_t index, c10::Stream side) {
+  for (const std::size_t layer : leaving_) {
+    if (layer >= index || layers_[layer].copies.released_at <= index) {
+      mover_->await(side, layers_[layer].copies.left);
+    }
+  }
+  for (const Back& back : back_) {
+    if (!back.awaited) {
+      mover_->await(side, layers_[back.layer].copies.back);
+    }
+  }
+}
+
+void ChainCopies::forward_launched(std::size_t index) {
+  std::erase_if(leaving_,
+                [&](std::size_t layer) { return layer >= index || layers_[layer].copies.released_at <= index; });
+  back_.clear();
+  const CapturedCopies& captured = layers_[index].copies.captured;
+  if (captured.empty()) {
+    return;
+  }
+  GroupMover::Copies copies = mover_->copies_out();
+  std::size_t next = 0;
+  for (const CapturedCopies::Group& group : captured.groups) {
+    const Site site(Activity::offload, group.site);
+    for (const ExternalEvent& ready : group.ready) {
+      copies.behind(ready);
+    }
+    for (; next < group.end; ++next) {
+      const CapturedCopy& copy = captured.copies[next];
+      copies.to_host(copy.host, copy.source, copy.bytes);
+    }
+    if (next == captured.copies.size()) {
+      copies.record(layers_[index].copies.left);
+    }
+  }
+  copies.finish();
+  leaving_.push_back(index);
+}
+
+bool ChainCopies::may_use_targets(std::size_t place, std::size_t index) const {
+  return place < layers_[index].copies.returns_at || place > place_of_backward(index);
+}
+
+bool ChainCopies::is_on_device(std::size_t index) const {
+  return std::any_of(back_.begin(), back_.end(), [&](const Back& back) { return back.layer == index; });
+}
+
+void ChainCopies::find_layers_with_copies() {
+  with_copies_.clear();
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    if (!layers_[i].copies.captured.empty()) {
+      with_copies_.push_back(i);
+    }
+  }
+  found_ = true;
+}
+
+void ChainCopies::bring_back_due(std::size_t index, c10::Stream side) {
+  due_.clear();
+  if (!found_) {
+    find_layers_with_copies();
+  }
+  for (auto next = std::upper_bound(with_copies_.begin(), with_copies_.end(), index); next != with_copies_.begin();) {
+    const std::size_t i = *--next;
+    if (i < index && may_use_targets(place_of_backward(index), i)) {
+      break;  // those below come back later still
+    }
+    if ((i == index || layers_[i].pending) && !is_on_device(i)) {
+      due_.push_back(i);
+    }
+  }
+  if (due_.empty()) {
+    return;
+  }
+  GroupMover::Copies copies = mover_->copies_back();
+  copies.behind(side);  // all that has used the targets' memory, and the copies out
+  for (const std::size_t layer : due_) {
+    const Site site(Activity::reload, layers_[layer].site);
+    for (const CapturedCopy& copy : layers_[layer].copies.captured.copies) {
+      copies.to_device(copy.target, copy.host, copy.bytes);
+    }
+    copies.record(layers_[layer].copies.back);
+  }
+  copies.finish();
+}
+
+void ChainCopies::before_backward(std::size_t index, c10::Stream side) {
+  const std::size_t place = place_of_backward(index);
+  for (const std::size_t layer : leaving_) {
+    if (layers_[layer].copies.released_at <= place) {
+      mover_->await(side, layers_[layer].copies.left);
+    }
+  }
+  for (const Back& back : back_) {
+    if (!back.awaited && may_use_targets(place, back.layer)) {
+      mover_->await(side, layers_[back.layer].copies.back);
+    }
+  }
+  bring_back_due(index, side);
+  for (const std::size_t layer : due_) {
+    back_.push_back({layer});
+    if (layer == index && layers_[layer].copies.returns_at < place) {
+      mover_->count_inline_reload();
+    }
+  }
+  for (const Back& back : back_) {
+    if (back.layer == index && !back.awaited) {
+      mover_->await(side, layers_[index].copies.back);
+    }
+  }
+}
+
+void ChainCopies::backward_launched(std::size_t index) {
+  const std::size_t place = place_of_backward(index);
+  std::erase_if(leaving_, [&](std::size_t layer) { return layers_[layer].copies.released_at <= place; });
+  std::erase_if(back_, [&](const Back& back) { return place < layers_[back.layer].copies.returns_at; });
+  for (Back& back : back_) {
+    back.awaited = back.awaited || back.layer == index || may_use_targets(place, back.layer);
+  }
+}
+
+void ChainCopies::join(c10::Stream stream) {
+  for (const std::size_t layer : leaving_) {
+    runtime_->wait(stream, layers_[layer].copies.left);
+  }
+  for (const Back& back : back_) {
+    if (!back.awaited) {
+      runtime_->wait(stream, layers_[back.layer].copies.back);
+    }
+  }
+}
+
+void ChainCopies::reset(std::size_t index) {
+  const auto is_it = [&](const Back& back) { return back.layer == index; };
+  if (std::erase(leaving_, index) + std::erase_if(back_, is_it) > 0) {
+    mover_->settle();
+  }
+  layers_[index].copies = {};
+  found_ = false;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,69 @@
+// Outputs whose memory other graphs of the chain use again; see Note [Graph choreography] in chain.cpp.
+#include <exception>
+#include <utility>
+
+#include "graphs/sequence/graph_sequence.h"
+
+namespace sidestream {
+
+bool Chain::is_linked_output(const StaticInput& input, const at::Tensor& given) const {
+  const Layer& giver = layers_[input.from->layer];
+  return given.has_storage() && giver.output_storages[giver.outputs[input.from->index].of].gave(given.storage()) &&
+         given.storage_offset() == input.tensor.storage_offset() && same_layout(given, input.tensor);
+}
+
+void Chain::overwrite_released_outputs(std::size_t place) {
+  released_.before_launch(place, [&](const Link& output) {
+    layers_[output.layer].output_storages[output.index].before_overwrite(*runtime_, fork_, counts_.outputs);
+  });
+}
+
+void Chain::overwrite_given_gradients(std::size_t place) {
+  while (!gave_gradients_.empty() && copies_.place_of_backward(gave_gradients_.back()) >= place) {
+    layers_[gave_gradients_.back()].for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
+      if (memory) {
+        memory->before_overwrite(*runtime_, fork_, counts_.gradients);
+      }
+    });
+    gave_gradients_.pop_back();
+  }
+}
+
+void Chain::part_with(OutputStorage& storage, OutputCounts& counts) noexcept {
+  try {
+    if (runtime_->capture_status(runtime_->current_stream()) == CaptureStatus::none) {
+      storage.before_overwrite(*runtime_, fork_, counts);
+      return;
+    }
+  } catch (const std::exception&) {  // no room, or the device has failed
+  }
+  if (storage.held() && memory_->shared()) {
+    memory_->leave_behind(std::move(storage));
+  }  // else who holds it keeps the pool, whose graphs are gone
+}
+
+void Chain::part_with_outputs() noexcept {
+  for (Layer& layer : layers_) {
+    for (OutputStorage& storage : layer.output_storages) {
+      if (storage.given_back() || !storage.held()) {  // else who holds it keeps the memory
+        part_with(storage, counts_.outputs);
+      }
+    }
+    layer.for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
+      if (memory && (memory_->shared() || !memory->held())) {
+        part_with(*memory, counts_.gradients);
+      }
+    });
+  }
+  try {  // the memory may go now
+    const c10::Stream now = runtime_->current_stream();
+    if (runtime_->capture_status(now) == CaptureStatus::none) {
+      follow_latest_call();
+      copies_.join(now);  // another chain may write the memory, and the pinned slots, next
+      runtime_->synchronize(now);
+    }
+  } catch (const std::exception&) {  // the device has failed: nothing runs any more
+  }
+}
+
+}  // namespace sidestream

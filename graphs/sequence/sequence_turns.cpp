@@ -1,0 +1,102 @@
+// Turns of chains in memory that they share; see Note [Turns in shared memory] in graph_memory.h.
+#include "graphs/sequence/graph_sequence.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+bool GraphMemory::pending() {
+  const std::lock_guard lock(mutex_);
+  return turn_ != nullptr && turn_->any_pending();
+}
+
+bool Chain::has_to_wait() const {
+  const std::lock_guard lock(mutex_);
+  const Chain* const other = memory_->turn();
+  return other != nullptr && other != this && other->top_ >= 0;
+}
+
+void Chain::refuse_turn(const std::string& what) const {
+  const Chain& other = *memory_->turn();
+  throw UsageError(what + ": the backward of " + other.describe(static_cast<std::size_t>(other.top_)) +
+                   ", which shares its memory, is still pending, and this call would overwrite tensors that it needs. "
+                   "Run that backward first, or capture in a pool of its own");
+}
+
+void Chain::check_turn() const {
+  const std::lock_guard lock(mutex_);
+  if (has_to_wait()) {
+    refuse_turn("a capture in a pool that others use");
+  }
+}
+
+void Chain::take_turn(std::size_t index) {
+  Chain* const former = memory_->turn();
+  if (former == this) {
+    return;
+  }
+  if (has_to_wait()) {
+    refuse_turn(describe(index));
+  }
+  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);  // before the former's saved tensors are given up
+  if (former != nullptr) {
+    former->give_up_turn();
+  }
+  memory_->set_turn(this);
+}
+
+void Chain::follow_latest_call() {
+  const c10::Stream now = runtime_->current_stream();
+  if (called_on_ && *called_on_ != now) {
+    runtime_->record(fork_, *called_on_);
+    runtime_->wait(now, fork_);
+  }
+}
+
+void Chain::give_up_turn() {
+  follow_latest_call();
+  copies_.join(runtime_->current_stream());
+  for (Layer& layer : layers_) {
+    for (OutputStorage& storage : layer.output_storages) {
+      storage.before_overwrite(*runtime_, fork_, counts_.outputs);
+    }
+  }
+  overwrite_given_gradients(0);
+  for (Layer& layer : layers_) {
+    ++layer.generation;  // what a retained graph saved is overwritten from here on
+  }
+  use_.idle();
+}
+
+void Chain::leave_memory() noexcept {
+  if (called_on_) {
+    part_with_outputs();
+  }
+  released_.clear();
+  gave_gradients_.clear();
+  memory_->leave(this);
+}
+
+void Chain::begin_capture() {
+  const std::lock_guard lock(mutex_);
+  Chain* const former = memory_->turn();
+  check_turn();
+  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);
+  if (former != nullptr) {
+    former->give_up_turn();
+    memory_->set_turn(nullptr);
+  }
+}
+
+void Chain::share_outputs() {
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    std::vector<OutputStorage>& storages = layers_[layer].output_storages;
+    for (std::size_t index = 0; index < storages.size(); ++index) {
+      if (!storages[index].given_back()) {
+        storages[index].give_back_to(pool_);
+        released_.add(2 * layers_.size(), layer, index);  // behind the last graph of this chain
+      }
+    }
+  }
+}
+
+}  // namespace sidestream

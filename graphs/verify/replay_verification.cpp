@@ -1,0 +1,112 @@
+#include "graphs/verify/replay_verification.h"
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+
+#include <torch/nn/module.h>
+
+#include "graphs/resources/call_context.h"
+
+namespace sidestream {
+namespace {
+
+using Names = std::unordered_map<const c10::TensorImpl*, std::string>;
+
+Names names_of(const torch::nn::Module& model) {
+  Names names;
+  for (const auto& item : model.named_parameters()) {
+    names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  }
+  for (const auto& item : model.named_buffers()) {
+    names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  }
+  return names;
+}
+
+}  // namespace
+
+ReplayVerification::ReplayVerification(const Options& options, const torch::nn::Module& model, CallContext& context)
+    : model_(model),
+      context_(context),
+      device_(options.device()),
+      first_(static_cast<std::uint64_t>(options.verify_replays())),
+      every_(static_cast<std::uint64_t>(options.verify_every())),
+      tolerance_(options.verify_tolerance()) {}
+
+void ReplayVerification::next_round() noexcept {
+  limit_ = least_;
+  least_ = kAny;
+  taken_ = false;
+  ++round_;
+}
+
+void ReplayVerification::begin_step() noexcept {
+  in_step_ = true;
+  next_round();
+}
+
+void ReplayVerification::end_step() noexcept {
+  in_step_ = false;
+  if (const auto latest = latest_.lock(); latest != nullptr) {
+    latest->drop();
+  }
+}
+
+bool ReplayVerification::due(const Turns& turns) const noexcept {
+  return turns.verified < first_ || (every_ > 0 && turns.replays - turns.latest >= every_);
+}
+
+bool ReplayVerification::takes_turn(Turns& turns) {
+  if (!in_step_ && turns.round == round_) {
+    next_round();
+  }
+  turns.round = round_;
+  ++turns.replays;
+  if (!due(turns)) {
+    return false;
+  }
+  const auto latest = latest_.lock();
+  const bool takes = !taken_ && turns.verified <= limit_ && (latest == nullptr || latest->done());
+  if (takes) {
+    taken_ = true;
+    ++turns.verified;
+    turns.latest = turns.replays;
+  }
+  if (due(turns)) {
+    least_ = std::min(least_, turns.verified);
+  }
+  return takes;
+}
+
+std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(const Chain& chain, std::size_t layer,
+                                                              const detail::CallRequest& request) {
+  const Names names = names_of(model_);
+  const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
+  return VerifiedCall::run(
+      {&chain.layers()[layer], request.keep(request.context).body, request.inputs, device_, tolerance_, &names},
+      counts_);
+}
+
+void ReplayVerification::forward(const std::shared_ptr<Chain>& chain, std::size_t layer,
+                                 const detail::CallRequest& request, detail::TensorBuffer& outputs) {
+  const auto [of_chain, is_new] = turns_.try_emplace(chain, chain->layers().size());
+  if (is_new) {  // chains that were captured again leave theirs behind
+    std::erase_if(turns_, [](const auto& item) { return item.first.expired(); });
+  }
+  if (!takes_turn(of_chain->second[layer])) {
+    chain->forward(layer, request.inputs, outputs, request.replay);
+    return;
+  }
+  const std::shared_ptr<VerifiedCall> eager = run_eagerly(*chain, layer, request);
+  latest_ = eager;
+  chain->forward(layer, request.inputs, outputs, request.replay);
+  eager->compare_forward(outputs);
+}
+
+void ReplayVerification::add_to(Report& report) const {
+  report.verified_forwards = counts_->forwards;
+  report.verified_backwards = counts_->backwards;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,247 @@
+#include "graphs/verify/verified_call.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
+
+#include "graphs/capture/body_hooks.h"
+#include "graphs/sandbox/effects_undone.h"
+#include "graphs/sequence/replay_node.h"
+#include "graphs/verify/tensor_difference.h"
+#include "offload/saved_tensor_recorder.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// What makes a tensor no leaf and changes nothing: autocast keeps the cast of a leaf, and a body may write into what is none.
+class PassOn final : public torch::autograd::Node {
+ public:
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override { return std::move(grads); }
+  [[nodiscard]] std::string name() const override { return "SidestreamVerify"; }
+};
+
+at::Tensor no_leaf(const at::Tensor& leaf) {
+  at::Tensor tensor = leaf.detach();
+  auto node = std::make_shared<PassOn>();
+  node->set_next_edges({torch::autograd::impl::gradient_edge(leaf)});
+  torch::autograd::set_history(tensor, node);
+  return tensor;
+}
+
+/// `input` as the graph reads it: dense where its static copy is.
+at::Tensor as_captured(const at::Tensor& input, const at::Tensor& held) {
+  const at::Tensor detached = input.detach();
+  if (!held.defined() || held.strides() == detached.strides()) {
+    return detached;
+  }
+  const at::NoGradGuard no_grad;
+  return at::empty_like(held).copy_(detached);
+}
+
+std::string index_name(const char* what, std::size_t index) { return what + std::to_string(index); }
+
+}  // namespace
+
+VerifiedCall::VerifiedCall(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts)
+    : name_(call.layer->spec.name),
+      device_(call.device),
+      tolerance_(at::globalContext().deterministicAlgorithms() ? 0 : call.tolerance),
+      counts_(std::move(counts)) {
+  generators_.push_back({at::globalContext().defaultGenerator(device_), {}});
+  for (const at::Generator& generator : call.layer->spec.generators) {
+    generators_.push_back({generator, {}});
+  }
+}
+
+std::vector<at::Generator> VerifiedCall::named_generators() const {
+  std::vector<at::Generator> named;
+  for (auto drawn = generators_.begin() + 1; drawn != generators_.end(); ++drawn) {
+    named.push_back(drawn->generator);
+  }
+  return named;
+}
+
+VerifiedCall::~VerifiedCall() = default;
+
+std::shared_ptr<VerifiedCall> VerifiedCall::run(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts) {
+  std::shared_ptr<VerifiedCall> verified(new VerifiedCall(call, std::move(counts)));
+  verified->run_forward(call);
+  return verified;
+}
+
+void VerifiedCall::run_forward(const CallToVerify& call) {
+  for (const StaticOutput& output : call.layer->outputs) {
+    begins_backward_.push_back(output.requires_grad);
+  }
+  detail::TensorBuffer given;
+  add_parameters(call);
+  add_buffers(call);
+  std::vector<at::Tensor> buffers;
+  for (const Buffer& buffer : buffers_) {
+    buffers.push_back(buffer.tensor);
+  }
+  const RecorderGuard no_recorder(nullptr);
+  const EffectsUndone undone(device_, buffers, named_generators());
+  add_inputs(call, given);
+  call.body(given.data(), outputs_);
+  for (Target& target : targets_) {
+    target.edge = torch::autograd::impl::gradient_edge(target.leaf);
+    if (target.is_input) {  // see Note [Gradients through tensors that a body keeps]
+      refuse_to_run(*target.edge.function, "graphed call \"" + name_ + "\"");
+    }
+  }
+  const at::NoGradGuard no_grad;
+  for (Buffer& buffer : buffers_) {
+    buffer.eager = buffer.tensor.detach().clone();
+  }
+  undone.check();
+}
+
+void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& given) {
+  std::size_t results = 0;
+  std::vector<Target> inputs;
+  for (std::size_t i = 0; i < call.inputs.size(); ++i) {
+    const at::Tensor& input = call.inputs[i];
+    if (const auto& aliases = call.layer->spec.inputs[i].aliases; aliases && aliases->same_as != i) {
+      const at::Tensor earlier = given[aliases->same_as];  // one leaf, as in its capture: it gets the whole gradient
+      results += input.defined() && input.requires_grad() ? 1 : 0;
+      given.push_back(earlier);
+      continue;
+    }
+    if (!input.defined() || !input.requires_grad()) {
+      given.push_back(input.defined() ? as_captured(input, call.layer->inputs[i].tensor) : input);
+      continue;
+    }
+    const at::Tensor leaf = as_captured(input, call.layer->inputs[i].tensor).requires_grad_(true);
+    given.push_back(input.is_leaf() ? leaf : no_leaf(leaf));
+    Target& target = inputs.emplace_back();
+    target.what = index_name("gradient of input ", i);
+    target.leaf = leaf;
+    target.is_input = true;
+    target.result = results++;
+  }
+  for (Target& target : targets_) {
+    if (target.result) {
+      *target.result += results;
+    }
+  }
+  targets_.insert(targets_.begin(), std::make_move_iterator(inputs.begin()), std::make_move_iterator(inputs.end()));
+}
+
+void VerifiedCall::add_parameters(const CallToVerify& call) {
+  const auto known = [&](const at::Tensor& tensor) {
+    return std::any_of(targets_.begin(), targets_.end(), [&](const Target& t) { return t.leaf.is_same(tensor); });
+  };
+  const auto add = [&](const at::Tensor& parameter, const std::string& otherwise) -> Target& {
+    const auto named = call.names->find(parameter.unsafeGetTensorImpl());
+    Target& target = targets_.emplace_back();
+    target.what = "gradient of " + (named != call.names->end() ? named->second : otherwise);
+    target.leaf = parameter;
+    return target;
+  };
+  const std::vector<LayerParameter>& parameters = call.layer->parameters;
+  std::size_t results = 0;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const bool added = parameters[i].policy == GradientPolicy::accumulated;
+    if (!known(parameters[i].tensor)) {
+      Target& target = add(parameters[i].tensor, index_name("parameter ", i));
+      target.added = added;
+      target.result = added ? std::nullopt : std::optional(results);
+    }
+    results += added ? 0 : 1;
+  }
+  if (call.layer->spec.module != nullptr) {  // those that the capture did not use are to get no gradient now, either
+    for (const auto& item : call.layer->spec.module->named_parameters()) {
+      if (item.value().is_leaf() && item.value().requires_grad() && !known(item.value())) {
+        add(item.value(), item.key());
+      }
+    }
+  }
+}
+
+void VerifiedCall::add_buffers(const CallToVerify& call) {
+  if (call.layer->spec.module == nullptr) {
+    return;
+  }
+  for (const auto& item : call.layer->spec.module->named_buffers()) {
+    if (item.value().defined()) {
+      const auto named = call.names->find(item.value().unsafeGetTensorImpl());
+      buffers_.push_back({"buffer " + (named != call.names->end() ? named->second : item.key()), item.value(), {}});
+    }
+  }
+}
+
+void VerifiedCall::compare(const std::string& what, const at::Tensor& replayed, const at::Tensor& eager) const {
+  const std::optional<std::string> differs = difference(replayed, eager, tolerance_);
+  if (!differs) {
+    return;
+  }
+  throw VerificationError(
+      "graphed call \"" + name_ + "\": replayed, its " + what + " " + *differs +
+      ". Either its capture froze a value that has changed since (a plain member, a host counter), or the call does "
+      "not do the same work each time. Pass the value as an argument, keep it in a buffer, or leave the call out of "
+      "the graphs. If its operators add in varying order, set Options::verify_tolerance. The eager run's changes to "
+      "tensors and generators were undone; its changes to other members of the module were not");
+}
+
+void VerifiedCall::compare_forward(const detail::TensorBuffer& outputs) {
+  const std::lock_guard lock(mutex_);
+  if (outputs.size() != outputs_.size()) {
+    throw VerificationError("graphed call \"" + name_ + "\": a replay returns " + std::to_string(outputs.size()) +
+                            " tensors, an eager run " + std::to_string(outputs_.size()) +
+                            "; it does not do the same each time: leave it out of the graphs");
+  }
+  torch::autograd::Node* node = nullptr;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const std::string what = index_name("output ", i);
+    if (outputs[i].defined() != outputs_[i].defined() ||
+        (outputs[i].defined() && outputs[i].requires_grad() != outputs_[i].requires_grad())) {
+      const auto say = [](const at::Tensor& tensor) {
+        return !tensor.defined() ? "is undefined" : tensor.requires_grad() ? "requires a gradient" : "requires none";
+      };
+      throw VerificationError("graphed call \"" + name_ + "\": its " + what + " " + say(outputs[i]) +
+                              " replayed, and " + say(outputs_[i]) +
+                              " run eagerly; it does not do the same each time: leave it out of the graphs");
+    }
+    compare(what, outputs[i], outputs_[i]);
+    if (!begins_backward_[i]) {  // given out again, an input perhaps: its gradient goes past the replay
+      outputs_[i].reset();
+    } else if (dynamic_cast<ReplayNode*>(outputs[i].grad_fn().get()) != nullptr) {
+      node = outputs[i].grad_fn().get();
+    }
+  }
+  for (Buffer& buffer : buffers_) {
+    compare(buffer.what, buffer.tensor, buffer.eager);
+    buffer.eager.reset();
+  }
+  ++counts_->forwards;
+  if (node == nullptr) {
+    outputs_.clear();
+    return;
+  }
+  await_backward(*node);
+}
+
+void VerifiedCall::drop() noexcept {
+  detail::TensorBuffer outputs;  // these die without the lock
+  std::vector<Target> targets;
+  const std::lock_guard lock(mutex_);
+  awaits_backward_ = false;
+  std::swap(outputs, outputs_);
+  std::swap(targets, targets_);
+}
+
+bool VerifiedCall::done() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return !awaits_backward_;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,253 @@
+#include "graphs/whole_step/whole_step_body.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/ScopeExit.h>
+#include <c10/util/irange.h>
+#include <torch/nn/module.h>
+
+#include "graphs/gradients/gradient_leaves.h"
+#include "graphs/sandbox/leaf_hook_guard.h"
+#include "graphs/whole_step/updated_parameters.h"
+#include "offload/nested_backward.h"
+#include "offload/saved_tensor_recorder.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+bool captures(const Runtime& runtime) {
+  return runtime.capture_status(runtime.current_stream()) != CaptureStatus::none;
+}
+
+/// A graph's warm-up or capture runs on this thread.
+bool for_a_graph(const Runtime& runtime) { return NestedBackwardRefusal::holds_here() || captures(runtime); }
+
+}  // namespace
+
+/// `.grad` as plain training would have it before the update, while that runs.
+class StepBody::AttachedForUpdate {
+ public:
+  AttachedForUpdate(const std::vector<Target>& targets, const std::vector<at::Tensor>& others,
+                    const std::vector<bool>& met, bool accumulate) {
+    for (const auto i : c10::irange(targets.size())) {
+      if (met[i] || !accumulate) {
+        attach(targets[i].parameter, met[i] ? to_attach(targets[i].gradient) : at::Tensor());
+      }
+    }
+    for (const at::Tensor& other : others) {
+      const auto is_it = [&](const auto& known) { return known.first.is_same(other); };
+      if (!accumulate && std::none_of(before_.begin(), before_.end(), is_it)) {
+        attach(other, at::Tensor());
+      }
+    }
+  }
+  AttachedForUpdate(const AttachedForUpdate&) = delete;
+  AttachedForUpdate& operator=(const AttachedForUpdate&) = delete;
+  /// Whether the update left them where they were.
+  [[nodiscard]] bool unchanged() const {
+    return std::all_of(given_.begin(), given_.end(), [](const Given& given) {
+      const at::Tensor& now = given.parameter.grad();
+      return given.grad.defined() ? now.is_same(given.grad) && now.const_data_ptr() == given.address : !now.defined();
+    });
+  }
+  ~AttachedForUpdate() {
+    for (auto& [parameter, grad] : before_) {
+      parameter.mutable_grad() = grad;
+    }
+  }
+
+ private:
+  struct Given {
+    at::Tensor parameter;
+    at::Tensor grad;
+    const void* address;
+  };
+  void attach(const at::Tensor& parameter, const at::Tensor& grad) {
+    before_.emplace_back(parameter, parameter.grad());
+    given_.push_back({parameter, grad, grad.defined() ? grad.const_data_ptr() : nullptr});
+    parameter.mutable_grad() = grad;
+  }
+  std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+  std::vector<Given> given_;
+};
+
+StepBody::StepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts)
+    : resources_(resources), given_(std::move(given)), counts_(std::move(counts)), watch_(given_->name) {
+  leaves_ = known_leaves();
+  if (given_->offload && !resources_.options.offload_patterns().empty()) {
+    offload_ = std::make_shared<StepOffload>(StepOffload::Parts{resources_.runtime, resources_.arena, &resources_.tree,
+                                                                &resources_.exclusions, resources_.eager->limits(),
+                                                                resources_.capture_offload});
+    std::erase_if(resources_.step_offloads, [](const auto& weak) { return weak.expired(); });
+    resources_.step_offloads.push_back(offload_);
+  }
+}
+
+StepBody::Saving StepBody::saving() const {
+  if (!for_a_graph(*resources_.runtime)) {
+    return Saving::eager;
+  }
+  if (offload_ == nullptr) {
+    return Saving::nowhere;
+  }
+  return captures(*resources_.runtime) ? Saving::in_capture : Saving::counted;
+}
+
+std::vector<at::Tensor> StepBody::known_leaves() const {
+  std::vector<at::Tensor> leaves = requiring(given_->module->parameters());
+  for (const Target& target : targets_) {
+    if (!holds(leaves, target.parameter)) {
+      leaves.push_back(target.parameter);
+    }
+  }
+  return leaves;
+}
+
+Tensors StepBody::run(const Tensors& inputs) {
+  const Runtime& runtime = *resources_.runtime;
+  const bool for_graph = for_a_graph(runtime);
+  std::optional<OperatorObserverGuard> observer;
+  const auto shown = c10::make_scope_exit([this] { hidden_.reset(); });
+  if (for_graph) {
+    hidden_.emplace(known_leaves());
+    watch_.begin_pass(known_leaves(), captures(runtime));
+    observer.emplace([this](const OperatorAccess& access) { watch_.after(access); },
+                     [this](const OperatorAccess& access) { watch_.before(access); },
+                     OperatorObserverGuard::Outer::hears_too);
+  }
+  Tensors outputs;
+  met_.assign(targets_.size(), false);
+  try {
+    run_microbatches(inputs, outputs);
+    if (given_->update) {
+      const AttachedForUpdate attached(targets_, known_leaves(), met_, given_->accumulate);
+      const UpdatedParameters updated;
+      watch_.update_begins(known_leaves());
+      given_->update();
+      if (for_graph) {
+        learn_updated(updated.parameters());
+      }
+      if (!attached.unchanged()) {
+        throw UsageError("graphed step \"" + given_->name +
+                         "\": its update cleared or replaced the .grad of a parameter, which no replay would do. Clear "
+                         "gradients after the step (without StepOptions::accumulate each call begins with none), or "
+                         "zero them in place: zero_grad(/*set_to_none=*/false)");
+      }
+    }
+  } catch (...) {
+    if (observer) {
+      observer->rethrow();  // what was refused by name is why
+    }
+    throw;
+  }
+  if (observer) {
+    observer->rethrow();
+  }
+  if (for_graph) {
+    met_.resize(targets_.size());
+    if (captures(runtime)) {
+      drop_replaced();
+    }
+    met_in_graph_ = met_;
+    output_counts_in_graph_ = output_counts_;
+  }
+  leaves_ = known_leaves();
+  leaves_without_in_graph_ = leaves_;
+  std::erase_if(leaves_without_in_graph_, [this](const at::Tensor& leaf) {
+    const auto of_leaf = [&](std::size_t i) { return met_in_graph_[i] && targets_[i].parameter.is_same(leaf); };
+    const auto targets = c10::irange(met_in_graph_.size());
+    return std::any_of(targets.begin(), targets.end(), of_leaf);
+  });
+  return outputs;
+}
+
+void StepBody::abandon_capture() noexcept {
+  if (offload_ != nullptr) {
+    offload_->abandon();
+  }
+}
+
+void StepBody::drop_replaced() {
+  const std::vector<at::Tensor> registered = given_->module->parameters();
+  std::size_t kept = 0;
+  for (const auto i : c10::irange(targets_.size())) {
+    if (met_[i] || holds(registered, targets_[i].parameter)) {
+      if (kept != i) {
+        targets_[kept] = std::move(targets_[i]);
+      }
+      met_[kept++] = met_[i];
+    }
+  }
+  targets_.resize(kept);
+  met_.resize(kept);
+}
+
+void StepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
+  const BareLeaves bare(known_leaves());
+  const Saving saving = this->saving();
+  Recorder* recorder = nullptr;
+  if (saving == Saving::counted) {
+    offload_->begin_sizing();
+  } else if (saving == Saving::in_capture) {
+    recorder = &offload_->begin_capture();
+  }
+  output_counts_.clear();
+  auto next = inputs.begin();
+  for (const std::size_t count : counts_) {
+    const auto end = next + static_cast<std::ptrdiff_t>(count);
+    if (saving == Saving::eager) {
+      run_microbatch(Tensors(next, end), outputs);
+    } else {
+      const RecorderGuard recording(saving == Saving::counted ? &offload_->next_sizing() : recorder);
+      run_microbatch(Tensors(next, end), outputs);
+    }
+    next = end;
+  }
+  if (saving == Saving::counted) {
+    offload_->end_sizing();
+  } else if (saving == Saving::in_capture) {
+    offload_->end_capture();
+  }
+}
+
+void StepBody::run_microbatch(const Tensors& inputs, Tensors& outputs) {
+  const Tensors made = given_->function(inputs);
+  refuse_backward_of_its_own();
+  add_gradients(checked_loss(made));
+  output_counts_.push_back(made.size());
+  for (const at::Tensor& tensor : made) {
+    outputs.push_back(tensor.defined() ? tensor.detach() : tensor);
+  }
+}
+
+void StepBody::refuse_backward_of_its_own() const {
+  if (!NestedBackwardRefusal::holds_here()) {
+    return;
+  }
+  for (const at::Tensor& leaf : known_leaves()) {
+    if (leaf.grad().defined()) {  // a warm-up pass begins with none
+      throw CaptureError("graphed step \"" + given_->name +
+                         "\": its function calls backward(), which adds into gradients that the graph cannot own. "
+                         "Return the loss; the engine computes its gradients");
+    }
+  }
+}
+
+at::Tensor StepBody::checked_loss(const Tensors& outputs) const {
+  if (outputs.empty() || !outputs.front().defined() || outputs.front().numel() != 1) {
+    throw UsageError("graphed step \"" + given_->name +
+                     "\": its function returns no loss; return the loss, a tensor of one element, as the first tensor");
+  }
+  if (outputs.front().grad_fn() == nullptr) {
+    throw UsageError(
+        "graphed step \"" + given_->name +
+        "\": its loss depends on no parameter; compute it with gradients, and call no backward in the step function");
+  }
+  return outputs.front();
+}
+
+}  // namespace sidestream

@@ -1,0 +1,216 @@
+// What of StepBody is about gradients: where they go, what they begin with, and what parameters have behind the step.
+#include <algorithm>
+#include <string>
+#include <unordered_set>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/StringUtil.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include "graphs/gradients/gradient_leaves.h"
+#include "graphs/gradients/owned_gradients.h"
+#include "graphs/whole_step/whole_step_body.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// Whose `.grad` a backward from `loss` would add to.
+std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
+  std::vector<at::Tensor> leaves;
+  std::vector<torch::autograd::Node*> open;
+  std::unordered_set<torch::autograd::Node*> seen;
+  const auto meet = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  meet(loss.grad_fn().get());
+  while (!open.empty()) {
+    torch::autograd::Node* const node = open.back();
+    open.pop_back();
+    if (const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node); accumulator != nullptr) {
+      leaves.push_back(accumulator->variable);
+    }
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      meet(edge.function.get());
+    }
+  }
+  return leaves;
+}
+
+bool is_own(const at::Tensor& grad, const OwnedGradient& gradient) {
+  return grad.const_data_ptr() == gradient.memory.const_data_ptr();
+}
+
+/// What is added to a gradient is added to what `.grad` holds.
+void begin_with_grad(const StepBody::Target& target) {
+  const at::Tensor& grad = target.parameter.grad();
+  if (!grad.defined()) {
+    target.gradient.memory.zero_();
+  } else if (!is_own(grad, target.gradient)) {
+    target.gradient.memory.copy_(grad);
+  }
+}
+
+}  // namespace
+
+std::size_t StepBody::target_of(const at::Tensor& leaf) {
+  const auto known = std::find_if(targets_.begin(), targets_.end(),
+                                  [&](const Target& target) { return target.parameter.is_same(leaf); });
+  if (known != targets_.end()) {
+    return static_cast<std::size_t>(known - targets_.begin());
+  }
+  if (resources_.runtime->capture_status(resources_.runtime->current_stream()) != CaptureStatus::none) {
+    throw CaptureError("graphed step \"" + given_->name +
+                       "\": its loss depends on a parameter that it did not depend on in the warm-up; let the step do "
+                       "the same work each time");
+  }
+  if (leaf.device() != resources_.runtime->device()) {
+    throw UsageError("graphed step \"" + given_->name + "\": a parameter lies on " + leaf.device().str() +
+                     ", but its graph runs on " + resources_.runtime->device().str() + "; move the parameter there");
+  }
+  if (hidden_) {
+    hidden_->hide(leaf);
+    targets_.push_back({leaf, resources_.owned_gradients.of(leaf)});
+    return targets_.size() - 1;
+  }
+  const Target made = [&] {
+    const HiddenGradients hidden({leaf});  // what the caller has stays the caller's
+    return Target{leaf, resources_.owned_gradients.of(leaf)};
+  }();
+  if (given_->accumulate) {  // first met in an eager run, which prepare() knew nothing of
+    refuse_foreign(made);
+    begin_with_grad(made);
+  }
+  targets_.push_back(made);
+  return targets_.size() - 1;
+}
+
+void StepBody::add_gradients(const at::Tensor& loss) {
+  const std::vector<at::Tensor> leaves = leaves_of(loss);
+  std::vector<at::Tensor> grads = torch::autograd::grad({loss}, leaves, {}, /*retain_graph=*/false,
+                                                        /*create_graph=*/false, /*allow_unused=*/true);
+  const at::NoGradGuard no_grad;
+  for (const auto i : c10::irange(leaves.size())) {
+    if (!grads[i].defined()) {
+      continue;
+    }
+    const std::size_t target = target_of(leaves[i]);
+    if (met_.size() <= target) {
+      met_.resize(target + 1, false);
+    }
+    if (met_[target] || given_->accumulate) {
+      targets_[target].gradient.memory.add_(grads[i]);
+    } else {
+      targets_[target].gradient.memory.copy_(grads[i]);
+    }
+    met_[target] = true;
+    grads[i] = at::Tensor();
+  }
+}
+
+void StepBody::refuse_hooks() const {
+  for (const at::Tensor& leaf : leaves_) {
+    if (has_gradient_hooks(leaf)) {
+      throw UsageError("graphed step \"" + given_->name +
+                       "\": a parameter has gradient hooks, which its graph would not run; do their work in the step's "
+                       "update, or train without a graphed step");
+    }
+  }
+}
+
+void StepBody::learn_updated(const std::vector<at::Tensor>& parameters) {
+  updated_outside_.clear();
+  const std::vector<at::Tensor> known = known_leaves();
+  for (const at::Tensor& parameter : parameters) {
+    if (!holds(known, parameter) && !holds(updated_outside_, parameter)) {
+      updated_outside_.push_back(parameter);
+    }
+  }
+  refuse_frozen_gradients();
+}
+
+void StepBody::refuse_frozen_gradients() const {
+  for (const at::Tensor& parameter : updated_outside_) {
+    const bool begins_with_none = !given_->accumulate && holds(leaves_, parameter);  // an eager run has met it since
+    if (parameter.grad().defined() && !begins_with_none) {
+      throw UsageError(
+          "graphed step \"" + given_->name + "\": its update uses a parameter of shape " + c10::str(parameter.sizes()) +
+          " that is not in its module and that its loss does not depend on. A graph would freeze that parameter's "
+          "gradient; clear the gradient, leave the parameter out of the update, or update it eagerly after the step");
+    }
+  }
+}
+
+void StepBody::prepare() {
+  refuse_hooks();
+  refuse_frozen_gradients();
+  prepare_gradients();
+}
+
+void StepBody::refuse_foreign(const Target& target) const {
+  const at::Tensor& grad = target.parameter.grad();
+  if (grad.defined() && !is_own(grad, target.gradient) &&
+      !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
+    throw UsageError("graphed step \"" + given_->name +
+                     "\": the .grad of a parameter is not the tensor that its graph adds into, and other code holds a "
+                     "reference to it; set .grad to none, or zero it in place");
+  }
+}
+
+void StepBody::prepare_gradients() {
+  if (!given_->accumulate) {
+    return;
+  }
+  for (const Target& target : targets_) {
+    refuse_foreign(target);
+  }
+  refuse_gradients_of_others();
+  const at::NoGradGuard no_grad;
+  for (const Target& target : targets_) {
+    begin_with_grad(target);
+  }
+}
+
+void StepBody::refuse_gradients_of_others() const {
+  if (!given_->update) {
+    return;
+  }
+  for (const at::Tensor& leaf : leaves_) {
+    const auto is_met = [&](std::size_t i) { return met_in_graph_[i] && targets_[i].parameter.is_same(leaf); };
+    const auto targets = c10::irange(std::min(targets_.size(), met_in_graph_.size()));
+    if (leaf.grad().defined() && std::none_of(targets.begin(), targets.end(), is_met)) {
+      throw UsageError("graphed step \"" + given_->name +
+                       "\": a parameter that its loss does not depend on has a gradient, but the captured update would "
+                       "skip that parameter. Clear the gradient, or update eagerly after the step");
+    }
+  }
+}
+
+void StepBody::attach_gradients(bool ran_eagerly) {
+  const std::vector<bool>& met = ran_eagerly ? met_ : met_in_graph_;
+  if (!given_->accumulate) {
+    const std::vector<at::Tensor>& without = ran_eagerly ? leaves_ : leaves_without_in_graph_;
+    for (const at::Tensor& leaf : without) {
+      leaf.mutable_grad() = at::Tensor();
+    }
+  }
+  for (std::size_t i = 0; i < met.size(); ++i) {
+    if (met[i]) {
+      at::Tensor& grad = targets_[i].parameter.mutable_grad();
+      if (const at::Tensor& made = to_attach(targets_[i].gradient); !grad.is_same(made)) {
+        grad = made;
+      }
+    }
+  }
+  if (given_->update) {  // what an eager forward has saved of them is another value now
+    for (const at::Tensor& leaf : leaves_) {
+      leaf.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,363 @@
+#include "offload/saved_tensor_recorder.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "offload/kept_failure.h"
+#include "offload/kept_memory.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
+}
+
+/// `tensor` as a handle keeps it where it stays. The variable itself would be a cycle where an operator saves its own output, which a
+/// parameter never is; for others it is what autograd keeps of outputs.
+at::Tensor kept_form(const at::Tensor& tensor, Exclusion reason, const Exclusions& exclusions) {
+  if (reason == Exclusion::unsupported) {
+    return tensor.detach();
+  }
+  return reason == Exclusion::parameter && exclusions.is_parameter(tensor) ? tensor : at::Tensor(tensor.tensor_data());
+}
+
+}  // namespace
+
+SavedStorage::SavedStorage(std::shared_ptr<StorageMover> owner, Group* first_saver, c10::Storage storage)
+    : mover(std::move(owner)),
+      group(first_saver),
+      device(std::move(storage)),
+      streams({current_stream(device.device())}),
+      bytes(device.nbytes()) {}
+
+SavedStorage::~SavedStorage() { mover->dropped(*this); }
+
+VersionStamp::VersionStamp(const at::Tensor& tensor)
+    : counter_(tensor.is_inference() ? c10::VariableVersion() : torch::autograd::impl::version_counter(tensor)),
+      version_(counter_.enabled() ? counter_.current_version() : 0) {}
+
+bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
+  // VariableVersion is one intrusive pointer and offers no comparison.
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): one pointer has no padding
+  return std::memcmp(&counter_, &other.counter_, sizeof(counter_)) == 0 && version_ == other.version_;
+}
+
+/// What autograd holds in place of one saved tensor.
+class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, public Pooled {
+ public:
+  explicit SavedTensorHandle(Recorder& recorder) : recorder_(&recorder) {}
+  SavedTensorHandle(const SavedTensorHandle&) = delete;
+  SavedTensorHandle& operator=(const SavedTensorHandle&) = delete;
+  ~SavedTensorHandle() override {
+    if (is_sizing_ && storage_ != nullptr) {
+      const std::shared_ptr<StorageMover> mover = storage_->mover;
+      storage_.reset();
+      try {
+        mover->saved_or_released();
+      } catch (const std::exception&) {  // it only counts
+      }
+    }
+  }
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    Recorder& recorder = *std::exchange(recorder_, nullptr);
+    version_ = VersionStamp(tensor);
+    is_sizing_ = recorder.planned_ == nullptr;
+    if (is_sizing_) {
+      recorder.mover_->saved_or_released();
+    }
+    scope_ = recorder.stack_.back().scope;
+    const Exclusion reason = recorder.exclusions_.classify_and_count(tensor);
+    const bool small = reason == Exclusion::small && recorder.looks_at_small_ && tensor.storage().nbytes() > 0;
+    if (reason != Exclusion::none && !small) {
+      kept_ = kept_form(tensor, reason, recorder.exclusions_);
+      return;
+    }
+    Group& group = recorder.group_for(tensor);
+    scope_ = group.scope;
+    storage_ = recorder.save(tensor, version_, group, small);
+    view_ = StorageView::capture(tensor);
+  }
+
+  at::Tensor call_unpack_hook() override {
+    if (!version_.unchanged()) {
+      throw UsageError(
+          "a tensor that backward needs, saved in \"" + (scope_->name.empty() ? "the step" : scope_->name) +
+          "\", was changed in place after the forward pass saved it; clone it before the in-place operation");
+    }
+    if (storage_ == nullptr) {
+      return kept_;
+    }
+    c10::Storage bytes = storage_->mover->fetch(*storage_);
+    return view_.restore(std::move(bytes), storage_->offset);
+  }
+
+ private:
+  Recorder* recorder_;  // until packed
+  const ScopeNode* scope_ = nullptr;
+  at::Tensor kept_;
+  std::shared_ptr<SavedStorage> storage_;
+  StorageView view_;
+  VersionStamp version_;
+  bool is_sizing_ = false;
+};
+
+Recorder::Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
+                   const PlannedPass* planned, std::shared_ptr<RecorderBooks> books)
+    : tree_(tree),
+      exclusions_(exclusions),
+      mover_(std::move(mover)),
+      planned_(planned),
+      books_(books != nullptr ? std::move(books) : std::make_shared<RecorderBooks>()),
+      looks_at_small_(planned == nullptr || has_blocks(*planned)) {
+  stack_.emplace_back().scope = tree_.root();
+}
+
+Recorder::~Recorder() {
+  for (Group& group : groups_) {
+    for (const auto* const storages : {&group.storages, &group.small}) {
+      for (const auto& weak : *storages) {
+        if (const auto saved = weak.lock()) {
+          saved->group = nullptr;
+          if (saved->block != nullptr) {
+            saved->block->group = nullptr;
+          }
+        }
+      }
+    }
+  }
+  books_->clear();
+}
+
+Recorder::Frame Recorder::enter(ScopeNode* scope) {
+  throw_kept();
+  OpenScope& open = stack_.emplace_back();
+  open.frame = ++latest_;
+  open.scope = scope;
+  tell_scope();
+  return latest_;
+}
+
+void Recorder::leave(Frame frame) {
+  if (stack_.back().frame == frame) {
+    leave_innermost();
+    return;
+  }
+  const auto of_frame = [&](const OpenScope& open) { return open.frame == frame; };
+  const auto found = std::find_if(stack_.begin(), stack_.end(), of_frame);
+  if (found == stack_.end()) {
+    throw UsageError(
+        "a scope was ended after the scope, the call or the step around it; end scopes in the reverse order of their "
+        "beginning");
+  }
+  const std::string message = "scope \"" + found->scope->name + "\" was ended before the scope \"" +
+                              stack_.back().scope->name +
+                              "\" inside of it; end scopes in the reverse order of their beginning";
+  while (stack_.back().frame >= frame) {
+    leave_innermost();
+  }
+  throw UsageError(message);
+}
+
+void Recorder::leave_innermost() {
+  const OpenScope open = stack_.back();
+  stack_.pop_back();
+  end_all(open);
+  tell_scope();
+}
+
+void Recorder::end_all(const OpenScope& open) {
+  for (Group* group = open.first_tagged; group != nullptr; group = group->next_tagged) {
+    end(group);
+  }
+  end(open.group);
+}
+
+void Recorder::discard(Frame frame) noexcept {
+  while (stack_.back().frame >= frame) {
+    stack_.pop_back();
+  }
+  tell_scope();
+}
+
+void Recorder::keep_failure(std::exception_ptr failure) noexcept {
+  log_failure(failure, "thrown by the next scope or call, or by the end of the step");
+  if (kept_failure_ == nullptr) {
+    kept_failure_ = std::move(failure);
+  }
+}
+
+void Recorder::throw_kept() {
+  if (kept_failure_ != nullptr) {
+    std::rethrow_exception(std::exchange(kept_failure_, nullptr));
+  }
+}
+
+void Recorder::end(Group* group) {
+  if (group != nullptr && !group->ended) {
+    group->ended = true;
+    mover_->group_ended(*group);
+    count_small(*group);
+  }
+}
+
+void Recorder::finish() {
+  throw_kept();
+  const std::string open = stack_.size() > 1 ? stack_.back().scope->name : std::string();
+  while (stack_.size() > 1) {
+    leave_innermost();
+  }
+  end_all(stack_.back());
+  if (!open.empty()) {
+    throw UsageError("scope \"" + open +
+                     "\" is still open at the end of its step (or of its capture); end it before that");
+  }
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> Recorder::make_hooks() {
+  return std::unique_ptr<torch::autograd::SavedVariableHooks>(new (&books_->blocks) SavedTensorHandle(*this));
+}
+
+Group& Recorder::make_group(ScopeNode* scope) {
+  Group& group = groups_.emplace_back();
+  group.scope = scope;
+  group.index = static_cast<std::uint32_t>(groups_.size() - 1);
+  group.to_be_captured = to_be_captured_;
+  group.block_from = exclusions_.min_bytes();
+  group.gathers = planned_ == nullptr && scope->selected;
+  if (planned_ != nullptr && to_be_captured_) {
+    group.offloads_unplanned = scope->selected;  // this once: the next step begins with its capture
+  } else if (planned_ != nullptr) {
+    const std::size_t turn = books_->entered[scope]++;
+    const auto found = planned_->find(scope);
+    const std::vector<PlannedGroup>* turns = found == planned_->end() ? nullptr : &found->second;
+    if (turns != nullptr && turn < turns->size()) {
+      group.planned.begin(&(*turns)[turn]);
+      group.turns_round = (*turns)[turn].turns_round;
+    }
+    // A scope entered more often than planned is another microbatch, likely: as it was with the last.
+    group.offloads_unplanned =
+        scope->selected && (turns == nullptr || (*turns)[std::min(turn, turns->size() - 1)].offloads);
+    group.block_bytes = turns == nullptr ? 0 : (*turns)[std::min(turn, turns->size() - 1)].block_bytes;
+    group.gathers = scope->selected && (turns == nullptr || group.block_bytes > 0);
+  }
+  return group;
+}
+
+Group& Recorder::group_of(OpenScope& open) {
+  if (open.group == nullptr) {
+    open.group = &make_group(open.scope);
+  }
+  return *open.group;
+}
+
+Group& Recorder::group_for(const at::Tensor& tensor) {
+  if (!tags_.empty()) {
+    const auto tagged = tags_.find(tensor.storage().unsafeGetStorageImpl());
+    if (tagged != tags_.end() && !tagged->second.second->ended) {
+      return *tagged->second.second;
+    }
+  }
+  return group_of(stack_.back());
+}
+
+void Recorder::tag(const at::Tensor& tensor, std::string_view name) {
+  OpenScope& frame = stack_.back();
+  ScopeNode* scope = tree_.child(frame.scope, name);
+  Group* group = nullptr;
+  for (Group* open = frame.first_tagged; open != nullptr; open = open->next_tagged) {
+    group = open->scope == scope ? open : group;
+  }
+  if (group == nullptr) {
+    group = &make_group(scope);
+    (frame.last_tagged == nullptr ? frame.first_tagged : frame.last_tagged->next_tagged) = group;
+    frame.last_tagged = group;
+  }
+  const c10::Storage& storage = tensor.storage();
+  tags_.insert_or_assign(storage.unsafeGetStorageImpl(), std::make_pair(storage.getWeakStorageImpl(), group));
+}
+
+void Recorder::mark(const at::Tensor& tensor) {
+  exclusions_.mark(tensor);
+  if (!StorageView::supported(tensor)) {
+    return;
+  }
+  // The operator that made it may have saved it already; its group has not left yet while its scope is open.
+  if (const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl()); found != entries_.end()) {
+    if (const auto saved = found->second.saved.lock(); saved != nullptr) {
+      saved->to_offload = saved->to_offload && saved->place != SavedStorage::Place::device;
+    }
+  }
+}
+
+void Recorder::place(SavedStorage& saved, Group& group, bool small) {
+  if (planned_ == nullptr) {
+    saved.to_offload = group.scope->selected;
+  } else if (const PlannedStorage* const planned = group.planned.take(saved.bytes); planned != nullptr) {
+    saved.to_offload = planned->to_offload;
+  } else if (small) {
+    counts_.unplanned_bytes += group.gathers ? saved.bytes : 0;
+    saved.to_offload = group.gathers;
+  } else if (group.scope->selected) {
+    counts_.unplanned_bytes += saved.bytes;
+    saved.to_offload = group.offloads_unplanned;
+  }
+}
+
+std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const VersionStamp& version, Group& group,
+                                             bool small) {
+  group.only_small = group.only_small && small;
+  const c10::Storage& storage = tensor.storage();
+  const c10::StorageImpl* key = storage.unsafeGetStorageImpl();
+  const auto found = entries_.find(key);
+  if (found != entries_.end()) {
+    auto saved = found->second.saved.lock();
+    if (saved != nullptr && found->second.version.same_as(version)) {
+      const c10::Stream stream = current_stream(storage.device());
+      add_stream(saved->streams, stream);
+      if (saved->block != nullptr) {  // reads the block in backward, and what was gathered until then
+        add_stream(saved->block->streams, stream);
+        keep_for(storage, saved->block->streams);
+      } else {
+        saved->tensors += small ? 1 : 0;
+      }
+      auto& savers = storages_[found->second.profile_index].savers;
+      if (savers.back() != group.index) {
+        savers.push_back(group.index);
+      }
+      return saved;
+    }
+    if (saved != nullptr && !small) {
+      counts_.copied_twice_bytes += saved->bytes;
+    }
+  }
+  auto saved = std::allocate_shared<SavedStorage>(PoolAllocator<SavedStorage>(books_->blocks), mover_, &group, storage);
+  place(*saved, group, small);
+  if (small) {
+    saved->tensors = 1;
+    group.small.push_back(saved);
+    group.small_bytes += saved->bytes;
+  } else {
+    group.storages.push_back(saved);
+    ++group.seen;
+    saved_bytes_ += saved->bytes;
+  }
+  StorageProfile& profile = storages_.emplace_back();
+  profile.bytes = saved->bytes;
+  profile.savers.push_back(group.index);
+  profile.small = small;
+  identities_.push_back({saved, storage.getWeakStorageImpl()});
+  entries_.insert_or_assign(key, Entry{saved, storage.getWeakStorageImpl(), version, storages_.size() - 1});
+  return saved;
+}
+
+Recorder* current_recorder() noexcept { return ThreadStack<Recorder>::top(); }
+
+}  // namespace sidestream
