@@ -117,7 +117,7 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) noexcept {
 }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
-  if (Recorder* recorder = current_recorder(); recorder != nullptr) {
+  if (SavedTensorRecorder* recorder = current_recorder(); recorder != nullptr) {
     RecorderScope scope(*recorder, site.scope);
     request.run(request.context, outputs);
     scope.end();

@@ -140,7 +140,7 @@ MemoryShortage::MemoryShortage(const EngineResources& resources) : resources_(re
 
 bool MemoryShortage::met() const { return resources_.runtime->memory_stats().refusals > refusals_; }
 
-void MemoryShortage::warn(const EngineChains& chains, const Recorder& recorder) const noexcept {
+void MemoryShortage::warn(const EngineChains& chains, const SavedTensorRecorder& recorder) const noexcept {
   try {
     if (!met()) {
       return;

@@ -7,7 +7,7 @@ namespace sidestream {
 struct CaptureAttempt;
 class EngineChains;
 struct EngineResources;
-class Recorder;
+class SavedTensorRecorder;
 
 /// Notices that the device ran out of memory while it lived, whoever asked for it and whatever became of the error.
 class MemoryShortage {
@@ -17,7 +17,7 @@ class MemoryShortage {
   [[nodiscard]] bool met() const;
   /// Where it was met: says by LibTorch's warnings what held the memory in the step of `recorder` and what else may leave. The
   /// error, which is on its way through the user's code, knows neither.
-  void warn(const EngineChains& chains, const Recorder& recorder) const noexcept;
+  void warn(const EngineChains& chains, const SavedTensorRecorder& recorder) const noexcept;
 
  protected:
   [[nodiscard]] const EngineResources& resources() const noexcept { return resources_; }

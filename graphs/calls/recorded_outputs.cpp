@@ -7,7 +7,7 @@
 
 namespace sidestream {
 
-RecordedOutputs::Holder RecordedOutputs::holder_of(const Output& output, const Recorder* recorder) {
+RecordedOutputs::Holder RecordedOutputs::holder_of(const Output& output, const SavedTensorRecorder* recorder) {
   const c10::StorageImpl* const storage = output.storage._unsafe_get_target();
   const auto saved = recorder != nullptr ? recorder->saved(storage) : nullptr;
   const bool saved_here = saved != nullptr && saved->device && saved->device.unsafeGetStorageImpl() == storage;
@@ -21,7 +21,7 @@ RecordedOutputs::Holder RecordedOutputs::holder_of(const Output& output, const R
   return saved->place == SavedStorage::Place::device ? Holder::others : Holder::groups;
 }
 
-void RecordedOutputs::call_begins(std::size_t call, std::size_t chain, const Recorder* recorder) {
+void RecordedOutputs::call_begins(std::size_t call, std::size_t chain, const SavedTensorRecorder* recorder) {
   for (Output& output : outputs_) {
     if (output.chain == chain && output.holder == Holder::unknown) {
       // A call that comes before it in the chain begins another pass: behind the last one there are only backwards.

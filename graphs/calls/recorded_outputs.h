@@ -11,7 +11,7 @@
 namespace sidestream {
 
 class EagerPlan;
-class Recorder;
+class SavedTensorRecorder;
 
 /// The storages that recorded calls gave, and who held them when the next call of the same chain began. Where that was nobody, or
 /// eager groups alone that leave, the chain need not keep the memory: its graphs may use it from that call on.
@@ -19,7 +19,7 @@ class Recorder;
 class RecordedOutputs {
  public:
   /// Call `call` of the chain `chain` begins. `recorder`: of the step, null without one.
-  void call_begins(std::size_t call, std::size_t chain, const Recorder* recorder);
+  void call_begins(std::size_t call, std::size_t chain, const SavedTensorRecorder* recorder);
   /// Call `call` of the chain `chain` has run, once more maybe, and gave `outputs`.
   void add(std::size_t call, std::size_t chain, c10::ArrayRef<at::Tensor> outputs);
   /// By output of `call`: true where in each of its runs nobody held it when the next call began, but for groups that leave by `plan`.
@@ -50,7 +50,7 @@ class RecordedOutputs {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< keeps the address from being met again
     Holder holder = Holder::unknown;
   };
-  static Holder holder_of(const Output& output, const Recorder* recorder);
+  static Holder holder_of(const Output& output, const SavedTensorRecorder* recorder);
 
   std::vector<Output> outputs_;  ///< of all runs, in their order
 };

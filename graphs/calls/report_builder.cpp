@@ -175,7 +175,7 @@ void ReportBuilder::replayed(const Chain::Counts& counts) {
   counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
 }
 
-void ReportBuilder::sizing_ended(const Recorder& recorder, std::int64_t unoffloaded_peak) {
+void ReportBuilder::sizing_ended(const SavedTensorRecorder& recorder, std::int64_t unoffloaded_peak) {
   counted_.first_step_peak_bytes = counted_.step_peak_bytes;
   counted_.sizing_peak_bytes = unoffloaded_peak;
   counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
@@ -188,9 +188,10 @@ void ReportBuilder::copied(const CopyCounts& copies) noexcept {
   counted_.inline_reloads = static_cast<std::int64_t>(copies.inline_reloads);
 }
 
-void ReportBuilder::step_ended(const Recorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak) {
+void ReportBuilder::step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies,
+                               const LiveMemory::Peak& peak) {
   copied(copies);
-  const Recorder::Counts counts = recorder.counts();
+  const SavedTensorRecorder::Counts counts = recorder.counts();
   counted_.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
   counted_.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);
   counted_.refused_bytes = static_cast<std::int64_t>(counts.refused_bytes);

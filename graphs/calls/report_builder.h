@@ -41,11 +41,11 @@ class ReportBuilder {
   /// What chains did in the step that now ends, whole or not.
   void replayed(const Chain::Counts& counts);
   /// A whole sizing step, behind its `step_ended`; `unoffloaded_peak`: see UnoffloadedPeak.
-  void sizing_ended(const Recorder& recorder, std::int64_t unoffloaded_peak);
+  void sizing_ended(const SavedTensorRecorder& recorder, std::int64_t unoffloaded_peak);
   /// A whole step.
   /// Of the latest step.
   void copied(const CopyCounts& copies) noexcept;
-  void step_ended(const Recorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
+  void step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
   void count_step() noexcept { ++counted_.steps; }
 
   [[nodiscard]] Report build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,

@@ -28,8 +28,8 @@ void ChainCapture::capture_forward(std::size_t index) {
   release(index);
   const Site site(Activity::capture_forward, layer.spec.scope->site);
   make_leaves(index);
-  live.recorder =
-      std::make_unique<Recorder>(*resources_.tree, *resources_.exclusions, resources_.offload, &live.planned);
+  live.recorder = std::make_unique<SavedTensorRecorder>(*resources_.tree, *resources_.exclusions, resources_.offload,
+                                                        &live.planned);
   std::vector<at::Tensor> arguments;
   detail::TensorBuffer outputs;
   SavedStorages saved(*live.recorder);
@@ -62,7 +62,7 @@ void ChainCapture::capture_forward(std::size_t index) {
   hold_reads(layer);
   reads_.forward_ended(index);
   live.recorder->finish();
-  const Recorder::Counts counts = live.recorder->counts();
+  const SavedTensorRecorder::Counts counts = live.recorder->counts();
   layer.unplanned_bytes = counts.unplanned_bytes;
   layer.refused_bytes = counts.refused_bytes;
   runtime_.record(layer.forward_done, capture_);

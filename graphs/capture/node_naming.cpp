@@ -32,7 +32,7 @@ const ScopeNode* GradientScopes::of(std::uint64_t sequence_number) const noexcep
   return after == begins_.begin() ? nullptr : (after - 1)->second;
 }
 
-NodeNaming::NodeNaming(const Runtime& runtime, c10::Stream capture, NodeNames& names, Recorder& recorder,
+NodeNaming::NodeNaming(const Runtime& runtime, c10::Stream capture, NodeNames& names, SavedTensorRecorder& recorder,
                        GradientScopes& scopes)
     : runtime_(runtime),
       capture_(capture),

@@ -36,7 +36,8 @@ class GradientScopes {
 class NodeNaming final : public ScopeListener {
  public:
   /// Of a forward, which `recorder` tells of scopes; `scopes` learns where autograd's nodes are made.
-  NodeNaming(const Runtime& runtime, c10::Stream capture, NodeNames& names, Recorder& recorder, GradientScopes& scopes);
+  NodeNaming(const Runtime& runtime, c10::Stream capture, NodeNames& names, SavedTensorRecorder& recorder,
+             GradientScopes& scopes);
   /// Of a backward of what `scopes` has seen in the call at `call`.
   NodeNaming(const Runtime& runtime, c10::Stream capture, NodeNames& names, const ScopeNode& call,
              const GradientScopes& scopes);
@@ -57,7 +58,7 @@ class NodeNaming final : public ScopeListener {
   NodeNames& names_;
   const ScopeNode* scope_;
   const ScopeNode* call_ = nullptr;                  ///< in a forward: its own scope
-  Recorder* recorder_ = nullptr;                     ///< null in a backward
+  SavedTensorRecorder* recorder_ = nullptr;          ///< null in a backward
   GradientScopes* learned_ = nullptr;                ///< null in a backward
   const GradientScopes* gradient_scopes_ = nullptr;  ///< null in a forward
   int open_ = 0;                                     ///< operators that have begun and not ended

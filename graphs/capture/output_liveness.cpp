@@ -37,7 +37,7 @@ struct Saved {
   std::size_t stay = 0;
 };
 
-Saved saved_of(const Recorder& recorder, const c10::Storage& storage) {
+Saved saved_of(const SavedTensorRecorder& recorder, const c10::Storage& storage) {
   Saved saved;
   for (const SavedIdentity& identity : recorder.identities()) {
     if (identity.storage._unsafe_get_target() != storage.unsafeGetStorageImpl()) {
@@ -95,7 +95,7 @@ void OutputLives::learn(std::size_t index, const Link& output, const SavedStorag
   const std::size_t behind_backward = 2 * layers_.size() - index;
   const Saved by_layer = saved_of(*holders.recorders[index], storage);
   std::size_t known = references_to(storage, layers_) + tensors_over(storage, holders.tensors);
-  for (const Recorder* const recorder : holders.recorders) {
+  for (const SavedTensorRecorder* const recorder : holders.recorders) {
     known += saved_of(*recorder, storage).stay;
   }
   const std::size_t unknown = storage.use_count() > known ? storage.use_count() - known : 0;

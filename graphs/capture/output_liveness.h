@@ -25,8 +25,8 @@ class OutputLives {
  public:
   /// What autograd and bodies hold while a chain is captured.
   struct Holders {
-    std::vector<at::Tensor> tensors;         ///< leaves, arguments and outputs of the layers so far
-    std::vector<const Recorder*> recorders;  ///< theirs
+    std::vector<at::Tensor> tensors;                    ///< leaves, arguments and outputs of the layers so far
+    std::vector<const SavedTensorRecorder*> recorders;  ///< theirs
   };
 
   /// `layers` must outlive this object. `keeps_graph`: backwards may replay several times, so nothing is let go.

@@ -38,7 +38,7 @@ class ChainCapture {
     std::vector<at::Tensor> outputs;      ///< with their autograd history
     std::vector<at::Tensor> grad_inputs;  ///< owning
     PlannedPass planned;
-    std::unique_ptr<Recorder> recorder;
+    std::unique_ptr<SavedTensorRecorder> recorder;
     GradientScopes scopes;  ///< of the forward
   };
 

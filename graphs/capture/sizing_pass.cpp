@@ -42,7 +42,7 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
   const auto of_module = static_cast<std::ptrdiff_t>(parameters.size());
   ObservedWeights weights(watch.reads());
   const c10::DeviceType type = spec.state.modes.autocast.type;
-  Recorder recorder(tree, exclusions, std::make_shared<SizingMover>(), nullptr);
+  SavedTensorRecorder recorder(tree, exclusions, std::make_shared<SizingMover>(), nullptr);
   std::vector<bool> used;
   const std::vector<at::Tensor> differentiable = requiring(inputs);
   std::vector<at::Tensor> targets;

@@ -87,10 +87,10 @@ void StepOffload::finish_sizing() {
   }
 }
 
-Recorder& StepOffload::next_sizing() {
+SavedTensorRecorder& StepOffload::next_sizing() {
   finish_sizing();
   warm_->begin_step();
-  recorder_ = std::make_unique<Recorder>(*parts_.tree, *parts_.exclusions, warm_, nullptr);
+  recorder_ = std::make_unique<SavedTensorRecorder>(*parts_.tree, *parts_.exclusions, warm_, nullptr);
   return *recorder_;
 }
 
@@ -133,7 +133,7 @@ void StepOffload::add_to_plan(const Pass& pass, const Plan& plan) {
   plan_.offloaded_bytes += plan.offloaded_bytes;
 }
 
-Recorder& StepOffload::begin_capture() {
+SavedTensorRecorder& StepOffload::begin_capture() {
   copies_->captured = true;
   parts_.capture_offload->copies_inside(copies_->arena);
   const c10::Stream capture = parts_.runtime->current_stream();
@@ -144,8 +144,8 @@ Recorder& StepOffload::begin_capture() {
   back.behind(capture);
   back.finish();
   copies_->offload->begin_step();
-  recorder_ = std::make_unique<Recorder>(*parts_.tree, *parts_.exclusions, copies_->offload, &planned_);
-  if (const Recorder* const of_capture = current_recorder(); of_capture != nullptr) {
+  recorder_ = std::make_unique<SavedTensorRecorder>(*parts_.tree, *parts_.exclusions, copies_->offload, &planned_);
+  if (const SavedTensorRecorder* const of_capture = current_recorder(); of_capture != nullptr) {
     recorder_->tell(of_capture->listener());
   }
   return *recorder_;

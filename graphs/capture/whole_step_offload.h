@@ -53,12 +53,12 @@ class StepOffload {
   /// A warm-up pass begins. The graph of an earlier capture is gone.
   void begin_sizing();
   /// The recorder of one microbatch in a warm-up pass, which leaves and is counted; it lives until the next one's, or the end.
-  [[nodiscard]] Recorder& next_sizing();
+  [[nodiscard]] SavedTensorRecorder& next_sizing();
   /// It has ended: plans and pins for the capture. Throws: DeviceError.
   void end_sizing();
 
   /// Inside the capture, on its stream: the copy streams fork from it.
-  [[nodiscard]] Recorder& begin_capture();
+  [[nodiscard]] SavedTensorRecorder& begin_capture();
   /// Inside the capture, behind its last backward: the copy streams are joined.
   void end_capture();
 
@@ -68,7 +68,7 @@ class StepOffload {
   /// What each replay copies; nothing before a capture.
   [[nodiscard]] const CopyCounts& copies() const noexcept { return counts_; }
   /// What the capture met that the plan did not know.
-  [[nodiscard]] const Recorder::Counts& unplanned() const noexcept { return recorded_; }
+  [[nodiscard]] const SavedTensorRecorder::Counts& unplanned() const noexcept { return recorded_; }
   /// Of all microbatches, one behind the other.
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
@@ -96,7 +96,7 @@ class StepOffload {
   void add_to_plan(const Pass& pass, const Plan& plan);
 
   Parts parts_;
-  std::unique_ptr<Recorder> recorder_;
+  std::unique_ptr<SavedTensorRecorder> recorder_;
   std::unique_ptr<Copies> copies_;      ///< of the latest capture, or for the next
   std::shared_ptr<EagerOffload> warm_;  ///< of a warm-up pass
   std::vector<Pass> passes_;            ///< of the latest
@@ -104,7 +104,7 @@ class StepOffload {
   Plan plan_;
   PlannedPass planned_;
   CopyCounts counts_;
-  Recorder::Counts recorded_;
+  SavedTensorRecorder::Counts recorded_;
 };
 
 }  // namespace sidestream

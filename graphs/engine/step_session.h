@@ -44,7 +44,7 @@ class StepSession {
   /// A backward that begins after this is no part of the sizing pass.
   void stop_sizing() noexcept;
 
-  [[nodiscard]] const Recorder& recorder() const noexcept { return *recorder_; }
+  [[nodiscard]] const SavedTensorRecorder& recorder() const noexcept { return *recorder_; }
   /// In it.
   [[nodiscard]] const MemoryShortage& shortage() const noexcept { return shortage_; }
   /// Of a sizing step that was stopped.
@@ -59,7 +59,7 @@ class StepSession {
   std::thread::id thread_ = std::this_thread::get_id();
   MemoryShortage shortage_;
   Kind kind_;
-  std::optional<Recorder> recorder_;
+  std::optional<SavedTensorRecorder> recorder_;
   std::unique_ptr<UnoffloadedPeak> peaks_;
   bool copies_ended_ = false;
   std::int64_t allocated_at_begin_ = 0;

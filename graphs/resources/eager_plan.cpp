@@ -16,7 +16,7 @@ constexpr std::int64_t kLasting = 32;
 
 }  // namespace
 
-void EagerPlan::learn(const Recorder& recorder, const std::vector<GroupEvent>& order,
+void EagerPlan::learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order,
                       const EagerOffload::Limits& limits) {
   profile_ = recorder.profile();
   scopes_ = recorder.group_scopes();

@@ -27,7 +27,8 @@ class EagerPlan {
   /// -> sized: what a pass saw, the sizing pass or a later one that had no room for what it was to offload.
   /// `order`: of its groups. What turned round within the lag of `limits` stays. Groups of calls that are captured are their
   /// chains' business.
-  void learn(const Recorder& recorder, const std::vector<GroupEvent>& order, const EagerOffload::Limits& limits);
+  void learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order,
+             const EagerOffload::Limits& limits);
   /// False where a group that saved `storage` in that pass, and is no captured call's, stays. What it did not save was saved in a step
   /// that the plan has led.
   [[nodiscard]] bool takes_along(const c10::StorageImpl* storage) const;

@@ -27,7 +27,7 @@ OperatorObserverGuard::Observe StepCheck::observer() const {
   return [checked = checked_](const OperatorAccess& access) {
     if (const auto node = torch::autograd::get_current_node(); node != nullptr) {
       checked->observe(access, "backward", node->name());
-    } else if (const Recorder* recorder = current_recorder(); recorder != nullptr && recorder->depth() > 1) {
+    } else if (const SavedTensorRecorder* recorder = current_recorder(); recorder != nullptr && recorder->depth() > 1) {
       checked->observe(access, "forward", recorder->scope().name);
     } else {
       checked->observe(access);

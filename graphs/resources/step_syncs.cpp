@@ -13,7 +13,7 @@ namespace {
 
 /// The innermost scope of the calling thread; null outside of all.
 const std::string* current_scope() {
-  const Recorder* recorder = current_recorder();
+  const SavedTensorRecorder* recorder = current_recorder();
   return recorder != nullptr && recorder->depth() > 1 ? &recorder->scope().name : nullptr;
 }
 

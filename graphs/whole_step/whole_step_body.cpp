@@ -189,7 +189,7 @@ void StepBody::drop_replaced() {
 void StepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
   const BareLeaves bare(known_leaves());
   const Saving saving = this->saving();
-  Recorder* recorder = nullptr;
+  SavedTensorRecorder* recorder = nullptr;
   if (saving == Saving::counted) {
     offload_->begin_sizing();
   } else if (saving == Saving::in_capture) {

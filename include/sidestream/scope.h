@@ -9,7 +9,7 @@
 
 namespace sidestream {
 
-class Recorder;
+class SavedTensorRecorder;
 
 /// Puts the tensors that autograd saves until the scope ends into the group `name`. If Options::offload names the group, it is offloaded
 /// at the end of the scope.
@@ -35,7 +35,7 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
 
  private:
   const char* name_;
-  std::weak_ptr<Recorder* const> recorder_;
+  std::weak_ptr<SavedTensorRecorder* const> recorder_;
   std::uint64_t frame_ = 0;  ///< 0: ended, or never begun
   std::thread::id thread_;
   int exceptions_ = 0;

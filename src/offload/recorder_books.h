@@ -52,7 +52,7 @@ inline void begin_again(StorageProfile& storage) {
   storage.savers = std::move(savers);
 }
 
-/// What a Recorder writes down. An engine keeps it from step to step: a step that goes as the one before takes nothing from the heap.
+/// What a SavedTensorRecorder writes down. An engine keeps it from step to step: a step that goes as the one before takes nothing from the heap.
 /// Threads: one recorder at a time; see BlockPool for what lies in `blocks`.
 struct RecorderBooks {
   /// A scope that is open.

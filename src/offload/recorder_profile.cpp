@@ -1,4 +1,4 @@
-// What of Recorder tells what a pass saved.
+// What of SavedTensorRecorder tells what a pass saved.
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace sidestream {
 
-Profile Recorder::profile() const {
+Profile SavedTensorRecorder::profile() const {
   Profile profile;
   const std::vector<bool> kept = in_profile();
   std::vector<bool> with_small(groups_.size(), false);
@@ -27,7 +27,7 @@ Profile Recorder::profile() const {
   return profile;
 }
 
-std::vector<SavedIdentity> Recorder::identities() const {
+std::vector<SavedIdentity> SavedTensorRecorder::identities() const {
   const std::vector<bool> kept = in_profile();
   std::vector<SavedIdentity> identities;
   for (std::size_t i = 0; i < identities_.size(); ++i) {
@@ -38,7 +38,7 @@ std::vector<SavedIdentity> Recorder::identities() const {
   return identities;
 }
 
-std::vector<bool> Recorder::in_profile() const {
+std::vector<bool> SavedTensorRecorder::in_profile() const {
   std::vector<std::uint64_t> own(groups_.size(), 0);
   for (const StorageProfile& storage : storages_) {
     own[storage.savers.front()] += storage.small && storage.savers.size() == 1 ? storage.bytes : 0;
@@ -53,7 +53,7 @@ std::vector<bool> Recorder::in_profile() const {
   return kept;
 }
 
-void Recorder::count_small(const Group& group) {
+void SavedTensorRecorder::count_small(const Group& group) {
   if (group.small_bytes == 0 || !group.scope->selected || group.small_bytes < group.block_from) {
     return;
   }
@@ -68,12 +68,12 @@ void Recorder::count_small(const Group& group) {
   exclusions_.left_after_all(left);
 }
 
-std::shared_ptr<const SavedStorage> Recorder::saved(const c10::StorageImpl* storage) const {
+std::shared_ptr<const SavedStorage> SavedTensorRecorder::saved(const c10::StorageImpl* storage) const {
   const auto found = entries_.find(storage);
   return found == entries_.end() ? nullptr : found->second.saved.lock();
 }
 
-Recorder::Counts Recorder::counts() const noexcept {
+SavedTensorRecorder::Counts SavedTensorRecorder::counts() const noexcept {
   Counts counts = counts_;
   for (const Group& group : groups_) {
     counts.refused_bytes += group.refused_bytes;
@@ -81,7 +81,7 @@ Recorder::Counts Recorder::counts() const noexcept {
   return counts;
 }
 
-std::vector<const ScopeNode*> Recorder::group_scopes() const {
+std::vector<const ScopeNode*> SavedTensorRecorder::group_scopes() const {
   std::vector<const ScopeNode*> scopes;
   for (const Group& group : groups_) {
     scopes.push_back(group.scope);

@@ -52,7 +52,7 @@ bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
 /// What autograd holds in place of one saved tensor.
 class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, public Pooled {
  public:
-  explicit SavedTensorHandle(Recorder& recorder) : recorder_(&recorder) {}
+  explicit SavedTensorHandle(SavedTensorRecorder& recorder) : recorder_(&recorder) {}
   SavedTensorHandle(const SavedTensorHandle&) = delete;
   SavedTensorHandle& operator=(const SavedTensorHandle&) = delete;
   ~SavedTensorHandle() override {
@@ -67,7 +67,7 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
   }
 
   void call_pack_hook(const at::Tensor& tensor) override {
-    Recorder& recorder = *std::exchange(recorder_, nullptr);
+    SavedTensorRecorder& recorder = *std::exchange(recorder_, nullptr);
     version_ = VersionStamp(tensor);
     is_sizing_ = recorder.planned_ == nullptr;
     if (is_sizing_) {
@@ -100,7 +100,7 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
   }
 
  private:
-  Recorder* recorder_;  // until packed
+  SavedTensorRecorder* recorder_;  // until packed
   const ScopeNode* scope_ = nullptr;
   at::Tensor kept_;
   std::shared_ptr<SavedStorage> storage_;
@@ -109,8 +109,8 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
   bool is_sizing_ = false;
 };
 
-Recorder::Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
-                   const PlannedPass* planned, std::shared_ptr<RecorderBooks> books)
+SavedTensorRecorder::SavedTensorRecorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
+                                         const PlannedPass* planned, std::shared_ptr<RecorderBooks> books)
     : tree_(tree),
       exclusions_(exclusions),
       mover_(std::move(mover)),
@@ -120,7 +120,7 @@ Recorder::Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<Stor
   stack_.emplace_back().scope = tree_.root();
 }
 
-Recorder::~Recorder() {
+SavedTensorRecorder::~SavedTensorRecorder() {
   for (Group& group : groups_) {
     for (const auto* const storages : {&group.storages, &group.small}) {
       for (const auto& weak : *storages) {
@@ -136,7 +136,7 @@ Recorder::~Recorder() {
   books_->clear();
 }
 
-Recorder::Frame Recorder::enter(ScopeNode* scope) {
+SavedTensorRecorder::Frame SavedTensorRecorder::enter(ScopeNode* scope) {
   throw_kept();
   OpenScope& open = stack_.emplace_back();
   open.frame = ++latest_;
@@ -145,7 +145,7 @@ Recorder::Frame Recorder::enter(ScopeNode* scope) {
   return latest_;
 }
 
-void Recorder::leave(Frame frame) {
+void SavedTensorRecorder::leave(Frame frame) {
   if (stack_.back().frame == frame) {
     leave_innermost();
     return;
@@ -166,41 +166,41 @@ void Recorder::leave(Frame frame) {
   throw UsageError(message);
 }
 
-void Recorder::leave_innermost() {
+void SavedTensorRecorder::leave_innermost() {
   const OpenScope open = stack_.back();
   stack_.pop_back();
   end_all(open);
   tell_scope();
 }
 
-void Recorder::end_all(const OpenScope& open) {
+void SavedTensorRecorder::end_all(const OpenScope& open) {
   for (Group* group = open.first_tagged; group != nullptr; group = group->next_tagged) {
     end(group);
   }
   end(open.group);
 }
 
-void Recorder::discard(Frame frame) noexcept {
+void SavedTensorRecorder::discard(Frame frame) noexcept {
   while (stack_.back().frame >= frame) {
     stack_.pop_back();
   }
   tell_scope();
 }
 
-void Recorder::keep_failure(std::exception_ptr failure) noexcept {
+void SavedTensorRecorder::keep_failure(std::exception_ptr failure) noexcept {
   log_failure(failure, "thrown by the next scope or call, or by the end of the step");
   if (kept_failure_ == nullptr) {
     kept_failure_ = std::move(failure);
   }
 }
 
-void Recorder::throw_kept() {
+void SavedTensorRecorder::throw_kept() {
   if (kept_failure_ != nullptr) {
     std::rethrow_exception(std::exchange(kept_failure_, nullptr));
   }
 }
 
-void Recorder::end(Group* group) {
+void SavedTensorRecorder::end(Group* group) {
   if (group != nullptr && !group->ended) {
     group->ended = true;
     mover_->group_ended(*group);
@@ -208,7 +208,7 @@ void Recorder::end(Group* group) {
   }
 }
 
-void Recorder::finish() {
+void SavedTensorRecorder::finish() {
   throw_kept();
   const std::string open = stack_.size() > 1 ? stack_.back().scope->name : std::string();
   while (stack_.size() > 1) {
@@ -221,11 +221,11 @@ void Recorder::finish() {
   }
 }
 
-std::unique_ptr<torch::autograd::SavedVariableHooks> Recorder::make_hooks() {
+std::unique_ptr<torch::autograd::SavedVariableHooks> SavedTensorRecorder::make_hooks() {
   return std::unique_ptr<torch::autograd::SavedVariableHooks>(new (&books_->blocks) SavedTensorHandle(*this));
 }
 
-Group& Recorder::make_group(ScopeNode* scope) {
+Group& SavedTensorRecorder::make_group(ScopeNode* scope) {
   Group& group = groups_.emplace_back();
   group.scope = scope;
   group.index = static_cast<std::uint32_t>(groups_.size() - 1);
@@ -251,14 +251,14 @@ Group& Recorder::make_group(ScopeNode* scope) {
   return group;
 }
 
-Group& Recorder::group_of(OpenScope& open) {
+Group& SavedTensorRecorder::group_of(OpenScope& open) {
   if (open.group == nullptr) {
     open.group = &make_group(open.scope);
   }
   return *open.group;
 }
 
-Group& Recorder::group_for(const at::Tensor& tensor) {
+Group& SavedTensorRecorder::group_for(const at::Tensor& tensor) {
   if (!tags_.empty()) {
     const auto tagged = tags_.find(tensor.storage().unsafeGetStorageImpl());
     if (tagged != tags_.end() && !tagged->second.second->ended) {
@@ -268,7 +268,7 @@ Group& Recorder::group_for(const at::Tensor& tensor) {
   return group_of(stack_.back());
 }
 
-void Recorder::tag(const at::Tensor& tensor, std::string_view name) {
+void SavedTensorRecorder::tag(const at::Tensor& tensor, std::string_view name) {
   OpenScope& frame = stack_.back();
   ScopeNode* scope = tree_.child(frame.scope, name);
   Group* group = nullptr;
@@ -284,7 +284,7 @@ void Recorder::tag(const at::Tensor& tensor, std::string_view name) {
   tags_.insert_or_assign(storage.unsafeGetStorageImpl(), std::make_pair(storage.getWeakStorageImpl(), group));
 }
 
-void Recorder::mark(const at::Tensor& tensor) {
+void SavedTensorRecorder::mark(const at::Tensor& tensor) {
   exclusions_.mark(tensor);
   if (!StorageView::supported(tensor)) {
     return;
@@ -297,7 +297,7 @@ void Recorder::mark(const at::Tensor& tensor) {
   }
 }
 
-void Recorder::place(SavedStorage& saved, Group& group, bool small) {
+void SavedTensorRecorder::place(SavedStorage& saved, Group& group, bool small) {
   if (planned_ == nullptr) {
     saved.to_offload = group.scope->selected;
   } else if (const PlannedStorage* const planned = group.planned.take(saved.bytes); planned != nullptr) {
@@ -311,8 +311,8 @@ void Recorder::place(SavedStorage& saved, Group& group, bool small) {
   }
 }
 
-std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const VersionStamp& version, Group& group,
-                                             bool small) {
+std::shared_ptr<SavedStorage> SavedTensorRecorder::save(const at::Tensor& tensor, const VersionStamp& version,
+                                                        Group& group, bool small) {
   group.only_small = group.only_small && small;
   const c10::Storage& storage = tensor.storage();
   const c10::StorageImpl* key = storage.unsafeGetStorageImpl();
@@ -358,6 +358,6 @@ std::shared_ptr<SavedStorage> Recorder::save(const at::Tensor& tensor, const Ver
   return saved;
 }
 
-Recorder* current_recorder() noexcept { return ThreadStack<Recorder>::top(); }
+SavedTensorRecorder* current_recorder() noexcept { return ThreadStack<SavedTensorRecorder>::top(); }
 
 }  // namespace sidestream

@@ -35,7 +35,7 @@ class ScopeListener {
 /// With a planned pass, storages are offloaded where the plan says so. What it does not know of a group that leaves is offloaded
 /// as well, as far as pinned memory is free, and counted. Without one, all of each group that the options name is to leave.
 /// Threads: the forward's; handles may be used and die on any thread, also after this object.
-class Recorder final : public SavedTensorSource {
+class SavedTensorRecorder final : public SavedTensorSource {
  public:
   struct Counts {
     std::uint64_t copied_twice_bytes = 0;
@@ -44,9 +44,9 @@ class Recorder final : public SavedTensorSource {
   };
 
   /// `books`: of the recorder before, if any; two that are alive may not share them.
-  Recorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover, const PlannedPass* planned,
-           std::shared_ptr<RecorderBooks> books = nullptr);
-  ~Recorder() override;
+  SavedTensorRecorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
+                      const PlannedPass* planned, std::shared_ptr<RecorderBooks> books = nullptr);
+  ~SavedTensorRecorder() override;
 
   /// A scope that is open.
   using Frame = std::uint64_t;
@@ -61,7 +61,7 @@ class Recorder final : public SavedTensorSource {
   /// A failure that could not be thrown where it happened: logged, and thrown by the next `enter` or by `finish`.
   void keep_failure(std::exception_ptr failure) noexcept;
   /// Expires with this object.
-  [[nodiscard]] std::weak_ptr<Recorder* const> alive() const noexcept { return alive_; }
+  [[nodiscard]] std::weak_ptr<SavedTensorRecorder* const> alive() const noexcept { return alive_; }
   /// Puts `tensor`'s storage into the group `name` below the current scope.
   void tag(const at::Tensor& tensor, std::string_view name);
   /// Ends what is still open. No tensor is saved after this. Throws: a kept failure, what the copies throw, and UsageError for a
@@ -141,17 +141,17 @@ class Recorder final : public SavedTensorSource {
   ScopeListener* listener_ = nullptr;
   Counts counts_;
   std::exception_ptr kept_failure_;
-  std::shared_ptr<Recorder* const> alive_ =
-      std::allocate_shared<Recorder* const>(PoolAllocator<Recorder* const>(books_->blocks), this);
+  std::shared_ptr<SavedTensorRecorder* const> alive_ =
+      std::allocate_shared<SavedTensorRecorder* const>(PoolAllocator<SavedTensorRecorder* const>(books_->blocks), this);
 };
 
 /// The calling thread's recorder, where a step or a capture is active; else null.
-[[nodiscard]] Recorder* current_recorder() noexcept;
+[[nodiscard]] SavedTensorRecorder* current_recorder() noexcept;
 
 /// Makes `recorder` the thread's recorder and source of saved-tensor hooks. Null: neither scopes nor hooks do anything inside.
 class [[nodiscard]] RecorderGuard {
  public:
-  explicit RecorderGuard(Recorder* recorder)
+  explicit RecorderGuard(SavedTensorRecorder* recorder)
       : entry_(recorder, recorder == nullptr ? nullptr : &recorder->blocks()),
         hooks_(recorder, recorder == nullptr ? nullptr : &recorder->blocks()) {}
   RecorderGuard(const RecorderGuard&) = delete;
@@ -159,14 +159,14 @@ class [[nodiscard]] RecorderGuard {
   ~RecorderGuard() = default;
 
  private:
-  ThreadStack<Recorder>::Entry entry_;
+  ThreadStack<SavedTensorRecorder>::Entry entry_;
   SavedTensorGuard hooks_;
 };
 
 /// Groups that begin in its lifetime belong to a call that is captured later. Null: does nothing.
 class [[nodiscard]] CapturedLater {
  public:
-  explicit CapturedLater(Recorder* recorder) noexcept
+  explicit CapturedLater(SavedTensorRecorder* recorder) noexcept
       : recorder_(recorder), before_(recorder != nullptr && recorder->set_to_be_captured(true)) {}
   CapturedLater(const CapturedLater&) = delete;
   CapturedLater& operator=(const CapturedLater&) = delete;
@@ -177,14 +177,15 @@ class [[nodiscard]] CapturedLater {
   }
 
  private:
-  Recorder* recorder_;
+  SavedTensorRecorder* recorder_;
   bool before_;
 };
 
 /// Makes a scope of `recorder` until `end`. Left without it (by an exception), the scope is discarded.
 class [[nodiscard]] RecorderScope {
  public:
-  RecorderScope(Recorder& recorder, ScopeNode* scope) : recorder_(&recorder), frame_(recorder.enter(scope)) {}
+  RecorderScope(SavedTensorRecorder& recorder, ScopeNode* scope)
+      : recorder_(&recorder), frame_(recorder.enter(scope)) {}
   RecorderScope(const RecorderScope&) = delete;
   RecorderScope& operator=(const RecorderScope&) = delete;
   ~RecorderScope() {
@@ -192,12 +193,12 @@ class [[nodiscard]] RecorderScope {
       recorder_->discard(frame_);
     }
   }
-  /// Throws: as Recorder::leave.
+  /// Throws: as SavedTensorRecorder::leave.
   void end() { std::exchange(recorder_, nullptr)->leave(frame_); }
 
  private:
-  Recorder* recorder_;
-  Recorder::Frame frame_;
+  SavedTensorRecorder* recorder_;
+  SavedTensorRecorder::Frame frame_;
 };
 
 }  // namespace sidestream

@@ -23,7 +23,7 @@ void check_name(const char* name, const char* where) {
 }  // namespace
 
 OffloadScope::OffloadScope(const char* name) : name_(name) {
-  Recorder* recorder = current_recorder();
+  SavedTensorRecorder* recorder = current_recorder();
   if (recorder == nullptr) {
     return;
   }
@@ -67,7 +67,7 @@ OffloadScope::~OffloadScope() {
   if (alive == nullptr) {
     return;  // the end of its step found it open
   }
-  Recorder& recorder = **alive;
+  SavedTensorRecorder& recorder = **alive;
   if (std::uncaught_exceptions() > exceptions_) {
     recorder.discard(frame_);
     return;
@@ -80,7 +80,7 @@ OffloadScope::~OffloadScope() {
 }
 
 at::Tensor tag(const at::Tensor& tensor, const char* name) {
-  if (Recorder* recorder = current_recorder(); recorder != nullptr) {
+  if (SavedTensorRecorder* recorder = current_recorder(); recorder != nullptr) {
     check_name(name, "tag");
     if (StorageView::supported(tensor)) {
       recorder->tag(tensor, name);
@@ -90,7 +90,7 @@ at::Tensor tag(const at::Tensor& tensor, const char* name) {
 }
 
 void mark_not_offload(const at::Tensor& tensor) {
-  if (Recorder* recorder = current_recorder(); recorder != nullptr) {
+  if (SavedTensorRecorder* recorder = current_recorder(); recorder != nullptr) {
     recorder->mark(tensor);
   }
 }

@@ -27,7 +27,7 @@ TEST_P(RecorderMemory, GraphsThatAreDroppedUnusedLeaveNothing) {
   install_autograd_engine();
   ScopeTree tree(NamePatterns::parse("all"));
   Exclusions exclusions(c10::Device(c10::DeviceType::CPU), GetParam());
-  Recorder recorder(tree, exclusions, std::make_shared<StayingMover>(), nullptr);
+  SavedTensorRecorder recorder(tree, exclusions, std::make_shared<StayingMover>(), nullptr);
   const at::Tensor x = at::randn({64}).requires_grad_(true);
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> saved;
   {
@@ -48,7 +48,7 @@ TEST_P(RecorderMemory, GradientsAreThoseOfPlainTraining) {
   install_autograd_engine();
   ScopeTree tree(NamePatterns::parse("all"));
   Exclusions exclusions(c10::Device(c10::DeviceType::CPU), GetParam());
-  Recorder recorder(tree, exclusions, std::make_shared<StayingMover>(), nullptr);
+  SavedTensorRecorder recorder(tree, exclusions, std::make_shared<StayingMover>(), nullptr);
   const at::Tensor x = at::randn({64}).requires_grad_(true);
   const auto loss = [&] { return x.mul(x).exp().tanh().sum(); };
   at::Tensor y;

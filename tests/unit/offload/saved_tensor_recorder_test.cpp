@@ -46,8 +46,8 @@ class RecorderTest : public testing::Test {
  protected:
   RecorderTest() { install_autograd_engine(); }
 
-  [[nodiscard]] std::unique_ptr<Recorder> recorder(const PlannedPass* planned = nullptr) {
-    return std::make_unique<Recorder>(tree_, exclusions_, mover_, planned);
+  [[nodiscard]] std::unique_ptr<SavedTensorRecorder> recorder(const PlannedPass* planned = nullptr) {
+    return std::make_unique<SavedTensorRecorder>(tree_, exclusions_, mover_, planned);
   }
 
   /// Names of the profile's groups with the bytes that they saved first.
@@ -146,7 +146,7 @@ TEST_F(RecorderTest, ATagTakesWhatIsSavedLater) {
 }
 
 TEST_F(RecorderTest, APlanDecidesWhatMoves) {
-  const auto run = [&](Recorder& pass, int times) {
+  const auto run = [&](SavedTensorRecorder& pass, int times) {
     const RecorderGuard guard(&pass);
     at::Tensor h = x_ * 2;
     for (int i = 0; i < times; ++i) {
@@ -172,7 +172,7 @@ TEST_F(RecorderTest, APlanDecidesWhatMoves) {
 
 TEST_F(RecorderTest, MarkedTensorsStayWhetherSavedBeforeOrAfter) {
   const auto first = recorder();
-  const auto run = [&](Recorder& pass, bool mark) {
+  const auto run = [&](SavedTensorRecorder& pass, bool mark) {
     const RecorderGuard guard(&pass);
     const OffloadScope scope("block");
     const at::Tensor saved = (x_ * 2).exp();
