@@ -146,7 +146,7 @@ void CallTable::drop_variants() {
   }
 }
 
-void CallTable::drop_variants_of(const ChainHolder& chain) {
+void CallTable::drop_variants_of(const SequenceHolder& chain) {
   for (CallSite& site : sites_) {
     const auto of_chain = [&](const CallVariant& variant) { return variant.holder.get() == &chain; };
     site.to_record = std::erase_if(site.variants, of_chain) > 0 || site.to_record;

@@ -18,11 +18,11 @@
 
 namespace sidestream {
 
-struct ChainHolder;
+struct SequenceHolder;
 
 /// One captured variant of a call: argument values and shapes, modes, flags of the model, and microbatch slot.
 struct CallVariant {
-  std::shared_ptr<ChainHolder> holder;
+  std::shared_ptr<SequenceHolder> holder;
   std::size_t layer = 0;
   std::vector<KeptGuard> guards;
   std::vector<std::size_t> shape;
@@ -83,7 +83,7 @@ class CallTable {
   /// No call has a capture any more.
   void drop_variants();
   /// Calls that have captures in `chain` lose them, and are recorded again whatever the options say.
-  void drop_variants_of(const ChainHolder& chain);
+  void drop_variants_of(const SequenceHolder& chain);
   /// Makes room for another capture of its call, which is as before that capture.
   void drop_variant(const CallVariant& variant);
   /// Not owned by the pointer: it outlives the engine.

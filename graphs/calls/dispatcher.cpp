@@ -39,7 +39,7 @@ const char* changed_in_words(const FactsChange& change) {
 }
 
 /// For weights that a callable's graphs cannot follow now.
-const char* way_out(const Chain& chain) {
+const char* way_out(const GraphSequence& chain) {
   return chain.options().on_relocated_weights() == OnRelocatedWeights::capture
              ? ", while the backward of a call that was captured with it is pending; change weights when no backward "
                "is "
@@ -187,7 +187,7 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
   const CallVariant* other = nullptr;
   const CallVariant* waiting = nullptr;
   for (CallVariant& variant : site.variants) {
-    Chain& chain = *variant.holder->chain;
+    GraphSequence& chain = *variant.holder->chain;
     const std::size_t place = variant.place();
     if (!(chain.layers()[place].spec.state.modes == modes) ||
         !same_arguments(variant.guards, variant.shape, request.guards, request.shape) ||
@@ -211,7 +211,7 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
     }
     if (chain.ready(place)) {
       variant.used_at = ++site.clock;
-      replay(variant, place, request, outputs, Chain::Inputs::accepted);
+      replay(variant, place, request, outputs, GraphSequence::Inputs::accepted);
       *request.structure = variant.structure.get();
       return;
     }
@@ -246,7 +246,7 @@ bool Dispatcher::may_capture(const CallSite& site, const CallModes& modes) const
 
 void Dispatcher::run_beside_stale_capture(CallSite& site, const detail::CallRequest& request,
                                           detail::TensorBuffer& outputs, const CallVariant& variant) {
-  const Chain& chain = *variant.holder->chain;
+  const GraphSequence& chain = *variant.holder->chain;
   if (chain.options().on_relocated_weights() == OnRelocatedWeights::error) {
     throw UsageError(describe(site) + ": " + chain.difference(variant.place()) +
                      ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
@@ -262,7 +262,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   if (site.dropped) {
     throw UsageError(describe(site) + ": replayed after reset; capture it again");
   }
-  ChainHolder& holder = *only.holder;
+  SequenceHolder& holder = *only.holder;
   std::size_t place = only.place();
   const Layer* layer = &holder.chain->layers()[place];
   const auto prepare = [&] {
@@ -323,11 +323,11 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
                      holder.chain->difference(place) + ")" + way_out(*holder.chain));
   }
   prepare();
-  replay(only, place, request, outputs, Chain::Inputs::unknown);
+  replay(only, place, request, outputs, GraphSequence::Inputs::unknown);
 }
 
 void Dispatcher::replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
-                        detail::TensorBuffer& outputs, Chain::Inputs known) {
+                        detail::TensorBuffer& outputs, GraphSequence::Inputs known) {
   if (verification_ != nullptr && at::GradMode::is_enabled()) {
     const SyncFinder::Pause compares;
     verification_->forward(variant.holder->chain, layer, request, outputs);

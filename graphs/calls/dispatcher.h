@@ -11,7 +11,7 @@ namespace sidestream {
 
 class CallContext;
 class EagerPlan;
-class EngineChains;
+class EngineSequences;
 struct EngineResources;
 class RecordedCalls;
 class ReplayVerification;
@@ -24,7 +24,7 @@ class Dispatcher {
  public:
   /// All must outlive this object. `verification`: null where no replay is verified.
   Dispatcher(EngineResources& resources, CallContext& context, const EagerPlan& plan, RecordedCalls& recorded,
-             EngineChains& chains, ReportBuilder& report, ReplayVerification* verification)
+             EngineSequences& chains, ReportBuilder& report, ReplayVerification* verification)
       : resources_(resources),
         context_(context),
         plan_(plan),
@@ -71,7 +71,7 @@ class Dispatcher {
                        detail::TensorBuffer& outputs);
   /// `layer`: of its chain as it is now.
   void replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
-              detail::TensorBuffer& outputs, Chain::Inputs known);
+              detail::TensorBuffer& outputs, GraphSequence::Inputs known);
   /// `variant` would fit, but its weights were relocated or replaced in the middle of a step.
   void run_beside_stale_capture(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
                                 const CallVariant& variant);
@@ -83,7 +83,7 @@ class Dispatcher {
   CallContext& context_;
   const EagerPlan& plan_;
   RecordedCalls& recorded_;
-  EngineChains& chains_;
+  EngineSequences& chains_;
   ReportBuilder& report_;
   ReplayVerification* verification_;
 };

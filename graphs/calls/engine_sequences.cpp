@@ -57,7 +57,7 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluat
 }
 
 /// Dropped by a capture that failed in its place, or captured of a model that is another now.
-bool is_outdated(const Chain& chain) {
+bool is_outdated(const GraphSequence& chain) {
   const Layers& layers = chain.layers();
   return chain.change().stale() || std::any_of(layers.begin(), layers.end(),
                                                [](const Layer& layer) { return !layer.forward && !layer.released; });
@@ -65,7 +65,7 @@ bool is_outdated(const Chain& chain) {
 
 }  // namespace
 
-void EngineChains::check_capture(const GraphOptions& options) const {
+void EngineSequences::check_capture(const GraphOptions& options) const {
   if (context_.phase() == CallContext::Phase::capturing) {
     throw UsageError(
         "make_graphed_callables was called inside a capture of the same engine (from a hook, from Options::progress, "
@@ -74,8 +74,9 @@ void EngineChains::check_capture(const GraphOptions& options) const {
   check_graph_options(options, resources_.runtime->current_stream());
 }
 
-std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
-                                             std::shared_ptr<GraphMemory> memory) {
+std::shared_ptr<GraphSequence> EngineSequences::capture(const std::vector<LayerSpec>& specs,
+                                                        const GraphOptions& options,
+                                                        std::shared_ptr<GraphMemory> memory) {
   check_capture(options);
   const SyncFinder::Pause captures;
   SyncFinder::unsettle();
@@ -84,19 +85,19 @@ std::shared_ptr<Chain> EngineChains::capture(const std::vector<LayerSpec>& specs
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
   resources_.check.journal_capture(journaling, report_.steps());
-  std::shared_ptr<Chain> chain = capture_that_fits(resources_, *this, specs, options, memory);
+  std::shared_ptr<GraphSequence> chain = capture_that_fits(resources_, *this, specs, options, memory);
   report_.captured(*chain);
   plan_.outdate();
   return chain;
 }
 
-void EngineChains::add(const std::shared_ptr<ChainHolder>& holder) {
+void EngineSequences::add(const std::shared_ptr<SequenceHolder>& holder) {
   std::erase_if(all_, [](const auto& gone) { return gone.expired(); });
   all_.push_back(holder);
   mark_static_outputs();
 }
 
-void EngineChains::recapture(ChainHolder& holder) {
+void EngineSequences::recapture(SequenceHolder& holder) {
   check_capture(holder.chain->options());
   holder.chain->check_turn();
   const CaptureModesGuard modes(resources_.runtime->device().type());
@@ -146,7 +147,7 @@ void EngineChains::recapture(ChainHolder& holder) {
   mark_static_outputs();
 }
 
-void EngineChains::capture_recorded(RecordedCalls& recorded) {
+void EngineSequences::capture_recorded(RecordedCalls& recorded) {
   if (recorded.empty()) {
     return;
   }
@@ -171,12 +172,12 @@ void EngineChains::capture_recorded(RecordedCalls& recorded) {
   resources_.runtime->release_cached_memory();
 }
 
-void EngineChains::capture_slot(RecordedCalls& recorded, std::size_t slot, bool evaluation) {
+void EngineSequences::capture_slot(RecordedCalls& recorded, std::size_t slot, bool evaluation) {
   const SlotCalls of_slot = calls_of(recorded, slot, evaluation, plan_);
   if (of_slot.specs.empty()) {
     return;
   }
-  const auto holder = std::make_shared<ChainHolder>();
+  const auto holder = std::make_shared<SequenceHolder>();
   holder->chain = capture(of_slot.specs, resources_.options.graph_options(), memory_of(slot, evaluation));
   for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
     RecordedCall& call = *of_slot.calls[layer];
@@ -195,7 +196,7 @@ void EngineChains::capture_slot(RecordedCalls& recorded, std::size_t slot, bool 
   add(holder);
 }
 
-std::shared_ptr<GraphMemory> EngineChains::memory_of(std::size_t slot, bool evaluation) {
+std::shared_ptr<GraphMemory> EngineSequences::memory_of(std::size_t slot, bool evaluation) {
   const CallOptions& options = resources_.options.call_options();
   const bool all = options.share_memory();
   const std::size_t of = evaluation ? 0 : slot;
@@ -214,7 +215,7 @@ std::shared_ptr<GraphMemory> EngineChains::memory_of(std::size_t slot, bool eval
   return taken || memory->pending() ? nullptr : memory;
 }
 
-void EngineChains::drop_least_used(CallTable& calls, const RecordedCalls& recorded) {
+void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& recorded) {
   const CallOptions& options = resources_.options.call_options();
   if (options.on_max_captures() != OnMaxCaptures::drop_least_used || recorded.empty() || recorded.outdated()) {
     return;
@@ -226,7 +227,7 @@ void EngineChains::drop_least_used(CallTable& calls, const RecordedCalls& record
       std::size_t more = recorded.count(site, gradients);
       const CallVariant* least = nullptr;
       while (more > 0 && site.count(gradients) + more > bound && (least = site.least_used(gradients)) != nullptr) {
-        const std::shared_ptr<ChainHolder> holder = least->holder;
+        const std::shared_ptr<SequenceHolder> holder = least->holder;
         holder->chain->release(holder->place_of(least->layer));
         calls.drop_variant(*least);
         dropped = true;
@@ -239,32 +240,32 @@ void EngineChains::drop_least_used(CallTable& calls, const RecordedCalls& record
   }
 }
 
-bool EngineChains::agree(bool mine) {
+bool EngineSequences::agree(bool mine) {
   const auto& ask = resources_.options.graph_options().agree_to_capture();
   const bool agreed = !ask || ask(mine);
   postponed_ = mine && !agreed;
   return agreed;
 }
 
-void EngineChains::await_failed_backward() const {
+void EngineSequences::await_failed_backward() const {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point end = Clock::now() + std::chrono::milliseconds(200);
   bool pending = true;
   while (pending && Clock::now() < end) {
     pending = false;
-    for_each([&](const Chain& chain) { pending = pending || chain.any_pending(); });
+    for_each([&](const GraphSequence& chain) { pending = pending || chain.any_pending(); });
     if (pending) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
 }
 
-bool EngineChains::outdated() const {
+bool EngineSequences::outdated() const {
   return std::any_of(own_.begin(), own_.end(), [](const auto& holder) { return is_outdated(*holder->chain); });
 }
 
-void EngineChains::follow_weights(CallTable& calls) {
-  std::vector<std::shared_ptr<ChainHolder>> replaced;
+void EngineSequences::follow_weights(CallTable& calls) {
+  std::vector<std::shared_ptr<SequenceHolder>> replaced;
   for (const auto& holder : own_) {
     const FactsChange change = holder->chain->change();
     if (!is_outdated(*holder->chain)) {
@@ -295,7 +296,7 @@ void EngineChains::follow_weights(CallTable& calls) {
   }
 }
 
-void EngineChains::drop_own() {
+void EngineSequences::drop_own() {
   for (const auto& holder : own_) {
     holder->chain->reset();
   }
@@ -303,9 +304,9 @@ void EngineChains::drop_own() {
   memories_.clear();
 }
 
-void EngineChains::mark_static_outputs() {
+void EngineSequences::mark_static_outputs() {
   resources_.exclusions.remove_static_inputs();
-  for_each([&](const Chain& chain) {
+  for_each([&](const GraphSequence& chain) {
     for (const Layer& layer : chain.layers()) {
       for (const StaticOutput& output : layer.outputs) {
         if (output.tensor.defined()) {

@@ -15,8 +15,8 @@ class RecordedCalls;
 class ReportBuilder;
 
 /// A chain that may be captured anew while callables and call sites refer to it.
-struct ChainHolder {
-  std::shared_ptr<Chain> chain;
+struct SequenceHolder {
+  std::shared_ptr<GraphSequence> chain;
   /// Of the layers that it was first captured with, by their order then: where each is now. Empty while none was left out by a
   /// capture in its place.
   std::vector<std::size_t> places = {};
@@ -26,24 +26,24 @@ struct ChainHolder {
 
 /// All chains of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own
 /// on the device. Threads: the step's.
-class EngineChains {
+class EngineSequences {
  public:
   /// All must outlive this object.
-  EngineChains(EngineResources& resources, CallContext& context, EagerPlan& plan, ReportBuilder& report)
+  EngineSequences(EngineResources& resources, CallContext& context, EagerPlan& plan, ReportBuilder& report)
       : resources_(resources), context_(context), plan_(plan), report_(report) {}
-  EngineChains(const EngineChains&) = delete;
-  EngineChains& operator=(const EngineChains&) = delete;
-  ~EngineChains() = default;
+  EngineSequences(const EngineSequences&) = delete;
+  EngineSequences& operator=(const EngineSequences&) = delete;
+  ~EngineSequences() = default;
 
   /// Captures a chain that fits the device (capture_that_fits), in `memory` where it is given; calls inside its callables are scopes only. It counts once a holder
   /// of it is added. Throws: as make_graphed_callables.
-  [[nodiscard]] std::shared_ptr<Chain> capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
-                                               std::shared_ptr<GraphMemory> memory = {});
+  [[nodiscard]] std::shared_ptr<GraphSequence> capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
+                                                       std::shared_ptr<GraphMemory> memory = {});
   /// Counts `holder`'s chain in the report and keeps its static outputs on the device, for as long as someone has it.
-  void add(const std::shared_ptr<ChainHolder>& holder);
+  void add(const std::shared_ptr<SequenceHolder>& holder);
   /// Captures the layers of `holder`'s chain again, where their parameters lie now.
   /// Throws: UsageError where that may not be now, and the chain is as it was; as `capture`, and the chain's graphs are gone.
-  void recapture(ChainHolder& holder);
+  void recapture(SequenceHolder& holder);
 
   /// Captures what `ss::call` recorded, one chain for each microbatch slot, and gives the calls their variants. Where a slot's
   /// capture fails, the slots before it stay and the rest is tried again.
@@ -70,7 +70,7 @@ class EngineChains {
   /// Only what graphs own now is kept on the device for them.
   void mark_static_outputs();
 
-  [[nodiscard]] const std::vector<std::weak_ptr<ChainHolder>>& all() const noexcept { return all_; }
+  [[nodiscard]] const std::vector<std::weak_ptr<SequenceHolder>>& all() const noexcept { return all_; }
   template <class Visit>
   void for_each(const Visit& visit) const {
     for (const auto& weak : all_) {
@@ -91,9 +91,9 @@ class EngineChains {
   CallContext& context_;
   EagerPlan& plan_;
   ReportBuilder& report_;
-  std::vector<std::weak_ptr<ChainHolder>> all_;
+  std::vector<std::weak_ptr<SequenceHolder>> all_;
   bool postponed_ = false;
-  std::vector<std::shared_ptr<ChainHolder>> own_;  ///< those that ss::call made
+  std::vector<std::shared_ptr<SequenceHolder>> own_;  ///< those that ss::call made
   /// By slot, where captures share memory: CallOptions::share_memory, or forward graphs with the first slot.
   std::vector<std::shared_ptr<GraphMemory>> memories_;
 };

@@ -26,7 +26,7 @@ std::int64_t needed_beside(const EngineResources& resources) {
 }
 
 /// What graphs take is told where it is much of what is left.
-void note_room(const EngineResources& resources, Chain& chain) {
+void note_room(const EngineResources& resources, GraphSequence& chain) {
   constexpr std::int64_t kNotable = 10;
   const std::int64_t free = resources.runtime->room().free;
   if (const std::int64_t graphs = chain.outside().graphs; graphs > free / kNotable) {
@@ -44,9 +44,9 @@ void note_room(const EngineResources& resources, Chain& chain) {
 
 }  // namespace
 
-std::shared_ptr<Chain> capture_that_fits(EngineResources& resources, EngineChains& chains,
-                                         const std::vector<LayerSpec>& specs, const GraphOptions& options,
-                                         const std::shared_ptr<GraphMemory>& memory) {
+std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, EngineSequences& chains,
+                                                 const std::vector<LayerSpec>& specs, const GraphOptions& options,
+                                                 const std::shared_ptr<GraphMemory>& memory) {
   GraphResources graphs = resources.for_graphs();
   CaptureAttempt attempt;
   graphs.attempt = &attempt;
@@ -57,10 +57,10 @@ std::shared_ptr<Chain> capture_that_fits(EngineResources& resources, EngineChain
   resources.runtime->release_cached_memory();
   for (;;) {
     const bool last = graphs.room == CopyRoom::none_stays || !may_offload_more;
-    std::shared_ptr<Chain> chain;
+    std::shared_ptr<GraphSequence> chain;
     const CaptureShortage shortage(resources);
     try {
-      chain = ChainCapture::make_chain(graphs, specs, options);
+      chain = SequenceCapture::make_chain(graphs, specs, options);
     } catch (...) {
       chains.mark_static_outputs();  // a capture ends with none marked
       if (last || !shortage.is_the_error()) {

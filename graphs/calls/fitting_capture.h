@@ -7,7 +7,7 @@
 
 namespace sidestream {
 
-class EngineChains;
+class EngineSequences;
 struct EngineResources;
 
 /// Captures a chain that fits the device. Where memory runs out, or less is left than the rest of a step took (RestOfStep), and the
@@ -15,8 +15,9 @@ struct EngineResources;
 /// replayed by then. `memory`: see GraphResources. `chains`: those before it; it marks their outputs again where a capture failed.
 /// Throws: as make_graphed_callables; DeviceError that says by how much it does not fit. What is left for the rest may be less than
 /// that took all the same: it is an estimate, and a note says so.
-[[nodiscard]] std::shared_ptr<Chain> capture_that_fits(EngineResources& resources, EngineChains& chains,
-                                                       const std::vector<LayerSpec>& specs, const GraphOptions& options,
-                                                       const std::shared_ptr<GraphMemory>& memory);
+[[nodiscard]] std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, EngineSequences& chains,
+                                                               const std::vector<LayerSpec>& specs,
+                                                               const GraphOptions& options,
+                                                               const std::shared_ptr<GraphMemory>& memory);
 
 }  // namespace sidestream

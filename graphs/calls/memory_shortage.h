@@ -5,7 +5,7 @@
 namespace sidestream {
 
 struct CaptureAttempt;
-class EngineChains;
+class EngineSequences;
 struct EngineResources;
 class SavedTensorRecorder;
 
@@ -17,7 +17,7 @@ class MemoryShortage {
   [[nodiscard]] bool met() const;
   /// Where it was met: says by LibTorch's warnings what held the memory in the step of `recorder` and what else may leave. The
   /// error, which is on its way through the user's code, knows neither.
-  void warn(const EngineChains& chains, const SavedTensorRecorder& recorder) const noexcept;
+  void warn(const EngineSequences& chains, const SavedTensorRecorder& recorder) const noexcept;
 
  protected:
   [[nodiscard]] const EngineResources& resources() const noexcept { return resources_; }
@@ -39,7 +39,8 @@ class CaptureShortage : public MemoryShortage {
   [[nodiscard]] bool is_the_error() const;
   /// Inside of a handler: throws such an error as a DeviceError that says by how much the calls of `attempt`, `first` and those
   /// behind it, do not fit, what is held, and what else may leave; any other as it is.
-  [[noreturn]] void rethrow(const EngineChains& chains, const CaptureAttempt& attempt, const std::string& first) const;
+  [[noreturn]] void rethrow(const EngineSequences& chains, const CaptureAttempt& attempt,
+                            const std::string& first) const;
 
  private:
   /// How much is missing, as far as it is known: what was asked for behind what was refused is not. Empty where nothing is.

@@ -159,13 +159,13 @@ void ReportBuilder::append_buckets(std::vector<std::string>& notes) const {
   }
 }
 
-void ReportBuilder::captured(const Chain& chain) {
+void ReportBuilder::captured(const GraphSequence& chain) {
   for (const Layer& layer : chain.layers()) {
     counted_.captures += layer.has_backward ? 2 : 1;
   }
 }
 
-void ReportBuilder::replayed(const Chain::Counts& counts) {
+void ReportBuilder::replayed(const GraphSequence::Counts& counts) {
   counted_.replays = static_cast<std::int64_t>(counts.replays);
   counted_.outputs_reused = static_cast<std::int64_t>(counts.outputs.reused);
   counted_.outputs_copied = static_cast<std::int64_t>(counts.outputs.copied);
@@ -199,7 +199,7 @@ void ReportBuilder::step_ended(const SavedTensorRecorder& recorder, const CopyCo
   counted_.in_flight_bytes = peak.in_flight;
 }
 
-Report ReportBuilder::build(const EngineResources& resources, const EngineChains& chains, const EagerPlan& plan,
+Report ReportBuilder::build(const EngineResources& resources, const EngineSequences& chains, const EagerPlan& plan,
                             const CallTable& calls) const {
   Report report = counted_;
   const HostArenaStats pinned = resources.arena->stats();
@@ -214,7 +214,7 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineChains
   if (resources.syncs != nullptr) {
     resources.syncs->add_to(report);
   }
-  chains.for_each([&](const Chain& chain) {
+  chains.for_each([&](const GraphSequence& chain) {
     append(chain.profile(), chain.plan(), report);
     report.graph_bytes += chain.outside().graphs;
     report.warm_up_bytes += chain.outside().warm_up;

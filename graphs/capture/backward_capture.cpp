@@ -50,7 +50,7 @@ Accumulated accumulated_of(const Layer& layer) {
 
 }  // namespace
 
-void ChainCapture::capture_backward(std::size_t index) {
+void SequenceCapture::capture_backward(std::size_t index) {
   Layer& layer = chain_.layers_[index];
   Live& live = live_[index];
   if (!layer.has_backward) {
@@ -123,7 +123,7 @@ void ChainCapture::capture_backward(std::size_t index) {
   finish_backward(index);
 }
 
-StaticInput* ChainCapture::giver_of_seed(std::size_t index, const StaticOutput& output) {
+StaticInput* SequenceCapture::giver_of_seed(std::size_t index, const StaticOutput& output) {
   if (output.readers.size() != 1 || output.readers[0].layer != index + 1) {
     return nullptr;
   }
@@ -141,7 +141,7 @@ StaticInput* ChainCapture::giver_of_seed(std::size_t index, const StaticOutput& 
   return taken ? nullptr : &chain_.layers_[reader.layer].inputs[reader.index];
 }
 
-void ChainCapture::prepare_seeds(std::size_t index) {
+void SequenceCapture::prepare_seeds(std::size_t index) {
   const at::NoGradGuard no_grad;
   for (StaticOutput& output : chain_.layers_[index].outputs) {
     if (!output.requires_grad) {
@@ -158,7 +158,7 @@ void ChainCapture::prepare_seeds(std::size_t index) {
   }
 }
 
-void ChainCapture::learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets) {
+void SequenceCapture::learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets) {
   std::vector<at::Tensor> roots = live.outputs;
   for (const auto i : c10::irange(roots.size())) {
     if (!layer.outputs[i].requires_grad) {
@@ -178,7 +178,7 @@ void ChainCapture::learn_routes(Layer& layer, const Live& live, const std::vecto
 }
 
 // First of all in the capture: what came before it may have used that memory, it and what follows may not.
-void ChainCapture::allocate_targets(std::size_t index) {
+void SequenceCapture::allocate_targets(std::size_t index) {
   const std::size_t place = chain_.copies_.place_of_backward(index);
   for (std::size_t i = index + 1; i-- > 0;) {
     LayerCopies& copies = chain_.layers_[i].copies;
@@ -194,8 +194,8 @@ void ChainCapture::allocate_targets(std::size_t index) {
   }
 }
 
-void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads,
-                                  const AddedGradients* added) {
+void SequenceCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads,
+                                     const AddedGradients* added) {
   std::size_t next = 0;
   for (const auto i : c10::irange(live.leaves.size())) {
     live.grad_inputs.push_back(wants_gradient(layer.inputs[i], live.leaves[i]) ? grads[next++] : at::Tensor());
@@ -223,7 +223,7 @@ void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tens
   }
 }
 
-void ChainCapture::finish_backward(std::size_t index) {
+void SequenceCapture::finish_backward(std::size_t index) {
   Layer& layer = chain_.layers_[index];
   Live& live = live_[index];
   for (const auto i : c10::irange(layer.inputs.size())) {

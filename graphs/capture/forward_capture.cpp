@@ -21,7 +21,7 @@
 
 namespace sidestream {
 
-void ChainCapture::capture_forward(std::size_t index) {
+void SequenceCapture::capture_forward(std::size_t index) {
   Layer& layer = chain_.layers_[index];
   Live& live = live_[index];
   use_.comes_to(index);
@@ -93,8 +93,8 @@ void ChainCapture::capture_forward(std::size_t index) {
   history_.add(chain_.describe(index), live.leaves, all_parameters(), outputs);
 }
 
-void ChainCapture::learn_lives(std::size_t index, const SavedStorages& saved,
-                               const std::vector<at::Tensor>& arguments) {
+void SequenceCapture::learn_lives(std::size_t index, const SavedStorages& saved,
+                                  const std::vector<at::Tensor>& arguments) {
   OutputLives::Holders holders{arguments, {}};
   for (std::size_t i = 0; i <= index; ++i) {
     const Live& live = live_[i];
@@ -105,7 +105,7 @@ void ChainCapture::learn_lives(std::size_t index, const SavedStorages& saved,
   lives_.forward_captured(index, saved, sizings_[index].kept_outputs, holders);
 }
 
-void ChainCapture::release(std::size_t place) {
+void SequenceCapture::release(std::size_t place) {
   for (const Layer& layer : chain_.layers_) {
     if (layer.copies.released_at == place) {
       CaptureOffload::release(layer.copies.captured);
@@ -117,7 +117,7 @@ void ChainCapture::release(std::size_t place) {
   }
 }
 
-void ChainCapture::make_leaves(std::size_t index) {
+void SequenceCapture::make_leaves(std::size_t index) {
   Layer& layer = chain_.layers_[index];
   Live& live = live_[index];
   for (const auto i : c10::irange(layer.inputs.size())) {
@@ -142,7 +142,7 @@ void ChainCapture::make_leaves(std::size_t index) {
   }
 }
 
-void ChainCapture::link(StaticInput& input, const Link& reader) {
+void SequenceCapture::link(StaticInput& input, const Link& reader) {
   using Kind = StaticOutput::Kind;
   for (;;) {
     Layer& giver = chain_.layers_[input.from->layer];

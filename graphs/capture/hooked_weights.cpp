@@ -6,7 +6,7 @@
 
 namespace sidestream {
 
-void ChainCapture::check_hooked_weights(std::size_t index) const {
+void SequenceCapture::check_hooked_weights(std::size_t index) const {
   if (chain_.layers_[index].spec.hooks != nullptr && chain_.change(index).stale()) {
     throw CaptureError("its capture-time hooks placed weights at other addresses for backward than for forward (" +
                        chain_.difference(index) +
@@ -15,7 +15,7 @@ void ChainCapture::check_hooked_weights(std::size_t index) const {
   }
 }
 
-void ChainCapture::settle_hooked_weights() {
+void SequenceCapture::settle_hooked_weights() {
   for (const auto i : c10::irange(specs_.size())) {
     Layer& layer = chain_.layers_[i];
     if (layer.spec.hooks != nullptr) {

@@ -27,7 +27,7 @@ constexpr std::chrono::microseconds kBetweenLooks{200};
 // each replay writes it anew: as good as plain training's, once there was a replay. But a capture computes nothing, and the module
 // may be asked before that: by an eager call, or by the warm-up of another capture, whose graphs then read it. So the forwards run
 // once, for these tensors alone; what else they write is put back.
-void ChainCapture::fill_kept_tensors() {
+void SequenceCapture::fill_kept_tensors() {
   std::vector<CaptureReads::Made> kept = reads_.kept_by_others(chain_.layers_);
   for (int look = 0; look < kLooks && !kept.empty(); ++look) {
     kept.clear();
@@ -63,7 +63,7 @@ void ChainCapture::fill_kept_tensors() {
   note_kept(kept);
 }
 
-void ChainCapture::refuse_released(const std::vector<CaptureReads::Made>& kept) const {
+void SequenceCapture::refuse_released(const std::vector<CaptureReads::Made>& kept) const {
   chain_.released_.for_each([&](const Link& output) {
     const Layer& layer = chain_.layers_[output.layer];
     for (const CaptureReads::Made& made : kept) {
@@ -77,7 +77,7 @@ void ChainCapture::refuse_released(const std::vector<CaptureReads::Made>& kept) 
   });
 }
 
-void ChainCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
+void SequenceCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
   for (const auto i : c10::irange(chain_.layers_.size())) {
     std::size_t bytes = 0;
     for (const CaptureReads::Made& made : kept) {
@@ -91,7 +91,7 @@ void ChainCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
   }
 }
 
-void ChainCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) const {
+void SequenceCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) const {
   for (const CaptureReads::Made& made : kept) {
     for (const c10::Storage& external : chain_.layers_[made.layer].externals) {
       // What nobody but graphs holds was let go of while they were captured.

@@ -17,21 +17,21 @@
 
 namespace sidestream {
 
-std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources, std::vector<LayerSpec> specs,
-                                                const GraphOptions& options) {
+std::shared_ptr<GraphSequence> SequenceCapture::make_chain(const GraphResources& resources,
+                                                           std::vector<LayerSpec> specs, const GraphOptions& options) {
   const c10::Device device = resources.runtime->device();
   resources.runtime->check_settings(/*graphs=*/true);
   name_generators(specs, options, device);
   const CaptureTurn turn(device);
   const HeldDraws held(device);
-  std::shared_ptr<Chain> chain(new Chain(resources, options));
+  std::shared_ptr<GraphSequence> chain(new GraphSequence(resources, options));
   chain->begin_capture();
   GraphResources used = resources;
   if (const OwnedStream* const stream = chain->memory_->capture_stream(); stream != nullptr) {
     used.capture_stream = stream;
   }
   const DrawOrder::Capturing in_order(DrawOrder::of(device), *used.runtime, *used.capture_stream);
-  ChainCapture capture(*chain, used, std::move(specs));
+  SequenceCapture capture(*chain, used, std::move(specs));
   resources.owned_gradients->release_accumulators();
   try {
     capture.run();
@@ -46,7 +46,7 @@ std::shared_ptr<Chain> ChainCapture::make_chain(const GraphResources& resources,
   return chain;
 }
 
-void ChainCapture::run() {
+void SequenceCapture::run() {
   runtime_.synchronize_device();
   runtime_.release_cached_memory();  // of streams that the warm-up does not run on
   std::int64_t outside = runtime_.room().outside;
@@ -100,19 +100,19 @@ void ChainCapture::run() {
   runtime_.release_cached_memory();
 }
 
-void ChainCapture::say(ProgressPhase phase, std::size_t index, std::size_t layer) const {
+void SequenceCapture::say(ProgressPhase phase, std::size_t index, std::size_t layer) const {
   if (resources_.progress) {
     resources_.progress({phase, index, specs_.size(), specs_[layer].name});
   }
 }
 
-void ChainCapture::record_caller_event() {
+void SequenceCapture::record_caller_event() {
   if (const auto& event = chain_.options_.cuda_graph_event(); event != nullptr) {
     runtime_.record(GraphEventState::event_of(*event), capture_);
   }
 }
 
-void ChainCapture::hold_reads(Layer& layer) {
+void SequenceCapture::hold_reads(Layer& layer) {
   for (const at::Tensor& tensor : reads_.give_to(layer)) {
     watch(layer, tensor);
   }

@@ -22,14 +22,15 @@ class AddedGradients;
 ///
 /// chain_preparation.cpp holds what comes before the first capture, forward_capture.cpp and backward_capture.cpp the captures,
 /// kept_tensors.cpp what comes after the last.
-class ChainCapture {
+class SequenceCapture {
  public:
   /// Warms up and captures. Nothing is left of it when it throws. Capture: illegal. Throws: as make_graphed_callables.
-  [[nodiscard]] static std::shared_ptr<Chain> make_chain(const GraphResources& resources, std::vector<LayerSpec> specs,
-                                                         const GraphOptions& options);
+  [[nodiscard]] static std::shared_ptr<GraphSequence> make_chain(const GraphResources& resources,
+                                                                 std::vector<LayerSpec> specs,
+                                                                 const GraphOptions& options);
 
  private:
-  ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs);
+  SequenceCapture(GraphSequence& chain, const GraphResources& resources, std::vector<LayerSpec> specs);
   void run();
 
   /// What exists only while capturing.
@@ -97,7 +98,7 @@ class ChainCapture {
   void take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads, const AddedGradients* added);
   void finish_backward(std::size_t index);
 
-  Chain& chain_;
+  GraphSequence& chain_;
   const GraphResources& resources_;
   Runtime& runtime_;
   std::vector<LayerSpec> specs_;

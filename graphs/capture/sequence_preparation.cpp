@@ -27,7 +27,7 @@ std::uint64_t selected_bytes(const Profile& profile) {
 
 }  // namespace
 
-ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::vector<LayerSpec> specs)
+SequenceCapture::SequenceCapture(GraphSequence& chain, const GraphResources& resources, std::vector<LayerSpec> specs)
     : chain_(chain),
       resources_(resources),
       runtime_(*resources.runtime),
@@ -39,12 +39,12 @@ ChainCapture::ChainCapture(Chain& chain, const GraphResources& resources, std::v
       live_(specs_.size()) {}
 
 // How many layers copies trail where the options name no bytes.
-std::size_t ChainCapture::layers_deep() const {
+std::size_t SequenceCapture::layers_deep() const {
   constexpr std::int64_t kLayers = 2;
   return static_cast<std::size_t>(chain_.options_.side_streams().value_or(kLayers));
 }
 
-CopyWindow ChainCapture::window_for(const std::vector<std::uint64_t>& selected) const {
+CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selected) const {
   if (resources_.room != CopyRoom::as_planned) {
     return copy_window(selected, 0, 0, 1);
   }
@@ -62,7 +62,7 @@ CopyWindow ChainCapture::window_for(const std::vector<std::uint64_t>& selected) 
   return window;
 }
 
-void ChainCapture::make_plan_and_pin() {
+void SequenceCapture::make_plan_and_pin() {
   Profile& profile = chain_.profile_;
   std::vector<std::uint64_t> selected;
   for (const LayerSizing& sizing : sizings_) {
@@ -126,7 +126,7 @@ void ChainCapture::make_plan_and_pin() {
   places_ = copy_places(selected, leaving, window);
 }
 
-void ChainCapture::prepare_layers() {
+void SequenceCapture::prepare_layers() {
   const at::NoGradGuard no_grad;
   const GradientPolicies policies(chain_.options_, resources_.model, specs_);
   chain_.layers_.resize(specs_.size());
@@ -178,7 +178,7 @@ void ChainCapture::prepare_layers() {
   chain_.copies_.prepare();
 }
 
-void ChainCapture::take_facts(Layer& layer) {
+void SequenceCapture::take_facts(Layer& layer) {
   layer.modules = layer.spec.state.modules.as_now(/*with_tensors=*/layer.spec.module != nullptr);
   layer.modules.take_flags(layer.spec.state.modules);
   for (TensorFacts& watched : layer.watched) {
@@ -188,7 +188,7 @@ void ChainCapture::take_facts(Layer& layer) {
   }
 }
 
-void ChainCapture::watch(Layer& layer, const at::Tensor& tensor) {
+void SequenceCapture::watch(Layer& layer, const at::Tensor& tensor) {
   const auto is_it = [&](const TensorFacts& known) { return known.tensor().is_same(tensor); };
   const auto& registered = layer.modules.tensors();
   if (std::none_of(registered.begin(), registered.end(), is_it) &&
@@ -202,7 +202,7 @@ void ChainCapture::watch(Layer& layer, const at::Tensor& tensor) {
   }
 }
 
-OwnedGradient ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& parameter) {
+OwnedGradient SequenceCapture::prepare_grad(const Layer& layer, const at::Tensor& parameter) {
   if (has_gradient_hooks(parameter)) {
     throw UsageError("graphed call \"" + layer.spec.name +
                      "\": a parameter has gradient hooks, but a backward graph that " +
@@ -212,7 +212,7 @@ OwnedGradient ChainCapture::prepare_grad(const Layer& layer, const at::Tensor& p
   return resources_.owned_gradients->of(parameter);
 }
 
-std::vector<at::Tensor> ChainCapture::all_parameters() const {
+std::vector<at::Tensor> SequenceCapture::all_parameters() const {
   std::vector<at::Tensor> tensors;
   const auto add = [&](const at::Tensor& parameter) {
     if (!holds(tensors, parameter)) {

@@ -190,9 +190,9 @@ void EngineState::end_step(bool failed) {
   take_results(step, copies);
 }
 
-Chain::Counts EngineState::join_chains(PartsOfEnd& parts) {
-  Chain::Counts total;
-  chains_.for_each([&](Chain& chain) {
+GraphSequence::Counts EngineState::join_chains(PartsOfEnd& parts) {
+  GraphSequence::Counts total;
+  chains_.for_each([&](GraphSequence& chain) {
     parts.attempt([&] { chain.join_copies(); });
     total += chain.take_counts();
   });

@@ -62,8 +62,8 @@ class EngineState {
   void reset();
   std::vector<std::string> write_graphs(const std::string& folder) const;
 
-  [[nodiscard]] EngineChains& chains() noexcept { return chains_; }
-  [[nodiscard]] const EngineChains& chains() const noexcept { return chains_; }
+  [[nodiscard]] EngineSequences& chains() noexcept { return chains_; }
+  [[nodiscard]] const EngineSequences& chains() const noexcept { return chains_; }
   /// Not owned by the pointer.
   [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const { return calls_.model(); }
   [[nodiscard]] ScopeTree& tree() noexcept { return resources_.tree; }
@@ -83,7 +83,7 @@ class EngineState {
   /// All that is captured or planned between the sizing pass and a step that follows it.
   void make_ready();
   /// The current stream waits for the copies of all chains. What they did in the step.
-  [[nodiscard]] Chain::Counts join_chains(PartsOfEnd& parts);
+  [[nodiscard]] GraphSequence::Counts join_chains(PartsOfEnd& parts);
   /// Of a step that went well.
   void take_results(StepSession& step, const CopyCounts& copies);
 
@@ -94,7 +94,7 @@ class EngineState {
   RecordedCalls recorded_;
   EagerPlan eager_plan_;
   ReportBuilder report_;
-  EngineChains chains_;
+  EngineSequences chains_;
   std::unique_ptr<ReplayVerification> verification_;  ///< null where no replay is verified
   Dispatcher dispatcher_;
   StepMemory memory_;

@@ -70,7 +70,7 @@ void write_text(const std::string& path, const std::string& text) {
 
 }  // namespace
 
-std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineChains& chains,
+std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineSequences& chains,
                                            const std::string& folder) {
   if (folder.empty()) {
     throw UsageError("OffloadEngine::write_graphs needs the name of a folder");
@@ -79,7 +79,7 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineC
   check_folder(folder);
   std::vector<std::string> files;
   std::size_t number = 0;
-  chains.for_each([&](const Chain& chain) {
+  chains.for_each([&](const GraphSequence& chain) {
     for (std::size_t index = 0; index < chain.layers().size(); ++index) {
       const Layer& layer = chain.layers()[index];
       for (const bool backward : {false, true}) {

@@ -29,7 +29,8 @@ std::string listed(const std::vector<std::string>& names) {
 /// What copies of a GraphedCallable share.
 class GraphedCallable::Shared {
  public:
-  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<ChainHolder> holder, std::size_t layer, Callable callable)
+  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<SequenceHolder> holder, std::size_t layer,
+         Callable callable)
       : engine_(std::move(engine)), callable_(std::move(callable)) {
     site_.kind = CallSite::Kind::callable;
     site_.scope = holder->chain->layers()[layer].spec.scope;
@@ -170,7 +171,7 @@ class GraphedCallable::Shared {
   }
 
   [[nodiscard]] std::string describe() const { return "graphed call \"" + callable_.name() + "\""; }
-  [[nodiscard]] const Chain& chain() const { return *site_.variants.front().holder->chain; }
+  [[nodiscard]] const GraphSequence& chain() const { return *site_.variants.front().holder->chain; }
 
   std::shared_ptr<EngineState> engine_;
   Callable callable_;
@@ -343,7 +344,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
         "make_graphed_callables: GraphOptions::agree_to_capture returned false, so no rank captures now; call it when "
         "all ranks agree");
   }
-  auto holder = std::make_shared<ChainHolder>();
+  auto holder = std::make_shared<SequenceHolder>();
   holder->chain = state.chains().capture(std::move(specs), options);
   state.chains().add(holder);
   std::vector<GraphedCallable> graphed;

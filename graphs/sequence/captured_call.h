@@ -165,7 +165,7 @@ struct Layer {
   NodeNames backward_names;
 
   // Replay.
-  bool released = false;           ///< by Chain::release: nothing of it is left
+  bool released = false;           ///< by GraphSequence::release: nothing of it is left
   std::uint64_t generation = 0;    ///< counts forwards
   bool pending = false;            ///< its backward is still to come
   bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten

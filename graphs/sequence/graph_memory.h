@@ -12,7 +12,7 @@
 
 namespace sidestream {
 
-class Chain;
+class GraphSequence;
 
 /// Device memory that graphs use as they replay: one chain's own, or shared by chains that use it by turns.
 ///
@@ -54,12 +54,12 @@ class GraphMemory {
   [[nodiscard]] SharedSlots& slots(const std::shared_ptr<HostArena>& arena);
 
   /// The chain that has the turn; null where none has. Under `mutex`.
-  [[nodiscard]] Chain* turn() const noexcept { return turn_; }
-  void set_turn(Chain* chain) noexcept { turn_ = chain; }
+  [[nodiscard]] GraphSequence* turn() const noexcept { return turn_; }
+  void set_turn(GraphSequence* chain) noexcept { turn_ = chain; }
   /// True while the chain that has the turn awaits a backward.
   [[nodiscard]] bool pending();
   /// `chain` is gone, or was reset.
-  void leave(const Chain* chain) noexcept { turn_ = turn_ == chain ? nullptr : turn_; }
+  void leave(const GraphSequence* chain) noexcept { turn_ = turn_ == chain ? nullptr : turn_; }
   /// What is held of a chain that leaves, and found no room elsewhere.
   void leave_behind(OutputStorage storage) { left_behind_.push_back(std::move(storage)); }
   /// Before another chain has the memory. Throws: as OutputStorage::before_overwrite; may be called again.
@@ -71,7 +71,7 @@ class GraphMemory {
   std::recursive_mutex mutex_;
   std::shared_ptr<Kept> kept_;    ///< of shared memory
   std::list<SharedSlots> slots_;  ///< of each engine's arena
-  Chain* turn_ = nullptr;
+  GraphSequence* turn_ = nullptr;
   std::vector<OutputStorage> left_behind_;
 };
 

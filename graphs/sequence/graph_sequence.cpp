@@ -73,7 +73,7 @@ FactsChange with_watched(FactsChange modules, const Layer& layer) noexcept {
 // all that need it (OutputLives), the copies of it included: from that place on any graph may write its memory. So before the first
 // launch from there on, what is held of it is copied out, and M waits for who reads it.
 
-Chain::Chain(const GraphResources& resources, const GraphOptions& options)
+GraphSequence::GraphSequence(const GraphResources& resources, const GraphOptions& options)
     : runtime_(resources.runtime),
       arena_(resources.arena),
       options_(options),
@@ -96,7 +96,7 @@ Chain::Chain(const GraphResources& resources, const GraphOptions& options)
   }
 }
 
-Chain::~Chain() {
+GraphSequence::~GraphSequence() {
   const std::lock_guard lock(mutex_);
   try {
     synchronize_streams();
@@ -105,30 +105,30 @@ Chain::~Chain() {
   leave_memory();
 }
 
-bool Chain::pending(std::size_t layer) const {
+bool GraphSequence::pending(std::size_t layer) const {
   const std::lock_guard lock(mutex_);
   return layers_[layer].pending;
 }
 
-bool Chain::ready(std::size_t layer) const {
+bool GraphSequence::ready(std::size_t layer) const {
   const std::lock_guard lock(mutex_);
   return top_ < static_cast<std::int64_t>(layer);
 }
 
-bool Chain::any_pending() const {
+bool GraphSequence::any_pending() const {
   const std::lock_guard lock(mutex_);
   return top_ >= 0;
 }
 
-FactsChange Chain::change(std::size_t index) const noexcept {
+FactsChange GraphSequence::change(std::size_t index) const noexcept {
   return with_watched(layers_[index].modules.change(), layers_[index]);
 }
 
-FactsChange Chain::change_of_all(std::size_t index) const noexcept {
+FactsChange GraphSequence::change_of_all(std::size_t index) const noexcept {
   return with_watched(layers_[index].modules.change_of_all(), layers_[index]);
 }
 
-FactsChange Chain::change() const noexcept {
+FactsChange GraphSequence::change() const noexcept {
   FactsChange all;
   const torch::nn::Module* model = nullptr;  // of the plain functions, whose replays look at few of its modules
   for (const auto i : c10::irange(layers_.size())) {
@@ -142,7 +142,7 @@ FactsChange Chain::change() const noexcept {
   return all;
 }
 
-FactsChange Chain::change_before_pass() const noexcept {
+FactsChange GraphSequence::change_before_pass() const noexcept {
   FactsChange all;
   const torch::nn::Module* model = nullptr;  // as in change()
   for (const auto i : c10::irange(layers_.size())) {
@@ -167,12 +167,12 @@ FactsChange Chain::change_before_pass() const noexcept {
   return all;
 }
 
-bool Chain::begins_pass(std::size_t layer) const {
+bool GraphSequence::begins_pass(std::size_t layer) const {
   const std::lock_guard lock(mutex_);
   return top_ < 0 && (!forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(layer) <= latest_);
 }
 
-std::string Chain::difference(std::size_t index) const {
+std::string GraphSequence::difference(std::size_t index) const {
   const Layer& layer = layers_[index];
   std::string text = layer.modules.difference();
   for (const TensorFacts& watched : layer.watched) {
@@ -183,7 +183,7 @@ std::string Chain::difference(std::size_t index) const {
   return text;
 }
 
-void Chain::take_target(Layer& layer, const ReplayOptions* target) {
+void GraphSequence::take_target(Layer& layer, const ReplayOptions* target) {
   layer.target = target != nullptr ? *target : ReplayOptions();
   if (const auto& stream = layer.target.stream();
       stream && std::find(given_streams_.begin(), given_streams_.end(), *stream) == given_streams_.end()) {
@@ -191,7 +191,7 @@ void Chain::take_target(Layer& layer, const ReplayOptions* target) {
   }
 }
 
-void Chain::synchronize_streams() {
+void GraphSequence::synchronize_streams() {
   for (const std::vector<c10::Stream>* const streams : {&streams_, &given_streams_}) {
     for (const c10::Stream stream : *streams) {
       runtime_->synchronize(stream);
@@ -199,7 +199,7 @@ void Chain::synchronize_streams() {
   }
 }
 
-std::string Chain::stream_in_words(std::size_t index, bool backward) const {
+std::string GraphSequence::stream_in_words(std::size_t index, bool backward) const {
   if (side_streams_.empty()) {
     return "the stream that the options name";
   }
@@ -207,7 +207,7 @@ std::string Chain::stream_in_words(std::size_t index, bool backward) const {
   return "side stream " + std::to_string(number + 1) + " of " + std::to_string(streams_.size());
 }
 
-void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event) {
+void GraphSequence::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event) {
   const auto launch_it = [&] {
     runtime_->launch(graph, side);
     ++counts_.replays;  // whatever fails from here on, the graph runs
@@ -231,7 +231,7 @@ void Chain::launch(const Graph& graph, c10::Stream side, const ExternalEvent& do
   }
 }
 
-void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
+void GraphSequence::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
   bool joined = false;
   const at::NoGradGuard no_grad;
   for (const auto i : c10::irange(inputs.size())) {
@@ -248,8 +248,8 @@ void Chain::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) 
   }
 }
 
-void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
-                    const ReplayOptions* target, Inputs known) {
+void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
+                            const ReplayOptions* target, Inputs known) {
   const std::lock_guard lock(mutex_);
   Layer& layer = layers_[index];
   if (known == Inputs::unknown || !layer.forward) {
@@ -308,12 +308,12 @@ void Chain::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail:
   }
 }
 
-void Chain::join_copies() {
+void GraphSequence::join_copies() {
   const std::lock_guard lock(mutex_);
   copies_.join(runtime_->current_stream());
 }
 
-void Chain::reset(std::size_t index) {
+void GraphSequence::reset(std::size_t index) {
   const std::lock_guard lock(mutex_);
   synchronize_streams();
   Layer& layer = layers_[index];
@@ -324,7 +324,7 @@ void Chain::reset(std::size_t index) {
   use_.dropped();
 }
 
-void Chain::reset() {
+void GraphSequence::reset() {
   for (const auto i : c10::irange(layers_.size())) {
     reset(i);
   }
@@ -350,7 +350,7 @@ void Chain::reset() {
   outside_ = {};
 }
 
-void Chain::release(std::size_t index) {
+void GraphSequence::release(std::size_t index) {
   const std::lock_guard lock(mutex_);
   Layer& layer = layers_[index];
   if (layer.released) {
@@ -378,11 +378,11 @@ void Chain::release(std::size_t index) {
   }
 }
 
-bool Chain::released() const {
+bool GraphSequence::released() const {
   return std::all_of(layers_.begin(), layers_.end(), [](const Layer& layer) { return layer.released; });
 }
 
-void Chain::give_up_outputs(std::size_t index) noexcept {
+void GraphSequence::give_up_outputs(std::size_t index) noexcept {
   Layer& layer = layers_[index];
   try {
     for (OutputStorage& storage : layer.output_storages) {
@@ -407,7 +407,7 @@ void Chain::give_up_outputs(std::size_t index) noexcept {
   }
 }
 
-Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {
+GraphSequence::Counts& GraphSequence::Counts::operator+=(const Counts& other) noexcept {
   replays += other.replays;
   unused_outputs += other.unused_outputs;
   outputs += other.outputs;
@@ -415,7 +415,7 @@ Chain::Counts& Chain::Counts::operator+=(const Counts& other) noexcept {
   return *this;
 }
 
-Chain::Counts Chain::take_counts() {
+GraphSequence::Counts GraphSequence::take_counts() {
   const std::lock_guard lock(mutex_);
   return std::exchange(counts_, {});
 }

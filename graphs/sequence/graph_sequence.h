@@ -77,7 +77,7 @@ struct GraphResources {
 ///
 /// Ordering: Note [Graph choreography] in chain.cpp.  Capture: illegal.
 /// Threads: forwards on one thread at a time; backwards may run on autograd's device threads.
-class Chain : public std::enable_shared_from_this<Chain> {
+class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
  public:
   struct Counts {
     std::uint64_t replays = 0;
@@ -88,7 +88,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
     Counts& operator+=(const Counts& other) noexcept;
   };
 
-  ~Chain();
+  ~GraphSequence();
 
   /// True when `inputs` are what layer `layer` was captured with, but for their addresses.
   [[nodiscard]] bool accepts(std::size_t layer, c10::ArrayRef<at::Tensor> inputs) const;
@@ -152,8 +152,8 @@ class Chain : public std::enable_shared_from_this<Chain> {
 
  private:
   friend class ReplayNode;
-  friend class ChainCapture;
-  Chain(const GraphResources& resources, const GraphOptions& options);
+  friend class SequenceCapture;
+  GraphSequence(const GraphResources& resources, const GraphOptions& options);
 
   /// True where `input` is another layer's output, which must be passed as long as that layer makes it.
   [[nodiscard]] bool is_linked(const StaticInput& input) const {
@@ -238,7 +238,7 @@ class Chain : public std::enable_shared_from_this<Chain> {
   std::vector<std::size_t> gave_gradients_;  ///< layers whose memory was given out since, the highest first
   std::size_t highest_given_ = 0;  ///< no layer above has given out outputs since a forward below it was launched
   std::shared_ptr<EagerOffload> eager_;
-  ChainCopies copies_;
+  SequenceCopies copies_;
   PoolUse use_;
   Counts counts_;
 };

@@ -92,7 +92,7 @@ bool ReplayNode::owns_gradient_of(const at::Tensor& leaf) const {
   });
 }
 
-void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
+void GraphSequence::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
   Layer& layer = layers_[index];
   auto node = std::make_shared<ReplayNode>(shared_from_this(), index, layer.generation);
   torch::autograd::edge_list edges;
@@ -118,7 +118,7 @@ void Chain::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, det
   }
 }
 
-bool Chain::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+bool GraphSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
   const Layer& layer = layers_[index];
   if (inputs.size() != layer.inputs.size()) {
     return false;
@@ -150,7 +150,7 @@ bool Chain::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
   return true;
 }
 
-void Chain::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+void GraphSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
   if (!layers_[index].forward) {
     throw UsageError(describe(index) + ": replayed after reset; capture it again");
   }

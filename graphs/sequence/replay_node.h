@@ -9,7 +9,7 @@
 
 namespace sidestream {
 
-class Chain;
+class GraphSequence;
 
 /// A hook in front of a ReplayNode that keeps nothing of what it sees: gradients that another replay hands on may be static, and
 /// are copied for others.
@@ -19,7 +19,7 @@ class KeepsNoGradient : public torch::autograd::FunctionPreHook {};
 /// layer's saved tensors.
 class ReplayNode final : public torch::autograd::Node, public GradientOwner {
  public:
-  ReplayNode(std::shared_ptr<Chain> chain, std::size_t layer, std::uint64_t generation)
+  ReplayNode(std::shared_ptr<GraphSequence> chain, std::size_t layer, std::uint64_t generation)
       : chain_(std::move(chain)), layer_(layer), generation_(generation) {}
   ~ReplayNode() override;
 
@@ -29,9 +29,9 @@ class ReplayNode final : public torch::autograd::Node, public GradientOwner {
   [[nodiscard]] bool owns_gradient_of(const at::Tensor& leaf) const override;
 
  private:
-  friend class Chain;
+  friend class GraphSequence;
   void refuse_named_gradients() const;
-  std::shared_ptr<Chain> chain_;
+  std::shared_ptr<GraphSequence> chain_;
   std::size_t layer_;
   std::uint64_t generation_;
   std::size_t of_inputs_ = 0;  ///< edges that lead to inputs; those to parameters follow

@@ -40,7 +40,7 @@ void for_each_gradient(Layer& layer, const Visit& visit) {
 
 }  // namespace
 
-void Chain::check_backward(std::size_t index, std::uint64_t generation) {
+void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) {
   Layer& layer = layers_[index];
   if (!layer.backward) {
     throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
@@ -80,7 +80,7 @@ void Chain::check_backward(std::size_t index, std::uint64_t generation) {
 }
 
 // What takes memory comes before the launch: where there is none, nothing has happened yet, and the backward may be tried again.
-void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
+void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
   const std::lock_guard lock(mutex_);
   check_backward(index, generation);
   Layer& layer = layers_[index];
@@ -137,7 +137,7 @@ void Chain::backward(std::size_t index, std::uint64_t generation, std::vector<at
   layer.backward_failed = false;
 }
 
-void Chain::launch_backward(std::size_t index) {
+void GraphSequence::launch_backward(std::size_t index) {
   Layer& layer = layers_[index];
   const c10::Stream side = layer.target.stream().value_or(backward_stream());
   runtime_->record(fork_, runtime_->current_stream());
@@ -160,7 +160,7 @@ void Chain::launch_backward(std::size_t index) {
   }
 }
 
-void Chain::settle_pending(std::size_t index) noexcept {
+void GraphSequence::settle_pending(std::size_t index) noexcept {
   layers_[index].pending = false;
   while (top_ >= 0 && !layers_[static_cast<std::size_t>(top_)].pending) {
     --top_;  // so that all backwards of a pass together look at each layer once
@@ -170,14 +170,14 @@ void Chain::settle_pending(std::size_t index) noexcept {
   }
 }
 
-void Chain::settle(c10::Stream side) noexcept {
+void GraphSequence::settle(c10::Stream side) noexcept {
   try {
     runtime_->synchronize(side);
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
   }
 }
 
-void Chain::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads) {
+void GraphSequence::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads) {
   const at::NoGradGuard no_grad;
   // A seed that is another layer's input gradient lies in the pool, in memory that copies of the latest graphs may still
   // use: where that layer's backward did not run just before, nothing else makes this stream wait for them.
@@ -204,7 +204,7 @@ void Chain::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grad
   }
 }
 
-void Chain::drop_pending(std::size_t index, std::uint64_t generation) noexcept {
+void GraphSequence::drop_pending(std::size_t index, std::uint64_t generation) noexcept {
   const std::lock_guard lock(mutex_);
   if (index >= layers_.size() || layers_[index].generation != generation || !layers_[index].pending) {
     return;

@@ -6,12 +6,12 @@
 
 namespace sidestream {
 
-ChainCopies::ChainCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Layers& layers)
+SequenceCopies::SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Layers& layers)
     : runtime_(std::move(runtime)), mover_(std::move(mover)), layers_(layers) {}
 
-ChainCopies::~ChainCopies() { mover_->settle(); }
+SequenceCopies::~SequenceCopies() { mover_->settle(); }
 
-void ChainCopies::prepare() {
+void SequenceCopies::prepare() {
   for (Layer& layer : layers_) {
     layer.copies.left = runtime_->create_event();
     layer.copies.back = runtime_->create_event();
@@ -23,7 +23,7 @@ void ChainCopies::prepare() {
 }
 
 // A layer that is not below left in an earlier pass, whose order of graphs is over: all memory is in other hands by then.
-void ChainCopies::before_forward(std::size_t index, c10::Stream side) {
+void SequenceCopies::before_forward(std::size_t index, c10::Stream side) {
   for (const std::size_t layer : leaving_) {
     if (layer >= index || layers_[layer].copies.released_at <= index) {
       mover_->await(side, layers_[layer].copies.left);
@@ -36,7 +36,7 @@ void ChainCopies::before_forward(std::size_t index, c10::Stream side) {
   }
 }
 
-void ChainCopies::forward_launched(std::size_t index) {
+void SequenceCopies::forward_launched(std::size_t index) {
   std::erase_if(leaving_,
                 [&](std::size_t layer) { return layer >= index || layers_[layer].copies.released_at <= index; });
   back_.clear();
@@ -63,15 +63,15 @@ void ChainCopies::forward_launched(std::size_t index) {
   leaving_.push_back(index);
 }
 
-bool ChainCopies::may_use_targets(std::size_t place, std::size_t index) const {
+bool SequenceCopies::may_use_targets(std::size_t place, std::size_t index) const {
   return place < layers_[index].copies.returns_at || place > place_of_backward(index);
 }
 
-bool ChainCopies::is_on_device(std::size_t index) const {
+bool SequenceCopies::is_on_device(std::size_t index) const {
   return std::any_of(back_.begin(), back_.end(), [&](const Back& back) { return back.layer == index; });
 }
 
-void ChainCopies::find_layers_with_copies() {
+void SequenceCopies::find_layers_with_copies() {
   with_copies_.clear();
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     if (!layers_[i].copies.captured.empty()) {
@@ -81,7 +81,7 @@ void ChainCopies::find_layers_with_copies() {
   found_ = true;
 }
 
-void ChainCopies::bring_back_due(std::size_t index, c10::Stream side) {
+void SequenceCopies::bring_back_due(std::size_t index, c10::Stream side) {
   due_.clear();
   if (!found_) {
     find_layers_with_copies();
@@ -110,7 +110,7 @@ void ChainCopies::bring_back_due(std::size_t index, c10::Stream side) {
   copies.finish();
 }
 
-void ChainCopies::before_backward(std::size_t index, c10::Stream side) {
+void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
   const std::size_t place = place_of_backward(index);
   for (const std::size_t layer : leaving_) {
     if (layers_[layer].copies.released_at <= place) {
@@ -136,7 +136,7 @@ void ChainCopies::before_backward(std::size_t index, c10::Stream side) {
   }
 }
 
-void ChainCopies::backward_launched(std::size_t index) {
+void SequenceCopies::backward_launched(std::size_t index) {
   const std::size_t place = place_of_backward(index);
   std::erase_if(leaving_, [&](std::size_t layer) { return layers_[layer].copies.released_at <= place; });
   std::erase_if(back_, [&](const Back& back) { return place < layers_[back.layer].copies.returns_at; });
@@ -145,7 +145,7 @@ void ChainCopies::backward_launched(std::size_t index) {
   }
 }
 
-void ChainCopies::join(c10::Stream stream) {
+void SequenceCopies::join(c10::Stream stream) {
   for (const std::size_t layer : leaving_) {
     runtime_->wait(stream, layers_[layer].copies.left);
   }
@@ -156,7 +156,7 @@ void ChainCopies::join(c10::Stream stream) {
   }
 }
 
-void ChainCopies::reset(std::size_t index) {
+void SequenceCopies::reset(std::size_t index) {
   const auto is_it = [&](const Back& back) { return back.layer == index; };
   if (std::erase(leaving_, index) + std::erase_if(back_, is_it) > 0) {
     mover_->settle();

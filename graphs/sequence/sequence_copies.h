@@ -15,14 +15,14 @@ namespace sidestream {
 ///
 /// Ordering: Note [Graph choreography] in chain.cpp.  Capture: illegal.  Threads: one at a time (the chain's mutex).
 /// Where a call throws, the copies that it had queued are done.
-class ChainCopies {
+class SequenceCopies {
  public:
   /// `layers` must outlive this object.
-  ChainCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Layers& layers);
-  ChainCopies(const ChainCopies&) = delete;
-  ChainCopies& operator=(const ChainCopies&) = delete;
+  SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Layers& layers);
+  SequenceCopies(const SequenceCopies&) = delete;
+  SequenceCopies& operator=(const SequenceCopies&) = delete;
   /// Blocks the host until the copies are done.
-  ~ChainCopies();
+  ~SequenceCopies();
 
   /// Before the captures, when all layers are there.
   void prepare();

@@ -6,19 +6,19 @@
 
 namespace sidestream {
 
-bool Chain::is_linked_output(const StaticInput& input, const at::Tensor& given) const {
+bool GraphSequence::is_linked_output(const StaticInput& input, const at::Tensor& given) const {
   const Layer& giver = layers_[input.from->layer];
   return given.has_storage() && giver.output_storages[giver.outputs[input.from->index].of].gave(given.storage()) &&
          given.storage_offset() == input.tensor.storage_offset() && same_layout(given, input.tensor);
 }
 
-void Chain::overwrite_released_outputs(std::size_t place) {
+void GraphSequence::overwrite_released_outputs(std::size_t place) {
   released_.before_launch(place, [&](const Link& output) {
     layers_[output.layer].output_storages[output.index].before_overwrite(*runtime_, fork_, counts_.outputs);
   });
 }
 
-void Chain::overwrite_given_gradients(std::size_t place) {
+void GraphSequence::overwrite_given_gradients(std::size_t place) {
   while (!gave_gradients_.empty() && copies_.place_of_backward(gave_gradients_.back()) >= place) {
     layers_[gave_gradients_.back()].for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
       if (memory) {
@@ -29,7 +29,7 @@ void Chain::overwrite_given_gradients(std::size_t place) {
   }
 }
 
-void Chain::part_with(OutputStorage& storage, OutputCounts& counts) noexcept {
+void GraphSequence::part_with(OutputStorage& storage, OutputCounts& counts) noexcept {
   try {
     if (runtime_->capture_status(runtime_->current_stream()) == CaptureStatus::none) {
       storage.before_overwrite(*runtime_, fork_, counts);
@@ -42,7 +42,7 @@ void Chain::part_with(OutputStorage& storage, OutputCounts& counts) noexcept {
   }  // else who holds it keeps the pool, whose graphs are gone
 }
 
-void Chain::part_with_outputs() noexcept {
+void GraphSequence::part_with_outputs() noexcept {
   for (Layer& layer : layers_) {
     for (OutputStorage& storage : layer.output_storages) {
       if (storage.given_back() || !storage.held()) {  // else who holds it keeps the memory

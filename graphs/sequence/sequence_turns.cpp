@@ -9,28 +9,28 @@ bool GraphMemory::pending() {
   return turn_ != nullptr && turn_->any_pending();
 }
 
-bool Chain::has_to_wait() const {
+bool GraphSequence::has_to_wait() const {
   const std::lock_guard lock(mutex_);
-  const Chain* const other = memory_->turn();
+  const GraphSequence* const other = memory_->turn();
   return other != nullptr && other != this && other->top_ >= 0;
 }
 
-void Chain::refuse_turn(const std::string& what) const {
-  const Chain& other = *memory_->turn();
+void GraphSequence::refuse_turn(const std::string& what) const {
+  const GraphSequence& other = *memory_->turn();
   throw UsageError(what + ": the backward of " + other.describe(static_cast<std::size_t>(other.top_)) +
                    ", which shares its memory, is still pending, and this call would overwrite tensors that it needs. "
                    "Run that backward first, or capture in a pool of its own");
 }
 
-void Chain::check_turn() const {
+void GraphSequence::check_turn() const {
   const std::lock_guard lock(mutex_);
   if (has_to_wait()) {
     refuse_turn("a capture in a pool that others use");
   }
 }
 
-void Chain::take_turn(std::size_t index) {
-  Chain* const former = memory_->turn();
+void GraphSequence::take_turn(std::size_t index) {
+  GraphSequence* const former = memory_->turn();
   if (former == this) {
     return;
   }
@@ -44,7 +44,7 @@ void Chain::take_turn(std::size_t index) {
   memory_->set_turn(this);
 }
 
-void Chain::follow_latest_call() {
+void GraphSequence::follow_latest_call() {
   const c10::Stream now = runtime_->current_stream();
   if (called_on_ && *called_on_ != now) {
     runtime_->record(fork_, *called_on_);
@@ -52,7 +52,7 @@ void Chain::follow_latest_call() {
   }
 }
 
-void Chain::give_up_turn() {
+void GraphSequence::give_up_turn() {
   follow_latest_call();
   copies_.join(runtime_->current_stream());
   for (Layer& layer : layers_) {
@@ -67,7 +67,7 @@ void Chain::give_up_turn() {
   use_.idle();
 }
 
-void Chain::leave_memory() noexcept {
+void GraphSequence::leave_memory() noexcept {
   if (called_on_) {
     part_with_outputs();
   }
@@ -76,9 +76,9 @@ void Chain::leave_memory() noexcept {
   memory_->leave(this);
 }
 
-void Chain::begin_capture() {
+void GraphSequence::begin_capture() {
   const std::lock_guard lock(mutex_);
-  Chain* const former = memory_->turn();
+  GraphSequence* const former = memory_->turn();
   check_turn();
   memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);
   if (former != nullptr) {
@@ -87,7 +87,7 @@ void Chain::begin_capture() {
   }
 }
 
-void Chain::share_outputs() {
+void GraphSequence::share_outputs() {
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
     std::vector<OutputStorage>& storages = layers_[layer].output_storages;
     for (std::size_t index = 0; index < storages.size(); ++index) {

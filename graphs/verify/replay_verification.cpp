@@ -79,7 +79,7 @@ bool ReplayVerification::takes_turn(Turns& turns) {
   return takes;
 }
 
-std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(const Chain& chain, std::size_t layer,
+std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(const GraphSequence& chain, std::size_t layer,
                                                               const detail::CallRequest& request) {
   const Names names = names_of(model_);
   const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
@@ -88,7 +88,7 @@ std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(const Chain& chain
       counts_);
 }
 
-void ReplayVerification::forward(const std::shared_ptr<Chain>& chain, std::size_t layer,
+void ReplayVerification::forward(const std::shared_ptr<GraphSequence>& chain, std::size_t layer,
                                  const detail::CallRequest& request, detail::TensorBuffer& outputs) {
   const auto [of_chain, is_new] = turns_.try_emplace(chain, chain->layers().size());
   if (is_new) {  // chains that were captured again leave theirs behind

@@ -32,8 +32,8 @@ class ReplayVerification {
   ~ReplayVerification() = default;
 
   /// Replays the forward of `layer`, and compares it if it is its turn. Throws: VerificationError, what the call throws, and as
-  /// Chain::forward.
-  void forward(const std::shared_ptr<Chain>& chain, std::size_t layer, const detail::CallRequest& request,
+  /// GraphSequence::forward.
+  void forward(const std::shared_ptr<GraphSequence>& chain, std::size_t layer, const detail::CallRequest& request,
                detail::TensorBuffer& outputs);
   void begin_step() noexcept;
   /// An eager run whose backward did not come is let go.
@@ -52,7 +52,7 @@ class ReplayVerification {
   [[nodiscard]] bool due(const Turns& turns) const noexcept;
   /// A round is a step; outside of steps, until a call comes a second time.
   void next_round() noexcept;
-  [[nodiscard]] std::shared_ptr<VerifiedCall> run_eagerly(const Chain& chain, std::size_t layer,
+  [[nodiscard]] std::shared_ptr<VerifiedCall> run_eagerly(const GraphSequence& chain, std::size_t layer,
                                                           const detail::CallRequest& request);
 
   static constexpr std::uint64_t kAny = std::numeric_limits<std::uint64_t>::max();
@@ -63,7 +63,7 @@ class ReplayVerification {
   std::uint64_t first_;
   std::uint64_t every_;
   double tolerance_;
-  std::map<std::weak_ptr<const Chain>, std::vector<Turns>, std::owner_less<>> turns_;
+  std::map<std::weak_ptr<const GraphSequence>, std::vector<Turns>, std::owner_less<>> turns_;
   std::uint64_t round_ = 1;
   std::uint64_t limit_ = kAny;  ///< who was verified more often lets others come first
   std::uint64_t least_ = kAny;  ///< how often the least verified one that is due in this round was

@@ -40,7 +40,7 @@ class GraphedStep::Shared {
     std::vector<Shape> shapes;
     std::shared_ptr<StepBody> body;
     GraphedCallable graph;
-    std::weak_ptr<const ChainHolder> holder;  ///< of its graph
+    std::weak_ptr<const SequenceHolder> holder;  ///< of its graph
 
     /// No graph is left: a capture in its place has failed.
     [[nodiscard]] bool is_lost() const {

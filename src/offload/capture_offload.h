@@ -11,7 +11,7 @@
 namespace sidestream {
 
 /// Offloads groups of captured forwards: at a scope's end the graph records where the group is ready, and what is to be copied is
-/// noted. A capture holds no copy of that kind: replays queue them beside it (ChainCopies). Small storages the graph gathers into a
+/// noted. A capture holds no copy of that kind: replays queue them beside it (SequenceCopies). Small storages the graph gathers into a
 /// block, whose memory is the pool's.
 ///
 /// Threads: one capture at a time; `fetch` may be called on autograd's device thread meanwhile.

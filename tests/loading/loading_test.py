@@ -94,7 +94,7 @@ def main(trainer, library, simulator, driver):
              [f"{kind} {name}" for kind, name in symbols(library) if "sidestream::sim::" in name])
     tap.case("no strong symbol outside of the namespace", strong_outside(library) + strong_outside(simulator))
     tap.case("what is hidden is hidden", [f"{kind} {name}" for kind, name in symbols(library, "-D")
-                                          if kind in STRONG and "sidestream::Chain::" in name])
+                                          if kind in STRONG and "sidestream::GraphSequence::" in name])
     tap.finish()
 
 

@@ -102,7 +102,7 @@ class LinearStepTest : public testing::TestWithParam<GradientPolicy> {
     const at::Tensor seed = rows(3, device);
     const auto looks = [&] {
       std::uint64_t sum = 0;
-      EngineAccess::state(engine).chains().for_each([&](const Chain& chain) { sum += chain.layers().looks(); });
+      EngineAccess::state(engine).chains().for_each([&](const GraphSequence& chain) { sum += chain.layers().looks(); });
       return static_cast<std::int64_t>(sum);
     };
     const auto step = [&] {
