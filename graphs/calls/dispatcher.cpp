@@ -264,7 +264,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   }
   SequenceHolder& holder = *only.holder;
   std::size_t place = only.place();
-  const Layer* layer = &holder.chain->layers()[place];
+  const CapturedCall* layer = &holder.chain->layers()[place];
   const auto prepare = [&] {
     if (request.prepare != nullptr) {
       request.prepare(request.context);

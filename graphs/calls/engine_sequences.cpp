@@ -26,7 +26,7 @@ namespace {
 
 /// The recorded calls of one slot, of training or of evaluation, that are not captured yet, as layers.
 struct SlotCalls {
-  std::vector<LayerSpec> specs;
+  std::vector<CallSpec> specs;
   // Parallel to specs.
   std::vector<RecordedCall*> calls;
   std::vector<std::size_t> indices;  ///< among the recorded ones
@@ -40,9 +40,9 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluat
     if (call.slot != slot || call.state.modes.gradients == evaluation || call.captured) {
       continue;
     }
-    LayerSpec spec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs, call.state};
+    CallSpec spec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs, call.state};
     spec.outputs_let_go = recorded.outputs().let_go(i, plan);
-    for (LayerInput& input : spec.inputs) {
+    for (CallInput& input : spec.inputs) {
       if (input.from) {
         const std::optional<std::size_t> layer = place[input.from->layer];
         input.from = layer ? std::optional(Link{*layer, input.from->index}) : std::nullopt;
@@ -58,9 +58,10 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluat
 
 /// Dropped by a capture that failed in its place, or captured of a model that is another now.
 bool is_outdated(const GraphSequence& chain) {
-  const Layers& layers = chain.layers();
-  return chain.change().stale() || std::any_of(layers.begin(), layers.end(),
-                                               [](const Layer& layer) { return !layer.forward && !layer.released; });
+  const CapturedCalls& layers = chain.layers();
+  return chain.change().stale() || std::any_of(layers.begin(), layers.end(), [](const CapturedCall& layer) {
+           return !layer.forward && !layer.released;
+         });
 }
 
 }  // namespace
@@ -74,8 +75,7 @@ void EngineSequences::check_capture(const GraphOptions& options) const {
   check_graph_options(options, resources_.runtime->current_stream());
 }
 
-std::shared_ptr<GraphSequence> EngineSequences::capture(const std::vector<LayerSpec>& specs,
-                                                        const GraphOptions& options,
+std::shared_ptr<GraphSequence> EngineSequences::capture(const std::vector<CallSpec>& specs, const GraphOptions& options,
                                                         std::shared_ptr<GraphMemory> memory) {
   check_capture(options);
   const SyncFinder::Pause captures;
@@ -101,16 +101,16 @@ void EngineSequences::recapture(SequenceHolder& holder) {
   check_capture(holder.chain->options());
   holder.chain->check_turn();
   const CaptureModesGuard modes(resources_.runtime->device().type());
-  const Layers& layers = holder.chain->layers();
-  std::vector<LayerSpec> specs;
+  const CapturedCalls& layers = holder.chain->layers();
+  std::vector<CallSpec> specs;
   std::vector<std::size_t> place(layers.size());  // of each layer now, among those that are left
   for (std::size_t l = 0; l < layers.size(); ++l) {
-    const Layer& layer = layers[l];
+    const CapturedCall& layer = layers[l];
     place[l] = specs.size();
     if (layer.released) {
       continue;
     }
-    LayerSpec spec = layer.spec;
+    CallSpec spec = layer.spec;
     spec.state.modules = layer.spec.state.modules.as_now();
     for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
       const StaticInput& held = layer.inputs[i];
@@ -186,7 +186,7 @@ void EngineSequences::capture_slot(RecordedCalls& recorded, std::size_t slot, bo
     call.site->to_record = false;
     report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
     recorded.outputs().for_each_of(of_slot.indices[layer], [&](const c10::StorageImpl* storage, std::size_t output) {
-      const Layer& captured = holder->chain->layers()[layer];
+      const CapturedCall& captured = holder->chain->layers()[layer];
       if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
         plan_.captured(storage, captured.output_storages[captured.outputs[output].of].given_back());
       }
@@ -307,7 +307,7 @@ void EngineSequences::drop_own() {
 void EngineSequences::mark_static_outputs() {
   resources_.exclusions.remove_static_inputs();
   for_each([&](const GraphSequence& chain) {
-    for (const Layer& layer : chain.layers()) {
+    for (const CapturedCall& layer : chain.layers()) {
       for (const StaticOutput& output : layer.outputs) {
         if (output.tensor.defined()) {
           resources_.exclusions.add_static_input(output.tensor);

@@ -37,7 +37,7 @@ class EngineSequences {
 
   /// Captures a chain that fits the device (capture_that_fits), in `memory` where it is given; calls inside its callables are scopes only. It counts once a holder
   /// of it is added. Throws: as make_graphed_callables.
-  [[nodiscard]] std::shared_ptr<GraphSequence> capture(const std::vector<LayerSpec>& specs, const GraphOptions& options,
+  [[nodiscard]] std::shared_ptr<GraphSequence> capture(const std::vector<CallSpec>& specs, const GraphOptions& options,
                                                        std::shared_ptr<GraphMemory> memory = {});
   /// Counts `holder`'s chain in the report and keeps its static outputs on the device, for as long as someone has it.
   void add(const std::shared_ptr<SequenceHolder>& holder);

@@ -45,7 +45,7 @@ void note_room(const EngineResources& resources, GraphSequence& chain) {
 }  // namespace
 
 std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, EngineSequences& chains,
-                                                 const std::vector<LayerSpec>& specs, const GraphOptions& options,
+                                                 const std::vector<CallSpec>& specs, const GraphOptions& options,
                                                  const std::shared_ptr<GraphMemory>& memory) {
   GraphResources graphs = resources.for_graphs();
   CaptureAttempt attempt;

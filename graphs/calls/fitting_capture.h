@@ -16,7 +16,7 @@ struct EngineResources;
 /// Throws: as make_graphed_callables; DeviceError that says by how much it does not fit. What is left for the rest may be less than
 /// that took all the same: it is an estimate, and a note says so.
 [[nodiscard]] std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, EngineSequences& chains,
-                                                               const std::vector<LayerSpec>& specs,
+                                                               const std::vector<CallSpec>& specs,
                                                                const GraphOptions& options,
                                                                const std::shared_ptr<GraphMemory>& memory);
 

@@ -44,7 +44,7 @@ class BackwardWatch final : public torch::autograd::FunctionPreHook {
 };
 
 /// What a sample holds of the device.
-std::size_t device_bytes(const LayerInput& input) {
+std::size_t device_bytes(const CallInput& input) {
   return input.sample.defined() && !input.on_host ? input.sample.nbytes() : 0;
 }
 
@@ -113,7 +113,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   call->slot = slot;
   outputs_.call_begins(calls_.size(), call->chain(), current_recorder());
   for (const at::Tensor& input : request.inputs) {
-    LayerInput& kept = call->inputs.emplace_back();
+    CallInput& kept = call->inputs.emplace_back();
     kept.aliases = InputAliases::of(request.inputs, call->inputs.size() - 1);
     kept.shared_cast = input.defined() && modes.gradients && has_shared_cast(input);
     if (kept.aliases->same_as != call->inputs.size() - 1) {
@@ -130,7 +130,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
       }
     }
     if (!kept.from && input.defined()) {
-      LayerInput sample = sample_of(input, device_);
+      CallInput sample = sample_of(input, device_);
       kept.sample = std::move(sample.sample);
       if (!modes.gradients) {
         kept.sample.set_requires_grad(false);
@@ -138,7 +138,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
       kept.on_host = sample.on_host;
     }
   }
-  for (const LayerInput& input : call->inputs) {
+  for (const CallInput& input : call->inputs) {
     kept_bytes_ += device_bytes(input);
   }
   calls_.push_back(std::move(call));
@@ -208,7 +208,7 @@ void RecordedCalls::forget(std::size_t call) {
     flights_[call]->backward->begun.store(true);  // nothing of this run awaits a backward
     return;
   }
-  for (const LayerInput& input : calls_[call]->inputs) {
+  for (const CallInput& input : calls_[call]->inputs) {
     kept_bytes_ -= device_bytes(input);
   }
   calls_.pop_back();

@@ -36,7 +36,7 @@ struct RecordedCall {
   std::vector<KeptGuard> guards;
   std::vector<std::size_t> shape;
   CallState state;
-  std::vector<LayerInput> inputs;  ///< their links name recorded calls
+  std::vector<CallInput> inputs;  ///< their links name recorded calls
   std::size_t slot = 0;  ///< its chain: how many captures of the same call, beside it, were awaiting their backward
   /// Apart for training and for evaluation.
   [[nodiscard]] std::size_t chain() const noexcept { return 2 * slot + (state.modes.gradients ? 0 : 1); }

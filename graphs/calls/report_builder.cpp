@@ -160,7 +160,7 @@ void ReportBuilder::append_buckets(std::vector<std::string>& notes) const {
 }
 
 void ReportBuilder::captured(const GraphSequence& chain) {
-  for (const Layer& layer : chain.layers()) {
+  for (const CapturedCall& layer : chain.layers()) {
     counted_.captures += layer.has_backward ? 2 : 1;
   }
 }
@@ -218,7 +218,7 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineSequen
     append(chain.profile(), chain.plan(), report);
     report.graph_bytes += chain.outside().graphs;
     report.warm_up_bytes += chain.outside().warm_up;
-    for (const Layer& layer : chain.layers()) {
+    for (const CapturedCall& layer : chain.layers()) {
       for (const c10::Storage& external : layer.externals) {
         report.external_bytes += static_cast<std::int64_t>(external.nbytes());
       }

@@ -37,9 +37,9 @@ struct Accumulated {
   std::vector<at::Tensor> targets;
 };
 
-Accumulated accumulated_of(const Layer& layer) {
+Accumulated accumulated_of(const CapturedCall& layer) {
   Accumulated all;
-  for (const LayerParameter& parameter : layer.parameters) {
+  for (const CallParameter& parameter : layer.parameters) {
     if (parameter.policy == GradientPolicy::accumulated) {
       all.parameters.push_back(parameter.tensor);
       all.targets.push_back(parameter.grad);
@@ -51,7 +51,7 @@ Accumulated accumulated_of(const Layer& layer) {
 }  // namespace
 
 void SequenceCapture::capture_backward(std::size_t index) {
-  Layer& layer = chain_.layers_[index];
+  CapturedCall& layer = chain_.layers_[index];
   Live& live = live_[index];
   if (!layer.has_backward) {
     return;
@@ -75,7 +75,7 @@ void SequenceCapture::capture_backward(std::size_t index) {
       targets.push_back(live.leaves[i]);
     }
   }
-  for (const LayerParameter& parameter : layer.parameters) {
+  for (const CallParameter& parameter : layer.parameters) {
     targets.push_back(parameter.tensor);
   }
   learn_routes(layer, live, targets);
@@ -158,7 +158,7 @@ void SequenceCapture::prepare_seeds(std::size_t index) {
   }
 }
 
-void SequenceCapture::learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets) {
+void SequenceCapture::learn_routes(CapturedCall& layer, const Live& live, const std::vector<at::Tensor>& targets) {
   std::vector<at::Tensor> roots = live.outputs;
   for (const auto i : c10::irange(roots.size())) {
     if (!layer.outputs[i].requires_grad) {
@@ -172,7 +172,7 @@ void SequenceCapture::learn_routes(Layer& layer, const Live& live, const std::ve
       layer.inputs[i].outputs = routes[next++];
     }
   }
-  for (LayerParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : layer.parameters) {
     parameter.outputs = routes[next++];
   }
 }
@@ -181,7 +181,7 @@ void SequenceCapture::learn_routes(Layer& layer, const Live& live, const std::ve
 void SequenceCapture::allocate_targets(std::size_t index) {
   const std::size_t place = chain_.copies_.place_of_backward(index);
   for (std::size_t i = index + 1; i-- > 0;) {
-    LayerCopies& copies = chain_.layers_[i].copies;
+    CallCopies& copies = chain_.layers_[i].copies;
     if (!copies.allocated && copies.returns_at <= place) {
       const Site site(Activity::reload, chain_.layers_[i].spec.scope->site);
       copies.allocated = true;
@@ -194,14 +194,14 @@ void SequenceCapture::allocate_targets(std::size_t index) {
   }
 }
 
-void SequenceCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads,
+void SequenceCapture::take_gradients(CapturedCall& layer, Live& live, std::vector<at::Tensor>& grads,
                                      const AddedGradients* added) {
   std::size_t next = 0;
   for (const auto i : c10::irange(live.leaves.size())) {
     live.grad_inputs.push_back(wants_gradient(layer.inputs[i], live.leaves[i]) ? grads[next++] : at::Tensor());
   }
   std::size_t next_added = 0;
-  for (LayerParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : layer.parameters) {
     const bool accumulated = parameter.policy == GradientPolicy::accumulated;
     at::Tensor grad = std::move(grads[next++]);
     if (accumulated ? !added->has(next_added++) : !grad.defined()) {
@@ -215,7 +215,7 @@ void SequenceCapture::take_gradients(Layer& layer, Live& live, std::vector<at::T
     }
   }
   grads.clear();
-  for (LayerParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : layer.parameters) {
     if (parameter.policy == GradientPolicy::owned) {
       give_memory(parameter);
       layer.owns_gradients = layer.owns_gradients || parameter.memory;
@@ -224,13 +224,13 @@ void SequenceCapture::take_gradients(Layer& layer, Live& live, std::vector<at::T
 }
 
 void SequenceCapture::finish_backward(std::size_t index) {
-  Layer& layer = chain_.layers_[index];
+  CapturedCall& layer = chain_.layers_[index];
   Live& live = live_[index];
   for (const auto i : c10::irange(layer.inputs.size())) {
     const at::Tensor& grad = live.grad_inputs[i];
     layer.inputs[i].grad = grad.defined() ? not_owning(grad) : grad;
   }
-  for (LayerParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : layer.parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       parameter.grad = not_owning(parameter.grad);
     }

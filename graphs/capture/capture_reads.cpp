@@ -18,29 +18,29 @@ bool lies_in(const at::Tensor& tensor, const c10::Storage& storage) {
 }
 
 /// A weight's, which the layer watches.
-bool is_registered(const Layer& layer, const c10::Storage& storage) {
+bool is_registered(const CapturedCall& layer, const c10::Storage& storage) {
   const auto any_in = [&](const std::vector<at::Tensor>& tensors) {
     return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return lies_in(t, storage); });
   };
   return std::any_of(layer.parameters.begin(), layer.parameters.end(),
-                     [&](const LayerParameter& parameter) { return lies_in(parameter.tensor, storage); }) ||
+                     [&](const CallParameter& parameter) { return lies_in(parameter.tensor, storage); }) ||
          (layer.spec.module != nullptr &&
           (any_in(layer.spec.module->parameters()) || any_in(layer.spec.module->buffers())));
 }
 
 /// Among what the layer holds anyway.
-bool is_held(const Layer& layer, const c10::Storage& storage) {
+bool is_held(const CapturedCall& layer, const c10::Storage& storage) {
   return std::any_of(layer.inputs.begin(), layer.inputs.end(),
                      [&](const StaticInput& input) { return lies_in(input.tensor, storage); }) ||
          std::any_of(layer.parameters.begin(), layer.parameters.end(),
-                     [&](const LayerParameter& parameter) { return lies_in(parameter.grad, storage); }) ||
+                     [&](const CallParameter& parameter) { return lies_in(parameter.grad, storage); }) ||
          std::any_of(layer.externals.begin(), layer.externals.end(), [&](const c10::Storage& held) {
            return held.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
          });
 }
 
-bool is_output(const Layers& layers, const c10::Storage& storage) {
-  return std::any_of(layers.begin(), layers.end(), [&](const Layer& layer) {
+bool is_output(const CapturedCalls& layers, const c10::Storage& storage) {
+  return std::any_of(layers.begin(), layers.end(), [&](const CapturedCall& layer) {
     return std::any_of(layer.output_storages.begin(), layer.output_storages.end(),
                        [&](const OutputStorage& held) { return held.is(storage); });
   });
@@ -48,7 +48,7 @@ bool is_output(const Layers& layers, const c10::Storage& storage) {
 
 }  // namespace
 
-std::size_t references_to(const c10::Storage& storage, const Layers& layers) {
+std::size_t references_to(const c10::Storage& storage, const CapturedCalls& layers) {
   const c10::StorageImpl* const sought = storage.unsafeGetStorageImpl();
   std::unordered_set<const c10::TensorImpl*> tensors;
   std::size_t count = 0;
@@ -57,7 +57,7 @@ std::size_t references_to(const c10::Storage& storage, const Layers& layers) {
       tensors.insert(tensor.unsafeGetTensorImpl());
     }
   };
-  for (const Layer& layer : layers) {
+  for (const CapturedCall& layer : layers) {
     for (const StaticInput& input : layer.inputs) {
       look_at(input.tensor);
     }
@@ -93,7 +93,7 @@ void CaptureReads::before(const OperatorAccess& access) {
   }
 }
 
-std::vector<at::Tensor> CaptureReads::give_to(Layer& layer) {
+std::vector<at::Tensor> CaptureReads::give_to(CapturedCall& layer) {
   std::vector<at::Tensor> registered;
   for (ExternalStorage& external : reads_.take()) {
     if (external.written) {
@@ -119,7 +119,7 @@ std::vector<at::Tensor> CaptureReads::give_to(Layer& layer) {
   return registered;
 }
 
-void CaptureReads::let_go_of_registered(Layer& layer) {
+void CaptureReads::let_go_of_registered(CapturedCall& layer) {
   std::erase_if(layer.externals, [&](const c10::Storage& storage) { return is_registered(layer, storage); });
 }
 
@@ -130,21 +130,21 @@ void CaptureReads::forward_ended(std::size_t index) {
   }
 }
 
-std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const Layers& layers) const {
+std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const CapturedCalls& layers) const {
   std::unordered_set<const c10::StorageImpl*> owned;
   const auto own = [&](const at::Tensor& tensor) {
     if (tensor.defined() && tensor.has_storage()) {
       owned.insert(tensor.storage().unsafeGetStorageImpl());
     }
   };
-  for (const Layer& layer : layers) {
+  for (const CapturedCall& layer : layers) {
     for (const StaticInput& input : layer.inputs) {
       own(input.tensor);
     }
     for (const StaticOutput& output : layer.outputs) {
       own(output.seed);
     }
-    for (const LayerParameter& parameter : layer.parameters) {
+    for (const CallParameter& parameter : layer.parameters) {
       own(parameter.grad);
     }
     for (const auto& saved : layer.copies.captured.storages) {

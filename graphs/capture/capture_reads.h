@@ -17,7 +17,7 @@
 namespace sidestream {
 
 /// How many references to `storage` captured layers have, as what they read or as what they give out.
-[[nodiscard]] std::size_t references_to(const c10::Storage& storage, const Layers& layers);
+[[nodiscard]] std::size_t references_to(const c10::Storage& storage, const CapturedCalls& layers);
 
 /// What the captures of one chain read and did not make, which must live as long as their graphs; and what they made that
 /// somebody keeps.
@@ -41,15 +41,15 @@ class CaptureReads {
   /// Gives `layer` what was read since the last call, but for its inputs, parameters and buffers. Returns those that other
   /// modules of the model have registered, a rotary cache perhaps: they may be loaded or relocated as the rest.
   /// Throws: CaptureError for memory of the device that no pass before has met.
-  [[nodiscard]] std::vector<at::Tensor> give_to(Layer& layer);
+  [[nodiscard]] std::vector<at::Tensor> give_to(CapturedCall& layer);
   /// What the passes before the captures touched.
   [[nodiscard]] WeakStorageSet& met() noexcept { return met_; }
   /// Weights that hooks may put elsewhere were held as whatever else `layer` reads: those that lie where they were read are not.
-  static void let_go_of_registered(Layer& layer);
+  static void let_go_of_registered(CapturedCall& layer);
   /// What lives now and was made since the last call is of the forward of layer `index`.
   void forward_ended(std::size_t index);
   /// Of what the forwards made: what lives although `layers` do not hold it, and outputs that somebody else holds as well.
-  [[nodiscard]] std::vector<Made> kept_by_others(const Layers& layers) const;
+  [[nodiscard]] std::vector<Made> kept_by_others(const CapturedCalls& layers) const;
   /// What the captures write and did not make.
   [[nodiscard]] const std::vector<c10::Storage>& written() const noexcept { return written_; }
 

@@ -19,14 +19,14 @@ bool same_storage(const at::Tensor& a, const at::Tensor& b) {
 }
 
 /// The parameter, buffer or other tensor that a replay finds where the capture did, and that `output` is or is a view of.
-at::Tensor owner_of(const Layer& layer, const at::Tensor& output, const Exclusions& exclusions) {
+at::Tensor owner_of(const CapturedCall& layer, const at::Tensor& output, const Exclusions& exclusions) {
   at::Tensor found;
   const auto look_at = [&](const at::Tensor& tensor) {
     if (tensor.is_same(output) || (!found.defined() && same_storage(tensor, output))) {
       found = tensor;
     }
   };
-  for (const LayerParameter& parameter : layer.parameters) {
+  for (const CallParameter& parameter : layer.parameters) {
     look_at(parameter.tensor);
   }
   for (const TensorFacts& registered : layer.modules.tensors()) {
@@ -46,7 +46,7 @@ at::Tensor owner_of(const Layer& layer, const at::Tensor& output, const Exclusio
 
 class Sorter {
  public:
-  Sorter(Layer& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs)
+  Sorter(CapturedCall& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs)
       : layer_(layer), leaves_(leaves), outputs_(outputs) {}
 
   void sort(std::size_t index, const SavedStorages& saved, const Exclusions& exclusions) {
@@ -126,14 +126,14 @@ class Sorter {
     }
   }
 
-  Layer& layer_;
+  CapturedCall& layer_;
   const std::vector<at::Tensor>& leaves_;
   const detail::TensorBuffer& outputs_;
 };
 
 }  // namespace
 
-void learn_outputs(Layer& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
+void learn_outputs(CapturedCall& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
                    const SavedStorages& saved, const Exclusions& exclusions) {
   layer.outputs.resize(outputs.size());
   Sorter sorter(layer, leaves, outputs);

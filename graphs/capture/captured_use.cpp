@@ -22,12 +22,12 @@ void CapturedUse::capture_ended() {
   measurement_.reset();
 }
 
-std::vector<PoolUse::Place> CapturedUse::finish(const Layers& layers) {
+std::vector<PoolUse::Place> CapturedUse::finish(const CapturedCalls& layers) {
   const std::size_t graphs = 2 * layers.size();
   comes_to(graphs);
   places_.pop_back();
   for (std::size_t i = 0; i < layers.size(); ++i) {
-    const LayerCopies& copies = layers[i].copies;
+    const CallCopies& copies = layers[i].copies;
     const auto bytes = static_cast<std::int64_t>(copies.captured.bytes);
     if (bytes == 0) {
       continue;

@@ -23,7 +23,7 @@ class CapturedUse {
   void capture_begins();
   void capture_ended();
   /// `layers` with the places of their copies.
-  [[nodiscard]] std::vector<PoolUse::Place> finish(const Layers& layers);
+  [[nodiscard]] std::vector<PoolUse::Place> finish(const CapturedCalls& layers);
 
  private:
   Runtime& runtime_;

@@ -28,7 +28,7 @@ std::vector<bool> flags_of(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
+detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                 const std::function<std::vector<at::Tensor>()>& wanted, const PassHooks& hooks,
                                 std::vector<bool>* used, PassClock* clock) {
   const std::vector<at::Tensor> known = wanted();

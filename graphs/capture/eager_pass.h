@@ -16,7 +16,7 @@ namespace sidestream {
 /// without the hooks.
 /// `.grad` stays as it is.
 /// Throws: CaptureError (a backward that adds into `.grad` itself, hooks on what the body was given), and what the body throws.
-[[nodiscard]] detail::TensorBuffer eager_pass(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
+[[nodiscard]] detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                               const std::function<std::vector<at::Tensor>()>& wanted,
                                               const PassHooks& hooks, std::vector<bool>* used,
                                               PassClock* clock = nullptr);

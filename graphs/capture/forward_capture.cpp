@@ -22,7 +22,7 @@
 namespace sidestream {
 
 void SequenceCapture::capture_forward(std::size_t index) {
-  Layer& layer = chain_.layers_[index];
+  CapturedCall& layer = chain_.layers_[index];
   Live& live = live_[index];
   use_.comes_to(index);
   release(index);
@@ -106,7 +106,7 @@ void SequenceCapture::learn_lives(std::size_t index, const SavedStorages& saved,
 }
 
 void SequenceCapture::release(std::size_t place) {
-  for (const Layer& layer : chain_.layers_) {
+  for (const CapturedCall& layer : chain_.layers_) {
     if (layer.copies.released_at == place) {
       CaptureOffload::release(layer.copies.captured);
     }
@@ -118,7 +118,7 @@ void SequenceCapture::release(std::size_t place) {
 }
 
 void SequenceCapture::make_leaves(std::size_t index) {
-  Layer& layer = chain_.layers_[index];
+  CapturedCall& layer = chain_.layers_[index];
   Live& live = live_[index];
   for (const auto i : c10::irange(layer.inputs.size())) {
     StaticInput& input = layer.inputs[i];
@@ -145,7 +145,7 @@ void SequenceCapture::make_leaves(std::size_t index) {
 void SequenceCapture::link(StaticInput& input, const Link& reader) {
   using Kind = StaticOutput::Kind;
   for (;;) {
-    Layer& giver = chain_.layers_[input.from->layer];
+    CapturedCall& giver = chain_.layers_[input.from->layer];
     StaticOutput& output = giver.outputs[input.from->index];
     if (output.kind == Kind::earlier_output) {
       input.from->index = output.of;

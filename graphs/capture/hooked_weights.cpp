@@ -17,7 +17,7 @@ void SequenceCapture::check_hooked_weights(std::size_t index) const {
 
 void SequenceCapture::settle_hooked_weights() {
   for (const auto i : c10::irange(specs_.size())) {
-    Layer& layer = chain_.layers_[i];
+    CapturedCall& layer = chain_.layers_[i];
     if (layer.spec.hooks != nullptr) {
       CaptureReads::let_go_of_registered(layer);
       layer.placed_by_hooks = chain_.change(i).stale();

@@ -53,7 +53,7 @@ void SequenceCapture::fill_kept_tensors() {
   for (const c10::Storage& storage : reads_.written()) {
     written.keep(storage);
   }
-  for (const Layer& layer : chain_.layers_) {
+  for (const CapturedCall& layer : chain_.layers_) {
     const Site site(Activity::warmup, layer.spec.scope->site);
     runtime_.launch(layer.forward, capture_);
   }
@@ -65,7 +65,7 @@ void SequenceCapture::fill_kept_tensors() {
 
 void SequenceCapture::refuse_released(const std::vector<CaptureReads::Made>& kept) const {
   chain_.released_.for_each([&](const Link& output) {
-    const Layer& layer = chain_.layers_[output.layer];
+    const CapturedCall& layer = chain_.layers_[output.layer];
     for (const CaptureReads::Made& made : kept) {
       if (layer.output_storages[output.index].is(made.storage)) {
         throw CaptureError(chain_.describe(output.layer) + ": it keeps an output of " +

@@ -22,9 +22,9 @@ bool same_place(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-LinkedOutputs::LinkedOutputs(const std::vector<LayerSpec>& specs) : specs_(specs) {
+LinkedOutputs::LinkedOutputs(const std::vector<CallSpec>& specs) : specs_(specs) {
   for (const auto i : c10::irange(specs.size())) {
-    for (const LayerInput& input : specs[i].inputs) {
+    for (const CallInput& input : specs[i].inputs) {
       if (input.from) {
         last_reader_[{input.from->layer, input.from->index}] = i;
       }
@@ -49,7 +49,7 @@ void LinkedOutputs::add(const std::vector<at::Tensor>& inputs, const detail::Ten
   }
 }
 
-const at::Tensor& LinkedOutputs::of(const LayerSpec& reader, const Link& link) const {
+const at::Tensor& LinkedOutputs::of(const CallSpec& reader, const Link& link) const {
   const std::vector<at::Tensor>& given = outputs_[link.layer];
   if (link.index >= given.size()) {
     throw UsageError("callable \"" + reader.name + "\" takes output " + std::to_string(link.index) + " of callable \"" +
@@ -60,7 +60,7 @@ const at::Tensor& LinkedOutputs::of(const LayerSpec& reader, const Link& link) c
 
 std::vector<bool> LinkedOutputs::that_may_leave(std::size_t layer, const GraphOptions& options) const {
   std::vector<bool> may;
-  for (const LayerInput& input : specs_[layer].inputs) {
+  for (const CallInput& input : specs_[layer].inputs) {
     may.push_back(input.from && !options.retain_graph_in_backward() &&
                   !views_of_inputs_[input.from->layer][input.from->index]);
   }
@@ -85,7 +85,7 @@ bool LinkedOutputs::held_by_others(const c10::StorageImpl* storage) const {
   return weak.use_count() > known;
 }
 
-void LinkedOutputs::learn_of(LayerSizing& sizing) {
+void LinkedOutputs::learn_of(CallSizing& sizing) {
   for (const auto i : c10::irange(sizing.identities.size())) {
     if (const auto known = known_.find(sizing.identities[i].storage._unsafe_get_target()); known != known_.end()) {
       sizing.saved_outputs.emplace_back(i, known->second.first);
@@ -100,14 +100,14 @@ void LinkedOutputs::learn_of(LayerSizing& sizing) {
 }
 
 void LinkedOutputs::ran(std::size_t layer) {
-  for (const LayerInput& input : specs_[layer].inputs) {
+  for (const CallInput& input : specs_[layer].inputs) {
     if (input.from && last_reader_.at({input.from->layer, input.from->index}) == layer) {
       outputs_[input.from->layer][input.from->index] = at::Tensor();
     }
   }
 }
 
-void keep_outputs_that_several_need(std::vector<LayerSizing>& sizings) {
+void keep_outputs_that_several_need(std::vector<CallSizing>& sizings) {
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> needs;  // by layer and output
   for (const auto i : c10::irange(sizings.size())) {
     for (const std::size_t kept : sizings[i].kept_outputs) {

@@ -21,17 +21,17 @@ namespace sidestream {
 class LinkedOutputs {
  public:
   /// `specs` must outlive this object.
-  explicit LinkedOutputs(const std::vector<LayerSpec>& specs);
+  explicit LinkedOutputs(const std::vector<CallSpec>& specs);
   /// What the next layer made of `inputs`.
   void add(const std::vector<at::Tensor>& inputs, const detail::TensorBuffer& made);
   /// Throws: UsageError where there is no such output.
-  [[nodiscard]] const at::Tensor& of(const LayerSpec& reader, const Link& link) const;
+  [[nodiscard]] const at::Tensor& of(const CallSpec& reader, const Link& link) const;
   /// Which inputs of this layer lie in memory that graphs make and could let go of: not where they keep what is saved, nor where the
   /// output is a view of what its layer was given, which replays make of the caller's own.
   [[nodiscard]] std::vector<bool> that_may_leave(std::size_t layer, const GraphOptions& options) const;
   /// Of the layer that was added last, when nothing is left of its sizing pass but `sizing`: which outputs it saved, and which it
   /// keeps.
-  void learn_of(LayerSizing& sizing);
+  void learn_of(CallSizing& sizing);
   /// All passes of this layer are done.
   void ran(std::size_t layer);
 
@@ -44,7 +44,7 @@ class LinkedOutputs {
   [[nodiscard]] std::size_t references_to(const c10::StorageImpl* storage) const;
   [[nodiscard]] bool held_by_others(const c10::StorageImpl* storage) const;
 
-  const std::vector<LayerSpec>& specs_;
+  const std::vector<CallSpec>& specs_;
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> last_reader_;  // by layer and output
   std::vector<std::vector<at::Tensor>> outputs_;
   std::vector<std::vector<bool>> views_of_inputs_;
@@ -53,6 +53,6 @@ class LinkedOutputs {
 
 /// Marks in the profiles the inputs that are to stay on the device: to offload an output frees its memory where one layer saves it,
 /// as an input, and no body keeps it.
-void keep_outputs_that_several_need(std::vector<LayerSizing>& sizings);
+void keep_outputs_that_several_need(std::vector<CallSizing>& sizings);
 
 }  // namespace sidestream

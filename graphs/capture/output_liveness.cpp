@@ -56,7 +56,7 @@ Saved saved_of(const SavedTensorRecorder& recorder, const c10::Storage& storage)
 
 std::optional<Link> OutputLives::storage_of(Link link) const {
   while (link.layer < lives_.size()) {
-    const Layer& giver = layers_[link.layer];
+    const CapturedCall& giver = layers_[link.layer];
     const StaticOutput& output = giver.outputs[link.index];
     if (output.kind == Kind::made) {
       return Link{link.layer, output.of};
@@ -75,7 +75,7 @@ std::optional<Link> OutputLives::storage_of(Link link) const {
 
 bool OutputLives::is_read_from(std::size_t place, const Link& storage) const {
   for (std::size_t i = place; i < layers_.size(); ++i) {
-    for (const LayerInput& input : layers_[i].spec.inputs) {
+    for (const CallInput& input : layers_[i].spec.inputs) {
       if (!input.from) {
         continue;
       }
@@ -89,7 +89,7 @@ bool OutputLives::is_read_from(std::size_t place, const Link& storage) const {
 }
 
 void OutputLives::learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders) {
-  const Layer& layer = layers_[index];
+  const CapturedCall& layer = layers_[index];
   const c10::Storage& storage = layers_[output.layer].output_storages[output.index].captured();
   Life& life = lives_[output.layer][output.index];
   const std::size_t behind_backward = 2 * layers_.size() - index;
@@ -112,7 +112,7 @@ void OutputLives::learn(std::size_t index, const Link& output, const SavedStorag
 
 void OutputLives::forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,
                                    const Holders& holders) {
-  const Layer& layer = layers_[index];
+  const CapturedCall& layer = layers_[index];
   std::vector<Life>& own = lives_.emplace_back(layer.output_storages.size());
   for (const std::size_t output : kept) {
     if (output < layer.outputs.size() && layer.outputs[output].kind == Kind::made) {
@@ -134,7 +134,7 @@ void OutputLives::forward_captured(std::size_t index, const SavedStorages& saved
   for (const auto i : c10::irange(own.size())) {
     met.push_back({index, i});
   }
-  for (const LayerInput& input : layer.spec.inputs) {
+  for (const CallInput& input : layer.spec.inputs) {
     const std::optional<Link> read = input.from ? storage_of(*input.from) : std::nullopt;
     if (read) {
       lives_[read->layer][read->index].read = true;

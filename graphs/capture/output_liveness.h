@@ -30,7 +30,7 @@ class OutputLives {
   };
 
   /// `layers` must outlive this object. `keeps_graph`: backwards may replay several times, so nothing is let go.
-  OutputLives(const Layers& layers, bool keeps_graph) : layers_(layers), keeps_graph_(keeps_graph) {}
+  OutputLives(const CapturedCalls& layers, bool keeps_graph) : layers_(layers), keeps_graph_(keeps_graph) {}
 
   /// The forward of layer `index` is captured, and its outputs are sorted. `kept`: first outputs of storages that its body keeps.
   void forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,
@@ -54,7 +54,7 @@ class OutputLives {
   [[nodiscard]] bool may_end(const Life& life) const;
   void learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders);
 
-  const Layers& layers_;
+  const CapturedCalls& layers_;
   bool keeps_graph_;
   std::vector<std::vector<Life>> lives_;  ///< by layer and output storage
 };

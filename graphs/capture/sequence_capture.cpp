@@ -17,8 +17,8 @@
 
 namespace sidestream {
 
-std::shared_ptr<GraphSequence> SequenceCapture::make_chain(const GraphResources& resources,
-                                                           std::vector<LayerSpec> specs, const GraphOptions& options) {
+std::shared_ptr<GraphSequence> SequenceCapture::make_chain(const GraphResources& resources, std::vector<CallSpec> specs,
+                                                           const GraphOptions& options) {
   const c10::Device device = resources.runtime->device();
   resources.runtime->check_settings(/*graphs=*/true);
   name_generators(specs, options, device);
@@ -88,7 +88,7 @@ void SequenceCapture::run() {
   if (chain_.memory_->shared()) {
     chain_.share_outputs();
   }
-  for (Layer& layer : chain_.layers_) {
+  for (CapturedCall& layer : chain_.layers_) {
     layer.make_lists();
     if (layer.spec.module == nullptr) {
       layer.modules.attend_to(layer.watched);
@@ -112,7 +112,7 @@ void SequenceCapture::record_caller_event() {
   }
 }
 
-void SequenceCapture::hold_reads(Layer& layer) {
+void SequenceCapture::hold_reads(CapturedCall& layer) {
   for (const at::Tensor& tensor : reads_.give_to(layer)) {
     watch(layer, tensor);
   }

@@ -26,11 +26,11 @@ class SequenceCapture {
  public:
   /// Warms up and captures. Nothing is left of it when it throws. Capture: illegal. Throws: as make_graphed_callables.
   [[nodiscard]] static std::shared_ptr<GraphSequence> make_chain(const GraphResources& resources,
-                                                                 std::vector<LayerSpec> specs,
+                                                                 std::vector<CallSpec> specs,
                                                                  const GraphOptions& options);
 
  private:
-  SequenceCapture(GraphSequence& chain, const GraphResources& resources, std::vector<LayerSpec> specs);
+  SequenceCapture(GraphSequence& chain, const GraphResources& resources, std::vector<CallSpec> specs);
   void run();
 
   /// What exists only while capturing.
@@ -50,15 +50,15 @@ class SequenceCapture {
   [[nodiscard]] CopyWindow window_for(const std::vector<std::uint64_t>& selected) const;
   void prepare_layers();
   /// Where the weights of `layer` lie now is where its graphs read them.
-  static void take_facts(Layer& layer);
+  static void take_facts(CapturedCall& layer);
   /// Its hooks have run for its backward. Throws: CaptureError where its weights lie elsewhere than for its forward.
   void check_hooked_weights(std::size_t index) const;
   /// All captures are done, and all hooks have run: what became of weights that hooks put elsewhere.
   void settle_hooked_weights();
   /// What `layer` reads, and its module does not have, is compared before each replay.
-  static void watch(Layer& layer, const at::Tensor& tensor);
+  static void watch(CapturedCall& layer, const at::Tensor& tensor);
   /// Of an accumulated one: the `.grad` that the backward graph adds into.
-  [[nodiscard]] OwnedGradient prepare_grad(const Layer& layer, const at::Tensor& parameter);
+  [[nodiscard]] OwnedGradient prepare_grad(const CapturedCall& layer, const at::Tensor& parameter);
   /// Each once, also where layers share it, and those that no gradient reaches.
   [[nodiscard]] std::vector<at::Tensor> all_parameters() const;
 
@@ -66,7 +66,7 @@ class SequenceCapture {
   void say(ProgressPhase phase, std::size_t index, std::size_t layer) const;
   void record_caller_event();
   /// What the latest capture read from elsewhere lives as long as `layer`.
-  void hold_reads(Layer& layer);
+  void hold_reads(CapturedCall& layer);
   /// What modules keep of the tensors that their capture made gets its value: see Note [Tensors that a module keeps].
   void fill_kept_tensors();
   /// The report tells which calls keep what they make.
@@ -86,7 +86,7 @@ class SequenceCapture {
   void prepare_seeds(std::size_t index);
   void capture_backward(std::size_t index);
   /// Which outputs lead to the gradients of `targets`: of inputs that require one, then of parameters.
-  static void learn_routes(Layer& layer, const Live& live, const std::vector<at::Tensor>& targets);
+  static void learn_routes(CapturedCall& layer, const Live& live, const std::vector<at::Tensor>& targets);
   /// Learns how long the chain needs what the forward of layer `index` made and read.
   void learn_lives(std::size_t index, const SavedStorages& saved, const std::vector<at::Tensor>& arguments);
   /// What the captures from here on may use again: the sources of copies that the graph at `place` is behind, and outputs that nothing
@@ -95,14 +95,14 @@ class SequenceCapture {
   /// Inside a backward's capture: allocates what is to be brought back from here on.
   void allocate_targets(std::size_t index);
   /// Of the inputs, and of the parameters where they were not `added` (null) into `.grad`.
-  void take_gradients(Layer& layer, Live& live, std::vector<at::Tensor>& grads, const AddedGradients* added);
+  void take_gradients(CapturedCall& layer, Live& live, std::vector<at::Tensor>& grads, const AddedGradients* added);
   void finish_backward(std::size_t index);
 
   GraphSequence& chain_;
   const GraphResources& resources_;
   Runtime& runtime_;
-  std::vector<LayerSpec> specs_;
-  std::vector<LayerSizing> sizings_;
+  std::vector<CallSpec> specs_;
+  std::vector<CallSizing> sizings_;
   std::vector<CopyPlaces> places_;
   CaptureReads reads_;
   CapturedUse use_;

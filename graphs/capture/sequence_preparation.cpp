@@ -27,7 +27,7 @@ std::uint64_t selected_bytes(const Profile& profile) {
 
 }  // namespace
 
-SequenceCapture::SequenceCapture(GraphSequence& chain, const GraphResources& resources, std::vector<LayerSpec> specs)
+SequenceCapture::SequenceCapture(GraphSequence& chain, const GraphResources& resources, std::vector<CallSpec> specs)
     : chain_(chain),
       resources_(resources),
       runtime_(*resources.runtime),
@@ -50,7 +50,7 @@ CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selecte
   }
   CopyWindow window = copy_window(selected, resources_.lag, resources_.lookahead.value_or(0), layers_deep());
   std::vector<LayerPace> paces;
-  for (const LayerSizing& sizing : sizings_) {
+  for (const CallSizing& sizing : sizings_) {
     paces.push_back(sizing.pace);
   }
   const bool timed = std::all_of(paces.begin(), paces.end(), [](const LayerPace& pace) { return pace.forward > 0; });
@@ -65,7 +65,7 @@ CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selecte
 void SequenceCapture::make_plan_and_pin() {
   Profile& profile = chain_.profile_;
   std::vector<std::uint64_t> selected;
-  for (const LayerSizing& sizing : sizings_) {
+  for (const CallSizing& sizing : sizings_) {
     selected.push_back(selected_bytes(sizing.profile));
   }
   const CopyWindow window = window_for(selected);
@@ -111,7 +111,7 @@ void SequenceCapture::make_plan_and_pin() {
   }
   std::vector<std::uint64_t> leaving;
   for (const auto i : c10::irange(specs_.size())) {
-    const LayerSizing& sizing = sizings_[i];
+    const CallSizing& sizing = sizings_[i];
     live_[i].planned = lay_out(sizing.profile, sizing.scopes, chain_.plan_.decisions.data() + first_storage[i]);
     std::uint64_t leaves = 0;
     for (std::size_t s = 0; s < sizing.profile.storages.size(); ++s) {
@@ -132,7 +132,7 @@ void SequenceCapture::prepare_layers() {
   chain_.layers_.resize(specs_.size());
   chain_.gave_gradients_.reserve(specs_.size());
   for (const auto i : c10::irange(specs_.size())) {
-    Layer& layer = chain_.layers_[i];
+    CapturedCall& layer = chain_.layers_[i];
     layer.spec = specs_[i];
     layer.site = layer.spec.scope->site;
     layer.forward_done = runtime_.create_external_event();
@@ -142,7 +142,7 @@ void SequenceCapture::prepare_layers() {
     layer.backward_reads = sizings_[i].backward_reads;
     layer.casts = sizings_[i].casts;
     take_facts(layer);
-    for (LayerInput& input : layer.spec.inputs) {
+    for (CallInput& input : layer.spec.inputs) {
       StaticInput held;
       held.same_as_earlier = input.aliases && input.aliases->same_as != layer.inputs.size();
       if (held.same_as_earlier) {
@@ -160,7 +160,7 @@ void SequenceCapture::prepare_layers() {
     }
     specs_[i].inputs.clear();  // and with them the samples: the capture needs the memory
     for (const at::Tensor& parameter : sizings_[i].parameters) {
-      LayerParameter& held = layer.parameters.emplace_back();
+      CallParameter& held = layer.parameters.emplace_back();
       held.tensor = parameter;
       held.policy = policies.of(layer.spec, parameter);
       if (held.policy == GradientPolicy::accumulated) {
@@ -178,7 +178,7 @@ void SequenceCapture::prepare_layers() {
   chain_.copies_.prepare();
 }
 
-void SequenceCapture::take_facts(Layer& layer) {
+void SequenceCapture::take_facts(CapturedCall& layer) {
   layer.modules = layer.spec.state.modules.as_now(/*with_tensors=*/layer.spec.module != nullptr);
   layer.modules.take_flags(layer.spec.state.modules);
   for (TensorFacts& watched : layer.watched) {
@@ -188,7 +188,7 @@ void SequenceCapture::take_facts(Layer& layer) {
   }
 }
 
-void SequenceCapture::watch(Layer& layer, const at::Tensor& tensor) {
+void SequenceCapture::watch(CapturedCall& layer, const at::Tensor& tensor) {
   const auto is_it = [&](const TensorFacts& known) { return known.tensor().is_same(tensor); };
   const auto& registered = layer.modules.tensors();
   if (std::none_of(registered.begin(), registered.end(), is_it) &&
@@ -202,7 +202,7 @@ void SequenceCapture::watch(Layer& layer, const at::Tensor& tensor) {
   }
 }
 
-OwnedGradient SequenceCapture::prepare_grad(const Layer& layer, const at::Tensor& parameter) {
+OwnedGradient SequenceCapture::prepare_grad(const CapturedCall& layer, const at::Tensor& parameter) {
   if (has_gradient_hooks(parameter)) {
     throw UsageError("graphed call \"" + layer.spec.name +
                      "\": a parameter has gradient hooks, but a backward graph that " +
@@ -219,8 +219,8 @@ std::vector<at::Tensor> SequenceCapture::all_parameters() const {
       tensors.push_back(parameter);
     }
   };
-  for (const Layer& layer : chain_.layers_) {
-    for (const LayerParameter& parameter : layer.parameters) {
+  for (const CapturedCall& layer : chain_.layers_) {
+    for (const CallParameter& parameter : layer.parameters) {
       add(parameter.tensor);
     }
     if (layer.spec.module != nullptr) {

@@ -21,7 +21,7 @@ namespace {
 
 /// What is wrong with the call says which one it is.
 template <class Part>
-void naming_call(const LayerSpec& spec, const Part& part) {
+void naming_call(const CallSpec& spec, const Part& part) {
   try {
     part();
   } catch (const UsageError& error) {
@@ -31,10 +31,10 @@ void naming_call(const LayerSpec& spec, const Part& part) {
 
 }  // namespace
 
-LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inputs, const GraphOptions& options,
-                       ScopeTree& tree, Exclusions& exclusions, PassWatch& watch, const PassHooks& hooks,
-                       detail::TensorBuffer& outputs) {
-  LayerSizing sizing;
+CallSizing size_layer(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const GraphOptions& options,
+                      ScopeTree& tree, Exclusions& exclusions, PassWatch& watch, const PassHooks& hooks,
+                      detail::TensorBuffer& outputs) {
+  CallSizing sizing;
   std::vector<at::Tensor> parameters;
   if (spec.module != nullptr) {
     parameters = requiring(spec.module->parameters());
@@ -66,14 +66,14 @@ LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inp
     const RecorderGuard recording(&recorder);
     try {
       outputs = eager_pass(
-          LayerSpec{spec.name, spec.scope,
-                    [&](const at::Tensor* in, detail::TensorBuffer& out) {
-                      RecorderScope scope(recorder, spec.scope);
-                      spec.body(in, out);
-                      scope.end();
-                      weights.backward_begins();
-                    },
-                    spec.module, spec.inputs, spec.state},
+          CallSpec{spec.name, spec.scope,
+                   [&](const at::Tensor* in, detail::TensorBuffer& out) {
+                     RecorderScope scope(recorder, spec.scope);
+                     spec.body(in, out);
+                     scope.end();
+                     weights.backward_begins();
+                   },
+                   spec.module, spec.inputs, spec.state},
           inputs,
           [&] {
             targets = differentiable;

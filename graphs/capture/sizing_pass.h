@@ -18,7 +18,7 @@
 namespace sidestream {
 
 /// What the sizing pass of one layer found.
-struct LayerSizing {
+struct CallSizing {
   Profile profile;                        ///< groups and storages that autograd saved
   std::vector<const ScopeNode*> scopes;   ///< of the profile's groups
   std::vector<SavedIdentity> identities;  ///< of the profile's storages
@@ -36,8 +36,8 @@ struct LayerSizing {
 /// The sizing pass of one layer, whose body is run on `inputs`: forward and backward once, under the recorder and the operator
 /// observer. `watch` has entered the layer; `outputs` gets what the body gave.
 /// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and what the body throws.
-[[nodiscard]] LayerSizing size_layer(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
-                                     const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
-                                     PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);
+[[nodiscard]] CallSizing size_layer(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
+                                    const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
+                                    PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);
 
 }  // namespace sidestream

@@ -24,9 +24,9 @@ namespace sidestream {
 namespace {
 
 /// `outputs`: of the layers before this one.
-std::vector<at::Tensor> leaves_of(const LayerSpec& spec, const LinkedOutputs& outputs, c10::Device device) {
+std::vector<at::Tensor> leaves_of(const CallSpec& spec, const LinkedOutputs& outputs, c10::Device device) {
   std::vector<at::Tensor> leaves;
-  for (const LayerInput& input : spec.inputs) {
+  for (const CallInput& input : spec.inputs) {
     if (const std::size_t index = leaves.size(); input.aliases && input.aliases->same_as != index) {
       leaves.push_back(leaves[input.aliases->same_as]);
       continue;
@@ -42,7 +42,7 @@ class SeedWatch {
  public:
   explicit SeedWatch(std::deque<DrawsApart>& draws) : draws_(draws), seeded_(draws.size()) {}
   /// Behind a pass of `spec`'s body; `last`: none comes behind it.
-  void check(const LayerSpec& spec, bool last) {
+  void check(const CallSpec& spec, bool last) {
     for (const auto i : c10::irange(draws_.size())) {
       if (!draws_[i].is_seeded()) {
         continue;
@@ -66,19 +66,19 @@ class SeedWatch {
 
 }  // namespace
 
-std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options, Runtime& runtime,
-                                 ScopeTree& tree, Exclusions& exclusions, WeakStorageSet& met,
-                                 const ProgressCallback& progress) {
+std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphOptions& options, Runtime& runtime,
+                                ScopeTree& tree, Exclusions& exclusions, WeakStorageSet& met,
+                                const ProgressCallback& progress) {
   StateKeeper state(specs, runtime.device());
   PassWatch watch(runtime.device(), exclusions, met);
   const RecorderGuard no_recorder(nullptr);
   if (options.pre_warmup_hook()) {
     options.pre_warmup_hook()();
   }
-  std::vector<LayerSizing> sizings;
+  std::vector<CallSizing> sizings;
   LinkedOutputs outputs(specs);
   for (const auto index : c10::irange(specs.size())) {
-    const LayerSpec& spec = specs[index];
+    const CallSpec& spec = specs[index];
     if (progress) {
       progress({ProgressPhase::warm_up, index, specs.size(), spec.name});
     }

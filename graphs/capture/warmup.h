@@ -18,8 +18,8 @@ namespace sidestream {
 /// `met` gets the storages that the passes touched and that live.
 /// Capture: illegal.  Throws: UsageError (an input without gradient, or on another device), CaptureError (what graphs would
 /// freeze: see PassWatch), and what the callables throw.
-[[nodiscard]] std::vector<LayerSizing> warm_up(const std::vector<LayerSpec>& specs, const GraphOptions& options,
-                                               Runtime& runtime, ScopeTree& tree, Exclusions& exclusions,
-                                               WeakStorageSet& met, const ProgressCallback& progress);
+[[nodiscard]] std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphOptions& options,
+                                              Runtime& runtime, ScopeTree& tree, Exclusions& exclusions,
+                                              WeakStorageSet& met, const ProgressCallback& progress);
 
 }  // namespace sidestream

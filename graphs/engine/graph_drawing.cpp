@@ -43,7 +43,7 @@ class Drawing {
         nodes_(runtime.nodes(graph())),
         names_(drawn.backward ? drawn.layer.backward_names : drawn.layer.forward_names),
         branches_(branches_of(nodes_)) {
-    const Layer& layer = drawn.layer;
+    const CapturedCall& layer = drawn.layer;
     name_event(layer.forward_done.native(), "done");
     name_event(layer.backward_done.native(), "done");
     for (const CapturedCopies::Group& group : layer.copies.captured.groups) {
@@ -164,7 +164,7 @@ class Drawing {
   }
 
   void draw_memory() {
-    const Layer& layer = drawn_.layer;
+    const CapturedCall& layer = drawn_.layer;
     std::string lines;
     for (std::size_t i = 0; i < layer.inputs.size(); ++i) {
       const StaticInput& input = layer.inputs[i];
@@ -180,7 +180,7 @@ class Drawing {
                "\\l";
     }
     std::size_t parameters = 0;
-    for (const LayerParameter& parameter : layer.parameters) {
+    for (const CallParameter& parameter : layer.parameters) {
       parameters += parameter.tensor.nbytes();
     }
     lines += "parameters: " + std::to_string(layer.parameters.size()) + ", " + size_in_words(parameters) + "\\l";

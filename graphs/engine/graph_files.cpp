@@ -81,7 +81,7 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineS
   std::size_t number = 0;
   chains.for_each([&](const GraphSequence& chain) {
     for (std::size_t index = 0; index < chain.layers().size(); ++index) {
-      const Layer& layer = chain.layers()[index];
+      const CapturedCall& layer = chain.layers()[index];
       for (const bool backward : {false, true}) {
         if (!(backward ? layer.backward : layer.forward)) {
           continue;

@@ -37,7 +37,7 @@ class BucketPass {
 
  private:
   struct Argument {
-    LayerInput input;            ///< a sample; undefined for an undefined argument
+    CallInput input;             ///< a sample; undefined for an undefined argument
     bool is_leaf = true;         ///< the argument itself was
     std::int64_t callable = -1;  ///< whose output it is; -1 for a sample
     std::int64_t output = 0;

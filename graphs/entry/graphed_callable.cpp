@@ -302,9 +302,9 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
                      " lists of samples were given; pass one list for each callable, and at least one callable");
   }
   EngineState& state = engine.state();
-  std::vector<LayerSpec> specs;
+  std::vector<CallSpec> specs;
   for (std::size_t i = 0; i < callables.size(); ++i) {
-    LayerSpec spec;
+    CallSpec spec;
     spec.name = callables[i].name();
     spec.scope = state.tree().child(state.tree().root(), spec.name);
     const std::size_t count = samples[i].size();
@@ -328,7 +328,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
         throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
                          std::to_string(sample.callable()) + ", which does not come before it in the list");
       }
-      LayerInput& input = spec.inputs.emplace_back();
+      CallInput& input = spec.inputs.emplace_back();
       if (sample.callable() < 0) {
         const bool alone = sample.tensor().defined() && !spec.state.modes.gradients;
         input.sample = alone ? sample.tensor().detach() : sample.tensor();

@@ -21,7 +21,7 @@ bool has_own_memory(const at::Tensor& grad) {
 
 }  // namespace
 
-void give_memory(LayerParameter& parameter) {
+void give_memory(CallParameter& parameter) {
   if (!StorageView::supported(parameter.grad)) {
     return;  // sparse: is cloned
   }
@@ -33,7 +33,7 @@ void give_memory(LayerParameter& parameter) {
   parameter.view = StorageView::capture(parameter.grad);
 }
 
-void give_input_gradients(Layer& layer, const std::vector<at::Tensor>& grads) {
+void give_input_gradients(CapturedCall& layer, const std::vector<at::Tensor>& grads) {
   const auto first = std::find_if(grads.begin(), grads.end(), [](const at::Tensor& grad) { return grad.defined(); });
   if (first == grads.end()) {
     return;

@@ -20,7 +20,7 @@ GradientRule checked_rule(const GradientRule& rule) {
 }  // namespace
 
 GradientPolicies::GradientPolicies(const GraphOptions& options, const torch::nn::Module* model,
-                                   const std::vector<LayerSpec>& specs)
+                                   const std::vector<CallSpec>& specs)
     : otherwise_(options.accumulate_in_graph() ? GradientPolicy::accumulated : GradientPolicy::cloned) {
   if (options.gradients().empty()) {
     return;
@@ -33,7 +33,7 @@ GradientPolicies::GradientPolicies(const GraphOptions& options, const torch::nn:
     }
   }
   names_ = of_model;
-  for (const LayerSpec& spec : specs) {
+  for (const CallSpec& spec : specs) {
     if (spec.module == nullptr) {
       continue;
     }
@@ -46,11 +46,11 @@ GradientPolicies::GradientPolicies(const GraphOptions& options, const torch::nn:
   check_patterns(specs);
 }
 
-void GradientPolicies::check_patterns(const std::vector<LayerSpec>& specs) const {
+void GradientPolicies::check_patterns(const std::vector<CallSpec>& specs) const {
   for (const GradientRule& rule : rules_) {
     const auto fits = [&](const std::string& name) { return name_matches(rule.pattern, name); };
     if (std::none_of(names_.begin(), names_.end(), [&](const auto& item) { return fits(item.second); }) &&
-        std::none_of(specs.begin(), specs.end(), [&](const LayerSpec& spec) { return fits(spec.name); })) {
+        std::none_of(specs.begin(), specs.end(), [&](const CallSpec& spec) { return fits(spec.name); })) {
       throw UsageError("GraphOptions::gradients: the pattern \"" + rule.pattern +
                        "\" matches no parameter of the model or of the captured calls; use dotted names of parameters, "
                        "such as blocks.*.weight");
@@ -58,7 +58,7 @@ void GradientPolicies::check_patterns(const std::vector<LayerSpec>& specs) const
   }
 }
 
-GradientPolicy GradientPolicies::of(const LayerSpec& spec, const at::Tensor& parameter) const {
+GradientPolicy GradientPolicies::of(const CallSpec& spec, const at::Tensor& parameter) const {
   const auto [first, last] = names_.equal_range(parameter.unsafeGetTensorImpl());
   for (auto rule = rules_.rbegin(); rule != rules_.rend(); ++rule) {
     const bool fits =

@@ -16,13 +16,13 @@ class GradientPolicies {
  public:
   /// `model`: the engine's, or null. Throws: UsageError for a pattern that fits no parameter of the model or of the calls' modules,
   /// and no call.
-  GradientPolicies(const GraphOptions& options, const torch::nn::Module* model, const std::vector<LayerSpec>& specs);
+  GradientPolicies(const GraphOptions& options, const torch::nn::Module* model, const std::vector<CallSpec>& specs);
 
-  [[nodiscard]] GradientPolicy of(const LayerSpec& spec, const at::Tensor& parameter) const;
+  [[nodiscard]] GradientPolicy of(const CallSpec& spec, const at::Tensor& parameter) const;
 
  private:
   using Names = std::unordered_multimap<const c10::TensorImpl*, std::string>;
-  void check_patterns(const std::vector<LayerSpec>& specs) const;
+  void check_patterns(const std::vector<CallSpec>& specs) const;
 
   std::vector<GradientRule> rules_;
   GradientPolicy otherwise_;

@@ -37,7 +37,7 @@ bool is_in_place(const AccumulatedGradient& gradient) {
   return accumulator == nullptr || (accumulator->post_hooks().empty() && accumulator->pre_hooks().empty());
 }
 
-bool is_owned(const LayerParameter& parameter, const at::Tensor& grad) { return lies_in(grad, parameter.grad); }
+bool is_owned(const CallParameter& parameter, const at::Tensor& grad) { return lies_in(grad, parameter.grad); }
 
 }  // namespace
 
@@ -122,8 +122,8 @@ bool are_in_place(const std::vector<AccumulatedGradient>& gradients) {
   return true;
 }
 
-void check_owned_grads(const Layer& layer) {
-  for (const LayerParameter& parameter : layer.parameters) {
+void check_owned_grads(const CapturedCall& layer) {
+  for (const CallParameter& parameter : layer.parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       continue;
     }
@@ -144,9 +144,9 @@ void check_owned_grads(const Layer& layer) {
   }
 }
 
-void attach_owned_grads(Layer& layer, OutputSet used) {
+void attach_owned_grads(CapturedCall& layer, OutputSet used) {
   const at::NoGradGuard no_grad;
-  for (LayerParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : layer.parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       continue;
     }

@@ -61,10 +61,10 @@ class OwnedGradients {
 [[nodiscard]] bool are_in_place(const std::vector<AccumulatedGradient>& gradients);
 
 /// Before anything of the backward is queued. Throws: UsageError where the graph cannot do what plain training does.
-void check_owned_grads(const Layer& layer);
+void check_owned_grads(const CapturedCall& layer);
 
 /// Attaches what the graph adds into, for parameters that one of the outputs in `used` leads to. A `.grad` that was none is
 /// zeroed and attached; one that autograd has put there meanwhile, and that nobody else holds, is taken over with its values.
-void attach_owned_grads(Layer& layer, OutputSet used);
+void attach_owned_grads(CapturedCall& layer, OutputSet used);
 
 }  // namespace sidestream

@@ -9,6 +9,6 @@ namespace sidestream {
 
 /// What the body is given for the leaves that stand for its inputs: those themselves, or tensors of the same memory that are no
 /// leaves, as the call was given.
-[[nodiscard]] std::vector<at::Tensor> arguments_of(const LayerSpec& spec, const std::vector<at::Tensor>& leaves);
+[[nodiscard]] std::vector<at::Tensor> arguments_of(const CallSpec& spec, const std::vector<at::Tensor>& leaves);
 
 }  // namespace sidestream

@@ -6,9 +6,9 @@
 
 namespace sidestream {
 
-LayerInput sample_of(const at::Tensor& input, c10::Device device) {
+CallInput sample_of(const at::Tensor& input, c10::Device device) {
   const at::NoGradGuard no_grad;
-  LayerInput sample;
+  CallInput sample;
   // A copy to the host would resolve what a conjugate or negated view leaves to be done; another device is refused by name later.
   sample.on_host = StorageView::supported(input) && input.device() == device && !input.is_conj() && !input.is_neg();
   sample.sample = sample.on_host ? input.detach().to(at::kCPU) : input.detach().clone();
@@ -16,7 +16,7 @@ LayerInput sample_of(const at::Tensor& input, c10::Device device) {
   return sample;
 }
 
-at::Tensor sample_on(c10::Device device, const LayerInput& input) {
+at::Tensor sample_on(c10::Device device, const CallInput& input) {
   if (!input.on_host) {
     return input.sample;
   }

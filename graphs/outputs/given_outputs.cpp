@@ -8,7 +8,7 @@
 namespace sidestream {
 namespace {
 
-at::Tensor view_of_input(const Layer& layer, std::size_t index, const at::Tensor& input) {
+at::Tensor view_of_input(const CapturedCall& layer, std::size_t index, const at::Tensor& input) {
   const StaticOutput& output = layer.outputs[index];
   const at::Tensor& captured = layer.inputs[output.of].tensor;
   return input.as_strided(output.tensor.sizes(), output.tensor.strides(),
@@ -17,7 +17,7 @@ at::Tensor view_of_input(const Layer& layer, std::size_t index, const at::Tensor
 
 }  // namespace
 
-void check_views_of_inputs(const Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
+void check_views_of_inputs(const CapturedCall& layer, c10::ArrayRef<at::Tensor> inputs) {
   for (const auto i : c10::irange(layer.outputs.size())) {
     const StaticOutput& output = layer.outputs[i];
     if (output.kind == StaticOutput::Kind::view_of_input &&
@@ -30,7 +30,8 @@ void check_views_of_inputs(const Layer& layer, c10::ArrayRef<at::Tensor> inputs)
   }
 }
 
-void give_outputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs, c10::Stream current, detail::TensorBuffer& outputs) {
+void give_outputs(CapturedCall& layer, c10::ArrayRef<at::Tensor> inputs, c10::Stream current,
+                  detail::TensorBuffer& outputs) {
   for (const auto i : c10::irange(layer.outputs.size())) {
     const StaticOutput& output = layer.outputs[i];
     switch (output.kind) {

@@ -31,9 +31,9 @@ void check_device(const std::string& call, const at::Generator& generator, c10::
 
 }  // namespace
 
-void name_generators(std::vector<LayerSpec>& specs, const GraphOptions& options, c10::Device device) {
+void name_generators(std::vector<CallSpec>& specs, const GraphOptions& options, c10::Device device) {
   const at::Generator& of_device = at::globalContext().defaultGenerator(device);
-  for (LayerSpec& spec : specs) {
+  for (CallSpec& spec : specs) {
     std::vector<at::Generator> named;
     for (const auto* const given : {&options.generators(), &std::as_const(spec.generators)}) {
       for (const at::Generator& generator : *given) {
@@ -47,9 +47,9 @@ void name_generators(std::vector<LayerSpec>& specs, const GraphOptions& options,
   }
 }
 
-std::vector<at::Generator> generators_of(const std::vector<LayerSpec>& specs, c10::Device device) {
+std::vector<at::Generator> generators_of(const std::vector<CallSpec>& specs, c10::Device device) {
   std::vector<at::Generator> all{at::globalContext().defaultGenerator(device)};
-  for (const LayerSpec& spec : specs) {
+  for (const CallSpec& spec : specs) {
     for (const at::Generator& generator : spec.generators) {
       add_once(all, generator);
     }

@@ -11,9 +11,9 @@ namespace sidestream {
 
 /// Gives each call the generators that `options` name beside its own, each once, without the default one of `device`.
 /// Throws: UsageError for a generator of another device.
-void name_generators(std::vector<LayerSpec>& specs, const GraphOptions& options, c10::Device device);
+void name_generators(std::vector<CallSpec>& specs, const GraphOptions& options, c10::Device device);
 
 /// All that `specs` name, each once, behind the default generator of `device`.
-[[nodiscard]] std::vector<at::Generator> generators_of(const std::vector<LayerSpec>& specs, c10::Device device);
+[[nodiscard]] std::vector<at::Generator> generators_of(const std::vector<CallSpec>& specs, c10::Device device);
 
 }  // namespace sidestream

@@ -50,8 +50,7 @@ PassWatch::~PassWatch() {
   }
 }
 
-void PassWatch::enter(const LayerSpec& spec, const std::vector<at::Tensor>& inputs,
-                      const std::vector<bool>& may_leave) {
+void PassWatch::enter(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const std::vector<bool>& may_leave) {
   spec_ = &spec;
   inputs_ = &inputs;
   forget_reads();

@@ -29,7 +29,7 @@ class PassWatch {
   /// Passes of the body of `spec` on `inputs` begin; both must live until the next ones do. What is saved of an input may leave the
   /// device where `may_leave` says so.
   /// Throws: UsageError for an input on another device.
-  void enter(const LayerSpec& spec, const std::vector<at::Tensor>& inputs, const std::vector<bool>& may_leave);
+  void enter(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const std::vector<bool>& may_leave);
   void before(const OperatorAccess& access);
   void after(const OperatorAccess& access);
   /// What the passes since `enter` read from elsewhere.
@@ -62,7 +62,7 @@ class PassWatch {
   c10::Device device_;
   Exclusions& exclusions_;
   WeakStorageSet& met_;
-  const LayerSpec* spec_ = nullptr;
+  const CallSpec* spec_ = nullptr;
   const std::vector<at::Tensor>* inputs_ = nullptr;
   ExternalReads reads_;
   std::vector<Foreign> foreign_;

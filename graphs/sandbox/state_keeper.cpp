@@ -9,12 +9,12 @@
 
 namespace sidestream {
 
-StateKeeper::StateKeeper(const std::vector<LayerSpec>& specs, c10::Device device) {
+StateKeeper::StateKeeper(const std::vector<CallSpec>& specs, c10::Device device) {
   const at::NoGradGuard no_grad;
   for (const at::Generator& generator : generators_of(specs, device)) {
     draws_.emplace_back(generator);
   }
-  for (const LayerSpec& spec : specs) {
+  for (const CallSpec& spec : specs) {
     if (spec.module != nullptr) {
       for (const at::Tensor& buffer : spec.module->buffers()) {
         buffers_.emplace_back(buffer, buffer.clone());
@@ -22,7 +22,7 @@ StateKeeper::StateKeeper(const std::vector<LayerSpec>& specs, c10::Device device
     }
   }
   // Last, behind all that the device may refuse: an object that was not made puts nothing back.
-  for (const LayerSpec& spec : specs) {
+  for (const CallSpec& spec : specs) {
     if (spec.module != nullptr) {
       for (const at::Tensor& parameter : spec.module->parameters()) {
         gradients_.emplace_back(parameter, parameter.grad());

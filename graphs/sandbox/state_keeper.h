@@ -15,7 +15,7 @@ namespace sidestream {
 /// Ordering: copies on the current stream.  Capture: illegal.  Threads: one.
 class [[nodiscard]] StateKeeper {
  public:
-  StateKeeper(const std::vector<LayerSpec>& specs, c10::Device device);
+  StateKeeper(const std::vector<CallSpec>& specs, c10::Device device);
   StateKeeper(const StateKeeper&) = delete;
   StateKeeper& operator=(const StateKeeper&) = delete;
   ~StateKeeper();

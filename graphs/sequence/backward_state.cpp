@@ -4,7 +4,7 @@
 namespace sidestream {
 
 void GraphSequence::check_backward_state(std::size_t index) const {
-  const Layer& layer = layers_[index];
+  const CapturedCall& layer = layers_[index];
   const CallModes& captured = layer.spec.state.backward_modes;
   const CallModes now = CallModes::current(captured.autocast.type);
   if (!(now == captured)) {

@@ -8,7 +8,7 @@ namespace sidestream {
 
 /// The copies of one layer of a chain, and the graphs that they lie between. A graph's place is its turn in the order of the
 /// captures: in a chain of n layers that of forward i is i, that of backward i is 2n - 1 - i.
-struct LayerCopies {
+struct CallCopies {
   CapturedCopies captured;
   std::size_t released_at = 0;  ///< place of the first graph that may use the sources' memory again
   std::size_t returns_at = 0;   ///< place of the backward graph from which on the targets' memory is nobody else's

@@ -40,7 +40,7 @@ struct Link {
 };
 
 /// One argument of a layer that is to be captured: a sample, or another layer's output.
-struct LayerInput {
+struct CallInput {
   at::Tensor sample;                    ///< undefined where `from` says where it comes from
   std::optional<Link> from;             ///< an output of a layer before this one
   bool on_host = false;                 ///< the sample is a copy there: see sample_of
@@ -49,12 +49,12 @@ struct LayerInput {
 };
 
 /// What is captured as one forward and one backward graph.
-struct LayerSpec {
+struct CallSpec {
   std::string name;
   ScopeNode* scope = nullptr;
   Body body;
   std::shared_ptr<const torch::nn::Module> module;  ///< null for a plain function
-  std::vector<LayerInput> inputs;
+  std::vector<CallInput> inputs;
   CallState state;
   std::shared_ptr<const CaptureTimeHooks> hooks = {};  ///< null for none
   std::vector<at::Generator> generators = {};  ///< that it may draw from, beside the device's default one; each once
@@ -107,7 +107,7 @@ struct StaticOutput {
 };
 
 /// A parameter whose gradient the backward graph makes.
-struct LayerParameter {
+struct CallParameter {
   at::Tensor tensor;
   GradientPolicy policy = GradientPolicy::cloned;
   at::Tensor grad;                           ///< static gradient; of an accumulated one OwnedGradient::memory
@@ -120,8 +120,8 @@ struct LayerParameter {
 /// A `.grad` that the backward graph adds into, as a replay looks for it. See are_in_place.
 struct AccumulatedGradient {
   const c10::TensorImpl* parameter;
-  const c10::TensorImpl* attached;  ///< LayerParameter::attached: what the `.grad` is in nearly all replays
-  const void* memory;               ///< where LayerParameter::grad begins
+  const c10::TensorImpl* attached;  ///< CallParameter::attached: what the `.grad` is in nearly all replays
+  const void* memory;               ///< where CallParameter::grad begins
 };
 
 /// A tensor that a call's backward reads: nobody may write it in between.
@@ -132,8 +132,8 @@ struct BackwardRead {
 };
 
 /// One captured call. Owns all that its graphs read. Replay state is the chain's to change.
-struct Layer {
-  LayerSpec spec;
+struct CapturedCall {
+  CallSpec spec;
   SiteName site;  ///< of its scope, which may be gone: a backward may outlive its engine
   bool has_backward = false;
   bool accumulates = false;      ///< its backward graph adds into the `.grad` of a parameter
@@ -146,14 +146,14 @@ struct Layer {
   std::vector<std::size_t> stamped_inputs;  ///< linked, and saved for backward: not copied
   std::vector<StaticOutput> outputs;
   std::vector<OutputStorage> output_storages;  ///< of the outputs that the capture made
-  std::vector<LayerParameter> parameters;
+  std::vector<CallParameter> parameters;
   std::vector<std::size_t> parameters_with_gradient;  ///< which autograd is given; all others are accumulated
   std::vector<AccumulatedGradient> accumulated;
   ModuleFacts modules;                  ///< as captured, with the flags of `spec.state`
   std::vector<TensorFacts> watched;     ///< what else of the model it reads
   std::vector<c10::Storage> externals;  ///< read by the capture, neither input, parameter nor buffer
   std::vector<BackwardRead> backward_reads;
-  LayerCopies copies;
+  CallCopies copies;
   std::uint64_t unplanned_bytes = 0;  ///< of what its capture saved: without a place in the plan
   std::uint64_t refused_bytes = 0;    ///< of what was to leave: stayed, for want of pinned memory
 
@@ -179,7 +179,7 @@ struct Layer {
     for (StaticInput& input : inputs) {
       visit(input.memory);
     }
-    for (LayerParameter& parameter : parameters) {
+    for (CallParameter& parameter : parameters) {
       visit(parameter.memory);
     }
   }
@@ -202,7 +202,7 @@ struct Layer {
       }
     }
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const LayerParameter& parameter = parameters[i];
+      const CallParameter& parameter = parameters[i];
       if (parameter.policy != GradientPolicy::accumulated) {
         parameters_with_gradient.push_back(i);
       } else {

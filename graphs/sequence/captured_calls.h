@@ -11,18 +11,18 @@ namespace sidestream {
 /// The layers of a chain, in the order of their captures. Counts how often one is looked at, so that a test can tell a step whose work
 /// is linear in them from one that looks at all of them in each replay.
 /// Threads: as a vector; the count is right where one thread looks at a time.
-class Layers {
+class CapturedCalls {
  public:
-  Layers() = default;
-  Layers(const Layers&) = delete;
-  Layers& operator=(const Layers&) = delete;
-  ~Layers() = default;
+  CapturedCalls() = default;
+  CapturedCalls(const CapturedCalls&) = delete;
+  CapturedCalls& operator=(const CapturedCalls&) = delete;
+  ~CapturedCalls() = default;
 
-  [[nodiscard]] Layer& operator[](std::size_t index) {
+  [[nodiscard]] CapturedCall& operator[](std::size_t index) {
     count(1);
     return all_[index];
   }
-  [[nodiscard]] const Layer& operator[](std::size_t index) const {
+  [[nodiscard]] const CapturedCall& operator[](std::size_t index) const {
     count(1);
     return all_[index];
   }
@@ -37,7 +37,7 @@ class Layers {
   }
   [[nodiscard]] auto end() { return all_.end(); }
   [[nodiscard]] auto end() const { return all_.end(); }
-  [[nodiscard]] const Layer& front() const { return (*this)[0]; }
+  [[nodiscard]] const CapturedCall& front() const { return (*this)[0]; }
   [[nodiscard]] std::size_t size() const noexcept { return all_.size(); }
   void resize(std::size_t size) { all_.resize(size); }
 
@@ -48,7 +48,7 @@ class Layers {
     looks_.store(looks_.load(std::memory_order_relaxed) + looks, std::memory_order_relaxed);
   }
 
-  std::vector<Layer> all_;
+  std::vector<CapturedCall> all_;
   mutable std::atomic<std::uint64_t> looks_{0};
 };
 

@@ -26,7 +26,7 @@ std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const G
                                    : std::make_shared<GraphMemory>(GraphMemory::Use::own);
 }
 
-FactsChange with_watched(FactsChange modules, const Layer& layer) noexcept {
+FactsChange with_watched(FactsChange modules, const CapturedCall& layer) noexcept {
   TensorFacts::add_changes(layer.watched, modules);
   return modules;
 }
@@ -146,7 +146,7 @@ FactsChange GraphSequence::change_before_pass() const noexcept {
   FactsChange all;
   const torch::nn::Module* model = nullptr;  // as in change()
   for (const auto i : c10::irange(layers_.size())) {
-    const Layer& layer = layers_[i];
+    const CapturedCall& layer = layers_[i];
     if (layer.released) {
       continue;
     }
@@ -173,7 +173,7 @@ bool GraphSequence::begins_pass(std::size_t layer) const {
 }
 
 std::string GraphSequence::difference(std::size_t index) const {
-  const Layer& layer = layers_[index];
+  const CapturedCall& layer = layers_[index];
   std::string text = layer.modules.difference();
   for (const TensorFacts& watched : layer.watched) {
     if (const std::string what = watched.difference(); text.empty() && !what.empty()) {
@@ -183,7 +183,7 @@ std::string GraphSequence::difference(std::size_t index) const {
   return text;
 }
 
-void GraphSequence::take_target(Layer& layer, const ReplayOptions* target) {
+void GraphSequence::take_target(CapturedCall& layer, const ReplayOptions* target) {
   layer.target = target != nullptr ? *target : ReplayOptions();
   if (const auto& stream = layer.target.stream();
       stream && std::find(given_streams_.begin(), given_streams_.end(), *stream) == given_streams_.end()) {
@@ -231,7 +231,7 @@ void GraphSequence::launch(const Graph& graph, c10::Stream side, const ExternalE
   }
 }
 
-void GraphSequence::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs) {
+void GraphSequence::write_static_inputs(CapturedCall& layer, c10::ArrayRef<at::Tensor> inputs) {
   bool joined = false;
   const at::NoGradGuard no_grad;
   for (const auto i : c10::irange(inputs.size())) {
@@ -251,7 +251,7 @@ void GraphSequence::write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> 
 void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
                             const ReplayOptions* target, Inputs known) {
   const std::lock_guard lock(mutex_);
-  Layer& layer = layers_[index];
+  CapturedCall& layer = layers_[index];
   if (known == Inputs::unknown || !layer.forward) {
     check(index, inputs);
   }
@@ -316,7 +316,7 @@ void GraphSequence::join_copies() {
 void GraphSequence::reset(std::size_t index) {
   const std::lock_guard lock(mutex_);
   synchronize_streams();
-  Layer& layer = layers_[index];
+  CapturedCall& layer = layers_[index];
   drop_pending(index, layer.generation);
   layer.forward.reset();
   layer.backward.reset();
@@ -331,7 +331,7 @@ void GraphSequence::reset() {
   // What a capture in their place starts from stays: the layers' arguments that lie outside of the pool.
   const std::lock_guard lock(mutex_);
   leave_memory();
-  for (Layer& layer : layers_) {
+  for (CapturedCall& layer : layers_) {
     for (StaticInput& input : layer.inputs) {
       const bool linked = input.from && !layers_[input.from->layer].released;
       input.tensor = linked ? at::Tensor() : input.tensor;
@@ -341,7 +341,7 @@ void GraphSequence::reset() {
       output.tensor = output.seed = at::Tensor();
     }
     layer.output_storages.clear();
-    for (LayerParameter& parameter : layer.parameters) {
+    for (CallParameter& parameter : layer.parameters) {
       parameter.grad = parameter.attached = at::Tensor();
     }
     layer.for_each_given_gradient([](std::optional<OutputStorage>& memory) { memory.reset(); });
@@ -352,7 +352,7 @@ void GraphSequence::reset() {
 
 void GraphSequence::release(std::size_t index) {
   const std::lock_guard lock(mutex_);
-  Layer& layer = layers_[index];
+  CapturedCall& layer = layers_[index];
   if (layer.released) {
     return;
   }
@@ -362,7 +362,7 @@ void GraphSequence::release(std::size_t index) {
   for (StaticInput& input : layer.inputs) {
     input.tensor = input.grad = at::Tensor();
   }
-  for (LayerParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : layer.parameters) {
     parameter.grad = parameter.attached = at::Tensor();
   }
   layer.for_each_given_gradient([](std::optional<OutputStorage>& memory) {
@@ -379,11 +379,11 @@ void GraphSequence::release(std::size_t index) {
 }
 
 bool GraphSequence::released() const {
-  return std::all_of(layers_.begin(), layers_.end(), [](const Layer& layer) { return layer.released; });
+  return std::all_of(layers_.begin(), layers_.end(), [](const CapturedCall& layer) { return layer.released; });
 }
 
 void GraphSequence::give_up_outputs(std::size_t index) noexcept {
-  Layer& layer = layers_[index];
+  CapturedCall& layer = layers_[index];
   try {
     for (OutputStorage& storage : layer.output_storages) {
       storage.before_overwrite(*runtime_, fork_, counts_.outputs);

@@ -72,7 +72,7 @@ struct GraphResources {
       {};  ///< shared by chains of the engine; null where the options' pool or a chain's own is used
 };
 
-/// Layers that are captured together, share one memory pool, and replay in the nesting order they were captured in:
+/// CapturedCalls that are captured together, share one memory pool, and replay in the nesting order they were captured in:
 /// forwards 0..n, backwards n..0; forwards may be left out. Several chains replay independently of each other.
 ///
 /// Ordering: Note [Graph choreography] in chain.cpp.  Capture: illegal.
@@ -139,7 +139,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// The current stream waits for all copies that replays have queued.
   void join_copies();
 
-  [[nodiscard]] const Layers& layers() const noexcept { return layers_; }
+  [[nodiscard]] const CapturedCalls& layers() const noexcept { return layers_; }
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
   [[nodiscard]] const GraphOptions& options() const noexcept { return options_; }
@@ -175,7 +175,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
 
   /// True where `given` is the output that `input` is linked to: that of the latest forward there, wherever it lies by now.
   [[nodiscard]] bool is_linked_output(const StaticInput& input, const at::Tensor& given) const;
-  void write_static_inputs(Layer& layer, c10::ArrayRef<at::Tensor> inputs);
+  void write_static_inputs(CapturedCall& layer, c10::ArrayRef<at::Tensor> inputs);
   /// Before the launch of the graph at `place`: outputs of earlier layers whose memory it uses again.
   void overwrite_released_outputs(std::size_t place);
   /// Before the same: gradients of parameters that lie in the graphs' own memory and were given out by this graph, or by later ones.
@@ -194,7 +194,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// Throws: UsageError where the backward graph would read or do something else than at its capture.
   void check_backward_state(std::size_t index) const;
   void launch_backward(std::size_t index);
-  void write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads);
+  void write_static_grads(CapturedCall& layer, const std::vector<at::Tensor>& grads);
   /// The backward of `layer` has run, or will not: which one is due next.
   void settle_pending(std::size_t index) noexcept;
   /// After a failure behind a launch: nothing that was queued on `side` runs any more.
@@ -211,7 +211,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void synchronize_streams();
   /// What is held of the outputs of `layer` gets memory of its own, and theirs is given up. Stays where there is no room for that.
   void give_up_outputs(std::size_t index) noexcept;
-  void take_target(Layer& layer, const ReplayOptions* target);
+  void take_target(CapturedCall& layer, const ReplayOptions* target);
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;
@@ -224,7 +224,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   Event fork_;
   Event whole_stream_;
   std::shared_ptr<MemoryPool> pool_;  ///< shared with what is held of outputs that lie in memory of its free blocks
-  Layers layers_;
+  CapturedCalls layers_;
   Profile profile_;
   Plan plan_;
   OutsideBytes outside_;

@@ -86,14 +86,14 @@ void ReplayNode::refuse_named_gradients() const {
 }
 
 bool ReplayNode::owns_gradient_of(const at::Tensor& leaf) const {
-  const std::vector<LayerParameter>& parameters = chain_->layers_[layer_].parameters;
-  return std::any_of(parameters.begin(), parameters.end(), [&](const LayerParameter& parameter) {
+  const std::vector<CallParameter>& parameters = chain_->layers_[layer_].parameters;
+  return std::any_of(parameters.begin(), parameters.end(), [&](const CallParameter& parameter) {
     return parameter.policy == GradientPolicy::accumulated && parameter.tensor.is_same(leaf);
   });
 }
 
 void GraphSequence::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
-  Layer& layer = layers_[index];
+  CapturedCall& layer = layers_[index];
   auto node = std::make_shared<ReplayNode>(shared_from_this(), index, layer.generation);
   torch::autograd::edge_list edges;
   edges.reserve(layer.inputs_with_gradient.size() + layer.parameters_with_gradient.size());
@@ -119,7 +119,7 @@ void GraphSequence::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inp
 }
 
 bool GraphSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
-  const Layer& layer = layers_[index];
+  const CapturedCall& layer = layers_[index];
   if (inputs.size() != layer.inputs.size()) {
     return false;
   }
@@ -157,7 +157,7 @@ void GraphSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) c
   if (accepts(index, inputs)) {
     return;
   }
-  const Layer& layer = layers_[index];
+  const CapturedCall& layer = layers_[index];
   if (inputs.size() != layer.inputs.size()) {
     throw UsageError(describe(index) + ": captured with " + std::to_string(layer.inputs.size()) + " tensors, given " +
                      std::to_string(inputs.size()));

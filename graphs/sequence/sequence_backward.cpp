@@ -25,14 +25,14 @@ struct Gradient {
 
 /// Of inputs, then of parameters: all but those that the graph adds into `.grad` itself.
 template <class Visit>
-void for_each_gradient(Layer& layer, const Visit& visit) {
+void for_each_gradient(CapturedCall& layer, const Visit& visit) {
   for (const std::size_t i : layer.inputs_with_gradient) {
     StaticInput& input = layer.inputs[i];
     visit(Gradient{input.grad, input.outputs, input.grad_direct, input.goes_to_leaf ? &*input.memory : nullptr,
                    &input.view});
   }
   for (const std::size_t i : layer.parameters_with_gradient) {
-    LayerParameter& parameter = layer.parameters[i];
+    CallParameter& parameter = layer.parameters[i];
     visit(Gradient{parameter.grad, parameter.outputs, false, parameter.memory ? &*parameter.memory : nullptr,
                    &parameter.view});
   }
@@ -41,7 +41,7 @@ void for_each_gradient(Layer& layer, const Visit& visit) {
 }  // namespace
 
 void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) {
-  Layer& layer = layers_[index];
+  CapturedCall& layer = layers_[index];
   if (!layer.backward) {
     throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
   }
@@ -83,7 +83,7 @@ void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) 
 void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
   const std::lock_guard lock(mutex_);
   check_backward(index, generation);
-  Layer& layer = layers_[index];
+  CapturedCall& layer = layers_[index];
   OutputSet used = 0;
   std::uint64_t unused = 0;
   std::size_t given = 0;
@@ -138,7 +138,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
 }
 
 void GraphSequence::launch_backward(std::size_t index) {
-  Layer& layer = layers_[index];
+  CapturedCall& layer = layers_[index];
   const c10::Stream side = layer.target.stream().value_or(backward_stream());
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
@@ -177,7 +177,7 @@ void GraphSequence::settle(c10::Stream side) noexcept {
   }
 }
 
-void GraphSequence::write_static_grads(Layer& layer, const std::vector<at::Tensor>& grads) {
+void GraphSequence::write_static_grads(CapturedCall& layer, const std::vector<at::Tensor>& grads) {
   const at::NoGradGuard no_grad;
   // A seed that is another layer's input gradient lies in the pool, in memory that copies of the latest graphs may still
   // use: where that layer's backward did not run just before, nothing else makes this stream wait for them.

@@ -6,13 +6,14 @@
 
 namespace sidestream {
 
-SequenceCopies::SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Layers& layers)
+SequenceCopies::SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover,
+                               CapturedCalls& layers)
     : runtime_(std::move(runtime)), mover_(std::move(mover)), layers_(layers) {}
 
 SequenceCopies::~SequenceCopies() { mover_->settle(); }
 
 void SequenceCopies::prepare() {
-  for (Layer& layer : layers_) {
+  for (CapturedCall& layer : layers_) {
     layer.copies.left = runtime_->create_event();
     layer.copies.back = runtime_->create_event();
   }

@@ -18,7 +18,7 @@ namespace sidestream {
 class SequenceCopies {
  public:
   /// `layers` must outlive this object.
-  SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Layers& layers);
+  SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, CapturedCalls& layers);
   SequenceCopies(const SequenceCopies&) = delete;
   SequenceCopies& operator=(const SequenceCopies&) = delete;
   /// Blocks the host until the copies are done.
@@ -60,7 +60,7 @@ class SequenceCopies {
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
-  Layers& layers_;
+  CapturedCalls& layers_;
   std::vector<std::size_t> leaving_;  ///< layers whose copies to the host no graph has waited for
   std::vector<Back> back_;
   std::vector<std::size_t> due_;

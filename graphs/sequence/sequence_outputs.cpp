@@ -7,7 +7,7 @@
 namespace sidestream {
 
 bool GraphSequence::is_linked_output(const StaticInput& input, const at::Tensor& given) const {
-  const Layer& giver = layers_[input.from->layer];
+  const CapturedCall& giver = layers_[input.from->layer];
   return given.has_storage() && giver.output_storages[giver.outputs[input.from->index].of].gave(given.storage()) &&
          given.storage_offset() == input.tensor.storage_offset() && same_layout(given, input.tensor);
 }
@@ -43,7 +43,7 @@ void GraphSequence::part_with(OutputStorage& storage, OutputCounts& counts) noex
 }
 
 void GraphSequence::part_with_outputs() noexcept {
-  for (Layer& layer : layers_) {
+  for (CapturedCall& layer : layers_) {
     for (OutputStorage& storage : layer.output_storages) {
       if (storage.given_back() || !storage.held()) {  // else who holds it keeps the memory
         part_with(storage, counts_.outputs);

@@ -55,13 +55,13 @@ void GraphSequence::follow_latest_call() {
 void GraphSequence::give_up_turn() {
   follow_latest_call();
   copies_.join(runtime_->current_stream());
-  for (Layer& layer : layers_) {
+  for (CapturedCall& layer : layers_) {
     for (OutputStorage& storage : layer.output_storages) {
       storage.before_overwrite(*runtime_, fork_, counts_.outputs);
     }
   }
   overwrite_given_gradients(0);
-  for (Layer& layer : layers_) {
+  for (CapturedCall& layer : layers_) {
     ++layer.generation;  // what a retained graph saved is overwritten from here on
   }
   use_.idle();

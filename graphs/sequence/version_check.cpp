@@ -6,7 +6,7 @@
 
 namespace sidestream {
 
-void stamp_versions(Layer& layer, c10::ArrayRef<at::Tensor> inputs, const detail::TensorBuffer& outputs) {
+void stamp_versions(CapturedCall& layer, c10::ArrayRef<at::Tensor> inputs, const detail::TensorBuffer& outputs) {
   for (const std::size_t i : layer.stamped_inputs) {  // what else is saved was copied: the caller's own may change
     layer.inputs[i].version = VersionStamp(inputs[i]);
   }
@@ -18,7 +18,7 @@ void stamp_versions(Layer& layer, c10::ArrayRef<at::Tensor> inputs, const detail
   }
 }
 
-void check_versions(const Layer& layer) {
+void check_versions(const CapturedCall& layer) {
   const auto changed = [&](const char* what, std::size_t index, const char* why) {
     throw UsageError("graphed call \"" + layer.spec.name + "\": " + what + std::to_string(index) +
                      " was changed in place before its backward, " + why + ": clone it before the in-place operation");

@@ -147,7 +147,7 @@ void VerifiedCall::add_parameters(const CallToVerify& call) {
     target.leaf = parameter;
     return target;
   };
-  const std::vector<LayerParameter>& parameters = call.layer->parameters;
+  const std::vector<CallParameter>& parameters = call.layer->parameters;
   std::size_t results = 0;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const bool added = parameters[i].policy == GradientPolicy::accumulated;

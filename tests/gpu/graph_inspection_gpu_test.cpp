@@ -60,7 +60,7 @@ class GpuGraphInspectionTest : public GpuBlocks {
 
 TEST_F(GpuGraphInspectionTest, EveryKernelIsNamedByOperatorAndScope) {
   const auto graphed = graph([](cudaStream_t) {});
-  const Layer& layer = EngineAccess::state(*engine_).chains().all().front().lock()->chain->layers()[0];
+  const CapturedCall& layer = EngineAccess::state(*engine_).chains().all().front().lock()->chain->layers()[0];
   for (const bool backward : {false, true}) {
     const std::vector<GraphNode> nodes = runtime().nodes(backward ? layer.backward : layer.forward);
     const NodeNames& names = backward ? layer.backward_names : layer.forward_names;

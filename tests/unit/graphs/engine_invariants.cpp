@@ -63,7 +63,7 @@ std::size_t captured_leases(const EngineState& engine) {
   std::size_t leases = 0;
   std::set<const HostArena::Lease*> shared;
   engine.chains().for_each([&](const GraphSequence& chain) {
-    for (const Layer& layer : chain.layers()) {
+    for (const CapturedCall& layer : chain.layers()) {
       for (const auto& saved : layer.copies.captured.storages) {
         leases += saved->lease ? 1U : 0U;
         for (const SharedSlots::Part& part : saved->parts) {

@@ -70,7 +70,7 @@ TEST_F(EventHazardTest, H02EachGraphHasAnEventOfItsOwn) {
   }
   const auto graphed = make_graphed_callables(engine, callables, samples);
   std::set<const void*> events;
-  for (const Layer& layer : EngineAccess::state(engine).chains().all().front().lock()->chain->layers()) {
+  for (const CapturedCall& layer : EngineAccess::state(engine).chains().all().front().lock()->chain->layers()) {
     events.insert({layer.forward_done.native(), layer.backward_done.native()});
   }
   EXPECT_EQ(events.size(), 8U);

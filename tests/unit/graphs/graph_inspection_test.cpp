@@ -87,7 +87,7 @@ class GraphInspectionTest : public testing::Test {
     const StepTensors plain = train(plain_, nullptr, s);
     EXPECT_TRUE(same(train(model_, engine, s), plain)) << "step " << s;
   }
-  static const Layer& layer_of(const OffloadEngine& engine, std::size_t index) {
+  static const CapturedCall& layer_of(const OffloadEngine& engine, std::size_t index) {
     return EngineAccess::state(engine).chains().all().front().lock()->chain->layers()[index];
   }
 
@@ -129,7 +129,7 @@ TEST_F(GraphInspectionTest, EveryNodeIsNamedByOperatorAndScope) {
                                                           return Tensors{h * 2};
                                                         })},
                                               {{at::ones({8, 64}, device_).requires_grad_(true)}});
-  const Layer& layer = layer_of(engine, 0);
+  const CapturedCall& layer = layer_of(engine, 0);
   using Names = std::vector<std::pair<std::string, std::string>>;
   EXPECT_EQ(names_of_kernels(runtime_->nodes(layer.forward), layer.forward_names),
             (Names{{"call.first", "aten::exp"},
@@ -148,7 +148,7 @@ TEST_F(GraphInspectionTest, EveryScopeOfAModelIsFoundInBothGraphs) {
   expect_step_as_plain(&engine, 0);
   expect_step_as_plain(&engine, 1);
   for (std::size_t i = 0; i < 4; ++i) {
-    const Layer& layer = layer_of(engine, i);
+    const CapturedCall& layer = layer_of(engine, i);
     for (const bool backward : {false, true}) {
       std::set<std::string> scopes;
       for (const auto& [scope, work] : names_of_kernels(runtime_->nodes(backward ? layer.backward : layer.forward),
@@ -290,7 +290,7 @@ void expect_whole_drawing(const std::string& text) {
 TEST_F(GraphInspectionTest, NodesOfAWholeStepAreNamedByScope) {
   testing_model::WholeStepTrainer trainer(device_, {.layers = 3});
   trainer.graph(Options(device_).offload("fc1").min_bytes(1024));
-  const Layer& step = layer_of(*trainer.engine, 0);
+  const CapturedCall& step = layer_of(*trainer.engine, 0);
   const std::vector<GraphNode> nodes = runtime_->nodes(step.forward);
   std::size_t left = 0;
   std::set<std::pair<std::string, GraphNode::Kind>> scopes;
