@@ -26,7 +26,7 @@ struct BackwardSeen {
 /// Sits on the node that made a call's output: sees its backward begin. Threads: autograd's.
 class BackwardWatch final : public torch::autograd::FunctionPreHook {
  public:
-  BackwardWatch(std::shared_ptr<BackwardSeen> seen, std::shared_ptr<RestOfStep> rest, c10::DeviceType type)
+  BackwardWatch(std::shared_ptr<BackwardSeen> seen, std::shared_ptr<EagerMemoryEstimate> rest, c10::DeviceType type)
       : seen_(std::move(seen)), rest_(std::move(rest)), type_(type) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (!seen_->begun.load()) {
@@ -39,7 +39,7 @@ class BackwardWatch final : public torch::autograd::FunctionPreHook {
 
  private:
   std::shared_ptr<BackwardSeen> seen_;
-  std::shared_ptr<RestOfStep> rest_;
+  std::shared_ptr<EagerMemoryEstimate> rest_;
   c10::DeviceType type_;
 };
 

@@ -13,7 +13,7 @@
 
 namespace sidestream {
 
-class RestOfStep;
+class EagerMemoryEstimate;
 struct CallSite;
 
 /// A copy of an argument that is not a tensor.
@@ -49,7 +49,7 @@ class RecordedCalls {
  public:
   /// `model`: the engine's, which may be an argument though no shared_ptr owns it. `device`: the graphs'.
   /// `rest` is told where a backward of theirs begins.
-  RecordedCalls(const torch::nn::Module& model, c10::Device device, std::shared_ptr<RestOfStep> rest) noexcept
+  RecordedCalls(const torch::nn::Module& model, c10::Device device, std::shared_ptr<EagerMemoryEstimate> rest) noexcept
       : model_(&model), device_(device), rest_(std::move(rest)) {}
 
   /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). Where the
@@ -83,7 +83,7 @@ class RecordedCalls {
   void learn_backward_modes(std::size_t call);
   const torch::nn::Module* model_;
   c10::Device device_;
-  std::shared_ptr<RestOfStep> rest_;
+  std::shared_ptr<EagerMemoryEstimate> rest_;
   std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_
   CallDependencies dependencies_;

@@ -33,7 +33,7 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
                                 std::vector<bool>* used, PassClock* clock) {
   const std::vector<at::Tensor> known = wanted();
   const HiddenGradients hidden(known);
-  const BareLeaves bare(known);
+  const LeafHookGuard bare(known);
   const NestedBackwardRefusal no_nested;
   detail::TensorBuffer outputs;
   hooks.before_forward();
@@ -75,7 +75,7 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
     std::vector<at::Tensor> found;
     std::copy_if(targets.begin(), targets.end(), std::back_inserter(found),
                  [&](const at::Tensor& t) { return !holds(known, t); });
-    const BareLeaves bare_too(found, /*hooks_only=*/true);
+    const LeafHookGuard bare_too(found, /*hooks_only=*/true);
     const BackwardStateGuard state(spec.state);
     grads = torch::autograd::grad(roots, targets, seeds, /*retain_graph=*/false, /*create_graph=*/false,
                                   /*allow_unused=*/true);

@@ -95,7 +95,7 @@ void SequenceCapture::capture_forward(std::size_t index) {
 
 void SequenceCapture::learn_lives(std::size_t index, const SavedStorages& saved,
                                   const std::vector<at::Tensor>& arguments) {
-  OutputLives::Holders holders{arguments, {}};
+  OutputLiveness::Holders holders{arguments, {}};
   for (std::size_t i = 0; i <= index; ++i) {
     const Live& live = live_[i];
     holders.tensors.insert(holders.tensors.end(), live.leaves.begin(), live.leaves.end());

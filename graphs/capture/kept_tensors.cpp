@@ -45,7 +45,7 @@ void SequenceCapture::fill_kept_tensors() {
   }
   refuse_released(kept);
   const StreamGuard on_capture(runtime_, capture_);
-  std::deque<DrawsApart> draws;
+  std::deque<RngStateGuard> draws;
   for (const at::Generator& generator : generators_of(specs_, runtime_.device())) {
     draws.emplace_back(generator);
   }

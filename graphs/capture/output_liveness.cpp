@@ -54,7 +54,7 @@ Saved saved_of(const SavedTensorRecorder& recorder, const c10::Storage& storage)
 
 }  // namespace
 
-std::optional<Link> OutputLives::storage_of(Link link) const {
+std::optional<Link> OutputLiveness::storage_of(Link link) const {
   while (link.layer < lives_.size()) {
     const CapturedCall& giver = layers_[link.layer];
     const StaticOutput& output = giver.outputs[link.index];
@@ -73,7 +73,7 @@ std::optional<Link> OutputLives::storage_of(Link link) const {
   return std::nullopt;  // of a layer to come, which reads what it passes on
 }
 
-bool OutputLives::is_read_from(std::size_t place, const Link& storage) const {
+bool OutputLiveness::is_read_from(std::size_t place, const Link& storage) const {
   for (std::size_t i = place; i < layers_.size(); ++i) {
     for (const CallInput& input : layers_[i].spec.inputs) {
       if (!input.from) {
@@ -88,7 +88,7 @@ bool OutputLives::is_read_from(std::size_t place, const Link& storage) const {
   return false;
 }
 
-void OutputLives::learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders) {
+void OutputLiveness::learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders) {
   const CapturedCall& layer = layers_[index];
   const c10::Storage& storage = layers_[output.layer].output_storages[output.index].captured();
   Life& life = lives_[output.layer][output.index];
@@ -110,8 +110,8 @@ void OutputLives::learn(std::size_t index, const Link& output, const SavedStorag
   life.unknown_holders = unknown;
 }
 
-void OutputLives::forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,
-                                   const Holders& holders) {
+void OutputLiveness::forward_captured(std::size_t index, const SavedStorages& saved,
+                                      const std::vector<std::size_t>& kept, const Holders& holders) {
   const CapturedCall& layer = layers_[index];
   std::vector<Life>& own = lives_.emplace_back(layer.output_storages.size());
   for (const std::size_t output : kept) {
@@ -146,12 +146,12 @@ void OutputLives::forward_captured(std::size_t index, const SavedStorages& saved
   }
 }
 
-bool OutputLives::may_end(const Life& life) const {
+bool OutputLiveness::may_end(const Life& life) const {
   // Where no layer reads it and backward does, no graph would gain by its memory.
   return !life.kept && !life.ended && (life.read || (life.let_go && life.needed_until < layers_.size()));
 }
 
-std::vector<Link> OutputLives::ended_before(std::size_t place) {
+std::vector<Link> OutputLiveness::ended_before(std::size_t place) {
   std::vector<Link> ended;
   for (const auto layer : c10::irange(keeps_graph_ ? 0 : lives_.size())) {
     for (const auto i : c10::irange(lives_[layer].size())) {

@@ -21,7 +21,7 @@ namespace sidestream {
 /// An output is needed by the forwards that read it; by the backward of a layer that saved it, or by the copies to the host, where
 /// it leaves. What holds it and is unknown here may be read in that layer's backward: a tensor that a node keeps as it is. What
 /// bodies keep from call to call stays for good, and so do outputs that no layer reads, and those that a view of is given out.
-class OutputLives {
+class OutputLiveness {
  public:
   /// What autograd and bodies hold while a chain is captured.
   struct Holders {
@@ -30,7 +30,7 @@ class OutputLives {
   };
 
   /// `layers` must outlive this object. `keeps_graph`: backwards may replay several times, so nothing is let go.
-  OutputLives(const CapturedCalls& layers, bool keeps_graph) : layers_(layers), keeps_graph_(keeps_graph) {}
+  OutputLiveness(const CapturedCalls& layers, bool keeps_graph) : layers_(layers), keeps_graph_(keeps_graph) {}
 
   /// The forward of layer `index` is captured, and its outputs are sorted. `kept`: first outputs of storages that its body keeps.
   void forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,

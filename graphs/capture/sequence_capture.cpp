@@ -67,7 +67,7 @@ void SequenceCapture::run() {
   (void)grown();  // pinned memory has tables on the device too
   {
     // Until the last backward is captured: it looks for its parameters by the accumulators that the forwards made.
-    const BareLeaves bare(all_parameters());
+    const LeafHookGuard bare(all_parameters());
     const StreamGuard on_capture(runtime_, capture_);
     for (const auto i : c10::irange(specs_.size())) {
       say(ProgressPhase::capture_forward, i, i);

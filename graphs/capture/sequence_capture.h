@@ -107,7 +107,7 @@ class SequenceCapture {
   CaptureReads reads_;
   CapturedUse use_;
   CapturedHistory history_;
-  OutputLives lives_;
+  OutputLiveness lives_;
   c10::Stream capture_;
   std::vector<Live> live_;
   std::optional<SharedSlots::Share>

@@ -40,7 +40,7 @@ std::vector<at::Tensor> leaves_of(const CallSpec& spec, const LinkedOutputs& out
 /// Finds that a body seeds a generator that it draws from: a replay would not. Another thread may do so once, meanwhile; its seed holds.
 class SeedWatch {
  public:
-  explicit SeedWatch(std::deque<DrawsApart>& draws) : draws_(draws), seeded_(draws.size()) {}
+  explicit SeedWatch(std::deque<RngStateGuard>& draws) : draws_(draws), seeded_(draws.size()) {}
   /// Behind a pass of `spec`'s body; `last`: none comes behind it.
   void check(const CallSpec& spec, bool last) {
     for (const auto i : c10::irange(draws_.size())) {
@@ -60,7 +60,7 @@ class SeedWatch {
   }
 
  private:
-  std::deque<DrawsApart>& draws_;
+  std::deque<RngStateGuard>& draws_;
   std::vector<int> seeded_;
 };
 

@@ -10,7 +10,7 @@ namespace sidestream {
 /// it is whole, and let go of. The caller of torch::autograd::grad gets none for it. So one gradient is in memory at a time, as
 /// where autograd accumulates itself, and not all of them.
 ///
-/// The leaves have no hooks of their own meanwhile (BareLeaves).  Threads: begins and ends on one; autograd's add.
+/// The leaves have no hooks of their own meanwhile (LeafHookGuard).  Threads: begins and ends on one; autograd's add.
 class [[nodiscard]] AddedGradients {
  public:
   /// `targets`: one for each of `leaves`, which are distinct.

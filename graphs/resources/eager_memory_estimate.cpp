@@ -5,14 +5,14 @@
 
 namespace sidestream {
 
-void RestOfStep::step_begins() {
+void EagerMemoryEstimate::step_begins() {
   const std::lock_guard lock(mutex_);
   counting_ = true;
   bytes_ = 0;
   look();
 }
 
-void RestOfStep::call_begins() {
+void EagerMemoryEstimate::call_begins() {
   const std::lock_guard lock(mutex_);
   if (measurement_) {
     bytes_ = std::max(bytes_, measurement_->peak().live - live_at_begin_);
@@ -20,21 +20,21 @@ void RestOfStep::call_begins() {
   }
 }
 
-void RestOfStep::call_ends() {
+void EagerMemoryEstimate::call_ends() {
   const std::lock_guard lock(mutex_);
   if (counting_) {
     look();
   }
 }
 
-void RestOfStep::look() {
+void EagerMemoryEstimate::look() {
   live_at_begin_ = LiveMemory::of(runtime_->device()).use(*runtime_).live;
   measurement_.emplace(*runtime_);
 }
 
-void RestOfStep::backward_begins() noexcept { step_ends(); }
+void EagerMemoryEstimate::backward_begins() noexcept { step_ends(); }
 
-void RestOfStep::step_ends() noexcept {
+void EagerMemoryEstimate::step_ends() noexcept {
   try {
     call_begins();
   } catch (const std::exception&) {  // the device has failed: what was counted stands
@@ -44,7 +44,7 @@ void RestOfStep::step_ends() noexcept {
   measurement_.reset();
 }
 
-std::int64_t RestOfStep::bytes() const {
+std::int64_t EagerMemoryEstimate::bytes() const {
   const std::lock_guard lock(mutex_);
   return bytes_;
 }

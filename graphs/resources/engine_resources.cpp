@@ -56,7 +56,7 @@ EngineResources::EngineResources(torch::nn::Module& given_model, Options given, 
       mover(std::make_shared<GroupMover>(runtime, arena)),
       capture_offload(std::make_shared<CaptureOffload>(runtime, mover)),
       eager(std::make_shared<EagerOffload>(runtime, mover, limits_of(options))),
-      rest(std::make_shared<RestOfStep>(runtime)),
+      rest(std::make_shared<EagerMemoryEstimate>(runtime)),
       syncs(options.find_syncs() ? std::make_unique<StepSyncs>(runtime->device().type()) : nullptr) {
   runtime->check_settings(/*graphs=*/!graphed.empty());
   install_autograd_engine();

@@ -65,7 +65,7 @@ struct EngineResources {
   std::shared_ptr<EagerOffload> eager;
   std::shared_ptr<RecorderBooks> books = std::make_shared<RecorderBooks>();  ///< of the steps' recorders
   OwnedGradients owned_gradients;
-  std::shared_ptr<RestOfStep> rest;
+  std::shared_ptr<EagerMemoryEstimate> rest;
   std::unique_ptr<StepSyncs> syncs;  ///< null where none are to be found
 
  private:

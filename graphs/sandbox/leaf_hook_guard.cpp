@@ -9,14 +9,14 @@
 
 namespace sidestream {
 
-struct BareLeaves::Saved {
+struct LeafHookGuard::Saved {
   at::Tensor leaf;  // keeps `meta` alive
   torch::autograd::AutogradMeta* meta;
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks;
   std::weak_ptr<torch::autograd::Node> accumulator;
 };
 
-BareLeaves::BareLeaves(const std::vector<at::Tensor>& leaves, bool hooks_only) : hooks_only_(hooks_only) {
+LeafHookGuard::LeafHookGuard(const std::vector<at::Tensor>& leaves, bool hooks_only) : hooks_only_(hooks_only) {
   for (const at::Tensor& leaf : leaves) {
     const bool known =
         std::any_of(saved_.begin(), saved_.end(), [&](const Saved& saved) { return saved.leaf.is_same(leaf); });
@@ -31,7 +31,7 @@ BareLeaves::BareLeaves(const std::vector<at::Tensor>& leaves, bool hooks_only) :
   }
 }
 
-BareLeaves::~BareLeaves() {
+LeafHookGuard::~LeafHookGuard() {
   for (Saved& saved : saved_) {
     std::swap(saved.meta->hooks_, saved.hooks);
     if (!hooks_only_) {

@@ -42,7 +42,7 @@ Sequences& sequences() {
 }  // namespace
 
 // Operators look up the state and draw from it under the generator's lock: each finds the one or the other.
-DrawsApart::DrawsApart(at::Generator generator) : generator_(std::move(generator)) {
+RngStateGuard::RngStateGuard(at::Generator generator) : generator_(std::move(generator)) {
   const std::lock_guard drawing(generator_.mutex());
   const std::lock_guard lock(sequences().mutex);
   stood_ = generator_.graphsafe_get_state();
@@ -52,12 +52,12 @@ DrawsApart::DrawsApart(at::Generator generator) : generator_(std::move(generator
   generator_.graphsafe_set_state(sequence);
 }
 
-void DrawsApart::take_seed() {
+void RngStateGuard::take_seed() {
   taken_ = generator_.current_seed();
   generator_.set_current_seed(++own_seed_);
 }
 
-DrawsApart::~DrawsApart() {
+RngStateGuard::~RngStateGuard() {
   try {
     const std::lock_guard drawing(generator_.mutex());
     const std::lock_guard lock(sequences().mutex);

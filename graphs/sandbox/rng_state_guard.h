@@ -15,12 +15,12 @@ namespace sidestream {
 ///
 /// Graphs draw from where the generator stood when they were captured: what they take is put back as well.
 /// The thread has the device's CaptureTurn.  Threads: ends on the thread it began on.
-class [[nodiscard]] DrawsApart {
+class [[nodiscard]] RngStateGuard {
  public:
-  explicit DrawsApart(at::Generator generator);
-  DrawsApart(const DrawsApart&) = delete;
-  DrawsApart& operator=(const DrawsApart&) = delete;
-  ~DrawsApart();
+  explicit RngStateGuard(at::Generator generator);
+  RngStateGuard(const RngStateGuard&) = delete;
+  RngStateGuard& operator=(const RngStateGuard&) = delete;
+  ~RngStateGuard();
 
   /// Somebody has seeded the generator since the sequence began or went on.
   [[nodiscard]] bool is_seeded() const { return generator_.current_seed() != own_seed_; }

@@ -21,10 +21,10 @@ class [[nodiscard]] StateKeeper {
   ~StateKeeper();
 
   /// The device's default generator first.
-  [[nodiscard]] std::deque<DrawsApart>& draws() noexcept { return draws_; }
+  [[nodiscard]] std::deque<RngStateGuard>& draws() noexcept { return draws_; }
 
  private:
-  std::deque<DrawsApart> draws_;
+  std::deque<RngStateGuard> draws_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
 };

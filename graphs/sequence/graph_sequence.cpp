@@ -70,7 +70,7 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& layer) noexcep
 // where the output that it is has been given other memory since.
 //
 // An output that other layers read is in the pool as well. It goes back there before the capture of a graph at a place behind
-// all that need it (OutputLives), the copies of it included: from that place on any graph may write its memory. So before the first
+// all that need it (OutputLiveness), the copies of it included: from that place on any graph may write its memory. So before the first
 // launch from there on, what is held of it is copied out, and M waits for who reads it.
 
 GraphSequence::GraphSequence(const GraphResources& resources, const GraphOptions& options)

@@ -100,7 +100,7 @@ std::vector<at::Tensor> VerifiedCall::eager_gradients(const std::vector<at::Tens
     return std::vector<at::Tensor>(edges.size());
   }
   const RecorderGuard no_recorder(nullptr);
-  const BareLeaves no_hooks(leaves, /*hooks_only=*/true);
+  const LeafHookGuard no_hooks(leaves, /*hooks_only=*/true);
   const EffectsUndone undone(device_, buffers, named_generators());
   for (DrawnFrom& drawn : generators_) {
     drawn.generator.set_state(drawn.before_backward);

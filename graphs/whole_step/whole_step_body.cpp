@@ -187,7 +187,7 @@ void StepBody::drop_replaced() {
 }
 
 void StepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
-  const BareLeaves bare(known_leaves());
+  const LeafHookGuard bare(known_leaves());
   const Saving saving = this->saving();
   SavedTensorRecorder* recorder = nullptr;
   if (saving == Saving::counted) {
