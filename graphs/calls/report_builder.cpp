@@ -58,7 +58,7 @@ void append(const Profile& profile, const Plan& plan, Report& report) {
 }
 
 /// Of a whole step's graph.
-void append(const StepOffload& offload, Report& report) {
+void append(const WholeStepOffload& offload, Report& report) {
   append(offload.profile(), offload.plan(), report);
   const HostArenaStats pinned = offload.pinned();
   report.pinned_bytes += static_cast<std::int64_t>(pinned.pinned);

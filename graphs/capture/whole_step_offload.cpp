@@ -33,9 +33,9 @@ std::uint64_t saved_by_selected(const Profile& profile) {
 
 }  // namespace
 
-StepOffload::~StepOffload() { leave_passes(); }
+WholeStepOffload::~WholeStepOffload() { leave_passes(); }
 
-void StepOffload::leave_passes() noexcept {
+void WholeStepOffload::leave_passes() noexcept {
   recorder_.reset();
   if (warm_ != nullptr) {
     warm_->abandon_step();
@@ -50,7 +50,7 @@ void StepOffload::leave_passes() noexcept {
   }
 }
 
-void StepOffload::begin_sizing() {
+void WholeStepOffload::begin_sizing() {
   leave_passes();
   passes_.clear();
   if (copies_ == nullptr || copies_->captured) {
@@ -67,7 +67,7 @@ void StepOffload::begin_sizing() {
                                            parts_.limits);
 }
 
-void StepOffload::abandon() noexcept {
+void WholeStepOffload::abandon() noexcept {
   leave_passes();
   copies_.reset();
   passes_.clear();
@@ -78,7 +78,7 @@ void StepOffload::abandon() noexcept {
   recorded_ = {};
 }
 
-void StepOffload::finish_sizing() {
+void WholeStepOffload::finish_sizing() {
   if (recorder_ != nullptr) {
     recorder_->finish();
     warm_->end_step();
@@ -87,14 +87,14 @@ void StepOffload::finish_sizing() {
   }
 }
 
-SavedTensorRecorder& StepOffload::next_sizing() {
+SavedTensorRecorder& WholeStepOffload::next_sizing() {
   finish_sizing();
   warm_->begin_step();
   recorder_ = std::make_unique<SavedTensorRecorder>(*parts_.tree, *parts_.exclusions, warm_, nullptr);
   return *recorder_;
 }
 
-void StepOffload::end_sizing() {
+void WholeStepOffload::end_sizing() {
   finish_sizing();
   parts_.runtime->synchronize(parts_.runtime->current_stream());  // which is behind all copies
   warm_.reset();
@@ -116,7 +116,7 @@ void StepOffload::end_sizing() {
   planned_ = lay_out(profile_, scopes, plan_.decisions.data());
 }
 
-void StepOffload::add_to_plan(const Pass& pass, const Plan& plan) {
+void WholeStepOffload::add_to_plan(const Pass& pass, const Plan& plan) {
   const auto first = static_cast<std::uint32_t>(profile_.groups.size());
   profile_.block_from = pass.profile.block_from;
   profile_.groups.insert(profile_.groups.end(), pass.profile.groups.begin(), pass.profile.groups.end());
@@ -133,7 +133,7 @@ void StepOffload::add_to_plan(const Pass& pass, const Plan& plan) {
   plan_.offloaded_bytes += plan.offloaded_bytes;
 }
 
-SavedTensorRecorder& StepOffload::begin_capture() {
+SavedTensorRecorder& WholeStepOffload::begin_capture() {
   copies_->captured = true;
   parts_.capture_offload->copies_inside(copies_->arena);
   const c10::Stream capture = parts_.runtime->current_stream();
@@ -151,7 +151,7 @@ SavedTensorRecorder& StepOffload::begin_capture() {
   return *recorder_;
 }
 
-void StepOffload::end_capture() {
+void WholeStepOffload::end_capture() {
   recorder_->finish();
   recorded_ = recorder_->counts();
   recorder_.reset();

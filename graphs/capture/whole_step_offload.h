@@ -35,7 +35,7 @@ namespace sidestream {
 /// A warm-up pass offloads eagerly, from the first one on, into slots of the same arena: it needs no more of the device than a replay.
 /// Its copies are done, and forgotten, before the capture begins.
 /// Threads: one at a time.
-class StepOffload {
+class WholeStepOffload {
  public:
   struct Parts {
     std::shared_ptr<Runtime> runtime;
@@ -45,10 +45,10 @@ class StepOffload {
     EagerOffload::Limits limits;
     std::shared_ptr<CaptureOffload> capture_offload;  ///< who notes what the capture's graph owns
   };
-  explicit StepOffload(Parts parts) : parts_(std::move(parts)) {}
-  StepOffload(const StepOffload&) = delete;
-  StepOffload& operator=(const StepOffload&) = delete;
-  ~StepOffload();
+  explicit WholeStepOffload(Parts parts) : parts_(std::move(parts)) {}
+  WholeStepOffload(const WholeStepOffload&) = delete;
+  WholeStepOffload& operator=(const WholeStepOffload&) = delete;
+  ~WholeStepOffload();
 
   /// A warm-up pass begins. The graph of an earlier capture is gone.
   void begin_sizing();

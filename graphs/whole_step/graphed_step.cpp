@@ -15,7 +15,7 @@ namespace sidestream {
 /// What copies of a GraphedStep share.
 class GraphedStep::Shared {
  public:
-  Shared(OffloadEngine engine, std::shared_ptr<const StepBody::Given> given, StepOptions options)
+  Shared(OffloadEngine engine, std::shared_ptr<const WholeStepBody::Given> given, StepOptions options)
       : engine_(std::move(engine)), given_(std::move(given)), options_(std::move(options)) {}
 
   /// Throws: as make_graphed_step.
@@ -38,7 +38,7 @@ class GraphedStep::Shared {
   struct Variant {
     std::vector<std::size_t> counts;
     std::vector<Shape> shapes;
-    std::shared_ptr<StepBody> body;
+    std::shared_ptr<WholeStepBody> body;
     GraphedCallable graph;
     std::weak_ptr<const SequenceHolder> holder;  ///< of its graph
 
@@ -54,7 +54,7 @@ class GraphedStep::Shared {
   Variant& variant_for(const std::vector<Tensors>& microbatches);
 
   OffloadEngine engine_;
-  std::shared_ptr<const StepBody::Given> given_;
+  std::shared_ptr<const WholeStepBody::Given> given_;
   StepOptions options_;
   std::vector<Variant> variants_;
   bool dropped_ = false;
@@ -112,7 +112,7 @@ void GraphedStep::Shared::capture(const std::vector<Tensors>& samples) {
       flat.emplace_back(input);
     }
   }
-  auto body = std::make_shared<StepBody>(EngineAccess::state(engine_).resources(), given_, counts);
+  auto body = std::make_shared<WholeStepBody>(EngineAccess::state(engine_).resources(), given_, counts);
   body->refuse_hooks();
   Callable callable(given_->name,
                     owning([body](torch::nn::Module&, const Tensors& inputs) { return body->run(inputs); }),
@@ -225,7 +225,7 @@ GraphedStep EngineAccess::capture_step(const OffloadEngine& engine, Callable ste
     throw UsageError("make_graphed_step: StepOptions::max_captures is " + std::to_string(options.max_captures()) +
                      "; it must be at least 1");
   }
-  auto given = std::make_shared<StepBody::Given>();
+  auto given = std::make_shared<WholeStepBody::Given>();
   given->name = step.name();
   given->function = step.function();
   given->module =

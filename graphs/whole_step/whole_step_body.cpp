@@ -29,7 +29,7 @@ bool for_a_graph(const Runtime& runtime) { return NestedBackwardRefusal::holds_h
 }  // namespace
 
 /// `.grad` as plain training would have it before the update, while that runs.
-class StepBody::AttachedForUpdate {
+class WholeStepBody::AttachedForUpdate {
  public:
   AttachedForUpdate(const std::vector<Target>& targets, const std::vector<at::Tensor>& others,
                     const std::vector<bool>& met, bool accumulate) {
@@ -75,19 +75,20 @@ class StepBody::AttachedForUpdate {
   std::vector<Given> given_;
 };
 
-StepBody::StepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts)
+WholeStepBody::WholeStepBody(EngineResources& resources, std::shared_ptr<const Given> given,
+                             std::vector<std::size_t> counts)
     : resources_(resources), given_(std::move(given)), counts_(std::move(counts)), watch_(given_->name) {
   leaves_ = known_leaves();
   if (given_->offload && !resources_.options.offload_patterns().empty()) {
-    offload_ = std::make_shared<StepOffload>(StepOffload::Parts{resources_.runtime, resources_.arena, &resources_.tree,
-                                                                &resources_.exclusions, resources_.eager->limits(),
-                                                                resources_.capture_offload});
+    offload_ = std::make_shared<WholeStepOffload>(
+        WholeStepOffload::Parts{resources_.runtime, resources_.arena, &resources_.tree, &resources_.exclusions,
+                                resources_.eager->limits(), resources_.capture_offload});
     std::erase_if(resources_.step_offloads, [](const auto& weak) { return weak.expired(); });
     resources_.step_offloads.push_back(offload_);
   }
 }
 
-StepBody::Saving StepBody::saving() const {
+WholeStepBody::Saving WholeStepBody::saving() const {
   if (!for_a_graph(*resources_.runtime)) {
     return Saving::eager;
   }
@@ -97,7 +98,7 @@ StepBody::Saving StepBody::saving() const {
   return captures(*resources_.runtime) ? Saving::in_capture : Saving::counted;
 }
 
-std::vector<at::Tensor> StepBody::known_leaves() const {
+std::vector<at::Tensor> WholeStepBody::known_leaves() const {
   std::vector<at::Tensor> leaves = requiring(given_->module->parameters());
   for (const Target& target : targets_) {
     if (!holds(leaves, target.parameter)) {
@@ -107,7 +108,7 @@ std::vector<at::Tensor> StepBody::known_leaves() const {
   return leaves;
 }
 
-Tensors StepBody::run(const Tensors& inputs) {
+Tensors WholeStepBody::run(const Tensors& inputs) {
   const Runtime& runtime = *resources_.runtime;
   const bool for_graph = for_a_graph(runtime);
   std::optional<OperatorObserverGuard> observer;
@@ -165,13 +166,13 @@ Tensors StepBody::run(const Tensors& inputs) {
   return outputs;
 }
 
-void StepBody::abandon_capture() noexcept {
+void WholeStepBody::abandon_capture() noexcept {
   if (offload_ != nullptr) {
     offload_->abandon();
   }
 }
 
-void StepBody::drop_replaced() {
+void WholeStepBody::drop_replaced() {
   const std::vector<at::Tensor> registered = given_->module->parameters();
   std::size_t kept = 0;
   for (const auto i : c10::irange(targets_.size())) {
@@ -186,7 +187,7 @@ void StepBody::drop_replaced() {
   met_.resize(kept);
 }
 
-void StepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
+void WholeStepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
   const LeafHookGuard bare(known_leaves());
   const Saving saving = this->saving();
   SavedTensorRecorder* recorder = nullptr;
@@ -214,7 +215,7 @@ void StepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
   }
 }
 
-void StepBody::run_microbatch(const Tensors& inputs, Tensors& outputs) {
+void WholeStepBody::run_microbatch(const Tensors& inputs, Tensors& outputs) {
   const Tensors made = given_->function(inputs);
   refuse_backward_of_its_own();
   add_gradients(checked_loss(made));
@@ -224,7 +225,7 @@ void StepBody::run_microbatch(const Tensors& inputs, Tensors& outputs) {
   }
 }
 
-void StepBody::refuse_backward_of_its_own() const {
+void WholeStepBody::refuse_backward_of_its_own() const {
   if (!NestedBackwardRefusal::holds_here()) {
     return;
   }
@@ -237,7 +238,7 @@ void StepBody::refuse_backward_of_its_own() const {
   }
 }
 
-at::Tensor StepBody::checked_loss(const Tensors& outputs) const {
+at::Tensor WholeStepBody::checked_loss(const Tensors& outputs) const {
   if (outputs.empty() || !outputs.front().defined() || outputs.front().numel() != 1) {
     throw UsageError("graphed step \"" + given_->name +
                      "\": its function returns no loss; return the loss, a tensor of one element, as the first tensor");

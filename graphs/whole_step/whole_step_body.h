@@ -23,7 +23,7 @@ namespace sidestream {
 ///
 /// Gradients come from autograd::grad: accumulation into leaves would be captured with the accumulators of eager steps, and run hooks.
 /// Threads: one at a time.
-class StepBody {
+class WholeStepBody {
  public:
   /// A leaf that a loss leads to.
   struct Target {
@@ -41,10 +41,10 @@ class StepBody {
   };
 
   /// `counts`: how many inputs each microbatch has. `resources` must outlive this object's runs.
-  StepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts);
+  WholeStepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts);
 
   /// `inputs`: of all microbatches. Gives what the step function gave, without history, one microbatch behind the other.
-  /// Throws: UsageError (no loss), CaptureError (see StepWatch; a leaf that no warm-up met), and what the functions throw.
+  /// Throws: UsageError (no loss), CaptureError (see WholeStepWatch; a leaf that no warm-up met), and what the functions throw.
   Tensors run(const Tensors& inputs);
 
   /// Just before a replay or an eager run, behind any capture: gradients are what autograd would have made of `.grad` before the
@@ -110,8 +110,8 @@ class StepBody {
   std::vector<at::Tensor> leaves_without_in_graph_;  ///< of `leaves_`, those that got none in the capture
   std::vector<std::size_t> output_counts_;           ///< of the latest run
   std::vector<std::size_t> output_counts_in_graph_;
-  StepWatch watch_;
-  std::shared_ptr<StepOffload> offload_;  ///< null where nothing leaves
+  WholeStepWatch watch_;
+  std::shared_ptr<WholeStepOffload> offload_;  ///< null where nothing leaves
 };
 
 }  // namespace sidestream

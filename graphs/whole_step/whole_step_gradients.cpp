@@ -1,4 +1,4 @@
-// What of StepBody is about gradients: where they go, what they begin with, and what parameters have behind the step.
+// What of WholeStepBody is about gradients: where they go, what they begin with, and what parameters have behind the step.
 #include <algorithm>
 #include <string>
 #include <unordered_set>
@@ -46,7 +46,7 @@ bool is_own(const at::Tensor& grad, const OwnedGradient& gradient) {
 }
 
 /// What is added to a gradient is added to what `.grad` holds.
-void begin_with_grad(const StepBody::Target& target) {
+void begin_with_grad(const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
   if (!grad.defined()) {
     target.gradient.memory.zero_();
@@ -57,7 +57,7 @@ void begin_with_grad(const StepBody::Target& target) {
 
 }  // namespace
 
-std::size_t StepBody::target_of(const at::Tensor& leaf) {
+std::size_t WholeStepBody::target_of(const at::Tensor& leaf) {
   const auto known = std::find_if(targets_.begin(), targets_.end(),
                                   [&](const Target& target) { return target.parameter.is_same(leaf); });
   if (known != targets_.end()) {
@@ -89,7 +89,7 @@ std::size_t StepBody::target_of(const at::Tensor& leaf) {
   return targets_.size() - 1;
 }
 
-void StepBody::add_gradients(const at::Tensor& loss) {
+void WholeStepBody::add_gradients(const at::Tensor& loss) {
   const std::vector<at::Tensor> leaves = leaves_of(loss);
   std::vector<at::Tensor> grads = torch::autograd::grad({loss}, leaves, {}, /*retain_graph=*/false,
                                                         /*create_graph=*/false, /*allow_unused=*/true);
@@ -112,7 +112,7 @@ void StepBody::add_gradients(const at::Tensor& loss) {
   }
 }
 
-void StepBody::refuse_hooks() const {
+void WholeStepBody::refuse_hooks() const {
   for (const at::Tensor& leaf : leaves_) {
     if (has_gradient_hooks(leaf)) {
       throw UsageError("graphed step \"" + given_->name +
@@ -122,7 +122,7 @@ void StepBody::refuse_hooks() const {
   }
 }
 
-void StepBody::learn_updated(const std::vector<at::Tensor>& parameters) {
+void WholeStepBody::learn_updated(const std::vector<at::Tensor>& parameters) {
   updated_outside_.clear();
   const std::vector<at::Tensor> known = known_leaves();
   for (const at::Tensor& parameter : parameters) {
@@ -133,7 +133,7 @@ void StepBody::learn_updated(const std::vector<at::Tensor>& parameters) {
   refuse_frozen_gradients();
 }
 
-void StepBody::refuse_frozen_gradients() const {
+void WholeStepBody::refuse_frozen_gradients() const {
   for (const at::Tensor& parameter : updated_outside_) {
     const bool begins_with_none = !given_->accumulate && holds(leaves_, parameter);  // an eager run has met it since
     if (parameter.grad().defined() && !begins_with_none) {
@@ -145,13 +145,13 @@ void StepBody::refuse_frozen_gradients() const {
   }
 }
 
-void StepBody::prepare() {
+void WholeStepBody::prepare() {
   refuse_hooks();
   refuse_frozen_gradients();
   prepare_gradients();
 }
 
-void StepBody::refuse_foreign(const Target& target) const {
+void WholeStepBody::refuse_foreign(const Target& target) const {
   const at::Tensor& grad = target.parameter.grad();
   if (grad.defined() && !is_own(grad, target.gradient) &&
       !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
@@ -161,7 +161,7 @@ void StepBody::refuse_foreign(const Target& target) const {
   }
 }
 
-void StepBody::prepare_gradients() {
+void WholeStepBody::prepare_gradients() {
   if (!given_->accumulate) {
     return;
   }
@@ -175,7 +175,7 @@ void StepBody::prepare_gradients() {
   }
 }
 
-void StepBody::refuse_gradients_of_others() const {
+void WholeStepBody::refuse_gradients_of_others() const {
   if (!given_->update) {
     return;
   }
@@ -190,7 +190,7 @@ void StepBody::refuse_gradients_of_others() const {
   }
 }
 
-void StepBody::attach_gradients(bool ran_eagerly) {
+void WholeStepBody::attach_gradients(bool ran_eagerly) {
   const std::vector<bool>& met = ran_eagerly ? met_ : met_in_graph_;
   if (!given_->accumulate) {
     const std::vector<at::Tensor>& without = ran_eagerly ? leaves_ : leaves_without_in_graph_;

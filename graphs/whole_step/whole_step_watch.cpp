@@ -8,7 +8,7 @@
 
 namespace sidestream {
 
-bool StepWatch::writes_parameter(const OperatorAccess& access) const {
+bool WholeStepWatch::writes_parameter(const OperatorAccess& access) const {
   return std::any_of(access.writes.begin(), access.writes.end(), [&](const at::Tensor& written) {
     return std::any_of(parameters_.begin(), parameters_.end(), [&](const at::Tensor& parameter) {
       return written.has_storage() && written.storage().is_alias_of(parameter.storage());
@@ -16,7 +16,7 @@ bool StepWatch::writes_parameter(const OperatorAccess& access) const {
   });
 }
 
-void StepWatch::begin_pass(std::vector<at::Tensor> parameters, bool captures) {
+void WholeStepWatch::begin_pass(std::vector<at::Tensor> parameters, bool captures) {
   parameters_ = std::move(parameters);
   captures_ = captures;
   updating_ = false;
@@ -26,7 +26,7 @@ void StepWatch::begin_pass(std::vector<at::Tensor> parameters, bool captures) {
   made_by_update_.clear();
 }
 
-void StepWatch::refuse_frozen_gradient(const OperatorAccess& access) const {
+void WholeStepWatch::refuse_frozen_gradient(const OperatorAccess& access) const {
   for (const at::Tensor& written : access.writes) {
     const bool other = written.requires_grad() && written.is_leaf() && written.grad().defined() &&
                        std::none_of(parameters_.begin(), parameters_.end(),
@@ -40,7 +40,7 @@ void StepWatch::refuse_frozen_gradient(const OperatorAccess& access) const {
   }
 }
 
-void StepWatch::after(const OperatorAccess& access) {
+void WholeStepWatch::after(const OperatorAccess& access) {
   if (!updating_) {
     return;
   }
@@ -54,7 +54,7 @@ void StepWatch::after(const OperatorAccess& access) {
   }
 }
 
-void StepWatch::before(const OperatorAccess& access) const {
+void WholeStepWatch::before(const OperatorAccess& access) const {
   for (const at::Tensor& written : access.writes) {
     if (updating_ && written.has_storage() && made_by_updates_.contains(written.storage().unsafeGetStorageImpl())) {
       throw CaptureError("graphed step \"" + name_ + "\": its update keeps state that it made in the warm-up (" +

@@ -13,10 +13,10 @@ namespace sidestream {
 /// Watches the warm-up of a whole step for what its graph would freeze or cannot do, and refuses it by name: optimizers that keep
 /// a step count on the host, state that an update makes for itself, and values that are read on the host.
 /// Threads: one.
-class StepWatch {
+class WholeStepWatch {
  public:
   /// `name`: of the step.
-  explicit StepWatch(std::string name) : name_(std::move(name)) {}
+  explicit WholeStepWatch(std::string name) : name_(std::move(name)) {}
 
   /// A run of the step begins, for its capture or before. `parameters`: those that an update may write.
   void begin_pass(std::vector<at::Tensor> parameters, bool captures);
