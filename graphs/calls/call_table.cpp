@@ -10,11 +10,13 @@
 namespace sidestream {
 namespace {
 
-bool is_of(const CallVariant& variant, bool gradients) { return variant.holder->chain->forwards_alone() != gradients; }
+bool is_of(const CallVariant& variant, bool gradients) {
+  return variant.holder->sequence->forwards_alone() != gradients;
+}
 
 }  // namespace
 
-std::size_t CallVariant::place() const { return holder->place_of(layer); }
+std::size_t CallVariant::place() const { return holder->place_of(call); }
 
 std::size_t CallSite::count(bool gradients) const {
   return static_cast<std::size_t>(std::count_if(variants.begin(), variants.end(),
@@ -23,14 +25,14 @@ std::size_t CallSite::count(bool gradients) const {
 
 std::size_t CallSite::count_idle(bool gradients) const {
   return static_cast<std::size_t>(std::count_if(variants.begin(), variants.end(), [&](const CallVariant& variant) {
-    return is_of(variant, gradients) && !variant.holder->chain->any_pending();
+    return is_of(variant, gradients) && !variant.holder->sequence->any_pending();
   }));
 }
 
 const CallVariant* CallSite::least_used(bool gradients) const {
   const CallVariant* least = nullptr;
   for (const CallVariant& variant : variants) {
-    if (is_of(variant, gradients) && !variant.holder->chain->any_pending() &&
+    if (is_of(variant, gradients) && !variant.holder->sequence->any_pending() &&
         (least == nullptr || variant.used_at < least->used_at)) {
       least = &variant;
     }
@@ -146,10 +148,10 @@ void CallTable::drop_variants() {
   }
 }
 
-void CallTable::drop_variants_of(const SequenceHolder& chain) {
+void CallTable::drop_variants_of(const SequenceHolder& sequence) {
   for (CallSite& site : sites_) {
-    const auto of_chain = [&](const CallVariant& variant) { return variant.holder.get() == &chain; };
-    site.to_record = std::erase_if(site.variants, of_chain) > 0 || site.to_record;
+    const auto of_sequence = [&](const CallVariant& variant) { return variant.holder.get() == &sequence; };
+    site.to_record = std::erase_if(site.variants, of_sequence) > 0 || site.to_record;
   }
 }
 

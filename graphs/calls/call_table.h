@@ -23,13 +23,13 @@ struct SequenceHolder;
 /// One captured variant of a call: argument values and shapes, modes, flags of the model, and microbatch slot.
 struct CallVariant {
   std::shared_ptr<SequenceHolder> holder;
-  std::size_t layer = 0;
+  std::size_t call = 0;
   std::vector<KeptGuard> guards;
   std::vector<std::size_t> shape;
   std::shared_ptr<const void> structure = {};  ///< of its result
   std::uint64_t used_at = 0;                   ///< its capture or latest replay, on the site's clock
 
-  /// Of its chain as that is now.
+  /// Of its sequence as that is now.
   [[nodiscard]] std::size_t place() const;
 };
 
@@ -75,15 +75,15 @@ class CallTable {
   [[nodiscard]] CallSite* site_for(const detail::CallRequest& request);
   /// A module that was registered since the last step is no longer taken for a foreign one.
   void begin_step() { foreign_.clear(); }
-  /// True for groups of calls that match `graph`: their chains offload them.
+  /// True for groups of calls that match `graph`: their sequences offload them.
   [[nodiscard]] bool in_graphed_call(const std::string& group) const;
   /// Throws: UsageError for a pattern that no call matches.
   void check_patterns();
   [[nodiscard]] const std::deque<CallSite>& sites() const noexcept { return sites_; }
   /// No call has a capture any more.
   void drop_variants();
-  /// Calls that have captures in `chain` lose them, and are recorded again whatever the options say.
-  void drop_variants_of(const SequenceHolder& chain);
+  /// Calls that have captures in `sequence` lose them, and are recorded again whatever the options say.
+  void drop_variants_of(const SequenceHolder& sequence);
   /// Makes room for another capture of its call, which is as before that capture.
   void drop_variant(const CallVariant& variant);
   /// Not owned by the pointer: it outlives the engine.

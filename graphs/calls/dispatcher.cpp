@@ -39,8 +39,8 @@ const char* changed_in_words(const FactsChange& change) {
 }
 
 /// For weights that a callable's graphs cannot follow now.
-const char* way_out(const GraphSequence& chain) {
-  return chain.options().on_relocated_weights() == OnRelocatedWeights::capture
+const char* way_out(const GraphSequence& sequence) {
+  return sequence.options().on_relocated_weights() == OnRelocatedWeights::capture
              ? ", while the backward of a call that was captured with it is pending; change weights when no backward "
                "is "
                "pending: the next call then captures again"
@@ -63,7 +63,7 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
     return Route::eager;
   }
   if (site.kind == CallSite::Kind::callable) {
-    const bool forward_alone = site.variants.front().holder->chain->forwards_alone();
+    const bool forward_alone = site.variants.front().holder->sequence->forwards_alone();
     return forward_alone != at::GradMode::is_enabled() ? Route::callable : Route::eager;
   }
   if (!at::GradMode::is_enabled()) {
@@ -187,16 +187,16 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
   const CallVariant* other = nullptr;
   const CallVariant* waiting = nullptr;
   for (CallVariant& variant : site.variants) {
-    GraphSequence& chain = *variant.holder->chain;
+    GraphSequence& sequence = *variant.holder->sequence;
     const std::size_t place = variant.place();
-    if (!(chain.layers()[place].spec.state.modes == modes) ||
+    if (!(sequence.calls()[place].spec.state.modes == modes) ||
         !same_arguments(variant.guards, variant.shape, request.guards, request.shape) ||
-        !chain.accepts(place, request.inputs)) {
+        !sequence.accepts(place, request.inputs)) {
       other = &variant;
       continue;
     }
     // Where not all ranks capture, the step's begin has seen what is outdated and left it as it is.
-    const FactsChange change = chains_.postponed() ? chain.change_of_all(place) : chain.change(place);
+    const FactsChange change = sequences_.postponed() ? sequence.change_of_all(place) : sequence.change(place);
     if (change.stale()) {
       run_beside_stale_capture(site, request, outputs, variant);
       return;
@@ -205,11 +205,11 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       other = &variant;
       continue;
     }
-    if (chain.has_to_wait()) {
+    if (sequence.has_to_wait()) {
       waiting = &variant;
       continue;
     }
-    if (chain.ready(place)) {
+    if (sequence.ready(place)) {
       variant.used_at = ++site.clock;
       replay(variant, place, request, outputs, GraphSequence::Inputs::accepted);
       *request.structure = variant.structure.get();
@@ -227,7 +227,7 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
 void Dispatcher::run_beside_pending(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
                                     const CallVariant& variant) {
   if (resources_.options.call_options().on_pending() == OnPending::error) {
-    variant.holder->chain->refuse_turn(describe(site));
+    variant.holder->sequence->refuse_turn(describe(site));
   }
   count_eager(site, EagerCause::shared_memory);
   run_eagerly(site, request, outputs);
@@ -246,9 +246,9 @@ bool Dispatcher::may_capture(const CallSite& site, const CallModes& modes) const
 
 void Dispatcher::run_beside_stale_capture(CallSite& site, const detail::CallRequest& request,
                                           detail::TensorBuffer& outputs, const CallVariant& variant) {
-  const GraphSequence& chain = *variant.holder->chain;
-  if (chain.options().on_relocated_weights() == OnRelocatedWeights::error) {
-    throw UsageError(describe(site) + ": " + chain.difference(variant.place()) +
+  const GraphSequence& sequence = *variant.holder->sequence;
+  if (sequence.options().on_relocated_weights() == OnRelocatedWeights::error) {
+    throw UsageError(describe(site) + ": " + sequence.difference(variant.place()) +
                      ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
                      "GraphOptions::on_relocated_weights to capture");
   }
@@ -264,75 +264,75 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   }
   SequenceHolder& holder = *only.holder;
   std::size_t place = only.place();
-  const CapturedCall* layer = &holder.chain->layers()[place];
+  const CapturedCall* call = &holder.sequence->calls()[place];
   const auto prepare = [&] {
     if (request.prepare != nullptr) {
       request.prepare(request.context);
     }
   };
-  FactsChange change = holder.chain->change_of_all(place);
+  FactsChange change = holder.sequence->change_of_all(place);
   if (change.training || change.options) {
     count_eager(site, EagerCause::eval_mode);
     prepare();
     run_eagerly(site, request, outputs);
     return;
   }
-  if (!(layer->spec.state.modes == modes)) {
+  if (!(call->spec.state.modes == modes)) {
     throw UsageError(describe(site) + ": " +
-                     (layer->spec.state.modes.autocast == modes.autocast
+                     (call->spec.state.modes.autocast == modes.autocast
                           ? "the global switches (deterministic algorithms, precision, back ends) differ from those"
                           : "the state of autocast differs from that") +
                      " at its capture; call it as captured, or capture it again in this state");
   }
-  const bool lost = !layer->forward;  // by a capture that failed in its place
-  if (!lost && change.stale() && layer->placed_by_hooks) {
+  const bool lost = !call->forward;  // by a capture that failed in its place
+  if (!lost && change.stale() && call->placed_by_hooks) {
     throw UsageError(describe(site) +
                      ": its graphs read weights at the addresses where its capture-time hooks placed them, and now " +
-                     holder.chain->difference(place) +
+                     holder.sequence->difference(place) +
                      "; place the weights there before each replay, and keep them there until its backward has run");
   }
-  if (change.layout && !layer->placed_by_hooks) {
-    throw UsageError(describe(site) + ": " + holder.chain->difference(place) +
+  if (change.layout && !call->placed_by_hooks) {
+    throw UsageError(describe(site) + ": " + holder.sequence->difference(place) +
                      " at the capture; make_graphed_callables again with samples for the model as it is");
   }
-  // A later call of the pass cannot capture again, since the chain is pending by then: the first one asks for all.
+  // A later call of the pass cannot capture again, since the sequence is pending by then: the first one asks for all.
   const auto may_capture_again = [&] {
-    return lost || change.any() ? !holder.chain->any_pending()
-                                : holder.chain->begins_pass(place) && holder.chain->change_before_pass().any();
+    return lost || change.any() ? !holder.sequence->any_pending()
+                                : holder.sequence->begins_pass(place) && holder.sequence->change_before_pass().any();
   };
-  if (holder.chain->options().on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
-    if (const auto& ask = holder.chain->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
+  if (holder.sequence->options().on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
+    if (const auto& ask = holder.sequence->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
       report_.eager_call();
       prepare();
       run_eagerly(site, request, outputs);
       return;
     }
-    chains_.recapture(holder);
+    sequences_.recapture(holder);
     place = only.place();
-    layer = &holder.chain->layers()[place];
-    change = holder.chain->change_of_all(place);
-    if (change.stale() && layer->placed_by_hooks) {
+    call = &holder.sequence->calls()[place];
+    change = holder.sequence->change_of_all(place);
+    if (change.stale() && call->placed_by_hooks) {
       throw UsageError(describe(site) + ": it was just captured again" +
                        (lost ? ", because an earlier capture had failed," : "") +
-                       " and then its capture-time hooks moved its weights (" + holder.chain->difference(place) +
+                       " and then its capture-time hooks moved its weights (" + holder.sequence->difference(place) +
                        "); place the weights where its graphs read them, and call it again");
     }
   }
   if (change.any()) {
     throw UsageError(describe(site) + ": " + changed_in_words(change) + " since the capture (" +
-                     holder.chain->difference(place) + ")" + way_out(*holder.chain));
+                     holder.sequence->difference(place) + ")" + way_out(*holder.sequence));
   }
   prepare();
   replay(only, place, request, outputs, GraphSequence::Inputs::unknown);
 }
 
-void Dispatcher::replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
+void Dispatcher::replay(const CallVariant& variant, std::size_t call, const detail::CallRequest& request,
                         detail::TensorBuffer& outputs, GraphSequence::Inputs known) {
   if (verification_ != nullptr && at::GradMode::is_enabled()) {
     const SyncFinder::Pause compares;
-    verification_->forward(variant.holder->chain, layer, request, outputs);
+    verification_->forward(variant.holder->sequence, call, request, outputs);
   } else {
-    variant.holder->chain->forward(layer, request.inputs, outputs, request.replay, known);
+    variant.holder->sequence->forward(call, request.inputs, outputs, request.replay, known);
   }
 }
 
@@ -340,7 +340,7 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
                              detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other) {
   const CallOptions& options = resources_.options.call_options();
   const bool to_be_new = busy == 0 && !site.to_record;
-  if ((busy == 0 && chains_.postponed()) || (to_be_new && options.on_new_arguments() == OnNewArguments::eager)) {
+  if ((busy == 0 && sequences_.postponed()) || (to_be_new && options.on_new_arguments() == OnNewArguments::eager)) {
     if (options.share_memory() && to_be_new && !std::exchange(site.warned_of_arguments, true)) {
       TORCH_WARN("Sidestream: ", describe(site),
                  " runs eagerly: its arguments match none of its captures, and CallOptions::on_new_arguments is eager");
@@ -361,12 +361,12 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
                      "it needs; run that backward first, or set CallOptions::on_pending to capture");
   }
   if (to_be_new && options.on_new_arguments() == OnNewArguments::error) {
-    if (other != nullptr && other->holder->chain->change(other->place()).any()) {
-      throw UsageError(what + ": " + other->holder->chain->difference(other->place()) +
+    if (other != nullptr && other->holder->sequence->change(other->place()).any()) {
+      throw UsageError(what + ": " + other->holder->sequence->difference(other->place()) +
                        " at the capture; set CallOptions::on_new_arguments to capture or eager");
     }
     if (other != nullptr && same_arguments(other->guards, other->shape, request.guards, request.shape)) {
-      other->holder->chain->check(other->place(), request.inputs);
+      other->holder->sequence->check(other->place(), request.inputs);
     }
     throw UsageError(what +
                      ": an argument that is not a tensor has a new value, or the state of autocast or of a global "

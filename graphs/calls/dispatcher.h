@@ -24,12 +24,12 @@ class Dispatcher {
  public:
   /// All must outlive this object. `verification`: null where no replay is verified.
   Dispatcher(EngineResources& resources, CallContext& context, const EagerPlan& plan, RecordedCalls& recorded,
-             EngineSequences& chains, ReportBuilder& report, ReplayVerification* verification)
+             EngineSequences& sequences, ReportBuilder& report, ReplayVerification* verification)
       : resources_(resources),
         context_(context),
         plan_(plan),
         recorded_(recorded),
-        chains_(chains),
+        sequences_(sequences),
         report_(report),
         verification_(verification) {}
   Dispatcher(const Dispatcher&) = delete;
@@ -54,7 +54,7 @@ class Dispatcher {
   /// Of the calling thread, for the engine's device.
   [[nodiscard]] CallModes modes() const;
 
-  /// `variant` fits and no other one that does is free, but a chain that shares its memory awaits a backward.
+  /// `variant` fits and no other one that does is free, but a sequence that shares its memory awaits a backward.
   void run_beside_pending(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
                           const CallVariant& variant);
   /// True where `site` may have one capture more, of calls in `modes`: fewer than CallOptions::max_captures are there and will be, or
@@ -69,8 +69,8 @@ class Dispatcher {
                        detail::TensorBuffer& outputs);
   void replay_callable(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                        detail::TensorBuffer& outputs);
-  /// `layer`: of its chain as it is now.
-  void replay(const CallVariant& variant, std::size_t layer, const detail::CallRequest& request,
+  /// `call`: of its sequence as it is now.
+  void replay(const CallVariant& variant, std::size_t call, const detail::CallRequest& request,
               detail::TensorBuffer& outputs, GraphSequence::Inputs known);
   /// `variant` would fit, but its weights were relocated or replaced in the middle of a step.
   void run_beside_stale_capture(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
@@ -83,7 +83,7 @@ class Dispatcher {
   CallContext& context_;
   const EagerPlan& plan_;
   RecordedCalls& recorded_;
-  EngineSequences& chains_;
+  EngineSequences& sequences_;
   ReportBuilder& report_;
   ReplayVerification* verification_;
 };

@@ -24,7 +24,7 @@
 namespace sidestream {
 namespace {
 
-/// The recorded calls of one slot, of training or of evaluation, that are not captured yet, as layers.
+/// The recorded calls of one slot, of training or of evaluation, that are not captured yet, as calls.
 struct SlotCalls {
   std::vector<CallSpec> specs;
   // Parallel to specs.
@@ -34,7 +34,7 @@ struct SlotCalls {
 
 SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluation, const EagerPlan& plan) {
   SlotCalls result;
-  std::vector<std::optional<std::size_t>> place(recorded.calls().size());  // among the layers
+  std::vector<std::optional<std::size_t>> place(recorded.calls().size());  // among the calls
   for (std::size_t i = 0; i < recorded.calls().size(); ++i) {
     RecordedCall& call = *recorded.calls()[i];
     if (call.slot != slot || call.state.modes.gradients == evaluation || call.captured) {
@@ -44,8 +44,8 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluat
     spec.outputs_let_go = recorded.outputs().let_go(i, plan);
     for (CallInput& input : spec.inputs) {
       if (input.from) {
-        const std::optional<std::size_t> layer = place[input.from->layer];
-        input.from = layer ? std::optional(Link{*layer, input.from->index}) : std::nullopt;
+        const std::optional<std::size_t> linked = place[input.from->call];
+        input.from = linked ? std::optional(Link{*linked, input.from->index}) : std::nullopt;
       }
     }
     place[i] = result.specs.size();
@@ -57,10 +57,10 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluat
 }
 
 /// Dropped by a capture that failed in its place, or captured of a model that is another now.
-bool is_outdated(const GraphSequence& chain) {
-  const CapturedCalls& layers = chain.layers();
-  return chain.change().stale() || std::any_of(layers.begin(), layers.end(), [](const CapturedCall& layer) {
-           return !layer.forward && !layer.released;
+bool is_outdated(const GraphSequence& sequence) {
+  const CapturedCalls& calls = sequence.calls();
+  return sequence.change().stale() || std::any_of(calls.begin(), calls.end(), [](const CapturedCall& call) {
+           return !call.forward && !call.released;
          });
 }
 
@@ -85,10 +85,10 @@ std::shared_ptr<GraphSequence> EngineSequences::capture(const std::vector<CallSp
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
   resources_.check.journal_capture(journaling, report_.steps());
-  std::shared_ptr<GraphSequence> chain = capture_that_fits(resources_, *this, specs, options, memory);
-  report_.captured(*chain);
+  std::shared_ptr<GraphSequence> sequence = capture_that_fits(resources_, *this, specs, options, memory);
+  report_.captured(*sequence);
   plan_.outdate();
-  return chain;
+  return sequence;
 }
 
 void EngineSequences::add(const std::shared_ptr<SequenceHolder>& holder) {
@@ -98,28 +98,28 @@ void EngineSequences::add(const std::shared_ptr<SequenceHolder>& holder) {
 }
 
 void EngineSequences::recapture(SequenceHolder& holder) {
-  check_capture(holder.chain->options());
-  holder.chain->check_turn();
+  check_capture(holder.sequence->options());
+  holder.sequence->check_turn();
   const CaptureModesGuard modes(resources_.runtime->device().type());
-  const CapturedCalls& layers = holder.chain->layers();
+  const CapturedCalls& calls = holder.sequence->calls();
   std::vector<CallSpec> specs;
-  std::vector<std::size_t> place(layers.size());  // of each layer now, among those that are left
-  for (std::size_t l = 0; l < layers.size(); ++l) {
-    const CapturedCall& layer = layers[l];
+  std::vector<std::size_t> place(calls.size());  // of each call now, among those that are left
+  for (std::size_t l = 0; l < calls.size(); ++l) {
+    const CapturedCall& call = calls[l];
     place[l] = specs.size();
-    if (layer.released) {
+    if (call.released) {
       continue;
     }
-    CallSpec spec = layer.spec;
-    spec.state.modules = layer.spec.state.modules.as_now();
+    CallSpec spec = call.spec;
+    spec.state.modules = call.spec.state.modules.as_now();
     for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
-      const StaticInput& held = layer.inputs[i];
+      const StaticInput& held = call.inputs[i];
       if (!held.from && !held.same_as_earlier && held.tensor.defined()) {
         spec.inputs[i].sample = held.tensor.detach().requires_grad_(held.requires_grad);
       }
       std::optional<Link>& from = spec.inputs[i].from;
-      if (from && !layers[from->layer].released) {
-        from->layer = place[from->layer];
+      if (from && !calls[from->call].released) {
+        from->call = place[from->call];
       } else if (from) {  // the memory that the input was linked to may hold anything
         from.reset();
         if (held.tensor.defined()) {
@@ -129,11 +129,11 @@ void EngineSequences::recapture(SequenceHolder& holder) {
     }
     specs.push_back(std::move(spec));
   }
-  const GraphOptions options = holder.chain->options();
-  const std::shared_ptr<GraphMemory> memory = holder.chain->memory();
-  holder.chain->reset();
+  const GraphOptions options = holder.sequence->options();
+  const std::shared_ptr<GraphMemory> memory = holder.sequence->memory();
+  holder.sequence->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
-  holder.chain = capture(specs, options, memory->shared() ? memory : nullptr);
+  holder.sequence = capture(specs, options, memory->shared() ? memory : nullptr);
   if (specs.size() < place.size()) {
     if (holder.places.empty()) {
       holder.places = place;
@@ -143,7 +143,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
       }
     }
   }
-  report_.recaptured(static_cast<std::int64_t>(holder.chain->layers().size()));
+  report_.recaptured(static_cast<std::int64_t>(holder.sequence->calls().size()));
   mark_static_outputs();
 }
 
@@ -178,15 +178,15 @@ void EngineSequences::capture_slot(RecordedCalls& recorded, std::size_t slot, bo
     return;
   }
   const auto holder = std::make_shared<SequenceHolder>();
-  holder->chain = capture(of_slot.specs, resources_.options.graph_options(), memory_of(slot, evaluation));
-  for (std::size_t layer = 0; layer < of_slot.calls.size(); ++layer) {
-    RecordedCall& call = *of_slot.calls[layer];
+  holder->sequence = capture(of_slot.specs, resources_.options.graph_options(), memory_of(slot, evaluation));
+  for (std::size_t i = 0; i < of_slot.calls.size(); ++i) {
+    RecordedCall& call = *of_slot.calls[i];
     call.captured = true;
-    call.site->variants.push_back({holder, layer, call.guards, call.shape, call.structure, ++call.site->clock});
+    call.site->variants.push_back({holder, i, call.guards, call.shape, call.structure, ++call.site->clock});
     call.site->to_record = false;
     report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
-    recorded.outputs().for_each_of(of_slot.indices[layer], [&](const c10::StorageImpl* storage, std::size_t output) {
-      const CapturedCall& captured = holder->chain->layers()[layer];
+    recorded.outputs().for_each_of(of_slot.indices[i], [&](const c10::StorageImpl* storage, std::size_t output) {
+      const CapturedCall& captured = holder->sequence->calls()[i];
       if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
         plan_.captured(storage, captured.output_storages[captured.outputs[output].of].given_back());
       }
@@ -210,7 +210,7 @@ std::shared_ptr<GraphMemory> EngineSequences::memory_of(std::size_t slot, bool e
     memory = std::make_shared<GraphMemory>(GraphMemory::Use::shared);
   }
   const bool taken = !all && !evaluation && std::any_of(own_.begin(), own_.end(), [&](const auto& holder) {
-    return holder->chain->memory() == memory && !holder->chain->forwards_alone();
+    return holder->sequence->memory() == memory && !holder->sequence->forwards_alone();
   });
   return taken || memory->pending() ? nullptr : memory;
 }
@@ -228,14 +228,14 @@ void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& rec
       const CallVariant* least = nullptr;
       while (more > 0 && site.count(gradients) + more > bound && (least = site.least_used(gradients)) != nullptr) {
         const std::shared_ptr<SequenceHolder> holder = least->holder;
-        holder->chain->release(holder->place_of(least->layer));
+        holder->sequence->release(holder->place_of(least->call));
         calls.drop_variant(*least);
         dropped = true;
       }
     }
   }
   if (dropped) {
-    std::erase_if(own_, [](const auto& holder) { return holder->chain->released(); });
+    std::erase_if(own_, [](const auto& holder) { return holder->sequence->released(); });
     mark_static_outputs();
   }
 }
@@ -253,7 +253,7 @@ void EngineSequences::await_failed_backward() const {
   bool pending = true;
   while (pending && Clock::now() < end) {
     pending = false;
-    for_each([&](const GraphSequence& chain) { pending = pending || chain.any_pending(); });
+    for_each([&](const GraphSequence& sequence) { pending = pending || sequence.any_pending(); });
     if (pending) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
@@ -261,14 +261,14 @@ void EngineSequences::await_failed_backward() const {
 }
 
 bool EngineSequences::outdated() const {
-  return std::any_of(own_.begin(), own_.end(), [](const auto& holder) { return is_outdated(*holder->chain); });
+  return std::any_of(own_.begin(), own_.end(), [](const auto& holder) { return is_outdated(*holder->sequence); });
 }
 
 void EngineSequences::follow_weights(CallTable& calls) {
   std::vector<std::shared_ptr<SequenceHolder>> replaced;
   for (const auto& holder : own_) {
-    const FactsChange change = holder->chain->change();
-    if (!is_outdated(*holder->chain)) {
+    const FactsChange change = holder->sequence->change();
+    if (!is_outdated(*holder->sequence)) {
       continue;
     }
     if (resources_.options.graph_options().on_relocated_weights() == OnRelocatedWeights::error) {
@@ -277,7 +277,7 @@ void EngineSequences::follow_weights(CallTable& calls) {
           "call OffloadEngine::reset, or set GraphOptions::on_relocated_weights to capture");
     }
     if (change.stale() && !change.only_relocated()) {
-      holder->chain->reset();
+      holder->sequence->reset();
       calls.drop_variants_of(*holder);
       replaced.push_back(holder);
     } else {
@@ -298,7 +298,7 @@ void EngineSequences::follow_weights(CallTable& calls) {
 
 void EngineSequences::drop_own() {
   for (const auto& holder : own_) {
-    holder->chain->reset();
+    holder->sequence->reset();
   }
   own_.clear();
   memories_.clear();
@@ -306,9 +306,9 @@ void EngineSequences::drop_own() {
 
 void EngineSequences::mark_static_outputs() {
   resources_.exclusions.remove_static_inputs();
-  for_each([&](const GraphSequence& chain) {
-    for (const CapturedCall& layer : chain.layers()) {
-      for (const StaticOutput& output : layer.outputs) {
+  for_each([&](const GraphSequence& sequence) {
+    for (const CapturedCall& call : sequence.calls()) {
+      for (const StaticOutput& output : call.outputs) {
         if (output.tensor.defined()) {
           resources_.exclusions.add_static_input(output.tensor);
         }

@@ -14,17 +14,17 @@ struct EngineResources;
 class RecordedCalls;
 class ReportBuilder;
 
-/// A chain that may be captured anew while callables and call sites refer to it.
+/// A sequence that may be captured anew while callables and call sites refer to it.
 struct SequenceHolder {
-  std::shared_ptr<GraphSequence> chain;
-  /// Of the layers that it was first captured with, by their order then: where each is now. Empty while none was left out by a
+  std::shared_ptr<GraphSequence> sequence;
+  /// Of the calls that it was first captured with, by their order then: where each is now. Empty while none was left out by a
   /// capture in its place.
   std::vector<std::size_t> places = {};
 
-  [[nodiscard]] std::size_t place_of(std::size_t layer) const { return places.empty() ? layer : places[layer]; }
+  [[nodiscard]] std::size_t place_of(std::size_t call) const { return places.empty() ? call : places[call]; }
 };
 
-/// All chains of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own
+/// All sequences of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own
 /// on the device. Threads: the step's.
 class EngineSequences {
  public:
@@ -35,17 +35,17 @@ class EngineSequences {
   EngineSequences& operator=(const EngineSequences&) = delete;
   ~EngineSequences() = default;
 
-  /// Captures a chain that fits the device (capture_that_fits), in `memory` where it is given; calls inside its callables are scopes only. It counts once a holder
+  /// Captures a sequence that fits the device (capture_that_fits), in `memory` where it is given; calls inside its callables are scopes only. It counts once a holder
   /// of it is added. Throws: as make_graphed_callables.
   [[nodiscard]] std::shared_ptr<GraphSequence> capture(const std::vector<CallSpec>& specs, const GraphOptions& options,
                                                        std::shared_ptr<GraphMemory> memory = {});
-  /// Counts `holder`'s chain in the report and keeps its static outputs on the device, for as long as someone has it.
+  /// Counts `holder`'s sequence in the report and keeps its static outputs on the device, for as long as someone has it.
   void add(const std::shared_ptr<SequenceHolder>& holder);
-  /// Captures the layers of `holder`'s chain again, where their parameters lie now.
-  /// Throws: UsageError where that may not be now, and the chain is as it was; as `capture`, and the chain's graphs are gone.
+  /// Captures the calls of `holder`'s sequence again, where their parameters lie now.
+  /// Throws: UsageError where that may not be now, and the sequence is as it was; as `capture`, and the sequence's graphs are gone.
   void recapture(SequenceHolder& holder);
 
-  /// Captures what `ss::call` recorded, one chain for each microbatch slot, and gives the calls their variants. Where a slot's
+  /// Captures what `ss::call` recorded, one sequence for each microbatch slot, and gives the calls their variants. Where a slot's
   /// capture fails, the slots before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
   /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, where it is given. `mine`: there is something to
@@ -53,9 +53,9 @@ class EngineSequences {
   [[nodiscard]] bool agree(bool mine);
   /// True where this rank has something to capture that not all ranks have: its calls run eagerly in this step.
   [[nodiscard]] bool postponed() const noexcept { return postponed_; }
-  /// True when a chain of `ss::call` must be captured again.
+  /// True when a sequence of `ss::call` must be captured again.
   [[nodiscard]] bool outdated() const;
-  /// Chains of `ss::call` whose weights were relocated are captured again; those whose weights are others are dropped, and
+  /// Sequences of `ss::call` whose weights were relocated are captured again; those whose weights are others are dropped, and
   /// `calls` records anew what ran in them. Or it is an error by option.
   void follow_weights(CallTable& calls);
   /// Calls of which `recorded` would make more captures than there may be lose those that were used least recently, but for those
@@ -65,7 +65,7 @@ class EngineSequences {
   /// till then its calls look like a microbatch in flight. Waits until none is pending, or for a fifth of a second: a graph that
   /// somebody holds stays.
   void await_failed_backward() const;
-  /// Drops the graphs of all chains that `ss::call` made.
+  /// Drops the graphs of all sequences that `ss::call` made.
   void drop_own();
   /// Only what graphs own now is kept on the device for them.
   void mark_static_outputs();
@@ -74,8 +74,8 @@ class EngineSequences {
   template <class Visit>
   void for_each(const Visit& visit) const {
     for (const auto& weak : all_) {
-      if (const auto holder = weak.lock(); holder != nullptr && holder->chain != nullptr) {
-        visit(*holder->chain);
+      if (const auto holder = weak.lock(); holder != nullptr && holder->sequence != nullptr) {
+        visit(*holder->sequence);
       }
     }
   }

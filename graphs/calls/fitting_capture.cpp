@@ -20,31 +20,32 @@ bool offloads(const Options& options) {
                      [](const std::string& list) { return !NamePatterns::parse(list).empty(); });
 }
 
-/// What a step takes of the device beside the chain that was just captured, as far as it is known.
+/// What a step takes of the device beside the sequence that was just captured, as far as it is known.
 std::int64_t needed_beside(const EngineResources& resources) {
   return std::max(resources.rest->bytes(), resources.exclusions.gradient_bytes());
 }
 
 /// What graphs take is told where it is much of what is left.
-void note_room(const EngineResources& resources, GraphSequence& chain) {
+void note_room(const EngineResources& resources, GraphSequence& sequence) {
   constexpr std::int64_t kNotable = 10;
   const std::int64_t free = resources.runtime->room().free;
-  if (const std::int64_t graphs = chain.outside().graphs; graphs > free / kNotable) {
-    chain.note("the graphs of \"" + chain.layers().front().spec.name + "\" and of the calls after it take " +
-               std::to_string(graphs) + " bytes of device memory beside their tensors, and " + std::to_string(free) +
-               " bytes are left. If that is too little for your step, graph fewer calls");
+  if (const std::int64_t graphs = sequence.outside().graphs; graphs > free / kNotable) {
+    sequence.note("the graphs of \"" + sequence.calls().front().spec.name + "\" and of the calls after it take " +
+                  std::to_string(graphs) + " bytes of device memory beside their tensors, and " + std::to_string(free) +
+                  " bytes are left. If that is too little for your step, graph fewer calls");
   }
   if (const std::int64_t needed = needed_beside(resources); needed > free) {
-    chain.note("after the capture of \"" + chain.layers().front().spec.name + "\" and the calls after it, " +
-               std::to_string(free) + " bytes of device memory are left. That is " + std::to_string(needed - free) +
-               " bytes fewer than the rest of the first step took: if a step runs out of memory, offload more, graph "
-               "fewer calls or use a smaller batch");
+    sequence.note(
+        "after the capture of \"" + sequence.calls().front().spec.name + "\" and the calls after it, " +
+        std::to_string(free) + " bytes of device memory are left. That is " + std::to_string(needed - free) +
+        " bytes fewer than the rest of the first step took: if a step runs out of memory, offload more, graph "
+        "fewer calls or use a smaller batch");
   }
 }
 
 }  // namespace
 
-std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, EngineSequences& chains,
+std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, EngineSequences& sequences,
                                                  const std::vector<CallSpec>& specs, const GraphOptions& options,
                                                  const std::shared_ptr<GraphMemory>& memory) {
   GraphResources graphs = resources.for_graphs();
@@ -57,23 +58,24 @@ std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, Eng
   resources.runtime->release_cached_memory();
   for (;;) {
     const bool last = graphs.room == CopyRoom::none_stays || !may_offload_more;
-    std::shared_ptr<GraphSequence> chain;
+    std::shared_ptr<GraphSequence> sequence;
     const CaptureShortage shortage(resources);
     try {
-      chain = SequenceCapture::make_chain(graphs, specs, options);
+      sequence = SequenceCapture::make_sequence(graphs, specs, options);
     } catch (...) {
-      chains.mark_static_outputs();  // a capture ends with none marked
+      sequences.mark_static_outputs();  // a capture ends with none marked
       if (last || !shortage.is_the_error()) {
-        shortage.rethrow(chains, attempt, specs.front().name);
+        shortage.rethrow(sequences, attempt, specs.front().name);
       }
     }
-    if (chain != nullptr && (last || takes_what_fits || resources.runtime->room().free >= needed_beside(resources))) {
-      note_room(resources, *chain);
-      return chain;
+    if (sequence != nullptr &&
+        (last || takes_what_fits || resources.runtime->room().free >= needed_beside(resources))) {
+      note_room(resources, *sequence);
+      return sequence;
     }
-    if (chain != nullptr) {
-      chain.reset();
-      chains.mark_static_outputs();
+    if (sequence != nullptr) {
+      sequence.reset();
+      sequences.mark_static_outputs();
     }
     graphs.room = graphs.room == CopyRoom::as_planned ? CopyRoom::least : CopyRoom::none_stays;
     resources.runtime->release_cached_memory();

@@ -140,13 +140,13 @@ MemoryShortage::MemoryShortage(const EngineResources& resources) : resources_(re
 
 bool MemoryShortage::met() const { return resources_.runtime->memory_stats().refusals > refusals_; }
 
-void MemoryShortage::warn(const EngineSequences& chains, const SavedTensorRecorder& recorder) const noexcept {
+void MemoryShortage::warn(const EngineSequences& sequences, const SavedTensorRecorder& recorder) const noexcept {
   try {
     if (!met()) {
       return;
     }
     Saved saved;
-    chains.for_each([&](const GraphSequence& chain) { saved.add(chain.profile(), &chain.plan()); });
+    sequences.for_each([&](const GraphSequence& sequence) { saved.add(sequence.profile(), &sequence.plan()); });
     saved.add(recorder.profile(), nullptr);
     TORCH_WARN("Sidestream: ", beginning(resources_, "step", allocated_),
                description(saved, recorder.counts().refused_bytes));
@@ -171,14 +171,14 @@ std::string CaptureShortage::lack(const std::string& first) const {
          std::to_string(refusal.asked - refusal.free) + " too few. ";
 }
 
-void CaptureShortage::rethrow(const EngineSequences& chains, const CaptureAttempt& attempt,
+void CaptureShortage::rethrow(const EngineSequences& sequences, const CaptureAttempt& attempt,
                               const std::string& first) const {
   const std::optional<NoRoom> error = met() ? error_in_hand() : std::nullopt;
   if (!error) {
     throw;
   }
   Saved saved;
-  chains.for_each([&](const GraphSequence& chain) { saved.add(chain.profile(), &chain.plan()); });
+  sequences.for_each([&](const GraphSequence& sequence) { saved.add(sequence.profile(), &sequence.plan()); });
   saved.add(attempt.profile, &attempt.plan);
   throw DeviceError(
       error->text + "; " + beginning(resources(), "capture", allocated()) + lack(first) + description(saved, 0),

@@ -17,7 +17,7 @@ class MemoryShortage {
   [[nodiscard]] bool met() const;
   /// Where it was met: says by LibTorch's warnings what held the memory in the step of `recorder` and what else may leave. The
   /// error, which is on its way through the user's code, knows neither.
-  void warn(const EngineSequences& chains, const SavedTensorRecorder& recorder) const noexcept;
+  void warn(const EngineSequences& sequences, const SavedTensorRecorder& recorder) const noexcept;
 
  protected:
   [[nodiscard]] const EngineResources& resources() const noexcept { return resources_; }
@@ -30,7 +30,7 @@ class MemoryShortage {
   std::int64_t allocated_;
 };
 
-/// The same around one attempt to capture a chain.
+/// The same around one attempt to capture a sequence.
 class CaptureShortage : public MemoryShortage {
  public:
   /// Where the allocator holds no cached memory.
@@ -39,7 +39,7 @@ class CaptureShortage : public MemoryShortage {
   [[nodiscard]] bool is_the_error() const;
   /// Inside of a handler: throws such an error as a DeviceError that says by how much the calls of `attempt`, `first` and those
   /// behind it, do not fit, what is held, and what else may leave; any other as it is.
-  [[noreturn]] void rethrow(const EngineSequences& chains, const CaptureAttempt& attempt,
+  [[noreturn]] void rethrow(const EngineSequences& sequences, const CaptureAttempt& attempt,
                             const std::string& first) const;
 
  private:

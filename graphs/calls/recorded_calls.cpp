@@ -88,10 +88,10 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
       flights_[i] = std::make_shared<Flight>();
       flights_[i]->first = false;
       flights_[i]->from = std::move(from);
-      outputs_.call_begins(i, call.chain(), current_recorder());
+      outputs_.call_begins(i, call.sequence(), current_recorder());
       return i;
     }
-    // What this call is computed from is no microbatch beside it: a module that is called many times is one chain.
+    // What this call is computed from is no microbatch beside it: a module that is called many times is one sequence.
     if (!std::binary_search(from.begin(), from.end(), i)) {
       slot = std::max(slot, call.slot + 1);
     }
@@ -111,7 +111,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   }
   call->shape.assign(request.shape.begin(), request.shape.end());
   call->slot = slot;
-  outputs_.call_begins(calls_.size(), call->chain(), current_recorder());
+  outputs_.call_begins(calls_.size(), call->sequence(), current_recorder());
   for (const at::Tensor& input : request.inputs) {
     CallInput& kept = call->inputs.emplace_back();
     kept.aliases = InputAliases::of(request.inputs, call->inputs.size() - 1);
@@ -167,7 +167,7 @@ std::size_t RecordedCalls::count(const CallSite& site, bool gradients) const noe
 void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   Flight& flight = *flights_[call];
   dependencies_.add(call, flight.from, outputs);
-  outputs_.add(call, calls_[call]->chain(), outputs);
+  outputs_.add(call, calls_[call]->sequence(), outputs);
   flight.outputs.clear();
   bool watched = false;
   const c10::DeviceType type = calls_[call]->state.modes.autocast.type;

@@ -37,9 +37,9 @@ struct RecordedCall {
   std::vector<std::size_t> shape;
   CallState state;
   std::vector<CallInput> inputs;  ///< their links name recorded calls
-  std::size_t slot = 0;  ///< its chain: how many captures of the same call, beside it, were awaiting their backward
+  std::size_t slot = 0;  ///< its sequence: how many captures of the same call, beside it, were awaiting their backward
   /// Apart for training and for evaluation.
-  [[nodiscard]] std::size_t chain() const noexcept { return 2 * slot + (state.modes.gradients ? 0 : 1); }
+  [[nodiscard]] std::size_t sequence() const noexcept { return 2 * slot + (state.modes.gradients ? 0 : 1); }
   bool captured = false;  ///< only where a later slot's capture failed: the rest is tried again
 };
 

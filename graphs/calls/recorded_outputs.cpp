@@ -21,19 +21,19 @@ RecordedOutputs::Holder RecordedOutputs::holder_of(const Output& output, const S
   return saved->place == SavedStorage::Place::device ? Holder::others : Holder::groups;
 }
 
-void RecordedOutputs::call_begins(std::size_t call, std::size_t chain, const SavedTensorRecorder* recorder) {
+void RecordedOutputs::call_begins(std::size_t call, std::size_t sequence, const SavedTensorRecorder* recorder) {
   for (Output& output : outputs_) {
-    if (output.chain == chain && output.holder == Holder::unknown) {
-      // A call that comes before it in the chain begins another pass: behind the last one there are only backwards.
+    if (output.sequence == sequence && output.holder == Holder::unknown) {
+      // A call that comes before it in the sequence begins another pass: behind the last one there are only backwards.
       output.holder = call > output.call ? holder_of(output, recorder) : Holder::others;
     }
   }
 }
 
-void RecordedOutputs::add(std::size_t call, std::size_t chain, c10::ArrayRef<at::Tensor> outputs) {
+void RecordedOutputs::add(std::size_t call, std::size_t sequence, c10::ArrayRef<at::Tensor> outputs) {
   for (const auto i : c10::irange(outputs.size())) {
     if (outputs[i].defined() && outputs[i].has_storage()) {
-      outputs_.push_back({call, chain, i, outputs[i].storage().getWeakStorageImpl()});
+      outputs_.push_back({call, sequence, i, outputs[i].storage().getWeakStorageImpl()});
     }
   }
 }

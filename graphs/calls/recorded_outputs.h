@@ -13,15 +13,15 @@ namespace sidestream {
 class EagerPlan;
 class SavedTensorRecorder;
 
-/// The storages that recorded calls gave, and who held them when the next call of the same chain began. Where that was nobody, or
-/// eager groups alone that leave, the chain need not keep the memory: its graphs may use it from that call on.
+/// The storages that recorded calls gave, and who held them when the next call of the same sequence began. Where that was nobody, or
+/// eager groups alone that leave, the sequence need not keep the memory: its graphs may use it from that call on.
 /// Threads: the step's.
 class RecordedOutputs {
  public:
-  /// Call `call` of the chain `chain` begins. `recorder`: of the step, null without one.
-  void call_begins(std::size_t call, std::size_t chain, const SavedTensorRecorder* recorder);
-  /// Call `call` of the chain `chain` has run, once more maybe, and gave `outputs`.
-  void add(std::size_t call, std::size_t chain, c10::ArrayRef<at::Tensor> outputs);
+  /// Call `call` of the sequence `sequence` begins. `recorder`: of the step, null without one.
+  void call_begins(std::size_t call, std::size_t sequence, const SavedTensorRecorder* recorder);
+  /// Call `call` of the sequence `sequence` has run, once more maybe, and gave `outputs`.
+  void add(std::size_t call, std::size_t sequence, c10::ArrayRef<at::Tensor> outputs);
   /// By output of `call`: true where in each of its runs nobody held it when the next call began, but for groups that leave by `plan`.
   [[nodiscard]] std::vector<bool> let_go(std::size_t call, const EagerPlan& plan) const;
   /// Each storage that `call` gave, with the output that lies in it: `visit(storage, index)`.
@@ -45,7 +45,7 @@ class RecordedOutputs {
   };
   struct Output {
     std::size_t call;
-    std::size_t chain;
+    std::size_t sequence;
     std::size_t index;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< keeps the address from being met again
     Holder holder = Holder::unknown;

@@ -159,9 +159,9 @@ void ReportBuilder::append_buckets(std::vector<std::string>& notes) const {
   }
 }
 
-void ReportBuilder::captured(const GraphSequence& chain) {
-  for (const CapturedCall& layer : chain.layers()) {
-    counted_.captures += layer.has_backward ? 2 : 1;
+void ReportBuilder::captured(const GraphSequence& sequence) {
+  for (const CapturedCall& call : sequence.calls()) {
+    counted_.captures += call.has_backward ? 2 : 1;
   }
 }
 
@@ -199,7 +199,7 @@ void ReportBuilder::step_ended(const SavedTensorRecorder& recorder, const CopyCo
   counted_.in_flight_bytes = peak.in_flight;
 }
 
-Report ReportBuilder::build(const EngineResources& resources, const EngineSequences& chains, const EagerPlan& plan,
+Report ReportBuilder::build(const EngineResources& resources, const EngineSequences& sequences, const EagerPlan& plan,
                             const CallTable& calls) const {
   Report report = counted_;
   const HostArenaStats pinned = resources.arena->stats();
@@ -214,18 +214,18 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineSequen
   if (resources.syncs != nullptr) {
     resources.syncs->add_to(report);
   }
-  chains.for_each([&](const GraphSequence& chain) {
-    append(chain.profile(), chain.plan(), report);
-    report.graph_bytes += chain.outside().graphs;
-    report.warm_up_bytes += chain.outside().warm_up;
-    for (const CapturedCall& layer : chain.layers()) {
-      for (const c10::Storage& external : layer.externals) {
+  sequences.for_each([&](const GraphSequence& sequence) {
+    append(sequence.profile(), sequence.plan(), report);
+    report.graph_bytes += sequence.outside().graphs;
+    report.warm_up_bytes += sequence.outside().warm_up;
+    for (const CapturedCall& call : sequence.calls()) {
+      for (const c10::Storage& external : call.externals) {
         report.external_bytes += static_cast<std::int64_t>(external.nbytes());
       }
-      report.unplanned_bytes += static_cast<std::int64_t>(layer.unplanned_bytes);
-      report.refused_bytes += static_cast<std::int64_t>(layer.refused_bytes);
-      if (layer.refused_bytes > 0) {
-        report.notes.push_back("graphed call \"" + layer.spec.name + "\": " + std::to_string(layer.refused_bytes) +
+      report.unplanned_bytes += static_cast<std::int64_t>(call.unplanned_bytes);
+      report.refused_bytes += static_cast<std::int64_t>(call.refused_bytes);
+      if (call.refused_bytes > 0) {
+        report.notes.push_back("graphed call \"" + call.spec.name + "\": " + std::to_string(call.refused_bytes) +
                                " bytes stay on the device that were planned to be offloaded: its capture saved other "
                                "tensors than its sizing pass");
       }
@@ -236,7 +236,7 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineSequen
       append(*offload, report);
     }
   }
-  // Groups of calls that were captured since are in their chains' profiles.
+  // Groups of calls that were captured since are in their sequences' profiles.
   Report eager;
   append(plan.profile(), plan.plan(), eager);
   std::size_t next = 0;

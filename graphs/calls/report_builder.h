@@ -32,13 +32,13 @@ class ReportBuilder {
   void bucketed_call_ran(const std::string& name, EagerCause cause);
   /// A bucket was dropped to make room for another. `name`: of the first callable of its set.
   void bucket_dropped(const std::string& name, std::int64_t max_buckets);
-  void captured(const GraphSequence& chain);
-  /// So many of the captured layers took the place of others, or stand beside them.
-  void recaptured(std::int64_t layers) noexcept { counted_.recaptures += layers; }
+  void captured(const GraphSequence& sequence);
+  /// So many of the captured calls took the place of others, or stand beside them.
+  void recaptured(std::int64_t calls) noexcept { counted_.recaptures += calls; }
   /// In the sizing pass, when its backward begins. Threads: autograd's.
   void unseen(std::int64_t bytes) noexcept { counted_.unseen_bytes = bytes; }
 
-  /// What chains did in the step that now ends, whole or not.
+  /// What sequences did in the step that now ends, whole or not.
   void replayed(const GraphSequence::Counts& counts);
   /// A whole sizing step, behind its `step_ended`; `unoffloaded_peak`: see UnoffloadedPeak.
   void sizing_ended(const SavedTensorRecorder& recorder, std::int64_t unoffloaded_peak);
@@ -48,7 +48,7 @@ class ReportBuilder {
   void step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
   void count_step() noexcept { ++counted_.steps; }
 
-  [[nodiscard]] Report build(const EngineResources& resources, const EngineSequences& chains, const EagerPlan& plan,
+  [[nodiscard]] Report build(const EngineResources& resources, const EngineSequences& sequences, const EagerPlan& plan,
                              const CallTable& calls) const;
 
  private:

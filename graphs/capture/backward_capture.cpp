@@ -37,9 +37,9 @@ struct Accumulated {
   std::vector<at::Tensor> targets;
 };
 
-Accumulated accumulated_of(const CapturedCall& layer) {
+Accumulated accumulated_of(const CapturedCall& call) {
   Accumulated all;
-  for (const CallParameter& parameter : layer.parameters) {
+  for (const CallParameter& parameter : call.parameters) {
     if (parameter.policy == GradientPolicy::accumulated) {
       all.parameters.push_back(parameter.tensor);
       all.targets.push_back(parameter.grad);
@@ -51,105 +51,105 @@ Accumulated accumulated_of(const CapturedCall& layer) {
 }  // namespace
 
 void SequenceCapture::capture_backward(std::size_t index) {
-  CapturedCall& layer = chain_.layers_[index];
+  CapturedCall& call = sequence_.calls_[index];
   Live& live = live_[index];
-  if (!layer.has_backward) {
+  if (!call.has_backward) {
     return;
   }
-  const std::size_t place = chain_.copies_.place_of_backward(index);
+  const std::size_t place = sequence_.copies_.place_of_backward(index);
   use_.comes_to(place);
   release(place);
   prepare_seeds(index);
-  const Site site(Activity::capture_backward, layer.spec.scope->site);
+  const Site site(Activity::capture_backward, call.spec.scope->site);
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
   for (const auto i : c10::irange(live.outputs.size())) {
-    if (layer.outputs[i].requires_grad) {
+    if (call.outputs[i].requires_grad) {
       roots.push_back(live.outputs[i]);
-      seeds.push_back(layer.outputs[i].seed);
+      seeds.push_back(call.outputs[i].seed);
     }
   }
   std::vector<at::Tensor> targets;
   for (const auto i : c10::irange(live.leaves.size())) {
-    if (wants_gradient(layer.inputs[i], live.leaves[i])) {
+    if (wants_gradient(call.inputs[i], live.leaves[i])) {
       targets.push_back(live.leaves[i]);
     }
   }
-  for (const CallParameter& parameter : layer.parameters) {
+  for (const CallParameter& parameter : call.parameters) {
     targets.push_back(parameter.tensor);
   }
-  learn_routes(layer, live, targets);
+  learn_routes(call, live, targets);
 
   std::vector<at::Tensor> grads;
   std::optional<AddedGradients> added;
-  if (layer.accumulates) {
-    Accumulated accumulated = accumulated_of(layer);
+  if (call.accumulates) {
+    Accumulated accumulated = accumulated_of(call);
     added.emplace(std::move(accumulated.parameters), accumulated.targets);
     for (const at::Tensor& target : accumulated.targets) {
       reads_.made(target);
     }
   }
-  const PassHooks hooks(layer.spec.hooks.get(), reads_.met());
+  const PassHooks hooks(call.spec.hooks.get(), reads_.met());
   hooks.before_backward();
   check_hooked_weights(index);
   use_.capture_begins();
-  CaptureGuard capture(runtime_, capture_, *chain_.pool_, layer.spec.generators);
+  CaptureGuard capture(runtime_, capture_, *sequence_.pool_, call.spec.generators);
   allocate_targets(index);
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);
     const NestedBackwardRefusal no_nested;
-    const BackwardStateGuard state(layer.spec.state);
+    const BackwardStateGuard state(call.spec.state);
     const OperatorObserverGuard observer = reads_.watch();
-    NodeNaming naming(runtime_, capture_, layer.backward_names, *layer.spec.scope, live.scopes);
+    NodeNaming naming(runtime_, capture_, call.backward_names, *call.spec.scope, live.scopes);
     const OperatorObserverGuard names = naming.watch();
-    grads = torch::autograd::grad(roots, targets, seeds, chain_.options_.retain_graph_in_backward(),
+    grads = torch::autograd::grad(roots, targets, seeds, sequence_.options_.retain_graph_in_backward(),
                                   /*create_graph=*/false, /*allow_unused=*/true);
     names.rethrow();
     observer.rethrow();
   }
-  hold_reads(layer);
-  take_gradients(layer, live, grads, added ? &*added : nullptr);
+  hold_reads(call);
+  take_gradients(call, live, grads, added ? &*added : nullptr);
   added.reset();
-  runtime_.record(layer.backward_done, capture_);
+  runtime_.record(call.backward_done, capture_);
   record_caller_event();
-  layer.backward = capture.end();
+  call.backward = capture.end();
   use_.capture_ended();
   hooks.after_backward();
-  const std::string what = chain_.describe(index) + ", backward";
-  const std::vector<GraphNode> nodes = runtime_.nodes(layer.backward);
-  check_graph_events(nodes, layer.backward_names, layer.backward_done, {}, what);
-  check_nodes(nodes, layer.backward_names, layer.copies.captured, what);
-  check_copy_ends(layer.copies.captured, CopyEnds::targets, what);
+  const std::string what = sequence_.describe(index) + ", backward";
+  const std::vector<GraphNode> nodes = runtime_.nodes(call.backward);
+  check_graph_events(nodes, call.backward_names, call.backward_done, {}, what);
+  check_nodes(nodes, call.backward_names, call.copies.captured, what);
+  check_copy_ends(call.copies.captured, CopyEnds::targets, what);
   finish_backward(index);
 }
 
 StaticInput* SequenceCapture::giver_of_seed(std::size_t index, const StaticOutput& output) {
-  if (output.readers.size() != 1 || output.readers[0].layer != index + 1) {
+  if (output.readers.size() != 1 || output.readers[0].call != index + 1) {
     return nullptr;
   }
   const Link& reader = output.readers[0];
-  const std::vector<at::Tensor>& grads = live_[reader.layer].grad_inputs;
+  const std::vector<at::Tensor>& grads = live_[reader.call].grad_inputs;
   if (grads.size() <= reader.index || !grads[reader.index].defined() || !grads[reader.index].is_contiguous()) {
     return nullptr;
   }
   // A sum's backward gives one tensor as the gradient of both its inputs. As two seeds it would be wrong wherever one of the
   // outputs is read elsewhere too: that output's gradient is another one then, and would be written over both.
-  const auto& outputs = chain_.layers_[index].outputs;
+  const auto& outputs = sequence_.calls_[index].outputs;
   const bool taken = std::any_of(outputs.begin(), outputs.end(), [&](const StaticOutput& other) {
     return other.seed_from && at::get_overlap_status(other.seed, grads[reader.index]) != at::MemOverlapStatus::No;
   });
-  return taken ? nullptr : &chain_.layers_[reader.layer].inputs[reader.index];
+  return taken ? nullptr : &sequence_.calls_[reader.call].inputs[reader.index];
 }
 
 void SequenceCapture::prepare_seeds(std::size_t index) {
   const at::NoGradGuard no_grad;
-  for (StaticOutput& output : chain_.layers_[index].outputs) {
+  for (StaticOutput& output : sequence_.calls_[index].outputs) {
     if (!output.requires_grad) {
       continue;
     }
     if (StaticInput* giver = giver_of_seed(index, output); giver != nullptr) {
       output.seed_from = output.readers[0];
-      output.seed = live_[output.seed_from->layer].grad_inputs[output.seed_from->index];
+      output.seed = live_[output.seed_from->call].grad_inputs[output.seed_from->index];
       giver->grad_is_seed = true;
     } else {
       output.seed = at::zeros_like(output.tensor, at::MemoryFormat::Contiguous);
@@ -158,32 +158,32 @@ void SequenceCapture::prepare_seeds(std::size_t index) {
   }
 }
 
-void SequenceCapture::learn_routes(CapturedCall& layer, const Live& live, const std::vector<at::Tensor>& targets) {
+void SequenceCapture::learn_routes(CapturedCall& call, const Live& live, const std::vector<at::Tensor>& targets) {
   std::vector<at::Tensor> roots = live.outputs;
   for (const auto i : c10::irange(roots.size())) {
-    if (!layer.outputs[i].requires_grad) {
+    if (!call.outputs[i].requires_grad) {
       roots[i] = at::Tensor();
     }
   }
   const std::vector<OutputSet> routes = gradient_routes(roots, targets);
   std::size_t next = 0;
-  for (const auto i : c10::irange(layer.inputs.size())) {
-    if (wants_gradient(layer.inputs[i], live.leaves[i])) {
-      layer.inputs[i].outputs = routes[next++];
+  for (const auto i : c10::irange(call.inputs.size())) {
+    if (wants_gradient(call.inputs[i], live.leaves[i])) {
+      call.inputs[i].outputs = routes[next++];
     }
   }
-  for (CallParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : call.parameters) {
     parameter.outputs = routes[next++];
   }
 }
 
 // First of all in the capture: what came before it may have used that memory, it and what follows may not.
 void SequenceCapture::allocate_targets(std::size_t index) {
-  const std::size_t place = chain_.copies_.place_of_backward(index);
+  const std::size_t place = sequence_.copies_.place_of_backward(index);
   for (std::size_t i = index + 1; i-- > 0;) {
-    CallCopies& copies = chain_.layers_[i].copies;
+    CallCopies& copies = sequence_.calls_[i].copies;
     if (!copies.allocated && copies.returns_at <= place) {
-      const Site site(Activity::reload, chain_.layers_[i].spec.scope->site);
+      const Site site(Activity::reload, sequence_.calls_[i].spec.scope->site);
       copies.allocated = true;
       copies.returns_at = place;
       resources_.offload->allocate_targets(copies.captured);
@@ -194,14 +194,14 @@ void SequenceCapture::allocate_targets(std::size_t index) {
   }
 }
 
-void SequenceCapture::take_gradients(CapturedCall& layer, Live& live, std::vector<at::Tensor>& grads,
+void SequenceCapture::take_gradients(CapturedCall& call, Live& live, std::vector<at::Tensor>& grads,
                                      const AddedGradients* added) {
   std::size_t next = 0;
   for (const auto i : c10::irange(live.leaves.size())) {
-    live.grad_inputs.push_back(wants_gradient(layer.inputs[i], live.leaves[i]) ? grads[next++] : at::Tensor());
+    live.grad_inputs.push_back(wants_gradient(call.inputs[i], live.leaves[i]) ? grads[next++] : at::Tensor());
   }
   std::size_t next_added = 0;
-  for (CallParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : call.parameters) {
     const bool accumulated = parameter.policy == GradientPolicy::accumulated;
     at::Tensor grad = std::move(grads[next++]);
     if (accumulated ? !added->has(next_added++) : !grad.defined()) {
@@ -215,41 +215,41 @@ void SequenceCapture::take_gradients(CapturedCall& layer, Live& live, std::vecto
     }
   }
   grads.clear();
-  for (CallParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : call.parameters) {
     if (parameter.policy == GradientPolicy::owned) {
       give_memory(parameter);
-      layer.owns_gradients = layer.owns_gradients || parameter.memory;
+      call.owns_gradients = call.owns_gradients || parameter.memory;
     }
   }
 }
 
 void SequenceCapture::finish_backward(std::size_t index) {
-  CapturedCall& layer = chain_.layers_[index];
+  CapturedCall& call = sequence_.calls_[index];
   Live& live = live_[index];
-  for (const auto i : c10::irange(layer.inputs.size())) {
+  for (const auto i : c10::irange(call.inputs.size())) {
     const at::Tensor& grad = live.grad_inputs[i];
-    layer.inputs[i].grad = grad.defined() ? not_owning(grad) : grad;
+    call.inputs[i].grad = grad.defined() ? not_owning(grad) : grad;
   }
-  for (CallParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : call.parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       parameter.grad = not_owning(parameter.grad);
     }
   }
-  // What later captures may use again from here on: this layer's saved tensors and reloaded copies, and the input gradients
-  // of the layer above, which this backward has read.
+  // What later captures may use again from here on: this call's saved tensors and reloaded copies, and the input gradients
+  // of the call above, which this backward has read.
   live.recorder.reset();
-  if (!chain_.options_.retain_graph_in_backward()) {
+  if (!sequence_.options_.retain_graph_in_backward()) {
     live.outputs.clear();
     live.leaves.clear();
-    CaptureOffload::release(layer.copies.captured);
+    CaptureOffload::release(call.copies.captured);
   }
-  if (index == 0 && !chain_.memory_->shared()) {
-    give_input_gradients(layer, live.grad_inputs);
+  if (index == 0 && !sequence_.memory_->shared()) {
+    give_input_gradients(call, live.grad_inputs);
   }
   if (index + 1 < specs_.size()) {
     live_[index + 1].grad_inputs.clear();
-    // A seed that the layer above gives no longer keeps that memory from being used again.
-    for (StaticOutput& output : layer.outputs) {
+    // A seed that the call above gives no longer keeps that memory from being used again.
+    for (StaticOutput& output : call.outputs) {
       if (output.seed_from) {
         output.seed = not_owning(output.seed);
       }

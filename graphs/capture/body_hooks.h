@@ -38,7 +38,7 @@ void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>
 /// Makes `node` throw a UsageError that names `call`, whenever autograd runs it.
 void refuse_to_run(torch::autograd::Node& node, const std::string& call);
 
-/// The history of one chain's forwards, while they are captured.
+/// The history of one sequence's forwards, while they are captured.
 class CapturedHistory {
  public:
   /// A forward of `call` has been captured. `leaves`: its inputs; `parameters`: those whose accumulators the capture made.

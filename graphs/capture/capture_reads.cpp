@@ -17,38 +17,38 @@ bool lies_in(const at::Tensor& tensor, const c10::Storage& storage) {
          tensor.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
 }
 
-/// A weight's, which the layer watches.
-bool is_registered(const CapturedCall& layer, const c10::Storage& storage) {
+/// A weight's, which the call watches.
+bool is_registered(const CapturedCall& call, const c10::Storage& storage) {
   const auto any_in = [&](const std::vector<at::Tensor>& tensors) {
     return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return lies_in(t, storage); });
   };
-  return std::any_of(layer.parameters.begin(), layer.parameters.end(),
+  return std::any_of(call.parameters.begin(), call.parameters.end(),
                      [&](const CallParameter& parameter) { return lies_in(parameter.tensor, storage); }) ||
-         (layer.spec.module != nullptr &&
-          (any_in(layer.spec.module->parameters()) || any_in(layer.spec.module->buffers())));
+         (call.spec.module != nullptr &&
+          (any_in(call.spec.module->parameters()) || any_in(call.spec.module->buffers())));
 }
 
-/// Among what the layer holds anyway.
-bool is_held(const CapturedCall& layer, const c10::Storage& storage) {
-  return std::any_of(layer.inputs.begin(), layer.inputs.end(),
+/// Among what the call holds anyway.
+bool is_held(const CapturedCall& call, const c10::Storage& storage) {
+  return std::any_of(call.inputs.begin(), call.inputs.end(),
                      [&](const StaticInput& input) { return lies_in(input.tensor, storage); }) ||
-         std::any_of(layer.parameters.begin(), layer.parameters.end(),
+         std::any_of(call.parameters.begin(), call.parameters.end(),
                      [&](const CallParameter& parameter) { return lies_in(parameter.grad, storage); }) ||
-         std::any_of(layer.externals.begin(), layer.externals.end(), [&](const c10::Storage& held) {
+         std::any_of(call.externals.begin(), call.externals.end(), [&](const c10::Storage& held) {
            return held.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
          });
 }
 
-bool is_output(const CapturedCalls& layers, const c10::Storage& storage) {
-  return std::any_of(layers.begin(), layers.end(), [&](const CapturedCall& layer) {
-    return std::any_of(layer.output_storages.begin(), layer.output_storages.end(),
+bool is_output(const CapturedCalls& calls, const c10::Storage& storage) {
+  return std::any_of(calls.begin(), calls.end(), [&](const CapturedCall& call) {
+    return std::any_of(call.output_storages.begin(), call.output_storages.end(),
                        [&](const OutputStorage& held) { return held.is(storage); });
   });
 }
 
 }  // namespace
 
-std::size_t references_to(const c10::Storage& storage, const CapturedCalls& layers) {
+std::size_t references_to(const c10::Storage& storage, const CapturedCalls& calls) {
   const c10::StorageImpl* const sought = storage.unsafeGetStorageImpl();
   std::unordered_set<const c10::TensorImpl*> tensors;
   std::size_t count = 0;
@@ -57,21 +57,21 @@ std::size_t references_to(const c10::Storage& storage, const CapturedCalls& laye
       tensors.insert(tensor.unsafeGetTensorImpl());
     }
   };
-  for (const CapturedCall& layer : layers) {
-    for (const StaticInput& input : layer.inputs) {
+  for (const CapturedCall& call : calls) {
+    for (const StaticInput& input : call.inputs) {
       look_at(input.tensor);
     }
-    for (const StaticOutput& output : layer.outputs) {
+    for (const StaticOutput& output : call.outputs) {
       look_at(output.tensor);
       look_at(output.owner);
     }
-    for (const OutputStorage& held : layer.output_storages) {
+    for (const OutputStorage& held : call.output_storages) {
       count += held.is(storage) ? 1 : 0;
     }
-    for (const c10::Storage& held : layer.externals) {
+    for (const c10::Storage& held : call.externals) {
       count += held.unsafeGetStorageImpl() == sought ? 1 : 0;
     }
-    for (const auto& saved : layer.copies.captured.storages) {
+    for (const auto& saved : call.copies.captured.storages) {
       count += saved->device.unsafeGetStorageImpl() == sought ? 1 : 0;
     }
   }
@@ -93,14 +93,14 @@ void CaptureReads::before(const OperatorAccess& access) {
   }
 }
 
-std::vector<at::Tensor> CaptureReads::give_to(CapturedCall& layer) {
+std::vector<at::Tensor> CaptureReads::give_to(CapturedCall& call) {
   std::vector<at::Tensor> registered;
   for (ExternalStorage& external : reads_.take()) {
     if (external.written) {
       written_.push_back(external.storage);
     }
-    const bool is_weight = is_registered(layer, external.storage);
-    if (is_held(layer, external.storage) || (is_weight && layer.spec.hooks == nullptr)) {
+    const bool is_weight = is_registered(call, external.storage);
+    if (is_held(call, external.storage) || (is_weight && call.spec.hooks == nullptr)) {
       continue;
     }
     // Memory that a library owns (`from_blob`) may have a new storage each time.
@@ -114,13 +114,13 @@ std::vector<at::Tensor> CaptureReads::give_to(CapturedCall& layer) {
     if (const at::Tensor tensor = exclusions_.registered(external.storage); tensor.defined() && !is_weight) {
       registered.push_back(tensor);
     }
-    layer.externals.push_back(std::move(external.storage));
+    call.externals.push_back(std::move(external.storage));
   }
   return registered;
 }
 
-void CaptureReads::let_go_of_registered(CapturedCall& layer) {
-  std::erase_if(layer.externals, [&](const c10::Storage& storage) { return is_registered(layer, storage); });
+void CaptureReads::let_go_of_registered(CapturedCall& call) {
+  std::erase_if(call.externals, [&](const c10::Storage& storage) { return is_registered(call, storage); });
 }
 
 void CaptureReads::forward_ended(std::size_t index) {
@@ -130,24 +130,24 @@ void CaptureReads::forward_ended(std::size_t index) {
   }
 }
 
-std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const CapturedCalls& layers) const {
+std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const CapturedCalls& calls) const {
   std::unordered_set<const c10::StorageImpl*> owned;
   const auto own = [&](const at::Tensor& tensor) {
     if (tensor.defined() && tensor.has_storage()) {
       owned.insert(tensor.storage().unsafeGetStorageImpl());
     }
   };
-  for (const CapturedCall& layer : layers) {
-    for (const StaticInput& input : layer.inputs) {
+  for (const CapturedCall& call : calls) {
+    for (const StaticInput& input : call.inputs) {
       own(input.tensor);
     }
-    for (const StaticOutput& output : layer.outputs) {
+    for (const StaticOutput& output : call.outputs) {
       own(output.seed);
     }
-    for (const CallParameter& parameter : layer.parameters) {
+    for (const CallParameter& parameter : call.parameters) {
       own(parameter.grad);
     }
-    for (const auto& saved : layer.copies.captured.storages) {
+    for (const auto& saved : call.copies.captured.storages) {
       owned.insert(saved->device.unsafeGetStorageImpl());
     }
   }
@@ -159,7 +159,7 @@ std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const CapturedCalls
     }
     c10::Storage storage(std::move(alive));
     // Of an output the graphs have their own references; whoever has one beside them keeps it.
-    if (is_output(layers, storage) ? storage.use_count() > 1 + references_to(storage, layers) : !owned.contains(key)) {
+    if (is_output(calls, storage) ? storage.use_count() > 1 + references_to(storage, calls) : !owned.contains(key)) {
       kept.push_back({made.second, std::move(storage)});
     }
   }

@@ -16,40 +16,40 @@
 
 namespace sidestream {
 
-/// How many references to `storage` captured layers have, as what they read or as what they give out.
-[[nodiscard]] std::size_t references_to(const c10::Storage& storage, const CapturedCalls& layers);
+/// How many references to `storage` captured calls have, as what they read or as what they give out.
+[[nodiscard]] std::size_t references_to(const c10::Storage& storage, const CapturedCalls& calls);
 
-/// What the captures of one chain read and did not make, which must live as long as their graphs; and what they made that
+/// What the captures of one sequence read and did not make, which must live as long as their graphs; and what they made that
 /// somebody keeps.
 /// Threads: one at a time.
 class CaptureReads {
  public:
   /// A storage that a forward capture made and that is still held.
   struct Made {
-    std::size_t layer;
+    std::size_t call;
     c10::Storage storage;
   };
 
   explicit CaptureReads(Exclusions& exclusions) : exclusions_(exclusions) {}
 
-  /// Memory of the chain itself, allocated without an operator of a capture.
+  /// Memory of the sequence itself, allocated without an operator of a capture.
   void made(const at::Tensor& tensor) { reads_.made(tensor); }
   void made(const c10::Storage& storage) { reads_.made(storage); }
   /// While it lives, operators of this thread and of backward passes that it starts are seen. What they read from elsewhere is
   /// not to be offloaded.
   [[nodiscard]] OperatorObserverGuard watch();
-  /// Gives `layer` what was read since the last call, but for its inputs, parameters and buffers. Returns those that other
+  /// Gives `call` what was read since this was last asked, but for its inputs, parameters and buffers. Returns those that other
   /// modules of the model have registered, a rotary cache perhaps: they may be loaded or relocated as the rest.
   /// Throws: CaptureError for memory of the device that no pass before has met.
-  [[nodiscard]] std::vector<at::Tensor> give_to(CapturedCall& layer);
+  [[nodiscard]] std::vector<at::Tensor> give_to(CapturedCall& call);
   /// What the passes before the captures touched.
   [[nodiscard]] WeakStorageSet& met() noexcept { return met_; }
-  /// Weights that hooks may put elsewhere were held as whatever else `layer` reads: those that lie where they were read are not.
-  static void let_go_of_registered(CapturedCall& layer);
-  /// What lives now and was made since the last call is of the forward of layer `index`.
+  /// Weights that hooks may put elsewhere were held as whatever else `call` reads: those that lie where they were read are not.
+  static void let_go_of_registered(CapturedCall& call);
+  /// What lives now and was made since this was last asked is of the forward of call `index`.
   void forward_ended(std::size_t index);
-  /// Of what the forwards made: what lives although `layers` do not hold it, and outputs that somebody else holds as well.
-  [[nodiscard]] std::vector<Made> kept_by_others(const CapturedCalls& layers) const;
+  /// Of what the forwards made: what lives although `calls` do not hold it, and outputs that somebody else holds as well.
+  [[nodiscard]] std::vector<Made> kept_by_others(const CapturedCalls& calls) const;
   /// What the captures write and did not make.
   [[nodiscard]] const std::vector<c10::Storage>& written() const noexcept { return written_; }
 
@@ -61,7 +61,7 @@ class CaptureReads {
   WeakStorageSet met_;
   std::vector<c10::Storage> written_;
   std::unordered_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::size_t>>
-      forwards_;  ///< which layer's made it
+      forwards_;  ///< which call's made it
 };
 
 }  // namespace sidestream

@@ -19,26 +19,26 @@ bool same_storage(const at::Tensor& a, const at::Tensor& b) {
 }
 
 /// The parameter, buffer or other tensor that a replay finds where the capture did, and that `output` is or is a view of.
-at::Tensor owner_of(const CapturedCall& layer, const at::Tensor& output, const Exclusions& exclusions) {
+at::Tensor owner_of(const CapturedCall& call, const at::Tensor& output, const Exclusions& exclusions) {
   at::Tensor found;
   const auto look_at = [&](const at::Tensor& tensor) {
     if (tensor.is_same(output) || (!found.defined() && same_storage(tensor, output))) {
       found = tensor;
     }
   };
-  for (const CallParameter& parameter : layer.parameters) {
+  for (const CallParameter& parameter : call.parameters) {
     look_at(parameter.tensor);
   }
-  for (const TensorFacts& registered : layer.modules.tensors()) {
+  for (const TensorFacts& registered : call.modules.tensors()) {
     look_at(registered.tensor());
   }
-  for (const TensorFacts& watched : layer.watched) {
+  for (const TensorFacts& watched : call.watched) {
     look_at(watched.tensor());
   }
   if (!found.defined()) {
     found = exclusions.registered(output.storage());
   }
-  const bool external = std::any_of(layer.externals.begin(), layer.externals.end(), [&](const c10::Storage& storage) {
+  const bool external = std::any_of(call.externals.begin(), call.externals.end(), [&](const c10::Storage& storage) {
     return storage.unsafeGetStorageImpl() == output.storage().unsafeGetStorageImpl();
   });
   return found.defined() || !external ? found : output.detach();
@@ -46,12 +46,12 @@ at::Tensor owner_of(const CapturedCall& layer, const at::Tensor& output, const E
 
 class Sorter {
  public:
-  Sorter(CapturedCall& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs)
-      : layer_(layer), leaves_(leaves), outputs_(outputs) {}
+  Sorter(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs)
+      : call_(call), leaves_(leaves), outputs_(outputs) {}
 
   void sort(std::size_t index, const SavedStorages& saved, const Exclusions& exclusions) {
     const at::Tensor& output = outputs_[index];
-    StaticOutput& held = layer_.outputs[index];
+    StaticOutput& held = call_.outputs[index];
     if (!output.defined()) {
       return;
     }
@@ -69,12 +69,12 @@ class Sorter {
     } else if (held.of = first_of(leaves_, leaves_.size(), shares); held.of < leaves_.size()) {
       held.kind = Kind::view_of_input;
       check_view(index, leaves_[held.of], "input " + std::to_string(held.of));
-    } else if (held.owner = owner_of(layer_, output, exclusions); held.owner.defined()) {
+    } else if (held.owner = owner_of(call_, output, exclusions); held.owner.defined()) {
       held.kind = held.owner.is_same(output) || !output.requires_grad() ? Kind::other : Kind::view_of_other;
       if (held.kind == Kind::view_of_other) {
         if (!held.owner.requires_grad()) {
           throw CaptureError(
-              "callable \"" + layer_.spec.name + "\": output " + std::to_string(index) +
+              "callable \"" + call_.spec.name + "\": output " + std::to_string(index) +
               " requires a gradient, but lies in memory that the callable did not make; clone it in the callable");
         }
         check_view(index, held.owner, "a parameter or buffer");
@@ -92,7 +92,7 @@ class Sorter {
     const at::Tensor& output = outputs_[index];
     if (output.scalar_type() != base.scalar_type() || output.key_set() != base.key_set() ||
         at::has_internal_overlap(output) == at::MemOverlap::Yes) {
-      throw CaptureError("callable \"" + layer_.spec.name + "\": output " + std::to_string(index) + " is a view of " +
+      throw CaptureError("callable \"" + call_.spec.name + "\": output " + std::to_string(index) + " is a view of " +
                          of +
                          " with another dtype, conjugated or expanded; a replay cannot make such a view again. Clone "
                          "the output in the callable, or make the view outside");
@@ -101,8 +101,8 @@ class Sorter {
 
   void made(std::size_t index, const SavedStorages& saved) {
     const at::Tensor& output = outputs_[index];
-    StaticOutput& held = layer_.outputs[index];
-    auto& storages = layer_.output_storages;
+    StaticOutput& held = call_.outputs[index];
+    auto& storages = call_.output_storages;
     held.kind = Kind::made;
     held.requires_grad = output.requires_grad();
     held.view = StorageView::capture(held.tensor);
@@ -116,7 +116,7 @@ class Sorter {
       storages.emplace_back(output.storage());
     }
     for (const auto earlier : c10::irange(index)) {
-      StaticOutput& other = layer_.outputs[earlier];
+      StaticOutput& other = call_.outputs[earlier];
       if (other.kind == Kind::made && other.of == held.of) {
         held.shares_version_with = std::min(held.shares_version_with, earlier);
         if (at::get_overlap_status(outputs_[earlier], output) != at::MemOverlapStatus::No) {
@@ -126,23 +126,23 @@ class Sorter {
     }
   }
 
-  CapturedCall& layer_;
+  CapturedCall& call_;
   const std::vector<at::Tensor>& leaves_;
   const detail::TensorBuffer& outputs_;
 };
 
 }  // namespace
 
-void learn_outputs(CapturedCall& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
+void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
                    const SavedStorages& saved, const Exclusions& exclusions) {
-  layer.outputs.resize(outputs.size());
-  Sorter sorter(layer, leaves, outputs);
+  call.outputs.resize(outputs.size());
+  Sorter sorter(call, leaves, outputs);
   for (const auto i : c10::irange(outputs.size())) {
     sorter.sort(i, saved, exclusions);
-    layer.has_backward = layer.has_backward || layer.outputs[i].requires_grad;
+    call.has_backward = call.has_backward || call.outputs[i].requires_grad;
   }
   for (const auto i : c10::irange(leaves.size())) {
-    layer.inputs[i].saved = saved.contains(leaves[i]);
+    call.inputs[i].saved = saved.contains(leaves[i]);
   }
 }
 

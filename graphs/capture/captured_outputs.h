@@ -7,9 +7,9 @@
 
 namespace sidestream {
 
-/// What the captured body of `layer` gave, sorted by whose memory it is. `leaves` are what it was given, `saved` what autograd
+/// What the captured body of `call` gave, sorted by whose memory it is. `leaves` are what it was given, `saved` what autograd
 /// saved meanwhile. Throws: CaptureError for views that cannot be made again of what a replay is given.
-void learn_outputs(CapturedCall& layer, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
+void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
                    const SavedStorages& saved, const Exclusions& exclusions);
 
 }  // namespace sidestream

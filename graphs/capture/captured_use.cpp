@@ -22,12 +22,12 @@ void CapturedUse::capture_ended() {
   measurement_.reset();
 }
 
-std::vector<PoolUse::Place> CapturedUse::finish(const CapturedCalls& layers) {
-  const std::size_t graphs = 2 * layers.size();
+std::vector<PoolUse::Place> CapturedUse::finish(const CapturedCalls& calls) {
+  const std::size_t graphs = 2 * calls.size();
   comes_to(graphs);
   places_.pop_back();
-  for (std::size_t i = 0; i < layers.size(); ++i) {
-    const CallCopies& copies = layers[i].copies;
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const CallCopies& copies = calls[i].copies;
     const auto bytes = static_cast<std::int64_t>(copies.captured.bytes);
     if (bytes == 0) {
       continue;

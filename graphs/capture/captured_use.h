@@ -11,7 +11,7 @@
 
 namespace sidestream {
 
-/// Measures what a chain's captures use of their pool: what their replays will. What other threads allocate on the device while a
+/// Measures what a sequence's captures use of their pool: what their replays will. What other threads allocate on the device while a
 /// capture runs counts as its own.
 class CapturedUse {
  public:
@@ -22,8 +22,8 @@ class CapturedUse {
   void comes_to(std::size_t place);
   void capture_begins();
   void capture_ended();
-  /// `layers` with the places of their copies.
-  [[nodiscard]] std::vector<PoolUse::Place> finish(const CapturedCalls& layers);
+  /// `calls` with the places of their copies.
+  [[nodiscard]] std::vector<PoolUse::Place> finish(const CapturedCalls& calls);
 
  private:
   Runtime& runtime_;

@@ -22,75 +22,76 @@
 namespace sidestream {
 
 void SequenceCapture::capture_forward(std::size_t index) {
-  CapturedCall& layer = chain_.layers_[index];
+  CapturedCall& call = sequence_.calls_[index];
   Live& live = live_[index];
   use_.comes_to(index);
   release(index);
-  const Site site(Activity::capture_forward, layer.spec.scope->site);
+  const Site site(Activity::capture_forward, call.spec.scope->site);
   make_leaves(index);
   live.recorder = std::make_unique<SavedTensorRecorder>(*resources_.tree, *resources_.exclusions, resources_.offload,
                                                         &live.planned);
   std::vector<at::Tensor> arguments;
   detail::TensorBuffer outputs;
   SavedStorages saved(*live.recorder);
-  const PassHooks hooks(layer.spec.hooks.get(), reads_.met());
+  const PassHooks hooks(call.spec.hooks.get(), reads_.met());
   hooks.before_forward();
-  if (layer.spec.hooks != nullptr) {
-    take_facts(layer);
+  if (call.spec.hooks != nullptr) {
+    take_facts(call);
   }
-  resources_.offload->begin_forward(layer.copies.captured, shared_slots_ ? &*shared_slots_ : nullptr);
+  resources_.offload->begin_forward(call.copies.captured, shared_slots_ ? &*shared_slots_ : nullptr);
   use_.capture_begins();
-  CaptureGuard capture(runtime_, capture_, *chain_.pool_, layer.spec.generators);
-  NodeNaming naming(runtime_, capture_, layer.forward_names, *live.recorder, live.scopes);
+  CaptureGuard capture(runtime_, capture_, *sequence_.pool_, call.spec.generators);
+  NodeNaming naming(runtime_, capture_, call.forward_names, *live.recorder, live.scopes);
   {
     const OperatorObserverGuard observer = reads_.watch();
     const OperatorObserverGuard names = naming.watch();
     {
       const RecorderGuard recording(live.recorder.get());
-      RecorderScope scope(*live.recorder, layer.spec.scope);
+      RecorderScope scope(*live.recorder, call.spec.scope);
       {
-        const ForwardStateGuard state(layer.spec.state);
-        arguments = arguments_of(layer.spec, live.leaves);
+        const ForwardStateGuard state(call.spec.state);
+        arguments = arguments_of(call.spec, live.leaves);
         const SavedTensorGuard noting(&saved);
-        layer.spec.body(arguments.data(), outputs);
+        call.spec.body(arguments.data(), outputs);
       }
       scope.end();
     }
     names.rethrow();
     observer.rethrow();
   }
-  hold_reads(layer);
+  hold_reads(call);
   reads_.forward_ended(index);
   live.recorder->finish();
   const SavedTensorRecorder::Counts counts = live.recorder->counts();
-  layer.unplanned_bytes = counts.unplanned_bytes;
-  layer.refused_bytes = counts.refused_bytes;
-  runtime_.record(layer.forward_done, capture_);
+  call.unplanned_bytes = counts.unplanned_bytes;
+  call.refused_bytes = counts.refused_bytes;
+  runtime_.record(call.forward_done, capture_);
   record_caller_event();
   resources_.offload->end_forward();
-  layer.forward = capture.end();
+  call.forward = capture.end();
   use_.capture_ended();
   hooks.after_forward();
   std::vector<const ExternalEvent*> ready;
-  for (const CapturedCopies::Group& group : layer.copies.captured.groups) {
+  for (const CapturedCopies::Group& group : call.copies.captured.groups) {
     for (const ExternalEvent& event : group.ready) {
       ready.push_back(&event);
     }
   }
-  const std::string what = chain_.describe(index) + ", forward";
-  const std::vector<GraphNode> nodes = runtime_.nodes(layer.forward);
-  check_graph_events(nodes, layer.forward_names, layer.forward_done, ready, what);
-  check_nodes(nodes, layer.forward_names, layer.copies.captured, what);
-  check_copy_ends(layer.copies.captured, CopyEnds::sources, what);
+  const std::string what = sequence_.describe(index) + ", forward";
+  const std::vector<GraphNode> nodes = runtime_.nodes(call.forward);
+  check_graph_events(nodes, call.forward_names, call.forward_done, ready, what);
+  check_nodes(nodes, call.forward_names, call.copies.captured, what);
+  check_copy_ends(call.copies.captured, CopyEnds::sources, what);
   live.outputs.assign(outputs.begin(), outputs.end());
-  learn_outputs(layer, arguments, outputs, saved, *resources_.exclusions);
+  learn_outputs(call, arguments, outputs, saved, *resources_.exclusions);
   learn_lives(index, saved, arguments);
   if (has_hooks_of_body(outputs)) {
-    chain_.plan_.notes.push_back(chain_.describe(index) +
-                                 " registers gradient hooks inside: replays repeat their tensor operations only; other "
-                                 "effects of the hooks happen at the capture only");
+    sequence_.plan_.notes.push_back(
+        sequence_.describe(index) +
+        " registers gradient hooks inside: replays repeat their tensor operations only; other "
+        "effects of the hooks happen at the capture only");
   }
-  history_.add(chain_.describe(index), live.leaves, all_parameters(), outputs);
+  history_.add(sequence_.describe(index), live.leaves, all_parameters(), outputs);
 }
 
 void SequenceCapture::learn_lives(std::size_t index, const SavedStorages& saved,
@@ -106,24 +107,24 @@ void SequenceCapture::learn_lives(std::size_t index, const SavedStorages& saved,
 }
 
 void SequenceCapture::release(std::size_t place) {
-  for (const CapturedCall& layer : chain_.layers_) {
-    if (layer.copies.released_at == place) {
-      CaptureOffload::release(layer.copies.captured);
+  for (const CapturedCall& call : sequence_.calls_) {
+    if (call.copies.released_at == place) {
+      CaptureOffload::release(call.copies.captured);
     }
   }
   for (const Link& output : lives_.ended_before(place)) {
-    chain_.layers_[output.layer].output_storages[output.index].give_back_to(chain_.pool_);
-    chain_.released_.add(place, output.layer, output.index);
+    sequence_.calls_[output.call].output_storages[output.index].give_back_to(sequence_.pool_);
+    sequence_.released_.add(place, output.call, output.index);
   }
 }
 
 void SequenceCapture::make_leaves(std::size_t index) {
-  CapturedCall& layer = chain_.layers_[index];
+  CapturedCall& call = sequence_.calls_[index];
   Live& live = live_[index];
-  for (const auto i : c10::irange(layer.inputs.size())) {
-    StaticInput& input = layer.inputs[i];
+  for (const auto i : c10::irange(call.inputs.size())) {
+    StaticInput& input = call.inputs[i];
     if (input.same_as_earlier) {
-      const StaticInput& first = layer.inputs[layer.spec.inputs[i].aliases->same_as];
+      const StaticInput& first = call.inputs[call.spec.inputs[i].aliases->same_as];
       input.tensor = first.tensor;
       input.from = first.from;
       input.requires_grad = first.requires_grad;
@@ -131,12 +132,12 @@ void SequenceCapture::make_leaves(std::size_t index) {
       link(input, {index, i});
     }
     if (input.same_as_earlier) {
-      live.leaves.push_back(live.leaves[layer.spec.inputs[i].aliases->same_as]);
+      live.leaves.push_back(live.leaves[call.spec.inputs[i].aliases->same_as]);
     } else {
       live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
                                                    : input.tensor);
     }
-    if (input.tensor.defined() && (!input.from || chain_.options_.retain_graph_in_backward())) {
+    if (input.tensor.defined() && (!input.from || sequence_.options_.retain_graph_in_backward())) {
       resources_.exclusions->add_static_input(input.tensor);
     }
   }
@@ -145,7 +146,7 @@ void SequenceCapture::make_leaves(std::size_t index) {
 void SequenceCapture::link(StaticInput& input, const Link& reader) {
   using Kind = StaticOutput::Kind;
   for (;;) {
-    CapturedCall& giver = chain_.layers_[input.from->layer];
+    CapturedCall& giver = sequence_.calls_[input.from->call];
     StaticOutput& output = giver.outputs[input.from->index];
     if (output.kind == Kind::earlier_output) {
       input.from->index = output.of;

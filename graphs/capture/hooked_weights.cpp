@@ -7,9 +7,9 @@
 namespace sidestream {
 
 void SequenceCapture::check_hooked_weights(std::size_t index) const {
-  if (chain_.layers_[index].spec.hooks != nullptr && chain_.change(index).stale()) {
+  if (sequence_.calls_[index].spec.hooks != nullptr && sequence_.change(index).stale()) {
     throw CaptureError("its capture-time hooks placed weights at other addresses for backward than for forward (" +
-                       chain_.difference(index) +
+                       sequence_.difference(index) +
                        "). A replay reads the same addresses in forward and backward; let before_forward and "
                        "before_backward place the weights in the same memory");
   }
@@ -17,10 +17,10 @@ void SequenceCapture::check_hooked_weights(std::size_t index) const {
 
 void SequenceCapture::settle_hooked_weights() {
   for (const auto i : c10::irange(specs_.size())) {
-    CapturedCall& layer = chain_.layers_[i];
-    if (layer.spec.hooks != nullptr) {
-      CaptureReads::let_go_of_registered(layer);
-      layer.placed_by_hooks = chain_.change(i).stale();
+    CapturedCall& call = sequence_.calls_[i];
+    if (call.spec.hooks != nullptr) {
+      CaptureReads::let_go_of_registered(call);
+      call.placed_by_hooks = sequence_.change(i).stale();
     }
   }
 }

@@ -28,17 +28,17 @@ constexpr std::chrono::microseconds kBetweenLooks{200};
 // may be asked before that: by an eager call, or by the warm-up of another capture, whose graphs then read it. So the forwards run
 // once, for these tensors alone; what else they write is put back.
 void SequenceCapture::fill_kept_tensors() {
-  std::vector<CaptureReads::Made> kept = reads_.kept_by_others(chain_.layers_);
+  std::vector<CaptureReads::Made> kept = reads_.kept_by_others(sequence_.calls_);
   for (int look = 0; look < kLooks && !kept.empty(); ++look) {
     kept.clear();
     std::this_thread::sleep_for(kBetweenLooks);
-    kept = reads_.kept_by_others(chain_.layers_);
+    kept = reads_.kept_by_others(sequence_.calls_);
   }
   if (kept.empty()) {
     return;
   }
-  if (chain_.memory_->shared()) {
-    throw CaptureError(chain_.describe(kept.front().layer) + ": it keeps a tensor of " +
+  if (sequence_.memory_->shared()) {
+    throw CaptureError(sequence_.describe(kept.front().call) + ": it keeps a tensor of " +
                        std::to_string(kept.front().storage.nbytes()) +
                        " bytes that it made, but graphs of other captures write the same memory. Return the tensor as "
                        "an output, or capture without a shared pool");
@@ -53,9 +53,9 @@ void SequenceCapture::fill_kept_tensors() {
   for (const c10::Storage& storage : reads_.written()) {
     written.keep(storage);
   }
-  for (const CapturedCall& layer : chain_.layers_) {
-    const Site site(Activity::warmup, layer.spec.scope->site);
-    runtime_.launch(layer.forward, capture_);
+  for (const CapturedCall& call : sequence_.calls_) {
+    const Site site(Activity::warmup, call.spec.scope->site);
+    runtime_.launch(call.forward, capture_);
   }
   written.put_back();
   runtime_.synchronize_device();
@@ -64,11 +64,11 @@ void SequenceCapture::fill_kept_tensors() {
 }
 
 void SequenceCapture::refuse_released(const std::vector<CaptureReads::Made>& kept) const {
-  chain_.released_.for_each([&](const Link& output) {
-    const CapturedCall& layer = chain_.layers_[output.layer];
+  sequence_.released_.for_each([&](const Link& output) {
+    const CapturedCall& call = sequence_.calls_[output.call];
     for (const CaptureReads::Made& made : kept) {
-      if (layer.output_storages[output.index].is(made.storage)) {
-        throw CaptureError(chain_.describe(output.layer) + ": it keeps an output of " +
+      if (call.output_storages[output.index].is(made.storage)) {
+        throw CaptureError(sequence_.describe(output.call) + ": it keeps an output of " +
                            std::to_string(made.storage.nbytes()) +
                            " bytes from call to call, but did not keep it in its earlier run. Keep the output in each "
                            "run, or keep a clone");
@@ -78,27 +78,28 @@ void SequenceCapture::refuse_released(const std::vector<CaptureReads::Made>& kep
 }
 
 void SequenceCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
-  for (const auto i : c10::irange(chain_.layers_.size())) {
+  for (const auto i : c10::irange(sequence_.calls_.size())) {
     std::size_t bytes = 0;
     for (const CaptureReads::Made& made : kept) {
-      bytes += made.layer == i ? made.storage.nbytes() : 0;
+      bytes += made.call == i ? made.storage.nbytes() : 0;
     }
     if (bytes > 0) {
-      chain_.plan_.notes.push_back(chain_.describe(i) + " keeps tensors that it makes (" + std::to_string(bytes) +
-                                   " bytes): each replay overwrites them, and an eager run of the call makes new ones. "
-                                   "If the program reads them, return them as outputs");
+      sequence_.plan_.notes.push_back(
+          sequence_.describe(i) + " keeps tensors that it makes (" + std::to_string(bytes) +
+          " bytes): each replay overwrites them, and an eager run of the call makes new ones. "
+          "If the program reads them, return them as outputs");
     }
   }
 }
 
 void SequenceCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) const {
   for (const CaptureReads::Made& made : kept) {
-    for (const c10::Storage& external : chain_.layers_[made.layer].externals) {
+    for (const c10::Storage& external : sequence_.calls_[made.call].externals) {
       // What nobody but graphs holds was let go of while they were captured.
       if (external.nbytes() == made.storage.nbytes() &&
-          external.use_count() == references_to(external, chain_.layers_)) {
+          external.use_count() == references_to(external, sequence_.calls_)) {
         throw CaptureError(
-            chain_.describe(made.layer) + ": it reads a tensor of " + std::to_string(external.nbytes()) +
+            sequence_.describe(made.call) + ": it reads a tensor of " + std::to_string(external.nbytes()) +
             " bytes that it keeps from call to call, and then keeps a new tensor instead; graphs would always read " +
             "the first tensor. Register the tensor as a buffer and change it in place (copy_, add_)");
       }

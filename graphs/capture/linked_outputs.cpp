@@ -26,21 +26,21 @@ LinkedOutputs::LinkedOutputs(const std::vector<CallSpec>& specs) : specs_(specs)
   for (const auto i : c10::irange(specs.size())) {
     for (const CallInput& input : specs[i].inputs) {
       if (input.from) {
-        last_reader_[{input.from->layer, input.from->index}] = i;
+        last_reader_[{input.from->call, input.from->index}] = i;
       }
     }
   }
 }
 
 void LinkedOutputs::add(const std::vector<at::Tensor>& inputs, const detail::TensorBuffer& made) {
-  const std::size_t layer = outputs_.size();
+  const std::size_t call = outputs_.size();
   std::vector<at::Tensor>& kept = outputs_.emplace_back();
   std::vector<bool>& views = views_of_inputs_.emplace_back();
   for (const at::Tensor& output : made) {
-    const bool read = output.defined() && last_reader_.count({layer, kept.size()}) > 0;
+    const bool read = output.defined() && last_reader_.count({call, kept.size()}) > 0;
     const c10::StorageImpl* const storage = impl_of(output);
     if (read && storage != nullptr) {
-      known_.try_emplace(storage, Known{output.storage().getWeakStorageImpl(), {layer, kept.size()}});
+      known_.try_emplace(storage, Known{output.storage().getWeakStorageImpl(), {call, kept.size()}});
     }
     views.push_back(std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
       return storage != nullptr && impl_of(input) == storage && !same_place(input, output);
@@ -50,28 +50,28 @@ void LinkedOutputs::add(const std::vector<at::Tensor>& inputs, const detail::Ten
 }
 
 const at::Tensor& LinkedOutputs::of(const CallSpec& reader, const Link& link) const {
-  const std::vector<at::Tensor>& given = outputs_[link.layer];
+  const std::vector<at::Tensor>& given = outputs_[link.call];
   if (link.index >= given.size()) {
     throw UsageError("callable \"" + reader.name + "\" takes output " + std::to_string(link.index) + " of callable \"" +
-                     specs_[link.layer].name + "\", which returns " + std::to_string(given.size()));
+                     specs_[link.call].name + "\", which returns " + std::to_string(given.size()));
   }
   return given[link.index];
 }
 
-std::vector<bool> LinkedOutputs::that_may_leave(std::size_t layer, const GraphOptions& options) const {
+std::vector<bool> LinkedOutputs::that_may_leave(std::size_t call, const GraphOptions& options) const {
   std::vector<bool> may;
-  for (const CallInput& input : specs_[layer].inputs) {
+  for (const CallInput& input : specs_[call].inputs) {
     may.push_back(input.from && !options.retain_graph_in_backward() &&
-                  !views_of_inputs_[input.from->layer][input.from->index]);
+                  !views_of_inputs_[input.from->call][input.from->index]);
   }
   return may;
 }
 
 std::size_t LinkedOutputs::references_to(const c10::StorageImpl* storage) const {
   std::size_t count = 0;
-  for (const auto& of_layer : outputs_) {
+  for (const auto& of_call : outputs_) {
     count += static_cast<std::size_t>(std::count_if(
-        of_layer.begin(), of_layer.end(), [&](const at::Tensor& output) { return impl_of(output) == storage; }));
+        of_call.begin(), of_call.end(), [&](const at::Tensor& output) { return impl_of(output) == storage; }));
   }
   return count;
 }
@@ -93,33 +93,33 @@ void LinkedOutputs::learn_of(CallSizing& sizing) {
   }
   sizing.identities.clear();
   for (const auto& [storage, known] : known_) {
-    if (known.first.layer + 1 == outputs_.size() && held_by_others(storage)) {
+    if (known.first.call + 1 == outputs_.size() && held_by_others(storage)) {
       sizing.kept_outputs.push_back(known.first.index);
     }
   }
 }
 
-void LinkedOutputs::ran(std::size_t layer) {
-  for (const CallInput& input : specs_[layer].inputs) {
-    if (input.from && last_reader_.at({input.from->layer, input.from->index}) == layer) {
-      outputs_[input.from->layer][input.from->index] = at::Tensor();
+void LinkedOutputs::ran(std::size_t call) {
+  for (const CallInput& input : specs_[call].inputs) {
+    if (input.from && last_reader_.at({input.from->call, input.from->index}) == call) {
+      outputs_[input.from->call][input.from->index] = at::Tensor();
     }
   }
 }
 
 void keep_outputs_that_several_need(std::vector<CallSizing>& sizings) {
-  std::map<std::pair<std::size_t, std::size_t>, std::size_t> needs;  // by layer and output
+  std::map<std::pair<std::size_t, std::size_t>, std::size_t> needs;  // by call and output
   for (const auto i : c10::irange(sizings.size())) {
     for (const std::size_t kept : sizings[i].kept_outputs) {
       needs[{i, kept}] += 2;
     }
     for (const auto& [storage, output] : sizings[i].saved_outputs) {
-      ++needs[{output.layer, output.index}];
+      ++needs[{output.call, output.index}];
     }
   }
   for (const auto i : c10::irange(sizings.size())) {
     for (const auto& [storage, output] : sizings[i].saved_outputs) {
-      if (output.layer != i && needs[{output.layer, output.index}] > 1) {
+      if (output.call != i && needs[{output.call, output.index}] > 1) {
         sizings[i].profile.storages[storage].held_elsewhere = true;
       }
     }

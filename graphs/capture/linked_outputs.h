@@ -17,23 +17,23 @@
 
 namespace sidestream {
 
-/// What layers gave in their sizing passes, detached: the samples of the layers that read it, each until the last of them has run.
+/// What calls gave in their sizing passes, detached: the samples of the calls that read it, each until the last of them has run.
 class LinkedOutputs {
  public:
   /// `specs` must outlive this object.
   explicit LinkedOutputs(const std::vector<CallSpec>& specs);
-  /// What the next layer made of `inputs`.
+  /// What the next call made of `inputs`.
   void add(const std::vector<at::Tensor>& inputs, const detail::TensorBuffer& made);
   /// Throws: UsageError where there is no such output.
   [[nodiscard]] const at::Tensor& of(const CallSpec& reader, const Link& link) const;
-  /// Which inputs of this layer lie in memory that graphs make and could let go of: not where they keep what is saved, nor where the
-  /// output is a view of what its layer was given, which replays make of the caller's own.
-  [[nodiscard]] std::vector<bool> that_may_leave(std::size_t layer, const GraphOptions& options) const;
-  /// Of the layer that was added last, when nothing is left of its sizing pass but `sizing`: which outputs it saved, and which it
+  /// Which inputs of this call lie in memory that graphs make and could let go of: not where they keep what is saved, nor where the
+  /// output is a view of what its call was given, which replays make of the caller's own.
+  [[nodiscard]] std::vector<bool> that_may_leave(std::size_t call, const GraphOptions& options) const;
+  /// Of the call that was added last, when nothing is left of its sizing pass but `sizing`: which outputs it saved, and which it
   /// keeps.
   void learn_of(CallSizing& sizing);
-  /// All passes of this layer are done.
-  void ran(std::size_t layer);
+  /// All passes of this call are done.
+  void ran(std::size_t call);
 
  private:
   struct Known {
@@ -45,13 +45,13 @@ class LinkedOutputs {
   [[nodiscard]] bool held_by_others(const c10::StorageImpl* storage) const;
 
   const std::vector<CallSpec>& specs_;
-  std::map<std::pair<std::size_t, std::size_t>, std::size_t> last_reader_;  // by layer and output
+  std::map<std::pair<std::size_t, std::size_t>, std::size_t> last_reader_;  // by call and output
   std::vector<std::vector<at::Tensor>> outputs_;
   std::vector<std::vector<bool>> views_of_inputs_;
   std::unordered_map<const c10::StorageImpl*, Known> known_;
 };
 
-/// Marks in the profiles the inputs that are to stay on the device: to offload an output frees its memory where one layer saves it,
+/// Marks in the profiles the inputs that are to stay on the device: to offload an output frees its memory where one call saves it,
 /// as an input, and no body keeps it.
 void keep_outputs_that_several_need(std::vector<CallSizing>& sizings);
 

@@ -55,11 +55,11 @@ Saved saved_of(const SavedTensorRecorder& recorder, const c10::Storage& storage)
 }  // namespace
 
 std::optional<Link> OutputLiveness::storage_of(Link link) const {
-  while (link.layer < lives_.size()) {
-    const CapturedCall& giver = layers_[link.layer];
+  while (link.call < lives_.size()) {
+    const CapturedCall& giver = calls_[link.call];
     const StaticOutput& output = giver.outputs[link.index];
     if (output.kind == Kind::made) {
-      return Link{link.layer, output.of};
+      return Link{link.call, output.of};
     }
     if (output.kind == Kind::earlier_output) {
       link.index = output.of;
@@ -70,17 +70,17 @@ std::optional<Link> OutputLiveness::storage_of(Link link) const {
       return std::nullopt;
     }
   }
-  return std::nullopt;  // of a layer to come, which reads what it passes on
+  return std::nullopt;  // of a call to come, which reads what it passes on
 }
 
 bool OutputLiveness::is_read_from(std::size_t place, const Link& storage) const {
-  for (std::size_t i = place; i < layers_.size(); ++i) {
-    for (const CallInput& input : layers_[i].spec.inputs) {
+  for (std::size_t i = place; i < calls_.size(); ++i) {
+    for (const CallInput& input : calls_[i].spec.inputs) {
       if (!input.from) {
         continue;
       }
       const std::optional<Link> read = storage_of(*input.from);
-      if (read && read->layer == storage.layer && read->index == storage.index) {
+      if (read && read->call == storage.call && read->index == storage.index) {
         return true;
       }
     }
@@ -89,21 +89,21 @@ bool OutputLiveness::is_read_from(std::size_t place, const Link& storage) const 
 }
 
 void OutputLiveness::learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders) {
-  const CapturedCall& layer = layers_[index];
-  const c10::Storage& storage = layers_[output.layer].output_storages[output.index].captured();
-  Life& life = lives_[output.layer][output.index];
-  const std::size_t behind_backward = 2 * layers_.size() - index;
-  const Saved by_layer = saved_of(*holders.recorders[index], storage);
-  std::size_t known = references_to(storage, layers_) + tensors_over(storage, holders.tensors);
+  const CapturedCall& call = calls_[index];
+  const c10::Storage& storage = calls_[output.call].output_storages[output.index].captured();
+  Life& life = lives_[output.call][output.index];
+  const std::size_t behind_backward = 2 * calls_.size() - index;
+  const Saved by_call = saved_of(*holders.recorders[index], storage);
+  std::size_t known = references_to(storage, calls_) + tensors_over(storage, holders.tensors);
   for (const SavedTensorRecorder* const recorder : holders.recorders) {
     known += saved_of(*recorder, storage).stay;
   }
   const std::size_t unknown = storage.use_count() > known ? storage.use_count() - known : 0;
   std::size_t until = index + 1;
-  if (by_layer.leave > 0) {
-    until = std::max(until, layer.copies.released_at);
+  if (by_call.leave > 0) {
+    until = std::max(until, call.copies.released_at);
   }
-  if (by_layer.stay > 0 || (saved.contains(storage) && by_layer.leave == 0) || unknown > life.unknown_holders) {
+  if (by_call.stay > 0 || (saved.contains(storage) && by_call.leave == 0) || unknown > life.unknown_holders) {
     until = behind_backward;
   }
   life.needed_until = std::max(life.needed_until, until);
@@ -112,32 +112,32 @@ void OutputLiveness::learn(std::size_t index, const Link& output, const SavedSto
 
 void OutputLiveness::forward_captured(std::size_t index, const SavedStorages& saved,
                                       const std::vector<std::size_t>& kept, const Holders& holders) {
-  const CapturedCall& layer = layers_[index];
-  std::vector<Life>& own = lives_.emplace_back(layer.output_storages.size());
+  const CapturedCall& call = calls_[index];
+  std::vector<Life>& own = lives_.emplace_back(call.output_storages.size());
   for (const std::size_t output : kept) {
-    if (output < layer.outputs.size() && layer.outputs[output].kind == Kind::made) {
-      own[layer.outputs[output].of].kept = true;
+    if (output < call.outputs.size() && call.outputs[output].kind == Kind::made) {
+      own[call.outputs[output].of].kept = true;
     }
   }
-  for (const StaticOutput& output : layer.outputs) {
+  for (const StaticOutput& output : call.outputs) {
     if (output.kind == Kind::made) {
       own[output.of].let_go = true;
     }
   }
-  for (const auto i : c10::irange(layer.outputs.size())) {
-    const bool let_go = i < layer.spec.outputs_let_go.size() && layer.spec.outputs_let_go[i];
-    if (layer.outputs[i].kind == Kind::made && !let_go) {
-      own[layer.outputs[i].of].let_go = false;
+  for (const auto i : c10::irange(call.outputs.size())) {
+    const bool let_go = i < call.spec.outputs_let_go.size() && call.spec.outputs_let_go[i];
+    if (call.outputs[i].kind == Kind::made && !let_go) {
+      own[call.outputs[i].of].let_go = false;
     }
   }
   std::vector<Link> met;
   for (const auto i : c10::irange(own.size())) {
     met.push_back({index, i});
   }
-  for (const CallInput& input : layer.spec.inputs) {
+  for (const CallInput& input : call.spec.inputs) {
     const std::optional<Link> read = input.from ? storage_of(*input.from) : std::nullopt;
     if (read) {
-      lives_[read->layer][read->index].read = true;
+      lives_[read->call][read->index].read = true;
       met.push_back(*read);
     }
   }
@@ -147,18 +147,18 @@ void OutputLiveness::forward_captured(std::size_t index, const SavedStorages& sa
 }
 
 bool OutputLiveness::may_end(const Life& life) const {
-  // Where no layer reads it and backward does, no graph would gain by its memory.
-  return !life.kept && !life.ended && (life.read || (life.let_go && life.needed_until < layers_.size()));
+  // Where no call reads it and backward does, no graph would gain by its memory.
+  return !life.kept && !life.ended && (life.read || (life.let_go && life.needed_until < calls_.size()));
 }
 
 std::vector<Link> OutputLiveness::ended_before(std::size_t place) {
   std::vector<Link> ended;
-  for (const auto layer : c10::irange(keeps_graph_ ? 0 : lives_.size())) {
-    for (const auto i : c10::irange(lives_[layer].size())) {
-      Life& life = lives_[layer][i];
-      if (may_end(life) && life.needed_until <= place && !is_read_from(place, {layer, i})) {
+  for (const auto call : c10::irange(keeps_graph_ ? 0 : lives_.size())) {
+    for (const auto i : c10::irange(lives_[call].size())) {
+      Life& life = lives_[call][i];
+      if (may_end(life) && life.needed_until <= place && !is_read_from(place, {call, i})) {
         life.ended = true;
-        ended.push_back({layer, i});
+        ended.push_back({call, i});
       }
     }
   }

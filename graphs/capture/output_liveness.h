@@ -15,24 +15,24 @@
 
 namespace sidestream {
 
-/// Until when the graphs of a chain need the memory of outputs that are inputs of its layers. Then it goes back to the pool, and
-/// nothing that the chain keeps of it owns it any more.
+/// Until when the graphs of a sequence need the memory of outputs that are inputs of its calls. Then it goes back to the pool, and
+/// nothing that the sequence keeps of it owns it any more.
 ///
-/// An output is needed by the forwards that read it; by the backward of a layer that saved it, or by the copies to the host, where
-/// it leaves. What holds it and is unknown here may be read in that layer's backward: a tensor that a node keeps as it is. What
-/// bodies keep from call to call stays for good, and so do outputs that no layer reads, and those that a view of is given out.
+/// An output is needed by the forwards that read it; by the backward of a call that saved it, or by the copies to the host, where
+/// it leaves. What holds it and is unknown here may be read in that call's backward: a tensor that a node keeps as it is. What
+/// bodies keep from call to call stays for good, and so do outputs that no call reads, and those that a view of is given out.
 class OutputLiveness {
  public:
-  /// What autograd and bodies hold while a chain is captured.
+  /// What autograd and bodies hold while a sequence is captured.
   struct Holders {
-    std::vector<at::Tensor> tensors;                    ///< leaves, arguments and outputs of the layers so far
+    std::vector<at::Tensor> tensors;                    ///< leaves, arguments and outputs of the calls so far
     std::vector<const SavedTensorRecorder*> recorders;  ///< theirs
   };
 
-  /// `layers` must outlive this object. `keeps_graph`: backwards may replay several times, so nothing is let go.
-  OutputLiveness(const CapturedCalls& layers, bool keeps_graph) : layers_(layers), keeps_graph_(keeps_graph) {}
+  /// `calls` must outlive this object. `keeps_graph`: backwards may replay several times, so nothing is let go.
+  OutputLiveness(const CapturedCalls& calls, bool keeps_graph) : calls_(calls), keeps_graph_(keeps_graph) {}
 
-  /// The forward of layer `index` is captured, and its outputs are sorted. `kept`: first outputs of storages that its body keeps.
+  /// The forward of call `index` is captured, and its outputs are sorted. `kept`: first outputs of storages that its body keeps.
   void forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,
                         const Holders& holders);
   /// What the graphs from `place` on do not need and was not told yet.
@@ -48,15 +48,15 @@ class OutputLiveness {
     bool ended = false;
   };
 
-  /// The output storage that an input with `link` reads, as far as its layers are captured; none where it is no output of theirs.
+  /// The output storage that an input with `link` reads, as far as its calls are captured; none where it is no output of theirs.
   [[nodiscard]] std::optional<Link> storage_of(Link link) const;
   [[nodiscard]] bool is_read_from(std::size_t place, const Link& storage) const;
   [[nodiscard]] bool may_end(const Life& life) const;
   void learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders);
 
-  const CapturedCalls& layers_;
+  const CapturedCalls& calls_;
   bool keeps_graph_;
-  std::vector<std::vector<Life>> lives_;  ///< by layer and output storage
+  std::vector<std::vector<Life>> lives_;  ///< by call and output storage
 };
 
 }  // namespace sidestream

@@ -4,7 +4,7 @@
 
 namespace sidestream {
 
-/// Times one eager pass of a layer on the current stream, by the device's own clock.
+/// Times one eager pass of a call on the current stream, by the device's own clock.
 class PassClock {
  public:
   /// `runtime` must outlive this object.

@@ -17,21 +17,22 @@
 
 namespace sidestream {
 
-std::shared_ptr<GraphSequence> SequenceCapture::make_chain(const GraphResources& resources, std::vector<CallSpec> specs,
-                                                           const GraphOptions& options) {
+std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResources& resources,
+                                                              std::vector<CallSpec> specs,
+                                                              const GraphOptions& options) {
   const c10::Device device = resources.runtime->device();
   resources.runtime->check_settings(/*graphs=*/true);
   name_generators(specs, options, device);
   const CaptureTurn turn(device);
   const HeldDraws held(device);
-  std::shared_ptr<GraphSequence> chain(new GraphSequence(resources, options));
-  chain->begin_capture();
+  std::shared_ptr<GraphSequence> sequence(new GraphSequence(resources, options));
+  sequence->begin_capture();
   GraphResources used = resources;
-  if (const OwnedStream* const stream = chain->memory_->capture_stream(); stream != nullptr) {
+  if (const OwnedStream* const stream = sequence->memory_->capture_stream(); stream != nullptr) {
     used.capture_stream = stream;
   }
   const DrawOrder::Capturing in_order(DrawOrder::of(device), *used.runtime, *used.capture_stream);
-  SequenceCapture capture(*chain, used, std::move(specs));
+  SequenceCapture capture(*sequence, used, std::move(specs));
   resources.owned_gradients->release_accumulators();
   try {
     capture.run();
@@ -43,7 +44,7 @@ std::shared_ptr<GraphSequence> SequenceCapture::make_chain(const GraphResources&
     throw;
   }
   resources.owned_gradients->hold_accumulators();
-  return chain;
+  return sequence;
 }
 
 void SequenceCapture::run() {
@@ -56,13 +57,13 @@ void SequenceCapture::run() {
   };
   {
     const StreamGuard on_capture(runtime_, capture_);
-    sizings_ = warm_up(specs_, chain_.options_, runtime_, *resources_.tree, *resources_.exclusions, reads_.met(),
+    sizings_ = warm_up(specs_, sequence_.options_, runtime_, *resources_.tree, *resources_.exclusions, reads_.met(),
                        resources_.progress);
   }
   runtime_.synchronize_device();
-  chain_.outside_.warm_up = grown();
+  sequence_.outside_.warm_up = grown();
   make_plan_and_pin();
-  prepare_layers();
+  prepare_calls();
   runtime_.release_cached_memory();
   (void)grown();  // pinned memory has tables on the device too
   {
@@ -71,50 +72,50 @@ void SequenceCapture::run() {
     const StreamGuard on_capture(runtime_, capture_);
     for (const auto i : c10::irange(specs_.size())) {
       say(ProgressPhase::capture_forward, i, i);
-      naming(chain_.describe(i) + ", forward", [&] { capture_forward(i); });
+      naming(sequence_.describe(i) + ", forward", [&] { capture_forward(i); });
     }
     for (std::size_t i = specs_.size(); i-- > 0;) {
       say(ProgressPhase::capture_backward, specs_.size() - 1 - i, i);
-      naming(chain_.describe(i) + ", backward", [&] { capture_backward(i); });
+      naming(sequence_.describe(i) + ", backward", [&] { capture_backward(i); });
     }
     history_.refuse_to_run();
   }
   settle_hooked_weights();
-  chain_.outside_.graphs = grown();
+  sequence_.outside_.graphs = grown();
   for (Live& live : live_) {
     live = {};
   }
   resources_.exclusions->remove_static_inputs();
-  if (chain_.memory_->shared()) {
-    chain_.share_outputs();
+  if (sequence_.memory_->shared()) {
+    sequence_.share_outputs();
   }
-  for (CapturedCall& layer : chain_.layers_) {
-    layer.make_lists();
-    if (layer.spec.module == nullptr) {
-      layer.modules.attend_to(layer.watched);
+  for (CapturedCall& call : sequence_.calls_) {
+    call.make_lists();
+    if (call.spec.module == nullptr) {
+      call.modules.attend_to(call.watched);
     }
   }
-  chain_.use_.captured(use_.finish(chain_.layers_), chain_.layers_.front().ungiven_bytes());
+  sequence_.use_.captured(use_.finish(sequence_.calls_), sequence_.calls_.front().ungiven_bytes());
   runtime_.synchronize_device();
   fill_kept_tensors();
   runtime_.release_cached_memory();
 }
 
-void SequenceCapture::say(ProgressPhase phase, std::size_t index, std::size_t layer) const {
+void SequenceCapture::say(ProgressPhase phase, std::size_t index, std::size_t call) const {
   if (resources_.progress) {
-    resources_.progress({phase, index, specs_.size(), specs_[layer].name});
+    resources_.progress({phase, index, specs_.size(), specs_[call].name});
   }
 }
 
 void SequenceCapture::record_caller_event() {
-  if (const auto& event = chain_.options_.cuda_graph_event(); event != nullptr) {
+  if (const auto& event = sequence_.options_.cuda_graph_event(); event != nullptr) {
     runtime_.record(GraphEventState::event_of(*event), capture_);
   }
 }
 
-void SequenceCapture::hold_reads(CapturedCall& layer) {
-  for (const at::Tensor& tensor : reads_.give_to(layer)) {
-    watch(layer, tensor);
+void SequenceCapture::hold_reads(CapturedCall& call) {
+  for (const at::Tensor& tensor : reads_.give_to(call)) {
+    watch(call, tensor);
   }
 }
 

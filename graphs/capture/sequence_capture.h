@@ -18,19 +18,19 @@ namespace sidestream {
 
 class AddedGradients;
 
-/// Builds one chain: warm-up, plan, forwards in order, backwards in reverse.
+/// Builds one sequence: warm-up, plan, forwards in order, backwards in reverse.
 ///
-/// chain_preparation.cpp holds what comes before the first capture, forward_capture.cpp and backward_capture.cpp the captures,
+/// sequence_preparation.cpp holds what comes before the first capture, forward_capture.cpp and backward_capture.cpp the captures,
 /// kept_tensors.cpp what comes after the last.
 class SequenceCapture {
  public:
   /// Warms up and captures. Nothing is left of it when it throws. Capture: illegal. Throws: as make_graphed_callables.
-  [[nodiscard]] static std::shared_ptr<GraphSequence> make_chain(const GraphResources& resources,
-                                                                 std::vector<CallSpec> specs,
-                                                                 const GraphOptions& options);
+  [[nodiscard]] static std::shared_ptr<GraphSequence> make_sequence(const GraphResources& resources,
+                                                                    std::vector<CallSpec> specs,
+                                                                    const GraphOptions& options);
 
  private:
-  SequenceCapture(GraphSequence& chain, const GraphResources& resources, std::vector<CallSpec> specs);
+  SequenceCapture(GraphSequence& sequence, const GraphResources& resources, std::vector<CallSpec> specs);
   void run();
 
   /// What exists only while capturing.
@@ -45,28 +45,28 @@ class SequenceCapture {
 
   /// What turns round within the lag stays.
   void make_plan_and_pin();
-  [[nodiscard]] std::size_t layers_deep() const;
-  /// For layers that save `selected` bytes: as the options have it, else by the measured pace of layers and link.
+  [[nodiscard]] std::size_t calls_deep() const;
+  /// For calls that save `selected` bytes: as the options have it, else by the measured pace of calls and link.
   [[nodiscard]] CopyWindow window_for(const std::vector<std::uint64_t>& selected) const;
-  void prepare_layers();
-  /// Where the weights of `layer` lie now is where its graphs read them.
-  static void take_facts(CapturedCall& layer);
+  void prepare_calls();
+  /// Where the weights of `call` lie now is where its graphs read them.
+  static void take_facts(CapturedCall& call);
   /// Its hooks have run for its backward. Throws: CaptureError where its weights lie elsewhere than for its forward.
   void check_hooked_weights(std::size_t index) const;
   /// All captures are done, and all hooks have run: what became of weights that hooks put elsewhere.
   void settle_hooked_weights();
-  /// What `layer` reads, and its module does not have, is compared before each replay.
-  static void watch(CapturedCall& layer, const at::Tensor& tensor);
+  /// What `call` reads, and its module does not have, is compared before each replay.
+  static void watch(CapturedCall& call, const at::Tensor& tensor);
   /// Of an accumulated one: the `.grad` that the backward graph adds into.
-  [[nodiscard]] OwnedGradient prepare_grad(const CapturedCall& layer, const at::Tensor& parameter);
-  /// Each once, also where layers share it, and those that no gradient reaches.
+  [[nodiscard]] OwnedGradient prepare_grad(const CapturedCall& call, const at::Tensor& parameter);
+  /// Each once, also where calls share it, and those that no gradient reaches.
   [[nodiscard]] std::vector<at::Tensor> all_parameters() const;
 
   /// To whoever listens.
-  void say(ProgressPhase phase, std::size_t index, std::size_t layer) const;
+  void say(ProgressPhase phase, std::size_t index, std::size_t call) const;
   void record_caller_event();
-  /// What the latest capture read from elsewhere lives as long as `layer`.
-  void hold_reads(CapturedCall& layer);
+  /// What the latest capture read from elsewhere lives as long as `call`.
+  void hold_reads(CapturedCall& call);
   /// What modules keep of the tensors that their capture made gets its value: see Note [Tensors that a module keeps].
   void fill_kept_tensors();
   /// The report tells which calls keep what they make.
@@ -76,29 +76,29 @@ class SequenceCapture {
   /// Throws: CaptureError where a body replaces by a new tensor what it reads.
   void refuse_replaced(const std::vector<CaptureReads::Made>& kept) const;
   void capture_forward(std::size_t index);
-  /// The static inputs as the body gets them; those that are an earlier layer's outputs are linked.
+  /// The static inputs as the body gets them; those that are an earlier call's outputs are linked.
   void make_leaves(std::size_t index);
-  /// An input that is another layer's output reads that output's memory, where the layer itself makes it at each replay.
+  /// An input that is another call's output reads that output's memory, where the call itself makes it at each replay.
   void link(StaticInput& input, const Link& reader);
-  /// The input of the next layer that alone reads `output` of layer `index`, if the gradient it gets there can be handed on as
+  /// The input of the next call that alone reads `output` of call `index`, if the gradient it gets there can be handed on as
   /// the output's seed without a copy, and is no other output's seed; else null.
   [[nodiscard]] StaticInput* giver_of_seed(std::size_t index, const StaticOutput& output);
   void prepare_seeds(std::size_t index);
   void capture_backward(std::size_t index);
   /// Which outputs lead to the gradients of `targets`: of inputs that require one, then of parameters.
-  static void learn_routes(CapturedCall& layer, const Live& live, const std::vector<at::Tensor>& targets);
-  /// Learns how long the chain needs what the forward of layer `index` made and read.
+  static void learn_routes(CapturedCall& call, const Live& live, const std::vector<at::Tensor>& targets);
+  /// Learns how long the sequence needs what the forward of call `index` made and read.
   void learn_lives(std::size_t index, const SavedStorages& saved, const std::vector<at::Tensor>& arguments);
   /// What the captures from here on may use again: the sources of copies that the graph at `place` is behind, and outputs that nothing
-  /// of the chain needs any more.
+  /// of the sequence needs any more.
   void release(std::size_t place);
   /// Inside a backward's capture: allocates what is to be brought back from here on.
   void allocate_targets(std::size_t index);
   /// Of the inputs, and of the parameters where they were not `added` (null) into `.grad`.
-  void take_gradients(CapturedCall& layer, Live& live, std::vector<at::Tensor>& grads, const AddedGradients* added);
+  void take_gradients(CapturedCall& call, Live& live, std::vector<at::Tensor>& grads, const AddedGradients* added);
   void finish_backward(std::size_t index);
 
-  GraphSequence& chain_;
+  GraphSequence& sequence_;
   const GraphResources& resources_;
   Runtime& runtime_;
   std::vector<CallSpec> specs_;
@@ -111,7 +111,7 @@ class SequenceCapture {
   c10::Stream capture_;
   std::vector<Live> live_;
   std::optional<SharedSlots::Share>
-      shared_slots_;  ///< in shared memory: what this chain takes of its slots on the host
+      shared_slots_;  ///< in shared memory: what this sequence takes of its slots on the host
 };
 
 }  // namespace sidestream

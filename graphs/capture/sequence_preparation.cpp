@@ -27,28 +27,28 @@ std::uint64_t selected_bytes(const Profile& profile) {
 
 }  // namespace
 
-SequenceCapture::SequenceCapture(GraphSequence& chain, const GraphResources& resources, std::vector<CallSpec> specs)
-    : chain_(chain),
+SequenceCapture::SequenceCapture(GraphSequence& sequence, const GraphResources& resources, std::vector<CallSpec> specs)
+    : sequence_(sequence),
       resources_(resources),
       runtime_(*resources.runtime),
       specs_(std::move(specs)),
       reads_(*resources.exclusions),
-      use_(runtime_, *chain.pool_),
-      lives_(chain.layers_, chain.options_.retain_graph_in_backward()),
+      use_(runtime_, *sequence.pool_),
+      lives_(sequence.calls_, sequence.options_.retain_graph_in_backward()),
       capture_(resources.capture_stream->get()),
       live_(specs_.size()) {}
 
-// How many layers copies trail where the options name no bytes.
-std::size_t SequenceCapture::layers_deep() const {
-  constexpr std::int64_t kLayers = 2;
-  return static_cast<std::size_t>(chain_.options_.side_streams().value_or(kLayers));
+// How many calls copies trail where the options name no bytes.
+std::size_t SequenceCapture::calls_deep() const {
+  constexpr std::int64_t kCalls = 2;
+  return static_cast<std::size_t>(sequence_.options_.side_streams().value_or(kCalls));
 }
 
 CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selected) const {
   if (resources_.room != CopyRoom::as_planned) {
     return copy_window(selected, 0, 0, 1);
   }
-  CopyWindow window = copy_window(selected, resources_.lag, resources_.lookahead.value_or(0), layers_deep());
+  CopyWindow window = copy_window(selected, resources_.lag, resources_.lookahead.value_or(0), calls_deep());
   std::vector<LayerPace> paces;
   for (const CallSizing& sizing : sizings_) {
     paces.push_back(sizing.pace);
@@ -56,14 +56,14 @@ CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selecte
   const bool timed = std::all_of(paces.begin(), paces.end(), [](const LayerPace& pace) { return pace.forward > 0; });
   if (resources_.link && timed) {
     const CopyWindow paced = paced_window(selected, window, paces, *resources_.link);
-    const bool open = !resources_.lag && !chain_.options_.side_streams();
+    const bool open = !resources_.lag && !sequence_.options_.side_streams();
     window = {open ? paced.lag : window.lag, resources_.lookahead ? window.lookahead : paced.lookahead};
   }
   return window;
 }
 
 void SequenceCapture::make_plan_and_pin() {
-  Profile& profile = chain_.profile_;
+  Profile& profile = sequence_.profile_;
   std::vector<std::uint64_t> selected;
   for (const CallSizing& sizing : sizings_) {
     selected.push_back(selected_bytes(sizing.profile));
@@ -73,28 +73,28 @@ void SequenceCapture::make_plan_and_pin() {
       resources_.room == CopyRoom::none_stays ? specs_.size() : first_to_stay(selected, window);
   std::vector<std::size_t> first_storage;
   for (const auto i : c10::irange(specs_.size())) {
-    const Profile& layer = sizings_[i].profile;
-    profile.block_from = layer.block_from;
+    const Profile& call = sizings_[i].profile;
+    profile.block_from = call.block_from;
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
-    for (GroupProfile group : layer.groups) {
+    for (GroupProfile group : call.groups) {
       group.needed_immediately = i >= first_staying;
       profile.groups.push_back(std::move(group));
     }
-    for (StorageProfile storage : layer.storages) {
+    for (StorageProfile storage : call.storages) {
       for (std::uint32_t& saver : storage.savers) {
         saver += offset;
       }
       profile.storages.push_back(std::move(storage));
     }
   }
-  if (chain_.memory_->shared()) {
-    shared_slots_.emplace(chain_.memory_->slots(resources_.arena));
+  if (sequence_.memory_->shared()) {
+    shared_slots_.emplace(sequence_.memory_->slots(resources_.arena));
   }
-  chain_.plan_ = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress,
-                              shared_slots_ ? &*shared_slots_ : nullptr);
+  sequence_.plan_ = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress,
+                                 shared_slots_ ? &*shared_slots_ : nullptr);
   if (resources_.room != CopyRoom::as_planned) {
-    chain_.plan_.notes.push_back(
+    sequence_.plan_.notes.push_back(
         "device memory ran out while \"" + specs_.front().name +
         "\" and the calls after it were captured as planned. They were captured again so that at most " +
         std::to_string(window.lag) +
@@ -102,20 +102,20 @@ void SequenceCapture::make_plan_and_pin() {
         (resources_.room == CopyRoom::none_stays ? "; groups that backward needs immediately are offloaded as well"
                                                  : ""));
   } else if (resources_.lag && *resources_.lag < window.lag) {
-    chain_.plan_.notes.push_back("Options::lag of " + std::to_string(*resources_.lag) +
-                                 " bytes is smaller than the tensors that the largest graphed call saves; " +
-                                 std::to_string(window.lag) + " bytes are used instead");
+    sequence_.plan_.notes.push_back("Options::lag of " + std::to_string(*resources_.lag) +
+                                    " bytes is smaller than the tensors that the largest graphed call saves; " +
+                                    std::to_string(window.lag) + " bytes are used instead");
   }
   if (resources_.attempt != nullptr) {
-    *resources_.attempt = {profile, chain_.plan_};
+    *resources_.attempt = {profile, sequence_.plan_};
   }
   std::vector<std::uint64_t> leaving;
   for (const auto i : c10::irange(specs_.size())) {
     const CallSizing& sizing = sizings_[i];
-    live_[i].planned = lay_out(sizing.profile, sizing.scopes, chain_.plan_.decisions.data() + first_storage[i]);
+    live_[i].planned = lay_out(sizing.profile, sizing.scopes, sequence_.plan_.decisions.data() + first_storage[i]);
     std::uint64_t leaves = 0;
     for (std::size_t s = 0; s < sizing.profile.storages.size(); ++s) {
-      const bool offloaded = chain_.plan_.decisions[first_storage[i] + s].fate == Fate::offloaded;
+      const bool offloaded = sequence_.plan_.decisions[first_storage[i] + s].fate == Fate::offloaded;
       leaves += offloaded ? sizing.profile.storages[s].bytes : 0;
     }
     leaving.push_back(leaves);
@@ -126,28 +126,28 @@ void SequenceCapture::make_plan_and_pin() {
   places_ = copy_places(selected, leaving, window);
 }
 
-void SequenceCapture::prepare_layers() {
+void SequenceCapture::prepare_calls() {
   const at::NoGradGuard no_grad;
-  const GradientPolicies policies(chain_.options_, resources_.model, specs_);
-  chain_.layers_.resize(specs_.size());
-  chain_.gave_gradients_.reserve(specs_.size());
+  const GradientPolicies policies(sequence_.options_, resources_.model, specs_);
+  sequence_.calls_.resize(specs_.size());
+  sequence_.gave_gradients_.reserve(specs_.size());
   for (const auto i : c10::irange(specs_.size())) {
-    CapturedCall& layer = chain_.layers_[i];
-    layer.spec = specs_[i];
-    layer.site = layer.spec.scope->site;
-    layer.forward_done = runtime_.create_external_event();
-    layer.backward_done = runtime_.create_external_event();
-    layer.copies.released_at = places_[i].released_at;
-    layer.copies.returns_at = places_[i].returns_at;
-    layer.backward_reads = sizings_[i].backward_reads;
-    layer.casts = sizings_[i].casts;
-    take_facts(layer);
-    for (CallInput& input : layer.spec.inputs) {
+    CapturedCall& call = sequence_.calls_[i];
+    call.spec = specs_[i];
+    call.site = call.spec.scope->site;
+    call.forward_done = runtime_.create_external_event();
+    call.backward_done = runtime_.create_external_event();
+    call.copies.released_at = places_[i].released_at;
+    call.copies.returns_at = places_[i].returns_at;
+    call.backward_reads = sizings_[i].backward_reads;
+    call.casts = sizings_[i].casts;
+    take_facts(call);
+    for (CallInput& input : call.spec.inputs) {
       StaticInput held;
-      held.same_as_earlier = input.aliases && input.aliases->same_as != layer.inputs.size();
+      held.same_as_earlier = input.aliases && input.aliases->same_as != call.inputs.size();
       if (held.same_as_earlier) {
-        held.tensor = layer.inputs[input.aliases->same_as].tensor;
-        held.requires_grad = layer.inputs[input.aliases->same_as].requires_grad;
+        held.tensor = call.inputs[input.aliases->same_as].tensor;
+        held.requires_grad = call.inputs[input.aliases->same_as].requires_grad;
       } else if (!input.from && input.sample.defined()) {
         held.requires_grad = input.sample.requires_grad();
         held.tensor = at::empty_like(input.sample.detach(), c10::TensorOptions().device(runtime_.device()));
@@ -156,55 +156,55 @@ void SequenceCapture::prepare_layers() {
       }
       held.from = input.from;
       input.sample = at::Tensor();
-      layer.inputs.push_back(std::move(held));
+      call.inputs.push_back(std::move(held));
     }
     specs_[i].inputs.clear();  // and with them the samples: the capture needs the memory
     for (const at::Tensor& parameter : sizings_[i].parameters) {
-      CallParameter& held = layer.parameters.emplace_back();
+      CallParameter& held = call.parameters.emplace_back();
       held.tensor = parameter;
-      held.policy = policies.of(layer.spec, parameter);
+      held.policy = policies.of(call.spec, parameter);
       if (held.policy == GradientPolicy::accumulated) {
-        const OwnedGradient owned = prepare_grad(layer, parameter);
+        const OwnedGradient owned = prepare_grad(call, parameter);
         held.grad = owned.memory;
         held.attached = owned.attached;
-        layer.accumulates = true;
+        call.accumulates = true;
       }
-      watch(layer, parameter);
+      watch(call, parameter);
     }
-    for (const at::Tensor& leaf : sizings_[i].outside) {  // also where its gradient is none of the chain's
-      watch(layer, leaf);
+    for (const at::Tensor& leaf : sizings_[i].outside) {  // also where its gradient is none of the sequence's
+      watch(call, leaf);
     }
   }
-  chain_.copies_.prepare();
+  sequence_.copies_.prepare();
 }
 
-void SequenceCapture::take_facts(CapturedCall& layer) {
-  layer.modules = layer.spec.state.modules.as_now(/*with_tensors=*/layer.spec.module != nullptr);
-  layer.modules.take_flags(layer.spec.state.modules);
-  for (TensorFacts& watched : layer.watched) {
+void SequenceCapture::take_facts(CapturedCall& call) {
+  call.modules = call.spec.state.modules.as_now(/*with_tensors=*/call.spec.module != nullptr);
+  call.modules.take_flags(call.spec.state.modules);
+  for (TensorFacts& watched : call.watched) {
     TensorFacts now(watched.tensor());
     now.expect_requires_grad(watched.requires_grad());
     watched = std::move(now);
   }
 }
 
-void SequenceCapture::watch(CapturedCall& layer, const at::Tensor& tensor) {
+void SequenceCapture::watch(CapturedCall& call, const at::Tensor& tensor) {
   const auto is_it = [&](const TensorFacts& known) { return known.tensor().is_same(tensor); };
-  const auto& registered = layer.modules.tensors();
+  const auto& registered = call.modules.tensors();
   if (std::none_of(registered.begin(), registered.end(), is_it) &&
-      std::none_of(layer.watched.begin(), layer.watched.end(), is_it)) {
+      std::none_of(call.watched.begin(), call.watched.end(), is_it)) {
     TensorFacts facts(tensor);
-    const auto& recorded = layer.spec.state.modules.tensors();
+    const auto& recorded = call.spec.state.modules.tensors();
     if (const auto known = std::find_if(recorded.begin(), recorded.end(), is_it); known != recorded.end()) {
       facts.expect_requires_grad(known->requires_grad());
     }
-    layer.watched.push_back(std::move(facts));
+    call.watched.push_back(std::move(facts));
   }
 }
 
-OwnedGradient SequenceCapture::prepare_grad(const CapturedCall& layer, const at::Tensor& parameter) {
+OwnedGradient SequenceCapture::prepare_grad(const CapturedCall& call, const at::Tensor& parameter) {
   if (has_gradient_hooks(parameter)) {
-    throw UsageError("graphed call \"" + layer.spec.name +
+    throw UsageError("graphed call \"" + call.spec.name +
                      "\": a parameter has gradient hooks, but a backward graph that " +
                      "adds into .grad would not run them. Capture without GraphOptions::accumulate_in_graph, or with "
                      "another gradient policy");
@@ -219,12 +219,12 @@ std::vector<at::Tensor> SequenceCapture::all_parameters() const {
       tensors.push_back(parameter);
     }
   };
-  for (const CapturedCall& layer : chain_.layers_) {
-    for (const CallParameter& parameter : layer.parameters) {
+  for (const CapturedCall& call : sequence_.calls_) {
+    for (const CallParameter& parameter : call.parameters) {
       add(parameter.tensor);
     }
-    if (layer.spec.module != nullptr) {
-      for (const at::Tensor& parameter : layer.spec.module->parameters()) {
+    if (call.spec.module != nullptr) {
+      for (const at::Tensor& parameter : call.spec.module->parameters()) {
         add(parameter);
       }
     }

@@ -31,9 +31,9 @@ void naming_call(const CallSpec& spec, const Part& part) {
 
 }  // namespace
 
-CallSizing size_layer(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const GraphOptions& options,
-                      ScopeTree& tree, Exclusions& exclusions, PassWatch& watch, const PassHooks& hooks,
-                      detail::TensorBuffer& outputs) {
+CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const GraphOptions& options,
+                     ScopeTree& tree, Exclusions& exclusions, PassWatch& watch, const PassHooks& hooks,
+                     detail::TensorBuffer& outputs) {
   CallSizing sizing;
   std::vector<at::Tensor> parameters;
   if (spec.module != nullptr) {

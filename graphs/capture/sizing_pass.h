@@ -17,12 +17,12 @@
 
 namespace sidestream {
 
-/// What the sizing pass of one layer found.
+/// What the sizing pass of one call found.
 struct CallSizing {
   Profile profile;                        ///< groups and storages that autograd saved
   std::vector<const ScopeNode*> scopes;   ///< of the profile's groups
   std::vector<SavedIdentity> identities;  ///< of the profile's storages
-  /// Of those that are outputs, of this layer or of one before: which storage of the profile, and the first output that lies in it.
+  /// Of those that are outputs, of this call or of one before: which storage of the profile, and the first output that lies in it.
   std::vector<std::pair<std::size_t, Link>> saved_outputs;
   std::vector<std::size_t> kept_outputs;  ///< first outputs of storages that the body keeps from call to call
   std::vector<at::Tensor> parameters;     ///< leaves that got a gradient, the module's first, in their order
@@ -33,11 +33,11 @@ struct CallSizing {
   LayerPace pace;  ///< of the latest warm-up pass; zero where there was none, or no clock to time it by
 };
 
-/// The sizing pass of one layer, whose body is run on `inputs`: forward and backward once, under the recorder and the operator
-/// observer. `watch` has entered the layer; `outputs` gets what the body gave.
+/// The sizing pass of one call, whose body is run on `inputs`: forward and backward once, under the recorder and the operator
+/// observer. `watch` has entered the call; `outputs` gets what the body gave.
 /// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and what the body throws.
-[[nodiscard]] CallSizing size_layer(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
-                                    const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
-                                    PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);
+[[nodiscard]] CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
+                                   const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
+                                   PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);
 
 }  // namespace sidestream

@@ -23,7 +23,7 @@ namespace sidestream {
 
 namespace {
 
-/// `outputs`: of the layers before this one.
+/// `outputs`: of the calls before this one.
 std::vector<at::Tensor> leaves_of(const CallSpec& spec, const LinkedOutputs& outputs, c10::Device device) {
   std::vector<at::Tensor> leaves;
   for (const CallInput& input : spec.inputs) {
@@ -91,7 +91,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
     SeedWatch seeds(state.draws());
     {
       const Site sizing(Activity::sizing, spec.scope->site);
-      sizings.push_back(size_layer(spec, inputs, options, tree, exclusions, watch, hooks, made));
+      sizings.push_back(size_call(spec, inputs, options, tree, exclusions, watch, hooks, made));
       seeds.check(spec, options.num_warmup_iters() == 0);
     }
     outputs.add(inputs, made);

@@ -12,7 +12,7 @@
 
 namespace sidestream {
 
-/// Runs every layer eagerly on the current stream, forward and backward: once under the recorder and the operator observer
+/// Runs every call eagerly on the current stream, forward and backward: once under the recorder and the operator observer
 /// (the sizing pass), then `num_warmup_iters` times with offload off, all between the two hooks. Gradients, module buffers, what
 /// else operators wrote and did not make, and the random state are then as before; nothing of the passes' memory is kept.
 /// `met` gets the storages that the passes touched and that live.

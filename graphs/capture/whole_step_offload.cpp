@@ -44,7 +44,7 @@ void WholeStepOffload::leave_passes() noexcept {
   if (copies_ != nullptr) {
     copies_->offload->abandon_step();
     if (copies_
-            ->captured) {  // uses in a capture that failed have no end, and those of a graph are its chain's to wait for
+            ->captured) {  // uses in a capture that failed have no end, and those of a graph are its sequence's to wait for
       copies_->arena->forget_uses();
     }
   }

@@ -47,11 +47,11 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       context_(*this),
       calls_(model, resources_.tree, resources_.graphed),
       recorded_(model, resources_.runtime->device(), resources_.rest),
-      chains_(resources_, context_, eager_plan_, report_),
+      sequences_(resources_, context_, eager_plan_, report_),
       verification_(resources_.options.verify_replays() > 0
                         ? std::make_unique<ReplayVerification>(resources_.options, model, context_)
                         : nullptr),
-      dispatcher_(resources_, context_, eager_plan_, recorded_, chains_, report_, verification_.get()),
+      dispatcher_(resources_, context_, eager_plan_, recorded_, sequences_, report_, verification_.get()),
       memory_(resources_.runtime) {}
 
 void EngineState::check_thread_of_step() const {
@@ -108,7 +108,7 @@ void EngineState::refuse_inside(const char* what) const {
 
 std::vector<std::string> EngineState::write_graphs(const std::string& folder) const {
   refuse_inside("OffloadEngine::write_graphs");
-  return write_graph_files(*resources_.runtime, chains_, folder);
+  return write_graph_files(*resources_.runtime, sequences_, folder);
 }
 
 void EngineState::begin_step() {
@@ -119,7 +119,7 @@ void EngineState::begin_step() {
     throw UsageError("a step of this engine is active already; end it before the next begins");
   }
   if (std::exchange(failed_, false)) {
-    chains_.await_failed_backward();
+    sequences_.await_failed_backward();
   }
   calls_.begin_step();
   resources_.exclusions.refresh_parameters();
@@ -151,13 +151,13 @@ void EngineState::copied_in_graph(const CopyCounts& copies) noexcept {
 
 void EngineState::make_ready() {
   calls_.check_patterns();
-  const bool outdated = chains_.outdated();
-  if (chains_.agree(!recorded_.empty() || outdated)) {
+  const bool outdated = sequences_.outdated();
+  if (sequences_.agree(!recorded_.empty() || outdated)) {
     if (outdated) {
-      chains_.follow_weights(calls_);
+      sequences_.follow_weights(calls_);
     }
-    chains_.drop_least_used(calls_, recorded_);
-    chains_.capture_recorded(recorded_);
+    sequences_.drop_least_used(calls_, recorded_);
+    sequences_.capture_recorded(recorded_);
   }
   eager_plan_.make(*resources_.arena, resources_.exclusions, resources_.options.progress());
   resources_.eager->set_window(eager_plan_.window());
@@ -177,12 +177,12 @@ void EngineState::end_step(bool failed) {
     parts.attempt([&] { step.finish_recording(); });
   }
   parts.attempt([&] { step.end_copies(); });
-  report_.replayed(join_chains(parts));
+  report_.replayed(join_sequences(parts));
   const CopyCounts copies = resources_.mover->take_counts();
   step.stop_sizing();
   if (parts.failed()) {
     memory_.abandon();
-    step.shortage().warn(chains_, step.recorder());
+    step.shortage().warn(sequences_, step.recorder());
     recorded_.clear();
     parts.rethrow();
     return;
@@ -190,11 +190,11 @@ void EngineState::end_step(bool failed) {
   take_results(step, copies);
 }
 
-GraphSequence::Counts EngineState::join_chains(PartsOfEnd& parts) {
+GraphSequence::Counts EngineState::join_sequences(PartsOfEnd& parts) {
   GraphSequence::Counts total;
-  chains_.for_each([&](GraphSequence& chain) {
-    parts.attempt([&] { chain.join_copies(); });
-    total += chain.take_counts();
+  sequences_.for_each([&](GraphSequence& sequence) {
+    parts.attempt([&] { sequence.join_copies(); });
+    total += sequence.take_counts();
   });
   return total;
 }
@@ -217,7 +217,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
 }
 
 Report EngineState::report() const {
-  Report report = report_.build(resources_, chains_, eager_plan_, calls_);
+  Report report = report_.build(resources_, sequences_, eager_plan_, calls_);
   if (verification_ != nullptr) {
     verification_->add_to(report);
   }
@@ -230,12 +230,12 @@ void EngineState::reset() {
   if (step_) {
     throw UsageError("OffloadEngine::reset was called inside a step; end the step first");
   }
-  chains_.drop_own();
+  sequences_.drop_own();
   calls_.drop_variants();
   recorded_.clear();
   eager_plan_.drop();
   resources_.arena->trim();
-  chains_.mark_static_outputs();
+  sequences_.mark_static_outputs();
 }
 
 }  // namespace sidestream

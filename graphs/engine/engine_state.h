@@ -62,8 +62,8 @@ class EngineState {
   void reset();
   std::vector<std::string> write_graphs(const std::string& folder) const;
 
-  [[nodiscard]] EngineSequences& chains() noexcept { return chains_; }
-  [[nodiscard]] const EngineSequences& chains() const noexcept { return chains_; }
+  [[nodiscard]] EngineSequences& sequences() noexcept { return sequences_; }
+  [[nodiscard]] const EngineSequences& sequences() const noexcept { return sequences_; }
   /// Not owned by the pointer.
   [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const { return calls_.model(); }
   [[nodiscard]] ScopeTree& tree() noexcept { return resources_.tree; }
@@ -82,8 +82,8 @@ class EngineState {
   void refuse_inside(const char* what) const;
   /// All that is captured or planned between the sizing pass and a step that follows it.
   void make_ready();
-  /// The current stream waits for the copies of all chains. What they did in the step.
-  [[nodiscard]] GraphSequence::Counts join_chains(PartsOfEnd& parts);
+  /// The current stream waits for the copies of all sequences. What they did in the step.
+  [[nodiscard]] GraphSequence::Counts join_sequences(PartsOfEnd& parts);
   /// Of a step that went well.
   void take_results(StepSession& step, const CopyCounts& copies);
 
@@ -94,7 +94,7 @@ class EngineState {
   RecordedCalls recorded_;
   EagerPlan eager_plan_;
   ReportBuilder report_;
-  EngineSequences chains_;
+  EngineSequences sequences_;
   std::unique_ptr<ReplayVerification> verification_;  ///< null where no replay is verified
   Dispatcher dispatcher_;
   StepMemory memory_;

@@ -41,12 +41,12 @@ class Drawing {
   Drawing(const Runtime& runtime, const DrawnGraph& drawn)
       : drawn_(drawn),
         nodes_(runtime.nodes(graph())),
-        names_(drawn.backward ? drawn.layer.backward_names : drawn.layer.forward_names),
+        names_(drawn.backward ? drawn.call.backward_names : drawn.call.forward_names),
         branches_(branches_of(nodes_)) {
-    const CapturedCall& layer = drawn.layer;
-    name_event(layer.forward_done.native(), "done");
-    name_event(layer.backward_done.native(), "done");
-    for (const CapturedCopies::Group& group : layer.copies.captured.groups) {
+    const CapturedCall& call = drawn.call;
+    name_event(call.forward_done.native(), "done");
+    name_event(call.backward_done.native(), "done");
+    for (const CapturedCopies::Group& group : call.copies.captured.groups) {
       for (const ExternalEvent& event : group.ready) {
         name_event(event.native(), "ready, group " + group.site.text());
       }
@@ -61,7 +61,7 @@ class Drawing {
     text_ += "  edge [fontname=Helvetica, fontsize=9];\n";
     draw_nodes();
     draw_memory();
-    if (!drawn_.layer.copies.captured.empty()) {
+    if (!drawn_.call.copies.captured.empty()) {
       drawn_.backward ? draw_copies_back() : draw_copies_out();
     }
     draw_caller();
@@ -69,9 +69,9 @@ class Drawing {
   }
 
  private:
-  [[nodiscard]] const Graph& graph() const { return drawn_.backward ? drawn_.layer.backward : drawn_.layer.forward; }
+  [[nodiscard]] const Graph& graph() const { return drawn_.backward ? drawn_.call.backward : drawn_.call.forward; }
   [[nodiscard]] std::string title() const {
-    return "graphed call " + drawn_.layer.spec.name + (drawn_.backward ? ", backward" : ", forward");
+    return "graphed call " + drawn_.call.spec.name + (drawn_.backward ? ", backward" : ", forward");
   }
   void name_event(const void* event, std::string name) { events_.emplace(event, std::move(name)); }
   [[nodiscard]] std::string event_name(const void* event) const {
@@ -164,32 +164,32 @@ class Drawing {
   }
 
   void draw_memory() {
-    const CapturedCall& layer = drawn_.layer;
+    const CapturedCall& call = drawn_.call;
     std::string lines;
-    for (std::size_t i = 0; i < layer.inputs.size(); ++i) {
-      const StaticInput& input = layer.inputs[i];
+    for (std::size_t i = 0; i < call.inputs.size(); ++i) {
+      const StaticInput& input = call.inputs[i];
       lines +=
           of_tensor(drawn_.backward ? "gradient of input" : "input", i, drawn_.backward ? input.grad : input.tensor);
       lines += !drawn_.backward && input.from ? " (output " + std::to_string(input.from->index) + " of call " +
-                                                    std::to_string(input.from->layer) + ")\\l"
+                                                    std::to_string(input.from->call) + ")\\l"
                                               : "\\l";
     }
-    for (std::size_t i = 0; i < layer.outputs.size(); ++i) {
+    for (std::size_t i = 0; i < call.outputs.size(); ++i) {
       lines += of_tensor(drawn_.backward ? "gradient of output" : "output", i,
-                         drawn_.backward ? layer.outputs[i].seed : layer.outputs[i].tensor) +
+                         drawn_.backward ? call.outputs[i].seed : call.outputs[i].tensor) +
                "\\l";
     }
     std::size_t parameters = 0;
-    for (const CallParameter& parameter : layer.parameters) {
+    for (const CallParameter& parameter : call.parameters) {
       parameters += parameter.tensor.nbytes();
     }
-    lines += "parameters: " + std::to_string(layer.parameters.size()) + ", " + size_in_words(parameters) + "\\l";
+    lines += "parameters: " + std::to_string(call.parameters.size()) + ", " + size_in_words(parameters) + "\\l";
     text_ += "  memory [shape=note, fillcolor=white, label=\"" + lines + "\"];\n";
   }
 
   /// A group's copies as one node; the first node of the stream.
   void draw_groups(const char* cluster, const char* stream) {
-    const CapturedCopies& copies = drawn_.layer.copies.captured;
+    const CapturedCopies& copies = drawn_.call.copies.captured;
     text_ +=
         std::string("  subgraph cluster_") + cluster + " {\n    label=" + in_quotes(stream) + ";\n    color=gray;\n";
     std::size_t begin = 0;
@@ -213,7 +213,7 @@ class Drawing {
 
   void draw_copies_out() {
     draw_groups("out", "copies to the host, beside the graph");
-    const auto& groups = drawn_.layer.copies.captured.groups;
+    const auto& groups = drawn_.call.copies.captured.groups;
     for (std::size_t g = 0; g < groups.size(); ++g) {
       for (std::size_t i = 0; i < nodes_.size(); ++i) {
         const bool ready = std::any_of(groups[g].ready.begin(), groups[g].ready.end(), [&](const ExternalEvent& event) {
@@ -228,7 +228,7 @@ class Drawing {
 
   void draw_copies_back() {
     draw_groups("back", "copies to the device, beside the graph");
-    const std::size_t last = drawn_.layer.copies.captured.groups.size() - 1;
+    const std::size_t last = drawn_.call.copies.captured.groups.size() - 1;
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
       if (nodes_[i].predecessors.empty()) {
         text_ += "  c" + std::to_string(last) + " -> n" + std::to_string(i) + " [style=dashed, label=\"back\"];\n";
@@ -237,7 +237,7 @@ class Drawing {
   }
 
   void draw_caller() {
-    const void* const done = (drawn_.backward ? drawn_.layer.backward_done : drawn_.layer.forward_done).native();
+    const void* const done = (drawn_.backward ? drawn_.call.backward_done : drawn_.call.forward_done).native();
     text_ += "  caller [label=\"the caller's stream goes on\", shape=box, style=\"dashed\"];\n";
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
       if (nodes_[i].kind == GraphNode::Kind::event_record && nodes_[i].event == done) {

@@ -11,7 +11,7 @@ namespace sidestream {
 
 /// What a drawing tells of a graph beside its nodes.
 struct DrawnGraph {
-  const CapturedCall& layer;
+  const CapturedCall& call;
   bool backward = false;
   std::string stream;  ///< in words: which one launches it
 };

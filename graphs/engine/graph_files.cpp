@@ -44,9 +44,9 @@ void check_folder(const std::string& folder) {
   unlink(probe.c_str());
 }
 
-std::string file_name(std::size_t chain, std::size_t layer, const std::string& call, bool backward) {
+std::string file_name(std::size_t sequence, std::size_t index, const std::string& call, bool backward) {
   constexpr std::size_t kLongest = 100;
-  std::string name = std::to_string(chain) + "_" + std::to_string(layer) + "_" + call.substr(0, kLongest);
+  std::string name = std::to_string(sequence) + "_" + std::to_string(index) + "_" + call.substr(0, kLongest);
   for (char& c : name) {
     const bool plain = std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '.' || c == '-' || c == '_';
     c = plain ? c : '_';
@@ -70,7 +70,7 @@ void write_text(const std::string& path, const std::string& text) {
 
 }  // namespace
 
-std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineSequences& chains,
+std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineSequences& sequences,
                                            const std::string& folder) {
   if (folder.empty()) {
     throw UsageError("OffloadEngine::write_graphs needs the name of a folder");
@@ -79,15 +79,15 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineS
   check_folder(folder);
   std::vector<std::string> files;
   std::size_t number = 0;
-  chains.for_each([&](const GraphSequence& chain) {
-    for (std::size_t index = 0; index < chain.layers().size(); ++index) {
-      const CapturedCall& layer = chain.layers()[index];
+  sequences.for_each([&](const GraphSequence& sequence) {
+    for (std::size_t index = 0; index < sequence.calls().size(); ++index) {
+      const CapturedCall& call = sequence.calls()[index];
       for (const bool backward : {false, true}) {
-        if (!(backward ? layer.backward : layer.forward)) {
+        if (!(backward ? call.backward : call.forward)) {
           continue;
         }
-        files.push_back(folder + "/" + file_name(number, index, layer.spec.name, backward));
-        write_text(files.back(), draw_graph(runtime, {layer, backward, chain.stream_in_words(index, backward)}));
+        files.push_back(folder + "/" + file_name(number, index, call.spec.name, backward));
+        write_text(files.back(), draw_graph(runtime, {call, backward, sequence.stream_in_words(index, backward)}));
       }
     }
     ++number;

@@ -29,13 +29,13 @@ std::string listed(const std::vector<std::string>& names) {
 /// What copies of a GraphedCallable share.
 class GraphedCallable::Shared {
  public:
-  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<SequenceHolder> holder, std::size_t layer,
+  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<SequenceHolder> holder, std::size_t call,
          Callable callable)
       : engine_(std::move(engine)), callable_(std::move(callable)) {
     site_.kind = CallSite::Kind::callable;
-    site_.scope = holder->chain->layers()[layer].spec.scope;
+    site_.scope = holder->sequence->calls()[call].spec.scope;
     site_.module = callable_.module();
-    site_.variants.push_back({std::move(holder), layer, {}, {}});
+    site_.variants.push_back({std::move(holder), call, {}, {}});
     scope_.kind = CallSite::Kind::eager;
     scope_.scope = site_.scope;
     scope_.module = site_.module;
@@ -43,15 +43,15 @@ class GraphedCallable::Shared {
 
   [[nodiscard]] bool fits(const Tensors& inputs) const {
     const CallVariant& only = site_.variants.front();
-    return only.holder->chain->accepts(only.place(), inputs);
+    return only.holder->sequence->accepts(only.place(), inputs);
   }
   [[nodiscard]] bool has_to_wait() const {
-    return chain().has_to_wait() || !chain().ready(site_.variants.front().place());
+    return sequence().has_to_wait() || !sequence().ready(site_.variants.front().place());
   }
-  [[nodiscard]] bool memory_is_pending() const { return chain().any_pending() || chain().has_to_wait(); }
+  [[nodiscard]] bool memory_is_pending() const { return sequence().any_pending() || sequence().has_to_wait(); }
   [[nodiscard]] bool is_in_other_mode() const {
     const CallVariant& only = site_.variants.front();
-    const FactsChange change = only.holder->chain->change(only.place());
+    const FactsChange change = only.holder->sequence->change(only.place());
     return change.training || change.options;
   }
   Tensors run_eagerly(const Tensors& inputs, const ReplayOptions* options) {
@@ -103,7 +103,7 @@ class GraphedCallable::Shared {
   void reset() {
     if (!site_.dropped) {
       const CallVariant& only = site_.variants.front();
-      only.holder->chain->release(only.place());
+      only.holder->sequence->release(only.place());
       site_.dropped = true;
     }
   }
@@ -171,7 +171,7 @@ class GraphedCallable::Shared {
   }
 
   [[nodiscard]] std::string describe() const { return "graphed call \"" + callable_.name() + "\""; }
-  [[nodiscard]] const GraphSequence& chain() const { return *site_.variants.front().holder->chain; }
+  [[nodiscard]] const GraphSequence& sequence() const { return *site_.variants.front().holder->sequence; }
 
   std::shared_ptr<EngineState> engine_;
   Callable callable_;
@@ -345,8 +345,8 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
         "all ranks agree");
   }
   auto holder = std::make_shared<SequenceHolder>();
-  holder->chain = state.chains().capture(std::move(specs), options);
-  state.chains().add(holder);
+  holder->sequence = state.sequences().capture(std::move(specs), options);
+  state.sequences().add(holder);
   std::vector<GraphedCallable> graphed;
   for (std::size_t i = 0; i < callables.size(); ++i) {
     graphed.push_back(

@@ -33,7 +33,7 @@ void give_memory(CallParameter& parameter) {
   parameter.view = StorageView::capture(parameter.grad);
 }
 
-void give_input_gradients(CapturedCall& layer, const std::vector<at::Tensor>& grads) {
+void give_input_gradients(CapturedCall& call, const std::vector<at::Tensor>& grads) {
   const auto first = std::find_if(grads.begin(), grads.end(), [](const at::Tensor& grad) { return grad.defined(); });
   if (first == grads.end()) {
     return;
@@ -41,11 +41,11 @@ void give_input_gradients(CapturedCall& layer, const std::vector<at::Tensor>& gr
   const RecorderGuard no_recorder(nullptr);
   await_end_of_backward(first->device());
   for (const auto i : c10::irange(grads.size())) {
-    StaticInput& input = layer.inputs[i];
+    StaticInput& input = call.inputs[i];
     if (StorageView::supported(grads[i]) && has_own_memory(grads[i])) {
       input.memory.emplace(grads[i].storage());
       input.view = StorageView::capture(grads[i]);
-      layer.owns_gradients = true;
+      call.owns_gradients = true;
     }
   }
 }

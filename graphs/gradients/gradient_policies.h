@@ -11,7 +11,7 @@
 
 namespace sidestream {
 
-/// Which policy the gradients of the parameters of one chain's calls have: see GraphOptions::gradients.
+/// Which policy the gradients of the parameters of one sequence's calls have: see GraphOptions::gradients.
 class GradientPolicies {
  public:
   /// `model`: the engine's, or null. Throws: UsageError for a pattern that fits no parameter of the model or of the calls' modules,

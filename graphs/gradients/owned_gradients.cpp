@@ -122,20 +122,20 @@ bool are_in_place(const std::vector<AccumulatedGradient>& gradients) {
   return true;
 }
 
-void check_owned_grads(const CapturedCall& layer) {
-  for (const CallParameter& parameter : layer.parameters) {
+void check_owned_grads(const CapturedCall& call) {
+  for (const CallParameter& parameter : call.parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       continue;
     }
     if (has_gradient_hooks(parameter.tensor)) {
-      throw UsageError("graphed call \"" + layer.spec.name +
+      throw UsageError("graphed call \"" + call.spec.name +
                        "\": a parameter got gradient hooks after the capture, but a backward graph that adds into "
                        ".grad would not run them; capture without GraphOptions::accumulate_in_graph");
     }
     const at::Tensor& grad = parameter.tensor.grad();
     if (grad.defined() && !is_owned(parameter, grad) &&
         !held_by_parameter_alone(grad, parameter.attached, parameter.grad)) {
-      throw UsageError("graphed call \"" + layer.spec.name +
+      throw UsageError("graphed call \"" + call.spec.name +
                        "\": the .grad of a parameter was replaced by another tensor, or given other memory, " +
                        "but its backward graph adds into the .grad that it owns. Set .grad to none or zero it in "
                        "place, or capture " +
@@ -144,9 +144,9 @@ void check_owned_grads(const CapturedCall& layer) {
   }
 }
 
-void attach_owned_grads(CapturedCall& layer, OutputSet used) {
+void attach_owned_grads(CapturedCall& call, OutputSet used) {
   const at::NoGradGuard no_grad;
-  for (CallParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : call.parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       continue;
     }

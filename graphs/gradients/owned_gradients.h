@@ -10,7 +10,7 @@
 
 namespace sidestream {
 
-// With GradientPolicy::accumulated: the `.grad`s that a layer's backward graph adds into by itself.
+// With GradientPolicy::accumulated: the `.grad`s that a call's backward graph adds into by itself.
 
 /// What graphs add into.
 struct OwnedGradient {
@@ -61,10 +61,10 @@ class OwnedGradients {
 [[nodiscard]] bool are_in_place(const std::vector<AccumulatedGradient>& gradients);
 
 /// Before anything of the backward is queued. Throws: UsageError where the graph cannot do what plain training does.
-void check_owned_grads(const CapturedCall& layer);
+void check_owned_grads(const CapturedCall& call);
 
 /// Attaches what the graph adds into, for parameters that one of the outputs in `used` leads to. A `.grad` that was none is
 /// zeroed and attached; one that autograd has put there meanwhile, and that nobody else holds, is taken over with its values.
-void attach_owned_grads(CapturedCall& layer, OutputSet used);
+void attach_owned_grads(CapturedCall& call, OutputSet used);
 
 }  // namespace sidestream

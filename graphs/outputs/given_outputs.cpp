@@ -8,38 +8,38 @@
 namespace sidestream {
 namespace {
 
-at::Tensor view_of_input(const CapturedCall& layer, std::size_t index, const at::Tensor& input) {
-  const StaticOutput& output = layer.outputs[index];
-  const at::Tensor& captured = layer.inputs[output.of].tensor;
+at::Tensor view_of_input(const CapturedCall& call, std::size_t index, const at::Tensor& input) {
+  const StaticOutput& output = call.outputs[index];
+  const at::Tensor& captured = call.inputs[output.of].tensor;
   return input.as_strided(output.tensor.sizes(), output.tensor.strides(),
                           output.tensor.storage_offset() - captured.storage_offset() + input.storage_offset());
 }
 
 }  // namespace
 
-void check_views_of_inputs(const CapturedCall& layer, c10::ArrayRef<at::Tensor> inputs) {
-  for (const auto i : c10::irange(layer.outputs.size())) {
-    const StaticOutput& output = layer.outputs[i];
+void check_views_of_inputs(const CapturedCall& call, c10::ArrayRef<at::Tensor> inputs) {
+  for (const auto i : c10::irange(call.outputs.size())) {
+    const StaticOutput& output = call.outputs[i];
     if (output.kind == StaticOutput::Kind::view_of_input &&
-        inputs[output.of].strides() != layer.inputs[output.of].tensor.strides()) {
+        inputs[output.of].strides() != call.inputs[output.of].tensor.strides()) {
       throw UsageError(
-          "graphed call \"" + layer.spec.name + "\": output " + std::to_string(i) + " is a view of input " +
+          "graphed call \"" + call.spec.name + "\": output " + std::to_string(i) + " is a view of input " +
           std::to_string(output.of) +
           ", which has other strides than it was captured with; pass it contiguous, or clone it in the call");
     }
   }
 }
 
-void give_outputs(CapturedCall& layer, c10::ArrayRef<at::Tensor> inputs, c10::Stream current,
+void give_outputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, c10::Stream current,
                   detail::TensorBuffer& outputs) {
-  for (const auto i : c10::irange(layer.outputs.size())) {
-    const StaticOutput& output = layer.outputs[i];
+  for (const auto i : c10::irange(call.outputs.size())) {
+    const StaticOutput& output = call.outputs[i];
     switch (output.kind) {
       case StaticOutput::Kind::none:
         outputs.emplace_back();
         break;
       case StaticOutput::Kind::made:
-        outputs.push_back(output.view.restore(layer.output_storages[output.of].give(current)));
+        outputs.push_back(output.view.restore(call.output_storages[output.of].give(current)));
         if (output.shares_version_with < i) {
           torch::autograd::impl::set_version_counter(
               outputs[i], torch::autograd::impl::version_counter(outputs[output.shares_version_with]));
@@ -52,7 +52,7 @@ void give_outputs(CapturedCall& layer, c10::ArrayRef<at::Tensor> inputs, c10::St
         outputs.push_back(inputs[output.of]);
         break;
       case StaticOutput::Kind::view_of_input:
-        outputs.push_back(view_of_input(layer, i, inputs[output.of]));
+        outputs.push_back(view_of_input(call, i, inputs[output.of]));
         break;
       case StaticOutput::Kind::other:
         outputs.push_back(output.owner);

@@ -56,7 +56,7 @@ class OutputStorage {
   [[nodiscard]] bool given_back() const noexcept { return memory_->given_back(); }
 
   /// Before a launch that overwrites the memory, on the current stream: its own graph's, that of an earlier forward of the
-  /// chain, whose temporaries lie there too, or that of any graph which was captured when the memory was back in the pool. `mark`
+  /// sequence, whose temporaries lie there too, or that of any graph which was captured when the memory was back in the pool. `mark`
   /// is recorded anew for each wait.
   /// Throws: what the allocator throws where there is no room for a copy; nothing has changed then.
   void before_overwrite(Runtime& runtime, const Event& mark, OutputCounts& counts);

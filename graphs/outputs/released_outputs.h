@@ -10,8 +10,8 @@ namespace sidestream {
 /// Knows which of them no graph has overwritten since they were given out.
 class ReleasedOutputs {
  public:
-  /// While graphs are captured: in the order of their places. `index`: among the output storages of `layer`.
-  void add(std::size_t place, std::size_t layer, std::size_t index) { all_.push_back({place, {layer, index}}); }
+  /// While graphs are captured: in the order of their places. `index`: among the output storages of `call`.
+  void add(std::size_t place, std::size_t call, std::size_t index) { all_.push_back({place, {call, index}}); }
   /// Before the launch of the graph at `place`: calls `overwrite(output)` for each whose memory it is the first to use again. What
   /// throws there is called again by the next launch.
   template <class Overwrite>
@@ -29,10 +29,10 @@ class ReleasedOutputs {
       visit(released.output);
     }
   }
-  /// Outputs of `layer` are nobody's concern any more.
-  void drop(std::size_t layer) noexcept {
+  /// Outputs of `call` are nobody's concern any more.
+  void drop(std::size_t call) noexcept {
     for (std::size_t i = all_.size(); i-- > 0;) {
-      if (all_[i].output.layer == layer) {
+      if (all_[i].output.call == call) {
         all_.erase(all_.begin() + static_cast<std::ptrdiff_t>(i));
         next_ -= i < next_ ? 1 : 0;
       }

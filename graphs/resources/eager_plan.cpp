@@ -25,7 +25,7 @@ void EagerPlan::learn(const SavedTensorRecorder& recorder, const std::vector<Gro
   for (GroupProfile& group : profile_.groups) {
     group.selected = group.selected && !group.captured_later;
   }
-  // An output of a call leaves with the first eager group that saves it, where its chain gives the memory back.
+  // An output of a call leaves with the first eager group that saves it, where its sequence gives the memory back.
   const auto is_eager = [&](std::uint32_t group) { return !profile_.groups[group].captured_later; };
   std::vector<std::uint64_t> selected(profile_.groups.size());
   for (const StorageProfile& storage : profile_.storages) {
@@ -90,7 +90,7 @@ void EagerPlan::captured(const c10::StorageImpl* storage, bool given_back) {
     if (identities_[i].storage._unsafe_get_target() != storage) {
       continue;
     }
-    // What calls save of it is their chains' business.
+    // What calls save of it is their sequences' business.
     std::vector<std::uint32_t> savers;
     for (const std::uint32_t saver : profile_.storages[i].savers) {
       if (!profile_.groups[saver].captured_later) {
@@ -110,7 +110,7 @@ void EagerPlan::make(HostArena& arena, Exclusions& exclusions, const ProgressCal
     return;
   }
   for (std::size_t i = 0; i < identities_.size(); ++i) {
-    // A chain gives out one storage again and again: that it has it holds nothing.
+    // A sequence gives out one storage again and again: that it has it holds nothing.
     if (auto alive = identities_[i].storage.lock();
         alive && ReplayedMemory::of(alive->data_ptr()) == nullptr && identities_[i].saved.expired()) {
       profile_.storages[i].held_elsewhere = true;

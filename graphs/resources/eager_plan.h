@@ -26,7 +26,7 @@ class EagerPlan {
   [[nodiscard]] State state() const noexcept { return state_; }
   /// -> sized: what a pass saw, the sizing pass or a later one that had no room for what it was to offload.
   /// `order`: of its groups. What turned round within the lag of `limits` stays. Groups of calls that are captured are their
-  /// chains' business.
+  /// sequences' business.
   void learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order,
              const EagerOffload::Limits& limits);
   /// False where a group that saved `storage` in that pass, and is no captured call's, stays. What it did not save was saved in a step

@@ -14,7 +14,7 @@
 
 namespace sidestream {
 
-/// Watches the eager passes of a chain's bodies: what they write and did not make is as before when this object dies, and what
+/// Watches the eager passes of a sequence's bodies: what they write and did not make is as before when this object dies, and what
 /// a graph would freeze or lose without a word is refused by name.
 /// Threads: `before` and `after` as an observer's; the rest one thread.
 class PassWatch {

@@ -4,8 +4,8 @@
 namespace sidestream {
 
 void GraphSequence::check_backward_state(std::size_t index) const {
-  const CapturedCall& layer = layers_[index];
-  const CallModes& captured = layer.spec.state.backward_modes;
+  const CapturedCall& call = calls_[index];
+  const CallModes& captured = call.spec.state.backward_modes;
   const CallModes now = CallModes::current(captured.autocast.type);
   if (!(now == captured)) {
     const bool autocast = !(now.autocast == captured.autocast);
@@ -16,7 +16,7 @@ void GraphSequence::check_backward_state(std::size_t index) const {
                                                        : "; set it as in the step that was captured") +
                      ", or call OffloadEngine::reset");
   }
-  for (const BackwardRead& read : layer.backward_reads) {
+  for (const BackwardRead& read : call.backward_reads) {
     if (read.counter.current_version() != read.at_forward) {
       throw UsageError(describe(index) + ": " + read.name +
                        ", which its backward needs, has been modified by an inplace operation since its forward "
@@ -25,8 +25,8 @@ void GraphSequence::check_backward_state(std::size_t index) const {
                        std::to_string(read.at_forward) + "); change it after the backward");
     }
   }
-  FactsChange weights = layer.modules.tensors_change();
-  TensorFacts::add_changes(layer.watched, weights);
+  FactsChange weights = call.modules.tensors_change();
+  TensorFacts::add_changes(call.watched, weights);
   if (weights.stale()) {
     throw UsageError(
         describe(index) + ": " + difference(index) +

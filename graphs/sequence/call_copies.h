@@ -6,8 +6,8 @@
 
 namespace sidestream {
 
-/// The copies of one layer of a chain, and the graphs that they lie between. A graph's place is its turn in the order of the
-/// captures: in a chain of n layers that of forward i is i, that of backward i is 2n - 1 - i.
+/// The copies of one call of a sequence, and the graphs that they lie between. A graph's place is its turn in the order of the
+/// captures: in a sequence of n calls that of forward i is i, that of backward i is 2n - 1 - i.
 struct CallCopies {
   CapturedCopies captured;
   std::size_t released_at = 0;  ///< place of the first graph that may use the sources' memory again

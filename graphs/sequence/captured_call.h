@@ -33,16 +33,16 @@ namespace sidestream {
 /// A call as a function of its tensors.
 using Body = std::function<void(const at::Tensor* inputs, detail::TensorBuffer& outputs)>;
 
-/// An output or an input of another layer of the same chain.
+/// An output or an input of another call of the same sequence.
 struct Link {
-  std::size_t layer = 0;
-  std::size_t index = 0;  ///< among that layer's outputs or inputs
+  std::size_t call = 0;
+  std::size_t index = 0;  ///< among that call's outputs or inputs
 };
 
-/// One argument of a layer that is to be captured: a sample, or another layer's output.
+/// One argument of a call that is to be captured: a sample, or another call's output.
 struct CallInput {
   at::Tensor sample;                    ///< undefined where `from` says where it comes from
-  std::optional<Link> from;             ///< an output of a layer before this one
+  std::optional<Link> from;             ///< an output of a call before this one
   bool on_host = false;                 ///< the sample is a copy there: see sample_of
   bool shared_cast = false;             ///< see has_shared_cast
   std::optional<InputAliases> aliases;  ///< of a call of `ss::call`: these, and its strides, are guards
@@ -58,7 +58,7 @@ struct CallSpec {
   CallState state;
   std::shared_ptr<const CaptureTimeHooks> hooks = {};  ///< null for none
   std::vector<at::Generator> generators = {};  ///< that it may draw from, beside the device's default one; each once
-  std::vector<bool> outputs_let_go = {};  ///< those that nobody outside of the graphs holds when the next layer begins
+  std::vector<bool> outputs_let_go = {};  ///< those that nobody outside of the graphs holds when the next call begins
 };
 
 /// Where the forward graph reads one argument, and where the backward graph leaves that argument's gradient.
@@ -73,7 +73,7 @@ struct StaticInput {
   OutputSet outputs = all_outputs;           ///< those that lead to it in autograd's graph
   at::Tensor grad;                           ///< static, not owning; undefined where there is none
   bool grad_is_seed = false;                 ///< `grad` is the linked output's seed: no copy, if it goes there alone
-  bool grad_direct = false;                  ///< replay: this time it goes to the linked layer's node and nowhere else
+  bool grad_direct = false;                  ///< replay: this time it goes to the linked call's node and nowhere else
   std::optional<OutputStorage> memory = {};  ///< of a gradient that may be given out as it is
   StorageView view = {};                     ///< of it
   bool goes_to_leaf = false;                 ///< replay: this time it is, to a leaf that accumulates on the same stream
@@ -131,7 +131,7 @@ struct BackwardRead {
   std::uint32_t at_forward = 0;  ///< replay: its version when the latest forward ran
 };
 
-/// One captured call. Owns all that its graphs read. Replay state is the chain's to change.
+/// One captured call. Owns all that its graphs read. Replay state is the sequence's to change.
 struct CapturedCall {
   CallSpec spec;
   SiteName site;  ///< of its scope, which may be gone: a backward may outlive its engine

@@ -8,7 +8,7 @@
 
 namespace sidestream {
 
-/// The layers of a chain, in the order of their captures. Counts how often one is looked at, so that a test can tell a step whose work
+/// The calls of a sequence, in the order of their captures. Counts how often one is looked at, so that a test can tell a step whose work
 /// is linear in them from one that looks at all of them in each replay.
 /// Threads: as a vector; the count is right where one thread looks at a time.
 class CapturedCalls {

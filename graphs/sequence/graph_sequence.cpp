@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kSideStreams = 1;  // where the options name no number
 
-/// What the captures of a chain use.
+/// What the captures of a sequence use.
 std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const GraphOptions& options) {
   if (resources.memory != nullptr) {
     return resources.memory;
@@ -26,18 +26,18 @@ std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const G
                                    : std::make_shared<GraphMemory>(GraphMemory::Use::own);
 }
 
-FactsChange with_watched(FactsChange modules, const CapturedCall& layer) noexcept {
-  TensorFacts::add_changes(layer.watched, modules);
+FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept {
+  TensorFacts::add_changes(call.watched, modules);
   return modules;
 }
 
 }  // namespace
 
 // Note [Graph choreography]
-// M is the caller's stream, S a side stream of the chain, D and H the engine's streams of copies to the host and to the device
-// (GroupMover): other chains and eager groups queue theirs there as well, and nothing here rests on it.
+// M is the caller's stream, S a side stream of the sequence, D and H the engine's streams of copies to the host and to the device
+// (GroupMover): other sequences and eager groups queue theirs there as well, and nothing here rests on it.
 //
-//   forward n    M: (where the chain's latest graph was called on another stream: wait for that one; backward n likewise)
+//   forward n    M: (where the sequence's latest graph was called on another stream: wait for that one; backward n likewise)
 //                M: (what is held of the outputs: copy out, see Note [Outputs are ordinary tensors])
 //                M: (if an input has another address: copy)  record fork
 //                S: wait fork, wait for the copies that this graph must be behind, launch
@@ -46,7 +46,7 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& layer) noexcep
 //                (eager groups that were delayed leave between launch and M's wait, here and below: Note [Eager choreography])
 //   backward n   M: (if a gradient has another address: copy)  record fork
 //                S: wait fork, wait for the copies that this graph must be behind
-//                H: (what is due to come back: n if it is not here, and layers below) wait for S, copy k, record back(k)
+//                H: (what is due to come back: n if it is not here, and calls below) wait for S, copy k, record back(k)
 //                S: wait back(n), launch
 //                M: wait done(n)
 //
@@ -54,22 +54,22 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& layer) noexcep
 // waits for a graph waits for copies. M is behind done of each graph when it goes on, and each graph is behind M: graphs run one
 // after the other, whichever side stream they are on.
 //
-// The graphs of a chain of n layers have places, in the order of their captures: forward i is at i, backward i at 2n - 1 - i.
+// The graphs of a sequence of n calls have places, in the order of their captures: forward i is at i, backward i at 2n - 1 - i.
 // The memory of all of them is one pool, which captures used in that order. What a copy reads or writes is used again only from
 // a certain place on, which is known from the capture, and the first graph that comes to it waits for the copy:
 //  - released_at(k): the sources of k went back to the pool before the capture of the graph at this place. It, or the first that
-//    is launched behind it, waits for left(k). A forward of k or of a layer below begins another pass, and waits for it too.
+//    is launched behind it, waits for left(k). A forward of k or of a call below begins another pass, and waits for it too.
 //  - returns_at(k): the targets of k were allocated before the capture of the backward at this place, and stay allocated until
 //    backward k. In between they are nobody else's: the copies are queued before the launch of the first graph from there on, behind
 //    S, and so behind all that used the memory before, and backward k waits for back(k). A graph at any other place, any
 //    forward among them, waits for back(k) as well, and k has to come back once more if it is still needed.
-// A host slot is the layer's own for the life of its graphs: its next D2H is behind ready of a forward, which waited for back. In shared
-// memory other chains have it at their turns: see Note [Turns in shared memory].
-// A static input of a layer's own lies outside of the pool and no copy touches it: M may write it behind done(n) of both
+// A host slot is the call's own for the life of its graphs: its next D2H is behind ready of a forward, which waited for back. In shared
+// memory other sequences have it at their turns: see Note [Turns in shared memory].
+// A static input of a call's own lies outside of the pool and no copy touches it: M may write it behind done(n) of both
 // directions. What lies in the pool M may write while no graph runs, and waits for all copies first: a seed, and a linked input
 // where the output that it is has been given other memory since.
 //
-// An output that other layers read is in the pool as well. It goes back there before the capture of a graph at a place behind
+// An output that other calls read is in the pool as well. It goes back there before the capture of a graph at a place behind
 // all that need it (OutputLiveness), the copies of it included: from that place on any graph may write its memory. So before the first
 // launch from there on, what is held of it is copied out, and M waits for who reads it.
 
@@ -84,7 +84,7 @@ GraphSequence::GraphSequence(const GraphResources& resources, const GraphOptions
       pool_(memory_->pool(runtime_)),
       mutex_(memory_->mutex()),
       eager_(resources.eager),
-      copies_(runtime_, resources.mover, layers_),
+      copies_(runtime_, resources.mover, calls_),
       use_(runtime_, *pool_) {
   if (options.cuda_graph_stream()) {
     streams_.push_back(*options.cuda_graph_stream());
@@ -105,14 +105,14 @@ GraphSequence::~GraphSequence() {
   leave_memory();
 }
 
-bool GraphSequence::pending(std::size_t layer) const {
+bool GraphSequence::pending(std::size_t call) const {
   const std::lock_guard lock(mutex_);
-  return layers_[layer].pending;
+  return calls_[call].pending;
 }
 
-bool GraphSequence::ready(std::size_t layer) const {
+bool GraphSequence::ready(std::size_t call) const {
   const std::lock_guard lock(mutex_);
-  return top_ < static_cast<std::int64_t>(layer);
+  return top_ < static_cast<std::int64_t>(call);
 }
 
 bool GraphSequence::any_pending() const {
@@ -121,18 +121,18 @@ bool GraphSequence::any_pending() const {
 }
 
 FactsChange GraphSequence::change(std::size_t index) const noexcept {
-  return with_watched(layers_[index].modules.change(), layers_[index]);
+  return with_watched(calls_[index].modules.change(), calls_[index]);
 }
 
 FactsChange GraphSequence::change_of_all(std::size_t index) const noexcept {
-  return with_watched(layers_[index].modules.change_of_all(), layers_[index]);
+  return with_watched(calls_[index].modules.change_of_all(), calls_[index]);
 }
 
 FactsChange GraphSequence::change() const noexcept {
   FactsChange all;
   const torch::nn::Module* model = nullptr;  // of the plain functions, whose replays look at few of its modules
-  for (const auto i : c10::irange(layers_.size())) {
-    const ModuleFacts& modules = layers_[i].modules;
+  for (const auto i : c10::irange(calls_.size())) {
+    const ModuleFacts& modules = calls_[i].modules;
     if (modules.attends() && modules.root() != model) {
       model = modules.root();
       all |= modules.members_change();
@@ -145,37 +145,37 @@ FactsChange GraphSequence::change() const noexcept {
 FactsChange GraphSequence::change_before_pass() const noexcept {
   FactsChange all;
   const torch::nn::Module* model = nullptr;  // as in change()
-  for (const auto i : c10::irange(layers_.size())) {
-    const CapturedCall& layer = layers_[i];
-    if (layer.released) {
+  for (const auto i : c10::irange(calls_.size())) {
+    const CapturedCall& call = calls_[i];
+    if (call.released) {
       continue;
     }
-    FactsChange of_layer = change(i);
-    if (layer.modules.attends() && layer.modules.root() != model) {
-      model = layer.modules.root();
-      of_layer |= layer.modules.members_change();
+    FactsChange of_call = change(i);
+    if (call.modules.attends() && call.modules.root() != model) {
+      model = call.modules.root();
+      of_call |= call.modules.members_change();
     }
-    if (of_layer.layout) {
+    if (of_call.layout) {
       continue;
     }
-    of_layer.training = of_layer.options = false;
-    if (layer.placed_by_hooks) {
-      of_layer.relocated = of_layer.identity = false;
+    of_call.training = of_call.options = false;
+    if (call.placed_by_hooks) {
+      of_call.relocated = of_call.identity = false;
     }
-    all |= of_layer;
+    all |= of_call;
   }
   return all;
 }
 
-bool GraphSequence::begins_pass(std::size_t layer) const {
+bool GraphSequence::begins_pass(std::size_t call) const {
   const std::lock_guard lock(mutex_);
-  return top_ < 0 && (!forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(layer) <= latest_);
+  return top_ < 0 && (!forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(call) <= latest_);
 }
 
 std::string GraphSequence::difference(std::size_t index) const {
-  const CapturedCall& layer = layers_[index];
-  std::string text = layer.modules.difference();
-  for (const TensorFacts& watched : layer.watched) {
+  const CapturedCall& call = calls_[index];
+  std::string text = call.modules.difference();
+  for (const TensorFacts& watched : call.watched) {
     if (const std::string what = watched.difference(); text.empty() && !what.empty()) {
       text = "a tensor that it reads " + what;
     }
@@ -183,9 +183,9 @@ std::string GraphSequence::difference(std::size_t index) const {
   return text;
 }
 
-void GraphSequence::take_target(CapturedCall& layer, const ReplayOptions* target) {
-  layer.target = target != nullptr ? *target : ReplayOptions();
-  if (const auto& stream = layer.target.stream();
+void GraphSequence::take_target(CapturedCall& call, const ReplayOptions* target) {
+  call.target = target != nullptr ? *target : ReplayOptions();
+  if (const auto& stream = call.target.stream();
       stream && std::find(given_streams_.begin(), given_streams_.end(), *stream) == given_streams_.end()) {
     given_streams_.push_back(*stream);
   }
@@ -231,11 +231,11 @@ void GraphSequence::launch(const Graph& graph, c10::Stream side, const ExternalE
   }
 }
 
-void GraphSequence::write_static_inputs(CapturedCall& layer, c10::ArrayRef<at::Tensor> inputs) {
+void GraphSequence::write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs) {
   bool joined = false;
   const at::NoGradGuard no_grad;
   for (const auto i : c10::irange(inputs.size())) {
-    const StaticInput& input = layer.inputs[i];
+    const StaticInput& input = call.inputs[i];
     if (!input.tensor.defined() || input.same_as_earlier ||
         (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() && same_layout(inputs[i], input.tensor))) {
       continue;
@@ -251,28 +251,28 @@ void GraphSequence::write_static_inputs(CapturedCall& layer, c10::ArrayRef<at::T
 void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
                             const ReplayOptions* target, Inputs known) {
   const std::lock_guard lock(mutex_);
-  CapturedCall& layer = layers_[index];
-  if (known == Inputs::unknown || !layer.forward) {
+  CapturedCall& call = calls_[index];
+  if (known == Inputs::unknown || !call.forward) {
     check(index, inputs);
   }
-  if (layer.pending) {
+  if (call.pending) {
     throw UsageError(describe(index) +
                      ": the backward of its previous forward is still pending, and this forward would " +
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
   }
   if (top_ >= static_cast<std::int64_t>(index)) {
-    throw UsageError(describe(index) + ": called after \"" + layers_[top_].spec.name +
+    throw UsageError(describe(index) + ": called after \"" + calls_[top_].spec.name +
                      "\", whose backward is pending; calls " +
                      "captured together replay in the order of their capture, or are captured apart");
   }
-  check_views_of_inputs(layer, inputs);
-  const Site site(Activity::launch_forward, layer.site);
+  check_views_of_inputs(call, inputs);
+  const Site site(Activity::launch_forward, call.site);
   take_turn(index);
   follow_latest_call();
   // What this forward frees while it runs, the outputs of later ones were given by the pool (not the reverse: earlier outputs
   // were alive when this forward was captured). So those of an earlier pass are overwritten by this launch already.
   for (std::size_t later = std::max(index, highest_given_) + 1; later-- > index;) {
-    for (OutputStorage& storage : layers_[later].output_storages) {
+    for (OutputStorage& storage : calls_[later].output_storages) {
       storage.before_overwrite(*runtime_, fork_, counts_.outputs);
     }
   }
@@ -280,31 +280,31 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   overwrite_released_outputs(index);
   overwrite_given_gradients(index);
   latest_ = static_cast<std::int64_t>(index);
-  ++layer.generation;  // from here on what an earlier forward saved may be overwritten
-  layer.backward_launched = layer.backward_failed = false;
-  write_static_inputs(layer, inputs);
-  take_target(layer, target);
-  const c10::Stream side = layer.target.stream().value_or(forward_stream(index));
+  ++call.generation;  // from here on what an earlier forward saved may be overwritten
+  call.backward_launched = call.backward_failed = false;
+  write_static_inputs(call, inputs);
+  take_target(call, target);
+  const c10::Stream side = call.target.stream().value_or(forward_stream(index));
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
   copies_.before_forward(index, side);
   try {
-    launch(layer.forward, side, layer.forward_done, layer.target.event().get());
+    launch(call.forward, side, call.forward_done, call.target.event().get());
     copies_.forward_launched(index);
     use_.launched(index);
   } catch (...) {
     settle(side);
     throw;
   }
-  give_outputs(layer, inputs, runtime_->current_stream(), outputs);
-  if (layer.has_backward) {
-    for (BackwardRead& read : layer.backward_reads) {
+  give_outputs(call, inputs, runtime_->current_stream(), outputs);
+  if (call.has_backward) {
+    for (BackwardRead& read : call.backward_reads) {
       read.at_forward = read.counter.current_version();
     }
-    layer.pending = true;
+    call.pending = true;
     top_ = static_cast<std::int64_t>(index);
     attach_node(index, inputs, outputs);
-    stamp_versions(layer, inputs, outputs);
+    stamp_versions(call, inputs, outputs);
   }
 }
 
@@ -316,35 +316,35 @@ void GraphSequence::join_copies() {
 void GraphSequence::reset(std::size_t index) {
   const std::lock_guard lock(mutex_);
   synchronize_streams();
-  CapturedCall& layer = layers_[index];
-  drop_pending(index, layer.generation);
-  layer.forward.reset();
-  layer.backward.reset();
+  CapturedCall& call = calls_[index];
+  drop_pending(index, call.generation);
+  call.forward.reset();
+  call.backward.reset();
   copies_.reset(index);
   use_.dropped();
 }
 
 void GraphSequence::reset() {
-  for (const auto i : c10::irange(layers_.size())) {
+  for (const auto i : c10::irange(calls_.size())) {
     reset(i);
   }
-  // What a capture in their place starts from stays: the layers' arguments that lie outside of the pool.
+  // What a capture in their place starts from stays: the calls' arguments that lie outside of the pool.
   const std::lock_guard lock(mutex_);
   leave_memory();
-  for (CapturedCall& layer : layers_) {
-    for (StaticInput& input : layer.inputs) {
-      const bool linked = input.from && !layers_[input.from->layer].released;
+  for (CapturedCall& call : calls_) {
+    for (StaticInput& input : call.inputs) {
+      const bool linked = input.from && !calls_[input.from->call].released;
       input.tensor = linked ? at::Tensor() : input.tensor;
       input.grad = at::Tensor();
     }
-    for (StaticOutput& output : layer.outputs) {
+    for (StaticOutput& output : call.outputs) {
       output.tensor = output.seed = at::Tensor();
     }
-    layer.output_storages.clear();
-    for (CallParameter& parameter : layer.parameters) {
+    call.output_storages.clear();
+    for (CallParameter& parameter : call.parameters) {
       parameter.grad = parameter.attached = at::Tensor();
     }
-    layer.for_each_given_gradient([](std::optional<OutputStorage>& memory) { memory.reset(); });
+    call.for_each_given_gradient([](std::optional<OutputStorage>& memory) { memory.reset(); });
   }
   pool_.reset();
   outside_ = {};
@@ -352,48 +352,48 @@ void GraphSequence::reset() {
 
 void GraphSequence::release(std::size_t index) {
   const std::lock_guard lock(mutex_);
-  CapturedCall& layer = layers_[index];
-  if (layer.released) {
+  CapturedCall& call = calls_[index];
+  if (call.released) {
     return;
   }
   reset(index);
-  layer.released = true;
+  call.released = true;
   give_up_outputs(index);
-  for (StaticInput& input : layer.inputs) {
+  for (StaticInput& input : call.inputs) {
     input.tensor = input.grad = at::Tensor();
   }
-  for (CallParameter& parameter : layer.parameters) {
+  for (CallParameter& parameter : call.parameters) {
     parameter.grad = parameter.attached = at::Tensor();
   }
-  layer.for_each_given_gradient([](std::optional<OutputStorage>& memory) {
+  call.for_each_given_gradient([](std::optional<OutputStorage>& memory) {
     if (memory && !memory->held()) {  // else it is copied out where a graph would overwrite it
       memory.reset();
     }
   });
-  layer.externals.clear();
-  layer.backward_reads.clear();
-  layer.target = {};
+  call.externals.clear();
+  call.backward_reads.clear();
+  call.target = {};
   if (released()) {
     reset();
   }
 }
 
 bool GraphSequence::released() const {
-  return std::all_of(layers_.begin(), layers_.end(), [](const CapturedCall& layer) { return layer.released; });
+  return std::all_of(calls_.begin(), calls_.end(), [](const CapturedCall& call) { return call.released; });
 }
 
 void GraphSequence::give_up_outputs(std::size_t index) noexcept {
-  CapturedCall& layer = layers_[index];
+  CapturedCall& call = calls_[index];
   try {
-    for (OutputStorage& storage : layer.output_storages) {
+    for (OutputStorage& storage : call.output_storages) {
       storage.before_overwrite(*runtime_, fork_, counts_.outputs);
     }
-    layer.for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
+    call.for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
       if (memory && !memory->held()) {
         memory->before_overwrite(*runtime_, fork_, counts_.gradients);
       }
     });
-    if (layer.generation > 0) {  // the memory may go now, behind all that reads it
+    if (call.generation > 0) {  // the memory may go now, behind all that reads it
       runtime_->synchronize(runtime_->current_stream());
     }
   } catch (
@@ -401,8 +401,8 @@ void GraphSequence::give_up_outputs(std::size_t index) noexcept {
     return;
   }
   released_.drop(index);
-  layer.output_storages.clear();
-  for (StaticOutput& output : layer.outputs) {
+  call.output_storages.clear();
+  for (StaticOutput& output : call.outputs) {
     output.tensor = output.owner = output.seed = at::Tensor();
   }
 }

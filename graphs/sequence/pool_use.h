@@ -9,9 +9,9 @@
 
 namespace sidestream {
 
-/// What a chain's graphs use of their pool as they replay, beyond what the allocator counts; see Note [Live memory]. Replays use
+/// What a sequence's graphs use of their pool as they replay, beyond what the allocator counts; see Note [Live memory]. Replays use
 /// what the captures used: in the order of the captures, the pool's live bytes in each are known.
-/// Capture: illegal.  Threads: one at a time (the chain's mutex).
+/// Capture: illegal.  Threads: one at a time (the sequence's mutex).
 class PoolUse {
  public:
   /// One graph's, at its place in the order of captures. Bytes of the whole pool.

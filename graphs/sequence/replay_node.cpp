@@ -47,23 +47,23 @@ bool is_leaf_on(c10::Stream stream, const torch::autograd::Edge& edge) noexcept 
 
 ReplayNode::~ReplayNode() {
   if (!applied_) {
-    chain_->drop_pending(layer_, generation_);
+    sequence_->drop_pending(call_, generation_);
   }
 }
 
 torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&& grads) {
   if (at::GradMode::is_enabled()) {
     throw UsageError(
-        chain_->describe(layer_) +
+        sequence_->describe(call_) +
         ": backward was run with create_graph, but autograd cannot differentiate the backward of a graphed call; " +
         "if you need gradients of gradients, run the call eagerly");
   }
   refuse_named_gradients();
   torch::autograd::variable_list results = std::move(grads);
   results.reserve(num_outputs());
-  chain_->backward(layer_, generation_, results);
+  sequence_->backward(call_, generation_, results);
   applied_ = true;
-  // Static gradients between two calls of a chain: a later replay uses their memory again.
+  // Static gradients between two calls of a sequence: a later replay uses their memory again.
   for (const auto i : c10::irange(of_inputs_)) {
     torch::autograd::Node* next = next_edge(i).function.get();
     if (as_replay(next) != nullptr && results[i].defined() && seen_by_others(*next)) {
@@ -76,9 +76,9 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
 // A backward that names inputs (autograd::grad, or backward with a list) leaves every other .grad as it is; a graph cannot.
 void ReplayNode::refuse_named_gradients() const {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted != nullptr && !wanted->empty() && chain_->layers_[layer_].accumulates) {
+  if (wanted != nullptr && !wanted->empty() && sequence_->calls_[call_].accumulates) {
     throw UsageError(
-        chain_->describe(layer_) +
+        sequence_->describe(call_) +
         ": only gradients of some inputs are requested (autograd::grad, or backward with inputs), but its " +
         "backward graph adds into the .grad of its parameters; capture without " +
         "GraphOptions::accumulate_in_graph, or with another policy than accumulated for its parameters");
@@ -86,60 +86,60 @@ void ReplayNode::refuse_named_gradients() const {
 }
 
 bool ReplayNode::owns_gradient_of(const at::Tensor& leaf) const {
-  const std::vector<CallParameter>& parameters = chain_->layers_[layer_].parameters;
+  const std::vector<CallParameter>& parameters = sequence_->calls_[call_].parameters;
   return std::any_of(parameters.begin(), parameters.end(), [&](const CallParameter& parameter) {
     return parameter.policy == GradientPolicy::accumulated && parameter.tensor.is_same(leaf);
   });
 }
 
 void GraphSequence::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
-  CapturedCall& layer = layers_[index];
-  auto node = std::make_shared<ReplayNode>(shared_from_this(), index, layer.generation);
+  CapturedCall& call = calls_[index];
+  auto node = std::make_shared<ReplayNode>(shared_from_this(), index, call.generation);
   torch::autograd::edge_list edges;
-  edges.reserve(layer.inputs_with_gradient.size() + layer.parameters_with_gradient.size());
+  edges.reserve(call.inputs_with_gradient.size() + call.parameters_with_gradient.size());
   const c10::Stream current = runtime_->current_stream();
-  for (const std::size_t i : layer.inputs_with_gradient) {
-    StaticInput& input = layer.inputs[i];
+  for (const std::size_t i : call.inputs_with_gradient) {
+    StaticInput& input = call.inputs[i];
     edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
     const auto* from = as_replay(edges.back().function.get());
     input.grad_direct =
-        input.grad_is_seed && from != nullptr && from->chain_.get() == this && from->layer_ == input.from->layer;
+        input.grad_is_seed && from != nullptr && from->sequence_.get() == this && from->call_ == input.from->call;
     input.goes_to_leaf = input.memory && is_leaf_on(current, edges.back());
   }
   node->of_inputs_ = edges.size();
-  for (const std::size_t i : layer.parameters_with_gradient) {
-    edges.push_back(torch::autograd::impl::gradient_edge(layer.parameters[i].tensor));
+  for (const std::size_t i : call.parameters_with_gradient) {
+    edges.push_back(torch::autograd::impl::gradient_edge(call.parameters[i].tensor));
   }
   node->set_next_edges(std::move(edges));
   for (const auto i : c10::irange(outputs.size())) {
-    if (layer.outputs[i].requires_grad) {
+    if (call.outputs[i].requires_grad) {
       torch::autograd::set_history(outputs[i], node);
     }
   }
 }
 
 bool GraphSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
-  const CapturedCall& layer = layers_[index];
-  if (inputs.size() != layer.inputs.size()) {
+  const CapturedCall& call = calls_[index];
+  if (inputs.size() != call.inputs.size()) {
     return false;
   }
   AliasesInTurn all_aliases(inputs);
   for (const auto i : c10::irange(inputs.size())) {
-    const StaticInput& held = layer.inputs[i];
+    const StaticInput& held = call.inputs[i];
     const at::Tensor& given = inputs[i];
     if (given.defined() != held.tensor.defined()) {
       return false;
     }
     if (given.defined() && (given.sizes() != held.tensor.sizes() || given.dtype() != held.tensor.dtype() ||
                             given.device() != held.tensor.device() ||
-                            (layer.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) ||
+                            (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) ||
                             (is_linked(held) && !is_linked_output(held, given)))) {
       return false;
     }
-    if (layer.casts && held.requires_grad && has_shared_cast(given) != layer.spec.inputs[i].shared_cast) {
+    if (call.casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
       return false;
     }
-    if (const auto& aliases = layer.spec.inputs[i].aliases; aliases) {  // of a call all arguments have them, or none
+    if (const auto& aliases = call.spec.inputs[i].aliases; aliases) {  // of a call all arguments have them, or none
       const InputAliases now = all_aliases.next();
       if (given.defined() && (!(now == *aliases) || (!held.from && given.is_non_overlapping_and_dense() &&
                                                      !same_layout(given, held.tensor)))) {
@@ -151,19 +151,19 @@ bool GraphSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs)
 }
 
 void GraphSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
-  if (!layers_[index].forward) {
+  if (!calls_[index].forward) {
     throw UsageError(describe(index) + ": replayed after reset; capture it again");
   }
   if (accepts(index, inputs)) {
     return;
   }
-  const CapturedCall& layer = layers_[index];
-  if (inputs.size() != layer.inputs.size()) {
-    throw UsageError(describe(index) + ": captured with " + std::to_string(layer.inputs.size()) + " tensors, given " +
+  const CapturedCall& call = calls_[index];
+  if (inputs.size() != call.inputs.size()) {
+    throw UsageError(describe(index) + ": captured with " + std::to_string(call.inputs.size()) + " tensors, given " +
                      std::to_string(inputs.size()));
   }
   for (const auto i : c10::irange(inputs.size())) {
-    const StaticInput& held = layer.inputs[i];
+    const StaticInput& held = call.inputs[i];
     const at::Tensor& given = inputs[i];
     const std::string where = describe(index) + ": input " + std::to_string(i) + " ";
     if (given.defined() != held.tensor.defined()) {
@@ -186,10 +186,10 @@ void GraphSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) c
     if (given.device() != held.tensor.device()) {
       differs("device", given.device(), held.tensor.device());
     }
-    if (layer.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) {
+    if (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) {
       differs("requires_grad", given.requires_grad(), held.requires_grad);
     }
-    if (layers_[index].casts && held.requires_grad && has_shared_cast(given) != layer.spec.inputs[i].shared_cast) {
+    if (calls_[index].casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
       throw UsageError(
           where +
           (has_shared_cast(given) ? "is a leaf, but was captured with a tensor that is not a leaf"
@@ -201,9 +201,9 @@ void GraphSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) c
                        "was captured as the output of an earlier call and shares its memory; pass exactly that " +
                        "output, or capture with a sample tensor of its own");
     }
-    if (layer.spec.inputs[i].aliases) {
+    if (call.spec.inputs[i].aliases) {
       const InputAliases now = InputAliases::of(inputs, i);
-      if (!(now == *layer.spec.inputs[i].aliases)) {
+      if (!(now == *call.spec.inputs[i].aliases)) {
         throw UsageError(where + "shares its memory with another argument, or did so at the capture; pass the same " +
                          "arguments as captured, or set CallOptions::on_new_arguments to capture");
       }

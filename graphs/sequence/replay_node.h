@@ -16,11 +16,11 @@ class GraphSequence;
 class KeepsNoGradient : public torch::autograd::FunctionPreHook {};
 
 /// The autograd node of one graphed call: its apply replays the backward graph. When it dies unused, so does the claim on the
-/// layer's saved tensors.
+/// call's saved tensors.
 class ReplayNode final : public torch::autograd::Node, public GradientOwner {
  public:
-  ReplayNode(std::shared_ptr<GraphSequence> chain, std::size_t layer, std::uint64_t generation)
-      : chain_(std::move(chain)), layer_(layer), generation_(generation) {}
+  ReplayNode(std::shared_ptr<GraphSequence> sequence, std::size_t call, std::uint64_t generation)
+      : sequence_(std::move(sequence)), call_(call), generation_(generation) {}
   ~ReplayNode() override;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
@@ -31,8 +31,8 @@ class ReplayNode final : public torch::autograd::Node, public GradientOwner {
  private:
   friend class GraphSequence;
   void refuse_named_gradients() const;
-  std::shared_ptr<GraphSequence> chain_;
-  std::size_t layer_;
+  std::shared_ptr<GraphSequence> sequence_;
+  std::size_t call_;
   std::uint64_t generation_;
   std::size_t of_inputs_ = 0;  ///< edges that lead to inputs; those to parameters follow
   bool applied_ = false;

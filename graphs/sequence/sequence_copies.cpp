@@ -7,41 +7,40 @@
 namespace sidestream {
 
 SequenceCopies::SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover,
-                               CapturedCalls& layers)
-    : runtime_(std::move(runtime)), mover_(std::move(mover)), layers_(layers) {}
+                               CapturedCalls& calls)
+    : runtime_(std::move(runtime)), mover_(std::move(mover)), calls_(calls) {}
 
 SequenceCopies::~SequenceCopies() { mover_->settle(); }
 
 void SequenceCopies::prepare() {
-  for (CapturedCall& layer : layers_) {
-    layer.copies.left = runtime_->create_event();
-    layer.copies.back = runtime_->create_event();
+  for (CapturedCall& call : calls_) {
+    call.copies.left = runtime_->create_event();
+    call.copies.back = runtime_->create_event();
   }
-  leaving_.reserve(layers_.size());
-  back_.reserve(layers_.size());
-  due_.reserve(layers_.size());
-  with_copies_.reserve(layers_.size());
+  leaving_.reserve(calls_.size());
+  back_.reserve(calls_.size());
+  due_.reserve(calls_.size());
+  with_copies_.reserve(calls_.size());
 }
 
-// A layer that is not below left in an earlier pass, whose order of graphs is over: all memory is in other hands by then.
+// A call that is not below left in an earlier pass, whose order of graphs is over: all memory is in other hands by then.
 void SequenceCopies::before_forward(std::size_t index, c10::Stream side) {
-  for (const std::size_t layer : leaving_) {
-    if (layer >= index || layers_[layer].copies.released_at <= index) {
-      mover_->await(side, layers_[layer].copies.left);
+  for (const std::size_t call : leaving_) {
+    if (call >= index || calls_[call].copies.released_at <= index) {
+      mover_->await(side, calls_[call].copies.left);
     }
   }
   for (const Back& back : back_) {
     if (!back.awaited) {
-      mover_->await(side, layers_[back.layer].copies.back);
+      mover_->await(side, calls_[back.call].copies.back);
     }
   }
 }
 
 void SequenceCopies::forward_launched(std::size_t index) {
-  std::erase_if(leaving_,
-                [&](std::size_t layer) { return layer >= index || layers_[layer].copies.released_at <= index; });
+  std::erase_if(leaving_, [&](std::size_t call) { return call >= index || calls_[call].copies.released_at <= index; });
   back_.clear();
-  const CapturedCopies& captured = layers_[index].copies.captured;
+  const CapturedCopies& captured = calls_[index].copies.captured;
   if (captured.empty()) {
     return;
   }
@@ -57,7 +56,7 @@ void SequenceCopies::forward_launched(std::size_t index) {
       copies.to_host(copy.host, copy.source, copy.bytes);
     }
     if (next == captured.copies.size()) {
-      copies.record(layers_[index].copies.left);
+      copies.record(calls_[index].copies.left);
     }
   }
   copies.finish();
@@ -65,17 +64,17 @@ void SequenceCopies::forward_launched(std::size_t index) {
 }
 
 bool SequenceCopies::may_use_targets(std::size_t place, std::size_t index) const {
-  return place < layers_[index].copies.returns_at || place > place_of_backward(index);
+  return place < calls_[index].copies.returns_at || place > place_of_backward(index);
 }
 
 bool SequenceCopies::is_on_device(std::size_t index) const {
-  return std::any_of(back_.begin(), back_.end(), [&](const Back& back) { return back.layer == index; });
+  return std::any_of(back_.begin(), back_.end(), [&](const Back& back) { return back.call == index; });
 }
 
-void SequenceCopies::find_layers_with_copies() {
+void SequenceCopies::find_calls_with_copies() {
   with_copies_.clear();
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    if (!layers_[i].copies.captured.empty()) {
+  for (std::size_t i = 0; i < calls_.size(); ++i) {
+    if (!calls_[i].copies.captured.empty()) {
       with_copies_.push_back(i);
     }
   }
@@ -85,14 +84,14 @@ void SequenceCopies::find_layers_with_copies() {
 void SequenceCopies::bring_back_due(std::size_t index, c10::Stream side) {
   due_.clear();
   if (!found_) {
-    find_layers_with_copies();
+    find_calls_with_copies();
   }
   for (auto next = std::upper_bound(with_copies_.begin(), with_copies_.end(), index); next != with_copies_.begin();) {
     const std::size_t i = *--next;
     if (i < index && may_use_targets(place_of_backward(index), i)) {
       break;  // those below come back later still
     }
-    if ((i == index || layers_[i].pending) && !is_on_device(i)) {
+    if ((i == index || calls_[i].pending) && !is_on_device(i)) {
       due_.push_back(i);
     }
   }
@@ -101,68 +100,68 @@ void SequenceCopies::bring_back_due(std::size_t index, c10::Stream side) {
   }
   GroupMover::Copies copies = mover_->copies_back();
   copies.behind(side);  // all that has used the targets' memory, and the copies out
-  for (const std::size_t layer : due_) {
-    const Site site(Activity::reload, layers_[layer].site);
-    for (const CapturedCopy& copy : layers_[layer].copies.captured.copies) {
+  for (const std::size_t call : due_) {
+    const Site site(Activity::reload, calls_[call].site);
+    for (const CapturedCopy& copy : calls_[call].copies.captured.copies) {
       copies.to_device(copy.target, copy.host, copy.bytes);
     }
-    copies.record(layers_[layer].copies.back);
+    copies.record(calls_[call].copies.back);
   }
   copies.finish();
 }
 
 void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
   const std::size_t place = place_of_backward(index);
-  for (const std::size_t layer : leaving_) {
-    if (layers_[layer].copies.released_at <= place) {
-      mover_->await(side, layers_[layer].copies.left);
+  for (const std::size_t call : leaving_) {
+    if (calls_[call].copies.released_at <= place) {
+      mover_->await(side, calls_[call].copies.left);
     }
   }
   for (const Back& back : back_) {
-    if (!back.awaited && may_use_targets(place, back.layer)) {
-      mover_->await(side, layers_[back.layer].copies.back);
+    if (!back.awaited && may_use_targets(place, back.call)) {
+      mover_->await(side, calls_[back.call].copies.back);
     }
   }
   bring_back_due(index, side);
-  for (const std::size_t layer : due_) {
-    back_.push_back({layer});
-    if (layer == index && layers_[layer].copies.returns_at < place) {
+  for (const std::size_t call : due_) {
+    back_.push_back({call});
+    if (call == index && calls_[call].copies.returns_at < place) {
       mover_->count_inline_reload();
     }
   }
   for (const Back& back : back_) {
-    if (back.layer == index && !back.awaited) {
-      mover_->await(side, layers_[index].copies.back);
+    if (back.call == index && !back.awaited) {
+      mover_->await(side, calls_[index].copies.back);
     }
   }
 }
 
 void SequenceCopies::backward_launched(std::size_t index) {
   const std::size_t place = place_of_backward(index);
-  std::erase_if(leaving_, [&](std::size_t layer) { return layers_[layer].copies.released_at <= place; });
-  std::erase_if(back_, [&](const Back& back) { return place < layers_[back.layer].copies.returns_at; });
+  std::erase_if(leaving_, [&](std::size_t call) { return calls_[call].copies.released_at <= place; });
+  std::erase_if(back_, [&](const Back& back) { return place < calls_[back.call].copies.returns_at; });
   for (Back& back : back_) {
-    back.awaited = back.awaited || back.layer == index || may_use_targets(place, back.layer);
+    back.awaited = back.awaited || back.call == index || may_use_targets(place, back.call);
   }
 }
 
 void SequenceCopies::join(c10::Stream stream) {
-  for (const std::size_t layer : leaving_) {
-    runtime_->wait(stream, layers_[layer].copies.left);
+  for (const std::size_t call : leaving_) {
+    runtime_->wait(stream, calls_[call].copies.left);
   }
   for (const Back& back : back_) {
     if (!back.awaited) {
-      runtime_->wait(stream, layers_[back.layer].copies.back);
+      runtime_->wait(stream, calls_[back.call].copies.back);
     }
   }
 }
 
 void SequenceCopies::reset(std::size_t index) {
-  const auto is_it = [&](const Back& back) { return back.layer == index; };
+  const auto is_it = [&](const Back& back) { return back.call == index; };
   if (std::erase(leaving_, index) + std::erase_if(back_, is_it) > 0) {
     mover_->settle();
   }
-  layers_[index].copies = {};
+  calls_[index].copies = {};
   found_ = false;
 }
 

@@ -11,61 +11,59 @@
 
 namespace sidestream {
 
-/// Queues the copies of a chain's replays beside its graphs, and makes each graph wait for those whose memory it uses.
+/// Queues the copies of a sequence's replays beside its graphs, and makes each graph wait for those whose memory it uses.
 ///
-/// Ordering: Note [Graph choreography] in chain.cpp.  Capture: illegal.  Threads: one at a time (the chain's mutex).
+/// Ordering: Note [Graph choreography] in graph_sequence.cpp.  Capture: illegal.  Threads: one at a time (the sequence's mutex).
 /// Where a call throws, the copies that it had queued are done.
 class SequenceCopies {
  public:
-  /// `layers` must outlive this object.
-  SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, CapturedCalls& layers);
+  /// `calls` must outlive this object.
+  SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, CapturedCalls& calls);
   SequenceCopies(const SequenceCopies&) = delete;
   SequenceCopies& operator=(const SequenceCopies&) = delete;
   /// Blocks the host until the copies are done.
   ~SequenceCopies();
 
-  /// Before the captures, when all layers are there.
+  /// Before the captures, when all calls are there.
   void prepare();
-  [[nodiscard]] std::size_t place_of_backward(std::size_t layer) const noexcept {
-    return 2 * layers_.size() - 1 - layer;
-  }
+  [[nodiscard]] std::size_t place_of_backward(std::size_t call) const noexcept { return 2 * calls_.size() - 1 - call; }
 
-  /// Makes `side` wait for all that the forward of layer `index` must be behind.
+  /// Makes `side` wait for all that the forward of call `index` must be behind.
   void before_forward(std::size_t index, c10::Stream side);
   /// Behind its launch: queues its copies to the host.
   void forward_launched(std::size_t index);
-  /// Queues what is to come back before the backward of layer `index`; makes `side` wait for all that it must be behind.
+  /// Queues what is to come back before the backward of call `index`; makes `side` wait for all that it must be behind.
   void before_backward(std::size_t index, c10::Stream side);
   /// Behind its launch.
   void backward_launched(std::size_t index);
   /// Makes `stream` wait for all copies that no graph has waited for.
   void join(c10::Stream stream);
-  /// Blocks the host until the copies of layer `index` are done, and forgets them.
+  /// Blocks the host until the copies of call `index` are done, and forgets them.
   void reset(std::size_t index);
 
  private:
-  /// A layer whose copies to the device were queued since the latest forward, while no graph has used their memory.
+  /// A call whose copies to the device were queued since the latest forward, while no graph has used their memory.
   struct Back {
-    std::size_t layer = 0;
+    std::size_t call = 0;
     bool awaited = false;  ///< by a graph
   };
 
-  /// True where the graph at `place` may use the memory that the copies of layer `index` come back to.
+  /// True where the graph at `place` may use the memory that the copies of call `index` come back to.
   [[nodiscard]] bool may_use_targets(std::size_t place, std::size_t index) const;
   [[nodiscard]] bool is_on_device(std::size_t index) const;
-  /// Once behind the captures, and behind each reset: no backward then looks at layers that have nothing to bring back.
-  void find_layers_with_copies();
-  /// Queues what is due before the backward of layer `index`, and notes it in `due_`.
+  /// Once behind the captures, and behind each reset: no backward then looks at calls that have nothing to bring back.
+  void find_calls_with_copies();
+  /// Queues what is due before the backward of call `index`, and notes it in `due_`.
   void bring_back_due(std::size_t index, c10::Stream side);
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
-  CapturedCalls& layers_;
-  std::vector<std::size_t> leaving_;  ///< layers whose copies to the host no graph has waited for
+  CapturedCalls& calls_;
+  std::vector<std::size_t> leaving_;  ///< calls whose copies to the host no graph has waited for
   std::vector<Back> back_;
   std::vector<std::size_t> due_;
   std::vector<std::size_t> with_copies_;  ///< in order
-  bool found_ = false;                    ///< `with_copies_` is as the layers are
+  bool found_ = false;                    ///< `with_copies_` is as the calls are
 };
 
 }  // namespace sidestream

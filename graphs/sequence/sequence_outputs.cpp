@@ -1,4 +1,4 @@
-// Outputs whose memory other graphs of the chain use again; see Note [Graph choreography] in chain.cpp.
+// Outputs whose memory other graphs of the sequence use again; see Note [Graph choreography] in graph_sequence.cpp.
 #include <exception>
 #include <utility>
 
@@ -7,20 +7,20 @@
 namespace sidestream {
 
 bool GraphSequence::is_linked_output(const StaticInput& input, const at::Tensor& given) const {
-  const CapturedCall& giver = layers_[input.from->layer];
+  const CapturedCall& giver = calls_[input.from->call];
   return given.has_storage() && giver.output_storages[giver.outputs[input.from->index].of].gave(given.storage()) &&
          given.storage_offset() == input.tensor.storage_offset() && same_layout(given, input.tensor);
 }
 
 void GraphSequence::overwrite_released_outputs(std::size_t place) {
   released_.before_launch(place, [&](const Link& output) {
-    layers_[output.layer].output_storages[output.index].before_overwrite(*runtime_, fork_, counts_.outputs);
+    calls_[output.call].output_storages[output.index].before_overwrite(*runtime_, fork_, counts_.outputs);
   });
 }
 
 void GraphSequence::overwrite_given_gradients(std::size_t place) {
   while (!gave_gradients_.empty() && copies_.place_of_backward(gave_gradients_.back()) >= place) {
-    layers_[gave_gradients_.back()].for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
+    calls_[gave_gradients_.back()].for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
       if (memory) {
         memory->before_overwrite(*runtime_, fork_, counts_.gradients);
       }
@@ -43,13 +43,13 @@ void GraphSequence::part_with(OutputStorage& storage, OutputCounts& counts) noex
 }
 
 void GraphSequence::part_with_outputs() noexcept {
-  for (CapturedCall& layer : layers_) {
-    for (OutputStorage& storage : layer.output_storages) {
+  for (CapturedCall& call : calls_) {
+    for (OutputStorage& storage : call.output_storages) {
       if (storage.given_back() || !storage.held()) {  // else who holds it keeps the memory
         part_with(storage, counts_.outputs);
       }
     }
-    layer.for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
+    call.for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
       if (memory && (memory_->shared() || !memory->held())) {
         part_with(*memory, counts_.gradients);
       }
@@ -59,7 +59,7 @@ void GraphSequence::part_with_outputs() noexcept {
     const c10::Stream now = runtime_->current_stream();
     if (runtime_->capture_status(now) == CaptureStatus::none) {
       follow_latest_call();
-      copies_.join(now);  // another chain may write the memory, and the pinned slots, next
+      copies_.join(now);  // another sequence may write the memory, and the pinned slots, next
       runtime_->synchronize(now);
     }
   } catch (const std::exception&) {  // the device has failed: nothing runs any more

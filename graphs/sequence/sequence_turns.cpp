@@ -1,4 +1,4 @@
-// Turns of chains in memory that they share; see Note [Turns in shared memory] in graph_memory.h.
+// Turns of sequences in memory that they share; see Note [Turns in shared memory] in graph_memory.h.
 #include "graphs/sequence/graph_sequence.h"
 #include "sidestream/error.h"
 
@@ -55,14 +55,14 @@ void GraphSequence::follow_latest_call() {
 void GraphSequence::give_up_turn() {
   follow_latest_call();
   copies_.join(runtime_->current_stream());
-  for (CapturedCall& layer : layers_) {
-    for (OutputStorage& storage : layer.output_storages) {
+  for (CapturedCall& call : calls_) {
+    for (OutputStorage& storage : call.output_storages) {
       storage.before_overwrite(*runtime_, fork_, counts_.outputs);
     }
   }
   overwrite_given_gradients(0);
-  for (CapturedCall& layer : layers_) {
-    ++layer.generation;  // what a retained graph saved is overwritten from here on
+  for (CapturedCall& call : calls_) {
+    ++call.generation;  // what a retained graph saved is overwritten from here on
   }
   use_.idle();
 }
@@ -88,12 +88,12 @@ void GraphSequence::begin_capture() {
 }
 
 void GraphSequence::share_outputs() {
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    std::vector<OutputStorage>& storages = layers_[layer].output_storages;
+  for (std::size_t call = 0; call < calls_.size(); ++call) {
+    std::vector<OutputStorage>& storages = calls_[call].output_storages;
     for (std::size_t index = 0; index < storages.size(); ++index) {
       if (!storages[index].given_back()) {
         storages[index].give_back_to(pool_);
-        released_.add(2 * layers_.size(), layer, index);  // behind the last graph of this chain
+        released_.add(2 * calls_.size(), call, index);  // behind the last graph of this sequence
       }
     }
   }

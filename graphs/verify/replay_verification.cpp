@@ -79,28 +79,28 @@ bool ReplayVerification::takes_turn(Turns& turns) {
   return takes;
 }
 
-std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(const GraphSequence& chain, std::size_t layer,
+std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(const GraphSequence& sequence, std::size_t call,
                                                               const detail::CallRequest& request) {
   const Names names = names_of(model_);
   const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
   return VerifiedCall::run(
-      {&chain.layers()[layer], request.keep(request.context).body, request.inputs, device_, tolerance_, &names},
+      {&sequence.calls()[call], request.keep(request.context).body, request.inputs, device_, tolerance_, &names},
       counts_);
 }
 
-void ReplayVerification::forward(const std::shared_ptr<GraphSequence>& chain, std::size_t layer,
+void ReplayVerification::forward(const std::shared_ptr<GraphSequence>& sequence, std::size_t call,
                                  const detail::CallRequest& request, detail::TensorBuffer& outputs) {
-  const auto [of_chain, is_new] = turns_.try_emplace(chain, chain->layers().size());
-  if (is_new) {  // chains that were captured again leave theirs behind
+  const auto [of_sequence, is_new] = turns_.try_emplace(sequence, sequence->calls().size());
+  if (is_new) {  // sequences that were captured again leave theirs behind
     std::erase_if(turns_, [](const auto& item) { return item.first.expired(); });
   }
-  if (!takes_turn(of_chain->second[layer])) {
-    chain->forward(layer, request.inputs, outputs, request.replay);
+  if (!takes_turn(of_sequence->second[call])) {
+    sequence->forward(call, request.inputs, outputs, request.replay);
     return;
   }
-  const std::shared_ptr<VerifiedCall> eager = run_eagerly(*chain, layer, request);
+  const std::shared_ptr<VerifiedCall> eager = run_eagerly(*sequence, call, request);
   latest_ = eager;
-  chain->forward(layer, request.inputs, outputs, request.replay);
+  sequence->forward(call, request.inputs, outputs, request.replay);
   eager->compare_forward(outputs);
 }
 

@@ -31,9 +31,9 @@ class ReplayVerification {
   ReplayVerification& operator=(const ReplayVerification&) = delete;
   ~ReplayVerification() = default;
 
-  /// Replays the forward of `layer`, and compares it if it is its turn. Throws: VerificationError, what the call throws, and as
+  /// Replays the forward of `call`, and compares it if it is its turn. Throws: VerificationError, what the call throws, and as
   /// GraphSequence::forward.
-  void forward(const std::shared_ptr<GraphSequence>& chain, std::size_t layer, const detail::CallRequest& request,
+  void forward(const std::shared_ptr<GraphSequence>& sequence, std::size_t call, const detail::CallRequest& request,
                detail::TensorBuffer& outputs);
   void begin_step() noexcept;
   /// An eager run whose backward did not come is let go.
@@ -52,7 +52,7 @@ class ReplayVerification {
   [[nodiscard]] bool due(const Turns& turns) const noexcept;
   /// A round is a step; outside of steps, until a call comes a second time.
   void next_round() noexcept;
-  [[nodiscard]] std::shared_ptr<VerifiedCall> run_eagerly(const GraphSequence& chain, std::size_t layer,
+  [[nodiscard]] std::shared_ptr<VerifiedCall> run_eagerly(const GraphSequence& sequence, std::size_t call,
                                                           const detail::CallRequest& request);
 
   static constexpr std::uint64_t kAny = std::numeric_limits<std::uint64_t>::max();

@@ -51,12 +51,12 @@ std::string index_name(const char* what, std::size_t index) { return what + std:
 }  // namespace
 
 VerifiedCall::VerifiedCall(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts)
-    : name_(call.layer->spec.name),
+    : name_(call.captured->spec.name),
       device_(call.device),
       tolerance_(at::globalContext().deterministicAlgorithms() ? 0 : call.tolerance),
       counts_(std::move(counts)) {
   generators_.push_back({at::globalContext().defaultGenerator(device_), {}});
-  for (const at::Generator& generator : call.layer->spec.generators) {
+  for (const at::Generator& generator : call.captured->spec.generators) {
     generators_.push_back({generator, {}});
   }
 }
@@ -78,7 +78,7 @@ std::shared_ptr<VerifiedCall> VerifiedCall::run(const CallToVerify& call, std::s
 }
 
 void VerifiedCall::run_forward(const CallToVerify& call) {
-  for (const StaticOutput& output : call.layer->outputs) {
+  for (const StaticOutput& output : call.captured->outputs) {
     begins_backward_.push_back(output.requires_grad);
   }
   detail::TensorBuffer given;
@@ -110,17 +110,17 @@ void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& gi
   std::vector<Target> inputs;
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     const at::Tensor& input = call.inputs[i];
-    if (const auto& aliases = call.layer->spec.inputs[i].aliases; aliases && aliases->same_as != i) {
+    if (const auto& aliases = call.captured->spec.inputs[i].aliases; aliases && aliases->same_as != i) {
       const at::Tensor earlier = given[aliases->same_as];  // one leaf, as in its capture: it gets the whole gradient
       results += input.defined() && input.requires_grad() ? 1 : 0;
       given.push_back(earlier);
       continue;
     }
     if (!input.defined() || !input.requires_grad()) {
-      given.push_back(input.defined() ? as_captured(input, call.layer->inputs[i].tensor) : input);
+      given.push_back(input.defined() ? as_captured(input, call.captured->inputs[i].tensor) : input);
       continue;
     }
-    const at::Tensor leaf = as_captured(input, call.layer->inputs[i].tensor).requires_grad_(true);
+    const at::Tensor leaf = as_captured(input, call.captured->inputs[i].tensor).requires_grad_(true);
     given.push_back(input.is_leaf() ? leaf : no_leaf(leaf));
     Target& target = inputs.emplace_back();
     target.what = index_name("gradient of input ", i);
@@ -147,7 +147,7 @@ void VerifiedCall::add_parameters(const CallToVerify& call) {
     target.leaf = parameter;
     return target;
   };
-  const std::vector<CallParameter>& parameters = call.layer->parameters;
+  const std::vector<CallParameter>& parameters = call.captured->parameters;
   std::size_t results = 0;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const bool added = parameters[i].policy == GradientPolicy::accumulated;
@@ -158,8 +158,8 @@ void VerifiedCall::add_parameters(const CallToVerify& call) {
     }
     results += added ? 0 : 1;
   }
-  if (call.layer->spec.module != nullptr) {  // those that the capture did not use are to get no gradient now, either
-    for (const auto& item : call.layer->spec.module->named_parameters()) {
+  if (call.captured->spec.module != nullptr) {  // those that the capture did not use are to get no gradient now, either
+    for (const auto& item : call.captured->spec.module->named_parameters()) {
       if (item.value().is_leaf() && item.value().requires_grad() && !known(item.value())) {
         add(item.value(), item.key());
       }
@@ -168,10 +168,10 @@ void VerifiedCall::add_parameters(const CallToVerify& call) {
 }
 
 void VerifiedCall::add_buffers(const CallToVerify& call) {
-  if (call.layer->spec.module == nullptr) {
+  if (call.captured->spec.module == nullptr) {
     return;
   }
-  for (const auto& item : call.layer->spec.module->named_buffers()) {
+  for (const auto& item : call.captured->spec.module->named_buffers()) {
     if (item.value().defined()) {
       const auto named = call.names->find(item.value().unsafeGetTensorImpl());
       buffers_.push_back({"buffer " + (named != call.names->end() ? named->second : item.key()), item.value(), {}});

@@ -25,8 +25,8 @@ struct VerifiedCounts {
 
 /// A call as it is run eagerly beside its replay.
 struct CallToVerify {
-  const CapturedCall* layer = nullptr;  ///< what replays it
-  Body body;                            ///< the call with the arguments of now
+  const CapturedCall* captured = nullptr;  ///< what replays it
+  Body body;                               ///< the call with the arguments of now
   c10::ArrayRef<at::Tensor> inputs;
   c10::Device device;
   double tolerance = 0;

@@ -45,7 +45,7 @@ class GraphedStep::Shared {
     /// No graph is left: a capture in its place has failed.
     [[nodiscard]] bool is_lost() const {
       const auto held = holder.lock();
-      return held != nullptr && !held->chain->layers().front().forward;
+      return held != nullptr && !held->sequence->calls().front().forward;
     }
   };
 
@@ -120,7 +120,7 @@ void GraphedStep::Shared::capture(const std::vector<Tensors>& samples) {
   callable.generators(given_->generators);
   auto graphs = EngineAccess::capture(engine_, {std::move(callable)}, {flat}, options_.graph());
   variants_.push_back({std::move(counts), std::move(shapes), std::move(body), std::move(graphs.front()),
-                       EngineAccess::state(engine_).chains().all().back()});
+                       EngineAccess::state(engine_).sequences().all().back()});
 }
 
 GraphedStep::Shared::Variant& GraphedStep::Shared::variant_for(const std::vector<Tensors>& microbatches) {

@@ -135,8 +135,8 @@ void TrainedInMode::step() {
 
 void TrainedInMode::launch(c10::Stream stream) {
   EngineState& state = EngineAccess::state(*engine_);
-  state.chains().for_each(
-      [&](const GraphSequence& chain) { state.runtime().launch(chain.layers().front().forward, stream); });
+  state.sequences().for_each(
+      [&](const GraphSequence& sequence) { state.runtime().launch(sequence.calls().front().forward, stream); });
 }
 
 std::int64_t TrainedInMode::offloaded_bytes() const {

@@ -293,7 +293,7 @@ TEST_F(CapturedBucketsTest, ACaptureThatFailsComesOutOfTheCallAndLeavesTheOthers
   expect_exp(8);
   expect_exp(12);
   expect_exp(12);
-  EXPECT_EQ(EngineAccess::state(engine_).chains().all().size(), 2U);
+  EXPECT_EQ(EngineAccess::state(engine_).sequences().all().size(), 2U);
 }
 
 /// Two callables of which the second takes a mask, whose shape alone may be new.

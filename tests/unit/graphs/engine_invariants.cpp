@@ -62,9 +62,9 @@ bool nested_backward_refused() {
 std::size_t captured_leases(const EngineState& engine) {
   std::size_t leases = 0;
   std::set<const HostArena::Lease*> shared;
-  engine.chains().for_each([&](const GraphSequence& chain) {
-    for (const CapturedCall& layer : chain.layers()) {
-      for (const auto& saved : layer.copies.captured.storages) {
+  engine.sequences().for_each([&](const GraphSequence& sequence) {
+    for (const CapturedCall& call : sequence.calls()) {
+      for (const auto& saved : call.copies.captured.storages) {
         leases += saved->lease ? 1U : 0U;
         for (const SharedSlots::Part& part : saved->parts) {
           shared.insert(part.slot.get());

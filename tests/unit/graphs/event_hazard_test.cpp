@@ -70,8 +70,8 @@ TEST_F(EventHazardTest, H02EachGraphHasAnEventOfItsOwn) {
   }
   const auto graphed = make_graphed_callables(engine, callables, samples);
   std::set<const void*> events;
-  for (const CapturedCall& layer : EngineAccess::state(engine).chains().all().front().lock()->chain->layers()) {
-    events.insert({layer.forward_done.native(), layer.backward_done.native()});
+  for (const CapturedCall& call : EngineAccess::state(engine).sequences().all().front().lock()->sequence->calls()) {
+    events.insert({call.forward_done.native(), call.backward_done.native()});
   }
   EXPECT_EQ(events.size(), 8U);
   // One event of the caller's beside them, which every graph of the chain records: see the program "stream_event".

@@ -87,8 +87,8 @@ class GraphInspectionTest : public testing::Test {
     const StepTensors plain = train(plain_, nullptr, s);
     EXPECT_TRUE(same(train(model_, engine, s), plain)) << "step " << s;
   }
-  static const CapturedCall& layer_of(const OffloadEngine& engine, std::size_t index) {
-    return EngineAccess::state(engine).chains().all().front().lock()->chain->layers()[index];
+  static const CapturedCall& call_of(const OffloadEngine& engine, std::size_t index) {
+    return EngineAccess::state(engine).sequences().all().front().lock()->sequence->calls()[index];
   }
 
   c10::Device device_ = find_device("sim");
@@ -129,14 +129,14 @@ TEST_F(GraphInspectionTest, EveryNodeIsNamedByOperatorAndScope) {
                                                           return Tensors{h * 2};
                                                         })},
                                               {{at::ones({8, 64}, device_).requires_grad_(true)}});
-  const CapturedCall& layer = layer_of(engine, 0);
+  const CapturedCall& call = call_of(engine, 0);
   using Names = std::vector<std::pair<std::string, std::string>>;
-  EXPECT_EQ(names_of_kernels(runtime_->nodes(layer.forward), layer.forward_names),
+  EXPECT_EQ(names_of_kernels(runtime_->nodes(call.forward), call.forward_names),
             (Names{{"call.first", "aten::exp"},
                    {"call.second", "aten::tanh"},
                    {"call.second.inner", "aten::sigmoid"},
                    {"call", "aten::mul"}}));
-  EXPECT_EQ(names_of_kernels(runtime_->nodes(layer.backward), layer.backward_names),
+  EXPECT_EQ(names_of_kernels(runtime_->nodes(call.backward), call.backward_names),
             (Names{{"call", "MulBackward1: aten::mul"},
                    {"call.second.inner", "SigmoidBackward0: aten::sigmoid_backward"},
                    {"call.second", "TanhBackward0: aten::tanh_backward"},
@@ -148,11 +148,11 @@ TEST_F(GraphInspectionTest, EveryScopeOfAModelIsFoundInBothGraphs) {
   expect_step_as_plain(&engine, 0);
   expect_step_as_plain(&engine, 1);
   for (std::size_t i = 0; i < 4; ++i) {
-    const CapturedCall& layer = layer_of(engine, i);
+    const CapturedCall& call = call_of(engine, i);
     for (const bool backward : {false, true}) {
       std::set<std::string> scopes;
-      for (const auto& [scope, work] : names_of_kernels(runtime_->nodes(backward ? layer.backward : layer.forward),
-                                                        backward ? layer.backward_names : layer.forward_names)) {
+      for (const auto& [scope, work] : names_of_kernels(runtime_->nodes(backward ? call.backward : call.forward),
+                                                        backward ? call.backward_names : call.forward_names)) {
         scopes.insert(scope);
         EXPECT_FALSE(work.empty()) << "a kernel in " << scope;
         EXPECT_EQ(work.find("Backward") != std::string::npos, backward) << work;
@@ -227,7 +227,7 @@ TEST_F(GraphInspectionTest, CopiesBesideAGraphLieInItsLeases) {
   OffloadEngine engine(EngineAccess::engine(model_, options(), runtime_));
   expect_step_as_plain(&engine, 0);
   expect_step_as_plain(&engine, 1);
-  auto& copies = const_cast<CapturedCopies&>(layer_of(engine, 0).copies.captured);
+  auto& copies = const_cast<CapturedCopies&>(call_of(engine, 0).copies.captured);
   ASSERT_FALSE(copies.empty());
   EXPECT_THROWS(CaptureError, "has its device memory outside of the storage",
                 check_copy_ends(copies, CopyEnds::targets, "a graph"));  // which the pool has again
@@ -290,7 +290,7 @@ void expect_whole_drawing(const std::string& text) {
 TEST_F(GraphInspectionTest, NodesOfAWholeStepAreNamedByScope) {
   testing_model::WholeStepTrainer trainer(device_, {.layers = 3});
   trainer.graph(Options(device_).offload("fc1").min_bytes(1024));
-  const CapturedCall& step = layer_of(*trainer.engine, 0);
+  const CapturedCall& step = call_of(*trainer.engine, 0);
   const std::vector<GraphNode> nodes = runtime_->nodes(step.forward);
   std::size_t left = 0;
   std::set<std::pair<std::string, GraphNode::Kind>> scopes;

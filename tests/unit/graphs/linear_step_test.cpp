@@ -85,7 +85,7 @@ class Scales : public torch::nn::Module {
 };
 
 struct Work {
-  std::int64_t looks = 0;  ///< at layers of the chain
+  std::int64_t looks = 0;  ///< at calls of the sequence
   std::int64_t asked = 0;  ///< of the runtime
 };
 
@@ -102,7 +102,8 @@ class LinearStepTest : public testing::TestWithParam<GradientPolicy> {
     const at::Tensor seed = rows(3, device);
     const auto looks = [&] {
       std::uint64_t sum = 0;
-      EngineAccess::state(engine).chains().for_each([&](const GraphSequence& chain) { sum += chain.layers().looks(); });
+      EngineAccess::state(engine).sequences().for_each(
+          [&](const GraphSequence& sequence) { sum += sequence.calls().looks(); });
       return static_cast<std::int64_t>(sum);
     };
     const auto step = [&] {
