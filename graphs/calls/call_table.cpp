@@ -16,7 +16,7 @@ bool is_of(const CallVariant& variant, bool gradients) {
 
 }  // namespace
 
-std::size_t CallVariant::place() const { return holder->place_of(call); }
+std::size_t CallVariant::index() const { return holder->index_of(call); }
 
 std::size_t CallSite::count(bool gradients) const {
   return static_cast<std::size_t>(std::count_if(variants.begin(), variants.end(),

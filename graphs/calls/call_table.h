@@ -30,7 +30,7 @@ struct CallVariant {
   std::uint64_t used_at = 0;                   ///< its capture or latest replay, on the site's clock
 
   /// Of its sequence as that is now.
-  [[nodiscard]] std::size_t place() const;
+  [[nodiscard]] std::size_t index() const;
 };
 
 /// One module or function whose calls the dispatcher serves.

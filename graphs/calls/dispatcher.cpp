@@ -188,15 +188,15 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
   const CallVariant* waiting = nullptr;
   for (CallVariant& variant : site.variants) {
     GraphSequence& sequence = *variant.holder->sequence;
-    const std::size_t place = variant.place();
-    if (!(sequence.calls()[place].spec.state.modes == modes) ||
+    const std::size_t index = variant.index();
+    if (!(sequence.calls()[index].spec.state.modes == modes) ||
         !same_arguments(variant.guards, variant.shape, request.guards, request.shape) ||
-        !sequence.accepts(place, request.inputs)) {
+        !sequence.accepts(index, request.inputs)) {
       other = &variant;
       continue;
     }
     // Where not all ranks capture, the step's begin has seen what is outdated and left it as it is.
-    const FactsChange change = sequences_.postponed() ? sequence.change_of_all(place) : sequence.change(place);
+    const FactsChange change = sequences_.postponed() ? sequence.change_of_all(index) : sequence.change(index);
     if (change.stale()) {
       run_beside_stale_capture(site, request, outputs, variant);
       return;
@@ -209,9 +209,9 @@ void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& requ
       waiting = &variant;
       continue;
     }
-    if (sequence.ready(place)) {
+    if (sequence.ready(index)) {
       variant.used_at = ++site.clock;
-      replay(variant, place, request, outputs, GraphSequence::Inputs::accepted);
+      replay(variant, index, request, outputs, GraphSequence::Inputs::accepted);
       *request.structure = variant.structure.get();
       return;
     }
@@ -248,7 +248,7 @@ void Dispatcher::run_beside_stale_capture(CallSite& site, const detail::CallRequ
                                           detail::TensorBuffer& outputs, const CallVariant& variant) {
   const GraphSequence& sequence = *variant.holder->sequence;
   if (sequence.options().on_relocated_weights() == OnRelocatedWeights::error) {
-    throw UsageError(describe(site) + ": " + sequence.difference(variant.place()) +
+    throw UsageError(describe(site) + ": " + sequence.difference(variant.index()) +
                      ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
                      "GraphOptions::on_relocated_weights to capture");
   }
@@ -263,14 +263,14 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
     throw UsageError(describe(site) + ": replayed after reset; capture it again");
   }
   SequenceHolder& holder = *only.holder;
-  std::size_t place = only.place();
-  const CapturedCall* call = &holder.sequence->calls()[place];
+  std::size_t index = only.index();
+  const CapturedCall* call = &holder.sequence->calls()[index];
   const auto prepare = [&] {
     if (request.prepare != nullptr) {
       request.prepare(request.context);
     }
   };
-  FactsChange change = holder.sequence->change_of_all(place);
+  FactsChange change = holder.sequence->change_of_all(index);
   if (change.training || change.options) {
     count_eager(site, EagerCause::eval_mode);
     prepare();
@@ -288,17 +288,17 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   if (!lost && change.stale() && call->placed_by_hooks) {
     throw UsageError(describe(site) +
                      ": its graphs read weights at the addresses where its capture-time hooks placed them, and now " +
-                     holder.sequence->difference(place) +
+                     holder.sequence->difference(index) +
                      "; place the weights there before each replay, and keep them there until its backward has run");
   }
   if (change.layout && !call->placed_by_hooks) {
-    throw UsageError(describe(site) + ": " + holder.sequence->difference(place) +
+    throw UsageError(describe(site) + ": " + holder.sequence->difference(index) +
                      " at the capture; make_graphed_callables again with samples for the model as it is");
   }
   // A later call of the pass cannot capture again, since the sequence is pending by then: the first one asks for all.
   const auto may_capture_again = [&] {
     return lost || change.any() ? !holder.sequence->any_pending()
-                                : holder.sequence->begins_pass(place) && holder.sequence->change_before_pass().any();
+                                : holder.sequence->begins_pass(index) && holder.sequence->change_before_pass().any();
   };
   if (holder.sequence->options().on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
     if (const auto& ask = holder.sequence->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
@@ -308,22 +308,22 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
       return;
     }
     sequences_.recapture(holder);
-    place = only.place();
-    call = &holder.sequence->calls()[place];
-    change = holder.sequence->change_of_all(place);
+    index = only.index();
+    call = &holder.sequence->calls()[index];
+    change = holder.sequence->change_of_all(index);
     if (change.stale() && call->placed_by_hooks) {
       throw UsageError(describe(site) + ": it was just captured again" +
                        (lost ? ", because an earlier capture had failed," : "") +
-                       " and then its capture-time hooks moved its weights (" + holder.sequence->difference(place) +
+                       " and then its capture-time hooks moved its weights (" + holder.sequence->difference(index) +
                        "); place the weights where its graphs read them, and call it again");
     }
   }
   if (change.any()) {
     throw UsageError(describe(site) + ": " + changed_in_words(change) + " since the capture (" +
-                     holder.sequence->difference(place) + ")" + way_out(*holder.sequence));
+                     holder.sequence->difference(index) + ")" + way_out(*holder.sequence));
   }
   prepare();
-  replay(only, place, request, outputs, GraphSequence::Inputs::unknown);
+  replay(only, index, request, outputs, GraphSequence::Inputs::unknown);
 }
 
 void Dispatcher::replay(const CallVariant& variant, std::size_t call, const detail::CallRequest& request,
@@ -361,12 +361,12 @@ void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request,
                      "it needs; run that backward first, or set CallOptions::on_pending to capture");
   }
   if (to_be_new && options.on_new_arguments() == OnNewArguments::error) {
-    if (other != nullptr && other->holder->sequence->change(other->place()).any()) {
-      throw UsageError(what + ": " + other->holder->sequence->difference(other->place()) +
+    if (other != nullptr && other->holder->sequence->change(other->index()).any()) {
+      throw UsageError(what + ": " + other->holder->sequence->difference(other->index()) +
                        " at the capture; set CallOptions::on_new_arguments to capture or eager");
     }
     if (other != nullptr && same_arguments(other->guards, other->shape, request.guards, request.shape)) {
-      other->holder->sequence->check(other->place(), request.inputs);
+      other->holder->sequence->check(other->index(), request.inputs);
     }
     throw UsageError(what +
                      ": an argument that is not a tensor has a new value, or the state of autocast or of a global "

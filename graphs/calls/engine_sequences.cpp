@@ -34,7 +34,7 @@ struct SlotCalls {
 
 SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluation, const EagerPlan& plan) {
   SlotCalls result;
-  std::vector<std::optional<std::size_t>> place(recorded.calls().size());  // among the calls
+  std::vector<std::optional<std::size_t>> index(recorded.calls().size());  // among the calls
   for (std::size_t i = 0; i < recorded.calls().size(); ++i) {
     RecordedCall& call = *recorded.calls()[i];
     if (call.slot != slot || call.state.modes.gradients == evaluation || call.captured) {
@@ -44,11 +44,11 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluat
     spec.outputs_let_go = recorded.outputs().let_go(i, plan);
     for (CallInput& input : spec.inputs) {
       if (input.from) {
-        const std::optional<std::size_t> linked = place[input.from->call];
+        const std::optional<std::size_t> linked = index[input.from->call];
         input.from = linked ? std::optional(Link{*linked, input.from->index}) : std::nullopt;
       }
     }
-    place[i] = result.specs.size();
+    index[i] = result.specs.size();
     result.specs.push_back(std::move(spec));
     result.calls.push_back(&call);
     result.indices.push_back(i);
@@ -103,10 +103,10 @@ void EngineSequences::recapture(SequenceHolder& holder) {
   const CaptureModesGuard modes(resources_.runtime->device().type());
   const CapturedCalls& calls = holder.sequence->calls();
   std::vector<CallSpec> specs;
-  std::vector<std::size_t> place(calls.size());  // of each call now, among those that are left
+  std::vector<std::size_t> index(calls.size());  // of each call now, among those that are left
   for (std::size_t l = 0; l < calls.size(); ++l) {
     const CapturedCall& call = calls[l];
-    place[l] = specs.size();
+    index[l] = specs.size();
     if (call.released) {
       continue;
     }
@@ -119,7 +119,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
       }
       std::optional<Link>& from = spec.inputs[i].from;
       if (from && !calls[from->call].released) {
-        from->call = place[from->call];
+        from->call = index[from->call];
       } else if (from) {  // the memory that the input was linked to may hold anything
         from.reset();
         if (held.tensor.defined()) {
@@ -134,12 +134,12 @@ void EngineSequences::recapture(SequenceHolder& holder) {
   holder.sequence->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
   holder.sequence = capture(specs, options, memory->shared() ? memory : nullptr);
-  if (specs.size() < place.size()) {
-    if (holder.places.empty()) {
-      holder.places = place;
+  if (specs.size() < index.size()) {
+    if (holder.indices.empty()) {
+      holder.indices = index;
     } else {
-      for (std::size_t& now : holder.places) {
-        now = now < place.size() ? place[now] : specs.size();  // else dropped before
+      for (std::size_t& now : holder.indices) {
+        now = now < index.size() ? index[now] : specs.size();  // else dropped before
       }
     }
   }
@@ -228,7 +228,7 @@ void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& rec
       const CallVariant* least = nullptr;
       while (more > 0 && site.count(gradients) + more > bound && (least = site.least_used(gradients)) != nullptr) {
         const std::shared_ptr<SequenceHolder> holder = least->holder;
-        holder->sequence->release(holder->place_of(least->call));
+        holder->sequence->release(holder->index_of(least->call));
         calls.drop_variant(*least);
         dropped = true;
       }

@@ -19,9 +19,9 @@ struct SequenceHolder {
   std::shared_ptr<GraphSequence> sequence;
   /// Of the calls that it was first captured with, by their order then: where each is now. Empty while none was left out by a
   /// capture in its place.
-  std::vector<std::size_t> places = {};
+  std::vector<std::size_t> indices = {};
 
-  [[nodiscard]] std::size_t place_of(std::size_t call) const { return places.empty() ? call : places[call]; }
+  [[nodiscard]] std::size_t index_of(std::size_t call) const { return indices.empty() ? call : indices[call]; }
 };
 
 /// All sequences of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own

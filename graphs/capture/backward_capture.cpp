@@ -56,9 +56,9 @@ void SequenceCapture::capture_backward(std::size_t index) {
   if (!call.has_backward) {
     return;
   }
-  const std::size_t place = sequence_.copies_.place_of_backward(index);
-  use_.comes_to(place);
-  release(place);
+  const std::size_t graph_index = sequence_.copies_.backward_index(index);
+  use_.comes_to(graph_index);
+  release(graph_index);
   prepare_seeds(index);
   const Site site(Activity::capture_backward, call.spec.scope->site);
   std::vector<at::Tensor> roots;
@@ -179,13 +179,13 @@ void SequenceCapture::learn_routes(CapturedCall& call, const Live& live, const s
 
 // First of all in the capture: what came before it may have used that memory, it and what follows may not.
 void SequenceCapture::allocate_targets(std::size_t index) {
-  const std::size_t place = sequence_.copies_.place_of_backward(index);
+  const std::size_t graph_index = sequence_.copies_.backward_index(index);
   for (std::size_t i = index + 1; i-- > 0;) {
     CallCopies& copies = sequence_.calls_[i].copies;
-    if (!copies.allocated && copies.returns_at <= place) {
+    if (!copies.allocated && copies.returns_at <= graph_index) {
       const Site site(Activity::reload, sequence_.calls_[i].spec.scope->site);
       copies.allocated = true;
-      copies.returns_at = place;
+      copies.returns_at = graph_index;
       resources_.offload->allocate_targets(copies.captured);
       for (const auto& saved : copies.captured.storages) {
         reads_.made(saved->device);

@@ -4,11 +4,11 @@
 
 namespace sidestream {
 
-void CapturedUse::comes_to(std::size_t place) {
-  if (!places_.empty()) {
-    places_.back().after = runtime_.allocated_in(pool_);
+void CapturedUse::comes_to(std::size_t graph_index) {
+  if (!graphs_.empty()) {
+    graphs_.back().after = runtime_.allocated_in(pool_);
   }
-  places_.resize(place + 1);
+  graphs_.resize(graph_index + 1);
 }
 
 void CapturedUse::capture_begins() {
@@ -18,14 +18,14 @@ void CapturedUse::capture_begins() {
 }
 
 void CapturedUse::capture_ended() {
-  places_.back().peak = pool_before_ + measurement_->peak().live - device_before_;
+  graphs_.back().peak = pool_before_ + measurement_->peak().live - device_before_;
   measurement_.reset();
 }
 
-std::vector<PoolUse::Place> CapturedUse::finish(const CapturedCalls& calls) {
+std::vector<PoolUse::GraphUse> CapturedUse::finish(const CapturedCalls& calls) {
   const std::size_t graphs = 2 * calls.size();
   comes_to(graphs);
-  places_.pop_back();
+  graphs_.pop_back();
   for (std::size_t i = 0; i < calls.size(); ++i) {
     const CallCopies& copies = calls[i].copies;
     const auto bytes = static_cast<std::int64_t>(copies.captured.bytes);
@@ -33,13 +33,13 @@ std::vector<PoolUse::Place> CapturedUse::finish(const CapturedCalls& calls) {
       continue;
     }
     const std::size_t backward = graphs - 1 - i;
-    for (std::size_t place = i; place < backward; ++place) {
-      const bool here = place < copies.released_at || place >= copies.returns_at;
-      places_[place].in_flight += here && place > i ? bytes : 0;
-      places_[place].in_flight_after += here ? bytes : 0;
+    for (std::size_t graph_index = i; graph_index < backward; ++graph_index) {
+      const bool here = graph_index < copies.released_at || graph_index >= copies.returns_at;
+      graphs_[graph_index].in_flight += here && graph_index > i ? bytes : 0;
+      graphs_[graph_index].in_flight_after += here ? bytes : 0;
     }
   }
-  return std::move(places_);
+  return std::move(graphs_);
 }
 
 }  // namespace sidestream

@@ -18,17 +18,17 @@ class CapturedUse {
   /// Both must outlive this object.
   CapturedUse(Runtime& runtime, const MemoryPool& pool) : runtime_(runtime), pool_(pool) {}
 
-  /// Before anything is let go of for the capture at `place`: what is live here was so since the one before.
-  void comes_to(std::size_t place);
+  /// Before anything is let go of for the capture at `graph_index`: what is live here was so since the one before.
+  void comes_to(std::size_t graph_index);
   void capture_begins();
   void capture_ended();
-  /// `calls` with the places of their copies.
-  [[nodiscard]] std::vector<PoolUse::Place> finish(const CapturedCalls& calls);
+  /// `calls` with the graph indices of their copies.
+  [[nodiscard]] std::vector<PoolUse::GraphUse> finish(const CapturedCalls& calls);
 
  private:
   Runtime& runtime_;
   const MemoryPool& pool_;
-  std::vector<PoolUse::Place> places_;
+  std::vector<PoolUse::GraphUse> graphs_;
   std::optional<LiveMemory::Measurement> measurement_;
   std::int64_t pool_before_ = 0;
   std::int64_t device_before_ = 0;

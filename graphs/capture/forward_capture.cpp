@@ -106,15 +106,15 @@ void SequenceCapture::learn_lives(std::size_t index, const SavedStorages& saved,
   lives_.forward_captured(index, saved, sizings_[index].kept_outputs, holders);
 }
 
-void SequenceCapture::release(std::size_t place) {
+void SequenceCapture::release(std::size_t graph_index) {
   for (const CapturedCall& call : sequence_.calls_) {
-    if (call.copies.released_at == place) {
+    if (call.copies.released_at == graph_index) {
       CaptureOffload::release(call.copies.captured);
     }
   }
-  for (const Link& output : lives_.ended_before(place)) {
+  for (const Link& output : lives_.ended_before(graph_index)) {
     sequence_.calls_[output.call].output_storages[output.index].give_back_to(sequence_.pool_);
-    sequence_.released_.add(place, output.call, output.index);
+    sequence_.released_.add(graph_index, output.call, output.index);
   }
 }
 

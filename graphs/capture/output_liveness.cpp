@@ -73,8 +73,8 @@ std::optional<Link> OutputLiveness::storage_of(Link link) const {
   return std::nullopt;  // of a call to come, which reads what it passes on
 }
 
-bool OutputLiveness::is_read_from(std::size_t place, const Link& storage) const {
-  for (std::size_t i = place; i < calls_.size(); ++i) {
+bool OutputLiveness::is_read_from(std::size_t graph_index, const Link& storage) const {
+  for (std::size_t i = graph_index; i < calls_.size(); ++i) {
     for (const CallInput& input : calls_[i].spec.inputs) {
       if (!input.from) {
         continue;
@@ -151,12 +151,12 @@ bool OutputLiveness::may_end(const Life& life) const {
   return !life.kept && !life.ended && (life.read || (life.let_go && life.needed_until < calls_.size()));
 }
 
-std::vector<Link> OutputLiveness::ended_before(std::size_t place) {
+std::vector<Link> OutputLiveness::ended_before(std::size_t graph_index) {
   std::vector<Link> ended;
   for (const auto call : c10::irange(keeps_graph_ ? 0 : lives_.size())) {
     for (const auto i : c10::irange(lives_[call].size())) {
       Life& life = lives_[call][i];
-      if (may_end(life) && life.needed_until <= place && !is_read_from(place, {call, i})) {
+      if (may_end(life) && life.needed_until <= graph_index && !is_read_from(graph_index, {call, i})) {
         life.ended = true;
         ended.push_back({call, i});
       }

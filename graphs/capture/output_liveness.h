@@ -35,12 +35,12 @@ class OutputLiveness {
   /// The forward of call `index` is captured, and its outputs are sorted. `kept`: first outputs of storages that its body keeps.
   void forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,
                         const Holders& holders);
-  /// What the graphs from `place` on do not need and was not told yet.
-  [[nodiscard]] std::vector<Link> ended_before(std::size_t place);
+  /// What the graphs from `graph_index` on do not need and was not told yet.
+  [[nodiscard]] std::vector<Link> ended_before(std::size_t graph_index);
 
  private:
   struct Life {
-    std::size_t needed_until = 0;  ///< place of the first graph that does without
+    std::size_t needed_until = 0;  ///< index of the first graph that does without
     std::size_t unknown_holders = 0;
     bool read = false;
     bool let_go = false;  ///< by the program, before the next forward
@@ -50,7 +50,7 @@ class OutputLiveness {
 
   /// The output storage that an input with `link` reads, as far as its calls are captured; none where it is no output of theirs.
   [[nodiscard]] std::optional<Link> storage_of(Link link) const;
-  [[nodiscard]] bool is_read_from(std::size_t place, const Link& storage) const;
+  [[nodiscard]] bool is_read_from(std::size_t graph_index, const Link& storage) const;
   [[nodiscard]] bool may_end(const Life& life) const;
   void learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders);
 

@@ -89,9 +89,9 @@ class SequenceCapture {
   static void learn_routes(CapturedCall& call, const Live& live, const std::vector<at::Tensor>& targets);
   /// Learns how long the sequence needs what the forward of call `index` made and read.
   void learn_lives(std::size_t index, const SavedStorages& saved, const std::vector<at::Tensor>& arguments);
-  /// What the captures from here on may use again: the sources of copies that the graph at `place` is behind, and outputs that nothing
+  /// What the captures from here on may use again: the sources of copies that the graph at `graph_index` is behind, and outputs that nothing
   /// of the sequence needs any more.
-  void release(std::size_t place);
+  void release(std::size_t graph_index);
   /// Inside a backward's capture: allocates what is to be brought back from here on.
   void allocate_targets(std::size_t index);
   /// Of the inputs, and of the parameters where they were not `added` (null) into `.grad`.
@@ -103,7 +103,7 @@ class SequenceCapture {
   Runtime& runtime_;
   std::vector<CallSpec> specs_;
   std::vector<CallSizing> sizings_;
-  std::vector<CopyPlaces> places_;
+  std::vector<CopyPlaces> copy_places_;
   CaptureReads reads_;
   CapturedUse use_;
   CapturedHistory history_;

@@ -123,7 +123,7 @@ void SequenceCapture::make_plan_and_pin() {
       selected[i] = leaves;  // what stays for other reasons is in nobody's way
     }
   }
-  places_ = copy_places(selected, leaving, window);
+  copy_places_ = copy_places(selected, leaving, window);
 }
 
 void SequenceCapture::prepare_calls() {
@@ -137,8 +137,8 @@ void SequenceCapture::prepare_calls() {
     call.site = call.spec.scope->site;
     call.forward_done = runtime_.create_external_event();
     call.backward_done = runtime_.create_external_event();
-    call.copies.released_at = places_[i].released_at;
-    call.copies.returns_at = places_[i].returns_at;
+    call.copies.released_at = copy_places_[i].released_at;
+    call.copies.returns_at = copy_places_[i].returns_at;
     call.backward_reads = sizings_[i].backward_reads;
     call.casts = sizings_[i].casts;
     take_facts(call);

@@ -43,15 +43,15 @@ class GraphedCallable::Shared {
 
   [[nodiscard]] bool fits(const Tensors& inputs) const {
     const CallVariant& only = site_.variants.front();
-    return only.holder->sequence->accepts(only.place(), inputs);
+    return only.holder->sequence->accepts(only.index(), inputs);
   }
   [[nodiscard]] bool has_to_wait() const {
-    return sequence().has_to_wait() || !sequence().ready(site_.variants.front().place());
+    return sequence().has_to_wait() || !sequence().ready(site_.variants.front().index());
   }
   [[nodiscard]] bool memory_is_pending() const { return sequence().any_pending() || sequence().has_to_wait(); }
   [[nodiscard]] bool is_in_other_mode() const {
     const CallVariant& only = site_.variants.front();
-    const FactsChange change = only.holder->sequence->change(only.place());
+    const FactsChange change = only.holder->sequence->change(only.index());
     return change.training || change.options;
   }
   Tensors run_eagerly(const Tensors& inputs, const ReplayOptions* options) {
@@ -103,7 +103,7 @@ class GraphedCallable::Shared {
   void reset() {
     if (!site_.dropped) {
       const CallVariant& only = site_.variants.front();
-      only.holder->sequence->release(only.place());
+      only.holder->sequence->release(only.index());
       site_.dropped = true;
     }
   }

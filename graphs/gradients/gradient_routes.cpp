@@ -11,9 +11,9 @@ namespace sidestream {
 
 std::vector<OutputSet> gradient_routes(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& targets) {
   using torch::autograd::Node;
-  std::unordered_map<const c10::TensorImpl*, std::size_t> place;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> indices;
   for (std::size_t i = 0; i < targets.size(); ++i) {
-    place.emplace(targets[i].unsafeGetTensorImpl(), i);
+    indices.emplace(targets[i].unsafeGetTensorImpl(), i);
   }
   std::vector<OutputSet> routes(targets.size(), 0);
   for (std::size_t output = 0; output < outputs.size(); ++output) {
@@ -31,7 +31,7 @@ std::vector<OutputSet> gradient_routes(const std::vector<at::Tensor>& outputs, c
       Node* const node = open.back();
       open.pop_back();
       if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node); leaf != nullptr) {
-        if (const auto found = place.find(leaf->variable.unsafeGetTensorImpl()); found != place.end()) {
+        if (const auto found = indices.find(leaf->variable.unsafeGetTensorImpl()); found != indices.end()) {
           routes[found->second] |= output_bit(output);
         }
       }

@@ -6,20 +6,22 @@
 
 namespace sidestream {
 
-/// The outputs whose memory goes back to the pool before the last capture, and the place of the first graph that may use it again.
+/// The outputs whose memory goes back to the pool before the last capture, and the index of the first graph that may use it again.
 /// Knows which of them no graph has overwritten since they were given out.
 class ReleasedOutputs {
  public:
-  /// While graphs are captured: in the order of their places. `index`: among the output storages of `call`.
-  void add(std::size_t place, std::size_t call, std::size_t index) { all_.push_back({place, {call, index}}); }
-  /// Before the launch of the graph at `place`: calls `overwrite(output)` for each whose memory it is the first to use again. What
+  /// While graphs are captured: in the order of their graph indices. `index`: among the output storages of `call`.
+  void add(std::size_t graph_index, std::size_t call, std::size_t index) {
+    all_.push_back({graph_index, {call, index}});
+  }
+  /// Before the launch of the graph at `graph_index`: calls `overwrite(output)` for each whose memory it is the first to use again. What
   /// throws there is called again by the next launch.
   template <class Overwrite>
-  void before_launch(std::size_t place, const Overwrite& overwrite) {
-    while (next_ > 0 && all_[next_ - 1].place > place) {  // a pass begins anew
+  void before_launch(std::size_t graph_index, const Overwrite& overwrite) {
+    while (next_ > 0 && all_[next_ - 1].graph_index > graph_index) {  // a pass begins anew
       --next_;
     }
-    for (; next_ < all_.size() && all_[next_].place <= place; ++next_) {
+    for (; next_ < all_.size() && all_[next_].graph_index <= graph_index; ++next_) {
       overwrite(all_[next_].output);
     }
   }
@@ -45,7 +47,7 @@ class ReleasedOutputs {
 
  private:
   struct Released {
-    std::size_t place;
+    std::size_t graph_index;
     Link output;
   };
   std::vector<Released> all_;

@@ -176,11 +176,11 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// True where `given` is the output that `input` is linked to: that of the latest forward there, wherever it lies by now.
   [[nodiscard]] bool is_linked_output(const StaticInput& input, const at::Tensor& given) const;
   void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs);
-  /// Before the launch of the graph at `place`: outputs of earlier calls whose memory it uses again.
-  void overwrite_released_outputs(std::size_t place);
+  /// Before the launch of the graph at `graph_index`: outputs of earlier calls whose memory it uses again.
+  void overwrite_released_outputs(std::size_t graph_index);
   /// Before the same: gradients of parameters that lie in the graphs' own memory and were given out by this graph, or by later ones.
   /// They were given memory that this graph may use.
-  void overwrite_given_gradients(std::size_t place);
+  void overwrite_given_gradients(std::size_t graph_index);
   /// No graph of this sequence is launched again: what is held, in memory that others may use, gets memory of its own, and what nobody
   /// holds is read by nobody any more when this returns.
   void part_with_outputs() noexcept;

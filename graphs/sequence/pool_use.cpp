@@ -10,16 +10,16 @@ PoolUse::PoolUse(std::shared_ptr<Runtime> runtime, const MemoryPool& pool)
 
 PoolUse::~PoolUse() { idle(); }
 
-void PoolUse::captured(std::vector<Place> places, std::int64_t ungiven) {
-  places_ = std::move(places);
+void PoolUse::captured(std::vector<GraphUse> graphs, std::int64_t ungiven) {
+  graphs_ = std::move(graphs);
   idle(ungiven);
 }
 
-void PoolUse::launched(std::size_t place) {
+void PoolUse::launched(std::size_t graph_index) {
   if (allocated_ < 0) {  // not behind the last capture: autograd's thread lets go of its tensors a moment later
     allocated_ = runtime_->allocated_in(pool_);
   }
-  const Place& use = places_[place];
+  const GraphUse& use = graphs_[graph_index];
   const LiveMemory::Change during{use.peak - allocated_ - hidden_, use.in_flight - in_flight_, 0};
   const LiveMemory::Change after{use.after - allocated_ - hidden_, use.in_flight_after - in_flight_, 0};
   hidden_ += after.hidden;

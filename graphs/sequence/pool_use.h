@@ -14,8 +14,8 @@ namespace sidestream {
 /// Capture: illegal.  Threads: one at a time (the sequence's mutex).
 class PoolUse {
  public:
-  /// One graph's, at its place in the order of captures. Bytes of the whole pool.
-  struct Place {
+  /// One graph's. Bytes of the whole pool.
+  struct GraphUse {
     std::int64_t peak = 0;             ///< live while it ran, at most
     std::int64_t after = 0;            ///< live from then until the next graph begins
     std::int64_t in_flight = 0;        ///< of offloaded bytes, on the device while it runs
@@ -29,9 +29,9 @@ class PoolUse {
   ~PoolUse();
 
   /// `ungiven`: bytes that the graphs hold for a gradient to come.
-  void captured(std::vector<Place> places, std::int64_t ungiven);
-  /// Behind the launch of the graph at `place`. Throws: as LiveMemory.
-  void launched(std::size_t place);
+  void captured(std::vector<GraphUse> graphs, std::int64_t ungiven);
+  /// Behind the launch of the graph at `graph_index`. Throws: as LiveMemory.
+  void launched(std::size_t graph_index);
   /// No backward is pending: what the pool still holds, tensors hold, but for `ungiven`: bytes of gradients that nobody was given.
   void idle(std::int64_t ungiven = 0) noexcept;
   /// Graphs were dropped, and with them what they held.
@@ -41,7 +41,7 @@ class PoolUse {
   std::shared_ptr<Runtime> runtime_;
   const MemoryPool& pool_;
   LiveMemory& memory_;
-  std::vector<Place> places_;
+  std::vector<GraphUse> graphs_;
   std::int64_t allocated_ = -1;  ///< of the pool, for as long as the graphs live; negative: not known yet
   std::int64_t hidden_ = 0;
   std::int64_t in_flight_ = 0;

@@ -102,9 +102,9 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   }
   const Site site(Activity::launch_backward, call.site);
   follow_latest_call();
-  const std::size_t place = copies_.place_of_backward(index);
-  overwrite_released_outputs(place);  // before the seeds, which may lie in their memory
-  overwrite_given_gradients(place);
+  const std::size_t graph_index = copies_.backward_index(index);
+  overwrite_released_outputs(graph_index);  // before the seeds, which may lie in their memory
+  overwrite_given_gradients(graph_index);
   write_static_grads(call, grads);
   grads.clear();
   for_each_gradient(call, [&](const Gradient& grad) {
@@ -148,7 +148,7 @@ void GraphSequence::launch_backward(std::size_t index) {
     launch(call.backward, side, call.backward_done, call.target.event().get());
     call.backward_launched = true;
     copies_.backward_launched(index);
-    use_.launched(copies_.place_of_backward(index));
+    use_.launched(copies_.backward_index(index));
   } catch (...) {
     if (counts_.replays != replays) {  // the launch itself went well
       call.backward_launched = call.backward_failed = true;

@@ -63,8 +63,8 @@ void SequenceCopies::forward_launched(std::size_t index) {
   leaving_.push_back(index);
 }
 
-bool SequenceCopies::may_use_targets(std::size_t place, std::size_t index) const {
-  return place < calls_[index].copies.returns_at || place > place_of_backward(index);
+bool SequenceCopies::may_use_targets(std::size_t graph_index, std::size_t index) const {
+  return graph_index < calls_[index].copies.returns_at || graph_index > backward_index(index);
 }
 
 bool SequenceCopies::is_on_device(std::size_t index) const {
@@ -88,7 +88,7 @@ void SequenceCopies::bring_back_due(std::size_t index, c10::Stream side) {
   }
   for (auto next = std::upper_bound(with_copies_.begin(), with_copies_.end(), index); next != with_copies_.begin();) {
     const std::size_t i = *--next;
-    if (i < index && may_use_targets(place_of_backward(index), i)) {
+    if (i < index && may_use_targets(backward_index(index), i)) {
       break;  // those below come back later still
     }
     if ((i == index || calls_[i].pending) && !is_on_device(i)) {
@@ -111,21 +111,21 @@ void SequenceCopies::bring_back_due(std::size_t index, c10::Stream side) {
 }
 
 void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
-  const std::size_t place = place_of_backward(index);
+  const std::size_t graph_index = backward_index(index);
   for (const std::size_t call : leaving_) {
-    if (calls_[call].copies.released_at <= place) {
+    if (calls_[call].copies.released_at <= graph_index) {
       mover_->await(side, calls_[call].copies.left);
     }
   }
   for (const Back& back : back_) {
-    if (!back.awaited && may_use_targets(place, back.call)) {
+    if (!back.awaited && may_use_targets(graph_index, back.call)) {
       mover_->await(side, calls_[back.call].copies.back);
     }
   }
   bring_back_due(index, side);
   for (const std::size_t call : due_) {
     back_.push_back({call});
-    if (call == index && calls_[call].copies.returns_at < place) {
+    if (call == index && calls_[call].copies.returns_at < graph_index) {
       mover_->count_inline_reload();
     }
   }
@@ -137,11 +137,11 @@ void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
 }
 
 void SequenceCopies::backward_launched(std::size_t index) {
-  const std::size_t place = place_of_backward(index);
-  std::erase_if(leaving_, [&](std::size_t call) { return calls_[call].copies.released_at <= place; });
-  std::erase_if(back_, [&](const Back& back) { return place < calls_[back.call].copies.returns_at; });
+  const std::size_t graph_index = backward_index(index);
+  std::erase_if(leaving_, [&](std::size_t call) { return calls_[call].copies.released_at <= graph_index; });
+  std::erase_if(back_, [&](const Back& back) { return graph_index < calls_[back.call].copies.returns_at; });
   for (Back& back : back_) {
-    back.awaited = back.awaited || back.call == index || may_use_targets(place, back.call);
+    back.awaited = back.awaited || back.call == index || may_use_targets(graph_index, back.call);
   }
 }
 

@@ -26,7 +26,7 @@ class SequenceCopies {
 
   /// Before the captures, when all calls are there.
   void prepare();
-  [[nodiscard]] std::size_t place_of_backward(std::size_t call) const noexcept { return 2 * calls_.size() - 1 - call; }
+  [[nodiscard]] std::size_t backward_index(std::size_t call) const noexcept { return 2 * calls_.size() - 1 - call; }
 
   /// Makes `side` wait for all that the forward of call `index` must be behind.
   void before_forward(std::size_t index, c10::Stream side);
@@ -48,8 +48,8 @@ class SequenceCopies {
     bool awaited = false;  ///< by a graph
   };
 
-  /// True where the graph at `place` may use the memory that the copies of call `index` come back to.
-  [[nodiscard]] bool may_use_targets(std::size_t place, std::size_t index) const;
+  /// True where the graph at `graph_index` may use the memory that the copies of call `index` come back to.
+  [[nodiscard]] bool may_use_targets(std::size_t graph_index, std::size_t index) const;
   [[nodiscard]] bool is_on_device(std::size_t index) const;
   /// Once behind the captures, and behind each reset: no backward then looks at calls that have nothing to bring back.
   void find_calls_with_copies();

@@ -12,14 +12,14 @@ bool GraphSequence::is_linked_output(const StaticInput& input, const at::Tensor&
          given.storage_offset() == input.tensor.storage_offset() && same_layout(given, input.tensor);
 }
 
-void GraphSequence::overwrite_released_outputs(std::size_t place) {
-  released_.before_launch(place, [&](const Link& output) {
+void GraphSequence::overwrite_released_outputs(std::size_t graph_index) {
+  released_.before_launch(graph_index, [&](const Link& output) {
     calls_[output.call].output_storages[output.index].before_overwrite(*runtime_, fork_, counts_.outputs);
   });
 }
 
-void GraphSequence::overwrite_given_gradients(std::size_t place) {
-  while (!gave_gradients_.empty() && copies_.place_of_backward(gave_gradients_.back()) >= place) {
+void GraphSequence::overwrite_given_gradients(std::size_t graph_index) {
+  while (!gave_gradients_.empty() && copies_.backward_index(gave_gradients_.back()) >= graph_index) {
     calls_[gave_gradients_.back()].for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
       if (memory) {
         memory->before_overwrite(*runtime_, fork_, counts_.gradients);
