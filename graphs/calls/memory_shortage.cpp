@@ -47,7 +47,7 @@ struct Kind {
   bool selected = false;  ///< the options name it
 };
 
-/// What autograd saved: what leaves, and what stays.
+/// The bytes that autograd saved: offloaded, and kept on the device.
 class Saved {
  public:
   void add(const Profile& profile, const Plan* plan) {
@@ -55,10 +55,10 @@ class Saved {
       const StorageProfile& storage = profile.storages[i];
       const GroupProfile& group = profile.groups[storage.savers.front()];
       if (plan != nullptr ? plan->decisions[i].fate == Fate::offloaded : group.selected) {
-        leaves_ += storage.bytes;
+        offloaded_ += storage.bytes;
         continue;
       }
-      stays_ += storage.bytes;
+      kept_ += storage.bytes;
       const std::string pattern = pattern_of(group.name);
       auto kind = std::find_if(kinds_.begin(), kinds_.end(), [&](const Kind& of) { return of.pattern == pattern; });
       if (kind == kinds_.end()) {
@@ -68,8 +68,8 @@ class Saved {
       kind->selected = kind->selected || group.selected;
     }
   }
-  [[nodiscard]] std::uint64_t leaves() const noexcept { return leaves_; }
-  [[nodiscard]] std::uint64_t stays() const noexcept { return stays_; }
+  [[nodiscard]] std::uint64_t offloaded() const noexcept { return offloaded_; }
+  [[nodiscard]] std::uint64_t kept() const noexcept { return kept_; }
   [[nodiscard]] std::vector<Kind> largest() const {
     std::vector<Kind> sorted = kinds_;
     std::sort(sorted.begin(), sorted.end(), [](const Kind& a, const Kind& b) { return a.bytes > b.bytes; });
@@ -78,8 +78,8 @@ class Saved {
   }
 
  private:
-  std::uint64_t leaves_ = 0;
-  std::uint64_t stays_ = 0;
+  std::uint64_t offloaded_ = 0;
+  std::uint64_t kept_ = 0;
   std::vector<Kind> kinds_;
 };
 
@@ -93,10 +93,10 @@ std::string description(const Saved& saved, std::uint64_t refused) {
       more += (more.empty() ? "" : ",") + kind.pattern;
     }
   }
-  const std::string all = saved.leaves() + saved.stays() == 0
+  const std::string all = saved.offloaded() + saved.kept() == 0
                               ? ""
-                              : "Of the tensors that autograd saved, " + mebibytes(saved.leaves()) +
-                                    " are offloaded and " + mebibytes(saved.stays()) + " stay on the device" + held +
+                              : "Of the tensors that autograd saved, " + mebibytes(saved.offloaded()) +
+                                    " are offloaded and " + mebibytes(saved.kept()) + " stay on the device" + held +
                                     ". ";
   return all + "To fit, " + (more.empty() ? "" : "offload \"" + more + "\" as well, ") +
          (refused > 0 ? "raise the host cap (" + mebibytes(refused) + " found no pinned memory), " : "") +

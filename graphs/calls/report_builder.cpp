@@ -231,7 +231,7 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineSequen
       }
     }
   });
-  for (const auto& weak : resources.step_offloads) {
+  for (const auto& weak : resources.whole_step_offloads) {
     if (const auto offload = weak.lock(); offload != nullptr) {
       append(*offload, report);
     }

@@ -182,10 +182,10 @@ void SequenceCapture::allocate_targets(std::size_t index) {
   const std::size_t graph_index = sequence_.copies_.backward_index(index);
   for (std::size_t i = index + 1; i-- > 0;) {
     CallCopies& copies = sequence_.calls_[i].copies;
-    if (!copies.allocated && copies.returns_at <= graph_index) {
+    if (!copies.allocated && copies.reload_at <= graph_index) {
       const Site site(Activity::reload, sequence_.calls_[i].spec.scope->site);
       copies.allocated = true;
-      copies.returns_at = graph_index;
+      copies.reload_at = graph_index;
       resources_.offload->allocate_targets(copies.captured);
       for (const auto& saved : copies.captured.storages) {
         reads_.made(saved->device);

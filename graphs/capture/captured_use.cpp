@@ -34,7 +34,7 @@ std::vector<PoolUse::GraphUse> CapturedUse::finish(const CapturedCalls& calls) {
     }
     const std::size_t backward = graphs - 1 - i;
     for (std::size_t graph_index = i; graph_index < backward; ++graph_index) {
-      const bool here = graph_index < copies.released_at || graph_index >= copies.returns_at;
+      const bool here = graph_index < copies.released_at || graph_index >= copies.reload_at;
       graphs_[graph_index].in_flight += here && graph_index > i ? bytes : 0;
       graphs_[graph_index].in_flight_after += here ? bytes : 0;
     }

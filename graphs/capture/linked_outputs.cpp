@@ -58,7 +58,7 @@ const at::Tensor& LinkedOutputs::of(const CallSpec& reader, const Link& link) co
   return given[link.index];
 }
 
-std::vector<bool> LinkedOutputs::that_may_leave(std::size_t call, const GraphOptions& options) const {
+std::vector<bool> LinkedOutputs::that_may_be_offloaded(std::size_t call, const GraphOptions& options) const {
   std::vector<bool> may;
   for (const CallInput& input : specs_[call].inputs) {
     may.push_back(input.from && !options.retain_graph_in_backward() &&

@@ -28,7 +28,7 @@ class LinkedOutputs {
   [[nodiscard]] const at::Tensor& of(const CallSpec& reader, const Link& link) const;
   /// Which inputs of this call lie in memory that graphs make and could let go of: not where they keep what is saved, nor where the
   /// output is a view of what its call was given, which replays make of the caller's own.
-  [[nodiscard]] std::vector<bool> that_may_leave(std::size_t call, const GraphOptions& options) const;
+  [[nodiscard]] std::vector<bool> that_may_be_offloaded(std::size_t call, const GraphOptions& options) const;
   /// Of the call that was added last, when nothing is left of its sizing pass but `sizing`: which outputs it saved, and which it
   /// keeps.
   void learn_of(CallSizing& sizing);

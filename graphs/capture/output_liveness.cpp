@@ -31,10 +31,10 @@ std::size_t tensors_over(const c10::Storage& storage, const std::vector<at::Tens
   return found.size();
 }
 
-/// What a recorder's handles hold of `storage`, by whether it leaves.
+/// What a recorder's handles hold of `storage`, by whether it is offloaded.
 struct Saved {
-  std::size_t leave = 0;
-  std::size_t stay = 0;
+  std::size_t offloaded = 0;
+  std::size_t kept = 0;
 };
 
 Saved saved_of(const SavedTensorRecorder& recorder, const c10::Storage& storage) {
@@ -44,9 +44,9 @@ Saved saved_of(const SavedTensorRecorder& recorder, const c10::Storage& storage)
       continue;
     }
     if (const auto alive = identity.saved.lock(); alive != nullptr && alive->place == SavedStorage::Place::device) {
-      ++saved.stay;
+      ++saved.kept;
     } else if (alive != nullptr) {
-      ++saved.leave;
+      ++saved.offloaded;
     }
   }
   return saved;
@@ -96,14 +96,14 @@ void OutputLiveness::learn(std::size_t index, const Link& output, const SavedSto
   const Saved by_call = saved_of(*holders.recorders[index], storage);
   std::size_t known = references_to(storage, calls_) + tensors_over(storage, holders.tensors);
   for (const SavedTensorRecorder* const recorder : holders.recorders) {
-    known += saved_of(*recorder, storage).stay;
+    known += saved_of(*recorder, storage).kept;
   }
   const std::size_t unknown = storage.use_count() > known ? storage.use_count() - known : 0;
   std::size_t until = index + 1;
-  if (by_call.leave > 0) {
+  if (by_call.offloaded > 0) {
     until = std::max(until, call.copies.released_at);
   }
-  if (by_call.stay > 0 || (saved.contains(storage) && by_call.leave == 0) || unknown > life.unknown_holders) {
+  if (by_call.kept > 0 || (saved.contains(storage) && by_call.offloaded == 0) || unknown > life.unknown_holders) {
     until = behind_backward;
   }
   life.needed_until = std::max(life.needed_until, until);

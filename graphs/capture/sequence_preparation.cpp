@@ -109,21 +109,21 @@ void SequenceCapture::make_plan_and_pin() {
   if (resources_.attempt != nullptr) {
     *resources_.attempt = {profile, sequence_.plan_};
   }
-  std::vector<std::uint64_t> leaving;
+  std::vector<std::uint64_t> offloaded;
   for (const auto i : c10::irange(specs_.size())) {
     const CallSizing& sizing = sizings_[i];
     live_[i].planned = lay_out(sizing.profile, sizing.scopes, sequence_.plan_.decisions.data() + first_storage[i]);
-    std::uint64_t leaves = 0;
+    std::uint64_t bytes = 0;
     for (std::size_t s = 0; s < sizing.profile.storages.size(); ++s) {
-      const bool offloaded = sequence_.plan_.decisions[first_storage[i] + s].fate == Fate::offloaded;
-      leaves += offloaded ? sizing.profile.storages[s].bytes : 0;
+      const bool is_offloaded = sequence_.plan_.decisions[first_storage[i] + s].fate == Fate::offloaded;
+      bytes += is_offloaded ? sizing.profile.storages[s].bytes : 0;
     }
-    leaving.push_back(leaves);
+    offloaded.push_back(bytes);
     if (i < first_staying) {
-      selected[i] = leaves;  // what stays for other reasons is in nobody's way
+      selected[i] = bytes;  // what stays for other reasons is in nobody's way
     }
   }
-  copy_places_ = copy_places(selected, leaving, window);
+  copy_places_ = copy_places(selected, offloaded, window);
 }
 
 void SequenceCapture::prepare_calls() {
@@ -138,7 +138,7 @@ void SequenceCapture::prepare_calls() {
     call.forward_done = runtime_.create_external_event();
     call.backward_done = runtime_.create_external_event();
     call.copies.released_at = copy_places_[i].released_at;
-    call.copies.returns_at = copy_places_[i].returns_at;
+    call.copies.reload_at = copy_places_[i].returns_at;
     call.backward_reads = sizings_[i].backward_reads;
     call.casts = sizings_[i].casts;
     take_facts(call);

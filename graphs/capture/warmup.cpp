@@ -85,7 +85,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
     const Site site(Activity::warmup, spec.scope->site);
     const std::vector<at::Tensor> inputs = leaves_of(spec, outputs, runtime.device());
     const ModelFlagsGuard flags(spec.state.modules);
-    watch.enter(spec, inputs, outputs.that_may_leave(index, options));
+    watch.enter(spec, inputs, outputs.that_may_be_offloaded(index, options));
     detail::TensorBuffer made;
     const PassHooks hooks(spec.hooks.get(), met);
     SeedWatch seeds(state.draws());

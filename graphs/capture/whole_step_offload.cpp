@@ -10,7 +10,7 @@
 namespace sidestream {
 namespace {
 
-/// What comes back is memory that an operator made, to whoever watches a warm-up or a capture.
+/// What is reloaded is memory that an operator made, to whoever watches a warm-up or a capture.
 class BranchedCopies final : public EagerOffload {
  public:
   BranchedCopies(const std::shared_ptr<Runtime>& runtime, std::shared_ptr<GroupMover> mover, const Limits& limits)
@@ -137,12 +137,12 @@ SavedTensorRecorder& WholeStepOffload::begin_capture() {
   copies_->captured = true;
   parts_.capture_offload->copies_inside(copies_->arena);
   const c10::Stream capture = parts_.runtime->current_stream();
-  GroupMover::Copies out = copies_->mover->copies_out();
-  out.behind(capture);
-  out.finish();
-  GroupMover::Copies back = copies_->mover->copies_back();
-  back.behind(capture);
-  back.finish();
+  GroupMover::Copies offloads = copies_->mover->offload_copies();
+  offloads.behind(capture);
+  offloads.finish();
+  GroupMover::Copies reloads = copies_->mover->reload_copies();
+  reloads.behind(capture);
+  reloads.finish();
   copies_->offload->begin_step();
   recorder_ = std::make_unique<SavedTensorRecorder>(*parts_.tree, *parts_.exclusions, copies_->offload, &planned_);
   if (const SavedTensorRecorder* const of_capture = current_recorder(); of_capture != nullptr) {

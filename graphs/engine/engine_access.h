@@ -32,8 +32,8 @@ class EngineAccess {
                                                             const std::vector<std::vector<Sample>>& samples,
                                                             const GraphOptions& options);
   /// Captures as make_graphed_step says.
-  [[nodiscard]] static GraphedStep capture_step(const OffloadEngine& engine, Callable step,
-                                                const std::vector<Tensors>& samples, const StepOptions& options);
+  [[nodiscard]] static GraphedStep capture_whole_step(const OffloadEngine& engine, Callable step,
+                                                      const std::vector<Tensors>& samples, const StepOptions& options);
   /// True when `inputs` are what `callable` was captured with.
   [[nodiscard]] static bool fits(const GraphedCallable& callable, const Tensors& inputs);
   /// True while it cannot replay: a capture that shares its memory awaits a backward, or its own of this call or a later one.

@@ -62,7 +62,7 @@ class Drawing {
     draw_nodes();
     draw_memory();
     if (!drawn_.call.copies.captured.empty()) {
-      drawn_.backward ? draw_copies_back() : draw_copies_out();
+      drawn_.backward ? draw_reload_copies() : draw_offload_copies();
     }
     draw_caller();
     return text_ + "}\n";
@@ -211,8 +211,8 @@ class Drawing {
     text_ += "  }\n";
   }
 
-  void draw_copies_out() {
-    draw_groups("out", "copies to the host, beside the graph");
+  void draw_offload_copies() {
+    draw_groups("offloads", "copies to the host, beside the graph");
     const auto& groups = drawn_.call.copies.captured.groups;
     for (std::size_t g = 0; g < groups.size(); ++g) {
       for (std::size_t i = 0; i < nodes_.size(); ++i) {
@@ -226,12 +226,12 @@ class Drawing {
     }
   }
 
-  void draw_copies_back() {
-    draw_groups("back", "copies to the device, beside the graph");
+  void draw_reload_copies() {
+    draw_groups("reloads", "copies to the device, beside the graph");
     const std::size_t last = drawn_.call.copies.captured.groups.size() - 1;
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
       if (nodes_[i].predecessors.empty()) {
-        text_ += "  c" + std::to_string(last) + " -> n" + std::to_string(i) + " [style=dashed, label=\"back\"];\n";
+        text_ += "  c" + std::to_string(last) + " -> n" + std::to_string(i) + " [style=dashed, label=\"reloaded\"];\n";
       }
     }
   }

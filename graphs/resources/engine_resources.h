@@ -56,7 +56,7 @@ struct EngineResources {
   StepCheck check;
   std::shared_ptr<Runtime> runtime;
   std::shared_ptr<HostArena> arena;
-  std::vector<std::weak_ptr<const WholeStepOffload>> step_offloads;  ///< of whole steps' graphs, for the report
+  std::vector<std::weak_ptr<const WholeStepOffload>> whole_step_offloads;  ///< of whole steps' graphs, for the report
   ScopeTree tree;
   Exclusions exclusions;
   OwnedStream capture_stream;

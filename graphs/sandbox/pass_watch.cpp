@@ -50,7 +50,8 @@ PassWatch::~PassWatch() {
   }
 }
 
-void PassWatch::enter(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const std::vector<bool>& may_leave) {
+void PassWatch::enter(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
+                      const std::vector<bool>& may_be_offloaded) {
   spec_ = &spec;
   inputs_ = &inputs;
   forget_reads();
@@ -64,7 +65,7 @@ void PassWatch::enter(const CallSpec& spec, const std::vector<at::Tensor>& input
                        inputs[i].device().str() + ", but its graphs run on " + device_.str() +
                        " and would never read it again; move it to " + device_.str() + " before the call");
     }
-    if (!may_leave[i]) {
+    if (!may_be_offloaded[i]) {
       exclusions_.add_static_input(inputs[i]);
     }
   }

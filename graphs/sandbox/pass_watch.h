@@ -27,9 +27,9 @@ class PassWatch {
   ~PassWatch();
 
   /// Passes of the body of `spec` on `inputs` begin; both must live until the next ones do. What is saved of an input may leave the
-  /// device where `may_leave` says so.
+  /// device where `may_be_offloaded` says so.
   /// Throws: UsageError for an input on another device.
-  void enter(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const std::vector<bool>& may_leave);
+  void enter(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const std::vector<bool>& may_be_offloaded);
   void before(const OperatorAccess& access);
   void after(const OperatorAccess& access);
   /// What the passes since `enter` read from elsewhere.

@@ -14,37 +14,38 @@ SequenceCopies::~SequenceCopies() { mover_->settle(); }
 
 void SequenceCopies::prepare() {
   for (CapturedCall& call : calls_) {
-    call.copies.left = runtime_->create_event();
-    call.copies.back = runtime_->create_event();
+    call.copies.offloaded = runtime_->create_event();
+    call.copies.reloaded = runtime_->create_event();
   }
-  leaving_.reserve(calls_.size());
-  back_.reserve(calls_.size());
+  offloading_.reserve(calls_.size());
+  reloading_.reserve(calls_.size());
   due_.reserve(calls_.size());
   with_copies_.reserve(calls_.size());
 }
 
 // A call that is not below left in an earlier pass, whose order of graphs is over: all memory is in other hands by then.
 void SequenceCopies::before_forward(std::size_t index, c10::Stream side) {
-  for (const std::size_t call : leaving_) {
+  for (const std::size_t call : offloading_) {
     if (call >= index || calls_[call].copies.released_at <= index) {
-      mover_->await(side, calls_[call].copies.left);
+      mover_->await(side, calls_[call].copies.offloaded);
     }
   }
-  for (const Back& back : back_) {
-    if (!back.awaited) {
-      mover_->await(side, calls_[back.call].copies.back);
+  for (const Reload& reload : reloading_) {
+    if (!reload.awaited) {
+      mover_->await(side, calls_[reload.call].copies.reloaded);
     }
   }
 }
 
 void SequenceCopies::forward_launched(std::size_t index) {
-  std::erase_if(leaving_, [&](std::size_t call) { return call >= index || calls_[call].copies.released_at <= index; });
-  back_.clear();
+  std::erase_if(offloading_,
+                [&](std::size_t call) { return call >= index || calls_[call].copies.released_at <= index; });
+  reloading_.clear();
   const CapturedCopies& captured = calls_[index].copies.captured;
   if (captured.empty()) {
     return;
   }
-  GroupMover::Copies copies = mover_->copies_out();
+  GroupMover::Copies copies = mover_->offload_copies();
   std::size_t next = 0;
   for (const CapturedCopies::Group& group : captured.groups) {
     const Site site(Activity::offload, group.site);
@@ -56,19 +57,19 @@ void SequenceCopies::forward_launched(std::size_t index) {
       copies.to_host(copy.host, copy.source, copy.bytes);
     }
     if (next == captured.copies.size()) {
-      copies.record(calls_[index].copies.left);
+      copies.record(calls_[index].copies.offloaded);
     }
   }
   copies.finish();
-  leaving_.push_back(index);
+  offloading_.push_back(index);
 }
 
 bool SequenceCopies::may_use_targets(std::size_t graph_index, std::size_t index) const {
-  return graph_index < calls_[index].copies.returns_at || graph_index > backward_index(index);
+  return graph_index < calls_[index].copies.reload_at || graph_index > backward_index(index);
 }
 
 bool SequenceCopies::is_on_device(std::size_t index) const {
-  return std::any_of(back_.begin(), back_.end(), [&](const Back& back) { return back.call == index; });
+  return std::any_of(reloading_.begin(), reloading_.end(), [&](const Reload& reload) { return reload.call == index; });
 }
 
 void SequenceCopies::find_calls_with_copies() {
@@ -81,7 +82,7 @@ void SequenceCopies::find_calls_with_copies() {
   found_ = true;
 }
 
-void SequenceCopies::bring_back_due(std::size_t index, c10::Stream side) {
+void SequenceCopies::queue_due_reloads(std::size_t index, c10::Stream side) {
   due_.clear();
   if (!found_) {
     find_calls_with_copies();
@@ -98,67 +99,67 @@ void SequenceCopies::bring_back_due(std::size_t index, c10::Stream side) {
   if (due_.empty()) {
     return;
   }
-  GroupMover::Copies copies = mover_->copies_back();
+  GroupMover::Copies copies = mover_->reload_copies();
   copies.behind(side);  // all that has used the targets' memory, and the copies out
   for (const std::size_t call : due_) {
     const Site site(Activity::reload, calls_[call].site);
     for (const CapturedCopy& copy : calls_[call].copies.captured.copies) {
       copies.to_device(copy.target, copy.host, copy.bytes);
     }
-    copies.record(calls_[call].copies.back);
+    copies.record(calls_[call].copies.reloaded);
   }
   copies.finish();
 }
 
 void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
   const std::size_t graph_index = backward_index(index);
-  for (const std::size_t call : leaving_) {
+  for (const std::size_t call : offloading_) {
     if (calls_[call].copies.released_at <= graph_index) {
-      mover_->await(side, calls_[call].copies.left);
+      mover_->await(side, calls_[call].copies.offloaded);
     }
   }
-  for (const Back& back : back_) {
-    if (!back.awaited && may_use_targets(graph_index, back.call)) {
-      mover_->await(side, calls_[back.call].copies.back);
+  for (const Reload& reload : reloading_) {
+    if (!reload.awaited && may_use_targets(graph_index, reload.call)) {
+      mover_->await(side, calls_[reload.call].copies.reloaded);
     }
   }
-  bring_back_due(index, side);
+  queue_due_reloads(index, side);
   for (const std::size_t call : due_) {
-    back_.push_back({call});
-    if (call == index && calls_[call].copies.returns_at < graph_index) {
+    reloading_.push_back({call});
+    if (call == index && calls_[call].copies.reload_at < graph_index) {
       mover_->count_inline_reload();
     }
   }
-  for (const Back& back : back_) {
-    if (back.call == index && !back.awaited) {
-      mover_->await(side, calls_[index].copies.back);
+  for (const Reload& reload : reloading_) {
+    if (reload.call == index && !reload.awaited) {
+      mover_->await(side, calls_[index].copies.reloaded);
     }
   }
 }
 
 void SequenceCopies::backward_launched(std::size_t index) {
   const std::size_t graph_index = backward_index(index);
-  std::erase_if(leaving_, [&](std::size_t call) { return calls_[call].copies.released_at <= graph_index; });
-  std::erase_if(back_, [&](const Back& back) { return graph_index < calls_[back.call].copies.returns_at; });
-  for (Back& back : back_) {
-    back.awaited = back.awaited || back.call == index || may_use_targets(graph_index, back.call);
+  std::erase_if(offloading_, [&](std::size_t call) { return calls_[call].copies.released_at <= graph_index; });
+  std::erase_if(reloading_, [&](const Reload& reload) { return graph_index < calls_[reload.call].copies.reload_at; });
+  for (Reload& reload : reloading_) {
+    reload.awaited = reload.awaited || reload.call == index || may_use_targets(graph_index, reload.call);
   }
 }
 
 void SequenceCopies::join(c10::Stream stream) {
-  for (const std::size_t call : leaving_) {
-    runtime_->wait(stream, calls_[call].copies.left);
+  for (const std::size_t call : offloading_) {
+    runtime_->wait(stream, calls_[call].copies.offloaded);
   }
-  for (const Back& back : back_) {
-    if (!back.awaited) {
-      runtime_->wait(stream, calls_[back.call].copies.back);
+  for (const Reload& reload : reloading_) {
+    if (!reload.awaited) {
+      runtime_->wait(stream, calls_[reload.call].copies.reloaded);
     }
   }
 }
 
 void SequenceCopies::reset(std::size_t index) {
-  const auto is_it = [&](const Back& back) { return back.call == index; };
-  if (std::erase(leaving_, index) + std::erase_if(back_, is_it) > 0) {
+  const auto is_it = [&](const Reload& reload) { return reload.call == index; };
+  if (std::erase(offloading_, index) + std::erase_if(reloading_, is_it) > 0) {
     mover_->settle();
   }
   calls_[index].copies = {};

@@ -43,7 +43,7 @@ class SequenceCopies {
 
  private:
   /// A call whose copies to the device were queued since the latest forward, while no graph has used their memory.
-  struct Back {
+  struct Reload {
     std::size_t call = 0;
     bool awaited = false;  ///< by a graph
   };
@@ -54,13 +54,13 @@ class SequenceCopies {
   /// Once behind the captures, and behind each reset: no backward then looks at calls that have nothing to bring back.
   void find_calls_with_copies();
   /// Queues what is due before the backward of call `index`, and notes it in `due_`.
-  void bring_back_due(std::size_t index, c10::Stream side);
+  void queue_due_reloads(std::size_t index, c10::Stream side);
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
   CapturedCalls& calls_;
-  std::vector<std::size_t> leaving_;  ///< calls whose copies to the host no graph has waited for
-  std::vector<Back> back_;
+  std::vector<std::size_t> offloading_;  ///< calls whose copies to the host no graph has waited for
+  std::vector<Reload> reloading_;
   std::vector<std::size_t> due_;
   std::vector<std::size_t> with_copies_;  ///< in order
   bool found_ = false;                    ///< `with_copies_` is as the calls are

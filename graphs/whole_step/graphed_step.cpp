@@ -199,8 +199,8 @@ std::uint64_t GraphedStep::offloaded_bytes() const { return shared().offloaded_b
 
 void GraphedStep::reset() { shared().reset(); }
 
-GraphedStep EngineAccess::capture_step(const OffloadEngine& engine, Callable step, const std::vector<Tensors>& samples,
-                                       const StepOptions& options) {
+GraphedStep EngineAccess::capture_whole_step(const OffloadEngine& engine, Callable step,
+                                             const std::vector<Tensors>& samples, const StepOptions& options) {
   if (samples.empty()) {
     throw UsageError("make_graphed_step: no samples were given; pass the inputs of each microbatch, at least of one");
   }
@@ -241,7 +241,7 @@ GraphedStep EngineAccess::capture_step(const OffloadEngine& engine, Callable ste
 
 GraphedStep make_graphed_step(OffloadEngine& engine, Callable step, const std::vector<Tensors>& samples,
                               const StepOptions& options) {
-  return EngineAccess::capture_step(engine, std::move(step), samples, options);
+  return EngineAccess::capture_whole_step(engine, std::move(step), samples, options);
 }
 
 }  // namespace sidestream

@@ -83,8 +83,8 @@ WholeStepBody::WholeStepBody(EngineResources& resources, std::shared_ptr<const G
     offload_ = std::make_shared<WholeStepOffload>(
         WholeStepOffload::Parts{resources_.runtime, resources_.arena, &resources_.tree, &resources_.exclusions,
                                 resources_.eager->limits(), resources_.capture_offload});
-    std::erase_if(resources_.step_offloads, [](const auto& weak) { return weak.expired(); });
-    resources_.step_offloads.push_back(offload_);
+    std::erase_if(resources_.whole_step_offloads, [](const auto& weak) { return weak.expired(); });
+    resources_.whole_step_offloads.push_back(offload_);
   }
 }
 

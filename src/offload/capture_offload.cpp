@@ -18,19 +18,19 @@ CaptureOffload::~CaptureOffload() = default;
 
 void CaptureOffload::group_ended(Group& group) {
   const Site site(Activity::offload, group.scope->site);
-  std::vector<std::shared_ptr<SavedStorage>> leaving;
-  mover_->lease(group, leaving, shared_);
+  std::vector<std::shared_ptr<SavedStorage>> offloaded;
+  mover_->lease(group, offloaded, shared_);
   // Who captures finds out that it does not fit, and does it again with more room.
   if (const SmallBlock block = SmallBlock::gather(*mover_, *runtime_, group, SmallBlock::NoRoom::is_thrown, shared_);
       block) {
     block.replace_members(block.storage->streams);
-    leaving.push_back(block.storage);
+    offloaded.push_back(block.storage);
   }
-  if (leaving.empty()) {
+  if (offloaded.empty()) {
     return;
   }
   Streams savers;
-  for (const auto& saved : leaving) {
+  for (const auto& saved : offloaded) {
     for (const c10::Stream stream : saved->streams) {
       add_stream(savers, stream);
     }
@@ -41,10 +41,10 @@ void CaptureOffload::group_ended(Group& group) {
     noted.ready.push_back(runtime_->create_external_event());
     runtime_->record(noted.ready.back(), stream);
   }
-  for (auto& saved : leaving) {
+  for (auto& saved : offloaded) {
     add_copies(*saved);
     copies_->bytes += saved->bytes;
-    saved->place = SavedStorage::Place::leaving;
+    saved->place = SavedStorage::Place::offloading;
     copies_->storages.push_back(std::move(saved));
   }
   noted.end = copies_->copies.size();
@@ -77,7 +77,7 @@ void CaptureOffload::release(const CapturedCopies& copies) {
 void CaptureOffload::allocate_targets(CapturedCopies& copies) const {
   for (const auto& saved : copies.storages) {
     saved->device = allocate_storage(runtime_->device(), saved->bytes);
-    saved->place = SavedStorage::Place::returning;
+    saved->place = SavedStorage::Place::reloading;
   }
   for (CapturedCopy& copy : copies.copies) {
     copy.target = static_cast<std::byte*>(copies.storages[copy.storage]->device.mutable_data()) + copy.at;

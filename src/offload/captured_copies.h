@@ -9,7 +9,7 @@
 
 namespace sidestream {
 
-/// The way out and back of a storage, or of a part of it: fixed addresses, known from the captures of its layer's two graphs.
+/// How a storage, or a part of it, is offloaded and reloaded: fixed addresses, known from the captures of its call's two graphs.
 struct CapturedCopy {
   std::byte* host = nullptr;
   const void* source = nullptr;  ///< where the forward graph leaves it

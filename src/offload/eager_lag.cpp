@@ -31,7 +31,7 @@ void EagerOffload::let_go_of_oldest() {
   if (slot.state == Slot::State::delayed) {
     send_delayed(slot);
   }
-  if (slot.state == Slot::State::leaving) {
+  if (slot.state == Slot::State::offloading) {
     mover_->await(slot.savers.front(), *slot.offloaded);
   }
   drop_sources();
@@ -48,7 +48,7 @@ void EagerOffload::let_go_of(const Slot& slot) {
 
 void EagerOffload::part_with(const std::shared_ptr<SavedStorage>& saved) {
   keep_for(saved->device, step_streams_);
-  if (saved->place == SavedStorage::Place::leaving) {
+  if (saved->place == SavedStorage::Place::offloading) {
     if (unoffloaded_ && saved.use_count() > 1) {  // else nobody needs it any more
       unoffloaded_->lets_go(*saved);
     }
@@ -62,7 +62,7 @@ void EagerOffload::drop_sources() {
   const auto without_sources = c10::make_scope_exit([&] { slot.sources.clear(); });
   trailing_bytes_ -= trailing_.front().bytes;
   trailing_.erase(trailing_.begin());
-  if (slot.state == Slot::State::leaving) {
+  if (slot.state == Slot::State::offloading) {
     slot.state = Slot::State::away;
   }
   for (const auto& saved : slot.sources) {

@@ -166,7 +166,7 @@ void EagerOffload::group_ended(Group& group) {
     return;
   }
   const bool gathers = leaves_as_block(group);
-  if (group.only_small && group.storages.empty() && !gathers && !group.turns_round) {
+  if (group.only_small && group.storages.empty() && !gathers && !group.needed_immediately) {
     return;
   }
   const Site site(Activity::offload, group.scope->site);
@@ -181,9 +181,9 @@ void EagerOffload::group_ended(Group& group) {
   for (const auto* const storages : {&group.storages, &group.small}) {
     for (const auto& weak : *storages) {  // what gets no pinned memory is used all the same
       const auto saved = weak.lock();
-      if (saved != nullptr && (group.turns_round || (saved->to_offload && storages == &group.storages))) {
+      if (saved != nullptr && (group.needed_immediately || (saved->to_offload && storages == &group.storages))) {
         is_in_slot(saved);
-        bytes.held += group.turns_round && !saved->to_offload ? saved->bytes : 0;
+        bytes.held += group.needed_immediately && !saved->to_offload ? saved->bytes : 0;
       }
     }
   }
@@ -205,7 +205,7 @@ void EagerOffload::group_ended(Group& group) {
     send(slot);
   }
   trail(slot, bytes.held);
-  bring_back_due();
+  reload_due();
 }
 
 std::shared_ptr<SavedStorage> EagerOffload::gather(Group& group) {
@@ -244,7 +244,7 @@ void EagerOffload::send(Slot& slot) {
       slot.reloaded = std::make_shared<Event>(runtime_->create_event());
     }
     copied_ = true;
-    GroupMover::Copies copies = mover_->copies_out();
+    GroupMover::Copies copies = mover_->offload_copies();
     copies.behind(slot.savers);
     for (const auto& saved : slot.sources) {
       copies.behind(saved->lease);
@@ -263,11 +263,11 @@ void EagerOffload::send(Slot& slot) {
     slot.sources.clear();
     throw;
   }
-  slot.state = Slot::State::leaving;
+  slot.state = Slot::State::offloading;
   std::size_t bytes = 0;
   for (const auto& saved : slot.sources) {
     saved->lease.record_last_use(slot.offloaded);
-    saved->place = SavedStorage::Place::leaving;
+    saved->place = SavedStorage::Place::offloading;
     bytes += saved->bytes;
     if (ReplayedMemory::of(saved->device.data_ptr()) != nullptr) {
       part_with(saved);

@@ -75,27 +75,27 @@ class EagerOffload : public StorageMover {
   [[nodiscard]] std::vector<GroupEvent> events() const;
 
  protected:
-  /// Memory that a storage comes back to, of the current stream.
+  /// Memory that a storage is reloaded to, of the current stream.
   [[nodiscard]] virtual c10::Storage allocate(std::size_t bytes);
 
  private:
   /// One group of this step that the options name. Slots are used again from step to step, so that steps make no events.
   struct Slot {
     enum class State : std::uint8_t {
-      here,     ///< nothing of it left
-      delayed,  ///< its D2H is issued behind the next graph
-      leaving,  ///< its D2H was issued
-      away,     ///< its sources were let go
-      back      ///< its H2D was issued
+      here,        ///< nothing of it was offloaded
+      delayed,     ///< its D2H is issued behind the next graph
+      offloading,  ///< its D2H was issued
+      away,        ///< its sources were let go
+      reloaded     ///< its H2D was issued
     };
-    std::shared_ptr<Event> offloaded;  ///< null until it leaves, as `reloaded`
+    std::shared_ptr<Event> offloaded;  ///< null until it is offloaded, as `reloaded`
     std::shared_ptr<Event> reloaded;
     // Of the group's scope, which may be gone: a backward may outlive its engine. Slots are used again, so nothing allocates.
     SiteName site;
     std::vector<std::weak_ptr<SavedStorage>> storages;
     /// That a D2H may still read, while it trails.
     std::vector<std::shared_ptr<SavedStorage>> sources;
-    Streams savers;           ///< streams that saved any of what left
+    Streams savers;           ///< streams that saved any of what was offloaded
     Streams arrived;          ///< streams that wait for the H2D already
     std::uint32_t group = 0;  ///< its index
     State state = State::here;
@@ -112,7 +112,7 @@ class EagerOffload : public StorageMover {
   void look();
   /// So many bytes of that group are on the device, on their way: see LiveMemory.
   void set_in_flight(Slot& slot, std::int64_t bytes);
-  /// The block of the group's small storages, which have let go of theirs; null where none leaves.
+  /// The block of the group's small storages, which have let go of theirs; null where none is offloaded.
   std::shared_ptr<SavedStorage> gather(Group& group);
   /// Queues the copies of its sources.
   void send(Slot& slot);
@@ -120,9 +120,9 @@ class EagerOffload : public StorageMover {
   [[nodiscard]] bool is_delayed(const Group& group, const Slot& slot) const;
   void delay(Slot& slot);
   void send_delayed();
-  /// Its turn to leave has come, whatever was launched.
+  /// It is offloaded now, whatever was launched.
   void send_delayed(Slot& slot);
-  /// Backward needs it before it has left: it stays where it is.
+  /// Backward needs it before it was offloaded: it stays where it is.
   void keep_delayed(Slot& slot) noexcept;
   void trail(Slot& slot, std::uint64_t bytes);
   void let_go_of_oldest();
@@ -135,8 +135,8 @@ class EagerOffload : public StorageMover {
   void reload(Slot& slot);
   /// Backward reaches that slot.
   void use(std::size_t number);
-  /// What the order of steps brings back now.
-  void bring_back_due();
+  /// Reloads what the order of steps says is due now.
+  void reload_due();
   /// Without it: one group ahead.
   void prefetch_before(std::size_t limit);
   c10::Storage fetch_whole(SavedStorage& storage);
@@ -162,7 +162,7 @@ class EagerOffload : public StorageMover {
   std::vector<Slot*> delayed_;  ///< the oldest first
   std::atomic<bool> any_delayed_ = false;
   /// Of the reload that is being queued.
-  std::vector<std::shared_ptr<SavedStorage>> returning_;
+  std::vector<std::shared_ptr<SavedStorage>> reloading_;
   std::vector<c10::Storage> dropped_;  ///< reloaded, never used, H2D perhaps in flight
   Streams step_streams_;               ///< those that saved in this step
   bool copied_ = false;                ///< copies were issued that no step's end has waited for

@@ -14,7 +14,7 @@ c10::Storage EagerOffload::allocate(std::size_t bytes) { return allocate_storage
 
 void EagerOffload::reload(Slot& slot) {
   const Site site(Activity::reload, slot.site);
-  const auto without_returning = c10::make_scope_exit([&] { returning_.clear(); });
+  const auto without_reloading = c10::make_scope_exit([&] { reloading_.clear(); });
   if (unoffloaded_) {
     unoffloaded_->return_begins();
   }
@@ -24,27 +24,27 @@ void EagerOffload::reload(Slot& slot) {
       if (auto saved = weak.lock(); saved != nullptr && saved->place == SavedStorage::Place::host) {
         const StreamGuard on_saver(*runtime_, saved->streams.front());
         saved->device = allocate(saved->bytes);
-        returning_.push_back(std::move(saved));
+        reloading_.push_back(std::move(saved));
       }
     }
-    GroupMover::Copies copies = mover_->copies_back();
+    GroupMover::Copies copies = mover_->reload_copies();
     copies.behind(slot.savers);
-    for (const auto& saved : returning_) {
+    for (const auto& saved : reloading_) {
       copies.to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes);
     }
     copies.record(*slot.reloaded);
     copies.finish();
   } catch (...) {
-    for (const auto& saved : returning_) {
+    for (const auto& saved : reloading_) {
       saved->device = c10::Storage();
     }
     throw;
   }
-  slot.state = Slot::State::back;
+  slot.state = Slot::State::reloaded;
   std::size_t bytes = 0;
-  for (const auto& saved : returning_) {
+  for (const auto& saved : reloading_) {
     saved->lease.record_last_use(slot.reloaded);
-    saved->place = SavedStorage::Place::returning;
+    saved->place = SavedStorage::Place::reloading;
     bytes += saved->bytes;
     if (unoffloaded_) {
       unoffloaded_->came_back(*saved);
@@ -85,12 +85,12 @@ c10::Storage EagerOffload::fetch_whole(SavedStorage& storage) {
   }
   if (storage.place == SavedStorage::Place::host) {
     mover_->count_inline_reload();
-    if (slot->state == Slot::State::leaving) {
+    if (slot->state == Slot::State::offloading) {
       let_go_of(*slot);
     }
     reload(*slot);
   }
-  if (storage.place == SavedStorage::Place::returning) {
+  if (storage.place == SavedStorage::Place::reloading) {
     await_arrival(*slot, runtime_->current_stream());
   }
   if (!slot->used) {
@@ -101,7 +101,7 @@ c10::Storage EagerOffload::fetch_whole(SavedStorage& storage) {
 
 c10::Storage EagerOffload::fetch_block(SavedStorage& block) {
   const c10::Stream reader = runtime_->current_stream();
-  const bool is_here = block.place == SavedStorage::Place::device || block.place == SavedStorage::Place::leaving;
+  const bool is_here = block.place == SavedStorage::Place::device || block.place == SavedStorage::Place::offloading;
   if (is_here && reader != block.streams.front()) {
     mover_->order(reader, block.streams.front());
   }
@@ -128,13 +128,13 @@ void EagerOffload::use(std::size_t number) {
     order_.used(static_cast<std::uint32_t>(number - first_slot_));
   }
   if (order_.follows()) {
-    bring_back_due();
+    reload_due();
   } else {
     prefetch_before(number);
   }
 }
 
-void EagerOffload::bring_back_due() {
+void EagerOffload::reload_due() {
   while (const GroupReturn* const due = order_.due()) {
     Slot& slot = slots_[first_slot_ + due->group];
     if (slot.state == Slot::State::away) {
@@ -159,12 +159,13 @@ void EagerOffload::prefetch_before(std::size_t limit) {
 }
 
 void EagerOffload::dropped(SavedStorage& storage) noexcept {
-  const bool never_left = storage.place == SavedStorage::Place::device || storage.place == SavedStorage::Place::leaving;
-  if (never_left && !storage.is_block) {
+  const bool never_offloaded =
+      storage.place == SavedStorage::Place::device || storage.place == SavedStorage::Place::offloading;
+  if (never_offloaded && !storage.is_block) {
     return;
   }
   const std::lock_guard lock(mutex_);
-  if (storage.place == SavedStorage::Place::returning) {
+  if (storage.place == SavedStorage::Place::reloading) {
     keep_for(storage.device, storage.streams);
     Slot* slot = slot_of(storage);
     if (slot != nullptr &&

@@ -185,7 +185,7 @@ Exclusion Exclusions::classify_and_count(const at::Tensor& tensor) {
   return reason;
 }
 
-void Exclusions::left_after_all(const ExclusionTally& small) {
+void Exclusions::offloaded_after_all(const ExclusionTally& small) {
   const std::lock_guard lock(mutex_);
   ExclusionTally& tally = tallies_[static_cast<std::size_t>(Exclusion::small)];
   tally.tensors -= small.tensors;

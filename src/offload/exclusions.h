@@ -74,7 +74,7 @@ class Exclusions {
   Exclusion classify_and_count(const at::Tensor& tensor);
 
   /// Tensors that were counted as small left nevertheless, as part of a block.
-  void left_after_all(const ExclusionTally& small);
+  void offloaded_after_all(const ExclusionTally& small);
 
   /// Indexed by Exclusion.
   [[nodiscard]] std::array<ExclusionTally, exclusion_count> tallies() const;

@@ -50,8 +50,8 @@ void GroupMover::Copies::finish() {
 GroupMover::GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena)
     : runtime_(std::move(runtime)),
       arena_(std::move(arena)),
-      out_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
-      back_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
+      offloads_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
+      reloads_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
       order_(runtime_->create_event()) {}
 
 GroupMover::~GroupMover() { settle(); }
@@ -67,7 +67,8 @@ HostPlace GroupMover::place_for(std::size_t bytes, SharedSlots::Share* shared) {
   }
 }
 
-void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& leaving, SharedSlots::Share* shared) {
+void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded,
+                       SharedSlots::Share* shared) {
   for (const auto& weak : group.storages) {
     auto saved = weak.lock();
     if (saved == nullptr || !saved->to_offload || saved->place != SavedStorage::Place::device) {
@@ -76,7 +77,7 @@ void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>&
     if (HostPlace place = place_for(saved->bytes, shared)) {
       saved->lease = std::move(place.lease);
       saved->parts = std::move(place.parts);
-      leaving.push_back(std::move(saved));
+      offloaded.push_back(std::move(saved));
     } else {
       saved->to_offload = false;
       group.refused_bytes += saved->bytes;
@@ -108,7 +109,7 @@ void GroupMover::await(c10::Stream stream, const Event& done) {
 }
 
 void GroupMover::join(const Streams& streams) {
-  for (Direction* direction : {&out_, &back_}) {
+  for (Direction* direction : {&offloads_, &reloads_}) {
     const std::lock_guard lock(direction->mutex);
     runtime_->record(direction->fork, direction->stream);
     for (const c10::Stream stream : streams) {
@@ -125,16 +126,16 @@ void GroupMover::settle(const Direction& direction) noexcept {
 }
 
 void GroupMover::settle() noexcept {
-  settle(out_);
-  settle(back_);
+  settle(offloads_);
+  settle(reloads_);
 }
 
 CopyCounts GroupMover::counts() const noexcept {
-  return {out_.bytes, back_.bytes, waits_, inline_reloads_, refused_leases_};
+  return {offloads_.bytes, reloads_.bytes, waits_, inline_reloads_, refused_leases_};
 }
 
 CopyCounts GroupMover::take_counts() noexcept {
-  return {out_.bytes.exchange(0), back_.bytes.exchange(0), waits_.exchange(0), inline_reloads_.exchange(0),
+  return {offloads_.bytes.exchange(0), reloads_.bytes.exchange(0), waits_.exchange(0), inline_reloads_.exchange(0),
           refused_leases_.exchange(0)};
 }
 

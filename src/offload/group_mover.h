@@ -72,14 +72,14 @@ class GroupMover {
   /// Blocks the host until all copies are done.
   ~GroupMover();
 
-  /// Adds to `leaving` those storages of the group that are to leave and got pinned memory; the others stay from here on, and the
+  /// Adds to `offloaded` those storages of the group that are to be offloaded and got pinned memory; the others stay from here on, and the
   /// group counts them. Of `shared`, where it is not null, in place of slots of their own.
-  void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& leaving, SharedSlots::Share* shared = nullptr);
+  void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded, SharedSlots::Share* shared = nullptr);
   /// Pinned memory for `bytes` of the group's small storages, or for as many as the plan has pinned for them; empty where there is
   /// none. `shared`: as above.
   [[nodiscard]] HostPlace lease_block(const Group& group, std::size_t bytes, SharedSlots::Share* shared = nullptr);
-  [[nodiscard]] Copies copies_out() { return {*this, out_}; }
-  [[nodiscard]] Copies copies_back() { return {*this, back_}; }
+  [[nodiscard]] Copies offload_copies() { return {*this, offloads_}; }
+  [[nodiscard]] Copies reload_copies() { return {*this, reloads_}; }
   /// Makes `stream` wait for copies that `done` stands for.
   void await(c10::Stream stream, const Event& done);
   /// Makes `later` wait for all that `earlier` holds now. Capture: legal.
@@ -92,8 +92,8 @@ class GroupMover {
   void count_inline_reload() noexcept { ++inline_reloads_; }
   /// Copies that a graph holds itself, which was launched.
   void count_launched(const CopyCounts& copies) noexcept {
-    out_.bytes += copies.offloaded_bytes;
-    back_.bytes += copies.reloaded_bytes;
+    offloads_.bytes += copies.offloaded_bytes;
+    reloads_.bytes += copies.reloaded_bytes;
     inline_reloads_ += copies.inline_reloads;
   }
   [[nodiscard]] CopyCounts counts() const noexcept;
@@ -112,8 +112,8 @@ class GroupMover {
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;
-  Direction out_;
-  Direction back_;
+  Direction offloads_;
+  Direction reloads_;
   Event order_;
   std::mutex order_mutex_;
   std::atomic<std::uint64_t> waits_{0};

@@ -50,7 +50,7 @@ PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>&
     const bool to_offload = decisions[i].fate == Fate::offloaded;
     planned.storages.push_back({profile.storages[i].bytes, to_offload});
     planned.offloads = planned.offloads || to_offload;
-    planned.turns_round = planned.turns_round || decisions[i].fate == Fate::needed_immediately;
+    planned.needed_immediately = planned.needed_immediately || decisions[i].fate == Fate::needed_immediately;
   }
   return pass;
 }

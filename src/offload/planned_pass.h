@@ -20,8 +20,8 @@ struct PlannedGroup {
   std::vector<PlannedStorage> storages;
   /// Whether storages that the plan does not know leave as well, where there is room: true where any of the known ones does.
   bool offloads = false;
-  bool turns_round = false;     ///< it stays, as backward needs it immediately
-  std::size_t block_bytes = 0;  ///< pinned for its small storages, which leave as one block; 0 where they stay
+  bool needed_immediately = false;  ///< it stays, as backward needs it immediately
+  std::size_t block_bytes = 0;      ///< pinned for its small storages, which leave as one block; 0 where they stay
 };
 
 /// What a plan says of a forward pass: for each scope, for each time that it is entered and saves something, its group.

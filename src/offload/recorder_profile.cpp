@@ -58,14 +58,14 @@ void SavedTensorRecorder::count_small(const Group& group) {
     return;
   }
   saved_bytes_ += group.small_bytes;
-  ExclusionTally left;
+  ExclusionTally offloaded;
   for (const auto& weak : group.small) {
     if (const auto saved = weak.lock(); saved != nullptr && saved->block != nullptr) {
-      left.tensors += saved->tensors;
-      left.bytes += saved->tensors * saved->bytes;
+      offloaded.tensors += saved->tensors;
+      offloaded.bytes += saved->tensors * saved->bytes;
     }
   }
-  exclusions_.left_after_all(left);
+  exclusions_.offloaded_after_all(offloaded);
 }
 
 std::shared_ptr<const SavedStorage> SavedTensorRecorder::saved(const c10::StorageImpl* storage) const {

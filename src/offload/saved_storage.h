@@ -33,9 +33,9 @@ inline void add_stream(Streams& streams, c10::Stream stream) {
 struct SavedStorage {
   enum class Place : std::uint8_t {
     device,
-    leaving,
+    offloading,
     host,
-    returning,
+    reloading,
     in_block  ///< wherever the block is
   };
 
@@ -53,32 +53,33 @@ struct SavedStorage {
   HostArena::Lease lease;
   SharedSlots::Parts parts;  ///< of a captured call in shared memory, in place of `lease`
   Place place = Place::device;
-  bool to_offload = false;  ///< the plan says that it leaves when its group ends
+  bool to_offload = false;  ///< the plan says that it is offloaded when its group ends
   bool is_block = false;    ///< gathered from small storages: see SmallBlock
   // Of a small storage.
-  std::shared_ptr<SavedStorage> block;  ///< where its bytes are since its group's end, if they left
+  std::shared_ptr<SavedStorage> block;  ///< where its bytes are since its group's end, if they were offloaded
   std::size_t offset = 0;               ///< in the block
   std::uint32_t tensors = 0;            ///< saved from it by then
 };
 
-/// The tensors that autograd saved inside one scope: what leaves and comes back together.
+/// The tensors that autograd saved inside one scope: they are offloaded and reloaded together.
 struct Group {
   const ScopeNode* scope = nullptr;
   std::uint32_t index = 0;                            ///< in the order of first saves
   std::vector<std::weak_ptr<SavedStorage>> storages;  ///< those that this group saved first
   std::size_t seen = 0;                               ///< how many that were, also when they are gone
-  std::vector<std::weak_ptr<SavedStorage>> small;     ///< the same below `min_bytes`: they leave as one block, or stay
-  std::size_t small_bytes = 0;                        ///< of those, also when they are gone
-  PlannedPlaces planned;                              ///< what the plan says of them
-  bool offloads_unplanned = false;  ///< storages without a place in the plan leave as well, where there is room
-  bool turns_round = false;         ///< the plan says that it stays, as backward needs it immediately
+  std::vector<std::weak_ptr<SavedStorage>>
+      small;                        ///< the same below `min_bytes`: they are offloaded as one block, or stay
+  std::size_t small_bytes = 0;      ///< of those, also when they are gone
+  PlannedPlaces planned;            ///< what the plan says of them
+  bool offloads_unplanned = false;  ///< storages without a place in the plan are offloaded too, if there is room
+  bool needed_immediately = false;  ///< the plan says that it stays, as backward needs it immediately
   bool to_be_captured = false;      ///< saved by a call that runs eagerly once and is captured then
   bool only_small = true;           ///< it saved nothing but those
-  bool gathers = false;             ///< those that the plan does not know leave as well
-  std::size_t block_from = 0;       ///< they leave where they have so many bytes together
+  bool gathers = false;             ///< those that the plan does not know are offloaded too
+  std::size_t block_from = 0;       ///< they are offloaded if they have so many bytes together
   std::size_t block_bytes = 0;      ///< what the plan has pinned for them; 0 where it does not know the group
   bool ended = false;
-  std::uint64_t refused_bytes = 0;  ///< of storages that were to leave and stayed: no pinned memory was free
+  std::uint64_t refused_bytes = 0;  ///< of storages that were to be offloaded and stayed: no pinned memory was free
   Group* next_tagged = nullptr;     ///< of the same scope, where a tag made it
 };
 
@@ -107,7 +108,7 @@ class StorageMover {
 
   /// A sizing pass is about to save a tensor, or needs one no more.
   virtual void saved_or_released() {}
-  /// The group's scope has ended: its storages with `to_offload` set may leave.
+  /// The group's scope has ended: its storages with `to_offload` set may be offloaded.
   virtual void group_ended(Group& group) = 0;
   /// The storage's bytes on the device, ordered before later work of the current stream.
   [[nodiscard]] virtual c10::Storage fetch(SavedStorage& storage) = 0;

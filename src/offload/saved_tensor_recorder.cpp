@@ -240,7 +240,7 @@ Group& SavedTensorRecorder::make_group(ScopeNode* scope) {
     const std::vector<PlannedGroup>* turns = found == planned_->end() ? nullptr : &found->second;
     if (turns != nullptr && turn < turns->size()) {
       group.planned.begin(&(*turns)[turn]);
-      group.turns_round = (*turns)[turn].turns_round;
+      group.needed_immediately = (*turns)[turn].needed_immediately;
     }
     // A scope entered more often than planned is another microbatch, likely: as it was with the last.
     group.offloads_unplanned =

@@ -105,7 +105,7 @@ class SavedTensorRecorder final : public SavedTensorSource {
 
   void place(SavedStorage& saved, Group& group, bool small);
   std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group, bool small);
-  /// The small storages of `group` are accounted for as what they were: see Exclusions::left_after_all.
+  /// The small storages of `group` are accounted for as what they were: see Exclusions::offloaded_after_all.
   void count_small(const Group& group);
   /// By storage met: true for all but small ones of groups that have too few of them.
   [[nodiscard]] std::vector<bool> in_profile() const;

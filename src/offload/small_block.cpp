@@ -15,7 +15,7 @@
 namespace sidestream {
 namespace {
 
-std::shared_ptr<SavedStorage> leaving(const std::weak_ptr<SavedStorage>& weak) {
+std::shared_ptr<SavedStorage> if_to_be_offloaded(const std::weak_ptr<SavedStorage>& weak) {
   auto saved = weak.lock();
   return saved != nullptr && saved->to_offload && saved->place == SavedStorage::Place::device ? saved : nullptr;
 }
@@ -70,7 +70,7 @@ c10::Storage allocate_block(c10::Device device, std::size_t bytes, SmallBlock::N
 bool leaves_as_block(const Group& group) {
   std::size_t bytes = 0;
   for (const auto& weak : group.small) {
-    const auto saved = leaving(weak);
+    const auto saved = if_to_be_offloaded(weak);
     bytes += saved != nullptr ? saved->bytes : 0;
   }
   return bytes > 0 && bytes >= group.block_from;
@@ -84,7 +84,7 @@ SmallBlock SmallBlock::gather(GroupMover& mover, Runtime& runtime, Group& group,
   SmallBlock block;
   std::size_t bytes = 0;
   for (const auto& weak : group.small) {
-    if (auto saved = leaving(weak); saved != nullptr) {
+    if (auto saved = if_to_be_offloaded(weak); saved != nullptr) {
       bytes += bytes_in_block(saved->bytes);
       block.members.push_back(std::move(saved));
     }

@@ -74,8 +74,8 @@ TEST_F(DelayedGroupsTest, LeaveWhenAGraphIsLaunchedInTheOrderInWhichTheyEnded) {
   EXPECT_EQ(left(), 0U);
   offload_->graph_launched();
   EXPECT_EQ(left(), 2 * kDelayedBytes);
-  EXPECT_EQ(first->place, SavedStorage::Place::leaving);
-  EXPECT_EQ(second->place, SavedStorage::Place::leaving);
+  EXPECT_EQ(first->place, SavedStorage::Place::offloading);
+  EXPECT_EQ(second->place, SavedStorage::Place::offloading);
   offload_->graph_launched();
   EXPECT_EQ(left(), 2 * kDelayedBytes) << "once";
 }
@@ -86,7 +86,7 @@ TEST_F(DelayedGroupsTest, OthersLeaveAtTheirScopesEnd) {
   const auto other = end_group(groups[1], 2, "other");
   EXPECT_EQ(left(), kDelayedBytes);
   EXPECT_EQ(late->place, SavedStorage::Place::device);
-  EXPECT_EQ(other->place, SavedStorage::Place::leaving);
+  EXPECT_EQ(other->place, SavedStorage::Place::offloading);
 }
 
 TEST_F(DelayedGroupsTest, LeaveAtOnceInASizingStep) {

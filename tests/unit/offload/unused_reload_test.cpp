@@ -69,7 +69,7 @@ TEST_P(UnusedReloadTest, ItsMemoryIsLentAgainBehindItsCopyOnly) {
     offload->group_ended(group);
   }
   (void)offload->fetch(*saved[1]);  // and the one before it comes back ahead of its use
-  ASSERT_EQ(saved[0]->place, SavedStorage::Place::returning);
+  ASSERT_EQ(saved[0]->place, SavedStorage::Place::reloading);
   saved[0].reset();
   for (int i = 0; i < 4; ++i) {
     next.push_back(filled(5));  // takes what is free
