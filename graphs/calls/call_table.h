@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "graphs/calls/eager_calls.h"
+#include "graphs/calls/engine_counts.h"
 #include "graphs/calls/recorded_calls.h"
 #include "offload/name_pattern.h"
 #include "offload/scope_tree.h"

@@ -10,9 +10,9 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/nn/module.h>
 
+#include "graphs/calls/engine_counts.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
-#include "graphs/calls/report_builder.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
@@ -112,7 +112,7 @@ CallModes Dispatcher::modes() const {
 }
 
 void Dispatcher::count_eager(CallSite& site, EagerCause cause) noexcept {
-  report_.eager_call();
+  counts_.eager_call();
   site.eager_runs.count(cause);
 }
 
@@ -178,7 +178,7 @@ void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& reque
     resources_.rest->call_ends();
   }
   recorded_.ran(call, outputs);
-  report_.eager_call();
+  counts_.eager_call();
 }
 
 void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
@@ -252,7 +252,7 @@ void Dispatcher::run_beside_stale_capture(CallSite& site, const detail::CallRequ
                      ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
                      "GraphOptions::on_relocated_weights to capture");
   }
-  report_.eager_call();  // the next step begins with captures of what the model is then
+  counts_.eager_call();  // the next step begins with captures of what the model is then
   run_eagerly(site, request, outputs);
 }
 
@@ -302,7 +302,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   };
   if (holder.sequence->options().on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
     if (const auto& ask = holder.sequence->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
-      report_.eager_call();
+      counts_.eager_call();
       prepare();
       run_eagerly(site, request, outputs);
       return;

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "graphs/calls/call_table.h"
-#include "graphs/calls/eager_calls.h"
+#include "graphs/calls/engine_counts.h"
 #include "graphs/sequence/graph_sequence.h"
 #include "sidestream/detail/call_request.h"
 
@@ -15,7 +15,7 @@ class EngineSequences;
 struct EngineResources;
 class RecordedCalls;
 class ReplayVerification;
-class ReportBuilder;
+class EngineCounts;
 
 /// Decides what becomes of one call, be it one of `ss::call` or of a GraphedCallable: it runs eagerly as a scope, replays a
 /// capture, or runs and is recorded so that a capture may follow.
@@ -24,13 +24,13 @@ class Dispatcher {
  public:
   /// All must outlive this object. `verification`: null where no replay is verified.
   Dispatcher(EngineResources& resources, CallContext& context, const EagerPlan& plan, RecordedCalls& recorded,
-             EngineSequences& sequences, ReportBuilder& report, ReplayVerification* verification)
+             EngineSequences& sequences, EngineCounts& counts, ReplayVerification* verification)
       : resources_(resources),
         context_(context),
         plan_(plan),
         recorded_(recorded),
         sequences_(sequences),
-        report_(report),
+        counts_(counts),
         verification_(verification) {}
   Dispatcher(const Dispatcher&) = delete;
   Dispatcher& operator=(const Dispatcher&) = delete;
@@ -84,7 +84,7 @@ class Dispatcher {
   const EagerPlan& plan_;
   RecordedCalls& recorded_;
   EngineSequences& sequences_;
-  ReportBuilder& report_;
+  EngineCounts& counts_;
   ReplayVerification* verification_;
 };
 

@@ -10,10 +10,10 @@
 #include <torch/nn/module.h>
 
 #include "graphs/calls/call_table.h"
-#include "graphs/calls/fitting_capture.h"
+#include "graphs/calls/engine_counts.h"
+#include "graphs/calls/memory_shortage.h"
 #include "graphs/calls/recorded_calls.h"
-#include "graphs/calls/report_builder.h"
-#include "graphs/guards/call_modes_guard.h"
+#include "graphs/guards/call_modes.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/checked_options.h"
 #include "graphs/resources/eager_plan.h"
@@ -84,9 +84,9 @@ std::shared_ptr<GraphSequence> EngineSequences::capture(const std::vector<CallSp
   const CallContext::OnThread on_thread(context_);
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
-  resources_.check.journal_capture(journaling, report_.steps());
+  resources_.check.journal_capture(journaling, counts_.steps());
   std::shared_ptr<GraphSequence> sequence = capture_that_fits(resources_, *this, specs, options, memory);
-  report_.captured(*sequence);
+  counts_.captured(*sequence);
   plan_.outdate();
   return sequence;
 }
@@ -143,7 +143,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
       }
     }
   }
-  report_.recaptured(static_cast<std::int64_t>(holder.sequence->calls().size()));
+  counts_.recaptured(static_cast<std::int64_t>(holder.sequence->calls().size()));
   mark_static_outputs();
 }
 
@@ -184,7 +184,7 @@ void EngineSequences::capture_slot(RecordedCalls& recorded, std::size_t slot, bo
     call.captured = true;
     call.site->variants.push_back({holder, i, call.guards, call.shape, call.structure, ++call.site->clock});
     call.site->to_record = false;
-    report_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
+    counts_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
     recorded.outputs().for_each_of(of_slot.indices[i], [&](const c10::StorageImpl* storage, std::size_t output) {
       const CapturedCall& captured = holder->sequence->calls()[i];
       if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {

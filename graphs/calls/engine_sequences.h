@@ -12,7 +12,7 @@ class CallTable;
 class EagerPlan;
 struct EngineResources;
 class RecordedCalls;
-class ReportBuilder;
+class EngineCounts;
 
 /// A sequence that may be captured anew while callables and call sites refer to it.
 struct SequenceHolder {
@@ -29,8 +29,8 @@ struct SequenceHolder {
 class EngineSequences {
  public:
   /// All must outlive this object.
-  EngineSequences(EngineResources& resources, CallContext& context, EagerPlan& plan, ReportBuilder& report)
-      : resources_(resources), context_(context), plan_(plan), report_(report) {}
+  EngineSequences(EngineResources& resources, CallContext& context, EagerPlan& plan, EngineCounts& counts)
+      : resources_(resources), context_(context), plan_(plan), counts_(counts) {}
   EngineSequences(const EngineSequences&) = delete;
   EngineSequences& operator=(const EngineSequences&) = delete;
   ~EngineSequences() = default;
@@ -90,7 +90,7 @@ class EngineSequences {
   EngineResources& resources_;
   CallContext& context_;
   EagerPlan& plan_;
-  ReportBuilder& report_;
+  EngineCounts& counts_;
   std::vector<std::weak_ptr<SequenceHolder>> all_;
   bool postponed_ = false;
   std::vector<std::shared_ptr<SequenceHolder>> own_;  ///< those that ss::call made

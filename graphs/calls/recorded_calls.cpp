@@ -3,16 +3,21 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
+#include <set>
+#include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/nn/module.h>
 
-#include "graphs/calls/call_modules.h"
 #include "graphs/calls/call_table.h"
-#include "graphs/guards/samples.h"
+#include "graphs/guards/call_spec.h"
 #include "graphs/resources/eager_memory_estimate.h"
 #include "offload/saved_tensor_recorder.h"
+#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
@@ -46,6 +51,50 @@ class BackwardWatch final : public torch::autograd::FunctionPreHook {
 /// What a sample holds of the device.
 std::size_t device_bytes(const CallInput& input) {
   return input.sample.defined() && !input.on_host ? input.sample.nbytes() : 0;
+}
+
+/// Stands for several modules wherever one is asked for its parameters, buffers, modules and mode.
+class SeveralModules final : public torch::nn::Module {
+ public:
+  explicit SeveralModules(const std::vector<std::shared_ptr<torch::nn::Module>>& modules)
+      : torch::nn::Module("SeveralModules") {
+    for (const auto& module : modules) {
+      register_module(std::to_string(children().size()), module);
+    }
+  }
+  [[nodiscard]] bool is_training() const noexcept override {
+    const auto all = children();
+    return std::all_of(all.begin(), all.end(), [](const auto& module) { return module->is_training(); });
+  }
+};
+
+/// All modules of the call `name` as one: its own (null for a plain function) and its `arguments`. Null without any.
+/// Throws: UsageError for an argument that no shared_ptr owns, unless it is the engine's `model`: nothing says how long it lives.
+std::shared_ptr<const torch::nn::Module> modules_of_call(const std::string& name,
+                                                         const std::shared_ptr<const torch::nn::Module>& own,
+                                                         const detail::KeptModules& arguments,
+                                                         const torch::nn::Module& model) {
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;
+  const auto add = [&](const std::shared_ptr<const torch::nn::Module>& module) {
+    if (std::none_of(modules.begin(), modules.end(), [&](const auto& other) { return other == module; })) {
+      modules.push_back(std::const_pointer_cast<torch::nn::Module>(module));
+    }
+  };
+  if (own != nullptr) {
+    add(own);
+  }
+  for (const auto& module : arguments) {
+    if (module.use_count() == 0 && module.get() != &model) {
+      throw UsageError("graphed call \"" + name + "\": the module \"" + module->name() +
+                       "\" is an argument, but no shared_ptr owns it, so its lifetime is unknown; make it with " +
+                       "std::make_shared, or register it in the model");
+    }
+    add(module);
+  }
+  if (modules.size() <= 1) {
+    return modules.empty() ? nullptr : modules.front();
+  }
+  return std::make_shared<SeveralModules>(modules);
 }
 
 }  // namespace
@@ -221,6 +270,53 @@ void RecordedCalls::clear() {
   dependencies_.clear();
   outputs_.clear();
   kept_bytes_ = 0;
+}
+
+std::vector<std::size_t> CallDependencies::of(c10::ArrayRef<at::Tensor> inputs) const {
+  std::set<std::size_t> calls;
+  if (!givers_.empty()) {
+    std::vector<const torch::autograd::Node*> open;
+    std::unordered_set<const torch::autograd::Node*> seen;
+    const auto visit = [&](const torch::autograd::Node* node) {
+      if (node != nullptr && seen.insert(node).second) {
+        open.push_back(node);
+      }
+    };
+    for (const at::Tensor& input : inputs) {
+      if (input.defined()) {
+        visit(input.grad_fn().get());
+      }
+    }
+    while (!open.empty()) {
+      const torch::autograd::Node* const node = open.back();
+      open.pop_back();
+      if (const auto giver = givers_.find(node); giver != givers_.end() && !giver->second.alive.expired()) {
+        calls.insert(giver->second.call);
+        if (const auto before = from_.find(giver->second.call); before != from_.end()) {
+          calls.insert(before->second.begin(), before->second.end());
+        }
+        continue;  // what lies behind it is known
+      }
+      for (const torch::autograd::Edge& edge : node->next_edges()) {
+        visit(edge.function.get());
+      }
+    }
+  }
+  return {calls.begin(), calls.end()};
+}
+
+void CallDependencies::add(std::size_t call, std::vector<std::size_t> from, c10::ArrayRef<at::Tensor> outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (output.defined() && output.grad_fn() != nullptr) {
+      givers_.insert_or_assign(output.grad_fn().get(), Giver{output.grad_fn(), call});
+    }
+  }
+  from_.insert_or_assign(call, std::move(from));
+}
+
+void CallDependencies::clear() noexcept {
+  givers_.clear();
+  from_.clear();
 }
 
 }  // namespace sidestream

@@ -10,18 +10,17 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "base/site.h"
-#include "graphs/capture/capture_guard.h"
+#include "graphs/capture/eager_pass.h"
 #include "graphs/capture/graph_check.h"
-#include "graphs/capture/node_check.h"
 #include "graphs/capture/node_naming.h"
-#include "graphs/capture/not_owning.h"
-#include "graphs/capture/pass_hooks.h"
 #include "graphs/capture/sequence_capture.h"
 #include "graphs/gradients/added_gradients.h"
 #include "graphs/gradients/given_gradients.h"
-#include "graphs/gradients/gradient_routes.h"
-#include "graphs/guards/call_state_guard.h"
+#include "graphs/gradients/gradient_leaves.h"
+#include "graphs/guards/call_state.h"
+#include "memory/storage_view.h"
 #include "offload/nested_backward.h"
+#include "runtime/capture_guard.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -244,7 +243,7 @@ void SequenceCapture::finish_backward(std::size_t index) {
     CaptureOffload::release(call.copies.captured);
   }
   if (index == 0 && !sequence_.memory_->shared()) {
-    give_input_gradients(call, live.grad_inputs);
+    call.owns_gradients = give_input_gradients(call.inputs, live.grad_inputs) || call.owns_gradients;
   }
   if (index + 1 < specs_.size()) {
     live_[index + 1].grad_inputs.clear();

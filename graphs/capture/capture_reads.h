@@ -8,7 +8,7 @@
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "graphs/sequence/captured_calls.h"
+#include "graphs/sequence/captured_call.h"
 #include "observe/external_reads.h"
 #include "observe/operator_observer.h"
 #include "offload/exclusions.h"

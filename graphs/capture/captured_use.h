@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "graphs/sequence/captured_calls.h"
+#include "graphs/sequence/captured_call.h"
 #include "graphs/sequence/pool_use.h"
 #include "runtime/live_memory.h"
 #include "runtime/runtime.h"

@@ -3,16 +3,19 @@
 #include <algorithm>
 #include <iterator>
 
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/ones_like.h>
+#include <c10/util/ArrayRef.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "graphs/capture/body_hooks.h"
 #include "graphs/gradients/gradient_leaves.h"
-#include "graphs/guards/body_arguments.h"
-#include "graphs/guards/call_state_guard.h"
-#include "graphs/sandbox/hidden_gradients.h"
-#include "graphs/sandbox/leaf_hook_guard.h"
+#include "graphs/guards/call_spec.h"
+#include "graphs/guards/call_state.h"
+#include "graphs/sandbox/leaf_guards.h"
+#include "observe/operator_observer.h"
 #include "offload/nested_backward.h"
+#include "offload/saved_tensor_recorder.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -27,6 +30,50 @@ std::vector<bool> flags_of(const std::vector<at::Tensor>& tensors) {
 }
 
 }  // namespace
+
+void PassHooks::before_forward() const {
+  if (hooks_ != nullptr) {
+    run(hooks_->before_forward());
+  }
+}
+
+void PassHooks::after_forward() const {
+  if (hooks_ != nullptr) {
+    run(hooks_->after_forward());
+  }
+}
+
+void PassHooks::before_backward() const {
+  if (hooks_ != nullptr) {
+    run(hooks_->before_backward());
+  }
+}
+
+void PassHooks::after_backward() const {
+  if (hooks_ != nullptr) {
+    run(hooks_->after_backward());
+  }
+}
+
+void PassHooks::run(const std::function<void()>& hook) const {
+  if (!hook) {
+    return;
+  }
+  const auto meet = [this](c10::ArrayRef<at::Tensor> tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.defined() && tensor.has_storage()) {
+        met_.insert(tensor.storage());
+      }
+    }
+  };
+  const RecorderGuard no_recorder(nullptr);
+  const OperatorObserverGuard observer([&](const OperatorAccess& access) {
+    meet(access.reads);
+    meet(access.outputs);
+  });
+  hook();
+  observer.rethrow();
+}
 
 detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                 const std::function<std::vector<at::Tensor>()>& wanted, const PassHooks& hooks,

@@ -4,11 +4,65 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "graphs/capture/pass_clock.h"
-#include "graphs/capture/pass_hooks.h"
-#include "graphs/sequence/captured_call.h"
+#include "analysis/copy_pace.h"
+#include "graphs/guards/call_spec.h"
+#include "runtime/runtime.h"
+#include "runtime/weak_storage_set.h"
+#include "sidestream/capture_time_hooks.h"
+#include "sidestream/detail/argument_parts.h"
 
 namespace sidestream {
+
+/// Times one eager pass of a call on the current stream, by the device's own clock.
+class PassClock {
+ public:
+  /// `runtime` must outlive this object.
+  explicit PassClock(Runtime& runtime)
+      : runtime_(&runtime),
+        begin_(runtime.create_event(EventTiming::on)),
+        forward_end_(runtime.create_event(EventTiming::on)),
+        turn_(runtime.create_event(EventTiming::on)),
+        end_(runtime.create_event(EventTiming::on)) {}
+
+  void forward_begins() { runtime_->record(begin_, runtime_->current_stream()); }
+  void forward_ended() { runtime_->record(forward_end_, runtime_->current_stream()); }
+  void backward_begins() { runtime_->record(turn_, runtime_->current_stream()); }
+  void ended() { runtime_->record(end_, runtime_->current_stream()); }
+  /// Of a pass that has ended. Blocks the host until the device has done it.
+  [[nodiscard]] LayerPace pace() {
+    runtime_->synchronize(end_);
+    constexpr double kMillisecond = 1e-3;
+    return {runtime_->elapsed_ms(begin_, forward_end_) * kMillisecond,
+            runtime_->elapsed_ms(turn_, end_) * kMillisecond};
+  }
+
+ private:
+  Runtime* runtime_;
+  Event begin_;
+  Event forward_end_;
+  Event turn_;
+  Event end_;
+};
+
+/// Runs the hooks of one callable around its passes. Nothing of theirs is recorded, sized, or put back as a pass's own; what they
+/// touch may be read by a capture.
+/// Capture: illegal, but for `none`.
+class PassHooks {
+ public:
+  /// Both must outlive this object; `hooks` may be null.
+  PassHooks(const CaptureTimeHooks* hooks, WeakStorageSet& met) noexcept : hooks_(hooks), met_(met) {}
+
+  void before_forward() const;
+  void after_forward() const;
+  void before_backward() const;
+  void after_backward() const;
+
+ private:
+  void run(const std::function<void()>& hook) const;
+
+  const CaptureTimeHooks* hooks_;
+  WeakStorageSet& met_;
+};
 
 /// Runs the body of `spec` once in the state of the call, forward and backward with ones as the gradients of its outputs, and
 /// returns these. `wanted` gives the leaves whose gradients are asked for: it is asked before the forward, and again behind it,

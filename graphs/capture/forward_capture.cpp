@@ -8,16 +8,14 @@
 
 #include "base/site.h"
 #include "graphs/capture/body_hooks.h"
-#include "graphs/capture/capture_guard.h"
 #include "graphs/capture/captured_outputs.h"
+#include "graphs/capture/eager_pass.h"
 #include "graphs/capture/graph_check.h"
-#include "graphs/capture/node_check.h"
 #include "graphs/capture/node_naming.h"
-#include "graphs/capture/pass_hooks.h"
-#include "graphs/capture/saved_storages.h"
 #include "graphs/capture/sequence_capture.h"
-#include "graphs/guards/body_arguments.h"
-#include "graphs/guards/call_state_guard.h"
+#include "graphs/guards/call_spec.h"
+#include "graphs/guards/call_state.h"
+#include "runtime/capture_guard.h"
 
 namespace sidestream {
 

@@ -1,12 +1,32 @@
 #pragma once
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
 #include "graphs/sequence/node_names.h"
+#include "offload/captured_copies.h"
 #include "runtime/graph_node.h"
 #include "runtime/handles.h"
 
 namespace sidestream {
+
+/// Node `index` of `nodes` in words: what it is, and the operator and scope that it was captured in.
+[[nodiscard]] std::string describe_node(const std::vector<GraphNode>& nodes, std::size_t index, const NodeNames& names);
+
+/// Checks what a captured graph holds: nothing that makes the host wait, or that waits for the host (functions of the host, copies
+/// from and to pageable memory), in child graphs neither; and pinned memory only within the leases of `copies`, which live as long
+/// as the graph. `what` names the graph in the error. Not for the replay path.  Throws: CaptureError that names node, operator and
+/// scope, and the remedy.
+void check_nodes(const std::vector<GraphNode>& nodes, const NodeNames& names, const CapturedCopies& copies,
+                 const std::string& what);
+
+/// Which ends of the copies beside a graph there are: sources from the forward's capture on, targets from the backward's.
+enum class CopyEnds : std::uint8_t { sources, targets };
+
+/// Checks the copies that replays queue beside a graph: their host memory lies in leases that live, their device memory in the
+/// storages that were allocated for it. Not for the replay path.  Throws: CaptureError that names the group.
+void check_copy_ends(const CapturedCopies& copies, CopyEnds ends, const std::string& what);
 
 /// Checks the nodes of a captured graph (rule: an event that a graph does not record is a silent no-op): exactly one record of `done` and of
 /// each event of `ready`; `done` descends from every node that does anything. `what` names the graph in the error, `names` its nodes.

@@ -6,8 +6,8 @@
 
 #include "base/site.h"
 #include "graphs/capture/sequence_capture.h"
-#include "graphs/sandbox/named_generators.h"
 #include "graphs/sandbox/rng_state_guard.h"
+#include "graphs/sandbox/state_keeper.h"
 #include "graphs/sandbox/written_storages.h"
 #include "sidestream/error.h"
 

@@ -11,7 +11,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include "graphs/capture/sizing_pass.h"
-#include "graphs/sequence/captured_call.h"
+#include "graphs/guards/call_spec.h"
 #include "sidestream/detail/argument_parts.h"
 #include "sidestream/graph_options.h"
 

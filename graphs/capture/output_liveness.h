@@ -8,9 +8,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
-#include "graphs/capture/saved_storages.h"
+#include "graphs/capture/captured_outputs.h"
 #include "graphs/outputs/released_outputs.h"
-#include "graphs/sequence/captured_calls.h"
+#include "graphs/sequence/captured_call.h"
 #include "offload/saved_tensor_recorder.h"
 
 namespace sidestream {

@@ -2,20 +2,47 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
+#include <typeinfo>
 #include <utility>
 
 #include <c10/util/irange.h>
 
-#include "graphs/capture/named_errors.h"
 #include "graphs/capture/warmup.h"
-#include "graphs/sandbox/leaf_hook_guard.h"
-#include "graphs/sandbox/named_generators.h"
+#include "graphs/sandbox/leaf_guards.h"
+#include "graphs/sandbox/state_keeper.h"
 #include "graphs/sequence/graph_event_state.h"
 #include "observe/held_draws.h"
 #include "runtime/capture_turn.h"
 #include "runtime/draw_order.h"
+#include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+/// Runs `part`. What the device or the rules of capture refuse says where that was; what the user's code throws is left as it is.
+template <class Part>
+void naming(const std::string& where, const Part& part) {
+  const auto named = [&](const Error& error) {
+    const std::string text = error.what();
+    return text.find(where) == std::string::npos ? where + ": " + text : text;
+  };
+  try {
+    part();
+  } catch (const CaptureError& error) {
+    if (typeid(error) != typeid(CaptureError)) {
+      throw;
+    }
+    throw CaptureError(named(error));
+  } catch (const DeviceError& error) {
+    if (typeid(error) != typeid(DeviceError)) {
+      throw;
+    }
+    throw DeviceError(named(error), error.status());
+  }
+}
+
+}  // namespace
 
 std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResources& resources,
                                                               std::vector<CallSpec> specs,
@@ -116,6 +143,25 @@ void SequenceCapture::record_caller_event() {
 void SequenceCapture::hold_reads(CapturedCall& call) {
   for (const at::Tensor& tensor : reads_.give_to(call)) {
     watch(call, tensor);
+  }
+}
+
+void SequenceCapture::check_hooked_weights(std::size_t index) const {
+  if (sequence_.calls_[index].spec.hooks != nullptr && sequence_.change(index).stale()) {
+    throw CaptureError("its capture-time hooks placed weights at other addresses for backward than for forward (" +
+                       sequence_.difference(index) +
+                       "). A replay reads the same addresses in forward and backward; let before_forward and "
+                       "before_backward place the weights in the same memory");
+  }
+}
+
+void SequenceCapture::settle_hooked_weights() {
+  for (const auto i : c10::irange(specs_.size())) {
+    CapturedCall& call = sequence_.calls_[i];
+    if (call.spec.hooks != nullptr) {
+      CaptureReads::let_go_of_registered(call);
+      call.placed_by_hooks = sequence_.change(i).stale();
+    }
   }
 }
 

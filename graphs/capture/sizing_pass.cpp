@@ -10,7 +10,6 @@
 #include "graphs/capture/eager_pass.h"
 #include "graphs/capture/observed_weights.h"
 #include "graphs/gradients/gradient_leaves.h"
-#include "graphs/gradients/gradient_routes.h"
 #include "observe/operator_observer.h"
 #include "offload/sizing.h"
 #include "sidestream/error.h"

@@ -8,7 +8,7 @@
 
 #include "analysis/copy_pace.h"
 #include "analysis/planner.h"
-#include "graphs/capture/pass_hooks.h"
+#include "graphs/capture/eager_pass.h"
 #include "graphs/sandbox/pass_watch.h"
 #include "graphs/sequence/captured_call.h"
 #include "offload/exclusions.h"

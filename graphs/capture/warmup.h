@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "graphs/capture/sizing_pass.h"
-#include "graphs/sequence/captured_call.h"
+#include "graphs/guards/call_spec.h"
 #include "offload/exclusions.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"

@@ -8,7 +8,7 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 
-#include "graphs/engine/graph_files.h"
+#include "graphs/engine/graph_drawing.h"
 #include "offload/kept_failure.h"
 #include "sidestream/error.h"
 
@@ -47,11 +47,11 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       context_(*this),
       calls_(model, resources_.tree, resources_.graphed),
       recorded_(model, resources_.runtime->device(), resources_.rest),
-      sequences_(resources_, context_, eager_plan_, report_),
+      sequences_(resources_, context_, eager_plan_, counts_),
       verification_(resources_.options.verify_replays() > 0
                         ? std::make_unique<ReplayVerification>(resources_.options, model, context_)
                         : nullptr),
-      dispatcher_(resources_, context_, eager_plan_, recorded_, sequences_, report_, verification_.get()),
+      dispatcher_(resources_, context_, eager_plan_, recorded_, sequences_, counts_, verification_.get()),
       memory_(resources_.runtime) {}
 
 void EngineState::check_thread_of_step() const {
@@ -123,7 +123,7 @@ void EngineState::begin_step() {
   }
   calls_.begin_step();
   resources_.exclusions.refresh_parameters();
-  resources_.check.begin_step(report_.steps());
+  resources_.check.begin_step(counts_.steps());
   if (eager_plan_.state() != EagerPlan::State::unsized) {
     making_ready_ = true;
     try {
@@ -133,9 +133,9 @@ void EngineState::begin_step() {
       throw;
     }
     making_ready_ = false;
-    memory_.begin(report_.captures());
+    memory_.begin(counts_.captures());
   }
-  step_.emplace(resources_, context_, eager_plan_, recorded_, report_);
+  step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
   if (verification_ != nullptr) {
     verification_->begin_step();
   }
@@ -145,7 +145,7 @@ void EngineState::copied_in_graph(const CopyCounts& copies) noexcept {
   if (step_) {
     resources_.mover->count_launched(copies);
   } else {
-    report_.copied(copies);
+    counts_.copied(copies);
   }
 }
 
@@ -177,7 +177,7 @@ void EngineState::end_step(bool failed) {
     parts.attempt([&] { step.finish_recording(); });
   }
   parts.attempt([&] { step.end_copies(); });
-  report_.replayed(join_sequences(parts));
+  counts_.replayed(join_sequences(parts));
   const CopyCounts copies = resources_.mover->take_counts();
   step.stop_sizing();
   if (parts.failed()) {
@@ -202,26 +202,18 @@ GraphSequence::Counts EngineState::join_sequences(PartsOfEnd& parts) {
 void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
   switch (step.kind()) {
     case StepSession::Kind::sizing:
-      report_.step_ended(step.recorder(), copies, step.peaks());
-      report_.sizing_ended(step.recorder(), step.peaks().unoffloaded);
+      counts_.step_ended(step.recorder(), copies, step.peaks());
+      counts_.sizing_ended(step.recorder(), step.peaks().unoffloaded);
       eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       break;
     case StepSession::Kind::planned:
-      report_.step_ended(step.recorder(), copies, memory_.end());
+      counts_.step_ended(step.recorder(), copies, memory_.end());
       if (step.recorder().counts().refused_bytes > 0) {
         eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       }
       break;
   }
-  report_.count_step();
-}
-
-Report EngineState::report() const {
-  Report report = report_.build(resources_, sequences_, eager_plan_, calls_);
-  if (verification_ != nullptr) {
-    verification_->add_to(report);
-  }
-  return report;
+  counts_.count_step();
 }
 
 void EngineState::reset() {

@@ -8,9 +8,9 @@
 
 #include "graphs/calls/call_table.h"
 #include "graphs/calls/dispatcher.h"
+#include "graphs/calls/engine_counts.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
-#include "graphs/calls/report_builder.h"
 #include "graphs/engine/step_memory.h"
 #include "graphs/engine/step_session.h"
 #include "graphs/resources/call_context.h"
@@ -71,7 +71,7 @@ class EngineState {
   [[nodiscard]] Runtime& runtime() noexcept { return *resources_.runtime; }
   [[nodiscard]] EngineResources& resources() noexcept { return resources_; }
   /// For counts of what callers of this object do.
-  [[nodiscard]] ReportBuilder& counts() noexcept { return report_; }
+  [[nodiscard]] EngineCounts& counts() noexcept { return counts_; }
   [[nodiscard]] const HostArena& arena() const noexcept { return *resources_.arena; }
 
  private:
@@ -93,7 +93,7 @@ class EngineState {
   CallTable calls_;
   RecordedCalls recorded_;
   EagerPlan eager_plan_;
-  ReportBuilder report_;
+  EngineCounts counts_;
   EngineSequences sequences_;
   std::unique_ptr<ReplayVerification> verification_;  ///< null where no replay is verified
   Dispatcher dispatcher_;

@@ -9,6 +9,8 @@
 
 namespace sidestream {
 
+class EngineSequences;
+
 /// What a drawing tells of a graph beside its nodes.
 struct DrawnGraph {
   const CapturedCall& call;
@@ -23,5 +25,10 @@ struct DrawnGraph {
 /// Which branch each node is on: a node goes on with the branch of the first of its predecessors that nobody has gone on with, or
 /// begins one.
 [[nodiscard]] std::vector<std::size_t> branches_of(const std::vector<GraphNode>& nodes);
+
+/// Draws each captured graph of `sequences` into a file of its own in `folder`, which is made where it is missing. Returns the files.
+/// Each is there whole, or as it was. Throws: UsageError where one cannot be written, also where there is no graph yet.
+std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineSequences& sequences,
+                                           const std::string& folder);
 
 }  // namespace sidestream

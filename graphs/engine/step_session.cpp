@@ -2,15 +2,15 @@
 
 #include <algorithm>
 
+#include "graphs/calls/engine_counts.h"
 #include "graphs/calls/recorded_calls.h"
-#include "graphs/calls/report_builder.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
 
 namespace sidestream {
 
 StepSession::StepSession(EngineResources& resources, const CallContext& context, const EagerPlan& plan,
-                         const RecordedCalls& recorded, ReportBuilder& report)
+                         const RecordedCalls& recorded, EngineCounts& counts)
     : resources_(resources),
       recorded_(recorded),
       shortage_(resources),
@@ -28,12 +28,12 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
   allocated_at_begin_ = resources.runtime->memory_stats().allocated;
   recording_.emplace(&*recorder_);
   if (resources.syncs != nullptr) {
-    resources.syncs->begin_step(finding_syncs_, report.captures());
+    resources.syncs->begin_step(finding_syncs_, counts.captures());
   }
-  resources.check.journal_step(journaling_, report.steps());
+  resources.check.journal_step(journaling_, counts.steps());
   on_thread_.emplace(context, &recorder_->blocks());
   if (kind_ == Kind::sizing) {
-    resources.eager->begin_sizing_step([this, &report](std::int64_t away) { report.unseen(unseen_bytes(away)); });
+    resources.eager->begin_sizing_step([this, &counts](std::int64_t away) { counts.unseen(unseen_bytes(away)); });
   } else {
     resources.eager->begin_step();
   }

@@ -16,7 +16,7 @@ namespace sidestream {
 class EagerPlan;
 struct EngineResources;
 class RecordedCalls;
-class ReportBuilder;
+class EngineCounts;
 
 /// One step of an engine: what it takes over on the calling thread, and what it sees there. A sizing step counts what autograd
 /// saves, and offloads each group that the options name into pinned memory that it leases as it goes; a planned one offloads what
@@ -27,7 +27,7 @@ class StepSession {
 
   /// Begins: sizing where `plan` is unsized, else planned. All must outlive the session.
   StepSession(EngineResources& resources, const CallContext& context, const EagerPlan& plan,
-              const RecordedCalls& recorded, ReportBuilder& report);
+              const RecordedCalls& recorded, EngineCounts& counts);
   StepSession(const StepSession&) = delete;
   StepSession& operator=(const StepSession&) = delete;
   ~StepSession();

@@ -4,7 +4,7 @@
 
 #include <c10/util/irange.h>
 
-#include "graphs/guards/samples.h"
+#include "graphs/guards/call_spec.h"
 
 namespace sidestream {
 

@@ -5,7 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include "graphs/sequence/captured_call.h"
+#include "graphs/guards/call_spec.h"
 #include "sidestream/graphed_callable.h"
 
 namespace sidestream {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "graphs/calls/eager_calls.h"
+#include "graphs/calls/engine_counts.h"
 #include "graphs/entry/bucket_pass.h"
 #include "graphs/guards/call_modes.h"
 #include "sidestream/bucketed_callables.h"

@@ -33,21 +33,23 @@ void give_memory(CallParameter& parameter) {
   parameter.view = StorageView::capture(parameter.grad);
 }
 
-void give_input_gradients(CapturedCall& call, const std::vector<at::Tensor>& grads) {
+bool give_input_gradients(std::vector<StaticInput>& inputs, const std::vector<at::Tensor>& grads) {
   const auto first = std::find_if(grads.begin(), grads.end(), [](const at::Tensor& grad) { return grad.defined(); });
   if (first == grads.end()) {
-    return;
+    return false;
   }
+  bool any = false;
   const RecorderGuard no_recorder(nullptr);
   await_end_of_backward(first->device());
   for (const auto i : c10::irange(grads.size())) {
-    StaticInput& input = call.inputs[i];
+    StaticInput& input = inputs[i];
     if (StorageView::supported(grads[i]) && has_own_memory(grads[i])) {
       input.memory.emplace(grads[i].storage());
       input.view = StorageView::capture(grads[i]);
-      call.owns_gradients = true;
+      any = true;
     }
   }
+  return any;
 }
 
 }  // namespace sidestream

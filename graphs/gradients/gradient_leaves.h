@@ -3,12 +3,23 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "graphs/outputs/static_tensors.h"
+
 namespace sidestream {
 
-/// Whether `tensor` itself is one of `tensors`.
+/// True if `tensor` itself is one of `tensors`.
 [[nodiscard]] bool holds(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor);
 
 /// Those of `tensors` that require a gradient, each once.
 [[nodiscard]] std::vector<at::Tensor> requiring(const std::vector<at::Tensor>& tensors);
+
+/// For each leaf of `targets`, the `outputs` from which autograd's graph leads to it. If a step uses none of them, plain training gives
+/// the leaf no gradient at all. Outputs without history lead nowhere.
+[[nodiscard]] std::vector<OutputSet> gradient_routes(const std::vector<at::Tensor>& outputs,
+                                                     const std::vector<at::Tensor>& targets);
+
+/// The leaf whose gradient autograd finds through `leaf`: nearly always `leaf`. A saved-tensor hook may have unpacked another tensor in
+/// its place, which a backward inside of a body reads.
+[[nodiscard]] at::Tensor leaf_itself(const at::Tensor& leaf);
 
 }  // namespace sidestream

@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "graphs/sequence/captured_call.h"
+#include "graphs/guards/call_spec.h"
 #include "sidestream/detail/module_forward.h"
 #include "sidestream/graph_options.h"
 

@@ -122,20 +122,20 @@ bool are_in_place(const std::vector<AccumulatedGradient>& gradients) {
   return true;
 }
 
-void check_owned_grads(const CapturedCall& call) {
-  for (const CallParameter& parameter : call.parameters) {
+void check_owned_grads(const std::string& name, const std::vector<CallParameter>& parameters) {
+  for (const CallParameter& parameter : parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       continue;
     }
     if (has_gradient_hooks(parameter.tensor)) {
-      throw UsageError("graphed call \"" + call.spec.name +
+      throw UsageError("graphed call \"" + name +
                        "\": a parameter got gradient hooks after the capture, but a backward graph that adds into "
                        ".grad would not run them; capture without GraphOptions::accumulate_in_graph");
     }
     const at::Tensor& grad = parameter.tensor.grad();
     if (grad.defined() && !is_owned(parameter, grad) &&
         !held_by_parameter_alone(grad, parameter.attached, parameter.grad)) {
-      throw UsageError("graphed call \"" + call.spec.name +
+      throw UsageError("graphed call \"" + name +
                        "\": the .grad of a parameter was replaced by another tensor, or given other memory, " +
                        "but its backward graph adds into the .grad that it owns. Set .grad to none or zero it in "
                        "place, or capture " +
@@ -144,9 +144,9 @@ void check_owned_grads(const CapturedCall& call) {
   }
 }
 
-void attach_owned_grads(CapturedCall& call, OutputSet used) {
+void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used) {
   const at::NoGradGuard no_grad;
-  for (CallParameter& parameter : call.parameters) {
+  for (CallParameter& parameter : parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       continue;
     }

@@ -1,40 +1,64 @@
 #pragma once
 #include <memory>
+#include <optional>
+#include <string>
 #include <unordered_map>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 
-#include "graphs/sequence/captured_call.h"
+#include "graphs/outputs/output_storage.h"
+#include "graphs/outputs/static_tensors.h"
+#include "memory/storage_view.h"
+#include "sidestream/graph_options.h"
 
 namespace sidestream {
 
-// With GradientPolicy::accumulated: the `.grad`s that a call's backward graph adds into by itself.
-
-/// What graphs add into.
-struct OwnedGradient {
-  at::Tensor attached;  ///< what a parameter has as its `.grad`; may be given other memory (`set_data`)
-  at::Tensor memory;    ///< over the graphs' memory: nobody else has this tensor
+/// A parameter whose gradient the backward graph makes.
+struct CallParameter {
+  at::Tensor tensor;
+  GradientPolicy policy = GradientPolicy::cloned;
+  at::Tensor grad;                           ///< static; of an accumulated gradient OwnedGradient::memory
+  at::Tensor attached = {};                  ///< of an accumulated gradient, see OwnedGradient
+  std::optional<OutputStorage> memory = {};  ///< of an owned gradient: what is given out
+  StorageView view = {};                     ///< of `memory`
+  OutputSet outputs = all_outputs;           ///< the outputs that lead to it in autograd's graph
 };
 
-/// `attached`, put back into the graphs' `memory` where it was given other.
+/// A `.grad` that the backward graph adds into, in the form that each replay checks. See are_in_place.
+struct AccumulatedGradient {
+  const c10::TensorImpl* parameter;
+  const c10::TensorImpl* attached;  ///< CallParameter::attached: the `.grad` in nearly all replays
+  const void* memory;               ///< where CallParameter::grad begins
+};
+
+// The rest of this file is for GradientPolicy::accumulated: a backward graph that adds into the `.grad` of parameters itself.
+
+/// A gradient that graphs add into.
+struct OwnedGradient {
+  at::Tensor attached;  ///< the `.grad` of the parameter; may be given other memory (`set_data`)
+  at::Tensor memory;    ///< over the graphs' memory: no other code has this tensor
+};
+
+/// `attached`. If it was given other memory, it is first put back into the graphs' `memory`.
 const at::Tensor& in_graphs_memory(const at::Tensor& attached, const at::Tensor& memory);
 inline const at::Tensor& to_attach(const OwnedGradient& gradient) {
   return in_graphs_memory(gradient.attached, gradient.memory);
 }
 
-/// Which they are, for one engine: captures that add into the gradient of the same parameter (microbatches in flight, other
-/// shapes) share it. Holds weak references only. Threads: the step's.
+/// The owned gradients of one engine. Captures that add into the gradient of the same parameter share it: microbatches in flight, or
+/// other shapes. Holds weak references only. Threads: the step's.
 class OwnedGradients {
  public:
-  /// What graphs add into: what another capture of `parameter` does, else its `.grad`, else new zeros. Attaches nothing: a
-  /// parameter has no `.grad` before a backward gives it one.
-  /// Throws: UsageError where captures add into one that was given other memory since.
+  /// The gradient that graphs add into for `parameter`: the one of another capture, else its `.grad`, else new zeros. Attaches nothing,
+  /// because a parameter has no `.grad` before a backward gives it one.
+  /// Throws: UsageError if captures add into a gradient that was given other memory since.
   [[nodiscard]] OwnedGradient of(const at::Tensor& parameter);
 
-  /// Autograd forgets which leaf a backward asks for by name when nobody has that leaf's accumulator, and none of these has an
-  /// edge to it: so they are held (see refuse_owned_gradients), but in captures, which belong to other streams.
+  /// Autograd finds the leaf that a backward names only while its accumulator lives, and no graph has an edge to these accumulators. So
+  /// they are held here (see refuse_owned_gradients), but not in captures, which belong to other streams.
   void hold_accumulators();
   void release_accumulators() noexcept;
 
@@ -49,22 +73,23 @@ class OwnedGradients {
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
 };
 
-/// True where the values of a `.grad` may go to `memory`: nobody could tell. What graphs attach is theirs, wherever it lies by now.
+/// True if the values of a `.grad` may be put into `memory`, because no other code could tell. What graphs attach is theirs, also after
+/// it was given other memory.
 [[nodiscard]] bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached,
                                            const at::Tensor& memory);
 
-/// True where `parameter` has hooks that fire when its gradient comes: a graph would not run them.
+/// True if `parameter` has hooks that fire when its gradient comes: a graph would not run them.
 [[nodiscard]] bool has_gradient_hooks(const at::Tensor& parameter);
 
-/// True where all of `gradients` lie where the graph adds into, and none has a hook: neither function below has anything to do.
-/// One pass, without allocation: all that nearly every replay pays for them.
+/// True if all of `gradients` lie where the graph adds into, and none has a hook. Then the two functions below have nothing to do.
+/// One pass, without allocation: nearly every replay pays only this.
 [[nodiscard]] bool are_in_place(const std::vector<AccumulatedGradient>& gradients);
 
-/// Before anything of the backward is queued. Throws: UsageError where the graph cannot do what plain training does.
-void check_owned_grads(const CapturedCall& call);
+/// Before the backward of the call `name` queues anything. Throws: UsageError if the graph cannot do what plain training does.
+void check_owned_grads(const std::string& name, const std::vector<CallParameter>& parameters);
 
-/// Attaches what the graph adds into, for parameters that one of the outputs in `used` leads to. A `.grad` that was none is
-/// zeroed and attached; one that autograd has put there meanwhile, and that nobody else holds, is taken over with its values.
-void attach_owned_grads(CapturedCall& call, OutputSet used);
+/// Attaches the gradients that the graph adds into, for parameters that an output in `used` leads to. If a parameter has no `.grad`,
+/// the gradient is zeroed and attached. If autograd has put a `.grad` there meanwhile, and no other code holds it, its values are taken.
+void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used);
 
 }  // namespace sidestream

@@ -1,9 +1,10 @@
-#include "graphs/guards/call_modes_guard.h"
-
+// Sets modes for the lifetime of a guard.
 #include <ATen/autocast_mode.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
+
+#include "graphs/guards/call_modes.h"
 
 namespace sidestream {
 namespace {

@@ -2,20 +2,20 @@
 #include <cstddef>
 #include <vector>
 
-#include "graphs/sequence/captured_call.h"
+#include "graphs/guards/call_spec.h"
 
 namespace sidestream {
 
-/// The outputs whose memory goes back to the pool before the last capture, and the index of the first graph that may use it again.
-/// Knows which of them no graph has overwritten since they were given out.
+/// The outputs whose memory goes back to the pool before the last capture. For each, the index of the first graph that may use the
+/// memory again. Knows which outputs no graph has overwritten since they were given out.
 class ReleasedOutputs {
  public:
   /// While graphs are captured: in the order of their graph indices. `index`: among the output storages of `call`.
   void add(std::size_t graph_index, std::size_t call, std::size_t index) {
     all_.push_back({graph_index, {call, index}});
   }
-  /// Before the launch of the graph at `graph_index`: calls `overwrite(output)` for each whose memory it is the first to use again. What
-  /// throws there is called again by the next launch.
+  /// Before the launch of the graph at `graph_index`: calls `overwrite(output)` for each output whose memory that graph is the first to
+  /// use again. If a call throws, the next launch repeats it.
   template <class Overwrite>
   void before_launch(std::size_t graph_index, const Overwrite& overwrite) {
     while (next_ > 0 && all_[next_ - 1].graph_index > graph_index) {  // a pass begins anew
@@ -31,7 +31,7 @@ class ReleasedOutputs {
       visit(released.output);
     }
   }
-  /// Outputs of `call` are nobody's concern any more.
+  /// Forgets the outputs of `call`.
   void drop(std::size_t call) noexcept {
     for (std::size_t i = all_.size(); i-- > 0;) {
       if (all_[i].output.call == call) {

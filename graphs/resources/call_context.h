@@ -26,7 +26,7 @@ class CallContext {
   /// A step that ends inside of a recorded call: the next one begins outside.
   void leave_graphed_call() noexcept { phase_ = phase_ == Phase::inside_graphed_call ? Phase::open : phase_; }
   /// The engine whose step or capture runs on the calling thread, or null.
-  [[nodiscard]] static EngineState* active() noexcept;
+  [[nodiscard]] static EngineState* active() noexcept { return ThreadStack<EngineState>::top(); }
 
   /// The engine serves the calling thread for its lifetime. May end in any order with those of other engines.
   class [[nodiscard]] OnThread {

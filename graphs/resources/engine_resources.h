@@ -6,7 +6,7 @@
 #include "graphs/resources/eager_memory_estimate.h"
 #include "graphs/resources/step_check.h"
 #include "graphs/resources/step_syncs.h"
-#include "graphs/sequence/graph_sequence.h"
+#include "graphs/sequence/graph_resources.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
 #include "offload/eager_offload.h"

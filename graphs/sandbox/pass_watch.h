@@ -5,8 +5,8 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
+#include "graphs/guards/call_spec.h"
 #include "graphs/sandbox/written_storages.h"
-#include "graphs/sequence/captured_call.h"
 #include "observe/external_reads.h"
 #include "observe/operator_observer.h"
 #include "offload/exclusions.h"

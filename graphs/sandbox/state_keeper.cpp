@@ -1,13 +1,38 @@
 #include "graphs/sandbox/state_keeper.h"
 
+#include <algorithm>
 #include <exception>
+#include <string>
+#include <utility>
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
-#include "graphs/sandbox/named_generators.h"
+#include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+void add_once(std::vector<at::Generator>& all, const at::Generator& generator) {
+  if (std::find(all.begin(), all.end(), generator) == all.end()) {
+    all.push_back(generator);
+  }
+}
+
+void check_device(const std::string& call, const at::Generator& generator, c10::Device device) {
+  if (!generator.defined()) {
+    throw UsageError("graphed call \"" + call +
+                     "\": one of the generators named for it is undefined; name a generator of " + device.str());
+  }
+  if (generator.device() != device) {
+    throw UsageError("graphed call \"" + call + "\": a generator of " + generator.device().str() +
+                     " is named for it, but its graphs on " + device.str() +
+                     " cannot draw from it; name a generator of " + device.str());
+  }
+}
+
+}  // namespace
 
 StateKeeper::StateKeeper(const std::vector<CallSpec>& specs, c10::Device device) {
   const at::NoGradGuard no_grad;
@@ -46,6 +71,32 @@ StateKeeper::~StateKeeper() {
     }
   } catch (const std::exception&) {  // a device that fails here has failed the pass already
   }
+}
+
+void name_generators(std::vector<CallSpec>& specs, const GraphOptions& options, c10::Device device) {
+  const at::Generator& of_device = at::globalContext().defaultGenerator(device);
+  for (CallSpec& spec : specs) {
+    std::vector<at::Generator> named;
+    for (const auto* const given : {&options.generators(), &std::as_const(spec.generators)}) {
+      for (const at::Generator& generator : *given) {
+        check_device(spec.name, generator, device);
+        if (generator != of_device) {
+          add_once(named, generator);
+        }
+      }
+    }
+    spec.generators = std::move(named);
+  }
+}
+
+std::vector<at::Generator> generators_of(const std::vector<CallSpec>& specs, c10::Device device) {
+  std::vector<at::Generator> all{at::globalContext().defaultGenerator(device)};
+  for (const CallSpec& spec : specs) {
+    for (const at::Generator& generator : spec.generators) {
+      add_once(all, generator);
+    }
+  }
+  return all;
 }
 
 }  // namespace sidestream

@@ -3,11 +3,13 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include "graphs/guards/call_spec.h"
 #include "graphs/sandbox/rng_state_guard.h"
-#include "graphs/sequence/captured_call.h"
+#include "sidestream/graph_options.h"
 
 namespace sidestream {
 
@@ -28,5 +30,12 @@ class [[nodiscard]] StateKeeper {
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
 };
+
+/// Gives each call the generators that `options` name beside its own, each once, without the default one of `device`.
+/// Throws: UsageError for a generator of another device.
+void name_generators(std::vector<CallSpec>& specs, const GraphOptions& options, c10::Device device);
+
+/// All that `specs` name, each once, behind the default generator of `device`.
+[[nodiscard]] std::vector<at::Generator> generators_of(const std::vector<CallSpec>& specs, c10::Device device);
 
 }  // namespace sidestream

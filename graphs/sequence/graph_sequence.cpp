@@ -6,10 +6,9 @@
 #include <c10/util/irange.h>
 
 #include "base/site.h"
-#include "graphs/outputs/given_outputs.h"
+#include "graphs/sequence/backward_checks.h"
 #include "graphs/sequence/graph_event_state.h"
 #include "graphs/sequence/replay_node.h"
-#include "graphs/sequence/version_check.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -265,7 +264,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
                      "\", whose backward is pending; calls " +
                      "captured together replay in the order of their capture, or are captured apart");
   }
-  check_views_of_inputs(call, inputs);
+  check_views_of_inputs(call.spec.name, call.outputs, call.inputs, inputs);
   const Site site(Activity::launch_forward, call.site);
   take_turn(index);
   follow_latest_call();
@@ -296,7 +295,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
     settle(side);
     throw;
   }
-  give_outputs(call, inputs, runtime_->current_stream(), outputs);
+  give_outputs(call.outputs, call.output_storages, call.inputs, inputs, runtime_->current_stream(), outputs);
   if (call.has_backward) {
     for (BackwardRead& read : call.backward_reads) {
       read.at_forward = read.counter.current_version();

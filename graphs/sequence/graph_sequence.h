@@ -9,71 +9,33 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
-#include "analysis/copy_pace.h"
 #include "analysis/planner.h"
-#include "graphs/gradients/owned_gradients.h"
 #include "graphs/outputs/released_outputs.h"
-#include "graphs/sequence/captured_calls.h"
+#include "graphs/sequence/captured_call.h"
 #include "graphs/sequence/graph_memory.h"
+#include "graphs/sequence/graph_resources.h"
 #include "graphs/sequence/pool_use.h"
 #include "graphs/sequence/sequence_copies.h"
 #include "memory/host_arena.h"
-#include "offload/capture_offload.h"
 #include "offload/eager_offload.h"
-#include "offload/exclusions.h"
-#include "offload/scope_tree.h"
 #include "runtime/draw_order.h"
 #include "runtime/runtime.h"
 #include "sidestream/graph_options.h"
-#include "sidestream/progress.h"
 
 namespace sidestream {
 
-/// How much of what leaves may be on the device beside what the running call saves.
-enum class CopyRoom : std::uint8_t {
-  as_planned,
-  least,       ///< no more than the largest call's
-  none_stays,  ///< the same, and what turns round within it leaves as well
-};
-
-/// What an attempt to capture a sequence has planned so far.
-struct CaptureAttempt {
-  Profile profile;
-  Plan plan;
-};
-
-/// Device memory that a sequence took outside of LibTorch's allocator, by how much the device's use grew meanwhile: what other
-/// processes take is in it. Bytes.
+/// Device memory that a sequence took outside of LibTorch's allocator, in bytes: how much the use of the device grew meanwhile. It
+/// includes what other processes took.
 struct OutsideBytes {
   std::int64_t warm_up = 0;  ///< kernels and libraries that were loaded, their handles: eager passes take it as well
   std::int64_t graphs = 0;   ///< executables of graphs, and what libraries took in captures
 };
 
-/// What captures and replays share: one engine's.
-struct GraphResources {
-  std::shared_ptr<Runtime> runtime;
-  std::shared_ptr<HostArena> arena;
-  ScopeTree* tree = nullptr;
-  Exclusions* exclusions = nullptr;
-  const OwnedStream* capture_stream = nullptr;  ///< one for all captures: pool blocks are keyed by stream
-  std::shared_ptr<GroupMover> mover;
-  std::shared_ptr<CaptureOffload> offload;
-  std::shared_ptr<EagerOffload> eager;
-  ProgressCallback progress;  ///< empty: nobody listens
-  OwnedGradients* owned_gradients = nullptr;
-  const torch::nn::Module* model = nullptr;  ///< whose parameters have names; null where there is none
-  // See CopyWindow; where the options name none.
-  std::optional<std::uint64_t> lag;
-  std::optional<std::uint64_t> lookahead;
-  std::optional<LinkPace> link;  ///< where it is known
-  CopyRoom room = CopyRoom::as_planned;
-  CaptureAttempt* attempt = nullptr;  ///< filled for who hears of a failure
-  std::shared_ptr<GraphMemory> memory =
-      {};  ///< shared by sequences of the engine; null where the options' pool or a sequence's own is used
-};
-
-/// CapturedCalls that are captured together, share one memory pool, and replay in the nesting order they were captured in:
-/// forwards 0..n, backwards n..0; forwards may be left out. Several sequences replay independently of each other.
+/// Calls that are captured together, share one memory pool, and replay in the order of their captures: forwards 0..n, backwards n..0.
+/// Forwards may be left out. Several sequences replay independently of each other.
+///
+/// graph_sequence.cpp holds forwards and what callers ask, sequence_backward.cpp backwards, sequence_outputs.cpp outputs whose memory is
+/// used again, sequence_turns.cpp the turns in shared memory, sequence_inputs.cpp the check of inputs.
 ///
 /// Ordering: Note [Graph choreography] in graph_sequence.cpp.  Capture: illegal.
 /// Threads: forwards on one thread at a time; backwards may run on autograd's device threads.

@@ -1,4 +1,4 @@
-// Replay of backwards; their order stands in Note [Graph choreography] in graph_sequence.cpp.
+// Replay of backwards. Note [Graph choreography] in graph_sequence.cpp has their order.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/irange.h>
@@ -6,7 +6,6 @@
 #include "base/site.h"
 #include "graphs/gradients/owned_gradients.h"
 #include "graphs/sequence/graph_sequence.h"
-#include "graphs/sequence/version_check.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -39,45 +38,6 @@ void for_each_gradient(CapturedCall& call, const Visit& visit) {
 }
 
 }  // namespace
-
-void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) {
-  CapturedCall& call = calls_[index];
-  if (!call.backward) {
-    throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
-  }
-  if (memory_->turn() != this) {
-    throw UsageError(describe(index) +
-                     ": another capture in the same memory was replayed since its forward, and has overwritten its " +
-                     "saved tensors; run its backward before that replay, or capture it in a pool of its own");
-  }
-  if (call.generation != generation) {
-    throw UsageError(describe(index) +
-                     ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
-                     "overwritten; run each backward before the next forward of the same capture");
-  }
-  if (call.backward_failed && call.accumulates) {
-    throw UsageError(describe(index) + ": its backward failed after its graph had begun to add into .grad; " +
-                     "set the gradients to none and run its forward again");
-  }
-  if (call.backward_launched && !options_.retain_graph_in_backward()) {
-    throw UsageError(describe(index) + ": its backward is run a second time" +
-                     (call.backward_failed ? ", after one that failed after the launch of its graph" : "") +
-                     ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward");
-  }
-  if (top_ > static_cast<std::int64_t>(index)) {
-    throw UsageError(
-        describe(index) + ": its backward runs before that of \"" + calls_[top_].spec.name + "\", which was " +
-        "called after it; calls captured together run their backwards in reverse order, or are captured apart");
-  }
-  check_backward_state(index);
-  check_versions(call);
-  if (call.accumulates) {
-    call.grads_in_place = are_in_place(call.accumulated);
-    if (!call.grads_in_place) {
-      check_owned_grads(call);
-    }
-  }
-}
 
 // What takes memory comes before the launch: where there is none, nothing has happened yet, and the backward may be tried again.
 void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
@@ -113,7 +73,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
                                                      : at::empty_like(grad.made));
   });
   if (call.accumulates && !call.grads_in_place) {
-    attach_owned_grads(call, used);
+    attach_owned_grads(call.parameters, used);
   }
   launch_backward(index);
   settle_pending(index);

@@ -23,7 +23,7 @@ void SequenceCopies::prepare() {
   with_copies_.reserve(calls_.size());
 }
 
-// A call that is not below left in an earlier pass, whose order of graphs is over: all memory is in other hands by then.
+// A call at or above `index` was offloaded in an earlier pass. The order of that pass is over: its memory may have other uses by now.
 void SequenceCopies::before_forward(std::size_t index, c10::Stream side) {
   for (const std::size_t call : offloading_) {
     if (call >= index || calls_[call].copies.released_at <= index) {
@@ -90,7 +90,7 @@ void SequenceCopies::queue_due_reloads(std::size_t index, c10::Stream side) {
   for (auto next = std::upper_bound(with_copies_.begin(), with_copies_.end(), index); next != with_copies_.begin();) {
     const std::size_t i = *--next;
     if (i < index && may_use_targets(backward_index(index), i)) {
-      break;  // those below come back later still
+      break;  // calls below are reloaded later still
     }
     if ((i == index || calls_[i].pending) && !is_on_device(i)) {
       due_.push_back(i);
@@ -100,7 +100,7 @@ void SequenceCopies::queue_due_reloads(std::size_t index, c10::Stream side) {
     return;
   }
   GroupMover::Copies copies = mover_->reload_copies();
-  copies.behind(side);  // all that has used the targets' memory, and the copies out
+  copies.behind(side);  // all work that has used the targets' memory, and the copies to the host
   for (const std::size_t call : due_) {
     const Site site(Activity::reload, calls_[call].site);
     for (const CapturedCopy& copy : calls_[call].copies.captured.copies) {

@@ -5,16 +5,16 @@
 
 #include <c10/core/Stream.h>
 
-#include "graphs/sequence/captured_calls.h"
+#include "graphs/sequence/captured_call.h"
 #include "offload/group_mover.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {
 
-/// Queues the copies of a sequence's replays beside its graphs, and makes each graph wait for those whose memory it uses.
+/// Queues the copies of a sequence's replays beside its graphs. Makes each graph wait for the copies whose memory it uses.
 ///
 /// Ordering: Note [Graph choreography] in graph_sequence.cpp.  Capture: illegal.  Threads: one at a time (the sequence's mutex).
-/// Where a call throws, the copies that it had queued are done.
+/// If a function throws, the copies that it had queued are done.
 class SequenceCopies {
  public:
   /// `calls` must outlive this object.
@@ -26,15 +26,16 @@ class SequenceCopies {
 
   /// Before the captures, when all calls are there.
   void prepare();
+  /// The graph index of that call's backward.
   [[nodiscard]] std::size_t backward_index(std::size_t call) const noexcept { return 2 * calls_.size() - 1 - call; }
 
-  /// Makes `side` wait for all that the forward of call `index` must be behind.
+  /// Makes `side` wait for all work that must come before the forward of call `index`.
   void before_forward(std::size_t index, c10::Stream side);
-  /// Behind its launch: queues its copies to the host.
+  /// After the launch of that forward: queues its copies to the host.
   void forward_launched(std::size_t index);
-  /// Queues what is to come back before the backward of call `index`; makes `side` wait for all that it must be behind.
+  /// Queues the reloads that are due before the backward of call `index`. Makes `side` wait for all work that must come before it.
   void before_backward(std::size_t index, c10::Stream side);
-  /// Behind its launch.
+  /// After the launch of that backward.
   void backward_launched(std::size_t index);
   /// Makes `stream` wait for all copies that no graph has waited for.
   void join(c10::Stream stream);
@@ -42,18 +43,18 @@ class SequenceCopies {
   void reset(std::size_t index);
 
  private:
-  /// A call whose copies to the device were queued since the latest forward, while no graph has used their memory.
+  /// A call whose reload was queued since the latest forward, while no graph has used its memory.
   struct Reload {
     std::size_t call = 0;
     bool awaited = false;  ///< by a graph
   };
 
-  /// True where the graph at `graph_index` may use the memory that the copies of call `index` come back to.
+  /// True if the graph at `graph_index` may use the memory that the copies of call `index` are reloaded to.
   [[nodiscard]] bool may_use_targets(std::size_t graph_index, std::size_t index) const;
   [[nodiscard]] bool is_on_device(std::size_t index) const;
-  /// Once behind the captures, and behind each reset: no backward then looks at calls that have nothing to bring back.
+  /// Runs once after the captures and once after each reset, so that no backward looks at calls that have nothing to reload.
   void find_calls_with_copies();
-  /// Queues what is due before the backward of call `index`, and notes it in `due_`.
+  /// Queues the reloads that are due before the backward of call `index`, and notes their calls in `due_`.
   void queue_due_reloads(std::size_t index, c10::Stream side);
 
   std::shared_ptr<Runtime> runtime_;
@@ -63,7 +64,7 @@ class SequenceCopies {
   std::vector<Reload> reloading_;
   std::vector<std::size_t> due_;
   std::vector<std::size_t> with_copies_;  ///< in order
-  bool found_ = false;                    ///< `with_copies_` is as the calls are
+  bool found_ = false;                    ///< `with_copies_` is up to date
 };
 
 }  // namespace sidestream

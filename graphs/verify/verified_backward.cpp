@@ -10,7 +10,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include "graphs/sandbox/effects_undone.h"
-#include "graphs/sandbox/leaf_hook_guard.h"
+#include "graphs/sandbox/leaf_guards.h"
 #include "graphs/sequence/replay_node.h"
 #include "graphs/verify/verified_call.h"
 #include "observe/sync_finder.h"

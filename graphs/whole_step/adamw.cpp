@@ -15,7 +15,7 @@
 #include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
 
-#include "graphs/whole_step/updated_parameters.h"
+#include "graphs/whole_step/whole_step_watch.h"
 #include "offload/nested_backward.h"
 #include "runtime/runtime.h"
 #include "sidestream/error.h"

@@ -13,7 +13,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
-#include "graphs/whole_step/updated_parameters.h"
+#include "graphs/whole_step/whole_step_watch.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

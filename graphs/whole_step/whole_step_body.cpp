@@ -10,8 +10,8 @@
 #include <torch/nn/module.h>
 
 #include "graphs/gradients/gradient_leaves.h"
-#include "graphs/sandbox/leaf_hook_guard.h"
-#include "graphs/whole_step/updated_parameters.h"
+#include "graphs/sandbox/leaf_guards.h"
+#include "graphs/whole_step/whole_step_watch.h"
 #include "offload/nested_backward.h"
 #include "offload/saved_tensor_recorder.h"
 #include "sidestream/error.h"

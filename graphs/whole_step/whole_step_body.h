@@ -11,7 +11,7 @@
 #include "graphs/capture/whole_step_offload.h"
 #include "graphs/gradients/owned_gradients.h"
 #include "graphs/resources/engine_resources.h"
-#include "graphs/sandbox/hidden_gradients.h"
+#include "graphs/sandbox/leaf_guards.h"
 #include "graphs/whole_step/whole_step_watch.h"
 #include "sidestream/detail/module_forward.h"
 #include "sidestream/graphed_callable.h"

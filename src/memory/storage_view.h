@@ -42,6 +42,9 @@ struct StorageView {
 /// it. Runs no operator.
 [[nodiscard]] at::Tensor bytes_of(const c10::Storage& storage);
 
+/// A tensor over the same memory as `tensor` that keeps nothing alive. For memory of a graph, whose pool keeps it.
+[[nodiscard]] at::Tensor not_owning(const at::Tensor& tensor);
+
 /// An uninitialised device storage of exactly `bytes` bytes by LibTorch's allocator of `device`.
 /// Ordering: belongs to the calling thread's current stream. Capture: legal, from the capture's pool.
 /// Throws: the allocator's out-of-memory error; UsageError when `device` has no allocator.

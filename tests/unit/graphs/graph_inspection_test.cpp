@@ -20,7 +20,7 @@
 
 #include "cli/scratch_folder.h"
 #include "expect_throws.h"
-#include "graphs/capture/node_check.h"
+#include "graphs/capture/graph_check.h"
 #include "graphs/engine/engine_access.h"
 #include "graphs/engine/graph_drawing.h"
 #include "models/block_model.h"

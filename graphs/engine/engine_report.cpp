@@ -1,12 +1,10 @@
-#include "graphs/calls/report_builder.h"
-
+// The report of one engine.
 #include <algorithm>
+#include <string>
+#include <vector>
 
-#include "graphs/calls/call_table.h"
-#include "graphs/calls/engine_sequences.h"
 #include "graphs/capture/whole_step_offload.h"
-#include "graphs/resources/eager_plan.h"
-#include "graphs/resources/engine_resources.h"
+#include "graphs/engine/engine_state.h"
 
 namespace sidestream {
 namespace {
@@ -120,25 +118,13 @@ void append_eager_runs(const CallTable& calls, std::vector<std::string>& notes) 
   }
 }
 
-}  // namespace
-
-void ReportBuilder::bucketed_call_ran(const std::string& name, EagerCause cause) {
-  eager_call();
-  buckets_[name].runs.count(cause);
-}
-
-void ReportBuilder::bucket_dropped(const std::string& name, std::int64_t max_buckets) {
-  Buckets& buckets = buckets_[name];
-  ++buckets.dropped;
-  buckets.bound = max_buckets;
-}
-
-void ReportBuilder::append_buckets(std::vector<std::string>& notes) const {
+/// Why bucketed calls ran eagerly, and bounds on buckets that are too small.
+void append_buckets(const EngineCounts& counts, std::vector<std::string>& notes) {
   for (std::size_t c = 0; c < EagerRuns::kCauses; ++c) {
     const auto cause = static_cast<EagerCause>(c);
     std::int64_t runs = 0;
     NamedCalls named;
-    for (const auto& [name, buckets] : buckets_) {
+    for (const auto& [name, buckets] : counts.buckets()) {
       if (const std::int64_t of_call = buckets.runs.of(cause); of_call > 0) {
         named.add(name);
         runs += of_call;
@@ -148,7 +134,7 @@ void ReportBuilder::append_buckets(std::vector<std::string>& notes) const {
       notes.push_back("bucketed " + named.text() + " ran eagerly " + std::to_string(runs) + " times " + text_of(cause));
     }
   }
-  for (const auto& [name, buckets] : buckets_) {
+  for (const auto& [name, buckets] : counts.buckets()) {
     if (buckets.dropped > buckets.bound) {
       notes.push_back(
           "the buckets of \"" + name + "\" were dropped " + std::to_string(buckets.dropped) +
@@ -159,62 +145,23 @@ void ReportBuilder::append_buckets(std::vector<std::string>& notes) const {
   }
 }
 
-void ReportBuilder::captured(const GraphSequence& sequence) {
-  for (const CapturedCall& call : sequence.calls()) {
-    counted_.captures += call.has_backward ? 2 : 1;
-  }
-}
+}  // namespace
 
-void ReportBuilder::replayed(const GraphSequence::Counts& counts) {
-  counted_.replays = static_cast<std::int64_t>(counts.replays);
-  counted_.outputs_reused = static_cast<std::int64_t>(counts.outputs.reused);
-  counted_.outputs_copied = static_cast<std::int64_t>(counts.outputs.copied);
-  counted_.outputs_copied_bytes = static_cast<std::int64_t>(counts.outputs.copied_bytes);
-  counted_.gradients_copied = static_cast<std::int64_t>(counts.gradients.copied);
-  counted_.gradients_copied_bytes = static_cast<std::int64_t>(counts.gradients.copied_bytes);
-  counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
-}
-
-void ReportBuilder::sizing_ended(const SavedTensorRecorder& recorder, std::int64_t unoffloaded_peak) {
-  counted_.first_step_peak_bytes = counted_.step_peak_bytes;
-  counted_.sizing_peak_bytes = unoffloaded_peak;
-  counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
-}
-
-void ReportBuilder::copied(const CopyCounts& copies) noexcept {
-  counted_.offloaded_bytes = static_cast<std::int64_t>(copies.offloaded_bytes);
-  counted_.reloaded_bytes = static_cast<std::int64_t>(copies.reloaded_bytes);
-  counted_.waits = static_cast<std::int64_t>(copies.waits);
-  counted_.inline_reloads = static_cast<std::int64_t>(copies.inline_reloads);
-}
-
-void ReportBuilder::step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies,
-                               const LiveMemory::Peak& peak) {
-  copied(copies);
-  const SavedTensorRecorder::Counts counts = recorder.counts();
-  counted_.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
-  counted_.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);
-  counted_.refused_bytes = static_cast<std::int64_t>(counts.refused_bytes);
-  counted_.step_peak_bytes = peak.live;
-  counted_.in_flight_bytes = peak.in_flight;
-}
-
-Report ReportBuilder::build(const EngineResources& resources, const EngineSequences& sequences, const EagerPlan& plan,
-                            const CallTable& calls) const {
-  Report report = counted_;
-  const HostArenaStats pinned = resources.arena->stats();
+Report EngineState::report() const {
+  Report report = counts_.counted();
+  const HostArenaStats pinned = resources_.arena->stats();
   report.pinned_bytes = static_cast<std::int64_t>(pinned.pinned);
   report.pinned_requested_bytes = static_cast<std::int64_t>(pinned.requested);
   report.host_cap = static_cast<std::int64_t>(pinned.cap);
   report.pinned_allocations_after_planning = static_cast<std::int64_t>(pinned.allocations_after_seal);
-  if (const auto& checked = resources.check.checked(); checked != nullptr) {
+  if (const auto& checked = resources_.check.checked(); checked != nullptr) {
     report.order_findings = checked->findings();
     report.checked_operations = static_cast<std::int64_t>(checked->operations());
   }
-  if (resources.syncs != nullptr) {
-    resources.syncs->add_to(report);
+  if (resources_.syncs != nullptr) {
+    resources_.syncs->add_to(report);
   }
-  sequences.for_each([&](const GraphSequence& sequence) {
+  sequences_.for_each([&](const GraphSequence& sequence) {
     append(sequence.profile(), sequence.plan(), report);
     report.graph_bytes += sequence.outside().graphs;
     report.warm_up_bytes += sequence.outside().warm_up;
@@ -231,16 +178,16 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineSequen
       }
     }
   });
-  for (const auto& weak : resources.whole_step_offloads) {
+  for (const auto& weak : resources_.whole_step_offloads) {
     if (const auto offload = weak.lock(); offload != nullptr) {
       append(*offload, report);
     }
   }
   // Groups of calls that were captured since are in their sequences' profiles.
   Report eager;
-  append(plan.profile(), plan.plan(), eager);
+  append(eager_plan_.profile(), eager_plan_.plan(), eager);
   std::size_t next = 0;
-  for (const GroupProfile& group : plan.profile().groups) {
+  for (const GroupProfile& group : eager_plan_.profile().groups) {
     if (group.only_small) {
       continue;
     }
@@ -250,16 +197,19 @@ Report ReportBuilder::build(const EngineResources& resources, const EngineSequen
     ++next;
   }
   report.notes.insert(report.notes.end(), eager.notes.begin(), eager.notes.end());
-  append_eager_runs(calls, report.notes);
-  append_dropped(calls, resources.options.call_options().max_captures(), report.notes);
-  append_buckets(report.notes);
-  const auto tallies = resources.exclusions.tallies();
+  append_eager_runs(calls_, report.notes);
+  append_dropped(calls_, resources_.options.call_options().max_captures(), report.notes);
+  append_buckets(counts_, report.notes);
+  const auto tallies = resources_.exclusions.tallies();
   for (std::size_t i = 1; i < tallies.size(); ++i) {
     if (tallies[i].tensors > 0) {
       report.exclusions.push_back({exclusion_name(static_cast<Exclusion>(i)),
                                    static_cast<std::int64_t>(tallies[i].tensors),
                                    static_cast<std::int64_t>(tallies[i].bytes)});
     }
+  }
+  if (verification_ != nullptr) {
+    verification_->add_to(report);
   }
   return report;
 }

@@ -1,4 +1,4 @@
-#include "graphs/guards/samples.h"
+#include "graphs/guards/call_spec.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -22,6 +22,19 @@ at::Tensor sample_on(c10::Device device, const CallInput& input) {
   }
   const at::NoGradGuard no_grad;
   return input.sample.detach().to(device).requires_grad_(input.sample.requires_grad());
+}
+
+std::vector<at::Tensor> arguments_of(const CallSpec& spec, const std::vector<at::Tensor>& leaves) {
+  std::vector<at::Tensor> arguments = leaves;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const CallInput& input = spec.inputs[i];
+    if (input.aliases && input.aliases->same_as != i) {
+      arguments[i] = arguments[input.aliases->same_as];
+    } else if (leaves[i].defined() && leaves[i].requires_grad() && !input.shared_cast) {
+      arguments[i] = leaves[i].view_as(leaves[i]);
+    }
+  }
+  return arguments;
 }
 
 }  // namespace sidestream

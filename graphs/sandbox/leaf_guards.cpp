@@ -1,4 +1,4 @@
-#include "graphs/sandbox/leaf_hook_guard.h"
+#include "graphs/sandbox/leaf_guards.h"
 
 #include <algorithm>
 #include <memory>

@@ -1,0 +1,89 @@
+#include "graphs/calls/engine_counts.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+
+namespace sidestream {
+
+const char* text_of(EagerCause cause) {
+  switch (cause) {
+    case EagerCause::no_grad:
+      return "under no_grad or in inference mode (a validation pass, or the forward of a checkpoint; the checkpoint's "
+             "recomputation in backward is not a graph either)";
+    case EagerCause::eval_mode:
+      return "in eval mode";
+    case EagerCause::in_backward:
+      return "inside of a backward (a checkpoint?)";
+    case EagerCause::new_arguments:
+      return "with arguments that match no capture (CallOptions::on_new_arguments)";
+    case EagerCause::over_bound:
+      return "because CallOptions::max_captures was reached";
+    case EagerCause::unequal:
+      return "with an argument that compares unequal to its own copy";
+    case EagerCause::shared_memory:
+      return "while the backward of another capture in the same memory was pending";
+    case EagerCause::no_bucket:
+      return "with inputs that fit no bucket (BucketOptions::on_unknown_shape)";
+  }
+  return "";
+}
+
+EagerCause cause_on_this_thread() {
+  if (torch::autograd::get_current_node() != nullptr) {
+    return EagerCause::in_backward;
+  }
+  return at::GradMode::is_enabled() ? EagerCause::eval_mode : EagerCause::no_grad;
+}
+
+void EngineCounts::bucketed_call_ran(const std::string& name, EagerCause cause) {
+  eager_call();
+  buckets_[name].runs.count(cause);
+}
+
+void EngineCounts::bucket_dropped(const std::string& name, std::int64_t max_buckets) {
+  Buckets& buckets = buckets_[name];
+  ++buckets.dropped;
+  buckets.bound = max_buckets;
+}
+
+void EngineCounts::captured(const GraphSequence& sequence) {
+  for (const CapturedCall& call : sequence.calls()) {
+    counted_.captures += call.has_backward ? 2 : 1;
+  }
+}
+
+void EngineCounts::replayed(const GraphSequence::Counts& counts) {
+  counted_.replays = static_cast<std::int64_t>(counts.replays);
+  counted_.outputs_reused = static_cast<std::int64_t>(counts.outputs.reused);
+  counted_.outputs_copied = static_cast<std::int64_t>(counts.outputs.copied);
+  counted_.outputs_copied_bytes = static_cast<std::int64_t>(counts.outputs.copied_bytes);
+  counted_.gradients_copied = static_cast<std::int64_t>(counts.gradients.copied);
+  counted_.gradients_copied_bytes = static_cast<std::int64_t>(counts.gradients.copied_bytes);
+  counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
+}
+
+void EngineCounts::sizing_ended(const SavedTensorRecorder& recorder, std::int64_t unoffloaded_peak) {
+  counted_.first_step_peak_bytes = counted_.step_peak_bytes;
+  counted_.sizing_peak_bytes = unoffloaded_peak;
+  counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
+}
+
+void EngineCounts::copied(const CopyCounts& copies) noexcept {
+  counted_.offloaded_bytes = static_cast<std::int64_t>(copies.offloaded_bytes);
+  counted_.reloaded_bytes = static_cast<std::int64_t>(copies.reloaded_bytes);
+  counted_.waits = static_cast<std::int64_t>(copies.waits);
+  counted_.inline_reloads = static_cast<std::int64_t>(copies.inline_reloads);
+}
+
+void EngineCounts::step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies,
+                              const LiveMemory::Peak& peak) {
+  copied(copies);
+  const SavedTensorRecorder::Counts counts = recorder.counts();
+  counted_.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
+  counted_.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);
+  counted_.refused_bytes = static_cast<std::int64_t>(counts.refused_bytes);
+  counted_.step_peak_bytes = peak.live;
+  counted_.in_flight_bytes = peak.in_flight;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,93 @@
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "graphs/sequence/graph_sequence.h"
+#include "offload/group_mover.h"
+#include "offload/saved_tensor_recorder.h"
+#include "runtime/live_memory.h"
+#include "sidestream/report.h"
+
+namespace sidestream {
+
+/// Why a call that matches `graph` ran eagerly, though not to be recorded.
+enum class EagerCause : std::uint8_t {
+  no_grad,
+  eval_mode,
+  in_backward,    ///< a checkpoint that runs its forward again
+  new_arguments,  ///< OnNewArguments::eager
+  over_bound,     ///< CallOptions::max_captures
+  unequal,        ///< an argument differs from its own copy
+  shared_memory,  ///< a backward is pending of a capture that shares memory with the one that fits
+  no_bucket,      ///< a bucketed call whose inputs fit no bucket
+};
+
+/// For the report.
+[[nodiscard]] const char* text_of(EagerCause cause);
+/// What keeps the calling thread's calls from being captured or replayed now; eval mode where nothing else does.
+[[nodiscard]] EagerCause cause_on_this_thread();
+
+/// One call's eager runs by cause.
+class EagerRuns {
+ public:
+  static constexpr std::size_t kCauses = 8;
+
+  void count(EagerCause cause) noexcept { ++runs_[static_cast<std::size_t>(cause)]; }
+  [[nodiscard]] std::int64_t of(EagerCause cause) const noexcept { return runs_[static_cast<std::size_t>(cause)]; }
+
+ private:
+  std::array<std::int64_t, kCauses> runs_{};
+};
+
+/// Counts what an engine does, for its report. Threads: the step's, except `unseen`.
+class EngineCounts {
+ public:
+  /// Whole steps so far.
+  [[nodiscard]] std::int64_t steps() const noexcept { return counted_.steps; }
+  /// Graphs so far.
+  [[nodiscard]] std::int64_t captures() const noexcept { return counted_.captures; }
+
+  /// A call that was to be graphed ran eagerly.
+  void eager_call() noexcept { ++counted_.eager_calls; }
+  /// The same of a bucketed call of this name, with the cause for the notes.
+  void bucketed_call_ran(const std::string& name, EagerCause cause);
+  /// A bucket was dropped to make room for another. `name`: of the first callable of its set.
+  void bucket_dropped(const std::string& name, std::int64_t max_buckets);
+  void captured(const GraphSequence& sequence);
+  /// So many of the captured calls replaced others, or stand beside them.
+  void recaptured(std::int64_t calls) noexcept { counted_.recaptures += calls; }
+  /// In the sizing pass, when its backward begins. Threads: autograd's.
+  void unseen(std::int64_t bytes) noexcept { counted_.unseen_bytes = bytes; }
+
+  /// What sequences did in the step that now ends, whole or not.
+  void replayed(const GraphSequence::Counts& counts);
+  /// A whole sizing step, after its `step_ended`; `unoffloaded_peak`: see UnoffloadedPeak.
+  void sizing_ended(const SavedTensorRecorder& recorder, std::int64_t unoffloaded_peak);
+  /// Of the latest step.
+  void copied(const CopyCounts& copies) noexcept;
+  /// A whole step.
+  void step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
+  void count_step() noexcept { ++counted_.steps; }
+
+  /// Of one set of bucketed calls.
+  struct Buckets {
+    EagerRuns runs;  ///< by why they ran eagerly
+    std::int64_t dropped = 0;
+    std::int64_t bound = 0;  ///< BucketOptions::max_buckets
+  };
+
+  /// A report with all that is counted here; the rest of it is empty.
+  [[nodiscard]] const Report& counted() const noexcept { return counted_; }
+  /// By the name of a callable.
+  [[nodiscard]] const std::map<std::string, Buckets>& buckets() const noexcept { return buckets_; }
+
+ private:
+  Report counted_;  ///< what the latest whole step and all steps so far add up to
+  std::map<std::string, Buckets> buckets_;
+};
+
+}  // namespace sidestream

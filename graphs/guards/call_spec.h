@@ -1,0 +1,65 @@
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include "graphs/guards/call_state.h"
+#include "graphs/guards/input_facts.h"
+#include "offload/scope_tree.h"
+#include "sidestream/capture_time_hooks.h"
+#include "sidestream/detail/argument_parts.h"
+#include "sidestream/detail/module_forward.h"
+
+namespace sidestream {
+
+/// A call as a function of its tensors.
+using Body = std::function<void(const at::Tensor* inputs, detail::TensorBuffer& outputs)>;
+
+/// An output or an input of another call of the same sequence.
+struct Link {
+  std::size_t call = 0;
+  std::size_t index = 0;  ///< among that call's outputs or inputs
+};
+
+/// One argument of a call that will be captured: a sample, or the output of an earlier call.
+struct CallInput {
+  at::Tensor sample;                    ///< undefined if `from` is set
+  std::optional<Link> from;             ///< the output of an earlier call
+  bool on_host = false;                 ///< the sample is a copy on the host: see sample_of
+  bool shared_cast = false;             ///< see has_shared_cast
+  std::optional<InputAliases> aliases;  ///< of a call of `ss::call`: the aliases and the strides are guards
+};
+
+/// What is captured as one forward graph and one backward graph.
+struct CallSpec {
+  std::string name;
+  ScopeNode* scope = nullptr;
+  Body body;
+  std::shared_ptr<const torch::nn::Module> module;  ///< null for a plain function
+  std::vector<CallInput> inputs;
+  CallState state;
+  std::shared_ptr<const CaptureTimeHooks> hooks = {};  ///< null if there are none
+  std::vector<at::Generator> generators =
+      {};  ///< that the call may draw from, without the device's default one; each once
+  std::vector<bool> outputs_let_go =
+      {};  ///< outputs that nothing outside of the graphs holds when the next call begins
+};
+
+/// A copy of `input`, an argument of a call, for a later capture. The copy is on the host if `input` is on `device`: calls that wait
+/// for their capture would otherwise hold much device memory. Waits for the copy. Throws: what the copy throws.
+[[nodiscard]] CallInput sample_of(const at::Tensor& input, c10::Device device);
+/// The sample of `input`. If the sample is on the host, a copy of it on `device`.
+[[nodiscard]] at::Tensor sample_on(c10::Device device, const CallInput& input);
+
+/// The arguments that the body gets in place of its inputs, for which `leaves` stand. An argument is its leaf, or a tensor of the same
+/// memory that is no leaf, as in the call itself.
+[[nodiscard]] std::vector<at::Tensor> arguments_of(const CallSpec& spec, const std::vector<at::Tensor>& leaves);
+
+}  // namespace sidestream

@@ -1,0 +1,117 @@
+// What is checked before a backward replays: its order, its state, and the versions of what it reads.
+#include "graphs/sequence/backward_checks.h"
+
+#include <string>
+
+#include <c10/util/irange.h>
+
+#include "graphs/gradients/owned_gradients.h"
+#include "graphs/sequence/graph_sequence.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+void stamp_versions(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, const detail::TensorBuffer& outputs) {
+  for (const std::size_t i : call.stamped_inputs) {  // what else is saved was copied: the caller's own may change
+    call.inputs[i].version = VersionStamp(inputs[i]);
+  }
+  for (const auto i : c10::irange(call.outputs.size())) {
+    StaticOutput& output = call.outputs[i];
+    if (output.saved || output.overlaps) {
+      output.version = VersionStamp(outputs[i]);
+    }
+  }
+}
+
+void check_versions(const CapturedCall& call) {
+  const auto changed = [&](const char* what, std::size_t index, const char* why) {
+    throw UsageError("graphed call \"" + call.spec.name + "\": " + what + std::to_string(index) +
+                     " was changed in place before its backward, " + why + ": clone it before the in-place operation");
+  };
+  for (const std::size_t i : call.stamped_inputs) {
+    if (!call.inputs[i].version.unchanged()) {
+      changed("input ", i, "which needs it");
+    }
+  }
+  for (const auto i : c10::irange(call.outputs.size())) {
+    const StaticOutput& output = call.outputs[i];
+    if ((output.saved || output.overlaps) && !output.version.unchanged()) {
+      changed(
+          "output ", i,
+          output.saved ? "which needs it" : "and shares memory with another output, whose gradient would miss that");
+    }
+  }
+}
+
+void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) {
+  CapturedCall& call = calls_[index];
+  if (!call.backward) {
+    throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
+  }
+  if (memory_->turn() != this) {
+    throw UsageError(describe(index) +
+                     ": another capture in the same memory was replayed since its forward, and has overwritten its " +
+                     "saved tensors; run its backward before that replay, or capture it in a pool of its own");
+  }
+  if (call.generation != generation) {
+    throw UsageError(describe(index) +
+                     ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
+                     "overwritten; run each backward before the next forward of the same capture");
+  }
+  if (call.backward_failed && call.accumulates) {
+    throw UsageError(describe(index) + ": its backward failed after its graph had begun to add into .grad; " +
+                     "set the gradients to none and run its forward again");
+  }
+  if (call.backward_launched && !options_.retain_graph_in_backward()) {
+    throw UsageError(describe(index) + ": its backward is run a second time" +
+                     (call.backward_failed ? ", after one that failed after the launch of its graph" : "") +
+                     ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward");
+  }
+  if (top_ > static_cast<std::int64_t>(index)) {
+    throw UsageError(
+        describe(index) + ": its backward runs before that of \"" + calls_[top_].spec.name + "\", which was " +
+        "called after it; calls captured together run their backwards in reverse order, or are captured apart");
+  }
+  check_backward_state(index);
+  check_versions(call);
+  if (call.accumulates) {
+    call.grads_in_place = are_in_place(call.accumulated);
+    if (!call.grads_in_place) {
+      check_owned_grads(call.spec.name, call.parameters);
+    }
+  }
+}
+
+void GraphSequence::check_backward_state(std::size_t index) const {
+  const CapturedCall& call = calls_[index];
+  const CallModes& captured = call.spec.state.backward_modes;
+  const CallModes now = CallModes::current(captured.autocast.type);
+  if (!(now == captured)) {
+    const bool autocast = !(now.autocast == captured.autocast);
+    throw UsageError(describe(index) + ": its backward runs in another state of " +
+                     (autocast ? "autocast" : "the global switches (deterministic algorithms, precision, back ends)") +
+                     " than it was captured in" +
+                     (autocast && now.autocast.enabled ? "; call backward() outside of the autocast region"
+                                                       : "; set it as in the step that was captured") +
+                     ", or call OffloadEngine::reset");
+  }
+  for (const BackwardRead& read : call.backward_reads) {
+    if (read.counter.current_version() != read.at_forward) {
+      throw UsageError(describe(index) + ": " + read.name +
+                       ", which its backward needs, has been modified by an inplace operation since its forward "
+                       "(version " +
+                       std::to_string(read.counter.current_version()) + ", expected " +
+                       std::to_string(read.at_forward) + "); change it after the backward");
+    }
+  }
+  FactsChange weights = call.modules.tensors_change();
+  TensorFacts::add_changes(call.watched, weights);
+  if (weights.stale()) {
+    throw UsageError(
+        describe(index) + ": " + difference(index) +
+        " when its forward ran; its backward would read weights that the model no longer has. Change weights " +
+        "between steps, not between forward and backward");
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,57 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "analysis/copy_pace.h"
+#include "analysis/planner.h"
+#include "graphs/gradients/owned_gradients.h"
+#include "graphs/sequence/graph_memory.h"
+#include "memory/host_arena.h"
+#include "offload/capture_offload.h"
+#include "offload/eager_offload.h"
+#include "offload/exclusions.h"
+#include "offload/scope_tree.h"
+#include "runtime/runtime.h"
+#include "sidestream/detail/module_forward.h"
+#include "sidestream/progress.h"
+
+namespace sidestream {
+
+/// How much of the offloaded storages may be on the device, beside what the running call saves.
+enum class CopyRoom : std::uint8_t {
+  as_planned,
+  least,       ///< no more than the largest call's
+  none_stays,  ///< the same; storages that backward needs immediately are offloaded too
+};
+
+/// What an attempt to capture a sequence has planned so far.
+struct CaptureAttempt {
+  Profile profile;
+  Plan plan;
+};
+
+/// The parts of one engine that its captures and replays share.
+struct GraphResources {
+  std::shared_ptr<Runtime> runtime;
+  std::shared_ptr<HostArena> arena;
+  ScopeTree* tree = nullptr;
+  Exclusions* exclusions = nullptr;
+  const OwnedStream* capture_stream = nullptr;  ///< one for all captures: pool blocks are keyed by stream
+  std::shared_ptr<GroupMover> mover;
+  std::shared_ptr<CaptureOffload> offload;
+  std::shared_ptr<EagerOffload> eager;
+  ProgressCallback progress;  ///< empty if no code listens
+  OwnedGradients* owned_gradients = nullptr;
+  const torch::nn::Module* model = nullptr;  ///< gives parameters their names; may be null
+  // See CopyWindow; not set if the options do not set them.
+  std::optional<std::uint64_t> lag;
+  std::optional<std::uint64_t> lookahead;
+  std::optional<LinkPace> link;  ///< if it is known
+  CopyRoom room = CopyRoom::as_planned;
+  CaptureAttempt* attempt = nullptr;  ///< filled for the error if the capture fails
+  /// Shared by sequences of the engine. Null if the options' pool is used, or memory of the sequence's own.
+  std::shared_ptr<GraphMemory> memory = {};
+};
+
+}  // namespace sidestream
