@@ -59,7 +59,7 @@ class Letters {
   std::map<std::string, char> letters_;
 };
 
-// Note [Graph choreography], in chains as deep as they have side streams: wave n leaves while the K waves behind it run.
+// Note [Graph choreography], in sequences as deep as they have side streams: wave n leaves while the K waves behind it run.
 std::vector<std::string> expected_graphs(int side_streams) {
   Letters letter;
   std::vector<std::string> lines;

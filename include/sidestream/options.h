@@ -84,7 +84,7 @@ class Options {
   /// same of groups that have ended. Tensors whose backward starts within this many bytes are never offloaded. A value below the
   /// largest call or group is raised to that size.
   ///
-  /// Not set, for calls: the sum of the `GraphOptions::side_streams` largest calls of a chain, or of the two largest calls if
+  /// Not set, for calls: the sum of the `GraphOptions::side_streams` largest calls of a sequence, or of the two largest calls if
   /// `side_streams` is not set. If neither option is set and the device keeps time (a GPU), the default grows, up to half of the offloaded
   /// bytes, if that removes waits of forwards. The measured link and the times of the calls tell whether it does.
   /// Not set, for groups: the sum of the two largest. Delayed groups (see `delay`) between the same two graphed calls count as one.

@@ -38,7 +38,7 @@ namespace sidestream {
 // stream's group still reads.
 //
 // What graphs write at each replay (outputs of graphed calls whose memory went back to their pool) is no memory of the allocator, so
-// nothing is won by holding it until M is behind the copy: it is let go of at once, and D named as its user. The chain copies out what
+// nothing is won by holding it until M is behind the copy: it is let go of at once, and D named as its user. The sequence copies out what
 // is held before its memory is used again, and waits for who was named (Note [Outputs are ordinary tensors]). A group that is
 // needed before it was let go of, and of which something went so, is let go of first, and comes back behind that.
 //

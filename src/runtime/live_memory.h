@@ -16,7 +16,7 @@ namespace sidestream {
 /// Note [Live memory]
 /// The allocator knows what tensors hold. It does not know what replays use: the temporaries of a graph and what it saves for
 /// backward lie in memory that no tensor holds, and an output that was captured is allocated for good, also before its graph has
-/// run. So each chain says by how much the allocator is wrong about it, launch by launch (PoolUse); movers say what they have in
+/// run. So each sequence says by how much the allocator is wrong about it, launch by launch (PoolUse); movers say what they have in
 /// flight. As with the allocator, memory is in use from its allocation to its release on the host.
 /// Between two changes of what they say, the allocator's own peak tells the rest; for that its peak statistics start anew at each
 /// change. That asks the allocator twice, so it is done only while somebody measures. Else a change is an addition, and the

@@ -23,6 +23,8 @@ MAY_INCLUDE = {
     "examples": set(),
     "cli": {"examples"},
 }
+# The rooms of graphs, the lowest first.
+GRAPHS = ["guards", "outputs", "gradients", "sequence", "sandbox", "capture", "resources", "verify", "calls", "engine", "entry", "whole_step"]
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 FLAG_IN_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*?(?<![\w-])(--[a-z][a-z-]*|sidestream (?:train|check|info))')
 LIBTORCH_CUDA = {"src/runtime/cuda/libtorch.cpp", "src/runtime/cuda/libtorch_graph.cpp"}
@@ -172,6 +174,11 @@ def tree_problems(root):
             [f"docs/design.md lists {folder}/, which is not there" for folder in drawn if folder not in there])
 
 
+def unknown_rooms(root):
+    there = {path.relative_to(root / "graphs").parts[0] for path in (root / "graphs").rglob("*") if path.suffix in (".h", ".cpp")}
+    return [f"graphs/{room} is in one of the folder and GRAPHS only" for room in sorted(there ^ set(GRAPHS))]
+
+
 def at_most_one(paths, what):
     return [f"{what}: {', '.join(paths)}"] if len(paths) > 1 else []
 
@@ -185,7 +192,8 @@ def main(root):
     tap.case("the simulated device knows nothing of its reruns",
              list(repository.within(["src/sim/device/", "src/sim/rerun/"])))
     tap.case("inside graphs includes go one way",
-             list(repository.within(["graphs/replay/", "graphs/capture/", "graphs/engine/"])))
+             list(repository.within([f"graphs/{room}/" for room in GRAPHS])))
+    tap.case("each folder of graphs has its floor", unknown_rooms(root))
     tap.case("CUDA headers stay in src/runtime/cuda", list(repository.cuda_outside()))
     tap.case("c10/cuda and ATen/cuda stay in two files", list(repository.libtorch_cuda_outside()))
     tap.case("one file installs the autograd engine hook",

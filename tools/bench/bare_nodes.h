@@ -13,7 +13,7 @@
 
 namespace sidestream::bench {
 
-/// A chain of autograd nodes with the edges that a chain of graphed layers has: what autograd alone takes, and with `queue` what the
+/// A chain of autograd nodes with the edges that a sequence of graphed layers has: what autograd alone takes, and with `queue` what the
 /// bare calls take on the threads that replays make them on.
 class BareNodes {
  public:

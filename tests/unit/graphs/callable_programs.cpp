@@ -24,7 +24,7 @@ struct StackForm {
   std::string name;
   std::int64_t side_streams = 2;
   bool linked = true;
-  std::size_t layers_run = 5;  ///< fewer: the rest of the chain is left out, and its groups come back inline
+  std::size_t layers_run = 5;  ///< fewer: the rest of the sequence is left out, and its groups come back inline
   bool stream = false;         ///< the caller's
   bool event = false;          ///< and the caller's
   bool accumulate = false;

@@ -1,4 +1,4 @@
-// Programs whose eager heads save outputs that graphs of the chain use the memory of again: the outputs leave with the heads' groups.
+// Programs whose eager heads save outputs that graphs of the sequence use the memory of again: the outputs leave with the heads' groups.
 #include <cstdint>
 #include <memory>
 #include <optional>

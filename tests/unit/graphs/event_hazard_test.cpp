@@ -74,7 +74,7 @@ TEST_F(EventHazardTest, H02EachGraphHasAnEventOfItsOwn) {
     events.insert({call.forward_done.native(), call.backward_done.native()});
   }
   EXPECT_EQ(events.size(), 8U);
-  // One event of the caller's beside them, which every graph of the chain records: see the program "stream_event".
+  // One event of the caller's beside them, which every graph of the sequence records: see the program "stream_event".
   const auto& form = testing_model::program("stream_event");
   const auto runtime = make_runtime(device_);
   const auto program = form.make({runtime, runtime});

@@ -1,4 +1,4 @@
-// Gradients of a chain's inputs that a leaf is given in the graph's own memory: ordinary tensors, whatever is done with them.
+// Gradients of a sequence's inputs that a leaf is given in the graph's own memory: ordinary tensors, whatever is done with them.
 #include <cstdint>
 #include <functional>
 #include <optional>

@@ -200,7 +200,7 @@ TEST_F(GraphPoolTest, WhatIsHeldOfThoseThatAreResetOutlivesTheTurnsOfOthers) {
   expect_held();
 }
 
-// A chain that goes away where the device is full: what is held of it is copied out before others compute there.
+// A sequence that goes away where the device is full: what is held of it is copied out before others compute there.
 TEST_F(GraphPoolTest, WhatIsHeldOfOneThatGoesOnAFullDeviceOutlivesTheTurnsOfOthers) {
   const GraphOptions owned = pooled().gradients("**", GradientPolicy::owned);
   sim::Device& device = sim::Device::get();

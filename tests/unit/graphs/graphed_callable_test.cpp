@@ -119,7 +119,7 @@ TEST_P(GraphedStackTest, AddsIntoGradientsAsThePlainStack) {
   expect_plain(graphed_, plain_);
 }
 
-TEST_P(GraphedStackTest, RunsBackwardOnWhatIsLeftOfTheChain) {
+TEST_P(GraphedStackTest, RunsBackwardOnWhatIsLeftOfTheSequence) {
   graph();
   for (std::int64_t s = 0; s < 3; ++s) {
     const at::Tensor x = rows(s, device_).requires_grad_(true);
@@ -130,7 +130,7 @@ TEST_P(GraphedStackTest, RunsBackwardOnWhatIsLeftOfTheChain) {
     (++plain_layer)->forward(h).sum().backward();
     EXPECT_TRUE(same({{"gradient of the input", x.grad()}}, {{"gradient of the input", x_plain.grad()}}));
     EXPECT_TRUE(same(gradients(*graphed_.model), gradients(*plain_.model)));
-    expect_plain(graphed_, plain_, s, s + 1);  // the whole chain after a part of it
+    expect_plain(graphed_, plain_, s, s + 1);  // the whole sequence after a part of it
   }
 }
 
@@ -373,7 +373,7 @@ TEST_F(GraphedCallableTest, GradientsThatHooksKeepAreTheCallersOwn) {
   EXPECT_TRUE(at::equal(kept[1].cpu(), then[1]));
 }
 
-// Beside the chain's own nodes a linked output may have others: what they are given stays theirs.
+// Beside the sequence's own nodes a linked output may have others: what they are given stays theirs.
 TEST_F(GraphedCallableTest, AViewBetweenLinkedCallsKeepsItsGradient) {
   StackTrainer graphed(device_);
   graphed.graph(offload_all(), GraphOptions());

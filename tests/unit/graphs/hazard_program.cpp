@@ -26,7 +26,7 @@ HazardProgram::HazardProgram(const Runtimes& runtimes, HazardForm form)
     options.cuda_graph_stream(stream_);
   }
   const Sample own = rows(0, runtime_->device()).requires_grad_(true);
-  const std::size_t length = calls_.size() / form_.chains;
+  const std::size_t length = calls_.size() / form_.sequences;
   for (std::size_t begin = 0; begin < calls_.size(); begin += length) {
     std::vector<Callable> callables;
     std::vector<std::vector<Sample>> samples;

@@ -30,8 +30,8 @@ struct HazardForm {
   /// Gives what is compared beside the weight's gradient.
   std::function<std::vector<at::Tensor>(const Calls& calls, std::int64_t s, c10::Device device)> step;
   bool on_stream = false;  ///< on a stream of the caller's
-  std::size_t chains =
-      1;  ///< as many parts of the bodies are captured apart; in a chain each takes the output of the one before
+  std::size_t sequences =
+      1;  ///< as many parts of the bodies are captured apart; in a sequence each takes the output of the one before
 };
 
 class HazardProgram final : public Program {

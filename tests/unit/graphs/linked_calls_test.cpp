@@ -1,4 +1,4 @@
-// Outputs that other calls of a chain take, by what those calls do with them: views, several readers, nodes and bodies that keep them.
+// Outputs that other calls of a sequence take, by what those calls do with them: views, several readers, nodes and bodies that keep them.
 #include <cstdint>
 #include <functional>
 #include <memory>

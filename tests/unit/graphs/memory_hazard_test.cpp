@@ -92,7 +92,7 @@ TEST_F(MemoryHazardTest, H07GraphsOfOnePoolKeepTheirOrderAndPoolsAreApart) {
                                  b.square().sum().backward();
                                  return std::vector<at::Tensor>{x.grad(), z.grad()};
                                },
-                               /*on_stream=*/false, /*chains=*/2});
+                               /*on_stream=*/false, /*sequences=*/2});
   torch::nn::Module nothing;
   OffloadEngine engine(nothing, Options(device_).offload("**").min_bytes(256));
   std::vector<Callable> callables;

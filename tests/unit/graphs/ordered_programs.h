@@ -55,7 +55,7 @@ struct NamedProgram {
 [[nodiscard]] std::vector<NamedProgram> callable_programs();
 /// Those whose graphed calls are made on several streams; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> call_stream_programs();
-/// Those of chains that share a pool; part of `programs`.
+/// Those of sequences that share a pool; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> pool_programs();
 /// Those whose graphs draw on several streams; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> drawing_programs();

@@ -123,7 +123,7 @@ class OutputBetweenCallsTest : public testing::Test {
   std::optional<OffloadEngine> engine_;
 };
 
-TEST_F(OutputBetweenCallsTest, IsNotKeptByTheChain) {
+TEST_F(OutputBetweenCallsTest, IsNotKeptByTheSequence) {
   const std::int64_t held = kept_bytes(options(), halve, every);
   const std::int64_t let_go = kept_bytes(options(), halve);
   EXPECT_EQ(held - let_go, (kLayers - 1) * kOutputBytes) << "all but the last call's";

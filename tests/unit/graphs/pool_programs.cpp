@@ -1,4 +1,4 @@
-// Programs of two chains in one pool, which they use by turns.
+// Programs of two sequences in one pool, which they use by turns.
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,7 +15,7 @@
 namespace sidestream::testing_model {
 namespace {
 
-/// How a pass of the first chain ends before the second one's begins.
+/// How a pass of the first sequence ends before the second one's begins.
 enum class FirstPass : std::uint8_t {
   whole,
   given_up,  ///< no backward: its copies out are under way
@@ -84,10 +84,10 @@ class TurnsInOnePool final : public Program {
     const at::Tensor y = run(begin, begin + kLayers, x);
     (y * rows(s, device(), salt + 1)).sum().backward();
     results.push_back(x.grad());
-    results.push_back(y.detach());  // held while the other chain computes
+    results.push_back(y.detach());  // held while the other sequence computes
     take_gradients(begin, results);
   }
-  /// Of the layers of one chain.
+  /// Of the layers of one sequence.
   void take_gradients(std::size_t begin, std::vector<at::Tensor>& results) {
     for (std::size_t i = begin; i < begin + kLayers; ++i) {
       for (at::Tensor& parameter : (model_->begin() + static_cast<std::ptrdiff_t>(i))->ptr()->parameters()) {

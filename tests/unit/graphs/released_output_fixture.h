@@ -11,7 +11,7 @@
 
 namespace sidestream::testing_model {
 
-/// Outputs that other calls of a chain take as inputs, all that is saved of them leaving.
+/// Outputs that other calls of a sequence take as inputs, all that is saved of them leaving.
 class ReleasedOutputTest : public testing::Test {
  protected:
   static constexpr std::int64_t kLayers = 8;

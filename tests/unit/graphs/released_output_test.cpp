@@ -80,7 +80,7 @@ TEST_F(StackTest, LinkedInputsThatAreSavedLeaveWithTheirGroup) {
   }
 }
 
-TEST_F(StackTest, AChainKeepsNoOutputThatItsLayersHaveRead) {
+TEST_F(StackTest, ASequenceKeepsNoOutputThatItsCallsHaveRead) {
   const auto kept = [&](std::int64_t count, std::int64_t bound) {
     torch::nn::Sequential model = testing_model::layer_stack(count, device_);
     OffloadEngine engine(*model, options());

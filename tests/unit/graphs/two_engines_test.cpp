@@ -242,7 +242,7 @@ std::string message_on_a_thread(const std::function<void()>& work) {
   return message;
 }
 
-/// Trains a visited model through its captures; `visit` gets the number of the pass: 1 sizes the step, 2 the chain, 3 warms up, 4
+/// Trains a visited model through its captures; `visit` gets the number of the pass: 1 sizes the step, 2 the sequence, 3 warms up, 4
 /// is captured.
 void train_visited(const Options& options, const std::function<void(int)>& visit) {
   const c10::Device device = options.device();

@@ -1,4 +1,4 @@
-// What other streams still read of a chain when it goes.
+// What other streams still read of a sequence when it goes.
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -21,12 +21,12 @@ namespace {
 using testing_model::PooledStack;
 using testing_model::rows;
 
-class LeavingChainTest : public testing::Test {
+class LeavingSequenceTest : public testing::Test {
  protected:
   static constexpr std::int64_t kLayers = 3;
 
-  LeavingChainTest() { set_schedule(device_, Schedule::parse("late")); }
-  ~LeavingChainTest() override { set_schedule(device_, Schedule()); }
+  LeavingSequenceTest() { set_schedule(device_, Schedule::parse("late")); }
+  ~LeavingSequenceTest() override { set_schedule(device_, Schedule()); }
 
   [[nodiscard]] GraphOptions pooled() const {
     return GraphOptions().pool(pool_).gradients("**", GradientPolicy::owned);
@@ -41,7 +41,7 @@ class LeavingChainTest : public testing::Test {
     tensor.record_stream(beside_);
     return read;
   }
-  /// Outputs of a chain, or gradients of its parameters, are read beside and let go of; then the chain goes, or a part of it, by `leave`,
+  /// Outputs of a sequence, or gradients of its parameters, are read beside and let go of; then the sequence goes, or a part of it, by `leave`,
   /// and another one computes in the memory.
   void expect_reads_right(bool of_gradients, const std::string& which,
                           const std::function<void(std::optional<PooledStack>&)>& leave) {
@@ -86,7 +86,7 @@ class LeavingChainTest : public testing::Test {
   std::shared_ptr<GraphPool> pool_ = std::make_shared<GraphPool>(device_);
 };
 
-TEST_F(LeavingChainTest, WaitsForWhoReadsWhatNobodyHolds) {
+TEST_F(LeavingSequenceTest, WaitsForWhoReadsWhatNobodyHolds) {
   for (const bool of_gradients : {false, true}) {
     for (const std::size_t layer : {0U, 1U, 2U}) {
       expect_reads_right(of_gradients, "reset of layer " + std::to_string(layer),
