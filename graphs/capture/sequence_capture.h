@@ -21,7 +21,7 @@ class AddedGradients;
 /// Builds one sequence: warm-up, plan, forwards in order, backwards in reverse.
 ///
 /// sequence_preparation.cpp holds what comes before the first capture, forward_capture.cpp and backward_capture.cpp the captures,
-/// kept_tensors.cpp what comes after the last.
+/// kept_tensors.cpp what comes after the last one.
 class SequenceCapture {
  public:
   /// Warms up and captures. Nothing is left of it when it throws. Capture: illegal. Throws: as make_graphed_callables.
@@ -43,42 +43,42 @@ class SequenceCapture {
     GradientScopes scopes;  ///< of the forward
   };
 
-  /// What turns round within the lag stays.
+  /// Calls whose backward starts within the lag are not offloaded: backward needs them immediately.
   void make_plan_and_pin();
   [[nodiscard]] std::size_t calls_deep() const;
-  /// For calls that save `selected` bytes: as the options have it, else by the measured pace of calls and link.
+  /// For calls that save `selected` bytes: from the options, else from the measured pace of calls and link.
   [[nodiscard]] CopyWindow window_for(const std::vector<std::uint64_t>& selected) const;
   void prepare_calls();
-  /// Where the weights of `call` lie now is where its graphs read them.
+  /// The graphs of `call` will read its weights where they lie now.
   static void take_facts(CapturedCall& call);
-  /// Its hooks have run for its backward. Throws: CaptureError where its weights lie elsewhere than for its forward.
+  /// After its hooks have run for its backward. Throws: CaptureError if its weights lie elsewhere than for its forward.
   void check_hooked_weights(std::size_t index) const;
-  /// All captures are done, and all hooks have run: what became of weights that hooks put elsewhere.
+  /// After all captures and hooks: notes which weights the hooks have put elsewhere.
   void settle_hooked_weights();
-  /// What `call` reads, and its module does not have, is compared before each replay.
+  /// From now on each replay compares `tensor`, which `call` reads and its module does not have.
   static void watch(CapturedCall& call, const at::Tensor& tensor);
-  /// Of an accumulated one: the `.grad` that the backward graph adds into.
+  /// Of an accumulated gradient: the `.grad` that the backward graph adds into.
   [[nodiscard]] OwnedGradient prepare_grad(const CapturedCall& call, const at::Tensor& parameter);
-  /// Each once, also where calls share it, and those that no gradient reaches.
+  /// Each once, also if calls share it, and also those that get no gradient.
   [[nodiscard]] std::vector<at::Tensor> all_parameters() const;
 
-  /// To whoever listens.
+  /// Tells Options::progress.
   void say(ProgressPhase phase, std::size_t index, std::size_t call) const;
   void record_caller_event();
-  /// What the latest capture read from elsewhere lives as long as `call`.
+  /// Keeps what the latest capture read from elsewhere alive as long as `call`.
   void hold_reads(CapturedCall& call);
-  /// What modules keep of the tensors that their capture made gets its value: see Note [Tensors that a module keeps].
+  /// Gives tensors that modules keep of their capture a value: see Note [Tensors that a module keeps].
   void fill_kept_tensors();
   /// The report tells which calls keep what they make.
   void note_kept(const std::vector<CaptureReads::Made>& kept);
-  /// Throws: CaptureError where a body keeps an output whose memory other graphs use by now.
+  /// Throws: CaptureError if a body keeps an output whose memory other graphs use by now.
   void refuse_released(const std::vector<CaptureReads::Made>& kept) const;
-  /// Throws: CaptureError where a body replaces by a new tensor what it reads.
+  /// Throws: CaptureError if a body replaces a tensor that it reads by a new one.
   void refuse_replaced(const std::vector<CaptureReads::Made>& kept) const;
   void capture_forward(std::size_t index);
-  /// The static inputs as the body gets them; those that are an earlier call's outputs are linked.
+  /// Makes the static inputs as the body gets them; links those that are outputs of earlier calls.
   void make_leaves(std::size_t index);
-  /// An input that is another call's output reads that output's memory, where the call itself makes it at each replay.
+  /// Lets an input that is another call's output read that output's memory, if that call makes the output at each replay.
   void link(StaticInput& input, const Link& reader);
   /// The input of the next call that alone reads `output` of call `index`, if the gradient it gets there can be handed on as
   /// the output's seed without a copy, and is no other output's seed; else null.
@@ -87,14 +87,14 @@ class SequenceCapture {
   void capture_backward(std::size_t index);
   /// Which outputs lead to the gradients of `targets`: of inputs that require one, then of parameters.
   static void learn_routes(CapturedCall& call, const Live& live, const std::vector<at::Tensor>& targets);
-  /// Learns how long the sequence needs what the forward of call `index` made and read.
+  /// Learns how long the sequence needs the tensors that the forward of call `index` made and read.
   void learn_lives(std::size_t index, const SavedStorages& saved, const std::vector<at::Tensor>& arguments);
-  /// What the captures from here on may use again: the sources of copies that the graph at `graph_index` is behind, and outputs that nothing
-  /// of the sequence needs any more.
+  /// Frees memory for the captures from here on: the sources of copies that are done before the graph at `graph_index`, and outputs that
+  /// the sequence needs no more.
   void release(std::size_t graph_index);
-  /// Inside a backward's capture: allocates what is to be brought back from here on.
+  /// Inside the capture of a backward: allocates the targets of reloads that may be queued from here on.
   void allocate_targets(std::size_t index);
-  /// Of the inputs, and of the parameters where they were not `added` (null) into `.grad`.
+  /// Takes the gradients of inputs, and of parameters that were not `added` into `.grad`. `added` may be null.
   void take_gradients(CapturedCall& call, Live& live, std::vector<at::Tensor>& grads, const AddedGradients* added);
   void finish_backward(std::size_t index);
 
@@ -111,7 +111,7 @@ class SequenceCapture {
   c10::Stream capture_;
   std::vector<Live> live_;
   std::optional<SharedSlots::Share>
-      shared_slots_;  ///< in shared memory: what this sequence takes of its slots on the host
+      shared_slots_;  ///< in shared memory: the slots on the host that this sequence takes
 };
 
 }  // namespace sidestream

@@ -25,7 +25,7 @@ class EagerPlan {
 
   [[nodiscard]] State state() const noexcept { return state_; }
   /// -> sized: what a pass saw, the sizing pass or a later one that had no room for what it was to offload.
-  /// `order`: of its groups. What turned round within the lag of `limits` stays. Groups of calls that are captured are their
+  /// `order`: of its groups. Groups that backward needed within the lag of `limits` stay. Groups of calls that are captured are their
   /// sequences' business.
   void learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order,
              const EagerOffload::Limits& limits);

@@ -14,25 +14,25 @@ namespace sidestream {
 
 class GraphSequence;
 
-/// Device memory that graphs use as they replay: one sequence's own, or shared by sequences that use it by turns.
+/// Device memory that graphs use as they replay: of one sequence, or shared by sequences that take turns with it.
 ///
 /// Note [Turns in shared memory]
-/// What a sequence saved for its backward, what its copies read and write, and the outputs that it gave lie where other sequences of the
-/// same memory compute. So one sequence at a time has the turn: the one that was launched last. It keeps the turn while a backward of
-/// its calls is pending; another sequence's forward is refused then. Where none is, the other sequence takes the turn over before its
-/// launch, with M the stream that the call is made on:
+/// Other sequences of the same memory compute where a sequence has its saved tensors, the ends of its copies, and its outputs. So one
+/// sequence at a time has the turn: the one that was launched last. While a backward of its calls is pending it keeps the turn, and a
+/// forward of another sequence is refused. If no backward is pending, the other sequence takes the turn over before its launch. M is
+/// the stream that the call is made on:
 ///
-///   M: wait for the stream that the former sequence was called on, which is behind its graphs, where that is not M
+///   M: wait for the stream that the former sequence was called on, if that is not M; it is after the former sequence's graphs
 ///   M: wait for the former sequence's copies
-///   M: copy out what is held of its outputs, see Note [Outputs are ordinary tensors]
+///   M: copy out the former sequence's outputs that are still held, see Note [Outputs are ordinary tensors]
 ///
-/// A sequence that goes away does the same. Where the device has no room for a copy then, what is held stays where it is, and the next
-/// sequence that wants the turn copies it out, or is refused by the allocator before anything has changed.
+/// A sequence that ends does the same. If the device has no room for a copy then, held outputs stay where they are. The next sequence
+/// that wants the turn copies them out, or the allocator refuses it before anything has changed.
 ///
-/// A backward that comes later to one of its forwards (a retained one) is refused, for its saved tensors are gone.
-/// The same turns order the pinned slots that the sequences share (SharedSlots): the former sequence's copies are done where M goes on, and
-/// the new one's begin behind its graphs.
-/// Threads: all of one memory's sequences share `mutex`.
+/// If a backward of an earlier forward comes later (a retained graph), it is refused, because its saved tensors are gone.
+/// The same turns order the pinned slots that the sequences share (SharedSlots): the former sequence's copies are done when M goes on,
+/// and the new sequence's copies begin after its graphs.
+/// Threads: all sequences of one memory share `mutex`.
 class GraphMemory {
  public:
   enum class Use : std::uint8_t { own, shared };
@@ -46,21 +46,21 @@ class GraphMemory {
 
   [[nodiscard]] bool shared() const noexcept { return use_ == Use::shared; }
   [[nodiscard]] std::recursive_mutex& mutex() noexcept { return mutex_; }
-  /// The pool of a sequence that is to be captured: one for all, where it is shared. It may outlive the sequence and its engine.
+  /// The pool of a sequence that will be captured: one for all if the memory is shared. It may outlive the sequence and its engine.
   [[nodiscard]] std::shared_ptr<MemoryPool> pool(const std::shared_ptr<Runtime>& runtime);
-  /// The stream of all captures in shared memory: blocks of a pool are keyed by stream. Behind `pool`.
+  /// The stream of all captures in shared memory: blocks of a pool are keyed by stream. Call `pool` first.
   [[nodiscard]] const OwnedStream* capture_stream() const noexcept;
-  /// Of shared memory: the slots of `arena` that its sequences' copies leave to. Lives as long as this object.
+  /// Of shared memory: the slots of `arena` that its sequences are offloaded to. Lives as long as this object.
   [[nodiscard]] SharedSlots& slots(const std::shared_ptr<HostArena>& arena);
 
-  /// The sequence that has the turn; null where none has. Under `mutex`.
+  /// The sequence that has the turn; null if none has. Under `mutex`.
   [[nodiscard]] GraphSequence* turn() const noexcept { return turn_; }
   void set_turn(GraphSequence* sequence) noexcept { turn_ = sequence; }
   /// True while the sequence that has the turn awaits a backward.
   [[nodiscard]] bool pending();
-  /// `sequence` is gone, or was reset.
+  /// `sequence` has ended, or was reset.
   void leave(const GraphSequence* sequence) noexcept { turn_ = turn_ == sequence ? nullptr : turn_; }
-  /// What is held of a sequence that leaves, and found no room elsewhere.
+  /// A held output of a sequence that has ended, for which there was no room elsewhere.
   void leave_behind(OutputStorage storage) { left_behind_.push_back(std::move(storage)); }
   /// Before another sequence has the memory. Throws: as OutputStorage::before_overwrite; may be called again.
   void part_with_left_behind(Runtime& runtime, const Event& mark, OutputCounts& counts);

@@ -33,44 +33,44 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
 }  // namespace
 
 // Note [Graph choreography]
-// M is the caller's stream, S a side stream of the sequence, D and H the engine's streams of copies to the host and to the device
-// (GroupMover): other sequences and eager groups queue theirs there as well, and nothing here rests on it.
+// M is the caller's stream, S a side stream of the sequence. D and H are the engine's streams of copies to the host and to the device
+// (GroupMover). Other sequences and eager groups queue their copies there as well, and nothing here rests on it.
 //
-//   forward n    M: (where the sequence's latest graph was called on another stream: wait for that one; backward n likewise)
-//                M: (what is held of the outputs: copy out, see Note [Outputs are ordinary tensors])
+//   forward n    M: (if the sequence's latest graph was called on another stream: wait for that stream; backward n likewise)
+//                M: (copy out outputs that are still held, see Note [Outputs are ordinary tensors])
 //                M: (if an input has another address: copy)  record fork
-//                S: wait fork, wait for the copies that this graph must be behind, launch
-//                D: for each group: wait ready(n, group), copy   then record left(n)
+//                S: wait fork, wait for the copies that must be done before this graph, launch
+//                D: for each group: wait ready(n, group), copy   then record offloaded(n)
 //                M: wait done(n)
-//                (eager groups that were delayed leave between launch and M's wait, here and below: Note [Eager choreography])
+//                (delayed eager groups are offloaded between launch and M's wait, here and below: Note [Eager choreography])
 //   backward n   M: (if a gradient has another address: copy)  record fork
-//                S: wait fork, wait for the copies that this graph must be behind
-//                H: (what is due to come back: n if it is not here, and calls below) wait for S, copy k, record back(k)
-//                S: wait back(n), launch
+//                S: wait fork, wait for the copies that must be done before this graph
+//                H: (reloads that are due: n if it is not on the device, and calls below) wait for S, copy k, record reloaded(k)
+//                S: wait reloaded(n), launch
 //                M: wait done(n)
 //
-// A graph holds no copy over the link (what it gathers into a block, see SmallBlock, is compute to it): it records ready where a group's tensors are complete, and done after its last compute. So nothing that
-// waits for a graph waits for copies. M is behind done of each graph when it goes on, and each graph is behind M: graphs run one
-// after the other, whichever side stream they are on.
+// A graph holds no copy over the link; what it gathers into a block (SmallBlock) is compute to it. It records ready when the tensors of
+// a group are complete, and done after its last compute. So nothing that waits for a graph waits for copies. M goes on after done of
+// each graph, and each graph starts after M: graphs run one after the other, on whichever side streams they are.
 //
-// The graphs of a sequence of n calls have places, in the order of their captures: forward i is at i, backward i at 2n - 1 - i.
-// The memory of all of them is one pool, which captures used in that order. What a copy reads or writes is used again only from
-// a certain place on, which is known from the capture, and the first graph that comes to it waits for the copy:
-//  - released_at(k): the sources of k went back to the pool before the capture of the graph at this place. It, or the first that
-//    is launched behind it, waits for left(k). A forward of k or of a call below begins another pass, and waits for it too.
-//  - returns_at(k): the targets of k were allocated before the capture of the backward at this place, and stay allocated until
-//    backward k. In between they are nobody else's: the copies are queued before the launch of the first graph from there on, behind
-//    S, and so behind all that used the memory before, and backward k waits for back(k). A graph at any other place, any
-//    forward among them, waits for back(k) as well, and k has to come back once more if it is still needed.
-// A host slot is the call's own for the life of its graphs: its next D2H is behind ready of a forward, which waited for back. In shared
-// memory other sequences have it at their turns: see Note [Turns in shared memory].
-// A static input of a call's own lies outside of the pool and no copy touches it: M may write it behind done(n) of both
-// directions. What lies in the pool M may write while no graph runs, and waits for all copies first: a seed, and a linked input
-// where the output that it is has been given other memory since.
+// Each graph of a sequence of n calls has an index in the order of captures: forward i has i, backward i has 2n - 1 - i. All graphs
+// share one pool of memory, which the captures used in that order. So memory that a copy reads or writes is used again only from a
+// certain graph index on. The capture knows that index, and the first graph that is launched from there on waits for the copy:
+//  - released_at(k): the sources of k went back to the pool before the capture of the graph at this index. That graph, or the first
+//    one launched after it, waits for offloaded(k). A forward of k or of a call below begins another pass, and waits for it too.
+//  - reload_at(k): the targets of k were allocated before the capture of the backward at this index. They stay allocated until
+//    backward k, and nothing else uses them in between. So the copies are queued before the launch of the first graph from there on,
+//    after S, and so after all earlier uses of the memory. Backward k waits for reloaded(k). A graph at any other index, also any
+//    forward, waits for reloaded(k) as well, and k is reloaded once more if it is still needed.
+// A host slot belongs to its call for the life of the call's graphs. The next copy to the host starts after ready of a forward, which
+// waited for reloaded. In shared memory sequences take turns with the slots: see Note [Turns in shared memory].
+// A static input of a call's own lies outside of the pool, and no copy touches it: M may write it after done(n) of both directions.
+// M may write memory of the pool while no graph runs, and first waits for all copies. Such memory is a seed, or a linked input whose
+// output has been given other memory since.
 //
-// An output that other calls read is in the pool as well. It goes back there before the capture of a graph at a place behind
-// all that need it (OutputLiveness), the copies of it included: from that place on any graph may write its memory. So before the first
-// launch from there on, what is held of it is copied out, and M waits for who reads it.
+// An output that other calls read is in the pool as well. It goes back to the pool before the capture of a graph whose index is above
+// those of all graphs and copies that need it (OutputLiveness). From that index on any graph may write the memory. So before the first
+// launch from there on, the output is copied out if it is still held, and M waits for the streams that read it.
 
 GraphSequence::GraphSequence(const GraphResources& resources, const GraphOptions& options)
     : runtime_(resources.runtime),
@@ -327,7 +327,7 @@ void GraphSequence::reset() {
   for (const auto i : c10::irange(calls_.size())) {
     reset(i);
   }
-  // What a capture in their place starts from stays: the calls' arguments that lie outside of the pool.
+  // A capture that replaces these graphs starts from the calls' arguments outside of the pool: they stay.
   const std::lock_guard lock(mutex_);
   leave_memory();
   for (CapturedCall& call : calls_) {
