@@ -14,7 +14,7 @@
 
 namespace sidestream {
 
-/// Why a call that matches `graph` ran eagerly, though not to be recorded.
+/// Why a call that matches `graph` ran eagerly, and not to be recorded.
 enum class EagerCause : std::uint8_t {
   no_grad,
   eval_mode,
@@ -22,13 +22,13 @@ enum class EagerCause : std::uint8_t {
   new_arguments,  ///< OnNewArguments::eager
   over_bound,     ///< CallOptions::max_captures
   unequal,        ///< an argument differs from its own copy
-  shared_memory,  ///< a backward is pending of a capture that shares memory with the one that fits
+  shared_memory,  ///< another capture in the memory of the one that fits awaits a backward
   no_bucket,      ///< a bucketed call whose inputs fit no bucket
 };
 
 /// For the report.
 [[nodiscard]] const char* text_of(EagerCause cause);
-/// What keeps the calling thread's calls from being captured or replayed now; eval mode where nothing else does.
+/// Why the calling thread's calls are not captured or replayed now; eval mode if there is no other cause.
 [[nodiscard]] EagerCause cause_on_this_thread();
 
 /// One call's eager runs by cause.
@@ -53,7 +53,7 @@ class EngineCounts {
 
   /// A call that was to be graphed ran eagerly.
   void eager_call() noexcept { ++counted_.eager_calls; }
-  /// The same of a bucketed call of this name, with the cause for the notes.
+  /// A bucketed call of this name did, with the cause for the notes.
   void bucketed_call_ran(const std::string& name, EagerCause cause);
   /// A bucket was dropped to make room for another. `name`: of the first callable of its set.
   void bucket_dropped(const std::string& name, std::int64_t max_buckets);

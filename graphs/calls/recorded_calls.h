@@ -24,19 +24,19 @@ namespace sidestream {
 class EagerMemoryEstimate;
 struct CallSite;
 
-/// Which recorded calls later ones are computed from: seen by autograd's own edges, through whatever ran between them.
+/// Which recorded calls later calls are computed from, by autograd's edges, also through other operators between them.
 /// Threads: one at a time.
 class CallDependencies {
  public:
-  /// The recorded calls, in increasing order, that `inputs` were computed from, those before these included.
+  /// The recorded calls that `inputs` were computed from, directly or through other calls, in increasing order.
   [[nodiscard]] std::vector<std::size_t> of(c10::ArrayRef<at::Tensor> inputs) const;
-  /// Call `call`, computed from `from`, has given `outputs`.
+  /// `call`, which was computed from `from`, has given `outputs`.
   void add(std::size_t call, std::vector<std::size_t> from, c10::ArrayRef<at::Tensor> outputs);
   void clear() noexcept;
 
  private:
   struct Giver {
-    std::weak_ptr<torch::autograd::Node> alive;  ///< keeps the address from being met again
+    std::weak_ptr<torch::autograd::Node> alive;  ///< keeps the address from being used again
     std::size_t call;
   };
   std::unordered_map<const torch::autograd::Node*, Giver> givers_;
@@ -50,7 +50,7 @@ struct KeptGuard {
   bool (*equal)(const void*, const void*) = nullptr;
 };
 
-/// True when `guards` and `shape` are what was kept. Allocates nothing.
+/// True if `guards` and `shape` are what was kept. Allocates nothing.
 [[nodiscard]] bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
                                   c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape);
 

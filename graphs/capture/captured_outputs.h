@@ -11,7 +11,7 @@
 
 namespace sidestream {
 
-/// Stands before another source of saved-tensor hooks and notes whose storages autograd saves: a backward reads those.
+/// A source of saved-tensor hooks in front of another one. Notes which storages autograd saves, because a backward reads them.
 /// Threads: the forward's.
 class SavedStorages final : public SavedTensorSource {
  public:
@@ -29,8 +29,8 @@ class SavedStorages final : public SavedTensorSource {
   WeakStorageSet saved_;
 };
 
-/// What the captured body of `call` gave, sorted by whose memory it is. `leaves` are what it was given, `saved` what autograd
-/// saved meanwhile. Throws: CaptureError for views that cannot be made again of what a replay is given.
+/// Sorts the outputs of the captured body of `call` by whose memory they are. `leaves`: its inputs. `saved`: what autograd saved meanwhile.
+/// Throws: CaptureError for a view that a replay cannot make again of its own inputs.
 void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
                    const SavedStorages& saved, const Exclusions& exclusions);
 

@@ -28,7 +28,7 @@ class PassClock {
   void forward_ended() { runtime_->record(forward_end_, runtime_->current_stream()); }
   void backward_begins() { runtime_->record(turn_, runtime_->current_stream()); }
   void ended() { runtime_->record(end_, runtime_->current_stream()); }
-  /// Of a pass that has ended. Blocks the host until the device has done it.
+  /// Of a pass that has ended. Blocks the host until the device has finished it.
   [[nodiscard]] LayerPace pace() {
     runtime_->synchronize(end_);
     constexpr double kMillisecond = 1e-3;
@@ -44,9 +44,9 @@ class PassClock {
   Event end_;
 };
 
-/// Runs the hooks of one callable around its passes. Nothing of theirs is recorded, sized, or put back as a pass's own; what they
-/// touch may be read by a capture.
-/// Capture: illegal, but for `none`.
+/// Runs the hooks of one callable around its passes. What hooks do is not recorded, sized or put back as part of the pass. A capture may
+/// read what they touch.
+/// Capture: illegal, unless there are no hooks.
 class PassHooks {
  public:
   /// Both must outlive this object; `hooks` may be null.
@@ -64,11 +64,10 @@ class PassHooks {
   WeakStorageSet& met_;
 };
 
-/// Runs the body of `spec` once in the state of the call, forward and backward with ones as the gradients of its outputs, and
-/// returns these. `wanted` gives the leaves whose gradients are asked for: it is asked before the forward, and again behind it,
-/// which may have found more. `used`, if any, gets for each of the latter whether it has a gradient. `clock`, if any, times it,
-/// without the hooks.
-/// `.grad` stays as it is.
+/// Runs the body of `spec` once in the state of the call: forward, then backward with ones as the gradients of its outputs. Returns the
+/// outputs. `wanted` returns the leaves whose gradients are computed. It is called before the forward, and again after it, because the
+/// forward may have found more leaves. `used`, unless null, gets for each leaf of the second call whether it has a gradient. `clock`,
+/// unless null, times the pass without the hooks. `.grad` is not changed.
 /// Throws: CaptureError (a backward that adds into `.grad` itself, hooks on what the body was given), and what the body throws.
 [[nodiscard]] detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                               const std::function<std::vector<at::Tensor>()>& wanted,

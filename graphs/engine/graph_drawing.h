@@ -11,7 +11,7 @@ namespace sidestream {
 
 class EngineSequences;
 
-/// What a drawing tells of a graph beside its nodes.
+/// What a drawing shows of a graph beside its nodes.
 struct DrawnGraph {
   const CapturedCall& call;
   bool backward = false;
@@ -22,12 +22,12 @@ struct DrawnGraph {
 /// replays queue beside it, and the bytes of what it reads and writes. Not for the replay path.  Throws: as Runtime::nodes.
 [[nodiscard]] std::string draw_graph(const Runtime& runtime, const DrawnGraph& drawn);
 
-/// Which branch each node is on: a node goes on with the branch of the first of its predecessors that nobody has gone on with, or
-/// begins one.
+/// Which branch each node is on. A node continues the branch of its first predecessor whose branch no earlier node continues; else it
+/// begins a branch.
 [[nodiscard]] std::vector<std::size_t> branches_of(const std::vector<GraphNode>& nodes);
 
-/// Draws each captured graph of `sequences` into a file of its own in `folder`, which is made where it is missing. Returns the files.
-/// Each is there whole, or as it was. Throws: UsageError where one cannot be written, also where there is no graph yet.
+/// Draws each captured graph of `sequences` into a file of its own in `folder`. Makes the folder if it is missing. Returns the files. Each
+/// file is written whole, or is as it was. Throws: UsageError if a file cannot be written, also if there is no graph yet.
 std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineSequences& sequences,
                                            const std::string& folder);
 

@@ -6,10 +6,10 @@
 
 namespace sidestream {
 
-/// What a call ran in. Its capture runs in the same, whatever surrounds the capture, and replays only there.
+/// The state that a call ran in. Its capture runs in the same state, whatever surrounds the capture, and replays only in it.
 struct CallState {
   CallModes modes;
-  CallModes backward_modes;  ///< of its backward; outside of autocast, where none has been seen
+  CallModes backward_modes;  ///< of its backward; without autocast, if no backward has been seen
   ModuleFacts modules;       ///< of its module; of the model for a plain function
 
   /// As it is now, on the calling thread.
@@ -19,7 +19,7 @@ struct CallState {
   }
 };
 
-/// The modes of `state`'s forward, for its lifetime.
+/// Sets the modes and flags of the forward for its lifetime.
 class [[nodiscard]] ForwardStateGuard {
  public:
   explicit ForwardStateGuard(const CallState& state) : flags_(state.modules), modes_(state.modes) {}
@@ -29,7 +29,7 @@ class [[nodiscard]] ForwardStateGuard {
   CallModesGuard modes_;
 };
 
-/// The modes of `state`'s backward, for its lifetime.
+/// Sets the modes and flags of the backward for its lifetime.
 class [[nodiscard]] BackwardStateGuard {
  public:
   explicit BackwardStateGuard(const CallState& state) : flags_(state.modules), modes_(state.backward_modes) {}

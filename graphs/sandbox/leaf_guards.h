@@ -6,7 +6,7 @@
 
 namespace sidestream {
 
-/// Takes `.grad` off leaves for its lifetime: what is there at the end of it was put there meanwhile.
+/// Takes `.grad` off leaves for its lifetime. A `.grad` that code finds there meanwhile was put there meanwhile.
 class [[nodiscard]] HiddenGradients {
  public:
   explicit HiddenGradients(const std::vector<at::Tensor>& leaves) {
@@ -22,7 +22,7 @@ class [[nodiscard]] HiddenGradients {
     }
   }
 
-  /// One more, from here on.
+  /// One more leaf, from here on.
   void hide(const at::Tensor& leaf) {
     if (leaf.grad().defined()) {
       gradients_.emplace_back(leaf, leaf.grad());
@@ -34,9 +34,9 @@ class [[nodiscard]] HiddenGradients {
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
 };
 
-/// Takes tensor hooks and gradient accumulators off leaves for its lifetime: autograd::grad would run the hooks (their work
-/// would be captured and then run twice), and an accumulator that an eager step made ties the capture to that step's stream.
-/// Leaves that a forward has read keep their accumulators until its backward, which finds them by these (`hooks_only`).
+/// Takes tensor hooks and gradient accumulators off leaves for its lifetime. autograd::grad would run the hooks: their work would be
+/// captured, and then run twice. An accumulator that an eager step made would tie the capture to that step's stream.
+/// With `hooks_only` the leaves keep their accumulators: a backward finds leaves that its forward has read by their accumulators.
 class [[nodiscard]] LeafHookGuard {
  public:
   explicit LeafHookGuard(const std::vector<at::Tensor>& leaves, bool hooks_only = false);

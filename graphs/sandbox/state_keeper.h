@@ -13,7 +13,7 @@
 
 namespace sidestream {
 
-/// Gradients (hidden meanwhile), module buffers, the device's generator and those that the calls name, put back at the end.
+/// Puts back gradients (hidden meanwhile), module buffers, the device's generator and the generators that the calls name.
 /// Ordering: copies on the current stream.  Capture: illegal.  Threads: one.
 class [[nodiscard]] StateKeeper {
  public:
@@ -31,11 +31,11 @@ class [[nodiscard]] StateKeeper {
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
 };
 
-/// Gives each call the generators that `options` name beside its own, each once, without the default one of `device`.
+/// Adds to each call's own generators those that `options` name, each once, without the default one of `device`.
 /// Throws: UsageError for a generator of another device.
 void name_generators(std::vector<CallSpec>& specs, const GraphOptions& options, c10::Device device);
 
-/// All that `specs` name, each once, behind the default generator of `device`.
+/// The default generator of `device`, then all that `specs` name, each once.
 [[nodiscard]] std::vector<at::Generator> generators_of(const std::vector<CallSpec>& specs, c10::Device device);
 
 }  // namespace sidestream

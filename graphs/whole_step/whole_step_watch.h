@@ -10,7 +10,7 @@
 
 namespace sidestream {
 
-/// Watches the warm-up of a whole step for what its graph would freeze or cannot do, and refuses it by name: optimizers that keep
+/// Watches the warm-up of a whole step for what its graph would freeze or cannot do, and refuses it by name. Such are optimizers that keep
 /// a step count on the host, state that an update makes for itself, and values that are read on the host.
 /// Threads: one.
 class WholeStepWatch {
@@ -27,7 +27,7 @@ class WholeStepWatch {
   }
   /// Before an operator runs. Throws: CaptureError.
   void before(const OperatorAccess& access) const;
-  /// Behind it.
+  /// After it.
   void after(const OperatorAccess& access);
 
  private:
@@ -38,12 +38,12 @@ class WholeStepWatch {
   std::vector<at::Tensor> parameters_;
   bool captures_ = false;
   bool updating_ = false;
-  WeakStorageSet made_by_updates_;  ///< of passes before
+  WeakStorageSet made_by_updates_;  ///< of earlier passes
   WeakStorageSet made_by_update_;   ///< of this one
 };
 
-/// While it lives, which parameters AdamW and clip_grad_norm_ are given on this thread, with a gradient or without: an operator shows
-/// only those with one.  Threads: ends on the thread it began on.
+/// Collects, for its lifetime, the parameters that AdamW and clip_grad_norm_ are given on this thread, also those without a gradient, which
+/// no operator shows.  Threads: ends on the thread it began on.
 class [[nodiscard]] UpdatedParameters {
  public:
   UpdatedParameters() : outer_(std::exchange(current(), this)) {}
@@ -51,7 +51,7 @@ class [[nodiscard]] UpdatedParameters {
   UpdatedParameters& operator=(const UpdatedParameters&) = delete;
   ~UpdatedParameters() { current() = outer_; }
 
-  /// Who listens on this thread; null where nobody does.
+  /// The collector of this thread; null if there is none.
   [[nodiscard]] static UpdatedParameters*& current() noexcept {
     static thread_local UpdatedParameters* listener = nullptr;
     return listener;
