@@ -139,7 +139,7 @@ std::vector<EngineFault> eager_faults() {
 }
 
 // Copies that are branches of a step's graph: what is left out is an edge.
-std::vector<EngineFault> step_faults() {
+std::vector<EngineFault> whole_step_faults() {
   return {
       {"GroupMover::Copies::behind",
        "a captured copy out waits for the stream that saved",

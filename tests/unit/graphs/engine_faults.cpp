@@ -253,7 +253,7 @@ const std::vector<EngineFault>& engine_faults() {
   static const std::vector<EngineFault> all = [] {
     std::vector<EngineFault> result = eager_faults();
     for (const auto& more :
-         {replay_faults(), output_faults(), capture_faults(), turn_faults(), drawing_faults(), step_faults()}) {
+         {replay_faults(), output_faults(), capture_faults(), turn_faults(), drawing_faults(), whole_step_faults()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

@@ -24,7 +24,7 @@ inline void PrintTo(const EngineFault& value, std::ostream* out) { *out << value
 /// Those of eager groups; part of `engine_faults`.
 [[nodiscard]] std::vector<EngineFault> eager_faults();
 /// Those of eager groups whose step is one graph; part of `engine_faults`.
-[[nodiscard]] std::vector<EngineFault> step_faults();
+[[nodiscard]] std::vector<EngineFault> whole_step_faults();
 
 /// Rules that another one stands in for, always: `unshown` says which. Neither the journal nor an order of the steps can show that
 /// they are missing.

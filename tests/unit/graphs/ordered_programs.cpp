@@ -95,7 +95,7 @@ class GatheredWaves final : public Program {
   std::optional<OffloadEngine> engine_;
 };
 
-std::vector<NamedProgram> whole_step_programs() {
+std::vector<NamedProgram> wrapped_programs() {
   std::vector<NamedProgram> result;
   const auto add = [&](const std::string& name, const Wrapping& wrapping, Microbatches microbatches) {
     result.push_back({name, [wrapping, microbatches](const Runtimes& runtimes) -> std::unique_ptr<Program> {
@@ -121,10 +121,10 @@ std::vector<NamedProgram> whole_step_programs() {
 
 const std::vector<NamedProgram>& programs() {
   static const std::vector<NamedProgram> all = [] {
-    std::vector<NamedProgram> result = whole_step_programs();
+    std::vector<NamedProgram> result = wrapped_programs();
     for (auto& more :
          {stream_programs(), callable_programs(), output_programs(), eager_head_programs(), between_programs(),
-          drawing_programs(), step_programs(), pool_programs(), call_stream_programs()}) {
+          drawing_programs(), whole_step_programs(), pool_programs(), call_stream_programs()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

@@ -60,6 +60,6 @@ struct NamedProgram {
 /// Those whose graphs draw on several streams; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> drawing_programs();
 /// Those whose whole step is one graph; part of `programs`.
-[[nodiscard]] std::vector<NamedProgram> step_programs();
+[[nodiscard]] std::vector<NamedProgram> whole_step_programs();
 
 }  // namespace sidestream::testing_model

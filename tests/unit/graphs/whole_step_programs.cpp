@@ -96,7 +96,7 @@ class OneGraphSteps final : public Program {
 
 }  // namespace
 
-std::vector<NamedProgram> step_programs() {
+std::vector<NamedProgram> whole_step_programs() {
   std::vector<NamedProgram> result;
   const auto add = [&](const std::string& name, const OneGraphSteps::Form& form) {
     result.push_back({name, [form](const Runtimes& runtimes) -> std::unique_ptr<Program> {
