@@ -38,7 +38,7 @@ std::vector<std::string> expected_eager() {
                     (n > 0 ? " A.wait" : ""));
   }
   lines.push_back("offload waves." + std::to_string(kWaves - 1) +
-                  ".act: A.wait");  // it turns round, in place of the one before
+                  ".act: A.wait");  // it is needed immediately, in place of the one before
   for (int n = kWaves - 2; n >= 0; --n) {
     lines.push_back("reload waves." + std::to_string(n) +
                     ".act: A.record C.wait C.copy_to_device C.copy_to_device C.record");
@@ -65,7 +65,7 @@ std::vector<std::string> expected_graphs(int side_streams) {
   std::vector<std::string> lines;
   const std::string main = letter("main");
   const auto wave = [](const char* phase, int n) { return std::string(phase) + " waves." + std::to_string(n); };
-  const int offloaded = kWaves - side_streams;  // the last K turn round within the lag: they stay
+  const int offloaded = kWaves - side_streams;  // the last K are needed immediately: they stay
   for (int n = 0; n < kWaves; ++n) {
     const std::string side = letter("side " + std::to_string(n % side_streams));
     const std::string behind_left = n >= side_streams ? " " + side + ".wait" : "";

@@ -132,7 +132,7 @@ std::string beginning(const EngineResources& resources, const char* where, std::
          mebibytes(resources.exclusions.registered_bytes()) + ". ";
 }
 
-/// True where the options name anything that leaves.
+/// True if the options name anything to offload.
 bool offloads(const Options& options) {
   const auto& lists = options.offload_patterns();
   return std::any_of(lists.begin(), lists.end(),

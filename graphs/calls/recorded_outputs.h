@@ -14,7 +14,7 @@ class EagerPlan;
 class SavedTensorRecorder;
 
 /// The storages that recorded calls gave, and who held them when the next call of the same sequence began. Where that was nobody, or
-/// eager groups alone that leave, the sequence need not keep the memory: its graphs may use it from that call on.
+/// only eager groups that will be offloaded, the sequence need not keep the memory: its graphs may use it from that call on.
 /// Threads: the step's.
 class RecordedOutputs {
  public:
@@ -22,7 +22,7 @@ class RecordedOutputs {
   void call_begins(std::size_t call, std::size_t sequence, const SavedTensorRecorder* recorder);
   /// Call `call` of the sequence `sequence` has run, once more maybe, and gave `outputs`.
   void add(std::size_t call, std::size_t sequence, c10::ArrayRef<at::Tensor> outputs);
-  /// By output of `call`: true where in each of its runs nobody held it when the next call began, but for groups that leave by `plan`.
+  /// By output of `call`: true where in each of its runs nobody held it when the next call began, but for groups that `plan` offloads.
   [[nodiscard]] std::vector<bool> let_go(std::size_t call, const EagerPlan& plan) const;
   /// Each storage that `call` gave, with the output that lies in it: `visit(storage, index)`.
   template <class Visit>
@@ -40,7 +40,7 @@ class RecordedOutputs {
   enum class Holder : std::uint8_t {
     unknown,  ///< no call came behind it
     nobody,
-    groups,  ///< autograd alone, for groups that were leaving
+    groups,  ///< autograd alone, for groups that were being offloaded
     others,
   };
   struct Output {

@@ -18,8 +18,8 @@ namespace sidestream {
 /// Until when the graphs of a sequence need the memory of outputs that are inputs of its calls. Then it goes back to the pool, and
 /// nothing that the sequence keeps of it owns it any more.
 ///
-/// An output is needed by the forwards that read it; by the backward of a call that saved it, or by the copies to the host, where
-/// it leaves. What holds it and is unknown here may be read in that call's backward: a tensor that a node keeps as it is. What
+/// An output is needed by the forwards that read it, and by the backward of a call that saved it, or by the copies to the host if it
+/// is offloaded. What holds it and is unknown here may be read in that call's backward: a tensor that a node keeps as it is. What
 /// bodies keep from call to call stays for good, and so do outputs that no call reads, and those that a view of is given out.
 class OutputLiveness {
  public:

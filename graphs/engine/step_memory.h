@@ -10,7 +10,7 @@ namespace sidestream {
 
 /// The peak of live memory of an engine's steps. Steps repeat: one is measured after each capture, and after a step in which the
 /// allocator saw another peak than in the one that was measured; where each step is another, at distances that grow. Measuring
-/// asks the allocator at each replay, and wherever an eager group leaves, returns or is used.
+/// asks the allocator at each replay, and whenever an eager group is offloaded, reloaded or used.
 /// Threads: the step's.
 class StepMemory {
  public:

@@ -9,9 +9,9 @@
 
 namespace sidestream {
 
-/// What a step takes of the device beside the calls that will be graphs: learned in the sizing step, so that captures may leave as
+/// What a step takes of the device beside the calls that will be graphs: learned in the sizing step, so that captures leave as
 /// much. Counted is by how much live memory grew outside of those calls: before each, and from the last until backward reaches one.
-/// What leaves or goes meanwhile makes it less, so that it is no bound. Threads: any.
+/// Memory that is offloaded or freed meanwhile makes it less, so it is no bound. Threads: any.
 class EagerMemoryEstimate {
  public:
   explicit EagerMemoryEstimate(std::shared_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}

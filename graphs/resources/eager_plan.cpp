@@ -25,7 +25,7 @@ void EagerPlan::learn(const SavedTensorRecorder& recorder, const std::vector<Gro
   for (GroupProfile& group : profile_.groups) {
     group.selected = group.selected && !group.captured_later;
   }
-  // An output of a call leaves with the first eager group that saves it, where its sequence gives the memory back.
+  // An output of a call is offloaded with the first eager group that saves it, if its sequence gives the memory back.
   const auto is_eager = [&](std::uint32_t group) { return !profile_.groups[group].captured_later; };
   std::vector<std::uint64_t> selected(profile_.groups.size());
   for (const StorageProfile& storage : profile_.storages) {

@@ -33,7 +33,7 @@ class EagerPlan {
   /// that the plan has led.
   [[nodiscard]] bool takes_along(const c10::StorageImpl* storage) const;
   /// Before `make`: from now on a graph makes what lay in `storage` in that pass, at each replay. Where it has `given_back` the memory,
-  /// that leaves with the eager groups that save it; else it stays.
+  /// it is offloaded with the eager groups that save it; else it stays.
   void captured(const c10::StorageImpl* storage, bool given_back);
   /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back, but for the slots
   /// of a plan that a few steps have outgrown: sizes that depend on data come again. Called before each step. Storages that

@@ -26,8 +26,8 @@ class PassWatch {
   PassWatch& operator=(const PassWatch&) = delete;
   ~PassWatch();
 
-  /// Passes of the body of `spec` on `inputs` begin; both must live until the next ones do. What is saved of an input may leave the
-  /// device where `may_be_offloaded` says so.
+  /// Passes of the body of `spec` on `inputs` begin; both must live until the next ones do. What is saved of an input may be
+  /// offloaded if `may_be_offloaded` says so.
   /// Throws: UsageError for an input on another device.
   void enter(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const std::vector<bool>& may_be_offloaded);
   void before(const OperatorAccess& access);

@@ -91,7 +91,7 @@ class WholeStepBody {
     eager,      ///< the engine's step, where there is one
     nowhere,    ///< it stays
     counted,    ///< it stays, and is counted for the capture
-    in_capture  ///< it leaves inside of the graph
+    in_capture  ///< it is offloaded inside of the graph
   };
   [[nodiscard]] Saving saving() const;
   void run_microbatches(const Tensors& inputs, Tensors& outputs);
@@ -111,7 +111,7 @@ class WholeStepBody {
   std::vector<std::size_t> output_counts_;           ///< of the latest run
   std::vector<std::size_t> output_counts_in_graph_;
   WholeStepWatch watch_;
-  std::shared_ptr<WholeStepOffload> offload_;  ///< null where nothing leaves
+  std::shared_ptr<WholeStepOffload> offload_;  ///< null if nothing is offloaded
 };
 
 }  // namespace sidestream

@@ -39,7 +39,7 @@ class CaptureOffload final : public StorageMover {
   }
   /// Lets the sources of `copies` go back to the pool: captures from here on may use their memory.
   static void release(const CapturedCopies& copies);
-  /// In a backward capture: allocates where `copies` come back to. Captures before this one may have used that memory.
+  /// In a backward capture: allocates where `copies` are reloaded to. Captures before this one may have used that memory.
   void allocate_targets(CapturedCopies& copies) const;
 
   void group_ended(Group& group) override;

@@ -14,35 +14,35 @@ namespace sidestream {
 // a group. Copies of graphed calls run on D and H too (Note [Graph choreography]): that they come one after the other orders nothing
 // that a wait below does not.
 //
-//   scope of g ends      M: (gather the small storages of g into a block, which leaves in their place; let go of them)
+//   scope of g ends      M: (gather the small storages of g into a block, which is offloaded in their place; let go of them)
 //                        M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
 //     or, delayed        (behind the launch of the next graph, or when the lag is exceeded, or at the step's end: the same)
 //   later groups end     M: wait offloaded(g), once they and g exceed the lag; then g's sources are let go: M may use their memory
 //   a group ends, or is  M: allocate g, record fork   H: wait fork, copy g, record reloaded(g)
 //   used for the first time
 //   backward reaches g   M: wait reloaded(g), unpack
-//   the step ends        M and the current stream: wait for D and H; what came back unused is let go
+//   the step ends        M and the current stream: wait for D and H; what was reloaded and not used is let go
 //
 // A block (SmallBlock) is allocated and gathered on the stream that saved the first of its storages, behind the others that did; so the
 // copy out, which is behind all of them, is behind the gather. The memory of the storages is lent again behind the gather: it is on
 // that stream, and the allocator is told of it where there are others. Who asks for one of them before the block was let go of, on
 // another stream, waits for the gather.
 //
-// Behind which event g comes back is learned: StepOrder knows in which order groups ended and were used in the step before, and
-// group_returns finds the earliest event from which on g has room on the device. Where a step goes another way, groups come back as
-// backward reaches the one behind them. Neither rule is needed to be right: what is not on its way comes back when it is asked for.
+// Behind which event g is reloaded is learned: StepOrder knows in which order groups ended and were used in the step before, and
+// group_returns finds the earliest event from which on g has room on the device. Where a step goes another way, groups are reloaded as
+// backward reaches the one behind them. Neither rule is needed to be right: what is not on its way is reloaded when it is asked for.
 //
 // A destination is allocated on M before the fork is recorded, so that H is behind whatever used that memory before. H is
-// behind the D2H through the same fork: only what was let go comes back, and M waited for offloaded(g) first. The wait for a host
-// slot's last copy is for models on several streams: a group saved on one stream may leave into a slot that the H2D of another
+// behind the D2H through the same fork: only what was let go is reloaded, and M waited for offloaded(g) first. The wait for a host
+// slot's last copy is for models on several streams: a group saved on one stream may be offloaded into a slot that the H2D of another
 // stream's group still reads.
 //
 // What graphs write at each replay (outputs of graphed calls whose memory went back to their pool) is no memory of the allocator, so
 // nothing is won by holding it until M is behind the copy: it is let go of at once, and D named as its user. The sequence copies out what
 // is held before its memory is used again, and waits for who was named (Note [Outputs are ordinary tensors]). A group that is
-// needed before it was let go of, and of which something went so, is let go of first, and comes back behind that.
+// needed before it was let go of, and of which something went so, is let go of first, and reloaded behind that.
 //
-// A delayed group's fork is recorded when it leaves, and not when its scope ends: M holds no less by then, and does not wait for
+// A delayed group's fork is recorded when it is offloaded, and not when its scope ends: M holds no less by then, and does not wait for
 // the graph yet, so the copies run beside it. Until then its slot holds the sources. What graphs write anew is never delayed: the
 // graph that it would wait for may be the one that writes it.
 //
@@ -304,7 +304,7 @@ void EagerOffload::end_step() {
   for (std::size_t i = first_slot_; i < used_slots_; ++i) {
     Slot& slot = slots_[i];
     const auto gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
-    if (std::all_of(slot.storages.begin(), slot.storages.end(), gone)) {  // came back and was never used
+    if (std::all_of(slot.storages.begin(), slot.storages.end(), gone)) {  // was reloaded and never used
       set_in_flight(slot, 0);
     }
   }

@@ -59,7 +59,7 @@ class EagerOffload : public StorageMover {
   void abandon_step() noexcept;
 
   /// A graph of the engine was launched, and the current stream does not wait for it yet: the groups that were delayed until now
-  /// leave beside it. Where there are none, it costs one load.
+  /// are offloaded beside it. Where there are none, it costs one load.
   void graph_launched() {
     if (any_delayed_.load(std::memory_order_relaxed)) {
       send_delayed();
@@ -126,11 +126,11 @@ class EagerOffload : public StorageMover {
   void keep_delayed(Slot& slot) noexcept;
   void trail(Slot& slot, std::uint64_t bytes);
   void let_go_of_oldest();
-  /// What the group of `slot` left from goes now, whatever the lag.
+  /// Frees what the group of `slot` was offloaded from, whatever the lag.
   void let_go_of(const Slot& slot);
   /// That storage is on the host alone from here on.
   void part_with(const std::shared_ptr<SavedStorage>& saved);
-  /// What the oldest group left from may be used again: its copies are done, or the stream that saved it waits for them.
+  /// What the oldest group was offloaded from may be used again: its copies are done, or the stream that saved it waits for them.
   void drop_sources();
   void reload(Slot& slot);
   /// Backward reaches that slot.

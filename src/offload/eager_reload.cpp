@@ -1,4 +1,4 @@
-// What of EagerOffload brings groups back: see Note [Eager choreography] in eager_offload.cpp.
+// The part of EagerOffload that reloads groups: see Note [Eager choreography] in eager_offload.cpp.
 #include <algorithm>
 
 #include <c10/util/ScopeExit.h>
@@ -115,7 +115,7 @@ void EagerOffload::use(std::size_t number) {
   if (slot.state == Slot::State::delayed) {
     keep_delayed(slot);
   }
-  if (slot.state == Slot::State::here) {  // it turned round
+  if (slot.state == Slot::State::here) {  // it was needed immediately
     const auto is_it = [&](const Trailing& trailing) { return trailing.slot == &slot; };
     if (const auto found = std::find_if(trailing_.begin(), trailing_.end(), is_it); found != trailing_.end()) {
       trailing_bytes_ -= found->bytes;
@@ -144,7 +144,7 @@ void EagerOffload::reload_due() {
 }
 
 void EagerOffload::prefetch_before(std::size_t limit) {
-  // One group ahead: backward needs next what left last and is not back yet.
+  // One group ahead: backward needs next the group that was offloaded last and is not reloaded yet.
   while (limit-- > 0) {
     Slot& slot = slots_[limit];
     const auto gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };

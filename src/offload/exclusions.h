@@ -35,7 +35,7 @@ struct ExclusionTally {
   std::uint64_t bytes = 0;  ///< of the whole storages, counted each time
 };
 
-/// Decides what never leaves the device, whatever the policy says. Everything is compared by storage, so a view (linear saves
+/// Decides what is never offloaded, whatever the policy says. Everything is compared by storage, so a view (linear saves
 /// `weight.t()`) counts as what it is a view of. Holds weak references only, except to the registered parameters.
 /// Threads: any.
 class Exclusions {
@@ -73,7 +73,7 @@ class Exclusions {
   /// `classify`, counted in the tallies.
   Exclusion classify_and_count(const at::Tensor& tensor);
 
-  /// Tensors that were counted as small left nevertheless, as part of a block.
+  /// Tensors that were counted as small were offloaded nevertheless, as part of a block.
   void offloaded_after_all(const ExclusionTally& small);
 
   /// Indexed by Exclusion.

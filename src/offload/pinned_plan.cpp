@@ -12,7 +12,7 @@
 namespace sidestream {
 namespace {
 
-/// The sizes of what leaves, by the group that saves it first; what leaves as one block has one size.
+/// The sizes of what is offloaded, by the group that saves it first; one size for what is offloaded as one block.
 std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const Plan& plan) {
   std::vector<std::vector<std::size_t>> sizes(profile.groups.size());
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {

@@ -9,10 +9,10 @@
 
 namespace sidestream {
 
-/// Plans `profile` for the room that `arena` has, pins for what leaves, and seals the arena. Where the system refuses to pin
+/// Plans `profile` for the room that `arena` has, pins for what is offloaded, and seals the arena. Where the system refuses to pin
 /// although the cap has room, it is asked again group by group, in the plan's order; groups that get no memory stay, and the
-/// plan's notes say so. `surplus`: see HostArena::prepare. `progress`, if any, hears of it where anything leaves.
-/// `shared`: where it is not null, what leaves goes there, and is pinned and leased as far as that has no room: a slot a group.
+/// plan's notes say so. `surplus`: see HostArena::prepare. `progress`, if any, hears of it if anything is offloaded.
+/// `shared`: if it is not null, what is offloaded goes there, and is pinned and leased as far as that has no room: a slot a group.
 /// `slots`: where it is not null, sizes of slots, the largest first, that are to be there too, as far as the cap has room for both; it
 /// becomes the sizes that are there for this plan. Not beside `shared`.
 /// Capture: illegal.  Throws: what `progress` throws; nothing is pinned then.

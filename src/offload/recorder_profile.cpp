@@ -1,4 +1,4 @@
-// What of SavedTensorRecorder tells what a pass saved.
+// The part of SavedTensorRecorder that tells what a pass saved.
 #include <cstddef>
 #include <cstdint>
 #include <memory>

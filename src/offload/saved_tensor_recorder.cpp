@@ -289,7 +289,7 @@ void SavedTensorRecorder::mark(const at::Tensor& tensor) {
   if (!StorageView::supported(tensor)) {
     return;
   }
-  // The operator that made it may have saved it already; its group has not left yet while its scope is open.
+  // The operator that made it may have saved it already; its group was not offloaded yet while its scope is open.
   if (const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl()); found != entries_.end()) {
     if (const auto saved = found->second.saved.lock(); saved != nullptr) {
       saved->to_offload = saved->to_offload && saved->place != SavedStorage::Place::device;

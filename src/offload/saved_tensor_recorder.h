@@ -32,15 +32,16 @@ class ScopeListener {
 /// Takes what autograd saves during one forward pass (a step's, or one capture's), sorts it into groups by scope, and hands
 /// out the handles. One storage is one SavedStorage, however many tensors and groups save it.
 ///
-/// With a planned pass, storages are offloaded where the plan says so. What it does not know of a group that leaves is offloaded
-/// as well, as far as pinned memory is free, and counted. Without one, all of each group that the options name is to leave.
+/// With a planned pass, storages are offloaded where the plan says so. If it does not know a storage of an offloaded group, the
+/// storage is offloaded too, as far as pinned memory is free, and counted. Without a planned pass, all groups that the options name are
+/// to be offloaded.
 /// Threads: the forward's; handles may be used and die on any thread, also after this object.
 class SavedTensorRecorder final : public SavedTensorSource {
  public:
   struct Counts {
     std::uint64_t copied_twice_bytes = 0;
-    std::uint64_t unplanned_bytes = 0;  ///< of groups that leave, without a place in the plan
-    std::uint64_t refused_bytes = 0;    ///< of storages that were to leave and stayed: no pinned memory was free
+    std::uint64_t unplanned_bytes = 0;  ///< of offloaded groups, not in the plan
+    std::uint64_t refused_bytes = 0;    ///< of storages that were to be offloaded and stayed: no pinned memory was free
   };
 
   /// `books`: of the recorder before, if any; two that are alive may not share them.

@@ -24,7 +24,7 @@ struct ScopeNode {
 /// Threads: one at a time.
 class ScopeTree {
  public:
-  /// `selected` says which names leave the device, `delayed` which of them behind the next graph.
+  /// `selected` says which names are offloaded, `delayed` which of them behind the next graph.
   explicit ScopeTree(NamePatterns selected, NamePatterns delayed = {});
 
   [[nodiscard]] ScopeNode* root() noexcept { return root_; }
@@ -34,7 +34,7 @@ class ScopeTree {
   [[nodiscard]] std::vector<std::string> names() const;
   [[nodiscard]] const NamePatterns& selected() const noexcept { return selected_; }
   [[nodiscard]] const NamePatterns& delayed() const noexcept { return delayed_; }
-  /// The names of those that leave the device.
+  /// The names of those that are offloaded.
   [[nodiscard]] std::vector<std::string> selected_names() const;
 
  private:

@@ -16,23 +16,23 @@ namespace sidestream {
   return (bytes + HostArena::alignment - 1) / HostArena::alignment * HostArena::alignment;
 }
 
-/// True where the small storages of a group that has ended leave: they have `block_from` bytes together.
+/// True where the small storages of a group that has ended are offloaded: they have `block_from` bytes together.
 [[nodiscard]] bool leaves_as_block(const Group& group);
 
-/// The storages below `Options::min_bytes` that one group saved, copied into one. It leaves and comes back in their place, and
+/// The storages below `Options::min_bytes` that one group saved, copied into one. It is offloaded and reloaded in their place, and
 /// lives until the last of them is needed no more.
 ///
 /// Ordering: the copy runs on the stream that saved the first of them, behind the other streams that saved any. Who reads the
-/// block on another stream before it has left and come back waits for that one.
+/// block on another stream before it was offloaded and reloaded waits for that one.
 struct SmallBlock {
-  std::shared_ptr<SavedStorage> storage;  ///< with its lease; null where nothing leaves
+  std::shared_ptr<SavedStorage> storage;  ///< with its lease; null if nothing is offloaded
   std::vector<std::shared_ptr<SavedStorage>> members;
 
   /// Where the device has no room for a block.
   enum class NoRoom : std::uint8_t { stays, is_thrown };
 
-  /// Gathers what leaves of `group`. Where pinned memory is short, as much as finds room, in order; the others stay and the group
-  /// counts them. Nothing changes for the members. Capture: legal. Throws: what the operators throw; nothing leaves then.
+  /// Gathers what is to be offloaded of `group`. Where pinned memory is short, as much as finds room, in order; the others stay and the group
+  /// counts them. Nothing changes for the members. Capture: legal. Throws: what the operators throw; nothing is offloaded then.
   /// `shared`: see GroupMover::lease.
   [[nodiscard]] static SmallBlock gather(GroupMover& mover, Runtime& runtime, Group& group, NoRoom no_room,
                                          SharedSlots::Share* shared = nullptr);

@@ -9,7 +9,7 @@
 namespace sidestream {
 
 /// Learns in which order the groups of a step end and are first used, and tells the next step, for as long as it goes the same way,
-/// which groups are to come back when. Groups are counted from 0 as they end.
+/// which groups are to be reloaded when. Groups are counted from 0 as they end.
 ///
 /// Steps that go as the one before allocate nothing. Threads: one at a time.
 class StepOrder {
@@ -25,7 +25,7 @@ class StepOrder {
   void depart() noexcept { follows_ = false; }
   /// What was learned holds for this step so far.
   [[nodiscard]] bool follows() const noexcept { return follows_; }
-  /// While it does: the next group that is to come back now; null where none is.
+  /// While it does: the next group that is to be reloaded now; null if there is none.
   [[nodiscard]] const GroupReturn* due() noexcept;
   void end(const GroupWindow& window);
 

@@ -14,7 +14,7 @@ namespace sidestream {
 
 struct SavedStorage;
 
-/// The peak of device memory that a pass would have had if nothing had left: the most, over all moments, of what is live and what is
+/// The peak of device memory that a pass would have had if nothing had been offloaded: the most, over all moments, of what is live and what is
 /// away. Bytes are away while autograd still needs them and nobody has them on the device.
 ///
 /// What the program itself holds becomes away when it lets go; that is seen at the next look, so looks are to be frequent: where
@@ -35,7 +35,7 @@ class UnoffloadedPeak {
   void gathered(const SavedStorage& block);
   /// `only_copies`: bytes on the device, now, that nobody needs but copies that may still be under way.
   void look(std::int64_t only_copies);
-  /// What is allocated from here to `came_back` is for bytes that come back, from here to `gathered` for a block.
+  /// What is allocated from here to `came_back` is for bytes that are reloaded, from here to `gathered` for a block.
   void return_begins() { change(0); }
   void came_back(const SavedStorage& saved);
   /// Autograd needs `saved` no more.

@@ -24,7 +24,7 @@ struct StackForm {
   std::string name;
   std::int64_t side_streams = 2;
   bool linked = true;
-  std::size_t layers_run = 5;  ///< fewer: the rest of the sequence is left out, and its groups come back inline
+  std::size_t layers_run = 5;  ///< fewer: the rest of the sequence is left out, and its groups are reloaded inline
   bool stream = false;         ///< the caller's
   bool event = false;          ///< and the caller's
   bool accumulate = false;
@@ -34,7 +34,7 @@ struct StackForm {
 /// Layers that are graphed, or run as they are in plain training.
 class Stack : public Program {
  public:
-  /// `all_ahead`: all that left comes back before the first backward.
+  /// `all_ahead`: all that was offloaded is reloaded before the first backward.
   Stack(const Runtimes& runtimes, std::size_t layers, bool all_ahead)
       : runtime_(runtimes.model),
         stream_(runtime_->create_stream()),

@@ -124,7 +124,7 @@ std::vector<EngineFault> eager_faults() {
        "fork_in_a_scope",
        {Act::drop_wait, "", StreamRole::any, Mark::to_device, 2}},
       {"GroupMover::join",
-       "what came back unused is let go behind its copy in",
+       "what was reloaded and not used is let go behind its copy in",
        "unused_reload_after_a_later_step",
        {Act::drop_wait, "", StreamRole::any, Mark::all_to_device}},
       {"GroupMover::join",

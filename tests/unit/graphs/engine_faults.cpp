@@ -293,14 +293,14 @@ const std::vector<EngineFault>& covered_faults() {
        "a step's graph ends behind its copies in",
        "one_graph_microbatches",
        {Act::drop_wait, "*", StreamRole::current, Mark::all_to_device, 0, true},
-       "a backward uses, and so waits for, all that its step has brought back; that the graph ends behind them is "
+       "a backward uses, and so waits for, all that its step has reloaded; that the graph ends behind them is "
        "promised to the "
        "capture"},
       {"SequenceCopies::join",
        "a seed in the pool is written behind copies in",
        "skip_K1_low5_cut7_ahead",
        {Act::drop_wait, "backward", StreamRole::current, Mark::to_device},
-       "what comes back lies in memory that is nobody else's until its backward"},
+       "what is reloaded lies in memory that is nobody else's until its backward"},
       {"GraphSequence::forward_stream",
        "graphs run on the sequence's own side streams",
        "graphs_1",

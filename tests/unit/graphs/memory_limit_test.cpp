@@ -173,7 +173,7 @@ TEST_F(MemoryLimitTest, ACaptureThatDoesNotFitSaysSo) {
 }
 
 TEST_F(MemoryLimitTest, ACaptureThatDoesNotFitAsPlannedIsMadeAgainWithMoreOffloaded) {
-  // With so much lag everything turns round within it: nothing would leave.
+  // With so much lag everything is needed immediately: nothing would be offloaded.
   const Options planned = options().offload("blocks.*").graph("blocks.*").lag(std::size_t{1} << 30);
   expect_trains(planned);
   DeepModel model(device_);
@@ -226,7 +226,7 @@ class WideHead {
 };
 
 TEST_F(MemoryLimitTest, ACaptureLeavesWhatTheRestOfAStepNeeds) {
-  // With so much lag everything turns round within it: the pool holds all, and nothing leaves.
+  // With so much lag everything is needed immediately: the pool holds all, and nothing is offloaded.
   const Options planned = options().offload("blocks.*").graph("blocks.*").lag(std::size_t{1} << 30);
   const auto trained = [&](DeepModel& model, OffloadEngine* engine, std::int64_t s) {
     return testing_model::train_step(model, engine, [&] { WideHead::loss(model, data(s)).backward(); });

@@ -152,11 +152,12 @@ TEST_F(OutputBetweenCallsTest, IsKeptWhereWhatSavesItStays) {
   const std::int64_t held = kept_bytes(options(), halve, every);
   EXPECT_EQ(kept_bytes(options(), gate), held) << "nothing leaves";
   EXPECT_EQ(engine_->report().outputs_copied, 0);
-  EXPECT_EQ(kept_bytes(options().offload("between").lag(std::size_t{1} << 20), gate), held) << "all turns round";
+  EXPECT_EQ(kept_bytes(options().offload("between").lag(std::size_t{1} << 20), gate), held)
+      << "all is needed immediately";
   EXPECT_EQ(engine_->report().outputs_copied, 0);
   EXPECT_EQ(engine_->report().unplanned_bytes, 0);
   const std::int64_t let_go = kept_bytes(options().offload("between"), gate);
-  EXPECT_EQ(held - let_go, (kLayers - 2) * kOutputBytes) << "the last group turns round";
+  EXPECT_EQ(held - let_go, (kLayers - 2) * kOutputBytes) << "the last group is needed immediately";
 }
 
 TEST_F(OutputBetweenCallsTest, IsKeptByGraphsWhoseBackwardMayRunTwice) {

@@ -37,7 +37,7 @@ std::int64_t planned_bytes(const Report& report) {
                          [](std::int64_t sum, const GroupReport& group) { return sum + group.offloaded_bytes; });
 }
 
-/// In the latest step all that the plan offloads left, and all of it came back.
+/// In the latest step all that the plan offloads was offloaded and reloaded.
 void expect_all_left(const OffloadEngine& engine) {
   const Report report = engine.report();
   EXPECT_GT(report.offloaded_bytes, 0);

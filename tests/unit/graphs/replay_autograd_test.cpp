@@ -199,7 +199,7 @@ TEST_P(FailedBackwardTest, IsTriedAgain) {
 INSTANTIATE_TEST_SUITE_P(Captured, FailedBackwardTest, testing::Bool(),
                          [](const auto& info) { return info.param ? "Retained" : "Once"; });
 
-// The graph above brings back what left the device below; here none is above, or one without a backward.
+// The graph above reloads what was offloaded below; here none is above, or one without a backward.
 TEST_F(ReplayAutogradTest, ACallWithoutBackwardBetweenOffloadedOnes) {
   const std::vector<at::Tensor> weights{weight(0), weight(1), weight(2)};
   const auto mask_of = [](const Tensors& in) { return Tensors{in[0].gt(0).to(at::kFloat)}; };
