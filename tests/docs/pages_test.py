@@ -27,7 +27,7 @@ def sources_of(root):
     """Sources and scripts, but for these tests, which name documents that do not exist."""
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*")):
-            text = path.is_file() and path.suffix in (".h", ".cpp", ".py", ".build", "")
+            text = path.is_file() and path.suffix in (".h", ".cpp", ".py", ".build", ".md", ".txt", "")
             if text and HERE not in path.parents and "corpus" not in path.parts:
                 yield path
 
