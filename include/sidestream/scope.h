@@ -29,8 +29,8 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
   /// Ends the scope. A second call does nothing.  Throws: what the copy throws; UsageError on another thread, after the step, and
   /// while a scope inside is open.
   void end();
-  /// Ends the scope if `end` has not. Never throws: a failure is logged as a LibTorch warning and kept. The next scope or call of the step
-  /// throws it, or else Step::finish. If ~Step ends the step, the engine's next `step()` throws it.
+  /// Ends the scope if `end` has not. Never throws: a failure is logged as a LibTorch warning and kept. The step's next scope, or its next
+  /// call that runs eagerly, throws it, or else Step::finish. If ~Step ends the step, the engine's next `step()` throws it.
   ~OffloadScope();
 
  private:
