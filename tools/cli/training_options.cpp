@@ -171,8 +171,8 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->capture_default_str();
   command
       .add_option("--lag-mib", options.lag_mib,
-                  "Device memory in MiB that may wait for its copy to the host (default: chosen from --side-streams "
-                  "and the copy speed; without graphs two groups)")
+                  "Device memory in MiB that may wait for its copy to the host (default: what the --side-streams "
+                  "largest calls save; without graphs two groups)")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->type_name("MIB");
   command
