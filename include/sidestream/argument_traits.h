@@ -14,7 +14,7 @@ struct ComparedByValue {};
 ///     template <> struct sidestream::ArgumentTraits<Config> : sidestream::ComparedByValue {};
 ///
 /// Else the specialisation has a `static bool equal(const T&, const T&)` in place of the base. `T` must own all that it holds, and must
-/// hold no tensors: pass those beside it, as inputs. A copy of a value must equal the value, even if it holds a NaN.
+/// hold no tensors: a struct with tensors lists its Members. A copy of a value must equal the value, even if it holds a NaN.
 template <class T, class = void>
 struct ArgumentTraits {};
 
