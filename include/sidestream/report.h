@@ -59,7 +59,8 @@ struct SIDESTREAM_API Report {
   /// count as one.
   std::int64_t recaptures = 0;
   std::int64_t replays = 0;  ///< graph launches in a step
-  /// Calls in all steps that match `graph`, and calls of callables and buckets, that ran eagerly. The notes name the causes.
+  /// Calls in all steps that match `graph`, and calls of callables and buckets, that ran eagerly. The notes name the causes,
+  /// except of callables, of buckets in another grad mode than captured, and of runs that come before a capture.
   std::int64_t eager_calls = 0;
   std::int64_t outputs_reused =
       0;  ///< in a step: output storages that no reference was left to, so that replays reused them
