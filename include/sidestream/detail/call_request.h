@@ -41,7 +41,7 @@ struct CallRequest {
 
 /// True when a step is active on this thread.
 [[nodiscard]] SIDESTREAM_API bool step_active() noexcept;
-/// Runs `request` as the active engine decides. Throws: as ss::call.
+/// Runs `request` as the engine of the active step decides. Throws: as ss::call.
 SIDESTREAM_API void dispatch(CallRequest& request, TensorBuffer& outputs);
 /// Throws UsageError: ss::call was given no module (or no name).
 [[noreturn]] SIDESTREAM_API void refuse_null_module();
