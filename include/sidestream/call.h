@@ -12,16 +12,16 @@
 
 namespace sidestream {
 
-/// Calls `module->forward(args...)`. Without an active step on this thread that is all.
+/// Calls `module->forward(args...)`. Without an active step on this thread it does nothing else.
 ///
 /// In a step, the call is also a scope, named as the model's `named_modules()` names the module. If Options::graph names the call, it
 /// becomes a graph: the first step runs it eagerly and measures it, and later steps replay it. A module that is not part of the engine's
 /// model runs as without a step.
 ///
-/// Arguments: tensors, and containers with tensors in them, are inputs. Values are guards, which are compared with those of a capture:
-/// numbers, enums, strings, containers of these, and structs that join by ss::ArgumentTraits. For a new value
-/// CallOptions::on_new_arguments decides. Modules are watched like the called module. Pointers are wrapped in ss::stays. An argument that
-/// only borrows its memory (at::IntArrayRef, std::string_view) does not compile.
+/// Arguments: tensors, and containers with tensors in them, are inputs. Values are guards: they are compared with the values at the
+/// capture. Values are numbers, enums, strings, containers of these, and structs with ss::ArgumentTraits. CallOptions::on_new_arguments
+/// says what a new value does. Modules are watched like the called module. Wrap pointers in ss::stays. An argument that only borrows its
+/// memory (at::IntArrayRef, std::string_view) does not compile.
 /// Results: tensors, and containers of them.
 ///
 /// Under no_grad the call runs eagerly, or replays a graph of the forward alone if CallOptions::on_evaluation is `capture`. With
@@ -56,8 +56,8 @@ R call(torch::nn::AnyModule& any, Args&&... args) {
                                static_cast<const detail::Plain<Args&&>&>(args)...);
 }
 
-/// Calls a plain function as the call `name`. The function is a function pointer, a member function (its object is the first argument), a
-/// lambda without captures, or ss::owning(...). Pass everything that it uses as arguments, modules too.
+/// Calls a plain function; the call's name is `name`. The function is a function pointer, a member function (its object is the first
+/// argument), a lambda without captures, or ss::owning(...). Pass everything that it uses as arguments, modules too.
 template <class Function, class... Args>
 auto call(const char* name, const Function& function, Args&&... args) {
   using F = std::decay_t<Function>;

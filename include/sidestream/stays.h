@@ -48,10 +48,10 @@ class StaysByValue {
   const T* pointer_;
 };
 
-/// Passes a pointer to a tensor or to a value (a type that could be an argument itself) to ss::call. A capture keeps the value and never
+/// Passes to ss::call a pointer to a tensor or to a value (of a type that could be an argument itself). A capture keeps the value and never
 /// the pointer.
 ///
-/// For a tensor, the capture keeps the same tensor, and each replay reads its bytes anew. Another tensor is another capture.
+/// For a tensor, the capture keeps the same tensor, and each replay reads its bytes anew. Another tensor needs another capture.
 /// `p` may be null, and may point to a local variable.
 template <class T>
 [[nodiscard]] auto stays(T* p) noexcept {
@@ -70,7 +70,7 @@ template <class T>
   }
 }
 
-/// Passes a pointer to the object that `owner` owns to ss::call. A capture shares the ownership and compares by address.
+/// Passes to ss::call a pointer to the object that `owner` owns. A capture shares the ownership and compares by address.
 /// The caller promises that the object does not change, except for the bytes of its tensors: a capture bakes in what it reads there.
 template <class T>
 [[nodiscard]] Stays<T> stays(std::shared_ptr<T> owner) noexcept {
@@ -79,8 +79,9 @@ template <class T>
   return Stays<T>(std::move(owner));
 }
 
-/// Passes a pointer to ss::call, which compares it by its address. The caller promises that the object lives at that address as long as
-/// the engine, and does not change, except for the bytes of its tensors: a capture bakes in what it reads there.
+/// Passes a pointer to ss::call, which compares its address. The caller promises that the object lives at that address as long as the
+/// engine. The caller also promises that the object does not change, except for the bytes of its tensors: a capture bakes in what it reads
+/// there.
 /// Never pass a local variable of the forward pass, because the capture runs when the next step begins.
 template <class T>
 [[nodiscard]] Stays<T> outlives_engine(T* p) noexcept {

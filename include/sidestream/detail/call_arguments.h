@@ -14,7 +14,7 @@
 /// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
-/// Compile errors that say what to pass in place of a type that is no argument.
+/// Compile errors that say what to pass instead of a type that is not allowed as an argument.
 template <class T>
 constexpr void check_argument() {
   constexpr bool pointer = std::is_pointer_v<T> && !Argument<T>::allowed;
@@ -62,8 +62,8 @@ struct PlainPointer<T*, std::enable_if_t<lists_members<std::remove_cv_t<T>>>> {
   using type = StructPointer<std::remove_cv_t<T>>;
 };
 
-/// The type as which an argument is taken apart: arrays of char are C strings, modules are references, pointers to structs with listed
-/// members are the structs.
+/// The type that stands for an argument type when it is taken apart: arrays of char become C strings, modules become references, and
+/// pointers to structs with listed members become the structs.
 template <class T>
 using Plain =
     std::conditional_t<std::is_lvalue_reference_v<T> && is_module<std::remove_reference_t<T>>,

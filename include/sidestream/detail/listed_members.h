@@ -7,7 +7,7 @@
 #include "sidestream/detail/argument_values.h"
 #include "sidestream/detail/refused_arguments.h"
 
-// What a struct and its list of members fulfil, and what the compiler says if they do not.
+// Compile-time checks of a struct and of its list of members. A failed check says what to do.
 
 /// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
@@ -21,7 +21,7 @@ using MembersOf = decltype(members_of(static_cast<const ArgumentTraits<T>*>(null
 template <class T>
 constexpr bool lists_members = !std::is_void_v<MembersOf<T>>;
 
-/// Stands for what is no data member. No argument.
+/// Type of a listed entry that is not a data member. It is not allowed as an argument.
 struct NoMember {
   int value;
 };
@@ -55,18 +55,18 @@ struct Anything {
   operator T&() const;  // NOLINT: not defined
 };
 
-/// An aggregate is initialised with values of the types `Ms`, ...
+/// True if the aggregate `T` can be initialised with values of the types `Ms`: it has at least as many members.
 template <class T, class Void, class... Ms>
 struct Initialised : std::false_type {};
 template <class T, class... Ms>
 struct Initialised<T, std::void_t<decltype(T{std::declval<Ms>()...})>, Ms...> : std::true_type {};
-/// ... and with one value more: `{}`, or one that has no default.
+/// True if `T` can be initialised with one value more (`{}`, or a value for a member without a default): it has more members than listed.
 template <class T, class Void, class... Ms>
 struct InitialisedByMore : Initialised<T, void, Ms..., Anything> {};
 template <class T, class... Ms>
 struct InitialisedByMore<T, std::void_t<decltype(T{std::declval<Ms>()..., {}})>, Ms...> : std::true_type {};
 
-/// Says what to do about one member; the compiler names it beside the message. False if there is something to do.
+/// Checks one member; the compiler names it beside the message. False if a check failed.
 template <auto member>
 constexpr bool check_member() {
   using M = MemberType<member>;
@@ -98,7 +98,7 @@ constexpr bool check_member() {
   return allowed && set;
 }
 
-/// The same about the struct itself.
+/// Checks the struct itself.
 template <class T, auto... members>
 constexpr bool check_whole() {
   constexpr bool copied = std::is_class_v<T> && std::is_copy_constructible_v<T>;

@@ -15,7 +15,7 @@
 
 namespace sidestream {
 
-/// A schedule under which recorded work gives other bytes than in the order of issue.
+/// A schedule under which the recorded work gives other bytes than in the order of issue.
 struct Divergence {
   Schedule schedule;       ///< the schedule
   std::int64_t bytes = 0;  ///< bytes that differ in all results together
@@ -63,8 +63,8 @@ class SIDESTREAM_API ScheduleCheck {
   ~ScheduleCheck();
 
   /// Ends the recording. `results` are the tensors to compare: contiguous tensors on the device that hold what the recorded work wrote.
-  /// Throws: UsageError for other tensors. Error if the recorded work, run again in the order of issue, does not give the same bytes,
-  /// because host code took part in them.
+  /// Throws: UsageError for other tensors. Error if the recorded work, run again in the order of issue, does not give the same bytes:
+  /// then host code wrote what the recorded work reads or returns.
   void stop(Results results);
 
   /// Number of pieces of work: operators, copies, records, frees, and each node of a graph.
