@@ -63,13 +63,14 @@ auto call(const char* name, const Function& function, Args&&... args) {
   using F = std::decay_t<Function>;
   constexpr bool module = detail::is_module<F> || detail::is_module_holder<F>;
   static_assert(!module,
-                "sidestream: ss::call was given a name and a module: a module is called without a name, "
-                "ss::call(module, ...), and is named as the model's named_modules() name it");
+                "sidestream: ss::call was given a name and a module: leave out the name, ss::call(module, ...). A "
+                "module has the name that the model's named_modules() give it");
   static_assert(
       detail::is_keepable_function<F> || module,
       "sidestream: the function given to ss::call holds state (a lambda with captures, a std::function, an object "
-      "with members), which a capture would freeze and may outlive: pass what it uses as arguments, modules too, "
-      "to a lambda without captures, or wrap it in ss::owning(...), which promises that it owns its state");
+      "with members). A capture would freeze that state, and may outlive it. Pass what the function uses as arguments, "
+      "modules too, to a lambda without captures, or wrap it in ss::owning(...), which promises that it owns its "
+      "state");
   if (name == nullptr || *name == '\0') {
     detail::refuse_null_name();
   }

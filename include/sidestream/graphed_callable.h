@@ -40,7 +40,7 @@ class SIDESTREAM_API Callable {
   Callable(std::string name, F&& function) : name_(std::move(name)) {
     check_function<std::decay_t<F>>();
     constexpr bool fits = std::is_invocable_r_v<Tensors, const std::decay_t<F>&, const Tensors&>;
-    static_assert(fits, "sidestream: the function of a Callable takes (const ss::Tensors&) and gives ss::Tensors");
+    static_assert(fits, "sidestream: the function of a Callable takes (const ss::Tensors&) and returns ss::Tensors");
     if constexpr (fits) {
       function_ = std::forward<F>(function);
     }
@@ -53,7 +53,7 @@ class SIDESTREAM_API Callable {
     constexpr bool fits = std::is_invocable_r_v<Tensors, const std::decay_t<F>&, M&, const Tensors&>;
     static_assert(fits,
                   "sidestream: the function of a Callable that has a module gets it as an argument: it takes (Module&, "
-                  "const ss::Tensors&) and gives ss::Tensors");
+                  "const ss::Tensors&) and returns ss::Tensors");
     if constexpr (fits) {
       function_ = [f = std::decay_t<F>(std::forward<F>(function)), module](const Tensors& inputs) -> Tensors {
         return std::invoke(f, *module, inputs);
@@ -96,9 +96,9 @@ class SIDESTREAM_API Callable {
   static constexpr void check_function() {
     static_assert(
         detail::is_keepable_function<F>,
-        "sidestream: the function of a Callable holds state (a lambda with captures, a std::function), which a "
-        "capture would freeze and may outlive: give Callable its module as the third argument and take it as "
-        "Module&, or wrap the function in ss::owning(...), which promises that it owns its state");
+        "sidestream: the function of a Callable holds state (a lambda with captures, a std::function). A capture would "
+        "freeze that state, and may outlive it. Pass the module to Callable as its third argument, so that the "
+        "function gets it as Module&, or wrap the function in ss::owning(...), which promises that it owns its state");
   }
   void check_not_null(bool with_module = false) const;
   std::string name_;

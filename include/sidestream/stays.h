@@ -59,10 +59,10 @@ template <class T>
   constexpr bool kept = std::is_same_v<Value, at::Tensor> || detail::is_value<Value>;
   static_assert(
       kept,
-      "sidestream: ss::stays(pointer) keeps what it points to by value, and this type is none: list the members "
-      "of a struct of tensors (sidestream::Members) and pass its pointer as it is, pass a module as the module "
-      "itself, give ss::stays a std::shared_ptr, which a capture keeps, or write ss::outlives_engine(pointer), which "
-      "promises that what it points to stays as it is and where it is");
+      "sidestream: ss::stays(pointer) keeps a copy of its target, but this type is neither a tensor nor a value. Pass "
+      "a module as the module itself. List the members of a struct of tensors (sidestream::Members) and pass its "
+      "pointer as it is. For any other target give ss::stays a std::shared_ptr, which a capture keeps, or write "
+      "ss::outlives_engine(pointer), which promises that the target stays as it is and where it is");
   if constexpr (kept) {
     return StaysByValue<Value>(p);
   } else {

@@ -157,8 +157,8 @@ template <class T>
 constexpr void check_result() {
   static_assert(
       Result<T>::allowed,
-      "sidestream: what ss::call calls gives a Tensor, or optionals, vectors, arrays, pairs, tuples and maps of "
-      "Tensors; a number would be frozen at its first value: compute it outside of the call");
+      "sidestream: a function or forward that ss::call runs must return a Tensor, or optionals, vectors, arrays, "
+      "pairs, tuples and maps of Tensors. A number would be frozen at its first value: compute it outside of the call");
 }
 
 }  // namespace sidestream::detail
