@@ -30,7 +30,8 @@ const char* reason(Fate fate) {
     case Fate::not_pinned:
       return "pinned host memory was refused";
     case Fate::small:
-      return "small, and all small tensors of its group together have fewer bytes than Options::min_bytes";
+      return "smaller than Options::min_bytes, and not gathered into a block: its group saves too few such bytes, or "
+             "another group saves it too";
   }
   return "";
 }
