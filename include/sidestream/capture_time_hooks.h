@@ -10,7 +10,7 @@ namespace sidestream {
 ///
 /// Each pass calls all four, in the order of the members; for a callable without a backward it calls the first two. A capture calls the
 /// forward hooks of all callables, then the backward hooks in reverse order.
-/// If a hook relocates weights (`set_data`), the graphs read the weights at the new addresses, and that memory is held as long as the
+/// If a hook relocates weights (`set_data`), the graphs read the weights at the new addresses. That memory is held as long as the
 /// graphs live. The weights must be at the same addresses in forward and backward. The caller puts them there before each replay.
 /// Ordering: the capture stream is current.  Capture: none is open, so a hook may synchronise and read values on the host.
 /// Threads: the thread of make_graphed_callables, or of the call that captures again after weights were relocated.

@@ -33,7 +33,7 @@ struct DeviceSummary {
 
 /// Use of device memory in bytes. Peaks are since the latest call of reset_memory_peaks.
 struct MemoryUse {
-  /// In use now: by tensors, by what captured graphs compute, and by copies under way. Memory that a graph's pool holds but does
+  /// In use now: by tensors, by the work of captured graphs, and by copies under way. Memory that a graph's pool holds but does
   /// not use now is left out. Without graphs this equals `allocated`.
   std::int64_t live = 0;
   /// Peak of `live`. For steps that replay graphs it is the peak of one measured step: see Report::step_peak_bytes.

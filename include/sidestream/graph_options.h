@@ -39,8 +39,8 @@ struct GradientRule {
 ///
 /// Each option is a chained setter; without an argument it gives the value. A word in brackets is the option's name in TransformerEngine
 /// or PyTorch.
-/// Throws (when the options are used): UsageError for a number below its bound, for an event without a stream, for an event whose
-/// stream is the current one, and for `side_streams` together with `cuda_graph_stream`.
+/// Throws (when the options are used): UsageError for a number below its bound, and for `side_streams` together with
+/// `cuda_graph_stream`. Also for an event without a stream, and for an event whose stream is the current one.
 struct GraphOptions {
   /// Adds a rule for the gradients of parameters. The last rule that matches a parameter counts. If no rule matches it,
   /// `accumulate_in_graph` decides.
@@ -89,8 +89,8 @@ struct GraphOptions {
   TORCH_ARG(std::shared_ptr<GraphEvent>, cuda_graph_event);
   /// Device memory that these captures share with others [pool]: see GraphPool. UsageError for a pool of another device.
   TORCH_ARG(std::shared_ptr<GraphPool>, pool);
-  /// Asks all ranks whether to capture now, for trainers of several ranks. Warm-up and capture run the calls' bodies, and any
-  /// collectives in them, more often than a step does, so all ranks must capture in the same step.
+  /// Asks all ranks whether to capture now, for trainers of several ranks. Warm-up and capture run the calls more often than a step does,
+  /// and any collectives in them too. So all ranks must capture in the same step.
   ///
   /// `mine` says that this rank has something to capture. Return the logical and of `mine` over all ranks. If the result is false, the
   /// calls run eagerly in this step, and the next step asks again.

@@ -31,8 +31,8 @@ using TensorFunction = std::function<Tensors(const Tensors&)>;
 
 /// One module or function to be captured.
 ///
-/// A function is a function pointer, a lambda without captures, or ss::owning(...), because it runs again if a later capture needs it
-/// (after weights were relocated).  Throws (constructors): UsageError for a null module or function.
+/// A function is a function pointer, a lambda without captures, or ss::owning(...): a later capture (after weights were relocated) runs it
+/// again.  Throws (constructors): UsageError for a null module or function.
 class SIDESTREAM_API Callable {
  public:
   /// A plain function of Tensors. Its parameters are the leaves with requires_grad that it reads.

@@ -73,8 +73,8 @@ class Options {
   /// Hard cap on pinned host bytes. Groups that do not fit stay on the device, and the report names them. Not set: 80% of the memory
   /// that the system and the control group have available when the engine is made.
   TORCH_ARG(std::size_t, host_cap) = std::numeric_limits<std::size_t>::max();
-  /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes]. Exception: if the smaller storages of one
-  /// group add up to at least this many bytes, they are gathered into one block of device memory, and the block is offloaded instead.
+  /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes]. Exception: the smaller storages of one group
+  /// may add up to at least this many bytes. Then they are gathered into one block of device memory, and the block is offloaded instead.
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
   /// How many eager groups may have copies to the host under way [max_inflight]. The limit `lag` holds as well. Beyond the number, the
   /// stream that saved the oldest of these groups waits for the copies of that group. Not set: only `lag` limits them.
@@ -86,8 +86,9 @@ class Options {
   /// many bytes are never offloaded. A value below the largest call or group is raised to that size.
   ///
   /// Not set, for calls: the sum of the `GraphOptions::side_streams` largest calls of a chain, or of the two largest calls if
-  /// `side_streams` is not set. If neither option is set, on a GPU the engine raises this default, up to half of the offloaded bytes, if
-  /// that removes waits of forwards. It computes these waits from the measured link speed and the times of the calls.
+  /// `side_streams` is not set. If neither option is set, the engine raises this default on a GPU if that removes waits of forwards. It
+  /// computes these waits from the measured link speed and the times of the calls, and raises the default to half of the offloaded bytes
+  /// at most.
   /// Not set, for groups: the sum of the two largest. Delayed groups (see `delay`) between the same two graphed calls count as one.
   TORCH_ARG(std::optional<std::size_t>, lag);
   /// How many device bytes may be reloaded before their backward needs them, in addition to the bytes of `lag` that are free by then.

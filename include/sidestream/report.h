@@ -90,7 +90,7 @@ struct SIDESTREAM_API Report {
   std::int64_t verified_backwards = 0;  ///< the part of them whose gradients were compared too
   std::int64_t checked_operations = 0;  ///< operations in the journal (Options::check_steps)
   std::vector<std::string>
-      order_findings;  ///< one line for each pair of accesses that nothing orders, and for each wait without a record
+      order_findings;  ///< one line for each pair of accesses that nothing orders, and for each wait for an event that was never recorded
   std::int64_t syncs_found =
       0;  ///< in all steps: waits of the host, and allocations in steady steps (Options::find_syncs)
   std::int64_t syncs_unlisted = 0;          ///< the part of them that `syncs` leaves out: it lists a hundred places
