@@ -46,8 +46,8 @@ struct GraphOptions {
   /// `accumulate_in_graph` decides.
   ///
   /// The pattern is compared with the parameter's dotted name in the engine's model. If only the module of a callable has the parameter,
-  /// its name is "<name of the callable>.<name in the module>". A tensor that a function reads and no module registers has the name of
-  /// the call. A capture keeps the policies that it was made with.
+  /// its name is the callable's name, a dot, and its name in that module. A tensor that a function reads and no module registers has the
+  /// name of the call. A capture keeps the policies that it was made with.
   /// Throws (at the capture): UsageError for a pattern that matches nothing.
   GraphOptions& gradients(std::string pattern, GradientPolicy policy) {
     gradients_.push_back({std::move(pattern), policy});
