@@ -207,8 +207,7 @@ void ChainCapture::take_gradients(Layer& layer, Live& live, std::vector<at::Tens
     if (accumulated ? !added->has(next_added++) : !grad.defined()) {
       throw CaptureError(
           "a parameter got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
-          "work each time" +
-          std::string("not do the same each time"));
+          "work each time");
     }
     if (!accumulated) {
       parameter.grad = std::move(grad);

@@ -53,7 +53,8 @@ const at::Tensor& LinkedOutputs::of(const LayerSpec& reader, const Link& link) c
   const std::vector<at::Tensor>& given = outputs_[link.layer];
   if (link.index >= given.size()) {
     throw UsageError("callable \"" + reader.name + "\" takes output " + std::to_string(link.index) + " of callable \"" +
-                     specs_[link.layer].name + "\", which returns " + std::to_string(given.size()));
+                     specs_[link.layer].name + "\", but that one returns only " + std::to_string(given.size()) +
+                     "; outputs count from 0");
   }
   return given[link.index];
 }

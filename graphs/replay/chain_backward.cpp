@@ -67,7 +67,8 @@ void Chain::check_backward(std::size_t index, std::uint64_t generation) {
   if (top_ > static_cast<std::int64_t>(index)) {
     throw UsageError(
         describe(index) + ": its backward runs before that of \"" + layers_[top_].spec.name + "\", which was " +
-        "called after it; calls captured together run their backwards in reverse order, or are captured apart");
+        "called after it; run the backwards of calls that were captured together in reverse order, or capture the "
+        "calls separately");
   }
   check_backward_state(index);
   check_versions(layer);

@@ -33,7 +33,7 @@ void check_versions(const Layer& layer) {
     if ((output.saved || output.overlaps) && !output.version.unchanged()) {
       changed(
           "output ", i,
-          output.saved ? "which needs it" : "and shares memory with another output, whose gradient would miss that");
+          output.saved ? "which needs it" : "and it shares memory with another output, whose gradient would be wrong");
     }
   }
 }
