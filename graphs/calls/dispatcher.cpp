@@ -272,7 +272,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
   };
   FactsChange change = holder.sequence->change_of_all(index);
   if (change.training || change.options) {
-    count_eager(site, EagerCause::eval_mode);
+    count_eager(site, EagerCause::other_mode);
     prepare();
     run_eagerly(site, request, outputs);
     return;

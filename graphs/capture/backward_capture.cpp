@@ -206,8 +206,7 @@ void SequenceCapture::take_gradients(CapturedCall& call, Live& live, std::vector
     if (accumulated ? !added->has(next_added++) : !grad.defined()) {
       throw CaptureError(
           "a parameter got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
-          "work each time" +
-          std::string("not do the same each time"));
+          "work each time");
     }
     if (!accumulated) {
       parameter.grad = std::move(grad);

@@ -53,7 +53,8 @@ const at::Tensor& LinkedOutputs::of(const CallSpec& reader, const Link& link) co
   const std::vector<at::Tensor>& given = outputs_[link.call];
   if (link.index >= given.size()) {
     throw UsageError("callable \"" + reader.name + "\" takes output " + std::to_string(link.index) + " of callable \"" +
-                     specs_[link.call].name + "\", which returns " + std::to_string(given.size()));
+                     specs_[link.call].name + "\", but that one returns only " + std::to_string(given.size()) +
+                     "; outputs count from 0");
   }
   return given[link.index];
 }

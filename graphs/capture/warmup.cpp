@@ -52,8 +52,8 @@ class SeedWatch {
         throw CaptureError(
             "graphed call \"" + spec.name + "\": it seeds " +
             (i == 0 ? "the device's generator" : "a generator that GraphOptions::generators or its callable names") +
-            ", which a replay would not do, or another thread keeps seeding it during the capture. Seed before the "
-            "call, and before threads capture");
+            ", which a replay would not do. Or another thread seeds it again and again during the capture. Seed before "
+            "the call, and before threads capture");
       }
       draws_[i].take_seed();
     }

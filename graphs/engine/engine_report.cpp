@@ -22,13 +22,14 @@ const char* reason(Fate fate) {
     case Fate::held_elsewhere:
       return "held by the program";
     case Fate::static_output:
-      return "it is an output of a graph, which keeps its memory";
+      return "it is an output of a graph, and the graph keeps its memory";
     case Fate::over_cap:
       return "over the host cap";
     case Fate::not_pinned:
       return "pinned host memory was refused";
     case Fate::small:
-      return "small, and the small tensors of its group are too few bytes together";
+      return "smaller than Options::min_bytes, and not gathered into a block: its group saves too few such bytes, or "
+             "another group saves it too";
   }
   return "";
 }

@@ -170,7 +170,7 @@ Tensors BucketSet::run(std::size_t index, const Tensors& inputs, const ReplayOpt
 EagerCause BucketSet::cause_of_eager_run(bool fits) const {
   // A linked input fits no bucket either if the call before it ran eagerly, so that call's cause comes first.
   if (is_in_other_mode()) {
-    return EagerCause::eval_mode;
+    return EagerCause::other_mode;
   }
   return fits || is_pending() ? EagerCause::shared_memory : EagerCause::no_bucket;
 }

@@ -38,7 +38,7 @@ void check_versions(const CapturedCall& call) {
     if ((output.saved || output.overlaps) && !output.version.unchanged()) {
       changed(
           "output ", i,
-          output.saved ? "which needs it" : "and shares memory with another output, whose gradient would miss that");
+          output.saved ? "which needs it" : "and it shares memory with another output, whose gradient would be wrong");
     }
   }
 }
@@ -70,7 +70,8 @@ void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) 
   if (top_ > static_cast<std::int64_t>(index)) {
     throw UsageError(
         describe(index) + ": its backward runs before that of \"" + calls_[top_].spec.name + "\", which was " +
-        "called after it; calls captured together run their backwards in reverse order, or are captured apart");
+        "called after it; run the backwards of calls that were captured together in reverse order, or capture the "
+        "calls separately");
   }
   check_backward_state(index);
   check_versions(call);

@@ -261,8 +261,8 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   }
   if (top_ >= static_cast<std::int64_t>(index)) {
     throw UsageError(describe(index) + ": called after \"" + calls_[top_].spec.name +
-                     "\", whose backward is pending; calls " +
-                     "captured together replay in the order of their capture, or are captured apart");
+                     "\", whose backward is pending; replay " +
+                     "calls that were captured together in the order of their capture, or capture them separately");
   }
   check_views_of_inputs(call.spec.name, call.outputs, call.inputs, inputs);
   const Site site(Activity::launch_forward, call.site);

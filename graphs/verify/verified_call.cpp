@@ -197,7 +197,7 @@ void VerifiedCall::compare_forward(const detail::TensorBuffer& outputs) {
   if (outputs.size() != outputs_.size()) {
     throw VerificationError("graphed call \"" + name_ + "\": a replay returns " + std::to_string(outputs.size()) +
                             " tensors, an eager run " + std::to_string(outputs_.size()) +
-                            "; it does not do the same each time: leave it out of the graphs");
+                            "; it does not do the same work each time: leave it out of the graphs");
   }
   torch::autograd::Node* node = nullptr;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -209,7 +209,7 @@ void VerifiedCall::compare_forward(const detail::TensorBuffer& outputs) {
       };
       throw VerificationError("graphed call \"" + name_ + "\": its " + what + " " + say(outputs[i]) +
                               " replayed, and " + say(outputs_[i]) +
-                              " run eagerly; it does not do the same each time: leave it out of the graphs");
+                              " run eagerly; it does not do the same work each time: leave it out of the graphs");
     }
     compare(what, outputs[i], outputs_[i]);
     if (!begins_backward_[i]) {  // given out again, an input perhaps: its gradient goes past the replay

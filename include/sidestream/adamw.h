@@ -58,8 +58,8 @@ struct AdamWState {
 /// Source: PyTorch's torch.optim.AdamW(fused=True, capturable=True).
 class SIDESTREAM_API AdamW {
  public:
-  /// One group.  Throws: UsageError without parameters, for a parameter that comes twice or is undefined, no leaf, not dense or not
-  /// floating-point, and for an option out of its range.
+  /// One group.  Throws: UsageError without parameters, for an option out of its range, and for a parameter that is given twice. Also for a
+  /// parameter that is undefined, not a leaf, not dense or not floating-point.
   explicit AdamW(std::vector<at::Tensor> parameters, AdamWOptions options = {});
   /// Several groups.  Throws: as above.
   explicit AdamW(std::vector<AdamWGroup> groups);
@@ -81,7 +81,7 @@ class SIDESTREAM_API AdamW {
   /// Ordering: a write on the current stream.  Capture: illegal.
   /// Throws: UsageError for a rate that is negative or not finite, and in a capture.
   void set_lr(double lr);
-  /// Sets the learning rate of one group. As above.  Throws: also UsageError for a group that does not exist.
+  /// Sets the learning rate of one group, as above.  Throws: also UsageError for a group that does not exist.
   void set_lr(std::size_t group, double lr);
   /// The learning rate that was set last. Does not synchronise.  Throws: UsageError for a group that does not exist.
   [[nodiscard]] double lr(std::size_t group = 0) const;

@@ -7,14 +7,14 @@ namespace sidestream {
 /// Base of ArgumentTraits for a type whose values are compared with its `==`.
 struct ComparedByValue {};
 
-/// Makes values of `T` arguments of `ss::call`: a capture keeps a copy of the value and compares it with those of later calls.
+/// Allows values of type `T` as arguments of `ss::call`. A capture keeps a copy of the value and compares it with later calls' values.
 ///
 /// If `T` has `==`, one line at namespace scope suffices:
 ///
 ///     template <> struct sidestream::ArgumentTraits<Config> : sidestream::ComparedByValue {};
 ///
-/// Else the specialisation has a `static bool equal(const T&, const T&)` in place of the base. `T` must own all that it holds, and must
-/// hold no tensors: pass those beside it, as inputs. A copy of a value must equal the value, even if it holds a NaN.
+/// If it has none, give the specialisation a `static bool equal(const T&, const T&)` instead of the base. `T` must own all that it holds,
+/// and must hold no tensors: a struct with tensors lists its Members. A copy of a value must equal the value, even if it holds a NaN.
 template <class T, class = void>
 struct ArgumentTraits {};
 
@@ -22,13 +22,13 @@ struct ArgumentTraits {};
 ///
 ///     template <> struct sidestream::ArgumentTraits<RoPE> : sidestream::Members<&RoPE::sin, &RoPE::cos> {};
 ///
-/// Each member then is what it would be as an argument of its own: a tensor is an input, read anew by each replay, a value is a
+/// Each member is then treated like an argument of its own: a tensor is an input, which each replay reads anew, and a value is a
 /// guard. A member may be a container, or a struct with ArgumentTraits of its own. `ss::call` takes the struct by value, in
 /// containers, and by pointer. The pointer may be null, and may point to a local variable; the function gets a pointer to const.
 ///
-/// A member that borrows its memory does not compile. An aggregate lists all members in the order of their declaration, else it
-/// does not compile. Of another class (one with a constructor, say) the compiler cannot count the members: a capture freezes a
-/// member that is not listed, and Options::verify_replays finds that it has changed.
+/// A member that borrows its memory does not compile. An aggregate must list all its members, in the order of their declaration, or it
+/// does not compile. For any other class (with a constructor, say), the compiler cannot count the members. There a capture freezes a
+/// member that is not listed, and Options::verify_replays finds a change of it.
 template <auto... members>
 struct Members {};
 

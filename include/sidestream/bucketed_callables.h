@@ -24,7 +24,7 @@ enum class OnUnknownShape : std::uint8_t {
   /// captured with these inputs as soon as the first callable is called again and no backward is pending.
   capture,
 };
-/// What a bucketed callable does if a pending backward, of another bucket or of an earlier call like this one, needs the memory.
+/// What a bucketed callable does if a pending backward needs the memory: of another bucket, or of an earlier call of the same bucket.
 enum class OnPendingBucket : std::uint8_t {
   eager,  ///< runs eagerly
   error,  ///< throws UsageError
@@ -40,35 +40,37 @@ struct BucketOptions {
   TORCH_ARG(OnUnknownShape, on_unknown_shape) = OnUnknownShape::eager;
   /// Upper bound on the number of buckets with OnUnknownShape::capture, those of the samples included.
   TORCH_ARG(int64_t, max_buckets) = 8;
-  /// For a shape that would need one bucket more. With `drop_least_used` the least recently used bucket is dropped: its executables, pinned
-  /// memory, inputs and seeds are freed. Later captures reuse its part of the pool, which is freed with the last bucket.
+  /// For a shape that would need one bucket more. With `drop_least_used` the least recently used bucket is dropped. Its executables, pinned
+  /// memory, static inputs and incoming gradients are freed. Later captures reuse its part of the pool. The pool is freed with the last
+  /// bucket.
   TORCH_ARG(OnMaxCaptures, on_max_buckets) = OnMaxCaptures::drop_least_used;
   /// For a call while a pending backward needs the memory.
   TORCH_ARG(OnPendingBucket, on_pending) = OnPendingBucket::eager;
 };
 
-/// A callable that is captured for several shapes, which share device memory (see GraphPool). Copies share the captures.
+/// A callable that is captured for several shapes. The captures share device memory (see GraphPool). Copies of this object share the
+/// captures.
 ///
 /// A call replays the bucket whose shapes, dtypes and requires_grad its inputs fit exactly. Nothing is padded. OnUnknownShape says what
 /// happens to inputs that fit no bucket, OnPendingBucket what happens while a backward is pending. If modules are in another mode than at
-/// the capture, the call runs eagerly, whatever its inputs. In all else it behaves as a GraphedCallable.
-/// With OnUnknownShape::capture a call may capture first, which waits for the device.
+/// the capture, the call runs eagerly, whatever its inputs. In all other respects it behaves as a GraphedCallable.
+/// With OnUnknownShape::capture a call may capture first, and then waits for the device.
 /// Threads: one at a time; backward may run on autograd's device thread.  Throws: as GraphedCallable; CaptureError if the call captures and
-/// the capture fails, of which nothing is left.
+/// the capture fails, and nothing of the capture is left.
 class SIDESTREAM_API BucketedCallable {
  public:
   /// Replays the bucket that the inputs fit.
   Tensors operator()(const Tensors& inputs) const;
-  /// Replays on a stream of the caller's, or records an event of the caller's, whichever bucket replays.
+  /// Replays on the stream, and records the event, that `options` name, whichever bucket replays.
   Tensors operator()(const Tensors& inputs, const ReplayOptions& options) const;
   /// Replays with arguments by the names of Callable::input_names, as GraphedCallable::call.
   Tensors call(c10::ArrayRef<NamedInput> inputs) const;
-  /// `call` on a stream of the caller's, or with an event of the caller's.
+  /// The same on the stream, and with the event, that `options` name.
   Tensors call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const;
   /// The callable's name.
   [[nodiscard]] const std::string& name() const;
   /// Drops this callable's graphs in all buckets. A second call does nothing. Later replays throw UsageError. Pinned memory and executables
-  /// are freed now, device memory when the callables and the pool are gone.
+  /// are freed immediately. Device memory is freed when the callables and the pool are gone.
   void reset();
 
  private:
@@ -82,10 +84,9 @@ class SIDESTREAM_API BucketedCallable {
 /// Captures the callables once for each bucket of samples, the largest bucket first.
 ///
 /// `samples[b][i]` are the arguments of `callables[i]` in bucket b; the buckets may come in any order. Device memory is reserved for the
-/// largest bucket, plus each bucket's own inputs and the gradients from which its backward starts. Pinned memory is leased for the
-/// largest bucket.
+/// largest bucket, plus each bucket's static inputs and incoming gradients. Pinned memory is leased for the largest bucket.
 /// Ordering, Capture: as make_graphed_callables.  Throws: what make_graphed_callables throws. UsageError without a bucket, and with
-/// OnUnknownShape::capture if `max_buckets` is less than the number of buckets in `samples`. Nothing of the captures is left then.
+/// OnUnknownShape::capture if `max_buckets` is less than the number of buckets in `samples`. After an error no capture is left.
 [[nodiscard]] SIDESTREAM_API std::vector<BucketedCallable> make_bucketed_callables(
     OffloadEngine& engine, const std::vector<Callable>& callables,
     const std::vector<std::vector<std::vector<Sample>>>& samples, const BucketOptions& options = {});

@@ -12,16 +12,16 @@
 
 namespace sidestream {
 
-/// Calls `module->forward(args...)`. Without an active step on this thread that is all.
+/// Calls `module->forward(args...)`. Without an active step on this thread it does nothing else.
 ///
 /// In a step, the call is also a scope, named as the model's `named_modules()` names the module. If Options::graph names the call, it
 /// becomes a graph: the first step runs it eagerly and measures it, and later steps replay it. A module that is not part of the engine's
 /// model runs as without a step.
 ///
-/// Arguments: tensors, and containers with tensors in them, are inputs. Values are guards, which are compared with those of a capture:
-/// numbers, enums, strings, containers of these, and structs that join by ss::ArgumentTraits. For a new value
-/// CallOptions::on_new_arguments decides. Modules are watched like the called module. Pointers are wrapped in ss::stays. An argument that
-/// only borrows its memory (at::IntArrayRef, std::string_view) does not compile.
+/// Arguments: tensors, and containers with tensors in them, are inputs. Values are guards: they are compared with the values at the
+/// capture. Values are numbers, enums, strings, containers of these, and structs with ss::ArgumentTraits. CallOptions::on_new_arguments
+/// says what a new value does. Modules are watched like the called module. Wrap pointers in ss::stays. An argument that only borrows its
+/// memory (at::IntArrayRef, std::string_view) does not compile.
 /// Results: tensors, and containers of them.
 ///
 /// Under no_grad the call runs eagerly, or replays a graph of the forward alone if CallOptions::on_evaluation is `capture`. With
@@ -56,20 +56,21 @@ R call(torch::nn::AnyModule& any, Args&&... args) {
                                static_cast<const detail::Plain<Args&&>&>(args)...);
 }
 
-/// Calls a plain function as the call `name`. The function is a function pointer, a member function (its object is the first argument), a
-/// lambda without captures, or ss::owning(...). Pass everything that it uses as arguments, modules too.
+/// Calls a plain function; the call's name is `name`. The function is a function pointer, a member function (its object is the first
+/// argument), a lambda without captures, or ss::owning(...). Pass everything that it uses as arguments, modules too.
 template <class Function, class... Args>
 auto call(const char* name, const Function& function, Args&&... args) {
   using F = std::decay_t<Function>;
   constexpr bool module = detail::is_module<F> || detail::is_module_holder<F>;
   static_assert(!module,
-                "sidestream: ss::call was given a name and a module: a module is called without a name, "
-                "ss::call(module, ...), and is named as the model's named_modules() name it");
+                "sidestream: ss::call was given a name and a module: leave out the name, ss::call(module, ...). A "
+                "module has the name that the model's named_modules() give it");
   static_assert(
       detail::is_keepable_function<F> || module,
       "sidestream: the function given to ss::call holds state (a lambda with captures, a std::function, an object "
-      "with members), which a capture would freeze and may outlive: pass what it uses as arguments, modules too, "
-      "to a lambda without captures, or wrap it in ss::owning(...), which promises that it owns its state");
+      "with members). A capture would freeze that state, and may outlive it. Pass what the function uses as arguments, "
+      "modules too, to a lambda without captures, or wrap it in ss::owning(...), which promises that it owns its "
+      "state");
   if (name == nullptr || *name == '\0') {
     detail::refuse_null_name();
   }

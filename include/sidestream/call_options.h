@@ -5,8 +5,8 @@
 
 namespace sidestream {
 
-/// What a call does if the backward of its earlier forward is still pending. While another capture in the same memory is pending, the call
-/// runs eagerly for `capture` too.
+/// What a call does if the backward of its earlier forward is still pending. If that backward belongs to another capture in the same memory
+/// (CallOptions::share_memory), the call runs eagerly with `capture` too.
 enum class OnPending : std::uint8_t {
   capture,  ///< uses another capture, one for each microbatch in flight
   error,    ///< throws UsageError
@@ -35,19 +35,20 @@ enum class OnMaxCaptures : std::uint8_t {
 ///
 /// Each option is a chained setter; without an argument it gives the value.
 struct CallOptions {
-  /// For a forward whose earlier backward is pending.
+  /// For a forward while the backward of an earlier forward is pending.
   TORCH_ARG(OnPending, on_pending) = OnPending::capture;
   /// For new values of arguments that are not tensors, new shapes, dtypes or requires_grad, and another state of autocast.
   TORCH_ARG(OnNewArguments, on_new_arguments) = OnNewArguments::capture;
   /// Upper bound on the captures of one call (microbatches in flight times variants of arguments), at least 1. Captures of the forward
-  /// alone are counted separately. For a call that would need one more, `on_max_captures` decides.
+  /// alone are counted separately. `on_max_captures` says what happens to a call that would need one more.
   TORCH_ARG(int64_t, max_captures) = 8;
   /// For a call that would need one capture more.
   TORCH_ARG(OnMaxCaptures, on_max_captures) = OnMaxCaptures::eager;
-  /// Captures of other shapes, values and modes share device memory (see GraphPool), and reserve what the largest needs. Captures for
-  /// other microbatches in flight do not share.
-  /// While a backward of one is pending, a call that fits another runs eagerly or as `on_pending` says. If a further capture for
-  /// microbatches in flight is free, the call replays that one. If `on_new_arguments` is `eager`, a warning names the call once.
+  /// Lets the captures of a call for different shapes, values and modes share device memory (see GraphPool). Together they reserve what
+  /// the largest of them needs. Captures for several microbatches in flight do not share.
+  /// While a backward of one capture is pending, a call that fits another capture runs eagerly, or as `on_pending` says. If a further
+  /// capture for microbatches in flight is free, the call replays that one.
+  /// If `on_new_arguments` is `eager`, the first call with new arguments that runs eagerly gives a warning.
   TORCH_ARG(bool, share_memory) = false;
   /// For a call under no_grad.
   TORCH_ARG(OnEvaluation, on_evaluation) = OnEvaluation::eager;

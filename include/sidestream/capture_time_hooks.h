@@ -5,13 +5,13 @@
 
 namespace sidestream {
 
-/// Functions that run around a callable's forward and backward while it is sized, warmed up and captured, but at no replay
-/// [capture_time_hooks]. They gather weights, or switch something off.
+/// Functions that run around a callable's forward and backward while it is sized, warmed up and captured, but not at a replay
+/// [capture_time_hooks]. For example, they gather weights, or switch a feature off.
 ///
 /// Each pass calls all four, in the order of the members; for a callable without a backward it calls the first two. A capture calls the
 /// forward hooks of all callables, then the backward hooks in reverse order.
-/// If a hook relocates weights (`set_data`), the graphs read them there, and that memory is held as long as the graphs live. Forward and
-/// backward must find the weights at the same addresses. So must each replay: the caller puts them there before it.
+/// If a hook relocates weights (`set_data`), the graphs read the weights at the new addresses. That memory is held as long as the
+/// graphs live. The weights must be at the same addresses in forward and backward. The caller puts them there before each replay.
 /// Ordering: the capture stream is current.  Capture: none is open, so a hook may synchronise and read values on the host.
 /// Threads: the thread of make_graphed_callables, or of the call that captures again after weights were relocated.
 /// Throws: an exception from a hook ends that call, and nothing of the capture is left.  Source: TransformerEngine.

@@ -15,11 +15,11 @@ namespace sidestream {
 ///     "sim"              the simulated device, which computes on the CPU
 ///     "auto"             the first GPU, or "sim" if there is none
 ///
-/// For "sim", the library libsidestream_sim is loaded from the folder of this library. It takes LibTorch's PrivateUse1 device type,
-/// and Sidestream's autograd engine is installed with it. If "auto" takes "sim", one line through LibTorch's warning handler says why.
+/// For "sim", the library libsidestream_sim is loaded from the folder of this library. It registers itself as LibTorch's PrivateUse1
+/// device, and Sidestream's autograd engine is installed with it. If "auto" chooses "sim", a LibTorch warning says why.
 /// Threads: any.
 /// Throws: UsageError for another name, and if the simulator's library is missing. DeviceError for "cuda" without a usable driver or
-/// device, and for "auto" if there is a driver that does not work. Both name the remedy.
+/// device, and for "auto" if there is a driver that does not work. Each message gives the remedy.
 [[nodiscard]] SIDESTREAM_API c10::Device find_device(const std::string& name);
 
 /// What `sidestream info` shows of a device.
@@ -33,12 +33,12 @@ struct DeviceSummary {
 
 /// Use of device memory in bytes. Peaks are since the latest call of reset_memory_peaks.
 struct MemoryUse {
-  /// In use now: by tensors, by what captured graphs compute, and by copies under way. Memory that a graph's pool holds but does
+  /// In use now: by tensors, by the work of captured graphs, and by copies under way. Memory that a graph's pool holds but does
   /// not use now is left out. Without graphs this equals `allocated`.
   std::int64_t live = 0;
   /// Peak of `live`. For steps that replay graphs it is the peak of one measured step: see Report::step_peak_bytes.
   std::int64_t live_peak = 0;
-  /// What LibTorch's allocator counts: all tensors, but of a graph only its outputs, whether they are in use or not.
+  /// What LibTorch's allocator counts: all tensors outside of graphs, and the outputs of graphs, whether they are in use or not.
   std::int64_t allocated = 0;
   std::int64_t allocated_peak = 0;  ///< peak of `allocated`
   std::int64_t reserved = 0;        ///< held by LibTorch's allocator, with free blocks and the pools of graphs

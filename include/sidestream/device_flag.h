@@ -14,7 +14,7 @@ class DeviceFlagState;
 
 /// A bool or an integer in device memory, which graphs read anew at each replay. A branch on the host would be frozen instead.
 ///
-/// Example: the first microbatch of a step fills a cache of casted weights, and the other microbatches read it. One capture serves
+/// Example: the first microbatch of a step fills a cache of cast weights, and the other microbatches read it. One capture serves
 /// both:
 ///
 ///     ss::DeviceFlag first(device, true);            // the callable's function owns a copy
@@ -38,7 +38,7 @@ class SIDESTREAM_API DeviceFlag {
   /// Sets the value that later calls read. A bool becomes true for any value but 0. The host does not wait.
   /// Ordering: a write on the current stream, which must be the stream of the calls that read the flag.
   /// Capture: illegal, also in the body of a call.
-  /// Throws: UsageError in a capture, whose graph would set the flag at each replay. If the flag is set between a forward and a
+  /// Throws: UsageError in a capture, because the graph would set the flag at each replay. If the flag is set between a forward and a
   /// backward that reads it, that backward throws LibTorch's error about an in-place change.
   void set(std::int64_t value);
   /// The value that was set last. Does not synchronise.

@@ -18,7 +18,7 @@ class EngineState;
 ///
 /// Steps of several engines may be active on one thread and may end in any order. Scopes and calls belong to the step that began last.
 /// Ordering: at its end, the current stream and all streams that saved tensors in the step wait for every copy of the step. The engine
-/// does not know streams that only read saved tensors: call at::Tensor::record_stream for these, as without offload.
+/// does not know streams that only read saved tensors: call at::Tensor::record_stream for such streams, as you would without offload.
 /// Threads: ends on the thread on which it began.
 class [[nodiscard]] SIDESTREAM_API Step {
  public:
@@ -27,11 +27,11 @@ class [[nodiscard]] SIDESTREAM_API Step {
   Step& operator=(Step&&) = delete;
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
-  /// Ends the step. A second call does nothing.  Throws: UsageError on another thread (the step stays active), and if a scope is still
-  /// open; a failure that a scope kept; errors of the device.
+  /// Ends the step. A second call does nothing.  Throws: UsageError on another thread (the step then stays active), and if a scope is
+  /// still open. A failure of a scope's destructor. Errors of the device.
   void finish();
-  /// Ends the step if `finish` has not. Never throws: a failure is logged as a LibTorch warning and kept, and only the engine's next
-  /// `step()` throws it. If an exception ends the step, the step is cleaned up and errors of the cleanup are dropped.
+  /// Ends the step if `finish` has not. Never throws: a failure is logged as a LibTorch warning, and the engine's next `step()` throws it.
+  /// If an exception ends the step, the step is cleaned up and errors of the cleanup are dropped.
   ~Step();
 
  private:
@@ -42,11 +42,11 @@ class [[nodiscard]] SIDESTREAM_API Step {
 };
 
 /// Offloads saved tensors to pinned host memory while later work computes, and reloads them before backward needs them. It also captures
-/// calls into graphs and offloads beside them.
+/// calls into graphs; the copies of these calls run beside the graphs.
 ///
 /// The first step is the sizing pass: it runs eagerly, offloads, and measures. Names come from `model.named_modules()`.
-/// If a std::shared_ptr owns the model, the engine shares the ownership; else the model must outlive the engine. A backward may still be
-/// pending when engine and model are destroyed.
+/// If a std::shared_ptr owns the model, the engine shares the ownership; else the model must outlive the engine. Engine and model may be
+/// destroyed before a pending backward has run.
 /// Threads: one step at a time.  Capture: make no engine and begin no step inside a capture of your own.
 class SIDESTREAM_API OffloadEngine {
  public:
@@ -60,22 +60,23 @@ class SIDESTREAM_API OffloadEngine {
   OffloadEngine& operator=(const OffloadEngine&) = delete;
   ~OffloadEngine();
 
-  /// Begins a step. Calls that the step before ran eagerly to be captured are captured first; the second step captures those of the first.
+  /// Begins a step. First it captures the calls that the previous step ran eagerly and recorded. So the calls of the first step are
+  /// captured when the second step begins.
   /// Throws: UsageError while another step of this engine lives, inside this engine's captures, and for a pattern that matches nothing.
-  /// A failure that ~Step kept. CaptureError if a capture fails: nothing of it is left, and `step()` may be tried again.
+  /// The failure of an earlier ~Step. CaptureError if a capture fails: nothing of it is left, and `step()` may be tried again.
   [[nodiscard]] Step step();
 
   /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload].
   void mark_not_offload(const at::Tensor& tensor);
 
-  /// What the engine did so far.
+  /// What the engine has done so far.
   [[nodiscard]] Report report() const;
   /// The journal of the checked steps. Empty without Options::check_steps.
   [[nodiscard]] Journal journal() const;
 
-  /// Draws every captured graph into `folder`, one file a graph, in the language of Graphviz (`dot -Tsvg FILE`). Returns the files.
+  /// Draws every captured graph into `folder`, one file a graph, in the language of Graphviz (`dot -Tsvg FILE`). Returns the files' paths.
   ///
-  /// A drawing shows the operator and the scope in which each node was captured, events, copies beside the graph, and bytes. The folder is
+  /// A drawing shows each node with the operator and the scope that made it, events, copies beside the graph, and bytes. The folder is
   /// made if it is missing. After an error each file is either whole or as it was before.
   /// Ordering: none; reads no device memory.  Capture: illegal.  Threads: the step's.
   /// Throws: UsageError if a file cannot be written, also before the first capture.

@@ -25,7 +25,7 @@ enum class OnRelocatedWeights : std::uint8_t {
 /// How autograd gets the gradient of a parameter that a backward graph has computed.
 enum class GradientPolicy : std::uint8_t {
   cloned,  ///< autograd gets a copy
-  owned,  ///< autograd gets the graph's memory; a gradient that is still held is copied out before a graph overwrites it
+  owned,  ///< autograd gets the graph's memory; a gradient that is still referenced is copied out before it is overwritten
   accumulated,  ///< the graph adds into `.grad` (see GraphOptions::accumulate_in_graph)
 };
 
@@ -37,16 +37,18 @@ struct GradientRule {
 
 /// How forward and backward are captured and replayed, by `ss::call` and by make_graphed_callables alike.
 ///
-/// Each option is a chained setter; without an argument it gives the value. Words in brackets are the reference systems' names.
-/// Throws (when the options are used): UsageError for a number below its bound, for an event without a stream, for an event whose
-/// stream is the current one, and for `side_streams` together with `cuda_graph_stream`.
+/// Each option is a chained setter; without an argument it gives the value. A word in brackets is the option's name in TransformerEngine
+/// or PyTorch.
+/// Throws (when the options are used): UsageError for a number below its bound, and for `side_streams` together with
+/// `cuda_graph_stream`. Also for an event without a stream, and for an event whose stream is the current one.
 struct GraphOptions {
-  /// Adds a rule for the gradients of parameters. The last rule that matches a parameter counts; without one, `accumulate_in_graph`
-  /// decides.
+  /// Adds a rule for the gradients of parameters. The last rule that matches a parameter counts. If no rule matches it,
+  /// `accumulate_in_graph` decides.
   ///
-  /// A parameter goes by its dotted name in the engine's model. If only the module of a callable has it, its name follows the name of
-  /// the call. A tensor that a function reads and no module registers goes by the name of the call.
-  /// A capture keeps the policies that it was made with.  Throws (at the capture): UsageError for a pattern that matches nothing.
+  /// The pattern is compared with the parameter's dotted name in the engine's model. If only the module of a callable has the parameter,
+  /// its name is the callable's name, a dot, and its name in that module. A tensor that a function reads and no module registers has the
+  /// name of the call. A capture keeps the policies that it was made with.
+  /// Throws (at the capture): UsageError for a pattern that matches nothing.
   GraphOptions& gradients(std::string pattern, GradientPolicy policy) {
     gradients_.push_back({std::move(pattern), policy});
     return *this;
@@ -63,22 +65,23 @@ struct GraphOptions {
   TORCH_ARG(std::function<void()>, post_warmup_hook);
   /// Allows an input that requires a gradient to get none [allow_unused_input].
   TORCH_ARG(bool, allow_unused_input) = false;
-  /// Generators of the device, besides its default one, from which bodies draw [register_generator_state]. Each replay continues from
-  /// their state as an eager call would. Warm-ups and captures leave their state unchanged. The captures keep the generators alive.
-  /// A draw from a generator that is not named is a CaptureError. A named generator of another device is a UsageError.
+  /// Generators of the device, besides its default one, from which the captured code draws [register_generator_state]. Each replay
+  /// continues from their state as an eager call would. Warm-ups and captures leave their state unchanged. The captures keep the
+  /// generators alive. A draw from a generator that is not named is a CaptureError. A named generator of another device is a UsageError.
   TORCH_ARG(std::vector<at::Generator>, generators);
   /// Captures the forward alone, for calls under no_grad (validation, sampling). Nothing is kept for a backward. Such graphs may
   /// compute in the memory of training graphs: see `pool`.
-  /// For make_graphed_callables only; `ss::call` has CallOptions::on_evaluation. With an option for backwards it is a UsageError.
+  /// For make_graphed_callables only; `ss::call` has CallOptions::on_evaluation. Together with an option about the backward it is a
+  /// UsageError.
   TORCH_ARG(bool, forward_only) = false;
   /// Keeps saved tensors through a backward, so that it can run twice [retain_graph_in_backward]. Costs memory.
   TORCH_ARG(bool, retain_graph_in_backward) = false;
   /// The backward graph adds into `.grad`, which is fast, and owns that memory. If `.grad` is unset, the graph's memory is zeroed and
-  /// attached again at the next replay. If `.grad` is another tensor that is still held elsewhere, the replay is a UsageError.
+  /// attached again at the next replay. If `.grad` is another tensor that other code refers to as well, the replay is a UsageError.
   /// This is the policy `accumulated` for all parameters that no rule names.
   TORCH_ARG(bool, accumulate_in_graph) = false;
-  /// Number of side streams over which consecutive forward graphs rotate, at least 1. Not set: 1. It also says by how many calls
-  /// copies trail if Options::lag is not set. If neither is set, copies trail by two calls, and on a GPU by more: see Options::lag.
+  /// Number of side streams over which consecutive forward graphs rotate, at least 1. Not set: 1. If Options::lag is not set, this is
+  /// also the number of calls by which copies trail. If neither is set, copies trail by two calls, on a GPU by more: see Options::lag.
   TORCH_ARG(std::optional<int64_t>, side_streams);
   /// A stream of the caller's on which all graphs replay, in place of side streams [cuda_graph_stream].
   TORCH_ARG(std::optional<c10::Stream>, cuda_graph_stream);
@@ -86,8 +89,8 @@ struct GraphOptions {
   TORCH_ARG(std::shared_ptr<GraphEvent>, cuda_graph_event);
   /// Device memory that these captures share with others [pool]: see GraphPool. UsageError for a pool of another device.
   TORCH_ARG(std::shared_ptr<GraphPool>, pool);
-  /// Asks all ranks whether to capture now, for trainers of several ranks. Warm-up and capture run the calls' bodies, and any
-  /// collectives in them, more often than a step does, so all ranks must capture in the same step.
+  /// Asks all ranks whether to capture now, for trainers of several ranks. Warm-up and capture run the calls more often than a step does,
+  /// and any collectives in them too. So all ranks must capture in the same step.
   ///
   /// `mine` says that this rank has something to capture. Return the logical and of `mine` over all ranks. If the result is false, the
   /// calls run eagerly in this step, and the next step asks again.

@@ -13,9 +13,9 @@ class GraphMemory;
 /// Device memory that several captures share [pool]. GraphOptions::pool gives it to several calls of make_graphed_callables, of one engine
 /// or of several.
 ///
-/// The captures replay in turns, because what one of them saves for its backward lies in memory where the others compute. While a backward
-/// of one is pending, a replay of another is a UsageError (`ss::call` runs eagerly then, or as CallOptions::on_pending says). Outputs that
-/// are still held are copied out before a replay of another capture overwrites them.
+/// The captures replay in turns: the tensors that one of them saves for its backward lie in memory where the others compute. While a
+/// backward of one is pending, a replay of another is a UsageError (`ss::call` runs eagerly then, or as CallOptions::on_pending says). If
+/// an output is still referenced, it is copied out before a replay of another capture overwrites it.
 /// Capture the largest first, so that the others fit into its memory. The memory is freed when the pool and all its graphs are gone.
 /// Threads: any.
 class SIDESTREAM_API GraphPool {

@@ -31,8 +31,8 @@ using TensorFunction = std::function<Tensors(const Tensors&)>;
 
 /// One module or function to be captured.
 ///
-/// A function is a function pointer, a lambda without captures, or ss::owning(...), because it may be captured again later, when weights
-/// were relocated.  Throws (constructors): UsageError for a null module or function.
+/// A function is a function pointer, a lambda without captures, or ss::owning(...): a later capture (after weights were relocated) runs it
+/// again.  Throws (constructors): UsageError for a null module or function.
 class SIDESTREAM_API Callable {
  public:
   /// A plain function of Tensors. Its parameters are the leaves with requires_grad that it reads.
@@ -40,20 +40,20 @@ class SIDESTREAM_API Callable {
   Callable(std::string name, F&& function) : name_(std::move(name)) {
     check_function<std::decay_t<F>>();
     constexpr bool fits = std::is_invocable_r_v<Tensors, const std::decay_t<F>&, const Tensors&>;
-    static_assert(fits, "sidestream: the function of a Callable takes (const ss::Tensors&) and gives ss::Tensors");
+    static_assert(fits, "sidestream: the function of a Callable takes (const ss::Tensors&) and returns ss::Tensors");
     if constexpr (fits) {
       function_ = std::forward<F>(function);
     }
     check_not_null();
   }
-  /// A function of a module and of Tensors. The module has the parameters, the buffers and the training mode.
+  /// A function of a module and of Tensors. Parameters, buffers and training mode are those of the module.
   template <class F, class M>
   Callable(std::string name, F&& function, std::shared_ptr<M> module) : name_(std::move(name)), module_(module) {
     check_function<std::decay_t<F>>();
     constexpr bool fits = std::is_invocable_r_v<Tensors, const std::decay_t<F>&, M&, const Tensors&>;
     static_assert(fits,
                   "sidestream: the function of a Callable that has a module gets it as an argument: it takes (Module&, "
-                  "const ss::Tensors&) and gives ss::Tensors");
+                  "const ss::Tensors&) and returns ss::Tensors");
     if constexpr (fits) {
       function_ = [f = std::decay_t<F>(std::forward<F>(function)), module](const Tensors& inputs) -> Tensors {
         return std::invoke(f, *module, inputs);
@@ -70,9 +70,9 @@ class SIDESTREAM_API Callable {
   Callable(std::string name, torch::nn::AnyModule module);
 
   /// Names the arguments, in order, for GraphedCallable::call [sample_kwargs].
-  /// Throws: UsageError for an empty or repeated name. If there are not as many samples, make_graphed_callables throws it.
+  /// Throws: UsageError for an empty or repeated name. If the number of samples differs, make_graphed_callables throws UsageError.
   Callable& input_names(std::vector<std::string> names);
-  /// Sets what runs around the passes of sizing, warm-up and capture [capture_time_hooks].
+  /// Sets functions that run around the passes of sizing, warm-up and capture [capture_time_hooks].
   Callable& capture_time_hooks(CaptureTimeHooks hooks);
 
   /// Sets generators from which the callable draws, besides those of GraphOptions::generators. Only its graphs use them.
@@ -96,9 +96,9 @@ class SIDESTREAM_API Callable {
   static constexpr void check_function() {
     static_assert(
         detail::is_keepable_function<F>,
-        "sidestream: the function of a Callable holds state (a lambda with captures, a std::function), which a "
-        "capture would freeze and may outlive: give Callable its module as the third argument and take it as "
-        "Module&, or wrap the function in ss::owning(...), which promises that it owns its state");
+        "sidestream: the function of a Callable holds state (a lambda with captures, a std::function). A capture would "
+        "freeze that state, and may outlive it. Pass the module to Callable as its third argument, so that the "
+        "function gets it as Module&, or wrap the function in ss::owning(...), which promises that it owns its state");
   }
   void check_not_null(bool with_module = false) const;
   std::string name_;
@@ -109,7 +109,7 @@ class SIDESTREAM_API Callable {
   std::vector<at::Generator> generators_;
 };
 
-/// One sample argument: a tensor, or output `output` of the callable number `callable`.
+/// One sample argument: a tensor, or an output of an earlier callable.
 ///
 /// In the second case the argument shares its memory with that output. A replay makes no copy as long as exactly that output is passed.
 class SIDESTREAM_API Sample {
@@ -131,38 +131,39 @@ class SIDESTREAM_API Sample {
   std::int64_t output_ = 0;
 };
 
-/// A callable whose forward and backward replay as graphs. Copies share one capture.
+/// A callable whose forward and backward replay as graphs. Copies of this object share one capture.
 ///
-/// Inputs must have the shapes, dtypes, devices and requires_grad of the capture. The returned tensors belong to the caller: before a
-/// replay overwrites the memory of one that is still held, its bytes are copied out.
+/// Inputs must have the shapes, dtypes, devices and requires_grad of the capture. The returned tensors belong to the caller: if one is
+/// still referenced when a replay would overwrite its memory, its bytes are copied out first.
 ///
 /// It runs eagerly if the module's training mode or module options (a dropout rate) differ from the capture, and in inference mode. Under
 /// no_grad it runs eagerly too; with GraphOptions::forward_only it replays under no_grad, and runs eagerly with gradients.
 /// If weights were relocated, it captures again or throws UsageError: see GraphOptions::on_relocated_weights. While a backward is pending
-/// it throws.
+/// it always throws.
 /// Ordering: on return the current stream waits for the graph's compute, not for its copies.  Capture: illegal.
 /// Threads: one at a time; backward may run on autograd's device thread.
 /// Throws: UsageError for inputs or a state of autocast that differ from the capture, and for calls in another nesting order than captured.
-/// Also for a second forward before the backward of the first, and a second backward without retain_graph_in_backward. A backward throws
-/// it if one of its outputs was changed in place and the backward needs that output.
+/// Also for a second forward before the backward of the first, and for a second backward without retain_graph_in_backward. A backward
+/// throws UsageError if it needs an output of its forward that was changed in place.
 class SIDESTREAM_API GraphedCallable {
  public:
   /// Replays the forward with these inputs, in the order of the samples.
   Tensors operator()(const Tensors& inputs) const;
-  /// Replays on a stream of the caller's, or records an event of the caller's.
+  /// Replays on the stream, and records the event, that `options` name.
   Tensors operator()(const Tensors& inputs, const ReplayOptions& options) const;
   /// Replays with arguments by the names of Callable::input_names, in any order: `layer.call({{"x", x}, {"mask", mask}})`.
   /// Throws: UsageError if the callable has no names, and for a name that is unknown, missing or given twice.
   Tensors call(c10::ArrayRef<NamedInput> inputs) const;
-  /// `call` on a stream of the caller's, or with an event of the caller's.
+  /// The same on the stream, and with the event, that `options` name.
   Tensors call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const;
   /// The callable's name.
   [[nodiscard]] const std::string& name() const;
-  /// Frees what only this callable uses: graphs, static inputs and seeds, saved tensors, pinned memory, and its part of the pool.
-  /// A second call does nothing. Later replays throw UsageError, and so does a pending backward.
+  /// Frees what only this callable uses: graphs, static inputs and incoming gradients, saved tensors, pinned memory, and its part of the
+  /// pool. A second call does nothing. Later replays throw UsageError, and so does a pending backward.
   ///
-  /// The pool's memory itself is freed with the last of the callables that were captured together. The other callables stay usable; an
-  /// input that was linked to an output of this callable then takes any tensor like it. Outputs that are still held keep their values.
+  /// The pool's memory itself is freed with the last of the callables that were captured together. The other callables stay usable. If an
+  /// input of one was linked to an output of this callable, it then takes any tensor with the shape of that output. Outputs that are still
+  /// referenced keep their values.
   /// Ordering: blocks the host until its graphs are done.
   void reset();
 
@@ -174,12 +175,13 @@ class SIDESTREAM_API GraphedCallable {
   std::shared_ptr<Shared> shared_;  ///< shared by copies
 };
 
-/// Captures forward and backward of the callables, in order, with offload of the groups that the engine's options name.
+/// Captures forward and backward of the callables, in order. The groups that the engine's options name are offloaded.
 ///
 /// `samples[i]` are the arguments of `callables[i]`; their values are used in warm-up. A sizing pass runs first. Parameters' gradients,
 /// buffers and random state are unchanged when it returns.
 /// Ordering: waits for the device.  Capture: illegal.
-/// Throws: UsageError for sizes that do not fit and for bad options. CaptureError if a capture fails; nothing of it is left.
+/// Throws: UsageError if the numbers of callables, samples and names do not match, and for bad options. CaptureError if a capture fails;
+/// nothing of it is left.
 /// Source: TransformerEngine's make_graphed_callables.
 [[nodiscard]] SIDESTREAM_API std::vector<GraphedCallable> make_graphed_callables(
     OffloadEngine& engine, std::vector<Callable> callables, const std::vector<std::vector<Sample>>& samples,

@@ -27,7 +27,7 @@ enum class JournalKind : std::uint8_t {
   host_waits_event,   ///< the host waited for `event`; everything issued later comes after it
   host_waits_stream,  ///< the host waited for all work of `stream`
   host_waits_device,  ///< the host waited for all work
-  freed_behind,       ///< its accesses are freed memory, which is reused only after the work of `stream` on it
+  freed_behind,       ///< the bytes of its accesses were freed; they are reused only after `stream`'s work on them
 };
 
 /// Where in the program an operation was issued.
@@ -37,8 +37,8 @@ struct JournalSite {
   std::uint64_t step = 0;   ///< number of the step, from 1; 0: none
 };
 
-/// One operation. A graph's launch is written out as the operations of its capture; each fork is a stream of its own, the same one in each
-/// launch.
+/// One operation. A graph's launch is written out as the operations of its capture. Each fork in a graph appears as a separate stream,
+/// which is the same in each launch.
 struct JournalOperation {
   JournalKind kind = JournalKind::compute;  ///< what it does
   std::uint32_t stream = 0;                 ///< index in Journal::streams
@@ -49,7 +49,7 @@ struct JournalOperation {
   std::uint32_t accesses = 0;               ///< number of its accesses
 };
 
-/// What a device was given to do, as plain data. The order checker reads it.
+/// The work that a device was given, as plain data. The order checker reads it.
 struct Journal {
   std::vector<std::string> names{std::string()};  ///< entry 0 is empty
   std::vector<std::string> streams;               ///< names of streams
@@ -60,14 +60,14 @@ struct Journal {
 
 /// Finds accesses that nothing orders, and waits for events that nothing recorded. Returns one line for each.
 ///
-/// A line names both operations with stream, place and step, the bytes, and the edge that would fix it. Equal findings are given once.
+/// A line names both operations with stream, place and step, the bytes, and the wait that would fix it. Equal findings are given once.
 /// Threads: any.
 [[nodiscard]] SIDESTREAM_API std::vector<std::string> check_order(const Journal& journal);
 
 /// The content of a journal file. docs/journal.md describes the format.
 [[nodiscard]] SIDESTREAM_API std::string journal_bytes(const Journal& journal);
-/// Reads a journal file.  Throws: UsageError, with the remedy, for a file that cannot be read, is no journal, has a newer version, or is
-/// truncated or damaged. Also for a file that would not fit into this machine's memory; the message gives its size.
+/// Reads a journal file.  Throws: UsageError, with the remedy, for a file that cannot be read, is not a journal, has a newer version, or
+/// is truncated or damaged. Also for a file that would not fit into this machine's memory; the message gives its size.
 [[nodiscard]] SIDESTREAM_API Journal read_journal(const std::string& path);
 /// Reads the content of a journal file. `source` names it in errors.  Throws: as read_journal.
 [[nodiscard]] SIDESTREAM_API Journal parse_journal(std::string_view content, const std::string& source);

@@ -28,9 +28,10 @@ constexpr std::size_t operator""_GiB(unsigned long long n) { return static_cast<
 /// What an OffloadEngine offloads, captures and checks.
 ///
 /// Names are dotted, such as "blocks.3.core_attn". In a pattern `*` stands for one component, `**` for any number of them, and "all" is
-/// the same as `**`. Braces hold alternatives and inclusive ranges of integers: "blocks.{0,4..20}.mlp", one pair between two dots.
-/// After the sizing pass, a pattern that matches no call or scope is a UsageError that lists the names there are.
-/// Each option is a chained setter; without an argument it gives the value. Words in brackets are the reference systems' names.
+/// the same as `**`. Braces hold alternatives and inclusive ranges of integers, as in "blocks.{0,4..20}.mlp". A component has at most one
+/// pair of braces. After the sizing pass, a pattern that matches no call or scope is a UsageError. Its message lists the names.
+/// Each option is a chained setter; without an argument it gives the value. A word in brackets is the option's name in Megatron-LM or
+/// TransformerEngine.
 class Options {
  public:
   /// Options of an engine that works on `device`, whichever device is current.
@@ -41,20 +42,20 @@ class Options {
     offload_.push_back(patterns);
     return *this;
   }
-  /// Adds a pattern (or a comma-separated list) of eager scopes that are offloaded beside the next graph
+  /// Adds a pattern (or a comma-separated list) of eager scopes whose copies to the host wait for the next graph
   /// [delay_offload_until_cuda_graph].
   ///
-  /// The copies to the host are queued after the launch of the next forward or backward of a graphed call. They run beside that graph,
-  /// and not beside the eager work or the host's reads of the device before it. Until then the group stays on the device, as far as
+  /// The copies are queued after the launch of the next forward or backward of a graphed call, so they run beside that graph. They do not
+  /// compete with the eager work, or with the host's reads of the device, before it. Until then the group stays on the device, as far as
   /// `lag` allows.
   /// If no graph follows, the group is offloaded at the end of the step. If its backward comes before that, the group stays.
-  /// In sizing steps, and if the group saves a tensor that a graph writes at each replay, it is offloaded at once.
-  /// Each pattern must match a scope outside of graphed calls that `offload` names as well.
+  /// In a sizing step the group is offloaded at once. So is a group that saves a tensor which a graph writes at each replay.
+  /// Each pattern must match a scope that lies outside of graphed calls and that `offload` names as well.
   Options& delay(const std::string& patterns) {
     delay_.push_back(patterns);
     return *this;
   }
-  /// Adds a pattern (or a comma-separated list) of names of `ss::call` that are captured into graphs.
+  /// Adds a pattern (or a comma-separated list) of calls (`ss::call`) that are captured into graphs.
   Options& graph(const std::string& patterns) {
     graph_.push_back(patterns);
     return *this;
@@ -72,27 +73,28 @@ class Options {
   /// Hard cap on pinned host bytes. Groups that do not fit stay on the device, and the report names them. Not set: 80% of the memory
   /// that the system and the control group have available when the engine is made.
   TORCH_ARG(std::size_t, host_cap) = std::numeric_limits<std::size_t>::max();
-  /// Smaller storages stay on the device [min_offloaded_tensor_size, but in bytes]. Exception: if one group saves at least this many
-  /// bytes in smaller storages, they are gathered into one block of device memory, and the block is offloaded in their place.
+  /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes]. Exception: the smaller storages of one group
+  /// may add up to at least this many bytes. Then they are gathered into one block of device memory, and the block is offloaded instead.
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
-  /// How many eager groups may have copies to the host under way, in addition to the limit `lag` [max_inflight]. Beyond it, the stream
-  /// that saved the oldest of these groups waits for the copies of that group. Not set: only `lag` limits them.
+  /// How many eager groups may have copies to the host under way [max_inflight]. The limit `lag` holds as well. Beyond the number, the
+  /// stream that saved the oldest of these groups waits for the copies of that group. Not set: only `lag` limits them.
   TORCH_ARG(std::optional<int64_t>, groups_in_flight);
-  /// How far copies to the host may trail behind compute, in device bytes. Graphed calls and eager groups each have this much.
+  /// How far copies to the host may trail behind compute, in device bytes. Graphed calls and eager groups each have a limit of this size.
   ///
-  /// For calls it counts what calls saved and no graph has waited for yet, with what the running call saves. For groups it counts the
-  /// same of groups that have ended. Tensors whose backward starts within this many bytes are never offloaded. A value below the
-  /// largest call or group is raised to that size.
+  /// For calls it counts the bytes that the running call saves, and saved bytes whose copies no graph has waited for yet. For groups it
+  /// counts saved bytes of groups that have ended and whose copies nothing has waited for yet. Tensors whose backward starts within this
+  /// many bytes are never offloaded. A value below the largest call or group is raised to that size.
   ///
   /// Not set, for calls: the sum of the `GraphOptions::side_streams` largest calls of a sequence, or of the two largest calls if
-  /// `side_streams` is not set. If neither option is set and the device keeps time (a GPU), the default grows, up to half of the offloaded
-  /// bytes, if that removes waits of forwards. The measured link and the times of the calls tell whether it does.
+  /// `side_streams` is not set. If neither option is set, the engine raises this default on a GPU if that removes waits of forwards. It
+  /// computes these waits from the measured link speed and the times of the calls, and raises the default to half of the offloaded bytes
+  /// at most.
   /// Not set, for groups: the sum of the two largest. Delayed groups (see `delay`) between the same two graphed calls count as one.
   TORCH_ARG(std::optional<std::size_t>, lag);
   /// How many device bytes may be reloaded before their backward needs them, in addition to the bytes of `lag` that are free by then.
   /// The next call or group is always reloaded while a backward runs.
-  /// Not set, for calls: as much as saves time, by the measured link and the times of the calls. That is at most an eighth of the
-  /// offloaded bytes, and 0 on a device that keeps no time. Not set, for groups: 0.
+  /// Not set, for calls: as much as saves time, up to an eighth of the offloaded bytes, by the measured link speed and the times of the
+  /// calls. On the simulated device, which keeps no time, it is 0. Not set, for groups: 0.
   TORCH_ARG(std::optional<std::size_t>, lookahead);
   /// Writes the first so many steps into a journal and checks it. Any two accesses to the same bytes, at least one of them a write,
   /// must be ordered by streams and events; Report::order_findings lists those that are not. 0: off, at no cost. If it is 0, the
@@ -102,21 +104,22 @@ class Options {
   /// same inputs, buffers and random state; outputs, buffers and gradients are compared. The first difference is a VerificationError.
   ///
   /// At most one call a step is verified, so the peak grows by one call's eager activations. A whole step counts as one call, so it
-  /// must fit on the device without offload. What the eager run does to tensors and to default and named generators is undone; changes
-  /// of other members of modules are not. Replays under no_grad are never verified. 0: off, at no cost. If it is 0, the environment variable SIDESTREAM_VERIFY_REPLAYS sets it.
+  /// must fit on the device without offload. The eager run's changes to tensors, and to default and named generators, are undone. Its
+  /// changes to other members of modules are not. Replays under no_grad are never verified.
+  /// 0: off, at no cost. If it is 0, the environment variable SIDESTREAM_VERIFY_REPLAYS sets it.
   TORCH_ARG(int64_t, verify_replays) = 0;
   /// With `verify_replays`: after the first replays, every so-many-th replay of a call is verified. 0: no later ones.
   TORCH_ARG(int64_t, verify_every) = 100;
-  /// With `verify_replays`: how much floating-point elements may differ, as a part of the tensor's largest magnitude. 0: not by a bit,
-  /// except for the sign of a zero. Under LibTorch's deterministic algorithms it is always 0. If it is 0, the environment variable
+  /// With `verify_replays`: how much floating-point elements may differ, as a part of the tensor's largest magnitude. 0: all bits must be
+  /// equal, except for the sign of a zero. Under LibTorch's deterministic algorithms it is always 0. If it is 0, the environment variable
   /// SIDESTREAM_VERIFY_TOLERANCE sets it.
   TORCH_ARG(double, verify_tolerance) = 0;
   /// Finds what makes the host wait in steps: values read on the host (`item`), results whose shape depends on data (`nonzero`),
-  /// blocking and pageable copies, and synchronisations of events, streams and the device. In steps that are like the step before, it
-  /// also finds device memory requested from the driver and host memory that is pinned.
+  /// blocking and pageable copies, and synchronisations of events, streams and the device. In a step like the one before it, it also
+  /// finds device memory requested from the driver, and pinning of host memory.
   ///
   /// Report::syncs says where, how often, and what to use instead. Waits of the library itself and of other threads are not listed.
-  /// Each operator takes a little longer. Off: no cost. The environment variable SIDESTREAM_FIND_SYNCS=1 turns it on.
+  /// With it each operator takes a little longer; without it there is no cost. SIDESTREAM_FIND_SYNCS=1 in the environment turns it on.
   TORCH_ARG(bool, find_syncs) = false;
   /// Called before each warm-up, capture and pinning, so that a program can show its progress. Not set: no cost.
   ///

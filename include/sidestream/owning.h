@@ -37,10 +37,10 @@ class Owning {
 
 /// Wraps a function with state (a lambda with captures, a std::function) for ss::call and Callable, which refuse such functions otherwise.
 ///
-/// The function is copied once, and captures share the copy. The caller promises two things. The function owns copies of all that it
-/// uses: no references, and no pointers to what may change or end. And it does the same work each time, because a capture bakes in its
-/// state. Pass what changes from call to call as an argument.
-/// Make the object once and pass the same one each time. If the state cannot be compared by its bytes, a new object is another capture.
+/// The function is copied once, and captures share the copy. The caller promises two things. First, the function owns copies of all that it
+/// uses: no references, and no pointers to memory that may change or be freed. Second, it does the same work each time, because a capture
+/// bakes in its state. Pass what changes from call to call as an argument.
+/// Make the object once and pass the same one each time. If its state cannot be compared by its bytes, a new object needs a new capture.
 template <class F>
 [[nodiscard]] Owning<std::decay_t<F>> owning(F&& function) {
   return Owning<std::decay_t<F>>(std::forward<F>(function));

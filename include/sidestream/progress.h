@@ -14,7 +14,7 @@ enum class ProgressPhase : std::uint8_t {
   capture_backward,  ///< captures the backward of a call
 };
 
-/// A piece of that work, which begins now.
+/// One piece of that work. The callback is called just before it begins.
 struct Progress {
   ProgressPhase phase = ProgressPhase::warm_up;  ///< the kind of work
   std::size_t index = 0;                         ///< index of the piece in its phase, from 0

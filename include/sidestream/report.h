@@ -30,7 +30,7 @@ struct SyncFinding {
       operation;  ///< the operator ("aten::nonzero"), or the driver call outside of operators ("cudaStreamSynchronize")
   std::string call;                ///< the graphed call that ran eagerly, in forward or backward; empty: between calls
   std::string scope;               ///< the innermost scope or call; empty: none
-  std::string node;                ///< the autograd node whose backward or hook it was; empty: no backward
+  std::string node;                ///< the autograd node whose backward or hook waited; empty: not in a backward
   std::vector<std::string> stack;  ///< C++ frames, innermost first, without those of the library
   std::int64_t count = 0;          ///< how often, in all steps; an operator counts once each time it runs
   std::string remedy;              ///< what to use instead
@@ -38,17 +38,17 @@ struct SyncFinding {
 
 /// What the engine did, as plain data. Sizes are bytes. "In a step" means in the latest complete step.
 struct SIDESTREAM_API Report {
-  std::int64_t steps = 0;               ///< complete steps
-  std::int64_t offloaded_bytes = 0;     ///< offloaded in a step
-  std::int64_t reloaded_bytes = 0;      ///< reloaded in a step
-  std::int64_t saved_bytes = 0;         ///< distinct storages that autograd saved in the sizing pass
-  std::int64_t unseen_bytes = 0;        ///< device memory that grew in the sizing pass's forward and passed no hook
-  std::int64_t copied_twice_bytes = 0;  ///< in a step: storages copied again because they were written in between
-  std::int64_t unplanned_bytes = 0;     ///< in a step: saved by groups that are offloaded, but not foreseen by the plan
-  std::int64_t refused_bytes = 0;       ///< in a step: not offloaded, because no pinned memory was free
-  std::int64_t pinned_bytes = 0;        ///< page-locked host memory that is held
-  std::int64_t pinned_requested_bytes = 0;             ///< exact sum of the sizes that were requested and found room
-  std::int64_t host_cap = 0;                           ///< the cap of Options::host_cap, or its default
+  std::int64_t steps = 0;                   ///< complete steps
+  std::int64_t offloaded_bytes = 0;         ///< offloaded in a step
+  std::int64_t reloaded_bytes = 0;          ///< reloaded in a step
+  std::int64_t saved_bytes = 0;             ///< distinct storages that autograd saved in the sizing pass
+  std::int64_t unseen_bytes = 0;            ///< growth of device memory in the sizing pass's forward that no hook saw
+  std::int64_t copied_twice_bytes = 0;      ///< in a step: storages copied again because they were written in between
+  std::int64_t unplanned_bytes = 0;         ///< in a step: saved by groups that are offloaded, but not part of the plan
+  std::int64_t refused_bytes = 0;           ///< in a step: not offloaded, because no pinned memory was free
+  std::int64_t pinned_bytes = 0;            ///< page-locked host memory that is held
+  std::int64_t pinned_requested_bytes = 0;  ///< requested bytes that found room, without rounding
+  std::int64_t host_cap = 0;                ///< the cap of Options::host_cap, or its default
   std::int64_t pinned_allocations_after_planning = 0;  ///< must be 0
   /// In a step: waits that were queued on a stream for the copies of one call or group. The wait for all copies at a step's end is not
   /// counted.
@@ -59,50 +59,50 @@ struct SIDESTREAM_API Report {
   /// count as one.
   std::int64_t recaptures = 0;
   std::int64_t replays = 0;  ///< graph launches in a step
-  /// Calls in all steps that match `graph`, and calls of callables and buckets, that ran eagerly. The notes name the causes.
+  /// Calls in all steps that match `graph`, and calls of callables and buckets, that ran eagerly. The notes name the causes,
+  /// except of callables, of buckets in another grad mode than captured, and of runs that come before a capture.
   std::int64_t eager_calls = 0;
   std::int64_t outputs_reused =
-      0;  ///< in a step: output storages that no reference was left to, so that replays reused them
+      0;  ///< in a step: output storages without a reference left, whose memory replays reused
   std::int64_t outputs_copied =
-      0;  ///< in a step: output storages that were still held, so that their bytes were copied out
+      0;  ///< in a step: output storages that were still referenced, so that their bytes were copied out
   std::int64_t outputs_copied_bytes = 0;  ///< bytes of these copies
   std::int64_t gradients_copied =
-      0;  ///< in a step: gradients in a graph's memory that were still held and so copied out
+      0;  ///< in a step: gradients in a graph's memory that were still referenced and so copied out
   std::int64_t gradients_copied_bytes = 0;  ///< bytes of these copies
   std::int64_t unused_outputs = 0;  ///< in a step: outputs without a gradient, for which a backward graph used zeros
-  std::int64_t external_bytes = 0;  ///< storages that captures read and that are no inputs, parameters or buffers
+  std::int64_t external_bytes = 0;  ///< storages that captures read and that are not inputs, parameters or buffers
   /// Device memory that the living graphs took outside of LibTorch's allocator: their executables, and what libraries took in captures.
   ///
   /// It is the growth of the device's use during captures, so memory that other processes took then is included. No peak below includes
-  /// it. What captures take in the allocator is in the peaks: seed and offset of a generator as tensors, workspaces of products in the
-  /// pools.
+  /// it. The peaks do include what captures take inside the allocator: seed and offset of generators, and workspaces of matrix products.
   std::int64_t graph_bytes = 0;
-  /// The same growth during the warm-ups before: kernels and libraries that were loaded, as eager steps would load them.
+  /// The same growth during the warm-ups: kernels and libraries are loaded then. Eager steps would load them too.
   std::int64_t warm_up_bytes = 0;
   std::int64_t sizing_peak_bytes = 0;  ///< peak of MemoryUse::live that the first step would have had without offload
   std::int64_t first_step_peak_bytes = 0;  ///< peak of MemoryUse::live in the first step
   /// Peak of MemoryUse::live in the latest step, measured in that step or in an earlier step like it. A step is measured after each
-  /// capture, and after the allocator saw another peak. If each step differs, in the end one in 64 is measured.
+  /// capture, and after the allocator saw another peak. If every step differs, fewer and fewer are measured, in the end one in 64.
   std::int64_t step_peak_bytes = 0;
   std::int64_t in_flight_bytes =
       0;  ///< offloaded bytes that were on the device at that peak, because their copies were under way
   std::int64_t verified_forwards = 0;   ///< replays compared with an eager run, in all steps (Options::verify_replays)
-  std::int64_t verified_backwards = 0;  ///< those of them whose gradients were compared too
+  std::int64_t verified_backwards = 0;  ///< the part of them whose gradients were compared too
   std::int64_t checked_operations = 0;  ///< operations in the journal (Options::check_steps)
   std::vector<std::string>
-      order_findings;  ///< one line for each pair of accesses that nothing orders, and each wait for nothing
+      order_findings;  ///< one line for each pair of accesses that nothing orders, and for each wait for an event that was never recorded
   std::int64_t syncs_found =
-      0;  ///< waits of the host, and allocations in steady steps, in all steps (Options::find_syncs)
-  std::int64_t syncs_unlisted = 0;          ///< those of them at places beyond the hundred that are listed
+      0;  ///< in all steps: waits of the host, and allocations in steady steps (Options::find_syncs)
+  std::int64_t syncs_unlisted = 0;          ///< the part of them that `syncs` leaves out: it lists a hundred places
   std::vector<SyncFinding> syncs;           ///< the most frequent first
   std::vector<GroupReport> groups;          ///< the groups of the plan
   std::vector<ExclusionReport> exclusions;  ///< why tensors always stay on the device
   std::vector<std::string> notes;           ///< storages that a kept group holds back, groups over the cap, ...
 
-  /// R, gross: the drop of the peak of live device memory, from `sizing_peak_bytes` to `step_peak_bytes`, over `offloaded_bytes`.
+  /// R, gross: the drop of the peak of live device memory, from `sizing_peak_bytes` to `step_peak_bytes`, divided by `offloaded_bytes`.
   /// 0 if nothing was offloaded.
   [[nodiscard]] double r_gross() const;
-  /// R, net: the same drop over the offloaded bytes that were not in flight at the peak. 0 if there were none.
+  /// R, net: the same drop divided by `offloaded_bytes` less `in_flight_bytes`. 0 if that difference is 0.
   [[nodiscard]] double r_net() const;
   /// Prints a table for people.
   void print(std::ostream& out) const;

@@ -11,14 +11,14 @@ namespace sidestream {
 
 class SavedTensorRecorder;
 
-/// Puts the tensors that autograd saves until the scope ends into the group `name`. If Options::offload names the group, it is offloaded
+/// Puts all tensors that autograd saves inside the scope into the group `name`. If Options::offload names the group, it is offloaded
 /// at the end of the scope.
 ///
 /// The group's full name begins with the names of the call and the scopes around it. Scopes nest and may be empty; a tensor belongs to the
 /// innermost scope. `name` must outlive the scope (a literal does). Without an active step on this thread the scope does nothing.
 /// Ordering: the copy waits for the work queued on the current stream so far.  Capture: legal.
 /// Threads: scopes begin and end on one thread, in reverse order, before the step ends.
-/// Throws: UsageError for an empty name or one with a dot; a failure that an earlier scope kept.
+/// Throws: UsageError for an empty name or one with a dot. The failure of an earlier scope's destructor.
 /// Source: JAX's checkpoint_name; Megatron-LM's fine-grained activation offload.
 class [[nodiscard]] SIDESTREAM_API OffloadScope {
  public:
@@ -26,11 +26,11 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
   explicit OffloadScope(const char* name);
   OffloadScope(const OffloadScope&) = delete;
   OffloadScope& operator=(const OffloadScope&) = delete;
-  /// Ends the scope. A second call does nothing.  Throws: what the copy throws; UsageError on another thread, after the step, and
-  /// while a scope inside is open.
+  /// Ends the scope. A second call does nothing.  Throws: errors of the copy; UsageError on another thread, after the step, and while a
+  /// scope inside is open.
   void end();
-  /// Ends the scope if `end` has not. Never throws: a failure is logged as a LibTorch warning and kept. The next scope or call of the step
-  /// throws it, or else Step::finish. If ~Step ends the step, the engine's next `step()` throws it.
+  /// Ends the scope if `end` has not. Never throws: a failure is logged as a LibTorch warning and kept. The step's next scope, or its next
+  /// call that runs eagerly, throws it. If there is none, Step::finish throws it, or after ~Step the engine's next `step()`.
   ~OffloadScope();
 
  private:
@@ -47,7 +47,7 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
 SIDESTREAM_API at::Tensor tag(const at::Tensor& tensor, const char* name);
 
 /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Without an active step on this thread it
-/// does nothing. OffloadEngine::mark_not_offload does the same outside of steps.
+/// does nothing: outside of steps use OffloadEngine::mark_not_offload.
 SIDESTREAM_API void mark_not_offload(const at::Tensor& tensor);
 
 }  // namespace sidestream

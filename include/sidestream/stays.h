@@ -48,10 +48,10 @@ class StaysByValue {
   const T* pointer_;
 };
 
-/// Passes a pointer to a tensor or to a value (a type that could be an argument itself) to ss::call. A capture keeps the value and never
+/// Passes to ss::call a pointer to a tensor or to a value (of a type that could be an argument itself). A capture keeps the value and never
 /// the pointer.
 ///
-/// For a tensor, the capture keeps the same tensor, and each replay reads its bytes anew. Another tensor is another capture.
+/// For a tensor, the capture keeps the same tensor, and each replay reads its bytes anew. Another tensor needs another capture.
 /// `p` may be null, and may point to a local variable.
 template <class T>
 [[nodiscard]] auto stays(T* p) noexcept {
@@ -59,10 +59,10 @@ template <class T>
   constexpr bool kept = std::is_same_v<Value, at::Tensor> || detail::is_value<Value>;
   static_assert(
       kept,
-      "sidestream: ss::stays(pointer) keeps what it points to by value, and this type is none: list the members "
-      "of a struct of tensors (sidestream::Members) and pass its pointer as it is, pass a module as the module "
-      "itself, give ss::stays a std::shared_ptr, which a capture keeps, or write ss::outlives_engine(pointer), which "
-      "promises that what it points to stays as it is and where it is");
+      "sidestream: ss::stays(pointer) keeps a copy of its target, but this type is neither a tensor nor a value. Pass "
+      "a module as the module itself. List the members of a struct of tensors (sidestream::Members) and pass its "
+      "pointer as it is. For any other target give ss::stays a std::shared_ptr, which a capture keeps, or write "
+      "ss::outlives_engine(pointer), which promises that the target stays as it is and where it is");
   if constexpr (kept) {
     return StaysByValue<Value>(p);
   } else {
@@ -70,7 +70,7 @@ template <class T>
   }
 }
 
-/// Passes a pointer to the object that `owner` owns to ss::call. A capture shares the ownership and compares by address.
+/// Passes to ss::call a pointer to the object that `owner` owns. A capture shares the ownership and compares by address.
 /// The caller promises that the object does not change, except for the bytes of its tensors: a capture bakes in what it reads there.
 template <class T>
 [[nodiscard]] Stays<T> stays(std::shared_ptr<T> owner) noexcept {
@@ -79,8 +79,9 @@ template <class T>
   return Stays<T>(std::move(owner));
 }
 
-/// Passes a pointer to ss::call, which compares it by its address. The caller promises that the object lives at that address as long as
-/// the engine, and does not change, except for the bytes of its tensors: a capture bakes in what it reads there.
+/// Passes a pointer to ss::call, which compares its address. The caller promises that the object lives at that address as long as the
+/// engine. The caller also promises that the object does not change, except for the bytes of its tensors: a capture bakes in what it reads
+/// there.
 /// Never pass a local variable of the forward pass, because the capture runs when the next step begins.
 template <class T>
 [[nodiscard]] Stays<T> outlives_engine(T* p) noexcept {

@@ -12,7 +12,7 @@ def build(source, output, version):
     """Lines that say what is wrong; none if output/html is complete."""
     doxygen = shutil.which("doxygen")
     if doxygen is None:
-        return ["Doxygen is not installed; on Debian: apt-get install --no-install-recommends doxygen"]
+        return ["Doxygen is not installed; run tools/setup --api, or on Debian: apt-get install --no-install-recommends doxygen"]
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     text = (source / "meson" / "api" / "Doxyfile.in").read_text()

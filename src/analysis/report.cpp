@@ -93,11 +93,11 @@ void Report::print(std::ostream& out) const {
   row(out, "calls that ran eagerly, all steps", std::to_string(eager_calls));
   row(out, "outputs reused per step", std::to_string(outputs_reused));
   if (outputs_copied > 0) {
-    row(out, "outputs still held, so copied, per step",
+    row(out, "outputs still referenced: copied, per step",
         std::to_string(outputs_copied) + " (" + mebibytes(outputs_copied_bytes) + ")");
   }
   if (gradients_copied > 0) {
-    row(out, "gradients still held, so copied, per step",
+    row(out, "gradients still referenced: copied, per step",
         std::to_string(gradients_copied) + " (" + mebibytes(gradients_copied_bytes) + ")");
   }
   if (unused_outputs > 0) {

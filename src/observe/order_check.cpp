@@ -30,9 +30,9 @@ void OrderChecker::grow(Clock& clock, std::size_t entries) {
   }
   const std::size_t more = entries - clock.size();
   if (more > room_) {
-    throw UsageError("the journal's " + std::to_string(clocks_.size()) + " streams and " +
+    throw UsageError("the journal has " + std::to_string(clocks_.size()) + " streams and " +
                      std::to_string(events_.size()) +
-                     " events would take more memory than there is to check; check fewer steps");
+                     " events; to check it would take more memory than this machine has. Check fewer steps");
   }
   room_ -= more;
   clock.resize(entries);

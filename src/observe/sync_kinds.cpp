@@ -99,9 +99,9 @@ const char* remedy_for(SyncKind kind) {
       return "remove it, or do it between steps. Events order streams without the host; returning memory to the driver "
              "waits for the device";
     case SyncKind::allocation:
-      return "the caching allocator asks the driver if sizes change from step to step, or if memory was returned to "
-             "the driver. Keep sizes the same (pad, fixed capacity), do not release cached memory in steps, and reuse "
-             "tensors that each step creates again";
+      return "the caching allocator requests memory from the driver if sizes change from step to step, or if memory "
+             "was returned to the driver. Keep sizes the same (pad, fixed capacity), do not release cached memory in "
+             "steps, and reuse tensors that each step creates again";
     case SyncKind::pinning:
       return "pinning and unpinning are slow, and wait for all work of the device: pin buffers once, before the steps, "
              "and reuse them (pin_memory() keeps freed buffers of the same size)";

@@ -159,9 +159,10 @@ void check_saved_tensor_seam() {
   }
   torch::autograd::grad({y}, {x});
   if (!probe.packed || !probe.unpacked) {
-    throw UsageError(
-        std::string("autograd engine: this LibTorch did not call the ") + (probe.packed ? "unpack" : "pack") +
-        " hook of a saved tensor; another engine holds the seam, or the LibTorch version is not a tested one (2.11)");
+    throw UsageError(std::string("autograd engine: this LibTorch did not call the ") +
+                     (probe.packed ? "unpack" : "pack") +
+                     " hook of a saved tensor; another autograd engine has taken its place, or this LibTorch is not "
+                     "the tested version (2.11)");
   }
 }
 

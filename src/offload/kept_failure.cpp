@@ -11,7 +11,7 @@ void log_failure(const std::exception_ptr& failure, const char* what_next) noexc
     } catch (const std::exception& error) {
       TORCH_WARN("Sidestream: ", error.what(), " (", what_next, ")");
     } catch (...) {
-      TORCH_WARN("Sidestream: a failure that is no std::exception (", what_next, ")");
+      TORCH_WARN("Sidestream: an exception that is not a std::exception (", what_next, ")");
     }
   } catch (...) {  // a warning handler that throws
   }

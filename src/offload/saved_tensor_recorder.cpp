@@ -188,7 +188,7 @@ void SavedTensorRecorder::discard(Frame frame) noexcept {
 }
 
 void SavedTensorRecorder::keep_failure(std::exception_ptr failure) noexcept {
-  log_failure(failure, "thrown by the next scope or call, or by the end of the step");
+  log_failure(failure, "thrown by the next scope or eager call, or by the end of the step");
   if (kept_failure_ == nullptr) {
     kept_failure_ = std::move(failure);
   }

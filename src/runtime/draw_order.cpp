@@ -43,7 +43,7 @@ DrawOrder::Capturing::~Capturing() {
     const std::lock_guard lock(order_.mutex_);
     order_.mark(runtime_, stream_);
   } catch (const std::exception& error) {  // the device has failed: nothing is launched any more
-    std::fprintf(stderr, "sidestream: the order of graphs that draw could not be kept: %s\n", error.what());
+    std::fprintf(stderr, "sidestream: graphs that draw random numbers could not be ordered: %s\n", error.what());
   }
 }
 

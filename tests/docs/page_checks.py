@@ -9,9 +9,10 @@ LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|\b(?:src|href)=
 DOCUMENT = re.compile(r"\bdocs/[\w./-]+\.(?:md|svg|json)\b")
 HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)? *$", re.MULTILINE)
 MEASUREMENT = re.compile(r"docs/measurements/[\w.-]+\.json")
-FIGURE = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: ?(ms|s|MiB|GiB|%)(?!\w))?(?![\w.,-]*\d)(?![\w-])")
+FIGURE = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: ?(ms|s|MiB|GiB|GB/s|%)(?!\w))?(?![\w.,-]*\d)(?![\w-])")
 # What a measurement may have to be multiplied by to be in a figure's unit.
-FACTORS = {"ms": (1, 1e3), "s": (1, 1e-3), "MiB": (1, 2 ** -20, 2 ** 10), "GiB": (1, 2 ** -30, 2 ** -10), "%": (1, 100), None: (1,)}
+FACTORS = {"ms": (1, 1e3), "s": (1, 1e-3), "MiB": (1, 2 ** -20, 2 ** 10), "GiB": (1, 2 ** -30, 2 ** -10), "GB/s": (1,), "%": (1, 100),
+           None: (1,)}
 
 
 def blanked(text):
@@ -110,12 +111,19 @@ def blocks_of(page):
             block = []
 
 
+def prose_figures(text):
+    """Figures with a unit, outside of code and of links."""
+    return [match.groups() for match in FIGURE.finditer(re.sub(r"\]\([^)]*\)", "]", blanked(text))) if match[2]]
+
+
 def readme_figures(root, page):
     """Each picture, and each table with measured times or sizes, is followed by a link to the JSON file that its figures come from.
 
-    The link comes before the next picture, table of figures or heading. The file exists, and has each figure of the table.
+    The link comes before the next picture, table of figures or heading. The file exists, and has each figure of the table. A paragraph
+    above the first section has the link itself, if it has such figures; there a list is held to the files that it links.
     """
     problems = []
+    first_screen = True
     shown = []  # pictures and tables without a file so far: their line, and their figures
     text = FENCE.sub(lambda m: "\n" * m[0].count("\n"), page)
 
@@ -135,6 +143,13 @@ def readme_figures(root, page):
         if "![" in joined or "<img" in joined or measured:
             shown.append((line, figures if measured else []))
         files = [] if table else MEASUREMENT.findall(joined)
+        first_screen = first_screen and not block[0].startswith("## ")
+        if first_screen and not table and (files or not block[0].startswith("- ")) and prose_figures(joined):
+            if files:
+                shown.append((line, prose_figures(joined)))
+            else:
+                problems.append(f"README.md, line {line}: a paragraph of figures has no link to its measurements; name the file in it, "
+                                "as in [JSON](docs/measurements/NAME.json)")
         numbers = []
         for file in files:
             if (root / file).exists():
@@ -143,7 +158,7 @@ def readme_figures(root, page):
                 problems.append(f"README.md, line {line}: {file} does not exist; add the measurement, or name the file that has it")
         if numbers:
             for at, of in shown:
-                problems += [f"README.md, table at line {at}: {figure}{' ' + unit if unit else ''} is not in {' or '.join(files)}; "
+                problems += [f"README.md, figures at line {at}: {figure}{' ' + unit if unit else ''} is not in {' or '.join(files)}; "
                              "correct the figure, or add its measurement" for figure, unit in of if not stands_in(figure, unit, numbers)]
         if files:
             shown = []

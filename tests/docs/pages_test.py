@@ -27,7 +27,7 @@ def sources_of(root):
     """Sources and scripts, but for these tests, which name documents that do not exist."""
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*")):
-            text = path.is_file() and path.suffix in (".h", ".cpp", ".py", ".build", "")
+            text = path.is_file() and path.suffix in (".h", ".cpp", ".py", ".build", ".md", ".txt", "")
             if text and HERE not in path.parents and "corpus" not in path.parts:
                 yield path
 
@@ -61,6 +61,12 @@ def faults_are_found():
         expect("a picture without a file", page_checks.readme_figures(root, "![p](p.svg)\n\ntext\n"), 1)
         expect("a missing file", page_checks.readme_figures(root, table + link.replace("run.", "gone.")), 1)
         expect("wrong figures", page_checks.readme_figures(root, table.replace("270.4", "269.9").replace("177", "178") + link), 2)
+        prose = "A step takes 270.4 ms.\n\n"
+        expect("a paragraph without a file", page_checks.readme_figures(root, prose + link), 1)
+        expect("a paragraph further down", page_checks.readme_figures(root, "## Next\n\n" + prose), 0)
+        expect("paragraphs", page_checks.readme_figures(root, (prose.strip() + " " + link) + "\n- pieces of 1 MiB\n"), 0)
+        expect("a wrong paragraph", page_checks.readme_figures(root, (prose.strip() + " " + link).replace("270", "271")), 1)
+        expect("a wrong list", page_checks.readme_figures(root, "- it takes 269 ms, " + link), 1)
         expect("a table without measurements", page_checks.readme_figures(root, "| a | b |\n|---|---|\n| 1 | two |\n"), 0)
         said = "\n".join(message_texts.texts_of('f("the page " + x + " is\\" " "full"\n  "now")'))
         expect("quotes", page_checks.quoted_messages('| `is" fullnow` | x |\n| the page | `y` |\n', said), 0)

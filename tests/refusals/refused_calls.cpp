@@ -199,7 +199,7 @@ void structs(Block* block, Tensor x, Rope* rope, Counted* counted) {
   ss::call(block, x, any<Placed>());         // refused: leaves out a member of this struct
   ss::call(block, x, any<Mixed>());          // refused: in the order of declaration
   ss::call(block, x, any<Twice>());          // refused: lists a member of this struct twice
-  ss::call(block, x, any<Method>());         // refused: what is no data member
+  ss::call(block, x, any<Method>());         // refused: is not a data member
   ss::call(block, x, any<Virtual>());        // refused: has virtual functions
   ss::call(block, x, any<Owner>());          // refused: a member in sidestream::Members is a pointer
   ss::call(block, x, any<Single>());         // refused: cannot be copied

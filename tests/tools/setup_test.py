@@ -141,6 +141,14 @@ def main(setup):
         return expect(plain == 0 and missing == 1 and "apt-get install clang-tidy-14" in err and there == 0, plain, missing, err,
                       there)
 
+    def doxygen(machine):
+        (machine.commands / "sudo").unlink()
+        plain, _, _ = machine.run(setup)
+        missing, _, err = machine.run(setup, "--api")
+        machine.add("doxygen", PRESENT)
+        there, _, _ = machine.run(setup, "--api")
+        return expect(plain == 0 and missing == 1 and "apt-get install doxygen" in err and there == 0, plain, missing, err, there)
+
     def bad_torch(machine):
         (machine.folder / "torch" / "lib" / "libtorch_cpu.so").unlink()
         status, _, err = machine.run(setup)
@@ -159,6 +167,7 @@ def main(setup):
     machine_case("says what apt could not install", packages_that_apt_has_not)
     machine_case("asks for the fuzzer's compiler only where it is wanted", fuzzer)
     machine_case("asks for clang-tidy only where it is wanted", tidy)
+    machine_case("asks for Doxygen only where it is wanted", doxygen)
     machine_case("refuses a LibTorch that is none", bad_torch)
     machine_case("refuses an unknown argument", bad_argument)
     tap.finish()

@@ -114,13 +114,14 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->type_name("N");
   command
       .add_option("--capacity", options.capacity,
-                  "moe: each expert takes at most this multiple of an even share, so that shapes are fixed; 0 (the "
-                  "default): no limit")
+                  "moe: most bytes that an expert takes, as a multiple of an even share; a limit makes shapes fixed. 0 "
+                  "(the default): no limit")
       ->type_name("PART");
   command.add_option("--layers", options.shape.layers, "Transformer layers")->type_name("N")->capture_default_str();
   command.add_option("--hidden", options.shape.hidden, "Width of the model")->type_name("N")->capture_default_str();
   command.add_option("--heads", options.shape.heads, "Attention heads")->type_name("N")->capture_default_str();
-  command.add_option("--kv-heads", options.shape.kv_heads, "Key and value heads; groups of attention heads share one")
+  command
+      .add_option("--kv-heads", options.shape.kv_heads, "Key and value heads; each serves a group of attention heads")
       ->type_name("N")
       ->capture_default_str();
   command.add_option("--ffn", options.shape.ffn, "Inner width of the SwiGLU, or of each expert")
@@ -171,8 +172,8 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->capture_default_str();
   command
       .add_option("--lag-mib", options.lag_mib,
-                  "Device memory in MiB that may wait for its copy to the host (default: chosen from --side-streams "
-                  "and the copy speed; without graphs two groups)")
+                  "Device memory in MiB that may wait for its copy to the host (default: what the --side-streams "
+                  "largest calls save; without graphs: two groups)")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->type_name("MIB");
   command

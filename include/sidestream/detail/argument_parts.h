@@ -19,7 +19,7 @@ namespace sidestream::detail {
 
 using TensorBuffer = c10::SmallVector<at::Tensor, 8>;
 
-/// An argument that is not a tensor, by reference. It is compared with the value of a capture, and copied only when captured.
+/// An argument that is not a tensor, by reference. It is compared with the value at the capture, and copied only at a capture.
 struct Guard {
   const void* value;
   const std::type_info* type;
@@ -45,7 +45,7 @@ Guard make_signature_guard() {
   return {nullptr, &typeid(Signature), [](const void* /*a*/, const void* /*b*/) { return true; },
           [](const void* /*value*/) { return std::shared_ptr<const void>(); }};
 }
-/// Sizes of containers, and which optionals are set. These are guards too, held by value while a call is taken apart.
+/// Sizes of containers, and which optionals are set. These are guards too, stored by value while a call is taken apart.
 using ShapeBuffer = c10::SmallVector<std::size_t, 8>;
 
 /// The parts of one call's arguments.
@@ -58,7 +58,7 @@ struct Parts {
 using KeptModules = std::vector<std::shared_ptr<const torch::nn::Module>>;
 
 /// Takes one argument type apart into tensors, guards and sizes, keeps it without its tensors, and puts it together again.
-/// `Kept` owns all that it holds; a `Rebuilt` may refer to it. This general case is for types that are no arguments.
+/// `Kept` owns all that it holds; a `Rebuilt` may refer to it. This general case is for types that are not allowed as arguments.
 template <class T, class = void>
 struct Argument {
   static constexpr bool allowed = false;
@@ -135,7 +135,7 @@ struct Argument<Stays<T>> {
 template <class T>
 struct Argument<StaysByValue<T>> {
   static constexpr bool allowed = true;
-  using Kept = std::optional<T>;  ///< none for a null pointer
+  using Kept = std::optional<T>;  ///< not set for a null pointer
   using Rebuilt = StaysByValue<T>;
   static Kept value_of(const StaysByValue<T>& value) { return value.get() == nullptr ? Kept() : Kept(*value.get()); }
   static bool same(const T& a, const T& b) {

@@ -14,7 +14,7 @@
 /// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
-/// Compile errors that say what to pass in place of a type that is no argument.
+/// Compile errors that say what to pass instead of a type that is not allowed as an argument.
 template <class T>
 constexpr void check_argument() {
   constexpr bool pointer = std::is_pointer_v<T> && !Argument<T>::allowed;
@@ -22,31 +22,31 @@ constexpr void check_argument() {
   static_assert(
       !Borrows<T>::value || joined<T>,
       "sidestream: an argument of ss::call only borrows its memory, which is gone when the capture runs, at the "
-      "next step: pass what owns it, std::vector<int64_t> in place of at::IntArrayRef or a span, "
+      "next step. Pass the owner of the memory: std::vector<int64_t> in place of at::IntArrayRef or a span, "
       "std::vector<at::Tensor> in place of at::TensorList, std::string in place of std::string_view, the object "
       "in place of std::reference_wrapper");
   static_assert(
       !pointer,
-      "sidestream: an argument of ss::call is a pointer, and what it points to may end or change before the "
-      "capture runs: list the members of a struct of tensors (sidestream::Members) and pass the pointer as it is, or "
-      "pass ss::stays(p) for a tensor or a value, which is kept, ss::stays(shared_ptr), which keeps its target, the "
-      "module itself for a module, or ss::outlives_engine(p), which promises that it stays");
+      "sidestream: an argument of ss::call is a pointer, and its target may end or change before the capture runs. "
+      "Pass ss::stays(p) for a tensor or a value, and the module itself for a module. Or list the members of a struct "
+      "of tensors (sidestream::Members) and pass the pointer as it is. For any other target pass "
+      "ss::stays(shared_ptr), which keeps the target, or ss::outlives_engine(p), which promises that the target stays");
   static_assert(!smart_pointer,
-                "sidestream: an argument of ss::call is a smart pointer to what is no module: pass the value, or "
-                "ss::stays(shared_ptr), which keeps its target and promises that what is read there stays as it is");
+                "sidestream: an argument of ss::call is a smart pointer, but not to a module: pass the value, or "
+                "ss::stays(shared_ptr), which keeps the target and promises that its content does not change");
   static_assert(
       !IsStdFunction<T>::value,
       "sidestream: an argument of ss::call is a std::function, whose state cannot be compared: pass a function "
       "pointer or a lambda without captures");
   static_assert(!is_module<T>,
-                "sidestream: a module is passed to ss::call as an object that has a name, a shared_ptr or a "
-                "holder, not as a temporary");
+                "sidestream: an argument of ss::call is a module: pass it as an object that has a name, a shared_ptr "
+                "or a holder, not as a temporary");
   static_assert(
       Argument<T>::allowed || Borrows<T>::value || pointer || smart_pointer || IsStdFunction<T>::value || is_module<T>,
       "sidestream: an argument of ss::call has a type that is neither a tensor, a module, a value that the "
-      "library knows (numbers, enums, strings, devices, ...) nor a container of these: a struct of your own joins "
-      "with `template <> struct sidestream::ArgumentTraits<T> : sidestream::ComparedByValue {};` and an "
-      "operator==, one with tensors in it with `: sidestream::Members<&T::a, &T::b> {};`");
+      "library knows (numbers, enums, strings, devices, ...) nor a container of these. For a struct of your own "
+      "write `template <> struct sidestream::ArgumentTraits<T> : sidestream::ComparedByValue {};` and give it an "
+      "operator==; for a struct with tensors in it write `: sidestream::Members<&T::a, &T::b> {};` instead");
 }
 
 template <class T, class = void>
@@ -62,8 +62,8 @@ struct PlainPointer<T*, std::enable_if_t<lists_members<std::remove_cv_t<T>>>> {
   using type = StructPointer<std::remove_cv_t<T>>;
 };
 
-/// The type as which an argument is taken apart: arrays of char are C strings, modules are references, pointers to structs with listed
-/// members are the structs.
+/// The type that stands for an argument type when it is taken apart: arrays of char become C strings, modules become references, and
+/// pointers to structs with listed members become the structs.
 template <class T>
 using Plain =
     std::conditional_t<std::is_lvalue_reference_v<T> && is_module<std::remove_reference_t<T>>,

@@ -13,8 +13,8 @@ struct CallBuffers {
   TensorBuffer outputs;
 };
 
-/// Empty buffers, which the calling thread lends for the lifetime of this object and keeps between calls. So a call allocates nothing once
-/// a call with as many tensors has run. A call inside another call gets other buffers.
+/// Empty buffers. The calling thread keeps them between calls and lends them for the lifetime of this object. So a call allocates nothing
+/// if a call with as many tensors has run before. A call inside another call gets other buffers.
 /// Threads: begins and ends on one thread.
 class [[nodiscard]] SIDESTREAM_API LentBuffers {
  public:

@@ -61,7 +61,7 @@ struct CallInProgress {
 
   const Function& function;
   std::tuple<const Args&...> arguments;
-  mutable std::optional<Structure> structure;  ///< of the result of a run
+  mutable std::optional<Structure> structure;  ///< structure of the result of an eager run
 
   static void run(const void* context, TensorBuffer& outputs) {
     const auto& call = *static_cast<const CallInProgress*>(context);

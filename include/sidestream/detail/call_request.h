@@ -20,13 +20,13 @@ struct KeptCall {
   std::function<void(const at::Tensor* inputs, TensorBuffer& outputs)> body;
   /// The structure of the latest result of `body`. After a replay, `CallRequest::structure` points to it.
   std::shared_ptr<const void> structure;
-  KeptModules modules;  ///< among the arguments
+  KeptModules modules;  ///< the modules among the arguments
 };
 
 /// A call as the engine sees it: taken apart, by reference.
 struct CallRequest {
   const torch::nn::Module* module = nullptr;  ///< null for a plain function
-  const char* name = nullptr;                 ///< of a plain function
+  const char* name = nullptr;                 ///< name of a plain function
   c10::ArrayRef<at::Tensor> inputs;
   c10::ArrayRef<Guard> guards;
   c10::ArrayRef<std::size_t> shape;
@@ -41,7 +41,7 @@ struct CallRequest {
 
 /// True when a step is active on this thread.
 [[nodiscard]] SIDESTREAM_API bool step_active() noexcept;
-/// Runs `request` as the active engine decides. Throws: as ss::call.
+/// Runs `request` as the engine of the active step decides. Throws: as ss::call.
 SIDESTREAM_API void dispatch(CallRequest& request, TensorBuffer& outputs);
 /// Throws UsageError: ss::call was given no module (or no name).
 [[noreturn]] SIDESTREAM_API void refuse_null_module();

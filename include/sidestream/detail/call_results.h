@@ -18,7 +18,7 @@
 namespace sidestream::detail {
 
 /// Takes one result type apart into tensors and a `Structure` (sizes, keys, which optionals are set), and puts it together again. A capture
-/// keeps the structure of its body's result. This general case is for types that are no results.
+/// keeps the structure of its body's result. This general case is for types that are not allowed as results.
 template <class T, class = void>
 struct Result {
   static constexpr bool allowed = false;
@@ -115,7 +115,7 @@ struct ArrayResult<T, std::index_sequence<i...>>
 template <class T, std::size_t n>
 struct Result<std::array<T, n>> : ArrayResult<T, std::make_index_sequence<n>> {};
 
-/// Maps from values.
+/// Maps whose keys are values.
 template <class T>
 struct MapResult {
   using K = typename T::key_type;
@@ -157,8 +157,8 @@ template <class T>
 constexpr void check_result() {
   static_assert(
       Result<T>::allowed,
-      "sidestream: what ss::call calls gives a Tensor, or optionals, vectors, arrays, pairs, tuples and maps of "
-      "Tensors; a number would be frozen at its first value: compute it outside of the call");
+      "sidestream: a function or forward that ss::call runs must return a Tensor, or optionals, vectors, arrays, "
+      "pairs, tuples and maps of Tensors. A number would be frozen at its first value: compute it outside of the call");
 }
 
 }  // namespace sidestream::detail

@@ -14,7 +14,7 @@
 /// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
 
-// Containers that hold tensors, modules or C strings somewhere. Those that hold values only are values.
+// Containers that hold tensors, modules or C strings somewhere. A container that holds only values is itself a value.
 
 template <class T>
 struct Argument<std::optional<T>, std::enable_if_t<!is_value<std::optional<T>>>> {
@@ -101,7 +101,7 @@ template <class T, std::size_t n>
 struct Argument<std::array<T, n>, std::enable_if_t<!is_value<std::array<T, n>>>>
     : ArrayArgument<T, std::make_index_sequence<n>> {};
 
-/// Maps from values. A body gets a copy of the map with other mapped values, so that it has the caller's order.
+/// Maps whose keys are values. A body gets a copy of the caller's map with other mapped values, so its order is the caller's.
 template <class T>
 struct MapArgument {
   using K = typename T::key_type;

@@ -7,7 +7,7 @@
 #include "sidestream/detail/argument_values.h"
 #include "sidestream/detail/refused_arguments.h"
 
-// What a struct and its list of members fulfil, and what the compiler says if they do not.
+// Compile-time checks of a struct and of its list of members. A failed check says what to do.
 
 /// Internals of `ss::call`, which may change at any time.
 namespace sidestream::detail {
@@ -21,7 +21,7 @@ using MembersOf = decltype(members_of(static_cast<const ArgumentTraits<T>*>(null
 template <class T>
 constexpr bool lists_members = !std::is_void_v<MembersOf<T>>;
 
-/// Stands for what is no data member. No argument.
+/// Type of a listed entry that is not a data member. It is not allowed as an argument.
 struct NoMember {
   int value;
 };
@@ -55,18 +55,18 @@ struct Anything {
   operator T&() const;  // NOLINT: not defined
 };
 
-/// An aggregate is initialised with values of the types `Ms`, ...
+/// True if the aggregate `T` can be initialised with values of the types `Ms`: it has at least as many members.
 template <class T, class Void, class... Ms>
 struct Initialised : std::false_type {};
 template <class T, class... Ms>
 struct Initialised<T, std::void_t<decltype(T{std::declval<Ms>()...})>, Ms...> : std::true_type {};
-/// ... and with one value more: `{}`, or one that has no default.
+/// True if `T` can be initialised with one value more (`{}`, or a value for a member without a default): it has more members than listed.
 template <class T, class Void, class... Ms>
 struct InitialisedByMore : Initialised<T, void, Ms..., Anything> {};
 template <class T, class... Ms>
 struct InitialisedByMore<T, std::void_t<decltype(T{std::declval<Ms>()..., {}})>, Ms...> : std::true_type {};
 
-/// Says what to do about one member; the compiler names it beside the message. False if there is something to do.
+/// Checks one member; the compiler names it beside the message. False if a check failed.
 template <auto member>
 constexpr bool check_member() {
   using M = MemberType<member>;
@@ -77,16 +77,16 @@ constexpr bool check_member() {
   constexpr bool pointer = (std::is_pointer_v<M> || IsSmartPointer<M>::value) && !allowed;
   constexpr bool set = is_value<std::decay_t<M>> || std::is_assignable_v<DeclaredType<member>&, M>;
   static_assert(data,
-                "sidestream: sidestream::Members lists what is no data member: list &Struct::member of each data "
+                "sidestream: an entry of sidestream::Members is not a data member: list &Struct::member of each data "
                 "member that is not static");
   static_assert(!borrows,
                 "sidestream: a member in sidestream::Members only borrows its memory, which is gone when the capture "
-                "runs, at the next step: declare it as what owns it, std::vector in place of an ArrayRef or a span, "
-                "std::string in place of std::string_view");
+                "runs, at the next step. Declare it as the owner of the memory: std::vector in place of an ArrayRef "
+                "or a span, std::string in place of std::string_view");
   static_assert(!pointer,
-                "sidestream: a member in sidestream::Members is a pointer, and what it points to may end or change "
-                "before the capture runs: hold the tensor, the value or the struct itself, or take the pointer out of "
-                "the struct and pass it to ss::call as an argument of its own");
+                "sidestream: a member in sidestream::Members is a pointer, and its target may end or change before "
+                "the capture runs: hold the tensor, the value or the struct itself, or take the pointer out of the "
+                "struct and pass it to ss::call as an argument of its own");
   static_assert(!array, "sidestream: a member in sidestream::Members is a C array: declare it as std::array");
   static_assert(!data || borrows || pointer || array || allowed,
                 "sidestream: a member in sidestream::Members is neither a tensor, a value that the library knows, a "
@@ -94,11 +94,11 @@ constexpr bool check_member() {
                 "its members or say sidestream::ComparedByValue");
   static_assert(!allowed || set,
                 "sidestream: a member in sidestream::Members holds tensors and is const, or cannot be assigned: "
-                "declare it without const, as a captured body gets a copy with tensors of its own");
+                "declare it without const, because a capture puts other tensors into its copy of the struct");
   return allowed && set;
 }
 
-/// The same about the struct itself.
+/// Checks the struct itself.
 template <class T, auto... members>
 constexpr bool check_whole() {
   constexpr bool copied = std::is_class_v<T> && std::is_copy_constructible_v<T>;
@@ -108,16 +108,17 @@ constexpr bool check_whole() {
                 "sidestream: a struct with sidestream::Members cannot be copied, and a captured body gets a copy of "
                 "it: give it a copy constructor, or pass its tensors as arguments of their own");
   static_assert(!sliced,
-                "sidestream: a struct with sidestream::Members has virtual functions, and a captured body gets a copy "
-                "of it, not of what derives from it: declare it final, or pass its tensors as arguments of their own");
+                "sidestream: a struct with sidestream::Members has virtual functions, and a captured body would get a "
+                "copy of it without its derived part: declare it final, or pass its tensors as arguments of their own");
   static_assert(once, "sidestream: sidestream::Members lists a member of this struct twice: list each once");
   if constexpr (copied && !sliced && once && std::is_aggregate_v<T>) {
     constexpr bool all = Initialised<T, void, DeclaredType<members>...>::value &&
                          !InitialisedByMore<T, void, DeclaredType<members>...>::value;
     static_assert(all,
                   "sidestream: sidestream::Members leaves out a member of this struct, which a capture would freeze, "
-                  "or lists them in another order than they are declared in: list all members, a base's first, in the "
-                  "order of declaration; make a member that cannot be listed (a reference, a bit-field) a plain one");
+                  "or lists the members in another order than that of their declaration. List all members in the order "
+                  "of declaration, those of a base first. Make a member that cannot be listed (a reference, a "
+                  "bit-field) a plain one");
     return all;
   }
   return copied && !sliced && once;

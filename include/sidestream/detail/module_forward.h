@@ -1,7 +1,7 @@
 #pragma once
 
-// LibTorch's modules by name. torch/nn/module.h takes six times as long to compile as at::Tensor, so headers that name modules only by
-// pointer, by reference or in a declaration include this one.
+// Declares LibTorch's modules. torch/nn/module.h takes six times as long to compile as at::Tensor. So headers that name modules only by
+// pointer, by reference or in a declaration include this one instead.
 
 namespace torch::nn {
 

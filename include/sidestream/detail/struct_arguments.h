@@ -17,7 +17,7 @@ template <class T, auto... members>
 struct StructArgument {
   static constexpr bool allowed = true;
   struct Kept {
-    T rest;  ///< without tensors in listed members; holds what is not listed, as the capture found it
+    T rest;  ///< a copy without the tensors of listed members; members that are not listed have their values at the capture
     std::tuple<typename Argument<MemberType<members>>::Kept...> listed;
   };
   using Rebuilt = T;
@@ -26,7 +26,7 @@ struct StructArgument {
     (Argument<MemberType<members>>::flatten(value.*members, parts), ...);
   }
   static Kept keep(const T& value, KeptModules& modules) {
-    // Braces: evaluated from left to right.
+    // Braces evaluate from left to right.
     Kept kept{value, {Argument<MemberType<members>>::keep(value.*members, modules)...}};
     TensorBuffer tensors;
     GuardBuffer guards;
@@ -45,7 +45,7 @@ struct StructArgument {
 
  private:
   using Indices = std::make_index_sequence<sizeof...(members)>;
-  /// Values are in `rest` already, so that they may be const.
+  /// Members that are values are already in `rest` and are not assigned, so they may be const.
   template <auto member, class K>
   static void set_one(T& object, const K& kept, const at::Tensor*& next) {
     if constexpr (!is_value<MemberType<member>>) {
@@ -57,7 +57,7 @@ struct StructArgument {
     (set_one<members>(object, std::get<i>(kept.listed), next), ...);
   }
 };
-/// In place of a struct that check_struct has refused, so that nothing else is said about it.
+/// Takes the place of a struct that check_struct has refused, so that the compiler gives no further errors about it.
 template <class T>
 struct RefusedStruct {
   static constexpr bool allowed = true;
@@ -75,7 +75,7 @@ struct ListedStruct<T, Members<members...>>
 template <class T>
 struct Argument<T, std::enable_if_t<lists_members<T> && !is_value<T>>> : ListedStruct<T, MembersOf<T>> {};
 
-/// A pointer to such a struct, as an argument: the struct is taken apart in its place, and the function gets a pointer to const.
+/// A pointer to such a struct, as an argument. The struct is taken apart instead of the pointer, and the function gets a pointer to const.
 template <class T>
 class StructPointer {
  public:
@@ -85,7 +85,7 @@ class StructPointer {
  private:
   const T* pointer_;
 };
-/// What a captured body is given a pointer to.
+/// Owns the struct to which a captured body gets a pointer.
 template <class T>
 class RebuiltTarget {
  public:
@@ -93,7 +93,7 @@ class RebuiltTarget {
   [[nodiscard]] const T* get() const noexcept { return target_ ? &*target_ : nullptr; }
 
  private:
-  std::optional<T> target_;  ///< none for a null pointer
+  std::optional<T> target_;  ///< not set for a null pointer
 };
 
 template <class T>

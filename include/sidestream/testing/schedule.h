@@ -9,7 +9,7 @@ namespace sidestream {
 /// An order in which the simulated device may run queued work. Streams and events allow each of them.
 ///
 ///     early      everything as soon as it may run, which is the order of issue
-///     late       copies last, each only when work that is ordered after it runs
+///     late       copies last, each just before work that must come after it
 ///     d2h-early  device-to-host copies at once, host-to-device copies late
 ///     d2h-late   host-to-device copies at once, device-to-host copies late
 ///     seed:N     drawn from the seed N: weights for each direction, or priorities for each stream

@@ -15,24 +15,24 @@
 
 namespace sidestream {
 
-/// A schedule under which recorded work gives other bytes than in the order of issue.
+/// A schedule under which the recorded work gives other bytes than in the order of issue.
 struct Divergence {
   Schedule schedule;       ///< the schedule
   std::int64_t bytes = 0;  ///< bytes that differ in all results together
   std::string result;      ///< the first result that differs
   std::string error;  ///< what an operator threw instead, for example because poison was read as an index; else empty
-  /// The two operations whose order alone makes the difference, with the edge that would fix it.
+  /// The two operations whose order alone makes the difference, with the wait that would fix it.
   std::string pair;
 };
 
 /// What a search found.
 struct ScheduleSearch {
-  std::int64_t named = 0;    ///< schedules tried: the four with names
-  std::int64_t starved = 0;  ///< schedules tried: one stream starved
-  std::int64_t held = 0;     ///< schedules tried: one piece of work held back, beginning with pairs that nothing orders
-  std::int64_t seeds = 0;    ///< schedules tried: drawn from seeds
-  std::int64_t orders = 0;   ///< different orders among them; no order is run twice
-  std::int64_t diverged = 0;            ///< schedules under which results differed
+  std::int64_t named = 0;     ///< schedules tried: the four with names
+  std::int64_t starved = 0;   ///< schedules tried: one stream starved
+  std::int64_t held = 0;      ///< schedules tried: one piece of work delayed; pairs that nothing orders come first
+  std::int64_t seeds = 0;     ///< schedules tried: drawn from seeds
+  std::int64_t orders = 0;    ///< different orders among them; no order is run twice
+  std::int64_t diverged = 0;  ///< schedules under which results differed
   std::vector<Divergence> divergences;  ///< one for each pair of operations, at most 16
   double seconds = 0;                   ///< time that the search took
 
@@ -63,8 +63,8 @@ class SIDESTREAM_API ScheduleCheck {
   ~ScheduleCheck();
 
   /// Ends the recording. `results` are the tensors to compare: contiguous tensors on the device that hold what the recorded work wrote.
-  /// Throws: UsageError for other tensors. Error if the recorded work, run again in the order of issue, does not give the same bytes,
-  /// because host code took part in them.
+  /// Throws: UsageError for other tensors. Error if the recorded work, run again in the order of issue, does not give the same bytes:
+  /// then host code wrote what the recorded work reads or returns.
   void stop(Results results);
 
   /// Number of pieces of work: operators, copies, records, frees, and each node of a graph.
@@ -78,7 +78,7 @@ class SIDESTREAM_API ScheduleCheck {
 
   /// Runs the recording under `schedule`. If results differ, finds the pair of operations that makes the difference.
   [[nodiscard]] std::optional<Divergence> run(const Schedule& schedule);
-  /// Tries `schedules` schedules: the named ones, each stream starved, then pieces of work held back by turns with seeds.
+  /// Tries `schedules` schedules: the named ones, each stream starved, then in turns one piece of work delayed and a seed.
   /// `go_on`, if given, gets the number of schedules tried so far, and ends the search by returning false.
   /// Throws: UsageError if `schedules` is less than one.
   [[nodiscard]] ScheduleSearch search(std::int64_t schedules, const std::function<bool(std::int64_t)>& go_on = {});

@@ -8,9 +8,9 @@
 
 namespace sidestream {
 
-// These functions change the one simulated device of the process, at once and until they are called again.
+// A process has one simulated device. These functions change it immediately, and until they are called again.
 
-/// Sets the order in which the simulated device runs queued work. Waits for what is queued.
+/// Sets the order in which the simulated device runs queued work. Waits for the work that is queued.
 /// Capture: legal.  Threads: any.  Throws: UsageError for another device than sim.
 SIDESTREAM_API void set_schedule(c10::Device sim, const Schedule& schedule);
 

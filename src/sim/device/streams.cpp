@@ -149,7 +149,7 @@ void Device::wait(c10::StreamId id, EventState& event) {
     } else if (recorder != capture) {
       if (recorder != nullptr && !recorder->invalidated) {
         recorder->invalidated = true;
-        recorder->reason = "another capture waits for an event of it; captures cannot be merged";
+        recorder->reason = "another capture waits for an event that this capture recorded; captures cannot be merged";
       }
       state_->invalidate(
           *capture, "a wait for an event recorded outside of the capture; record it inside, or use an external event");

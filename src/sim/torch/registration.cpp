@@ -69,7 +69,7 @@ void register_all() {
   const std::string current = c10::get_privateuse1_backend();
   if (c10::is_privateuse1_backend_registered() && current != "sim") {
     throw UsageError("the process already has a PrivateUse1 device named " + current +
-                     "; the sim device needs that place");
+                     "; the sim device must be the only one");
   }
   c10::register_privateuse1_backend("sim");
   at::RegisterPrivateUse1HooksInterface(new Hooks());

@@ -83,8 +83,8 @@ TEST(ReportTest, TheTableShowsWhatWasCounted) {
   EXPECT_TRUE(has_line(text, "graphs captured (of those, recaptured)", "23 (24)")) << text;
   EXPECT_TRUE(has_line(text, "calls that ran eagerly", "26")) << text;
   EXPECT_TRUE(has_line(text, "outputs reused", "29")) << text;
-  EXPECT_TRUE(has_line(text, "outputs still held, so copied", "30 (9.0 MiB)")) << text;
-  EXPECT_TRUE(has_line(text, "gradients still held, so copied", "32 (15.0 MiB)")) << text;
+  EXPECT_TRUE(has_line(text, "outputs still referenced: copied", "30 (9.0 MiB)")) << text;
+  EXPECT_TRUE(has_line(text, "gradients still referenced: copied", "32 (15.0 MiB)")) << text;
   EXPECT_TRUE(has_line(text, "outputs without a gradient", "31")) << text;
   EXPECT_TRUE(has_line(text, "copied again after a write", "2.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "saved but not in the plan", "9.0 MiB")) << text;
@@ -110,7 +110,7 @@ TEST(ReportTest, TheTableLeavesOutWhatDidNotHappen) {
   const std::string text = printed(Report());
   EXPECT_EQ(text.find("copied again"), std::string::npos) << text;
   EXPECT_EQ(text.find("verified"), std::string::npos) << text;
-  EXPECT_EQ(text.find("so copied"), std::string::npos) << text;
+  EXPECT_EQ(text.find("still referenced"), std::string::npos) << text;
   EXPECT_EQ(text.find("without a gradient"), std::string::npos) << text;
   EXPECT_EQ(text.find("findings"), std::string::npos) << text;
   EXPECT_EQ(text.find("not in the plan"), std::string::npos) << text;

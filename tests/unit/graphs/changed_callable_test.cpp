@@ -3,12 +3,15 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+#include <torch/serialize/input-archive.h>
+#include <torch/serialize/output-archive.h>
 
 #include "expect_throws.h"
 #include "guard_models.h"
@@ -39,6 +42,23 @@ void move_away_and_back(Part& part) {
   part.fc1->to(at::kFloat);
 }
 
+/// As torch::save and torch::load do, which give each tensor other memory. The memory from before has other values then.
+void save_and_load(Part& part) {
+  std::stringstream saved;
+  {
+    torch::serialize::OutputArchive archive;
+    part.save(archive);
+    archive.save_to(saved);
+  }
+  {
+    const at::NoGradGuard no_grad;
+    part.fc1->weight.mul_(2);
+  }
+  torch::serialize::InputArchive archive;
+  archive.load_from(saved);
+  part.load(archive);
+}
+
 const std::vector<PartChange>& part_changes() {
   static const std::vector<PartChange> changes = {
       {"freeze", [](Part& part) { part.fc1->weight.set_requires_grad(false); }, true},
@@ -50,6 +70,7 @@ const std::vector<PartChange>& part_changes() {
        },
        true},
       {"unfreeze", [](Part& part) { part.fc2->bias.set_requires_grad(true); }, true},  // see ChangedCallableTest
+      {"load", save_and_load, true},
       {"load_in_place",
        [](Part& part) {
          const at::NoGradGuard no_grad;
@@ -151,7 +172,7 @@ TEST_P(ChangedCallableTest, GivesThePlainGradients) {
 }
 
 INSTANTIATE_TEST_SUITE_P(EachAlone, ChangedCallableTest,
-                         testing::Combine(testing::Range<std::size_t>(0, 7),
+                         testing::Combine(testing::Range<std::size_t>(0, part_changes().size()),
                                           testing::Range<std::size_t>(0, kChangedParts),
                                           testing::Values(CapturedAs::callables, CapturedAs::buckets)),
                          [](const auto& info) {

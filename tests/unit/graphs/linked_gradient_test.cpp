@@ -52,7 +52,7 @@ TEST(LinkedGradientTest, AnOutputThatIsNotThere) {
         engine, {Callable("two", two_results), Callable("sum", sum_of_two)},
         {{rows(0, device).requires_grad_(true)}, {Sample::output_of(0), Sample::output_of(0, output)}});
   };
-  EXPECT_THROWS(UsageError, "\"sum\" takes output 2 of callable \"two\", which returns 2", capture(2));
+  EXPECT_THROWS(UsageError, "\"sum\" takes output 2 of callable \"two\", but that one returns only 2", capture(2));
   EXPECT_THROWS(UsageError, "count from 0", capture(-1));
 }
 
