@@ -77,9 +77,11 @@ std::vector<std::vector<std::size_t>> sequence_groups(std::size_t calls, const R
   for (const auto& [a, b] : recorded.connected) {
     components.join(a, b);
   }
+  const auto first =
+      static_cast<std::size_t>(std::find(has_backward.begin(), has_backward.end(), true) - has_backward.begin());
   for (std::size_t call = 0; call < calls; ++call) {
-    if (!has_backward[call] && calls > 1) {
-      components.join(call, call > 0 ? call - 1 : 1);
+    if (!has_backward[call]) {
+      components.join(call, call > first ? call - 1 : std::min(first, calls - 1));
     }
   }
   std::vector<std::vector<std::size_t>> members(calls);
