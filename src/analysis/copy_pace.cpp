@@ -15,64 +15,68 @@ constexpr std::uint64_t kLagAtMost = 2;        // one part in so many of all byt
 constexpr std::uint64_t kLookaheadAtMost = 8;  // likewise
 
 struct Pass {
-  double forward = 0;
+  double forward = 0;  ///< in forwards, with what they waited for
   double all = 0;
 };
 
-Pass simulate(const std::vector<std::uint64_t>& bytes, const std::vector<std::uint64_t>& leaving,
-              const CopyWindow& window, const std::vector<LayerPace>& layers, const LinkPace& link) {
-  const std::vector<CopyPlaces> places = copy_places(bytes, leaving, window);
-  const std::size_t count = bytes.size();
-  std::vector<double> left(count);
+Pass simulate(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+              const std::vector<std::uint64_t>& leaving, const CopyWindow& window, const std::vector<LayerPace>& paces,
+              const LinkPace& link) {
+  const std::vector<CopyPlaces> places = copy_places(order, bytes, leaving, window);
+  std::vector<double> offloaded(order.runs());
+  std::vector<double> reloaded(order.runs());
   double now = 0;
-  double link_free = 0;
-  const auto wait_for_sources = [&](std::size_t place) {
-    for (std::size_t i = 0; i < count; ++i) {
-      if (leaving[i] > 0 && places[i].released_at == place) {
-        now = std::max(now, left[i]);
+  double to_host_free = 0;
+  double to_device_free = 0;
+  Pass pass;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const double began = now;
+    for (std::size_t run = 0; run < order.runs(); ++run) {
+      if (leaving[run] > 0 && places[run].released_at == i) {
+        now = std::max(now, offloaded[run]);
       }
     }
-  };
-  for (std::size_t i = 0; i < count; ++i) {
-    wait_for_sources(i);
-    // The groups of a layer end all along its forward, the last one with it.
-    link_free = std::max(link_free, now) + static_cast<double>(leaving[i]) / link.to_host;
-    now += layers[i].forward;
-    left[i] = link_free = leaving[i] > 0 ? std::max(link_free, now) : link_free;
-  }
-  Pass pass{now, 0};
-  std::vector<double> back(count);
-  link_free = 0;
-  for (std::size_t i = count; i-- > 0;) {
-    const std::size_t place = 2 * count - 1 - i;
-    wait_for_sources(place);
-    for (std::size_t k = count; k-- > 0;) {
-      if (leaving[k] > 0 && places[k].returns_at == place) {
-        link_free = std::max(link_free, now) + static_cast<double>(leaving[k]) / link.to_device;
-        back[k] = link_free;
+    const std::size_t run = order.run_at(i);
+    if (!order.is_backward(i)) {
+      // The groups of a call end all along its forward, the last one with it.
+      to_host_free = std::max(to_host_free, now) + static_cast<double>(leaving[run]) / link.to_host;
+      now += paces[run].forward;
+      offloaded[run] = to_host_free = leaving[run] > 0 ? std::max(to_host_free, now) : to_host_free;
+      pass.forward += now - began;
+      continue;
+    }
+    for (const std::size_t back : order.by_backward()) {
+      if (leaving[back] > 0 && places[back].returns_at == i) {
+        to_device_free = std::max(to_device_free, now) + static_cast<double>(leaving[back]) / link.to_device;
+        reloaded[back] = to_device_free;
       }
     }
-    now = std::max(now, back[i]) + layers[i].backward;
+    now = std::max(now, reloaded[run]) + paces[run].backward;
   }
   pass.all = now;
   return pass;
 }
 
-std::vector<std::uint64_t> leaving_of(const std::vector<std::uint64_t>& bytes, const CopyWindow& window) {
+std::vector<std::uint64_t> leaving_of(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                                      const CopyWindow& window) {
   std::vector<std::uint64_t> leaving = bytes;
-  std::fill(leaving.begin() + static_cast<std::ptrdiff_t>(first_to_stay(bytes, window)), leaving.end(), 0);
+  const std::vector<bool> stay = needed_immediately(order, bytes, window);
+  for (std::size_t run = 0; run < leaving.size(); ++run) {
+    leaving[run] = stay[run] ? 0 : leaving[run];
+  }
   return leaving;
 }
 
 }  // namespace
 
-double pass_seconds(const std::vector<std::uint64_t>& bytes, const std::vector<std::uint64_t>& leaving,
-                    const CopyWindow& window, const std::vector<LayerPace>& layers, const LinkPace& link) {
-  return simulate(bytes, leaving, window, layers, link).all;
+double pass_seconds(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                    const std::vector<std::uint64_t>& leaving, const CopyWindow& window,
+                    const std::vector<LayerPace>& paces, const LinkPace& link) {
+  return simulate(order, bytes, leaving, window, paces, link).all;
 }
 
-CopyWindow paced_window(const std::vector<std::uint64_t>& bytes, const CopyWindow& least,
-                        const std::vector<LayerPace>& layers, const LinkPace& link) {
+CopyWindow paced_window(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes, const CopyWindow& least,
+                        const std::vector<LayerPace>& paces, const LinkPace& link) {
   const std::uint64_t all = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
   const std::uint64_t largest = bytes.empty() ? 0 : *std::max_element(bytes.begin(), bytes.end());
   if (largest == 0) {
@@ -80,11 +84,11 @@ CopyWindow paced_window(const std::vector<std::uint64_t>& bytes, const CopyWindo
   }
   const LinkPace in_use{kLinkInUse * link.to_host, kLinkInUse * link.to_device};
   const auto pass = [&](const CopyWindow& window) {
-    return simulate(bytes, leaving_of(bytes, window), window, layers, in_use);
+    return simulate(order, bytes, leaving_of(order, bytes, window), window, paces, in_use);
   };
   double forward = 0;
-  for (const LayerPace& layer : layers) {
-    forward += layer.forward;
+  for (const LayerPace& pace : paces) {
+    forward += pace.forward;
   }
   const CopyWindow half{std::max(least.lag, all / kLagAtMost), least.lookahead};
   const Pass best = pass(half);

@@ -19,15 +19,17 @@ struct LinkPace {
   double to_device = 0;
 };
 
-/// Seconds from the first forward to the last backward of layers that save `bytes` and of which `leaving` bytes leave, bit by bit as
-/// their forward runs, where each graph waits for the copies as copy_places says. Pure.
-[[nodiscard]] double pass_seconds(const std::vector<std::uint64_t>& bytes, const std::vector<std::uint64_t>& leaving,
-                                  const CopyWindow& window, const std::vector<LayerPace>& layers, const LinkPace& link);
+/// Seconds that a pass over `order` takes, for runs that save `bytes`, of which `leaving` are offloaded, bit by bit as their forward runs.
+/// Each graph waits for copies as copy_places says. `bytes`, `leaving` and `paces` by run. Pure.
+[[nodiscard]] double pass_seconds(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                                  const std::vector<std::uint64_t>& leaving, const CopyWindow& window,
+                                  const std::vector<LayerPace>& paces, const LinkPace& link);
 
-/// The window where the options leave it open: no less than `least`, and the smallest lag with which forwards wait for copies to the
-/// host as little as with half of all bytes, where that is little; then the smallest lookahead that gains what an eighth
-/// would. Where half of the bytes would not do, more lag would only offload less. Pure.
-[[nodiscard]] CopyWindow paced_window(const std::vector<std::uint64_t>& bytes, const CopyWindow& least,
-                                      const std::vector<LayerPace>& layers, const LinkPace& link);
+/// The window if the options leave it open: no less than `least`, and the smallest lag with which forwards wait for copies to the
+/// host as little as with half of all bytes, if that is little; then the smallest lookahead that gains what an eighth
+/// would. If half of the bytes would not do, more lag would only offload less. Pure.
+[[nodiscard]] CopyWindow paced_window(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                                      const CopyWindow& least, const std::vector<LayerPace>& paces,
+                                      const LinkPace& link);
 
 }  // namespace sidestream

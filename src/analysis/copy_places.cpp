@@ -16,52 +16,75 @@ CopyWindow copy_window(const std::vector<std::uint64_t>& bytes, std::optional<st
   return {std::max(least, lag.value_or(deep)), lookahead};
 }
 
-std::size_t first_to_stay(const std::vector<std::uint64_t>& bytes, const CopyWindow& window) {
-  std::size_t first = bytes.size();
-  std::uint64_t held = 0;
-  while (first > 0 && held + bytes[first - 1] <= window.lag) {
-    held += bytes[--first];
+std::vector<bool> needed_immediately(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                                     const CopyWindow& window) {
+  std::vector<std::uint64_t> saved_before(order.size() + 1);  // bytes saved by forwards below each graph index
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    saved_before[i + 1] = saved_before[i] + (order.is_backward(i) ? 0 : bytes[order.run_at(i)]);
   }
-  return first;
+  std::vector<bool> stay(order.runs());
+  for (std::size_t run = 0; run < order.runs(); ++run) {
+    stay[run] = saved_before[order.backward_index(run)] - saved_before[order.forward_index(run)] <= window.lag;
+  }
+  return stay;
 }
 
-std::vector<CopyPlaces> copy_places(const std::vector<std::uint64_t>& bytes, const std::vector<std::uint64_t>& leaving,
-                                    const CopyWindow& window) {
-  const std::size_t layers = bytes.size();
-  std::vector<CopyPlaces> places(layers);
+namespace {
+
+void place_releases(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                    const std::vector<std::uint64_t>& leaving, std::uint64_t lag, std::vector<CopyPlaces>& places) {
   std::uint64_t held = 0;
-  std::size_t oldest = 0;  // that was not released
-  for (std::size_t layer = 0; layer < layers; ++layer) {
-    for (; oldest < layer && held + bytes[layer] > window.lag; ++oldest) {
-      places[oldest].released_at = layer;
+  std::size_t oldest = 0;  // run that is not released
+  std::size_t forwards = 0;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const std::size_t run = order.run_at(i);
+    const bool backward = order.is_backward(i);
+    const std::uint64_t more = backward ? 0 : bytes[run];
+    for (; oldest < forwards && (backward || held + more > lag); ++oldest) {
+      places[oldest].released_at = i;
       held -= leaving[oldest];
     }
-    held += bytes[layer];
+    if (backward) {
+      held -= bytes[run] - leaving[run];
+    } else {
+      held += more;
+      ++forwards;
+    }
   }
-  for (; oldest < layers; ++oldest) {
-    places[oldest].released_at = layers;
-  }
+}
 
-  std::vector<std::uint64_t> on_device(layers);
-  for (std::size_t layer = 0; layer < layers; ++layer) {
-    on_device[layer] = bytes[layer] - leaving[layer];
-  }
-  std::uint64_t below = std::accumulate(on_device.begin(), on_device.end(), std::uint64_t{0});  // and the layer itself
-  std::size_t next = layers;  // layers from here on are here
-  for (std::size_t layer = layers; layer-- > 0;) {
-    const std::size_t place = 2 * layers - 1 - layer;
-    while (next > 0) {
-      const std::size_t candidate = next - 1;
-      const bool due = candidate + 1 >= layer;
-      if (!due && below + leaving[candidate] > window.lag + window.lookahead) {
+void place_reloads(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                   const std::vector<std::uint64_t>& leaving, std::uint64_t room, std::vector<CopyPlaces>& places) {
+  std::uint64_t on_device = 0;  // of pending runs, as reloads begin
+  std::size_t next = 0;         // in the order of backwards: the first run that is not back
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const std::size_t run = order.run_at(i);
+    if (!order.is_backward(i)) {
+      on_device += bytes[run] - leaving[run];
+      continue;
+    }
+    const std::size_t rank = order.backward_rank(run);
+    for (; next < order.runs(); ++next) {
+      const std::size_t candidate = order.by_backward()[next];
+      const bool saved = order.forward_index(candidate) < i;
+      const bool due = next <= rank + 1;
+      if (!saved || (!due && on_device + leaving[candidate] > room)) {
         break;
       }
-      places[candidate].returns_at = place;
-      below += leaving[candidate];
-      next = candidate;
+      places[candidate].returns_at = i;
+      on_device += leaving[candidate];
     }
-    below -= bytes[layer];
+    on_device -= bytes[run];
   }
+}
+
+}  // namespace
+
+std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                                    const std::vector<std::uint64_t>& leaving, const CopyWindow& window) {
+  std::vector<CopyPlaces> places(order.runs());
+  place_releases(order, bytes, leaving, window.lag, places);
+  place_reloads(order, bytes, leaving, window.lag + window.lookahead, places);
   return places;
 }
 

@@ -4,12 +4,14 @@
 #include <optional>
 #include <vector>
 
+#include "analysis/sequence_order.h"
+
 namespace sidestream {
 
 /// How far copies may be away from the graphs that they belong to, in device bytes.
 struct CopyWindow {
   /// How far copies to the host may trail: what the layers saved whose copies are not waited for yet, with that of the layer
-  /// that runs. What turns round within it does not leave.
+  /// that runs. What is needed immediately, within it, is not offloaded.
   std::uint64_t lag = 0;
   /// What may be back before its backward, beyond the memory of `lag` that backwards have freed by then.
   std::uint64_t lookahead = 0;
@@ -22,19 +24,21 @@ struct CopyWindow {
 [[nodiscard]] CopyWindow copy_window(const std::vector<std::uint64_t>& bytes, std::optional<std::uint64_t> lag,
                                      std::uint64_t lookahead, std::size_t layers_deep);
 
-/// The first of the last layers, which stay: those that turn round within the lag. Pure.
-[[nodiscard]] std::size_t first_to_stay(const std::vector<std::uint64_t>& bytes, const CopyWindow& window);
+/// Which runs of a sequence are not offloaded, because their backward needs what they saved immediately: all that is saved from a run's
+/// forward until its backward begins fits into the lag. `bytes` by run. Pure.
+[[nodiscard]] std::vector<bool> needed_immediately(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                                                   const CopyWindow& window);
 
-/// Where the copies of one layer lie among a chain's graphs; see LayerCopies.
+/// Between which graphs the copies of one run lie, as graph indices. See CallCopies.
 struct CopyPlaces {
   std::size_t released_at = 0;
   std::size_t returns_at = 0;
 };
 
-/// The places of layers that save `bytes` and of which `leaving` bytes leave. A source is released as late as the lag allows, and
-/// before the first backward; a target is allocated as early as lag and lookahead allow, and with the backward of the layer above
-/// at the latest (its own, for the last layer). Pure.
-[[nodiscard]] std::vector<CopyPlaces> copy_places(const std::vector<std::uint64_t>& bytes,
+/// By run, for runs that save `bytes`, of which `leaving` are offloaded. The sources of a run are released as late as the lag allows, and
+/// before the first backward that follows its forward. The targets are allocated at a backward: as early as lag and lookahead allow, and
+/// at the latest one backward before the run's own, or at its own if its forward comes between the two. Pure.
+[[nodiscard]] std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                                                   const std::vector<std::uint64_t>& leaving, const CopyWindow& window);
 
 }  // namespace sidestream

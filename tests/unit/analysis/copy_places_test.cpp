@@ -1,9 +1,13 @@
 #include "analysis/copy_places.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
+
+#include "tests/unit/analysis/pipeline_orders.h"
 
 namespace sidestream {
 namespace {
@@ -39,40 +43,116 @@ TEST(CopyWindowTest, IsAsGivenButHoldsTheLargestLayer) {
   EXPECT_EQ(copy_window({10, 30, 20}, 5, 0, 2).lag, 30);
 }
 
-TEST(FirstToStayTest, IsTheFirstOfThoseThatTurnRoundWithinTheLag) {
-  EXPECT_EQ(first_to_stay({10, 10, 10, 10}, {20, 0}), 2);
-  EXPECT_EQ(first_to_stay({10, 10, 10, 10}, {29, 0}), 2);
-  EXPECT_EQ(first_to_stay({10, 10, 10, 1}, {20, 0}), 2) << "11 bytes do, 21 would not";
-  EXPECT_EQ(first_to_stay({10, 10}, {20, 0}), 0);
-  EXPECT_EQ(first_to_stay({10, 0, 0}, {10, 0}), 0);
+/// Which of four calls stay, as a list of 0 and 1.
+std::vector<int> staying(const SequenceOrder& order, const Bytes& bytes, const CopyWindow& window) {
+  const std::vector<bool> stay = needed_immediately(order, bytes, window);
+  return {stay.begin(), stay.end()};
+}
+
+TEST(NeededImmediatelyTest, IsWhatTheLastCallsSaveWithinTheLag) {
+  EXPECT_EQ(staying(nested_order(4), {10, 10, 10, 10}, {20, 0}), (std::vector<int>{0, 0, 1, 1}));
+  EXPECT_EQ(staying(nested_order(4), {10, 10, 10, 10}, {29, 0}), (std::vector<int>{0, 0, 1, 1}));
+  EXPECT_EQ(staying(nested_order(4), {10, 10, 10, 1}, {20, 0}), (std::vector<int>{0, 0, 1, 1}))
+      << "11 bytes do, 21 would not";
+  EXPECT_EQ(staying(nested_order(2), {10, 10}, {20, 0}), (std::vector<int>{1, 1}));
+  EXPECT_EQ(staying(nested_order(3), {10, 0, 0}, {10, 0}), (std::vector<int>{1, 1, 1}));
+}
+
+TEST(NeededImmediatelyTest, CountsWhatOtherMicrobatchesSaveInBetween) {
+  // Two microbatches in flight: between the forward and the backward of each the forward of the next one runs.
+  const SequenceOrder order = one_forward_one_backward(/*calls=*/1, /*warm_up=*/1, /*microbatches=*/4);
+  EXPECT_EQ(staying(order, Bytes(4, 10), {20, 0}), (std::vector<int>{1, 1, 1, 1}));
+  EXPECT_EQ(staying(order, Bytes(4, 10), {19, 0}), (std::vector<int>{0, 0, 0, 1})) << "nothing follows the last one";
 }
 
 TEST(CopyPlacesTest, SourcesAreReleasedAsLateAsTheLagAllows) {
-  EXPECT_EQ(released(copy_places({10, 10, 10, 10}, {10, 10, 10, 0}, {10, 0})), (std::vector<std::size_t>{1, 2, 3, 4}));
-  EXPECT_EQ(released(copy_places({10, 10, 10, 10}, {10, 10, 0, 0}, {20, 0})), (std::vector<std::size_t>{2, 3, 4, 4}));
-  EXPECT_EQ(released(copy_places({10, 30, 10, 10}, {10, 30, 0, 0}, {40, 0})), (std::vector<std::size_t>{2, 3, 4, 4}));
+  EXPECT_EQ(released(copy_places(nested_order(4), {10, 10, 10, 10}, {10, 10, 10, 0}, {10, 0})),
+            (std::vector<std::size_t>{1, 2, 3, 4}));
+  EXPECT_EQ(released(copy_places(nested_order(4), {10, 10, 10, 10}, {10, 10, 0, 0}, {20, 0})),
+            (std::vector<std::size_t>{2, 3, 4, 4}));
+  EXPECT_EQ(released(copy_places(nested_order(4), {10, 30, 10, 10}, {10, 30, 0, 0}, {40, 0})),
+            (std::vector<std::size_t>{2, 3, 4, 4}));
 }
 
 TEST(CopyPlacesTest, SourcesAreReleasedBeforeTheFirstBackward) {
-  EXPECT_EQ(released(copy_places({10, 10}, {10, 10}, {100, 0})), (std::vector<std::size_t>{2, 2}));
+  EXPECT_EQ(released(copy_places(nested_order(2), {10, 10}, {10, 10}, {100, 0})), (std::vector<std::size_t>{2, 2}));
 }
 
 TEST(CopyPlacesTest, TargetsAreAllocatedWithTheBackwardAboveAtTheLatest) {
   // Places of backwards: layer 3 at 4, 2 at 5, 1 at 6, 0 at 7.
-  EXPECT_EQ(returns(copy_places({10, 10, 10, 10}, {10, 10, 10, 0}, {10, 0})), (std::vector<std::size_t>{6, 5, 4, 4}));
-  EXPECT_EQ(returns(copy_places({10, 10}, {10, 10}, {10, 0})), (std::vector<std::size_t>{2, 2}))
+  EXPECT_EQ(returns(copy_places(nested_order(4), {10, 10, 10, 10}, {10, 10, 10, 0}, {10, 0})),
+            (std::vector<std::size_t>{6, 5, 4, 4}));
+  EXPECT_EQ(returns(copy_places(nested_order(2), {10, 10}, {10, 10}, {10, 0})), (std::vector<std::size_t>{2, 2}))
       << "the last layer's with its own";
 }
 
 TEST(CopyPlacesTest, TargetsAreAllocatedAsEarlyAsTheMemoryOfTheLagAllows) {
   // Layers 2 and 3 stay: the backward of 3 must be over before there is room for layer 1.
-  EXPECT_EQ(returns(copy_places({10, 10, 10, 10}, {10, 10, 0, 0}, {20, 0})), (std::vector<std::size_t>{6, 5, 4, 4}));
-  EXPECT_EQ(returns(copy_places({10, 10, 10, 10}, {10, 10, 0, 0}, {20, 10})), (std::vector<std::size_t>{5, 4, 4, 4}));
-  EXPECT_EQ(returns(copy_places({10, 10, 10, 10}, {10, 10, 0, 0}, {20, 20})), (std::vector<std::size_t>{4, 4, 4, 4}));
+  EXPECT_EQ(returns(copy_places(nested_order(4), {10, 10, 10, 10}, {10, 10, 0, 0}, {20, 0})),
+            (std::vector<std::size_t>{6, 5, 4, 4}));
+  EXPECT_EQ(returns(copy_places(nested_order(4), {10, 10, 10, 10}, {10, 10, 0, 0}, {20, 10})),
+            (std::vector<std::size_t>{5, 4, 4, 4}));
+  EXPECT_EQ(returns(copy_places(nested_order(4), {10, 10, 10, 10}, {10, 10, 0, 0}, {20, 20})),
+            (std::vector<std::size_t>{4, 4, 4, 4}));
 }
 
 TEST(CopyPlacesTest, WhatLeavesInPartNeedsRoomForThatPartOnly) {
-  EXPECT_EQ(released(copy_places({5, 5, 10}, {5, 5, 0}, {15, 0})), (std::vector<std::size_t>{2, 3, 3}));
+  EXPECT_EQ(released(copy_places(nested_order(3), {5, 5, 10}, {5, 5, 0}, {15, 0})),
+            (std::vector<std::size_t>{2, 3, 3}));
+}
+
+TEST(CopyPlacesTest, SourcesOfMicrobatchesAreReleasedBeforeTheNextBackward) {
+  // F0 F1 B0 F2 B1 F3 B2 B3.
+  const SequenceOrder order = one_forward_one_backward(1, 1, 4);
+  EXPECT_EQ(released(copy_places(order, Bytes(4, 10), Bytes(4, 10), {100, 0})), (std::vector<std::size_t>{2, 2, 4, 6}));
+  EXPECT_EQ(released(copy_places(order, Bytes(4, 10), Bytes(4, 10), {10, 0})), (std::vector<std::size_t>{1, 2, 4, 6}))
+      << "there is room for what one forward saves";
+}
+
+TEST(CopyPlacesTest, TargetsOfMicrobatchesAreAllocatedOneBackwardBeforeIfTheirForwardHasRun) {
+  // F0 F1 B0 F2 B1 F3 B2 B3.
+  const SequenceOrder order = one_forward_one_backward(1, 1, 4);
+  EXPECT_EQ(returns(copy_places(order, Bytes(4, 10), Bytes(4, 10), {10, 0})), (std::vector<std::size_t>{2, 2, 4, 6}));
+}
+
+/// Device bytes of offloaded runs at each graph: a run's bytes are there from its forward until its sources are released, and from the
+/// allocation of its targets until its backward.
+std::uint64_t most_on_device(const SequenceOrder& order, const Bytes& bytes, const std::vector<CopyPlaces>& places) {
+  std::uint64_t most = 0;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    std::uint64_t now = 0;
+    for (std::size_t run = 0; run < order.runs(); ++run) {
+      const bool alive = i >= order.forward_index(run) && i <= order.backward_index(run);
+      now += alive && (i < places[run].released_at || i >= places[run].returns_at) ? bytes[run] : 0;
+    }
+    most = std::max(most, now);
+  }
+  return most;
+}
+
+TEST(CopyPlacesTest, FitIntoTheWindowInEachOrder) {
+  const std::vector<SequenceOrder> orders = {nested_order(12), one_forward_one_backward(3, 2, 6),
+                                             one_forward_one_backward(2, 0, 4), interleaved(2, 2, 8),
+                                             forwards_first_in_order(3, 4)};
+  for (std::size_t number = 0; number < orders.size(); ++number) {
+    SCOPED_TRACE("order " + std::to_string(number));
+    const SequenceOrder& order = orders[number];
+    Bytes bytes;
+    for (std::size_t run = 0; run < order.runs(); ++run) {
+      bytes.push_back(10 + run % 3 * 5);
+    }
+    for (const CopyWindow window : {CopyWindow{20, 0}, CopyWindow{60, 0}, CopyWindow{40, 30}}) {
+      const std::vector<CopyPlaces> places = copy_places(order, bytes, bytes, window);
+      for (std::size_t run = 0; run < order.runs(); ++run) {
+        EXPECT_GT(places[run].released_at, order.forward_index(run)) << run;
+        EXPECT_LE(places[run].released_at, places[run].returns_at) << run;
+        EXPECT_LE(places[run].returns_at, order.backward_index(run)) << run;
+        EXPECT_TRUE(order.is_backward(places[run].returns_at)) << run;
+      }
+      // What the lag holds and what is back, with the next run's in reserve.
+      EXPECT_LE(most_on_device(order, bytes, places), 2 * window.lag + window.lookahead + 2 * 20);
+    }
+  }
 }
 
 }  // namespace

@@ -1,0 +1,24 @@
+#pragma once
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+#include "analysis/sequence_order.h"
+
+namespace sidestream {
+
+/// What one step recorded of calls that are to be captured. Calls are numbered in the order of their first forwards. Plain data.
+struct RecordedOrder {
+  /// Forwards and backwards as they ran; `microbatch` counts the runs of a call. A run without a backward may lack it.
+  std::vector<SequenceStep> steps;
+  /// Pairs of calls that autograd connects: one was computed from the other, or one backward pass ran through both.
+  std::vector<std::pair<std::size_t, std::size_t>> connected;
+};
+
+/// Which of the calls 0 to `calls` - 1 are captured together, as a sequence in nested order: lists of calls in increasing order. Calls are
+/// together if autograd connects them and if their sequence may replay in the recorded order; else the later call begins another
+/// sequence. A call that never ran a backward joins the sequence of the call before it; those before the first call with a backward join that
+/// one. Pure.
+[[nodiscard]] std::vector<std::vector<std::size_t>> sequence_groups(std::size_t calls, const RecordedOrder& recorded);
+
+}  // namespace sidestream

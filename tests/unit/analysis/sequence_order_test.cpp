@@ -1,0 +1,148 @@
+#include "analysis/sequence_order.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "sidestream/error.h"
+#include "tests/expect_throws.h"
+#include "tests/unit/analysis/pipeline_orders.h"
+
+namespace sidestream {
+namespace {
+
+constexpr Direction kForward = Direction::forward;
+constexpr Direction kBackward = Direction::backward;
+
+TEST(SequenceOrderTest, NestedIsForwardsAndThenBackwardsInReverse) {
+  const SequenceOrder order = nested_order(3);
+  EXPECT_EQ(order.steps(), (std::vector<SequenceStep>{{0, 0, kForward},
+                                                      {1, 0, kForward},
+                                                      {2, 0, kForward},
+                                                      {2, 0, kBackward},
+                                                      {1, 0, kBackward},
+                                                      {0, 0, kBackward}}));
+  EXPECT_EQ(order.runs(), 3U);
+  for (std::size_t run = 0; run < 3; ++run) {
+    EXPECT_EQ(order.forward_index(run), run);
+    EXPECT_EQ(order.backward_index(run), 5 - run);
+    EXPECT_EQ(order.backward_rank(run), 2 - run);
+    EXPECT_EQ(order.run_at(run), run);
+    EXPECT_EQ(order.run_at(5 - run), run);
+    EXPECT_EQ(order.first_run_from(run), run);
+  }
+  EXPECT_EQ(order.first_run_from(3), 3U) << "no forward follows a backward";
+  EXPECT_EQ(nested_order(0).size(), 0U);
+}
+
+TEST(SequenceOrderTest, OneForwardOneBackwardHasARunForEachMicrobatch) {
+  const SequenceOrder order = one_forward_one_backward(/*calls=*/2, /*warm_up=*/1, /*microbatches=*/3);
+  // F0a F0b F1a F1b B0b B0a F2a F2b B1b B1a B2b B2a
+  EXPECT_EQ(order.size(), 12U);
+  EXPECT_EQ(order.runs(), 6U);
+  EXPECT_EQ(order.forward_index(4), 6U) << "the first call for the third microbatch";
+  EXPECT_EQ(order.backward_index(0), 5U);
+  EXPECT_EQ(order.backward_index(4), 11U);
+  EXPECT_EQ(order.by_backward(), (std::vector<std::size_t>{1, 0, 3, 2, 5, 4}));
+  EXPECT_EQ(order.first_run_from(4), 4U);
+  EXPECT_EQ(order.first_run_from(7), 5U);
+  EXPECT_EQ(order.first_run_from(8), 6U);
+}
+
+TEST(SequenceOrderTest, InterleavedRunsEachChunkForEachMicrobatchOnce) {
+  const SequenceOrder order = interleaved(/*ranks=*/2, /*chunks=*/2, /*microbatches=*/4);
+  EXPECT_EQ(order.size(), 16U);
+  EXPECT_EQ(order.runs(), 8U);
+  const std::vector<SequenceStep> begin(order.steps().begin(), order.steps().begin() + 6);
+  EXPECT_EQ(begin, (std::vector<SequenceStep>{{0, 0, kForward},
+                                              {0, 1, kForward},
+                                              {1, 0, kForward},
+                                              {1, 1, kForward},
+                                              {0, 2, kForward},
+                                              {1, 0, kBackward}}));
+}
+
+TEST(SequenceOrderTest, RefusesListsThatAreNoOrder) {
+  using Steps = std::vector<SequenceStep>;
+  EXPECT_THROWS(UsageError, "the backward of call 0 for microbatch 0 without a forward",
+                SequenceOrder(Steps{{0, 0, kBackward}}));
+  EXPECT_THROWS(UsageError, "lacks the backward of call 2 for microbatch 1", SequenceOrder(Steps{{2, 1, kForward}}));
+  EXPECT_THROWS(UsageError, "the forward of call 0 for microbatch 0 twice",
+                SequenceOrder(Steps{{0, 0, kForward}, {0, 0, kForward}}));
+  EXPECT_THROWS(UsageError, "the backward of call 0 for microbatch 0 twice",
+                SequenceOrder(Steps{{0, 0, kForward}, {0, 0, kBackward}, {0, 0, kBackward}}));
+}
+
+/// What forbids the graph at each index of `order` while `pending` runs await their backward: -1 if nothing does.
+std::vector<int> obstacles(const SequenceOrder& order, const std::vector<std::size_t>& pending) {
+  PendingRuns runs(order);
+  for (const std::size_t run : pending) {
+    runs.begin(run);
+  }
+  std::vector<int> found;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const std::optional<std::size_t> obstacle = runs.obstacle(i);
+    found.push_back(obstacle ? static_cast<int>(*obstacle) : -1);
+  }
+  return found;
+}
+
+TEST(PendingRunsTest, APendingRunAllowsWhatLiesBetweenItsForwardAndItsBackward) {
+  EXPECT_EQ(obstacles(nested_order(3), {}), (std::vector<int>{-1, -1, -1, -1, -1, -1}));
+  EXPECT_EQ(obstacles(nested_order(3), {1}), (std::vector<int>{1, 1, -1, -1, -1, 1}));
+  EXPECT_EQ(obstacles(nested_order(3), {0, 2}), (std::vector<int>{2, 2, 2, -1, 2, 2}));
+  // F0 F1 B0 F2 B1 B2
+  const SequenceOrder order = one_forward_one_backward(1, 1, 3);
+  EXPECT_EQ(obstacles(order, {0}), (std::vector<int>{0, -1, -1, 0, 0, 0}));
+  EXPECT_EQ(obstacles(order, {0, 1}), (std::vector<int>{1, 1, -1, 0, 0, 0}));
+  EXPECT_EQ(obstacles(order, {1}), (std::vector<int>{1, 1, -1, -1, -1, 1}));
+  EXPECT_EQ(obstacles(order, {1, 2}), (std::vector<int>{2, 2, 2, 2, -1, 1}));
+}
+
+TEST(PendingRunsTest, EveryOrderMayRepeatItself) {
+  const std::vector<SequenceOrder> orders = {nested_order(5), one_forward_one_backward(3, 2, 6), interleaved(4, 2, 8),
+                                             forwards_first_in_order(2, 3)};
+  for (std::size_t number = 0; number < orders.size(); ++number) {
+    SCOPED_TRACE("order " + std::to_string(number));
+    const SequenceOrder& order = orders[number];
+    PendingRuns pending(order);
+    for (int pass = 0; pass < 2; ++pass) {
+      for (std::size_t i = 0; i < order.size(); ++i) {
+        EXPECT_FALSE(pending.obstacle(i)) << "graph " << i;
+        const std::size_t run = order.run_at(i);
+        if (order.is_backward(i)) {
+          pending.end(run);
+        } else {
+          pending.begin(run);
+        }
+        EXPECT_EQ(pending.contains(run), !order.is_backward(i));
+      }
+      EXPECT_TRUE(pending.empty());
+    }
+  }
+}
+
+TEST(PendingRunsTest, EndsInAnyOrder) {
+  const SequenceOrder order = nested_order(4);
+  PendingRuns pending(order);
+  for (std::size_t run = 0; run < 4; ++run) {
+    pending.begin(run);
+  }
+  pending.end(2);
+  EXPECT_EQ(pending.latest(), 3U);
+  pending.end(3);
+  EXPECT_EQ(pending.latest(), 1U);
+  EXPECT_FALSE(pending.obstacle(order.backward_index(1)));
+  EXPECT_EQ(pending.obstacle(order.backward_index(0)), std::optional<std::size_t>(1));
+  pending.end(0);
+  pending.end(0);  // ended before
+  EXPECT_EQ(pending.latest(), 1U);
+  EXPECT_FALSE(pending.obstacle(order.forward_index(2)));
+  pending.end(1);
+  EXPECT_TRUE(pending.empty());
+}
+
+}  // namespace
+}  // namespace sidestream
