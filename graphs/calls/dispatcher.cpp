@@ -284,7 +284,7 @@ void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& requ
                           : "the state of autocast differs from that") +
                      " at its capture; call it as captured, or capture it again in this state");
   }
-  const bool lost = !call->forward;  // by a capture that failed in its place
+  const bool lost = !call->forward.graph;  // by a capture that failed in its place
   if (!lost && change.stale() && call->placed_by_hooks) {
     throw UsageError(describe(site) +
                      ": its graphs read weights at the addresses where its capture-time hooks placed them, and now " +

@@ -60,7 +60,7 @@ SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluat
 bool is_outdated(const GraphSequence& sequence) {
   const CapturedCalls& calls = sequence.calls();
   return sequence.change().stale() || std::any_of(calls.begin(), calls.end(), [](const CapturedCall& call) {
-           return !call.forward && !call.released;
+           return !call.forward.graph && !call.replay.released;
          });
 }
 
@@ -107,7 +107,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
   for (std::size_t l = 0; l < calls.size(); ++l) {
     const CapturedCall& call = calls[l];
     index[l] = specs.size();
-    if (call.released) {
+    if (call.replay.released) {
       continue;
     }
     CallSpec spec = call.spec;
@@ -118,7 +118,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
         spec.inputs[i].sample = held.tensor.detach().requires_grad_(held.requires_grad);
       }
       std::optional<Link>& from = spec.inputs[i].from;
-      if (from && !calls[from->call].released) {
+      if (from && !calls[from->call].replay.released) {
         from->call = index[from->call];
       } else if (from) {  // the memory that the input was linked to may hold anything
         from.reset();

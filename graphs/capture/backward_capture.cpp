@@ -99,7 +99,7 @@ void SequenceCapture::capture_backward(std::size_t index) {
     const NestedBackwardRefusal no_nested;
     const BackwardStateGuard state(call.spec.state);
     const OperatorObserverGuard observer = reads_.watch();
-    NodeNaming naming(runtime_, capture_, call.backward_names, *call.spec.scope, live.scopes);
+    NodeNaming naming(runtime_, capture_, call.backward.names, *call.spec.scope, live.scopes);
     const OperatorObserverGuard names = naming.watch();
     grads = torch::autograd::grad(roots, targets, seeds, sequence_.options_.retain_graph_in_backward(),
                                   /*create_graph=*/false, /*allow_unused=*/true);
@@ -109,15 +109,15 @@ void SequenceCapture::capture_backward(std::size_t index) {
   hold_reads(call);
   take_gradients(call, live, grads, added ? &*added : nullptr);
   added.reset();
-  runtime_.record(call.backward_done, capture_);
+  runtime_.record(call.backward.done, capture_);
   record_caller_event();
-  call.backward = capture.end();
+  call.backward.graph = capture.end();
   use_.capture_ended();
   hooks.after_backward();
   const std::string what = sequence_.describe(index) + ", backward";
-  const std::vector<GraphNode> nodes = runtime_.nodes(call.backward);
-  check_graph_events(nodes, call.backward_names, call.backward_done, {}, what);
-  check_nodes(nodes, call.backward_names, call.copies.captured, what);
+  const std::vector<GraphNode> nodes = runtime_.nodes(call.backward.graph);
+  check_graph_events(nodes, call.backward.names, call.backward.done, {}, what);
+  check_nodes(nodes, call.backward.names, call.copies.captured, what);
   check_copy_ends(call.copies.captured, CopyEnds::targets, what);
   finish_backward(index);
 }

@@ -34,7 +34,7 @@ bool is_held(const CapturedCall& call, const c10::Storage& storage) {
                      [&](const StaticInput& input) { return lies_in(input.tensor, storage); }) ||
          std::any_of(call.parameters.begin(), call.parameters.end(),
                      [&](const CallParameter& parameter) { return lies_in(parameter.grad, storage); }) ||
-         std::any_of(call.externals.begin(), call.externals.end(), [&](const c10::Storage& held) {
+         std::any_of(call.reads.externals.begin(), call.reads.externals.end(), [&](const c10::Storage& held) {
            return held.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
          });
 }
@@ -68,7 +68,7 @@ std::size_t references_to(const c10::Storage& storage, const CapturedCalls& call
     for (const OutputStorage& held : call.output_storages) {
       count += held.is(storage) ? 1 : 0;
     }
-    for (const c10::Storage& held : call.externals) {
+    for (const c10::Storage& held : call.reads.externals) {
       count += held.unsafeGetStorageImpl() == sought ? 1 : 0;
     }
     for (const auto& saved : call.copies.captured.storages) {
@@ -114,13 +114,13 @@ std::vector<at::Tensor> CaptureReads::give_to(CapturedCall& call) {
     if (const at::Tensor tensor = exclusions_.registered(external.storage); tensor.defined() && !is_weight) {
       registered.push_back(tensor);
     }
-    call.externals.push_back(std::move(external.storage));
+    call.reads.externals.push_back(std::move(external.storage));
   }
   return registered;
 }
 
 void CaptureReads::let_go_of_registered(CapturedCall& call) {
-  std::erase_if(call.externals, [&](const c10::Storage& storage) { return is_registered(call, storage); });
+  std::erase_if(call.reads.externals, [&](const c10::Storage& storage) { return is_registered(call, storage); });
 }
 
 void CaptureReads::forward_ended(std::size_t index) {

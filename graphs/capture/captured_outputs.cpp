@@ -30,18 +30,19 @@ at::Tensor owner_of(const CapturedCall& call, const at::Tensor& output, const Ex
   for (const CallParameter& parameter : call.parameters) {
     look_at(parameter.tensor);
   }
-  for (const TensorFacts& registered : call.modules.tensors()) {
+  for (const TensorFacts& registered : call.reads.modules.tensors()) {
     look_at(registered.tensor());
   }
-  for (const TensorFacts& watched : call.watched) {
+  for (const TensorFacts& watched : call.reads.watched) {
     look_at(watched.tensor());
   }
   if (!found.defined()) {
     found = exclusions.registered(output.storage());
   }
-  const bool external = std::any_of(call.externals.begin(), call.externals.end(), [&](const c10::Storage& storage) {
-    return storage.unsafeGetStorageImpl() == output.storage().unsafeGetStorageImpl();
-  });
+  const bool external =
+      std::any_of(call.reads.externals.begin(), call.reads.externals.end(), [&](const c10::Storage& storage) {
+        return storage.unsafeGetStorageImpl() == output.storage().unsafeGetStorageImpl();
+      });
   return found.defined() || !external ? found : output.detach();
 }
 

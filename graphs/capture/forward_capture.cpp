@@ -39,7 +39,7 @@ void SequenceCapture::capture_forward(std::size_t index) {
   resources_.offload->begin_forward(call.copies.captured, shared_slots_ ? &*shared_slots_ : nullptr);
   use_.capture_begins();
   CaptureGuard capture(runtime_, capture_, *sequence_.pool_, call.spec.generators);
-  NodeNaming naming(runtime_, capture_, call.forward_names, *live.recorder, live.scopes);
+  NodeNaming naming(runtime_, capture_, call.forward.names, *live.recorder, live.scopes);
   {
     const OperatorObserverGuard observer = reads_.watch();
     const OperatorObserverGuard names = naming.watch();
@@ -63,10 +63,10 @@ void SequenceCapture::capture_forward(std::size_t index) {
   const SavedTensorRecorder::Counts counts = live.recorder->counts();
   call.unplanned_bytes = counts.unplanned_bytes;
   call.refused_bytes = counts.refused_bytes;
-  runtime_.record(call.forward_done, capture_);
+  runtime_.record(call.forward.done, capture_);
   record_caller_event();
   resources_.offload->end_forward();
-  call.forward = capture.end();
+  call.forward.graph = capture.end();
   use_.capture_ended();
   hooks.after_forward();
   std::vector<const ExternalEvent*> ready;
@@ -76,9 +76,9 @@ void SequenceCapture::capture_forward(std::size_t index) {
     }
   }
   const std::string what = sequence_.describe(index) + ", forward";
-  const std::vector<GraphNode> nodes = runtime_.nodes(call.forward);
-  check_graph_events(nodes, call.forward_names, call.forward_done, ready, what);
-  check_nodes(nodes, call.forward_names, call.copies.captured, what);
+  const std::vector<GraphNode> nodes = runtime_.nodes(call.forward.graph);
+  check_graph_events(nodes, call.forward.names, call.forward.done, ready, what);
+  check_nodes(nodes, call.forward.names, call.copies.captured, what);
   check_copy_ends(call.copies.captured, CopyEnds::sources, what);
   live.outputs.assign(outputs.begin(), outputs.end());
   learn_outputs(call, arguments, outputs, saved, *resources_.exclusions);

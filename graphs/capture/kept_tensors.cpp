@@ -55,7 +55,7 @@ void SequenceCapture::fill_kept_tensors() {
   }
   for (const CapturedCall& call : sequence_.calls_) {
     const Site site(Activity::warmup, call.spec.scope->site);
-    runtime_.launch(call.forward, capture_);
+    runtime_.launch(call.forward.graph, capture_);
   }
   written.put_back();
   runtime_.synchronize_device();
@@ -94,7 +94,7 @@ void SequenceCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
 
 void SequenceCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) const {
   for (const CaptureReads::Made& made : kept) {
-    for (const c10::Storage& external : sequence_.calls_[made.call].externals) {
+    for (const c10::Storage& external : sequence_.calls_[made.call].reads.externals) {
       // What nobody but graphs holds was let go of while they were captured.
       if (external.nbytes() == made.storage.nbytes() &&
           external.use_count() == references_to(external, sequence_.calls_)) {

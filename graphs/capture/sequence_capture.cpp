@@ -119,7 +119,7 @@ void SequenceCapture::run() {
   for (CapturedCall& call : sequence_.calls_) {
     call.make_lists();
     if (call.spec.module == nullptr) {
-      call.modules.attend_to(call.watched);
+      call.reads.modules.attend_to(call.reads.watched);
     }
   }
   sequence_.use_.captured(use_.finish(sequence_.calls_), sequence_.calls_.front().ungiven_bytes());

@@ -135,11 +135,11 @@ void SequenceCapture::prepare_calls() {
     CapturedCall& call = sequence_.calls_[i];
     call.spec = specs_[i];
     call.site = call.spec.scope->site;
-    call.forward_done = runtime_.create_external_event();
-    call.backward_done = runtime_.create_external_event();
+    call.forward.done = runtime_.create_external_event();
+    call.backward.done = runtime_.create_external_event();
     call.copies.released_at = copy_places_[i].released_at;
     call.copies.reload_at = copy_places_[i].returns_at;
-    call.backward_reads = sizings_[i].backward_reads;
+    call.reads.in_backward = sizings_[i].backward_reads;
     call.casts = sizings_[i].casts;
     take_facts(call);
     for (CallInput& input : call.spec.inputs) {
@@ -179,9 +179,9 @@ void SequenceCapture::prepare_calls() {
 }
 
 void SequenceCapture::take_facts(CapturedCall& call) {
-  call.modules = call.spec.state.modules.as_now(/*with_tensors=*/call.spec.module != nullptr);
-  call.modules.take_flags(call.spec.state.modules);
-  for (TensorFacts& watched : call.watched) {
+  call.reads.modules = call.spec.state.modules.as_now(/*with_tensors=*/call.spec.module != nullptr);
+  call.reads.modules.take_flags(call.spec.state.modules);
+  for (TensorFacts& watched : call.reads.watched) {
     TensorFacts now(watched.tensor());
     now.expect_requires_grad(watched.requires_grad());
     watched = std::move(now);
@@ -190,15 +190,15 @@ void SequenceCapture::take_facts(CapturedCall& call) {
 
 void SequenceCapture::watch(CapturedCall& call, const at::Tensor& tensor) {
   const auto is_it = [&](const TensorFacts& known) { return known.tensor().is_same(tensor); };
-  const auto& registered = call.modules.tensors();
+  const auto& registered = call.reads.modules.tensors();
   if (std::none_of(registered.begin(), registered.end(), is_it) &&
-      std::none_of(call.watched.begin(), call.watched.end(), is_it)) {
+      std::none_of(call.reads.watched.begin(), call.reads.watched.end(), is_it)) {
     TensorFacts facts(tensor);
     const auto& recorded = call.spec.state.modules.tensors();
     if (const auto known = std::find_if(recorded.begin(), recorded.end(), is_it); known != recorded.end()) {
       facts.expect_requires_grad(known->requires_grad());
     }
-    call.watched.push_back(std::move(facts));
+    call.reads.watched.push_back(std::move(facts));
   }
 }
 

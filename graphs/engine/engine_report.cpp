@@ -167,7 +167,7 @@ Report EngineState::report() const {
     report.graph_bytes += sequence.outside().graphs;
     report.warm_up_bytes += sequence.outside().warm_up;
     for (const CapturedCall& call : sequence.calls()) {
-      for (const c10::Storage& external : call.externals) {
+      for (const c10::Storage& external : call.reads.externals) {
         report.external_bytes += static_cast<std::int64_t>(external.nbytes());
       }
       report.unplanned_bytes += static_cast<std::int64_t>(call.unplanned_bytes);

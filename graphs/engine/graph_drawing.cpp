@@ -53,11 +53,11 @@ class Drawing {
   Drawing(const Runtime& runtime, const DrawnGraph& drawn)
       : drawn_(drawn),
         nodes_(runtime.nodes(graph())),
-        names_(drawn.backward ? drawn.call.backward_names : drawn.call.forward_names),
+        names_(drawn.backward ? drawn.call.backward.names : drawn.call.forward.names),
         branches_(branches_of(nodes_)) {
     const CapturedCall& call = drawn.call;
-    name_event(call.forward_done.native(), "done");
-    name_event(call.backward_done.native(), "done");
+    name_event(call.forward.done.native(), "done");
+    name_event(call.backward.done.native(), "done");
     for (const CapturedCopies::Group& group : call.copies.captured.groups) {
       for (const ExternalEvent& event : group.ready) {
         name_event(event.native(), "ready, group " + group.site.text());
@@ -81,7 +81,9 @@ class Drawing {
   }
 
  private:
-  [[nodiscard]] const Graph& graph() const { return drawn_.backward ? drawn_.call.backward : drawn_.call.forward; }
+  [[nodiscard]] const Graph& graph() const {
+    return drawn_.backward ? drawn_.call.backward.graph : drawn_.call.forward.graph;
+  }
   [[nodiscard]] std::string title() const {
     return "graphed call " + drawn_.call.spec.name + (drawn_.backward ? ", backward" : ", forward");
   }
@@ -249,7 +251,7 @@ class Drawing {
   }
 
   void draw_caller() {
-    const void* const done = (drawn_.backward ? drawn_.call.backward_done : drawn_.call.forward_done).native();
+    const void* const done = (drawn_.backward ? drawn_.call.backward.done : drawn_.call.forward.done).native();
     text_ += "  caller [label=\"the caller's stream goes on\", shape=box, style=\"dashed\"];\n";
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
       if (nodes_[i].kind == GraphNode::Kind::event_record && nodes_[i].event == done) {
@@ -354,7 +356,7 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineS
     for (std::size_t index = 0; index < sequence.calls().size(); ++index) {
       const CapturedCall& call = sequence.calls()[index];
       for (const bool backward : {false, true}) {
-        if (!(backward ? call.backward : call.forward)) {
+        if (!(backward ? call.backward.graph : call.forward.graph)) {
           continue;
         }
         files.push_back(folder + "/" + file_name(number, index, call.spec.name, backward));

@@ -12,7 +12,7 @@
 namespace sidestream {
 
 void stamp_versions(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, const detail::TensorBuffer& outputs) {
-  for (const std::size_t i : call.stamped_inputs) {  // what else is saved was copied: the caller's own may change
+  for (const std::size_t i : call.lists.stamped_inputs) {  // what else is saved was copied: the caller's own may change
     call.inputs[i].version = VersionStamp(inputs[i]);
   }
   for (const auto i : c10::irange(call.outputs.size())) {
@@ -28,7 +28,7 @@ void check_versions(const CapturedCall& call) {
     throw UsageError("graphed call \"" + call.spec.name + "\": " + what + std::to_string(index) +
                      " was changed in place before its backward, " + why + ": clone it before the in-place operation");
   };
-  for (const std::size_t i : call.stamped_inputs) {
+  for (const std::size_t i : call.lists.stamped_inputs) {
     if (!call.inputs[i].version.unchanged()) {
       changed("input ", i, "which needs it");
     }
@@ -45,7 +45,7 @@ void check_versions(const CapturedCall& call) {
 
 void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) {
   CapturedCall& call = calls_[index];
-  if (!call.backward) {
+  if (!call.backward.graph) {
     throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
   }
   if (memory_->turn() != this) {
@@ -53,18 +53,18 @@ void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) 
                      ": another capture in the same memory was replayed since its forward, and has overwritten its " +
                      "saved tensors; run its backward before that replay, or capture it in a pool of its own");
   }
-  if (call.generation != generation) {
+  if (call.replay.generation != generation) {
     throw UsageError(describe(index) +
                      ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
                      "overwritten; run each backward before the next forward of the same capture");
   }
-  if (call.backward_failed && call.accumulates) {
+  if (call.replay.backward_failed && call.accumulates) {
     throw UsageError(describe(index) + ": its backward failed after its graph had begun to add into .grad; " +
                      "set the gradients to none and run its forward again");
   }
-  if (call.backward_launched && !options_.retain_graph_in_backward()) {
+  if (call.replay.backward_launched && !options_.retain_graph_in_backward()) {
     throw UsageError(describe(index) + ": its backward is run a second time" +
-                     (call.backward_failed ? ", after one that failed after the launch of its graph" : "") +
+                     (call.replay.backward_failed ? ", after one that failed after the launch of its graph" : "") +
                      ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward");
   }
   if (top_ > static_cast<std::int64_t>(index)) {
@@ -76,8 +76,8 @@ void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) 
   check_backward_state(index);
   check_versions(call);
   if (call.accumulates) {
-    call.grads_in_place = are_in_place(call.accumulated);
-    if (!call.grads_in_place) {
+    call.replay.grads_in_place = are_in_place(call.lists.accumulated);
+    if (!call.replay.grads_in_place) {
       check_owned_grads(call.spec.name, call.parameters);
     }
   }
@@ -96,7 +96,7 @@ void GraphSequence::check_backward_state(std::size_t index) const {
                                                        : "; set it as in the step that was captured") +
                      ", or call OffloadEngine::reset");
   }
-  for (const BackwardRead& read : call.backward_reads) {
+  for (const BackwardRead& read : call.reads.in_backward) {
     if (read.counter.current_version() != read.at_forward) {
       throw UsageError(describe(index) + ": " + read.name +
                        ", which its backward needs, has been modified by an inplace operation since its forward "
@@ -105,8 +105,8 @@ void GraphSequence::check_backward_state(std::size_t index) const {
                        std::to_string(read.at_forward) + "); change it after the backward");
     }
   }
-  FactsChange weights = call.modules.tensors_change();
-  TensorFacts::add_changes(call.watched, weights);
+  FactsChange weights = call.reads.modules.tensors_change();
+  TensorFacts::add_changes(call.reads.watched, weights);
   if (weights.stale()) {
     throw UsageError(
         describe(index) + ": " + difference(index) +

@@ -39,6 +39,40 @@ struct BackwardRead {
   std::uint32_t at_forward = 0;  ///< replay: its version when the latest forward ran
 };
 
+/// What the graphs of a call read beside its inputs and parameters, as it was at the capture.
+struct CallReads {
+  ModuleFacts modules;                  ///< with the flags of the call's state
+  std::vector<TensorFacts> watched;     ///< other tensors of the model
+  std::vector<c10::Storage> externals;  ///< neither input, parameter nor buffer
+  std::vector<BackwardRead> in_backward;
+};
+
+/// One captured graph.
+struct CapturedGraph {
+  Graph graph;
+  ExternalEvent done;
+  NodeNames names;  ///< of its nodes
+};
+
+/// Indices into the lists of a call, so that no replay searches these. See CapturedCall::make_lists.
+struct ReplayLists {
+  std::vector<std::size_t> inputs_with_gradient;
+  std::vector<std::size_t> stamped_inputs;            ///< linked, and saved for backward: not copied
+  std::vector<std::size_t> parameters_with_gradient;  ///< which autograd is given; all others are accumulated
+  std::vector<AccumulatedGradient> accumulated;
+};
+
+/// The state of a call's replays.
+struct CallReplay {
+  bool released = false;           ///< by GraphSequence::release: nothing of the call is left
+  std::uint64_t generation = 0;    ///< counts forwards
+  bool pending = false;            ///< its backward is still to come
+  bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
+  bool backward_failed = false;    ///< after that launch
+  bool grads_in_place = false;     ///< the `.grad`s that it adds into: seen before the latest backward
+  ReplayOptions target;            ///< the caller's at the latest forward; its backward uses it too
+};
+
 /// One captured call: what it is, what its graphs read and write, the graphs, and the state of its replays, which only its sequence
 /// changes. Owns all that its graphs read.
 struct CapturedCall {
@@ -47,40 +81,20 @@ struct CapturedCall {
   bool has_backward = false;
   bool accumulates = false;      ///< its backward graph adds into the `.grad` of a parameter
   bool owns_gradients = false;   ///< of a parameter or an input it gives out the graph's own memory
-  bool placed_by_hooks = false;  ///< its weights lay elsewhere in its passes than behind the capture
+  bool placed_by_hooks = false;  ///< its weights lay elsewhere in its passes than after the capture
   bool casts = false;            ///< autocast was on somewhere in it: whether its inputs are leaves is a guard
   std::vector<StaticInput> inputs;
-  // Lists for replays, so that no replay searches for these among the rest. See make_lists.
-  std::vector<std::size_t> inputs_with_gradient;
-  std::vector<std::size_t> stamped_inputs;  ///< linked, and saved for backward: not copied
   std::vector<StaticOutput> outputs;
   std::vector<OutputStorage> output_storages;  ///< of the outputs that the capture made
   std::vector<CallParameter> parameters;
-  std::vector<std::size_t> parameters_with_gradient;  ///< which autograd is given; all others are accumulated
-  std::vector<AccumulatedGradient> accumulated;
-  ModuleFacts modules;                  ///< as captured, with the flags of `spec.state`
-  std::vector<TensorFacts> watched;     ///< what else of the model it reads
-  std::vector<c10::Storage> externals;  ///< read by the capture, neither input, parameter nor buffer
-  std::vector<BackwardRead> backward_reads;
+  ReplayLists lists;
+  CallReads reads;
   CallCopies copies;
   std::uint64_t unplanned_bytes = 0;  ///< saved by its capture, but not in the plan
   std::uint64_t refused_bytes = 0;    ///< planned to be offloaded, but kept for want of pinned memory
-
-  Graph forward;
-  Graph backward;
-  ExternalEvent forward_done;
-  ExternalEvent backward_done;
-  NodeNames forward_names;  ///< of the graphs' nodes
-  NodeNames backward_names;
-
-  // Replay.
-  bool released = false;           ///< by GraphSequence::release: nothing of it is left
-  std::uint64_t generation = 0;    ///< counts forwards
-  bool pending = false;            ///< its backward is still to come
-  bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
-  bool backward_failed = false;    ///< after that launch
-  bool grads_in_place = false;     ///< the `.grad`s that it adds into: seen before the latest backward
-  ReplayOptions target;            ///< the caller's at the latest forward; its backward uses it too
+  CapturedGraph forward;
+  CapturedGraph backward;
+  CallReplay replay;
 
   /// Visits the memory of each gradient that may be given out in the graphs' own memory; empty if there is none.
   template <class Visit>
@@ -96,7 +110,8 @@ struct CapturedCall {
   [[nodiscard]] std::int64_t ungiven_bytes() const noexcept {
     std::size_t bytes = 0;
     for (const StaticInput& input : inputs) {
-      bytes += input.memory && !(input.goes_to_leaf && backward_launched) ? input.memory->captured().nbytes() : 0;
+      bytes +=
+          input.memory && !(input.goes_to_leaf && replay.backward_launched) ? input.memory->captured().nbytes() : 0;
     }
     return static_cast<std::int64_t>(bytes);
   }
@@ -104,19 +119,19 @@ struct CapturedCall {
   void make_lists() {
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       if (inputs[i].requires_grad) {
-        inputs_with_gradient.push_back(i);
+        lists.inputs_with_gradient.push_back(i);
       }
       if (inputs[i].saved && inputs[i].from) {
-        stamped_inputs.push_back(i);
+        lists.stamped_inputs.push_back(i);
       }
     }
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const CallParameter& parameter = parameters[i];
       if (parameter.policy != GradientPolicy::accumulated) {
-        parameters_with_gradient.push_back(i);
+        lists.parameters_with_gradient.push_back(i);
       } else {
-        accumulated.push_back({parameter.tensor.unsafeGetTensorImpl(), parameter.attached.unsafeGetTensorImpl(),
-                               parameter.grad.const_data_ptr()});
+        lists.accumulated.push_back({parameter.tensor.unsafeGetTensorImpl(), parameter.attached.unsafeGetTensorImpl(),
+                                     parameter.grad.const_data_ptr()});
       }
     }
   }

@@ -26,7 +26,7 @@ std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const G
 }
 
 FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept {
-  TensorFacts::add_changes(call.watched, modules);
+  TensorFacts::add_changes(call.reads.watched, modules);
   return modules;
 }
 
@@ -106,7 +106,7 @@ GraphSequence::~GraphSequence() {
 
 bool GraphSequence::pending(std::size_t call) const {
   const std::lock_guard lock(mutex_);
-  return calls_[call].pending;
+  return calls_[call].replay.pending;
 }
 
 bool GraphSequence::ready(std::size_t call) const {
@@ -120,18 +120,18 @@ bool GraphSequence::any_pending() const {
 }
 
 FactsChange GraphSequence::change(std::size_t index) const noexcept {
-  return with_watched(calls_[index].modules.change(), calls_[index]);
+  return with_watched(calls_[index].reads.modules.change(), calls_[index]);
 }
 
 FactsChange GraphSequence::change_of_all(std::size_t index) const noexcept {
-  return with_watched(calls_[index].modules.change_of_all(), calls_[index]);
+  return with_watched(calls_[index].reads.modules.change_of_all(), calls_[index]);
 }
 
 FactsChange GraphSequence::change() const noexcept {
   FactsChange all;
   const torch::nn::Module* model = nullptr;  // of the plain functions, whose replays look at few of its modules
   for (const auto i : c10::irange(calls_.size())) {
-    const ModuleFacts& modules = calls_[i].modules;
+    const ModuleFacts& modules = calls_[i].reads.modules;
     if (modules.attends() && modules.root() != model) {
       model = modules.root();
       all |= modules.members_change();
@@ -146,13 +146,13 @@ FactsChange GraphSequence::change_before_pass() const noexcept {
   const torch::nn::Module* model = nullptr;  // as in change()
   for (const auto i : c10::irange(calls_.size())) {
     const CapturedCall& call = calls_[i];
-    if (call.released) {
+    if (call.replay.released) {
       continue;
     }
     FactsChange of_call = change(i);
-    if (call.modules.attends() && call.modules.root() != model) {
-      model = call.modules.root();
-      of_call |= call.modules.members_change();
+    if (call.reads.modules.attends() && call.reads.modules.root() != model) {
+      model = call.reads.modules.root();
+      of_call |= call.reads.modules.members_change();
     }
     if (of_call.layout) {
       continue;
@@ -173,8 +173,8 @@ bool GraphSequence::begins_pass(std::size_t call) const {
 
 std::string GraphSequence::difference(std::size_t index) const {
   const CapturedCall& call = calls_[index];
-  std::string text = call.modules.difference();
-  for (const TensorFacts& watched : call.watched) {
+  std::string text = call.reads.modules.difference();
+  for (const TensorFacts& watched : call.reads.watched) {
     if (const std::string what = watched.difference(); text.empty() && !what.empty()) {
       text = "a tensor that it reads " + what;
     }
@@ -183,8 +183,8 @@ std::string GraphSequence::difference(std::size_t index) const {
 }
 
 void GraphSequence::take_target(CapturedCall& call, const ReplayOptions* target) {
-  call.target = target != nullptr ? *target : ReplayOptions();
-  if (const auto& stream = call.target.stream();
+  call.replay.target = target != nullptr ? *target : ReplayOptions();
+  if (const auto& stream = call.replay.target.stream();
       stream && std::find(given_streams_.begin(), given_streams_.end(), *stream) == given_streams_.end()) {
     given_streams_.push_back(*stream);
   }
@@ -251,10 +251,10 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
                             const ReplayOptions* target, Inputs known) {
   const std::lock_guard lock(mutex_);
   CapturedCall& call = calls_[index];
-  if (known == Inputs::unknown || !call.forward) {
+  if (known == Inputs::unknown || !call.forward.graph) {
     check(index, inputs);
   }
-  if (call.pending) {
+  if (call.replay.pending) {
     throw UsageError(describe(index) +
                      ": the backward of its previous forward is still pending, and this forward would " +
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
@@ -279,16 +279,16 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   overwrite_released_outputs(index);
   overwrite_given_gradients(index);
   latest_ = static_cast<std::int64_t>(index);
-  ++call.generation;  // from here on what an earlier forward saved may be overwritten
-  call.backward_launched = call.backward_failed = false;
+  ++call.replay.generation;  // from here on what an earlier forward saved may be overwritten
+  call.replay.backward_launched = call.replay.backward_failed = false;
   write_static_inputs(call, inputs);
   take_target(call, target);
-  const c10::Stream side = call.target.stream().value_or(forward_stream(index));
+  const c10::Stream side = call.replay.target.stream().value_or(forward_stream(index));
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
   copies_.before_forward(index, side);
   try {
-    launch(call.forward, side, call.forward_done, call.target.event().get());
+    launch(call.forward.graph, side, call.forward.done, call.replay.target.event().get());
     copies_.forward_launched(index);
     use_.launched(index);
   } catch (...) {
@@ -297,10 +297,10 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   }
   give_outputs(call.outputs, call.output_storages, call.inputs, inputs, runtime_->current_stream(), outputs);
   if (call.has_backward) {
-    for (BackwardRead& read : call.backward_reads) {
+    for (BackwardRead& read : call.reads.in_backward) {
       read.at_forward = read.counter.current_version();
     }
-    call.pending = true;
+    call.replay.pending = true;
     top_ = static_cast<std::int64_t>(index);
     attach_node(index, inputs, outputs);
     stamp_versions(call, inputs, outputs);
@@ -316,9 +316,9 @@ void GraphSequence::reset(std::size_t index) {
   const std::lock_guard lock(mutex_);
   synchronize_streams();
   CapturedCall& call = calls_[index];
-  drop_pending(index, call.generation);
-  call.forward.reset();
-  call.backward.reset();
+  drop_pending(index, call.replay.generation);
+  call.forward.graph.reset();
+  call.backward.graph.reset();
   copies_.reset(index);
   use_.dropped();
 }
@@ -332,7 +332,7 @@ void GraphSequence::reset() {
   leave_memory();
   for (CapturedCall& call : calls_) {
     for (StaticInput& input : call.inputs) {
-      const bool linked = input.from && !calls_[input.from->call].released;
+      const bool linked = input.from && !calls_[input.from->call].replay.released;
       input.tensor = linked ? at::Tensor() : input.tensor;
       input.grad = at::Tensor();
     }
@@ -352,11 +352,11 @@ void GraphSequence::reset() {
 void GraphSequence::release(std::size_t index) {
   const std::lock_guard lock(mutex_);
   CapturedCall& call = calls_[index];
-  if (call.released) {
+  if (call.replay.released) {
     return;
   }
   reset(index);
-  call.released = true;
+  call.replay.released = true;
   give_up_outputs(index);
   for (StaticInput& input : call.inputs) {
     input.tensor = input.grad = at::Tensor();
@@ -369,16 +369,16 @@ void GraphSequence::release(std::size_t index) {
       memory.reset();
     }
   });
-  call.externals.clear();
-  call.backward_reads.clear();
-  call.target = {};
+  call.reads.externals.clear();
+  call.reads.in_backward.clear();
+  call.replay.target = {};
   if (released()) {
     reset();
   }
 }
 
 bool GraphSequence::released() const {
-  return std::all_of(calls_.begin(), calls_.end(), [](const CapturedCall& call) { return call.released; });
+  return std::all_of(calls_.begin(), calls_.end(), [](const CapturedCall& call) { return call.replay.released; });
 }
 
 void GraphSequence::give_up_outputs(std::size_t index) noexcept {
@@ -392,7 +392,7 @@ void GraphSequence::give_up_outputs(std::size_t index) noexcept {
         memory->before_overwrite(*runtime_, fork_, counts_.gradients);
       }
     });
-    if (call.generation > 0) {  // the memory may go now, behind all that reads it
+    if (call.replay.generation > 0) {  // the memory may go now, behind all that reads it
       runtime_->synchronize(runtime_->current_stream());
     }
   } catch (

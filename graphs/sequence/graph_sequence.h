@@ -118,7 +118,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
 
   /// True if `input` is another call's output. It must be passed as long as that call makes it.
   [[nodiscard]] bool is_linked(const StaticInput& input) const {
-    return input.from && !calls_[input.from->call].released;
+    return input.from && !calls_[input.from->call].replay.released;
   }
 
   /// The current stream waits for the stream that the latest graph was called on: that stream is after the graph and its readers.

@@ -94,11 +94,11 @@ bool ReplayNode::owns_gradient_of(const at::Tensor& leaf) const {
 
 void GraphSequence::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
   CapturedCall& call = calls_[index];
-  auto node = std::make_shared<ReplayNode>(shared_from_this(), index, call.generation);
+  auto node = std::make_shared<ReplayNode>(shared_from_this(), index, call.replay.generation);
   torch::autograd::edge_list edges;
-  edges.reserve(call.inputs_with_gradient.size() + call.parameters_with_gradient.size());
+  edges.reserve(call.lists.inputs_with_gradient.size() + call.lists.parameters_with_gradient.size());
   const c10::Stream current = runtime_->current_stream();
-  for (const std::size_t i : call.inputs_with_gradient) {
+  for (const std::size_t i : call.lists.inputs_with_gradient) {
     StaticInput& input = call.inputs[i];
     edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
     const auto* from = as_replay(edges.back().function.get());
@@ -107,7 +107,7 @@ void GraphSequence::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inp
     input.goes_to_leaf = input.memory && is_leaf_on(current, edges.back());
   }
   node->of_inputs_ = edges.size();
-  for (const std::size_t i : call.parameters_with_gradient) {
+  for (const std::size_t i : call.lists.parameters_with_gradient) {
     edges.push_back(torch::autograd::impl::gradient_edge(call.parameters[i].tensor));
   }
   node->set_next_edges(std::move(edges));

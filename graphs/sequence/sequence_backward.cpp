@@ -25,12 +25,12 @@ struct Gradient {
 /// Of inputs, then of parameters: all but those that the graph adds into `.grad` itself.
 template <class Visit>
 void for_each_gradient(CapturedCall& call, const Visit& visit) {
-  for (const std::size_t i : call.inputs_with_gradient) {
+  for (const std::size_t i : call.lists.inputs_with_gradient) {
     StaticInput& input = call.inputs[i];
     visit(Gradient{input.grad, input.outputs, input.grad_direct, input.goes_to_leaf ? &*input.memory : nullptr,
                    &input.view});
   }
-  for (const std::size_t i : call.parameters_with_gradient) {
+  for (const std::size_t i : call.lists.parameters_with_gradient) {
     CallParameter& parameter = call.parameters[i];
     visit(Gradient{parameter.grad, parameter.outputs, false, parameter.memory ? &*parameter.memory : nullptr,
                    &parameter.view});
@@ -72,7 +72,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
                     : grad.direct                    ? grad.made
                                                      : at::empty_like(grad.made));
   });
-  if (call.accumulates && !call.grads_in_place) {
+  if (call.accumulates && !call.replay.grads_in_place) {
     attach_owned_grads(call.parameters, used);
   }
   launch_backward(index);
@@ -81,7 +81,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   if (call.owns_gradients) {
     gave_gradients_.push_back(index);
   }
-  call.backward_failed = true;  // until the gradients are out
+  call.replay.backward_failed = true;  // until the gradients are out
   std::size_t next = 0;
   for_each_gradient(call, [&](const Gradient& grad) {
     at::Tensor& result = grads[next++];
@@ -94,24 +94,24 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
       result.copy_(grad.made, /*non_blocking=*/true);
     }
   });
-  call.backward_failed = false;
+  call.replay.backward_failed = false;
 }
 
 void GraphSequence::launch_backward(std::size_t index) {
   CapturedCall& call = calls_[index];
-  const c10::Stream side = call.target.stream().value_or(backward_stream());
+  const c10::Stream side = call.replay.target.stream().value_or(backward_stream());
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
   copies_.before_backward(index, side);
   const std::uint64_t replays = counts_.replays;
   try {
-    launch(call.backward, side, call.backward_done, call.target.event().get());
-    call.backward_launched = true;
+    launch(call.backward.graph, side, call.backward.done, call.replay.target.event().get());
+    call.replay.backward_launched = true;
     copies_.backward_launched(index);
     use_.launched(copies_.backward_index(index));
   } catch (...) {
     if (counts_.replays != replays) {  // the launch itself went well
-      call.backward_launched = call.backward_failed = true;
+      call.replay.backward_launched = call.replay.backward_failed = true;
       copies_.backward_launched(index);
       settle_pending(index);
     }
@@ -121,8 +121,8 @@ void GraphSequence::launch_backward(std::size_t index) {
 }
 
 void GraphSequence::settle_pending(std::size_t index) noexcept {
-  calls_[index].pending = false;
-  while (top_ >= 0 && !calls_[static_cast<std::size_t>(top_)].pending) {
+  calls_[index].replay.pending = false;
+  while (top_ >= 0 && !calls_[static_cast<std::size_t>(top_)].replay.pending) {
     --top_;  // so that all backwards of a pass together look at each call once
   }
   if (top_ < 0) {
@@ -166,7 +166,7 @@ void GraphSequence::write_static_grads(CapturedCall& call, const std::vector<at:
 
 void GraphSequence::drop_pending(std::size_t index, std::uint64_t generation) noexcept {
   const std::lock_guard lock(mutex_);
-  if (index >= calls_.size() || calls_[index].generation != generation || !calls_[index].pending) {
+  if (index >= calls_.size() || calls_[index].replay.generation != generation || !calls_[index].replay.pending) {
     return;
   }
   settle_pending(index);

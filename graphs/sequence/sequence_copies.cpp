@@ -92,7 +92,7 @@ void SequenceCopies::queue_due_reloads(std::size_t index, c10::Stream side) {
     if (i < index && may_use_targets(backward_index(index), i)) {
       break;  // calls below are reloaded later still
     }
-    if ((i == index || calls_[i].pending) && !is_on_device(i)) {
+    if ((i == index || calls_[i].replay.pending) && !is_on_device(i)) {
       due_.push_back(i);
     }
   }

@@ -41,7 +41,7 @@ bool GraphSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs)
 }
 
 void GraphSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
-  if (!calls_[index].forward) {
+  if (!calls_[index].forward.graph) {
     throw UsageError(describe(index) + ": replayed after reset; capture it again");
   }
   if (accepts(index, inputs)) {

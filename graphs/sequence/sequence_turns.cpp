@@ -62,7 +62,7 @@ void GraphSequence::give_up_turn() {
   }
   overwrite_given_gradients(0);
   for (CapturedCall& call : calls_) {
-    ++call.generation;  // what a retained graph saved is overwritten from here on
+    ++call.replay.generation;  // what a retained graph saved is overwritten from here on
   }
   use_.idle();
 }

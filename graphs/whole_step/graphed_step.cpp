@@ -45,7 +45,7 @@ class GraphedStep::Shared {
     /// No graph is left: a capture in its place has failed.
     [[nodiscard]] bool is_lost() const {
       const auto held = holder.lock();
-      return held != nullptr && !held->sequence->calls().front().forward;
+      return held != nullptr && !held->sequence->calls().front().forward.graph;
     }
   };
 

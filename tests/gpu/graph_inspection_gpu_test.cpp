@@ -62,8 +62,8 @@ TEST_F(GpuGraphInspectionTest, EveryKernelIsNamedByOperatorAndScope) {
   const auto graphed = graph([](cudaStream_t) {});
   const CapturedCall& call = EngineAccess::state(*engine_).sequences().all().front().lock()->sequence->calls()[0];
   for (const bool backward : {false, true}) {
-    const std::vector<GraphNode> nodes = runtime().nodes(backward ? call.backward : call.forward);
-    const NodeNames& names = backward ? call.backward_names : call.forward_names;
+    const std::vector<GraphNode> nodes = runtime().nodes(backward ? call.backward.graph : call.forward.graph);
+    const NodeNames& names = backward ? call.backward.names : call.forward.names;
     std::set<std::string> scopes;
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       if (nodes[i].kind == GraphNode::Kind::kernel) {

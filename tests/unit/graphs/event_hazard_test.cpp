@@ -71,7 +71,7 @@ TEST_F(EventHazardTest, H02EachGraphHasAnEventOfItsOwn) {
   const auto graphed = make_graphed_callables(engine, callables, samples);
   std::set<const void*> events;
   for (const CapturedCall& call : EngineAccess::state(engine).sequences().all().front().lock()->sequence->calls()) {
-    events.insert({call.forward_done.native(), call.backward_done.native()});
+    events.insert({call.forward.done.native(), call.backward.done.native()});
   }
   EXPECT_EQ(events.size(), 8U);
   // One event of the caller's beside them, which every graph of the sequence records: see the program "stream_event".

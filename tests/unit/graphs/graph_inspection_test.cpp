@@ -131,12 +131,12 @@ TEST_F(GraphInspectionTest, EveryNodeIsNamedByOperatorAndScope) {
                                               {{at::ones({8, 64}, device_).requires_grad_(true)}});
   const CapturedCall& call = call_of(engine, 0);
   using Names = std::vector<std::pair<std::string, std::string>>;
-  EXPECT_EQ(names_of_kernels(runtime_->nodes(call.forward), call.forward_names),
+  EXPECT_EQ(names_of_kernels(runtime_->nodes(call.forward.graph), call.forward.names),
             (Names{{"call.first", "aten::exp"},
                    {"call.second", "aten::tanh"},
                    {"call.second.inner", "aten::sigmoid"},
                    {"call", "aten::mul"}}));
-  EXPECT_EQ(names_of_kernels(runtime_->nodes(call.backward), call.backward_names),
+  EXPECT_EQ(names_of_kernels(runtime_->nodes(call.backward.graph), call.backward.names),
             (Names{{"call", "MulBackward1: aten::mul"},
                    {"call.second.inner", "SigmoidBackward0: aten::sigmoid_backward"},
                    {"call.second", "TanhBackward0: aten::tanh_backward"},
@@ -151,8 +151,9 @@ TEST_F(GraphInspectionTest, EveryScopeOfAModelIsFoundInBothGraphs) {
     const CapturedCall& call = call_of(engine, i);
     for (const bool backward : {false, true}) {
       std::set<std::string> scopes;
-      for (const auto& [scope, work] : names_of_kernels(runtime_->nodes(backward ? call.backward : call.forward),
-                                                        backward ? call.backward_names : call.forward_names)) {
+      for (const auto& [scope, work] :
+           names_of_kernels(runtime_->nodes(backward ? call.backward.graph : call.forward.graph),
+                            backward ? call.backward.names : call.forward.names)) {
         scopes.insert(scope);
         EXPECT_FALSE(work.empty()) << "a kernel in " << scope;
         EXPECT_EQ(work.find("Backward") != std::string::npos, backward) << work;
@@ -291,14 +292,14 @@ TEST_F(GraphInspectionTest, NodesOfAWholeStepAreNamedByScope) {
   testing_model::WholeStepTrainer trainer(device_, {.layers = 3});
   trainer.graph(Options(device_).offload("fc1").min_bytes(1024));
   const CapturedCall& step = call_of(*trainer.engine, 0);
-  const std::vector<GraphNode> nodes = runtime_->nodes(step.forward);
+  const std::vector<GraphNode> nodes = runtime_->nodes(step.forward.graph);
   std::size_t left = 0;
   std::set<std::pair<std::string, GraphNode::Kind>> scopes;
   for (std::size_t i = 0; i < nodes.size(); ++i) {
-    scopes.emplace(step.forward_names.of(i).scope, nodes[i].kind);
+    scopes.emplace(step.forward.names.of(i).scope, nodes[i].kind);
     const bool out = nodes[i].kind == GraphNode::Kind::copy_to_host;
     if (out || nodes[i].kind == GraphNode::Kind::copy_to_device) {
-      EXPECT_EQ(step.forward_names.of(i).scope, "fc1") << i;
+      EXPECT_EQ(step.forward.names.of(i).scope, "fc1") << i;
       left += out ? nodes[i].bytes : 0;
     }
   }
@@ -310,7 +311,7 @@ TEST_F(GraphInspectionTest, NodesOfAWholeStepAreNamedByScope) {
   EXPECT_EQ(scopes.count({"act", GraphNode::Kind::kernel}), 1U);
   EXPECT_EQ(scopes.count({"", GraphNode::Kind::kernel}), 0U);
   const auto gradient = std::any_of(nodes.begin(), nodes.end(), [&](const GraphNode& node) {
-    const NodeNames::Name name = step.forward_names.of(static_cast<std::size_t>(&node - nodes.data()));
+    const NodeNames::Name name = step.forward.names.of(static_cast<std::size_t>(&node - nodes.data()));
     return name.scope == "fc1" && name.work.find("Backward0: aten::") != std::string_view::npos;
   });
   EXPECT_TRUE(gradient) << "autograd's nodes belong to the scope that made them";
