@@ -55,7 +55,7 @@ void SequenceCapture::capture_backward(std::size_t index) {
   if (!call.has_backward) {
     return;
   }
-  const std::size_t graph_index = sequence_.copies_.backward_index(index);
+  const std::size_t graph_index = order_.backward_index(index);
   use_.comes_to(graph_index);
   release(graph_index);
   prepare_seeds(index);
@@ -123,7 +123,7 @@ void SequenceCapture::capture_backward(std::size_t index) {
 }
 
 StaticInput* SequenceCapture::giver_of_seed(std::size_t index, const StaticOutput& output) {
-  if (output.readers.size() != 1 || output.readers[0].call != index + 1) {
+  if (output.readers.size() != 1 || order_.backward_index(output.readers[0].call) + 1 != order_.backward_index(index)) {
     return nullptr;
   }
   const Link& reader = output.readers[0];
@@ -178,10 +178,12 @@ void SequenceCapture::learn_routes(CapturedCall& call, const Live& live, const s
 
 // First of all in the capture: what came before it may have used that memory, it and what follows may not.
 void SequenceCapture::allocate_targets(std::size_t index) {
-  const std::size_t graph_index = sequence_.copies_.backward_index(index);
-  for (std::size_t i = index + 1; i-- > 0;) {
+  const std::size_t graph_index = order_.backward_index(index);
+  const std::vector<std::size_t>& by_backward = order_.by_backward();
+  for (std::size_t rank = order_.backward_rank(index); rank < by_backward.size(); ++rank) {
+    const std::size_t i = by_backward[rank];
     CallCopies& copies = sequence_.calls_[i].copies;
-    if (!copies.allocated && copies.reload_at <= graph_index) {
+    if (!copies.allocated && copies.reload_at <= graph_index && order_.forward_index(i) < graph_index) {
       const Site site(Activity::reload, sequence_.calls_[i].spec.scope->site);
       copies.allocated = true;
       copies.reload_at = graph_index;
@@ -241,11 +243,12 @@ void SequenceCapture::finish_backward(std::size_t index) {
     live.leaves.clear();
     CaptureOffload::release(call.copies.captured);
   }
-  if (index == 0 && !sequence_.memory_->shared()) {
+  const std::size_t graph_index = order_.backward_index(index);
+  if (graph_index + 1 == order_.size() && !sequence_.memory_->shared()) {
     call.owns_gradients = give_input_gradients(call.inputs, live.grad_inputs) || call.owns_gradients;
   }
-  if (index + 1 < specs_.size()) {
-    live_[index + 1].grad_inputs.clear();
+  if (order_.is_backward(graph_index - 1)) {
+    live_[order_.run_at(graph_index - 1)].grad_inputs.clear();
     // A seed that the call above gives no longer keeps that memory from being used again.
     for (StaticOutput& output : call.outputs) {
       if (output.seed_from) {

@@ -22,9 +22,8 @@ void CapturedUse::capture_ended() {
   measurement_.reset();
 }
 
-std::vector<PoolUse::GraphUse> CapturedUse::finish(const CapturedCalls& calls) {
-  const std::size_t graphs = 2 * calls.size();
-  comes_to(graphs);
+std::vector<PoolUse::GraphUse> CapturedUse::finish(const CapturedCalls& calls, const SequenceOrder& order) {
+  comes_to(order.size());
   graphs_.pop_back();
   for (std::size_t i = 0; i < calls.size(); ++i) {
     const CallCopies& copies = calls[i].copies;
@@ -32,10 +31,10 @@ std::vector<PoolUse::GraphUse> CapturedUse::finish(const CapturedCalls& calls) {
     if (bytes == 0) {
       continue;
     }
-    const std::size_t backward = graphs - 1 - i;
-    for (std::size_t graph_index = i; graph_index < backward; ++graph_index) {
+    const std::size_t forward = order.forward_index(i);
+    for (std::size_t graph_index = forward; graph_index < order.backward_index(i); ++graph_index) {
       const bool here = graph_index < copies.released_at || graph_index >= copies.reload_at;
-      graphs_[graph_index].in_flight += here && graph_index > i ? bytes : 0;
+      graphs_[graph_index].in_flight += here && graph_index > forward ? bytes : 0;
       graphs_[graph_index].in_flight_after += here ? bytes : 0;
     }
   }

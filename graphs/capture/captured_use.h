@@ -23,7 +23,7 @@ class CapturedUse {
   void capture_begins();
   void capture_ended();
   /// `calls` with the graph indices of their copies.
-  [[nodiscard]] std::vector<PoolUse::GraphUse> finish(const CapturedCalls& calls);
+  [[nodiscard]] std::vector<PoolUse::GraphUse> finish(const CapturedCalls& calls, const SequenceOrder& order);
 
  private:
   Runtime& runtime_;

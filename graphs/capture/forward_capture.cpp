@@ -22,8 +22,8 @@ namespace sidestream {
 void SequenceCapture::capture_forward(std::size_t index) {
   CapturedCall& call = sequence_.calls_[index];
   Live& live = live_[index];
-  use_.comes_to(index);
-  release(index);
+  use_.comes_to(order_.forward_index(index));
+  release(order_.forward_index(index));
   const Site site(Activity::capture_forward, call.spec.scope->site);
   make_leaves(index);
   live.recorder = std::make_unique<SavedTensorRecorder>(*resources_.tree, *resources_.exclusions, resources_.offload,

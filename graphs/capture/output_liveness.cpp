@@ -74,7 +74,7 @@ std::optional<Link> OutputLiveness::storage_of(Link link) const {
 }
 
 bool OutputLiveness::is_read_from(std::size_t graph_index, const Link& storage) const {
-  for (std::size_t i = graph_index; i < calls_.size(); ++i) {
+  for (std::size_t i = order_.first_run_from(graph_index); i < calls_.size(); ++i) {
     for (const CallInput& input : calls_[i].spec.inputs) {
       if (!input.from) {
         continue;
@@ -92,14 +92,14 @@ void OutputLiveness::learn(std::size_t index, const Link& output, const SavedSto
   const CapturedCall& call = calls_[index];
   const c10::Storage& storage = calls_[output.call].output_storages[output.index].captured();
   Life& life = lives_[output.call][output.index];
-  const std::size_t behind_backward = 2 * calls_.size() - index;
+  const std::size_t behind_backward = order_.backward_index(index) + 1;
   const Saved by_call = saved_of(*holders.recorders[index], storage);
   std::size_t known = references_to(storage, calls_) + tensors_over(storage, holders.tensors);
   for (const SavedTensorRecorder* const recorder : holders.recorders) {
     known += saved_of(*recorder, storage).kept;
   }
   const std::size_t unknown = storage.use_count() > known ? storage.use_count() - known : 0;
-  std::size_t until = index + 1;
+  std::size_t until = order_.forward_index(index) + 1;
   if (by_call.offloaded > 0) {
     until = std::max(until, call.copies.released_at);
   }
@@ -148,7 +148,8 @@ void OutputLiveness::forward_captured(std::size_t index, const SavedStorages& sa
 
 bool OutputLiveness::may_end(const Life& life) const {
   // Where no call reads it and backward does, no graph would gain by its memory.
-  return !life.kept && !life.ended && (life.read || (life.let_go && life.needed_until < calls_.size()));
+  return !life.kept && !life.ended &&
+         (life.read || (life.let_go && life.needed_until <= order_.forward_index(calls_.size() - 1)));
 }
 
 std::vector<Link> OutputLiveness::ended_before(std::size_t graph_index) {

@@ -30,7 +30,8 @@ class OutputLiveness {
   };
 
   /// `calls` must outlive this object. `keeps_graph`: backwards may replay several times, so nothing is let go.
-  OutputLiveness(const CapturedCalls& calls, bool keeps_graph) : calls_(calls), keeps_graph_(keeps_graph) {}
+  OutputLiveness(const CapturedCalls& calls, const SequenceOrder& order, bool keeps_graph)
+      : calls_(calls), order_(order), keeps_graph_(keeps_graph) {}
 
   /// The forward of call `index` is captured, and its outputs are sorted. `kept`: first outputs of storages that its body keeps.
   void forward_captured(std::size_t index, const SavedStorages& saved, const std::vector<std::size_t>& kept,
@@ -55,6 +56,7 @@ class OutputLiveness {
   void learn(std::size_t index, const Link& output, const SavedStorages& saved, const Holders& holders);
 
   const CapturedCalls& calls_;
+  const SequenceOrder& order_;
   bool keeps_graph_;
   std::vector<std::vector<Life>> lives_;  ///< by call and output storage
 };

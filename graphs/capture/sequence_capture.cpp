@@ -52,7 +52,7 @@ std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResourc
   name_generators(specs, options, device);
   const CaptureTurn turn(device);
   const HeldDraws held(device);
-  std::shared_ptr<GraphSequence> sequence(new GraphSequence(resources, options));
+  std::shared_ptr<GraphSequence> sequence(new GraphSequence(resources, options, nested_order(specs.size())));
   sequence->begin_capture();
   GraphResources used = resources;
   if (const OwnedStream* const stream = sequence->memory_->capture_stream(); stream != nullptr) {
@@ -97,13 +97,15 @@ void SequenceCapture::run() {
     // Until the last backward is captured: it looks for its parameters by the accumulators that the forwards made.
     const LeafHookGuard bare(all_parameters());
     const StreamGuard on_capture(runtime_, capture_);
-    for (const auto i : c10::irange(specs_.size())) {
-      say(ProgressPhase::capture_forward, i, i);
-      naming(sequence_.describe(i) + ", forward", [&] { capture_forward(i); });
-    }
-    for (std::size_t i = specs_.size(); i-- > 0;) {
-      say(ProgressPhase::capture_backward, specs_.size() - 1 - i, i);
-      naming(sequence_.describe(i) + ", backward", [&] { capture_backward(i); });
+    for (const auto graph_index : c10::irange(order_.size())) {
+      const std::size_t call = order_.run_at(graph_index);
+      if (order_.is_backward(graph_index)) {
+        say(ProgressPhase::capture_backward, order_.backward_rank(call), call);
+        naming(sequence_.describe(call) + ", backward", [&] { capture_backward(call); });
+      } else {
+        say(ProgressPhase::capture_forward, call, call);
+        naming(sequence_.describe(call) + ", forward", [&] { capture_forward(call); });
+      }
     }
     history_.refuse_to_run();
   }
@@ -122,7 +124,8 @@ void SequenceCapture::run() {
       call.reads.modules.attend_to(call.reads.watched);
     }
   }
-  sequence_.use_.captured(use_.finish(sequence_.calls_), sequence_.calls_.front().ungiven_bytes());
+  sequence_.use_.captured(use_.finish(sequence_.calls_, order_),
+                          sequence_.calls_[order_.by_backward().back()].ungiven_bytes());
   runtime_.synchronize_device();
   fill_kept_tensors();
   runtime_.release_cached_memory();

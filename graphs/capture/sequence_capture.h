@@ -101,6 +101,7 @@ class SequenceCapture {
   GraphSequence& sequence_;
   const GraphResources& resources_;
   Runtime& runtime_;
+  const SequenceOrder& order_;
   std::vector<CallSpec> specs_;
   std::vector<CallSizing> sizings_;
   std::vector<CopyPlaces> copy_places_;

@@ -31,10 +31,11 @@ SequenceCapture::SequenceCapture(GraphSequence& sequence, const GraphResources& 
     : sequence_(sequence),
       resources_(resources),
       runtime_(*resources.runtime),
+      order_(sequence.order_),
       specs_(std::move(specs)),
       reads_(*resources.exclusions),
       use_(runtime_, *sequence.pool_),
-      lives_(sequence.calls_, sequence.options_.retain_graph_in_backward()),
+      lives_(sequence.calls_, order_, sequence.options_.retain_graph_in_backward()),
       capture_(resources.capture_stream->get()),
       live_(specs_.size()) {}
 
@@ -55,7 +56,7 @@ CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selecte
   }
   const bool timed = std::all_of(paces.begin(), paces.end(), [](const LayerPace& pace) { return pace.forward > 0; });
   if (resources_.link && timed) {
-    const CopyWindow paced = paced_window(selected, window, paces, *resources_.link);
+    const CopyWindow paced = paced_window(order_, selected, window, paces, *resources_.link);
     const bool open = !resources_.lag && !sequence_.options_.side_streams();
     window = {open ? paced.lag : window.lag, resources_.lookahead ? window.lookahead : paced.lookahead};
   }
@@ -69,8 +70,9 @@ void SequenceCapture::make_plan_and_pin() {
     selected.push_back(selected_bytes(sizing.profile));
   }
   const CopyWindow window = window_for(selected);
-  const std::size_t first_staying =
-      resources_.room == CopyRoom::none_stays ? specs_.size() : first_to_stay(selected, window);
+  const std::vector<bool> staying = resources_.room == CopyRoom::none_stays
+                                        ? std::vector<bool>(specs_.size())
+                                        : needed_immediately(order_, selected, window);
   std::vector<std::size_t> first_storage;
   for (const auto i : c10::irange(specs_.size())) {
     const Profile& call = sizings_[i].profile;
@@ -78,7 +80,7 @@ void SequenceCapture::make_plan_and_pin() {
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
     for (GroupProfile group : call.groups) {
-      group.needed_immediately = i >= first_staying;
+      group.needed_immediately = staying[i];
       profile.groups.push_back(std::move(group));
     }
     for (StorageProfile storage : call.storages) {
@@ -119,11 +121,11 @@ void SequenceCapture::make_plan_and_pin() {
       bytes += is_offloaded ? sizing.profile.storages[s].bytes : 0;
     }
     offloaded.push_back(bytes);
-    if (i < first_staying) {
+    if (!staying[i]) {
       selected[i] = bytes;  // what stays for other reasons is in nobody's way
     }
   }
-  copy_places_ = copy_places(selected, offloaded, window);
+  copy_places_ = copy_places(order_, selected, offloaded, window);
 }
 
 void SequenceCapture::prepare_calls() {

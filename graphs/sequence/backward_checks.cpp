@@ -67,9 +67,9 @@ void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) 
                      (call.replay.backward_failed ? ", after one that failed after the launch of its graph" : "") +
                      ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward");
   }
-  if (top_ > static_cast<std::int64_t>(index)) {
+  if (const auto obstacle = pending_.obstacle(order_.backward_index(index))) {
     throw UsageError(
-        describe(index) + ": its backward runs before that of \"" + calls_[top_].spec.name + "\", which was " +
+        describe(index) + ": its backward runs before that of \"" + calls_[*obstacle].spec.name + "\", which was " +
         "called after it; run the backwards of calls that were captured together in reverse order, or capture the "
         "calls separately");
   }

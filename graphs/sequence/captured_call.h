@@ -21,8 +21,7 @@
 
 namespace sidestream {
 
-/// The copies of one call of a sequence, and the graphs that they lie between. A graph's index is its position in the order of captures:
-/// in a sequence of n calls forward i has index i, and backward i has index 2n - 1 - i.
+/// The copies of one call of a sequence, and the graphs that they lie between, as graph indices of the sequence's order.
 struct CallCopies {
   CapturedCopies captured;
   std::size_t released_at = 0;  ///< index of the first graph that may use the sources' memory again
@@ -66,7 +65,6 @@ struct ReplayLists {
 struct CallReplay {
   bool released = false;           ///< by GraphSequence::release: nothing of the call is left
   std::uint64_t generation = 0;    ///< counts forwards
-  bool pending = false;            ///< its backward is still to come
   bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
   bool backward_failed = false;    ///< after that launch
   bool grads_in_place = false;     ///< the `.grad`s that it adds into: seen before the latest backward

@@ -53,15 +53,15 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
 // a group are complete, and done after its last compute. So nothing that waits for a graph waits for copies. M goes on after done of
 // each graph, and each graph starts after M: graphs run one after the other, on whichever side streams they are.
 //
-// Each graph of a sequence of n calls has an index in the order of captures: forward i has i, backward i has 2n - 1 - i. All graphs
-// share one pool of memory, which the captures used in that order. So memory that a copy reads or writes is used again only from a
-// certain graph index on. The capture knows that index, and the first graph that is launched from there on waits for the copy:
+// The order of captures is data (SequenceOrder): each graph has an index in it. All graphs share one pool of memory, which the captures
+// used in that order. A graph may be launched if it lies between the forward and the backward of each pending call (PendingRuns): then it
+// overwrites nothing that they saved. Memory that a copy reads or writes is used again only from a certain graph index on. The capture knows that index, and the first graph that is launched from there on waits for the copy:
 //  - released_at(k): the sources of k went back to the pool before the capture of the graph at this index. That graph, or the first
-//    one launched after it, waits for offloaded(k). A forward of k or of a call below begins another pass, and waits for it too.
+//    one launched after it, waits for offloaded(k). A graph at or before the forward of k begins another pass, and waits for it too.
 //  - reload_at(k): the targets of k were allocated before the capture of the backward at this index. They stay allocated until
 //    backward k, and nothing else uses them in between. So the copies are queued before the launch of the first graph from there on,
-//    after S, and so after all earlier uses of the memory. Backward k waits for reloaded(k). A graph at any other index, also any
-//    forward, waits for reloaded(k) as well, and k is reloaded once more if it is still needed.
+//    after S, and so after all earlier uses of the memory. Backward k waits for reloaded(k). A graph at an index outside of
+//    these waits for reloaded(k) as well, and k is reloaded once more if it is still needed.
 // A host slot belongs to its call for the life of the call's graphs. The next copy to the host starts after ready of a forward, which
 // waited for reloaded. In shared memory sequences take turns with the slots: see Note [Turns in shared memory].
 // A static input of a call's own lies outside of the pool, and no copy touches it: M may write it after done(n) of both directions.
@@ -72,7 +72,7 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
 // those of all graphs and copies that need it (OutputLiveness). From that index on any graph may write the memory. So before the first
 // launch from there on, the output is copied out if it is still held, and M waits for the streams that read it.
 
-GraphSequence::GraphSequence(const GraphResources& resources, const GraphOptions& options)
+GraphSequence::GraphSequence(const GraphResources& resources, const GraphOptions& options, SequenceOrder order)
     : runtime_(resources.runtime),
       arena_(resources.arena),
       options_(options),
@@ -81,9 +81,11 @@ GraphSequence::GraphSequence(const GraphResources& resources, const GraphOptions
       fork_(runtime_->create_event()),
       whole_stream_(runtime_->create_event()),
       pool_(memory_->pool(runtime_)),
+      order_(std::move(order)),
       mutex_(memory_->mutex()),
+      pending_(order_),
       eager_(resources.eager),
-      copies_(runtime_, resources.mover, calls_),
+      copies_(runtime_, resources.mover, calls_, order_, pending_),
       use_(runtime_, *pool_) {
   if (options.cuda_graph_stream()) {
     streams_.push_back(*options.cuda_graph_stream());
@@ -106,17 +108,17 @@ GraphSequence::~GraphSequence() {
 
 bool GraphSequence::pending(std::size_t call) const {
   const std::lock_guard lock(mutex_);
-  return calls_[call].replay.pending;
+  return pending_.contains(call);
 }
 
 bool GraphSequence::ready(std::size_t call) const {
   const std::lock_guard lock(mutex_);
-  return top_ < static_cast<std::int64_t>(call);
+  return !pending_.obstacle(order_.forward_index(call));
 }
 
 bool GraphSequence::any_pending() const {
   const std::lock_guard lock(mutex_);
-  return top_ >= 0;
+  return !pending_.empty();
 }
 
 FactsChange GraphSequence::change(std::size_t index) const noexcept {
@@ -168,7 +170,7 @@ FactsChange GraphSequence::change_before_pass() const noexcept {
 
 bool GraphSequence::begins_pass(std::size_t call) const {
   const std::lock_guard lock(mutex_);
-  return top_ < 0 && (!forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(call) <= latest_);
+  return pending_.empty() && (!forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(call) <= latest_);
 }
 
 std::string GraphSequence::difference(std::size_t index) const {
@@ -254,13 +256,14 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   if (known == Inputs::unknown || !call.forward.graph) {
     check(index, inputs);
   }
-  if (call.replay.pending) {
+  if (pending_.contains(index)) {
     throw UsageError(describe(index) +
                      ": the backward of its previous forward is still pending, and this forward would " +
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
   }
-  if (top_ >= static_cast<std::int64_t>(index)) {
-    throw UsageError(describe(index) + ": called after \"" + calls_[top_].spec.name +
+  const std::size_t graph_index = order_.forward_index(index);
+  if (const auto obstacle = pending_.obstacle(graph_index)) {
+    throw UsageError(describe(index) + ": called after \"" + calls_[*obstacle].spec.name +
                      "\", whose backward is pending; replay " +
                      "calls that were captured together in the order of their capture, or capture them separately");
   }
@@ -268,16 +271,10 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   const Site site(Activity::launch_forward, call.site);
   take_turn(index);
   follow_latest_call();
-  // What this forward frees while it runs, the outputs of later ones were given by the pool (not the reverse: earlier outputs
-  // were alive when this forward was captured). So those of an earlier pass are overwritten by this launch already.
-  for (std::size_t later = std::max(index, highest_given_) + 1; later-- > index;) {
-    for (OutputStorage& storage : calls_[later].output_storages) {
-      storage.before_overwrite(*runtime_, fork_, counts_.outputs);
-    }
-  }
+  overwrite_later_outputs(graph_index);
   highest_given_ = index;
-  overwrite_released_outputs(index);
-  overwrite_given_gradients(index);
+  overwrite_released_outputs(graph_index);
+  overwrite_given_gradients(graph_index);
   latest_ = static_cast<std::int64_t>(index);
   ++call.replay.generation;  // from here on what an earlier forward saved may be overwritten
   call.replay.backward_launched = call.replay.backward_failed = false;
@@ -290,7 +287,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   try {
     launch(call.forward.graph, side, call.forward.done, call.replay.target.event().get());
     copies_.forward_launched(index);
-    use_.launched(index);
+    use_.launched(graph_index);
   } catch (...) {
     settle(side);
     throw;
@@ -300,8 +297,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
     for (BackwardRead& read : call.reads.in_backward) {
       read.at_forward = read.counter.current_version();
     }
-    call.replay.pending = true;
-    top_ = static_cast<std::int64_t>(index);
+    pending_.begin(index);
     attach_node(index, inputs, outputs);
     stamp_versions(call, inputs, outputs);
   }

@@ -10,6 +10,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include "analysis/planner.h"
+#include "analysis/sequence_order.h"
 #include "graphs/outputs/released_outputs.h"
 #include "graphs/sequence/captured_call.h"
 #include "graphs/sequence/graph_memory.h"
@@ -114,7 +115,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
  private:
   friend class ReplayNode;
   friend class SequenceCapture;
-  GraphSequence(const GraphResources& resources, const GraphOptions& options);
+  GraphSequence(const GraphResources& resources, const GraphOptions& options, SequenceOrder order);
 
   /// True if `input` is another call's output. It must be passed as long as that call makes it.
   [[nodiscard]] bool is_linked(const StaticInput& input) const {
@@ -137,6 +138,8 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// True if `given` is the output that `input` is linked to: the one of the latest forward, in whatever memory it is by now.
   [[nodiscard]] bool is_linked_output(const StaticInput& input, const at::Tensor& given) const;
   void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs);
+  /// Before the launch of the graph at `graph_index`: handles outputs that later forwards gave out in an earlier pass.
+  void overwrite_later_outputs(std::size_t graph_index);
   /// Before the launch of the graph at `graph_index`: handles outputs of earlier calls whose memory that graph uses again.
   void overwrite_released_outputs(std::size_t graph_index);
   /// Before the same launch: handles gradients in the graphs' own memory that this graph or a later one gave out. This graph may use
@@ -185,6 +188,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   Event fork_;
   Event whole_stream_;
   std::shared_ptr<MemoryPool> pool_;  ///< shared with held outputs that lie in its free blocks
+  SequenceOrder order_;               ///< its runs are the calls
   CapturedCalls calls_;
   Profile profile_;
   Plan plan_;
@@ -194,7 +198,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   std::recursive_mutex& mutex_;           ///< the memory's
   std::optional<c10::Stream> called_on_;  ///< the latest launch
   std::int64_t latest_ = -1;              ///< the call whose forward was launched last
-  std::int64_t top_ = -1;                 ///< the highest pending call
+  PendingRuns pending_;                   ///< calls whose backward is still to come
   ReleasedOutputs released_;
   std::vector<std::size_t> gave_gradients_;  ///< calls that gave out gradients in their memory since, the highest first
   std::size_t highest_given_ = 0;  ///< no call above it has given out outputs since a forward below was launched

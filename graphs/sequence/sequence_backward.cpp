@@ -62,7 +62,8 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   }
   const Site site(Activity::launch_backward, call.site);
   follow_latest_call();
-  const std::size_t graph_index = copies_.backward_index(index);
+  const std::size_t graph_index = order_.backward_index(index);
+  overwrite_later_outputs(graph_index);
   overwrite_released_outputs(graph_index);  // before the seeds, which may lie in their memory
   overwrite_given_gradients(graph_index);
   write_static_grads(call, grads);
@@ -108,7 +109,7 @@ void GraphSequence::launch_backward(std::size_t index) {
     launch(call.backward.graph, side, call.backward.done, call.replay.target.event().get());
     call.replay.backward_launched = true;
     copies_.backward_launched(index);
-    use_.launched(copies_.backward_index(index));
+    use_.launched(order_.backward_index(index));
   } catch (...) {
     if (counts_.replays != replays) {  // the launch itself went well
       call.replay.backward_launched = call.replay.backward_failed = true;
@@ -121,12 +122,9 @@ void GraphSequence::launch_backward(std::size_t index) {
 }
 
 void GraphSequence::settle_pending(std::size_t index) noexcept {
-  calls_[index].replay.pending = false;
-  while (top_ >= 0 && !calls_[static_cast<std::size_t>(top_)].replay.pending) {
-    --top_;  // so that all backwards of a pass together look at each call once
-  }
-  if (top_ < 0) {
-    use_.idle(calls_.front().ungiven_bytes());  // no other call has any
+  pending_.end(index);
+  if (pending_.empty()) {
+    use_.idle(calls_[order_.by_backward().back()].ungiven_bytes());  // no other call has any
   }
 }
 
@@ -166,7 +164,7 @@ void GraphSequence::write_static_grads(CapturedCall& call, const std::vector<at:
 
 void GraphSequence::drop_pending(std::size_t index, std::uint64_t generation) noexcept {
   const std::lock_guard lock(mutex_);
-  if (index >= calls_.size() || calls_[index].replay.generation != generation || !calls_[index].replay.pending) {
+  if (index >= calls_.size() || calls_[index].replay.generation != generation || !pending_.contains(index)) {
     return;
   }
   settle_pending(index);

@@ -7,8 +7,8 @@
 namespace sidestream {
 
 SequenceCopies::SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover,
-                               CapturedCalls& calls)
-    : runtime_(std::move(runtime)), mover_(std::move(mover)), calls_(calls) {}
+                               CapturedCalls& calls, const SequenceOrder& order, const PendingRuns& pending)
+    : runtime_(std::move(runtime)), mover_(std::move(mover)), calls_(calls), order_(order), pending_(pending) {}
 
 SequenceCopies::~SequenceCopies() { mover_->settle(); }
 
@@ -23,24 +23,42 @@ void SequenceCopies::prepare() {
   with_copies_.reserve(calls_.size());
 }
 
-// A call at or above `index` was offloaded in an earlier pass. The order of that pass is over: its memory may have other uses by now.
-void SequenceCopies::before_forward(std::size_t index, c10::Stream side) {
+// A graph at or before a call's forward begins another pass. The order of the earlier pass is over: its memory may have other uses by now.
+bool SequenceCopies::may_use_sources(std::size_t graph_index, std::size_t index) const {
+  return graph_index <= order_.forward_index(index) || graph_index >= calls_[index].copies.released_at;
+}
+
+bool SequenceCopies::may_use_targets(std::size_t graph_index, std::size_t index) const {
+  return graph_index < calls_[index].copies.reload_at || graph_index > order_.backward_index(index);
+}
+
+void SequenceCopies::await_others(std::size_t graph_index, c10::Stream side) {
   for (const std::size_t call : offloading_) {
-    if (call >= index || calls_[call].copies.released_at <= index) {
+    if (may_use_sources(graph_index, call)) {
       mover_->await(side, calls_[call].copies.offloaded);
     }
   }
   for (const Reload& reload : reloading_) {
-    if (!reload.awaited) {
+    if (!reload.awaited && may_use_targets(graph_index, reload.call)) {
       mover_->await(side, calls_[reload.call].copies.reloaded);
     }
   }
 }
 
+void SequenceCopies::forget_awaited(std::size_t graph_index) {
+  std::erase_if(offloading_, [&](std::size_t call) { return may_use_sources(graph_index, call); });
+  std::erase_if(reloading_, [&](const Reload& reload) { return graph_index < calls_[reload.call].copies.reload_at; });
+  for (Reload& reload : reloading_) {
+    reload.awaited = reload.awaited || may_use_targets(graph_index, reload.call);
+  }
+}
+
+void SequenceCopies::before_forward(std::size_t index, c10::Stream side) {
+  await_others(order_.forward_index(index), side);
+}
+
 void SequenceCopies::forward_launched(std::size_t index) {
-  std::erase_if(offloading_,
-                [&](std::size_t call) { return call >= index || calls_[call].copies.released_at <= index; });
-  reloading_.clear();
+  forget_awaited(order_.forward_index(index));
   const CapturedCopies& captured = calls_[index].copies.captured;
   if (captured.empty()) {
     return;
@@ -64,19 +82,15 @@ void SequenceCopies::forward_launched(std::size_t index) {
   offloading_.push_back(index);
 }
 
-bool SequenceCopies::may_use_targets(std::size_t graph_index, std::size_t index) const {
-  return graph_index < calls_[index].copies.reload_at || graph_index > backward_index(index);
-}
-
 bool SequenceCopies::is_on_device(std::size_t index) const {
   return std::any_of(reloading_.begin(), reloading_.end(), [&](const Reload& reload) { return reload.call == index; });
 }
 
 void SequenceCopies::find_calls_with_copies() {
   with_copies_.clear();
-  for (std::size_t i = 0; i < calls_.size(); ++i) {
-    if (!calls_[i].copies.captured.empty()) {
-      with_copies_.push_back(i);
+  for (const std::size_t call : order_.by_backward()) {
+    if (!calls_[call].copies.captured.empty()) {
+      with_copies_.push_back(call);
     }
   }
   found_ = true;
@@ -87,13 +101,15 @@ void SequenceCopies::queue_due_reloads(std::size_t index, c10::Stream side) {
   if (!found_) {
     find_calls_with_copies();
   }
-  for (auto next = std::upper_bound(with_copies_.begin(), with_copies_.end(), index); next != with_copies_.begin();) {
-    const std::size_t i = *--next;
-    if (i < index && may_use_targets(backward_index(index), i)) {
-      break;  // calls below are reloaded later still
+  const auto comes_before = [&](std::size_t call, std::size_t rank) { return order_.backward_rank(call) < rank; };
+  for (auto next =
+           std::lower_bound(with_copies_.begin(), with_copies_.end(), order_.backward_rank(index), comes_before);
+       next != with_copies_.end(); ++next) {
+    if (*next != index && may_use_targets(order_.backward_index(index), *next)) {
+      break;  // calls after it are reloaded later still
     }
-    if ((i == index || calls_[i].replay.pending) && !is_on_device(i)) {
-      due_.push_back(i);
+    if ((*next == index || pending_.contains(*next)) && !is_on_device(*next)) {
+      due_.push_back(*next);
     }
   }
   if (due_.empty()) {
@@ -112,17 +128,8 @@ void SequenceCopies::queue_due_reloads(std::size_t index, c10::Stream side) {
 }
 
 void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
-  const std::size_t graph_index = backward_index(index);
-  for (const std::size_t call : offloading_) {
-    if (calls_[call].copies.released_at <= graph_index) {
-      mover_->await(side, calls_[call].copies.offloaded);
-    }
-  }
-  for (const Reload& reload : reloading_) {
-    if (!reload.awaited && may_use_targets(graph_index, reload.call)) {
-      mover_->await(side, calls_[reload.call].copies.reloaded);
-    }
-  }
+  const std::size_t graph_index = order_.backward_index(index);
+  await_others(graph_index, side);
   queue_due_reloads(index, side);
   for (const std::size_t call : due_) {
     reloading_.push_back({call});
@@ -138,11 +145,9 @@ void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
 }
 
 void SequenceCopies::backward_launched(std::size_t index) {
-  const std::size_t graph_index = backward_index(index);
-  std::erase_if(offloading_, [&](std::size_t call) { return calls_[call].copies.released_at <= graph_index; });
-  std::erase_if(reloading_, [&](const Reload& reload) { return graph_index < calls_[reload.call].copies.reload_at; });
+  forget_awaited(order_.backward_index(index));
   for (Reload& reload : reloading_) {
-    reload.awaited = reload.awaited || reload.call == index || may_use_targets(graph_index, reload.call);
+    reload.awaited = reload.awaited || reload.call == index;
   }
 }
 

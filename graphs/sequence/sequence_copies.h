@@ -5,6 +5,7 @@
 
 #include <c10/core/Stream.h>
 
+#include "analysis/sequence_order.h"
 #include "graphs/sequence/captured_call.h"
 #include "offload/group_mover.h"
 #include "runtime/runtime.h"
@@ -17,8 +18,9 @@ namespace sidestream {
 /// If a function throws, the copies that it had queued are done.
 class SequenceCopies {
  public:
-  /// `calls` must outlive this object.
-  SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, CapturedCalls& calls);
+  /// `calls`, their `order` and those that are `pending` must outlive this object.
+  SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, CapturedCalls& calls,
+                 const SequenceOrder& order, const PendingRuns& pending);
   SequenceCopies(const SequenceCopies&) = delete;
   SequenceCopies& operator=(const SequenceCopies&) = delete;
   /// Blocks the host until the copies are done.
@@ -26,8 +28,6 @@ class SequenceCopies {
 
   /// Before the captures, when all calls are there.
   void prepare();
-  /// The graph index of that call's backward.
-  [[nodiscard]] std::size_t backward_index(std::size_t call) const noexcept { return 2 * calls_.size() - 1 - call; }
 
   /// Makes `side` wait for all work that must come before the forward of call `index`.
   void before_forward(std::size_t index, c10::Stream side);
@@ -49,9 +49,15 @@ class SequenceCopies {
     bool awaited = false;  ///< by a graph
   };
 
+  /// True if the graph at `graph_index` may use the memory that call `index` was offloaded from. So it may if it begins another pass.
+  [[nodiscard]] bool may_use_sources(std::size_t graph_index, std::size_t index) const;
   /// True if the graph at `graph_index` may use the memory that the copies of call `index` are reloaded to.
   [[nodiscard]] bool may_use_targets(std::size_t graph_index, std::size_t index) const;
   [[nodiscard]] bool is_on_device(std::size_t index) const;
+  /// Makes `side`, before it launches the graph at `graph_index`, wait for the copies whose memory that graph may use.
+  void await_others(std::size_t graph_index, c10::Stream side);
+  /// After that launch: forgets the copies that no later graph of the pass has to wait for.
+  void forget_awaited(std::size_t graph_index);
   /// Runs once after the captures and once after each reset, so that no backward looks at calls that have nothing to reload.
   void find_calls_with_copies();
   /// Queues the reloads that are due before the backward of call `index`, and notes their calls in `due_`.
@@ -60,10 +66,12 @@ class SequenceCopies {
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
   CapturedCalls& calls_;
+  const SequenceOrder& order_;
+  const PendingRuns& pending_;
   std::vector<std::size_t> offloading_;  ///< calls whose copies to the host no graph has waited for
   std::vector<Reload> reloading_;
   std::vector<std::size_t> due_;
-  std::vector<std::size_t> with_copies_;  ///< in order
+  std::vector<std::size_t> with_copies_;  ///< in the order of their backwards
   bool found_ = false;                    ///< `with_copies_` is up to date
 };
 

@@ -1,4 +1,5 @@
 // Outputs whose memory other graphs of the sequence use again; see Note [Graph choreography] in graph_sequence.cpp.
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -12,6 +13,20 @@ bool GraphSequence::is_linked_output(const StaticInput& input, const at::Tensor&
          given.storage_offset() == input.tensor.storage_offset() && same_layout(given, input.tensor);
 }
 
+// What a graph frees while it runs, the pool has given to outputs of later forwards. The reverse does not happen: earlier outputs were
+// alive at the graph's capture. So the graph overwrites outputs that later forwards gave out in an earlier pass.
+void GraphSequence::overwrite_later_outputs(std::size_t graph_index) {
+  const std::size_t first = order_.first_run_from(graph_index);
+  if (first == order_.runs()) {
+    return;
+  }
+  for (std::size_t later = std::max(first, highest_given_) + 1; later-- > first;) {
+    for (OutputStorage& storage : calls_[later].output_storages) {
+      storage.before_overwrite(*runtime_, fork_, counts_.outputs);
+    }
+  }
+}
+
 void GraphSequence::overwrite_released_outputs(std::size_t graph_index) {
   released_.before_launch(graph_index, [&](const Link& output) {
     calls_[output.call].output_storages[output.index].before_overwrite(*runtime_, fork_, counts_.outputs);
@@ -19,7 +34,7 @@ void GraphSequence::overwrite_released_outputs(std::size_t graph_index) {
 }
 
 void GraphSequence::overwrite_given_gradients(std::size_t graph_index) {
-  while (!gave_gradients_.empty() && copies_.backward_index(gave_gradients_.back()) >= graph_index) {
+  while (!gave_gradients_.empty() && order_.backward_index(gave_gradients_.back()) >= graph_index) {
     calls_[gave_gradients_.back()].for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
       if (memory) {
         memory->before_overwrite(*runtime_, fork_, counts_.gradients);

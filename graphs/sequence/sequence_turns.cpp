@@ -12,12 +12,12 @@ bool GraphMemory::pending() {
 bool GraphSequence::has_to_wait() const {
   const std::lock_guard lock(mutex_);
   const GraphSequence* const other = memory_->turn();
-  return other != nullptr && other != this && other->top_ >= 0;
+  return other != nullptr && other != this && !other->pending_.empty();
 }
 
 void GraphSequence::refuse_turn(const std::string& what) const {
   const GraphSequence& other = *memory_->turn();
-  throw UsageError(what + ": the backward of " + other.describe(static_cast<std::size_t>(other.top_)) +
+  throw UsageError(what + ": the backward of " + other.describe(other.pending_.latest()) +
                    ", which shares its memory, is still pending, and this call would overwrite tensors that it needs. "
                    "Run that backward first, or capture in a pool of its own");
 }
@@ -93,7 +93,7 @@ void GraphSequence::share_outputs() {
     for (std::size_t index = 0; index < storages.size(); ++index) {
       if (!storages[index].given_back()) {
         storages[index].give_back_to(pool_);
-        released_.add(2 * calls_.size(), call, index);  // behind the last graph of this sequence
+        released_.add(order_.size(), call, index);  // behind the last graph of this sequence
       }
     }
   }
