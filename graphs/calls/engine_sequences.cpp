@@ -24,36 +24,32 @@
 namespace sidestream {
 namespace {
 
-/// The recorded calls of one slot, of training or of evaluation, that are not captured yet, as calls.
-struct SlotCalls {
+/// Recorded calls as what is captured. An input that is the output of a call outside of `group` becomes one of its own.
+std::vector<CallSpec> specs_of(const RecordedCalls& recorded, const std::vector<std::size_t>& group,
+                               const EagerPlan& plan, c10::Device device) {
   std::vector<CallSpec> specs;
-  // Parallel to specs.
-  std::vector<RecordedCall*> calls;
-  std::vector<std::size_t> indices;  ///< among the recorded ones
-};
-
-SlotCalls calls_of(const RecordedCalls& recorded, std::size_t slot, bool evaluation, const EagerPlan& plan) {
-  SlotCalls result;
-  std::vector<std::optional<std::size_t>> index(recorded.calls().size());  // among the calls
-  for (std::size_t i = 0; i < recorded.calls().size(); ++i) {
-    RecordedCall& call = *recorded.calls()[i];
-    if (call.slot != slot || call.state.modes.gradients == evaluation || call.captured) {
-      continue;
-    }
-    CallSpec spec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs, call.state};
-    spec.outputs_let_go = recorded.outputs().let_go(i, plan);
+  for (const std::size_t recorded_call : group) {
+    const RecordedCall& call = *recorded.calls()[recorded_call];
+    CallSpec& spec = specs.emplace_back(
+        CallSpec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs, call.state});
+    spec.outputs_let_go = recorded.outputs().let_go(recorded_call, plan);
     for (CallInput& input : spec.inputs) {
-      if (input.from) {
-        const std::optional<std::size_t> linked = index[input.from->call];
-        input.from = linked ? std::optional(Link{*linked, input.from->index}) : std::nullopt;
+      if (!input.from) {
+        continue;
+      }
+      const auto giver = std::lower_bound(group.begin(), group.end(), input.from->call);
+      if (giver != group.end() && *giver == input.from->call) {
+        input.from->call = static_cast<std::size_t>(giver - group.begin());
+      } else {
+        input.from.reset();
+        if (input.like.defined()) {
+          input.sample = at::zeros_like(input.like, input.like.options().device(device));
+          input.sample.set_requires_grad(input.like.requires_grad());
+        }
       }
     }
-    index[i] = result.specs.size();
-    result.specs.push_back(std::move(spec));
-    result.calls.push_back(&call);
-    result.indices.push_back(i);
   }
-  return result;
+  return specs;
 }
 
 /// Dropped by a capture that failed in its place, or captured of a model that is another now.
@@ -165,27 +161,31 @@ void EngineSequences::capture_recorded(RecordedCalls& recorded) {
   }
   for (const bool evaluation : {false, true}) {  // the larger ones first
     for (std::size_t slot = 0; slot < slots; ++slot) {
-      capture_slot(recorded, slot, evaluation);
+      for (const std::vector<std::size_t>& group : recorded.groups(slot, evaluation)) {
+        capture_group(recorded, group, slot, evaluation);
+      }
     }
   }
   recorded.clear();
   resources_.runtime->release_cached_memory();
 }
 
-void EngineSequences::capture_slot(RecordedCalls& recorded, std::size_t slot, bool evaluation) {
-  const SlotCalls of_slot = calls_of(recorded, slot, evaluation, plan_);
-  if (of_slot.specs.empty()) {
-    return;
+void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<std::size_t>& group, std::size_t slot,
+                                    bool evaluation) {
+  std::vector<const CallSite*> sites;
+  for (const std::size_t recorded_call : group) {
+    sites.push_back(recorded.calls()[recorded_call]->site);
   }
   const auto holder = std::make_shared<SequenceHolder>();
-  holder->sequence = capture(of_slot.specs, resources_.options.graph_options(), memory_of(slot, evaluation));
-  for (std::size_t i = 0; i < of_slot.calls.size(); ++i) {
-    RecordedCall& call = *of_slot.calls[i];
+  holder->sequence = capture(specs_of(recorded, group, plan_, resources_.runtime->device()),
+                             resources_.options.graph_options(), memory_of(sites, slot, evaluation));
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    RecordedCall& call = *recorded.calls()[group[i]];
     call.captured = true;
     call.site->variants.push_back({holder, i, call.guards, call.shape, call.structure, ++call.site->clock});
     call.site->to_record = false;
     counts_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
-    recorded.outputs().for_each_of(of_slot.indices[i], [&](const c10::StorageImpl* storage, std::size_t output) {
+    recorded.outputs().for_each_of(group[i], [&](const c10::StorageImpl* storage, std::size_t output) {
       const CapturedCall& captured = holder->sequence->calls()[i];
       if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
         plan_.captured(storage, captured.output_storages[captured.outputs[output].of].given_back());
@@ -196,7 +196,8 @@ void EngineSequences::capture_slot(RecordedCalls& recorded, std::size_t slot, bo
   add(holder);
 }
 
-std::shared_ptr<GraphMemory> EngineSequences::memory_of(std::size_t slot, bool evaluation) {
+std::shared_ptr<GraphMemory> EngineSequences::memory_of(const std::vector<const CallSite*>& sites, std::size_t slot,
+                                                        bool evaluation) {
   const CallOptions& options = resources_.options.call_options();
   const bool all = options.share_memory();
   const std::size_t of = evaluation ? 0 : slot;
@@ -204,10 +205,17 @@ std::shared_ptr<GraphMemory> EngineSequences::memory_of(std::size_t slot, bool e
   if (resources_.options.graph_options().pool() != nullptr || !(all || with_forwards)) {
     return nullptr;
   }
-  memories_.resize(std::max(memories_.size(), of + 1));
-  std::shared_ptr<GraphMemory>& memory = memories_[of];
+  std::shared_ptr<GraphMemory> memory;
+  for (const CallSite* const site : sites) {
+    if (const auto known = memories_.find({site, of}); memory == nullptr && known != memories_.end()) {
+      memory = known->second;
+    }
+  }
   if (memory == nullptr) {
     memory = std::make_shared<GraphMemory>(GraphMemory::Use::shared);
+  }
+  for (const CallSite* const site : sites) {
+    memories_.try_emplace({site, of}, memory);
   }
   const bool taken = !all && !evaluation && std::any_of(own_.begin(), own_.end(), [&](const auto& holder) {
     return holder->sequence->memory() == memory && !holder->sequence->forwards_alone();

@@ -1,5 +1,8 @@
 #pragma once
+#include <cstddef>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "graphs/sequence/graph_sequence.h"
@@ -8,6 +11,7 @@
 namespace sidestream {
 
 class CallContext;
+struct CallSite;
 class CallTable;
 class EagerPlan;
 struct EngineResources;
@@ -84,8 +88,9 @@ class EngineSequences {
   /// Throws: UsageError where nothing may be captured now.
   void check_capture(const GraphOptions& options) const;
   /// What the captures of a slot are to share with others; null for memory of their own.
-  [[nodiscard]] std::shared_ptr<GraphMemory> memory_of(std::size_t slot, bool evaluation);
-  void capture_slot(RecordedCalls& recorded, std::size_t slot, bool evaluation);
+  [[nodiscard]] std::shared_ptr<GraphMemory> memory_of(const std::vector<const CallSite*>& sites, std::size_t slot,
+                                                       bool evaluation);
+  void capture_group(RecordedCalls& recorded, const std::vector<std::size_t>& group, std::size_t slot, bool evaluation);
 
   EngineResources& resources_;
   CallContext& context_;
@@ -94,8 +99,9 @@ class EngineSequences {
   std::vector<std::weak_ptr<SequenceHolder>> all_;
   bool postponed_ = false;
   std::vector<std::shared_ptr<SequenceHolder>> own_;  ///< those that ss::call made
-  /// By slot, where captures share memory: CallOptions::share_memory, or forward graphs with the first slot.
-  std::vector<std::shared_ptr<GraphMemory>> memories_;
+  /// By call and slot, if captures share memory: CallOptions::share_memory, or forward graphs with the first slot. Calls of one sequence
+  /// have the same.
+  std::map<std::pair<const CallSite*, std::size_t>, std::shared_ptr<GraphMemory>> memories_;
 };
 
 }  // namespace sidestream

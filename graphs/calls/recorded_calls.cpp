@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/nn/module.h>
@@ -31,12 +32,14 @@ struct BackwardSeen {
 /// Sits on the node that made a call's output: sees its backward begin. Threads: autograd's.
 class BackwardWatch final : public torch::autograd::FunctionPreHook {
  public:
-  BackwardWatch(std::shared_ptr<BackwardSeen> seen, std::shared_ptr<EagerMemoryEstimate> rest, c10::DeviceType type)
-      : seen_(std::move(seen)), rest_(std::move(rest)), type_(type) {}
+  BackwardWatch(std::shared_ptr<BackwardSeen> seen, std::shared_ptr<EagerMemoryEstimate> rest, c10::DeviceType type,
+                std::shared_ptr<OrderLog> log, const SequenceStep& step)
+      : seen_(std::move(seen)), rest_(std::move(rest)), type_(type), log_(std::move(log)), step_(step) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (!seen_->begun.load()) {
       seen_->modes = CallModes::current(type_);
       seen_->begun.store(true);
+      log_->backward(step_);
       rest_->backward_begins();
     }
     return grads;
@@ -46,6 +49,8 @@ class BackwardWatch final : public torch::autograd::FunctionPreHook {
   std::shared_ptr<BackwardSeen> seen_;
   std::shared_ptr<EagerMemoryEstimate> rest_;
   c10::DeviceType type_;
+  std::shared_ptr<OrderLog> log_;
+  SequenceStep step_;
 };
 
 /// What a sample holds of the device.
@@ -104,6 +109,7 @@ struct RecordedCalls::Flight {
   std::shared_ptr<BackwardSeen> backward = std::make_shared<BackwardSeen>();
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> outputs;
   std::vector<std::size_t> from;  ///< recorded calls that its inputs were computed from
+  SequenceStep backward_step;     ///< of its backward, in the order log
   bool first = true;              ///< of its recorded call
 };
 
@@ -136,6 +142,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
       learn_backward_modes(i);
       flights_[i] = std::make_shared<Flight>();
       flights_[i]->first = false;
+      flights_[i]->backward_step = log_->forward(i, from);
       flights_[i]->from = std::move(from);
       outputs_.call_begins(i, call.sequence(), current_recorder());
       return i;
@@ -175,6 +182,8 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
         if (calls_[i]->slot == slot && calls_[i]->state.modes.gradients == modes.gradients &&
             output._unsafe_get_target() == input.unsafeGetTensorImpl() && !output.expired()) {
           kept.from = Link{i, o};
+          kept.like = at::empty_strided(input.sizes(), input.strides(), input.options().device(at::kMeta))
+                          .set_requires_grad(input.requires_grad());
         }
       }
     }
@@ -192,6 +201,13 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   }
   calls_.push_back(std::move(call));
   flights_.push_back(std::make_shared<Flight>());
+  std::vector<std::size_t> connected = from;
+  for (const CallInput& input : calls_.back()->inputs) {
+    if (input.from) {
+      connected.push_back(input.from->call);  // also if no gradient goes there
+    }
+  }
+  flights_.back()->backward_step = log_->forward(calls_.size() - 1, connected);
   flights_.back()->from = std::move(from);
   return calls_.size() - 1;
 }
@@ -223,7 +239,8 @@ void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   for (const at::Tensor& output : outputs) {
     flight.outputs.emplace_back(output.getIntrusivePtr());
     if (!watched && output.defined() && output.grad_fn() != nullptr) {
-      output.grad_fn()->add_pre_hook(std::make_unique<BackwardWatch>(flight.backward, rest_, type));
+      output.grad_fn()->add_pre_hook(
+          std::make_unique<BackwardWatch>(flight.backward, rest_, type, log_, flight.backward_step));
       watched = true;
     }
   }
@@ -253,6 +270,7 @@ void RecordedCalls::learn_backward_modes() {
 }
 
 void RecordedCalls::forget(std::size_t call) {
+  log_->forget(flights_[call]->backward_step);
   if (!flights_[call]->first) {
     flights_[call]->backward->begun.store(true);  // nothing of this run awaits a backward
     return;
@@ -264,10 +282,28 @@ void RecordedCalls::forget(std::size_t call) {
   flights_.pop_back();
 }
 
+std::vector<std::vector<std::size_t>> RecordedCalls::groups(std::size_t slot, bool evaluation) const {
+  std::vector<std::size_t> among;
+  for (std::size_t i = 0; i < calls_.size(); ++i) {
+    const RecordedCall& call = *calls_[i];
+    if (call.slot == slot && call.state.modes.gradients != evaluation && !call.captured) {
+      among.push_back(i);
+    }
+  }
+  std::vector<std::vector<std::size_t>> groups = log_->groups(among);
+  for (std::vector<std::size_t>& group : groups) {
+    for (std::size_t& call : group) {
+      call = among[call];
+    }
+  }
+  return groups;
+}
+
 void RecordedCalls::clear() {
   calls_.clear();
   flights_.clear();
   dependencies_.clear();
+  log_ = std::make_shared<OrderLog>();  // hooks of graphs that are still there write into the old one
   outputs_.clear();
   kept_bytes_ = 0;
 }

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include "graphs/calls/order_log.h"
 #include "graphs/calls/recorded_outputs.h"
 #include "graphs/guards/call_spec.h"
 #include "sidestream/detail/argument_parts.h"
@@ -99,6 +100,9 @@ class RecordedCalls {
   [[nodiscard]] std::size_t count(const CallSite& site, bool gradients) const noexcept;
   [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }
   [[nodiscard]] const std::vector<std::shared_ptr<RecordedCall>>& calls() const noexcept { return calls_; }
+  /// The calls of `slot`, of training or of evaluation, that are not captured yet: lists of those that are captured together, in order.
+  /// Autograd connects the calls of a list, and a sequence of them in nested order may replay what was recorded.
+  [[nodiscard]] std::vector<std::vector<std::size_t>> groups(std::size_t slot, bool evaluation) const;
   /// What became of the outputs.
   [[nodiscard]] const RecordedOutputs& outputs() const noexcept { return outputs_; }
   void clear();
@@ -114,6 +118,7 @@ class RecordedCalls {
   std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_
   CallDependencies dependencies_;
+  std::shared_ptr<OrderLog> log_ = std::make_shared<OrderLog>();
   RecordedOutputs outputs_;
   std::size_t kept_bytes_ = 0;
 };

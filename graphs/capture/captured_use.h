@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "analysis/sequence_order.h"
 #include "graphs/sequence/captured_call.h"
 #include "graphs/sequence/pool_use.h"
 #include "runtime/live_memory.h"

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
+#include "analysis/sequence_order.h"
 #include "graphs/capture/captured_outputs.h"
 #include "graphs/outputs/released_outputs.h"
 #include "graphs/sequence/captured_call.h"

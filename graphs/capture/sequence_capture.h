@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "analysis/copy_places.h"
+#include "analysis/sequence_order.h"
 #include "graphs/capture/body_hooks.h"
 #include "graphs/capture/capture_reads.h"
 #include "graphs/capture/captured_use.h"

@@ -1,0 +1,33 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "analysis/sequence_groups.h"
+
+namespace sidestream {
+
+/// Writes down in which order recorded calls run forward and backward, and which of them autograd connects.
+/// Threads: any.
+class OrderLog {
+ public:
+  /// A forward of `call` begins; it was computed from the calls `from`. Returns what `backward` is to be given.
+  SequenceStep forward(std::size_t call, const std::vector<std::size_t>& from);
+  /// That forward threw: it is as if it had not begun.
+  void forget(const SequenceStep& backward);
+  /// The backward of a call begins, on the thread that runs it.
+  void backward(const SequenceStep& step);
+  /// Of the calls in `among` (in increasing order), numbered as there: which are captured together. See sequence_groups.
+  [[nodiscard]] std::vector<std::vector<std::size_t>> groups(const std::vector<std::size_t>& among) const;
+  void clear();
+
+ private:
+  mutable std::mutex mutex_;
+  RecordedOrder order_;
+  std::vector<std::size_t> runs_;                                // by call
+  std::unordered_map<std::int64_t, std::size_t> first_in_pass_;  // by backward pass: the first call in it
+};
+
+}  // namespace sidestream

@@ -1,0 +1,207 @@
+// Stages of a pipeline as calls of one process, in orders that no nesting of forwards and backwards has.
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "unit/graphs/called_stack.h"
+
+namespace sidestream {
+namespace {
+
+using testing_model::CalledStack;
+using testing_model::in_step;
+using testing_model::rows;
+using testing_model::same;
+using testing_model::StepTensors;
+using testing_model::train_step;
+
+/// One forward or backward of one stage, as "F0.1": stage 0, microbatch 1.
+struct Work {
+  bool backward = false;
+  std::size_t stage = 0;
+  std::size_t microbatch = 0;
+};
+
+std::vector<Work> parse(const std::string& order) {
+  std::vector<Work> all;
+  for (std::size_t i = 0; i + 3 < order.size(); i += 5) {
+    all.push_back(
+        {order[i] == 'B', static_cast<std::size_t>(order[i + 1] - '0'), static_cast<std::size_t>(order[i + 3] - '0')});
+  }
+  return all;
+}
+
+/// Each layer of the stack is a stage, or the first two are one. Activations go from stage to stage detached, as between ranks.
+class Pipeline {
+ public:
+  Pipeline(CalledStack& model, c10::Device device, std::vector<std::vector<std::size_t>> stages)
+      : model_(model), device_(device), stages_(std::move(stages)) {}
+
+  /// `s`: the step, for its data.
+  void run(const std::vector<Work>& order, std::int64_t s) {
+    const std::size_t microbatches = 4;
+    inputs_.assign(stages_.size(), std::vector<at::Tensor>(microbatches));
+    outputs_ = inputs_;
+    for (const Work& work : order) {
+      if (work.backward) {
+        backward(work, s);
+      } else {
+        forward(work, s);
+      }
+    }
+  }
+  void forward(const Work& work, std::int64_t s) {
+    const at::Tensor given = work.stage == 0 ? rows(10 * s + static_cast<std::int64_t>(work.microbatch), device_)
+                                             : outputs_[work.stage - 1][work.microbatch];
+    at::Tensor h = inputs_[work.stage][work.microbatch] = given.detach().requires_grad_(true);
+    for (const std::size_t layer : stages_[work.stage]) {
+      h = model_.run_layer(layer, h);
+    }
+    outputs_[work.stage][work.microbatch] = h;
+  }
+  void backward(const Work& work, std::int64_t s) {
+    at::Tensor& output = outputs_[work.stage][work.microbatch];
+    if (work.stage + 1 == stages_.size()) {
+      (output * rows(10 * s + static_cast<std::int64_t>(work.microbatch), device_, 1)).sum().backward();
+    } else {
+      output.backward(inputs_[work.stage + 1][work.microbatch].grad());
+    }
+    output = at::Tensor();
+  }
+
+ private:
+  CalledStack& model_;
+  c10::Device device_;
+  std::vector<std::vector<std::size_t>> stages_;
+  std::vector<std::vector<at::Tensor>> inputs_;   // by stage and microbatch
+  std::vector<std::vector<at::Tensor>> outputs_;  // likewise
+};
+
+struct Loop {
+  const char* name;
+  std::vector<std::vector<std::size_t>> stages;
+  const char* order;
+};
+
+std::ostream& operator<<(std::ostream& out, const Loop& loop) { return out << loop.name; }
+
+class PipelineCallsTest : public testing::TestWithParam<Loop> {
+ protected:
+  [[nodiscard]] Options options() const {
+    return Options(device_).min_bytes(256).graph("layers.*").offload("layers.*");
+  }
+
+  c10::Device device_ = find_device("sim");
+  CalledStack model_{device_};
+  CalledStack plain_{device_};
+};
+
+TEST_P(PipelineCallsTest, AnOrderThatOneStepRecordedRepeats) {
+  OffloadEngine engine(model_, options());
+  const std::vector<Work> order = parse(GetParam().order);
+  Pipeline mine(model_, device_, GetParam().stages);
+  Pipeline plain(plain_, device_, GetParam().stages);
+  std::int64_t eager = 0;
+  for (std::int64_t s = 0; s < 5; ++s) {
+    const StepTensors given = train_step(model_, &engine, [&] { mine.run(order, s); });
+    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { plain.run(order, s); }))) << "step " << s;
+    const std::int64_t now = engine.report().eager_calls;
+    EXPECT_TRUE(s == 0 || now == eager) << "step " << s << " ran calls eagerly";
+    eager = now;
+  }
+  EXPECT_GT(engine.report().replays, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Loops, PipelineCallsTest,
+    testing::Values(
+        Loop{"one_forward_one_backward", {{0}, {1, 2}}, "F0.0 F0.1 F1.0 B1.0 F1.1 B0.0 B1.1 F0.2 B0.1 F1.2 B1.2 B0.2"},
+        Loop{"three_stages", {{0}, {1}, {2}}, "F0.0 F0.1 F1.0 F2.0 B2.0 F1.1 B1.0 F2.1 B0.0 B2.1 B1.1 B0.1"},
+        Loop{"forwards_first", {{0, 1}, {2}}, "F0.0 F1.0 F0.1 F1.1 F0.2 F1.2 B1.0 B0.0 B1.1 B0.1 B1.2 B0.2"},
+        Loop{"first_stage_last", {{0}, {1, 2}}, "F0.0 F1.0 B1.0 F0.1 F1.1 B1.1 F0.2 F1.2 B1.2 B0.0 B0.1 B0.2"},
+        Loop{"nested", {{0}, {1}, {2}}, "F0.0 F1.0 F2.0 B2.0 B1.0 B0.0 F0.1 F1.1 F2.1 B2.1 B1.1 B0.1"}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+/// Calls that share memory take turns: the loops run with it too, eagerly where a turn would have to wait.
+TEST_P(PipelineCallsTest, SharedMemoryGivesTheSame) {
+  OffloadEngine engine(model_, options().call_options(CallOptions().share_memory(true).on_pending(OnPending::eager)));
+  const std::vector<Work> order = parse(GetParam().order);
+  Pipeline mine(model_, device_, GetParam().stages);
+  Pipeline plain(plain_, device_, GetParam().stages);
+  for (std::int64_t s = 0; s < 5; ++s) {
+    const StepTensors given = train_step(model_, &engine, [&] { mine.run(order, s); });
+    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { plain.run(order, s); }))) << "step " << s;
+  }
+  EXPECT_GT(engine.report().replays, 0);
+}
+
+class ChangedOrderTest : public PipelineCallsTest {};
+
+TEST_F(ChangedOrderTest, CallsThatAutogradConnectsReplayWhatOneStepRecordedOfThem) {
+  // The second microbatch gives the second layer other data, and its backward runs after that of the first layer.
+  OffloadEngine engine(model_, options());
+  const auto run = [&](CalledStack& model, std::int64_t s) {
+    model.run_layer(1, model.run_layer(0, rows(s, device_))).square().sum().backward();
+    const at::Tensor first = model.run_layer(0, rows(s, device_, 1));
+    const at::Tensor second = model.run_layer(1, rows(s, device_, 2).requires_grad_(true));
+    first.square().sum().backward();
+    second.square().sum().backward();
+  };
+  for (std::int64_t s = 0; s < 4; ++s) {
+    const StepTensors given = train_step(model_, &engine, [&] { run(model_, s); });
+    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, s); }))) << "step " << s;
+  }
+}
+
+TEST_F(ChangedOrderTest, AnOrderThatNoStepRecordedThrowsBeforeMemoryInUseIsOverwritten) {
+  OffloadEngine engine(model_, options());
+  const auto nested = [&](CalledStack& model, std::int64_t s) {
+    model.forward(rows(s, device_)).square().sum().backward();
+  };
+  for (std::int64_t s = 0; s < 3; ++s) {
+    const StepTensors given = train_step(model_, &engine, [&] { nested(model_, s); });
+    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { nested(plain_, s); }))) << "step " << s;
+  }
+  // Of two connected calls the first one's backward runs first. It is refused, and the second one's still gives plain gradients.
+  const auto crossed = [&](CalledStack& model, bool refused) {
+    const at::Tensor first = model.run_layer(0, rows(7, device_));
+    const at::Tensor second = model.run_layer(1, rows(7, device_, 1).requires_grad_(true));
+    if (refused) {
+      EXPECT_THROWS(UsageError, "its backward runs before that of \"layers.1\"", first.square().sum().backward());
+    }
+    second.square().sum().backward();
+    first.square().sum().backward();
+  };
+  const StepTensors given = train_step(model_, &engine, [&] { crossed(model_, true); });
+  EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { crossed(plain_, false); })));
+  const StepTensors after = train_step(model_, &engine, [&] { nested(model_, 8); });
+  EXPECT_TRUE(same(after, train_step(plain_, nullptr, [&] { nested(plain_, 8); }))) << "the engine stays usable";
+}
+
+TEST_F(ChangedOrderTest, AForwardThatWouldOverwriteRunsEagerlyOrIsRecorded) {
+  OffloadEngine engine(model_, options());
+  Pipeline mine(model_, device_, {{0, 1}, {2}});
+  Pipeline plain(plain_, device_, {{0, 1}, {2}});
+  const std::vector<Work> one_by_one = parse("F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1");
+  const std::vector<Work> in_flight = parse("F0.0 F0.1 F1.0 F1.1 B1.0 B0.0 B1.1 B0.1");
+  for (std::int64_t s = 0; s < 8; ++s) {
+    const std::vector<Work>& order = s < 3 ? one_by_one : in_flight;
+    const StepTensors given = train_step(model_, &engine, [&] { mine.run(order, s); });
+    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { plain.run(order, s); }))) << "step " << s;
+  }
+}
+
+}  // namespace
+}  // namespace sidestream
