@@ -60,7 +60,7 @@ class SequencesThatDraw final : public Program {
       const at::Tensor& x = inputs_[(2 * s + static_cast<std::int64_t>(sequence)) % 8];
       at::Tensor h = x;
       for (std::size_t i = 0; i < kLayers; ++i) {
-        h = engine_ ? sequences_[chain][i]({h})[0] : noisy(h);
+        h = engine_ ? sequences_[sequence][i]({h})[0] : noisy(h);
       }
       grads.push_back(torch::autograd::grad({h.sum()}, {x})[0]);
     }
