@@ -74,7 +74,7 @@ class Pipeline {
   void backward(const Work& work, std::int64_t s) {
     at::Tensor& output = outputs_[work.stage][work.microbatch];
     if (work.stage + 1 == stages_.size()) {
-      (output * rows(10 * s + static_cast<std::int64_t>(work.microbatch), device_, 1)).sum().backward();
+      (output * rows(10 * s + static_cast<std::int64_t>(work.microbatch), device_, 1)).mean().backward();
     } else {
       output.backward(inputs_[work.stage + 1][work.microbatch].grad());
     }
@@ -153,11 +153,11 @@ TEST_F(ChangedOrderTest, CallsThatAutogradConnectsReplayWhatOneStepRecordedOfThe
   // The second microbatch gives the second layer other data, and its backward runs after that of the first layer.
   OffloadEngine engine(model_, options());
   const auto run = [&](CalledStack& model, std::int64_t s) {
-    model.run_layer(1, model.run_layer(0, rows(s, device_))).square().sum().backward();
+    model.run_layer(1, model.run_layer(0, rows(s, device_))).square().mean().backward();
     const at::Tensor first = model.run_layer(0, rows(s, device_, 1));
     const at::Tensor second = model.run_layer(1, rows(s, device_, 2).requires_grad_(true));
-    first.square().sum().backward();
-    second.square().sum().backward();
+    first.square().mean().backward();
+    second.square().mean().backward();
   };
   for (std::int64_t s = 0; s < 4; ++s) {
     const StepTensors given = train_step(model_, &engine, [&] { run(model_, s); });
@@ -168,21 +168,20 @@ TEST_F(ChangedOrderTest, CallsThatAutogradConnectsReplayWhatOneStepRecordedOfThe
 TEST_F(ChangedOrderTest, AnOrderThatNoStepRecordedThrowsBeforeMemoryInUseIsOverwritten) {
   OffloadEngine engine(model_, options());
   const auto nested = [&](CalledStack& model, std::int64_t s) {
-    model.forward(rows(s, device_)).square().sum().backward();
+    model.forward(rows(s, device_)).square().mean().backward();
   };
   for (std::int64_t s = 0; s < 3; ++s) {
     const StepTensors given = train_step(model_, &engine, [&] { nested(model_, s); });
     EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { nested(plain_, s); }))) << "step " << s;
   }
-  // Of two connected calls the first one's backward runs first. It is refused, and the second one's still gives plain gradients.
+  // Of two connected calls the first one's backward is to run before the second one's. It is refused, and both run in their order.
   const auto crossed = [&](CalledStack& model, bool refused) {
     const at::Tensor first = model.run_layer(0, rows(7, device_));
-    const at::Tensor second = model.run_layer(1, rows(7, device_, 1).requires_grad_(true));
+    const at::Tensor second = model.run_layer(1, first);
     if (refused) {
-      EXPECT_THROWS(UsageError, "its backward runs before that of \"layers.1\"", first.square().sum().backward());
+      EXPECT_THROWS(UsageError, "its backward runs before that of \"layers.1\"", first.square().mean().backward());
     }
-    second.square().sum().backward();
-    first.square().sum().backward();
+    second.square().mean().backward();
   };
   const StepTensors given = train_step(model_, &engine, [&] { crossed(model_, true); });
   EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { crossed(plain_, false); })));
