@@ -55,7 +55,8 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
 //
 // The order of captures is data (SequenceOrder): each graph has an index in it. All graphs share one pool of memory, which the captures
 // used in that order. A graph may be launched if it lies between the forward and the backward of each pending call (PendingRuns): then it
-// overwrites nothing that they saved. Memory that a copy reads or writes is used again only from a certain graph index on. The capture knows that index, and the first graph that is launched from there on waits for the copy:
+// overwrites nothing that they saved. Memory that a copy reads or writes is used again only from a certain graph index on. The capture
+// knows that index, and the first graph that is launched from there on waits for the copy:
 //  - released_at(k): the sources of k went back to the pool before the capture of the graph at this index. That graph, or the first
 //    one launched after it, waits for offloaded(k). A graph at or before the forward of k begins another pass, and waits for it too.
 //  - reload_at(k): the targets of k were allocated before the capture of the backward at this index. They stay allocated until
