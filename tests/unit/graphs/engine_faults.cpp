@@ -236,12 +236,12 @@ std::vector<EngineFault> drawing_faults() {
   return {
       {"DrawOrder::launch",
        "a graph that draws waits for the latest one that drew",
-       "chains_that_draw",
+       "sequences_that_draw",
        {Act::drop_wait, "forward", StreamRole::other, Mark::launch},
        "a simulated graph takes its numbers when it is launched; on a GPU its kernels read them"},
       {"DrawOrder::launch",
        "the latest launch that drew is recorded anew",
-       "chains_that_draw",
+       "sequences_that_draw",
        {Act::drop_record, "forward", StreamRole::other, Mark::launch},
        "a simulated graph takes its numbers when it is launched; on a GPU its kernels read them"},
   };
