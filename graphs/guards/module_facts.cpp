@@ -27,7 +27,7 @@ struct torch::nn::AnyModuleHolder<sidestream::MembersOfModules> {
 namespace sidestream {
 namespace {
 
-using Members = torch::nn::AnyModuleHolder<MembersOfModules>;
+using HeldMembers = torch::nn::AnyModuleHolder<MembersOfModules>;
 
 const void* identity(const at::Tensor& tensor) noexcept { return tensor.unsafeGetTensorImpl(); }
 
@@ -64,19 +64,19 @@ void ModuleFacts::add(const std::shared_ptr<const torch::nn::Module>& module, co
       tensors_.emplace_back(tensor);
     }
   };
-  Entry entry{module, name, Members::training(*module),         ModuleOptions(*module),
-              {},     {},   Members::parameters(*module).size()};
-  for (const auto* items : {&Members::parameters(*module), &Members::buffers(*module)}) {
+  Entry entry{module, name, HeldMembers::training(*module),         ModuleOptions(*module),
+              {},     {},   HeldMembers::parameters(*module).size()};
+  for (const auto* items : {&HeldMembers::parameters(*module), &HeldMembers::buffers(*module)}) {
     for (const auto& item : *items) {
       entry.tensors.push_back(identity(item.value()));
       watch(item.value());
     }
   }
-  for (const auto& item : Members::children(*module)) {
+  for (const auto& item : HeldMembers::children(*module)) {
     entry.children.push_back(item.value().get());
   }
   entries_.push_back(std::move(entry));
-  for (const auto& item : Members::children(*module)) {
+  for (const auto& item : HeldMembers::children(*module)) {
     if (item.value() != nullptr) {
       add(item.value(), joined(name, item.key()), with_tensors);
     }
@@ -85,9 +85,9 @@ void ModuleFacts::add(const std::shared_ptr<const torch::nn::Module>& module, co
 
 bool ModuleFacts::same_members(const Entry& entry) noexcept {
   const torch::nn::Module& module = *entry.module;
-  const auto& children = Members::children(module);
-  const auto& parameters = Members::parameters(module);
-  const auto& buffers = Members::buffers(module);
+  const auto& children = HeldMembers::children(module);
+  const auto& parameters = HeldMembers::parameters(module);
+  const auto& buffers = HeldMembers::buffers(module);
   return children.size() == entry.children.size() && parameters.size() == entry.parameters &&
          parameters.size() + buffers.size() == entry.tensors.size() &&
          same_items(children, entry.children.data(), [](const auto& child) -> const void* { return child.get(); }) &&
@@ -103,7 +103,7 @@ FactsChange ModuleFacts::members_change() const noexcept {
 
 bool ModuleFacts::same_child(const Place& place) const noexcept {
   const Entry& parent = entries_[place.parent];
-  const auto& children = Members::children(*parent.module);
+  const auto& children = HeldMembers::children(*parent.module);
   return children.size() == parent.children.size() &&
          children[place.child].value().get() == parent.children[place.child];
 }
@@ -112,7 +112,7 @@ void ModuleFacts::attend_to(const std::vector<TensorFacts>& read) {
   attends_ = true;
   for (std::size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
-    flags_.push_back({&Members::training(*entry.module), entry.training});
+    flags_.push_back({&HeldMembers::training(*entry.module), entry.training});
     if (!entry.options.empty()) {
       with_options_.push_back(i);
     }
@@ -167,7 +167,7 @@ FactsChange ModuleFacts::change() const noexcept {
       change.identity = true;
       return change;  // what stood there may not be looked at
     }
-    change.training = change.training || Members::training(*entry.module) != entry.training;
+    change.training = change.training || HeldMembers::training(*entry.module) != entry.training;
     change.options = change.options || !entry.options.same();
   }
   change |= tensors_change();
@@ -222,7 +222,7 @@ ModuleFacts ModuleFacts::as_now(bool with_tensors) const {
 
 std::string ModuleFacts::name_of(const at::Tensor& tensor) const {
   for (const Entry& entry : entries_) {
-    for (const auto* items : {&Members::parameters(*entry.module), &Members::buffers(*entry.module)}) {
+    for (const auto* items : {&HeldMembers::parameters(*entry.module), &HeldMembers::buffers(*entry.module)}) {
       for (const auto& item : *items) {
         if (item.value().is_same(tensor)) {
           return joined(entry.name, item.key());
@@ -249,7 +249,7 @@ std::string ModuleFacts::difference() const {
     }
   }
   for (const Entry& entry : entries_) {
-    if (Members::training(*entry.module) != entry.training) {
+    if (HeldMembers::training(*entry.module) != entry.training) {
       return quoted(entry) + (entry.training ? " is in eval mode, was training" : " is training, was in eval mode");
     }
     if (const std::string option = entry.options.difference(); !option.empty()) {
@@ -261,8 +261,8 @@ std::string ModuleFacts::difference() const {
 
 ModelFlagsGuard::ModelFlagsGuard(const ModuleFacts& facts) {
   for (const ModuleFacts::Entry& entry : facts.entries_) {
-    if (Members::training(*entry.module) != entry.training) {
-      Members::set_training(*entry.module, entry.training);
+    if (HeldMembers::training(*entry.module) != entry.training) {
+      HeldMembers::set_training(*entry.module, entry.training);
       modules_.push_back(entry.module);
     }
   }
@@ -277,7 +277,7 @@ ModelFlagsGuard::ModelFlagsGuard(const ModuleFacts& facts) {
 
 ModelFlagsGuard::~ModelFlagsGuard() {
   for (const auto& module : modules_) {
-    Members::set_training(*module, !Members::training(*module));
+    HeldMembers::set_training(*module, !HeldMembers::training(*module));
   }
   for (const at::Tensor& tensor : tensors_) {
     if (tensor.is_leaf()) {
