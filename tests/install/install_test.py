@@ -1,5 +1,6 @@
 """Installs the build into a scratch prefix, and builds and runs C++17 projects against it: a consumer by pkg-config and by
 CMake, each project of examples/, and the program that README shows. They run on the simulated device, README's on what is there.
+CMake compiles with ccache if it is there: paths below the scratch folder are relative in its keys, so another run finds the results.
 Shows too which versions the package refuses, and that it refuses another LibTorch than the one that it was built with.
 
 Usage: install_test.py MESON_COMMAND BUILD_FOLDER PREFIX SOURCE_FOLDER COMPILER
@@ -184,6 +185,10 @@ def main(meson, build, prefix, source, compiler):
     os.environ.pop("LD_LIBRARY_PATH", None)
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = pathlib.Path(scratch_name)
+        if shutil.which("ccache"):
+            os.environ.update(CMAKE_CXX_COMPILER_LAUNCHER="ccache", CCACHE_BASEDIR=str(scratch))
+        for project in ("consumer", "checking"):
+            shutil.copytree(HERE / project, scratch / "projects" / project)
         stage = scratch / "stage"
         problem = run([*meson, "install", "-C", build, "--no-rebuild", "--quiet"], env={**os.environ, "DESTDIR": str(stage)})
         tap.case("meson install", problem)
@@ -200,11 +205,11 @@ def main(meson, build, prefix, source, compiler):
             tap.case("the package forces no definition", no_definition(root))
             tap.case("a C++17 consumer by pkg-config, without NDEBUG", with_pkg_config(root, scratch, compiler))
             tap.case("a C++17 consumer by CMake, with NDEBUG",
-                     with_cmake(root, HERE / "consumer", scratch / "by_cmake", compiler, []))
+                     with_cmake(root, scratch / "projects" / "consumer", scratch / "by_cmake", compiler, []))
 
             tap.case("the component for testing by pkg-config", checking_with_pkg_config(root, scratch, compiler))
             tap.case("the component for testing by CMake",
-                     with_cmake(root, HERE / "checking", scratch / "checking_by_cmake", compiler, []))
+                     with_cmake(root, scratch / "projects" / "checking", scratch / "checking_by_cmake", compiler, []))
 
             examples = source / "examples"
             tap.case("every example is built here", [f"examples/{path.name}: not in EXAMPLES" for path in examples.iterdir()
