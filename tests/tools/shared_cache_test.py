@@ -43,8 +43,9 @@ class Clones:
             original = self.source / part
             (shutil.copytree if original.is_dir() else shutil.copy)(original, clone / part)
         environment = self.environment(clone)
-        # As tools/sanitize: debug information names folders, unless told not to.
-        options = [f"-Dtorch={self.torch}", "-Dtests=false", "-Dtools=false", "-Dcuda=disabled", "-Doptimization=0", "-Dcpp_args=-g1"]
+        # As tools/sanitize: debug information names folders, unless told not to, and Meson names joined sources by their folders.
+        options = [f"-Dtorch={self.torch}", "-Dtests=false", "-Dtools=false", "-Dcuda=disabled", "-Doptimization=0", "-Dcpp_args=-g1",
+                   "-Dunity=on", "-Dunity_size=8"]
         commands = [[self.meson, "setup", str(clone / "build"), str(clone), *options], ["ccache", "--zero-stats"],
                     [self.ninja, "-C", str(clone / "build"), ROOM]]
         for command in commands:
