@@ -1,5 +1,5 @@
-// What most sources of the rooms with LibTorch include, compiled once. A file still includes what it names: tests/headers
-// shows it of headers, a build with -Db_pch=false of sources.
+// What most sources of the rooms with LibTorch include, compiled once. A file still includes what it names: a build with -Db_pch=false
+// shows it.
 #include <algorithm>
 #include <functional>
 #include <memory>
