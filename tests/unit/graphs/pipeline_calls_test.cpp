@@ -159,9 +159,13 @@ TEST_F(ChangedOrderTest, CallsThatAutogradConnectsReplayWhatOneStepRecordedOfThe
     first.square().mean().backward();
     second.square().mean().backward();
   };
+  std::int64_t eager = 0;
   for (std::int64_t s = 0; s < 4; ++s) {
     const StepTensors given = train_step(model_, &engine, [&] { run(model_, s); });
     EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, s); }))) << "step " << s;
+    const std::int64_t now = engine.report().eager_calls;
+    EXPECT_TRUE(s == 0 || now == eager) << "step " << s << " ran calls eagerly";
+    eager = now;
   }
 }
 
