@@ -59,11 +59,4 @@ std::vector<std::vector<std::size_t>> OrderLog::groups(const std::vector<std::si
   return sequence_groups(among.size(), part);
 }
 
-void OrderLog::clear() {
-  const std::lock_guard lock(mutex_);
-  order_ = {};
-  runs_.clear();
-  first_in_pass_.clear();
-}
-
 }  // namespace sidestream

@@ -21,7 +21,6 @@ class OrderLog {
   void backward(const SequenceStep& step);
   /// Of the calls in `among` (in increasing order), numbered as there: which are captured together. See sequence_groups.
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(const std::vector<std::size_t>& among) const;
-  void clear();
 
  private:
   mutable std::mutex mutex_;
