@@ -149,6 +149,14 @@ def main(setup):
         there, _, _ = machine.run(setup, "--api")
         return expect(plain == 0 and missing == 1 and "apt-get install doxygen" in err and there == 0, plain, missing, err, there)
 
+    def clang(machine):
+        (machine.commands / "sudo").unlink()
+        plain, _, _ = machine.run(setup)
+        missing, _, err = machine.run(setup, "--clang")
+        machine.add("clang++-14", PRESENT)
+        there, _, _ = machine.run(setup, "--clang")
+        return expect(plain == 0 and missing == 1 and "apt-get install clang-14" in err and there == 0, plain, missing, err, there)
+
     def bad_torch(machine):
         (machine.folder / "torch" / "lib" / "libtorch_cpu.so").unlink()
         status, _, err = machine.run(setup)
@@ -168,6 +176,7 @@ def main(setup):
     machine_case("asks for the fuzzer's compiler only where it is wanted", fuzzer)
     machine_case("asks for clang-tidy only where it is wanted", tidy)
     machine_case("asks for Doxygen only where it is wanted", doxygen)
+    machine_case("asks for Clang only where it is wanted", clang)
     machine_case("refuses a LibTorch that is none", bad_torch)
     machine_case("refuses an unknown argument", bad_argument)
     tap.finish()

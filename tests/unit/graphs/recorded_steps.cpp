@@ -1,6 +1,7 @@
 #include "unit/graphs/recorded_steps.h"
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 #include <map>
 #include <utility>
@@ -24,6 +25,10 @@ std::vector<at::Tensor> run(Program& program, std::int64_t first, std::int64_t e
 }
 
 std::size_t count_wrong(const std::vector<std::byte>& bytes, const std::vector<std::byte>& expected) {
+  // Thousands of orders give the expected bytes, and tests are compiled without optimisation.
+  if (bytes.size() == expected.size() && std::memcmp(bytes.data(), expected.data(), bytes.size()) == 0) {
+    return 0;
+  }
   std::size_t wrong = bytes.size() == expected.size() ? 0 : expected.size();
   for (std::size_t i = 0; i < std::min(bytes.size(), expected.size()); ++i) {
     wrong += bytes[i] != expected[i] ? 1 : 0;

@@ -9,7 +9,12 @@ OneThread::OneThread() { c10::AutogradState::get_tls_state().set_multithreading_
 OneThread::~OneThread() { c10::AutogradState::get_tls_state().set_multithreading_enabled(true); }
 
 std::vector<std::byte> raw_bytes(const std::vector<at::Tensor>& tensors) {
+  std::size_t size = 0;
+  for (const at::Tensor& tensor : tensors) {
+    size += tensor.defined() ? tensor.nbytes() : 0;
+  }
   std::vector<std::byte> bytes;
+  bytes.reserve(size);
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined()) {
       const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
