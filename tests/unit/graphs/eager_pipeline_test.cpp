@@ -19,8 +19,8 @@ using testing_model::StepTensors;
 constexpr std::int64_t kMicrobatches = 4;
 
 /// A model and its plain twin.
-struct Twins {
-  Twins(const BlockModel::Shape& shape, c10::Device device) : plain(shape), mine(shape) {
+struct PipelineTwins {
+  PipelineTwins(const BlockModel::Shape& shape, c10::Device device) : plain(shape), mine(shape) {
     plain.to(device);
     mine.to(device);
   }
@@ -51,7 +51,7 @@ class EagerPipelineTest : public testing::Test {
     });
   }
   /// In a step with the engine, which is compared with plain training.
-  std::int64_t inline_reloads(Twins& twins, OffloadEngine& engine, std::int64_t s, std::size_t in_flight) const {
+  std::int64_t inline_reloads(PipelineTwins& twins, OffloadEngine& engine, std::int64_t s, std::size_t in_flight) const {
     EXPECT_TRUE(testing_model::same(step(twins.mine, &engine, s, in_flight), step(twins.plain, nullptr, s, in_flight)))
         << "step " << s;
     EXPECT_GT(engine.report().reloaded_bytes, 0);
@@ -64,7 +64,7 @@ class EagerPipelineTest : public testing::Test {
 
 TEST_F(EagerPipelineTest, NoBackwardBeginsWithAnInlineReload) {
   for (const std::size_t in_flight : {1, 2, 3, 4}) {
-    Twins twins(shape_, device_);
+    PipelineTwins twins(shape_, device_);
     OffloadEngine engine(twins.mine, options());
     for (std::int64_t s = 0; s < 4; ++s) {
       const std::int64_t reloads = inline_reloads(twins, engine, s, in_flight);
@@ -74,7 +74,7 @@ TEST_F(EagerPipelineTest, NoBackwardBeginsWithAnInlineReload) {
 }
 
 TEST_F(EagerPipelineTest, AStepThatGoesAnotherWayIsRightAndTheNextOneKnowsIt) {
-  Twins twins(shape_, device_);
+  PipelineTwins twins(shape_, device_);
   OffloadEngine engine(twins.mine, options());
   std::int64_t s = 0;
   for (const std::size_t in_flight : {2, 2, 2, 4, 4, 3, 3, 1, 1, 2, 2}) {

@@ -14,7 +14,7 @@ namespace sidestream {
 namespace {
 
 constexpr std::int64_t kRows = 256;
-constexpr std::int64_t kBytes = kRows * kRows * 4;
+constexpr std::int64_t kSavedBytes = kRows * kRows * 4;
 
 class EndOfBackwardTest : public testing::Test {
  protected:
@@ -34,7 +34,7 @@ TEST_F(EndOfBackwardTest, WhatItHeldIsFree) {
     const std::int64_t before = allocated();
     run_backward();
     await_end_of_backward(device_);
-    ASSERT_LT(allocated() - before, kBytes);
+    ASSERT_LT(allocated() - before, kSavedBytes);
   }
 }
 
@@ -44,7 +44,7 @@ TEST_F(EndOfBackwardTest, WaitsInInferenceModeToo) {
     run_backward();
     const c10::InferenceMode inference;
     await_end_of_backward(device_);
-    ASSERT_LT(allocated() - before, kBytes);
+    ASSERT_LT(allocated() - before, kSavedBytes);
   }
 }
 

@@ -40,7 +40,7 @@ class NotingMover final : public StorageMover {
 };
 
 /// One storage of [64] floats.
-constexpr std::uint64_t kBytes = 256;
+constexpr std::uint64_t kBlockBytes = 256;
 
 class RecorderTest : public testing::Test {
  protected:
@@ -58,7 +58,7 @@ class RecorderTest : public testing::Test {
     }
     std::vector<std::string> result;
     for (std::size_t i = 0; i < bytes.size(); ++i) {
-      result.push_back(profile.groups[i].name + ":" + std::to_string(bytes[i] / kBytes));
+      result.push_back(profile.groups[i].name + ":" + std::to_string(bytes[i] / kBlockBytes));
     }
     return result;
   }
@@ -87,7 +87,7 @@ TEST_F(RecorderTest, TheInnermostScopeOwns) {
   EXPECT_EQ(described(pass->profile()), (std::vector<std::string>{"outer:2", "outer.inner:1"}));
   EXPECT_EQ(mover_->ended, (std::vector<std::string>{"outer.inner:1:1", "outer:2:2"}))
       << "inner first; empty ones are no groups";
-  EXPECT_EQ(pass->saved_bytes(), 3 * kBytes);
+  EXPECT_EQ(pass->saved_bytes(), 3 * kBlockBytes);
 }
 
 TEST_F(RecorderTest, AScopeEnteredTwiceIsTwoGroups) {
@@ -167,7 +167,7 @@ TEST_F(RecorderTest, APlanDecidesWhatMoves) {
   second->finish();
   EXPECT_EQ(mover_->ended, (std::vector<std::string>{"loop:2:1", "loop:2:1", "loop:2:2"}))
       << "the third time round is not in the plan: as the last that is";
-  EXPECT_EQ(second->counts().unplanned_bytes, 2 * kBytes);
+  EXPECT_EQ(second->counts().unplanned_bytes, 2 * kBlockBytes);
 }
 
 TEST_F(RecorderTest, MarkedTensorsStayWhetherSavedBeforeOrAfter) {
@@ -231,7 +231,7 @@ TEST_F(RecorderTest, AStorageWrittenBetweenTwoSavesIsTwoVersions) {
   }
   const at::Tensor kept = first;
   pass->finish();
-  EXPECT_EQ(pass->counts().copied_twice_bytes, kBytes);
+  EXPECT_EQ(pass->counts().copied_twice_bytes, kBlockBytes);
 }
 
 TEST_F(RecorderTest, ARetainedGraphFetchesAgainAndDropsOnce) {

@@ -19,8 +19,8 @@
 namespace sidestream {
 namespace {
 
-constexpr std::int64_t kNumel = 1024;
-constexpr std::size_t kStorageBytes = kNumel * sizeof(float);
+constexpr std::int64_t kReloadNumel = 1024;
+constexpr std::size_t kStorageBytes = kReloadNumel * sizeof(float);
 
 /// Hands everything on, but lets storages go without asking: the hold is out.
 class NotHolding final : public StorageMover {
@@ -52,7 +52,7 @@ TEST_P(UnusedReloadTest, ItsMemoryIsLentAgainBehindItsCopyOnly) {
   }
   ScopeTree tree(NamePatterns::parse("**"));
   const auto filled = [&](float value) {
-    return at::full({kNumel}, value, c10::TensorOptions().dtype(at::kFloat).device(checked->device()));
+    return at::full({kReloadNumel}, value, c10::TensorOptions().dtype(at::kFloat).device(checked->device()));
   };
   Group groups[2];
   std::vector<std::shared_ptr<SavedStorage>> saved;
@@ -78,7 +78,7 @@ TEST_P(UnusedReloadTest, ItsMemoryIsLentAgainBehindItsCopyOnly) {
   recording.stop();
   const std::vector<std::string> findings = checked->findings();
   EXPECT_EQ(findings.empty(), held);
-  const auto expected = sim::raw_bytes({at::full({4 * kNumel}, 5.0F, at::kFloat)});
+  const auto expected = sim::raw_bytes({at::full({4 * kReloadNumel}, 5.0F, at::kFloat)});
   std::string wrong;
   for (std::uint64_t seed = 0; seed < 100 && wrong.empty(); ++seed) {
     const Schedule schedule(Schedule::Kind::seed, seed);
