@@ -60,12 +60,13 @@ std::size_t WholeStepBody::target_of(const at::Tensor& leaf) {
                      ", but its graph runs on " + resources_.runtime->device().str() + "; move the parameter there");
   }
   if (hidden_) {
-    hidden_->hide(leaf);
+    hidden_->hide_gradients({leaf});
     targets_.push_back({leaf, resources_.owned_gradients.of(leaf)});
     return targets_.size() - 1;
   }
   const Target made = [&] {
-    const HiddenGradients hidden({leaf});  // the caller's `.grad` is not changed
+    Sandbox hidden;
+    hidden.hide_gradients({leaf});  // the caller's `.grad` is not changed
     return Target{leaf, resources_.owned_gradients.of(leaf)};
   }();
   if (given_->accumulate) {  // an eager run met it first, after prepare()
