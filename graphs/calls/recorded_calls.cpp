@@ -4,7 +4,6 @@
 #include <atomic>
 #include <optional>
 #include <set>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -17,6 +16,7 @@
 #include "graphs/calls/call_table.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/resources/eager_memory_estimate.h"
+#include "offload/autograd_walk.h"
 #include "offload/saved_tensor_recorder.h"
 #include "sidestream/error.h"
 
@@ -311,32 +311,17 @@ void RecordedCalls::clear() {
 std::vector<std::size_t> CallDependencies::of(c10::ArrayRef<at::Tensor> inputs) const {
   std::set<std::size_t> calls;
   if (!givers_.empty()) {
-    std::vector<const torch::autograd::Node*> open;
-    std::unordered_set<const torch::autograd::Node*> seen;
-    const auto visit = [&](const torch::autograd::Node* node) {
-      if (node != nullptr && seen.insert(node).second) {
-        open.push_back(node);
+    walk_autograd(makers_of(inputs), [&](const torch::autograd::Node& node) {
+      const auto giver = givers_.find(&node);
+      if (giver == givers_.end() || giver->second.alive.expired()) {
+        return true;
       }
-    };
-    for (const at::Tensor& input : inputs) {
-      if (input.defined()) {
-        visit(input.grad_fn().get());
+      calls.insert(giver->second.call);
+      if (const auto before = from_.find(giver->second.call); before != from_.end()) {
+        calls.insert(before->second.begin(), before->second.end());
       }
-    }
-    while (!open.empty()) {
-      const torch::autograd::Node* const node = open.back();
-      open.pop_back();
-      if (const auto giver = givers_.find(node); giver != givers_.end() && !giver->second.alive.expired()) {
-        calls.insert(giver->second.call);
-        if (const auto before = from_.find(giver->second.call); before != from_.end()) {
-          calls.insert(before->second.begin(), before->second.end());
-        }
-        continue;  // what lies behind it is known
-      }
-      for (const torch::autograd::Edge& edge : node->next_edges()) {
-        visit(edge.function.get());
-      }
-    }
+      return false;  // all calls before this one are known
+    });
   }
   return {calls.begin(), calls.end()};
 }

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "graphs/gradients/gradient_leaves.h"
+#include "offload/autograd_walk.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -33,48 +34,20 @@ class RefusedRun final : public torch::autograd::FunctionPreHook {
   std::string call_;
 };
 
-/// Calls `visit` with each node of the autograd graph of `outputs`.
-template <class Visit>
-void for_each_node(const detail::TensorBuffer& outputs, const Visit& visit) {
-  std::vector<Node*> open;
-  std::unordered_set<Node*> seen;
-  const auto meet = [&](Node* node) {
-    if (node != nullptr && seen.insert(node).second) {
-      open.push_back(node);
-    }
-  };
-  for (const at::Tensor& output : outputs) {
-    if (output.defined()) {
-      meet(output.grad_fn().get());
-    }
-  }
-  while (!open.empty()) {
-    Node* const node = open.back();
-    open.pop_back();
-    visit(*node);
-    for (const torch::autograd::Edge& edge : node->next_edges()) {
-      meet(edge.function.get());
-    }
-  }
-}
-
 }  // namespace
 
 bool has_hooks_of_body(const detail::TensorBuffer& outputs) {
   bool found = false;
-  for_each_node(outputs, [&](Node& node) { found = found || has_hooks(node); });
+  walk_autograd(makers_of(outputs), [&](Node& node) { found = found || has_hooks(node); });
   return found;
 }
 
 void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>& arguments,
                           const detail::TensorBuffer& outputs) {
-  std::unordered_set<const Node*> given;  // an argument may be no leaf, as in plain training
-  for (const at::Tensor& argument : arguments) {
-    if (argument.defined() && argument.grad_fn() != nullptr) {
-      given.insert(argument.grad_fn().get());
-    }
-  }
-  for_each_node(outputs, [&](Node& node) {
+  // An argument may be no leaf, as in plain training.
+  const std::vector<Node*> makers = makers_of(arguments);
+  const std::unordered_set<const Node*> given(makers.begin(), makers.end());
+  walk_autograd(makers_of(outputs), [&](Node& node) {
     const bool from_outside =
         dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) != nullptr || given.contains(&node);
     if (from_outside && has_hooks(node)) {
@@ -94,13 +67,13 @@ void refuse_to_run(Node& node, const std::string& call) { node.add_pre_hook(std:
 
 void CapturedHistory::add(const std::string& call, const std::vector<at::Tensor>& leaves,
                           const std::vector<at::Tensor>& parameters, const detail::TensorBuffer& outputs) {
-  for_each_node(outputs, [&](Node& node) {
+  walk_autograd(makers_of(outputs), [&](Node& node) {
     const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node);
     if (leaf == nullptr || holds(leaves, leaf->variable) || holds(parameters, leaf->variable)) {
       nodes_.emplace_back(node.getptr(), call);
     }
   });
-  // What is kept may lead to leaves past all outputs.
+  // A tensor that the module keeps may lead to leaves without passing an output.
   for (const std::vector<at::Tensor>* const tensors : {&leaves, &parameters}) {
     for (const at::Tensor& tensor : *tensors) {
       if (!tensor.defined()) {

@@ -12,7 +12,7 @@
 #include "graphs/gradients/gradient_leaves.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/guards/call_state.h"
-#include "graphs/sandbox/leaf_guards.h"
+#include "graphs/sandbox/sandbox.h"
 #include "observe/operator_observer.h"
 #include "offload/nested_backward.h"
 #include "offload/saved_tensor_recorder.h"
@@ -79,8 +79,9 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
                                 const std::function<std::vector<at::Tensor>()>& wanted, const PassHooks& hooks,
                                 std::vector<bool>* used, PassClock* clock) {
   const std::vector<at::Tensor> known = wanted();
-  const HiddenGradients hidden(known);
-  const LeafHookGuard bare(known);
+  Sandbox sandbox;
+  sandbox.hide_gradients(known);
+  sandbox.hide_hooks_and_accumulators(known);
   const NestedBackwardRefusal no_nested;
   detail::TensorBuffer outputs;
   hooks.before_forward();
@@ -122,7 +123,7 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
     std::vector<at::Tensor> found;
     std::copy_if(targets.begin(), targets.end(), std::back_inserter(found),
                  [&](const at::Tensor& t) { return !holds(known, t); });
-    const LeafHookGuard bare_too(found, /*hooks_only=*/true);
+    sandbox.hide_hooks(found);  // the backward finds these leaves by the accumulators that the forward made
     const BackwardStateGuard state(spec.state);
     grads = torch::autograd::grad(roots, targets, seeds, /*retain_graph=*/false, /*create_graph=*/false,
                                   /*allow_unused=*/true);

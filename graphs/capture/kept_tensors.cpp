@@ -1,14 +1,12 @@
 #include <chrono>
-#include <deque>
 #include <thread>
 
 #include <c10/util/irange.h>
 
 #include "base/site.h"
 #include "graphs/capture/sequence_capture.h"
-#include "graphs/sandbox/rng_state_guard.h"
-#include "graphs/sandbox/state_keeper.h"
-#include "graphs/sandbox/written_storages.h"
+#include "graphs/guards/call_generators.h"
+#include "graphs/sandbox/sandbox.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -45,19 +43,16 @@ void SequenceCapture::fill_kept_tensors() {
   }
   refuse_released(kept);
   const StreamGuard on_capture(runtime_, capture_);
-  std::deque<RngStateGuard> draws;
-  for (const at::Generator& generator : generators_of(specs_, runtime_.device())) {
-    draws.emplace_back(generator);
-  }
-  WrittenStorages written;
+  Sandbox sandbox;
+  sandbox.draw_apart(generators_of(specs_, runtime_.device()));
   for (const c10::Storage& storage : reads_.written()) {
-    written.keep(storage);
+    sandbox.keep_bytes(storage);
   }
   for (const CapturedCall& call : sequence_.calls_) {
     const Site site(Activity::warmup, call.spec.scope->site);
     runtime_.launch(call.forward.graph, capture_);
   }
-  written.put_back();
+  sandbox.put_back();
   runtime_.synchronize_device();
   refuse_replaced(kept);  // after all that: what the module keeps now has a value
   note_kept(kept);

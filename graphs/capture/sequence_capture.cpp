@@ -9,8 +9,8 @@
 #include <c10/util/irange.h>
 
 #include "graphs/capture/warmup.h"
-#include "graphs/sandbox/leaf_guards.h"
-#include "graphs/sandbox/state_keeper.h"
+#include "graphs/guards/call_generators.h"
+#include "graphs/sandbox/sandbox.h"
 #include "graphs/sequence/graph_event_state.h"
 #include "observe/held_draws.h"
 #include "runtime/capture_turn.h"
@@ -20,7 +20,7 @@
 namespace sidestream {
 namespace {
 
-/// Runs `part`. What the device or the rules of capture refuse says where that was; what the user's code throws is left as it is.
+/// Runs `part`. Adds `where` to errors of the device and of the rules of capture. Errors of the user's code are not changed.
 template <class Part>
 void naming(const std::string& where, const Part& part) {
   const auto named = [&](const Error& error) {
@@ -76,7 +76,7 @@ std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResourc
 
 void SequenceCapture::run() {
   runtime_.synchronize_device();
-  runtime_.release_cached_memory();  // of streams that the warm-up does not run on
+  runtime_.release_cached_memory();  // of streams that the warm-up does not use
   std::int64_t outside = runtime_.room().outside;
   const auto grown = [&] {
     const std::int64_t before = std::exchange(outside, runtime_.room().outside);
@@ -94,8 +94,9 @@ void SequenceCapture::run() {
   runtime_.release_cached_memory();
   (void)grown();  // pinned memory has tables on the device too
   {
-    // Until the last backward is captured: it looks for its parameters by the accumulators that the forwards made.
-    const LeafHookGuard bare(all_parameters());
+    // Until the last backward is captured: a backward finds its parameters by the accumulators that the forwards made.
+    Sandbox sandbox;
+    sandbox.hide_hooks_and_accumulators(all_parameters());
     const StreamGuard on_capture(runtime_, capture_);
     for (const auto graph_index : c10::irange(order_.size())) {
       const std::size_t call = order_.run_at(graph_index);

@@ -7,15 +7,17 @@
 #include <vector>
 
 #include <c10/util/irange.h>
+#include <torch/nn/module.h>
 
 #include "base/site.h"
 #include "graphs/capture/eager_pass.h"
 #include "graphs/capture/linked_outputs.h"
 #include "graphs/gradients/gradient_leaves.h"
+#include "graphs/guards/call_generators.h"
 #include "graphs/guards/call_modes.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/sandbox/pass_watch.h"
-#include "graphs/sandbox/state_keeper.h"
+#include "graphs/sandbox/sandbox.h"
 #include "observe/operator_observer.h"
 #include "sidestream/error.h"
 
@@ -37,11 +39,12 @@ std::vector<at::Tensor> leaves_of(const CallSpec& spec, const LinkedOutputs& out
   return leaves;
 }
 
-/// Finds that a body seeds a generator that it draws from: a replay would not. Another thread may do so once, meanwhile; its seed holds.
+/// Refuses a body that seeds a generator that it draws from: a replay would not seed. Another thread may seed once meanwhile; that seed
+/// stays in effect.
 class SeedWatch {
  public:
   explicit SeedWatch(std::deque<RngStateGuard>& draws) : draws_(draws), seeded_(draws.size()) {}
-  /// Behind a pass of `spec`'s body; `last`: none comes behind it.
+  /// Call after each pass of `spec`'s body. `last`: no other pass follows.
   void check(const CallSpec& spec, bool last) {
     for (const auto i : c10::irange(draws_.size())) {
       if (!draws_[i].is_seeded()) {
@@ -69,8 +72,15 @@ class SeedWatch {
 std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphOptions& options, Runtime& runtime,
                                 ScopeTree& tree, Exclusions& exclusions, WeakStorageSet& met,
                                 const ProgressCallback& progress) {
-  StateKeeper state(specs, runtime.device());
-  PassWatch watch(runtime.device(), exclusions, met);
+  Sandbox sandbox;
+  sandbox.draw_apart(generators_of(specs, runtime.device()));
+  for (const CallSpec& spec : specs) {
+    if (spec.module != nullptr) {
+      sandbox.keep_buffers(spec.module->buffers());
+      sandbox.hide_gradients(spec.module->parameters());
+    }
+  }
+  PassWatch watch(runtime.device(), sandbox, exclusions, met);
   const RecorderGuard no_recorder(nullptr);
   if (options.pre_warmup_hook()) {
     options.pre_warmup_hook()();
@@ -88,7 +98,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
     watch.enter(spec, inputs, outputs.that_may_be_offloaded(index, options));
     detail::TensorBuffer made;
     const PassHooks hooks(spec.hooks.get(), met);
-    SeedWatch seeds(state.draws());
+    SeedWatch seeds(sandbox.draws());
     {
       const Site sizing(Activity::sizing, spec.scope->site);
       sizings.push_back(size_call(spec, inputs, options, tree, exclusions, watch, hooks, made));

@@ -13,9 +13,9 @@
 namespace sidestream {
 
 /// Runs every call eagerly on the current stream, forward and backward: once under the recorder and the operator observer
-/// (the sizing pass), then `num_warmup_iters` times with offload off, all between the two hooks. Gradients, module buffers, what
-/// else operators wrote and did not make, and the random state are then as before; nothing of the passes' memory is kept.
-/// `met` gets the storages that the passes touched and that live.
+/// (the sizing pass), then `num_warmup_iters` times without offload, all between the two hooks. A Sandbox puts back gradients, module
+/// buffers, other tensors that operators wrote and did not make, and the random state. No memory of the passes is kept.
+/// `met` gets the storages that the passes touched and that are alive.
 /// Capture: illegal.  Throws: UsageError (an input without gradient, or on another device), CaptureError (what graphs would
 /// freeze: see PassWatch), and what the callables throw.
 [[nodiscard]] std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphOptions& options,

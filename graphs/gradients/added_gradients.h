@@ -6,11 +6,11 @@
 
 namespace sidestream {
 
-/// For its lifetime, what a backward pass computes as the gradient of one of the leaves is added into that leaf's target as soon as
-/// it is whole, and let go of. The caller of torch::autograd::grad gets none for it. So one gradient is in memory at a time, as
-/// where autograd accumulates itself, and not all of them.
+/// For its lifetime, adds the gradient that a backward pass computes for a leaf into that leaf's target as soon as the gradient is
+/// complete, and frees it. The caller of torch::autograd::grad gets no gradient for the leaf. So only one gradient is in memory at a
+/// time, as if autograd accumulated.
 ///
-/// The leaves have no hooks of their own meanwhile (LeafHookGuard).  Threads: begins and ends on one; autograd's add.
+/// The leaves must have no other hooks meanwhile (Sandbox::hide_hooks).  Threads: begins and ends on one; autograd's threads add.
 class [[nodiscard]] AddedGradients {
  public:
   /// `targets`: one for each of `leaves`, which are distinct.
@@ -19,7 +19,7 @@ class [[nodiscard]] AddedGradients {
   AddedGradients& operator=(const AddedGradients&) = delete;
   ~AddedGradients();
 
-  /// Whether the leaf of that index got one. Of a backward that has ended.
+  /// True if the leaf of that index got a gradient. Call it after the backward has ended.
   [[nodiscard]] bool has(std::size_t index) const noexcept { return added_[index] != 0; }
 
  private:

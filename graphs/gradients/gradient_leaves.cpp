@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <unordered_map>
-#include <unordered_set>
 
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include "offload/autograd_walk.h"
 
 namespace sidestream {
 
@@ -25,35 +25,19 @@ std::vector<at::Tensor> requiring(const std::vector<at::Tensor>& tensors) {
 }
 
 std::vector<OutputSet> gradient_routes(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& targets) {
-  using torch::autograd::Node;
   std::unordered_map<const c10::TensorImpl*, std::size_t> indices;
   for (std::size_t i = 0; i < targets.size(); ++i) {
     indices.emplace(targets[i].unsafeGetTensorImpl(), i);
   }
   std::vector<OutputSet> routes(targets.size(), 0);
   for (std::size_t output = 0; output < outputs.size(); ++output) {
-    std::unordered_set<Node*> seen;
-    std::vector<Node*> open;
-    const auto visit = [&](Node* node) {
-      if (node != nullptr && seen.insert(node).second) {
-        open.push_back(node);
-      }
-    };
-    if (outputs[output].defined()) {
-      visit(outputs[output].grad_fn().get());
-    }
-    while (!open.empty()) {
-      Node* const node = open.back();
-      open.pop_back();
-      if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node); leaf != nullptr) {
+    walk_autograd(makers_of(outputs[output]), [&](const torch::autograd::Node& node) {
+      if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); leaf != nullptr) {
         if (const auto found = indices.find(leaf->variable.unsafeGetTensorImpl()); found != indices.end()) {
           routes[found->second] |= output_bit(output);
         }
       }
-      for (const torch::autograd::Edge& edge : node->next_edges()) {
-        visit(edge.function.get());
-      }
-    }
+    });
   }
   return routes;
 }

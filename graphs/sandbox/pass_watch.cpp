@@ -1,9 +1,6 @@
 #include "graphs/sandbox/pass_watch.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <exception>
-#include <mutex>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/util/irange.h>
@@ -24,29 +21,17 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-PassWatch::PassWatch(c10::Device device, Exclusions& exclusions, WeakStorageSet& met)
-    : device_(device), exclusions_(exclusions), met_(met), cpu_generator_(at::detail::getDefaultCPUGenerator()) {
-  const std::lock_guard lock(cpu_generator_.mutex());
-  cpu_state_ = cpu_generator_.get_state();
-}
+PassWatch::PassWatch(c10::Device device, Sandbox& sandbox, Exclusions& exclusions, WeakStorageSet& met)
+    : device_(device),
+      sandbox_(sandbox),
+      exclusions_(exclusions),
+      met_(met),
+      cpu_(at::detail::getDefaultCPUGenerator()) {}
 
 PassWatch::~PassWatch() {
-  try {
-    forget_reads();
-    for (const c10::Storage& storage : reads_.made_and_alive()) {
-      met_.insert(storage);
-    }
-    written_.put_back();
-    if (cpu_draw_ != nullptr) {
-      const std::lock_guard lock(cpu_generator_.mutex());
-      cpu_generator_.set_state(cpu_state_);
-    }
-    for (Unnamed& unnamed : unnamed_) {
-      const std::lock_guard lock(unnamed.generator.mutex());
-      unnamed.generator.set_state(unnamed.state);
-    }
-  } catch (const std::exception& error) {  // a device that fails here has failed the pass already
-    std::fprintf(stderr, "sidestream: the tensors that a warm-up wrote could not be restored: %s\n", error.what());
+  forget_reads();
+  for (const c10::Storage& storage : reads_.made_and_alive()) {
+    met_.insert(storage);
   }
 }
 
@@ -93,7 +78,7 @@ void PassWatch::before(const OperatorAccess& access) {
   }
   if (is_unnamed(access.own_generator) ||
       (access.own_generator != nullptr && access.own_generator->device().is_cpu())) {
-    keep_state(*access.own_generator);
+    sandbox_.keep_state(GeneratorState(*access.own_generator));
   }
   if (access.only_shape) {
     return;
@@ -106,16 +91,8 @@ void PassWatch::before(const OperatorAccess& access) {
       }
     }
     if (storage != nullptr && !reads_.has_made(storage)) {
-      written_.keep(tensor.storage());
+      sandbox_.keep_bytes(tensor.storage());
     }
-  }
-}
-
-void PassWatch::keep_state(at::Generator generator) {
-  const auto is_it = [&](const Unnamed& unnamed) { return unnamed.generator == generator; };
-  if (std::none_of(unnamed_.begin(), unnamed_.end(), is_it)) {
-    const std::lock_guard lock(generator.mutex());
-    unnamed_.push_back({generator, generator.get_state()});
   }
 }
 
@@ -131,7 +108,8 @@ void PassWatch::after(const OperatorAccess& access) {
   const auto given = access.outputs.empty() ? access.writes : access.outputs;
   if (!given.empty() && std::all_of(given.begin(), given.end(), on_cpu) &&
       std::all_of(access.reads.begin(), access.reads.end(), on_cpu)) {
-    cpu_draw_ = access.name;  // at last the one that the body called
+    sandbox_.keep_state(cpu_);
+    cpu_draw_ = access.name;  // in the end the operator that the body called
     cpu_draw_nested_ = access.nested;
   }
 }
@@ -177,7 +155,7 @@ void PassWatch::check() const {
   check_inputs();
   for (const Foreign& foreign : foreign_) {
     const ExternalStorage* const external = reads_.find(foreign.storage);
-    // Where nobody else holds it, the call has made it, without an operator.
+    // If no other reference is left, the call made the tensor without an operator.
     if (external != nullptr && external->storage.use_count() > 1) {
       throw CaptureError(name() + ": it reads " + foreign.what + " that existed before the call; its graphs run on " +
                          device_.str() + " and would freeze its value. Move it to " + device_.str() +

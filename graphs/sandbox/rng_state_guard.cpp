@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint64_t kOtherSeed = 0x5bd1e995;  // differs in bits that every generator uses
 
-/// Where the next one goes on, for each generator that had one and lives.
+/// The separate sequence of each generator that had a guard and is alive.
 struct Sequences {
   using Weak = c10::weak_intrusive_ptr<c10::GeneratorImpl>;
   std::mutex mutex;
@@ -35,17 +35,28 @@ struct Sequences {
 };
 
 Sequences& sequences() {
-  static auto* const instance = new Sequences();  // threads may end behind statics
+  static auto* const instance = new Sequences();  // threads may end after static objects
   return *instance;
 }
 
 }  // namespace
 
-// Operators look up the state and draw from it under the generator's lock: each finds the one or the other.
+GeneratorState::GeneratorState(at::Generator of) : generator(std::move(of)) {
+  const std::lock_guard drawing(generator.mutex());
+  state = generator.get_state();
+}
+
+void GeneratorState::put_back() const {
+  at::Generator drawn = generator;
+  const std::lock_guard drawing(drawn.mutex());
+  drawn.set_state(state);
+}
+
+// Operators look up the state and draw from it under the generator's lock, so each uses one of the two sequences only.
 RngStateGuard::RngStateGuard(at::Generator generator) : generator_(std::move(generator)) {
   const std::lock_guard drawing(generator_.mutex());
   const std::lock_guard lock(sequences().mutex);
-  stood_ = generator_.graphsafe_get_state();
+  shared_ = generator_.graphsafe_get_state();
   before_ = generator_.get_state();
   at::Generator& sequence = sequences().of(generator_);
   own_seed_ = sequence.current_seed();
@@ -67,12 +78,12 @@ RngStateGuard::~RngStateGuard() {
     } else {
       sequence = generator_.graphsafe_get_state();
     }
-    stood_.set_state(before_);
+    shared_.set_state(before_);
     if (taken_) {
-      stood_.set_current_seed(*taken_);
+      shared_.set_current_seed(*taken_);
     }
-    generator_.graphsafe_set_state(stood_);
-  } catch (const std::exception& error) {  // a device that fails here has failed the pass already
+    generator_.graphsafe_set_state(shared_);
+  } catch (const std::exception& error) {  // a device that fails here has failed the run already
     std::fprintf(stderr, "sidestream: the random generator could not be restored after a warm-up: %s\n", error.what());
   }
 }

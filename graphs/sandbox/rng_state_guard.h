@@ -7,14 +7,24 @@
 
 namespace sidestream {
 
-/// While it lives, a generator stands elsewhere: on a sequence of its own, which goes on from one of these to
-/// the next. At its end it stands where it stood, whatever was drawn. So what a warm-up draws does not count. Another thread's operator that
-/// draws meanwhile, begun before anything could hold it back, has numbers of that sequence: they come once, as all others.
+/// A generator, and the state that it had when this object was made.
+struct GeneratorState {
+  explicit GeneratorState(at::Generator of);
+  /// Gives the generator that state.
+  void put_back() const;
+
+  at::Generator generator;
+  at::Tensor state;
+};
+
+/// Lets a generator draw from a separate sequence until the end. The generator then has the state that it had before, so the draws of a
+/// warm-up do not count. The next guard of the same generator continues the sequence.
 ///
-/// A seed that is set meanwhile never becomes the sequence's: its numbers would come twice.
+/// Another thread's operator may draw meanwhile, if it began before HeldDraws could stop it. Its numbers come from the separate
+/// sequence, so no number comes twice. A seed that is set meanwhile is never the separate sequence's seed: its numbers would come twice.
 ///
-/// Graphs draw from where the generator stood when they were captured: what they take is put back as well.
-/// The thread has the device's CaptureTurn.  Threads: ends on the thread it began on.
+/// Graphs that are replayed meanwhile draw from the state that the generator had at their capture. That state is put back too.
+/// Needs the device's CaptureTurn.  Threads: ends on the thread it began on.
 class [[nodiscard]] RngStateGuard {
  public:
   explicit RngStateGuard(at::Generator generator);
@@ -22,17 +32,17 @@ class [[nodiscard]] RngStateGuard {
   RngStateGuard& operator=(const RngStateGuard&) = delete;
   ~RngStateGuard();
 
-  /// Somebody has seeded the generator since the sequence began or went on.
+  /// True if the generator was seeded since this guard began, or since take_seed.
   [[nodiscard]] bool is_seeded() const { return generator_.current_seed() != own_seed_; }
-  /// It was another thread: at the end the generator stands where that seed begins. The sequence goes on elsewhere.
+  /// Another thread set the seed: at the end the generator starts from that seed. The separate sequence gets a new seed.
   void take_seed();
-  /// It was not; the generator is put back.
+  /// The call set the seed: at the end the generator has its state of before.
   void forget_seed() noexcept { taken_.reset(); }
 
  private:
   at::Generator generator_;
-  at::Generator stood_;  ///< the state that the generator had, which graphs share
-  at::Tensor before_;    ///< its value
+  at::Generator shared_;  ///< the state object that the generator had; graphs share it
+  at::Tensor before_;     ///< its value
   std::uint64_t own_seed_;
   std::optional<std::uint64_t> taken_;
 };

@@ -22,7 +22,7 @@ void WrittenStorages::put_back() {
     if (auto alive = kept.first.lock()) {
       const c10::Storage storage(std::move(alive));
       const auto bytes = static_cast<std::int64_t>(storage.nbytes());
-      if (bytes >= kept.second.numel()) {  // a smaller one was resized: what it held is gone
+      if (bytes >= kept.second.numel()) {  // a smaller storage was resized: its old bytes are lost
         bytes_of(storage).narrow(0, 0, kept.second.numel()).copy_(kept.second, /*non_blocking=*/true);
       }
     }

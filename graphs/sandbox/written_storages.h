@@ -8,23 +8,23 @@
 
 namespace sidestream {
 
-/// Storages as they were before something wrote them, to be put back. A storage that has died is forgotten with its copy. Version
-/// counters stay as they are.
+/// Copies of storages, made before something writes the storages. A dead storage is forgotten with its copy. Version counters do not
+/// change.
 /// Threads: one at a time. Capture: illegal (it copies on the current stream).
 class WrittenStorages {
  public:
-  /// Copies `storage`, where that was not done yet. Call before it is written.
+  /// Copies `storage`, unless it was copied before. Call it before anything writes the storage.
   void keep(const c10::Storage& storage);
-  /// It was made meanwhile: there is nothing to put back.
+  /// The run itself made the storage: there is nothing to put back.
   void forget(const c10::StorageImpl* storage) { kept_.erase(storage); }
-  /// Lets go of the copies of storages that have died.
+  /// Frees the copies of dead storages.
   void forget_dead();
-  /// Every storage that is kept gets its bytes back, in whatever memory it has by then: a held output may have been given another.
+  /// Gives each storage its bytes back, in the memory that the storage has now: a held output may have been given other memory.
   /// Throws: as a copy.
   void put_back();
 
  private:
-  /// The weak reference keeps the address of a dead storage from being met again.
+  /// The weak reference prevents that a new storage gets the address of a dead one.
   using Kept = std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, at::Tensor>;
   std::unordered_map<const c10::StorageImpl*, Kept> kept_;
 };

@@ -9,8 +9,6 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
-#include "graphs/sandbox/effects_undone.h"
-#include "graphs/sandbox/leaf_guards.h"
 #include "graphs/sequence/replay_node.h"
 #include "graphs/verify/verified_call.h"
 #include "observe/sync_finder.h"
@@ -23,7 +21,7 @@ using torch::autograd::variable_list;
 
 }  // namespace
 
-/// On the replay's node: sees `.grad` before the backward graph adds into it, and the generators before it draws.
+/// A hook on the replay's node. It copies `.grad` before the backward graph adds into it, and states of generators before it draws.
 class VerifiedCall::BeforeBackward final : public KeepsNoGradient {
  public:
   explicit BeforeBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}
@@ -36,8 +34,8 @@ class VerifiedCall::BeforeBackward final : public KeepsNoGradient {
   std::shared_ptr<VerifiedCall> call_;
 };
 
-/// On the replay's node: compares what its backward gave, before another graph is launched: what the graph began with, static gradients
-/// of the one before too, is still there.
+/// A hook on the replay's node. It compares the node's results before another graph is launched: until then the graph's inputs, also the
+/// static gradients of the graph before, are unchanged.
 class VerifiedCall::AfterBackward final : public torch::autograd::FunctionPostHook {
  public:
   explicit AfterBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}
@@ -62,9 +60,7 @@ void VerifiedCall::keep_before_backward() {
   if (!awaits_backward_) {
     return;
   }
-  for (DrawnFrom& drawn : generators_) {
-    drawn.before_backward = drawn.generator.get_state();
-  }
+  before_backward_ = std::vector<GeneratorState>(generators_.begin(), generators_.end());
   const at::NoGradGuard no_grad;
   for (Target& target : targets_) {
     if (target.added) {
@@ -88,28 +84,25 @@ std::vector<at::Tensor> VerifiedCall::eager_gradients(const std::vector<at::Tens
   }
   torch::autograd::edge_list edges;
   std::vector<at::Tensor> leaves;
-  std::vector<at::Tensor> buffers;
   for (const Target& target : targets_) {
     edges.push_back(target.edge);
     leaves.push_back(target.leaf);
-  }
-  for (const Buffer& buffer : buffers_) {
-    buffers.push_back(buffer.tensor);
   }
   if (roots.empty() || edges.empty()) {
     return std::vector<at::Tensor>(edges.size());
   }
   const RecorderGuard no_recorder(nullptr);
-  const LeafHookGuard no_hooks(leaves, /*hooks_only=*/true);
-  const EffectsUndone undone(device_, buffers, named_generators());
-  for (DrawnFrom& drawn : generators_) {
-    drawn.generator.set_state(drawn.before_backward);
+  Sandbox sandbox;
+  sandbox.hide_hooks(leaves);
+  hold(sandbox);
+  for (const GeneratorState& state : before_backward_) {
+    state.put_back();  // the eager backward draws what the replay drew
   }
-  // The graph is kept: what it shares with others (a weight's cast) is theirs to free.
+  // Keeps the autograd graph: other graphs may share nodes of it (a weight's cast).
   variable_list made =
       torch::autograd::Engine::get_default_engine().execute(roots, seeds, /*keep_graph=*/true, /*create_graph=*/false,
                                                             /*accumulate_grad=*/false, edges);
-  undone.check();
+  sandbox.check();
   return made;
 }
 

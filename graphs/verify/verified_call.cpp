@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -12,7 +13,7 @@
 #include <torch/nn/module.h>
 
 #include "graphs/capture/body_hooks.h"
-#include "graphs/sandbox/effects_undone.h"
+#include "graphs/guards/call_generators.h"
 #include "graphs/sequence/replay_node.h"
 #include "graphs/verify/tensor_difference.h"
 #include "offload/saved_tensor_recorder.h"
@@ -21,7 +22,7 @@
 namespace sidestream {
 namespace {
 
-/// What makes a tensor no leaf and changes nothing: autocast keeps the cast of a leaf, and a body may write into what is none.
+/// Makes a tensor a non-leaf without changing it: autocast keeps the cast of a leaf, and a body may write into a non-leaf.
 class PassOn final : public torch::autograd::Node {
  public:
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override { return std::move(grads); }
@@ -36,7 +37,7 @@ at::Tensor no_leaf(const at::Tensor& leaf) {
   return tensor;
 }
 
-/// `input` as the graph reads it: dense where its static copy is.
+/// `input` with the strides of its static copy, as the graph reads it.
 at::Tensor as_captured(const at::Tensor& input, const at::Tensor& held) {
   const at::Tensor detached = input.detach();
   if (!held.defined() || held.strides() == detached.strides()) {
@@ -52,21 +53,21 @@ std::string index_name(const char* what, std::size_t index) { return what + std:
 
 VerifiedCall::VerifiedCall(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts)
     : name_(call.captured->spec.name),
-      device_(call.device),
+      generators_(generators_of(call.captured->spec, call.device)),
       tolerance_(at::globalContext().deterministicAlgorithms() ? 0 : call.tolerance),
-      counts_(std::move(counts)) {
-  generators_.push_back({at::globalContext().defaultGenerator(device_), {}});
-  for (const at::Generator& generator : call.captured->spec.generators) {
-    generators_.push_back({generator, {}});
-  }
-}
+      counts_(std::move(counts)) {}
 
-std::vector<at::Generator> VerifiedCall::named_generators() const {
-  std::vector<at::Generator> named;
-  for (auto drawn = generators_.begin() + 1; drawn != generators_.end(); ++drawn) {
-    named.push_back(drawn->generator);
+void VerifiedCall::hold(Sandbox& sandbox) const {
+  sandbox.keep_state(GeneratorState(at::detail::getDefaultCPUGenerator()));
+  for (const at::Generator& generator : generators_) {
+    sandbox.keep_state(GeneratorState(generator));
   }
-  return named;
+  std::vector<at::Tensor> buffers;
+  for (const Buffer& buffer : buffers_) {
+    buffers.push_back(buffer.tensor);
+  }
+  sandbox.keep_buffers(buffers);
+  sandbox.watch_writes();
 }
 
 VerifiedCall::~VerifiedCall() = default;
@@ -84,12 +85,9 @@ void VerifiedCall::run_forward(const CallToVerify& call) {
   detail::TensorBuffer given;
   add_parameters(call);
   add_buffers(call);
-  std::vector<at::Tensor> buffers;
-  for (const Buffer& buffer : buffers_) {
-    buffers.push_back(buffer.tensor);
-  }
   const RecorderGuard no_recorder(nullptr);
-  const EffectsUndone undone(device_, buffers, named_generators());
+  Sandbox sandbox;
+  hold(sandbox);
   add_inputs(call, given);
   call.body(given.data(), outputs_);
   for (Target& target : targets_) {
@@ -102,7 +100,7 @@ void VerifiedCall::run_forward(const CallToVerify& call) {
   for (Buffer& buffer : buffers_) {
     buffer.eager = buffer.tensor.detach().clone();
   }
-  undone.check();
+  sandbox.check();
 }
 
 void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& given) {
@@ -158,7 +156,8 @@ void VerifiedCall::add_parameters(const CallToVerify& call) {
     }
     results += added ? 0 : 1;
   }
-  if (call.captured->spec.module != nullptr) {  // those that the capture did not use are to get no gradient now, either
+  if (call.captured->spec.module !=
+      nullptr) {  // parameters that the capture did not use must get no gradient now, either
     for (const auto& item : call.captured->spec.module->named_parameters()) {
       if (item.value().is_leaf() && item.value().requires_grad() && !known(item.value())) {
         add(item.value(), item.key());
@@ -212,7 +211,7 @@ void VerifiedCall::compare_forward(const detail::TensorBuffer& outputs) {
                               " run eagerly; it does not do the same work each time: leave it out of the graphs");
     }
     compare(what, outputs[i], outputs_[i]);
-    if (!begins_backward_[i]) {  // given out again, an input perhaps: its gradient goes past the replay
+    if (!begins_backward_[i]) {  // perhaps an input that the call returns: its gradient does not pass the replay
       outputs_[i].reset();
     } else if (dynamic_cast<ReplayNode*>(outputs[i].grad_fn().get()) != nullptr) {
       node = outputs[i].grad_fn().get();
@@ -231,7 +230,7 @@ void VerifiedCall::compare_forward(const detail::TensorBuffer& outputs) {
 }
 
 void VerifiedCall::drop() noexcept {
-  detail::TensorBuffer outputs;  // these die without the lock
+  detail::TensorBuffer outputs;  // freed after the lock is released
   std::vector<Target> targets;
   const std::lock_guard lock(mutex_);
   awaits_backward_ = false;

@@ -13,20 +13,21 @@
 #include <c10/core/Device.h>
 #include <torch/csrc/autograd/edge.h>
 
+#include "graphs/sandbox/sandbox.h"
 #include "graphs/sequence/captured_call.h"
 
 namespace sidestream {
 
-/// What verified calls count. Threads: any.
+/// The counters of verified calls. Threads: any.
 struct VerifiedCounts {
   std::atomic<std::int64_t> forwards{0};   ///< replays whose outputs and buffers were compared
   std::atomic<std::int64_t> backwards{0};  ///< replays whose gradients were compared
 };
 
-/// A call as it is run eagerly beside its replay.
+/// A call that runs eagerly and is replayed.
 struct CallToVerify {
-  const CapturedCall* captured = nullptr;  ///< what replays it
-  Body body;                               ///< the call with the arguments of now
+  const CapturedCall* captured = nullptr;  ///< the graphs of the call
+  Body body;                               ///< the call with its present arguments
   c10::ArrayRef<at::Tensor> inputs;
   c10::Device device;
   double tolerance = 0;
@@ -34,12 +35,12 @@ struct CallToVerify {
   const std::unordered_map<const c10::TensorImpl*, std::string>* names = nullptr;
 };
 
-/// One call's eager run: made before its replay, from the same inputs, buffers and random state, which are then put back. It is
-/// compared with what the replay gives, forward and backward. Keeps what autograd saved in the eager run until the backward of the
-/// replay has been compared, or until it is dropped.
+/// One call's eager run. It happens before the replay, with the same inputs, buffers and random state, and a Sandbox puts its changes
+/// back. Its results are compared with those of the replay, forward and backward. It keeps the eager run's saved tensors until the
+/// backward of the replay was compared, or until `drop`.
 ///
-/// verified_call.cpp holds what goes with the forward, verified_backward.cpp the comparison of gradients.
-/// Threads: the forward's; the comparison of gradients runs where backward does.
+/// verified_call.cpp handles the forward, verified_backward.cpp compares the gradients.
+/// Threads: the forward's; gradients are compared on the thread that runs the backward.
 class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
  public:
   /// Runs `call` eagerly. Throws: what the call throws.
@@ -49,30 +50,26 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
   VerifiedCall& operator=(const VerifiedCall&) = delete;
   ~VerifiedCall();
 
-  /// Compares `outputs` of the replay, and the buffers as it left them; its backward will be compared when it runs.
+  /// Compares `outputs` of the replay, and the buffers after it. The backward will be compared when it runs.
   /// Throws: VerificationError.
   void compare_forward(const detail::TensorBuffer& outputs);
-  /// Lets go of the eager run: its backward is not compared.
+  /// Frees the eager run. Its backward is not compared.
   void drop() noexcept;
-  /// True once nothing more of it is awaited.
+  /// True if no backward will be compared any more.
   [[nodiscard]] bool done() const noexcept;
 
  private:
   class BeforeBackward;
   class AfterBackward;
-  /// One gradient that both runs make.
+  /// One gradient that both runs compute.
   struct Target {
     std::string what;
     torch::autograd::Edge edge;  ///< of the eager run's leaf
     at::Tensor leaf;
-    std::optional<std::size_t> result;  ///< among what the replay's node gives
+    std::optional<std::size_t> result;  ///< index in the results of the replay's node
     bool is_input = false;
     bool added = false;  ///< the replay adds it into the leaf's `.grad`
     at::Tensor grad_before;
-  };
-  struct DrawnFrom {
-    at::Generator generator;
-    at::Tensor before_backward;  ///< its state when the replay's backward begins
   };
   struct Buffer {
     std::string what;
@@ -85,18 +82,19 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
   void add_inputs(const CallToVerify& call, detail::TensorBuffer& given);
   void add_parameters(const CallToVerify& call);
   void add_buffers(const CallToVerify& call);
-  /// `node`, the replay's, is told to compare what its backward gives.
+  /// Adds hooks to `node`, the replay's, that compare the gradients of its backward.
   void await_backward(torch::autograd::Node& node);
-  [[nodiscard]] std::vector<at::Generator> named_generators() const;
+  /// Lets `sandbox` keep all that an eager run of the call may change.
+  void hold(Sandbox& sandbox) const;
   void keep_before_backward();
-  /// `results`: what the replay's node gave for `grads`.
+  /// `results`: of the replay's node for `grads`.
   void compare_backward(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads);
   [[nodiscard]] std::vector<at::Tensor> eager_gradients(const std::vector<at::Tensor>& grads);
   void compare(const std::string& what, const at::Tensor& replayed, const at::Tensor& eager) const;
 
   std::string name_;
-  c10::Device device_;
-  std::vector<DrawnFrom> generators_;  ///< the device's default one first
+  std::vector<at::Generator> generators_;        ///< that the call may draw from
+  std::vector<GeneratorState> before_backward_;  ///< of `generators_`, when the replay's backward begins
   double tolerance_;
   std::shared_ptr<VerifiedCounts> counts_;
   std::vector<Target> targets_;

@@ -10,7 +10,7 @@
 #include <torch/nn/module.h>
 
 #include "graphs/gradients/gradient_leaves.h"
-#include "graphs/sandbox/leaf_guards.h"
+#include "graphs/sandbox/sandbox.h"
 #include "graphs/whole_step/whole_step_watch.h"
 #include "offload/nested_backward.h"
 #include "offload/saved_tensor_recorder.h"
@@ -23,12 +23,12 @@ bool captures(const Runtime& runtime) {
   return runtime.capture_status(runtime.current_stream()) != CaptureStatus::none;
 }
 
-/// A graph's warm-up or capture runs on this thread.
+/// True if a graph's warm-up or capture runs on this thread.
 bool for_a_graph(const Runtime& runtime) { return NestedBackwardRefusal::holds_here() || captures(runtime); }
 
 }  // namespace
 
-/// `.grad` as plain training would have it before the update, while that runs.
+/// For its lifetime `.grad` is what plain training would have before the update.
 class WholeStepBody::AttachedForUpdate {
  public:
   AttachedForUpdate(const std::vector<Target>& targets, const std::vector<at::Tensor>& others,
@@ -39,25 +39,18 @@ class WholeStepBody::AttachedForUpdate {
       }
     }
     for (const at::Tensor& other : others) {
-      const auto is_it = [&](const auto& known) { return known.first.is_same(other); };
-      if (!accumulate && std::none_of(before_.begin(), before_.end(), is_it)) {
+      const auto is_it = [&](const Given& known) { return known.parameter.is_same(other); };
+      if (!accumulate && std::none_of(given_.begin(), given_.end(), is_it)) {
         attach(other, at::Tensor());
       }
     }
   }
-  AttachedForUpdate(const AttachedForUpdate&) = delete;
-  AttachedForUpdate& operator=(const AttachedForUpdate&) = delete;
-  /// Whether the update left them where they were.
+  /// True if the update did not replace, resize or clear a gradient.
   [[nodiscard]] bool unchanged() const {
     return std::all_of(given_.begin(), given_.end(), [](const Given& given) {
       const at::Tensor& now = given.parameter.grad();
       return given.grad.defined() ? now.is_same(given.grad) && now.const_data_ptr() == given.address : !now.defined();
     });
-  }
-  ~AttachedForUpdate() {
-    for (auto& [parameter, grad] : before_) {
-      parameter.mutable_grad() = grad;
-    }
   }
 
  private:
@@ -67,11 +60,12 @@ class WholeStepBody::AttachedForUpdate {
     const void* address;
   };
   void attach(const at::Tensor& parameter, const at::Tensor& grad) {
-    before_.emplace_back(parameter, parameter.grad());
+    before_.hide_gradients({parameter});
     given_.push_back({parameter, grad, grad.defined() ? grad.const_data_ptr() : nullptr});
     parameter.mutable_grad() = grad;
   }
-  std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+
+  Sandbox before_;
   std::vector<Given> given_;
 };
 
@@ -114,7 +108,7 @@ Tensors WholeStepBody::run(const Tensors& inputs) {
   std::optional<OperatorObserverGuard> observer;
   const auto shown = c10::make_scope_exit([this] { hidden_.reset(); });
   if (for_graph) {
-    hidden_.emplace(known_leaves());
+    hidden_.emplace().hide_gradients(known_leaves());
     watch_.begin_pass(known_leaves(), captures(runtime));
     observer.emplace([this](const OperatorAccess& access) { watch_.after(access); },
                      [this](const OperatorAccess& access) { watch_.before(access); },
@@ -141,7 +135,7 @@ Tensors WholeStepBody::run(const Tensors& inputs) {
     }
   } catch (...) {
     if (observer) {
-      observer->rethrow();  // what was refused by name is why
+      observer->rethrow();  // an error that names the operator says more than the one that follows from it
     }
     throw;
   }
@@ -188,7 +182,8 @@ void WholeStepBody::drop_replaced() {
 }
 
 void WholeStepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
-  const LeafHookGuard bare(known_leaves());
+  Sandbox sandbox;
+  sandbox.hide_hooks_and_accumulators(known_leaves());
   const Saving saving = this->saving();
   SavedTensorRecorder* recorder = nullptr;
   if (saving == Saving::counted) {
@@ -230,7 +225,7 @@ void WholeStepBody::refuse_backward_of_its_own() const {
     return;
   }
   for (const at::Tensor& leaf : known_leaves()) {
-    if (leaf.grad().defined()) {  // a warm-up pass begins with none
+    if (leaf.grad().defined()) {  // a warm-up pass begins without gradients
       throw CaptureError("graphed step \"" + given_->name +
                          "\": its function calls backward(), which adds into gradients that the graph cannot own. "
                          "Return the loss; the engine computes its gradients");

@@ -11,24 +11,25 @@
 #include "graphs/capture/whole_step_offload.h"
 #include "graphs/gradients/owned_gradients.h"
 #include "graphs/resources/engine_resources.h"
-#include "graphs/sandbox/leaf_guards.h"
+#include "graphs/sandbox/sandbox.h"
 #include "graphs/whole_step/whole_step_watch.h"
 #include "sidestream/detail/module_forward.h"
 #include "sidestream/graphed_callable.h"
 
 namespace sidestream {
 
-/// What one capture of a whole step runs, in warm-up, capture and eagerly: for each microbatch the step function and the gradients of
-/// its loss, which go into memory of this object's, then the update.
+/// The code that one capture of a whole step runs, in its warm-up, in its capture and eagerly. For each microbatch it runs the step
+/// function and computes the gradients of the loss into memory that this object owns. Then it runs the update.
 ///
-/// Gradients come from autograd::grad: accumulation into leaves would be captured with the accumulators of eager steps, and run hooks.
+/// Gradients come from autograd::grad. If autograd accumulated into leaves instead, the accumulators of eager steps would be captured,
+/// and hooks would run.
 /// Threads: one at a time.
 class WholeStepBody {
  public:
   /// A leaf that a loss leads to.
   struct Target {
     at::Tensor parameter;
-    OwnedGradient gradient;  ///< of the engine: what any graph adds of this parameter's gradients goes there
+    OwnedGradient gradient;  ///< owned by the engine: all graphs that add gradients of this parameter add there
   };
   struct Given {
     std::string name;
@@ -43,24 +44,24 @@ class WholeStepBody {
   /// `counts`: how many inputs each microbatch has. `resources` must outlive this object's runs.
   WholeStepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts);
 
-  /// `inputs`: of all microbatches. Gives what the step function gave, without history, one microbatch behind the other.
+  /// `inputs`: of all microbatches, in order. Returns the outputs of the step function, without history, in the same order.
   /// Throws: UsageError (no loss), CaptureError (see WholeStepWatch; a leaf that no warm-up met), and what the functions throw.
   Tensors run(const Tensors& inputs);
 
-  /// Just before a replay or an eager run, behind any capture: gradients are what autograd would have made of `.grad` before the
-  /// step: where it adds, what is there, or zeros; else nothing.
-  /// Throws: UsageError as refuse_hooks, and where the graph cannot add to what is there; nothing is changed then.
+  /// Call just before a replay or an eager run, after any capture. If the step accumulates, it initialises gradients with `.grad`, or
+  /// with zeros.
+  /// Throws: UsageError as refuse_hooks, and if the graph cannot add to a `.grad`; nothing is changed then.
   void prepare();
-  /// Behind the step: the parameters have the gradients of the eager run, or of the replay.
+  /// Call after the step: gives the parameters the gradients of the eager run, or of the replay.
   void attach_gradients(bool ran_eagerly);
-  /// A capture in the place of its graph has failed: what the attempt held of the device and of pinned memory goes.
+  /// Call after a failed capture: frees the device memory and the pinned memory that it took.
   void abandon_capture() noexcept;
-  /// Throws: UsageError where a parameter has gradient hooks, which a graph would not run.
+  /// Throws: UsageError if a parameter has gradient hooks, which a graph would not run.
   void refuse_hooks() const;
 
-  /// What each replay copies.
+  /// The copies of each replay.
   [[nodiscard]] CopyCounts copies() const noexcept { return offload_ != nullptr ? offload_->copies() : CopyCounts{}; }
-  /// How many outputs each microbatch gave: in the eager run, or in the capture.
+  /// The number of outputs of each microbatch: in the eager run, or in the capture.
   [[nodiscard]] const std::vector<std::size_t>& output_counts(bool ran_eagerly) const noexcept {
     return ran_eagerly ? output_counts_ : output_counts_in_graph_;
   }
@@ -70,40 +71,41 @@ class WholeStepBody {
 
   [[nodiscard]] std::vector<at::Tensor> known_leaves() const;
   void prepare_gradients();
-  /// Throws: UsageError where the gradient cannot begin with what `.grad` holds.
+  /// Throws: UsageError if the gradient cannot be initialised with `.grad`.
   void refuse_foreign(const Target& target) const;
-  /// Where a captured update adds up over calls. Throws: UsageError.
+  /// For a captured update that accumulates over calls. Throws: UsageError if a parameter that the loss does not reach has a gradient.
   void refuse_gradients_of_others() const;
   /// In a warm-up. Throws: CaptureError.
   void refuse_backward_of_its_own() const;
   [[nodiscard]] at::Tensor checked_loss(const Tensors& outputs) const;
-  /// The target of `leaf`, made where there was none.
+  /// The target of `leaf`; makes it if there is none.
   [[nodiscard]] std::size_t target_of(const at::Tensor& leaf);
-  /// Behind an update: those of its parameters that are neither the module's nor the loss's. Throws: as refuse_frozen_gradients.
+  /// Call after an update: notes its parameters that are neither in the module nor reached by the loss. Throws: as
+  /// refuse_frozen_gradients.
   void learn_updated(const std::vector<at::Tensor>& parameters);
-  /// Throws: UsageError where one of them has a gradient.
+  /// Throws: UsageError if one of those parameters has a gradient.
   void refuse_frozen_gradients() const;
-  /// Behind a capture: weights that are the module's no more, and that it did not reach, are forgotten.
+  /// Call after a capture: forgets weights that are no longer in the module and that the capture did not reach.
   void drop_replaced();
   void add_gradients(const at::Tensor& loss);
-  /// Who takes what autograd saves in a run.
+  /// What handles the tensors that autograd saves in a run.
   enum class Saving : std::uint8_t {
-    eager,      ///< the engine's step, where there is one
-    nowhere,    ///< it stays
-    counted,    ///< it stays, and is counted for the capture
-    in_capture  ///< it is offloaded inside of the graph
+    eager,      ///< the engine's step, if there is one
+    nowhere,    ///< nothing: they stay on the device
+    counted,    ///< they stay on the device, and are counted for the capture
+    in_capture  ///< they are offloaded inside of the graph
   };
   [[nodiscard]] Saving saving() const;
   void run_microbatches(const Tensors& inputs, Tensors& outputs);
-  /// The step function on one microbatch, and the gradients.
+  /// Runs the step function on one microbatch and computes its gradients.
   void run_microbatch(const Tensors& inputs, Tensors& outputs);
 
   EngineResources& resources_;
   std::shared_ptr<const Given> given_;
   std::vector<std::size_t> counts_;
   std::vector<Target> targets_;
-  std::optional<HiddenGradients> hidden_;            ///< in a run for a graph
-  std::vector<at::Tensor> leaves_;                   ///< all that a call looks at: see known_leaves
+  std::optional<Sandbox> hidden_;                    ///< gradients of leaves, in a run for a graph
+  std::vector<at::Tensor> leaves_;                   ///< as known_leaves returned them last
   std::vector<at::Tensor> updated_outside_;          ///< see learn_updated
   std::vector<bool> met_;                            ///< targets that got a gradient in the latest run
   std::vector<bool> met_in_graph_;                   ///< in the capture

@@ -1,7 +1,6 @@
-// What of WholeStepBody is about gradients: where they go, what they begin with, and what parameters have behind the step.
+// The part of WholeStepBody that handles gradients: their memory, their initial values, and `.grad` after the step.
 #include <algorithm>
 #include <string>
-#include <unordered_set>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/StringUtil.h>
@@ -12,32 +11,20 @@
 #include "graphs/gradients/gradient_leaves.h"
 #include "graphs/gradients/owned_gradients.h"
 #include "graphs/whole_step/whole_step_body.h"
+#include "offload/autograd_walk.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
 
-/// Whose `.grad` a backward from `loss` would add to.
+/// The leaves whose `.grad` a backward from `loss` would add to.
 std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
   std::vector<at::Tensor> leaves;
-  std::vector<torch::autograd::Node*> open;
-  std::unordered_set<torch::autograd::Node*> seen;
-  const auto meet = [&](torch::autograd::Node* node) {
-    if (node != nullptr && seen.insert(node).second) {
-      open.push_back(node);
-    }
-  };
-  meet(loss.grad_fn().get());
-  while (!open.empty()) {
-    torch::autograd::Node* const node = open.back();
-    open.pop_back();
-    if (const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node); accumulator != nullptr) {
+  walk_autograd(makers_of(loss), [&](const torch::autograd::Node& node) {
+    if (const auto* accumulator = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); accumulator != nullptr) {
       leaves.push_back(accumulator->variable);
     }
-    for (const torch::autograd::Edge& edge : node->next_edges()) {
-      meet(edge.function.get());
-    }
-  }
+  });
   return leaves;
 }
 
@@ -45,7 +32,7 @@ bool is_own(const at::Tensor& grad, const OwnedGradient& gradient) {
   return grad.const_data_ptr() == gradient.memory.const_data_ptr();
 }
 
-/// What is added to a gradient is added to what `.grad` holds.
+/// Initialises the gradient memory with `.grad`, or with zeros: the step adds to it.
 void begin_with_grad(const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
   if (!grad.defined()) {
@@ -73,15 +60,16 @@ std::size_t WholeStepBody::target_of(const at::Tensor& leaf) {
                      ", but its graph runs on " + resources_.runtime->device().str() + "; move the parameter there");
   }
   if (hidden_) {
-    hidden_->hide(leaf);
+    hidden_->hide_gradients({leaf});
     targets_.push_back({leaf, resources_.owned_gradients.of(leaf)});
     return targets_.size() - 1;
   }
   const Target made = [&] {
-    const HiddenGradients hidden({leaf});  // what the caller has stays the caller's
+    Sandbox hidden;
+    hidden.hide_gradients({leaf});  // the caller's `.grad` is not changed
     return Target{leaf, resources_.owned_gradients.of(leaf)};
   }();
-  if (given_->accumulate) {  // first met in an eager run, which prepare() knew nothing of
+  if (given_->accumulate) {  // an eager run met it first, after prepare()
     refuse_foreign(made);
     begin_with_grad(made);
   }
@@ -135,7 +123,8 @@ void WholeStepBody::learn_updated(const std::vector<at::Tensor>& parameters) {
 
 void WholeStepBody::refuse_frozen_gradients() const {
   for (const at::Tensor& parameter : updated_outside_) {
-    const bool begins_with_none = !given_->accumulate && holds(leaves_, parameter);  // an eager run has met it since
+    const bool begins_with_none =
+        !given_->accumulate && holds(leaves_, parameter);  // an eager run has met it since then
     if (parameter.grad().defined() && !begins_with_none) {
       throw UsageError(
           "graphed step \"" + given_->name + "\": its update uses a parameter of shape " + c10::str(parameter.sizes()) +
@@ -206,7 +195,7 @@ void WholeStepBody::attach_gradients(bool ran_eagerly) {
       }
     }
   }
-  if (given_->update) {  // what an eager forward has saved of them is another value now
+  if (given_->update) {  // their values changed: an eager forward may have saved the old ones
     for (const at::Tensor& leaf : leaves_) {
       leaf.unsafeGetTensorImpl()->bump_version();
     }

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <unordered_set>
 #include <vector>
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include "offload/autograd_walk.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -30,30 +30,22 @@ void refuse_owned_gradients(const torch::autograd::edge_list& roots, const torch
       leaves.push_back(leaf->variable);
     }
   }
-  std::vector<Node*> open;
-  std::unordered_set<Node*> seen;
-  const auto visit = [&](const torch::autograd::edge_list& edges) {
-    for (const torch::autograd::Edge& edge : edges) {
-      if (edge.is_valid() && seen.insert(edge.function.get()).second) {
-        open.push_back(edge.function.get());
-      }
-    }
-  };
-  if (!leaves.empty()) {
-    visit(roots);
+  if (leaves.empty()) {
+    return;
   }
-  while (!open.empty()) {
-    Node* const node = open.back();
-    open.pop_back();
-    const auto* owner = dynamic_cast<const GradientOwner*>(node);
+  std::vector<Node*> nodes;
+  for (const torch::autograd::Edge& root : roots) {
+    nodes.push_back(root.function.get());
+  }
+  walk_autograd(nodes, [&](const Node& node) {
+    const auto* owner = dynamic_cast<const GradientOwner*>(&node);
     if (owner != nullptr && std::any_of(leaves.begin(), leaves.end(),
                                         [&](const at::Tensor& leaf) { return owner->owns_gradient_of(leaf); })) {
       throw UsageError(
           "autograd::grad, or backward with inputs, asks for the gradient of a parameter whose .grad belongs to a "
           "graph; the graph can only add into it. Capture without GraphOptions::accumulate_in_graph");
     }
-    visit(node->next_edges());
-  }
+  });
 }
 
 }  // namespace sidestream

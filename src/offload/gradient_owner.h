@@ -17,9 +17,9 @@ class GradientOwner {
   [[nodiscard]] virtual bool owns_gradient_of(const at::Tensor& leaf) const = 0;
 };
 
-/// For a backward that was asked for the gradients of `wanted` alone: autograd sees no way from `roots` to a leaf whose
-/// gradient a node owns, and would say that it was not used, or leave its gradient out.
-/// Throws: UsageError where such a node lies on the way. With no owner alive it costs one load.
+/// Checks a backward that was asked for the gradients of `wanted` only. Autograd has no edge from `roots` to a leaf whose gradient a
+/// node owns. It would report the leaf as unused, or leave its gradient out. If no owner is alive, the check costs one load.
+/// Throws: UsageError if `roots` lead to a node that owns the gradient of one of `wanted`.
 void refuse_owned_gradients(const torch::autograd::edge_list& roots, const torch::autograd::edge_list& wanted);
 
 }  // namespace sidestream

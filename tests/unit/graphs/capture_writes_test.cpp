@@ -104,6 +104,19 @@ TEST_F(CaptureWritesTest, RunningStatisticsInAMemberArePutBack) {
       prepare);
 }
 
+TEST_F(CaptureWritesTest, ABufferThatIsOnlyReadKeepsItsVersion) {
+  const auto body = [](BodyBlock& block, const at::Tensor& x) { return mix(block, x) * block.other; };
+  BodyTwins twins(device_, {body});
+  for (BodyModel* const model : {&twins.mine, &twins.plain}) {
+    model->block(0).other = model->block(0).register_buffer("table", at::full({16}, 0.5, at::device(device_)));
+  }
+  const std::uint32_t before = twins.mine.block(0).other._version();
+  OffloadEngine engine(twins.mine, options());
+  twins.expect_plain(engine, 0, 3);
+  EXPECT_GT(engine.report().replays, 0);
+  EXPECT_EQ(twins.mine.block(0).other._version(), before) << "an eager forward may have saved it";
+}
+
 TEST_F(CaptureWritesTest, AWeightClippedInTheForwardIsPutBack) {
   expect_trains([](BodyBlock& block, const at::Tensor& x) {
     {

@@ -1,13 +1,10 @@
-#include "graphs/sandbox/state_keeper.h"
+#include "graphs/guards/call_generators.h"
 
 #include <algorithm>
-#include <exception>
 #include <string>
 #include <utility>
 
 #include <ATen/Context.h>
-#include <ATen/core/grad_mode.h>
-#include <torch/nn/module.h>
 
 #include "sidestream/error.h"
 
@@ -34,45 +31,6 @@ void check_device(const std::string& call, const at::Generator& generator, c10::
 
 }  // namespace
 
-StateKeeper::StateKeeper(const std::vector<CallSpec>& specs, c10::Device device) {
-  const at::NoGradGuard no_grad;
-  for (const at::Generator& generator : generators_of(specs, device)) {
-    draws_.emplace_back(generator);
-  }
-  for (const CallSpec& spec : specs) {
-    if (spec.module != nullptr) {
-      for (const at::Tensor& buffer : spec.module->buffers()) {
-        buffers_.emplace_back(buffer, buffer.clone());
-      }
-    }
-  }
-  // Last, behind all that the device may refuse: an object that was not made puts nothing back.
-  for (const CallSpec& spec : specs) {
-    if (spec.module != nullptr) {
-      for (const at::Tensor& parameter : spec.module->parameters()) {
-        gradients_.emplace_back(parameter, parameter.grad());
-        parameter.mutable_grad() = at::Tensor();
-      }
-    }
-  }
-}
-
-StateKeeper::~StateKeeper() {
-  for (auto item = gradients_.rbegin(); item != gradients_.rend(); ++item) {  // a shared parameter's first entry last
-    auto& [parameter, before] = *item;
-    if (before.defined() || parameter.grad().defined()) {
-      parameter.mutable_grad() = before;
-    }
-  }
-  try {
-    const at::NoGradGuard no_grad;
-    for (auto& [buffer, before] : buffers_) {
-      buffer.detach().copy_(before);
-    }
-  } catch (const std::exception&) {  // a device that fails here has failed the pass already
-  }
-}
-
 void name_generators(std::vector<CallSpec>& specs, const GraphOptions& options, c10::Device device) {
   const at::Generator& of_device = at::globalContext().defaultGenerator(device);
   for (CallSpec& spec : specs) {
@@ -89,7 +47,7 @@ void name_generators(std::vector<CallSpec>& specs, const GraphOptions& options, 
   }
 }
 
-std::vector<at::Generator> generators_of(const std::vector<CallSpec>& specs, c10::Device device) {
+std::vector<at::Generator> generators_of(c10::ArrayRef<CallSpec> specs, c10::Device device) {
   std::vector<at::Generator> all{at::globalContext().defaultGenerator(device)};
   for (const CallSpec& spec : specs) {
     for (const at::Generator& generator : spec.generators) {

@@ -1,0 +1,80 @@
+#pragma once
+#include <deque>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include "graphs/sandbox/rng_state_guard.h"
+#include "graphs/sandbox/written_storages.h"
+#include "observe/operator_observer.h"
+#include "runtime/weak_storage_set.h"
+
+namespace sidestream {
+
+/// Puts back what a warm-up, a capture or a verification changes. A caller first says what to hold; at its end the sandbox puts that
+/// back, and nothing else. If a step on the way throws, all that was held so far is put back.
+///
+/// Version counters stay as the run left them, because autograd may still read what the run saved.
+/// Ordering: copies on the current stream.  Capture: illegal, except for gradients, hooks and accumulators.
+/// Threads: one, which also ends it; watch_writes also covers the backward passes that this thread starts.
+class [[nodiscard]] Sandbox {
+ public:
+  Sandbox();
+  Sandbox(const Sandbox&) = delete;
+  Sandbox& operator=(const Sandbox&) = delete;
+  /// As put_back, but a failure is written to stderr.
+  ~Sandbox();
+
+  /// Removes `.grad` from `leaves` until the end. So any `.grad` that code finds there meanwhile is new.
+  void hide_gradients(const std::vector<at::Tensor>& leaves);
+  /// Removes tensor hooks from `leaves` until the end. autograd::grad would run them: a capture would record their work, and then the
+  /// hooks would run again after each replay.
+  void hide_hooks(const std::vector<at::Tensor>& leaves);
+  /// Removes hooks, and the nodes that accumulate gradients. A node that an eager step made would tie a capture to that step's stream.
+  /// Do not use this between a forward and its backward: the backward finds its leaves by these nodes.
+  void hide_hooks_and_accumulators(const std::vector<at::Tensor>& leaves);
+
+  /// Copies the bytes of `storage`, unless they were copied before. Call it before anything writes them.
+  void keep_bytes(const c10::Storage& storage);
+  /// Copies the bytes of `buffers`, and notes their storages: a run may give a buffer another storage. Undefined tensors are skipped.
+  /// watch_writes does not replace this: an operator whose schema is wrong may write a buffer.
+  void keep_buffers(const std::vector<at::Tensor>& buffers);
+  /// From here on the bytes of any tensor are copied before the first operator that writes them, unless an operator made the tensor
+  /// meanwhile.
+  void watch_writes();
+  /// Throws: the error that prevented a copy of watch_writes, if there was one.
+  void check() const;
+
+  /// Keeps the generator's state, unless the sandbox has one of that generator.
+  void keep_state(GeneratorState state);
+  /// Until the end each generator draws from a separate sequence: see RngStateGuard.
+  void draw_apart(const std::vector<at::Generator>& generators);
+  /// In the order of draw_apart.
+  [[nodiscard]] std::deque<RngStateGuard>& draws() noexcept { return draws_; }
+
+  /// Puts everything back now. The sandbox then holds nothing.
+  /// Throws: as a copy. Leaves and generators are put back even then.
+  void put_back();
+
+ private:
+  struct Hooks;
+
+  void before(const OperatorAccess& access);
+  void after(const OperatorAccess& access);
+  void hide(const at::Tensor& leaf, bool accumulator);
+
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;  ///< leaf, and its `.grad`
+  std::vector<Hooks> hooks_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;  ///< buffer, and a tensor over its storage
+  WrittenStorages written_;
+  WeakStorageSet made_;       ///< by operators, since watch_writes
+  bool temporaries_ = false;  ///< `written_` may hold storages of one kernel only
+  std::vector<GeneratorState> states_;
+  std::deque<RngStateGuard> draws_;
+  std::optional<OperatorObserverGuard> observer_;
+};
+
+}  // namespace sidestream

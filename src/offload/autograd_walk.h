@@ -1,0 +1,54 @@
+#pragma once
+#include <type_traits>
+#include <unordered_set>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+namespace sidestream {
+
+/// Calls `visit(node)` once for each node of autograd's graph that can be reached from `roots`, the roots included. Null roots are
+/// skipped. If `visit` returns false, the walk does not follow that node's edges.
+/// Threads: one; no backward pass that frees these nodes may run meanwhile.
+template <class Visit>
+void walk_autograd(const std::vector<torch::autograd::Node*>& roots, const Visit& visit) {
+  using torch::autograd::Node;
+  std::vector<Node*> open;
+  std::unordered_set<const Node*> seen;
+  const auto meet = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  for (Node* const root : roots) {
+    meet(root);
+  }
+  while (!open.empty()) {
+    Node* const node = open.back();
+    open.pop_back();
+    if constexpr (std::is_void_v<decltype(visit(*node))>) {
+      visit(*node);
+    } else if (!visit(*node)) {
+      continue;
+    }
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      meet(edge.function.get());
+    }
+  }
+}
+
+/// The nodes that made `tensors`. Tensors without history have none.
+[[nodiscard]] inline std::vector<torch::autograd::Node*> makers_of(c10::ArrayRef<at::Tensor> tensors) {
+  std::vector<torch::autograd::Node*> nodes;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.grad_fn() != nullptr) {
+      nodes.push_back(tensor.grad_fn().get());
+    }
+  }
+  return nodes;
+}
+
+}  // namespace sidestream
