@@ -1,24 +1,16 @@
-#include <chrono>
 #include <deque>
-#include <thread>
 
 #include <c10/util/irange.h>
 
 #include "base/site.h"
 #include "graphs/capture/sequence_capture.h"
+#include "graphs/gradients/end_of_backward.h"
 #include "graphs/sandbox/rng_state_guard.h"
 #include "graphs/sandbox/state_keeper.h"
 #include "graphs/sandbox/written_storages.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
-namespace {
-
-/// Autograd's device threads let go of the last tensors of a backward pass a moment after it has returned.
-constexpr int kLooks = 20;
-constexpr std::chrono::microseconds kBetweenLooks{200};
-
-}  // namespace
 
 // Note [Tensors that a module keeps]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -29,9 +21,9 @@ constexpr std::chrono::microseconds kBetweenLooks{200};
 // once, for these tensors alone; what else they write is put back.
 void SequenceCapture::fill_kept_tensors() {
   std::vector<CaptureReads::Made> kept = reads_.kept_by_others(sequence_.calls_);
-  for (int look = 0; look < kLooks && !kept.empty(); ++look) {
+  if (!kept.empty()) {  // by autograd's thread, perhaps
     kept.clear();
-    std::this_thread::sleep_for(kBetweenLooks);
+    await_end_of_backward(runtime_.device());
     kept = reads_.kept_by_others(sequence_.calls_);
   }
   if (kept.empty()) {
