@@ -4,7 +4,7 @@
 
 #include "base/site.h"
 #include "graphs/capture/sequence_capture.h"
-#include "graphs/gradients/end_of_backward.h"
+#include "graphs/outputs/end_of_backward.h"
 #include "graphs/sandbox/rng_state_guard.h"
 #include "graphs/sandbox/state_keeper.h"
 #include "graphs/sandbox/written_storages.h"

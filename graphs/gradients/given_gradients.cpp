@@ -5,7 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
 
-#include "graphs/gradients/end_of_backward.h"
+#include "graphs/outputs/end_of_backward.h"
 #include "memory/storage_view.h"
 #include "offload/saved_tensor_recorder.h"
 
