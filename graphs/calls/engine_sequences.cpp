@@ -4,7 +4,6 @@
 #include <chrono>
 #include <optional>
 #include <string>
-#include <thread>
 
 #include <ATen/ops/zeros_like.h>
 #include <torch/nn/module.h>
@@ -256,16 +255,9 @@ bool EngineSequences::agree(bool mine) {
 }
 
 void EngineSequences::await_failed_backward() const {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point end = Clock::now() + std::chrono::milliseconds(200);
-  bool pending = true;
-  while (pending && Clock::now() < end) {
-    pending = false;
-    for_each([&](const GraphSequence& sequence) { pending = pending || sequence.any_pending(); });
-    if (pending) {
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-  }
+  constexpr std::chrono::milliseconds kBound{200};
+  const auto bound = std::chrono::steady_clock::now() + kBound;
+  for_each([&](const GraphSequence& sequence) { sequence.await_backwards(bound); });
 }
 
 bool EngineSequences::outdated() const {

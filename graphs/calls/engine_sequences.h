@@ -65,9 +65,9 @@ class EngineSequences {
   /// Calls of which `recorded` would make more captures than there may be lose those that were used least recently, but for those
   /// with a backward to come. What other calls captured beside them stays.
   void drop_least_used(CallTable& calls, const RecordedCalls& recorded);
-  /// After a step that failed: autograd's thread lets go of a backward that threw a moment after the exception has come out, and
-  /// till then its calls look like a microbatch in flight. Waits until none is pending, or for a fifth of a second: a graph that
-  /// somebody holds stays.
+  /// After a step that failed. Autograd's thread frees the nodes of a backward that threw shortly after the caller got the exception.
+  /// Until then the nodes' calls look like a microbatch in flight. Waits until the last node is freed, for at most 200 ms: a caller
+  /// may hold the graph.
   void await_failed_backward() const;
   /// Drops the graphs of all sequences that `ss::call` made.
   void drop_own();

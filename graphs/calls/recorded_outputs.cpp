@@ -11,7 +11,7 @@ RecordedOutputs::Holder RecordedOutputs::holder_of(const Output& output, const S
   const c10::StorageImpl* const storage = output.storage._unsafe_get_target();
   const auto saved = recorder != nullptr ? recorder->saved(storage) : nullptr;
   const bool saved_here = saved != nullptr && saved->device && saved->device.unsafeGetStorageImpl() == storage;
-  if (output.storage.use_count() > (saved_here ? 1 : 0)) {
+  if (others_hold(output.storage, saved_here ? 1 : 0)) {
     return Holder::others;
   }
   if (saved == nullptr) {

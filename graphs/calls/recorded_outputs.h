@@ -6,25 +6,26 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/ArrayRef.h>
-#include <c10/util/intrusive_ptr.h>
+
+#include "graphs/outputs/storage_holders.h"
 
 namespace sidestream {
 
 class EagerPlan;
 class SavedTensorRecorder;
 
-/// The storages that recorded calls gave, and who held them when the next call of the same sequence began. Where that was nobody, or
-/// only eager groups that will be offloaded, the sequence need not keep the memory: its graphs may use it from that call on.
+/// The storages that recorded calls returned, and who held them when the next call of the same sequence began. If no reference was left,
+/// or only those of eager groups that will be offloaded, the graphs of the sequence may use the memory from that call on.
 /// Threads: the step's.
 class RecordedOutputs {
  public:
   /// Call `call` of the sequence `sequence` begins. `recorder`: of the step, null without one.
   void call_begins(std::size_t call, std::size_t sequence, const SavedTensorRecorder* recorder);
-  /// Call `call` of the sequence `sequence` has run, once more maybe, and gave `outputs`.
+  /// Call `call` of the sequence `sequence` has run, perhaps again, and returned `outputs`.
   void add(std::size_t call, std::size_t sequence, c10::ArrayRef<at::Tensor> outputs);
-  /// By output of `call`: true where in each of its runs nobody held it when the next call began, but for groups that `plan` offloads.
+  /// By output of `call`: true if in each run only groups that `plan` offloads held it when the next call began, or no code did.
   [[nodiscard]] std::vector<bool> let_go(std::size_t call, const EagerPlan& plan) const;
-  /// Each storage that `call` gave, with the output that lies in it: `visit(storage, index)`.
+  /// Each storage that `call` returned, with the output that lies in it: `visit(storage, index)`.
   template <class Visit>
   void for_each_of(std::size_t call, const Visit& visit) const {
     for (const Output& output : outputs_) {
@@ -38,7 +39,7 @@ class RecordedOutputs {
  private:
   /// Who held it.
   enum class Holder : std::uint8_t {
-    unknown,  ///< no call came behind it
+    unknown,  ///< no call came after it
     nobody,
     groups,  ///< autograd alone, for groups that were being offloaded
     others,
@@ -47,7 +48,7 @@ class RecordedOutputs {
     std::size_t call;
     std::size_t sequence;
     std::size_t index;
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< keeps the address from being met again
+    WeakStorage storage;  ///< keeps the address from being used again
     Holder holder = Holder::unknown;
   };
   static Holder holder_of(const Output& output, const SavedTensorRecorder* recorder);

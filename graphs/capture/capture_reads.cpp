@@ -48,36 +48,6 @@ bool is_output(const CapturedCalls& calls, const c10::Storage& storage) {
 
 }  // namespace
 
-std::size_t references_to(const c10::Storage& storage, const CapturedCalls& calls) {
-  const c10::StorageImpl* const sought = storage.unsafeGetStorageImpl();
-  std::unordered_set<const c10::TensorImpl*> tensors;
-  std::size_t count = 0;
-  const auto look_at = [&](const at::Tensor& tensor) {
-    if (lies_in(tensor, storage)) {
-      tensors.insert(tensor.unsafeGetTensorImpl());
-    }
-  };
-  for (const CapturedCall& call : calls) {
-    for (const StaticInput& input : call.inputs) {
-      look_at(input.tensor);
-    }
-    for (const StaticOutput& output : call.outputs) {
-      look_at(output.tensor);
-      look_at(output.owner);
-    }
-    for (const OutputStorage& held : call.output_storages) {
-      count += held.is(storage) ? 1 : 0;
-    }
-    for (const c10::Storage& held : call.reads.externals) {
-      count += held.unsafeGetStorageImpl() == sought ? 1 : 0;
-    }
-    for (const auto& saved : call.copies.captured.storages) {
-      count += saved->device.unsafeGetStorageImpl() == sought ? 1 : 0;
-    }
-  }
-  return count + tensors.size();
-}
-
 OperatorObserverGuard CaptureReads::watch() {
   return OperatorObserverGuard([this](const OperatorAccess& access) { reads_.observe(access); },
                                [this](const OperatorAccess& access) { before(access); },
@@ -130,7 +100,8 @@ void CaptureReads::forward_ended(std::size_t index) {
   }
 }
 
-std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const CapturedCalls& calls) const {
+std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const CapturedCalls& calls,
+                                                             const StorageHolders& holders) const {
   std::unordered_set<const c10::StorageImpl*> owned;
   const auto own = [&](const at::Tensor& tensor) {
     if (tensor.defined() && tensor.has_storage()) {
@@ -153,13 +124,13 @@ std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const CapturedCalls
   }
   std::vector<Made> kept;
   for (const auto& [key, made] : forwards_) {
+    const bool others_hold = holders.others_hold(made.first);  // before it is held here too
     auto alive = made.first.lock();
     if (!alive) {
       continue;
     }
     c10::Storage storage(std::move(alive));
-    // Of an output the graphs have their own references; whoever has one beside them keeps it.
-    if (is_output(calls, storage) ? storage.use_count() > 1 + references_to(storage, calls) : !owned.contains(key)) {
+    if (is_output(calls, storage) ? others_hold : !owned.contains(key)) {
       kept.push_back({made.second, std::move(storage)});
     }
   }

@@ -8,6 +8,7 @@
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include "graphs/outputs/storage_holders.h"
 #include "graphs/sequence/captured_call.h"
 #include "observe/external_reads.h"
 #include "observe/operator_observer.h"
@@ -16,15 +17,12 @@
 
 namespace sidestream {
 
-/// How many references to `storage` captured calls have, as what they read or as what they give out.
-[[nodiscard]] std::size_t references_to(const c10::Storage& storage, const CapturedCalls& calls);
-
-/// What the captures of one sequence read and did not make, which must live as long as their graphs; and what they made that
-/// somebody keeps.
+/// The memory that the captures of one sequence read and did not make, which must live as long as their graphs. Also the memory that they
+/// made and that modules keep.
 /// Threads: one at a time.
 class CaptureReads {
  public:
-  /// A storage that a forward capture made and that is still held.
+  /// A storage that a forward capture made and that still lives.
   struct Made {
     std::size_t call;
     c10::Storage storage;
@@ -35,22 +33,22 @@ class CaptureReads {
   /// Memory of the sequence itself, allocated without an operator of a capture.
   void made(const at::Tensor& tensor) { reads_.made(tensor); }
   void made(const c10::Storage& storage) { reads_.made(storage); }
-  /// While it lives, operators of this thread and of backward passes that it starts are seen. What they read from elsewhere is
-  /// not to be offloaded.
+  /// While the result lives, operators of this thread and of its backward passes are seen. Memory that they did not make is not
+  /// offloaded.
   [[nodiscard]] OperatorObserverGuard watch();
-  /// Gives `call` what was read since this was last asked, but for its inputs, parameters and buffers. Returns those that other
-  /// modules of the model have registered, a rotary cache perhaps: they may be loaded or relocated as the rest.
+  /// Gives `call` the memory that was read since the last call of this function, without its inputs, parameters and buffers. Returns the
+  /// tensors that other modules of the model have registered, for example a rotary cache: they may be loaded or relocated too.
   /// Throws: CaptureError for memory of the device that no pass before has met.
   [[nodiscard]] std::vector<at::Tensor> give_to(CapturedCall& call);
   /// What the passes before the captures touched.
   [[nodiscard]] WeakStorageSet& met() noexcept { return met_; }
   /// Weights that hooks may put elsewhere were held as whatever else `call` reads: those that lie where they were read are not.
   static void let_go_of_registered(CapturedCall& call);
-  /// What lives now and was made since this was last asked is of the forward of call `index`.
+  /// Memory that lives now and was made since the last call of this function belongs to the forward of call `index`.
   void forward_ended(std::size_t index);
-  /// Of what the forwards made: what lives although `calls` do not hold it, and outputs that somebody else holds as well.
-  [[nodiscard]] std::vector<Made> kept_by_others(const CapturedCalls& calls) const;
-  /// What the captures write and did not make.
+  /// The storages that the forwards made and others keep: outputs that unknown holders have, and all that `calls` do not have.
+  [[nodiscard]] std::vector<Made> kept_by_others(const CapturedCalls& calls, const StorageHolders& holders) const;
+  /// Memory that the captures write and did not make.
   [[nodiscard]] const std::vector<c10::Storage>& written() const noexcept { return written_; }
 
  private:

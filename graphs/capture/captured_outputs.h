@@ -1,35 +1,16 @@
 #pragma once
-#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "graphs/outputs/saved_storages.h"
 #include "graphs/sequence/captured_call.h"
-#include "offload/autograd_engine.h"
 #include "offload/exclusions.h"
-#include "runtime/weak_storage_set.h"
+#include "sidestream/detail/argument_parts.h"
 
 namespace sidestream {
 
-/// A source of saved-tensor hooks in front of another one. Notes which storages autograd saves, because a backward reads them.
-/// Threads: the forward's.
-class SavedStorages final : public SavedTensorSource {
- public:
-  explicit SavedStorages(SavedTensorSource& inner) : inner_(inner) {}
-
-  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
-  [[nodiscard]] bool contains(const at::Tensor& tensor) const noexcept;
-  [[nodiscard]] bool contains(const c10::Storage& storage) const noexcept {
-    return saved_.contains(storage.unsafeGetStorageImpl());
-  }
-
- private:
-  class Hooks;
-  SavedTensorSource& inner_;
-  WeakStorageSet saved_;
-};
-
-/// Sorts the outputs of the captured body of `call` by whose memory they are. `leaves`: its inputs. `saved`: what autograd saved meanwhile.
+/// Sorts the outputs of the captured body of `call` by whose memory they are. `leaves`: its inputs. `saved`: the storages that autograd saved in it.
 /// Throws: CaptureError for a view that a replay cannot make again of its own inputs.
 void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
                    const SavedStorages& saved, const Exclusions& exclusions);

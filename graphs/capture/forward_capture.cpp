@@ -28,7 +28,6 @@ void SequenceCapture::capture_forward(std::size_t index) {
   make_leaves(index);
   live.recorder = std::make_unique<SavedTensorRecorder>(*resources_.tree, *resources_.exclusions, resources_.offload,
                                                         &live.planned);
-  std::vector<at::Tensor> arguments;
   detail::TensorBuffer outputs;
   SavedStorages saved(*live.recorder);
   const PassHooks hooks(call.spec.hooks.get(), reads_.met());
@@ -48,9 +47,9 @@ void SequenceCapture::capture_forward(std::size_t index) {
       RecorderScope scope(*live.recorder, call.spec.scope);
       {
         const ForwardStateGuard state(call.spec.state);
-        arguments = arguments_of(call.spec, live.leaves);
+        live.arguments = arguments_of(call.spec, live.leaves);
         const SavedTensorGuard noting(&saved);
-        call.spec.body(arguments.data(), outputs);
+        call.spec.body(live.arguments.data(), outputs);
       }
       scope.end();
     }
@@ -81,8 +80,9 @@ void SequenceCapture::capture_forward(std::size_t index) {
   check_nodes(nodes, call.forward.names, call.copies.captured, what);
   check_copy_ends(call.copies.captured, CopyEnds::sources, what);
   live.outputs.assign(outputs.begin(), outputs.end());
-  learn_outputs(call, arguments, outputs, saved, *resources_.exclusions);
-  learn_lives(index, saved, arguments);
+  learn_outputs(call, live.arguments, outputs, saved, *resources_.exclusions);
+  learn_lives(index, saved);
+  live.arguments.clear();
   if (has_hooks_of_body(outputs)) {
     sequence_.plan_.notes.push_back(
         sequence_.describe(index) +
@@ -92,16 +92,10 @@ void SequenceCapture::capture_forward(std::size_t index) {
   history_.add(sequence_.describe(index), live.leaves, all_parameters(), outputs);
 }
 
-void SequenceCapture::learn_lives(std::size_t index, const SavedStorages& saved,
-                                  const std::vector<at::Tensor>& arguments) {
-  OutputLiveness::Holders holders{arguments, {}};
-  for (std::size_t i = 0; i <= index; ++i) {
-    const Live& live = live_[i];
-    holders.tensors.insert(holders.tensors.end(), live.leaves.begin(), live.leaves.end());
-    holders.tensors.insert(holders.tensors.end(), live.outputs.begin(), live.outputs.end());
-    holders.recorders.push_back(live.recorder.get());
-  }
-  lives_.forward_captured(index, saved, sizings_[index].kept_outputs, holders);
+void SequenceCapture::learn_lives(std::size_t index, const SavedStorages& saved) {
+  const CapturedCall& call = sequence_.calls_[index];
+  lives_.forward_captured({call.outputs, call.output_storages},
+                          {saved, *live_[index].recorder, sizings_[index].outputs.kept, call.copies.released_at});
 }
 
 void SequenceCapture::release(std::size_t graph_index) {

@@ -1,36 +1,27 @@
-#include <chrono>
-#include <thread>
-
 #include <c10/util/irange.h>
 
 #include "base/site.h"
 #include "graphs/capture/sequence_capture.h"
 #include "graphs/guards/call_generators.h"
+#include "graphs/outputs/end_of_backward.h"
 #include "graphs/sandbox/sandbox.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
-namespace {
-
-/// Autograd's device threads let go of the last tensors of a backward pass a moment after it has returned.
-constexpr int kLooks = 20;
-constexpr std::chrono::microseconds kBetweenLooks{200};
-
-}  // namespace
 
 // Note [Tensors that a module keeps]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-// A module may keep what its forward makes: attention weights to look at, or a mask for the length that it was called with
-// last, which two calls of other lengths replace by turns. Made in a capture, such a tensor lies in the pool of the graphs, where
-// each replay writes it anew: as good as plain training's, once there was a replay. But a capture computes nothing, and the module
-// may be asked before that: by an eager call, or by the warm-up of another capture, whose graphs then read it. So the forwards run
-// once, for these tensors alone; what else they write is put back.
+// A module may keep what its forward makes: attention weights to look at, or a mask for the latest length, which calls of two lengths
+// replace by turns. If a capture makes such a tensor, it lies in the pool of the graphs, and each replay writes it. After the first
+// replay its value is that of plain training. But a capture computes nothing, and the tensor may be read before that replay: by an
+// eager call, or by the warm-up of another capture, whose graphs then read it. So all forwards are launched once to fill these tensors.
+// Other memory that they write is put back.
 void SequenceCapture::fill_kept_tensors() {
-  std::vector<CaptureReads::Made> kept = reads_.kept_by_others(sequence_.calls_);
-  for (int look = 0; look < kLooks && !kept.empty(); ++look) {
+  std::vector<CaptureReads::Made> kept = reads_.kept_by_others(sequence_.calls_, holders_);
+  if (!kept.empty()) {  // autograd's thread may be the holder
     kept.clear();
-    std::this_thread::sleep_for(kBetweenLooks);
-    kept = reads_.kept_by_others(sequence_.calls_);
+    await_end_of_backward(runtime_.device());
+    kept = reads_.kept_by_others(sequence_.calls_, holders_);
   }
   if (kept.empty()) {
     return;
@@ -90,9 +81,8 @@ void SequenceCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
 void SequenceCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) const {
   for (const CaptureReads::Made& made : kept) {
     for (const c10::Storage& external : sequence_.calls_[made.call].reads.externals) {
-      // What nobody but graphs holds was let go of while they were captured.
-      if (external.nbytes() == made.storage.nbytes() &&
-          external.use_count() == references_to(external, sequence_.calls_)) {
+      // If only graphs hold it, the module freed it while they were captured.
+      if (external.nbytes() == made.storage.nbytes() && !holders_.others_hold(external)) {
         throw CaptureError(
             sequence_.describe(made.call) + ": it reads a tensor of " + std::to_string(external.nbytes()) +
             " bytes that it keeps from call to call, and then keeps a new tensor instead; graphs would always read " +

@@ -10,8 +10,9 @@
 #include "graphs/capture/capture_reads.h"
 #include "graphs/capture/captured_use.h"
 #include "graphs/capture/node_naming.h"
-#include "graphs/capture/output_liveness.h"
 #include "graphs/capture/sizing_pass.h"
+#include "graphs/outputs/output_liveness.h"
+#include "graphs/outputs/storage_holders.h"
 #include "graphs/sequence/graph_sequence.h"
 #include "offload/saved_tensor_recorder.h"
 
@@ -37,6 +38,7 @@ class SequenceCapture {
   /// What exists only while capturing.
   struct Live {
     std::vector<at::Tensor> leaves;       ///< static inputs as autograd sees them
+    std::vector<at::Tensor> arguments;    ///< what the body is given for them; only until the forward is captured
     std::vector<at::Tensor> outputs;      ///< with their autograd history
     std::vector<at::Tensor> grad_inputs;  ///< owning
     PlannedPass planned;
@@ -60,6 +62,8 @@ class SequenceCapture {
   static void watch(CapturedCall& call, const at::Tensor& tensor);
   /// Of an accumulated gradient: the `.grad` that the backward graph adds into.
   [[nodiscard]] OwnedGradient prepare_grad(const CapturedCall& call, const at::Tensor& parameter);
+  /// The calls, and what exists while capturing.
+  void register_holders();
   /// Each once, also if calls share it, and also those that get no gradient.
   [[nodiscard]] std::vector<at::Tensor> all_parameters() const;
 
@@ -89,7 +93,7 @@ class SequenceCapture {
   /// Which outputs lead to the gradients of `targets`: of inputs that require one, then of parameters.
   static void learn_routes(CapturedCall& call, const Live& live, const std::vector<at::Tensor>& targets);
   /// Learns how long the sequence needs the tensors that the forward of call `index` made and read.
-  void learn_lives(std::size_t index, const SavedStorages& saved, const std::vector<at::Tensor>& arguments);
+  void learn_lives(std::size_t index, const SavedStorages& saved);
   /// Frees memory for the captures from here on: the sources of copies that are done before the graph at `graph_index`, and outputs that
   /// the sequence needs no more.
   void release(std::size_t graph_index);
@@ -109,6 +113,7 @@ class SequenceCapture {
   CaptureReads reads_;
   CapturedUse use_;
   CapturedHistory history_;
+  StorageHolders holders_;
   OutputLiveness lives_;
   c10::Stream capture_;
   std::vector<Live> live_;

@@ -35,9 +35,35 @@ SequenceCapture::SequenceCapture(GraphSequence& sequence, const GraphResources& 
       specs_(std::move(specs)),
       reads_(*resources.exclusions),
       use_(runtime_, *sequence.pool_),
-      lives_(sequence.calls_, order_, sequence.options_.retain_graph_in_backward()),
+      lives_(specs_, order_, holders_, sequence.options_.retain_graph_in_backward()),
       capture_(resources.capture_stream->get()),
-      live_(specs_.size()) {}
+      live_(specs_.size()) {
+  register_holders();
+}
+
+void SequenceCapture::register_holders() {
+  holders_.add([this](KnownReferences& references) {
+    for (const CapturedCall& call : sequence_.calls_) {
+      call.tell(references);
+    }
+  });
+  holders_.add([this](KnownReferences& references) {
+    for (const Live& live : live_) {
+      for (const std::vector<at::Tensor>* const tensors : {&live.leaves, &live.arguments, &live.outputs}) {
+        for (const at::Tensor& tensor : *tensors) {
+          references.add(tensor);
+        }
+      }
+      if (live.recorder != nullptr) {
+        for (const SavedIdentity& identity : live.recorder->identities()) {
+          if (const auto saved = identity.saved.lock(); saved != nullptr) {
+            references.add(*saved);
+          }
+        }
+      }
+    }
+  });
+}
 
 // How many calls copies trail where the options name no bytes.
 std::size_t SequenceCapture::calls_deep() const {

@@ -1,10 +1,13 @@
 #include "graphs/capture/sizing_pass.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include <ATen/autocast_mode.h>
+#include <c10/util/irange.h>
 #include <torch/nn/module.h>
 
 #include "graphs/capture/eager_pass.h"
@@ -123,6 +126,25 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
   sizing.identities = recorder.identities();
   sizing.saved_bytes = recorder.saved_bytes();
   return sizing;
+}
+
+void keep_outputs_that_several_need(std::vector<CallSizing>& sizings) {
+  std::map<std::pair<std::size_t, std::size_t>, std::size_t> needs;  // by call and output
+  for (const auto i : c10::irange(sizings.size())) {
+    for (const std::size_t kept : sizings[i].outputs.kept) {
+      needs[{i, kept}] += 2;
+    }
+    for (const auto& [storage, output] : sizings[i].outputs.saved) {
+      ++needs[{output.call, output.index}];
+    }
+  }
+  for (const auto i : c10::irange(sizings.size())) {
+    for (const auto& [storage, output] : sizings[i].outputs.saved) {
+      if (output.call != i && needs[{output.call, output.index}] > 1) {
+        sizings[i].profile.storages[storage].held_elsewhere = true;
+      }
+    }
+  }
 }
 
 }  // namespace sidestream

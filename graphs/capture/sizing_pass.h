@@ -1,7 +1,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -9,6 +8,7 @@
 #include "analysis/copy_pace.h"
 #include "analysis/planner.h"
 #include "graphs/capture/eager_pass.h"
+#include "graphs/outputs/linked_outputs.h"
 #include "graphs/sandbox/pass_watch.h"
 #include "graphs/sequence/captured_call.h"
 #include "offload/exclusions.h"
@@ -22,9 +22,7 @@ struct CallSizing {
   Profile profile;                        ///< groups and storages that autograd saved
   std::vector<const ScopeNode*> scopes;   ///< of the profile's groups
   std::vector<SavedIdentity> identities;  ///< of the profile's storages
-  /// Of those that are outputs, of this call or of one before: which storage of the profile, and the first output that lies in it.
-  std::vector<std::pair<std::size_t, Link>> saved_outputs;
-  std::vector<std::size_t> kept_outputs;  ///< first outputs of storages that the body keeps from call to call
+  LinkedOutputs::Use outputs;             ///< its saved storages are the profile's
   std::vector<at::Tensor> parameters;     ///< leaves that got a gradient, the module's first, in their order
   std::vector<at::Tensor> outside;        ///< leaves that it read, inputs apart, and that its module does not have
   std::vector<BackwardRead> backward_reads;
@@ -39,5 +37,9 @@ struct CallSizing {
 [[nodiscard]] CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                    const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
                                    PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);
+
+/// Marks in the profiles the inputs that stay on the device. Offloading an output frees its memory only if one call saves it, as an
+/// input, and no body keeps it.
+void keep_outputs_that_several_need(std::vector<CallSizing>& sizings);
 
 }  // namespace sidestream

@@ -4,6 +4,7 @@
 #include <deque>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <c10/util/irange.h>
@@ -11,11 +12,11 @@
 
 #include "base/site.h"
 #include "graphs/capture/eager_pass.h"
-#include "graphs/capture/linked_outputs.h"
 #include "graphs/gradients/gradient_leaves.h"
 #include "graphs/guards/call_generators.h"
 #include "graphs/guards/call_modes.h"
 #include "graphs/guards/call_spec.h"
+#include "graphs/outputs/linked_outputs.h"
 #include "graphs/sandbox/pass_watch.h"
 #include "graphs/sandbox/sandbox.h"
 #include "observe/operator_observer.h"
@@ -106,7 +107,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
     }
     outputs.add(inputs, made);
     made.clear();
-    outputs.learn_of(sizings.back());
+    sizings.back().outputs = outputs.use_by_latest(std::exchange(sizings.back().identities, {}));
     const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); },
                                          [&](const OperatorAccess& access) { watch.before(access); },
                                          OperatorObserverGuard::Outer::hears_too);

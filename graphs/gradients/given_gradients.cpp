@@ -5,7 +5,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
 
-#include "graphs/gradients/end_of_backward.h"
+#include "graphs/outputs/end_of_backward.h"
+#include "graphs/outputs/storage_holders.h"
 #include "memory/storage_view.h"
 #include "offload/saved_tensor_recorder.h"
 
@@ -15,7 +16,7 @@ namespace {
 /// True where nothing else can have a part of it, and it has all of its storage: a seed that is handed on, the one gradient of a
 /// sum's two terms and an expanded number are none of their own.
 bool has_own_memory(const at::Tensor& grad) {
-  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
+  return !others_hold(grad, 1) && grad.has_storage() && !others_hold(grad.storage(), 1) &&
          grad.is_non_overlapping_and_dense() && grad.nbytes() == grad.storage().nbytes();
 }
 

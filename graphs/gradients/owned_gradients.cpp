@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "graphs/outputs/storage_holders.h"
 #include "runtime/replayed_memory.h"
 #include "sidestream/error.h"
 
@@ -42,11 +43,13 @@ bool is_owned(const CallParameter& parameter, const at::Tensor& grad) { return l
 }  // namespace
 
 bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached, const at::Tensor& memory) {
-  // What another graph has given out is held by that graph too, which copies it out before it writes it.
-  const auto holders = [&] { return ReplayedMemory::of(grad.storage().data_ptr()) != nullptr ? 2U : 1U; };
-  return (grad.use_count() == 1 || grad.is_same(attached)) && grad.has_storage() &&
-         grad.storage().use_count() <= holders() && grad.sizes() == memory.sizes() &&
-         grad.scalar_type() == memory.scalar_type() && grad.device() == memory.device() && !grad.requires_grad();
+  // If another graph has given it out, that graph may hold it too. It copies the gradient out before it writes the memory.
+  const auto held_once = [&](const c10::Storage& storage) {
+    return !others_hold(storage, 1) || (ReplayedMemory::of(storage.data_ptr()) != nullptr && !others_hold(storage, 2));
+  };
+  return (grad.is_same(attached) || !others_hold(grad, 1)) && grad.has_storage() && held_once(grad.storage()) &&
+         grad.sizes() == memory.sizes() && grad.scalar_type() == memory.scalar_type() &&
+         grad.device() == memory.device() && !grad.requires_grad();
 }
 
 const at::Tensor& in_graphs_memory(const at::Tensor& attached, const at::Tensor& memory) {

@@ -23,7 +23,7 @@ void OutputStorage::before_overwrite(Runtime& runtime, const Event& mark, Output
   }
   const c10::Stream now = runtime.current_stream();
   const c10::Stream then = *given_on_;
-  const bool held = given_ && given_.use_count() > 1;
+  const bool held = given_ && others_hold(given_, 1);
   ReplayedMemory::Streams users = memory_->users();
   users.erase(std::remove(users.begin(), users.end(), then), users.end());
   if (held) {

@@ -6,6 +6,7 @@
 #include <c10/util/irange.h>
 #include <torch/nn/module.h>
 
+#include "graphs/outputs/storage_holders.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -156,7 +157,7 @@ void PassWatch::check() const {
   for (const Foreign& foreign : foreign_) {
     const ExternalStorage* const external = reads_.find(foreign.storage);
     // If no other reference is left, the call made the tensor without an operator.
-    if (external != nullptr && external->storage.use_count() > 1) {
+    if (external != nullptr && others_hold(external->storage, 1)) {
       throw CaptureError(name() + ": it reads " + foreign.what + " that existed before the call; its graphs run on " +
                          device_.str() + " and would freeze its value. Move it to " + device_.str() +
                          " (Module::to, a registered buffer), or pass a number by value");

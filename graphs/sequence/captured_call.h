@@ -14,6 +14,7 @@
 #include "graphs/guards/call_spec.h"
 #include "graphs/outputs/output_storage.h"
 #include "graphs/outputs/static_tensors.h"
+#include "graphs/outputs/storage_holders.h"
 #include "graphs/sequence/node_names.h"
 #include "offload/captured_copies.h"
 #include "runtime/handles.h"
@@ -94,6 +95,25 @@ struct CapturedCall {
   CapturedGraph backward;
   CallReplay replay;
 
+  /// Adds the references that the call has to what it reads and to what it gives out.
+  void tell(KnownReferences& references) const {
+    for (const StaticInput& input : inputs) {
+      references.add(input.tensor);
+    }
+    for (const StaticOutput& output : outputs) {
+      references.add(output.tensor);
+      references.add(output.owner);
+    }
+    for (const OutputStorage& held : output_storages) {
+      references.add(held.captured());
+    }
+    for (const c10::Storage& held : reads.externals) {
+      references.add(held);
+    }
+    for (const auto& saved : copies.captured.storages) {
+      references.add(*saved);
+    }
+  }
   /// Visits the memory of each gradient that may be given out in the graphs' own memory; empty if there is none.
   template <class Visit>
   void for_each_given_gradient(const Visit& visit) {

@@ -1,4 +1,5 @@
 #pragma once
+#include <condition_variable>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -46,6 +47,8 @@ class GraphMemory {
 
   [[nodiscard]] bool shared() const noexcept { return use_ == Use::shared; }
   [[nodiscard]] std::recursive_mutex& mutex() noexcept { return mutex_; }
+  /// Signalled when a sequence of this memory awaits no backward any more. Waited for with `mutex`.
+  [[nodiscard]] std::condition_variable_any& settled() noexcept { return settled_; }
   /// The pool of a sequence that will be captured: one for all if the memory is shared. It may outlive the sequence and its engine.
   [[nodiscard]] std::shared_ptr<MemoryPool> pool(const std::shared_ptr<Runtime>& runtime);
   /// The stream of all captures in shared memory: blocks of a pool are keyed by stream. Call `pool` first.
@@ -69,6 +72,7 @@ class GraphMemory {
   struct Kept;
   Use use_;
   std::recursive_mutex mutex_;
+  std::condition_variable_any settled_;
   std::shared_ptr<Kept> kept_;    ///< of shared memory
   std::list<SharedSlots> slots_;  ///< of each engine's arena
   GraphSequence* turn_ = nullptr;

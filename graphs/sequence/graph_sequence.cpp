@@ -122,6 +122,11 @@ bool GraphSequence::any_pending() const {
   return !pending_.empty();
 }
 
+void GraphSequence::await_backwards(std::chrono::steady_clock::time_point bound) const {
+  std::unique_lock lock(mutex_);
+  (void)memory_->settled().wait_until(lock, bound, [this] { return pending_.empty(); });
+}
+
 FactsChange GraphSequence::change(std::size_t index) const noexcept {
   return with_watched(calls_[index].reads.modules.change(), calls_[index]);
 }

@@ -1,4 +1,5 @@
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -68,6 +69,8 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// True if `call` may replay its forward now: neither it nor a later call awaits its backward.
   [[nodiscard]] bool ready(std::size_t call) const;
   [[nodiscard]] bool any_pending() const;
+  /// Blocks the host until no call awaits its backward, or until `bound`. Threads: the caller does not hold the memory's mutex.
+  void await_backwards(std::chrono::steady_clock::time_point bound) const;
   /// True while another sequence in the same memory awaits a backward: no graph of this sequence may be launched.
   [[nodiscard]] bool has_to_wait() const;
   /// Before a capture in its memory. Throws: UsageError if another sequence there awaits a backward.

@@ -125,6 +125,7 @@ void GraphSequence::settle_pending(std::size_t index) noexcept {
   pending_.end(index);
   if (pending_.empty()) {
     use_.idle(calls_[order_.by_backward().back()].ungiven_bytes());  // no other call has any
+    memory_->settled().notify_all();
   }
 }
 

@@ -28,6 +28,8 @@ GRAPHS = ["guards", "outputs", "gradients", "sequence", "sandbox", "capture", "r
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 FLAG_IN_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*?(?<![\w-])(--[a-z][a-z-]*|sidestream (?:train|check|info))')
 LIBTORCH_CUDA = {"src/runtime/cuda/libtorch.cpp", "src/runtime/cuda/libtorch_graph.cpp"}
+COUNTS_REFERENCES = "graphs/outputs/storage_holders.h"
+REFERENCE_COUNT = r"(?<!module)(?:\.|->)(?:weak_)?use_count\(\)|(?:\.|->)unique\(\)"  # who owns a module is another question
 SLOW_HEADERS = {"torch/torch.h", "ATen/ATen.h", "torch/all.h", "torch/extension.h"}
 
 
@@ -200,6 +202,9 @@ def main(root):
              at_most_one(repository.files_matching(r"set_default_engine_stub\s*\("), "several files install it"))
     tap.case("base alone names NVTX", [f"{path} names NVTX" for path in repository.files_matching(r"nvtx(?:3/|[A-Z])")
                                        if not path.startswith("src/base/")])
+    tap.case("one header of graphs counts references to tensors",
+             [f"{path} counts references: ask {COUNTS_REFERENCES}" for path in repository.files_matching(REFERENCE_COUNT)
+              if path.startswith("graphs/") and path != COUNTS_REFERENCES])
     tap.case("nothing includes LibTorch's slow headers", list(repository.slow_headers()))
     tap.case("examples and the command line see the interface alone", list(repository.insides_outside()))
     tap.case("no include climbs out of its folder", list(repository.climbing()))

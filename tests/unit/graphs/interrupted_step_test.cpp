@@ -158,6 +158,33 @@ TEST_P(InterruptedStepTest, ABackwardThatThrewIsLetGoOfInTheNextStepsBegin) {
   EXPECT_EQ(subject.engine.report().captures, captures) << "what was let go of is no microbatch in flight";
 }
 
+// Each sequence is awaited with a bound that a signal must beat: without the signal the test runs into its time limit.
+TEST_P(InterruptedStepTest, TheWaitForABackwardEndsWithASignalOrAtItsBound) {
+  using Clock = std::chrono::steady_clock;
+  Subject subject(*this, hooks_);
+  train_until(subject, 2);
+  const auto step = subject.engine.step();
+  at::Tensor loss = subject.model.loss(trapped_input(2, device_));
+  const EngineSequences& sequences = EngineAccess::state(subject.engine).sequences();
+  const auto pending = [&] {
+    int count = 0;
+    sequences.for_each([&](const GraphSequence& sequence) { count += sequence.any_pending() ? 1 : 0; });
+    return count;
+  };
+  const int graphed = pending();
+  EXPECT_EQ(graphed > 0, !GetParam().graph.empty());
+  sequences.for_each([](const GraphSequence& sequence) { sequence.await_backwards(Clock::now()); });
+  EXPECT_EQ(pending(), graphed) << "the graph is held";
+  std::thread holder([graph = std::move(loss)]() mutable {
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    graph.reset();
+  });
+  sequences.for_each(
+      [](const GraphSequence& sequence) { sequence.await_backwards(Clock::now() + std::chrono::hours(1)); });
+  EXPECT_EQ(pending(), 0);
+  holder.join();
+}
+
 TEST_P(InterruptedStepTest, WhatAnInterruptedStepComputedOutlivesTheNextSteps) {
   for (std::int64_t at_step = 0; at_step < kSteps; ++at_step) {
     const std::string when = "step " + std::to_string(at_step);

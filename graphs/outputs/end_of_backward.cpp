@@ -1,4 +1,4 @@
-#include "graphs/gradients/end_of_backward.h"
+#include "graphs/outputs/end_of_backward.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>

@@ -1,11 +1,11 @@
-#include "graphs/capture/linked_outputs.h"
+#include "graphs/outputs/linked_outputs.h"
 
 #include <algorithm>
 #include <string>
 
 #include <c10/util/irange.h>
 
-#include "graphs/gradients/end_of_backward.h"
+#include "graphs/outputs/end_of_backward.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -30,6 +30,13 @@ LinkedOutputs::LinkedOutputs(const std::vector<CallSpec>& specs) : specs_(specs)
       }
     }
   }
+  holders_.add([this](KnownReferences& references) {
+    for (const std::vector<at::Tensor>& of_call : outputs_) {
+      for (const at::Tensor& output : of_call) {
+        references.add(output);
+      }
+    }
+  });
 }
 
 void LinkedOutputs::add(const std::vector<at::Tensor>& inputs, const detail::TensorBuffer& made) {
@@ -68,61 +75,32 @@ std::vector<bool> LinkedOutputs::that_may_be_offloaded(std::size_t call, const G
   return may;
 }
 
-std::size_t LinkedOutputs::references_to(const c10::StorageImpl* storage) const {
-  std::size_t count = 0;
-  for (const auto& of_call : outputs_) {
-    count += static_cast<std::size_t>(std::count_if(
-        of_call.begin(), of_call.end(), [&](const at::Tensor& output) { return impl_of(output) == storage; }));
+bool LinkedOutputs::held_by_others(const WeakStorage& storage) const {
+  if (holders_.others_hold(storage)) {  // autograd's thread may be the holder
+    await_end_of_backward(storage._unsafe_get_target()->device());
   }
-  return count;
+  return holders_.others_hold(storage);
 }
 
-bool LinkedOutputs::held_by_others(const c10::StorageImpl* storage) const {
-  const std::size_t known = references_to(storage);
-  const c10::weak_intrusive_ptr<c10::StorageImpl>& weak = known_.at(storage).storage;
-  if (weak.use_count() > known) {
-    await_end_of_backward(storage->device());
-  }
-  return weak.use_count() > known;
-}
-
-void LinkedOutputs::learn_of(CallSizing& sizing) {
-  for (const auto i : c10::irange(sizing.identities.size())) {
-    if (const auto known = known_.find(sizing.identities[i].storage._unsafe_get_target()); known != known_.end()) {
-      sizing.saved_outputs.emplace_back(i, known->second.first);
+LinkedOutputs::Use LinkedOutputs::use_by_latest(const std::vector<SavedIdentity>& saved) const {
+  Use use;
+  for (const auto i : c10::irange(saved.size())) {
+    if (const auto known = known_.find(saved[i].storage._unsafe_get_target()); known != known_.end()) {
+      use.saved.emplace_back(i, known->second.first);
     }
   }
-  sizing.identities.clear();
   for (const auto& [storage, known] : known_) {
-    if (known.first.call + 1 == outputs_.size() && held_by_others(storage)) {
-      sizing.kept_outputs.push_back(known.first.index);
+    if (known.first.call + 1 == outputs_.size() && held_by_others(known.storage)) {
+      use.kept.push_back(known.first.index);
     }
   }
+  return use;
 }
 
 void LinkedOutputs::ran(std::size_t call) {
   for (const CallInput& input : specs_[call].inputs) {
     if (input.from && last_reader_.at({input.from->call, input.from->index}) == call) {
       outputs_[input.from->call][input.from->index] = at::Tensor();
-    }
-  }
-}
-
-void keep_outputs_that_several_need(std::vector<CallSizing>& sizings) {
-  std::map<std::pair<std::size_t, std::size_t>, std::size_t> needs;  // by call and output
-  for (const auto i : c10::irange(sizings.size())) {
-    for (const std::size_t kept : sizings[i].kept_outputs) {
-      needs[{i, kept}] += 2;
-    }
-    for (const auto& [storage, output] : sizings[i].saved_outputs) {
-      ++needs[{output.call, output.index}];
-    }
-  }
-  for (const auto i : c10::irange(sizings.size())) {
-    for (const auto& [storage, output] : sizings[i].saved_outputs) {
-      if (output.call != i && needs[{output.call, output.index}] > 1) {
-        sizings[i].profile.storages[storage].held_elsewhere = true;
-      }
     }
   }
 }

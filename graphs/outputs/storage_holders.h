@@ -1,0 +1,76 @@
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+namespace sidestream {
+
+struct SavedStorage;
+
+// Whether memory may be used again depends on its holders. Some are known: graphs, recorders, samples. Others are not: autograd's nodes,
+// members of a module, variables of the program. Only a reference count tells of them. All code in graphs/ that asks a count asks here.
+
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+/// True if `storage` has another number of references than the `known` ones. More: an unknown holder has it. Fewer: what is known is
+/// wrong. In both cases the memory stays as it is.
+[[nodiscard]] inline bool others_hold(const WeakStorage& storage, std::size_t known) noexcept {
+  return storage.use_count() != known;
+}
+[[nodiscard]] inline bool others_hold(const c10::Storage& storage, std::size_t known) noexcept {
+  return storage.use_count() != known;
+}
+/// The same of the variables that have `tensor`. Other tensors may share its memory.
+[[nodiscard]] inline bool others_hold(const at::Tensor& tensor, std::size_t known) noexcept {
+  return tensor.use_count() != known;
+}
+
+/// The references to one storage that known holders have. What several holders share counts once.
+class KnownReferences {
+ public:
+  explicit KnownReferences(const c10::StorageImpl* to) noexcept : to_(to) {}
+
+  [[nodiscard]] std::size_t count() const noexcept { return tensors_.size() + saved_.size() + storages_; }
+  /// A tensor that a holder keeps, and the tensor that it is a view of.
+  void add(const at::Tensor& tensor);
+  /// A reference of a holder's own.
+  void add(const c10::Storage& storage) noexcept { storages_ += storage.unsafeGetStorageImpl() == to_ ? 1 : 0; }
+  void add(const SavedStorage& saved);
+
+ private:
+  const c10::StorageImpl* to_;
+  std::unordered_set<const c10::TensorImpl*> tensors_;
+  std::unordered_set<const SavedStorage*> saved_;
+  std::size_t storages_ = 0;
+};
+
+/// The known holders of storages. Each registers once and says itself what it has. Threads: one at a time.
+class StorageHolders {
+ public:
+  /// Adds all that the holder has now.
+  using Holder = std::function<void(KnownReferences&)>;
+
+  /// What `holder` refers to must outlive this object.
+  void add(Holder holder) { holders_.push_back(std::move(holder)); }
+  /// True unless all references to `storage` are those of registered holders.
+  [[nodiscard]] bool others_hold(const c10::Storage& storage) const {
+    return sidestream::others_hold(storage, known(storage.unsafeGetStorageImpl()));
+  }
+  [[nodiscard]] bool others_hold(const WeakStorage& storage) const {
+    return sidestream::others_hold(storage, known(storage._unsafe_get_target()));
+  }
+
+ private:
+  [[nodiscard]] std::size_t known(const c10::StorageImpl* storage) const;
+
+  std::vector<Holder> holders_;
+};
+
+}  // namespace sidestream
