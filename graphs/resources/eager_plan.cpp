@@ -44,7 +44,7 @@ void EagerPlan::learn(const SavedTensorRecorder& recorder, const std::vector<Gro
               ? "Options::lag of " + std::to_string(*limits.lag) + " bytes is smaller than the largest eager group; " +
                     std::to_string(window_.copies.lag) + " bytes are used instead"
               : "";
-  const std::vector<bool> turning = turn_round_within(order, selected, window_);
+  const std::vector<bool> turning = needed_immediately_within(order, selected, window_);
   for (std::size_t group = 0; group < turning.size(); ++group) {
     profile_.groups[group].needed_immediately = turning[group] && profile_.groups[group].selected;
   }

@@ -56,8 +56,8 @@ std::size_t latest_return(const std::vector<GroupEvent>& order, std::size_t use)
 
 }  // namespace
 
-std::vector<bool> turn_round_within(const std::vector<GroupEvent>& order, const std::vector<std::uint64_t>& bytes,
-                                    const GroupWindow& window) {
+std::vector<bool> needed_immediately_within(const std::vector<GroupEvent>& order,
+                                            const std::vector<std::uint64_t>& bytes, const GroupWindow& window) {
   GroupWindow least = window;
   least.groups = std::max<std::size_t>(1, window.groups);
   std::vector<GroupBytes> groups;

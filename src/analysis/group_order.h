@@ -36,8 +36,9 @@ struct GroupWindow {
 
 /// The groups whose first use comes before they would be let go of: they need not leave. The latest group to end before a use
 /// is one of them where it is used next, however few `window.groups` are. `bytes[g]`: what group g saves. Pure.
-[[nodiscard]] std::vector<bool> turn_round_within(const std::vector<GroupEvent>& order,
-                                                  const std::vector<std::uint64_t>& bytes, const GroupWindow& window);
+[[nodiscard]] std::vector<bool> needed_immediately_within(const std::vector<GroupEvent>& order,
+                                                          const std::vector<std::uint64_t>& bytes,
+                                                          const GroupWindow& window);
 
 /// A group's copies back may begin behind an event of the order.
 struct GroupReturn {
