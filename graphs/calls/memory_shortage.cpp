@@ -194,7 +194,8 @@ bool CaptureShortage::is_the_error() const { return met() && error_in_hand().has
 
 std::string CaptureShortage::lack(const std::string& first) const {
   const MemoryRefusal refusal = resources().runtime->latest_refusal();
-  if (refusal.asked <= refusal.free) {  // nobody says how much it was, or there was enough in pieces
+  if (refusal.asked <=
+      refusal.free) {  // the size of the request is unknown, or there was enough memory in smaller pieces
     return {};
   }
   const std::int64_t taken = std::max<std::int64_t>(0, refusal.reserved - reserved_);

@@ -100,7 +100,7 @@ void CapturedHistory::add(const std::string& call, const std::vector<at::Tensor>
       nodes_.emplace_back(node.getptr(), call);
     }
   });
-  // What is kept may lead to leaves past all outputs.
+  // A tensor that the body keeps may lead to leaves without passing any output.
   for (const std::vector<at::Tensor>* const tensors : {&leaves, &parameters}) {
     for (const at::Tensor& tensor : *tensors) {
       if (!tensor.defined()) {

@@ -29,11 +29,13 @@ void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>
 
 // Note [Gradients through tensors that a body keeps]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-// A body may keep a tensor in a member of its module that the trainer then adds to a loss: a router's balancing term, a penalty.
-// Each replay writes its value anew, but its history is that of the run that made it: a backward pass through it would end at that
-// run's own leaves, and the gradient be lost without a word, or read what has been freed. So what is left of the history of a
-// capture, and of a verifying run, throws when a backward pass reaches it. autograd::grad as the capture calls it runs no
-// accumulator, and is over before.
+// A backward pass that reaches the history of a capture, or of a verifying run, throws.
+//
+// A body may keep a tensor in a member of its module, and the trainer then adds that tensor to a loss: a router's balancing term, a
+// penalty. Each replay writes the tensor's value anew, but its history is that of the run that made it. A backward pass through that
+// history would end at that run's leaves: the gradient would be lost without a message, or the pass would read freed memory. The nodes
+// throw from the moment when all backwards have been captured. The capture's own backwards are over by then; as autograd::grad they run
+// no accumulator.
 
 /// Makes `node` throw a UsageError that names `call`, whenever autograd runs it.
 void refuse_to_run(torch::autograd::Node& node, const std::string& call);

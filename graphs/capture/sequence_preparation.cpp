@@ -122,7 +122,7 @@ void SequenceCapture::make_plan_and_pin() {
     }
     offloaded.push_back(bytes);
     if (!staying[i]) {
-      selected[i] = bytes;  // what stays for other reasons is in nobody's way
+      selected[i] = bytes;  // bytes that stay for other reasons are in no copy's way
     }
   }
   copy_places_ = copy_places(order_, selected, offloaded, window);

@@ -26,7 +26,7 @@ struct CallSizing {
   std::vector<std::pair<std::size_t, Link>> saved_outputs;
   std::vector<std::size_t> kept_outputs;  ///< first outputs of storages that the body keeps from call to call
   std::vector<at::Tensor> parameters;     ///< leaves that got a gradient, the module's first, in their order
-  std::vector<at::Tensor> outside;        ///< leaves that it read, inputs apart, and that its module does not have
+  std::vector<at::Tensor> outside;  ///< leaves that the body read, except inputs, and that its module does not have
   std::vector<BackwardRead> backward_reads;
   bool casts = false;  ///< autocast was on somewhere in it
   std::uint64_t saved_bytes = 0;

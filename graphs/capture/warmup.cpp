@@ -37,11 +37,12 @@ std::vector<at::Tensor> leaves_of(const CallSpec& spec, const LinkedOutputs& out
   return leaves;
 }
 
-/// Finds that a body seeds a generator that it draws from: a replay would not. Another thread may do so once, meanwhile; its seed holds.
+/// Detects that a body seeds a generator from which it draws: a replay would not seed it. Another thread may seed it once during a pass;
+/// that seed is kept.
 class SeedWatch {
  public:
   explicit SeedWatch(std::deque<RngStateGuard>& draws) : draws_(draws), seeded_(draws.size()) {}
-  /// Behind a pass of `spec`'s body; `last`: none comes behind it.
+  /// After a pass of `spec`'s body. `last`: no other pass follows.
   void check(const CallSpec& spec, bool last) {
     for (const auto i : c10::irange(draws_.size())) {
       if (!draws_[i].is_seeded()) {

@@ -96,7 +96,7 @@ SavedTensorRecorder& WholeStepOffload::next_sizing() {
 
 void WholeStepOffload::end_sizing() {
   finish_sizing();
-  parts_.runtime->synchronize(parts_.runtime->current_stream());  // which is behind all copies
+  parts_.runtime->synchronize(parts_.runtime->current_stream());  // the current stream is after all copies
   warm_.reset();
   copies_->arena->forget_uses();
   const auto less = [](const Pass& a, const Pass& b) {

@@ -13,8 +13,8 @@ namespace sidestream {
 
 class BucketSet;
 
-/// The way behind the public face: for make_graphed_callables, and for tests that give an engine another runtime or look at
-/// its parts. Not installed.
+/// Access to an engine's parts: for make_graphed_callables, and for tests that give an engine another runtime or inspect its parts. Not
+/// installed.
 class EngineAccess {
  public:
   /// An engine on `runtime` in place of its device's own.
@@ -44,7 +44,7 @@ class EngineAccess {
     Tensors outputs;
     bool eagerly = false;  ///< in the place of a replay; a verification's run beside one does not count
   };
-  /// A call, with `prepare` just before it replays or runs: behind the capture, where it captures anew first.
+  /// Runs a call. `prepare` is called just before the call replays or runs; if the call is captured again first, after that capture.
   [[nodiscard]] static Ran run(const GraphedCallable& callable, const Tensors& inputs,
                                const std::function<void()>& prepare);
   /// True while its modules have other flags than at the capture, so that it runs eagerly.

@@ -44,7 +44,7 @@ StepSession::~StepSession() {
   if (!copies_ended_) {  // the engine goes before the step: what waits for copies holds the mover, which holds it
     try {
       resources_.eager->end_step();
-    } catch (...) {  // nobody is left to hear of it
+    } catch (...) {  // no caller is left that could get the error
     }
   }
 }

@@ -6,11 +6,11 @@
 
 namespace sidestream {
 
-/// For its lifetime, what a backward pass computes as the gradient of one of the leaves is added into that leaf's target as soon as
-/// it is whole, and let go of. The caller of torch::autograd::grad gets none for it. So one gradient is in memory at a time, as
-/// where autograd accumulates itself, and not all of them.
+/// For its lifetime, a backward pass adds the gradient of each of the leaves into that leaf's target as soon as the gradient is complete,
+/// and frees it. The caller of torch::autograd::grad gets no gradient for that leaf. So one gradient is in memory at a time instead of
+/// all of them, as when autograd accumulates itself.
 ///
-/// The leaves have no hooks of their own meanwhile (LeafHookGuard).  Threads: begins and ends on one; autograd's add.
+/// The leaves have no hooks of their own during that time (LeafHookGuard).  Threads: begins and ends on one; autograd's threads add.
 class [[nodiscard]] AddedGradients {
  public:
   /// `targets`: one for each of `leaves`, which are distinct.

@@ -88,8 +88,8 @@ class OwnedGradients {
 /// Before the backward of the call `name` queues anything. Throws: UsageError if the graph cannot do what plain training does.
 void check_owned_grads(const std::string& name, const std::vector<CallParameter>& parameters);
 
-/// Attaches the gradients that the graph adds into, for parameters that an output in `used` leads to. If a parameter has no `.grad`,
-/// the gradient is zeroed and attached. If autograd has put a `.grad` there meanwhile, and no other code holds it, its values are taken.
+/// Attaches the gradients that the graph adds into, for parameters that an output in `used` leads to. If a parameter has no `.grad`, the
+/// gradient is zeroed and attached. If autograd has since put a `.grad` there, and no other code holds it, its values are taken.
 void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used);
 
 }  // namespace sidestream

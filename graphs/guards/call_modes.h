@@ -67,9 +67,9 @@ struct CallModes {
   bool operator==(const CallModes& other) const noexcept = default;
 };
 
-/// Gradients on, outside of inference mode and of autocast, for its lifetime: what a capture runs in, whatever surrounds it. All
-/// that is made for a capture is made inside one; a tensor made in inference mode is of no use to autograd. Anomaly mode, which
-/// reads each gradient on the host to look for NaN, is off meanwhile, for the process as it is on for it.
+/// For its lifetime gradients are on, and inference mode and autocast are off, whatever surrounds it. Everything that is made for a
+/// capture is made inside of one, because autograd cannot use a tensor that was made in inference mode. Anomaly mode is off too, for the
+/// whole process, because it reads each gradient on the host to look for NaN.
 class [[nodiscard]] CaptureModesGuard {
  public:
   explicit CaptureModesGuard(c10::DeviceType type);
@@ -85,9 +85,8 @@ class [[nodiscard]] CaptureModesGuard {
   bool anomaly_before_;
 };
 
-/// Sets `modes` for its lifetime. Casts of weights that autocast caches are made inside and do not outlive it: a capture must
-/// neither read one from outside nor leave one of its own. Switches of the process are set only where they differ, since
-/// other threads see them.
+/// Sets `modes` for its lifetime. The weight casts that autocast caches inside end with it: a capture must neither read a cast from
+/// outside nor keep one of its own in the cache. Switches of the process are set only if they differ, because other threads see them.
 class [[nodiscard]] CallModesGuard {
  public:
   explicit CallModesGuard(const CallModes& modes);

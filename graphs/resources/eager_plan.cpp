@@ -51,7 +51,7 @@ void EagerPlan::learn(const SavedTensorRecorder& recorder, const std::vector<Gro
   state_ = State::sized;
 }
 
-// Of a sizing step: in a later one replays leave no groups between those that are delayed.
+// Only of a sizing step: in a later step replays make no groups between the delayed ones.
 void EagerPlan::learn_runs(const std::vector<std::uint64_t>& selected) {
   if (state_ != State::unsized) {
     return;

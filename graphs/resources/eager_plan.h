@@ -35,10 +35,10 @@ class EagerPlan {
   /// Before `make`: from now on a graph makes what lay in `storage` in that pass, at each replay. Where it has `given_back` the memory,
   /// it is offloaded with the eager groups that save it; else it stays.
   void captured(const c10::StorageImpl* storage, bool given_back);
-  /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back, but for the slots
-  /// of a plan that a few steps have outgrown: sizes that depend on data come again. Called before each step. Storages that
-  /// are still there although autograd has let go of them are the program's own: they stay, and `exclusions` hears of it.
-  /// Capture: illegal.  Throws: what `progress` throws.
+  /// sized -> planned: plans and pins, unless that has been done. Called before each step. Pinned memory that no plan needs is freed,
+  /// except the slots of a plan that a few steps have outgrown, because sizes that depend on data recur. If a storage is still alive
+  /// after autograd has released it, the program holds it: it stays on the device, and `exclusions` is told.
+  /// Capture: illegal.  Throws: errors of `progress`.
   void make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress);
   /// planned -> sized: a capture has taken room in the arena.
   void outdate() noexcept { state_ = state_ == State::planned ? State::sized : state_; }

@@ -17,7 +17,7 @@ class StepCheck {
 
   /// What the engine is to use: the given runtime, wrapped where steps are checked.
   [[nodiscard]] const std::shared_ptr<Runtime>& runtime() const noexcept { return runtime_; }
-  /// Null where nothing is checked.
+  /// Null if nothing is checked.
   [[nodiscard]] const std::shared_ptr<CheckedRuntime>& checked() const noexcept { return checked_; }
   [[nodiscard]] Journal journal() const { return checked_ != nullptr ? checked_->journal() : Journal(); }
 

@@ -389,11 +389,10 @@ void GraphSequence::give_up_outputs(std::size_t index) noexcept {
         memory->before_overwrite(*runtime_, fork_, counts_.gradients);
       }
     });
-    if (call.replay.generation > 0) {  // the memory may go now, behind all that reads it
+    if (call.replay.generation > 0) {  // the memory may be freed now, after all work that reads it
       runtime_->synchronize(runtime_->current_stream());
     }
-  } catch (
-      const std::exception&) {  // no room: what is held keeps it, and is copied out where a graph would overwrite it
+  } catch (const std::exception&) {  // no room: its holders keep it, and it is copied out if a graph would overwrite it
     return;
   }
   released_.drop(index);

@@ -25,8 +25,8 @@
 
 namespace sidestream {
 
-/// Device memory that a sequence took outside of LibTorch's allocator, in bytes: how much the use of the device grew meanwhile. It
-/// includes what other processes took.
+/// Device memory that a sequence took outside of LibTorch's allocator, in bytes: by how much the use of the device grew. It includes
+/// memory that other processes took in that time.
 struct OutsideBytes {
   std::int64_t warm_up = 0;  ///< loaded kernels and libraries, and their handles: eager passes take it as well
   std::int64_t graphs = 0;   ///< executables of graphs, and what libraries took in captures
@@ -130,7 +130,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void give_up_turn();
   /// After the graphs were dropped: blocks the host until no tensor that this sequence gave out is read in its memory.
   void leave_memory() noexcept;
-  /// Before the first capture: other sequences give up what they have in shared memory. Throws: as take_turn.
+  /// Before the first capture: other sequences release what they have in shared memory. Throws: as take_turn.
   void begin_capture();
   /// After the last capture: in shared memory later sequences compute where the outputs are.
   void share_outputs();

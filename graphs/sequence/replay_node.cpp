@@ -73,7 +73,8 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
   return results;
 }
 
-// A backward that names inputs (autograd::grad, or backward with a list) leaves every other .grad as it is; a graph cannot.
+// A backward that names inputs (autograd::grad, or backward with a list) must not change any other `.grad`. A graph would, so such a
+// backward is refused.
 void ReplayNode::refuse_named_gradients() const {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted != nullptr && !wanted->empty() && sequence_->calls_[call_].accumulates) {

@@ -39,7 +39,7 @@ void for_each_gradient(CapturedCall& call, const Visit& visit) {
 
 }  // namespace
 
-// What takes memory comes before the launch: where there is none, nothing has happened yet, and the backward may be tried again.
+// Memory is allocated before the launch. If an allocation fails, nothing has happened yet, and the backward may be tried again.
 void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
   const std::lock_guard lock(mutex_);
   check_backward(index, generation);

@@ -18,10 +18,11 @@
 
 namespace sidestream {
 
-/// What one capture of a whole step runs, in warm-up, capture and eagerly: for each microbatch the step function and the gradients of
-/// its loss, which go into memory of this object's, then the update.
+/// What one capture of a whole step runs, in warm-up, capture and eagerly. For each microbatch it runs the step function and computes the
+/// gradients of its loss into memory of this object. Then it runs the update.
 ///
-/// Gradients come from autograd::grad: accumulation into leaves would be captured with the accumulators of eager steps, and run hooks.
+/// Gradients come from autograd::grad. Accumulation into leaves would be captured with the accumulators of eager steps, and would run
+/// hooks.
 /// Threads: one at a time.
 class WholeStepBody {
  public:
@@ -43,13 +44,13 @@ class WholeStepBody {
   /// `counts`: how many inputs each microbatch has. `resources` must outlive this object's runs.
   WholeStepBody(EngineResources& resources, std::shared_ptr<const Given> given, std::vector<std::size_t> counts);
 
-  /// `inputs`: of all microbatches. Gives what the step function gave, without history, one microbatch behind the other.
-  /// Throws: UsageError (no loss), CaptureError (see WholeStepWatch; a leaf that no warm-up met), and what the functions throw.
+  /// `inputs`: of all microbatches. Returns what the step function returned, without history, one microbatch after the other.
+  /// Throws: UsageError (no loss), CaptureError (see WholeStepWatch; a leaf that no warm-up met), errors of the functions.
   Tensors run(const Tensors& inputs);
 
-  /// Just before a replay or an eager run, behind any capture: gradients are what autograd would have made of `.grad` before the
-  /// step: where it adds, what is there, or zeros; else nothing.
-  /// Throws: UsageError as refuse_hooks, and where the graph cannot add to what is there; nothing is changed then.
+  /// Call it just before a replay or an eager run, after any capture. Sets the gradients to what autograd would add to. If a backward
+  /// adds to `.grad`, that is the existing `.grad` or zeros. Otherwise nothing is set.
+  /// Throws: UsageError as refuse_hooks, and if the graph cannot add to the existing `.grad`; nothing is changed then.
   void prepare();
   /// Behind the step: the parameters have the gradients of the eager run, or of the replay.
   void attach_gradients(bool ran_eagerly);
@@ -88,7 +89,7 @@ class WholeStepBody {
   void add_gradients(const at::Tensor& loss);
   /// Who takes what autograd saves in a run.
   enum class Saving : std::uint8_t {
-    eager,      ///< the engine's step, where there is one
+    eager,      ///< the engine's step, if there is one
     nowhere,    ///< it stays
     counted,    ///< it stays, and is counted for the capture
     in_capture  ///< it is offloaded inside of the graph

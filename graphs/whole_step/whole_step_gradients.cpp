@@ -1,4 +1,4 @@
-// What of WholeStepBody is about gradients: where they go, what they begin with, and what parameters have behind the step.
+// The gradients of WholeStepBody: where they are written, which values they begin with, and what parameters have after the step.
 #include <algorithm>
 #include <string>
 #include <unordered_set>
