@@ -26,11 +26,11 @@ struct HostArenaStats {
   std::size_t allocations_after_seal = 0;  ///< must be 0
 };
 
-/// Page-locked host memory of exact sizes: slabs pinned before the work starts, cut into slots that are 512-byte aligned,
-/// leased to captured groups for their graph's life and to eager groups from step to step. Under a hard cap.
+/// Page-locked host memory of exact sizes, under a hard cap. Slabs are pinned before the work starts and cut into slots that are 512-byte
+/// aligned. Captured groups lease slots for their graph's life, eager groups from step to step.
 ///
-/// A slot may be used again only when the copy that last touched it is done, whatever its direction. So a lease goes back
-/// with the event of that copy, and the next lessee waits for it on its stream: see Lease.
+/// A slot may be used again only when the copy that last touched it is done, in either direction. So a lease is returned with the event
+/// of that copy, and the next lessee's stream waits for that event: see Lease.
 /// Threads: any; one Lease is used by one thread at a time. The Runtime must outlive the arena and its leases.
 class HostArena {
   struct State;
@@ -56,9 +56,11 @@ class HostArena {
     /// The bytes asked for (the slot may be larger).
     [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
 
-    /// Makes `stream` wait for the copy that last touched this slot, under this or an earlier lease. A no-op on a new slot.
-    /// Call before each write of the slot. Capture: illegal; for a captured group call it on a stream that the launch is
-    /// behind (or once before the capture, on the capture stream). Throws: as Runtime::wait.
+    /// Makes `stream` wait for the copy that last touched this slot, under this or an earlier lease. A no-op on a new slot. Call before
+    /// each write of the slot.
+    /// Capture: illegal. For a captured group, call it on a stream that precedes the launch (or once before the
+    /// capture, on the capture stream).
+    /// Throws: as Runtime::wait.
     void wait_before_use(c10::Stream stream) const;
 
     /// Notes that the copies queued on `stream` so far touch the slot: records the slot's own event. No allocation after
@@ -105,7 +107,7 @@ class HostArena {
   /// Gives back the slabs that no lease is in, once their last copies are done: between a plan and the next.
   /// Capture: illegal.
   void trim() noexcept;
-  /// Bytes that `prepare` may still serve: what the cap leaves, and what is pinned but not leased.
+  /// Bytes that `prepare` may still serve: what remains under the cap, and what is pinned but not leased.
   [[nodiscard]] std::size_t available() const noexcept;
   /// No allocation from here on: `lease` serves free slots only.
   void seal() noexcept;
@@ -113,8 +115,8 @@ class HostArena {
   void open() noexcept;
   [[nodiscard]] bool sealed() const noexcept;
 
-  /// Who leases next waits for nothing that was noted so far, nor does the arena's end: those copies were captured, and the owner of
-  /// their graph waits for it before it lets go of the arena.
+  /// Forgets all uses noted so far: neither the next lessee nor the arena's end waits for them. Those copies were captured, and the owner
+  /// of their graph waits for the graph before it releases the arena.
   void forget_uses() noexcept;
   /// True where all of these bytes lie in memory that the arena has pinned.
   [[nodiscard]] bool holds(const void* at, std::size_t bytes) const noexcept;

@@ -12,7 +12,7 @@ namespace sidestream {
 /// How a storage, or a part of it, is offloaded and reloaded: fixed addresses, known from the captures of its call's two graphs.
 struct CapturedCopy {
   std::byte* host = nullptr;
-  const void* source = nullptr;  ///< where the forward graph leaves it
+  const void* source = nullptr;  ///< where the forward graph writes it
   void* target = nullptr;        ///< where the backward graph reads it
   std::size_t bytes = 0;
   std::size_t storage = 0;  ///< among CapturedCopies::storages
@@ -25,7 +25,7 @@ struct CapturedCopies {
   struct Group {
     SiteName site;
     std::vector<ExternalEvent> ready;
-    std::size_t end = 0;  ///< behind its last copy
+    std::size_t end = 0;  ///< one past the index of its last copy
   };
   std::vector<Group> groups;
   std::vector<CapturedCopy> copies;

@@ -52,10 +52,10 @@ class EagerOffload : public StorageMover {
   /// Whose sizing step it was looks no more: a backward that begins after this is not told to it. Gives the step's peaks; null
   /// where there was no sizing step.
   std::unique_ptr<UnoffloadedPeak> end_sizing_step() noexcept;
-  /// The current stream, and those that saved in the step, wait for all its copies; all that was held for them is let go.
+  /// The current stream, and those that saved in the step, wait for all its copies; everything that was held for them is freed.
   void end_step();
-  /// The step was left in its middle: the host waits for its copies, and all that was held for them is let go. What waits for copies
-  /// holds this object, which holds it, so a step that is neither ended nor abandoned is never let go of.
+  /// The step was left before its end. The host waits for its copies, and everything that was held for them is freed. This object and the
+  /// storages whose copies are running own each other: end or abandon each step, or both leak.
   void abandon_step() noexcept;
 
   /// A graph of the engine was launched, and the current stream does not wait for it yet: the groups that were delayed until now
@@ -83,9 +83,9 @@ class EagerOffload : public StorageMover {
   struct Slot {
     enum class State : std::uint8_t {
       here,        ///< nothing of it was offloaded
-      delayed,     ///< its D2H is issued behind the next graph
+      delayed,     ///< its D2H is issued after the next graph
       offloading,  ///< its D2H was issued
-      away,        ///< its sources were let go
+      away,        ///< its sources were freed
       reloaded     ///< its H2D was issued
     };
     std::shared_ptr<Event> offloaded;  ///< null until it is offloaded, as `reloaded`
@@ -102,7 +102,7 @@ class EagerOffload : public StorageMover {
     bool used = false;           ///< backward has reached it
     std::int64_t in_flight = 0;  ///< bytes of it that are on the device, on their way
   };
-  /// A group that ended, and is not let go of.
+  /// A group that ended and whose sources are not freed.
   struct Trailing {
     Slot* slot;
     std::uint64_t bytes;
@@ -112,7 +112,7 @@ class EagerOffload : public StorageMover {
   void look();
   /// So many bytes of that group are on the device, on their way: see LiveMemory.
   void set_in_flight(Slot& slot, std::int64_t bytes);
-  /// The block of the group's small storages, which have let go of theirs; null where none is offloaded.
+  /// The block of the group's small storages, which have released their own memory. Null if no block is offloaded.
   std::shared_ptr<SavedStorage> gather(Group& group);
   /// Queues the copies of its sources.
   void send(Slot& slot);

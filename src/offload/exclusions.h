@@ -66,9 +66,9 @@ class Exclusions {
   /// What the program itself holds from step to step: for as long as the storage lives.
   void add_held(const c10::Storage& storage);
 
-  /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, held, weight_cast, small.
-  /// `tensor` is what the pack hook was given, with its autograd history: leaves that require grad and casts of weights are
-  /// known by it. No driver call, no operator, no allocation.
+  /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, held, weight_cast, small. `tensor` is
+  /// what the pack hook was given, with its autograd history: that history shows leaves that require grad, and casts of weights. No
+  /// driver call, no operator, no allocation.
   [[nodiscard]] Exclusion classify(const at::Tensor& tensor) const;
   /// `classify`, counted in the tallies.
   Exclusion classify_and_count(const at::Tensor& tensor);

@@ -5,7 +5,7 @@
 
 namespace sidestream {
 
-/// A node of autograd's graph that may add into the `.grad` of leaves itself, with no edge to them.
+/// A node of autograd's graph that may add into the `.grad` of leaves itself, without an edge to them.
 /// Threads: any.
 class GradientOwner {
  public:
@@ -17,9 +17,9 @@ class GradientOwner {
   [[nodiscard]] virtual bool owns_gradient_of(const at::Tensor& leaf) const = 0;
 };
 
-/// For a backward that was asked for the gradients of `wanted` alone: autograd sees no way from `roots` to a leaf whose
-/// gradient a node owns, and would say that it was not used, or leave its gradient out.
-/// Throws: UsageError where such a node lies on the way. With no owner alive it costs one load.
+/// Call it for a backward that was asked for the gradients of `wanted` only. If a node owns a leaf's gradient, autograd sees no path from
+/// `roots` to that leaf. It would report the leaf as unused, or omit its gradient.
+/// Throws: UsageError if such a node lies on the way. If no owner is alive, it costs one load.
 void refuse_owned_gradients(const torch::autograd::edge_list& roots, const torch::autograd::edge_list& wanted);
 
 }  // namespace sidestream

@@ -51,7 +51,7 @@ class PlannedPlaces {
     next_ = 0;
   }
 
-  /// The next place of that size, which is taken by it; null where there is none.
+  /// Takes the next place of that size. Null if there is none.
   [[nodiscard]] const PlannedStorage* take(std::size_t bytes);
 
  private:
@@ -59,7 +59,7 @@ class PlannedPlaces {
 
   const PlannedGroup* planned_ = nullptr;
   std::vector<bool> taken_;
-  std::size_t next_ = 0;  ///< behind the latest that was taken
+  std::size_t next_ = 0;  ///< after the latest that was taken
 };
 
 }  // namespace sidestream

@@ -11,7 +11,7 @@
 
 namespace sidestream {
 
-/// What one storage takes of a block: as much as by itself, so that kernels find the alignment that allocators give.
+/// Bytes that one storage takes of a block. Each starts as aligned as an allocation of its own, as kernels expect.
 [[nodiscard]] constexpr std::size_t bytes_in_block(std::size_t bytes) {
   return (bytes + HostArena::alignment - 1) / HostArena::alignment * HostArena::alignment;
 }
@@ -19,11 +19,11 @@ namespace sidestream {
 /// True where the small storages of a group that has ended are offloaded: they have `block_from` bytes together.
 [[nodiscard]] bool leaves_as_block(const Group& group);
 
-/// The storages below `Options::min_bytes` that one group saved, copied into one. It is offloaded and reloaded in their place, and
-/// lives until the last of them is needed no more.
+/// The storages below `Options::min_bytes` that one group saved, copied into one. It is offloaded and reloaded in their place, and is
+/// alive until the last of them is no longer needed.
 ///
-/// Ordering: the copy runs on the stream that saved the first of them, behind the other streams that saved any. Who reads the
-/// block on another stream before it was offloaded and reloaded waits for that one.
+/// Ordering: the copy runs on the stream that saved the first of them, after the other streams that saved any. A reader of the block on
+/// another stream, before the block was offloaded and reloaded, waits for that first stream.
 struct SmallBlock {
   std::shared_ptr<SavedStorage> storage;  ///< with its lease; null if nothing is offloaded
   std::vector<std::shared_ptr<SavedStorage>> members;

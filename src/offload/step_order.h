@@ -8,10 +8,10 @@
 
 namespace sidestream {
 
-/// Learns in which order the groups of a step end and are first used, and tells the next step, for as long as it goes the same way,
-/// which groups are to be reloaded when. Groups are counted from 0 as they end.
+/// Learns in which order the groups of a step end and are first used. Tells the next step when to reload which groups, as long as that
+/// step takes the same order. Groups are counted from 0 as they end.
 ///
-/// Steps that go as the one before allocate nothing. Threads: one at a time.
+/// Steps in the same order as the step before allocate nothing. Threads: one at a time.
 class StepOrder {
  public:
   /// Nothing is known any more.

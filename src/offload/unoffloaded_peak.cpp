@@ -20,7 +20,7 @@ UnoffloadedPeak::UnoffloadedPeak(Runtime& runtime)
 UnoffloadedPeak::~UnoffloadedPeak() {
   try {
     change(-away_);
-  } catch (const std::exception&) {  // the device has failed: nobody measures any more
+  } catch (const std::exception&) {  // the device has failed: no measurement follows
   }
 }
 
