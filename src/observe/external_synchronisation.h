@@ -7,8 +7,8 @@ namespace sidestream {
 
 class CheckedRuntime;
 
-/// Writes into a checked runtime's journal what goes past it: streams and events of LibTorch that a model or autograd uses,
-/// what the host saw of them, and memory that an allocator lends again behind other streams.
+/// Writes into a checked runtime's journal what bypasses that runtime: streams and events of LibTorch that a model or autograd uses, what
+/// the host saw of them, and freed memory that an allocator hands out again after work on other streams.
 /// Threads: as DeviceListener; under the runtime's lock.
 class ExternalSynchronisation final : public DeviceListener {
  public:

@@ -6,14 +6,13 @@
 
 namespace sidestream {
 
-/// While one lives, operators of other threads that draw random numbers on `device` wait for its end: the device has one generator,
-/// which a capture takes for itself. The thread that has it also has the device's CaptureTurn; threads that work for a capture do
-/// not wait.
+/// While one lives, operators of other threads that draw random numbers on `device` wait for its end, because the device has one
+/// generator and a capture takes it. Its thread also has the device's CaptureTurn. Threads that work for a capture do not wait.
 ///
-/// A backward pass cannot wait (autograd's thread may be the one that the capture needs), and an operator that began before knows
-/// nothing of this. What they draw in a warm-up is drawn apart (graphs/sandbox/rng_state_guard.h), so that no number comes twice; while
-/// a graph is captured the device refuses them (an error there, never a number lost).
-/// Costs other threads one look at each operator meanwhile, and nothing else.  Threads: ends on the thread it began on.
+/// A backward pass cannot wait, because autograd's thread may be the one that the capture needs. An operator that began before cannot
+/// know of this object. What they draw during a warm-up comes from a separate state (graphs/sandbox/rng_state_guard.h), so no number is
+/// drawn twice. While a graph is captured the device refuses them: an error there, but no number is lost.
+/// Cost: one check at each operator of other threads.  Threads: ends on the thread it began on.
 class [[nodiscard]] HeldDraws {
  public:
   explicit HeldDraws(c10::Device device);

@@ -1,4 +1,4 @@
-// Operators in the journal, and the memory that the allocators lend again behind them.
+// Operators in the journal, and freed memory that allocators hand out again after them.
 #include <utility>
 
 #include "observe/checked_runtime.h"

@@ -241,9 +241,9 @@ void on_end(const at::RecordFunction& function, at::ObserverContext* context) {
 
 }  // namespace
 
-// The callback is registered by the outermost guard of a thread only; an inner one changes what it finds. Both the callback and the
-// chain of debug infos are undone in reverse order only: so a guard that ends before one inside of it, or on another thread, leaves
-// its registration to the thread, which drops it when it is the innermost.
+// Only the outermost guard of a thread registers the callback; an inner guard changes what the callback finds. The callback and the chain
+// of debug infos can only be undone in reverse order. So a guard that ends before an inner one, or on another thread, leaves its
+// registration to the thread. The thread drops the registration when it is the innermost.
 struct OperatorObserverGuard::Registration {
   explicit Registration(std::shared_ptr<State> state)
       : around(innermost),

@@ -22,9 +22,10 @@ struct OperatorAccess {
   bool nested = false;                ///< ran inside another reported operator, which is reported later
   bool non_blocking = false;  ///< the argument of that name: a copy from or to pinned memory returns before it is done
   bool only_shape = false;    ///< changes what a tensor is, not its bytes (`unsqueeze_`, `set_`)
-  std::optional<c10::Stream> stream{};           ///< an argument of that type (`record_stream`)
-  bool random = false;                           ///< draws from a generator
-  const at::Generator* own_generator = nullptr;  ///< which is given, and is not its device's default one; else null
+  std::optional<c10::Stream> stream{};  ///< an argument of that type (`record_stream`)
+  bool random = false;                  ///< draws from a generator
+  const at::Generator* own_generator =
+      nullptr;  ///< the given generator if it is not its device's default one; else null
 };
 
 /// While it lives, `observe` is called after every operator of the calling thread, and of the backward passes that it

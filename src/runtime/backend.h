@@ -16,7 +16,7 @@ namespace sidestream {
 struct Availability {
   enum class State : std::uint8_t {
     usable,
-    absent,  ///< nothing of the device is here, or this build leaves the backend out
+    absent,  ///< the device is not present, or this build does not contain the backend
     broken,  ///< driver or device is there and does not work
   };
   State state = State::usable;

@@ -27,7 +27,7 @@ struct Turns {
 };
 
 Turns& turns() {
-  static auto* const instance = new Turns();  // threads may end behind statics
+  static auto* const instance = new Turns();  // threads may end after statics are destroyed
   return *instance;
 }
 

@@ -24,7 +24,7 @@ class DrawOrder {
   DrawOrder& operator=(const DrawOrder&) = delete;
   ~DrawOrder() = delete;  // there is one for each device, for the life of the process
 
-  /// Queues by `launch`, which uses `stream` of `runtime`, behind the latest launch that drew.
+  /// Calls `launch`, which uses `stream` of `runtime`, so that its work is after the latest launch that drew.
   /// Throws: UsageError in a backward pass while another thread captures; nothing is queued then.
   template <class Launch>
   void launch(Runtime& runtime, c10::Stream stream, const Launch& launch) {

@@ -31,7 +31,7 @@ struct Listener {
   bool (*listens)() noexcept;
 };
 
-/// From here on `listener` is told, null: nobody. Threads: any.
+/// From here on `listener` is told; null: no listener. Threads: any.
 SIDESTREAM_API void set_listener(const Listener* listener) noexcept;
 /// For backends: whether somebody would hear of the calling thread, before they find out what to tell. Allocates nothing.
 [[nodiscard]] SIDESTREAM_API bool heard() noexcept;

@@ -37,8 +37,8 @@ struct DeviceRoom {
       0;  ///< in use, and not the allocator's: graph executables, libraries, contexts, other processes
 };
 
-/// A request that found no memory, behind all that the allocator could give back. Bytes; `asked` is 0 where nobody says how much
-/// it was.
+/// A request for which the allocator found no memory, after it had freed all that it could. Bytes; `asked` is 0 if the size of the
+/// request is unknown.
 struct MemoryRefusal {
   std::int64_t asked = 0;
   std::int64_t reserved = 0;  ///< by the allocator then
@@ -55,8 +55,8 @@ struct DeviceInfo {
 /// The device under the engine. Backends implement it and register themselves (backend.h); decorators wrap any.
 ///
 /// Streams are `c10::Stream` because autograd sets them; work of LibTorch's operators goes to the current stream.
-/// Every method throws UsageError when a handle or stream of another backend is passed, DeviceError when the device
-/// refuses, CaptureError where a rule of capture is broken (the capture is then invalidated until it is ended).
+/// Every method throws UsageError if a handle or stream of another backend is passed, and DeviceError if the device refuses. It throws
+/// CaptureError if a rule of capture is broken; the capture is then invalid until it is ended.
 /// Threads: any thread; one capture per stream; a capture is begun and ended by one thread.
 class SIDESTREAM_API Runtime {
  public:
@@ -130,8 +130,8 @@ class SIDESTREAM_API Runtime {
   [[nodiscard]] virtual MemoryRefusal latest_refusal() const = 0;
   /// Gives cached, unused device memory back. Capture: illegal while the calling thread captures; waits as synchronize_device.
   virtual void release_cached_memory() = 0;
-  /// Gives the memory that libraries keep to work on `stream` (cuBLAS's workspaces) back to the allocator, behind the stream's work:
-  /// what works there next allocates anew. Capture: illegal where `stream` captures.
+  /// Returns the memory that libraries keep to work on `stream` (cuBLAS's workspaces) to the allocator, after the stream's work. The next
+  /// work there allocates again. Capture: illegal if `stream` captures.
   virtual void forget_workspaces([[maybe_unused]] c10::Stream stream) noexcept {}
   [[nodiscard]] virtual MemoryPool create_pool() = 0;
   /// Bytes of `pool` that live tensors hold now: its part of `allocated`. Capture: legal. Not for the replay path.
@@ -163,7 +163,7 @@ class SIDESTREAM_API Runtime {
   [[nodiscard]] virtual bool draws(const Graph& graph) const = 0;
   /// The nodes in capture order, for the checks of rule 5. Not for the replay path.
   [[nodiscard]] virtual std::vector<GraphNode> nodes(const Graph& graph) const = 0;
-  /// How many nodes the capture of `stream` holds so far: what is captured next stands behind them in `nodes`. 0 where it does not
+  /// How many nodes the capture of `stream` holds so far: nodes captured from now on follow them in `nodes`. 0 if the stream does not
   /// capture. Capture: legal.
   [[nodiscard]] virtual std::size_t captured_nodes(c10::Stream stream) const = 0;
 

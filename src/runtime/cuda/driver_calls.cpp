@@ -22,8 +22,8 @@ std::atomic<bool> libtorch_tells{false};
 
 #if __has_include(<cupti_callbacks.h>)
 
-// The driver is asked inside of a callback: no document was found that allows it, the FindSyncsOnGpu tests show that it answers. It is
-// asked only for a thread that somebody listens to, and only for addresses whose kind the call leaves open.
+// The driver is called inside of a callback. No document was found that allows it; the FindSyncsOnGpu tests show that the driver answers.
+// It is called only for a thread with a listener, and only for addresses whose kind the call leaves open.
 CopyEnd end_at(const void* address) noexcept {
   cudaPointerAttributes attributes{};
   if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {

@@ -50,12 +50,12 @@ struct DrawLock {
 [[nodiscard]] c10::StreamId current_stream() noexcept;
 void set_current_stream(c10::StreamId stream) noexcept;
 
-/// The simulated accelerator: memory, streams and events of the process. LibTorch's registration of a device is
-/// process-wide, so is this; it is created on first use and never destroyed.
+/// The simulated accelerator: memory, streams and events of the process. LibTorch's registration of a device is process-wide, so this is
+/// too. It is created on first use and never destroyed.
 ///
-/// Seen by the operator side (`operators.cpp`): every boxed operator calls `ready` with its stream, runs the CPU kernel at
-/// once on aliased memory, and, if `keeps(stream)`, hands what it did to `issued`.
-/// Threads: any; one lock around all state. No call holds it while it calls back into LibTorch, but for the work it runs.
+/// Operators (`operators.cpp`) use it as follows: every boxed operator calls `ready` with its stream and runs the CPU kernel at once on
+/// aliased memory. If `keeps(stream)`, it hands what it did to `issued`.
+/// Threads: any; one lock around all state. No call holds it while it calls back into LibTorch, except for the work that it runs.
 class Device {
  public:
   [[nodiscard]] static Device& get();
@@ -148,8 +148,8 @@ class Device {
 
   /// Launches of the graph will draw on from the default generator and from `generators`.
   void begin_capture(c10::StreamId stream, Pool* pool, c10::ArrayRef<at::Generator> generators);
-  /// Returns the graph; the caller owns one reference. Each of its nodes takes `graph_node_bytes` of the device. Throws: DeviceError
-  /// where there is no room for them.
+  /// Returns the graph; the caller owns one reference. Each of its nodes takes `graph_node_bytes` of the device. Throws: DeviceError if
+  /// there is no room for them.
   [[nodiscard]] std::shared_ptr<GraphBody> end_capture(c10::StreamId stream);
   void abandon_capture(c10::StreamId stream) noexcept;
   [[nodiscard]] CaptureStatus capture_status(c10::StreamId stream) const;

@@ -13,8 +13,8 @@ struct Allocation {
   std::size_t bytes = 0;
 };
 
-/// While it lives, what the calling thread allocates as CPU memory comes from the sim device, so that the results of a CPU
-/// kernel lie where sim tensors lie.
+/// For its lifetime, CPU memory that the calling thread allocates comes from the sim device, so the results of a CPU kernel lie in the
+/// device's memory.
 class [[nodiscard]] OperatorMemory {
  public:
   /// First run: blocks of `stream`; each is added to `log` unless that is null.
