@@ -28,9 +28,11 @@ thread_local constinit bool UnobservedGuard::unobserved_ = false;
 namespace {
 
 // Note [How the observer reaches other threads]
-// Autograd hands two kinds of thread-local state to the threads that run a backward pass: record-function callbacks, which are
-// plain function pointers, and LibTorch's debug-info chain, which can carry an object. So the callback is thread-local, and
-// its state hangs in the chain under a kind of our own. The state is shared: a device thread may hold it longer than the guard.
+// The callback is thread-local, and its state is in the debug-info chain under a kind of the library's own. Autograd passes two kinds of
+// thread-local state to the threads that run a backward pass: record-function callbacks, which are plain function pointers, and
+// LibTorch's debug-info chain, which can carry an object.
+//
+// The state is shared, because a device thread may hold it longer than the guard.
 constexpr auto observer_kind = static_cast<c10::DebugInfoKind>(0xA5);
 
 using TensorList = c10::SmallVector<at::Tensor, 8>;
