@@ -139,12 +139,12 @@ bool offloads(const Options& options) {
                      [](const std::string& list) { return !NamePatterns::parse(list).empty(); });
 }
 
-/// What a step takes of the device beside the sequence that was just captured, as far as it is known.
+/// Device memory that a step takes besides the sequence that was just captured, as far as it is known.
 std::int64_t needed_beside(const EngineResources& resources) {
   return std::max(resources.rest->bytes(), resources.exclusions.gradient_bytes());
 }
 
-/// What graphs take is told where it is much of what is left.
+/// A note says how much graphs take, if that is a large part of the remaining memory.
 void note_room(const EngineResources& resources, GraphSequence& sequence) {
   constexpr std::int64_t kNotable = 10;
   const std::int64_t free = resources.runtime->room().free;

@@ -14,8 +14,8 @@ struct Node;
 
 namespace sidestream {
 
-// Gradient hooks that a callable's body registers. Those on tensors that it makes are captured, as its operators are. What they
-// do beside computing happens at the capture and at no replay.
+// Gradient hooks that a callable's body registers. Hooks on tensors that the body makes are captured, as its operators are. Effects of a
+// hook other than computation happen at the capture, and at no replay.
 
 /// True where the autograd graph of `outputs` has such hooks.
 [[nodiscard]] bool has_hooks_of_body(const detail::TensorBuffer& outputs);

@@ -59,7 +59,7 @@ OperatorObserverGuard NodeNaming::watch() {
                                OperatorObserverGuard::Outer::hears_too);
 }
 
-// Names are for people: where one cannot be written down, the node goes without.
+// Names are for people: if a name cannot be written down, the node has none.
 void NodeNaming::in_scope(const ScopeNode& scope) noexcept {
   try {
     if (call_ == nullptr && !scope.name.empty()) {

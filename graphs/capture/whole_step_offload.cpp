@@ -10,7 +10,7 @@
 namespace sidestream {
 namespace {
 
-/// What is reloaded is memory that an operator made, to whoever watches a warm-up or a capture.
+/// Reloads into memory that an operator allocates, so observers of a warm-up or a capture see it as an operator's result.
 class BranchedCopies final : public EagerOffload {
  public:
   BranchedCopies(const std::shared_ptr<Runtime>& runtime, std::shared_ptr<GroupMover> mover, const Limits& limits)

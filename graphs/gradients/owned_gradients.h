@@ -73,8 +73,8 @@ class OwnedGradients {
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
 };
 
-/// True if the values of a `.grad` may be put into `memory`, because no other code could tell. What graphs attach is theirs, also after
-/// it was given other memory.
+/// True if the values of a `.grad` may be put into `memory`, because no other code could tell. A gradient that graphs attach is theirs,
+/// even after it was given other memory.
 [[nodiscard]] bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached,
                                            const at::Tensor& memory);
 

@@ -74,7 +74,7 @@ void set_switches(const ProcessModes& wanted, const ProcessModes& now) {
   }
 }
 
-/// LibTorch keeps an older switch beside the newer ones, and refuses to run products where they contradict each other.
+/// LibTorch keeps an older switch besides the newer ones, and refuses to run products if they contradict each other.
 std::optional<at::Float32MatmulPrecision> older_switch() {
   try {
     return at::globalContext().float32MatmulPrecision();

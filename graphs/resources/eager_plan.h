@@ -29,8 +29,8 @@ class EagerPlan {
   /// sequences' business.
   void learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order,
              const EagerOffload::Limits& limits);
-  /// False where a group that saved `storage` in that pass, and is no captured call's, stays. What it did not save was saved in a step
-  /// that the plan has led.
+  /// False if a group that saved `storage` in that pass stays, and is no captured call's group. If the pass did not save the storage, a
+  /// step under the plan saved it.
   [[nodiscard]] bool takes_along(const c10::StorageImpl* storage) const;
   /// Before `make`: from now on a graph makes what lay in `storage` in that pass, at each replay. Where it has `given_back` the memory,
   /// it is offloaded with the eager groups that save it; else it stays.

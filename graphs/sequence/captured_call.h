@@ -38,7 +38,7 @@ struct BackwardRead {
   std::uint32_t at_forward = 0;  ///< replay: its version when the latest forward ran
 };
 
-/// What the graphs of a call read beside its inputs and parameters, as it was at the capture.
+/// What the graphs of a call read, except its inputs and parameters, as it was at the capture.
 struct CallReads {
   ModuleFacts modules;                  ///< with the flags of the call's state
   std::vector<TensorFacts> watched;     ///< other tensors of the model

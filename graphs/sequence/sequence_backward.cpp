@@ -137,8 +137,8 @@ void GraphSequence::settle(c10::Stream side) noexcept {
 
 void GraphSequence::write_static_grads(CapturedCall& call, const std::vector<at::Tensor>& grads) {
   const at::NoGradGuard no_grad;
-  // A seed that is another call's input gradient lies in the pool, in memory that copies of the latest graphs may still
-  // use: where that call's backward did not run just before, nothing else makes this stream wait for them.
+  // A seed that is another call's input gradient is in the pool, in memory that copies of the latest graphs may still use. If that call's
+  // backward did not run just before, no other wait orders this stream after them.
   bool joined = false;
   const auto join_before_write = [&](const StaticOutput& output) {
     if (output.seed_from && !joined) {

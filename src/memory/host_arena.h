@@ -98,11 +98,11 @@ class HostArena {
   /// Pins slots of these sizes (bytes), in this order, as far as the cap allows; the result says which got one. Adds to
   /// earlier plans. Capture: illegal. Throws: UsageError after `seal`; DeviceError when pinning fails (nothing is kept).
   std::vector<bool> plan(std::span<const std::size_t> sizes);
-  /// Pins what is missing so that leases of all these sizes can live at once, beside those that live now, and seals: the
-  /// planning of a later pass. Where something is missing, slabs that no lease is in are cut anew first; those that have no part in
-  /// it then are given back, and where the cap has no room beside the others, they too. `surplus`: of what nothing is missing in,
-  /// the slabs that these sizes do not need. False where the cap has no room for all of them. Capture: illegal. Throws: DeviceError when
-  /// pinning fails: nothing is added and the arena is sealed.
+  /// Plans for a later pass. Pins what is missing, so that leases of all these sizes can live at once, besides those that live now; then
+  /// seals. If memory is missing, slabs without a lease are cut anew first. Slabs that are not used after that are freed. If the
+  /// cap has no room for the missing memory besides the cut slabs, these are freed too. `surplus`: what happens to slabs that these sizes
+  /// do not need if nothing is missing. False if the cap has no room for all of them.
+  /// Capture: illegal. Throws: DeviceError if pinning fails: nothing is added and the arena is sealed.
   bool prepare(std::span<const std::size_t> sizes, Surplus surplus = Surplus::kept);
   /// Gives back the slabs that no lease is in, once their last copies are done: between a plan and the next.
   /// Capture: illegal.
@@ -118,7 +118,7 @@ class HostArena {
   /// Forgets all uses noted so far: neither the next lessee nor the arena's end waits for them. Those copies were captured, and the owner
   /// of their graph waits for the graph before it releases the arena.
   void forget_uses() noexcept;
-  /// True where all of these bytes lie in memory that the arena has pinned.
+  /// True if all of these bytes lie in memory that the arena has pinned.
   [[nodiscard]] bool holds(const void* at, std::size_t bytes) const noexcept;
 
   /// The smallest free slot that holds `bytes`, among equals the one longest back. Before `seal` a missing slot is pinned if

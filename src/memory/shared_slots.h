@@ -24,7 +24,7 @@ class SharedSlots {
   };
   using Parts = std::vector<Part>;
 
-  /// What one user takes. It holds all slots while it is there, so that none goes back before it has taken.
+  /// The slots that one user takes. While it lives it holds all slots, so that no slot is returned before it has taken its own.
   class Share {
    public:
     explicit Share(SharedSlots& slots);

@@ -31,7 +31,7 @@ void CheckedRuntime::note_frees() {
 
 void CheckedRuntime::observe(const OperatorAccess& access, std::string_view phase, std::string_view name) {
   if (access.stream && !access.reads.empty()) {  // record_stream: touches nothing
-    // Memory of graphs is no allocator's to lend: who launches the graph waits for such streams.
+    // An allocator does not own the memory of graphs: the sequence that launches the graph waits for such streams.
     const at::Tensor& used = access.reads.front();
     if (!used.has_storage() || ReplayedMemory::of(used.storage().data_ptr()) == nullptr) {
       const std::lock_guard lock(mutex_);

@@ -91,7 +91,7 @@ struct OperatorObserverGuard::State final : c10::DebugInfoBase, std::enable_shar
 
   Observe observe;
   Observe before;
-  std::shared_ptr<State> outer;  // hears too where it is to, and what comes after the end of this one
+  std::shared_ptr<State> outer;  // is called too if it asks for that, and for everything after the end of this one
   bool outer_hears_too = false;
   std::mutex mutex;
   bool active = true;

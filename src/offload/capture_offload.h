@@ -20,8 +20,8 @@ class CaptureOffload final : public StorageMover {
   CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover);
   ~CaptureOffload() override;
 
-  /// What the forward capture that now begins offloads is noted in `copies`. `shared`: where it goes on the host; null for slots of its
-  /// own.
+  /// A forward capture begins: its offloaded storages are noted in `copies`. `shared`: where they are offloaded to on the host; null for
+  /// slots of their own.
   void begin_forward(CapturedCopies& copies, SharedSlots::Share* shared) noexcept {
     copies_ = &copies;
     shared_ = shared;

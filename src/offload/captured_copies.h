@@ -19,8 +19,8 @@ struct CapturedCopy {
   std::size_t at = 0;       ///< where in the storage it begins
 };
 
-/// What one captured forward offloads: group after group, each with the events that the graph records where its storages are
-/// ready, one for every stream that saved any of them. The graph owns it, and with it the host leases, for life.
+/// The copies that one captured forward offloads, group after group. Each group has the events that the graph records when its storages
+/// are ready, one for every stream that saved any of them. The graph owns it, and with it the host leases, for life.
 struct CapturedCopies {
   struct Group {
     SiteName site;

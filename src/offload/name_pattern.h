@@ -7,10 +7,10 @@ namespace sidestream {
 
 /// Patterns over dotted scope names such as "blocks.3.core_attn".
 ///
-/// `*` stands for one whole component, `**` for any number of components, none too; inside a component `*` stands for any
-/// run of characters ("fc*"). "all" is `**`. Matching is by whole names: "blocks.3" does not match "blocks.3.fc1".
-/// Braces hold alternatives and inclusive ranges of integers: "blocks.{0,4..20}.fc*". A component has one pair at most, and an
-/// integer of a name is decimal, without leading zeros.
+/// `*` matches one whole component, `**` any number of components or none. Inside of a component `*` matches any run of characters
+/// ("fc*"). "all" is `**`. A pattern matches whole names: "blocks.3" does not match "blocks.3.fc1". Braces hold alternatives and
+/// inclusive ranges of integers: "blocks.{0,4..20}.fc*". A component has one pair of braces at most. An integer of a name is decimal,
+/// without leading zeros.
 /// Threads: const calls from any.
 class NamePatterns {
  public:

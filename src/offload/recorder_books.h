@@ -52,8 +52,9 @@ inline void begin_again(StorageProfile& storage) {
   storage.savers = std::move(savers);
 }
 
-/// What a SavedTensorRecorder writes down. An engine keeps it from step to step: a step that goes as the one before takes nothing from the heap.
-/// Threads: one recorder at a time; see BlockPool for what lies in `blocks`.
+/// The records of a SavedTensorRecorder. An engine keeps them from step to step: a step in the same order as the step before allocates
+/// nothing from the heap.
+/// Threads: one recorder at a time; see BlockPool for the contents of `blocks`.
 struct RecorderBooks {
   /// A scope that is open.
   struct OpenScope {

@@ -56,7 +56,7 @@ class SavedTensorRecorder final : public SavedTensorSource {
   /// Throws: a kept failure.
   Frame enter(ScopeNode* scope);
   Frame enter(std::string_view component) { return enter(tree_.child(stack_.back().scope, component)); }
-  /// Throws: what the copies throw; UsageError where it has ended, or where a scope inside of it is open (both end).
+  /// Throws: errors of the copies; UsageError if it has ended, or if a scope inside of it is open (both end).
   void leave(Frame frame);
   void discard(Frame frame) noexcept;
   /// A failure that could not be thrown where it happened: logged, and thrown by the next `enter` or by `finish`.

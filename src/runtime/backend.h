@@ -23,7 +23,7 @@ struct Availability {
   std::string reason;  ///< why not, with the remedy; empty where it is usable
 };
 
-/// What a backend is to those who stand on the runtime. Plain data, which it registers itself.
+/// A backend as the rooms above the runtime see it. Plain data, which it registers itself.
 struct Backend {
   const char* name = "";  ///< as find_device takes it, without an index
   c10::DeviceType type = c10::DeviceType::CPU;
@@ -34,8 +34,8 @@ struct Backend {
   std::shared_ptr<Runtime> (*make_runtime)(c10::Device device) = nullptr;
   /// Tells DeviceListeners from here on what LibTorch itself asks of its devices; later calls do nothing.
   void (*observe)() = nullptr;
-  /// Tells `host_waits` from here on of waits past every Runtime, until `leave_waits` was called as often. Gives in words what it
-  /// cannot hear, with the remedy; empty where it hears all.
+  /// From here on, tells `host_waits` of waits that bypass every Runtime, until `leave_waits` was called as often. Returns in words what
+  /// it cannot hear, with the remedy; empty if it hears everything.
   std::string (*tell_waits)() = nullptr;
   void (*leave_waits)() noexcept = nullptr;
 };

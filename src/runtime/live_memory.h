@@ -52,7 +52,7 @@ class LiveMemory {
   void change(Runtime& runtime, const Change& by);
   /// A graph is launched: what holds now changes by `during`, and then, from before it by `after`.
   void launched(Runtime& runtime, const Change& during, const Change& after);
-  /// What was allocated since the latest change is for `bytes` that were away: it is in place of them, not beside them.
+  /// Memory that was allocated since the latest change is for `bytes` that were away: it replaces them and does not add to them.
   void came_back(Runtime& runtime, std::int64_t bytes);
 
   /// Now, and the peaks since the latest `restart`; those of live bytes as far as they were measured or told.

@@ -142,10 +142,11 @@ class SIDESTREAM_API Runtime {
 
   // --- graphs --------------------------------------------------------------------------------------------------
 
-  /// Starts to capture `stream` (not the default stream; thread-local error mode). Until the end, tensors allocated while
-  /// a stream of this capture is current come from `pool`. The default generator is registered, and so are `generators`, of this
-  /// device: each run of the graph draws on from where they stand then. The capture itself draws nothing. A draw from any other
-  /// generator on a stream that captures throws. The graph keeps them. Throws: UsageError for a generator of another device.
+  /// Starts to capture `stream` (not the default stream; thread-local error mode). Until the end, tensors that are allocated while a
+  /// stream of this capture is current come from `pool`. The default generator is registered, and so are `generators`, which are of this
+  /// device. Each run of the graph continues to draw from the generators' current state; the capture itself draws nothing. The graph
+  /// keeps the generators. A draw from any other generator on a capturing stream throws. Throws: UsageError for a generator of another
+  /// device.
   virtual void begin_capture(c10::Stream stream, const MemoryPool& pool,
                              c10::ArrayRef<at::Generator> generators = {}) = 0;
   /// Ends the capture begun on `stream` and instantiates the graph. Throws: CaptureError when it was invalidated or a forked

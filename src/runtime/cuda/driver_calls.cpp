@@ -57,7 +57,7 @@ struct Cupti {
 
   /// Empty, or why it cannot be used.
   std::string load() {
-    // LibTorch's own profiler has loaded it mostly; else it lies beside the CUDA runtime, or where the loader looks.
+    // LibTorch's profiler has usually loaded it. Otherwise it is beside the CUDA runtime, or the loader finds it.
     constexpr const char* kLibraries[] = {"libcupti.so.13", "libcupti.so.12", "libcupti.so"};
     void* library = nullptr;
     for (const int flags : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
@@ -142,7 +142,7 @@ class Subscription {
 
 #endif
 
-/// Who hears driver calls now.
+/// The listener to driver calls, if there is one.
 struct Hearing {
   std::mutex mutex;
   std::size_t listeners = 0;

@@ -29,7 +29,7 @@ enum class Form : std::uint8_t {
 
 struct HeardCall {
   DriverCall call;
-  HostWait kind;  ///< of copies: blocking_copy where the call is to wait, pageable_copy where it is not to
+  HostWait kind;  ///< of copies: blocking_copy if the call waits, pageable_copy if it does not
   Form form;
 };
 

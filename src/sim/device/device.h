@@ -69,9 +69,9 @@ class Device {
   [[nodiscard]] void* allocate(std::size_t bytes, c10::StreamId stream);
   /// The block may be reused at once by work on the stream it was allocated for. Where work is kept, a poison is issued.
   void free(void* block) noexcept;
-  /// Work on `stream` uses the block that starts at `block`, though it was allocated for another stream: once freed it is lent
-  /// again only when what `stream` has queued by then is done. In a recording it is not lent again at all, as a rerun knows
-  /// no such look at the clock.
+  /// Work on `stream` uses the block that starts at `block`, though the block was allocated for another stream. Once the block is freed,
+  /// it is handed out again only when all work that `stream` has queued by then is done. During a recording it is not handed out again at
+  /// all, because a rerun does not see that the work was done.
   void used_on(const void* block, c10::StreamId stream) noexcept;
   [[nodiscard]] bool owns(const void* address) const noexcept;
   [[nodiscard]] MemoryStats memory_stats() const;
@@ -93,7 +93,7 @@ class Device {
   void retain_pool(Pool* pool) noexcept;
   /// Gives one reference back.
   void release_pool(Pool* pool) noexcept;
-  /// What graphs take beside tensors. Throws: DeviceError where the device is full.
+  /// Memory that graphs take besides tensors. Throws: DeviceError if the device is full.
   void take_outside(std::size_t bytes, const char* what);
   void give_back_outside(std::size_t bytes) noexcept;
 
