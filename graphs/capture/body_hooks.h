@@ -17,7 +17,7 @@ namespace sidestream {
 // Gradient hooks that a callable's body registers. Hooks on tensors that the body makes are captured, as its operators are. Effects of a
 // hook other than computation happen at the capture, and at no replay.
 
-/// True where the autograd graph of `outputs` has such hooks.
+/// True if the autograd graph of `outputs` has such hooks.
 [[nodiscard]] bool has_hooks_of_body(const detail::TensorBuffer& outputs);
 
 /// A hook on an input or a parameter gets, in plain training, what code outside of the call adds to the gradient as well; and

@@ -35,7 +35,7 @@ struct CallSizing {
 
 /// The sizing pass of one call, whose body is run on `inputs`: forward and backward once, under the recorder and the operator
 /// observer. `watch` has entered the call; `outputs` gets what the body gave.
-/// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and what the body throws.
+/// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and errors of the body.
 [[nodiscard]] CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                    const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
                                    PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);

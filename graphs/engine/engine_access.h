@@ -34,7 +34,7 @@ class EngineAccess {
   /// Captures as make_graphed_step says.
   [[nodiscard]] static GraphedStep capture_whole_step(const OffloadEngine& engine, Callable step,
                                                       const std::vector<Tensors>& samples, const StepOptions& options);
-  /// True when `inputs` are what `callable` was captured with.
+  /// True if `inputs` are what `callable` was captured with.
   [[nodiscard]] static bool fits(const GraphedCallable& callable, const Tensors& inputs);
   /// True while it cannot replay: a capture that shares its memory awaits a backward, or its own of this call or a later one.
   [[nodiscard]] static bool has_to_wait(const GraphedCallable& callable);

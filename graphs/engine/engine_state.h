@@ -95,7 +95,7 @@ class EngineState {
   EagerPlan eager_plan_;
   EngineCounts counts_;
   EngineSequences sequences_;
-  std::unique_ptr<ReplayVerification> verification_;  ///< null where no replay is verified
+  std::unique_ptr<ReplayVerification> verification_;  ///< null if no replay is verified
   Dispatcher dispatcher_;
   StepMemory memory_;
   std::optional<StepSession> step_;  ///< empty between steps

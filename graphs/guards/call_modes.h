@@ -41,7 +41,7 @@ struct ProcessSwitch {
   return type == c10::DeviceType::CUDA ? 3 : 6;
 }
 
-/// Whether operators of one device type cast, and to what, on the calling thread; plain where they do not.
+/// Whether operators of one device type cast, and to what, on the calling thread; plain if they do not.
 struct AutocastState {
   c10::DeviceType type = c10::DeviceType::CPU;
   bool enabled = false;

@@ -52,7 +52,7 @@ class AliasesInTurn {
 /// of several readers then meet before the cast's backward, not after it.
 [[nodiscard]] bool has_shared_cast(const at::Tensor& tensor);
 
-/// True when both have the same strides where they matter, and neither is lazily conjugated or negated unlike the other.
+/// True if both have the same strides where they matter, and neither is lazily conjugated or negated unlike the other.
 [[nodiscard]] bool same_layout(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace sidestream

@@ -46,7 +46,7 @@ class ModuleFacts {
   [[nodiscard]] std::string difference() const;
   /// Each tensor once.
   [[nodiscard]] const std::vector<TensorFacts>& tensors() const noexcept { return tensors_; }
-  /// The name of a registered tensor below the root; empty where it is none.
+  /// The name of a registered tensor below the root; empty if it is none.
   [[nodiscard]] std::string name_of(const at::Tensor& tensor) const;
 
  private:

@@ -25,7 +25,7 @@ class EagerMemoryEstimate {
   void backward_begins() noexcept;
   void step_ends() noexcept;
 
-  /// Bytes, at most at one moment; 0 where no sizing step has ended.
+  /// Bytes, at most at one moment; 0 if no sizing step has ended.
   [[nodiscard]] std::int64_t bytes() const;
 
  private:

@@ -21,7 +21,7 @@ const ReplayNode* as_replay(const torch::autograd::Node* node) noexcept {
   return node != nullptr && typeid(*node) == typeid(ReplayNode) ? static_cast<const ReplayNode*>(node) : nullptr;
 }
 
-/// True when others than `node` get to keep its gradient: hooks, or the caller of autograd::grad.
+/// True if others than `node` get to keep its gradient: hooks, or the caller of autograd::grad.
 bool seen_by_others(torch::autograd::Node& node) {
   const auto keeps = [](const auto& hook) { return dynamic_cast<const KeepsNoGradient*>(hook.get()) == nullptr; };
   const auto& hooks = node.pre_hooks();

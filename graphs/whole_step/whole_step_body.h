@@ -56,7 +56,7 @@ class WholeStepBody {
   void attach_gradients(bool ran_eagerly);
   /// A capture in the place of its graph has failed: what the attempt held of the device and of pinned memory goes.
   void abandon_capture() noexcept;
-  /// Throws: UsageError where a parameter has gradient hooks, which a graph would not run.
+  /// Throws: UsageError if a parameter has gradient hooks, which a graph would not run.
   void refuse_hooks() const;
 
   /// What each replay copies.
@@ -71,7 +71,7 @@ class WholeStepBody {
 
   [[nodiscard]] std::vector<at::Tensor> known_leaves() const;
   void prepare_gradients();
-  /// Throws: UsageError where the gradient cannot begin with what `.grad` holds.
+  /// Throws: UsageError if the gradient cannot begin with what `.grad` holds.
   void refuse_foreign(const Target& target) const;
   /// Where a captured update adds up over calls. Throws: UsageError.
   void refuse_gradients_of_others() const;
@@ -82,7 +82,7 @@ class WholeStepBody {
   [[nodiscard]] std::size_t target_of(const at::Tensor& leaf);
   /// Behind an update: those of its parameters that are neither the module's nor the loss's. Throws: as refuse_frozen_gradients.
   void learn_updated(const std::vector<at::Tensor>& parameters);
-  /// Throws: UsageError where one of them has a gradient.
+  /// Throws: UsageError if one of them has a gradient.
   void refuse_frozen_gradients() const;
   /// Behind a capture: weights that are the module's no more, and that it did not reach, are forgotten.
   void drop_replaced();

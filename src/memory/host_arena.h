@@ -122,7 +122,7 @@ class HostArena {
   [[nodiscard]] bool holds(const void* at, std::size_t bytes) const noexcept;
 
   /// The smallest free slot that holds `bytes`, among equals the one longest back. Before `seal` a missing slot is pinned if
-  /// the cap has room; after it nothing grows. Empty when there is no room, and for 0 bytes.
+  /// the cap has room; after it nothing grows. Empty if there is no room, and for 0 bytes.
   /// No allocation after `seal`. Capture: legal after `seal` (no driver call), illegal before.
   [[nodiscard]] Lease lease(std::size_t bytes);
 

@@ -9,7 +9,7 @@ namespace sidestream {
 
 void CheckedRuntime::note_free(const QueuedUses::Freed& freed) {
   if (stopped_ || capture_of(freed.stream) != nullptr) {
-    return;  // what a capture frees is lent again to captures only
+    return;  // what a capture frees is handed out again to captures only
   }
   write({JournalKind::freed_behind,
          freed.stream,

@@ -11,7 +11,7 @@
 namespace sidestream {
 
 /// Storages that queued work of some stream uses and that LibTorch's allocators know it of: `record_stream`'s, and pinned ones
-/// that an operator copies from or to. Once freed, such memory is lent again when the allocator sees that work done.
+/// that an operator copies from or to. Once freed, such memory is handed out again when the allocator sees that work done.
 /// Threads: one at a time.
 class QueuedUses {
  public:

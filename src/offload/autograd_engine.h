@@ -39,7 +39,7 @@ class [[nodiscard]] SavedTensorGuard {
   ThreadStack<SavedTensorSource>::Entry entry_;
 };
 
-/// The calling thread's source; null when there is none.
+/// The calling thread's source; null if there is none.
 [[nodiscard]] SavedTensorSource* current_saved_tensor_source() noexcept;
 
 /// Puts our autograd engine, the base engine plus saved-tensor hooks, in the place of LibTorch's default one for the whole

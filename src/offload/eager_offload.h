@@ -59,7 +59,7 @@ class EagerOffload : public StorageMover {
   void abandon_step() noexcept;
 
   /// A graph of the engine was launched, and the current stream does not wait for it yet: the groups that were delayed until now
-  /// are offloaded beside it. Where there are none, it costs one load.
+  /// are offloaded beside it. If there are none, it costs one load.
   void graph_launched() {
     if (any_delayed_.load(std::memory_order_relaxed)) {
       send_delayed();

@@ -47,7 +47,7 @@ class Exclusions {
   [[nodiscard]] std::size_t min_bytes() const noexcept { return min_bytes_; }
   /// Registers a module's parameters and buffers in place of those before.
   void set_parameters(std::vector<at::Tensor> parameters_and_buffers);
-  /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True when any did.
+  /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True if any did.
   bool refresh_parameters();
   /// Bytes of the storages of registered parameters and buffers.
   [[nodiscard]] std::uint64_t registered_bytes() const;

@@ -35,7 +35,7 @@ class GroupMover {
   struct Direction;
 
  public:
-  /// Copies of one direction that are being queued. Where it dies unfinished (by an exception), those that were queued are done:
+  /// Copies of one direction that are being queued. If it dies unfinished (by an exception), those that were queued are done:
   /// nothing else would tell when.
   class [[nodiscard]] Copies {
    public:

@@ -26,7 +26,7 @@ class NamePatterns {
   [[nodiscard]] bool empty() const noexcept { return patterns_.empty(); }
   [[nodiscard]] const std::vector<std::string>& patterns() const noexcept { return patterns_; }
 
-  /// True when any pattern matches. Allocates nothing.
+  /// True if any pattern matches. Allocates nothing.
   [[nodiscard]] bool matches(std::string_view name) const noexcept;
 
   /// Every pattern must match one of `known`. Throws: UsageError that names the first pattern that does not, the nearest

@@ -16,7 +16,7 @@ namespace sidestream {
   return (bytes + HostArena::alignment - 1) / HostArena::alignment * HostArena::alignment;
 }
 
-/// True where the small storages of a group that has ended are offloaded: they have `block_from` bytes together.
+/// True if the small storages of a group that has ended are offloaded: they have `block_from` bytes together.
 [[nodiscard]] bool leaves_as_block(const Group& group);
 
 /// The storages below `Options::min_bytes` that one group saved, copied into one. It is offloaded and reloaded in their place, and is
@@ -31,12 +31,12 @@ struct SmallBlock {
   /// Where the device has no room for a block.
   enum class NoRoom : std::uint8_t { stays, is_thrown };
 
-  /// Gathers what is to be offloaded of `group`. Where pinned memory is short, as much as finds room, in order; the others stay and the group
+  /// Gathers what is to be offloaded of `group`. If pinned memory is short, as much as finds room, in order; the others stay and the group
   /// counts them. Nothing changes for the members. Capture: legal. Throws: what the operators throw; nothing is offloaded then.
   /// `shared`: see GroupMover::lease.
   [[nodiscard]] static SmallBlock gather(GroupMover& mover, Runtime& runtime, Group& group, NoRoom no_room,
                                          SharedSlots::Share* shared = nullptr);
-  /// From here on the members' bytes are the block's. Their memory is not lent again before what `streams` have queued is done.
+  /// From here on the members' bytes are the block's. Their memory is not handed out again before what `streams` have queued is done.
   void replace_members(const Streams& streams) const;
 
   [[nodiscard]] explicit operator bool() const noexcept { return storage != nullptr; }

@@ -20,7 +20,7 @@ struct Availability {
     broken,  ///< driver or device is there and does not work
   };
   State state = State::usable;
-  std::string reason;  ///< why not, with the remedy; empty where it is usable
+  std::string reason;  ///< why not, with the remedy; empty if it is usable
 };
 
 /// A backend as the rooms above the runtime see it. Plain data, which it registers itself.
@@ -53,7 +53,7 @@ class SIDESTREAM_API BackendRegistration {
 /// All that are loaded, in the order of their registration.
 [[nodiscard]] std::vector<Backend> loaded_backends();
 
-/// The simulated backend. Where it is not linked into the process, its library is loaded from beside this one; it stays loaded.
+/// The simulated backend. If it is not linked into the process, its library is loaded from beside this one; it stays loaded.
 /// Threads: any.  Throws: UsageError that names the file when it is not there or does not load.
 [[nodiscard]] const Backend& load_simulator();
 

@@ -32,7 +32,7 @@ struct GraphNode {
   Kind kind = Kind::other;
   const void* event = nullptr;  ///< native event of a record or wait node, else null
   std::vector<std::uint32_t> predecessors;
-  std::string name;  ///< of a kernel, as the device knows it; empty where it does not say
+  std::string name;  ///< of a kernel, as the device knows it; empty if it does not say
   // Of a copy; of a memset the destination.
   const void* source = nullptr;
   const void* destination = nullptr;

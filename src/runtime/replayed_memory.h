@@ -32,7 +32,7 @@ class SIDESTREAM_API ReplayedMemory final : public c10::intrusive_ptr_target {
 
   /// A new storage object over all of the memory, resizable as any.
   [[nodiscard]] c10::Storage make_storage();
-  /// What `data` points to, or null where it is ordinary memory.
+  /// What `data` points to, or null if it is ordinary memory.
   [[nodiscard]] static ReplayedMemory* of(const c10::DataPtr& data) noexcept;
   /// Backends: work on `stream` uses the memory of `data` (`at::Tensor::record_stream`, and autograd's own calls of it). Nothing
   /// for ordinary memory.

@@ -69,7 +69,7 @@ class SIDESTREAM_API Runtime {
   [[nodiscard]] virtual DeviceInfo info() const = 0;
   /// Handles that this runtime made and that still own something, of all kinds. What tests' invariants count.
   [[nodiscard]] virtual std::int64_t live_handles() const noexcept { return live_handles_; }
-  /// Throws: UsageError where this process's settings (allocator, environment) rule out an engine, or, with `graphs`, graphs that
+  /// Throws: UsageError if this process's settings (allocator, environment) rule out an engine, or, with `graphs`, graphs that
   /// share their memory; it names the setting and what to set instead.
   virtual void check_settings([[maybe_unused]] bool graphs) const {}
 
@@ -87,7 +87,7 @@ class SIDESTREAM_API Runtime {
   /// Blocks the host until the device is idle. Capture: illegal while the calling thread captures; where another thread has the
   /// device's CaptureTurn, waits for its end first (it would invalidate that capture). Throws: as CaptureTurn.
   virtual void synchronize_device() = 0;
-  /// True when `stream` has no unfinished work. Capture: illegal while the calling thread captures, whatever the stream.
+  /// True if `stream` has no unfinished work. Capture: illegal while the calling thread captures, whatever the stream.
   [[nodiscard]] virtual bool idle(c10::Stream stream) = 0;
 
   // --- events --------------------------------------------------------------------------------------------------
@@ -99,10 +99,10 @@ class SIDESTREAM_API Runtime {
   /// device journals it and throws in strict mode. Capture: legal for an event recorded in the same capture (a `stream` that
   /// was not capturing then joins it); an event from outside it is an isolation error.
   virtual void wait(c10::Stream stream, const Event& event) = 0;
-  /// True when the marked work is done. Capture: illegal while the calling thread captures.
+  /// True if the marked work is done. Capture: illegal while the calling thread captures.
   [[nodiscard]] virtual bool query(const Event& event) = 0;
   virtual void synchronize(const Event& event) = 0;
-  /// True where timing events, and how long copies take, tell of a device's own clock and link.
+  /// True if timing events, and how long copies take, tell of a device's own clock and link.
   [[nodiscard]] virtual bool keeps_time() const noexcept { return false; }
   /// Milliseconds between two recorded timing events that are both done.
   [[nodiscard]] virtual double elapsed_ms(const Event& begin, const Event& end) = 0;
@@ -160,7 +160,7 @@ class SIDESTREAM_API Runtime {
   /// illegal. Ordering: graphs that draw from one generator must run one after the other (its seed and offset lie in one place on the
   /// device): DrawOrder.
   virtual void launch(const Graph& graph, c10::Stream stream) = 0;
-  /// True where `graph` draws random numbers: known since its capture ended.
+  /// True if `graph` draws random numbers: known since its capture ended.
   [[nodiscard]] virtual bool draws(const Graph& graph) const = 0;
   /// The nodes in capture order, for the checks of rule 5. Not for the replay path.
   [[nodiscard]] virtual std::vector<GraphNode> nodes(const Graph& graph) const = 0;

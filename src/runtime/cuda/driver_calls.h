@@ -10,7 +10,7 @@ namespace sidestream::cuda {
 [[nodiscard]] std::string hear_driver_calls();
 void leave_driver_calls() noexcept;
 
-/// True where LibTorch's own word is needed, as CUPTI's is not heard.
+/// True if LibTorch's own word is needed, as CUPTI's is not heard.
 [[nodiscard]] bool asks_libtorch() noexcept;
 
 }  // namespace sidestream::cuda

@@ -153,7 +153,7 @@ constexpr HeardCall kHeard[] = {
 
 const void* pointer_of(CUdeviceptr pointer) noexcept { return reinterpret_cast<const void*>(pointer); }  // NOLINT
 
-/// The ends of a copy; an address of null where one is the device's.
+/// The ends of a copy; an address of null if one is the device's.
 struct Ends {
   const void* to = nullptr;
   const void* from = nullptr;

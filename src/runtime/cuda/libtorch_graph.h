@@ -35,7 +35,7 @@ class Graph {
   /// Queues one run on `stream`, after the seed and offset of each generator for it.
   void launch(c10::Stream stream);
   [[nodiscard]] cudaGraph_t native() const noexcept;
-  /// True where it draws random numbers: known once the capture has ended.
+  /// True if it draws random numbers: known once the capture has ended.
   [[nodiscard]] bool draws() const noexcept;
 
  private:

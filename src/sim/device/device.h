@@ -37,7 +37,7 @@ struct Work {
   std::function<void()> run;  ///< does the work (again) at the same addresses; empty for events
   std::vector<Access> accesses;
   std::uint32_t random_draws = 0;  ///< 32-bit outputs of `generator` that one run consumes
-  at::Generator generator;         ///< undefined where there are none
+  at::Generator generator;         ///< undefined if there are none
 };
 
 /// Held while an operator draws: see draws_lock.
@@ -67,7 +67,7 @@ class Device {
 
   /// While `stream` captures, the pool is the capture's. Throws: DeviceError when the device is full.
   [[nodiscard]] void* allocate(std::size_t bytes, c10::StreamId stream);
-  /// The block may be reused at once by work on the stream it was allocated for. Where work is kept, a poison is issued.
+  /// The block may be reused at once by work on the stream it was allocated for. If work is kept, a poison is issued.
   void free(void* block) noexcept;
   /// Work on `stream` uses the block that starts at `block`, though the block was allocated for another stream. Once the block is freed,
   /// it is handed out again only when all work that `stream` has queued by then is done. During a recording it is not handed out again at
@@ -109,12 +109,12 @@ class Device {
   /// Runs all queued work that later work on `stream` is ordered after, so that an operator may compute at issue.
   /// Throws: CaptureError when the stream's capture was invalidated, or when this thread captures and `stream` is the default.
   void ready(c10::StreamId stream);
-  /// True when work on `stream` must be handed to `issued`: it captures, or a recording is on.
+  /// True if work on `stream` must be handed to `issued`: it captures, or a recording is on.
   [[nodiscard]] bool keeps(c10::StreamId stream) const noexcept;
   /// True while `stream` captures. The operator side then reports what it is about to overwrite in place.
   [[nodiscard]] bool capturing(c10::StreamId stream) const noexcept;
   /// Around an operator that draws from `generator`, one at a time: waits while another thread has the device's CaptureTurn (a
-  /// backward pass does not). Throws: UsageError where `stream` captures and the capture does not know the generator, and where another
+  /// backward pass does not). Throws: UsageError if `stream` captures and the capture does not know the generator, and where another
   /// capture has it; the captures go on.
   [[nodiscard]] DrawLock draw(c10::StreamId stream, const at::Generator& generator);
   /// Waits for an operator that draws just now.

@@ -14,7 +14,7 @@ inline constexpr std::size_t graph_node_bytes = 512;
 
 /// A captured graph: its nodes, and a reference to the pool whose addresses they use.
 struct GraphBody {
-  /// Throws: DeviceError where the device has no room for the nodes.
+  /// Throws: DeviceError if the device has no room for the nodes.
   GraphBody(Device& owner, const Capture& capture, std::vector<CapturedWork> nodes);
   GraphBody(const GraphBody&) = delete;
   GraphBody& operator=(const GraphBody&) = delete;

@@ -34,7 +34,7 @@ class Timeline {
   /// Takes over work that is done or, if not, may be run from now on.
   WorkId append(Queued queued);
   [[nodiscard]] bool done(WorkId id) const noexcept { return id < first_ || queue_[id - first_].done; }
-  /// True when order after `id` must be kept: it has not run, or everything is kept for a recording.
+  /// True if order after `id` must be kept: it has not run, or everything is kept for a recording.
   [[nodiscard]] bool matters(WorkId id) const noexcept {
     return id >= first_ && (keeping_ || !queue_[id - first_].done);
   }
