@@ -42,7 +42,7 @@ std::string pattern_of(const std::string& name) {
   return pattern;
 }
 
-/// What autograd saved under names of one pattern, and stays on the device.
+/// Saved tensors that stay on the device, under names of one pattern.
 struct Kind {
   std::string pattern;
   std::uint64_t bytes = 0;
@@ -105,7 +105,7 @@ std::string description(const Saved& saved, std::uint64_t refused) {
          "put code that saves large tensors into scopes that are offloaded, or use a smaller batch";
 }
 
-/// The error that is being handled, where it is the allocator's or says that a graph found no room.
+/// The error that is being handled, if the allocator threw it or if it says that a graph found no room.
 struct NoRoom {
   std::string text;
   std::int64_t status = 0;

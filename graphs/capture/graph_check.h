@@ -21,7 +21,7 @@ namespace sidestream {
 void check_nodes(const std::vector<GraphNode>& nodes, const NodeNames& names, const CapturedCopies& copies,
                  const std::string& what);
 
-/// Which ends of the copies beside a graph there are: sources from the forward's capture on, targets from the backward's.
+/// Which ends of the copies beside a graph exist: sources from the forward's capture on, targets from the backward's.
 enum class CopyEnds : std::uint8_t { sources, targets };
 
 /// Checks the copies that replays queue beside a graph: their host memory is in live leases, their device memory in the storages that

@@ -12,7 +12,7 @@
 namespace sidestream {
 namespace {
 
-/// What autograd's engine reports around the operators of one of its nodes, and is no operator.
+/// True for the report that autograd's engine makes around the operators of one of its nodes. It is no operator.
 bool is_engine(const OperatorAccess& access) { return std::string_view(access.name).substr(0, 10) == "autograd::"; }
 
 }  // namespace

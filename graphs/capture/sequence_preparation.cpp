@@ -39,7 +39,7 @@ SequenceCapture::SequenceCapture(GraphSequence& sequence, const GraphResources& 
       capture_(resources.capture_stream->get()),
       live_(specs_.size()) {}
 
-// How many calls copies trail where the options name no bytes.
+// By how many calls copies trail if the options name no bytes.
 std::size_t SequenceCapture::calls_deep() const {
   constexpr std::int64_t kCalls = 2;
   return static_cast<std::size_t>(sequence_.options_.side_streams().value_or(kCalls));
@@ -173,7 +173,7 @@ void SequenceCapture::prepare_calls() {
       }
       watch(call, parameter);
     }
-    for (const at::Tensor& leaf : sizings_[i].outside) {  // also where its gradient is none of the sequence's
+    for (const at::Tensor& leaf : sizings_[i].outside) {  // even if its gradient is none of the sequence's
       watch(call, leaf);
     }
   }

@@ -18,7 +18,7 @@ namespace sidestream {
 
 namespace {
 
-/// What is wrong with the call says which one it is.
+/// Errors of the call name it.
 template <class Part>
 void naming_call(const CallSpec& spec, const Part& part) {
   try {

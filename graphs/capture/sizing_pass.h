@@ -17,7 +17,7 @@
 
 namespace sidestream {
 
-/// What the sizing pass of one call found.
+/// The result of the sizing pass of one call.
 struct CallSizing {
   Profile profile;                        ///< groups and storages that autograd saved
   std::vector<const ScopeNode*> scopes;   ///< of the profile's groups

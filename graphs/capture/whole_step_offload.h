@@ -52,7 +52,7 @@ class WholeStepOffload {
     ScopeTree* tree = nullptr;
     Exclusions* exclusions = nullptr;
     EagerOffload::Limits limits;
-    std::shared_ptr<CaptureOffload> capture_offload;  ///< who notes what the capture's graph owns
+    std::shared_ptr<CaptureOffload> capture_offload;  ///< notes what the capture's graph owns
   };
   explicit WholeStepOffload(Parts parts) : parts_(std::move(parts)) {}
   WholeStepOffload(const WholeStepOffload&) = delete;
@@ -72,12 +72,12 @@ class WholeStepOffload {
   /// Inside the capture, after its last backward: the copy streams are joined.
   void end_capture();
 
-  /// An attempt to capture has failed, and nothing of it captures any more: what it held goes.
+  /// An attempt to capture has failed, and nothing of it captures any more. Frees what the attempt held.
   void abandon() noexcept;
 
-  /// What each replay copies; nothing before a capture.
+  /// Counts of the copies of each replay; zero before a capture.
   [[nodiscard]] const CopyCounts& copies() const noexcept { return counts_; }
-  /// What the capture met that the plan did not know.
+  /// Storages that the capture met and the plan did not know.
   [[nodiscard]] const SavedTensorRecorder::Counts& unplanned() const noexcept { return recorded_; }
   /// Of all microbatches, one after the other.
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
@@ -87,14 +87,14 @@ class WholeStepOffload {
   }
 
  private:
-  /// What one capture's copies go through.
+  /// What the copies of one capture use.
   struct Copies {
     std::shared_ptr<HostArena> arena;
     std::shared_ptr<GroupMover> mover;
     std::shared_ptr<EagerOffload> offload;
     bool captured = false;
   };
-  /// What one microbatch of a warm-up pass saved.
+  /// The saved tensors of one microbatch of a warm-up pass.
   struct Pass {
     Profile profile;
     std::vector<const ScopeNode*> scopes;

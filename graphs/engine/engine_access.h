@@ -42,7 +42,7 @@ class EngineAccess {
   [[nodiscard]] static bool memory_is_pending(const GraphedCallable& callable);
   struct Ran {
     Tensors outputs;
-    bool eagerly = false;  ///< in the place of a replay; a verification's run beside one does not count
+    bool eagerly = false;  ///< instead of a replay; a verification's run beside a replay does not count
   };
   /// Runs a call. `prepare` is called just before the call replays or runs; if the call is captured again first, after that capture.
   [[nodiscard]] static Ran run(const GraphedCallable& callable, const Tensors& inputs,
@@ -53,7 +53,7 @@ class EngineAccess {
   static Tensors run(const GraphedCallable& callable, const Tensors& inputs, const ReplayOptions* options);
   /// The plain call, as a scope.
   static Tensors run_eagerly(const GraphedCallable& callable, const Tensors& inputs, const ReplayOptions* options);
-  /// What is named, in the order of its capture. Throws: as GraphedCallable::call.
+  /// The named inputs, in the order of the capture. Throws: as GraphedCallable::call.
   [[nodiscard]] static Tensors in_order(const GraphedCallable& callable, c10::ArrayRef<NamedInput> inputs);
   /// The callables of `set`, as users have them.
   [[nodiscard]] static std::vector<BucketedCallable> bucketed(std::shared_ptr<BucketSet> set);

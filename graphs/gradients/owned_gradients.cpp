@@ -42,7 +42,7 @@ bool is_owned(const CallParameter& parameter, const at::Tensor& grad) { return l
 }  // namespace
 
 bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached, const at::Tensor& memory) {
-  // What another graph has given out is held by that graph too, which copies it out before it writes it.
+  // A gradient that another graph gave out is held by that graph too. That graph copies it out before it writes it.
   const auto holders = [&] { return ReplayedMemory::of(grad.storage().data_ptr()) != nullptr ? 2U : 1U; };
   return (grad.use_count() == 1 || grad.is_same(attached)) && grad.has_storage() &&
          grad.storage().use_count() <= holders() && grad.sizes() == memory.sizes() &&
@@ -72,7 +72,7 @@ OwnedGradient OwnedGradients::of(const at::Tensor& parameter) {
     entries_.erase(known);
   }
   const at::Tensor& given = parameter.grad();
-  // What another graph gives out is that graph's to write; values are taken over when a backward begins.
+  // Only the graph that gave a gradient out may write it; its values are copied when a backward begins.
   const bool taken =
       given.defined() && given.has_storage() && ReplayedMemory::of(given.storage().data_ptr()) == nullptr;
   OwnedGradient gradient{taken ? given : at::zeros_like(parameter.detach()), {}};

@@ -82,7 +82,7 @@ class OwnedGradients {
 [[nodiscard]] bool has_gradient_hooks(const at::Tensor& parameter);
 
 /// True if all of `gradients` lie where the graph adds into, and none has a hook. Then the two functions below have nothing to do.
-/// One pass, without allocation: nearly every replay pays only this.
+/// One pass, without allocation: in nearly every replay this is the only cost.
 [[nodiscard]] bool are_in_place(const std::vector<AccumulatedGradient>& gradients);
 
 /// Before the backward of the call `name` queues anything. Throws: UsageError if the graph cannot do what plain training does.

@@ -14,7 +14,7 @@ namespace sidestream {
 
 /// Switches of the whole process that decide which kernels operators of one device type choose. Plain values.
 struct ProcessModes {
-  /// What float32 products may be computed in: of CUDA, then of oneDNN; products, convolutions, recurrent cells.
+  /// The precision of float32 products: of CUDA, then of oneDNN; products, convolutions, recurrent cells.
   std::array<at::Float32Precision, 6> float32_precision{};
   std::array<at::SDPBackend, at::num_sdp_backends> attention_order{};
   at::CuBLASReductionOption half_reduction{};
@@ -52,7 +52,7 @@ struct AutocastState {
   bool operator==(const AutocastState& other) const noexcept = default;
 };
 
-/// The modes that the work of a call depends on, beside inference mode: a call that is captured runs outside of it.
+/// The modes that the work of a call depends on. Inference mode is not among them: a captured call runs outside of it.
 struct CallModes {
   AutocastState autocast;
   ProcessModes process;
@@ -100,7 +100,7 @@ class [[nodiscard]] CallModesGuard {
   ProcessModes process_before_;
   bool process_differs_;
   at::AutoGradMode grad_mode_;
-  std::optional<at::Float32MatmulPrecision> matmul_before_;  ///< the older switch, where it can be read
+  std::optional<at::Float32MatmulPrecision> matmul_before_;  ///< the older switch, if it can be read
 };
 
 }  // namespace sidestream

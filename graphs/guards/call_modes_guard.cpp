@@ -100,7 +100,7 @@ void put_back_float32(const ProcessModes& before, c10::DeviceType type,
   }
   for (const auto i : c10::irange(float32_count(type))) {
     const auto& [backend, op] = float32_operators()[i];
-    // Where the wider switches say the same, it goes on following them.
+    // If the wider switches have the same value, this switch continues to follow them.
     context.setFloat32Precision(backend, op, at::Float32Precision::NONE);
     if (ProcessModes::current(type).float32_precision[i] != before.float32_precision[i]) {
       context.setFloat32Precision(backend, op, before.float32_precision[i]);

@@ -12,7 +12,7 @@
 
 namespace sidestream {
 
-/// A tree of modules as it was: which modules, parameters and buffers are registered where, their flags and options, and how the
+/// A tree of modules at one moment: which modules, parameters and buffers are registered where, their flags and options, and how the
 /// tensors lie in memory. Holds all of them, so that no address can be used again by another.
 ///
 /// Threads: one at a time. Comparing allocates nothing.

@@ -22,7 +22,7 @@ struct FactsChange {
   [[nodiscard]] bool any() const noexcept { return training || requires_grad || options || stale(); }
   /// True if the capture reads what is no longer the model's: it replays never again.
   [[nodiscard]] bool stale() const noexcept { return relocated || identity || layout; }
-  /// True if all there is to do is to capture the same call again, where its weights lie now.
+  /// True if it is enough to capture the same call again, at its weights' present addresses.
   [[nodiscard]] bool only_relocated() const noexcept {
     return relocated && !identity && !layout && !requires_grad && !options;
   }
@@ -46,7 +46,7 @@ class TensorFacts {
 
  private:
   using Numbers = c10::SmallVector<std::int64_t, 4>;
-  /// True if a tensor with memory is in nothing another: what nearly all replays find, without the search for what changed.
+  /// True if nothing about a tensor with memory has changed. Nearly all replays find this, without a search for the change.
   [[nodiscard]] bool as_it_was() const noexcept;
   void ask_ahead() const noexcept;
 

@@ -90,7 +90,7 @@ void EagerPlan::captured(const c10::StorageImpl* storage, bool given_back) {
     if (identities_[i].storage._unsafe_get_target() != storage) {
       continue;
     }
-    // What calls save of it is their sequences' business.
+    // If calls save it, their sequences plan it.
     std::vector<std::uint32_t> savers;
     for (const std::uint32_t saver : profile_.storages[i].savers) {
       if (!profile_.groups[saver].captured_later) {

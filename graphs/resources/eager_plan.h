@@ -12,7 +12,7 @@
 
 namespace sidestream {
 
-/// What an engine knows of the groups that no graph offloads: first nothing, then their sizes, then which of them are
+/// An engine's knowledge of the groups that no graph offloads: first none, then their sizes, then which of them are
 /// offloaded.
 /// Threads: the step's.
 class EagerPlan {
@@ -42,18 +42,18 @@ class EagerPlan {
   void make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress);
   /// planned -> sized: a capture has taken room in the arena.
   void outdate() noexcept { state_ = state_ == State::planned ? State::sized : state_; }
-  /// -> unsized. The report still tells of the plan before.
+  /// -> unsized. The report still shows the plan before.
   void drop() noexcept;
 
   /// How far the copies of its groups may be away from compute.
   [[nodiscard]] const GroupWindow& window() const noexcept { return window_; }
-  /// What the plan says of a step, in the order of its groups.
+  /// The plan's decisions for a step, in the order of its groups.
   [[nodiscard]] const PlannedPass& pass() const noexcept { return pass_; }
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
 
  private:
-  /// What each run of delayed groups saves between two calls that graphs take over: it trails as one group would.
+  /// Learns the bytes of each run of delayed groups between two calls that graphs take over: a run trails as one group would.
   void learn_runs(const std::vector<std::uint64_t>& selected);
 
   State state_ = State::unsized;

@@ -69,7 +69,7 @@ struct EngineResources {
   std::unique_ptr<StepSyncs> syncs;  ///< null unless the options ask for it
 
  private:
-  /// Measured once, where anything depends on it; nothing if the device keeps no time of its own, or has no memory to measure.
+  /// Measured once, if anything depends on it; not set if the device keeps no time of its own, or has no memory to measure.
   [[nodiscard]] std::optional<LinkPace> link();
 
   bool link_measured_ = false;

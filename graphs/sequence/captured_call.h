@@ -89,7 +89,7 @@ struct CapturedCall {
   CallReads reads;
   CallCopies copies;
   std::uint64_t unplanned_bytes = 0;  ///< saved by its capture, but not in the plan
-  std::uint64_t refused_bytes = 0;    ///< planned to be offloaded, but kept for want of pinned memory
+  std::uint64_t refused_bytes = 0;    ///< planned to be offloaded, but kept because pinned memory was short
   CapturedGraph forward;
   CapturedGraph backward;
   CallReplay replay;

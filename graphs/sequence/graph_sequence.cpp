@@ -14,9 +14,9 @@
 namespace sidestream {
 namespace {
 
-constexpr std::int64_t kSideStreams = 1;  // where the options name no number
+constexpr std::int64_t kSideStreams = 1;  // if the options name no number
 
-/// What the captures of a sequence use.
+/// The memory for the captures of a sequence.
 std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const GraphOptions& options) {
   if (resources.memory != nullptr) {
     return resources.memory;
@@ -378,7 +378,7 @@ void GraphSequence::release(std::size_t index) {
     parameter.grad = parameter.attached = at::Tensor();
   }
   call.for_each_given_gradient([](std::optional<OutputStorage>& memory) {
-    if (memory && !memory->held()) {  // else it is copied out where a graph would overwrite it
+    if (memory && !memory->held()) {  // else it is copied out if a graph would overwrite it
       memory.reset();
     }
   });

@@ -91,7 +91,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// True if a forward of `call` begins a pass: no call awaits its backward. Forwards alone await none; there a pass begins with a call
   /// that is not after the call before it.
   [[nodiscard]] bool begins_pass(std::size_t call) const;
-  /// Drops the graphs of one call, or of all. With the last graph goes the memory that they made. Idempotent.
+  /// Drops the graphs of one call, or of all. The memory of the graphs is freed with the last one. Idempotent.
   void reset(std::size_t call);
   void reset();
   /// Drops the graphs of one call, and frees what it has and no other call reads. Idempotent.

@@ -36,7 +36,7 @@ bool seen_by_others(torch::autograd::Node& node) {
   return found != wanted->end() && found->second.captures_ != nullptr;
 }
 
-/// What it is given stays with one tensor, on the stream that gave it: no other node gets it.
+/// True if a gradient on this edge stays with one tensor, on the stream that made it: no other node gets it.
 bool is_leaf_on(c10::Stream stream, const torch::autograd::Edge& edge) noexcept {
   const torch::autograd::Node* const node = edge.function.get();
   return node != nullptr && typeid(*node) == typeid(torch::autograd::AccumulateGrad) &&

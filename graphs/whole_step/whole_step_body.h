@@ -54,12 +54,12 @@ class WholeStepBody {
   void prepare();
   /// Behind the step: the parameters have the gradients of the eager run, or of the replay.
   void attach_gradients(bool ran_eagerly);
-  /// A capture in the place of its graph has failed: what the attempt held of the device and of pinned memory goes.
+  /// A capture that would have replaced its graph has failed. Frees the device memory and pinned memory of the attempt.
   void abandon_capture() noexcept;
   /// Throws: UsageError if a parameter has gradient hooks, which a graph would not run.
   void refuse_hooks() const;
 
-  /// What each replay copies.
+  /// Counts of the copies of each replay.
   [[nodiscard]] CopyCounts copies() const noexcept { return offload_ != nullptr ? offload_->copies() : CopyCounts{}; }
   /// How many outputs each microbatch gave: in the eager run, or in the capture.
   [[nodiscard]] const std::vector<std::size_t>& output_counts(bool ran_eagerly) const noexcept {
@@ -87,7 +87,7 @@ class WholeStepBody {
   /// Behind a capture: weights that are the module's no more, and that it did not reach, are forgotten.
   void drop_replaced();
   void add_gradients(const at::Tensor& loss);
-  /// Who takes what autograd saves in a run.
+  /// What happens to the saved tensors of a run.
   enum class Saving : std::uint8_t {
     eager,      ///< the engine's step, if there is one
     nowhere,    ///< it stays

@@ -45,7 +45,7 @@ bool is_own(const at::Tensor& grad, const OwnedGradient& gradient) {
   return grad.const_data_ptr() == gradient.memory.const_data_ptr();
 }
 
-/// What is added to a gradient is added to what `.grad` holds.
+/// Copies the values of `.grad`, so that a run adds to them.
 void begin_with_grad(const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
   if (!grad.defined()) {

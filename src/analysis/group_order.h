@@ -28,7 +28,8 @@ struct GroupBytes {
 /// How far eager copies may be away from compute.
 struct GroupWindow {
   CopyWindow copies;
-  std::size_t groups = std::numeric_limits<std::size_t>::max();  ///< as many may trail, beside the bytes
+  std::size_t groups =
+      std::numeric_limits<std::size_t>::max();  ///< at most so many may trail, in addition to the bound in bytes
 
   friend bool operator==(const GroupWindow&, const GroupWindow&) = default;
 };

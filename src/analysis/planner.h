@@ -6,7 +6,7 @@
 
 namespace sidestream {
 
-/// What a sizing pass saw of one group: the tensors that autograd saved inside one named scope.
+/// One group as a sizing pass saw it: the tensors that autograd saved inside one named scope.
 struct GroupProfile {
   std::string name;
   bool selected = false;            ///< the options name it
@@ -17,7 +17,7 @@ struct GroupProfile {
   bool saved_small = false;         ///< small storages too, in the profile or not
 };
 
-/// What a sizing pass saw of one storage.
+/// One storage as a sizing pass saw it.
 struct StorageProfile {
   std::uint64_t bytes = 0;
   std::vector<std::uint32_t> savers;  ///< indices of groups, the first saver first

@@ -12,7 +12,7 @@
 
 namespace sidestream {
 
-/// What the report says of pinned host memory; all in bytes but the last four.
+/// Pinned host memory in the report; all in bytes but the last four.
 struct HostArenaStats {
   std::size_t cap = 0;
   std::size_t requested = 0;  ///< sum of the sizes asked for that got room, exact
@@ -38,7 +38,7 @@ class HostArena {
   struct Slot;
 
  public:
-  /// A slot of the arena, lent until this object dies. Move-only; empty after a move, or when there was no room.
+  /// A slot of the arena, leased until this object is destroyed. Move-only; empty after a move, or when there was no room.
   /// Outliving the arena is safe: the slab lives until its last lease is back.
   class Lease {
    public:
@@ -83,7 +83,7 @@ class HostArena {
 
   static constexpr std::size_t alignment = 512;
 
-  /// What becomes of pinned memory that a plan does not need and no lease is in.
+  /// What happens to pinned memory that a plan does not need and that has no lease.
   enum class Surplus : std::uint8_t { kept, given_back };
 
   /// Pins nothing yet. `cap_bytes` bounds the page-locked bytes for good.

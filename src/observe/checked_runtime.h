@@ -62,7 +62,7 @@ class CheckedRuntime final : public ForwardingRuntime {
   void launch(const Graph& graph, c10::Stream stream) override;
 
  private:
-  /// Where graphs that draw find their seed and offset (DrawOrder): one place for all, under an address that stands for it.
+  /// The seed and offset of graphs that draw (DrawOrder): one location for all, under an address that represents it.
   [[nodiscard]] static JournalAccess seed_and_offset(bool write);
 
   friend class ExternalSynchronisation;
@@ -77,7 +77,7 @@ class CheckedRuntime final : public ForwardingRuntime {
     std::vector<JournalAccess> accesses;
     bool internal = false;  ///< the event is one of the capture's own
   };
-  /// What a capture holds, with the streams that belong to it.
+  /// The contents of a capture, with the streams that belong to it.
   struct Captured {
     StreamKey origin = 0;
     std::uint32_t number = 0;

@@ -22,7 +22,7 @@ class ExternalSynchronisation final : public DeviceListener {
   void freed_behind(StreamKey stream, const void* begin, std::size_t bytes) override;
 
  private:
-  /// What the calling thread waits for is the host's of the journal: it began the step, or its operators are observed.
+  /// True if waits of the calling thread count as waits of the journal's host: it began the step, or its operators are observed.
   [[nodiscard]] bool hosts_this_thread() const noexcept;
 
   CheckedRuntime& runtime_;

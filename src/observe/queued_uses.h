@@ -23,7 +23,7 @@ class QueuedUses {
 
   void add(const at::Tensor& tensor, StreamKey stream);
   [[nodiscard]] bool empty() const noexcept { return uses_.empty(); }
-  /// What has been freed since the last call.
+  /// Memory that has been freed since the last call.
   [[nodiscard]] std::vector<Freed> take_freed();
 
  private:

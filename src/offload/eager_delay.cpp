@@ -1,4 +1,4 @@
-// What of EagerOffload puts copies off until the next graph: see Note [Eager choreography] in eager_offload.cpp.
+// The part of EagerOffload that delays copies until the next graph. See Note [Eager choreography] in eager_offload.cpp.
 #include <algorithm>
 
 #include "base/site.h"

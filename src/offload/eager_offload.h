@@ -20,12 +20,11 @@
 
 namespace sidestream {
 
-/// Offloads and reloads groups of eager steps: to the host when their scope ends; back as early as lag and lookahead allow where the
-/// step before went the same way, else in reverse order, one group ahead.
+/// Offloads and reloads groups of eager steps. A group is offloaded when its scope ends. If the step takes the same order as the step
+/// before, a group is reloaded as early as lag and lookahead allow; otherwise groups are reloaded in reverse order, one group ahead.
 ///
-/// eager_offload.cpp holds the window and what trails, eager_delay.cpp what waits for the next graph, eager_reload.cpp what brings
-/// groups back. Ordering: see
-/// Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
+/// eager_offload.cpp and eager_lag.cpp hold the window and trailing groups, eager_delay.cpp delayed groups, eager_reload.cpp reloads.
+/// Ordering: see Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
 /// Threads: see StorageMover; one mutex, never held while user code runs.
 class EagerOffload : public StorageMover {
  public:
@@ -130,7 +129,7 @@ class EagerOffload : public StorageMover {
   void let_go_of(const Slot& slot);
   /// That storage is on the host alone from here on.
   void part_with(const std::shared_ptr<SavedStorage>& saved);
-  /// What the oldest group was offloaded from may be used again: its copies are done, or the stream that saved it waits for them.
+  /// The oldest group's sources may be used again: its copies are done, or the stream that saved it waits for them.
   void drop_sources();
   void reload(Slot& slot);
   /// Backward reaches that slot.
@@ -151,7 +150,7 @@ class EagerOffload : public StorageMover {
   LiveMemory& live_;
   Limits limits_;
   std::optional<GroupWindow> planned_window_;
-  std::vector<std::uint64_t> largest_ = {0, 0};  ///< groups so far, where no window is planned
+  std::vector<std::uint64_t> largest_ = {0, 0};  ///< groups so far, if no window is planned
   GroupWindow window_;
   mutable std::recursive_mutex mutex_;  ///< recursive: letting go of a storage may drop it
   std::deque<Slot> slots_;

@@ -59,11 +59,11 @@ class Exclusions {
   [[nodiscard]] bool is_parameter(const at::Tensor& tensor) const;
   /// The user's mark_not_offload: for as long as the storage lives.
   void mark(const at::Tensor& tensor);
-  /// What a graph reads and does not make: its inputs, other graphs' static outputs among them, and what it reads from elsewhere.
+  /// A tensor that a graph reads and does not make: an input, another graph's static output, or a tensor from elsewhere.
   void add_static_input(const at::Tensor& tensor);
   void add_static_input(const c10::Storage& storage);
   void remove_static_inputs() noexcept;
-  /// What the program itself holds from step to step: for as long as the storage lives.
+  /// A storage that the program itself holds from step to step. Applies as long as the storage lives.
   void add_held(const c10::Storage& storage);
 
   /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, held, weight_cast, small. `tensor` is

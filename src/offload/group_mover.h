@@ -15,7 +15,7 @@
 
 namespace sidestream {
 
-/// What copies did.
+/// Counts of copies.
 struct CopyCounts {
   std::uint64_t offloaded_bytes = 0;
   std::uint64_t reloaded_bytes = 0;
@@ -35,7 +35,7 @@ class GroupMover {
   struct Direction;
 
  public:
-  /// Copies of one direction that are being queued. If it dies unfinished (by an exception), those that were queued are done:
+  /// Copies of one direction that are being queued. If it dies unfinished (by an exception), those that were queued are done first:
   /// nothing else would tell when.
   class [[nodiscard]] Copies {
    public:

@@ -86,7 +86,7 @@ struct RecorderBooks {
   Reused<Group> groups;
   ska::flat_hash_map<const c10::StorageImpl*, Entry> entries;
   ska::flat_hash_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, Group*>> tags;
-  ska::flat_hash_map<const ScopeNode*, std::size_t> entered;  ///< groups so far by scope, where a pass is planned
+  ska::flat_hash_map<const ScopeNode*, std::size_t> entered;  ///< groups so far by scope, if a pass is planned
   Reused<StorageProfile> storages;
   std::vector<SavedIdentity> identities;
 };

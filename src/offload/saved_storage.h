@@ -21,7 +21,7 @@ struct Group;
 
 /// Distinct streams; nearly always one.
 using Streams = c10::SmallVector<c10::Stream, 2>;
-/// Adds `stream` where it is not among `streams`.
+/// Adds `stream` unless it is among `streams`.
 inline void add_stream(Streams& streams, c10::Stream stream) {
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);
@@ -80,7 +80,7 @@ struct Group {
   std::size_t block_bytes = 0;      ///< pinned by the plan for the block; 0 if the plan does not know the group
   bool ended = false;
   std::uint64_t refused_bytes = 0;  ///< of storages that were to be offloaded and stayed: no pinned memory was free
-  Group* next_tagged = nullptr;     ///< of the same scope, where a tag made it
+  Group* next_tagged = nullptr;     ///< of the same scope, if a tag made it
 };
 
 /// Empties a group for its next use; what it has allocated stays.

@@ -49,7 +49,7 @@ bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
   return std::memcmp(&counter_, &other.counter_, sizeof(counter_)) == 0 && version_ == other.version_;
 }
 
-/// What autograd holds in place of one saved tensor.
+/// Autograd holds this in place of one saved tensor.
 class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, public Pooled {
  public:
   explicit SavedTensorHandle(SavedTensorRecorder& recorder) : recorder_(&recorder) {}

@@ -29,10 +29,10 @@ class ScopeListener {
   virtual void in_scope(const ScopeNode& scope) noexcept = 0;
 };
 
-/// Takes what autograd saves during one forward pass (a step's, or one capture's), sorts it into groups by scope, and hands
+/// Records the tensors that autograd saves during one forward pass (a step's, or one capture's), sorts them into groups by scope, and hands
 /// out the handles. One storage is one SavedStorage, however many tensors and groups save it.
 ///
-/// With a planned pass, storages are offloaded where the plan says so. If it does not know a storage of an offloaded group, the
+/// With a planned pass, storages are offloaded if the plan says so. If it does not know a storage of an offloaded group, the
 /// storage is offloaded too, as far as pinned memory is free, and counted. Without a planned pass, all groups that the options name are
 /// to be offloaded.
 /// Threads: the forward's; handles may be used and die on any thread, also after this object.
@@ -147,7 +147,7 @@ class SavedTensorRecorder final : public SavedTensorSource {
       std::allocate_shared<SavedTensorRecorder* const>(PoolAllocator<SavedTensorRecorder* const>(books_->blocks), this);
 };
 
-/// The calling thread's recorder, where a step or a capture is active; else null.
+/// The calling thread's recorder if a step or a capture is active; else null.
 [[nodiscard]] SavedTensorRecorder* current_recorder() noexcept;
 
 /// Makes `recorder` the thread's recorder and source of saved-tensor hooks. Null: neither scopes nor hooks do anything inside.

@@ -23,7 +23,7 @@ class StepOrder {
   void used(std::uint32_t group) { happened({group, GroupEvent::Kind::used}); }
   /// Something happened that the order has no word for.
   void depart() noexcept { follows_ = false; }
-  /// What was learned holds for this step so far.
+  /// True if this step has taken the learned order so far.
   [[nodiscard]] bool follows() const noexcept { return follows_; }
   /// While it does: the next group that is to be reloaded now; null if there is none.
   [[nodiscard]] const GroupReturn* due() noexcept;

@@ -9,7 +9,7 @@
 namespace sidestream {
 namespace {
 
-/// What LibTorch's allocators count in.
+/// LibTorch's allocators count in multiples of this.
 constexpr std::size_t kBlock = 512;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What is asked of CUDA past every Runtime, as host_waits has it.
+// Calls of CUDA that bypass every Runtime, reported to host_waits.
 #include "runtime/cuda/driver_calls.h"
 
 #include <atomic>
@@ -28,7 +28,7 @@ CopyEnd end_at(const void* address) noexcept {
   cudaPointerAttributes attributes{};
   if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
     (void)cudaGetLastError();
-    return CopyEnd::managed;  // not known: a finding only where a call waits for whatever memory it is
+    return CopyEnd::managed;  // not known: a finding only if a call waits for any kind of memory
   }
   switch (attributes.type) {
     case cudaMemoryTypeUnregistered:
@@ -48,7 +48,7 @@ void CUPTIAPI on_call(void* subscription, CUpti_CallbackDomain domain, CUpti_Cal
             &end_at);
 }
 
-/// What is used of CUPTI, which nothing is linked against.
+/// The functions of CUPTI that are used. CUPTI is loaded, not linked.
 struct Cupti {
   decltype(&cuptiSubscribe) subscribe = nullptr;
   decltype(&cuptiEnableCallback) enable = nullptr;
