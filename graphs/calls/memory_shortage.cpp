@@ -42,7 +42,7 @@ std::string pattern_of(const std::string& name) {
   return pattern;
 }
 
-/// What autograd saved under names of one pattern, and stays on the device.
+/// Saved tensors that stay on the device, under names of one pattern.
 struct Kind {
   std::string pattern;
   std::uint64_t bytes = 0;
@@ -105,7 +105,7 @@ std::string description(const Saved& saved, std::uint64_t refused) {
          "put code that saves large tensors into scopes that are offloaded, or use a smaller batch";
 }
 
-/// The error that is being handled, where it is the allocator's or says that a graph found no room.
+/// The error that is being handled, if the allocator threw it or if it says that a graph found no room.
 struct NoRoom {
   std::string text;
   std::int64_t status = 0;
@@ -139,12 +139,12 @@ bool offloads(const Options& options) {
                      [](const std::string& list) { return !NamePatterns::parse(list).empty(); });
 }
 
-/// What a step takes of the device beside the sequence that was just captured, as far as it is known.
+/// Device memory that a step takes besides the sequence that was just captured, as far as it is known.
 std::int64_t needed_beside(const EngineResources& resources) {
   return std::max(resources.rest->bytes(), resources.exclusions.gradient_bytes());
 }
 
-/// What graphs take is told where it is much of what is left.
+/// A note says how much graphs take, if that is a large part of the remaining memory.
 void note_room(const EngineResources& resources, GraphSequence& sequence) {
   constexpr std::int64_t kNotable = 10;
   const std::int64_t free = resources.runtime->room().free;
@@ -194,7 +194,8 @@ bool CaptureShortage::is_the_error() const { return met() && error_in_hand().has
 
 std::string CaptureShortage::lack(const std::string& first) const {
   const MemoryRefusal refusal = resources().runtime->latest_refusal();
-  if (refusal.asked <= refusal.free) {  // nobody says how much it was, or there was enough in pieces
+  if (refusal.asked <=
+      refusal.free) {  // the size of the request is unknown, or there was enough memory in smaller pieces
     return {};
   }
   const std::int64_t taken = std::max<std::int64_t>(0, refusal.reserved - reserved_);

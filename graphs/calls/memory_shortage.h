@@ -41,8 +41,8 @@ class CaptureShortage : public MemoryShortage {
   explicit CaptureShortage(const EngineResources& resources);
   /// Inside of a handler: the error says that the device is full.
   [[nodiscard]] bool is_the_error() const;
-  /// Inside of a handler: throws such an error as a DeviceError, any other error as it is. The DeviceError says by how much the calls of
-  /// `attempt` do not fit (`first` and the calls after it), what is held, and what else may be offloaded.
+  /// Call it inside of a handler. Throws such an error as a DeviceError, any other error unchanged. The DeviceError says by how much the
+  /// calls of `attempt` (`first` and the calls after it) do not fit, which memory is held, and what else may be offloaded.
   [[noreturn]] void rethrow(const EngineSequences& sequences, const CaptureAttempt& attempt,
                             const std::string& first) const;
 
@@ -53,9 +53,10 @@ class CaptureShortage : public MemoryShortage {
   std::int64_t reserved_;
 };
 
-/// Captures a sequence that fits the device. If memory runs out, or less is left than the rest of a step took (EagerMemoryEstimate), and
-/// the options offload anything, the sequence is captured again, at most twice, with fewer offloaded bytes on the device at a time. No
-/// graph of it has replayed by then. The rest of a step is an estimate: if less is left in the end, a note says so.
+/// Captures a sequence that fits the device. The sequence is captured again, at most twice, with fewer offloaded bytes on the device at a
+/// time, if memory runs out or if less is left than the rest of a step took (EagerMemoryEstimate). That needs options that offload
+/// something. No graph of the sequence has replayed by then. The rest of a step is an estimate: if less is left in the end, a note says
+/// so.
 /// `memory`: see GraphResources. `sequences`: the engine's other sequences, whose outputs are marked again if a capture failed.
 /// Throws: as make_graphed_callables; DeviceError that says by how much the sequence does not fit.
 [[nodiscard]] std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, EngineSequences& sequences,

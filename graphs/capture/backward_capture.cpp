@@ -235,7 +235,7 @@ void SequenceCapture::finish_backward(std::size_t index) {
       parameter.grad = not_owning(parameter.grad);
     }
   }
-  // What later captures may use again from here on: this call's saved tensors and reloaded copies, and the input gradients
+  // Later captures may use this memory again: this call's saved tensors and reloaded copies, and the input gradients
   // of the call above, which this backward has read.
   live.recorder.reset();
   if (!sequence_.options_.retain_graph_in_backward()) {

@@ -68,7 +68,7 @@ class PassHooks {
 /// outputs. `wanted` returns the leaves whose gradients are computed. It is called before the forward, and again after it, because the
 /// forward may have found more leaves. `used`, unless null, gets for each leaf of the second call whether it has a gradient. `clock`,
 /// unless null, times the pass without the hooks. `.grad` is not changed.
-/// Throws: CaptureError (a backward that adds into `.grad` itself, hooks on what the body was given), and what the body throws.
+/// Throws: CaptureError if a backward adds into `.grad` itself or an argument has hooks; errors of the body.
 [[nodiscard]] detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                               const std::function<std::vector<at::Tensor>()>& wanted,
                                               const PassHooks& hooks, std::vector<bool>* used,

@@ -36,14 +36,14 @@ const char* words(GraphNode::Kind kind) {
   return "node";
 }
 
-/// True where [at, at + bytes) lies in [begin, begin + size).
+/// True if [at, at + bytes) lies in [begin, begin + size).
 bool lies_in(const void* at, std::size_t bytes, const void* begin, std::size_t size) {
   const auto* const from = static_cast<const std::byte*>(at);
   const auto* const start = static_cast<const std::byte*>(begin);
   return start != nullptr && from >= start && from + bytes <= start + size;
 }
 
-/// True where the storage's pinned memory holds all of these bytes.
+/// True if the storage's pinned memory holds all of these bytes.
 bool is_leased_by(const SavedStorage& saved, const void* at, std::size_t bytes) {
   const auto holds_it = [&](const SharedSlots::Part& part) { return lies_in(at, bytes, part.data, part.bytes); };
   return (saved.lease && lies_in(at, bytes, saved.lease.data(), saved.lease.bytes())) ||

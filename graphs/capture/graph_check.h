@@ -21,11 +21,11 @@ namespace sidestream {
 void check_nodes(const std::vector<GraphNode>& nodes, const NodeNames& names, const CapturedCopies& copies,
                  const std::string& what);
 
-/// Which ends of the copies beside a graph there are: sources from the forward's capture on, targets from the backward's.
+/// Which ends of the copies beside a graph exist: sources from the forward's capture on, targets from the backward's.
 enum class CopyEnds : std::uint8_t { sources, targets };
 
-/// Checks the copies that replays queue beside a graph: their host memory lies in leases that live, their device memory in the
-/// storages that were allocated for it. Not for the replay path.  Throws: CaptureError that names the group.
+/// Checks the copies that replays queue beside a graph: their host memory is in live leases, their device memory in the storages that
+/// were allocated for it. Not for the replay path.  Throws: CaptureError that names the group.
 void check_copy_ends(const CapturedCopies& copies, CopyEnds ends, const std::string& what);
 
 /// Checks the nodes of a captured graph (rule: an event that a graph does not record is a silent no-op): exactly one record of `done` and of

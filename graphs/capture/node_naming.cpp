@@ -12,7 +12,7 @@
 namespace sidestream {
 namespace {
 
-/// What autograd's engine reports around the operators of one of its nodes, and is no operator.
+/// True for the report that autograd's engine makes around the operators of one of its nodes. It is no operator.
 bool is_engine(const OperatorAccess& access) { return std::string_view(access.name).substr(0, 10) == "autograd::"; }
 
 }  // namespace
@@ -59,7 +59,7 @@ OperatorObserverGuard NodeNaming::watch() {
                                OperatorObserverGuard::Outer::hears_too);
 }
 
-// Names are for people: where one cannot be written down, the node goes without.
+// Names are for people: if a name cannot be written down, the node has none.
 void NodeNaming::in_scope(const ScopeNode& scope) noexcept {
   try {
     if (call_ == nullptr && !scope.name.empty()) {

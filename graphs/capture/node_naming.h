@@ -35,7 +35,7 @@ class GradientScopes {
 /// Threads: the capture's and, in a backward, autograd's; one at a time.
 class NodeNaming final : public ScopeListener {
  public:
-  /// Of a forward, which `recorder` tells of scopes; `scopes` learns where autograd's nodes are made.
+  /// For a forward: `recorder` reports scopes, and `scopes` learns in which of them autograd's nodes are made.
   NodeNaming(const Runtime& runtime, c10::Stream capture, NodeNames& names, SavedTensorRecorder& recorder,
              GradientScopes& scopes);
   /// Of a backward of what `scopes` has seen in the call at `call`.

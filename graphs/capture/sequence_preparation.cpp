@@ -65,7 +65,7 @@ void SequenceCapture::register_holders() {
   });
 }
 
-// How many calls copies trail where the options name no bytes.
+// By how many calls copies trail if the options name no bytes.
 std::size_t SequenceCapture::calls_deep() const {
   constexpr std::int64_t kCalls = 2;
   return static_cast<std::size_t>(sequence_.options_.side_streams().value_or(kCalls));
@@ -148,7 +148,7 @@ void SequenceCapture::make_plan_and_pin() {
     }
     offloaded.push_back(bytes);
     if (!staying[i]) {
-      selected[i] = bytes;  // what stays for other reasons is in nobody's way
+      selected[i] = bytes;  // bytes that stay for other reasons are in no copy's way
     }
   }
   copy_places_ = copy_places(order_, selected, offloaded, window);
@@ -199,7 +199,7 @@ void SequenceCapture::prepare_calls() {
       }
       watch(call, parameter);
     }
-    for (const at::Tensor& leaf : sizings_[i].outside) {  // also where its gradient is none of the sequence's
+    for (const at::Tensor& leaf : sizings_[i].outside) {  // even if its gradient is none of the sequence's
       watch(call, leaf);
     }
   }

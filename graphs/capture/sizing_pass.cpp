@@ -21,7 +21,7 @@ namespace sidestream {
 
 namespace {
 
-/// What is wrong with the call says which one it is.
+/// Errors of the call name it.
 template <class Part>
 void naming_call(const CallSpec& spec, const Part& part) {
   try {
@@ -102,7 +102,7 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
     }
   }
   for (auto leaf = parameters.begin() + of_module; leaf != parameters.end(); ++leaf) {
-    // What backward unpacks of a weight may be another tensor of the same memory, which nobody relocates.
+    // Backward may unpack a weight as another tensor of the same memory. No code relocates that tensor, so it is no outside leaf.
     const bool known = std::any_of(parameters.begin(), leaf, [&](const at::Tensor& earlier) {
       return earlier.has_storage() && leaf->has_storage() && earlier.storage().is_alias_of(leaf->storage());
     });

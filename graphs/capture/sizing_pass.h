@@ -17,14 +17,14 @@
 
 namespace sidestream {
 
-/// What the sizing pass of one call found.
+/// The result of the sizing pass of one call.
 struct CallSizing {
   Profile profile;                        ///< groups and storages that autograd saved
   std::vector<const ScopeNode*> scopes;   ///< of the profile's groups
   std::vector<SavedIdentity> identities;  ///< of the profile's storages
   LinkedOutputs::Use outputs;             ///< its saved storages are the profile's
   std::vector<at::Tensor> parameters;     ///< leaves that got a gradient, the module's first, in their order
-  std::vector<at::Tensor> outside;        ///< leaves that it read, inputs apart, and that its module does not have
+  std::vector<at::Tensor> outside;  ///< leaves that the body read, except inputs, and that its module does not have
   std::vector<BackwardRead> backward_reads;
   bool casts = false;  ///< autocast was on somewhere in it
   std::uint64_t saved_bytes = 0;
@@ -33,7 +33,7 @@ struct CallSizing {
 
 /// The sizing pass of one call, whose body is run on `inputs`: forward and backward once, under the recorder and the operator
 /// observer. `watch` has entered the call; `outputs` gets what the body gave.
-/// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and what the body throws.
+/// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and errors of the body.
 [[nodiscard]] CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                    const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
                                    PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);

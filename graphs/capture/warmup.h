@@ -17,7 +17,7 @@ namespace sidestream {
 /// buffers, other tensors that operators wrote and did not make, and the random state. No memory of the passes is kept.
 /// `met` gets the storages that the passes touched and that are alive.
 /// Capture: illegal.  Throws: UsageError (an input without gradient, or on another device), CaptureError (what graphs would
-/// freeze: see PassWatch), and what the callables throw.
+/// freeze: see PassWatch), and errors of the callables.
 [[nodiscard]] std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphOptions& options,
                                               Runtime& runtime, ScopeTree& tree, Exclusions& exclusions,
                                               WeakStorageSet& met, const ProgressCallback& progress);

@@ -10,7 +10,7 @@
 namespace sidestream {
 namespace {
 
-/// What is reloaded is memory that an operator made, to whoever watches a warm-up or a capture.
+/// Reloads into memory that an operator allocates, so observers of a warm-up or a capture see it as an operator's result.
 class BranchedCopies final : public EagerOffload {
  public:
   BranchedCopies(const std::shared_ptr<Runtime>& runtime, std::shared_ptr<GroupMover> mover, const Limits& limits)
@@ -96,7 +96,7 @@ SavedTensorRecorder& WholeStepOffload::next_sizing() {
 
 void WholeStepOffload::end_sizing() {
   finish_sizing();
-  parts_.runtime->synchronize(parts_.runtime->current_stream());  // which is behind all copies
+  parts_.runtime->synchronize(parts_.runtime->current_stream());  // the current stream is after all copies
   warm_.reset();
   copies_->arena->forget_uses();
   const auto less = [](const Pass& a, const Pass& b) {

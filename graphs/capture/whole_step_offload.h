@@ -23,17 +23,26 @@ namespace sidestream {
 ///
 /// Note [Copies inside of a step's graph]
 /// ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-/// A wait of a graph for an event from outside is one for the latest record before its launch: it cannot bind to a copy that begins
-/// while the graph runs. So copies that a step needs in its middle are nodes of it. They are captured as EagerOffload queues them
-/// (Note [Eager choreography]), on two copy streams of the step's own that fork from the capture at its begin and are joined at its
-/// end: events that are recorded in the capture become edges. What that costs: the graph's end, and so whatever is queued behind the
-/// step, waits for the last copy; a step that ends in a backward has brought everything back by then.
+/// C is the stream of the capture. D and H are two copy streams of the step's own.
 ///
-/// Pinned slots are the graph's own, cut from an arena that nobody else leases of: a slot whose last use was outside of the capture would
-/// be a wait for an event from outside. Slots are used again inside of the graph, microbatch after microbatch, behind edges.
+///   C   forward g --+------ ... --------+-- allocate g --+------- ... --------+-- backward g -- ... -- end
+///                   | fork              ^ offloaded(g)   | fork               ^ reloaded(g)
+///   D               +--> copy to host --+                |                    |
+///   H                                                    +--> copy to device -+
 ///
-/// A warm-up pass offloads eagerly, from the first one on, into slots of the same arena: it needs no more of the device than a replay.
-/// Its copies are done, and forgotten, before the capture begins.
+/// The copies that a step needs in its middle are nodes of its graph. A graph that waits for an event from outside waits for the event's
+/// latest record before the launch. It cannot wait for a copy that begins while the graph runs.
+///
+/// The copies are captured as EagerOffload queues them (Note [Eager choreography]). D and H fork from the capture at its begin and join
+/// it at its end, so events that are recorded in the capture become edges. The end of the graph waits for the last copy, and so does work
+/// that is queued after the step. A step that ends in a backward has reloaded everything by then.
+///
+/// The graph alone owns its pinned slots: it cuts them from an arena of its own. If a slot had been used outside of the capture, its next
+/// use would wait for an event from outside. Inside of the graph the microbatches use the slots one after the other, ordered by edges.
+///
+/// Each warm-up pass offloads eagerly, the first one included, into slots of the same arena. So a warm-up needs no more device memory
+/// than a replay. Its copies are done, and forgotten, before the capture begins.
+///
 /// Threads: one at a time.
 class WholeStepOffload {
  public:
@@ -43,7 +52,7 @@ class WholeStepOffload {
     ScopeTree* tree = nullptr;
     Exclusions* exclusions = nullptr;
     EagerOffload::Limits limits;
-    std::shared_ptr<CaptureOffload> capture_offload;  ///< who notes what the capture's graph owns
+    std::shared_ptr<CaptureOffload> capture_offload;  ///< notes what the capture's graph owns
   };
   explicit WholeStepOffload(Parts parts) : parts_(std::move(parts)) {}
   WholeStepOffload(const WholeStepOffload&) = delete;
@@ -52,24 +61,25 @@ class WholeStepOffload {
 
   /// A warm-up pass begins. The graph of an earlier capture is gone.
   void begin_sizing();
-  /// The recorder of one microbatch in a warm-up pass, which leaves and is counted; it lives until the next one's, or the end.
+  /// The recorder of one microbatch in a warm-up pass, which is offloaded and counted. Lives until the next microbatch's recorder or the
+  /// end.
   [[nodiscard]] SavedTensorRecorder& next_sizing();
   /// It has ended: plans and pins for the capture. Throws: DeviceError.
   void end_sizing();
 
   /// Inside the capture, on its stream: the copy streams fork from it.
   [[nodiscard]] SavedTensorRecorder& begin_capture();
-  /// Inside the capture, behind its last backward: the copy streams are joined.
+  /// Inside the capture, after its last backward: the copy streams are joined.
   void end_capture();
 
-  /// An attempt to capture has failed, and nothing of it captures any more: what it held goes.
+  /// An attempt to capture has failed, and nothing of it captures any more. Frees what the attempt held.
   void abandon() noexcept;
 
-  /// What each replay copies; nothing before a capture.
+  /// Counts of the copies of each replay; zero before a capture.
   [[nodiscard]] const CopyCounts& copies() const noexcept { return counts_; }
-  /// What the capture met that the plan did not know.
+  /// Storages that the capture met and the plan did not know.
   [[nodiscard]] const SavedTensorRecorder::Counts& unplanned() const noexcept { return recorded_; }
-  /// Of all microbatches, one behind the other.
+  /// Of all microbatches, one after the other.
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
   [[nodiscard]] HostArenaStats pinned() const {
@@ -77,14 +87,14 @@ class WholeStepOffload {
   }
 
  private:
-  /// What one capture's copies go through.
+  /// What the copies of one capture use.
   struct Copies {
     std::shared_ptr<HostArena> arena;
     std::shared_ptr<GroupMover> mover;
     std::shared_ptr<EagerOffload> offload;
     bool captured = false;
   };
-  /// What one microbatch of a warm-up pass saved.
+  /// The saved tensors of one microbatch of a warm-up pass.
   struct Pass {
     Profile profile;
     std::vector<const ScopeNode*> scopes;

@@ -13,8 +13,8 @@ namespace sidestream {
 
 class BucketSet;
 
-/// The way behind the public face: for make_graphed_callables, and for tests that give an engine another runtime or look at
-/// its parts. Not installed.
+/// Access to an engine's parts: for make_graphed_callables, and for tests that give an engine another runtime or inspect its parts. Not
+/// installed.
 class EngineAccess {
  public:
   /// An engine on `runtime` in place of its device's own.
@@ -34,7 +34,7 @@ class EngineAccess {
   /// Captures as make_graphed_step says.
   [[nodiscard]] static GraphedStep capture_whole_step(const OffloadEngine& engine, Callable step,
                                                       const std::vector<Tensors>& samples, const StepOptions& options);
-  /// True when `inputs` are what `callable` was captured with.
+  /// True if `inputs` are what `callable` was captured with.
   [[nodiscard]] static bool fits(const GraphedCallable& callable, const Tensors& inputs);
   /// True while it cannot replay: a capture that shares its memory awaits a backward, or its own of this call or a later one.
   [[nodiscard]] static bool has_to_wait(const GraphedCallable& callable);
@@ -42,9 +42,9 @@ class EngineAccess {
   [[nodiscard]] static bool memory_is_pending(const GraphedCallable& callable);
   struct Ran {
     Tensors outputs;
-    bool eagerly = false;  ///< in the place of a replay; a verification's run beside one does not count
+    bool eagerly = false;  ///< instead of a replay; a verification's run beside a replay does not count
   };
-  /// A call, with `prepare` just before it replays or runs: behind the capture, where it captures anew first.
+  /// Runs a call. `prepare` is called just before the call replays or runs; if the call is captured again first, after that capture.
   [[nodiscard]] static Ran run(const GraphedCallable& callable, const Tensors& inputs,
                                const std::function<void()>& prepare);
   /// True while its modules have other flags than at the capture, so that it runs eagerly.
@@ -53,7 +53,7 @@ class EngineAccess {
   static Tensors run(const GraphedCallable& callable, const Tensors& inputs, const ReplayOptions* options);
   /// The plain call, as a scope.
   static Tensors run_eagerly(const GraphedCallable& callable, const Tensors& inputs, const ReplayOptions* options);
-  /// What is named, in the order of its capture. Throws: as GraphedCallable::call.
+  /// The named inputs, in the order of the capture. Throws: as GraphedCallable::call.
   [[nodiscard]] static Tensors in_order(const GraphedCallable& callable, c10::ArrayRef<NamedInput> inputs);
   /// The callables of `set`, as users have them.
   [[nodiscard]] static std::vector<BucketedCallable> bucketed(std::shared_ptr<BucketSet> set);

@@ -67,7 +67,7 @@ void append(const WholeStepOffload& offload, Report& report) {
   report.refused_bytes += static_cast<std::int64_t>(offload.unplanned().refused_bytes);
 }
 
-/// Calls of which a note tells: how many, and the first one's name.
+/// The calls in a note: how many, and the first one's name.
 struct NamedCalls {
   std::string first;
   std::int64_t count = 0;

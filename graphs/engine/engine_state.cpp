@@ -14,7 +14,7 @@
 
 namespace sidestream {
 
-/// The parts of a step's end: what fails in one must not keep the rest from being let go.
+/// The parts of a step's end. If one part fails, the rest are still released.
 class PartsOfEnd {
  public:
   explicit PartsOfEnd(bool failed) noexcept : failed_(failed) {}

@@ -23,9 +23,9 @@ namespace sidestream {
 
 class PartsOfEnd;
 
-/// All that one OffloadEngine owns, and the order in which its parts act at a step's begin and end. Callables share it.
+/// The parts of one OffloadEngine, and the order in which they act at a step's begin and end. Callables share it.
 ///
-/// What state it is in is told by its parts: EagerPlan::State says how much is known, a StepSession exists while a step is
+/// Its parts have the state: EagerPlan::State says how much is known, a StepSession exists while a step is
 /// active, CallContext::Phase says what calls run inside of.
 /// Threads: the step's; see the parts for what other threads may call.
 class EngineState {
@@ -77,17 +77,17 @@ class EngineState {
  private:
   /// One that was destroyed on another thread.
   void end_step_that_was_left();
-  /// What a destructor could not throw.
+  /// Throws the error that a destructor could not throw.
   void throw_kept();
   void refuse_inside(const char* what) const;
   /// All that is captured or planned between the sizing pass and a step that follows it.
   void make_ready();
-  /// The current stream waits for the copies of all sequences. What they did in the step.
+  /// The current stream waits for the copies of all sequences. Returns the counts of the step.
   [[nodiscard]] GraphSequence::Counts join_sequences(PartsOfEnd& parts);
   /// Of a step that went well.
   void take_results(StepSession& step, const CopyCounts& copies);
 
-  std::shared_ptr<const torch::nn::Module> model_;  ///< a share in it, where it has an owner
+  std::shared_ptr<const torch::nn::Module> model_;  ///< shares ownership if it has an owner
   EngineResources resources_;
   CallContext context_;
   CallTable calls_;
@@ -95,7 +95,7 @@ class EngineState {
   EagerPlan eager_plan_;
   EngineCounts counts_;
   EngineSequences sequences_;
-  std::unique_ptr<ReplayVerification> verification_;  ///< null where no replay is verified
+  std::unique_ptr<ReplayVerification> verification_;  ///< null if no replay is verified
   Dispatcher dispatcher_;
   StepMemory memory_;
   std::optional<StepSession> step_;  ///< empty between steps

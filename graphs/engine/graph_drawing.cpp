@@ -282,7 +282,7 @@ void make_folder(const std::string& folder) {
   }
 }
 
-/// A name beside `path` that no other process uses.
+/// A name in the folder of `path` that no other process uses.
 std::string partial_name(const std::string& path) { return path + "." + std::to_string(getpid()) + ".partial"; }
 
 /// A folder that takes no file is refused before there is something to lose.

@@ -11,7 +11,7 @@ namespace sidestream {
 
 class EngineSequences;
 
-/// What a drawing shows of a graph beside its nodes.
+/// Everything that a drawing shows of a graph, except its nodes.
 struct DrawnGraph {
   const CapturedCall& call;
   bool backward = false;

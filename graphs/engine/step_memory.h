@@ -9,7 +9,7 @@
 namespace sidestream {
 
 /// The peak of live memory of an engine's steps. Steps repeat: one is measured after each capture, and after a step in which the
-/// allocator saw another peak than in the one that was measured; where each step is another, at distances that grow. Measuring
+/// allocator saw another peak than in the one that was measured; if each step differs, at growing intervals. Measuring
 /// asks the allocator at each replay, and whenever an eager group is offloaded, reloaded or used.
 /// Threads: the step's.
 class StepMemory {

@@ -41,10 +41,10 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
 
 StepSession::~StepSession() {
   stop_sizing();
-  if (!copies_ended_) {  // the engine goes before the step: what waits for copies holds the mover, which holds it
+  if (!copies_ended_) {  // the engine is destroyed before the step: the mover and the storages of running copies own each other
     try {
       resources_.eager->end_step();
-    } catch (...) {  // nobody is left to hear of it
+    } catch (...) {  // no caller is left that could get the error
     }
   }
 }

@@ -18,9 +18,9 @@ struct EngineResources;
 class RecordedCalls;
 class EngineCounts;
 
-/// One step of an engine: what it takes over on the calling thread, and what it sees there. A sizing step counts what autograd
-/// saves, and offloads each group that the options name into pinned memory that it leases as it goes; a planned one offloads what
-/// the plan says. Threads: ends on the thread it began on.
+/// One step of an engine: the thread-local state that it replaces on the calling thread, and what it observes there. A sizing step counts
+/// the saved tensors, and offloads each group that the options name into pinned memory that it leases on demand. A planned step offloads
+/// what the plan says. Threads: ends on the thread it began on.
 class StepSession {
  public:
   enum class Kind : std::uint8_t { sizing, planned };

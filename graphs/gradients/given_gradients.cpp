@@ -13,8 +13,8 @@
 namespace sidestream {
 namespace {
 
-/// True where nothing else can have a part of it, and it has all of its storage: a seed that is handed on, the one gradient of a
-/// sum's two terms and an expanded number are none of their own.
+/// True if `grad` has all of its storage and no other tensor can use a part of it. False for a seed that is handed on, for the one
+/// gradient of a sum's two terms, and for an expanded number.
 bool has_own_memory(const at::Tensor& grad) {
   return !others_hold(grad, 1) && grad.has_storage() && !others_hold(grad.storage(), 1) &&
          grad.is_non_overlapping_and_dense() && grad.nbytes() == grad.storage().nbytes();

@@ -7,7 +7,7 @@
 
 namespace sidestream {
 
-/// Inside the capture of the backward: the gradient of an owned parameter stays where the graph leaves it, as long as the graph lives.
+/// Inside the capture of the backward: an owned parameter's gradient keeps the memory that the graph writes, as long as the graph lives.
 void give_memory(CallParameter& parameter);
 
 /// After the capture of the last backward in memory of the sequence's own: no later graph could use the memory of `grads`, the gradients

@@ -75,7 +75,7 @@ OwnedGradient OwnedGradients::of(const at::Tensor& parameter) {
     entries_.erase(known);
   }
   const at::Tensor& given = parameter.grad();
-  // What another graph gives out is that graph's to write; values are taken over when a backward begins.
+  // Only the graph that gave a gradient out may write it; its values are copied when a backward begins.
   const bool taken =
       given.defined() && given.has_storage() && ReplayedMemory::of(given.storage().data_ptr()) == nullptr;
   OwnedGradient gradient{taken ? given : at::zeros_like(parameter.detach()), {}};

@@ -73,8 +73,8 @@ class OwnedGradients {
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
 };
 
-/// True if the values of a `.grad` may be put into `memory`, because no other code could tell. What graphs attach is theirs, also after
-/// it was given other memory.
+/// True if the values of a `.grad` may be put into `memory`, because no other code could tell. A gradient that graphs attach is theirs,
+/// even after it was given other memory.
 [[nodiscard]] bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached,
                                            const at::Tensor& memory);
 
@@ -82,14 +82,14 @@ class OwnedGradients {
 [[nodiscard]] bool has_gradient_hooks(const at::Tensor& parameter);
 
 /// True if all of `gradients` lie where the graph adds into, and none has a hook. Then the two functions below have nothing to do.
-/// One pass, without allocation: nearly every replay pays only this.
+/// One pass, without allocation: in nearly every replay this is the only cost.
 [[nodiscard]] bool are_in_place(const std::vector<AccumulatedGradient>& gradients);
 
 /// Before the backward of the call `name` queues anything. Throws: UsageError if the graph cannot do what plain training does.
 void check_owned_grads(const std::string& name, const std::vector<CallParameter>& parameters);
 
-/// Attaches the gradients that the graph adds into, for parameters that an output in `used` leads to. If a parameter has no `.grad`,
-/// the gradient is zeroed and attached. If autograd has put a `.grad` there meanwhile, and no other code holds it, its values are taken.
+/// Attaches the gradients that the graph adds into, for parameters that an output in `used` leads to. If a parameter has no `.grad`, the
+/// gradient is zeroed and attached. If autograd has since put a `.grad` there, and no other code holds it, its values are taken.
 void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used);
 
 }  // namespace sidestream

@@ -14,7 +14,7 @@ namespace sidestream {
 
 /// Switches of the whole process that decide which kernels operators of one device type choose. Plain values.
 struct ProcessModes {
-  /// What float32 products may be computed in: of CUDA, then of oneDNN; products, convolutions, recurrent cells.
+  /// The precision of float32 products: of CUDA, then of oneDNN; products, convolutions, recurrent cells.
   std::array<at::Float32Precision, 6> float32_precision{};
   std::array<at::SDPBackend, at::num_sdp_backends> attention_order{};
   at::CuBLASReductionOption half_reduction{};
@@ -41,7 +41,7 @@ struct ProcessSwitch {
   return type == c10::DeviceType::CUDA ? 3 : 6;
 }
 
-/// Whether operators of one device type cast, and to what, on the calling thread; plain where they do not.
+/// Whether operators of one device type cast, and to what, on the calling thread; plain if they do not.
 struct AutocastState {
   c10::DeviceType type = c10::DeviceType::CPU;
   bool enabled = false;
@@ -52,7 +52,7 @@ struct AutocastState {
   bool operator==(const AutocastState& other) const noexcept = default;
 };
 
-/// The modes that the work of a call depends on, beside inference mode: a call that is captured runs outside of it.
+/// The modes that the work of a call depends on. Inference mode is not among them: a captured call runs outside of it.
 struct CallModes {
   AutocastState autocast;
   ProcessModes process;
@@ -67,9 +67,9 @@ struct CallModes {
   bool operator==(const CallModes& other) const noexcept = default;
 };
 
-/// Gradients on, outside of inference mode and of autocast, for its lifetime: what a capture runs in, whatever surrounds it. All
-/// that is made for a capture is made inside one; a tensor made in inference mode is of no use to autograd. Anomaly mode, which
-/// reads each gradient on the host to look for NaN, is off meanwhile, for the process as it is on for it.
+/// For its lifetime gradients are on, and inference mode and autocast are off, whatever surrounds it. Everything that is made for a
+/// capture is made inside of one, because autograd cannot use a tensor that was made in inference mode. Anomaly mode is off too, for the
+/// whole process, because it reads each gradient on the host to look for NaN.
 class [[nodiscard]] CaptureModesGuard {
  public:
   explicit CaptureModesGuard(c10::DeviceType type);
@@ -85,9 +85,8 @@ class [[nodiscard]] CaptureModesGuard {
   bool anomaly_before_;
 };
 
-/// Sets `modes` for its lifetime. Casts of weights that autocast caches are made inside and do not outlive it: a capture must
-/// neither read one from outside nor leave one of its own. Switches of the process are set only where they differ, since
-/// other threads see them.
+/// Sets `modes` for its lifetime. The weight casts that autocast caches inside end with it: a capture must neither read a cast from
+/// outside nor keep one of its own in the cache. Switches of the process are set only if they differ, because other threads see them.
 class [[nodiscard]] CallModesGuard {
  public:
   explicit CallModesGuard(const CallModes& modes);
@@ -101,7 +100,7 @@ class [[nodiscard]] CallModesGuard {
   ProcessModes process_before_;
   bool process_differs_;
   at::AutoGradMode grad_mode_;
-  std::optional<at::Float32MatmulPrecision> matmul_before_;  ///< the older switch, where it can be read
+  std::optional<at::Float32MatmulPrecision> matmul_before_;  ///< the older switch, if it can be read
 };
 
 }  // namespace sidestream

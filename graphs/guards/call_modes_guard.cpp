@@ -74,7 +74,7 @@ void set_switches(const ProcessModes& wanted, const ProcessModes& now) {
   }
 }
 
-/// LibTorch keeps an older switch beside the newer ones, and refuses to run products where they contradict each other.
+/// LibTorch keeps an older switch besides the newer ones, and refuses to run products if they contradict each other.
 std::optional<at::Float32MatmulPrecision> older_switch() {
   try {
     return at::globalContext().float32MatmulPrecision();
@@ -100,7 +100,7 @@ void put_back_float32(const ProcessModes& before, c10::DeviceType type,
   }
   for (const auto i : c10::irange(float32_count(type))) {
     const auto& [backend, op] = float32_operators()[i];
-    // Where the wider switches say the same, it goes on following them.
+    // If the wider switches have the same value, this switch continues to follow them.
     context.setFloat32Precision(backend, op, at::Float32Precision::NONE);
     if (ProcessModes::current(type).float32_precision[i] != before.float32_precision[i]) {
       context.setFloat32Precision(backend, op, before.float32_precision[i]);

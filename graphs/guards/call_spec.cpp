@@ -9,7 +9,7 @@ namespace sidestream {
 CallInput sample_of(const at::Tensor& input, c10::Device device) {
   const at::NoGradGuard no_grad;
   CallInput sample;
-  // A copy to the host would resolve what a conjugate or negated view leaves to be done; another device is refused by name later.
+  // A copy to the host would resolve a pending conjugation or negation of a view. Another device is refused by name later.
   sample.on_host = StorageView::supported(input) && input.device() == device && !input.is_conj() && !input.is_neg();
   sample.sample = sample.on_host ? input.detach().to(at::kCPU) : input.detach().clone();
   sample.sample.requires_grad_(input.requires_grad());

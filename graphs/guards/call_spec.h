@@ -38,7 +38,7 @@ struct CallInput {
   std::optional<InputAliases> aliases;  ///< of a call of `ss::call`: the aliases and the strides are guards
 };
 
-/// What is captured as one forward graph and one backward graph.
+/// A call that is captured as one forward graph and one backward graph.
 struct CallSpec {
   std::string name;
   ScopeNode* scope = nullptr;

@@ -8,8 +8,8 @@
 
 namespace sidestream {
 
-/// How the arguments of one call stand to each other: an earlier argument that is the same tensor, or that lies in the same
-/// storage; the argument's own index where there is none.
+/// Which arguments of one call share memory: for each argument the index of an earlier argument that is the same tensor, or that lies in
+/// the same storage. If there is no such argument, its own index.
 struct InputAliases {
   std::size_t same_as = 0;
   std::size_t shares_with = 0;
@@ -33,7 +33,7 @@ class AliasesInTurn {
 
  private:
   static constexpr std::size_t kPlaces = 512;        ///< of a table
-  using Table = std::array<std::uint16_t, kPlaces>;  ///< index + 1 of an argument, by hash; 0 where there is none
+  using Table = std::array<std::uint16_t, kPlaces>;  ///< index + 1 of an argument, by hash; 0 if there is no argument
 
   /// Fewer cost less when compared one by one; more would crowd the tables.
   [[nodiscard]] static constexpr bool is_few(std::size_t count) noexcept { return count <= 8 || count > kPlaces / 2; }
@@ -48,11 +48,11 @@ class AliasesInTurn {
   Table storages_;
 };
 
-/// True for a tensor whose cast autocast keeps and shares among all its readers: a leaf that requires a gradient. The gradients
-/// of several readers then meet before the cast's backward, not behind it.
+/// True for a leaf that requires a gradient. Autocast keeps the cast of such a tensor and shares it among all its readers. The gradients
+/// of several readers then meet before the cast's backward, not after it.
 [[nodiscard]] bool has_shared_cast(const at::Tensor& tensor);
 
-/// True when both have the same strides where they matter, and neither is lazily conjugated or negated unlike the other.
+/// True if both have the same strides where they matter, and neither is lazily conjugated or negated unlike the other.
 [[nodiscard]] bool same_layout(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace sidestream

@@ -12,7 +12,7 @@
 
 namespace sidestream {
 
-/// A tree of modules as it was: which modules, parameters and buffers are registered where, their flags and options, and how the
+/// A tree of modules at one moment: which modules, parameters and buffers are registered where, their flags and options, and how the
 /// tensors lie in memory. Holds all of them, so that no address can be used again by another.
 ///
 /// Threads: one at a time. Comparing allocates nothing.
@@ -25,14 +25,14 @@ class ModuleFacts {
   [[nodiscard]] FactsChange change() const noexcept;
   /// Of which modules, parameters and buffers are registered where, alone.
   [[nodiscard]] FactsChange members_change() const noexcept;
-  /// A plain function may reach all modules of its model, and a model of as many modules as calls would cost each call a look at all
-  /// of them. From now on `change` looks at the members of those that have one of `read`, and at the way to them from the root; at
-  /// training flags and options of all.
+  /// From now on `change` looks at the members of those modules that have one of `read`, and at the path to them from the root. It looks
+  /// at training flags and options of all modules. Otherwise a plain function, which may reach all modules of its model, would cost each
+  /// call a look at all of them.
   void attend_to(const std::vector<TensorFacts>& read);
   [[nodiscard]] bool attends() const noexcept { return attends_; }
   /// `change`, and the members of all modules, whatever it attends to.
   [[nodiscard]] FactsChange change_of_all() const noexcept;
-  /// Null where there is none.
+  /// Null if there is no root.
   [[nodiscard]] const torch::nn::Module* root() const noexcept {
     return entries_.empty() ? nullptr : entries_.front().module.get();
   }
@@ -42,11 +42,11 @@ class ModuleFacts {
   void take_flags(const ModuleFacts& earlier) noexcept;
   /// The same tree as it is now, with the training flags of this one.
   [[nodiscard]] ModuleFacts as_now(bool with_tensors = true) const;
-  /// What changed, by its name: "fc1.weight" is frozen, was trained. Empty where nothing did. Allocates.
+  /// What changed, by its name: "fc1.weight" is frozen, was trained. Empty if nothing changed. Allocates.
   [[nodiscard]] std::string difference() const;
   /// Each tensor once.
   [[nodiscard]] const std::vector<TensorFacts>& tensors() const noexcept { return tensors_; }
-  /// The name of a registered tensor below the root; empty where it is none.
+  /// The name of a registered tensor below the root; empty if it is none.
   [[nodiscard]] std::string name_of(const at::Tensor& tensor) const;
 
  private:
@@ -87,7 +87,7 @@ class ModuleFacts {
   std::vector<Flag> flags_;
 };
 
-/// Modules train, and leaves require gradients, as `facts` say, for its lifetime.
+/// For its lifetime, modules train and leaves require gradients as `facts` say.
 class [[nodiscard]] ModelFlagsGuard {
  public:
   explicit ModelFlagsGuard(const ModuleFacts& facts);

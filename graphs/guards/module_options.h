@@ -17,7 +17,7 @@ class ModuleOptions {
 
   [[nodiscard]] bool same() const noexcept;
   [[nodiscard]] bool empty() const noexcept { return numbers_.empty() && optional_numbers_.empty(); }
-  /// "p is 0.5, was 0.1"; empty where all are the same. Allocates.
+  /// "p is 0.5, was 0.1"; empty if all are the same. Allocates.
   [[nodiscard]] std::string difference() const;
 
  private:

@@ -8,7 +8,7 @@
 namespace sidestream {
 namespace {
 
-/// Where it begins; null where it has no one place.
+/// The address of its first byte; null if it has no single address.
 const void* address_of(const at::Tensor& tensor) noexcept {
   return tensor.defined() && tensor.layout() == c10::kStrided && tensor.has_storage() ? tensor.const_data_ptr()
                                                                                       : nullptr;

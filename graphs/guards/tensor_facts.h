@@ -20,9 +20,9 @@ struct FactsChange {
   bool options = false;        ///< numbers of LibTorch's modules: a dropout rate
 
   [[nodiscard]] bool any() const noexcept { return training || requires_grad || options || stale(); }
-  /// True when the capture reads what is no longer the model's: it replays never again.
+  /// True if the capture reads what is no longer the model's: it replays never again.
   [[nodiscard]] bool stale() const noexcept { return relocated || identity || layout; }
-  /// True when all there is to do is to capture the same call again, where its weights lie now.
+  /// True if it is enough to capture the same call again, at its weights' present addresses.
   [[nodiscard]] bool only_relocated() const noexcept {
     return relocated && !identity && !layout && !requires_grad && !options;
   }
@@ -35,24 +35,24 @@ class TensorFacts {
   explicit TensorFacts(at::Tensor tensor);
   /// Allocates nothing.
   [[nodiscard]] FactsChange change() const noexcept;
-  /// Adds those of all `tensors` to `all`. Where nothing changed, as nearly always, this is all that a replay pays for its weights:
-  /// one pass over facts that lie side by side, and over the tensors, whose memory is asked for ahead.
+  /// Adds the changes of all `tensors` to `all`. In nearly all steps nothing changed. Then this is all that a replay does for its
+  /// weights: one pass over facts that are contiguous in memory, and over the tensors, which are prefetched.
   static void add_changes(const std::vector<TensorFacts>& tensors, FactsChange& all) noexcept;
   [[nodiscard]] const at::Tensor& tensor() const noexcept { return tensor_; }
   [[nodiscard]] bool requires_grad() const noexcept { return requires_grad_; }
   void expect_requires_grad(bool requires_grad) noexcept { requires_grad_ = requires_grad; }
-  /// "is BFloat16, was Float"; empty where nothing changed. Allocates.
+  /// "is BFloat16, was Float"; empty if nothing changed. Allocates.
   [[nodiscard]] std::string difference() const;
 
  private:
   using Numbers = c10::SmallVector<std::int64_t, 4>;
-  /// True where a tensor with memory is in nothing another: what nearly all replays find, without the search for what changed.
+  /// True if nothing about a tensor with memory has changed. Nearly all replays find this, without a search for the change.
   [[nodiscard]] bool as_it_was() const noexcept;
   void ask_ahead() const noexcept;
 
   // In the order in which a replay looks at them.
   at::Tensor tensor_;
-  const void* address_ = nullptr;  ///< null where there is no memory of one address (undefined, sparse)
+  const void* address_ = nullptr;  ///< null if the memory has no single address (undefined, sparse)
   c10::DispatchKeySet keys_;       ///< layout, device, conjugate and negative bits
   const void* memory_ = nullptr;   ///< of its storage, where `address_` lies
   std::int64_t offset_ = 0;        ///< of its first element there

@@ -9,7 +9,7 @@
 namespace sidestream {
 namespace {
 
-/// The value of an environment variable; empty where it is not set.
+/// The value of an environment variable; empty if it is not set.
 std::string environment(const char* name) {
   const char* const text = std::getenv(name);
   return text == nullptr ? "" : text;

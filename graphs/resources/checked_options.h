@@ -11,7 +11,7 @@ namespace sidestream {
 /// Throws: UsageError for values that make no sense.
 [[nodiscard]] Options checked_options(Options options);
 
-/// `current`: the caller's stream, where a capture begins. Throws: UsageError for values that make no sense (see GraphOptions).
+/// `current`: the caller's stream, if a capture begins. Throws: UsageError for values that make no sense (see GraphOptions).
 void check_graph_options(const GraphOptions& options, std::optional<c10::Stream> current = std::nullopt);
 
 }  // namespace sidestream

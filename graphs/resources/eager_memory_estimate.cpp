@@ -37,7 +37,7 @@ void EagerMemoryEstimate::backward_begins() noexcept { step_ends(); }
 void EagerMemoryEstimate::step_ends() noexcept {
   try {
     call_begins();
-  } catch (const std::exception&) {  // the device has failed: what was counted stands
+  } catch (const std::exception&) {  // the device has failed: the count is kept as it is
   }
   const std::lock_guard lock(mutex_);
   counting_ = false;

@@ -9,9 +9,9 @@
 
 namespace sidestream {
 
-/// What a step takes of the device beside the calls that will be graphs: learned in the sizing step, so that captures leave as
-/// much. Counted is by how much live memory grew outside of those calls: before each, and from the last until backward reaches one.
-/// Memory that is offloaded or freed meanwhile makes it less, so it is no bound. Threads: any.
+/// How much device memory a step takes besides the calls that will be graphs. It is learned in the sizing step, so that captures do not
+/// use that memory. It measures how much live memory grew outside of those calls: before each call, and from the last call until backward
+/// reaches one. Memory that is offloaded or freed in that time lowers the number, so it is no bound. Threads: any.
 class EagerMemoryEstimate {
  public:
   explicit EagerMemoryEstimate(std::shared_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
@@ -25,7 +25,7 @@ class EagerMemoryEstimate {
   void backward_begins() noexcept;
   void step_ends() noexcept;
 
-  /// Bytes, at most at one moment; 0 where no sizing step has ended.
+  /// Bytes, at most at one moment; 0 if no sizing step has ended.
   [[nodiscard]] std::int64_t bytes() const;
 
  private:

@@ -44,14 +44,14 @@ void EagerPlan::learn(const SavedTensorRecorder& recorder, const std::vector<Gro
               ? "Options::lag of " + std::to_string(*limits.lag) + " bytes is smaller than the largest eager group; " +
                     std::to_string(window_.copies.lag) + " bytes are used instead"
               : "";
-  const std::vector<bool> turning = turn_round_within(order, selected, window_);
+  const std::vector<bool> turning = needed_immediately_within(order, selected, window_);
   for (std::size_t group = 0; group < turning.size(); ++group) {
     profile_.groups[group].needed_immediately = turning[group] && profile_.groups[group].selected;
   }
   state_ = State::sized;
 }
 
-// Of a sizing step: in a later one replays leave no groups between those that are delayed.
+// Only of a sizing step: in a later step replays make no groups between the delayed ones.
 void EagerPlan::learn_runs(const std::vector<std::uint64_t>& selected) {
   if (state_ != State::unsized) {
     return;
@@ -90,7 +90,7 @@ void EagerPlan::captured(const c10::StorageImpl* storage, bool given_back) {
     if (identities_[i].storage._unsafe_get_target() != storage) {
       continue;
     }
-    // What calls save of it is their sequences' business.
+    // If calls save it, their sequences plan it.
     std::vector<std::uint32_t> savers;
     for (const std::uint32_t saver : profile_.storages[i].savers) {
       if (!profile_.groups[saver].captured_later) {

@@ -12,7 +12,7 @@
 
 namespace sidestream {
 
-/// What an engine knows of the groups that no graph offloads: first nothing, then their sizes, then which of them are
+/// An engine's knowledge of the groups that no graph offloads: first none, then their sizes, then which of them are
 /// offloaded.
 /// Threads: the step's.
 class EagerPlan {
@@ -29,31 +29,31 @@ class EagerPlan {
   /// sequences' business.
   void learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order,
              const EagerOffload::Limits& limits);
-  /// False where a group that saved `storage` in that pass, and is no captured call's, stays. What it did not save was saved in a step
-  /// that the plan has led.
+  /// False if a group that saved `storage` in that pass stays, and is no captured call's group. If the pass did not save the storage, a
+  /// step under the plan saved it.
   [[nodiscard]] bool takes_along(const c10::StorageImpl* storage) const;
   /// Before `make`: from now on a graph makes what lay in `storage` in that pass, at each replay. Where it has `given_back` the memory,
   /// it is offloaded with the eager groups that save it; else it stays.
   void captured(const c10::StorageImpl* storage, bool given_back);
-  /// sized -> planned: plans and pins, where that has not been done; pinned memory that no plan needs is given back, but for the slots
-  /// of a plan that a few steps have outgrown: sizes that depend on data come again. Called before each step. Storages that
-  /// are still there although autograd has let go of them are the program's own: they stay, and `exclusions` hears of it.
-  /// Capture: illegal.  Throws: what `progress` throws.
+  /// sized -> planned: plans and pins, unless that has been done. Called before each step. Pinned memory that no plan needs is freed,
+  /// except the slots of a plan that a few steps have outgrown, because sizes that depend on data recur. If a storage is still alive
+  /// after autograd has released it, the program holds it: it stays on the device, and `exclusions` is told.
+  /// Capture: illegal.  Throws: errors of `progress`.
   void make(HostArena& arena, Exclusions& exclusions, const ProgressCallback& progress);
   /// planned -> sized: a capture has taken room in the arena.
   void outdate() noexcept { state_ = state_ == State::planned ? State::sized : state_; }
-  /// -> unsized. The report still tells of the plan before.
+  /// -> unsized. The report still shows the plan before.
   void drop() noexcept;
 
   /// How far the copies of its groups may be away from compute.
   [[nodiscard]] const GroupWindow& window() const noexcept { return window_; }
-  /// What the plan says of a step, in the order of its groups.
+  /// The plan's decisions for a step, in the order of its groups.
   [[nodiscard]] const PlannedPass& pass() const noexcept { return pass_; }
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
   [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
 
  private:
-  /// What each run of delayed groups saves between two calls that graphs take over: it trails as one group would.
+  /// Learns the bytes of each run of delayed groups between two calls that graphs take over: a run trails as one group would.
   void learn_runs(const std::vector<std::uint64_t>& selected);
 
   State state_ = State::unsized;

@@ -66,10 +66,10 @@ struct EngineResources {
   std::shared_ptr<RecorderBooks> books = std::make_shared<RecorderBooks>();  ///< of the steps' recorders
   OwnedGradients owned_gradients;
   std::shared_ptr<EagerMemoryEstimate> rest;
-  std::unique_ptr<StepSyncs> syncs;  ///< null where none are to be found
+  std::unique_ptr<StepSyncs> syncs;  ///< null unless the options ask for it
 
  private:
-  /// Measured once, where anything depends on it; nothing where the device keeps no time of its own, or has no memory to measure.
+  /// Measured once, if anything depends on it; not set if the device keeps no time of its own, or has no memory to measure.
   [[nodiscard]] std::optional<LinkPace> link();
 
   bool link_measured_ = false;

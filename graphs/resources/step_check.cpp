@@ -39,7 +39,7 @@ void StepCheck::journal_step(std::optional<OperatorObserverGuard>& guard, std::i
   if (!journals(steps_done)) {
     return;
   }
-  // What is heard here of a capture is another engine's: this one's own has a guard of its own inside.
+  // A capture that is observed here is another engine's: this engine's own capture has a guard of its own inside.
   const auto outside_of_captures = [observe = observer(), device = runtime_->device()](const OperatorAccess& access) {
     if (!CaptureTurn::mine(device)) {
       observe(access);

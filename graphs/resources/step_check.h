@@ -15,9 +15,9 @@ class StepCheck {
   /// `steps`: how many; 0 checks none, and `runtime` is left as it is.
   StepCheck(std::shared_ptr<Runtime> runtime, std::int64_t steps);
 
-  /// What the engine is to use: the given runtime, wrapped where steps are checked.
+  /// The runtime for the engine: the given one, wrapped if steps are checked.
   [[nodiscard]] const std::shared_ptr<Runtime>& runtime() const noexcept { return runtime_; }
-  /// Null where nothing is checked.
+  /// Null if nothing is checked.
   [[nodiscard]] const std::shared_ptr<CheckedRuntime>& checked() const noexcept { return checked_; }
   [[nodiscard]] Journal journal() const { return checked_ != nullptr ? checked_->journal() : Journal(); }
 

@@ -39,7 +39,7 @@ void StepSyncs::begin_step(std::optional<SyncFinder::Step>& step, std::int64_t c
   mark(at::sequence_number::peek());
 }
 
-// Of a backward the thread says nothing: where the node was made does. Nodes of a thread are numbered in order.
+// In a backward the thread does not show the place; the place where its node was made does. A thread numbers its nodes in order.
 WaitPlace StepSyncs::place() const {
   WaitPlace place{InCall::current(), current_scope(), {}};
   const auto node = torch::autograd::get_current_node();

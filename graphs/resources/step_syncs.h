@@ -61,7 +61,7 @@ class StepSyncs {
   [[nodiscard]] WaitPlace place() const;
   /// The nodes that the step's thread makes from number `from` on are made where it is now. Other threads' are not kept.
   void mark(std::uint64_t from);
-  /// A node of the user's own is numbered before its first operator begins: it is made where that is.
+  /// A node of the user's own is numbered before its first operator begins, so it is made in the same place.
   void pass(SyncFinder::OperatorEdge edge);
 
   SyncFinder finder_;

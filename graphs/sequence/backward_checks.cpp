@@ -1,4 +1,4 @@
-// What is checked before a backward replays: its order, its state, and the versions of what it reads.
+// The checks before a backward replays: its order, its state, and the versions of the tensors that it reads.
 #include "graphs/sequence/backward_checks.h"
 
 #include <string>

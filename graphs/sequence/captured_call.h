@@ -39,7 +39,7 @@ struct BackwardRead {
   std::uint32_t at_forward = 0;  ///< replay: its version when the latest forward ran
 };
 
-/// What the graphs of a call read beside its inputs and parameters, as it was at the capture.
+/// What the graphs of a call read, except its inputs and parameters, as it was at the capture.
 struct CallReads {
   ModuleFacts modules;                  ///< with the flags of the call's state
   std::vector<TensorFacts> watched;     ///< other tensors of the model
@@ -90,7 +90,7 @@ struct CapturedCall {
   CallReads reads;
   CallCopies copies;
   std::uint64_t unplanned_bytes = 0;  ///< saved by its capture, but not in the plan
-  std::uint64_t refused_bytes = 0;    ///< planned to be offloaded, but kept for want of pinned memory
+  std::uint64_t refused_bytes = 0;    ///< planned to be offloaded, but kept because pinned memory was short
   CapturedGraph forward;
   CapturedGraph backward;
   CallReplay replay;

@@ -6,7 +6,7 @@
 
 namespace sidestream {
 
-/// What a GraphEvent owns.
+/// The state that a GraphEvent owns.
 class GraphEventState {
  public:
   explicit GraphEventState(std::shared_ptr<Runtime> runtime)

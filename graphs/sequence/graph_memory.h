@@ -18,21 +18,31 @@ class GraphSequence;
 /// Device memory that graphs use as they replay: of one sequence, or shared by sequences that take turns with it.
 ///
 /// Note [Turns in shared memory]
-/// Other sequences of the same memory compute where a sequence has its saved tensors, the ends of its copies, and its outputs. So one
-/// sequence at a time has the turn: the one that was launched last. While a backward of its calls is pending it keeps the turn, and a
-/// forward of another sequence is refused. If no backward is pending, the other sequence takes the turn over before its launch. M is
-/// the stream that the call is made on:
+/// M is the stream on which a call of the new sequence is made, F the stream on which the former sequence was called.
 ///
-///   M: wait for the stream that the former sequence was called on, if that is not M; it is after the former sequence's graphs
-///   M: wait for the former sequence's copies
-///   M: copy out the former sequence's outputs that are still held, see Note [Outputs are ordinary tensors]
+///   F    graphs of the former sequence --+
+///                                        v
+///   M    (wait for F) --- (wait for the former's copies) --- (copy out held outputs) --- graphs of the new sequence
+///                                        ^
+///   D, H    copies of the former --------+
+///
+/// One sequence at a time has the turn: the one that was launched last. Other sequences of the same memory compute where it has its
+/// saved tensors, the targets of its copies, and its outputs.
+///
+/// While a backward of its calls is pending, a sequence keeps the turn, and a forward of another sequence is refused: that forward would
+/// overwrite what the backward reads. If no backward is pending, the other sequence takes the turn over before its launch.
+///
+/// Before M launches, it waits for F if that is another stream, because F is after the former sequence's graphs. M also waits for the
+/// former sequence's copies, and copies out the former sequence's outputs that are still held: see Note [Outputs are ordinary tensors].
 ///
 /// A sequence that ends does the same. If the device has no room for a copy then, held outputs stay where they are. The next sequence
 /// that wants the turn copies them out, or the allocator refuses it before anything has changed.
 ///
 /// If a backward of an earlier forward comes later (a retained graph), it is refused, because its saved tensors are gone.
+///
 /// The same turns order the pinned slots that the sequences share (SharedSlots): the former sequence's copies are done when M goes on,
 /// and the new sequence's copies begin after its graphs.
+///
 /// Threads: all sequences of one memory share `mutex`.
 class GraphMemory {
  public:

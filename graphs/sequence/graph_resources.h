@@ -18,14 +18,14 @@
 
 namespace sidestream {
 
-/// How much of the offloaded storages may be on the device, beside what the running call saves.
+/// How much of the offloaded storages may be on the device, besides the saved tensors of the running call.
 enum class CopyRoom : std::uint8_t {
   as_planned,
   least,       ///< no more than the largest call's
   none_stays,  ///< the same; storages that backward needs immediately are offloaded too
 };
 
-/// What an attempt to capture a sequence has planned so far.
+/// The plan of an attempt to capture a sequence, so far.
 struct CaptureAttempt {
   Profile profile;
   Plan plan;

@@ -14,9 +14,9 @@
 namespace sidestream {
 namespace {
 
-constexpr std::int64_t kSideStreams = 1;  // where the options name no number
+constexpr std::int64_t kSideStreams = 1;  // if the options name no number
 
-/// What the captures of a sequence use.
+/// The memory for the captures of a sequence.
 std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const GraphOptions& options) {
   if (resources.memory != nullptr) {
     return resources.memory;
@@ -34,7 +34,14 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
 
 // Note [Graph choreography]
 // M is the caller's stream, S a side stream of the sequence. D and H are the engine's streams of copies to the host and to the device
-// (GroupMover). Other sequences and eager groups queue their copies there as well, and nothing here rests on it.
+// (GroupMover). n and k are calls of the sequence.
+//
+//   M  forward n: fork --+-- (waits for done) --+-- other calls -- backward n: fork --+-- (waits for done) --+--
+//                        |                      ^ done(n)                             |                      ^ done(n)
+//   S                    +--> graph of forward n                                      +--+--> graph of backward n
+//                                | ready(n, group)                                       ^ reloaded(n)
+//   D                            +--> copies to the host, offloaded(n)                   |
+//   H                                             (before a graph from reload_at(n) on) copies to the device
 //
 //   forward n    M: (if the sequence's latest graph was called on another stream: wait for that stream; backward n likewise)
 //                M: (copy out outputs that are still held, see Note [Outputs are ordinary tensors])
@@ -49,29 +56,38 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
 //                S: wait reloaded(n), launch
 //                M: wait done(n)
 //
-// A graph holds no copy over the link; what it gathers into a block (SmallBlock) is compute to it. It records ready when the tensors of
-// a group are complete, and done after its last compute. So nothing that waits for a graph waits for copies. M goes on after done of
-// each graph, and each graph starts after M: graphs run one after the other, on whichever side streams they are.
+// Graphs run one after the other, on whichever side streams they are: each graph starts after M, and M goes on after the graph's done.
 //
-// The order of captures is data (SequenceOrder): each graph has an index in it. All graphs share one pool of memory, which the captures
-// used in that order. A graph may be launched if it lies between the forward and the backward of each pending call (PendingRuns): then it
-// overwrites nothing that they saved. Memory that a copy reads or writes is used again only from a certain graph index on. The capture
-// knows that index, and the first graph that is launched from there on waits for the copy:
+// Work that waits for a graph never waits for copies. A graph holds no copy over the link; what it gathers into a block (SmallBlock) is
+// compute to it. It records ready when the tensors of a group are complete, and done after its last compute.
+//
+// No rule relies on the order of copies on D or H, because other sequences and eager groups queue their copies there as well.
+//
+// A graph may be launched if it lies between the forward and the backward of each pending call (PendingRuns). Then it overwrites nothing
+// that these calls saved: all graphs share one pool of memory, which the captures used in their order. That order is data
+// (SequenceOrder), and each graph has an index in it.
+//
+// Memory that a copy reads or writes is used again only from a certain graph index on, and the first graph that is launched from there
+// on waits for the copy. The capture knows that index, because it allocated from the pool in the order of the indices:
 //  - released_at(k): the sources of k went back to the pool before the capture of the graph at this index. That graph, or the first
 //    one launched after it, waits for offloaded(k). A graph at or before the forward of k begins another pass, and waits for it too.
 //  - reload_at(k): the targets of k were allocated before the capture of the backward at this index. They stay allocated until
 //    backward k, and nothing else uses them in between. So the copies are queued before the launch of the first graph from there on,
 //    after S, and so after all earlier uses of the memory. Backward k waits for reloaded(k). A graph at an index outside of
 //    these waits for reloaded(k) as well, and k is reloaded once more if it is still needed.
-// A host slot belongs to its call for the life of the call's graphs. The next copy to the host starts after ready of a forward, which
-// waited for reloaded. In shared memory sequences take turns with the slots: see Note [Turns in shared memory].
-// A static input of a call's own lies outside of the pool, and no copy touches it: M may write it after done(n) of both directions.
-// M may write memory of the pool while no graph runs, and first waits for all copies. Such memory is a seed, or a linked input whose
-// output has been given other memory since.
 //
-// An output that other calls read is in the pool as well. It goes back to the pool before the capture of a graph whose index is above
-// those of all graphs and copies that need it (OutputLiveness). From that index on any graph may write the memory. So before the first
-// launch from there on, the output is copied out if it is still held, and M waits for the streams that read it.
+// The next copy into a host slot starts after ready of a forward. That forward waited for reloaded, so the last reload from the slot is
+// done. A host slot belongs to its call for the life of the call's graphs. In shared memory sequences take turns with the slots: see Note
+// [Turns in shared memory].
+//
+// M may write a static input of a call's own after done(n) of both directions: it lies outside of the pool, and no copy touches it.
+//
+// M may write memory of the pool while no graph runs, and first waits for all copies, which may use that memory. Such memory is a seed, or
+// a linked input whose output has been given other memory since.
+//
+// Before the first launch from a certain index on, an output that other calls read is copied out if it is still held, and M waits for the
+// streams that read it. From that index on any graph may write the memory: the output went back to the pool before the capture of a graph
+// whose index is above those of all graphs and copies that need it (OutputLiveness).
 
 GraphSequence::GraphSequence(const GraphResources& resources, const GraphOptions& options, SequenceOrder order)
     : runtime_(resources.runtime),
@@ -367,7 +383,7 @@ void GraphSequence::release(std::size_t index) {
     parameter.grad = parameter.attached = at::Tensor();
   }
   call.for_each_given_gradient([](std::optional<OutputStorage>& memory) {
-    if (memory && !memory->held()) {  // else it is copied out where a graph would overwrite it
+    if (memory && !memory->held()) {  // else it is copied out if a graph would overwrite it
       memory.reset();
     }
   });
@@ -394,11 +410,10 @@ void GraphSequence::give_up_outputs(std::size_t index) noexcept {
         memory->before_overwrite(*runtime_, fork_, counts_.gradients);
       }
     });
-    if (call.replay.generation > 0) {  // the memory may go now, behind all that reads it
+    if (call.replay.generation > 0) {  // the memory may be freed now, after all work that reads it
       runtime_->synchronize(runtime_->current_stream());
     }
-  } catch (
-      const std::exception&) {  // no room: what is held keeps it, and is copied out where a graph would overwrite it
+  } catch (const std::exception&) {  // no room: its holders keep it, and it is copied out if a graph would overwrite it
     return;
   }
   released_.drop(index);

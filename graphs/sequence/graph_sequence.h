@@ -26,8 +26,8 @@
 
 namespace sidestream {
 
-/// Device memory that a sequence took outside of LibTorch's allocator, in bytes: how much the use of the device grew meanwhile. It
-/// includes what other processes took.
+/// Device memory that a sequence took outside of LibTorch's allocator, in bytes: by how much the use of the device grew. It includes
+/// memory that other processes took in that time.
 struct OutsideBytes {
   std::int64_t warm_up = 0;  ///< loaded kernels and libraries, and their handles: eager passes take it as well
   std::int64_t graphs = 0;   ///< executables of graphs, and what libraries took in captures
@@ -94,7 +94,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// True if a forward of `call` begins a pass: no call awaits its backward. Forwards alone await none; there a pass begins with a call
   /// that is not after the call before it.
   [[nodiscard]] bool begins_pass(std::size_t call) const;
-  /// Drops the graphs of one call, or of all. With the last graph goes the memory that they made. Idempotent.
+  /// Drops the graphs of one call, or of all. The memory of the graphs is freed with the last one. Idempotent.
   void reset(std::size_t call);
   void reset();
   /// Drops the graphs of one call, and frees what it has and no other call reads. Idempotent.
@@ -133,7 +133,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void give_up_turn();
   /// After the graphs were dropped: blocks the host until no tensor that this sequence gave out is read in its memory.
   void leave_memory() noexcept;
-  /// Before the first capture: other sequences give up what they have in shared memory. Throws: as take_turn.
+  /// Before the first capture: other sequences release what they have in shared memory. Throws: as take_turn.
   void begin_capture();
   /// After the last capture: in shared memory later sequences compute where the outputs are.
   void share_outputs();

@@ -11,7 +11,7 @@ namespace sidestream {
 /// Where the nodes of one graph come from: in which scope each was captured, and by which operator.
 class NodeNames {
  public:
-  /// Both are empty where it is not known; `work` alone for what no operator captured (a record of an event).
+  /// Both are empty if it is not known; only `work` if no operator captured the node (a record of an event).
   struct Name {
     std::string_view scope;
     std::string_view work;

@@ -16,7 +16,7 @@ void PoolUse::captured(std::vector<GraphUse> graphs, std::int64_t ungiven) {
 }
 
 void PoolUse::launched(std::size_t graph_index) {
-  if (allocated_ < 0) {  // not behind the last capture: autograd's thread lets go of its tensors a moment later
+  if (allocated_ < 0) {  // not after the last capture: autograd's thread frees its tensors a moment later
     allocated_ = runtime_->allocated_in(pool_);
   }
   const GraphUse& use = graphs_[graph_index];
@@ -31,7 +31,7 @@ void PoolUse::idle(std::int64_t ungiven) noexcept {
   const LiveMemory::Change back{-ungiven - std::exchange(hidden_, -ungiven), -std::exchange(in_flight_, 0), 0};
   try {
     memory_.change(*runtime_, back);
-  } catch (const std::exception&) {  // the device has failed: nobody measures any more
+  } catch (const std::exception&) {  // the device has failed: no measurement follows
   }
 }
 

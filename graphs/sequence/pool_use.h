@@ -32,7 +32,7 @@ class PoolUse {
   void captured(std::vector<GraphUse> graphs, std::int64_t ungiven);
   /// Behind the launch of the graph at `graph_index`. Throws: as LiveMemory.
   void launched(std::size_t graph_index);
-  /// No backward is pending: what the pool still holds, tensors hold, but for `ungiven`: bytes of gradients that nobody was given.
+  /// No backward is pending. Tensors hold what the pool still holds, except `ungiven`: bytes of gradients that no caller received.
   void idle(std::int64_t ungiven = 0) noexcept;
   /// Graphs were dropped, and with them what they held.
   void dropped() noexcept;

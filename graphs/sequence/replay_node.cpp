@@ -21,7 +21,7 @@ const ReplayNode* as_replay(const torch::autograd::Node* node) noexcept {
   return node != nullptr && typeid(*node) == typeid(ReplayNode) ? static_cast<const ReplayNode*>(node) : nullptr;
 }
 
-/// True when others than `node` get to keep its gradient: hooks, or the caller of autograd::grad.
+/// True if others than `node` get to keep its gradient: hooks, or the caller of autograd::grad.
 bool seen_by_others(torch::autograd::Node& node) {
   const auto keeps = [](const auto& hook) { return dynamic_cast<const KeepsNoGradient*>(hook.get()) == nullptr; };
   const auto& hooks = node.pre_hooks();
@@ -36,7 +36,7 @@ bool seen_by_others(torch::autograd::Node& node) {
   return found != wanted->end() && found->second.captures_ != nullptr;
 }
 
-/// What it is given stays with one tensor, on the stream that gave it: no other node gets it.
+/// True if a gradient on this edge stays with one tensor, on the stream that made it: no other node gets it.
 bool is_leaf_on(c10::Stream stream, const torch::autograd::Edge& edge) noexcept {
   const torch::autograd::Node* const node = edge.function.get();
   return node != nullptr && typeid(*node) == typeid(torch::autograd::AccumulateGrad) &&
@@ -73,7 +73,8 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
   return results;
 }
 
-// A backward that names inputs (autograd::grad, or backward with a list) leaves every other .grad as it is; a graph cannot.
+// A backward that names inputs (autograd::grad, or backward with a list) must not change any other `.grad`. A graph would, so such a
+// backward is refused.
 void ReplayNode::refuse_named_gradients() const {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted != nullptr && !wanted->empty() && sequence_->calls_[call_].accumulates) {

@@ -39,7 +39,7 @@ void for_each_gradient(CapturedCall& call, const Visit& visit) {
 
 }  // namespace
 
-// What takes memory comes before the launch: where there is none, nothing has happened yet, and the backward may be tried again.
+// Memory is allocated before the launch. If an allocation fails, nothing has happened yet, and the backward may be tried again.
 void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
   const std::lock_guard lock(mutex_);
   check_backward(index, generation);
@@ -138,8 +138,8 @@ void GraphSequence::settle(c10::Stream side) noexcept {
 
 void GraphSequence::write_static_grads(CapturedCall& call, const std::vector<at::Tensor>& grads) {
   const at::NoGradGuard no_grad;
-  // A seed that is another call's input gradient lies in the pool, in memory that copies of the latest graphs may still
-  // use: where that call's backward did not run just before, nothing else makes this stream wait for them.
+  // A seed that is another call's input gradient is in the pool, in memory that copies of the latest graphs may still use. If that call's
+  // backward did not run just before, no other wait orders this stream after them.
   bool joined = false;
   const auto join_before_write = [&](const StaticOutput& output) {
     if (output.seed_from && !joined) {

@@ -1,4 +1,4 @@
-// What a replay is given, compared with what the call was captured with.
+// Compares the inputs of a replay with those of the capture.
 #include <string>
 
 #include <c10/util/irange.h>

@@ -13,7 +13,7 @@ bool GraphSequence::is_linked_output(const StaticInput& input, const at::Tensor&
          given.storage_offset() == input.tensor.storage_offset() && same_layout(given, input.tensor);
 }
 
-// What a graph frees while it runs, the pool has given to outputs of later forwards. The reverse does not happen: earlier outputs were
+// The pool gave memory that a graph frees while it runs to outputs of later forwards. The reverse does not happen: earlier outputs were
 // alive at the graph's capture. So the graph overwrites outputs that later forwards gave out in an earlier pass.
 void GraphSequence::overwrite_later_outputs(std::size_t graph_index) {
   const std::size_t first = order_.first_run_from(graph_index);
@@ -54,13 +54,13 @@ void GraphSequence::part_with(OutputStorage& storage, OutputCounts& counts) noex
   }
   if (storage.held() && memory_->shared()) {
     memory_->leave_behind(std::move(storage));
-  }  // else who holds it keeps the pool, whose graphs are gone
+  }  // else its holder keeps the pool, whose graphs are gone
 }
 
 void GraphSequence::part_with_outputs() noexcept {
   for (CapturedCall& call : calls_) {
     for (OutputStorage& storage : call.output_storages) {
-      if (storage.given_back() || !storage.held()) {  // else who holds it keeps the memory
+      if (storage.given_back() || !storage.held()) {  // else its holder keeps the memory
         part_with(storage, counts_.outputs);
       }
     }

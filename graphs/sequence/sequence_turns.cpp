@@ -37,7 +37,7 @@ void GraphSequence::take_turn(std::size_t index) {
   if (has_to_wait()) {
     refuse_turn(describe(index));
   }
-  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);  // before the former's saved tensors are given up
+  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);  // before the former's saved tensors are freed
   if (former != nullptr) {
     former->give_up_turn();
   }
@@ -93,7 +93,7 @@ void GraphSequence::share_outputs() {
     for (std::size_t index = 0; index < storages.size(); ++index) {
       if (!storages[index].given_back()) {
         storages[index].give_back_to(pool_);
-        released_.add(order_.size(), call, index);  // behind the last graph of this sequence
+        released_.add(order_.size(), call, index);  // after the last graph of this sequence
       }
     }
   }

@@ -90,7 +90,7 @@ class AdamW::Updates {
   void update(const Bucket& bucket);
 
   std::vector<Bucket> buckets_;
-  // What one operator is given; empty between updates.
+  // The arguments of one operator; empty between updates.
   std::vector<at::Tensor> parameters_, gradients_, averages_, squares_, maxima_, steps_;
   std::vector<std::pair<at::Tensor, at::Tensor>> relaid_;  ///< states, and what stands in for each
 };

@@ -19,7 +19,7 @@
 namespace sidestream {
 namespace {
 
-/// What LibTorch adds to the norm before it divides.
+/// LibTorch adds this to the norm before it divides.
 constexpr double kEpsilon = 1e-6;
 
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {

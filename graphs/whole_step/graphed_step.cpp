@@ -12,7 +12,7 @@
 
 namespace sidestream {
 
-/// What copies of a GraphedStep share.
+/// The state that copies of a GraphedStep share.
 class GraphedStep::Shared {
  public:
   Shared(OffloadEngine engine, std::shared_ptr<const WholeStepBody::Given> given, StepOptions options)

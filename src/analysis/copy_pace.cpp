@@ -7,10 +7,10 @@
 namespace sidestream {
 namespace {
 
-/// What layers wait for copies is none of a step's time if it is less than this part of it.
+/// Waits of layers for copies count as no time if they are less than this part of a step.
 constexpr double kNothing = 0.002;
 constexpr double kLittle = 0.1;
-constexpr double kLinkInUse = 0.9;  // what a link carries of its rate, between one copy and the next, beside compute
+constexpr double kLinkInUse = 0.9;             // part of a link's rate that copies reach beside compute, gaps included
 constexpr std::uint64_t kLagAtMost = 2;        // one part in so many of all bytes
 constexpr std::uint64_t kLookaheadAtMost = 8;  // likewise
 

@@ -25,9 +25,9 @@ struct LinkPace {
                                   const std::vector<std::uint64_t>& leaving, const CopyWindow& window,
                                   const std::vector<LayerPace>& paces, const LinkPace& link);
 
-/// The window if the options leave it open: no less than `least`, and the smallest lag with which forwards wait for copies to the
-/// host as little as with half of all bytes, if that is little; then the smallest lookahead that gains what an eighth
-/// would. If half of the bytes would not do, more lag would only offload less. Pure.
+/// The window if the options leave it open, no less than `least`. The lag is the smallest one with which forwards wait for copies to the
+/// host as little as with half of all bytes, if that is little. The lookahead is the smallest one that gains as much as an eighth of the
+/// bytes would. If half of the bytes is not enough for the lag, a larger lag would only offload less. Pure.
 [[nodiscard]] CopyWindow paced_window(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                                       const CopyWindow& least, const std::vector<LayerPace>& paces,
                                       const LinkPace& link);

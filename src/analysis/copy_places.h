@@ -10,10 +10,10 @@ namespace sidestream {
 
 /// How far copies may be away from the graphs that they belong to, in device bytes.
 struct CopyWindow {
-  /// How far copies to the host may trail: what the layers saved whose copies are not waited for yet, with that of the layer
-  /// that runs. What is needed immediately, within it, is not offloaded.
+  /// How far copies to the host may trail: the saved bytes of layers whose copies have not been waited for, and of the layer
+  /// that runs. Bytes that are needed immediately, within it, are not offloaded.
   std::uint64_t lag = 0;
-  /// What may be back before its backward, beyond the memory of `lag` that backwards have freed by then.
+  /// Bytes that may be reloaded before their backward, beyond the memory of `lag` that backwards have freed by then.
   std::uint64_t lookahead = 0;
 
   friend bool operator==(const CopyWindow&, const CopyWindow&) = default;

@@ -15,7 +15,8 @@ struct Life {
   std::size_t used = kNever;
 };
 
-/// What leaves trails until it is let go of, used or not: its copy may still be under way. What stays is free behind its use.
+/// An offloaded group trails until its sources are freed, used or not: its copy may still be running. A group that stays is free after
+/// its use.
 std::vector<Life> lives(const std::vector<GroupEvent>& order, const std::vector<GroupBytes>& groups,
                         const GroupWindow& window) {
   std::vector<Life> result(groups.size());
@@ -48,16 +49,16 @@ std::vector<Life> lives(const std::vector<GroupEvent>& order, const std::vector<
   return result;
 }
 
-/// The latest event behind which what is used at `use` comes back: one with a group's work between. The end of a forward's last group
-/// and the first use behind it have next to none.
+/// The latest event after which the group used at `use` is reloaded: one with a group's work before the use. Between the end of a
+/// forward's last group and the first use after it there is next to no work.
 std::size_t latest_return(const std::vector<GroupEvent>& order, std::size_t use) {
   return order[use - 1].kind == GroupEvent::Kind::used || use < 2 ? use - 1 : use - 2;
 }
 
 }  // namespace
 
-std::vector<bool> turn_round_within(const std::vector<GroupEvent>& order, const std::vector<std::uint64_t>& bytes,
-                                    const GroupWindow& window) {
+std::vector<bool> needed_immediately_within(const std::vector<GroupEvent>& order,
+                                            const std::vector<std::uint64_t>& bytes, const GroupWindow& window) {
   GroupWindow least = window;
   least.groups = std::max<std::size_t>(1, window.groups);
   std::vector<GroupBytes> groups;
@@ -74,7 +75,7 @@ std::vector<bool> turn_round_within(const std::vector<GroupEvent>& order, const 
 std::vector<GroupReturn> group_returns(const std::vector<GroupEvent>& order, const std::vector<GroupBytes>& groups,
                                        const GroupWindow& window) {
   const std::vector<Life> all = lives(order, groups, window);
-  std::vector<std::uint64_t> on_device(order.size());  // behind each event
+  std::vector<std::uint64_t> on_device(order.size());  // after each event
   const auto stays = [&](std::size_t first, std::size_t end, std::uint64_t bytes) {
     for (std::size_t event = first; event < std::min(end, order.size()); ++event) {
       on_device[event] += bytes;

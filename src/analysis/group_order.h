@@ -19,9 +19,8 @@ struct GroupEvent {
 
 /// Of one group, in device bytes.
 struct GroupBytes {
-  std::uint64_t held =
-      0;  ///< that count into the lag from its end on: what leaves, and what turns round within the lag
-  std::uint64_t leaving = 0;  ///< that leave
+  std::uint64_t held = 0;  ///< that count into the lag from its end on: offloaded bytes, and bytes needed immediately
+  std::uint64_t leaving = 0;  ///< offloaded bytes
 
   friend bool operator==(const GroupBytes&, const GroupBytes&) = default;
 };
@@ -29,25 +28,27 @@ struct GroupBytes {
 /// How far eager copies may be away from compute.
 struct GroupWindow {
   CopyWindow copies;
-  std::size_t groups = std::numeric_limits<std::size_t>::max();  ///< as many may trail, beside the bytes
+  std::size_t groups =
+      std::numeric_limits<std::size_t>::max();  ///< at most so many may trail, in addition to the bound in bytes
 
   friend bool operator==(const GroupWindow&, const GroupWindow&) = default;
 };
 
-/// The groups whose first use comes before they would be let go of: they need not leave. The latest group to end before a use
-/// is one of them where it is used next, however few `window.groups` are. `bytes[g]`: what group g saves. Pure.
-[[nodiscard]] std::vector<bool> turn_round_within(const std::vector<GroupEvent>& order,
-                                                  const std::vector<std::uint64_t>& bytes, const GroupWindow& window);
+/// The groups whose first use comes before their sources would be freed: they need not be offloaded. If the latest group to end before a
+/// use is used next, it is one of them, however few `window.groups` are. `bytes[g]`: the bytes that group g saves. Pure.
+[[nodiscard]] std::vector<bool> needed_immediately_within(const std::vector<GroupEvent>& order,
+                                                          const std::vector<std::uint64_t>& bytes,
+                                                          const GroupWindow& window);
 
-/// A group's copies back may begin behind an event of the order.
+/// The reload of a group may begin after an event of the order.
 struct GroupReturn {
   std::size_t event = 0;
   std::uint32_t group = 0;
 };
 
-/// When the groups of a step that goes as `order` come back, by event, and by first use among those of one event: as early as they
-/// find room beside what else is on the device then and until their use (`lag` and `lookahead` together), and a group's forward
-/// or backward before that use at the latest. Pure.
+/// When the groups of a step with this `order` are reloaded, by event, and by first use among those of one event. A reload starts as
+/// early as it finds room, from then until the group's use, besides the rest on the device (`lag` and `lookahead` together). It starts at
+/// the latest one group's forward or backward before that use. Pure.
 [[nodiscard]] std::vector<GroupReturn> group_returns(const std::vector<GroupEvent>& order,
                                                      const std::vector<GroupBytes>& groups, const GroupWindow& window);
 

@@ -6,23 +6,23 @@
 
 namespace sidestream {
 
-/// What a sizing pass saw of one group: the tensors that autograd saved inside one named scope.
+/// One group as a sizing pass saw it: the tensors that autograd saved inside one named scope.
 struct GroupProfile {
   std::string name;
   bool selected = false;            ///< the options name it
   bool needed_immediately = false;  ///< backward needs it immediately: it stays whatever the options say
-  bool captured_later = false;      ///< saved by a call that a graph takes over: its chain plans it
-  bool only_small = false;          ///< it saved nothing but small storages, which stay and are not in the profile
-  std::uint64_t block_bytes = 0;    ///< what its block took in earlier passes, which may have saved more
+  bool captured_later = false;      ///< saved by a call that a graph takes over: its sequence plans it
+  bool only_small = false;          ///< it saved only small storages, which stay and are not in the profile
+  std::uint64_t block_bytes = 0;    ///< bytes of its block in earlier passes, which may have saved more
   bool saved_small = false;         ///< small storages too, in the profile or not
 };
 
-/// What a sizing pass saw of one storage.
+/// One storage as a sizing pass saw it.
 struct StorageProfile {
   std::uint64_t bytes = 0;
   std::vector<std::uint32_t> savers;  ///< indices of groups, the first saver first
-  bool held_elsewhere = false;        ///< the program holds it itself: to offload it would free nothing
-  bool small = false;                 ///< it leaves with others of its group, as one block, or stays
+  bool held_elsewhere = false;        ///< the program holds it itself: offloading it would free nothing
+  bool small = false;                 ///< it is offloaded with others of its group, as one block, or stays
   bool static_output = false;  ///< graphs write it anew, and keep its memory: it stays, and has no place in a pass
 };
 
@@ -31,10 +31,10 @@ struct Profile {
   std::vector<GroupProfile> groups;
   std::vector<StorageProfile> storages;
   std::uint64_t block_from =
-      0;  ///< a group's small storages leave where they have, or once had, so many bytes together
+      0;  ///< from so many bytes together, now or in an earlier pass, a group's small storages are offloaded
 };
 
-/// Whether a storage leaves the device, and why not.
+/// Whether a storage is offloaded, and why not.
 enum class Fate : std::uint8_t {
   offloaded,
   not_selected,
@@ -60,19 +60,19 @@ struct Plan {
   std::vector<std::string> notes;  ///< for the report: storages held back, groups over the cap or not pinned
 };
 
-/// Decides which storages leave. A storage leaves only when every saver's group is selected and none is needed immediately;
-/// groups are taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage
-/// rounded up to `alignment` bytes. Small storages leave where no other group saves them, and only all those of a group together.
+/// Decides which storages are offloaded: those whose savers' groups are all selected, and none of these groups is needed immediately.
+/// Groups are taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage rounded up to
+/// `alignment` bytes. Small storages are offloaded if no other group saves them, and only all those of a group together.
 /// Pure; linear in the profile.
 [[nodiscard]] Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t alignment);
 
-/// What is to be pinned for the block of each group: its small storages that leave, each rounded up to `alignment` bytes, and no less
-/// than its block took before. 0 for groups without one. Pure.
+/// Bytes to be pinned for the block of each group: its offloaded small storages, each rounded up to `alignment` bytes, and no less than
+/// its block took before. 0 for groups without a block. Pure.
 [[nodiscard]] std::vector<std::uint64_t> block_bytes(const Profile& profile, const Decision* decisions,
                                                      std::uint64_t alignment);
 
-/// Takes back that storages of `group` leave: the system would not pin memory for them, though the cap has room. `why` is what
-/// it said, for the note.
+/// Reverts the decision to offload storages of `group`: the system would not pin memory for them, though the cap has room. `why` is the
+/// system's reason, for the note.
 void keep_unpinned(Plan& plan, const Profile& profile, std::uint32_t group, const std::string& why);
 
 }  // namespace sidestream

@@ -208,7 +208,7 @@ std::string Report::json() const {
     object["exclusions"].push_back(
         {{"reason", exclusion.reason}, {"tensors", exclusion.tensors}, {"bytes", exclusion.bytes}});
   }
-  // A name is the user's and need not be text; what is none is replaced.
+  // A user's name need not be valid text; invalid parts are replaced.
   return object.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 

@@ -7,7 +7,7 @@
 
 namespace sidestream {
 
-/// What one step recorded of calls that are to be captured. Calls are numbered in the order of their first forwards. Plain data.
+/// The record of one step about calls that will be captured. Calls are numbered in the order of their first forwards. Plain data.
 struct RecordedOrder {
   /// Forwards and backwards as they ran; `microbatch` counts the runs of a call. A run without a backward may lack it.
   std::vector<SequenceStep> steps;

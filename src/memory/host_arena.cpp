@@ -56,7 +56,7 @@ bool HostArena::prepare(std::span<const std::size_t> sizes, Surplus surplus) {
     const std::lock_guard lock(state_->mutex);
     state_->sealed = false;
     missing = state_->missing_of(largest_first);
-    if (!missing.empty()) {  // before more is pinned, what is pinned and in nobody's hands is cut anew
+    if (!missing.empty()) {  // before more is pinned, pinned memory that is not leased is cut anew
       state_->dissolve_unused();
       missing = state_->cut(state_->missing_of(largest_first));
     }

@@ -12,7 +12,7 @@
 
 namespace sidestream {
 
-/// What the report says of pinned host memory; all in bytes but the last four.
+/// Pinned host memory in the report; all in bytes but the last four.
 struct HostArenaStats {
   std::size_t cap = 0;
   std::size_t requested = 0;  ///< sum of the sizes asked for that got room, exact
@@ -26,11 +26,11 @@ struct HostArenaStats {
   std::size_t allocations_after_seal = 0;  ///< must be 0
 };
 
-/// Page-locked host memory of exact sizes: slabs pinned before the work starts, cut into slots that are 512-byte aligned,
-/// leased to captured groups for their graph's life and to eager groups from step to step. Under a hard cap.
+/// Page-locked host memory of exact sizes, under a hard cap. Slabs are pinned before the work starts and cut into slots that are 512-byte
+/// aligned. Captured groups lease slots for their graph's life, eager groups from step to step.
 ///
-/// A slot may be used again only when the copy that last touched it is done, whatever its direction. So a lease goes back
-/// with the event of that copy, and the next lessee waits for it on its stream: see Lease.
+/// A slot may be used again only when the copy that last touched it is done, in either direction. So a lease is returned with the event
+/// of that copy, and the next lessee's stream waits for that event: see Lease.
 /// Threads: any; one Lease is used by one thread at a time. The Runtime must outlive the arena and its leases.
 class HostArena {
   struct State;
@@ -38,7 +38,7 @@ class HostArena {
   struct Slot;
 
  public:
-  /// A slot of the arena, lent until this object dies. Move-only; empty after a move, or when there was no room.
+  /// A slot of the arena, leased until this object is destroyed. Move-only; empty after a move, or when there was no room.
   /// Outliving the arena is safe: the slab lives until its last lease is back.
   class Lease {
    public:
@@ -56,9 +56,11 @@ class HostArena {
     /// The bytes asked for (the slot may be larger).
     [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
 
-    /// Makes `stream` wait for the copy that last touched this slot, under this or an earlier lease. A no-op on a new slot.
-    /// Call before each write of the slot. Capture: illegal; for a captured group call it on a stream that the launch is
-    /// behind (or once before the capture, on the capture stream). Throws: as Runtime::wait.
+    /// Makes `stream` wait for the copy that last touched this slot, under this or an earlier lease. A no-op on a new slot. Call before
+    /// each write of the slot.
+    /// Capture: illegal. For a captured group, call it on a stream that precedes the launch (or once before the
+    /// capture, on the capture stream).
+    /// Throws: as Runtime::wait.
     void wait_before_use(c10::Stream stream) const;
 
     /// Notes that the copies queued on `stream` so far touch the slot: records the slot's own event. No allocation after
@@ -81,7 +83,7 @@ class HostArena {
 
   static constexpr std::size_t alignment = 512;
 
-  /// What becomes of pinned memory that a plan does not need and no lease is in.
+  /// What happens to pinned memory that a plan does not need and that has no lease.
   enum class Surplus : std::uint8_t { kept, given_back };
 
   /// Pins nothing yet. `cap_bytes` bounds the page-locked bytes for good.
@@ -96,16 +98,16 @@ class HostArena {
   /// Pins slots of these sizes (bytes), in this order, as far as the cap allows; the result says which got one. Adds to
   /// earlier plans. Capture: illegal. Throws: UsageError after `seal`; DeviceError when pinning fails (nothing is kept).
   std::vector<bool> plan(std::span<const std::size_t> sizes);
-  /// Pins what is missing so that leases of all these sizes can live at once, beside those that live now, and seals: the
-  /// planning of a later pass. Where something is missing, slabs that no lease is in are cut anew first; those that have no part in
-  /// it then are given back, and where the cap has no room beside the others, they too. `surplus`: of what nothing is missing in,
-  /// the slabs that these sizes do not need. False where the cap has no room for all of them. Capture: illegal. Throws: DeviceError when
-  /// pinning fails: nothing is added and the arena is sealed.
+  /// Plans for a later pass. Pins what is missing, so that leases of all these sizes can live at once, besides those that live now; then
+  /// seals. If memory is missing, slabs without a lease are cut anew first. Slabs that are not used after that are freed. If the
+  /// cap has no room for the missing memory besides the cut slabs, these are freed too. `surplus`: what happens to slabs that these sizes
+  /// do not need if nothing is missing. False if the cap has no room for all of them.
+  /// Capture: illegal. Throws: DeviceError if pinning fails: nothing is added and the arena is sealed.
   bool prepare(std::span<const std::size_t> sizes, Surplus surplus = Surplus::kept);
   /// Gives back the slabs that no lease is in, once their last copies are done: between a plan and the next.
   /// Capture: illegal.
   void trim() noexcept;
-  /// Bytes that `prepare` may still serve: what the cap leaves, and what is pinned but not leased.
+  /// Bytes that `prepare` may still serve: what remains under the cap, and what is pinned but not leased.
   [[nodiscard]] std::size_t available() const noexcept;
   /// No allocation from here on: `lease` serves free slots only.
   void seal() noexcept;
@@ -113,14 +115,14 @@ class HostArena {
   void open() noexcept;
   [[nodiscard]] bool sealed() const noexcept;
 
-  /// Who leases next waits for nothing that was noted so far, nor does the arena's end: those copies were captured, and the owner of
-  /// their graph waits for it before it lets go of the arena.
+  /// Forgets all uses noted so far: neither the next lessee nor the arena's end waits for them. Those copies were captured, and the owner
+  /// of their graph waits for the graph before it releases the arena.
   void forget_uses() noexcept;
-  /// True where all of these bytes lie in memory that the arena has pinned.
+  /// True if all of these bytes lie in memory that the arena has pinned.
   [[nodiscard]] bool holds(const void* at, std::size_t bytes) const noexcept;
 
   /// The smallest free slot that holds `bytes`, among equals the one longest back. Before `seal` a missing slot is pinned if
-  /// the cap has room; after it nothing grows. Empty when there is no room, and for 0 bytes.
+  /// the cap has room; after it nothing grows. Empty if there is no room, and for 0 bytes.
   /// No allocation after `seal`. Capture: legal after `seal` (no driver call), illegal before.
   [[nodiscard]] Lease lease(std::size_t bytes);
 

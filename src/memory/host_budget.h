@@ -11,7 +11,7 @@ class HostBudget {
 
   [[nodiscard]] std::size_t cap() const noexcept { return cap_; }
   [[nodiscard]] std::size_t room() const noexcept { return cap_ - taken_.load(); }
-  /// False where so many are not left; nothing is taken then.
+  /// False if so many are not left; nothing is taken then.
   [[nodiscard]] bool take(std::size_t bytes) noexcept {
     std::size_t taken = taken_.load();
     while (bytes <= cap_ - taken) {

@@ -45,7 +45,7 @@ struct HostArena::State {
   }
   ~State();
 
-  /// False where the budget has no room. Throws: DeviceError; nothing is pinned then.
+  /// False if the budget has no room. Throws: DeviceError; nothing is pinned then.
   [[nodiscard]] bool pin(std::size_t bytes);
   void add_slot(Slab& slab, std::byte* data, std::size_t bytes);
   /// Takes the slots out of the slabs that no lease is in, once their last copies are done.

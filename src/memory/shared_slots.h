@@ -8,12 +8,12 @@
 
 namespace sidestream {
 
-/// Slots of an arena that several users have by turns, never two at a time. A user that comes finds what the others lease, takes of it
-/// from the first slot on, and leases only what it lacks: together they lease what the largest needs. A slot goes back when no user
-/// that took of it is left.
+/// Slots of an arena that several users have by turns, never two at a time. A new user takes the slots that others lease, from the first
+/// one on, and leases only what it lacks. So together they lease what the largest user needs. A slot is returned to the arena when no
+/// user that took of it is left.
 ///
-/// Ordering: none by itself. A user's copies begin behind those of the one that had the turn before.
-/// Threads: one at a time; parts may be let go of on any.
+/// Ordering: adds no waits. A user's copies begin after those of the user that had the turn before.
+/// Threads: one at a time; parts may be released on any.
 class SharedSlots {
  public:
   /// Of a slot, which lives as long as any of its parts.
@@ -24,15 +24,15 @@ class SharedSlots {
   };
   using Parts = std::vector<Part>;
 
-  /// What one user takes. It holds all slots while it is there, so that none goes back before it has taken.
+  /// The slots that one user takes. While it lives it holds all slots, so that no slot is returned before it has taken its own.
   class Share {
    public:
     explicit Share(SharedSlots& slots);
     /// Bytes that are left to take, a multiple of HostArena::alignment.
     [[nodiscard]] std::size_t room() const noexcept;
-    /// Leases slots of these sizes (multiples of HostArena::alignment), which the arena has prepared, behind those that are there.
+    /// Leases slots of these sizes (multiples of HostArena::alignment), which the arena has prepared. They follow the existing ones.
     void lease(HostArena& arena, std::span<const std::size_t> sizes);
-    /// The next `bytes`, where slots meet in several parts; nothing where there is not so much room.
+    /// The next `bytes`, in several parts if they cross slots. Nothing if there is not that much room.
     [[nodiscard]] Parts take(std::size_t bytes);
 
    private:

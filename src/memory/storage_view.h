@@ -38,7 +38,7 @@ struct StorageView {
   [[nodiscard]] std::size_t extent_bytes() const;
 };
 
-/// All bytes of `storage` as a tensor over it, with a version counter of its own: autograd does not hear of what is written through
+/// All bytes of `storage` as a tensor over it, with a version counter of its own: autograd does not see writes through
 /// it. Runs no operator.
 [[nodiscard]] at::Tensor bytes_of(const c10::Storage& storage);
 

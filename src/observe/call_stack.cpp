@@ -91,7 +91,7 @@ std::vector<std::string> CallStack::frames(std::size_t most) const {
     all.push_back(frame_of(addresses_[i]));
   }
   auto first = std::find_if(all.begin(), all.end(), [](const Frame& frame) { return !is_own(frame); });
-  // A thread of autograd has nobody else's frames: then LibTorch's own are all there is to say.
+  // A thread of autograd has no frames but its own: then LibTorch's frames are all that can be named.
   if (const auto others = std::find_if(first, all.end(), [](const Frame& frame) { return !is_below(frame); });
       others != all.end() && others != first && std::next(others) != all.end()) {
     first = std::prev(others);

@@ -7,15 +7,15 @@
 
 namespace sidestream {
 
-/// The return addresses of the calling thread, innermost first. Taking one allocates nothing behind the first of the process.
+/// The return addresses of the calling thread, innermost first. Only the first one of the process allocates.
 class CallStack {
  public:
   CallStack() = default;
   /// Leaves out this function and `skip` frames around it.
   [[nodiscard]] static CallStack here(int skip);
 
-  /// Names of at most `most` frames. Left out are those of this library, and what of LibTorch and CUDA lies between them and the
-  /// first frame of somebody else, but for the one that was called. A frame without a name is "module+0xoffset", as addr2line takes it.
+  /// Names of at most `most` frames. The frames of this library are left out. So are the frames of LibTorch and CUDA between them and the
+  /// first frame of other code, except the function that was called. A frame without a name is "module+0xoffset", as addr2line takes it.
   [[nodiscard]] std::vector<std::string> frames(std::size_t most) const;
 
   friend bool operator<(const CallStack& a, const CallStack& b) { return a.key() < b.key(); }

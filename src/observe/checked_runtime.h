@@ -17,19 +17,19 @@
 
 namespace sidestream {
 
-/// Decorates a runtime: passes every call on, writes it into a journal, and looks for accesses that nothing orders.
+/// Decorates a runtime: forwards every call, writes it into a journal, and looks for accesses that nothing orders.
 ///
-/// Operators are told by `observe`, from an OperatorObserverGuard; where work is issued, by Site; streams and events that a
-/// model or autograd uses, by ExternalSynchronisation. What the host waits for counts on the thread that began the step and
-/// on those whose operators are observed: other threads have an order of their own. The journal grows until `stop`: about 100
-/// bytes an operation. What it does not see: kernels' own temporaries, and host code that touches pinned memory without an
-/// operator. Handles are the inner runtime's. Threads: as Runtime; one lock.
+/// `observe` reports operators, called by an OperatorObserverGuard. Site says where work is issued. ExternalSynchronisation reports
+/// streams and events that a model or autograd uses. A wait of the host counts on the thread that began the step, and on threads whose
+/// operators are observed. Other threads have an order of their own. The journal grows until `stop`: about 100 bytes an operation. It
+/// does not see kernels' own temporaries, or host code that touches pinned memory without an operator. Handles are the inner runtime's.
+/// Threads: as Runtime; one lock.
 class CheckedRuntime final : public ForwardingRuntime {
  public:
   explicit CheckedRuntime(std::shared_ptr<Runtime> inner);
   ~CheckedRuntime() override;
 
-  /// What one operator touched, on the calling thread's current stream or by the host itself. `phase` and `name` say where it
+  /// Reports the accesses of one operator, on the calling thread's current stream or by the host itself. `phase` and `name` say where it
   /// was issued if no Site does; empty: unknown.
   void observe(const OperatorAccess& access, std::string_view phase = {}, std::string_view name = {});
   /// Operations from here on belong to step `step`; 0 outside of any.
@@ -62,7 +62,7 @@ class CheckedRuntime final : public ForwardingRuntime {
   void launch(const Graph& graph, c10::Stream stream) override;
 
  private:
-  /// Where graphs that draw find their seed and offset (DrawOrder): one place for all, under an address that stands for it.
+  /// The seed and offset of graphs that draw (DrawOrder): one location for all, under an address that represents it.
   [[nodiscard]] static JournalAccess seed_and_offset(bool write);
 
   friend class ExternalSynchronisation;
@@ -77,7 +77,7 @@ class CheckedRuntime final : public ForwardingRuntime {
     std::vector<JournalAccess> accesses;
     bool internal = false;  ///< the event is one of the capture's own
   };
-  /// What a capture holds, with the streams that belong to it.
+  /// The contents of a capture, with the streams that belong to it.
   struct Captured {
     StreamKey origin = 0;
     std::uint32_t number = 0;

@@ -65,7 +65,7 @@ void ExternalReads::observe(const OperatorAccess& access) {
   }
 }
 
-// What a kernel made for itself is dead when the outermost operator has ended.
+// A kernel's own temporaries are freed when the outermost operator has ended.
 void ExternalReads::settle_pending() {
   for (auto& [key, pending] : pending_) {
     if (auto alive = pending.storage.lock(); alive && !made_.contains(key)) {

@@ -32,7 +32,7 @@ class ExternalReads {
   void made(const at::Tensor& tensor);
   void made(const c10::Storage& storage);
   [[nodiscard]] bool has_made(const c10::StorageImpl* storage) const noexcept { return made_.contains(storage); }
-  /// What was made and lives.
+  /// Storages that were made and are alive.
   [[nodiscard]] std::vector<c10::Storage> made_and_alive() const { return made_.alive(); }
 
   /// In the order they were first touched.

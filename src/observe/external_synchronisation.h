@@ -7,8 +7,8 @@ namespace sidestream {
 
 class CheckedRuntime;
 
-/// Writes into a checked runtime's journal what goes past it: streams and events of LibTorch that a model or autograd uses,
-/// what the host saw of them, and memory that an allocator lends again behind other streams.
+/// Writes into a checked runtime's journal what bypasses that runtime: streams and events of LibTorch that a model or autograd uses, what
+/// the host saw of them, and freed memory that an allocator hands out again after work on other streams.
 /// Threads: as DeviceListener; under the runtime's lock.
 class ExternalSynchronisation final : public DeviceListener {
  public:
@@ -22,7 +22,7 @@ class ExternalSynchronisation final : public DeviceListener {
   void freed_behind(StreamKey stream, const void* begin, std::size_t bytes) override;
 
  private:
-  /// What the calling thread waits for is the host's of the journal: it began the step, or its operators are observed.
+  /// True if waits of the calling thread count as waits of the journal's host: it began the step, or its operators are observed.
   [[nodiscard]] bool hosts_this_thread() const noexcept;
 
   CheckedRuntime& runtime_;

@@ -6,9 +6,8 @@
 
 namespace sidestream {
 
-/// While one lives, operators of other threads that draw random numbers on `device` wait for its end: the device has one generator,
-/// which a capture takes for itself. The thread that has it also has the device's CaptureTurn; threads that work for a capture do
-/// not wait.
+/// While one lives, operators of other threads that draw random numbers on `device` wait for its end, because the device has one
+/// generator and a capture takes it. Its thread also has the device's CaptureTurn. Threads that work for a capture do not wait.
 ///
 /// A backward pass cannot wait (autograd's thread may be the one that the capture needs), and an operator that began before knows
 /// nothing of this. During a warm-up such operators draw from a separate sequence (graphs/sandbox/rng_state_guard.h), so no number comes

@@ -1,4 +1,4 @@
-// Operators in the journal, and the memory that the allocators lend again behind them.
+// Operators in the journal, and freed memory that allocators hand out again after them.
 #include <utility>
 
 #include "observe/checked_runtime.h"
@@ -9,7 +9,7 @@ namespace sidestream {
 
 void CheckedRuntime::note_free(const QueuedUses::Freed& freed) {
   if (stopped_ || capture_of(freed.stream) != nullptr) {
-    return;  // what a capture frees is lent again to captures only
+    return;  // what a capture frees is handed out again to captures only
   }
   write({JournalKind::freed_behind,
          freed.stream,
@@ -31,7 +31,7 @@ void CheckedRuntime::note_frees() {
 
 void CheckedRuntime::observe(const OperatorAccess& access, std::string_view phase, std::string_view name) {
   if (access.stream && !access.reads.empty()) {  // record_stream: touches nothing
-    // Memory of graphs is no allocator's to lend: who launches the graph waits for such streams.
+    // An allocator does not own the memory of graphs: the sequence that launches the graph waits for such streams.
     const at::Tensor& used = access.reads.front();
     if (!used.has_storage() || ReplayedMemory::of(used.storage().data_ptr()) == nullptr) {
       const std::lock_guard lock(mutex_);

@@ -28,9 +28,11 @@ thread_local constinit bool UnobservedGuard::unobserved_ = false;
 namespace {
 
 // Note [How the observer reaches other threads]
-// Autograd hands two kinds of thread-local state to the threads that run a backward pass: record-function callbacks, which are
-// plain function pointers, and LibTorch's debug-info chain, which can carry an object. So the callback is thread-local, and
-// its state hangs in the chain under a kind of our own. The state is shared: a device thread may hold it longer than the guard.
+// The callback is thread-local, and its state is in the debug-info chain under a kind of the library's own. Autograd passes two kinds of
+// thread-local state to the threads that run a backward pass: record-function callbacks, which are plain function pointers, and
+// LibTorch's debug-info chain, which can carry an object.
+//
+// The state is shared, because a device thread may hold it longer than the guard.
 constexpr auto observer_kind = static_cast<c10::DebugInfoKind>(0xA5);
 
 using TensorList = c10::SmallVector<at::Tensor, 8>;
@@ -89,7 +91,7 @@ struct OperatorObserverGuard::State final : c10::DebugInfoBase, std::enable_shar
 
   Observe observe;
   Observe before;
-  std::shared_ptr<State> outer;  // hears too where it is to, and what comes after the end of this one
+  std::shared_ptr<State> outer;  // is called too if it asks for that, and for everything after the end of this one
   bool outer_hears_too = false;
   std::mutex mutex;
   bool active = true;
@@ -241,9 +243,9 @@ void on_end(const at::RecordFunction& function, at::ObserverContext* context) {
 
 }  // namespace
 
-// The callback is registered by the outermost guard of a thread only; an inner one changes what it finds. Both the callback and the
-// chain of debug infos are undone in reverse order only: so a guard that ends before one inside of it, or on another thread, leaves
-// its registration to the thread, which drops it when it is the innermost.
+// Only the outermost guard of a thread registers the callback; an inner guard changes what the callback finds. The callback and the chain
+// of debug infos can only be undone in reverse order. So a guard that ends before an inner one, or on another thread, leaves its
+// registration to the thread. The thread drops the registration when it is the innermost.
 struct OperatorObserverGuard::Registration {
   explicit Registration(std::shared_ptr<State> state)
       : around(innermost),

@@ -22,24 +22,24 @@ struct OperatorAccess {
   bool nested = false;                ///< ran inside another reported operator, which is reported later
   bool non_blocking = false;  ///< the argument of that name: a copy from or to pinned memory returns before it is done
   bool only_shape = false;    ///< changes what a tensor is, not its bytes (`unsqueeze_`, `set_`)
-  std::optional<c10::Stream> stream{};           ///< an argument of that type (`record_stream`)
-  bool random = false;                           ///< draws from a generator
-  const at::Generator* own_generator = nullptr;  ///< which is given, and is not its device's default one; else null
+  std::optional<c10::Stream> stream{};  ///< an argument of that type (`record_stream`)
+  bool random = false;                  ///< draws from a generator
+  const at::Generator* own_generator =
+      nullptr;  ///< the given generator if it is not its device's default one; else null
 };
 
-/// While it lives, `observe` is called after every operator of the calling thread, and of the backward passes that it
-/// starts (autograd's device threads included; calls come one at a time). Operators inside operators are reported as well,
-/// before the one they are in. Guards nest: the innermost observes, and those around it where it says so. Not for the replay
-/// path.
+/// For its lifetime, `observe` is called after every operator of the calling thread, and of the backward passes that the thread starts
+/// (autograd's device threads included; calls come one at a time). Operators inside of operators are reported as well, before the outer
+/// one. Guards nest: the innermost observes, and outer ones observe too if it says so. Not for the replay path.
 ///
-/// `before`, if any, is called before each operator runs, with no outputs; nothing of the operator is written by then.
-/// Schemas lie (`native_batch_norm` writes running statistics unmarked): what is known of that stands in unmarked_writes.h.
-/// What the two throw does not stop the operator; it is kept for `rethrow`.
-/// Threads: ends in any order and on any thread; what it stands in hears what comes after. Capture: legal.
+/// `before`, if any, is called before each operator runs, with no outputs; nothing of the operator is written by then. Schemas are
+/// sometimes wrong (`native_batch_norm` writes running statistics unmarked): unmarked_writes.h lists the known cases. Exceptions of the
+/// two functions do not stop the operator; they are kept for `rethrow`.
+/// Threads: ends in any order and on any thread; the outer guard observes what follows. Capture: legal.
 class [[nodiscard]] OperatorObserverGuard {
  public:
   using Observe = std::function<void(const OperatorAccess&)>;
-  /// Whether the guard that this one stands in hears of the same operators.
+  /// Whether the outer guard observes the same operators too.
   enum class Outer : std::uint8_t { hears_nothing, hears_too };
 
   explicit OperatorObserverGuard(Observe observe, Observe before = {}, Outer outer = Outer::hears_nothing);

@@ -14,8 +14,8 @@ namespace sidestream {
 struct OperatorTouches {
   JournalKind kind = JournalKind::compute;
   std::vector<JournalAccess> by_stream;
-  std::vector<JournalAccess> by_host;      ///< pinned memory only: nothing else of the host's is shared with the device
-  bool host_waits = false;                 ///< what it gives is on the host when it returns
+  std::vector<JournalAccess> by_host;      ///< pinned memory only: the device sees no other memory of the host
+  bool host_waits = false;                 ///< its result is on the host when it returns
   c10::SmallVector<at::Tensor, 2> pinned;  ///< host tensors that its stream touches after it has returned
 };
 

@@ -149,7 +149,7 @@ OrderChecker::Ranges::iterator OrderChecker::split_at(std::uint64_t address) {
   return after;
 }
 
-// The lender of the memory has ordered these accesses before all that are to come.
+// The allocator has ordered these accesses before all later ones.
 void OrderChecker::forget(const JournalAccess& freed, std::uint32_t queue) {
   if (freed.bytes == 0) {
     return;

@@ -41,7 +41,7 @@ class SIDESTREAM_API OrderChecker {
   void read(const Journal& journal);
   [[nodiscard]] const std::vector<OrderFinding>& findings() const noexcept { return findings_; }
   [[nodiscard]] std::size_t operations() const noexcept { return next_; }
-  /// Ranges, readers and clock entries looked at so far: what the time goes with.
+  /// Ranges, readers and clock entries looked at so far: the time grows with them.
   [[nodiscard]] std::uint64_t work() const noexcept { return work_; }
 
  private:

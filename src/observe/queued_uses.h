@@ -11,7 +11,7 @@
 namespace sidestream {
 
 /// Storages that queued work of some stream uses and that LibTorch's allocators know it of: `record_stream`'s, and pinned ones
-/// that an operator copies from or to. Once freed, such memory is lent again when the allocator sees that work done.
+/// that an operator copies from or to. Once freed, such memory is handed out again when the allocator sees that work done.
 /// Threads: one at a time.
 class QueuedUses {
  public:
@@ -23,7 +23,7 @@ class QueuedUses {
 
   void add(const at::Tensor& tensor, StreamKey stream);
   [[nodiscard]] bool empty() const noexcept { return uses_.empty(); }
-  /// What has been freed since the last call.
+  /// Memory that has been freed since the last call.
   [[nodiscard]] std::vector<Freed> take_freed();
 
  private:

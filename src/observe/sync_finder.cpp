@@ -132,7 +132,7 @@ struct SyncFinder::State {
   std::int64_t unlisted = 0;
 };
 
-/// What hangs in a thread's chain: a step, or a pause, for which `state` is null.
+/// The entry in a thread's chain: a step, or a pause, for which `state` is null.
 struct SyncFinder::Link final : c10::DebugInfoBase {
   std::shared_ptr<State> state;
   std::atomic<bool> steady{false};
@@ -162,7 +162,7 @@ struct SyncFinder::Link final : c10::DebugInfoBase {
   }
 };
 
-/// What LibTorch and the backends call.
+/// The functions that LibTorch and the backends call.
 struct SyncFinderHears {
   static bool listens() noexcept {
     if (hearing) {
@@ -214,7 +214,7 @@ struct SyncFinderHears {
   static void count(const SyncFinder::Link& link, c10::DeviceType type, HostWait told, const char* call) {
     SyncFinder::State& state = *link.state;
     const bool asks_memory = told == HostWait::allocation || told == HostWait::pinning;
-    // Libraries below operators wait for the device where they set themselves up: cuBLAS for each thread's handle.
+    // Libraries below operators wait for the device when they initialise: cuBLAS for each thread's handle.
     const bool may_set_up = told == HostWait::device && operators.any();
     if (type != state.type || ((asks_memory || may_set_up) && !link.steady.load(std::memory_order_relaxed))) {
       return;

@@ -15,7 +15,7 @@
 
 namespace sidestream {
 
-/// Where in a program the host waits. The names live as long as the finder; null where there is none.
+/// Where in a program the host waits. The names live as long as the finder; null if there is none.
 struct WaitPlace {
   const std::string* call = nullptr;   ///< the graphed call
   const std::string* scope = nullptr;  ///< the innermost scope or call

@@ -6,7 +6,7 @@
 namespace sidestream {
 namespace {
 
-/// `operator_name` may have an overload behind a dot.
+/// `operator_name` may have an overload after a dot.
 template <class Names>
 bool is_among(std::string_view operator_name, const Names& names) {
   operator_name = operator_name.substr(0, operator_name.find('.'));

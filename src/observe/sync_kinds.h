@@ -6,7 +6,7 @@
 
 namespace sidestream {
 
-/// What a finding is called, and what to use instead.
+/// The kind of a finding. Each has a name and a remedy.
 enum class SyncKind : std::uint8_t {
   value,
   data_dependent,

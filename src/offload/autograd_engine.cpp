@@ -32,8 +32,8 @@ class HookingEngine final : public torch::autograd::Engine {
   }
   static Engine& get() { return instance(); }
 
-  // LibTorch starts device threads once in a process, for the engine that runs the first backward and for the devices it
-  // knows then. A backward before us, or a device registered later, would leave this engine without.
+  // LibTorch starts device threads once in a process: for the engine that runs the first backward, and for the devices that it knows
+  // then. If a backward ran before, or if a device is registered later, this engine would have no threads for it.
   void ensure_device_threads() {
     if (!device_ready_queues_.empty()) {
       return;

@@ -15,12 +15,11 @@ class SavedTensorSource {
   SavedTensorSource& operator=(const SavedTensorSource&) = delete;
   virtual ~SavedTensorSource() = default;
 
-  /// Hooks for the one tensor that is being saved now; null leaves it as it is. Called on the thread that runs the operator;
-  /// autograd then calls `call_pack_hook` at once, without grad mode, and `call_unpack_hook` once per backward, possibly on
-  /// its device thread. A tensor whose hooks exist has no version check.
-  /// The pack hook is given the variable itself, with its grad_fn (LibTorch 2.11; wrapped numbers are never hooked). It must
-  /// not keep it: where an operator saves its own output that would be a cycle; keep the storage, or `detach()`.
-  /// What it throws reaches the caller of the operator with its type.
+  /// Hooks for the one tensor that is being saved now; null saves the tensor without hooks. Called on the thread that runs the operator.
+  /// Autograd then calls `call_pack_hook` at once, without grad mode, and `call_unpack_hook` once per backward, possibly on its device
+  /// thread. A tensor whose hooks exist has no version check. The pack hook is given the variable itself, with its grad_fn (LibTorch
+  /// 2.11; wrapped numbers are never hooked). It must not keep the variable: if an operator saves its own output, that would be a cycle.
+  /// Keep the storage, or `detach()`. Its exceptions reach the caller of the operator with their type.
   [[nodiscard]] virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() = 0;
 };
 
@@ -40,7 +39,7 @@ class [[nodiscard]] SavedTensorGuard {
   ThreadStack<SavedTensorSource>::Entry entry_;
 };
 
-/// The calling thread's source; null when there is none.
+/// The calling thread's source; null if there is none.
 [[nodiscard]] SavedTensorSource* current_saved_tensor_source() noexcept;
 
 /// Puts our autograd engine, the base engine plus saved-tensor hooks, in the place of LibTorch's default one for the whole

@@ -20,7 +20,7 @@ void CaptureOffload::group_ended(Group& group) {
   const Site site(Activity::offload, group.scope->site);
   std::vector<std::shared_ptr<SavedStorage>> offloaded;
   mover_->lease(group, offloaded, shared_);
-  // Who captures finds out that it does not fit, and does it again with more room.
+  // The capture learns that it does not fit, and is made again with more room.
   if (const SmallBlock block = SmallBlock::gather(*mover_, *runtime_, group, SmallBlock::NoRoom::is_thrown, shared_);
       block) {
     block.replace_members(block.storage->streams);
@@ -37,7 +37,7 @@ void CaptureOffload::group_ended(Group& group) {
   }
   CapturedCopies::Group& noted = copies_->groups.emplace_back();
   noted.site = group.scope->site;
-  for (const c10::Stream stream : savers) {  // more than one where the callable forks streams of its own
+  for (const c10::Stream stream : savers) {  // more than one if the callable forks streams of its own
     noted.ready.push_back(runtime_->create_external_event());
     runtime_->record(noted.ready.back(), stream);
   }

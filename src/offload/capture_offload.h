@@ -10,18 +10,18 @@
 
 namespace sidestream {
 
-/// Offloads groups of captured forwards: at a scope's end the graph records where the group is ready, and what is to be copied is
-/// noted. A capture holds no copy of that kind: replays queue them beside it (SequenceCopies). Small storages the graph gathers into a
-/// block, whose memory is the pool's.
+/// Offloads groups of captured forwards. At a scope's end the graph records when the group is ready, and the group's copies are noted.
+/// The capture holds no copy over the link: replays queue these copies beside it (SequenceCopies). The graph gathers small storages into
+/// a block, whose memory is the pool's.
 ///
-/// Threads: one capture at a time; `fetch` may be called on autograd's device thread meanwhile.
+/// Threads: one capture at a time; autograd's device thread may call `fetch` during it.
 class CaptureOffload final : public StorageMover {
  public:
   CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover);
   ~CaptureOffload() override;
 
-  /// What the forward capture that now begins offloads is noted in `copies`. `shared`: where it goes on the host; null for slots of its
-  /// own.
+  /// A forward capture begins: its offloaded storages are noted in `copies`. `shared`: where they are offloaded to on the host; null for
+  /// slots of their own.
   void begin_forward(CapturedCopies& copies, SharedSlots::Share* shared) noexcept {
     copies_ = &copies;
     shared_ = shared;

@@ -1,4 +1,4 @@
-// What of EagerOffload puts copies off until the next graph: see Note [Eager choreography] in eager_offload.cpp.
+// The part of EagerOffload that delays copies until the next graph. See Note [Eager choreography] in eager_offload.cpp.
 #include <algorithm>
 
 #include "base/site.h"
@@ -7,7 +7,7 @@
 
 namespace sidestream {
 
-// Without a plan nobody knows the window yet, and a first step is to fit.
+// Without a plan the window is not known yet, and a first step must fit.
 bool EagerOffload::is_delayed(const Group& group, const Slot& slot) const {
   const auto is_replayed = [](const std::shared_ptr<SavedStorage>& saved) {
     return ReplayedMemory::of(saved->device.data_ptr()) != nullptr;
@@ -34,7 +34,7 @@ void EagerOffload::send_delayed(Slot& slot) {
   std::erase(delayed_, &slot);
   any_delayed_.store(!delayed_.empty(), std::memory_order_relaxed);
   slot.state = Slot::State::here;
-  // What nobody needs any more goes with the sources, behind nothing: no copy reads it.
+  // Sources that autograd no longer needs are freed at once: no copy reads them.
   std::erase_if(slot.sources, [](const std::shared_ptr<SavedStorage>& saved) { return saved.use_count() == 1; });
   if (!slot.sources.empty()) {
     send(slot);

@@ -1,4 +1,4 @@
-// What of EagerOffload lets go of sources as their copies trail behind: see Note [Eager choreography] in eager_offload.cpp.
+// The part of EagerOffload that frees sources after their copies. See Note [Eager choreography] in eager_offload.cpp.
 #include <algorithm>
 #include <memory>
 
@@ -49,7 +49,7 @@ void EagerOffload::let_go_of(const Slot& slot) {
 void EagerOffload::part_with(const std::shared_ptr<SavedStorage>& saved) {
   keep_for(saved->device, step_streams_);
   if (saved->place == SavedStorage::Place::offloading) {
-    if (unoffloaded_ && saved.use_count() > 1) {  // else nobody needs it any more
+    if (unoffloaded_ && saved.use_count() > 1) {  // else no reference to it is left
       unoffloaded_->lets_go(*saved);
     }
     saved->device = c10::Storage();

@@ -10,46 +10,55 @@
 namespace sidestream {
 
 // Note [Eager choreography]
-// M is the stream that operators saved on (autograd runs their backward on the same), D and H are the copy streams of GroupMover, g
-// a group. Copies of graphed calls run on D and H too (Note [Graph choreography]): that they come one after the other orders nothing
-// that a wait below does not.
+// M is the stream on which operators saved tensors; autograd runs their backward on the same stream. D and H are the copy streams of
+// GroupMover, and g is a group.
 //
-//   scope of g ends      M: (gather the small storages of g into a block, which is offloaded in their place; let go of them)
+//   M  g ends --+-- later groups --+-- (sources of g are free) -- allocate g --+-- ... --+-- unpack g
+//               | fork             ^ offloaded(g)                              | fork    ^ reloaded(g)
+//   D           +--> copy to host -+                                           |         |
+//   H                                                                          +--> copy to device
+//
+//   scope of g ends      M: (gather the small storages of g into a block, which is offloaded in their place; free them)
 //                        M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
-//     or, delayed        (behind the launch of the next graph, or when the lag is exceeded, or at the step's end: the same)
-//   later groups end     M: wait offloaded(g), once they and g exceed the lag; then g's sources are let go: M may use their memory
+//     or, delayed        (after the launch of the next graph, or when the lag is exceeded, or at the step's end: the same)
+//   later groups end     M: wait offloaded(g), once they and g exceed the lag; then g's sources are freed: M may use their memory
 //   a group ends, or is  M: allocate g, record fork   H: wait fork, copy g, record reloaded(g)
 //   used for the first time
 //   backward reaches g   M: wait reloaded(g), unpack
-//   the step ends        M and the current stream: wait for D and H; what was reloaded and not used is let go
+//   the step ends        M and the current stream: wait for D and H; reloaded storages that were not used are freed
 //
-// A block (SmallBlock) is allocated and gathered on the stream that saved the first of its storages, behind the others that did; so the
-// copy out, which is behind all of them, is behind the gather. The memory of the storages is lent again behind the gather: it is on
-// that stream, and the allocator is told of it where there are others. Who asks for one of them before the block was let go of, on
-// another stream, waits for the gather.
+// Copies of graphed calls run on D and H too (Note [Graph choreography]). They run one after the other, but only the waits above order
+// them: no rule relies on the order of one copy stream.
 //
-// Behind which event g is reloaded is learned: StepOrder knows in which order groups ended and were used in the step before, and
-// group_returns finds the earliest event from which on g has room on the device. Where a step goes another way, groups are reloaded as
-// backward reaches the one behind them. Neither rule is needed to be right: what is not on its way is reloaded when it is asked for.
+// A block (SmallBlock) is allocated and gathered on the stream that saved the first of its storages, after the work of the other streams
+// that saved any. So the copy to the host, which is after all of these streams, is after the gather. The storages are freed after the
+// gather. The gather runs on that stream, and the allocator is told of the stream if there are others. Until the block's device memory is
+// freed, another stream that reads one of the storages waits for the gather.
 //
-// A destination is allocated on M before the fork is recorded, so that H is behind whatever used that memory before. H is
-// behind the D2H through the same fork: only what was let go is reloaded, and M waited for offloaded(g) first. The wait for a host
-// slot's last copy is for models on several streams: a group saved on one stream may be offloaded into a slot that the H2D of another
-// stream's group still reads.
+// StepOrder learns after which event g is reloaded. It knows in which order groups ended and were used in the step before, and
+// group_returns finds the earliest event from which on g has room on the device. If a step takes another order, a group is reloaded when
+// backward reaches the group after it. Correct results need neither rule: a storage that is not being reloaded yet is reloaded when it is
+// unpacked.
 //
-// What graphs write at each replay (outputs of graphed calls whose memory went back to their pool) is no memory of the allocator, so
-// nothing is won by holding it until M is behind the copy: it is let go of at once, and D named as its user. The sequence copies out what
-// is held before its memory is used again, and waits for who was named (Note [Outputs are ordinary tensors]). A group that is
-// needed before it was let go of, and of which something went so, is let go of first, and reloaded behind that.
+// A destination is allocated on M before the fork is recorded, so H starts after all earlier uses of that memory. The same fork puts H
+// after g's copy to the host: only a group whose sources were freed is reloaded, and M waited for offloaded(g) before it freed them. D
+// waits for a host slot's last copy because a model may use several streams. A group that one stream saved may be offloaded into a slot
+// that the reload of another stream's group still reads.
 //
-// A delayed group's fork is recorded when it is offloaded, and not when its scope ends: M holds no less by then, and does not wait for
-// the graph yet, so the copies run beside it. Until then its slot holds the sources. What graphs write anew is never delayed: the
-// graph that it would wait for may be the one that writes it.
+// Memory that graphs write at each replay is released at once, and D is named as its user. Such memory is that of graphed calls' outputs
+// that went back to their pool. It does not belong to the allocator, so holding it until M is after the copy would gain nothing. The
+// sequence copies out what is held before it uses the memory again, and waits for the streams that were named (Note [Outputs are ordinary
+// tensors]). If backward needs a group before its sources were freed, and graphs write some of them, the sources are freed first and the
+// group is reloaded after that.
 //
-// Where a step saves on several streams, each is an M: D and H fork from all that saved of g. The first of them waits for
-// offloaded(g); for the others the allocator is told of every stream that has saved in the step, as autograd alone would hold a
-// saved tensor until backward and any of them could read it until then. So its memory is lent again only behind all of
-// them, and with the first behind the copy. A reloaded copy is read by backward, on the streams that saved it.
+// A delayed group's fork is recorded when the group is offloaded, and not when its scope ends. M holds no less by then and does not wait
+// for the graph yet, so the copies run beside the graph. Until then the group's slot holds the sources. Memory that graphs write anew is
+// never delayed, because the graph for which it would wait may be the one that writes it.
+//
+// If a step saves on several streams, each of them is an M, and D and H fork from all that saved tensors of g. The first of them waits
+// for offloaded(g). For the others the allocator is told of every stream that has saved in the step. Without offload autograd would hold
+// a saved tensor until backward, and any of these streams could read it until then. So the memory is used again only after all of these
+// streams, and on the first one after the copy. Backward reads a reloaded copy on the streams that saved it.
 
 EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Limits limits)
     : runtime_(std::move(runtime)),
@@ -58,12 +67,12 @@ EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<Gro
       limits_(limits) {}
 
 EagerOffload::~EagerOffload() {
-  mover_->settle();  // nobody can use what copies still carry, but its memory must not go before they are done
+  mover_->settle();  // no code uses what copies still carry, but its memory must not be freed before they are done
   try {
     for (Slot& slot : slots_) {
       set_in_flight(slot, 0);
     }
-  } catch (const std::exception&) {  // the device has failed: nobody measures any more
+  } catch (const std::exception&) {  // the device has failed: no measurement follows
   }
 }
 
@@ -285,7 +294,7 @@ void EagerOffload::end_step() {
     return;
   }
   look();
-  if (unoffloaded_) {  // what goes from here on is needed by nobody, but for what the program still holds
+  if (unoffloaded_) {  // only the program itself may still hold bytes that are freed from here on
     ended_ = std::move(unoffloaded_);
   }
   try {
@@ -319,7 +328,7 @@ void EagerOffload::abandon_step() noexcept {
   while (!trailing_.empty()) {
     try {
       drop_sources();
-    } catch (const std::exception&) {  // its sources are gone: nobody measures any more
+    } catch (const std::exception&) {  // its sources are freed: no measurement follows
     }
   }
   copied_ = false;

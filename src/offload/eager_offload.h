@@ -20,12 +20,11 @@
 
 namespace sidestream {
 
-/// Offloads and reloads groups of eager steps: to the host when their scope ends; back as early as lag and lookahead allow where the
-/// step before went the same way, else in reverse order, one group ahead.
+/// Offloads and reloads groups of eager steps. A group is offloaded when its scope ends. If the step takes the same order as the step
+/// before, a group is reloaded as early as lag and lookahead allow; otherwise groups are reloaded in reverse order, one group ahead.
 ///
-/// eager_offload.cpp holds the window and what trails, eager_delay.cpp what waits for the next graph, eager_reload.cpp what brings
-/// groups back. Ordering: see
-/// Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
+/// eager_offload.cpp and eager_lag.cpp hold the window and trailing groups, eager_delay.cpp delayed groups, eager_reload.cpp reloads.
+/// Ordering: see Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
 /// Threads: see StorageMover; one mutex, never held while user code runs.
 class EagerOffload : public StorageMover {
  public:
@@ -52,14 +51,14 @@ class EagerOffload : public StorageMover {
   /// Whose sizing step it was looks no more: a backward that begins after this is not told to it. Gives the step's peaks; null
   /// where there was no sizing step.
   std::unique_ptr<UnoffloadedPeak> end_sizing_step() noexcept;
-  /// The current stream, and those that saved in the step, wait for all its copies; all that was held for them is let go.
+  /// The current stream, and those that saved in the step, wait for all its copies; everything that was held for them is freed.
   void end_step();
-  /// The step was left in its middle: the host waits for its copies, and all that was held for them is let go. What waits for copies
-  /// holds this object, which holds it, so a step that is neither ended nor abandoned is never let go of.
+  /// The step was left before its end. The host waits for its copies, and everything that was held for them is freed. This object and the
+  /// storages whose copies are running own each other: end or abandon each step, or both leak.
   void abandon_step() noexcept;
 
   /// A graph of the engine was launched, and the current stream does not wait for it yet: the groups that were delayed until now
-  /// are offloaded beside it. Where there are none, it costs one load.
+  /// are offloaded beside it. If there are none, it costs one load.
   void graph_launched() {
     if (any_delayed_.load(std::memory_order_relaxed)) {
       send_delayed();
@@ -83,9 +82,9 @@ class EagerOffload : public StorageMover {
   struct Slot {
     enum class State : std::uint8_t {
       here,        ///< nothing of it was offloaded
-      delayed,     ///< its D2H is issued behind the next graph
+      delayed,     ///< its D2H is issued after the next graph
       offloading,  ///< its D2H was issued
-      away,        ///< its sources were let go
+      away,        ///< its sources were freed
       reloaded     ///< its H2D was issued
     };
     std::shared_ptr<Event> offloaded;  ///< null until it is offloaded, as `reloaded`
@@ -102,7 +101,7 @@ class EagerOffload : public StorageMover {
     bool used = false;           ///< backward has reached it
     std::int64_t in_flight = 0;  ///< bytes of it that are on the device, on their way
   };
-  /// A group that ended, and is not let go of.
+  /// A group that ended and whose sources are not freed.
   struct Trailing {
     Slot* slot;
     std::uint64_t bytes;
@@ -112,7 +111,7 @@ class EagerOffload : public StorageMover {
   void look();
   /// So many bytes of that group are on the device, on their way: see LiveMemory.
   void set_in_flight(Slot& slot, std::int64_t bytes);
-  /// The block of the group's small storages, which have let go of theirs; null where none is offloaded.
+  /// The block of the group's small storages, which have released their own memory. Null if no block is offloaded.
   std::shared_ptr<SavedStorage> gather(Group& group);
   /// Queues the copies of its sources.
   void send(Slot& slot);
@@ -130,7 +129,7 @@ class EagerOffload : public StorageMover {
   void let_go_of(const Slot& slot);
   /// That storage is on the host alone from here on.
   void part_with(const std::shared_ptr<SavedStorage>& saved);
-  /// What the oldest group was offloaded from may be used again: its copies are done, or the stream that saved it waits for them.
+  /// The oldest group's sources may be used again: its copies are done, or the stream that saved it waits for them.
   void drop_sources();
   void reload(Slot& slot);
   /// Backward reaches that slot.
@@ -151,7 +150,7 @@ class EagerOffload : public StorageMover {
   LiveMemory& live_;
   Limits limits_;
   std::optional<GroupWindow> planned_window_;
-  std::vector<std::uint64_t> largest_ = {0, 0};  ///< groups so far, where no window is planned
+  std::vector<std::uint64_t> largest_ = {0, 0};  ///< groups so far, if no window is planned
   GroupWindow window_;
   mutable std::recursive_mutex mutex_;  ///< recursive: letting go of a storage may drop it
   std::deque<Slot> slots_;

@@ -47,7 +47,7 @@ class Exclusions {
   [[nodiscard]] std::size_t min_bytes() const noexcept { return min_bytes_; }
   /// Registers a module's parameters and buffers in place of those before.
   void set_parameters(std::vector<at::Tensor> parameters_and_buffers);
-  /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True when any did.
+  /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True if any did.
   bool refresh_parameters();
   /// Bytes of the storages of registered parameters and buffers.
   [[nodiscard]] std::uint64_t registered_bytes() const;
@@ -59,16 +59,16 @@ class Exclusions {
   [[nodiscard]] bool is_parameter(const at::Tensor& tensor) const;
   /// The user's mark_not_offload: for as long as the storage lives.
   void mark(const at::Tensor& tensor);
-  /// What a graph reads and does not make: its inputs, other graphs' static outputs among them, and what it reads from elsewhere.
+  /// A tensor that a graph reads and does not make: an input, another graph's static output, or a tensor from elsewhere.
   void add_static_input(const at::Tensor& tensor);
   void add_static_input(const c10::Storage& storage);
   void remove_static_inputs() noexcept;
-  /// What the program itself holds from step to step: for as long as the storage lives.
+  /// A storage that the program itself holds from step to step. Applies as long as the storage lives.
   void add_held(const c10::Storage& storage);
 
-  /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, held, weight_cast, small.
-  /// `tensor` is what the pack hook was given, with its autograd history: leaves that require grad and casts of weights are
-  /// known by it. No driver call, no operator, no allocation.
+  /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, held, weight_cast, small. `tensor` is
+  /// what the pack hook was given, with its autograd history: that history shows leaves that require grad, and casts of weights. No
+  /// driver call, no operator, no allocation.
   [[nodiscard]] Exclusion classify(const at::Tensor& tensor) const;
   /// `classify`, counted in the tallies.
   Exclusion classify_and_count(const at::Tensor& tensor);

@@ -5,7 +5,7 @@
 
 namespace sidestream {
 
-/// A node of autograd's graph that may add into the `.grad` of leaves itself, with no edge to them.
+/// A node of autograd's graph that may add into the `.grad` of leaves itself, without an edge to them.
 /// Threads: any.
 class GradientOwner {
  public:

@@ -15,7 +15,7 @@
 
 namespace sidestream {
 
-/// What copies did.
+/// Counts of copies.
 struct CopyCounts {
   std::uint64_t offloaded_bytes = 0;
   std::uint64_t reloaded_bytes = 0;
@@ -24,18 +24,18 @@ struct CopyCounts {
   std::uint64_t refused_leases = 0;
 };
 
-/// Moves groups of storages to pinned host memory and back: leases, queues the copies of each direction on a stream of its own, and
-/// counts. One for all eager groups and graphed calls of an engine, which differ in what says that a group is ready, and in who
-/// decides when its device memory is let go of and when it is allocated.
+/// Offloads groups of storages to pinned host memory and reloads them: leases, queues the copies of each direction on a stream of its
+/// own, and counts. All eager groups and graphed calls of an engine share one. They differ in which event says that a group is ready, and
+/// in who decides when device memory is freed and allocated.
 ///
-/// Ordering: copies of one direction run in the order in which they were queued, but nothing rests on that: each starts behind all
-/// that its user names. Nobody waits for a copy but by an event recorded behind it.
-/// Capture: illegal, but for `lease`.  Threads: any; copies of one direction are queued by one thread at a time.
+/// Ordering: copies of one direction run in the order in which they were queued, but no rule relies on that. Each copy starts after
+/// everything that its user names. To wait for a copy, wait for an event that was recorded after it.
+/// Capture: illegal, except `lease`.  Threads: any; copies of one direction are queued by one thread at a time.
 class GroupMover {
   struct Direction;
 
  public:
-  /// Copies of one direction that are being queued. Where it dies unfinished (by an exception), those that were queued are done:
+  /// Copies of one direction that are being queued. If it dies unfinished (by an exception), those that were queued are done first:
   /// nothing else would tell when.
   class [[nodiscard]] Copies {
    public:
@@ -43,7 +43,7 @@ class GroupMover {
     Copies& operator=(const Copies&) = delete;
     ~Copies();
 
-    /// What is queued from here on is behind all that the stream holds now.
+    /// Work that is queued from here on starts after everything that the stream holds now.
     void behind(c10::Stream stream);
     void behind(const Streams& streams);
     void behind(const ExternalEvent& ready);
@@ -75,8 +75,8 @@ class GroupMover {
   /// Adds to `offloaded` those storages of the group that are to be offloaded and got pinned memory; the others stay from here on, and the
   /// group counts them. Of `shared`, where it is not null, in place of slots of their own.
   void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded, SharedSlots::Share* shared = nullptr);
-  /// Pinned memory for `bytes` of the group's small storages, or for as many as the plan has pinned for them; empty where there is
-  /// none. `shared`: as above.
+  /// Pinned memory for `bytes` of the group's small storages, or for as many as the plan has pinned for them. Empty if there is none.
+  /// `shared`: as above.
   [[nodiscard]] HostPlace lease_block(const Group& group, std::size_t bytes, SharedSlots::Share* shared = nullptr);
   [[nodiscard]] Copies offload_copies() { return {*this, offloads_}; }
   [[nodiscard]] Copies reload_copies() { return {*this, reloads_}; }

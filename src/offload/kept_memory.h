@@ -6,7 +6,7 @@
 
 namespace sidestream {
 
-/// The memory of `storage` is not lent again before what `streams` have queued by then is done.
+/// The memory of `storage` is not handed out again before what `streams` have queued by then is done.
 inline void keep_for(const c10::Storage& storage, const Streams& streams) {
   if (streams.size() > 1 && storage) {
     const auto* guard = c10::impl::getDeviceGuardImpl(storage.device_type());

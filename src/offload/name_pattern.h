@@ -7,17 +7,17 @@ namespace sidestream {
 
 /// Patterns over dotted scope names such as "blocks.3.core_attn".
 ///
-/// `*` stands for one whole component, `**` for any number of components, none too; inside a component `*` stands for any
-/// run of characters ("fc*"). "all" is `**`. Matching is by whole names: "blocks.3" does not match "blocks.3.fc1".
-/// Braces hold alternatives and inclusive ranges of integers: "blocks.{0,4..20}.fc*". A component has one pair at most, and an
-/// integer of a name is decimal, without leading zeros.
+/// `*` matches one whole component, `**` any number of components or none. Inside of a component `*` matches any run of characters
+/// ("fc*"). "all" is `**`. A pattern matches whole names: "blocks.3" does not match "blocks.3.fc1". Braces hold alternatives and
+/// inclusive ranges of integers: "blocks.{0,4..20}.fc*". A component has one pair of braces at most. An integer of a name is decimal,
+/// without leading zeros.
 /// Threads: const calls from any.
 class NamePatterns {
  public:
   /// No pattern: matches nothing.
   NamePatterns() = default;
-  /// Throws: UsageError for an empty pattern or component ("a..b"), and for braces that are not closed, are nested, or hold an
-  /// empty alternative, a dot or no range ("{4..}", "{20..4}").
+  /// Throws: UsageError for an empty pattern or component ("a..b"). Also for braces that are not closed, are nested, or hold an empty
+  /// alternative, a dot or no range ("{4..}", "{20..4}").
   explicit NamePatterns(std::vector<std::string> patterns);
   /// From a comma list, blanks around the names dropped; commas in braces do not split it. "" and "off" give no pattern.
   /// Throws: as the constructor.
@@ -26,7 +26,7 @@ class NamePatterns {
   [[nodiscard]] bool empty() const noexcept { return patterns_.empty(); }
   [[nodiscard]] const std::vector<std::string>& patterns() const noexcept { return patterns_; }
 
-  /// True when any pattern matches. Allocates nothing.
+  /// True if any pattern matches. Allocates nothing.
   [[nodiscard]] bool matches(std::string_view name) const noexcept;
 
   /// Every pattern must match one of `known`. Throws: UsageError that names the first pattern that does not, the nearest

@@ -5,10 +5,10 @@
 
 namespace sidestream {
 
-/// While one lives, a `backward()` from inside a backward pass (a checkpoint of the user's own) throws CaptureError: it would
-/// accumulate into leaves, which a capture must not do. It stands around the backwards that warm up and capture graphs.
-/// Threads: the refusal holds for the thread that has it, and for autograd's threads while they run its backward passes: it travels
-/// with LibTorch's thread-local state. Other threads' backwards are as ever.
+/// While one lives, a `backward()` from inside a backward pass (a user's own checkpoint) throws CaptureError: it would accumulate into
+/// leaves, which a capture must not do. Guards the backwards that warm up and capture graphs.
+/// Threads: the refusal holds for its own thread, and for autograd's threads while they run that thread's backward passes. It travels with
+/// LibTorch's thread-local state. Backwards of other threads are not affected.
 class [[nodiscard]] NestedBackwardRefusal {
  public:
   NestedBackwardRefusal() : carried_(kKind, std::make_shared<c10::DebugInfoBase>()) {}

@@ -86,7 +86,7 @@ Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus s
     progress({ProgressPhase::pin, 0, 1, {}, std::accumulate(all.begin(), all.end(), std::size_t{0})});
   }
   try {
-    if (!arena.prepare(all, surplus) && slots != nullptr) {  // what earlier plans had leaves no room for this one
+    if (!arena.prepare(all, surplus) && slots != nullptr) {  // too little room is left after earlier plans
       *slots = own;
       arena.prepare(own, surplus);
     }

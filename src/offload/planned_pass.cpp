@@ -8,7 +8,7 @@ namespace sidestream {
 
 namespace {
 
-/// By group: true where it saved nothing but static outputs, which no later pass meets.
+/// By group: true if it saved nothing but static outputs, which no later pass meets.
 std::vector<bool> with_static_outputs_only(const Profile& profile) {
   std::vector<bool> some(profile.groups.size(), false);
   std::vector<bool> others(profile.groups.size(), false);

@@ -9,13 +9,13 @@ namespace sidestream {
 
 struct ScopeNode;
 
-/// What a plan says of one storage.
+/// A plan's decision about one storage.
 struct PlannedStorage {
   std::size_t bytes = 0;
   bool to_offload = false;
 };
 
-/// What a plan says of one group, in the order in which it first saves storages.
+/// A plan's decisions about one group, in the order in which it first saves storages.
 struct PlannedGroup {
   std::vector<PlannedStorage> storages;
   /// Whether storages that the plan does not know are offloaded too, if there is room: true if any of the known ones is.
@@ -24,7 +24,7 @@ struct PlannedGroup {
   std::size_t block_bytes = 0;      ///< pinned for its small storages, which are offloaded as one block; 0 if they stay
 };
 
-/// What a plan says of a forward pass: for each scope, for each time that it is entered and saves something, its group.
+/// A plan's decisions about a forward pass: for each scope, for each time that it is entered and saves something, its group.
 using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<PlannedGroup>>;
 
 /// Lays out the decisions on one pass's storages (`decisions[i]` for `profile.storages[i]`) for matching; `scopes` are those
@@ -51,7 +51,7 @@ class PlannedPlaces {
     next_ = 0;
   }
 
-  /// The next place of that size, which is taken by it; null where there is none.
+  /// Takes the next place of that size. Null if there is none.
   [[nodiscard]] const PlannedStorage* take(std::size_t bytes);
 
  private:
@@ -59,7 +59,7 @@ class PlannedPlaces {
 
   const PlannedGroup* planned_ = nullptr;
   std::vector<bool> taken_;
-  std::size_t next_ = 0;  ///< behind the latest that was taken
+  std::size_t next_ = 0;  ///< after the latest that was taken
 };
 
 }  // namespace sidestream

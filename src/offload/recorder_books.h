@@ -52,8 +52,9 @@ inline void begin_again(StorageProfile& storage) {
   storage.savers = std::move(savers);
 }
 
-/// What a SavedTensorRecorder writes down. An engine keeps it from step to step: a step that goes as the one before takes nothing from the heap.
-/// Threads: one recorder at a time; see BlockPool for what lies in `blocks`.
+/// The records of a SavedTensorRecorder. An engine keeps them from step to step: a step in the same order as the step before allocates
+/// nothing from the heap.
+/// Threads: one recorder at a time; see BlockPool for the contents of `blocks`.
 struct RecorderBooks {
   /// A scope that is open.
   struct OpenScope {
@@ -85,7 +86,7 @@ struct RecorderBooks {
   Reused<Group> groups;
   ska::flat_hash_map<const c10::StorageImpl*, Entry> entries;
   ska::flat_hash_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, Group*>> tags;
-  ska::flat_hash_map<const ScopeNode*, std::size_t> entered;  ///< groups so far by scope, where a pass is planned
+  ska::flat_hash_map<const ScopeNode*, std::size_t> entered;  ///< groups so far by scope, if a pass is planned
   Reused<StorageProfile> storages;
   std::vector<SavedIdentity> identities;
 };

@@ -1,4 +1,4 @@
-// The part of SavedTensorRecorder that tells what a pass saved.
+// The part of SavedTensorRecorder that profiles a pass.
 #include <cstddef>
 #include <cstdint>
 #include <memory>

@@ -21,7 +21,7 @@ struct Group;
 
 /// Distinct streams; nearly always one.
 using Streams = c10::SmallVector<c10::Stream, 2>;
-/// Adds `stream` where it is not among `streams`.
+/// Adds `stream` unless it is among `streams`.
 inline void add_stream(Streams& streams, c10::Stream stream) {
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);
@@ -68,19 +68,19 @@ struct Group {
   std::vector<std::weak_ptr<SavedStorage>> storages;  ///< those that this group saved first
   std::size_t seen = 0;                               ///< how many that were, also when they are gone
   std::vector<std::weak_ptr<SavedStorage>>
-      small;                        ///< the same below `min_bytes`: they are offloaded as one block, or stay
-  std::size_t small_bytes = 0;      ///< of those, also when they are gone
-  PlannedPlaces planned;            ///< what the plan says of them
+      small;                        ///< storages below `min_bytes`, which are offloaded as one block or stay
+  std::size_t small_bytes = 0;      ///< of small storages, including freed ones
+  PlannedPlaces planned;            ///< the plan's decisions about them
   bool offloads_unplanned = false;  ///< storages without a place in the plan are offloaded too, if there is room
-  bool needed_immediately = false;  ///< the plan says that it stays, as backward needs it immediately
+  bool needed_immediately = false;  ///< the plan keeps it on the device: backward needs it immediately
   bool to_be_captured = false;      ///< saved by a call that runs eagerly once and is captured then
-  bool only_small = true;           ///< it saved nothing but those
-  bool gathers = false;             ///< those that the plan does not know are offloaded too
-  std::size_t block_from = 0;       ///< they are offloaded if they have so many bytes together
-  std::size_t block_bytes = 0;      ///< what the plan has pinned for them; 0 where it does not know the group
+  bool only_small = true;           ///< it saved only small storages
+  bool gathers = false;             ///< small storages that the plan does not know are offloaded too
+  std::size_t block_from = 0;       ///< small storages are offloaded from so many bytes on, together
+  std::size_t block_bytes = 0;      ///< pinned by the plan for the block; 0 if the plan does not know the group
   bool ended = false;
   std::uint64_t refused_bytes = 0;  ///< of storages that were to be offloaded and stayed: no pinned memory was free
-  Group* next_tagged = nullptr;     ///< of the same scope, where a tag made it
+  Group* next_tagged = nullptr;     ///< of the same scope, if a tag made it
 };
 
 /// Empties a group for its next use; what it has allocated stays.

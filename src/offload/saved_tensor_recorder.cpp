@@ -18,8 +18,8 @@ c10::Stream current_stream(c10::Device device) {
   return c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
 }
 
-/// `tensor` as a handle keeps it where it stays. The variable itself would be a cycle where an operator saves its own output, which a
-/// parameter never is; for others it is what autograd keeps of outputs.
+/// The form of `tensor` that a handle keeps if the tensor stays. If an operator saves its own output, keeping the variable itself would
+/// be a cycle. A parameter is never such an output. Of other tensors it is the form in which autograd keeps outputs.
 at::Tensor kept_form(const at::Tensor& tensor, Exclusion reason, const Exclusions& exclusions) {
   if (reason == Exclusion::unsupported) {
     return tensor.detach();
@@ -49,7 +49,7 @@ bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
   return std::memcmp(&counter_, &other.counter_, sizeof(counter_)) == 0 && version_ == other.version_;
 }
 
-/// What autograd holds in place of one saved tensor.
+/// Autograd holds this in place of one saved tensor.
 class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, public Pooled {
  public:
   explicit SavedTensorHandle(SavedTensorRecorder& recorder) : recorder_(&recorder) {}

@@ -29,10 +29,10 @@ class ScopeListener {
   virtual void in_scope(const ScopeNode& scope) noexcept = 0;
 };
 
-/// Takes what autograd saves during one forward pass (a step's, or one capture's), sorts it into groups by scope, and hands
+/// Records the tensors that autograd saves during one forward pass (a step's, or one capture's), sorts them into groups by scope, and hands
 /// out the handles. One storage is one SavedStorage, however many tensors and groups save it.
 ///
-/// With a planned pass, storages are offloaded where the plan says so. If it does not know a storage of an offloaded group, the
+/// With a planned pass, storages are offloaded if the plan says so. If it does not know a storage of an offloaded group, the
 /// storage is offloaded too, as far as pinned memory is free, and counted. Without a planned pass, all groups that the options name are
 /// to be offloaded.
 /// Threads: the forward's; handles may be used and die on any thread, also after this object.
@@ -52,11 +52,11 @@ class SavedTensorRecorder final : public SavedTensorSource {
   /// A scope that is open.
   using Frame = std::uint64_t;
 
-  /// Enters a scope; `leave` ends it and its group. `discard` leaves without ending the group (an exception is on its way).
+  /// Enters a scope. `leave` ends it and its group. `discard` exits without ending the group (an exception is being thrown).
   /// Throws: a kept failure.
   Frame enter(ScopeNode* scope);
   Frame enter(std::string_view component) { return enter(tree_.child(stack_.back().scope, component)); }
-  /// Throws: what the copies throw; UsageError where it has ended, or where a scope inside of it is open (both end).
+  /// Throws: errors of the copies; UsageError if it has ended, or if a scope inside of it is open (both end).
   void leave(Frame frame);
   void discard(Frame frame) noexcept;
   /// A failure that could not be thrown where it happened: logged, and thrown by the next `enter` or by `finish`.
@@ -71,9 +71,10 @@ class SavedTensorRecorder final : public SavedTensorSource {
   /// Keeps `tensor`'s storage on the device for as long as it lives.
   void mark(const at::Tensor& tensor);
 
-  /// From here on `listener` hears of each scope that is entered or left; null: nobody. It must outlive this object, or be taken off.
+  /// From here on `listener` is told of each scope that is entered or left; null: no listener. It must outlive this object, or be
+  /// removed.
   void tell(ScopeListener* listener) noexcept { listener_ = listener; }
-  /// Null: nobody.
+  /// Null: no listener.
   [[nodiscard]] ScopeListener* listener() const noexcept { return listener_; }
 
   /// Groups that begin while `to_be_captured` are marked so.
@@ -81,8 +82,8 @@ class SavedTensorRecorder final : public SavedTensorSource {
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
 
-  /// Groups and storages as met, but for small storages of groups that save too few of them to leave. `needed_immediately` is left
-  /// false.
+  /// Groups and storages as met. Small storages of a group are left out if the group saves too few of them for a block.
+  /// `needed_immediately` is left false.
   [[nodiscard]] Profile profile() const;
   /// The profile's storages.
   [[nodiscard]] std::vector<SavedIdentity> identities() const;
@@ -90,7 +91,7 @@ class SavedTensorRecorder final : public SavedTensorSource {
   [[nodiscard]] std::vector<const ScopeNode*> group_scopes() const;
   /// Bytes of the distinct storages that were saved and not excluded.
   [[nodiscard]] std::uint64_t saved_bytes() const noexcept { return saved_bytes_; }
-  /// What is kept of the latest version of `storage`; null where nothing is, or is any more. Threads: the forward's.
+  /// The record of the latest version of `storage`. Null if there is none, or if it has been freed. Threads: the forward's.
   [[nodiscard]] std::shared_ptr<const SavedStorage> saved(const c10::StorageImpl* storage) const;
   [[nodiscard]] Counts counts() const noexcept;
   [[nodiscard]] std::size_t depth() const noexcept { return stack_.size(); }
@@ -146,7 +147,7 @@ class SavedTensorRecorder final : public SavedTensorSource {
       std::allocate_shared<SavedTensorRecorder* const>(PoolAllocator<SavedTensorRecorder* const>(books_->blocks), this);
 };
 
-/// The calling thread's recorder, where a step or a capture is active; else null.
+/// The calling thread's recorder if a step or a capture is active; else null.
 [[nodiscard]] SavedTensorRecorder* current_recorder() noexcept;
 
 /// Makes `recorder` the thread's recorder and source of saved-tensor hooks. Null: neither scopes nor hooks do anything inside.

@@ -24,7 +24,7 @@ struct ScopeNode {
 /// Threads: one at a time.
 class ScopeTree {
  public:
-  /// `selected` says which names are offloaded, `delayed` which of them behind the next graph.
+  /// `selected` says which names are offloaded, `delayed` which of them are offloaded only after the next graph.
   explicit ScopeTree(NamePatterns selected, NamePatterns delayed = {});
 
   [[nodiscard]] ScopeNode* root() noexcept { return root_; }

@@ -49,7 +49,8 @@ void copy_members(const SmallBlock& block) {
   }
 }
 
-/// By an operator: who watches a capture sees that it makes this memory. Null where the device has no room, and that is not thrown.
+/// Allocates by an operator, so observers of a capture see that it makes this memory. Null if the device has no room and that is not
+/// thrown.
 c10::Storage allocate_block(c10::Device device, std::size_t bytes, SmallBlock::NoRoom no_room) {
   try {
     return at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(at::kByte).device(device)).storage();

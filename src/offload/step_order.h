@@ -8,10 +8,10 @@
 
 namespace sidestream {
 
-/// Learns in which order the groups of a step end and are first used, and tells the next step, for as long as it goes the same way,
-/// which groups are to be reloaded when. Groups are counted from 0 as they end.
+/// Learns in which order the groups of a step end and are first used. Tells the next step when to reload which groups, as long as that
+/// step takes the same order. Groups are counted from 0 as they end.
 ///
-/// Steps that go as the one before allocate nothing. Threads: one at a time.
+/// Steps in the same order as the step before allocate nothing. Threads: one at a time.
 class StepOrder {
  public:
   /// Nothing is known any more.
@@ -23,7 +23,7 @@ class StepOrder {
   void used(std::uint32_t group) { happened({group, GroupEvent::Kind::used}); }
   /// Something happened that the order has no word for.
   void depart() noexcept { follows_ = false; }
-  /// What was learned holds for this step so far.
+  /// True if this step has taken the learned order so far.
   [[nodiscard]] bool follows() const noexcept { return follows_; }
   /// While it does: the next group that is to be reloaded now; null if there is none.
   [[nodiscard]] const GroupReturn* due() noexcept;

@@ -9,7 +9,7 @@
 namespace sidestream {
 namespace {
 
-/// What LibTorch's allocators count in.
+/// LibTorch's allocators count in multiples of this.
 constexpr std::size_t kBlock = 512;
 
 }  // namespace
@@ -20,7 +20,7 @@ UnoffloadedPeak::UnoffloadedPeak(Runtime& runtime)
 UnoffloadedPeak::~UnoffloadedPeak() {
   try {
     change(-away_);
-  } catch (const std::exception&) {  // the device has failed: nobody measures any more
+  } catch (const std::exception&) {  // the device has failed: no measurement follows
   }
 }
 

@@ -14,11 +14,12 @@ namespace sidestream {
 
 struct SavedStorage;
 
-/// The peak of device memory that a pass would have had if nothing had been offloaded: the most, over all moments, of what is live and what is
-/// away. Bytes are away while autograd still needs them and nobody has them on the device.
+/// The peak of device memory that a pass would have had without offload: the maximum, over all moments, of live bytes plus *away* bytes.
+/// Bytes are away if autograd still needs them and no memory of the device holds them.
 ///
-/// What the program itself holds becomes away when it lets go; that is seen at the next look, so looks are to be frequent: where
-/// autograd saves a tensor, asks for one, or needs it no more. What dies between two looks counts from the later one.
+/// If the program itself holds a storage, its bytes become away when the program releases it. The next look sees that, so looks must be
+/// frequent: when autograd saves a tensor, asks for one, or no longer needs it. If a storage is freed between two looks, it counts as
+/// freed at the later one.
 /// Threads: one at a time.
 class UnoffloadedPeak {
  public:
@@ -28,14 +29,14 @@ class UnoffloadedPeak {
   UnoffloadedPeak& operator=(const UnoffloadedPeak&) = delete;
   ~UnoffloadedPeak();
 
-  /// The bytes of `saved` are on the host, and its mover is about to let go of those on the device.
+  /// The bytes of `saved` are on the host, and its mover is about to free those on the device.
   void lets_go(const SavedStorage& saved);
-  /// What is allocated from the latest `return_begins` to here is a block, which would not be there at all: see SmallBlock. Its
-  /// members are let go of behind this.
+  /// Memory that was allocated from the latest `return_begins` to here is a block, which would not exist without offload: see SmallBlock.
+  /// The block's members are freed after this call.
   void gathered(const SavedStorage& block);
-  /// `only_copies`: bytes on the device, now, that nobody needs but copies that may still be under way.
+  /// `only_copies`: bytes on the device, now, that only copies still need, which may be running.
   void look(std::int64_t only_copies);
-  /// What is allocated from here to `came_back` is for bytes that are reloaded, from here to `gathered` for a block.
+  /// Memory that is allocated from here to `came_back` is for bytes that are reloaded, from here to `gathered` for a block.
   void return_begins() { change(0); }
   void came_back(const SavedStorage& saved);
   /// Autograd needs `saved` no more.

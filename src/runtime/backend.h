@@ -16,14 +16,14 @@ namespace sidestream {
 struct Availability {
   enum class State : std::uint8_t {
     usable,
-    absent,  ///< nothing of the device is here, or this build leaves the backend out
+    absent,  ///< the device is not present, or this build does not contain the backend
     broken,  ///< driver or device is there and does not work
   };
   State state = State::usable;
-  std::string reason;  ///< why not, with the remedy; empty where it is usable
+  std::string reason;  ///< why not, with the remedy; empty if it is usable
 };
 
-/// What a backend is to those who stand on the runtime. Plain data, which it registers itself.
+/// A backend as the rooms above the runtime see it. Plain data, which it registers itself.
 struct Backend {
   const char* name = "";  ///< as find_device takes it, without an index
   c10::DeviceType type = c10::DeviceType::CPU;
@@ -34,8 +34,8 @@ struct Backend {
   std::shared_ptr<Runtime> (*make_runtime)(c10::Device device) = nullptr;
   /// Tells DeviceListeners from here on what LibTorch itself asks of its devices; later calls do nothing.
   void (*observe)() = nullptr;
-  /// Tells `host_waits` from here on of waits past every Runtime, until `leave_waits` was called as often. Gives in words what it
-  /// cannot hear, with the remedy; empty where it hears all.
+  /// From here on, tells `host_waits` of waits that bypass every Runtime, until `leave_waits` was called as often. Returns in words what
+  /// it cannot hear, with the remedy; empty if it hears everything.
   std::string (*tell_waits)() = nullptr;
   void (*leave_waits)() noexcept = nullptr;
 };
@@ -53,7 +53,7 @@ class SIDESTREAM_API BackendRegistration {
 /// All that are loaded, in the order of their registration.
 [[nodiscard]] std::vector<Backend> loaded_backends();
 
-/// The simulated backend. Where it is not linked into the process, its library is loaded from beside this one; it stays loaded.
+/// The simulated backend. If it is not linked into the process, its library is loaded from beside this one; it stays loaded.
 /// Threads: any.  Throws: UsageError that names the file when it is not there or does not load.
 [[nodiscard]] const Backend& load_simulator();
 

@@ -5,7 +5,7 @@
 
 namespace sidestream {
 
-/// A capture on `stream`, which is abandoned where an exception leaves it open.
+/// A capture on `stream`, which is abandoned if an exception ends the scope while it is open.
 class [[nodiscard]] CaptureGuard {
  public:
   CaptureGuard(Runtime& runtime, c10::Stream stream, const MemoryPool& pool, c10::ArrayRef<at::Generator> generators)

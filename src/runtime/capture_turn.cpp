@@ -16,7 +16,7 @@ namespace {
 
 constexpr auto kTurnKind = static_cast<c10::DebugInfoKind>(0xA6);  // beside the operator observer's
 
-/// Who captures in this process.
+/// The captures of this process.
 struct Turns {
   std::mutex mutex;
   std::condition_variable ended;
@@ -27,7 +27,7 @@ struct Turns {
 };
 
 Turns& turns() {
-  static auto* const instance = new Turns();  // threads may end behind statics
+  static auto* const instance = new Turns();  // threads may end after statics are destroyed
   return *instance;
 }
 
@@ -41,7 +41,7 @@ std::string wait_elsewhere(c10::Device device) {
 
 }  // namespace
 
-/// What travels with the thread-local state: the devices whose turns the thread has.
+/// Passed on with the thread-local state: the devices whose turns the thread has.
 struct CaptureTurn::Work final : c10::DebugInfoBase {
   explicit Work(Devices devices_) : devices(std::move(devices_)) {}
   const Devices devices;

@@ -14,7 +14,7 @@ namespace sidestream {
 ///
 /// Autograd's threads that run a backward pass of the thread that has it work for it (`mine`): the turn travels with LibTorch's
 /// thread-local state, as an operator observer does. It nests on such a thread. A thread that has a turn waits for no other device's.
-/// Threads: ends on the thread it began on.  Throws: UsageError where waiting might never end: in a backward pass (its thread may be
+/// Threads: ends on the thread it began on.  Throws: UsageError if waiting might never end: in a backward pass (its thread may be
 /// the one that the other capture needs) and with another device's turn in hand.
 class [[nodiscard]] SIDESTREAM_API CaptureTurn {
  public:
@@ -23,11 +23,11 @@ class [[nodiscard]] SIDESTREAM_API CaptureTurn {
   CaptureTurn& operator=(const CaptureTurn&) = delete;
   ~CaptureTurn();
 
-  /// True where the calling thread captures on `device`, or works for the thread that does.
+  /// True if the calling thread captures on `device`, or works for the thread that does.
   [[nodiscard]] static bool mine(c10::Device device) noexcept;
   /// True while another thread has the turn of `device`.
   [[nodiscard]] static bool others(c10::Device device);
-  /// Waits until no other thread has the turn of `device`: for what must not meet another thread's capture. False where it may not
+  /// Waits until no other thread has the turn of `device`: for what must not meet another thread's capture. False if it may not
   /// wait (see above). With no turn in the process it costs one load.
   [[nodiscard]] static bool let_others_finish(c10::Device device);
   /// The same. Throws: UsageError that names `what` where it may not wait.

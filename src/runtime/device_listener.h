@@ -23,7 +23,7 @@ class DeviceListener {
   virtual void host_saw_event(const void* event) = 0;
   virtual void host_saw_stream(StreamKey stream) = 0;
   virtual void host_saw_device(c10::Device device) = 0;
-  /// The memory was freed, and is lent again only when what `stream` was given by now is done.
+  /// The memory was freed, and is handed out again only when what `stream` was given by now is done.
   virtual void freed_behind(StreamKey stream, const void* begin, std::size_t bytes) = 0;
 };
 

@@ -10,11 +10,18 @@ namespace sidestream {
 /// Orders the launches of graphs that draw random numbers, on one device, across all engines of the process.
 ///
 /// Note [Seed and offset of graphs]
-/// LibTorch keeps one seed and one offset of each generator in device memory for all graphs of a device. A launch writes them on its
-/// stream, and the graph's kernels read them. Launches on streams that nothing orders would write them under each other's kernels. So each launch of
-/// a graph that draws waits for the latest one, wherever that was, and marks itself as the latest. What begins a capture writes them
-/// as well: a capture's stream waits in the same way, and is the latest when it ends.
+///   A    launch: write seed and offset, graph that draws --+ latest
+///                                                          v
+///   B                                          (wait) launch: write seed and offset, graph that draws --+ latest
+///
+/// Each launch of a graph that draws waits for the latest one, on whatever stream that was, and marks itself as the latest. LibTorch
+/// keeps one seed and one offset of each generator in device memory for all graphs of a device. A launch writes them on its stream, and
+/// the graph's kernels read them. Launches on unordered streams would overwrite the values while another graph's kernels read them.
+///
+/// A capture's stream waits in the same way, and is the latest when the capture ends, because its begin writes these values too.
+///
 /// One order serves all generators: graphs that draw from different ones wait for each other too.
+///
 /// Graphs that draw nothing pay nothing. Threads: any.
 class DrawOrder {
  public:
@@ -24,7 +31,7 @@ class DrawOrder {
   DrawOrder& operator=(const DrawOrder&) = delete;
   ~DrawOrder() = delete;  // there is one for each device, for the life of the process
 
-  /// Queues by `launch`, which uses `stream` of `runtime`, behind the latest launch that drew.
+  /// Calls `launch`, which uses `stream` of `runtime`, so that its work is after the latest launch that drew.
   /// Throws: UsageError in a backward pass while another thread captures; nothing is queued then.
   template <class Launch>
   void launch(Runtime& runtime, c10::Stream stream, const Launch& launch) {

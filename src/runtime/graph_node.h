@@ -6,8 +6,8 @@
 
 namespace sidestream {
 
-/// One node of a captured graph; `predecessors` are indices into the list it stands in. The nodes of a child graph stand in the same
-/// list, behind those of the graph that holds it: they come after the predecessors of the child's own node, and it after them.
+/// One node of a captured graph; `predecessors` are indices into the list that contains it. The nodes of a child graph are in the same
+/// list, after those of the graph that holds it. They run after the predecessors of the child's node, and that node runs after them.
 struct GraphNode {
   enum class Kind : std::uint8_t {
     kernel,
@@ -32,7 +32,7 @@ struct GraphNode {
   Kind kind = Kind::other;
   const void* event = nullptr;  ///< native event of a record or wait node, else null
   std::vector<std::uint32_t> predecessors;
-  std::string name;  ///< of a kernel, as the device knows it; empty where it does not say
+  std::string name;  ///< of a kernel, as the device knows it; empty if it does not say
   // Of a copy; of a memset the destination.
   const void* source = nullptr;
   const void* destination = nullptr;

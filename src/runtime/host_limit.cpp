@@ -24,7 +24,7 @@ Bytes number_in(const std::string& file) {
   return in >> number ? Bytes(number) : std::nullopt;
 }
 
-/// The number behind `key` in a file of lines "key number".
+/// The number after `key` in a file of lines "key number".
 Bytes number_of(const std::string& file, const std::string& key) {
   std::ifstream in(file);
   for (std::string line; std::getline(in, line);) {
@@ -44,7 +44,7 @@ struct Names {
   const char* droppable;  ///< in memory.stat
 };
 
-/// What the groups from `group` up to `top` leave.
+/// What remains under the limits of the groups from `group` up to `top`.
 Bytes left_in(const std::string& top, std::string group, const Names& names) {
   Bytes least;
   for (;;) {

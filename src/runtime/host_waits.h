@@ -7,7 +7,7 @@
 
 namespace sidestream {
 
-/// What makes the host stand still, or asks the driver for memory, in a program that else only queues work.
+/// Calls that make the host wait, or ask the driver for memory, in a program that otherwise only queues work.
 enum class HostWait : std::uint8_t {
   result,  ///< an operator whose value, or whose result's shape, the host must know
   blocking_copy,
@@ -19,10 +19,10 @@ enum class HostWait : std::uint8_t {
   pinning,     ///< of host memory that was not pinned yet, or the end of it
 };
 
-/// What backends tell of waits past every Runtime, and who hears of them. Process-wide, as LibTorch's seams are.
+/// Waits that bypass every Runtime: backends report them, and listeners hear of them. Process-wide, as LibTorch's hooks are.
 namespace host_waits {
 
-/// Who hears. Lives as long as the process.
+/// A listener. Lives as long as the process.
 struct Listener {
   /// Called on the thread that waits, before it does, maybe under a lock of the device: it must not call the device back.
   /// `call` is the operator's or the driver's name for it; it lives as long as the process.
@@ -31,9 +31,9 @@ struct Listener {
   bool (*listens)() noexcept;
 };
 
-/// From here on `listener` is told, null: nobody. Threads: any.
+/// From here on `listener` is told; null: no listener. Threads: any.
 SIDESTREAM_API void set_listener(const Listener* listener) noexcept;
-/// For backends: whether somebody would hear of the calling thread, before they find out what to tell. Allocates nothing.
+/// For backends: whether the calling thread has a listener. Ask before finding out what to report. Allocates nothing.
 [[nodiscard]] SIDESTREAM_API bool heard() noexcept;
 /// For backends. With no listener it costs one load; nothing is told while an OwnWaits of the thread lives.
 SIDESTREAM_API void tell(c10::DeviceType type, HostWait kind, const char* call) noexcept;

@@ -10,18 +10,20 @@
 
 namespace sidestream {
 
-/// What is live on one device at one moment: what LibTorch's allocator counts as allocated, and what captured graphs use of their
-/// pools beyond that.
+/// Live memory of one device at one moment: the bytes that LibTorch's allocator counts as allocated, and what captured graphs use of
+/// their pools beyond that.
 ///
 /// Note [Live memory]
-/// The allocator knows what tensors hold. It does not know what replays use: the temporaries of a graph and what it saves for
-/// backward lie in memory that no tensor holds, and an output that was captured is allocated for good, also before its graph has
-/// run. So each sequence says by how much the allocator is wrong about it, launch by launch (PoolUse); movers say what they have in
-/// flight. As with the allocator, memory is in use from its allocation to its release on the host.
-/// Between two changes of what they say, the allocator's own peak tells the rest; for that its peak statistics start anew at each
-/// change. That asks the allocator twice, so it is done only while somebody measures. Else a change is an addition, and the
-/// peak is told by whoever knows it from a step that was measured.
-/// Threads: any. Throws: as Runtime::memory_stats, where `runtime` (the device's) is passed.
+/// Each sequence says by how much the allocator's count is wrong about it, launch by launch (PoolUse). Movers say which bytes they have
+/// in flight. The allocator knows only what tensors hold. It does not know what replays use: the temporaries of a graph and its saved
+/// tensors lie in memory that no tensor holds. And a captured output stays allocated, even before its graph has run.
+///
+/// As with the allocator, memory is in use from its allocation to its release on the host.
+///
+/// Between two such changes the allocator's own peak gives the rest, so its peak statistics are reset at each change. A reset asks the
+/// allocator twice, so it is done only during a measurement. Without a measurement a change is an addition, and the peak comes from a
+/// step that was measured.
+/// Threads: any. Throws: as Runtime::memory_stats, if `runtime` (the device's) is passed.
 class LiveMemory {
  public:
   struct Change {
@@ -50,7 +52,7 @@ class LiveMemory {
   void change(Runtime& runtime, const Change& by);
   /// A graph is launched: what holds now changes by `during`, and then, from before it by `after`.
   void launched(Runtime& runtime, const Change& during, const Change& after);
-  /// What was allocated since the latest change is for `bytes` that were away: it is in place of them, not beside them.
+  /// Memory that was allocated since the latest change is for `bytes` that were away: it replaces them and does not add to them.
   void came_back(Runtime& runtime, std::int64_t bytes);
 
   /// Now, and the peaks since the latest `restart`; those of live bytes as far as they were measured or told.

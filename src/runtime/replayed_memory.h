@@ -27,12 +27,12 @@ class SIDESTREAM_API ReplayedMemory final : public c10::intrusive_ptr_target {
   /// Gives the memory back to its pool: later captures may use it as well, and whoever holds `captured` holds no memory any more.
   /// `pool` keeps it mapped instead.
   void give_back_to(std::shared_ptr<const void> pool);
-  /// True behind that: who lets go of what lies there lets graphs use it without a copy.
+  /// True after that: when its holders release the memory, graphs use it without a copy.
   [[nodiscard]] bool given_back() const noexcept { return pool_ != nullptr; }
 
   /// A new storage object over all of the memory, resizable as any.
   [[nodiscard]] c10::Storage make_storage();
-  /// What `data` points to, or null where it is ordinary memory.
+  /// What `data` points to, or null if it is ordinary memory.
   [[nodiscard]] static ReplayedMemory* of(const c10::DataPtr& data) noexcept;
   /// Backends: work on `stream` uses the memory of `data` (`at::Tensor::record_stream`, and autograd's own calls of it). Nothing
   /// for ordinary memory.

@@ -37,8 +37,8 @@ struct DeviceRoom {
       0;  ///< in use, and not the allocator's: graph executables, libraries, contexts, other processes
 };
 
-/// A request that found no memory, behind all that the allocator could give back. Bytes; `asked` is 0 where nobody says how much
-/// it was.
+/// A request for which the allocator found no memory, after it had freed all that it could. Bytes; `asked` is 0 if the size of the
+/// request is unknown.
 struct MemoryRefusal {
   std::int64_t asked = 0;
   std::int64_t reserved = 0;  ///< by the allocator then
@@ -55,8 +55,8 @@ struct DeviceInfo {
 /// The device under the engine. Backends implement it and register themselves (backend.h); decorators wrap any.
 ///
 /// Streams are `c10::Stream` because autograd sets them; work of LibTorch's operators goes to the current stream.
-/// Every method throws UsageError when a handle or stream of another backend is passed, DeviceError when the device
-/// refuses, CaptureError where a rule of capture is broken (the capture is then invalidated until it is ended).
+/// Every method throws UsageError if a handle or stream of another backend is passed, and DeviceError if the device refuses. It throws
+/// CaptureError if a rule of capture is broken; the capture is then invalid until it is ended.
 /// Threads: any thread; one capture per stream; a capture is begun and ended by one thread.
 class SIDESTREAM_API Runtime {
  public:
@@ -69,7 +69,7 @@ class SIDESTREAM_API Runtime {
   [[nodiscard]] virtual DeviceInfo info() const = 0;
   /// Handles that this runtime made and that still own something, of all kinds. What tests' invariants count.
   [[nodiscard]] virtual std::int64_t live_handles() const noexcept { return live_handles_; }
-  /// Throws: UsageError where this process's settings (allocator, environment) rule out an engine, or, with `graphs`, graphs that
+  /// Throws: UsageError if this process's settings (allocator, environment) rule out an engine, or, with `graphs`, graphs that
   /// share their memory; it names the setting and what to set instead.
   virtual void check_settings([[maybe_unused]] bool graphs) const {}
 
@@ -87,7 +87,7 @@ class SIDESTREAM_API Runtime {
   /// Blocks the host until the device is idle. Capture: illegal while the calling thread captures; where another thread has the
   /// device's CaptureTurn, waits for its end first (it would invalidate that capture). Throws: as CaptureTurn.
   virtual void synchronize_device() = 0;
-  /// True when `stream` has no unfinished work. Capture: illegal while the calling thread captures, whatever the stream.
+  /// True if `stream` has no unfinished work. Capture: illegal while the calling thread captures, whatever the stream.
   [[nodiscard]] virtual bool idle(c10::Stream stream) = 0;
 
   // --- events --------------------------------------------------------------------------------------------------
@@ -99,10 +99,10 @@ class SIDESTREAM_API Runtime {
   /// device journals it and throws in strict mode. Capture: legal for an event recorded in the same capture (a `stream` that
   /// was not capturing then joins it); an event from outside it is an isolation error.
   virtual void wait(c10::Stream stream, const Event& event) = 0;
-  /// True when the marked work is done. Capture: illegal while the calling thread captures.
+  /// True if the marked work is done. Capture: illegal while the calling thread captures.
   [[nodiscard]] virtual bool query(const Event& event) = 0;
   virtual void synchronize(const Event& event) = 0;
-  /// True where timing events, and how long copies take, tell of a device's own clock and link.
+  /// True if timing events, and how long copies take, tell of a device's own clock and link.
   [[nodiscard]] virtual bool keeps_time() const noexcept { return false; }
   /// Milliseconds between two recorded timing events that are both done.
   [[nodiscard]] virtual double elapsed_ms(const Event& begin, const Event& end) = 0;
@@ -130,8 +130,8 @@ class SIDESTREAM_API Runtime {
   [[nodiscard]] virtual MemoryRefusal latest_refusal() const = 0;
   /// Gives cached, unused device memory back. Capture: illegal while the calling thread captures; waits as synchronize_device.
   virtual void release_cached_memory() = 0;
-  /// Gives the memory that libraries keep to work on `stream` (cuBLAS's workspaces) back to the allocator, behind the stream's work:
-  /// what works there next allocates anew. Capture: illegal where `stream` captures.
+  /// Returns the memory that libraries keep to work on `stream` (cuBLAS's workspaces) to the allocator, after the stream's work. The next
+  /// work there allocates again. Capture: illegal if `stream` captures.
   virtual void forget_workspaces([[maybe_unused]] c10::Stream stream) noexcept {}
   [[nodiscard]] virtual MemoryPool create_pool() = 0;
   /// Bytes of `pool` that live tensors hold now: its part of `allocated`. Capture: legal. Not for the replay path.
@@ -142,10 +142,11 @@ class SIDESTREAM_API Runtime {
 
   // --- graphs --------------------------------------------------------------------------------------------------
 
-  /// Starts to capture `stream` (not the default stream; thread-local error mode). Until the end, tensors allocated while
-  /// a stream of this capture is current come from `pool`. The default generator is registered, and so are `generators`, of this
-  /// device: each run of the graph draws on from where they stand then. The capture itself draws nothing. A draw from any other
-  /// generator on a stream that captures throws. The graph keeps them. Throws: UsageError for a generator of another device.
+  /// Starts to capture `stream` (not the default stream; thread-local error mode). Until the end, tensors that are allocated while a
+  /// stream of this capture is current come from `pool`. The default generator is registered, and so are `generators`, which are of this
+  /// device. Each run of the graph continues to draw from the generators' current state; the capture itself draws nothing. The graph
+  /// keeps the generators. A draw from any other generator on a capturing stream throws. Throws: UsageError for a generator of another
+  /// device.
   virtual void begin_capture(c10::Stream stream, const MemoryPool& pool,
                              c10::ArrayRef<at::Generator> generators = {}) = 0;
   /// Ends the capture begun on `stream` and instantiates the graph. Throws: CaptureError when it was invalidated or a forked
@@ -159,11 +160,11 @@ class SIDESTREAM_API Runtime {
   /// illegal. Ordering: graphs that draw from one generator must run one after the other (its seed and offset lie in one place on the
   /// device): DrawOrder.
   virtual void launch(const Graph& graph, c10::Stream stream) = 0;
-  /// True where `graph` draws random numbers: known since its capture ended.
+  /// True if `graph` draws random numbers: known since its capture ended.
   [[nodiscard]] virtual bool draws(const Graph& graph) const = 0;
   /// The nodes in capture order, for the checks of rule 5. Not for the replay path.
   [[nodiscard]] virtual std::vector<GraphNode> nodes(const Graph& graph) const = 0;
-  /// How many nodes the capture of `stream` holds so far: what is captured next stands behind them in `nodes`. 0 where it does not
+  /// How many nodes the capture of `stream` holds so far: nodes captured from now on follow them in `nodes`. 0 if the stream does not
   /// capture. Capture: legal.
   [[nodiscard]] virtual std::size_t captured_nodes(c10::Stream stream) const = 0;
 

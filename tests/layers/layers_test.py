@@ -181,6 +181,24 @@ def unknown_rooms(root):
     return [f"graphs/{room} is in one of the folder and GRAPHS only" for room in sorted(there ^ set(GRAPHS))]
 
 
+def files_of_walks(text):
+    """The files that docs/design.md names beside "now": in its walks, and in its list of facts."""
+    now = False
+    for line in text.split("### Five walks\n", 1)[1].splitlines():
+        first = re.match(r" +(then|now) ", line)
+        if first or not re.match(r" {13}\S| {4}\(\d+\) ", line):
+            now = first is not None and first.group(1) == "now"
+        if now:
+            yield from re.findall(r"[a-z_]+(?:/[a-z_0-9]+)+", line)
+
+
+def walk_problems(root):
+    files = list(files_of_walks((root / "docs" / "design.md").read_text()))
+    bases = [root / (name if name.startswith(("src/", "include/")) else f"graphs/{name}") for name in files]
+    return ([f"docs/design.md names {base.relative_to(root)}, which is not there" for base in bases
+             if not any(base.with_suffix(suffix).exists() for suffix in (".h", ".cpp"))] + ([] if files else ["no walk is found"]))
+
+
 def at_most_one(paths, what):
     return [f"{what}: {', '.join(paths)}"] if len(paths) > 1 else []
 
@@ -210,6 +228,7 @@ def main(root):
     tap.case("no include climbs out of its folder", list(repository.climbing()))
     tap.case("no text of the library names a flag of the program", list(repository.flags_in_texts()))
     tap.case("docs/design.md lists the folders that there are", tree_problems(root))
+    tap.case("docs/design.md walks through files that there are", walk_problems(root))
     tap.case("headers begin with #pragma once", list(repository.unguarded()))
     tap.finish()
 

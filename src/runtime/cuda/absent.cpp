@@ -1,4 +1,4 @@
-// Built in place of the backend where LibTorch has no CUDA or its headers are missing.
+// Built in place of the backend if LibTorch has no CUDA or its headers are missing.
 #include "runtime/backend.h"
 #include "sidestream/error.h"
 

@@ -83,7 +83,7 @@ Graph CudaRuntime::end_capture(c10::Stream stream) {
   return {*this, capture.graph.release()};
 }
 
-// What the graph takes of the device beside its tensors is allocated here, and not at a launch in the middle of a step.
+// The device memory that the graph takes besides its tensors is allocated here, and not at a launch in the middle of a step.
 void CudaRuntime::instantiate(libtorch::Graph& graph, c10::Stream stream) {
   cudaError_t status = graph.instantiate(stream);
   if (status == cudaErrorMemoryAllocation) {

@@ -83,7 +83,7 @@ class CudaRuntime final : public Runtime {
 
   c10::Device device_;
   OpenCaptures& captures_;
-  // Graphs that found no memory beside their tensors: the allocator does not know of them.
+  // Graphs for which the device had no memory besides their tensors: the allocator does not know of them.
   std::atomic<std::int64_t> graphs_refused_{0};
   std::atomic<std::int64_t> refused_behind_{-1};  ///< the latest: how many requests the allocator had refused by then
 };

@@ -7,9 +7,9 @@
 
 namespace sidestream::cuda {
 
-/// What the driver's answers say. `status` and `devices`: of cudaGetDeviceCount; `driver_version`: of cudaDriverGetVersion, 0
-/// where no driver is installed. No driver and no device are `absent`; a driver that answers with anything else, or that is too
-/// old, is `broken`.
+/// Interprets the driver's answers. `status` and `devices`: of cudaGetDeviceCount; `driver_version`: of cudaDriverGetVersion, 0 if no
+/// driver is installed. If there is no driver or no device, the device is `absent`. If the driver gives another error or is too old, it
+/// is `broken`.
 [[nodiscard]] Availability judge_driver(cudaError_t status, int devices, int driver_version);
 
 /// "13.0" for 13000.

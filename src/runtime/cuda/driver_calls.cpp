@@ -1,4 +1,4 @@
-// What is asked of CUDA past every Runtime, as host_waits has it.
+// Calls of CUDA that bypass every Runtime, reported to host_waits.
 #include "runtime/cuda/driver_calls.h"
 
 #include <atomic>
@@ -22,13 +22,13 @@ std::atomic<bool> libtorch_tells{false};
 
 #if __has_include(<cupti_callbacks.h>)
 
-// The driver is asked inside of a callback: no document was found that allows it, the FindSyncsOnGpu tests show that it answers. It is
-// asked only for a thread that somebody listens to, and only for addresses whose kind the call leaves open.
+// The driver is called inside of a callback. No document was found that allows it; the FindSyncsOnGpu tests show that the driver answers.
+// It is called only for a thread with a listener, and only for addresses whose kind the call leaves open.
 CopyEnd end_at(const void* address) noexcept {
   cudaPointerAttributes attributes{};
   if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
     (void)cudaGetLastError();
-    return CopyEnd::managed;  // not known: a finding only where a call waits for whatever memory it is
+    return CopyEnd::managed;  // not known: a finding only if a call waits for any kind of memory
   }
   switch (attributes.type) {
     case cudaMemoryTypeUnregistered:
@@ -48,7 +48,7 @@ void CUPTIAPI on_call(void* subscription, CUpti_CallbackDomain domain, CUpti_Cal
             &end_at);
 }
 
-/// What is used of CUPTI, which nothing is linked against.
+/// The functions of CUPTI that are used. CUPTI is loaded, not linked.
 struct Cupti {
   decltype(&cuptiSubscribe) subscribe = nullptr;
   decltype(&cuptiEnableCallback) enable = nullptr;
@@ -57,7 +57,7 @@ struct Cupti {
 
   /// Empty, or why it cannot be used.
   std::string load() {
-    // LibTorch's own profiler has loaded it mostly; else it lies beside the CUDA runtime, or where the loader looks.
+    // LibTorch's profiler has usually loaded it. Otherwise it is beside the CUDA runtime, or the loader finds it.
     constexpr const char* kLibraries[] = {"libcupti.so.13", "libcupti.so.12", "libcupti.so"};
     void* library = nullptr;
     for (const int flags : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
@@ -142,7 +142,7 @@ class Subscription {
 
 #endif
 
-/// Who hears driver calls now.
+/// The listener to driver calls, if there is one.
 struct Hearing {
   std::mutex mutex;
   std::size_t listeners = 0;

@@ -8,10 +8,10 @@
 
 namespace sidestream::cuda {
 
-/// What the driver tells of the nodes of `graph` and of its child graphs, in capture order. Throws: DeviceError.
+/// The nodes of `graph` and of its child graphs as the driver lists them, in capture order. Throws: DeviceError.
 [[nodiscard]] std::vector<GraphNode> nodes_of(cudaGraph_t graph);
 
-/// How many nodes the capture of `stream` holds so far; 0 where it does not capture. Capture: legal. Throws: DeviceError.
+/// How many nodes the capture of `stream` holds so far; 0 if it does not capture. Capture: legal. Throws: DeviceError.
 [[nodiscard]] std::size_t captured_nodes_of(cudaStream_t stream);
 
 }  // namespace sidestream::cuda

@@ -29,7 +29,7 @@ enum class Form : std::uint8_t {
 
 struct HeardCall {
   DriverCall call;
-  HostWait kind;  ///< of copies: blocking_copy where the call is to wait, pageable_copy where it is not to
+  HostWait kind;  ///< of copies: blocking_copy if the call waits, pageable_copy if it does not
   Form form;
 };
 
@@ -153,7 +153,7 @@ constexpr HeardCall kHeard[] = {
 
 const void* pointer_of(CUdeviceptr pointer) noexcept { return reinterpret_cast<const void*>(pointer); }  // NOLINT
 
-/// The ends of a copy; an address of null where one is the device's.
+/// The ends of a copy; an address of null if one is the device's.
 struct Ends {
   const void* to = nullptr;
   const void* from = nullptr;

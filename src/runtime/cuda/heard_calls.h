@@ -26,8 +26,8 @@ enum class CopyEnd : std::uint8_t { device, pinned, pageable, managed };
 /// Says what lies at an address.
 using EndOf = CopyEnd (*)(const void* address) noexcept;
 
-/// What `call`, with CUPTI's parameters of it, does to the host; none where it lets the host go on. `end_of` is asked only where the
-/// parameters leave it open.
+/// What `call`, with its parameters as CUPTI gives them, does to the host; not set if the host goes on. `end_of` is called only if the
+/// parameters leave the answer open.
 [[nodiscard]] std::optional<HostWait> wait_of(DriverCall call, const void* parameters, EndOf end_of) noexcept;
 
 /// For CUPTI's callback: tells `host_waits` of a call that begins, unless it is a part of another one: the runtime calls the driver.

@@ -7,9 +7,9 @@
 
 namespace sidestream::cuda {
 
-/// Streams of one device that nobody owns just now. They are handed on and never destroyed: LibTorch's caching allocator names a
-/// stream for as long as it has memory of it, and where it unmaps such memory (expandable segments) it waits for that stream, long
-/// after the stream's owner is gone. One for each device, for the life of the process. Threads: any.
+/// Streams of one device that have no owner now. They are handed on and never destroyed. LibTorch's caching allocator refers to a stream
+/// as long as it has memory of that stream. If it unmaps such memory (expandable segments), it waits for the stream, long after the
+/// stream's owner is gone. One for each device, for the life of the process. Threads: any.
 class IdleStreams {
  public:
   [[nodiscard]] static IdleStreams& of(c10::Device device);

@@ -28,7 +28,7 @@ void initialise();
 /// Lets LibTorch choose in which order it tries its attention kernels on `device`, which it does at the first attention of the process
 /// otherwise: a mode of the process that changes in the middle of a first step, and that captures depend on.
 void settle_attention_order(c10::Device device);
-/// The driver's stream behind `stream`; null for the default stream. Asks the driver nothing.
+/// The driver's stream of `stream`; null for the default stream. No driver call.
 [[nodiscard]] cudaStream_t native_stream(c10::Stream stream);
 [[nodiscard]] c10::Stream wrap_stream(cudaStream_t stream, c10::Device device);
 [[nodiscard]] c10::Stream current_stream(c10::Device device);

@@ -61,12 +61,14 @@ void forget_stream(cudaStream_t stream) noexcept {
 }
 
 // Note [Workspaces of a capture]
-// cuBLAS works on memory that LibTorch allocates once for each pair of handle and stream and keeps for good. When a pair is
-// first met inside a capture (autograd's device thread has a handle of its own), that memory comes from the capture's pool,
-// which could then never be given back. So what a capture added is freed at its end: the graph keeps the address, as it does
-// with every temporary of a capture, and the next product outside allocates anew. What eager passes on the capture's stream
-// left is freed before, and where no capture follows them because one threw (Runtime::forget_workspaces): a workspace outside of
-// the pool would stay beside it for as long as the stream lives.
+// What a capture added to cuBLAS's workspaces is freed at its end.
+//
+// cuBLAS works on memory that LibTorch allocates once for each pair of handle and stream, and never frees. If a capture is the first to
+// use a pair (autograd's device thread has a handle of its own), that memory comes from the capture's pool, which could then never be
+// freed. The graph keeps the address, as it does for every temporary of a capture. The next product outside of it allocates again.
+//
+// Workspaces of eager passes on the capture's stream are freed before the capture. If a pass threw and no capture follows, they are freed
+// too (Runtime::forget_workspaces). A workspace outside of the pool would otherwise take memory as long as the stream lives.
 class BlasWorkspaces {
  public:
   void begin() {
@@ -97,13 +99,13 @@ class BlasWorkspaces {
   std::set<std::tuple<void*, void*>> before_;
 };
 
-/// Graphs register with the device's generators when they begin, and leave them when they die, on whatever thread: one at a time.
+/// Graphs register with the device's generators when they begin, and unregister when they are destroyed, on any thread: one at a time.
 std::mutex& generators_graphs() {
   static auto* const mutex = new std::mutex();
   return *mutex;
 }
 
-// The base class leaves the allocator and the generators in the state of a capture when an end fails; `stop` undoes both.
+// If an end fails, the base class does not end the capture's state of the allocator and the generators; `stop` undoes both.
 struct Graph::Impl : at::cuda::CUDAGraph {
   Impl() : at::cuda::CUDAGraph(true) {}
 

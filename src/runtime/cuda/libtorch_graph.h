@@ -13,10 +13,10 @@ namespace sidestream::cuda::libtorch {
 /// Makes the calling thread's cuBLAS handle and its workspace for `stream`, so that a capture need not.
 void warm_blas(c10::Stream stream);
 
-/// Frees what cuBLAS keeps for `stream`, behind its work; see Note [Workspaces of a capture].
+/// Frees what cuBLAS keeps for `stream`, after the stream's work; see Note [Workspaces of a capture].
 void forget_stream(cudaStream_t stream) noexcept;
 
-/// One `at::cuda::CUDAGraph` with an ending that leaves nothing behind when the capture failed.
+/// One `at::cuda::CUDAGraph`. If the capture fails, its end removes all state of it.
 /// Threads: begun and ended by one thread; launched by one at a time.
 class Graph {
  public:
@@ -35,7 +35,7 @@ class Graph {
   /// Queues one run on `stream`, after the seed and offset of each generator for it.
   void launch(c10::Stream stream);
   [[nodiscard]] cudaGraph_t native() const noexcept;
-  /// True where it draws random numbers: known once the capture has ended.
+  /// True if it draws random numbers: known once the capture has ended.
   [[nodiscard]] bool draws() const noexcept;
 
  private:

@@ -47,7 +47,7 @@ class OpenCaptures {
     open_.push_back(std::move(capture));
     count_.fetch_add(1, std::memory_order_release);
   }
-  /// Takes the capture of `stream`, which the calling thread began. Throws: UsageError where there is none, or another's.
+  /// Takes the capture of `stream`, which the calling thread began. Throws: UsageError if there is none, or if another thread began it.
   [[nodiscard]] OpenCapture take(c10::Stream stream);
   /// The streams of the captures that the calling thread, or `runtime`, began.
   [[nodiscard]] std::vector<c10::StreamId> of_this_thread() const;

@@ -25,7 +25,7 @@ class Blocks {
     std::size_t mapped;  ///< bytes asked of map_pages
   };
   static Blocks& get() {
-    static auto* const blocks = new Blocks();  // memory may be given back behind statics
+    static auto* const blocks = new Blocks();  // memory may be freed after statics are destroyed
     return *blocks;
   }
   void add(void* data, Block block) {

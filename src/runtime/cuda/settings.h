@@ -16,7 +16,7 @@ struct Settings {
 /// Those of this process.
 [[nodiscard]] Settings current_settings();
 
-/// Throws: UsageError where `settings` rule out an engine, or, with `graphs`, graphs that share their memory. It names the setting and
+/// Throws: UsageError if `settings` rule out an engine, or, with `graphs`, graphs that share their memory. It names the setting and
 /// what to set instead.
 void check_settings(const Settings& settings, bool graphs);
 

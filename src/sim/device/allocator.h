@@ -58,9 +58,9 @@ struct Pool {
   std::vector<MemoryImage> captured;
 };
 
-/// CUDA's caching allocator over one reserved address range: 512-byte rounding, segments of 2 MiB for blocks up to 1 MiB, of
-/// 20 MiB up to 10 MiB, else rounded to 2 MiB; best fit, split, coalesce.
-/// Threads: the caller's lock, but for `owns`, `segment_of` needs it too. Source: PyTorch c10/cuda/CUDACachingAllocator.cpp.
+/// CUDA's caching allocator over one reserved address range. Rounds to 512 bytes. Segments are of 2 MiB for blocks up to 1 MiB, of 20 MiB
+/// for blocks up to 10 MiB, else rounded to 2 MiB. Best fit, split, coalesce.
+/// Threads: under the caller's lock, except `owns`; `segment_of` needs it too. Source: PyTorch c10/cuda/CUDACachingAllocator.cpp.
 class CachingAllocator {
  public:
   /// Reserves addresses, not memory. Throws: DeviceError.
@@ -78,7 +78,7 @@ class CachingAllocator {
   [[nodiscard]] Pool* default_pool() noexcept { return &default_pool_; }
   [[nodiscard]] Pool* create_pool();
   void retain(Pool* pool) noexcept { ++pool->references; }
-  /// At the last reference the pool's unused segments become cached memory of nobody, given back by release_cached.
+  /// At the last reference the pool's unused segments become cached memory without an owner, which release_cached frees.
   void release(Pool* pool) noexcept;
   void release_cached() noexcept;
 

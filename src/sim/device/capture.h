@@ -26,16 +26,19 @@ struct CapturedWork {
   c10::intrusive_ptr<EventState> event;  ///< the external event of a record or wait node
 };
 
-/// What a capture does to memory, undone: operators compute while they are captured, yet nothing of it may be seen.
+/// Undoes what a capture does to memory: operators compute while they are captured, but no code may see the results.
 ///
 /// Note [Captures compute]
 /// ~~~~~~~~~~~~~~~~~~~~~~~
-/// A CPU kernel cannot be recorded without running. So the capture keeps what lies outside of its pool before it is
-/// overwritten, and the whole content of its pool, and puts both back at its end; what it allocated is poisoned. A later
-/// capture of the same pool must compute on sane numbers (an index that was saved by an earlier capture and now is poison would
-/// be out of range), so what captures computed is kept with the pool until a graph of the pool is launched, and lies in
-/// memory while the next capture runs. Memory that a capture allocates holds zeros in it, which are in range: what copies beside the
-/// graphs bring there at each replay (indices that were saved and have left) nobody brings in a capture.
+/// A capture saves what it overwrites outside of its pool, and the whole content of its pool. At its end it puts both back and poisons
+/// what it allocated. It must do so because a CPU kernel cannot be recorded without running.
+///
+/// What captures computed is kept with the pool until a graph of the pool is launched, and is in memory while the next capture runs. A
+/// later capture of the same pool must compute on sane numbers. An index that an earlier capture saved and that is poison now would be
+/// out of range.
+///
+/// Memory that a capture allocates holds zeros during the capture. Copies beside the graphs fill that memory at each replay, for example
+/// with indices that were saved and offloaded. In a capture no copy fills it, and zeros are in range.
 class CaptureMemory {
  public:
   CaptureMemory(CachingAllocator& memory, Pool& pool);
@@ -60,7 +63,7 @@ class Capture {
 
   /// Adds a node after `last`, which then is that node alone.
   void add(NodeSet& last, std::shared_ptr<const Work> work, c10::intrusive_ptr<EventState> event = {});
-  /// True when every node but poisons is an ancestor of `last`: no forked stream is left behind.
+  /// True if every node, except poisons, is an ancestor of `last`: no forked stream is left unjoined.
   [[nodiscard]] bool joined(const NodeSet& last) const;
   /// True for the generators that launches of its graph move on.
   [[nodiscard]] bool knows(const at::Generator& generator) const noexcept;

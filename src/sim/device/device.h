@@ -37,7 +37,7 @@ struct Work {
   std::function<void()> run;  ///< does the work (again) at the same addresses; empty for events
   std::vector<Access> accesses;
   std::uint32_t random_draws = 0;  ///< 32-bit outputs of `generator` that one run consumes
-  at::Generator generator;         ///< undefined where there are none
+  at::Generator generator;         ///< undefined if there are none
 };
 
 /// Held while an operator draws: see draws_lock.
@@ -50,12 +50,12 @@ struct DrawLock {
 [[nodiscard]] c10::StreamId current_stream() noexcept;
 void set_current_stream(c10::StreamId stream) noexcept;
 
-/// The simulated accelerator: memory, streams and events of the process. LibTorch's registration of a device is
-/// process-wide, so is this; it is created on first use and never destroyed.
+/// The simulated accelerator: memory, streams and events of the process. LibTorch's registration of a device is process-wide, so this is
+/// too. It is created on first use and never destroyed.
 ///
-/// Seen by the operator side (`operators.cpp`): every boxed operator calls `ready` with its stream, runs the CPU kernel at
-/// once on aliased memory, and, if `keeps(stream)`, hands what it did to `issued`.
-/// Threads: any; one lock around all state. No call holds it while it calls back into LibTorch, but for the work it runs.
+/// Operators (`operators.cpp`) use it as follows: every boxed operator calls `ready` with its stream and runs the CPU kernel at once on
+/// aliased memory. If `keeps(stream)`, it hands what it did to `issued`.
+/// Threads: any; one lock around all state. No call holds it while it calls back into LibTorch, except for the work that it runs.
 class Device {
  public:
   [[nodiscard]] static Device& get();
@@ -67,11 +67,11 @@ class Device {
 
   /// While `stream` captures, the pool is the capture's. Throws: DeviceError when the device is full.
   [[nodiscard]] void* allocate(std::size_t bytes, c10::StreamId stream);
-  /// The block may be reused at once by work on the stream it was allocated for. Where work is kept, a poison is issued.
+  /// The block may be reused at once by work on the stream it was allocated for. If work is kept, a poison is issued.
   void free(void* block) noexcept;
-  /// Work on `stream` uses the block that starts at `block`, though it was allocated for another stream: once freed it is lent
-  /// again only when what `stream` has queued by then is done. In a recording it is not lent again at all, as a rerun knows
-  /// no such look at the clock.
+  /// Work on `stream` uses the block that starts at `block`, though the block was allocated for another stream. Once the block is freed,
+  /// it is handed out again only when all work that `stream` has queued by then is done. During a recording it is not handed out again at
+  /// all, because a rerun does not see that the work was done.
   void used_on(const void* block, c10::StreamId stream) noexcept;
   [[nodiscard]] bool owns(const void* address) const noexcept;
   [[nodiscard]] MemoryStats memory_stats() const;
@@ -93,7 +93,7 @@ class Device {
   void retain_pool(Pool* pool) noexcept;
   /// Gives one reference back.
   void release_pool(Pool* pool) noexcept;
-  /// What graphs take beside tensors. Throws: DeviceError where the device is full.
+  /// Memory that graphs take besides tensors. Throws: DeviceError if the device is full.
   void take_outside(std::size_t bytes, const char* what);
   void give_back_outside(std::size_t bytes) noexcept;
 
@@ -109,12 +109,12 @@ class Device {
   /// Runs all queued work that later work on `stream` is ordered after, so that an operator may compute at issue.
   /// Throws: CaptureError when the stream's capture was invalidated, or when this thread captures and `stream` is the default.
   void ready(c10::StreamId stream);
-  /// True when work on `stream` must be handed to `issued`: it captures, or a recording is on.
+  /// True if work on `stream` must be handed to `issued`: it captures, or a recording is on.
   [[nodiscard]] bool keeps(c10::StreamId stream) const noexcept;
   /// True while `stream` captures. The operator side then reports what it is about to overwrite in place.
   [[nodiscard]] bool capturing(c10::StreamId stream) const noexcept;
   /// Around an operator that draws from `generator`, one at a time: waits while another thread has the device's CaptureTurn (a
-  /// backward pass does not). Throws: UsageError where `stream` captures and the capture does not know the generator, and where another
+  /// backward pass does not). Throws: UsageError if `stream` captures and the capture does not know the generator, and where another
   /// capture has it; the captures go on.
   [[nodiscard]] DrawLock draw(c10::StreamId stream, const at::Generator& generator);
   /// Waits for an operator that draws just now.
@@ -148,8 +148,8 @@ class Device {
 
   /// Launches of the graph will draw on from the default generator and from `generators`.
   void begin_capture(c10::StreamId stream, Pool* pool, c10::ArrayRef<at::Generator> generators);
-  /// Returns the graph; the caller owns one reference. Each of its nodes takes `graph_node_bytes` of the device. Throws: DeviceError
-  /// where there is no room for them.
+  /// Returns the graph; the caller owns one reference. Each of its nodes takes `graph_node_bytes` of the device. Throws: DeviceError if
+  /// there is no room for them.
   [[nodiscard]] std::shared_ptr<GraphBody> end_capture(c10::StreamId stream);
   void abandon_capture(c10::StreamId stream) noexcept;
   [[nodiscard]] CaptureStatus capture_status(c10::StreamId stream) const;

@@ -9,12 +9,12 @@
 
 namespace sidestream::sim {
 
-/// What a graph takes of the device for each node a driver would list, beside the memory of its tensors.
+/// Device memory that a graph takes for each node that a driver would list, besides the memory of its tensors.
 inline constexpr std::size_t graph_node_bytes = 512;
 
 /// A captured graph: its nodes, and a reference to the pool whose addresses they use.
 struct GraphBody {
-  /// Throws: DeviceError where the device has no room for the nodes.
+  /// Throws: DeviceError if the device has no room for the nodes.
   GraphBody(Device& owner, const Capture& capture, std::vector<CapturedWork> nodes);
   GraphBody(const GraphBody&) = delete;
   GraphBody& operator=(const GraphBody&) = delete;

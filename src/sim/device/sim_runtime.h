@@ -8,8 +8,8 @@
 
 namespace sidestream::sim {
 
-/// The sim device behind the Runtime interface. All of them in a process share the one device: its memory, its streams, and
-/// what Device offers beyond the interface (schedule, strict mode, limits).
+/// The sim device through the Runtime interface. All of them in a process share the one device: its memory, its streams, and what Device
+/// offers beyond the interface (schedule, strict mode, limits).
 class SimRuntime final : public Runtime {
  public:
   SimRuntime() : device_(Device::get()) {}

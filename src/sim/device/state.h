@@ -56,7 +56,7 @@ struct Device::State {
   void host_saw(const StreamState& stream);
   /// Moves what the stream's next work is ordered after to `after`.
   void order_after(StreamState& stream, c10::SmallVector<WorkId, 2>& after);
-  /// Queues work behind what the stream did and waits for.
+  /// Queues work after the stream's earlier work and after the events for which it waits.
   WorkId enqueue(StreamState& stream, Queued queued);
   /// Runs all that later work on the stream is ordered after.
   void force(StreamState& stream);

@@ -27,14 +27,14 @@ struct Queued {
 /// Runs `work`; its draws start at `random`, unless that is null.
 void run_work(const Work& work, const GeneratorState* random);
 
-/// All work that is queued, in issue order: the streams' queues with their edges. Held back until something ordered after it
-/// is forced, or the order lets it run. Threads: the caller's lock, but for `pending`.
+/// All work that is queued, in issue order: the streams' queues with their edges. Work is held until work that is ordered after it is
+/// forced, or until the order lets it run. Threads: under the caller's lock, except `pending`.
 class Timeline {
  public:
   /// Takes over work that is done or, if not, may be run from now on.
   WorkId append(Queued queued);
   [[nodiscard]] bool done(WorkId id) const noexcept { return id < first_ || queue_[id - first_].done; }
-  /// True when order after `id` must be kept: it has not run, or everything is kept for a recording.
+  /// True if order after `id` must be kept: it has not run, or everything is kept for a recording.
   [[nodiscard]] bool matters(WorkId id) const noexcept {
     return id >= first_ && (keeping_ || !queue_[id - first_].done);
   }

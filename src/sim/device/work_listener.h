@@ -3,7 +3,7 @@
 
 namespace sidestream::sim {
 
-/// Hears of the work that the device keeps, as it is issued. Who sets `Device::State::listener` hears of it.
+/// Is told of the work that the device keeps, as it is issued. Set it as `Device::State::listener`.
 /// Threads: the issuing one, under the device's lock.
 class WorkListener {
  public:

@@ -22,7 +22,7 @@ struct Span {
 };
 
 struct Simulation {
-  std::vector<Span> spans;     ///< one a piece of recorded work
+  std::vector<Span> spans;     ///< one for each piece of recorded work
   double seconds = 0;          ///< of the whole step
   double compute_seconds = 0;  ///< the sum over all operators
   double copy_seconds = 0;     ///< the sum over all copies, both directions

@@ -17,7 +17,7 @@ bool overlap(const Access& a, const Access& b) { return a.begin < b.begin + b.by
 // Ranges that some work has used, kept disjoint.
 class TouchedRanges {
  public:
-  // True when nothing of `access` was in it before.
+  // True if nothing of `access` was in it before.
   bool add(const Access& access) {
     const std::byte* begin = access.begin;
     const std::byte* end = access.begin + access.bytes;

@@ -19,12 +19,12 @@ struct RecordedWork {
   std::shared_ptr<const GeneratorState> random;
 };
 
-/// All work of the device from construction to `stop`, eager operators and the nodes of launched graphs alike, which can then
-/// run again in every order that streams and events allow, at operator level.
+/// All work of the device from construction to `stop`: eager operators, and the nodes of launched graphs. It can then run again, operator
+/// by operator, in every order that streams and events allow.
 ///
-/// Running eager compute at issue and holding only copies back is not enough to find a missing wait: compute is then never
-/// late, so a copy that fails to wait for it never shows. A rerun starts from the memory of the start, with all that was not
-/// in use poisoned.
+/// To find a missing wait it is not enough to run eager compute at issue and to hold only copies back. Compute is then never late, so a
+/// copy that does not wait for it shows no fault. A rerun starts from the memory of the start, with all memory that was not in use
+/// poisoned.
 /// Threads: one for its calls; the recorded step may use any.
 class Recording final : private WorkListener {
  public:
@@ -43,9 +43,9 @@ class Recording final : private WorkListener {
 
   /// The positions of all works in the order that `schedule` gives them. Throws: UsageError before `stop`.
   [[nodiscard]] std::vector<std::uint32_t> order(const Schedule& schedule) const;
-  /// Puts memory back as it was at the start, runs everything in `order`, which must be one that streams and events allow, and
-  /// leaves the results in memory.
-  /// Throws: what an operator throws (an index out of range is how poison may show); UsageError before `stop`.
+  /// Restores memory to its state at the start and runs everything in `order`, an order that streams and events allow. The results stay
+  /// in memory.
+  /// Throws: errors of operators (an index out of range may be poison); UsageError before `stop`.
   void rerun(const std::vector<std::uint32_t>& order);
   void rerun(const Schedule& schedule) { rerun(order(schedule)); }
   /// Puts memory back as the recorded step left it. Without a rerun before, does nothing.

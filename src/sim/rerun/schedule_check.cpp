@@ -236,7 +236,7 @@ ScheduleSearch ScheduleCheck::search(std::int64_t schedules, const std::function
     attempt(Schedule(Kind::hold, first), found.held);
     was_held[first] = true;
   }
-  // Held back until all that is not ordered after it has run, a piece of work goes behind each of its unordered partners.
+  // If a piece of work is held back until all work that is not ordered after it has run, it runs after each of its unordered partners.
   std::uint64_t seed = 0;
   for (std::uint32_t work = 0; work < was_held.size(); ++work) {
     if (check.recording.works()[work].work->run && !was_held[work]) {

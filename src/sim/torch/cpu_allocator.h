@@ -13,8 +13,8 @@ struct Allocation {
   std::size_t bytes = 0;
 };
 
-/// While it lives, what the calling thread allocates as CPU memory comes from the sim device, so that the results of a CPU
-/// kernel lie where sim tensors lie.
+/// For its lifetime, CPU memory that the calling thread allocates comes from the sim device, so the results of a CPU kernel lie in the
+/// device's memory.
 class [[nodiscard]] OperatorMemory {
  public:
   /// First run: blocks of `stream`; each is added to `log` unless that is null.
@@ -42,8 +42,8 @@ class [[nodiscard]] OperatorMemory {
 [[nodiscard]] c10::Allocator* device_allocator();
 /// The allocator of pinned host memory.
 [[nodiscard]] c10::Allocator* pinned_allocator();
-/// The allocator that stands in for LibTorch's CPU allocator and serves OperatorMemory; everything else goes to the allocator
-/// that was there before.
+/// The allocator that replaces LibTorch's CPU allocator and serves OperatorMemory. It forwards all other requests to the allocator that
+/// was installed before.
 [[nodiscard]] c10::Allocator* operator_allocator();
 /// Registers the three with LibTorch. Called once, by register_sim_device.
 void register_allocators();

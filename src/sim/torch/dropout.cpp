@@ -10,8 +10,8 @@
 namespace sidestream::sim {
 namespace {
 
-// LibTorch takes the fused operator on any device but the CPU, whose plain path draws a noise tensor of the input's dtype,
-// divides it by 1 - p and multiplies. The kernels below do that arithmetic, with the noise stored as a mask.
+// On any device except the CPU, LibTorch uses the fused operator. The CPU's plain path draws a noise tensor of the input's dtype, divides
+// it by 1 - p and multiplies. The kernels below do that arithmetic, with the noise stored as a mask.
 
 /// (input, p, train?) -> (output, mask)
 void forward(const c10::OperatorHandle& /*op*/, torch::jit::Stack& stack) {

@@ -25,8 +25,8 @@ struct GeneratorState {
 /// The CPU generator that holds the state of a generator made here; CPU kernels draw from it.
 [[nodiscard]] at::Generator cpu_side(const at::Generator& generator);
 
-/// Held by whoever draws from a generator of the device, for a whole operator or launch, as CUDA's kernels hold the lock of their
-/// generator while they look up its state. It is the default generator's. Taken before the locks of others and the device's.
+/// Hold it for a whole operator or launch that draws from a generator of the device, as CUDA's kernels hold the lock of their generator
+/// while they look up its state. It is the default generator's lock. Take it before the locks of other generators and the device's.
 [[nodiscard]] std::mutex& draws_lock();
 
 /// State of a generator made here, and back. Threads: any; locks the CPU generator that holds it.
@@ -57,7 +57,7 @@ class [[nodiscard]] ReplayState {
   GeneratorState* before_;
 };
 
-/// State of a CPU generator, and back. The caller holds its lock, or nobody else uses it.
+/// Converts the state of a CPU generator, both ways. The caller holds its lock, or no other thread uses it.
 [[nodiscard]] GeneratorState state_of(at::CPUGeneratorImpl& generator);
 void set_state_of(at::CPUGeneratorImpl& generator, const GeneratorState& state);
 

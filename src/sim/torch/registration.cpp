@@ -49,7 +49,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   }
 };
 
-/// What SIDESTREAM_SIM_MEMORY gives the device; nothing where it is not set.
+/// The device's memory as SIDESTREAM_SIM_MEMORY sets it; not set without that variable.
 std::optional<std::size_t> memory_by_environment() {
   const char* const text = std::getenv("SIDESTREAM_SIM_MEMORY");
   if (text == nullptr || *text == '\0') {

@@ -33,20 +33,20 @@ const std::vector<GroupEvent> kInTurn = {end_of(0), end_of(1), end_of(2), end_of
 
 TEST(TurnRoundTest, TheLastGroupsThatFitIntoTheLagDo) {
   using Flags = std::vector<bool>;
-  EXPECT_EQ(turn_round_within(kPlain, {1, 1, 1, 1, 1}, window(2)), (Flags{false, false, false, true, true}));
-  EXPECT_EQ(turn_round_within(kPlain, {1, 1, 1, 1, 2}, window(2)), (Flags{false, false, false, false, true}));
-  EXPECT_EQ(turn_round_within(kPlain, {1, 1, 1, 1, 1}, window(9)), (Flags{true, true, true, true, true}));
+  EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 1}, window(2)), (Flags{false, false, false, true, true}));
+  EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 2}, window(2)), (Flags{false, false, false, false, true}));
+  EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 1}, window(9)), (Flags{true, true, true, true, true}));
 }
 
 TEST(TurnRoundTest, FewGroupsInFlightKeepTheLastAlone) {
   const std::vector<bool> last = {false, false, false, false, true};
   for (const std::size_t groups : {0, 1}) {
-    EXPECT_EQ(turn_round_within(kPlain, {1, 1, 1, 1, 1}, {{9, 0}, groups}), last);
+    EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 1}, {{9, 0}, groups}), last);
   }
 }
 
 TEST(TurnRoundTest, OnlyTheLastMicrobatchDoesWhereForwardsRunAhead) {
-  EXPECT_EQ(turn_round_within(kInTurn, {1, 1, 1, 1, 1, 1}, window(2)),
+  EXPECT_EQ(needed_immediately_within(kInTurn, {1, 1, 1, 1, 1, 1}, window(2)),
             (std::vector<bool>{false, false, false, false, true, true}));
 }
 
