@@ -51,7 +51,8 @@ class EagerPipelineTest : public testing::Test {
     });
   }
   /// In a step with the engine, which is compared with plain training.
-  std::int64_t inline_reloads(PipelineTwins& twins, OffloadEngine& engine, std::int64_t s, std::size_t in_flight) const {
+  std::int64_t inline_reloads(PipelineTwins& twins, OffloadEngine& engine, std::int64_t s,
+                              std::size_t in_flight) const {
     EXPECT_TRUE(testing_model::same(step(twins.mine, &engine, s, in_flight), step(twins.plain, nullptr, s, in_flight)))
         << "step " << s;
     EXPECT_GT(engine.report().reloaded_bytes, 0);
