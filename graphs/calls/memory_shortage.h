@@ -53,8 +53,8 @@ class CaptureShortage : public MemoryShortage {
   std::int64_t reserved_;
 };
 
-/// Captures a sequence that fits the device. The sequence is captured again, at most twice, with fewer offloaded bytes on the device at a
-/// time, if memory runs out or if less is left than the rest of a step took (EagerMemoryEstimate). That needs options that offload
+/// Captures a sequence that fits the device. If memory runs out, or if less is left than the rest of a step took (EagerMemoryEstimate),
+/// the sequence is captured again, at most twice, with fewer offloaded bytes on the device at a time. This needs options that offload
 /// something. No graph of the sequence has replayed by then. The rest of a step is an estimate: if less is left in the end, a note says
 /// so.
 /// `memory`: see GraphResources. `sequences`: the engine's other sequences, whose outputs are marked again if a capture failed.

@@ -24,9 +24,12 @@ namespace {
 constexpr c10::DeviceType kCuda = c10::DeviceType::CUDA;
 
 // Note [How LibTorch's events are heard]
-// Every record and wait of c10::Event and CUDAEvent, and every wait of the host, passes c10::impl::GPUTrace, which was made for
-// Python's sanitizer: it takes an interpreter's table of functions, the first that is offered, for good. This one is no
-// interpreter: no tensor ever refers to it, so that nothing but the tracing functions is called.
+// A tracer is installed in c10::impl::GPUTrace. Every record and wait of c10::Event and CUDAEvent passes it, and every wait of the host.
+//
+// The tracer is derived from an interpreter's table of functions, because GPUTrace was made for Python's sanitizer. GPUTrace keeps the
+// first table that it is offered for good.
+//
+// Only the tracing functions are called: no tensor ever refers to this table.
 class Tracer final : public c10::impl::PyInterpreterVTable {
  public:
   std::string name() const override { return "sidestream's tracer"; }

@@ -27,25 +27,25 @@ Pairs pairs(const std::vector<GroupReturn>& returns) {
 /// A forward of five groups and its backward.
 const std::vector<GroupEvent> kPlain = {end_of(0), end_of(1), end_of(2), end_of(3), end_of(4),
                                         use_of(4), use_of(3), use_of(2), use_of(1), use_of(0)};
-/// One forward and one backward in turn behind two forwards of two groups: 0 1, 2 3, 4 5.
+/// One forward and one backward in turn after two forwards of two groups: 0 1, 2 3, 4 5.
 const std::vector<GroupEvent> kInTurn = {end_of(0), end_of(1), end_of(2), end_of(3), use_of(1), use_of(0),
                                          end_of(4), end_of(5), use_of(3), use_of(2), use_of(5), use_of(4)};
 
-TEST(TurnRoundTest, TheLastGroupsThatFitIntoTheLagDo) {
+TEST(NeededImmediatelyWithinTest, TheLastGroupsThatFitIntoTheLagDo) {
   using Flags = std::vector<bool>;
   EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 1}, window(2)), (Flags{false, false, false, true, true}));
   EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 2}, window(2)), (Flags{false, false, false, false, true}));
   EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 1}, window(9)), (Flags{true, true, true, true, true}));
 }
 
-TEST(TurnRoundTest, FewGroupsInFlightKeepTheLastAlone) {
+TEST(NeededImmediatelyWithinTest, FewGroupsInFlightKeepTheLastAlone) {
   const std::vector<bool> last = {false, false, false, false, true};
   for (const std::size_t groups : {0, 1}) {
     EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 1}, {{9, 0}, groups}), last);
   }
 }
 
-TEST(TurnRoundTest, OnlyTheLastMicrobatchDoesWhereForwardsRunAhead) {
+TEST(NeededImmediatelyWithinTest, OnlyTheLastMicrobatchDoesWhereForwardsRunAhead) {
   EXPECT_EQ(needed_immediately_within(kInTurn, {1, 1, 1, 1, 1, 1}, window(2)),
             (std::vector<bool>{false, false, false, false, true, true}));
 }
