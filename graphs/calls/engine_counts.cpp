@@ -64,9 +64,9 @@ void EngineCounts::replayed(const GraphSequence::Counts& counts) {
   counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
 }
 
-void EngineCounts::sizing_ended(const SavedTensorRecorder& recorder, std::int64_t unoffloaded_peak) {
+void EngineCounts::sizing_ended(const SavedTensorRecorder& recorder, std::int64_t peak_without_offload) {
   counted_.first_step_peak_bytes = counted_.step_peak_bytes;
-  counted_.sizing_peak_bytes = unoffloaded_peak;
+  counted_.sizing_peak_bytes = peak_without_offload;
   counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
 }
 

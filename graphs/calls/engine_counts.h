@@ -66,8 +66,8 @@ class EngineCounts {
 
   /// What sequences did in the step that now ends, whole or not.
   void replayed(const GraphSequence::Counts& counts);
-  /// A whole sizing step, after its `step_ended`; `unoffloaded_peak`: see UnoffloadedPeak.
-  void sizing_ended(const SavedTensorRecorder& recorder, std::int64_t unoffloaded_peak);
+  /// A whole sizing step, after its `step_ended`; `peak_without_offload`: see SizingPeak.
+  void sizing_ended(const SavedTensorRecorder& recorder, std::int64_t peak_without_offload);
   /// Of the latest step.
   void copied(const CopyCounts& copies) noexcept;
   /// A whole step.

@@ -48,8 +48,7 @@ class SequenceCapture {
 
   /// Calls whose backward starts within the lag are not offloaded: backward needs them immediately.
   void make_plan_and_pin();
-  [[nodiscard]] std::size_t calls_deep() const;
-  /// For calls that save `selected` bytes: from the options, else from the measured pace of calls and link.
+  /// For calls that save `selected` bytes.
   [[nodiscard]] CopyWindow window_for(const std::vector<std::uint64_t>& selected) const;
   void prepare_calls();
   /// The graphs of `call` will read its weights where they lie now.

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/grad_mode.h>
@@ -65,28 +66,15 @@ void SequenceCapture::register_holders() {
   });
 }
 
-// By how many calls copies trail if the options name no bytes.
-std::size_t SequenceCapture::calls_deep() const {
-  constexpr std::int64_t kCalls = 2;
-  return static_cast<std::size_t>(sequence_.options_.side_streams().value_or(kCalls));
-}
-
 CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selected) const {
   if (resources_.room != CopyRoom::as_planned) {
-    return copy_window(selected, 0, 0, 1);
+    return CopyLimits::smallest(selected);
   }
-  CopyWindow window = copy_window(selected, resources_.lag, resources_.lookahead.value_or(0), calls_deep());
-  std::vector<LayerPace> paces;
+  CopyLimits::Calls calls{sequence_.options_.side_streams(), {}, resources_.link};
   for (const CallSizing& sizing : sizings_) {
-    paces.push_back(sizing.pace);
+    calls.paces.push_back(sizing.pace);
   }
-  const bool timed = std::all_of(paces.begin(), paces.end(), [](const LayerPace& pace) { return pace.forward > 0; });
-  if (resources_.link && timed) {
-    const CopyWindow paced = paced_window(order_, selected, window, paces, *resources_.link);
-    const bool open = !resources_.lag && !sequence_.options_.side_streams();
-    window = {open ? paced.lag : window.lag, resources_.lookahead ? window.lookahead : paced.lookahead};
-  }
-  return window;
+  return resources_.eager->limits().for_calls(order_, selected, calls);
 }
 
 void SequenceCapture::make_plan_and_pin() {
@@ -129,10 +117,10 @@ void SequenceCapture::make_plan_and_pin() {
         " bytes of offloaded storages are on the device, beside what the running call saves" +
         (resources_.room == CopyRoom::none_stays ? "; groups that backward needs immediately are offloaded as well"
                                                  : ""));
-  } else if (resources_.lag && *resources_.lag < window.lag) {
-    sequence_.plan_.notes.push_back("Options::lag of " + std::to_string(*resources_.lag) +
-                                    " bytes is smaller than the tensors that the largest graphed call saves; " +
-                                    std::to_string(window.lag) + " bytes are used instead");
+  } else if (std::string note =
+                 resources_.eager->limits().note(window, "the tensors that the largest graphed call saves");
+             !note.empty()) {
+    sequence_.plan_.notes.push_back(std::move(note));
   }
   if (resources_.attempt != nullptr) {
     *resources_.attempt = {profile, sequence_.plan_};
@@ -232,10 +220,10 @@ void SequenceCapture::watch(CapturedCall& call, const at::Tensor& tensor) {
 
 OwnedGradient SequenceCapture::prepare_grad(const CapturedCall& call, const at::Tensor& parameter) {
   if (has_gradient_hooks(parameter)) {
-    throw UsageError("graphed call \"" + call.spec.name +
-                     "\": a parameter has gradient hooks, but a backward graph that " +
-                     "adds into .grad would not run them. Capture without GraphOptions::accumulate_in_graph, or with "
-                     "another gradient policy");
+    throw UsageError(
+        "graphed call \"" + call.spec.name + "\": a parameter has gradient hooks, but a backward graph that " +
+        "adds into .grad would not run them. Capture with another GradientPolicy than accumulated for this "
+        "parameter (GraphOptions::gradients)");
   }
   return resources_.owned_gradients->of(parameter);
 }

@@ -13,7 +13,7 @@ namespace {
 /// Reloads into memory that an operator allocates, so observers of a warm-up or a capture see it as an operator's result.
 class BranchedCopies final : public EagerOffload {
  public:
-  BranchedCopies(const std::shared_ptr<Runtime>& runtime, std::shared_ptr<GroupMover> mover, const Limits& limits)
+  BranchedCopies(const std::shared_ptr<Runtime>& runtime, std::shared_ptr<GroupMover> mover, const CopyLimits& limits)
       : EagerOffload(runtime, std::move(mover), limits), device_(runtime->device()) {}
 
  private:

@@ -51,7 +51,7 @@ class WholeStepOffload {
     std::shared_ptr<HostArena> engine_arena;  ///< whose budget the step's own slots count against
     ScopeTree* tree = nullptr;
     Exclusions* exclusions = nullptr;
-    EagerOffload::Limits limits;
+    CopyLimits limits;
     std::shared_ptr<CaptureOffload> capture_offload;  ///< notes what the capture's graph owns
   };
   explicit WholeStepOffload(Parts parts) : parts_(std::move(parts)) {}

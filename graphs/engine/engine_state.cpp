@@ -202,8 +202,8 @@ GraphSequence::Counts EngineState::join_sequences(PartsOfEnd& parts) {
 void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
   switch (step.kind()) {
     case StepSession::Kind::sizing:
-      counts_.step_ended(step.recorder(), copies, step.peaks());
-      counts_.sizing_ended(step.recorder(), step.peaks().unoffloaded);
+      counts_.step_ended(step.recorder(), copies, step.sizing_peak().peak());
+      counts_.sizing_ended(step.recorder(), step.sizing_peak().without_offload());
       eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       break;
     case StepSession::Kind::planned:

@@ -9,7 +9,7 @@
 #include "observe/operator_observer.h"
 #include "observe/sync_finder.h"
 #include "offload/saved_tensor_recorder.h"
-#include "offload/unoffloaded_peak.h"
+#include "offload/sizing_peak.h"
 
 namespace sidestream {
 
@@ -48,7 +48,7 @@ class StepSession {
   /// In it.
   [[nodiscard]] const MemoryShortage& shortage() const noexcept { return shortage_; }
   /// Of a sizing step that was stopped.
-  [[nodiscard]] LiveMemory::Peak peaks() { return peaks_->peaks(); }
+  [[nodiscard]] SizingPeak& sizing_peak() { return *sizing_peak_; }
 
  private:
   /// In a sizing step, when backward begins and so many bytes are away: what grew on the device and no hook has seen.
@@ -60,7 +60,7 @@ class StepSession {
   MemoryShortage shortage_;
   Kind kind_;
   std::optional<SavedTensorRecorder> recorder_;
-  std::unique_ptr<UnoffloadedPeak> peaks_;
+  std::unique_ptr<SizingPeak> sizing_peak_;
   bool copies_ended_ = false;
   std::int64_t allocated_at_begin_ = 0;
   std::optional<RecorderGuard> recording_;

@@ -20,8 +20,7 @@ GradientRule checked_rule(const GradientRule& rule) {
 }  // namespace
 
 GradientPolicies::GradientPolicies(const GraphOptions& options, const torch::nn::Module* model,
-                                   const std::vector<CallSpec>& specs)
-    : otherwise_(options.accumulate_in_graph() ? GradientPolicy::accumulated : GradientPolicy::cloned) {
+                                   const std::vector<CallSpec>& specs) {
   if (options.gradients().empty()) {
     return;
   }
@@ -69,7 +68,7 @@ GradientPolicy GradientPolicies::of(const CallSpec& spec, const at::Tensor& para
       return rule->policy;
     }
   }
-  return otherwise_;
+  return GradientPolicy::cloned;
 }
 
 }  // namespace sidestream

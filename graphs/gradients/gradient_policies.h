@@ -25,7 +25,6 @@ class GradientPolicies {
   void check_patterns(const std::vector<CallSpec>& specs) const;
 
   std::vector<GradientRule> rules_;
-  GradientPolicy otherwise_;
   Names names_;  ///< one parameter may have several
 };
 

@@ -131,9 +131,11 @@ void check_owned_grads(const std::string& name, const std::vector<CallParameter>
       continue;
     }
     if (has_gradient_hooks(parameter.tensor)) {
-      throw UsageError("graphed call \"" + name +
-                       "\": a parameter got gradient hooks after the capture, but a backward graph that adds into "
-                       ".grad would not run them; capture without GraphOptions::accumulate_in_graph");
+      throw UsageError(
+          "graphed call \"" + name +
+          "\": a parameter got gradient hooks after the capture, but a backward graph that adds into "
+          ".grad would not run them; capture with another GradientPolicy than accumulated for this parameter "
+          "(GraphOptions::gradients)");
     }
     const at::Tensor& grad = parameter.tensor.grad();
     if (grad.defined() && !is_owned(parameter, grad) &&
@@ -141,8 +143,8 @@ void check_owned_grads(const std::string& name, const std::vector<CallParameter>
       throw UsageError("graphed call \"" + name +
                        "\": the .grad of a parameter was replaced by another tensor, or given other memory, " +
                        "but its backward graph adds into the .grad that it owns. Set .grad to none or zero it in "
-                       "place, or capture " +
-                       "without GraphOptions::accumulate_in_graph");
+                       "place, or capture with another GradientPolicy than accumulated for this parameter "
+                       "(GraphOptions::gradients)");
     }
   }
 }

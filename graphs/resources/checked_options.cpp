@@ -73,10 +73,10 @@ void check_graph_options(const GraphOptions& options, std::optional<c10::Stream>
         "side_streams and cuda_graph_stream are both set, but all graphs replay on cuda_graph_stream; set one of the "
         "two");
   }
-  if (options.forward_only() && (options.retain_graph_in_backward() || options.accumulate_in_graph() ||
-                                 options.allow_unused_input() || !options.gradients().empty())) {
+  if (options.forward_only() &&
+      (options.retain_graph_in_backward() || options.allow_unused_input() || !options.gradients().empty())) {
     throw UsageError(
-        "forward_only is set together with retain_graph_in_backward, accumulate_in_graph, gradients or "
+        "forward_only is set together with retain_graph_in_backward, gradients or "
         "allow_unused_input, which concern backward. Capture twice, once for training and once for calls under "
         "no_grad");
   }

@@ -17,7 +17,7 @@ constexpr std::int64_t kLasting = 32;
 }  // namespace
 
 void EagerPlan::learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order,
-                      const EagerOffload::Limits& limits) {
+                      const CopyLimits& limits) {
   profile_ = recorder.profile();
   scopes_ = recorder.group_scopes();
   identities_ = recorder.identities();
@@ -39,11 +39,8 @@ void EagerPlan::learn(const SavedTensorRecorder& recorder, const std::vector<Gro
   for (std::size_t group = 0; group < selected.size(); ++group) {
     at_once.push_back(scopes_[group]->delayed ? 0 : selected[group]);
   }
-  window_ = EagerOffload::window_for(at_once, limits);
-  note_ = limits.lag && *limits.lag < window_.copies.lag
-              ? "Options::lag of " + std::to_string(*limits.lag) + " bytes is smaller than the largest eager group; " +
-                    std::to_string(window_.copies.lag) + " bytes are used instead"
-              : "";
+  window_ = limits.for_groups(at_once);
+  note_ = limits.note(window_.copies, "the largest eager group");
   const std::vector<bool> turning = needed_immediately_within(order, selected, window_);
   for (std::size_t group = 0; group < turning.size(); ++group) {
     profile_.groups[group].needed_immediately = turning[group] && profile_.groups[group].selected;

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "analysis/copy_limits.h"
 #include "analysis/planner.h"
 #include "memory/host_arena.h"
-#include "offload/eager_offload.h"
 #include "offload/saved_tensor_recorder.h"
 #include "sidestream/progress.h"
 
@@ -27,8 +27,7 @@ class EagerPlan {
   /// -> sized: what a pass saw, the sizing pass or a later one that had no room for what it was to offload.
   /// `order`: of its groups. Groups that backward needed within the lag of `limits` stay. Groups of calls that are captured are their
   /// sequences' business.
-  void learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order,
-             const EagerOffload::Limits& limits);
+  void learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order, const CopyLimits& limits);
   /// False if a group that saved `storage` in that pass stays, and is no captured call's group. If the pass did not save the storage, a
   /// step under the plan saved it.
   [[nodiscard]] bool takes_along(const c10::StorageImpl* storage) const;

@@ -30,10 +30,8 @@ std::size_t host_cap_of(const Options& options) {
   return options.host_cap() != kNone ? options.host_cap() : host_bytes_left().value_or(kNone) / 5 * 4;
 }
 
-EagerOffload::Limits limits_of(const Options& options) {
-  EagerOffload::Limits limits;
-  limits.lag = options.lag();
-  limits.lookahead = options.lookahead().value_or(0);
+CopyLimits limits_of(const Options& options) {
+  CopyLimits limits{options.lag(), options.lookahead()};
   if (options.groups_in_flight()) {
     limits.groups_in_flight = static_cast<std::size_t>(*options.groups_in_flight());
   }

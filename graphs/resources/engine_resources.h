@@ -43,8 +43,6 @@ struct EngineResources {
             options.progress(),
             &owned_gradients,
             &model,
-            options.lag(),
-            options.lookahead(),
             link(),
             CopyRoom::as_planned,
             nullptr};

@@ -44,10 +44,7 @@ struct GraphResources {
   ProgressCallback progress;  ///< empty if no code listens
   OwnedGradients* owned_gradients = nullptr;
   const torch::nn::Module* model = nullptr;  ///< gives parameters their names; may be null
-  // See CopyWindow; not set if the options do not set them.
-  std::optional<std::uint64_t> lag;
-  std::optional<std::uint64_t> lookahead;
-  std::optional<LinkPace> link;  ///< if it is known
+  std::optional<LinkPace> link;              ///< if it is known
   CopyRoom room = CopyRoom::as_planned;
   CaptureAttempt* attempt = nullptr;  ///< filled for the error if the capture fails
   /// Shared by sequences of the engine. Null if the options' pool is used, or memory of the sequence's own.

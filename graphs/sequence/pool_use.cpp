@@ -20,15 +20,15 @@ void PoolUse::launched(std::size_t graph_index) {
     allocated_ = runtime_->allocated_in(pool_);
   }
   const GraphUse& use = graphs_[graph_index];
-  const LiveMemory::Change during{use.peak - allocated_ - hidden_, use.in_flight - in_flight_, 0};
-  const LiveMemory::Change after{use.after - allocated_ - hidden_, use.in_flight_after - in_flight_, 0};
+  const LiveMemory::Change during{use.peak - allocated_ - hidden_, use.in_flight - in_flight_};
+  const LiveMemory::Change after{use.after - allocated_ - hidden_, use.in_flight_after - in_flight_};
   hidden_ += after.hidden;
   in_flight_ += after.in_flight;
   memory_.launched(*runtime_, during, after);
 }
 
 void PoolUse::idle(std::int64_t ungiven) noexcept {
-  const LiveMemory::Change back{-ungiven - std::exchange(hidden_, -ungiven), -std::exchange(in_flight_, 0), 0};
+  const LiveMemory::Change back{-ungiven - std::exchange(hidden_, -ungiven), -std::exchange(in_flight_, 0)};
   try {
     memory_.change(*runtime_, back);
   } catch (const std::exception&) {  // the device has failed: no measurement follows

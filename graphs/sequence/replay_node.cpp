@@ -81,8 +81,8 @@ void ReplayNode::refuse_named_gradients() const {
     throw UsageError(
         sequence_->describe(call_) +
         ": only gradients of some inputs are requested (autograd::grad, or backward with inputs), but its " +
-        "backward graph adds into the .grad of its parameters; capture without " +
-        "GraphOptions::accumulate_in_graph, or with another policy than accumulated for its parameters");
+        "backward graph adds into the .grad of its parameters; capture with another " +
+        "GradientPolicy than accumulated for its parameters (GraphOptions::gradients)");
   }
 }
 

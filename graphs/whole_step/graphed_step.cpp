@@ -204,10 +204,10 @@ GraphedStep EngineAccess::capture_whole_step(const OffloadEngine& engine, Callab
   if (samples.empty()) {
     throw UsageError("make_graphed_step: no samples were given; pass the inputs of each microbatch, at least of one");
   }
-  if (options.graph().retain_graph_in_backward() || options.graph().accumulate_in_graph() ||
-      options.graph().allow_unused_input() || options.graph().forward_only() || !options.graph().gradients().empty()) {
+  if (options.graph().retain_graph_in_backward() || options.graph().allow_unused_input() ||
+      options.graph().forward_only() || !options.graph().gradients().empty()) {
     throw UsageError(
-        "make_graphed_step: StepOptions::graph sets retain_graph_in_backward, accumulate_in_graph, gradients, "
+        "make_graphed_step: StepOptions::graph sets retain_graph_in_backward, gradients, "
         "forward_only or allow_unused_input. These work only for calls whose backward is a graph of its own; leave "
         "them out, and see StepOptions::accumulate");
   }

@@ -26,7 +26,9 @@ enum class OnRelocatedWeights : std::uint8_t {
 enum class GradientPolicy : std::uint8_t {
   cloned,  ///< autograd gets a copy
   owned,  ///< autograd gets the graph's memory; a gradient that is still referenced is copied out before it is overwritten
-  accumulated,  ///< the graph adds into `.grad` (see GraphOptions::accumulate_in_graph)
+  /// The graph adds into `.grad`, which is fast, and owns that memory. If `.grad` is unset, the graph's memory is zeroed and attached
+  /// again at the next replay. If `.grad` is another tensor that other code refers to as well, the replay is a UsageError.
+  accumulated,
 };
 
 /// A policy for the parameters that a pattern names.
@@ -42,8 +44,8 @@ struct GradientRule {
 /// Throws (when the options are used): UsageError for a number below its bound, and for `side_streams` together with
 /// `cuda_graph_stream`. Also for an event without a stream, and for an event whose stream is the current one.
 struct GraphOptions {
-  /// Adds a rule for the gradients of parameters. The last rule that matches a parameter counts. If no rule matches it,
-  /// `accumulate_in_graph` decides.
+  /// Adds a rule for the gradients of parameters; "**" names all of them. The last rule that matches a parameter counts. If no rule
+  /// matches it, its gradient is cloned.
   ///
   /// The pattern is compared with the parameter's dotted name in the engine's model. If only the module of a callable has the parameter,
   /// its name is the callable's name, a dot, and its name in that module. A tensor that a function reads and no module registers has the
@@ -76,10 +78,6 @@ struct GraphOptions {
   TORCH_ARG(bool, forward_only) = false;
   /// Keeps saved tensors through a backward, so that it can run twice [retain_graph_in_backward]. Costs memory.
   TORCH_ARG(bool, retain_graph_in_backward) = false;
-  /// The backward graph adds into `.grad`, which is fast, and owns that memory. If `.grad` is unset, the graph's memory is zeroed and
-  /// attached again at the next replay. If `.grad` is another tensor that other code refers to as well, the replay is a UsageError.
-  /// This is the policy `accumulated` for all parameters that no rule names.
-  TORCH_ARG(bool, accumulate_in_graph) = false;
   /// Number of side streams over which consecutive forward graphs rotate, at least 1. Not set: 1. If Options::lag is not set, this is
   /// also the number of calls by which copies trail. If neither is set, copies trail by two calls, on a GPU by more: see Options::lag.
   TORCH_ARG(std::optional<int64_t>, side_streams);

@@ -79,7 +79,9 @@ struct SIDESTREAM_API Report {
   std::int64_t graph_bytes = 0;
   /// The same growth during the warm-ups: kernels and libraries are loaded then. Eager steps would load them too.
   std::int64_t warm_up_bytes = 0;
-  std::int64_t sizing_peak_bytes = 0;  ///< peak of MemoryUse::live that the first step would have had without offload
+  /// Peak of MemoryUse::live that the first step would have had without offload: at least so much. It is computed from live and
+  /// offloaded bytes. Without offload it equals `first_step_peak_bytes`.
+  std::int64_t sizing_peak_bytes = 0;
   std::int64_t first_step_peak_bytes = 0;  ///< peak of MemoryUse::live in the first step
   /// Peak of MemoryUse::live in the latest step, measured in that step or in an earlier step like it. A step is measured after each
   /// capture, and after the allocator saw another peak. If every step differs, fewer and fewer are measured, in the end one in 64.
@@ -100,7 +102,7 @@ struct SIDESTREAM_API Report {
   std::vector<std::string> notes;           ///< storages that a kept group holds back, groups over the cap, ...
 
   /// R, gross: the drop of the peak of live device memory, from `sizing_peak_bytes` to `step_peak_bytes`, divided by `offloaded_bytes`.
-  /// 0 if nothing was offloaded.
+  /// 0 if nothing was offloaded. As `sizing_peak_bytes`, at least so much.
   [[nodiscard]] double r_gross() const;
   /// R, net: the same drop divided by `offloaded_bytes` less `in_flight_bytes`. 0 if that difference is 0.
   [[nodiscard]] double r_net() const;

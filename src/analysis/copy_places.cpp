@@ -1,20 +1,6 @@
 #include "analysis/copy_places.h"
 
-#include <algorithm>
-#include <functional>
-#include <numeric>
-
 namespace sidestream {
-
-CopyWindow copy_window(const std::vector<std::uint64_t>& bytes, std::optional<std::uint64_t> lag,
-                       std::uint64_t lookahead, std::size_t layers_deep) {
-  std::vector<std::uint64_t> largest = bytes;
-  std::sort(largest.begin(), largest.end(), std::greater<>());
-  const std::uint64_t least = largest.empty() ? 0 : largest.front();
-  largest.resize(std::min(largest.size(), layers_deep));
-  const std::uint64_t deep = std::accumulate(largest.begin(), largest.end(), std::uint64_t{0});
-  return {std::max(least, lag.value_or(deep)), lookahead};
-}
 
 std::vector<bool> needed_immediately(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                                      const CopyWindow& window) {

@@ -1,7 +1,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "analysis/sequence_order.h"
@@ -18,11 +17,6 @@ struct CopyWindow {
 
   friend bool operator==(const CopyWindow&, const CopyWindow&) = default;
 };
-
-/// The window for layers that save `bytes` (what the options select of each, in order): as given, but never less than the largest
-/// layer. Without `lag`: room for the `layers_deep` largest. Pure.
-[[nodiscard]] CopyWindow copy_window(const std::vector<std::uint64_t>& bytes, std::optional<std::uint64_t> lag,
-                                     std::uint64_t lookahead, std::size_t layers_deep);
 
 /// Which runs of a sequence are not offloaded, because their backward needs what they saved immediately: all that is saved from a run's
 /// forward until its backward begins fits into the lag. `bytes` by run. Pure.

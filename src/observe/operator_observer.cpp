@@ -20,6 +20,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include "observe/unmarked_writes.h"
+#include "runtime/debug_info_kinds.h"
 
 namespace sidestream {
 
@@ -33,7 +34,6 @@ namespace {
 // LibTorch's debug-info chain, which can carry an object.
 //
 // The state is shared, because a device thread may hold it longer than the guard.
-constexpr auto observer_kind = static_cast<c10::DebugInfoKind>(0xA5);
 
 using TensorList = c10::SmallVector<at::Tensor, 8>;
 
@@ -220,7 +220,8 @@ void OperatorObserverGuard::State::ended(const at::RecordFunction& function, con
 namespace {
 
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function) {
-  auto* const state = static_cast<OperatorObserverGuard::State*>(c10::ThreadLocalDebugInfo::get(observer_kind));
+  auto* const state =
+      static_cast<OperatorObserverGuard::State*>(c10::ThreadLocalDebugInfo::get(DebugInfoKinds::operator_observer));
   if (state == nullptr || observing || UnobservedGuard::active()) {
     return nullptr;
   }
@@ -231,7 +232,8 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& function
 }
 
 void on_end(const at::RecordFunction& function, at::ObserverContext* context) {
-  auto* const state = static_cast<OperatorObserverGuard::State*>(c10::ThreadLocalDebugInfo::get(observer_kind));
+  auto* const state =
+      static_cast<OperatorObserverGuard::State*>(c10::ThreadLocalDebugInfo::get(DebugInfoKinds::operator_observer));
   if (context == nullptr) {
     return;
   }
@@ -249,8 +251,8 @@ void on_end(const at::RecordFunction& function, at::ObserverContext* context) {
 struct OperatorObserverGuard::Registration {
   explicit Registration(std::shared_ptr<State> state)
       : around(innermost),
-        outermost(c10::ThreadLocalDebugInfo::get(observer_kind) == nullptr),
-        info(observer_kind, std::move(state)),
+        outermost(c10::ThreadLocalDebugInfo::get(DebugInfoKinds::operator_observer) == nullptr),
+        info(DebugInfoKinds::operator_observer, std::move(state)),
         link(c10::ThreadLocalDebugInfo::current().get()) {
     innermost = this;
     if (outermost) {
@@ -292,7 +294,8 @@ OperatorObserverGuard::OperatorObserverGuard(Observe observe, Observe before, Ou
   state_->observe = std::move(observe);
   state_->before = std::move(before);
   state_->outer_hears_too = outer == Outer::hears_too;
-  if (auto* const around = static_cast<State*>(c10::ThreadLocalDebugInfo::get(observer_kind)); around != nullptr) {
+  if (auto* const around = static_cast<State*>(c10::ThreadLocalDebugInfo::get(DebugInfoKinds::operator_observer));
+      around != nullptr) {
     state_->outer = around->shared_from_this();
   }
   registration_ = new Registration(state_);
@@ -311,7 +314,7 @@ OperatorObserverGuard::~OperatorObserverGuard() {
 }
 
 bool OperatorObserverGuard::observes_this_thread() noexcept {
-  return c10::ThreadLocalDebugInfo::get(observer_kind) != nullptr;
+  return c10::ThreadLocalDebugInfo::get(DebugInfoKinds::operator_observer) != nullptr;
 }
 
 void OperatorObserverGuard::rethrow() const {

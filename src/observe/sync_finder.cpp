@@ -13,14 +13,11 @@
 #include "observe/call_stack.h"
 #include "observe/sync_kinds.h"
 #include "runtime/backend.h"
+#include "runtime/debug_info_kinds.h"
 #include "runtime/host_waits.h"
 
 namespace sidestream {
 namespace {
-
-// As Note [How the observer reaches other threads] has it: the callback is thread-local, its state hangs in the chain.
-constexpr auto finder_kind =
-    static_cast<c10::DebugInfoKind>(0xA8);  // beside the observer's, the capture turn's and nested backward's
 
 constexpr std::size_t kMostFindings = 100;
 constexpr std::size_t kMostFrames = 24;
@@ -132,7 +129,7 @@ struct SyncFinder::State {
   std::int64_t unlisted = 0;
 };
 
-/// The entry in a thread's chain: a step, or a pause, for which `state` is null.
+/// The entry in a thread's chain: a step, or a pause, for which `state` is null. See Note [How the observer reaches other threads].
 struct SyncFinder::Link final : c10::DebugInfoBase {
   std::shared_ptr<State> state;
   std::atomic<bool> steady{false};
@@ -141,10 +138,10 @@ struct SyncFinder::Link final : c10::DebugInfoBase {
   std::atomic<bool> active{true};
 
   static std::shared_ptr<Link> current() {
-    if (c10::ThreadLocalDebugInfo::get(finder_kind) == nullptr) {
+    if (c10::ThreadLocalDebugInfo::get(DebugInfoKinds::sync_finder) == nullptr) {
       return nullptr;
     }
-    auto* const link = static_cast<Link*>(c10::ThreadLocalDebugInfo::get(finder_kind));
+    auto* const link = static_cast<Link*>(c10::ThreadLocalDebugInfo::get(DebugInfoKinds::sync_finder));
     std::shared_ptr<Link> found = link->self.lock();
     while (found != nullptr && !found->active.load(std::memory_order_acquire)) {
       found = found->outer;
@@ -286,7 +283,7 @@ SyncFinder::Step::Step(SyncFinder& finder, bool steady) : link_(Link::make(finde
     callback_ = at::addThreadLocalCallback(
         at::RecordFunctionCallback(&SyncFinderHears::begin, &SyncFinderHears::end).scopes({at::RecordScope::FUNCTION}));
   }
-  info_ = std::make_unique<c10::DebugInfoGuard>(finder_kind, link_);
+  info_ = std::make_unique<c10::DebugInfoGuard>(DebugInfoKinds::sync_finder, link_);
 }
 
 SyncFinder::Step::~Step() {
@@ -306,8 +303,8 @@ SyncFinder::Step::~Step() {
 }
 
 SyncFinder::Pause::Pause() {
-  if (c10::ThreadLocalDebugInfo::get(finder_kind) != nullptr) {
-    info_.emplace(finder_kind, Link::make(nullptr));
+  if (c10::ThreadLocalDebugInfo::get(DebugInfoKinds::sync_finder) != nullptr) {
+    info_.emplace(DebugInfoKinds::sync_finder, Link::make(nullptr));
   }
 }
 

@@ -12,9 +12,7 @@ namespace sidestream {
 void EagerOffload::trail(Slot& slot, std::uint64_t bytes) {
   if (!planned_window_ && bytes > largest_.back()) {
     largest_ = {std::max(largest_.front(), bytes), std::min(largest_.front(), bytes)};
-    // No more than two groups while nothing is known, whatever lag is given: a first step is to fit.
-    const std::uint64_t two = largest_.front() + largest_.back();
-    window_ = window_for(largest_, {std::min(limits_.lag.value_or(two), two), 0, limits_.groups_in_flight});
+    window_ = limits_.for_unplanned_groups(largest_);
   }
   if (bytes == 0) {
     return;
@@ -49,8 +47,8 @@ void EagerOffload::let_go_of(const Slot& slot) {
 void EagerOffload::part_with(const std::shared_ptr<SavedStorage>& saved) {
   keep_for(saved->device, step_streams_);
   if (saved->place == SavedStorage::Place::offloading) {
-    if (unoffloaded_ && saved.use_count() > 1) {  // else no reference to it is left
-      unoffloaded_->lets_go(*saved);
+    if (sizing_) {
+      sizing_->released(saved);
     }
     saved->device = c10::Storage();
     saved->place = SavedStorage::Place::host;
@@ -69,7 +67,6 @@ void EagerOffload::drop_sources() {
     part_with(saved);
   }
   set_in_flight(slot, 0);
-  look();
 }
 
 }  // namespace sidestream

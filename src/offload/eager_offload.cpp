@@ -60,7 +60,7 @@ namespace sidestream {
 // a saved tensor until backward, and any of these streams could read it until then. So the memory is used again only after all of these
 // streams, and on the first one after the copy. Backward reads a reloaded copy on the streams that saved it.
 
-EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Limits limits)
+EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, CopyLimits limits)
     : runtime_(std::move(runtime)),
       mover_(std::move(mover)),
       live_(LiveMemory::of(runtime_->device())),
@@ -74,11 +74,6 @@ EagerOffload::~EagerOffload() {
     }
   } catch (const std::exception&) {  // the device has failed: no measurement follows
   }
-}
-
-GroupWindow EagerOffload::window_for(const std::vector<std::uint64_t>& bytes, const Limits& limits) {
-  constexpr std::size_t kGroups = 2;
-  return {copy_window(bytes, limits.lag, limits.lookahead, kGroups), limits.groups_in_flight};
 }
 
 void EagerOffload::set_window(const GroupWindow& window) {
@@ -111,24 +106,17 @@ void EagerOffload::begin_sizing_step(std::function<void(std::int64_t)> backward_
   largest_.assign(2, 0);
   begin_step();
   backward_begins_ = std::move(backward_begins);
-  unoffloaded_ = std::make_unique<UnoffloadedPeak>(*runtime_);
+  sizing_ = std::make_unique<SizingPeak>(*runtime_);
 }
 
-std::unique_ptr<UnoffloadedPeak> EagerOffload::end_sizing_step() noexcept {
+std::unique_ptr<SizingPeak> EagerOffload::end_sizing_step() noexcept {
   const std::lock_guard lock(mutex_);
   backward_begins_ = nullptr;
-  std::unique_ptr<UnoffloadedPeak> ended = std::move(unoffloaded_ != nullptr ? unoffloaded_ : ended_);
-  ended_.reset();
-  return ended;
-}
-
-void EagerOffload::saved_or_released() {
-  const std::lock_guard lock(mutex_);
-  look();
+  return std::move(sizing_);
 }
 
 void EagerOffload::look() {
-  if (!unoffloaded_) {
+  if (!sizing_) {
     return;
   }
   std::size_t only_copies = 0;
@@ -140,12 +128,12 @@ void EagerOffload::look() {
   for (const c10::Storage& storage : dropped_) {
     only_copies += storage.nbytes();
   }
-  unoffloaded_->look(static_cast<std::int64_t>(only_copies));
+  sizing_->look(static_cast<std::int64_t>(only_copies));
 }
 
 void EagerOffload::set_in_flight(Slot& slot, std::int64_t bytes) {
   if (bytes != slot.in_flight) {
-    live_.change(*runtime_, {0, bytes - slot.in_flight, 0});
+    live_.change(*runtime_, {0, bytes - slot.in_flight});
     slot.in_flight = bytes;
   }
 }
@@ -179,6 +167,7 @@ void EagerOffload::group_ended(Group& group) {
     return;
   }
   const Site site(Activity::offload, group.scope->site);
+  look();
   Slot& slot = next_slot();
   slot.site = group.scope->site;
   slot.group = group.index;
@@ -214,19 +203,17 @@ void EagerOffload::group_ended(Group& group) {
     send(slot);
   }
   trail(slot, bytes.held);
+  look();
   reload_due();
 }
 
 std::shared_ptr<SavedStorage> EagerOffload::gather(Group& group) {
-  if (unoffloaded_) {
-    unoffloaded_->return_begins();
-  }
   const SmallBlock block = SmallBlock::gather(*mover_, *runtime_, group, SmallBlock::NoRoom::stays);
   if (block) {
-    if (unoffloaded_) {
-      unoffloaded_->gathered(*block.storage);
+    if (sizing_) {
+      sizing_->gathered(block.storage);
       for (const auto& saved : block.members) {
-        unoffloaded_->lets_go(*saved);
+        sizing_->released(saved);
       }
     }
     for (const c10::Stream stream : block.storage->streams) {
@@ -294,9 +281,6 @@ void EagerOffload::end_step() {
     return;
   }
   look();
-  if (unoffloaded_) {  // only the program itself may still hold bytes that are freed from here on
-    ended_ = std::move(unoffloaded_);
-  }
   try {
     send_delayed();
     while (!trailing_.empty()) {

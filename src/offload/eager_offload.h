@@ -3,18 +3,18 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "analysis/copy_limits.h"
 #include "base/site.h"
 #include "offload/group_mover.h"
 #include "offload/saved_storage.h"
+#include "offload/sizing_peak.h"
 #include "offload/step_order.h"
-#include "offload/unoffloaded_peak.h"
 #include "runtime/live_memory.h"
 #include "runtime/runtime.h"
 
@@ -28,29 +28,19 @@ namespace sidestream {
 /// Threads: see StorageMover; one mutex, never held while user code runs.
 class EagerOffload : public StorageMover {
  public:
-  /// As the options say: see Options.
-  struct Limits {
-    std::optional<std::uint64_t> lag;
-    std::uint64_t lookahead = 0;
-    std::size_t groups_in_flight = std::numeric_limits<std::size_t>::max();
-  };
-
-  EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, Limits limits);
+  EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, CopyLimits limits);
   ~EagerOffload() override;
 
-  /// The window of `limits` for groups that save `bytes`.
-  [[nodiscard]] static GroupWindow window_for(const std::vector<std::uint64_t>& bytes, const Limits& limits);
-  [[nodiscard]] const Limits& limits() const noexcept { return limits_; }
+  [[nodiscard]] const CopyLimits& limits() const noexcept { return limits_; }
   /// From the next step on. Until then, and from the next sizing step on: that of the largest groups so far.
   void set_window(const GroupWindow& window);
 
   void begin_step();
   /// A step without a plan. `backward_begins` is called once, when backward asks for the first storage, with the bytes that are away
-  /// (see UnoffloadedPeak).
+  /// (see SizingPeak).
   void begin_sizing_step(std::function<void(std::int64_t away)> backward_begins);
-  /// Whose sizing step it was looks no more: a backward that begins after this is not told to it. Gives the step's peaks; null
-  /// where there was no sizing step.
-  std::unique_ptr<UnoffloadedPeak> end_sizing_step() noexcept;
+  /// Returns the peaks of the sizing step, or null if there was none. `backward_begins` is not called any more.
+  std::unique_ptr<SizingPeak> end_sizing_step() noexcept;
   /// The current stream, and those that saved in the step, wait for all its copies; everything that was held for them is freed.
   void end_step();
   /// The step was left before its end. The host waits for its copies, and everything that was held for them is freed. This object and the
@@ -65,7 +55,6 @@ class EagerOffload : public StorageMover {
     }
   }
 
-  void saved_or_released() override;
   void group_ended(Group& group) override;
   c10::Storage fetch(SavedStorage& storage) override;
   void dropped(SavedStorage& storage) noexcept override;
@@ -107,7 +96,7 @@ class EagerOffload : public StorageMover {
     std::uint64_t bytes;
   };
 
-  /// In a sizing step: see UnoffloadedPeak.
+  /// In a sizing step: see SizingPeak.
   void look();
   /// So many bytes of that group are on the device, on their way: see LiveMemory.
   void set_in_flight(Slot& slot, std::int64_t bytes);
@@ -148,7 +137,7 @@ class EagerOffload : public StorageMover {
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
   LiveMemory& live_;
-  Limits limits_;
+  CopyLimits limits_;
   std::optional<GroupWindow> planned_window_;
   std::vector<std::uint64_t> largest_ = {0, 0};  ///< groups so far, if no window is planned
   GroupWindow window_;
@@ -167,8 +156,7 @@ class EagerOffload : public StorageMover {
   bool copied_ = false;                ///< copies were issued that no step's end has waited for
   StepOrder order_;
   std::function<void(std::int64_t)> backward_begins_;  ///< of a sizing step whose backward has not begun
-  std::unique_ptr<UnoffloadedPeak> unoffloaded_;       ///< of a sizing step
-  std::unique_ptr<UnoffloadedPeak> ended_;             ///< the same, once its copies have ended
+  std::unique_ptr<SizingPeak> sizing_;                 ///< null in other steps
 };
 
 }  // namespace sidestream

@@ -15,9 +15,6 @@ c10::Storage EagerOffload::allocate(std::size_t bytes) { return allocate_storage
 void EagerOffload::reload(Slot& slot) {
   const Site site(Activity::reload, slot.site);
   const auto without_reloading = c10::make_scope_exit([&] { reloading_.clear(); });
-  if (unoffloaded_) {
-    unoffloaded_->return_begins();
-  }
   copied_ = true;
   try {
     for (const auto& weak : slot.storages) {
@@ -46,11 +43,9 @@ void EagerOffload::reload(Slot& slot) {
     saved->lease.record_last_use(slot.reloaded);
     saved->place = SavedStorage::Place::reloading;
     bytes += saved->bytes;
-    if (unoffloaded_) {
-      unoffloaded_->came_back(*saved);
-    }
   }
   set_in_flight(slot, static_cast<std::int64_t>(bytes));
+  look();
 }
 
 void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
@@ -63,8 +58,8 @@ void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
 c10::Storage EagerOffload::fetch(SavedStorage& storage) {
   const std::lock_guard lock(mutex_);
   look();
-  if (const auto backward_begins = std::exchange(backward_begins_, nullptr); backward_begins && unoffloaded_) {
-    backward_begins(unoffloaded_->away());
+  if (const auto backward_begins = std::exchange(backward_begins_, nullptr); backward_begins && sizing_) {
+    backward_begins(sizing_->away());
   }
   if (storage.block != nullptr) {
     return fetch_block(*storage.block);
@@ -173,10 +168,6 @@ void EagerOffload::dropped(SavedStorage& storage) noexcept {
       dropped_.push_back(std::move(storage.device));
       add_stream(step_streams_, storage.streams.front());
     }
-  }
-  if (unoffloaded_) {
-    storage.device = c10::Storage();
-    unoffloaded_->dropped(storage);
   }
 }
 

@@ -43,7 +43,8 @@ void refuse_owned_gradients(const torch::autograd::edge_list& roots, const torch
                                         [&](const at::Tensor& leaf) { return owner->owns_gradient_of(leaf); })) {
       throw UsageError(
           "autograd::grad, or backward with inputs, asks for the gradient of a parameter whose .grad belongs to a "
-          "graph; the graph can only add into it. Capture without GraphOptions::accumulate_in_graph");
+          "graph; the graph can only add into it. Capture with another GradientPolicy than accumulated for this "
+          "parameter (GraphOptions::gradients)");
     }
   });
 }

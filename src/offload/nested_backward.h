@@ -3,6 +3,8 @@
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include "runtime/debug_info_kinds.h"
+
 namespace sidestream {
 
 /// While one lives, a `backward()` from inside a backward pass (a user's own checkpoint) throws CaptureError: it would accumulate into
@@ -11,16 +13,16 @@ namespace sidestream {
 /// LibTorch's thread-local state. Backwards of other threads are not affected.
 class [[nodiscard]] NestedBackwardRefusal {
  public:
-  NestedBackwardRefusal() : carried_(kKind, std::make_shared<c10::DebugInfoBase>()) {}
+  NestedBackwardRefusal() : carried_(DebugInfoKinds::nested_backward, std::make_shared<c10::DebugInfoBase>()) {}
   NestedBackwardRefusal(const NestedBackwardRefusal&) = delete;
   NestedBackwardRefusal& operator=(const NestedBackwardRefusal&) = delete;
   ~NestedBackwardRefusal() = default;
 
-  [[nodiscard]] static bool holds_here() noexcept { return c10::ThreadLocalDebugInfo::get(kKind) != nullptr; }
+  [[nodiscard]] static bool holds_here() noexcept {
+    return c10::ThreadLocalDebugInfo::get(DebugInfoKinds::nested_backward) != nullptr;
+  }
 
  private:
-  static constexpr auto kKind =
-      static_cast<c10::DebugInfoKind>(0xA7);  // beside the operator observer's and the capture turn's
   c10::DebugInfoGuard carried_;
 };
 

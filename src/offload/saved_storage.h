@@ -106,8 +106,6 @@ class StorageMover {
   StorageMover& operator=(const StorageMover&) = delete;
   virtual ~StorageMover() = default;
 
-  /// A sizing pass is about to save a tensor, or needs one no more.
-  virtual void saved_or_released() {}
   /// The group's scope has ended: its storages with `to_offload` set may be offloaded.
   virtual void group_ended(Group& group) = 0;
   /// The storage's bytes on the device, ordered before later work of the current stream.

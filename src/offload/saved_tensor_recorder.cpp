@@ -55,24 +55,11 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
   explicit SavedTensorHandle(SavedTensorRecorder& recorder) : recorder_(&recorder) {}
   SavedTensorHandle(const SavedTensorHandle&) = delete;
   SavedTensorHandle& operator=(const SavedTensorHandle&) = delete;
-  ~SavedTensorHandle() override {
-    if (is_sizing_ && storage_ != nullptr) {
-      const std::shared_ptr<StorageMover> mover = storage_->mover;
-      storage_.reset();
-      try {
-        mover->saved_or_released();
-      } catch (const std::exception&) {  // it only counts
-      }
-    }
-  }
+  ~SavedTensorHandle() override = default;
 
   void call_pack_hook(const at::Tensor& tensor) override {
     SavedTensorRecorder& recorder = *std::exchange(recorder_, nullptr);
     version_ = VersionStamp(tensor);
-    is_sizing_ = recorder.planned_ == nullptr;
-    if (is_sizing_) {
-      recorder.mover_->saved_or_released();
-    }
     scope_ = recorder.stack_.back().scope;
     const Exclusion reason = recorder.exclusions_.classify_and_count(tensor);
     const bool small = reason == Exclusion::small && recorder.looks_at_small_ && tensor.storage().nbytes() > 0;
@@ -106,7 +93,6 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
   std::shared_ptr<SavedStorage> storage_;
   StorageView view_;
   VersionStamp version_;
-  bool is_sizing_ = false;
 };
 
 SavedTensorRecorder::SavedTensorRecorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,

@@ -9,12 +9,11 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "runtime/debug_info_kinds.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
-
-constexpr auto kTurnKind = static_cast<c10::DebugInfoKind>(0xA6);  // beside the operator observer's
 
 /// The captures of this process.
 struct Turns {
@@ -48,17 +47,17 @@ struct CaptureTurn::Work final : c10::DebugInfoBase {
 };
 
 CaptureTurn::Devices CaptureTurn::of_this_thread() {
-  const auto* const work = static_cast<const Work*>(c10::ThreadLocalDebugInfo::get(kTurnKind));
+  const auto* const work = static_cast<const Work*>(c10::ThreadLocalDebugInfo::get(DebugInfoKinds::capture_turn));
   return work == nullptr ? Devices() : work->devices;
 }
 
 bool CaptureTurn::mine(c10::Device device) noexcept {
-  const auto* const work = static_cast<const Work*>(c10::ThreadLocalDebugInfo::get(kTurnKind));
+  const auto* const work = static_cast<const Work*>(c10::ThreadLocalDebugInfo::get(DebugInfoKinds::capture_turn));
   return work != nullptr && std::find(work->devices.begin(), work->devices.end(), device) != work->devices.end();
 }
 
 CaptureTurn::CaptureTurn(c10::Device device)
-    : device_(device), nested_(mine(device)), carried_(kTurnKind, [&] {
+    : device_(device), nested_(mine(device)), carried_(DebugInfoKinds::capture_turn, [&] {
         Devices devices = of_this_thread();
         devices.push_back(device);
         return std::make_shared<Work>(std::move(devices));
@@ -114,7 +113,7 @@ bool CaptureTurn::let_others_finish(c10::Device device) {
   if (!all.has(device) || mine(device)) {
     return true;
   }
-  if (in_a_backward() || c10::ThreadLocalDebugInfo::get(kTurnKind) != nullptr) {
+  if (in_a_backward() || c10::ThreadLocalDebugInfo::get(DebugInfoKinds::capture_turn) != nullptr) {
     return false;
   }
   all.ended.wait(lock, [&] { return !all.has(device); });

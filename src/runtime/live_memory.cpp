@@ -20,10 +20,9 @@ LiveMemory& LiveMemory::of(c10::Device device) {
 void LiveMemory::add(const Change& by) noexcept {
   hidden_.fetch_add(by.hidden, std::memory_order_relaxed);
   in_flight_.fetch_add(by.in_flight, std::memory_order_relaxed);
-  away_.fetch_add(by.away, std::memory_order_relaxed);
 }
 
-void LiveMemory::meet(std::int64_t live, std::int64_t in_flight, std::int64_t unoffloaded) {
+void LiveMemory::meet(std::int64_t live, std::int64_t in_flight) {
   live_peak_ = std::max(live_peak_, live);
   for (Measurement* const measurement : measurements_) {
     Peak& peak = measurement->peak_;
@@ -31,17 +30,15 @@ void LiveMemory::meet(std::int64_t live, std::int64_t in_flight, std::int64_t un
       peak.live = live;
       peak.in_flight = in_flight;
     }
-    peak.unoffloaded = std::max(peak.unoffloaded, unoffloaded);
   }
 }
 
-std::int64_t LiveMemory::close(Runtime& runtime, bool beside_away) {
+std::int64_t LiveMemory::close(Runtime& runtime) {
   const MemoryStats stats = runtime.memory_stats();
   allocated_peak_ = std::max(allocated_peak_, stats.allocated_peak);
   reserved_peak_ = std::max(reserved_peak_, stats.reserved_peak);
   const bool whole = !changed_.exchange(false, std::memory_order_relaxed);
-  const std::int64_t live = (whole ? stats.allocated_peak : stats.allocated) + hidden_;
-  meet(live, in_flight_, beside_away ? live + away_ : 0);
+  meet((whole ? stats.allocated_peak : stats.allocated) + hidden_, in_flight_);
   for (Measurement* const measurement : measurements_) {
     measurement->peak_.allocated = std::max(measurement->peak_.allocated, stats.allocated_peak);
   }
@@ -58,7 +55,7 @@ void LiveMemory::change(Runtime& runtime, const Change& by) {
   const std::lock_guard lock(mutex_);
   const std::int64_t allocated = close(runtime);
   add(by);
-  meet(allocated + hidden_, in_flight_, allocated + hidden_ + away_);
+  meet(allocated + hidden_, in_flight_);
 }
 
 void LiveMemory::launched(Runtime& runtime, const Change& during, const Change& after) {
@@ -69,14 +66,8 @@ void LiveMemory::launched(Runtime& runtime, const Change& during, const Change& 
   }
   const std::lock_guard lock(mutex_);
   const std::int64_t live = close(runtime) + hidden_ + during.hidden;
-  meet(live, in_flight_ + during.in_flight, live + away_);
+  meet(live, in_flight_ + during.in_flight);
   add(after);
-}
-
-void LiveMemory::came_back(Runtime& runtime, std::int64_t bytes) {
-  const std::lock_guard lock(mutex_);
-  close(runtime, /*beside_away=*/false);
-  add({.away = -bytes});
 }
 
 LiveMemory::Use LiveMemory::use(Runtime& runtime) {

@@ -29,13 +29,11 @@ class LiveMemory {
   struct Change {
     std::int64_t hidden = 0;     ///< live, and not counted by the allocator; negative: counted, and not live
     std::int64_t in_flight = 0;  ///< of bytes that a step offloads: on the device
-    std::int64_t away = 0;       ///< bytes that would be on the device if nothing were offloaded
   };
   struct Peak {
     std::int64_t live = 0;
-    std::int64_t in_flight = 0;    ///< at that moment
-    std::int64_t unoffloaded = 0;  ///< of live bytes and those away
-    std::int64_t allocated = 0;    ///< as the allocator counts
+    std::int64_t in_flight = 0;  ///< at that moment
+    std::int64_t allocated = 0;  ///< as the allocator counts
   };
   struct Use {
     MemoryStats allocator;
@@ -52,8 +50,6 @@ class LiveMemory {
   void change(Runtime& runtime, const Change& by);
   /// A graph is launched: what holds now changes by `during`, and then, from before it by `after`.
   void launched(Runtime& runtime, const Change& during, const Change& after);
-  /// Memory that was allocated since the latest change is for `bytes` that were away: it replaces them and does not add to them.
-  void came_back(Runtime& runtime, std::int64_t bytes);
 
   /// Now, and the peaks since the latest `restart`; those of live bytes as far as they were measured or told.
   [[nodiscard]] Use use(Runtime& runtime);
@@ -84,12 +80,11 @@ class LiveMemory {
   LiveMemory() = default;
   void add(const Change& by) noexcept;
   /// Takes what the allocator saw since the latest change into all peaks, and starts its peaks anew. Gives what it counts now.
-  std::int64_t close(Runtime& runtime, bool beside_away = true);
-  void meet(std::int64_t live, std::int64_t in_flight, std::int64_t unoffloaded);
+  std::int64_t close(Runtime& runtime);
+  void meet(std::int64_t live, std::int64_t in_flight);
 
   std::atomic<std::int64_t> hidden_{0};
   std::atomic<std::int64_t> in_flight_{0};
-  std::atomic<std::int64_t> away_{0};
   std::atomic<bool> measured_{false};
   std::atomic<bool> changed_{false};  ///< unmeasured, since the allocator's peaks began
 

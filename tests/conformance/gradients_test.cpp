@@ -270,7 +270,7 @@ TEST_F(GradientPolicyTest, SnapshotsGradientPolicy) {
 TEST_F(GradientPolicyTest, AnAccumulatingGraphTakesNoMemoryThatAnotherGivesOut) {
   capture(all_by(GradientPolicy::owned));
   expect_same_backward(0);  // what is attached now is memory of these graphs
-  auto adding = graph_stack(*engine_, model_, device_, GraphOptions().accumulate_in_graph(true));
+  auto adding = graph_stack(*engine_, model_, device_, all_by(GradientPolicy::accumulated));
   model_->zero_grad();
   plain_->zero_grad();
   for (std::int64_t s = 1; s < 5; ++s) {
@@ -327,7 +327,7 @@ TEST_F(GradientPolicyTest, AccumulatedOnesAloneRefuseHooksAndNamedGradients) {
   const at::Tensor hooked = model_->parameters()[2];
   const auto handle = hooked.register_hook([](const at::Tensor& grad) { return grad; });
   EXPECT_THROWS(UsageError, "gradient hooks", capture(all_by(GradientPolicy::accumulated)));
-  capture(GraphOptions().accumulate_in_graph(true).gradients("0.fc2", GradientPolicy::owned));
+  capture(all_by(GradientPolicy::accumulated).gradients("0.fc2", GradientPolicy::owned));
   expect_same_backward(0);
   EXPECT_THROWS(UsageError, "only gradients of some inputs", {
     const at::Tensor x = input(1);

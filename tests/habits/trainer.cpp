@@ -81,7 +81,7 @@ void Trainer::make_engine() {
       .graph_options(GraphOptions()
                          .num_warmup_iters(1)
                          .side_streams(form.side_streams)
-                         .accumulate_in_graph(form.accumulate)
+                         .gradients("**", form.accumulate ? GradientPolicy::accumulated : GradientPolicy::cloned)
                          .retain_graph_in_backward(form.retain)
                          .allow_unused_input(true))
       .call_options(CallOptions()

@@ -218,6 +218,8 @@ def main(root):
     tap.case("c10/cuda and ATen/cuda stay in two files", list(repository.libtorch_cuda_outside()))
     tap.case("one file installs the autograd engine hook",
              at_most_one(repository.files_matching(r"set_default_engine_stub\s*\("), "several files install it"))
+    tap.case("one file numbers the entries in LibTorch's debug info",
+             at_most_one(repository.files_matching(r"static_cast<c10::DebugInfoKind>"), "several files number them"))
     tap.case("base alone names NVTX", [f"{path} names NVTX" for path in repository.files_matching(r"nvtx(?:3/|[A-Z])")
                                        if not path.startswith("src/base/")])
     tap.case("one header of graphs counts references to tensors",

@@ -22,7 +22,9 @@ struct Wrapping {
     Options result(device);
     result.min_bytes(gather_below > 0 ? gather_below : min_bytes)
         .offload(offload)
-        .graph_options(GraphOptions().side_streams(side_streams).accumulate_in_graph(accumulate));
+        .graph_options(GraphOptions()
+                           .side_streams(side_streams)
+                           .gradients("**", accumulate ? GradientPolicy::accumulated : GradientPolicy::cloned));
     if (!graph.empty()) {
       result.graph(graph);
     }

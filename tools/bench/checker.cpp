@@ -76,7 +76,8 @@ class Bench {
     Options options(device_);
     options.offload("**").min_bytes(static_cast<std::size_t>(settings_.min_kib) * 1024).check_steps(check_steps);
     if (*placement.graph != 0) {
-      options.graph(placement.graph).graph_options(GraphOptions().side_streams(2).accumulate_in_graph(true));
+      options.graph(placement.graph)
+          .graph_options(GraphOptions().side_streams(2).gradients("**", GradientPolicy::accumulated));
     }
     return std::make_unique<OffloadEngine>(*layers_, options);
   }

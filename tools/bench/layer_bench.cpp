@@ -53,7 +53,8 @@ std::unique_ptr<OffloadEngine> LayerBench::make_engine(const LayerMode& mode) co
   Options options(device_);
   options.min_bytes(static_cast<std::size_t>(settings_.min_kib) * 1024);
   if (mode.graphs) {
-    options.graph("blocks.*").graph_options(GraphOptions().side_streams(mode.side_streams).accumulate_in_graph(true));
+    options.graph("blocks.*")
+        .graph_options(GraphOptions().side_streams(mode.side_streams).gradients("**", GradientPolicy::accumulated));
   }
   if (mode.window) {
     if (settings_.lookahead_mib) {

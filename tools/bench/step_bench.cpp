@@ -106,7 +106,7 @@ TrainedInMode::TrainedInMode(const StepSettings& settings, c10::Device device, S
     options.offload(settings.offload);
   }
   if (mode_.graphs == StepMode::Graphs::layers) {
-    options.graph("blocks.*").graph_options(GraphOptions().accumulate_in_graph(true));
+    options.graph("blocks.*").graph_options(GraphOptions().gradients("**", GradientPolicy::accumulated));
   }
   engine_.emplace(*model_, options);
   if (mode_.graphs == StepMode::Graphs::step) {

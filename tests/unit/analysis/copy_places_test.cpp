@@ -30,19 +30,6 @@ std::vector<std::size_t> returns(const std::vector<CopyPlaces>& places) {
   return at;
 }
 
-TEST(CopyWindowTest, IsAsDeepAsTheLargestLayersWhereNoneIsGiven) {
-  EXPECT_EQ(copy_window({10, 30, 20}, std::nullopt, 0, 2).lag, 50);
-  EXPECT_EQ(copy_window({10, 30, 20}, std::nullopt, 0, 1).lag, 30);
-  EXPECT_EQ(copy_window({10}, std::nullopt, 0, 2).lag, 10);
-  EXPECT_EQ(copy_window({}, std::nullopt, 7, 2).lag, 0);
-}
-
-TEST(CopyWindowTest, IsAsGivenButHoldsTheLargestLayer) {
-  EXPECT_EQ(copy_window({10, 30, 20}, 45, 7, 2).lag, 45);
-  EXPECT_EQ(copy_window({10, 30, 20}, 45, 7, 2).lookahead, 7);
-  EXPECT_EQ(copy_window({10, 30, 20}, 5, 0, 2).lag, 30);
-}
-
 /// Which of four calls stay, as a list of 0 and 1.
 std::vector<int> staying(const SequenceOrder& order, const Bytes& bytes, const CopyWindow& window) {
   const std::vector<bool> stay = needed_immediately(order, bytes, window);

@@ -88,7 +88,8 @@ class Stack : public Program {
 class Passes final : public Stack {
  public:
   Passes(const Runtimes& runtimes, const StackForm& form) : Stack(runtimes, 5, form.all_ahead), form_(form) {
-    GraphOptions options = GraphOptions().accumulate_in_graph(form.accumulate);
+    GraphOptions options =
+        GraphOptions().gradients("**", form.accumulate ? GradientPolicy::accumulated : GradientPolicy::cloned);
     if (form.stream) {
       options.cuda_graph_stream(stream());
     } else {

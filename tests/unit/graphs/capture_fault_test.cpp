@@ -112,9 +112,11 @@ TEST_F(CaptureFaultTest, NothingChangesWhereGradientsWait) {
 }
 
 TEST_F(CaptureFaultTest, NothingChangesWhereTheGraphsWouldOwnTheGradients) {
-  expect_nothing_changes(GraphOptions().num_warmup_iters(0).accumulate_in_graph(true), /*with_gradients=*/true,
+  expect_nothing_changes(GraphOptions().num_warmup_iters(0).gradients("**", GradientPolicy::accumulated),
+                         /*with_gradients=*/true,
                          /*each_allocation=*/false);
-  expect_nothing_changes(GraphOptions().num_warmup_iters(0).accumulate_in_graph(true), /*with_gradients=*/false,
+  expect_nothing_changes(GraphOptions().num_warmup_iters(0).gradients("**", GradientPolicy::accumulated),
+                         /*with_gradients=*/false,
                          /*each_allocation=*/true);
 }
 

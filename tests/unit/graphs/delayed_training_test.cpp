@@ -129,7 +129,7 @@ TEST_F(DelayedTrainingTest, ABackwardThatFailsBehindItsLaunchAtACopyIsNotRunAgai
                               .offload("**")
                               .delay("aside")
                               .lag(4096)
-                              .graph_options(GraphOptions().accumulate_in_graph(true));
+                              .graph_options(GraphOptions().gradients("**", GradientPolicy::accumulated));
   OffloadEngine engine(EngineAccess::engine(model_, options, runtime));
   BlockModel plain(shape_);
   plain.to(device_);

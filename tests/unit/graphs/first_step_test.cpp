@@ -35,6 +35,12 @@ struct ModelBroke : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// Report::sizing_peak_bytes of a step that offloads, and the peak of the same step without offload.
+void expect_close_bound(std::int64_t bound, std::int64_t peak) {
+  EXPECT_LE(bound, peak);
+  EXPECT_GE(20 * bound, 19 * peak);
+}
+
 class FirstStepTest : public testing::TestWithParam<Wrapping> {
  protected:
   [[nodiscard]] Options options() const { return GetParam().options(device_, 1024); }
@@ -77,7 +83,7 @@ TEST_P(FirstStepTest, TheReportStillTellsThePeakWithoutOffload) {
   const Report with = first_step(options());
   EXPECT_EQ(without.offloaded_bytes, 0);
   EXPECT_EQ(without.sizing_peak_bytes, without.first_step_peak_bytes);
-  EXPECT_EQ(with.sizing_peak_bytes, without.sizing_peak_bytes);
+  expect_close_bound(with.sizing_peak_bytes, without.sizing_peak_bytes);
   EXPECT_LT(with.first_step_peak_bytes, without.first_step_peak_bytes);
   EXPECT_EQ(with.step_peak_bytes, with.first_step_peak_bytes);
   EXPECT_EQ(with.unseen_bytes, without.unseen_bytes);
@@ -101,7 +107,7 @@ TEST_P(FirstStepTest, AfterItNoMoreIsPinnedThanThePlanNeeds) {
 TEST_P(FirstStepTest, ACapThatIsTooSmallKeepsTheRestAndSaysSo) {
   const Report all = first_step(options());
   const Options capped = options().host_cap(static_cast<std::size_t>(all.offloaded_bytes / 3));
-  EXPECT_EQ(first_step(capped).sizing_peak_bytes, all.sizing_peak_bytes);
+  expect_close_bound(first_step(capped).sizing_peak_bytes, first_step(options().host_cap(0)).sizing_peak_bytes);
   BlockModel plain(shape_);
   plain.to(device_);
   BlockModel mine(shape_);
@@ -285,7 +291,7 @@ class FirstStepOfScopes : public testing::Test {
     return engine.report();
   }
   /// Both give the same baseline.
-  void expect_unoffloaded_peak(const Loss& loss, std::int64_t offloaded_bytes) {
+  void expect_peak_without_offload(const Loss& loss, std::int64_t offloaded_bytes) {
     for (groups_in_flight_ = 0; groups_in_flight_ < 3; ++groups_in_flight_) {
       const Report without = first_step("", loss);
       const Report with = first_step("first,second", loss);
@@ -339,7 +345,7 @@ TEST_F(FirstStepOfScopes, AStorageThatIsWrittenAndSavedAgainLeavesTwice) {
 }
 
 TEST_F(FirstStepOfScopes, WhatTheProgramHoldsIsAwayOnlyOnceItLetsGo) {
-  expect_unoffloaded_peak(
+  expect_peak_without_offload(
       [](const at::Tensor& x) {
         at::Tensor early;
         at::Tensor h;
@@ -362,7 +368,7 @@ TEST_F(FirstStepOfScopes, WhatTheProgramHoldsIsAwayOnlyOnceItLetsGo) {
 
 TEST_F(FirstStepOfScopes, WhatTheProgramHoldsThroughBackwardIsCountedOnce) {
   at::Tensor held;
-  expect_unoffloaded_peak(
+  expect_peak_without_offload(
       [&](const at::Tensor& x) {
         held = at::Tensor();
         at::Tensor h;
@@ -378,7 +384,7 @@ TEST_F(FirstStepOfScopes, WhatTheProgramHoldsThroughBackwardIsCountedOnce) {
 }
 
 TEST_F(FirstStepOfScopes, ThePeakMayLieInBackward) {
-  expect_unoffloaded_peak(
+  expect_peak_without_offload(
       [](const at::Tensor& x) {
         at::Tensor h;
         {

@@ -201,7 +201,7 @@ TEST_F(ForwardOnlyCallableTest, BucketsReplayWithoutGradients) {
 }
 
 TEST_F(ForwardOnlyCallableTest, OptionsThatMakeNoSense) {
-  EXPECT_THROWS(UsageError, "which concern backward", capture(alone().accumulate_in_graph(true)));
+  EXPECT_THROWS(UsageError, "which concern backward", capture(alone().gradients("**", GradientPolicy::accumulated)));
   EXPECT_THROWS(UsageError, "which concern backward", capture(alone().retain_graph_in_backward(true)));
   EXPECT_THROWS(UsageError, "set CallOptions::on_evaluation to capture",
                 (void)OffloadEngine(*model_, Options(device_).graph("*").graph_options(alone())));

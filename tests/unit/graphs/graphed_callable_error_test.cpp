@@ -229,7 +229,7 @@ TEST_F(GraphedCallableError, AnOutputChangedInPlaceBeforeItsBackward) {
 }
 
 TEST_F(GraphedCallableError, AGradientReplacedUnderAccumulation) {
-  capture(GraphOptions().accumulate_in_graph(true));
+  capture(GraphOptions().gradients("**", GradientPolicy::accumulated));
   expect_usable();
   at::Tensor parameter = model_->parameters()[0];
   const at::Tensor owned = parameter.grad();
@@ -249,7 +249,7 @@ TEST_F(GraphedCallableError, HooksOfParameters) {
     return grad * 2;
   });
   plain_->parameters()[1].register_hook([](const at::Tensor& grad) { return grad * 2; });
-  EXPECT_THROWS(UsageError, "gradient hooks", capture(GraphOptions().accumulate_in_graph(true)));
+  EXPECT_THROWS(UsageError, "gradient hooks", capture(GraphOptions().gradients("**", GradientPolicy::accumulated)));
   capture();
   EXPECT_EQ(fired, 0) << "neither warm-up nor capture runs them";
   expect_usable();

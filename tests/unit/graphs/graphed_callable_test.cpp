@@ -115,7 +115,7 @@ TEST_P(GraphedStackTest, TrainsAsThePlainStack) {
 }
 
 TEST_P(GraphedStackTest, AddsIntoGradientsAsThePlainStack) {
-  graph(GraphOptions().accumulate_in_graph(true));
+  graph(GraphOptions().gradients("**", GradientPolicy::accumulated));
   expect_plain(graphed_, plain_);
 }
 

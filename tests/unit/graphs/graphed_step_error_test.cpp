@@ -173,8 +173,9 @@ TEST_F(WholeStepErrorTest, RefusesOptionsThatDoNotFit) {
   };
   EXPECT_THROWS(UsageError, "no samples", make({}, {}));
   EXPECT_THROWS(UsageError, "max_captures is 0", make(StepOptions().max_captures(0), trainer.data(0)));
-  EXPECT_THROWS(UsageError, "StepOptions::accumulate",
-                make(StepOptions().graph(GraphOptions().accumulate_in_graph(true)), trainer.data(0)));
+  EXPECT_THROWS(
+      UsageError, "StepOptions::accumulate",
+      make(StepOptions().graph(GraphOptions().gradients("**", GradientPolicy::accumulated)), trainer.data(0)));
   EXPECT_THROWS(UsageError, "StepOptions::graph sets pool",
                 make(StepOptions().graph(GraphOptions().pool(std::make_shared<GraphPool>(device_))), trainer.data(0)));
   EXPECT_THROWS(UsageError, "an input requires a gradient",

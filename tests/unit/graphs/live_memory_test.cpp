@@ -92,8 +92,8 @@ TEST_F(LiveMemoryOfGraphsTest, ABackwardThatAddsIntoGradHoldsOneGradientAtATime)
     }
     return Tensors{h};
   });
-  const auto call =
-      make_graphed_callables(engine, {Callable("call", body)}, {{x}}, GraphOptions().accumulate_in_graph(true))[0];
+  const auto call = make_graphed_callables(engine, {Callable("call", body)}, {{x}},
+                                           GraphOptions().gradients("**", GradientPolicy::accumulated))[0];
   for (int s = 0; s < 2; ++s) {
     const std::int64_t before = live();
     reset_memory_peaks(device_);

@@ -67,7 +67,8 @@ class DoubledModel : public torch::nn::Module {
 
 TEST_F(ParameterGuardTest, AParameterUnderTwoNamesCountsOnce) {
   for (const bool in_graph : {false, true}) {
-    Twins<DoubledModel> twins(options(GraphOptions().accumulate_in_graph(in_graph)));
+    Twins<DoubledModel> twins(
+        options(GraphOptions().gradients("**", in_graph ? GradientPolicy::accumulated : GradientPolicy::cloned)));
     int hooks = 0;
     if (!in_graph) {
       twins.both([&](DoubledModel& model) {

@@ -34,9 +34,10 @@ class ReplayAllocationTest : public testing::Test {
     };
     const at::Tensor first = rows(1, device_).slice(0, 0, 1).clone().requires_grad_(true);
     const at::Tensor second = rows(2, device_).slice(0, 0, 1).clone().requires_grad_(true);
-    calls_ = make_graphed_callables(
-        engine_, {Callable("first", owning(body(first))), Callable("second", owning(body(second)))},
-        {{rows(0, device_).requires_grad_(true)}, {Sample::output_of(0)}}, GraphOptions().accumulate_in_graph(true));
+    calls_ = make_graphed_callables(engine_,
+                                    {Callable("first", owning(body(first))), Callable("second", owning(body(second)))},
+                                    {{rows(0, device_).requires_grad_(true)}, {Sample::output_of(0)}},
+                                    GraphOptions().gradients("**", GradientPolicy::accumulated));
   }
 
   Taken replay(std::vector<at::Tensor>* held) {

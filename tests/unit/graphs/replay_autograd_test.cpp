@@ -114,7 +114,7 @@ TEST_F(ReplayAutogradTest, GradientsOfSomeInputsLeaveGradAsItWas) {
 }
 
 TEST_F(ReplayAutogradTest, GradientsOfSomeInputsWhereTheGraphOwnsGrad) {
-  capture(GraphOptions().accumulate_in_graph(true));
+  capture(GraphOptions().gradients("**", GradientPolicy::accumulated));
   expect_usable(0);
   const StepTensors before = gradients(*model_);
   EXPECT_THROWS(UsageError, "only gradients of some inputs", {
@@ -134,7 +134,7 @@ TEST_F(ReplayAutogradTest, GradientsOfSomeInputsWhereTheGraphOwnsGrad) {
 }
 
 TEST_F(ReplayAutogradTest, HooksThatCameAfterTheCaptureWhereTheGraphOwnsGrad) {
-  capture(GraphOptions().accumulate_in_graph(true));
+  capture(GraphOptions().gradients("**", GradientPolicy::accumulated));
   const at::Tensor parameter = model_->parameters()[1];
   parameter.remove_hook(parameter.register_hook([](const at::Tensor& gradient) { return gradient; }));
   expect_usable(0);
@@ -349,7 +349,7 @@ TEST_F(ReplayAutogradTest, AnEagerHeadSharesAWeightWhoseGradTheGraphOwns) {
       return TensorFunction([w](const Tensors& in) { return Tensors{in[0].square() * w}; });
     };
     const auto graphed = make_graphed_callables(engine, {Callable("body", owning(body(mine)))}, {{input(0)}},
-                                                GraphOptions().accumulate_in_graph(true));
+                                                GraphOptions().gradients("**", GradientPolicy::accumulated));
     const auto step = [&](const TensorFunction& function, const at::Tensor& w, std::int64_t s) {
       if (set_to_none) {
         w.mutable_grad() = at::Tensor();
@@ -371,7 +371,8 @@ TEST_F(ReplayAutogradTest, AnEagerHeadSharesAWeightWhoseGradTheGraphOwns) {
 // Shapes and microbatches have captures of their own, and the weight has one gradient.
 TEST_F(ReplayAutogradTest, SeveralCapturesShareTheGradThatTheyOwn) {
   torch::nn::Module model;
-  OffloadEngine engine(model, Options(device_).graph("scale").graph_options(GraphOptions().accumulate_in_graph(true)));
+  OffloadEngine engine(model, Options(device_).graph("scale").graph_options(
+                                  GraphOptions().gradients("**", GradientPolicy::accumulated)));
   static at::Tensor mine;
   mine = weight(5).detach().round().requires_grad_(true);
   const at::Tensor theirs = mine.detach().clone().requires_grad_(true);  // in whole numbers, whose sums have no order
@@ -415,8 +416,9 @@ TEST_F(ReplayAutogradTest, OutputsThatAStepDoesNotUse) {
         return Tensors{(shared * w[1]).tanh(), (in[1] * w[2]).exp()};
       });
     };
-    const auto graphed = make_graphed_callables(engine, {Callable("two", owning(body(mine)))}, {{input(0), input(1)}},
-                                                GraphOptions().accumulate_in_graph(accumulate));
+    const auto graphed = make_graphed_callables(
+        engine, {Callable("two", owning(body(mine)))}, {{input(0), input(1)}},
+        GraphOptions().gradients("**", accumulate ? GradientPolicy::accumulated : GradientPolicy::cloned));
     const auto step = [&](const TensorFunction& function, const std::vector<at::Tensor>& w, std::int64_t s) {
       for (const at::Tensor& each : w) {
         each.mutable_grad() = at::Tensor();

@@ -83,7 +83,8 @@ TEST_P(GraphedTrainingTest, DropoutDrawsAsInPlainTraining) {
 }
 
 TEST_P(GraphedTrainingTest, AccumulationInGraphsGivesPlainGradients) {
-  expect_plain(train(graphed(GraphOptions().accumulate_in_graph(true)).offload("blocks.*.fc1")), plain());
+  expect_plain(train(graphed(GraphOptions().gradients("**", GradientPolicy::accumulated)).offload("blocks.*.fc1")),
+               plain());
 }
 
 INSTANTIATE_TEST_SUITE_P(SideStreams, GraphedTrainingTest, testing::Values(1, 2, 3, 4));

@@ -40,7 +40,7 @@ class VerifiedTrainingTest : public testing::Test {
   c10::Device device_ = find_device("sim");
 };
 
-class VerifiedBlocksTest : public VerifiedTrainingTest, public testing::WithParamInterface<bool> {
+class VerifiedBlocksTest : public VerifiedTrainingTest, public testing::WithParamInterface<GradientPolicy> {
  protected:
   [[nodiscard]] BlockTraining train(const Options& options) const {
     return {shape_, device_, kVerifiedSteps,
@@ -58,7 +58,7 @@ TEST_P(VerifiedBlocksTest, OffloadedLinkedBlocksWithDropoutTrainAsPlainOnes) {
                               .min_bytes(1024)
                               .graph("blocks.*")
                               .offload("blocks.*.*")
-                              .graph_options(GraphOptions().accumulate_in_graph(GetParam()));
+                              .graph_options(GraphOptions().gradients("**", GetParam()));
   const BlockTraining plain(shape_, device_, kVerifiedSteps);
   const at::Tensor drawn = random();
   const BlockTraining verified = train(Options(options).verify_replays(1000));
@@ -80,14 +80,15 @@ TEST_P(VerifiedBlocksTest, TheOrderOfItsWorkIsChecked) {
                                            .graph("blocks.*")
                                            .offload("blocks.*.*")
                                            .check_steps(kVerifiedSteps)
-                                           .graph_options(GraphOptions().accumulate_in_graph(GetParam()))
+                                           .graph_options(GraphOptions().gradients("**", GetParam()))
                                            .verify_replays(1000));
   EXPECT_EQ(verified.report.order_findings, std::vector<std::string>());
   EXPECT_GT(verified.report.checked_operations, 0);
   EXPECT_EQ(verified.report.verified_backwards, kVerifiedSteps - 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(AccumulateInGraph, VerifiedBlocksTest, testing::Bool());
+INSTANTIATE_TEST_SUITE_P(Policies, VerifiedBlocksTest,
+                         testing::Values(GradientPolicy::cloned, GradientPolicy::accumulated));
 
 TEST_F(VerifiedTrainingTest, BatchNormAndDropoutInCallables) {
   const testing_model::Mlp::Extras extras{.dropout = 0.3, .batch_norm = true};

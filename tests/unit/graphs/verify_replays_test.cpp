@@ -144,7 +144,7 @@ TEST_F(VerifyReplaysTest, FindsABufferThatIsLeftOtherwise) {
 
 TEST_F(VerifyReplaysTest, FindsWhatAGraphAddsIntoItsGradient) {
   make([](RuledLayer& l, const at::Tensor& x) { return x * l.weight + l.member * (l.extra - l.extra.detach()); },
-       verifying().graph_options(GraphOptions().accumulate_in_graph(true)));
+       verifying().graph_options(GraphOptions().gradients("**", GradientPolicy::accumulated)));
   EXPECT_PRED_FORMAT2(
       testing::IsSubstring,
       "its gradient of layers.0.extra (added to what .grad held) differs first at [0]: 6 replayed, 10 run",

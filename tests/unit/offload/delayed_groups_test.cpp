@@ -62,7 +62,7 @@ class DelayedGroupsTest : public testing::Test {
   std::shared_ptr<Runtime> runtime_ = make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0));
   std::shared_ptr<HostArena> arena_ = std::make_shared<HostArena>(*runtime_, std::size_t{1} << 20);
   std::shared_ptr<GroupMover> mover_ = std::make_shared<GroupMover>(runtime_, arena_);
-  std::shared_ptr<EagerOffload> offload_ = std::make_shared<EagerOffload>(runtime_, mover_, EagerOffload::Limits{});
+  std::shared_ptr<EagerOffload> offload_ = std::make_shared<EagerOffload>(runtime_, mover_, CopyLimits{});
   ScopeTree tree_{NamePatterns::parse("**"), NamePatterns::parse("late")};
   StorageView view_;
 };

@@ -75,7 +75,7 @@ class SmallBlockTest : public testing::Test {
   std::shared_ptr<HostArena> arena_ = std::make_shared<HostArena>(*runtime_, std::size_t{1} << 20);
   std::shared_ptr<GroupMover> mover_ = std::make_shared<GroupMover>(runtime_, arena_);
   std::shared_ptr<EagerOffload> offload_ =
-      std::make_shared<EagerOffload>(runtime_, mover_, EagerOffload::Limits{std::nullopt, 0, 0});
+      std::make_shared<EagerOffload>(runtime_, mover_, CopyLimits{std::nullopt, 0, 0});
   ScopeTree tree_{NamePatterns::parse("**")};
   std::unique_ptr<Group> group_;
 };

@@ -45,7 +45,7 @@ TEST_P(UnusedReloadTest, ItsMemoryIsLentAgainBehindItsCopyOnly) {
   ASSERT_EQ(arena->plan(sizes), (std::vector<bool>{true, true}));
   arena->seal();
   const auto offload = std::make_shared<EagerOffload>(checked, std::make_shared<GroupMover>(checked, arena),
-                                                      EagerOffload::Limits{std::nullopt, 0, 0});
+                                                      CopyLimits{std::nullopt, 0, 0});
   std::shared_ptr<StorageMover> mover = offload;
   if (!held) {
     mover = std::make_shared<NotHolding>(offload);

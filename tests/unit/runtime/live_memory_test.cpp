@@ -33,7 +33,7 @@ class CountingRuntime final : public test::FakeRuntime {
 class LiveMemoryTest : public testing::Test {
  protected:
   void SetUp() override { memory_.restart(runtime_); }
-  void TearDown() override { memory_.change(runtime_, {runtime_.stats.allocated - memory_.use(runtime_).live, 0, 0}); }
+  void TearDown() override { memory_.change(runtime_, {runtime_.stats.allocated - memory_.use(runtime_).live, 0}); }
 
   CountingRuntime runtime_;
   LiveMemory& memory_ = LiveMemory::of(runtime_.device());
@@ -52,7 +52,7 @@ TEST_F(LiveMemoryTest, APeakIsThatOfOneMoment) {
   LiveMemory::Measurement measurement(runtime_);
   runtime_.allocate(100);  // and nothing hidden
   runtime_.allocate(-60);
-  memory_.change(runtime_, {50, 0, 0});
+  memory_.change(runtime_, {50, 0});
   runtime_.allocate(5);
   runtime_.allocate(-5);
   EXPECT_EQ(measurement.peak().live, 100);
@@ -65,33 +65,19 @@ TEST_F(LiveMemoryTest, APeakIsThatOfOneMoment) {
 TEST_F(LiveMemoryTest, AGraphThatRunsHasAPeakOfItsOwn) {
   LiveMemory::Measurement measurement(runtime_);
   runtime_.allocate(100);
-  memory_.launched(runtime_, {70, 9, 0}, {30, 5, 0});
+  memory_.launched(runtime_, {70, 9}, {30, 5});
   EXPECT_EQ(measurement.peak().live, 170);
   EXPECT_EQ(measurement.peak().in_flight, 9);
   EXPECT_EQ(memory_.use(runtime_).live, 130);
-  memory_.launched(runtime_, {50, 0, 0}, {-30, -5, 0});
+  memory_.launched(runtime_, {50, 0}, {-30, -5});
   EXPECT_EQ(measurement.peak().live, 180);
   EXPECT_EQ(measurement.peak().in_flight, 5);
 }
 
-TEST_F(LiveMemoryTest, WhatCameBackIsInPlaceOfWhatWasAway) {
-  LiveMemory::Measurement measurement(runtime_);
-  runtime_.allocate(100);
-  memory_.change(runtime_, {0, 0, 40});
-  runtime_.allocate(-40);
-  memory_.change(runtime_, {});
-  runtime_.allocate(40);
-  memory_.came_back(runtime_, 40);
-  EXPECT_EQ(measurement.peak().unoffloaded, 140) << "for a moment it was in both places";
-  runtime_.allocate(10);
-  EXPECT_EQ(measurement.peak().live, 110);
-  EXPECT_EQ(measurement.peak().unoffloaded, 140);
-}
-
 TEST_F(LiveMemoryTest, TheAllocatorIsAskedOnlyWhileSomebodyMeasures) {
   const int before = runtime_.asked;
-  memory_.change(runtime_, {10, 0, 0});
-  memory_.launched(runtime_, {20, 0, 0}, {-10, 0, 0});
+  memory_.change(runtime_, {10, 0});
+  memory_.launched(runtime_, {20, 0}, {-10, 0});
   EXPECT_EQ(runtime_.asked, before);
   const LiveMemory::Measurement measurement(runtime_);
   memory_.change(runtime_, {});
@@ -101,7 +87,7 @@ TEST_F(LiveMemoryTest, TheAllocatorIsAskedOnlyWhileSomebodyMeasures) {
 TEST_F(LiveMemoryTest, APeakBeforeAnUnmeasuredChangeIsNotAddedToIt) {
   runtime_.allocate(100);
   runtime_.allocate(-100);
-  memory_.change(runtime_, {50, 0, 0});
+  memory_.change(runtime_, {50, 0});
   EXPECT_EQ(memory_.use(runtime_).live_peak, 50) << "not 150";
   memory_.tell_peak(120);
   EXPECT_EQ(memory_.use(runtime_).live_peak, 120);

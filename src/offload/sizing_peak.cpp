@@ -1,0 +1,63 @@
+#include "offload/sizing_peak.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "offload/saved_storage.h"
+
+namespace sidestream {
+namespace {
+
+std::int64_t allocated_bytes(const SavedStorage& saved) {
+  constexpr std::size_t kBlock = 512;  // what LibTorch's allocators count in
+  return static_cast<std::int64_t>((saved.bytes + kBlock - 1) / kBlock * kBlock);
+}
+
+}  // namespace
+
+SizingPeak::SizingPeak(Runtime& runtime) : runtime_(&runtime), step_(runtime), since_look_(std::in_place, runtime) {}
+
+void SizingPeak::released(const std::shared_ptr<SavedStorage>& saved) {
+  if (!saved->is_block) {
+    released_.push_back({saved, saved->device.getWeakStorageImpl()});
+  }
+}
+
+void SizingPeak::gathered(const std::shared_ptr<SavedStorage>& block) {
+  released_.push_back({block, block->device.getWeakStorageImpl()});
+  skips_ = true;
+}
+
+std::int64_t SizingPeak::count() {
+  std::int64_t away = 0;
+  std::erase_if(released_, [&](const Released& released) {
+    const auto saved = released.saved.lock();
+    if (saved == nullptr) {
+      return true;
+    }
+    const bool on_device = saved->place != SavedStorage::Place::host && saved->place != SavedStorage::Place::in_block;
+    const bool in_program = !saved->is_block && !released.memory.expired();
+    if (on_device && (saved->is_block || in_program)) {  // without offload it would not be there, or be there once
+      away -= allocated_bytes(*saved);
+    } else if (!on_device && !saved->is_block && !in_program) {
+      away += allocated_bytes(*saved);
+    }
+    return false;
+  });
+  return away;
+}
+
+void SizingPeak::look(std::int64_t only_copies) {
+  const std::int64_t away = count() - only_copies;
+  if (!std::exchange(skips_, false)) {
+    without_offload_ = std::max(without_offload_, since_look_->peak().live + std::min(away, away_));
+  }
+  away_ = away;
+  since_look_.emplace(*runtime_);
+}
+
+std::int64_t SizingPeak::without_offload() {
+  return std::max(without_offload_, since_look_->peak().live + std::min<std::int64_t>(away_, 0));
+}
+
+}  // namespace sidestream
