@@ -4,44 +4,12 @@
 
 #include <torch/nn/module.h>
 
-#include "graphs/calls/engine_sequences.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
-namespace {
 
-bool is_of(const CallVariant& variant, bool gradients) {
-  return variant.holder->sequence->forwards_alone() != gradients;
-}
-
-}  // namespace
-
-std::size_t CallVariant::index() const { return holder->index_of(call); }
-
-std::size_t CallSite::count(bool gradients) const {
-  return static_cast<std::size_t>(std::count_if(variants.begin(), variants.end(),
-                                                [&](const CallVariant& variant) { return is_of(variant, gradients); }));
-}
-
-std::size_t CallSite::count_idle(bool gradients) const {
-  return static_cast<std::size_t>(std::count_if(variants.begin(), variants.end(), [&](const CallVariant& variant) {
-    return is_of(variant, gradients) && !variant.holder->sequence->any_pending();
-  }));
-}
-
-const CallVariant* CallSite::least_used(bool gradients) const {
-  const CallVariant* least = nullptr;
-  for (const CallVariant& variant : variants) {
-    if (is_of(variant, gradients) && !variant.holder->sequence->any_pending() &&
-        (least == nullptr || variant.used_at < least->used_at)) {
-      least = &variant;
-    }
-  }
-  return least;
-}
-
-CallTable::CallTable(torch::nn::Module& model, ScopeTree& tree, NamePatterns graphed)
-    : model_(model), tree_(tree), graphed_(std::move(graphed)) {
+CallTable::CallTable(torch::nn::Module& model, ScopeTree& tree, NamePatterns graphed, const CallRules& rules)
+    : model_(model), tree_(tree), graphed_(std::move(graphed)), rules_(rules) {
   learn_names();
 }
 
@@ -92,8 +60,10 @@ CallSite* CallTable::site_for(const detail::CallRequest& request) {
   site.watched = module != nullptr ? module : model();
   site.module = std::move(module);
   site.to_record = std::any_of(sites_.begin(), sites_.end(), [&](const CallSite& other) {
-    return other.scope == scope && (other.to_record || !other.variants.empty());  // the module took that one's place
+    return other.scope == scope &&
+           (other.to_record || !other.variants.all.empty());  // the module took that one's place
   });
+  site.rules = rules_;
   site.kind = graphed_.matches(name) ? CallSite::Kind::graphed : CallSite::Kind::eager;
   by_key_[key] = &site;
   return &site;
@@ -143,7 +113,7 @@ void CallTable::check_delayed() const {
 
 void CallTable::drop_variants() {
   for (CallSite& site : sites_) {
-    site.variants.clear();
+    site.variants.all.clear();
     site.to_record = false;
   }
 }
@@ -151,19 +121,7 @@ void CallTable::drop_variants() {
 void CallTable::drop_variants_of(const SequenceHolder& sequence) {
   for (CallSite& site : sites_) {
     const auto of_sequence = [&](const CallVariant& variant) { return variant.holder.get() == &sequence; };
-    site.to_record = std::erase_if(site.variants, of_sequence) > 0 || site.to_record;
-  }
-}
-
-void CallTable::drop_variant(const CallVariant& dropped) {
-  for (CallSite& site : sites_) {
-    const auto found = std::find_if(site.variants.begin(), site.variants.end(),
-                                    [&](const CallVariant& variant) { return &variant == &dropped; });
-    if (found != site.variants.end()) {
-      site.variants.erase(found);
-      ++site.dropped_captures;
-      return;
-    }
+    site.to_record = std::erase_if(site.variants.all, of_sequence) > 0 || site.to_record;
   }
 }
 

@@ -6,13 +6,14 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/nn/module.h>
 
+#include "graphs/calls/call_set.h"
 #include "graphs/calls/engine_counts.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
+#include "graphs/calls/refused_calls.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
@@ -31,24 +32,6 @@ bool equals_its_copy(const detail::CallRequest& request) {
   });
 }
 
-const char* changed_in_words(const FactsChange& change) {
-  if (change.identity) {
-    return "its modules, parameters or buffers were replaced";
-  }
-  return change.relocated ? "a parameter or buffer was relocated" : "a parameter was frozen or unfrozen";
-}
-
-/// For weights that a callable's graphs cannot follow now.
-const char* way_out(const GraphSequence& sequence) {
-  return sequence.options().on_relocated_weights() == OnRelocatedWeights::capture
-             ? ", while the backward of a call that was captured with it is pending; change weights when no backward "
-               "is "
-               "pending: the next call then captures again"
-             : "; call make_graphed_callables again, or set GraphOptions::on_relocated_weights to capture";
-}
-
-std::string describe(const CallSite& site) { return "graphed call \"" + site.scope->name + "\""; }
-
 }  // namespace
 
 Dispatcher::Route Dispatcher::route(const CallSite& site) const {
@@ -63,8 +46,7 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
     return Route::eager;
   }
   if (site.kind == CallSite::Kind::callable) {
-    const bool forward_alone = site.variants.front().holder->sequence->forwards_alone();
-    return forward_alone != at::GradMode::is_enabled() ? Route::callable : Route::eager;
+    return site.forwards_alone != at::GradMode::is_enabled() ? Route::callable : Route::eager;
   }
   if (!at::GradMode::is_enabled()) {
     return route_of_evaluation();
@@ -94,13 +76,13 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
       run_eagerly(site, request, outputs);
       break;
     case Route::record:
-      record_and_run(site, request, modes(), outputs, 0);
+      record_and_run({site, request, outputs, modes()}, 0);
       break;
     case Route::find:
-      find_and_replay(site, request, modes(), outputs);
+      find_and_replay({site, request, outputs, modes()});
       break;
     case Route::callable:
-      replay_callable(site, request, modes(), outputs);
+      call_callable({site, request, outputs, modes()});
       break;
   }
 }
@@ -111,9 +93,13 @@ CallModes Dispatcher::modes() const {
   return modes;
 }
 
-void Dispatcher::count_eager(CallSite& site, EagerCause cause) noexcept {
-  counts_.eager_call();
-  site.eager_runs.count(cause);
+void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
+  if (site.set != nullptr) {
+    counts_.bucketed_call_ran(site.scope->name, cause);
+  } else {
+    counts_.eager_call();
+    site.eager_runs.count(cause);
+  }
 }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
@@ -130,250 +116,179 @@ void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request,
   }
 }
 
-void Dispatcher::record_and_run(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                                detail::TensorBuffer& outputs, std::size_t busy) {
-  if (!equals_its_copy(request)) {
-    if (!std::exchange(site.warned_of_equality, true)) {
-      TORCH_WARN("Sidestream: ", describe(site),
-                 " runs eagerly: an argument compares unequal to its own copy (does operator== compare a NaN?), so no "
-                 "capture can match it. Let `equal` of its ArgumentTraits return true for a copy");
-    }
-    count_eager(site, EagerCause::unequal);
-    run_eagerly(site, request, outputs);
+void Dispatcher::run_eagerly(const Call& call, EagerCause cause) {
+  count_eager(call.site, cause);
+  run_eagerly(call.site, call.request, call.outputs);
+}
+
+void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
+  CallSite& site = call.site;
+  if (!equals_its_copy(call.request)) {
+    warn_of_equality(site);
+    run_eagerly(call, EagerCause::unequal);
     return;
   }
-  const std::int64_t bound = resources_.options.call_options().max_captures();
-  if (!may_capture(site, modes) && !recorded_.repeats(site, request, modes)) {
-    if (resources_.options.call_options().on_max_captures() == OnMaxCaptures::error) {
-      throw UsageError(describe(site) + ": it needs more than the " + std::to_string(bound) +
-                       " captures that CallOptions::max_captures allows; raise the bound, pass fewer shapes and "
-                       "values, or set CallOptions::on_max_captures to eager or drop_least_used");
-    }
-    if (!std::exchange(site.warned_of_bound, true)) {
-      TORCH_WARN(
-          "Sidestream: ", describe(site), " needs more than the ", bound,
-          " captures that CallOptions::max_captures allows (",
-          busy > 0 ? "microbatches in flight"
-                   : "new argument values, shapes, modes or gradient flags, or more calls in flight",
-          "). From now on it runs eagerly when no capture matches; raise the bound, or pass fewer shapes and values");
-    }
-    count_eager(site, EagerCause::over_bound);
-    run_eagerly(site, request, outputs);
+  RecordedCalls& recorded = site.set != nullptr ? site.set->pass : recorded_;
+  const bool decides = site.set == nullptr || site.set->is_first(site);  // else it is captured with the first callable
+  const bool gradients = call.modes.gradients;
+  if (decides && !site.variants.has_room(gradients, recorded.count(site, gradients) + 1, site.rules) &&
+      !recorded.repeats(site, call.request, call.modes)) {
+    over_bound(site, busy > 0);
+    run_eagerly(call, site.set != nullptr ? EagerCause::no_bucket : EagerCause::over_bound);
     return;
   }
-  const std::size_t call = [&] {
+  const std::size_t added = [&] {
     const SyncFinder::Pause keeps_copies;  // on the host
-    return recorded_.add(site, request, modes, busy);
+    return recorded.add(site, call.request, call.modes, busy);
   }();
   {
     const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
     const CapturedLater captured_later(current_recorder());
     resources_.rest->call_begins();
     try {
-      run_eagerly(site, request, outputs);
+      run_eagerly(site, call.request, call.outputs);
     } catch (...) {
-      recorded_.forget(call);
+      recorded.forget(added);
       throw;
     }
     resources_.rest->call_ends();
   }
-  recorded_.ran(call, outputs);
-  counts_.eager_call();
+  recorded.ran(added, call.outputs);
+  if (site.set != nullptr) {
+    count_eager(site, EagerCause::no_bucket);
+  } else {
+    counts_.eager_call();
+  }
 }
 
-void Dispatcher::find_and_replay(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                                 detail::TensorBuffer& outputs) {
-  std::size_t busy = 0;
-  const CallVariant* other = nullptr;
-  const CallVariant* waiting = nullptr;
-  for (CallVariant& variant : site.variants) {
+Dispatcher::Found Dispatcher::find(const Call& call) const {
+  const bool by_inputs = call.site.kind == CallSite::Kind::callable;  // replay_callable looks at modes and weights
+  const detail::CallRequest& request = call.request;
+  Found found;
+  for (CallVariant& variant : call.site.variants.all) {
     GraphSequence& sequence = *variant.holder->sequence;
     const std::size_t index = variant.index();
-    if (!(sequence.calls()[index].spec.state.modes == modes) ||
-        !same_arguments(variant.guards, variant.shape, request.guards, request.shape) ||
-        !sequence.accepts(index, request.inputs)) {
-      other = &variant;
+    const bool fits = (by_inputs || (sequence.calls()[index].spec.state.modes == call.modes &&
+                                     same_arguments(variant.guards, variant.shape, request.guards, request.shape))) &&
+                      sequence.accepts(index, request.inputs);
+    if (!fits) {
+      found.other = &variant;
       continue;
     }
-    // Where not all ranks capture, the step's begin has seen what is outdated and left it as it is.
-    const FactsChange change = sequences_.postponed() ? sequence.change_of_all(index) : sequence.change(index);
-    if (change.stale()) {
-      run_beside_stale_capture(site, request, outputs, variant);
-      return;
-    }
-    if (change.any()) {
-      other = &variant;
-      continue;
+    if (!by_inputs) {
+      // Where not all ranks capture, the step's begin has seen what is outdated and left it as it is.
+      const FactsChange change = sequences_.postponed() ? sequence.change_of_all(index) : sequence.change(index);
+      if (change.stale()) {
+        found.stale = &variant;
+        return found;
+      }
+      if (change.any()) {
+        found.other = &variant;
+        continue;
+      }
     }
     if (sequence.has_to_wait()) {
-      waiting = &variant;
-      continue;
+      found.waiting = found.pending = &variant;
+    } else if (sequence.ready(index)) {
+      found.ready = &variant;
+      found.index = index;
+      return found;
+    } else {
+      found.pending = &variant;
+      ++found.busy;
     }
-    if (sequence.ready(index)) {
-      variant.used_at = ++site.clock;
-      replay(variant, index, request, outputs, GraphSequence::Inputs::accepted);
-      *request.structure = variant.structure.get();
-      return;
-    }
-    ++busy;
   }
-  if (waiting != nullptr) {
-    run_beside_pending(site, request, outputs, *waiting);
+  return found;
+}
+
+void Dispatcher::find_and_replay(const Call& call) {
+  const Found found = find(call);
+  if (found.stale != nullptr) {
+    run_beside_stale_capture(call, *found.stale);
+  } else if (found.ready != nullptr) {
+    call.site.variants.use(*found.ready);
+    replay(call, *found.ready, found.index, GraphSequence::Inputs::accepted);
+    *call.request.structure = found.ready->structure.get();
+  } else if (found.pending != nullptr) {
+    on_pending(call, found);
+  } else {
+    on_mismatch(call, found);
+  }
+}
+
+void Dispatcher::on_pending(const Call& call, const Found& found) {
+  switch (call.site.rules.on_pending) {
+    case OnPending::error:
+      if (found.waiting != nullptr) {
+        found.waiting->holder->sequence->refuse_turn(describe(call.site));
+      }
+      refuse_own_pending(call.site);
+    case OnPending::capture:
+      if (found.waiting == nullptr) {
+        record_and_run(call, found.busy);
+        return;
+      }
+      break;  // another capture in the same memory would have to wait as well
+    case OnPending::eager:
+      break;
+  }
+  run_eagerly(call, EagerCause::shared_memory);
+}
+
+std::optional<EagerCause> Dispatcher::excuse(const CallSite& site) const {
+  if (site.set == nullptr) {
+    return sequences_.postponed() ? std::optional(EagerCause::new_arguments) : std::nullopt;
+  }
+  // If a backward is pending, the callables before this one may have run eagerly. Then inputs that are linked to their outputs fit nothing.
+  const bool expected = site.rules.on_new_arguments == OnNewArguments::capture
+                            ? !site.set->first_replays
+                            : site.rules.on_pending == OnPending::eager;
+  return expected && site.set->is_pending() ? std::optional(EagerCause::shared_memory) : std::nullopt;
+}
+
+void Dispatcher::on_mismatch(const Call& call, const Found& found) {
+  CallSite& site = call.site;
+  if (const auto cause = excuse(site)) {
+    run_eagerly(call, *cause);
     return;
   }
-  on_mismatch(site, request, modes, outputs, busy, other);
-}
-
-void Dispatcher::run_beside_pending(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
-                                    const CallVariant& variant) {
-  if (resources_.options.call_options().on_pending() == OnPending::error) {
-    variant.holder->sequence->refuse_turn(describe(site));
+  switch (site.to_record ? OnNewArguments::capture : site.rules.on_new_arguments) {
+    case OnNewArguments::error:
+      refuse_new_arguments(site, call.request, found.other);
+    case OnNewArguments::capture:
+      if (site.set == nullptr || site.set->may_begin(site)) {
+        record_and_run(call, 0);
+        return;
+      }
+      if (site.set->first_replays) {
+        warn_of_new_arguments(site);
+      }
+      break;
+    case OnNewArguments::eager:
+      warn_of_new_arguments(site);
+      break;
   }
-  count_eager(site, EagerCause::shared_memory);
-  run_eagerly(site, request, outputs);
+  run_eagerly(call, site.set != nullptr ? EagerCause::no_bucket : EagerCause::new_arguments);
 }
 
-bool Dispatcher::may_capture(const CallSite& site, const CallModes& modes) const {
-  const CallOptions& options = resources_.options.call_options();
-  const auto bound = static_cast<std::size_t>(options.max_captures());
-  const std::size_t with_it = site.count(modes.gradients) + recorded_.count(site, modes.gradients) + 1;
-  if (with_it <= bound) {
-    return true;
-  }
-  return options.on_max_captures() == OnMaxCaptures::drop_least_used &&
-         with_it - bound <= site.count_idle(modes.gradients);
-}
-
-void Dispatcher::run_beside_stale_capture(CallSite& site, const detail::CallRequest& request,
-                                          detail::TensorBuffer& outputs, const CallVariant& variant) {
+void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& variant) {
   const GraphSequence& sequence = *variant.holder->sequence;
   if (sequence.options().on_relocated_weights() == OnRelocatedWeights::error) {
-    throw UsageError(describe(site) + ": " + sequence.difference(variant.index()) +
+    throw UsageError(describe(call.site) + ": " + sequence.difference(variant.index()) +
                      ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
                      "GraphOptions::on_relocated_weights to capture");
   }
   counts_.eager_call();  // the next step begins with captures of what the model is then
-  run_eagerly(site, request, outputs);
+  run_eagerly(call.site, call.request, call.outputs);
 }
 
-void Dispatcher::replay_callable(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                                 detail::TensorBuffer& outputs) {
-  const CallVariant& only = site.variants.front();
-  if (site.dropped) {
-    throw UsageError(describe(site) + ": replayed after reset; capture it again");
-  }
-  SequenceHolder& holder = *only.holder;
-  std::size_t index = only.index();
-  const CapturedCall* call = &holder.sequence->calls()[index];
-  const auto prepare = [&] {
-    if (request.prepare != nullptr) {
-      request.prepare(request.context);
-    }
-  };
-  FactsChange change = holder.sequence->change_of_all(index);
-  if (change.training || change.options) {
-    count_eager(site, EagerCause::other_mode);
-    prepare();
-    run_eagerly(site, request, outputs);
-    return;
-  }
-  if (!(call->spec.state.modes == modes)) {
-    throw UsageError(describe(site) + ": " +
-                     (call->spec.state.modes.autocast == modes.autocast
-                          ? "the global switches (deterministic algorithms, precision, back ends) differ from those"
-                          : "the state of autocast differs from that") +
-                     " at its capture; call it as captured, or capture it again in this state");
-  }
-  const bool lost = !call->forward.graph;  // by a capture that failed in its place
-  if (!lost && change.stale() && call->placed_by_hooks) {
-    throw UsageError(describe(site) +
-                     ": its graphs read weights at the addresses where its capture-time hooks placed them, and now " +
-                     holder.sequence->difference(index) +
-                     "; place the weights there before each replay, and keep them there until its backward has run");
-  }
-  if (change.layout && !call->placed_by_hooks) {
-    throw UsageError(describe(site) + ": " + holder.sequence->difference(index) +
-                     " at the capture; make_graphed_callables again with samples for the model as it is");
-  }
-  // A later call of the pass cannot capture again, since the sequence is pending by then: the first one asks for all.
-  const auto may_capture_again = [&] {
-    return lost || change.any() ? !holder.sequence->any_pending()
-                                : holder.sequence->begins_pass(index) && holder.sequence->change_before_pass().any();
-  };
-  if (holder.sequence->options().on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
-    if (const auto& ask = holder.sequence->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
-      counts_.eager_call();
-      prepare();
-      run_eagerly(site, request, outputs);
-      return;
-    }
-    sequences_.recapture(holder);
-    index = only.index();
-    call = &holder.sequence->calls()[index];
-    change = holder.sequence->change_of_all(index);
-    if (change.stale() && call->placed_by_hooks) {
-      throw UsageError(describe(site) + ": it was just captured again" +
-                       (lost ? ", because an earlier capture had failed," : "") +
-                       " and then its capture-time hooks moved its weights (" + holder.sequence->difference(index) +
-                       "); place the weights where its graphs read them, and call it again");
-    }
-  }
-  if (change.any()) {
-    throw UsageError(describe(site) + ": " + changed_in_words(change) + " since the capture (" +
-                     holder.sequence->difference(index) + ")" + way_out(*holder.sequence));
-  }
-  prepare();
-  replay(only, index, request, outputs, GraphSequence::Inputs::unknown);
-}
-
-void Dispatcher::replay(const CallVariant& variant, std::size_t call, const detail::CallRequest& request,
-                        detail::TensorBuffer& outputs, GraphSequence::Inputs known) {
+void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_t index, GraphSequence::Inputs known) {
   if (verification_ != nullptr && at::GradMode::is_enabled()) {
     const SyncFinder::Pause compares;
-    verification_->forward(variant.holder->sequence, call, request, outputs);
+    verification_->forward(variant.holder->sequence, index, call.request, call.outputs);
   } else {
-    variant.holder->sequence->forward(call, request.inputs, outputs, request.replay, known);
+    variant.holder->sequence->forward(index, call.request.inputs, call.outputs, call.request.replay, known);
   }
-}
-
-void Dispatcher::on_mismatch(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                             detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other) {
-  const CallOptions& options = resources_.options.call_options();
-  const bool to_be_new = busy == 0 && !site.to_record;
-  if ((busy == 0 && sequences_.postponed()) || (to_be_new && options.on_new_arguments() == OnNewArguments::eager)) {
-    if (options.share_memory() && to_be_new && !std::exchange(site.warned_of_arguments, true)) {
-      TORCH_WARN("Sidestream: ", describe(site),
-                 " runs eagerly: its arguments match none of its captures, and CallOptions::on_new_arguments is eager");
-    }
-    count_eager(site, EagerCause::new_arguments);
-    run_eagerly(site, request, outputs);
-    return;
-  }
-  if (busy > 0 && options.on_pending() == OnPending::eager) {
-    count_eager(site, EagerCause::shared_memory);
-    run_eagerly(site, request, outputs);
-    return;
-  }
-  const std::string what = describe(site);
-  if (busy > 0 && options.on_pending() == OnPending::error) {
-    throw UsageError(what +
-                     ": the backward of its previous forward is still pending, and this forward would overwrite what " +
-                     "it needs; run that backward first, or set CallOptions::on_pending to capture");
-  }
-  if (to_be_new && options.on_new_arguments() == OnNewArguments::error) {
-    if (other != nullptr && other->holder->sequence->change(other->index()).any()) {
-      throw UsageError(what + ": " + other->holder->sequence->difference(other->index()) +
-                       " at the capture; set CallOptions::on_new_arguments to capture or eager");
-    }
-    if (other != nullptr && same_arguments(other->guards, other->shape, request.guards, request.shape)) {
-      other->holder->sequence->check(other->index(), request.inputs);
-    }
-    throw UsageError(what +
-                     ": an argument that is not a tensor has a new value, or the state of autocast or of a global "
-                     "switch (deterministic algorithms, precision, back ends) changed. Set "
-                     "CallOptions::on_new_arguments to capture or eager, or pass the value as a tensor");
-  }
-  record_and_run(site, request, modes, outputs, busy);
 }
 
 }  // namespace sidestream

@@ -1,8 +1,9 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
-#include "graphs/calls/call_table.h"
+#include "graphs/calls/call_site.h"
 #include "graphs/calls/engine_counts.h"
 #include "graphs/sequence/graph_sequence.h"
 #include "sidestream/detail/call_request.h"
@@ -19,6 +20,8 @@ class EngineCounts;
 
 /// Decides what becomes of one call, be it one of `ss::call` or of a GraphedCallable: it runs eagerly as a scope, replays a
 /// capture, or runs and is recorded so that a capture may follow.
+///
+/// callable_dispatch.cpp holds what is particular to callables, dispatcher.cpp all else.
 /// Threads: the step's.
 class Dispatcher {
  public:
@@ -46,7 +49,7 @@ class Dispatcher {
     eager,     ///< runs eagerly although it might replay: without gradients, or in eval mode
     record,    ///< runs eagerly and is to be captured
     find,      ///< replays the variant that fits, or does as the options say
-    callable,  ///< replays the one capture there is
+    callable,  ///< replays the one capture there is, or the bucket that fits
   };
   [[nodiscard]] Route route(const CallSite& site) const;
   /// Of an `ss::call` that wants no gradients, whatever mode its module is in.
@@ -54,30 +57,47 @@ class Dispatcher {
   /// Of the calling thread, for the engine's device.
   [[nodiscard]] CallModes modes() const;
 
-  /// `variant` fits and no other one that does is free, but a sequence that shares its memory awaits a backward.
-  void run_beside_pending(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
-                          const CallVariant& variant);
-  /// True where `site` may have one capture more, of calls in `modes`: fewer than CallOptions::max_captures are there and will be, or
-  /// as many others have no backward to come and may go before the next step.
-  [[nodiscard]] bool may_capture(const CallSite& site, const CallModes& modes) const;
-  /// A graphed call that is neither replayed nor recorded.
-  void count_eager(CallSite& site, EagerCause cause) noexcept;
+  struct Call {
+    CallSite& site;
+    const detail::CallRequest& request;
+    detail::TensorBuffer& outputs;
+    CallModes modes;  ///< of the calling thread
+  };
+  /// The variants of a site, seen from one call of it.
+  struct Found {
+    CallVariant* ready = nullptr;          ///< fits, and may replay
+    std::size_t index = 0;                 ///< of the call in the sequence of `ready`
+    const CallVariant* stale = nullptr;    ///< fits, but weights were relocated or replaced in the middle of a step
+    CallVariant* pending = nullptr;        ///< fits, but a pending backward needs its memory
+    const CallVariant* waiting = nullptr;  ///< the same, and it is the backward of another sequence
+    std::size_t busy = 0;                  ///< how many fit and await their own backward
+    const CallVariant* other = nullptr;    ///< does not fit
+  };
+  /// Of a callable, the inputs alone decide which variants fit.
+  [[nodiscard]] Found find(const Call& call) const;
+  void find_and_replay(const Call& call);
+  /// The same for a callable. Throws: UsageError if it was reset.
+  void call_callable(const Call& call);
+  /// The same for a bucketed callable.
+  void find_bucket(const Call& call);
+  /// The pending rule: captures fit, but a pending backward needs their memory.
+  void on_pending(const Call& call, const Found& found);
+  /// The mismatch rule: no capture fits.
+  void on_mismatch(const Call& call, const Found& found);
+  /// Why a call that no capture fits runs eagerly without a message, whatever the rule says. Empty if the rule holds.
+  [[nodiscard]] std::optional<EagerCause> excuse(const CallSite& site) const;
+  /// Counts a call that was to replay and is not recorded.
+  void count_eager(CallSite& site, EagerCause cause);
   void run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
-  void record_and_run(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                      detail::TensorBuffer& outputs, std::size_t busy);
-  void find_and_replay(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                       detail::TensorBuffer& outputs);
-  void replay_callable(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                       detail::TensorBuffer& outputs);
-  /// `call`: of its sequence as it is now.
-  void replay(const CallVariant& variant, std::size_t call, const detail::CallRequest& request,
-              detail::TensorBuffer& outputs, GraphSequence::Inputs known);
-  /// `variant` would fit, but its weights were relocated or replaced in the middle of a step.
-  void run_beside_stale_capture(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs,
-                                const CallVariant& variant);
-  /// No variant is free: `busy` fit and await their backward, `other` is one that does not fit.
-  void on_mismatch(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                   detail::TensorBuffer& outputs, std::size_t busy, const CallVariant* other);
+  void run_eagerly(const Call& call, EagerCause cause);
+  /// `busy`: see Found.
+  void record_and_run(const Call& call, std::size_t busy);
+  /// `known`: whether `variant` accepts the inputs. If it is the only one, it may not: the sequence says what differs.
+  void replay_callable(const Call& call, const CallVariant& variant, GraphSequence::Inputs known);
+  /// `index`: of the call in its sequence as that is now.
+  void replay(const Call& call, const CallVariant& variant, std::size_t index, GraphSequence::Inputs known);
+  /// `variant` is stale.
+  void run_beside_stale_capture(const Call& call, const CallVariant& variant);
 
   EngineResources& resources_;
   CallContext& context_;

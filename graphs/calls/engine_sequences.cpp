@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/nn/module.h>
 
+#include "graphs/calls/call_set.h"
 #include "graphs/calls/call_table.h"
 #include "graphs/calls/engine_counts.h"
 #include "graphs/calls/memory_shortage.h"
@@ -28,9 +29,7 @@ std::vector<CallSpec> specs_of(const RecordedCalls& recorded, const std::vector<
                                const EagerPlan& plan, c10::Device device) {
   std::vector<CallSpec> specs;
   for (const std::size_t recorded_call : group) {
-    const RecordedCall& call = *recorded.calls()[recorded_call];
-    CallSpec& spec = specs.emplace_back(
-        CallSpec{call.site->scope->name, call.site->scope, call.body, call.module, call.inputs, call.state});
+    CallSpec& spec = specs.emplace_back(spec_of(*recorded.calls()[recorded_call]));
     spec.outputs_let_go = recorded.outputs().let_go(recorded_call, plan);
     for (CallInput& input : spec.inputs) {
       if (!input.from) {
@@ -40,11 +39,7 @@ std::vector<CallSpec> specs_of(const RecordedCalls& recorded, const std::vector<
       if (giver != group.end() && *giver == input.from->call) {
         input.from->call = static_cast<std::size_t>(giver - group.begin());
       } else {
-        input.from.reset();
-        if (input.like.defined()) {
-          input.sample = at::zeros_like(input.like, input.like.options().device(device));
-          input.sample.set_requires_grad(input.like.requires_grad());
-        }
+        make_unlinked(input, device);
       }
     }
   }
@@ -181,9 +176,9 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
   for (std::size_t i = 0; i < group.size(); ++i) {
     RecordedCall& call = *recorded.calls()[group[i]];
     call.captured = true;
-    call.site->variants.push_back({holder, i, call.guards, call.shape, call.structure, ++call.site->clock});
+    call.site->variants.add({holder, i, call.guards, call.shape, call.structure});
     call.site->to_record = false;
-    counts_.recaptured(call.site->variants.size() > 1 ? 1 : 0);
+    counts_.recaptured(call.site->variants.all.size() > 1 ? 1 : 0);
     recorded.outputs().for_each_of(group[i], [&](const c10::StorageImpl* storage, std::size_t output) {
       const CapturedCall& captured = holder->sequence->calls()[i];
       if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
@@ -222,21 +217,50 @@ std::shared_ptr<GraphMemory> EngineSequences::memory_of(const std::vector<const 
   return taken || memory->pending() ? nullptr : memory;
 }
 
-void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& recorded) {
-  const CallOptions& options = resources_.options.call_options();
-  if (options.on_max_captures() != OnMaxCaptures::drop_least_used || recorded.empty() || recorded.outdated()) {
+void EngineSequences::capture_pass(CallSet& set) {
+  if (set.pass.outdated()) {
+    set.pass.clear();
     return;
   }
-  const auto bound = static_cast<std::size_t>(options.max_captures());
+  if (const auto& ask = set.options.agree_to_capture(); ask && !ask(/*mine=*/true)) {
+    return;
+  }
+  const SyncFinder::Pause captures;
+  std::vector<CallSpec> specs = set.take_specs(resources_.runtime->device());
+  const CallSite& first = set.sites.front();
+  while (const CallVariant* const least = first.variants.to_drop(!first.forwards_alone, 1, first.rules)) {
+    const auto bucket = static_cast<std::size_t>(least - first.variants.all.data());
+    for (CallSite& site : set.sites) {  // none was dropped by the user: the pass is whole
+      site.variants.drop(site.variants.all[bucket]);
+    }
+    counts_.bucket_dropped(first.scope->name, first.rules.max_captures);
+  }
+  add_bucket(set, specs);
+}
+
+void EngineSequences::add_bucket(CallSet& set, const std::vector<CallSpec>& specs) {
+  const auto holder = std::make_shared<SequenceHolder>();
+  holder->sequence = capture(specs, set.options);
+  add(holder);
+  set.first = set.first == nullptr ? holder : set.first;
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    set.sites[i].variants.add({holder, i});
+  }
+}
+
+void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& recorded) {
+  if (recorded.empty() || recorded.outdated()) {
+    return;
+  }
   bool dropped = false;
-  for (const CallSite& site : calls.sites()) {
+  for (CallSite& site : calls.sites()) {
+    if (site.rules.on_max_captures != OnMaxCaptures::drop_least_used) {
+      continue;
+    }
     for (const bool gradients : {true, false}) {
-      std::size_t more = recorded.count(site, gradients);
-      const CallVariant* least = nullptr;
-      while (more > 0 && site.count(gradients) + more > bound && (least = site.least_used(gradients)) != nullptr) {
-        const std::shared_ptr<SequenceHolder> holder = least->holder;
-        holder->sequence->release(holder->index_of(least->call));
-        calls.drop_variant(*least);
+      const std::size_t more = recorded.count(site, gradients);
+      while (const CallVariant* const least = site.variants.to_drop(gradients, more, site.rules)) {
+        site.variants.drop(*least);
         dropped = true;
       }
     }

@@ -11,6 +11,7 @@
 namespace sidestream {
 
 class CallContext;
+class CallSet;
 struct CallSite;
 class CallTable;
 class EagerPlan;
@@ -52,6 +53,11 @@ class EngineSequences {
   /// Captures what `ss::call` recorded, one sequence for each microbatch slot, and gives the calls their variants. Where a slot's
   /// capture fails, the slots before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
+  /// Captures the pass that `set` has recorded: a bucket more. The least recently used bucket makes room if the bound demands it.
+  /// Does nothing if not all ranks agree. Throws: as `capture`; the pass is forgotten then.
+  void capture_pass(CallSet& set);
+  /// Captures a bucket of `set`. Throws: as `capture`.
+  void add_bucket(CallSet& set, const std::vector<CallSpec>& specs);
   /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, where it is given. `mine`: there is something to
   /// capture.
   [[nodiscard]] bool agree(bool mine);

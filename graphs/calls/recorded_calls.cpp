@@ -9,11 +9,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/nn/module.h>
 
-#include "graphs/calls/call_table.h"
+#include "graphs/calls/call_site.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/resources/eager_memory_estimate.h"
 #include "offload/autograd_walk.h"
@@ -125,6 +126,19 @@ bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::s
     }
   }
   return true;
+}
+
+CallSpec spec_of(const RecordedCall& call) {
+  const CallSite& site = *call.site;
+  return {site.scope->name, site.scope, call.body, call.module, call.inputs, call.state, site.hooks, site.generators};
+}
+
+void make_unlinked(CallInput& input, c10::Device device) {
+  input.from.reset();
+  if (input.like.defined()) {
+    input.sample = at::zeros_like(input.like, input.like.options().device(device));
+    input.sample.set_requires_grad(input.like.requires_grad());
+  }
 }
 
 std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,

@@ -71,6 +71,11 @@ struct RecordedCall {
   bool captured = false;  ///< only where a later slot's capture failed: the rest is tried again
 };
 
+/// `call` as what is captured. Its links still name recorded calls.
+[[nodiscard]] CallSpec spec_of(const RecordedCall& call);
+/// `input`, the output of another call, becomes an input that takes any tensor like that output.
+void make_unlinked(CallInput& input, c10::Device device);
+
 /// The calls that ran eagerly since the last capture, in order, each once for every microbatch in flight.
 /// Threads: the step's.
 class RecordedCalls {

@@ -84,9 +84,9 @@ void append_dropped(const CallTable& calls, std::int64_t bound, std::vector<std:
   NamedCalls named;
   std::int64_t dropped = 0;
   for (const CallSite& site : calls.sites()) {
-    if (site.dropped_captures > bound) {
+    if (site.variants.dropped > bound) {
       named.add(site.scope->name);
-      dropped += site.dropped_captures;
+      dropped += site.variants.dropped;
     }
   }
   if (dropped > 0) {
@@ -109,7 +109,7 @@ void append_eager_runs(const CallTable& calls, std::vector<std::string>& notes) 
       if (const std::int64_t of_site = site.eager_runs.of(cause); of_site > 0) {
         named.add(site.scope->name);
         runs += of_site;
-        never_captured += site.variants.empty() ? 1 : 0;
+        never_captured += site.variants.all.empty() ? 1 : 0;
       }
     }
     if (runs > 0) {

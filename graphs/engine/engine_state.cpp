@@ -45,7 +45,7 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
     : model_(model.weak_from_this().lock()),
       resources_(model, std::move(options), std::move(runtime)),
       context_(*this),
-      calls_(model, resources_.tree, resources_.graphed),
+      calls_(model, resources_.tree, resources_.graphed, CallRules::of(resources_.options.call_options())),
       recorded_(model, resources_.runtime->device(), resources_.rest),
       sequences_(resources_, context_, eager_plan_, counts_),
       verification_(resources_.options.verify_replays() > 0

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <functional>
+#include <utility>
 
 #include <c10/util/irange.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/any.h>
 
+#include "graphs/calls/call_set.h"
 #include "graphs/engine/engine_access.h"
 #include "graphs/sequence/graph_event_state.h"
 #include "sidestream/detail/call_buffers.h"
@@ -29,41 +31,18 @@ std::string listed(const std::vector<std::string>& names) {
 /// What copies of a GraphedCallable share.
 class GraphedCallable::Shared {
  public:
-  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<SequenceHolder> holder, std::size_t call,
-         Callable callable)
-      : engine_(std::move(engine)), callable_(std::move(callable)) {
-    site_.kind = CallSite::Kind::callable;
-    site_.scope = holder->sequence->calls()[call].spec.scope;
-    site_.module = callable_.module();
-    site_.variants.push_back({std::move(holder), call, {}, {}});
-    scope_.kind = CallSite::Kind::eager;
-    scope_.scope = site_.scope;
-    scope_.module = site_.module;
-  }
-
-  [[nodiscard]] bool fits(const Tensors& inputs) const {
-    const CallVariant& only = site_.variants.front();
-    return only.holder->sequence->accepts(only.index(), inputs);
-  }
-  [[nodiscard]] bool has_to_wait() const {
-    return sequence().has_to_wait() || !sequence().ready(site_.variants.front().index());
-  }
-  [[nodiscard]] bool memory_is_pending() const { return sequence().any_pending() || sequence().has_to_wait(); }
-  [[nodiscard]] bool is_in_other_mode() const {
-    const CallVariant& only = site_.variants.front();
-    const FactsChange change = only.holder->sequence->change(only.index());
-    return change.training || change.options;
-  }
-  Tensors run_eagerly(const Tensors& inputs, const ReplayOptions* options) {
-    return run_checked(scope_, inputs, options);
-  }
+  Shared(std::shared_ptr<EngineState> engine, std::shared_ptr<CallSite> site, Callable callable)
+      : engine_(std::move(engine)), site_(std::move(site)), callable_(std::move(callable)) {}
 
   Tensors run(const Tensors& inputs, const ReplayOptions* options = nullptr) {
-    return run_checked(site_, inputs, options);
+    if (options != nullptr) {
+      check(*options);
+    }
+    return run(inputs, options, nullptr, nullptr);
   }
   EngineAccess::Ran run_prepared(const Tensors& inputs, const std::function<void()>& prepare) {
     EngineAccess::Ran ran;
-    ran.outputs = run(site_, inputs, nullptr, &prepare, &ran.eagerly);
+    ran.outputs = run(inputs, nullptr, &prepare, &ran.eagerly);
     return ran;
   }
 
@@ -101,10 +80,11 @@ class GraphedCallable::Shared {
   }
 
   void reset() {
-    if (!site_.dropped) {
-      const CallVariant& only = site_.variants.front();
-      only.holder->sequence->release(only.index());
-      site_.dropped = true;
+    if (!std::exchange(site_->dropped, true)) {
+      site_->variants.release_graphs();
+      if (site_->set != nullptr) {
+        site_->set->pass.clear();  // it can never be whole
+      }
     }
   }
 
@@ -118,14 +98,8 @@ class GraphedCallable::Shared {
     bool* ran_eagerly;
   };
 
-  Tensors run_checked(CallSite& site, const Tensors& inputs, const ReplayOptions* options) {
-    if (options != nullptr) {
-      check(*options);
-    }
-    return run(site, inputs, options);
-  }
-  Tensors run(CallSite& site, const Tensors& inputs, const ReplayOptions* options = nullptr,
-              const std::function<void()>* prepare = nullptr, bool* ran_eagerly = nullptr) {
+  Tensors run(const Tensors& inputs, const ReplayOptions* options, const std::function<void()>* prepare,
+              bool* ran_eagerly) {
     const Call call{callable_.function(), inputs, prepare, ran_eagerly};
     detail::CallRequest request;
     request.inputs = inputs;
@@ -153,7 +127,7 @@ class GraphedCallable::Shared {
       request.prepare = [](const void* context) { (*static_cast<const Call*>(context)->prepare)(); };
     }
     const detail::LentBuffers buffers;
-    engine_->dispatch(site, request, buffers->outputs);
+    engine_->dispatch(*site_, request, buffers->outputs);
     return Tensors(buffers->outputs.begin(), buffers->outputs.end());
   }
 
@@ -171,12 +145,10 @@ class GraphedCallable::Shared {
   }
 
   [[nodiscard]] std::string describe() const { return "graphed call \"" + callable_.name() + "\""; }
-  [[nodiscard]] const GraphSequence& sequence() const { return *site_.variants.front().holder->sequence; }
 
   std::shared_ptr<EngineState> engine_;
+  std::shared_ptr<CallSite> site_;  ///< keeps its CallSet
   Callable callable_;
-  CallSite site_;
-  CallSite scope_;  ///< the same call where it is not to replay
 };
 
 Callable::Callable(std::string name, torch::nn::AnyModule module)
@@ -265,43 +237,18 @@ const std::string& GraphedCallable::name() const { return shared().name(); }
 
 void GraphedCallable::reset() { shared().reset(); }
 
-bool EngineAccess::fits(const GraphedCallable& callable, const Tensors& inputs) {
-  return callable.shared().fits(inputs);
-}
-
-bool EngineAccess::has_to_wait(const GraphedCallable& callable) { return callable.shared().has_to_wait(); }
-
-bool EngineAccess::memory_is_pending(const GraphedCallable& callable) { return callable.shared().memory_is_pending(); }
-
-bool EngineAccess::is_in_other_mode(const GraphedCallable& callable) { return callable.shared().is_in_other_mode(); }
-
-Tensors EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs, const ReplayOptions* options) {
-  return callable.shared().run(inputs, options);
-}
-
-Tensors EngineAccess::run_eagerly(const GraphedCallable& callable, const Tensors& inputs,
-                                  const ReplayOptions* options) {
-  return callable.shared().run_eagerly(inputs, options);
-}
-
-Tensors EngineAccess::in_order(const GraphedCallable& callable, c10::ArrayRef<NamedInput> inputs) {
-  return callable.shared().in_order(inputs);
-}
-
 EngineAccess::Ran EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs,
                                     const std::function<void()>& prepare) {
   return callable.shared().run_prepared(inputs, prepare);
 }
 
-std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, std::vector<Callable> callables,
-                                                   const std::vector<std::vector<Sample>>& samples,
-                                                   const GraphOptions& options) {
+std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vector<Callable>& callables,
+                                             const Samples& samples, const GraphOptions& options) {
   if (callables.empty() || callables.size() != samples.size()) {
     throw UsageError("make_graphed_callables: " + std::to_string(callables.size()) + " callables and " +
                      std::to_string(samples.size()) +
                      " lists of samples were given; pass one list for each callable, and at least one callable");
   }
-  EngineState& state = engine.state();
   std::vector<CallSpec> specs;
   for (std::size_t i = 0; i < callables.size(); ++i) {
     CallSpec spec;
@@ -344,13 +291,37 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
         "make_graphed_callables: GraphOptions::agree_to_capture returned false, so no rank captures now; call it when "
         "all ranks agree");
   }
-  auto holder = std::make_shared<SequenceHolder>();
-  holder->sequence = state.sequences().capture(std::move(specs), options);
-  state.sequences().add(holder);
+  return specs;
+}
+
+std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, const std::vector<Callable>& callables,
+                                                   const std::vector<const Samples*>& buckets,
+                                                   const GraphOptions& options, const CallRules* rules) {
+  EngineState& state = engine.state();
+  const EngineResources& resources = state.resources();
+  const auto set = std::make_shared<CallSet>(callables.size(), options, *buckets.front(),
+                                             RecordedCalls(resources.model, state.runtime().device(), resources.rest));
+  for (std::size_t i = 0; i < callables.size(); ++i) {
+    CallSite& site = set->sites[i];
+    site.kind = CallSite::Kind::callable;
+    site.scope = state.tree().child(state.tree().root(), callables[i].name());
+    site.module = callables[i].module();
+    site.watched = site.module != nullptr ? site.module : state.model();
+    site.hooks = callables[i].capture_time_hooks();
+    site.generators = callables[i].generators();
+    site.forwards_alone = options.forward_only();
+    if (rules != nullptr) {
+      site.set = set.get();
+      site.rules = *rules;
+    }
+  }
+  for (const Samples* const samples : buckets) {
+    state.sequences().add_bucket(*set, specs_of(state, callables, *samples, options));
+  }
   std::vector<GraphedCallable> graphed;
   for (std::size_t i = 0; i < callables.size(); ++i) {
-    graphed.push_back(
-        GraphedCallable(std::make_shared<GraphedCallable::Shared>(engine.state_, holder, i, std::move(callables[i]))));
+    graphed.push_back(GraphedCallable(std::make_shared<GraphedCallable::Shared>(
+        engine.state_, std::shared_ptr<CallSite>(set, &set->sites[i]), callables[i])));
   }
   return graphed;
 }
@@ -358,7 +329,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
 std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::vector<Callable> callables,
                                                     const std::vector<std::vector<Sample>>& samples,
                                                     const GraphOptions& options) {
-  return EngineAccess::capture(engine, std::move(callables), samples, options);
+  return EngineAccess::capture(engine, callables, {&samples}, options);
 }
 
 }  // namespace sidestream

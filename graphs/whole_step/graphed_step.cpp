@@ -118,7 +118,8 @@ void GraphedStep::Shared::capture(const std::vector<Tensors>& samples) {
                     owning([body](torch::nn::Module&, const Tensors& inputs) { return body->run(inputs); }),
                     given_->module);
   callable.generators(given_->generators);
-  auto graphs = EngineAccess::capture(engine_, {std::move(callable)}, {flat}, options_.graph());
+  const EngineAccess::Samples of_step{flat};
+  auto graphs = EngineAccess::capture(engine_, {std::move(callable)}, {&of_step}, options_.graph());
   variants_.push_back({std::move(counts), std::move(shapes), std::move(body), std::move(graphs.front()),
                        EngineAccess::state(engine_).sequences().all().back()});
 }

@@ -1,18 +1,14 @@
 #pragma once
 #include <cstdint>
-#include <memory>
-#include <string>
+#include <utility>
 #include <vector>
 
-#include <c10/util/ArrayRef.h>
 #include <torch/arg.h>
 
 #include "sidestream/call_options.h"
 #include "sidestream/detail/export.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/graphed_callable.h"
-#include "sidestream/named_input.h"
-#include "sidestream/replay_options.h"
 
 namespace sidestream {
 
@@ -53,32 +49,15 @@ struct BucketOptions {
 ///
 /// A call replays the bucket whose shapes, dtypes and requires_grad its inputs fit exactly. Nothing is padded. OnUnknownShape says what
 /// happens to inputs that fit no bucket, OnPendingBucket what happens while a backward is pending. If modules are in another mode than at
-/// the capture, the call runs eagerly, whatever its inputs. In all other respects it behaves as a GraphedCallable.
+/// the capture, the call runs eagerly, whatever its inputs. `reset` drops this callable's graphs in all buckets. In all other respects it
+/// behaves as a GraphedCallable.
 /// With OnUnknownShape::capture a call may capture first, and then waits for the device.
 /// Threads: one at a time; backward may run on autograd's device thread.  Throws: as GraphedCallable; CaptureError if the call captures and
 /// the capture fails, and nothing of the capture is left.
-class SIDESTREAM_API BucketedCallable {
- public:
-  /// Replays the bucket that the inputs fit.
-  Tensors operator()(const Tensors& inputs) const;
-  /// Replays on the stream, and records the event, that `options` name, whichever bucket replays.
-  Tensors operator()(const Tensors& inputs, const ReplayOptions& options) const;
-  /// Replays with arguments by the names of Callable::input_names, as GraphedCallable::call.
-  Tensors call(c10::ArrayRef<NamedInput> inputs) const;
-  /// The same on the stream, and with the event, that `options` name.
-  Tensors call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const;
-  /// The callable's name.
-  [[nodiscard]] const std::string& name() const;
-  /// Drops this callable's graphs in all buckets. A second call does nothing. Later replays throw UsageError. Pinned memory and executables
-  /// are freed immediately. Device memory is freed when the callables and the pool are gone.
-  void reset();
-
+class SIDESTREAM_API BucketedCallable : public GraphedCallable {
  private:
   friend class EngineAccess;
-  class Shared;
-  explicit BucketedCallable(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
-  [[nodiscard]] Shared& shared() const;
-  std::shared_ptr<Shared> shared_;  ///< shared by copies
+  explicit BucketedCallable(GraphedCallable callable) : GraphedCallable(std::move(callable)) {}
 };
 
 /// Captures the callables once for each bucket of samples, the largest bucket first.

@@ -296,6 +296,66 @@ TEST_F(CapturedBucketsTest, ACaptureThatFailsComesOutOfTheCallAndLeavesTheOthers
   EXPECT_EQ(EngineAccess::state(engine_).sequences().all().size(), 2U);
 }
 
+/// The arguments of callables in a pass that becomes a bucket.
+class RecordedPassTest : public CapturedBucketsTest {
+ protected:
+  at::Tensor of(std::int64_t s, std::int64_t length) { return data(s, length).requires_grad_(true); }
+  void make(const TensorFunction& second, const std::vector<Sample>& samples) {
+    const auto first = owning([](const Tensors& in) { return Tensors{in[0].exp()}; });
+    calls_ = make_bucketed_callables(engine_, {Callable("first", first), Callable("second", owning(second))},
+                                     {{{of(0, 8)}, samples}}, options_);
+    before_ = engine_.report().captures;
+  }
+  void expect_captured_and_replayed() {
+    EXPECT_EQ(engine_.report().captures - before_, 4) << "one bucket";
+    EXPECT_EQ(engine_.report().eager_calls, 2) << "the recorded pass";
+    EXPECT_TRUE(warnings_.take().empty());
+  }
+
+  std::vector<BucketedCallable> calls_;
+};
+
+TEST_F(RecordedPassTest, TakesInACallableWhoseInputsFitABucket) {
+  make([](const Tensors& in) { return Tensors{in[0].tanh()}; }, {of(0, 4)});
+  for (std::int64_t i = 0; i < 3; ++i) {
+    const at::Tensor x = of(i, 12);
+    const at::Tensor y = of(i, 4);
+    calls_[0]({x})[0].sum().backward();
+    calls_[1]({y})[0].sum().backward();
+    EXPECT_TRUE(at::equal(x.grad(), x.exp()));
+    EXPECT_TRUE(at::equal(y.grad(), torch::autograd::grad({y.tanh().sum()}, {y})[0]));
+  }
+  expect_captured_and_replayed();
+}
+
+TEST_F(RecordedPassTest, AnArgumentThatNoSampleLinksTakesAnyTensorLater) {
+  make([](const Tensors& in) { return Tensors{in[0].tanh()}; }, {of(0, 8)});
+  for (std::int64_t i = 0; i < 3; ++i) {
+    const at::Tensor x = of(i, 12);
+    const at::Tensor other = of(i + 7, 12);
+    const at::Tensor h = calls_[0]({x})[0];
+    const at::Tensor& given = i < 2 ? h : other;
+    EXPECT_TRUE(at::equal(calls_[1]({given})[0], given.tanh()));
+  }
+  expect_captured_and_replayed();
+}
+
+TEST_F(RecordedPassTest, OneTensorGivenTwiceIsCapturedAsTwo) {
+  make([](const Tensors& in) { return Tensors{in[0] * in[1].exp()}; }, {of(0, 8), of(0, 8)});
+  for (std::int64_t i = 0; i < 3; ++i) {
+    (void)calls_[0]({of(i, 12)});
+    const at::Tensor x = of(i, 12);
+    const at::Tensor y = i == 0 ? x : of(i + 7, 12);
+    const at::Tensor plain_x = x.detach().requires_grad_(true);
+    const at::Tensor plain_y = i == 0 ? plain_x : y.detach().requires_grad_(true);
+    calls_[1]({x, y})[0].sum().backward();
+    (plain_x * plain_y.exp()).sum().backward();
+    EXPECT_TRUE(at::equal(x.grad(), plain_x.grad()));
+    EXPECT_TRUE(at::equal(y.grad(), plain_y.grad()));
+  }
+  expect_captured_and_replayed();
+}
+
 /// Two callables of which the second takes a mask, whose shape alone may be new.
 class MaskedBucketsTest : public CapturedBucketsTest {
  protected:

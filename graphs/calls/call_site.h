@@ -1,0 +1,97 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Generator.h>
+
+#include "graphs/calls/engine_counts.h"
+#include "graphs/calls/recorded_calls.h"
+#include "offload/scope_tree.h"
+#include "sidestream/call_options.h"
+#include "sidestream/capture_time_hooks.h"
+#include "sidestream/detail/module_forward.h"
+
+namespace sidestream {
+
+struct BucketOptions;
+class CallSet;
+struct SequenceHolder;
+
+/// One captured variant of a call: argument values and shapes, modes, flags of the model, and microbatch slot.
+struct CallVariant {
+  std::shared_ptr<SequenceHolder> holder;
+  std::size_t call = 0;
+  std::vector<KeptGuard> guards = {};
+  std::vector<std::size_t> shape = {};
+  std::shared_ptr<const void> structure = {};  ///< of its result
+  std::uint64_t used_at = 0;                   ///< its capture or latest replay, on the table's clock
+
+  /// Of its sequence as that is now.
+  [[nodiscard]] std::size_t index() const;
+};
+
+/// What a call does if no capture may replay it. The options of its way in say so. The default is that of make_graphed_callables: there
+/// is one capture, and a call that it cannot serve is an error.
+struct CallRules {
+  OnNewArguments on_new_arguments = OnNewArguments::error;
+  OnPending on_pending = OnPending::error;
+  std::int64_t max_captures = 1;
+  OnMaxCaptures on_max_captures = OnMaxCaptures::error;
+  bool warns = false;  ///< once, if the call runs eagerly because its arguments are new
+
+  [[nodiscard]] static CallRules of(const CallOptions& options) noexcept;
+  [[nodiscard]] static CallRules of(const BucketOptions& options) noexcept;
+};
+
+/// The captured variants of one call, and the bound on them. Captures of training and of forwards alone are counted separately.
+struct VariantTable {
+  std::vector<CallVariant> all;
+  std::uint64_t clock = 0;   ///< counts captures and replays
+  std::int64_t dropped = 0;  ///< to make room for others
+
+  /// It counts as used now.
+  void add(CallVariant variant);
+  void use(CallVariant& variant) noexcept { variant.used_at = ++clock; }
+  /// True if `more` captures may be added: the bound allows them, or as many others may be dropped and have no backward to come.
+  [[nodiscard]] bool has_room(bool gradients, std::size_t more, const CallRules& rules) const;
+  /// Before `more` captures are added: the least recently used variant, if it must be dropped and has no backward to come; else null.
+  [[nodiscard]] const CallVariant* to_drop(bool gradients, std::size_t more, const CallRules& rules) const;
+  /// Frees what only this variant uses.
+  void drop(const CallVariant& variant);
+  /// The same for all. The table stays as it is: replays find that their graphs are gone.
+  void release_graphs() const;
+};
+
+/// One module or function whose calls the dispatcher serves.
+struct CallSite {
+  enum class Kind : std::uint8_t {
+    eager,     ///< of ss::call, no pattern names it: a scope
+    graphed,   ///< of ss::call, captured once it has been recorded
+    callable,  ///< of make_graphed_callables or make_bucketed_callables: captured before it is called
+  };
+  struct Warned {
+    bool of_bound = false;
+    bool of_arguments = false;  ///< that run eagerly
+    bool of_equality = false;   ///< of its arguments
+  };
+
+  Kind kind = Kind::eager;
+  ScopeNode* scope = nullptr;
+  std::shared_ptr<const torch::nn::Module> module;   ///< null for a plain function
+  std::shared_ptr<const torch::nn::Module> watched;  ///< `module`, or the model for a plain function
+  std::shared_ptr<const CaptureTimeHooks> hooks;     ///< of a callable; null if there are none
+  std::vector<at::Generator> generators;             ///< of a callable: see CallSpec
+  bool forwards_alone = false;                       ///< of a callable: GraphOptions::forward_only
+  CallSet* set = nullptr;                            ///< of a bucketed callable, which is in it; else null
+  CallRules rules;
+  VariantTable variants;
+  bool dropped = false;  ///< by GraphedCallable::reset
+  bool to_record =
+      false;  ///< captures were dropped because the model is another now: calls are recorded as in a first step
+  EagerRuns eager_runs;  ///< of a graphed call
+  Warned warned;
+};
+
+}  // namespace sidestream

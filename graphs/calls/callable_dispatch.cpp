@@ -1,0 +1,135 @@
+// Calls of GraphedCallable and BucketedCallable.
+#include <string>
+
+#include "graphs/calls/call_set.h"
+#include "graphs/calls/dispatcher.h"
+#include "graphs/calls/engine_sequences.h"
+#include "graphs/calls/refused_calls.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+const char* changed_in_words(const FactsChange& change) {
+  if (change.identity) {
+    return "its modules, parameters or buffers were replaced";
+  }
+  return change.relocated ? "a parameter or buffer was relocated" : "a parameter was frozen or unfrozen";
+}
+
+/// For weights that a callable's graphs cannot follow now.
+const char* way_out(const GraphSequence& sequence) {
+  return sequence.options().on_relocated_weights() == OnRelocatedWeights::capture
+             ? ", while the backward of a call that was captured with it is pending; change weights when no backward "
+               "is "
+               "pending: the next call then captures again"
+             : "; call make_graphed_callables again, or set GraphOptions::on_relocated_weights to capture";
+}
+
+}  // namespace
+
+void Dispatcher::call_callable(const Call& call) {
+  if (call.site.dropped) {
+    throw UsageError(describe(call.site) + ": replayed after reset; capture it again");
+  }
+  if (call.site.set != nullptr) {
+    find_bucket(call);
+  } else {
+    replay_callable(call, call.site.variants.all.front(), GraphSequence::Inputs::unknown);
+  }
+}
+
+void Dispatcher::find_bucket(const Call& call) {
+  CallSite& site = call.site;
+  CallSet& set = *site.set;
+  set.call_begins(site);
+  if (set.is_first(site) && set.may_capture(call.modes)) {
+    sequences_.capture_pass(set);
+  }
+  if (set.awaits(site)) {
+    record_and_run(call, 0);
+    return;
+  }
+  const Found found = find(call);
+  // If the rule is an error, the sequence says which backward is pending.
+  const bool refuses = found.ready == nullptr && site.rules.on_pending == OnPending::error;
+  if (CallVariant* const bucket = refuses ? found.pending : found.ready; bucket != nullptr) {
+    set.first_replays = set.first_replays || set.is_first(site);
+    site.variants.use(*bucket);
+    replay_callable(call, *bucket, GraphSequence::Inputs::accepted);
+  } else if (set.is_in_other_mode()) {
+    run_eagerly(call, EagerCause::other_mode);
+  } else if (found.pending != nullptr) {
+    on_pending(call, found);
+  } else {
+    on_mismatch(call, found);
+  }
+}
+
+void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, GraphSequence::Inputs known) {
+  const CallSite& site = call.site;
+  SequenceHolder& holder = *variant.holder;
+  std::size_t index = variant.index();
+  const CapturedCall* captured = &holder.sequence->calls()[index];
+  const auto prepare = [&] {
+    if (call.request.prepare != nullptr) {
+      call.request.prepare(call.request.context);
+    }
+  };
+  FactsChange change = holder.sequence->change_of_all(index);
+  if (change.training || change.options) {
+    prepare();
+    run_eagerly(call, EagerCause::other_mode);
+    return;
+  }
+  if (!(captured->spec.state.modes == call.modes)) {
+    throw UsageError(describe(site) + ": " +
+                     (captured->spec.state.modes.autocast == call.modes.autocast
+                          ? "the global switches (deterministic algorithms, precision, back ends) differ from those"
+                          : "the state of autocast differs from that") +
+                     " at its capture; call it as captured, or capture it again in this state");
+  }
+  const bool lost = !captured->forward.graph;  // by a capture that failed in its place
+  if (!lost && change.stale() && captured->placed_by_hooks) {
+    throw UsageError(describe(site) +
+                     ": its graphs read weights at the addresses where its capture-time hooks placed them, and now " +
+                     holder.sequence->difference(index) +
+                     "; place the weights there before each replay, and keep them there until its backward has run");
+  }
+  if (change.layout && !captured->placed_by_hooks) {
+    throw UsageError(describe(site) + ": " + holder.sequence->difference(index) +
+                     " at the capture; make_graphed_callables again with samples for the model as it is");
+  }
+  // A later call of the pass cannot capture again, since the sequence is pending by then: the first one asks for all.
+  const auto may_capture_again = [&] {
+    return lost || change.any() ? !holder.sequence->any_pending()
+                                : holder.sequence->begins_pass(index) && holder.sequence->change_before_pass().any();
+  };
+  if (holder.sequence->options().on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
+    if (const auto& ask = holder.sequence->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
+      counts_.eager_call();
+      prepare();
+      run_eagerly(call.site, call.request, call.outputs);
+      return;
+    }
+    sequences_.recapture(holder);
+    known = GraphSequence::Inputs::unknown;
+    index = variant.index();
+    captured = &holder.sequence->calls()[index];
+    change = holder.sequence->change_of_all(index);
+    if (change.stale() && captured->placed_by_hooks) {
+      throw UsageError(describe(site) + ": it was just captured again" +
+                       (lost ? ", because an earlier capture had failed," : "") +
+                       " and then its capture-time hooks moved its weights (" + holder.sequence->difference(index) +
+                       "); place the weights where its graphs read them, and call it again");
+    }
+  }
+  if (change.any()) {
+    throw UsageError(describe(site) + ": " + changed_in_words(change) + " since the capture (" +
+                     holder.sequence->difference(index) + ")" + way_out(*holder.sequence));
+  }
+  prepare();
+  replay(call, variant, index, known);
+}
+
+}  // namespace sidestream
