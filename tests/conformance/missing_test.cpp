@@ -192,6 +192,7 @@ TEST_F(ConformanceMissing, CaptureFailureCleanup) {
     EXPECT_FALSE(model_->parameters()[0].grad().defined());
     release_cached_memory(device_);
     EXPECT_LE(memory_use(device_).reserved, before.reserved);
+    EXPECT_TRUE(on_gpu() || memory_use(device_).allocated <= before.allocated);
     capture(GraphOptions());
     expect_plain();
     layers_.clear();

@@ -18,21 +18,16 @@ using testing_model::BlockModel;
 using testing_model::CallTest;
 
 TEST_F(CallTest, RelocatedWeightsAreCapturedAgainOrRefused) {
-  const auto move = [&] {
-    for (at::Tensor& parameter : model_.parameters()) {
-      parameter.set_data(parameter.detach().clone());
-    }
-  };
   {
     OffloadEngine engine(model_, options());
     expect_plain(engine, 0, 3);
-    move();
+    testing_model::relocate(model_);
     expect_plain(engine, 3, 5);
     EXPECT_EQ(engine.report().recaptures, 4);
   }
   OffloadEngine engine(model_, options(GraphOptions().on_relocated_weights(OnRelocatedWeights::error)));
   expect_plain(engine, 5, 7);
-  move();
+  testing_model::relocate(model_);
   EXPECT_THROWS(UsageError, "were relocated", (void)engine.step());
   engine.reset();
   expect_plain(engine, 7, 9);

@@ -25,7 +25,6 @@ namespace sidestream {
 namespace {
 
 using testing_model::kHidden;
-using testing_model::same;
 using testing_model::StepTensors;
 
 class CapturedBucketsTest : public BucketedStack {
@@ -189,8 +188,8 @@ TEST_F(CapturedBucketsTest, NothingIsCapturedBesideAPendingBackward) {
 
 TEST_F(CapturedBucketsTest, MicrobatchesInFlightGiveThePlainGradients) {
   capture_given();
-  const auto step = [&](torch::nn::Sequential& trained, bool graphs) {
-    return testing_model::train_step(*trained, nullptr, [&] {
+  for (int i = 0; i < 4; ++i) {
+    expect_plain(i, [&](bool graphs) {
       std::vector<at::Tensor> losses;
       for (const std::int64_t length : {12, 32, 12, 40}) {
         losses.push_back(forward(graphs, data(1, length).requires_grad_(true)).mean());
@@ -198,11 +197,8 @@ TEST_F(CapturedBucketsTest, MicrobatchesInFlightGiveThePlainGradients) {
       for (auto loss = losses.rbegin(); loss != losses.rend(); ++loss) {
         loss->backward();
       }
+      return StepTensors{};
     });
-  };
-  for (int i = 0; i < 4; ++i) {
-    const StepTensors plain = step(plain_, false);
-    EXPECT_TRUE(same(step(model_, true), plain));
   }
   EXPECT_GE(captured(), 1);
 }

@@ -45,12 +45,11 @@ class EvaluationCallTest : public testing::TestWithParam<std::string> {
   /// `run` gives tensors beside the gradients and buffers.
   template <class Run>
   void expect_plain(OffloadEngine& engine, std::int64_t s, const Run& run) {
-    StepTensors extra;
-    StepTensors plain_extra;
-    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { run(plain_, plain_extra); });
-    EXPECT_TRUE(testing_model::same(testing_model::train_step(model_, &engine, [&] { run(model_, extra); }), plain))
-        << "step " << s;
-    EXPECT_TRUE(testing_model::same(extra, plain_extra)) << "step " << s;
+    testing_model::expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
+      StepTensors extra;
+      run(model, extra);
+      return extra;
+    });
   }
   void expect_plain_steps(OffloadEngine& engine, std::int64_t first, std::int64_t last) {
     for (std::int64_t s = first; s < last; ++s) {

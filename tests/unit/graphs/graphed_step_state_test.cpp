@@ -141,9 +141,7 @@ TEST_F(WholeStepStateTest, AllStepsOfAnEngineObeyItsHostCapTogether) {
   EXPECT_TRUE(std::any_of(report.groups.begin(), report.groups.end(),
                           [](const GroupReport& group) { return group.kept_because == "over the host cap"; }));
   other.reset();
-  for (auto& parameter : mine.model->parameters()) {  // a capture in the place of another has its room
-    parameter.set_data(parameter.detach().clone());
-  }
+  testing_model::relocate(*mine.model);  // a capture in the place of another has its room
   WholeStepTrainer plain(device_, mine.form);
   EXPECT_TRUE(same(mine.run(0), plain.run(0)));
   EXPECT_EQ(mine.engine->report().pinned_bytes, alone);
@@ -313,9 +311,7 @@ TEST_F(WholeStepStateTest, ACaptureThatFailsInItsGraphsPlaceHoldsNoPinnedMemory)
     const GraphedStep step = make_graphed_step(engine, Callable("step", owning(loss), model), plain.data(0),
                                                StepOptions().graph(GraphOptions().num_warmup_iters(1)));
     EXPECT_GT(engine.report().pinned_bytes, 0);
-    for (at::Tensor& parameter : model->parameters()) {
-      parameter.set_data(parameter.detach().clone());
-    }
+    testing_model::relocate(*model);
     left = fails_in;
     EXPECT_THROWS(std::runtime_error, "the model broke", (void)step(plain.data(1)));
     EXPECT_EQ(engine.report().pinned_bytes, 0) << "pass " << fails_in;

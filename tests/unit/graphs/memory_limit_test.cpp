@@ -354,9 +354,7 @@ TEST_F(MemoryLimitTest, RelocatedWeightsAreCapturedAgainWithinIt) {
   const MemoryLimit limit(device_, limit_);
   OffloadEngine engine(model, options().offload("blocks.*").graph("blocks.*"));
   for (std::int64_t s = 0; s < kSteps; ++s) {
-    for (at::Tensor& parameter : model.parameters()) {
-      parameter.set_data(parameter.detach().clone());
-    }
+    testing_model::relocate(model);
     EXPECT_TRUE(same(step(model, &engine, s), expected_[static_cast<std::size_t>(s)])) << "step " << s;
   }
   EXPECT_EQ(engine.report().recaptures, 2 * DeepModel::kLayers);

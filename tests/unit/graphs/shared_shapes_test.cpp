@@ -24,7 +24,6 @@ namespace {
 
 using testing_model::CalledStack;
 using testing_model::rows;
-using testing_model::StepTensors;
 
 class SharedShapesTest : public testing::Test {
  protected:
@@ -47,14 +46,20 @@ class SharedShapesTest : public testing::Test {
   }
   /// A step whose microbatches have these lengths, one after the other.
   void expect_plain(OffloadEngine& engine, std::int64_t s, const std::vector<std::int64_t>& lengths) {
-    const auto run = [&](CalledStack& model) {
+    testing_model::expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
       for (std::size_t i = 0; i < lengths.size(); ++i) {
         train(model, 50 * s + static_cast<std::int64_t>(i), lengths[i]);
       }
-    };
-    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { run(plain_); });
-    EXPECT_TRUE(testing_model::same(testing_model::train_step(model_, &engine, [&] { run(model_); }), plain))
-        << "step " << s;
+    });
+  }
+  /// A step of two forwards, then both backwards.
+  void expect_plain_interleaved(OffloadEngine& engine, std::int64_t s, std::int64_t first, std::int64_t second) {
+    testing_model::expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
+      const at::Tensor y = model.forward(data(s, first).requires_grad_(true));
+      const at::Tensor z = model.forward(data(s, second, 3).requires_grad_(true));
+      z.mean().backward();
+      y.mean().backward();
+    });
   }
 
   c10::Device device_ = find_device("sim");
@@ -93,45 +98,25 @@ TEST_F(SharedShapesTest, MicrobatchesOfSeveralLengthsGiveThePlainGradients) {
   EXPECT_EQ(engine.report().captures, 4 * 6);
 }
 
-/// Both forwards, then both backwards.
-void interleave(CalledStack& model, const at::Tensor& first, const at::Tensor& second) {
-  const at::Tensor y = model.forward(first.clone().requires_grad_(true));
-  const at::Tensor z = model.forward(second.clone().requires_grad_(true));
-  z.mean().backward();
-  y.mean().backward();
-}
-
 TEST_F(SharedShapesTest, ACallBesideAPendingOneRunsEagerly) {
   OffloadEngine engine(model_, options(sharing()));
   expect_plain(engine, 0, {32});
   expect_plain(engine, 1, {16});
   expect_plain(engine, 2, {32, 16});
   const std::int64_t before = engine.report().eager_calls;
-  const at::Tensor first = data(3, 32);
-  const at::Tensor second = data(3, 16);
-  const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { interleave(plain_, first, second); });
-  EXPECT_TRUE(testing_model::same(
-      testing_model::train_step(model_, &engine, [&] { interleave(model_, first, second); }), plain));
+  expect_plain_interleaved(engine, 3, 32, 16);
   EXPECT_EQ(engine.report().eager_calls - before, 3);
 }
 
 // A capture for microbatches in flight, of another memory.
 TEST_F(SharedShapesTest, ACallBesideAPendingOneReplaysWhereACaptureOfItIsFree) {
   OffloadEngine engine(model_, options(sharing()));
-  const auto step = [&](std::int64_t s, std::int64_t first, std::int64_t second) {
-    const at::Tensor a = data(s, first);
-    const at::Tensor b = data(s, second, 3);
-    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { interleave(plain_, a, b); });
-    EXPECT_TRUE(
-        testing_model::same(testing_model::train_step(model_, &engine, [&] { interleave(model_, a, b); }), plain))
-        << "step " << s;
-  };
-  step(0, 32, 32);  // two captures of this length
-  step(1, 32, 32);
+  expect_plain_interleaved(engine, 0, 32, 32);  // two captures of this length
+  expect_plain_interleaved(engine, 1, 32, 32);
   expect_plain(engine, 2, {16});  // and one of this, in the memory of the first of them
   expect_plain(engine, 3, {16});
   const std::int64_t eager = engine.report().eager_calls;
-  step(4, 16, 32);
+  expect_plain_interleaved(engine, 4, 16, 32);
   EXPECT_EQ(engine.report().eager_calls, eager);
 }
 
@@ -158,11 +143,7 @@ TEST_F(SharedShapesTest, AForwardBesideAPendingOneOfItsShapeRunsEagerlyByOption)
   expect_plain(engine, 0, {32});
   expect_plain(engine, 1, {32});
   const std::int64_t eager = engine.report().eager_calls;
-  const at::Tensor first = data(3, 32);
-  const at::Tensor second = data(4, 32);
-  const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { interleave(plain_, first, second); });
-  EXPECT_TRUE(testing_model::same(
-      testing_model::train_step(model_, &engine, [&] { interleave(model_, first, second); }), plain));
+  expect_plain_interleaved(engine, 3, 32, 32);
   EXPECT_EQ(engine.report().eager_calls - eager, 3);
   expect_plain(engine, 5, {32});
 }
@@ -250,13 +231,10 @@ TEST_F(SharedShapesTest, WhatOtherCallsCapturedBesideADroppedOneStays) {
   OffloadEngine engine(model_, options(CallOptions().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used)));
   // The last layer sees one shape, whatever the others do.
   const auto step = [&](std::int64_t s, std::int64_t length) {
-    const auto run = [&](CalledStack& model) {
+    testing_model::expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
       const at::Tensor h = model.run_layer(1, model.run_layer(0, data(s, length).requires_grad_(true)));
       (model.run_layer(2, h.narrow(0, 0, 8).clone()).mean() + h.mean()).backward();
-    };
-    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { run(plain_); });
-    EXPECT_TRUE(testing_model::same(testing_model::train_step(model_, &engine, [&] { run(model_); }), plain))
-        << "step " << s;
+    });
   };
   step(0, 32);
   step(1, 32);
@@ -267,12 +245,7 @@ TEST_F(SharedShapesTest, WhatOtherCallsCapturedBesideADroppedOneStays) {
   EXPECT_EQ(engine.report().captures, 10) << "of the two whose shape changed";
   EXPECT_EQ(engine.report().eager_calls - eager, 2) << "of the same, once";
   // What is left of both is captured again where its weights lie then.
-  {
-    const at::NoGradGuard no_grad;
-    for (at::Tensor& parameter : model_.parameters()) {
-      parameter.set_data(parameter.detach().clone());
-    }
-  }
+  testing_model::relocate(model_);
   eager = engine.report().eager_calls;
   step(4, 16);
   step(5, 16);
