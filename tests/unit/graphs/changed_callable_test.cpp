@@ -100,9 +100,7 @@ class ChangedCallableTest : public testing::TestWithParam<ChangedPart> {
     });
     std::vector<Callable> callables;
     for (std::size_t i = 0; i < kChangedParts; ++i) {
-      callables.emplace_back(
-          "part" + std::to_string(i), [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-          std::dynamic_pointer_cast<Part>(twins_.mine->parts[i]));
+      callables.push_back(testing_model::part_callable(*twins_.mine, i));
     }
     if (std::get<2>(GetParam()) == CapturedAs::callables) {
       for (GraphedCallable& graphed : make_graphed_callables(*twins_.engine, callables, samples(6))) {
@@ -188,9 +186,7 @@ class ChangedPairTest : public testing::Test {
     std::vector<Callable> callables;
     std::vector<std::vector<Sample>> samples;
     for (std::size_t i = 0; i < 2; ++i) {
-      callables.emplace_back(
-          "part" + std::to_string(i), [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-          std::dynamic_pointer_cast<Part>(twins_.mine->parts[i]));
+      callables.push_back(testing_model::part_callable(*twins_.mine, i));
       samples.push_back({x()});
     }
     graphed_ = make_graphed_callables(*twins_.engine, callables, samples, options);

@@ -19,6 +19,7 @@ namespace sidestream {
 namespace {
 
 using testing_model::Part;
+using testing_model::part_callable;
 using testing_model::part_input;
 using testing_model::PartModel;
 using testing_model::Twins;
@@ -112,12 +113,7 @@ TEST_F(ModeGuardTest, CallablesAreCapturedWithGradientsWhateverSurroundsThem) {
     {
       const c10::InferenceMode inference_mode(inference);
       const at::NoGradGuard no_grad;
-      graphed =
-          make_graphed_callables(*twins.engine,
-                                 {Callable(
-                                     "part", [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-                                     std::dynamic_pointer_cast<Part>(twins.mine->parts[0]))},
-                                 {{sample}});
+      graphed = make_graphed_callables(*twins.engine, {part_callable(*twins.mine, 0)}, {{sample}});
     }
     twins.expect_plain(0, 3, [&](PartModel& model, std::int64_t s) {
       const at::Tensor x = part_input(model, s, device_);
@@ -207,11 +203,7 @@ TEST_F(ModeGuardTest, APlainFunctionReplaysWithTheModelsFlagsOfItsCaptureOnly) {
 TEST_F(ModeGuardTest, ACallableRunsEagerlyWhereAChildIsInAnotherMode) {
   Twins<PartModel> twins(Options(device_).min_bytes(64));
   const std::vector<GraphedCallable> graphed =
-      make_graphed_callables(*twins.engine,
-                             {Callable(
-                                 "part", [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-                                 std::dynamic_pointer_cast<Part>(twins.mine->parts[0]))},
-                             {{part_input(*twins.mine, 77, device_)}});
+      make_graphed_callables(*twins.engine, {part_callable(*twins.mine, 0)}, {{part_input(*twins.mine, 77, device_)}});
   const auto act = [&](PartModel& model, std::int64_t s) {
     const at::Tensor x = part_input(model, s, device_);
     (&model == twins.mine.get() ? graphed[0]({x})[0] : model.part(0).forward(x)).square().mean().backward();

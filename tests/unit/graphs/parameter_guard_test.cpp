@@ -11,6 +11,7 @@ namespace sidestream {
 namespace {
 
 using testing_model::Part;
+using testing_model::part_callable;
 using testing_model::part_input;
 using testing_model::PartModel;
 using testing_model::Twins;
@@ -28,12 +29,8 @@ class ParameterGuardTest : public testing::Test {
     return [this](PartModel& model, std::int64_t s) { train(model, s); };
   }
   [[nodiscard]] std::vector<GraphedCallable> graph(Twins<PartModel>& twins, const GraphOptions& graph = {}) const {
-    return make_graphed_callables(
-        *twins.engine,
-        {Callable(
-            "part", [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-            std::dynamic_pointer_cast<Part>(twins.mine->parts[0]))},
-        {{part_input(*twins.mine, 77, device_)}}, graph);
+    return make_graphed_callables(*twins.engine, {part_callable(*twins.mine, 0)},
+                                  {{part_input(*twins.mine, 77, device_)}}, graph);
   }
   [[nodiscard]] Twins<PartModel>::Act callable(Twins<PartModel>& twins,
                                                const std::vector<GraphedCallable>& graphed) const {
@@ -276,7 +273,7 @@ TEST_F(ParameterGuardTest, ACallableOfAnotherDtypeIsRefusedByName) {
   const auto graphed = graph(twins);
   twins.expect_plain(0, 2, callable(twins, graphed));
   twins.mine->part(0).fc1->to(at::kDouble);
-  EXPECT_THROWS(UsageError, "\"part\": \"fc1.weight\" is Double, was Float",
+  EXPECT_THROWS(UsageError, "\"part0\": \"fc1.weight\" is Double, was Float",
                 (void)graphed[0]({part_input(*twins.mine, 1, device_)}));
   twins.both([](PartModel& model) { model.part(0).fc1->to(at::kFloat); });
   twins.expect_plain(2, 4, callable(twins, graphed));
