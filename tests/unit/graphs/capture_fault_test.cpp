@@ -162,14 +162,10 @@ class RepeatedCaptureTest : public testing::Test {
 
   void train(BlockModel& model, OffloadEngine* engine, std::int64_t s, std::int64_t microbatches) const {
     testing_model::clear_gradients(model);
-    const auto microbatch = [&](std::int64_t m) {
-      const auto batch = testing_model::batch_of(shape_, 10 * s + m, device_);
-      return model.loss(batch.tokens, batch.targets);
-    };
     const auto run = [&] {
       std::vector<at::Tensor> losses;
       for (std::int64_t m = 0; m < microbatches; ++m) {
-        losses.push_back(microbatch(m));
+        losses.push_back(model.loss_of(10 * s + m));
       }
       for (; !losses.empty(); losses.pop_back()) {
         losses.back().backward();

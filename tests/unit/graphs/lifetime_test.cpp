@@ -40,7 +40,7 @@ class LifetimeTest : public testing::Test {
     plain.to(device_);
     for (std::int64_t s = 0; s < 4; ++s) {
       testing_model::clear_gradients(plain);
-      loss(plain, s).backward();
+      plain.loss_of(s).backward();
       expected_.push_back(gradients(plain));
     }
   }
@@ -48,13 +48,9 @@ class LifetimeTest : public testing::Test {
   [[nodiscard]] Options options() const {
     return Options(device_).min_bytes(1024).graph("blocks.*").offload("blocks.*.*");
   }
-  at::Tensor loss(BlockModel& model, std::int64_t s) const {
-    const auto batch = testing_model::batch_of(shape_, s, device_);
-    return model.loss(batch.tokens, batch.targets);
-  }
   void train(std::int64_t s) {
     testing_model::clear_gradients(*model_);
-    loss(*model_, s).backward();
+    model_->loss_of(s).backward();
     EXPECT_TRUE(same(gradients(*model_), expected_[static_cast<std::size_t>(s)])) << "step " << s;
   }
   /// The engine captures, replays, and gives what plain training gives.
@@ -135,12 +131,12 @@ TEST_F(LifetimeTest, StepsOfTwoEnginesEndInAnyOrder) {
       std::optional<Step> outer_step(outer->step());
       train(s);
       std::optional<Step> inner_step(inner->step());
-      loss(other, s).backward();
+      other.loss_of(s).backward();
       EXPECT_TRUE(same(gradients(other), expected_[static_cast<std::size_t>(s)])) << "step " << s;
       if (outer_first) {
         outer_step->finish();
         testing_model::clear_gradients(other);
-        loss(other, s).backward();
+        other.loss_of(s).backward();
         EXPECT_TRUE(same(gradients(other), expected_[static_cast<std::size_t>(s)])) << "still inside, step " << s;
         inner_step->finish();
       } else {
@@ -274,7 +270,7 @@ TEST_F(LifetimeTest, EngineAndModelMayGoBeforeBackward) {
     for (std::int64_t s = 0; s <= at_step; ++s) {
       testing_model::clear_gradients(*model);
       auto step = engine->step();
-      kept = loss(*model, s);
+      kept = model->loss_of(s);
       if (s < at_step) {
         kept.backward();
       }

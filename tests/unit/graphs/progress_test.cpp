@@ -47,10 +47,9 @@ class ProgressTest : public testing::Test {
     });
   }
   void train(OffloadEngine& engine, std::int64_t s) {
-    const auto batch = testing_model::batch_of(model_.shape(), s, device_);
     testing_model::clear_gradients(model_);
     const auto step = engine.step();
-    model_.loss(batch.tokens, batch.targets).backward();
+    model_.loss_of(s).backward();
   }
   [[nodiscard]] std::vector<std::string> take_heard() { return std::exchange(heard_, {}); }
 

@@ -56,28 +56,32 @@ class ExpertTrainingTest : public testing::Test {
   [[nodiscard]] Options options() const { return Options(device_).min_bytes(6000).offload("experts.*").lag(1); }
 
   /// `in_flight` forwards, then one backward and one forward in turn, then the rest.
-  StepTensors step(ExpertModel& model, OffloadEngine* engine, std::int64_t s, std::int64_t microbatches = 1,
-                   std::size_t in_flight = 1, bool twice = false) const {
-    return testing_model::train_step(model, engine, [&] {
-      std::deque<at::Tensor> losses;
-      const auto backward = [&] {
-        if (twice) {
-          losses.front().backward({}, /*retain_graph=*/true);
-        }
-        losses.front().backward();
-        losses.pop_front();
-      };
-      for (std::int64_t i = 0; i < microbatches; ++i) {
-        const std::int64_t number = microbatches * s + i;
-        losses.push_back(model.loss(testing_model::expert_tokens(number, 120 + 8 * (number % 5), device_)));
-        if (losses.size() == in_flight) {
-          backward();
-        }
+  void train(ExpertModel& model, std::int64_t s, std::int64_t microbatches = 1, std::size_t in_flight = 1,
+             bool twice = false) const {
+    std::deque<at::Tensor> losses;
+    const auto backward = [&] {
+      if (twice) {
+        losses.front().backward({}, /*retain_graph=*/true);
       }
-      while (!losses.empty()) {
+      losses.front().backward();
+      losses.pop_front();
+    };
+    for (std::int64_t i = 0; i < microbatches; ++i) {
+      const std::int64_t number = microbatches * s + i;
+      losses.push_back(model.loss(testing_model::expert_tokens(number, 120 + 8 * (number % 5), device_)));
+      if (losses.size() == in_flight) {
         backward();
       }
-    });
+    }
+    while (!losses.empty()) {
+      backward();
+    }
+  }
+  StepTensors step(ExpertModel& model, OffloadEngine* engine, std::int64_t s) const {
+    return testing_model::train_step(model, engine, [&] { train(model, s); });
+  }
+  void expect_plain(OffloadEngine& engine, std::int64_t s) {
+    testing_model::expect_same_step(mine_, &engine, plain_, s, [&](ExpertModel& model) { train(model, s); });
   }
 
   sim::OneThread one_thread_;
@@ -89,7 +93,7 @@ class ExpertTrainingTest : public testing::Test {
 TEST_F(ExpertTrainingTest, ExpertsWhoseSizesChangeGivePlainGradients) {
   OffloadEngine engine(mine_, options());
   for (std::int64_t s = 0; s < 12; ++s) {
-    EXPECT_TRUE(testing_model::same(step(mine_, &engine, s), step(plain_, nullptr, s))) << "step " << s;
+    expect_plain(engine, s);
     const Report report = engine.report();
     EXPECT_GT(report.offloaded_bytes, 40'000) << "step " << s;
     EXPECT_GT(report.reloaded_bytes, 0) << "step " << s;
@@ -101,7 +105,7 @@ TEST_F(ExpertTrainingTest, WhatABlockOnceTookStaysPinnedForIt) {
   OffloadEngine engine(mine_, options());
   std::int64_t refused = 0;
   for (std::int64_t s = 0; s < 20; ++s) {
-    EXPECT_TRUE(testing_model::same(step(mine_, &engine, s % 5), step(plain_, nullptr, s % 5))) << "step " << s;
+    expect_plain(engine, s % 5);
     refused = engine.report().refused_bytes;
   }
   EXPECT_EQ(refused, 0) << "no expert is larger than it ever was";
@@ -116,9 +120,8 @@ TEST_F(ExpertTrainingTest, MicrobatchesInFlightAndRetainedGraphsGivePlainGradien
       plain.to(device_);
       OffloadEngine engine(mine, options());
       for (std::int64_t s = 0; s < 4; ++s) {
-        EXPECT_TRUE(testing_model::same(step(mine, &engine, s, 3, in_flight, twice),
-                                        step(plain, nullptr, s, 3, in_flight, twice)))
-            << in_flight << " in flight, step " << s;
+        testing_model::expect_same_step(mine, &engine, plain, s,
+                                        [&](ExpertModel& model) { train(model, s, 3, in_flight, twice); });
         EXPECT_GT(engine.report().offloaded_bytes, 40'000);
       }
     }
@@ -128,7 +131,7 @@ TEST_F(ExpertTrainingTest, MicrobatchesInFlightAndRetainedGraphsGivePlainGradien
 TEST_F(ExpertTrainingTest, WithoutPinnedMemoryAllStays) {
   OffloadEngine engine(mine_, options().host_cap(0));
   for (std::int64_t s = 0; s < 3; ++s) {
-    EXPECT_TRUE(testing_model::same(step(mine_, &engine, s), step(plain_, nullptr, s))) << "step " << s;
+    expect_plain(engine, s);
     EXPECT_EQ(engine.report().offloaded_bytes, 0);
   }
 }
