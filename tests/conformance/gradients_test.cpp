@@ -17,18 +17,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::clear_gradients;
-using testing_model::gradients;
-using testing_model::graph_stack;
-using testing_model::rows;
-using testing_model::run_stack;
-using testing_model::same;
-using testing_model::StackTwins;
-using testing_model::StepTensors;
-using testing_model::values;
 
 bool is_graph_memory(const at::Tensor& tensor) { return ReplayedMemory::of(tensor.storage().data_ptr()) != nullptr; }
 
@@ -64,7 +54,7 @@ class ConformanceGradientsTest : public conformance::ConformanceTest,
     EXPECT_TRUE(same(gradients(*model), gradients(*plain))) << "step " << s;
   }
   std::int64_t gradients_copied(const std::function<void()>& run) {
-    testing_model::in_step(&*engine, run);
+    in_step(&*engine, run);
     return engine->report().gradients_copied;
   }
 };
@@ -247,7 +237,7 @@ TEST_F(GradientPolicyTest, SnapshotsGradientPolicy) {
   };
   all_owned();
   clear_both();
-  testing_model::relocate(*model);  // a capture in place of the first keeps its policies
+  relocate(*model);  // a capture in place of the first keeps its policies
   expect_same_backward(1);
   all_owned();
 }
@@ -380,10 +370,10 @@ TEST_F(GradientPolicyTest, MixedPoliciesAreVerified) {
                                                              .gradients("*.fc1", GradientPolicy::accumulated)
                                                              .gradients("*.fc2", GradientPolicy::cloned));
   for (std::int64_t s = 0; s < 14; ++s) {
-    testing_model::in_step(&*engine, [&] { expect_same_backward(s); });
+    in_step(&*engine, [&] { expect_same_backward(s); });
   }
   EXPECT_GE(engine->report().verified_backwards, 12);
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

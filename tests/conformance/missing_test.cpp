@@ -20,12 +20,8 @@
 #include "sidestream/testing/simulator.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::layer_stack;
-using testing_model::rows;
-using testing_model::StepTensors;
 
 class ConformanceMissing : public conformance::ConformanceTest {
  protected:
@@ -49,16 +45,16 @@ class ConformanceMissing : public conformance::ConformanceTest {
     }
   }
   [[nodiscard]] Runtime& runtime() const { return EngineAccess::state(engine_).runtime(); }
-  void capture(const GraphOptions& options) { layers_ = testing_model::graph_stack(engine_, model_, device_, options); }
+  void capture(const GraphOptions& options) { layers_ = graph_stack(engine_, model_, device_, options); }
   /// A trainer that reuses the memory of its input and of its output as soon as the forward has returned.
   StepTensors step(torch::nn::Sequential& model, bool graphed, std::int64_t s) {
     const at::Tensor batch = rows(s, device_);
     const at::Tensor x = batch.clone().requires_grad_(true);
-    StepTensors result = testing_model::train_step(*model, nullptr, [&] {
+    StepTensors result = train_step(*model, nullptr, [&] {
       if (graphed && busy_) {
         keep_busy();
       }
-      const at::Tensor y = graphed ? testing_model::run_stack(layers_, x) : model->forward(x);
+      const at::Tensor y = graphed ? run_stack(layers_, x) : model->forward(x);
       const at::Tensor loss = (y * rows(s, device_, 1)).mean();
       y.detach().zero_();
       if (graphed) {  // plain training reads its input once more in backward: it could not do so
@@ -200,4 +196,4 @@ TEST_F(ConformanceMissing, CaptureFailureCleanup) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

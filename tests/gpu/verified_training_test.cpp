@@ -12,13 +12,8 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::BlockTraining;
-using testing_model::RuledLayer;
-using testing_model::RuledModel;
 
 class GpuVerifiedTrainingTest : public gpu::GpuBlocks {};
 
@@ -58,4 +53,4 @@ TEST_F(GpuVerifiedTrainingTest, APlainMemberThatHasChangedIsFound) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -14,11 +14,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::CallTest;
 
 class AgreementTest : public CallTest {
  protected:
@@ -49,7 +46,7 @@ TEST_F(AgreementTest, WeightsThatWereRelocatedRunEagerlyUntilAllRanksCapture) {
   bool all = true;
   const auto engine = this->engine([&](bool mine) { return mine && all; });
   expect_plain(*engine, 0, 3);
-  testing_model::relocate(model_);
+  relocate(model_);
   all = false;
   expect_plain(*engine, 3, 5);
   EXPECT_EQ(engine->report().captures, 8);
@@ -86,4 +83,4 @@ TEST_F(AgreementTest, GraphedCallablesAreNotMadeWithoutIt) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

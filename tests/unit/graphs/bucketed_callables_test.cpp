@@ -20,10 +20,8 @@
 #include "unit/graphs/bucketed_stack.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::StepTensors;
 
 using BucketedCallablesTest = BucketedStack;
 
@@ -35,7 +33,7 @@ TEST_F(BucketedCallablesTest, StepsOfAnyBucketGiveThePlainGradients) {
     set_schedule(device_, Schedule::parse(schedule));
     capture();
     EXPECT_EQ(engine_.report().captures - captures, 3 * kLayers * 2);
-    testing_model::ExpectedWarnings warnings;
+    ExpectedWarnings warnings;
     for (const std::int64_t length : {32, 8, 20, 20, 8, 32, 8}) {
       expect_plain(s++, length);
     }
@@ -50,7 +48,7 @@ TEST_F(BucketedCallablesTest, RelocatedWeightsAreCapturedAgainInThePool) {
     for (const std::int64_t length : {8, 32, 20, 8}) {
       expect_plain(s++, length);
     }
-    testing_model::relocate(*model_);
+    relocate(*model_);
   }
   expect_plain(s, 32);
   EXPECT_GT(engine_.report().recaptures, 3 * kLayers);
@@ -58,7 +56,7 @@ TEST_F(BucketedCallablesTest, RelocatedWeightsAreCapturedAgainInThePool) {
 
 TEST_F(BucketedCallablesTest, UnknownShapesRunEagerlyWithOneWarning) {
   capture();
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   expect_plain(0, 12);
   expect_plain(1, 40);
   expect_plain(2, 32);
@@ -70,7 +68,7 @@ TEST_F(BucketedCallablesTest, UnknownShapesRunEagerlyWithOneWarning) {
 
 TEST_F(BucketedCallablesTest, CallsThatRunEagerlyAreCountedWithTheirCause) {
   capture();
-  const testing_model::ExpectedWarnings warnings;
+  const ExpectedWarnings warnings;
   std::int64_t before = 0;
   const auto eager = [&] {
     const std::int64_t now = engine_.report().eager_calls;
@@ -126,7 +124,7 @@ TEST_F(BucketedCallablesTest, ACallBesideAPendingBucketRunsEagerly) {
 }
 
 TEST_F(BucketedCallablesTest, ACallBesideAPendingOneOfItsBucketRunsEagerly) {
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   for (const std::vector<std::int64_t>& lengths : {std::vector<std::int64_t>{8, 32}, std::vector<std::int64_t>{8}}) {
     capture(BucketOptions().on_unknown_shape(OnUnknownShape::error), lengths);
     for (std::int64_t s = 0; s < 3; ++s) {
@@ -148,7 +146,7 @@ TEST_F(BucketedCallablesTest, ACallBesideAPendingBucketIsRefusedByOption) {
   EXPECT_THROWS(UsageError, "which shares its memory, is still pending",
                 (void)layers_[0]({data(0, 8).requires_grad_(true)}));
   y.sum().backward();
-  testing_model::clear_gradients(*model_);
+  clear_gradients(*model_);
   expect_plain(1, 8);
 }
 
@@ -161,7 +159,7 @@ TEST_F(BucketedCallablesTest, WithoutGradientsTheyRunEagerly) {
 TEST_F(BucketedCallablesTest, InEvalModeWithGradientsTheyRunEagerlyWhateverTheOptionsSay) {
   for (const OnUnknownShape unknown : {OnUnknownShape::eager, OnUnknownShape::error}) {
     capture(BucketOptions().on_unknown_shape(unknown));
-    testing_model::ExpectedWarnings warnings;
+    ExpectedWarnings warnings;
     model_->eval();
     plain_->eval();
     expect_plain(0, 32);
@@ -201,7 +199,7 @@ TEST_F(BucketedCallablesTest, InputsHaveNamesInEachBucket) {
   }
   const BucketedCallable call =
       make_bucketed_callables(engine_, {Callable("call", body).input_names({"x", "y"})}, samples)[0];
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   for (const std::int64_t length : {8, 32, 12}) {
     const at::Tensor x = data(1, length).requires_grad_(true);
     const at::Tensor y = data(2, length);
@@ -227,4 +225,4 @@ TEST_F(BucketedCallablesTest, NoBucketIsRefused) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

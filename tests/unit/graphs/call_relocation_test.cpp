@@ -11,23 +11,20 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::CallTest;
 
 TEST_F(CallTest, RelocatedWeightsAreCapturedAgainOrRefused) {
   {
     OffloadEngine engine(model_, options());
     expect_plain(engine, 0, 3);
-    testing_model::relocate(model_);
+    relocate(model_);
     expect_plain(engine, 3, 5);
     EXPECT_EQ(engine.report().recaptures, 4);
   }
   OffloadEngine engine(model_, options(GraphOptions().on_relocated_weights(OnRelocatedWeights::error)));
   expect_plain(engine, 5, 7);
-  testing_model::relocate(model_);
+  relocate(model_);
   EXPECT_THROWS(UsageError, "were relocated", (void)engine.step());
   engine.reset();
   expect_plain(engine, 7, 9);
@@ -65,4 +62,4 @@ TEST_F(CallTest, ARelocatedBufferOfAnotherModuleIsCapturedAgain) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -16,12 +16,8 @@
 #include "sidestream/error.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::CallTest;
-using testing_model::train_step;
 
 TEST_F(CallTest, ANewIntegerIsAnotherCapture) {
   OffloadEngine engine(model_, options().call_options(CallOptions().max_captures(2)));
@@ -34,7 +30,7 @@ TEST_F(CallTest, ANewIntegerIsAnotherCapture) {
   expect_plain(engine, 5, 6, 0);
   expect_plain(engine, 6, 7, 4);
   EXPECT_EQ(engine.report().captures, 16) << "both values replay";
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   expect_plain(engine, 7, 10, 8);
   expect_plain(engine, 10, 11, 12);
   EXPECT_EQ(engine.report().captures, 16) << "beyond the bound it runs eagerly";
@@ -107,7 +103,7 @@ TEST_F(CallTest, MicrobatchesInFlightAreBounded) {
   OffloadEngine bounded(model_, options().call_options(CallOptions().max_captures(1)));
   expect_plain(bounded, 0, 2);
   {
-    testing_model::ExpectedWarnings warnings;
+    ExpectedWarnings warnings;
     for (std::int64_t s = 2; s < 4; ++s) {
       expect_plain(bounded, s, [&](BlockModel& model, std::int64_t /*step*/) { in_flight(model); });
     }
@@ -129,7 +125,7 @@ TEST_F(CallTest, NewShapesAreAnotherCapture) {
   expect_plain(engine, 0, 2);
   for (std::int64_t s = 2; s < 5; ++s) {
     expect_plain(engine, s, [&](BlockModel& model, std::int64_t step) {
-      const auto batch = testing_model::batch_of(model.shape(), step, device_);
+      const auto batch = batch_of(model.shape(), step, device_);
       model.loss(batch.tokens.slice(1, 0, 8), batch.targets.slice(1, 0, 8).contiguous()).backward();
     });
   }
@@ -242,4 +238,4 @@ TEST_F(CallTest, RunsUnderAutocast) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -14,14 +14,8 @@
 #include "sidestream/testing/simulator.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Mlp;
-using testing_model::rows;
-using testing_model::StackTwins;
-using testing_model::StepTensors;
-using testing_model::train_step;
 
 /// Layers of which some are reset, and their plain twins. Those that were reset run as they are.
 class CallableResetTest : public testing::Test, protected StackTwins {
@@ -68,7 +62,7 @@ TEST_F(CallableResetTest, OneAfterTheOtherBesideWeightsThatMove) {
     if (s % 2 == 0) {  // else the weights move before the next pass
       expect_plain(s, s + 1);
     }
-    testing_model::relocate(*model);
+    relocate(*model);
     expect_plain(s + 1, s + 3);
     s += 3;
   }
@@ -175,4 +169,4 @@ TEST_F(CallableResetTest, AllOfThemGiveBackAll) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -12,10 +12,8 @@
 #include "sidestream/engine.h"
 #include "unit/graphs/called_stack.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CalledStack;
 
 class CaptureMemoryTest : public testing::Test {
  protected:
@@ -31,7 +29,7 @@ class CaptureMemoryTest : public testing::Test {
 };
 
 TEST_F(CaptureMemoryTest, AWarmUpHoldsAnOutputUntilItsLastReaderOnly) {
-  torch::nn::Sequential model = testing_model::layer_stack(12, device_);
+  torch::nn::Sequential model = layer_stack(12, device_);
   std::int64_t first = 0;
   std::int64_t begun = 0;
   const auto options = Options(device_).min_bytes(1024).progress([&](const Progress& progress) {
@@ -44,7 +42,7 @@ TEST_F(CaptureMemoryTest, AWarmUpHoldsAnOutputUntilItsLastReaderOnly) {
     }
   });
   OffloadEngine engine(*model, options);
-  const auto layers = testing_model::graph_stack(engine, model, device_, GraphOptions().num_warmup_iters(1));
+  const auto layers = graph_stack(engine, model, device_, GraphOptions().num_warmup_iters(1));
   EXPECT_EQ(begun, 10);
 }
 
@@ -65,8 +63,7 @@ TEST_F(CaptureMemoryTest, CallsThatWaitForTheirCaptureHoldNothingOfTheDevice) {
   Glued mine(device_);
   OffloadEngine engine(mine, Options(device_).graph("layers.*"));
   const auto expect_plain = [&](std::int64_t s) {
-    testing_model::expect_same_step(mine, &engine, plain, s,
-                                    [&](Glued& model) { model.loss(testing_model::rows(s, device_)).backward(); });
+    expect_same_step(mine, &engine, plain, s, [&](Glued& model) { model.loss(rows(s, device_)).backward(); });
   };
   synchronize(device_);
   std::int64_t with_gradients = memory_use(device_).allocated;
@@ -98,9 +95,9 @@ TEST_F(CaptureMemoryTest, ACaptureInTheirPlaceLetsGoOfTheOldGraphsMemoryFirst) {
   OffloadEngine engine(model, options);
   for (std::int64_t s = 0; s < 4; ++s) {
     if (s == 3) {
-      testing_model::relocate(model);
+      relocate(model);
     }
-    (void)testing_model::train_step(model, &engine, [&] { model.loss(testing_model::rows(s, device_)).backward(); });
+    (void)train_step(model, &engine, [&] { model.loss(rows(s, device_)).backward(); });
   }
   EXPECT_EQ(engine.report().recaptures, 6);
   ASSERT_EQ(at_begin.size(), 2U);
@@ -108,4 +105,4 @@ TEST_F(CaptureMemoryTest, ACaptureInTheirPlaceLetsGoOfTheOldGraphsMemoryFirst) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -21,11 +21,8 @@
 #include "unit/graphs/bucketed_stack.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::kHidden;
-using testing_model::StepTensors;
 
 class CapturedBucketsTest : public BucketedStack {
  protected:
@@ -48,7 +45,7 @@ class CapturedBucketsTest : public BucketedStack {
   BucketOptions options_;
   std::int64_t before_ = 0;
   std::int64_t step_ = 0;
-  testing_model::ExpectedWarnings warnings_;
+  ExpectedWarnings warnings_;
 };
 
 TEST_F(CapturedBucketsTest, AShapeIsCapturedBehindOneEagerPass) {
@@ -377,4 +374,4 @@ TEST_F(MaskedBucketsTest, UnderAutocastLeavesAndOthersAreCapturedApart) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

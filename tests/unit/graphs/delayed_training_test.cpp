@@ -19,10 +19,8 @@
 #include "sidestream/error.h"
 #include "sidestream/scope.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
 
 class DelayedTrainingTest : public testing::Test {
  protected:
@@ -36,7 +34,7 @@ class DelayedTrainingTest : public testing::Test {
       auto step = engine.step();
       model_.loss_of(s).backward();
       step.finish();
-      testing_model::clear_gradients(model_);
+      clear_gradients(model_);
     }
   }
 
@@ -131,13 +129,13 @@ TEST_F(DelayedTrainingTest, ABackwardThatFailsBehindItsLaunchAtACopyIsNotRunAgai
   OffloadEngine engine(EngineAccess::engine(model_, options, runtime));
   BlockModel plain(shape_);
   plain.to(device_);
-  const at::Tensor x = testing_model::rows(0, device_).requires_grad_(true);
+  const at::Tensor x = rows(0, device_).requires_grad_(true);
   const auto in_scope = [&](const char* name, const at::Tensor& from) {
     const OffloadScope scope(name);
     return from.exp();
   };
   const auto expect_plain = [&](std::int64_t s) {
-    testing_model::expect_same_step(model_, &engine, plain, s, [&](BlockModel& model) {
+    expect_same_step(model_, &engine, plain, s, [&](BlockModel& model) {
       const at::Tensor loss = model.loss_of(s);
       const at::Tensor aside = in_scope("aside", x);  // leaves behind the first backward
       loss.backward();
@@ -148,7 +146,7 @@ TEST_F(DelayedTrainingTest, ABackwardThatFailsBehindItsLaunchAtACopyIsNotRunAgai
     expect_plain(s);
   }
   const auto of_last_block = [](const BlockModel& model) {
-    testing_model::StepTensors gradients;
+    StepTensors gradients;
     for (const auto& parameter : model.named_parameters()) {
       if (parameter.key().find("blocks.4.") == 0) {
         gradients.emplace_back(parameter.key(), parameter.value().grad());
@@ -165,9 +163,9 @@ TEST_F(DelayedTrainingTest, ABackwardThatFailsBehindItsLaunchAtACopyIsNotRunAgai
     const at::Tensor aside = in_scope("aside", x);
     runtime->arm();
     EXPECT_THROWS(DeviceError, "the copy was made to fail", loss.backward({}, /*retain_graph=*/true));
-    EXPECT_TRUE(testing_model::same(of_last_block(model_), of_last_block(plain)));
+    EXPECT_TRUE(same(of_last_block(model_), of_last_block(plain)));
     EXPECT_THROWS(UsageError, "failed after its graph had begun to add into .grad", loss.backward());
-    EXPECT_TRUE(testing_model::same(of_last_block(model_), of_last_block(plain)));
+    EXPECT_TRUE(same(of_last_block(model_), of_last_block(plain)));
     in_scope("last", at::cat({aside, aside})).sum().backward();
     step.finish();
   }
@@ -190,4 +188,4 @@ TEST_F(DelayedTrainingTest, PatternsThatNameNothingThatLeavesAreRefused) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

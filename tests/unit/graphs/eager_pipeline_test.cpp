@@ -10,11 +10,8 @@
 #include "sidestream/engine.h"
 #include "unit/graphs/call_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::CallTest;
 
 constexpr std::int64_t kMicrobatches = 4;
 
@@ -69,4 +66,4 @@ TEST_F(EagerPipelineTest, AStepThatGoesAnotherWayIsRightAndTheNextOneKnowsIt) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -14,11 +14,8 @@
 #include "sidestream/error.h"
 #include "sidestream/scope.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::StepTensors;
-using testing_model::through_scopes;
 
 using Loss = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight)>;
 
@@ -328,4 +325,4 @@ TEST_F(EagerStep, APatternThatMatchesNothingListsTheNames) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -12,13 +12,8 @@
 #include "sidestream/testing/simulator.h"
 #include "unit/graphs/called_stack.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CalledStack;
-using testing_model::Mlp;
-using testing_model::rows;
-using testing_model::StepTensors;
 
 class EvaluationCallTest : public testing::TestWithParam<std::string> {
  protected:
@@ -45,7 +40,7 @@ class EvaluationCallTest : public testing::TestWithParam<std::string> {
   /// `run` gives tensors beside the gradients and buffers.
   template <class Run>
   void expect_plain(OffloadEngine& engine, std::int64_t s, const Run& run) {
-    testing_model::expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
       StepTensors extra;
       run(model, extra);
       return extra;
@@ -137,4 +132,4 @@ INSTANTIATE_TEST_SUITE_P(Schedules, EvaluationCallTest, testing::Values("early",
                          });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -25,12 +25,8 @@
 #include "sidestream/scope.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::CallTest;
-using testing_model::Wrapping;
 
 struct ModelBroke : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -45,7 +41,7 @@ class FirstStepTest : public CallTest, public testing::WithParamInterface<Wrappi
     BlockModel model(BlockModel::Shape{});
     model.to(device_);
     OffloadEngine engine(model, options);
-    testing_model::in_step(&engine, [&] { model.loss_of(0).backward(); });
+    in_step(&engine, [&] { model.loss_of(0).backward(); });
     return engine.report();
   }
 };
@@ -192,7 +188,7 @@ TEST_P(FirstStepTest, AnEngineThatGoesInItLeavesNothing) {
     auto step = std::make_unique<Step>(engine->step());
     model_.loss_of(0).backward();
     std::thread([&] {
-      const testing_model::ExpectedWarnings warnings;
+      const ExpectedWarnings warnings;
       step.reset();  // not on its own thread: it never ends
       engine.reset();
     }).join();
@@ -342,4 +338,4 @@ TEST_F(FirstStepOfScopes, ThePeakMayLieInBackward) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

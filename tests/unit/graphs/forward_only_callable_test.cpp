@@ -21,13 +21,8 @@
 #include "sidestream/report.h"
 #include "sidestream/testing/simulator.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::graph_stack;
-using testing_model::rows;
-using testing_model::StackTwins;
-using testing_model::StepTensors;
 
 class ForwardOnlyCallableTest : public testing::Test, protected StackTwins {
  protected:
@@ -40,7 +35,7 @@ class ForwardOnlyCallableTest : public testing::Test, protected StackTwins {
   void capture(const GraphOptions& options = alone()) { StackTwins::capture(options); }
   /// Replays of `run`, a step of `engine`.
   static std::int64_t replays_in(OffloadEngine& engine, const std::function<void()>& run) {
-    testing_model::in_step(&engine, run);
+    in_step(&engine, run);
     return engine.report().replays;
   }
   void expect_evaluation(std::int64_t s, std::int64_t due) {
@@ -60,7 +55,7 @@ class ForwardOnlyCallableTest : public testing::Test, protected StackTwins {
       mine = step(true, s, [&](std::size_t i, const at::Tensor& h) { return training[i]({h})[0]; });
     };
     EXPECT_EQ(replays_in(*engine, train), due);
-    EXPECT_TRUE(testing_model::same(mine, expected)) << "step " << s;
+    EXPECT_TRUE(same(mine, expected)) << "step " << s;
   }
 
   OffloadEngine bare_{*model, Options(device)};  ///< offloads nothing
@@ -105,13 +100,13 @@ TEST_F(ForwardOnlyCallableTest, InTrainingsMemoryItTakesItsInputsAlone) {
       expect_training(training, s, 2 * kLayers);
       expect_evaluation(s + 1, kLayers);
     }
-    const at::Tensor pending = testing_model::run_stack(training, rows(7, device).requires_grad_(true));
+    const at::Tensor pending = run_stack(training, rows(7, device).requires_grad_(true));
     {
       const at::NoGradGuard no_grad;
       EXPECT_THROWS(UsageError, "which shares its memory, is still pending", (void)layers[0]({rows(8, device)}));
     }
     pending.mean().backward();
-    testing_model::clear_gradients(*model);
+    clear_gradients(*model);
     (void)replays_in(*engine, [] {});  // those outside of steps count in the next one
     expect_evaluation(9, kLayers);
     layers.clear();
@@ -195,4 +190,4 @@ TEST_F(ForwardOnlyCallableTest, OptionsThatMakeNoSense) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

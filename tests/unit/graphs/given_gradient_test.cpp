@@ -16,14 +16,8 @@
 #include "unit/sim/rerun/every_order.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StackTwins;
-using testing_model::StepTensors;
-using testing_model::values;
 
 class GivenGradientTest : public testing::Test, protected StackTwins {
  protected:
@@ -48,7 +42,7 @@ class GivenGradientTest : public testing::Test, protected StackTwins {
     EXPECT_TRUE(same(values(run()), expected));
   }
   std::int64_t copied(const std::function<void()>& run) {
-    testing_model::in_step(&*engine, run);
+    in_step(&*engine, run);
     return engine->report().gradients_copied;
   }
 
@@ -163,7 +157,7 @@ TEST_F(GivenGradientTest, WhatALeafTakesOnAnotherStreamIsAClone) {
   const at::Tensor view = x.view_as(x);  // the leaf belongs to this stream from here on
   {
     const StreamGuard on_other(*runtime, other.get());
-    const testing_model::ExpectedWarnings of_streams;  // LibTorch says that the leaf's differs
+    const ExpectedWarnings of_streams;  // LibTorch says that the leaf's differs
     loss(x, 0).backward();
   }
   runtime->synchronize_device();
@@ -171,4 +165,4 @@ TEST_F(GivenGradientTest, WhatALeafTakesOnAnotherStreamIsAClone) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -33,12 +33,8 @@
 #include "unit/graphs/graphed_step_fixture.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::CallTest;
-using testing_model::expect_same_step;
 
 /// Shows the first kernel of each graph as another node than it is.
 class DisguisedNodes final : public ForwardingRuntime {
@@ -153,7 +149,7 @@ TEST_P(RefusedNodeTest, IsRefusedByNameAndTheModelTrainsOn) {
   OffloadEngine engine(EngineAccess::engine(model_, options(), runtime_));
   expect_plain(engine, 0, 1);
   runtime_->disguise(GetParam().disguise);
-  const std::string message = testing_model::message_of<CaptureError>([&] { (void)engine.step(); });
+  const std::string message = message_of<CaptureError>([&] { (void)engine.step(); });
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "graphed call \"blocks.0\", forward: the captured graph holds a", message);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, GetParam().message, message);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, ", of aten::", message);
@@ -263,7 +259,7 @@ void expect_whole_drawing(const std::string& text) {
 }
 
 TEST_F(GraphInspectionTest, NodesOfAWholeStepAreNamedByScope) {
-  testing_model::WholeStepTrainer trainer(device_, {.layers = 3});
+  WholeStepTrainer trainer(device_, {.layers = 3});
   trainer.graph(Options(device_).offload("fc1").min_bytes(1024));
   const CapturedCall& step = call_of(*trainer.engine, 0);
   const std::vector<GraphNode> nodes = runtime_->nodes(step.forward.graph);
@@ -361,4 +357,4 @@ TEST_F(GraphInspectionTest, ADrawingTakesThePlaceOfAnEarlierOneOrLeavesIt) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -17,12 +17,8 @@
 #include "sidestream/error.h"
 #include "sim/device/device.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::layer_stack;
-using testing_model::rows;
-using testing_model::StackTwins;
 
 class GraphPoolTest : public testing::Test {
  protected:
@@ -92,7 +88,7 @@ TEST_F(GraphPoolTest, APoolOfAnotherDeviceIsRefused) {
   OffloadEngine engine(*model, Options(device_));
   const auto other = std::make_shared<GraphPool>(c10::Device(c10::kCPU));
   EXPECT_THROWS(UsageError, "GraphOptions::pool is a pool of cpu",
-                (void)testing_model::graph_stack(engine, model, device_, GraphOptions().pool(other)));
+                (void)graph_stack(engine, model, device_, GraphOptions().pool(other)));
   StackTwins works(device_, 1, pooled());
   (void)works.expect_plain(0);
 }
@@ -303,4 +299,4 @@ TEST_F(GraphPoolTest, TheSmallerFitsIntoTheMemoryOfTheLarger) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

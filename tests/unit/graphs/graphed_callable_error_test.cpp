@@ -14,16 +14,8 @@
 #include "sidestream/graph_event.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::gradients;
-using testing_model::rows;
-using testing_model::run_stack;
-using testing_model::same;
-using testing_model::StackTwins;
-using testing_model::StepTensors;
-using testing_model::train_step;
 
 /// `expect_usable` says that whatever happened left the graphs right.
 class GraphedCallableError : public testing::Test, protected StackTwins {
@@ -115,9 +107,7 @@ TEST_F(GraphedCallableError, TheCallersStreamAloneAndWithItsEvent) {
 TEST_F(GraphedCallableError, InputsThatWereNotCaptured) {
   capture();
   expect_usable();
-  const auto message = [&](const Tensors& in) {
-    return testing_model::message_of<UsageError>([&] { (void)layers[0](in); });
-  };
+  const auto message = [&](const Tensors& in) { return message_of<UsageError>([&] { (void)layers[0](in); }); };
   const auto expect = [&](const char* text, const Tensors& in) {
     EXPECT_PRED_FORMAT2(testing::IsSubstring, text, message(in));
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "layers.0", message(in));
@@ -251,4 +241,4 @@ TEST_F(GraphedCallableError, NoStepInsideAStepAndNoResetInside) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -12,16 +12,8 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::gradients;
-using testing_model::layer_stack;
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StackTwins;
-using testing_model::StepTensors;
-using testing_model::train_step;
 
 class GraphedCallableTest : public testing::Test {
  protected:
@@ -164,7 +156,7 @@ TEST_F(GraphedCallableTest, CaptureLeavesGradientsBuffersAndRandomStateAsTheyWer
   StackTwins trainer(device_, 3, {0.3, true});
   (trainer.model->forward(rows(1, device_))).sum().backward();
   const auto state = [&] {
-    StepTensors tensors = testing_model::gradients_and_buffers(*trainer.model);
+    StepTensors tensors = gradients_and_buffers(*trainer.model);
     for (const auto& parameter : trainer.model->named_parameters()) {
       tensors.emplace_back(parameter.key(), parameter.value());
     }
@@ -294,7 +286,7 @@ TEST_F(GraphedCallableTest, TwoBackwardsOfARetainedGraph) {
     result.emplace_back("gradient of the input", x.grad());
     return result;
   };
-  testing_model::expect_plain(
+  expect_plain(
       0, 3, [&](std::int64_t s) { return twice(true, s); }, [&](std::int64_t s) { return twice(false, s); });
 }
 
@@ -376,4 +368,4 @@ TEST_F(GraphedCallableTest, GradientsOfBranchesMeet) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -15,12 +15,8 @@
 #include "sidestream/owning.h"
 #include "unit/graphs/graphed_step_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::WholeStepTrainer;
 
 class WholeStepStateTest : public testing::Test {
  protected:
@@ -130,8 +126,8 @@ TEST_F(WholeStepStateTest, AllStepsOfAnEngineObeyItsHostCapTogether) {
   WholeStepTrainer mine(device_, {.layers = 4});
   mine.graph(Options(device_).offload("**").min_bytes(1024).host_cap(static_cast<std::size_t>(cap)));
   EXPECT_EQ(mine.engine->report().pinned_bytes, alone);
-  GraphedStep other = make_graphed_step(*mine.engine, Callable("other", &testing_model::stack_loss, mine.model),
-                                        mine.data(7), StepOptions());
+  GraphedStep other =
+      make_graphed_step(*mine.engine, Callable("other", &stack_loss, mine.model), mine.data(7), StepOptions());
   const Report report = mine.engine->report();
   EXPECT_GT(report.pinned_bytes, alone);
   EXPECT_LE(report.pinned_bytes, cap);
@@ -141,7 +137,7 @@ TEST_F(WholeStepStateTest, AllStepsOfAnEngineObeyItsHostCapTogether) {
   EXPECT_TRUE(std::any_of(report.groups.begin(), report.groups.end(),
                           [](const GroupReport& group) { return group.kept_because == "over the host cap"; }));
   other.reset();
-  testing_model::relocate(*mine.model);  // a capture in the place of another has its room
+  relocate(*mine.model);  // a capture in the place of another has its room
   WholeStepTrainer plain(device_, mine.form);
   EXPECT_TRUE(same(mine.run(0), plain.run(0)));
   EXPECT_EQ(mine.engine->report().pinned_bytes, alone);
@@ -157,7 +153,7 @@ TEST_F(WholeStepStateTest, AWarmUpHoldsNoMoreThanTheStepThatItIsFor) {
     int runs = 0;
     mine.engine = std::make_unique<OffloadEngine>(*mine.model, Options(device_).offload("**").min_bytes(1024));
     const auto loss = [&](torch::nn::SequentialImpl& model, const Tensors& inputs) {
-      Tensors made = testing_model::stack_loss(model, inputs);
+      Tensors made = stack_loss(model, inputs);
       ++runs;
       most = std::max(most, memory_use(device_).allocated - before);  // with all that its forward has saved
       return made;
@@ -188,7 +184,7 @@ TEST_F(WholeStepStateTest, IsVerifiedAsCallsAre) {
 TEST_F(WholeStepStateTest, AnEagerBackwardThroughUpdatedParametersIsRefused) {
   WholeStepTrainer mine(device_, {.updates = true});
   mine.graph(Options(device_));
-  const at::Tensor loss = testing_model::stack_loss(*mine.model, mine.data(3)[0])[0];
+  const at::Tensor loss = stack_loss(*mine.model, mine.data(3)[0])[0];
   (void)mine.run(0);
   EXPECT_THROWS(c10::Error, "modified by an inplace operation", loss.backward());
 }
@@ -239,7 +235,7 @@ TEST_F(WholeStepStateTest, AnEagerRunLeavesNoGradientsOfTheGraphs) {
       plain.zero_grad();
       (void)step({data(s)});
       LighterInEvalModel::loss(plain, data(s))[0].backward();
-      EXPECT_TRUE(same(testing_model::gradients(*mine), testing_model::gradients(plain))) << "step " << s;
+      EXPECT_TRUE(same(gradients(*mine), gradients(plain))) << "step " << s;
     }
   }
 }
@@ -276,7 +272,7 @@ TEST_F(WholeStepStateTest, AVerificationThatFailedLeavesNoGradientsToALaterRepla
   const at::Tensor loss = SwitchedModel::loss(plain, data(1))[0];
   loss.backward();
   EXPECT_TRUE(same({{"loss", outputs.at(0)}}, {{"loss", loss.detach()}}));
-  EXPECT_TRUE(same(testing_model::gradients(*mine), testing_model::gradients(plain)));
+  EXPECT_TRUE(same(gradients(*mine), gradients(plain)));
 }
 
 TEST_F(WholeStepStateTest, GradientsThatAreGivenOtherMemoryAreTakenBack) {
@@ -298,11 +294,11 @@ TEST_F(WholeStepStateTest, GradientsThatAreGivenOtherMemoryAreTakenBack) {
 TEST_F(WholeStepStateTest, ACaptureThatFailsInItsGraphsPlaceHoldsNoPinnedMemory) {
   for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
     WholeStepTrainer plain(device_, {.layers = 4});
-    torch::nn::Sequential model = testing_model::layer_stack(4, device_);
+    torch::nn::Sequential model = layer_stack(4, device_);
     OffloadEngine engine(*model, Options(device_).offload("**").min_bytes(512));
     int left = -1;
     const auto loss = [&](torch::nn::SequentialImpl& layers, const Tensors& inputs) {
-      Tensors made = testing_model::stack_loss(layers, inputs);
+      Tensors made = stack_loss(layers, inputs);
       if (left-- == 0) {
         throw std::runtime_error("the model broke");
       }
@@ -311,14 +307,14 @@ TEST_F(WholeStepStateTest, ACaptureThatFailsInItsGraphsPlaceHoldsNoPinnedMemory)
     const GraphedStep step = make_graphed_step(engine, Callable("step", owning(loss), model), plain.data(0),
                                                StepOptions().graph(GraphOptions().num_warmup_iters(1)));
     EXPECT_GT(engine.report().pinned_bytes, 0);
-    testing_model::relocate(*model);
+    relocate(*model);
     left = fails_in;
     EXPECT_THROWS(std::runtime_error, "the model broke", (void)step(plain.data(1)));
     EXPECT_EQ(engine.report().pinned_bytes, 0) << "pass " << fails_in;
     EXPECT_EQ(step.offloaded_bytes(), 0U);
     (void)step(plain.data(2));
     (void)plain.run(2);
-    EXPECT_TRUE(same(testing_model::gradients(*model), testing_model::gradients(*plain.model))) << "pass " << fails_in;
+    EXPECT_TRUE(same(gradients(*model), gradients(*plain.model))) << "pass " << fails_in;
     EXPECT_GT(step.offloaded_bytes(), 0U);
   }
 }
@@ -343,11 +339,11 @@ TEST_F(WholeStepStateTest, ACaptureThatFailsHoldsNoDeviceMemory) {
   const std::int64_t before = falls_to(held_by_samples);
   for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
     {
-      torch::nn::Sequential model = testing_model::layer_stack(4, device_);
+      torch::nn::Sequential model = layer_stack(4, device_);
       OffloadEngine engine(*model, Options(device_).offload("**").min_bytes(512));
       int left = fails_in;
       const auto loss = [&](torch::nn::SequentialImpl& layers, const Tensors& inputs) {
-        Tensors made = testing_model::stack_loss(layers, inputs);
+        Tensors made = stack_loss(layers, inputs);
         if (left-- == 0) {
           throw std::runtime_error("the model broke");
         }
@@ -372,4 +368,4 @@ TEST_F(WholeStepStateTest, ResetGivesItsMemoryBack) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

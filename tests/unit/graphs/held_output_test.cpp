@@ -19,12 +19,8 @@
 #include "sidestream/graphed_callable.h"
 #include "sim/device/device.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
 
 class HeldOutputTest : public testing::Test {
  protected:
@@ -70,7 +66,7 @@ TEST_F(HeldOutputTest, AListOfHiddenStatesIsThatOfPlainTraining) {
 TEST_F(HeldOutputTest, WhatIsHeldIsCopiedOutAndAllElseIsGivenOutAgain) {
   const TensorFunction graphed = graph(body_, {input(0)});
   const auto counts = [&](const std::function<void()>& run) {
-    testing_model::in_step(&engine_, run);
+    in_step(&engine_, run);
     const Report report = engine_.report();
     return std::vector<std::int64_t>{report.outputs_reused, report.outputs_copied, report.outputs_copied_bytes};
   };
@@ -372,7 +368,7 @@ TEST(HeldOutputOfCallTest, LogitsOfAllMicrobatchesAreKept) {
   std::vector<at::Tensor> kept;
   std::vector<at::Tensor> kept_plain;
   for (std::int64_t s = 0; s < 4; ++s) {
-    testing_model::expect_same_step(model, &engine, plain, s, [&](BlockModel& trained) {
+    expect_same_step(model, &engine, plain, s, [&](BlockModel& trained) {
       std::vector<at::Tensor> losses{trained.loss_of(2 * s), trained.loss_of(2 * s + 1)};
       for (at::Tensor& loss : losses) {
         loss.backward();
@@ -387,4 +383,4 @@ TEST(HeldOutputOfCallTest, LogitsOfAllMicrobatchesAreKept) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

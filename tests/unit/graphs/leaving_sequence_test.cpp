@@ -15,11 +15,8 @@
 #include "sidestream/graph_pool.h"
 #include "sidestream/testing/simulator.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::StackTwins;
 
 class LeavingSequenceTest : public testing::Test {
  protected:
@@ -102,4 +99,4 @@ TEST_F(LeavingSequenceTest, WaitsForWhoReadsWhatNobodyHolds) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

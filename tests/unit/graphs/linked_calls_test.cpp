@@ -19,14 +19,8 @@
 #include "unit/graphs/called_stack.h"
 #include "unit/graphs/released_output_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CalledStack;
-using testing_model::ReleasedOutputTest;
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
 
 /// Calls that are functions, each beside what it is in plain training.
 class LinkedCallsTest : public ReleasedOutputTest {
@@ -56,7 +50,7 @@ class LinkedCallsTest : public ReleasedOutputTest {
   void expect_plain(const std::function<StepTensors(std::int64_t s, const std::vector<TensorFunction>& calls)>& pass) {
     for (std::int64_t s = 0; s < 4; ++s) {
       StepTensors mine;
-      testing_model::in_step(&engine_, [&] { mine = with_gradient(s, graphed_, pass); });
+      in_step(&engine_, [&] { mine = with_gradient(s, graphed_, pass); });
       EXPECT_TRUE(same(mine, with_gradient(s, plain_, pass))) << "step " << s;
     }
   }
@@ -225,7 +219,7 @@ TEST_P(ReleasedOutputOfCallTest, MicrobatchesInFlightTrainAsPlainTraining) {
   OffloadEngine engine(model, options().graph("layers.*"));
   const bool keeps_all = GetParam();
   for (std::int64_t s = 0; s < 5; ++s) {
-    testing_model::expect_same_step(model, &engine, plain, s, [&](CalledStack& trained) {
+    expect_same_step(model, &engine, plain, s, [&](CalledStack& trained) {
       std::vector<at::Tensor> kept;
       std::vector<at::Tensor> losses;
       for (const std::int64_t microbatch : {0, 1}) {
@@ -241,7 +235,7 @@ TEST_P(ReleasedOutputOfCallTest, MicrobatchesInFlightTrainAsPlainTraining) {
       for (at::Tensor& loss : losses) {
         loss.backward();
       }
-      return testing_model::values(kept);
+      return values(kept);
     });
   }
   EXPECT_GT(engine.report().replays, 0);
@@ -250,4 +244,4 @@ TEST_P(ReleasedOutputOfCallTest, MicrobatchesInFlightTrainAsPlainTraining) {
 INSTANTIATE_TEST_SUITE_P(KeepsAll, ReleasedOutputOfCallTest, testing::Bool());
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -12,10 +12,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
 
 Tensors two_results(const Tensors& in) { return {in[0].exp(), in[0].sin()}; }
 /// Its backward gives one tensor as the gradient of both.
@@ -57,4 +55,4 @@ TEST(LinkedGradientTest, AnOutputThatIsNotThere) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

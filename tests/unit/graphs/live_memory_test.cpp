@@ -15,10 +15,8 @@
 #include "sidestream/report.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
 
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 
@@ -182,4 +180,4 @@ INSTANTIATE_TEST_SUITE_P(Calls, OffloadedPeakTest, testing::Values("", "blocks.*
                          [](const auto& info) { return info.param.empty() ? "eager" : "graphed"; });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

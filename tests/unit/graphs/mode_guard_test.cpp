@@ -15,14 +15,8 @@
 #include "sidestream/graphed_callable.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Part;
-using testing_model::part_callable;
-using testing_model::part_input;
-using testing_model::PartModel;
-using testing_model::Twins;
 
 class Autocast {
  public:
@@ -83,7 +77,7 @@ TEST_P(CapturingStepTest, DoesNotLendItsModesToTheCapture) {
       } else if (GetParam() == Around::default_dtype) {
         c10::set_default_dtype(caffe2::TypeMeta::Make<double>());
       }
-      testing_model::in_step(engine, [&] {
+      in_step(engine, [&] {
         const at::AutoGradMode no_grad_inside(false);
         (void)model.forward(part_input(model, 90, device_));
       });
@@ -125,7 +119,7 @@ TEST_F(ModeGuardTest, CallablesAreCapturedWithGradientsWhateverSurroundsThem) {
 
 TEST_F(ModeGuardTest, AnomalyModeLetsCapturesBe) {
   Twins<PartModel> twins(options());
-  testing_model::ExpectedWarnings warnings;  // LibTorch calls it slow
+  ExpectedWarnings warnings;  // LibTorch calls it slow
   const torch::autograd::DetectAnomalyGuard looking_for_nan;
   twins.expect_plain(0, 3, train());
   EXPECT_GT(twins.replays(), 0);
@@ -449,4 +443,4 @@ TEST_F(AutocastGuardTest, ABackwardInAnotherStateIsNamed) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

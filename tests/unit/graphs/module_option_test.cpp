@@ -5,13 +5,8 @@
 #include "guard_models.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Part;
-using testing_model::part_input;
-using testing_model::PartModel;
-using testing_model::Twins;
 
 /// A model of one part.
 class ModuleOptionTest : public testing::Test {
@@ -63,4 +58,4 @@ TEST_F(ModuleOptionTest, WhereNewArgumentsAreAnErrorItIsNamed) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -13,12 +13,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
 
 Tensors masked(const Tensors& in) {
   const at::Tensor h = in[0] * in[1];
@@ -33,7 +29,7 @@ class NamedInputTest : public testing::Test {
   [[nodiscard]] at::Tensor input(std::int64_t step) const { return rows(step, device_).requires_grad_(true); }
 
   c10::Device device_ = find_device("sim");
-  torch::nn::Sequential model_ = testing_model::layer_stack(1, device_);
+  torch::nn::Sequential model_ = layer_stack(1, device_);
   OffloadEngine engine_{*model_, Options(device_)};
   GraphedCallable named_ = graph(Callable("masked", masked).input_names({"x", "mask", "bias"}));
 };
@@ -93,4 +89,4 @@ TEST_F(NamedInputTest, NamesThatMakeNoSense) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -21,19 +21,14 @@
 #include "sidestream/report.h"
 #include "sidestream/scope.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::Waves;
 
 /// Calls with eager code between them, which alone takes their outputs.
 class OutputBetweenCallsTest : public testing::Test {
  protected:
   static constexpr std::int64_t kLayers = Waves::kCount;
-  static constexpr std::int64_t kOutputBytes = 16 * testing_model::kHidden * 4;
+  static constexpr std::int64_t kOutputBytes = 16 * kHidden * 4;
   using Between = std::function<at::Tensor(const at::Tensor& output)>;
 
   [[nodiscard]] Options options() const { return Options(device_).graph("waves.*").min_bytes(1024); }
@@ -55,7 +50,7 @@ class OutputBetweenCallsTest : public testing::Test {
   void expect_plain(std::int64_t first, std::int64_t last, const Between& between,
                     const std::function<bool(std::int64_t layer)>& hold = {}, std::int64_t microbatches = 1) {
     for (std::int64_t s = first; s < last; ++s) {
-      testing_model::expect_same_step(model_, &*engine_, plain_, s, [&](Waves& model) {
+      expect_same_step(model_, &*engine_, plain_, s, [&](Waves& model) {
         std::vector<at::Tensor> inputs;
         std::vector<at::Tensor> losses;
         std::vector<at::Tensor> held;
@@ -71,14 +66,14 @@ class OutputBetweenCallsTest : public testing::Test {
           }
           losses.push_back(h.mean());
         }
-        StepTensors given = testing_model::values(held);
+        StepTensors given = values(held);
         for (at::Tensor& loss : losses) {
           loss.backward();
         }
         for (const at::Tensor& input : inputs) {
           held.push_back(input.grad());
         }
-        const StepTensors behind_backward = testing_model::values(held);
+        const StepTensors behind_backward = values(held);
         given.insert(given.end(), behind_backward.begin(), behind_backward.end());
         return given;
       });
@@ -92,12 +87,12 @@ class OutputBetweenCallsTest : public testing::Test {
       w.mutable_grad() = at::Tensor();
       const at::Tensor x = rows(s, device_).requires_grad_(true);
       at::Tensor kept;
-      testing_model::in_step(engine, [&] {
+      in_step(engine, [&] {
         at::Tensor loss;
         std::tie(loss, kept) = pass(x, w);
         loss.backward();
       });
-      return testing_model::values({x.grad(), w.grad(), kept});
+      return values({x.grad(), w.grad(), kept});
     };
     EXPECT_TRUE(same(train(&*engine_), train(nullptr))) << "step " << s;
     EXPECT_EQ(engine_->report().unplanned_bytes, 0) << "step " << s;
@@ -234,7 +229,7 @@ TEST_F(OutputBetweenCallsTest, PassesOneBehindTheOther) {
   for (const bool leaves : {false, true}) {
     engine_.emplace(model_, leaves ? options().offload("between") : options());
     for (std::int64_t s = 0; s < 4; ++s) {
-      testing_model::expect_same_step(model_, &*engine_, plain_, s, [&](Waves& model) {
+      expect_same_step(model_, &*engine_, plain_, s, [&](Waves& model) {
         StepTensors given;
         for (const std::int64_t layers : {kLayers, std::int64_t{3}, kLayers}) {
           const at::Tensor x = rows(3 * s + layers, device_, given.empty() ? 0 : 1).requires_grad_(true);
@@ -293,7 +288,7 @@ TEST_F(OutputBetweenCallsTest, AnOutputThatABodyKeepsFromTheCaptureOn) {
     const at::Tensor w = model_.layer(0)->parameters()[0];
     w.mutable_grad() = at::Tensor();
     const at::Tensor x = rows(s, device_).requires_grad_(true);
-    testing_model::in_step(engine, [&] {
+    in_step(engine, [&] {
       at::Tensor h = halve(call("calls.0", body, x, w));
       h = halve(call(
           "calls.1", [](const at::Tensor& in) { return in.sin(); }, h));
@@ -359,7 +354,7 @@ TEST_F(OutputBetweenCallsTest, TwoOutputsInOneStorage) {
   const auto halves = [](const at::Tensor& h, const at::Tensor& w) {
     const at::Tensor v = w.view_as(w);  // what a call adds up of an input, it adds up first
     const at::Tensor both = at::cat({h + v, h - v}, 1).sin();
-    return std::make_pair(both.slice(1, 0, testing_model::kHidden), both.slice(1, testing_model::kHidden));
+    return std::make_pair(both.slice(1, 0, kHidden), both.slice(1, kHidden));
   };
   for (const bool holds : {false, true}) {
     engine_.emplace(model_, Options(device_).graph("calls.*").min_bytes(1024).offload("between"));
@@ -380,4 +375,4 @@ TEST_F(OutputBetweenCallsTest, TwoOutputsInOneStorage) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

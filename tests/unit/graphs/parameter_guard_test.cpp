@@ -7,14 +7,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Part;
-using testing_model::part_callable;
-using testing_model::part_input;
-using testing_model::PartModel;
-using testing_model::Twins;
 
 class ParameterGuardTest : public testing::Test {
  protected:
@@ -291,8 +285,7 @@ TEST_F(ParameterGuardTest, AWeightChangedInPlaceBeforeItsBackwardIsAnErrorAsInPl
     loss.backward();
   };
   const auto message = [&](PartModel& model, OffloadEngine* engine, const at::Tensor& weight) {
-    return testing_model::message_of<UsageError>(
-        [&] { testing_model::in_step(engine, [&] { change(model, weight); }); });
+    return message_of<UsageError>([&] { in_step(engine, [&] { change(model, weight); }); });
   };
   const std::string mine = message(*twins.mine, twins.engine.get(), twins.mine->part(1).fc2->weight);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "modified by an inplace operation", mine);
@@ -467,4 +460,4 @@ TEST_F(ParameterGuardTest, OtherStridesAreAnotherVariant) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

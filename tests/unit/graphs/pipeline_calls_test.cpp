@@ -17,15 +17,8 @@
 #include "sidestream/error.h"
 #include "unit/graphs/called_stack.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CalledStack;
-using testing_model::in_step;
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::train_step;
 
 /// One forward or backward of one stage, as "F0.1": stage 0, microbatch 1.
 struct Work {
@@ -207,4 +200,4 @@ TEST_F(ChangedOrderTest, AForwardThatWouldOverwriteRunsEagerlyOrIsRecorded) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -12,10 +12,8 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
 
 const char* words(ProgressPhase phase) {
   switch (phase) {
@@ -47,7 +45,7 @@ class ProgressTest : public testing::Test {
     });
   }
   void train(OffloadEngine& engine, std::int64_t s) {
-    testing_model::clear_gradients(model_);
+    clear_gradients(model_);
     const auto step = engine.step();
     model_.loss_of(s).backward();
   }
@@ -101,4 +99,4 @@ TEST_F(ProgressTest, WithoutOffloadNothingIsPinned) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

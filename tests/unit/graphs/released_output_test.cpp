@@ -20,14 +20,8 @@
 #include "sim/device/device.h"
 #include "unit/graphs/released_output_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::ReleasedOutputTest;
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StackTwins;
-using testing_model::StepTensors;
 
 /// A linked stack, of which all that is saved leaves.
 class StackTest : public ReleasedOutputTest, protected StackTwins {
@@ -41,8 +35,7 @@ class StackTest : public ReleasedOutputTest, protected StackTwins {
   void expect_plain(std::int64_t s, const std::function<StepTensors(bool graphed)>& pass) {
     const auto both = [&](torch::nn::Sequential& model, bool graphed) {
       StepTensors given;
-      const StepTensors gradients =
-          testing_model::train_step(*model, graphed ? &*engine : nullptr, [&] { given = pass(graphed); });
+      const StepTensors gradients = train_step(*model, graphed ? &*engine : nullptr, [&] { given = pass(graphed); });
       given.insert(given.end(), gradients.begin(), gradients.end());
       return given;
     };
@@ -62,7 +55,7 @@ class StackTest : public ReleasedOutputTest, protected StackTwins {
 TEST_F(StackTest, LinkedInputsThatAreSavedLeaveWithTheirGroup) {
   capture();
   OffloadEngine other(*plain, options());
-  const auto unlinked = testing_model::graph_stack(other, plain, device, GraphOptions(), /*linked=*/false);
+  const auto unlinked = graph_stack(other, plain, device, GraphOptions(), /*linked=*/false);
   EXPECT_EQ(norm_bytes(*engine, 0), norm_bytes(other, 0)) << "a sample is nobody's output";
   for (std::int64_t layer = 1; layer + 2 < kLayers; ++layer) {
     EXPECT_EQ(norm_bytes(*engine, layer), norm_bytes(other, layer) + kOutputBytes) << layer;
@@ -71,11 +64,11 @@ TEST_F(StackTest, LinkedInputsThatAreSavedLeaveWithTheirGroup) {
 
 TEST_F(StackTest, ASequenceKeepsNoOutputThatItsCallsHaveRead) {
   const auto kept = [&](std::int64_t count, std::int64_t bound) {
-    torch::nn::Sequential model = testing_model::layer_stack(count, device);
+    torch::nn::Sequential model = layer_stack(count, device);
     OffloadEngine engine(*model, options());
     synchronize(device);
     const std::int64_t before = memory_use(device).allocated;
-    const auto layers = testing_model::graph_stack(engine, model, device, GraphOptions());
+    const auto layers = graph_stack(engine, model, device, GraphOptions());
     synchronize(device);
     // Autograd's threads let go of what they had a little later.
     for (int look = 0; look < 2000 && memory_use(device).allocated - before > bound; ++look) {
@@ -249,4 +242,4 @@ TEST_F(StackTest, AHeldOneThatFindsNoRoomLeavesTheCallUndone) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

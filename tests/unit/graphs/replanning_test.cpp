@@ -15,12 +15,8 @@
 #include "sidestream/scope.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BodyBlock;
-using testing_model::BodyModel;
-using testing_model::BodyTwins;
 
 /// Its first operator saves a view of the input, as Linear does of a 3-D input; then four storages of three sizes.
 at::Tensor mlp(BodyBlock& block, const at::Tensor& x) {
@@ -83,7 +79,7 @@ TEST_F(ReplanningTest, AHeadThatSavesAGraphsOutputShiftsNothing) {
   Headed plain(device_, {mlp, mlp});
   OffloadEngine engine(mine, graphed().offload("head"));
   for (std::int64_t s = 0; s < 4; ++s) {
-    testing_model::expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s).backward(); });
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s).backward(); });
   }
   expect_all_left(engine);
 }
@@ -126,7 +122,7 @@ TEST_P(ReplanningOfBothTest, AddedMicrobatches) {
   std::vector<std::int64_t> bytes;
   for (const std::int64_t microbatches : {1, 1, 1, 3, 3, 3, 3}) {
     const auto s = static_cast<std::int64_t>(bytes.size());
-    testing_model::expect_same_step(twins.mine, &engine, twins.plain, s, [&](BodyModel& model) {
+    expect_same_step(twins.mine, &engine, twins.plain, s, [&](BodyModel& model) {
       at::Tensor loss;  // of all: so all are in flight
       for (std::int64_t m = 0; m < microbatches; ++m) {
         const at::Tensor part = model.forward(model.data(10 * s + m, 8, 2)).sum();
@@ -150,7 +146,7 @@ TEST_F(ReplanningTest, SizesThatDifferFromStepToStepSoonFindRoom) {
   constexpr double kSmall = 1e-3;
   std::int64_t s = 0;
   const auto step_of = [&](std::int64_t rows) {
-    testing_model::expect_same_step(twins.mine, &engine, twins.plain, s, [&](BodyModel& model) {
+    expect_same_step(twins.mine, &engine, twins.plain, s, [&](BodyModel& model) {
       const at::Tensor first = model.forward(model.data(2 * s, 8, rows)).sum();
       const at::Tensor loss = first + model.forward(model.data(2 * s + 1, 8, kRows - rows)).sum();
       (loss * kSmall).backward();  // or the weights of so many steps would be infinite
@@ -173,8 +169,7 @@ TEST_F(ReplanningTest, SizesThatDifferFromStepToStepSoonFindRoom) {
   }
   const at::Tensor large = twins.mine.data(0, 8, 4 * kRows);
   for (int i = 0; i < 2; ++i) {
-    (void)testing_model::train_step(twins.mine, &engine,
-                                    [&] { (twins.mine.forward(large).sum() * kSmall).backward(); });
+    (void)train_step(twins.mine, &engine, [&] { (twins.mine.forward(large).sum() * kSmall).backward(); });
   }
   EXPECT_EQ(engine.report().refused_bytes, 0);
   EXPECT_LT(engine.report().pinned_bytes, 5 * engine.report().offloaded_bytes / 4);
@@ -221,7 +216,7 @@ TEST_F(ReplanningTest, SlicesOfAResidentDataSetStayAndTheRestLeaves) {
   Resident plain(device_);
   OffloadEngine engine(mine, eager().offload("head"));
   for (std::int64_t s = 0; s < 5; ++s) {
-    testing_model::expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s).backward(); });
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s).backward(); });
   }
   expect_all_left(engine);
   EXPECT_LT(engine.report().pinned_bytes, static_cast<std::int64_t>(mine.set.nbytes()))
@@ -247,7 +242,7 @@ TEST_P(ReplanningOfBothTest, AModuleCalledManyTimesOffloadsEachTime) {
   OffloadEngine engine(mine, options());
   std::int64_t s = 0;
   for (const std::int64_t times : {6, 6, 6, 4, 4, 6, 7, 7, 3, 7}) {
-    testing_model::expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s, times).backward(); });
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s, times).backward(); });
     ++s;
   }
   EXPECT_EQ(engine.report().refused_bytes, 0);
@@ -260,9 +255,9 @@ TEST_F(ReplanningTest, TheBoundOfCapturesHoldsInTheSizingStepToo) {
   Shared mine(device_);
   Shared plain(device_);
   OffloadEngine engine(mine, graphed().call_options(CallOptions().max_captures(3)));
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   for (std::int64_t s = 0; s < 5; ++s) {
-    testing_model::expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s, 7).backward(); });
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s, 7).backward(); });
   }
   EXPECT_EQ(engine.report().captures, 6);
   EXPECT_EQ(engine.report().replays, 6) << "the first three of each step";
@@ -300,10 +295,10 @@ TEST_F(ReplanningTest, CallsInFlightOverTheBoundOffloadAllTheSame) {
   Shared mine(device_);
   Shared plain(device_);
   OffloadEngine engine(mine, graphed().call_options(CallOptions().max_captures(1)));
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   std::int64_t s = 0;
   for (const std::int64_t times : {1, 1, 5, 5, 5}) {
-    testing_model::expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s, times).backward(); });
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s, times).backward(); });
     ++s;
   }
   EXPECT_EQ(engine.report().replays, 2);
@@ -344,4 +339,4 @@ TEST_F(ReplanningTest, TheReportTellsWhatStayed) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -16,22 +16,16 @@
 #include "sidestream/graphed_callable.h"
 #include "sim/device/device.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::gradients;
-using testing_model::message_of;
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StackTwins;
-using testing_model::StepTensors;
 using torch::autograd::grad;
 
 class ReplayAutogradTest : public testing::Test, protected StackTwins {
  protected:
   ReplayAutogradTest() : StackTwins(find_device("sim")) {}
 
-  [[nodiscard]] at::Tensor weight(std::int64_t salt, std::int64_t columns = testing_model::kHidden) const {
+  [[nodiscard]] at::Tensor weight(std::int64_t salt, std::int64_t columns = kHidden) const {
     return rows(salt, device, 9).slice(0, 0, 1).slice(1, 0, columns).clone().requires_grad_(true);
   }
   /// A whole step with its gradients as in plain training.
@@ -415,4 +409,4 @@ TEST_F(ReplayAutogradTest, OutputsThatAStepDoesNotUse) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

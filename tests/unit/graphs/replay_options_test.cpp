@@ -21,11 +21,8 @@
 #include "unit/sim/rerun/every_order.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::StackTwins;
 
 class ReplayOptionsTest : public testing::Test, protected StackTwins {
  protected:
@@ -109,7 +106,7 @@ TEST_F(ReplayOptionsTest, BucketedCallsHaveThemWhicheverBucketReplaysAndRunEager
     samples.push_back({{rows(0, device).narrow(0, 0, length).clone().requires_grad_(true)}});
   }
   const BucketedCallable call = make_bucketed_callables(*engine, {Callable("call", body)}, samples)[0];
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   const auto event = std::make_shared<GraphEvent>(device);
   set_schedule(device, Schedule::parse("late"));
   set_strict_waits(device, true);
@@ -175,4 +172,4 @@ TEST_F(ReplayOptionsTest, ResetWaitsForTheStreamsOfCalls) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -14,7 +14,7 @@
 #include "sidestream/engine.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
 constexpr std::int64_t kRipples = 4;
@@ -63,7 +63,7 @@ ReservedPeak train_ripples(c10::Device device, bool graphs) {
   }
   ReservedPeak result;
   const auto step = [&] {
-    testing_model::in_step(engine ? &*engine : nullptr, [&] { model.forward(x).backward(of_output); });
+    in_step(engine ? &*engine : nullptr, [&] { model.forward(x).backward(of_output); });
     result.gradient = x.grad().cpu();
     x.mutable_grad() = at::Tensor();
   };
@@ -92,4 +92,4 @@ TEST(ReservedMemoryTest, LayersInGraphsTakeAnInputAndAnOutputsGradientMore) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -18,19 +18,15 @@
 #include "sidestream/report.h"
 #include "sidestream/scope.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::Wave;
-using testing_model::Waves;
 
 /// Layers, each of which takes the output of the one before. Behind each stands a head, which saves that layer's output.
 class SavedOutputTest : public testing::Test {
  protected:
   static constexpr std::int64_t kLayers = Waves::kCount;
   static constexpr std::int64_t kSteps = 4;
-  static constexpr std::int64_t kOutputBytes = 16 * testing_model::kHidden * 4;
+  static constexpr std::int64_t kOutputBytes = 16 * kHidden * 4;
 
   /// As callables, or by ss::call.
   void capture(const Options& options, bool by_call = false) {
@@ -58,7 +54,7 @@ class SavedOutputTest : public testing::Test {
   /// Gradients and, where `held`, the outputs of all layers, which are held until the end.
   void expect_plain(std::int64_t first = 0, std::int64_t last = kSteps, bool held = false) {
     for (std::int64_t s = first; s < last; ++s) {
-      testing_model::expect_same_step(model_, &*engine_, plain_, s, [&](Waves& model) {
+      expect_same_step(model_, &*engine_, plain_, s, [&](Waves& model) {
         std::vector<at::Tensor> kept;
         const at::Tensor x = rows(s, device_).requires_grad_(true);
         at::Tensor h = x;
@@ -74,7 +70,7 @@ class SavedOutputTest : public testing::Test {
         h = at::Tensor();
         loss.backward();
         kept.push_back(x.grad());
-        return testing_model::values(kept);
+        return values(kept);
       });
     }
   }
@@ -154,4 +150,4 @@ TEST_F(SavedOutputTest, StaysWhereNoPinnedMemoryIsFree) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -19,11 +19,8 @@
 #include "unit/graphs/called_stack.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CalledStack;
-using testing_model::rows;
 
 class SharedShapesTest : public testing::Test {
  protected:
@@ -46,7 +43,7 @@ class SharedShapesTest : public testing::Test {
   }
   /// A step whose microbatches have these lengths, one after the other.
   void expect_plain(OffloadEngine& engine, std::int64_t s, const std::vector<std::int64_t>& lengths) {
-    testing_model::expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
       for (std::size_t i = 0; i < lengths.size(); ++i) {
         train(model, 50 * s + static_cast<std::int64_t>(i), lengths[i]);
       }
@@ -54,7 +51,7 @@ class SharedShapesTest : public testing::Test {
   }
   /// A step of two forwards, then both backwards.
   void expect_plain_interleaved(OffloadEngine& engine, std::int64_t s, std::int64_t first, std::int64_t second) {
-    testing_model::expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
       const at::Tensor y = model.forward(data(s, first).requires_grad_(true));
       const at::Tensor z = model.forward(data(s, second, 3).requires_grad_(true));
       z.mean().backward();
@@ -133,8 +130,8 @@ TEST_F(SharedShapesTest, ACallBesideAPendingOneIsRefusedByOption) {
     y.mean().backward();
     step.finish();
   }
-  testing_model::clear_gradients(model_);
-  testing_model::clear_gradients(plain_);
+  clear_gradients(model_);
+  clear_gradients(plain_);
   expect_plain(engine, 4, {16});
 }
 
@@ -152,7 +149,7 @@ TEST_F(SharedShapesTest, NewShapesRunEagerlyWithOneWarning) {
   OffloadEngine engine(model_, options(sharing().on_new_arguments(OnNewArguments::eager)));
   expect_plain(engine, 0, {32});
   expect_plain(engine, 1, {32});
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   expect_plain(engine, 2, {16});
   expect_plain(engine, 3, {20});
   const std::vector<std::string> texts = warnings.take();
@@ -231,7 +228,7 @@ TEST_F(SharedShapesTest, WhatOtherCallsCapturedBesideADroppedOneStays) {
   OffloadEngine engine(model_, options(CallOptions().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used)));
   // The last layer sees one shape, whatever the others do.
   const auto step = [&](std::int64_t s, std::int64_t length) {
-    testing_model::expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
       const at::Tensor h = model.run_layer(1, model.run_layer(0, data(s, length).requires_grad_(true)));
       (model.run_layer(2, h.narrow(0, 0, 8).clone()).mean() + h.mean()).backward();
     });
@@ -245,7 +242,7 @@ TEST_F(SharedShapesTest, WhatOtherCallsCapturedBesideADroppedOneStays) {
   EXPECT_EQ(engine.report().captures, 10) << "of the two whose shape changed";
   EXPECT_EQ(engine.report().eager_calls - eager, 2) << "of the same, once";
   // What is left of both is captured again where its weights lie then.
-  testing_model::relocate(model_);
+  relocate(model_);
   eager = engine.report().eager_calls;
   step(4, 16);
   step(5, 16);
@@ -257,11 +254,11 @@ TEST_F(SharedShapesTest, AStepThatFailsDropsNothing) {
   OffloadEngine engine(model_, options(sharing().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used)));
   expect_plain(engine, 0, {32});
   expect_plain(engine, 1, {32});
-  EXPECT_THROW(testing_model::in_step(&engine,
-                                      [&] {
-                                        (void)model_.forward(data(2, 16).requires_grad_(true));
-                                        throw std::runtime_error("of the trainer");
-                                      }),
+  EXPECT_THROW(in_step(&engine,
+                       [&] {
+                         (void)model_.forward(data(2, 16).requires_grad_(true));
+                         throw std::runtime_error("of the trainer");
+                       }),
                std::runtime_error);
   const std::int64_t eager = engine.report().eager_calls;
   expect_plain(engine, 3, {32});
@@ -305,4 +302,4 @@ TEST_F(SharedShapesTest, MoreThanTheBoundAreRefusedByOption) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -28,14 +28,8 @@
 #include "unit/sim/rerun/every_order.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::BlockTraining;
-using testing_model::ExpertModel;
-using testing_model::StepTensors;
-using testing_model::Wrapping;
 
 std::int64_t small_tensors(const Report& report) {
   for (const ExclusionReport& exclusion : report.exclusions) {
@@ -68,7 +62,7 @@ class ExpertTrainingTest : public testing::Test {
     };
     for (std::int64_t i = 0; i < microbatches; ++i) {
       const std::int64_t number = microbatches * s + i;
-      losses.push_back(model.loss(testing_model::expert_tokens(number, 120 + 8 * (number % 5), device_)));
+      losses.push_back(model.loss(expert_tokens(number, 120 + 8 * (number % 5), device_)));
       if (losses.size() == in_flight) {
         backward();
       }
@@ -78,10 +72,10 @@ class ExpertTrainingTest : public testing::Test {
     }
   }
   StepTensors step(ExpertModel& model, OffloadEngine* engine, std::int64_t s) const {
-    return testing_model::train_step(model, engine, [&] { train(model, s); });
+    return train_step(model, engine, [&] { train(model, s); });
   }
   void expect_plain(OffloadEngine& engine, std::int64_t s) {
-    testing_model::expect_same_step(mine_, &engine, plain_, s, [&](ExpertModel& model) { train(model, s); });
+    expect_same_step(mine_, &engine, plain_, s, [&](ExpertModel& model) { train(model, s); });
   }
 
   sim::OneThread one_thread_;
@@ -120,8 +114,7 @@ TEST_F(ExpertTrainingTest, MicrobatchesInFlightAndRetainedGraphsGivePlainGradien
       plain.to(device_);
       OffloadEngine engine(mine, options());
       for (std::int64_t s = 0; s < 4; ++s) {
-        testing_model::expect_same_step(mine, &engine, plain, s,
-                                        [&](ExpertModel& model) { train(model, s, 3, in_flight, twice); });
+        expect_same_step(mine, &engine, plain, s, [&](ExpertModel& model) { train(model, s, 3, in_flight, twice); });
         EXPECT_GT(engine.report().offloaded_bytes, 40'000);
       }
     }
@@ -139,7 +132,7 @@ TEST_F(ExpertTrainingTest, WithoutPinnedMemoryAllStays) {
 // Also that of a block, in the first step or in one that has a plan.
 TEST_F(ExpertTrainingTest, EveryDeviceAllocationThatFailsIsSurvived) {
   constexpr std::int64_t kSteps = 3;
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   std::vector<StepTensors> expected;
   for (std::int64_t s = 0; s < kSteps; ++s) {
     expected.push_back(step(plain_, nullptr, s));
@@ -154,7 +147,7 @@ TEST_F(ExpertTrainingTest, EveryDeviceAllocationThatFailsIsSurvived) {
     bool thrown = false;
     for (std::int64_t s = 0; s < kSteps && !thrown; ++s) {
       try {
-        EXPECT_TRUE(testing_model::same(step(mine, &engine, s), expected[static_cast<std::size_t>(s)])) << n;
+        EXPECT_TRUE(same(step(mine, &engine, s), expected[static_cast<std::size_t>(s)])) << n;
       } catch (const DeviceError&) {
         thrown = true;
       }
@@ -197,7 +190,7 @@ class KnownSizesTest : public testing::Test {
     for (int s = 0; s < steps; ++s) {
       const auto step = engine.step();
       const at::Tensor mine = torch::autograd::grad({loss(x)}, {x})[0];
-      EXPECT_TRUE(testing_model::same({{"x", mine}}, {{"x", expected}})) << "step " << s;
+      EXPECT_TRUE(same({{"x", mine}}, {{"x", expected}})) << "step " << s;
     }
     return engine.report();
   }
@@ -369,8 +362,8 @@ TEST_P(MixedSizesTest, TrainingGivesPlainGradients) {
   EXPECT_GT(offloaded(8192), 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Wrappings, MixedSizesTest, testing::ValuesIn(testing_model::wrappings()),
+INSTANTIATE_TEST_SUITE_P(Wrappings, MixedSizesTest, testing::ValuesIn(wrappings()),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -24,12 +24,8 @@
 #include "sidestream/error.h"
 #include "threads/at_once.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::expect_same_step;
-using testing_model::train_step;
 
 /// One thread's model, engine and plain twin.
 struct Trainer {
@@ -361,10 +357,10 @@ TEST_F(TwoEnginesTest, ModulesOfOthersRunPlainlyInAStep) {
   for (std::int64_t s = 0; s < 4; ++s) {
     expect_same_step(trainer.model, &*trainer.engine, trainer.plain, s, [&](BlockModel& own) {
       for (BlockModel* foreign : {&other.model, &nobodys}) {
-        testing_model::clear_gradients(*foreign);
+        clear_gradients(*foreign);
         foreign->loss_of(s).backward();
       }
-      EXPECT_TRUE(testing_model::same(testing_model::gradients(other.model), testing_model::gradients(nobodys)));
+      EXPECT_TRUE(same(gradients(other.model), gradients(nobodys)));
       own.loss_of(s).backward();
     });
   }
@@ -391,4 +387,4 @@ TEST_F(TwoEnginesTest, AModuleThatJoinsTheModelIsItsOwnFromTheNextStepOn) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -19,15 +19,8 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::BlockTraining;
-using testing_model::RuledLayer;
-using testing_model::RuledModel;
-using testing_model::StepTensors;
-using testing_model::train_step;
 
 constexpr std::int64_t kVerifiedSteps = 8;
 
@@ -90,7 +83,7 @@ TEST_P(VerifiedBlocksTest, TheOrderOfItsWorkIsChecked) {
 INSTANTIATE_TEST_SUITE_P(AccumulateInGraph, VerifiedBlocksTest, testing::Bool());
 
 TEST_F(VerifiedTrainingTest, BatchNormAndDropoutInCallables) {
-  testing_model::StackTwins stacks(device_, 3, {.dropout = 0.3, .batch_norm = true});
+  StackTwins stacks(device_, 3, {.dropout = 0.3, .batch_norm = true});
   stacks.capture(verifying().offload("layers.*.*"), {});
   const auto step = [&](bool graphed, std::int64_t s) {
     generator().set_current_seed(static_cast<std::uint64_t>(100 + s));
@@ -113,7 +106,7 @@ class VerifiedRulesTest : public VerifiedTrainingTest {
     plain_ = std::make_unique<RuledModel>(layers, rule, device_);
   }
   [[nodiscard]] at::Tensor data(std::int64_t s) const {
-    return testing_model::rows(s, device_).slice(1, 0, RuledLayer::kWidth).contiguous();
+    return rows(s, device_).slice(1, 0, RuledLayer::kWidth).contiguous();
   }
   void expect_plain(OffloadEngine& engine, const Run& run) {
     const auto step = [&](RuledModel& model, OffloadEngine* of, std::int64_t s) {
@@ -260,4 +253,4 @@ TEST_F(VerifiedRulesTest, AWeightThatAutocastCastsOutsideOfTheCallAsWell) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model
