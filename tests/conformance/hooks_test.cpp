@@ -10,7 +10,6 @@
 #include "conformance/fixture.h"
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
-#include "models/block_model.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "sidestream/engine.h"

@@ -1,7 +1,6 @@
 // What the reference systems' tests leave out of callables, by the names of the list in docs/graphs.md.
 #include <memory>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>

@@ -5,7 +5,6 @@
 #include <ostream>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include <c10/core/StreamGuard.h>

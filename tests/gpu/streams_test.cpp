@@ -1,5 +1,4 @@
 // Eager offload of a model that forks a stream in each scope, on a GPU: the gradients of the same model without an engine.
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>

@@ -1,6 +1,5 @@
 // Verified replays on a GPU: the training stays plain training's, and what a graph froze is found.
 #include <memory>
-#include <string>
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>

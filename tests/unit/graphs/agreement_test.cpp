@@ -1,5 +1,4 @@
 // Ranks that agree to capture: GraphOptions::agree_to_capture.
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <stdexcept>

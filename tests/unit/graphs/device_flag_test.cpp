@@ -1,5 +1,4 @@
 // Flags in device memory that graphs read.
-#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>

@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 
 #include "models/plain_twin.h"
-#include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "unit/graphs/call_fixture.h"
 

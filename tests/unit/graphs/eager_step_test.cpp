@@ -8,7 +8,6 @@
 #include "expect_throws.h"
 #include "models/plain_twin.h"
 #include "models/scopes.h"
-#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"

@@ -1,7 +1,6 @@
 // Gradients of a sequence's inputs that a leaf is given in the graph's own memory: ordinary tensors, whatever is done with them.
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <vector>
 
 #include <ATen/Functions.h>

@@ -31,7 +31,6 @@
 #include "sidestream/graphed_callable.h"
 #include "sidestream/scope.h"
 #include "unit/graphs/graphed_step_fixture.h"
-#include "warnings.h"
 
 namespace sidestream::testing_model {
 namespace {

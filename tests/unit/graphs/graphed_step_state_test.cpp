@@ -1,12 +1,12 @@
 // What a whole step leaves behind, and what it keeps: tensors of modules, versions, gradients, journals, verification.
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/utils.h>
 
@@ -202,31 +202,32 @@ TEST_F(WholeStepStateTest, GradientsTakeThePlaceOfThoseThatWereThere) {
   EXPECT_TRUE(same(mine.run(2), plain.run(2)));
 }
 
-/// A weight that eval mode leaves out.
-class LighterInEvalModel : public torch::nn::Module {
+/// Two weights, of which the loss reads the second in training mode, or as a plain member says.
+class SwitchedStepModel : public torch::nn::Module {
  public:
-  LighterInEvalModel()
+  SwitchedStepModel()
       : always_(register_parameter("always", at::full({32}, 0.5))),
-        trained_(register_parameter("trained", at::full({32}, 0.25))) {}
-  static Tensors loss(LighterInEvalModel& model, const Tensors& inputs) {
+        switched_(register_parameter("switched", at::full({32}, 0.25))) {}
+  static Tensors loss(SwitchedStepModel& model, const Tensors& inputs) {
     at::Tensor y = inputs[0] * model.always_;
-    y = model.is_training() ? y * model.trained_ : y;
+    y = model.on.value_or(model.is_training()) ? y * model.switched_ : y;
     return {(y * inputs[1]).sum()};
   }
+  std::optional<bool> on;
 
  private:
-  at::Tensor always_, trained_;
+  at::Tensor always_, switched_;
 };
 
 TEST_F(WholeStepStateTest, AnEagerRunLeavesNoGradientsOfTheGraphs) {
   for (const bool accumulate : {false, true}) {
-    auto mine = std::make_shared<LighterInEvalModel>();
-    LighterInEvalModel plain;
+    auto mine = std::make_shared<SwitchedStepModel>();
+    SwitchedStepModel plain;
     mine->to(device_);
     plain.to(device_);
     OffloadEngine engine(*mine, Options(device_));
     const auto data = [&](std::int64_t s) { return Tensors{rows(s, device_), rows(s, device_, 1)}; };
-    GraphedStep step = make_graphed_step(engine, Callable("step", &LighterInEvalModel::loss, mine), {data(9)},
+    GraphedStep step = make_graphed_step(engine, Callable("step", &SwitchedStepModel::loss, mine), {data(9)},
                                          StepOptions().accumulate(accumulate));
     for (std::int64_t s = 0; s < 4; ++s) {
       mine->train(s % 2 == 0);
@@ -234,42 +235,26 @@ TEST_F(WholeStepStateTest, AnEagerRunLeavesNoGradientsOfTheGraphs) {
       mine->zero_grad();
       plain.zero_grad();
       (void)step({data(s)});
-      LighterInEvalModel::loss(plain, data(s))[0].backward();
+      SwitchedStepModel::loss(plain, data(s))[0].backward();
       EXPECT_TRUE(same(gradients(*mine), gradients(plain))) << "step " << s;
     }
   }
 }
 
-/// A weight that a plain member switches on.
-class SwitchedModel : public torch::nn::Module {
- public:
-  SwitchedModel()
-      : always_(register_parameter("always", at::full({32}, 0.5))),
-        switched_(register_parameter("switched", at::full({32}, 0.25))) {}
-  static Tensors loss(SwitchedModel& model, const Tensors& inputs) {
-    at::Tensor y = inputs[0] * model.always_;
-    y = model.on ? y * model.switched_ : y;
-    return {(y * inputs[1]).sum()};
-  }
-  bool on = false;
-
- private:
-  at::Tensor always_, switched_;
-};
-
 TEST_F(WholeStepStateTest, AVerificationThatFailedLeavesNoGradientsToALaterReplay) {
-  auto mine = std::make_shared<SwitchedModel>();
-  SwitchedModel plain;
+  auto mine = std::make_shared<SwitchedStepModel>();
+  SwitchedStepModel plain;
+  mine->on = plain.on = false;
   mine->to(device_);
   plain.to(device_);
   OffloadEngine engine(*mine, Options(device_).verify_replays(1).verify_every(0));
   const auto data = [&](std::int64_t s) { return Tensors{rows(s, device_), rows(s, device_, 1)}; };
-  GraphedStep step = make_graphed_step(engine, Callable("step", &SwitchedModel::loss, mine), {data(9)});
+  GraphedStep step = make_graphed_step(engine, Callable("step", &SwitchedStepModel::loss, mine), {data(9)});
   mine->on = true;
   EXPECT_THROWS(VerificationError, "output 0 differs", (void)step({data(0)}));
   mine->on = false;
   const Tensors outputs = step({data(1)}).front();
-  const at::Tensor loss = SwitchedModel::loss(plain, data(1))[0];
+  const at::Tensor loss = SwitchedStepModel::loss(plain, data(1))[0];
   loss.backward();
   EXPECT_TRUE(same({{"loss", outputs.at(0)}}, {{"loss", loss.detach()}}));
   EXPECT_TRUE(same(gradients(*mine), gradients(plain)));

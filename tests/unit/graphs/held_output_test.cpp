@@ -1,13 +1,10 @@
 // Outputs of graphed calls that outlive the replay that made them: ordinary tensors, whatever is done with them.
 #include <functional>
-#include <memory>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/utils.h>
 
 #include "expect_throws.h"
 #include "models/block_model.h"

@@ -5,7 +5,6 @@
 #include <thread>
 
 #include "sidestream/call.h"
-#include "sidestream/error.h"
 #include "unit/graphs/trapped_training.h"
 
 namespace sidestream::testing_model {

@@ -1,6 +1,5 @@
 // Steps, scopes, engines and models that end in another order, on another thread, or not at all: typed errors, and an engine
 // that trains on.
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>

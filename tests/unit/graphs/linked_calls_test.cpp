@@ -13,7 +13,6 @@
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "sidestream/call.h"
-#include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
 #include "unit/graphs/called_stack.h"

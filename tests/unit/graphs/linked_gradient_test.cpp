@@ -1,5 +1,4 @@
 // Gradients that one graph hands on to the next without a copy, where two of them are one tensor.
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>

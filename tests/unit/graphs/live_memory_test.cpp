@@ -1,6 +1,5 @@
 // Live bytes of steps that replay graphs, against sizes that are known beforehand.
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 

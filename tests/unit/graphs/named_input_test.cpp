@@ -1,13 +1,12 @@
 // Arguments of callables by name.
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
-#include "models/block_model.h"
 #include "models/layer_stack.h"
+#include "models/plain_twin.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"

@@ -1,6 +1,5 @@
 // Stages of a pipeline as calls of one process, in orders that no nesting of forwards and backwards has.
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,7 +10,6 @@
 #include "expect_throws.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
-#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"

@@ -6,12 +6,10 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
-#include "expect_throws.h"
 #include "models/body_model.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
-#include "sidestream/error.h"
 #include "sidestream/scope.h"
 #include "warnings.h"
 

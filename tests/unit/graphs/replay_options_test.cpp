@@ -1,7 +1,6 @@
 // The stream and the event of one call of a callable.
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>

@@ -1,7 +1,6 @@
 // What graphed layers reserve of the device against the same layers run eagerly, to the byte.
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

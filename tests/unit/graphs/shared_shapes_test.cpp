@@ -6,7 +6,6 @@
 #include <vector>
 
 #include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"

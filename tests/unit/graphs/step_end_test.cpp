@@ -1,6 +1,5 @@
 // The end of a step is behind all its copies, by the recorded order itself.
 #include <optional>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -16,7 +15,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
-#include "expect_throws.h"
 #include "models/block_model.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
