@@ -1,6 +1,5 @@
 #include "tests/cli/program.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <optional>

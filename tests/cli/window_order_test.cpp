@@ -1,7 +1,6 @@
 #include "tools/cli/window_order.h"
 
 #include <algorithm>
-#include <numeric>
 #include <set>
 
 #include <gtest/gtest.h>

@@ -11,70 +11,52 @@
 
 #include "conformance/fixture.h"
 #include "expect_throws.h"
-#include "models/layer_stack.h"
-#include "models/plain_twin.h"
+#include "models/stack_twins.h"
 #include "runtime/replayed_memory.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::clear_gradients;
-using testing_model::gradients;
-using testing_model::graph_stack;
-using testing_model::layer_stack;
-using testing_model::rows;
-using testing_model::run_stack;
-using testing_model::same;
-using testing_model::StepTensors;
 
 bool is_graph_memory(const at::Tensor& tensor) { return ReplayedMemory::of(tensor.storage().data_ptr()) != nullptr; }
 
 GraphOptions all_by(GradientPolicy policy) { return GraphOptions().gradients("**", policy); }
 
-/// Three linked layers and their plain twin.
+/// Three linked layers.
 class ConformanceGradientsTest : public conformance::ConformanceTest,
+                                 protected StackTwins,
                                  public testing::WithParamInterface<GradientPolicy> {
  protected:
+  ConformanceGradientsTest() : StackTwins(device_, 3) {}
+
   void capture(const GraphOptions& options) {
-    engine_.emplace(*model_, Options(device_).offload("layers.*.fc1").min_bytes(1024));
-    layers_ = graph_stack(*engine_, model_, device_, options);
+    StackTwins::capture(Options(device).offload("layers.*.fc1").min_bytes(1024), options);
   }
-  [[nodiscard]] at::Tensor input(std::int64_t s) const { return rows(s, device_).requires_grad_(true); }
-  at::Tensor loss(std::int64_t s) { return (run_stack(layers_, input(s)) * rows(s, device_, 1)).sum(); }
-  at::Tensor plain_loss(std::int64_t s) { return (plain_->forward(input(s)) * rows(s, device_, 1)).sum(); }
+  void backward(bool graphed, std::int64_t s) { loss(graphed, input(s), s).backward(); }
   [[nodiscard]] std::vector<at::Tensor> take_gradients() {
     std::vector<at::Tensor> taken;
-    for (at::Tensor& parameter : model_->parameters()) {
+    for (at::Tensor& parameter : model->parameters()) {
       taken.push_back(parameter.grad());
       parameter.mutable_grad() = at::Tensor();
     }
     return taken;
   }
+  void clear_both() {
+    clear_gradients(*model);
+    clear_gradients(*plain);
+  }
   /// A backward of both models adds the same to their gradients.
   void expect_same_backward(std::int64_t s) {
-    loss(s).backward();
-    plain_loss(s).backward();
-    EXPECT_TRUE(same(gradients(*model_), gradients(*plain_))) << "step " << s;
-  }
-  static StepTensors values(const std::vector<at::Tensor>& tensors) {
-    StepTensors all;
-    for (const at::Tensor& tensor : tensors) {
-      all.emplace_back("held gradient", tensor);
-    }
-    return all;
+    backward(true, s);
+    backward(false, s);
+    EXPECT_TRUE(same(gradients(*model), gradients(*plain))) << "step " << s;
   }
   std::int64_t gradients_copied(const std::function<void()>& run) {
-    testing_model::in_step(&*engine_, run);
-    return engine_->report().gradients_copied;
+    in_step(&*engine, run);
+    return engine->report().gradients_copied;
   }
-
-  torch::nn::Sequential model_ = layer_stack(3, device_);
-  torch::nn::Sequential plain_ = layer_stack(3, device_);
-  std::optional<OffloadEngine> engine_;
-  std::vector<GraphedCallable> layers_;
 };
 
 /// Gradients that the caller may keep.
@@ -86,7 +68,7 @@ TEST_P(ReturnedGradientsTest, ReturnsOwnedParameterGrads) {
   std::vector<StepTensors> then;
   for (std::int64_t s = 0; s < 4; ++s) {
     expect_same_backward(s);
-    clear_gradients(*plain_);
+    clear_gradients(*plain);
     held.push_back(take_gradients());
     then.push_back(values(held.back()));
   }
@@ -100,25 +82,25 @@ TEST_P(ReturnedGradientsTest, ReturnsOwnedParameterGrads) {
 
 TEST_P(ReturnedGradientsTest, AHeldOneOutlivesItsEngine) {
   capture(all_by(GetParam()));
-  loss(0).backward();
+  backward(true, 0);
   const std::vector<at::Tensor> held = take_gradients();
   const StepTensors then = values(held);
-  loss(1).backward();
+  backward(true, 1);
   const std::vector<at::Tensor> latest = take_gradients();
   const StepTensors then_latest = values(latest);
-  layers_.clear();
-  engine_.reset();
+  layers.clear();
+  engine.reset();
   EXPECT_TRUE(same(values(held), then));
   EXPECT_TRUE(same(values(latest), then_latest));
 }
 
 TEST_P(ReturnedGradientsTest, ThoseOfAFirstBackwardOutliveASecond) {
   capture(all_by(GetParam()).retain_graph_in_backward(true));
-  const at::Tensor y = run_stack(layers_, input(0));
-  y.backward(rows(1, device_, 1), /*retain_graph=*/true);
+  const at::Tensor y = forward(true, input(0));
+  y.backward(rows(1, device, 1), /*retain_graph=*/true);
   const std::vector<at::Tensor> held = take_gradients();
   const StepTensors then = values(held);
-  y.backward(rows(2, device_, 1));
+  y.backward(rows(2, device, 1));
   EXPECT_TRUE(same(values(held), then));
 }
 
@@ -132,19 +114,18 @@ TEST_P(AddedUpGradientsTest, AccumulatesOwnedParameterGrads) {
   for (std::int64_t s = 0; s < 6; ++s) {
     expect_same_backward(s);
     if (s % 3 == 2) {
-      clear_gradients(*model_);
-      clear_gradients(*plain_);
+      clear_both();
     }
   }
 }
 
 TEST_P(AddedUpGradientsTest, TrainsWithGradientsThatAreZeroedInPlace) {
   capture(all_by(GetParam()));
-  torch::optim::SGD mine(model_->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
-  torch::optim::SGD plain(plain_->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  torch::optim::SGD of_model(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  torch::optim::SGD of_plain(plain->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   for (std::int64_t s = 0; s < 5; ++s) {
     expect_same_backward(s);
-    for (torch::optim::SGD* optimizer : {&mine, &plain}) {
+    for (torch::optim::SGD* optimizer : {&of_model, &of_plain}) {
       optimizer->step();
       optimizer->zero_grad(/*set_to_none=*/s == 2);
     }
@@ -154,15 +135,14 @@ TEST_P(AddedUpGradientsTest, TrainsWithGradientsThatAreZeroedInPlace) {
 TEST_P(AddedUpGradientsTest, ASecondBackwardOfAKeptGraph) {
   capture(all_by(GetParam()).retain_graph_in_backward(true));
   for (std::int64_t s = 0; s < 3; ++s) {
-    const at::Tensor mine = loss(s);
-    const at::Tensor plain = plain_loss(s);
+    const at::Tensor of_mine = loss(true, input(s), s);
+    const at::Tensor of_plain = loss(false, input(s), s);
     for (const bool keep : {true, false}) {
-      mine.backward({}, keep);
-      plain.backward({}, keep);
+      of_mine.backward({}, keep);
+      of_plain.backward({}, keep);
     }
-    EXPECT_TRUE(same(gradients(*model_), gradients(*plain_))) << "step " << s;
-    clear_gradients(*model_);
-    clear_gradients(*plain_);
+    EXPECT_TRUE(same(gradients(*model), gradients(*plain))) << "step " << s;
+    clear_both();
   }
 }
 
@@ -175,16 +155,15 @@ TEST_F(GradientPolicyTest, CanSkipParameterGradClone) {
   capture(all_by(GradientPolicy::owned));
   expect_same_backward(0);
   std::vector<const void*> places;
-  for (const at::Tensor& parameter : model_->parameters()) {
+  for (const at::Tensor& parameter : model->parameters()) {
     EXPECT_TRUE(is_graph_memory(parameter.grad())) << "autograd takes over what it is given";
     places.push_back(parameter.grad().const_data_ptr());
   }
   for (std::int64_t s = 1; s < 4; ++s) {
-    clear_gradients(*model_);
-    clear_gradients(*plain_);
+    clear_both();
     EXPECT_EQ(gradients_copied([&] { expect_same_backward(s); }), 0);
     std::size_t next = 0;
-    for (const at::Tensor& parameter : model_->parameters()) {
+    for (const at::Tensor& parameter : model->parameters()) {
       EXPECT_EQ(parameter.grad().const_data_ptr(), places[next++]);
     }
   }
@@ -193,7 +172,7 @@ TEST_F(GradientPolicyTest, CanSkipParameterGradClone) {
 TEST_F(GradientPolicyTest, ClonesAreNoGraphsMemory) {
   capture({});
   expect_same_backward(0);
-  for (const at::Tensor& parameter : model_->parameters()) {
+  for (const at::Tensor& parameter : model->parameters()) {
     EXPECT_FALSE(is_graph_memory(parameter.grad()));
   }
 }
@@ -201,7 +180,7 @@ TEST_F(GradientPolicyTest, ClonesAreNoGraphsMemory) {
 TEST_F(GradientPolicyTest, WhatIsHeldIsCopiedOutOnce) {
   capture(all_by(GradientPolicy::owned));
   expect_same_backward(0);
-  const auto count = static_cast<std::int64_t>(model_->parameters().size());
+  const auto count = static_cast<std::int64_t>(model->parameters().size());
   EXPECT_EQ(gradients_copied([&] { expect_same_backward(1); }), count) << "they are added into";
   EXPECT_EQ(gradients_copied([&] { expect_same_backward(2); }), 0) << "by now they have memory of their own";
 }
@@ -211,12 +190,12 @@ TEST_F(GradientPolicyTest, WhatIsHeldOutlivesAForwardAlone) {
   expect_same_backward(0);
   const std::vector<at::Tensor> held = take_gradients();
   const StepTensors then = values(held);
-  for (std::size_t layers = 1; layers <= 3; ++layers) {  // their temporaries lie where the pool had room
-    at::Tensor h = input(static_cast<std::int64_t>(layers));
-    for (std::size_t i = 0; i < layers; ++i) {
-      h = layers_[i]({h})[0];
+  for (std::size_t count = 1; count <= 3; ++count) {  // their temporaries lie where the pool had room
+    at::Tensor h = input(static_cast<std::int64_t>(count));
+    for (std::size_t i = 0; i < count; ++i) {
+      h = layers[i]({h})[0];
     }
-    EXPECT_TRUE(same(values(held), then)) << "behind " << layers << " forwards";
+    EXPECT_TRUE(same(values(held), then)) << "behind " << count << " forwards";
   }
 }
 
@@ -229,7 +208,7 @@ TEST_F(GradientPolicyTest, PreservesSkippedParameterGradAlias) {
   for (std::int64_t s = 0; s < 4; ++s) {
     expect_same_backward(s);
     std::size_t next = 0;
-    for (const auto& item : model_->named_parameters()) {
+    for (const auto& item : model->named_parameters()) {
       const at::Tensor& grad = item.value().grad();
       if (s == 0) {
         first.push_back(grad);
@@ -242,8 +221,7 @@ TEST_F(GradientPolicyTest, PreservesSkippedParameterGradAlias) {
       }
       ++next;
     }
-    clear_gradients(*model_);
-    clear_gradients(*plain_);
+    clear_both();
   }
 }
 
@@ -253,16 +231,13 @@ TEST_F(GradientPolicyTest, SnapshotsGradientPolicy) {
   options.gradients("**", GradientPolicy::cloned);
   expect_same_backward(0);
   const auto all_owned = [&] {
-    for (const at::Tensor& parameter : model_->parameters()) {
+    for (const at::Tensor& parameter : model->parameters()) {
       EXPECT_TRUE(is_graph_memory(parameter.grad()));
     }
   };
   all_owned();
-  clear_gradients(*model_);
-  clear_gradients(*plain_);
-  for (at::Tensor& parameter : model_->parameters()) {  // a capture in place of the first keeps its policies
-    parameter.set_data(parameter.detach().clone());
-  }
+  clear_both();
+  relocate(*model);  // a capture in place of the first keeps its policies
   expect_same_backward(1);
   all_owned();
 }
@@ -270,16 +245,14 @@ TEST_F(GradientPolicyTest, SnapshotsGradientPolicy) {
 TEST_F(GradientPolicyTest, AnAccumulatingGraphTakesNoMemoryThatAnotherGivesOut) {
   capture(all_by(GradientPolicy::owned));
   expect_same_backward(0);  // what is attached now is memory of these graphs
-  auto adding = graph_stack(*engine_, model_, device_, all_by(GradientPolicy::accumulated));
-  model_->zero_grad();
-  plain_->zero_grad();
+  auto adding = graph_stack(*engine, model, device, GraphOptions().gradients("**", GradientPolicy::accumulated));
+  clear_both();
   for (std::int64_t s = 1; s < 5; ++s) {
     expect_same_backward(s);
-    (run_stack(adding, input(10 + s)) * rows(10 + s, device_, 1)).sum().backward();
-    plain_loss(10 + s).backward();
-    EXPECT_TRUE(same(gradients(*model_), gradients(*plain_))) << "behind the graph that adds, step " << s;
-    model_->zero_grad();
-    plain_->zero_grad();
+    (run_stack(adding, input(10 + s)) * rows(10 + s, device, 1)).mean().backward();
+    backward(false, 10 + s);
+    EXPECT_TRUE(same(gradients(*model), gradients(*plain))) << "behind the graph that adds, step " << s;
+    clear_both();
   }
 }
 
@@ -292,46 +265,44 @@ TEST_F(GradientPolicyTest, AnAccumulatedOneThatIsGivenOtherMemoryIsTakenBack) {
     }
   };
   for (std::int64_t s = 1; s < 4; ++s) {  // what comes in adds up with what was put there
-    exchange(model_);
-    exchange(plain_);
+    exchange(model);
+    exchange(plain);
     expect_same_backward(s);
   }
-  exchange(model_);
-  exchange(plain_);
+  exchange(model);
+  exchange(plain);
   EXPECT_THROWS(UsageError, "Set .grad to none, and run a backward of those graphs",
-                (void)graph_stack(*engine_, model_, device_, all_by(GradientPolicy::accumulated)));
-  model_->zero_grad();
-  plain_->zero_grad();
+                (void)graph_stack(*engine, model, device, all_by(GradientPolicy::accumulated)));
+  clear_both();
   expect_same_backward(4);
-  const at::Tensor other = at::zeros_like(model_->parameters()[0]);
-  model_->parameters()[0].grad().set_data(other);
-  EXPECT_THROWS(UsageError, "given other memory", loss(5).backward());
+  const at::Tensor other = at::zeros_like(model->parameters()[0]);
+  model->parameters()[0].grad().set_data(other);
+  EXPECT_THROWS(UsageError, "given other memory", backward(true, 5));
   EXPECT_EQ(other.abs().sum().item<float>(), 0);
 }
 
 TEST_F(GradientPolicyTest, HooksSeeWhatIsGivenOutAndMayKeepIt) {
   capture(all_by(GradientPolicy::owned));
   std::vector<at::Tensor> seen;
-  model_->parameters()[1].register_hook([&](const at::Tensor& grad) { seen.push_back(grad); });
+  model->parameters()[1].register_hook([&](const at::Tensor& grad) { seen.push_back(grad); });
   StepTensors then;
   for (std::int64_t s = 0; s < 3; ++s) {
     expect_same_backward(s);
-    then.emplace_back("held gradient", seen.back());
-    clear_gradients(*model_);
-    clear_gradients(*plain_);
+    then.emplace_back("held", seen.back());
+    clear_both();
   }
   EXPECT_TRUE(same(values(seen), then));
 }
 
 TEST_F(GradientPolicyTest, AccumulatedOnesAloneRefuseHooksAndNamedGradients) {
-  const at::Tensor hooked = model_->parameters()[2];
+  const at::Tensor hooked = model->parameters()[2];
   const auto handle = hooked.register_hook([](const at::Tensor& grad) { return grad; });
   EXPECT_THROWS(UsageError, "gradient hooks", capture(all_by(GradientPolicy::accumulated)));
   capture(all_by(GradientPolicy::accumulated).gradients("0.fc2", GradientPolicy::owned));
   expect_same_backward(0);
   EXPECT_THROWS(UsageError, "only gradients of some inputs", {
     const at::Tensor x = input(1);
-    (void)torch::autograd::grad({(run_stack(layers_, x) * rows(1, device_, 1)).sum()}, {x});
+    (void)torch::autograd::grad({loss(true, x, 1)}, {x});
   });
   hooked.remove_hook(handle);
 }
@@ -345,10 +316,10 @@ TEST_F(GradientPolicyTest, APatternThatFitsNoParameterIsRefused) {
 
 TEST_F(GradientPolicyTest, OneGradientOfSeveralParametersIsEachOnesOwn) {
   torch::nn::Module none;
-  OffloadEngine engine(none, Options(device_));
-  const at::Tensor a = rows(7, device_).requires_grad_(true);
-  const at::Tensor b = rows(8, device_).requires_grad_(true);
-  const at::Tensor c = rows(9, device_).slice(0, 0, 1).clone().requires_grad_(true);
+  OffloadEngine engine(none, Options(device));
+  const at::Tensor a = rows(7, device).requires_grad_(true);
+  const at::Tensor b = rows(8, device).requires_grad_(true);
+  const at::Tensor c = rows(9, device).slice(0, 0, 1).clone().requires_grad_(true);
   const TensorFunction body = [=](const Tensors& in) { return Tensors{in[0] + a + b, (in[0] * c).sum()}; };
   const TensorFunction graphed = make_graphed_callables(engine, {Callable("sums", owning(body))}, {{input(0)}},
                                                         GraphOptions().gradients("sums", GradientPolicy::owned))[0];
@@ -358,7 +329,7 @@ TEST_F(GradientPolicyTest, OneGradientOfSeveralParametersIsEachOnesOwn) {
     for (std::int64_t s = 0; s < 4; ++s) {
       const at::Tensor x = input(s);
       const Tensors out = function({x});
-      ((out[0] * rows(s, device_, 1)).sum() + out[1] * 3).backward();
+      ((out[0] * rows(s, device, 1)).sum() + out[1] * 3).backward();
       for (const at::Tensor& tensor : {a, b, c}) {
         if (s == 2) {
           tensor.mutable_grad().mul_(2);  // the gradients of a and b are no aliases
@@ -378,9 +349,9 @@ TEST_F(GradientPolicyTest, OneGradientOfSeveralParametersIsEachOnesOwn) {
 
 TEST_F(GradientPolicyTest, OutputsThatLeadToNoneGiveNone) {
   torch::nn::Module none;
-  OffloadEngine engine(none, Options(device_));
-  const at::Tensor a = rows(7, device_).requires_grad_(true);
-  const at::Tensor b = rows(8, device_).requires_grad_(true);
+  OffloadEngine engine(none, Options(device));
+  const at::Tensor a = rows(7, device).requires_grad_(true);
+  const at::Tensor b = rows(8, device).requires_grad_(true);
   const TensorFunction body = [=](const Tensors& in) { return Tensors{in[0] * a, in[0] * b}; };
   const TensorFunction graphed =
       make_graphed_callables(engine, {Callable("two", owning(body))}, {{input(0)}}, all_by(GradientPolicy::owned))[0];
@@ -388,23 +359,21 @@ TEST_F(GradientPolicyTest, OutputsThatLeadToNoneGiveNone) {
     graphed({input(s)})[static_cast<std::size_t>(s % 2)].sum().backward();
     EXPECT_EQ(a.grad().defined(), s % 2 == 0);
     EXPECT_EQ(b.grad().defined(), s % 2 == 1);
-    EXPECT_TRUE(at::equal((s % 2 == 0 ? a : b).grad().cpu(), rows(s, device_).cpu()));
+    EXPECT_TRUE(at::equal((s % 2 == 0 ? a : b).grad().cpu(), rows(s, device).cpu()));
     a.mutable_grad() = b.mutable_grad() = at::Tensor();
   }
 }
 
 TEST_F(GradientPolicyTest, MixedPoliciesAreVerified) {
-  engine_.emplace(*model_, Options(device_).verify_replays(4));
-  layers_ = graph_stack(*engine_, model_, device_,
-                        GraphOptions()
-                            .gradients("**", GradientPolicy::owned)
-                            .gradients("*.fc1", GradientPolicy::accumulated)
-                            .gradients("*.fc2", GradientPolicy::cloned));
+  StackTwins::capture(Options(device).verify_replays(4), GraphOptions()
+                                                             .gradients("**", GradientPolicy::owned)
+                                                             .gradients("*.fc1", GradientPolicy::accumulated)
+                                                             .gradients("*.fc2", GradientPolicy::cloned));
   for (std::int64_t s = 0; s < 14; ++s) {
-    testing_model::in_step(&*engine_, [&] { expect_same_backward(s); });
+    in_step(&*engine, [&] { expect_same_backward(s); });
   }
-  EXPECT_GE(engine_->report().verified_backwards, 12);
+  EXPECT_GE(engine->report().verified_backwards, 12);
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -10,17 +10,15 @@
 #include "conformance/fixture.h"
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
-#include "models/block_model.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::rows;
 using Log = std::vector<std::string>;
 
 class ConformanceHooks : public conformance::ConformanceTest {
@@ -59,7 +57,7 @@ class ConformanceHooks : public conformance::ConformanceTest {
 
   [[nodiscard]] at::Tensor input(std::int64_t step) const { return rows(step, device_).requires_grad_(true); }
 
-  torch::nn::Sequential model_ = testing_model::layer_stack(1, device_);
+  torch::nn::Sequential model_ = layer_stack(1, device_);
   OffloadEngine engine_{*model_, Options(device_)};
   at::Tensor weight_ = rows(100, device_).requires_grad_(true);
   Log log_;
@@ -163,7 +161,7 @@ class HooksThatGather : public ConformanceHooks {
         .before_backward([this] { gather(); })
         .after_backward([this] { scatter(); });
   }
-  [[nodiscard]] testing_model::StepTensors step(std::int64_t s, const GraphedCallable* graphed) {
+  [[nodiscard]] StepTensors step(std::int64_t s, const GraphedCallable* graphed) {
     const at::Tensor x = input(s);
     module_->zero_grad();
     gather();
@@ -182,10 +180,10 @@ TEST_F(HooksThatGather, AWeightIsReadWhereItWasGathered) {
   const GraphedCallable graphed = capture(whole());
   for (std::int64_t s = 1; s < 4; ++s) {
     home_.add_(0.25);
-    const testing_model::StepTensors expected = step(s, nullptr);
+    const StepTensors expected = step(s, nullptr);
     EXPECT_THROWS(UsageError, "where its capture-time hooks placed them, and now \"weight\" lies in other memory",
                   (void)graphed({input(s)}));
-    EXPECT_TRUE(testing_model::same(step(s, &graphed), expected)) << "step " << s;
+    EXPECT_TRUE(same(step(s, &graphed), expected)) << "step " << s;
   }
   EXPECT_EQ(engine_.report().recaptures, 0);
 }
@@ -226,8 +224,8 @@ TEST_F(HooksThatGather, ACaptureThatFailedInItsPlaceIsNamed) {
     }
     EXPECT_THROWS(UsageError, "because an earlier capture had failed", (void)graphed[0]({input(1)}));
     scatter();
-    const testing_model::StepTensors expected = step(2, nullptr);
-    EXPECT_TRUE(testing_model::same(step(2, graphed.data()), expected));
+    const StepTensors expected = step(2, nullptr);
+    EXPECT_TRUE(same(step(2, graphed.data()), expected));
     const at::Tensor x = input(3);
     EXPECT_TRUE(at::equal(graphed[1]({x})[0].cpu(), (x * weight_).cpu()));
   }
@@ -284,4 +282,4 @@ TEST_F(ConformanceHooks, WhatAHookThrowsComesOutAndLeavesNothing) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

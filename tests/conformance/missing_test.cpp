@@ -1,7 +1,6 @@
 // What the reference systems' tests leave out of callables, by the names of the list in docs/graphs.md.
 #include <memory>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -20,12 +19,8 @@
 #include "sidestream/testing/simulator.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::layer_stack;
-using testing_model::rows;
-using testing_model::StepTensors;
 
 class ConformanceMissing : public conformance::ConformanceTest {
  protected:
@@ -49,16 +44,16 @@ class ConformanceMissing : public conformance::ConformanceTest {
     }
   }
   [[nodiscard]] Runtime& runtime() const { return EngineAccess::state(engine_).runtime(); }
-  void capture(const GraphOptions& options) { layers_ = testing_model::graph_stack(engine_, model_, device_, options); }
+  void capture(const GraphOptions& options) { layers_ = graph_stack(engine_, model_, device_, options); }
   /// A trainer that reuses the memory of its input and of its output as soon as the forward has returned.
   StepTensors step(torch::nn::Sequential& model, bool graphed, std::int64_t s) {
     const at::Tensor batch = rows(s, device_);
     const at::Tensor x = batch.clone().requires_grad_(true);
-    StepTensors result = testing_model::train_step(*model, nullptr, [&] {
+    StepTensors result = train_step(*model, nullptr, [&] {
       if (graphed && busy_) {
         keep_busy();
       }
-      const at::Tensor y = graphed ? testing_model::run_stack(layers_, x) : model->forward(x);
+      const at::Tensor y = graphed ? run_stack(layers_, x) : model->forward(x);
       const at::Tensor loss = (y * rows(s, device_, 1)).mean();
       y.detach().zero_();
       if (graphed) {  // plain training reads its input once more in backward: it could not do so
@@ -192,6 +187,7 @@ TEST_F(ConformanceMissing, CaptureFailureCleanup) {
     EXPECT_FALSE(model_->parameters()[0].grad().defined());
     release_cached_memory(device_);
     EXPECT_LE(memory_use(device_).reserved, before.reserved);
+    EXPECT_TRUE(on_gpu() || memory_use(device_).allocated <= before.allocated);
     capture(GraphOptions());
     expect_plain();
     layers_.clear();
@@ -199,4 +195,4 @@ TEST_F(ConformanceMissing, CaptureFailureCleanup) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

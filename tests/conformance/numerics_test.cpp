@@ -14,11 +14,8 @@
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::StepTensors;
 
 using Forward = std::function<at::Tensor(const at::Tensor& x, std::int64_t step, std::int64_t microbatch)>;
 
@@ -33,7 +30,7 @@ class ConformanceNumerics : public conformance::ConformanceTest {
 
   /// One step of a trainer, and what it leaves.
   StepTensors step(torch::nn::Module& model, std::int64_t s, const Forward& forward) {
-    testing_model::clear_gradients(model);
+    clear_gradients(model);
     StepTensors result;
     for (std::int64_t microbatch = 0; microbatch < kMicrobatches; ++microbatch) {
       const at::Tensor x = input(s, 10 + microbatch);
@@ -42,10 +39,10 @@ class ConformanceNumerics : public conformance::ConformanceTest {
       result.emplace_back("output", y);
       result.emplace_back("gradient of the input", x.grad());
     }
-    for (StepTensors more : {testing_model::gradients_and_buffers(model)}) {
+    for (StepTensors more : {gradients_and_buffers(model)}) {
       result.insert(result.end(), more.begin(), more.end());
     }
-    testing_model::descend(model);
+    descend(model);
     for (const auto& parameter : model.named_parameters()) {
       result.emplace_back(parameter.key(), parameter.value());
     }
@@ -53,7 +50,7 @@ class ConformanceNumerics : public conformance::ConformanceTest {
   }
 
   void expect_same(torch::nn::Module& mine, const Forward& graphed, torch::nn::Module& plain, const Forward& eager) {
-    testing_model::expect_plain(
+    expect_plain(
         0, kSteps, [&](std::int64_t s) { return step(mine, s, graphed); },
         [&](std::int64_t s) { return step(plain, s, eager); });
   }
@@ -63,8 +60,8 @@ TEST_F(ConformanceNumerics, MakeGraphedCallables) {
   for (const std::string form : {"full", "individual", "eager"}) {
     for (const bool offload : {false, true}) {
       SCOPED_TRACE(form + (offload ? ", offloaded" : ""));
-      torch::nn::Sequential mine = testing_model::layer_stack(3, device_);
-      torch::nn::Sequential plain = testing_model::layer_stack(3, device_);
+      torch::nn::Sequential mine = layer_stack(3, device_);
+      torch::nn::Sequential plain = layer_stack(3, device_);
       const Options options = Options(device_).min_bytes(1024);
       OffloadEngine engine(*mine, offload ? Options(options).offload("layers.*.*").offload("full.*") : options);
       std::vector<GraphedCallable> layers;
@@ -77,12 +74,12 @@ TEST_F(ConformanceNumerics, MakeGraphedCallables) {
                 mine)},
             {{input(0)}});
       } else if (form == "individual") {
-        layers = testing_model::graph_stack(engine, mine, device_, GraphOptions());
+        layers = graph_stack(engine, mine, device_, GraphOptions());
       }
       expect_same(
           *mine,
           [&](const at::Tensor& x, std::int64_t, std::int64_t) {
-            return layers.empty() ? mine->forward(x) : testing_model::run_stack(layers, x);
+            return layers.empty() ? mine->forward(x) : run_stack(layers, x);
           },
           *plain, [&](const at::Tensor& x, std::int64_t, std::int64_t) { return plain->forward(x); });
     }
@@ -214,4 +211,4 @@ TEST_F(ConformanceWeightCaching, Fp8WeightCaching) { expect_same_with_groups(1);
 TEST_F(ConformanceWeightCaching, GroupedLinear) { expect_same_with_groups(4); }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

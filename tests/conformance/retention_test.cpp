@@ -15,10 +15,8 @@
 #include "sidestream/graphed_callable.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
 
 /// The outputs of all runs of a body, without keeping them.
 class OutputsOfRuns {
@@ -62,7 +60,7 @@ class ConformanceRetention : public conformance::ConformanceTest {
   }
 
   sim::OneThread one_thread_;  // autograd's own lets go of tensors a moment later
-  torch::nn::Sequential model_ = testing_model::layer_stack(1, device_);
+  torch::nn::Sequential model_ = layer_stack(1, device_);
   OffloadEngine engine_{*model_, Options(device_)};
 };
 
@@ -119,4 +117,4 @@ TEST_F(ConformanceRetention, ResetReleasesOnlyTheSelectedCallable) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

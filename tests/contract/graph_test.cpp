@@ -1,14 +1,12 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <utility>
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 
 #include "contract/fixture.h"
-#include "sidestream/error.h"
 
 namespace sidestream::contract {
 namespace {

@@ -5,7 +5,6 @@
 #include <ostream>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include <c10/core/StreamGuard.h>
@@ -21,10 +20,8 @@
 #include "poisoned_slots.h"
 #include "sidestream/engine.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::StepTensors;
 
 /// Waits by who waits for what. A model's streams are all that the engine neither copies nor launches on.
 enum class Wait : std::uint8_t {
@@ -134,7 +131,7 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
       return;
     }
     for (std::uint64_t s = 0; s < kSteps; ++s) {
-      inputs_.push_back(testing_model::wave_input(s, 8192, device_));
+      inputs_.push_back(wave_input(s, 8192, device_));
     }
     streams_.synchronizeDevice(device_.index());
   }
@@ -147,12 +144,11 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
   /// Gradients of the last two steps, with waits of this kind left out of them.
   StepTensors run(Wait dropped) {
     auto memory = std::make_shared<gpu::PoisonedMemory>(make_runtime(device_));
-    auto slots = std::make_shared<testing_model::PoisonedSlots>(memory);
+    auto slots = std::make_shared<PoisonedSlots>(memory);
     auto spinning = std::make_shared<gpu::SpinningRuntime>(slots, GetParam().spins);
     auto dropping = std::make_shared<DroppingRuntime>(spinning);
     torch::nn::Module model;
-    OffloadEngine engine(
-        EngineAccess::engine(model, testing_model::wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
+    OffloadEngine engine(EngineAccess::engine(model, wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
     const std::vector<c10::Stream> pool_streams{streams_.getStreamFromGlobalPool(device_),
                                                 streams_.getStreamFromGlobalPool(device_)};
     std::vector<at::Tensor> grads;
@@ -163,7 +159,7 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
       }
       const c10::StreamGuard on_stream(pool_streams[GetParam().two_streams ? s % 2 : 0]);
       const auto step = engine.step();
-      grads.push_back(testing_model::wave_gradient(inputs_[s]));
+      grads.push_back(wave_gradient(inputs_[s]));
     }
     streams_.synchronizeDevice(device_.index());
     dropping->drop(Wait::none);
@@ -173,17 +169,17 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
   }
 
   StepTensors plain() {
-    return {{"gradient of the last step but one", testing_model::wave_gradient(inputs_[kSteps - 2])},
-            {"gradient of the last step", testing_model::wave_gradient(inputs_[kSteps - 1])}};
+    return {{"gradient of the last step but one", wave_gradient(inputs_[kSteps - 2])},
+            {"gradient of the last step", wave_gradient(inputs_[kSteps - 1])}};
   }
 
-  c10::Device device_ = testing_model::tested_gpu();
+  c10::Device device_ = tested_gpu();
   c10::impl::VirtualGuardImpl streams_{c10::DeviceType::CUDA};
   std::vector<at::Tensor> inputs_;
 };
 
 TEST_P(DroppedWaitWindowTest, ChangesTheGradients) {
-  if (testing_model::launches_block()) {
+  if (launches_block()) {
     GTEST_SKIP() << "no work is late where launches block";
   }
   const auto expected = plain();
@@ -209,4 +205,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const testing::TestParamInfo<Fault>& info) { return info.param.name; });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -5,14 +5,13 @@
 #include "engine_operations.h"
 #include "gpu/gpu_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
 class GpuEngineOperationsTest : public gpu::Gpu, public testing::WithParamInterface<std::int64_t> {};
 
 TEST_P(GpuEngineOperationsTest, AreTheSameOnEveryBackend) {
-  EXPECT_EQ(testing_model::engine_operations(testing_model::tested_gpu(), GetParam()),
-            testing_model::expected_engine_operations(GetParam()));
+  EXPECT_EQ(engine_operations(tested_gpu(), GetParam()), expected_engine_operations(GetParam()));
 }
 
 INSTANTIATE_TEST_SUITE_P(SideStreams, GpuEngineOperationsTest, testing::Values(0, 1, 2, 3),
@@ -21,4 +20,4 @@ INSTANTIATE_TEST_SUITE_P(SideStreams, GpuEngineOperationsTest, testing::Values(0
                          });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -22,11 +22,8 @@
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::Wrapping;
 
 struct Ended {
   int status = -1;
@@ -147,4 +144,4 @@ TEST_F(DISABLED_Alone, TheFirstDeviceHasNoContext) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,5 +1,4 @@
 // Gradients of parameters in the graphs' own memory, held while their call replays, on a GPU.
-#include <memory>
 #include <vector>
 
 #include <ATen/Functions.h>

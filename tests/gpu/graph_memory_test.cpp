@@ -1,11 +1,7 @@
 // Graphs on a device that is full, captures that cannot begin, and events of the default stream.
 #include <functional>
-#include <string>
-#include <utility>
 #include <vector>
 
-#include <ATen/Context.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/cuda/Sleep.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>

@@ -12,10 +12,8 @@
 #include "sidestream/graphed_callable.h"
 #include "stream_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::order;
 
 class GpuHeldOutputTest : public gpu::Gpu {
  protected:
@@ -41,7 +39,7 @@ class GpuHeldOutputTest : public gpu::Gpu {
     }
   }
 
-  c10::Device device_ = testing_model::tested_gpu();
+  c10::Device device_ = tested_gpu();
   torch::nn::Module model_;
   TensorFunction function_;
   std::unique_ptr<OffloadEngine> engine_;
@@ -111,4 +109,4 @@ TEST_F(GpuHeldOutputTest, IsNotOverwrittenUnderTheStreamThatItWasGivenOutOn) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

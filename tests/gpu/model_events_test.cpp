@@ -21,10 +21,8 @@
 #include "sidestream/engine.h"
 #include "stream_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::order;
 
 /// Streams of LibTorch's pool, whose ids are not the driver's handles.
 class GpuModelEvents : public gpu::Gpu {
@@ -62,7 +60,7 @@ class GpuModelEvents : public gpu::Gpu {
     EXPECT_NE(found[0].find(second), std::string::npos) << found[0];
   }
 
-  c10::Device device_ = testing_model::tested_gpu();
+  c10::Device device_ = tested_gpu();
   std::shared_ptr<CheckedRuntime> checked_;
   std::optional<OperatorObserverGuard> observing_;
   std::optional<c10::Stream> a_;
@@ -214,7 +212,7 @@ TEST_F(GpuModelEvents, AForkingModelUnderTheEngineIsClean) {
   for (const at::Tensor& x : inputs) {
     const auto step = engine.step();
     const c10::StreamGuard on_a(a());
-    const testing_model::TwoStreams streams{a(), b(), order, order};
+    const TwoStreams streams{a(), b(), order, order};
     const at::Tensor h = streams.forked_layers(x, std::vector<const char*>(4, "experts"));
     (void)torch::autograd::grad({h.sum()}, {x});
   }
@@ -223,4 +221,4 @@ TEST_F(GpuModelEvents, AForkingModelUnderTheEngineIsClean) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

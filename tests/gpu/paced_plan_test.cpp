@@ -13,7 +13,7 @@
 #include "sidestream/engine.h"
 #include "sidestream/report.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
 constexpr std::int64_t kCalls = 8;
@@ -72,7 +72,7 @@ class PacedPlanTest : public gpu::Gpu {
     return engine.report().offloaded_bytes;
   }
 
-  c10::Device device_ = testing_model::tested_gpu();
+  c10::Device device_ = tested_gpu();
   at::Tensor factor_;
   at::Tensor x_;
 };
@@ -91,4 +91,4 @@ TEST_F(PacedPlanTest, WhatTheLinkFallsBehindWithStaysOnTheDevice) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

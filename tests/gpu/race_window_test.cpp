@@ -18,13 +18,8 @@
 #include "poisoned_slots.h"
 #include "sidestream/engine.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::BlockTraining;
-using testing_model::PoisonedSlots;
-using testing_model::Wrapping;
 
 /// What is held up, and whether memory that is not in use is overwritten.
 struct Window {
@@ -124,4 +119,4 @@ INSTANTIATE_TEST_SUITE_P(Windows, CheckedRaceWindowTest,
                          name_of);
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,5 +1,4 @@
 // Graphs that draw, launched on streams that never meet: each gets the numbers that eager draws in their place would give.
-#include <utility>
 #include <vector>
 
 #include <ATen/Context.h>

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <thread>
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>

@@ -1,5 +1,4 @@
 // Eager offload of a model that forks a stream in each scope, on a GPU: the gradients of the same model without an engine.
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -14,21 +13,19 @@
 #include "sidestream/engine.h"
 #include "stream_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::order;
 
 class GpuStreamsTest : public gpu::Gpu {};
 
 TEST_F(GpuStreamsTest, ForkedScopesGiveTheGradientsOfPlainTraining) {
-  const c10::Device device = testing_model::tested_gpu();
+  const c10::Device device = tested_gpu();
   const c10::impl::VirtualGuardImpl streams(device.type());
   const c10::Stream trunk = streams.getStreamFromGlobalPool(device);
   const c10::Stream branch = streams.getStreamFromGlobalPool(device);
   const auto gradient = [&](const at::Tensor& x) {
     const c10::StreamGuard on_trunk(trunk);
-    const testing_model::TwoStreams streams_of_model{trunk, branch, order, order};
+    const TwoStreams streams_of_model{trunk, branch, order, order};
     const at::Tensor h = streams_of_model.forked_layers(x, std::vector<const char*>(6, "experts"));
     return torch::autograd::grad({h.sum()}, {x})[0];
   };
@@ -53,4 +50,4 @@ TEST_F(GpuStreamsTest, ForkedScopesGiveTheGradientsOfPlainTraining) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

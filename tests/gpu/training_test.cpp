@@ -10,12 +10,8 @@
 #include "models/wrapping.h"
 #include "sidestream/engine.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::BlockTraining;
-using testing_model::Wrapping;
 
 class GpuTrainingTest : public gpu::GpuBlocks, public testing::WithParamInterface<Wrapping> {
  protected:
@@ -54,4 +50,4 @@ INSTANTIATE_TEST_SUITE_P(Wrapped, GpuTrainingTest,
                          [](const testing::TestParamInfo<Wrapping>& info) { return info.param.name; });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

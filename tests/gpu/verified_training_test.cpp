@@ -1,6 +1,5 @@
 // Verified replays on a GPU: the training stays plain training's, and what a graph froze is found.
 #include <memory>
-#include <string>
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
@@ -12,13 +11,8 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::BlockTraining;
-using testing_model::RuledLayer;
-using testing_model::RuledModel;
 
 class GpuVerifiedTrainingTest : public gpu::GpuBlocks {};
 
@@ -58,4 +52,4 @@ TEST_F(GpuVerifiedTrainingTest, APlainMemberThatHasChangedIsFound) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -5,7 +5,6 @@
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include <c10/core/Device.h>
 

@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <exception>
 #include <fstream>
 #include <iostream>
 #include <memory>

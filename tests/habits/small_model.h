@@ -1,9 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>

@@ -8,9 +8,6 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/utils.h>
-
-#include "sidestream/error.h"
 
 namespace sidestream::habits {
 

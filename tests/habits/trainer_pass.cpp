@@ -1,5 +1,4 @@
 // What a step computes: forwards through the blocks' calls, and backwards.
-#include <algorithm>
 #include <optional>
 
 #include <ATen/Functions.h>

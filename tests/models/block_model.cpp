@@ -87,6 +87,11 @@ at::Tensor BlockModel::loss(const at::Tensor& tokens, const at::Tensor& targets,
   return at::cross_entropy_loss(at::linear(h, head_).view({-1, 64}), targets.view({-1}));
 }
 
+at::Tensor BlockModel::loss_of(std::int64_t s, std::int64_t start) {
+  const Batch batch = batch_of(shape_, s, head_.device());
+  return loss(batch.tokens, batch.targets, start);
+}
+
 Batch batch_of(const BlockModel::Shape& shape, std::int64_t step, c10::Device device) {
   auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(1000 + step));
   const auto options = at::TensorOptions().dtype(at::kLong);

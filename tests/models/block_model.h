@@ -41,6 +41,8 @@ class BlockModel : public torch::nn::Module {
 
   /// Mean loss of predicting `targets` from `tokens`, both [batch, sequence].
   at::Tensor loss(const at::Tensor& tokens, const at::Tensor& targets, std::int64_t start = 0);
+  /// Of the data of step `s`.
+  at::Tensor loss_of(std::int64_t s, std::int64_t start = 0);
   [[nodiscard]] const Shape& shape() const { return shape_; }
 
   torch::nn::ModuleList blocks;

@@ -1,6 +1,5 @@
 #include "models/body_model.h"
 
-#include <string>
 #include <utility>
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -102,7 +102,22 @@ StepTensors gradients_and_buffers(const torch::nn::Module& model) {
   return result;
 }
 
+StepTensors values(const std::vector<at::Tensor>& tensors) {
+  StepTensors all;
+  for (const at::Tensor& tensor : tensors) {
+    all.emplace_back("held", tensor);
+  }
+  return all;
+}
+
 void clear_gradients(torch::nn::Module& model) { model.zero_grad(/*set_to_none=*/true); }
+
+void relocate(const torch::nn::Module& model) {
+  const at::NoGradGuard no_grad;
+  for (at::Tensor& parameter : model.parameters()) {
+    parameter.set_data(parameter.detach().clone());
+  }
+}
 
 void descend(torch::nn::Module& model) {
   const at::NoGradGuard no_grad;

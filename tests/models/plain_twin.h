@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +27,12 @@ using StepTensors = std::vector<StepTensor>;
 [[nodiscard]] StepTensors gradients(const torch::nn::Module& model);
 /// Copies of all gradients and of all buffers.
 [[nodiscard]] StepTensors gradients_and_buffers(const torch::nn::Module& model);
+/// Copies of tensors that a test holds, to compare with `same`.
+[[nodiscard]] StepTensors values(const std::vector<at::Tensor>& tensors);
 /// Sets all gradients to none.
 void clear_gradients(torch::nn::Module& model);
+/// Gives each parameter other memory, with the same values.
+void relocate(const torch::nn::Module& model);
 /// A plain SGD step, so that every step has new weights.
 void descend(torch::nn::Module& model);
 
@@ -40,6 +45,26 @@ void in_step(OffloadEngine* engine, const std::function<void()>& run);
 /// One step of a trainer: gradients cleared, `run` (forward and backward) as `in_step`, weights descended. Gives the gradients
 /// and buffers.
 StepTensors train_step(torch::nn::Module& model, OffloadEngine* engine, const std::function<void()>& run);
+
+/// `act(model)` in a step of `engine` for `mine`, and without one for `plain`: both give the same gradients and buffers, and the same
+/// tensors if `act` returns StepTensors. `s` is the number of the step, for the message.
+template <class Model, class Act>
+void expect_same_step(Model& mine, OffloadEngine* engine, Model& plain, std::int64_t s, const Act& act) {
+  const auto all_of = [&act](Model& model, OffloadEngine* of) {
+    StepTensors given;
+    StepTensors all = train_step(model, of, [&] {
+      if constexpr (std::is_void_v<std::invoke_result_t<const Act&, Model&>>) {
+        act(model);
+      } else {
+        given = act(model);
+      }
+    });
+    all.insert(all.end(), given.begin(), given.end());
+    return all;
+  };
+  const StepTensors expected = all_of(plain, nullptr);
+  EXPECT_TRUE(same(all_of(mine, engine), expected)) << "step " << s;
+}
 
 /// Each step `s` of [first, last) of a training with the engine and of its plain twin gives the same.
 void expect_plain(std::int64_t first, std::int64_t last, const std::function<StepTensors(std::int64_t s)>& mine,

@@ -1,7 +1,6 @@
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <memory>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>

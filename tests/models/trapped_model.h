@@ -1,10 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <stdexcept>
-#include <string>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>

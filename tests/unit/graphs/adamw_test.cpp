@@ -15,11 +15,8 @@
 #include "sidestream/device.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::layer_stack;
-using testing_model::rows;
 
 /// Of values, after updates that rounded in another order.
 constexpr double kRelative = 1e-5;
@@ -29,7 +26,7 @@ class AdamWTest : public testing::Test {
  protected:
   /// Gives every parameter of the stack the gradient of step `s`.
   void backward(torch::nn::Sequential& model, std::int64_t s) const {
-    testing_model::clear_gradients(*model);
+    clear_gradients(*model);
     (model->forward(rows(s, device_)) * rows(s, device_, 1)).sum().backward();
   }
 
@@ -269,4 +266,4 @@ TEST_F(AdamWTest, RefusesByName) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,5 +1,4 @@
 // Ranks that agree to capture: GraphOptions::agree_to_capture.
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -8,46 +7,20 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include "call_fixture.h"
 #include "expect_throws.h"
-#include "models/block_model.h"
-#include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::BlockModel;
-using testing_model::train_step;
-
-class AgreementTest : public testing::Test {
+class AgreementTest : public CallTest {
  protected:
-  AgreementTest() {
-    model_.to(device_);
-    plain_.to(device_);
-  }
   [[nodiscard]] std::unique_ptr<OffloadEngine> engine(const std::function<bool(bool)>& agree) {
-    return std::make_unique<OffloadEngine>(
-        model_, Options(device_)
-                    .min_bytes(1024)
-                    .graph("blocks.*")
-                    .offload("blocks.*.*")
-                    .graph_options(GraphOptions().num_warmup_iters(1).agree_to_capture(agree)));
+    return std::make_unique<OffloadEngine>(model_, options(GraphOptions().num_warmup_iters(1).agree_to_capture(agree)));
   }
-  void expect_plain(OffloadEngine& engine, std::int64_t first, std::int64_t last) {
-    const auto train = [&](BlockModel& model, std::int64_t s) {
-      const auto batch = testing_model::batch_of(model.shape(), s, device_);
-      model.loss(batch.tokens, batch.targets).backward();
-    };
-    testing_model::expect_plain(
-        first, last, [&](std::int64_t s) { return train_step(model_, &engine, [&] { train(model_, s); }); },
-        [&](std::int64_t s) { return train_step(plain_, nullptr, [&] { train(plain_, s); }); });
-  }
-
-  c10::Device device_ = find_device("sim");
-  BlockModel model_{BlockModel::Shape{}};
-  BlockModel plain_{BlockModel::Shape{}};
 };
 
 TEST_F(AgreementTest, IsAskedByEachStepAfterTheFirstAndHeeded) {
@@ -72,11 +45,7 @@ TEST_F(AgreementTest, WeightsThatWereRelocatedRunEagerlyUntilAllRanksCapture) {
   bool all = true;
   const auto engine = this->engine([&](bool mine) { return mine && all; });
   expect_plain(*engine, 0, 3);
-  for (BlockModel* model : {&model_, &plain_}) {
-    for (at::Tensor& parameter : model->parameters()) {
-      parameter.set_data(parameter.detach().clone());
-    }
-  }
+  relocate(model_);
   all = false;
   expect_plain(*engine, 3, 5);
   EXPECT_EQ(engine->report().captures, 8);
@@ -113,4 +82,4 @@ TEST_F(AgreementTest, GraphedCallablesAreNotMadeWithoutIt) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -53,17 +54,24 @@ class BucketedStack : public testing::Test {
     }
     return h;
   }
-  /// A step with inputs of `length` rows gives what the plain twin gives.
-  void expect_plain(std::int64_t s, std::int64_t length) {
+  /// `run` gives the same in a step of the graphed layers and of their plain twin, without a step of the engine.
+  void expect_plain(std::int64_t s, const std::function<testing_model::StepTensors(bool graphs)>& run) {
     const auto step = [&](torch::nn::Sequential& trained, bool graphs) {
-      const at::Tensor x = data(s, length).requires_grad_(true);
-      testing_model::StepTensors result = testing_model::train_step(
-          *trained, nullptr, [&] { (forward(graphs, x) * data(s, length, 1)).mean().backward(); });
-      result.emplace_back("gradient of the input", x.grad());
+      testing_model::StepTensors given;
+      testing_model::StepTensors result = testing_model::train_step(*trained, nullptr, [&] { given = run(graphs); });
+      result.insert(result.end(), given.begin(), given.end());
       return result;
     };
     const testing_model::StepTensors plain = step(plain_, false);
-    EXPECT_TRUE(testing_model::same(step(model_, true), plain)) << "step " << s << " of length " << length;
+    EXPECT_TRUE(testing_model::same(step(model_, true), plain)) << "step " << s;
+  }
+  /// With inputs of `length` rows.
+  void expect_plain(std::int64_t s, std::int64_t length) {
+    expect_plain(s, [&](bool graphs) {
+      const at::Tensor x = data(s, length).requires_grad_(true);
+      (forward(graphs, x) * data(s, length, 1)).mean().backward();
+      return testing_model::StepTensors{{"gradient of the input", x.grad()}};
+    });
   }
 
   c10::Device device_ = find_device("sim");

@@ -1,7 +1,6 @@
 // What a call is given: containers and values are inputs, guards or kept by value, and give plain training's gradients.
 #include <array>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <map>
 #include <memory>

@@ -18,10 +18,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CallTest;
 
 /// LibTorch's own form of a checkpoint: the forward runs without gradients, and again in backward.
 struct Recomputed : torch::autograd::Function<Recomputed> {
@@ -50,9 +48,9 @@ TEST_F(CallTest, ACallInACheckpointRunsEagerlyAndTheReportSaysSo) {
   for (std::int64_t s = 0; s < 4; ++s) {
     const at::Tensor x = at::randn({16, 32}).to(device_).requires_grad_(true);
     weight.mutable_grad() = at::Tensor();
-    testing_model::in_step(&engine, [&] {
+    in_step(&engine, [&] {
       Recomputed::apply(x, weight).sum().backward();
-      train(model_, s);
+      model_.loss_of(s).backward();
     });
     const at::Tensor mine = weight.grad().clone();
     const at::Tensor mine_x = x.grad().clone();
@@ -89,7 +87,7 @@ TEST_F(CallTest, ACheckpointOfTheUsersIsRefusedByName) {
   OffloadEngine engine(model_, options());
   const at::Tensor weight = (at::randn({32, 32}) * 0.1).to(device_).requires_grad_(true);
   const at::Tensor x = at::randn({16, 32}).to(device_).requires_grad_(true);
-  const std::string message = testing_model::message_of<Error>([&] {
+  const std::string message = message_of<Error>([&] {
     (void)make_graphed_callables(engine, {Callable("checkpointed", owning([&](const Tensors& in) {
                                                      return Tensors{Checkpoint::apply(in[0], weight)};
                                                    }))},
@@ -101,4 +99,4 @@ TEST_F(CallTest, ACheckpointOfTheUsersIsRefusedByName) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

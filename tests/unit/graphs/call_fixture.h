@@ -25,21 +25,13 @@ class CallTest : public testing::Test {
     return Options(device_).min_bytes(1024).graph("blocks.*").offload("blocks.*.*").graph_options(graph);
   }
 
-  /// Forward and backward on the data of step `s`.
-  void train(BlockModel& model, std::int64_t s, std::int64_t start = 0) const {
-    const auto batch = batch_of(model.shape(), s, device_);
-    model.loss(batch.tokens, batch.targets, start).backward();
-  }
-
   /// `run` in a step of the engine and plainly: the same gradients.
   void expect_plain(OffloadEngine& engine, std::int64_t s, const Run& run) {
-    testing_model::expect_plain(
-        s, s + 1, [&](std::int64_t step) { return train_step(model_, &engine, [&] { run(model_, step); }); },
-        [&](std::int64_t step) { return train_step(plain_, nullptr, [&] { run(plain_, step); }); });
+    expect_same_step(model_, &engine, plain_, s, [&](BlockModel& model) { run(model, s); });
   }
   void expect_plain(OffloadEngine& engine, std::int64_t first, std::int64_t last, std::int64_t start = 0) {
     for (std::int64_t s = first; s < last; ++s) {
-      expect_plain(engine, s, [&](BlockModel& model, std::int64_t step) { train(model, step, start); });
+      expect_plain(engine, s, [&](BlockModel& model, std::int64_t step) { model.loss_of(step, start).backward(); });
     }
   }
 

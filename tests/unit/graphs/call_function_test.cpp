@@ -17,12 +17,8 @@
 #include "sidestream/error.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CallArguments;
-using testing_model::rows;
-using testing_model::Scaler;
 
 at::Tensor times_two(const at::Tensor& x) { return x * 2; }
 at::Tensor times_three(const at::Tensor& x) { return x * 3; }
@@ -87,7 +83,7 @@ TEST_F(CallArguments, AnOwningFunctionThatIsMadeOnceIsCapturedOnce) {
 }
 
 TEST_F(CallArguments, AnOwningFunctionThatIsMadeAnewEndsAtTheBound) {
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   OffloadEngine engine(*model_, options().call_options(CallOptions().max_captures(3)));
   expect_plain(engine, 0, 8, [](Scaler& model, const at::Tensor& x, std::int64_t s) {
     const std::vector<double> factors{double(s), 3};
@@ -118,4 +114,4 @@ TEST_F(CallArguments, NoModuleAndNoNameAreRefused) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -16,12 +16,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CallArguments;
-using testing_model::rows;
-using testing_model::Scaler;
 
 TEST_F(CallArguments, AModuleArgumentIsWatched) {
   OffloadEngine engine(*model_, options());
@@ -151,4 +147,4 @@ TEST_F(CallArguments, ACallableIsGivenItsModule) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -11,11 +11,8 @@
 #include "sidestream/engine.h"
 #include "sidestream/scope.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::CallTest;
 
 TEST_F(CallTest, PinnedMemoryIsWhatLeavesAndNoMore) {
   OffloadEngine engine(model_, options());
@@ -58,7 +55,7 @@ TEST_F(CallTest, GraphedOutputsThatEagerScopesSaveStay) {
     const at::Tensor& positions = &model == &model_ ? positions_ : plain_positions_;
     at::Tensor h = x;
     for (auto& block : *model.blocks) {
-      h = call(block->as<testing_model::Block>(), h, stays(&positions), 0);
+      h = call(block->as<Block>(), h, stays(&positions), 0);
     }
     {
       const OffloadScope scope("square");
@@ -96,7 +93,7 @@ at::Tensor mixed_loss(BlockModel& model, const at::Tensor& positions, const at::
       const OffloadScope scope(i % 2 == 0 ? "even" : "odd");
       h = h.tanh().exp().mul(0.5);
     }
-    h = call(block->as<testing_model::Block>(), h, stays(&positions), 0);
+    h = call(block->as<Block>(), h, stays(&positions), 0);
     ++i;
   }
   h = call(
@@ -125,4 +122,4 @@ TEST_F(CallTest, EagerScopesStandBetweenGraphedCalls) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -10,11 +10,8 @@
 #include "sidestream/call.h"
 #include "sidestream/engine.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CallArguments;
-using testing_model::Scaler;
 
 // A capture at the next step's begin read a pointer to a local that was gone.
 TEST_F(CallArguments, AStayingPointerMayPointToALocal) {
@@ -75,4 +72,4 @@ TEST_F(CallArguments, ASharedTargetIsKept) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

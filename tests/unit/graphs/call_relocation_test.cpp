@@ -11,28 +11,20 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::BlockModel;
-using testing_model::CallTest;
-
 TEST_F(CallTest, RelocatedWeightsAreCapturedAgainOrRefused) {
-  const auto move = [&] {
-    for (at::Tensor& parameter : model_.parameters()) {
-      parameter.set_data(parameter.detach().clone());
-    }
-  };
   {
     OffloadEngine engine(model_, options());
     expect_plain(engine, 0, 3);
-    move();
+    relocate(model_);
     expect_plain(engine, 3, 5);
     EXPECT_EQ(engine.report().recaptures, 4);
   }
   OffloadEngine engine(model_, options(GraphOptions().on_relocated_weights(OnRelocatedWeights::error)));
   expect_plain(engine, 5, 7);
-  move();
+  relocate(model_);
   EXPECT_THROWS(UsageError, "were relocated", (void)engine.step());
   engine.reset();
   expect_plain(engine, 7, 9);
@@ -70,4 +62,4 @@ TEST_F(CallTest, ARelocatedBufferOfAnotherModuleIsCapturedAgain) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

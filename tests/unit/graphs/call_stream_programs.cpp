@@ -2,7 +2,6 @@
 #include <array>
 #include <memory>
 #include <optional>
-#include <string>
 
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>

@@ -16,12 +16,8 @@
 #include "sidestream/error.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::CallTest;
-using testing_model::train_step;
 
 TEST_F(CallTest, ANewIntegerIsAnotherCapture) {
   OffloadEngine engine(model_, options().call_options(CallOptions().max_captures(2)));
@@ -34,7 +30,7 @@ TEST_F(CallTest, ANewIntegerIsAnotherCapture) {
   expect_plain(engine, 5, 6, 0);
   expect_plain(engine, 6, 7, 4);
   EXPECT_EQ(engine.report().captures, 16) << "both values replay";
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   expect_plain(engine, 7, 10, 8);
   expect_plain(engine, 10, 11, 12);
   EXPECT_EQ(engine.report().captures, 16) << "beyond the bound it runs eagerly";
@@ -62,7 +58,7 @@ TEST_F(CallTest, ANewIntegerIsAnErrorByOption) {
   expect_plain(engine, 0, 3, 0);
   EXPECT_THROWS(UsageError, "new value", {
     const auto step = engine.step();
-    train(model_, 3, 4);
+    model_.loss_of(3, 4).backward();
   });
   expect_plain(engine, 4, 6, 0);
 }
@@ -73,8 +69,8 @@ TEST_P(CallMicrobatchTest, AccumulateOneAfterTheOther) {
   OffloadEngine engine(model_, options(GraphOptions().side_streams(GetParam())));
   for (std::int64_t s = 0; s < 4; ++s) {
     expect_plain(engine, s, [&](BlockModel& model, std::int64_t step) {
-      train(model, 10 * step);
-      train(model, 10 * step + 1);
+      model.loss_of(10 * step).backward();
+      model.loss_of(10 * step + 1).backward();
     });
   }
   EXPECT_EQ(engine.report().captures, 8) << "one capture serves both";
@@ -84,10 +80,8 @@ TEST_P(CallMicrobatchTest, AccumulateOneAfterTheOther) {
 TEST_P(CallMicrobatchTest, TwoInFlight) {
   OffloadEngine engine(model_, options(GraphOptions().side_streams(GetParam())));
   const auto run = [&](BlockModel& model, std::int64_t step) {
-    const auto first = testing_model::batch_of(model.shape(), 10 * step, device_);
-    const auto second = testing_model::batch_of(model.shape(), 10 * step + 1, device_);
-    const at::Tensor a = model.loss(first.tokens, first.targets);
-    const at::Tensor b = model.loss(second.tokens, second.targets);
+    const at::Tensor a = model.loss_of(10 * step);
+    const at::Tensor b = model.loss_of(10 * step + 1);
     (step % 2 == 0 ? a : b).backward();
     (step % 2 == 0 ? b : a).backward();
   };
@@ -102,15 +96,14 @@ INSTANTIATE_TEST_SUITE_P(SideStreams, CallMicrobatchTest, testing::Values(1, 2, 
 
 TEST_F(CallTest, MicrobatchesInFlightAreBounded) {
   const auto in_flight = [&](BlockModel& model) {
-    const auto batch = testing_model::batch_of(model.shape(), 1, device_);
-    const at::Tensor a = model.loss(batch.tokens, batch.targets);
-    const at::Tensor b = model.loss(batch.tokens, batch.targets);
+    const at::Tensor a = model.loss_of(1);
+    const at::Tensor b = model.loss_of(1);
     (a + b).backward();
   };
   OffloadEngine bounded(model_, options().call_options(CallOptions().max_captures(1)));
   expect_plain(bounded, 0, 2);
   {
-    testing_model::ExpectedWarnings warnings;
+    ExpectedWarnings warnings;
     for (std::int64_t s = 2; s < 4; ++s) {
       expect_plain(bounded, s, [&](BlockModel& model, std::int64_t /*step*/) { in_flight(model); });
     }
@@ -132,7 +125,7 @@ TEST_F(CallTest, NewShapesAreAnotherCapture) {
   expect_plain(engine, 0, 2);
   for (std::int64_t s = 2; s < 5; ++s) {
     expect_plain(engine, s, [&](BlockModel& model, std::int64_t step) {
-      const auto batch = testing_model::batch_of(model.shape(), step, device_);
+      const auto batch = batch_of(model.shape(), step, device_);
       model.loss(batch.tokens.slice(1, 0, 8), batch.targets.slice(1, 0, 8).contiguous()).backward();
     });
   }
@@ -143,12 +136,11 @@ TEST_F(CallTest, NewShapesAreAnotherCapture) {
 TEST_F(CallTest, RunsEagerlyUnderNoGradAndInEval) {
   OffloadEngine engine(model_, options());
   expect_plain(engine, 0, 2);
-  const auto batch = testing_model::batch_of(model_.shape(), 3, device_);
   {
     const at::NoGradGuard no_grad;
-    const double expected = plain_.loss(batch.tokens, batch.targets).item<double>();
+    const double expected = plain_.loss_of(3).item<double>();
     const auto step = engine.step();
-    EXPECT_EQ(model_.loss(batch.tokens, batch.targets).item<double>(), expected);
+    EXPECT_EQ(model_.loss_of(3).item<double>(), expected);
   }
   EXPECT_EQ(engine.report().replays, 0);
   model_.eval();
@@ -169,7 +161,7 @@ TEST_F(CallTest, PatternsThatMatchNothingListTheNames) {
     OffloadEngine engine(model_, wrong);
     {
       const auto step = engine.step();
-      train(model_, 0);
+      model_.loss_of(0).backward();
     }
     EXPECT_THROWS(UsageError, graphs ? "layers.*" : "core_attention", (void)engine.step());
     EXPECT_THROWS(UsageError, graphs ? "blocks.*" : "blocks.*.core_attn", (void)engine.step());
@@ -181,10 +173,10 @@ TEST_F(CallTest, AModuleOfAnotherModelRunsPlainly) {
   expect_plain(engine, 0, 2);
   BlockModel other{BlockModel::Shape{}};
   other.to(device_);
-  (void)train_step(plain_, nullptr, [&] { train(plain_, 2); });
+  (void)train_step(plain_, nullptr, [&] { plain_.loss_of(2).backward(); });
   (void)train_step(model_, &engine, [&] {
-    train(other, 2);
-    train(model_, 2);
+    other.loss_of(2).backward();
+    model_.loss_of(2).backward();
   });
   EXPECT_EQ(engine.report().captures, 8);
   expect_plain(engine, 3, 5);
@@ -195,8 +187,7 @@ TEST_F(CallTest, AForwardThatThrowsLeavesTheEngineUsable) {
   for (std::int64_t s = 0; s < 5; ++s) {
     EXPECT_THROWS(std::runtime_error, "the data broke", {
       const auto step = engine.step();
-      const auto batch = testing_model::batch_of(model_.shape(), 40 + s, device_);
-      const at::Tensor loss = model_.loss(batch.tokens, batch.targets);
+      const at::Tensor loss = model_.loss_of(40 + s);
       if (s % 2 == 0) {
         loss.backward();
       }
@@ -235,11 +226,10 @@ TEST_F(CallTest, RunsUnderAutocast) {
   OffloadEngine engine(model_, options());
   for (std::int64_t s = 0; s < 4; ++s) {
     expect_plain(engine, s, [&](BlockModel& model, std::int64_t step) {
-      const auto batch = testing_model::batch_of(model.shape(), step, device_);
       at::Tensor loss;
       {
         const Autocast autocast(device_.type());
-        loss = model.loss(batch.tokens, batch.targets);
+        loss = model.loss_of(step);
       }
       loss.backward();
     });
@@ -248,4 +238,4 @@ TEST_F(CallTest, RunsUnderAutocast) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -9,10 +9,11 @@
 
 namespace sidestream::testing_model {
 
-/// Three layers, each called by itself.
+/// Layers, each called by itself.
 class CalledStack : public torch::nn::Module {
  public:
-  explicit CalledStack(c10::Device device, const Mlp::Extras& extras = {}) : layers(layer_stack(3, device, extras)) {
+  explicit CalledStack(c10::Device device, const Mlp::Extras& extras = {}, std::int64_t count = 3)
+      : layers(layer_stack(count, device, extras)) {
     register_module("layers", layers);
   }
   at::Tensor forward(const at::Tensor& x) {

@@ -25,14 +25,8 @@
 #include "unit/sim/rerun/every_order.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::FaultyRuntime;
-using testing_model::gradients;
-using testing_model::same;
-using testing_model::StepTensors;
 
 /// Notes of which streams the workspaces were given up.
 class WorkspacesNoted final : public ForwardingRuntime {
@@ -55,7 +49,7 @@ class CaptureFaultTest : public testing::Test {
 
   State state_of(const torch::nn::Module& model) const {
     State state;
-    state.tensors = testing_model::gradients_and_buffers(model);
+    state.tensors = gradients_and_buffers(model);
     state.tensors.emplace_back("random state", at::globalContext().defaultGenerator(device_).get_state());
     synchronize(device_);
     release_cached_memory(device_);
@@ -66,17 +60,17 @@ class CaptureFaultTest : public testing::Test {
   /// Captures a stack with `arm` at every n until it succeeds; returns how often it failed. `offload`: names.
   int capture_with_every_fault(const std::shared_ptr<Runtime>& runtime, const std::function<void(std::int64_t)>& arm,
                                const GraphOptions& options, bool with_gradients, const std::string& offload) {
-    torch::nn::Sequential model = testing_model::layer_stack(2, device_, {.dropout = 0.1, .batch_norm = true});
+    torch::nn::Sequential model = layer_stack(2, device_, {.dropout = 0.1, .batch_norm = true});
     OffloadEngine engine(EngineAccess::engine(*model, Options(device_).offload(offload).min_bytes(1024), runtime));
     if (with_gradients) {
-      model->forward(testing_model::rows(0, device_)).square().mean().backward();
+      model->forward(rows(0, device_)).square().mean().backward();
     }
     int failures = 0;
     for (std::int64_t n = 0; !HasFailure(); ++n) {
       const State before = state_of(*model);
       arm(n);
       try {
-        const auto layers = testing_model::graph_stack(engine, model, device_, options);
+        const auto layers = graph_stack(engine, model, device_, options);
         arm(-1);
         return failures;
       } catch (const DeviceError&) {
@@ -103,7 +97,7 @@ class CaptureFaultTest : public testing::Test {
     EXPECT_GT(capture_with_every_fault(make_runtime(device_), arm_allocation, options, with_gradients, ""), 20);
   }
 
-  testing_model::ExpectedWarnings warnings_;  ///< of scopes whose end fails
+  ExpectedWarnings warnings_;  ///< of scopes whose end fails
   c10::Device device_ = find_device("sim");
 };
 
@@ -122,7 +116,7 @@ TEST_F(CaptureFaultTest, NothingChangesWhereTheGraphsWouldOwnTheGradients) {
 
 // The memory itself is seen on a GPU alone, by ConformanceMissing.CaptureFailureCleanup.
 TEST_F(CaptureFaultTest, TheWorkspacesOfPassesThatThrowAreGivenUp) {
-  torch::nn::Sequential model = testing_model::layer_stack(1, device_);
+  torch::nn::Sequential model = layer_stack(1, device_);
   for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
     const auto runtime = std::make_shared<WorkspacesNoted>(make_runtime(device_));
     OffloadEngine engine(EngineAccess::engine(*model, Options(device_), runtime));
@@ -136,7 +130,7 @@ TEST_F(CaptureFaultTest, TheWorkspacesOfPassesThatThrowAreGivenUp) {
                         }
                         return Tensors{y};
                       }));
-    const at::Tensor sample = testing_model::rows(0, device_).requires_grad_(true);
+    const at::Tensor sample = rows(0, device_).requires_grad_(true);
     EXPECT_THROWS(std::runtime_error, "the model broke",
                   (void)make_graphed_callables(engine, {callable}, {{sample}}, GraphOptions().num_warmup_iters(1)));
     ASSERT_EQ(ran_on.size(), static_cast<std::size_t>(fails_in) + 1);
@@ -152,7 +146,7 @@ class RepeatedCaptureTest : public testing::Test {
     explicit Subject(const RepeatedCaptureTest& test)
         : faulty(std::make_shared<FaultyRuntime>(make_runtime(test.device_))), model(test.shape_) {
       model.to(test.device_);
-      const testing_model::Wrapping wrapping{"", "blocks.*", "blocks.*.*", 1};
+      const Wrapping wrapping{"", "blocks.*", "blocks.*.*", 1};
       Options options = wrapping.options(test.device_, 1024);
       options.graph_options(GraphOptions(options.graph_options()).num_warmup_iters(0));
       engine = std::make_unique<OffloadEngine>(EngineAccess::engine(model, options, faulty));
@@ -163,21 +157,17 @@ class RepeatedCaptureTest : public testing::Test {
   };
 
   void train(BlockModel& model, OffloadEngine* engine, std::int64_t s, std::int64_t microbatches) const {
-    testing_model::clear_gradients(model);
-    const auto microbatch = [&](std::int64_t m) {
-      const auto batch = testing_model::batch_of(shape_, 10 * s + m, device_);
-      return model.loss(batch.tokens, batch.targets);
-    };
+    clear_gradients(model);
     const auto run = [&] {
       std::vector<at::Tensor> losses;
       for (std::int64_t m = 0; m < microbatches; ++m) {
-        losses.push_back(microbatch(m));
+        losses.push_back(model.loss_of(10 * s + m));
       }
       for (; !losses.empty(); losses.pop_back()) {
         losses.back().backward();
       }
     };
-    testing_model::in_step(engine, run);
+    in_step(engine, run);
   }
 
   StepTensors plain(std::int64_t s, std::int64_t microbatches) const {
@@ -187,7 +177,7 @@ class RepeatedCaptureTest : public testing::Test {
     return gradients(model);
   }
 
-  testing_model::ExpectedWarnings warnings_;  ///< of scopes whose end fails
+  ExpectedWarnings warnings_;  ///< of scopes whose end fails
   c10::Device device_ = find_device("sim");
   BlockModel::Shape shape_{.layers = 2, .hidden = 16, .sequence = 8, .batch = 4};
 };
@@ -258,4 +248,4 @@ TEST_F(RepeatedCaptureTest, WeightsThatMoveBackAfterAFailedCapture) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

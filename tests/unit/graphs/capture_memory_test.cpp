@@ -1,23 +1,19 @@
 // What waits for a capture, and what its warm-up holds, on the device.
 #include <chrono>
 #include <cstdint>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
-#include "models/layer_stack.h"
 #include "models/plain_twin.h"
-#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
+#include "unit/graphs/called_stack.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Mlp;
 
 class CaptureMemoryTest : public testing::Test {
  protected:
@@ -33,7 +29,7 @@ class CaptureMemoryTest : public testing::Test {
 };
 
 TEST_F(CaptureMemoryTest, AWarmUpHoldsAnOutputUntilItsLastReaderOnly) {
-  torch::nn::Sequential model = testing_model::layer_stack(12, device_);
+  torch::nn::Sequential model = layer_stack(12, device_);
   std::int64_t first = 0;
   std::int64_t begun = 0;
   const auto options = Options(device_).min_bytes(1024).progress([&](const Progress& progress) {
@@ -46,37 +42,32 @@ TEST_F(CaptureMemoryTest, AWarmUpHoldsAnOutputUntilItsLastReaderOnly) {
     }
   });
   OffloadEngine engine(*model, options);
-  const auto layers = testing_model::graph_stack(engine, model, device_, GraphOptions().num_warmup_iters(1));
+  const auto layers = graph_stack(engine, model, device_, GraphOptions().num_warmup_iters(1));
   EXPECT_EQ(begun, 10);
 }
 
 /// Each call's input is made between the calls, so that none is another call's output.
-class Glued : public torch::nn::Module {
- public:
-  explicit Glued(c10::Device device) : layers(testing_model::layer_stack(6, device)) {
-    register_module("layers", layers);
-  }
+struct Glued : CalledStack {
+  explicit Glued(c10::Device device) : CalledStack(device, {}, 6) {}
   at::Tensor loss(const at::Tensor& x) {
     at::Tensor h = x;
     for (std::size_t i = 0; i < layers->size(); ++i) {
-      h = call(&layers->at<Mlp>(i), h * 2);
+      h = run_layer(i, h * 2);
     }
     return h.mean();
   }
-  torch::nn::Sequential layers;
 };
 
 TEST_F(CaptureMemoryTest, CallsThatWaitForTheirCaptureHoldNothingOfTheDevice) {
   Glued plain(device_);
   Glued mine(device_);
   OffloadEngine engine(mine, Options(device_).graph("layers.*"));
-  const auto gradients = [&](Glued& model, OffloadEngine* in, std::int64_t s) {
-    return testing_model::train_step(model, in, [&] { model.loss(testing_model::rows(s, device_)).backward(); });
+  const auto expect_plain = [&](std::int64_t s) {
+    expect_same_step(mine, &engine, plain, s, [&](Glued& model) { model.loss(rows(s, device_)).backward(); });
   };
   synchronize(device_);
   std::int64_t with_gradients = memory_use(device_).allocated;
-  auto expected = gradients(plain, nullptr, 0);
-  EXPECT_TRUE(testing_model::same(gradients(mine, &engine, 0), expected));
+  expect_plain(0);
   for (const Glued* model : {&plain, &mine}) {
     for (const at::Tensor& parameter : model->parameters()) {
       const std::size_t bytes = parameter.grad().defined() ? parameter.grad().nbytes() : 0;
@@ -86,8 +77,7 @@ TEST_F(CaptureMemoryTest, CallsThatWaitForTheirCaptureHoldNothingOfTheDevice) {
   // Less, where another test's last tensors were let go of in between: autograd's thread does so a moment later.
   EXPECT_LE(allocated(with_gradients), with_gradients);
   for (std::int64_t s = 1; s < 4; ++s) {
-    expected = gradients(plain, nullptr, s);
-    EXPECT_TRUE(testing_model::same(gradients(mine, &engine, s), expected)) << "step " << s;
+    expect_plain(s);
   }
   EXPECT_EQ(engine.report().captures, 12);
 }
@@ -105,11 +95,9 @@ TEST_F(CaptureMemoryTest, ACaptureInTheirPlaceLetsGoOfTheOldGraphsMemoryFirst) {
   OffloadEngine engine(model, options);
   for (std::int64_t s = 0; s < 4; ++s) {
     if (s == 3) {
-      for (at::Tensor& parameter : model.parameters()) {
-        parameter.set_data(parameter.detach().clone());
-      }
+      relocate(model);
     }
-    (void)testing_model::train_step(model, &engine, [&] { model.loss(testing_model::rows(s, device_)).backward(); });
+    (void)train_step(model, &engine, [&] { model.loss(rows(s, device_)).backward(); });
   }
   EXPECT_EQ(engine.report().recaptures, 6);
   ASSERT_EQ(at_begin.size(), 2U);
@@ -117,4 +105,4 @@ TEST_F(CaptureMemoryTest, ACaptureInTheirPlaceLetsGoOfTheOldGraphsMemoryFirst) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -18,12 +18,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BodyBlock;
-using testing_model::BodyModel;
-using testing_model::BodyTwins;
 
 class CaptureWritesTest : public testing::Test {
  protected:
@@ -217,4 +213,4 @@ TEST_F(CaptureWritesTest, NumbersAndTensorsOfTheCallsOwnAreFine) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

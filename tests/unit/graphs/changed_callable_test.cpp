@@ -19,13 +19,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Part;
-using testing_model::part_input;
-using testing_model::PartModel;
-using testing_model::Twins;
 
 constexpr std::size_t kChangedParts = 4;
 
@@ -100,9 +95,7 @@ class ChangedCallableTest : public testing::TestWithParam<ChangedPart> {
     });
     std::vector<Callable> callables;
     for (std::size_t i = 0; i < kChangedParts; ++i) {
-      callables.emplace_back(
-          "part" + std::to_string(i), [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-          std::dynamic_pointer_cast<Part>(twins_.mine->parts[i]));
+      callables.push_back(part_callable(*twins_.mine, i));
     }
     if (std::get<2>(GetParam()) == CapturedAs::callables) {
       for (GraphedCallable& graphed : make_graphed_callables(*twins_.engine, callables, samples(6))) {
@@ -188,9 +181,7 @@ class ChangedPairTest : public testing::Test {
     std::vector<Callable> callables;
     std::vector<std::vector<Sample>> samples;
     for (std::size_t i = 0; i < 2; ++i) {
-      callables.emplace_back(
-          "part" + std::to_string(i), [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-          std::dynamic_pointer_cast<Part>(twins_.mine->parts[i]));
+      callables.push_back(part_callable(*twins_.mine, i));
       samples.push_back({x()});
     }
     graphed_ = make_graphed_callables(*twins_.engine, callables, samples, options);
@@ -208,7 +199,7 @@ TEST_F(ChangedPairTest, AFrozenWeightIsNotCalledRelocatedWhileABackwardIsPending
   {
     const at::Tensor y = graphed_[0]({x()})[0];
     second().fc1->weight.set_requires_grad(false);
-    const std::string text = testing_model::message_of<UsageError>([&] { (void)graphed_[1]({x()}); });
+    const std::string text = message_of<UsageError>([&] { (void)graphed_[1]({x()}); });
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "a parameter was frozen or unfrozen since the capture", text);
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "\"fc1.weight\" is frozen, was trained", text);
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "change weights when no backward is pending", text);
@@ -223,7 +214,7 @@ TEST_F(ChangedPairTest, AFrozenWeightIsNotCalledRelocatedWhileABackwardIsPending
 TEST_F(ChangedPairTest, AReplacedWeightIsNotCalledRelocated) {
   capture(GraphOptions().on_relocated_weights(OnRelocatedWeights::error));
   second().renew_scale();
-  const std::string text = testing_model::message_of<UsageError>([&] { (void)graphed_[1]({x()}); });
+  const std::string text = message_of<UsageError>([&] { (void)graphed_[1]({x()}); });
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "were replaced since the capture", text);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "call make_graphed_callables again", text);
   EXPECT_EQ(text.find("pending"), std::string::npos) << text;
@@ -263,4 +254,4 @@ TEST_F(ChangedPairTest, ForwardsAloneAreCapturedAgainOnceAPass) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -16,10 +16,8 @@
 #include "sidestream/engine.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
 
 constexpr std::int64_t kSteps = 4;
 
@@ -38,8 +36,8 @@ class CheckedEnginesTest : public testing::Test {
     return Options(device_).min_bytes(1024).graph("blocks.*").offload("blocks.*.*").check_steps(checked);
   }
   void train(BlockModel& model, std::int64_t s) const {
-    testing_model::clear_gradients(model);
-    const auto batch = testing_model::batch_of(shape_, s, device_);
+    clear_gradients(model);
+    const auto batch = batch_of(shape_, s, device_);
     model.loss(batch.tokens, batch.targets).backward();
   }
   /// Operators that nothing else runs, by which a journal tells what it has heard.
@@ -111,7 +109,7 @@ TEST_F(CheckedEnginesTest, AStepThatGoesOnAnotherThreadLeavesTheNextOnesJournalW
   std::optional<Step> step(engine->step());
   train(one_, 0);
   std::thread([&] {
-    testing_model::ExpectedWarnings warnings;
+    ExpectedWarnings warnings;
     step.reset();
     engine.reset();
   }).join();
@@ -126,4 +124,4 @@ TEST_F(CheckedEnginesTest, AStepThatGoesOnAnotherThreadLeavesTheNextOnesJournalW
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

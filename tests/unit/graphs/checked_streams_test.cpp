@@ -25,12 +25,8 @@
 #include "sidestream/scope.h"
 #include "stream_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::order;
-using testing_model::through_scopes;
-using testing_model::TwoStreams;
 
 class CheckedStreamsTest : public testing::Test {
  protected:
@@ -299,4 +295,4 @@ TEST_F(CheckedStreamsTest, AHostSlotsFindingNamesBothGroupsAndTheirSteps) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -14,11 +14,8 @@
 #include "sidestream/device.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::layer_stack;
-using testing_model::rows;
 
 struct Clip {
   double max_norm;
@@ -45,7 +42,7 @@ TEST_P(ClipGradTest, ClipsAsLibTorchDoes) {
   EXPECT_EQ(norm.device(), device_);
   EXPECT_EQ(norm.dim(), 0);
   EXPECT_EQ(static_cast<double>(norm.cpu().item<float>()), theirs);
-  EXPECT_TRUE(testing_model::same(testing_model::gradients(*mine), testing_model::gradients(*plain)));
+  EXPECT_TRUE(same(gradients(*mine), gradients(*plain)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Norms, ClipGradTest,
@@ -79,4 +76,4 @@ TEST_F(ClipGradEdgeTest, RefusesByName) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -19,10 +19,8 @@
 #include "sidestream/error.h"
 #include "sidestream/scope.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
 
 class DelayedTrainingTest : public testing::Test {
  protected:
@@ -34,10 +32,9 @@ class DelayedTrainingTest : public testing::Test {
   void train(OffloadEngine& engine, std::int64_t steps) {
     for (std::int64_t s = 0; s < steps; ++s) {
       auto step = engine.step();
-      const auto batch = testing_model::batch_of(shape_, s, device_);
-      model_.loss(batch.tokens, batch.targets).backward();
+      model_.loss_of(s).backward();
       step.finish();
-      testing_model::clear_gradients(model_);
+      clear_gradients(model_);
     }
   }
 
@@ -89,8 +86,7 @@ TEST_F(DelayedTrainingTest, NothingIsLostWhereNoBackwardComes) {
   train(engine, 2);
   const std::int64_t whole = engine.report().offloaded_bytes;
   auto step = engine.step();
-  const auto batch = testing_model::batch_of(shape_, 7, device_);
-  const at::Tensor loss = model_.loss(batch.tokens, batch.targets);
+  const at::Tensor loss = model_.loss_of(7);
   step.finish();
   EXPECT_EQ(engine.report().offloaded_bytes, whole) << "what leaves leaves at the step's end";
   loss.backward();
@@ -133,32 +129,24 @@ TEST_F(DelayedTrainingTest, ABackwardThatFailsBehindItsLaunchAtACopyIsNotRunAgai
   OffloadEngine engine(EngineAccess::engine(model_, options, runtime));
   BlockModel plain(shape_);
   plain.to(device_);
-  const auto loss_of = [&](BlockModel& model, std::int64_t s) {
-    const auto batch = testing_model::batch_of(shape_, s, device_);
-    return model.loss(batch.tokens, batch.targets);
-  };
-  const at::Tensor x = testing_model::rows(0, device_).requires_grad_(true);
+  const at::Tensor x = rows(0, device_).requires_grad_(true);
   const auto in_scope = [&](const char* name, const at::Tensor& from) {
     const OffloadScope scope(name);
     return from.exp();
   };
   const auto expect_plain = [&](std::int64_t s) {
-    const auto train_once = [&](BlockModel& model, OffloadEngine* with) {
-      return testing_model::train_step(model, with, [&] {
-        const at::Tensor loss = loss_of(model, s);
-        const at::Tensor aside = in_scope("aside", x);  // leaves behind the first backward
-        loss.backward();
-        in_scope("last", at::cat({aside, aside})).sum().backward();  // which the lag keeps
-      });
-    };
-    const testing_model::StepTensors expected = train_once(plain, nullptr);
-    EXPECT_TRUE(testing_model::same(train_once(model_, &engine), expected)) << "step " << s;
+    expect_same_step(model_, &engine, plain, s, [&](BlockModel& model) {
+      const at::Tensor loss = model.loss_of(s);
+      const at::Tensor aside = in_scope("aside", x);  // leaves behind the first backward
+      loss.backward();
+      in_scope("last", at::cat({aside, aside})).sum().backward();  // which the lag keeps
+    });
   };
   for (std::int64_t s = 0; s < 3; ++s) {
     expect_plain(s);
   }
   const auto of_last_block = [](const BlockModel& model) {
-    testing_model::StepTensors gradients;
+    StepTensors gradients;
     for (const auto& parameter : model.named_parameters()) {
       if (parameter.key().find("blocks.4.") == 0) {
         gradients.emplace_back(parameter.key(), parameter.value().grad());
@@ -168,16 +156,16 @@ TEST_F(DelayedTrainingTest, ABackwardThatFailsBehindItsLaunchAtACopyIsNotRunAgai
   };
   model_.zero_grad();
   plain.zero_grad();
-  loss_of(plain, 3).backward();
+  plain.loss_of(3).backward();
   {
     Step step = engine.step();
-    const at::Tensor loss = loss_of(model_, 3);
+    const at::Tensor loss = model_.loss_of(3);
     const at::Tensor aside = in_scope("aside", x);
     runtime->arm();
     EXPECT_THROWS(DeviceError, "the copy was made to fail", loss.backward({}, /*retain_graph=*/true));
-    EXPECT_TRUE(testing_model::same(of_last_block(model_), of_last_block(plain)));
+    EXPECT_TRUE(same(of_last_block(model_), of_last_block(plain)));
     EXPECT_THROWS(UsageError, "failed after its graph had begun to add into .grad", loss.backward());
-    EXPECT_TRUE(testing_model::same(of_last_block(model_), of_last_block(plain)));
+    EXPECT_TRUE(same(of_last_block(model_), of_last_block(plain)));
     in_scope("last", at::cat({aside, aside})).sum().backward();
     step.finish();
   }
@@ -192,8 +180,7 @@ TEST_F(DelayedTrainingTest, PatternsThatNameNothingThatLeavesAreRefused) {
     OffloadEngine engine(model, mixed().delay(pattern));
     {
       auto step = engine.step();
-      const auto batch = testing_model::batch_of(shape_, 0, device_);
-      model.loss(batch.tokens, batch.targets).backward();
+      model.loss_of(0).backward();
     }
     EXPECT_THROWS(UsageError, "Options::delay", (void)engine.step());
     EXPECT_THROWS(UsageError, pattern, (void)engine.step());
@@ -201,4 +188,4 @@ TEST_F(DelayedTrainingTest, PatternsThatNameNothingThatLeavesAreRefused) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,5 +1,4 @@
 // Flags in device memory that graphs read.
-#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,11 +17,8 @@
 #include "sidestream/testing/simulator.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
 
 /// A weight whose rounded values are cached by the first microbatch of a step, as quantized weights are.
 struct CachedWeight {
@@ -48,7 +44,7 @@ class DeviceFlagTest : public testing::Test {
   }
 
   c10::Device device_ = find_device("sim");
-  torch::nn::Sequential model_ = testing_model::layer_stack(1, device_);
+  torch::nn::Sequential model_ = layer_stack(1, device_);
   OffloadEngine engine_{*model_, Options(device_)};
 };
 
@@ -149,4 +145,4 @@ TEST_F(DeviceFlagTest, SetBetweenAForwardAndABackwardThatReadsItIsRefused) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

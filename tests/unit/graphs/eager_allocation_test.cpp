@@ -17,12 +17,8 @@
 #include "unit/graphs/counted_heap.h"
 #include "unit/graphs/host_runtime.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::heap_allocations;
-using testing_model::HostRuntime;
-using testing_model::StepTensors;
 
 constexpr std::int64_t kSide = 16;
 /// Of one storage that leaves.
@@ -136,7 +132,7 @@ class EagerAllocationTest : public testing::Test {
     const std::int64_t bare = with_bare_hooks(EngineAccess::state(engine).exclusions(), run);
     for (int s = 0; s < 4; ++s) {
       const Taken step = in_step(engine, run);
-      EXPECT_TRUE(testing_model::same(gradients_, expected));
+      EXPECT_TRUE(same(gradients_, expected));
       EXPECT_GT(step.reloaded, 0);
       EXPECT_EQ(step.allocations, bare + step.reloaded * of_a_storage())
           << "beside " << plain << " of a plain step, " << bare << " with bare hooks and " << step.reloaded
@@ -229,4 +225,4 @@ TEST_F(EagerAllocationTest, AStorageThatEveryGroupSavesTakesNoMore) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -8,17 +8,13 @@
 #include "expect_throws.h"
 #include "models/plain_twin.h"
 #include "models/scopes.h"
-#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/scope.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::StepTensors;
-using testing_model::through_scopes;
 
 using Loss = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight)>;
 
@@ -328,4 +324,4 @@ TEST_F(EagerStep, APatternThatMatchesNothingListsTheNames) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -7,15 +7,14 @@
 #include "engine_operations.h"
 #include "sidestream/device.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
 class EngineOperationsTest : public testing::TestWithParam<std::int64_t> {};
 
 // On CUDA the same list holds (tests/gpu): the two backends are asked for the same, in the same order.
 TEST_P(EngineOperationsTest, AreTheSameOnEveryBackend) {
-  EXPECT_EQ(testing_model::engine_operations(find_device("sim"), GetParam()),
-            testing_model::expected_engine_operations(GetParam()));
+  EXPECT_EQ(engine_operations(find_device("sim"), GetParam()), expected_engine_operations(GetParam()));
 }
 
 INSTANTIATE_TEST_SUITE_P(SideStreams, EngineOperationsTest, testing::Values(0, 1, 2, 3),
@@ -24,4 +23,4 @@ INSTANTIATE_TEST_SUITE_P(SideStreams, EngineOperationsTest, testing::Values(0, 1
                          });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -12,13 +12,8 @@
 #include "sidestream/testing/simulator.h"
 #include "unit/graphs/called_stack.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CalledStack;
-using testing_model::Mlp;
-using testing_model::rows;
-using testing_model::StepTensors;
 
 class EvaluationCallTest : public testing::TestWithParam<std::string> {
  protected:
@@ -45,12 +40,11 @@ class EvaluationCallTest : public testing::TestWithParam<std::string> {
   /// `run` gives tensors beside the gradients and buffers.
   template <class Run>
   void expect_plain(OffloadEngine& engine, std::int64_t s, const Run& run) {
-    StepTensors extra;
-    StepTensors plain_extra;
-    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { run(plain_, plain_extra); });
-    EXPECT_TRUE(testing_model::same(testing_model::train_step(model_, &engine, [&] { run(model_, extra); }), plain))
-        << "step " << s;
-    EXPECT_TRUE(testing_model::same(extra, plain_extra)) << "step " << s;
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
+      StepTensors extra;
+      run(model, extra);
+      return extra;
+    });
   }
   void expect_plain_steps(OffloadEngine& engine, std::int64_t first, std::int64_t last) {
     for (std::int64_t s = first; s < last; ++s) {
@@ -138,4 +132,4 @@ INSTANTIATE_TEST_SUITE_P(Schedules, EvaluationCallTest, testing::Values("early",
                          });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -20,18 +20,10 @@
 #include "unit/graphs/hazard_program.h"
 #include "unit/graphs/recorded_steps.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::Calls;
-using testing_model::exponentiates;
-using testing_model::HazardForm;
-using testing_model::HazardProgram;
-using testing_model::rows;
-using testing_model::run_all;
-using testing_model::several;
-
-using EventHazardTest = testing_model::HazardTest;
+using EventHazardTest = HazardTest;
 
 /// Of the events that graphs record for those who wait, records none, or each twice.
 class RecordsOtherwise final : public ForwardingRuntime {
@@ -78,8 +70,8 @@ TEST_F(EventHazardTest, H02EachGraphHasAnEventOfItsOwn) {
   const auto& form = testing_model::program("stream_event");
   const auto runtime = make_runtime(device_);
   const auto program = form.make({runtime, runtime});
-  testing_model::RecordedSteps steps(*program);
-  EXPECT_EQ(steps.first_wrong(testing_model::plain_gradients(form, device_), 60).schedule, "");
+  RecordedSteps steps(*program);
+  EXPECT_EQ(steps.first_wrong(plain_gradients(form, device_), 60).schedule, "");
 }
 
 TEST_F(EventHazardTest, H03EventsAreWhatTheirTypeSaysWhateverStreamIsCurrent) {
@@ -270,4 +262,4 @@ TEST_F(EventHazardTest, H12ADoneEventCoversTheGradientsOfWeights) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

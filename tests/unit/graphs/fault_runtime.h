@@ -1,8 +1,6 @@
 #pragma once
 #include <cstdint>
-#include <memory>
 #include <string>
-#include <utility>
 
 #include "runtime/forwarding_runtime.h"
 #include "sidestream/error.h"

@@ -2,7 +2,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -26,18 +25,13 @@
 #include "sidestream/scope.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::PlantedWait;
-using testing_model::WaitContext;
-using testing_model::WaitingModel;
-using testing_model::WaitKind;
 
 /// Those that the simulated device tells of.
 std::vector<WaitKind> wait_kinds() {
   static std::int64_t grown = 1;
-  std::vector<WaitKind> kinds = testing_model::operator_waits();
+  std::vector<WaitKind> kinds = operator_waits();
   const std::vector<WaitKind> others = {
       {"event", "event synchronisation", "synchronize of an event",
        [](const at::Tensor& t) {
@@ -97,7 +91,7 @@ TEST_F(FindSyncsTest, TrainingThatNeverWaitsHasNoFindings) {
 
 TEST_F(FindSyncsTest, EveryKindIsFoundInEveryContextWithItsPlaceAndCount) {
   for (const WaitKind& kind : wait_kinds()) {
-    for (const testing_model::ExpectedPlace& place : testing_model::waiting_places()) {
+    for (const ExpectedPlace& place : waiting_places()) {
       SCOPED_TRACE(std::string(kind.label) + ", " + place.label);
       OffloadEngine engine(model_, options());
       steps(engine, 7);
@@ -181,8 +175,8 @@ TEST_F(FindSyncsTest, AStepInWhichSomethingWasCapturedMayAllocateAndSoMayTheNext
 
 TEST_F(FindSyncsTest, ABackwardIsAttributedToTheCallWhoseEagerRunMadeIt) {
   struct Outer : torch::nn::Module {
-    Outer() : member(register_module("member", std::make_shared<testing_model::WaitingTail>())) {}
-    std::shared_ptr<testing_model::WaitingTail> member;
+    Outer() : member(register_module("member", std::make_shared<WaitingTail>())) {}
+    std::shared_ptr<WaitingTail> member;
   } outer;
   outer.to(device_);
   OffloadEngine engine(outer, Options(device_).graph("member").find_syncs(true));
@@ -332,7 +326,7 @@ TEST_F(FindSyncsTest, AStepThatIsLeftOnAnotherThreadFindsNoMore) {
   {
     auto left = std::make_unique<Step>(engine.step());
     std::thread([&] {
-      const testing_model::ExpectedWarnings warnings;
+      const ExpectedWarnings warnings;
       left.reset();
     }).join();
   }
@@ -363,4 +357,4 @@ TEST_F(FindSyncsTest, AHundredPlacesAreListedAndAllAreCounted) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

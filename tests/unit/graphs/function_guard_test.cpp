@@ -10,12 +10,8 @@
 #include "sidestream/graphed_callable.h"
 #include "sidestream/owning.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::part_input;
-using testing_model::PartModel;
-using testing_model::Twins;
 
 /// No module that has tensors registers the dropout.
 class ProjectionModel : public torch::nn::Module {
@@ -61,7 +57,7 @@ class FunctionGuardTest : public testing::Test {
   void replace_parts(PartModel& model) const {
     torch::nn::ModuleList parts;
     for (std::int64_t i = 0; i < 3; ++i) {
-      auto other = std::make_shared<testing_model::Part>(model.width());
+      auto other = std::make_shared<Part>(model.width());
       other->to(device_);
       parts->push_back(other);
     }
@@ -187,4 +183,4 @@ TEST_F(FunctionGuardTest, AReplacedModuleWithoutTensorsIsSeenByABucketAtOnce) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -18,13 +18,12 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include "call_fixture.h"
 #include "cli/scratch_folder.h"
 #include "expect_throws.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/engine/engine_access.h"
 #include "graphs/engine/graph_drawing.h"
-#include "models/block_model.h"
-#include "models/plain_twin.h"
 #include "runtime/forwarding_runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -32,16 +31,9 @@
 #include "sidestream/graphed_callable.h"
 #include "sidestream/scope.h"
 #include "unit/graphs/graphed_step_fixture.h"
-#include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::gradients;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::train_step;
 
 /// Shows the first kernel of each graph as another node than it is.
 class DisguisedNodes final : public ForwardingRuntime {
@@ -67,34 +59,13 @@ class DisguisedNodes final : public ForwardingRuntime {
   Disguise disguise_;
 };
 
-class GraphInspectionTest : public testing::Test {
+class GraphInspectionTest : public CallTest {
  protected:
-  GraphInspectionTest() {
-    model_.to(device_);
-    plain_.to(device_);
-  }
-
-  [[nodiscard]] Options options() const {
-    return Options(device_).min_bytes(1024).graph("blocks.*").offload("blocks.*.*");
-  }
-  StepTensors train(BlockModel& model, OffloadEngine* engine, std::int64_t s) const {
-    return train_step(model, engine, [&] {
-      const auto batch = testing_model::batch_of(model.shape(), s, device_);
-      model.loss(batch.tokens, batch.targets).backward();
-    });
-  }
-  void expect_step_as_plain(OffloadEngine* engine, std::int64_t s) {
-    const StepTensors plain = train(plain_, nullptr, s);
-    EXPECT_TRUE(same(train(model_, engine, s), plain)) << "step " << s;
-  }
   static const CapturedCall& call_of(const OffloadEngine& engine, std::size_t index) {
     return EngineAccess::state(engine).sequences().all().front().lock()->sequence->calls()[index];
   }
 
-  c10::Device device_ = find_device("sim");
   std::shared_ptr<DisguisedNodes> runtime_ = std::make_shared<DisguisedNodes>(make_runtime(device_));
-  BlockModel model_{BlockModel::Shape{.layers = 4}};
-  BlockModel plain_{BlockModel::Shape{.layers = 4}};
 };
 
 /// What the kernels of a graph are called: scope and work of each.
@@ -145,8 +116,7 @@ TEST_F(GraphInspectionTest, EveryNodeIsNamedByOperatorAndScope) {
 
 TEST_F(GraphInspectionTest, EveryScopeOfAModelIsFoundInBothGraphs) {
   OffloadEngine engine(EngineAccess::engine(model_, options(), runtime_));
-  expect_step_as_plain(&engine, 0);
-  expect_step_as_plain(&engine, 1);
+  expect_plain(engine, 0, 2);
   for (std::size_t i = 0; i < 4; ++i) {
     const CapturedCall& call = call_of(engine, i);
     for (const bool backward : {false, true}) {
@@ -176,16 +146,16 @@ class RefusedNodeTest : public GraphInspectionTest, public testing::WithParamInt
 
 TEST_P(RefusedNodeTest, IsRefusedByNameAndTheModelTrainsOn) {
   OffloadEngine engine(EngineAccess::engine(model_, options(), runtime_));
-  expect_step_as_plain(&engine, 0);
+  expect_plain(engine, 0, 1);
   runtime_->disguise(GetParam().disguise);
-  const std::string message = testing_model::message_of<CaptureError>([&] { (void)engine.step(); });
+  const std::string message = message_of<CaptureError>([&] { (void)engine.step(); });
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "graphed call \"blocks.0\", forward: the captured graph holds a", message);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, GetParam().message, message);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, ", of aten::", message);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, ", in \"blocks.0", message);
-  expect_step_as_plain(nullptr, 1);
+  expect_same_step(model_, nullptr, plain_, 1, [](BlockModel& model) { model.loss_of(1).backward(); });
   runtime_->disguise({});
-  expect_step_as_plain(&engine, 2);
+  expect_plain(engine, 2, 3);
   EXPECT_EQ(engine.report().replays, 8);
 }
 
@@ -226,8 +196,7 @@ INSTANTIATE_TEST_SUITE_P(Nodes, RefusedNodeTest,
 
 TEST_F(GraphInspectionTest, CopiesBesideAGraphLieInItsLeases) {
   OffloadEngine engine(EngineAccess::engine(model_, options(), runtime_));
-  expect_step_as_plain(&engine, 0);
-  expect_step_as_plain(&engine, 1);
+  expect_plain(engine, 0, 2);
   auto& copies = const_cast<CapturedCopies&>(call_of(engine, 0).copies.captured);
   ASSERT_FALSE(copies.empty());
   EXPECT_THROWS(CaptureError, "has its device memory outside of the storage",
@@ -289,7 +258,7 @@ void expect_whole_drawing(const std::string& text) {
 }
 
 TEST_F(GraphInspectionTest, NodesOfAWholeStepAreNamedByScope) {
-  testing_model::WholeStepTrainer trainer(device_, {.layers = 3});
+  WholeStepTrainer trainer(device_, {.layers = 3});
   trainer.graph(Options(device_).offload("fc1").min_bytes(1024));
   const CapturedCall& step = call_of(*trainer.engine, 0);
   const std::vector<GraphNode> nodes = runtime_->nodes(step.forward.graph);
@@ -320,9 +289,9 @@ TEST_F(GraphInspectionTest, NodesOfAWholeStepAreNamedByScope) {
 TEST_F(GraphInspectionTest, EachGraphIsDrawnIntoAFileOfItsOwn) {
   const cli::ScratchFolder folder;
   OffloadEngine engine(EngineAccess::engine(model_, options(), runtime_));
-  expect_step_as_plain(&engine, 0);
+  expect_plain(engine, 0, 1);
   EXPECT_TRUE(engine.write_graphs(folder.path().string()).empty()) << "nothing is captured";
-  expect_step_as_plain(&engine, 1);
+  expect_plain(engine, 1, 2);
   const std::vector<std::string> files = engine.write_graphs(folder.path().string());
   EXPECT_EQ(static_cast<std::int64_t>(files.size()), engine.report().captures);
   EXPECT_EQ(std::set<std::string>(files.begin(), files.end()).size(), files.size());
@@ -340,13 +309,12 @@ TEST_F(GraphInspectionTest, EachGraphIsDrawnIntoAFileOfItsOwn) {
   const std::string backward = cli::ScratchFolder::read(folder.path() / "0_0_blocks.0_backward.dot");
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "Backward0: aten::", backward);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "copies to the device, beside the graph", backward);
-  expect_step_as_plain(&engine, 2);
+  expect_plain(engine, 2, 3);
 }
 
 TEST_F(GraphInspectionTest, AFolderThatCannotBeWrittenIsNamed) {
   OffloadEngine engine(model_, options());
-  expect_step_as_plain(&engine, 0);
-  expect_step_as_plain(&engine, 1);
+  expect_plain(engine, 0, 2);
   EXPECT_THROWS(UsageError, "needs the name of a folder", (void)engine.write_graphs(""));
   EXPECT_THROWS(UsageError, "the folder \"/proc/none\" for drawings", (void)engine.write_graphs("/proc/none/here"));
   const cli::ScratchFolder folder;
@@ -363,8 +331,7 @@ TEST_F(GraphInspectionTest, AFolderThatTakesNoFileIsRefusedBeforeTheFirstCapture
 TEST_F(GraphInspectionTest, ADrawingTakesThePlaceOfAnEarlierOneOrLeavesIt) {
   const cli::ScratchFolder folder;
   OffloadEngine engine(model_, options());
-  expect_step_as_plain(&engine, 0);
-  expect_step_as_plain(&engine, 1);
+  expect_plain(engine, 0, 2);
   const std::vector<std::string> files = engine.write_graphs(folder.path().string());
   ASSERT_FALSE(files.empty());
   const char* const first = files.front().c_str();
@@ -389,4 +356,4 @@ TEST_F(GraphInspectionTest, ADrawingTakesThePlaceOfAnEarlierOneOrLeavesIt) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -3,7 +3,6 @@
 
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -11,19 +10,14 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "expect_throws.h"
-#include "models/layer_stack.h"
+#include "models/stack_twins.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sim/device/device.h"
-#include "unit/graphs/pooled_stack.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::layer_stack;
-using testing_model::PooledStack;
-using testing_model::rows;
 
 class GraphPoolTest : public testing::Test {
  protected:
@@ -34,8 +28,8 @@ class GraphPoolTest : public testing::Test {
 };
 
 TEST_F(GraphPoolTest, StacksOfTwoEnginesTrainByTurnsInAnyOrder) {
-  PooledStack large(device_, 5, pooled());
-  PooledStack small(device_, 3, pooled());
+  StackTwins large(device_, 5, pooled());
+  StackTwins small(device_, 3, pooled());
   std::int64_t step = 0;
   for (const int turn : {0, 1, 1, 0, 0, 1, 0, 1}) {
     (void)(turn == 0 ? large : small).expect_plain(step++);
@@ -43,8 +37,8 @@ TEST_F(GraphPoolTest, StacksOfTwoEnginesTrainByTurnsInAnyOrder) {
 }
 
 TEST_F(GraphPoolTest, HeldOutputsKeepTheirValuesWhereAnotherComputes) {
-  PooledStack large(device_, 4, pooled());
-  PooledStack small(device_, 2, pooled());
+  StackTwins large(device_, 4, pooled());
+  StackTwins small(device_, 2, pooled());
   const at::Tensor of_large = large.expect_plain(0);
   const at::Tensor large_then = of_large.clone();
   const at::Tensor of_small = small.expect_plain(1);
@@ -55,11 +49,11 @@ TEST_F(GraphPoolTest, HeldOutputsKeepTheirValuesWhereAnotherComputes) {
 }
 
 TEST_F(GraphPoolTest, OutOfOrderReplaysAreRejected) {
-  PooledStack first(device_, 2, pooled());
-  PooledStack second(device_, 2, pooled());
+  StackTwins first(device_, 2, pooled());
+  StackTwins second(device_, 2, pooled());
   const at::Tensor x = rows(0, device_).requires_grad_(true);
-  const at::Tensor y = first.forward(x);
-  EXPECT_THROWS(UsageError, "which shares its memory, is still pending", (void)second.forward(x));
+  const at::Tensor y = first.forward(true, x);
+  EXPECT_THROWS(UsageError, "which shares its memory, is still pending", (void)second.forward(true, x));
   (y * rows(0, device_, 1)).sum().backward();
   const at::Tensor z = first.plain->forward(x);
   const at::Tensor expected = torch::autograd::grad({(z * rows(0, device_, 1)).sum()}, {x})[0];
@@ -68,18 +62,18 @@ TEST_F(GraphPoolTest, OutOfOrderReplaysAreRejected) {
 }
 
 TEST_F(GraphPoolTest, AForwardThatIsGivenUpLetsOthersHaveTheirTurn) {
-  PooledStack first(device_, 2, pooled());
-  PooledStack second(device_, 2, pooled());
-  (void)first.forward(rows(0, device_).requires_grad_(true));
+  StackTwins first(device_, 2, pooled());
+  StackTwins second(device_, 2, pooled());
+  (void)first.forward(true, rows(0, device_).requires_grad_(true));
   (void)second.expect_plain(0);
   (void)first.expect_plain(1);
 }
 
 TEST_F(GraphPoolTest, ARetainedBackwardIsRefusedOnceAnotherHadItsTurn) {
-  PooledStack first(device_, 2, pooled().retain_graph_in_backward(true));
-  PooledStack second(device_, 2, pooled());
+  StackTwins first(device_, 2, pooled().retain_graph_in_backward(true));
+  StackTwins second(device_, 2, pooled());
   const at::Tensor x = rows(0, device_).requires_grad_(true);
-  const at::Tensor y = first.forward(x);
+  const at::Tensor y = first.forward(true, x);
   const at::Tensor loss = (y * rows(0, device_, 1)).sum();
   loss.backward({}, /*retain_graph=*/true);
   loss.backward({}, /*retain_graph=*/true);
@@ -93,34 +87,34 @@ TEST_F(GraphPoolTest, APoolOfAnotherDeviceIsRefused) {
   OffloadEngine engine(*model, Options(device_));
   const auto other = std::make_shared<GraphPool>(c10::Device(c10::kCPU));
   EXPECT_THROWS(UsageError, "GraphOptions::pool is a pool of cpu",
-                (void)testing_model::graph_stack(engine, model, device_, GraphOptions().pool(other)));
-  PooledStack works(device_, 1, pooled());
+                (void)graph_stack(engine, model, device_, GraphOptions().pool(other)));
+  StackTwins works(device_, 1, pooled());
   (void)works.expect_plain(0);
 }
 
 TEST_F(GraphPoolTest, ACaptureWaitsForPendingBackwardsOfThePool) {
-  PooledStack first(device_, 2, pooled());
+  StackTwins first(device_, 2, pooled());
   const at::Tensor x = rows(0, device_).requires_grad_(true);
-  const at::Tensor y = first.forward(x);
-  EXPECT_THROWS(UsageError, "a capture in a pool that others use", PooledStack(device_, 2, pooled()));
+  const at::Tensor y = first.forward(true, x);
+  EXPECT_THROWS(UsageError, "a capture in a pool that others use", StackTwins(device_, 2, pooled()));
   (y * rows(0, device_, 1)).sum().backward();
-  PooledStack second(device_, 2, pooled());
+  StackTwins second(device_, 2, pooled());
   (void)second.expect_plain(0);
   (void)first.expect_plain(1);
 }
 
 // Weights that lie elsewhere for a while, as in an evaluation of averaged ones.
 TEST_F(GraphPoolTest, ACaptureAgainThatHasToWaitLeavesTheFormerOne) {
-  PooledStack first(device_, 2, pooled());
-  PooledStack second(device_, 2, pooled());
+  StackTwins first(device_, 2, pooled());
+  StackTwins second(device_, 2, pooled());
   (void)first.expect_plain(0);
   const at::Tensor x = rows(1, device_).requires_grad_(true);
-  const at::Tensor y = second.forward(x);
+  const at::Tensor y = second.forward(true, x);
   const at::Tensor weight = first.model->parameters()[0];
   const at::Tensor weights = weight.detach();
   weight.set_data(weights.clone());
   EXPECT_THROWS(UsageError, "a capture in a pool that others use",
-                (void)first.forward(rows(2, device_).requires_grad_(true)));
+                (void)first.forward(true, rows(2, device_).requires_grad_(true)));
   weight.set_data(weights);
   (y * rows(1, device_, 1)).sum().backward();
   (void)first.expect_plain(3);
@@ -128,17 +122,17 @@ TEST_F(GraphPoolTest, ACaptureAgainThatHasToWaitLeavesTheFormerOne) {
 }
 
 TEST_F(GraphPoolTest, OutputsHeldOverACaptureInThePoolKeepTheirValues) {
-  PooledStack first(device_, 2, pooled());
+  StackTwins first(device_, 2, pooled());
   const at::Tensor held = first.expect_plain(0);
   const at::Tensor then = held.clone();
-  PooledStack second(device_, 4, pooled());
+  StackTwins second(device_, 4, pooled());
   (void)second.expect_plain(0);
   EXPECT_TRUE(at::equal(held, then));
 }
 
 TEST_F(GraphPoolTest, TheEngineMayGoBeforeItsPool) {
-  std::optional<PooledStack> first(std::in_place, device_, 3, pooled());
-  PooledStack second(device_, 2, pooled());
+  std::optional<StackTwins> first(std::in_place, device_, 3, pooled());
+  StackTwins second(device_, 2, pooled());
   const at::Tensor held = first->expect_plain(0);
   const at::Tensor then = held.clone();
   first.reset();
@@ -147,8 +141,8 @@ TEST_F(GraphPoolTest, TheEngineMayGoBeforeItsPool) {
 }
 
 TEST_F(GraphPoolTest, ThePoolMayGoBeforeItsEngines) {
-  PooledStack first(device_, 2, pooled());
-  PooledStack second(device_, 2, pooled());
+  StackTwins first(device_, 2, pooled());
+  StackTwins second(device_, 2, pooled());
   pool_.reset();
   (void)first.expect_plain(0);
   (void)second.expect_plain(0);
@@ -156,25 +150,25 @@ TEST_F(GraphPoolTest, ThePoolMayGoBeforeItsEngines) {
 }
 
 TEST_F(GraphPoolTest, OneThatIsResetLeavesTheOthersAsTheyAre) {
-  PooledStack first(device_, 2, pooled());
-  PooledStack second(device_, 2, pooled());
+  StackTwins first(device_, 2, pooled());
+  StackTwins second(device_, 2, pooled());
   const at::Tensor held = first.expect_plain(0);
   const at::Tensor then = held.clone();
-  for (GraphedCallable& callable : first.graphed) {
+  for (GraphedCallable& callable : first.layers) {
     callable.reset();
   }
   (void)second.expect_plain(0);
   EXPECT_TRUE(at::equal(held, then));
-  EXPECT_THROWS(UsageError, "replayed after reset", (void)first.forward(rows(0, device_)));
+  EXPECT_THROWS(UsageError, "replayed after reset", (void)first.forward(true, rows(0, device_)));
 }
 
 TEST_F(GraphPoolTest, WhatIsHeldOfThoseThatAreResetOutlivesTheTurnsOfOthers) {
   const GraphOptions owned = pooled().gradients("**", GradientPolicy::owned);
-  PooledStack first(device_, 3, owned);
-  PooledStack second(device_, 5, owned);
+  StackTwins first(device_, 3, owned);
+  StackTwins second(device_, 5, owned);
   std::vector<at::Tensor> held;
   at::Tensor h = rows(0, device_).requires_grad_(true);
-  for (const GraphedCallable& callable : first.graphed) {
+  for (const GraphedCallable& callable : first.layers) {
     h = callable({h})[0];
     held.push_back(h.detach());
   }
@@ -193,10 +187,10 @@ TEST_F(GraphPoolTest, WhatIsHeldOfThoseThatAreResetOutlivesTheTurnsOfOthers) {
       EXPECT_TRUE(at::equal(held[i], then[i])) << i;
     }
   };
-  first.graphed[1].reset();
+  first.layers[1].reset();
   expect_held();
-  first.graphed[0].reset();
-  first.graphed[2].reset();
+  first.layers[0].reset();
+  first.layers[2].reset();
   expect_held();
 }
 
@@ -206,9 +200,9 @@ TEST_F(GraphPoolTest, WhatIsHeldOfOneThatGoesOnAFullDeviceOutlivesTheTurnsOfOthe
   sim::Device& device = sim::Device::get();
   std::int64_t failed = 0;
   for (bool met = true; met; failed += met ? 1 : 0) {
-    PooledStack second(device_, 5, owned);
-    std::optional<PooledStack> first(std::in_place, device_, 3, owned);
-    std::vector<at::Tensor> held{first->forward(rows(failed, device_).requires_grad_(true))};
+    StackTwins second(device_, 5, owned);
+    std::optional<StackTwins> first(std::in_place, device_, 3, owned);
+    std::vector<at::Tensor> held{first->forward(true, rows(failed, device_).requires_grad_(true))};
     held[0].sum().backward();
     for (const at::Tensor& parameter : first->model->parameters()) {
       held.push_back(parameter.grad());
@@ -229,7 +223,7 @@ TEST_F(GraphPoolTest, WhatIsHeldOfOneThatGoesOnAFullDeviceOutlivesTheTurnsOfOthe
     met = device.allocation_failed();
     if (met) {
       device.fail_allocation(0);
-      EXPECT_THROWS(c10::OutOfMemoryError, "out of memory", (void)second.forward(x));
+      EXPECT_THROWS(c10::OutOfMemoryError, "out of memory", (void)second.forward(true, x));
     }
     device.fail_allocation(-1);
     expect_held();
@@ -304,4 +298,4 @@ TEST_F(GraphPoolTest, TheSmallerFitsIntoTheMemoryOfTheLarger) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,89 +1,50 @@
 #include <memory>
-#include <stdexcept>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
-#include <c10/core/AutogradState.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
-#include <torch/utils.h>
 
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
-#include "models/block_model.h"
-#include "models/layer_stack.h"
+#include "models/stack_twins.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::gradients;
-using testing_model::graph_stack;
-using testing_model::layer_stack;
-using testing_model::rows;
-using testing_model::run_stack;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::train_step;
-
-/// A graphed stack and its plain twin; `expect_usable` says that whatever happened left the graphs right.
-class GraphedCallableError : public testing::Test {
+/// `expect_usable` says that whatever happened left the graphs right.
+class GraphedCallableError : public testing::Test, protected StackTwins {
  protected:
-  void capture(const GraphOptions& options = {}, bool linked = true) {
-    layers_ = graph_stack(*engine_, model_, device_, options, linked);
-  }
+  GraphedCallableError() : StackTwins(find_device("sim")) {}
 
-  [[nodiscard]] at::Tensor input(std::int64_t s) const { return rows(s, device_).requires_grad_(true); }
-
-  StepTensors step(torch::nn::Sequential& model, bool graphed, std::int64_t s) {
-    const at::Tensor x = input(s);
-    StepTensors result = train_step(*model, nullptr, [&] {
-      const at::Tensor y = graphed ? run_stack(layers_, x) : model->forward(x);
-      y.square().mean().backward();
-    });
-    result.emplace_back("gradient of the input", x.grad());
-    return result;
-  }
-
-  void expect_usable() {
-    testing_model::expect_plain(
-        0, 2, [&](std::int64_t s) { return step(model_, true, s); },
-        [&](std::int64_t s) { return step(plain_, false, s); });
-  }
-
+  void expect_usable() { expect_plain(0, 2); }
   [[nodiscard]] CaptureStatus capturing() const {
-    Runtime& runtime = EngineAccess::state(*engine_).runtime();
+    Runtime& runtime = EngineAccess::state(*engine).runtime();
     return runtime.capture_status(runtime.current_stream());
   }
-
-  c10::Device device_ = find_device("sim");
-  torch::nn::Sequential model_ = layer_stack(4, device_);
-  torch::nn::Sequential plain_ = layer_stack(4, device_);
-  std::unique_ptr<OffloadEngine> engine_ =
-      std::make_unique<OffloadEngine>(*model_, Options(device_).offload("layers.*.*").min_bytes(1024));
-  std::vector<GraphedCallable> layers_;
 };
 
 TEST_F(GraphedCallableError, AnotherStateOfAutocastIsRefused) {
   capture();
-  const c10::DeviceType type = device_.type();
+  const c10::DeviceType type = device.type();
   at::autocast::set_autocast_enabled(type, true);
-  EXPECT_THROWS(UsageError, "the state of autocast differs from that at its capture", (void)layers_[0]({input(0)}));
+  EXPECT_THROWS(UsageError, "the state of autocast differs from that at its capture", (void)layers[0]({input(0)}));
   at::autocast::set_autocast_enabled(type, false);
   expect_usable();
 }
 
 TEST_F(GraphedCallableError, ABackwardInsideAnAutocastRegionIsRefusedAndMayRunOutsideOfIt) {
   capture();
-  const c10::DeviceType type = device_.type();
+  const c10::DeviceType type = device.type();
   const auto run = [&](torch::nn::Sequential& model, bool graphed) {
     const at::Tensor x = input(0);
     StepTensors result = train_step(*model, nullptr, [&] {
-      const at::Tensor y = graphed ? run_stack(layers_, x) : model->forward(x);
+      const at::Tensor y = graphed ? run_stack(layers, x) : model->forward(x);
       if (graphed) {
         at::autocast::set_autocast_enabled(type, true);
         EXPECT_THROWS(UsageError, "call backward() outside of the autocast region", y.backward(at::ones_like(y)));
@@ -94,97 +55,78 @@ TEST_F(GraphedCallableError, ABackwardInsideAnAutocastRegionIsRefusedAndMayRunOu
     result.emplace_back("gradient of the input", x.grad());
     return result;
   };
-  EXPECT_TRUE(testing_model::same(run(model_, true), run(plain_, false)));
+  EXPECT_TRUE(testing_model::same(run(model, true), run(plain, false)));
   expect_usable();
 }
 
 TEST_F(GraphedCallableError, OptionsThatMakeNoSense) {
   EXPECT_THROWS(UsageError, "side_streams is 0", capture(GraphOptions().side_streams(0)));
   EXPECT_THROWS(UsageError, "num_warmup_iters", capture(GraphOptions().num_warmup_iters(-1)));
-  const auto event = std::make_shared<GraphEvent>(device_);
+  const auto event = std::make_shared<GraphEvent>(device);
   EXPECT_THROWS(UsageError, "without cuda_graph_stream", capture(GraphOptions().cuda_graph_event(event)));
-  const c10::Stream current = EngineAccess::state(*engine_).runtime().current_stream();
+  const c10::Stream current = EngineAccess::state(*engine).runtime().current_stream();
   EXPECT_THROWS(UsageError, "current stream",
                 capture(GraphOptions().cuda_graph_event(event).cuda_graph_stream(current)));
   EXPECT_THROWS(UsageError, "side_streams and cuda_graph_stream are both set",
                 capture(GraphOptions().side_streams(2).cuda_graph_stream(current)));
-  EXPECT_THROWS(UsageError, "at least one", (void)make_graphed_callables(*engine_, {}, {}));
+  EXPECT_THROWS(UsageError, "at least one", (void)make_graphed_callables(*engine, {}, {}));
   const Callable callable("twice", [](const Tensors& in) { return Tensors{in[0] * 2}; });
   EXPECT_THROWS(UsageError, "1 callables and 2",
-                (void)make_graphed_callables(*engine_, {callable}, {{input(0)}, {input(0)}}));
+                (void)make_graphed_callables(*engine, {callable}, {{input(0)}, {input(0)}}));
   EXPECT_THROWS(UsageError, "does not come before it",
-                (void)make_graphed_callables(*engine_, {callable}, {{Sample::output_of(0)}}));
+                (void)make_graphed_callables(*engine, {callable}, {{Sample::output_of(0)}}));
   capture();
   expect_usable();
 }
 
 TEST_F(GraphedCallableError, TheCallersStreamAloneAndWithItsEvent) {
-  Runtime& runtime = EngineAccess::state(*engine_).runtime();
+  Runtime& runtime = EngineAccess::state(*engine).runtime();
   const OwnedStream side = runtime.create_stream();
   capture(GraphOptions().cuda_graph_stream(side));
   expect_usable();
 
   const OwnedStream reader = runtime.create_stream();
-  const auto event = std::make_shared<GraphEvent>(device_);
+  const auto event = std::make_shared<GraphEvent>(device);
   capture(GraphOptions().cuda_graph_stream(side).cuda_graph_event(event));
   expect_usable();
   const at::Tensor x = input(7);
-  const at::Tensor y = run_stack(layers_, x);
+  const at::Tensor y = run_stack(layers, x);
   at::Tensor read;
   {
-    const c10::impl::VirtualGuardImpl guard(device_.type());
+    const c10::impl::VirtualGuardImpl guard(device.type());
     event->wait(reader);
     const c10::Stream before = guard.exchangeStream(reader);
     read = y.detach().clone();
     guard.exchangeStream(before);
     runtime.synchronize(reader);
   }
-  EXPECT_TRUE(at::equal(read.cpu(), plain_->forward(x).cpu()));
-  layers_.clear();
-}
-
-TEST_F(GraphedCallableError, ReplayAfterReset) {
-  capture();
-  expect_usable();
-  at::Tensor y = run_stack(layers_, input(0));
-  layers_[3].reset();
-  layers_[3].reset();
-  EXPECT_THROWS(UsageError, "reset before this backward", y.sum().backward());
-  y = at::Tensor();
-  EXPECT_THROWS(UsageError, "after reset", run_stack(layers_, input(0)));
-  for (GraphedCallable& layer : layers_) {
-    layer.reset();
-  }
-  EXPECT_THROWS(UsageError, "after reset", run_stack(layers_, input(0)));
-  capture();
-  expect_usable();
+  EXPECT_TRUE(at::equal(read.cpu(), plain->forward(x).cpu()));
+  layers.clear();
 }
 
 TEST_F(GraphedCallableError, InputsThatWereNotCaptured) {
   capture();
   expect_usable();
-  const auto message = [&](const Tensors& in) {
-    return testing_model::message_of<UsageError>([&] { (void)layers_[0](in); });
-  };
+  const auto message = [&](const Tensors& in) { return message_of<UsageError>([&] { (void)layers[0](in); }); };
   const auto expect = [&](const char* text, const Tensors& in) {
     EXPECT_PRED_FORMAT2(testing::IsSubstring, text, message(in));
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "layers.0", message(in));
     expect_usable();
   };
-  expect("shape [8, 32], captured with [16, 32]", {rows(0, device_).slice(0, 0, 8).detach().requires_grad_(true)});
-  expect("dtype", {rows(0, device_).to(at::kDouble).requires_grad_(true)});
+  expect("shape [8, 32], captured with [16, 32]", {rows(0, device).slice(0, 0, 8).detach().requires_grad_(true)});
+  expect("dtype", {rows(0, device).to(at::kDouble).requires_grad_(true)});
   expect("device cpu", {rows(0, at::kCPU).requires_grad_(true)});
-  expect("requires_grad", {rows(0, device_)});
+  expect("requires_grad", {rows(0, device)});
   expect("undefined", {at::Tensor()});
   expect("given 2", {input(0), input(0)});
   const at::Tensor stranger = input(1);
-  EXPECT_THROWS(UsageError, "output of an earlier call", (void)layers_[1]({stranger}));
+  EXPECT_THROWS(UsageError, "output of an earlier call", (void)layers[1]({stranger}));
   expect_usable();
 }
 
 TEST_F(GraphedCallableError, BackwardTwice) {
   capture();
-  const at::Tensor loss = run_stack(layers_, input(0)).square().mean();
+  const at::Tensor loss = run_stack(layers, input(0)).square().mean();
   loss.backward({}, /*retain_graph=*/true);
   EXPECT_THROWS(UsageError, "run a second time", loss.backward());
   expect_usable();
@@ -192,26 +134,26 @@ TEST_F(GraphedCallableError, BackwardTwice) {
 
 TEST_F(GraphedCallableError, ForwardWhileItsBackwardIsPending) {
   capture();
-  const at::Tensor y = run_stack(layers_, input(0));
-  EXPECT_THROWS(UsageError, "still pending", run_stack(layers_, input(1)));
+  const at::Tensor y = run_stack(layers, input(0));
+  EXPECT_THROWS(UsageError, "still pending", run_stack(layers, input(1)));
   const at::Tensor x = input(0);
-  const at::Tensor expected = plain_->forward(x);
+  const at::Tensor expected = plain->forward(x);
   y.square().mean().backward();
   expected.square().mean().backward();
-  EXPECT_TRUE(same(gradients(*model_), gradients(*plain_))) << "the refused forward has touched nothing";
+  EXPECT_TRUE(same(gradients(*model), gradients(*plain))) << "the refused forward has touched nothing";
   expect_usable();
 }
 
 TEST_F(GraphedCallableError, CallsOutOfOrder) {
   capture({}, /*linked=*/false);
   {
-    const at::Tensor later = layers_[2]({input(0)})[0];
-    EXPECT_THROWS(UsageError, "called after \"layers.2\"", (void)layers_[1]({input(1)}));
+    const at::Tensor later = layers[2]({input(0)})[0];
+    EXPECT_THROWS(UsageError, "called after \"layers.2\"", (void)layers[1]({input(1)}));
   }
   expect_usable();
   {
-    const at::Tensor first = layers_[0]({input(0)})[0];
-    const at::Tensor second = layers_[1]({input(1)})[0];
+    const at::Tensor first = layers[0]({input(0)})[0];
+    const at::Tensor second = layers[1]({input(1)})[0];
     EXPECT_THROWS(UsageError, "before that of \"layers.1\"", first.sum().backward());
   }
   expect_usable();
@@ -220,8 +162,8 @@ TEST_F(GraphedCallableError, CallsOutOfOrder) {
 TEST_F(GraphedCallableError, AnOutputChangedInPlaceBeforeItsBackward) {
   capture();
   {
-    at::Tensor h = run_stack({layers_[0], layers_[1]}, input(0));
-    const at::Tensor loss = run_stack({layers_[2], layers_[3]}, h).sum();
+    at::Tensor h = run_stack({layers[0], layers[1]}, input(0));
+    const at::Tensor loss = run_stack({layers[2], layers[3]}, h).sum();
     h.mul_(2);
     EXPECT_THROWS(UsageError, "changed in place", loss.backward());
   }
@@ -231,12 +173,12 @@ TEST_F(GraphedCallableError, AnOutputChangedInPlaceBeforeItsBackward) {
 TEST_F(GraphedCallableError, AGradientReplacedUnderAccumulation) {
   capture(GraphOptions().gradients("**", GradientPolicy::accumulated));
   expect_usable();
-  at::Tensor parameter = model_->parameters()[0];
+  at::Tensor parameter = model->parameters()[0];
   const at::Tensor owned = parameter.grad();
   ASSERT_TRUE(owned.defined());
   const at::Tensor replaced = at::zeros_like(owned);
   parameter.mutable_grad() = replaced;
-  EXPECT_THROWS(UsageError, "replaced by another tensor", run_stack(layers_, input(0)).sum().backward());
+  EXPECT_THROWS(UsageError, "replaced by another tensor", run_stack(layers, input(0)).sum().backward());
   parameter.mutable_grad() = at::Tensor();
   expect_usable();
   EXPECT_EQ(parameter.grad().const_data_ptr(), owned.const_data_ptr()) << "the graph's own buffer, attached again";
@@ -244,11 +186,11 @@ TEST_F(GraphedCallableError, AGradientReplacedUnderAccumulation) {
 
 TEST_F(GraphedCallableError, HooksOfParameters) {
   int fired = 0;
-  model_->parameters()[1].register_hook([&](const at::Tensor& grad) {
+  model->parameters()[1].register_hook([&](const at::Tensor& grad) {
     ++fired;
     return grad * 2;
   });
-  plain_->parameters()[1].register_hook([](const at::Tensor& grad) { return grad * 2; });
+  plain->parameters()[1].register_hook([](const at::Tensor& grad) { return grad * 2; });
   EXPECT_THROWS(UsageError, "gradient hooks", capture(GraphOptions().gradients("**", GradientPolicy::accumulated)));
   capture();
   EXPECT_EQ(fired, 0) << "neither warm-up nor capture runs them";
@@ -256,87 +198,33 @@ TEST_F(GraphedCallableError, HooksOfParameters) {
   EXPECT_EQ(fired, 2) << "once a backward";
 }
 
-TEST_F(GraphedCallableError, AForwardThatThrowsInACaptureLeavesNothing) {
-  // Autograd's device thread frees tensors after backward has returned; what is left must be counted after that.
-  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-  int runs = 0;
-  const at::Tensor weight = rows(3, device_).requires_grad_(true);
-  const TensorFunction function = [&](const Tensors& in) {
-    at::Tensor y = (in[0] * weight).exp();
-    if (++runs == 2) {
-      throw std::runtime_error("the model broke");
-    }
-    return Tensors{y.tanh()};
-  };
-  synchronize(device_);
-  release_cached_memory(device_);
-  const MemoryUse before = memory_use(device_);
-  EXPECT_THROWS(std::runtime_error, "the model broke",
-                (void)make_graphed_callables(*engine_, {Callable("broken", owning(function))}, {{input(0)}},
-                                             GraphOptions().num_warmup_iters(0)));
-  EXPECT_EQ(capturing(), CaptureStatus::none);
-  release_cached_memory(device_);
-  EXPECT_LE(memory_use(device_).allocated, before.allocated);
-  EXPECT_LE(memory_use(device_).reserved, before.reserved);
-  EXPECT_FALSE(weight.grad().defined());
-  c10::AutogradState::get_tls_state().set_multithreading_enabled(true);
-  const auto expected = step(plain_, false, 0);
-  EXPECT_TRUE(same(step(model_, false, 0), expected));
-  capture();
-  expect_usable();
-  const auto graphed = make_graphed_callables(*engine_, {Callable("broken", owning(function))}, {{input(0)}});
-  const at::Tensor x = input(4);
-  graphed[0]({x})[0].sum().backward();
-  const at::Tensor x_plain = input(4);
-  function({x_plain})[0].sum().backward();
-  EXPECT_TRUE(at::equal(x.grad().cpu(), x_plain.grad().cpu()));
-}
-
 TEST_F(GraphedCallableError, ReadingAValueInsideACallable) {
   const TensorFunction function = [](const Tensors& in) {
     return Tensors{in[0] * (in[0].sum().item<double>() > 0 ? 2 : 3)};
   };
   EXPECT_THROWS(CaptureError, "capture",
-                (void)make_graphed_callables(*engine_, {Callable("reads", owning(function))}, {{input(0)}}));
+                (void)make_graphed_callables(*engine, {Callable("reads", owning(function))}, {{input(0)}}));
   EXPECT_EQ(capturing(), CaptureStatus::none);
   capture();
   expect_usable();
 }
 
-/// Moves every parameter, with the values it has.
-void move_parameters(torch::nn::Sequential& model) {
-  for (at::Tensor& parameter : model->parameters()) {
-    parameter.set_data(parameter.detach().clone());
-  }
-}
-
-TEST_F(GraphedCallableError, WeightsThatMoveAreCapturedAgain) {
-  capture();
-  expect_usable();
-  move_parameters(model_);
-  expect_usable();
-  model_->to(at::kDouble);
-  model_->to(at::kFloat);
-  expect_usable();
-  EXPECT_GE(engine_->report().recaptures, 4);
-}
-
 TEST_F(GraphedCallableError, WeightsThatMoveAreAnErrorByOption) {
   capture(GraphOptions().on_relocated_weights(OnRelocatedWeights::error));
   expect_usable();
-  at::Tensor parameter = model_->parameters()[2];
+  at::Tensor parameter = model->parameters()[2];
   const at::Tensor held = parameter.variable_data();
   parameter.set_data(parameter.detach() * 2);
-  EXPECT_THROWS(UsageError, "relocated since the capture", run_stack(layers_, input(0)));
+  EXPECT_THROWS(UsageError, "relocated since the capture", run_stack(layers, input(0)));
   parameter.set_data(held);
   expect_usable();
 }
 
 TEST_F(GraphedCallableError, StridesThatAViewOfAnInputCannotHaveAreRefusedBeforeAnythingIsQueued) {
-  const auto square = [&](std::int64_t s) { return rows(s, device_).narrow(1, 0, 16).clone(); };
+  const auto square = [&](std::int64_t s) { return rows(s, device).narrow(1, 0, 16).clone(); };
   const at::Tensor weight = square(900);
   const auto body = [weight](const Tensors& in) { return Tensors{in[0].view({-1}), in[0] * weight}; };
-  const auto graphed = make_graphed_callables(*engine_, {Callable("views", owning(body))}, {{square(0)}});
+  const auto graphed = make_graphed_callables(*engine, {Callable("views", owning(body))}, {{square(0)}});
   const Tensors made = graphed[0]({square(1)});
   const at::Tensor then = made[1].cpu();
   const void* const memory = made[1].const_data_ptr();
@@ -347,10 +235,10 @@ TEST_F(GraphedCallableError, StridesThatAViewOfAnInputCannotHaveAreRefusedBefore
 }
 
 TEST_F(GraphedCallableError, NoStepInsideAStepAndNoResetInside) {
-  const auto step = engine_->step();
-  EXPECT_THROWS(UsageError, "active already", (void)engine_->step());
-  EXPECT_THROWS(UsageError, "inside a step", engine_->reset());
+  const auto step = engine->step();
+  EXPECT_THROWS(UsageError, "active already", (void)engine->step());
+  EXPECT_THROWS(UsageError, "inside a step", engine->reset());
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

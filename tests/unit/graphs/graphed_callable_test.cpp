@@ -7,53 +7,13 @@
 #include <torch/utils.h>
 
 #include "expect_throws.h"
-#include "models/block_model.h"
-#include "models/layer_stack.h"
+#include "models/stack_twins.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::gradients;
-using testing_model::graph_stack;
-using testing_model::layer_stack;
-using testing_model::Mlp;
-using testing_model::rows;
-using testing_model::run_stack;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::train_step;
-
-/// The reference systems' form of trainer: what it adds to a plain one is an engine, the callables and their samples.
-struct StackTrainer {
-  explicit StackTrainer(c10::Device on, std::int64_t layers = 4, const Mlp::Extras& extras = {})
-      : device(on), model(layer_stack(layers, on, extras)) {}
-
-  void graph(const Options& engine_options, const GraphOptions& options, bool linked = true) {
-    engine = std::make_unique<OffloadEngine>(*model, engine_options);
-    layers = graph_stack(*engine, model, device, options, linked);
-  }
-
-  /// Gradients of the input and of every parameter, buffers, and the output.
-  StepTensors step(std::int64_t s) {
-    const at::Tensor x = rows(s, device).requires_grad_(true);
-    at::Tensor y;
-    StepTensors result = train_step(*model, nullptr, [&] {
-      y = layers.empty() ? model->forward(x) : run_stack(layers, x);
-      (y * rows(s, device, 1)).sum().backward();
-    });
-    result.emplace_back("gradient of the input", x.grad());
-    result.emplace_back("output", y);
-    return result;
-  }
-
-  c10::Device device;
-  torch::nn::Sequential model;
-  std::unique_ptr<OffloadEngine> engine;
-  std::vector<GraphedCallable> layers;
-};
 
 class GraphedCallableTest : public testing::Test {
  protected:
@@ -61,12 +21,6 @@ class GraphedCallableTest : public testing::Test {
 
   [[nodiscard]] Options offload_all() const { return Options(device_).offload("layers.*.*").min_bytes(1024); }
   [[nodiscard]] Options no_offload() const { return Options(device_); }
-
-  static void expect_plain(StackTrainer& graphed, StackTrainer& plain, std::int64_t first = 0,
-                           std::int64_t last = kSteps) {
-    testing_model::expect_plain(
-        first, last, [&](std::int64_t s) { return graphed.step(s); }, [&](std::int64_t s) { return plain.step(s); });
-  }
 
   c10::Device device_ = find_device("sim");
 };
@@ -80,8 +34,8 @@ struct Form {
 class GraphedStackTest : public GraphedCallableTest, public testing::WithParamInterface<Form> {
  protected:
   void graph(const GraphOptions& options = {}) {
-    graphed_.graph(GetParam().offload ? offload_all() : no_offload(),
-                   GraphOptions(options).side_streams(GetParam().side_streams), GetParam().linked);
+    stacks_.capture(GetParam().offload ? offload_all() : no_offload(),
+                    GraphOptions(options).side_streams(GetParam().side_streams), GetParam().linked);
   }
 
   /// The gradients that a sum of `term(layer, its output)` gives the stack's input and inner outputs, graphed and plain.
@@ -100,37 +54,39 @@ class GraphedStackTest : public GraphedCallableTest, public testing::WithParamIn
       }
       return result;
     };
-    const auto mine = inner([&](std::int64_t i, const at::Tensor& h) { return graphed_.layers[i]({h})[0]; });
-    EXPECT_TRUE(same(
-        mine, inner([&](std::int64_t i, const at::Tensor& h) { return (plain_.model->begin() + i)->forward(h); })));
+    const auto layers_of = [&](bool graphed) {
+      return [this, graphed](std::int64_t i, const at::Tensor& h) {
+        return stacks_.run_layer(graphed, static_cast<std::size_t>(i), h);
+      };
+    };
+    EXPECT_TRUE(same(inner(layers_of(true)), inner(layers_of(false))));
   }
 
-  StackTrainer plain_{device_};
-  StackTrainer graphed_{device_};
+  StackTwins stacks_{device_};
 };
 
 TEST_P(GraphedStackTest, TrainsAsThePlainStack) {
   graph();
-  expect_plain(graphed_, plain_);
+  stacks_.expect_plain(0, kSteps);
 }
 
 TEST_P(GraphedStackTest, AddsIntoGradientsAsThePlainStack) {
   graph(GraphOptions().gradients("**", GradientPolicy::accumulated));
-  expect_plain(graphed_, plain_);
+  stacks_.expect_plain(0, kSteps);
 }
 
 TEST_P(GraphedStackTest, RunsBackwardOnWhatIsLeftOfTheSequence) {
   graph();
   for (std::int64_t s = 0; s < 3; ++s) {
-    const at::Tensor x = rows(s, device_).requires_grad_(true);
-    const at::Tensor x_plain = rows(s, device_).requires_grad_(true);
-    graphed_.layers[1]({graphed_.layers[0]({x})[0]})[0].sum().backward();
-    auto plain_layer = plain_.model->begin();
-    at::Tensor h = plain_layer->forward(x_plain);
-    (++plain_layer)->forward(h).sum().backward();
-    EXPECT_TRUE(same({{"gradient of the input", x.grad()}}, {{"gradient of the input", x_plain.grad()}}));
-    EXPECT_TRUE(same(gradients(*graphed_.model), gradients(*plain_.model)));
-    expect_plain(graphed_, plain_, s, s + 1);  // the whole sequence after a part of it
+    const auto part = [&](bool graphed) {
+      const at::Tensor x = stacks_.input(s);
+      stacks_.run_layer(graphed, 1, stacks_.run_layer(graphed, 0, x)).sum().backward();
+      StepTensors result = gradients(graphed ? *stacks_.model : *stacks_.plain);
+      result.emplace_back("gradient of the input", x.grad());
+      return result;
+    };
+    EXPECT_TRUE(same(part(true), part(false)));
+    (void)stacks_.expect_plain(s);  // the whole sequence after a part of it
   }
 }
 
@@ -157,14 +113,14 @@ INSTANTIATE_TEST_SUITE_P(Forms, GraphedStackTest,
                          });
 
 TEST_F(GraphedCallableTest, OffloadsInsideSteps) {
-  StackTrainer plain(device_);
-  StackTrainer graphed(device_);
-  graphed.graph(offload_all(), GraphOptions());
+  StackTwins stacks(device_);
+  stacks.capture();
   for (std::int64_t s = 0; s < kSteps; ++s) {
-    const auto step = graphed.engine->step();
-    expect_plain(graphed, plain, s, s + 1);
+    const StepTensors expected = stacks.step(false, s);
+    const auto step = stacks.engine->step();
+    EXPECT_TRUE(same(stacks.step(true, s), expected)) << "step " << s;
   }
-  const Report report = graphed.engine->report();
+  const Report report = stacks.engine->report();
   EXPECT_EQ(report.captures, 8);
   EXPECT_EQ(report.replays, 8);
   EXPECT_GT(report.offloaded_bytes, 0);
@@ -178,8 +134,8 @@ TEST_F(GraphedCallableTest, WarmUpRunsBetweenItsHooks) {
                             log.push_back("run");
                             return Tensors{in[0] * 2};
                           }));
-  StackTrainer trainer(device_, 1);
-  OffloadEngine engine(*trainer.model, no_offload());
+  torch::nn::Module model;
+  OffloadEngine engine(model, no_offload());
   for (const std::int64_t iterations : {0, 1, 3}) {
     log.clear();
     const auto graphed = make_graphed_callables(engine, {callable}, {{rows(0, device_).requires_grad_(true)}},
@@ -197,12 +153,10 @@ TEST_F(GraphedCallableTest, WarmUpRunsBetweenItsHooks) {
 }
 
 TEST_F(GraphedCallableTest, CaptureLeavesGradientsBuffersAndRandomStateAsTheyWere) {
-  const Mlp::Extras extras{0.3, true};
-  StackTrainer trainer(device_, 3, extras);
-  trainer.step(0);
+  StackTwins trainer(device_, 3, {0.3, true});
   (trainer.model->forward(rows(1, device_))).sum().backward();
   const auto state = [&] {
-    StepTensors tensors = testing_model::gradients_and_buffers(*trainer.model);
+    StepTensors tensors = gradients_and_buffers(*trainer.model);
     for (const auto& parameter : trainer.model->named_parameters()) {
       tensors.emplace_back(parameter.key(), parameter.value());
     }
@@ -212,31 +166,29 @@ TEST_F(GraphedCallableTest, CaptureLeavesGradientsBuffersAndRandomStateAsTheyWer
   torch::manual_seed(3);
   const at::Tensor drawn = at::rand({8}, at::TensorOptions().device(device_)).cpu();
   torch::manual_seed(3);
-  trainer.graph(offload_all(), GraphOptions());
+  trainer.capture();
   EXPECT_TRUE(at::equal(at::rand({8}, at::TensorOptions().device(device_)).cpu(), drawn));
   EXPECT_TRUE(same(state(), before));
 }
 
 TEST_F(GraphedCallableTest, DropoutAndRunningStatisticsAreThoseOfThePlainStack) {
-  const Mlp::Extras extras{0.3, true};
-  StackTrainer plain(device_, 3, extras);
-  StackTrainer graphed(device_, 3, extras);
-  graphed.graph(offload_all(), GraphOptions());
+  StackTwins stacks(device_, 3, {0.3, true});
+  stacks.capture();
+  std::vector<StepTensors> expected;
   torch::manual_seed(4);
-  std::vector<StepTensors> theirs;
   for (std::int64_t s = 0; s < kSteps; ++s) {
-    theirs.push_back(plain.step(s));
+    expected.push_back(stacks.step(false, s));
   }
   torch::manual_seed(4);
-  testing_model::expect_plain(
-      0, kSteps, [&](std::int64_t s) { return graphed.step(s); },
-      [&](std::int64_t s) { return theirs[static_cast<std::size_t>(s)]; });
-  EXPECT_EQ(graphed.model->buffers().size(), 6U) << "the running statistics were compared";
+  for (std::int64_t s = 0; s < kSteps; ++s) {
+    EXPECT_TRUE(same(stacks.step(true, s), expected[static_cast<std::size_t>(s)])) << "step " << s;
+  }
+  EXPECT_EQ(stacks.model->buffers().size(), 6U) << "the running statistics were compared";
 }
 
 TEST_F(GraphedCallableTest, TakesAndGivesSeveralTensorsSomeUndefined) {
-  StackTrainer trainer(device_, 1);
-  OffloadEngine engine(*trainer.model, no_offload());
+  torch::nn::Module model;
+  OffloadEngine engine(model, no_offload());
   const at::Tensor weight = rows(7, device_).requires_grad_(true);
   const TensorFunction function = [weight](const Tensors& in) {
     const at::Tensor sum = in[0] * weight + in[1];
@@ -272,8 +224,8 @@ TEST_F(GraphedCallableTest, TakesAndGivesSeveralTensorsSomeUndefined) {
 }
 
 TEST_F(GraphedCallableTest, AnUnusedInputNeedsPermission) {
-  StackTrainer trainer(device_, 1);
-  OffloadEngine engine(*trainer.model, no_offload());
+  torch::nn::Module model;
+  OffloadEngine engine(model, no_offload());
   const std::vector<Callable> callables{Callable("first", [](const Tensors& in) { return Tensors{in[0] * in[0]}; })};
   const std::vector<std::vector<Sample>> samples{
       {rows(0, device_).requires_grad_(true), rows(1, device_).requires_grad_(true)}};
@@ -287,51 +239,45 @@ TEST_F(GraphedCallableTest, AnUnusedInputNeedsPermission) {
 }
 
 TEST_F(GraphedCallableTest, RunsEagerlyUnderNoGradAndInEval) {
-  const Mlp::Extras extras{0.5, false};
-  StackTrainer plain(device_, 2, extras);
-  StackTrainer graphed(device_, 2, extras);
-  graphed.graph(offload_all(), GraphOptions());
+  StackTwins stacks(device_, 2, {0.5, false});
+  stacks.capture();
   const at::Tensor other_shape = rows(0, device_).slice(0, 0, 5);
   {
     const at::NoGradGuard no_grad;
     torch::manual_seed(8);
-    const at::Tensor expected = plain.model->forward(other_shape);
+    const at::Tensor expected = stacks.forward(false, other_shape);
     torch::manual_seed(8);
-    const at::Tensor y = run_stack(graphed.layers, other_shape);
+    const at::Tensor y = stacks.forward(true, other_shape);
     EXPECT_FALSE(y.requires_grad());
     EXPECT_TRUE(at::equal(y.cpu(), expected.cpu())) << "a shape that was not captured is no matter when eager";
   }
-  plain.model->eval();
-  graphed.model->eval();
-  expect_plain(graphed, plain, 0, 1);
-  plain.model->train();
-  graphed.model->train();
-  torch::manual_seed(9);
-  const auto theirs = plain.step(1);
-  torch::manual_seed(9);
-  EXPECT_TRUE(same(graphed.step(1), theirs));
+  for (const bool training : {false, true}) {
+    stacks.plain->train(training);
+    stacks.model->train(training);
+    torch::manual_seed(9);
+    const StepTensors expected = stacks.step(false, 1);
+    torch::manual_seed(9);
+    EXPECT_TRUE(same(stacks.step(true, 1), expected)) << training;
+  }
 }
 
 TEST_F(GraphedCallableTest, ADroppedForwardLetsTheNextRun) {
-  StackTrainer plain(device_);
-  StackTrainer graphed(device_);
-  graphed.graph(offload_all(), GraphOptions());
+  StackTwins stacks(device_);
+  stacks.capture();
   for (std::int64_t s = 0; s < 3; ++s) {
-    (void)run_stack(graphed.layers, rows(50 + s, device_).requires_grad_(true));
-    expect_plain(graphed, plain, s, s + 1);
+    (void)stacks.forward(true, stacks.input(50 + s));
+    (void)stacks.expect_plain(s);
   }
 }
 
 TEST_F(GraphedCallableTest, TwoBackwardsOfARetainedGraph) {
-  StackTrainer plain(device_);
-  StackTrainer graphed(device_);
-  graphed.graph(offload_all(), GraphOptions().retain_graph_in_backward(true));
-  const auto twice = [&](torch::nn::Sequential& model, const std::function<at::Tensor(const at::Tensor&)>& run,
-                         std::int64_t s) {
-    const at::Tensor x = rows(s, device_).requires_grad_(true);
+  StackTwins stacks(device_, 4, GraphOptions().retain_graph_in_backward(true));
+  const auto twice = [&](bool graphed, std::int64_t s) {
+    torch::nn::Sequential& model = graphed ? stacks.model : stacks.plain;
+    const at::Tensor x = stacks.input(s);
     StepTensors once;
     StepTensors result = train_step(*model, nullptr, [&] {
-      const at::Tensor loss = run(x).square().mean();
+      const at::Tensor loss = stacks.forward(graphed, x).square().mean();
       loss.backward({}, /*retain_graph=*/true);
       once = gradients(*model);
       loss.backward();
@@ -340,22 +286,14 @@ TEST_F(GraphedCallableTest, TwoBackwardsOfARetainedGraph) {
     result.emplace_back("gradient of the input", x.grad());
     return result;
   };
-  testing_model::expect_plain(
-      0, 3,
-      [&](std::int64_t s) {
-        return twice(
-            graphed.model, [&](const at::Tensor& x) { return run_stack(graphed.layers, x); }, s);
-      },
-      [&](std::int64_t s) {
-        return twice(
-            plain.model, [&](const at::Tensor& x) { return plain.model->forward(x); }, s);
-      });
+  expect_plain(
+      0, 3, [&](std::int64_t s) { return twice(true, s); }, [&](std::int64_t s) { return twice(false, s); });
 }
 
 // A hook may keep what it is given: the graph's own memory would be overwritten by a later replay.
 TEST_F(GraphedCallableTest, GradientsThatHooksKeepAreTheCallersOwn) {
-  StackTrainer graphed(device_);
-  graphed.graph(offload_all(), GraphOptions());
+  StackTwins graphed(device_);
+  graphed.capture();
   std::vector<at::Tensor> kept;
   std::vector<at::Tensor> then;
   const auto keep = [&](const at::Tensor& grad) {
@@ -365,18 +303,18 @@ TEST_F(GraphedCallableTest, GradientsThatHooksKeepAreTheCallersOwn) {
   const at::Tensor x = rows(0, device_).requires_grad_(true);
   x.register_hook(keep);
   const auto hook = graphed.model->parameters()[0].register_hook(keep);
-  (run_stack(graphed.layers, x) * rows(0, device_, 1)).sum().backward();
+  (graphed.forward(true, x) * rows(0, device_, 1)).sum().backward();
   graphed.model->parameters()[0].remove_hook(hook);
   ASSERT_EQ(kept.size(), 2U);
-  (void)graphed.step(1);
+  (void)graphed.step(true, 1);
   EXPECT_TRUE(at::equal(kept[0].cpu(), then[0]));
   EXPECT_TRUE(at::equal(kept[1].cpu(), then[1]));
 }
 
 // Beside the sequence's own nodes a linked output may have others: what they are given stays theirs.
 TEST_F(GraphedCallableTest, AViewBetweenLinkedCallsKeepsItsGradient) {
-  StackTrainer graphed(device_);
-  graphed.graph(offload_all(), GraphOptions());
+  StackTwins graphed(device_);
+  graphed.capture();
   at::Tensor kept;
   at::Tensor then;
   const at::Tensor x = rows(0, device_).requires_grad_(true);
@@ -394,7 +332,7 @@ TEST_F(GraphedCallableTest, AViewBetweenLinkedCallsKeepsItsGradient) {
   (h * rows(0, device_, 1)).sum().backward();
   ASSERT_TRUE(kept.defined());
   EXPECT_TRUE(at::equal(kept.cpu(), then)) << "a later graph of the same backward wrote into it";
-  (void)graphed.step(1);
+  (void)graphed.step(true, 1);
   EXPECT_TRUE(at::equal(kept.cpu(), then)) << "a later replay wrote into it";
 }
 
@@ -430,4 +368,4 @@ TEST_F(GraphedCallableTest, GradientsOfBranchesMeet) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

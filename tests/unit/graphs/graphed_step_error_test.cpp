@@ -13,25 +13,20 @@
 #include "sidestream/graph_pool.h"
 #include "unit/graphs/graphed_step_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::WholeStepTrainer;
 
 class WholeStepErrorTest : public testing::Test {
  protected:
   /// A capture with `update` fails with an Error that holds `text`, and leaves parameters, gradients and random state as they were.
   template <class Error>
   void expect_refused(WholeStepTrainer& trainer, const std::function<void()>& update, const char* text) {
-    (void)testing_model::stack_loss(*trainer.model, trainer.data(0)[0])[0].backward();
+    (void)stack_loss(*trainer.model, trainer.data(0)[0])[0].backward();
     const StepTensors before = state(trainer);
     const at::Tensor random = at::globalContext().defaultGenerator(device_).get_state();
     trainer.engine = std::make_unique<OffloadEngine>(*trainer.model, Options(device_));
     EXPECT_THROWS(Error, text,
-                  (void)make_graphed_step(*trainer.engine, Callable("step", &testing_model::stack_loss, trainer.model),
+                  (void)make_graphed_step(*trainer.engine, Callable("step", &stack_loss, trainer.model),
                                           trainer.data(1), StepOptions().update(update)));
     EXPECT_TRUE(same(state(trainer), before));
     EXPECT_TRUE(at::equal(at::globalContext().defaultGenerator(device_).get_state(), random));
@@ -39,7 +34,7 @@ class WholeStepErrorTest : public testing::Test {
     EXPECT_TRUE(same(trainer.run(2), plain.run(2)));  // eagerly
   }
   [[nodiscard]] static StepTensors state(WholeStepTrainer& trainer) {
-    StepTensors all = testing_model::gradients_and_buffers(*trainer.model);
+    StepTensors all = gradients_and_buffers(*trainer.model);
     for (const auto& parameter : trainer.model->named_parameters()) {
       all.emplace_back("parameter " + parameter.key(), parameter.value());
     }
@@ -48,9 +43,7 @@ class WholeStepErrorTest : public testing::Test {
     }
     return all;
   }
-  Callable stack_step(const WholeStepTrainer& trainer) const {
-    return Callable("step", &testing_model::stack_loss, trainer.model);
-  }
+  Callable stack_step(const WholeStepTrainer& trainer) const { return Callable("step", &stack_loss, trainer.model); }
 
   c10::Device device_ = find_device("sim");
 };
@@ -214,4 +207,4 @@ TEST_F(WholeStepErrorTest, RefusesCallsThatDoNotFit) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

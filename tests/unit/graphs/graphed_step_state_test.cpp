@@ -1,12 +1,12 @@
 // What a whole step leaves behind, and what it keeps: tensors of modules, versions, gradients, journals, verification.
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/utils.h>
 
@@ -15,12 +15,8 @@
 #include "sidestream/owning.h"
 #include "unit/graphs/graphed_step_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::WholeStepTrainer;
 
 class WholeStepStateTest : public testing::Test {
  protected:
@@ -130,8 +126,8 @@ TEST_F(WholeStepStateTest, AllStepsOfAnEngineObeyItsHostCapTogether) {
   WholeStepTrainer mine(device_, {.layers = 4});
   mine.graph(Options(device_).offload("**").min_bytes(1024).host_cap(static_cast<std::size_t>(cap)));
   EXPECT_EQ(mine.engine->report().pinned_bytes, alone);
-  GraphedStep other = make_graphed_step(*mine.engine, Callable("other", &testing_model::stack_loss, mine.model),
-                                        mine.data(7), StepOptions());
+  GraphedStep other =
+      make_graphed_step(*mine.engine, Callable("other", &stack_loss, mine.model), mine.data(7), StepOptions());
   const Report report = mine.engine->report();
   EXPECT_GT(report.pinned_bytes, alone);
   EXPECT_LE(report.pinned_bytes, cap);
@@ -141,9 +137,7 @@ TEST_F(WholeStepStateTest, AllStepsOfAnEngineObeyItsHostCapTogether) {
   EXPECT_TRUE(std::any_of(report.groups.begin(), report.groups.end(),
                           [](const GroupReport& group) { return group.kept_because == "over the host cap"; }));
   other.reset();
-  for (auto& parameter : mine.model->parameters()) {  // a capture in the place of another has its room
-    parameter.set_data(parameter.detach().clone());
-  }
+  relocate(*mine.model);  // a capture in the place of another has its room
   WholeStepTrainer plain(device_, mine.form);
   EXPECT_TRUE(same(mine.run(0), plain.run(0)));
   EXPECT_EQ(mine.engine->report().pinned_bytes, alone);
@@ -159,7 +153,7 @@ TEST_F(WholeStepStateTest, AWarmUpHoldsNoMoreThanTheStepThatItIsFor) {
     int runs = 0;
     mine.engine = std::make_unique<OffloadEngine>(*mine.model, Options(device_).offload("**").min_bytes(1024));
     const auto loss = [&](torch::nn::SequentialImpl& model, const Tensors& inputs) {
-      Tensors made = testing_model::stack_loss(model, inputs);
+      Tensors made = stack_loss(model, inputs);
       ++runs;
       most = std::max(most, memory_use(device_).allocated - before);  // with all that its forward has saved
       return made;
@@ -190,7 +184,7 @@ TEST_F(WholeStepStateTest, IsVerifiedAsCallsAre) {
 TEST_F(WholeStepStateTest, AnEagerBackwardThroughUpdatedParametersIsRefused) {
   WholeStepTrainer mine(device_, {.updates = true});
   mine.graph(Options(device_));
-  const at::Tensor loss = testing_model::stack_loss(*mine.model, mine.data(3)[0])[0];
+  const at::Tensor loss = stack_loss(*mine.model, mine.data(3)[0])[0];
   (void)mine.run(0);
   EXPECT_THROWS(c10::Error, "modified by an inplace operation", loss.backward());
 }
@@ -208,31 +202,32 @@ TEST_F(WholeStepStateTest, GradientsTakeThePlaceOfThoseThatWereThere) {
   EXPECT_TRUE(same(mine.run(2), plain.run(2)));
 }
 
-/// A weight that eval mode leaves out.
-class LighterInEvalModel : public torch::nn::Module {
+/// Two weights, of which the loss reads the second in training mode, or as a plain member says.
+class SwitchedStepModel : public torch::nn::Module {
  public:
-  LighterInEvalModel()
+  SwitchedStepModel()
       : always_(register_parameter("always", at::full({32}, 0.5))),
-        trained_(register_parameter("trained", at::full({32}, 0.25))) {}
-  static Tensors loss(LighterInEvalModel& model, const Tensors& inputs) {
+        switched_(register_parameter("switched", at::full({32}, 0.25))) {}
+  static Tensors loss(SwitchedStepModel& model, const Tensors& inputs) {
     at::Tensor y = inputs[0] * model.always_;
-    y = model.is_training() ? y * model.trained_ : y;
+    y = model.on.value_or(model.is_training()) ? y * model.switched_ : y;
     return {(y * inputs[1]).sum()};
   }
+  std::optional<bool> on;
 
  private:
-  at::Tensor always_, trained_;
+  at::Tensor always_, switched_;
 };
 
 TEST_F(WholeStepStateTest, AnEagerRunLeavesNoGradientsOfTheGraphs) {
   for (const bool accumulate : {false, true}) {
-    auto mine = std::make_shared<LighterInEvalModel>();
-    LighterInEvalModel plain;
+    auto mine = std::make_shared<SwitchedStepModel>();
+    SwitchedStepModel plain;
     mine->to(device_);
     plain.to(device_);
     OffloadEngine engine(*mine, Options(device_));
     const auto data = [&](std::int64_t s) { return Tensors{rows(s, device_), rows(s, device_, 1)}; };
-    GraphedStep step = make_graphed_step(engine, Callable("step", &LighterInEvalModel::loss, mine), {data(9)},
+    GraphedStep step = make_graphed_step(engine, Callable("step", &SwitchedStepModel::loss, mine), {data(9)},
                                          StepOptions().accumulate(accumulate));
     for (std::int64_t s = 0; s < 4; ++s) {
       mine->train(s % 2 == 0);
@@ -240,45 +235,29 @@ TEST_F(WholeStepStateTest, AnEagerRunLeavesNoGradientsOfTheGraphs) {
       mine->zero_grad();
       plain.zero_grad();
       (void)step({data(s)});
-      LighterInEvalModel::loss(plain, data(s))[0].backward();
-      EXPECT_TRUE(same(testing_model::gradients(*mine), testing_model::gradients(plain))) << "step " << s;
+      SwitchedStepModel::loss(plain, data(s))[0].backward();
+      EXPECT_TRUE(same(gradients(*mine), gradients(plain))) << "step " << s;
     }
   }
 }
 
-/// A weight that a plain member switches on.
-class SwitchedModel : public torch::nn::Module {
- public:
-  SwitchedModel()
-      : always_(register_parameter("always", at::full({32}, 0.5))),
-        switched_(register_parameter("switched", at::full({32}, 0.25))) {}
-  static Tensors loss(SwitchedModel& model, const Tensors& inputs) {
-    at::Tensor y = inputs[0] * model.always_;
-    y = model.on ? y * model.switched_ : y;
-    return {(y * inputs[1]).sum()};
-  }
-  bool on = false;
-
- private:
-  at::Tensor always_, switched_;
-};
-
 TEST_F(WholeStepStateTest, AVerificationThatFailedLeavesNoGradientsToALaterReplay) {
-  auto mine = std::make_shared<SwitchedModel>();
-  SwitchedModel plain;
+  auto mine = std::make_shared<SwitchedStepModel>();
+  SwitchedStepModel plain;
+  mine->on = plain.on = false;
   mine->to(device_);
   plain.to(device_);
   OffloadEngine engine(*mine, Options(device_).verify_replays(1).verify_every(0));
   const auto data = [&](std::int64_t s) { return Tensors{rows(s, device_), rows(s, device_, 1)}; };
-  GraphedStep step = make_graphed_step(engine, Callable("step", &SwitchedModel::loss, mine), {data(9)});
+  GraphedStep step = make_graphed_step(engine, Callable("step", &SwitchedStepModel::loss, mine), {data(9)});
   mine->on = true;
   EXPECT_THROWS(VerificationError, "output 0 differs", (void)step({data(0)}));
   mine->on = false;
   const Tensors outputs = step({data(1)}).front();
-  const at::Tensor loss = SwitchedModel::loss(plain, data(1))[0];
+  const at::Tensor loss = SwitchedStepModel::loss(plain, data(1))[0];
   loss.backward();
   EXPECT_TRUE(same({{"loss", outputs.at(0)}}, {{"loss", loss.detach()}}));
-  EXPECT_TRUE(same(testing_model::gradients(*mine), testing_model::gradients(plain)));
+  EXPECT_TRUE(same(gradients(*mine), gradients(plain)));
 }
 
 TEST_F(WholeStepStateTest, GradientsThatAreGivenOtherMemoryAreTakenBack) {
@@ -300,11 +279,11 @@ TEST_F(WholeStepStateTest, GradientsThatAreGivenOtherMemoryAreTakenBack) {
 TEST_F(WholeStepStateTest, ACaptureThatFailsInItsGraphsPlaceHoldsNoPinnedMemory) {
   for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
     WholeStepTrainer plain(device_, {.layers = 4});
-    torch::nn::Sequential model = testing_model::layer_stack(4, device_);
+    torch::nn::Sequential model = layer_stack(4, device_);
     OffloadEngine engine(*model, Options(device_).offload("**").min_bytes(512));
     int left = -1;
     const auto loss = [&](torch::nn::SequentialImpl& layers, const Tensors& inputs) {
-      Tensors made = testing_model::stack_loss(layers, inputs);
+      Tensors made = stack_loss(layers, inputs);
       if (left-- == 0) {
         throw std::runtime_error("the model broke");
       }
@@ -313,16 +292,14 @@ TEST_F(WholeStepStateTest, ACaptureThatFailsInItsGraphsPlaceHoldsNoPinnedMemory)
     const GraphedStep step = make_graphed_step(engine, Callable("step", owning(loss), model), plain.data(0),
                                                StepOptions().graph(GraphOptions().num_warmup_iters(1)));
     EXPECT_GT(engine.report().pinned_bytes, 0);
-    for (at::Tensor& parameter : model->parameters()) {
-      parameter.set_data(parameter.detach().clone());
-    }
+    relocate(*model);
     left = fails_in;
     EXPECT_THROWS(std::runtime_error, "the model broke", (void)step(plain.data(1)));
     EXPECT_EQ(engine.report().pinned_bytes, 0) << "pass " << fails_in;
     EXPECT_EQ(step.offloaded_bytes(), 0U);
     (void)step(plain.data(2));
     (void)plain.run(2);
-    EXPECT_TRUE(same(testing_model::gradients(*model), testing_model::gradients(*plain.model))) << "pass " << fails_in;
+    EXPECT_TRUE(same(gradients(*model), gradients(*plain.model))) << "pass " << fails_in;
     EXPECT_GT(step.offloaded_bytes(), 0U);
   }
 }
@@ -347,11 +324,11 @@ TEST_F(WholeStepStateTest, ACaptureThatFailsHoldsNoDeviceMemory) {
   const std::int64_t before = falls_to(held_by_samples);
   for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
     {
-      torch::nn::Sequential model = testing_model::layer_stack(4, device_);
+      torch::nn::Sequential model = layer_stack(4, device_);
       OffloadEngine engine(*model, Options(device_).offload("**").min_bytes(512));
       int left = fails_in;
       const auto loss = [&](torch::nn::SequentialImpl& layers, const Tensors& inputs) {
-        Tensors made = testing_model::stack_loss(layers, inputs);
+        Tensors made = stack_loss(layers, inputs);
         if (left-- == 0) {
           throw std::runtime_error("the model broke");
         }
@@ -376,4 +353,4 @@ TEST_F(WholeStepStateTest, ResetGivesItsMemoryBack) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -9,16 +9,8 @@
 
 #include "unit/graphs/graphed_step_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::descend;
-using testing_model::layer_stack;
-using testing_model::Mlp;
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::WholeStepTrainer;
 
 constexpr std::int64_t kWholeSteps = 5;
 
@@ -107,9 +99,7 @@ TEST_F(OneWholeStepTest, OffloadsAfterRelocationAndOtherShapesAsWell) {
   mine.graph(Options(device_).offload("**").min_bytes(512), StepOptions().max_captures(2));
   for (std::int64_t s = 0; s < 6; ++s) {
     if (s == 2 || s == 4) {
-      for (auto& parameter : mine.model->parameters()) {
-        parameter.set_data(parameter.detach().clone());
-      }
+      relocate(*mine.model);
     }
     const std::int64_t some = s % 2 == 0 ? 16 : 8;
     const std::vector<Tensors> batch{{rows(s, device_).narrow(0, 0, some), rows(s, device_, 1).narrow(0, 0, some)}};
@@ -148,10 +138,10 @@ TEST_F(OneWholeStepTest, AddsToGradientsOfEagerStepsAndOfOtherGraphs) {
   WholeStepTrainer plain(device_, {.accumulate = true});
   mine.graph(Options(device_));
   const auto eagerly = [](WholeStepTrainer& trainer, std::int64_t s) {
-    testing_model::stack_loss(*trainer.model, trainer.data(s)[0])[0].backward();
+    stack_loss(*trainer.model, trainer.data(s)[0])[0].backward();
   };
-  GraphedStep other = make_graphed_step(*mine.engine, Callable("other", &testing_model::stack_loss, mine.model),
-                                        mine.data(7), StepOptions().accumulate(true));
+  GraphedStep other = make_graphed_step(*mine.engine, Callable("other", &stack_loss, mine.model), mine.data(7),
+                                        StepOptions().accumulate(true));
   for (std::int64_t s = 0; s < 3; ++s) {
     eagerly(mine, 10 + s);
     eagerly(plain, 10 + s);
@@ -170,12 +160,12 @@ TEST_F(OneWholeStepTest, AddsToGradientsThatOtherGraphsGaveOut) {
   WholeStepTrainer mine(device_, {.accumulate = true});
   WholeStepTrainer plain(device_, {.accumulate = true});
   mine.graph(Options(device_));
-  const auto layers = testing_model::graph_stack(*mine.engine, mine.model, device_,
-                                                 GraphOptions().gradients("**", GradientPolicy::owned));
+  const auto layers =
+      graph_stack(*mine.engine, mine.model, device_, GraphOptions().gradients("**", GradientPolicy::owned));
   for (std::int64_t s = 0; s < 3; ++s) {
     const Tensors inputs = mine.data(10 + s)[0];
-    (testing_model::run_stack(layers, inputs[0].detach().requires_grad_(true)) * inputs[1]).sum().backward();
-    testing_model::stack_loss(*plain.model, inputs)[0].backward();
+    (run_stack(layers, inputs[0].detach().requires_grad_(true)) * inputs[1]).sum().backward();
+    stack_loss(*plain.model, inputs)[0].backward();
     EXPECT_TRUE(same(mine.run(s), plain.run(s))) << "step " << s;
     mine.model->zero_grad();
     plain.model->zero_grad();
@@ -207,7 +197,7 @@ TEST_F(OneWholeStepTest, TiedWeightsAndWeightsOutsideOfTheModuleGetTheirGradient
     loss.backward();
     const std::vector<Tensors> got = step({data(s)});
     EXPECT_TRUE(at::equal(got[0][0].cpu(), loss.detach().cpu()));
-    EXPECT_TRUE(same(testing_model::gradients(*mine->model), testing_model::gradients(*plain.model)));
+    EXPECT_TRUE(same(gradients(*mine->model), gradients(*plain.model)));
     EXPECT_TRUE(at::equal(mine->scale.grad().cpu(), plain.scale.grad().cpu()));
     descend(*mine->model);
     descend(*plain.model);
@@ -277,21 +267,5 @@ TEST_F(OneWholeStepTest, RunsEagerlyInAnotherTrainingMode) {
   }
 }
 
-TEST_F(OneWholeStepTest, FollowsRelocatedWeights) {
-  WholeStepTrainer mine(device_, {});
-  WholeStepTrainer plain(device_, {});
-  mine.graph(Options(device_));
-  for (std::int64_t s = 0; s < 4; ++s) {
-    if (s == 2) {
-      for (auto& parameter : mine.model->parameters()) {
-        parameter.set_data(parameter.detach().clone());
-      }
-    }
-    EXPECT_TRUE(same(mine.run(s), plain.run(s))) << "step " << s;
-    descend(*mine.model);
-    descend(*plain.model);
-  }
-}
-
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

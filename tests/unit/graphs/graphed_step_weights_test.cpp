@@ -7,13 +7,8 @@
 #include "sidestream/error.h"
 #include "unit/graphs/graphed_step_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::WholeStepTrainer;
 
 /// Two weights, one of which may be registered anew, and two that no module has.
 class ChangingModel : public torch::nn::Module {
@@ -65,7 +60,7 @@ class WholeStepWeightsTest : public testing::Test {
         }
       } else {
         if (!accumulate) {
-          testing_model::clear_gradients(*model);
+          clear_gradients(*model);
           model->outside.mutable_grad() = at::Tensor();
         }
         for (const Tensors& inputs : microbatches) {
@@ -74,7 +69,7 @@ class WholeStepWeightsTest : public testing::Test {
           result.emplace_back("loss", loss.detach());
         }
       }
-      for (auto& gradient : testing_model::gradients(*model)) {
+      for (auto& gradient : gradients(*model)) {
         result.push_back(std::move(gradient));
       }
       result.emplace_back("outside", model->outside.grad());
@@ -316,4 +311,4 @@ TEST_F(WholeStepWeightsTest, UpdatesWeightsOutsideOfTheModuleThatTheLossLeadsTo)
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

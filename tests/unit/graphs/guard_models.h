@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <utility>
+#include <string>
 
 #include <ATen/Functions.h>
 #include <torch/nn/module.h>
@@ -16,6 +16,7 @@
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
+#include "sidestream/graphed_callable.h"
 
 namespace sidestream::testing_model {
 
@@ -74,6 +75,12 @@ class PartModel : public torch::nn::Module {
 inline at::Tensor part_input(const PartModel& model, std::int64_t s, c10::Device device) {
   auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(300 + s));
   return at::randn({6, model.width()}, generator, at::kFloat).to(device);
+}
+
+/// Part `i` of `model`, to be graphed as "part<i>".
+inline Callable part_callable(const PartModel& model, std::size_t i) {
+  return {"part" + std::to_string(i), [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
+          model.parts.ptr()->ptr<Part>(i)};
 }
 
 /// A model with an engine, and its twin that trains plainly on the same data with the same seeds.

@@ -1,13 +1,10 @@
 // Outputs of graphed calls that outlive the replay that made them: ordinary tensors, whatever is done with them.
 #include <functional>
-#include <memory>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/utils.h>
 
 #include "expect_throws.h"
 #include "models/block_model.h"
@@ -19,12 +16,8 @@
 #include "sidestream/graphed_callable.h"
 #include "sim/device/device.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
 
 class HeldOutputTest : public testing::Test {
  protected:
@@ -70,7 +63,7 @@ TEST_F(HeldOutputTest, AListOfHiddenStatesIsThatOfPlainTraining) {
 TEST_F(HeldOutputTest, WhatIsHeldIsCopiedOutAndAllElseIsGivenOutAgain) {
   const TensorFunction graphed = graph(body_, {input(0)});
   const auto counts = [&](const std::function<void()>& run) {
-    testing_model::in_step(&engine_, run);
+    in_step(&engine_, run);
     const Report report = engine_.report();
     return std::vector<std::int64_t>{report.outputs_reused, report.outputs_copied, report.outputs_copied_bytes};
   };
@@ -314,33 +307,6 @@ TEST_F(HeldOutputTest, AnInputGivenBackIsTakenByTheNextCall) {
   }
 }
 
-TEST_F(HeldOutputTest, StaysWhenTheGraphsAndTheEngineGo) {
-  const at::Tensor expected = body_({input(1)})[0].detach();
-  for (const bool with_engine : {false, true}) {
-    at::Tensor held;
-    {
-      torch::nn::Module model;
-      OffloadEngine engine(model, Options(device_));
-      auto graphed = make_graphed_callables(engine, {Callable("call", owning(body_))}, {{input(0)}});
-      held = graphed[0]({input(1)})[0].detach();
-      if (!with_engine) {
-        graphed[0].reset();
-        EXPECT_TRUE(equal(held, expected));
-      }
-    }
-    release_cached_memory(device_);
-    std::vector<at::Tensor> others;
-    for (int i = 0; i < 64; ++i) {
-      others.push_back(at::full({16, 32}, -1.0, at::TensorOptions().device(device_)));
-    }
-    EXPECT_TRUE(equal(held, expected)) << with_engine;
-    held.add_(1);
-    for (const at::Tensor& other : others) {
-      EXPECT_TRUE(equal(other, at::full({16, 32}, -1.0)));
-    }
-  }
-}
-
 TEST_F(HeldOutputTest, MayGrow) {
   const TensorFunction graphed = graph(body_, {input(0)});
   at::Tensor y = graphed({input(1)})[0].detach();
@@ -398,20 +364,15 @@ TEST(HeldOutputOfCallTest, LogitsOfAllMicrobatchesAreKept) {
   OffloadEngine engine(model, Options(device).min_bytes(1024).graph("blocks.*").offload("blocks.*.*"));
   std::vector<at::Tensor> kept;
   std::vector<at::Tensor> kept_plain;
-  const auto train = [&](BlockModel& trained, std::vector<at::Tensor>& keep, std::int64_t s) {
-    std::vector<at::Tensor> losses;
-    for (const std::int64_t microbatch : {0, 1}) {
-      const auto batch = testing_model::batch_of(trained.shape(), 2 * s + microbatch, device);
-      losses.push_back(trained.loss(batch.tokens, batch.targets));
-      keep.push_back(losses.back());
-    }
-    for (at::Tensor& loss : losses) {
-      loss.backward();
-    }
-  };
-  testing_model::expect_plain(
-      0, 4, [&](std::int64_t s) { return testing_model::train_step(model, &engine, [&] { train(model, kept, s); }); },
-      [&](std::int64_t s) { return testing_model::train_step(plain, nullptr, [&] { train(plain, kept_plain, s); }); });
+  for (std::int64_t s = 0; s < 4; ++s) {
+    expect_same_step(model, &engine, plain, s, [&](BlockModel& trained) {
+      std::vector<at::Tensor> losses{trained.loss_of(2 * s), trained.loss_of(2 * s + 1)};
+      for (at::Tensor& loss : losses) {
+        loss.backward();
+        (&trained == &model ? kept : kept_plain).push_back(loss);
+      }
+    });
+  }
   for (std::size_t i = 0; i < kept.size(); ++i) {
     EXPECT_TRUE(at::equal(kept[i].cpu(), kept_plain[i].cpu())) << i;
   }
@@ -419,4 +380,4 @@ TEST(HeldOutputOfCallTest, LogitsOfAllMicrobatchesAreKept) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

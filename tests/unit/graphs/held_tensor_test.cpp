@@ -13,12 +13,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BodyBlock;
-using testing_model::BodyModel;
-using testing_model::BodyTwins;
 
 class HeldTensorTest : public testing::Test {
  protected:
@@ -119,12 +115,12 @@ TEST_F(HeldTensorTest, AMaskMadeInTheSizingPassIsHeld) {
       (void)block->forward(model.data(s, 5, 2));  // a validation batch: the mask of length 8 is gone
       const at::Tensor noise = at::full({8, 8}, 3.0, block->weight.options());  // and its memory is used again
       const auto run = [&](BodyModel& of, const at::Tensor& y) {
-        testing_model::clear_gradients(of);
+        clear_gradients(of);
         (y * model.data(s, 8, 2, 1)).sum().backward();
-        return testing_model::gradients(of);
+        return gradients(of);
       };
       const auto mine = run(model, graphed({model.data(s, 8, 2)})[0]);
-      EXPECT_TRUE(testing_model::same(mine, run(plain, plain.block(0).forward(model.data(s, 8, 2)))));
+      EXPECT_TRUE(same(mine, run(plain, plain.block(0).forward(model.data(s, 8, 2)))));
     }
   }
 }
@@ -133,23 +129,23 @@ TEST_F(HeldTensorTest, AMaskMadeInACaptureIsThereForWhoReadsItNext) {
   BodyTwins twins(device_, {masked, masked});
   OffloadEngine engine(twins.mine, options());
   const auto train = [](BodyModel& model, OffloadEngine* in, std::int64_t s) {
-    return testing_model::train_step(model, in, [&] {
+    return train_step(model, in, [&] {
       // Two lengths by turns: each capture makes the mask that the one before has replaced.
       (model.forward(model.data(s, 8, 2)).sum() + model.forward(model.data(s, 5, 2)).sum()).backward();
     });
   };
   const auto validate = [](BodyModel& model, OffloadEngine* in, std::int64_t length) {
     at::Tensor result;
-    testing_model::in_step(in, [&] {
+    in_step(in, [&] {
       const at::NoGradGuard no_grad;
       result = model.forward(model.data(70, length, 2)).cpu();
     });
     return result;
   };
-  EXPECT_TRUE(testing_model::same(train(twins.mine, &engine, 0), train(twins.plain, nullptr, 0)));
+  EXPECT_TRUE(same(train(twins.mine, &engine, 0), train(twins.plain, nullptr, 0)));
   EXPECT_TRUE(at::equal(validate(twins.mine, &engine, 5), validate(twins.plain, nullptr, 5))) << "behind the capture";
   for (std::int64_t s = 1; s < 5; ++s) {
-    EXPECT_TRUE(testing_model::same(train(twins.mine, &engine, s), train(twins.plain, nullptr, s))) << "step " << s;
+    EXPECT_TRUE(same(train(twins.mine, &engine, s), train(twins.plain, nullptr, s))) << "step " << s;
     twins.expect_plain(engine, 10 + s, 11 + s, s % 2 == 0 ? 8 : 5, 3);  // another batch: captured on its own
   }
 }
@@ -221,7 +217,7 @@ TEST_F(HeldTensorTest, ABackwardThroughATensorThatABodyKeepsIsRefused) {
       BodyModel model(device_, {body, body});
       OffloadEngine engine(model, options().verify_replays(verified));
       const auto train = [&](std::int64_t s, bool with_penalty) {
-        testing_model::clear_gradients(model);
+        clear_gradients(model);
         const auto step = engine.step();
         at::Tensor loss = model.forward(model.data(s, 8, 2)).square().mean();
         if (with_penalty) {
@@ -345,10 +341,10 @@ TEST_F(HeldTensorTest, AFrozenTableOfAnotherModuleIsCapturedAgainWhereItIsReloca
       mine_table.set_data(mine_table * 2);
       plain_table.set_data(plain_table * 2);
     }
-    EXPECT_TRUE(testing_model::same(mine.step(&engine, s), plain.step(nullptr, s))) << "step " << s;
+    EXPECT_TRUE(same(mine.step(&engine, s), plain.step(nullptr, s))) << "step " << s;
   }
   EXPECT_GT(engine.report().recaptures, 0);
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

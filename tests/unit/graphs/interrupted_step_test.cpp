@@ -5,19 +5,12 @@
 #include <thread>
 
 #include "sidestream/call.h"
-#include "sidestream/error.h"
 #include "unit/graphs/trapped_training.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::clear_gradients;
-using testing_model::gradients;
-using testing_model::same;
-using testing_model::trapped_input;
-using testing_model::TrappedTraining;
-using testing_model::Wrapping;
-using Place = testing_model::Trap::Place;
+using Place = Trap::Place;
 
 /// What a program throws that is no std::exception.
 struct Interrupted {};
@@ -149,9 +142,9 @@ TEST_P(InterruptedStepTest, ABackwardThatThrewIsLetGoOfInTheNextStepsBegin) {
       std::this_thread::sleep_for(std::chrono::milliseconds(30));
       graph.reset();
     });
-    loss.register_hook([](const at::Tensor& /*grad*/) { throw testing_model::ModelBroke(0); });
+    loss.register_hook([](const at::Tensor& /*grad*/) { throw ModelBroke(0); });
     loss.backward();
-  } catch (const testing_model::ModelBroke&) {
+  } catch (const ModelBroke&) {
   }
   expect_usable(subject, "a backward that threw");
   holder.join();
@@ -210,8 +203,8 @@ TEST_P(InterruptedStepTest, WhatAnInterruptedStepComputedOutlivesTheNextSteps) {
 
 TEST_P(InterruptedStepTest, TheEngineIsGoneWhenBackwardRuns) {
   for (std::int64_t at_step = 0; at_step < kSteps; ++at_step) {
-    testing_model::Trap trap;
-    testing_model::TrappedModel model(kLayers, trap);
+    Trap trap;
+    TrappedModel model(kLayers, trap);
     model.to(device_);
     at::Tensor loss;
     {
@@ -230,8 +223,8 @@ TEST_P(InterruptedStepTest, TheEngineIsGoneWhenBackwardRuns) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Wrapped, InterruptedStepTest, testing_model::kTrappedWrappings,
+INSTANTIATE_TEST_SUITE_P(Wrapped, InterruptedStepTest, kTrappedWrappings,
                          [](const testing::TestParamInfo<Wrapping>& info) { return info.param.name; });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

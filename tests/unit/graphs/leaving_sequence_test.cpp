@@ -9,17 +9,14 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include "models/stack_twins.h"
 #include "runtime/runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/graph_pool.h"
 #include "sidestream/testing/simulator.h"
-#include "unit/graphs/pooled_stack.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::PooledStack;
-using testing_model::rows;
 
 class LeavingSequenceTest : public testing::Test {
  protected:
@@ -44,13 +41,13 @@ class LeavingSequenceTest : public testing::Test {
   /// Outputs of a sequence, or gradients of its parameters, are read beside and let go of; then the sequence goes, or a part of it, by `leave`,
   /// and another one computes in the memory.
   void expect_reads_right(bool of_gradients, const std::string& which,
-                          const std::function<void(std::optional<PooledStack>&)>& leave) {
+                          const std::function<void(std::optional<StackTwins>&)>& leave) {
     SCOPED_TRACE(which + (of_gradients ? ", gradients" : ", outputs"));
-    PooledStack second(device_, kLayers + 2, pooled());
-    std::optional<PooledStack> first(std::in_place, device_, kLayers, pooled());
+    StackTwins second(device_, kLayers + 2, pooled());
+    std::optional<StackTwins> first(std::in_place, device_, kLayers, pooled());
     std::vector<at::Tensor> given;
     at::Tensor h = rows(0, device_).requires_grad_(true);
-    for (const GraphedCallable& layer : first->graphed) {
+    for (const GraphedCallable& layer : first->layers) {
       h = layer({h})[0];
       given.push_back(h.detach());
     }
@@ -90,10 +87,10 @@ TEST_F(LeavingSequenceTest, WaitsForWhoReadsWhatNobodyHolds) {
   for (const bool of_gradients : {false, true}) {
     for (const std::size_t layer : {0U, 1U, 2U}) {
       expect_reads_right(of_gradients, "reset of layer " + std::to_string(layer),
-                         [&](auto& first) { first->graphed[layer].reset(); });
+                         [&](auto& first) { first->layers[layer].reset(); });
     }
     expect_reads_right(of_gradients, "reset of all", [](auto& first) {
-      for (GraphedCallable& layer : first->graphed) {
+      for (GraphedCallable& layer : first->layers) {
         layer.reset();
       }
     });
@@ -102,4 +99,4 @@ TEST_F(LeavingSequenceTest, WaitsForWhoReadsWhatNobodyHolds) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,6 +1,5 @@
 // Steps, scopes, engines and models that end in another order, on another thread, or not at all: typed errors, and an engine
 // that trains on.
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,14 +22,8 @@
 #include "sidestream/scope.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::ExpectedWarnings;
-using testing_model::gradients;
-using testing_model::same;
-using testing_model::StepTensors;
 
 class LifetimeTest : public testing::Test {
  protected:
@@ -39,8 +32,8 @@ class LifetimeTest : public testing::Test {
     BlockModel plain(shape_);
     plain.to(device_);
     for (std::int64_t s = 0; s < 4; ++s) {
-      testing_model::clear_gradients(plain);
-      loss(plain, s).backward();
+      clear_gradients(plain);
+      plain.loss_of(s).backward();
       expected_.push_back(gradients(plain));
     }
   }
@@ -48,13 +41,9 @@ class LifetimeTest : public testing::Test {
   [[nodiscard]] Options options() const {
     return Options(device_).min_bytes(1024).graph("blocks.*").offload("blocks.*.*");
   }
-  at::Tensor loss(BlockModel& model, std::int64_t s) const {
-    const auto batch = testing_model::batch_of(shape_, s, device_);
-    return model.loss(batch.tokens, batch.targets);
-  }
   void train(std::int64_t s) {
-    testing_model::clear_gradients(*model_);
-    loss(*model_, s).backward();
+    clear_gradients(*model_);
+    model_->loss_of(s).backward();
     EXPECT_TRUE(same(gradients(*model_), expected_[static_cast<std::size_t>(s)])) << "step " << s;
   }
   /// The engine captures, replays, and gives what plain training gives.
@@ -131,16 +120,16 @@ TEST_F(LifetimeTest, StepsOfTwoEnginesEndInAnyOrder) {
     auto outer = std::make_unique<OffloadEngine>(*model_, options());
     auto inner = std::make_unique<OffloadEngine>(other, options());
     for (std::int64_t s = 0; s < 4; ++s) {
-      testing_model::clear_gradients(other);
+      clear_gradients(other);
       std::optional<Step> outer_step(outer->step());
       train(s);
       std::optional<Step> inner_step(inner->step());
-      loss(other, s).backward();
+      other.loss_of(s).backward();
       EXPECT_TRUE(same(gradients(other), expected_[static_cast<std::size_t>(s)])) << "step " << s;
       if (outer_first) {
         outer_step->finish();
-        testing_model::clear_gradients(other);
-        loss(other, s).backward();
+        clear_gradients(other);
+        other.loss_of(s).backward();
         EXPECT_TRUE(same(gradients(other), expected_[static_cast<std::size_t>(s)])) << "still inside, step " << s;
         inner_step->finish();
       } else {
@@ -162,7 +151,7 @@ TEST_F(LifetimeTest, AStepEndsOnItsOwnThread) {
   auto step = engine.step();
   train(0);
   std::string message;
-  std::thread([&] { message = testing_model::message_of<UsageError>([&] { step.finish(); }); }).join();
+  std::thread([&] { message = message_of<UsageError>([&] { step.finish(); }); }).join();
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "another thread", message);
   train(1);
   step.finish();
@@ -227,7 +216,7 @@ TEST_F(LifetimeTest, ScopesEndInsideOfTheirStepAndInOrder) {
     auto step = engine.step();
     auto scope = std::make_unique<OffloadScope>("home");
     std::string message;
-    std::thread([&] { message = testing_model::message_of<UsageError>([&] { scope->end(); }); }).join();
+    std::thread([&] { message = message_of<UsageError>([&] { scope->end(); }); }).join();
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "another thread", message);
     scope->end();
     step.finish();
@@ -272,9 +261,9 @@ TEST_F(LifetimeTest, EngineAndModelMayGoBeforeBackward) {
     auto engine = std::make_unique<OffloadEngine>(*model, options());
     at::Tensor kept;
     for (std::int64_t s = 0; s <= at_step; ++s) {
-      testing_model::clear_gradients(*model);
+      clear_gradients(*model);
       auto step = engine->step();
-      kept = loss(*model, s);
+      kept = model->loss_of(s);
       if (s < at_step) {
         kept.backward();
       }
@@ -342,4 +331,4 @@ TEST_F(LifetimeTest, NothingOfTheEngineRunsInsideItsCapture) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -2,7 +2,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -17,10 +16,8 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
 
 /// Counts what a replay asks of the runtime: queries of the current stream among it, which each look at an output's memory makes.
 class AskedRuntime final : public ForwardingRuntime {
@@ -134,4 +131,4 @@ TEST_P(LinearStepTest, EachLayerMoreIsTheSameWorkMore) {
 INSTANTIATE_TEST_SUITE_P(Policies, LinearStepTest, testing::Values(GradientPolicy::owned, GradientPolicy::accumulated));
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

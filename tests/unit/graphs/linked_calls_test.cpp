@@ -13,19 +13,13 @@
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "sidestream/call.h"
-#include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
+#include "unit/graphs/called_stack.h"
 #include "unit/graphs/released_output_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Mlp;
-using testing_model::ReleasedOutputTest;
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
 
 /// Calls that are functions, each beside what it is in plain training.
 class LinkedCallsTest : public ReleasedOutputTest {
@@ -55,7 +49,7 @@ class LinkedCallsTest : public ReleasedOutputTest {
   void expect_plain(const std::function<StepTensors(std::int64_t s, const std::vector<TensorFunction>& calls)>& pass) {
     for (std::int64_t s = 0; s < 4; ++s) {
       StepTensors mine;
-      testing_model::in_step(&engine_, [&] { mine = with_gradient(s, graphed_, pass); });
+      in_step(&engine_, [&] { mine = with_gradient(s, graphed_, pass); });
       EXPECT_TRUE(same(mine, with_gradient(s, plain_, pass))) << "step " << s;
     }
   }
@@ -216,68 +210,37 @@ TEST_F(LinkedCallsTest, OutputsThatAreChangedInPlaceBetweenTheCalls) {
   });
 }
 
-/// Blocks that call each other's outputs, and give out all of them.
-class Blocks : public torch::nn::Module {
- public:
-  explicit Blocks(c10::Device device) : layers(testing_model::layer_stack(6, device)) {
-    register_module("layers", layers);
-  }
-  std::vector<at::Tensor> forward(const at::Tensor& x) {
-    std::vector<at::Tensor> states{x};
-    for (std::size_t i = 0; i < layers->size(); ++i) {
-      states.push_back(call(&layers->at<Mlp>(i), states.back()));
-    }
-    return states;
-  }
-  torch::nn::Sequential layers;
-};
-
 class ReleasedOutputOfCallTest : public ReleasedOutputTest, public testing::WithParamInterface<bool> {};
 
 TEST_P(ReleasedOutputOfCallTest, MicrobatchesInFlightTrainAsPlainTraining) {
-  Blocks model(device_);
-  Blocks plain(device_);
+  CalledStack model(device_, {}, 6);
+  CalledStack plain(device_, {}, 6);
   OffloadEngine engine(model, options().graph("layers.*"));
   const bool keeps_all = GetParam();
-  const auto train = [&](Blocks& trained, std::int64_t s) {
-    StepTensors given;
-    std::vector<std::vector<at::Tensor>> states;
-    std::vector<at::Tensor> losses;
-    for (const std::int64_t microbatch : {0, 1}) {
-      states.push_back(trained.forward(rows(2 * s + microbatch, device_).requires_grad_(true)));
-      losses.push_back((states.back().back() * rows(2 * s + microbatch, device_, 1)).sum());
-      if (!keeps_all) {
-        states.back().clear();
+  for (std::int64_t s = 0; s < 5; ++s) {
+    expect_same_step(model, &engine, plain, s, [&](CalledStack& trained) {
+      std::vector<at::Tensor> kept;
+      std::vector<at::Tensor> losses;
+      for (const std::int64_t microbatch : {0, 1}) {
+        at::Tensor h = rows(2 * s + microbatch, device_).requires_grad_(true);
+        for (std::size_t i = 0; i < trained.layers->size(); ++i) {
+          h = trained.run_layer(i, h);
+          if (keeps_all) {
+            kept.push_back(h);
+          }
+        }
+        losses.push_back((h * rows(2 * s + microbatch, device_, 1)).sum());
       }
-    }
-    for (at::Tensor& loss : losses) {
-      loss.backward();
-    }
-    for (const auto& kept : states) {
-      for (const at::Tensor& state : kept) {
-        given.emplace_back("state", state);
+      for (at::Tensor& loss : losses) {
+        loss.backward();
       }
-    }
-    return given;
-  };
-  testing_model::expect_plain(
-      0, 5,
-      [&](std::int64_t s) {
-        StepTensors given;
-        StepTensors all = testing_model::train_step(model, &engine, [&] { given = train(model, s); });
-        all.insert(all.end(), given.begin(), given.end());
-        return all;
-      },
-      [&](std::int64_t s) {
-        StepTensors given;
-        StepTensors all = testing_model::train_step(plain, nullptr, [&] { given = train(plain, s); });
-        all.insert(all.end(), given.begin(), given.end());
-        return all;
-      });
+      return values(kept);
+    });
+  }
   EXPECT_GT(engine.report().replays, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(KeepsAll, ReleasedOutputOfCallTest, testing::Bool());
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,5 +1,4 @@
 // Gradients that one graph hands on to the next without a copy, where two of them are one tensor.
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -12,10 +11,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
 
 Tensors two_results(const Tensors& in) { return {in[0].exp(), in[0].sin()}; }
 /// Its backward gives one tensor as the gradient of both.
@@ -57,4 +54,4 @@ TEST(LinkedGradientTest, AnOutputThatIsNotThere) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,6 +1,5 @@
 // Live bytes of steps that replay graphs, against sizes that are known beforehand.
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,10 +14,8 @@
 #include "sidestream/report.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
 
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 
@@ -157,8 +154,7 @@ class OffloadedPeakTest : public LiveMemoryOfGraphsTest, public testing::WithPar
     OffloadEngine engine(model, options);
     for (std::int64_t s = 0; s < 4; ++s) {
       const auto step = engine.step();
-      const auto batch = testing_model::batch_of(shape, s, device_);
-      const at::Tensor loss = model.loss(batch.tokens, batch.targets);
+      const at::Tensor loss = model.loss_of(s);
       (void)mebibytes(16, device_);
       loss.backward();
     }
@@ -183,4 +179,4 @@ INSTANTIATE_TEST_SUITE_P(Calls, OffloadedPeakTest, testing::Values("", "blocks.*
                          [](const auto& info) { return info.param.empty() ? "eager" : "graphed"; });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -15,16 +15,10 @@
 #include "sidestream/scope.h"
 #include "unit/graphs/hazard_program.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::Calls;
-using testing_model::exponentiates;
-using testing_model::rows;
-using testing_model::run_all;
-using testing_model::several;
-
-using MemoryHazardTest = testing_model::HazardTest;
+using MemoryHazardTest = HazardTest;
 
 TEST_F(MemoryHazardTest, H04TheMainStreamWritesWhatACopyMayStillRead) {
   // In place on an output that nothing saved, and each batch into the memory of the one before.
@@ -183,9 +177,7 @@ TEST_F(MemoryHazardTest, H11InputsAreNeitherBroadcastNorCastNorReadInAnotherLayo
   const auto graphed =
       make_graphed_callables(engine, {Callable("first", owning(body)), Callable("second", owning(body))},
                              {{square(0)}, {Sample::output_of(0)}});
-  const auto refusal = [&](const at::Tensor& x) {
-    return testing_model::message_of<UsageError>([&] { (void)graphed[0]({x}); });
-  };
+  const auto refusal = [&](const at::Tensor& x) { return message_of<UsageError>([&] { (void)graphed[0]({x}); }); };
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "shape [1, 32], captured with [32, 32]", refusal(square(0).slice(0, 0, 1)));
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "dtype", refusal(square(0).to(at::kDouble)));
   // The same address, other strides: copied, where the input is the call's own; refused, where it is another call's output.
@@ -199,4 +191,4 @@ TEST_F(MemoryHazardTest, H11InputsAreNeitherBroadcastNorCastNorReadInAnotherLayo
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -25,12 +25,8 @@
 #include "sidestream/testing/simulator.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::gradients;
-using testing_model::same;
-using testing_model::StepTensors;
 
 /// Saves much more than it gives out.
 class DeepBlock : public torch::nn::Module {
@@ -110,7 +106,7 @@ class MemoryLimitTest : public testing::Test {
     return at::randn({256, DeepBlock::kWidth}, generator).to(device_);
   }
   StepTensors step(DeepModel& model, OffloadEngine* engine, std::int64_t s) const {
-    return testing_model::train_step(model, engine, [&] { model.loss(data(s)).backward(); });
+    return train_step(model, engine, [&] { model.loss(data(s)).backward(); });
   }
   [[nodiscard]] Options options() const {
     return Options(device_).min_bytes(1024).graph_options(GraphOptions().side_streams(1).num_warmup_iters(1));
@@ -144,7 +140,7 @@ TEST_F(MemoryLimitTest, AStepThatDoesNotFitSaysWhatHeldTheMemoryAndTrainsOnceThe
   OffloadEngine engine(model, options().offload("head"));
   {
     const MemoryLimit limit(device_, limit_);
-    testing_model::ExpectedWarnings warnings;
+    ExpectedWarnings warnings;
     EXPECT_THROWS(DeviceError, "out of memory", (void)step(model, &engine, 0));
     const std::vector<std::string> texts = warnings.take();
     ASSERT_EQ(texts.size(), 1U);
@@ -162,7 +158,7 @@ TEST_F(MemoryLimitTest, ACaptureThatDoesNotFitSaysSo) {
   (void)step(model, &engine, 0);  // it has memory enough
   {
     const MemoryLimit limit(device_, limit_);
-    const std::string text = testing_model::message_of<DeviceError>([&] { (void)step(model, &engine, 1); });
+    const std::string text = message_of<DeviceError>([&] { (void)step(model, &engine, 1); });
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "sim device: out of memory", text);
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "the device ran out of memory in a capture. The capture began with",
                         text);
@@ -201,7 +197,7 @@ TEST_F(MemoryLimitTest, ACaptureThatFitsInNoFormSaysByHowMuch) {
     constexpr std::size_t kMiB = std::size_t{1} << 20;
     const auto there = static_cast<std::size_t>(memory_use(device_).reserved);
     const MemoryLimit limit(device_, there + 3 * kMiB);
-    const std::string text = testing_model::message_of<DeviceError>([&] { (void)step(model, &engine, 1); });
+    const std::string text = message_of<DeviceError>([&] { (void)step(model, &engine, 1); });
     const std::regex lack(
         "\"blocks.0\" and the calls after it needed at least (\\d+) bytes, but (\\d+) were free: at least (\\d+) too "
         "few");
@@ -233,7 +229,7 @@ TEST_F(MemoryLimitTest, ACaptureLeavesWhatTheRestOfAStepNeeds) {
   // With so much lag everything is needed immediately: the pool holds all, and nothing is offloaded.
   const Options planned = options().offload("blocks.*").graph("blocks.*").lag(std::size_t{1} << 30);
   const auto trained = [&](DeepModel& model, OffloadEngine* engine, std::int64_t s) {
-    return testing_model::train_step(model, engine, [&] { WideHead::loss(model, data(s)).backward(); });
+    return train_step(model, engine, [&] { WideHead::loss(model, data(s)).backward(); });
   };
   std::vector<StepTensors> expected;
   std::size_t captured = 0;
@@ -267,7 +263,7 @@ TEST_F(MemoryLimitTest, ACaptureLeavesWhatTheRestOfAStepNeeds) {
 TEST_F(MemoryLimitTest, WhatIsLeftForTheRestOfAStepIsToldWhereItIsTooLittle) {
   const Options planned = options().graph("blocks.*");
   const auto trained = [&](DeepModel& model, OffloadEngine& engine, std::int64_t s) {
-    return testing_model::train_step(model, &engine, [&] { WideHead::loss(model, data(s)).backward(); });
+    return train_step(model, &engine, [&] { WideHead::loss(model, data(s)).backward(); });
   };
   DeepModel model(device_);
   OffloadEngine engine(model, planned);
@@ -312,7 +308,7 @@ TEST_F(MemoryLimitTest, ADeviceThatIsFullBeforeTheStepIsATypedError) {
   OffloadEngine engine(model, options().offload("blocks.*").graph("blocks.*"));
   {
     const MemoryLimit limit(device_, 0);  // below the weights, which are there
-    testing_model::ExpectedWarnings warnings;
+    ExpectedWarnings warnings;
     EXPECT_THROWS(DeviceError, "out of memory", (void)step(model, &engine, 0));
   }
   for (std::int64_t s = 0; s < 2; ++s) {
@@ -342,7 +338,7 @@ TEST_F(MemoryLimitTest, GraphedCallablesTrainFromTheFirstStep) {
   const auto layers =
       make_graphed_callables(engine, callables, samples, GraphOptions().side_streams(1).num_warmup_iters(1));
   for (std::int64_t s = 0; s < kSteps; ++s) {
-    const StepTensors mine = testing_model::train_step(model, &engine, [&] {
+    const StepTensors mine = train_step(model, &engine, [&] {
       at::Tensor h = data(s);
       for (const auto& layer : layers) {
         h = layer({h})[0];
@@ -358,13 +354,11 @@ TEST_F(MemoryLimitTest, RelocatedWeightsAreCapturedAgainWithinIt) {
   const MemoryLimit limit(device_, limit_);
   OffloadEngine engine(model, options().offload("blocks.*").graph("blocks.*"));
   for (std::int64_t s = 0; s < kSteps; ++s) {
-    for (at::Tensor& parameter : model.parameters()) {
-      parameter.set_data(parameter.detach().clone());
-    }
+    relocate(model);
     EXPECT_TRUE(same(step(model, &engine, s), expected_[static_cast<std::size_t>(s)])) << "step " << s;
   }
   EXPECT_EQ(engine.report().recaptures, 2 * DeepModel::kLayers);
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -16,11 +16,8 @@
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::StepTensors;
 
 /// A frozen normalisation and one that learns, between layers that train.
 class PartlyFrozen : public torch::nn::Module {
@@ -67,7 +64,7 @@ class MixedModeTest : public testing::Test {
     torch::manual_seed(static_cast<std::uint64_t>(100 + s));
     const at::Tensor x = input(s);
     at::Tensor y;
-    StepTensors result = testing_model::train_step(model, nullptr, [&] {
+    StepTensors result = train_step(model, nullptr, [&] {
       y = graphed ? layers_[0]({x})[0] : model.forward(x);
       (y * rows(s, device_, 1)).mean().backward();
     });
@@ -128,4 +125,4 @@ TEST_F(MixedModeTest, AnotherModeOfASubmoduleRunsEagerlyAndRight) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -15,13 +15,8 @@
 #include "sidestream/graphed_callable.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Part;
-using testing_model::part_input;
-using testing_model::PartModel;
-using testing_model::Twins;
 
 class Autocast {
  public:
@@ -82,7 +77,7 @@ TEST_P(CapturingStepTest, DoesNotLendItsModesToTheCapture) {
       } else if (GetParam() == Around::default_dtype) {
         c10::set_default_dtype(caffe2::TypeMeta::Make<double>());
       }
-      testing_model::in_step(engine, [&] {
+      in_step(engine, [&] {
         const at::AutoGradMode no_grad_inside(false);
         (void)model.forward(part_input(model, 90, device_));
       });
@@ -112,12 +107,7 @@ TEST_F(ModeGuardTest, CallablesAreCapturedWithGradientsWhateverSurroundsThem) {
     {
       const c10::InferenceMode inference_mode(inference);
       const at::NoGradGuard no_grad;
-      graphed =
-          make_graphed_callables(*twins.engine,
-                                 {Callable(
-                                     "part", [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-                                     std::dynamic_pointer_cast<Part>(twins.mine->parts[0]))},
-                                 {{sample}});
+      graphed = make_graphed_callables(*twins.engine, {part_callable(*twins.mine, 0)}, {{sample}});
     }
     twins.expect_plain(0, 3, [&](PartModel& model, std::int64_t s) {
       const at::Tensor x = part_input(model, s, device_);
@@ -129,7 +119,7 @@ TEST_F(ModeGuardTest, CallablesAreCapturedWithGradientsWhateverSurroundsThem) {
 
 TEST_F(ModeGuardTest, AnomalyModeLetsCapturesBe) {
   Twins<PartModel> twins(options());
-  testing_model::ExpectedWarnings warnings;  // LibTorch calls it slow
+  ExpectedWarnings warnings;  // LibTorch calls it slow
   const torch::autograd::DetectAnomalyGuard looking_for_nan;
   twins.expect_plain(0, 3, train());
   EXPECT_GT(twins.replays(), 0);
@@ -207,11 +197,7 @@ TEST_F(ModeGuardTest, APlainFunctionReplaysWithTheModelsFlagsOfItsCaptureOnly) {
 TEST_F(ModeGuardTest, ACallableRunsEagerlyWhereAChildIsInAnotherMode) {
   Twins<PartModel> twins(Options(device_).min_bytes(64));
   const std::vector<GraphedCallable> graphed =
-      make_graphed_callables(*twins.engine,
-                             {Callable(
-                                 "part", [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-                                 std::dynamic_pointer_cast<Part>(twins.mine->parts[0]))},
-                             {{part_input(*twins.mine, 77, device_)}});
+      make_graphed_callables(*twins.engine, {part_callable(*twins.mine, 0)}, {{part_input(*twins.mine, 77, device_)}});
   const auto act = [&](PartModel& model, std::int64_t s) {
     const at::Tensor x = part_input(model, s, device_);
     (&model == twins.mine.get() ? graphed[0]({x})[0] : model.part(0).forward(x)).square().mean().backward();
@@ -457,4 +443,4 @@ TEST_F(AutocastGuardTest, ABackwardInAnotherStateIsNamed) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

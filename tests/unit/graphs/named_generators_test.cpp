@@ -23,12 +23,8 @@
 #include "sidestream/graphed_step.h"
 #include "sidestream/owning.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BodyBlock;
-using testing_model::BodyModel;
-using testing_model::StepTensors;
 
 at::Tensor dropped_by(const at::Tensor& x, const at::Generator& generator) {
   return x * at::empty_like(x).bernoulli_(0.75, generator).div_(0.75);
@@ -86,7 +82,7 @@ class NamedGeneratorsTest : public testing::Test {
     for (std::int64_t s = 0; s < 6; ++s) {
       const StepTensors steps = graphed.step(&engine, s);
       const at::Tensor drawn_on = default_generator().get_state();
-      EXPECT_TRUE(testing_model::same(steps, twin.step(nullptr, s))) << "step " << s;
+      EXPECT_TRUE(same(steps, twin.step(nullptr, s))) << "step " << s;
       EXPECT_TRUE(at::equal(drawn_on, default_generator().get_state())) << "step " << s;
       EXPECT_TRUE(at::equal(mine.first.get_state(), plain.first.get_state())) << "step " << s;
       EXPECT_TRUE(at::equal(mine.second.get_state(), plain.second.get_state())) << "step " << s;
@@ -122,7 +118,7 @@ TEST_F(NamedGeneratorsTest, AVerifiedBackwardThatDrawsFromTheDefaultOneDrawsAsIt
   const auto body = [generator = default_generator()](BodyBlock& block, const at::Tensor& x) {
     return DrawnGradient::apply(squashed_product(block, x), generator);
   };
-  testing_model::BodyTwins twins(device_, {body, body});
+  BodyTwins twins(device_, {body, body});
   OffloadEngine engine(twins.mine, naming({}).verify_replays(100));
   twins.expect_plain(engine, 0, 6);
   EXPECT_GT(engine.report().verified_backwards, 0);
@@ -234,7 +230,7 @@ TEST_F(NamedGeneratorsTest, OneThatIsNotNamedIsRefusedAndStandsWhereItStood) {
   OffloadEngine engine(model, naming({mine.first}));
   (void)model.step(&engine, 0);
   const std::vector<at::Tensor> before{mine.first.get_state(), mine.second.get_state()};
-  const std::string message = testing_model::message_of<CaptureError>([&] { (void)engine.step(); });
+  const std::string message = message_of<CaptureError>([&] { (void)engine.step(); });
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "\"blocks.1\": it draws from a generator of its own (aten::", message);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "Name it in GraphOptions::generators", message);
   EXPECT_TRUE(at::equal(mine.first.get_state(), before[0]));
@@ -277,4 +273,4 @@ TEST_F(NamedGeneratorsTest, ASeedInsideIsRefused) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,26 +1,21 @@
 // Arguments of callables by name.
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
-#include "models/block_model.h"
 #include "models/layer_stack.h"
+#include "models/plain_twin.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-
-Tensors masked(const Tensors& in) {
+Tensors masked_of(const Tensors& in) {
   const at::Tensor h = in[0] * in[1];
   return {in[2].defined() ? h - in[2] : h};
 }
@@ -33,9 +28,9 @@ class NamedInputTest : public testing::Test {
   [[nodiscard]] at::Tensor input(std::int64_t step) const { return rows(step, device_).requires_grad_(true); }
 
   c10::Device device_ = find_device("sim");
-  torch::nn::Sequential model_ = testing_model::layer_stack(1, device_);
+  torch::nn::Sequential model_ = layer_stack(1, device_);
   OffloadEngine engine_{*model_, Options(device_)};
-  GraphedCallable named_ = graph(Callable("masked", masked).input_names({"x", "mask", "bias"}));
+  GraphedCallable named_ = graph(Callable("masked", masked_of).input_names({"x", "mask", "bias"}));
 };
 
 TEST_F(NamedInputTest, AnyOrderIsTheOrderOfTheCapture) {
@@ -46,7 +41,7 @@ TEST_F(NamedInputTest, AnyOrderIsTheOrderOfTheCapture) {
                                        : named_.call({{"bias", {}}, {"mask", mask}, {"x", x}})[0];
     y.square().sum().backward();
     const at::Tensor x_plain = input(step);
-    const at::Tensor y_plain = masked({x_plain, mask, {}})[0];
+    const at::Tensor y_plain = masked_of({x_plain, mask, {}})[0];
     y_plain.square().sum().backward();
     EXPECT_TRUE(same({{"output", y}, {"gradient", x.grad()}}, {{"output", y_plain}, {"gradient", x_plain.grad()}}));
   }
@@ -77,7 +72,7 @@ TEST_F(NamedInputTest, UnknownMissingAndRepeatedNamesAreRefused) {
                 (void)named_.call({{"x", x}, {"x", x}, {"mask", mask}, {"bias", {}}}));
   EXPECT_THROWS(UsageError, "input 1 has shape",
                 (void)named_.call({{"x", x}, {"mask", mask.slice(0, 0, 3)}, {"bias", {}}}));
-  const GraphedCallable unnamed = graph(Callable("plain", masked));
+  const GraphedCallable unnamed = graph(Callable("plain", masked_of));
   EXPECT_THROWS(UsageError, "Callable::input_names", (void)unnamed.call({{"x", x}, {"mask", mask}, {"bias", {}}}));
   const at::Tensor y = named_.call({{"x", x}, {"mask", mask}, {"bias", {}}})[0];
   EXPECT_TRUE(at::equal(y.cpu(), (x * mask).cpu())) << "a refused call leaves it as it was";
@@ -85,12 +80,12 @@ TEST_F(NamedInputTest, UnknownMissingAndRepeatedNamesAreRefused) {
 
 TEST_F(NamedInputTest, NamesThatMakeNoSense) {
   EXPECT_THROWS(UsageError, "the name of its input 1 is empty",
-                (void)Callable("masked", masked).input_names({"x", ""}));
+                (void)Callable("masked", masked_of).input_names({"x", ""}));
   EXPECT_THROWS(UsageError, "two of its inputs are named \"x\"",
-                (void)Callable("masked", masked).input_names({"x", "mask", "x"}));
+                (void)Callable("masked", masked_of).input_names({"x", "mask", "x"}));
   EXPECT_THROWS(UsageError, "names 2 inputs (\"x\", \"mask\"), but has 3 samples",
-                (void)graph(Callable("masked", masked).input_names({"x", "mask"})));
+                (void)graph(Callable("masked", masked_of).input_names({"x", "mask"})));
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

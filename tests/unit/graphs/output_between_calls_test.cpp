@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,19 +21,14 @@
 #include "sidestream/report.h"
 #include "sidestream/scope.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::Waves;
 
 /// Calls with eager code between them, which alone takes their outputs.
 class OutputBetweenCallsTest : public testing::Test {
  protected:
   static constexpr std::int64_t kLayers = Waves::kCount;
-  static constexpr std::int64_t kOutputBytes = 16 * testing_model::kHidden * 4;
+  static constexpr std::int64_t kOutputBytes = 16 * kHidden * 4;
   using Between = std::function<at::Tensor(const at::Tensor& output)>;
 
   [[nodiscard]] Options options() const { return Options(device_).graph("waves.*").min_bytes(1024); }
@@ -50,50 +46,56 @@ class OutputBetweenCallsTest : public testing::Test {
   /// Saves nothing.
   static at::Tensor halve(const at::Tensor& output) { return output * 0.5; }
 
-  /// `hold` is asked, for each call, whether its output is kept until the step's end.
-  StepTensors step(Waves& model, OffloadEngine* engine, std::int64_t s, const Between& between,
-                   const std::function<bool(std::int64_t layer)>& hold = {}, std::int64_t microbatches = 1) {
-    StepTensors given;
-    StepTensors results = testing_model::train_step(model, engine, [&] {
-      std::vector<at::Tensor> inputs;
-      std::vector<at::Tensor> losses;
-      std::vector<at::Tensor> held;
-      for (std::int64_t microbatch = 0; microbatch < microbatches; ++microbatch) {
-        inputs.push_back(rows(s * microbatches + microbatch, device_).requires_grad_(true));
-        at::Tensor h = inputs.back();
-        for (std::int64_t i = 0; i < kLayers; ++i) {
-          h = call(&*model.layer(i), h);
-          if (hold && hold(i)) {
-            held.push_back(h.detach());
-          }
-          h = between(h);
-        }
-        losses.push_back(h.mean());
-      }
-      for (const at::Tensor& output : held) {
-        given.emplace_back("held before backward", output);
-      }
-      for (at::Tensor& loss : losses) {
-        loss.backward();
-      }
-      for (const at::Tensor& input : inputs) {
-        given.emplace_back("input", input.grad());
-      }
-      for (const at::Tensor& output : held) {
-        given.emplace_back("held", output);
-      }
-    });
-    results.insert(results.end(), given.begin(), given.end());
-    return results;
-  }
-  /// Steps [first, last) beside plain training.
+  /// Steps [first, last) beside plain training. `hold` is asked, for each call, whether its output is kept until the step's end.
   void expect_plain(std::int64_t first, std::int64_t last, const Between& between,
                     const std::function<bool(std::int64_t layer)>& hold = {}, std::int64_t microbatches = 1) {
     for (std::int64_t s = first; s < last; ++s) {
-      EXPECT_TRUE(same(step(model_, &*engine_, s, between, hold, microbatches),
-                       step(plain_, nullptr, s, between, hold, microbatches)))
-          << "step " << s;
+      expect_same_step(model_, &*engine_, plain_, s, [&](Waves& model) {
+        std::vector<at::Tensor> inputs;
+        std::vector<at::Tensor> losses;
+        std::vector<at::Tensor> held;
+        for (std::int64_t microbatch = 0; microbatch < microbatches; ++microbatch) {
+          inputs.push_back(rows(s * microbatches + microbatch, device_).requires_grad_(true));
+          at::Tensor h = inputs.back();
+          for (std::int64_t i = 0; i < kLayers; ++i) {
+            h = call(&*model.layer(i), h);
+            if (hold && hold(i)) {
+              held.push_back(h.detach());
+            }
+            h = between(h);
+          }
+          losses.push_back(h.mean());
+        }
+        StepTensors given = values(held);
+        for (at::Tensor& loss : losses) {
+          loss.backward();
+        }
+        for (const at::Tensor& input : inputs) {
+          held.push_back(input.grad());
+        }
+        const StepTensors behind_backward = values(held);
+        given.insert(given.end(), behind_backward.begin(), behind_backward.end());
+        return given;
+      });
     }
+  }
+  /// Step `s` of functions that read one weight, beside plain training. `pass` gives the loss, and what it keeps.
+  using Pass = std::function<std::pair<at::Tensor, at::Tensor>(const at::Tensor& x, const at::Tensor& w)>;
+  void expect_plain_pass(std::int64_t s, const Pass& pass) {
+    const at::Tensor w = model_.layer(0)->parameters()[0];
+    const auto train = [&](OffloadEngine* engine) {
+      w.mutable_grad() = at::Tensor();
+      const at::Tensor x = rows(s, device_).requires_grad_(true);
+      at::Tensor kept;
+      in_step(engine, [&] {
+        at::Tensor loss;
+        std::tie(loss, kept) = pass(x, w);
+        loss.backward();
+      });
+      return values({x.grad(), w.grad(), kept});
+    };
+    EXPECT_TRUE(same(train(&*engine_), train(nullptr))) << "step " << s;
+    EXPECT_EQ(engine_->report().unplanned_bytes, 0) << "step " << s;
   }
   static bool every(std::int64_t /*layer*/) { return true; }
   /// What an engine and its graphs keep of the device behind four steps. `hold`: in the first step.
@@ -224,32 +226,26 @@ TEST_F(OutputBetweenCallsTest, MicrobatchesInFlight) {
 
 // Some passes leave calls out: what is let go of is judged by all of them. The output of a pass's last call is held until its backward.
 TEST_F(OutputBetweenCallsTest, PassesOneBehindTheOther) {
-  Between between;
-  const auto train = [&](Waves& model, OffloadEngine* engine, std::int64_t s) {
-    StepTensors given;
-    StepTensors results = testing_model::train_step(model, engine, [&] {
-      for (const std::int64_t layers : {kLayers, std::int64_t{3}, kLayers}) {
-        const at::Tensor x = rows(3 * s + layers, device_, given.empty() ? 0 : 1).requires_grad_(true);
-        at::Tensor h = x;
-        at::Tensor last;
-        for (std::int64_t i = 0; i < layers; ++i) {
-          h = call(&*model.layer(i), h);
-          last = i + 1 == layers ? h.detach() : last;
-          h = between(h);
-        }
-        h.mean().backward();
-        given.emplace_back("input", x.grad());
-        given.emplace_back("last", last);
-      }
-    });
-    results.insert(results.end(), given.begin(), given.end());
-    return results;
-  };
   for (const bool leaves : {false, true}) {
-    between = leaves ? gate : halve;
     engine_.emplace(model_, leaves ? options().offload("between") : options());
     for (std::int64_t s = 0; s < 4; ++s) {
-      EXPECT_TRUE(same(train(model_, &*engine_, s), train(plain_, nullptr, s))) << "step " << s;
+      expect_same_step(model_, &*engine_, plain_, s, [&](Waves& model) {
+        StepTensors given;
+        for (const std::int64_t layers : {kLayers, std::int64_t{3}, kLayers}) {
+          const at::Tensor x = rows(3 * s + layers, device_, given.empty() ? 0 : 1).requires_grad_(true);
+          at::Tensor h = x;
+          at::Tensor last;
+          for (std::int64_t i = 0; i < layers; ++i) {
+            h = call(&*model.layer(i), h);
+            last = i + 1 == layers ? h.detach() : last;
+            h = leaves ? gate(h) : halve(h);
+          }
+          h.mean().backward();
+          given.emplace_back("input", x.grad());
+          given.emplace_back("last", last);
+        }
+        return given;
+      });
       EXPECT_EQ(engine_->report().unplanned_bytes, 0);
       EXPECT_EQ(engine_->report().outputs_copied, 0);
       EXPECT_EQ(engine_->report().offloaded_bytes > 0, leaves);
@@ -257,44 +253,13 @@ TEST_F(OutputBetweenCallsTest, PassesOneBehindTheOther) {
   }
 }
 
-// Taken by the next call, and saved by a head between them.
-TEST_F(OutputBetweenCallsTest, AnOutputThatTheNextCallTakesTooIsPlannedWithItsGroup) {
-  engine_.emplace(model_, options().offload("heads"));
-  const auto train = [&](Waves& model, OffloadEngine* engine, std::int64_t s) {
-    at::Tensor x;
-    StepTensors results = testing_model::train_step(model, engine, [&] {
-      x = rows(s, device_).requires_grad_(true);
-      at::Tensor h = x;
-      at::Tensor loss = x.mean();
-      for (std::int64_t i = 0; i < kLayers; ++i) {
-        h = call(&*model.layer(i), h);
-        const OffloadScope scope("heads");
-        loss = loss + h.cos().mul(h).mean();
-      }
-      h = at::Tensor();
-      loss.backward();
-    });
-    results.emplace_back("input", x.grad());
-    return results;
-  };
-  for (std::int64_t s = 0; s < 4; ++s) {
-    EXPECT_TRUE(same(train(model_, &*engine_, s), train(plain_, nullptr, s))) << "step " << s;
-    EXPECT_EQ(engine_->report().unplanned_bytes, 0) << "step " << s;
-    EXPECT_GE(engine_->report().offloaded_bytes, 2 * (kLayers - 3) * kOutputBytes) << "step " << s;
-  }
-  EXPECT_LE(engine_->report().outputs_copied, 2) << "of heads that need theirs at once";
-}
-
 // The next call's graphs save it beside the head: the head's group is planned as if it alone did.
 TEST_F(OutputBetweenCallsTest, AnOutputThatTheNextCallSavesTooIsPlannedWithItsGroup) {
   for (const char* const offload : {"heads", "heads,calls.*"}) {
     engine_.emplace(model_, Options(device_).graph("calls.*").min_bytes(1024).offload(offload));
     const auto body = [](const at::Tensor& h, const at::Tensor& w) { return (h * w).sin(); };
-    const auto train = [&](OffloadEngine* engine, std::int64_t s) {
-      const at::Tensor w = model_.layer(0)->parameters()[0];
-      w.mutable_grad() = at::Tensor();
-      const at::Tensor x = rows(s, device_).requires_grad_(true);
-      testing_model::in_step(engine, [&] {
+    for (std::int64_t s = 0; s < 4; ++s) {
+      expect_plain_pass(s, [&](const at::Tensor& x, const at::Tensor& w) {
         at::Tensor h = x;
         at::Tensor loss = x.mean();
         for (const char* const name : {"calls.0", "calls.1", "calls.2", "calls.3", "calls.4", "calls.5"}) {
@@ -302,14 +267,8 @@ TEST_F(OutputBetweenCallsTest, AnOutputThatTheNextCallSavesTooIsPlannedWithItsGr
           const OffloadScope scope("heads");
           loss = loss + h.cos().mul(h).mean();
         }
-        h = at::Tensor();
-        loss.backward();
+        return std::pair(loss, at::Tensor());
       });
-      return StepTensors{{"x", x.grad()}, {"w", w.grad()}};
-    };
-    for (std::int64_t s = 0; s < 4; ++s) {
-      EXPECT_TRUE(same(train(&*engine_, s), train(nullptr, s))) << "step " << s << " " << offload;
-      EXPECT_EQ(engine_->report().unplanned_bytes, 0) << "step " << s << " " << offload;
       EXPECT_GE(engine_->report().offloaded_bytes, 2 * 3 * kOutputBytes) << "step " << s << " " << offload;
     }
   }
@@ -329,7 +288,7 @@ TEST_F(OutputBetweenCallsTest, AnOutputThatABodyKeepsFromTheCaptureOn) {
     const at::Tensor w = model_.layer(0)->parameters()[0];
     w.mutable_grad() = at::Tensor();
     const at::Tensor x = rows(s, device_).requires_grad_(true);
-    testing_model::in_step(engine, [&] {
+    in_step(engine, [&] {
       at::Tensor h = halve(call("calls.0", body, x, w));
       h = halve(call(
           "calls.1", [](const at::Tensor& in) { return in.sin(); }, h));
@@ -370,22 +329,14 @@ TEST_F(OutputBetweenCallsTest, AnOutputThatItsOwnCallSavesStaysWithIt) {
     with.lag(lag);  // as much as two groups and four calls save
     engine_.emplace(model_, with);
     const auto body = [](const at::Tensor& h, const at::Tensor& w) { return (h * w).tanh(); };
-    const auto train = [&](OffloadEngine* engine, std::int64_t s) {
-      const at::Tensor w = model_.layer(0)->parameters()[0];
-      w.mutable_grad() = at::Tensor();
-      const at::Tensor x = rows(s, device_).requires_grad_(true);
-      testing_model::in_step(engine, [&] {
+    for (std::int64_t s = 0; s < 4; ++s) {
+      expect_plain_pass(s, [&](const at::Tensor& x, const at::Tensor& w) {
         at::Tensor h = x;
         for (const char* const name : {"calls.0", "calls.1", "calls.2", "calls.3", "calls.4", "calls.5"}) {
           h = gate(call(name, body, h, w));
         }
-        h.mean().backward();
+        return std::pair(h.mean(), at::Tensor());
       });
-      return StepTensors{{"x", x.grad()}, {"w", w.grad()}};
-    };
-    for (std::int64_t s = 0; s < 4; ++s) {
-      EXPECT_TRUE(same(train(&*engine_, s), train(nullptr, s))) << "step " << s;
-      EXPECT_EQ(engine_->report().unplanned_bytes, 0);
       EXPECT_EQ(engine_->report().outputs_copied, 0);
     }
     std::vector<std::int64_t> offloaded;
@@ -403,32 +354,25 @@ TEST_F(OutputBetweenCallsTest, TwoOutputsInOneStorage) {
   const auto halves = [](const at::Tensor& h, const at::Tensor& w) {
     const at::Tensor v = w.view_as(w);  // what a call adds up of an input, it adds up first
     const at::Tensor both = at::cat({h + v, h - v}, 1).sin();
-    return std::make_pair(both.slice(1, 0, testing_model::kHidden), both.slice(1, testing_model::kHidden));
+    return std::make_pair(both.slice(1, 0, kHidden), both.slice(1, kHidden));
   };
   for (const bool holds : {false, true}) {
     engine_.emplace(model_, Options(device_).graph("calls.*").min_bytes(1024).offload("between"));
-    const auto train = [&](OffloadEngine* engine, std::int64_t s) {
-      const at::Tensor w = model_.layer(0)->parameters()[0];
-      w.mutable_grad() = at::Tensor();
-      const at::Tensor x = rows(s, device_).requires_grad_(true);
-      at::Tensor kept;
-      testing_model::in_step(engine, [&] {
+    for (std::int64_t s = 0; s < 4; ++s) {
+      expect_plain_pass(s, [&](const at::Tensor& x, const at::Tensor& w) {
         at::Tensor h = x;
+        at::Tensor kept;
         for (const char* const name : {"calls.0", "calls.1", "calls.2", "calls.3"}) {
           auto [left, right] = call(name, halves, h, w);
           h = gate(left) + right;
           kept = holds && s > 1 && !kept.defined() ? right : kept;
         }
-        h.mean().backward();
+        return std::pair(h.mean(), kept);
       });
-      return StepTensors{{"x", x.grad()}, {"w", w.grad()}, {"kept", kept.defined() ? kept : x}};
-    };
-    for (std::int64_t s = 0; s < 4; ++s) {
-      EXPECT_TRUE(same(train(&*engine_, s), train(nullptr, s))) << "step " << s;
       EXPECT_EQ(engine_->report().outputs_copied, holds && s > 1 ? 1 : 0) << "step " << s;
     }
   }
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

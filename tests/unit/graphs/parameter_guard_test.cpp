@@ -7,13 +7,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Part;
-using testing_model::part_input;
-using testing_model::PartModel;
-using testing_model::Twins;
 
 class ParameterGuardTest : public testing::Test {
  protected:
@@ -28,12 +23,8 @@ class ParameterGuardTest : public testing::Test {
     return [this](PartModel& model, std::int64_t s) { train(model, s); };
   }
   [[nodiscard]] std::vector<GraphedCallable> graph(Twins<PartModel>& twins, const GraphOptions& graph = {}) const {
-    return make_graphed_callables(
-        *twins.engine,
-        {Callable(
-            "part", [](Part& part, const Tensors& in) { return Tensors{part.forward(in[0])}; },
-            std::dynamic_pointer_cast<Part>(twins.mine->parts[0]))},
-        {{part_input(*twins.mine, 77, device_)}}, graph);
+    return make_graphed_callables(*twins.engine, {part_callable(*twins.mine, 0)},
+                                  {{part_input(*twins.mine, 77, device_)}}, graph);
   }
   [[nodiscard]] Twins<PartModel>::Act callable(Twins<PartModel>& twins,
                                                const std::vector<GraphedCallable>& graphed) const {
@@ -277,7 +268,7 @@ TEST_F(ParameterGuardTest, ACallableOfAnotherDtypeIsRefusedByName) {
   const auto graphed = graph(twins);
   twins.expect_plain(0, 2, callable(twins, graphed));
   twins.mine->part(0).fc1->to(at::kDouble);
-  EXPECT_THROWS(UsageError, "\"part\": \"fc1.weight\" is Double, was Float",
+  EXPECT_THROWS(UsageError, "\"part0\": \"fc1.weight\" is Double, was Float",
                 (void)graphed[0]({part_input(*twins.mine, 1, device_)}));
   twins.both([](PartModel& model) { model.part(0).fc1->to(at::kFloat); });
   twins.expect_plain(2, 4, callable(twins, graphed));
@@ -295,8 +286,7 @@ TEST_F(ParameterGuardTest, AWeightChangedInPlaceBeforeItsBackwardIsAnErrorAsInPl
     loss.backward();
   };
   const auto message = [&](PartModel& model, OffloadEngine* engine, const at::Tensor& weight) {
-    return testing_model::message_of<UsageError>(
-        [&] { testing_model::in_step(engine, [&] { change(model, weight); }); });
+    return message_of<UsageError>([&] { in_step(engine, [&] { change(model, weight); }); });
   };
   const std::string mine = message(*twins.mine, twins.engine.get(), twins.mine->part(1).fc2->weight);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "modified by an inplace operation", mine);
@@ -471,4 +461,4 @@ TEST_F(ParameterGuardTest, OtherStridesAreAnotherVariant) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -6,13 +6,8 @@
 #include "sim/device/device.h"
 #include "unit/graphs/trapped_training.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::gradients;
-using testing_model::same;
-using testing_model::TrappedTraining;
-using testing_model::Wrapping;
 
 class PinnedExhaustionTest : public TrappedTraining {
  protected:
@@ -88,8 +83,8 @@ TEST_P(PinnedExhaustionTest, GroupsThatGetSomeMoveAndTheRestStays) {
   EXPECT_EQ(later.offloaded_bytes, whole.offloaded_bytes);
 }
 
-INSTANTIATE_TEST_SUITE_P(Wrapped, PinnedExhaustionTest, testing_model::kTrappedWrappings,
+INSTANTIATE_TEST_SUITE_P(Wrapped, PinnedExhaustionTest, kTrappedWrappings,
                          [](const testing::TestParamInfo<Wrapping>& info) { return info.param.name; });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

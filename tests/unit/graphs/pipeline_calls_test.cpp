@@ -1,6 +1,5 @@
 // Stages of a pipeline as calls of one process, in orders that no nesting of forwards and backwards has.
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,21 +10,13 @@
 #include "expect_throws.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
-#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "unit/graphs/called_stack.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CalledStack;
-using testing_model::in_step;
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::train_step;
 
 /// One forward or backward of one stage, as "F0.1": stage 0, microbatch 1.
 struct Work {
@@ -207,4 +198,4 @@ TEST_F(ChangedOrderTest, AForwardThatWouldOverwriteRunsEagerlyOrIsRecorded) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -19,14 +19,8 @@
 #include "unit/graphs/recorded_steps.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::EngineFault;
-using testing_model::Fault;
-using testing_model::NamedProgram;
-using testing_model::PlantedRuntime;
-using testing_model::RecordedSteps;
 
 /// A finding without addresses, steps and fix, to tell one from another and for the table.
 std::string short_form(std::string finding) {
@@ -67,7 +61,7 @@ class PlantedFaultTest : public testing::TestWithParam<EngineFault> {
   Outcome run_faulty() const {
     const EngineFault& planted = GetParam();
     const NamedProgram named = testing_model::program(planted.program);
-    const auto& expected = testing_model::plain_gradients(named, device_);
+    const auto& expected = plain_gradients(named, device_);
     const auto checked = std::make_shared<CheckedRuntime>(make_runtime(device_));
     const auto faulty = std::make_shared<PlantedRuntime>(checked, planted.fault);
     const OperatorObserverGuard observing([&](const OperatorAccess& access) { checked->observe(access); });
@@ -91,7 +85,7 @@ TEST_P(PlantedFaultTest, IsFound) {
   EXPECT_EQ(outcome.wrong.schedule.empty(), *GetParam().unshown != 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Engine, PlantedFaultTest, testing::ValuesIn(testing_model::engine_faults()), name_of);
+INSTANTIATE_TEST_SUITE_P(Engine, PlantedFaultTest, testing::ValuesIn(engine_faults()), name_of);
 
 /// What another rule stands in for.
 class CoveredFaultTest : public PlantedFaultTest {};
@@ -102,13 +96,13 @@ TEST_P(CoveredFaultTest, ChangesNoOrder) {
   EXPECT_EQ(outcome.wrong.schedule, "");
 }
 
-INSTANTIATE_TEST_SUITE_P(Engine, CoveredFaultTest, testing::ValuesIn(testing_model::covered_faults()), name_of);
+INSTANTIATE_TEST_SUITE_P(Engine, CoveredFaultTest, testing::ValuesIn(covered_faults()), name_of);
 
 /// Faults in what a capture holds, seen as it is: the capture itself refuses most of them.
 TEST(RefusedFaultTest, EventsThatDoNotStandForTheirGraphAreRefusedAtTheCapture) {
   const sim::OneThread one_thread;
   const c10::Device device = find_device("sim");
-  for (const EngineFault& planted : testing_model::engine_faults()) {
+  for (const EngineFault& planted : engine_faults()) {
     if (planted.fault.act != Fault::Act::done_at_capture_begin) {
       continue;
     }
@@ -127,4 +121,4 @@ TEST(RefusedFaultTest, EventsThatDoNotStandForTheirGraphAreRefusedAtTheCapture) 
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,7 +1,5 @@
 #include "unit/graphs/planted_faults.h"
 
-#include <atomic>
-
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "base/site.h"

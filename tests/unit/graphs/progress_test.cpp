@@ -12,10 +12,8 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
 
 const char* words(ProgressPhase phase) {
   switch (phase) {
@@ -47,10 +45,9 @@ class ProgressTest : public testing::Test {
     });
   }
   void train(OffloadEngine& engine, std::int64_t s) {
-    const auto batch = testing_model::batch_of(model_.shape(), s, device_);
-    testing_model::clear_gradients(model_);
+    clear_gradients(model_);
     const auto step = engine.step();
-    model_.loss(batch.tokens, batch.targets).backward();
+    model_.loss_of(s).backward();
   }
   [[nodiscard]] std::vector<std::string> take_heard() { return std::exchange(heard_, {}); }
 
@@ -102,4 +99,4 @@ TEST_F(ProgressTest, WithoutOffloadNothingIsPinned) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

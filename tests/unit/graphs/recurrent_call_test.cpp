@@ -15,10 +15,8 @@
 #include "sidestream/report.h"
 #include "sidestream/testing/simulator.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::Twins;
 
 constexpr std::int64_t kTimeSteps = 6, kSequences = 4, kFeatures = 8;
 constexpr std::int64_t kNetworks = 3;  // so many that the first is offloaded
@@ -199,4 +197,4 @@ INSTANTIATE_TEST_SUITE_P(
     recurrent_name);
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

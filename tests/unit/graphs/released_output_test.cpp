@@ -11,8 +11,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
-#include "models/layer_stack.h"
-#include "models/plain_twin.h"
+#include "models/stack_twins.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
@@ -21,38 +20,26 @@
 #include "sim/device/device.h"
 #include "unit/graphs/released_output_fixture.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::ReleasedOutputTest;
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-
-/// A linked stack beside its plain twin.
-class StackTest : public ReleasedOutputTest {
+/// A linked stack, of which all that is saved leaves.
+class StackTest : public ReleasedOutputTest, protected StackTwins {
  protected:
-  void capture(const GraphOptions& graph = {}, std::optional<std::size_t> lag = std::nullopt) {
-    Options with = options();
-    if (lag) {
-      with.lag(*lag);
-    }
-    engine_.emplace(*model_, with);
-    layers_ = testing_model::graph_stack(*engine_, model_, device_, graph);
-  }
-  [[nodiscard]] at::Tensor run(std::size_t layer, const at::Tensor& h, bool graphed) {
-    return graphed ? layers_[layer]({h})[0] : (plain_->begin() + static_cast<std::ptrdiff_t>(layer))->forward(h);
+  StackTest() : StackTwins(find_device("sim"), kLayers) {}
+
+  void capture(std::optional<std::size_t> lag = std::nullopt) {
+    StackTwins::capture(lag ? options().lag(*lag) : options(), GraphOptions());
   }
   /// What `pass` gives, with all gradients, graphed and in plain training.
   void expect_plain(std::int64_t s, const std::function<StepTensors(bool graphed)>& pass) {
     const auto both = [&](torch::nn::Sequential& model, bool graphed) {
       StepTensors given;
-      const StepTensors gradients =
-          testing_model::train_step(*model, graphed ? &*engine_ : nullptr, [&] { given = pass(graphed); });
+      const StepTensors gradients = train_step(*model, graphed ? &*engine : nullptr, [&] { given = pass(graphed); });
       given.insert(given.end(), gradients.begin(), gradients.end());
       return given;
     };
-    EXPECT_TRUE(same(both(model_, true), both(plain_, false))) << "step " << s;
+    EXPECT_TRUE(same(both(model, true), both(plain, false))) << "step " << s;
   }
   /// Of the group "layers.<layer>.norm", which saves the layer's input.
   [[nodiscard]] std::int64_t norm_bytes(const OffloadEngine& engine, std::int64_t layer) const {
@@ -63,36 +50,31 @@ class StackTest : public ReleasedOutputTest {
     }
     return -1;
   }
-
-  torch::nn::Sequential model_ = testing_model::layer_stack(kLayers, device_);
-  torch::nn::Sequential plain_ = testing_model::layer_stack(kLayers, device_);
-  std::optional<OffloadEngine> engine_;
-  std::vector<GraphedCallable> layers_;
 };
 
 TEST_F(StackTest, LinkedInputsThatAreSavedLeaveWithTheirGroup) {
   capture();
-  OffloadEngine other(*plain_, options());
-  const auto unlinked = testing_model::graph_stack(other, plain_, device_, GraphOptions(), /*linked=*/false);
-  EXPECT_EQ(norm_bytes(*engine_, 0), norm_bytes(other, 0)) << "a sample is nobody's output";
+  OffloadEngine other(*plain, options());
+  const auto unlinked = graph_stack(other, plain, device, GraphOptions(), /*linked=*/false);
+  EXPECT_EQ(norm_bytes(*engine, 0), norm_bytes(other, 0)) << "a sample is nobody's output";
   for (std::int64_t layer = 1; layer + 2 < kLayers; ++layer) {
-    EXPECT_EQ(norm_bytes(*engine_, layer), norm_bytes(other, layer) + kOutputBytes) << layer;
+    EXPECT_EQ(norm_bytes(*engine, layer), norm_bytes(other, layer) + kOutputBytes) << layer;
   }
 }
 
 TEST_F(StackTest, ASequenceKeepsNoOutputThatItsCallsHaveRead) {
   const auto kept = [&](std::int64_t count, std::int64_t bound) {
-    torch::nn::Sequential model = testing_model::layer_stack(count, device_);
+    torch::nn::Sequential model = layer_stack(count, device);
     OffloadEngine engine(*model, options());
-    synchronize(device_);
-    const std::int64_t before = memory_use(device_).allocated;
-    const auto layers = testing_model::graph_stack(engine, model, device_, GraphOptions());
-    synchronize(device_);
+    synchronize(device);
+    const std::int64_t before = memory_use(device).allocated;
+    const auto layers = graph_stack(engine, model, device, GraphOptions());
+    synchronize(device);
     // Autograd's threads let go of what they had a little later.
-    for (int look = 0; look < 2000 && memory_use(device_).allocated - before > bound; ++look) {
+    for (int look = 0; look < 2000 && memory_use(device).allocated - before > bound; ++look) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    return memory_use(device_).allocated - before;
+    return memory_use(device).allocated - before;
   };
   // The first input and its gradient, the seed of the last output and that output: no layer takes it.
   EXPECT_LE(kept(kLayers, 4 * kOutputBytes), 4 * kOutputBytes);
@@ -101,18 +83,14 @@ TEST_F(StackTest, ASequenceKeepsNoOutputThatItsCallsHaveRead) {
 
 TEST_F(StackTest, TrainsAsPlainTraining) {
   for (const std::optional<std::size_t> lag : {std::optional<std::size_t>(), std::optional<std::size_t>(0)}) {
-    capture({}, lag);
+    capture(lag);
     for (std::int64_t s = 0; s < 4; ++s) {
       expect_plain(s, [&](bool graphed) {
-        const at::Tensor x = rows(s, device_).requires_grad_(true);
-        at::Tensor h = x;
-        for (std::size_t i = 0; i < kLayers; ++i) {
-          h = run(i, h, graphed);
-        }
-        (h * rows(s, device_, 1)).mean().backward();
+        const at::Tensor x = rows(s, device).requires_grad_(true);
+        loss(graphed, x, s).backward();
         return StepTensors{{"x", x.grad()}};
       });
-      EXPECT_EQ(engine_->report().outputs_copied, 0);
+      EXPECT_EQ(engine->report().outputs_copied, 0);
     }
   }
 }
@@ -122,24 +100,24 @@ TEST_F(StackTest, WhoKeepsAllOutputsHasThoseOfPlainTraining) {
   for (std::int64_t s = 0; s < 3; ++s) {
     expect_plain(s, [&](bool graphed) {
       std::vector<at::Tensor> kept;
-      at::Tensor h = rows(s, device_).requires_grad_(true);
+      at::Tensor h = rows(s, device).requires_grad_(true);
       StepTensors given;
       for (std::size_t i = 0; i < kLayers; ++i) {
-        h = run(i, h, graphed);
+        h = run_layer(graphed, i, h);
         kept.push_back(h);
         given.emplace_back("earliest, read meanwhile", kept.front());
       }
       for (const at::Tensor& output : kept) {
         given.emplace_back("before backward", output);
       }
-      (h * rows(s, device_, 1)).mean().backward();
+      (h * rows(s, device, 1)).mean().backward();
       for (const at::Tensor& output : kept) {
         given.emplace_back("behind backward", output);
       }
       return given;
     });
-    EXPECT_GE(engine_->report().outputs_copied, kLayers - 1);
-    EXPECT_GE(engine_->report().outputs_copied_bytes, (kLayers - 1) * kOutputBytes);
+    EXPECT_GE(engine->report().outputs_copied, kLayers - 1);
+    EXPECT_GE(engine->report().outputs_copied_bytes, (kLayers - 1) * kOutputBytes);
   }
 }
 
@@ -147,11 +125,11 @@ TEST_F(StackTest, AResidualSkipOutsideOfTheCalls) {
   capture();
   for (std::int64_t s = 0; s < 3; ++s) {
     expect_plain(s, [&](bool graphed) {
-      const at::Tensor x = rows(s, device_).requires_grad_(true);
+      const at::Tensor x = rows(s, device).requires_grad_(true);
       at::Tensor h = x;
       at::Tensor skips = x * 2;
       for (std::size_t i = 0; i < kLayers; ++i) {
-        h = run(i, h, graphed);
+        h = run_layer(graphed, i, h);
         skips = skips + h.square();
       }
       (h * skips).mean().backward();
@@ -166,10 +144,10 @@ TEST_F(StackTest, ForwardsWithoutBackwardAndPassesThatAreGivenUp) {
     expect_plain(s, [&](bool graphed) {
       StepTensors given;
       for (const std::size_t layers : {std::size_t{3}, static_cast<std::size_t>(kLayers), std::size_t{1}}) {
-        at::Tensor h = rows(s, device_, 5).requires_grad_(true);
+        at::Tensor h = rows(s, device, 5).requires_grad_(true);
         std::vector<at::Tensor> kept;
         for (std::size_t i = 0; i < layers; ++i) {
-          h = run(i, h, graphed);
+          h = run_layer(graphed, i, h);
           if (i % 2 == static_cast<std::size_t>(s) % 2) {
             kept.push_back(h.detach());
           }
@@ -178,12 +156,8 @@ TEST_F(StackTest, ForwardsWithoutBackwardAndPassesThatAreGivenUp) {
           given.emplace_back("given up", output);
         }
       }
-      const at::Tensor x = rows(s, device_).requires_grad_(true);
-      at::Tensor h = x;
-      for (std::size_t i = 0; i < kLayers; ++i) {
-        h = run(i, h, graphed);
-      }
-      (h * rows(s, device_, 1)).mean().backward();
+      const at::Tensor x = rows(s, device).requires_grad_(true);
+      loss(graphed, x, s).backward();
       given.emplace_back("x", x.grad());
       return given;
     });
@@ -196,10 +170,10 @@ TEST_F(StackTest, AnOutputThatWasMovedIsStillTheLinkedOne) {
   for (std::int64_t s = 0; s < 3; ++s) {
     expect_plain(s, [&](bool graphed) {
       StepTensors given;
-      at::Tensor h = rows(s, device_).requires_grad_(true);
+      at::Tensor h = rows(s, device).requires_grad_(true);
       for (std::size_t i = 0; i < kLayers; ++i) {
-        const at::Tensor next = run(i, h, graphed);
-        (next * rows(s, device_, 1)).mean().backward();
+        const at::Tensor next = run_layer(graphed, i, h);
+        (next * rows(s, device, 1)).mean().backward();
         given.emplace_back("input gradient", h.grad());
         h = next.detach().requires_grad_(true);
       }
@@ -213,25 +187,25 @@ TEST_F(StackTest, WhatIsHeldOutlivesTheGraphs) {
     capture();
     std::vector<at::Tensor> held;
     std::vector<at::Tensor> expected;
-    const at::Tensor x = rows(1, device_).requires_grad_(true);
+    const at::Tensor x = rows(1, device).requires_grad_(true);
     at::Tensor mine = x;
     at::Tensor plain = x;
     for (std::size_t i = 0; i < 3; ++i) {
-      mine = run(i, mine, true);
-      plain = run(i, plain, false);
+      mine = run_layer(true, i, mine);
+      plain = run_layer(false, i, plain);
       held.push_back(mine.detach());
       expected.push_back(plain.detach());
     }
     mine = at::Tensor();
     if (!with_engine) {
-      engine_->reset();
+      engine->reset();
     }
-    layers_.clear();
-    engine_.reset();
-    release_cached_memory(device_);
+    layers.clear();
+    engine.reset();
+    release_cached_memory(device);
     std::vector<at::Tensor> others;
     for (int i = 0; i < 64; ++i) {
-      others.push_back(at::full({16, 32}, -1.0, at::TensorOptions().device(device_)));
+      others.push_back(at::full({16, 32}, -1.0, at::TensorOptions().device(device)));
     }
     for (std::size_t i = 0; i < held.size(); ++i) {
       EXPECT_TRUE(equal(held[i], expected[i])) << i << with_engine;
@@ -244,28 +218,28 @@ TEST_F(StackTest, WhatIsHeldOutlivesTheGraphs) {
 }
 
 TEST_F(StackTest, AHeldOneThatFindsNoRoomLeavesTheCallUndone) {
-  capture({}, 0);
+  capture(0);
   std::vector<at::Tensor> held;
-  at::Tensor mine = rows(1, device_).requires_grad_(true);
+  at::Tensor mine = rows(1, device).requires_grad_(true);
   at::Tensor plain = mine;
   std::size_t refused = 0;
   for (std::size_t i = 0; i < kLayers; ++i) {
     sim::Device::get().fail_allocation(0);
     try {
-      mine = run(i, mine, true);
+      mine = run_layer(true, i, mine);
     } catch (const DeviceError&) {
       ++refused;
     }
     sim::Device::get().fail_allocation(-1);
     if (refused > held.size()) {
       held.push_back(mine);
-      mine = run(i, mine, true);
+      mine = run_layer(true, i, mine);
     }
-    plain = run(i, plain, false);
+    plain = run_layer(false, i, plain);
     held.resize(refused);
     EXPECT_TRUE(equal(mine, plain)) << i;
   }
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -6,22 +6,15 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
-#include "expect_throws.h"
 #include "models/body_model.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
-#include "sidestream/error.h"
 #include "sidestream/scope.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BodyBlock;
-using testing_model::BodyModel;
-using testing_model::BodyTwins;
-using testing_model::StepTensors;
 
 /// Its first operator saves a view of the input, as Linear does of a 3-D input; then four storages of three sizes.
 at::Tensor mlp(BodyBlock& block, const at::Tensor& x) {
@@ -84,9 +77,7 @@ TEST_F(ReplanningTest, AHeadThatSavesAGraphsOutputShiftsNothing) {
   Headed plain(device_, {mlp, mlp});
   OffloadEngine engine(mine, graphed().offload("head"));
   for (std::int64_t s = 0; s < 4; ++s) {
-    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s).backward(); });
-    EXPECT_TRUE(
-        testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s).backward(); }), expected));
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s).backward(); });
   }
   expect_all_left(engine);
 }
@@ -126,8 +117,10 @@ TEST_P(ReplanningOfBothTest, AnotherBatchSize) {
 TEST_P(ReplanningOfBothTest, AddedMicrobatches) {
   BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
   OffloadEngine engine(twins.mine, options());
-  const auto train = [&](BodyModel& model, OffloadEngine* in, std::int64_t s, std::int64_t microbatches) {
-    return testing_model::train_step(model, in, [&] {
+  std::vector<std::int64_t> bytes;
+  for (const std::int64_t microbatches : {1, 1, 1, 3, 3, 3, 3}) {
+    const auto s = static_cast<std::int64_t>(bytes.size());
+    expect_same_step(twins.mine, &engine, twins.plain, s, [&](BodyModel& model) {
       at::Tensor loss;  // of all: so all are in flight
       for (std::int64_t m = 0; m < microbatches; ++m) {
         const at::Tensor part = model.forward(model.data(10 * s + m, 8, 2)).sum();
@@ -135,12 +128,6 @@ TEST_P(ReplanningOfBothTest, AddedMicrobatches) {
       }
       loss.backward();
     });
-  };
-  std::vector<std::int64_t> bytes;
-  for (const std::int64_t microbatches : {1, 1, 1, 3, 3, 3, 3}) {
-    const auto s = static_cast<std::int64_t>(bytes.size());
-    const StepTensors expected = train(twins.plain, nullptr, s, microbatches);
-    EXPECT_TRUE(testing_model::same(train(twins.mine, &engine, s, microbatches), expected)) << "step " << s;
     bytes.push_back(engine.report().offloaded_bytes);
   }
   EXPECT_GE(bytes[6], 3 * bytes[2]);
@@ -155,17 +142,13 @@ TEST_F(ReplanningTest, SizesThatDifferFromStepToStepSoonFindRoom) {
   }));
   constexpr std::int64_t kRows = 16;
   constexpr double kSmall = 1e-3;
-  const auto train = [](BodyModel& model, OffloadEngine* in, std::int64_t s, std::int64_t rows) {
-    return testing_model::train_step(model, in, [&] {
+  std::int64_t s = 0;
+  const auto step_of = [&](std::int64_t rows) {
+    expect_same_step(twins.mine, &engine, twins.plain, s, [&](BodyModel& model) {
       const at::Tensor first = model.forward(model.data(2 * s, 8, rows)).sum();
       const at::Tensor loss = first + model.forward(model.data(2 * s + 1, 8, kRows - rows)).sum();
       (loss * kSmall).backward();  // or the weights of so many steps would be infinite
     });
-  };
-  std::int64_t s = 0;
-  const auto step_of = [&](std::int64_t rows) {
-    const StepTensors expected = train(twins.plain, nullptr, s, rows);
-    EXPECT_TRUE(testing_model::same(train(twins.mine, &engine, s, rows), expected)) << "step " << s;
     s += 1;
   };
   for (const std::int64_t rows : {8, 3, 11, 6, 1, 14, 8, 2, 15, 5}) {
@@ -184,8 +167,7 @@ TEST_F(ReplanningTest, SizesThatDifferFromStepToStepSoonFindRoom) {
   }
   const at::Tensor large = twins.mine.data(0, 8, 4 * kRows);
   for (int i = 0; i < 2; ++i) {
-    (void)testing_model::train_step(twins.mine, &engine,
-                                    [&] { (twins.mine.forward(large).sum() * kSmall).backward(); });
+    (void)train_step(twins.mine, &engine, [&] { (twins.mine.forward(large).sum() * kSmall).backward(); });
   }
   EXPECT_EQ(engine.report().refused_bytes, 0);
   EXPECT_LT(engine.report().pinned_bytes, 5 * engine.report().offloaded_bytes / 4);
@@ -232,9 +214,7 @@ TEST_F(ReplanningTest, SlicesOfAResidentDataSetStayAndTheRestLeaves) {
   Resident plain(device_);
   OffloadEngine engine(mine, eager().offload("head"));
   for (std::int64_t s = 0; s < 5; ++s) {
-    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s).backward(); });
-    EXPECT_TRUE(
-        testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s).backward(); }), expected));
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s).backward(); });
   }
   expect_all_left(engine);
   EXPECT_LT(engine.report().pinned_bytes, static_cast<std::int64_t>(mine.set.nbytes()))
@@ -260,10 +240,7 @@ TEST_P(ReplanningOfBothTest, AModuleCalledManyTimesOffloadsEachTime) {
   OffloadEngine engine(mine, options());
   std::int64_t s = 0;
   for (const std::int64_t times : {6, 6, 6, 4, 4, 6, 7, 7, 3, 7}) {
-    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s, times).backward(); });
-    EXPECT_TRUE(testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s, times).backward(); }),
-                                    expected))
-        << "step " << s;
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s, times).backward(); });
     ++s;
   }
   EXPECT_EQ(engine.report().refused_bytes, 0);
@@ -276,12 +253,9 @@ TEST_F(ReplanningTest, TheBoundOfCapturesHoldsInTheSizingStepToo) {
   Shared mine(device_);
   Shared plain(device_);
   OffloadEngine engine(mine, graphed().call_options(CallOptions().max_captures(3)));
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   for (std::int64_t s = 0; s < 5; ++s) {
-    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s, 7).backward(); });
-    EXPECT_TRUE(
-        testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s, 7).backward(); }), expected))
-        << "step " << s;
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s, 7).backward(); });
   }
   EXPECT_EQ(engine.report().captures, 6);
   EXPECT_EQ(engine.report().replays, 6) << "the first three of each step";
@@ -319,13 +293,10 @@ TEST_F(ReplanningTest, CallsInFlightOverTheBoundOffloadAllTheSame) {
   Shared mine(device_);
   Shared plain(device_);
   OffloadEngine engine(mine, graphed().call_options(CallOptions().max_captures(1)));
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   std::int64_t s = 0;
   for (const std::int64_t times : {1, 1, 5, 5, 5}) {
-    const auto expected = testing_model::train_step(plain, nullptr, [&] { plain.loss(s, times).backward(); });
-    EXPECT_TRUE(testing_model::same(testing_model::train_step(mine, &engine, [&] { mine.loss(s, times).backward(); }),
-                                    expected))
-        << "step " << s;
+    expect_same_step(mine, &engine, plain, s, [&](auto& model) { model.loss(s, times).backward(); });
     ++s;
   }
   EXPECT_EQ(engine.report().replays, 2);
@@ -366,4 +337,4 @@ TEST_F(ReplanningTest, TheReportTellsWhatStayed) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -11,11 +11,8 @@
 #include "sidestream/graphed_callable.h"
 #include "unit/graphs/counted_heap.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::heap_allocations;
-using testing_model::rows;
 
 /// What 0.1.0 took for one forward of the two calls below, and for one backward, LibTorch's own included.
 constexpr std::int64_t kForwardBefore = 42;
@@ -84,4 +81,4 @@ TEST_F(ReplayAllocationTest, AHeldOutputTakesMoreOnce) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,5 +1,4 @@
 // What autograd may ask of a replay beside one backward of everything: the result of plain training, or an error by name.
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -9,8 +8,7 @@
 #include <torch/utils.h>
 
 #include "expect_throws.h"
-#include "models/layer_stack.h"
-#include "models/plain_twin.h"
+#include "models/stack_twins.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -18,77 +16,47 @@
 #include "sidestream/graphed_callable.h"
 #include "sim/device/device.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::gradients;
-using testing_model::graph_stack;
-using testing_model::layer_stack;
-using testing_model::message_of;
-using testing_model::rows;
-using testing_model::run_stack;
-using testing_model::same;
-using testing_model::StepTensors;
 using torch::autograd::grad;
 
-class ReplayAutogradTest : public testing::Test {
+class ReplayAutogradTest : public testing::Test, protected StackTwins {
  protected:
-  void capture(const GraphOptions& options = {}) {
-    engine_ = std::make_unique<OffloadEngine>(*model_, Options(device_).offload("layers.*.*").min_bytes(1024));
-    layers_ = graph_stack(*engine_, model_, device_, options);
-  }
-  [[nodiscard]] at::Tensor input(std::int64_t s) const { return rows(s, device_).requires_grad_(true); }
-  [[nodiscard]] at::Tensor weight(std::int64_t salt, std::int64_t columns = testing_model::kHidden) const {
-    return rows(salt, device_, 9).slice(0, 0, 1).slice(1, 0, columns).clone().requires_grad_(true);
-  }
-  at::Tensor loss(const at::Tensor& x, std::int64_t s) { return (run_stack(layers_, x) * rows(s, device_, 1)).sum(); }
-  at::Tensor plain_loss(const at::Tensor& x, std::int64_t s) {
-    return (plain_->forward(x) * rows(s, device_, 1)).sum();
+  ReplayAutogradTest() : StackTwins(find_device("sim")) {}
+
+  [[nodiscard]] at::Tensor weight(std::int64_t salt, std::int64_t columns = kHidden) const {
+    return rows(salt, device, 9).slice(0, 0, 1).slice(1, 0, columns).clone().requires_grad_(true);
   }
   /// A whole step with its gradients as in plain training.
-  void expect_usable(std::int64_t s) {
-    const at::Tensor x = input(s);
-    const at::Tensor x_plain = input(s);
-    testing_model::clear_gradients(*model_);
-    testing_model::clear_gradients(*plain_);
-    loss(x, s).backward();
-    plain_loss(x_plain, s).backward();
-    EXPECT_TRUE(same({{"gradient of the input", x.grad()}}, {{"gradient of the input", x_plain.grad()}}));
-    EXPECT_TRUE(same(gradients(*model_), gradients(*plain_)));
-  }
+  void expect_usable(std::int64_t s) { (void)expect_plain(s); }
   /// A function of one input, captured as a callable, gives the gradients that it gives by itself: of its input and of `w`.
   void expect_same_graphed(const TensorFunction& function, const at::Tensor& w) {
-    OffloadEngine engine(*model_, Options(device_).offload("**").min_bytes(1024));
+    OffloadEngine engine(*model, Options(device).offload("**").min_bytes(1024));
     const auto graphed = make_graphed_callables(engine, {Callable("penalised", owning(function))}, {{input(0)}});
     for (std::int64_t s = 1; s < 5; ++s) {
       const auto step = [&](const TensorFunction& run) {
         const at::Tensor x = input(s);
         w.mutable_grad() = at::Tensor();
-        (run({x})[0] * rows(s, device_, 1)).sum().backward();
+        (run({x})[0] * rows(s, device, 1)).sum().backward();
         return StepTensors{{"input", x.grad()}, {"weight", w.grad()}};
       };
       EXPECT_TRUE(same(step(graphed[0]), step(function))) << "step " << s;
     }
   }
-
-  c10::Device device_ = find_device("sim");
-  torch::nn::Sequential model_ = layer_stack(4, device_);
-  torch::nn::Sequential plain_ = layer_stack(4, device_);
-  std::unique_ptr<OffloadEngine> engine_;
-  std::vector<GraphedCallable> layers_;
 };
 
 TEST_F(ReplayAutogradTest, CreateGraphIsRefusedByItsName) {
   for (const bool retain : {false, true}) {
     capture(GraphOptions().retain_graph_in_backward(retain));
     const std::string message = message_of<UsageError>([&] {
-      (void)grad({loss(input(0), 0)}, model_->parameters(), {}, /*retain_graph=*/true, /*create_graph=*/true);
+      (void)grad({loss(true, input(0), 0)}, model->parameters(), {}, /*retain_graph=*/true, /*create_graph=*/true);
     });
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "create_graph", message);
     EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "retain_graph_in_backward", message);
     EXPECT_THROWS(UsageError, "create_graph", {
       const at::Tensor x = input(0);
-      (void)grad({loss(x, 0)}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+      (void)grad({loss(true, x, 0)}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
     });
     expect_usable(1);
   }
@@ -108,7 +76,7 @@ TEST_F(ReplayAutogradTest, GradientsOfSomeInputsLeaveGradAsItWas) {
   for (std::int64_t s = 0; s < 3; ++s) {
     const at::Tensor x = input(s);
     const at::Tensor x_plain = input(s);
-    EXPECT_TRUE(same(run(loss(x, s), x, model_), run(plain_loss(x_plain, s), x_plain, plain_)));
+    EXPECT_TRUE(same(run(loss(true, x, s), x, model), run(loss(false, x_plain, s), x_plain, plain)));
   }
   expect_usable(4);
 }
@@ -116,18 +84,18 @@ TEST_F(ReplayAutogradTest, GradientsOfSomeInputsLeaveGradAsItWas) {
 TEST_F(ReplayAutogradTest, GradientsOfSomeInputsWhereTheGraphOwnsGrad) {
   capture(GraphOptions().gradients("**", GradientPolicy::accumulated));
   expect_usable(0);
-  const StepTensors before = gradients(*model_);
+  const StepTensors before = gradients(*model);
   EXPECT_THROWS(UsageError, "only gradients of some inputs", {
     const at::Tensor x = input(1);
-    (void)grad({loss(x, 1)}, {x});
+    (void)grad({loss(true, x, 1)}, {x});
   });
   // Autograd sees no way to it, and would say that it was not used.
-  const at::Tensor parameter = model_->parameters()[1];
+  const at::Tensor parameter = model->parameters()[1];
   EXPECT_THROWS(UsageError, "whose .grad belongs to a graph",
-                (void)grad({loss(input(1), 1)}, {parameter}, {}, false, false, /*allow_unused=*/true));
+                (void)grad({loss(true, input(1), 1)}, {parameter}, {}, false, false, /*allow_unused=*/true));
   EXPECT_THROWS(UsageError, "whose .grad belongs to a graph",
-                loss(input(1), 1).backward({}, false, false, std::vector<at::Tensor>{parameter}));
-  EXPECT_TRUE(same(gradients(*model_), before)) << "nothing was added";
+                loss(true, input(1), 1).backward({}, false, false, std::vector<at::Tensor>{parameter}));
+  EXPECT_TRUE(same(gradients(*model), before)) << "nothing was added";
   const at::Tensor elsewhere = (parameter * parameter).sum();
   EXPECT_TRUE(at::equal(grad({elsewhere}, {parameter})[0].cpu(), (parameter * 2).cpu())) << "past the graphs";
   expect_usable(2);
@@ -135,11 +103,11 @@ TEST_F(ReplayAutogradTest, GradientsOfSomeInputsWhereTheGraphOwnsGrad) {
 
 TEST_F(ReplayAutogradTest, HooksThatCameAfterTheCaptureWhereTheGraphOwnsGrad) {
   capture(GraphOptions().gradients("**", GradientPolicy::accumulated));
-  const at::Tensor parameter = model_->parameters()[1];
+  const at::Tensor parameter = model->parameters()[1];
   parameter.remove_hook(parameter.register_hook([](const at::Tensor& gradient) { return gradient; }));
   expect_usable(0);
   const auto hook = parameter.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
-  EXPECT_THROWS(UsageError, "gradient hooks after the capture", loss(input(0), 0).backward());
+  EXPECT_THROWS(UsageError, "gradient hooks after the capture", loss(true, input(0), 0).backward());
   parameter.remove_hook(hook);
   expect_usable(1);
 }
@@ -150,7 +118,7 @@ class FailedBackwardTest : public ReplayAutogradTest, public testing::WithParamI
 TEST_P(FailedBackwardTest, IsTriedAgain) {
   const bool retain = GetParam();
   capture(GraphOptions().retain_graph_in_backward(retain));
-  sim::Device& device = sim::Device::get();
+  sim::Device& simulated = sim::Device::get();
   int equal = 0;
   int refused = 0;
   for (std::int64_t n = 0;; ++n) {
@@ -161,7 +129,7 @@ TEST_P(FailedBackwardTest, IsTriedAgain) {
       tensors.push_back(of);
       return tensors;
     };
-    const at::Tensor mine = loss(x, n);
+    const at::Tensor mine = loss(true, x, n);
     const auto all_of = [&](const at::Tensor& of, const std::vector<at::Tensor>& tensors, bool keep) {
       StepTensors result;
       for (const at::Tensor& gradient : grad({of}, tensors, {}, /*retain_graph=*/keep)) {
@@ -169,22 +137,22 @@ TEST_P(FailedBackwardTest, IsTriedAgain) {
       }
       return result;
     };
-    const StepTensors expected = all_of(plain_loss(x_plain, n), wanted(x_plain, plain_), false);
-    device.fail_allocation(n);
+    const StepTensors expected = all_of(loss(false, x_plain, n), wanted(x_plain, plain), false);
+    simulated.fail_allocation(n);
     std::string failure;
     try {
-      EXPECT_TRUE(same(all_of(mine, wanted(x, model_), true), expected));
+      EXPECT_TRUE(same(all_of(mine, wanted(x, model), true), expected));
     } catch (const std::exception& error) {
       failure = error.what();
     }
-    const bool met = device.allocation_failed();
-    device.fail_allocation(-1);
+    const bool met = simulated.allocation_failed();
+    simulated.fail_allocation(-1);
     if (!met) {
       break;
     }
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "out of memory", failure);
     try {
-      EXPECT_TRUE(same(all_of(mine, wanted(x, model_), false), expected)) << "allocation " << n;
+      EXPECT_TRUE(same(all_of(mine, wanted(x, model), false), expected)) << "allocation " << n;
       ++equal;
     } catch (const UsageError& error) {
       EXPECT_PRED_FORMAT2(testing::IsSubstring, "run a second time", error.what());
@@ -213,8 +181,8 @@ TEST_F(ReplayAutogradTest, ACallWithoutBackwardBetweenOffloadedOnes) {
     for (std::size_t i = 0; i < plain.size(); ++i) {
       callables.emplace_back("call." + std::to_string(i), owning(plain[i]));
     }
-    OffloadEngine engine(*model_, Options(device_).offload("**").min_bytes(1024));
-    const auto own = [&](bool gradient) { return Sample(rows(0, device_).requires_grad_(gradient)); };
+    OffloadEngine engine(*model, Options(device).offload("**").min_bytes(1024));
+    const auto own = [&](bool gradient) { return Sample(rows(0, device).requires_grad_(gradient)); };
     const auto graphed = make_graphed_callables(engine, callables,
                                                 {{own(false)},
                                                  {own(true)},
@@ -228,7 +196,7 @@ TEST_F(ReplayAutogradTest, ACallWithoutBackwardBetweenOffloadedOnes) {
       replayed.emplace_back(callable);
     }
     const auto step = [&](const std::vector<TensorFunction>& calls, std::int64_t s) {
-      const at::Tensor x = rows(s, device_).requires_grad_(true);
+      const at::Tensor x = rows(s, device).requires_grad_(true);
       for (const at::Tensor& w : weights) {
         w.mutable_grad() = at::Tensor();
       }
@@ -276,7 +244,7 @@ TEST_F(ReplayAutogradTest, AGradientInsideOfABodyOfALeafThatItMakes) {
 }
 
 TEST_F(ReplayAutogradTest, AHookThatABodyRegistersIsCaptured) {
-  OffloadEngine engine(*model_, Options(device_).offload("**").min_bytes(1024));
+  OffloadEngine engine(*model, Options(device).offload("**").min_bytes(1024));
   const at::Tensor w = weight(4);
   const TensorFunction hooked = [w](const Tensors& in) {
     const at::Tensor h = in[0] * w;
@@ -298,7 +266,7 @@ TEST_F(ReplayAutogradTest, AHookThatABodyRegistersIsCaptured) {
 }
 
 TEST_F(ReplayAutogradTest, HooksThatABodyRegistersOnWhatIsNotItsOwn) {
-  OffloadEngine engine(*model_, Options(device_));
+  OffloadEngine engine(*model, Options(device));
   const at::Tensor w = weight(4);
   const auto capture_body = [&](const TensorFunction& body) {
     (void)make_graphed_callables(engine, {Callable("hooked", owning(body))}, {{input(0)}});
@@ -318,7 +286,7 @@ TEST_F(ReplayAutogradTest, HooksThatABodyRegistersOnWhatIsNotItsOwn) {
 // A function's weights are not a module's: nothing but the capture itself looks after their gradients.
 TEST_F(ReplayAutogradTest, ACallByFunctionWhileGradIsThere) {
   torch::nn::Module model;
-  OffloadEngine engine(model, Options(device_).graph("head"));
+  OffloadEngine engine(model, Options(device).graph("head"));
   static at::Tensor mine;  // found by a function that captures nothing
   mine = weight(5);
   const at::Tensor theirs = weight(5);
@@ -328,9 +296,9 @@ TEST_F(ReplayAutogradTest, ACallByFunctionWhileGradIsThere) {
     testing_model::in_step(&engine, [&] {
       const at::Tensor y = call(
           "head", [](const at::Tensor& h) { return (h * mine).tanh(); }, x);
-      (y * rows(s, device_, 1)).sum().backward();
+      (y * rows(s, device, 1)).sum().backward();
     });
-    ((x_plain * theirs).tanh() * rows(s, device_, 1)).sum().backward();
+    ((x_plain * theirs).tanh() * rows(s, device, 1)).sum().backward();
     EXPECT_TRUE(
         same({{"input", x.grad()}, {"weight", mine.grad()}}, {{"input", x_plain.grad()}, {"weight", theirs.grad()}}))
         << "step " << s;
@@ -342,7 +310,7 @@ TEST_F(ReplayAutogradTest, ACallByFunctionWhileGradIsThere) {
 TEST_F(ReplayAutogradTest, AnEagerHeadSharesAWeightWhoseGradTheGraphOwns) {
   for (const bool set_to_none : {true, false}) {
     torch::nn::Module model;
-    OffloadEngine engine(model, Options(device_));
+    OffloadEngine engine(model, Options(device));
     const at::Tensor mine = weight(6).detach().round().requires_grad_(true);
     const at::Tensor theirs = mine.detach().clone().requires_grad_(true);  // in whole numbers, whose sums have no order
     const auto body = [](const at::Tensor& w) {
@@ -371,13 +339,13 @@ TEST_F(ReplayAutogradTest, AnEagerHeadSharesAWeightWhoseGradTheGraphOwns) {
 // Shapes and microbatches have captures of their own, and the weight has one gradient.
 TEST_F(ReplayAutogradTest, SeveralCapturesShareTheGradThatTheyOwn) {
   torch::nn::Module model;
-  OffloadEngine engine(model, Options(device_).graph("scale").graph_options(
-                                  GraphOptions().gradients("**", GradientPolicy::accumulated)));
+  OffloadEngine engine(
+      model, Options(device).graph("scale").graph_options(GraphOptions().gradients("**", GradientPolicy::accumulated)));
   static at::Tensor mine;
   mine = weight(5).detach().round().requires_grad_(true);
   const at::Tensor theirs = mine.detach().clone().requires_grad_(true);  // in whole numbers, whose sums have no order
   const auto first_rows = [&](std::int64_t s, std::int64_t count) {
-    return rows(s, device_).slice(0, 0, count).round();
+    return rows(s, device).slice(0, 0, count).round();
   };
   for (std::int64_t s = 0; s < 8; ++s) {
     mine.mutable_grad() = at::Tensor();
@@ -407,7 +375,7 @@ TEST_F(ReplayAutogradTest, SeveralCapturesShareTheGradThatTheyOwn) {
 TEST_F(ReplayAutogradTest, OutputsThatAStepDoesNotUse) {
   for (const bool accumulate : {false, true}) {
     torch::nn::Module model;
-    OffloadEngine engine(model, Options(device_).offload("**").min_bytes(1024));
+    OffloadEngine engine(model, Options(device).offload("**").min_bytes(1024));
     const std::vector<at::Tensor> mine{weight(7), weight(8), weight(9)};
     const std::vector<at::Tensor> theirs{weight(7), weight(8), weight(9)};
     const auto body = [](const std::vector<at::Tensor>& w) {
@@ -426,7 +394,7 @@ TEST_F(ReplayAutogradTest, OutputsThatAStepDoesNotUse) {
       const at::Tensor x = input(s);
       const at::Tensor z = input(s + 10);
       const Tensors out = function({x, z});
-      (out[static_cast<std::size_t>(s % 2)] * rows(s, device_, 1)).sum().backward();
+      (out[static_cast<std::size_t>(s % 2)] * rows(s, device, 1)).sum().backward();
       StepTensors result{{"x", x.grad()}, {"z", z.grad()}};
       for (const at::Tensor& each : w) {
         result.emplace_back("weight", each.grad());
@@ -443,4 +411,4 @@ TEST_F(ReplayAutogradTest, OutputsThatAStepDoesNotUse) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,7 +1,6 @@
 // The stream and the event of one call of a callable.
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -10,8 +9,7 @@
 
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
-#include "models/layer_stack.h"
-#include "models/plain_twin.h"
+#include "models/stack_twins.h"
 #include "sidestream/bucketed_callables.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -22,52 +20,26 @@
 #include "unit/sim/rerun/every_order.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::layer_stack;
-using testing_model::rows;
-using testing_model::StepTensors;
-using testing_model::train_step;
-
-class ReplayOptionsTest : public testing::Test {
+class ReplayOptionsTest : public testing::Test, protected StackTwins {
  protected:
+  ReplayOptionsTest() : StackTwins(find_device("sim")) {}
   void TearDown() override {
-    set_schedule(device_, Schedule());
-    synchronize(device_);
+    layers.clear();  // they replay on the streams below
+    set_schedule(device, Schedule());
+    synchronize(device);
   }
-  void capture(const GraphOptions& options = {}) {
-    layers_ = testing_model::graph_stack(engine_, model_, device_, options);
-  }
-  [[nodiscard]] Runtime& runtime() const { return EngineAccess::state(engine_).runtime(); }
-
+  [[nodiscard]] Runtime& runtime() const { return EngineAccess::state(*engine).runtime(); }
   /// `of(s, i)`: how layer i is called in step s.
   template <class Of>
   void expect_plain(std::int64_t first, std::int64_t last, const Of& of) {
-    const auto step = [&](torch::nn::Sequential& model, std::int64_t s, const auto& layer) {
-      const at::Tensor x = rows(s, device_).requires_grad_(true);
-      StepTensors result = train_step(*model, nullptr, [&] {
-        at::Tensor h = x;
-        for (std::size_t i = 0; i < model->size(); ++i) {
-          h = layer(i, h);
-        }
-        (h * rows(s, device_, 1)).mean().backward();
-      });
-      result.emplace_back("gradient of the input", x.grad());
-      return result;
-    };
-    testing_model::expect_plain(
-        first, last,
-        [&](std::int64_t s) {
-          return step(model_, s, [&](std::size_t i, const at::Tensor& h) { return layers_[i]({h}, of(s, i))[0]; });
-        },
-        [&](std::int64_t s) {
-          return step(plain_, s, [&](std::size_t i, const at::Tensor& h) {
-            return (plain_->begin() + static_cast<std::ptrdiff_t>(i))->forward(h);
-          });
-        });
+    for (std::int64_t s = first; s < last; ++s) {
+      (void)StackTwins::expect_plain(s,
+                                     [&](std::size_t i, const at::Tensor& h) { return layers[i]({h}, of(s, i))[0]; });
+    }
   }
-
   /// What `reader` sees of `tensor` when it waits for `event` alone.
   [[nodiscard]] at::Tensor read_behind(const GraphEvent& event, const at::Tensor& tensor) {
     event.wait(reader_);
@@ -82,20 +54,15 @@ class ReplayOptionsTest : public testing::Test {
   }
 
   sim::OneThread one_thread_;
-  c10::Device device_ = find_device("sim");
-  torch::nn::Sequential model_ = layer_stack(4, device_);
-  torch::nn::Sequential plain_ = layer_stack(4, device_);
-  OffloadEngine engine_{*model_, Options(device_).offload("layers.*.*").min_bytes(1024)};
   OwnedStream a_ = runtime().create_stream();
   OwnedStream b_ = runtime().create_stream();
   OwnedStream reader_ = runtime().create_stream();
-  std::vector<GraphedCallable> layers_;
 };
 
 TEST_F(ReplayOptionsTest, AnyStreamEachCallTheCurrentOneAmongThem) {
   for (const char* name : {"early", "late", "d2h-late", "seed:1", "seed:2"}) {
     SCOPED_TRACE(name);
-    set_schedule(device_, Schedule::parse(name));
+    set_schedule(device, Schedule::parse(name));
     capture();
     const c10::Stream streams[] = {a_, b_, runtime().current_stream()};
     expect_plain(0, 4, [&](std::int64_t s, std::size_t i) {
@@ -114,17 +81,17 @@ TEST_F(ReplayOptionsTest, ReplacesTheStreamOfTheCapture) {
 
 TEST_F(ReplayOptionsTest, AnEventWithAStreamWithoutOneAndOnTheCurrentOne) {
   capture();
-  const auto event = std::make_shared<GraphEvent>(device_);
+  const auto event = std::make_shared<GraphEvent>(device);
   expect_plain(0, 2, [](std::int64_t, std::size_t) { return ReplayOptions(); });
-  set_schedule(device_, Schedule::parse("late"));
+  set_schedule(device, Schedule::parse("late"));
   std::int64_t s = 2;
   for (const auto& options : {ReplayOptions().event(event).stream(a_.get()), ReplayOptions().event(event),
                               ReplayOptions().event(event).stream(runtime().current_stream())}) {
     for (const std::int64_t step : {s, s + 1}) {  // the second's record must be anew
-      const at::Tensor x = rows(step, device_).requires_grad_(true);
-      const at::Tensor y = layers_[0]({x}, options)[0];
+      const at::Tensor x = rows(step, device).requires_grad_(true);
+      const at::Tensor y = layers[0]({x}, options)[0];
       const at::Tensor read = read_behind(*event, y);
-      EXPECT_TRUE(at::equal(read, plain_->begin()->forward(rows(step, device_)).cpu()));
+      EXPECT_TRUE(at::equal(read, plain->begin()->forward(rows(step, device)).cpu()));
       y.sum().backward();
     }
     s += 2;
@@ -135,56 +102,56 @@ TEST_F(ReplayOptionsTest, BucketedCallsHaveThemWhicheverBucketReplaysAndRunEager
   const auto body = [](const Tensors& in) { return Tensors{in[0].exp().mul(2)}; };
   std::vector<std::vector<std::vector<Sample>>> samples;
   for (const std::int64_t length : {4, 8}) {
-    samples.push_back({{rows(0, device_).narrow(0, 0, length).clone().requires_grad_(true)}});
+    samples.push_back({{rows(0, device).narrow(0, 0, length).clone().requires_grad_(true)}});
   }
-  const BucketedCallable call = make_bucketed_callables(engine_, {Callable("call", body)}, samples)[0];
-  testing_model::ExpectedWarnings warnings;
-  const auto event = std::make_shared<GraphEvent>(device_);
-  set_schedule(device_, Schedule::parse("late"));
-  set_strict_waits(device_, true);
+  const BucketedCallable call = make_bucketed_callables(*engine, {Callable("call", body)}, samples)[0];
+  ExpectedWarnings warnings;
+  const auto event = std::make_shared<GraphEvent>(device);
+  set_schedule(device, Schedule::parse("late"));
+  set_strict_waits(device, true);
   std::int64_t s = 0;
   for (const std::int64_t length : {4, 8, 6, 4}) {
-    const at::Tensor x = rows(++s, device_).narrow(0, 0, length).clone().requires_grad_(true);
+    const at::Tensor x = rows(++s, device).narrow(0, 0, length).clone().requires_grad_(true);
     const at::Tensor y = call({x}, ReplayOptions().stream(a_.get()).event(event))[0];
     EXPECT_TRUE(at::equal(read_behind(*event, y), x.detach().exp().mul(2).cpu())) << length;
     y.sum().backward();
   }
-  set_strict_waits(device_, false);
+  set_strict_waits(device, false);
   EXPECT_EQ(warnings.take().size(), 1U) << "of six rows";
   const c10::Stream other(c10::Stream::DEFAULT, c10::Device(at::kCPU));
   for (const std::int64_t length : {4, 6}) {
     EXPECT_THROWS(UsageError, "ReplayOptions::stream is on cpu",
-                  (void)call({rows(0, device_).narrow(0, 0, length)}, ReplayOptions().stream(other)));
+                  (void)call({rows(0, device).narrow(0, 0, length)}, ReplayOptions().stream(other)));
   }
 }
 
 TEST_F(ReplayOptionsTest, AnEagerRunRecordsTheEventToo) {
   capture();
-  const auto event = std::make_shared<GraphEvent>(device_);
-  set_schedule(device_, Schedule::parse("late"));
-  set_strict_waits(device_, true);
+  const auto event = std::make_shared<GraphEvent>(device);
+  set_schedule(device, Schedule::parse("late"));
+  set_strict_waits(device, true);
   const at::NoGradGuard no_grad;
-  const at::Tensor y = layers_[0]({rows(1, device_)}, ReplayOptions().event(event))[0];
+  const at::Tensor y = layers[0]({rows(1, device)}, ReplayOptions().event(event))[0];
   const at::Tensor read = read_behind(*event, y);
-  set_strict_waits(device_, false);
-  EXPECT_TRUE(at::equal(read, plain_->begin()->forward(rows(1, device_)).cpu()));
+  set_strict_waits(device, false);
+  EXPECT_TRUE(at::equal(read, plain->begin()->forward(rows(1, device)).cpu()));
 }
 
 TEST_F(ReplayOptionsTest, AStreamOfAnotherDeviceIsRefusedBeforeAnythingIsQueued) {
   capture();
   const c10::Stream cpu(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU));
   EXPECT_THROWS(UsageError, "graphed call \"layers.0\": ReplayOptions::stream is on cpu",
-                (void)layers_[0]({rows(0, device_).requires_grad_(true)}, ReplayOptions().stream(cpu)));
+                (void)layers[0]({rows(0, device).requires_grad_(true)}, ReplayOptions().stream(cpu)));
   expect_plain(0, 2, [](std::int64_t, std::size_t) { return ReplayOptions(); });
 }
 
 TEST_F(ReplayOptionsTest, TheBackwardReplaysThereToo) {
   capture();
-  set_schedule(device_, Schedule::parse("late"));
+  set_schedule(device, Schedule::parse("late"));
   for (const bool given : {true, false, true}) {
-    const at::Tensor x = rows(0, device_).requires_grad_(true);
-    const at::Tensor y = layers_[0]({x}, given ? ReplayOptions().stream(a_.get()) : ReplayOptions())[0];
-    synchronize(device_);
+    const at::Tensor x = rows(0, device).requires_grad_(true);
+    const at::Tensor y = layers[0]({x}, given ? ReplayOptions().stream(a_.get()) : ReplayOptions())[0];
+    synchronize(device);
     EXPECT_TRUE(runtime().idle(a_));
     y.sum().backward();
     EXPECT_EQ(runtime().idle(a_), !given);
@@ -193,15 +160,15 @@ TEST_F(ReplayOptionsTest, TheBackwardReplaysThereToo) {
 
 TEST_F(ReplayOptionsTest, ResetWaitsForTheStreamsOfCalls) {
   capture();
-  set_schedule(device_, Schedule::parse("late"));
-  const at::Tensor x = rows(0, device_).requires_grad_(true);
-  const at::Tensor y = layers_[0]({x}, ReplayOptions().stream(a_.get()))[0];
-  for (GraphedCallable& layer : layers_) {
+  set_schedule(device, Schedule::parse("late"));
+  const at::Tensor x = rows(0, device).requires_grad_(true);
+  const at::Tensor y = layers[0]({x}, ReplayOptions().stream(a_.get()))[0];
+  for (GraphedCallable& layer : layers) {
     layer.reset();
   }
   EXPECT_TRUE(runtime().idle(a_));
-  EXPECT_TRUE(at::equal(y.cpu(), plain_->begin()->forward(rows(0, device_)).cpu()));
+  EXPECT_TRUE(at::equal(y.cpu(), plain->begin()->forward(rows(0, device)).cpu()));
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

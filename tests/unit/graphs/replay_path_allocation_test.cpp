@@ -25,11 +25,8 @@
 #include "sidestream/graphed_callable.h"
 #include "unit/graphs/counted_heap.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::heap_allocations;
-using testing_model::rows;
 
 /// Knows what the device itself takes from the heap: the simulator's queues do, a driver's are its own.
 class CountingRuntime final : public ForwardingRuntime {
@@ -269,4 +266,4 @@ INSTANTIATE_TEST_SUITE_P(Widths, ReplayPathAllocationTest,
                          name_of_width);
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

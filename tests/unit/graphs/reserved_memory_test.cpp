@@ -1,7 +1,6 @@
 // What graphed layers reserve of the device against the same layers run eagerly, to the byte.
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -14,7 +13,7 @@
 #include "sidestream/engine.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
 constexpr std::int64_t kRipples = 4;
@@ -63,7 +62,7 @@ ReservedPeak train_ripples(c10::Device device, bool graphs) {
   }
   ReservedPeak result;
   const auto step = [&] {
-    testing_model::in_step(engine ? &*engine : nullptr, [&] { model.forward(x).backward(of_output); });
+    in_step(engine ? &*engine : nullptr, [&] { model.forward(x).backward(of_output); });
     result.gradient = x.grad().cpu();
     x.mutable_grad() = at::Tensor();
   };
@@ -92,4 +91,4 @@ TEST(ReservedMemoryTest, LayersInGraphsTakeAnInputAndAnOutputsGradientMore) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

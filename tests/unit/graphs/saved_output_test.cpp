@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -12,30 +11,30 @@
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "models/wave.h"
+#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/report.h"
 #include "sidestream/scope.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
 
-using testing_model::rows;
-using testing_model::same;
-using testing_model::StepTensors;
-using testing_model::Wave;
-using testing_model::Waves;
-
-/// A stack of callables, each but the first linked to the one before; behind each a head, which saves that layer's output.
+/// Layers, each of which takes the output of the one before. Behind each stands a head, which saves that layer's output.
 class SavedOutputTest : public testing::Test {
  protected:
   static constexpr std::int64_t kLayers = Waves::kCount;
   static constexpr std::int64_t kSteps = 4;
-  static constexpr std::int64_t kOutputBytes = 16 * testing_model::kHidden * 4;
+  static constexpr std::int64_t kOutputBytes = 16 * kHidden * 4;
 
-  void capture(const Options& options) {
-    engine_.emplace(model_, options);
+  /// As callables, or by ss::call.
+  void capture(const Options& options, bool by_call = false) {
+    graphed_.clear();
+    engine_.emplace(model_, by_call ? Options(options).graph("waves.*") : options);
+    if (by_call) {
+      return;
+    }
     std::vector<Callable> callables;
     std::vector<std::vector<Sample>> samples;
     for (std::int64_t i = 0; i < kLayers; ++i) {
@@ -48,33 +47,31 @@ class SavedOutputTest : public testing::Test {
   }
   [[nodiscard]] Options options() const { return Options(device_).min_bytes(1024); }
 
-  /// Gives the gradients and, where `held`, the outputs of all layers, which are held until the end.
-  StepTensors step(Waves& model, OffloadEngine* engine, std::int64_t s, bool held) {
-    std::vector<at::Tensor> kept;
-    StepTensors results = testing_model::train_step(model, engine, [&] {
-      const at::Tensor x = rows(s, device_).requires_grad_(true);
-      at::Tensor h = x;
-      at::Tensor loss = x.mean();
-      for (std::int64_t i = 0; i < kLayers; ++i) {
-        h = engine != nullptr ? graphed_[static_cast<std::size_t>(i)]({h})[0] : model.layer(i)->forward(h);
-        if (held) {
-          kept.push_back(h.detach());
-        }
-        const OffloadScope scope("heads");
-        loss = loss + h.cos().mul(h).mean();
-      }
-      h = at::Tensor();
-      loss.backward();
-      kept.push_back(x.grad());
-    });
-    for (const at::Tensor& tensor : kept) {
-      results.emplace_back("kept", tensor);
-    }
-    return results;
+  at::Tensor layer(Waves& model, std::int64_t i, const at::Tensor& h) {
+    const bool replays = &model == &model_ && !graphed_.empty();
+    return replays ? graphed_[static_cast<std::size_t>(i)]({h})[0] : call(&*model.layer(i), h);
   }
-  void expect_plain(bool held = false) {
-    for (std::int64_t s = 0; s < kSteps; ++s) {
-      EXPECT_TRUE(same(step(model_, &*engine_, s, held), step(plain_, nullptr, s, held))) << "step " << s;
+  /// Gradients and, where `held`, the outputs of all layers, which are held until the end.
+  void expect_plain(std::int64_t first = 0, std::int64_t last = kSteps, bool held = false) {
+    for (std::int64_t s = first; s < last; ++s) {
+      expect_same_step(model_, &*engine_, plain_, s, [&](Waves& model) {
+        std::vector<at::Tensor> kept;
+        const at::Tensor x = rows(s, device_).requires_grad_(true);
+        at::Tensor h = x;
+        at::Tensor loss = x.mean();
+        for (std::int64_t i = 0; i < kLayers; ++i) {
+          h = layer(model, i, h);
+          if (held) {
+            kept.push_back(h.detach());
+          }
+          const OffloadScope scope("heads");
+          loss = loss + h.cos().mul(h).mean();
+        }
+        h = at::Tensor();
+        loss.backward();
+        kept.push_back(x.grad());
+        return values(kept);
+      });
     }
   }
   /// Of all groups "heads".
@@ -95,23 +92,26 @@ class SavedOutputTest : public testing::Test {
 
 // A head saves its input and its cosine, of which the last two heads need what they save at once.
 TEST_F(SavedOutputTest, LeavesWithTheGroupThatSavesIt) {
-  capture(options().offload("heads"));
-  expect_plain();
-  const Report report = engine_->report();
-  EXPECT_GE(report.offloaded_bytes, 2 * (kLayers - 3) * kOutputBytes);
-  EXPECT_EQ(report.offloaded_bytes, offloaded_by_heads());
-  EXPECT_EQ(report.reloaded_bytes, report.offloaded_bytes);
-  EXPECT_EQ(report.unplanned_bytes, 0);
-  EXPECT_EQ(report.pinned_allocations_after_planning, 0);
-  EXPECT_LE(report.outputs_copied, 2) << "of heads that need theirs at once";
+  for (const bool by_call : {false, true}) {
+    capture(options().offload("heads"), by_call);
+    SCOPED_TRACE(by_call ? "by ss::call" : "callables");
+    for (std::int64_t s = 0; s < kSteps; ++s) {
+      expect_plain(s, s + 1);
+      EXPECT_EQ(engine_->report().unplanned_bytes, 0) << "step " << s;
+      EXPECT_GE(engine_->report().offloaded_bytes, 2 * (kLayers - 3) * kOutputBytes) << "step " << s;
+    }
+    const Report report = engine_->report();
+    EXPECT_EQ(report.offloaded_bytes, offloaded_by_heads());
+    EXPECT_EQ(report.reloaded_bytes, report.offloaded_bytes);
+    EXPECT_EQ(report.pinned_allocations_after_planning, 0);
+    EXPECT_LE(report.outputs_copied, 2) << "of heads that need theirs at once";
+  }
 }
 
 TEST_F(SavedOutputTest, IsCopiedOutWhereNoGroupCoversItsReader) {
   capture(options().offload("heads"));
   expect_plain();
   const Report left = engine_->report();
-  graphed_.clear();
-  engine_.reset();
   capture(options());
   expect_plain();
   const Report held = engine_->report();
@@ -122,20 +122,24 @@ TEST_F(SavedOutputTest, IsCopiedOutWhereNoGroupCoversItsReader) {
 }
 
 TEST_F(SavedOutputTest, WhoHoldsItBesidesHasIt) {
-  capture(options().offload("heads"));
-  expect_plain(/*held=*/true);
-  EXPECT_GT(engine_->report().offloaded_bytes, 0);
-  EXPECT_GE(engine_->report().outputs_copied, kLayers - 2);
+  for (const bool by_call : {false, true}) {
+    capture(options().offload("heads"), by_call);
+    expect_plain(0, kSteps, /*held=*/true);
+    EXPECT_GT(engine_->report().offloaded_bytes, 0);
+    EXPECT_GE(engine_->report().outputs_copied, kLayers - 2);
+  }
 }
 
 // With so much lag nothing would be let go of before it is needed.
 TEST_F(SavedOutputTest, ComesBackToAGroupThatIsNotLetGoOf) {
-  capture(options().offload("heads").lag(std::size_t{1} << 20));
-  expect_plain();
-  capture(options().offload("heads").lag(0));
-  expect_plain();
-  capture(options().offload("heads").lag(0).lookahead(std::size_t{1} << 20));
-  expect_plain();
+  for (const bool by_call : {false, true}) {
+    capture(options().offload("heads").lag(std::size_t{1} << 20), by_call);
+    expect_plain();
+    capture(options().offload("heads").lag(0), by_call);
+    expect_plain();
+    capture(options().offload("heads").lag(0).lookahead(std::size_t{1} << 20), by_call);
+    expect_plain();
+  }
 }
 
 TEST_F(SavedOutputTest, StaysWhereNoPinnedMemoryIsFree) {
@@ -146,4 +150,4 @@ TEST_F(SavedOutputTest, StaysWhereNoPinnedMemoryIsFree) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -15,11 +15,8 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::RuledLayer;
-using testing_model::RuledModel;
 
 constexpr std::int64_t kSteps = 5;
 
@@ -171,4 +168,4 @@ TEST_F(SharedArgumentTest, AnArgumentThatTheBodyWritesAsABufferIsFoundByVerifica
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
@@ -19,12 +18,8 @@
 #include "unit/graphs/called_stack.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::CalledStack;
-using testing_model::rows;
-using testing_model::StepTensors;
 
 class SharedShapesTest : public testing::Test {
  protected:
@@ -47,14 +42,20 @@ class SharedShapesTest : public testing::Test {
   }
   /// A step whose microbatches have these lengths, one after the other.
   void expect_plain(OffloadEngine& engine, std::int64_t s, const std::vector<std::int64_t>& lengths) {
-    const auto run = [&](CalledStack& model) {
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
       for (std::size_t i = 0; i < lengths.size(); ++i) {
         train(model, 50 * s + static_cast<std::int64_t>(i), lengths[i]);
       }
-    };
-    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { run(plain_); });
-    EXPECT_TRUE(testing_model::same(testing_model::train_step(model_, &engine, [&] { run(model_); }), plain))
-        << "step " << s;
+    });
+  }
+  /// A step of two forwards, then both backwards.
+  void expect_plain_interleaved(OffloadEngine& engine, std::int64_t s, std::int64_t first, std::int64_t second) {
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
+      const at::Tensor y = model.forward(data(s, first).requires_grad_(true));
+      const at::Tensor z = model.forward(data(s, second, 3).requires_grad_(true));
+      z.mean().backward();
+      y.mean().backward();
+    });
   }
 
   c10::Device device_ = find_device("sim");
@@ -93,45 +94,25 @@ TEST_F(SharedShapesTest, MicrobatchesOfSeveralLengthsGiveThePlainGradients) {
   EXPECT_EQ(engine.report().captures, 4 * 6);
 }
 
-/// Both forwards, then both backwards.
-void interleave(CalledStack& model, const at::Tensor& first, const at::Tensor& second) {
-  const at::Tensor y = model.forward(first.clone().requires_grad_(true));
-  const at::Tensor z = model.forward(second.clone().requires_grad_(true));
-  z.mean().backward();
-  y.mean().backward();
-}
-
 TEST_F(SharedShapesTest, ACallBesideAPendingOneRunsEagerly) {
   OffloadEngine engine(model_, options(sharing()));
   expect_plain(engine, 0, {32});
   expect_plain(engine, 1, {16});
   expect_plain(engine, 2, {32, 16});
   const std::int64_t before = engine.report().eager_calls;
-  const at::Tensor first = data(3, 32);
-  const at::Tensor second = data(3, 16);
-  const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { interleave(plain_, first, second); });
-  EXPECT_TRUE(testing_model::same(
-      testing_model::train_step(model_, &engine, [&] { interleave(model_, first, second); }), plain));
+  expect_plain_interleaved(engine, 3, 32, 16);
   EXPECT_EQ(engine.report().eager_calls - before, 3);
 }
 
 // A capture for microbatches in flight, of another memory.
 TEST_F(SharedShapesTest, ACallBesideAPendingOneReplaysWhereACaptureOfItIsFree) {
   OffloadEngine engine(model_, options(sharing()));
-  const auto step = [&](std::int64_t s, std::int64_t first, std::int64_t second) {
-    const at::Tensor a = data(s, first);
-    const at::Tensor b = data(s, second, 3);
-    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { interleave(plain_, a, b); });
-    EXPECT_TRUE(
-        testing_model::same(testing_model::train_step(model_, &engine, [&] { interleave(model_, a, b); }), plain))
-        << "step " << s;
-  };
-  step(0, 32, 32);  // two captures of this length
-  step(1, 32, 32);
+  expect_plain_interleaved(engine, 0, 32, 32);  // two captures of this length
+  expect_plain_interleaved(engine, 1, 32, 32);
   expect_plain(engine, 2, {16});  // and one of this, in the memory of the first of them
   expect_plain(engine, 3, {16});
   const std::int64_t eager = engine.report().eager_calls;
-  step(4, 16, 32);
+  expect_plain_interleaved(engine, 4, 16, 32);
   EXPECT_EQ(engine.report().eager_calls, eager);
 }
 
@@ -148,8 +129,8 @@ TEST_F(SharedShapesTest, ACallBesideAPendingOneIsRefusedByOption) {
     y.mean().backward();
     step.finish();
   }
-  testing_model::clear_gradients(model_);
-  testing_model::clear_gradients(plain_);
+  clear_gradients(model_);
+  clear_gradients(plain_);
   expect_plain(engine, 4, {16});
 }
 
@@ -158,11 +139,7 @@ TEST_F(SharedShapesTest, AForwardBesideAPendingOneOfItsShapeRunsEagerlyByOption)
   expect_plain(engine, 0, {32});
   expect_plain(engine, 1, {32});
   const std::int64_t eager = engine.report().eager_calls;
-  const at::Tensor first = data(3, 32);
-  const at::Tensor second = data(4, 32);
-  const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { interleave(plain_, first, second); });
-  EXPECT_TRUE(testing_model::same(
-      testing_model::train_step(model_, &engine, [&] { interleave(model_, first, second); }), plain));
+  expect_plain_interleaved(engine, 3, 32, 32);
   EXPECT_EQ(engine.report().eager_calls - eager, 3);
   expect_plain(engine, 5, {32});
 }
@@ -171,7 +148,7 @@ TEST_F(SharedShapesTest, NewShapesRunEagerlyWithOneWarning) {
   OffloadEngine engine(model_, options(sharing().on_new_arguments(OnNewArguments::eager)));
   expect_plain(engine, 0, {32});
   expect_plain(engine, 1, {32});
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   expect_plain(engine, 2, {16});
   expect_plain(engine, 3, {20});
   const std::vector<std::string> texts = warnings.take();
@@ -250,13 +227,10 @@ TEST_F(SharedShapesTest, WhatOtherCallsCapturedBesideADroppedOneStays) {
   OffloadEngine engine(model_, options(CallOptions().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used)));
   // The last layer sees one shape, whatever the others do.
   const auto step = [&](std::int64_t s, std::int64_t length) {
-    const auto run = [&](CalledStack& model) {
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) {
       const at::Tensor h = model.run_layer(1, model.run_layer(0, data(s, length).requires_grad_(true)));
       (model.run_layer(2, h.narrow(0, 0, 8).clone()).mean() + h.mean()).backward();
-    };
-    const StepTensors plain = testing_model::train_step(plain_, nullptr, [&] { run(plain_); });
-    EXPECT_TRUE(testing_model::same(testing_model::train_step(model_, &engine, [&] { run(model_); }), plain))
-        << "step " << s;
+    });
   };
   step(0, 32);
   step(1, 32);
@@ -267,12 +241,7 @@ TEST_F(SharedShapesTest, WhatOtherCallsCapturedBesideADroppedOneStays) {
   EXPECT_EQ(engine.report().captures, 10) << "of the two whose shape changed";
   EXPECT_EQ(engine.report().eager_calls - eager, 2) << "of the same, once";
   // What is left of both is captured again where its weights lie then.
-  {
-    const at::NoGradGuard no_grad;
-    for (at::Tensor& parameter : model_.parameters()) {
-      parameter.set_data(parameter.detach().clone());
-    }
-  }
+  relocate(model_);
   eager = engine.report().eager_calls;
   step(4, 16);
   step(5, 16);
@@ -284,11 +253,11 @@ TEST_F(SharedShapesTest, AStepThatFailsDropsNothing) {
   OffloadEngine engine(model_, options(sharing().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used)));
   expect_plain(engine, 0, {32});
   expect_plain(engine, 1, {32});
-  EXPECT_THROW(testing_model::in_step(&engine,
-                                      [&] {
-                                        (void)model_.forward(data(2, 16).requires_grad_(true));
-                                        throw std::runtime_error("of the trainer");
-                                      }),
+  EXPECT_THROW(in_step(&engine,
+                       [&] {
+                         (void)model_.forward(data(2, 16).requires_grad_(true));
+                         throw std::runtime_error("of the trainer");
+                       }),
                std::runtime_error);
   const std::int64_t eager = engine.report().eager_calls;
   expect_plain(engine, 3, {32});
@@ -332,4 +301,4 @@ TEST_F(SharedShapesTest, MoreThanTheBoundAreRefusedByOption) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

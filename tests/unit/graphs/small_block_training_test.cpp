@@ -4,7 +4,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -28,14 +27,8 @@
 #include "unit/sim/rerun/every_order.h"
 #include "warnings.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::BlockTraining;
-using testing_model::ExpertModel;
-using testing_model::StepTensors;
-using testing_model::Wrapping;
 
 std::int64_t small_tensors(const Report& report) {
   for (const ExclusionReport& exclusion : report.exclusions) {
@@ -56,28 +49,32 @@ class ExpertTrainingTest : public testing::Test {
   [[nodiscard]] Options options() const { return Options(device_).min_bytes(6000).offload("experts.*").lag(1); }
 
   /// `in_flight` forwards, then one backward and one forward in turn, then the rest.
-  StepTensors step(ExpertModel& model, OffloadEngine* engine, std::int64_t s, std::int64_t microbatches = 1,
-                   std::size_t in_flight = 1, bool twice = false) const {
-    return testing_model::train_step(model, engine, [&] {
-      std::deque<at::Tensor> losses;
-      const auto backward = [&] {
-        if (twice) {
-          losses.front().backward({}, /*retain_graph=*/true);
-        }
-        losses.front().backward();
-        losses.pop_front();
-      };
-      for (std::int64_t i = 0; i < microbatches; ++i) {
-        const std::int64_t number = microbatches * s + i;
-        losses.push_back(model.loss(testing_model::expert_tokens(number, 120 + 8 * (number % 5), device_)));
-        if (losses.size() == in_flight) {
-          backward();
-        }
+  void train(ExpertModel& model, std::int64_t s, std::int64_t microbatches = 1, std::size_t in_flight = 1,
+             bool twice = false) const {
+    std::deque<at::Tensor> losses;
+    const auto backward = [&] {
+      if (twice) {
+        losses.front().backward({}, /*retain_graph=*/true);
       }
-      while (!losses.empty()) {
+      losses.front().backward();
+      losses.pop_front();
+    };
+    for (std::int64_t i = 0; i < microbatches; ++i) {
+      const std::int64_t number = microbatches * s + i;
+      losses.push_back(model.loss(expert_tokens(number, 120 + 8 * (number % 5), device_)));
+      if (losses.size() == in_flight) {
         backward();
       }
-    });
+    }
+    while (!losses.empty()) {
+      backward();
+    }
+  }
+  StepTensors step(ExpertModel& model, OffloadEngine* engine, std::int64_t s) const {
+    return train_step(model, engine, [&] { train(model, s); });
+  }
+  void expect_plain(OffloadEngine& engine, std::int64_t s) {
+    expect_same_step(mine_, &engine, plain_, s, [&](ExpertModel& model) { train(model, s); });
   }
 
   sim::OneThread one_thread_;
@@ -89,7 +86,7 @@ class ExpertTrainingTest : public testing::Test {
 TEST_F(ExpertTrainingTest, ExpertsWhoseSizesChangeGivePlainGradients) {
   OffloadEngine engine(mine_, options());
   for (std::int64_t s = 0; s < 12; ++s) {
-    EXPECT_TRUE(testing_model::same(step(mine_, &engine, s), step(plain_, nullptr, s))) << "step " << s;
+    expect_plain(engine, s);
     const Report report = engine.report();
     EXPECT_GT(report.offloaded_bytes, 40'000) << "step " << s;
     EXPECT_GT(report.reloaded_bytes, 0) << "step " << s;
@@ -101,7 +98,7 @@ TEST_F(ExpertTrainingTest, WhatABlockOnceTookStaysPinnedForIt) {
   OffloadEngine engine(mine_, options());
   std::int64_t refused = 0;
   for (std::int64_t s = 0; s < 20; ++s) {
-    EXPECT_TRUE(testing_model::same(step(mine_, &engine, s % 5), step(plain_, nullptr, s % 5))) << "step " << s;
+    expect_plain(engine, s % 5);
     refused = engine.report().refused_bytes;
   }
   EXPECT_EQ(refused, 0) << "no expert is larger than it ever was";
@@ -116,9 +113,7 @@ TEST_F(ExpertTrainingTest, MicrobatchesInFlightAndRetainedGraphsGivePlainGradien
       plain.to(device_);
       OffloadEngine engine(mine, options());
       for (std::int64_t s = 0; s < 4; ++s) {
-        EXPECT_TRUE(testing_model::same(step(mine, &engine, s, 3, in_flight, twice),
-                                        step(plain, nullptr, s, 3, in_flight, twice)))
-            << in_flight << " in flight, step " << s;
+        expect_same_step(mine, &engine, plain, s, [&](ExpertModel& model) { train(model, s, 3, in_flight, twice); });
         EXPECT_GT(engine.report().offloaded_bytes, 40'000);
       }
     }
@@ -128,7 +123,7 @@ TEST_F(ExpertTrainingTest, MicrobatchesInFlightAndRetainedGraphsGivePlainGradien
 TEST_F(ExpertTrainingTest, WithoutPinnedMemoryAllStays) {
   OffloadEngine engine(mine_, options().host_cap(0));
   for (std::int64_t s = 0; s < 3; ++s) {
-    EXPECT_TRUE(testing_model::same(step(mine_, &engine, s), step(plain_, nullptr, s))) << "step " << s;
+    expect_plain(engine, s);
     EXPECT_EQ(engine.report().offloaded_bytes, 0);
   }
 }
@@ -136,7 +131,7 @@ TEST_F(ExpertTrainingTest, WithoutPinnedMemoryAllStays) {
 // Also that of a block, in the first step or in one that has a plan.
 TEST_F(ExpertTrainingTest, EveryDeviceAllocationThatFailsIsSurvived) {
   constexpr std::int64_t kSteps = 3;
-  testing_model::ExpectedWarnings warnings;
+  ExpectedWarnings warnings;
   std::vector<StepTensors> expected;
   for (std::int64_t s = 0; s < kSteps; ++s) {
     expected.push_back(step(plain_, nullptr, s));
@@ -151,7 +146,7 @@ TEST_F(ExpertTrainingTest, EveryDeviceAllocationThatFailsIsSurvived) {
     bool thrown = false;
     for (std::int64_t s = 0; s < kSteps && !thrown; ++s) {
       try {
-        EXPECT_TRUE(testing_model::same(step(mine, &engine, s), expected[static_cast<std::size_t>(s)])) << n;
+        EXPECT_TRUE(same(step(mine, &engine, s), expected[static_cast<std::size_t>(s)])) << n;
       } catch (const DeviceError&) {
         thrown = true;
       }
@@ -194,7 +189,7 @@ class KnownSizesTest : public testing::Test {
     for (int s = 0; s < steps; ++s) {
       const auto step = engine.step();
       const at::Tensor mine = torch::autograd::grad({loss(x)}, {x})[0];
-      EXPECT_TRUE(testing_model::same({{"x", mine}}, {{"x", expected}})) << "step " << s;
+      EXPECT_TRUE(same({{"x", mine}}, {{"x", expected}})) << "step " << s;
     }
     return engine.report();
   }
@@ -367,8 +362,8 @@ TEST_P(MixedSizesTest, TrainingGivesPlainGradients) {
   EXPECT_GT(offloaded(8192), 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Wrappings, MixedSizesTest, testing::ValuesIn(testing_model::wrappings()),
+INSTANTIATE_TEST_SUITE_P(Wrappings, MixedSizesTest, testing::ValuesIn(wrappings()),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

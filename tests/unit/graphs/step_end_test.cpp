@@ -1,6 +1,5 @@
 // The end of a step is behind all its copies, by the recorded order itself.
 #include <optional>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -15,19 +14,15 @@
 #include "sidestream/engine.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::layer_stack;
-using testing_model::rows;
-using testing_model::through_scopes;
 
 TEST(StepEndTest, IsBehindAllCopiesOfItsGraphs) {
   const sim::OneThread one_thread;
   const c10::Device device = find_device("sim");
   torch::nn::Sequential model = layer_stack(5, device);
   OffloadEngine engine(*model, Options(device).offload("layers.*.*").min_bytes(1024));
-  const auto layers = testing_model::graph_stack(engine, model, device, GraphOptions());
+  const auto layers = graph_stack(engine, model, device, GraphOptions());
   { const auto sizing = engine.step(); }
   const at::Tensor x = rows(0, device).requires_grad_(true);
   synchronize(device);
@@ -83,4 +78,4 @@ TEST(StepEndTest, IsBehindAllCopiesOfItsEagerGroups) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -10,7 +10,6 @@
 #include "graphs/engine/engine_access.h"
 #include "models/scopes.h"
 #include "sidestream/engine.h"
-#include "sidestream/scope.h"
 #include "unit/graphs/ordered_programs.h"
 
 namespace sidestream::testing_model {

@@ -2,7 +2,6 @@
 // gradients.
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>

@@ -16,13 +16,8 @@
 #include "sidestream/testing/simulator.h"
 #include "unit/sim/rerun/every_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::BlockTraining;
-using testing_model::PoisonedSlots;
-using testing_model::Wrapping;
 
 class EagerTrainingTest : public testing::Test {
  protected:
@@ -135,10 +130,10 @@ TEST_P(WrappedTrainingTest, IsOrdered) {
 
 std::string name_of_wrapping(const testing::TestParamInfo<Wrapping>& info) { return info.param.name; }
 
-INSTANTIATE_TEST_SUITE_P(Wrapped, WrappedTrainingTest, testing::ValuesIn(testing_model::wrappings()), name_of_wrapping);
+INSTANTIATE_TEST_SUITE_P(Wrapped, WrappedTrainingTest, testing::ValuesIn(wrappings()), name_of_wrapping);
 INSTANTIATE_TEST_SUITE_P(AllGroups, WrappedTrainingTest,
                          testing::Values(Wrapping{"graphs_accumulating", "blocks.*", "blocks.*.*", 2, true}),
                          name_of_wrapping);
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

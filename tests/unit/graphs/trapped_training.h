@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "graphs/engine/engine_access.h"
-#include "models/block_model.h"
+#include "models/plain_twin.h"
 #include "models/trapped_model.h"
 #include "models/wrapping.h"
 #include "runtime/runtime.h"

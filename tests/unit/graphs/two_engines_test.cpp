@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -16,7 +15,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
-#include "expect_throws.h"
 #include "models/block_model.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
@@ -24,32 +22,23 @@
 #include "sidestream/error.h"
 #include "threads/at_once.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::StepTensors;
-using testing_model::train_step;
 
 /// One thread's model, engine and plain twin.
 struct Trainer {
   Trainer(c10::Device device, const Options& options, const BlockModel::Shape& shape = {})
-      : device_(device), model(shape), plain(shape) {
+      : model(shape), plain(shape) {
     model.to(device);
     plain.to(device);
     engine = std::make_unique<OffloadEngine>(model, options);
   }
-  void train(BlockModel& of, std::int64_t s) const {
-    const auto batch = testing_model::batch_of(of.shape(), s, device_);
-    of.loss(batch.tokens, batch.targets).backward();
-  }
   void expect_plain(std::int64_t first, std::int64_t last) {
-    testing_model::expect_plain(
-        first, last, [&](std::int64_t s) { return train_step(model, engine.get(), [&] { train(model, s); }); },
-        [&](std::int64_t s) { return train_step(plain, nullptr, [&] { train(plain, s); }); });
+    for (std::int64_t s = first; s < last; ++s) {
+      expect_same_step(model, &*engine, plain, s, [&](BlockModel& of) { of.loss_of(s).backward(); });
+    }
   }
 
-  c10::Device device_;
   BlockModel model;
   BlockModel plain;
   std::unique_ptr<OffloadEngine> engine;
@@ -153,7 +142,7 @@ TEST_F(TwoEnginesTest, WhatAnotherThreadDrawsWhileGraphsAreCapturedComesOnce) {
       [&] {
         for (std::int64_t round = 0; round < 4; ++round) {
           for (std::int64_t s = 0; s < 3; ++s) {
-            (void)train_step(trainer.model, trainer.engine.get(), [&] { trainer.train(trainer.model, s); });
+            (void)train_step(trainer.model, trainer.engine.get(), [&] { trainer.model.loss_of(s).backward(); });
           }
           trainer.engine->reset();
         }
@@ -169,8 +158,8 @@ TEST_F(TwoEnginesTest, ThreadsWithDropoutCaptureAndReplayAtOnce) {
     Trainer& trainer = trainers[number];
     for (std::int64_t round = 0; round < 3; ++round) {
       for (std::int64_t s = 0; s < 4; ++s) {
-        EXPECT_NO_THROW(
-            (void)train_step(trainer.model, trainer.engine.get(), [&] { trainer.train(trainer.model, number + s); }));
+        EXPECT_NO_THROW((void)train_step(trainer.model, trainer.engine.get(),
+                                         [&] { trainer.model.loss_of(number + s).backward(); }));
       }
       trainer.engine->reset();
     }
@@ -346,15 +335,12 @@ TEST_F(TwoEnginesTest, AStepInsideAnotherEnginesStepServesItsOwnModel) {
   Trainer outer(device_, options());
   Trainer inner(device_, options());
   for (std::int64_t s = 0; s < 5; ++s) {
-    testing_model::expect_plain(
-        s, s + 1,
-        [&](std::int64_t step) {
-          return train_step(outer.model, outer.engine.get(), [&] {
-            inner.expect_plain(50 + step, 51 + step);
-            outer.train(outer.model, step);
-          });
-        },
-        [&](std::int64_t step) { return train_step(outer.plain, nullptr, [&] { outer.train(outer.plain, step); }); });
+    expect_same_step(outer.model, &*outer.engine, outer.plain, s, [&](BlockModel& model) {
+      if (&model == &outer.model) {
+        inner.expect_plain(50 + s, 51 + s);
+      }
+      model.loss_of(s).backward();
+    });
   }
   EXPECT_EQ(outer.engine->report().replays, 8);
   EXPECT_EQ(inner.engine->report().replays, 8);
@@ -366,18 +352,16 @@ TEST_F(TwoEnginesTest, ModulesOfOthersRunPlainlyInAStep) {
   Trainer other(device_, options());
   BlockModel nobodys(BlockModel::Shape{});
   nobodys.to(device_);
-  const auto both = [&](BlockModel& own, std::int64_t s) {
-    for (BlockModel* foreign : {&other.model, &nobodys}) {
-      testing_model::clear_gradients(*foreign);
-      trainer.train(*foreign, s);
-    }
-    EXPECT_TRUE(testing_model::same(testing_model::gradients(other.model), testing_model::gradients(nobodys)));
-    trainer.train(own, s);
-  };
-  testing_model::expect_plain(
-      0, 4,
-      [&](std::int64_t s) { return train_step(trainer.model, trainer.engine.get(), [&] { both(trainer.model, s); }); },
-      [&](std::int64_t s) { return train_step(trainer.plain, nullptr, [&] { both(trainer.plain, s); }); });
+  for (std::int64_t s = 0; s < 4; ++s) {
+    expect_same_step(trainer.model, &*trainer.engine, trainer.plain, s, [&](BlockModel& own) {
+      for (BlockModel* foreign : {&other.model, &nobodys}) {
+        clear_gradients(*foreign);
+        foreign->loss_of(s).backward();
+      }
+      EXPECT_TRUE(same(gradients(other.model), gradients(nobodys)));
+      own.loss_of(s).backward();
+    });
+  }
   EXPECT_EQ(trainer.engine->report().captures, 8);
   EXPECT_EQ(trainer.engine->report().replays, 8);
   EXPECT_EQ(trainer.engine->report().eager_calls, 4) << "those of the first step";
@@ -401,4 +385,4 @@ TEST_F(TwoEnginesTest, AModuleThatJoinsTheModelIsItsOwnFromTheNextStepOn) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

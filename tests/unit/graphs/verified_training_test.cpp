@@ -13,21 +13,14 @@
 #include <gtest/gtest.h>
 
 #include "models/block_model.h"
-#include "models/layer_stack.h"
 #include "models/ruled_model.h"
+#include "models/stack_twins.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::BlockModel;
-using testing_model::BlockTraining;
-using testing_model::RuledLayer;
-using testing_model::RuledModel;
-using testing_model::StepTensors;
-using testing_model::train_step;
 
 constexpr std::int64_t kVerifiedSteps = 8;
 
@@ -91,26 +84,17 @@ INSTANTIATE_TEST_SUITE_P(Policies, VerifiedBlocksTest,
                          testing::Values(GradientPolicy::cloned, GradientPolicy::accumulated));
 
 TEST_F(VerifiedTrainingTest, BatchNormAndDropoutInCallables) {
-  const testing_model::Mlp::Extras extras{.dropout = 0.3, .batch_norm = true};
-  torch::nn::Sequential plain = testing_model::layer_stack(3, device_, extras);
-  torch::nn::Sequential graphed = testing_model::layer_stack(3, device_, extras);
-  OffloadEngine engine(*graphed, verifying().offload("layers.*.*"));
-  const auto layers = testing_model::graph_stack(engine, graphed, device_, {});
-  const auto step = [&](torch::nn::Sequential& model, bool mine, std::int64_t s) {
+  StackTwins stacks(device_, 3, {.dropout = 0.3, .batch_norm = true});
+  stacks.capture(verifying().offload("layers.*.*"), {});
+  const auto step = [&](bool graphed, std::int64_t s) {
     generator().set_current_seed(static_cast<std::uint64_t>(100 + s));
-    const at::Tensor x = testing_model::rows(s, device_).requires_grad_(true);
-    StepTensors result = train_step(*model, nullptr, [&] {
-      const at::Tensor y = mine ? testing_model::run_stack(layers, x) : model->forward(x);
-      (y * testing_model::rows(s, device_, 1)).sum().backward();
-    });
-    result.emplace_back("gradient of the input", x.grad());
+    StepTensors result = stacks.step(graphed, s);
     result.emplace_back("random state", random());
     return result;
   };
   testing_model::expect_plain(
-      0, kVerifiedSteps, [&](std::int64_t s) { return step(graphed, true, s); },
-      [&](std::int64_t s) { return step(plain, false, s); });
-  EXPECT_EQ(engine.report().verified_backwards, kVerifiedSteps);
+      0, kVerifiedSteps, [&](std::int64_t s) { return step(true, s); }, [&](std::int64_t s) { return step(false, s); });
+  EXPECT_EQ(stacks.engine->report().verified_backwards, kVerifiedSteps);
 }
 
 /// A training of RuledModels by ss::call, and of their plain twins.
@@ -123,7 +107,7 @@ class VerifiedRulesTest : public VerifiedTrainingTest {
     plain_ = std::make_unique<RuledModel>(layers, rule, device_);
   }
   [[nodiscard]] at::Tensor data(std::int64_t s) const {
-    return testing_model::rows(s, device_).slice(1, 0, RuledLayer::kWidth).contiguous();
+    return rows(s, device_).slice(1, 0, RuledLayer::kWidth).contiguous();
   }
   void expect_plain(OffloadEngine& engine, const Run& run) {
     const auto step = [&](RuledModel& model, OffloadEngine* of, std::int64_t s) {
@@ -270,4 +254,4 @@ TEST_F(VerifiedRulesTest, AWeightThatAutocastCastsOutsideOfTheCallAsWell) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -26,11 +26,8 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::RuledLayer;
-using testing_model::RuledModel;
 
 class VerifyReplaysTest : public testing::Test {
  protected:
@@ -59,7 +56,7 @@ class VerifyReplaysTest : public testing::Test {
     EXPECT_EQ(engine_->report().verified_forwards, 1);
     EXPECT_EQ(engine_->report().verified_backwards, 1);
     change(model_->layer(0));
-    return testing_model::message_of<VerificationError>([&] { train(); });
+    return message_of<VerificationError>([&] { train(); });
   }
 
   c10::Device device_ = find_device("sim");
@@ -416,7 +413,7 @@ TEST_F(VerifyReplaysTest, TheEnvironmentTurnsItOn) {
 TEST_F(VerifyReplaysTest, OptionsThatMakeNoSenseAreRefused) {
   make([](RuledLayer& l, const at::Tensor& x) { return x * l.weight; });
   const auto refused = [&](const Options& options) {
-    return testing_model::message_of<UsageError>([&] { OffloadEngine(*model_, options); });
+    return message_of<UsageError>([&] { OffloadEngine(*model_, options); });
   };
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "verify_replays is negative", refused(Options(device_).verify_replays(-1)));
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "verify_every is negative", refused(Options(device_).verify_every(-1)));
@@ -434,4 +431,4 @@ TEST_F(VerifyReplaysTest, OptionsThatMakeNoSenseAreRefused) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdlib>
-#include <string>
 #include <vector>
 
 #include "runtime/runtime.h"

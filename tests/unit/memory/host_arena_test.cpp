@@ -4,9 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <set>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>

@@ -18,10 +18,8 @@
 #include "sidestream/device.h"
 #include "stream_order.h"
 
-namespace sidestream {
+namespace sidestream::testing_model {
 namespace {
-
-using testing_model::order;
 
 class CheckedRuntimeTest : public testing::Test {
  protected:
@@ -328,4 +326,4 @@ TEST_F(CheckedCaptureTest, GraphsOfOnePoolShareItsMemory) {
 }
 
 }  // namespace
-}  // namespace sidestream
+}  // namespace sidestream::testing_model

@@ -3,14 +3,12 @@
 #include <atomic>
 #include <stdexcept>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/silu.h>
 #include <gtest/gtest.h>

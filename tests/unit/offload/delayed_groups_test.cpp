@@ -1,8 +1,5 @@
 // Groups whose copies to the host wait for the next graph: when they leave, and when they need not.
 #include <memory>
-#include <optional>
-#include <string>
-#include <utility>
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/mul.h>

@@ -2,7 +2,6 @@
 
 #include <memory>
 #include <optional>
-#include <utility>
 
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>

@@ -1,7 +1,5 @@
 #include "offload/weight_casts.h"
 
-#include <vector>
-
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/randn.h>

@@ -1,9 +1,7 @@
 // The sim device's allocator against a plain model: hundreds of thousands of random allocations and frees.
-#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <random>
-#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>

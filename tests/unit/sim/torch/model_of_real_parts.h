@@ -1,6 +1,4 @@
 #pragma once
-#include <string>
-#include <vector>
 
 #include <torch/nn/cloneable.h>
 #include <torch/nn/modules/container/modulelist.h>

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cstring>
-#include <string>
 
 #include "sim/torch/device_guard.h"
 #include "sim/torch/registration.h"

@@ -1,7 +1,6 @@
 // Recurrent networks: LibTorch runs them in another way on each kind of device, the simulated one runs them as the CPU does.
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <sidestream/error.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -9,7 +8,6 @@
 #include <torch/nn/utils/rnn.h>
 
 #include <functional>
-#include <string>
 
 #include "expect_throws.h"
 #include "operator_cases.h"
