@@ -123,39 +123,16 @@ def main(setup):
         status, _, err = machine.run(setup)
         return expect(status == 1 and "could not install: cmake" in err and "universe" in err, status, err)
 
-    def fuzzer(machine):
-        (machine.commands / "sudo").unlink()
-        plain, _, _ = machine.run(setup)
-        missing, _, err = machine.run(setup, "--fuzz")
-        machine.add("clang++-14", PRESENT)
-        there, _, _ = machine.run(setup, "--fuzz")
-        return expect(plain == 0 and missing == 1 and "apt-get install clang-14 libclang-rt-14-dev" in err and there == 0,
-                      plain, missing, err, there)
-
-    def tidy(machine):
-        (machine.commands / "sudo").unlink()
-        plain, _, _ = machine.run(setup)
-        missing, _, err = machine.run(setup, "--tidy")
-        machine.add("clang-tidy-14", PRESENT)
-        there, _, _ = machine.run(setup, "--tidy")
-        return expect(plain == 0 and missing == 1 and "apt-get install clang-tidy-14" in err and there == 0, plain, missing, err,
-                      there)
-
-    def doxygen(machine):
-        (machine.commands / "sudo").unlink()
-        plain, _, _ = machine.run(setup)
-        missing, _, err = machine.run(setup, "--api")
-        machine.add("doxygen", PRESENT)
-        there, _, _ = machine.run(setup, "--api")
-        return expect(plain == 0 and missing == 1 and "apt-get install doxygen" in err and there == 0, plain, missing, err, there)
-
-    def clang(machine):
-        (machine.commands / "sudo").unlink()
-        plain, _, _ = machine.run(setup)
-        missing, _, err = machine.run(setup, "--clang")
-        machine.add("clang++-14", PRESENT)
-        there, _, _ = machine.run(setup, "--clang")
-        return expect(plain == 0 and missing == 1 and "apt-get install clang-14" in err and there == 0, plain, missing, err, there)
+    def asked_for(option, program, packages):
+        """`packages`, which bring `program`, are missing only if `option` asks for them."""
+        def case(machine):
+            (machine.commands / "sudo").unlink()
+            plain, _, _ = machine.run(setup)
+            missing, _, err = machine.run(setup, option)
+            machine.add(program, PRESENT)
+            there, _, _ = machine.run(setup, option)
+            return expect(plain == 0 and missing == 1 and f"apt-get install {packages}" in err and there == 0, plain, missing, err, there)
+        return case
 
     def bad_torch(machine):
         (machine.folder / "torch" / "lib" / "libtorch_cpu.so").unlink()
@@ -173,10 +150,10 @@ def main(setup):
     machine_case("without root and sudo says what to install", no_root_no_sudo)
     machine_case("installs what is missing as root", installs_as_root)
     machine_case("says what apt could not install", packages_that_apt_has_not)
-    machine_case("asks for the fuzzer's compiler only where it is wanted", fuzzer)
-    machine_case("asks for clang-tidy only where it is wanted", tidy)
-    machine_case("asks for Doxygen only where it is wanted", doxygen)
-    machine_case("asks for Clang only where it is wanted", clang)
+    machine_case("asks for the fuzzer's compiler only where it is wanted", asked_for("--fuzz", "clang++-14", "clang-14 libclang-rt-14-dev"))
+    machine_case("asks for clang-tidy only where it is wanted", asked_for("--tidy", "clang-tidy-14", "clang-tidy-14"))
+    machine_case("asks for Doxygen only where it is wanted", asked_for("--api", "doxygen", "doxygen"))
+    machine_case("asks for Clang only where it is wanted", asked_for("--clang", "clang++-14", "clang-14"))
     machine_case("refuses a LibTorch that is none", bad_torch)
     machine_case("refuses an unknown argument", bad_argument)
     tap.finish()
