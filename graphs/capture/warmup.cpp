@@ -16,6 +16,7 @@
 #include "graphs/guards/call_generators.h"
 #include "graphs/guards/call_modes.h"
 #include "graphs/guards/call_spec.h"
+#include "graphs/outputs/end_of_backward.h"
 #include "graphs/outputs/linked_outputs.h"
 #include "graphs/sandbox/pass_watch.h"
 #include "graphs/sandbox/sandbox.h"
@@ -108,10 +109,12 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
     outputs.add(inputs, made);
     made.clear();
     sizings.back().outputs = outputs.use_by_latest(std::exchange(sizings.back().identities, {}));
-    const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); },
-                                         [&](const OperatorAccess& access) { watch.before(access); },
-                                         OperatorObserverGuard::Outer::hears_too);
     for (std::int64_t i = 0; i < options.num_warmup_iters(); ++i) {
+      // Else the gradients of the last pass may still take memory in this one.
+      await_end_of_backward(runtime.device());
+      const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); },
+                                           [&](const OperatorAccess& access) { watch.before(access); },
+                                           OperatorObserverGuard::Outer::hears_too);
       std::optional<PassClock> clock;
       if (runtime.keeps_time() && i + 1 == options.num_warmup_iters()) {
         clock.emplace(runtime);
@@ -129,6 +132,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
       }
       seeds.check(spec, /*last=*/false);
     }
+    await_end_of_backward(runtime.device());
     outputs.ran(index);
   }
   if (options.post_warmup_hook()) {
