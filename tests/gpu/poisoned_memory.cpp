@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include "base/site.h"
+#include "graphs/outputs/end_of_backward.h"
 #include "poisoned_slots.h"
 
 namespace sidestream::gpu {
@@ -40,11 +41,12 @@ struct Tracker {
     }
     // Held over the fill: autograd's device thread gives memory back when it likes, and no node may come after `set`.
     const std::lock_guard lock(mutex);
-    const bool in_graph = entry.stream_ != nullptr && entry.stream_ == captured_stream;
+    const bool in_pool = entry.mempool_.first != 0 || entry.mempool_.second != 0;
+    // What a warm-up left on this stream is no memory of the graph, and may belong to something else when the graph runs.
+    const bool in_graph = in_pool && entry.stream_ != nullptr && entry.stream_ == captured_stream;
     if (in_graph && in_phase("reload")) {
       return;  // copies beside the graph write it, and may have done so when a fill in the graph runs
     }
-    const bool in_pool = entry.mempool_.first != 0 || entry.mempool_.second != 0;
     if (!in_graph && (in_pool || capturing)) {
       return;
     }
@@ -88,6 +90,9 @@ PoisonedMemory::~PoisonedMemory() { tracker().on = false; }
 
 void PoisonedMemory::begin_capture(c10::Stream stream, const MemoryPool& pool,
                                    c10::ArrayRef<at::Generator> generators) {
+  // Autograd's thread frees the last tensors of a backward some time after the backward has returned. In the next capture, a fill of
+  // that memory could run while a copy beside the graph already writes it again.
+  await_end_of_backward(device());
   tracker().set(true, nullptr);
   try {
     inner().begin_capture(stream, pool, generators);
