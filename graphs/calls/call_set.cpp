@@ -1,57 +1,33 @@
 #include "graphs/calls/call_set.h"
 
 #include <algorithm>
-#include <utility>
+#include <numeric>
 
-#include <c10/core/InferenceMode.h>
 #include <c10/util/irange.h>
-
-#include "graphs/calls/engine_sequences.h"
 
 namespace sidestream {
 
-CallSet::CallSet(std::size_t callables, GraphOptions given, const std::vector<std::vector<Sample>>& samples,
-                 RecordedCalls recorded)
-    : sites(callables), options(std::move(given)), pass(std::move(recorded)) {
-  for (const std::vector<Sample>& of_callable : samples) {
-    std::vector<bool>& linked = linked_.emplace_back();
-    for (const Sample& sample : of_callable) {
-      linked.push_back(sample.callable() >= 0);
-    }
+void CallSet::add(const std::shared_ptr<SequenceHolder>& bucket) {
+  first_bucket_ = first_bucket_ == nullptr ? bucket : first_bucket_;
+  for (const auto i : c10::irange(sites.size())) {
+    sites[i].variants.add({bucket, i});
   }
 }
 
-void CallSet::call_begins(const CallSite& site) {
-  if (is_first(site)) {
-    first_replays = false;
-    if (!is_complete()) {
-      pass.clear();
-    }
-  }
-}
-
-bool CallSet::awaits(const CallSite& site) const noexcept {
-  const std::size_t next = pass.calls().size();
-  return next > 0 && next < sites.size() && &site == &sites[next];
-}
-
-bool CallSet::may_capture(const CallModes& modes) const {
-  return is_complete() && pass.calls().front()->state.modes == modes && !c10::InferenceMode::is_enabled() &&
-         !is_pending() && !is_in_other_mode();
-}
-
-std::vector<CallSpec> CallSet::take_specs(c10::Device device) {
-  std::vector<CallSpec> specs;
-  for (const auto c : c10::irange(sites.size())) {
-    CallSpec& spec = specs.emplace_back(spec_of(*pass.calls()[c]));
-    for (const auto i : c10::irange(spec.inputs.size())) {
-      CallInput& input = spec.inputs[i];
+std::vector<CallSpec> CallSet::take_specs() {
+  std::vector<std::size_t> all(sites.size());
+  std::iota(all.begin(), all.end(), 0);
+  std::vector<CallSpec> specs = pass.specs_of(all);
+  for (const auto c : all) {
+    const std::vector<CallInput>& linked = first_bucket_->sequence->calls()[first_bucket_->index_of(c)].spec.inputs;
+    for (const auto i : c10::irange(specs[c].inputs.size())) {
+      CallInput& input = specs[c].inputs[i];
       if (const std::size_t same = input.aliases->same_as; same != i) {
-        input = spec.inputs[same];  // a callable takes each argument for a tensor by itself
+        input = specs[c].inputs[same];  // a callable takes each argument for a tensor by itself
       }
       input.aliases.reset();
-      if (input.from && !(i < linked_[c].size() && linked_[c][i])) {
-        make_unlinked(input, device);
+      if (input.from && !(i < linked.size() && linked[i].from)) {
+        pass.unlink(input);
       }
     }
   }
@@ -69,7 +45,7 @@ bool CallSet::is_pending() const {
 bool CallSet::is_in_other_mode() const {
   for (const auto i : c10::irange(sites.size())) {
     if (!sites[i].dropped) {
-      const FactsChange change = first->sequence->change(first->index_of(i));
+      const FactsChange change = first_bucket_->sequence->change(first_bucket_->index_of(i));
       if (change.training || change.options) {
         return true;
       }

@@ -2,12 +2,12 @@
 #include <cstddef>
 #include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "graphs/calls/call_site.h"
 #include "graphs/calls/recorded_calls.h"
 #include "sidestream/graph_options.h"
-#include "sidestream/graphed_callable.h"
 
 namespace sidestream {
 
@@ -19,41 +19,37 @@ namespace sidestream {
 /// Threads: the step's.
 class CallSet {
  public:
-  /// Of so many `callables`. `samples`: of the first bucket. `pass`: empty.
-  CallSet(std::size_t callables, GraphOptions options, const std::vector<std::vector<Sample>>& samples,
-          RecordedCalls pass);
+  /// Of so many `callables`. `recorded`: empty.
+  CallSet(std::size_t callables, GraphOptions of_captures, RecordedCalls recorded)
+      : sites(callables), options(std::move(of_captures)), pass(std::move(recorded)) {}
   CallSet(const CallSet&) = delete;
   CallSet& operator=(const CallSet&) = delete;
   ~CallSet() = default;
 
-  /// Before a call of `site`: a pass that was recorded in part is forgotten if another pass begins.
-  void call_begins(const CallSite& site);
+  /// Its calls are those of the callables, in order.
+  void add(const std::shared_ptr<SequenceHolder>& bucket);
+  [[nodiscard]] bool is_first(const CallSite& site) const noexcept { return &site == &sites.front(); }
+  /// True if all callables were recorded.
+  [[nodiscard]] bool is_complete() const noexcept { return pass.calls().size() == sites.size(); }
   /// True if the pass is recorded and `site` is the next callable.
-  [[nodiscard]] bool awaits(const CallSite& site) const noexcept;
-  /// True if `site` is the first callable, and no recorded pass waits for its capture.
-  [[nodiscard]] bool may_begin(const CallSite& site) const noexcept { return is_first(site) && pass.empty(); }
-  /// True if all callables were recorded, and a bucket may be captured now in the modes of that pass.
-  [[nodiscard]] bool may_capture(const CallModes& modes) const;
-  /// What is captured for that pass. It is forgotten.
-  [[nodiscard]] std::vector<CallSpec> take_specs(c10::Device device);
+  [[nodiscard]] bool awaits(const CallSite& site) const noexcept {
+    return !pass.empty() && !is_complete() && &site == &sites[pass.calls().size()];
+  }
+  /// What is captured of a complete pass, which is forgotten.
+  [[nodiscard]] std::vector<CallSpec> take_specs();
   /// True while a bucket, or another capture in the same memory, awaits a backward.
   [[nodiscard]] bool is_pending() const;
   /// True while modules of a callable have other flags than at the capture.
   [[nodiscard]] bool is_in_other_mode() const;
-  [[nodiscard]] bool is_first(const CallSite& site) const noexcept { return &site == &sites.front(); }
 
   std::deque<CallSite> sites;
   GraphOptions options;  ///< of each capture
-  std::shared_ptr<SequenceHolder>
-      first;  ///< the first bucket, also if it was dropped: it knows the modes of the captures
   RecordedCalls pass;
   bool first_replays = false;  ///< the latest call of the first callable did
 
  private:
-  [[nodiscard]] bool is_complete() const noexcept { return pass.calls().size() == sites.size(); }
-
-  std::vector<std::vector<bool>>
-      linked_;  ///< by callable and argument: the sample was the output of an earlier callable
+  std::shared_ptr<SequenceHolder>
+      first_bucket_;  ///< also if it was dropped: it knows the modes and the links of all buckets
 };
 
 }  // namespace sidestream

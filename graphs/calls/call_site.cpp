@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "graphs/calls/engine_sequences.h"
 #include "sidestream/bucketed_callables.h"
 
 namespace sidestream {
@@ -29,7 +28,19 @@ OnNewArguments rule_of(OnUnknownShape rule) noexcept {
 
 }  // namespace
 
-std::size_t CallVariant::index() const { return holder->index_of(call); }
+bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
+                    c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape) {
+  if (kept.size() != guards.size() || kept_shape.size() != shape.size() ||
+      !std::equal(shape.begin(), shape.end(), kept_shape.begin())) {
+    return false;
+  }
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (*kept[i].type != *guards[i].type || !kept[i].equal(kept[i].value.get(), guards[i].value)) {
+      return false;
+    }
+  }
+  return true;
+}
 
 CallRules CallRules::of(const CallOptions& options) noexcept {
   return {options.on_new_arguments(), options.on_pending(), options.max_captures(), options.on_max_captures(),

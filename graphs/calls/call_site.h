@@ -2,22 +2,56 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <typeinfo>
 #include <vector>
 
 #include <ATen/core/Generator.h>
+#include <c10/util/ArrayRef.h>
 
 #include "graphs/calls/engine_counts.h"
-#include "graphs/calls/recorded_calls.h"
+#include "graphs/sequence/graph_sequence.h"
 #include "offload/scope_tree.h"
 #include "sidestream/call_options.h"
 #include "sidestream/capture_time_hooks.h"
+#include "sidestream/detail/argument_parts.h"
 #include "sidestream/detail/module_forward.h"
 
 namespace sidestream {
 
 struct BucketOptions;
 class CallSet;
-struct SequenceHolder;
+
+/// A sequence that may be captured anew while callables and call sites refer to it.
+struct SequenceHolder {
+  std::shared_ptr<GraphSequence> sequence;
+  /// By the number that a call had at the first capture: its number now. Empty unless a later capture left out calls.
+  std::vector<std::size_t> indices = {};
+
+  [[nodiscard]] std::size_t index_of(std::size_t call) const { return indices.empty() ? call : indices[call]; }
+};
+
+/// Sequences of an engine. A holder is gone when neither a callable nor a call site refers to it.
+using SequenceHolders = std::vector<std::weak_ptr<SequenceHolder>>;
+
+template <class Visit>
+void for_each_sequence(const SequenceHolders& holders, const Visit& visit) {
+  for (const auto& weak : holders) {
+    if (const auto holder = weak.lock(); holder != nullptr && holder->sequence != nullptr) {
+      visit(*holder->sequence);
+    }
+  }
+}
+
+/// A copy of an argument that is not a tensor.
+struct KeptGuard {
+  std::shared_ptr<const void> value;
+  const std::type_info* type = nullptr;
+  bool (*equal)(const void*, const void*) = nullptr;
+};
+
+/// True if `guards` and `shape` equal the kept ones. Allocates nothing.
+[[nodiscard]] bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
+                                  c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape);
 
 /// One captured variant of a call: argument values and shapes, modes, flags of the model, and microbatch slot.
 struct CallVariant {
@@ -28,8 +62,8 @@ struct CallVariant {
   std::shared_ptr<const void> structure = {};  ///< of its result
   std::uint64_t used_at = 0;                   ///< its capture or latest replay, on the table's clock
 
-  /// Of its sequence as that is now.
-  [[nodiscard]] std::size_t index() const;
+  /// Of the call in its sequence now.
+  [[nodiscard]] std::size_t index() const { return holder->index_of(call); }
 };
 
 /// What a call does if no capture may replay it. The options of its way in say so. The default is that of make_graphed_callables: there

@@ -5,6 +5,7 @@
 #include "graphs/calls/dispatcher.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/refused_calls.h"
+#include "observe/sync_finder.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -42,13 +43,17 @@ void Dispatcher::call_callable(const Call& call) {
 void Dispatcher::find_bucket(const Call& call) {
   CallSite& site = call.site;
   CallSet& set = *site.set;
-  set.call_begins(site);
-  if (set.is_first(site) && set.may_capture(call.modes)) {
-    sequences_.capture_pass(set);
-  }
   if (set.awaits(site)) {
     record_and_run(call, 0);
     return;
+  }
+  if (set.is_first(site)) {
+    set.first_replays = false;
+    if (!set.is_complete()) {
+      set.pass.clear();  // another pass begins
+    } else if (set.pass.calls().front()->state.modes == call.modes && !set.is_pending() && !set.is_in_other_mode()) {
+      capture_pass(set);
+    }
   }
   const Found found = find(call);
   // If the rule is an error, the sequence says which backward is pending.
@@ -64,6 +69,27 @@ void Dispatcher::find_bucket(const Call& call) {
   } else {
     on_mismatch(call, found);
   }
+}
+
+void Dispatcher::capture_pass(CallSet& set) {
+  if (set.pass.outdated()) {
+    set.pass.clear();
+    return;
+  }
+  if (const auto& ask = set.options.agree_to_capture(); ask && !ask(/*mine=*/true)) {
+    return;
+  }
+  const SyncFinder::Pause captures;
+  const std::vector<CallSpec> specs = set.take_specs();
+  const CallSite& first = set.sites.front();
+  while (const CallVariant* const least = first.variants.to_drop(!first.forwards_alone, 1, first.rules)) {
+    const auto bucket = static_cast<std::size_t>(least - first.variants.all.data());
+    for (CallSite& site : set.sites) {  // none was dropped by the user: the pass is complete
+      site.variants.drop(site.variants.all[bucket]);
+    }
+    counts_.bucket_dropped(first.scope->name, first.rules.max_captures);
+  }
+  set.add(sequences_.capture(specs, set.options));
 }
 
 void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, GraphSequence::Inputs known) {

@@ -256,7 +256,7 @@ void Dispatcher::on_mismatch(const Call& call, const Found& found) {
     case OnNewArguments::error:
       refuse_new_arguments(site, call.request, found.other);
     case OnNewArguments::capture:
-      if (site.set == nullptr || site.set->may_begin(site)) {
+      if (site.set == nullptr || (site.set->is_first(site) && site.set->pass.empty())) {
         record_and_run(call, 0);
         return;
       }

@@ -11,6 +11,7 @@
 namespace sidestream {
 
 class CallContext;
+class CallSet;
 class EagerPlan;
 class EngineSequences;
 struct EngineResources;
@@ -80,6 +81,9 @@ class Dispatcher {
   void call_callable(const Call& call);
   /// The same for a bucketed callable.
   void find_bucket(const Call& call);
+  /// Captures the complete pass of `set`: a bucket more. The least recently used bucket makes room if the bound demands it. Does nothing if
+  /// not all ranks agree. Throws: as EngineSequences::capture; the pass is forgotten then.
+  void capture_pass(CallSet& set);
   /// The pending rule: captures fit, but a pending backward needs their memory.
   void on_pending(const Call& call, const Found& found);
   /// The mismatch rule: no capture fits.

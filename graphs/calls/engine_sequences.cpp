@@ -8,7 +8,6 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/nn/module.h>
 
-#include "graphs/calls/call_set.h"
 #include "graphs/calls/call_table.h"
 #include "graphs/calls/engine_counts.h"
 #include "graphs/calls/memory_shortage.h"
@@ -23,28 +22,6 @@
 
 namespace sidestream {
 namespace {
-
-/// Recorded calls as what is captured. An input that is the output of a call outside of `group` becomes one of its own.
-std::vector<CallSpec> specs_of(const RecordedCalls& recorded, const std::vector<std::size_t>& group,
-                               const EagerPlan& plan, c10::Device device) {
-  std::vector<CallSpec> specs;
-  for (const std::size_t recorded_call : group) {
-    CallSpec& spec = specs.emplace_back(spec_of(*recorded.calls()[recorded_call]));
-    spec.outputs_let_go = recorded.outputs().let_go(recorded_call, plan);
-    for (CallInput& input : spec.inputs) {
-      if (!input.from) {
-        continue;
-      }
-      const auto giver = std::lower_bound(group.begin(), group.end(), input.from->call);
-      if (giver != group.end() && *giver == input.from->call) {
-        input.from->call = static_cast<std::size_t>(giver - group.begin());
-      } else {
-        make_unlinked(input, device);
-      }
-    }
-  }
-  return specs;
-}
 
 /// Dropped by a capture that failed in its place, or captured of a model that is another now.
 bool is_outdated(const GraphSequence& sequence) {
@@ -65,8 +42,9 @@ void EngineSequences::check_capture(const GraphOptions& options) const {
   check_graph_options(options, resources_.runtime->current_stream());
 }
 
-std::shared_ptr<GraphSequence> EngineSequences::capture(const std::vector<CallSpec>& specs, const GraphOptions& options,
-                                                        std::shared_ptr<GraphMemory> memory) {
+std::shared_ptr<GraphSequence> EngineSequences::capture_sequence(const std::vector<CallSpec>& specs,
+                                                                 const GraphOptions& options,
+                                                                 const std::shared_ptr<GraphMemory>& memory) {
   check_capture(options);
   const SyncFinder::Pause captures;
   SyncFinder::unsettle();
@@ -75,16 +53,21 @@ std::shared_ptr<GraphSequence> EngineSequences::capture(const std::vector<CallSp
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
   resources_.check.journal_capture(journaling, counts_.steps());
-  std::shared_ptr<GraphSequence> sequence = capture_that_fits(resources_, *this, specs, options, memory);
+  std::shared_ptr<GraphSequence> sequence = capture_that_fits(
+      resources_, all_, [this] { mark_static_outputs(); }, specs, options, memory);
   counts_.captured(*sequence);
   plan_.outdate();
   return sequence;
 }
 
-void EngineSequences::add(const std::shared_ptr<SequenceHolder>& holder) {
+std::shared_ptr<SequenceHolder> EngineSequences::capture(const std::vector<CallSpec>& specs,
+                                                         const GraphOptions& options,
+                                                         const std::shared_ptr<GraphMemory>& memory) {
+  const auto holder = std::make_shared<SequenceHolder>(capture_sequence(specs, options, memory));
   std::erase_if(all_, [](const auto& gone) { return gone.expired(); });
   all_.push_back(holder);
   mark_static_outputs();
+  return holder;
 }
 
 void EngineSequences::recapture(SequenceHolder& holder) {
@@ -123,7 +106,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
   const std::shared_ptr<GraphMemory> memory = holder.sequence->memory();
   holder.sequence->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
-  holder.sequence = capture(specs, options, memory->shared() ? memory : nullptr);
+  holder.sequence = capture_sequence(specs, options, memory->shared() ? memory : nullptr);
   if (specs.size() < index.size()) {
     if (holder.indices.empty()) {
       holder.indices = index;
@@ -170,9 +153,11 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
   for (const std::size_t recorded_call : group) {
     sites.push_back(recorded.calls()[recorded_call]->site);
   }
-  const auto holder = std::make_shared<SequenceHolder>();
-  holder->sequence = capture(specs_of(recorded, group, plan_, resources_.runtime->device()),
-                             resources_.options.graph_options(), memory_of(sites, slot, evaluation));
+  std::vector<CallSpec> specs = recorded.specs_of(group);
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    specs[i].outputs_let_go = recorded.outputs().let_go(group[i], plan_);
+  }
+  const auto holder = capture(specs, resources_.options.graph_options(), memory_of(sites, slot, evaluation));
   for (std::size_t i = 0; i < group.size(); ++i) {
     RecordedCall& call = *recorded.calls()[group[i]];
     call.captured = true;
@@ -187,7 +172,6 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
     });
   }
   own_.push_back(holder);
-  add(holder);
 }
 
 std::shared_ptr<GraphMemory> EngineSequences::memory_of(const std::vector<const CallSite*>& sites, std::size_t slot,
@@ -215,37 +199,6 @@ std::shared_ptr<GraphMemory> EngineSequences::memory_of(const std::vector<const 
     return holder->sequence->memory() == memory && !holder->sequence->forwards_alone();
   });
   return taken || memory->pending() ? nullptr : memory;
-}
-
-void EngineSequences::capture_pass(CallSet& set) {
-  if (set.pass.outdated()) {
-    set.pass.clear();
-    return;
-  }
-  if (const auto& ask = set.options.agree_to_capture(); ask && !ask(/*mine=*/true)) {
-    return;
-  }
-  const SyncFinder::Pause captures;
-  std::vector<CallSpec> specs = set.take_specs(resources_.runtime->device());
-  const CallSite& first = set.sites.front();
-  while (const CallVariant* const least = first.variants.to_drop(!first.forwards_alone, 1, first.rules)) {
-    const auto bucket = static_cast<std::size_t>(least - first.variants.all.data());
-    for (CallSite& site : set.sites) {  // none was dropped by the user: the pass is whole
-      site.variants.drop(site.variants.all[bucket]);
-    }
-    counts_.bucket_dropped(first.scope->name, first.rules.max_captures);
-  }
-  add_bucket(set, specs);
-}
-
-void EngineSequences::add_bucket(CallSet& set, const std::vector<CallSpec>& specs) {
-  const auto holder = std::make_shared<SequenceHolder>();
-  holder->sequence = capture(specs, set.options);
-  add(holder);
-  set.first = set.first == nullptr ? holder : set.first;
-  for (std::size_t i = 0; i < specs.size(); ++i) {
-    set.sites[i].variants.add({holder, i});
-  }
 }
 
 void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& recorded) {

@@ -5,32 +5,21 @@
 #include <utility>
 #include <vector>
 
+#include "graphs/calls/call_site.h"
 #include "graphs/sequence/graph_sequence.h"
 #include "sidestream/graph_options.h"
 
 namespace sidestream {
 
 class CallContext;
-class CallSet;
-struct CallSite;
 class CallTable;
 class EagerPlan;
 struct EngineResources;
 class RecordedCalls;
 class EngineCounts;
 
-/// A sequence that may be captured anew while callables and call sites refer to it.
-struct SequenceHolder {
-  std::shared_ptr<GraphSequence> sequence;
-  /// Of the calls that it was first captured with, by their order then: where each is now. Empty while none was left out by a
-  /// capture in its place.
-  std::vector<std::size_t> indices = {};
-
-  [[nodiscard]] std::size_t index_of(std::size_t call) const { return indices.empty() ? call : indices[call]; }
-};
-
-/// All sequences of one engine: captures them, captures them again where weights were relocated, and keeps what their graphs own
-/// on the device. Threads: the step's.
+/// All sequences of one engine. It captures them, captures them again if weights were relocated, and keeps the memory of their outputs on
+/// the device. Threads: the step's.
 class EngineSequences {
  public:
   /// All must outlive this object.
@@ -40,24 +29,18 @@ class EngineSequences {
   EngineSequences& operator=(const EngineSequences&) = delete;
   ~EngineSequences() = default;
 
-  /// Captures a sequence that fits the device (capture_that_fits), in `memory` where it is given; calls inside its callables are scopes only. It counts once a holder
-  /// of it is added. Throws: as make_graphed_callables.
-  [[nodiscard]] std::shared_ptr<GraphSequence> capture(const std::vector<CallSpec>& specs, const GraphOptions& options,
-                                                       std::shared_ptr<GraphMemory> memory = {});
-  /// Counts `holder`'s sequence in the report and keeps its static outputs on the device, for as long as someone has it.
-  void add(const std::shared_ptr<SequenceHolder>& holder);
+  /// Captures a sequence that fits the device (capture_that_fits), in `memory` if it is given. Calls inside of its callables are scopes
+  /// only. While the holder exists, the report counts the sequence, and its static outputs stay on the device.
+  /// Throws: as make_graphed_callables.
+  [[nodiscard]] std::shared_ptr<SequenceHolder> capture(const std::vector<CallSpec>& specs, const GraphOptions& options,
+                                                        const std::shared_ptr<GraphMemory>& memory = {});
   /// Captures the calls of `holder`'s sequence again, where their parameters lie now.
-  /// Throws: UsageError where that may not be now, and the sequence is as it was; as `capture`, and the sequence's graphs are gone.
+  /// Throws: UsageError if that is not possible now, and the sequence is unchanged; as `capture`, and the sequence's graphs are gone.
   void recapture(SequenceHolder& holder);
 
   /// Captures what `ss::call` recorded, one sequence for each microbatch slot, and gives the calls their variants. Where a slot's
   /// capture fails, the slots before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
-  /// Captures the pass that `set` has recorded: a bucket more. The least recently used bucket makes room if the bound demands it.
-  /// Does nothing if not all ranks agree. Throws: as `capture`; the pass is forgotten then.
-  void capture_pass(CallSet& set);
-  /// Captures a bucket of `set`. Throws: as `capture`.
-  void add_bucket(CallSet& set, const std::vector<CallSpec>& specs);
   /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, where it is given. `mine`: there is something to
   /// capture.
   [[nodiscard]] bool agree(bool mine);
@@ -80,19 +63,19 @@ class EngineSequences {
   /// Only what graphs own now is kept on the device for them.
   void mark_static_outputs();
 
-  [[nodiscard]] const std::vector<std::weak_ptr<SequenceHolder>>& all() const noexcept { return all_; }
+  [[nodiscard]] const SequenceHolders& all() const noexcept { return all_; }
   template <class Visit>
   void for_each(const Visit& visit) const {
-    for (const auto& weak : all_) {
-      if (const auto holder = weak.lock(); holder != nullptr && holder->sequence != nullptr) {
-        visit(*holder->sequence);
-      }
-    }
+    for_each_sequence(all_, visit);
   }
 
  private:
-  /// Throws: UsageError where nothing may be captured now.
+  /// Throws: UsageError if nothing may be captured now.
   void check_capture(const GraphOptions& options) const;
+  /// Throws: as `capture`.
+  [[nodiscard]] std::shared_ptr<GraphSequence> capture_sequence(const std::vector<CallSpec>& specs,
+                                                                const GraphOptions& options,
+                                                                const std::shared_ptr<GraphMemory>& memory);
   /// What the captures of a slot are to share with others; null for memory of their own.
   [[nodiscard]] std::shared_ptr<GraphMemory> memory_of(const std::vector<const CallSite*>& sites, std::size_t slot,
                                                        bool evaluation);
@@ -102,7 +85,7 @@ class EngineSequences {
   CallContext& context_;
   EagerPlan& plan_;
   EngineCounts& counts_;
-  std::vector<std::weak_ptr<SequenceHolder>> all_;
+  SequenceHolders all_;
   bool postponed_ = false;
   std::vector<std::shared_ptr<SequenceHolder>> own_;  ///< those that ss::call made
   /// By call and slot, if captures share memory: CallOptions::share_memory, or forward graphs with the first slot. Calls of one sequence

@@ -13,7 +13,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/irange.h>
 
-#include "graphs/calls/engine_sequences.h"
 #include "graphs/capture/sequence_capture.h"
 #include "graphs/resources/engine_resources.h"
 #include "offload/name_pattern.h"
@@ -172,13 +171,14 @@ MemoryShortage::MemoryShortage(const EngineResources& resources) : resources_(re
 
 bool MemoryShortage::met() const { return resources_.runtime->memory_stats().refusals > refusals_; }
 
-void MemoryShortage::warn(const EngineSequences& sequences, const SavedTensorRecorder& recorder) const noexcept {
+void MemoryShortage::warn(const SequenceHolders& sequences, const SavedTensorRecorder& recorder) const noexcept {
   try {
     if (!met()) {
       return;
     }
     Saved saved;
-    sequences.for_each([&](const GraphSequence& sequence) { saved.add(sequence.profile(), &sequence.plan()); });
+    for_each_sequence(sequences,
+                      [&](const GraphSequence& sequence) { saved.add(sequence.profile(), &sequence.plan()); });
     saved.add(recorder.profile(), nullptr);
     TORCH_WARN("Sidestream: ", beginning(resources_, "step", allocated_),
                description(saved, recorder.counts().refused_bytes));
@@ -204,21 +204,22 @@ std::string CaptureShortage::lack(const std::string& first) const {
          std::to_string(refusal.asked - refusal.free) + " too few. ";
 }
 
-void CaptureShortage::rethrow(const EngineSequences& sequences, const CaptureAttempt& attempt,
+void CaptureShortage::rethrow(const SequenceHolders& sequences, const CaptureAttempt& attempt,
                               const std::string& first) const {
   const std::optional<NoRoom> error = met() ? error_in_hand() : std::nullopt;
   if (!error) {
     throw;
   }
   Saved saved;
-  sequences.for_each([&](const GraphSequence& sequence) { saved.add(sequence.profile(), &sequence.plan()); });
+  for_each_sequence(sequences, [&](const GraphSequence& sequence) { saved.add(sequence.profile(), &sequence.plan()); });
   saved.add(attempt.profile, &attempt.plan);
   throw DeviceError(
       error->text + "; " + beginning(resources(), "capture", allocated()) + lack(first) + description(saved, 0),
       error->status);
 }
 
-std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, EngineSequences& sequences,
+std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, const SequenceHolders& others,
+                                                 const std::function<void()>& mark_outputs,
                                                  const std::vector<CallSpec>& specs, const GraphOptions& options,
                                                  const std::shared_ptr<GraphMemory>& memory) {
   GraphResources graphs = resources.for_graphs();
@@ -236,9 +237,9 @@ std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, Eng
     try {
       sequence = SequenceCapture::make_sequence(graphs, specs, options);
     } catch (...) {
-      sequences.mark_static_outputs();  // a capture ends with none marked
+      mark_outputs();
       if (last || !shortage.is_the_error()) {
-        shortage.rethrow(sequences, attempt, specs.front().name);
+        shortage.rethrow(others, attempt, specs.front().name);
       }
     }
     if (sequence != nullptr &&
@@ -248,7 +249,7 @@ std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, Eng
     }
     if (sequence != nullptr) {
       sequence.reset();
-      sequences.mark_static_outputs();
+      mark_outputs();
     }
     graphs.room = graphs.room == CopyRoom::as_planned ? CopyRoom::least : CopyRoom::none_stays;
     resources.runtime->release_cached_memory();

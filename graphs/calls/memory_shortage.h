@@ -1,15 +1,16 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "graphs/calls/call_site.h"
 #include "graphs/sequence/graph_sequence.h"
 #include "sidestream/graph_options.h"
 
 namespace sidestream {
 
-class EngineSequences;
 struct EngineResources;
 class SavedTensorRecorder;
 
@@ -21,7 +22,7 @@ class MemoryShortage {
   [[nodiscard]] bool met() const;
   /// If it did: a LibTorch warning says what held the memory in the step of `recorder`, and what else may be offloaded. The error itself,
   /// which passes through the user's code, knows neither.
-  void warn(const EngineSequences& sequences, const SavedTensorRecorder& recorder) const noexcept;
+  void warn(const SequenceHolders& sequences, const SavedTensorRecorder& recorder) const noexcept;
 
  protected:
   [[nodiscard]] const EngineResources& resources() const noexcept { return resources_; }
@@ -43,7 +44,7 @@ class CaptureShortage : public MemoryShortage {
   [[nodiscard]] bool is_the_error() const;
   /// Call it inside of a handler. Throws such an error as a DeviceError, any other error unchanged. The DeviceError says by how much the
   /// calls of `attempt` (`first` and the calls after it) do not fit, which memory is held, and what else may be offloaded.
-  [[noreturn]] void rethrow(const EngineSequences& sequences, const CaptureAttempt& attempt,
+  [[noreturn]] void rethrow(const SequenceHolders& sequences, const CaptureAttempt& attempt,
                             const std::string& first) const;
 
  private:
@@ -57,11 +58,11 @@ class CaptureShortage : public MemoryShortage {
 /// the sequence is captured again, at most twice, with fewer offloaded bytes on the device at a time. This needs options that offload
 /// something. No graph of the sequence has replayed by then. The rest of a step is an estimate: if less is left in the end, a note says
 /// so.
-/// `memory`: see GraphResources. `sequences`: the engine's other sequences, whose outputs are marked again if a capture failed.
+/// `memory`: see GraphResources. `others`: the engine's other sequences. A capture ends with none of their outputs marked; `mark_outputs`,
+/// which marks them again, is called after each capture that gave no sequence.
 /// Throws: as make_graphed_callables; DeviceError that says by how much the sequence does not fit.
-[[nodiscard]] std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, EngineSequences& sequences,
-                                                               const std::vector<CallSpec>& specs,
-                                                               const GraphOptions& options,
-                                                               const std::shared_ptr<GraphMemory>& memory);
+[[nodiscard]] std::shared_ptr<GraphSequence> capture_that_fits(
+    EngineResources& resources, const SequenceHolders& others, const std::function<void()>& mark_outputs,
+    const std::vector<CallSpec>& specs, const GraphOptions& options, const std::shared_ptr<GraphMemory>& memory);
 
 }  // namespace sidestream

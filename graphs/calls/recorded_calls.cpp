@@ -14,7 +14,6 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/nn/module.h>
 
-#include "graphs/calls/call_site.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/resources/eager_memory_estimate.h"
 #include "offload/autograd_walk.h"
@@ -113,33 +112,6 @@ struct RecordedCalls::Flight {
   SequenceStep backward_step;     ///< of its backward, in the order log
   bool first = true;              ///< of its recorded call
 };
-
-bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
-                    c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape) {
-  if (kept.size() != guards.size() || kept_shape.size() != shape.size() ||
-      !std::equal(shape.begin(), shape.end(), kept_shape.begin())) {
-    return false;
-  }
-  for (std::size_t i = 0; i < kept.size(); ++i) {
-    if (*kept[i].type != *guards[i].type || !kept[i].equal(kept[i].value.get(), guards[i].value)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-CallSpec spec_of(const RecordedCall& call) {
-  const CallSite& site = *call.site;
-  return {site.scope->name, site.scope, call.body, call.module, call.inputs, call.state, site.hooks, site.generators};
-}
-
-void make_unlinked(CallInput& input, c10::Device device) {
-  input.from.reset();
-  if (input.like.defined()) {
-    input.sample = at::zeros_like(input.like, input.like.options().device(device));
-    input.sample.set_requires_grad(input.like.requires_grad());
-  }
-}
 
 std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                                std::size_t busy_variants) {
@@ -311,6 +283,36 @@ std::vector<std::vector<std::size_t>> RecordedCalls::groups(std::size_t slot, bo
     }
   }
   return groups;
+}
+
+std::vector<CallSpec> RecordedCalls::specs_of(const std::vector<std::size_t>& group) const {
+  std::vector<CallSpec> specs;
+  for (const std::size_t number : group) {
+    const RecordedCall& call = *calls_[number];
+    const CallSite& site = *call.site;
+    specs.push_back(
+        {site.scope->name, site.scope, call.body, call.module, call.inputs, call.state, site.hooks, site.generators});
+    for (CallInput& input : specs.back().inputs) {
+      if (!input.from) {
+        continue;
+      }
+      const auto giver = std::lower_bound(group.begin(), group.end(), input.from->call);
+      if (giver != group.end() && *giver == input.from->call) {
+        input.from->call = static_cast<std::size_t>(giver - group.begin());
+      } else {
+        unlink(input);
+      }
+    }
+  }
+  return specs;
+}
+
+void RecordedCalls::unlink(CallInput& input) const {
+  input.from.reset();
+  if (input.like.defined()) {
+    input.sample = at::zeros_like(input.like, input.like.options().device(device_));
+    input.sample.set_requires_grad(input.like.requires_grad());
+  }
 }
 
 void RecordedCalls::clear() {

@@ -2,13 +2,13 @@
 #include <cstddef>
 #include <memory>
 #include <string>
-#include <typeinfo>
 #include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include "graphs/calls/call_site.h"
 #include "graphs/calls/order_log.h"
 #include "graphs/calls/recorded_outputs.h"
 #include "graphs/guards/call_spec.h"
@@ -23,7 +23,6 @@ struct Node;
 namespace sidestream {
 
 class EagerMemoryEstimate;
-struct CallSite;
 
 /// Which recorded calls later calls are computed from, by autograd's edges, also through other operators between them.
 /// Threads: one at a time.
@@ -44,17 +43,6 @@ class CallDependencies {
   std::unordered_map<std::size_t, std::vector<std::size_t>> from_;
 };
 
-/// A copy of an argument that is not a tensor.
-struct KeptGuard {
-  std::shared_ptr<const void> value;
-  const std::type_info* type = nullptr;
-  bool (*equal)(const void*, const void*) = nullptr;
-};
-
-/// True if `guards` and `shape` are what was kept. Allocates nothing.
-[[nodiscard]] bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
-                                  c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape);
-
 /// A call that ran eagerly and is to be captured.
 struct RecordedCall {
   CallSite* site = nullptr;
@@ -70,11 +58,6 @@ struct RecordedCall {
   [[nodiscard]] std::size_t sequence() const noexcept { return 2 * slot + (state.modes.gradients ? 0 : 1); }
   bool captured = false;  ///< only where a later slot's capture failed: the rest is tried again
 };
-
-/// `call` as what is captured. Its links still name recorded calls.
-[[nodiscard]] CallSpec spec_of(const RecordedCall& call);
-/// `input`, the output of another call, becomes an input that takes any tensor like that output.
-void make_unlinked(CallInput& input, c10::Device device);
 
 /// The calls that ran eagerly since the last capture, in order, each once for every microbatch in flight.
 /// Threads: the step's.
@@ -108,6 +91,11 @@ class RecordedCalls {
   /// The calls of `slot`, of training or of evaluation, that are not captured yet: lists of those that are captured together, in order.
   /// Autograd connects the calls of a list, and a sequence of them in nested order may replay what was recorded.
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(std::size_t slot, bool evaluation) const;
+  /// The calls of `group`, which is in order, as they are captured. An input that is the output of a call outside of `group` becomes an
+  /// input that takes any tensor like that output.
+  [[nodiscard]] std::vector<CallSpec> specs_of(const std::vector<std::size_t>& group) const;
+  /// `input`, the output of another call, becomes an input that takes any tensor like that output.
+  void unlink(CallInput& input) const;
   /// What became of the outputs.
   [[nodiscard]] const RecordedOutputs& outputs() const noexcept { return outputs_; }
   void clear();

@@ -5,8 +5,6 @@
 
 #include <c10/util/Exception.h>
 
-#include "graphs/calls/call_set.h"
-#include "graphs/calls/engine_sequences.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

@@ -182,7 +182,7 @@ void EngineState::end_step(bool failed) {
   step.stop_sizing();
   if (parts.failed()) {
     memory_.abandon();
-    step.shortage().warn(sequences_, step.recorder());
+    step.shortage().warn(sequences_.all(), step.recorder());
     recorded_.clear();
     parts.rethrow();
     return;

@@ -299,7 +299,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
                                                    const GraphOptions& options, const CallRules* rules) {
   EngineState& state = engine.state();
   const EngineResources& resources = state.resources();
-  const auto set = std::make_shared<CallSet>(callables.size(), options, *buckets.front(),
+  const auto set = std::make_shared<CallSet>(callables.size(), options,
                                              RecordedCalls(resources.model, state.runtime().device(), resources.rest));
   for (std::size_t i = 0; i < callables.size(); ++i) {
     CallSite& site = set->sites[i];
@@ -316,7 +316,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
     }
   }
   for (const Samples* const samples : buckets) {
-    state.sequences().add_bucket(*set, specs_of(state, callables, *samples, options));
+    set->add(state.sequences().capture(specs_of(state, callables, *samples, options), options));
   }
   std::vector<GraphedCallable> graphed;
   for (std::size_t i = 0; i < callables.size(); ++i) {
