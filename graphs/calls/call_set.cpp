@@ -21,12 +21,7 @@ std::vector<CallSpec> CallSet::take_specs() {
   for (const auto c : all) {
     const std::vector<CallInput>& linked = first_bucket_->sequence->calls()[first_bucket_->index_of(c)].spec.inputs;
     for (const auto i : c10::irange(specs[c].inputs.size())) {
-      CallInput& input = specs[c].inputs[i];
-      if (const std::size_t same = input.aliases->same_as; same != i) {
-        input = specs[c].inputs[same];  // a callable takes each argument for a tensor by itself
-      }
-      input.aliases.reset();
-      if (input.from && !(i < linked.size() && linked[i].from)) {
+      if (CallInput& input = specs[c].inputs[i]; input.from && !(i < linked.size() && linked[i].from)) {
         pass.unlink(input);
       }
     }

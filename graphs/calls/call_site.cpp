@@ -14,18 +14,6 @@ bool is_of(const CallVariant& variant, bool gradients) {
 
 bool is_idle(const CallVariant& variant) { return !variant.holder->sequence->any_pending(); }
 
-OnNewArguments rule_of(OnUnknownShape rule) noexcept {
-  switch (rule) {
-    case OnUnknownShape::eager:
-      return OnNewArguments::eager;
-    case OnUnknownShape::error:
-      return OnNewArguments::error;
-    case OnUnknownShape::capture:
-      return OnNewArguments::capture;
-  }
-  return OnNewArguments::error;
-}
-
 }  // namespace
 
 bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
@@ -48,7 +36,7 @@ CallRules CallRules::of(const CallOptions& options) noexcept {
 }
 
 CallRules CallRules::of(const BucketOptions& options) noexcept {
-  return {rule_of(options.on_unknown_shape()),
+  return {options.on_unknown_shape(),
           options.on_pending() == OnPendingBucket::error ? OnPending::error : OnPending::eager, options.max_buckets(),
           options.on_max_buckets(), true};
 }

@@ -5,6 +5,7 @@
 #include "graphs/calls/dispatcher.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/refused_calls.h"
+#include "graphs/resources/checked_options.h"
 #include "observe/sync_finder.h"
 #include "sidestream/error.h"
 
@@ -49,16 +50,18 @@ void Dispatcher::find_bucket(const Call& call) {
   }
   if (set.is_first(site)) {
     set.first_replays = false;
-    if (!set.is_complete()) {
+    const bool may_capture = set.is_complete() && set.pass.calls().front()->state.modes == call.modes &&
+                             !set.is_pending() && !set.is_in_other_mode();
+    if (!set.is_complete() || (may_capture && set.pass.outdated())) {
       set.pass.clear();  // another pass begins
-    } else if (set.pass.calls().front()->state.modes == call.modes && !set.is_pending() && !set.is_in_other_mode()) {
+    } else if (may_capture && agree_to_capture(set.options)) {
       capture_pass(set);
     }
   }
   const Found found = find(call);
   // If the rule is an error, the sequence says which backward is pending.
   const bool refuses = found.ready == nullptr && site.rules.on_pending == OnPending::error;
-  if (CallVariant* const bucket = refuses ? found.pending : found.ready; bucket != nullptr) {
+  if (CallVariant* const bucket = refuses ? found.pending : found.ready) {
     set.first_replays = set.first_replays || set.is_first(site);
     site.variants.use(*bucket);
     replay_callable(call, *bucket, GraphSequence::Inputs::accepted);
@@ -72,13 +75,6 @@ void Dispatcher::find_bucket(const Call& call) {
 }
 
 void Dispatcher::capture_pass(CallSet& set) {
-  if (set.pass.outdated()) {
-    set.pass.clear();
-    return;
-  }
-  if (const auto& ask = set.options.agree_to_capture(); ask && !ask(/*mine=*/true)) {
-    return;
-  }
   const SyncFinder::Pause captures;
   const std::vector<CallSpec> specs = set.take_specs();
   const CallSite& first = set.sites.front();
@@ -132,7 +128,7 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
                                 : holder.sequence->begins_pass(index) && holder.sequence->change_before_pass().any();
   };
   if (holder.sequence->options().on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
-    if (const auto& ask = holder.sequence->options().agree_to_capture(); ask && !ask(/*mine=*/true)) {
+    if (!agree_to_capture(holder.sequence->options())) {
       counts_.eager_call();
       prepare();
       run_eagerly(call.site, call.request, call.outputs);

@@ -81,8 +81,8 @@ class Dispatcher {
   void call_callable(const Call& call);
   /// The same for a bucketed callable.
   void find_bucket(const Call& call);
-  /// Captures the complete pass of `set`: a bucket more. The least recently used bucket makes room if the bound demands it. Does nothing if
-  /// not all ranks agree. Throws: as EngineSequences::capture; the pass is forgotten then.
+  /// Captures the complete pass of `set`: a bucket more. The least recently used bucket makes room if the bound demands it.
+  /// Throws: as EngineSequences::capture; the pass is forgotten then.
   void capture_pass(CallSet& set);
   /// The pending rule: captures fit, but a pending backward needs their memory.
   void on_pending(const Call& call, const Found& found);

@@ -225,8 +225,7 @@ void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& rec
 }
 
 bool EngineSequences::agree(bool mine) {
-  const auto& ask = resources_.options.graph_options().agree_to_capture();
-  const bool agreed = !ask || ask(mine);
+  const bool agreed = agree_to_capture(resources_.options.graph_options(), mine);
   postponed_ = mine && !agreed;
   return agreed;
 }

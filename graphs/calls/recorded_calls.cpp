@@ -156,9 +156,11 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   outputs_.call_begins(calls_.size(), call->sequence(), current_recorder());
   for (const at::Tensor& input : request.inputs) {
     CallInput& kept = call->inputs.emplace_back();
-    kept.aliases = InputAliases::of(request.inputs, call->inputs.size() - 1);
     kept.shared_cast = input.defined() && modes.gradients && has_shared_cast(input);
-    if (kept.aliases->same_as != call->inputs.size() - 1) {
+    if (site.kind != CallSite::Kind::callable) {  // a callable takes each argument for a separate tensor
+      kept.aliases = InputAliases::of(request.inputs, call->inputs.size() - 1);
+    }
+    if (kept.aliases && kept.aliases->same_as != call->inputs.size() - 1) {
       kept.from = call->inputs[kept.aliases->same_as].from;
       continue;
     }

@@ -10,6 +10,7 @@
 
 #include "graphs/calls/call_set.h"
 #include "graphs/engine/engine_access.h"
+#include "graphs/resources/checked_options.h"
 #include "graphs/sequence/graph_event_state.h"
 #include "sidestream/detail/call_buffers.h"
 #include "sidestream/error.h"
@@ -286,7 +287,7 @@ std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vect
     }
     specs.push_back(std::move(spec));
   }
-  if (options.agree_to_capture() && !options.agree_to_capture()(/*mine=*/true)) {
+  if (!agree_to_capture(options)) {
     throw UsageError(
         "make_graphed_callables: GraphOptions::agree_to_capture returned false, so no rank captures now; call it when "
         "all ranks agree");

@@ -12,14 +12,10 @@
 
 namespace sidestream {
 
-/// What a bucketed callable does with inputs that fit no bucket.
-enum class OnUnknownShape : std::uint8_t {
-  eager,  ///< runs eagerly, with one warning for each callable
-  error,  ///< throws UsageError
-  /// Adds a bucket. If the inputs of the first callable fit none, all callables run eagerly in that pass, each once and in order. They are
-  /// captured with these inputs as soon as the first callable is called again and no backward is pending.
-  capture,
-};
+/// What a bucketed callable does with inputs that fit no bucket. With `eager` each callable gives one warning. `capture` adds a bucket: if the
+/// inputs of the first callable fit none, all callables run eagerly in that pass, each once and in order. They are captured with these
+/// inputs as soon as the first callable is called again and no backward is pending.
+using OnUnknownShape = OnNewArguments;
 /// What a bucketed callable does if a pending backward needs the memory: of another bucket, or of an earlier call of the same bucket.
 enum class OnPendingBucket : std::uint8_t {
   eager,  ///< runs eagerly
