@@ -7,10 +7,10 @@
 
 namespace sidestream {
 
-void CallSet::add(const std::shared_ptr<SequenceHolder>& bucket) {
+void CallSet::add(const std::shared_ptr<SequenceHolder>& bucket, const std::vector<std::size_t>& shape) {
   first_bucket_ = first_bucket_ == nullptr ? bucket : first_bucket_;
   for (const auto i : c10::irange(sites.size())) {
-    sites[i].variants.add({bucket, i});
+    sites[i].variants.add({bucket, i, {}, shape});
   }
 }
 

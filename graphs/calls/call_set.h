@@ -26,8 +26,8 @@ class CallSet {
   CallSet& operator=(const CallSet&) = delete;
   ~CallSet() = default;
 
-  /// Its calls are those of the callables, in order.
-  void add(const std::shared_ptr<SequenceHolder>& bucket);
+  /// The calls of `bucket` are those of the callables, in order. `shape`: see CallVariant.
+  void add(const std::shared_ptr<SequenceHolder>& bucket, const std::vector<std::size_t>& shape = {});
   [[nodiscard]] bool is_first(const CallSite& site) const noexcept { return &site == &sites.front(); }
   /// True if all callables were recorded.
   [[nodiscard]] bool is_complete() const noexcept { return pass.calls().size() == sites.size(); }

@@ -17,9 +17,9 @@ bool is_idle(const CallVariant& variant) { return !variant.holder->sequence->any
 }  // namespace
 
 bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
-                    c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape) {
-  if (kept.size() != guards.size() || kept_shape.size() != shape.size() ||
-      !std::equal(shape.begin(), shape.end(), kept_shape.begin())) {
+                    const detail::CallRequest& request) {
+  const c10::ArrayRef<detail::Guard> guards = request.guards;
+  if (kept.size() != guards.size() || request.shape != kept_shape) {
     return false;
   }
   for (std::size_t i = 0; i < kept.size(); ++i) {
@@ -44,6 +44,12 @@ CallRules CallRules::of(const BucketOptions& options) noexcept {
 void VariantTable::add(CallVariant variant) {
   all.push_back(std::move(variant));
   use(all.back());
+}
+
+CallVariant* VariantTable::find(const detail::CallRequest& request) {
+  const auto found =
+      std::find_if(all.begin(), all.end(), [&](const auto& variant) { return variant.accepts(request); });
+  return found != all.end() ? &*found : nullptr;
 }
 
 bool VariantTable::has_room(bool gradients, std::size_t more, const CallRules& rules) const {

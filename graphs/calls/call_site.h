@@ -14,6 +14,7 @@
 #include "sidestream/call_options.h"
 #include "sidestream/capture_time_hooks.h"
 #include "sidestream/detail/argument_parts.h"
+#include "sidestream/detail/call_request.h"
 #include "sidestream/detail/module_forward.h"
 
 namespace sidestream {
@@ -49,9 +50,9 @@ struct KeptGuard {
   bool (*equal)(const void*, const void*) = nullptr;
 };
 
-/// True if `guards` and `shape` equal the kept ones. Allocates nothing.
+/// True if the arguments of `request` that are not tensors equal the kept ones. Allocates nothing.
 [[nodiscard]] bool same_arguments(const std::vector<KeptGuard>& kept, const std::vector<std::size_t>& kept_shape,
-                                  c10::ArrayRef<detail::Guard> guards, c10::ArrayRef<std::size_t> shape);
+                                  const detail::CallRequest& request);
 
 /// One captured variant of a call: argument values and shapes, modes, flags of the model, and microbatch slot.
 struct CallVariant {
@@ -64,6 +65,10 @@ struct CallVariant {
 
   /// Of the call in its sequence now.
   [[nodiscard]] std::size_t index() const { return holder->index_of(call); }
+  /// True if all arguments of `request` are as captured. Modes and weights may differ.
+  [[nodiscard]] bool accepts(const detail::CallRequest& request) const {
+    return same_arguments(guards, shape, request) && holder->sequence->accepts(index(), request.inputs);
+  }
 };
 
 /// What a call does if no capture may replay it. The options of its way in say so. The default is that of make_graphed_callables: there
@@ -88,6 +93,8 @@ struct VariantTable {
   /// It counts as used now.
   void add(CallVariant variant);
   void use(CallVariant& variant) noexcept { variant.used_at = ++clock; }
+  /// The first variant that accepts `request`; null if there is none.
+  [[nodiscard]] CallVariant* find(const detail::CallRequest& request);
   /// True if `more` captures may be added: the bound allows them, or as many others may be dropped and have no backward to come.
   [[nodiscard]] bool has_room(bool gradients, std::size_t more, const CallRules& rules) const;
   /// Before `more` captures are added: the least recently used variant, if it must be dropped and has no backward to come; else null.
@@ -103,7 +110,7 @@ struct CallSite {
   enum class Kind : std::uint8_t {
     eager,     ///< of ss::call, no pattern names it: a scope
     graphed,   ///< of ss::call, captured once it has been recorded
-    callable,  ///< of make_graphed_callables or make_bucketed_callables: captured before it is called
+    callable,  ///< of a callable or a whole step: captured before it is called
   };
   struct Warned {
     bool of_bound = false;

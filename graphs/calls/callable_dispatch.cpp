@@ -37,7 +37,9 @@ void Dispatcher::call_callable(const Call& call) {
   if (call.site.set != nullptr) {
     find_bucket(call);
   } else {
-    replay_callable(call, call.site.variants.all.front(), GraphSequence::Inputs::unknown);
+    VariantTable& variants = call.site.variants;
+    const CallVariant* const fits = variants.all.size() > 1 ? variants.find(call.request) : nullptr;
+    replay_callable(call, fits != nullptr ? *fits : variants.all.front(), GraphSequence::Inputs::unknown);
   }
 }
 

@@ -163,15 +163,11 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
 
 Dispatcher::Found Dispatcher::find(const Call& call) const {
   const bool by_inputs = call.site.kind == CallSite::Kind::callable;  // replay_callable looks at modes and weights
-  const detail::CallRequest& request = call.request;
   Found found;
   for (CallVariant& variant : call.site.variants.all) {
     GraphSequence& sequence = *variant.holder->sequence;
     const std::size_t index = variant.index();
-    const bool fits = (by_inputs || (sequence.calls()[index].spec.state.modes == call.modes &&
-                                     same_arguments(variant.guards, variant.shape, request.guards, request.shape))) &&
-                      sequence.accepts(index, request.inputs);
-    if (!fits) {
+    if (!(by_inputs || sequence.calls()[index].spec.state.modes == call.modes) || !variant.accepts(call.request)) {
       found.other = &variant;
       continue;
     }

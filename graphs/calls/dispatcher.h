@@ -50,7 +50,7 @@ class Dispatcher {
     eager,     ///< runs eagerly although it might replay: without gradients, or in eval mode
     record,    ///< runs eagerly and is to be captured
     find,      ///< replays the variant that fits, or does as the options say
-    callable,  ///< replays the one capture there is, or the bucket that fits
+    callable,  ///< replays the one capture there is, or the one that fits
   };
   [[nodiscard]] Route route(const CallSite& site) const;
   /// Of an `ss::call` that wants no gradients, whatever mode its module is in.

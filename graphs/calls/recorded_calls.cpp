@@ -121,7 +121,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
     if (call.site != &site || !(call.state.modes == modes) || call.state.modules.change().any() ||
-        !same_arguments(call.guards, call.shape, request.guards, request.shape)) {
+        !same_arguments(call.guards, call.shape, request)) {
       continue;
     }
     if (flights_[i]->backward->begun.load()) {
@@ -204,7 +204,7 @@ bool RecordedCalls::repeats(const CallSite& site, const detail::CallRequest& req
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
     if (call.site == &site && call.state.modes == modes && !call.state.modules.change().any() &&
-        same_arguments(call.guards, call.shape, request.guards, request.shape) && flights_[i]->backward->begun.load()) {
+        same_arguments(call.guards, call.shape, request) && flights_[i]->backward->begun.load()) {
       return true;
     }
   }

@@ -30,7 +30,7 @@ void refuse_new_arguments(const CallSite& site, const detail::CallRequest& reque
     throw UsageError(describe(site) + ": " + other->holder->sequence->difference(other->index()) +
                      " at the capture; set CallOptions::on_new_arguments to capture or eager");
   }
-  if (other != nullptr && same_arguments(other->guards, other->shape, request.guards, request.shape)) {
+  if (other != nullptr && same_arguments(other->guards, other->shape, request)) {
     other->holder->sequence->check(other->index(), request.inputs);
   }
   throw UsageError(describe(site) +

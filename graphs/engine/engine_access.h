@@ -1,9 +1,9 @@
 #pragma once
-#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "graphs/calls/call_set.h"
 #include "graphs/engine/engine_state.h"
 #include "sidestream/bucketed_callables.h"
 #include "sidestream/engine.h"
@@ -27,8 +27,13 @@ class EngineAccess {
 
   /// The samples of some callables.
   using Samples = std::vector<std::vector<Sample>>;
-  /// Captures the callables for each of `buckets`, in order. `rules`: of bucketed callables; null makes callables with one capture each.
-  /// Throws: as make_graphed_callables.
+  /// The sites of callables that are captured together, without a capture. `rules`: of bucketed callables, else null.
+  [[nodiscard]] static std::shared_ptr<CallSet> make_set(EngineState& state, const std::vector<Callable>& callables,
+                                                         const GraphOptions& options, const CallRules* rules = nullptr);
+  /// Captures the callables: each site of `set` gets one more variant. `shape`: of these variants. Throws: as make_graphed_callables.
+  static void capture(EngineState& state, CallSet& set, const std::vector<Callable>& callables, const Samples& samples,
+                      const std::vector<std::size_t>& shape = {});
+  /// Captures the callables for each of `buckets`, in order. `rules`: as of make_set. Throws: as make_graphed_callables.
   [[nodiscard]] static std::vector<GraphedCallable> capture(const OffloadEngine& engine,
                                                             const std::vector<Callable>& callables,
                                                             const std::vector<const Samples*>& buckets,
@@ -40,13 +45,6 @@ class EngineAccess {
   /// Captures as make_graphed_step says.
   [[nodiscard]] static GraphedStep capture_whole_step(const OffloadEngine& engine, Callable step,
                                                       const std::vector<Tensors>& samples, const StepOptions& options);
-  struct Ran {
-    Tensors outputs;
-    bool eagerly = false;  ///< instead of a replay; a verification's run beside a replay does not count
-  };
-  /// Runs a call. `prepare` is called just before the call replays or runs; if the call is captured again first, after that capture.
-  [[nodiscard]] static Ran run(const GraphedCallable& callable, const Tensors& inputs,
-                               const std::function<void()>& prepare);
 
  private:
   /// What is captured of `callables`. Throws: UsageError for bad samples, and if not all ranks agree to capture now.

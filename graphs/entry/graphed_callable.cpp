@@ -1,14 +1,12 @@
 #include "sidestream/graphed_callable.h"
 
 #include <algorithm>
-#include <functional>
 #include <utility>
 
 #include <c10/util/irange.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/any.h>
 
-#include "graphs/calls/call_set.h"
 #include "graphs/engine/engine_access.h"
 #include "graphs/resources/checked_options.h"
 #include "graphs/sequence/graph_event_state.h"
@@ -39,12 +37,29 @@ class GraphedCallable::Shared {
     if (options != nullptr) {
       check(*options);
     }
-    return run(inputs, options, nullptr, nullptr);
-  }
-  EngineAccess::Ran run_prepared(const Tensors& inputs, const std::function<void()>& prepare) {
-    EngineAccess::Ran ran;
-    ran.outputs = run(inputs, nullptr, &prepare, &ran.eagerly);
-    return ran;
+    const Call call{callable_.function(), inputs};
+    detail::CallRequest request;
+    request.inputs = inputs;
+    request.context = &call;
+    request.replay = options;
+    request.run = [](const void* context, detail::TensorBuffer& outputs) {
+      const auto& held = *static_cast<const Call*>(context);
+      const Tensors made = held.function(held.inputs);
+      outputs.append(made.begin(), made.end());
+    };
+    request.keep = [](const void* context) {
+      const auto& held = *static_cast<const Call*>(context);
+      detail::KeptCall kept;
+      kept.body = [function = held.function, count = held.inputs.size()](const at::Tensor* given,
+                                                                         detail::TensorBuffer& outputs) {
+        const Tensors made = function(Tensors(given, given + count));
+        outputs.append(made.begin(), made.end());
+      };
+      return kept;
+    };
+    const detail::LentBuffers buffers;
+    engine_->dispatch(*site_, request, buffers->outputs);
+    return Tensors(buffers->outputs.begin(), buffers->outputs.end());
   }
 
   /// What is named, in the order of the capture.
@@ -95,42 +110,7 @@ class GraphedCallable::Shared {
   struct Call {
     const TensorFunction& function;
     const Tensors& inputs;
-    const std::function<void()>* prepare;
-    bool* ran_eagerly;
   };
-
-  Tensors run(const Tensors& inputs, const ReplayOptions* options, const std::function<void()>* prepare,
-              bool* ran_eagerly) {
-    const Call call{callable_.function(), inputs, prepare, ran_eagerly};
-    detail::CallRequest request;
-    request.inputs = inputs;
-    request.context = &call;
-    request.replay = options;
-    request.run = [](const void* context, detail::TensorBuffer& outputs) {
-      const auto& held = *static_cast<const Call*>(context);
-      if (held.ran_eagerly != nullptr) {
-        *held.ran_eagerly = true;
-      }
-      const Tensors made = held.function(held.inputs);
-      outputs.append(made.begin(), made.end());
-    };
-    request.keep = [](const void* context) {
-      const auto& held = *static_cast<const Call*>(context);
-      detail::KeptCall kept;
-      kept.body = [function = held.function, count = held.inputs.size()](const at::Tensor* given,
-                                                                         detail::TensorBuffer& outputs) {
-        const Tensors made = function(Tensors(given, given + count));
-        outputs.append(made.begin(), made.end());
-      };
-      return kept;
-    };
-    if (prepare != nullptr) {
-      request.prepare = [](const void* context) { (*static_cast<const Call*>(context)->prepare)(); };
-    }
-    const detail::LentBuffers buffers;
-    engine_->dispatch(*site_, request, buffers->outputs);
-    return Tensors(buffers->outputs.begin(), buffers->outputs.end());
-  }
 
   void check(const ReplayOptions& options) const {
     const c10::Device device = engine_->runtime().device();
@@ -238,11 +218,6 @@ const std::string& GraphedCallable::name() const { return shared().name(); }
 
 void GraphedCallable::reset() { shared().reset(); }
 
-EngineAccess::Ran EngineAccess::run(const GraphedCallable& callable, const Tensors& inputs,
-                                    const std::function<void()>& prepare) {
-  return callable.shared().run_prepared(inputs, prepare);
-}
-
 std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vector<Callable>& callables,
                                              const Samples& samples, const GraphOptions& options) {
   if (callables.empty() || callables.size() != samples.size()) {
@@ -295,14 +270,12 @@ std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vect
   return specs;
 }
 
-std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, const std::vector<Callable>& callables,
-                                                   const std::vector<const Samples*>& buckets,
-                                                   const GraphOptions& options, const CallRules* rules) {
-  EngineState& state = engine.state();
+std::shared_ptr<CallSet> EngineAccess::make_set(EngineState& state, const std::vector<Callable>& callables,
+                                                const GraphOptions& options, const CallRules* rules) {
   const EngineResources& resources = state.resources();
-  const auto set = std::make_shared<CallSet>(callables.size(), options,
-                                             RecordedCalls(resources.model, state.runtime().device(), resources.rest));
-  for (std::size_t i = 0; i < callables.size(); ++i) {
+  auto set = std::make_shared<CallSet>(callables.size(), options,
+                                       RecordedCalls(resources.model, state.runtime().device(), resources.rest));
+  for (const auto i : c10::irange(callables.size())) {
     CallSite& site = set->sites[i];
     site.kind = CallSite::Kind::callable;
     site.scope = state.tree().child(state.tree().root(), callables[i].name());
@@ -316,11 +289,24 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
       site.rules = *rules;
     }
   }
+  return set;
+}
+
+void EngineAccess::capture(EngineState& state, CallSet& set, const std::vector<Callable>& callables,
+                           const Samples& samples, const std::vector<std::size_t>& shape) {
+  set.add(state.sequences().capture(specs_of(state, callables, samples, set.options), set.options), shape);
+}
+
+std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, const std::vector<Callable>& callables,
+                                                   const std::vector<const Samples*>& buckets,
+                                                   const GraphOptions& options, const CallRules* rules) {
+  EngineState& state = engine.state();
+  const auto set = make_set(state, callables, options, rules);
   for (const Samples* const samples : buckets) {
-    set->add(state.sequences().capture(specs_of(state, callables, *samples, options), options));
+    capture(state, *set, callables, *samples);
   }
   std::vector<GraphedCallable> graphed;
-  for (std::size_t i = 0; i < callables.size(); ++i) {
+  for (const auto i : c10::irange(callables.size())) {
     graphed.push_back(GraphedCallable(std::make_shared<GraphedCallable::Shared>(
         engine.state_, std::shared_ptr<CallSite>(set, &set->sites[i]), callables[i])));
   }

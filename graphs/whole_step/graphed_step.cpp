@@ -4,60 +4,65 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/irange.h>
 
+#include "graphs/calls/call_set.h"
 #include "graphs/engine/engine_access.h"
 #include "graphs/whole_step/whole_step_body.h"
+#include "sidestream/detail/call_buffers.h"
+#include "sidestream/detail/call_request.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+/// The inputs of all microbatches, and as the shape of the call how many each has.
+void flatten(const std::vector<Tensors>& microbatches, const detail::LentBuffers& into) {
+  for (const Tensors& inputs : microbatches) {
+    into->inputs.append(inputs.begin(), inputs.end());
+    into->shape.push_back(inputs.size());
+  }
+}
+
+}  // namespace
 
 /// The state that copies of a GraphedStep share.
 class GraphedStep::Shared {
  public:
-  Shared(OffloadEngine engine, std::shared_ptr<const WholeStepBody::Given> given, StepOptions options)
-      : engine_(std::move(engine)), given_(std::move(given)), options_(std::move(options)) {}
+  Shared(OffloadEngine engine, std::shared_ptr<const WholeStepBody::Given> given, std::shared_ptr<CallSet> set)
+      : engine_(std::move(engine)), given_(std::move(given)), set_(std::move(set)) {}
 
-  /// Throws: as make_graphed_step.
-  void capture(const std::vector<Tensors>& samples);
+  /// `inputs`: of all microbatches. `counts`: how many each has. Throws: as make_graphed_step.
+  void capture(c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<std::size_t> counts);
   std::vector<Tensors> run(const std::vector<Tensors>& microbatches);
   void reset();
+  void check_inputs(const std::vector<Tensors>& microbatches) const;
   [[nodiscard]] const std::string& name() const noexcept { return given_->name; }
-  [[nodiscard]] std::size_t captures() const noexcept { return variants_.size(); }
+  [[nodiscard]] std::size_t captures() const noexcept { return bodies_.size(); }
   [[nodiscard]] std::uint64_t offloaded_bytes() const {
-    return variants_.empty() ? 0 : variants_.back().body->copies().offloaded_bytes;
+    return bodies_.empty() ? 0 : bodies_.back()->copies().offloaded_bytes;
   }
 
  private:
-  /// One tensor of the inputs.
-  struct Shape {
-    std::vector<std::int64_t> sizes;
-    at::ScalarType dtype;
-    bool defined;
-  };
-  struct Variant {
-    std::vector<std::size_t> counts;
-    std::vector<Shape> shapes;
-    std::shared_ptr<WholeStepBody> body;
-    GraphedCallable graph;
-    std::weak_ptr<const SequenceHolder> holder;  ///< of its graph
+  /// One call.
+  struct Call {
+    c10::ArrayRef<at::Tensor> inputs;
+    const CallVariant* variant = nullptr;
+    WholeStepBody* body = nullptr;
+    mutable bool eager = false;  ///< it ran instead of a replay
 
-    /// No graph is left: a capture in its place has failed.
-    [[nodiscard]] bool is_lost() const {
-      const auto held = holder.lock();
-      return held != nullptr && !held->sequence->calls().front().forward.graph;
-    }
+    [[nodiscard]] const GraphSequence& sequence() const { return *variant->holder->sequence; }
+    /// What was captured: it runs `body`.
+    [[nodiscard]] const Body& function() const { return sequence().calls().front().spec.body; }
   };
 
-  [[nodiscard]] static bool fits(const Variant& variant, const std::vector<Tensors>& microbatches);
-  void check_inputs(const std::vector<Tensors>& microbatches) const;
-  Variant& variant_for(const std::vector<Tensors>& microbatches);
+  /// Captures if no variant accepts the inputs.
+  [[nodiscard]] const CallVariant& variant_for(const detail::CallRequest& request);
+  [[nodiscard]] VariantTable& variants() const noexcept { return set_->sites.front().variants; }
 
   OffloadEngine engine_;
   std::shared_ptr<const WholeStepBody::Given> given_;
-  StepOptions options_;
-  std::vector<Variant> variants_;
-  bool dropped_ = false;
+  std::vector<std::shared_ptr<WholeStepBody>> bodies_;  ///< by variant
+  std::shared_ptr<CallSet> set_;                        ///< of one call; null after `reset`
 };
 
 void GraphedStep::Shared::check_inputs(const std::vector<Tensors>& microbatches) const {
@@ -77,96 +82,74 @@ void GraphedStep::Shared::check_inputs(const std::vector<Tensors>& microbatches)
   }
 }
 
-bool GraphedStep::Shared::fits(const Variant& variant, const std::vector<Tensors>& microbatches) {
-  if (variant.counts.size() != microbatches.size()) {
-    return false;
-  }
-  auto shape = variant.shapes.begin();
-  for (const auto m : c10::irange(microbatches.size())) {
-    if (variant.counts[m] != microbatches[m].size()) {
-      return false;
-    }
-    for (const at::Tensor& input : microbatches[m]) {
-      const bool same =
-          input.defined() ? shape->defined && input.sizes().equals(shape->sizes) && input.scalar_type() == shape->dtype
-                          : !shape->defined;
-      if (!same) {
-        return false;
-      }
-      ++shape;
-    }
-  }
-  return true;
-}
-
-void GraphedStep::Shared::capture(const std::vector<Tensors>& samples) {
-  check_inputs(samples);
-  std::vector<std::size_t> counts;
-  std::vector<Shape> shapes;
-  std::vector<Sample> flat;
-  for (const Tensors& inputs : samples) {
-    counts.push_back(inputs.size());
-    for (const at::Tensor& input : inputs) {
-      shapes.push_back(input.defined() ? Shape{input.sizes().vec(), input.scalar_type(), true}
-                                       : Shape{{}, at::ScalarType::Undefined, false});
-      flat.emplace_back(input);
-    }
-  }
-  auto body = std::make_shared<WholeStepBody>(EngineAccess::state(engine_).resources(), given_, counts);
+void GraphedStep::Shared::capture(c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<std::size_t> counts) {
+  EngineState& state = EngineAccess::state(engine_);
+  auto body = std::make_shared<WholeStepBody>(state.resources(), given_, counts.vec());
   body->refuse_hooks();
-  Callable callable(given_->name,
-                    owning([body](torch::nn::Module&, const Tensors& inputs) { return body->run(inputs); }),
+  Callable callable(given_->name, owning([body](torch::nn::Module&, const Tensors& given) { return body->run(given); }),
                     given_->module);
   callable.generators(given_->generators);
-  const EngineAccess::Samples of_step{flat};
-  auto graphs = EngineAccess::capture(engine_, {std::move(callable)}, {&of_step}, options_.graph());
-  variants_.push_back({std::move(counts), std::move(shapes), std::move(body), std::move(graphs.front()),
-                       EngineAccess::state(engine_).sequences().all().back()});
+  const EngineAccess::Samples samples{std::vector<Sample>(inputs.begin(), inputs.end())};
+  EngineAccess::capture(state, *set_, {std::move(callable)}, samples, counts.vec());
+  bodies_.push_back(std::move(body));
 }
 
-GraphedStep::Shared::Variant& GraphedStep::Shared::variant_for(const std::vector<Tensors>& microbatches) {
-  for (Variant& variant : variants_) {
-    if (fits(variant, microbatches)) {
-      return variant;
-    }
+const CallVariant& GraphedStep::Shared::variant_for(const detail::CallRequest& request) {
+  if (const CallVariant* const variant = variants().find(request)) {
+    return *variant;
   }
-  if (static_cast<std::int64_t>(variants_.size()) >= options_.max_captures()) {
-    throw UsageError("graphed step \"" + name() +
-                     "\": it was called with another number of microbatches, or with inputs of other shapes or dtypes, "
-                     "than captured. Pass inputs like the samples, or raise StepOptions::max_captures (" +
-                     std::to_string(options_.max_captures()) + ")");
+  const CallRules& rules = set_->sites.front().rules;
+  if (!variants().has_room(/*gradients=*/true, 1, rules)) {
+    throw UsageError(
+        "graphed step \"" + name() +
+        "\": it was called with another number of microbatches, or with inputs of other shapes, dtypes or devices "
+        "than captured. Pass inputs like the samples, or raise StepOptions::max_captures (" +
+        std::to_string(rules.max_captures) + ")");
   }
-  capture(microbatches);
-  return variants_.back();
+  capture(request.inputs, request.shape);
+  return variants().all.back();
 }
 
 std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microbatches) {
-  if (dropped_) {
+  if (set_ == nullptr) {
     throw UsageError("graphed step \"" + name() + "\": it was called after OffloadEngine::reset; make it again");
   }
   check_inputs(microbatches);
-  Variant& variant = variant_for(microbatches);
-  Tensors flat;
-  for (const Tensors& inputs : microbatches) {
-    flat.insert(flat.end(), inputs.begin(), inputs.end());
-  }
-  const auto [made, eagerly] = [&] {
-    try {
-      return EngineAccess::run(variant.graph, flat, [&body = *variant.body] { body.prepare(); });
-    } catch (...) {
-      if (variant.is_lost()) {
-        variant.body->abandon_capture();
-      }
-      throw;
+  const detail::LentBuffers buffers;
+  flatten(microbatches, buffers);
+  Call call{buffers->inputs};
+  detail::CallRequest request;
+  request.inputs = buffers->inputs;
+  request.shape = buffers->shape;
+  request.context = &call;
+  request.run = [](const void* context, detail::TensorBuffer& outputs) {
+    const auto& held = *static_cast<const Call*>(context);
+    held.eager = true;
+    held.function()(held.inputs.data(), outputs);
+  };
+  request.keep = [](const void* context) {
+    detail::KeptCall kept;
+    kept.body = static_cast<const Call*>(context)->function();
+    return kept;
+  };
+  request.prepare = [](const void* context) { static_cast<const Call*>(context)->body->prepare(); };
+  call.variant = &variant_for(request);
+  call.body = bodies_[static_cast<std::size_t>(call.variant - variants().all.data())].get();
+  try {
+    EngineAccess::state(engine_).dispatch(set_->sites.front(), request, buffers->outputs);
+  } catch (...) {
+    if (!call.sequence().calls().front().forward.graph) {  // a capture in its place has failed
+      call.body->abandon_capture();
     }
-  }();
-  if (!eagerly) {
-    EngineAccess::state(engine_).copied_in_graph(variant.body->copies());
+    throw;
   }
-  variant.body->attach_gradients(eagerly);
+  if (!call.eager) {
+    EngineAccess::state(engine_).copied_in_graph(call.body->copies());
+  }
+  call.body->attach_gradients(call.eager);
   std::vector<Tensors> outputs;
-  auto next = made.begin();
-  for (const std::size_t count : variant.body->output_counts(eagerly)) {
+  auto next = buffers->outputs.begin();
+  for (const std::size_t count : call.body->output_counts(call.eager)) {
     outputs.emplace_back(next, next + static_cast<std::ptrdiff_t>(count));
     next += static_cast<std::ptrdiff_t>(count);
   }
@@ -174,11 +157,11 @@ std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microb
 }
 
 void GraphedStep::Shared::reset() {
-  for (Variant& variant : variants_) {
-    variant.graph.reset();
+  if (set_ != nullptr) {
+    variants().release_graphs();
+    bodies_.clear();
+    set_.reset();
   }
-  variants_.clear();
-  dropped_ = true;
 }
 
 GraphedStep::Shared& GraphedStep::shared() const {
@@ -235,8 +218,13 @@ GraphedStep EngineAccess::capture_whole_step(const OffloadEngine& engine, Callab
   given->update = options.update();
   given->accumulate = options.accumulate();
   given->offload = options.offload();
-  auto shared = std::make_shared<GraphedStep::Shared>(handle(engine), std::move(given), options);
-  shared->capture(samples);
+  const std::shared_ptr<CallSet> set = make_set(engine.state(), {step}, options.graph());
+  set->sites.front().rules.max_captures = options.max_captures();
+  auto shared = std::make_shared<GraphedStep::Shared>(handle(engine), std::move(given), set);
+  shared->check_inputs(samples);
+  const detail::LentBuffers buffers;
+  flatten(samples, buffers);
+  shared->capture(buffers->inputs, buffers->shape);
   return GraphedStep(std::move(shared));
 }
 
