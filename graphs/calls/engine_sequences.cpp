@@ -155,7 +155,7 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
   }
   std::vector<CallSpec> specs = recorded.specs_of(group);
   for (std::size_t i = 0; i < group.size(); ++i) {
-    specs[i].outputs_let_go = recorded.outputs().let_go(group[i], plan_);
+    specs[i].outputs_released = recorded.outputs().released(group[i], plan_);
   }
   const auto holder = capture(specs, resources_.options.graph_options(), memory_of(sites, slot, evaluation));
   for (std::size_t i = 0; i < group.size(); ++i) {

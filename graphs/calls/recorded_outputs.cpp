@@ -15,7 +15,7 @@ RecordedOutputs::Holder RecordedOutputs::holder_of(const Output& output, const S
     return Holder::others;
   }
   if (saved == nullptr) {
-    return Holder::nobody;
+    return Holder::none;
   }
   // A group that has not ended, or stays, holds it in a replay too.
   return saved->place == SavedStorage::Place::device ? Holder::others : Holder::groups;
@@ -38,21 +38,21 @@ void RecordedOutputs::add(std::size_t call, std::size_t sequence, c10::ArrayRef<
   }
 }
 
-std::vector<bool> RecordedOutputs::let_go(std::size_t call, const EagerPlan& plan) const {
-  std::vector<bool> let_go;
+std::vector<bool> RecordedOutputs::released(std::size_t call, const EagerPlan& plan) const {
+  std::vector<bool> result;
   for (const Output& output : outputs_) {
     if (output.call != call) {
       continue;
     }
-    const bool is_free = output.holder == Holder::nobody ||
+    const bool is_free = output.holder == Holder::none ||
                          (output.holder == Holder::groups && plan.takes_along(output.storage._unsafe_get_target()));
-    if (output.index >= let_go.size()) {  // the first run
-      let_go.resize(output.index + 1, false);
-      let_go[output.index] = is_free;
+    if (output.index >= result.size()) {  // the first run
+      result.resize(output.index + 1, false);
+      result[output.index] = is_free;
     }
-    let_go[output.index] = let_go[output.index] && is_free;
+    result[output.index] = result[output.index] && is_free;
   }
-  return let_go;
+  return result;
 }
 
 }  // namespace sidestream

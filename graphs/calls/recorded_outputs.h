@@ -24,7 +24,7 @@ class RecordedOutputs {
   /// Call `call` of the sequence `sequence` has run, perhaps again, and returned `outputs`.
   void add(std::size_t call, std::size_t sequence, c10::ArrayRef<at::Tensor> outputs);
   /// By output of `call`: true if in each run only groups that `plan` offloads held it when the next call began, or no code did.
-  [[nodiscard]] std::vector<bool> let_go(std::size_t call, const EagerPlan& plan) const;
+  [[nodiscard]] std::vector<bool> released(std::size_t call, const EagerPlan& plan) const;
   /// Each storage that `call` returned, with the output that lies in it: `visit(storage, index)`.
   template <class Visit>
   void for_each_of(std::size_t call, const Visit& visit) const {
@@ -40,7 +40,7 @@ class RecordedOutputs {
   /// Who held it.
   enum class Holder : std::uint8_t {
     unknown,  ///< no call came after it
-    nobody,
+    none,
     groups,  ///< autograd alone, for groups that were being offloaded
     others,
   };

@@ -66,7 +66,7 @@ void EngineState::close_step(bool failed) noexcept {
       check_thread_of_step();
     } catch (...) {
       const std::lock_guard lock(kept_);
-      step_was_left_ = true;
+      step_was_abandoned_ = true;
       failed = false;
       throw;
     }
@@ -81,9 +81,9 @@ void EngineState::close_step(bool failed) noexcept {
   }
 }
 
-void EngineState::end_step_that_was_left() {
+void EngineState::end_abandoned_step() {
   const std::lock_guard lock(kept_);
-  if (std::exchange(step_was_left_, false)) {
+  if (std::exchange(step_was_abandoned_, false)) {
     try {
       end_step(/*failed=*/true);
     } catch (...) {  // what was kept says more
@@ -113,7 +113,7 @@ std::vector<std::string> EngineState::write_graphs(const std::string& folder) co
 
 void EngineState::begin_step() {
   refuse_inside("OffloadEngine::step");
-  end_step_that_was_left();
+  end_abandoned_step();
   throw_kept();
   if (step_) {
     throw UsageError("a step of this engine is active already; end it before the next begins");
@@ -218,7 +218,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
 
 void EngineState::reset() {
   refuse_inside("OffloadEngine::reset");
-  end_step_that_was_left();
+  end_abandoned_step();
   if (step_) {
     throw UsageError("OffloadEngine::reset was called inside a step; end the step first");
   }

@@ -76,7 +76,7 @@ class EngineState {
 
  private:
   /// One that was destroyed on another thread.
-  void end_step_that_was_left();
+  void end_abandoned_step();
   /// Throws the error that a destructor could not throw.
   void throw_kept();
   void refuse_inside(const char* what) const;
@@ -101,7 +101,7 @@ class EngineState {
   std::optional<StepSession> step_;  ///< empty between steps
   bool making_ready_ = false;
   std::mutex kept_;  ///< a step may be left on another thread than the next begins on
-  bool step_was_left_ = false;
+  bool step_was_abandoned_ = false;
   bool failed_ = false;  ///< the latest step
   std::exception_ptr kept_failure_;
 };

@@ -49,7 +49,7 @@ struct CallSpec {
   std::shared_ptr<const CaptureTimeHooks> hooks = {};  ///< null if there are none
   std::vector<at::Generator> generators =
       {};  ///< that the call may draw from, without the device's default one; each once
-  std::vector<bool> outputs_let_go =
+  std::vector<bool> outputs_released =
       {};  ///< outputs that nothing outside of the graphs holds when the next call begins
 };
 

@@ -34,7 +34,7 @@ OutputLiveness::OutputLiveness(const std::vector<CallSpec>& specs, const Sequenc
     : order_(order), holders_(holders), keeps_graph_(keeps_graph) {
   for (const CallSpec& spec : specs) {
     Call& call = calls_.emplace_back();
-    call.outputs_let_go = spec.outputs_let_go;
+    call.outputs_released = spec.outputs_released;
     for (const CallInput& input : spec.inputs) {
       call.inputs.push_back(input.from);
     }
@@ -98,13 +98,13 @@ void OutputLiveness::forward_captured(const CapturedForward& forward, const Find
   }
   for (const StaticOutput& output : forward.outputs) {
     if (output.kind == Kind::made) {
-      own[output.of].let_go = true;
+      own[output.of].released = true;
     }
   }
   for (const auto i : c10::irange(forward.outputs.size())) {
-    const bool let_go = i < call.outputs_let_go.size() && call.outputs_let_go[i];
-    if (forward.outputs[i].kind == Kind::made && !let_go) {
-      own[forward.outputs[i].of].let_go = false;
+    const bool released = i < call.outputs_released.size() && call.outputs_released[i];
+    if (forward.outputs[i].kind == Kind::made && !released) {
+      own[forward.outputs[i].of].released = false;
     }
   }
   std::vector<Link> met;
@@ -126,7 +126,7 @@ void OutputLiveness::forward_captured(const CapturedForward& forward, const Find
 bool OutputLiveness::may_end(const Life& life) const {
   // If no call reads it and a backward does, no graph would gain by its memory.
   return !life.kept && !life.ended &&
-         (life.read || (life.let_go && life.needed_until <= order_.forward_index(calls_.size() - 1)));
+         (life.read || (life.released && life.needed_until <= order_.forward_index(calls_.size() - 1)));
 }
 
 std::vector<Link> OutputLiveness::ended_before(std::size_t graph_index) {

@@ -48,14 +48,14 @@ class OutputLiveness {
   struct Life {
     std::size_t needed_until = 0;  ///< index of the first graph that does not need it
     bool read = false;
-    bool let_go = false;  ///< by the program, before the next forward
+    bool released = false;  ///< by the program, before the next forward
     bool kept = false;
     bool ended = false;
   };
   /// What the specs say of one call.
   struct Call {
     std::vector<std::optional<Link>> inputs;  ///< the outputs that they are linked to
-    std::vector<bool> outputs_let_go;
+    std::vector<bool> outputs_released;
   };
 
   /// The output storage that an input with `link` reads. Not set if it is not an output, or not yet captured.

@@ -11,7 +11,7 @@ constexpr std::size_t kNever = std::numeric_limits<std::size_t>::max();
 /// The events of one group.
 struct Life {
   std::size_t ended = kNever;
-  std::size_t let_go = kNever;  ///< its sources, as later ones need the lag
+  std::size_t freed = kNever;  ///< its sources, as later ones need the lag
   std::size_t used = kNever;
 };
 
@@ -28,7 +28,7 @@ std::vector<Life> lives(const std::vector<GroupEvent>& order, const std::vector<
     if (order[event].kind == GroupEvent::Kind::used) {
       life.used = event;
       const auto found = std::find(trailing.begin(), trailing.end(), group);
-      if (found != trailing.end() && groups[group].leaving == 0) {
+      if (found != trailing.end() && groups[group].offloaded == 0) {
         trailing.erase(found);
         held -= groups[group].held;
       }
@@ -41,7 +41,7 @@ std::vector<Life> lives(const std::vector<GroupEvent>& order, const std::vector<
     trailing.push_back(group);
     held += groups[group].held;
     while (!trailing.empty() && (held > window.copies.lag || trailing.size() > window.groups)) {
-      result[trailing.front()].let_go = event;
+      result[trailing.front()].freed = event;
       held -= groups[trailing.front()].held;
       trailing.pop_front();
     }
@@ -51,7 +51,7 @@ std::vector<Life> lives(const std::vector<GroupEvent>& order, const std::vector<
 
 /// The latest event after which the group used at `use` is reloaded: one with a group's work before the use. Between the end of a
 /// forward's last group and the first use after it there is next to no work.
-std::size_t latest_return(const std::vector<GroupEvent>& order, std::size_t use) {
+std::size_t latest_reload(const std::vector<GroupEvent>& order, std::size_t use) {
   return order[use - 1].kind == GroupEvent::Kind::used || use < 2 ? use - 1 : use - 2;
 }
 
@@ -67,12 +67,12 @@ std::vector<bool> needed_immediately_within(const std::vector<GroupEvent>& order
   }
   std::vector<bool> result;
   for (const Life& life : lives(order, groups, least)) {
-    result.push_back(life.ended != kNever && life.used != kNever && life.let_go == kNever);
+    result.push_back(life.ended != kNever && life.used != kNever && life.freed == kNever);
   }
   return result;
 }
 
-std::vector<GroupReturn> group_returns(const std::vector<GroupEvent>& order, const std::vector<GroupBytes>& groups,
+std::vector<GroupReload> group_reloads(const std::vector<GroupEvent>& order, const std::vector<GroupBytes>& groups,
                                        const GroupWindow& window) {
   const std::vector<Life> all = lives(order, groups, window);
   std::vector<std::uint64_t> on_device(order.size());  // after each event
@@ -84,28 +84,28 @@ std::vector<GroupReturn> group_returns(const std::vector<GroupEvent>& order, con
   for (std::size_t group = 0; group < groups.size(); ++group) {
     const Life& life = all[group];
     if (life.ended != kNever) {
-      const std::size_t end = life.let_go != kNever ? life.let_go : life.used == kNever ? kNever : life.used + 1;
+      const std::size_t end = life.freed != kNever ? life.freed : life.used == kNever ? kNever : life.used + 1;
       stays(life.ended, end, groups[group].held);
     }
   }
   const std::uint64_t most = std::max(window.copies.lag, window.copies.lag + window.copies.lookahead);
-  std::vector<GroupReturn> returns;
+  std::vector<GroupReload> reloads;
   std::size_t previous = 0;
   for (std::size_t use = 0; use < order.size(); ++use) {
     const std::uint32_t group = order[use].group;
     const Life& life = all[group];
-    if (order[use].kind == GroupEvent::Kind::ended || groups[group].leaving == 0 || life.let_go >= use) {
+    if (order[use].kind == GroupEvent::Kind::ended || groups[group].offloaded == 0 || life.freed >= use) {
       continue;
     }
-    std::size_t begin = std::max({latest_return(order, use), life.let_go, previous});
-    while (begin > std::max(previous, life.let_go + 1) && on_device[begin - 1] + groups[group].leaving <= most) {
+    std::size_t begin = std::max({latest_reload(order, use), life.freed, previous});
+    while (begin > std::max(previous, life.freed + 1) && on_device[begin - 1] + groups[group].offloaded <= most) {
       --begin;
     }
-    stays(begin, use + 1, groups[group].leaving);
-    returns.push_back({begin, group});
+    stays(begin, use + 1, groups[group].offloaded);
+    reloads.push_back({begin, group});
     previous = begin;
   }
-  return returns;
+  return reloads;
 }
 
 }  // namespace sidestream

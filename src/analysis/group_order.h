@@ -20,7 +20,7 @@ struct GroupEvent {
 /// Of one group, in device bytes.
 struct GroupBytes {
   std::uint64_t held = 0;  ///< that count into the lag from its end on: offloaded bytes, and bytes needed immediately
-  std::uint64_t leaving = 0;  ///< offloaded bytes
+  std::uint64_t offloaded = 0;
 
   friend bool operator==(const GroupBytes&, const GroupBytes&) = default;
 };
@@ -41,7 +41,7 @@ struct GroupWindow {
                                                           const GroupWindow& window);
 
 /// The reload of a group may begin after an event of the order.
-struct GroupReturn {
+struct GroupReload {
   std::size_t event = 0;
   std::uint32_t group = 0;
 };
@@ -49,7 +49,7 @@ struct GroupReturn {
 /// When the groups of a step with this `order` are reloaded, by event, and by first use among those of one event. A reload starts as
 /// early as it finds room, from then until the group's use, besides the rest on the device (`lag` and `lookahead` together). It starts at
 /// the latest one group's forward or backward before that use. Pure.
-[[nodiscard]] std::vector<GroupReturn> group_returns(const std::vector<GroupEvent>& order,
+[[nodiscard]] std::vector<GroupReload> group_reloads(const std::vector<GroupEvent>& order,
                                                      const std::vector<GroupBytes>& groups, const GroupWindow& window);
 
 }  // namespace sidestream

@@ -20,11 +20,11 @@ void EagerOffload::trail(Slot& slot, std::uint64_t bytes) {
   trailing_.push_back({&slot, bytes});
   trailing_bytes_ += bytes;
   while (!trailing_.empty() && (trailing_bytes_ > window_.copies.lag || trailing_.size() > window_.groups)) {
-    let_go_of_oldest();
+    free_oldest();
   }
 }
 
-void EagerOffload::let_go_of_oldest() {
+void EagerOffload::free_oldest() {
   Slot& slot = *trailing_.front().slot;
   if (slot.state == Slot::State::delayed) {
     send_delayed(slot);
@@ -35,16 +35,16 @@ void EagerOffload::let_go_of_oldest() {
   drop_sources();
 }
 
-void EagerOffload::let_go_of(const Slot& slot) {
+void EagerOffload::free_sources_of(const Slot& slot) {
   const auto is_it = [&](const Trailing& trailing) { return trailing.slot == &slot; };
   const auto found = std::find_if(trailing_.begin(), trailing_.end(), is_it);
   if (found != trailing_.end()) {
     std::rotate(trailing_.begin(), found, found + 1);
-    let_go_of_oldest();
+    free_oldest();
   }
 }
 
-void EagerOffload::part_with(const std::shared_ptr<SavedStorage>& saved) {
+void EagerOffload::free_on_device(const std::shared_ptr<SavedStorage>& saved) {
   keep_for(saved->device, step_streams_);
   if (saved->place == SavedStorage::Place::offloading) {
     if (sizing_) {
@@ -64,7 +64,7 @@ void EagerOffload::drop_sources() {
     slot.state = Slot::State::away;
   }
   for (const auto& saved : slot.sources) {
-    part_with(saved);
+    free_on_device(saved);
   }
   set_in_flight(slot, 0);
 }

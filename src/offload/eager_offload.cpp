@@ -36,7 +36,7 @@ namespace sidestream {
 // freed, another stream that reads one of the storages waits for the gather.
 //
 // StepOrder learns after which event g is reloaded. It knows in which order groups ended and were used in the step before, and
-// group_returns finds the earliest event from which on g has room on the device. If a step takes another order, a group is reloaded when
+// group_reloads finds the earliest event from which on g has room on the device. If a step takes another order, a group is reloaded when
 // backward reaches the group after it. Correct results need neither rule: a storage that is not being reloaded yet is reloaded when it is
 // unpacked.
 //
@@ -162,7 +162,7 @@ void EagerOffload::group_ended(Group& group) {
   if (!group.scope->selected) {
     return;
   }
-  const bool gathers = leaves_as_block(group);
+  const bool gathers = is_offloaded_as_block(group);
   if (group.only_small && group.storages.empty() && !gathers && !group.needed_immediately) {
     return;
   }
@@ -193,9 +193,9 @@ void EagerOffload::group_ended(Group& group) {
     }
   }
   for (const auto& saved : slot.sources) {
-    bytes.leaving += saved->bytes;
+    bytes.offloaded += saved->bytes;
   }
-  bytes.held += bytes.leaving;
+  bytes.held += bytes.offloaded;
   order_.ended(bytes);
   if (is_delayed(group, slot)) {
     delay(slot);
@@ -266,7 +266,7 @@ void EagerOffload::send(Slot& slot) {
     saved->place = SavedStorage::Place::offloading;
     bytes += saved->bytes;
     if (ReplayedMemory::of(saved->device.data_ptr()) != nullptr) {
-      part_with(saved);
+      free_on_device(saved);
     }
   }
   set_in_flight(slot, static_cast<std::int64_t>(bytes));
@@ -284,7 +284,7 @@ void EagerOffload::end_step() {
   try {
     send_delayed();
     while (!trailing_.empty()) {
-      let_go_of_oldest();
+      free_oldest();
     }
     add_stream(step_streams_, runtime_->current_stream());
     mover_->join(step_streams_);

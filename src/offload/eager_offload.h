@@ -113,11 +113,11 @@ class EagerOffload : public StorageMover {
   /// Backward needs it before it was offloaded: it stays where it is.
   void keep_delayed(Slot& slot) noexcept;
   void trail(Slot& slot, std::uint64_t bytes);
-  void let_go_of_oldest();
+  void free_oldest();
   /// Frees what the group of `slot` was offloaded from, whatever the lag.
-  void let_go_of(const Slot& slot);
+  void free_sources_of(const Slot& slot);
   /// That storage is on the host alone from here on.
-  void part_with(const std::shared_ptr<SavedStorage>& saved);
+  void free_on_device(const std::shared_ptr<SavedStorage>& saved);
   /// The oldest group's sources may be used again: its copies are done, or the stream that saved it waits for them.
   void drop_sources();
   void reload(Slot& slot);

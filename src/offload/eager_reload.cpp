@@ -81,7 +81,7 @@ c10::Storage EagerOffload::fetch_whole(SavedStorage& storage) {
   if (storage.place == SavedStorage::Place::host) {
     mover_->count_inline_reload();
     if (slot->state == Slot::State::offloading) {
-      let_go_of(*slot);
+      free_sources_of(*slot);
     }
     reload(*slot);
   }
@@ -130,7 +130,7 @@ void EagerOffload::use(std::size_t number) {
 }
 
 void EagerOffload::reload_due() {
-  while (const GroupReturn* const due = order_.due()) {
+  while (const GroupReload* const due = order_.due()) {
     Slot& slot = slots_[first_slot_ + due->group];
     if (slot.state == Slot::State::away) {
       reload(slot);

@@ -68,7 +68,7 @@ c10::Storage allocate_block(c10::Device device, std::size_t bytes, SmallBlock::N
 
 }  // namespace
 
-bool leaves_as_block(const Group& group) {
+bool is_offloaded_as_block(const Group& group) {
   std::size_t bytes = 0;
   for (const auto& weak : group.small) {
     const auto saved = if_to_be_offloaded(weak);
@@ -79,7 +79,7 @@ bool leaves_as_block(const Group& group) {
 
 SmallBlock SmallBlock::gather(GroupMover& mover, Runtime& runtime, Group& group, NoRoom no_room,
                               SharedSlots::Share* shared) {
-  if (!leaves_as_block(group)) {
+  if (!is_offloaded_as_block(group)) {
     return {};
   }
   SmallBlock block;

@@ -17,7 +17,7 @@ namespace sidestream {
 }
 
 /// True if the small storages of a group that has ended are offloaded: they have `block_from` bytes together.
-[[nodiscard]] bool leaves_as_block(const Group& group);
+[[nodiscard]] bool is_offloaded_as_block(const Group& group);
 
 /// The storages below `Options::min_bytes` that one group saved, copied into one. It is offloaded and reloaded in their place, and is
 /// alive until the last of them is no longer needed.

@@ -5,13 +5,13 @@ namespace sidestream {
 void StepOrder::forget() noexcept {
   learned_.clear();
   learned_bytes_.clear();
-  returns_.clear();
+  reloads_.clear();
 }
 
 void StepOrder::begin() noexcept {
   events_.clear();
   bytes_.clear();
-  next_return_ = 0;
+  next_reload_ = 0;
   in_step_ = true;
   follows_ = !learned_.empty();
 }
@@ -32,11 +32,11 @@ void StepOrder::happened(GroupEvent event) {
   follows_ = follows_ && place < learned_.size() && learned_[place] == event;
 }
 
-const GroupReturn* StepOrder::due() noexcept {
-  if (!follows_ || next_return_ == returns_.size() || returns_[next_return_].event >= events_.size()) {
+const GroupReload* StepOrder::due() noexcept {
+  if (!follows_ || next_reload_ == reloads_.size() || reloads_[next_reload_].event >= events_.size()) {
     return nullptr;
   }
-  return &returns_[next_return_++];
+  return &reloads_[next_reload_++];
 }
 
 void StepOrder::end(const GroupWindow& window) {
@@ -46,7 +46,7 @@ void StepOrder::end(const GroupWindow& window) {
   }
   learned_ = events_;
   learned_bytes_ = bytes_;
-  returns_ = group_returns(learned_, learned_bytes_, window);
+  reloads_ = group_reloads(learned_, learned_bytes_, window);
 }
 
 }  // namespace sidestream

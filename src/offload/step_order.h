@@ -26,7 +26,7 @@ class StepOrder {
   /// True if this step has taken the learned order so far.
   [[nodiscard]] bool follows() const noexcept { return follows_; }
   /// While it does: the next group that is to be reloaded now; null if there is none.
-  [[nodiscard]] const GroupReturn* due() noexcept;
+  [[nodiscard]] const GroupReload* due() noexcept;
   void end(const GroupWindow& window);
 
   /// Of the latest step that has ended, or of this one: what happened up to now.
@@ -37,8 +37,8 @@ class StepOrder {
 
   std::vector<GroupEvent> learned_;
   std::vector<GroupBytes> learned_bytes_;
-  std::vector<GroupReturn> returns_;
-  std::size_t next_return_ = 0;
+  std::vector<GroupReload> reloads_;
+  std::size_t next_reload_ = 0;
   std::vector<GroupEvent> events_;
   std::vector<GroupBytes> bytes_;
   bool in_step_ = false;

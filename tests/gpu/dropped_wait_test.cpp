@@ -196,7 +196,7 @@ INSTANTIATE_TEST_SUITE_P(
     Faults, DroppedWaitWindowTest,
     testing::Values(
         Fault{"a_copy_to_the_host_without_its_compute", Wait::to_host_for_model, kLateCompute},
-        Fault{"a_source_let_go_before_its_copy", Wait::model_for_to_host, kLateToHost},
+        Fault{"a_source_freed_before_its_copy", Wait::model_for_to_host, kLateToHost},
         Fault{"a_copy_back_into_memory_in_use", Wait::to_device_for_model, kLateCompute},
         Fault{"a_use_without_its_copy_back", Wait::model_for_to_device, kLateToDevice},
         Fault{"a_host_slot_written_before_it_was_read", Wait::to_host_for_to_device, kLateToDevice, false, true},

@@ -16,9 +16,9 @@ GroupWindow window(std::uint64_t lag, std::uint64_t lookahead = 0) { return {{la
 
 using Pairs = std::vector<std::pair<std::size_t, std::uint32_t>>;
 
-Pairs pairs(const std::vector<GroupReturn>& returns) {
+Pairs pairs(const std::vector<GroupReload>& reloads) {
   Pairs result;
-  for (const GroupReturn& each : returns) {
+  for (const GroupReload& each : reloads) {
     result.emplace_back(each.event, each.group);
   }
   return result;
@@ -50,41 +50,41 @@ TEST(NeededImmediatelyWithinTest, OnlyTheLastMicrobatchDoesWhereForwardsRunAhead
             (std::vector<bool>{false, false, false, false, true, true}));
 }
 
-TEST(GroupReturnsTest, OneAheadWithTheMemoryThatBackwardFrees) {
+TEST(GroupReloadsTest, OneAheadWithTheMemoryThatBackwardFrees) {
   const std::vector<GroupBytes> groups = {{1, 1}, {1, 1}, {1, 1}, {1, 0}, {1, 0}};
-  EXPECT_EQ(pairs(group_returns(kPlain, groups, window(2))), (Pairs{{6, 2}, {7, 1}, {8, 0}}));
+  EXPECT_EQ(pairs(group_reloads(kPlain, groups, window(2))), (Pairs{{6, 2}, {7, 1}, {8, 0}}));
 }
 
-TEST(GroupReturnsTest, EarlierWithLookahead) {
+TEST(GroupReloadsTest, EarlierWithLookahead) {
   const std::vector<GroupBytes> groups = {{1, 1}, {1, 1}, {1, 1}, {1, 0}, {1, 0}};
-  EXPECT_EQ(pairs(group_returns(kPlain, groups, window(2, 1))), (Pairs{{5, 2}, {6, 1}, {7, 0}}));
+  EXPECT_EQ(pairs(group_reloads(kPlain, groups, window(2, 1))), (Pairs{{5, 2}, {6, 1}, {7, 0}}));
 }
 
-TEST(GroupReturnsTest, AsEarlyAsThereIsRoomButBehindItsLettingGo) {
+TEST(GroupReloadsTest, AsEarlyAsThereIsRoomButAfterItWasFreed) {
   const std::vector<GroupBytes> groups = {{1, 1}, {1, 1}, {1, 1}, {1, 0}, {1, 0}};
-  EXPECT_EQ(pairs(group_returns(kPlain, groups, window(2, 9))), (Pairs{{5, 2}, {5, 1}, {5, 0}}))
+  EXPECT_EQ(pairs(group_reloads(kPlain, groups, window(2, 9))), (Pairs{{5, 2}, {5, 1}, {5, 0}}))
       << "in the order of their use";
 }
 
-TEST(GroupReturnsTest, AForwardsLastGroupComesBetweenAReturnAndTheBackwardBehindThatForward) {
+TEST(GroupReloadsTest, AForwardsLastGroupComesBetweenAReloadAndTheBackwardAfterThatForward) {
   const std::vector<GroupBytes> groups = {{1, 1}, {1, 1}, {1, 1}, {1, 1}, {1, 1}, {1, 0}};
-  EXPECT_EQ(pairs(group_returns(kInTurn, groups, window(1))), (Pairs{{2, 1}, {4, 0}, {6, 3}, {8, 2}, {10, 4}}));
+  EXPECT_EQ(pairs(group_reloads(kInTurn, groups, window(1))), (Pairs{{2, 1}, {4, 0}, {6, 3}, {8, 2}, {10, 4}}));
 }
 
-TEST(GroupReturnsTest, NothingComesBackBeforeItIsLetGoOf) {
+TEST(GroupReloadsTest, NothingIsReloadedBeforeItIsFreed) {
   const std::vector<GroupBytes> groups = {{1, 1}, {1, 1}, {1, 1}, {1, 1}, {1, 0}, {1, 0}};
-  EXPECT_EQ(pairs(group_returns(kInTurn, groups, window(2))), (Pairs{{3, 1}, {4, 0}, {7, 3}, {8, 2}}))
+  EXPECT_EQ(pairs(group_reloads(kInTurn, groups, window(2))), (Pairs{{3, 1}, {4, 0}, {7, 3}, {8, 2}}))
       << "groups 1 and 3 are let go of with the last group before their use";
 }
 
-TEST(GroupReturnsTest, WhatIsNeverUsedOrNeverLetGoOfDoesNotComeBack) {
+TEST(GroupReloadsTest, AGroupThatIsNeverUsedOrNeverFreedIsNotReloaded) {
   const std::vector<GroupEvent> order = {end_of(0), end_of(1), end_of(2), use_of(2), use_of(1)};
-  EXPECT_EQ(pairs(group_returns(order, {{1, 1}, {1, 1}, {1, 1}}, window(2))), Pairs{});
+  EXPECT_EQ(pairs(group_reloads(order, {{1, 1}, {1, 1}, {1, 1}}, window(2))), Pairs{});
 }
 
-TEST(GroupReturnsTest, AGroupThatDoesNotFitComesBackOneAhead) {
+TEST(GroupReloadsTest, AGroupThatDoesNotFitIsReloadedOneAhead) {
   const std::vector<GroupBytes> groups = {{5, 5}, {1, 1}, {1, 1}, {1, 0}, {1, 0}};
-  EXPECT_EQ(pairs(group_returns(kPlain, groups, window(2))), (Pairs{{6, 2}, {7, 1}, {8, 0}}));
+  EXPECT_EQ(pairs(group_reloads(kPlain, groups, window(2))), (Pairs{{6, 2}, {7, 1}, {8, 0}}));
 }
 
 }  // namespace

@@ -127,8 +127,8 @@ class OutputBetweenCallsTest : public testing::Test {
 
 TEST_F(OutputBetweenCallsTest, IsNotKeptByTheSequence) {
   const std::int64_t held = kept_bytes(options(), halve, every);
-  const std::int64_t let_go = kept_bytes(options(), halve);
-  EXPECT_EQ(held - let_go, (kLayers - 1) * kOutputBytes) << "all but the last call's";
+  const std::int64_t freed = kept_bytes(options(), halve);
+  EXPECT_EQ(held - freed, (kLayers - 1) * kOutputBytes) << "all but the last call's";
   EXPECT_EQ(engine_->report().outputs_copied, 0);
 }
 
@@ -158,8 +158,8 @@ TEST_F(OutputBetweenCallsTest, IsKeptWhereWhatSavesItStays) {
       << "all is needed immediately";
   EXPECT_EQ(engine_->report().outputs_copied, 0);
   EXPECT_EQ(engine_->report().unplanned_bytes, 0);
-  const std::int64_t let_go = kept_bytes(options().offload("between"), gate);
-  EXPECT_EQ(held - let_go, (kLayers - 2) * kOutputBytes) << "the last group is needed immediately";
+  const std::int64_t freed = kept_bytes(options().offload("between"), gate);
+  EXPECT_EQ(held - freed, (kLayers - 2) * kOutputBytes) << "the last group is needed immediately";
 }
 
 TEST_F(OutputBetweenCallsTest, IsKeptByGraphsWhoseBackwardMayRunTwice) {
