@@ -181,6 +181,7 @@ TEST_F(WholeStepErrorTest, RefusesCallsThatDoNotFit) {
   auto& step = *trainer.step;
   EXPECT_THROWS(UsageError, "other shapes",
                 (void)step({{rows(0, device_).narrow(0, 0, 8), rows(0, device_, 1).narrow(0, 0, 8)}}));
+  EXPECT_THROWS(UsageError, "or devices than captured", (void)step({{rows(0, device_).cpu(), rows(0, device_, 1)}}));
   EXPECT_THROWS(UsageError, "number of microbatches", (void)step({trainer.data(0)[0], trainer.data(0)[0]}));
   EXPECT_THROWS(UsageError, "number of microbatches", (void)step({}));
   EXPECT_THROWS(UsageError, "an input requires a gradient",
@@ -204,6 +205,18 @@ TEST_F(WholeStepErrorTest, RefusesCallsThatDoNotFit) {
   step.reset();
   step.reset();
   EXPECT_THROWS(UsageError, "called after OffloadEngine::reset", (void)step(trainer.data(0)));
+}
+
+TEST_F(WholeStepErrorTest, RefusesInputsOnAnotherDeviceIfItMayCaptureAgain) {
+  WholeStepTrainer trainer(device_, {});
+  trainer.engine = std::make_unique<OffloadEngine>(*trainer.model, Options(device_));
+  GraphedStep step =
+      make_graphed_step(*trainer.engine, stack_step(trainer), trainer.data(0), StepOptions().max_captures(2));
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_THROWS(UsageError, "is on cpu", (void)step({{rows(0, device_).cpu(), rows(0, device_, 1)}}));
+  }
+  (void)step(
+      {{rows(0, device_).narrow(0, 0, 8), rows(0, device_, 1).narrow(0, 0, 8)}});  // there is room for another capture
 }
 
 }  // namespace
