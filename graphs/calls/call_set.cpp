@@ -19,7 +19,8 @@ std::vector<CallSpec> CallSet::take_specs() {
   std::iota(all.begin(), all.end(), 0);
   std::vector<CallSpec> specs = pass.specs_of(all);
   for (const auto c : all) {
-    const std::vector<CallInput>& linked = first_bucket_->sequence->calls()[first_bucket_->index_of(c)].spec.inputs;
+    const std::vector<CallInput>& linked =
+        first_bucket_->sequence->captured().calls[first_bucket_->index_of(c)].spec.inputs;
     for (const auto i : c10::irange(specs[c].inputs.size())) {
       if (CallInput& input = specs[c].inputs[i]; input.from && !(i < linked.size() && linked[i].from)) {
         pass.unlink(input);
@@ -33,14 +34,14 @@ std::vector<CallSpec> CallSet::take_specs() {
 bool CallSet::is_pending() const {
   const std::vector<CallVariant>& buckets = sites.front().variants.all;
   return std::any_of(buckets.begin(), buckets.end(), [](const CallVariant& bucket) {
-    return bucket.holder->sequence->any_pending() || bucket.holder->sequence->has_to_wait();
+    return bucket.holder->sequence->pending().any() || bucket.holder->sequence->has_to_wait();
   });
 }
 
 bool CallSet::is_in_other_mode() const {
   for (const auto i : c10::irange(sites.size())) {
     if (!sites[i].dropped) {
-      const FactsChange change = first_bucket_->sequence->change(first_bucket_->index_of(i));
+      const FactsChange change = first_bucket_->sequence->captured().change(first_bucket_->index_of(i));
       if (change.training || change.options) {
         return true;
       }

@@ -9,10 +9,10 @@ namespace sidestream {
 namespace {
 
 bool is_of(const CallVariant& variant, bool gradients) {
-  return variant.holder->sequence->forwards_alone() != gradients;
+  return variant.holder->sequence->captured().forwards_alone() != gradients;
 }
 
-bool is_idle(const CallVariant& variant) { return !variant.holder->sequence->any_pending(); }
+bool is_idle(const CallVariant& variant) { return !variant.holder->sequence->pending().any(); }
 
 }  // namespace
 

@@ -67,7 +67,7 @@ struct CallVariant {
   [[nodiscard]] std::size_t index() const { return holder->index_of(call); }
   /// True if all arguments of `request` are as captured. Modes and weights may differ.
   [[nodiscard]] bool accepts(const detail::CallRequest& request) const {
-    return same_arguments(guards, shape, request) && holder->sequence->accepts(index(), request.inputs);
+    return same_arguments(guards, shape, request) && holder->sequence->captured().accepts(index(), request.inputs);
   }
 };
 

@@ -165,15 +165,16 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
   const bool by_inputs = call.site.kind == CallSite::Kind::callable;  // replay_callable looks at modes and weights
   Found found;
   for (CallVariant& variant : call.site.variants.all) {
-    GraphSequence& sequence = *variant.holder->sequence;
+    const GraphSequence& sequence = *variant.holder->sequence;
+    const CapturedSequence& captured = sequence.captured();
     const std::size_t index = variant.index();
-    if (!(by_inputs || sequence.calls()[index].spec.state.modes == call.modes) || !variant.accepts(call.request)) {
+    if (!(by_inputs || captured.calls[index].spec.state.modes == call.modes) || !variant.accepts(call.request)) {
       found.other = &variant;
       continue;
     }
     if (!by_inputs) {
       // Where not all ranks capture, the step's begin has seen what is outdated and left it as it is.
-      const FactsChange change = sequences_.postponed() ? sequence.change_of_all(index) : sequence.change(index);
+      const FactsChange change = sequences_.postponed() ? captured.change_of_all(index) : captured.change(index);
       if (change.stale()) {
         found.stale = &variant;
         return found;
@@ -185,7 +186,7 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
     }
     if (sequence.has_to_wait()) {
       found.waiting = found.pending = &variant;
-    } else if (sequence.ready(index)) {
+    } else if (sequence.pending().ready(index)) {
       found.ready = &variant;
       found.index = index;
       return found;
@@ -216,7 +217,7 @@ void Dispatcher::on_pending(const Call& call, const Found& found) {
   switch (call.site.rules.on_pending) {
     case OnPending::error:
       if (found.waiting != nullptr) {
-        found.waiting->holder->sequence->refuse_turn(describe(call.site));
+        found.waiting->holder->sequence->captured().memory->refuse(describe(call.site));
       }
       refuse_own_pending(call.site);
     case OnPending::capture:
@@ -269,8 +270,8 @@ void Dispatcher::on_mismatch(const Call& call, const Found& found) {
 
 void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& variant) {
   const GraphSequence& sequence = *variant.holder->sequence;
-  if (sequence.options().on_relocated_weights() == OnRelocatedWeights::error) {
-    throw UsageError(describe(call.site) + ": " + sequence.difference(variant.index()) +
+  if (sequence.captured().options.on_relocated_weights() == OnRelocatedWeights::error) {
+    throw UsageError(describe(call.site) + ": " + sequence.captured().difference(variant.index()) +
                      ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
                      "GraphOptions::on_relocated_weights to capture");
   }

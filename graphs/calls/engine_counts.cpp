@@ -49,7 +49,7 @@ void EngineCounts::bucket_dropped(const std::string& name, std::int64_t max_buck
 }
 
 void EngineCounts::captured(const GraphSequence& sequence) {
-  for (const CapturedCall& call : sequence.calls()) {
+  for (const CapturedCall& call : sequence.captured().calls) {
     counted_.captures += call.has_backward ? 2 : 1;
   }
 }

@@ -25,8 +25,8 @@ namespace {
 
 /// Dropped by a capture that failed in its place, or captured of a model that is another now.
 bool is_outdated(const GraphSequence& sequence) {
-  const CapturedCalls& calls = sequence.calls();
-  return sequence.change().stale() || std::any_of(calls.begin(), calls.end(), [](const CapturedCall& call) {
+  const CapturedCalls& calls = sequence.captured().calls;
+  return sequence.captured().change().stale() || std::any_of(calls.begin(), calls.end(), [](const CapturedCall& call) {
            return !call.forward.graph && !call.replay.released;
          });
 }
@@ -71,10 +71,10 @@ std::shared_ptr<SequenceHolder> EngineSequences::capture(const std::vector<CallS
 }
 
 void EngineSequences::recapture(SequenceHolder& holder) {
-  check_capture(holder.sequence->options());
-  holder.sequence->check_turn();
+  check_capture(holder.sequence->captured().options);
+  holder.sequence->captured().memory->check_capture(holder.sequence.get());
   const CaptureModesGuard modes(resources_.runtime->device().type());
-  const CapturedCalls& calls = holder.sequence->calls();
+  const CapturedCalls& calls = holder.sequence->captured().calls;
   std::vector<CallSpec> specs;
   std::vector<std::size_t> index(calls.size());  // of each call now, among those that are left
   for (std::size_t l = 0; l < calls.size(); ++l) {
@@ -102,8 +102,8 @@ void EngineSequences::recapture(SequenceHolder& holder) {
     }
     specs.push_back(std::move(spec));
   }
-  const GraphOptions options = holder.sequence->options();
-  const std::shared_ptr<GraphMemory> memory = holder.sequence->memory();
+  const GraphOptions options = holder.sequence->captured().options;
+  const std::shared_ptr<GraphMemory> memory = holder.sequence->captured().memory;
   holder.sequence->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
   holder.sequence = capture_sequence(specs, options, memory->shared() ? memory : nullptr);
@@ -116,7 +116,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
       }
     }
   }
-  counts_.recaptured(static_cast<std::int64_t>(holder.sequence->calls().size()));
+  counts_.recaptured(static_cast<std::int64_t>(holder.sequence->captured().calls.size()));
   mark_static_outputs();
 }
 
@@ -165,7 +165,7 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
     call.site->to_record = false;
     counts_.recaptured(call.site->variants.all.size() > 1 ? 1 : 0);
     recorded.outputs().for_each_of(group[i], [&](const c10::StorageImpl* storage, std::size_t output) {
-      const CapturedCall& captured = holder->sequence->calls()[i];
+      const CapturedCall& captured = holder->sequence->captured().calls[i];
       if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
         plan_.captured(storage, captured.output_storages[captured.outputs[output].of].given_back());
       }
@@ -196,9 +196,9 @@ std::shared_ptr<GraphMemory> EngineSequences::memory_of(const std::vector<const 
     memories_.try_emplace({site, of}, memory);
   }
   const bool taken = !all && !evaluation && std::any_of(own_.begin(), own_.end(), [&](const auto& holder) {
-    return holder->sequence->memory() == memory && !holder->sequence->forwards_alone();
+    return holder->sequence->captured().memory == memory && !holder->sequence->captured().forwards_alone();
   });
-  return taken || memory->pending() ? nullptr : memory;
+  return taken || memory->pending_beside(nullptr) ? nullptr : memory;
 }
 
 void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& recorded) {
@@ -219,7 +219,7 @@ void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& rec
     }
   }
   if (dropped) {
-    std::erase_if(own_, [](const auto& holder) { return holder->sequence->released(); });
+    std::erase_if(own_, [](const auto& holder) { return holder->sequence->captured().released(); });
     mark_static_outputs();
   }
 }
@@ -233,7 +233,7 @@ bool EngineSequences::agree(bool mine) {
 void EngineSequences::await_failed_backward() const {
   constexpr std::chrono::milliseconds kBound{200};
   const auto bound = std::chrono::steady_clock::now() + kBound;
-  for_each([&](const GraphSequence& sequence) { sequence.await_backwards(bound); });
+  for_each([&](const GraphSequence& sequence) { sequence.pending().await_none(bound); });
 }
 
 bool EngineSequences::outdated() const {
@@ -243,7 +243,7 @@ bool EngineSequences::outdated() const {
 void EngineSequences::follow_weights(CallTable& calls) {
   std::vector<std::shared_ptr<SequenceHolder>> replaced;
   for (const auto& holder : own_) {
-    const FactsChange change = holder->sequence->change();
+    const FactsChange change = holder->sequence->captured().change();
     if (!is_outdated(*holder->sequence)) {
       continue;
     }
@@ -283,7 +283,7 @@ void EngineSequences::drop_own() {
 void EngineSequences::mark_static_outputs() {
   resources_.exclusions.remove_static_inputs();
   for_each([&](const GraphSequence& sequence) {
-    for (const CapturedCall& call : sequence.calls()) {
+    for (const CapturedCall& call : sequence.captured().calls) {
       for (const StaticOutput& output : call.outputs) {
         if (output.tensor.defined()) {
           resources_.exclusions.add_static_input(output.tensor);

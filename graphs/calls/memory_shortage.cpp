@@ -147,14 +147,15 @@ std::int64_t needed_beside(const EngineResources& resources) {
 void note_room(const EngineResources& resources, GraphSequence& sequence) {
   constexpr std::int64_t kNotable = 10;
   const std::int64_t free = resources.runtime->room().free;
-  if (const std::int64_t graphs = sequence.outside().graphs; graphs > free / kNotable) {
-    sequence.note("the graphs of \"" + sequence.calls().front().spec.name + "\" and of the calls after it take " +
-                  std::to_string(graphs) + " bytes of device memory beside their tensors, and " + std::to_string(free) +
+  if (const std::int64_t graphs = sequence.captured().outside.graphs; graphs > free / kNotable) {
+    sequence.note("the graphs of \"" + sequence.captured().calls.front().spec.name +
+                  "\" and of the calls after it take " + std::to_string(graphs) +
+                  " bytes of device memory beside their tensors, and " + std::to_string(free) +
                   " bytes are left. If that is too little for your step, graph fewer calls");
   }
   if (const std::int64_t needed = needed_beside(resources); needed > free) {
     sequence.note(
-        "after the capture of \"" + sequence.calls().front().spec.name + "\" and the calls after it, " +
+        "after the capture of \"" + sequence.captured().calls.front().spec.name + "\" and the calls after it, " +
         std::to_string(free) + " bytes of device memory are left. That is " + std::to_string(needed - free) +
         " bytes fewer than the rest of the first step took: if a step runs out of memory, offload more, graph "
         "fewer calls or use a smaller batch");
@@ -177,8 +178,9 @@ void MemoryShortage::warn(const SequenceHolders& sequences, const SavedTensorRec
       return;
     }
     Saved saved;
-    for_each_sequence(sequences,
-                      [&](const GraphSequence& sequence) { saved.add(sequence.profile(), &sequence.plan()); });
+    for_each_sequence(sequences, [&](const GraphSequence& sequence) {
+      saved.add(sequence.captured().profile, &sequence.captured().plan);
+    });
     saved.add(recorder.profile(), nullptr);
     TORCH_WARN("Sidestream: ", beginning(resources_, "step", allocated_),
                description(saved, recorder.counts().refused_bytes));
@@ -211,7 +213,9 @@ void CaptureShortage::rethrow(const SequenceHolders& sequences, const CaptureAtt
     throw;
   }
   Saved saved;
-  for_each_sequence(sequences, [&](const GraphSequence& sequence) { saved.add(sequence.profile(), &sequence.plan()); });
+  for_each_sequence(sequences, [&](const GraphSequence& sequence) {
+    saved.add(sequence.captured().profile, &sequence.captured().plan);
+  });
   saved.add(attempt.profile, &attempt.plan);
   throw DeviceError(
       error->text + "; " + beginning(resources(), "capture", allocated()) + lack(first) + description(saved, 0),

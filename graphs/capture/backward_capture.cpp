@@ -50,7 +50,7 @@ Accumulated accumulated_of(const CapturedCall& call) {
 }  // namespace
 
 void SequenceCapture::capture_backward(std::size_t index) {
-  CapturedCall& call = sequence_.calls_[index];
+  CapturedCall& call = sequence_.calls[index];
   Live& live = live_[index];
   if (!call.has_backward) {
     return;
@@ -92,7 +92,7 @@ void SequenceCapture::capture_backward(std::size_t index) {
   hooks.before_backward();
   check_hooked_weights(index);
   use_.capture_begins();
-  CaptureGuard capture(runtime_, capture_, *sequence_.pool_, call.spec.generators);
+  CaptureGuard capture(runtime_, capture_, *sequence_.pool, call.spec.generators);
   allocate_targets(index);
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);
@@ -101,7 +101,7 @@ void SequenceCapture::capture_backward(std::size_t index) {
     const OperatorObserverGuard observer = reads_.watch();
     NodeNaming naming(runtime_, capture_, call.backward.names, *call.spec.scope, live.scopes);
     const OperatorObserverGuard names = naming.watch();
-    grads = torch::autograd::grad(roots, targets, seeds, sequence_.options_.retain_graph_in_backward(),
+    grads = torch::autograd::grad(roots, targets, seeds, sequence_.options.retain_graph_in_backward(),
                                   /*create_graph=*/false, /*allow_unused=*/true);
     names.rethrow();
     observer.rethrow();
@@ -133,16 +133,16 @@ StaticInput* SequenceCapture::giver_of_seed(std::size_t index, const StaticOutpu
   }
   // A sum's backward gives one tensor as the gradient of both its inputs. As two seeds it would be wrong wherever one of the
   // outputs is read elsewhere too: that output's gradient is another one then, and would be written over both.
-  const auto& outputs = sequence_.calls_[index].outputs;
+  const auto& outputs = sequence_.calls[index].outputs;
   const bool taken = std::any_of(outputs.begin(), outputs.end(), [&](const StaticOutput& other) {
     return other.seed_from && at::get_overlap_status(other.seed, grads[reader.index]) != at::MemOverlapStatus::No;
   });
-  return taken ? nullptr : &sequence_.calls_[reader.call].inputs[reader.index];
+  return taken ? nullptr : &sequence_.calls[reader.call].inputs[reader.index];
 }
 
 void SequenceCapture::prepare_seeds(std::size_t index) {
   const at::NoGradGuard no_grad;
-  for (StaticOutput& output : sequence_.calls_[index].outputs) {
+  for (StaticOutput& output : sequence_.calls[index].outputs) {
     if (!output.requires_grad) {
       continue;
     }
@@ -182,9 +182,9 @@ void SequenceCapture::allocate_targets(std::size_t index) {
   const std::vector<std::size_t>& by_backward = order_.by_backward();
   for (std::size_t rank = order_.backward_rank(index); rank < by_backward.size(); ++rank) {
     const std::size_t i = by_backward[rank];
-    CallCopies& copies = sequence_.calls_[i].copies;
+    CallCopies& copies = sequence_.calls[i].copies;
     if (!copies.allocated && copies.reload_at <= graph_index && order_.forward_index(i) < graph_index) {
-      const Site site(Activity::reload, sequence_.calls_[i].spec.scope->site);
+      const Site site(Activity::reload, sequence_.calls[i].spec.scope->site);
       copies.allocated = true;
       copies.reload_at = graph_index;
       resources_.offload->allocate_targets(copies.captured);
@@ -224,7 +224,7 @@ void SequenceCapture::take_gradients(CapturedCall& call, Live& live, std::vector
 }
 
 void SequenceCapture::finish_backward(std::size_t index) {
-  CapturedCall& call = sequence_.calls_[index];
+  CapturedCall& call = sequence_.calls[index];
   Live& live = live_[index];
   for (const auto i : c10::irange(call.inputs.size())) {
     const at::Tensor& grad = live.grad_inputs[i];
@@ -238,13 +238,13 @@ void SequenceCapture::finish_backward(std::size_t index) {
   // Later captures may use this memory again: this call's saved tensors and reloaded copies, and the input gradients
   // of the call above, which this backward has read.
   live.recorder.reset();
-  if (!sequence_.options_.retain_graph_in_backward()) {
+  if (!sequence_.options.retain_graph_in_backward()) {
     live.outputs.clear();
     live.leaves.clear();
     CaptureOffload::release(call.copies.captured);
   }
   const std::size_t graph_index = order_.backward_index(index);
-  if (graph_index + 1 == order_.size() && !sequence_.memory_->shared()) {
+  if (graph_index + 1 == order_.size() && !sequence_.memory->shared()) {
     call.owns_gradients = give_input_gradients(call.inputs, live.grad_inputs) || call.owns_gradients;
   }
   if (order_.is_backward(graph_index - 1)) {

@@ -20,7 +20,7 @@
 namespace sidestream {
 
 void SequenceCapture::capture_forward(std::size_t index) {
-  CapturedCall& call = sequence_.calls_[index];
+  CapturedCall& call = sequence_.calls[index];
   Live& live = live_[index];
   use_.comes_to(order_.forward_index(index));
   release(order_.forward_index(index));
@@ -37,7 +37,7 @@ void SequenceCapture::capture_forward(std::size_t index) {
   }
   resources_.offload->begin_forward(call.copies.captured, shared_slots_ ? &*shared_slots_ : nullptr);
   use_.capture_begins();
-  CaptureGuard capture(runtime_, capture_, *sequence_.pool_, call.spec.generators);
+  CaptureGuard capture(runtime_, capture_, *sequence_.pool, call.spec.generators);
   NodeNaming naming(runtime_, capture_, call.forward.names, *live.recorder, live.scopes);
   {
     const OperatorObserverGuard observer = reads_.watch();
@@ -84,7 +84,7 @@ void SequenceCapture::capture_forward(std::size_t index) {
   learn_lives(index, saved);
   live.arguments.clear();
   if (has_hooks_of_body(outputs)) {
-    sequence_.plan_.notes.push_back(
+    sequence_.plan.notes.push_back(
         sequence_.describe(index) +
         " registers gradient hooks inside: replays repeat their tensor operations only; other "
         "effects of the hooks happen at the capture only");
@@ -93,25 +93,37 @@ void SequenceCapture::capture_forward(std::size_t index) {
 }
 
 void SequenceCapture::learn_lives(std::size_t index, const SavedStorages& saved) {
-  const CapturedCall& call = sequence_.calls_[index];
+  const CapturedCall& call = sequence_.calls[index];
   lives_.forward_captured({call.outputs, call.output_storages},
                           {saved, *live_[index].recorder, sizings_[index].outputs.kept, call.copies.released_at});
 }
 
 void SequenceCapture::release(std::size_t graph_index) {
-  for (const CapturedCall& call : sequence_.calls_) {
+  for (const CapturedCall& call : sequence_.calls) {
     if (call.copies.released_at == graph_index) {
       CaptureOffload::release(call.copies.captured);
     }
   }
   for (const Link& output : lives_.ended_before(graph_index)) {
-    sequence_.calls_[output.call].output_storages[output.index].give_back_to(sequence_.pool_);
-    sequence_.released_.add(graph_index, output.call, output.index);
+    sequence_.calls[output.call].output_storages[output.index].give_back_to(sequence_.pool);
+    sequence_.released_outputs.add(graph_index, output.call, output.index);
+  }
+}
+
+void SequenceCapture::share_outputs() {
+  for (const auto call : c10::irange(sequence_.calls.size())) {
+    std::vector<OutputStorage>& storages = sequence_.calls[call].output_storages;
+    for (const auto index : c10::irange(storages.size())) {
+      if (!storages[index].given_back()) {
+        storages[index].give_back_to(sequence_.pool);
+        sequence_.released_outputs.add(order_.size(), call, index);  // after the last graph of this sequence
+      }
+    }
   }
 }
 
 void SequenceCapture::make_leaves(std::size_t index) {
-  CapturedCall& call = sequence_.calls_[index];
+  CapturedCall& call = sequence_.calls[index];
   Live& live = live_[index];
   for (const auto i : c10::irange(call.inputs.size())) {
     StaticInput& input = call.inputs[i];
@@ -129,7 +141,7 @@ void SequenceCapture::make_leaves(std::size_t index) {
       live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
                                                    : input.tensor);
     }
-    if (input.tensor.defined() && (!input.from || sequence_.options_.retain_graph_in_backward())) {
+    if (input.tensor.defined() && (!input.from || sequence_.options.retain_graph_in_backward())) {
       resources_.exclusions->add_static_input(input.tensor);
     }
   }
@@ -138,7 +150,7 @@ void SequenceCapture::make_leaves(std::size_t index) {
 void SequenceCapture::link(StaticInput& input, const Link& reader) {
   using Kind = StaticOutput::Kind;
   for (;;) {
-    CapturedCall& giver = sequence_.calls_[input.from->call];
+    CapturedCall& giver = sequence_.calls[input.from->call];
     StaticOutput& output = giver.outputs[input.from->index];
     if (output.kind == Kind::earlier_output) {
       input.from->index = output.of;

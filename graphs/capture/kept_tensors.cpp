@@ -17,16 +17,16 @@ namespace sidestream {
 // eager call, or by the warm-up of another capture, whose graphs then read it. So all forwards are launched once to fill these tensors.
 // Other memory that they write is put back.
 void SequenceCapture::fill_kept_tensors() {
-  std::vector<CaptureReads::Made> kept = reads_.kept_by_others(sequence_.calls_, holders_);
+  std::vector<CaptureReads::Made> kept = reads_.kept_by_others(sequence_.calls, holders_);
   if (!kept.empty()) {  // autograd's thread may be the holder
     kept.clear();
     await_end_of_backward(runtime_.device());
-    kept = reads_.kept_by_others(sequence_.calls_, holders_);
+    kept = reads_.kept_by_others(sequence_.calls, holders_);
   }
   if (kept.empty()) {
     return;
   }
-  if (sequence_.memory_->shared()) {
+  if (sequence_.memory->shared()) {
     throw CaptureError(sequence_.describe(kept.front().call) + ": it keeps a tensor of " +
                        std::to_string(kept.front().storage.nbytes()) +
                        " bytes that it made, but graphs of other captures write the same memory. Return the tensor as "
@@ -39,7 +39,7 @@ void SequenceCapture::fill_kept_tensors() {
   for (const c10::Storage& storage : reads_.written()) {
     sandbox.keep_bytes(storage);
   }
-  for (const CapturedCall& call : sequence_.calls_) {
+  for (const CapturedCall& call : sequence_.calls) {
     const Site site(Activity::warmup, call.spec.scope->site);
     runtime_.launch(call.forward.graph, capture_);
   }
@@ -50,8 +50,8 @@ void SequenceCapture::fill_kept_tensors() {
 }
 
 void SequenceCapture::refuse_released(const std::vector<CaptureReads::Made>& kept) const {
-  sequence_.released_.for_each([&](const Link& output) {
-    const CapturedCall& call = sequence_.calls_[output.call];
+  sequence_.released_outputs.for_each([&](const Link& output) {
+    const CapturedCall& call = sequence_.calls[output.call];
     for (const CaptureReads::Made& made : kept) {
       if (call.output_storages[output.index].is(made.storage)) {
         throw CaptureError(sequence_.describe(output.call) + ": it keeps an output of " +
@@ -64,13 +64,13 @@ void SequenceCapture::refuse_released(const std::vector<CaptureReads::Made>& kep
 }
 
 void SequenceCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
-  for (const auto i : c10::irange(sequence_.calls_.size())) {
+  for (const auto i : c10::irange(sequence_.calls.size())) {
     std::size_t bytes = 0;
     for (const CaptureReads::Made& made : kept) {
       bytes += made.call == i ? made.storage.nbytes() : 0;
     }
     if (bytes > 0) {
-      sequence_.plan_.notes.push_back(
+      sequence_.plan.notes.push_back(
           sequence_.describe(i) + " keeps tensors that it makes (" + std::to_string(bytes) +
           " bytes): each replay overwrites them, and an eager run of the call makes new ones. "
           "If the program reads them, return them as outputs");
@@ -80,7 +80,7 @@ void SequenceCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {
 
 void SequenceCapture::refuse_replaced(const std::vector<CaptureReads::Made>& kept) const {
   for (const CaptureReads::Made& made : kept) {
-    for (const c10::Storage& external : sequence_.calls_[made.call].reads.externals) {
+    for (const c10::Storage& external : sequence_.calls[made.call].reads.externals) {
       // If only graphs hold it, the module freed it while they were captured.
       if (external.nbytes() == made.storage.nbytes() && !holders_.others_hold(external)) {
         throw CaptureError(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <typeinfo>
 #include <utility>
@@ -42,6 +43,14 @@ void naming(const std::string& where, const Part& part) {
   }
 }
 
+/// Before the first capture: other sequences release what they have in shared memory. Throws: UsageError if one awaits a backward.
+void take_memory(CapturedSequence& sequence, Runtime& runtime) {
+  GraphMemory& memory = *sequence.memory;
+  const std::lock_guard lock(memory.mutex());
+  memory.check_capture(nullptr);
+  memory.give_turn_to(nullptr, runtime, runtime.create_event(), sequence.overwritten);
+}
+
 }  // namespace
 
 std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResources& resources,
@@ -52,14 +61,14 @@ std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResourc
   name_generators(specs, options, device);
   const CaptureTurn turn(device);
   const HeldDraws held(device);
-  std::shared_ptr<GraphSequence> sequence(new GraphSequence(resources, options, nested_order(specs.size())));
-  sequence->begin_capture();
+  CapturedSequence sequence(resources, options, nested_order(specs.size()));
+  take_memory(sequence, *resources.runtime);
   GraphResources used = resources;
-  if (const OwnedStream* const stream = sequence->memory_->capture_stream(); stream != nullptr) {
+  if (const OwnedStream* const stream = sequence.memory->capture_stream(); stream != nullptr) {
     used.capture_stream = stream;
   }
   const DrawOrder::Capturing in_order(DrawOrder::of(device), *used.runtime, *used.capture_stream);
-  SequenceCapture capture(*sequence, used, std::move(specs));
+  SequenceCapture capture(sequence, used, std::move(specs));
   resources.owned_gradients->release_accumulators();
   try {
     capture.run();
@@ -71,7 +80,7 @@ std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResourc
     throw;
   }
   resources.owned_gradients->hold_accumulators();
-  return sequence;
+  return std::make_shared<GraphSequence>(resources, std::move(sequence));
 }
 
 void SequenceCapture::run() {
@@ -84,11 +93,11 @@ void SequenceCapture::run() {
   };
   {
     const StreamGuard on_capture(runtime_, capture_);
-    sizings_ = warm_up(specs_, sequence_.options_, runtime_, *resources_.tree, *resources_.exclusions, reads_.met(),
+    sizings_ = warm_up(specs_, sequence_.options, runtime_, *resources_.tree, *resources_.exclusions, reads_.met(),
                        resources_.progress);
   }
   runtime_.synchronize_device();
-  sequence_.outside_.warm_up = grown();
+  sequence_.outside.warm_up = grown();
   make_plan_and_pin();
   prepare_calls();
   runtime_.release_cached_memory();
@@ -111,22 +120,21 @@ void SequenceCapture::run() {
     history_.refuse_to_run();
   }
   settle_hooked_weights();
-  sequence_.outside_.graphs = grown();
+  sequence_.outside.graphs = grown();
   for (Live& live : live_) {
     live = {};
   }
   resources_.exclusions->remove_static_inputs();
-  if (sequence_.memory_->shared()) {
-    sequence_.share_outputs();
+  if (sequence_.memory->shared()) {
+    share_outputs();
   }
-  for (CapturedCall& call : sequence_.calls_) {
+  for (CapturedCall& call : sequence_.calls) {
     call.make_lists();
     if (call.spec.module == nullptr) {
       call.reads.modules.attend_to(call.reads.watched);
     }
   }
-  sequence_.use_.captured(use_.finish(sequence_.calls_, order_),
-                          sequence_.calls_[order_.by_backward().back()].ungiven_bytes());
+  sequence_.pool_use = use_.finish(sequence_.calls, order_);
   runtime_.synchronize_device();
   fill_kept_tensors();
   runtime_.release_cached_memory();
@@ -139,7 +147,7 @@ void SequenceCapture::say(ProgressPhase phase, std::size_t index, std::size_t ca
 }
 
 void SequenceCapture::record_caller_event() {
-  if (const auto& event = sequence_.options_.cuda_graph_event(); event != nullptr) {
+  if (const auto& event = sequence_.options.cuda_graph_event(); event != nullptr) {
     runtime_.record(GraphEventState::event_of(*event), capture_);
   }
 }
@@ -151,7 +159,7 @@ void SequenceCapture::hold_reads(CapturedCall& call) {
 }
 
 void SequenceCapture::check_hooked_weights(std::size_t index) const {
-  if (sequence_.calls_[index].spec.hooks != nullptr && sequence_.change(index).stale()) {
+  if (sequence_.calls[index].spec.hooks != nullptr && sequence_.change(index).stale()) {
     throw CaptureError("its capture-time hooks placed weights at other addresses for backward than for forward (" +
                        sequence_.difference(index) +
                        "). A replay reads the same addresses in forward and backward; let before_forward and "
@@ -161,7 +169,7 @@ void SequenceCapture::check_hooked_weights(std::size_t index) const {
 
 void SequenceCapture::settle_hooked_weights() {
   for (const auto i : c10::irange(specs_.size())) {
-    CapturedCall& call = sequence_.calls_[i];
+    CapturedCall& call = sequence_.calls[i];
     if (call.spec.hooks != nullptr) {
       CaptureReads::let_go_of_registered(call);
       call.placed_by_hooks = sequence_.change(i).stale();

@@ -20,7 +20,7 @@ namespace sidestream {
 
 class AddedGradients;
 
-/// Builds one sequence: warm-up, plan, forwards in order, backwards in reverse.
+/// Captures the graphs of one sequence: warm-up, plan, forwards in order, backwards in reverse.
 ///
 /// sequence_preparation.cpp holds what comes before the first capture, forward_capture.cpp and backward_capture.cpp the captures,
 /// kept_tensors.cpp what comes after the last one.
@@ -32,7 +32,7 @@ class SequenceCapture {
                                                                     const GraphOptions& options);
 
  private:
-  SequenceCapture(GraphSequence& sequence, const GraphResources& resources, std::vector<CallSpec> specs);
+  SequenceCapture(CapturedSequence& sequence, const GraphResources& resources, std::vector<CallSpec> specs);
   void run();
 
   /// What exists only while capturing.
@@ -96,13 +96,15 @@ class SequenceCapture {
   /// Frees memory for the captures from here on: the sources of copies that are done before the graph at `graph_index`, and outputs that
   /// the sequence needs no more.
   void release(std::size_t graph_index);
+  /// After the last capture: in shared memory later sequences compute where the outputs are.
+  void share_outputs();
   /// Inside the capture of a backward: allocates the targets of reloads that may be queued from here on.
   void allocate_targets(std::size_t index);
   /// Takes the gradients of inputs, and of parameters that were not `added` into `.grad`. `added` may be null.
   void take_gradients(CapturedCall& call, Live& live, std::vector<at::Tensor>& grads, const AddedGradients* added);
   void finish_backward(std::size_t index);
 
-  GraphSequence& sequence_;
+  CapturedSequence& sequence_;
   const GraphResources& resources_;
   Runtime& runtime_;
   const SequenceOrder& order_;

@@ -28,15 +28,16 @@ std::uint64_t selected_bytes(const Profile& profile) {
 
 }  // namespace
 
-SequenceCapture::SequenceCapture(GraphSequence& sequence, const GraphResources& resources, std::vector<CallSpec> specs)
+SequenceCapture::SequenceCapture(CapturedSequence& sequence, const GraphResources& resources,
+                                 std::vector<CallSpec> specs)
     : sequence_(sequence),
       resources_(resources),
       runtime_(*resources.runtime),
-      order_(sequence.order_),
+      order_(sequence.order),
       specs_(std::move(specs)),
       reads_(*resources.exclusions),
-      use_(runtime_, *sequence.pool_),
-      lives_(specs_, order_, holders_, sequence.options_.retain_graph_in_backward()),
+      use_(runtime_, *sequence.pool),
+      lives_(specs_, order_, holders_, sequence.options.retain_graph_in_backward()),
       capture_(resources.capture_stream->get()),
       live_(specs_.size()) {
   register_holders();
@@ -44,7 +45,7 @@ SequenceCapture::SequenceCapture(GraphSequence& sequence, const GraphResources& 
 
 void SequenceCapture::register_holders() {
   holders_.add([this](KnownReferences& references) {
-    for (const CapturedCall& call : sequence_.calls_) {
+    for (const CapturedCall& call : sequence_.calls) {
       call.tell(references);
     }
   });
@@ -70,7 +71,7 @@ CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selecte
   if (resources_.room != CopyRoom::as_planned) {
     return CopyLimits::smallest(selected);
   }
-  CopyLimits::Calls calls{sequence_.options_.side_streams(), {}, resources_.link};
+  CopyLimits::Calls calls{sequence_.options.side_streams(), {}, resources_.link};
   for (const CallSizing& sizing : sizings_) {
     calls.paces.push_back(sizing.pace);
   }
@@ -78,7 +79,7 @@ CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selecte
 }
 
 void SequenceCapture::make_plan_and_pin() {
-  Profile& profile = sequence_.profile_;
+  Profile& profile = sequence_.profile;
   std::vector<std::uint64_t> selected;
   for (const CallSizing& sizing : sizings_) {
     selected.push_back(selected_bytes(sizing.profile));
@@ -104,13 +105,13 @@ void SequenceCapture::make_plan_and_pin() {
       profile.storages.push_back(std::move(storage));
     }
   }
-  if (sequence_.memory_->shared()) {
-    shared_slots_.emplace(sequence_.memory_->slots(resources_.arena));
+  if (sequence_.memory->shared()) {
+    shared_slots_.emplace(sequence_.memory->slots(resources_.arena));
   }
-  sequence_.plan_ = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress,
-                                 shared_slots_ ? &*shared_slots_ : nullptr);
+  sequence_.plan = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress,
+                                shared_slots_ ? &*shared_slots_ : nullptr);
   if (resources_.room != CopyRoom::as_planned) {
-    sequence_.plan_.notes.push_back(
+    sequence_.plan.notes.push_back(
         "device memory ran out while \"" + specs_.front().name +
         "\" and the calls after it were captured as planned. They were captured again so that at most " +
         std::to_string(window.lag) +
@@ -120,18 +121,18 @@ void SequenceCapture::make_plan_and_pin() {
   } else if (std::string note =
                  resources_.eager->limits().note(window, "the tensors that the largest graphed call saves");
              !note.empty()) {
-    sequence_.plan_.notes.push_back(std::move(note));
+    sequence_.plan.notes.push_back(std::move(note));
   }
   if (resources_.attempt != nullptr) {
-    *resources_.attempt = {profile, sequence_.plan_};
+    *resources_.attempt = {profile, sequence_.plan};
   }
   std::vector<std::uint64_t> offloaded;
   for (const auto i : c10::irange(specs_.size())) {
     const CallSizing& sizing = sizings_[i];
-    live_[i].planned = lay_out(sizing.profile, sizing.scopes, sequence_.plan_.decisions.data() + first_storage[i]);
+    live_[i].planned = lay_out(sizing.profile, sizing.scopes, sequence_.plan.decisions.data() + first_storage[i]);
     std::uint64_t bytes = 0;
     for (std::size_t s = 0; s < sizing.profile.storages.size(); ++s) {
-      const bool is_offloaded = sequence_.plan_.decisions[first_storage[i] + s].fate == Fate::offloaded;
+      const bool is_offloaded = sequence_.plan.decisions[first_storage[i] + s].fate == Fate::offloaded;
       bytes += is_offloaded ? sizing.profile.storages[s].bytes : 0;
     }
     offloaded.push_back(bytes);
@@ -144,11 +145,10 @@ void SequenceCapture::make_plan_and_pin() {
 
 void SequenceCapture::prepare_calls() {
   const at::NoGradGuard no_grad;
-  const GradientPolicies policies(sequence_.options_, resources_.model, specs_);
-  sequence_.calls_.resize(specs_.size());
-  sequence_.gave_gradients_.reserve(specs_.size());
+  const GradientPolicies policies(sequence_.options, resources_.model, specs_);
+  sequence_.calls.resize(specs_.size());
   for (const auto i : c10::irange(specs_.size())) {
-    CapturedCall& call = sequence_.calls_[i];
+    CapturedCall& call = sequence_.calls[i];
     call.spec = specs_[i];
     call.site = call.spec.scope->site;
     call.forward.done = runtime_.create_external_event();
@@ -191,7 +191,6 @@ void SequenceCapture::prepare_calls() {
       watch(call, leaf);
     }
   }
-  sequence_.copies_.prepare();
 }
 
 void SequenceCapture::take_facts(CapturedCall& call) {
@@ -235,7 +234,7 @@ std::vector<at::Tensor> SequenceCapture::all_parameters() const {
       tensors.push_back(parameter);
     }
   };
-  for (const CapturedCall& call : sequence_.calls_) {
+  for (const CapturedCall& call : sequence_.calls) {
     for (const CallParameter& parameter : call.parameters) {
       add(parameter.tensor);
     }

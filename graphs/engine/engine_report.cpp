@@ -163,10 +163,10 @@ Report EngineState::report() const {
     resources_.syncs->add_to(report);
   }
   sequences_.for_each([&](const GraphSequence& sequence) {
-    append(sequence.profile(), sequence.plan(), report);
-    report.graph_bytes += sequence.outside().graphs;
-    report.warm_up_bytes += sequence.outside().warm_up;
-    for (const CapturedCall& call : sequence.calls()) {
+    append(sequence.captured().profile, sequence.captured().plan, report);
+    report.graph_bytes += sequence.captured().outside.graphs;
+    report.warm_up_bytes += sequence.captured().outside.warm_up;
+    for (const CapturedCall& call : sequence.captured().calls) {
       for (const c10::Storage& external : call.reads.externals) {
         report.external_bytes += static_cast<std::int64_t>(external.nbytes());
       }

@@ -353,8 +353,8 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineS
   std::vector<std::string> files;
   std::size_t number = 0;
   sequences.for_each([&](const GraphSequence& sequence) {
-    for (std::size_t index = 0; index < sequence.calls().size(); ++index) {
-      const CapturedCall& call = sequence.calls()[index];
+    for (std::size_t index = 0; index < sequence.captured().calls.size(); ++index) {
+      const CapturedCall& call = sequence.captured().calls[index];
       for (const bool backward : {false, true}) {
         if (!(backward ? call.backward.graph : call.forward.graph)) {
           continue;

@@ -44,32 +44,33 @@ void check_versions(const CapturedCall& call) {
 }
 
 void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) {
-  CapturedCall& call = calls_[index];
+  CapturedCall& call = captured_.calls[index];
   if (!call.backward.graph) {
-    throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
+    throw UsageError(captured_.describe(index) + ": it was reset before this backward; run the backward first");
   }
-  if (memory_->turn() != this) {
-    throw UsageError(describe(index) +
+  if (captured_.memory->turn() != this) {
+    throw UsageError(captured_.describe(index) +
                      ": another capture in the same memory was replayed since its forward, and has overwritten its " +
                      "saved tensors; run its backward before that replay, or capture it in a pool of its own");
   }
   if (call.replay.generation != generation) {
-    throw UsageError(describe(index) +
+    throw UsageError(captured_.describe(index) +
                      ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
                      "overwritten; run each backward before the next forward of the same capture");
   }
   if (call.replay.backward_failed && call.accumulates) {
-    throw UsageError(describe(index) + ": its backward failed after its graph had begun to add into .grad; " +
+    throw UsageError(captured_.describe(index) + ": its backward failed after its graph had begun to add into .grad; " +
                      "set the gradients to none and run its forward again");
   }
-  if (call.replay.backward_launched && !options_.retain_graph_in_backward()) {
-    throw UsageError(describe(index) + ": its backward is run a second time" +
+  if (call.replay.backward_launched && !captured_.options.retain_graph_in_backward()) {
+    throw UsageError(captured_.describe(index) + ": its backward is run a second time" +
                      (call.replay.backward_failed ? ", after one that failed after the launch of its graph" : "") +
                      ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward");
   }
-  if (const auto obstacle = pending_.obstacle(order_.backward_index(index))) {
+  if (const auto obstacle = pending_.runs().obstacle(captured_.order.backward_index(index))) {
     throw UsageError(
-        describe(index) + ": its backward runs before that of \"" + calls_[*obstacle].spec.name + "\", which was " +
+        captured_.describe(index) + ": its backward runs before that of \"" + captured_.calls[*obstacle].spec.name +
+        "\", which was " +
         "called after it; run the backwards of calls that were captured together in reverse order, or capture the "
         "calls separately");
   }
@@ -84,12 +85,12 @@ void GraphSequence::check_backward(std::size_t index, std::uint64_t generation) 
 }
 
 void GraphSequence::check_backward_state(std::size_t index) const {
-  const CapturedCall& call = calls_[index];
+  const CapturedCall& call = captured_.calls[index];
   const CallModes& captured = call.spec.state.backward_modes;
   const CallModes now = CallModes::current(captured.autocast.type);
   if (!(now == captured)) {
     const bool autocast = !(now.autocast == captured.autocast);
-    throw UsageError(describe(index) + ": its backward runs in another state of " +
+    throw UsageError(captured_.describe(index) + ": its backward runs in another state of " +
                      (autocast ? "autocast" : "the global switches (deterministic algorithms, precision, back ends)") +
                      " than it was captured in" +
                      (autocast && now.autocast.enabled ? "; call backward() outside of the autocast region"
@@ -98,7 +99,7 @@ void GraphSequence::check_backward_state(std::size_t index) const {
   }
   for (const BackwardRead& read : call.reads.in_backward) {
     if (read.counter.current_version() != read.at_forward) {
-      throw UsageError(describe(index) + ": " + read.name +
+      throw UsageError(captured_.describe(index) + ": " + read.name +
                        ", which its backward needs, has been modified by an inplace operation since its forward "
                        "(version " +
                        std::to_string(read.counter.current_version()) + ", expected " +
@@ -109,7 +110,7 @@ void GraphSequence::check_backward_state(std::size_t index) const {
   TensorFacts::add_changes(call.reads.watched, weights);
   if (weights.stale()) {
     throw UsageError(
-        describe(index) + ": " + difference(index) +
+        captured_.describe(index) + ": " + captured_.difference(index) +
         " when its forward ran; its backward would read weights that the model no longer has. Change weights " +
         "between steps, not between forward and backward");
   }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -161,8 +162,8 @@ struct CapturedCall {
 class CapturedCalls {
  public:
   CapturedCalls() = default;
-  CapturedCalls(const CapturedCalls&) = delete;
-  CapturedCalls& operator=(const CapturedCalls&) = delete;
+  CapturedCalls(CapturedCalls&& other) noexcept : all_(std::move(other.all_)), looks_(other.looks()) {}
+  CapturedCalls& operator=(CapturedCalls&&) = delete;
   ~CapturedCalls() = default;
 
   [[nodiscard]] CapturedCall& operator[](std::size_t index) {

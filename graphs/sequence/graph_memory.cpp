@@ -49,13 +49,6 @@ const OwnedStream* GraphMemory::capture_stream() const noexcept {
   return kept_ == nullptr || !kept_->capture_stream ? nullptr : &*kept_->capture_stream;
 }
 
-void GraphMemory::part_with_left_behind(Runtime& runtime, const Event& mark, OutputCounts& counts) {
-  while (!left_behind_.empty()) {
-    left_behind_.back().before_overwrite(runtime, mark, counts);
-    left_behind_.pop_back();
-  }
-}
-
 GraphPool::GraphPool(c10::Device device)
     : device_(device), memory_(std::make_shared<GraphMemory>(GraphMemory::Use::shared)) {}
 

@@ -3,6 +3,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -68,15 +69,21 @@ class GraphMemory {
 
   /// The sequence that has the turn; null if none has. Under `mutex`.
   [[nodiscard]] GraphSequence* turn() const noexcept { return turn_; }
-  void set_turn(GraphSequence* sequence) noexcept { turn_ = sequence; }
-  /// True while the sequence that has the turn awaits a backward.
-  [[nodiscard]] bool pending();
+  /// True while a sequence other than `sequence` has the turn and awaits a backward: no graph of `sequence` may be launched. Locks `mutex`.
+  [[nodiscard]] bool pending_beside(const GraphSequence* sequence);
+  /// Before a capture in this memory. `replaced`: the sequence that it replaces, or null. Locks `mutex`.
+  /// Throws: UsageError if another sequence awaits a backward.
+  void check_capture(const GraphSequence* replaced);
+  /// Throws: UsageError that names the call whose backward is pending; `what`: the call that would be replayed.
+  [[noreturn]] void refuse(const std::string& what) const;
+  /// Before the first launch of `sequence` in its turn. Null: before a capture. The current stream waits for all uses of the memory, and
+  /// outputs that are still held are copied out. No backward is pending. Under `mutex`.
+  /// Throws: as OutputStorage::before_overwrite; the former sequence keeps the turn, and the call may be repeated.
+  void give_turn_to(GraphSequence* sequence, Runtime& runtime, const Event& mark, OutputCounts& counts);
   /// `sequence` has ended, or was reset.
   void leave(const GraphSequence* sequence) noexcept { turn_ = turn_ == sequence ? nullptr : turn_; }
   /// A held output of a sequence that has ended, for which there was no room elsewhere.
   void leave_behind(OutputStorage storage) { left_behind_.push_back(std::move(storage)); }
-  /// Before another sequence has the memory. Throws: as OutputStorage::before_overwrite; may be called again.
-  void part_with_left_behind(Runtime& runtime, const Event& mark, OutputCounts& counts);
 
  private:
   struct Kept;

@@ -16,20 +16,6 @@ namespace {
 
 constexpr std::int64_t kSideStreams = 1;  // if the options name no number
 
-/// The memory for the captures of a sequence.
-std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const GraphOptions& options) {
-  if (resources.memory != nullptr) {
-    return resources.memory;
-  }
-  return options.pool() != nullptr ? GraphMemory::of(*options.pool(), resources.runtime->device())
-                                   : std::make_shared<GraphMemory>(GraphMemory::Use::own);
-}
-
-FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept {
-  TensorFacts::add_changes(call.reads.watched, modules);
-  return modules;
-}
-
 }  // namespace
 
 // Note [Graph choreography]
@@ -89,25 +75,23 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
 // streams that read it. From that index on any graph may write the memory: the output went back to the pool before the capture of a graph
 // whose index is above those of all graphs and copies that need it (OutputLiveness).
 
-GraphSequence::GraphSequence(const GraphResources& resources, const GraphOptions& options, SequenceOrder order)
+GraphSequence::GraphSequence(const GraphResources& resources, CapturedSequence captured)
     : runtime_(resources.runtime),
-      arena_(resources.arena),
-      options_(options),
-      memory_(memory_for(resources, options)),
       draw_order_(DrawOrder::of(runtime_->device())),
       fork_(runtime_->create_event()),
       whole_stream_(runtime_->create_event()),
-      pool_(memory_->pool(runtime_)),
-      order_(std::move(order)),
-      mutex_(memory_->mutex()),
-      pending_(order_),
+      captured_(std::move(captured)),
+      mutex_(captured_.memory->mutex()),
+      pending_(captured_.order, *captured_.memory),
       eager_(resources.eager),
-      copies_(runtime_, resources.mover, calls_, order_, pending_),
-      use_(runtime_, *pool_) {
-  if (options.cuda_graph_stream()) {
-    streams_.push_back(*options.cuda_graph_stream());
+      copies_(runtime_, resources.mover, captured_.calls, captured_.order, pending_.runs()),
+      use_(runtime_, *captured_.pool, captured_.pool_use, captured_.ungiven_bytes()) {
+  gave_gradients_.reserve(captured_.calls.size());
+  counts_.outputs += captured_.overwritten;
+  if (captured_.options.cuda_graph_stream()) {
+    streams_.push_back(*captured_.options.cuda_graph_stream());
   } else {
-    for ([[maybe_unused]] const auto k : c10::irange(options.side_streams().value_or(kSideStreams))) {
+    for ([[maybe_unused]] const auto k : c10::irange(captured_.options.side_streams().value_or(kSideStreams))) {
       side_streams_.push_back(runtime_->create_stream());
       streams_.push_back(side_streams_.back());
     }
@@ -123,87 +107,10 @@ GraphSequence::~GraphSequence() {
   leave_memory();
 }
 
-bool GraphSequence::pending(std::size_t call) const {
-  const std::lock_guard lock(mutex_);
-  return pending_.contains(call);
-}
-
-bool GraphSequence::ready(std::size_t call) const {
-  const std::lock_guard lock(mutex_);
-  return !pending_.obstacle(order_.forward_index(call));
-}
-
-bool GraphSequence::any_pending() const {
-  const std::lock_guard lock(mutex_);
-  return !pending_.empty();
-}
-
-void GraphSequence::await_backwards(std::chrono::steady_clock::time_point bound) const {
-  std::unique_lock lock(mutex_);
-  (void)memory_->settled().wait_until(lock, bound, [this] { return pending_.empty(); });
-}
-
-FactsChange GraphSequence::change(std::size_t index) const noexcept {
-  return with_watched(calls_[index].reads.modules.change(), calls_[index]);
-}
-
-FactsChange GraphSequence::change_of_all(std::size_t index) const noexcept {
-  return with_watched(calls_[index].reads.modules.change_of_all(), calls_[index]);
-}
-
-FactsChange GraphSequence::change() const noexcept {
-  FactsChange all;
-  const torch::nn::Module* model = nullptr;  // of the plain functions, whose replays look at few of its modules
-  for (const auto i : c10::irange(calls_.size())) {
-    const ModuleFacts& modules = calls_[i].reads.modules;
-    if (modules.attends() && modules.root() != model) {
-      model = modules.root();
-      all |= modules.members_change();
-    }
-    all |= change(i);
-  }
-  return all;
-}
-
-FactsChange GraphSequence::change_before_pass() const noexcept {
-  FactsChange all;
-  const torch::nn::Module* model = nullptr;  // as in change()
-  for (const auto i : c10::irange(calls_.size())) {
-    const CapturedCall& call = calls_[i];
-    if (call.replay.released) {
-      continue;
-    }
-    FactsChange of_call = change(i);
-    if (call.reads.modules.attends() && call.reads.modules.root() != model) {
-      model = call.reads.modules.root();
-      of_call |= call.reads.modules.members_change();
-    }
-    if (of_call.layout) {
-      continue;
-    }
-    of_call.training = of_call.options = false;
-    if (call.placed_by_hooks) {
-      of_call.relocated = of_call.identity = false;
-    }
-    all |= of_call;
-  }
-  return all;
-}
-
 bool GraphSequence::begins_pass(std::size_t call) const {
   const std::lock_guard lock(mutex_);
-  return pending_.empty() && (!forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(call) <= latest_);
-}
-
-std::string GraphSequence::difference(std::size_t index) const {
-  const CapturedCall& call = calls_[index];
-  std::string text = call.reads.modules.difference();
-  for (const TensorFacts& watched : call.reads.watched) {
-    if (const std::string what = watched.difference(); text.empty() && !what.empty()) {
-      text = "a tensor that it reads " + what;
-    }
-  }
-  return text;
+  return pending_.runs().empty() &&
+         (!captured_.forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(call) <= latest_);
 }
 
 void GraphSequence::take_target(CapturedCall& call, const ReplayOptions* target) {
@@ -246,7 +153,7 @@ void GraphSequence::launch(const Graph& graph, c10::Stream side, const ExternalE
   }
   const c10::Stream main = runtime_->current_stream();
   called_on_ = main;
-  if (options_.cuda_graph_stream() && !options_.cuda_graph_event()) {
+  if (captured_.options.cuda_graph_stream() && !captured_.options.cuda_graph_event()) {
     runtime_->record(whole_stream_, side);
     runtime_->wait(main, whole_stream_);
   } else {
@@ -274,18 +181,18 @@ void GraphSequence::write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Te
 void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
                             const ReplayOptions* target, Inputs known) {
   const std::lock_guard lock(mutex_);
-  CapturedCall& call = calls_[index];
+  CapturedCall& call = captured_.calls[index];
   if (known == Inputs::unknown || !call.forward.graph) {
-    check(index, inputs);
+    captured_.check(index, inputs);
   }
-  if (pending_.contains(index)) {
-    throw UsageError(describe(index) +
+  if (pending_.runs().contains(index)) {
+    throw UsageError(captured_.describe(index) +
                      ": the backward of its previous forward is still pending, and this forward would " +
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
   }
-  const std::size_t graph_index = order_.forward_index(index);
-  if (const auto obstacle = pending_.obstacle(graph_index)) {
-    throw UsageError(describe(index) + ": called after \"" + calls_[*obstacle].spec.name +
+  const std::size_t graph_index = captured_.order.forward_index(index);
+  if (const auto obstacle = pending_.runs().obstacle(graph_index)) {
+    throw UsageError(captured_.describe(index) + ": called after \"" + captured_.calls[*obstacle].spec.name +
                      "\", whose backward is pending; replay " +
                      "calls that were captured together in the order of their capture, or capture them separately");
   }
@@ -333,7 +240,7 @@ void GraphSequence::join_copies() {
 void GraphSequence::reset(std::size_t index) {
   const std::lock_guard lock(mutex_);
   synchronize_streams();
-  CapturedCall& call = calls_[index];
+  CapturedCall& call = captured_.calls[index];
   drop_pending(index, call.replay.generation);
   call.forward.graph.reset();
   call.backward.graph.reset();
@@ -342,15 +249,15 @@ void GraphSequence::reset(std::size_t index) {
 }
 
 void GraphSequence::reset() {
-  for (const auto i : c10::irange(calls_.size())) {
+  for (const auto i : c10::irange(captured_.calls.size())) {
     reset(i);
   }
   // A capture that replaces these graphs starts from the calls' arguments outside of the pool: they stay.
   const std::lock_guard lock(mutex_);
   leave_memory();
-  for (CapturedCall& call : calls_) {
+  for (CapturedCall& call : captured_.calls) {
     for (StaticInput& input : call.inputs) {
-      const bool linked = input.from && !calls_[input.from->call].replay.released;
+      const bool linked = input.from && !captured_.calls[input.from->call].replay.released;
       input.tensor = linked ? at::Tensor() : input.tensor;
       input.grad = at::Tensor();
     }
@@ -363,13 +270,13 @@ void GraphSequence::reset() {
     }
     call.for_each_given_gradient([](std::optional<OutputStorage>& memory) { memory.reset(); });
   }
-  pool_.reset();
-  outside_ = {};
+  captured_.pool.reset();
+  captured_.outside = {};
 }
 
 void GraphSequence::release(std::size_t index) {
   const std::lock_guard lock(mutex_);
-  CapturedCall& call = calls_[index];
+  CapturedCall& call = captured_.calls[index];
   if (call.replay.released) {
     return;
   }
@@ -390,17 +297,13 @@ void GraphSequence::release(std::size_t index) {
   call.reads.externals.clear();
   call.reads.in_backward.clear();
   call.replay.target = {};
-  if (released()) {
+  if (captured_.released()) {
     reset();
   }
 }
 
-bool GraphSequence::released() const {
-  return std::all_of(calls_.begin(), calls_.end(), [](const CapturedCall& call) { return call.replay.released; });
-}
-
 void GraphSequence::give_up_outputs(std::size_t index) noexcept {
-  CapturedCall& call = calls_[index];
+  CapturedCall& call = captured_.calls[index];
   try {
     for (OutputStorage& storage : call.output_storages) {
       storage.before_overwrite(*runtime_, fork_, counts_.outputs);
@@ -416,7 +319,7 @@ void GraphSequence::give_up_outputs(std::size_t index) noexcept {
   } catch (const std::exception&) {  // no room: its holders keep it, and it is copied out if a graph would overwrite it
     return;
   }
-  released_.drop(index);
+  captured_.released_outputs.drop(index);
   call.output_storages.clear();
   for (StaticOutput& output : call.outputs) {
     output.tensor = output.owner = output.seed = at::Tensor();

@@ -5,15 +5,13 @@
 
 namespace sidestream {
 
-PoolUse::PoolUse(std::shared_ptr<Runtime> runtime, const MemoryPool& pool)
-    : runtime_(std::move(runtime)), pool_(pool), memory_(LiveMemory::of(runtime_->device())) {}
-
-PoolUse::~PoolUse() { idle(); }
-
-void PoolUse::captured(std::vector<GraphUse> graphs, std::int64_t ungiven) {
-  graphs_ = std::move(graphs);
+PoolUse::PoolUse(std::shared_ptr<Runtime> runtime, const MemoryPool& pool, const std::vector<GraphUse>& graphs,
+                 std::int64_t ungiven)
+    : runtime_(std::move(runtime)), pool_(pool), memory_(LiveMemory::of(runtime_->device())), graphs_(graphs) {
   idle(ungiven);
 }
+
+PoolUse::~PoolUse() { idle(); }
 
 void PoolUse::launched(std::size_t graph_index) {
   if (allocated_ < 0) {  // not after the last capture: autograd's thread frees its tensors a moment later

@@ -22,15 +22,15 @@ class PoolUse {
     std::int64_t in_flight_after = 0;  ///< and from its launch until the next one
   };
 
-  /// `pool` must outlive this object.
-  PoolUse(std::shared_ptr<Runtime> runtime, const MemoryPool& pool);
+  /// `graphs`: what the captures used, by graph index. `ungiven`: bytes that the graphs hold for a gradient to come. `pool` and `graphs` must
+  /// outlive this object.
+  PoolUse(std::shared_ptr<Runtime> runtime, const MemoryPool& pool, const std::vector<GraphUse>& graphs,
+          std::int64_t ungiven);
   PoolUse(const PoolUse&) = delete;
   PoolUse& operator=(const PoolUse&) = delete;
   ~PoolUse();
 
-  /// `ungiven`: bytes that the graphs hold for a gradient to come.
-  void captured(std::vector<GraphUse> graphs, std::int64_t ungiven);
-  /// Behind the launch of the graph at `graph_index`. Throws: as LiveMemory.
+  /// After the launch of the graph at `graph_index`. Throws: as LiveMemory.
   void launched(std::size_t graph_index);
   /// No backward is pending. Tensors hold what the pool still holds, except `ungiven`: bytes of gradients that no caller received.
   void idle(std::int64_t ungiven = 0) noexcept;
@@ -41,7 +41,7 @@ class PoolUse {
   std::shared_ptr<Runtime> runtime_;
   const MemoryPool& pool_;
   LiveMemory& memory_;
-  std::vector<GraphUse> graphs_;
+  const std::vector<GraphUse>& graphs_;
   std::int64_t allocated_ = -1;  ///< of the pool, for as long as the graphs live; negative: not known yet
   std::int64_t hidden_ = 0;
   std::int64_t in_flight_ = 0;

@@ -54,7 +54,7 @@ ReplayNode::~ReplayNode() {
 torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&& grads) {
   if (at::GradMode::is_enabled()) {
     throw UsageError(
-        sequence_->describe(call_) +
+        sequence_->captured().describe(call_) +
         ": backward was run with create_graph, but autograd cannot differentiate the backward of a graphed call; " +
         "if you need gradients of gradients, run the call eagerly");
   }
@@ -77,9 +77,9 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
 // backward is refused.
 void ReplayNode::refuse_named_gradients() const {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted != nullptr && !wanted->empty() && sequence_->calls_[call_].accumulates) {
+  if (wanted != nullptr && !wanted->empty() && sequence_->captured().calls[call_].accumulates) {
     throw UsageError(
-        sequence_->describe(call_) +
+        sequence_->captured().describe(call_) +
         ": only gradients of some inputs are requested (autograd::grad, or backward with inputs), but its " +
         "backward graph adds into the .grad of its parameters; capture with another " +
         "GradientPolicy than accumulated for its parameters (GraphOptions::gradients)");
@@ -87,14 +87,14 @@ void ReplayNode::refuse_named_gradients() const {
 }
 
 bool ReplayNode::owns_gradient_of(const at::Tensor& leaf) const {
-  const std::vector<CallParameter>& parameters = sequence_->calls_[call_].parameters;
+  const std::vector<CallParameter>& parameters = sequence_->captured().calls[call_].parameters;
   return std::any_of(parameters.begin(), parameters.end(), [&](const CallParameter& parameter) {
     return parameter.policy == GradientPolicy::accumulated && parameter.tensor.is_same(leaf);
   });
 }
 
 void GraphSequence::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
-  CapturedCall& call = calls_[index];
+  CapturedCall& call = captured_.calls[index];
   auto node = std::make_shared<ReplayNode>(shared_from_this(), index, call.replay.generation);
   torch::autograd::edge_list edges;
   edges.reserve(call.lists.inputs_with_gradient.size() + call.lists.parameters_with_gradient.size());

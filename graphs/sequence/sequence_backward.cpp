@@ -43,7 +43,7 @@ void for_each_gradient(CapturedCall& call, const Visit& visit) {
 void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
   const std::lock_guard lock(mutex_);
   check_backward(index, generation);
-  CapturedCall& call = calls_[index];
+  CapturedCall& call = captured_.calls[index];
   OutputSet used = 0;
   std::uint64_t unused = 0;
   std::size_t given = 0;
@@ -62,7 +62,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   }
   const Site site(Activity::launch_backward, call.site);
   follow_latest_call();
-  const std::size_t graph_index = order_.backward_index(index);
+  const std::size_t graph_index = captured_.order.backward_index(index);
   overwrite_later_outputs(graph_index);
   overwrite_released_outputs(graph_index);  // before the seeds, which may lie in their memory
   overwrite_given_gradients(graph_index);
@@ -99,7 +99,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
 }
 
 void GraphSequence::launch_backward(std::size_t index) {
-  CapturedCall& call = calls_[index];
+  CapturedCall& call = captured_.calls[index];
   const c10::Stream side = call.replay.target.stream().value_or(backward_stream());
   runtime_->record(fork_, runtime_->current_stream());
   runtime_->wait(side, fork_);
@@ -109,7 +109,7 @@ void GraphSequence::launch_backward(std::size_t index) {
     launch(call.backward.graph, side, call.backward.done, call.replay.target.event().get());
     call.replay.backward_launched = true;
     copies_.backward_launched(index);
-    use_.launched(order_.backward_index(index));
+    use_.launched(captured_.order.backward_index(index));
   } catch (...) {
     if (counts_.replays != replays) {  // the launch itself went well
       call.replay.backward_launched = call.replay.backward_failed = true;
@@ -123,9 +123,8 @@ void GraphSequence::launch_backward(std::size_t index) {
 
 void GraphSequence::settle_pending(std::size_t index) noexcept {
   pending_.end(index);
-  if (pending_.empty()) {
-    use_.idle(calls_[order_.by_backward().back()].ungiven_bytes());  // no other call has any
-    memory_->settled().notify_all();
+  if (pending_.runs().empty()) {
+    use_.idle(captured_.ungiven_bytes());
   }
 }
 
@@ -165,7 +164,7 @@ void GraphSequence::write_static_grads(CapturedCall& call, const std::vector<at:
 
 void GraphSequence::drop_pending(std::size_t index, std::uint64_t generation) noexcept {
   const std::lock_guard lock(mutex_);
-  if (index >= calls_.size() || calls_[index].replay.generation != generation || !pending_.contains(index)) {
+  if (captured_.calls[index].replay.generation != generation || !pending_.runs().contains(index)) {
     return;
   }
   settle_pending(index);

@@ -8,11 +8,7 @@ namespace sidestream {
 
 SequenceCopies::SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover,
                                CapturedCalls& calls, const SequenceOrder& order, const PendingRuns& pending)
-    : runtime_(std::move(runtime)), mover_(std::move(mover)), calls_(calls), order_(order), pending_(pending) {}
-
-SequenceCopies::~SequenceCopies() { mover_->settle(); }
-
-void SequenceCopies::prepare() {
+    : runtime_(std::move(runtime)), mover_(std::move(mover)), calls_(calls), order_(order), pending_(pending) {
   for (CapturedCall& call : calls_) {
     call.copies.offloaded = runtime_->create_event();
     call.copies.reloaded = runtime_->create_event();
@@ -22,6 +18,8 @@ void SequenceCopies::prepare() {
   due_.reserve(calls_.size());
   with_copies_.reserve(calls_.size());
 }
+
+SequenceCopies::~SequenceCopies() { mover_->settle(); }
 
 // A graph at or before a call's forward begins another pass. The order of the earlier pass is over: its memory may have other uses by now.
 bool SequenceCopies::may_use_sources(std::size_t graph_index, std::size_t index) const {

@@ -26,9 +26,6 @@ class SequenceCopies {
   /// Blocks the host until the copies are done.
   ~SequenceCopies();
 
-  /// Before the captures, when all calls are there.
-  void prepare();
-
   /// Makes `side` wait for all work that must come before the forward of call `index`.
   void before_forward(std::size_t index, c10::Stream side);
   /// After the launch of that forward: queues its copies to the host.

@@ -3,13 +3,27 @@
 
 #include <c10/util/irange.h>
 
-#include "graphs/sequence/graph_sequence.h"
+#include "graphs/sequence/captured_sequence.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
 
-bool GraphSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
-  const CapturedCall& call = calls_[index];
+/// True if `input` is the output of another call, which still makes it, and `given` is not that output: the one of the latest forward, in
+/// whatever memory it is by now.
+bool breaks_link(const CapturedCalls& calls, const StaticInput& input, const at::Tensor& given) {
+  if (!input.from || calls[input.from->call].replay.released) {
+    return false;
+  }
+  const CapturedCall& giver = calls[input.from->call];
+  return !given.has_storage() || !giver.output_storages[giver.outputs[input.from->index].of].gave(given.storage()) ||
+         given.storage_offset() != input.tensor.storage_offset() || !same_layout(given, input.tensor);
+}
+
+}  // namespace
+
+bool CapturedSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+  const CapturedCall& call = calls[index];
   if (inputs.size() != call.inputs.size()) {
     return false;
   }
@@ -23,7 +37,7 @@ bool GraphSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs)
     if (given.defined() && (given.sizes() != held.tensor.sizes() || given.dtype() != held.tensor.dtype() ||
                             given.device() != held.tensor.device() ||
                             (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) ||
-                            (is_linked(held) && !is_linked_output(held, given)))) {
+                            breaks_link(calls, held, given))) {
       return false;
     }
     if (call.casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
@@ -40,14 +54,14 @@ bool GraphSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs)
   return true;
 }
 
-void GraphSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
-  if (!calls_[index].forward.graph) {
+void CapturedSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+  if (!calls[index].forward.graph) {
     throw UsageError(describe(index) + ": replayed after reset; capture it again");
   }
   if (accepts(index, inputs)) {
     return;
   }
-  const CapturedCall& call = calls_[index];
+  const CapturedCall& call = calls[index];
   if (inputs.size() != call.inputs.size()) {
     throw UsageError(describe(index) + ": captured with " + std::to_string(call.inputs.size()) + " tensors, given " +
                      std::to_string(inputs.size()));
@@ -79,14 +93,14 @@ void GraphSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) c
     if (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) {
       differs("requires_grad", given.requires_grad(), held.requires_grad);
     }
-    if (calls_[index].casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
+    if (calls[index].casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
       throw UsageError(
           where +
           (has_shared_cast(given) ? "is a leaf, but was captured with a tensor that is not a leaf"
                                   : "is not a leaf, but was captured with a leaf") +
           "; autocast casts them differently. Capture with a sample of the same kind: x.view_as(x) is not a leaf");
     }
-    if (is_linked(held) && !is_linked_output(held, given)) {
+    if (breaks_link(calls, held, given)) {
       throw UsageError(where +
                        "was captured as the output of an earlier call and shares its memory; pass exactly that " +
                        "output, or capture with a sample tensor of its own");

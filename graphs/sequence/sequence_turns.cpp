@@ -4,44 +4,44 @@
 
 namespace sidestream {
 
-bool GraphMemory::pending() {
+bool GraphMemory::pending_beside(const GraphSequence* sequence) {
   const std::lock_guard lock(mutex_);
-  return turn_ != nullptr && turn_->any_pending();
+  return turn_ != nullptr && turn_ != sequence && !turn_->pending().runs().empty();
 }
 
-bool GraphSequence::has_to_wait() const {
+void GraphMemory::check_capture(const GraphSequence* replaced) {
   const std::lock_guard lock(mutex_);
-  const GraphSequence* const other = memory_->turn();
-  return other != nullptr && other != this && !other->pending_.empty();
+  if (pending_beside(replaced)) {
+    refuse("a capture in a pool that others use");
+  }
 }
 
-void GraphSequence::refuse_turn(const std::string& what) const {
-  const GraphSequence& other = *memory_->turn();
-  throw UsageError(what + ": the backward of " + other.describe(other.pending_.latest()) +
+void GraphMemory::refuse(const std::string& what) const {
+  throw UsageError(what + ": the backward of " + turn_->captured().describe(turn_->pending().runs().latest()) +
                    ", which shares its memory, is still pending, and this call would overwrite tensors that it needs. "
                    "Run that backward first, or capture in a pool of its own");
 }
 
-void GraphSequence::check_turn() const {
-  const std::lock_guard lock(mutex_);
-  if (has_to_wait()) {
-    refuse_turn("a capture in a pool that others use");
+void GraphMemory::give_turn_to(GraphSequence* sequence, Runtime& runtime, const Event& mark, OutputCounts& counts) {
+  while (!left_behind_.empty()) {  // before the former's saved tensors are freed
+    left_behind_.back().before_overwrite(runtime, mark, counts);
+    left_behind_.pop_back();
   }
+  if (turn_ != nullptr) {
+    turn_->give_up_turn();
+  }
+  turn_ = sequence;
 }
 
 void GraphSequence::take_turn(std::size_t index) {
-  GraphSequence* const former = memory_->turn();
-  if (former == this) {
+  GraphMemory& memory = *captured_.memory;
+  if (memory.turn() == this) {
     return;
   }
-  if (has_to_wait()) {
-    refuse_turn(describe(index));
+  if (memory.pending_beside(this)) {
+    memory.refuse(captured_.describe(index));
   }
-  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);  // before the former's saved tensors are freed
-  if (former != nullptr) {
-    former->give_up_turn();
-  }
-  memory_->set_turn(this);
+  memory.give_turn_to(this, *runtime_, fork_, counts_.outputs);
 }
 
 void GraphSequence::follow_latest_call() {
@@ -55,13 +55,13 @@ void GraphSequence::follow_latest_call() {
 void GraphSequence::give_up_turn() {
   follow_latest_call();
   copies_.join(runtime_->current_stream());
-  for (CapturedCall& call : calls_) {
+  for (CapturedCall& call : captured_.calls) {
     for (OutputStorage& storage : call.output_storages) {
       storage.before_overwrite(*runtime_, fork_, counts_.outputs);
     }
   }
   overwrite_given_gradients(0);
-  for (CapturedCall& call : calls_) {
+  for (CapturedCall& call : captured_.calls) {
     ++call.replay.generation;  // what a retained graph saved is overwritten from here on
   }
   use_.idle();
@@ -71,32 +71,9 @@ void GraphSequence::leave_memory() noexcept {
   if (called_on_) {
     part_with_outputs();
   }
-  released_.clear();
+  captured_.released_outputs.clear();
   gave_gradients_.clear();
-  memory_->leave(this);
-}
-
-void GraphSequence::begin_capture() {
-  const std::lock_guard lock(mutex_);
-  GraphSequence* const former = memory_->turn();
-  check_turn();
-  memory_->part_with_left_behind(*runtime_, fork_, counts_.outputs);
-  if (former != nullptr) {
-    former->give_up_turn();
-    memory_->set_turn(nullptr);
-  }
-}
-
-void GraphSequence::share_outputs() {
-  for (std::size_t call = 0; call < calls_.size(); ++call) {
-    std::vector<OutputStorage>& storages = calls_[call].output_storages;
-    for (std::size_t index = 0; index < storages.size(); ++index) {
-      if (!storages[index].given_back()) {
-        storages[index].give_back_to(pool_);
-        released_.add(order_.size(), call, index);  // after the last graph of this sequence
-      }
-    }
-  }
+  captured_.memory->leave(this);
 }
 
 }  // namespace sidestream

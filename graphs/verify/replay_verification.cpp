@@ -83,14 +83,14 @@ std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(const GraphSequenc
                                                               const detail::CallRequest& request) {
   const Names names = names_of(model_);
   const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
-  return VerifiedCall::run(
-      {&sequence.calls()[call], request.keep(request.context).body, request.inputs, device_, tolerance_, &names},
-      counts_);
+  return VerifiedCall::run({&sequence.captured().calls[call], request.keep(request.context).body, request.inputs,
+                            device_, tolerance_, &names},
+                           counts_);
 }
 
 void ReplayVerification::forward(const std::shared_ptr<GraphSequence>& sequence, std::size_t call,
                                  const detail::CallRequest& request, detail::TensorBuffer& outputs) {
-  const auto [of_sequence, is_new] = turns_.try_emplace(sequence, sequence->calls().size());
+  const auto [of_sequence, is_new] = turns_.try_emplace(sequence, sequence->captured().calls.size());
   if (is_new) {  // sequences that were captured again leave theirs behind
     std::erase_if(turns_, [](const auto& item) { return item.first.expired(); });
   }

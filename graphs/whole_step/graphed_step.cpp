@@ -52,7 +52,7 @@ class GraphedStep::Shared {
 
     [[nodiscard]] const GraphSequence& sequence() const { return *variant->holder->sequence; }
     /// What was captured: it runs `body`.
-    [[nodiscard]] const Body& function() const { return sequence().calls().front().spec.body; }
+    [[nodiscard]] const Body& function() const { return sequence().captured().calls.front().spec.body; }
   };
 
   /// Captures if no variant accepts the inputs.
@@ -138,7 +138,7 @@ std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microb
   try {
     EngineAccess::state(engine_).dispatch(set_->sites.front(), request, buffers->outputs);
   } catch (...) {
-    if (!call.sequence().calls().front().forward.graph) {  // a capture in its place has failed
+    if (!call.sequence().captured().calls.front().forward.graph) {  // a capture in its place has failed
       call.body->abandon_capture();
     }
     throw;

@@ -135,8 +135,9 @@ void TrainedInMode::step() {
 
 void TrainedInMode::launch(c10::Stream stream) {
   EngineState& state = EngineAccess::state(*engine_);
-  state.sequences().for_each(
-      [&](const GraphSequence& sequence) { state.runtime().launch(sequence.calls().front().forward.graph, stream); });
+  state.sequences().for_each([&](const GraphSequence& sequence) {
+    state.runtime().launch(sequence.captured().calls.front().forward.graph, stream);
+  });
 }
 
 std::int64_t TrainedInMode::offloaded_bytes() const {

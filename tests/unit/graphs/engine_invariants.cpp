@@ -63,7 +63,7 @@ std::size_t captured_leases(const EngineState& engine) {
   std::size_t leases = 0;
   std::set<const HostArena::Lease*> shared;
   engine.sequences().for_each([&](const GraphSequence& sequence) {
-    for (const CapturedCall& call : sequence.calls()) {
+    for (const CapturedCall& call : sequence.captured().calls) {
       for (const auto& saved : call.copies.captured.storages) {
         leases += saved->lease ? 1U : 0U;
         for (const SharedSlots::Part& part : saved->parts) {

@@ -161,19 +161,19 @@ TEST_P(InterruptedStepTest, TheWaitForABackwardEndsWithASignalOrAtItsBound) {
   const EngineSequences& sequences = EngineAccess::state(subject.engine).sequences();
   const auto pending = [&] {
     int count = 0;
-    sequences.for_each([&](const GraphSequence& sequence) { count += sequence.any_pending() ? 1 : 0; });
+    sequences.for_each([&](const GraphSequence& sequence) { count += sequence.pending().any() ? 1 : 0; });
     return count;
   };
   const int graphed = pending();
   EXPECT_EQ(graphed > 0, !GetParam().graph.empty());
-  sequences.for_each([](const GraphSequence& sequence) { sequence.await_backwards(Clock::now()); });
+  sequences.for_each([](const GraphSequence& sequence) { sequence.pending().await_none(Clock::now()); });
   EXPECT_EQ(pending(), graphed) << "the graph is held";
   std::thread holder([graph = std::move(loss)]() mutable {
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
     graph.reset();
   });
   sequences.for_each(
-      [](const GraphSequence& sequence) { sequence.await_backwards(Clock::now() + std::chrono::hours(1)); });
+      [](const GraphSequence& sequence) { sequence.pending().await_none(Clock::now() + std::chrono::hours(1)); });
   EXPECT_EQ(pending(), 0);
   holder.join();
 }

@@ -100,7 +100,7 @@ class LinearStepTest : public testing::TestWithParam<GradientPolicy> {
     const auto looks = [&] {
       std::uint64_t sum = 0;
       EngineAccess::state(engine).sequences().for_each(
-          [&](const GraphSequence& sequence) { sum += sequence.calls().looks(); });
+          [&](const GraphSequence& sequence) { sum += sequence.captured().calls.looks(); });
       return static_cast<std::int64_t>(sum);
     };
     const auto step = [&] {

@@ -1,0 +1,82 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include "analysis/planner.h"
+#include "analysis/sequence_order.h"
+#include "graphs/outputs/output_storage.h"
+#include "graphs/outputs/released_outputs.h"
+#include "graphs/sequence/captured_call.h"
+#include "graphs/sequence/graph_memory.h"
+#include "graphs/sequence/pool_use.h"
+#include "memory/host_arena.h"
+#include "sidestream/graph_options.h"
+
+namespace sidestream {
+
+struct GraphResources;
+
+/// Device memory that a sequence took outside of LibTorch's allocator, in bytes: by how much the use of the device grew. It includes
+/// memory that other processes took in that time.
+struct OutsideBytes {
+  std::int64_t warm_up = 0;  ///< loaded kernels and libraries, and their handles: eager passes take it as well
+  std::int64_t graphs = 0;   ///< executables of graphs, and what libraries took in captures
+};
+
+/// What a sequence is: the captured calls, the order of their graphs, and the memory that the graphs share. A capture fills it. From then
+/// on the GraphSequence that replays the calls owns it.
+///
+/// The functions compare a call's inputs, and the model, with the capture. captured_sequence.cpp compares models, sequence_inputs.cpp inputs.
+struct CapturedSequence {
+  CapturedSequence(const GraphResources& resources, const GraphOptions& given, SequenceOrder steps);
+
+  std::shared_ptr<HostArena> arena;  ///< holds what the calls offload
+  GraphOptions options;
+  std::shared_ptr<GraphMemory> memory;
+  std::shared_ptr<MemoryPool>
+      pool;             ///< shared with held outputs that lie in its free blocks; null after GraphSequence::reset
+  SequenceOrder order;  ///< its runs are the calls
+  CapturedCalls calls;
+  Profile profile;
+  Plan plan;
+  OutsideBytes outside;
+  ReleasedOutputs released_outputs;
+  std::vector<PoolUse::GraphUse> pool_use;  ///< by graph index
+  OutputCounts overwritten;                 ///< outputs of earlier sequences, which the capture overwrote
+
+  /// For errors and notes.
+  [[nodiscard]] std::string describe(std::size_t call) const {
+    return "graphed call \"" + calls[call].spec.name + "\"";
+  }
+  /// True for captures of forwards alone, made under no_grad.
+  [[nodiscard]] bool forwards_alone() const { return !calls.front().spec.state.modes.gradients; }
+  /// Bytes of gradients that the graphs hold memory for, as CapturedCall::ungiven_bytes: only the call whose backward is last has any.
+  [[nodiscard]] std::int64_t ungiven_bytes() const { return calls[order.by_backward().back()].ungiven_bytes(); }
+  /// True if all calls were released.
+  [[nodiscard]] bool released() const;
+
+  /// True if `inputs` are what `call` was captured with, except for their addresses.
+  [[nodiscard]] bool accepts(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
+  /// Throws: UsageError that says which input differs, and how.
+  void check(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
+
+  /// How the model differs from what the graphs of `call`, or of any call, have frozen.
+  [[nodiscard]] FactsChange change(std::size_t call) const noexcept;
+  [[nodiscard]] FactsChange change() const noexcept;
+  /// Of `call`, with all modules that a plain function may reach. For callers that look at no other time. See ModuleFacts::attend_to.
+  [[nodiscard]] FactsChange change_of_all(std::size_t call) const noexcept;
+  /// Changes for which the calls must be captured again before a pass: weights that were frozen, unfrozen, replaced or relocated. Not
+  /// among them are changes with which a call runs eagerly (modes, options) or is refused (dtype, shape). Weights that capture-time hooks
+  /// place may be elsewhere: the hooks' owner may not have placed them yet.
+  [[nodiscard]] FactsChange change_before_pass() const noexcept;
+  /// The change of `call` in words, for an error. Allocates.
+  [[nodiscard]] std::string difference(std::size_t call) const;
+};
+
+}  // namespace sidestream
