@@ -106,7 +106,7 @@ void SequenceCapture::release(std::size_t graph_index) {
   }
   for (const Link& output : lives_.ended_before(graph_index)) {
     sequence_.calls[output.call].output_storages[output.index].give_back_to(sequence_.pool);
-    sequence_.released_outputs.add(graph_index, output.call, output.index);
+    sequence_.released_outputs.push_back({graph_index, output});
   }
 }
 
@@ -116,7 +116,7 @@ void SequenceCapture::share_outputs() {
     for (const auto index : c10::irange(storages.size())) {
       if (!storages[index].given_back()) {
         storages[index].give_back_to(sequence_.pool);
-        sequence_.released_outputs.add(order_.size(), call, index);  // after the last graph of this sequence
+        sequence_.released_outputs.push_back({order_.size(), {call, index}});  // after the last graph of this sequence
       }
     }
   }

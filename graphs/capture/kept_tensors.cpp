@@ -50,7 +50,8 @@ void SequenceCapture::fill_kept_tensors() {
 }
 
 void SequenceCapture::refuse_released(const std::vector<CaptureReads::Made>& kept) const {
-  sequence_.released_outputs.for_each([&](const Link& output) {
+  for (const ReleasedOutput& released : sequence_.released_outputs) {
+    const Link& output = released.output;
     const CapturedCall& call = sequence_.calls[output.call];
     for (const CaptureReads::Made& made : kept) {
       if (call.output_storages[output.index].is(made.storage)) {
@@ -60,7 +61,7 @@ void SequenceCapture::refuse_released(const std::vector<CaptureReads::Made>& kep
                            "run, or keep a clone");
       }
     }
-  });
+  }
 }
 
 void SequenceCapture::note_kept(const std::vector<CaptureReads::Made>& kept) {

@@ -360,7 +360,8 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineS
           continue;
         }
         files.push_back(folder + "/" + file_name(number, index, call.spec.name, backward));
-        write_text(files.back(), draw_graph(runtime, {call, backward, sequence.stream_in_words(index, backward)}));
+        write_text(files.back(),
+                   draw_graph(runtime, {call, backward, sequence.streams().in_words(backward ? 0 : index)}));
       }
     }
     ++number;

@@ -32,7 +32,7 @@ struct OutputCounts {
 /// storage object as long as no other code holds it.
 ///
 /// Note [Outputs are ordinary tensors]
-/// Each replay of the graph writes the memory again, and other graphs may write it before (ReleasedOutputs). Meanwhile a caller may hold a
+/// Each replay of the graph writes the memory again, and other graphs may write it before (SequenceOutputs). Meanwhile a caller may hold a
 /// tensor in it: an output, a view of one, or a tensor that an eager operator saved. So before the launch that overwrites the memory, the
 /// bytes are copied to ordinary memory, and the held storage gets that memory instead. All tensors in the storage keep their values. A is
 /// the stream that the output was given out on, M the one that the call is made on now, and U are those named by record_stream:

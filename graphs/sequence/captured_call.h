@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
+#include <c10/util/ArrayRef.h>
 
 #include "base/site.h"
 #include "graphs/gradients/owned_gradients.h"
@@ -31,6 +32,12 @@ struct CallCopies {
   bool allocated = false;       ///< the targets, since that backward's capture
   Event offloaded;              ///< recorded after the latest copies to the host
   Event reloaded;               ///< recorded after the latest copies to the device
+};
+
+/// An output whose memory goes back to the pool before the last capture, and the index of the first graph that may use the memory again.
+struct ReleasedOutput {
+  std::size_t graph_index = 0;
+  Link output;  ///< its index: among the output storages of the call
 };
 
 /// A tensor that a call's backward reads: no code may write it between forward and backward.
@@ -134,6 +141,9 @@ struct CapturedCall {
     }
     return static_cast<std::int64_t>(bytes);
   }
+  /// After a forward that was given `given` and made `made`: notes the versions of the tensors that the backward graph reads at the caller's
+  /// own addresses.
+  void stamp_versions(c10::ArrayRef<at::Tensor> given, const detail::TensorBuffer& made);
   /// After the captures.
   void make_lists() {
     for (std::size_t i = 0; i < inputs.size(); ++i) {

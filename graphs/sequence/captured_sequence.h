@@ -11,7 +11,6 @@
 #include "analysis/planner.h"
 #include "analysis/sequence_order.h"
 #include "graphs/outputs/output_storage.h"
-#include "graphs/outputs/released_outputs.h"
 #include "graphs/sequence/captured_call.h"
 #include "graphs/sequence/graph_memory.h"
 #include "graphs/sequence/pool_use.h"
@@ -32,23 +31,23 @@ struct OutsideBytes {
 /// What a sequence is: the captured calls, the order of their graphs, and the memory that the graphs share. A capture fills it. From then
 /// on the GraphSequence that replays the calls owns it.
 ///
-/// The functions compare a call's inputs, and the model, with the capture. captured_sequence.cpp compares models, sequence_inputs.cpp inputs.
+/// The functions compare a replay with the capture. captured_sequence.cpp compares the model, sequence_inputs.cpp the inputs,
+/// backward_checks.cpp what comes before a backward.
 struct CapturedSequence {
   CapturedSequence(const GraphResources& resources, const GraphOptions& given, SequenceOrder steps);
 
   std::shared_ptr<HostArena> arena;  ///< holds what the calls offload
   GraphOptions options;
   std::shared_ptr<GraphMemory> memory;
-  std::shared_ptr<MemoryPool>
-      pool;             ///< shared with held outputs that lie in its free blocks; null after GraphSequence::reset
-  SequenceOrder order;  ///< its runs are the calls
+  std::shared_ptr<MemoryPool> pool;  ///< shared with held outputs that lie in its free blocks; null after a reset
+  SequenceOrder order;               ///< its runs are the calls
   CapturedCalls calls;
   Profile profile;
   Plan plan;
   OutsideBytes outside;
-  ReleasedOutputs released_outputs;
-  std::vector<PoolUse::GraphUse> pool_use;  ///< by graph index
-  OutputCounts overwritten;                 ///< outputs of earlier sequences, which the capture overwrote
+  std::vector<ReleasedOutput> released_outputs;  ///< in the order of their graph indices
+  std::vector<PoolUse::GraphUse> pool_use;       ///< by graph index
+  OutputCounts overwritten;                      ///< outputs of earlier sequences, which the capture overwrote
 
   /// For errors and notes.
   [[nodiscard]] std::string describe(std::size_t call) const {
@@ -65,6 +64,9 @@ struct CapturedSequence {
   [[nodiscard]] bool accepts(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
   /// Throws: UsageError that says which input differs, and how.
   void check(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
+  /// Before the backward of `call` for its forward `generation`: checks the order, the state, and the versions of the tensors that it
+  /// reads. `has_turn`: the sequence has the turn in its memory. `pending`: the calls that await a backward. Throws: UsageError.
+  void check_backward(std::size_t call, std::uint64_t generation, bool has_turn, const PendingRuns& pending) const;
 
   /// How the model differs from what the graphs of `call`, or of any call, have frozen.
   [[nodiscard]] FactsChange change(std::size_t call) const noexcept;

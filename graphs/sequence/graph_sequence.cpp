@@ -1,20 +1,37 @@
 #include "graphs/sequence/graph_sequence.h"
 
-#include <algorithm>
+#include <exception>
+#include <optional>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
 
 #include "base/site.h"
-#include "graphs/sequence/backward_checks.h"
-#include "graphs/sequence/graph_event_state.h"
 #include "graphs/sequence/replay_node.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
 
-constexpr std::int64_t kSideStreams = 1;  // if the options name no number
+/// Copies inputs to where the graph reads them. `join`: makes the current stream wait for all copies.
+template <class Join>
+void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, const Join& join) {
+  bool joined = false;
+  const at::NoGradGuard no_grad;
+  for (const auto i : c10::irange(inputs.size())) {
+    const StaticInput& input = call.inputs[i];
+    if (!input.tensor.defined() || input.same_as_earlier ||
+        (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() && same_layout(inputs[i], input.tensor))) {
+      continue;
+    }
+    if (input.from && !joined) {  // memory of the pool, which copies may use by now
+      join();
+      joined = true;
+    }
+    input.tensor.copy_(inputs[i], /*non_blocking=*/true);
+  }
+}
 
 }  // namespace
 
@@ -77,31 +94,20 @@ constexpr std::int64_t kSideStreams = 1;  // if the options name no number
 
 GraphSequence::GraphSequence(const GraphResources& resources, CapturedSequence captured)
     : runtime_(resources.runtime),
-      draw_order_(DrawOrder::of(runtime_->device())),
-      fork_(runtime_->create_event()),
-      whole_stream_(runtime_->create_event()),
+      streams_(runtime_, resources.eager, captured.options),
       captured_(std::move(captured)),
       mutex_(captured_.memory->mutex()),
       pending_(captured_.order, *captured_.memory),
-      eager_(resources.eager),
+      outputs_(runtime_, captured_.calls, captured_.order, captured_.released_outputs, streams_.mark()),
       copies_(runtime_, resources.mover, captured_.calls, captured_.order, pending_.runs()),
       use_(runtime_, *captured_.pool, captured_.pool_use, captured_.ungiven_bytes()) {
-  gave_gradients_.reserve(captured_.calls.size());
-  counts_.outputs += captured_.overwritten;
-  if (captured_.options.cuda_graph_stream()) {
-    streams_.push_back(*captured_.options.cuda_graph_stream());
-  } else {
-    for ([[maybe_unused]] const auto k : c10::irange(captured_.options.side_streams().value_or(kSideStreams))) {
-      side_streams_.push_back(runtime_->create_stream());
-      streams_.push_back(side_streams_.back());
-    }
-  }
+  outputs_.counts().outputs += captured_.overwritten;
 }
 
 GraphSequence::~GraphSequence() {
   const std::lock_guard lock(mutex_);
   try {
-    synchronize_streams();
+    streams_.synchronize();
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
   }
   leave_memory();
@@ -111,71 +117,6 @@ bool GraphSequence::begins_pass(std::size_t call) const {
   const std::lock_guard lock(mutex_);
   return pending_.runs().empty() &&
          (!captured_.forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(call) <= latest_);
-}
-
-void GraphSequence::take_target(CapturedCall& call, const ReplayOptions* target) {
-  call.replay.target = target != nullptr ? *target : ReplayOptions();
-  if (const auto& stream = call.replay.target.stream();
-      stream && std::find(given_streams_.begin(), given_streams_.end(), *stream) == given_streams_.end()) {
-    given_streams_.push_back(*stream);
-  }
-}
-
-void GraphSequence::synchronize_streams() {
-  for (const std::vector<c10::Stream>* const streams : {&streams_, &given_streams_}) {
-    for (const c10::Stream stream : *streams) {
-      runtime_->synchronize(stream);
-    }
-  }
-}
-
-std::string GraphSequence::stream_in_words(std::size_t index, bool backward) const {
-  if (side_streams_.empty()) {
-    return "the stream that the options name";
-  }
-  const std::size_t number = backward ? 0 : index % streams_.size();
-  return "side stream " + std::to_string(number + 1) + " of " + std::to_string(streams_.size());
-}
-
-void GraphSequence::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event) {
-  const auto launch_it = [&] {
-    runtime_->launch(graph, side);
-    ++counts_.replays;  // whatever fails from here on, the graph runs
-  };
-  if (runtime_->draws(graph)) {
-    draw_order_.launch(*runtime_, side, launch_it);
-  } else {
-    launch_it();
-  }
-  eager_->graph_launched();
-  if (event != nullptr) {
-    runtime_->record(GraphEventState::event_of(*event), side);
-  }
-  const c10::Stream main = runtime_->current_stream();
-  called_on_ = main;
-  if (captured_.options.cuda_graph_stream() && !captured_.options.cuda_graph_event()) {
-    runtime_->record(whole_stream_, side);
-    runtime_->wait(main, whole_stream_);
-  } else {
-    runtime_->wait(main, done);
-  }
-}
-
-void GraphSequence::write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs) {
-  bool joined = false;
-  const at::NoGradGuard no_grad;
-  for (const auto i : c10::irange(inputs.size())) {
-    const StaticInput& input = call.inputs[i];
-    if (!input.tensor.defined() || input.same_as_earlier ||
-        (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() && same_layout(inputs[i], input.tensor))) {
-      continue;
-    }
-    if (input.from && !joined) {  // memory of the pool, which copies may use by now
-      join_copies();
-      joined = true;
-    }
-    input.tensor.copy_(inputs[i], /*non_blocking=*/true);
-  }
 }
 
 void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
@@ -199,36 +140,37 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   check_views_of_inputs(call.spec.name, call.outputs, call.inputs, inputs);
   const Site site(Activity::launch_forward, call.site);
   take_turn(index);
-  follow_latest_call();
-  overwrite_later_outputs(graph_index);
-  highest_given_ = index;
-  overwrite_released_outputs(graph_index);
-  overwrite_given_gradients(graph_index);
+  streams_.follow_latest_call();
+  outputs_.before_launch(graph_index);
   latest_ = static_cast<std::int64_t>(index);
   ++call.replay.generation;  // from here on what an earlier forward saved may be overwritten
   call.replay.backward_launched = call.replay.backward_failed = false;
-  write_static_inputs(call, inputs);
-  take_target(call, target);
-  const c10::Stream side = call.replay.target.stream().value_or(forward_stream(index));
-  runtime_->record(fork_, runtime_->current_stream());
-  runtime_->wait(side, fork_);
-  copies_.before_forward(index, side);
-  try {
-    launch(call.forward.graph, side, call.forward.done, call.replay.target.event().get());
-    copies_.forward_launched(index);
-    use_.launched(graph_index);
-  } catch (...) {
-    settle(side);
-    throw;
-  }
+  write_static_inputs(call, inputs, [&] { copies_.join(runtime_->current_stream()); });
+  launch_forward(index, target);
   give_outputs(call.outputs, call.output_storages, call.inputs, inputs, runtime_->current_stream(), outputs);
   if (call.has_backward) {
     for (BackwardRead& read : call.reads.in_backward) {
       read.at_forward = read.counter.current_version();
     }
     pending_.begin(index);
-    attach_node(index, inputs, outputs);
-    stamp_versions(call, inputs, outputs);
+    ReplayNode::attach(shared_from_this(), index, call, runtime_->current_stream(), inputs, outputs);
+    call.stamp_versions(inputs, outputs);
+  }
+}
+
+void GraphSequence::launch_forward(std::size_t index, const ReplayOptions* target) {
+  CapturedCall& call = captured_.calls[index];
+  call.replay.target = target != nullptr ? *target : ReplayOptions();
+  const c10::Stream side = streams_.side(call.replay.target, index);
+  streams_.fork(side);
+  copies_.before_forward(index, side);
+  try {
+    streams_.launch(call.forward.graph, side, call.forward.done, call.replay.target.event().get());
+    copies_.forward_launched(index);
+    use_.launched(captured_.order.forward_index(index));
+  } catch (...) {
+    streams_.settle(side);
+    throw;
   }
 }
 
@@ -237,9 +179,8 @@ void GraphSequence::join_copies() {
   copies_.join(runtime_->current_stream());
 }
 
-void GraphSequence::reset(std::size_t index) {
-  const std::lock_guard lock(mutex_);
-  synchronize_streams();
+void GraphSequence::drop_graphs(std::size_t index) {
+  streams_.synchronize();
   CapturedCall& call = captured_.calls[index];
   drop_pending(index, call.replay.generation);
   call.forward.graph.reset();
@@ -249,12 +190,12 @@ void GraphSequence::reset(std::size_t index) {
 }
 
 void GraphSequence::reset() {
-  for (const auto i : c10::irange(captured_.calls.size())) {
-    reset(i);
-  }
-  // A capture that replaces these graphs starts from the calls' arguments outside of the pool: they stay.
   const std::lock_guard lock(mutex_);
+  for (const auto i : c10::irange(captured_.calls.size())) {
+    drop_graphs(i);
+  }
   leave_memory();
+  // A capture that replaces these graphs starts from the calls' arguments outside of the pool: they stay.
   for (CapturedCall& call : captured_.calls) {
     for (StaticInput& input : call.inputs) {
       const bool linked = input.from && !captured_.calls[input.from->call].replay.released;
@@ -280,9 +221,9 @@ void GraphSequence::release(std::size_t index) {
   if (call.replay.released) {
     return;
   }
-  reset(index);
+  drop_graphs(index);
   call.replay.released = true;
-  give_up_outputs(index);
+  outputs_.give_up(index);
   for (StaticInput& input : call.inputs) {
     input.tensor = input.grad = at::Tensor();
   }
@@ -302,30 +243,6 @@ void GraphSequence::release(std::size_t index) {
   }
 }
 
-void GraphSequence::give_up_outputs(std::size_t index) noexcept {
-  CapturedCall& call = captured_.calls[index];
-  try {
-    for (OutputStorage& storage : call.output_storages) {
-      storage.before_overwrite(*runtime_, fork_, counts_.outputs);
-    }
-    call.for_each_given_gradient([&](std::optional<OutputStorage>& memory) {
-      if (memory && !memory->held()) {
-        memory->before_overwrite(*runtime_, fork_, counts_.gradients);
-      }
-    });
-    if (call.replay.generation > 0) {  // the memory may be freed now, after all work that reads it
-      runtime_->synchronize(runtime_->current_stream());
-    }
-  } catch (const std::exception&) {  // no room: its holders keep it, and it is copied out if a graph would overwrite it
-    return;
-  }
-  captured_.released_outputs.drop(index);
-  call.output_storages.clear();
-  for (StaticOutput& output : call.outputs) {
-    output.tensor = output.owner = output.seed = at::Tensor();
-  }
-}
-
 GraphSequence::Counts& GraphSequence::Counts::operator+=(const Counts& other) noexcept {
   replays += other.replays;
   unused_outputs += other.unused_outputs;
@@ -336,7 +253,8 @@ GraphSequence::Counts& GraphSequence::Counts::operator+=(const Counts& other) no
 
 GraphSequence::Counts GraphSequence::take_counts() {
   const std::lock_guard lock(mutex_);
-  return std::exchange(counts_, {});
+  const SequenceOutputs::Counts given = std::exchange(outputs_.counts(), {});
+  return {streams_.take_launches(), std::exchange(unused_outputs_, 0), given.outputs, given.gradients};
 }
 
 }  // namespace sidestream

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <typeinfo>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
@@ -93,18 +94,17 @@ bool ReplayNode::owns_gradient_of(const at::Tensor& leaf) const {
   });
 }
 
-void GraphSequence::attach_node(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
-  CapturedCall& call = captured_.calls[index];
-  auto node = std::make_shared<ReplayNode>(shared_from_this(), index, call.replay.generation);
+void ReplayNode::attach(std::shared_ptr<GraphSequence> sequence, std::size_t index, CapturedCall& call,
+                        c10::Stream current, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs) {
+  auto node = std::make_shared<ReplayNode>(std::move(sequence), index, call.replay.generation);
   torch::autograd::edge_list edges;
   edges.reserve(call.lists.inputs_with_gradient.size() + call.lists.parameters_with_gradient.size());
-  const c10::Stream current = runtime_->current_stream();
   for (const std::size_t i : call.lists.inputs_with_gradient) {
     StaticInput& input = call.inputs[i];
     edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
     const auto* from = as_replay(edges.back().function.get());
     input.grad_direct =
-        input.grad_is_seed && from != nullptr && from->sequence_.get() == this && from->call_ == input.from->call;
+        input.grad_is_seed && from != nullptr && from->sequence_ == node->sequence_ && from->call_ == input.from->call;
     input.goes_to_leaf = input.memory && is_leaf_on(current, edges.back());
   }
   node->of_inputs_ = edges.size();

@@ -1,14 +1,21 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
 #include "offload/gradient_owner.h"
+#include "sidestream/detail/argument_parts.h"
 
 namespace sidestream {
 
+struct CapturedCall;
 class GraphSequence;
 
 /// A hook in front of a ReplayNode that keeps nothing of what it sees: gradients that another replay hands on may be static, and
@@ -23,13 +30,17 @@ class ReplayNode final : public torch::autograd::Node, public GradientOwner {
       : sequence_(std::move(sequence)), call_(call), generation_(generation) {}
   ~ReplayNode() override;
 
+  /// Makes the node of the forward of `call` that was just launched on the stream `current`, and the outputs that require a gradient its
+  /// results. Notes which gradients of inputs the backward will hand on without a copy.
+  static void attach(std::shared_ptr<GraphSequence> sequence, std::size_t index, CapturedCall& call,
+                     c10::Stream current, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
+
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
   void release_variables() override {}
   [[nodiscard]] std::string name() const override { return "SidestreamReplay"; }
   [[nodiscard]] bool owns_gradient_of(const at::Tensor& leaf) const override;
 
  private:
-  friend class GraphSequence;
   void refuse_named_gradients() const;
   std::shared_ptr<GraphSequence> sequence_;
   std::size_t call_;

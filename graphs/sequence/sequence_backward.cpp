@@ -37,13 +37,48 @@ void for_each_gradient(CapturedCall& call, const Visit& visit) {
   }
 }
 
+/// Copies gradients to where the graph reads them. `join`: makes the current stream wait for all copies.
+template <class Join>
+void write_static_grads(CapturedCall& call, const std::vector<at::Tensor>& grads, const Join& join) {
+  const at::NoGradGuard no_grad;
+  // A seed that is another call's input gradient is in the pool, in memory that copies of the latest graphs may still use. If that call's
+  // backward did not run just before, no other wait orders this stream after them.
+  bool joined = false;
+  const auto join_before_write = [&](const StaticOutput& output) {
+    if (output.seed_from && !joined) {
+      join();
+      joined = true;
+    }
+  };
+  std::size_t given = 0;
+  for (StaticOutput& output : call.outputs) {
+    if (!output.requires_grad) {
+      continue;
+    }
+    const at::Tensor& grad = grads[given++];
+    if (!grad.defined()) {
+      join_before_write(output);
+      output.seed.zero_();
+    } else if (grad.const_data_ptr() != output.seed.const_data_ptr() || grad.strides() != output.seed.strides()) {
+      join_before_write(output);
+      output.seed.copy_(grad, /*non_blocking=*/true);
+    }
+  }
+}
+
 }  // namespace
 
 // Memory is allocated before the launch. If an allocation fails, nothing has happened yet, and the backward may be tried again.
 void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
   const std::lock_guard lock(mutex_);
-  check_backward(index, generation);
   CapturedCall& call = captured_.calls[index];
+  captured_.check_backward(index, generation, captured_.memory->turn() == this, pending_.runs());
+  if (call.accumulates) {
+    call.replay.grads_in_place = are_in_place(call.lists.accumulated);
+    if (!call.replay.grads_in_place) {
+      check_owned_grads(call.spec.name, call.parameters);
+    }
+  }
   OutputSet used = 0;
   std::uint64_t unused = 0;
   std::size_t given = 0;
@@ -61,12 +96,10 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
     return;
   }
   const Site site(Activity::launch_backward, call.site);
-  follow_latest_call();
-  const std::size_t graph_index = captured_.order.backward_index(index);
-  overwrite_later_outputs(graph_index);
-  overwrite_released_outputs(graph_index);  // before the seeds, which may lie in their memory
-  overwrite_given_gradients(graph_index);
-  write_static_grads(call, grads);
+  streams_.follow_latest_call();
+  // Before the seeds are written: they may lie in the memory of outputs.
+  outputs_.before_launch(captured_.order.backward_index(index));
+  write_static_grads(call, grads, [&] { copies_.join(runtime_->current_stream()); });
   grads.clear();
   for_each_gradient(call, [&](const Gradient& grad) {
     grads.push_back(!grad.comes(used) || grad.memory ? at::Tensor()
@@ -78,9 +111,9 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   }
   launch_backward(index);
   settle_pending(index);
-  counts_.unused_outputs += unused;
+  unused_outputs_ += unused;
   if (call.owns_gradients) {
-    gave_gradients_.push_back(index);
+    outputs_.gave_gradients(index);
   }
   call.replay.backward_failed = true;  // until the gradients are out
   std::size_t next = 0;
@@ -100,23 +133,22 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
 
 void GraphSequence::launch_backward(std::size_t index) {
   CapturedCall& call = captured_.calls[index];
-  const c10::Stream side = call.replay.target.stream().value_or(backward_stream());
-  runtime_->record(fork_, runtime_->current_stream());
-  runtime_->wait(side, fork_);
+  const c10::Stream side = streams_.side(call.replay.target, 0);
+  streams_.fork(side);
   copies_.before_backward(index, side);
-  const std::uint64_t replays = counts_.replays;
+  const std::uint64_t launches = streams_.launches();
   try {
-    launch(call.backward.graph, side, call.backward.done, call.replay.target.event().get());
+    streams_.launch(call.backward.graph, side, call.backward.done, call.replay.target.event().get());
     call.replay.backward_launched = true;
     copies_.backward_launched(index);
     use_.launched(captured_.order.backward_index(index));
   } catch (...) {
-    if (counts_.replays != replays) {  // the launch itself went well
+    if (streams_.launches() != launches) {  // the launch itself went well
       call.replay.backward_launched = call.replay.backward_failed = true;
       copies_.backward_launched(index);
       settle_pending(index);
     }
-    settle(side);
+    streams_.settle(side);
     throw;
   }
 }
@@ -125,40 +157,6 @@ void GraphSequence::settle_pending(std::size_t index) noexcept {
   pending_.end(index);
   if (pending_.runs().empty()) {
     use_.idle(captured_.ungiven_bytes());
-  }
-}
-
-void GraphSequence::settle(c10::Stream side) noexcept {
-  try {
-    runtime_->synchronize(side);
-  } catch (const std::exception&) {  // the device has failed: nothing runs any more
-  }
-}
-
-void GraphSequence::write_static_grads(CapturedCall& call, const std::vector<at::Tensor>& grads) {
-  const at::NoGradGuard no_grad;
-  // A seed that is another call's input gradient is in the pool, in memory that copies of the latest graphs may still use. If that call's
-  // backward did not run just before, no other wait orders this stream after them.
-  bool joined = false;
-  const auto join_before_write = [&](const StaticOutput& output) {
-    if (output.seed_from && !joined) {
-      join_copies();
-      joined = true;
-    }
-  };
-  std::size_t given = 0;
-  for (StaticOutput& output : call.outputs) {
-    if (!output.requires_grad) {
-      continue;
-    }
-    const at::Tensor& grad = grads[given++];
-    if (!grad.defined()) {
-      join_before_write(output);
-      output.seed.zero_();
-    } else if (grad.const_data_ptr() != output.seed.const_data_ptr() || grad.strides() != output.seed.strides()) {
-      join_before_write(output);
-      output.seed.copy_(grad, /*non_blocking=*/true);
-    }
   }
 }
 

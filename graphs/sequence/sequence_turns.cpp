@@ -1,4 +1,6 @@
 // Turns of sequences in memory that they share; see Note [Turns in shared memory] in graph_memory.h.
+#include <exception>
+
 #include "graphs/sequence/graph_sequence.h"
 #include "sidestream/error.h"
 
@@ -41,26 +43,13 @@ void GraphSequence::take_turn(std::size_t index) {
   if (memory.pending_beside(this)) {
     memory.refuse(captured_.describe(index));
   }
-  memory.give_turn_to(this, *runtime_, fork_, counts_.outputs);
-}
-
-void GraphSequence::follow_latest_call() {
-  const c10::Stream now = runtime_->current_stream();
-  if (called_on_ && *called_on_ != now) {
-    runtime_->record(fork_, *called_on_);
-    runtime_->wait(now, fork_);
-  }
+  memory.give_turn_to(this, *runtime_, streams_.mark(), outputs_.counts().outputs);
 }
 
 void GraphSequence::give_up_turn() {
-  follow_latest_call();
+  streams_.follow_latest_call();
   copies_.join(runtime_->current_stream());
-  for (CapturedCall& call : captured_.calls) {
-    for (OutputStorage& storage : call.output_storages) {
-      storage.before_overwrite(*runtime_, fork_, counts_.outputs);
-    }
-  }
-  overwrite_given_gradients(0);
+  outputs_.give_up_all();
   for (CapturedCall& call : captured_.calls) {
     ++call.replay.generation;  // what a retained graph saved is overwritten from here on
   }
@@ -68,11 +57,18 @@ void GraphSequence::give_up_turn() {
 }
 
 void GraphSequence::leave_memory() noexcept {
-  if (called_on_) {
-    part_with_outputs();
+  if (streams_.launched_any()) {
+    outputs_.part_with_all(*captured_.memory);
+    try {  // the memory may go now
+      const c10::Stream now = runtime_->current_stream();
+      if (runtime_->capture_status(now) == CaptureStatus::none) {
+        streams_.follow_latest_call();
+        copies_.join(now);  // another sequence may write the memory, and the pinned slots, next
+        runtime_->synchronize(now);
+      }
+    } catch (const std::exception&) {  // the device has failed: nothing runs any more
+    }
   }
-  captured_.released_outputs.clear();
-  gave_gradients_.clear();
   captured_.memory->leave(this);
 }
 

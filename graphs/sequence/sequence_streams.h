@@ -1,0 +1,63 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <c10/core/Stream.h>
+
+#include "offload/eager_offload.h"
+#include "runtime/draw_order.h"
+#include "runtime/runtime.h"
+#include "sidestream/graph_options.h"
+#include "sidestream/replay_options.h"
+
+namespace sidestream {
+
+/// The streams on which a sequence's graphs run, beside the stream of the caller. Launches graphs there.
+///
+/// Ordering: Note [Graph choreography] in graph_sequence.cpp.  Capture: illegal.  Threads: one at a time (the sequence's mutex).
+class SequenceStreams {
+ public:
+  SequenceStreams(std::shared_ptr<Runtime> runtime, std::shared_ptr<EagerOffload> eager, const GraphOptions& options);
+
+  /// The stream that `target` names, else the side stream with this number, counted in turn.
+  [[nodiscard]] c10::Stream side(const ReplayOptions& target, std::size_t number);
+  /// `side` waits for all work of the current stream.
+  void fork(c10::Stream side);
+  /// Launches `graph` on `side`. The current stream waits for `done`. `event`: the caller's of this call, or null.
+  void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event);
+  /// The current stream waits for the stream that the latest graph was called on: that stream is after the graph and its readers.
+  void follow_latest_call();
+  [[nodiscard]] bool launched_any() const noexcept { return called_on_.has_value(); }
+
+  /// Blocks the host until nothing runs on any stream that graphs replay on.
+  void synchronize();
+  /// After a failure that followed a launch: blocks the host until nothing that was queued on `side` runs any more.
+  void settle(c10::Stream side) noexcept;
+
+  /// Recorded anew for each wait of a stream for another.
+  [[nodiscard]] const Event& mark() const noexcept { return fork_; }
+  /// Graphs that were launched since `take_launches`.
+  [[nodiscard]] std::uint64_t launches() const noexcept { return launches_; }
+  [[nodiscard]] std::uint64_t take_launches() noexcept;
+  /// The side stream with this number, for people.
+  [[nodiscard]] std::string in_words(std::size_t number) const;
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<EagerOffload> eager_;
+  DrawOrder& draw_order_;
+  std::vector<OwnedStream> owned_;  ///< empty if the options name a stream
+  std::vector<c10::Stream> sides_;
+  std::vector<c10::Stream> given_;  ///< of ReplayOptions, each once
+  Event fork_;
+  Event whole_stream_;
+  bool waits_for_stream_;                 ///< for all work of the side stream, not for the graph's done event
+  std::optional<c10::Stream> called_on_;  ///< the current stream at the latest launch
+  std::uint64_t launches_ = 0;
+};
+
+}  // namespace sidestream
