@@ -1,9 +1,7 @@
 #include "unit/graphs/engine_invariants.h"
 
-#include <chrono>
 #include <exception>
 #include <set>
-#include <thread>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
@@ -12,6 +10,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "eventually.h"
 #include "graphs/engine/engine_state.h"
 #include "offload/autograd_engine.h"
 
@@ -75,16 +74,10 @@ std::size_t captured_leases(const EngineState& engine) {
   return leases + shared.size();
 }
 
-/// Autograd's device thread lets go of a failed backward's tensors after the caller has its error.
+/// Autograd's device thread frees a failed backward's tensors after the caller has its error.
 bool leases_come_back(const EngineState& engine) {
   const std::size_t captured = captured_leases(engine);
-  for (int i = 0; i < 2000; ++i) {
-    if (engine.arena().stats().live_leases == captured) {
-      return true;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return false;
+  return eventually([&] { return engine.arena().stats().live_leases == captured; });
 }
 
 }  // namespace
