@@ -1,10 +1,13 @@
 // Tensors that a capture reads and nothing registers: caches that modules make on first use and replace.
+#include <memory>
 #include <string>
 #include <thread>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "expect_throws.h"
 #include "models/body_model.h"
@@ -181,6 +184,45 @@ TEST_F(HeldTensorTest, WhatAModuleKeepsToLookAtIsAsInPlainTraining) {
   OffloadEngine engine(twins.mine, options());
   twins.expect_plain(engine, 0, 5);  // `kept` is compared
   EXPECT_GT(engine.report().replays, 0);
+}
+
+/// Its backward leaves a tensor of its forward with autograd's thread, which frees it when its next backward begins: as late as the
+/// thread may free the last tensors of any backward.
+struct FreedLate : torch::autograd::Function<FreedLate> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
+    context->saved_data["cosine"] = x.cos();
+    return x.sin();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& grads) {
+    held = context->saved_data["cosine"].toTensor();
+    return {grads[0] * held};
+  }
+  static std::unique_ptr<at::ObserverContext> free(const at::RecordFunction& /*node*/) {
+    held = at::Tensor();
+    return nullptr;
+  }
+  static at::Tensor held;
+};
+at::Tensor FreedLate::held;
+
+TEST_F(HeldTensorTest, WhatAutogradsThreadFreesLateIsNotKept) {
+  const at::CallbackHandle handle =
+      at::addGlobalCallback(at::RecordFunctionCallback(&FreedLate::free).scopes({at::RecordScope::BACKWARD_FUNCTION}));
+  BodyModel model(device_, {masked});
+  OffloadEngine engine(model, Options(device_));
+  // The weight alone needs a gradient, so no other wait for autograd's thread comes after the capture of the backward.
+  const auto graphed = make_graphed_callables(
+      engine,
+      {{"late",
+        [](BodyBlock& of, const Tensors& in) { return Tensors{at::matmul(in[0], FreedLate::apply(of.weight))}; },
+        model.blocks->ptr<BodyBlock>(0)}},
+      {{model.data(0, 8, 2)}})[0];
+  at::removeCallback(handle);
+  EXPECT_FALSE(FreedLate::held.defined());
+  for (const std::string& note : engine.report().notes) {
+    EXPECT_EQ(note.find("keeps tensors"), std::string::npos) << note;
+  }
 }
 
 TEST_F(HeldTensorTest, AStateThatTheBodyReplacesIsRefusedByName) {
