@@ -1,19 +1,15 @@
-// Programs whose eager code alone takes the outputs of graphed calls, and saves them between one call and the next.
+// Programs whose eager code saves the outputs of graphed calls: between one call and the next, or beside the next call.
 #include <cstdint>
-#include <memory>
-#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
 
-#include "graphs/engine/engine_access.h"
-#include "models/layer_stack.h"
 #include "models/wave.h"
 #include "sidestream/call.h"
-#include "sidestream/engine.h"
 #include "sidestream/scope.h"
-#include "unit/graphs/ordered_programs.h"
+#include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -24,31 +20,23 @@ struct Kind {
   bool holds = false;          ///< from the third step on the program holds each second output until the step's end
 };
 
-class Between final : public Program {
+class Between final : public EngineProgram {
  public:
-  Between(const Runtimes& runtimes, Kind kind) : runtime_(runtimes.model), kind_(kind) {
-    if (runtimes.engine != nullptr) {
-      engine_.emplace(EngineAccess::engine(
-          model_,
-          Options(runtime_->device()).graph("waves.*").offload(kind_.leaves ? "between" : "waves.*").min_bytes(1024),
-          runtimes.engine));
-    }
-    runtime_->synchronize_device();
+  Between(const Runtimes& runtimes, Kind kind) : EngineProgram(runtimes), kind_(kind) {
+    make_engine(model_,
+                Options(device()).graph("waves.*").offload(kind_.leaves ? "between" : "waves.*").min_bytes(1024));
+    runtime().synchronize_device();
   }
-  ~Between() override { runtime_->synchronize_device(); }
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+  ~Between() override { end(); }
 
   std::vector<at::Tensor> step(std::int64_t s) override {
-    std::optional<Step> active;
-    if (engine_) {
-      active.emplace(engine_->step());
-    }
+    const auto active = step_of_engine();
     model_.zero_grad();
     std::vector<at::Tensor> results;
     std::vector<at::Tensor> losses;
     std::vector<at::Tensor> inputs;
     for (std::int64_t microbatch = 0; microbatch < kind_.in_flight; ++microbatch) {
-      inputs.push_back(rows(s * kind_.in_flight + microbatch, runtime_->device()).requires_grad_(true));
+      inputs.push_back(rows_of(s * kind_.in_flight + microbatch).requires_grad_(true));
       at::Tensor h = inputs.back();
       for (std::int64_t i = 0; i < Waves::kCount; ++i) {
         h = call(&*model_.layer(i), h);
@@ -80,10 +68,53 @@ class Between final : public Program {
     return output.cos().mul(output);
   }
 
-  std::shared_ptr<Runtime> runtime_;
   Kind kind_;
-  Waves model_{runtime_->device()};
-  std::optional<OffloadEngine> engine_;
+  Waves model_{device()};
+};
+
+/// A head behind each layer, which saves that layer's output: graphs of the sequence use its memory again.
+class EagerHeads final : public EngineProgram {
+ public:
+  explicit EagerHeads(const Runtimes& runtimes) : EngineProgram(runtimes) {
+    if (make_engine(model_, Options(device()).offload("heads").min_bytes(1024))) {
+      std::vector<Callable> callables;
+      for (std::int64_t i = 0; i < kLayers; ++i) {
+        callables.emplace_back(
+            "waves." + std::to_string(i), [](Wave& wave, const Tensors& in) { return Tensors{wave.forward(in[0])}; },
+            model_.layer(i));
+      }
+      capture_linked(callables);
+    }
+    runtime().synchronize_device();
+  }
+  ~EagerHeads() override { end(); }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto active = step_of_engine();
+    model_.zero_grad();
+    const at::Tensor x = rows_of(s).requires_grad_(true);
+    at::Tensor h = x;
+    at::Tensor loss = x.mean();
+    for (std::int64_t i = 0; i < kLayers; ++i) {
+      h = engine_ ? layers_[static_cast<std::size_t>(i)]({h})[0] : model_.layer(i)->forward(h);
+      const OffloadScope scope("heads");
+      loss = loss + h.cos().mul(h).mean();
+    }
+    h = at::Tensor();
+    loss.backward();
+    std::vector<at::Tensor> gradients = {x.grad()};
+    for (std::int64_t i = 0; i < kLayers; ++i) {
+      for (const at::Tensor& parameter : model_.layer(i)->parameters()) {
+        gradients.push_back(parameter.grad());
+      }
+    }
+    return gradients;
+  }
+
+ private:
+  static constexpr std::int64_t kLayers = 6;
+
+  Waves model_{device()};
 };
 
 }  // namespace
@@ -93,10 +124,9 @@ std::vector<NamedProgram> between_programs() {
   for (const auto& [name, kind] : {std::pair("between_calls", Kind{}), std::pair("between_calls_2", Kind{2}),
                                    std::pair("between_calls_held", Kind{1, true, true}),
                                    std::pair("between_calls_unsaved_held", Kind{1, false, true})}) {
-    result.push_back({name, [kind = kind](const Runtimes& runtimes) -> std::unique_ptr<Program> {
-                        return std::make_unique<Between>(runtimes, kind);
-                      }});
+    result.push_back(named_program<Between>(name, kind));
   }
+  result.push_back(named_program<EagerHeads>("eager_heads"));
   return result;
 }
 

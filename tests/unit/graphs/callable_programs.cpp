@@ -1,20 +1,16 @@
 // Programs of the reference systems' form, make_graphed_callables: whole passes, and those that leave layers out.
 #include <functional>
-#include <optional>
 #include <string>
 #include <utility>
 
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 
-#include "graphs/engine/engine_access.h"
 #include "graphs/sequence/graph_event_state.h"
-#include "models/layer_stack.h"
-#include "sidestream/engine.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/replay_options.h"
 #include "sidestream/scope.h"
-#include "unit/graphs/ordered_programs.h"
+#include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -31,58 +27,40 @@ struct StackForm {
   bool all_ahead = false;  ///< see Stack
 };
 
-/// Layers that are graphed, or run as they are in plain training.
-class Stack : public Program {
+/// A stack whose engine reloads one group at a time.
+class Stack : public StackProgram {
  public:
   /// `all_ahead`: all that was offloaded is reloaded before the first backward.
   Stack(const Runtimes& runtimes, std::size_t layers, bool all_ahead)
-      : runtime_(runtimes.model),
-        stream_(runtime_->create_stream()),
-        model_(layer_stack(static_cast<std::int64_t>(layers), runtime_->device())) {
-    if (runtimes.engine != nullptr) {
-      const Options options = Options(device()).offload("layers.*.*").min_bytes(1024).lookahead(all_ahead ? 1_GiB : 0);
-      engine_.emplace(EngineAccess::engine(*model_, options, runtimes.engine));
-    }
+      : StackProgram(runtimes, layers), stream_(runtime().create_stream()) {
+    make_engine(*model_, stack_options().lookahead(all_ahead ? 1_GiB : 0));
   }
-  ~Stack() override { runtime_->synchronize_device(); }
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+  ~Stack() override { end(); }
 
  protected:
-  [[nodiscard]] c10::Device device() const { return runtime_->device(); }
-  [[nodiscard]] at::Tensor rows_of(std::int64_t s, std::int64_t salt = 0) const { return rows(s, device(), salt); }
   /// `own`: layers that take a sample of their own; the others take the output of the one before.
-  void capture(const GraphOptions& options, const std::function<bool(std::int64_t layer)>& own) {
+  void capture(const GraphOptions& options, const std::function<bool(std::size_t layer)>& own = {}) {
     if (engine_) {
-      layers_ = graph_stack(*engine_, model_, device(), options, own);
+      capture_linked(callables(0, model_->size()), options, own);
     }
   }
-  at::Tensor run(std::size_t first, std::size_t last, at::Tensor h) {
-    for (std::size_t i = first; i < last; ++i) {
-      h = engine_ ? layers_[i]({h})[0] : (model_->begin() + static_cast<std::ptrdiff_t>(i))->forward(h);
-    }
-    return h;
-  }
+  /// Copies of those that there are: graphs may own them and add into them.
   void add_gradients(std::vector<at::Tensor>& results) const {
-    for (const at::Tensor& parameter : model_->parameters()) {
-      if (parameter.grad().defined()) {
-        results.push_back(parameter.grad().clone());  // graphs may own it and add into it
-      }
+    std::vector<at::Tensor> gradients;
+    StackProgram::add_gradients(gradients);
+    for (const at::Tensor& gradient : gradients) {
+      results.push_back(gradient.clone());
     }
   }
   void clear_gradients() { model_->zero_grad(); }
   [[nodiscard]] Tensors call(std::size_t layer, const at::Tensor& h, const ReplayOptions& options) {
     return engine_ ? layers_[layer]({h}, options) : Tensors{run(layer, layer + 1, h)};
   }
-  [[nodiscard]] Runtime& runtime() const { return *runtime_; }
   /// One of the trainer's, for graphs to replay on.
   [[nodiscard]] c10::Stream stream() const { return stream_.get(); }
 
  private:
-  std::shared_ptr<Runtime> runtime_;
   OwnedStream stream_;
-  torch::nn::Sequential model_;
-  std::optional<OffloadEngine> engine_;
-  std::vector<GraphedCallable> layers_;
 };
 
 class Passes final : public Stack {
@@ -98,7 +76,7 @@ class Passes final : public Stack {
     if (form.event) {
       options.cuda_graph_event(std::make_shared<GraphEvent>(device()));
     }
-    capture(options, [&](std::int64_t layer) { return !form.linked || layer == 0; });
+    capture(options, [&](std::size_t /*layer*/) { return !form.linked; });
   }
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients();
@@ -117,12 +95,12 @@ class Passes final : public Stack {
 /// by that event alone.
 class GivenStream final : public Stack {
  public:
-  GivenStream(const Runtimes& runtimes, std::int64_t /*form*/)
+  explicit GivenStream(const Runtimes& runtimes)
       : Stack(runtimes, 3, /*all_ahead=*/false),
         reader_(runtime().create_stream()),
         meeting_(runtime().create_event()),
         event_(std::make_shared<GraphEvent>(device())) {
-    capture(GraphOptions(), [](std::int64_t layer) { return layer == 0; });
+    capture(GraphOptions());
   }
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients();
@@ -169,7 +147,7 @@ class RestartedPasses final : public Stack {
  public:
   RestartedPasses(const Runtimes& runtimes, const Restart& restart)
       : Stack(runtimes, kLayers, restart.all_ahead), restart_(restart) {
-    capture(GraphOptions().side_streams(restart.side_streams), [](std::int64_t /*layer*/) { return true; });
+    capture(GraphOptions().side_streams(restart.side_streams), [](std::size_t /*layer*/) { return true; });
   }
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients();
@@ -201,8 +179,7 @@ struct Skip {
 class SkippedLayers final : public Stack {
  public:
   SkippedLayers(const Runtimes& runtimes, const Skip& skip) : Stack(runtimes, kLayers, skip.all_ahead), skip_(skip) {
-    capture(GraphOptions().side_streams(skip.side_streams),
-            [&](std::int64_t layer) { return layer == 0 || layer == static_cast<std::int64_t>(skip.cut); });
+    capture(GraphOptions().side_streams(skip.side_streams), [&](std::size_t layer) { return layer == skip.cut; });
   }
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients();
@@ -229,8 +206,7 @@ class SkippedLayers final : public Stack {
 class RepeatedLayers final : public Stack {
  public:
   RepeatedLayers(const Runtimes& runtimes, const Skip& skip) : Stack(runtimes, kLayers, skip.all_ahead), skip_(skip) {
-    capture(GraphOptions().side_streams(skip.side_streams),
-            [&](std::int64_t layer) { return layer == 0 || layer == static_cast<std::int64_t>(skip.cut); });
+    capture(GraphOptions().side_streams(skip.side_streams), [&](std::size_t layer) { return layer == skip.cut; });
   }
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients();
@@ -252,47 +228,40 @@ class RepeatedLayers final : public Stack {
 };
 
 /// Callables that run a part of their forward on a stream of their own, joined after the scope has ended.
-class ForkedCallables final : public Program {
+class ForkedCallables final : public EngineProgram {
  public:
   ForkedCallables(const Runtimes& runtimes, std::int64_t side_streams)
-      : runtime_(runtimes.model), branch_(runtime_->create_stream()), meeting_(runtime_->create_event()) {
-    if (runtimes.engine == nullptr) {
-      return;
+      : EngineProgram(runtimes), branch_(runtime().create_stream()), meeting_(runtime().create_event()) {
+    if (make_engine(model_, Options(device()).min_bytes(1024).offload("**"))) {
+      std::vector<Callable> callables;
+      for (std::int64_t i = 0; i < kLayers; ++i) {
+        callables.emplace_back("layers." + std::to_string(i),
+                               owning([this](const Tensors& x) { return Tensors{forward(x[0])}; }));
+      }
+      capture_linked(callables, GraphOptions().side_streams(side_streams));
     }
-    engine_.emplace(EngineAccess::engine(model_, Options(device()).min_bytes(1024).offload("**"), runtimes.engine));
-    std::vector<Callable> callables;
-    std::vector<std::vector<Sample>> samples;
-    for (std::int64_t i = 0; i < kLayers; ++i) {
-      callables.emplace_back("layers." + std::to_string(i),
-                             owning([this](const Tensors& x) { return Tensors{forward(x[0])}; }));
-      samples.push_back({i > 0 ? Sample::output_of(i - 1) : Sample(rows(0, device()).requires_grad_(true))});
-    }
-    layers_ =
-        make_graphed_callables(*engine_, std::move(callables), samples, GraphOptions().side_streams(side_streams));
   }
-  ~ForkedCallables() override { runtime_->synchronize_device(); }
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+  ~ForkedCallables() override { end(); }
 
   std::vector<at::Tensor> step(std::int64_t s) override {
-    const at::Tensor x = rows(s, device()).requires_grad_(true);
+    const at::Tensor x = rows_of(s).requires_grad_(true);
     at::Tensor h = x;
     for (std::size_t i = 0; i < kLayers; ++i) {
       h = engine_ ? layers_[i]({h})[0] : forward(h);
     }
-    (h * rows(s, device(), 1)).sum().backward();
+    (h * rows_of(s, 1)).sum().backward();
     return {x.grad()};
   }
 
  private:
   static constexpr std::int64_t kLayers = 4;
 
-  [[nodiscard]] c10::Device device() const { return runtime_->device(); }
   void order(c10::Stream earlier, c10::Stream later) {
-    runtime_->record(meeting_, earlier);
-    runtime_->wait(later, meeting_);
+    runtime().record(meeting_, earlier);
+    runtime().wait(later, meeting_);
   }
   at::Tensor forward(const at::Tensor& given) {
-    const c10::Stream current = runtime_->current_stream();
+    const c10::Stream current = runtime().current_stream();
     const at::Tensor h = given.mul(1.1);
     at::Tensor branch;
     at::Tensor own;
@@ -311,20 +280,10 @@ class ForkedCallables final : public Program {
     return rest + branch;
   }
 
-  std::shared_ptr<Runtime> runtime_;
   OwnedStream branch_;
   Event meeting_;
   torch::nn::Module model_;
-  std::optional<OffloadEngine> engine_;
-  std::vector<GraphedCallable> layers_;
 };
-
-template <class Made, class Form>
-void add(std::vector<NamedProgram>& programs, std::string name, const Form& form) {
-  programs.push_back({std::move(name), [form](const Runtimes& runtimes) -> std::unique_ptr<Program> {
-                        return std::make_unique<Made>(runtimes, form);
-                      }});
-}
 
 }  // namespace
 
@@ -337,34 +296,34 @@ std::vector<NamedProgram> callable_programs() {
         StackForm{"accumulating_2", 2, true, 5, false, false, true},
         StackForm{.name = "ahead_1", .side_streams = 1, .all_ahead = true},
         StackForm{.name = "ahead_part_1", .side_streams = 1, .layers_run = 3, .all_ahead = true}}) {
-    add<Passes>(result, form.name, form);
+    result.push_back(named_program<Passes>(form.name, form));
   }
   for (const Restart& restart :
        {Restart{1, 4, 1}, Restart{2, 4, 0}, Restart{2, 4, 1}, Restart{2, 3, 1}, Restart{2, 3, 2}, Restart{3, 3, 1},
         Restart{3, 2, 1}, Restart{3, 3, 2}, Restart{2, 4, 1, 4}, Restart{2, 4, 0, 4}, Restart{1, 4, 1, 6, true},
         Restart{1, 4, 0, 4, true}}) {
-    add<RestartedPasses>(result,
-                         "restart_K" + std::to_string(restart.side_streams) + "_stop" + std::to_string(restart.stop) +
-                             "_restart" + std::to_string(restart.restart) + "_end" + std::to_string(restart.end) +
-                             (restart.all_ahead ? "_ahead" : ""),
-                         restart);
+    result.push_back(
+        named_program<RestartedPasses>("restart_K" + std::to_string(restart.side_streams) + "_stop" +
+                                           std::to_string(restart.stop) + "_restart" + std::to_string(restart.restart) +
+                                           "_end" + std::to_string(restart.end) + (restart.all_ahead ? "_ahead" : ""),
+                                       restart));
   }
   for (const Skip& skip :
        {Skip{2, 2, 5}, Skip{2, 4, 6}, Skip{1, 5, 7}, Skip{1, 5, 7, true}, Skip{1, 5, 5, false, true}}) {
-    add<SkippedLayers>(result,
-                       "skip_K" + std::to_string(skip.side_streams) + "_low" + std::to_string(skip.low) + "_cut" +
-                           std::to_string(skip.cut) + (skip.all_ahead ? "_ahead" : "") + (skip.again ? "_again" : ""),
-                       skip);
+    result.push_back(named_program<SkippedLayers>("skip_K" + std::to_string(skip.side_streams) + "_low" +
+                                                      std::to_string(skip.low) + "_cut" + std::to_string(skip.cut) +
+                                                      (skip.all_ahead ? "_ahead" : "") + (skip.again ? "_again" : ""),
+                                                  skip));
   }
   for (const Skip& skip : {Skip{1, 2, 6}, Skip{1, 4, 7}, Skip{1, 2, 5, true}, Skip{2, 1, 6, true}}) {
-    add<RepeatedLayers>(result,
-                        "repeat_K" + std::to_string(skip.side_streams) + "_low" + std::to_string(skip.low) + "_cut" +
-                            std::to_string(skip.cut) + (skip.all_ahead ? "_ahead" : ""),
-                        skip);
+    result.push_back(named_program<RepeatedLayers>("repeat_K" + std::to_string(skip.side_streams) + "_low" +
+                                                       std::to_string(skip.low) + "_cut" + std::to_string(skip.cut) +
+                                                       (skip.all_ahead ? "_ahead" : ""),
+                                                   skip));
   }
-  add<GivenStream>(result, "given_stream", std::int64_t{1});
+  result.push_back(named_program<GivenStream>("given_stream"));
   for (const std::int64_t side_streams : {1, 2}) {
-    add<ForkedCallables>(result, "forked_callables_" + std::to_string(side_streams), side_streams);
+    result.push_back(named_program<ForkedCallables>("forked_callables_" + std::to_string(side_streams), side_streams));
   }
   return result;
 }

@@ -14,36 +14,34 @@
 namespace sidestream::testing_model {
 
 HazardProgram::HazardProgram(const Runtimes& runtimes, HazardForm form)
-    : runtime_(runtimes.model), form_(std::move(form)), stream_(runtime_->create_stream()) {
+    : EngineProgram(runtimes), form_(std::move(form)), stream_(runtime().create_stream()) {
   calls_ = form_.bodies(weight_);
-  if (runtimes.engine == nullptr) {
+  if (!make_engine(nothing_, Options(device()).offload("**").min_bytes(256))) {
     return;
   }
-  engine_.emplace(
-      EngineAccess::engine(nothing_, Options(runtime_->device()).offload("**").min_bytes(256), runtimes.engine));
   GraphOptions options;
   if (form_.on_stream) {
     options.cuda_graph_stream(stream_);
   }
-  const Sample own = rows(0, runtime_->device()).requires_grad_(true);
   const std::size_t length = calls_.size() / form_.sequences;
   for (std::size_t begin = 0; begin < calls_.size(); begin += length) {
     std::vector<Callable> callables;
-    std::vector<std::vector<Sample>> samples;
-    for (std::size_t i = 0; i < length; ++i) {
-      callables.emplace_back("call." + std::to_string(begin + i), owning(calls_[begin + i]));
-      samples.push_back({i > 0 ? Sample::output_of(static_cast<std::int64_t>(i) - 1) : own});
+    for (std::size_t i = begin; i < begin + length; ++i) {
+      callables.emplace_back("call." + std::to_string(i), owning(calls_[i]));
     }
-    const auto graphed = make_graphed_callables(*engine_, callables, samples, options);
-    std::copy(graphed.begin(), graphed.end(), calls_.begin() + static_cast<std::ptrdiff_t>(begin));
+    capture_linked(callables, options);
   }
+  std::copy(layers_.begin(), layers_.end(), calls_.begin());
 }
 
-HazardProgram::~HazardProgram() { runtime_->synchronize_device(); }
+HazardProgram::~HazardProgram() {
+  calls_.clear();
+  end();
+}
 
 std::vector<at::Tensor> HazardProgram::step(std::int64_t s) {
   weight_.mutable_grad() = at::Tensor();
-  std::vector<at::Tensor> results = form_.step(calls_, s, runtime_->device());
+  std::vector<at::Tensor> results = form_.step(calls_, s, device());
   if (weight_.grad().defined()) {
     results.push_back(weight_.grad().clone());
   }

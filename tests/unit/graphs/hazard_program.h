@@ -16,7 +16,7 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
-#include "unit/graphs/ordered_programs.h"
+#include "unit/graphs/engine_program.h"
 #include "unit/sim/rerun/every_order.h"
 
 namespace sidestream::testing_model {
@@ -34,22 +34,19 @@ struct HazardForm {
       1;  ///< as many parts of the bodies are captured apart; in a sequence each takes the output of the one before
 };
 
-class HazardProgram final : public Program {
+class HazardProgram final : public EngineProgram {
  public:
   HazardProgram(const Runtimes& runtimes, HazardForm form);
   ~HazardProgram() override;
 
   std::vector<at::Tensor> step(std::int64_t s) override;
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
   [[nodiscard]] c10::Stream stream() const { return stream_; }
 
  private:
-  std::shared_ptr<Runtime> runtime_;
   HazardForm form_;
   OwnedStream stream_;
   torch::nn::Module nothing_;
-  at::Tensor weight_ = rows(9, runtime_->device()).requires_grad_(true);
-  std::optional<OffloadEngine> engine_;
+  at::Tensor weight_ = rows_of(9).requires_grad_(true);
   Calls calls_;
 };
 

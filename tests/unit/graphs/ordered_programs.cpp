@@ -5,11 +5,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "graphs/engine/engine_access.h"
 #include "models/block_model.h"
 #include "models/waves.h"
 #include "models/wrapping.h"
-#include "sidestream/engine.h"
+#include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -22,18 +21,17 @@ struct Microbatches {
 };
 
 /// Whole steps of a BlockModel, weights changing from step to step.
-class WholeSteps : public Program {
+class WholeSteps final : public EngineProgram {
  public:
   WholeSteps(const Runtimes& runtimes, const Wrapping& wrapping, Microbatches microbatches)
-      : device_(runtimes.model->device()), microbatches_(microbatches) {
+      : EngineProgram(runtimes), microbatches_(microbatches) {
     BlockModel::Shape shape;
     shape.layers = 5;
     model_ = std::make_unique<BlockModel>(shape);
-    model_->to(device_);
-    if (runtimes.engine != nullptr) {
-      engine_.emplace(EngineAccess::engine(*model_, wrapping.options(device_, 1024), runtimes.engine));
-    }
+    model_->to(device());
+    make_engine(*model_, wrapping.options(device(), 1024));
   }
+  ~WholeSteps() override { end(); }
 
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients(*model_);
@@ -45,13 +43,12 @@ class WholeSteps : public Program {
     descend(*model_);
     return results;
   }
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
 
  private:
   void forwards_and_backwards(std::int64_t s) {
     std::deque<at::Tensor> losses;
     for (std::int64_t microbatch = 0; microbatch < microbatches_.count; ++microbatch) {
-      const Batch batch = batch_of(model_->shape(), s * microbatches_.count + microbatch, device_);
+      const Batch batch = batch_of(model_->shape(), s * microbatches_.count + microbatch, device());
       losses.push_back(model_->loss(batch.tokens, batch.targets));
       if (losses.size() == microbatches_.in_flight) {
         losses.front().backward();
@@ -64,43 +61,33 @@ class WholeSteps : public Program {
     }
   }
 
-  c10::Device device_;
   Microbatches microbatches_;
   std::unique_ptr<BlockModel> model_;
-  std::optional<OffloadEngine> engine_;
 };
 
 /// What each call saves lies in storages that leave as one block.
-class GatheredWaves final : public Program {
+class GatheredWaves final : public EngineProgram {
  public:
-  GatheredWaves(const Runtimes& runtimes, std::int64_t side_streams) : device_(runtimes.model->device()) {
-    if (runtimes.engine != nullptr) {
-      constexpr std::size_t kMinBytes = 6000;
-      engine_.emplace(
-          EngineAccess::engine(model_, wave_options(device_, side_streams).min_bytes(kMinBytes), runtimes.engine));
-    }
+  GatheredWaves(const Runtimes& runtimes, std::int64_t side_streams) : EngineProgram(runtimes) {
+    make_engine(model_, wave_options(device(), side_streams).min_bytes(6000));
   }
+  ~GatheredWaves() override { end(); }
   std::vector<at::Tensor> step(std::int64_t s) override {
     constexpr std::int64_t kRows = 16;  // 4,096 bytes, and a call saves two of it
-    const at::Tensor x = wave_input(static_cast<std::uint64_t>(s), kRows, device_);
+    const at::Tensor x = wave_input(static_cast<std::uint64_t>(s), kRows, device());
     at::Tensor gradient;
     in_step(engine_ ? &*engine_ : nullptr, [&] { gradient = wave_gradient(x); });
     return {gradient};
   }
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
 
  private:
-  c10::Device device_;
   torch::nn::Module model_;
-  std::optional<OffloadEngine> engine_;
 };
 
 std::vector<NamedProgram> wrapped_programs() {
   std::vector<NamedProgram> result;
   const auto add = [&](const std::string& name, const Wrapping& wrapping, Microbatches microbatches) {
-    result.push_back({name, [wrapping, microbatches](const Runtimes& runtimes) -> std::unique_ptr<Program> {
-                        return std::make_unique<WholeSteps>(runtimes, wrapping, microbatches);
-                      }});
+    result.push_back(named_program<WholeSteps>(name, wrapping, microbatches));
   };
   for (const Wrapping& wrapping : wrappings()) {
     add(wrapping.name, wrapping, {});
@@ -109,11 +96,8 @@ std::vector<NamedProgram> wrapped_programs() {
   add("eager_1f1b", Wrapping{"", "", "blocks.*.*"}, {4, 2});
   add("graphs_2_microbatches", Wrapping{"", "blocks.*", "blocks.*.*", 2}, {2, 2});
   add("mixed_1_microbatches", Wrapping{"", "blocks.0,blocks.3", "**", 1}, {2, 2});
-  for (const auto& [name, side_streams] : {std::pair("eager_gathered", 0), std::pair("graphs_2_gathered", 2)}) {
-    result.push_back({name, [side_streams = side_streams](const Runtimes& runtimes) -> std::unique_ptr<Program> {
-                        return std::make_unique<GatheredWaves>(runtimes, side_streams);
-                      }});
-  }
+  result.push_back(named_program<GatheredWaves>("eager_gathered", 0));
+  result.push_back(named_program<GatheredWaves>("graphs_2_gathered", 2));
   return result;
 }
 
@@ -122,9 +106,8 @@ std::vector<NamedProgram> wrapped_programs() {
 const std::vector<NamedProgram>& programs() {
   static const std::vector<NamedProgram> all = [] {
     std::vector<NamedProgram> result = wrapped_programs();
-    for (auto& more :
-         {stream_programs(), callable_programs(), output_programs(), eager_head_programs(), between_programs(),
-          drawing_programs(), whole_step_programs(), pool_programs(), call_stream_programs()}) {
+    for (auto& more : {stream_programs(), callable_programs(), output_programs(), between_programs(),
+                       drawing_programs(), whole_step_programs(), pool_programs(), call_stream_programs()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

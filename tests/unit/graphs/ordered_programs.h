@@ -47,9 +47,7 @@ struct NamedProgram {
 [[nodiscard]] std::vector<NamedProgram> stream_programs();
 /// Those that keep outputs of graphed calls; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> output_programs();
-/// Those whose eager heads save outputs of graphed calls; part of `programs`.
-[[nodiscard]] std::vector<NamedProgram> eager_head_programs();
-/// Those whose eager code alone takes outputs of graphed calls; part of `programs`.
+/// Those whose eager code saves outputs of graphed calls; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> between_programs();
 /// Those of graphed callables; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> callable_programs();

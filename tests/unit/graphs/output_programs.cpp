@@ -1,64 +1,45 @@
 // Programs that keep outputs of graphed calls, or read them on streams beside the one they were given out on.
 #include <functional>
-#include <optional>
-#include <string>
 #include <utility>
 
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 
-#include "graphs/engine/engine_access.h"
-#include "models/layer_stack.h"
-#include "sidestream/engine.h"
-#include "unit/graphs/ordered_programs.h"
+#include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
 namespace {
 
 /// A stack whose outputs are ordinary tensors. What plain training needs of order between the streams, the programs have.
-class OutputProgram : public Program {
+class OutputProgram : public StackProgram {
  public:
   /// `linked`: each layer takes the output of the one before, so that its memory is used again in the same pass.
   explicit OutputProgram(const Runtimes& runtimes, bool linked = true, const GraphOptions& options = {})
-      : runtime_(runtimes.model),
-        a_(runtime_->create_stream()),
-        b_(runtime_->create_stream()),
-        meeting_(runtime_->create_event()),
-        model_(layer_stack(kLayers, runtime_->device())) {
-    if (runtimes.engine != nullptr) {
-      engine_.emplace(EngineAccess::engine(*model_, Options(runtime_->device()).offload("layers.*.*").min_bytes(1024),
-                                           runtimes.engine));
-      layers_ = graph_stack(*engine_, model_, runtime_->device(), options, linked);
+      : StackProgram(runtimes, kLayers), streams_(runtime()) {
+    if (make_engine(*model_, stack_options())) {
+      capture_linked(callables(0, kLayers), options, [linked](std::size_t /*layer*/) { return !linked; });
     }
-    runtime_->synchronize_device();
+    runtime().synchronize_device();
   }
-  ~OutputProgram() override { runtime_->synchronize_device(); }
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+  ~OutputProgram() override { end(); }
 
  protected:
-  [[nodiscard]] c10::Stream a() const { return a_.get(); }
-  [[nodiscard]] c10::Stream b() const { return b_.get(); }
-  void order(c10::Stream earlier, c10::Stream later) {
-    runtime_->record(meeting_, earlier);
-    runtime_->wait(later, meeting_);
-  }
-  [[nodiscard]] at::Tensor rows_of(std::int64_t s, std::int64_t salt = 0) const {
-    return rows(s, runtime_->device(), salt);
-  }
+  [[nodiscard]] c10::Stream a() const { return streams_.a(); }
+  [[nodiscard]] c10::Stream b() const { return streams_.b(); }
+  [[nodiscard]] c10::Stream by_turns(std::int64_t i) const { return streams_.of(i); }
+  void order(c10::Stream earlier, c10::Stream later) { streams_.order(earlier, later); }
   /// Forward and backward on the current stream; `given` gets each layer's output as it comes.
   void pass(std::int64_t s, std::vector<at::Tensor>& gradients, const std::function<void(const at::Tensor&)>& given) {
     model_->zero_grad();
     const at::Tensor x = rows_of(s).requires_grad_(true);
     at::Tensor h = x;
-    for (std::ptrdiff_t i = 0; i < kLayers; ++i) {
-      h = engine_ ? layers_[static_cast<std::size_t>(i)]({h})[0] : (model_->begin() + i)->forward(h);
+    for (std::size_t i = 0; i < kLayers; ++i) {
+      h = run(i, i + 1, h);
       given(h);
     }
     (h * rows_of(s, 1)).sum().backward();
     gradients.push_back(x.grad());
-    for (const at::Tensor& parameter : model_->parameters()) {
-      gradients.push_back(parameter.grad());
-    }
+    add_gradients(gradients);
   }
   /// Gives the outputs of all layers.
   std::vector<at::Tensor> pass(std::int64_t s, std::vector<at::Tensor>& gradients) {
@@ -67,16 +48,10 @@ class OutputProgram : public Program {
     return outputs;
   }
 
-  static constexpr std::int64_t kLayers = 4;
+  static constexpr std::size_t kLayers = 4;
 
  private:
-  std::shared_ptr<Runtime> runtime_;
-  OwnedStream a_;
-  OwnedStream b_;
-  Event meeting_;
-  torch::nn::Sequential model_;
-  std::optional<OffloadEngine> engine_;
-  std::vector<GraphedCallable> layers_;
+  StreamPair streams_;
 };
 
 /// All outputs are kept, as a list of hidden states is.
@@ -98,7 +73,7 @@ class StreamsInTurn final : public OutputProgram {
  public:
   using OutputProgram::OutputProgram;
   std::vector<at::Tensor> step(std::int64_t s) override {
-    const c10::StreamGuard on_stream(s % 2 == 0 ? a() : b());
+    const c10::StreamGuard on_stream(by_turns(s));
     std::vector<at::Tensor> results;
     const std::vector<at::Tensor> outputs = pass(s, results);
     for (const at::Tensor& output : outputs) {
@@ -192,7 +167,7 @@ class OwnedGradientsInTurn final : public OutputProgram {
   explicit OwnedGradientsInTurn(const Runtimes& runtimes)
       : OutputProgram(runtimes, /*linked=*/true, owned_by_graphs()) {}
   std::vector<at::Tensor> step(std::int64_t s) override {
-    const c10::StreamGuard on_stream(s % 2 == 0 ? a() : b());
+    const c10::StreamGuard on_stream(by_turns(s));
     std::vector<at::Tensor> results;
     (void)pass(s, results);
     return results;
@@ -234,25 +209,19 @@ class InputGradientNamedStream final : public OutputProgram {
   }
 };
 
-template <class Made>
-NamedProgram named(std::string name) {
-  return {std::move(name),
-          [](const Runtimes& runtimes) -> std::unique_ptr<Program> { return std::make_unique<Made>(runtimes); }};
-}
-
 }  // namespace
 
 std::vector<NamedProgram> output_programs() {
-  return {named<HeldOutputs>("held_outputs"),
-          named<StreamsInTurn<true>>("held_streams_in_turn"),
-          named<StreamsInTurn<false>>("streams_in_turn"),
-          named<NamedStream>("outputs_named_stream"),
-          named<OwnedGradientsInTurn>("owned_gradients_in_turn"),
-          named<OwnedGradientsNamedStream>("owned_gradients_named_stream"),
-          named<InputGradientNamedStream>("input_gradient_named_stream"),
-          named<ReadBeside<false>>("outputs_read_beside"),
-          named<ReadBeside<true>>("outputs_read_behind_the_last"),
-          named<NamedStreamWrites>("outputs_named_stream_writes")};
+  return {named_program<HeldOutputs>("held_outputs"),
+          named_program<StreamsInTurn<true>>("held_streams_in_turn"),
+          named_program<StreamsInTurn<false>>("streams_in_turn"),
+          named_program<NamedStream>("outputs_named_stream"),
+          named_program<OwnedGradientsInTurn>("owned_gradients_in_turn"),
+          named_program<OwnedGradientsNamedStream>("owned_gradients_named_stream"),
+          named_program<InputGradientNamedStream>("input_gradient_named_stream"),
+          named_program<ReadBeside<false>>("outputs_read_beside"),
+          named_program<ReadBeside<true>>("outputs_read_behind_the_last"),
+          named_program<NamedStreamWrites>("outputs_named_stream_writes")};
 }
 
 }  // namespace sidestream::testing_model

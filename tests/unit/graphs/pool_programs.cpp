@@ -1,16 +1,11 @@
 // Programs of two sequences in one pool, which they use by turns.
-#include <optional>
-#include <string>
-#include <utility>
+#include <memory>
 
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 
-#include "graphs/engine/engine_access.h"
-#include "models/layer_stack.h"
-#include "sidestream/engine.h"
 #include "sidestream/graph_pool.h"
-#include "unit/graphs/ordered_programs.h"
+#include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -22,42 +17,27 @@ enum class FirstPass : std::uint8_t {
   cut,       ///< only the last layer's backward, which brings the others' tensors back
 };
 
-class TurnsInOnePool final : public Program {
+class TurnsInOnePool final : public StackProgram {
  public:
   TurnsInOnePool(const Runtimes& runtimes, FirstPass first, bool two_streams)
-      : runtime_(runtimes.model),
-        beside_(runtime_->create_stream()),
+      : StackProgram(runtimes, 2 * kLayers),
+        beside_(runtime().create_stream()),
         first_(first),
-        two_streams_(two_streams),
-        model_(layer_stack(2 * kLayers, runtime_->device())) {
-    if (runtimes.engine == nullptr) {
-      return;
-    }
-    const Options options = Options(device()).offload("layers.*.*").min_bytes(1024).lookahead(1_GiB);
-    engine_.emplace(EngineAccess::engine(*model_, options, runtimes.engine));
-    const auto pool = std::make_shared<GraphPool>(device());
-    for (std::size_t begin = 0; begin < 2 * kLayers; begin += kLayers) {
-      std::vector<Callable> callables;
-      std::vector<std::vector<Sample>> samples;
-      for (std::size_t i = begin; i < begin + kLayers; ++i) {
-        const bool own = i == begin || i + 1 == begin + kLayers;
-        samples.push_back({own ? Sample(rows(900, device()).requires_grad_(true))
-                               : Sample::output_of(static_cast<std::int64_t>(i - begin) - 1)});
-        callables.emplace_back("layers." + std::to_string(i), *(model_->begin() + static_cast<std::ptrdiff_t>(i)));
-      }
-      for (GraphedCallable& layer :
-           make_graphed_callables(*engine_, std::move(callables), samples, GraphOptions().pool(pool))) {
-        layers_.push_back(std::move(layer));
+        two_streams_(two_streams) {
+    if (make_engine(*model_, stack_options().lookahead(1_GiB))) {
+      const auto pool = std::make_shared<GraphPool>(device());
+      for (const std::size_t begin : {std::size_t{0}, kLayers}) {
+        capture_linked(callables(begin, begin + kLayers), GraphOptions().pool(pool),
+                       [](std::size_t layer) { return layer + 1 == kLayers; });
       }
     }
   }
-  ~TurnsInOnePool() override { runtime_->synchronize_device(); }
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+  ~TurnsInOnePool() override { end(); }
 
   std::vector<at::Tensor> step(std::int64_t s) override {
     std::vector<at::Tensor> results;
     if (two_streams_) {  // which never meet
-      const c10::StreamGuard on_stream(s % 2 == 0 ? runtime_->current_stream() : beside_.get());
+      const c10::StreamGuard on_stream(s % 2 == 0 ? runtime().current_stream() : beside_.get());
       pass(s % 2 == 0 ? 0 : kLayers, s, 0, results);
       return results;
     }
@@ -72,17 +52,10 @@ class TurnsInOnePool final : public Program {
  private:
   static constexpr std::size_t kLayers = 5;
 
-  [[nodiscard]] c10::Device device() const { return runtime_->device(); }
-  at::Tensor run(std::size_t first, std::size_t last, at::Tensor h) {
-    for (std::size_t i = first; i < last; ++i) {
-      h = engine_ ? layers_[i]({h})[0] : (model_->begin() + static_cast<std::ptrdiff_t>(i))->forward(h);
-    }
-    return h;
-  }
   void pass(std::size_t begin, std::int64_t s, std::int64_t salt, std::vector<at::Tensor>& results) {
-    const at::Tensor x = rows(s, device(), salt).requires_grad_(true);
+    const at::Tensor x = rows_of(s, salt).requires_grad_(true);
     const at::Tensor y = run(begin, begin + kLayers, x);
-    (y * rows(s, device(), salt + 1)).sum().backward();
+    (y * rows_of(s, salt + 1)).sum().backward();
     results.push_back(x.grad());
     results.push_back(y.detach());  // held while the other sequence computes
     take_gradients(begin, results);
@@ -90,7 +63,7 @@ class TurnsInOnePool final : public Program {
   /// Of the layers of one sequence.
   void take_gradients(std::size_t begin, std::vector<at::Tensor>& results) {
     for (std::size_t i = begin; i < begin + kLayers; ++i) {
-      for (at::Tensor& parameter : (model_->begin() + static_cast<std::ptrdiff_t>(i))->ptr()->parameters()) {
+      for (at::Tensor& parameter : layer(i).ptr()->parameters()) {
         if (parameter.grad().defined()) {
           results.push_back(parameter.grad());
           parameter.mutable_grad() = at::Tensor();
@@ -104,13 +77,13 @@ class TurnsInOnePool final : public Program {
         pass(0, s, salt, results);
         break;
       case FirstPass::given_up: {
-        const at::Tensor y = run(0, kLayers - 1, rows(s, device(), salt).requires_grad_(true));
+        const at::Tensor y = run(0, kLayers - 1, rows_of(s, salt).requires_grad_(true));
         break;
       }
       case FirstPass::cut: {
-        const at::Tensor low = run(0, kLayers - 1, rows(s, device(), salt).requires_grad_(true));
+        const at::Tensor low = run(0, kLayers - 1, rows_of(s, salt).requires_grad_(true));
         const at::Tensor cut = low.detach().clone().requires_grad_(true);
-        (run(kLayers - 1, kLayers, cut) * rows(s, device(), salt + 1)).sum().backward();
+        (run(kLayers - 1, kLayers, cut) * rows_of(s, salt + 1)).sum().backward();
         results.push_back(cut.grad());
         take_gradients(0, results);
         break;
@@ -118,27 +91,18 @@ class TurnsInOnePool final : public Program {
     }
   }
 
-  std::shared_ptr<Runtime> runtime_;
   OwnedStream beside_;
   FirstPass first_;
   bool two_streams_;
-  torch::nn::Sequential model_;
-  std::optional<OffloadEngine> engine_;
-  std::vector<GraphedCallable> layers_;
 };
 
 }  // namespace
 
 std::vector<NamedProgram> pool_programs() {
-  const auto make = [](FirstPass first, bool two_streams) {
-    return [first, two_streams](const Runtimes& runtimes) -> std::unique_ptr<Program> {
-      return std::make_unique<TurnsInOnePool>(runtimes, first, two_streams);
-    };
-  };
-  return {{"one_pool", make(FirstPass::whole, false)},
-          {"one_pool_streams", make(FirstPass::whole, true)},
-          {"one_pool_given_up", make(FirstPass::given_up, false)},
-          {"one_pool_cut", make(FirstPass::cut, false)}};
+  return {named_program<TurnsInOnePool>("one_pool", FirstPass::whole, false),
+          named_program<TurnsInOnePool>("one_pool_streams", FirstPass::whole, true),
+          named_program<TurnsInOnePool>("one_pool_given_up", FirstPass::given_up, false),
+          named_program<TurnsInOnePool>("one_pool_cut", FirstPass::cut, false)};
 }
 
 }  // namespace sidestream::testing_model

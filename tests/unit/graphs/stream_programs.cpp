@@ -1,72 +1,50 @@
 // Programs whose eager groups are saved and read on several streams. Each scope saves storages of its own.
-#include <optional>
-#include <string>
 #include <utility>
 
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "graphs/engine/engine_access.h"
 #include "models/scopes.h"
-#include "sidestream/engine.h"
-#include "unit/graphs/ordered_programs.h"
+#include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
 namespace {
 
-class OnStreams : public Program {
+class OnStreams : public EngineProgram {
  public:
   explicit OnStreams(const Runtimes& runtimes, std::size_t min_bytes = 1024)
-      : runtime_(runtimes.model),
-        a_(runtime_->create_stream()),
-        b_(runtime_->create_stream()),
-        meeting_(runtime_->create_event()) {
-    if (runtimes.engine != nullptr) {
-      const auto options = Options(runtime_->device()).min_bytes(min_bytes).groups_in_flight(1).offload("**");
-      engine_.emplace(EngineAccess::engine(model_, options, runtimes.engine));
-    }
+      : EngineProgram(runtimes), streams_(runtime()) {
+    make_engine(model_, Options(device()).min_bytes(min_bytes).groups_in_flight(1).offload("**"));
     for (std::uint64_t i = 0; i < 8; ++i) {
       auto generator = at::detail::createCPUGenerator(700 + i);
-      inputs_.push_back(at::randn({64, 64}, generator).to(runtime_->device()).requires_grad_(true));
+      inputs_.push_back(at::randn({64, 64}, generator).to(device()).requires_grad_(true));
     }
-    runtime_->synchronize_device();
+    runtime().synchronize_device();
   }
-  ~OnStreams() override { runtime_->synchronize_device(); }
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+  ~OnStreams() override { end(); }
 
  protected:
-  [[nodiscard]] c10::Stream a() const { return a_.get(); }
-  [[nodiscard]] c10::Stream b() const { return b_.get(); }
+  [[nodiscard]] c10::Stream a() const { return streams_.a(); }
+  [[nodiscard]] c10::Stream b() const { return streams_.b(); }
+  [[nodiscard]] c10::Stream by_turns(std::int64_t i) const { return streams_.of(i); }
   /// Two for each step.
   [[nodiscard]] const at::Tensor& input(std::int64_t s, std::int64_t which) const {
     return inputs_[(2 * s + which) % 8];
-  }
-  void order(c10::Stream earlier, c10::Stream later) {
-    runtime_->record(meeting_, earlier);
-    runtime_->wait(later, meeting_);
-  }
-  /// Holds the step's end back until it dies; of nothing in plain training.
-  [[nodiscard]] std::optional<Step> step_of_engine() {
-    return engine_ ? std::optional<Step>(engine_->step()) : std::nullopt;
   }
   /// On the current stream and waiting for no other.
   static std::vector<at::Tensor> gradients(const at::Tensor& loss, const std::vector<at::Tensor>& inputs) {
     return torch::autograd::grad({loss}, inputs);
   }
   [[nodiscard]] TwoStreams two_streams() {
-    const auto in_order = [this](c10::Stream earlier, c10::Stream later) { order(earlier, later); };
+    const auto in_order = [this](c10::Stream earlier, c10::Stream later) { streams_.order(earlier, later); };
     return {a(), b(), in_order, in_order};
   }
   static at::Tensor scopes(const at::Tensor& x) { return through_scopes(x).sum(); }
 
  private:
-  std::shared_ptr<Runtime> runtime_;
-  OwnedStream a_;
-  OwnedStream b_;
-  Event meeting_;
+  StreamPair streams_;
   torch::nn::Module model_;
-  std::optional<OffloadEngine> engine_;
   std::vector<at::Tensor> inputs_;
 };
 
@@ -78,7 +56,7 @@ class StreamsThatNeverMeet final : public OnStreams {
     const auto step = step_of_engine();
     std::vector<at::Tensor> grads;
     for (const std::int64_t microbatch : {0, 1}) {
-      const c10::StreamGuard on_stream((s + microbatch) % 2 == 0 ? a() : b());
+      const c10::StreamGuard on_stream(by_turns(s + microbatch));
       const at::Tensor& x = input(s, microbatch);
       grads.push_back(gradients(scopes(x), {x})[0]);
     }
@@ -91,7 +69,7 @@ class BackwardAfterTheStep final : public OnStreams {
  public:
   using OnStreams::OnStreams;
   std::vector<at::Tensor> step(std::int64_t s) override {
-    const c10::StreamGuard on_stream(s % 2 == 0 ? a() : b());
+    const c10::StreamGuard on_stream(by_turns(s));
     const at::Tensor& x = input(s, 0);
     at::Tensor loss;
     {
@@ -133,12 +111,12 @@ class MicrobatchesInFlight final : public OnStreams {
     const auto step = step_of_engine();
     std::vector<at::Tensor> losses;
     for (const std::int64_t microbatch : {0, 1}) {
-      const c10::StreamGuard on_stream(microbatch == 0 ? a() : b());
+      const c10::StreamGuard on_stream(by_turns(microbatch));
       losses.push_back(scopes(input(s, microbatch)));
     }
     std::vector<at::Tensor> grads;
     for (const std::int64_t microbatch : {0, 1}) {
-      const c10::StreamGuard on_stream(microbatch == 0 ? a() : b());
+      const c10::StreamGuard on_stream(by_turns(microbatch));
       grads.push_back(gradients(losses[microbatch], {input(s, microbatch)})[0]);
       losses[microbatch].reset();
       grads.push_back(grads.back().exp().mul(0.5).tanh());  // takes the memory that backward has freed
@@ -243,29 +221,22 @@ class UnusedReload final : public OnStreams {
 /// One storage has 16,384 bytes, and a scope two of them.
 constexpr std::size_t kGathered = 20'000;
 
-template <class Made, class... Arguments>
-NamedProgram named(std::string name, Arguments... arguments) {
-  return {std::move(name), [arguments...](const Runtimes& runtimes) -> std::unique_ptr<Program> {
-            return std::make_unique<Made>(runtimes, arguments...);
-          }};
-}
-
 }  // namespace
 
 std::vector<NamedProgram> stream_programs() {
-  return {named<StreamsThatNeverMeet>("streams_that_never_meet"),
-          named<StreamsThatNeverMeet>("streams_that_never_meet_gathered", kGathered),
-          named<BackwardAfterTheStep>("backward_after_the_step"),
-          named<ForwardsAlone>("forwards_alone"),
-          named<MicrobatchesInFlight>("microbatches_in_flight"),
-          named<MicrobatchesInFlight>("microbatches_in_flight_gathered", kGathered),
-          named<ForkInAScope>("fork_in_a_scope"),
-          named<ForkInAScope>("fork_in_a_scope_gathered", kGathered),
-          named<SavedOnTwoStreams>("saved_on_two_streams"),
-          named<ReadBackOnTwoStreams>("read_back_on_two_streams"),
-          named<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),
-          named<UnusedReload>("unused_reload_after_the_step", Again::after_the_step),
-          named<UnusedReload>("unused_reload_after_a_later_step", Again::after_a_later_step)};
+  return {named_program<StreamsThatNeverMeet>("streams_that_never_meet"),
+          named_program<StreamsThatNeverMeet>("streams_that_never_meet_gathered", kGathered),
+          named_program<BackwardAfterTheStep>("backward_after_the_step"),
+          named_program<ForwardsAlone>("forwards_alone"),
+          named_program<MicrobatchesInFlight>("microbatches_in_flight"),
+          named_program<MicrobatchesInFlight>("microbatches_in_flight_gathered", kGathered),
+          named_program<ForkInAScope>("fork_in_a_scope"),
+          named_program<ForkInAScope>("fork_in_a_scope_gathered", kGathered),
+          named_program<SavedOnTwoStreams>("saved_on_two_streams"),
+          named_program<ReadBackOnTwoStreams>("read_back_on_two_streams"),
+          named_program<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),
+          named_program<UnusedReload>("unused_reload_after_the_step", Again::after_the_step),
+          named_program<UnusedReload>("unused_reload_after_a_later_step", Again::after_a_later_step)};
 }
 
 }  // namespace sidestream::testing_model

@@ -3,17 +3,14 @@
 
 #include <ATen/Functions.h>
 
-#include "graphs/engine/engine_access.h"
-#include "models/layer_stack.h"
-#include "sidestream/engine.h"
 #include "sidestream/graphed_step.h"
-#include "unit/graphs/ordered_programs.h"
+#include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
 namespace {
 
 /// Layers whose scopes leave inside of the step's graph.
-class OneGraphSteps final : public Program {
+class OneGraphSteps final : public EngineProgram {
  public:
   struct Form {
     std::size_t microbatches;
@@ -22,23 +19,25 @@ class OneGraphSteps final : public Program {
   };
 
   OneGraphSteps(const Runtimes& runtimes, const Form& form)
-      : runtime_(runtimes.model), form_(form), model_(layer_stack(kLayers, runtime_->device())) {
-    if (runtimes.engine == nullptr) {
-      return;
-    }
+      : EngineProgram(runtimes), form_(form), model_(layer_stack(kLayers, device())) {
     Options options = Options(device()).offload("**").min_bytes(1024);
     if (form.lag) {
       options.lag(*form.lag);
     }
-    engine_.emplace(EngineAccess::engine(*model_, options, runtimes.engine));
+    if (!make_engine(*model_, options)) {
+      return;
+    }
     StepOptions step_options;
     if (form.updates) {
       step_options.update([this] { descend_slowly(); });
     }
     step_.emplace(make_graphed_step(*engine_, Callable("step", &loss, model_), data(100), step_options));
   }
-  ~OneGraphSteps() override { runtime_->synchronize_device(); }
-  [[nodiscard]] const OffloadEngine* engine() const override { return engine_ ? &*engine_ : nullptr; }
+  ~OneGraphSteps() override {
+    runtime().synchronize_device();
+    step_.reset();
+    end();
+  }
 
   std::vector<at::Tensor> step(std::int64_t s) override {
     std::vector<at::Tensor> results;
@@ -68,7 +67,6 @@ class OneGraphSteps final : public Program {
  private:
   static constexpr std::int64_t kLayers = 4;
 
-  [[nodiscard]] c10::Device device() const { return runtime_->device(); }
   static Tensors loss(torch::nn::SequentialImpl& model, const Tensors& inputs) {
     return {(model.forward(inputs[0]) * inputs[1]).sum()};
   }
@@ -76,7 +74,7 @@ class OneGraphSteps final : public Program {
     std::vector<Tensors> microbatches;
     for (std::size_t m = 0; m < form_.microbatches; ++m) {
       const auto salt = static_cast<std::int64_t>(2 * m);
-      microbatches.push_back({rows(s, device(), salt), rows(s, device(), salt + 1)});
+      microbatches.push_back({rows_of(s, salt), rows_of(s, salt + 1)});
     }
     return microbatches;
   }
@@ -87,26 +85,18 @@ class OneGraphSteps final : public Program {
     }
   }
 
-  std::shared_ptr<Runtime> runtime_;
   Form form_;
   torch::nn::Sequential model_;
-  std::optional<OffloadEngine> engine_;
   std::optional<GraphedStep> step_;
 };
 
 }  // namespace
 
 std::vector<NamedProgram> whole_step_programs() {
-  std::vector<NamedProgram> result;
-  const auto add = [&](const std::string& name, const OneGraphSteps::Form& form) {
-    result.push_back({name, [form](const Runtimes& runtimes) -> std::unique_ptr<Program> {
-                        return std::make_unique<OneGraphSteps>(runtimes, form);
-                      }});
-  };
-  add("one_graph", {1, std::nullopt, false});
-  add("one_graph_no_lag", {1, 0, true});
-  add("one_graph_microbatches", {3, std::nullopt, true});
-  return result;
+  using Form = OneGraphSteps::Form;
+  return {named_program<OneGraphSteps>("one_graph", Form{1, std::nullopt, false}),
+          named_program<OneGraphSteps>("one_graph_no_lag", Form{1, 0, true}),
+          named_program<OneGraphSteps>("one_graph_microbatches", Form{3, std::nullopt, true})};
 }
 
 }  // namespace sidestream::testing_model
