@@ -53,18 +53,6 @@ TEST_F(BucketedCallablesTest, RelocatedWeightsAreCapturedAgainInThePool) {
   EXPECT_GT(engine_.report().recaptures, 3 * kLayers);
 }
 
-TEST_F(BucketedCallablesTest, UnknownShapesRunEagerlyWithOneWarning) {
-  capture();
-  ExpectedWarnings warnings;
-  expect_plain(0, 12);
-  expect_plain(1, 40);
-  expect_plain(2, 32);
-  const std::vector<std::string> texts = warnings.take();
-  ASSERT_EQ(texts.size(), static_cast<std::size_t>(kLayers));
-  EXPECT_NE(texts[0].find("bucketed call \"layers.0\" runs eagerly: its inputs fit none of the 3 buckets"),
-            std::string::npos);
-}
-
 TEST_F(BucketedCallablesTest, CallsThatRunEagerlyAreCountedWithTheirCause) {
   capture();
   const ExpectedWarnings warnings;
@@ -109,19 +97,6 @@ TEST_F(BucketedCallablesTest, UnknownShapesAreRefusedByOption) {
   expect_plain(0, 8);
 }
 
-TEST_F(BucketedCallablesTest, ACallBesideAPendingBucketRunsEagerly) {
-  capture();
-  for (std::int64_t s = 0; s < 3; ++s) {
-    expect_plain(s, [&](bool graphs) {
-      const at::Tensor y = forward(graphs, data(s, 32).requires_grad_(true));
-      const at::Tensor z = forward(graphs, data(s, 8).requires_grad_(true));
-      z.sum().backward();
-      y.sum().backward();
-      return StepTensors{};
-    });
-  }
-}
-
 TEST_F(BucketedCallablesTest, ACallBesideAPendingOneOfItsBucketRunsEagerly) {
   ExpectedWarnings warnings;
   for (const std::vector<std::int64_t>& lengths : {std::vector<std::int64_t>{8, 32}, std::vector<std::int64_t>{8}}) {
@@ -137,16 +112,6 @@ TEST_F(BucketedCallablesTest, ACallBesideAPendingOneOfItsBucketRunsEagerly) {
     }
   }
   EXPECT_TRUE(warnings.take().empty());
-}
-
-TEST_F(BucketedCallablesTest, ACallBesideAPendingBucketIsRefusedByOption) {
-  capture(BucketOptions().on_pending(OnPendingBucket::error));
-  const at::Tensor y = forward(true, data(0, 32).requires_grad_(true));
-  EXPECT_THROWS(UsageError, "which shares its memory, is still pending",
-                (void)layers_[0]({data(0, 8).requires_grad_(true)}));
-  y.sum().backward();
-  clear_gradients(*model_);
-  expect_plain(1, 8);
 }
 
 TEST_F(BucketedCallablesTest, WithoutGradientsTheyRunEagerly) {
@@ -175,19 +140,8 @@ TEST_F(BucketedCallablesTest, AResetDropsAllBuckets) {
   layers_[0].reset();
   layers_[0].reset();
   EXPECT_THROWS(UsageError, "replayed after reset", (void)layers_[0]({data(0, 8).requires_grad_(true)}));
-}
-
-TEST_F(BucketedCallablesTest, PinnedMemoryIsWhatTheLargestBucketNeeds) {
-  const auto leased = [&] { return EngineAccess::state(engine_).arena().stats().leased; };
-  capture({}, {32});
-  const std::size_t of_largest = leased();
-  EXPECT_GT(of_largest, 0U);
   layers_.clear();
-  EXPECT_EQ(leased(), 0U);
-  capture({}, {8, 32, 20});
-  EXPECT_EQ(leased(), of_largest);
-  expect_plain(0, 20);
-  expect_plain(1, 32);
+  EXPECT_EQ(EngineAccess::state(engine_).arena().stats().leased, 0U);
 }
 
 TEST_F(BucketedCallablesTest, InputsHaveNamesInEachBucket) {

@@ -47,40 +47,6 @@ class CapturedBucketsTest : public BucketedStack {
   ExpectedWarnings warnings_;
 };
 
-TEST_F(CapturedBucketsTest, AShapeIsCapturedBehindOneEagerPass) {
-  for (const char* schedule : {"early", "late", "d2h-late", "seed:1", "seed:2"}) {
-    SCOPED_TRACE(schedule);
-    set_schedule(device_, Schedule::parse(schedule));
-    capture_given();
-    expect_plain_of({12});
-    EXPECT_EQ(captured(), 0);
-    expect_plain_of({12});
-    EXPECT_EQ(captured(), 1);
-    expect_plain_of({8, 12, 32, 12});
-    EXPECT_EQ(captured(), 1);
-  }
-  EXPECT_TRUE(warnings_.take().empty());
-}
-
-TEST_F(CapturedBucketsTest, ShapesByTurnsAreAllCaptured) {
-  capture_given();
-  expect_plain_of({12, 40, 20, 12, 40, 20, 12, 40, 20, 8});
-  EXPECT_EQ(captured(), 3);
-}
-
-TEST_F(CapturedBucketsTest, TheLeastUsedMakesRoom) {
-  options_.max_buckets(3);
-  capture_given();
-  expect_plain_of({12, 12, 8, 40, 8});  // {8, 32, 12}, then {8, 12, 40}
-  EXPECT_EQ(captured(), 2);
-  expect_plain_of({12, 8, 40});
-  EXPECT_EQ(captured(), 2) << "all three are there";
-  expect_plain_of({32, 32});
-  EXPECT_EQ(captured(), 3) << "32 was dropped, and is captured again in the place of 12";
-  expect_plain_of({8, 40, 32});
-  EXPECT_EQ(captured(), 3);
-}
-
 TEST_F(CapturedBucketsTest, WhatIsDroppedComesBack) {
   options_.max_buckets(1);
   capture_given({32});
@@ -101,28 +67,6 @@ TEST_F(CapturedBucketsTest, WhatIsDroppedComesBack) {
   EXPECT_EQ(memory_use(device_).reserved, use.reserved);
   EXPECT_EQ(leased_now(), leased);
   EXPECT_EQ(engine_.report().graph_bytes, graphs);
-}
-
-TEST_F(CapturedBucketsTest, ABoundThatIsTooSmallIsNamedInTheReport) {
-  options_.max_buckets(2);
-  capture_given();
-  const auto note = [&] {
-    std::string found;
-    for (const std::string& text : engine_.report().notes) {
-      found += text.find("BucketOptions::max_buckets") == std::string::npos ? "" : text;
-    }
-    return found;
-  };
-  expect_plain_of({12, 12, 40, 40});
-  EXPECT_EQ(captured(), 2);
-  EXPECT_EQ(note(), "") << "two were dropped, and there may be two";
-  expect_plain_of({8, 8});
-  EXPECT_EQ(captured(), 3);
-  EXPECT_PRED_FORMAT2(testing::IsSubstring,
-                      "the buckets of \"layers.0\" were dropped 3 times to make room for new ones, and "
-                      "BucketOptions::max_buckets is 2",
-                      note());
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "raise max_buckets", note());
 }
 
 TEST_F(CapturedBucketsTest, ACapturedBucketTakesWhatAGivenOneTakes) {
@@ -151,13 +95,6 @@ TEST_F(CapturedBucketsTest, WhereNoneMakesRoomOneMoreRunsEagerlyWithOneWarning) 
             std::string::npos);
 }
 
-TEST_F(CapturedBucketsTest, OneMoreIsRefusedByOption) {
-  options_.max_buckets(2).on_max_buckets(OnMaxCaptures::error);
-  capture_given();
-  EXPECT_THROWS(UsageError, "BucketOptions::max_buckets allows no more", (void)layers_[0]({data(0, 12)}));
-  expect_plain_of({8, 32});
-}
-
 TEST_F(CapturedBucketsTest, FewerThanTheSamplesAreRefused) {
   EXPECT_THROWS(UsageError, "max_buckets is 1, but there are 2 buckets of samples",
                 capture(capturing().max_buckets(1), {8, 32}));
@@ -182,23 +119,6 @@ TEST_F(CapturedBucketsTest, NothingIsCapturedBesideAPendingBackward) {
   EXPECT_EQ(captured(), 1);
 }
 
-TEST_F(CapturedBucketsTest, MicrobatchesInFlightGiveThePlainGradients) {
-  capture_given();
-  for (int i = 0; i < 4; ++i) {
-    expect_plain(i, [&](bool graphs) {
-      std::vector<at::Tensor> losses;
-      for (const std::int64_t length : {12, 32, 12, 40}) {
-        losses.push_back(forward(graphs, data(1, length).requires_grad_(true)).mean());
-      }
-      for (auto loss = losses.rbegin(); loss != losses.rend(); ++loss) {
-        loss->backward();
-      }
-      return StepTensors{};
-    });
-  }
-  EXPECT_GE(captured(), 1);
-}
-
 TEST_F(CapturedBucketsTest, ABucketThatIsHeldOrInterruptedIsNotCaptured) {
   capture_given();
   (void)layers_[0]({data(0, 12).requires_grad_(true)});
@@ -209,16 +129,6 @@ TEST_F(CapturedBucketsTest, ABucketThatIsHeldOrInterruptedIsNotCaptured) {
   EXPECT_EQ(captured(), 0);
   expect_plain_of({12, 12});
   EXPECT_EQ(captured(), 1);
-}
-
-TEST_F(CapturedBucketsTest, OutputsOfADroppedBucketKeepTheirValues) {
-  options_.max_buckets(1);
-  capture_given({32});
-  const at::Tensor held = forward(true, data(0, 32).requires_grad_(true)).detach();
-  const at::Tensor values = held.cpu().clone();
-  step_ = 1;
-  expect_plain_of({8, 8, 40, 40});
-  EXPECT_TRUE(at::equal(held.cpu(), values));
 }
 
 TEST_F(CapturedBucketsTest, InEvalModeNothingIsCaptured) {
