@@ -14,13 +14,10 @@
 #include <gtest/gtest.h>
 
 #include "memory/shared_slots.h"
-#include "memory/storage_view.h"
 #include "offload/capture_offload.h"
-#include "offload/eager_offload.h"
-#include "offload/scope_tree.h"
 #include "sidestream/error.h"
 #include "sidestream/testing/simulator.h"
-#include "unit/sim/rerun/every_order.h"
+#include "unit/offload/groups_by_hand.h"
 
 namespace sidestream {
 namespace {
@@ -34,9 +31,9 @@ struct Saved {
   std::shared_ptr<SavedStorage> storage;
 };
 
-class SmallBlockTest : public testing::Test {
+class SmallBlockTest : public GroupsByHand {
  protected:
-  void TearDown() override { runtime_->synchronize_device(); }
+  SmallBlockTest() : GroupsByHand({std::nullopt, 0, 0}) {}
 
   void begin_group() {
     group_ = std::make_unique<Group>();
@@ -61,22 +58,12 @@ class SmallBlockTest : public testing::Test {
     c10::Storage bytes = offload_->fetch(*saved.storage);
     return saved.view.restore(std::move(bytes), saved.storage->offset);
   }
-  void pin(const std::vector<std::size_t>& sizes) {
-    (void)arena_->plan(sizes);
-    arena_->seal();
-  }
   static std::size_t leaves(const std::vector<Saved>& all) {
     return std::accumulate(all.begin(), all.end(), std::size_t{0}, [](std::size_t bytes, const Saved& saved) {
       return bytes + (saved.storage->block != nullptr ? bytes_in_block(saved.storage->bytes) : 0);
     });
   }
 
-  std::shared_ptr<Runtime> runtime_ = make_runtime(c10::Device(c10::DeviceType::PrivateUse1, 0));
-  std::shared_ptr<HostArena> arena_ = std::make_shared<HostArena>(*runtime_, std::size_t{1} << 20);
-  std::shared_ptr<GroupMover> mover_ = std::make_shared<GroupMover>(runtime_, arena_);
-  std::shared_ptr<EagerOffload> offload_ =
-      std::make_shared<EagerOffload>(runtime_, mover_, CopyLimits{std::nullopt, 0, 0});
-  ScopeTree tree_{NamePatterns::parse("**")};
   std::unique_ptr<Group> group_;
 };
 
@@ -244,10 +231,7 @@ TEST_F(SmallBlockTest, StreamsThatSavedItsStoragesNeedNoOrderOfTheirOwn) {
       results[i] = at::mul(unpack(all[i]), 2);
     }
     recording.stop();
-    const auto expected = sim::raw_bytes({x.mul(4), x.mul(6)});
-    ASSERT_EQ(sim::raw_bytes({results[0], results[1]}), expected);
-    sim::expect_same_in_every_order(recording, {results[0], results[1]}, expected, 100);
-    runtime_->synchronize_device();
+    expect_in_every_order(recording, {results[0], results[1]}, {x.mul(4), x.mul(6)});
   }
 }
 
