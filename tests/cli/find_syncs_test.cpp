@@ -2,7 +2,6 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/cli/program.h"
-#include "tests/cli/scratch_folder.h"
 
 namespace sidestream::cli {
 namespace {
@@ -10,42 +9,31 @@ namespace {
 TEST(FindSyncs, TheDenseDemoNeverMakesTheHostWaitInAStep) {
   for (const std::vector<std::string>& placement :
        std::vector<std::vector<std::string>>{{}, {"--graphs", "off"}, {"--offload", "off"}, {"--dtype", "bfloat16"}}) {
-    const ScratchFolder folder;
-    const std::string report = (folder.path() / "report.json").string();
-    std::vector<std::string> arguments{"--steps", "12", "--layers", "2", "--find-syncs", "--report", report};
+    std::vector<std::string> arguments{"--steps", "12", "--layers", "2", "--find-syncs"};
     arguments.insert(arguments.end(), placement.begin(), placement.end());
-    const ProgramResult result = run_program(tiny_training(arguments));
-    EXPECT_EQ(result.code, 0) << result.out << result.err;
-    EXPECT_NE(result.out.find("syncs: nothing made the host wait in a step"), std::string::npos) << result.out;
-    const auto json = nlohmann::json::parse(ScratchFolder::read(report));
+    const auto [out, json] = trained(arguments);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "syncs: nothing made the host wait in a step", out);
     EXPECT_TRUE(json["options"]["find_syncs"].get<bool>());
     EXPECT_EQ(json["syncs"]["found"], 0) << json["syncs"].dump(1);
     EXPECT_TRUE(json["syncs"]["places"].empty());
   }
 }
 
-TEST(FindSyncs, WithoutItTheReportSaysNothingOfIt) {
-  const ScratchFolder folder;
-  const std::string report = (folder.path() / "report.json").string();
-  const ProgramResult result = run_program(tiny_training({"--steps", "3", "--report", report}));
-  EXPECT_EQ(result.code, 0) << result.out << result.err;
-  EXPECT_EQ(result.out.find("syncs"), std::string::npos) << result.out;
-  EXPECT_FALSE(nlohmann::json::parse(ScratchFolder::read(report)).contains("syncs"));
+TEST(FindSyncs, WithoutItAndVerifiedReplaysTheReportSaysNothingOfThem) {
+  const auto [out, json] = trained({"--steps", "3"});
+  EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "syncs", out);
+  EXPECT_FALSE(json.contains("syncs"));
+  EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "verified", out);
+  EXPECT_FALSE(json.contains("verified"));
 }
 
 TEST(FindSyncs, TheEnvironmentAsksForItToo) {
-  const ScratchFolder folder;
-  const std::string report = (folder.path() / "report.json").string();
-  const std::vector<std::string> training = tiny_training({"--steps", "3", "--layers", "1", "--report", report});
-  ProgramResult result = run_program(training, "export SIDESTREAM_FIND_SYNCS=1");
-  EXPECT_EQ(result.code, 0) << result.out << result.err;
-  EXPECT_NE(result.out.find("syncs: nothing made the host wait in a step"), std::string::npos) << result.out;
-  const auto json = nlohmann::json::parse(ScratchFolder::read(report));
+  const std::vector<std::string> training{"--steps", "3", "--layers", "1"};
+  const auto [out, json] = trained(training, "export SIDESTREAM_FIND_SYNCS=1");
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "syncs: nothing made the host wait in a step", out);
   EXPECT_TRUE(json["options"]["find_syncs"].get<bool>());
   EXPECT_EQ(json["syncs"]["found"], 0) << json.dump(1);
-  result = run_program(training, "export SIDESTREAM_FIND_SYNCS=0");
-  EXPECT_EQ(result.code, 0) << result.out << result.err;
-  EXPECT_EQ(result.out.find("syncs"), std::string::npos) << result.out;
+  EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "syncs", trained(training, "export SIDESTREAM_FIND_SYNCS=0").out);
 }
 
 TEST(FindSyncs, WhatMakesNoSenseIsRefused) {

@@ -11,9 +11,12 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include "tests/cli/scratch_folder.h"
 
 extern char** environ;
 
@@ -166,6 +169,15 @@ std::vector<std::string> tiny_training(const std::vector<std::string>& more) {
                                      "48",    "--seq",    "32",  "--batch",    "2"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   return arguments;
+}
+
+TrainedProgram trained(std::vector<std::string> more, const std::string& before) {
+  const ScratchFolder folder;
+  const std::string report = (folder.path() / "report.json").string();
+  more.insert(more.end(), {"--report", report});
+  const ProgramResult result = run_program(tiny_training(more), before);
+  EXPECT_EQ(result.code, 0) << result.out << result.err;
+  return {result.out, result.code == 0 ? nlohmann::json::parse(ScratchFolder::read(report)) : nlohmann::json()};
 }
 
 void expect_refusal(const std::vector<std::string>& arguments, int code, const std::string& part,

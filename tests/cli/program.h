@@ -2,6 +2,8 @@
 #include <string>
 #include <vector>
 
+#include <nlohmann/json.hpp>
+
 namespace sidestream::cli {
 
 /// What a run of the built program left behind.
@@ -49,6 +51,14 @@ class Program {
 
 /// Arguments that train a small model on the simulated device, and `more`.
 [[nodiscard]] std::vector<std::string> tiny_training(const std::vector<std::string>& more);
+
+/// What a small training that ended well printed, and its report.
+struct TrainedProgram {
+  std::string out;
+  nlohmann::json report;
+};
+/// Runs tiny_training(more) with a report. `before`: see Program.
+[[nodiscard]] TrainedProgram trained(std::vector<std::string> more, const std::string& before = {});
 
 /// The program ends with `code` and one line on stderr, its own, that holds `part`.
 void expect_refusal(const std::vector<std::string>& arguments, int code, const std::string& part,

@@ -76,13 +76,8 @@ TEST(Program, CudaWithoutAUsableGpuNamesTheSimDevice) {
 }
 
 TEST(Program, ComparedTrainingIsEqualAndReported) {
-  const ScratchFolder folder;
-  const auto report = folder.path() / "report.json";
-  const ProgramResult result = run_program(tiny_training({"--steps", "5", "--compare", "--report", report.string()}));
-  EXPECT_EQ(result.code, 0) << result.out << result.err;
-  EXPECT_NE(result.out.find("bit for bit"), std::string::npos) << result.out;
-
-  const auto json = nlohmann::json::parse(ScratchFolder::read(report));
+  const auto [out, json] = trained({"--steps", "5", "--compare"});
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "bit for bit", out);
   EXPECT_EQ(json["steps_done"], 5);
   EXPECT_FALSE(json["interrupted"].get<bool>());
   EXPECT_EQ(json["ended_by"], "");
@@ -103,13 +98,9 @@ TEST(Program, ComparedTrainingIsEqualAndReported) {
 TEST(Program, CheckedStepsAreOrderedAndTheirJournalIsReadBack) {
   const ScratchFolder folder;
   const std::string journal = (folder.path() / "steps.journal").string();
-  const std::string report = (folder.path() / "report.json").string();
-  const ProgramResult result =
-      run_program(tiny_training({"--steps", "6", "--check-steps", "5", "--journal", journal, "--report", report}));
-  EXPECT_EQ(result.code, 0) << result.out << result.err;
-  EXPECT_NE(result.out.find("operations of the first 5 steps, all conflicting accesses are ordered"), std::string::npos)
-      << result.out;
-  const auto json = nlohmann::json::parse(ScratchFolder::read(report));
+  const auto [out, json] = trained({"--steps", "6", "--check-steps", "5", "--journal", journal});
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "operations of the first 5 steps, all conflicting accesses are ordered",
+                      out);
   EXPECT_GT(json["order"]["operations"].get<int>(), 1000);
   EXPECT_TRUE(json["order"]["findings"].empty());
 
@@ -182,7 +173,6 @@ TEST(Program, SchedulesThatCannotBeRunAreRefused) {
 }
 
 TEST(Program, EveryModeTrainsToTheSameLoss) {
-  const ScratchFolder folder;
   std::vector<std::string> losses;
   for (const std::vector<std::string>& mode :
        std::vector<std::vector<std::string>>{{"--graphs", "off", "--offload", "off"},
@@ -191,11 +181,9 @@ TEST(Program, EveryModeTrainsToTheSameLoss) {
                                              {"--side-streams", "1"},
                                              {"--schedule", "late"},
                                              {"--schedule", "seed:3", "--side-streams", "3"}}) {
-    std::vector<std::string> arguments{"--steps", "4", "--report", (folder.path() / "r.json").string()};
+    std::vector<std::string> arguments{"--steps", "4"};
     arguments.insert(arguments.end(), mode.begin(), mode.end());
-    const ProgramResult result = run_program(tiny_training(arguments));
-    ASSERT_EQ(result.code, 0) << result.out << result.err;
-    losses.push_back(nlohmann::json::parse(ScratchFolder::read(folder.path() / "r.json"))["train_loss"].dump());
+    losses.push_back(trained(arguments).report["train_loss"].dump());
   }
   for (const std::string& loss : losses) {
     EXPECT_EQ(loss, losses.front());
@@ -217,11 +205,7 @@ TEST(Program, WhatComesBeforeTheReplaysIsShown) {
 }
 
 TEST(Program, LossFallsWithTraining) {
-  const ScratchFolder folder;
-  const ProgramResult result =
-      run_program(tiny_training({"--steps", "40", "--report", (folder.path() / "r.json").string()}));
-  ASSERT_EQ(result.code, 0) << result.out << result.err;
-  const auto json = nlohmann::json::parse(ScratchFolder::read(folder.path() / "r.json"));
+  const nlohmann::json json = trained({"--steps", "40"}).report;
   EXPECT_LT(json["held_out_loss"]["last"].get<double>(), json["held_out_loss"]["first"].get<double>() - 1);
 }
 
