@@ -1,4 +1,5 @@
-// Gradients of a sequence's inputs that a leaf is given in the graph's own memory: ordinary tensors, whatever is done with them.
+// Gradients of a sequence's inputs that a leaf is given in the graph's own memory: ordinary tensors, whatever is done with them. That they
+// may be held is ReturnedGradientsTest's.
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -22,8 +23,8 @@ class GivenGradientTest : public testing::Test, protected StackTwins {
  protected:
   GivenGradientTest() : StackTwins(find_device("sim"), 3) {}
 
-  void capture(const GraphOptions& options = {}) {
-    StackTwins::capture(Options(device).graph("**"), options);
+  void capture() {
+    StackTwins::capture(Options(device).graph("**"), {});
     graphed_ = true;
   }
   /// Of step `s`, with the graphs once they are captured.
@@ -35,9 +36,9 @@ class GivenGradientTest : public testing::Test, protected StackTwins {
     return x.grad();
   }
   /// What `run` gives with graphs is what it gives without.
-  void expect_plain(const std::function<std::vector<at::Tensor>()>& run, const GraphOptions& options = {}) {
+  void expect_plain(const std::function<std::vector<at::Tensor>()>& run) {
     const StepTensors expected = values(run());
-    capture(options);
+    capture();
     EXPECT_TRUE(same(values(run()), expected));
   }
   std::int64_t copied(const std::function<void()>& run) {
@@ -49,27 +50,6 @@ class GivenGradientTest : public testing::Test, protected StackTwins {
   bool graphed_ = false;
 };
 
-TEST_F(GivenGradientTest, WhatIsHeldIsThatOfPlainTraining) {
-  expect_plain([&] {
-    std::vector<at::Tensor> held;
-    for (std::int64_t s = 0; s < 4; ++s) {
-      held.push_back(pass(s));
-      held.push_back(held.back().t().slice(0, 3, 7));
-    }
-    return held;
-  });
-}
-
-TEST_F(GivenGradientTest, OneThatIsHeldOverAForwardIsIntact) {
-  expect_plain([&] {
-    const at::Tensor held = pass(0);
-    for (std::int64_t s = 1; s < 3; ++s) {
-      (void)loss(input(s), s);  // its backward never comes
-    }
-    return std::vector<at::Tensor>{held};
-  });
-}
-
 TEST_F(GivenGradientTest, OneLeafAddsUpThoseOfSeveralPasses) {
   expect_plain([&] {
     const at::Tensor x = input(0);
@@ -78,20 +58,6 @@ TEST_F(GivenGradientTest, OneLeafAddsUpThoseOfSeveralPasses) {
     }
     return std::vector<at::Tensor>{x.grad()};
   });
-}
-
-TEST_F(GivenGradientTest, ThoseOfAFirstBackwardOutliveASecond) {
-  expect_plain(
-      [&] {
-        const at::Tensor x = input(0);
-        const at::Tensor y = forward(graphed_, x);
-        y.backward(rows(1, device, 1), /*retain_graph=*/true);
-        const at::Tensor first = x.grad();
-        x.mutable_grad() = at::Tensor();
-        y.backward(rows(2, device, 1));
-        return std::vector<at::Tensor>{first, x.grad()};
-      },
-      GraphOptions().retain_graph_in_backward(true));
 }
 
 TEST_F(GivenGradientTest, AskedForByNameItIsHeldAsWell) {
@@ -103,20 +69,6 @@ TEST_F(GivenGradientTest, AskedForByNameItIsHeldAsWell) {
     }
     return held;
   });
-}
-
-TEST_F(GivenGradientTest, AHeldOneOutlivesItsEngine) {
-  const auto two = [&] {
-    std::vector<at::Tensor> held{pass(0)};
-    held.push_back(pass(1));
-    return held;
-  };
-  const StepTensors expected = values(two());
-  capture();
-  const std::vector<at::Tensor> held = two();
-  layers.clear();
-  engine.reset();
-  EXPECT_TRUE(same(values(held), expected));
 }
 
 TEST_F(GivenGradientTest, WhatNobodyHoldsIsGivenOutAgainAndWhatIsHeldIsCopiedOutOnce) {
