@@ -22,26 +22,16 @@ class WholeStepErrorTest : public testing::Test {
   template <class Error>
   void expect_refused(WholeStepTrainer& trainer, const std::function<void()>& update, const char* text) {
     (void)stack_loss(*trainer.model, trainer.data(0)[0])[0].backward();
-    const StepTensors before = state(trainer);
+    const StepTensors before = trainer.state();
     const at::Tensor random = at::globalContext().defaultGenerator(device_).get_state();
     trainer.engine = std::make_unique<OffloadEngine>(*trainer.model, Options(device_));
     EXPECT_THROWS(Error, text,
                   (void)make_graphed_step(*trainer.engine, Callable("step", &stack_loss, trainer.model),
                                           trainer.data(1), StepOptions().update(update)));
-    EXPECT_TRUE(same(state(trainer), before));
+    EXPECT_TRUE(same(trainer.state(), before));
     EXPECT_TRUE(at::equal(at::globalContext().defaultGenerator(device_).get_state(), random));
     WholeStepTrainer plain(device_, trainer.form);
     EXPECT_TRUE(same(trainer.run(2), plain.run(2)));  // eagerly
-  }
-  [[nodiscard]] static StepTensors state(WholeStepTrainer& trainer) {
-    StepTensors all = gradients_and_buffers(*trainer.model);
-    for (const auto& parameter : trainer.model->named_parameters()) {
-      all.emplace_back("parameter " + parameter.key(), parameter.value());
-    }
-    for (const auto& [name, tensor] : trainer.optimizer.named_state()) {
-      all.emplace_back("state " + name, tensor);
-    }
-    return all;
   }
   Callable stack_step(const WholeStepTrainer& trainer) const { return Callable("step", &stack_loss, trainer.model); }
 

@@ -60,7 +60,7 @@ struct WholeStepTrainer {
         make_graphed_step(*engine, Callable("step", &stack_loss, model), data(1000), options));
   }
 
-  /// Losses and outputs of each microbatch, gradients, buffers, parameters, the optimizer's state.
+  /// `state`, and losses and outputs of each microbatch.
   StepTensors run(std::int64_t s) { return run(data(s)); }
   StepTensors run(const std::vector<Tensors>& microbatches) {
     std::vector<Tensors> made;
@@ -78,11 +78,16 @@ struct WholeStepTrainer {
         update();
       }
     }
-    StepTensors result = gradients_and_buffers(*model);
+    StepTensors result = state();
     for (const Tensors& outputs : made) {
       result.emplace_back("loss", outputs[0]);
       result.emplace_back("output", outputs[1]);
     }
+    return result;
+  }
+  /// Gradients, buffers, parameters, and the optimizer's state.
+  [[nodiscard]] StepTensors state() const {
+    StepTensors result = gradients_and_buffers(*model);
     for (const auto& parameter : model->named_parameters()) {
       result.emplace_back("parameter " + parameter.key(), parameter.value());
     }

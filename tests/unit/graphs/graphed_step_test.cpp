@@ -16,6 +16,18 @@ constexpr std::int64_t kWholeSteps = 5;
 
 class WholeStepTest : public testing::TestWithParam<WholeStepTrainer::Form> {
  protected:
+  /// Step `s` of both, with the same random numbers, gives the same.
+  static void expect_plain_step(WholeStepTrainer& mine, WholeStepTrainer& plain, std::int64_t s) {
+    torch::manual_seed(100 + s);
+    const StepTensors got = mine.run(s);
+    torch::manual_seed(100 + s);
+    EXPECT_TRUE(same(got, plain.run(s))) << "step " << s;
+    if (!mine.form.updates) {
+      descend(*mine.model);
+      descend(*plain.model);
+    }
+  }
+
   c10::Device device_ = find_device("sim");
 };
 
@@ -35,14 +47,7 @@ TEST_P(WholeStepTest, TrainsAsPlainStepsDo) {
       mine.optimizer.set_lr(1e-2 / static_cast<double>(s + 1));
       plain.optimizer.set_lr(1e-2 / static_cast<double>(s + 1));
     }
-    torch::manual_seed(100 + s);
-    const StepTensors got = mine.run(s);
-    torch::manual_seed(100 + s);
-    EXPECT_TRUE(same(got, plain.run(s))) << "step " << s;
-    if (!mine.form.updates) {
-      descend(*mine.model);
-      descend(*plain.model);
-    }
+    expect_plain_step(mine, plain, s);
   }
   EXPECT_EQ(mine.step->captures(), 1U);
 }
@@ -71,14 +76,7 @@ TEST_P(OffloadedWholeStepTest, TrainsAsPlainStepsDo) {
     mine.graph(options);
     EXPECT_GT(mine.step->offloaded_bytes(), 16U * 32 * 4 * static_cast<std::uint64_t>(mine.form.microbatches));
     for (std::int64_t s = 0; s < kWholeSteps; ++s) {
-      torch::manual_seed(100 + s);
-      const StepTensors got = mine.run(s);
-      torch::manual_seed(100 + s);
-      EXPECT_TRUE(same(got, plain.run(s))) << "step " << s;
-      if (!mine.form.updates) {
-        descend(*mine.model);
-        descend(*plain.model);
-      }
+      expect_plain_step(mine, plain, s);
     }
     EXPECT_GT(mine.engine->report().pinned_bytes, 0);
   }
