@@ -2,50 +2,17 @@
 #include <optional>
 
 #include <ATen/Functions.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/types.h>
 
+#include "autocast_region.h"
 #include "habits/trainer.h"
 #include "sidestream/call.h"
 #include "sidestream/scope.h"
 
 namespace sidestream::habits {
-namespace {
-
-/// Autocast for the device as a trainer sets it around forward.
-class AutocastRegion {
- public:
-  AutocastRegion(c10::DeviceType type, StepPlan::Autocast autocast) : type_(type), autocast_(autocast) {
-    if (autocast_ != StepPlan::Autocast::off) {
-      cache_before_ = at::autocast::is_autocast_cache_enabled();
-      at::autocast::set_autocast_enabled(type_, true);
-      at::autocast::set_autocast_dtype(type_, at::kBFloat16);
-      at::autocast::set_autocast_cache_enabled(autocast_ == StepPlan::Autocast::on);
-      at::autocast::increment_nesting();
-    }
-  }
-  AutocastRegion(const AutocastRegion&) = delete;
-  AutocastRegion& operator=(const AutocastRegion&) = delete;
-  ~AutocastRegion() {
-    if (autocast_ != StepPlan::Autocast::off) {
-      if (at::autocast::decrement_nesting() == 0) {
-        at::autocast::clear_cache();
-      }
-      at::autocast::set_autocast_enabled(type_, false);
-      at::autocast::set_autocast_cache_enabled(cache_before_);
-    }
-  }
-
- private:
-  c10::DeviceType type_;
-  StepPlan::Autocast autocast_;
-  bool cache_before_ = true;
-};
-
-}  // namespace
 
 void Trainer::forwards_and_backwards(const StepPlan& plan, std::vector<at::Tensor>& left) {
   std::optional<at::NoGradGuard> no_grad;
@@ -165,7 +132,10 @@ at::Tensor Trainer::forward(const StepPlan& plan, std::int64_t microbatch) {
     x.requires_grad_(true);
     inputs_.push_back(x);
   }
-  const AutocastRegion region(device_.type(), plan.autocast);
+  std::optional<testing_model::AutocastRegion> region;
+  if (plan.autocast != StepPlan::Autocast::off) {
+    region.emplace(device_.type(), /*cache=*/plan.autocast == StepPlan::Autocast::on);
+  }
   at::Tensor h;
   {
     const OffloadScope scope("stem");

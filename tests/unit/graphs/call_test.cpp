@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include "autocast_region.h"
 #include "call_fixture.h"
 #include "expect_throws.h"
 #include "models/block_model.h"
@@ -209,26 +209,12 @@ TEST_F(CallTest, ResetCapturesAnew) {
 }
 
 TEST_F(CallTest, RunsUnderAutocast) {
-  struct Autocast {
-    explicit Autocast(c10::DeviceType type) : type_(type) {
-      at::autocast::set_autocast_enabled(type_, true);
-      at::autocast::set_autocast_dtype(type_, at::kBFloat16);
-      at::autocast::increment_nesting();
-    }
-    ~Autocast() {
-      if (at::autocast::decrement_nesting() == 0) {
-        at::autocast::clear_cache();
-      }
-      at::autocast::set_autocast_enabled(type_, false);
-    }
-    c10::DeviceType type_;
-  };
   OffloadEngine engine(model_, options());
   for (std::int64_t s = 0; s < 4; ++s) {
     expect_plain(engine, s, [&](BlockModel& model, std::int64_t step) {
       at::Tensor loss;
       {
-        const Autocast autocast(device_.type());
+        const AutocastRegion autocast(device_.type());
         loss = model.loss_of(step);
       }
       loss.backward();

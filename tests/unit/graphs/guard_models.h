@@ -46,6 +46,13 @@ class Part : public torch::nn::Module {
   at::Tensor scale_;
 };
 
+/// One submodule, named "part".
+template <class Part>
+class OnePart : public torch::nn::Module {
+ public:
+  std::shared_ptr<Part> part = register_module("part", std::make_shared<Part>());
+};
+
 /// Parts called by ss::call, named "parts.N".
 class PartModel : public torch::nn::Module {
  public:

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
+#include "autocast_region.h"
 #include "expect_throws.h"
 #include "guard_models.h"
 #include "sidestream/error.h"
@@ -17,28 +18,6 @@
 
 namespace sidestream::testing_model {
 namespace {
-
-class Autocast {
- public:
-  explicit Autocast(c10::DeviceType type, bool cached = true) : type_(type) {
-    at::autocast::set_autocast_enabled(type_, true);
-    at::autocast::set_autocast_dtype(type_, at::kBFloat16);
-    at::autocast::set_autocast_cache_enabled(cached);
-    at::autocast::increment_nesting();
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-  ~Autocast() {
-    if (at::autocast::decrement_nesting() == 0) {
-      at::autocast::clear_cache();
-    }
-    at::autocast::set_autocast_cache_enabled(true);
-    at::autocast::set_autocast_enabled(type_, false);
-  }
-
- private:
-  c10::DeviceType type_;
-};
 
 class ModeGuardTest : public testing::Test {
  protected:
@@ -69,11 +48,11 @@ TEST_P(CapturingStepTest, DoesNotLendItsModesToTheCapture) {
     {
       const at::AutoGradMode grad_mode(GetParam() != Around::no_grad);
       std::unique_ptr<c10::InferenceMode> inference;
-      std::unique_ptr<Autocast> autocast;
+      std::unique_ptr<AutocastRegion> autocast;
       if (GetParam() == Around::inference) {
         inference = std::make_unique<c10::InferenceMode>();
       } else if (GetParam() == Around::autocast) {
-        autocast = std::make_unique<Autocast>(device_.type());
+        autocast = std::make_unique<AutocastRegion>(device_.type());
       } else if (GetParam() == Around::default_dtype) {
         c10::set_default_dtype(caffe2::TypeMeta::Make<double>());
       }
@@ -231,10 +210,7 @@ class Switched : public torch::nn::Module {
  private:
   at::Tensor weight_ = register_parameter("weight", at::ones({4}) * 0.3);
 };
-class SwitchedModel : public torch::nn::Module {
- public:
-  std::shared_ptr<Switched> part = register_module("part", std::make_shared<Switched>());
-};
+using SwitchedModel = OnePart<Switched>;
 
 struct Switch {
   const char* name;
@@ -348,7 +324,7 @@ class AutocastGuardTest : public ModeGuardTest {
     return [this, leaf, cached](BranchModel& model, std::int64_t s) {
       at::Tensor loss;
       {
-        const Autocast autocast(device_.type(), cached);
+        const AutocastRegion autocast(device_.type(), cached);
         const at::Tensor x = leaf ? model.input : model.input * (0.1 * static_cast<double>(s + 1));
         loss = call(model.second.get(), call(model.first.get(), x).to(at::kFloat)).to(at::kFloat).mean();
       }
@@ -390,7 +366,7 @@ TEST_F(AutocastGuardTest, TheCacheSwitchIsPartOfAVariant) {
 class OwnAutocast : public Branches {
  public:
   at::Tensor forward(const at::Tensor& x) {
-    const Autocast autocast(x.device().type());
+    const AutocastRegion autocast(x.device().type());
     return Branches::forward(x).to(at::kFloat);
   }
 };
@@ -422,7 +398,7 @@ TEST_F(AutocastGuardTest, BranchesMeetWhereTheModuleCastsItself) {
 TEST_F(AutocastGuardTest, ABackwardInsideTheRegionIsCapturedSo) {
   Twins<BranchModel> twins(Options(device_).graph("first,second"));
   const auto act = [&](BranchModel& model, std::int64_t s) {
-    const Autocast autocast(device_.type());
+    const AutocastRegion autocast(device_.type());
     const at::Tensor x = model.input * (0.1 * static_cast<double>(s + 1));
     call(model.second.get(), call(model.first.get(), x).to(at::kFloat)).to(at::kFloat).mean().backward();
   };
@@ -435,7 +411,7 @@ TEST_F(AutocastGuardTest, ABackwardInAnotherStateIsNamed) {
   twins.expect_plain(0, 3, act(false));
   {
     const auto step = twins.engine->step();
-    const Autocast autocast(device_.type());
+    const AutocastRegion autocast(device_.type());
     const at::Tensor loss = call(twins.mine->first.get(), twins.mine->input * 2.0).to(at::kFloat).sum();
     EXPECT_THROWS(UsageError, "outside of the autocast region", loss.backward());
   }

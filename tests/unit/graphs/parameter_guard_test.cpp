@@ -51,10 +51,7 @@ class Doubled : public torch::nn::Module {
   at::Tensor weight;
   torch::nn::Linear linear{nullptr};
 };
-class DoubledModel : public torch::nn::Module {
- public:
-  std::shared_ptr<Doubled> part = register_module("part", std::make_shared<Doubled>());
-};
+using DoubledModel = OnePart<Doubled>;
 
 TEST_F(ParameterGuardTest, AParameterUnderTwoNamesCountsOnce) {
   for (const bool in_graph : {false, true}) {
@@ -327,14 +324,13 @@ class Computed : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return at::linear(x, effective); }
   at::Tensor effective;
 };
-class ComputedModel : public torch::nn::Module {
+class ComputedModel : public OnePart<Computed> {
  public:
   ComputedModel() {
     torch::manual_seed(61);
     direction = register_parameter("direction", at::randn({8, 8}));
     gain = register_parameter("gain", at::randn({8, 1}));
   }
-  std::shared_ptr<Computed> part = register_module("part", std::make_shared<Computed>());
   at::Tensor direction, gain;
 };
 

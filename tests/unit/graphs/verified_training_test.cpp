@@ -8,10 +8,10 @@
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include "autocast_region.h"
 #include "models/block_model.h"
 #include "models/ruled_model.h"
 #include "models/stack_twins.h"
@@ -234,15 +234,13 @@ TEST_F(VerifiedRulesTest, AWeightThatAutocastCastsOutsideOfTheCallAsWell) {
   OffloadEngine engine(*mine_, verifying().graph("layers.*"));
   expect_plain(engine, [&](RuledModel& model, std::int64_t s) {
     const std::size_t which = &model == mine_.get() ? 0 : 1;
-    at::autocast::set_autocast_enabled(device_.type(), true);
-    at::autocast::set_autocast_dtype(device_.type(), at::kBFloat16);
-    at::autocast::increment_nesting();
-    at::Tensor h = at::linear(data(s), heads[which]);
-    h = model.forward(h.to(at::kFloat));
-    h = at::linear(h, heads[which]);
-    at::autocast::decrement_nesting();
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(device_.type(), false);
+    at::Tensor h;
+    {
+      const AutocastRegion autocast(device_.type());
+      h = at::linear(data(s), heads[which]);
+      h = model.forward(h.to(at::kFloat));
+      h = at::linear(h, heads[which]);
+    }
     h.to(at::kFloat).square().sum().backward();
     grads[which] = heads[which].grad().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
     heads[which].mutable_grad() = at::Tensor();

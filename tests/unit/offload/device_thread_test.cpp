@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
@@ -13,6 +12,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "autocast_region.h"
 #include "memory/host_arena.h"
 #include "memory/storage_view.h"
 #include "observe/operator_observer.h"
@@ -145,21 +145,14 @@ TEST_F(DeviceThread, ObserverSeesBackwardOnTheDeviceThread) {
 }
 
 TEST_F(DeviceThread, AutocastCopiesOfWeightsAreKnownOnTheDevice) {
-  constexpr auto device = c10::DeviceType::PrivateUse1;
   HostArena arena(*runtime_, 1 << 20);
   RoundTrip trip(*runtime_, arena);
   const at::Tensor x = leaf({4, 8}), w = leaf({8, 8});
-  at::autocast::set_autocast_enabled(device, true);
-  at::autocast::set_autocast_dtype(device, at::kBFloat16);
-  at::autocast::increment_nesting();
   {
+    const testing_model::AutocastRegion autocast(c10::DeviceType::PrivateUse1);
     const SavedTensorGuard guard(&trip);
     (void)at::linear(at::silu(at::linear(x, w)), w);
   }
-  if (at::autocast::decrement_nesting() == 0) {
-    at::autocast::clear_cache();
-  }
-  at::autocast::set_autocast_enabled(device, false);
   // Each linear saves the copy of w; the first one also the copy of x, which here is a leaf too.
   EXPECT_EQ(trip.casts, 3);
 }

@@ -1,35 +1,14 @@
 #include "offload/weight_casts.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
+#include "autocast_region.h"
 #include "offload/autograd_engine.h"
 
 namespace sidestream {
 namespace {
-
-// What torch::autocast does in Python, on the CPU.
-class Autocast {
- public:
-  explicit Autocast(bool cache = true) : cache_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::set_autocast_cache_enabled(cache);
-    at::autocast::increment_nesting();
-  }
-  ~Autocast() {
-    if (at::autocast::decrement_nesting() == 0) {
-      at::autocast::clear_cache();
-    }
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-    at::autocast::set_autocast_cache_enabled(cache_);
-  }
-
- private:
-  bool cache_;
-};
 
 // Classifies while packing, as the engine does.
 class Recorder final : public SavedTensorSource {
@@ -60,7 +39,7 @@ TEST_P(WeightCasts, SavedCopiesOfWeightsAreKnown) {
   Recorder recorder;
   at::Tensor y;
   {
-    const Autocast autocast(GetParam());
+    const testing_model::AutocastRegion autocast(at::kCPU, GetParam());
     const SavedTensorGuard hooks(&recorder);
     y = at::linear(at::linear(input, weight), weight).sum();
   }
