@@ -25,6 +25,7 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -304,6 +305,7 @@ TEST_F(VerifyReplaysTest, WhereNothingIsAskedForNothingRunsEagerly) {
 }
 
 TEST_F(VerifyReplaysTest, TheEagerRunIsLetGoAtTheStepsEndWhereNoBackwardCame) {
+  const sim::OneThread one_thread;  // autograd's own frees the last tensors of a backward a moment later
   const auto growth = [&](const Options& options) {
     make([](RuledLayer& l, const at::Tensor& x) { return (x * l.weight).exp().sin().exp().sin(); }, options);
     const at::Tensor x = at::ones({1 << 14, RuledLayer::kWidth}, device_);
