@@ -1,1 +1,1 @@
-// The libraries that only exist for their precompiled headers.
+// For libraries that only exist for their precompiled headers, and programs that are linked from libraries alone.
