@@ -39,19 +39,34 @@ void CaptureMemory::preserve(std::byte* begin, std::size_t bytes) {
 }
 
 void CaptureMemory::finish(bool keep) {
-  if (keep && !pool_.launched) {
+  const bool keeps = keep && !pool_.launched;
+  if (keeps) {
     pool_.captured.clear();
-    for (const Segment* segment : pool_.segments) {
+  }
+  for (const Segment* segment : pool_.segments) {
+    const auto before = std::find_if(pool_before_.begin(), pool_before_.end(),
+                                     [&](const MemoryImage& image) { return image.begin == segment->begin; });
+    std::size_t put_back = 0;
+    if (before != pool_before_.end()) {
+      put_back = std::min(before->bytes.size(), segment->lent);
+      if (keeps && before->bytes.size() == segment->lent) {  // copies of a whole pool at each capture take long
+        before->swap();
+        pool_.captured.push_back(std::move(*before));
+        pool_before_.erase(before);
+        continue;
+      }
+    }
+    if (keeps) {
       pool_.captured.emplace_back(segment->begin, segment->lent);
     }
+    std::memset(segment->begin + put_back, poison_byte, segment->lent - put_back);
+  }
+  if (keeps) {
     for (const MemoryImage& image : outside_before_) {
       if (!memory_.owns(image.begin)) {
         pool_.captured.emplace_back(image.begin, image.bytes.size());
       }
     }
-  }
-  for (const Segment* segment : pool_.segments) {
-    std::memset(segment->begin, poison_byte, segment->lent);
   }
   for (const MemoryImage& image : pool_before_) {
     image.restore();

@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstring>
 #include <vector>
@@ -12,6 +14,16 @@ inline constexpr int poison_byte = 0xff;
 struct MemoryImage {
   MemoryImage(std::byte* from, std::size_t count) : begin(from), bytes(from, from + count) {}
   void restore() const { std::memcpy(begin, bytes.data(), bytes.size()); }
+  /// Puts the bytes back and keeps those that were there instead.
+  void swap() {
+    std::array<std::byte, 4096> piece;  // stays in the cache
+    for (std::size_t at = 0; at < bytes.size(); at += piece.size()) {
+      const std::size_t count = std::min(piece.size(), bytes.size() - at);
+      std::memcpy(piece.data(), begin + at, count);
+      std::memcpy(begin + at, bytes.data() + at, count);
+      std::memcpy(bytes.data() + at, piece.data(), count);
+    }
+  }
   [[nodiscard]] bool covers(const std::byte* from, std::size_t count) const noexcept {
     return from >= begin && from + count <= begin + bytes.size();
   }
