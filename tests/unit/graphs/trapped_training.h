@@ -35,15 +35,22 @@ class TrappedTraining : public testing::TestWithParam<Wrapping> {
     OffloadEngine engine;
   };
 
-  TrappedTraining() {
-    Trap trap;
-    TrappedModel plain(kLayers, trap);
-    plain.to(device_);
-    for (std::int64_t s = 0; s < 2 * kSteps; ++s) {
-      clear_gradients(plain);
-      plain.loss(trapped_input(s, device_)).backward();
-      expected_.push_back(gradients(plain));
-    }
+  /// What plain training gives: trained once for all tests.
+  [[nodiscard]] static const std::vector<StepTensors>& plain_steps() {
+    static const std::vector<StepTensors> all = [] {
+      const c10::Device device = find_device("sim");
+      Trap trap;
+      TrappedModel plain(kLayers, trap);
+      plain.to(device);
+      std::vector<StepTensors> steps;
+      for (std::int64_t s = 0; s < 2 * kSteps; ++s) {
+        clear_gradients(plain);
+        plain.loss(trapped_input(s, device)).backward();
+        steps.push_back(gradients(plain));
+      }
+      return steps;
+    }();
+    return all;
   }
 
   [[nodiscard]] Options options(Trap& trap) const {
@@ -83,7 +90,7 @@ class TrappedTraining : public testing::TestWithParam<Wrapping> {
 
   c10::Device device_ = find_device("sim");
   std::shared_ptr<Runtime> sim_ = make_runtime(device_);
-  std::vector<StepTensors> expected_;
+  const std::vector<StepTensors>& expected_ = plain_steps();
 };
 
 inline TrappedTraining::Subject::Subject(const TrappedTraining& test, bool hooks)
