@@ -261,7 +261,7 @@ TEST_F(GraphPoolTest, TheSmallerFitsIntoTheMemoryOfTheLarger) {
     at::Tensor forward(const at::Tensor& x) {
       at::Tensor h = x;
       for (int i = 0; i < 2; ++i) {
-        h = h.tanh().exp().sigmoid();
+        h = h.relu().relu().relu();  // each saves its result, at little cost
       }
       return h;
     }

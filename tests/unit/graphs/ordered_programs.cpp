@@ -27,6 +27,7 @@ class WholeSteps final : public EngineProgram {
       : EngineProgram(runtimes), microbatches_(microbatches) {
     BlockModel::Shape shape;
     shape.layers = 5;
+    shape.hidden = 16;  // it is run again in a hundred orders
     model_ = std::make_unique<BlockModel>(shape);
     model_->to(device());
     make_engine(*model_, wrapping.options(device(), 1024));

@@ -18,7 +18,7 @@
 namespace sidestream::testing_model {
 namespace {
 
-constexpr std::int64_t kTimeSteps = 6, kSequences = 4, kFeatures = 8;
+constexpr std::int64_t kTimeSteps = 3, kSequences = 4, kFeatures = 8;
 constexpr std::int64_t kNetworks = 3;  // so many that the first is offloaded
 
 enum class RecurrentKind : std::uint8_t { lstm, gru, tanh, relu, lstm_cell, gru_cell };
