@@ -7,9 +7,15 @@
 namespace {
 
 std::atomic<std::int64_t> allocations{0};
+thread_local std::int64_t of_this_thread = 0;
+
+void count() noexcept {
+  allocations.fetch_add(1, std::memory_order_relaxed);
+  ++of_this_thread;
+}
 
 void* counted(std::size_t bytes) {
-  allocations.fetch_add(1, std::memory_order_relaxed);
+  count();
   if (void* const memory = std::malloc(bytes == 0 ? 1 : bytes); memory != nullptr) {
     return memory;
   }
@@ -21,7 +27,7 @@ void* counted(std::size_t bytes) {
 void* operator new(std::size_t bytes) { return counted(bytes); }
 void* operator new[](std::size_t bytes) { return counted(bytes); }
 void* operator new(std::size_t bytes, const std::nothrow_t& /*tag*/) noexcept {
-  allocations.fetch_add(1, std::memory_order_relaxed);
+  count();
   return std::malloc(bytes == 0 ? 1 : bytes);
 }
 void* operator new[](std::size_t bytes, const std::nothrow_t& tag) noexcept { return operator new(bytes, tag); }
@@ -33,5 +39,6 @@ void operator delete[](void* memory, std::size_t /*bytes*/) noexcept { std::free
 namespace sidestream::testing_model {
 
 std::int64_t heap_allocations() noexcept { return allocations.load(std::memory_order_relaxed); }
+std::int64_t heap_allocations_of_this_thread() noexcept { return of_this_thread; }
 
 }  // namespace sidestream::testing_model
