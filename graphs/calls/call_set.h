@@ -48,8 +48,8 @@ class CallSet {
   bool first_replays = false;  ///< the latest call of the first callable did
 
  private:
-  std::shared_ptr<SequenceHolder>
-      first_bucket_;  ///< also if it was dropped: it knows the modes and the links of all buckets
+  /// Also if it was dropped: it knows the modes and the links of all buckets.
+  std::shared_ptr<SequenceHolder> first_bucket_;
 };
 
 }  // namespace sidestream
