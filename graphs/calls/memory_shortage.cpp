@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <exception>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <typeinfo>
 #include <vector>
@@ -13,6 +12,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/irange.h>
 
+#include "base/mebibytes.h"
 #include "graphs/capture/sequence_capture.h"
 #include "graphs/resources/engine_resources.h"
 #include "offload/name_pattern.h"
@@ -23,23 +23,6 @@ namespace sidestream {
 namespace {
 
 constexpr std::size_t kNamed = 3;
-
-std::string mebibytes(std::uint64_t bytes) {
-  const std::uint64_t tenths = (bytes * 10) >> 20;
-  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MiB";
-}
-
-/// "blocks.3.mlp" as "blocks.*.mlp": layers of one kind are told as one.
-std::string pattern_of(const std::string& name) {
-  std::string pattern;
-  std::istringstream components(name);
-  for (std::string component; std::getline(components, component, '.');) {
-    const bool number = !component.empty() && std::all_of(component.begin(), component.end(),
-                                                          [](char letter) { return letter >= '0' && letter <= '9'; });
-    pattern += (pattern.empty() ? "" : ".") + (number ? "*" : component);
-  }
-  return pattern;
-}
 
 /// Saved tensors that stay on the device, under names of one pattern.
 struct Kind {
@@ -60,7 +43,7 @@ class Saved {
         continue;
       }
       kept_ += storage.bytes;
-      const std::string pattern = pattern_of(group.name);
+      const std::string pattern = numbers_as_stars(group.name);
       auto kind = std::find_if(kinds_.begin(), kinds_.end(), [&](const Kind& of) { return of.pattern == pattern; });
       if (kind == kinds_.end()) {
         kind = kinds_.insert(kind, {pattern});
@@ -127,7 +110,7 @@ std::optional<NoRoom> error_in_hand() {
 
 std::string beginning(const EngineResources& resources, const char* where, std::int64_t allocated) {
   return std::string("the device ran out of memory in a ") + where + ". The " + where + " began with " +
-         mebibytes(static_cast<std::uint64_t>(allocated)) + " allocated, including weights and buffers of " +
+         mebibytes(allocated) + " allocated, including weights and buffers of " +
          mebibytes(resources.exclusions.registered_bytes()) + ". ";
 }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/mebibytes.h"
+
 namespace sidestream {
 namespace {
 
@@ -49,11 +51,6 @@ void keep_small(const Profile& profile, std::vector<Decision>& decisions) {
       decisions[i].fate = Fate::small;
     }
   }
-}
-
-std::string mebibytes(std::uint64_t bytes) {
-  const std::uint64_t tenths = (bytes * 10) >> 20;
-  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MiB";
 }
 
 }  // namespace

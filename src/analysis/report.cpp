@@ -8,14 +8,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/mebibytes.h"
+
 namespace sidestream {
 namespace {
-
-std::string mebibytes(std::int64_t bytes) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f MiB", static_cast<double>(bytes) / (1 << 20));
-  return text;
-}
 
 void row(std::ostream& out, std::string what, const std::string& value) {
   constexpr std::size_t width = 44;

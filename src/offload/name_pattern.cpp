@@ -177,19 +177,6 @@ void check_pattern(const std::string& pattern) {
   }
 }
 
-// "blocks.3.fc1" as "blocks.*.fc1", so that a list of names stays short.
-std::string numbers_as_stars(std::string_view name) {
-  std::string out;
-  while (!name.empty()) {
-    const std::string_view component = take_component(name);
-    if (!out.empty()) {
-      out += '.';
-    }
-    out += component.find_first_not_of("0123456789") == std::string_view::npos ? std::string_view("*") : component;
-  }
-  return out;
-}
-
 // The stars of "blocks.*.fc1" as the range of numbers that the known names have there, "blocks.{0..23}.fc1".
 std::string stars_as_ranges(std::string_view general, const std::vector<std::string>& known) {
   struct Range {
@@ -250,6 +237,18 @@ std::string nearest(const std::string& pattern, const std::vector<std::string>& 
 }
 
 }  // namespace
+
+std::string numbers_as_stars(std::string_view name) {
+  std::string out;
+  while (!name.empty()) {
+    const std::string_view component = take_component(name);
+    if (!out.empty()) {
+      out += '.';
+    }
+    out += component.find_first_not_of("0123456789") == std::string_view::npos ? std::string_view("*") : component;
+  }
+  return out;
+}
 
 bool name_matches(std::string_view pattern, std::string_view name) noexcept {
   std::string_view after_stars, resume;

@@ -40,4 +40,7 @@ class NamePatterns {
 /// One pattern against one name; see NamePatterns.
 [[nodiscard]] bool name_matches(std::string_view pattern, std::string_view name) noexcept;
 
+/// "blocks.3.fc1" as "blocks.*.fc1": layers of one kind have one name.
+[[nodiscard]] std::string numbers_as_stars(std::string_view name);
+
 }  // namespace sidestream
