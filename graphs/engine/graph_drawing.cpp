@@ -1,7 +1,6 @@
 #include "graphs/engine/graph_drawing.h"
 
 #include <algorithm>
-#include <array>
 #include <cctype>
 #include <cerrno>
 #include <cstddef>
@@ -11,7 +10,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -36,71 +34,40 @@ std::string in_quotes(std::string_view text) {
   return out + "\"";
 }
 
-/// "1.5 MiB".
-std::string size_in_words(std::size_t bytes) {
-  static constexpr std::array<const char*, 4> kUnits{"bytes", "KiB", "MiB", "GiB"};
-  std::size_t unit = 0;
-  std::size_t tenths = bytes * 10;
-  for (; unit + 1 < kUnits.size() && tenths >= 10240; ++unit) {
-    tenths /= 1024;
-  }
-  const std::string fraction = unit == 0 || tenths % 10 == 0 ? std::string() : "." + std::to_string(tenths % 10);
-  return std::to_string(tenths / 10) + fraction + " " + kUnits[unit];
-}
+std::string in_bytes(std::size_t bytes) { return std::to_string(bytes) + " bytes"; }
 
 class Drawing {
  public:
   Drawing(const Runtime& runtime, const DrawnGraph& drawn)
       : drawn_(drawn),
-        nodes_(runtime.nodes(graph())),
+        nodes_(runtime.nodes(drawn.backward ? drawn.call.backward.graph : drawn.call.forward.graph)),
         names_(drawn.backward ? drawn.call.backward.names : drawn.call.forward.names),
-        branches_(branches_of(nodes_)) {
-    const CapturedCall& call = drawn.call;
-    name_event(call.forward.done.native(), "done");
-    name_event(call.backward.done.native(), "done");
-    for (const CapturedCopies::Group& group : call.copies.captured.groups) {
+        groups_(drawn.call.copies.captured.groups) {
+    events_.emplace(drawn.call.forward.done.native(), "done");
+    events_.emplace(drawn.call.backward.done.native(), "done");
+    for (const CapturedCopies::Group& group : groups_) {
       for (const ExternalEvent& event : group.ready) {
-        name_event(event.native(), "ready, group " + group.site.text());
+        events_.emplace(event.native(), "ready, group " + group.site.text());
       }
     }
   }
 
   std::string draw() {
-    text_ = "digraph " + in_quotes(title()) + " {\n";
-    text_ += "  label=" + in_quotes(title() + "\n" + drawn_.stream + "; " + std::to_string(nodes_.size()) + " nodes") +
-             ";\n  labelloc=t;\n  fontname=Helvetica;\n";
-    text_ += "  node [shape=box, style=filled, fontname=Helvetica, fontsize=10];\n";
-    text_ += "  edge [fontname=Helvetica, fontsize=9];\n";
-    draw_nodes();
-    draw_memory();
-    if (!drawn_.call.copies.captured.empty()) {
-      drawn_.backward ? draw_reload_copies() : draw_offload_copies();
+    const std::string title = "graphed call " + drawn_.call.spec.name + (drawn_.backward ? ", backward" : ", forward");
+    text_ = "digraph " + in_quotes(title) +
+            " {\n  label=" + in_quotes(title + "\n" + drawn_.stream + "; " + std::to_string(nodes_.size()) + " nodes") +
+            ";\n  node [shape=box];\n";
+    for (std::size_t i = 0; i < nodes_.size(); ++i) {
+      text_ += "  n" + std::to_string(i) + " [label=" + in_quotes(words(i)) + "];\n";
+      for (const std::uint32_t before : nodes_[i].predecessors) {
+        draw_edge("n", before, "n", i, "");
+      }
     }
-    draw_caller();
+    draw_copies();
     return text_ + "}\n";
   }
 
  private:
-  [[nodiscard]] const Graph& graph() const {
-    return drawn_.backward ? drawn_.call.backward.graph : drawn_.call.forward.graph;
-  }
-  [[nodiscard]] std::string title() const {
-    return "graphed call " + drawn_.call.spec.name + (drawn_.backward ? ", backward" : ", forward");
-  }
-  void name_event(const void* event, std::string name) { events_.emplace(event, std::move(name)); }
-  [[nodiscard]] std::string event_name(const void* event) const {
-    const auto known = events_.find(event);
-    return known == events_.end() ? "an event of the caller's" : known->second;
-  }
-
-  /// The same colour for the same scope.
-  std::string colour(std::string_view scope) {
-    static constexpr std::array<const char*, 8> kColours{"#dce9f7", "#e2f2dc", "#fbe9d0", "#f3def2",
-                                                         "#fff6bf", "#d9f1ef", "#f7dcdc", "#e6e6e6"};
-    const auto known = scopes_.emplace(std::string(scope), scopes_.size()).first;
-    return kColours[known->second % kColours.size()];
-  }
-
   [[nodiscard]] std::string words(std::size_t index) const {
     const GraphNode& node = nodes_[index];
     const NodeNames::Name name = names_.of(index);
@@ -109,24 +76,26 @@ class Drawing {
       if (!node.name.empty() && !name.work.empty() && name.work.find(node.name) == std::string_view::npos) {
         text += "\n" + node.name.substr(0, 60);
       }
-      return text;
+      return text + (node.bytes == 0 ? "" : "\n" + in_bytes(node.bytes)) +
+             (name.scope.empty() ? "" : "\n" + std::string(name.scope));
     };
-    const std::string bytes = node.bytes == 0 ? std::string() : "\n" + size_in_words(node.bytes);
+    const auto event = events_.find(node.event);
+    const std::string event_name = event == events_.end() ? "an event of the caller's" : event->second;
     switch (node.kind) {
       case GraphNode::Kind::kernel:
         return known_as("kernel");
       case GraphNode::Kind::copy_to_host:
-        return known_as("copy to the host") + bytes;
+        return known_as("copy to the host");
       case GraphNode::Kind::copy_to_device:
-        return known_as("copy to the device") + bytes;
+        return known_as("copy to the device");
       case GraphNode::Kind::copy:
-        return known_as("copy") + bytes;
+        return known_as("copy");
       case GraphNode::Kind::memset:
-        return known_as("memset") + bytes;
+        return known_as("memset");
       case GraphNode::Kind::event_record:
-        return "record " + event_name(node.event);
+        return "record " + event_name;
       case GraphNode::Kind::event_wait:
-        return "wait for " + event_name(node.event);
+        return "wait for " + event_name;
       case GraphNode::Kind::empty:
         return "join";
       case GraphNode::Kind::host:
@@ -139,133 +108,47 @@ class Drawing {
     return {};
   }
 
-  void draw_nodes() {
-    const std::size_t branches = branches_.empty() ? 0 : *std::max_element(branches_.begin(), branches_.end()) + 1;
-    for (std::size_t branch = 0; branch < branches; ++branch) {
-      const std::string label = branch == 0 ? drawn_.stream : "forked stream " + std::to_string(branch);
-      text_ += "  subgraph cluster_branch" + std::to_string(branch) + " {\n    label=" + in_quotes(label) +
-               ";\n    color=gray;\n";
-      for (std::size_t i = 0; i < nodes_.size(); ++i) {
-        if (branches_[i] == branch) {
-          draw_node(i);
-        }
-      }
-      text_ += "  }\n";
-    }
-    for (std::size_t i = 0; i < nodes_.size(); ++i) {
-      for (const std::uint32_t before : nodes_[i].predecessors) {
-        text_ += "  n" + std::to_string(before) + " -> n" + std::to_string(i) + ";\n";
-      }
-    }
+  void draw_edge(const char* from, std::size_t i, const char* to, std::size_t j, const char* attributes) {
+    text_ += std::string("  ") + from + std::to_string(i) + " -> " + to + std::to_string(j) + attributes + ";\n";
   }
 
-  void draw_node(std::size_t index) {
-    const NodeNames::Name name = names_.of(index);
-    const bool event =
-        nodes_[index].kind == GraphNode::Kind::event_record || nodes_[index].kind == GraphNode::Kind::event_wait;
-    std::string label = words(index);
-    if (!name.scope.empty() && !event) {
-      label += "\n" + std::string(name.scope);
-    }
-    text_ += "    n" + std::to_string(index) + " [label=" + in_quotes(label);
-    text_ += event ? ", shape=ellipse, fillcolor=white" : ", fillcolor=" + in_quotes(colour(name.scope));
-    text_ += "];\n";
-  }
-
-  static std::string of_tensor(const char* what, std::size_t index, const at::Tensor& tensor) {
-    return std::string(what) + " " + std::to_string(index) + ": " +
-           (tensor.defined() ? size_in_words(tensor.nbytes()) : std::string("none"));
-  }
-
-  void draw_memory() {
-    const CapturedCall& call = drawn_.call;
-    std::string lines;
-    for (std::size_t i = 0; i < call.inputs.size(); ++i) {
-      const StaticInput& input = call.inputs[i];
-      lines +=
-          of_tensor(drawn_.backward ? "gradient of input" : "input", i, drawn_.backward ? input.grad : input.tensor);
-      lines += !drawn_.backward && input.from ? " (output " + std::to_string(input.from->index) + " of call " +
-                                                    std::to_string(input.from->call) + ")\\l"
-                                              : "\\l";
-    }
-    for (std::size_t i = 0; i < call.outputs.size(); ++i) {
-      lines += of_tensor(drawn_.backward ? "gradient of output" : "output", i,
-                         drawn_.backward ? call.outputs[i].seed : call.outputs[i].tensor) +
-               "\\l";
-    }
-    std::size_t parameters = 0;
-    for (const CallParameter& parameter : call.parameters) {
-      parameters += parameter.tensor.nbytes();
-    }
-    lines += "parameters: " + std::to_string(call.parameters.size()) + ", " + size_in_words(parameters) + "\\l";
-    text_ += "  memory [shape=note, fillcolor=white, label=\"" + lines + "\"];\n";
-  }
-
-  /// A group's copies as one node; the first node of the stream.
-  void draw_groups(const char* cluster, const char* stream) {
-    const CapturedCopies& copies = drawn_.call.copies.captured;
-    text_ +=
-        std::string("  subgraph cluster_") + cluster + " {\n    label=" + in_quotes(stream) + ";\n    color=gray;\n";
+  /// Copies are queued beside the graph: one node for each group, in the order of the copy stream.
+  void draw_copies() {
     std::size_t begin = 0;
-    for (std::size_t g = 0; g < copies.groups.size(); ++g) {
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
       std::size_t bytes = 0;
-      const std::size_t count = copies.groups[g].end - begin;
-      for (; begin < copies.groups[g].end; ++begin) {
-        bytes += copies.copies[begin].bytes;
+      const std::size_t count = groups_[g].end - begin;
+      for (; begin < groups_[g].end; ++begin) {
+        bytes += drawn_.call.copies.captured.copies[begin].bytes;
       }
-      text_ += "    c" + std::to_string(g) + " [fillcolor=" + in_quotes(colour(copies.groups[g].site.text())) +
-               ", label=" +
-               in_quotes("group " + copies.groups[g].site.text() + "\n" + std::to_string(count) +
-                         (count == 1 ? " copy, " : " copies, ") + size_in_words(bytes)) +
+      text_ += "  c" + std::to_string(g) + " [label=" +
+               in_quotes(std::string("beside the graph: ") + (drawn_.backward ? "to the device" : "to the host") +
+                         ", group " + groups_[g].site.text() + "\n" + std::to_string(count) +
+                         (count == 1 ? " copy, " : " copies, ") + in_bytes(bytes)) +
                "];\n";
       if (g > 0) {
-        text_ += "    c" + std::to_string(g - 1) + " -> c" + std::to_string(g) + ";\n";
+        draw_edge("c", g - 1, "c", g, "");
       }
-    }
-    text_ += "  }\n";
-  }
-
-  void draw_offload_copies() {
-    draw_groups("offloads", "copies to the host, beside the graph");
-    const auto& groups = drawn_.call.copies.captured.groups;
-    for (std::size_t g = 0; g < groups.size(); ++g) {
       for (std::size_t i = 0; i < nodes_.size(); ++i) {
-        const bool ready = std::any_of(groups[g].ready.begin(), groups[g].ready.end(), [&](const ExternalEvent& event) {
-          return nodes_[i].kind == GraphNode::Kind::event_record && nodes_[i].event == event.native();
-        });
-        if (ready) {
-          text_ += "  n" + std::to_string(i) + " -> c" + std::to_string(g) + " [style=dashed, label=\"ready\"];\n";
+        if (drawn_.backward && g + 1 == groups_.size() && nodes_[i].predecessors.empty()) {
+          draw_edge("c", g, "n", i, " [style=dashed, label=reloaded]");
+        } else if (!drawn_.backward && nodes_[i].kind == GraphNode::Kind::event_record && is_ready(g, nodes_[i])) {
+          draw_edge("n", i, "c", g, " [style=dashed, label=ready]");
         }
       }
     }
   }
 
-  void draw_reload_copies() {
-    draw_groups("reloads", "copies to the device, beside the graph");
-    const std::size_t last = drawn_.call.copies.captured.groups.size() - 1;
-    for (std::size_t i = 0; i < nodes_.size(); ++i) {
-      if (nodes_[i].predecessors.empty()) {
-        text_ += "  c" + std::to_string(last) + " -> n" + std::to_string(i) + " [style=dashed, label=\"reloaded\"];\n";
-      }
-    }
-  }
-
-  void draw_caller() {
-    const void* const done = (drawn_.backward ? drawn_.call.backward.done : drawn_.call.forward.done).native();
-    text_ += "  caller [label=\"the caller's stream goes on\", shape=box, style=\"dashed\"];\n";
-    for (std::size_t i = 0; i < nodes_.size(); ++i) {
-      if (nodes_[i].kind == GraphNode::Kind::event_record && nodes_[i].event == done) {
-        text_ += "  n" + std::to_string(i) + " -> caller [style=dashed, label=\"done\"];\n";
-      }
-    }
+  [[nodiscard]] bool is_ready(std::size_t group, const GraphNode& record) const {
+    return std::any_of(groups_[group].ready.begin(), groups_[group].ready.end(),
+                       [&](const ExternalEvent& event) { return record.event == event.native(); });
   }
 
   const DrawnGraph& drawn_;
   std::vector<GraphNode> nodes_;
   const NodeNames& names_;
-  std::vector<std::size_t> branches_;
+  const std::vector<CapturedCopies::Group>& groups_;
   std::unordered_map<const void*, std::string> events_;
-  std::unordered_map<std::string, std::size_t> scopes_;
   std::string text_;
 };
 
@@ -280,21 +163,10 @@ void make_folder(const std::string& folder) {
       break;
     }
   }
-}
-
-/// A name in the folder of `path` that no other process uses.
-std::string partial_name(const std::string& path) { return path + "." + std::to_string(getpid()) + ".partial"; }
-
-/// A folder that takes no file is refused before there is something to lose.
-void check_folder(const std::string& folder) {
-  const std::string probe = partial_name(folder + "/graphs");
-  const int descriptor = open(probe.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
-  if (descriptor < 0) {
+  if (access((folder + "/.").c_str(), W_OK) != 0) {
     throw UsageError("the folder \"" + folder +
                      "\" for drawings of graphs cannot be written to: " + std::strerror(errno));
   }
-  close(descriptor);
-  unlink(probe.c_str());
 }
 
 std::string file_name(std::size_t sequence, std::size_t index, const std::string& call, bool backward) {
@@ -309,8 +181,7 @@ std::string file_name(std::size_t sequence, std::size_t index, const std::string
 
 /// The file is there whole, or as it was.
 void write_text(const std::string& path, const std::string& text) {
-  const std::string partial = partial_name(path);
-  errno = 0;
+  const std::string partial = path + "." + std::to_string(getpid()) + ".partial";  // another process may write it too
   std::ofstream file(partial, std::ios::binary | std::ios::trunc);
   file << text;
   file.close();
@@ -323,24 +194,6 @@ void write_text(const std::string& path, const std::string& text) {
 
 }  // namespace
 
-std::vector<std::size_t> branches_of(const std::vector<GraphNode>& nodes) {
-  constexpr auto kNone = static_cast<std::size_t>(-1);
-  std::vector<std::size_t> branches(nodes.size(), kNone);
-  std::vector<bool> continued(nodes.size(), false);
-  std::size_t next = 0;
-  for (std::size_t i = 0; i < nodes.size(); ++i) {
-    for (const std::uint32_t before : nodes[i].predecessors) {
-      if (branches[before] != kNone && !continued[before]) {
-        branches[i] = branches[before];
-        continued[before] = true;
-        break;
-      }
-    }
-    branches[i] = branches[i] == kNone ? next++ : branches[i];
-  }
-  return branches;
-}
-
 std::string draw_graph(const Runtime& runtime, const DrawnGraph& drawn) { return Drawing(runtime, drawn).draw(); }
 
 std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineSequences& sequences,
@@ -349,7 +202,6 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineS
     throw UsageError("OffloadEngine::write_graphs needs the name of a folder");
   }
   make_folder(folder);
-  check_folder(folder);
   std::vector<std::string> files;
   std::size_t number = 0;
   sequences.for_each([&](const GraphSequence& sequence) {

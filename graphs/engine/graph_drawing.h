@@ -1,7 +1,5 @@
 #pragma once
-#include <cstddef>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "graphs/sequence/captured_call.h"
@@ -18,13 +16,9 @@ struct DrawnGraph {
   std::string stream;  ///< in words: which one launches it
 };
 
-/// One captured graph in Graphviz's language `dot`: its nodes by branch, named by operator and scope, its events, the copies that
-/// replays queue beside it, and the bytes of what it reads and writes. Not for the replay path.  Throws: as Runtime::nodes.
+/// One captured graph in Graphviz's language `dot`: its nodes, named by operator and scope, its events, and the copies that replays queue
+/// beside it, with their bytes. Not for the replay path.  Throws: as Runtime::nodes.
 [[nodiscard]] std::string draw_graph(const Runtime& runtime, const DrawnGraph& drawn);
-
-/// Which branch each node is on. A node continues the branch of its first predecessor whose branch no earlier node continues; else it
-/// begins a branch.
-[[nodiscard]] std::vector<std::size_t> branches_of(const std::vector<GraphNode>& nodes);
 
 /// Draws each captured graph of `sequences` into a file of its own in `folder`. Makes the folder if it is missing. Returns the files. Each
 /// file is written whole, or is as it was. Throws: UsageError if a file cannot be written, also if there is no graph yet.
