@@ -91,7 +91,6 @@ void SequenceCapture::make_plan_and_pin() {
   std::vector<std::size_t> first_storage;
   for (const auto i : c10::irange(specs_.size())) {
     const Profile& call = sizings_[i].profile;
-    profile.block_from = call.block_from;
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
     for (GroupProfile group : call.groups) {

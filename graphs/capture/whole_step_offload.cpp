@@ -118,7 +118,6 @@ void WholeStepOffload::end_sizing() {
 
 void WholeStepOffload::add_to_plan(const Pass& pass, const Plan& plan) {
   const auto first = static_cast<std::uint32_t>(profile_.groups.size());
-  profile_.block_from = pass.profile.block_from;
   profile_.groups.insert(profile_.groups.end(), pass.profile.groups.begin(), pass.profile.groups.end());
   for (StorageProfile storage : pass.profile.storages) {
     for (std::uint32_t& saver : storage.savers) {

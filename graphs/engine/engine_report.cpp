@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "base/mebibytes.h"
 #include "graphs/capture/whole_step_offload.h"
 #include "graphs/engine/engine_state.h"
 
@@ -27,24 +28,17 @@ const char* reason(Fate fate) {
       return "over the host cap";
     case Fate::not_pinned:
       return "pinned host memory was refused";
-    case Fate::small:
-      return "smaller than Options::min_bytes, and not gathered into a block: its group saves too few such bytes, or "
-             "another group saves it too";
   }
   return "";
 }
 
 void append(const Profile& profile, const Plan& plan, Report& report) {
-  std::vector<std::size_t> row;  // of each group
+  const std::size_t first = report.groups.size();
   for (const GroupProfile& group : profile.groups) {
-    row.push_back(report.groups.size());
-    if (group.only_small) {
-      continue;
-    }
     report.groups.push_back({group.name.empty() ? "(no scope)" : group.name, 0, 0, ""});
   }
   for (std::size_t i = 0; i < profile.storages.size() && i < plan.decisions.size(); ++i) {
-    GroupReport& group = report.groups[row[profile.storages[i].savers.front()]];
+    GroupReport& group = report.groups[first + profile.storages[i].savers.front()];
     const auto bytes = static_cast<std::int64_t>(profile.storages[i].bytes);
     group.bytes += bytes;
     if (plan.decisions[i].fate == Fate::offloaded) {
@@ -187,21 +181,22 @@ Report EngineState::report() const {
   // Groups of calls that were captured since are in their sequences' profiles.
   Report eager;
   append(eager_plan_.profile(), eager_plan_.plan(), eager);
-  std::size_t next = 0;
-  for (const GroupProfile& group : eager_plan_.profile().groups) {
-    if (group.only_small) {
-      continue;
+  for (std::size_t i = 0; i < eager.groups.size(); ++i) {
+    if (!eager_plan_.profile().groups[i].captured_later) {
+      report.groups.push_back(eager.groups[i]);
     }
-    if (!group.captured_later) {
-      report.groups.push_back(eager.groups[next]);
-    }
-    ++next;
   }
   report.notes.insert(report.notes.end(), eager.notes.begin(), eager.notes.end());
   append_eager_runs(calls_, report.notes);
   append_dropped(calls_, resources_.options.call_options().max_captures(), report.notes);
   append_buckets(counts_, report.notes);
   const auto tallies = resources_.exclusions.tallies();
+  const auto small = static_cast<std::int64_t>(tallies[static_cast<std::size_t>(Exclusion::small)].bytes);
+  if (small > report.offloaded_bytes && small >= static_cast<std::int64_t>(resources_.options.min_bytes()) &&
+      !resources_.options.offload_patterns().empty()) {
+    report.notes.push_back("more bytes stay in storages below Options::min_bytes than a step offloads (" +
+                           mebibytes(small) + "): lower min_bytes, or compute experts as one product");
+  }
   for (std::size_t i = 1; i < tallies.size(); ++i) {
     if (tallies[i].tensors > 0) {
       report.exclusions.push_back({exclusion_name(static_cast<Exclusion>(i)),

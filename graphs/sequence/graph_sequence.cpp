@@ -61,8 +61,8 @@ void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, c
 //
 // Graphs run one after the other, on whichever side streams they are: each graph starts after M, and M goes on after the graph's done.
 //
-// Work that waits for a graph never waits for copies. A graph holds no copy over the link; what it gathers into a block (SmallBlock) is
-// compute to it. It records ready when the tensors of a group are complete, and done after its last compute.
+// Work that waits for a graph never waits for copies. A graph holds no copy over the link. It records ready when the tensors of a group
+// are complete, and done after its last compute.
 //
 // No rule relies on the order of copies on D or H, because other sequences and eager groups queue their copies there as well.
 //

@@ -73,8 +73,7 @@ class Options {
   /// Hard cap on pinned host bytes. Groups that do not fit stay on the device, and the report names them. Not set: 80% of the memory
   /// that the system and the control group have available when the engine is made.
   TORCH_ARG(std::size_t, host_cap) = std::numeric_limits<std::size_t>::max();
-  /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes]. Exception: the smaller storages of one group
-  /// may add up to at least this many bytes. Then they are gathered into one block of device memory, and the block is offloaded instead.
+  /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes]. Report::exclusions counts them as "small".
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
   /// How many eager groups may have copies to the host under way [max_inflight]. The limit `lag` holds as well. Beyond the number, the
   /// stream that saved the oldest of these groups waits for the copies of that group. Not set: only `lag` limits them.

@@ -28,29 +28,11 @@ Decision wanted(const Profile& profile, const StorageProfile& storage) {
       return {Fate::held_back, saver};
     }
   }
-  if (storage.small && storage.savers.size() > 1) {  // it would bring the whole block back for the other group
-    return {Fate::small, first};
-  }
   return {Fate::offloaded, first};
 }
 
 std::uint64_t rounded(std::uint64_t bytes, std::uint64_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
-}
-
-/// Small storages of groups that have too few of them stay.
-void keep_small(const Profile& profile, std::vector<Decision>& decisions) {
-  std::vector<std::uint64_t> small(profile.groups.size(), 0);
-  const auto leaves = [&](std::size_t i) { return profile.storages[i].small && decisions[i].fate == Fate::offloaded; };
-  for (std::size_t i = 0; i < decisions.size(); ++i) {
-    small[profile.storages[i].savers.front()] += leaves(i) ? profile.storages[i].bytes : 0;
-  }
-  for (std::size_t i = 0; i < decisions.size(); ++i) {
-    const std::uint32_t group = profile.storages[i].savers.front();
-    if (leaves(i) && small[group] < profile.block_from && profile.groups[group].block_bytes == 0) {
-      decisions[i].fate = Fate::small;
-    }
-  }
 }
 
 }  // namespace
@@ -61,14 +43,10 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
   for (const StorageProfile& storage : profile.storages) {
     plan.decisions.push_back(wanted(profile, storage));
   }
-  keep_small(profile, plan.decisions);
-  std::vector<std::uint64_t> pinned = block_bytes(profile, plan.decisions.data(), alignment);
+  std::vector<std::uint64_t> pinned(profile.groups.size(), 0);
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
     const StorageProfile& storage = profile.storages[i];
     const Decision& decision = plan.decisions[i];
-    if (storage.small) {
-      continue;
-    }
     if (decision.fate == Fate::offloaded) {
       pinned[storage.savers.front()] += rounded(storage.bytes, alignment);
     } else if (decision.fate == Fate::held_back) {
@@ -102,19 +80,6 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
     }
   }
   return plan;
-}
-
-std::vector<std::uint64_t> block_bytes(const Profile& profile, const Decision* decisions, std::uint64_t alignment) {
-  std::vector<std::uint64_t> bytes(profile.groups.size(), 0);
-  for (std::size_t i = 0; i < profile.storages.size(); ++i) {
-    if (profile.storages[i].small && decisions[i].fate == Fate::offloaded) {
-      bytes[profile.storages[i].savers.front()] += rounded(profile.storages[i].bytes, alignment);
-    }
-  }
-  for (std::size_t group = 0; group < bytes.size(); ++group) {
-    bytes[group] = bytes[group] == 0 ? 0 : std::max(bytes[group], profile.groups[group].block_bytes);
-  }
-  return bytes;
 }
 
 void keep_unpinned(Plan& plan, const Profile& profile, std::uint32_t group, const std::string& why) {

@@ -12,9 +12,6 @@ struct GroupProfile {
   bool selected = false;            ///< the options name it
   bool needed_immediately = false;  ///< backward needs it immediately: it stays whatever the options say
   bool captured_later = false;      ///< saved by a call that a graph takes over: its sequence plans it
-  bool only_small = false;          ///< it saved only small storages, which stay and are not in the profile
-  std::uint64_t block_bytes = 0;    ///< bytes of its block in earlier passes, which may have saved more
-  bool saved_small = false;         ///< small storages too, in the profile or not
 };
 
 /// One storage as a sizing pass saw it.
@@ -22,7 +19,6 @@ struct StorageProfile {
   std::uint64_t bytes = 0;
   std::vector<std::uint32_t> savers;  ///< indices of groups, the first saver first
   bool held_elsewhere = false;        ///< the program holds it itself: offloading it would free nothing
-  bool small = false;                 ///< it is offloaded with others of its group, as one block, or stays
   bool static_output = false;  ///< graphs write it anew, and keep its memory: it stays, and has no place in a pass
 };
 
@@ -30,8 +26,6 @@ struct StorageProfile {
 struct Profile {
   std::vector<GroupProfile> groups;
   std::vector<StorageProfile> storages;
-  std::uint64_t block_from =
-      0;  ///< from so many bytes together, now or in an earlier pass, a group's small storages are offloaded
 };
 
 /// Whether a storage is offloaded, and why not.
@@ -43,8 +37,7 @@ enum class Fate : std::uint8_t {
   held_elsewhere,
   static_output,
   over_cap,
-  not_pinned,
-  small
+  not_pinned
 };
 
 /// For one storage of the profile.
@@ -62,14 +55,9 @@ struct Plan {
 
 /// Decides which storages are offloaded: those whose savers' groups are all selected, and none of these groups is needed immediately.
 /// Groups are taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage rounded up to
-/// `alignment` bytes. Small storages are offloaded if no other group saves them, and only all those of a group together.
+/// `alignment` bytes.
 /// Pure; linear in the profile.
 [[nodiscard]] Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t alignment);
-
-/// Bytes to be pinned for the block of each group: its offloaded small storages, each rounded up to `alignment` bytes, and no less than
-/// its block took before. 0 for groups without a block. Pure.
-[[nodiscard]] std::vector<std::uint64_t> block_bytes(const Profile& profile, const Decision* decisions,
-                                                     std::uint64_t alignment);
 
 /// Reverts the decision to offload storages of `group`: the system would not pin memory for them, though the cap has room. `why` is the
 /// system's reason, for the note.

@@ -1,7 +1,6 @@
 #include "memory/shared_slots.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "memory/host_slabs.h"
@@ -55,11 +54,6 @@ SharedSlots::Parts SharedSlots::Share::take(std::size_t bytes) {
     }
   }
   return parts;
-}
-
-std::size_t HostPlace::bytes() const noexcept {
-  return std::accumulate(parts.begin(), parts.end(), lease.bytes(),
-                         [](std::size_t sum, const SharedSlots::Part& part) { return sum + part.bytes; });
 }
 
 }  // namespace sidestream

@@ -56,8 +56,7 @@ struct HostPlace {
   HostArena::Lease lease;
   SharedSlots::Parts parts;
 
-  [[nodiscard]] std::size_t bytes() const noexcept;
-  [[nodiscard]] explicit operator bool() const noexcept { return bytes() > 0; }
+  [[nodiscard]] explicit operator bool() const noexcept { return lease || !parts.empty(); }
 };
 
 }  // namespace sidestream

@@ -59,15 +59,14 @@ std::size_t StorageView::extent_bytes() const {
   return at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype), static_cast<std::size_t>(offset));
 }
 
-at::Tensor StorageView::restore(c10::Storage storage, std::size_t from) const {
-  if (const std::size_t needed = from + extent_bytes(); needed > storage.nbytes()) {
+at::Tensor StorageView::restore(c10::Storage storage) const {
+  if (const std::size_t needed = extent_bytes(); needed > storage.nbytes()) {
     throw UsageError("a tensor of " + std::to_string(needed) + " bytes does not fit into a storage of " +
                      std::to_string(storage.nbytes()));
   }
   at::Tensor tensor =
       at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, caffe2::TypeMeta::fromScalarType(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(
-      sizes, strides, offset + static_cast<std::int64_t>(from / c10::elementSize(dtype)));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return tensor;
 }
 

@@ -29,10 +29,9 @@ struct StorageView {
   /// Threads: any. Throws: UsageError when not `supported`.
   [[nodiscard]] static StorageView capture(const at::Tensor& tensor);
 
-  /// A tensor of this geometry over `storage`, whose bytes begin at `from`, a multiple of the size of `dtype`; a leaf without gradient.
-  /// Runs no operator.
+  /// A tensor of this geometry over `storage`; a leaf without gradient. Runs no operator.
   /// Throws: UsageError when the view would reach beyond the storage's bytes.
-  [[nodiscard]] at::Tensor restore(c10::Storage storage, std::size_t from = 0) const;
+  [[nodiscard]] at::Tensor restore(c10::Storage storage) const;
 
   /// Bytes of a storage that this view needs at least.
   [[nodiscard]] std::size_t extent_bytes() const;

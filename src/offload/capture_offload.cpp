@@ -1,12 +1,10 @@
 #include "offload/capture_offload.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
 #include "base/site.h"
 #include "memory/storage_view.h"
-#include "offload/small_block.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -20,12 +18,6 @@ void CaptureOffload::group_ended(Group& group) {
   const Site site(Activity::offload, group.scope->site);
   std::vector<std::shared_ptr<SavedStorage>> offloaded;
   mover_->lease(group, offloaded, shared_);
-  // The capture learns that it does not fit, and is made again with more room.
-  if (const SmallBlock block = SmallBlock::gather(*mover_, *runtime_, group, SmallBlock::NoRoom::is_thrown, shared_);
-      block) {
-    block.replace_members(block.storage->streams);
-    offloaded.push_back(block.storage);
-  }
   if (offloaded.empty()) {
     return;
   }
@@ -57,13 +49,9 @@ void CaptureOffload::add_copies(const SavedStorage& saved) {
     copies_->copies.push_back({saved.lease.data(), source, nullptr, saved.bytes, storage, 0});
   }
   std::size_t at = 0;
-  for (const SharedSlots::Part& part : saved.parts) {  // a block may hold less than was planned for it
-    const std::size_t bytes = std::min(part.bytes, saved.bytes - at);
-    if (bytes == 0) {
-      break;
-    }
-    copies_->copies.push_back({part.data, source + at, nullptr, bytes, storage, at});
-    at += bytes;
+  for (const SharedSlots::Part& part : saved.parts) {
+    copies_->copies.push_back({part.data, source + at, nullptr, part.bytes, storage, at});
+    at += part.bytes;
   }
 }
 
@@ -85,9 +73,6 @@ void CaptureOffload::allocate_targets(CapturedCopies& copies) const {
 }
 
 c10::Storage CaptureOffload::fetch(SavedStorage& storage) {
-  if (storage.block != nullptr) {
-    return fetch(*storage.block);
-  }
   if (!storage.device) {
     throw CaptureError(
         "backward needs a storage of group \"" +

@@ -11,8 +11,7 @@
 namespace sidestream {
 
 /// Offloads groups of captured forwards. At a scope's end the graph records when the group is ready, and the group's copies are noted.
-/// The capture holds no copy over the link: replays queue these copies beside it (SequenceCopies). The graph gathers small storages into
-/// a block, whose memory is the pool's.
+/// The capture holds no copy over the link: replays queue these copies beside it (SequenceCopies).
 ///
 /// Threads: one capture at a time; autograd's device thread may call `fetch` during it.
 class CaptureOffload final : public StorageMover {

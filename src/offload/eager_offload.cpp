@@ -4,7 +4,6 @@
 #include <exception>
 
 #include "base/site.h"
-#include "offload/small_block.h"
 #include "runtime/replayed_memory.h"
 
 namespace sidestream {
@@ -18,8 +17,7 @@ namespace sidestream {
 //   D           +--> copy to host -+                                           |         |
 //   H                                                                          +--> copy to device
 //
-//   scope of g ends      M: (gather the small storages of g into a block, which is offloaded in their place; free them)
-//                        M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
+//   scope of g ends      M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
 //     or, delayed        (after the launch of the next graph, or when the lag is exceeded, or at the step's end: the same)
 //   later groups end     M: wait offloaded(g), once they and g exceed the lag; then g's sources are freed: M may use their memory
 //   a group ends, or is  M: allocate g, record fork   H: wait fork, copy g, record reloaded(g)
@@ -29,11 +27,6 @@ namespace sidestream {
 //
 // Copies of graphed calls run on D and H too (Note [Graph choreography]). They run one after the other, but only the waits above order
 // them: no rule relies on the order of one copy stream.
-//
-// A block (SmallBlock) is allocated and gathered on the stream that saved the first of its storages, after the work of the other streams
-// that saved any. So the copy to the host, which is after all of these streams, is after the gather. The storages are freed after the
-// gather. The gather runs on that stream, and the allocator is told of the stream if there are others. Until the block's device memory is
-// freed, another stream that reads one of the storages waits for the gather.
 //
 // StepOrder learns after which event g is reloaded. It knows in which order groups ended and were used in the step before, and
 // group_reloads finds the earliest event from which on g has room on the device. If a step takes another order, a group is reloaded when
@@ -122,7 +115,7 @@ void EagerOffload::look() {
   std::size_t only_copies = 0;
   for (const Trailing& trailing : trailing_) {
     for (const auto& saved : trailing.slot->sources) {
-      only_copies += !saved->is_block && saved.use_count() == 1 && saved->device.use_count() == 1 ? saved->bytes : 0;
+      only_copies += saved.use_count() == 1 && saved->device.use_count() == 1 ? saved->bytes : 0;
     }
   }
   for (const c10::Storage& storage : dropped_) {
@@ -159,11 +152,7 @@ EagerOffload::Slot* EagerOffload::slot_of(const SavedStorage& storage) {
 
 void EagerOffload::group_ended(Group& group) {
   const std::lock_guard lock(mutex_);
-  if (!group.scope->selected) {
-    return;
-  }
-  const bool gathers = is_offloaded_as_block(group);
-  if (group.only_small && group.storages.empty() && !gathers && !group.needed_immediately) {
+  if (!group.scope->selected || group.storages.empty()) {
     return;
   }
   const Site site(Activity::offload, group.scope->site);
@@ -172,26 +161,15 @@ void EagerOffload::group_ended(Group& group) {
   slot.site = group.scope->site;
   slot.group = group.index;
   GroupBytes bytes;
-  const auto is_in_slot = [&](const std::shared_ptr<SavedStorage>& saved) {
-    slot.storages.push_back(saved);
-    saved->slot = static_cast<std::uint32_t>(used_slots_);
-  };
-  for (const auto* const storages : {&group.storages, &group.small}) {
-    for (const auto& weak : *storages) {  // what gets no pinned memory is used all the same
-      const auto saved = weak.lock();
-      if (saved != nullptr && (group.needed_immediately || (saved->to_offload && storages == &group.storages))) {
-        is_in_slot(saved);
-        bytes.held += group.needed_immediately && !saved->to_offload ? saved->bytes : 0;
-      }
+  for (const auto& weak : group.storages) {  // what gets no pinned memory is used all the same
+    const auto saved = weak.lock();
+    if (saved != nullptr && (group.needed_immediately || saved->to_offload)) {
+      slot.storages.push_back(saved);
+      saved->slot = static_cast<std::uint32_t>(used_slots_);
+      bytes.held += group.needed_immediately && !saved->to_offload ? saved->bytes : 0;
     }
   }
   mover_->lease(group, slot.sources);
-  if (gathers) {
-    if (auto block = gather(group); block != nullptr) {
-      is_in_slot(block);
-      slot.sources.push_back(std::move(block));
-    }
-  }
   for (const auto& saved : slot.sources) {
     bytes.offloaded += saved->bytes;
   }
@@ -205,24 +183,6 @@ void EagerOffload::group_ended(Group& group) {
   trail(slot, bytes.held);
   look();
   reload_due();
-}
-
-std::shared_ptr<SavedStorage> EagerOffload::gather(Group& group) {
-  const SmallBlock block = SmallBlock::gather(*mover_, *runtime_, group, SmallBlock::NoRoom::stays);
-  if (block) {
-    if (sizing_) {
-      sizing_->gathered(block.storage);
-      for (const auto& saved : block.members) {
-        sizing_->released(saved);
-      }
-    }
-    for (const c10::Stream stream : block.storage->streams) {
-      add_stream(step_streams_, stream);
-    }
-    block.replace_members(step_streams_);
-    look();
-  }
-  return block.storage;
 }
 
 void EagerOffload::send(Slot& slot) {

@@ -100,8 +100,6 @@ class EagerOffload : public StorageMover {
   void look();
   /// So many bytes of that group are on the device, on their way: see LiveMemory.
   void set_in_flight(Slot& slot, std::int64_t bytes);
-  /// The block of the group's small storages, which have released their own memory. Null if no block is offloaded.
-  std::shared_ptr<SavedStorage> gather(Group& group);
   /// Queues the copies of its sources.
   void send(Slot& slot);
   /// True for a group whose copies out wait for the next graph.
@@ -127,9 +125,6 @@ class EagerOffload : public StorageMover {
   void reload_due();
   /// Without it: one group ahead.
   void prefetch_before(std::size_t limit);
-  c10::Storage fetch_whole(SavedStorage& storage);
-  /// For one of the storages that were gathered into it.
-  c10::Storage fetch_block(SavedStorage& block);
   void await_arrival(Slot& slot, c10::Stream stream);
   Slot& next_slot();
   [[nodiscard]] Slot* slot_of(const SavedStorage& storage);

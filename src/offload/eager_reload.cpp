@@ -61,16 +61,6 @@ c10::Storage EagerOffload::fetch(SavedStorage& storage) {
   if (const auto backward_begins = std::exchange(backward_begins_, nullptr); backward_begins && sizing_) {
     backward_begins(sizing_->away());
   }
-  if (storage.block != nullptr) {
-    return fetch_block(*storage.block);
-  }
-  if (storage.tensors > 0 && storage.slot == 0) {  // small, and stays
-    return storage.device;
-  }
-  return fetch_whole(storage);
-}
-
-c10::Storage EagerOffload::fetch_whole(SavedStorage& storage) {
   Slot* slot = slot_of(storage);
   if (slot == nullptr) {
     if (!order_.follows()) {
@@ -92,15 +82,6 @@ c10::Storage EagerOffload::fetch_whole(SavedStorage& storage) {
     use(storage.slot - 1);
   }
   return storage.device;
-}
-
-c10::Storage EagerOffload::fetch_block(SavedStorage& block) {
-  const c10::Stream reader = runtime_->current_stream();
-  const bool is_here = block.place == SavedStorage::Place::device || block.place == SavedStorage::Place::offloading;
-  if (is_here && reader != block.streams.front()) {
-    mover_->order(reader, block.streams.front());
-  }
-  return fetch_whole(block);
 }
 
 void EagerOffload::use(std::size_t number) {
@@ -154,9 +135,7 @@ void EagerOffload::prefetch_before(std::size_t limit) {
 }
 
 void EagerOffload::dropped(SavedStorage& storage) noexcept {
-  const bool never_offloaded =
-      storage.place == SavedStorage::Place::device || storage.place == SavedStorage::Place::offloading;
-  if (never_offloaded && !storage.is_block) {
+  if (storage.place == SavedStorage::Place::device || storage.place == SavedStorage::Place::offloading) {
     return;
   }
   const std::lock_guard lock(mutex_);

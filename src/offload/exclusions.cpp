@@ -185,13 +185,6 @@ Exclusion Exclusions::classify_and_count(const at::Tensor& tensor) {
   return reason;
 }
 
-void Exclusions::offloaded_after_all(const ExclusionTally& small) {
-  const std::lock_guard lock(mutex_);
-  ExclusionTally& tally = tallies_[static_cast<std::size_t>(Exclusion::small)];
-  tally.tensors -= small.tensors;
-  tally.bytes -= small.bytes;
-}
-
 std::array<ExclusionTally, exclusion_count> Exclusions::tallies() const {
   const std::lock_guard lock(mutex_);
   return tallies_;

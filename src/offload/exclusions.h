@@ -73,9 +73,6 @@ class Exclusions {
   /// `classify`, counted in the tallies.
   Exclusion classify_and_count(const at::Tensor& tensor);
 
-  /// Tensors that were counted as small were offloaded nevertheless, as part of a block.
-  void offloaded_after_all(const ExclusionTally& small);
-
   /// Indexed by Exclusion.
   [[nodiscard]] std::array<ExclusionTally, exclusion_count> tallies() const;
   void reset_tallies() noexcept;

@@ -86,17 +86,6 @@ void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>&
   }
 }
 
-HostPlace GroupMover::lease_block(const Group& group, std::size_t bytes, SharedSlots::Share* shared) {
-  HostPlace place = place_for(bytes, shared);
-  if (!place) {
-    ++refused_leases_;
-    if (group.block_bytes > 0 && group.block_bytes < bytes) {
-      place = place_for(group.block_bytes, shared);
-    }
-  }
-  return place;
-}
-
 void GroupMover::order(c10::Stream later, c10::Stream earlier) {
   const std::lock_guard lock(order_mutex_);
   runtime_->record(order_, earlier);

@@ -75,9 +75,6 @@ class GroupMover {
   /// Adds to `offloaded` those storages of the group that are to be offloaded and got pinned memory; the others stay from here on, and the
   /// group counts them. Of `shared`, where it is not null, in place of slots of their own.
   void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded, SharedSlots::Share* shared = nullptr);
-  /// Pinned memory for `bytes` of the group's small storages, or for as many as the plan has pinned for them. Empty if there is none.
-  /// `shared`: as above.
-  [[nodiscard]] HostPlace lease_block(const Group& group, std::size_t bytes, SharedSlots::Share* shared = nullptr);
   [[nodiscard]] Copies offload_copies() { return {*this, offloads_}; }
   [[nodiscard]] Copies reload_copies() { return {*this, reloads_}; }
   /// Makes `stream` wait for copies that `done` stands for.

@@ -12,18 +12,12 @@
 namespace sidestream {
 namespace {
 
-/// The sizes of what is offloaded, by the group that saves it first; one size for what is offloaded as one block.
+/// The sizes of offloaded storages, by the group that saves them first.
 std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const Plan& plan) {
   std::vector<std::vector<std::size_t>> sizes(profile.groups.size());
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
-    if (plan.decisions[i].fate == Fate::offloaded && !profile.storages[i].small) {
+    if (plan.decisions[i].fate == Fate::offloaded) {
       sizes[profile.storages[i].savers.front()].push_back(profile.storages[i].bytes);
-    }
-  }
-  const auto blocks = block_bytes(profile, plan.decisions.data(), HostArena::alignment);
-  for (std::size_t group = 0; group < blocks.size(); ++group) {
-    if (blocks[group] > 0) {
-      sizes[group].push_back(blocks[group]);
     }
   }
   return sizes;

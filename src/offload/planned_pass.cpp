@@ -1,9 +1,5 @@
 #include "offload/planned_pass.h"
 
-#include <algorithm>
-
-#include "memory/host_arena.h"
-
 namespace sidestream {
 
 namespace {
@@ -27,19 +23,16 @@ std::vector<bool> with_static_outputs_only(const Profile& profile) {
 
 PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes, const Decision* decisions) {
   PlannedPass pass;
-  const std::vector<std::uint64_t> blocks = block_bytes(profile, decisions, HostArena::alignment);
-  const bool any_block = std::any_of(blocks.begin(), blocks.end(), [](std::uint64_t bytes) { return bytes > 0; });
   const std::vector<bool> only_static = with_static_outputs_only(profile);
   std::vector<std::size_t> turns;
   for (std::size_t group = 0; group < scopes.size(); ++group) {
-    const GroupProfile& of = profile.groups[group];
-    if (of.captured_later || (of.only_small && !any_block) || (only_static[group] && !(of.saved_small && any_block))) {
+    if (profile.groups[group].captured_later || only_static[group]) {
       turns.push_back(0);
       continue;
     }
     auto& groups = pass[scopes[group]];
     turns.push_back(groups.size());
-    groups.emplace_back().block_bytes = blocks[group];
+    groups.emplace_back();
   }
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
     const std::uint32_t group = profile.storages[i].savers.front();
@@ -53,13 +46,6 @@ PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>&
     planned.needed_immediately = planned.needed_immediately || decisions[i].fate == Fate::needed_immediately;
   }
   return pass;
-}
-
-bool has_blocks(const PlannedPass& pass) {
-  const auto is_block = [](const PlannedGroup& group) { return group.block_bytes > 0; };
-  return std::any_of(pass.begin(), pass.end(), [&](const auto& of_scope) {
-    return std::any_of(of_scope.second.begin(), of_scope.second.end(), is_block);
-  });
 }
 
 const PlannedStorage* PlannedPlaces::take(std::size_t bytes) {

@@ -21,7 +21,6 @@ struct PlannedGroup {
   /// Whether storages that the plan does not know are offloaded too, if there is room: true if any of the known ones is.
   bool offloads = false;
   bool needed_immediately = false;  ///< it stays, as backward needs it immediately
-  std::size_t block_bytes = 0;      ///< pinned for its small storages, which are offloaded as one block; 0 if they stay
 };
 
 /// A plan's decisions about a forward pass: for each scope, for each time that it is entered and saves something, its group.
@@ -31,12 +30,8 @@ using PlannedPass = std::unordered_map<const ScopeNode*, std::vector<PlannedGrou
 /// of the profile's groups. Those of calls that are captured have no place: where such a call runs eagerly after all, what it
 /// saves is new to the plan.
 /// Nor have static outputs: graphs keep them, and what saves them is not told.
-/// If no group is offloaded as a block, groups that saved nothing but small storages are not either: such a pass does not look at them.
 [[nodiscard]] PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>& scopes,
                                   const Decision* decisions);
-
-/// True if any group is offloaded as a block.
-[[nodiscard]] bool has_blocks(const PlannedPass& pass);
 
 /// Matches what one group saves with its plan: by order and size, and where one is missing or new, the others still match.
 class PlannedPlaces {

@@ -31,13 +31,7 @@ inline void add_stream(Streams& streams, c10::Stream stream) {
 /// A storage that autograd saved, wherever its bytes are now. Shared by the handles of all tensors saved from it; it dies with
 /// the last of them, and with it the lease and the device copy (so a retained graph keeps both).
 struct SavedStorage {
-  enum class Place : std::uint8_t {
-    device,
-    offloading,
-    host,
-    reloading,
-    in_block  ///< wherever the block is
-  };
+  enum class Place : std::uint8_t { device, offloading, host, reloading };
 
   SavedStorage(std::shared_ptr<StorageMover> owner, Group* first_saver, c10::Storage storage);
   SavedStorage(const SavedStorage&) = delete;
@@ -54,11 +48,6 @@ struct SavedStorage {
   SharedSlots::Parts parts;  ///< of a captured call in shared memory, in place of `lease`
   Place place = Place::device;
   bool to_offload = false;  ///< the plan says that it is offloaded when its group ends
-  bool is_block = false;    ///< gathered from small storages: see SmallBlock
-  // Of a small storage.
-  std::shared_ptr<SavedStorage> block;  ///< where its bytes are since its group's end, if they were offloaded
-  std::size_t offset = 0;               ///< in the block
-  std::uint32_t tensors = 0;            ///< saved from it by then
 };
 
 /// The tensors that autograd saved inside one scope: they are offloaded and reloaded together.
@@ -67,17 +56,10 @@ struct Group {
   std::uint32_t index = 0;                            ///< in the order of first saves
   std::vector<std::weak_ptr<SavedStorage>> storages;  ///< those that this group saved first
   std::size_t seen = 0;                               ///< how many that were, also when they are gone
-  std::vector<std::weak_ptr<SavedStorage>>
-      small;                        ///< storages below `min_bytes`, which are offloaded as one block or stay
-  std::size_t small_bytes = 0;      ///< of small storages, including freed ones
-  PlannedPlaces planned;            ///< the plan's decisions about them
+  PlannedPlaces planned;                              ///< the plan's decisions about them
   bool offloads_unplanned = false;  ///< storages without a place in the plan are offloaded too, if there is room
   bool needed_immediately = false;  ///< the plan keeps it on the device: backward needs it immediately
   bool to_be_captured = false;      ///< saved by a call that runs eagerly once and is captured then
-  bool only_small = true;           ///< it saved only small storages
-  bool gathers = false;             ///< small storages that the plan does not know are offloaded too
-  std::size_t block_from = 0;       ///< small storages are offloaded from so many bytes on, together
-  std::size_t block_bytes = 0;      ///< pinned by the plan for the block; 0 if the plan does not know the group
   bool ended = false;
   std::uint64_t refused_bytes = 0;  ///< of storages that were to be offloaded and stayed: no pinned memory was free
   Group* next_tagged = nullptr;     ///< of the same scope, if a tag made it
@@ -87,13 +69,10 @@ struct Group {
 inline void begin_again(Group& group) {
   std::vector<std::weak_ptr<SavedStorage>> storages = std::move(group.storages);
   storages.clear();
-  std::vector<std::weak_ptr<SavedStorage>> small = std::move(group.small);
-  small.clear();
   PlannedPlaces planned = std::move(group.planned);
   planned.begin(nullptr);
   group = Group();
   group.storages = std::move(storages);
-  group.small = std::move(small);
   group.planned = std::move(planned);
 }
 

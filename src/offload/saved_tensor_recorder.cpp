@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "offload/kept_failure.h"
-#include "offload/kept_memory.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -62,14 +61,13 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
     version_ = VersionStamp(tensor);
     scope_ = recorder.stack_.back().scope;
     const Exclusion reason = recorder.exclusions_.classify_and_count(tensor);
-    const bool small = reason == Exclusion::small && recorder.looks_at_small_ && tensor.storage().nbytes() > 0;
-    if (reason != Exclusion::none && !small) {
+    if (reason != Exclusion::none) {
       kept_ = kept_form(tensor, reason, recorder.exclusions_);
       return;
     }
     Group& group = recorder.group_for(tensor);
     scope_ = group.scope;
-    storage_ = recorder.save(tensor, version_, group, small);
+    storage_ = recorder.save(tensor, version_, group);
     view_ = StorageView::capture(tensor);
   }
 
@@ -82,8 +80,7 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
     if (storage_ == nullptr) {
       return kept_;
     }
-    c10::Storage bytes = storage_->mover->fetch(*storage_);
-    return view_.restore(std::move(bytes), storage_->offset);
+    return view_.restore(storage_->mover->fetch(*storage_));
   }
 
  private:
@@ -101,21 +98,15 @@ SavedTensorRecorder::SavedTensorRecorder(ScopeTree& tree, Exclusions& exclusions
       exclusions_(exclusions),
       mover_(std::move(mover)),
       planned_(planned),
-      books_(books != nullptr ? std::move(books) : std::make_shared<RecorderBooks>()),
-      looks_at_small_(planned == nullptr || has_blocks(*planned)) {
+      books_(books != nullptr ? std::move(books) : std::make_shared<RecorderBooks>()) {
   stack_.emplace_back().scope = tree_.root();
 }
 
 SavedTensorRecorder::~SavedTensorRecorder() {
   for (Group& group : groups_) {
-    for (const auto* const storages : {&group.storages, &group.small}) {
-      for (const auto& weak : *storages) {
-        if (const auto saved = weak.lock()) {
-          saved->group = nullptr;
-          if (saved->block != nullptr) {
-            saved->block->group = nullptr;
-          }
-        }
+    for (const auto& weak : group.storages) {
+      if (const auto saved = weak.lock()) {
+        saved->group = nullptr;
       }
     }
   }
@@ -190,7 +181,6 @@ void SavedTensorRecorder::end(Group* group) {
   if (group != nullptr && !group->ended) {
     group->ended = true;
     mover_->group_ended(*group);
-    count_small(*group);
   }
 }
 
@@ -216,8 +206,6 @@ Group& SavedTensorRecorder::make_group(ScopeNode* scope) {
   group.scope = scope;
   group.index = static_cast<std::uint32_t>(groups_.size() - 1);
   group.to_be_captured = to_be_captured_;
-  group.block_from = exclusions_.min_bytes();
-  group.gathers = planned_ == nullptr && scope->selected;
   if (planned_ != nullptr && to_be_captured_) {
     group.offloads_unplanned = scope->selected;  // this once: the next step begins with its capture
   } else if (planned_ != nullptr) {
@@ -231,8 +219,6 @@ Group& SavedTensorRecorder::make_group(ScopeNode* scope) {
     // A scope entered more often than planned is another microbatch, likely: as it was with the last.
     group.offloads_unplanned =
         scope->selected && (turns == nullptr || (*turns)[std::min(turn, turns->size() - 1)].offloads);
-    group.block_bytes = turns == nullptr ? 0 : (*turns)[std::min(turn, turns->size() - 1)].block_bytes;
-    group.gathers = scope->selected && (turns == nullptr || group.block_bytes > 0);
   }
   return group;
 }
@@ -283,14 +269,11 @@ void SavedTensorRecorder::mark(const at::Tensor& tensor) {
   }
 }
 
-void SavedTensorRecorder::place(SavedStorage& saved, Group& group, bool small) {
+void SavedTensorRecorder::place(SavedStorage& saved, Group& group) {
   if (planned_ == nullptr) {
     saved.to_offload = group.scope->selected;
   } else if (const PlannedStorage* const planned = group.planned.take(saved.bytes); planned != nullptr) {
     saved.to_offload = planned->to_offload;
-  } else if (small) {
-    counts_.unplanned_bytes += group.gathers ? saved.bytes : 0;
-    saved.to_offload = group.gathers;
   } else if (group.scope->selected) {
     counts_.unplanned_bytes += saved.bytes;
     saved.to_offload = group.offloads_unplanned;
@@ -298,47 +281,32 @@ void SavedTensorRecorder::place(SavedStorage& saved, Group& group, bool small) {
 }
 
 std::shared_ptr<SavedStorage> SavedTensorRecorder::save(const at::Tensor& tensor, const VersionStamp& version,
-                                                        Group& group, bool small) {
-  group.only_small = group.only_small && small;
+                                                        Group& group) {
   const c10::Storage& storage = tensor.storage();
   const c10::StorageImpl* key = storage.unsafeGetStorageImpl();
   const auto found = entries_.find(key);
   if (found != entries_.end()) {
     auto saved = found->second.saved.lock();
     if (saved != nullptr && found->second.version.same_as(version)) {
-      const c10::Stream stream = current_stream(storage.device());
-      add_stream(saved->streams, stream);
-      if (saved->block != nullptr) {  // reads the block in backward, and what was gathered until then
-        add_stream(saved->block->streams, stream);
-        keep_for(storage, saved->block->streams);
-      } else {
-        saved->tensors += small ? 1 : 0;
-      }
+      add_stream(saved->streams, current_stream(storage.device()));
       auto& savers = storages_[found->second.profile_index].savers;
       if (savers.back() != group.index) {
         savers.push_back(group.index);
       }
       return saved;
     }
-    if (saved != nullptr && !small) {
+    if (saved != nullptr) {
       counts_.copied_twice_bytes += saved->bytes;
     }
   }
   auto saved = std::allocate_shared<SavedStorage>(PoolAllocator<SavedStorage>(books_->blocks), mover_, &group, storage);
-  place(*saved, group, small);
-  if (small) {
-    saved->tensors = 1;
-    group.small.push_back(saved);
-    group.small_bytes += saved->bytes;
-  } else {
-    group.storages.push_back(saved);
-    ++group.seen;
-    saved_bytes_ += saved->bytes;
-  }
+  place(*saved, group);
+  group.storages.push_back(saved);
+  ++group.seen;
+  saved_bytes_ += saved->bytes;
   StorageProfile& profile = storages_.emplace_back();
   profile.bytes = saved->bytes;
   profile.savers.push_back(group.index);
-  profile.small = small;
   identities_.push_back({saved, storage.getWeakStorageImpl()});
   entries_.insert_or_assign(key, Entry{saved, storage.getWeakStorageImpl(), version, storages_.size() - 1});
   return saved;

@@ -82,11 +82,10 @@ class SavedTensorRecorder final : public SavedTensorSource {
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
 
-  /// Groups and storages as met. Small storages of a group are left out if the group saves too few of them for a block.
-  /// `needed_immediately` is left false.
+  /// Groups and storages as met. `needed_immediately` is left false.
   [[nodiscard]] Profile profile() const;
   /// The profile's storages.
-  [[nodiscard]] std::vector<SavedIdentity> identities() const;
+  [[nodiscard]] const std::vector<SavedIdentity>& identities() const noexcept { return identities_; }
   /// The scopes of the profile's groups.
   [[nodiscard]] std::vector<const ScopeNode*> group_scopes() const;
   /// Bytes of the distinct storages that were saved and not excluded.
@@ -105,12 +104,8 @@ class SavedTensorRecorder final : public SavedTensorSource {
   using OpenScope = RecorderBooks::OpenScope;
   using Entry = RecorderBooks::Entry;
 
-  void place(SavedStorage& saved, Group& group, bool small);
-  std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group, bool small);
-  /// The small storages of `group` are accounted for as what they were: see Exclusions::offloaded_after_all.
-  void count_small(const Group& group);
-  /// By storage met: true for all but small ones of groups that have too few of them.
-  [[nodiscard]] std::vector<bool> in_profile() const;
+  void place(SavedStorage& saved, Group& group);
+  std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group);
   Group& group_for(const at::Tensor& tensor);
   Group& group_of(OpenScope& open);
   Group& make_group(ScopeNode* scope);
@@ -138,7 +133,6 @@ class SavedTensorRecorder final : public SavedTensorSource {
   std::vector<SavedIdentity>& identities_ = books_->identities;
   Frame latest_ = 0;
   std::uint64_t saved_bytes_ = 0;
-  bool looks_at_small_;
   bool to_be_captured_ = false;
   ScopeListener* listener_ = nullptr;
   Counts counts_;

@@ -1,7 +1,6 @@
 #include "offload/sizing_peak.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "offload/saved_storage.h"
 
@@ -18,14 +17,7 @@ std::int64_t allocated_bytes(const SavedStorage& saved) {
 SizingPeak::SizingPeak(Runtime& runtime) : runtime_(&runtime), step_(runtime), since_look_(std::in_place, runtime) {}
 
 void SizingPeak::released(const std::shared_ptr<SavedStorage>& saved) {
-  if (!saved->is_block) {
-    released_.push_back({saved, saved->device.getWeakStorageImpl()});
-  }
-}
-
-void SizingPeak::gathered(const std::shared_ptr<SavedStorage>& block) {
-  released_.push_back({block, block->device.getWeakStorageImpl()});
-  skips_ = true;
+  released_.push_back({saved, saved->device.getWeakStorageImpl()});
 }
 
 std::int64_t SizingPeak::count() {
@@ -35,11 +27,11 @@ std::int64_t SizingPeak::count() {
     if (saved == nullptr) {
       return true;
     }
-    const bool on_device = saved->place != SavedStorage::Place::host && saved->place != SavedStorage::Place::in_block;
-    const bool in_program = !saved->is_block && !released.memory.expired();
-    if (on_device && (saved->is_block || in_program)) {  // without offload it would not be there, or be there once
+    const bool on_device = saved->place != SavedStorage::Place::host;
+    const bool in_program = !released.memory.expired();
+    if (on_device && in_program) {  // without offload it would be there once
       away -= allocated_bytes(*saved);
-    } else if (!on_device && !saved->is_block && !in_program) {
+    } else if (!on_device && !in_program) {
       away += allocated_bytes(*saved);
     }
     return false;
@@ -49,9 +41,7 @@ std::int64_t SizingPeak::count() {
 
 void SizingPeak::look(std::int64_t only_copies) {
   const std::int64_t away = count() - only_copies;
-  if (!std::exchange(skips_, false)) {
-    without_offload_ = std::max(without_offload_, since_look_->peak().live + std::min(away, away_));
-  }
+  without_offload_ = std::max(without_offload_, since_look_->peak().live + std::min(away, away_));
   away_ = away;
   since_look_.emplace(*runtime_);
 }

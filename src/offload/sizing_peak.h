@@ -25,11 +25,8 @@ class SizingPeak {
   /// The step begins. `runtime` must outlive this object.
   explicit SizingPeak(Runtime& runtime);
 
-  /// The mover frees the device memory of `saved`, or has copied its bytes into a block. The program may still hold that memory.
+  /// The mover frees the device memory of `saved`. The program may still hold that memory.
   void released(const std::shared_ptr<SavedStorage>& saved);
-  /// `block` (see SmallBlock) would not be there without offload. Call `released` for its members, and `look` only when they have been
-  /// replaced; what the device held in between does not count.
-  void gathered(const std::shared_ptr<SavedStorage>& block);
   /// `only_copies`: bytes on the device that autograd needs no more, and that copies may still read or write.
   void look(std::int64_t only_copies);
 
@@ -45,7 +42,7 @@ class SizingPeak {
     std::weak_ptr<SavedStorage> saved;
     c10::weak_intrusive_ptr<c10::StorageImpl> memory;
   };
-  /// Bytes that are away now, less those of blocks on the device. Forgets storages that autograd needs no more.
+  /// Bytes that are away now, less those that the device holds twice. Forgets storages that autograd needs no more.
   [[nodiscard]] std::int64_t count();
 
   Runtime* runtime_;
@@ -54,7 +51,6 @@ class SizingPeak {
   std::vector<Released> released_;
   std::int64_t away_ = 0;
   std::int64_t without_offload_ = 0;
-  bool skips_ = false;  ///< what the device had since the latest look does not count
 };
 
 }  // namespace sidestream

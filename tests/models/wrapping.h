@@ -15,16 +15,14 @@ struct Wrapping {
   std::string offload;
   std::int64_t side_streams = 2;
   bool accumulate = false;
-  std::size_t gather_below = 0;  ///< where given, what has fewer bytes leaves in blocks
-  std::string delay = {};        ///< what of `offload` leaves behind the next graph
+  std::string delay = {};  ///< what of `offload` leaves behind the next graph
 
   [[nodiscard]] Options options(c10::Device device, std::size_t min_bytes) const {
     Options result(device);
-    result.min_bytes(gather_below > 0 ? gather_below : min_bytes)
-        .offload(offload)
-        .graph_options(GraphOptions()
-                           .side_streams(side_streams)
-                           .gradients("**", accumulate ? GradientPolicy::accumulated : GradientPolicy::cloned));
+    result.min_bytes(min_bytes).offload(offload).graph_options(
+        GraphOptions()
+            .side_streams(side_streams)
+            .gradients("**", accumulate ? GradientPolicy::accumulated : GradientPolicy::cloned));
     if (!graph.empty()) {
       result.graph(graph);
     }
@@ -46,7 +44,7 @@ struct Wrapping {
           {"graphs_accumulating", "blocks.*", "blocks.*.fc1,blocks.*.core_attn,blocks.*.proj", 2, true},
           {"mixed_1", "blocks.0,blocks.3", "**", 1},
           {"mixed_2", "blocks.1,blocks.2,blocks.4", "**", 2},
-          {"mixed_delayed", "blocks.1,blocks.3", "blocks.*.*", 2, false, 0, "blocks.*.*"}};
+          {"mixed_delayed", "blocks.1,blocks.3", "blocks.*.*", 2, false, "blocks.*.*"}};
 }
 
 inline void PrintTo(const Wrapping& value, std::ostream* out) { *out << value.name; }

@@ -1,6 +1,5 @@
 #include "analysis/planner.h"
 
-#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -61,35 +60,6 @@ TEST(Planner, AStaticOutputStaysAndTakesNoRoom) {
   EXPECT_EQ(fates(plan), (std::vector{Fate::static_output, Fate::offloaded, Fate::not_selected, Fate::static_output}));
   EXPECT_EQ(plan.offloaded_bytes, 500U);
   EXPECT_TRUE(plan.notes.empty());
-}
-
-/// Bytes and savers of a small storage.
-StorageProfile small(std::uint64_t bytes, std::vector<std::uint32_t> savers) {
-  return {bytes, std::move(savers), false, true};
-}
-
-TEST(Planner, SmallStoragesLeaveWhereAGroupHasEnoughOfItsOwn) {
-  Profile profile = groups({{"a", true, false}, {"b", true, false}, {"c", false, false}, {"last", true, true}});
-  profile.block_from = 1000;
-  profile.storages = {small(600, {0}), small(400, {0}),  small(900, {0, 1}), small(999, {1}),
-                      {2000, {1}},     small(1500, {2}), small(1500, {3})};
-  const Plan plan = make_plan(profile, kNoCap, 512);
-  EXPECT_EQ(fates(plan), (std::vector{Fate::offloaded, Fate::offloaded, Fate::small, Fate::small, Fate::offloaded,
-                                      Fate::not_selected, Fate::needed_immediately}));
-  EXPECT_EQ(plan.offloaded_bytes, 600U + 400 + 2000);
-  EXPECT_EQ(block_bytes(profile, plan.decisions.data(), 512), (std::vector<std::uint64_t>{1024 + 512, 0, 0, 0}));
-  EXPECT_TRUE(plan.notes.empty());
-}
-
-TEST(Planner, ABlockTakesNoLessRoomThanItOnceTook) {
-  Profile profile = groups({{"a", true, false}});
-  profile.groups[0].block_bytes = 4096;
-  profile.block_from = 1000;
-  profile.storages = {small(600, {0}), small(300, {0})};
-  const Plan plan = make_plan(profile, 4096, 512);
-  EXPECT_EQ(fates(plan), (std::vector{Fate::offloaded, Fate::offloaded})) << "it had enough then";
-  EXPECT_EQ(block_bytes(profile, plan.decisions.data(), 512), std::vector<std::uint64_t>{4096});
-  EXPECT_EQ(make_plan(profile, 4095, 512).offloaded_bytes, 0U);
 }
 
 TEST(Planner, AKeptSaverHoldsAStorageBackAndIsNamed) {

@@ -185,7 +185,6 @@ TEST_P(DeviceFaultTest, EveryDeviceAllocationThatFailsIsSurvived) {
 
 INSTANTIATE_TEST_SUITE_P(Wrapped, DeviceFaultTest,
                          testing::Values(Wrapping{"eager", "", "blocks.*.core_attn,blocks.*.proj,blocks.*.fc1"},
-                                         Wrapping{"graphs_1_gathered", "blocks.*", "**", 1, false, 4096},
                                          Wrapping{"graphs_1", "blocks.*", "blocks.*.*", 1},
                                          Wrapping{"graphs_2", "blocks.*", "blocks.*.*", 2},
                                          Wrapping{"mixed", "blocks.0,blocks.1", "**.core_attn,**.proj,**.fc1", 1}),

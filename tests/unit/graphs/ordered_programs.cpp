@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "models/block_model.h"
-#include "models/waves.h"
 #include "models/wrapping.h"
 #include "unit/graphs/engine_program.h"
 
@@ -66,25 +65,6 @@ class WholeSteps final : public EngineProgram {
   std::unique_ptr<BlockModel> model_;
 };
 
-/// What each call saves lies in storages that leave as one block.
-class GatheredWaves final : public EngineProgram {
- public:
-  GatheredWaves(const Runtimes& runtimes, std::int64_t side_streams) : EngineProgram(runtimes) {
-    make_engine(model_, wave_options(device(), side_streams).min_bytes(6000));
-  }
-  ~GatheredWaves() override { end(); }
-  std::vector<at::Tensor> step(std::int64_t s) override {
-    constexpr std::int64_t kRows = 16;  // 4,096 bytes, and a call saves two of it
-    const at::Tensor x = wave_input(static_cast<std::uint64_t>(s), kRows, device());
-    at::Tensor gradient;
-    in_step(engine_ ? &*engine_ : nullptr, [&] { gradient = wave_gradient(x); });
-    return {gradient};
-  }
-
- private:
-  torch::nn::Module model_;
-};
-
 std::vector<NamedProgram> wrapped_programs() {
   std::vector<NamedProgram> result;
   const auto add = [&](const std::string& name, const Wrapping& wrapping, Microbatches microbatches) {
@@ -97,8 +77,6 @@ std::vector<NamedProgram> wrapped_programs() {
   add("eager_1f1b", Wrapping{"", "", "blocks.*.*"}, {4, 2});
   add("graphs_2_microbatches", Wrapping{"", "blocks.*", "blocks.*.*", 2}, {2, 2});
   add("mixed_1_microbatches", Wrapping{"", "blocks.0,blocks.3", "**", 1}, {2, 2});
-  result.push_back(named_program<GatheredWaves>("eager_gathered", 0));
-  result.push_back(named_program<GatheredWaves>("graphs_2_gathered", 2));
   return result;
 }
 

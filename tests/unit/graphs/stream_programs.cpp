@@ -13,9 +13,8 @@ namespace {
 
 class OnStreams : public EngineProgram {
  public:
-  explicit OnStreams(const Runtimes& runtimes, std::size_t min_bytes = 1024)
-      : EngineProgram(runtimes), streams_(runtime()) {
-    make_engine(model_, Options(device()).min_bytes(min_bytes).groups_in_flight(1).offload("**"));
+  explicit OnStreams(const Runtimes& runtimes) : EngineProgram(runtimes), streams_(runtime()) {
+    make_engine(model_, Options(device()).min_bytes(1024).groups_in_flight(1).offload("**"));
     for (std::uint64_t i = 0; i < 8; ++i) {
       auto generator = at::detail::createCPUGenerator(700 + i);
       inputs_.push_back(at::randn({64, 64}, generator).to(device()).requires_grad_(true));
@@ -218,20 +217,14 @@ class UnusedReload final : public OnStreams {
   Again again_;
 };
 
-/// One storage has 16,384 bytes, and a scope two of them.
-constexpr std::size_t kGathered = 20'000;
-
 }  // namespace
 
 std::vector<NamedProgram> stream_programs() {
   return {named_program<StreamsThatNeverMeet>("streams_that_never_meet"),
-          named_program<StreamsThatNeverMeet>("streams_that_never_meet_gathered", kGathered),
           named_program<BackwardAfterTheStep>("backward_after_the_step"),
           named_program<ForwardsAlone>("forwards_alone"),
           named_program<MicrobatchesInFlight>("microbatches_in_flight"),
-          named_program<MicrobatchesInFlight>("microbatches_in_flight_gathered", kGathered),
           named_program<ForkInAScope>("fork_in_a_scope"),
-          named_program<ForkInAScope>("fork_in_a_scope_gathered", kGathered),
           named_program<SavedOnTwoStreams>("saved_on_two_streams"),
           named_program<ReadBackOnTwoStreams>("read_back_on_two_streams"),
           named_program<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),

@@ -48,7 +48,6 @@ TEST(PlannedPass, IsLaidOutByScopeAndTurn) {
   EXPECT_FALSE(pass.at(a)[0].offloads);
   EXPECT_TRUE(pass.at(a)[1].offloads);
   EXPECT_FALSE(pass.at(b)[0].offloads);
-  EXPECT_FALSE(has_blocks(pass));
 }
 
 TEST(PlannedPass, StaticOutputsHaveNoPlace) {
@@ -66,29 +65,6 @@ TEST(PlannedPass, StaticOutputsHaveNoPlace) {
   EXPECT_EQ(taken(pass.at(a)[1], {20}), (std::vector{1}));
   profile.storages[3].savers = {0, 1};
   EXPECT_EQ(lay_out(profile, {a, a, a}, decisions.data()).at(a).size(), 3U) << "now it does";
-}
-
-TEST(PlannedPass, HasTheBlocksOfGroups) {
-  ScopeTree tree(NamePatterns::parse("**"));
-  const ScopeNode* const a = tree.child(tree.root(), "a");
-  const ScopeNode* const b = tree.child(tree.root(), "b");
-  Profile profile;
-  profile.groups.resize(3);
-  profile.groups[0].only_small = true;
-  profile.storages = {{600, {2}, false, true}, {100, {2}, false, true}, {5000, {1}}};
-  const auto pass = [&](Fate small) {
-    const std::vector<Decision> decisions{{small, 0}, {small, 0}, {Fate::offloaded, 0}};
-    return lay_out(profile, {a, b, a}, decisions.data());
-  };
-  const PlannedPass with = pass(Fate::offloaded);
-  EXPECT_TRUE(has_blocks(with));
-  ASSERT_EQ(with.at(a).size(), 2U);
-  EXPECT_EQ(with.at(a)[0].block_bytes, 0U);
-  EXPECT_EQ(with.at(a)[1].block_bytes, 1024U + 512);
-  EXPECT_EQ(with.at(b)[0].block_bytes, 0U);
-  const PlannedPass without = pass(Fate::small);
-  EXPECT_FALSE(has_blocks(without));
-  EXPECT_EQ(without.at(a).size(), 1U) << "a pass without blocks does not look at small storages";
 }
 
 }  // namespace
