@@ -1,8 +1,9 @@
 #include "tests/unit/analysis/pipeline_orders.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
+
+#include "sidestream/pipeline_order.h"
 
 namespace sidestream {
 namespace {
@@ -34,26 +35,11 @@ SequenceOrder one_forward_one_backward(std::size_t calls, std::size_t warm_up, s
   return SequenceOrder(std::move(steps));
 }
 
-SequenceOrder interleaved(std::size_t ranks, std::size_t chunks, std::size_t microbatches) {
-  // `ranks` microbatches go through one chunk before the next chunk begins.
-  const auto forward = [&](std::size_t i) {
-    const std::size_t group = ranks * chunks;
-    return SequenceStep{i % group / ranks, i / group * ranks + i % ranks, Direction::forward};
-  };
-  const auto backward = [&](std::size_t i) {
-    SequenceStep step = forward(i);
-    return SequenceStep{chunks - 1 - step.call, step.microbatch, Direction::backward};
-  };
-  const std::size_t all = chunks * microbatches;
-  const std::size_t warm_up = std::min(all, 2 * (ranks - 1) + (chunks - 1) * ranks);
+SequenceOrder interleaved(std::int64_t ranks, std::int64_t stages, std::int64_t microbatches) {
   std::vector<SequenceStep> steps;
-  for (std::size_t i = 0; i < all + warm_up; ++i) {
-    if (i < all) {
-      steps.push_back(forward(i));
-    }
-    if (i >= warm_up) {
-      steps.push_back(backward(i - warm_up));
-    }
+  for (const PipelineStep& step : pipeline_order({ranks, stages, microbatches}, 0)) {
+    steps.push_back({static_cast<std::size_t>(step.stage), static_cast<std::size_t>(step.microbatch),
+                     step.kind == PipelineStep::Kind::forward ? Direction::forward : Direction::backward});
   }
   return SequenceOrder(std::move(steps));
 }

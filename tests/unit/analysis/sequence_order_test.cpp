@@ -51,8 +51,8 @@ TEST(SequenceOrderTest, OneForwardOneBackwardHasARunForEachMicrobatch) {
   EXPECT_EQ(order.first_run_from(8), 6U);
 }
 
-TEST(SequenceOrderTest, InterleavedRunsEachChunkForEachMicrobatchOnce) {
-  const SequenceOrder order = interleaved(/*ranks=*/2, /*chunks=*/2, /*microbatches=*/4);
+TEST(SequenceOrderTest, InterleavedRunsEachStageForEachMicrobatchOnce) {
+  const SequenceOrder order = interleaved(/*ranks=*/2, /*stages=*/2, /*microbatches=*/4);
   EXPECT_EQ(order.size(), 16U);
   EXPECT_EQ(order.runs(), 8U);
   const std::vector<SequenceStep> begin(order.steps().begin(), order.steps().begin() + 6);
