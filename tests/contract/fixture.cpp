@@ -29,12 +29,21 @@ Made make(c10::DeviceType type) {
   }
 }
 
+/// A device is made when its first case runs, so that a run of a GPU's cases alone has no simulated device. Beside one, LibTorch treats
+/// the simulated device as the accelerator: it pins memory for it only, and autograd finds no stream for nodes of the GPU.
+const Made& made_once(c10::DeviceType type) {
+  if (type == kSim) {
+    static const Made sim = make(kSim);
+    return sim;
+  }
+  static const Made cuda = make(kCuda);
+  return cuda;
+}
+
 }  // namespace
 
 std::shared_ptr<Runtime> runtime_of(c10::DeviceType type, std::string* why) {
-  static const Made sim = make(kSim);
-  static const Made cuda = make(kCuda);
-  const Made& made = type == kSim ? sim : cuda;
+  const Made& made = made_once(type);
   if (why != nullptr) {
     *why = made.why;
   }
