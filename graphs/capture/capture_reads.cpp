@@ -89,7 +89,7 @@ std::vector<at::Tensor> CaptureReads::give_to(CapturedCall& call) {
   return registered;
 }
 
-void CaptureReads::let_go_of_registered(CapturedCall& call) {
+void CaptureReads::release_registered(CapturedCall& call) {
   std::erase_if(call.reads.externals, [&](const c10::Storage& storage) { return is_registered(call, storage); });
 }
 

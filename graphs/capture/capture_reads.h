@@ -42,8 +42,9 @@ class CaptureReads {
   [[nodiscard]] std::vector<at::Tensor> give_to(CapturedCall& call);
   /// What the passes before the captures touched.
   [[nodiscard]] WeakStorageSet& met() noexcept { return met_; }
-  /// Weights that hooks may put elsewhere were held as whatever else `call` reads: those that lie where they were read are not.
-  static void let_go_of_registered(CapturedCall& call);
+  /// Call after the captures of a call with capture-time hooks. `give_to` held its weights too, because the hooks may put them elsewhere.
+  /// Releases those that lie where the graphs read them.
+  static void release_registered(CapturedCall& call);
   /// Memory that lives now and was made since the last call of this function belongs to the forward of call `index`.
   void forward_ended(std::size_t index);
   /// The storages that the forwards made and others keep: outputs that unknown holders have, and all that `calls` do not have.

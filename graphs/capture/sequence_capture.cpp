@@ -171,7 +171,7 @@ void SequenceCapture::settle_hooked_weights() {
   for (const auto i : c10::irange(specs_.size())) {
     CapturedCall& call = sequence_.calls[i];
     if (call.spec.hooks != nullptr) {
-      CaptureReads::let_go_of_registered(call);
+      CaptureReads::release_registered(call);
       call.placed_by_hooks = sequence_.change(i).stale();
     }
   }

@@ -153,7 +153,7 @@ void SequenceCapture::prepare_calls() {
     call.forward.done = runtime_.create_external_event();
     call.backward.done = runtime_.create_external_event();
     call.copies.released_at = copy_places_[i].released_at;
-    call.copies.reload_at = copy_places_[i].returns_at;
+    call.copies.reload_at = copy_places_[i].reload_at;
     call.reads.in_backward = sizings_[i].backward_reads;
     call.casts = sizings_[i].casts;
     take_facts(call);

@@ -137,10 +137,10 @@ SavedTensorRecorder& WholeStepOffload::begin_capture() {
   parts_.capture_offload->copies_inside(copies_->arena);
   const c10::Stream capture = parts_.runtime->current_stream();
   GroupMover::Copies offloads = copies_->mover->offload_copies();
-  offloads.behind(capture);
+  offloads.wait_for(capture);
   offloads.finish();
   GroupMover::Copies reloads = copies_->mover->reload_copies();
-  reloads.behind(capture);
+  reloads.wait_for(capture);
   reloads.finish();
   copies_->offload->begin_step();
   recorder_ = std::make_unique<SavedTensorRecorder>(*parts_.tree, *parts_.exclusions, copies_->offload, &planned_);

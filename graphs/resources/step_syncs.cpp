@@ -51,11 +51,11 @@ WaitPlace StepSyncs::place() const {
   if (place.call != nullptr || node->thread_id() != made_by_) {
     return place;  // a checkpoint's forward, or another thread's node
   }
-  const auto behind = std::upper_bound(made_.begin(), made_.end(), node->sequence_nr(),
-                                       [](std::uint64_t number, const Made& made) { return number < made.node; });
-  if (behind != made_.begin() && node->sequence_nr() != UINT64_MAX) {  // the number of those that accumulate gradients
-    place.call = std::prev(behind)->call;
-    place.scope = std::prev(behind)->scope;
+  const auto after = std::upper_bound(made_.begin(), made_.end(), node->sequence_nr(),
+                                      [](std::uint64_t number, const Made& made) { return number < made.node; });
+  if (after != made_.begin() && node->sequence_nr() != UINT64_MAX) {  // the number of those that accumulate gradients
+    place.call = std::prev(after)->call;
+    place.scope = std::prev(after)->scope;
   }
   return place;
 }

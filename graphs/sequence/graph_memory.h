@@ -81,9 +81,9 @@ class GraphMemory {
   /// Throws: as OutputStorage::before_overwrite; the former sequence keeps the turn, and the call may be repeated.
   void give_turn_to(GraphSequence* sequence, Runtime& runtime, const Event& mark, OutputCounts& counts);
   /// `sequence` has ended, or was reset.
-  void leave(const GraphSequence* sequence) noexcept { turn_ = turn_ == sequence ? nullptr : turn_; }
+  void ended(const GraphSequence* sequence) noexcept { turn_ = turn_ == sequence ? nullptr : turn_; }
   /// A held output of a sequence that has ended, for which there was no room elsewhere.
-  void leave_behind(OutputStorage storage) { left_behind_.push_back(std::move(storage)); }
+  void keep_held(OutputStorage storage) { still_held_.push_back(std::move(storage)); }
 
  private:
   struct Kept;
@@ -93,7 +93,7 @@ class GraphMemory {
   std::shared_ptr<Kept> kept_;    ///< of shared memory
   std::list<SharedSlots> slots_;  ///< of each engine's arena
   GraphSequence* turn_ = nullptr;
-  std::vector<OutputStorage> left_behind_;
+  std::vector<OutputStorage> still_held_;
 };
 
 }  // namespace sidestream

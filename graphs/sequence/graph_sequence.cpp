@@ -110,7 +110,7 @@ GraphSequence::~GraphSequence() {
     streams_.synchronize();
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
   }
-  leave_memory();
+  release_memory();
 }
 
 bool GraphSequence::begins_pass(std::size_t call) const {
@@ -194,7 +194,7 @@ void GraphSequence::reset() {
   for (const auto i : c10::irange(captured_.calls.size())) {
     drop_graphs(i);
   }
-  leave_memory();
+  release_memory();
   // A capture that replaces these graphs starts from the calls' arguments outside of the pool: they stay.
   for (CapturedCall& call : captured_.calls) {
     for (StaticInput& input : call.inputs) {
@@ -223,7 +223,7 @@ void GraphSequence::release(std::size_t index) {
   }
   drop_graphs(index);
   call.replay.released = true;
-  outputs_.give_up(index);
+  outputs_.release(index);
   for (StaticInput& input : call.inputs) {
     input.tensor = input.grad = at::Tensor();
   }

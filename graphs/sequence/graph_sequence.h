@@ -30,7 +30,7 @@ namespace sidestream {
 ///
 /// Ordering: Note [Graph choreography] in graph_sequence.cpp.  Capture: illegal.
 /// Threads: forwards on one thread at a time; backwards may run on autograd's device threads. Functions that replay or drop graphs
-/// lock the memory's mutex; the caller of `give_up_turn` holds it.
+/// lock the memory's mutex; the caller of `release_turn` holds it.
 class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
  public:
   struct Counts {
@@ -71,7 +71,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void join_copies();
   /// For GraphMemory: another sequence takes the turn. The current stream waits for all uses of the memory; outputs that are still held are
   /// copied out.
-  void give_up_turn();
+  void release_turn();
 
   /// Drops the graphs of all calls, and frees their memory. Idempotent.
   void reset();
@@ -91,7 +91,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void settle_pending(std::size_t call) noexcept;
   void drop_graphs(std::size_t call);
   /// After the graphs were dropped: blocks the host until no tensor that this sequence gave out is read in its memory.
-  void leave_memory() noexcept;
+  void release_memory() noexcept;
 
   std::shared_ptr<Runtime> runtime_;
   SequenceStreams streams_;

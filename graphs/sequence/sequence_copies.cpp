@@ -66,7 +66,7 @@ void SequenceCopies::forward_launched(std::size_t index) {
   for (const CapturedCopies::Group& group : captured.groups) {
     const Site site(Activity::offload, group.site);
     for (const ExternalEvent& ready : group.ready) {
-      copies.behind(ready);
+      copies.wait_for(ready);
     }
     for (; next < group.end; ++next) {
       const CapturedCopy& copy = captured.copies[next];
@@ -114,7 +114,7 @@ void SequenceCopies::queue_due_reloads(std::size_t index, c10::Stream side) {
     return;
   }
   GroupMover::Copies copies = mover_->reload_copies();
-  copies.behind(side);  // all work that has used the targets' memory, and the copies to the host
+  copies.wait_for(side);  // all work that has used the targets' memory, and the copies to the host
   for (const std::size_t call : due_) {
     const Site site(Activity::reload, calls_[call].site);
     for (const CapturedCopy& copy : calls_[call].copies.captured.copies) {

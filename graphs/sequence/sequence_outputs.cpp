@@ -62,14 +62,14 @@ void SequenceOutputs::overwrite_gradients(std::size_t graph_index) {
   }
 }
 
-void SequenceOutputs::give_up_all() {
+void SequenceOutputs::copy_out_all() {
   for (CapturedCall& call : calls_) {
     overwrite_outputs_of(call);
   }
   overwrite_gradients(0);
 }
 
-void SequenceOutputs::give_up(std::size_t index) noexcept {
+void SequenceOutputs::release(std::size_t index) noexcept {
   CapturedCall& call = calls_[index];
   try {
     overwrite_outputs_of(call);
@@ -90,7 +90,7 @@ void SequenceOutputs::give_up(std::size_t index) noexcept {
   }
 }
 
-void SequenceOutputs::part_with(OutputStorage& storage, GraphMemory& memory, OutputCounts& counts) noexcept {
+void SequenceOutputs::copy_out_or_keep(OutputStorage& storage, GraphMemory& memory, OutputCounts& counts) noexcept {
   try {
     if (runtime_->capture_status(runtime_->current_stream()) == CaptureStatus::none) {
       storage.before_overwrite(*runtime_, mark_, counts);
@@ -99,20 +99,20 @@ void SequenceOutputs::part_with(OutputStorage& storage, GraphMemory& memory, Out
   } catch (const std::exception&) {  // no room, or the device has failed
   }
   if (storage.held() && memory.shared()) {
-    memory.leave_behind(std::move(storage));
+    memory.keep_held(std::move(storage));
   }  // else its holder keeps the pool, whose graphs are gone
 }
 
-void SequenceOutputs::part_with_all(GraphMemory& memory) noexcept {
+void SequenceOutputs::copy_out_at_end(GraphMemory& memory) noexcept {
   for (CapturedCall& call : calls_) {
     for (OutputStorage& storage : call.output_storages) {
       if (storage.given_back() || !storage.held()) {  // else its holder keeps the memory
-        part_with(storage, memory, counts_.outputs);
+        copy_out_or_keep(storage, memory, counts_.outputs);
       }
     }
     call.for_each_given_gradient([&](std::optional<OutputStorage>& gradient) {
       if (gradient && (memory.shared() || !gradient->held())) {
-        part_with(*gradient, memory, counts_.gradients);
+        copy_out_or_keep(*gradient, memory, counts_.gradients);
       }
     });
   }

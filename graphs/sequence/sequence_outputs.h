@@ -33,12 +33,12 @@ class SequenceOutputs {
   /// The backward of `call` gave out gradients in the graphs' memory.
   void gave_gradients(std::size_t call) { gave_gradients_.push_back(call); }
   /// Before another sequence writes the memory. Throws: as before_launch.
-  void give_up_all();
+  void copy_out_all();
   /// No graph of `call` is launched again: held outputs get memory of their own, and the call's memory for outputs is freed. If there is no
   /// room, they stay.
-  void give_up(std::size_t call) noexcept;
+  void release(std::size_t call) noexcept;
   /// No graph of the sequence is launched again. Held outputs in memory that other sequences may use get memory of their own.
-  void part_with_all(GraphMemory& memory) noexcept;
+  void copy_out_at_end(GraphMemory& memory) noexcept;
 
   [[nodiscard]] Counts& counts() noexcept { return counts_; }
 
@@ -51,7 +51,7 @@ class SequenceOutputs {
   void overwrite_gradients(std::size_t graph_index);
   void overwrite_outputs_of(CapturedCall& call);
   /// If there is no room, the output stays in shared memory, or keeps the sequence's own memory.
-  void part_with(OutputStorage& storage, GraphMemory& memory, OutputCounts& counts) noexcept;
+  void copy_out_or_keep(OutputStorage& storage, GraphMemory& memory, OutputCounts& counts) noexcept;
 
   std::shared_ptr<Runtime> runtime_;
   CapturedCalls& calls_;

@@ -25,12 +25,12 @@ void GraphMemory::refuse(const std::string& what) const {
 }
 
 void GraphMemory::give_turn_to(GraphSequence* sequence, Runtime& runtime, const Event& mark, OutputCounts& counts) {
-  while (!left_behind_.empty()) {  // before the former's saved tensors are freed
-    left_behind_.back().before_overwrite(runtime, mark, counts);
-    left_behind_.pop_back();
+  while (!still_held_.empty()) {  // before the former's saved tensors are freed
+    still_held_.back().before_overwrite(runtime, mark, counts);
+    still_held_.pop_back();
   }
   if (turn_ != nullptr) {
-    turn_->give_up_turn();
+    turn_->release_turn();
   }
   turn_ = sequence;
 }
@@ -46,19 +46,19 @@ void GraphSequence::take_turn(std::size_t index) {
   memory.give_turn_to(this, *runtime_, streams_.mark(), outputs_.counts().outputs);
 }
 
-void GraphSequence::give_up_turn() {
+void GraphSequence::release_turn() {
   streams_.follow_latest_call();
   copies_.join(runtime_->current_stream());
-  outputs_.give_up_all();
+  outputs_.copy_out_all();
   for (CapturedCall& call : captured_.calls) {
     ++call.replay.generation;  // what a retained graph saved is overwritten from here on
   }
   use_.idle();
 }
 
-void GraphSequence::leave_memory() noexcept {
+void GraphSequence::release_memory() noexcept {
   if (streams_.launched_any()) {
-    outputs_.part_with_all(*captured_.memory);
+    outputs_.copy_out_at_end(*captured_.memory);
     try {  // the memory may go now
       const c10::Stream now = runtime_->current_stream();
       if (runtime_->capture_status(now) == CaptureStatus::none) {
@@ -69,7 +69,7 @@ void GraphSequence::leave_memory() noexcept {
     } catch (const std::exception&) {  // the device has failed: nothing runs any more
     }
   }
-  captured_.memory->leave(this);
+  captured_.memory->ended(this);
 }
 
 }  // namespace sidestream

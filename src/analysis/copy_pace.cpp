@@ -20,11 +20,11 @@ struct Pass {
 };
 
 Pass simulate(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
-              const std::vector<std::uint64_t>& leaving, const CopyWindow& window, const std::vector<LayerPace>& paces,
-              const LinkPace& link) {
-  const std::vector<CopyPlaces> places = copy_places(order, bytes, leaving, window);
-  std::vector<double> offloaded(order.runs());
-  std::vector<double> reloaded(order.runs());
+              const std::vector<std::uint64_t>& offloaded, const CopyWindow& window,
+              const std::vector<LayerPace>& paces, const LinkPace& link) {
+  const std::vector<CopyPlaces> places = copy_places(order, bytes, offloaded, window);
+  std::vector<double> offloaded_at(order.runs());
+  std::vector<double> reloaded_at(order.runs());
   double now = 0;
   double to_host_free = 0;
   double to_device_free = 0;
@@ -32,47 +32,47 @@ Pass simulate(const SequenceOrder& order, const std::vector<std::uint64_t>& byte
   for (std::size_t i = 0; i < order.size(); ++i) {
     const double began = now;
     for (std::size_t run = 0; run < order.runs(); ++run) {
-      if (leaving[run] > 0 && places[run].released_at == i) {
-        now = std::max(now, offloaded[run]);
+      if (offloaded[run] > 0 && places[run].released_at == i) {
+        now = std::max(now, offloaded_at[run]);
       }
     }
     const std::size_t run = order.run_at(i);
     if (!order.is_backward(i)) {
       // The groups of a call end all along its forward, the last one with it.
-      to_host_free = std::max(to_host_free, now) + static_cast<double>(leaving[run]) / link.to_host;
+      to_host_free = std::max(to_host_free, now) + static_cast<double>(offloaded[run]) / link.to_host;
       now += paces[run].forward;
-      offloaded[run] = to_host_free = leaving[run] > 0 ? std::max(to_host_free, now) : to_host_free;
+      offloaded_at[run] = to_host_free = offloaded[run] > 0 ? std::max(to_host_free, now) : to_host_free;
       pass.forward += now - began;
       continue;
     }
     for (const std::size_t back : order.by_backward()) {
-      if (leaving[back] > 0 && places[back].returns_at == i) {
-        to_device_free = std::max(to_device_free, now) + static_cast<double>(leaving[back]) / link.to_device;
-        reloaded[back] = to_device_free;
+      if (offloaded[back] > 0 && places[back].reload_at == i) {
+        to_device_free = std::max(to_device_free, now) + static_cast<double>(offloaded[back]) / link.to_device;
+        reloaded_at[back] = to_device_free;
       }
     }
-    now = std::max(now, reloaded[run]) + paces[run].backward;
+    now = std::max(now, reloaded_at[run]) + paces[run].backward;
   }
   pass.all = now;
   return pass;
 }
 
-std::vector<std::uint64_t> leaving_of(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
-                                      const CopyWindow& window) {
-  std::vector<std::uint64_t> leaving = bytes;
+std::vector<std::uint64_t> offloaded_of(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
+                                        const CopyWindow& window) {
+  std::vector<std::uint64_t> offloaded = bytes;
   const std::vector<bool> stay = needed_immediately(order, bytes, window);
-  for (std::size_t run = 0; run < leaving.size(); ++run) {
-    leaving[run] = stay[run] ? 0 : leaving[run];
+  for (std::size_t run = 0; run < offloaded.size(); ++run) {
+    offloaded[run] = stay[run] ? 0 : offloaded[run];
   }
-  return leaving;
+  return offloaded;
 }
 
 }  // namespace
 
 double pass_seconds(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
-                    const std::vector<std::uint64_t>& leaving, const CopyWindow& window,
+                    const std::vector<std::uint64_t>& offloaded, const CopyWindow& window,
                     const std::vector<LayerPace>& paces, const LinkPace& link) {
-  return simulate(order, bytes, leaving, window, paces, link).all;
+  return simulate(order, bytes, offloaded, window, paces, link).all;
 }
 
 CopyWindow paced_window(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes, const CopyWindow& least,
@@ -84,7 +84,7 @@ CopyWindow paced_window(const SequenceOrder& order, const std::vector<std::uint6
   }
   const LinkPace in_use{kLinkInUse * link.to_host, kLinkInUse * link.to_device};
   const auto pass = [&](const CopyWindow& window) {
-    return simulate(order, bytes, leaving_of(order, bytes, window), window, paces, in_use);
+    return simulate(order, bytes, offloaded_of(order, bytes, window), window, paces, in_use);
   };
   double forward = 0;
   for (const LayerPace& pace : paces) {

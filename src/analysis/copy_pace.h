@@ -19,10 +19,10 @@ struct LinkPace {
   double to_device = 0;
 };
 
-/// Seconds that a pass over `order` takes, for runs that save `bytes`, of which `leaving` are offloaded, bit by bit as their forward runs.
-/// Each graph waits for copies as copy_places says. `bytes`, `leaving` and `paces` by run. Pure.
+/// Seconds that a pass over `order` takes, for runs that save `bytes` and offload `offloaded` of them, bit by bit as their forward runs.
+/// Each graph waits for copies as copy_places says. `bytes`, `offloaded` and `paces` by run. Pure.
 [[nodiscard]] double pass_seconds(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
-                                  const std::vector<std::uint64_t>& leaving, const CopyWindow& window,
+                                  const std::vector<std::uint64_t>& offloaded, const CopyWindow& window,
                                   const std::vector<LayerPace>& paces, const LinkPace& link);
 
 /// The window if the options leave it open, no less than `least`. The lag is the smallest one with which forwards wait for copies to the

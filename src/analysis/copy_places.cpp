@@ -18,7 +18,7 @@ std::vector<bool> needed_immediately(const SequenceOrder& order, const std::vect
 namespace {
 
 void place_releases(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
-                    const std::vector<std::uint64_t>& leaving, std::uint64_t lag, std::vector<CopyPlaces>& places) {
+                    const std::vector<std::uint64_t>& offloaded, std::uint64_t lag, std::vector<CopyPlaces>& places) {
   std::uint64_t held = 0;
   std::size_t oldest = 0;  // run that is not released
   std::size_t forwards = 0;
@@ -28,10 +28,10 @@ void place_releases(const SequenceOrder& order, const std::vector<std::uint64_t>
     const std::uint64_t more = backward ? 0 : bytes[run];
     for (; oldest < forwards && (backward || held + more > lag); ++oldest) {
       places[oldest].released_at = i;
-      held -= leaving[oldest];
+      held -= offloaded[oldest];
     }
     if (backward) {
-      held -= bytes[run] - leaving[run];
+      held -= bytes[run] - offloaded[run];
     } else {
       held += more;
       ++forwards;
@@ -40,13 +40,13 @@ void place_releases(const SequenceOrder& order, const std::vector<std::uint64_t>
 }
 
 void place_reloads(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
-                   const std::vector<std::uint64_t>& leaving, std::uint64_t room, std::vector<CopyPlaces>& places) {
+                   const std::vector<std::uint64_t>& offloaded, std::uint64_t room, std::vector<CopyPlaces>& places) {
   std::uint64_t on_device = 0;  // of pending runs, as reloads begin
   std::size_t next = 0;         // in the order of backwards: the first run that is not back
   for (std::size_t i = 0; i < order.size(); ++i) {
     const std::size_t run = order.run_at(i);
     if (!order.is_backward(i)) {
-      on_device += bytes[run] - leaving[run];
+      on_device += bytes[run] - offloaded[run];
       continue;
     }
     const std::size_t rank = order.backward_rank(run);
@@ -54,11 +54,11 @@ void place_reloads(const SequenceOrder& order, const std::vector<std::uint64_t>&
       const std::size_t candidate = order.by_backward()[next];
       const bool saved = order.forward_index(candidate) < i;
       const bool due = next <= rank + 1;
-      if (!saved || (!due && on_device + leaving[candidate] > room)) {
+      if (!saved || (!due && on_device + offloaded[candidate] > room)) {
         break;
       }
-      places[candidate].returns_at = i;
-      on_device += leaving[candidate];
+      places[candidate].reload_at = i;
+      on_device += offloaded[candidate];
     }
     on_device -= bytes[run];
   }
@@ -67,10 +67,10 @@ void place_reloads(const SequenceOrder& order, const std::vector<std::uint64_t>&
 }  // namespace
 
 std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
-                                    const std::vector<std::uint64_t>& leaving, const CopyWindow& window) {
+                                    const std::vector<std::uint64_t>& offloaded, const CopyWindow& window) {
   std::vector<CopyPlaces> places(order.runs());
-  place_releases(order, bytes, leaving, window.lag, places);
-  place_reloads(order, bytes, leaving, window.lag + window.lookahead, places);
+  place_releases(order, bytes, offloaded, window.lag, places);
+  place_reloads(order, bytes, offloaded, window.lag + window.lookahead, places);
   return places;
 }
 

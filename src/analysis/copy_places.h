@@ -26,13 +26,14 @@ struct CopyWindow {
 /// Between which graphs the copies of one run lie, as graph indices. See CallCopies.
 struct CopyPlaces {
   std::size_t released_at = 0;
-  std::size_t returns_at = 0;
+  std::size_t reload_at = 0;
 };
 
-/// By run, for runs that save `bytes`, of which `leaving` are offloaded. The sources of a run are released as late as the lag allows, and
+/// By run, for runs that save `bytes` and offload `offloaded` of them. The sources of a run are released as late as the lag allows, and
 /// before the first backward that follows its forward. The targets are allocated at a backward: as early as lag and lookahead allow, and
 /// at the latest one backward before the run's own, or at its own if its forward comes between the two. Pure.
 [[nodiscard]] std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
-                                                  const std::vector<std::uint64_t>& leaving, const CopyWindow& window);
+                                                  const std::vector<std::uint64_t>& offloaded,
+                                                  const CopyWindow& window);
 
 }  // namespace sidestream

@@ -201,9 +201,9 @@ void EagerOffload::send(Slot& slot) {
     }
     copied_ = true;
     GroupMover::Copies copies = mover_->offload_copies();
-    copies.behind(slot.savers);
+    copies.wait_for(slot.savers);
     for (const auto& saved : slot.sources) {
-      copies.behind(saved->lease);
+      copies.wait_for(saved->lease);
       copies.to_host(saved->lease.data(), saved->device.data(), saved->bytes);
     }
     copies.record(*slot.offloaded);

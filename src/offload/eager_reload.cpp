@@ -25,7 +25,7 @@ void EagerOffload::reload(Slot& slot) {
       }
     }
     GroupMover::Copies copies = mover_->reload_copies();
-    copies.behind(slot.savers);
+    copies.wait_for(slot.savers);
     for (const auto& saved : reloading_) {
       copies.to_device(saved->device.mutable_data(), saved->lease.data(), saved->bytes);
     }

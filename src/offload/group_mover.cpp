@@ -15,20 +15,20 @@ GroupMover::Copies::~Copies() {
   }
 }
 
-void GroupMover::Copies::behind(c10::Stream stream) {
+void GroupMover::Copies::wait_for(c10::Stream stream) {
   mover_.runtime_->record(direction_.fork, stream);
   mover_.runtime_->wait(direction_.stream, direction_.fork);
 }
 
-void GroupMover::Copies::behind(const Streams& streams) {
+void GroupMover::Copies::wait_for(const Streams& streams) {
   for (const c10::Stream stream : streams) {
-    behind(stream);
+    wait_for(stream);
   }
 }
 
-void GroupMover::Copies::behind(const ExternalEvent& ready) { mover_.runtime_->wait(direction_.stream, ready); }
+void GroupMover::Copies::wait_for(const ExternalEvent& ready) { mover_.runtime_->wait(direction_.stream, ready); }
 
-void GroupMover::Copies::behind(const HostArena::Lease& slot) { slot.wait_before_use(direction_.stream); }
+void GroupMover::Copies::wait_for(const HostArena::Lease& slot) { slot.wait_before_use(direction_.stream); }
 
 void GroupMover::Copies::to_host(void* host, const void* device, std::size_t bytes) {
   mover_.runtime_->copy_to_host(host, device, bytes, direction_.stream);

@@ -44,11 +44,11 @@ class GroupMover {
     ~Copies();
 
     /// Work that is queued from here on starts after everything that the stream holds now.
-    void behind(c10::Stream stream);
-    void behind(const Streams& streams);
-    void behind(const ExternalEvent& ready);
-    /// Behind the copy that last touched the slot.
-    void behind(const HostArena::Lease& slot);
+    void wait_for(c10::Stream stream);
+    void wait_for(const Streams& streams);
+    void wait_for(const ExternalEvent& ready);
+    /// After the copy that last touched the slot.
+    void wait_for(const HostArena::Lease& slot);
     void to_host(void* host, const void* device, std::size_t bytes);
     void to_device(void* device, const void* host, std::size_t bytes);
     [[nodiscard]] c10::Stream stream() const { return direction_.stream.get(); }

@@ -25,7 +25,7 @@ std::vector<std::size_t> released(const std::vector<CopyPlaces>& places) {
 std::vector<std::size_t> returns(const std::vector<CopyPlaces>& places) {
   std::vector<std::size_t> at;
   for (const CopyPlaces& layer : places) {
-    at.push_back(layer.returns_at);
+    at.push_back(layer.reload_at);
   }
   return at;
 }
@@ -110,7 +110,7 @@ std::uint64_t most_on_device(const SequenceOrder& order, const Bytes& bytes, con
     std::uint64_t now = 0;
     for (std::size_t run = 0; run < order.runs(); ++run) {
       const bool alive = i >= order.forward_index(run) && i <= order.backward_index(run);
-      now += alive && (i < places[run].released_at || i >= places[run].returns_at) ? bytes[run] : 0;
+      now += alive && (i < places[run].released_at || i >= places[run].reload_at) ? bytes[run] : 0;
     }
     most = std::max(most, now);
   }
@@ -132,9 +132,9 @@ TEST(CopyPlacesTest, FitIntoTheWindowInEachOrder) {
       const std::vector<CopyPlaces> places = copy_places(order, bytes, bytes, window);
       for (std::size_t run = 0; run < order.runs(); ++run) {
         EXPECT_GT(places[run].released_at, order.forward_index(run)) << run;
-        EXPECT_LE(places[run].released_at, places[run].returns_at) << run;
-        EXPECT_LE(places[run].returns_at, order.backward_index(run)) << run;
-        EXPECT_TRUE(order.is_backward(places[run].returns_at)) << run;
+        EXPECT_LE(places[run].released_at, places[run].reload_at) << run;
+        EXPECT_LE(places[run].reload_at, order.backward_index(run)) << run;
+        EXPECT_TRUE(order.is_backward(places[run].reload_at)) << run;
       }
       // What the lag holds and what is back, with the next run's in reserve.
       EXPECT_LE(most_on_device(order, bytes, places), 2 * window.lag + window.lookahead + 2 * 20);

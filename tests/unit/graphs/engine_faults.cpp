@@ -204,16 +204,16 @@ std::vector<EngineFault> capture_faults() {
 
 std::vector<EngineFault> turn_faults() {
   return {
-      {"GraphSequence::give_up_turn",
+      {"GraphSequence::release_turn",
        "a forward waits for the stream that the former sequence in its memory was called on",
        "one_pool_streams",
        {Act::drop_wait, "forward", StreamRole::current, Mark::work}},
-      {"GraphSequence::give_up_turn",
+      {"GraphSequence::release_turn",
        "a forward waits for the copies out of the former sequence in its memory, to slots that it shares",
        "one_pool_given_up",
        {Act::drop_wait, "forward", StreamRole::current, Mark::to_host},
        "where a backward is still to come the turn is not given up, so that nobody reads what was copied"},
-      {"GraphSequence::give_up_turn",
+      {"GraphSequence::release_turn",
        "a forward waits for the copies in of the former sequence in its memory, from slots that it shares",
        "one_pool_cut",
        {Act::drop_wait, "forward", StreamRole::current, Mark::to_device}},
