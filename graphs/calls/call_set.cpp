@@ -19,8 +19,7 @@ std::vector<CallSpec> CallSet::take_specs() {
   std::iota(all.begin(), all.end(), 0);
   std::vector<CallSpec> specs = pass.specs_of(all);
   for (const auto c : all) {
-    const std::vector<CallInput>& linked =
-        first_bucket_->sequence->captured().calls[first_bucket_->index_of(c)].spec.inputs;
+    const std::vector<CallInput>& linked = first_bucket_->captured().calls[first_bucket_->index_of(c)].spec.inputs;
     for (const auto i : c10::irange(specs[c].inputs.size())) {
       if (CallInput& input = specs[c].inputs[i]; input.from && !(i < linked.size() && linked[i].from)) {
         pass.unlink(input);
@@ -41,7 +40,7 @@ bool CallSet::is_pending() const {
 bool CallSet::is_in_other_mode() const {
   for (const auto i : c10::irange(sites.size())) {
     if (!sites[i].dropped) {
-      const FactsChange change = first_bucket_->sequence->captured().change(first_bucket_->index_of(i));
+      const FactsChange change = first_bucket_->captured().change(first_bucket_->index_of(i));
       if (change.training || change.options) {
         return true;
       }

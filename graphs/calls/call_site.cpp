@@ -9,7 +9,7 @@ namespace sidestream {
 namespace {
 
 bool is_of(const CallVariant& variant, bool gradients) {
-  return variant.holder->sequence->captured().forwards_alone() != gradients;
+  return variant.holder->captured().forwards_alone() != gradients;
 }
 
 bool is_idle(const CallVariant& variant) { return !variant.holder->sequence->pending().any(); }

@@ -28,6 +28,7 @@ struct SequenceHolder {
   /// By the number that a call had at the first capture: its number now. Empty unless a later capture left out calls.
   std::vector<std::size_t> indices = {};
 
+  [[nodiscard]] const CapturedSequence& captured() const noexcept { return sequence->captured(); }
   [[nodiscard]] std::size_t index_of(std::size_t call) const { return indices.empty() ? call : indices[call]; }
 };
 
@@ -67,7 +68,7 @@ struct CallVariant {
   [[nodiscard]] std::size_t index() const { return holder->index_of(call); }
   /// True if all arguments of `request` are as captured. Modes and weights may differ.
   [[nodiscard]] bool accepts(const detail::CallRequest& request) const {
-    return same_arguments(guards, shape, request) && holder->sequence->captured().accepts(index(), request.inputs);
+    return same_arguments(guards, shape, request) && holder->captured().accepts(index(), request.inputs);
   }
 };
 

@@ -94,13 +94,13 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
   const CallSite& site = call.site;
   SequenceHolder& holder = *variant.holder;
   std::size_t index = variant.index();
-  const CapturedCall* captured = &holder.sequence->captured().calls[index];
+  const CapturedCall* captured = &holder.captured().calls[index];
   const auto prepare = [&] {
     if (call.request.prepare != nullptr) {
       call.request.prepare(call.request.context);
     }
   };
-  FactsChange change = holder.sequence->captured().change_of_all(index);
+  FactsChange change = holder.captured().change_of_all(index);
   if (change.training || change.options) {
     prepare();
     run_eagerly(call, EagerCause::other_mode);
@@ -117,22 +117,20 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
   if (!lost && change.stale() && captured->placed_by_hooks) {
     throw UsageError(describe(site) +
                      ": its graphs read weights at the addresses where its capture-time hooks placed them, and now " +
-                     holder.sequence->captured().difference(index) +
+                     holder.captured().difference(index) +
                      "; place the weights there before each replay, and keep them there until its backward has run");
   }
   if (change.layout && !captured->placed_by_hooks) {
-    throw UsageError(describe(site) + ": " + holder.sequence->captured().difference(index) +
+    throw UsageError(describe(site) + ": " + holder.captured().difference(index) +
                      " at the capture; make_graphed_callables again with samples for the model as it is");
   }
   // A later call of the pass cannot capture again, since the sequence is pending by then: the first one asks for all.
   const auto may_capture_again = [&] {
-    return lost || change.any()
-               ? !holder.sequence->pending().any()
-               : holder.sequence->begins_pass(index) && holder.sequence->captured().change_before_pass().any();
+    return lost || change.any() ? !holder.sequence->pending().any()
+                                : holder.sequence->begins_pass(index) && holder.captured().change_before_pass().any();
   };
-  if (holder.sequence->captured().options.on_relocated_weights() == OnRelocatedWeights::capture &&
-      may_capture_again()) {
-    if (!agree_to_capture(holder.sequence->captured().options)) {
+  if (holder.captured().options.on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
+    if (!agree_to_capture(holder.captured().options)) {
       counts_.eager_call();
       prepare();
       run_eagerly(call.site, call.request, call.outputs);
@@ -141,18 +139,18 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
     sequences_.recapture(holder);
     known = GraphSequence::Inputs::unknown;
     index = variant.index();
-    captured = &holder.sequence->captured().calls[index];
-    change = holder.sequence->captured().change_of_all(index);
+    captured = &holder.captured().calls[index];
+    change = holder.captured().change_of_all(index);
     if (change.stale() && captured->placed_by_hooks) {
-      throw UsageError(
-          describe(site) + ": it was just captured again" + (lost ? ", because an earlier capture had failed," : "") +
-          " and then its capture-time hooks moved its weights (" + holder.sequence->captured().difference(index) +
-          "); place the weights where its graphs read them, and call it again");
+      throw UsageError(describe(site) + ": it was just captured again" +
+                       (lost ? ", because an earlier capture had failed," : "") +
+                       " and then its capture-time hooks moved its weights (" + holder.captured().difference(index) +
+                       "); place the weights where its graphs read them, and call it again");
     }
   }
   if (change.any()) {
     throw UsageError(describe(site) + ": " + changed_in_words(change) + " since the capture (" +
-                     holder.sequence->captured().difference(index) + ")" + way_out(*holder.sequence));
+                     holder.captured().difference(index) + ")" + way_out(*holder.sequence));
   }
   prepare();
   replay(call, variant, index, known);

@@ -217,7 +217,7 @@ void Dispatcher::on_pending(const Call& call, const Found& found) {
   switch (call.site.rules.on_pending) {
     case OnPending::error:
       if (found.waiting != nullptr) {
-        found.waiting->holder->sequence->captured().memory->refuse(describe(call.site));
+        found.waiting->holder->captured().memory->refuse(describe(call.site));
       }
       refuse_own_pending(call.site);
     case OnPending::capture:

@@ -71,10 +71,10 @@ std::shared_ptr<SequenceHolder> EngineSequences::capture(const std::vector<CallS
 }
 
 void EngineSequences::recapture(SequenceHolder& holder) {
-  check_capture(holder.sequence->captured().options);
-  holder.sequence->captured().memory->check_capture(holder.sequence.get());
+  check_capture(holder.captured().options);
+  holder.captured().memory->check_capture(holder.sequence.get());
   const CaptureModesGuard modes(resources_.runtime->device().type());
-  const CapturedCalls& calls = holder.sequence->captured().calls;
+  const CapturedCalls& calls = holder.captured().calls;
   std::vector<CallSpec> specs;
   std::vector<std::size_t> index(calls.size());  // of each call now, among those that are left
   for (std::size_t l = 0; l < calls.size(); ++l) {
@@ -102,8 +102,8 @@ void EngineSequences::recapture(SequenceHolder& holder) {
     }
     specs.push_back(std::move(spec));
   }
-  const GraphOptions options = holder.sequence->captured().options;
-  const std::shared_ptr<GraphMemory> memory = holder.sequence->captured().memory;
+  const GraphOptions options = holder.captured().options;
+  const std::shared_ptr<GraphMemory> memory = holder.captured().memory;
   holder.sequence->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
   holder.sequence = capture_sequence(specs, options, memory->shared() ? memory : nullptr);
@@ -116,7 +116,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
       }
     }
   }
-  counts_.recaptured(static_cast<std::int64_t>(holder.sequence->captured().calls.size()));
+  counts_.recaptured(static_cast<std::int64_t>(holder.captured().calls.size()));
   mark_static_outputs();
 }
 
@@ -165,7 +165,7 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
     call.site->to_record = false;
     counts_.recaptured(call.site->variants.all.size() > 1 ? 1 : 0);
     recorded.outputs().for_each_of(group[i], [&](const c10::StorageImpl* storage, std::size_t output) {
-      const CapturedCall& captured = holder->sequence->captured().calls[i];
+      const CapturedCall& captured = holder->captured().calls[i];
       if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {
         plan_.captured(storage, captured.output_storages[captured.outputs[output].of].given_back());
       }
@@ -196,7 +196,7 @@ std::shared_ptr<GraphMemory> EngineSequences::memory_of(const std::vector<const 
     memories_.try_emplace({site, of}, memory);
   }
   const bool taken = !all && !evaluation && std::any_of(own_.begin(), own_.end(), [&](const auto& holder) {
-    return holder->sequence->captured().memory == memory && !holder->sequence->captured().forwards_alone();
+    return holder->captured().memory == memory && !holder->captured().forwards_alone();
   });
   return taken || memory->pending_beside(nullptr) ? nullptr : memory;
 }
@@ -219,7 +219,7 @@ void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& rec
     }
   }
   if (dropped) {
-    std::erase_if(own_, [](const auto& holder) { return holder->sequence->captured().released(); });
+    std::erase_if(own_, [](const auto& holder) { return holder->captured().released(); });
     mark_static_outputs();
   }
 }
@@ -243,7 +243,7 @@ bool EngineSequences::outdated() const {
 void EngineSequences::follow_weights(CallTable& calls) {
   std::vector<std::shared_ptr<SequenceHolder>> replaced;
   for (const auto& holder : own_) {
-    const FactsChange change = holder->sequence->captured().change();
+    const FactsChange change = holder->captured().change();
     if (!is_outdated(*holder->sequence)) {
       continue;
     }

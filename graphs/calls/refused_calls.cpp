@@ -26,12 +26,12 @@ void refuse_new_arguments(const CallSite& site, const detail::CallRequest& reque
                      " (shapes, dtypes, requires_grad); pass inputs as captured, add a bucket, or set "
                      "BucketOptions::on_unknown_shape to eager or capture");
   }
-  if (other != nullptr && other->holder->sequence->captured().change(other->index()).any()) {
-    throw UsageError(describe(site) + ": " + other->holder->sequence->captured().difference(other->index()) +
+  if (other != nullptr && other->holder->captured().change(other->index()).any()) {
+    throw UsageError(describe(site) + ": " + other->holder->captured().difference(other->index()) +
                      " at the capture; set CallOptions::on_new_arguments to capture or eager");
   }
   if (other != nullptr && same_arguments(other->guards, other->shape, request)) {
-    other->holder->sequence->captured().check(other->index(), request.inputs);
+    other->holder->captured().check(other->index(), request.inputs);
   }
   throw UsageError(describe(site) +
                    ": an argument that is not a tensor has a new value, or the state of autocast or of a global "

@@ -60,8 +60,7 @@ class GpuGraphInspectionTest : public GpuBlocks {
 
 TEST_F(GpuGraphInspectionTest, EveryKernelIsNamedByOperatorAndScope) {
   const auto graphed = graph([](cudaStream_t) {});
-  const CapturedCall& call =
-      EngineAccess::state(*engine_).sequences().all().front().lock()->sequence->captured().calls[0];
+  const CapturedCall& call = EngineAccess::state(*engine_).sequences().all().front().lock()->captured().calls[0];
   for (const bool backward : {false, true}) {
     const std::vector<GraphNode> nodes = runtime().nodes(backward ? call.backward.graph : call.forward.graph);
     const NodeNames& names = backward ? call.backward.names : call.forward.names;

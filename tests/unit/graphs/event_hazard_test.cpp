@@ -62,8 +62,7 @@ TEST_F(EventHazardTest, H02EachGraphHasAnEventOfItsOwn) {
   }
   const auto graphed = make_graphed_callables(engine, callables, samples);
   std::set<const void*> events;
-  for (const CapturedCall& call :
-       EngineAccess::state(engine).sequences().all().front().lock()->sequence->captured().calls) {
+  for (const CapturedCall& call : EngineAccess::state(engine).sequences().all().front().lock()->captured().calls) {
     events.insert({call.forward.done.native(), call.backward.done.native()});
   }
   EXPECT_EQ(events.size(), 8U);

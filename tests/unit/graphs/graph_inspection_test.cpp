@@ -62,7 +62,7 @@ class DisguisedNodes final : public ForwardingRuntime {
 class GraphInspectionTest : public CallTest {
  protected:
   static const CapturedCall& call_of(const OffloadEngine& engine, std::size_t index) {
-    return EngineAccess::state(engine).sequences().all().front().lock()->sequence->captured().calls[index];
+    return EngineAccess::state(engine).sequences().all().front().lock()->captured().calls[index];
   }
 
   std::shared_ptr<DisguisedNodes> runtime_ = std::make_shared<DisguisedNodes>(make_runtime(device_));

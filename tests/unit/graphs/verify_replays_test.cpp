@@ -262,7 +262,7 @@ class WhereItLies final : public torch::autograd::FunctionPostHook {
 TEST_F(VerifyReplaysTest, GradientsBetweenCallsGoOnWithoutACopyAsInOtherSteps) {
   make([](RuledLayer& l, const at::Tensor& x) { return (x * l.weight).sin(); }, verifying(), 2);
   train(2);
-  const auto& layers = EngineAccess::state(*engine_).sequences().all()[0].lock()->sequence->captured().calls;
+  const auto& layers = EngineAccess::state(*engine_).sequences().all()[0].lock()->captured().calls;
   for (int s = 0; s < 4; ++s) {
     const void* handed_on = nullptr;
     const auto step = engine_->step();
