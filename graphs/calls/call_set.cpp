@@ -17,15 +17,10 @@ void CallSet::add(const std::shared_ptr<SequenceHolder>& bucket, const std::vect
 std::vector<CallSpec> CallSet::take_specs() {
   std::vector<std::size_t> all(sites.size());
   std::iota(all.begin(), all.end(), 0);
-  std::vector<CallSpec> specs = pass.specs_of(all);
-  for (const auto c : all) {
-    const std::vector<CallInput>& linked = first_bucket_->captured().calls[first_bucket_->index_of(c)].spec.inputs;
-    for (const auto i : c10::irange(specs[c].inputs.size())) {
-      if (CallInput& input = specs[c].inputs[i]; input.from && !(i < linked.size() && linked[i].from)) {
-        pass.unlink(input);
-      }
-    }
-  }
+  std::vector<CallSpec> specs = pass.specs_of(all, [&](std::size_t call, std::size_t input) {
+    const std::vector<CallInput>& inputs = first_bucket_->captured().calls[first_bucket_->index_of(call)].spec.inputs;
+    return input < inputs.size() && inputs[input].from;
+  });
   pass.clear();
   return specs;
 }
@@ -39,11 +34,8 @@ bool CallSet::is_pending() const {
 
 bool CallSet::is_in_other_mode() const {
   for (const auto i : c10::irange(sites.size())) {
-    if (!sites[i].dropped) {
-      const FactsChange change = first_bucket_->captured().change(first_bucket_->index_of(i));
-      if (change.training || change.options) {
-        return true;
-      }
+    if (!sites[i].dropped && first_bucket_->captured().change(first_bucket_->index_of(i)).other_mode()) {
+      return true;
     }
   }
   return false;

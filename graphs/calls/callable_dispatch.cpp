@@ -34,45 +34,29 @@ void Dispatcher::call_callable(const Call& call) {
   if (call.site.dropped) {
     throw UsageError(describe(call.site) + ": replayed after reset; capture it again");
   }
-  if (call.site.set != nullptr) {
-    find_bucket(call);
-  } else {
+  CallSet* const set = call.site.set;
+  if (set == nullptr) {
     VariantTable& variants = call.site.variants;
     const CallVariant* const fits = variants.all.size() > 1 ? variants.find(call.request) : nullptr;
     replay_callable(call, fits != nullptr ? *fits : variants.all.front(), GraphSequence::Inputs::unknown);
+  } else if (set->awaits(call.site)) {
+    record_and_run(call, 0);
+  } else {
+    if (set->is_first(call.site)) {
+      begin_pass(call, *set);
+    }
+    find_and_replay(call);
   }
 }
 
-void Dispatcher::find_bucket(const Call& call) {
-  CallSite& site = call.site;
-  CallSet& set = *site.set;
-  if (set.awaits(site)) {
-    record_and_run(call, 0);
-    return;
-  }
-  if (set.is_first(site)) {
-    set.first_replays = false;
-    const bool may_capture = set.is_complete() && set.pass.calls().front()->state.modes == call.modes &&
-                             !set.is_pending() && !set.is_in_other_mode();
-    if (!set.is_complete() || (may_capture && set.pass.outdated())) {
-      set.pass.clear();  // another pass begins
-    } else if (may_capture && agree_to_capture(set.options)) {
-      capture_pass(set);
-    }
-  }
-  const Found found = find(call);
-  // If the rule is an error, the sequence says which backward is pending.
-  const bool refuses = found.ready == nullptr && site.rules.on_pending == OnPending::error;
-  if (CallVariant* const bucket = refuses ? found.pending : found.ready) {
-    set.first_replays = set.first_replays || set.is_first(site);
-    site.variants.use(*bucket);
-    replay_callable(call, *bucket, GraphSequence::Inputs::accepted);
-  } else if (set.is_in_other_mode()) {
-    run_eagerly(call, EagerCause::other_mode);
-  } else if (found.pending != nullptr) {
-    on_pending(call, found);
-  } else {
-    on_mismatch(call, found);
+void Dispatcher::begin_pass(const Call& call, CallSet& set) {
+  set.first_replays = false;
+  const bool may_capture = set.is_complete() && set.pass.calls().front()->state.modes == call.modes &&
+                           !set.is_pending() && !set.is_in_other_mode();
+  if (!set.is_complete() || (may_capture && set.pass.outdated())) {
+    set.pass.clear();
+  } else if (may_capture && agree_to_capture(set.options)) {
+    capture_pass(set);
   }
 }
 
@@ -101,7 +85,7 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
     }
   };
   FactsChange change = holder.captured().change_of_all(index);
-  if (change.training || change.options) {
+  if (change.other_mode()) {
     prepare();
     run_eagerly(call, EagerCause::other_mode);
     return;

@@ -200,12 +200,22 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
 
 void Dispatcher::find_and_replay(const Call& call) {
   const Found found = find(call);
+  CallSet* const set = call.site.set;
+  // If the rule of a bucketed call is an error, the sequence says which backward is pending.
+  const bool refuses = set != nullptr && found.ready == nullptr && call.site.rules.on_pending == OnPending::error;
   if (found.stale != nullptr) {
     run_beside_stale_capture(call, *found.stale);
-  } else if (found.ready != nullptr) {
-    call.site.variants.use(*found.ready);
-    replay(call, *found.ready, found.index, GraphSequence::Inputs::accepted);
-    *call.request.structure = found.ready->structure.get();
+  } else if (CallVariant* const fits = refuses ? found.pending : found.ready; fits != nullptr) {
+    call.site.variants.use(*fits);
+    if (set != nullptr) {
+      set->first_replays = set->first_replays || set->is_first(call.site);
+      replay_callable(call, *fits, GraphSequence::Inputs::accepted);
+    } else {
+      replay(call, *fits, found.index, GraphSequence::Inputs::accepted);
+      *call.request.structure = fits->structure.get();
+    }
+  } else if (set != nullptr && set->is_in_other_mode()) {
+    run_eagerly(call, EagerCause::other_mode);
   } else if (found.pending != nullptr) {
     on_pending(call, found);
   } else {

@@ -76,11 +76,13 @@ class Dispatcher {
   };
   /// Of a callable, the inputs alone decide which variants fit.
   [[nodiscard]] Found find(const Call& call) const;
+  /// Of `ss::call`, and of a bucketed callable.
   void find_and_replay(const Call& call);
-  /// The same for a callable. Throws: UsageError if it was reset.
+  /// Throws: UsageError for a callable that was reset.
   void call_callable(const Call& call);
-  /// The same for a bucketed callable.
-  void find_bucket(const Call& call);
+  /// The first callable of `set`, which has buckets, is called: captures the pass before this one if it was recorded, and may be
+  /// captured now. Otherwise the next recorded pass begins anew.
+  void begin_pass(const Call& call, CallSet& set);
   /// Captures the complete pass of `set`: a bucket more. The least recently used bucket makes room if the bound demands it.
   /// Throws: as EngineSequences::capture; the pass is forgotten then.
   void capture_pass(CallSet& set);

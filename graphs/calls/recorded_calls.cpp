@@ -287,34 +287,32 @@ std::vector<std::vector<std::size_t>> RecordedCalls::groups(std::size_t slot, bo
   return groups;
 }
 
-std::vector<CallSpec> RecordedCalls::specs_of(const std::vector<std::size_t>& group) const {
+std::vector<CallSpec> RecordedCalls::specs_of(const std::vector<std::size_t>& group, const MayLink& may_link) const {
   std::vector<CallSpec> specs;
   for (const std::size_t number : group) {
     const RecordedCall& call = *calls_[number];
     const CallSite& site = *call.site;
     specs.push_back(
         {site.scope->name, site.scope, call.body, call.module, call.inputs, call.state, site.hooks, site.generators});
-    for (CallInput& input : specs.back().inputs) {
+    std::vector<CallInput>& inputs = specs.back().inputs;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      CallInput& input = inputs[i];
       if (!input.from) {
         continue;
       }
       const auto giver = std::lower_bound(group.begin(), group.end(), input.from->call);
-      if (giver != group.end() && *giver == input.from->call) {
+      if (giver != group.end() && *giver == input.from->call && (!may_link || may_link(specs.size() - 1, i))) {
         input.from->call = static_cast<std::size_t>(giver - group.begin());
-      } else {
-        unlink(input);
+        continue;
+      }
+      input.from.reset();
+      if (input.like.defined()) {
+        input.sample = at::zeros_like(input.like, input.like.options().device(device_));
+        input.sample.set_requires_grad(input.like.requires_grad());
       }
     }
   }
   return specs;
-}
-
-void RecordedCalls::unlink(CallInput& input) const {
-  input.from.reset();
-  if (input.like.defined()) {
-    input.sample = at::zeros_like(input.like, input.like.options().device(device_));
-    input.sample.set_requires_grad(input.like.requires_grad());
-  }
 }
 
 void RecordedCalls::clear() {

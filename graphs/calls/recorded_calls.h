@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -91,11 +92,12 @@ class RecordedCalls {
   /// The calls of `slot`, of training or of evaluation, that are not captured yet: lists of those that are captured together, in order.
   /// Autograd connects the calls of a list, and a sequence of them in nested order may replay what was recorded.
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(std::size_t slot, bool evaluation) const;
-  /// The calls of `group`, which is in order, as they are captured. An input that is the output of a call outside of `group` becomes an
-  /// input that takes any tensor like that output.
-  [[nodiscard]] std::vector<CallSpec> specs_of(const std::vector<std::size_t>& group) const;
-  /// `input`, the output of another call, becomes an input that takes any tensor like that output.
-  void unlink(CallInput& input) const;
+  /// Asked about an input by its call, an index in a group, and its index in that call.
+  using MayLink = std::function<bool(std::size_t call, std::size_t input)>;
+  /// The calls of `group`, which is in order, as they are captured. An input that is the output of a call outside of `group`, or that
+  /// `may_link` denies, becomes an input that takes any tensor like that output. `may_link`: not set allows all.
+  [[nodiscard]] std::vector<CallSpec> specs_of(const std::vector<std::size_t>& group,
+                                               const MayLink& may_link = {}) const;
   /// What became of the outputs.
   [[nodiscard]] const RecordedOutputs& outputs() const noexcept { return outputs_; }
   void clear();

@@ -36,7 +36,7 @@ class EngineAccess {
   /// Captures the callables for each of `buckets`, in order. `rules`: as of make_set. Throws: as make_graphed_callables.
   [[nodiscard]] static std::vector<GraphedCallable> capture(const OffloadEngine& engine,
                                                             const std::vector<Callable>& callables,
-                                                            const std::vector<const Samples*>& buckets,
+                                                            const std::vector<Samples>& buckets,
                                                             const GraphOptions& options,
                                                             const CallRules* rules = nullptr);
   [[nodiscard]] static BucketedCallable bucketed(GraphedCallable callable) {

@@ -14,10 +14,8 @@
 namespace sidestream {
 namespace {
 
-using Bucket = EngineAccess::Samples;
-
 /// Of the samples that are tensors.
-std::size_t bytes_of(const Bucket& bucket) {
+std::size_t bytes_of(const EngineAccess::Samples& bucket) {
   std::size_t bytes = 0;
   for (const std::vector<Sample>& samples : bucket) {
     for (const Sample& sample : samples) {
@@ -27,34 +25,27 @@ std::size_t bytes_of(const Bucket& bucket) {
   return bytes;
 }
 
-void check(const BucketOptions& options, std::size_t buckets) {
-  if (buckets == 0) {
-    throw UsageError("make_bucketed_callables: no samples were given; pass at least one bucket of samples");
-  }
-  if (options.on_unknown_shape() == OnUnknownShape::capture &&
-      options.max_buckets() < static_cast<std::int64_t>(buckets)) {
-    throw UsageError("make_bucketed_callables: BucketOptions::max_buckets is " + std::to_string(options.max_buckets()) +
-                     ", but there are " + std::to_string(buckets) +
-                     " buckets of samples; raise it, or pass fewer buckets");
-  }
-}
-
 }  // namespace
 
 std::vector<BucketedCallable> make_bucketed_callables(OffloadEngine& engine, const std::vector<Callable>& callables,
                                                       const std::vector<std::vector<std::vector<Sample>>>& samples,
                                                       const BucketOptions& options) {
-  check(options, samples.size());
+  if (samples.empty()) {
+    throw UsageError("make_bucketed_callables: no samples were given; pass at least one bucket of samples");
+  }
+  if (options.on_unknown_shape() == OnUnknownShape::capture &&
+      options.max_buckets() < static_cast<std::int64_t>(samples.size())) {
+    throw UsageError("make_bucketed_callables: BucketOptions::max_buckets is " + std::to_string(options.max_buckets()) +
+                     ", but there are " + std::to_string(samples.size()) +
+                     " buckets of samples; raise it, or pass fewer buckets");
+  }
   GraphOptions graph = options.graph();
   if (graph.pool() == nullptr) {
     graph.pool(std::make_shared<GraphPool>(EngineAccess::state(engine).runtime().device()));
   }
-  std::vector<const Bucket*> largest_first;
-  for (const Bucket& bucket : samples) {
-    largest_first.push_back(&bucket);
-  }
+  std::vector<EngineAccess::Samples> largest_first = samples;
   std::stable_sort(largest_first.begin(), largest_first.end(),
-                   [](const Bucket* a, const Bucket* b) { return bytes_of(*a) > bytes_of(*b); });
+                   [](const auto& a, const auto& b) { return bytes_of(a) > bytes_of(b); });
   const CallRules rules = CallRules::of(options);
   std::vector<BucketedCallable> bucketed;
   for (GraphedCallable& callable : EngineAccess::capture(engine, callables, largest_first, graph, &rules)) {

@@ -298,12 +298,12 @@ void EngineAccess::capture(EngineState& state, CallSet& set, const std::vector<C
 }
 
 std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, const std::vector<Callable>& callables,
-                                                   const std::vector<const Samples*>& buckets,
-                                                   const GraphOptions& options, const CallRules* rules) {
+                                                   const std::vector<Samples>& buckets, const GraphOptions& options,
+                                                   const CallRules* rules) {
   EngineState& state = engine.state();
   const auto set = make_set(state, callables, options, rules);
-  for (const Samples* const samples : buckets) {
-    capture(state, *set, callables, *samples);
+  for (const Samples& samples : buckets) {
+    capture(state, *set, callables, samples);
   }
   std::vector<GraphedCallable> graphed;
   for (const auto i : c10::irange(callables.size())) {
@@ -316,7 +316,7 @@ std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, 
 std::vector<GraphedCallable> make_graphed_callables(OffloadEngine& engine, std::vector<Callable> callables,
                                                     const std::vector<std::vector<Sample>>& samples,
                                                     const GraphOptions& options) {
-  return EngineAccess::capture(engine, callables, {&samples}, options);
+  return EngineAccess::capture(engine, callables, {samples}, options);
 }
 
 }  // namespace sidestream

@@ -20,6 +20,8 @@ struct FactsChange {
   bool options = false;        ///< numbers of LibTorch's modules: a dropout rate
 
   [[nodiscard]] bool any() const noexcept { return training || requires_grad || options || stale(); }
+  /// True if modules behave in another way: their training flags or their options differ.
+  [[nodiscard]] bool other_mode() const noexcept { return training || options; }
   /// True if the capture reads what is no longer the model's: it replays never again.
   [[nodiscard]] bool stale() const noexcept { return relocated || identity || layout; }
   /// True if it is enough to capture the same call again, at its weights' present addresses.
