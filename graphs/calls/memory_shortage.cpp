@@ -222,7 +222,7 @@ std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, con
     std::shared_ptr<GraphSequence> sequence;
     const CaptureShortage shortage(resources);
     try {
-      sequence = SequenceCapture::make_sequence(graphs, specs, options);
+      sequence = capture_sequence(graphs, specs, options);
     } catch (...) {
       mark_outputs();
       if (last || !shortage.is_the_error()) {

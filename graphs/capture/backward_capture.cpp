@@ -47,117 +47,56 @@ Accumulated accumulated_of(const CapturedCall& call) {
   return all;
 }
 
-}  // namespace
-
-void SequenceCapture::capture_backward(std::size_t index) {
-  CapturedCall& call = sequence_.calls[index];
-  Live& live = live_[index];
-  if (!call.has_backward) {
-    return;
+/// After the hooks of a call have run for its backward. Throws: CaptureError if its weights lie elsewhere than for its forward.
+void check_hooked_weights(const CapturedSequence& sequence, std::size_t index) {
+  if (sequence.calls[index].spec.hooks != nullptr && sequence.change(index).stale()) {
+    throw CaptureError("its capture-time hooks placed weights at other addresses for backward than for forward (" +
+                       sequence.difference(index) +
+                       "). A replay reads the same addresses in forward and backward; let before_forward and "
+                       "before_backward place the weights in the same memory");
   }
-  const std::size_t graph_index = order_.backward_index(index);
-  use_.comes_to(graph_index);
-  release(graph_index);
-  prepare_seeds(index);
-  const Site site(Activity::capture_backward, call.spec.scope->site);
-  std::vector<at::Tensor> roots;
-  std::vector<at::Tensor> seeds;
-  for (const auto i : c10::irange(live.outputs.size())) {
-    if (call.outputs[i].requires_grad) {
-      roots.push_back(live.outputs[i]);
-      seeds.push_back(call.outputs[i].seed);
-    }
-  }
-  std::vector<at::Tensor> targets;
-  for (const auto i : c10::irange(live.leaves.size())) {
-    if (wants_gradient(call.inputs[i], live.leaves[i])) {
-      targets.push_back(live.leaves[i]);
-    }
-  }
-  for (const CallParameter& parameter : call.parameters) {
-    targets.push_back(parameter.tensor);
-  }
-  learn_routes(call, live, targets);
-
-  std::vector<at::Tensor> grads;
-  std::optional<AddedGradients> added;
-  if (call.accumulates) {
-    Accumulated accumulated = accumulated_of(call);
-    added.emplace(std::move(accumulated.parameters), accumulated.targets);
-    for (const at::Tensor& target : accumulated.targets) {
-      reads_.made(target);
-    }
-  }
-  const PassHooks hooks(call.spec.hooks.get(), reads_.met());
-  hooks.before_backward();
-  check_hooked_weights(index);
-  use_.capture_begins();
-  CaptureGuard capture(runtime_, capture_, *sequence_.pool, call.spec.generators);
-  allocate_targets(index);
-  if (!targets.empty()) {
-    const RecorderGuard no_recorder(nullptr);
-    const NestedBackwardRefusal no_nested;
-    const BackwardStateGuard state(call.spec.state);
-    const OperatorObserverGuard observer = reads_.watch();
-    NodeNaming naming(runtime_, capture_, call.backward.names, *call.spec.scope, live.scopes);
-    const OperatorObserverGuard names = naming.watch();
-    grads = torch::autograd::grad(roots, targets, seeds, sequence_.options.retain_graph_in_backward(),
-                                  /*create_graph=*/false, /*allow_unused=*/true);
-    names.rethrow();
-    observer.rethrow();
-  }
-  hold_reads(call);
-  take_gradients(call, live, grads, added ? &*added : nullptr);
-  added.reset();
-  runtime_.record(call.backward.done, capture_);
-  record_caller_event();
-  call.backward.graph = capture.end();
-  use_.capture_ended();
-  hooks.after_backward();
-  const std::string what = sequence_.describe(index) + ", backward";
-  const std::vector<GraphNode> nodes = runtime_.nodes(call.backward.graph);
-  check_graph_events(nodes, call.backward.names, call.backward.done, {}, what);
-  check_nodes(nodes, call.backward.names, call.copies.captured, what);
-  check_copy_ends(call.copies.captured, CopyEnds::targets, what);
-  finish_backward(index);
 }
 
-StaticInput* SequenceCapture::giver_of_seed(std::size_t index, const StaticOutput& output) {
-  if (output.readers.size() != 1 || order_.backward_index(output.readers[0].call) + 1 != order_.backward_index(index)) {
+/// The input of the next call that alone reads `output` of call `index`, if the gradient it gets there can be handed on as
+/// the output's seed without a copy, and is no other output's seed; else null.
+StaticInput* giver_of_seed(SequenceCapture& capture, std::size_t index, const StaticOutput& output) {
+  if (output.readers.size() != 1 ||
+      capture.order.backward_index(output.readers[0].call) + 1 != capture.order.backward_index(index)) {
     return nullptr;
   }
   const Link& reader = output.readers[0];
-  const std::vector<at::Tensor>& grads = live_[reader.call].grad_inputs;
+  const std::vector<at::Tensor>& grads = capture.live[reader.call].grad_inputs;
   if (grads.size() <= reader.index || !grads[reader.index].defined() || !grads[reader.index].is_contiguous()) {
     return nullptr;
   }
   // A sum's backward gives one tensor as the gradient of both its inputs. As two seeds it would be wrong wherever one of the
   // outputs is read elsewhere too: that output's gradient is another one then, and would be written over both.
-  const auto& outputs = sequence_.calls[index].outputs;
+  const auto& outputs = capture.sequence.calls[index].outputs;
   const bool taken = std::any_of(outputs.begin(), outputs.end(), [&](const StaticOutput& other) {
     return other.seed_from && at::get_overlap_status(other.seed, grads[reader.index]) != at::MemOverlapStatus::No;
   });
-  return taken ? nullptr : &sequence_.calls[reader.call].inputs[reader.index];
+  return taken ? nullptr : &capture.sequence.calls[reader.call].inputs[reader.index];
 }
 
-void SequenceCapture::prepare_seeds(std::size_t index) {
+void prepare_seeds(SequenceCapture& capture, std::size_t index) {
   const at::NoGradGuard no_grad;
-  for (StaticOutput& output : sequence_.calls[index].outputs) {
+  for (StaticOutput& output : capture.sequence.calls[index].outputs) {
     if (!output.requires_grad) {
       continue;
     }
-    if (StaticInput* giver = giver_of_seed(index, output); giver != nullptr) {
+    if (StaticInput* giver = giver_of_seed(capture, index, output); giver != nullptr) {
       output.seed_from = output.readers[0];
-      output.seed = live_[output.seed_from->call].grad_inputs[output.seed_from->index];
+      output.seed = capture.live[output.seed_from->call].grad_inputs[output.seed_from->index];
       giver->grad_is_seed = true;
     } else {
       output.seed = at::zeros_like(output.tensor, at::MemoryFormat::Contiguous);
-      reads_.made(output.seed);
+      capture.reads.made(output.seed);
     }
   }
 }
 
-void SequenceCapture::learn_routes(CapturedCall& call, const Live& live, const std::vector<at::Tensor>& targets) {
+/// Which outputs lead to the gradients of `targets`: of inputs that require one, then of parameters.
+void learn_routes(CapturedCall& call, const SequenceCapture::Live& live, const std::vector<at::Tensor>& targets) {
   std::vector<at::Tensor> roots = live.outputs;
   for (const auto i : c10::irange(roots.size())) {
     if (!call.outputs[i].requires_grad) {
@@ -176,27 +115,29 @@ void SequenceCapture::learn_routes(CapturedCall& call, const Live& live, const s
   }
 }
 
-// First of all in the capture: what came before it may have used that memory, it and what follows may not.
-void SequenceCapture::allocate_targets(std::size_t index) {
-  const std::size_t graph_index = order_.backward_index(index);
-  const std::vector<std::size_t>& by_backward = order_.by_backward();
-  for (std::size_t rank = order_.backward_rank(index); rank < by_backward.size(); ++rank) {
+/// First of all in the capture of a backward: allocates the targets of reloads that may be queued from here on. Work before this graph
+/// may have used that memory; this graph and those that follow may not.
+void allocate_targets(SequenceCapture& capture, std::size_t index) {
+  const std::size_t graph_index = capture.order.backward_index(index);
+  const std::vector<std::size_t>& by_backward = capture.order.by_backward();
+  for (std::size_t rank = capture.order.backward_rank(index); rank < by_backward.size(); ++rank) {
     const std::size_t i = by_backward[rank];
-    CallCopies& copies = sequence_.calls[i].copies;
-    if (!copies.allocated && copies.reload_at <= graph_index && order_.forward_index(i) < graph_index) {
-      const Site site(Activity::reload, sequence_.calls[i].spec.scope->site);
+    CallCopies& copies = capture.sequence.calls[i].copies;
+    if (!copies.allocated && copies.reload_at <= graph_index && capture.order.forward_index(i) < graph_index) {
+      const Site site(Activity::reload, capture.sequence.calls[i].spec.scope->site);
       copies.allocated = true;
       copies.reload_at = graph_index;
-      resources_.offload->allocate_targets(copies.captured);
+      capture.resources.offload->allocate_targets(copies.captured);
       for (const auto& saved : copies.captured.storages) {
-        reads_.made(saved->device);
+        capture.reads.made(saved->device);
       }
     }
   }
 }
 
-void SequenceCapture::take_gradients(CapturedCall& call, Live& live, std::vector<at::Tensor>& grads,
-                                     const AddedGradients* added) {
+/// Takes the gradients of inputs, and of parameters that were not `added` into `.grad`. `added` may be null.
+void take_gradients(CapturedCall& call, SequenceCapture::Live& live, std::vector<at::Tensor>& grads,
+                    const AddedGradients* added) {
   std::size_t next = 0;
   for (const auto i : c10::irange(live.leaves.size())) {
     live.grad_inputs.push_back(wants_gradient(call.inputs[i], live.leaves[i]) ? grads[next++] : at::Tensor());
@@ -223,9 +164,9 @@ void SequenceCapture::take_gradients(CapturedCall& call, Live& live, std::vector
   }
 }
 
-void SequenceCapture::finish_backward(std::size_t index) {
-  CapturedCall& call = sequence_.calls[index];
-  Live& live = live_[index];
+void finish_backward(SequenceCapture& capture, std::size_t index) {
+  CapturedCall& call = capture.sequence.calls[index];
+  SequenceCapture::Live& live = capture.live[index];
   for (const auto i : c10::irange(call.inputs.size())) {
     const at::Tensor& grad = live.grad_inputs[i];
     call.inputs[i].grad = grad.defined() ? not_owning(grad) : grad;
@@ -238,17 +179,17 @@ void SequenceCapture::finish_backward(std::size_t index) {
   // Later captures may use this memory again: this call's saved tensors and reloaded copies, and the input gradients
   // of the call above, which this backward has read.
   live.recorder.reset();
-  if (!sequence_.options.retain_graph_in_backward()) {
+  if (!capture.sequence.options.retain_graph_in_backward()) {
     live.outputs.clear();
     live.leaves.clear();
     CaptureOffload::release(call.copies.captured);
   }
-  const std::size_t graph_index = order_.backward_index(index);
-  if (graph_index + 1 == order_.size() && !sequence_.memory->shared()) {
+  const std::size_t graph_index = capture.order.backward_index(index);
+  if (graph_index + 1 == capture.order.size() && !capture.sequence.memory->shared()) {
     call.owns_gradients = give_input_gradients(call.inputs, live.grad_inputs) || call.owns_gradients;
   }
-  if (order_.is_backward(graph_index - 1)) {
-    live_[order_.run_at(graph_index - 1)].grad_inputs.clear();
+  if (capture.order.is_backward(graph_index - 1)) {
+    capture.live[capture.order.run_at(graph_index - 1)].grad_inputs.clear();
     // A seed that the call above gives no longer keeps that memory from being used again.
     for (StaticOutput& output : call.outputs) {
       if (output.seed_from) {
@@ -256,6 +197,81 @@ void SequenceCapture::finish_backward(std::size_t index) {
       }
     }
   }
+}
+
+}  // namespace
+
+void capture_backward(SequenceCapture& capture, std::size_t index) {
+  CapturedCall& call = capture.sequence.calls[index];
+  SequenceCapture::Live& live = capture.live[index];
+  if (!call.has_backward) {
+    return;
+  }
+  const std::size_t graph_index = capture.order.backward_index(index);
+  capture.use.comes_to(graph_index);
+  capture.release_before(graph_index);
+  prepare_seeds(capture, index);
+  const Site site(Activity::capture_backward, call.spec.scope->site);
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> seeds;
+  for (const auto i : c10::irange(live.outputs.size())) {
+    if (call.outputs[i].requires_grad) {
+      roots.push_back(live.outputs[i]);
+      seeds.push_back(call.outputs[i].seed);
+    }
+  }
+  std::vector<at::Tensor> targets;
+  for (const auto i : c10::irange(live.leaves.size())) {
+    if (wants_gradient(call.inputs[i], live.leaves[i])) {
+      targets.push_back(live.leaves[i]);
+    }
+  }
+  for (const CallParameter& parameter : call.parameters) {
+    targets.push_back(parameter.tensor);
+  }
+  learn_routes(call, live, targets);
+
+  std::vector<at::Tensor> grads;
+  std::optional<AddedGradients> added;
+  if (call.accumulates) {
+    Accumulated accumulated = accumulated_of(call);
+    added.emplace(std::move(accumulated.parameters), accumulated.targets);
+    for (const at::Tensor& target : accumulated.targets) {
+      capture.reads.made(target);
+    }
+  }
+  const PassHooks hooks(call.spec.hooks.get(), capture.reads.met());
+  hooks.before_backward();
+  check_hooked_weights(capture.sequence, index);
+  capture.use.capture_begins();
+  CaptureGuard guard(capture.runtime, capture.stream, *capture.sequence.pool, call.spec.generators);
+  allocate_targets(capture, index);
+  if (!targets.empty()) {
+    const RecorderGuard no_recorder(nullptr);
+    const NestedBackwardRefusal no_nested;
+    const BackwardStateGuard state(call.spec.state);
+    const OperatorObserverGuard observer = capture.reads.watch();
+    NodeNaming naming(capture.runtime, capture.stream, call.backward.names, *call.spec.scope, live.scopes);
+    const OperatorObserverGuard names = naming.watch();
+    grads = torch::autograd::grad(roots, targets, seeds, capture.sequence.options.retain_graph_in_backward(),
+                                  /*create_graph=*/false, /*allow_unused=*/true);
+    names.rethrow();
+    observer.rethrow();
+  }
+  hold_reads(capture.reads, call);
+  take_gradients(call, live, grads, added ? &*added : nullptr);
+  added.reset();
+  capture.runtime.record(call.backward.done, capture.stream);
+  capture.record_caller_event();
+  call.backward.graph = guard.end();
+  capture.use.capture_ended();
+  hooks.after_backward();
+  const std::string what = capture.sequence.describe(index) + ", backward";
+  const std::vector<GraphNode> nodes = capture.runtime.nodes(call.backward.graph);
+  check_graph_events(nodes, call.backward.names, call.backward.done, {}, what);
+  check_nodes(nodes, call.backward.names, call.copies.captured, what);
+  check_copy_ends(call.copies.captured, CopyEnds::targets, what);
+  finish_backward(capture, index);
 }
 
 }  // namespace sidestream

@@ -51,11 +51,150 @@ void take_memory(CapturedSequence& sequence, Runtime& runtime) {
   memory.give_turn_to(nullptr, runtime, runtime.create_event(), sequence.overwritten);
 }
 
+/// Tells Options::progress.
+void say(const SequenceCapture& capture, ProgressPhase phase, std::size_t index, std::size_t call) {
+  if (capture.resources.progress) {
+    capture.resources.progress({phase, index, capture.specs.size(), capture.specs[call].name});
+  }
+}
+
+/// After all captures and hooks: notes which weights the hooks have put elsewhere.
+void settle_hooked_weights(CapturedSequence& sequence) {
+  for (const auto i : c10::irange(sequence.calls.size())) {
+    CapturedCall& call = sequence.calls[i];
+    if (call.spec.hooks != nullptr) {
+      CaptureReads::release_registered(call);
+      call.placed_by_hooks = sequence.change(i).stale();
+    }
+  }
+}
+
+/// After the last capture: in shared memory later sequences compute where the outputs are.
+void share_outputs(CapturedSequence& sequence) {
+  for (const auto call : c10::irange(sequence.calls.size())) {
+    std::vector<OutputStorage>& storages = sequence.calls[call].output_storages;
+    for (const auto index : c10::irange(storages.size())) {
+      if (!storages[index].given_back()) {
+        storages[index].give_back_to(sequence.pool);
+        sequence.released_outputs.push_back({sequence.order.size(), {call, index}});  // after the last graph
+      }
+    }
+  }
+}
+
+void warm_up_and_capture(SequenceCapture& capture) {
+  capture.runtime.synchronize_device();
+  capture.runtime.release_cached_memory();  // of streams that the warm-up does not use
+  std::int64_t outside = capture.runtime.room().outside;
+  const auto grown = [&] {
+    const std::int64_t before = std::exchange(outside, capture.runtime.room().outside);
+    return std::max<std::int64_t>(0, outside - before);
+  };
+  {
+    const StreamGuard on_capture(capture.runtime, capture.stream);
+    capture.sizings = warm_up(capture.specs, capture.sequence.options, capture.runtime, *capture.resources.tree,
+                              *capture.resources.exclusions, capture.reads.met(), capture.resources.progress);
+  }
+  capture.runtime.synchronize_device();
+  capture.sequence.outside.warm_up = grown();
+  prepare_calls(capture, make_plan_and_pin(capture));
+  capture.runtime.release_cached_memory();
+  (void)grown();  // pinned memory has tables on the device too
+  {
+    // Until the last backward is captured: a backward finds its parameters by the accumulators that the forwards made.
+    Sandbox sandbox;
+    sandbox.hide_hooks_and_accumulators(all_parameters(capture.sequence));
+    const StreamGuard on_capture(capture.runtime, capture.stream);
+    for (const auto graph_index : c10::irange(capture.order.size())) {
+      const std::size_t call = capture.order.run_at(graph_index);
+      if (capture.order.is_backward(graph_index)) {
+        say(capture, ProgressPhase::capture_backward, capture.order.backward_rank(call), call);
+        naming(capture.sequence.describe(call) + ", backward", [&] { capture_backward(capture, call); });
+      } else {
+        say(capture, ProgressPhase::capture_forward, call, call);
+        naming(capture.sequence.describe(call) + ", forward", [&] { capture_forward(capture, call); });
+      }
+    }
+    capture.history.refuse_to_run();
+  }
+  settle_hooked_weights(capture.sequence);
+  capture.sequence.outside.graphs = grown();
+  for (SequenceCapture::Live& live : capture.live) {
+    live = {};
+  }
+  capture.resources.exclusions->remove_static_inputs();
+  if (capture.sequence.memory->shared()) {
+    share_outputs(capture.sequence);
+  }
+  for (CapturedCall& call : capture.sequence.calls) {
+    call.make_lists();
+    if (call.spec.module == nullptr) {
+      call.reads.modules.attend_to(call.reads.watched);
+    }
+  }
+  capture.sequence.pool_use = capture.use.finish(capture.sequence.calls, capture.order);
+  capture.runtime.synchronize_device();
+  fill_kept_tensors(capture);
+  capture.runtime.release_cached_memory();
+}
+
 }  // namespace
 
-std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResources& resources,
-                                                              std::vector<CallSpec> specs,
-                                                              const GraphOptions& options) {
+SequenceCapture::SequenceCapture(CapturedSequence& captured, const GraphResources& of_engine,
+                                 std::vector<CallSpec> given)
+    : sequence(captured),
+      resources(of_engine),
+      runtime(*resources.runtime),
+      order(sequence.order),
+      specs(std::move(given)),
+      reads(*resources.exclusions),
+      use(runtime, *sequence.pool),
+      lives(specs, order, holders, sequence.options.retain_graph_in_backward()),
+      stream(resources.capture_stream->get()),
+      live(specs.size()) {
+  holders.add([this](KnownReferences& references) {
+    for (const CapturedCall& call : sequence.calls) {
+      call.tell(references);
+    }
+  });
+  holders.add([this](KnownReferences& references) {
+    for (const Live& of_call : live) {
+      for (const std::vector<at::Tensor>* const tensors : {&of_call.leaves, &of_call.arguments, &of_call.outputs}) {
+        for (const at::Tensor& tensor : *tensors) {
+          references.add(tensor);
+        }
+      }
+      if (of_call.recorder != nullptr) {
+        for (const SavedIdentity& identity : of_call.recorder->identities()) {
+          if (const auto saved = identity.saved.lock(); saved != nullptr) {
+            references.add(*saved);
+          }
+        }
+      }
+    }
+  });
+}
+
+void SequenceCapture::release_before(std::size_t graph_index) {
+  for (const CapturedCall& call : sequence.calls) {
+    if (call.copies.released_at == graph_index) {
+      CaptureOffload::release(call.copies.captured);
+    }
+  }
+  for (const Link& output : lives.ended_before(graph_index)) {
+    sequence.calls[output.call].output_storages[output.index].give_back_to(sequence.pool);
+    sequence.released_outputs.push_back({graph_index, output});
+  }
+}
+
+void SequenceCapture::record_caller_event() const {
+  if (const auto& event = sequence.options.cuda_graph_event(); event != nullptr) {
+    runtime.record(GraphEventState::event_of(*event), stream);
+  }
+}
+
+std::shared_ptr<GraphSequence> capture_sequence(const GraphResources& resources, std::vector<CallSpec> specs,
+                                                const GraphOptions& options) {
   const c10::Device device = resources.runtime->device();
   resources.runtime->check_settings(/*graphs=*/true);
   name_generators(specs, options, device);
@@ -71,7 +210,7 @@ std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResourc
   SequenceCapture capture(sequence, used, std::move(specs));
   resources.owned_gradients->release_accumulators();
   try {
-    capture.run();
+    warm_up_and_capture(capture);
   } catch (...) {
     resources.owned_gradients->hold_accumulators();
     resources.exclusions->remove_static_inputs();
@@ -81,100 +220,6 @@ std::shared_ptr<GraphSequence> SequenceCapture::make_sequence(const GraphResourc
   }
   resources.owned_gradients->hold_accumulators();
   return std::make_shared<GraphSequence>(resources, std::move(sequence));
-}
-
-void SequenceCapture::run() {
-  runtime_.synchronize_device();
-  runtime_.release_cached_memory();  // of streams that the warm-up does not use
-  std::int64_t outside = runtime_.room().outside;
-  const auto grown = [&] {
-    const std::int64_t before = std::exchange(outside, runtime_.room().outside);
-    return std::max<std::int64_t>(0, outside - before);
-  };
-  {
-    const StreamGuard on_capture(runtime_, capture_);
-    sizings_ = warm_up(specs_, sequence_.options, runtime_, *resources_.tree, *resources_.exclusions, reads_.met(),
-                       resources_.progress);
-  }
-  runtime_.synchronize_device();
-  sequence_.outside.warm_up = grown();
-  make_plan_and_pin();
-  prepare_calls();
-  runtime_.release_cached_memory();
-  (void)grown();  // pinned memory has tables on the device too
-  {
-    // Until the last backward is captured: a backward finds its parameters by the accumulators that the forwards made.
-    Sandbox sandbox;
-    sandbox.hide_hooks_and_accumulators(all_parameters());
-    const StreamGuard on_capture(runtime_, capture_);
-    for (const auto graph_index : c10::irange(order_.size())) {
-      const std::size_t call = order_.run_at(graph_index);
-      if (order_.is_backward(graph_index)) {
-        say(ProgressPhase::capture_backward, order_.backward_rank(call), call);
-        naming(sequence_.describe(call) + ", backward", [&] { capture_backward(call); });
-      } else {
-        say(ProgressPhase::capture_forward, call, call);
-        naming(sequence_.describe(call) + ", forward", [&] { capture_forward(call); });
-      }
-    }
-    history_.refuse_to_run();
-  }
-  settle_hooked_weights();
-  sequence_.outside.graphs = grown();
-  for (Live& live : live_) {
-    live = {};
-  }
-  resources_.exclusions->remove_static_inputs();
-  if (sequence_.memory->shared()) {
-    share_outputs();
-  }
-  for (CapturedCall& call : sequence_.calls) {
-    call.make_lists();
-    if (call.spec.module == nullptr) {
-      call.reads.modules.attend_to(call.reads.watched);
-    }
-  }
-  sequence_.pool_use = use_.finish(sequence_.calls, order_);
-  runtime_.synchronize_device();
-  fill_kept_tensors();
-  runtime_.release_cached_memory();
-}
-
-void SequenceCapture::say(ProgressPhase phase, std::size_t index, std::size_t call) const {
-  if (resources_.progress) {
-    resources_.progress({phase, index, specs_.size(), specs_[call].name});
-  }
-}
-
-void SequenceCapture::record_caller_event() {
-  if (const auto& event = sequence_.options.cuda_graph_event(); event != nullptr) {
-    runtime_.record(GraphEventState::event_of(*event), capture_);
-  }
-}
-
-void SequenceCapture::hold_reads(CapturedCall& call) {
-  for (const at::Tensor& tensor : reads_.give_to(call)) {
-    watch(call, tensor);
-  }
-}
-
-void SequenceCapture::check_hooked_weights(std::size_t index) const {
-  if (sequence_.calls[index].spec.hooks != nullptr && sequence_.change(index).stale()) {
-    throw CaptureError("its capture-time hooks placed weights at other addresses for backward than for forward (" +
-                       sequence_.difference(index) +
-                       "). A replay reads the same addresses in forward and backward; let before_forward and "
-                       "before_backward place the weights in the same memory");
-  }
-}
-
-void SequenceCapture::settle_hooked_weights() {
-  for (const auto i : c10::irange(specs_.size())) {
-    CapturedCall& call = sequence_.calls[i];
-    if (call.spec.hooks != nullptr) {
-      CaptureReads::release_registered(call);
-      call.placed_by_hooks = sequence_.change(i).stale();
-    }
-  }
 }
 
 }  // namespace sidestream

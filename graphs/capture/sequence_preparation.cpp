@@ -26,71 +26,44 @@ std::uint64_t selected_bytes(const Profile& profile) {
   return bytes;
 }
 
-}  // namespace
-
-SequenceCapture::SequenceCapture(CapturedSequence& sequence, const GraphResources& resources,
-                                 std::vector<CallSpec> specs)
-    : sequence_(sequence),
-      resources_(resources),
-      runtime_(*resources.runtime),
-      order_(sequence.order),
-      specs_(std::move(specs)),
-      reads_(*resources.exclusions),
-      use_(runtime_, *sequence.pool),
-      lives_(specs_, order_, holders_, sequence.options.retain_graph_in_backward()),
-      capture_(resources.capture_stream->get()),
-      live_(specs_.size()) {
-  register_holders();
-}
-
-void SequenceCapture::register_holders() {
-  holders_.add([this](KnownReferences& references) {
-    for (const CapturedCall& call : sequence_.calls) {
-      call.tell(references);
-    }
-  });
-  holders_.add([this](KnownReferences& references) {
-    for (const Live& live : live_) {
-      for (const std::vector<at::Tensor>* const tensors : {&live.leaves, &live.arguments, &live.outputs}) {
-        for (const at::Tensor& tensor : *tensors) {
-          references.add(tensor);
-        }
-      }
-      if (live.recorder != nullptr) {
-        for (const SavedIdentity& identity : live.recorder->identities()) {
-          if (const auto saved = identity.saved.lock(); saved != nullptr) {
-            references.add(*saved);
-          }
-        }
-      }
-    }
-  });
-}
-
-CopyWindow SequenceCapture::window_for(const std::vector<std::uint64_t>& selected) const {
-  if (resources_.room != CopyRoom::as_planned) {
+/// For calls that save `selected` bytes.
+CopyWindow window_for(const SequenceCapture& capture, const std::vector<std::uint64_t>& selected) {
+  if (capture.resources.room != CopyRoom::as_planned) {
     return CopyLimits::smallest(selected);
   }
-  CopyLimits::Calls calls{sequence_.options.side_streams(), {}, resources_.link};
-  for (const CallSizing& sizing : sizings_) {
+  CopyLimits::Calls calls{capture.sequence.options.side_streams(), {}, capture.resources.link};
+  for (const CallSizing& sizing : capture.sizings) {
     calls.paces.push_back(sizing.pace);
   }
-  return resources_.eager->limits().for_calls(order_, selected, calls);
+  return capture.resources.eager->limits().for_calls(capture.order, selected, calls);
 }
 
-void SequenceCapture::make_plan_and_pin() {
-  Profile& profile = sequence_.profile;
+/// Of an accumulated gradient: the `.grad` that the backward graph adds into.
+OwnedGradient prepare_grad(OwnedGradients& gradients, const CapturedCall& call, const at::Tensor& parameter) {
+  if (has_gradient_hooks(parameter)) {
+    throw UsageError(
+        "graphed call \"" + call.spec.name + "\": a parameter has gradient hooks, but a backward graph that " +
+        "adds into .grad would not run them. Capture with another GradientPolicy than accumulated for this "
+        "parameter (GraphOptions::gradients)");
+  }
+  return gradients.of(parameter);
+}
+
+}  // namespace
+
+std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
+  Profile& profile = capture.sequence.profile;
   std::vector<std::uint64_t> selected;
-  for (const CallSizing& sizing : sizings_) {
+  for (const CallSizing& sizing : capture.sizings) {
     selected.push_back(selected_bytes(sizing.profile));
   }
-  const CopyWindow window = window_for(selected);
-  const std::vector<bool> staying = resources_.room == CopyRoom::none_stays
-                                        ? std::vector<bool>(specs_.size())
-                                        : needed_immediately(order_, selected, window);
+  const CopyWindow window = window_for(capture, selected);
+  const std::vector<bool> staying = capture.resources.room == CopyRoom::none_stays
+                                        ? std::vector<bool>(capture.specs.size())
+                                        : needed_immediately(capture.order, selected, window);
   std::vector<std::size_t> first_storage;
-  for (const auto i : c10::irange(specs_.size())) {
-    const Profile& call = sizings_[i].profile;
+  for (const auto i : c10::irange(capture.specs.size())) {
+    const Profile& call = capture.sizings[i].profile;
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
     for (GroupProfile group : call.groups) {
@@ -104,34 +77,37 @@ void SequenceCapture::make_plan_and_pin() {
       profile.storages.push_back(std::move(storage));
     }
   }
-  if (sequence_.memory->shared()) {
-    shared_slots_.emplace(sequence_.memory->slots(resources_.arena));
+  if (capture.sequence.memory->shared()) {
+    capture.shared_slots.emplace(capture.sequence.memory->slots(capture.resources.arena));
   }
-  sequence_.plan = plan_and_pin(profile, *resources_.arena, HostArena::Surplus::kept, resources_.progress,
-                                shared_slots_ ? &*shared_slots_ : nullptr);
-  if (resources_.room != CopyRoom::as_planned) {
-    sequence_.plan.notes.push_back(
-        "device memory ran out while \"" + specs_.front().name +
+  capture.sequence.plan =
+      plan_and_pin(profile, *capture.resources.arena, HostArena::Surplus::kept, capture.resources.progress,
+                   capture.shared_slots ? &*capture.shared_slots : nullptr);
+  if (capture.resources.room != CopyRoom::as_planned) {
+    capture.sequence.plan.notes.push_back(
+        "device memory ran out while \"" + capture.specs.front().name +
         "\" and the calls after it were captured as planned. They were captured again so that at most " +
         std::to_string(window.lag) +
         " bytes of offloaded storages are on the device, beside what the running call saves" +
-        (resources_.room == CopyRoom::none_stays ? "; groups that backward needs immediately are offloaded as well"
-                                                 : ""));
+        (capture.resources.room == CopyRoom::none_stays
+             ? "; groups that backward needs immediately are offloaded as well"
+             : ""));
   } else if (std::string note =
-                 resources_.eager->limits().note(window, "the tensors that the largest graphed call saves");
+                 capture.resources.eager->limits().note(window, "the tensors that the largest graphed call saves");
              !note.empty()) {
-    sequence_.plan.notes.push_back(std::move(note));
+    capture.sequence.plan.notes.push_back(std::move(note));
   }
-  if (resources_.attempt != nullptr) {
-    *resources_.attempt = {profile, sequence_.plan};
+  if (capture.resources.attempt != nullptr) {
+    *capture.resources.attempt = {profile, capture.sequence.plan};
   }
   std::vector<std::uint64_t> offloaded;
-  for (const auto i : c10::irange(specs_.size())) {
-    const CallSizing& sizing = sizings_[i];
-    live_[i].planned = lay_out(sizing.profile, sizing.scopes, sequence_.plan.decisions.data() + first_storage[i]);
+  for (const auto i : c10::irange(capture.specs.size())) {
+    const CallSizing& sizing = capture.sizings[i];
+    capture.live[i].planned =
+        lay_out(sizing.profile, sizing.scopes, capture.sequence.plan.decisions.data() + first_storage[i]);
     std::uint64_t bytes = 0;
     for (std::size_t s = 0; s < sizing.profile.storages.size(); ++s) {
-      const bool is_offloaded = sequence_.plan.decisions[first_storage[i] + s].fate == Fate::offloaded;
+      const bool is_offloaded = capture.sequence.plan.decisions[first_storage[i] + s].fate == Fate::offloaded;
       bytes += is_offloaded ? sizing.profile.storages[s].bytes : 0;
     }
     offloaded.push_back(bytes);
@@ -139,23 +115,23 @@ void SequenceCapture::make_plan_and_pin() {
       selected[i] = bytes;  // bytes that stay for other reasons are in no copy's way
     }
   }
-  copy_places_ = copy_places(order_, selected, offloaded, window);
+  return copy_places(capture.order, selected, offloaded, window);
 }
 
-void SequenceCapture::prepare_calls() {
+void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& places) {
   const at::NoGradGuard no_grad;
-  const GradientPolicies policies(sequence_.options, resources_.model, specs_);
-  sequence_.calls.resize(specs_.size());
-  for (const auto i : c10::irange(specs_.size())) {
-    CapturedCall& call = sequence_.calls[i];
-    call.spec = specs_[i];
+  const GradientPolicies policies(capture.sequence.options, capture.resources.model, capture.specs);
+  capture.sequence.calls.resize(capture.specs.size());
+  for (const auto i : c10::irange(capture.specs.size())) {
+    CapturedCall& call = capture.sequence.calls[i];
+    call.spec = capture.specs[i];
     call.site = call.spec.scope->site;
-    call.forward.done = runtime_.create_external_event();
-    call.backward.done = runtime_.create_external_event();
-    call.copies.released_at = copy_places_[i].released_at;
-    call.copies.reload_at = copy_places_[i].reload_at;
-    call.reads.in_backward = sizings_[i].backward_reads;
-    call.casts = sizings_[i].casts;
+    call.forward.done = capture.runtime.create_external_event();
+    call.backward.done = capture.runtime.create_external_event();
+    call.copies.released_at = places[i].released_at;
+    call.copies.reload_at = places[i].reload_at;
+    call.reads.in_backward = capture.sizings[i].backward_reads;
+    call.casts = capture.sizings[i].casts;
     take_facts(call);
     for (CallInput& input : call.spec.inputs) {
       StaticInput held;
@@ -165,34 +141,34 @@ void SequenceCapture::prepare_calls() {
         held.requires_grad = call.inputs[input.aliases->same_as].requires_grad;
       } else if (!input.from && input.sample.defined()) {
         held.requires_grad = input.sample.requires_grad();
-        held.tensor = at::empty_like(input.sample.detach(), c10::TensorOptions().device(runtime_.device()));
+        held.tensor = at::empty_like(input.sample.detach(), c10::TensorOptions().device(capture.runtime.device()));
         held.tensor.copy_(input.sample.detach());
-        reads_.made(held.tensor);
+        capture.reads.made(held.tensor);
       }
       held.from = input.from;
       input.sample = at::Tensor();
       call.inputs.push_back(std::move(held));
     }
-    specs_[i].inputs.clear();  // and with them the samples: the capture needs the memory
-    for (const at::Tensor& parameter : sizings_[i].parameters) {
+    capture.specs[i].inputs.clear();  // and with them the samples: the capture needs the memory
+    for (const at::Tensor& parameter : capture.sizings[i].parameters) {
       CallParameter& held = call.parameters.emplace_back();
       held.tensor = parameter;
       held.policy = policies.of(call.spec, parameter);
       if (held.policy == GradientPolicy::accumulated) {
-        const OwnedGradient owned = prepare_grad(call, parameter);
+        const OwnedGradient owned = prepare_grad(*capture.resources.owned_gradients, call, parameter);
         held.grad = owned.memory;
         held.attached = owned.attached;
         call.accumulates = true;
       }
-      watch(call, parameter);
+      watch_tensor(call, parameter);
     }
-    for (const at::Tensor& leaf : sizings_[i].outside) {  // even if its gradient is none of the sequence's
-      watch(call, leaf);
+    for (const at::Tensor& leaf : capture.sizings[i].outside) {  // even if its gradient is none of the sequence's
+      watch_tensor(call, leaf);
     }
   }
 }
 
-void SequenceCapture::take_facts(CapturedCall& call) {
+void take_facts(CapturedCall& call) {
   call.reads.modules = call.spec.state.modules.as_now(/*with_tensors=*/call.spec.module != nullptr);
   call.reads.modules.take_flags(call.spec.state.modules);
   for (TensorFacts& watched : call.reads.watched) {
@@ -202,7 +178,7 @@ void SequenceCapture::take_facts(CapturedCall& call) {
   }
 }
 
-void SequenceCapture::watch(CapturedCall& call, const at::Tensor& tensor) {
+void watch_tensor(CapturedCall& call, const at::Tensor& tensor) {
   const auto is_it = [&](const TensorFacts& known) { return known.tensor().is_same(tensor); };
   const auto& registered = call.reads.modules.tensors();
   if (std::none_of(registered.begin(), registered.end(), is_it) &&
@@ -216,24 +192,20 @@ void SequenceCapture::watch(CapturedCall& call, const at::Tensor& tensor) {
   }
 }
 
-OwnedGradient SequenceCapture::prepare_grad(const CapturedCall& call, const at::Tensor& parameter) {
-  if (has_gradient_hooks(parameter)) {
-    throw UsageError(
-        "graphed call \"" + call.spec.name + "\": a parameter has gradient hooks, but a backward graph that " +
-        "adds into .grad would not run them. Capture with another GradientPolicy than accumulated for this "
-        "parameter (GraphOptions::gradients)");
+void hold_reads(CaptureReads& reads, CapturedCall& call) {
+  for (const at::Tensor& tensor : reads.give_to(call)) {
+    watch_tensor(call, tensor);
   }
-  return resources_.owned_gradients->of(parameter);
 }
 
-std::vector<at::Tensor> SequenceCapture::all_parameters() const {
+std::vector<at::Tensor> all_parameters(const CapturedSequence& sequence) {
   std::vector<at::Tensor> tensors;
   const auto add = [&](const at::Tensor& parameter) {
     if (!holds(tensors, parameter)) {
       tensors.push_back(parameter);
     }
   };
-  for (const CapturedCall& call : sequence_.calls) {
+  for (const CapturedCall& call : sequence.calls) {
     for (const CallParameter& parameter : call.parameters) {
       add(parameter.tensor);
     }
