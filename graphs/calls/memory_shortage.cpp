@@ -172,6 +172,27 @@ void MemoryShortage::warn(const SequenceHolders& sequences, const SavedTensorRec
   }
 }
 
+namespace {
+
+/// A MemoryShortage around one attempt to capture a sequence.
+class CaptureShortage : public MemoryShortage {
+ public:
+  /// Call it when the allocator holds no cached memory.
+  explicit CaptureShortage(const EngineResources& resources);
+  /// Inside of a handler: the error says that the device is full.
+  [[nodiscard]] bool is_the_error() const;
+  /// Call it inside of a handler. Throws such an error as a DeviceError, any other error unchanged. The DeviceError says by how much the
+  /// calls of `attempt` (`first` and the calls after it) do not fit, which memory is held, and what else may be offloaded.
+  [[noreturn]] void rethrow(const SequenceHolders& sequences, const GraphResources::Attempt& attempt,
+                            const std::string& first) const;
+
+ private:
+  /// How much is missing, as far as it is known: later requests are not. Empty if it is not known.
+  [[nodiscard]] std::string lack(const std::string& first) const;
+
+  std::int64_t reserved_;
+};
+
 CaptureShortage::CaptureShortage(const EngineResources& resources)
     : MemoryShortage(resources), reserved_(resources.runtime->memory_stats().reserved) {}
 
@@ -189,7 +210,7 @@ std::string CaptureShortage::lack(const std::string& first) const {
          std::to_string(refusal.asked - refusal.free) + " too few. ";
 }
 
-void CaptureShortage::rethrow(const SequenceHolders& sequences, const CaptureAttempt& attempt,
+void CaptureShortage::rethrow(const SequenceHolders& sequences, const GraphResources::Attempt& attempt,
                               const std::string& first) const {
   const std::optional<NoRoom> error = met() ? error_in_hand() : std::nullopt;
   if (!error) {
@@ -205,12 +226,14 @@ void CaptureShortage::rethrow(const SequenceHolders& sequences, const CaptureAtt
       error->status);
 }
 
+}  // namespace
+
 std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, const SequenceHolders& others,
                                                  const std::function<void()>& mark_outputs,
                                                  const std::vector<CallSpec>& specs, const GraphOptions& options,
                                                  const std::shared_ptr<GraphMemory>& memory) {
   GraphResources graphs = resources.for_graphs();
-  CaptureAttempt attempt;
+  GraphResources::Attempt attempt;
   graphs.attempt = &attempt;
   graphs.memory = memory;
   const bool may_offload_more = offloads(resources.options);
@@ -218,7 +241,7 @@ std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, con
   const bool takes_what_fits = options.agree_to_capture() != nullptr;
   resources.runtime->release_cached_memory();
   for (;;) {
-    const bool last = graphs.room == CopyRoom::none_stays || !may_offload_more;
+    const bool last = graphs.room == GraphResources::CopyRoom::none_stays || !may_offload_more;
     std::shared_ptr<GraphSequence> sequence;
     const CaptureShortage shortage(resources);
     try {
@@ -238,7 +261,8 @@ std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, con
       sequence.reset();
       mark_outputs();
     }
-    graphs.room = graphs.room == CopyRoom::as_planned ? CopyRoom::least : CopyRoom::none_stays;
+    graphs.room = graphs.room == GraphResources::CopyRoom::as_planned ? GraphResources::CopyRoom::least
+                                                                      : GraphResources::CopyRoom::none_stays;
     resources.runtime->release_cached_memory();
   }
 }

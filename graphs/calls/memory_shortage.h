@@ -35,25 +35,6 @@ class MemoryShortage {
   std::int64_t allocated_;
 };
 
-/// The same around one attempt to capture a sequence.
-class CaptureShortage : public MemoryShortage {
- public:
-  /// Call it when the allocator holds no cached memory.
-  explicit CaptureShortage(const EngineResources& resources);
-  /// Inside of a handler: the error says that the device is full.
-  [[nodiscard]] bool is_the_error() const;
-  /// Call it inside of a handler. Throws such an error as a DeviceError, any other error unchanged. The DeviceError says by how much the
-  /// calls of `attempt` (`first` and the calls after it) do not fit, which memory is held, and what else may be offloaded.
-  [[noreturn]] void rethrow(const SequenceHolders& sequences, const CaptureAttempt& attempt,
-                            const std::string& first) const;
-
- private:
-  /// How much is missing, as far as it is known: later requests are not. Empty if it is not known.
-  [[nodiscard]] std::string lack(const std::string& first) const;
-
-  std::int64_t reserved_;
-};
-
 /// Captures a sequence that fits the device. If memory runs out, or if less is left than the rest of a step took (EagerMemoryEstimate),
 /// the sequence is captured again, at most twice, with fewer offloaded bytes on the device at a time. This needs options that offload
 /// something. No graph of the sequence has replayed by then. The rest of a step is an estimate: if less is left in the end, a note says

@@ -15,7 +15,7 @@
 #include <torch/nn/module.h>
 
 #include "graphs/guards/call_spec.h"
-#include "graphs/resources/eager_memory_estimate.h"
+#include "graphs/resources/step_memory.h"
 #include "offload/autograd_walk.h"
 #include "offload/saved_tensor_recorder.h"
 #include "sidestream/error.h"

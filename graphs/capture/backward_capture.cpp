@@ -14,10 +14,9 @@
 #include "graphs/capture/graph_check.h"
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/sequence_capture.h"
-#include "graphs/gradients/added_gradients.h"
-#include "graphs/gradients/given_gradients.h"
 #include "graphs/gradients/gradient_leaves.h"
-#include "graphs/guards/call_state.h"
+#include "graphs/gradients/owned_gradients.h"
+#include "graphs/guards/call_spec.h"
 #include "memory/storage_view.h"
 #include "offload/nested_backward.h"
 #include "runtime/capture_guard.h"
@@ -122,7 +121,7 @@ void allocate_targets(SequenceCapture& capture, std::size_t index) {
   const std::vector<std::size_t>& by_backward = capture.order.by_backward();
   for (std::size_t rank = capture.order.backward_rank(index); rank < by_backward.size(); ++rank) {
     const std::size_t i = by_backward[rank];
-    CallCopies& copies = capture.sequence.calls[i].copies;
+    CapturedCall::Copies& copies = capture.sequence.calls[i].copies;
     if (!copies.allocated && copies.reload_at <= graph_index && capture.order.forward_index(i) < graph_index) {
       const Site site(Activity::reload, capture.sequence.calls[i].spec.scope->site);
       copies.allocated = true;
@@ -249,7 +248,7 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);
     const NestedBackwardRefusal no_nested;
-    const BackwardStateGuard state(call.spec.state);
+    const CallStateGuard state(call.spec.state, Direction::backward);
     const OperatorObserverGuard observer = capture.reads.watch();
     NodeNaming naming(capture.runtime, capture.stream, call.backward.names, *call.spec.scope, live.scopes);
     const OperatorObserverGuard names = naming.watch();
@@ -270,7 +269,7 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
   const std::vector<GraphNode> nodes = capture.runtime.nodes(call.backward.graph);
   check_graph_events(nodes, call.backward.names, call.backward.done, {}, what);
   check_nodes(nodes, call.backward.names, call.copies.captured, what);
-  check_copy_ends(call.copies.captured, CopyEnds::targets, what);
+  check_copy_ends(call.copies.captured, Direction::backward, what);
   finish_backward(capture, index);
 }
 

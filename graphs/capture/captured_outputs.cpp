@@ -1,4 +1,4 @@
-#include "graphs/capture/captured_outputs.h"
+#include "graphs/capture/sequence_capture.h"
 
 #include <algorithm>
 #include <string>

@@ -11,7 +11,6 @@
 #include "graphs/capture/body_hooks.h"
 #include "graphs/gradients/gradient_leaves.h"
 #include "graphs/guards/call_spec.h"
-#include "graphs/guards/call_state.h"
 #include "graphs/sandbox/sandbox.h"
 #include "observe/operator_observer.h"
 #include "offload/nested_backward.h"
@@ -89,7 +88,7 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
     clock->forward_begins();
   }
   {
-    const ForwardStateGuard state(spec.state);
+    const CallStateGuard state(spec.state, Direction::forward);
     const std::vector<at::Tensor> arguments = arguments_of(spec, inputs);
     const std::vector<bool> flags = flags_of(arguments);
     spec.body(arguments.data(), outputs);
@@ -124,7 +123,7 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
     std::copy_if(targets.begin(), targets.end(), std::back_inserter(found),
                  [&](const at::Tensor& t) { return !holds(known, t); });
     sandbox.hide_hooks(found);  // the backward finds these leaves by the accumulators that the forward made
-    const BackwardStateGuard state(spec.state);
+    const CallStateGuard state(spec.state, Direction::backward);
     grads = torch::autograd::grad(roots, targets, seeds, /*retain_graph=*/false, /*create_graph=*/false,
                                   /*allow_unused=*/true);
   }

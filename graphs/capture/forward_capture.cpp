@@ -8,13 +8,11 @@
 
 #include "base/site.h"
 #include "graphs/capture/body_hooks.h"
-#include "graphs/capture/captured_outputs.h"
 #include "graphs/capture/eager_pass.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/sequence_capture.h"
 #include "graphs/guards/call_spec.h"
-#include "graphs/guards/call_state.h"
 #include "runtime/capture_guard.h"
 
 namespace sidestream {
@@ -104,7 +102,7 @@ void capture_forward(SequenceCapture& capture, std::size_t index) {
       const RecorderGuard recording(live.recorder.get());
       RecorderScope scope(*live.recorder, call.spec.scope);
       {
-        const ForwardStateGuard state(call.spec.state);
+        const CallStateGuard state(call.spec.state, Direction::forward);
         live.arguments = arguments_of(call.spec, live.leaves);
         const SavedTensorGuard noting(&saved);
         call.spec.body(live.arguments.data(), outputs);
@@ -136,7 +134,7 @@ void capture_forward(SequenceCapture& capture, std::size_t index) {
   const std::vector<GraphNode> nodes = capture.runtime.nodes(call.forward.graph);
   check_graph_events(nodes, call.forward.names, call.forward.done, ready, what);
   check_nodes(nodes, call.forward.names, call.copies.captured, what);
-  check_copy_ends(call.copies.captured, CopyEnds::sources, what);
+  check_copy_ends(call.copies.captured, Direction::forward, what);
   live.outputs.assign(outputs.begin(), outputs.end());
   learn_outputs(call, live.arguments, outputs, saved, *capture.resources.exclusions);
   capture.lives.forward_captured({call.outputs, call.output_storages},

@@ -142,7 +142,7 @@ void check_nodes(const std::vector<GraphNode>& nodes, const NodeNames& names, co
   }
 }
 
-void check_copy_ends(const CapturedCopies& copies, CopyEnds ends, const std::string& what) {
+void check_copy_ends(const CapturedCopies& copies, Direction direction, const std::string& what) {
   std::size_t group = 0;
   for (std::size_t i = 0; i < copies.copies.size(); ++i) {
     while (group + 1 < copies.groups.size() && i >= copies.groups[group].end) {
@@ -151,7 +151,7 @@ void check_copy_ends(const CapturedCopies& copies, CopyEnds ends, const std::str
     const CapturedCopy& copy = copies.copies[i];
     const SavedStorage& saved = *copies.storages[copy.storage];
     const bool leased = is_leased_by(saved, copy.host, copy.bytes);
-    const void* const end = ends == CopyEnds::sources ? copy.source : copy.target;
+    const void* const end = direction == Direction::forward ? copy.source : copy.target;
     const bool allocated = saved.device && lies_in(end, copy.bytes, saved.device.data(), saved.device.nbytes());
     if (!leased || !allocated) {
       throw CaptureError(what + ": a copy of " + std::to_string(copy.bytes) + " bytes of group \"" +

@@ -1,9 +1,9 @@
 #pragma once
 #include <cstddef>
-#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "analysis/sequence_order.h"
 #include "graphs/sequence/node_names.h"
 #include "offload/captured_copies.h"
 #include "runtime/graph_node.h"
@@ -21,12 +21,10 @@ namespace sidestream {
 void check_nodes(const std::vector<GraphNode>& nodes, const NodeNames& names, const CapturedCopies& copies,
                  const std::string& what);
 
-/// Which ends of the copies beside a graph exist: sources from the forward's capture on, targets from the backward's.
-enum class CopyEnds : std::uint8_t { sources, targets };
-
 /// Checks the copies that replays queue beside a graph: their host memory is in live leases, their device memory in the storages that
-/// were allocated for it. Not for the replay path.  Throws: CaptureError that names the group.
-void check_copy_ends(const CapturedCopies& copies, CopyEnds ends, const std::string& what);
+/// were allocated for it. The sources exist from the forward's capture on, the targets from the backward's: `direction` says which one has
+/// ended. Not for the replay path.  Throws: CaptureError that names the group.
+void check_copy_ends(const CapturedCopies& copies, Direction direction, const std::string& what);
 
 /// Checks the nodes of a captured graph (rule: an event that a graph does not record is a silent no-op): exactly one record of `done` and of
 /// each event of `ready`; `done` descends from every node that does anything. `what` names the graph in the error, `names` its nodes.

@@ -2,8 +2,8 @@
 
 #include "base/site.h"
 #include "graphs/capture/sequence_capture.h"
-#include "graphs/guards/call_generators.h"
-#include "graphs/outputs/end_of_backward.h"
+#include "graphs/guards/call_spec.h"
+#include "graphs/outputs/storage_holders.h"
 #include "graphs/sandbox/sandbox.h"
 #include "sidestream/error.h"
 

@@ -17,7 +17,7 @@ bool is_engine(const OperatorAccess& access) { return std::string_view(access.na
 
 }  // namespace
 
-void GradientScopes::enter(const ScopeNode& scope) {
+void NodeNaming::Scopes::enter(const ScopeNode& scope) {
   const std::uint64_t next = at::sequence_number::peek();
   if (!begins_.empty() && begins_.back().first == next) {
     begins_.back().second = &scope;
@@ -26,14 +26,14 @@ void GradientScopes::enter(const ScopeNode& scope) {
   }
 }
 
-const ScopeNode* GradientScopes::of(std::uint64_t sequence_number) const noexcept {
+const ScopeNode* NodeNaming::Scopes::of(std::uint64_t sequence_number) const noexcept {
   const auto after = std::upper_bound(begins_.begin(), begins_.end(), sequence_number,
                                       [](std::uint64_t sought, const auto& begin) { return sought < begin.first; });
   return after == begins_.begin() ? nullptr : (after - 1)->second;
 }
 
 NodeNaming::NodeNaming(const Runtime& runtime, c10::Stream capture, NodeNames& names, SavedTensorRecorder& recorder,
-                       GradientScopes& scopes)
+                       Scopes& scopes)
     : runtime_(runtime),
       capture_(capture),
       names_(names),
@@ -44,7 +44,7 @@ NodeNaming::NodeNaming(const Runtime& runtime, c10::Stream capture, NodeNames& n
 }
 
 NodeNaming::NodeNaming(const Runtime& runtime, c10::Stream capture, NodeNames& names, const ScopeNode& call,
-                       const GradientScopes& scopes)
+                       const Scopes& scopes)
     : runtime_(runtime), capture_(capture), names_(names), scope_(&call), gradient_scopes_(&scopes) {}
 
 NodeNaming::~NodeNaming() {
@@ -83,7 +83,7 @@ void NodeNaming::began(const OperatorAccess& access) {
     mark(scope_->name, access.name);
     return;
   }
-  const GradientScopes& known = gradient_scopes_ != nullptr ? *gradient_scopes_ : *learned_;
+  const Scopes& known = gradient_scopes_ != nullptr ? *gradient_scopes_ : *learned_;
   const ScopeNode* const scope = known.of(node->sequence_nr());
   mark(scope == nullptr ? scope_->name : scope->name, node->name() + ": " + access.name);
 }

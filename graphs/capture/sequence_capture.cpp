@@ -10,7 +10,7 @@
 #include <c10/util/irange.h>
 
 #include "graphs/capture/warmup.h"
-#include "graphs/guards/call_generators.h"
+#include "graphs/guards/call_spec.h"
 #include "graphs/sandbox/sandbox.h"
 #include "graphs/sequence/graph_event_state.h"
 #include "observe/held_draws.h"
@@ -82,6 +82,23 @@ void share_outputs(CapturedSequence& sequence) {
   }
 }
 
+/// Offloaded bytes of each call are on the device until its sources are released, and again from its reload on.
+void count_in_flight(const CapturedSequence& sequence, std::vector<PoolUse::GraphUse>& graphs) {
+  for (std::size_t i = 0; i < sequence.calls.size(); ++i) {
+    const CapturedCall::Copies& copies = sequence.calls[i].copies;
+    const auto bytes = static_cast<std::int64_t>(copies.captured.bytes);
+    if (bytes == 0) {
+      continue;
+    }
+    const std::size_t forward = sequence.order.forward_index(i);
+    for (std::size_t graph_index = forward; graph_index < sequence.order.backward_index(i); ++graph_index) {
+      const bool here = graph_index < copies.released_at || graph_index >= copies.reload_at;
+      graphs[graph_index].in_flight += here && graph_index > forward ? bytes : 0;
+      graphs[graph_index].in_flight_after += here ? bytes : 0;
+    }
+  }
+}
+
 void warm_up_and_capture(SequenceCapture& capture) {
   capture.runtime.synchronize_device();
   capture.runtime.release_cached_memory();  // of streams that the warm-up does not use
@@ -132,7 +149,8 @@ void warm_up_and_capture(SequenceCapture& capture) {
       call.reads.modules.attend_to(call.reads.watched);
     }
   }
-  capture.sequence.pool_use = capture.use.finish(capture.sequence.calls, capture.order);
+  capture.sequence.pool_use = capture.use.finish(capture.order.size());
+  count_in_flight(capture.sequence, capture.sequence.pool_use);
   capture.runtime.synchronize_device();
   fill_kept_tensors(capture);
   capture.runtime.release_cached_memory();

@@ -8,12 +8,12 @@
 #include "analysis/sequence_order.h"
 #include "graphs/capture/body_hooks.h"
 #include "graphs/capture/capture_reads.h"
-#include "graphs/capture/captured_use.h"
 #include "graphs/capture/node_naming.h"
-#include "graphs/capture/sizing_pass.h"
+#include "graphs/capture/warmup.h"
 #include "graphs/outputs/output_liveness.h"
 #include "graphs/outputs/storage_holders.h"
 #include "graphs/sequence/graph_sequence.h"
+#include "graphs/sequence/pool_use.h"
 #include "offload/saved_tensor_recorder.h"
 
 namespace sidestream {
@@ -34,7 +34,7 @@ struct SequenceCapture {
     std::vector<at::Tensor> grad_inputs;  ///< owning
     PlannedPass planned;
     std::unique_ptr<SavedTensorRecorder> recorder;
-    GradientScopes scopes;  ///< of the forward
+    NodeNaming::Scopes scopes;  ///< of the forward
   };
 
   /// Both must outlive this object. Its holders are the calls, and what exists while capturing.
@@ -53,7 +53,7 @@ struct SequenceCapture {
   std::vector<CallSpec> specs;
   std::vector<CallSizing> sizings;
   CaptureReads reads;
-  CapturedUse use;
+  PoolUse::Measurement use;
   CapturedHistory history;
   StorageHolders holders;
   OutputLiveness lives;
@@ -73,6 +73,10 @@ void capture_backward(SequenceCapture& capture, std::size_t index);
 /// After the last capture: gives tensors that modules keep of their capture a value, see Note [Tensors that a module keeps].
 void fill_kept_tensors(SequenceCapture& capture);
 
+/// Sorts the outputs of the captured body of `call` by whose memory they are. `leaves`: its inputs. `saved`: the storages that autograd saved in it.
+/// Throws: CaptureError for a view that a replay cannot make again of its own inputs.
+void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
+                   const SavedStorages& saved, const Exclusions& exclusions);
 /// The graphs of `call` will read its weights where they lie now.
 void take_facts(CapturedCall& call);
 /// From now on each replay compares `tensor`, which `call` reads and its module does not have.

@@ -28,7 +28,7 @@ std::uint64_t selected_bytes(const Profile& profile) {
 
 /// For calls that save `selected` bytes.
 CopyWindow window_for(const SequenceCapture& capture, const std::vector<std::uint64_t>& selected) {
-  if (capture.resources.room != CopyRoom::as_planned) {
+  if (capture.resources.room != GraphResources::CopyRoom::as_planned) {
     return CopyLimits::smallest(selected);
   }
   CopyLimits::Calls calls{capture.sequence.options.side_streams(), {}, capture.resources.link};
@@ -58,7 +58,7 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
     selected.push_back(selected_bytes(sizing.profile));
   }
   const CopyWindow window = window_for(capture, selected);
-  const std::vector<bool> staying = capture.resources.room == CopyRoom::none_stays
+  const std::vector<bool> staying = capture.resources.room == GraphResources::CopyRoom::none_stays
                                         ? std::vector<bool>(capture.specs.size())
                                         : needed_immediately(capture.order, selected, window);
   std::vector<std::size_t> first_storage;
@@ -83,13 +83,13 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
   capture.sequence.plan =
       plan_and_pin(profile, *capture.resources.arena, HostArena::Surplus::kept, capture.resources.progress,
                    capture.shared_slots ? &*capture.shared_slots : nullptr);
-  if (capture.resources.room != CopyRoom::as_planned) {
+  if (capture.resources.room != GraphResources::CopyRoom::as_planned) {
     capture.sequence.plan.notes.push_back(
         "device memory ran out while \"" + capture.specs.front().name +
         "\" and the calls after it were captured as planned. They were captured again so that at most " +
         std::to_string(window.lag) +
         " bytes of offloaded storages are on the device, beside what the running call saves" +
-        (capture.resources.room == CopyRoom::none_stays
+        (capture.resources.room == GraphResources::CopyRoom::none_stays
              ? "; groups that backward needs immediately are offloaded as well"
              : ""));
   } else if (std::string note =

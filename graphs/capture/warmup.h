@@ -1,9 +1,19 @@
 #pragma once
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
-#include "graphs/capture/sizing_pass.h"
+#include <ATen/core/Tensor.h>
+
+#include "analysis/copy_pace.h"
+#include "analysis/planner.h"
+#include "graphs/capture/eager_pass.h"
 #include "graphs/guards/call_spec.h"
+#include "graphs/outputs/linked_outputs.h"
+#include "graphs/sandbox/pass_watch.h"
+#include "graphs/sequence/captured_call.h"
 #include "offload/exclusions.h"
+#include "offload/saved_tensor_recorder.h"
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
 #include "runtime/weak_storage_set.h"
@@ -11,6 +21,31 @@
 #include "sidestream/progress.h"
 
 namespace sidestream {
+
+/// The result of the sizing pass of one call.
+struct CallSizing {
+  Profile profile;                        ///< groups and storages that autograd saved
+  std::vector<const ScopeNode*> scopes;   ///< of the profile's groups
+  std::vector<SavedIdentity> identities;  ///< of the profile's storages
+  LinkedOutputs::Use outputs;             ///< its saved storages are the profile's
+  std::vector<at::Tensor> parameters;     ///< leaves that got a gradient, the module's first, in their order
+  std::vector<at::Tensor> outside;  ///< leaves that the body read, except inputs, and that its module does not have
+  std::vector<BackwardRead> backward_reads;
+  bool casts = false;  ///< autocast was on somewhere in it
+  std::uint64_t saved_bytes = 0;
+  LayerPace pace;  ///< of the latest warm-up pass; zero where there was none, or no clock to time it by
+};
+
+/// The sizing pass of one call, whose body is run on `inputs`: forward and backward once, under the recorder and the operator
+/// observer. `watch` has entered the call; `outputs` gets what the body gave.
+/// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and errors of the body.
+[[nodiscard]] CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
+                                   const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
+                                   PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);
+
+/// Marks in the profiles the inputs that stay on the device. Offloading an output frees its memory only if one call saves it, as an
+/// input, and no body keeps it.
+void keep_outputs_that_several_need(std::vector<CallSizing>& sizings);
 
 /// Runs every call eagerly on the current stream, forward and backward: once under the recorder and the operator observer
 /// (the sizing pass), then `num_warmup_iters` times without offload, all between the two hooks. A Sandbox puts back gradients, module

@@ -11,11 +11,11 @@
 #include "graphs/calls/engine_counts.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
-#include "graphs/engine/step_memory.h"
 #include "graphs/engine/step_session.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
+#include "graphs/resources/step_memory.h"
 #include "graphs/verify/replay_verification.h"
 #include "sidestream/detail/module_forward.h"
 

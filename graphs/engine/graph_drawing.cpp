@@ -36,6 +36,15 @@ std::string in_quotes(std::string_view text) {
 
 std::string in_bytes(std::size_t bytes) { return std::to_string(bytes) + " bytes"; }
 
+/// Everything that a drawing shows of a graph, except its nodes.
+struct DrawnGraph {
+  const CapturedCall& call;
+  bool backward = false;
+  std::string stream;  ///< in words: which one launches it
+};
+
+/// One captured graph in Graphviz's language `dot`: its nodes, named by operator and scope, its events, the copies that
+/// replays queue beside it, and the bytes of what it reads and writes.
 class Drawing {
  public:
   Drawing(const Runtime& runtime, const DrawnGraph& drawn)
@@ -194,8 +203,6 @@ void write_text(const std::string& path, const std::string& text) {
 
 }  // namespace
 
-std::string draw_graph(const Runtime& runtime, const DrawnGraph& drawn) { return Drawing(runtime, drawn).draw(); }
-
 std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineSequences& sequences,
                                            const std::string& folder) {
   if (folder.empty()) {
@@ -213,7 +220,7 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineS
         }
         files.push_back(folder + "/" + file_name(number, index, call.spec.name, backward));
         write_text(files.back(),
-                   draw_graph(runtime, {call, backward, sequence.streams().in_words(backward ? 0 : index)}));
+                   Drawing(runtime, {call, backward, sequence.streams().in_words(backward ? 0 : index)}).draw());
       }
     }
     ++number;

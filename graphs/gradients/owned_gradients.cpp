@@ -1,14 +1,19 @@
 #include "graphs/gradients/owned_gradients.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/irange.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "graphs/outputs/storage_holders.h"
+#include "memory/storage_view.h"
+#include "offload/saved_tensor_recorder.h"
 #include "runtime/replayed_memory.h"
 #include "sidestream/error.h"
 
@@ -39,6 +44,33 @@ bool is_in_place(const AccumulatedGradient& gradient) {
 }
 
 bool is_owned(const CallParameter& parameter, const at::Tensor& grad) { return lies_in(grad, parameter.grad); }
+
+/// True if `grad` has all of its storage and no other tensor can use a part of it. False for a seed that is handed on, for the one
+/// gradient of a sum's two terms, and for an expanded number.
+bool has_own_memory(const at::Tensor& grad) {
+  return !others_hold(grad, 1) && grad.has_storage() && !others_hold(grad.storage(), 1) &&
+         grad.is_non_overlapping_and_dense() && grad.nbytes() == grad.storage().nbytes();
+}
+
+/// Autograd gives a leaf's hooks the sum of what reached it, on the stream that it would accumulate on.
+class Adder final : public torch::autograd::FunctionPreHook {
+ public:
+  Adder(at::Tensor target, char& added) : target_(std::move(target)), added_(&added) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    if (!grads[0].defined()) {
+      return grads;
+    }
+    const at::NoGradGuard no_grad;
+    target_.add_(grads[0]);
+    *added_ = 1;
+    return {at::Tensor()};
+  }
+
+ private:
+  at::Tensor target_;
+  char* added_;
+};
 
 }  // namespace
 
@@ -165,6 +197,50 @@ void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used) 
       parameter.grad.zero_();
     }
     parameter.tensor.mutable_grad() = in_graphs_memory(parameter.attached, parameter.grad);
+  }
+}
+
+void give_memory(CallParameter& parameter) {
+  if (!StorageView::supported(parameter.grad)) {
+    return;  // sparse: is cloned
+  }
+  if (!has_own_memory(parameter.grad)) {
+    const at::NoGradGuard no_grad;
+    parameter.grad = parameter.grad.clone();
+  }
+  parameter.memory.emplace(parameter.grad.storage());
+  parameter.view = StorageView::capture(parameter.grad);
+}
+
+bool give_input_gradients(std::vector<StaticInput>& inputs, const std::vector<at::Tensor>& grads) {
+  const auto first = std::find_if(grads.begin(), grads.end(), [](const at::Tensor& grad) { return grad.defined(); });
+  if (first == grads.end()) {
+    return false;
+  }
+  bool any = false;
+  const RecorderGuard no_recorder(nullptr);
+  await_end_of_backward(first->device());
+  for (const auto i : c10::irange(grads.size())) {
+    StaticInput& input = inputs[i];
+    if (StorageView::supported(grads[i]) && has_own_memory(grads[i])) {
+      input.memory.emplace(grads[i].storage());
+      input.view = StorageView::capture(grads[i]);
+      any = true;
+    }
+  }
+  return any;
+}
+
+AddedGradients::AddedGradients(std::vector<at::Tensor> leaves, const std::vector<at::Tensor>& targets)
+    : leaves_(std::move(leaves)), added_(leaves_.size()) {
+  for (const auto i : c10::irange(leaves_.size())) {
+    torch::autograd::impl::add_hook(leaves_[i], std::make_unique<Adder>(targets[i], added_[i]));
+  }
+}
+
+AddedGradients::~AddedGradients() {
+  for (const at::Tensor& leaf : leaves_) {
+    torch::autograd::impl::clear_hooks(leaf);
   }
 }
 

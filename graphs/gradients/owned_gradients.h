@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,14 +28,22 @@ struct CallParameter {
   OutputSet outputs = all_outputs;           ///< the outputs that lead to it in autograd's graph
 };
 
+/// Inside the capture of the backward: an owned parameter's gradient keeps the memory that the graph writes, as long as the graph lives.
+void give_memory(CallParameter& parameter);
+
+/// After the capture of the last backward in memory of the sequence's own: no later graph could use the memory of `grads`, the gradients
+/// of its `inputs`, which only the caller and autograd own. Gradients with storages of their own may be given out without a copy; a clone
+/// would take the same bytes again. Returns true if there is such a gradient.
+[[nodiscard]] bool give_input_gradients(std::vector<StaticInput>& inputs, const std::vector<at::Tensor>& grads);
+
+// The rest of this file is for GradientPolicy::accumulated: a backward graph that adds into the `.grad` of parameters itself.
+
 /// A `.grad` that the backward graph adds into, in the form that each replay checks. See are_in_place.
 struct AccumulatedGradient {
   const c10::TensorImpl* parameter;
   const c10::TensorImpl* attached;  ///< CallParameter::attached: the `.grad` in nearly all replays
   const void* memory;               ///< where CallParameter::grad begins
 };
-
-// The rest of this file is for GradientPolicy::accumulated: a backward graph that adds into the `.grad` of parameters itself.
 
 /// A gradient that graphs add into.
 struct OwnedGradient {
@@ -91,5 +100,26 @@ void check_owned_grads(const std::string& name, const std::vector<CallParameter>
 /// Attaches the gradients that the graph adds into, for parameters that an output in `used` leads to. If a parameter has no `.grad`, the
 /// gradient is zeroed and attached. If autograd has since put a `.grad` there, and no other code holds it, its values are taken.
 void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used);
+
+/// For its lifetime, adds the gradient that a backward pass computes for a leaf into that leaf's target as soon as the gradient is
+/// complete, and frees it. The caller of torch::autograd::grad gets no gradient for the leaf. So only one gradient is in memory at a
+/// time, as if autograd accumulated.
+///
+/// The leaves must have no other hooks meanwhile (Sandbox::hide_hooks).  Threads: begins and ends on one; autograd's threads add.
+class [[nodiscard]] AddedGradients {
+ public:
+  /// `targets`: one for each of `leaves`, which are distinct.
+  AddedGradients(std::vector<at::Tensor> leaves, const std::vector<at::Tensor>& targets);
+  AddedGradients(const AddedGradients&) = delete;
+  AddedGradients& operator=(const AddedGradients&) = delete;
+  ~AddedGradients();
+
+  /// True if the leaf of that index got a gradient. Call it after the backward has ended.
+  [[nodiscard]] bool has(std::size_t index) const noexcept { return added_[index] != 0; }
+
+ private:
+  std::vector<at::Tensor> leaves_;
+  std::vector<char> added_;  // each written by one hook
+};
 
 }  // namespace sidestream

@@ -2,7 +2,6 @@
 #include <array>
 #include <cstdint>
 #include <optional>
-#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
@@ -12,55 +11,41 @@
 
 namespace sidestream {
 
-/// Switches of the whole process that decide which kernels operators of one device type choose. Plain values.
-struct ProcessModes {
-  /// The precision of float32 products: of CUDA, then of oneDNN; products, convolutions, recurrent cells.
-  std::array<at::Float32Precision, 6> float32_precision{};
-  std::array<at::SDPBackend, at::num_sdp_backends> attention_order{};
-  at::CuBLASReductionOption half_reduction{};
-  at::CuBLASReductionOption bfloat16_reduction{};
-  c10::ScalarType default_dtype = c10::ScalarType::Float;
-  int cudnn_benchmark_limit = 0;
-  std::uint32_t switches = 0;  ///< one bit each, in the order of `process_switches`
-
-  [[nodiscard]] static ProcessModes current(c10::DeviceType type);
-  bool operator==(const ProcessModes& other) const noexcept = default;
-};
-
-/// One on-or-off switch of at::Context.
-struct ProcessSwitch {
-  bool (*get)(const at::Context& context);
-  void (*set)(at::Context& context, bool on);
-};
-/// Those that ProcessModes::switches holds.
-[[nodiscard]] const std::array<ProcessSwitch, 18>& process_switches() noexcept;
-/// The backend and operator of each entry of ProcessModes::float32_precision.
-[[nodiscard]] const std::array<std::pair<at::Float32Backend, at::Float32Op>, 6>& float32_operators() noexcept;
-/// How many of them matter to operators of `type`, from the first: a GPU has no use for oneDNN's.
-[[nodiscard]] constexpr std::size_t float32_count(c10::DeviceType type) noexcept {
-  return type == c10::DeviceType::CUDA ? 3 : 6;
-}
-
-/// Whether operators of one device type cast, and to what, on the calling thread; plain if they do not.
-struct AutocastState {
-  c10::DeviceType type = c10::DeviceType::CPU;
-  bool enabled = false;
-  bool cached = true;  ///< casts of weights are kept until the region ends
-  c10::ScalarType dtype = c10::ScalarType::Float;
-
-  [[nodiscard]] static AutocastState current(c10::DeviceType type);
-  bool operator==(const AutocastState& other) const noexcept = default;
-};
-
 /// The modes that the work of a call depends on. Inference mode is not among them: a captured call runs outside of it.
 struct CallModes {
-  AutocastState autocast;
-  ProcessModes process;
+  /// Whether operators of one device type cast, and to what, on the calling thread; plain if they do not.
+  struct Autocast {
+    c10::DeviceType type = c10::DeviceType::CPU;
+    bool enabled = false;
+    bool cached = true;  ///< casts of weights are kept until the region ends
+    c10::ScalarType dtype = c10::ScalarType::Float;
+
+    [[nodiscard]] static Autocast current(c10::DeviceType type);
+    bool operator==(const Autocast& other) const noexcept = default;
+  };
+
+  /// Switches of the whole process that decide which kernels operators of one device type choose. Plain values.
+  struct Process {
+    /// The precision of float32 products: of CUDA, then of oneDNN; products, convolutions, recurrent cells.
+    std::array<at::Float32Precision, 6> float32_precision{};
+    std::array<at::SDPBackend, at::num_sdp_backends> attention_order{};
+    at::CuBLASReductionOption half_reduction{};
+    at::CuBLASReductionOption bfloat16_reduction{};
+    c10::ScalarType default_dtype = c10::ScalarType::Float;
+    int cudnn_benchmark_limit = 0;
+    std::uint32_t switches = 0;  ///< one bit each, in the order of kSwitches
+
+    [[nodiscard]] static Process current(c10::DeviceType type);
+    bool operator==(const Process& other) const noexcept = default;
+  };
+
+  Autocast autocast;
+  Process process;
   bool gradients = true;  ///< false: a forward alone, under no_grad
 
   /// Of the calling thread, for operators of `type`. Allocates nothing.
   [[nodiscard]] static CallModes current(c10::DeviceType type) {
-    return {AutocastState::current(type), ProcessModes::current(type)};
+    return {Autocast::current(type), Process::current(type)};
   }
   /// The same outside of every autocast region.
   [[nodiscard]] CallModes without_autocast() const { return {{autocast.type}, process}; }
@@ -96,8 +81,8 @@ class [[nodiscard]] CallModesGuard {
 
  private:
   /// As LibTorch keeps it: it remembers dtype and cache switch where autocast is off, too.
-  AutocastState autocast_before_;
-  ProcessModes process_before_;
+  CallModes::Autocast autocast_before_;
+  CallModes::Process process_before_;
   bool process_differs_;
   at::AutoGradMode grad_mode_;
   std::optional<at::Float32MatmulPrecision> matmul_before_;  ///< the older switch, if it can be read

@@ -9,15 +9,43 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/util/ArrayRef.h>
 
-#include "graphs/guards/call_state.h"
+#include "analysis/sequence_order.h"
+#include "graphs/guards/call_modes.h"
 #include "graphs/guards/input_facts.h"
+#include "graphs/guards/module_facts.h"
 #include "offload/scope_tree.h"
 #include "sidestream/capture_time_hooks.h"
 #include "sidestream/detail/argument_parts.h"
 #include "sidestream/detail/module_forward.h"
+#include "sidestream/graph_options.h"
 
 namespace sidestream {
+
+/// The state that a call ran in. Its capture runs in the same state, whatever surrounds the capture, and replays only in it.
+struct CallState {
+  CallModes modes;
+  CallModes backward_modes;  ///< of its backward; without autocast, if no backward has been seen
+  ModuleFacts modules;       ///< of its module; of the model for a plain function
+
+  /// As it is now, on the calling thread.
+  [[nodiscard]] static CallState current(c10::DeviceType type, std::shared_ptr<const torch::nn::Module> module) {
+    const CallModes modes = CallModes::current(type);
+    return {modes, modes.without_autocast(), ModuleFacts(std::move(module))};
+  }
+};
+
+/// Sets flags and modes for its lifetime: those that a call had in its forward, or in its backward.
+class [[nodiscard]] CallStateGuard {
+ public:
+  CallStateGuard(const CallState& state, Direction direction)
+      : flags_(state.modules), modes_(direction == Direction::forward ? state.modes : state.backward_modes) {}
+
+ private:
+  ModelFlagsGuard flags_;
+  CallModesGuard modes_;
+};
 
 /// A call as a function of its tensors.
 using Body = std::function<void(const at::Tensor* inputs, detail::TensorBuffer& outputs)>;
@@ -62,5 +90,12 @@ struct CallSpec {
 /// The arguments that the body gets in place of its inputs, for which `leaves` stand. An argument is its leaf, or a tensor of the same
 /// memory that is no leaf, as in the call itself.
 [[nodiscard]] std::vector<at::Tensor> arguments_of(const CallSpec& spec, const std::vector<at::Tensor>& leaves);
+
+/// Adds the generators that `options` name to each call's generators. Each generator is there once; the default one of `device` is not.
+/// Throws: UsageError for an undefined generator and for a generator of another device.
+void name_generators(std::vector<CallSpec>& specs, const GraphOptions& options, c10::Device device);
+
+/// The default generator of `device`, then all that `specs` name, each once.
+[[nodiscard]] std::vector<at::Generator> generators_of(c10::ArrayRef<CallSpec> specs, c10::Device device);
 
 }  // namespace sidestream

@@ -29,7 +29,8 @@ InputAliases InputAliases::of(c10::ArrayRef<at::Tensor> inputs, std::size_t inde
 }
 
 template <class KeyOf>
-std::size_t AliasesInTurn::first_at(Table& table, const void* key, std::size_t index, const KeyOf& key_of) noexcept {
+std::size_t InputAliases::InTurn::first_at(Table& table, const void* key, std::size_t index,
+                                           const KeyOf& key_of) noexcept {
   constexpr std::uint64_t kSpread =
       0x9E3779B97F4A7C15;  // of Fibonacci hashing: its upper bits depend on all of the key's
   constexpr int kUpper = 64 - 9;
@@ -45,7 +46,7 @@ std::size_t AliasesInTurn::first_at(Table& table, const void* key, std::size_t i
   return index;
 }
 
-InputAliases AliasesInTurn::next() noexcept {
+InputAliases InputAliases::InTurn::next() noexcept {
   const std::size_t index = next_++;
   if (few_) {
     return InputAliases::of(inputs_, index);

@@ -11,6 +11,8 @@ namespace sidestream {
 /// Which arguments of one call share memory: for each argument the index of an earlier argument that is the same tensor, or that lies in
 /// the same storage. If there is no such argument, its own index.
 struct InputAliases {
+  class InTurn;
+
   std::size_t same_as = 0;
   std::size_t shares_with = 0;
 
@@ -20,9 +22,9 @@ struct InputAliases {
 
 /// The aliases of all arguments of a call, from the first on, without allocation and in time linear in them up to 256 of them; of more,
 /// each is compared with all before it.
-class AliasesInTurn {
+class InputAliases::InTurn {
  public:
-  explicit AliasesInTurn(c10::ArrayRef<at::Tensor> inputs) noexcept : inputs_(inputs), few_(is_few(inputs.size())) {
+  explicit InTurn(c10::ArrayRef<at::Tensor> inputs) noexcept : inputs_(inputs), few_(is_few(inputs.size())) {
     if (!few_) {
       tensors_.fill(0);
       storages_.fill(0);

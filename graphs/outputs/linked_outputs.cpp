@@ -5,7 +5,7 @@
 
 #include <c10/util/irange.h>
 
-#include "graphs/outputs/end_of_backward.h"
+#include "graphs/outputs/storage_holders.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

@@ -6,7 +6,6 @@
 #include "analysis/sequence_order.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/outputs/output_storage.h"
-#include "graphs/outputs/saved_storages.h"
 #include "graphs/outputs/static_tensors.h"
 #include "graphs/outputs/storage_holders.h"
 #include "offload/saved_tensor_recorder.h"

@@ -14,7 +14,7 @@ namespace sidestream {
 OutputStorage::OutputStorage(c10::Storage captured)
     : memory_(c10::make_intrusive<ReplayedMemory>(std::move(captured))) {}
 
-void OutputStorage::before_overwrite(Runtime& runtime, const Event& mark, OutputCounts& counts) {
+void OutputStorage::before_overwrite(Runtime& runtime, const Event& mark, Counts& counts) {
   if (!given_on_) {
     return;
   }

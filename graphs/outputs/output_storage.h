@@ -14,20 +14,6 @@
 
 namespace sidestream {
 
-/// What became of the storages of outputs.
-struct OutputCounts {
-  OutputCounts& operator+=(const OutputCounts& other) noexcept {
-    reused += other.reused;
-    copied += other.copied;
-    copied_bytes += other.copied_bytes;
-    return *this;
-  }
-
-  std::uint64_t reused = 0;  ///< no reference was left: given out again
-  std::uint64_t copied = 0;  ///< references were left: the bytes were copied out first
-  std::uint64_t copied_bytes = 0;
-};
-
 /// The memory of one storage that a captured forward makes and gives out. Several outputs may be views of it. Replays give out the same
 /// storage object as long as no other code holds it.
 ///
@@ -47,6 +33,20 @@ struct OutputCounts {
 /// Threads: one at a time; `users` of the memory may be added on any.
 class OutputStorage {
  public:
+  /// What became of the storages of outputs.
+  struct Counts {
+    Counts& operator+=(const Counts& other) noexcept {
+      reused += other.reused;
+      copied += other.copied;
+      copied_bytes += other.copied_bytes;
+      return *this;
+    }
+
+    std::uint64_t reused = 0;  ///< no reference was left: given out again
+    std::uint64_t copied = 0;  ///< references were left: the bytes were copied out first
+    std::uint64_t copied_bytes = 0;
+  };
+
   /// `captured`: as the capture made it.
   explicit OutputStorage(c10::Storage captured);
 
@@ -59,7 +59,7 @@ class OutputStorage {
   /// sequence, whose temporaries lie there too, or that of any graph which was captured when the memory was back in the pool. `mark`
   /// is recorded anew for each wait.
   /// Throws: what the allocator throws if there is no room for a copy; nothing has changed then.
-  void before_overwrite(Runtime& runtime, const Event& mark, OutputCounts& counts);
+  void before_overwrite(Runtime& runtime, const Event& mark, Counts& counts);
   /// The storage object of the replay that was just launched, given out on the current stream. Allocates only if a held one was given
   /// other memory.
   [[nodiscard]] const c10::Storage& give(c10::Stream current);

@@ -1,14 +1,19 @@
 #pragma once
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
+
+#include "offload/autograd_engine.h"
+#include "runtime/weak_storage_set.h"
 
 namespace sidestream {
 
@@ -72,5 +77,29 @@ class StorageHolders {
 
   std::vector<Holder> holders_;
 };
+
+/// A source of saved-tensor hooks in front of another one. Notes which storages autograd saves, because a backward reads them.
+/// Threads: the forward's.
+class SavedStorages final : public SavedTensorSource {
+ public:
+  explicit SavedStorages(SavedTensorSource& inner) : inner_(inner) {}
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
+  [[nodiscard]] bool contains(const at::Tensor& tensor) const noexcept;
+  [[nodiscard]] bool contains(const c10::Storage& storage) const noexcept {
+    return saved_.contains(storage.unsafeGetStorageImpl());
+  }
+
+ private:
+  class Hooks;
+  SavedTensorSource& inner_;
+  WeakStorageSet saved_;
+};
+
+/// Waits until autograd's device thread has freed the last tensors of the backward passes that have returned. The thread does so shortly
+/// after the pass returns, and before it begins another one; so a small pass is run here. Returns at once if autograd's multithreading
+/// is switched off, because the calling thread runs backwards then.
+/// Capture: illegal.
+void await_end_of_backward(c10::Device device);
 
 }  // namespace sidestream

@@ -3,8 +3,8 @@
 #include <optional>
 #include <vector>
 
-#include "graphs/resources/eager_memory_estimate.h"
 #include "graphs/resources/step_check.h"
+#include "graphs/resources/step_memory.h"
 #include "graphs/resources/step_syncs.h"
 #include "graphs/sequence/graph_resources.h"
 #include "memory/host_arena.h"
@@ -44,7 +44,7 @@ struct EngineResources {
             &owned_gradients,
             &model,
             link(),
-            CopyRoom::as_planned,
+            GraphResources::CopyRoom::as_planned,
             nullptr};
   }
 

@@ -5,8 +5,11 @@
 #include <exception>
 #include <memory>
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include "memory/storage_view.h"
 
 namespace sidestream {
 namespace {
@@ -25,6 +28,34 @@ struct Sandbox::Hooks {
   bool accumulator_hidden;
   std::weak_ptr<torch::autograd::Node> accumulator;
 };
+
+void Sandbox::WrittenStorages::keep(const c10::Storage& storage) {
+  const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
+  if (key == nullptr || storage.nbytes() == 0 || kept_.contains(key)) {
+    return;
+  }
+  forget_dead();
+  const at::NoGradGuard no_grad;
+  kept_.emplace(key, Kept(storage.getWeakStorageImpl(), bytes_of(storage).clone()));
+}
+
+void Sandbox::WrittenStorages::put_back() {
+  const at::NoGradGuard no_grad;
+  for (auto& [key, kept] : kept_) {
+    if (auto alive = kept.first.lock()) {
+      const c10::Storage storage(std::move(alive));
+      const auto bytes = static_cast<std::int64_t>(storage.nbytes());
+      if (bytes >= kept.second.numel()) {  // a smaller storage was resized: its old bytes are lost
+        bytes_of(storage).narrow(0, 0, kept.second.numel()).copy_(kept.second, /*non_blocking=*/true);
+      }
+    }
+  }
+  kept_.clear();
+}
+
+void Sandbox::WrittenStorages::forget_dead() {
+  std::erase_if(kept_, [](const auto& kept) { return kept.second.first.expired(); });
+}
 
 Sandbox::Sandbox() = default;
 

@@ -24,16 +24,6 @@
 
 namespace sidestream {
 
-/// The copies of one call of a sequence, and the graphs that they lie between, as graph indices of the sequence's order.
-struct CallCopies {
-  CapturedCopies captured;
-  std::size_t released_at = 0;  ///< index of the first graph that may use the sources' memory again
-  std::size_t reload_at = 0;    ///< index of the backward graph from which on only the reload uses the targets' memory
-  bool allocated = false;       ///< the targets, since that backward's capture
-  Event offloaded;              ///< recorded after the latest copies to the host
-  Event reloaded;               ///< recorded after the latest copies to the device
-};
-
 /// An output whose memory goes back to the pool before the last capture, and the index of the first graph that may use the memory again.
 struct ReleasedOutput {
   std::size_t graph_index = 0;
@@ -47,42 +37,52 @@ struct BackwardRead {
   std::uint32_t at_forward = 0;  ///< replay: its version when the latest forward ran
 };
 
-/// What the graphs of a call read, except its inputs and parameters, as it was at the capture.
-struct CallReads {
-  ModuleFacts modules;                  ///< with the flags of the call's state
-  std::vector<TensorFacts> watched;     ///< other tensors of the model
-  std::vector<c10::Storage> externals;  ///< neither input, parameter nor buffer
-  std::vector<BackwardRead> in_backward;
-};
-
-/// One captured graph.
-struct CapturedGraph {
-  Graph graph;
-  ExternalEvent done;
-  NodeNames names;  ///< of its nodes
-};
-
-/// Indices into the lists of a call, so that no replay searches these. See CapturedCall::make_lists.
-struct ReplayLists {
-  std::vector<std::size_t> inputs_with_gradient;
-  std::vector<std::size_t> stamped_inputs;            ///< linked, and saved for backward: not copied
-  std::vector<std::size_t> parameters_with_gradient;  ///< which autograd is given; all others are accumulated
-  std::vector<AccumulatedGradient> accumulated;
-};
-
-/// The state of a call's replays.
-struct CallReplay {
-  bool released = false;           ///< by GraphSequence::release: nothing of the call is left
-  std::uint64_t generation = 0;    ///< counts forwards
-  bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
-  bool backward_failed = false;    ///< after that launch
-  bool grads_in_place = false;     ///< the `.grad`s that it adds into: seen before the latest backward
-  ReplayOptions target;            ///< the caller's at the latest forward; its backward uses it too
-};
-
 /// One captured call: what it is, what its graphs read and write, the graphs, and the state of its replays, which only its sequence
 /// changes. Owns all that its graphs read.
 struct CapturedCall {
+  /// The copies of one call of a sequence, and the graphs that they lie between, as graph indices of the sequence's order.
+  struct Copies {
+    CapturedCopies captured;
+    std::size_t released_at = 0;  ///< index of the first graph that may use the sources' memory again
+    std::size_t reload_at = 0;  ///< index of the backward graph from which on only the reload uses the targets' memory
+    bool allocated = false;     ///< the targets, since that backward's capture
+    Event offloaded;            ///< recorded after the latest copies to the host
+    Event reloaded;             ///< recorded after the latest copies to the device
+  };
+
+  /// What the graphs of a call read, except its inputs and parameters, as it was at the capture.
+  struct Reads {
+    ModuleFacts modules;                  ///< with the flags of the call's state
+    std::vector<TensorFacts> watched;     ///< other tensors of the model
+    std::vector<c10::Storage> externals;  ///< neither input, parameter nor buffer
+    std::vector<BackwardRead> in_backward;
+  };
+
+  /// One captured graph.
+  struct OneGraph {
+    Graph graph;
+    ExternalEvent done;
+    NodeNames names;  ///< of its nodes
+  };
+
+  /// Indices into the lists of a call, so that no replay searches these. See make_lists.
+  struct Lists {
+    std::vector<std::size_t> inputs_with_gradient;
+    std::vector<std::size_t> stamped_inputs;            ///< linked, and saved for backward: not copied
+    std::vector<std::size_t> parameters_with_gradient;  ///< which autograd is given; all others are accumulated
+    std::vector<AccumulatedGradient> accumulated;
+  };
+
+  /// The state of a call's replays.
+  struct Replay {
+    bool released = false;           ///< by GraphSequence::release: nothing of the call is left
+    std::uint64_t generation = 0;    ///< counts forwards
+    bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
+    bool backward_failed = false;    ///< after that launch
+    bool grads_in_place = false;     ///< the `.grad`s that it adds into: seen before the latest backward
+    ReplayOptions target;            ///< the caller's at the latest forward; its backward uses it too
+  };
+
   CallSpec spec;
   SiteName site;  ///< of its scope, which may be gone: a backward may outlive its engine
   bool has_backward = false;
@@ -94,14 +94,14 @@ struct CapturedCall {
   std::vector<StaticOutput> outputs;
   std::vector<OutputStorage> output_storages;  ///< of the outputs that the capture made
   std::vector<CallParameter> parameters;
-  ReplayLists lists;
-  CallReads reads;
-  CallCopies copies;
+  Lists lists;
+  Reads reads;
+  Copies copies;
   std::uint64_t unplanned_bytes = 0;  ///< saved by its capture, but not in the plan
   std::uint64_t refused_bytes = 0;    ///< planned to be offloaded, but kept because pinned memory was short
-  CapturedGraph forward;
-  CapturedGraph backward;
-  CallReplay replay;
+  OneGraph forward;
+  OneGraph backward;
+  Replay replay;
 
   /// Adds the references that the call has to what it reads and to what it gives out.
   void tell(KnownReferences& references) const {

@@ -1,11 +1,13 @@
 #include "graphs/sequence/captured_sequence.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include <c10/util/irange.h>
 
 #include "graphs/sequence/graph_resources.h"
+#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
@@ -22,6 +24,72 @@ std::shared_ptr<GraphMemory> memory_for(const GraphResources& resources, const G
 FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept {
   TensorFacts::add_changes(call.reads.watched, modules);
   return modules;
+}
+
+/// True if `input` is the output of another call, which still makes it, and `given` is not that output: the one of the latest forward, in
+/// whatever memory it is by now.
+bool breaks_link(const CapturedCalls& calls, const StaticInput& input, const at::Tensor& given) {
+  if (!input.from || calls[input.from->call].replay.released) {
+    return false;
+  }
+  const CapturedCall& giver = calls[input.from->call];
+  return !given.has_storage() || !giver.output_storages[giver.outputs[input.from->index].of].gave(given.storage()) ||
+         given.storage_offset() != input.tensor.storage_offset() || !same_layout(given, input.tensor);
+}
+
+/// In plain training autograd compares the versions of saved tensors; a graph reads the same bytes.
+/// Throws: UsageError that names a tensor that was changed in place and that the backward needs.
+void check_versions(const CapturedCall& call) {
+  const auto changed = [&](const char* what, std::size_t index, const char* why) {
+    throw UsageError("graphed call \"" + call.spec.name + "\": " + what + std::to_string(index) +
+                     " was changed in place before its backward, " + why + ": clone it before the in-place operation");
+  };
+  for (const std::size_t i : call.lists.stamped_inputs) {
+    if (!call.inputs[i].version.unchanged()) {
+      changed("input ", i, "which needs it");
+    }
+  }
+  for (const auto i : c10::irange(call.outputs.size())) {
+    const StaticOutput& output = call.outputs[i];
+    if ((output.saved || output.overlaps) && !output.version.unchanged()) {
+      changed(
+          "output ", i,
+          output.saved ? "which needs it" : "and it shares memory with another output, whose gradient would be wrong");
+    }
+  }
+}
+
+/// Throws: UsageError if the backward graph would read or do something else than at its capture.
+void check_state(const CapturedSequence& sequence, std::size_t index) {
+  const CapturedCall& call = sequence.calls[index];
+  const CallModes& captured = call.spec.state.backward_modes;
+  const CallModes now = CallModes::current(captured.autocast.type);
+  if (!(now == captured)) {
+    const bool autocast = !(now.autocast == captured.autocast);
+    throw UsageError(sequence.describe(index) + ": its backward runs in another state of " +
+                     (autocast ? "autocast" : "the global switches (deterministic algorithms, precision, back ends)") +
+                     " than it was captured in" +
+                     (autocast && now.autocast.enabled ? "; call backward() outside of the autocast region"
+                                                       : "; set it as in the step that was captured") +
+                     ", or call OffloadEngine::reset");
+  }
+  for (const BackwardRead& read : call.reads.in_backward) {
+    if (read.counter.current_version() != read.at_forward) {
+      throw UsageError(sequence.describe(index) + ": " + read.name +
+                       ", which its backward needs, has been modified by an inplace operation since its forward "
+                       "(version " +
+                       std::to_string(read.counter.current_version()) + ", expected " +
+                       std::to_string(read.at_forward) + "); change it after the backward");
+    }
+  }
+  FactsChange weights = call.reads.modules.tensors_change();
+  TensorFacts::add_changes(call.reads.watched, weights);
+  if (weights.stale()) {
+    throw UsageError(
+        sequence.describe(index) + ": " + sequence.difference(index) +
+        " when its forward ran; its backward would read weights that the model no longer has. Change weights " +
+        "between steps, not between forward and backward");
+  }
 }
 
 }  // namespace
@@ -93,6 +161,149 @@ std::string CapturedSequence::difference(std::size_t index) const {
     }
   }
   return text;
+}
+
+bool CapturedSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+  const CapturedCall& call = calls[index];
+  if (inputs.size() != call.inputs.size()) {
+    return false;
+  }
+  InputAliases::InTurn all_aliases(inputs);
+  for (const auto i : c10::irange(inputs.size())) {
+    const StaticInput& held = call.inputs[i];
+    const at::Tensor& given = inputs[i];
+    if (given.defined() != held.tensor.defined()) {
+      return false;
+    }
+    if (given.defined() && (given.sizes() != held.tensor.sizes() || given.dtype() != held.tensor.dtype() ||
+                            given.device() != held.tensor.device() ||
+                            (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) ||
+                            breaks_link(calls, held, given))) {
+      return false;
+    }
+    if (call.casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
+      return false;
+    }
+    if (const auto& aliases = call.spec.inputs[i].aliases; aliases) {  // of a call all arguments have them, or none
+      const InputAliases now = all_aliases.next();
+      if (given.defined() && (!(now == *aliases) || (!held.from && given.is_non_overlapping_and_dense() &&
+                                                     !same_layout(given, held.tensor)))) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+void CapturedSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+  if (!calls[index].forward.graph) {
+    throw UsageError(describe(index) + ": replayed after reset; capture it again");
+  }
+  if (accepts(index, inputs)) {
+    return;
+  }
+  const CapturedCall& call = calls[index];
+  if (inputs.size() != call.inputs.size()) {
+    throw UsageError(describe(index) + ": captured with " + std::to_string(call.inputs.size()) + " tensors, given " +
+                     std::to_string(inputs.size()));
+  }
+  for (const auto i : c10::irange(inputs.size())) {
+    const StaticInput& held = call.inputs[i];
+    const at::Tensor& given = inputs[i];
+    const std::string where = describe(index) + ": input " + std::to_string(i) + " ";
+    if (given.defined() != held.tensor.defined()) {
+      throw UsageError(where + (given.defined() ? "is a tensor but was undefined" : "is undefined but was a tensor") +
+                       " at capture; pass the same arguments as captured");
+    }
+    if (!given.defined()) {
+      continue;
+    }
+    const auto differs = [&](const std::string& what, const auto& now, const auto& then) {
+      throw UsageError(where + "has " + what + " " + c10::str(now) + ", captured with " + c10::str(then) +
+                       "; pass what was captured, or capture again");
+    };
+    if (given.sizes() != held.tensor.sizes()) {
+      differs("shape", given.sizes(), held.tensor.sizes());
+    }
+    if (given.dtype() != held.tensor.dtype()) {
+      differs("dtype", given.scalar_type(), held.tensor.scalar_type());
+    }
+    if (given.device() != held.tensor.device()) {
+      differs("device", given.device(), held.tensor.device());
+    }
+    if (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) {
+      differs("requires_grad", given.requires_grad(), held.requires_grad);
+    }
+    if (calls[index].casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
+      throw UsageError(
+          where +
+          (has_shared_cast(given) ? "is a leaf, but was captured with a tensor that is not a leaf"
+                                  : "is not a leaf, but was captured with a leaf") +
+          "; autocast casts them differently. Capture with a sample of the same kind: x.view_as(x) is not a leaf");
+    }
+    if (breaks_link(calls, held, given)) {
+      throw UsageError(where +
+                       "was captured as the output of an earlier call and shares its memory; pass exactly that " +
+                       "output, or capture with a sample tensor of its own");
+    }
+    if (call.spec.inputs[i].aliases) {
+      const InputAliases now = InputAliases::of(inputs, i);
+      if (!(now == *call.spec.inputs[i].aliases)) {
+        throw UsageError(where + "shares its memory with another argument, or did so at the capture; pass the same " +
+                         "arguments as captured, or set CallOptions::on_new_arguments to capture");
+      }
+      if (given.is_non_overlapping_and_dense() && !same_layout(given, held.tensor)) {
+        differs("strides", given.strides(), held.tensor.strides());
+      }
+    }
+  }
+}
+
+void CapturedCall::stamp_versions(c10::ArrayRef<at::Tensor> given, const detail::TensorBuffer& made) {
+  for (const std::size_t i : lists.stamped_inputs) {  // what else is saved was copied: the caller's own may change
+    inputs[i].version = VersionStamp(given[i]);
+  }
+  for (const auto i : c10::irange(outputs.size())) {
+    StaticOutput& output = outputs[i];
+    if (output.saved || output.overlaps) {
+      output.version = VersionStamp(made[i]);
+    }
+  }
+}
+
+void CapturedSequence::check_backward(std::size_t index, std::uint64_t generation, bool has_turn,
+                                      const PendingRuns& pending) const {
+  const CapturedCall& call = calls[index];
+  if (!call.backward.graph) {
+    throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
+  }
+  if (!has_turn) {
+    throw UsageError(describe(index) +
+                     ": another capture in the same memory was replayed since its forward, and has overwritten its " +
+                     "saved tensors; run its backward before that replay, or capture it in a pool of its own");
+  }
+  if (call.replay.generation != generation) {
+    throw UsageError(describe(index) +
+                     ": this backward belongs to an earlier forward, whose saved tensors a later one has " +
+                     "overwritten; run each backward before the next forward of the same capture");
+  }
+  if (call.replay.backward_failed && call.accumulates) {
+    throw UsageError(describe(index) + ": its backward failed after its graph had begun to add into .grad; " +
+                     "set the gradients to none and run its forward again");
+  }
+  if (call.replay.backward_launched && !options.retain_graph_in_backward()) {
+    throw UsageError(describe(index) + ": its backward is run a second time" +
+                     (call.replay.backward_failed ? ", after one that failed after the launch of its graph" : "") +
+                     ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward");
+  }
+  if (const auto obstacle = pending.obstacle(order.backward_index(index))) {
+    throw UsageError(
+        describe(index) + ": its backward runs before that of \"" + calls[*obstacle].spec.name + "\", which was " +
+        "called after it; run the backwards of calls that were captured together in reverse order, or capture the "
+        "calls separately");
+  }
+  check_state(*this, index);
+  check_versions(call);
 }
 
 }  // namespace sidestream

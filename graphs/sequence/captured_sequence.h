@@ -21,19 +21,18 @@ namespace sidestream {
 
 struct GraphResources;
 
-/// Device memory that a sequence took outside of LibTorch's allocator, in bytes: by how much the use of the device grew. It includes
-/// memory that other processes took in that time.
-struct OutsideBytes {
-  std::int64_t warm_up = 0;  ///< loaded kernels and libraries, and their handles: eager passes take it as well
-  std::int64_t graphs = 0;   ///< executables of graphs, and what libraries took in captures
-};
-
 /// What a sequence is: the captured calls, the order of their graphs, and the memory that the graphs share. A capture fills it. From then
 /// on the GraphSequence that replays the calls owns it.
 ///
-/// The functions compare a replay with the capture. captured_sequence.cpp compares the model, sequence_inputs.cpp the inputs,
-/// backward_checks.cpp what comes before a backward.
+/// The functions compare a replay with the capture: the model, the inputs, and what comes before a backward.
 struct CapturedSequence {
+  /// Device memory that a sequence took outside of LibTorch's allocator, in bytes: by how much the use of the device grew. It includes
+  /// memory that other processes took in that time.
+  struct OutsideBytes {
+    std::int64_t warm_up = 0;  ///< loaded kernels and libraries, and their handles: eager passes take it as well
+    std::int64_t graphs = 0;   ///< executables of graphs, and what libraries took in captures
+  };
+
   CapturedSequence(const GraphResources& resources, const GraphOptions& given, SequenceOrder steps);
 
   std::shared_ptr<HostArena> arena;  ///< holds what the calls offload
@@ -47,7 +46,7 @@ struct CapturedSequence {
   OutsideBytes outside;
   std::vector<ReleasedOutput> released_outputs;  ///< in the order of their graph indices
   std::vector<PoolUse::GraphUse> pool_use;       ///< by graph index
-  OutputCounts overwritten;                      ///< outputs of earlier sequences, which the capture overwrote
+  OutputStorage::Counts overwritten;             ///< outputs of earlier sequences, which the capture overwrote
 
   /// For errors and notes.
   [[nodiscard]] std::string describe(std::size_t call) const {

@@ -79,7 +79,7 @@ class GraphMemory {
   /// Before the first launch of `sequence` in its turn. Null: before a capture. The current stream waits for all uses of the memory, and
   /// outputs that are still held are copied out. No backward is pending. Under `mutex`.
   /// Throws: as OutputStorage::before_overwrite; the former sequence keeps the turn, and the call may be repeated.
-  void give_turn_to(GraphSequence* sequence, Runtime& runtime, const Event& mark, OutputCounts& counts);
+  void give_turn_to(GraphSequence* sequence, Runtime& runtime, const Event& mark, OutputStorage::Counts& counts);
   /// `sequence` has ended, or was reset.
   void ended(const GraphSequence* sequence) noexcept { turn_ = turn_ == sequence ? nullptr : turn_; }
   /// A held output of a sequence that has ended, for which there was no room elsewhere.

@@ -18,21 +18,21 @@
 
 namespace sidestream {
 
-/// How much of the offloaded storages may be on the device, besides the saved tensors of the running call.
-enum class CopyRoom : std::uint8_t {
-  as_planned,
-  least,       ///< no more than the largest call's
-  none_stays,  ///< the same; storages that backward needs immediately are offloaded too
-};
-
-/// The plan of an attempt to capture a sequence, so far.
-struct CaptureAttempt {
-  Profile profile;
-  Plan plan;
-};
-
 /// The parts of one engine that its captures and replays share.
 struct GraphResources {
+  /// How much of the offloaded storages may be on the device, besides the saved tensors of the running call.
+  enum class CopyRoom : std::uint8_t {
+    as_planned,
+    least,       ///< no more than the largest call's
+    none_stays,  ///< the same; storages that backward needs immediately are offloaded too
+  };
+
+  /// The plan of an attempt to capture a sequence, so far.
+  struct Attempt {
+    Profile profile;
+    Plan plan;
+  };
+
   std::shared_ptr<Runtime> runtime;
   std::shared_ptr<HostArena> arena;
   ScopeTree* tree = nullptr;
@@ -46,7 +46,7 @@ struct GraphResources {
   const torch::nn::Module* model = nullptr;  ///< gives parameters their names; may be null
   std::optional<LinkPace> link;              ///< if it is known
   CopyRoom room = CopyRoom::as_planned;
-  CaptureAttempt* attempt = nullptr;  ///< filled for the error if the capture fails
+  Attempt* attempt = nullptr;  ///< filled for the error if the capture fails
   /// Shared by sequences of the engine. Null if the options' pool is used, or memory of the sequence's own.
   std::shared_ptr<GraphMemory> memory = {};
 };

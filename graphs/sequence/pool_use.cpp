@@ -38,4 +38,28 @@ void PoolUse::dropped() noexcept {
   allocated_ = -1;
 }
 
+void PoolUse::Measurement::comes_to(std::size_t graph_index) {
+  if (!graphs_.empty()) {
+    graphs_.back().after = runtime_.allocated_in(pool_);
+  }
+  graphs_.resize(graph_index + 1);
+}
+
+void PoolUse::Measurement::capture_begins() {
+  pool_before_ = runtime_.allocated_in(pool_);
+  device_before_ = LiveMemory::of(runtime_.device()).use(runtime_).live;
+  measurement_.emplace(runtime_);
+}
+
+void PoolUse::Measurement::capture_ended() {
+  graphs_.back().peak = pool_before_ + measurement_->peak().live - device_before_;
+  measurement_.reset();
+}
+
+std::vector<PoolUse::GraphUse> PoolUse::Measurement::finish(std::size_t graphs) {
+  comes_to(graphs);
+  graphs_.pop_back();
+  return std::move(graphs_);
+}
+
 }  // namespace sidestream

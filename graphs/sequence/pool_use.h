@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "runtime/live_memory.h"
@@ -14,6 +15,7 @@ namespace sidestream {
 /// Capture: illegal.  Threads: one at a time (the sequence's mutex).
 class PoolUse {
  public:
+  class Measurement;
   /// One graph's. Bytes of the whole pool.
   struct GraphUse {
     std::int64_t peak = 0;             ///< live while it ran, at most
@@ -45,6 +47,28 @@ class PoolUse {
   std::int64_t allocated_ = -1;  ///< of the pool, for as long as the graphs live; negative: not known yet
   std::int64_t hidden_ = 0;
   std::int64_t in_flight_ = 0;
+};
+/// Measures what a sequence's captures use of their pool: what their replays will. What other threads allocate on the device while a
+/// capture runs counts as its own.
+class PoolUse::Measurement {
+ public:
+  /// Both must outlive this object.
+  Measurement(Runtime& runtime, const MemoryPool& pool) : runtime_(runtime), pool_(pool) {}
+
+  /// Before anything is released for the capture at `graph_index`: what is live here was so since the one before.
+  void comes_to(std::size_t graph_index);
+  void capture_begins();
+  void capture_ended();
+  /// After the last of `graphs` captures: by graph index. Copies are not counted yet.
+  [[nodiscard]] std::vector<GraphUse> finish(std::size_t graphs);
+
+ private:
+  Runtime& runtime_;
+  const MemoryPool& pool_;
+  std::vector<GraphUse> graphs_;
+  std::optional<LiveMemory::Measurement> measurement_;
+  std::int64_t pool_before_ = 0;
+  std::int64_t device_before_ = 0;
 };
 
 }  // namespace sidestream

@@ -24,7 +24,9 @@ const ReplayNode* as_replay(const torch::autograd::Node* node) noexcept {
 
 /// True if others than `node` get to keep its gradient: hooks, or the caller of autograd::grad.
 bool seen_by_others(torch::autograd::Node& node) {
-  const auto keeps = [](const auto& hook) { return dynamic_cast<const KeepsNoGradient*>(hook.get()) == nullptr; };
+  const auto keeps = [](const auto& hook) {
+    return dynamic_cast<const ReplayNode::KeepsNoGradient*>(hook.get()) == nullptr;
+  };
   const auto& hooks = node.pre_hooks();
   if (!node.tensor_pre_hooks().empty() || std::any_of(hooks.begin(), hooks.end(), keeps)) {
     return true;

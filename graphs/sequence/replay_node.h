@@ -18,14 +18,14 @@ namespace sidestream {
 struct CapturedCall;
 class GraphSequence;
 
-/// A hook in front of a ReplayNode that keeps nothing of what it sees: gradients that another replay hands on may be static, and
-/// are copied for others.
-class KeepsNoGradient : public torch::autograd::FunctionPreHook {};
-
 /// The autograd node of one graphed call: its apply replays the backward graph. When it dies unused, so does the claim on the
 /// call's saved tensors.
 class ReplayNode final : public torch::autograd::Node, public GradientOwner {
  public:
+  /// A hook in front of this node that keeps nothing of what it sees: gradients that another replay hands on may be static, and
+  /// are copied for others.
+  class KeepsNoGradient : public torch::autograd::FunctionPreHook {};
+
   ReplayNode(std::shared_ptr<GraphSequence> sequence, std::size_t call, std::uint64_t generation)
       : sequence_(std::move(sequence)), call_(call), generation_(generation) {}
   ~ReplayNode() override;

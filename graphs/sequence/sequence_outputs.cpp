@@ -90,7 +90,8 @@ void SequenceOutputs::release(std::size_t index) noexcept {
   }
 }
 
-void SequenceOutputs::copy_out_or_keep(OutputStorage& storage, GraphMemory& memory, OutputCounts& counts) noexcept {
+void SequenceOutputs::copy_out_or_keep(OutputStorage& storage, GraphMemory& memory,
+                                       OutputStorage::Counts& counts) noexcept {
   try {
     if (runtime_->capture_status(runtime_->current_stream()) == CaptureStatus::none) {
       storage.before_overwrite(*runtime_, mark_, counts);

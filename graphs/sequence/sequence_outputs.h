@@ -18,8 +18,8 @@ namespace sidestream {
 class SequenceOutputs {
  public:
   struct Counts {
-    OutputCounts outputs;
-    OutputCounts gradients;  ///< of parameters and inputs
+    OutputStorage::Counts outputs;
+    OutputStorage::Counts gradients;  ///< of parameters and inputs
   };
 
   /// `calls`, their `order`, the `released` outputs in the order of their graph indices, and `mark` must outlive this object. `mark` is
@@ -51,7 +51,7 @@ class SequenceOutputs {
   void overwrite_gradients(std::size_t graph_index);
   void overwrite_outputs_of(CapturedCall& call);
   /// If there is no room, the output stays in shared memory, or keeps the sequence's own memory.
-  void copy_out_or_keep(OutputStorage& storage, GraphMemory& memory, OutputCounts& counts) noexcept;
+  void copy_out_or_keep(OutputStorage& storage, GraphMemory& memory, OutputStorage::Counts& counts) noexcept;
 
   std::shared_ptr<Runtime> runtime_;
   CapturedCalls& calls_;

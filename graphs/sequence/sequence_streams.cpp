@@ -105,4 +105,10 @@ std::string SequenceStreams::in_words(std::size_t number) const {
   return "side stream " + std::to_string(number % sides_.size() + 1) + " of " + std::to_string(sides_.size());
 }
 
+GraphEvent::GraphEvent(c10::Device device) : state_(std::make_unique<GraphEventState>(make_runtime(device))) {}
+
+GraphEvent::~GraphEvent() = default;
+
+void GraphEvent::wait(c10::Stream stream) const { state_->wait(stream); }
+
 }  // namespace sidestream

@@ -24,7 +24,8 @@ void GraphMemory::refuse(const std::string& what) const {
                    "Run that backward first, or capture in a pool of its own");
 }
 
-void GraphMemory::give_turn_to(GraphSequence* sequence, Runtime& runtime, const Event& mark, OutputCounts& counts) {
+void GraphMemory::give_turn_to(GraphSequence* sequence, Runtime& runtime, const Event& mark,
+                               OutputStorage::Counts& counts) {
   while (!still_held_.empty()) {  // before the former's saved tensors are freed
     still_held_.back().before_overwrite(runtime, mark, counts);
     still_held_.pop_back();

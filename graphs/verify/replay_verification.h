@@ -70,7 +70,7 @@ class ReplayVerification {
   bool taken_ = false;          ///< this round's turn
   bool in_step_ = false;
   std::weak_ptr<VerifiedCall> latest_;
-  std::shared_ptr<VerifiedCounts> counts_ = std::make_shared<VerifiedCounts>();
+  std::shared_ptr<VerifiedCall::Counts> counts_ = std::make_shared<VerifiedCall::Counts>();
 };
 
 }  // namespace sidestream

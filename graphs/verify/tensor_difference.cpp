@@ -1,4 +1,4 @@
-#include "graphs/verify/tensor_difference.h"
+#include "graphs/verify/verified_call.h"
 
 #include <cstdint>
 #include <limits>

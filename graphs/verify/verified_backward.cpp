@@ -22,7 +22,7 @@ using torch::autograd::variable_list;
 }  // namespace
 
 /// A hook on the replay's node. It copies `.grad` before the backward graph adds into it, and states of generators before it draws.
-class VerifiedCall::BeforeBackward final : public KeepsNoGradient {
+class VerifiedCall::BeforeBackward final : public ReplayNode::KeepsNoGradient {
  public:
   explicit BeforeBackward(std::shared_ptr<VerifiedCall> call) : call_(std::move(call)) {}
   variable_list operator()(const variable_list& grads) override {

@@ -13,9 +13,8 @@
 #include <torch/nn/module.h>
 
 #include "graphs/capture/body_hooks.h"
-#include "graphs/guards/call_generators.h"
+#include "graphs/guards/call_spec.h"
 #include "graphs/sequence/replay_node.h"
-#include "graphs/verify/tensor_difference.h"
 #include "offload/saved_tensor_recorder.h"
 #include "sidestream/error.h"
 
@@ -51,7 +50,7 @@ std::string index_name(const char* what, std::size_t index) { return what + std:
 
 }  // namespace
 
-VerifiedCall::VerifiedCall(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts)
+VerifiedCall::VerifiedCall(const VerifiedCall::Call& call, std::shared_ptr<VerifiedCall::Counts> counts)
     : name_(call.captured->spec.name),
       generators_(generators_of(call.captured->spec, call.device)),
       tolerance_(at::globalContext().deterministicAlgorithms() ? 0 : call.tolerance),
@@ -72,13 +71,14 @@ void VerifiedCall::hold(Sandbox& sandbox) const {
 
 VerifiedCall::~VerifiedCall() = default;
 
-std::shared_ptr<VerifiedCall> VerifiedCall::run(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts) {
+std::shared_ptr<VerifiedCall> VerifiedCall::run(const VerifiedCall::Call& call,
+                                                std::shared_ptr<VerifiedCall::Counts> counts) {
   std::shared_ptr<VerifiedCall> verified(new VerifiedCall(call, std::move(counts)));
   verified->run_forward(call);
   return verified;
 }
 
-void VerifiedCall::run_forward(const CallToVerify& call) {
+void VerifiedCall::run_forward(const VerifiedCall::Call& call) {
   for (const StaticOutput& output : call.captured->outputs) {
     begins_backward_.push_back(output.requires_grad);
   }
@@ -103,7 +103,7 @@ void VerifiedCall::run_forward(const CallToVerify& call) {
   sandbox.check();
 }
 
-void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& given) {
+void VerifiedCall::add_inputs(const VerifiedCall::Call& call, detail::TensorBuffer& given) {
   std::size_t results = 0;
   std::vector<Target> inputs;
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
@@ -134,7 +134,7 @@ void VerifiedCall::add_inputs(const CallToVerify& call, detail::TensorBuffer& gi
   targets_.insert(targets_.begin(), std::make_move_iterator(inputs.begin()), std::make_move_iterator(inputs.end()));
 }
 
-void VerifiedCall::add_parameters(const CallToVerify& call) {
+void VerifiedCall::add_parameters(const VerifiedCall::Call& call) {
   const auto known = [&](const at::Tensor& tensor) {
     return std::any_of(targets_.begin(), targets_.end(), [&](const Target& t) { return t.leaf.is_same(tensor); });
   };
@@ -166,7 +166,7 @@ void VerifiedCall::add_parameters(const CallToVerify& call) {
   }
 }
 
-void VerifiedCall::add_buffers(const CallToVerify& call) {
+void VerifiedCall::add_buffers(const VerifiedCall::Call& call) {
   if (call.captured->spec.module == nullptr) {
     return;
   }

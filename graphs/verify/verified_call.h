@@ -18,23 +18,6 @@
 
 namespace sidestream {
 
-/// The counters of verified calls. Threads: any.
-struct VerifiedCounts {
-  std::atomic<std::int64_t> forwards{0};   ///< replays whose outputs and buffers were compared
-  std::atomic<std::int64_t> backwards{0};  ///< replays whose gradients were compared
-};
-
-/// A call that runs eagerly and is replayed.
-struct CallToVerify {
-  const CapturedCall* captured = nullptr;  ///< the graphs of the call
-  Body body;                               ///< the call with its present arguments
-  c10::ArrayRef<at::Tensor> inputs;
-  c10::Device device;
-  double tolerance = 0;
-  /// Dotted names of the model's parameters and buffers.
-  const std::unordered_map<const c10::TensorImpl*, std::string>* names = nullptr;
-};
-
 /// One call's eager run. It happens before the replay, with the same inputs, buffers and random state, and a Sandbox puts its changes
 /// back. Its results are compared with those of the replay, forward and backward. It keeps the eager run's saved tensors until the
 /// backward of the replay was compared, or until `drop`.
@@ -43,9 +26,25 @@ struct CallToVerify {
 /// Threads: the forward's; gradients are compared on the thread that runs the backward.
 class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
  public:
+  /// Of verified calls. Threads: any.
+  struct Counts {
+    std::atomic<std::int64_t> forwards{0};   ///< replays whose outputs and buffers were compared
+    std::atomic<std::int64_t> backwards{0};  ///< replays whose gradients were compared
+  };
+
+  /// A call that runs eagerly and is replayed.
+  struct Call {
+    const CapturedCall* captured = nullptr;  ///< the graphs of the call
+    Body body;                               ///< the call with its present arguments
+    c10::ArrayRef<at::Tensor> inputs;
+    c10::Device device;
+    double tolerance = 0;
+    /// Dotted names of the model's parameters and buffers.
+    const std::unordered_map<const c10::TensorImpl*, std::string>* names = nullptr;
+  };
+
   /// Runs `call` eagerly. Throws: what the call throws.
-  [[nodiscard]] static std::shared_ptr<VerifiedCall> run(const CallToVerify& call,
-                                                         std::shared_ptr<VerifiedCounts> counts);
+  [[nodiscard]] static std::shared_ptr<VerifiedCall> run(const Call& call, std::shared_ptr<Counts> counts);
   VerifiedCall(const VerifiedCall&) = delete;
   VerifiedCall& operator=(const VerifiedCall&) = delete;
   ~VerifiedCall();
@@ -77,11 +76,11 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
     at::Tensor eager;  ///< its value after the eager run
   };
 
-  VerifiedCall(const CallToVerify& call, std::shared_ptr<VerifiedCounts> counts);
-  void run_forward(const CallToVerify& call);
-  void add_inputs(const CallToVerify& call, detail::TensorBuffer& given);
-  void add_parameters(const CallToVerify& call);
-  void add_buffers(const CallToVerify& call);
+  VerifiedCall(const Call& call, std::shared_ptr<Counts> counts);
+  void run_forward(const Call& call);
+  void add_inputs(const Call& call, detail::TensorBuffer& given);
+  void add_parameters(const Call& call);
+  void add_buffers(const Call& call);
   /// Adds hooks to `node`, the replay's, that compare the gradients of its backward.
   void await_backward(torch::autograd::Node& node);
   /// Lets `sandbox` keep all that an eager run of the call may change.
@@ -96,7 +95,7 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
   std::vector<at::Generator> generators_;        ///< that the call may draw from
   std::vector<GeneratorState> before_backward_;  ///< of `generators_`, when the replay's backward begins
   double tolerance_;
-  std::shared_ptr<VerifiedCounts> counts_;
+  std::shared_ptr<Counts> counts_;
   std::vector<Target> targets_;
   std::vector<Buffer> buffers_;
   std::vector<bool> begins_backward_;  ///< of each output: the replay's node gets its gradient
@@ -105,5 +104,12 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
   bool awaits_backward_ = false;
   detail::TensorBuffer outputs_;  ///< with their autograd history
 };
+
+/// In words, where `replayed` is not `eager`; none where each element is the same. Zeros of either sign are the same, and so are
+/// two NaNs; an undefined tensor stands for zeros. Floating-point elements may be `tolerance` times the largest magnitude of
+/// `eager` apart.
+/// Ordering: reads on the current stream and blocks for the answer.  Capture: illegal.
+[[nodiscard]] std::optional<std::string> difference(const at::Tensor& replayed, const at::Tensor& eager,
+                                                    double tolerance);
 
 }  // namespace sidestream

@@ -23,7 +23,7 @@ struct CopyWindow {
 [[nodiscard]] std::vector<bool> needed_immediately(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                                                    const CopyWindow& window);
 
-/// Between which graphs the copies of one run lie, as graph indices. See CallCopies.
+/// Between which graphs the copies of one run lie, as graph indices. See CapturedCall::Copies.
 struct CopyPlaces {
   std::size_t released_at = 0;
   std::size_t reload_at = 0;

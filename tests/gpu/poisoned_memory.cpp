@@ -10,7 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include "base/site.h"
-#include "graphs/outputs/end_of_backward.h"
+#include "graphs/outputs/storage_holders.h"
 #include "poisoned_slots.h"
 
 namespace sidestream::gpu {

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "eventually.h"
-#include "graphs/outputs/end_of_backward.h"
+#include "graphs/outputs/storage_holders.h"
 #include "models/plain_twin.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"

@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "graphs/outputs/end_of_backward.h"
+#include "graphs/outputs/storage_holders.h"
 #include "sidestream/device.h"
 #include "unit/sim/rerun/every_order.h"
 

@@ -200,7 +200,7 @@ TEST_F(GraphInspectionTest, CopiesBesideAGraphLieInItsLeases) {
   auto& copies = const_cast<CapturedCopies&>(call_of(engine, 0).copies.captured);
   ASSERT_FALSE(copies.empty());
   EXPECT_THROWS(CaptureError, "has its device memory outside of the storage",
-                check_copy_ends(copies, CopyEnds::targets, "a graph"));  // which the pool has again
+                check_copy_ends(copies, Direction::backward, "a graph"));  // which the pool has again
   CapturedCopy& copy = copies.copies.back();
   SavedStorage& saved = *copies.storages.back();
   const auto largest = std::max_element(copies.copies.begin(), copies.copies.end(),
@@ -211,16 +211,16 @@ TEST_F(GraphInspectionTest, CopiesBesideAGraphLieInItsLeases) {
     copies.copies[i].target = roomy.mutable_data_ptr();
     copies.storages[i]->device = roomy.storage();
   }
-  check_copy_ends(copies, CopyEnds::targets, "a graph");
+  check_copy_ends(copies, Direction::backward, "a graph");
   copy.host += 1;
   EXPECT_THROWS(CaptureError, "outside of a pinned slot that lives as long",
-                check_copy_ends(copies, CopyEnds::targets, "a graph"));
+                check_copy_ends(copies, Direction::backward, "a graph"));
   copy.host -= 1;
   HostArena::Lease given_back = std::move(saved.lease);
   EXPECT_THROWS(CaptureError, "outside of a pinned slot that lives as long",
-                check_copy_ends(copies, CopyEnds::targets, "a graph"));
+                check_copy_ends(copies, Direction::backward, "a graph"));
   saved.lease = std::move(given_back);
-  check_copy_ends(copies, CopyEnds::targets, "a graph");
+  check_copy_ends(copies, Direction::backward, "a graph");
 }
 
 /// Every node that an edge names is defined.

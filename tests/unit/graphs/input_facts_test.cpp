@@ -34,7 +34,7 @@ TEST(AliasesInTurnTest, TheyAreThoseThatEachArgumentHasByItself) {
   for (const std::size_t count : {1U, 7U, 8U, 9U, 100U, 256U, 257U, 300U}) {
     for (std::uint32_t seed = 0; seed < 5; ++seed) {
       const std::vector<at::Tensor> tensors = arguments(count, seed);
-      AliasesInTurn in_turn(tensors);
+      InputAliases::InTurn in_turn(tensors);
       for (std::size_t i = 0; i < count; ++i) {
         const InputAliases expected = InputAliases::of(tensors, i);
         const InputAliases found = in_turn.next();

@@ -6,7 +6,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
-#include "graphs/engine/step_memory.h"
+#include "graphs/resources/step_memory.h"
 #include "models/block_model.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"

@@ -9,6 +9,37 @@
 
 namespace sidestream {
 
+/// The peak of live memory of an engine's steps. Steps repeat: one is measured after each capture, and after a step in which the
+/// allocator saw another peak than in the one that was measured; if each step differs, at growing intervals. Measuring
+/// asks the allocator at each replay, and whenever an eager group is offloaded, reloaded or used.
+/// Threads: the step's.
+class StepMemory {
+ public:
+  explicit StepMemory(std::shared_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
+
+  /// A planned step begins; `captures`: how many graphs have been captured so far.
+  void begin(std::int64_t captures);
+  /// It has ended, and went well. Of the latest step that was measured.
+  [[nodiscard]] LiveMemory::Peak end();
+  /// It failed.
+  void abandon() noexcept { measurement_.reset(); }
+
+ private:
+  struct Measured {
+    std::int64_t captures = 0;
+    std::int64_t allocated_at_begin = 0;
+    LiveMemory::Peak peak;
+    bool stands = false;  ///< steps since were like it
+  };
+
+  std::shared_ptr<Runtime> runtime_;
+  Measured measured_;
+  std::int64_t allocated_at_begin_ = 0;
+  std::int64_t distance_ = 0;  ///< steps that are not measured before the next one is
+  std::int64_t since_ = 0;     ///< of them so far
+  std::optional<LiveMemory::Measurement> measurement_;
+};
+
 /// How much device memory a step takes besides the calls that will be graphs. It is learned in the sizing step, so that captures do not
 /// use that memory. It measures how much live memory grew outside of those calls: before each call, and from the last call until backward
 /// reaches one. Memory that is offloaded or freed in that time lowers the number, so it is no bound. Threads: any.
