@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <utility>
 
+#include <c10/util/Exception.h>
+
 #include "sidestream/bucketed_callables.h"
+#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
@@ -13,6 +16,12 @@ bool is_of(const CallVariant& variant, bool gradients) {
 }
 
 bool is_idle(const CallVariant& variant) { return !variant.holder->sequence->pending().any(); }
+
+std::string describe_bucketed(const CallSite& site) { return "bucketed call \"" + site.scope->name + "\""; }
+
+std::string fits_none(const CallSite& site) {
+  return "its inputs fit none of the " + std::to_string(site.variants.all.size()) + " buckets";
+}
 
 }  // namespace
 
@@ -88,6 +97,85 @@ void VariantTable::drop(const CallVariant& variant) {
 void VariantTable::release_graphs() const {
   for (const CallVariant& variant : all) {
     variant.holder->sequence->release(variant.index());
+  }
+}
+
+std::string describe(const CallSite& site) { return "graphed call \"" + site.scope->name + "\""; }
+
+void refuse_new_arguments(const CallSite& site, const detail::CallRequest& request, const CallVariant* other) {
+  if (site.set != nullptr) {
+    throw UsageError(describe_bucketed(site) + ": " + fits_none(site) +
+                     " (shapes, dtypes, requires_grad); pass inputs as captured, add a bucket, or set "
+                     "BucketOptions::on_unknown_shape to eager or capture");
+  }
+  if (other != nullptr && other->holder->captured().change(other->index()).any()) {
+    throw UsageError(describe(site) + ": " + other->holder->captured().difference(other->index()) +
+                     " at the capture; set CallOptions::on_new_arguments to capture or eager");
+  }
+  if (other != nullptr && same_arguments(other->guards, other->shape, request)) {
+    other->holder->captured().check(other->index(), request.inputs);
+  }
+  throw UsageError(describe(site) +
+                   ": an argument that is not a tensor has a new value, or the state of autocast or of a global "
+                   "switch (deterministic algorithms, precision, back ends) changed. Set "
+                   "CallOptions::on_new_arguments to capture or eager, or pass the value as a tensor");
+}
+
+void warn_of_new_arguments(CallSite& site) {
+  if (!site.rules.warns || std::exchange(site.warned.of_arguments, true)) {
+    return;
+  }
+  if (site.set == nullptr) {
+    TORCH_WARN("Sidestream: ", describe(site),
+               " runs eagerly: its arguments match none of its captures, and CallOptions::on_new_arguments is eager");
+    return;
+  }
+  TORCH_WARN(
+      "Sidestream: ", describe_bucketed(site), " runs eagerly: ", fits_none(site),
+      site.rules.on_new_arguments != OnNewArguments::capture
+          ? ""
+          : ", although those of the first callable fit one. The first callable decides which bucket a pass uses");
+}
+
+void refuse_own_pending(const CallSite& site) {
+  throw UsageError(describe(site) +
+                   ": the backward of its previous forward is still pending, and this forward would overwrite what it "
+                   "needs; run that backward first, or set CallOptions::on_pending to capture");
+}
+
+void over_bound(CallSite& site, bool in_flight) {
+  const std::int64_t bound = site.rules.max_captures;
+  if (site.rules.on_max_captures == OnMaxCaptures::error) {
+    throw UsageError(
+        site.set != nullptr
+            ? describe_bucketed(site) + ": " + fits_none(site) +
+                  ", and BucketOptions::max_buckets allows no more; raise it, pass fewer shapes, or set "
+                  "BucketOptions::on_max_buckets to eager or drop_least_used"
+            : describe(site) + ": it needs more than the " + std::to_string(bound) +
+                  " captures that CallOptions::max_captures allows; raise the bound, pass fewer shapes and "
+                  "values, or set CallOptions::on_max_captures to eager or drop_least_used");
+  }
+  if (std::exchange(site.warned.of_bound, true)) {
+    return;
+  }
+  if (site.set != nullptr) {
+    TORCH_WARN("Sidestream: ", describe_bucketed(site), " runs eagerly: ", fits_none(site),
+               ", and BucketOptions::max_buckets allows no more");
+    return;
+  }
+  TORCH_WARN(
+      "Sidestream: ", describe(site), " needs more than the ", bound,
+      " captures that CallOptions::max_captures allows (",
+      in_flight ? "microbatches in flight"
+                : "new argument values, shapes, modes or gradient flags, or more calls in flight",
+      "). From now on it runs eagerly when no capture matches; raise the bound, or pass fewer shapes and values");
+}
+
+void warn_of_equality(CallSite& site) {
+  if (!std::exchange(site.warned.of_equality, true)) {
+    TORCH_WARN("Sidestream: ", describe(site),
+               " runs eagerly: an argument compares unequal to its own copy (does operator== compare a NaN?), so no "
+               "capture can match it. Let `equal` of its ArgumentTraits return true for a copy");
   }
 }
 

@@ -2,10 +2,10 @@
 #include <string>
 
 #include "graphs/calls/call_set.h"
+#include "graphs/calls/call_site.h"
 #include "graphs/calls/dispatcher.h"
 #include "graphs/calls/engine_sequences.h"
-#include "graphs/calls/refused_calls.h"
-#include "graphs/resources/checked_options.h"
+#include "graphs/resources/engine_resources.h"
 #include "observe/sync_finder.h"
 #include "sidestream/error.h"
 

@@ -10,14 +10,14 @@
 #include <torch/nn/module.h>
 
 #include "graphs/calls/call_set.h"
+#include "graphs/calls/call_site.h"
 #include "graphs/calls/engine_counts.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
-#include "graphs/calls/refused_calls.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
-#include "graphs/sequence/graph_event_state.h"
+#include "graphs/sequence/sequence_streams.h"
 #include "graphs/verify/replay_verification.h"
 #include "observe/sync_finder.h"
 #include "sidestream/error.h"

@@ -14,7 +14,6 @@
 #include "graphs/calls/recorded_calls.h"
 #include "graphs/guards/call_modes.h"
 #include "graphs/resources/call_context.h"
-#include "graphs/resources/checked_options.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
 #include "observe/sync_finder.h"

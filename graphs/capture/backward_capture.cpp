@@ -10,12 +10,12 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "base/site.h"
-#include "graphs/capture/eager_pass.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/sequence_capture.h"
+#include "graphs/capture/warmup.h"
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/gradients/gradient_leaves.h"
-#include "graphs/gradients/owned_gradients.h"
 #include "graphs/guards/call_spec.h"
 #include "memory/storage_view.h"
 #include "offload/nested_backward.h"

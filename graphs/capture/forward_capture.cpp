@@ -8,10 +8,10 @@
 
 #include "base/site.h"
 #include "graphs/capture/body_hooks.h"
-#include "graphs/capture/eager_pass.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/sequence_capture.h"
+#include "graphs/capture/warmup.h"
 #include "graphs/guards/call_spec.h"
 #include "runtime/capture_guard.h"
 

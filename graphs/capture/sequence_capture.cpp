@@ -12,7 +12,7 @@
 #include "graphs/capture/warmup.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/sandbox/sandbox.h"
-#include "graphs/sequence/graph_event_state.h"
+#include "graphs/sequence/sequence_streams.h"
 #include "observe/held_draws.h"
 #include "runtime/capture_turn.h"
 #include "runtime/draw_order.h"

@@ -9,9 +9,8 @@
 #include <torch/nn/module.h>
 
 #include "graphs/capture/sequence_capture.h"
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/gradients/gradient_leaves.h"
-#include "graphs/gradients/gradient_policies.h"
-#include "graphs/gradients/owned_gradients.h"
 #include "offload/pinned_plan.h"
 #include "sidestream/error.h"
 
@@ -120,7 +119,7 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
 
 void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& places) {
   const at::NoGradGuard no_grad;
-  const GradientPolicies policies(capture.sequence.options, capture.resources.model, capture.specs);
+  const PolicyOf policy_of = gradient_policies(capture.sequence.options, capture.resources.model, capture.specs);
   capture.sequence.calls.resize(capture.specs.size());
   for (const auto i : c10::irange(capture.specs.size())) {
     CapturedCall& call = capture.sequence.calls[i];
@@ -153,7 +152,7 @@ void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& plac
     for (const at::Tensor& parameter : capture.sizings[i].parameters) {
       CallParameter& held = call.parameters.emplace_back();
       held.tensor = parameter;
-      held.policy = policies.of(call.spec, parameter);
+      held.policy = policy_of(call.spec, parameter);
       if (held.policy == GradientPolicy::accumulated) {
         const OwnedGradient owned = prepare_grad(*capture.resources.owned_gradients, call, parameter);
         held.grad = owned.memory;

@@ -21,7 +21,6 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
-#include "graphs/capture/eager_pass.h"
 #include "graphs/gradients/gradient_leaves.h"
 #include "observe/external_reads.h"
 #include "observe/operator_observer.h"

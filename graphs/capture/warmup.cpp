@@ -1,17 +1,23 @@
 #include "graphs/capture/warmup.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/ones_like.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
 
 #include "base/site.h"
-#include "graphs/capture/eager_pass.h"
+#include "graphs/capture/body_hooks.h"
 #include "graphs/gradients/gradient_leaves.h"
 #include "graphs/guards/call_modes.h"
 #include "graphs/guards/call_spec.h"
@@ -20,11 +26,51 @@
 #include "graphs/sandbox/pass_watch.h"
 #include "graphs/sandbox/sandbox.h"
 #include "observe/operator_observer.h"
+#include "offload/nested_backward.h"
+#include "offload/saved_tensor_recorder.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
-
 namespace {
+
+/// Times one eager pass of a call on the current stream, by the device's own clock.
+class PassClock {
+ public:
+  /// `runtime` must outlive this object.
+  explicit PassClock(Runtime& runtime)
+      : runtime_(&runtime),
+        begin_(runtime.create_event(EventTiming::on)),
+        forward_end_(runtime.create_event(EventTiming::on)),
+        turn_(runtime.create_event(EventTiming::on)),
+        end_(runtime.create_event(EventTiming::on)) {}
+
+  void forward_begins() { runtime_->record(begin_, runtime_->current_stream()); }
+  void forward_ended() { runtime_->record(forward_end_, runtime_->current_stream()); }
+  void backward_begins() { runtime_->record(turn_, runtime_->current_stream()); }
+  void ended() { runtime_->record(end_, runtime_->current_stream()); }
+  /// Of a pass that has ended. Blocks the host until the device has finished it.
+  [[nodiscard]] LayerPace pace() {
+    runtime_->synchronize(end_);
+    constexpr double kMillisecond = 1e-3;
+    return {runtime_->elapsed_ms(begin_, forward_end_) * kMillisecond,
+            runtime_->elapsed_ms(turn_, end_) * kMillisecond};
+  }
+
+ private:
+  Runtime* runtime_;
+  Event begin_;
+  Event forward_end_;
+  Event turn_;
+  Event end_;
+};
+
+std::vector<bool> flags_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<bool> flags;
+  for (const at::Tensor& tensor : tensors) {
+    flags.push_back(tensor.defined() && tensor.requires_grad());
+  }
+  return flags;
+}
 
 /// `outputs`: of the calls before this one.
 std::vector<at::Tensor> leaves_of(const CallSpec& spec, const LinkedOutputs& outputs, c10::Device device) {
@@ -70,6 +116,134 @@ class SeedWatch {
 
 }  // namespace
 
+void PassHooks::before_forward() const {
+  if (hooks_ != nullptr) {
+    run(hooks_->before_forward());
+  }
+}
+
+void PassHooks::after_forward() const {
+  if (hooks_ != nullptr) {
+    run(hooks_->after_forward());
+  }
+}
+
+void PassHooks::before_backward() const {
+  if (hooks_ != nullptr) {
+    run(hooks_->before_backward());
+  }
+}
+
+void PassHooks::after_backward() const {
+  if (hooks_ != nullptr) {
+    run(hooks_->after_backward());
+  }
+}
+
+void PassHooks::run(const std::function<void()>& hook) const {
+  if (!hook) {
+    return;
+  }
+  const auto meet = [this](c10::ArrayRef<at::Tensor> tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.defined() && tensor.has_storage()) {
+        met_.insert(tensor.storage());
+      }
+    }
+  };
+  const RecorderGuard no_recorder(nullptr);
+  const OperatorObserverGuard observer([&](const OperatorAccess& access) {
+    meet(access.reads);
+    meet(access.outputs);
+  });
+  hook();
+  observer.rethrow();
+}
+
+detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
+                                const std::function<std::vector<at::Tensor>()>& wanted, const PassHooks& hooks,
+                                std::vector<bool>* used, Runtime* runtime, LayerPace* pace) {
+  std::optional<PassClock> clock;
+  if (pace != nullptr) {
+    clock.emplace(*runtime);
+  }
+  const std::vector<at::Tensor> known = wanted();
+  Sandbox sandbox;
+  sandbox.hide_gradients(known);
+  sandbox.hide_hooks_and_accumulators(known);
+  const NestedBackwardRefusal no_nested;
+  detail::TensorBuffer outputs;
+  hooks.before_forward();
+  if (clock) {
+    clock->forward_begins();
+  }
+  {
+    const CallStateGuard state(spec.state, Direction::forward);
+    const std::vector<at::Tensor> arguments = arguments_of(spec, inputs);
+    const std::vector<bool> flags = flags_of(arguments);
+    spec.body(arguments.data(), outputs);
+    if (flags_of(arguments) != flags) {
+      throw CaptureError("callable \"" + spec.name + "\": it sets requires_grad of one of its inputs; a replay would " +
+                         "not do that. Set it before the call, or on input.detach()");
+    }
+    refuse_hooks_of_body(spec.name, arguments, outputs);
+  }
+  if (clock) {
+    clock->forward_ended();
+  }
+  hooks.after_forward();
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> seeds;
+  for (const at::Tensor& output : outputs) {
+    if (output.defined() && output.requires_grad()) {
+      roots.push_back(output);
+      seeds.push_back(at::ones_like(output));
+    }
+  }
+  const std::vector<at::Tensor> targets = wanted();
+  std::vector<at::Tensor> grads(targets.size());
+  if (!roots.empty()) {
+    hooks.before_backward();
+  }
+  if (clock) {
+    clock->backward_begins();
+  }
+  if (!roots.empty() && !targets.empty()) {
+    std::vector<at::Tensor> found;
+    std::copy_if(targets.begin(), targets.end(), std::back_inserter(found),
+                 [&](const at::Tensor& t) { return !holds(known, t); });
+    sandbox.hide_hooks(found);  // the backward finds these leaves by the accumulators that the forward made
+    const CallStateGuard state(spec.state, Direction::backward);
+    grads = torch::autograd::grad(roots, targets, seeds, /*retain_graph=*/false, /*create_graph=*/false,
+                                  /*allow_unused=*/true);
+  }
+  if (clock) {
+    clock->ended();
+  }
+  if (!roots.empty()) {
+    hooks.after_backward();
+  }
+  for (const at::Tensor& leaf : known) {
+    if (leaf.grad().defined()) {
+      throw CaptureError("callable \"" + spec.name +
+                         "\": its backward adds into .grad (is there a checkpoint that calls " +
+                         "backward() inside backward?); a capture would add twice. Use autograd::grad there, or run "
+                         "the callable outside " +
+                         "of graphs");
+    }
+  }
+  if (used != nullptr) {
+    used->clear();
+    for (const at::Tensor& grad : grads) {
+      used->push_back(grad.defined());
+    }
+  }
+  if (clock) {
+    *pace = clock->pace();
+  }
+  return outputs;
+}
+
 std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphOptions& options, Runtime& runtime,
                                 ScopeTree& tree, Exclusions& exclusions, WeakStorageSet& met,
                                 const ProgressCallback& progress) {
@@ -114,10 +288,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
       const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); },
                                            [&](const OperatorAccess& access) { watch.before(access); },
                                            OperatorObserverGuard::Outer::hears_too);
-      std::optional<PassClock> clock;
-      if (runtime.keeps_time() && i + 1 == options.num_warmup_iters()) {
-        clock.emplace(runtime);
-      }
+      const bool timed = runtime.keeps_time() && i + 1 == options.num_warmup_iters();
       (void)eager_pass(
           spec, inputs,
           [&] {
@@ -125,10 +296,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
             targets.insert(targets.end(), sizings.back().parameters.begin(), sizings.back().parameters.end());
             return targets;
           },
-          hooks, nullptr, clock ? &*clock : nullptr);
-      if (clock) {
-        sizings.back().pace = clock->pace();
-      }
+          hooks, nullptr, &runtime, timed ? &sizings.back().pace : nullptr);
       seeds.check(spec, /*last=*/false);
     }
     await_end_of_backward(runtime.device());

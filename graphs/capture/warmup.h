@@ -1,13 +1,13 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "analysis/copy_pace.h"
 #include "analysis/planner.h"
-#include "graphs/capture/eager_pass.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/outputs/linked_outputs.h"
 #include "graphs/sandbox/pass_watch.h"
@@ -17,10 +17,42 @@
 #include "offload/scope_tree.h"
 #include "runtime/runtime.h"
 #include "runtime/weak_storage_set.h"
+#include "sidestream/capture_time_hooks.h"
+#include "sidestream/detail/argument_parts.h"
 #include "sidestream/graph_options.h"
 #include "sidestream/progress.h"
 
 namespace sidestream {
+
+/// Runs the hooks of one callable around its passes. What hooks do is not recorded, sized or put back as part of the pass. A capture may
+/// read what they touch.
+/// Capture: illegal, unless there are no hooks.
+class PassHooks {
+ public:
+  /// Both must outlive this object; `hooks` may be null.
+  PassHooks(const CaptureTimeHooks* hooks, WeakStorageSet& met) noexcept : hooks_(hooks), met_(met) {}
+
+  void before_forward() const;
+  void after_forward() const;
+  void before_backward() const;
+  void after_backward() const;
+
+ private:
+  void run(const std::function<void()>& hook) const;
+
+  const CaptureTimeHooks* hooks_;
+  WeakStorageSet& met_;
+};
+
+/// Runs the body of `spec` once in the state of the call: forward, then backward with ones as the gradients of its outputs. Returns the
+/// outputs. `wanted` returns the leaves whose gradients are computed. It is called before the forward, and again after it, because the
+/// forward may have found more leaves. `used`, unless null, gets for each leaf of the second call whether it has a gradient. `pace`,
+/// unless null, gets the times of the pass without the hooks, by the clock of `runtime`, which must not be null then. `.grad` is not changed.
+/// Throws: CaptureError if a backward adds into `.grad` itself or an argument has hooks; errors of the body.
+[[nodiscard]] detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
+                                              const std::function<std::vector<at::Tensor>()>& wanted,
+                                              const PassHooks& hooks, std::vector<bool>* used,
+                                              Runtime* runtime = nullptr, LayerPace* pace = nullptr);
 
 /// The result of the sizing pass of one call.
 struct CallSizing {

@@ -8,8 +8,8 @@
 #include <torch/nn/modules/container/any.h>
 
 #include "graphs/engine/engine_access.h"
-#include "graphs/resources/checked_options.h"
-#include "graphs/sequence/graph_event_state.h"
+#include "graphs/resources/engine_resources.h"
+#include "graphs/sequence/sequence_streams.h"
 #include "sidestream/detail/call_buffers.h"
 #include "sidestream/error.h"
 

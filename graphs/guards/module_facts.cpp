@@ -1,10 +1,18 @@
 #include "graphs/guards/module_facts.h"
 
 #include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <type_traits>
 #include <utility>
 
 #include <torch/nn/module.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/any_module_holder.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/instancenorm.h>
+#include <torch/nn/modules/rnn.h>
 
 namespace sidestream {
 
@@ -45,6 +53,27 @@ std::string joined(const std::string& prefix, const std::string& name) {
   return prefix.empty() ? name : prefix + "." + name;
 }
 
+/// Reads `module` if it is of one of the classes.
+template <class... Classes, class Read>
+bool read_as(const torch::nn::Module& module, const Read& read) {
+  const auto try_one = [&](const auto* found) {
+    if (found != nullptr) {
+      read(*found);
+    }
+    return found != nullptr;
+  };
+  return (try_one(dynamic_cast<const Classes*>(&module)) || ...);
+}
+
+std::string text_of(const std::optional<double>& number) {
+  std::ostringstream text;
+  if (!number) {
+    return "none";
+  }
+  text << *number;
+  return text.str();
+}
+
 }  // namespace
 
 ModuleFacts::ModuleFacts(std::shared_ptr<const torch::nn::Module> root, bool with_tensors) {
@@ -64,7 +93,7 @@ void ModuleFacts::add(const std::shared_ptr<const torch::nn::Module>& module, co
       tensors_.emplace_back(tensor);
     }
   };
-  Entry entry{module, name, HeldMembers::training(*module),         ModuleOptions(*module),
+  Entry entry{module, name, HeldMembers::training(*module),         options_of(*module),
               {},     {},   HeldMembers::parameters(*module).size()};
   for (const auto* items : {&HeldMembers::parameters(*module), &HeldMembers::buffers(*module)}) {
     for (const auto& item : *items) {
@@ -81,6 +110,42 @@ void ModuleFacts::add(const std::shared_ptr<const torch::nn::Module>& module, co
       add(item.value(), joined(name, item.key()), with_tensors);
     }
   }
+}
+
+std::vector<ModuleFacts::Option> ModuleFacts::options_of(const torch::nn::Module& module) {
+  namespace nn = torch::nn;
+  std::vector<Option> options;
+  const auto add = [&](const char* name, const auto& number) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(number)>, double>) {
+      options.push_back({name, &number, nullptr, number});
+    } else {
+      options.push_back({name, nullptr, &number, number});
+    }
+  };
+  const auto rate = [&](const auto& of) { add("p", of.options.p()); };
+  const auto momentum = [&](const auto& of) { add("momentum", of.options.momentum()); };
+  const auto bounds = [&](const auto& of) {
+    add("lower", of.options.lower());
+    add("upper", of.options.upper());
+  };
+  (void)(read_as<nn::DropoutImpl, nn::Dropout2dImpl, nn::Dropout3dImpl, nn::AlphaDropoutImpl,
+                 nn::FeatureAlphaDropoutImpl>(module, rate) ||
+         read_as<nn::BatchNorm1dImpl, nn::BatchNorm2dImpl, nn::BatchNorm3dImpl, nn::InstanceNorm1dImpl,
+                 nn::InstanceNorm2dImpl, nn::InstanceNorm3dImpl>(module, momentum) ||
+         read_as<nn::MultiheadAttentionImpl>(module, [&](const auto& of) { add("dropout", of.options.dropout()); }) ||
+         read_as<nn::RReLUImpl>(module, bounds) ||
+         read_as<nn::RNNImpl, nn::LSTMImpl, nn::GRUImpl>(
+             module, [&](const auto& of) { add("dropout", of.options_base.dropout()); }));
+  return options;
+}
+
+bool ModuleFacts::Option::same() const noexcept {
+  const std::optional<double> value = now();
+  return value.has_value() == before.has_value() && (!value || std::memcmp(&*value, &*before, sizeof *value) == 0);
+}
+
+bool ModuleFacts::same_options(const Entry& entry) noexcept {
+  return std::all_of(entry.options.begin(), entry.options.end(), [](const Option& option) { return option.same(); });
 }
 
 bool ModuleFacts::same_members(const Entry& entry) noexcept {
@@ -151,7 +216,7 @@ FactsChange ModuleFacts::attended_change() const noexcept {
     change.training = change.training || *flag.now != flag.before;
   }
   for (const std::size_t i : with_options_) {
-    change.options = change.options || !entries_[i].options.same();
+    change.options = change.options || !same_options(entries_[i]);
   }
   change |= tensors_change();
   return change;
@@ -168,7 +233,7 @@ FactsChange ModuleFacts::change() const noexcept {
       return change;  // what stood there may not be looked at
     }
     change.training = change.training || HeldMembers::training(*entry.module) != entry.training;
-    change.options = change.options || !entry.options.same();
+    change.options = change.options || !same_options(entry);
   }
   change |= tensors_change();
   return change;
@@ -252,8 +317,11 @@ std::string ModuleFacts::difference() const {
     if (HeldMembers::training(*entry.module) != entry.training) {
       return quoted(entry) + (entry.training ? " is in eval mode, was training" : " is training, was in eval mode");
     }
-    if (const std::string option = entry.options.difference(); !option.empty()) {
-      return quoted(entry) + ": its option " + option;
+    for (const Option& option : entry.options) {
+      if (!option.same()) {
+        return quoted(entry) + ": its option " + option.name + " is " + text_of(option.now()) + ", was " +
+               text_of(option.before);
+      }
     }
   }
   return {};

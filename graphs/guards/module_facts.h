@@ -1,12 +1,12 @@
 #pragma once
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include "graphs/guards/module_options.h"
 #include "graphs/guards/tensor_facts.h"
 #include "sidestream/detail/module_forward.h"
 
@@ -51,11 +51,23 @@ class ModuleFacts {
 
  private:
   friend class ModelFlagsGuard;
+  /// A number among the options of one of LibTorch's own modules, which a forward reads and schedules change: a dropout rate, a momentum,
+  /// a bound. It lives as long as its module.
+  struct Option {
+    const char* name;
+    const double* number;                   ///< null if the option is optional
+    const std::optional<double>* optional;  ///< null if it is not
+    std::optional<double> before;
+
+    [[nodiscard]] std::optional<double> now() const { return number != nullptr ? std::optional(*number) : *optional; }
+    /// A NaN is the same as itself.
+    [[nodiscard]] bool same() const noexcept;
+  };
   struct Entry {
     std::shared_ptr<const torch::nn::Module> module;
     std::string name;
     bool training;
-    ModuleOptions options;
+    std::vector<Option> options;
     std::vector<const void*> children;
     std::vector<const void*> tensors;  ///< parameters, then buffers
     std::size_t parameters;
@@ -71,6 +83,10 @@ class ModuleFacts {
     const bool* now = nullptr;
     bool before = false;
   };
+  /// Of a module as it is now; none for a class that is not known.
+  [[nodiscard]] static std::vector<Option> options_of(const torch::nn::Module& module);
+  /// Allocates nothing.
+  [[nodiscard]] static bool same_options(const Entry& entry) noexcept;
   void add(const std::shared_ptr<const torch::nn::Module>& module, const std::string& name, bool with_tensors);
   [[nodiscard]] static bool same_members(const Entry& entry) noexcept;
   [[nodiscard]] bool same_child(const Place& place) const noexcept;

@@ -1,4 +1,4 @@
-#include "graphs/resources/checked_options.h"
+#include "graphs/resources/engine_resources.h"
 
 #include <cstdint>
 #include <cstdlib>

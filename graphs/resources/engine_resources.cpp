@@ -7,7 +7,6 @@
 
 #include <torch/nn/module.h>
 
-#include "graphs/resources/checked_options.h"
 #include "offload/autograd_engine.h"
 #include "runtime/host_limit.h"
 #include "runtime/link_speed.h"

@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 
 #include "graphs/guards/call_spec.h"
-#include "graphs/sandbox/rng_state_guard.h"
 #include "graphs/sandbox/sandbox.h"
 #include "observe/external_reads.h"
 #include "observe/operator_observer.h"

@@ -12,7 +12,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include "base/site.h"
-#include "graphs/gradients/owned_gradients.h"
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/outputs/output_storage.h"
 #include "graphs/outputs/static_tensors.h"

@@ -5,7 +5,7 @@
 
 #include "analysis/copy_pace.h"
 #include "analysis/planner.h"
-#include "graphs/gradients/owned_gradients.h"
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/sequence/graph_memory.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"

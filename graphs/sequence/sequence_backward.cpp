@@ -4,7 +4,7 @@
 #include <c10/util/irange.h>
 
 #include "base/site.h"
-#include "graphs/gradients/owned_gradients.h"
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/sequence/graph_sequence.h"
 #include "sidestream/error.h"
 

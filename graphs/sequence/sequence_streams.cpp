@@ -6,8 +6,6 @@
 
 #include <c10/util/irange.h>
 
-#include "graphs/sequence/graph_event_state.h"
-
 namespace sidestream {
 namespace {
 

@@ -9,7 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "graphs/capture/whole_step_offload.h"
-#include "graphs/gradients/owned_gradients.h"
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/resources/engine_resources.h"
 #include "graphs/sandbox/sandbox.h"
 #include "graphs/whole_step/whole_step_watch.h"

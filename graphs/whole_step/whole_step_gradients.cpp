@@ -8,8 +8,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/gradients/gradient_leaves.h"
-#include "graphs/gradients/owned_gradients.h"
 #include "graphs/whole_step/whole_step_body.h"
 #include "offload/autograd_walk.h"
 #include "sidestream/error.h"

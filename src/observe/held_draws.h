@@ -10,7 +10,7 @@ namespace sidestream {
 /// generator and a capture takes it. Its thread also has the device's CaptureTurn. Threads that work for a capture do not wait.
 ///
 /// A backward pass cannot wait (autograd's thread may be the one that the capture needs), and an operator that began before knows
-/// nothing of this. During a warm-up such operators draw from a separate sequence (graphs/sandbox/rng_state_guard.h), so no number comes
+/// nothing of this. During a warm-up such operators draw from a separate sequence (graphs/sandbox/sandbox.h), so no number comes
 /// twice. While a graph is captured the device refuses them: an error there, never a lost number.
 /// Costs other threads one look at each operator meanwhile, and nothing else.  Threads: ends on the thread it began on.
 class [[nodiscard]] HeldDraws {

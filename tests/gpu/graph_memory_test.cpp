@@ -16,7 +16,7 @@
 
 #include "expect_throws.h"
 #include "gpu/gpu_fixture.h"
-#include "graphs/sequence/graph_event_state.h"
+#include "graphs/sequence/sequence_streams.h"
 #include "runtime/cuda/capture_mode.h"
 #include "sidestream/graph_event.h"
 

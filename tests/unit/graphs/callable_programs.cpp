@@ -6,7 +6,7 @@
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 
-#include "graphs/sequence/graph_event_state.h"
+#include "graphs/sequence/sequence_streams.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/replay_options.h"
 #include "sidestream/scope.h"

@@ -1,8 +1,12 @@
-#include "graphs/gradients/owned_gradients.h"
+#include "graphs/gradients/call_gradients.h"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
+#include <string>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
@@ -10,9 +14,11 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
 
 #include "graphs/outputs/storage_holders.h"
 #include "memory/storage_view.h"
+#include "offload/name_pattern.h"
 #include "offload/saved_tensor_recorder.h"
 #include "runtime/replayed_memory.h"
 #include "sidestream/error.h"
@@ -71,6 +77,44 @@ class Adder final : public torch::autograd::FunctionPreHook {
   at::Tensor target_;
   char* added_;
 };
+
+/// As in NamePatterns, "all" is "**".
+GradientRule checked_rule(const GradientRule& rule) {
+  return {NamePatterns(std::vector<std::string>{rule.pattern}).patterns().front(), rule.policy};
+}
+
+using ParameterNames = std::unordered_multimap<const c10::TensorImpl*, std::string>;  // one parameter may have several
+
+ParameterNames names_of(const torch::nn::Module* model, const std::vector<CallSpec>& specs) {
+  ParameterNames of_model;
+  if (model != nullptr) {
+    for (const auto& item : model->named_parameters()) {
+      of_model.emplace(item.value().unsafeGetTensorImpl(), item.key());
+    }
+  }
+  ParameterNames names = of_model;
+  for (const CallSpec& spec : specs) {
+    if (spec.module == nullptr) {
+      continue;
+    }
+    for (const auto& item : spec.module->named_parameters()) {
+      if (of_model.count(item.value().unsafeGetTensorImpl()) == 0) {
+        names.emplace(item.value().unsafeGetTensorImpl(), spec.name + "." + item.key());
+      }
+    }
+  }
+  return names;
+}
+
+void check_pattern(const std::string& pattern, const ParameterNames& names, const std::vector<CallSpec>& specs) {
+  const auto fits = [&](const std::string& name) { return name_matches(pattern, name); };
+  if (std::none_of(names.begin(), names.end(), [&](const auto& item) { return fits(item.second); }) &&
+      std::none_of(specs.begin(), specs.end(), [&](const CallSpec& spec) { return fits(spec.name); })) {
+    throw UsageError("GraphOptions::gradients: the pattern \"" + pattern +
+                     "\" matches no parameter of the model or of the captured calls; use dotted names of parameters, "
+                     "such as blocks.*.weight");
+  }
+}
 
 }  // namespace
 
@@ -242,6 +286,27 @@ AddedGradients::~AddedGradients() {
   for (const at::Tensor& leaf : leaves_) {
     torch::autograd::impl::clear_hooks(leaf);
   }
+}
+
+PolicyOf gradient_policies(const GraphOptions& options, const torch::nn::Module* model,
+                           const std::vector<CallSpec>& specs) {
+  std::vector<GradientRule> rules;
+  std::transform(options.gradients().begin(), options.gradients().end(), std::back_inserter(rules), checked_rule);
+  const ParameterNames all = rules.empty() ? ParameterNames() : names_of(model, specs);
+  for (const GradientRule& rule : rules) {
+    check_pattern(rule.pattern, all, specs);
+  }
+  return [rules, all](const CallSpec& spec, const at::Tensor& parameter) {
+    const auto [first, last] = all.equal_range(parameter.unsafeGetTensorImpl());
+    for (auto rule = rules.rbegin(); rule != rules.rend(); ++rule) {
+      const auto fits = [&](const std::string& name) { return name_matches(rule->pattern, name); };
+      if (first == last ? fits(spec.name)
+                        : std::any_of(first, last, [&](const auto& item) { return fits(item.second); })) {
+        return rule->policy;
+      }
+    }
+    return GradientPolicy::cloned;
+  };
 }
 
 }  // namespace sidestream

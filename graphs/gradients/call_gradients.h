@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,12 +11,21 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 
+#include "graphs/guards/call_spec.h"
 #include "graphs/outputs/output_storage.h"
 #include "graphs/outputs/static_tensors.h"
 #include "memory/storage_view.h"
+#include "sidestream/detail/module_forward.h"
 #include "sidestream/graph_options.h"
 
 namespace sidestream {
+
+/// Says which policy the gradient of a parameter has, in one sequence's calls. See GraphOptions::gradients.
+using PolicyOf = std::function<GradientPolicy(const CallSpec& spec, const at::Tensor& parameter)>;
+/// `model`: the engine's, or null. Throws: UsageError for a pattern that fits no parameter of the model or of the calls' modules,
+/// and no call.
+[[nodiscard]] PolicyOf gradient_policies(const GraphOptions& options, const torch::nn::Module* model,
+                                         const std::vector<CallSpec>& specs);
 
 /// A parameter whose gradient the backward graph makes.
 struct CallParameter {
