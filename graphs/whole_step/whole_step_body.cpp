@@ -26,6 +26,33 @@ bool captures(const Runtime& runtime) {
 /// True if a graph's warm-up or capture runs on this thread.
 bool for_a_graph(const Runtime& runtime) { return NestedBackwardRefusal::holds_here() || captures(runtime); }
 
+/// In a warm-up, after the step function has run. Throws: CaptureError.
+void refuse_backward_of_its_own(const std::string& name, const std::vector<at::Tensor>& leaves) {
+  if (!NestedBackwardRefusal::holds_here()) {
+    return;
+  }
+  for (const at::Tensor& leaf : leaves) {
+    if (leaf.grad().defined()) {  // a warm-up pass begins without gradients
+      throw CaptureError("graphed step \"" + name +
+                         "\": its function calls backward(), which adds into gradients that the graph cannot own. "
+                         "Return the loss; the engine computes its gradients");
+    }
+  }
+}
+
+at::Tensor checked_loss(const std::string& name, const Tensors& outputs) {
+  if (outputs.empty() || !outputs.front().defined() || outputs.front().numel() != 1) {
+    throw UsageError("graphed step \"" + name +
+                     "\": its function returns no loss; return the loss, a tensor of one element, as the first tensor");
+  }
+  if (outputs.front().grad_fn() == nullptr) {
+    throw UsageError(
+        "graphed step \"" + name +
+        "\": its loss depends on no parameter; compute it with gradients, and call no backward in the step function");
+  }
+  return outputs.front();
+}
+
 }  // namespace
 
 /// For its lifetime `.grad` is what plain training would have before the update.
@@ -212,38 +239,12 @@ void WholeStepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
 
 void WholeStepBody::run_microbatch(const Tensors& inputs, Tensors& outputs) {
   const Tensors made = given_->function(inputs);
-  refuse_backward_of_its_own();
-  add_gradients(checked_loss(made));
+  refuse_backward_of_its_own(given_->name, known_leaves());
+  add_gradients(checked_loss(given_->name, made));
   output_counts_.push_back(made.size());
   for (const at::Tensor& tensor : made) {
     outputs.push_back(tensor.defined() ? tensor.detach() : tensor);
   }
-}
-
-void WholeStepBody::refuse_backward_of_its_own() const {
-  if (!NestedBackwardRefusal::holds_here()) {
-    return;
-  }
-  for (const at::Tensor& leaf : known_leaves()) {
-    if (leaf.grad().defined()) {  // a warm-up pass begins without gradients
-      throw CaptureError("graphed step \"" + given_->name +
-                         "\": its function calls backward(), which adds into gradients that the graph cannot own. "
-                         "Return the loss; the engine computes its gradients");
-    }
-  }
-}
-
-at::Tensor WholeStepBody::checked_loss(const Tensors& outputs) const {
-  if (outputs.empty() || !outputs.front().defined() || outputs.front().numel() != 1) {
-    throw UsageError("graphed step \"" + given_->name +
-                     "\": its function returns no loss; return the loss, a tensor of one element, as the first tensor");
-  }
-  if (outputs.front().grad_fn() == nullptr) {
-    throw UsageError(
-        "graphed step \"" + given_->name +
-        "\": its loss depends on no parameter; compute it with gradients, and call no backward in the step function");
-  }
-  return outputs.front();
 }
 
 }  // namespace sidestream

@@ -71,13 +71,8 @@ class WholeStepBody {
 
   [[nodiscard]] std::vector<at::Tensor> known_leaves() const;
   void prepare_gradients();
-  /// Throws: UsageError if the gradient cannot be initialised with `.grad`.
-  void refuse_foreign(const Target& target) const;
   /// For a captured update that accumulates over calls. Throws: UsageError if a parameter that the loss does not reach has a gradient.
   void refuse_gradients_of_others() const;
-  /// In a warm-up. Throws: CaptureError.
-  void refuse_backward_of_its_own() const;
-  [[nodiscard]] at::Tensor checked_loss(const Tensors& outputs) const;
   /// The target of `leaf`; makes it if there is none.
   [[nodiscard]] std::size_t target_of(const at::Tensor& leaf);
   /// Call after an update: notes its parameters that are neither in the module nor reached by the loss. Throws: as

@@ -32,6 +32,17 @@ bool is_own(const at::Tensor& grad, const OwnedGradient& gradient) {
   return grad.const_data_ptr() == gradient.memory.const_data_ptr();
 }
 
+/// Throws: UsageError if the gradient cannot be initialised with `.grad`.
+void refuse_foreign(const std::string& name, const WholeStepBody::Target& target) {
+  const at::Tensor& grad = target.parameter.grad();
+  if (grad.defined() && !is_own(grad, target.gradient) &&
+      !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
+    throw UsageError("graphed step \"" + name +
+                     "\": the .grad of a parameter is not the tensor that its graph adds into, and other code holds a "
+                     "reference to it; set .grad to none, or zero it in place");
+  }
+}
+
 /// Initialises the gradient memory with `.grad`, or with zeros: the step adds to it.
 void begin_with_grad(const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
@@ -70,7 +81,7 @@ std::size_t WholeStepBody::target_of(const at::Tensor& leaf) {
     return Target{leaf, resources_.owned_gradients.of(leaf)};
   }();
   if (given_->accumulate) {  // an eager run met it first, after prepare()
-    refuse_foreign(made);
+    refuse_foreign(given_->name, made);
     begin_with_grad(made);
   }
   targets_.push_back(made);
@@ -140,22 +151,12 @@ void WholeStepBody::prepare() {
   prepare_gradients();
 }
 
-void WholeStepBody::refuse_foreign(const Target& target) const {
-  const at::Tensor& grad = target.parameter.grad();
-  if (grad.defined() && !is_own(grad, target.gradient) &&
-      !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
-    throw UsageError("graphed step \"" + given_->name +
-                     "\": the .grad of a parameter is not the tensor that its graph adds into, and other code holds a "
-                     "reference to it; set .grad to none, or zero it in place");
-  }
-}
-
 void WholeStepBody::prepare_gradients() {
   if (!given_->accumulate) {
     return;
   }
   for (const Target& target : targets_) {
-    refuse_foreign(target);
+    refuse_foreign(given_->name, target);
   }
   refuse_gradients_of_others();
   const at::NoGradGuard no_grad;
