@@ -10,7 +10,6 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "base/site.h"
-#include "graphs/capture/graph_check.h"
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/sequence_capture.h"
 #include "graphs/capture/warmup.h"
@@ -265,11 +264,7 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
   call.backward.graph = guard.end();
   capture.use.capture_ended();
   hooks.after_backward();
-  const std::string what = capture.sequence.describe(index) + ", backward";
-  const std::vector<GraphNode> nodes = capture.runtime.nodes(call.backward.graph);
-  check_graph_events(nodes, call.backward.names, call.backward.done, {}, what);
-  check_nodes(nodes, call.backward.names, call.copies.captured, what);
-  check_copy_ends(call.copies.captured, Direction::backward, what);
+  check_captured(capture, index, Direction::backward);
   finish_backward(capture, index);
 }
 

@@ -8,7 +8,6 @@
 
 #include "base/site.h"
 #include "graphs/capture/body_hooks.h"
-#include "graphs/capture/graph_check.h"
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/sequence_capture.h"
 #include "graphs/capture/warmup.h"
@@ -124,17 +123,7 @@ void capture_forward(SequenceCapture& capture, std::size_t index) {
   call.forward.graph = guard.end();
   capture.use.capture_ended();
   hooks.after_forward();
-  std::vector<const ExternalEvent*> ready;
-  for (const CapturedCopies::Group& group : call.copies.captured.groups) {
-    for (const ExternalEvent& event : group.ready) {
-      ready.push_back(&event);
-    }
-  }
-  const std::string what = capture.sequence.describe(index) + ", forward";
-  const std::vector<GraphNode> nodes = capture.runtime.nodes(call.forward.graph);
-  check_graph_events(nodes, call.forward.names, call.forward.done, ready, what);
-  check_nodes(nodes, call.forward.names, call.copies.captured, what);
-  check_copy_ends(call.copies.captured, Direction::forward, what);
+  check_captured(capture, index, Direction::forward);
   live.outputs.assign(outputs.begin(), outputs.end());
   learn_outputs(call, live.arguments, outputs, saved, *capture.resources.exclusions);
   capture.lives.forward_captured({call.outputs, call.output_storages},

@@ -9,6 +9,7 @@
 
 #include <c10/util/irange.h>
 
+#include "graphs/capture/graph_check.h"
 #include "graphs/capture/warmup.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/sandbox/sandbox.h"
@@ -209,6 +210,23 @@ void SequenceCapture::record_caller_event() const {
   if (const auto& event = sequence.options.cuda_graph_event(); event != nullptr) {
     runtime.record(GraphEventState::event_of(*event), stream);
   }
+}
+
+void check_captured(const SequenceCapture& capture, std::size_t index, Direction direction) {
+  const CapturedCall& call = capture.sequence.calls[index];
+  const bool forward = direction == Direction::forward;
+  const CapturedCall::OneGraph& captured = forward ? call.forward : call.backward;
+  std::vector<const ExternalEvent*> ready;
+  for (const CapturedCopies::Group& group : call.copies.captured.groups) {
+    for (const ExternalEvent& event : group.ready) {
+      ready.push_back(&event);
+    }
+  }
+  const std::string what = capture.sequence.describe(index) + (forward ? ", forward" : ", backward");
+  const std::vector<GraphNode> nodes = capture.runtime.nodes(captured.graph);
+  check_graph_events(nodes, captured.names, captured.done, forward ? ready : std::vector<const ExternalEvent*>(), what);
+  check_nodes(nodes, captured.names, call.copies.captured, what);
+  check_copy_ends(call.copies.captured, direction, what);
 }
 
 std::shared_ptr<GraphSequence> capture_sequence(const GraphResources& resources, std::vector<CallSpec> specs,

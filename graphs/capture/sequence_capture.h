@@ -77,6 +77,8 @@ void fill_kept_tensors(SequenceCapture& capture);
 /// Throws: CaptureError for a view that a replay cannot make again of its own inputs.
 void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
                    const SavedStorages& saved, const Exclusions& exclusions);
+/// Checks the graph of call `index` that was captured last: see graph_check.h.
+void check_captured(const SequenceCapture& capture, std::size_t index, Direction direction);
 /// The graphs of `call` will read its weights where they lie now.
 void take_facts(CapturedCall& call);
 /// From now on each replay compares `tensor`, which `call` reads and its module does not have.
