@@ -85,7 +85,7 @@ GradientRule checked_rule(const GradientRule& rule) {
 
 using ParameterNames = std::unordered_multimap<const c10::TensorImpl*, std::string>;  // one parameter may have several
 
-ParameterNames names_of(const torch::nn::Module* model, const std::vector<CallSpec>& specs) {
+ParameterNames parameter_names(const torch::nn::Module* model, const std::vector<CallSpec>& specs) {
   ParameterNames of_model;
   if (model != nullptr) {
     for (const auto& item : model->named_parameters()) {
@@ -292,7 +292,7 @@ PolicyOf gradient_policies(const GraphOptions& options, const torch::nn::Module*
                            const std::vector<CallSpec>& specs) {
   std::vector<GradientRule> rules;
   std::transform(options.gradients().begin(), options.gradients().end(), std::back_inserter(rules), checked_rule);
-  const ParameterNames all = rules.empty() ? ParameterNames() : names_of(model, specs);
+  const ParameterNames all = rules.empty() ? ParameterNames() : parameter_names(model, specs);
   for (const GradientRule& rule : rules) {
     check_pattern(rule.pattern, all, specs);
   }
