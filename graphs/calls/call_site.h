@@ -28,6 +28,7 @@ struct SequenceHolder {
   std::shared_ptr<GraphSequence> sequence;
   /// By the number that a call had at the first capture: its number now. Empty unless a later capture left out calls.
   std::vector<std::size_t> indices = {};
+  bool switched = false;  ///< offload was switched since the capture: it is captured again before a pass
 
   [[nodiscard]] const CapturedSequence& captured() const noexcept { return sequence->captured(); }
   [[nodiscard]] std::size_t index_of(std::size_t call) const { return indices.empty() ? call : indices[call]; }

@@ -77,7 +77,25 @@ bool CallTable::in_graphed_call(const std::string& group) const {
   });
 }
 
+NamePatterns CallTable::patterns_of(const torch::nn::Module& module) const {
+  std::vector<std::string> patterns;
+  for (const auto& item : model_.named_modules("", /*include_self=*/false)) {
+    if (item.value().get() == &module) {
+      patterns.push_back(item.key() + ".**");
+    }
+  }
+  if (&module == &model_) {
+    patterns.emplace_back("**");
+  }
+  if (patterns.empty()) {
+    throw UsageError("OffloadEngine::set_activation_offloading: the module \"" + module.name() +
+                     "\" is not part of the engine's model; pass one of its modules, or the name of a scope");
+  }
+  return NamePatterns(std::move(patterns));
+}
+
 void CallTable::check_patterns() {
+  tree_.require_known_switches();
   if (patterns_match_) {
     return;  // names never go
   }

@@ -32,6 +32,9 @@ class CallTable {
   [[nodiscard]] bool in_graphed_call(const std::string& group) const;
   /// Throws: UsageError for a pattern that no call matches.
   void check_patterns();
+  /// Patterns of `module` and of all inside of it, under each name that the model has for it.
+  /// Throws: UsageError if it is not part of the model.
+  [[nodiscard]] NamePatterns patterns_of(const torch::nn::Module& module) const;
   [[nodiscard]] std::deque<CallSite>& sites() noexcept { return sites_; }
   [[nodiscard]] const std::deque<CallSite>& sites() const noexcept { return sites_; }
   /// No call has a capture any more.

@@ -113,7 +113,10 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
     return lost || change.any() ? !holder.sequence->pending().any()
                                 : holder.sequence->begins_pass(index) && holder.captured().change_before_pass().any();
   };
-  if (holder.captured().options.on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again()) {
+  const bool follows_switch =
+      holder.switched && !holder.captured().change_before_pass().any() && holder.sequence->begins_pass(index);
+  if (follows_switch ||
+      (holder.captured().options.on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again())) {
     if (!agree_to_capture(holder.captured().options)) {
       counts_.eager_call();
       prepare();

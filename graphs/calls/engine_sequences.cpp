@@ -106,6 +106,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
   holder.sequence->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
   holder.sequence = capture_sequence(specs, options, memory->shared() ? memory : nullptr);
+  holder.switched = false;
   if (specs.size() < index.size()) {
     if (holder.indices.empty()) {
       holder.indices = index;
@@ -277,6 +278,14 @@ void EngineSequences::drop_own() {
   }
   own_.clear();
   memories_.clear();
+}
+
+void EngineSequences::offload_switched() const {
+  for (const auto& weak : all_) {
+    if (const auto holder = weak.lock()) {
+      holder->switched = true;
+    }
+  }
 }
 
 void EngineSequences::mark_static_outputs() {

@@ -60,6 +60,8 @@ class EngineSequences {
   void await_failed_backward() const;
   /// Drops the graphs of all sequences that `ss::call` made.
   void drop_own();
+  /// Offload was switched: callables and whole steps capture again before their next pass.
+  void offload_switched() const;
   /// Only what graphs own now is kept on the device for them.
   void mark_static_outputs();
 

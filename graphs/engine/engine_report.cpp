@@ -187,6 +187,9 @@ Report EngineState::report() const {
     }
   }
   report.notes.insert(report.notes.end(), eager.notes.begin(), eager.notes.end());
+  if (const std::string switches = resources_.tree.describe_switches(); !switches.empty()) {
+    report.notes.push_back("OffloadEngine::set_activation_offloading: " + switches);
+  }
   append_eager_runs(calls_, report.notes);
   append_dropped(calls_, resources_.options.call_options().max_captures(), report.notes);
   append_buckets(counts_, report.notes);

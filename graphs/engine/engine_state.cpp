@@ -10,6 +10,7 @@
 
 #include "graphs/engine/graph_drawing.h"
 #include "offload/kept_failure.h"
+#include "offload/name_pattern.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 
@@ -62,6 +63,22 @@ std::vector<std::string> OffloadEngine::write_graphs(const std::string& folder) 
 }
 
 void OffloadEngine::reset() { state().reset(); }
+
+void OffloadEngine::set_activation_offloading(const torch::nn::Module& module, bool on) {
+  state().set_activation_offloading({state().calls().patterns_of(module)}, on);
+}
+
+void OffloadEngine::set_activation_offloading(const std::string& patterns, bool on) {
+  const NamePatterns all = NamePatterns::parse(patterns);
+  std::vector<NamePatterns> named;
+  for (const std::string& pattern : all.patterns()) {
+    named.push_back(NamePatterns({pattern}));
+  }
+  if (named.empty()) {
+    throw UsageError("OffloadEngine::set_activation_offloading: no scope is named; \"all\" names all scopes");
+  }
+  state().set_activation_offloading(named, on);
+}
 
 void OffloadEngine::mark_not_offload(const at::Tensor& tensor) { state().exclusions().mark(tensor); }
 
@@ -267,12 +284,37 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
   counts_.count_step();
 }
 
-void EngineState::reset() {
-  refuse_inside("OffloadEngine::reset");
+void EngineState::refuse_inside_step(const std::string& what) {
+  refuse_inside(what.c_str());
   end_abandoned_step();
   if (step_) {
-    throw UsageError("OffloadEngine::reset was called inside a step; end the step first");
+    throw UsageError(what + " was called inside a step; end the step first");
   }
+}
+
+void EngineState::reset() {
+  refuse_inside_step("OffloadEngine::reset");
+  forget_captures();
+}
+
+void EngineState::set_activation_offloading(const std::vector<NamePatterns>& named, bool on) {
+  refuse_inside_step("OffloadEngine::set_activation_offloading");
+  if (eager_plan_.state() != EagerPlan::State::unsized) {
+    for (const NamePatterns& each : named) {
+      resources_.tree.require_known(each);
+    }
+  }
+  bool changes = false;
+  for (const NamePatterns& each : named) {
+    changes = resources_.tree.switch_offload(each, on) || changes;
+  }
+  if (changes) {
+    forget_captures();
+    sequences_.offload_switched();
+  }
+}
+
+void EngineState::forget_captures() {
   sequences_.drop_own();
   calls_.drop_variants();
   recorded_.clear();

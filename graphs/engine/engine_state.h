@@ -60,12 +60,15 @@ class EngineState {
   [[nodiscard]] Report report() const;
   [[nodiscard]] Journal journal() const { return resources_.check.journal(); }
   void reset();
+  /// Each of `named` is a switch of its own.
+  void set_activation_offloading(const std::vector<NamePatterns>& named, bool on);
   std::vector<std::string> write_graphs(const std::string& folder) const;
 
   [[nodiscard]] EngineSequences& sequences() noexcept { return sequences_; }
   [[nodiscard]] const EngineSequences& sequences() const noexcept { return sequences_; }
   /// Not owned by the pointer.
   [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const { return calls_.model(); }
+  [[nodiscard]] const CallTable& calls() const noexcept { return calls_; }
   [[nodiscard]] ScopeTree& tree() noexcept { return resources_.tree; }
   [[nodiscard]] Exclusions& exclusions() noexcept { return resources_.exclusions; }
   [[nodiscard]] Runtime& runtime() noexcept { return *resources_.runtime; }
@@ -80,6 +83,10 @@ class EngineState {
   /// Throws the error that a destructor could not throw.
   void throw_kept();
   void refuse_inside(const char* what) const;
+  /// The same, and inside of a step.
+  void refuse_inside_step(const std::string& what);
+  /// The next step is a sizing pass, and calls of `ss::call` have no captures.
+  void forget_captures();
   /// All that is captured or planned between the sizing pass and a step that follows it.
   void make_ready();
   /// The current stream waits for the copies of all sequences. Returns the counts of the step.

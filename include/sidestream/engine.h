@@ -69,6 +69,23 @@ class SIDESTREAM_API OffloadEngine {
   /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload].
   void mark_not_offload(const at::Tensor& tensor);
 
+  /// Switches offload off, or on again, for all that is saved in calls and scopes of `module` and of the modules inside of it
+  /// [set_activation_offloading]. Off wins over Options::offload and Options::delay, in eager steps and in graphs. On again, what the
+  /// options name is offloaded.
+  ///
+  /// A scope belongs to a module by its name: each name of the model for the module, and all names below. After the first step, a module
+  /// without such a scope is a UsageError. Of several switches that name one scope, the latest holds.
+  /// If a switch changes a scope that was entered before, captures that offload something else are made again. For `ss::call` and eager
+  /// scopes it does what `reset` does: the next step is a sizing pass. Callables and whole steps capture again at their next call that
+  /// no backward is pending for; until then they replay as captured.
+  /// Ordering: none.  Capture: illegal.  Threads: the step's.
+  /// Throws: UsageError for a module that is not part of the model, inside a step and inside a capture; nothing changes then.
+  /// Source: TransformerEngine's set_activation_offloading of operators.
+  void set_activation_offloading(const torch::nn::Module& module, bool on);
+  /// The same for calls and scopes by their names: a pattern or a comma-separated list, as in Options. A pattern names scopes, but not the
+  /// scopes inside of them. "all" switches offload off and on for a stretch of steps [disable_offload, enable_offload].
+  void set_activation_offloading(const std::string& patterns, bool on);
+
   /// What the engine has done so far.
   [[nodiscard]] Report report() const;
   /// The journal of the checked steps. Empty without Options::check_steps.

@@ -14,8 +14,8 @@ namespace sidestream {
 struct ScopeNode {
   std::string name;  ///< full, dotted; empty for the root
   std::string_view component;
-  bool selected = false;  ///< the offload patterns name it
-  bool delayed = false;   ///< Options::delay does
+  bool selected = false;  ///< it is offloaded: Options::offload names it, and no switch turns it off
+  bool delayed = false;   ///< it is, and Options::delay names it
   SiteName site;          ///< the name again, for sites
   std::vector<ScopeNode*> children;
 };
@@ -34,12 +34,31 @@ class ScopeTree {
   [[nodiscard]] std::vector<std::string> names() const;
   [[nodiscard]] const NamePatterns& selected() const noexcept { return selected_; }
   [[nodiscard]] const NamePatterns& delayed() const noexcept { return delayed_; }
-  /// The names of those that are offloaded.
+  /// The names of those that Options::offload names.
   [[nodiscard]] std::vector<std::string> selected_names() const;
 
+  /// Switches offload of the scopes that `named` matches off, or on again as far as the options name them. Of several switches that match
+  /// one scope, the latest holds. True if a scope that was entered changes.
+  bool switch_offload(const NamePatterns& named, bool on);
+  /// Throws: UsageError if `named` matches no scope that was entered, and is not the name of a switch.
+  void require_known(const NamePatterns& named) const;
+  /// Throws: UsageError for a switch that matches no scope that was entered.
+  void require_known_switches() const;
+  /// For the report: the switches, the latest last; empty if there are none.
+  [[nodiscard]] std::string describe_switches() const;
+
  private:
+  struct Switch {
+    NamePatterns named;
+    bool on;
+  };
+  void require_entered(const NamePatterns& named) const;
+  /// Decides whether `node` is offloaded.
+  void select(ScopeNode& node) const;
+
   NamePatterns selected_;
   NamePatterns delayed_;
+  std::vector<Switch> switches_;  ///< the latest last
   std::deque<ScopeNode> nodes_;
   ScopeNode* root_;
 };

@@ -70,6 +70,7 @@ const std::vector<Habit>& habits() {
       {Kind::buckets, "buckets", 4, 2, 2},
       {Kind::whole_step, "whole_step", 5, 2, 2},
       {Kind::struct_argument, "struct_argument", 2, 1, 2},
+      {Kind::switch_offload, "switch_offload", 3, 2, 1},
   };
   return all;
 }

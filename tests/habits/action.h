@@ -70,6 +70,7 @@ enum class Kind : std::uint8_t {
   buckets,
   whole_step,
   struct_argument,
+  switch_offload,
 };
 
 struct Habit {

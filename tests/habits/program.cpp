@@ -148,6 +148,7 @@ void Program::perform(const Action& action) {
     case Kind::reset:
     case Kind::new_engine:
     case Kind::report:
+    case Kind::switch_offload:
     case Kind::dropout_rate:
       change(action);
       break;

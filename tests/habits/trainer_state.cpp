@@ -85,6 +85,17 @@ void Trainer::change(const Action& action) {
         engine_->reset();
       }
       break;
+    case Kind::switch_offload: {
+      const bool all = !sized_ || action.a == 2;  // before a first step, no block has a name yet
+      known_.clear();
+      sized_ = false;
+      if (engine_ != nullptr && all) {
+        engine_->set_activation_offloading("all", action.b == 1);
+      } else if (engine_ != nullptr) {
+        engine_->set_activation_offloading(*model_->blocks[index], action.b == 1);
+      }
+      break;
+    }
     case Kind::new_engine:
       make_engine();
       break;
