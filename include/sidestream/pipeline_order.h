@@ -65,7 +65,8 @@ struct TimedStep {
 /// A forward waits for the same microbatch's forward in the virtual stage before, a backward for its backward in the virtual stage after.
 /// In the last virtual stage a backward waits for its forward.
 /// Threads: any.
-/// Throws: UsageError if a step occurs twice, or would wait forever. The message names the step and what it waits for.
+/// Throws: UsageError if a step occurs twice or would wait forever, and if some weight gradients are steps, but not those of each
+/// backward. The message names the step, what it waits for, and the remedy.
 [[nodiscard]] SIDESTREAM_API std::vector<std::vector<TimedStep>> pipeline_times(
     const std::vector<std::vector<PipelineStep>>& orders);
 

@@ -30,7 +30,7 @@ class PipelineClock {
     for (const std::vector<PipelineStep>& order : orders) {
       for (const PipelineStep& step : order) {
         last_stage_ = std::max(last_stage_, step.stage);
-        backward_takes_ = step.kind == Kind::weight_gradients ? 1 : backward_takes_;
+        delayed_ = delayed_ || step.kind == Kind::weight_gradients;
       }
     }
   }
@@ -52,6 +52,7 @@ class PipelineClock {
                          ", which must run before " + describe(order[at], rank) + "; change the order of the two");
       }
     }
+    require_weight_gradients();
     return std::move(times_);
   }
 
@@ -83,6 +84,21 @@ class PipelineClock {
     return std::nullopt;
   }
 
+  /// If some weight gradients are steps of their own, each backward's are: no backward computes them itself.
+  void require_weight_gradients() const {
+    for (std::int64_t rank = 0; rank < ranks_ && delayed_; ++rank) {
+      for (PipelineStep step : orders_[rank]) {
+        if (step.kind == Kind::backward) {
+          step.kind = Kind::weight_gradients;
+          if (ends_.count(key(step, rank)) == 0) {
+            throw UsageError("an order of a pipeline never computes " + describe(step, rank) +
+                             ", but delays others; add them as a step after their backward");
+          }
+        }
+      }
+    }
+  }
+
   /// Runs the next step of `rank`. False if there is none, or if it waits for a step that has not run.
   bool run_next(std::int64_t rank) {
     std::vector<TimedStep>& times = times_[rank];
@@ -98,9 +114,9 @@ class PipelineClock {
       }
       begin = std::max(begin, found->second);
     }
-    const std::int64_t end = begin + (step.kind == Kind::backward ? backward_takes_ : 1);
+    const std::int64_t end = begin + (step.kind == Kind::backward && !delayed_ ? 2 : 1);
     if (!ends_.emplace(key(step, rank), end).second) {
-      throw UsageError("an order of a pipeline has " + describe(step, rank) + " twice");
+      throw UsageError("an order of a pipeline has " + describe(step, rank) + " twice; remove one of them");
     }
     times.push_back({step, begin, end});
     return true;
@@ -109,7 +125,7 @@ class PipelineClock {
   const std::vector<std::vector<PipelineStep>>& orders_;
   std::int64_t ranks_;
   std::int64_t last_stage_ = 0;
-  std::int64_t backward_takes_ = 2;
+  bool delayed_ = false;  // some weight gradients are steps of their own
   std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t, Kind>, std::int64_t> ends_;
   std::vector<std::vector<TimedStep>> times_;  // by rank, as far as the steps have run
 };

@@ -249,8 +249,22 @@ TEST(PipelineTimesTest, RefusesOrdersThatWaitForever) {
 }
 
 TEST(PipelineTimesTest, RefusesAStepThatOccursTwice) {
-  EXPECT_THROWS(UsageError, "the forward of microbatch 3 in virtual stage 0 of rank 0 twice",
+  EXPECT_THROWS(UsageError, "the forward of microbatch 3 in virtual stage 0 of rank 0 twice; remove one",
                 length_of({{{0, 3, Kind::forward}, {0, 3, Kind::forward}}}));
+  Order order = pipeline_order({1, 1, 1, 0, true}, 0);
+  order.push_back(order.back());
+  EXPECT_THROWS(UsageError, "the weight gradients of microbatch 0 in virtual stage 0 of rank 0 twice",
+                length_of({order}));
+}
+
+TEST(PipelineTimesTest, RefusesWeightGradientsThatNeverCome) {
+  std::vector<Order> orders = all_orders({2, 1, 3, 0, true});
+  orders[1].pop_back();
+  EXPECT_THROWS(UsageError,
+                "never computes the weight gradients of microbatch 2 in virtual stage 0 of rank 1, but delays others; "
+                "add them as a step after their backward",
+                length_of(orders));
+  EXPECT_EQ(length_of({{{0, 0, Kind::forward}}}), 1) << "a forward needs no backward";
 }
 
 }  // namespace
