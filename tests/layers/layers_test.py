@@ -26,7 +26,7 @@ MAY_INCLUDE = {
 # The rooms of graphs, the lowest first.
 GRAPHS = ["guards", "outputs", "gradients", "sequence", "sandbox", "capture", "resources", "verify", "calls", "engine", "entry", "whole_step"]
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
-FLAG_IN_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*?(?<![\w-])(--[a-z][a-z-]*|sidestream (?:train|check|info))')
+FLAG_IN_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*?(?<![\w-])(--[a-z][a-z-]*|sidestream (?:train|check|order|info))')
 LIBTORCH_CUDA = {"src/runtime/cuda/libtorch.cpp", "src/runtime/cuda/libtorch_graph.cpp"}
 COUNTS_REFERENCES = "graphs/outputs/storage_holders.h"
 REFERENCE_COUNT = r"(?<!module)(?:\.|->)(?:weak_)?use_count\(\)|(?:\.|->)unique\(\)"  # who owns a module is another question

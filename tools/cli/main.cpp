@@ -3,6 +3,7 @@
 #include <new>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include <c10/util/Exception.h>
 #include <CLI/App.hpp>
@@ -13,6 +14,7 @@
 #include "sidestream/version.h"
 #include "tools/cli/check_command.h"
 #include "tools/cli/info_command.h"
+#include "tools/cli/order_command.h"
 #include "tools/cli/shortage_note.h"
 #include "tools/cli/startup.h"
 #include "tools/cli/train_command.h"
@@ -38,6 +40,8 @@ constexpr const char* kFooter = R"(Examples:
       Repeats the first five replays of each layer eagerly, and then one in a hundred, and compares all results.
   sidestream check --schedules 1000 --layers 4 --side-streams 2
       Runs two recorded steps in a thousand orders that streams and events allow, and compares the gradients byte for byte.
+  sidestream order --pp 4 --vpp 2 --microbatches 16 --svg order.svg
+      Shows the order in which each rank of a pipeline runs its microbatches, and draws it.
   sidestream info
 
 --report and --journal write a complete file or none. If FILE is a symbolic link, the link is kept and its target is written. A
@@ -81,6 +85,9 @@ int run(int argc, char** argv) {
       "check", "Check the order of work: read a journal, or run recorded steps in many orders and compare the results");
   check->footer(kCheckFooter);
   cli::declare_check_options(*check, checked);
+  cli::OrderOptions ordered;
+  CLI::App* order = app.add_subcommand("order", "Show the orders in which the ranks of a pipeline run microbatches");
+  cli::declare_order_options(*order, ordered);
   const CLI::App* info =
       app.add_subcommand("info", "Show devices, versions and the measured copy speed to and from each device");
   try {
@@ -92,6 +99,9 @@ int run(int argc, char** argv) {
   }
   if (check->parsed()) {
     return cli::check(checked);
+  }
+  if (order->parsed()) {
+    return cli::order(std::move(ordered));
   }
   return info->parsed() ? cli::info() : cli::train(options);
 }
