@@ -1,4 +1,4 @@
-// The code blocks of docs/recipes.md, each in a function that runs it and checks what the page says of it. recipes_test.py puts the
+// The code blocks of docs/recipes.md and docs/pipelines.md, each in a function that runs it and checks what the page says of it. recipes_test.py puts the
 // block in the place of its line "//@ NAME", and compiles the result.
 //
 //   recipes NAME        runs one recipe; without a name it lists them
@@ -301,6 +301,64 @@ void where_the_host_waits(c10::Device device) {
   check(engine.report().syncs_found == 0, "this model makes no host wait");
 }
 
+/// One rank with two virtual stages, so that both ends of each send are here.
+void pipeline_order(c10::Device device) {
+  const int steps = 3;
+  const int64_t ranks = 1, stages = 2, microbatches = 4, rank = 0;
+  const auto model_without_draws = [&] {  // the order of random numbers would be another in plain training
+    Model model = model_of(device, 12);   // so many that the copies of a part's first blocks have time
+    for (const auto& block : *model->blocks) {
+      block->as<Block>()->dropout->options.p(0);
+    }
+    return model;
+  };
+  const std::vector<Batch> data = batches(device, static_cast<int>(microbatches));
+  std::vector<at::Tensor> ours;
+  {
+    Model model = model_without_draws();
+    torch::optim::SGD optimizer(model->parameters(), 0.001);
+    std::map<std::pair<int64_t, int64_t>, at::Tensor> activations, gradients;  // by stage and microbatch
+    const auto run = [&](std::size_t first, at::Tensor x) {
+      for (std::size_t i = first; i < first + 6; ++i) {
+        x = ss::call(model->blocks[i]->as<Block>(), x);
+      }
+      return x;
+    };
+    const std::vector<std::function<at::Tensor(at::Tensor, int64_t)>> parts{
+        [&](const at::Tensor& x, int64_t) { return run(0, x); },
+        [&](const at::Tensor& x, int64_t microbatch) {
+          return (run(6, x) - data[static_cast<std::size_t>(microbatch)].target).square().mean() / microbatches;
+        }};
+    const auto receive = [&](const ss::PipelineStep& work) {
+      if (work.kind == ss::PipelineStep::Kind::backward) {
+        return work.stage == 1 ? at::Tensor() : gradients.at({0, work.microbatch});
+      }
+      return work.stage == 0 ? data[static_cast<std::size_t>(work.microbatch)].data
+                             : activations.at({1, work.microbatch});
+    };
+    const auto send = [&](const ss::PipelineStep& work, const at::Tensor& tensor) {
+      if (work.kind == ss::PipelineStep::Kind::backward) {
+        gradients[{work.stage - 1, work.microbatch}] = tensor;
+      } else {
+        activations[{work.stage + 1, work.microbatch}] = tensor;
+      }
+    };
+    //@ pipeline order
+    check(engine.report().replays > 0 && engine.report().offloaded_bytes > 0, "chunks replay, and are offloaded");
+    ours = values_of(model->parameters());
+  }
+  Model model = model_without_draws();
+  torch::optim::SGD optimizer(model->parameters(), 0.001);
+  for (int i = 0; i < steps; ++i) {
+    for (const Batch& batch : data) {
+      (model->loss(batch.data, batch.target) / microbatches).backward();
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  check(equal(ours, values_of(model->parameters())), "the weights are plain training's bit for bit");
+}
+
 const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"first step out of memory", first_step_out_of_memory},
     {"layers 4 to 20", layers_4_to_20},
@@ -316,6 +374,7 @@ const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"how much would be saved", how_much_would_be_saved},
     {"several ranks", several_ranks},
     {"where the host waits", where_the_host_waits},
+    {"pipeline order", pipeline_order},
 };
 
 }  // namespace

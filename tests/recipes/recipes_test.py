@@ -1,4 +1,4 @@
-"""The C++ blocks of docs/recipes.md compile, as C++17 against the public headers, and run on the simulated device.
+"""The C++ blocks of docs/recipes.md and docs/pipelines.md compile, as C++17 against the public headers, and run on the simulated device.
 
 A block follows a line <!-- recipe: NAME -->. It takes the place of the line "//@ NAME" of program.cpp, which then has a function for
 each recipe. All blocks are one program, compiled once.
@@ -16,32 +16,34 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from tap import Tap  # noqa: E402
 
-PAGE = "docs/recipes.md"
+PAGES = ("docs/recipes.md", "docs/pipelines.md")
 BLOCK = re.compile(r"^<!-- recipe: ([^\n]+) -->\n```cpp\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"^ *//@ (.+)$", re.MULTILINE)
-ERROR = re.compile(re.escape(PAGE) + r":(\d+):\d+:\s+(?:fatal )?(error: .*|required from here)")
+ERROR = re.compile("(" + "|".join(map(re.escape, PAGES)) + r"):(\d+):\d+:\s+(?:fatal )?(error: .*|required from here)")
 
 
 class Block:
-    def __init__(self, page, match):
+    def __init__(self, path, page, match):
+        self.path = path
         self.name = match[1]
         self.code = match[2]
         self.first = page.count("\n", 0, match.start(2)) + 1
         self.last = self.first + self.code.count("\n") - 1
 
 
-def problems_of_names(page, blocks, template):
-    """Each C++ block of the page has a name, and each name has one place in the program."""
+def problems_of_names(pages, blocks, template):
+    """Each C++ block of a page has a name, and each name has one place in the program."""
     problems = []
-    unnamed = page.count("\n```cpp\n") - len(blocks)
-    if unnamed:
-        problems.append(f"{PAGE}: {unnamed} C++ blocks have no name; write <!-- recipe: NAME --> on the line before each")
+    for path, page in pages.items():
+        unnamed = page.count("\n```cpp\n") - sum(block.path == path for block in blocks)
+        if unnamed:
+            problems.append(f"{path}: {unnamed} C++ blocks have no name; write <!-- recipe: NAME --> on the line before each")
     names = [block.name for block in blocks]
     places = PLACE.findall(template)
-    problems += [f"{PAGE}: two blocks are named '{name}'; give each its own name" for name in set(names) if names.count(name) > 1]
-    problems += [f"{PAGE}: recipe '{name}' is not run; add a line '//@ {name}' to tests/recipes/program.cpp"
-                 for name in names if name not in places]
-    return problems + [f"tests/recipes/program.cpp: '//@ {name}' has no block in {PAGE}; add the block or remove the line"
+    problems += [f"two blocks are named '{name}'; give each its own name" for name in set(names) if names.count(name) > 1]
+    problems += [f"{block.path}: recipe '{block.name}' is not run; add a line '//@ {block.name}' to tests/recipes/program.cpp"
+                 for block in blocks if block.name not in places]
+    return problems + [f"tests/recipes/program.cpp: '//@ {name}' has no block in a page; add the block or remove the line"
                        for name in places if name not in names]
 
 
@@ -54,7 +56,7 @@ def program_of(blocks, template):
         if block is None:
             return match[0]
         line = template.count("\n", 0, match.start()) + 2
-        return f'#line {block.first} "{PAGE}"\n{block.code}#line {line} "tests/recipes/program.cpp"'
+        return f'#line {block.first} "{block.path}"\n{block.code}#line {line} "tests/recipes/program.cpp"'
 
     return '#line 1 "tests/recipes/program.cpp"\n' + PLACE.sub(code, template)
 
@@ -64,18 +66,18 @@ def problems_of_compilation(output, blocks):
     found = {}
     for match in ERROR.finditer(output):
         for block in blocks:
-            if block.first <= int(match[1]) <= block.last:
-                found.setdefault(block.name, f"{PAGE}, line {match[1]}: recipe '{block.name}' does not compile: {match[2]}; "
+            if block.path == match[1] and block.first <= int(match[2]) <= block.last:
+                found.setdefault(block.name, f"{block.path}, line {match[2]}: recipe '{block.name}' does not compile: {match[3]}; "
                                              "write the recipe for the interface as it is now")
     return list(found.values()) + [output[-6000:]]
 
 
 def main(source, output, libraries, torch_libraries, command):
-    page = (source / PAGE).read_text()
+    pages = {path: (source / path).read_text() for path in PAGES}
     template = (HERE / "program.cpp").read_text()
-    blocks = [Block(page, match) for match in BLOCK.finditer(page)]
+    blocks = [Block(path, page, match) for path, page in pages.items() for match in BLOCK.finditer(page)]
     tap = Tap()
-    names = problems_of_names(page, blocks, template)
+    names = problems_of_names(pages, blocks, template)
     tap.case("every block has a place, and every place a block", names)
     if names:
         tap.finish()
@@ -102,7 +104,7 @@ def main(source, output, libraries, torch_libraries, command):
         with tempfile.TemporaryDirectory() as scratch:
             ran = subprocess.run([program, recipe], cwd=scratch, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                  check=False)
-        tap.case(f"recipe '{recipe}' runs", [f"{PAGE}: recipe '{recipe}' does not do what the page says:", ran.stdout[-4000:]]
+        tap.case(f"recipe '{recipe}' runs", [f"recipe '{recipe}' does not do what its page says:", ran.stdout[-4000:]]
                  if ran.returncode else [])
     tap.finish()
 
