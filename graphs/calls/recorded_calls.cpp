@@ -29,12 +29,16 @@ struct BackwardSeen {
   std::optional<CallModes> modes;  ///< may be read once it has begun
 };
 
-/// Sits on the node that made a call's output: sees its backward begin. Threads: autograd's.
+/// Sits on the node that made a call's output: sees its backward begin, or that none will come. Threads: autograd's.
 class BackwardWatch final : public torch::autograd::FunctionPreHook {
  public:
   BackwardWatch(std::shared_ptr<BackwardSeen> seen, std::shared_ptr<EagerMemoryEstimate> rest, c10::DeviceType type,
                 std::shared_ptr<OrderLog> log, const SequenceStep& step)
       : seen_(std::move(seen)), rest_(std::move(rest)), type_(type), log_(std::move(log)), step_(step) {}
+  BackwardWatch(const BackwardWatch&) = delete;
+  BackwardWatch& operator=(const BackwardWatch&) = delete;
+  /// If no backward has begun, none will come: a capture of the call would be free again as well (GraphSequence::drop_pending).
+  ~BackwardWatch() override { seen_->begun.store(true); }
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (!seen_->begun.load()) {
       seen_->modes = CallModes::current(type_);
@@ -116,31 +120,18 @@ struct RecordedCalls::Flight {
 std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                                std::size_t busy_variants) {
   const at::NoGradGuard no_grad;
-  std::size_t slot = busy_variants;
   std::vector<std::size_t> from = dependencies_.of(request.inputs);
-  for (std::size_t i = 0; i < calls_.size(); ++i) {
-    const RecordedCall& call = *calls_[i];
-    if (call.site != &site || !(call.state.modes == modes) || call.state.modules.change().any() ||
-        !same_arguments(call.guards, call.shape, request)) {
-      continue;
-    }
-    if (flights_[i]->backward->begun.load()) {
-      learn_backward_modes(i);
-      flights_[i] = std::make_shared<Flight>();
-      flights_[i]->first = false;
-      flights_[i]->backward_step = log_->forward(i, from);
-      flights_[i]->from = std::move(from);
-      outputs_.call_begins(i, call.sequence(), current_recorder());
-      return i;
-    }
-    // What this call is computed from is no microbatch beside it: a module that is called many times is one sequence.
-    if (!std::binary_search(from.begin(), from.end(), i)) {
-      slot = std::max(slot, call.slot + 1);
-    }
+  if (const auto again = repeated(site, request, modes)) {
+    const std::size_t i = *again;
+    learn_backward_modes(i);
+    flights_[i] = std::make_shared<Flight>();
+    flights_[i]->first = false;
+    flights_[i]->backward_step = log_->forward(i, from);
+    flights_[i]->from = std::move(from);
+    outputs_.call_begins(i, calls_[i]->sequence(), current_recorder());
+    return i;
   }
-  for (const std::size_t earlier : from) {
-    slot = std::max(slot, calls_[earlier]->slot);
-  }
+  const std::size_t slot = free_slot(site, request, modes, from, busy_variants);
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
   detail::KeptCall kept_call = request.keep(request.context);
@@ -166,9 +157,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     }
     for (std::size_t i = calls_.size(); i-- > 0 && !kept.from && input.defined();) {
       for (std::size_t o = 0; o < flights_[i]->outputs.size(); ++o) {
-        const auto& output = flights_[i]->outputs[o];
-        if (calls_[i]->slot == slot && calls_[i]->state.modes.gradients == modes.gradients &&
-            output._unsafe_get_target() == input.unsafeGetTensorImpl() && !output.expired()) {
+        if (calls_[i]->slot == slot && calls_[i]->state.modes.gradients == modes.gradients && gave({i, o}, input)) {
           kept.from = Link{i, o};
           kept.like = at::empty_strided(input.sizes(), input.strides(), input.options().device(at::kMeta))
                           .set_requires_grad(input.requires_grad());
@@ -200,15 +189,57 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   return calls_.size() - 1;
 }
 
-bool RecordedCalls::repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes) const {
+bool RecordedCalls::is_of(const RecordedCall& call, const CallSite& site, const detail::CallRequest& request,
+                          const CallModes& modes) {
+  return call.site == &site && call.state.modes == modes && !call.state.modules.change().any() &&
+         same_arguments(call.guards, call.shape, request);
+}
+
+bool RecordedCalls::gave(const Link& link, const at::Tensor& tensor) const {
+  const auto& outputs = flights_[link.call]->outputs;
+  return link.index < outputs.size() && outputs[link.index]._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&
+         !outputs[link.index].expired();
+}
+
+std::optional<std::size_t> RecordedCalls::repeated(const CallSite& site, const detail::CallRequest& request,
+                                                   const CallModes& modes) const {
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
-    if (call.site == &site && call.state.modes == modes && !call.state.modules.change().any() &&
-        same_arguments(call.guards, call.shape, request) && flights_[i]->backward->begun.load()) {
-      return true;
+    if (!is_of(call, site, request, modes) || !flights_[i]->backward->begun.load()) {
+      continue;
+    }
+    // The call's capture takes only that output (CapturedSequence::accepts).
+    bool linked = true;
+    for (std::size_t k = 0; k < call.inputs.size() && linked; ++k) {
+      linked = !call.inputs[k].from || gave(*call.inputs[k].from, request.inputs[k]);
+    }
+    if (linked) {
+      return i;
     }
   }
-  return false;
+  return std::nullopt;
+}
+
+std::size_t RecordedCalls::free_slot(const CallSite& site, const detail::CallRequest& request, const CallModes& modes,
+                                     const std::vector<std::size_t>& from, std::size_t at_least) const {
+  std::size_t slot = at_least;
+  for (const std::size_t earlier : from) {
+    slot = std::max(slot, calls_[earlier]->slot);
+  }
+  const auto taken = [&] {
+    for (std::size_t i = 0; i < calls_.size(); ++i) {
+      // What this call is computed from is no microbatch beside it: a module that is called many times is one sequence.
+      if (calls_[i]->slot == slot && is_of(*calls_[i], site, request, modes) && !flights_[i]->backward->begun.load() &&
+          !std::binary_search(from.begin(), from.end(), i)) {
+        return true;
+      }
+    }
+    return false;
+  };
+  while (taken()) {
+    ++slot;
+  }
+  return slot;
 }
 
 std::size_t RecordedCalls::count(const CallSite& site, bool gradients) const noexcept {

@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -54,7 +55,8 @@ struct RecordedCall {
   std::vector<std::size_t> shape;
   CallState state;
   std::vector<CallInput> inputs;  ///< their links name recorded calls
-  std::size_t slot = 0;  ///< its sequence: how many captures of the same call, beside it, were awaiting their backward
+  /// Of its sequence: the slot of the calls that it was computed from, or the next one in which the same call awaited no backward.
+  std::size_t slot = 0;
   /// Apart for training and for evaluation.
   [[nodiscard]] std::size_t sequence() const noexcept { return 2 * slot + (state.modes.gradients ? 0 : 1); }
   bool captured = false;  ///< only where a later slot's capture failed: the rest is tried again
@@ -69,9 +71,9 @@ class RecordedCalls {
   RecordedCalls(const torch::nn::Module& model, c10::Device device, std::shared_ptr<EagerMemoryEstimate> rest) noexcept
       : model_(&model), device_(device), rest_(std::move(rest)) {}
 
-  /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). Where the
-  /// same call was recorded and its backward has begun, one capture serves both. `busy_variants`: captures of the call that
-  /// exist and await their backward. Returns what `ran` is to be given.
+  /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). One capture serves
+  /// two calls if the first awaits no backward any more, and if linked inputs come from the same recorded calls. `busy_variants`:
+  /// captures of the call that exist and await their backward. Returns what `ran` is to be given.
   std::size_t add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                   std::size_t busy_variants);
   /// After it ran: learns its outputs and watches for its backward.
@@ -84,7 +86,9 @@ class RecordedCalls {
   /// Before the capture: calls learn the modes that their backward ran in.
   void learn_backward_modes();
   /// True where `add` would serve the call with a capture that is to be made anyway.
-  [[nodiscard]] bool repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes) const;
+  [[nodiscard]] bool repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes) const {
+    return repeated(site, request, modes).has_value();
+  }
   /// How many captures `site` is to get, of training or of forwards alone.
   [[nodiscard]] std::size_t count(const CallSite& site, bool gradients) const noexcept;
   [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }
@@ -106,6 +110,17 @@ class RecordedCalls {
 
  private:
   struct Flight;
+  /// True if `call` is one of `site` with these arguments, in these modes.
+  [[nodiscard]] static bool is_of(const RecordedCall& call, const CallSite& site, const detail::CallRequest& request,
+                                  const CallModes& modes);
+  /// True if `tensor` is this output of the recorded call's latest run.
+  [[nodiscard]] bool gave(const Link& link, const at::Tensor& tensor) const;
+  /// The recorded call whose capture will serve this one as well.
+  [[nodiscard]] std::optional<std::size_t> repeated(const CallSite& site, const detail::CallRequest& request,
+                                                    const CallModes& modes) const;
+  /// For a new call that is computed from the calls `from`: see RecordedCall::slot. It is `at_least` so much.
+  [[nodiscard]] std::size_t free_slot(const CallSite& site, const detail::CallRequest& request, const CallModes& modes,
+                                      const std::vector<std::size_t>& from, std::size_t at_least) const;
   void learn_backward_modes(std::size_t call);
   const torch::nn::Module* model_;
   c10::Device device_;

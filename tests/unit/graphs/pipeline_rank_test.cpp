@@ -1,0 +1,431 @@
+// One rank of a pipeline: its model parts run the order of a schedule, with offload on, eagerly and graphed.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <ostream>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/graphed_callable.h"
+#include "unit/graphs/called_stack.h"
+#include "unit/graphs/rank_pipeline.h"
+
+namespace sidestream::testing_model {
+namespace {
+
+enum class RankSchedule : std::uint8_t { one_forward_one_backward, forwards_first };
+enum class RankExtra : std::uint8_t {
+  none,
+  forwards_alone,  ///< chunks without a backward, first and in between
+  hybrid,          ///< some layers are not graphed, and some have no group
+  cut,  ///< layers are detached from each other; one chunk's forward runs between another's backward, layer by layer
+  alternating,  ///< the layers of two chunks alternate in forward
+  overtaking,   ///< one chunk runs between the layers of another in forward
+  random,       ///< any order in which each chunk's forward comes before its backward, by layers in forward
+  random_cut,   ///< by layers in backward too
+};
+
+struct RankProgram {
+  std::string name;
+  RankPlace place;
+  std::size_t layers = 1;                 ///< of each part
+  std::vector<std::size_t> microbatches;  ///< by step
+  RankSchedule schedule = RankSchedule::one_forward_one_backward;
+  RankExtra extra = RankExtra::none;
+  std::size_t seed = 0;
+
+  [[nodiscard]] bool cut() const { return extra == RankExtra::cut || extra == RankExtra::random_cut; }
+  [[nodiscard]] RankOrder order(std::size_t step) const;
+};
+
+std::ostream& operator<<(std::ostream& out, const RankProgram& program) { return out << program.name; }
+
+/// `first` and `second` run layer by layer, in turn; the layers of a backward go down.
+RankOrder layers_in_turn(const RankWork& first, const RankWork& second, std::size_t layers) {
+  RankOrder order;
+  for (std::size_t l = 0; l < layers; ++l) {
+    for (RankWork work : {first, second}) {
+      work.layer = work.kind == RankWork::Kind::backward ? layers - 1 - l : l;
+      order.push_back(work);
+    }
+  }
+  return order;
+}
+
+/// Chunks of `place` in a random order: each runs the layers of its forward, then those of its backward (at once, if not `cut`).
+RankOrder random_order(const RankPlace& place, std::size_t microbatches, std::size_t layers, bool cut,
+                       std::size_t seed) {
+  using Kind = RankWork::Kind;
+  std::minstd_rand random(static_cast<unsigned>(seed + 1));
+  std::vector<RankOrder> left;
+  for (std::size_t m = 0; m < microbatches; ++m) {
+    for (std::size_t p = 0; p < place.parts; ++p) {
+      RankOrder& chunk = left.emplace_back();
+      for (std::size_t l = 0; l < layers; ++l) {
+        chunk.push_back({Kind::forward, p, m, l});
+      }
+      for (std::size_t l = layers; l-- > 0 && cut;) {
+        chunk.push_back({Kind::backward, p, m, l});
+      }
+      if (!cut) {
+        chunk.push_back({Kind::backward, p, m});
+      }
+    }
+  }
+  RankOrder order;
+  while (!left.empty()) {
+    const std::size_t open = std::min<std::size_t>(left.size(), 4);
+    RankOrder& chunk = left[random() % open];
+    order.push_back(chunk.front());
+    chunk.erase(chunk.begin());
+    if (chunk.empty()) {
+      left.erase(left.begin() + (&chunk - left.data()));
+    }
+  }
+  return order;
+}
+
+RankOrder RankProgram::order(std::size_t step) const {
+  using Kind = RankWork::Kind;
+  if (extra == RankExtra::random || extra == RankExtra::random_cut) {
+    return random_order(place, microbatches[step], layers, extra == RankExtra::random_cut, seed);
+  }
+  const std::size_t count = microbatches[step];
+  RankOrder whole = schedule == RankSchedule::forwards_first ? forwards_first(place, count) : rank_order(place, count);
+  RankOrder order;
+  const auto meet = [&](Kind a, Kind b, std::size_t i) {
+    return i + 1 < whole.size() && whole[i].kind == a && whole[i + 1].kind == b &&
+           (whole[i].part != whole[i + 1].part || whole[i].microbatch != whole[i + 1].microbatch);
+  };
+  for (std::size_t i = 0; i < whole.size(); ++i) {
+    if (extra == RankExtra::forwards_alone && i % 3 == 0) {
+      order.push_back({Kind::evaluate, i % place.parts, count});
+      order.push_back({Kind::abandoned, i % place.parts, count + 1});
+    }
+    if ((extra == RankExtra::cut &&
+         (meet(Kind::forward, Kind::backward, i) || meet(Kind::backward, Kind::forward, i))) ||
+        (extra == RankExtra::alternating && meet(Kind::forward, Kind::forward, i))) {
+      const RankOrder turns = layers_in_turn(whole[i], whole[i + 1], layers);
+      order.insert(order.end(), turns.begin(), turns.end());
+      ++i;
+    } else if (extra == RankExtra::overtaking && meet(Kind::forward, Kind::forward, i)) {
+      for (std::size_t l = 0; l < layers; ++l) {
+        RankWork work = whole[i];
+        work.layer = l;
+        order.push_back(work);
+        if (l == 0) {
+          order.push_back(whole[i + 1]);
+        }
+      }
+      ++i;
+    } else {
+      order.push_back(whole[i]);
+    }
+  }
+  return order;
+}
+
+enum class RankWay : std::uint8_t { eager, calls, shared, callables };
+
+std::string name_of_way(RankWay way) {
+  switch (way) {
+    case RankWay::eager:
+      return "eager";
+    case RankWay::calls:
+      return "calls";
+    case RankWay::shared:
+      return "shared_memory";
+    case RankWay::callables:
+      return "callables";
+  }
+  return "";
+}
+
+/// A layer of a hybrid model that is not graphed.
+bool stays_eager(const RankProgram& program, std::size_t layer) {
+  return program.extra == RankExtra::hybrid && layer % 2 == 1;
+}
+
+/// Callables for each part: a set for each microbatch in flight, and one for forwards without a backward.
+class RankCallables {
+ public:
+  RankCallables(OffloadEngine& engine, CalledStack& model, const RankProgram& program, c10::Device device)
+      : model_(model), program_(program) {
+    for (std::size_t step = 0; step < program.microbatches.size(); ++step) {
+      for (const std::size_t most : most_in_flight(program.place, program.order(step))) {
+        in_flight_ = std::max(in_flight_, most);
+      }
+    }
+    for (std::size_t part = 0; part < program.place.parts; ++part) {
+      for (std::size_t slot = 0; slot < in_flight_ + 1; ++slot) {
+        std::vector<Callable> callables;
+        std::vector<std::vector<Sample>> samples;
+        std::vector<std::size_t> layers;
+        for (std::size_t layer = part * program.layers; layer < (part + 1) * program.layers; ++layer) {
+          if (stays_eager(program, layer)) {
+            continue;
+          }
+          const bool linked = !layers.empty() && layers.back() + 1 == layer && !program.cut();
+          const bool data = program.place.rank == 0 && layer == 0;
+          samples.push_back({linked ? Sample::output_of(static_cast<std::int64_t>(layers.size()) - 1)
+                                    : Sample(rows(900, device).requires_grad_(!data))});
+          callables.emplace_back("layers." + std::to_string(layer),
+                                 *(model.layers->begin() + static_cast<std::ptrdiff_t>(layer)));
+          layers.push_back(layer);
+        }
+        const std::vector<GraphedCallable> made = make_graphed_callables(engine, callables, samples);
+        for (std::size_t i = 0; i < layers.size(); ++i) {
+          graphed_.insert({{layers[i], slot}, made[i]});
+        }
+      }
+    }
+  }
+  /// Gives each chunk a set that no chunk in flight has.
+  void begin_step(const RankOrder& order) {
+    slots_.clear();
+    std::map<std::size_t, std::set<std::size_t>> taken;  // by part
+    for (const RankWork& work : order) {
+      const std::pair<std::size_t, std::size_t> chunk(work.part, work.microbatch);
+      const bool first = work.layer == RankWork::kAll || work.layer == 0;
+      if (first && work.kind == RankWork::Kind::forward) {
+        std::size_t slot = 0;
+        while (taken[work.part].count(slot) != 0) {
+          ++slot;
+        }
+        taken[work.part].insert(slots_[chunk] = slot);
+      } else if (first && work.kind == RankWork::Kind::backward) {
+        taken[work.part].erase(slots_[chunk]);
+      } else if (first) {
+        slots_[chunk] = in_flight_;
+      }
+    }
+  }
+  at::Tensor operator()(std::size_t layer, std::size_t microbatch, const at::Tensor& h) const {
+    const auto graphed = graphed_.find({layer, slots_.at({layer / program_.layers, microbatch})});
+    return graphed == graphed_.end() ? model_.run_layer(layer, h) : graphed->second({h})[0];
+  }
+
+ private:
+  CalledStack& model_;
+  const RankProgram& program_;
+  std::size_t in_flight_ = 1;
+  std::map<std::pair<std::size_t, std::size_t>, GraphedCallable> graphed_;  // by layer and slot
+  std::map<std::pair<std::size_t, std::size_t>, std::size_t> slots_;        // by part and microbatch
+};
+
+Options rank_options(const RankProgram& program, RankWay way, c10::Device device) {
+  Options options = Options(device).min_bytes(1024);
+  CallOptions calls = CallOptions().max_captures(64);
+  if (way == RankWay::shared) {
+    calls.share_memory(true).on_pending(OnPending::eager);
+  }
+  options.check_steps(8).call_options(calls).graph_options(GraphOptions().num_warmup_iters(1));
+  for (std::size_t layer = 0; layer < program.place.parts * program.layers; ++layer) {
+    const std::string name = "layers." + std::to_string(layer);
+    if ((way == RankWay::calls || way == RankWay::shared) && !stays_eager(program, layer)) {
+      options.graph(name);
+    }
+    if (program.extra != RankExtra::hybrid || layer % 3 != 2) {
+      options.offload(name + ".*");
+    }
+  }
+  return options;
+}
+
+/// Bytes of the two largest groups of a layer: by default so much waits for its copies, so a group whose backward comes before that stays.
+constexpr std::int64_t kMargin = 2 * 16 * 4 * kHidden * static_cast<std::int64_t>(sizeof(float));
+
+/// What is known of the orders that a rank has run, and what the report must say after the next one.
+class RankExpectation {
+ public:
+  RankExpectation(const RankProgram& program, RankWay way)
+      : program_(program), way_(way), in_flight_(program.place.parts) {}
+
+  /// After a step with `order`.
+  void check(std::size_t step, const RankOrder& order, const Report& report) {
+    bool known = step > 0;  // captures and pinned memory are there
+    const std::vector<std::size_t> in_flight = most_in_flight(program_.place, order);
+    for (std::size_t p = 0; p < in_flight.size(); ++p) {
+      known = known && in_flight[p] <= in_flight_[p];
+      in_flight_[p] = std::max(in_flight_[p], in_flight[p]);
+    }
+    EXPECT_EQ(report.order_findings, std::vector<std::string>());
+    EXPECT_TRUE(!known || report.refused_bytes == 0);
+    if (known && way_ == RankWay::calls) {
+      const auto evaluated = std::count_if(order.begin(), order.end(),
+                                           [](const RankWork& work) { return work.kind == RankWork::Kind::evaluate; });
+      EXPECT_EQ(report.eager_calls - eager_calls_, evaluated * static_cast<std::int64_t>(program_.layers));
+    }
+    eager_calls_ = report.eager_calls;
+    if (way_ == RankWay::eager) {
+      check_groups(step, order, report);
+    } else if (step > 0) {
+      EXPECT_GT(report.replays, 0);
+      EXPECT_TRUE(report.offloaded_bytes > 0 || program_.layers < 4);
+    }
+  }
+
+ private:
+  /// Eager groups follow the order of the step before.
+  void check_groups(std::size_t step, const RankOrder& order, const Report& report) {
+    repeats_ = step > 0 && program_.microbatches[step] == program_.microbatches[step - 1] ? repeats_ + 1 : 0;
+    if (step == 0) {
+      all_bytes_ = report.offloaded_bytes;
+    }
+    if (repeats_ > 1) {
+      EXPECT_EQ(report.inline_reloads, 0);
+    }
+    if (repeats_ == step && step > 0 && program_.extra == RankExtra::none) {
+      EXPECT_EQ(all_bytes_ - report.offloaded_bytes, kMargin * needed_immediately(order));
+    }
+  }
+  /// How many chunks run no other forward between their forward and their backward.
+  static std::int64_t needed_immediately(const RankOrder& order) {
+    std::int64_t count = 0;
+    RankWork latest;
+    for (const RankWork& work : order) {
+      if (work.kind == RankWork::Kind::forward) {
+        latest = work;
+      } else if (work.part == latest.part && work.microbatch == latest.microbatch) {
+        ++count;
+      }
+    }
+    return count;
+  }
+
+  const RankProgram& program_;
+  RankWay way_;
+  std::vector<std::size_t> in_flight_;  // by part: the most so far
+  std::int64_t eager_calls_ = 0;
+  std::int64_t all_bytes_ = 0;  // of all groups, in the first step
+  std::size_t repeats_ = 0;     // steps in a row like the one before them
+};
+
+/// Trains the rank's parts with the engine and plainly, and compares.
+void train_rank(const RankProgram& program, RankWay way) {
+  const c10::Device device = find_device("sim");
+  const auto layers = static_cast<std::int64_t>(program.place.parts * program.layers);
+  CalledStack model(device, {}, layers);
+  CalledStack plain(device, {}, layers);
+  OffloadEngine engine(model, rank_options(program, way, device));
+  std::unique_ptr<RankCallables> callables;
+  if (way == RankWay::callables) {
+    callables = std::make_unique<RankCallables>(engine, model, program, device);
+  }
+  Rank mine(program.place, program.layers, device, program.cut(),
+            [&](std::size_t layer, std::size_t microbatch, const at::Tensor& h) {
+              return callables != nullptr ? (*callables)(layer, microbatch, h) : model.run_layer(layer, h);
+            });
+  Rank other(
+      program.place, program.layers, device, program.cut(),
+      [&](std::size_t layer, std::size_t /*microbatch*/, const at::Tensor& h) { return plain.run_layer(layer, h); });
+  RankExpectation expectation(program, way);
+  for (std::size_t step = 0; step < program.microbatches.size(); ++step) {
+    const testing::ScopedTrace in_step(__FILE__, __LINE__, "step " + std::to_string(step));
+    const RankOrder order = program.order(step);
+    if (callables != nullptr) {
+      callables->begin_step(order);
+    }
+    const auto s = static_cast<std::int64_t>(step);
+    StepTensors given;
+    StepTensors expected;
+    const StepTensors after = train_step(model, &engine, [&] { given = mine.run(order, s); });
+    const StepTensors plainly = train_step(plain, nullptr, [&] { expected = other.run(order, s); });
+    ASSERT_TRUE(same(given, expected));
+    ASSERT_TRUE(same(after, plainly));
+    expectation.check(step, order, engine.report());
+  }
+}
+
+std::vector<RankProgram> rank_programs() {
+  using S = RankSchedule;
+  return {
+      {"alone", {1, 0, 1}, 4, {3, 3, 3}},
+      {"first_of_two", {2, 0, 1}, 4, {4, 4, 4}},
+      {"first_of_four", {4, 0, 1}, 1, {6, 6, 6}},
+      {"last_of_four", {4, 3, 1}, 1, {5, 5, 5}},
+      {"two_parts_alone", {1, 0, 2}, 1, {3, 3, 3}},
+      {"two_parts_first_of_two", {2, 0, 2}, 1, {4, 4, 4}},
+      {"two_parts_last_of_two", {2, 1, 2}, 4, {4, 4, 4}},
+      {"three_parts_second_of_three", {3, 1, 3}, 1, {6, 6, 6}},
+      {"three_parts_uneven", {3, 0, 3}, 1, {5, 5, 5}},
+      {"forwards_first", {2, 0, 2}, 2, {4, 4, 4}, S::forwards_first},
+      {"counts_change", {2, 0, 2}, 1, {2, 4, 1, 6, 3, 6}},
+      {"forwards_alone", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::forwards_alone},
+      {"hybrid", {2, 0, 2}, 3, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::hybrid},
+      {"cut", {2, 0, 2}, 3, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::cut},
+      {"overtaking", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::overtaking},
+      {"alternating", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::alternating},
+  };
+}
+
+std::vector<RankProgram> random_programs() {
+  std::vector<RankProgram> all;
+  for (std::size_t seed = 0; seed < 12; ++seed) {
+    all.push_back({"random" + std::to_string(seed),
+                   {2, 0, 1 + seed % 3},
+                   2 + seed % 2,
+                   {4, 4, 4},
+                   RankSchedule::forwards_first,
+                   seed % 2 == 0 ? RankExtra::random : RankExtra::random_cut,
+                   seed});
+  }
+  return all;
+}
+
+using RankParameter = std::tuple<RankProgram, RankWay>;
+
+class PipelineRankTest : public testing::TestWithParam<RankParameter> {};
+
+TEST_P(PipelineRankTest, HasPlainGradients) { train_rank(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+
+std::string name_of_rank(const testing::TestParamInfo<RankParameter>& info) {
+  return std::get<0>(info.param).name + "_" + name_of_way(std::get<1>(info.param));
+}
+const auto rank_ways = testing::Values(RankWay::eager, RankWay::calls, RankWay::shared, RankWay::callables);
+
+INSTANTIATE_TEST_SUITE_P(Orders, PipelineRankTest, testing::Combine(testing::ValuesIn(rank_programs()), rank_ways),
+                         name_of_rank);
+INSTANTIATE_TEST_SUITE_P(Random, PipelineRankTest, testing::Combine(testing::ValuesIn(random_programs()), rank_ways),
+                         name_of_rank);
+
+/// Every rank of 1 to 4, with 1 to 3 parts and 1 to 12 microbatches, one of them fewer in the last step.
+std::vector<RankProgram> every_order() {
+  std::vector<RankProgram> all;
+  for (std::size_t ranks = 1; ranks <= 4; ++ranks) {
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      for (std::size_t parts = 1; parts <= 3; ++parts) {
+        for (std::size_t count = 1; count <= 12; ++count) {
+          const std::string name = "rank_" + std::to_string(rank) + "_of_" + std::to_string(ranks) + "_" +
+                                   std::to_string(parts) + "_parts_" + std::to_string(count) + "_microbatches";
+          const std::size_t layers = 1 + (ranks + rank + parts + count) % 3;
+          all.push_back({name, {ranks, rank, parts}, layers, {count, count, count, count > 1 ? count - 1 : 2}});
+        }
+      }
+    }
+  }
+  return all;
+}
+
+/// Takes two minutes: `--gtest_also_run_disabled_tests --gtest_filter='*EveryPipelineRank*'`.
+class DISABLED_EveryPipelineRankTest : public PipelineRankTest {};
+TEST_P(DISABLED_EveryPipelineRankTest, HasPlainGradients) {
+  train_rank(std::get<0>(GetParam()), std::get<1>(GetParam()));
+}
+INSTANTIATE_TEST_SUITE_P(All, DISABLED_EveryPipelineRankTest,
+                         testing::Combine(testing::ValuesIn(every_order()), rank_ways), name_of_rank);
+
+}  // namespace
+}  // namespace sidestream::testing_model

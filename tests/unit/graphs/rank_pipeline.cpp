@@ -1,0 +1,147 @@
+#include "unit/graphs/rank_pipeline.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+namespace sidestream::testing_model {
+namespace {
+
+/// (part, microbatch) of all forwards in the order of the schedule: groups of microbatches, each through all parts.
+std::vector<RankWork> all_forwards(const RankPlace& place, std::size_t microbatches, bool backward) {
+  RankOrder all;
+  for (std::size_t first = 0; first < microbatches; first += place.ranks) {
+    for (std::size_t p = 0; p < place.parts; ++p) {
+      for (std::size_t m = first; m < std::min(first + place.ranks, microbatches); ++m) {
+        all.push_back(
+            {backward ? RankWork::Kind::backward : RankWork::Kind::forward, backward ? place.parts - 1 - p : p, m});
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+RankOrder rank_order(const RankPlace& place, std::size_t microbatches) {
+  const RankOrder forwards = all_forwards(place, microbatches, /*backward=*/false);
+  const RankOrder backwards = all_forwards(place, microbatches, /*backward=*/true);
+  const std::size_t after = place.ranks - place.rank - 1;  // ranks
+  const std::size_t wanted = place.parts == 1 ? after : 2 * after + (place.parts - 1) * place.ranks;
+  const std::size_t warm_up = std::min(wanted, forwards.size());
+  RankOrder order(forwards.begin(), forwards.begin() + static_cast<std::ptrdiff_t>(warm_up));
+  for (std::size_t i = 0; i < backwards.size(); ++i) {
+    if (warm_up + i < forwards.size()) {
+      order.push_back(forwards[warm_up + i]);
+    }
+    order.push_back(backwards[i]);
+  }
+  return order;
+}
+
+RankOrder forwards_first(const RankPlace& place, std::size_t microbatches) {
+  RankOrder order = all_forwards(place, microbatches, /*backward=*/false);
+  const RankOrder backwards = all_forwards(place, microbatches, /*backward=*/true);
+  order.insert(order.end(), backwards.begin(), backwards.end());
+  return order;
+}
+
+std::vector<std::size_t> most_in_flight(const RankPlace& place, const RankOrder& order) {
+  std::vector<std::size_t> now(place.parts);
+  std::vector<std::size_t> most(place.parts);
+  for (const RankWork& work : order) {
+    if (work.layer != RankWork::kAll && work.layer != 0) {
+      continue;
+    }
+    if (work.kind == RankWork::Kind::forward) {
+      most[work.part] = std::max(most[work.part], ++now[work.part]);
+    } else if (work.kind == RankWork::Kind::backward) {
+      --now[work.part];
+    }
+  }
+  return most;
+}
+
+StepTensors Rank::run(const RankOrder& order, std::int64_t s) {
+  chunks_.assign(place_.parts, {});
+  given_.clear();
+  for (const RankWork& work : order) {
+    std::vector<Chunk>& microbatches = chunks_[work.part];
+    microbatches.resize(std::max(microbatches.size(), work.microbatch + 1));
+    if (work.kind == RankWork::Kind::evaluate || work.kind == RankWork::Kind::abandoned) {
+      alone(work, s);
+    } else if (work.kind == RankWork::Kind::forward) {
+      Chunk& chunk = microbatches[work.microbatch];
+      chunk.inputs.resize(layers_);
+      chunk.outputs.resize(layers_);
+      for (std::size_t layer = 0; layer < layers_; ++layer) {
+        if (work.layer == RankWork::kAll || work.layer == layer) {
+          forward(work, layer, s);
+        }
+      }
+    } else {
+      for (std::size_t layer = layers_; layer-- > 0;) {
+        if (work.layer == RankWork::kAll || work.layer == layer) {
+          backward(work, layer, s);
+        }
+      }
+    }
+  }
+  return std::move(given_);
+}
+
+at::Tensor Rank::input_of(const RankWork& work, std::int64_t s) const {
+  const at::Tensor given =
+      rows(100 * s + static_cast<std::int64_t>(work.microbatch), device_, static_cast<std::int64_t>(100 + work.part));
+  const bool data = place_.rank == 0 && work.part == 0;  // no gradient goes there
+  return data ? given : given.requires_grad_(true);
+}
+
+void Rank::forward(const RankWork& work, std::size_t layer, std::int64_t s) {
+  Chunk& chunk = chunks_[work.part][work.microbatch];
+  at::Tensor h;
+  if (layer == 0) {
+    h = chunk.inputs[0] = input_of(work, s);
+  } else if (cut_) {
+    h = chunk.inputs[layer] = chunk.outputs[layer - 1].detach().requires_grad_(true);
+  } else {
+    h = std::move(chunk.outputs[layer - 1]);
+  }
+  chunk.outputs[layer] = run_(work.part * layers_ + layer, work.microbatch, h);
+}
+
+void Rank::backward(const RankWork& work, std::size_t layer, std::int64_t s) {
+  Chunk& chunk = chunks_[work.part][work.microbatch];
+  const at::Tensor output = std::move(chunk.outputs[layer]);
+  if (layer + 1 < layers_) {
+    if (cut_) {
+      output.backward(chunk.inputs[layer + 1].grad());
+      chunk.inputs[layer + 1] = at::Tensor();
+    }
+  } else {
+    const at::Tensor given =
+        rows(100 * s + static_cast<std::int64_t>(work.microbatch), device_, static_cast<std::int64_t>(200 + work.part));
+    if (place_.rank + 1 == place_.ranks && work.part + 1 == place_.parts) {
+      (output * given).mean().backward();
+    } else {
+      output.backward(given);
+    }
+  }
+  if (layer == 0 && chunk.inputs[0].requires_grad()) {
+    given_.emplace_back("gradient of the input of part " + std::to_string(work.part) + ", microbatch " +
+                            std::to_string(work.microbatch),
+                        chunk.inputs[0].grad());
+  }
+}
+
+void Rank::alone(const RankWork& work, std::int64_t s) {
+  const at::AutoGradMode gradients(work.kind == RankWork::Kind::abandoned);
+  at::Tensor h = input_of(work, s);
+  for (std::size_t layer = 0; layer < layers_; ++layer) {
+    h = run_(work.part * layers_ + layer, work.microbatch, h);
+  }
+  given_.emplace_back("output of part " + std::to_string(work.part), h);
+}
+
+}  // namespace sidestream::testing_model

@@ -1,0 +1,82 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <iosfwd>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "models/plain_twin.h"
+#include "unit/graphs/called_stack.h"
+
+namespace sidestream::testing_model {
+
+/// What one rank does next: the forward or backward of one microbatch through one of its model parts.
+struct RankWork {
+  enum class Kind : std::uint8_t {
+    forward,
+    backward,
+    evaluate,   ///< a forward under no_grad
+    abandoned,  ///< a forward whose output is dropped: no backward follows
+  };
+  static constexpr std::size_t kAll = static_cast<std::size_t>(-1);
+
+  Kind kind = Kind::forward;
+  std::size_t part = 0;
+  std::size_t microbatch = 0;
+  std::size_t layer = kAll;  ///< of the part: only this layer runs
+};
+using RankOrder = std::vector<RankWork>;
+
+/// A rank of a pipeline of `ranks` ranks, with `parts` model parts (virtual stages) a rank.
+struct RankPlace {
+  std::size_t ranks = 1;
+  std::size_t rank = 0;
+  std::size_t parts = 1;
+};
+
+/// The order of a rank: 1F1B, interleaved if the rank has several parts. Microbatches go in groups of as many as there are ranks; the last
+/// group may be smaller.
+[[nodiscard]] RankOrder rank_order(const RankPlace& place, std::size_t microbatches);
+/// All forwards, then all backwards.
+[[nodiscard]] RankOrder forwards_first(const RankPlace& place, std::size_t microbatches);
+/// How many microbatches of each part await their backward at most.
+[[nodiscard]] std::vector<std::size_t> most_in_flight(const RankPlace& place, const RankOrder& order);
+
+/// Runs orders on the model parts of one rank. Activations and gradients of other ranks are fixed random tensors.
+class Rank {
+ public:
+  /// Runs `layer` of the model for `microbatch`.
+  using RunLayer = std::function<at::Tensor(std::size_t layer, std::size_t microbatch, const at::Tensor& h)>;
+
+  /// Part p has the `layers` layers from p * `layers` on. `cut`: all layers are detached from each other.
+  Rank(const RankPlace& place, std::size_t layers, c10::Device device, bool cut, RunLayer run)
+      : place_(place), layers_(layers), device_(device), cut_(cut), run_(std::move(run)) {}
+
+  /// `s`: the step, for its data. Gives the gradients of inputs, and the outputs that no backward needs, in the order in which they came.
+  StepTensors run(const RankOrder& order, std::int64_t s);
+
+ private:
+  /// One microbatch in one part.
+  struct Chunk {
+    std::vector<at::Tensor> inputs;   // by layer, if it is the first of a part or cut off
+    std::vector<at::Tensor> outputs;  // by layer
+  };
+  [[nodiscard]] at::Tensor input_of(const RankWork& work, std::int64_t s) const;
+  void forward(const RankWork& work, std::size_t layer, std::int64_t s);
+  void backward(const RankWork& work, std::size_t layer, std::int64_t s);
+  void alone(const RankWork& work, std::int64_t s);
+
+  RankPlace place_;
+  std::size_t layers_;
+  c10::Device device_;
+  bool cut_;
+  RunLayer run_;
+  std::vector<std::vector<Chunk>> chunks_;  // by part and microbatch
+  StepTensors given_;
+};
+
+}  // namespace sidestream::testing_model
