@@ -68,6 +68,9 @@ class EngineCounts {
   void replayed(const GraphSequence::Counts& counts);
   /// A whole sizing step, after its `step_ended`; `peak_without_offload`: see SizingPeak.
   void sizing_ended(const SavedTensorRecorder& recorder, std::int64_t peak_without_offload);
+  /// In the latest sizing step: the bytes of tensors that stay because their storages are small.
+  void small_storages(std::uint64_t bytes) noexcept { small_bytes_ = static_cast<std::int64_t>(bytes); }
+  [[nodiscard]] std::int64_t small_bytes() const noexcept { return small_bytes_; }
   /// Of the latest step.
   void copied(const CopyCounts& copies) noexcept;
   /// A whole step.
@@ -87,6 +90,7 @@ class EngineCounts {
   [[nodiscard]] const std::map<std::string, Buckets>& buckets() const noexcept { return buckets_; }
 
  private:
+  std::int64_t small_bytes_ = 0;
   Report counted_;  ///< what the latest whole step and all steps so far add up to
   std::map<std::string, Buckets> buckets_;
 };

@@ -29,8 +29,8 @@ struct BackwardSeen {
   std::optional<CallModes> modes;  ///< may be read once it has begun
 };
 
-/// Sits on the node that made a call's output: sees its backward begin, or that none will come. Threads: autograd's.
-class BackwardWatch final : public torch::autograd::FunctionPreHook {
+/// Sees a call's backward begin, or that none will come. Threads: autograd's.
+class BackwardWatch final {
  public:
   BackwardWatch(std::shared_ptr<BackwardSeen> seen, std::shared_ptr<EagerMemoryEstimate> rest, c10::DeviceType type,
                 std::shared_ptr<OrderLog> log, const SequenceStep& step)
@@ -38,15 +38,14 @@ class BackwardWatch final : public torch::autograd::FunctionPreHook {
   BackwardWatch(const BackwardWatch&) = delete;
   BackwardWatch& operator=(const BackwardWatch&) = delete;
   /// If no backward has begun, none will come: a capture of the call would be free again as well (GraphSequence::drop_pending).
-  ~BackwardWatch() override { seen_->begun.store(true); }
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    if (!seen_->begun.load()) {
+  ~BackwardWatch() { seen_->begun.store(true); }
+  void begins() {
+    if (!claimed_.exchange(true)) {
       seen_->modes = CallModes::current(type_);
       seen_->begun.store(true);
       log_->backward(step_);
       rest_->backward_begins();
     }
-    return grads;
   }
 
  private:
@@ -55,6 +54,20 @@ class BackwardWatch final : public torch::autograd::FunctionPreHook {
   c10::DeviceType type_;
   std::shared_ptr<OrderLog> log_;
   SequenceStep step_;
+  std::atomic<bool> claimed_{false};  // by the node that runs first
+};
+
+/// Sits on a node that made an output of a call. All nodes of the call share the watch, since any of them may run first, or none.
+class NodeWatch final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit NodeWatch(std::shared_ptr<BackwardWatch> watch) : watch_(std::move(watch)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    watch_->begins();
+    return grads;
+  }
+
+ private:
+  std::shared_ptr<BackwardWatch> watch_;
 };
 
 /// What a sample holds of the device.
@@ -205,7 +218,8 @@ std::optional<std::size_t> RecordedCalls::repeated(const CallSite& site, const d
                                                    const CallModes& modes) const {
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
-    if (!is_of(call, site, request, modes) || !flights_[i]->backward->begun.load()) {
+    if (!is_of(call, site, request, modes) || call.inputs.size() != request.inputs.size() ||
+        !flights_[i]->backward->begun.load()) {
       continue;
     }
     // The call's capture takes only that output (CapturedSequence::accepts).
@@ -253,18 +267,18 @@ void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   dependencies_.add(call, flight.from, outputs);
   outputs_.add(call, calls_[call]->sequence(), outputs);
   flight.outputs.clear();
-  bool watched = false;
+  std::vector<std::shared_ptr<torch::autograd::Node>> watched;
   const c10::DeviceType type = calls_[call]->state.modes.autocast.type;
   for (const at::Tensor& output : outputs) {
     flight.outputs.emplace_back(output.getIntrusivePtr());
-    if (!watched && output.defined() && output.grad_fn() != nullptr) {
-      output.grad_fn()->add_pre_hook(
-          std::make_unique<BackwardWatch>(flight.backward, rest_, type, log_, flight.backward_step));
-      watched = true;
+    auto node = output.defined() ? output.grad_fn() : nullptr;
+    if (node != nullptr && std::find(watched.begin(), watched.end(), node) == watched.end()) {
+      watched.push_back(std::move(node));
     }
   }
-  if (!watched) {
-    flight.backward->begun.store(true);
+  const auto watch = std::make_shared<BackwardWatch>(flight.backward, rest_, type, log_, flight.backward_step);
+  for (const auto& node : watched) {
+    node->add_pre_hook(std::make_unique<NodeWatch>(watch));
   }
 }
 

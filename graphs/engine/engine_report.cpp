@@ -194,13 +194,12 @@ Report EngineState::report() const {
   append_dropped(calls_, resources_.options.call_options().max_captures(), report.notes);
   append_buckets(counts_, report.notes);
   const auto tallies = resources_.exclusions.tallies();
-  const auto small = static_cast<std::int64_t>(tallies[static_cast<std::size_t>(Exclusion::small)].bytes);
-  if (small > std::max(report.saved_bytes, report.offloaded_bytes) &&
-      small >= static_cast<std::int64_t>(resources_.options.min_bytes()) &&
+  if (const std::int64_t small = counts_.small_bytes();
+      small > report.saved_bytes && small >= static_cast<std::int64_t>(resources_.options.min_bytes()) &&
       !resources_.options.offload_patterns().empty()) {
     report.notes.push_back(
         "storages below Options::min_bytes, which stay on the device, have more bytes than all others (" +
-        mebibytes(small) + "): lower min_bytes, or compute experts as one product");
+        mebibytes(counts_.small_bytes()) + "): lower min_bytes, or compute experts as one product");
   }
   for (std::size_t i = 1; i < tallies.size(); ++i) {
     if (tallies[i].tensors > 0) {

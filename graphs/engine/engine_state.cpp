@@ -272,6 +272,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
     case StepSession::Kind::sizing:
       counts_.step_ended(step.recorder(), copies, step.sizing_peak().peak());
       counts_.sizing_ended(step.recorder(), step.sizing_peak().without_offload());
+      counts_.small_storages(resources_.exclusions.tallies()[static_cast<std::size_t>(Exclusion::small)].bytes);
       eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       break;
     case StepSession::Kind::planned:
@@ -299,7 +300,7 @@ void EngineState::reset() {
 
 void EngineState::set_activation_offloading(const std::vector<NamePatterns>& named, bool on) {
   refuse_inside_step("OffloadEngine::set_activation_offloading");
-  if (eager_plan_.state() != EagerPlan::State::unsized) {
+  if (counts_.steps() > 0) {
     for (const NamePatterns& each : named) {
       resources_.tree.require_known(each);
     }
@@ -309,8 +310,8 @@ void EngineState::set_activation_offloading(const std::vector<NamePatterns>& nam
     changes = resources_.tree.switch_offload(each, on) || changes;
   }
   if (changes) {
-    forget_captures();
     sequences_.offload_switched();
+    forget_captures();
   }
 }
 

@@ -75,7 +75,7 @@ class SIDESTREAM_API OffloadEngine {
   ///
   /// A scope belongs to a module by its name: each name of the model for the module, and all names below. After the first step, a module
   /// without such a scope is a UsageError. Of several switches that name one scope, the latest holds.
-  /// If a switch changes a scope that was entered before, captures that offload something else are made again. For `ss::call` and eager
+  /// If a switch changes a scope that was entered before, all captures are made again. For `ss::call` and eager
   /// scopes it does what `reset` does: the next step is a sizing pass. Callables and whole steps capture again at their next call that
   /// no backward is pending for; until then they replay as captured.
   /// Ordering: none.  Capture: illegal.  Threads: the step's.

@@ -93,7 +93,9 @@ void ScopeTree::require_entered(const NamePatterns& named) const {
 
 void ScopeTree::require_known_switches() const {
   for (const Switch& each : switches_) {
-    require_entered(each.named);
+    if (!each.on) {
+      require_entered(each.named);
+    }
   }
 }
 
