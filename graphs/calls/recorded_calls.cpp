@@ -18,7 +18,6 @@
 #include "graphs/resources/step_memory.h"
 #include "offload/autograd_walk.h"
 #include "offload/saved_tensor_recorder.h"
-#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
@@ -73,50 +72,6 @@ class NodeWatch final : public torch::autograd::FunctionPreHook {
 /// What a sample holds of the device.
 std::size_t device_bytes(const CallInput& input) {
   return input.sample.defined() && !input.on_host ? input.sample.nbytes() : 0;
-}
-
-/// Stands for several modules wherever one is asked for its parameters, buffers, modules and mode.
-class SeveralModules final : public torch::nn::Module {
- public:
-  explicit SeveralModules(const std::vector<std::shared_ptr<torch::nn::Module>>& modules)
-      : torch::nn::Module("SeveralModules") {
-    for (const auto& module : modules) {
-      register_module(std::to_string(children().size()), module);
-    }
-  }
-  [[nodiscard]] bool is_training() const noexcept override {
-    const auto all = children();
-    return std::all_of(all.begin(), all.end(), [](const auto& module) { return module->is_training(); });
-  }
-};
-
-/// All modules of the call `name` as one: its own (null for a plain function) and its `arguments`. Null without any.
-/// Throws: UsageError for an argument that no shared_ptr owns, unless it is the engine's `model`: nothing says how long it lives.
-std::shared_ptr<const torch::nn::Module> modules_of_call(const std::string& name,
-                                                         const std::shared_ptr<const torch::nn::Module>& own,
-                                                         const detail::KeptModules& arguments,
-                                                         const torch::nn::Module& model) {
-  std::vector<std::shared_ptr<torch::nn::Module>> modules;
-  const auto add = [&](const std::shared_ptr<const torch::nn::Module>& module) {
-    if (std::none_of(modules.begin(), modules.end(), [&](const auto& other) { return other == module; })) {
-      modules.push_back(std::const_pointer_cast<torch::nn::Module>(module));
-    }
-  };
-  if (own != nullptr) {
-    add(own);
-  }
-  for (const auto& module : arguments) {
-    if (module.use_count() == 0 && module.get() != &model) {
-      throw UsageError("graphed call \"" + name + "\": the module \"" + module->name() +
-                       "\" is an argument, but no shared_ptr owns it, so its lifetime is unknown; make it with " +
-                       "std::make_shared, or register it in the model");
-    }
-    add(module);
-  }
-  if (modules.size() <= 1) {
-    return modules.empty() ? nullptr : modules.front();
-  }
-  return std::make_shared<SeveralModules>(modules);
 }
 
 }  // namespace

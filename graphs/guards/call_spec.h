@@ -81,6 +81,12 @@ struct CallSpec {
       {};  ///< outputs that nothing outside of the graphs holds when the next call begins
 };
 
+/// All modules of the call `name` as one: its own (null for a plain function) and its `arguments`. Null without any.
+/// Throws: UsageError for an argument that no shared_ptr owns, unless it is the engine's `model`: nothing says how long it lives.
+[[nodiscard]] std::shared_ptr<const torch::nn::Module> modules_of_call(
+    const std::string& name, const std::shared_ptr<const torch::nn::Module>& own, const detail::KeptModules& arguments,
+    const torch::nn::Module& model);
+
 /// A copy of `input`, an argument of a call, for a later capture. The copy is on the host if `input` is on `device`: calls that wait
 /// for their capture would otherwise hold much device memory. Waits for the copy. Throws: what the copy throws.
 [[nodiscard]] CallInput sample_of(const at::Tensor& input, c10::Device device);
