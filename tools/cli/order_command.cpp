@@ -125,8 +125,9 @@ std::string table(const Orders& orders, std::int64_t first, std::int64_t last) {
     text += "\n";
   }
   text += fmt::format("\n{}.\n", length_words(orders));
-  const std::string chunk = shape.stages == 1 ? "3" : "1.3";
-  text += fmt::format("F{0} is the forward of microbatch 3{1}, B{0} its backward{2}.\n", chunk,
+  const std::int64_t microbatch = std::min<std::int64_t>(shape.microbatches - 1, 3);
+  const std::string chunk = fmt::format("{}{}", shape.stages == 1 ? "" : "1.", microbatch);
+  text += fmt::format("F{0} is the forward of microbatch {1}{2}, B{0} its backward{3}.\n", chunk, microbatch,
                       shape.stages == 1 ? "" : " in virtual stage 1",
                       shape.delay_weight_gradients ? fmt::format(", W{} its weight gradients", chunk) : "");
   text += "In flight: the most chunks whose saved tensors a rank keeps at once.\n";
