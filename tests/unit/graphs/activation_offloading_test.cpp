@@ -256,6 +256,15 @@ TEST_F(SwitchedCallTest, AModuleThatNoScopeBelongsToIsNamed) {
   of.train(2, 4);
 }
 
+TEST_F(SwitchedCallTest, AnUnknownNameIsRefusedAlsoAfterAnotherSwitch) {
+  SwitchedTraining of(Way::graphed, options_of(Way::graphed, device_));
+  of.train(0, 2);
+  of.engine.set_activation_offloading(of.layer(kSwitched), false);
+  EXPECT_THROWS(UsageError, "\"blocks.0.*\" matches no scope",
+                of.engine.set_activation_offloading("blocks.0.*", false));
+  of.train(2, 5);
+}
+
 TEST_F(SwitchedCallTest, AModuleIsSwitchedUnderEachOfItsNames) {
   SwitchedTraining of(Way::eager, Options(device_).offload("**").min_bytes(1024).lag(1));
   (void)of.mine.register_module("again", of.mine.layers->ptr(0));

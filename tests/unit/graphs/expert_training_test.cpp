@@ -44,9 +44,9 @@ class ExpertTrainingTest : public testing::Test {
       backward();
     }
   }
-  Report report_of_plain_steps(const Options& options, std::int64_t microbatches) {
+  Report report_of_plain_steps(const Options& options, std::int64_t microbatches, std::int64_t steps = 6) {
     OffloadEngine engine(mine_, options);
-    for (std::int64_t s = 0; s < 6; ++s) {
+    for (std::int64_t s = 0; s < steps; ++s) {
       expect_same_step(mine_, &engine, plain_, s, [&](ExpertModel& model) { train(model, s, microbatches); });
     }
     return engine.report();
@@ -71,6 +71,16 @@ TEST_F(ExpertTrainingTest, ExpertsWhoseSizesChangeGivePlainGradients) {
   const Report report = report_of_plain_steps(options(512), 1);
   EXPECT_GT(report.offloaded_bytes, 40'000);
   EXPECT_EQ(report.pinned_allocations_after_planning, 0);
+  EXPECT_FALSE(says_that_most_is_small(report));
+}
+
+TEST_F(ExpertTrainingTest, AFewSmallStoragesAreNoNoteHoweverManySteps) {
+  const Report report = report_of_plain_steps(options(2048), 1, 40);
+  std::int64_t small = 0;
+  for (const ExclusionReport& exclusion : report.exclusions) {
+    small += exclusion.reason == "small" ? exclusion.bytes : 0;
+  }
+  EXPECT_GT(small, report.saved_bytes) << "of all steps, so that the test tells them from one step's";
   EXPECT_FALSE(says_that_most_is_small(report));
 }
 

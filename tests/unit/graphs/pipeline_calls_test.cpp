@@ -160,6 +160,31 @@ TEST_F(ChangedOrderTest, CallsThatAutogradConnectsReplayWhatOneStepRecordedOfThe
   }
 }
 
+std::pair<at::Tensor, at::Tensor> two_outputs(const at::Tensor& x) { return {x.sin(), x.tanh()}; }
+
+TEST_F(ChangedOrderTest, ACallWhoseFirstOutputIsDroppedStaysInFlight) {
+  OffloadEngine engine(model_, Options(device_).min_bytes(256).graph("two"));
+  const auto run = [&](CalledStack& model, std::int64_t s) {
+    std::vector<at::Tensor> losses;
+    for (const std::int64_t microbatch : {0, 1}) {
+      const at::Tensor x = model.layers->at<Mlp>(0).forward(rows(s, device_, microbatch));
+      losses.push_back(call("two", &two_outputs, x).second.square().mean());
+    }
+    for (const at::Tensor& loss : losses) {
+      loss.backward();
+    }
+  };
+  std::int64_t eager = 0;
+  for (std::int64_t s = 0; s < 4; ++s) {
+    const StepTensors given = train_step(model_, &engine, [&] { run(model_, s); });
+    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, s); }))) << "step " << s;
+    const std::int64_t now = engine.report().eager_calls;
+    EXPECT_TRUE(s == 0 || now == eager) << "step " << s << " ran calls eagerly";
+    eager = now;
+  }
+  EXPECT_EQ(engine.report().captures, 4) << "a forward and a backward for each microbatch in flight";
+}
+
 TEST_F(ChangedOrderTest, AnOrderThatNoStepRecordedThrowsBeforeMemoryInUseIsOverwritten) {
   OffloadEngine engine(model_, options());
   const auto nested = [&](CalledStack& model, std::int64_t s) {

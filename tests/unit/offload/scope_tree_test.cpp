@@ -68,6 +68,15 @@ TEST_F(ScopeTreeTest, OnlyKnownScopesAndSwitchesPassTheCheck) {
   EXPECT_THROWS(UsageError, "\"other\" matches no scope", tree_.require_known(NamePatterns({"other"})));
 }
 
+TEST_F(ScopeTreeTest, ANameThatIsSwitchedOnAgainNeedNoScope) {
+  (void)enter("a.x");
+  (void)switched("a.x", false);
+  (void)switched("none", false);
+  EXPECT_THROWS(UsageError, "\"none\" matches no scope", tree_.require_known_switches());
+  (void)switched("none", true);
+  tree_.require_known_switches();
+}
+
 TEST_F(ScopeTreeTest, NamesOfTheOptionsDoNotDependOnSwitches) {
   (void)enter("a.x");
   (void)switched("a.x", false);
