@@ -134,7 +134,8 @@ struct CallSite {
   bool dropped = false;  ///< by GraphedCallable::reset
   bool to_record =
       false;  ///< captures were dropped because the model is another now: calls are recorded as in a first step
-  EagerRuns eager_runs;  ///< of a graphed call
+  bool ran_eagerly = false;  ///< its latest run
+  EagerRuns eager_runs;      ///< of a graphed call
   Warned warned;
 };
 

@@ -103,6 +103,7 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
 }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
+  site.ran_eagerly = true;
   if (SavedTensorRecorder* recorder = current_recorder(); recorder != nullptr) {
     RecorderScope scope(*recorder, site.scope);
     request.run(request.context, outputs);
@@ -290,6 +291,7 @@ void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& v
 }
 
 void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_t index, GraphSequence::Inputs known) {
+  call.site.ran_eagerly = false;
   if (verification_ != nullptr && at::GradMode::is_enabled()) {
     const SyncFinder::Pause compares;
     verification_->forward(variant.holder->sequence, index, call.request, call.outputs);

@@ -83,6 +83,7 @@ struct RecordedCalls::Flight {
   std::vector<std::size_t> from;  ///< recorded calls that its inputs were computed from
   SequenceStep backward_step;     ///< of its backward, in the order log
   bool first = true;              ///< of its recorded call
+  bool weights = false;           ///< its weight gradients are computed, if they are delayed
 };
 
 std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
@@ -163,6 +164,16 @@ bool RecordedCalls::is_of(const RecordedCall& call, const CallSite& site, const 
          same_arguments(call.guards, call.shape, request);
 }
 
+bool RecordedCalls::settled(std::size_t call) const {
+  return flights_[call]->backward->begun.load() && (!delays_ || flights_[call]->weights);
+}
+
+void RecordedCalls::weights_computed() {
+  for (const auto& flight : flights_) {
+    flight->weights = flight->weights || flight->backward->begun.load();
+  }
+}
+
 bool RecordedCalls::gave(const Link& link, const at::Tensor& tensor) const {
   const auto& outputs = flights_[link.call]->outputs;
   return link.index < outputs.size() && outputs[link.index]._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&
@@ -173,8 +184,7 @@ std::optional<std::size_t> RecordedCalls::repeated(const CallSite& site, const d
                                                    const CallModes& modes) const {
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
-    if (!is_of(call, site, request, modes) || call.inputs.size() != request.inputs.size() ||
-        !flights_[i]->backward->begun.load()) {
+    if (!is_of(call, site, request, modes) || call.inputs.size() != request.inputs.size() || !settled(i)) {
       continue;
     }
     // The call's capture takes only that output (CapturedSequence::accepts).
@@ -198,7 +208,7 @@ std::size_t RecordedCalls::free_slot(const CallSite& site, const detail::CallReq
   const auto taken = [&] {
     for (std::size_t i = 0; i < calls_.size(); ++i) {
       // What this call is computed from is no microbatch beside it: a module that is called many times is one sequence.
-      if (calls_[i]->slot == slot && is_of(*calls_[i], site, request, modes) && !flights_[i]->backward->begun.load() &&
+      if (calls_[i]->slot == slot && is_of(*calls_[i], site, request, modes) && !settled(i) &&
           !std::binary_search(from.begin(), from.end(), i)) {
         return true;
       }

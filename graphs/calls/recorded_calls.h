@@ -68,8 +68,10 @@ class RecordedCalls {
  public:
   /// `model`: the engine's, which may be an argument though no shared_ptr owns it. `device`: the graphs'.
   /// `rest` is told where a backward of theirs begins.
-  RecordedCalls(const torch::nn::Module& model, c10::Device device, std::shared_ptr<EagerMemoryEstimate> rest) noexcept
-      : model_(&model), device_(device), rest_(std::move(rest)) {}
+  /// `delays`: captures are in flight until their weight gradients are computed, and so are the calls here.
+  RecordedCalls(const torch::nn::Module& model, c10::Device device, std::shared_ptr<EagerMemoryEstimate> rest,
+                bool delays) noexcept
+      : model_(&model), device_(device), rest_(std::move(rest)), delays_(delays) {}
 
   /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). One capture serves
   /// two calls if the first awaits no backward any more, and if linked inputs come from the same recorded calls. `busy_variants`:
@@ -80,6 +82,8 @@ class RecordedCalls {
   void ran(std::size_t call, const detail::TensorBuffer& outputs);
   /// It threw instead: it is as if it had not been called. `call` is the latest that was added.
   void forget(std::size_t call);
+  /// Weight gradients were computed, of all calls whose backward has begun.
+  void weights_computed();
   /// True when a call's module has other members, or weights of another dtype or shape, than when it ran: its inputs no longer
   /// go with it.
   [[nodiscard]] bool outdated() const noexcept;
@@ -113,6 +117,8 @@ class RecordedCalls {
   /// True if `call` is one of `site` with these arguments, in these modes.
   [[nodiscard]] static bool is_of(const RecordedCall& call, const CallSite& site, const detail::CallRequest& request,
                                   const CallModes& modes);
+  /// True if a capture of the call may replay its forward now, as far as the latest run goes.
+  [[nodiscard]] bool settled(std::size_t call) const;
   /// True if `tensor` is this output of the recorded call's latest run.
   [[nodiscard]] bool gave(const Link& link, const at::Tensor& tensor) const;
   /// The recorded call whose capture will serve this one as well.
@@ -125,6 +131,7 @@ class RecordedCalls {
   const torch::nn::Module* model_;
   c10::Device device_;
   std::shared_ptr<EagerMemoryEstimate> rest_;
+  bool delays_;
   std::vector<std::shared_ptr<RecordedCall>> calls_;
   std::vector<std::shared_ptr<Flight>> flights_;  // parallel to calls_
   CallDependencies dependencies_;

@@ -144,6 +144,10 @@ void take_gradients(CapturedCall& call, SequenceCapture::Live& live, std::vector
   for (CallParameter& parameter : call.parameters) {
     const bool accumulated = parameter.policy == GradientPolicy::accumulated;
     at::Tensor grad = std::move(grads[next++]);
+    if (parameter.policy == GradientPolicy::delayed) {  // run_first_part has checked it
+      parameter.grad = grad.defined() ? live.computed.emplace_back(std::move(grad)) : at::Tensor();
+      continue;
+    }
     if (accumulated ? !added->has(next_added++) : !grad.defined()) {
       throw CaptureError(
           "a parameter got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
@@ -170,14 +174,14 @@ void finish_backward(SequenceCapture& capture, std::size_t index) {
     call.inputs[i].grad = grad.defined() ? not_owning(grad) : grad;
   }
   for (CallParameter& parameter : call.parameters) {
-    if (parameter.policy != GradientPolicy::accumulated) {
+    if (parameter.policy != GradientPolicy::accumulated && parameter.policy != GradientPolicy::delayed) {
       parameter.grad = not_owning(parameter.grad);
     }
   }
   // Later captures may use this memory again: this call's saved tensors and reloaded copies, and the input gradients
   // of the call above, which this backward has read.
   live.recorder.reset();
-  if (!capture.sequence.options.retain_graph_in_backward()) {
+  if (!capture.sequence.options.retain_graph_in_backward() && !call.delays) {
     live.outputs.clear();
     live.leaves.clear();
     CaptureOffload::release(call.copies.captured);
@@ -251,8 +255,10 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
     const OperatorObserverGuard observer = capture.reads.watch();
     NodeNaming naming(capture.runtime, capture.stream, call.backward.names, *call.spec.scope, live.scopes);
     const OperatorObserverGuard names = naming.watch();
-    grads = torch::autograd::grad(roots, targets, seeds, capture.sequence.options.retain_graph_in_backward(),
-                                  /*create_graph=*/false, /*allow_unused=*/true);
+    grads = call.delays
+                ? run_first_part(capture, index, roots, targets, seeds)
+                : torch::autograd::grad(roots, targets, seeds, capture.sequence.options.retain_graph_in_backward(),
+                                        /*create_graph=*/false, /*allow_unused=*/true);
     names.rethrow();
     observer.rethrow();
   }

@@ -133,6 +133,9 @@ void warm_up_and_capture(SequenceCapture& capture) {
         naming(capture.sequence.describe(call) + ", forward", [&] { capture_forward(capture, call); });
       }
     }
+    for (const std::size_t call : capture.order.by_backward()) {
+      naming(capture.sequence.describe(call) + ", weight gradients", [&] { capture_weights(capture, call); });
+    }
     capture.history.refuse_to_run();
   }
   settle_hooked_weights(capture.sequence);
@@ -151,6 +154,9 @@ void warm_up_and_capture(SequenceCapture& capture) {
     }
   }
   capture.sequence.pool_use = capture.use.finish(capture.order.size());
+  if (capture.weights_use) {
+    capture.sequence.weights_use = capture.weights_use->finish(capture.sequence.calls.size());
+  }
   count_in_flight(capture.sequence, capture.sequence.pool_use);
   capture.runtime.synchronize_device();
   fill_kept_tensors(capture);
@@ -227,6 +233,14 @@ void check_captured(const SequenceCapture& capture, std::size_t index, Direction
   check_graph_events(nodes, captured.names, captured.done, forward ? ready : std::vector<const ExternalEvent*>(), what);
   check_nodes(nodes, captured.names, call.copies.captured, what);
   check_copy_ends(call.copies.captured, direction, what);
+}
+
+void check_captured_weights(const SequenceCapture& capture, std::size_t index) {
+  const CapturedCall& call = capture.sequence.calls[index];
+  const std::string what = capture.sequence.describe(index) + ", weight gradients";
+  const std::vector<GraphNode> nodes = capture.runtime.nodes(call.weights.graph);
+  check_graph_events(nodes, call.weights.names, call.weights.done, {}, what);
+  check_nodes(nodes, call.weights.names, call.copies.captured, what);
 }
 
 std::shared_ptr<GraphSequence> capture_sequence(const GraphResources& resources, std::vector<CallSpec> specs,

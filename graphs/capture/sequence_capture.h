@@ -10,6 +10,7 @@
 #include "graphs/capture/capture_reads.h"
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/warmup.h"
+#include "graphs/gradients/backward_split.h"
 #include "graphs/outputs/output_liveness.h"
 #include "graphs/outputs/storage_holders.h"
 #include "graphs/sequence/graph_sequence.h"
@@ -32,6 +33,8 @@ struct SequenceCapture {
     std::vector<at::Tensor> arguments;    ///< what the body is given for them; only until the forward is captured
     std::vector<at::Tensor> outputs;      ///< with their autograd history
     std::vector<at::Tensor> grad_inputs;  ///< owning
+    BackwardSplit split;                  ///< of a call with delayed parameters
+    std::vector<at::Tensor> computed;     ///< gradients of delayed parameters, which its backward computes
     PlannedPass planned;
     std::unique_ptr<SavedTensorRecorder> recorder;
     NodeNaming::Scopes scopes;  ///< of the forward
@@ -54,6 +57,7 @@ struct SequenceCapture {
   std::vector<CallSizing> sizings;
   CaptureReads reads;
   PoolUse::Measurement use;
+  std::optional<PoolUse::Measurement> weights_use;  ///< of the graphs of delayed parameters
   CapturedHistory history;
   StorageHolders holders;
   OutputLiveness lives;
@@ -70,6 +74,14 @@ struct SequenceCapture {
 void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& places);
 void capture_forward(SequenceCapture& capture, std::size_t index);
 void capture_backward(SequenceCapture& capture, std::size_t index);
+/// After all backwards: the graph of call `index` for its delayed parameters, if it has any.
+void capture_weights(SequenceCapture& capture, std::size_t index);
+/// In the capture of a backward of a call with delayed parameters: runs the first part. Returns the gradients of `targets`, which are the
+/// inputs' leaves, then the parameters; those that the second part computes are undefined.
+[[nodiscard]] std::vector<at::Tensor> run_first_part(SequenceCapture& capture, std::size_t index,
+                                                     const std::vector<at::Tensor>& roots,
+                                                     const std::vector<at::Tensor>& targets,
+                                                     const std::vector<at::Tensor>& seeds);
 /// After the last capture: gives tensors that modules keep of their capture a value, see Note [Tensors that a module keeps].
 void fill_kept_tensors(SequenceCapture& capture);
 
@@ -79,6 +91,8 @@ void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, co
                    const SavedStorages& saved, const Exclusions& exclusions);
 /// Checks the graph of call `index` that was captured last: see graph_check.h.
 void check_captured(const SequenceCapture& capture, std::size_t index, Direction direction);
+/// The same for the graph of its delayed parameters.
+void check_captured_weights(const SequenceCapture& capture, std::size_t index);
 /// The graphs of `call` will read its weights where they lie now.
 void take_facts(CapturedCall& call);
 /// From now on each replay compares `tensor`, which `call` reads and its module does not have.

@@ -127,6 +127,7 @@ void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& plac
     call.site = call.spec.scope->site;
     call.forward.done = capture.runtime.create_external_event();
     call.backward.done = capture.runtime.create_external_event();
+    call.weights.done = capture.runtime.create_external_event();
     call.copies.released_at = places[i].released_at;
     call.copies.reload_at = places[i].reload_at;
     call.reads.in_backward = capture.sizings[i].backward_reads;
@@ -153,6 +154,7 @@ void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& plac
       CallParameter& held = call.parameters.emplace_back();
       held.tensor = parameter;
       held.policy = policy_of(call.spec, parameter);
+      call.delays = call.delays || held.policy == GradientPolicy::delayed;
       if (held.policy == GradientPolicy::accumulated) {
         const OwnedGradient owned = prepare_grad(*capture.resources.owned_gradients, call, parameter);
         held.grad = owned.memory;

@@ -64,6 +64,8 @@ std::vector<std::string> OffloadEngine::write_graphs(const std::string& folder) 
 
 void OffloadEngine::reset() { state().reset(); }
 
+void OffloadEngine::backward_dw() { state().backward_dw(); }
+
 void OffloadEngine::set_activation_offloading(const torch::nn::Module& module, bool on) {
   state().set_activation_offloading({state().calls().patterns_of(module)}, on);
 }
@@ -114,7 +116,8 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       resources_(model, std::move(options), std::move(runtime)),
       context_(*this),
       calls_(model, resources_.tree, resources_.graphed, CallRules::of(resources_.options.call_options())),
-      recorded_(model, resources_.runtime->device(), resources_.rest),
+      recorded_(model, resources_.runtime->device(), resources_.rest,
+                delays_gradients(resources_.options.graph_options())),
       sequences_(resources_, context_, eager_plan_, counts_),
       verification_(resources_.options.verify_replays() > 0
                         ? std::make_unique<ReplayVerification>(resources_.options, model, context_)
@@ -244,6 +247,7 @@ void EngineState::end_step(bool failed) {
   if (!failed) {
     parts.attempt([&] { step.finish_recording(); });
   }
+  parts.attempt([&] { refuse_missing_weights(failed); });
   parts.attempt([&] { step.end_copies(); });
   counts_.replayed(join_sequences(parts));
   const CopyCounts copies = resources_.mover->take_counts();
@@ -256,6 +260,21 @@ void EngineState::end_step(bool failed) {
     return;
   }
   take_results(step, copies);
+}
+
+void EngineState::backward_dw() {
+  refuse_inside("OffloadEngine::backward_dw");
+  resources_.delayed_weights->compute_all();
+  recorded_.weights_computed();
+}
+
+void EngineState::refuse_missing_weights(bool failed) {
+  const std::string missing = resources_.delayed_weights->drop_all();
+  if (!failed && !missing.empty()) {
+    throw UsageError("the step ended, but the weight gradients of graphed call \"" + missing +
+                     "\" are delayed and were not computed. They are lost; call backward_dw of the engine or of the "
+                     "callable after each backward, before the step ends");
+  }
 }
 
 GraphSequence::Counts EngineState::join_sequences(PartsOfEnd& parts) {

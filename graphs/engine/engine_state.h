@@ -60,6 +60,7 @@ class EngineState {
   [[nodiscard]] Report report() const;
   [[nodiscard]] Journal journal() const { return resources_.check.journal(); }
   void reset();
+  void backward_dw();
   /// Each of `named` is a switch of its own.
   void set_activation_offloading(const std::vector<NamePatterns>& named, bool on);
   std::vector<std::string> write_graphs(const std::string& folder) const;
@@ -89,6 +90,8 @@ class EngineState {
   void forget_captures();
   /// All that is captured or planned between the sizing pass and a step that follows it.
   void make_ready();
+  /// At a step's end. Throws: UsageError if weight gradients are delayed still. They are dropped.
+  void refuse_missing_weights(bool failed);
   /// The current stream waits for the copies of all sequences. Returns the counts of the step.
   [[nodiscard]] GraphSequence::Counts join_sequences(PartsOfEnd& parts);
   /// Of a step that went well.

@@ -39,7 +39,10 @@ std::string in_bytes(std::size_t bytes) { return std::to_string(bytes) + " bytes
 /// Everything that a drawing shows of a graph, except its nodes.
 struct DrawnGraph {
   const CapturedCall& call;
-  bool backward = false;
+  const CapturedCall::OneGraph& graph;
+  const char* which = "";       ///< "forward", "backward" or "weights"
+  bool copies_to_host = false;  ///< beside it
+  bool copies_to_device = false;
   std::string stream;  ///< in words: which one launches it
 };
 
@@ -49,11 +52,10 @@ class Drawing {
  public:
   Drawing(const Runtime& runtime, const DrawnGraph& drawn)
       : drawn_(drawn),
-        nodes_(runtime.nodes(drawn.backward ? drawn.call.backward.graph : drawn.call.forward.graph)),
-        names_(drawn.backward ? drawn.call.backward.names : drawn.call.forward.names),
+        nodes_(runtime.nodes(drawn.graph.graph)),
+        names_(drawn.graph.names),
         groups_(drawn.call.copies.captured.groups) {
-    events_.emplace(drawn.call.forward.done.native(), "done");
-    events_.emplace(drawn.call.backward.done.native(), "done");
+    events_.emplace(drawn.graph.done.native(), "done");
     for (const CapturedCopies::Group& group : groups_) {
       for (const ExternalEvent& event : group.ready) {
         events_.emplace(event.native(), "ready, group " + group.site.text());
@@ -62,7 +64,7 @@ class Drawing {
   }
 
   std::string draw() {
-    const std::string title = "graphed call " + drawn_.call.spec.name + (drawn_.backward ? ", backward" : ", forward");
+    const std::string title = "graphed call " + drawn_.call.spec.name + ", " + drawn_.which;
     text_ = "digraph " + in_quotes(title) +
             " {\n  label=" + in_quotes(title + "\n" + drawn_.stream + "; " + std::to_string(nodes_.size()) + " nodes") +
             ";\n  node [shape=box];\n";
@@ -72,7 +74,9 @@ class Drawing {
         draw_edge("n", before, "n", i, "");
       }
     }
-    draw_copies();
+    if (drawn_.copies_to_host || drawn_.copies_to_device) {
+      draw_copies();
+    }
     return text_ + "}\n";
   }
 
@@ -130,18 +134,19 @@ class Drawing {
       for (; begin < groups_[g].end; ++begin) {
         bytes += drawn_.call.copies.captured.copies[begin].bytes;
       }
-      text_ += "  c" + std::to_string(g) + " [label=" +
-               in_quotes(std::string("beside the graph: ") + (drawn_.backward ? "to the device" : "to the host") +
-                         ", group " + groups_[g].site.text() + "\n" + std::to_string(count) +
-                         (count == 1 ? " copy, " : " copies, ") + in_bytes(bytes)) +
-               "];\n";
+      text_ +=
+          "  c" + std::to_string(g) + " [label=" +
+          in_quotes(std::string("beside the graph: ") + (drawn_.copies_to_device ? "to the device" : "to the host") +
+                    ", group " + groups_[g].site.text() + "\n" + std::to_string(count) +
+                    (count == 1 ? " copy, " : " copies, ") + in_bytes(bytes)) +
+          "];\n";
       if (g > 0) {
         draw_edge("c", g - 1, "c", g, "");
       }
       for (std::size_t i = 0; i < nodes_.size(); ++i) {
-        if (drawn_.backward && g + 1 == groups_.size() && nodes_[i].predecessors.empty()) {
+        if (drawn_.copies_to_device && g + 1 == groups_.size() && nodes_[i].predecessors.empty()) {
           draw_edge("c", g, "n", i, " [style=dashed, label=reloaded]");
-        } else if (!drawn_.backward && nodes_[i].kind == GraphNode::Kind::event_record && is_ready(g, nodes_[i])) {
+        } else if (drawn_.copies_to_host && nodes_[i].kind == GraphNode::Kind::event_record && is_ready(g, nodes_[i])) {
           draw_edge("n", i, "c", g, " [style=dashed, label=ready]");
         }
       }
@@ -178,14 +183,14 @@ void make_folder(const std::string& folder) {
   }
 }
 
-std::string file_name(std::size_t sequence, std::size_t index, const std::string& call, bool backward) {
+std::string file_name(std::size_t sequence, std::size_t index, const std::string& call, const char* which) {
   constexpr std::size_t kLongest = 100;
   std::string name = std::to_string(sequence) + "_" + std::to_string(index) + "_" + call.substr(0, kLongest);
   for (char& c : name) {
     const bool plain = std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '.' || c == '-' || c == '_';
     c = plain ? c : '_';
   }
-  return name + (backward ? "_backward.dot" : "_forward.dot");
+  return name + "_" + which + ".dot";
 }
 
 /// The file is there whole, or as it was.
@@ -214,13 +219,15 @@ std::vector<std::string> write_graph_files(const Runtime& runtime, const EngineS
   sequences.for_each([&](const GraphSequence& sequence) {
     for (std::size_t index = 0; index < sequence.captured().calls.size(); ++index) {
       const CapturedCall& call = sequence.captured().calls[index];
-      for (const bool backward : {false, true}) {
-        if (!(backward ? call.backward.graph : call.forward.graph)) {
-          continue;
+      const std::string side = sequence.streams().in_words(0);
+      for (const DrawnGraph& drawn :
+           {DrawnGraph{call, call.forward, "forward", true, false, sequence.streams().in_words(index)},
+            DrawnGraph{call, call.backward, "backward", false, true, side},
+            DrawnGraph{call, call.weights, "weights", false, false, side}}) {
+        if (drawn.graph.graph) {
+          files.push_back(folder + "/" + file_name(number, index, call.spec.name, drawn.which));
+          write_text(files.back(), Drawing(runtime, drawn).draw());
         }
-        files.push_back(folder + "/" + file_name(number, index, call.spec.name, backward));
-        write_text(files.back(),
-                   Drawing(runtime, {call, backward, sequence.streams().in_words(backward ? 0 : index)}).draw());
       }
     }
     ++number;

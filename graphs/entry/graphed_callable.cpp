@@ -104,6 +104,22 @@ class GraphedCallable::Shared {
     }
   }
 
+  void backward_dw() {
+    const auto is_mine = [this](const GraphSequence& sequence, std::size_t call) {
+      return std::any_of(site_->variants.all.begin(), site_->variants.all.end(), [&](const CallVariant& variant) {
+        return variant.holder->sequence.get() == &sequence && variant.index() == call;
+      });
+    };
+    if (engine_->resources().delayed_weights->compute_next(is_mine) || site_->ran_eagerly) {
+      return;  // an eager backward has computed all gradients
+    }
+    throw UsageError(
+        describe() +
+        ": backward_dw was called, but no weight gradients are delayed: its backward did not run since its latest "
+        "forward, backward_dw ran after it already, or no parameter has GradientPolicy::delayed. Call it once after "
+        "each backward");
+  }
+
   [[nodiscard]] const std::string& name() const noexcept { return callable_.name(); }
 
  private:
@@ -218,6 +234,8 @@ const std::string& GraphedCallable::name() const { return shared().name(); }
 
 void GraphedCallable::reset() { shared().reset(); }
 
+void GraphedCallable::backward_dw() const { shared().backward_dw(); }
+
 std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vector<Callable>& callables,
                                              const Samples& samples, const GraphOptions& options) {
   if (callables.empty() || callables.size() != samples.size()) {
@@ -273,8 +291,9 @@ std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vect
 std::shared_ptr<CallSet> EngineAccess::make_set(EngineState& state, const std::vector<Callable>& callables,
                                                 const GraphOptions& options, const CallRules* rules) {
   const EngineResources& resources = state.resources();
-  auto set = std::make_shared<CallSet>(callables.size(), options,
-                                       RecordedCalls(resources.model, state.runtime().device(), resources.rest));
+  auto set = std::make_shared<CallSet>(
+      callables.size(), options,
+      RecordedCalls(resources.model, state.runtime().device(), resources.rest, delays_gradients(options)));
   for (const auto i : c10::irange(callables.size())) {
     CallSite& site = set->sites[i];
     site.kind = CallSite::Kind::callable;

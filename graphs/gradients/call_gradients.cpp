@@ -288,6 +288,11 @@ AddedGradients::~AddedGradients() {
   }
 }
 
+bool delays_gradients(const GraphOptions& options) {
+  return std::any_of(options.gradients().begin(), options.gradients().end(),
+                     [](const GradientRule& rule) { return rule.policy == GradientPolicy::delayed; });
+}
+
 PolicyOf gradient_policies(const GraphOptions& options, const torch::nn::Module* model,
                            const std::vector<CallSpec>& specs) {
   std::vector<GradientRule> rules;

@@ -80,6 +80,11 @@ void check_graph_options(const GraphOptions& options, std::optional<c10::Stream>
         "allow_unused_input, which concern backward. Capture twice, once for training and once for calls under "
         "no_grad");
   }
+  if (options.retain_graph_in_backward() && delays_gradients(options)) {
+    throw UsageError(
+        "retain_graph_in_backward is set together with GradientPolicy::delayed, but backward_dw uses up what a second "
+        "backward would need. Choose another policy, or run each backward once");
+  }
   if (options.num_warmup_iters() < 0) {
     throw UsageError("num_warmup_iters is negative; it must be 0 or more");
   }

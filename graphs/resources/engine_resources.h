@@ -6,6 +6,7 @@
 #include "graphs/resources/step_check.h"
 #include "graphs/resources/step_memory.h"
 #include "graphs/resources/step_syncs.h"
+#include "graphs/sequence/delayed_weights.h"
 #include "graphs/sequence/graph_resources.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
@@ -58,7 +59,8 @@ struct EngineResources {
             &model,
             link(),
             GraphResources::CopyRoom::as_planned,
-            nullptr};
+            nullptr,
+            delayed_weights};
   }
 
   const torch::nn::Module& model;
@@ -76,6 +78,7 @@ struct EngineResources {
   std::shared_ptr<EagerOffload> eager;
   std::shared_ptr<RecorderBooks> books = std::make_shared<RecorderBooks>();  ///< of the steps' recorders
   OwnedGradients owned_gradients;
+  std::shared_ptr<DelayedWeights> delayed_weights = std::make_shared<DelayedWeights>();
   std::shared_ptr<EagerMemoryEstimate> rest;
   std::unique_ptr<StepSyncs> syncs;  ///< null unless the options ask for it
 

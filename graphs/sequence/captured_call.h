@@ -70,6 +70,7 @@ struct CapturedCall {
     std::vector<std::size_t> inputs_with_gradient;
     std::vector<std::size_t> stamped_inputs;            ///< linked, and saved for backward: not copied
     std::vector<std::size_t> parameters_with_gradient;  ///< which autograd is given; all others are accumulated
+    std::vector<std::size_t> delayed_parameters;
     std::vector<AccumulatedGradient> accumulated;
   };
 
@@ -79,6 +80,8 @@ struct CapturedCall {
     std::uint64_t generation = 0;    ///< counts forwards
     bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
     bool backward_failed = false;    ///< after that launch
+    bool weights_delayed = false;    ///< since the latest backward: gradients of delayed parameters are to come
+    OutputSet used = 0;              ///< the outputs that got a gradient in it
     bool grads_in_place = false;     ///< the `.grad`s that it adds into: seen before the latest backward
     ReplayOptions target;            ///< the caller's at the latest forward; its backward uses it too
   };
@@ -86,6 +89,7 @@ struct CapturedCall {
   CallSpec spec;
   SiteName site;  ///< of its scope, which may be gone: a backward may outlive its engine
   bool has_backward = false;
+  bool delays = false;           ///< gradients of some parameters come after its backward
   bool accumulates = false;      ///< its backward graph adds into the `.grad` of a parameter
   bool owns_gradients = false;   ///< of a parameter or an input it gives out the graph's own memory
   bool placed_by_hooks = false;  ///< its weights lay elsewhere in its passes than after the capture
@@ -101,6 +105,7 @@ struct CapturedCall {
   std::uint64_t refused_bytes = 0;    ///< planned to be offloaded, but kept because pinned memory was short
   OneGraph forward;
   OneGraph backward;
+  OneGraph weights;  ///< computes the gradients of delayed parameters; no graph if the backward computes all of them
   Replay replay;
 
   /// Adds the references that the call has to what it reads and to what it gives out.
@@ -156,7 +161,9 @@ struct CapturedCall {
     }
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const CallParameter& parameter = parameters[i];
-      if (parameter.policy != GradientPolicy::accumulated) {
+      if (parameter.policy == GradientPolicy::delayed) {
+        lists.delayed_parameters.push_back(i);
+      } else if (parameter.policy != GradientPolicy::accumulated) {
         lists.parameters_with_gradient.push_back(i);
       } else {
         lists.accumulated.push_back({parameter.tensor.unsafeGetTensorImpl(), parameter.attached.unsafeGetTensorImpl(),

@@ -306,4 +306,15 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
   check_versions(call);
 }
 
+void CapturedSequence::check_weights(std::size_t index) const {
+  if (!calls[index].replay.weights_delayed) {
+    throw UsageError(
+        describe(index) +
+        ": its weight gradients cannot be computed: it was reset since its backward. Call backward_dw before "
+        "GraphedCallable::reset");
+  }
+  check_state(*this, index);
+  check_versions(calls[index]);
+}
+
 }  // namespace sidestream

@@ -39,13 +39,16 @@ struct CapturedSequence {
   GraphOptions options;
   std::shared_ptr<GraphMemory> memory;
   std::shared_ptr<MemoryPool> pool;  ///< shared with held outputs that lie in its free blocks; null after a reset
-  SequenceOrder order;               ///< its runs are the calls
+  std::shared_ptr<MemoryPool>
+      weights_pool;     ///< for the graphs of delayed parameters, which replay in any order; null without any
+  SequenceOrder order;  ///< its runs are the calls
   CapturedCalls calls;
   Profile profile;
   Plan plan;
   OutsideBytes outside;
   std::vector<ReleasedOutput> released_outputs;  ///< in the order of their graph indices
   std::vector<PoolUse::GraphUse> pool_use;       ///< by graph index
+  std::vector<PoolUse::GraphUse> weights_use;    ///< of `weights_pool`, in the order of the backwards
   OutputStorage::Counts overwritten;             ///< outputs of earlier sequences, which the capture overwrote
 
   /// For errors and notes.
@@ -66,6 +69,9 @@ struct CapturedSequence {
   /// Before the backward of `call` for its forward `generation`: checks the order, the state, and the versions of the tensors that it
   /// reads. `has_turn`: the sequence has the turn in its memory. `pending`: the calls that await a backward. Throws: UsageError.
   void check_backward(std::size_t call, std::uint64_t generation, bool has_turn, const PendingRuns& pending) const;
+
+  /// Before the gradients of delayed parameters of `call` are computed. Throws: UsageError.
+  void check_weights(std::size_t call) const;
 
   /// How the model differs from what the graphs of `call`, or of any call, have frozen.
   [[nodiscard]] FactsChange change(std::size_t call) const noexcept;

@@ -18,6 +18,8 @@
 
 namespace sidestream {
 
+class DelayedWeights;
+
 /// The parts of one engine that its captures and replays share.
 struct GraphResources {
   /// How much of the offloaded storages may be on the device, besides the saved tensors of the running call.
@@ -46,7 +48,8 @@ struct GraphResources {
   const torch::nn::Module* model = nullptr;  ///< gives parameters their names; may be null
   std::optional<LinkPace> link;              ///< if it is known
   CopyRoom room = CopyRoom::as_planned;
-  Attempt* attempt = nullptr;  ///< filled for the error if the capture fails
+  Attempt* attempt = nullptr;                            ///< filled for the error if the capture fails
+  std::shared_ptr<DelayedWeights> delayed_weights = {};  ///< of the engine's calls
   /// Shared by sequences of the engine. Null if the options' pool is used, or memory of the sequence's own.
   std::shared_ptr<GraphMemory> memory = {};
 };

@@ -100,7 +100,11 @@ GraphSequence::GraphSequence(const GraphResources& resources, CapturedSequence c
       pending_(captured_.order, *captured_.memory),
       outputs_(runtime_, captured_.calls, captured_.order, captured_.released_outputs, streams_.mark()),
       copies_(runtime_, resources.mover, captured_.calls, captured_.order, pending_.runs()),
-      use_(runtime_, *captured_.pool, captured_.pool_use, captured_.ungiven_bytes()) {
+      use_(runtime_, *captured_.pool, captured_.pool_use, captured_.ungiven_bytes()),
+      delayed_weights_(resources.delayed_weights) {
+  if (captured_.weights_pool != nullptr) {
+    weights_use_.emplace(runtime_, *captured_.weights_pool, captured_.weights_use, 0);
+  }
   outputs_.counts().outputs += captured_.overwritten;
 }
 
@@ -130,6 +134,12 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
     throw UsageError(captured_.describe(index) +
                      ": the backward of its previous forward is still pending, and this forward would " +
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
+  }
+  if (pending_.weights() > 0) {
+    throw UsageError(
+        captured_.describe(index) +
+        ": weight gradients of calls that were captured with it are delayed, and this forward would overwrite "
+        "what they are computed from; call backward_dw first, or capture once for each microbatch in flight");
   }
   const std::size_t graph_index = captured_.order.forward_index(index);
   if (const auto obstacle = pending_.runs().obstacle(graph_index)) {
@@ -183,8 +193,10 @@ void GraphSequence::drop_graphs(std::size_t index) {
   streams_.synchronize();
   CapturedCall& call = captured_.calls[index];
   drop_pending(index, call.replay.generation);
+  drop_weights(index);
   call.forward.graph.reset();
   call.backward.graph.reset();
+  call.weights.graph.reset();
   copies_.reset(index);
   use_.dropped();
 }
@@ -212,6 +224,8 @@ void GraphSequence::reset() {
     call.for_each_given_gradient([](std::optional<OutputStorage>& memory) { memory.reset(); });
   }
   captured_.pool.reset();
+  weights_use_.reset();
+  captured_.weights_pool.reset();
   captured_.outside = {};
 }
 

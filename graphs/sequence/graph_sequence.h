@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,22 +26,25 @@
 
 namespace sidestream {
 
-/// The calls of a sequence that await their backward: what they saved lies in the sequence's memory.
+/// The calls of a sequence that await their backward, or the gradients of delayed parameters after it: what they saved lies in the
+/// sequence's memory.
 /// Threads: `ready`, `any` and `await_none` lock the memory's mutex. The caller of the other functions holds it.
 class PendingBackwards {
  public:
   /// Both must outlive this object.
   PendingBackwards(const SequenceOrder& order, GraphMemory& memory) : order_(order), memory_(memory), runs_(order) {}
 
-  /// True if `call` may replay its forward now: neither it nor a later call awaits its backward.
+  /// True if `call` may replay its forward now: neither it nor a later call awaits its backward, and no call awaits weight gradients.
   [[nodiscard]] bool ready(std::size_t call) const {
     const std::lock_guard lock(memory_.mutex());
-    return !runs_.obstacle(order_.forward_index(call));
+    return weights_ == 0 && !runs_.obstacle(order_.forward_index(call));
   }
   [[nodiscard]] bool any() const {
     const std::lock_guard lock(memory_.mutex());
-    return !runs_.empty();
+    return any_run();
   }
+  /// The same. The caller holds the mutex.
+  [[nodiscard]] bool any_run() const noexcept { return weights_ > 0 || !runs_.empty(); }
   /// Blocks the host until no call awaits its backward, or until `bound`. The caller does not hold the mutex.
   void await_none(std::chrono::steady_clock::time_point bound) const {
     std::unique_lock lock(memory_.mutex());
@@ -57,17 +61,24 @@ class PendingBackwards {
       memory_.settled().notify_all();
     }
   }
+  /// A backward has left gradients of delayed parameters to be computed; they were computed, or will not be.
+  void weights_delayed() noexcept { ++weights_; }
+  void weights_computed() noexcept { --weights_; }
+  /// How many calls await the gradients of delayed parameters.
+  [[nodiscard]] std::size_t weights() const noexcept { return weights_; }
 
  private:
   const SequenceOrder& order_;
   GraphMemory& memory_;
   PendingRuns runs_;
+  std::size_t weights_ = 0;
 };
 
 /// Replays captured calls, which share one pool of memory, in the order of their captures. Forwards may be left out. Several sequences
 /// replay independently of each other.
 ///
-/// graph_sequence.cpp holds forwards and the end of calls, sequence_backward.cpp backwards, sequence_turns.cpp turns in shared memory.
+/// graph_sequence.cpp holds forwards and the end of calls, sequence_backward.cpp backwards, sequence_weights.cpp
+/// delayed weight gradients, sequence_turns.cpp turns in shared memory.
 ///
 /// Ordering: Note [Graph choreography] in graph_sequence.cpp.  Capture: illegal.
 /// Threads: forwards on one thread at a time; backwards may run on autograd's device threads. Functions that replay or drop graphs
@@ -106,6 +117,14 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// Replays the backward of `call` for its forward `generation`; `grads` become the gradients of inputs, then of parameters.
   /// Throws: UsageError; nothing has been queued then.
   void backward(std::size_t call, std::uint64_t generation, std::vector<at::Tensor>& grads);
+  /// Computes the gradients of the delayed parameters of `call`, and accumulates them in a backward pass of its own: see Note [Delayed
+  /// weight gradients] in weights_capture.cpp. Throws: as replay_weights; what hooks of the parameters throw.
+  void backward_weights(std::size_t call);
+  /// Computes them only; may be repeated until backward_weights. Returns copies; undefined if no output that leads there got a gradient.
+  /// Throws: UsageError; nothing has been queued then.
+  [[nodiscard]] std::vector<at::Tensor> replay_weights(std::size_t call);
+  /// They will not be computed: the call may replay again.
+  void drop_weights(std::size_t call) noexcept;
   /// No backward will come for the forward `generation` of `call`.
   void drop_pending(std::size_t call, std::uint64_t generation) noexcept;
   /// The current stream waits for all copies that replays have queued.
@@ -130,6 +149,9 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void launch_backward(std::size_t call);
   /// The backward of `call` has run, or will not run. Finds which backward is due next.
   void settle_pending(std::size_t call) noexcept;
+  /// After the backward of `call` was launched.
+  void delay_weights(std::size_t call, OutputSet used);
+  void settle_weights(std::size_t call) noexcept;
   void drop_graphs(std::size_t call);
   /// After the graphs were dropped: blocks the host until no tensor that this sequence gave out is read in its memory.
   void release_memory() noexcept;
@@ -142,6 +164,8 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   SequenceOutputs outputs_;
   SequenceCopies copies_;
   PoolUse use_;
+  std::optional<PoolUse> weights_use_;  ///< if gradients are delayed
+  std::shared_ptr<DelayedWeights> delayed_weights_;
   std::int64_t latest_ = -1;  ///< the call whose forward was launched last
   std::uint64_t unused_outputs_ = 0;
 };

@@ -110,6 +110,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
     attach_owned_grads(call.parameters, used);
   }
   launch_backward(index);
+  delay_weights(index, used);
   settle_pending(index);
   unused_outputs_ += unused;
   if (call.owns_gradients) {
@@ -155,7 +156,7 @@ void GraphSequence::launch_backward(std::size_t index) {
 
 void GraphSequence::settle_pending(std::size_t index) noexcept {
   pending_.end(index);
-  if (pending_.runs().empty()) {
+  if (!pending_.any_run()) {
     use_.idle(captured_.ungiven_bytes());
   }
 }

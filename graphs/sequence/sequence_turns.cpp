@@ -8,7 +8,7 @@ namespace sidestream {
 
 bool GraphMemory::pending_beside(const GraphSequence* sequence) {
   const std::lock_guard lock(mutex_);
-  return turn_ != nullptr && turn_ != sequence && !turn_->pending().runs().empty();
+  return turn_ != nullptr && turn_ != sequence && turn_->pending().any_run();
 }
 
 void GraphMemory::check_capture(const GraphSequence* replaced) {
@@ -19,6 +19,11 @@ void GraphMemory::check_capture(const GraphSequence* replaced) {
 }
 
 void GraphMemory::refuse(const std::string& what) const {
+  if (turn_->pending().runs().empty()) {
+    throw UsageError(what +
+                     ": weight gradients of calls that share its memory are delayed, and this call would overwrite "
+                     "what they are computed from. Call backward_dw first, or capture in a pool of its own");
+  }
   throw UsageError(what + ": the backward of " + turn_->captured().describe(turn_->pending().runs().latest()) +
                    ", which shares its memory, is still pending, and this call would overwrite tensors that it needs. "
                    "Run that backward first, or capture in a pool of its own");

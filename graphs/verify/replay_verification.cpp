@@ -79,13 +79,20 @@ bool ReplayVerification::takes_turn(Turns& turns) {
   return takes;
 }
 
-std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(const GraphSequence& sequence, std::size_t call,
+std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(GraphSequence& sequence, std::size_t call,
                                                               const detail::CallRequest& request) {
   const Names names = names_of(model_);
   const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
-  return VerifiedCall::run({&sequence.captured().calls[call], request.keep(request.context).body, request.inputs,
-                            device_, tolerance_, &names},
-                           counts_);
+  const CapturedCall& captured = sequence.captured().calls[call];
+  auto delayed = [of = sequence.weak_from_this(), call] {
+    const std::shared_ptr<GraphSequence> alive = of.lock();
+    const CapturedCall& run = alive->captured().calls[call];
+    return run.replay.weights_delayed ? alive->replay_weights(call)
+                                      : std::vector<at::Tensor>(run.lists.delayed_parameters.size());
+  };
+  return VerifiedCall::run(
+      {&captured, request.keep(request.context).body, request.inputs, device_, tolerance_, std::move(delayed), &names},
+      counts_);
 }
 
 void ReplayVerification::forward(const std::shared_ptr<GraphSequence>& sequence, std::size_t call,

@@ -52,7 +52,7 @@ class ReplayVerification {
   [[nodiscard]] bool due(const Turns& turns) const noexcept;
   /// A round is a step; outside of steps, until a call comes a second time.
   void next_round() noexcept;
-  [[nodiscard]] std::shared_ptr<VerifiedCall> run_eagerly(const GraphSequence& sequence, std::size_t call,
+  [[nodiscard]] std::shared_ptr<VerifiedCall> run_eagerly(GraphSequence& sequence, std::size_t call,
                                                           const detail::CallRequest& request);
 
   static constexpr std::uint64_t kAny = std::numeric_limits<std::uint64_t>::max();

@@ -115,10 +115,15 @@ void VerifiedCall::compare_backward(const std::vector<at::Tensor>& results, cons
   const SyncFinder::Pause compares;
   const std::vector<at::Tensor> eager = eager_gradients(grads);
   outputs_.clear();
+  const bool any_delayed =
+      std::any_of(targets_.begin(), targets_.end(), [](const Target& target) { return target.delayed.has_value(); });
+  const std::vector<at::Tensor> late = any_delayed ? delayed_() : std::vector<at::Tensor>();
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < targets_.size(); ++i) {
     const Target& target = targets_[i];
-    if (target.added) {
+    if (target.delayed) {
+      compare(target.what, late.at(*target.delayed), eager[i]);
+    } else if (target.added) {
       const at::Tensor& before = target.grad_before;
       compare(target.what + " (added to what .grad held)", target.leaf.grad(),
               eager[i].defined() ? before.add(eager[i]) : before);

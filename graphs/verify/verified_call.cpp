@@ -54,6 +54,7 @@ VerifiedCall::VerifiedCall(const VerifiedCall::Call& call, std::shared_ptr<Verif
     : name_(call.captured->spec.name),
       generators_(generators_of(call.captured->spec, call.device)),
       tolerance_(at::globalContext().deterministicAlgorithms() ? 0 : call.tolerance),
+      delayed_(call.delayed),
       counts_(std::move(counts)) {}
 
 void VerifiedCall::hold(Sandbox& sandbox) const {
@@ -147,14 +148,18 @@ void VerifiedCall::add_parameters(const VerifiedCall::Call& call) {
   };
   const std::vector<CallParameter>& parameters = call.captured->parameters;
   std::size_t results = 0;
+  std::size_t delayed = 0;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const bool added = parameters[i].policy == GradientPolicy::accumulated;
+    const bool late = parameters[i].policy == GradientPolicy::delayed;
     if (!known(parameters[i].tensor)) {
       Target& target = add(parameters[i].tensor, index_name("parameter ", i));
       target.added = added;
-      target.result = added ? std::nullopt : std::optional(results);
+      target.result = added || late ? std::nullopt : std::optional(results);
+      target.delayed = late ? std::optional(delayed) : std::nullopt;
     }
-    results += added ? 0 : 1;
+    results += added || late ? 0 : 1;
+    delayed += late ? 1 : 0;
   }
   if (call.captured->spec.module !=
       nullptr) {  // parameters that the capture did not use must get no gradient now, either

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -39,6 +40,8 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
     c10::ArrayRef<at::Tensor> inputs;
     c10::Device device;
     double tolerance = 0;
+    /// Gives the gradients of the call's delayed parameters, after the replay's backward.
+    std::function<std::vector<at::Tensor>()> delayed;
     /// Dotted names of the model's parameters and buffers.
     const std::unordered_map<const c10::TensorImpl*, std::string>* names = nullptr;
   };
@@ -65,7 +68,8 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
     std::string what;
     torch::autograd::Edge edge;  ///< of the eager run's leaf
     at::Tensor leaf;
-    std::optional<std::size_t> result;  ///< index in the results of the replay's node
+    std::optional<std::size_t> result;   ///< index in the results of the replay's node
+    std::optional<std::size_t> delayed;  ///< index in the results of `Call::delayed`
     bool is_input = false;
     bool added = false;  ///< the replay adds it into the leaf's `.grad`
     at::Tensor grad_before;
@@ -95,6 +99,7 @@ class VerifiedCall : public std::enable_shared_from_this<VerifiedCall> {
   std::vector<at::Generator> generators_;        ///< that the call may draw from
   std::vector<GeneratorState> before_backward_;  ///< of `generators_`, when the replay's backward begins
   double tolerance_;
+  std::function<std::vector<at::Tensor>()> delayed_;
   std::shared_ptr<Counts> counts_;
   std::vector<Target> targets_;
   std::vector<Buffer> buffers_;

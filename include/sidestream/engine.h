@@ -27,8 +27,8 @@ class [[nodiscard]] SIDESTREAM_API Step {
   Step& operator=(Step&&) = delete;
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
-  /// Ends the step. A second call does nothing.  Throws: UsageError on another thread (the step then stays active), and if a scope is
-  /// still open. A failure of a scope's destructor. Errors of the device.
+  /// Ends the step. A second call does nothing.  Throws: UsageError on another thread (the step then stays active), if a scope is
+  /// still open, and if weight gradients are delayed that backward_dw has not computed. A failure of a scope's destructor. Errors of the device.
   void finish();
   /// Ends the step if `finish` has not. Never throws: a failure is logged as a LibTorch warning, and the engine's next `step()` throws it.
   /// If an exception ends the step, the step is cleaned up and errors of the cleanup are dropped.
@@ -85,6 +85,15 @@ class SIDESTREAM_API OffloadEngine {
   /// The same for calls and scopes by their names: a pattern or a comma-separated list, as in Options. A pattern names scopes, but not the
   /// scopes inside of them. "all" switches offload off and on for a stretch of steps [disable_offload, enable_offload].
   void set_activation_offloading(const std::string& patterns, bool on);
+
+  /// Computes the gradients of parameters that have GradientPolicy::delayed, for all backwards that have not had it yet, in the order of
+  /// these backwards [backward_dw]. Does nothing if there are none: an eager backward computes all gradients.
+  ///
+  /// Call it after each backward, or once after several; at the latest before the step ends. A graphed call whose weight gradients are
+  /// delayed is in flight: its next forward uses another capture, as with a pending backward.
+  /// Ordering: as a backward.  Capture: illegal.  Threads: the step's.
+  /// Throws: UsageError if a tensor that the gradients are computed from was changed in place. What hooks of the parameters throw.
+  void backward_dw();
 
   /// What the engine has done so far.
   [[nodiscard]] Report report() const;

@@ -29,6 +29,9 @@ enum class GradientPolicy : std::uint8_t {
   /// The graph adds into `.grad`, which is fast, and owns that memory. If `.grad` is unset, the graph's memory is zeroed and attached
   /// again at the next replay. If `.grad` is another tensor that other code refers to as well, the replay is a UsageError.
   accumulated,
+  /// The gradient is computed by `backward_dw`, in a graph of its own after the backward, and autograd gets a copy then [backward_dw]. The
+  /// backward computes the gradients of inputs only. If a call runs eagerly, its backward computes all gradients at once.
+  delayed,
 };
 
 /// A policy for the parameters that a pattern names.

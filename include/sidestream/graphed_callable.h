@@ -156,6 +156,14 @@ class SIDESTREAM_API GraphedCallable {
   Tensors call(c10::ArrayRef<NamedInput> inputs) const;
   /// The same on the stream, and with the event, that `options` name.
   Tensors call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const;
+  /// Computes the gradients of parameters that have GradientPolicy::delayed, for the oldest backward that has not had it [backward_dw].
+  ///
+  /// The gradients are accumulated in a backward pass of its own, in which the hooks of the parameters run. Call it once after each
+  /// backward, before the next forward of any callable that was captured with this one. Different callables may be called in any order.
+  /// After an eager run it does nothing: that backward has computed all gradients.
+  /// Ordering: as a backward.  Capture: illegal.
+  /// Throws: UsageError if no gradients are delayed, and if a tensor that they are computed from was changed in place. What hooks throw.
+  void backward_dw() const;
   /// The callable's name.
   [[nodiscard]] const std::string& name() const;
   /// Frees what only this callable uses: graphs, static inputs and incoming gradients, saved tensors, pinned memory, and its part of the

@@ -11,8 +11,9 @@
 namespace sidestream {
 namespace {
 
-constexpr std::array kActivityNames = {"warmup",          "capture forward", "capture backward", "launch forward",
-                                       "launch backward", "offload",         "reload",           "sizing"};
+constexpr std::array kActivityNames = {"warmup",         "capture forward", "capture backward", "capture weights",
+                                       "launch forward", "launch backward", "launch weights",   "offload",
+                                       "reload",         "sizing"};
 static_assert(kActivityNames.size() == static_cast<std::size_t>(Activity::sizing) + 1);
 
 using RegisteredNames = std::array<nvtxStringHandle_t, kActivityNames.size()>;

@@ -12,14 +12,16 @@ enum class Activity : std::uint8_t {
   warmup,
   capture_forward,
   capture_backward,
+  capture_weights,
   launch_forward,
   launch_backward,
+  launch_weights,
   offload,
   reload,
   sizing
 };
 
-/// The journal's word for it: "forward", "backward", "offload" or "reload". Empty for warm-up and sizing, whose operators are
+/// The journal's word for it: "forward", "backward", "weights", "offload" or "reload". Empty for warm-up and sizing, whose operators are
 /// placed by the scopes that they run in.
 [[nodiscard]] constexpr std::string_view phase_of(Activity activity) noexcept {
   switch (activity) {
@@ -29,6 +31,9 @@ enum class Activity : std::uint8_t {
     case Activity::capture_backward:
     case Activity::launch_backward:
       return "backward";
+    case Activity::capture_weights:
+    case Activity::launch_weights:
+      return "weights";
     case Activity::offload:
       return "offload";
     case Activity::reload:

@@ -17,13 +17,16 @@ constexpr std::size_t kWatchedSteps = 3;
 }  // namespace
 
 const std::vector<LayerMode>& layer_modes() {
-  static const std::vector<LayerMode> modes{{"eager"},
-                                            {"eager+offload", false, true},
-                                            {"graphs", true},
-                                            {"graphs+offload", true, true},
-                                            {"graphs+offload:all", true, true, std::nullopt, false, true},
-                                            {"graphs+offload K=2", true, true, 2},
-                                            {"graphs+offload window", true, true, std::nullopt, true}};
+  static const std::vector<LayerMode> modes{
+      {"eager"},
+      {"eager+offload", false, true},
+      {"graphs", true},
+      {"graphs+offload", true, true},
+      {"graphs+offload:all", true, true, std::nullopt, false, true},
+      {"graphs+offload K=2", true, true, 2},
+      {"graphs+offload window", true, true, std::nullopt, true},
+      {.name = "graphs cloned", .graphs = true, .gradients = GradientPolicy::cloned},
+      {.name = "graphs delayed", .graphs = true, .gradients = GradientPolicy::delayed}};
   return modes;
 }
 
@@ -54,7 +57,7 @@ std::unique_ptr<OffloadEngine> LayerBench::make_engine(const LayerMode& mode) co
   options.min_bytes(static_cast<std::size_t>(settings_.min_kib) * 1024);
   if (mode.graphs) {
     options.graph("blocks.*")
-        .graph_options(GraphOptions().side_streams(mode.side_streams).gradients("**", GradientPolicy::accumulated));
+        .graph_options(GraphOptions().side_streams(mode.side_streams).gradients("**", mode.gradients));
   }
   if (mode.window) {
     if (settings_.lookahead_mib) {
@@ -87,6 +90,9 @@ StepTime LayerBench::step(OffloadEngine* engine) {
       step.emplace(engine->step());
     }
     layers_->forward(input_).backward(output_gradient_);
+    if (engine != nullptr) {
+      engine->backward_dw();
+    }
     if (step) {
       step->finish();
     }

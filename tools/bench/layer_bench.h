@@ -36,6 +36,7 @@ struct LayerMode {
   std::optional<std::int64_t> side_streams = std::nullopt;
   bool window = false;      ///< lag and lookahead as given
   bool everything = false;  ///< each group of a layer is offloaded, not only LayerSettings::groups
+  GradientPolicy gradients = GradientPolicy::accumulated;
 };
 
 /// All there are, in the order in which they are measured.

@@ -91,7 +91,7 @@ Json measure(const bench::LayerSettings& settings) {
     const auto times = layers.times();
     for (std::size_t i = 0; i < modes.size(); ++i) {
       add_times(modes[i], times[i]);
-      for (const char* base : {"graphs", "eager"}) {
+      for (const char* base : {"graphs", "graphs cloned", "eager"}) {
         if (const auto place = place_of(base)) {
           add_ratio(modes[i], times[i], base, times[*place]);
         }

@@ -110,6 +110,8 @@ std::string_view name_of(GradientPolicy policy) {
       return "owned";
     case GradientPolicy::accumulated:
       return "accumulated";
+    case GradientPolicy::delayed:
+      return "delayed";
   }
   return "";
 }

@@ -227,6 +227,49 @@ class RepeatedLayers final : public Stack {
   Skip skip_;
 };
 
+/// Two microbatches of one stack whose weight gradients are delayed: those of the first are computed while the second is in flight.
+class DelayedWeightGradients final : public StackProgram {
+ public:
+  explicit DelayedWeightGradients(const Runtimes& runtimes) : StackProgram(runtimes, kLayers) {
+    if (make_engine(*model_, stack_options().lookahead(0))) {
+      for (std::size_t m = 0; m < kMicrobatches; ++m) {
+        capture_linked(callables(0, kLayers), GraphOptions().gradients("**", GradientPolicy::delayed));
+      }
+    }
+  }
+  ~DelayedWeightGradients() override { end(); }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    model_->zero_grad();
+    std::vector<at::Tensor> results;
+    std::vector<at::Tensor> x;
+    std::vector<at::Tensor> y;
+    for (std::size_t m = 0; m < kMicrobatches; ++m) {  // forward, forward, backward, weights, backward, weights
+      x.push_back(rows_of(s, static_cast<std::int64_t>(m)).requires_grad_(true));
+      y.push_back(forward(m, x.back()));
+    }
+    for (std::size_t m = 0; m < kMicrobatches; ++m) {
+      (y[m] * rows_of(s, static_cast<std::int64_t>(m) + 5)).sum().backward();
+      results.push_back(x[m].grad());
+      for (std::size_t i = 0; i < kLayers && engine_; ++i) {  // not in the order of the backwards
+        layers_[m * kLayers + (s % 2 == 0 ? i : kLayers - 1 - i)].backward_dw();
+      }
+    }
+    add_gradients(results);
+    return results;
+  }
+
+ private:
+  static constexpr std::size_t kLayers = 4;
+  static constexpr std::size_t kMicrobatches = 2;
+  [[nodiscard]] at::Tensor forward(std::size_t m, at::Tensor h) {
+    for (std::size_t i = 0; i < kLayers && engine_; ++i) {
+      h = layers_[m * kLayers + i]({h})[0];
+    }
+    return engine_ ? h : run(0, kLayers, std::move(h));
+  }
+};
+
 /// Callables that run a part of their forward on a stream of their own, joined after the scope has ended.
 class ForkedCallables final : public EngineProgram {
  public:
@@ -322,6 +365,7 @@ std::vector<NamedProgram> callable_programs() {
                                                    skip));
   }
   result.push_back(named_program<GivenStream>("given_stream"));
+  result.push_back(named_program<DelayedWeightGradients>("delayed_weights"));
   for (const std::int64_t side_streams : {1, 2}) {
     result.push_back(named_program<ForkedCallables>("forked_callables_" + std::to_string(side_streams), side_streams));
   }

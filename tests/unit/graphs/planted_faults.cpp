@@ -168,7 +168,10 @@ void PlantedRuntime::record(const ExternalEvent& event, c10::Stream stream) {
       return;
     }
   } else if (capturing_ && !std::exchange(done_recorded_, true)) {
-    events_[event.native()] = {phase == "forward" ? Mark::forward_done : Mark::backward_done, 0};
+    events_[event.native()] = {phase == "forward"    ? Mark::forward_done
+                               : phase == "backward" ? Mark::backward_done
+                                                     : Mark::weights_done,
+                               0};
     if (record_at_begin(Fault::Act::done_at_capture_begin, event, stream, 0)) {
       return;
     }

@@ -23,6 +23,7 @@ enum class Mark : std::uint8_t {
   ready,   ///< external events of graphs
   forward_done,
   backward_done,
+  weights_done,
 };
 
 /// Which stream a call is for: the caller's current one, one of eager copies, or another.

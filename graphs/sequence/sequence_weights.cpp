@@ -1,0 +1,131 @@
+// Gradients of delayed parameters: a graph after the backward. Note [Delayed weight gradients] in graphs/capture/weights_capture.cpp.
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+
+#include "base/site.h"
+#include "graphs/gradients/backward_split.h"
+#include "graphs/sequence/delayed_weights.h"
+#include "graphs/sequence/graph_sequence.h"
+
+namespace sidestream {
+
+std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  CapturedCall& call = captured_.calls[index];
+  captured_.check_weights(index);
+  const Site site(Activity::launch_weights, call.site);
+  streams_.follow_latest_call();
+  std::vector<at::Tensor> grads;
+  for (const std::size_t i :
+       call.lists.delayed_parameters) {  // memory first: if there is none, nothing has happened yet
+    const CallParameter& parameter = call.parameters[i];
+    grads.push_back((parameter.outputs & call.replay.used) != 0 ? at::empty_like(parameter.grad) : at::Tensor());
+  }
+  if (call.weights.graph) {
+    const c10::Stream side = streams_.side(call.replay.target, 0);
+    streams_.fork(side);
+    try {
+      streams_.launch(call.weights.graph, side, call.weights.done, call.replay.target.event().get());
+      weights_use_->launched(captured_.order.backward_rank(index));
+    } catch (...) {
+      streams_.settle(side);
+      throw;
+    }
+  }
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < grads.size(); ++i) {
+    if (grads[i].defined()) {
+      grads[i].copy_(call.parameters[call.lists.delayed_parameters[i]].grad, /*non_blocking=*/true);
+    }
+  }
+  weights_use_->idle();
+  return grads;
+}
+
+void GraphSequence::backward_weights(std::size_t index) {
+  std::vector<at::Tensor> leaves;
+  std::vector<at::Tensor> grads;
+  {
+    const std::lock_guard lock(mutex_);
+    grads = replay_weights(index);
+    const CapturedCall& call = captured_.calls[index];
+    for (std::size_t i = 0; i < grads.size(); ++i) {
+      if (grads[i].defined()) {
+        leaves.push_back(call.parameters[call.lists.delayed_parameters[i]].tensor);
+      }
+    }
+    std::erase_if(grads, [](const at::Tensor& grad) { return !grad.defined(); });
+    settle_weights(index);
+  }
+  accumulate_gradients(leaves, std::move(grads));
+}
+
+void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
+  CapturedCall& call = captured_.calls[index];
+  if (call.delays) {
+    delayed_weights_->add(weak_from_this(), index);
+    call.replay.used = used;
+    if (!std::exchange(call.replay.weights_delayed, true)) {
+      pending_.weights_delayed();
+    }
+  }
+}
+
+void GraphSequence::settle_weights(std::size_t index) noexcept {
+  CapturedCall& call = captured_.calls[index];
+  if (std::exchange(call.replay.weights_delayed, false)) {
+    pending_.weights_computed();
+    if (!pending_.any_run()) {
+      use_.idle(captured_.ungiven_bytes());
+    }
+  }
+}
+
+void GraphSequence::drop_weights(std::size_t index) noexcept {
+  const std::lock_guard lock(mutex_);
+  settle_weights(index);
+}
+
+void DelayedWeights::add(std::weak_ptr<GraphSequence> sequence, std::size_t call) {
+  const std::lock_guard lock(mutex_);
+  entries_.push_back({std::move(sequence), call});
+}
+
+void DelayedWeights::compute(GraphSequence& sequence, const Entry& entry) {
+  sequence.backward_weights(entry.call);
+  const std::lock_guard lock(mutex_);
+  const auto is_it = [&](const Entry& other) {
+    return other.call == entry.call && !other.sequence.owner_before(entry.sequence) &&
+           !entry.sequence.owner_before(other.sequence);
+  };
+  if (const auto found = std::find_if(entries_.begin(), entries_.end(), is_it); found != entries_.end()) {
+    entries_.erase(found);
+  }
+}
+
+std::string DelayedWeights::drop_all() noexcept {
+  std::vector<Entry> entries;
+  {
+    const std::lock_guard lock(mutex_);
+    if (entries_.empty()) {  // in a step that went well
+      return {};
+    }
+    entries.swap(entries_);
+  }
+  std::string first;
+  for (const Entry& entry : entries) {
+    if (const auto sequence = entry.sequence.lock(); sequence != nullptr) {
+      sequence->drop_weights(entry.call);
+      if (first.empty()) {
+        first = sequence->captured().calls[entry.call].spec.name;
+      }
+    }
+  }
+  return first;
+}
+
+}  // namespace sidestream
