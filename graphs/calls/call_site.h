@@ -64,6 +64,7 @@ struct CallVariant {
   std::vector<KeptGuard> guards = {};
   std::vector<std::size_t> shape = {};
   std::shared_ptr<const void> structure = {};  ///< of its result
+  std::size_t slot = 0;                        ///< see RecordedCall::slot
   std::uint64_t used_at = 0;                   ///< its capture or latest replay, on the table's clock
 
   /// Of the call in its sequence now.

@@ -14,6 +14,7 @@
 #include "graphs/calls/engine_counts.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
+#include "graphs/calls/step_chunks.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
@@ -93,6 +94,10 @@ CallModes Dispatcher::modes() const {
   return modes;
 }
 
+RunningChunk* Dispatcher::chunk_of(const Call& call) const {
+  return call.site.kind == CallSite::Kind::graphed && call.modes.gradients ? chunks_.active() : nullptr;
+}
+
 void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
   if (site.set != nullptr) {
     counts_.bucketed_call_ran(site.scope->name, cause);
@@ -132,15 +137,16 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   RecordedCalls& recorded = site.set != nullptr ? site.set->pass : recorded_;
   const bool decides = site.set == nullptr || site.set->is_first(site);  // else it is captured with the first callable
   const bool gradients = call.modes.gradients;
+  RunningChunk* const chunk = chunk_of(call);
   if (decides && !site.variants.has_room(gradients, recorded.count(site, gradients) + 1, site.rules) &&
-      !recorded.repeats(site, call.request, call.modes)) {
+      !recorded.repeats(site, call.request, call.modes, chunk)) {
     over_bound(site, busy > 0);
     run_eagerly(call, site.set != nullptr ? EagerCause::no_bucket : EagerCause::over_bound);
     return;
   }
   const std::size_t added = [&] {
     const SyncFinder::Pause keeps_copies;  // on the host
-    return recorded.add(site, call.request, call.modes, busy);
+    return recorded.add(site, call.request, call.modes, busy, chunk);
   }();
   {
     const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
@@ -164,6 +170,11 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
 
 Dispatcher::Found Dispatcher::find(const Call& call) const {
   const bool by_inputs = call.site.kind == CallSite::Kind::callable;  // replay_callable looks at modes and weights
+  // The calls of a chunk replay in the captures of one slot. A capture of another slot is for another chunk, even if it could replay.
+  const RunningChunk* const chunk = call.site.rules.on_pending == OnPending::error ? nullptr : chunk_of(call);
+  const auto of_other_chunk = [&](const CallVariant& variant) {
+    return chunk != nullptr && chunk->slot && *chunk->slot != variant.slot;
+  };
   Found found;
   for (CallVariant& variant : call.site.variants.all) {
     const GraphSequence& sequence = *variant.holder->sequence;
@@ -187,7 +198,7 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
     }
     if (sequence.has_to_wait()) {
       found.waiting = found.pending = &variant;
-    } else if (sequence.pending().ready(index)) {
+    } else if (sequence.pending().ready(index) && !of_other_chunk(variant)) {
       found.ready = &variant;
       found.index = index;
       return found;
@@ -212,6 +223,9 @@ void Dispatcher::find_and_replay(const Call& call) {
       set->first_replays = set->first_replays || set->is_first(call.site);
       replay_callable(call, *fits, GraphSequence::Inputs::accepted);
     } else {
+      if (RunningChunk* const chunk = chunk_of(call); chunk != nullptr && !chunk->slot) {
+        chunk->slot = fits->slot;
+      }
       replay(call, *fits, found.index, GraphSequence::Inputs::accepted);
       *call.request.structure = fits->structure.get();
     }

@@ -18,6 +18,8 @@ struct EngineResources;
 class RecordedCalls;
 class ReplayVerification;
 class EngineCounts;
+struct RunningChunk;
+class StepChunks;
 
 /// Decides what becomes of one call, be it one of `ss::call` or of a GraphedCallable: it runs eagerly as a scope, replays a
 /// capture, or runs and is recorded so that a capture may follow.
@@ -28,13 +30,14 @@ class Dispatcher {
  public:
   /// All must outlive this object. `verification`: null where no replay is verified.
   Dispatcher(EngineResources& resources, CallContext& context, const EagerPlan& plan, RecordedCalls& recorded,
-             EngineSequences& sequences, EngineCounts& counts, ReplayVerification* verification)
+             EngineSequences& sequences, EngineCounts& counts, StepChunks& chunks, ReplayVerification* verification)
       : resources_(resources),
         context_(context),
         plan_(plan),
         recorded_(recorded),
         sequences_(sequences),
         counts_(counts),
+        chunks_(chunks),
         verification_(verification) {}
   Dispatcher(const Dispatcher&) = delete;
   Dispatcher& operator=(const Dispatcher&) = delete;
@@ -92,6 +95,8 @@ class Dispatcher {
   void on_mismatch(const Call& call, const Found& found);
   /// Why a call that no capture fits runs eagerly without a message, whatever the rule says. Empty if the rule holds.
   [[nodiscard]] std::optional<EagerCause> excuse(const CallSite& site) const;
+  /// The chunk that a recorded or replayed call belongs to; null if there is none, and for bucketed calls and calls without gradients.
+  [[nodiscard]] RunningChunk* chunk_of(const Call& call) const;
   /// Counts a call that was to replay and is not recorded.
   void count_eager(CallSite& site, EagerCause cause);
   void run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs);
@@ -111,6 +116,7 @@ class Dispatcher {
   RecordedCalls& recorded_;
   EngineSequences& sequences_;
   EngineCounts& counts_;
+  StepChunks& chunks_;
   ReplayVerification* verification_;
 };
 

@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/nn/module.h>
 
+#include "graphs/calls/step_chunks.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/resources/step_memory.h"
 #include "offload/autograd_walk.h"
@@ -84,23 +85,32 @@ struct RecordedCalls::Flight {
   SequenceStep backward_step;     ///< of its backward, in the order log
   bool first = true;              ///< of its recorded call
   bool weights = false;           ///< its weight gradients are computed, if they are delayed
+  std::uint64_t chunk = 0;        ///< its chunk's number; 0 without one
 };
 
 std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                               std::size_t busy_variants) {
+                               std::size_t busy_variants, RunningChunk* chunk) {
   const at::NoGradGuard no_grad;
   std::vector<std::size_t> from = dependencies_.of(request.inputs);
-  if (const auto again = repeated(site, request, modes)) {
+  if (chunk != nullptr) {
+    add_calls_of(*chunk, from);
+  }
+  if (const auto again = repeated(site, request, modes, chunk)) {
     const std::size_t i = *again;
     learn_backward_modes(i);
     flights_[i] = std::make_shared<Flight>();
     flights_[i]->first = false;
+    if (chunk != nullptr) {
+      chunk->slot = calls_[i]->slot;
+      flights_[i]->chunk = chunk->number;
+    }
     flights_[i]->backward_step = log_->forward(i, from);
     flights_[i]->from = std::move(from);
     outputs_.call_begins(i, calls_[i]->sequence(), current_recorder());
     return i;
   }
-  const std::size_t slot = free_slot(site, request, modes, from, busy_variants);
+  const std::size_t at_least = chunk != nullptr ? chunk->slot.value_or(busy_variants) : busy_variants;
+  const std::size_t slot = free_slot(site, request, modes, from, at_least, /*apart=*/chunk != nullptr);
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
   detail::KeptCall kept_call = request.keep(request.context);
@@ -147,6 +157,10 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   }
   calls_.push_back(std::move(call));
   flights_.push_back(std::make_shared<Flight>());
+  if (chunk != nullptr) {
+    chunk->slot = slot;
+    flights_.back()->chunk = chunk->number;
+  }
   std::vector<std::size_t> connected = from;
   for (const CallInput& input : calls_.back()->inputs) {
     if (input.from) {
@@ -181,9 +195,12 @@ bool RecordedCalls::gave(const Link& link, const at::Tensor& tensor) const {
 }
 
 std::optional<std::size_t> RecordedCalls::repeated(const CallSite& site, const detail::CallRequest& request,
-                                                   const CallModes& modes) const {
+                                                   const CallModes& modes, const RunningChunk* chunk) const {
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
+    if (chunk != nullptr && chunk->slot && call.slot != *chunk->slot) {
+      continue;
+    }
     if (!is_of(call, site, request, modes) || call.inputs.size() != request.inputs.size() || !settled(i)) {
       continue;
     }
@@ -199,8 +216,17 @@ std::optional<std::size_t> RecordedCalls::repeated(const CallSite& site, const d
   return std::nullopt;
 }
 
+void RecordedCalls::add_calls_of(const RunningChunk& chunk, std::vector<std::size_t>& from) const {
+  for (std::size_t i = 0; i < flights_.size(); ++i) {
+    const auto at = std::lower_bound(from.begin(), from.end(), i);
+    if (flights_[i]->chunk == chunk.number && (at == from.end() || *at != i)) {
+      from.insert(at, i);
+    }
+  }
+}
+
 std::size_t RecordedCalls::free_slot(const CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                                     const std::vector<std::size_t>& from, std::size_t at_least) const {
+                                     const std::vector<std::size_t>& from, std::size_t at_least, bool apart) const {
   std::size_t slot = at_least;
   for (const std::size_t earlier : from) {
     slot = std::max(slot, calls_[earlier]->slot);
@@ -213,7 +239,11 @@ std::size_t RecordedCalls::free_slot(const CallSite& site, const detail::CallReq
         return true;
       }
     }
-    return false;
+    const auto has_slot = [&](const CallVariant& variant) {
+      return variant.slot == slot && variant.holder->captured().calls[variant.index()].spec.state.modes == modes &&
+             variant.accepts(request);
+    };
+    return apart && std::any_of(site.variants.all.begin(), site.variants.all.end(), has_slot);
   };
   while (taken()) {
     ++slot;

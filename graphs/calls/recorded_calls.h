@@ -25,6 +25,7 @@ struct Node;
 namespace sidestream {
 
 class EagerMemoryEstimate;
+struct RunningChunk;
 
 /// Which recorded calls later calls are computed from, by autograd's edges, also through other operators between them.
 /// Threads: one at a time.
@@ -55,7 +56,8 @@ struct RecordedCall {
   std::vector<std::size_t> shape;
   CallState state;
   std::vector<CallInput> inputs;  ///< their links name recorded calls
-  /// Of its sequence: the slot of the calls that it was computed from, or the next one in which the same call awaited no backward.
+  /// Of its sequence: the slot of its chunk and of the calls that it was computed from, or the next one in which the same call awaited no
+  /// backward.
   std::size_t slot = 0;
   /// Apart for training and for evaluation.
   [[nodiscard]] std::size_t sequence() const noexcept { return 2 * slot + (state.modes.gradients ? 0 : 1); }
@@ -75,9 +77,10 @@ class RecordedCalls {
 
   /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). One capture serves
   /// two calls if the first awaits no backward any more, and if linked inputs come from the same recorded calls. `busy_variants`:
-  /// captures of the call that exist and await their backward. Returns what `ran` is to be given.
-  std::size_t add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                  std::size_t busy_variants);
+  /// captures of the call that exist and await their backward. `chunk`: that it belongs to, null without one; the call counts as computed
+  /// from all earlier calls of its chunk. Returns what `ran` is to be given.
+  std::size_t add(CallSite& site, const detail::CallRequest& request, const CallModes& modes, std::size_t busy_variants,
+                  RunningChunk* chunk = nullptr);
   /// After it ran: learns its outputs and watches for its backward.
   void ran(std::size_t call, const detail::TensorBuffer& outputs);
   /// It threw instead: it is as if it had not been called. `call` is the latest that was added.
@@ -90,8 +93,9 @@ class RecordedCalls {
   /// Before the capture: calls learn the modes that their backward ran in.
   void learn_backward_modes();
   /// True where `add` would serve the call with a capture that is to be made anyway.
-  [[nodiscard]] bool repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes) const {
-    return repeated(site, request, modes).has_value();
+  [[nodiscard]] bool repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes,
+                             const RunningChunk* chunk = nullptr) const {
+    return repeated(site, request, modes, chunk).has_value();
   }
   /// How many captures `site` is to get, of training or of forwards alone.
   [[nodiscard]] std::size_t count(const CallSite& site, bool gradients) const noexcept;
@@ -123,10 +127,13 @@ class RecordedCalls {
   [[nodiscard]] bool gave(const Link& link, const at::Tensor& tensor) const;
   /// The recorded call whose capture will serve this one as well.
   [[nodiscard]] std::optional<std::size_t> repeated(const CallSite& site, const detail::CallRequest& request,
-                                                    const CallModes& modes) const;
-  /// For a new call that is computed from the calls `from`: see RecordedCall::slot. It is `at_least` so much.
+                                                    const CallModes& modes, const RunningChunk* chunk) const;
+  /// Adds to `from`, which is in increasing order, the calls of `chunk`.
+  void add_calls_of(const RunningChunk& chunk, std::vector<std::size_t>& from) const;
+  /// For a new call that is computed from the calls `from`: see RecordedCall::slot. It is `at_least` so much. `apart`: it is none that a
+  /// capture of the call has.
   [[nodiscard]] std::size_t free_slot(const CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                                      const std::vector<std::size_t>& from, std::size_t at_least) const;
+                                      const std::vector<std::size_t>& from, std::size_t at_least, bool apart) const;
   void learn_backward_modes(std::size_t call);
   const torch::nn::Module* model_;
   c10::Device device_;

@@ -16,8 +16,9 @@
 
 namespace sidestream {
 
-Step::Step(std::shared_ptr<EngineState> state) : state_(std::move(state)), exceptions_(std::uncaught_exceptions()) {
-  state_->begin_step();
+Step::Step(std::shared_ptr<EngineState> state, const std::vector<PipelineStep>* order)
+    : state_(std::move(state)), exceptions_(std::uncaught_exceptions()) {
+  state_->begin_step(order);
 }
 
 void Step::finish() {
@@ -51,7 +52,17 @@ EngineState& OffloadEngine::state() const {
 
 Step OffloadEngine::step() {
   (void)state();
-  return Step(state_);
+  return Step(state_, nullptr);
+}
+
+Step OffloadEngine::step(const std::vector<PipelineStep>& order) {
+  (void)state();
+  return Step(state_, &order);
+}
+
+Chunk OffloadEngine::chunk(ChunkId id) {
+  (void)state();
+  return EngineState::begin_chunk(state_, id);
 }
 
 Journal OffloadEngine::journal() const { return state().journal(); }
@@ -119,10 +130,11 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       recorded_(model, resources_.runtime->device(), resources_.rest,
                 delays_gradients(resources_.options.graph_options())),
       sequences_(resources_, context_, eager_plan_, counts_),
+      chunks_(resources_.mover),
       verification_(resources_.options.verify_replays() > 0
                         ? std::make_unique<ReplayVerification>(resources_.options, model, context_)
                         : nullptr),
-      dispatcher_(resources_, context_, eager_plan_, recorded_, sequences_, counts_, verification_.get()),
+      dispatcher_(resources_, context_, eager_plan_, recorded_, sequences_, counts_, chunks_, verification_.get()),
       memory_(resources_.runtime) {}
 
 void EngineState::check_thread_of_step() const {
@@ -182,13 +194,32 @@ std::vector<std::string> EngineState::write_graphs(const std::string& folder) co
   return write_graph_files(*resources_.runtime, sequences_, folder);
 }
 
-void EngineState::begin_step() {
+Chunk EngineState::begin_chunk(const std::shared_ptr<EngineState>& self, const ChunkId& id) {
+  self->refuse_inside("OffloadEngine::chunk");
+  if (!self->step_) {
+    throw UsageError(
+        "OffloadEngine::chunk was called outside of a step; begin the step first, and keep it until the end");
+  }
+  if (self->step_->thread() != std::this_thread::get_id()) {
+    throw UsageError("OffloadEngine::chunk was called on another thread than the step's; call it where the step began");
+  }
+  if (self->context_.phase() == CallContext::Phase::inside_graphed_call) {
+    throw UsageError(
+        "OffloadEngine::chunk was called inside of a graphed call, and replays would not run it; begin the chunk "
+        "around "
+        "the call");
+  }
+  return Chunk(self, self->chunks_.begin(id));
+}
+
+void EngineState::begin_step(const std::vector<PipelineStep>* order) {
   refuse_inside("OffloadEngine::step");
   end_abandoned_step();
   throw_kept();
   if (step_) {
     throw UsageError("a step of this engine is active already; end it before the next begins");
   }
+  chunks_.begin_step(order);
   if (std::exchange(failed_, false)) {
     sequences_.await_failed_backward();
   }
@@ -244,8 +275,11 @@ void EngineState::end_step(bool failed) {
     verification_->end_step();
   }
   PartsOfEnd parts(failed);
-  if (!failed) {
+  if (failed) {
+    chunks_.abandon_step();
+  } else {
     parts.attempt([&] { step.finish_recording(); });
+    parts.attempt([&] { chunks_.end_step(); });
   }
   parts.attempt([&] { refuse_missing_weights(failed); });
   parts.attempt([&] { step.end_copies(); });
@@ -301,6 +335,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
       }
       break;
   }
+  counts_.chunks_ran(chunks_);
   counts_.count_step();
 }
 

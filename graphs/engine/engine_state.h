@@ -11,6 +11,7 @@
 #include "graphs/calls/engine_counts.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
+#include "graphs/calls/step_chunks.h"
 #include "graphs/engine/step_session.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
@@ -36,7 +37,11 @@ class EngineState {
   EngineState& operator=(const EngineState&) = delete;
   ~EngineState() = default;
 
-  void begin_step();
+  /// `order`: of its chunks; null if there is none.
+  void begin_step(const std::vector<PipelineStep>* order = nullptr);
+  /// `self` owns this object.
+  [[nodiscard]] static Chunk begin_chunk(const std::shared_ptr<EngineState>& self, const ChunkId& id);
+  [[nodiscard]] StepChunks& chunks() noexcept { return chunks_; }
   /// A whole step's graph was launched, which holds these copies: they count in the step that is active, else as a step's.
   void copied_in_graph(const CopyCounts& copies) noexcept;
   /// `failed`: an exception is on its way.
@@ -105,6 +110,7 @@ class EngineState {
   EagerPlan eager_plan_;
   EngineCounts counts_;
   EngineSequences sequences_;
+  StepChunks chunks_;
   std::unique_ptr<ReplayVerification> verification_;  ///< null if no replay is verified
   Dispatcher dispatcher_;
   StepMemory memory_;

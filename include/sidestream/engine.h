@@ -3,10 +3,12 @@
 #include <string>
 #include <vector>
 
+#include "sidestream/chunk.h"
 #include "sidestream/detail/export.h"
 #include "sidestream/detail/module_forward.h"
 #include "sidestream/journal.h"
 #include "sidestream/options.h"
+#include "sidestream/pipeline_order.h"
 #include "sidestream/report.h"
 
 namespace sidestream {
@@ -36,7 +38,7 @@ class [[nodiscard]] SIDESTREAM_API Step {
 
  private:
   friend class OffloadEngine;
-  explicit Step(std::shared_ptr<EngineState> state);
+  Step(std::shared_ptr<EngineState> state, const std::vector<PipelineStep>* order);
   std::shared_ptr<EngineState> state_;
   int exceptions_;
 };
@@ -65,6 +67,18 @@ class SIDESTREAM_API OffloadEngine {
   /// Throws: UsageError while another step of this engine lives, inside this engine's captures, and for a pattern that matches nothing.
   /// The failure of an earlier ~Step. CaptureError if a capture fails: nothing of it is left, and `step()` may be tried again.
   [[nodiscard]] Step step();
+  /// The same, for a step whose chunks run in `order`: what `pipeline_order` gives for this rank, or an order of your own.
+  ///
+  /// Chunks must begin in the order of its forwards. Backwards are not compared with it.
+  /// Throws: as `step()`, and UsageError before the step begins: for a step that occurs twice, a backward that is not after its forward,
+  /// weight gradients that are not after their backward, and numbers below 0. The step's end throws UsageError for chunks that did not
+  /// come.
+  [[nodiscard]] Step step(const std::vector<PipelineStep>& order);
+
+  /// Begins the forward of one chunk in the active step: see Chunk.
+  /// Throws: UsageError without a step, on another thread than the step's, inside a graphed call or a capture, for numbers below 0, for
+  /// a chunk that the step has had, and for one that is not next in the step's order. The chunk has not begun then.
+  [[nodiscard]] Chunk chunk(ChunkId id);
 
   /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload].
   void mark_not_offload(const at::Tensor& tensor);

@@ -16,6 +16,13 @@ struct GroupReport {
   std::string kept_because;          ///< why the rest stays on the device; empty if all of it is offloaded
 };
 
+/// One chunk of a step.
+struct ChunkReport {
+  std::int64_t stage = 0;            ///< its virtual stage
+  std::int64_t microbatch = 0;       ///< its microbatch
+  std::int64_t offloaded_bytes = 0;  ///< whose copies to the host were queued while it was the active chunk
+};
+
 /// One reason for tensors that always stay on the device.
 struct ExclusionReport {
   std::string reason;        ///< in words
@@ -97,6 +104,7 @@ struct SIDESTREAM_API Report {
       0;  ///< in all steps: waits of the host, and allocations in steady steps (Options::find_syncs)
   std::int64_t syncs_unlisted = 0;          ///< the part of them that `syncs` leaves out: it lists a hundred places
   std::vector<SyncFinding> syncs;           ///< the most frequent first
+  std::vector<ChunkReport> chunks;          ///< in a step: its chunks, in the order in which they began
   std::vector<GroupReport> groups;          ///< the groups of the plan
   std::vector<ExclusionReport> exclusions;  ///< why tensors always stay on the device
   std::vector<std::string> notes;           ///< storages that a kept group holds back, groups over the cap, ...

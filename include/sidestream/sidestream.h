@@ -4,6 +4,7 @@
 #include "sidestream/bucketed_callables.h"
 #include "sidestream/call.h"
 #include "sidestream/capture_time_hooks.h"
+#include "sidestream/chunk.h"
 #include "sidestream/clip_grad.h"
 #include "sidestream/device.h"
 #include "sidestream/device_flag.h"

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
+#include <limits>
+#include <map>
 #include <ostream>
 #include <set>
 
@@ -49,6 +52,28 @@ void print_syncs(const Report& report, std::ostream& out) {
   }
 }
 
+/// One row for each virtual stage.
+void print_chunks(const Report& report, std::ostream& out) {
+  struct Stage {
+    std::int64_t chunks = 0;
+    std::int64_t bytes = 0;
+    std::int64_t least = std::numeric_limits<std::int64_t>::max();
+    std::int64_t most = 0;
+  };
+  std::map<std::int64_t, Stage> stages;
+  for (const ChunkReport& chunk : report.chunks) {
+    Stage& stage = stages[chunk.stage];
+    ++stage.chunks;
+    stage.bytes += chunk.offloaded_bytes;
+    stage.least = std::min(stage.least, chunk.offloaded_bytes);
+    stage.most = std::max(stage.most, chunk.offloaded_bytes);
+  }
+  for (const auto& [number, stage] : stages) {
+    row(out, "offloaded by " + std::to_string(stage.chunks) + " chunks of stage " + std::to_string(number),
+        mebibytes(stage.bytes) + " (a chunk: " + mebibytes(stage.least) + " to " + mebibytes(stage.most) + ")");
+  }
+}
+
 double part(std::int64_t bytes, std::int64_t whole) {
   return whole <= 0 ? 0.0 : static_cast<double>(bytes) / static_cast<double>(whole);
 }
@@ -68,6 +93,7 @@ double Report::r_net() const { return part(sizing_peak_bytes - step_peak_bytes, 
 void Report::print(std::ostream& out) const {
   out << "sidestream: " << steps << " steps\n";
   row(out, "offloaded per step", mebibytes(offloaded_bytes));
+  print_chunks(*this, out);
   row(out, "reloaded per step", mebibytes(reloaded_bytes));
   row(out, "saved by autograd, seen by the engine", mebibytes(saved_bytes));
   row(out, "grew on the device, not seen by the engine", mebibytes(unseen_bytes));
@@ -181,6 +207,7 @@ std::string Report::json() const {
                            {"syncs_found", syncs_found},
                            {"syncs_unlisted", syncs_unlisted},
                            {"syncs", nlohmann::json::array()},
+                           {"chunks", nlohmann::json::array()},
                            {"groups", nlohmann::json::array()},
                            {"exclusions", nlohmann::json::array()},
                            {"notes", notes}};
@@ -193,6 +220,10 @@ std::string Report::json() const {
                                {"stack", sync.stack},
                                {"count", sync.count},
                                {"remedy", sync.remedy}});
+  }
+  for (const ChunkReport& chunk : chunks) {
+    object["chunks"].push_back(
+        {{"stage", chunk.stage}, {"microbatch", chunk.microbatch}, {"offloaded_bytes", chunk.offloaded_bytes}});
   }
   for (const GroupReport& group : groups) {
     object["groups"].push_back({{"name", group.name},

@@ -51,6 +51,7 @@ Report full_report() {
   report.syncs = {
       {"value read on the host", "aten::item", "blocks.0", "blocks.0.mlp", "MulBackward0", {"f", "g"}, 41, "keep it"},
       {"blocking copy", "aten::copy_", "", "", "", {}, 3, "pin it"}};
+  report.chunks = {{0, 0, 3 << 20}, {0, 1, 5 << 20}, {1, 0, 2 << 20}};
   report.groups = {{"blocks.0", 4 << 20, 4 << 20, ""}, {"blocks.1", 6 << 20, 3 << 20, "over the host cap"}};
   report.exclusions = {{"small", 28, 3 << 20}};
   report.notes = {"a note"};
@@ -77,6 +78,8 @@ bool has_line(const std::string& text, const std::string& what, const std::strin
 TEST(ReportTest, TheTableShowsWhatWasCounted) {
   const std::string text = printed(full_report());
   EXPECT_TRUE(has_line(text, "offloaded per step", "8.0 MiB")) << text;
+  EXPECT_TRUE(has_line(text, "offloaded by 2 chunks of stage 0", "8.0 MiB (a chunk: 3.0 MiB to 5.0 MiB)")) << text;
+  EXPECT_TRUE(has_line(text, "offloaded by 1 chunks of stage 1", "2.0 MiB (a chunk: 2.0 MiB to 2.0 MiB)")) << text;
   EXPECT_TRUE(has_line(text, "reloaded per step", "7.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "device memory saved", "6.0 MiB (75.0% of what was offloaded)")) << text;
   EXPECT_TRUE(has_line(text, "pinned host memory (requested)", "12.0 MiB (11.0 MiB)")) << text;
@@ -175,6 +178,9 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   EXPECT_EQ(json.at("r_gross"), 0.75);
   EXPECT_EQ(json.at("r_net"), 1.0);
   EXPECT_EQ(json.at("order_findings").at(0), "nothing orders a with b");
+  EXPECT_EQ(json.at("chunks").at(1).at("stage"), 0);
+  EXPECT_EQ(json.at("chunks").at(1).at("microbatch"), 1);
+  EXPECT_EQ(json.at("chunks").at(1).at("offloaded_bytes"), 5 << 20);
   EXPECT_EQ(json.at("groups").at(1).at("name"), "blocks.1");
   EXPECT_EQ(json.at("groups").at(1).at("offloaded_bytes"), 3 << 20);
   EXPECT_EQ(json.at("groups").at(1).at("kept_because"), "over the host cap");

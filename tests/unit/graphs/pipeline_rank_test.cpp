@@ -19,6 +19,7 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/pipeline_order.h"
 #include "unit/graphs/called_stack.h"
 #include "unit/graphs/rank_pipeline.h"
 
@@ -111,8 +112,8 @@ RankOrder RankProgram::order(std::size_t step) const {
   };
   for (std::size_t i = 0; i < whole.size(); ++i) {
     if (extra == RankExtra::forwards_alone && i % 3 == 0) {
-      order.push_back({Kind::evaluate, i % place.parts, count});
-      order.push_back({Kind::abandoned, i % place.parts, count + 1});
+      order.push_back({Kind::evaluate, i % place.parts, count + i});
+      order.push_back({Kind::abandoned, i % place.parts, count + i + 1});
     }
     if ((extra == RankExtra::cut &&
          (meet(Kind::forward, Kind::backward, i) || meet(Kind::backward, Kind::forward, i))) ||
@@ -152,6 +153,9 @@ std::string name_of_way(RankWay way) {
   }
   return "";
 }
+
+/// What the engine is told of chunks.
+enum class RankChunks : std::uint8_t { none, begun, ordered };
 
 /// A layer of a hybrid model that is not graphed.
 bool stays_eager(const RankProgram& program, std::size_t layer) {
@@ -250,8 +254,8 @@ constexpr std::int64_t kMargin = 2 * 16 * 4 * kHidden * static_cast<std::int64_t
 /// What is known of the orders that a rank has run, and what the report must say after the next one.
 class RankExpectation {
  public:
-  RankExpectation(const RankProgram& program, RankWay way)
-      : program_(program), way_(way), in_flight_(program.place.parts) {}
+  RankExpectation(const RankProgram& program, RankWay way, RankChunks chunks)
+      : program_(program), way_(way), chunks_(chunks), in_flight_(program.place.parts) {}
 
   /// After a step with `order`.
   void check(std::size_t step, const RankOrder& order, const Report& report) {
@@ -269,15 +273,33 @@ class RankExpectation {
       EXPECT_EQ(report.eager_calls - eager_calls_, evaluated * static_cast<std::int64_t>(program_.layers));
     }
     eager_calls_ = report.eager_calls;
+    if (chunks_ != RankChunks::none) {
+      check_chunks(order, report);
+    }
     if (way_ == RankWay::eager) {
       check_groups(step, order, report);
     } else if (step > 0) {
       EXPECT_GT(report.replays, 0);
-      EXPECT_TRUE(report.offloaded_bytes > 0 || program_.layers < 4);
+      const bool stays =
+          program_.layers < 4 || (program_.cut() && chunks_ == RankChunks::none && way_ != RankWay::callables);
+      EXPECT_TRUE(report.offloaded_bytes > 0 || stays);
     }
   }
 
  private:
+  /// All that is offloaded is offloaded in a chunk.
+  void check_chunks(const RankOrder& order, const Report& report) const {
+    std::vector<PipelineStep> forwards = order_of_chunks(order, program_.layers);
+    std::erase_if(forwards, [](const PipelineStep& step) { return step.kind != PipelineStep::Kind::forward; });
+    ASSERT_EQ(report.chunks.size(), forwards.size());
+    std::int64_t offloaded = 0;
+    for (std::size_t i = 0; i < forwards.size(); ++i) {
+      EXPECT_EQ(report.chunks[i].stage, forwards[i].stage);
+      EXPECT_EQ(report.chunks[i].microbatch, forwards[i].microbatch);
+      offloaded += report.chunks[i].offloaded_bytes;
+    }
+    EXPECT_EQ(offloaded, report.offloaded_bytes);
+  }
   /// Eager groups follow the order of the step before.
   void check_groups(std::size_t step, const RankOrder& order, const Report& report) {
     repeats_ = step > 0 && program_.microbatches[step] == program_.microbatches[step - 1] ? repeats_ + 1 : 0;
@@ -307,6 +329,7 @@ class RankExpectation {
 
   const RankProgram& program_;
   RankWay way_;
+  RankChunks chunks_;
   std::vector<std::size_t> in_flight_;  // by part: the most so far
   std::int64_t eager_calls_ = 0;
   std::int64_t all_bytes_ = 0;  // of all groups, in the first step
@@ -314,7 +337,7 @@ class RankExpectation {
 };
 
 /// Trains the rank's parts with the engine and plainly, and compares.
-void train_rank(const RankProgram& program, RankWay way) {
+void train_rank(const RankProgram& program, RankWay way, RankChunks chunks) {
   const c10::Device device = find_device("sim");
   const auto layers = static_cast<std::int64_t>(program.place.parts * program.layers);
   CalledStack model(device, {}, layers);
@@ -324,14 +347,23 @@ void train_rank(const RankProgram& program, RankWay way) {
   if (way == RankWay::callables) {
     callables = std::make_unique<RankCallables>(engine, model, program, device);
   }
+  ChunksOfStep open(engine, program.layers);
   Rank mine(program.place, program.layers, device, program.cut(),
             [&](std::size_t layer, std::size_t microbatch, const at::Tensor& h) {
-              return callables != nullptr ? (*callables)(layer, microbatch, h) : model.run_layer(layer, h);
+              if (chunks != RankChunks::none) {
+                open.before(layer, microbatch);
+              }
+              const at::Tensor out =
+                  callables != nullptr ? (*callables)(layer, microbatch, h) : model.run_layer(layer, h);
+              if (chunks != RankChunks::none) {
+                open.after(layer, microbatch);
+              }
+              return out;
             });
   Rank other(
       program.place, program.layers, device, program.cut(),
       [&](std::size_t layer, std::size_t /*microbatch*/, const at::Tensor& h) { return plain.run_layer(layer, h); });
-  RankExpectation expectation(program, way);
+  RankExpectation expectation(program, way, chunks);
   for (std::size_t step = 0; step < program.microbatches.size(); ++step) {
     const testing::ScopedTrace in_step(__FILE__, __LINE__, "step " + std::to_string(step));
     const RankOrder order = program.order(step);
@@ -341,7 +373,12 @@ void train_rank(const RankProgram& program, RankWay way) {
     const auto s = static_cast<std::int64_t>(step);
     StepTensors given;
     StepTensors expected;
-    const StepTensors after = train_step(model, &engine, [&] { given = mine.run(order, s); });
+    const StepTensors after = train_step(model, nullptr, [&] {
+      Step in_step =
+          chunks == RankChunks::ordered ? engine.step(order_of_chunks(order, program.layers)) : engine.step();
+      given = mine.run(order, s);
+      in_step.finish();
+    });
     const StepTensors plainly = train_step(plain, nullptr, [&] { expected = other.run(order, s); });
     ASSERT_TRUE(same(given, expected));
     ASSERT_TRUE(same(after, plainly));
@@ -385,20 +422,43 @@ std::vector<RankProgram> random_programs() {
   return all;
 }
 
-using RankParameter = std::tuple<RankProgram, RankWay>;
+/// Detached layers of one chunk, as many as are needed so that some of them are offloaded.
+std::vector<RankProgram> deep_programs() {
+  return {
+      {"cut_deep", {2, 0, 1}, 6, {4, 4, 2, 4}, RankSchedule::one_forward_one_backward, RankExtra::cut},
+      {"cut_deep_last", {2, 1, 2}, 6, {4, 4, 4}, RankSchedule::one_forward_one_backward, RankExtra::cut},
+  };
+}
+
+using RankParameter = std::tuple<RankProgram, RankWay, RankChunks>;
 
 class PipelineRankTest : public testing::TestWithParam<RankParameter> {};
 
-TEST_P(PipelineRankTest, HasPlainGradients) { train_rank(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+TEST_P(PipelineRankTest, HasPlainGradients) {
+  const auto& [program, way, chunks] = GetParam();
+  train_rank(program, way, chunks);
+}
 
 std::string name_of_rank(const testing::TestParamInfo<RankParameter>& info) {
-  return std::get<0>(info.param).name + "_" + name_of_way(std::get<1>(info.param));
+  const auto& [program, way, chunks] = info.param;
+  return program.name + "_" + name_of_way(way) +
+         (chunks == RankChunks::none    ? ""
+          : chunks == RankChunks::begun ? "_in_chunks"
+                                        : "_in_order");
 }
 const auto rank_ways = testing::Values(RankWay::eager, RankWay::calls, RankWay::shared, RankWay::callables);
 
-INSTANTIATE_TEST_SUITE_P(Orders, PipelineRankTest, testing::Combine(testing::ValuesIn(rank_programs()), rank_ways),
+INSTANTIATE_TEST_SUITE_P(Orders, PipelineRankTest,
+                         testing::Combine(testing::ValuesIn(rank_programs()), rank_ways,
+                                          testing::Values(RankChunks::none, RankChunks::ordered)),
                          name_of_rank);
-INSTANTIATE_TEST_SUITE_P(Random, PipelineRankTest, testing::Combine(testing::ValuesIn(random_programs()), rank_ways),
+INSTANTIATE_TEST_SUITE_P(Random, PipelineRankTest,
+                         testing::Combine(testing::ValuesIn(random_programs()), rank_ways,
+                                          testing::Values(RankChunks::none, RankChunks::begun)),
+                         name_of_rank);
+INSTANTIATE_TEST_SUITE_P(Deep, PipelineRankTest,
+                         testing::Combine(testing::ValuesIn(deep_programs()), rank_ways,
+                                          testing::Values(RankChunks::none, RankChunks::begun)),
                          name_of_rank);
 
 /// Every rank of 1 to 4, with 1 to 3 parts and 1 to 12 microbatches, one of them fewer in the last step.
@@ -419,13 +479,16 @@ std::vector<RankProgram> every_order() {
   return all;
 }
 
-/// Takes two minutes: `--gtest_also_run_disabled_tests --gtest_filter='*EveryPipelineRank*'`.
+/// Takes some minutes: `--gtest_also_run_disabled_tests --gtest_filter='*EveryPipelineRank*'`.
 class DISABLED_EveryPipelineRankTest : public PipelineRankTest {};
 TEST_P(DISABLED_EveryPipelineRankTest, HasPlainGradients) {
-  train_rank(std::get<0>(GetParam()), std::get<1>(GetParam()));
+  const auto& [program, way, chunks] = GetParam();
+  train_rank(program, way, chunks);
 }
 INSTANTIATE_TEST_SUITE_P(All, DISABLED_EveryPipelineRankTest,
-                         testing::Combine(testing::ValuesIn(every_order()), rank_ways), name_of_rank);
+                         testing::Combine(testing::ValuesIn(every_order()), rank_ways,
+                                          testing::Values(RankChunks::none, RankChunks::ordered)),
+                         name_of_rank);
 
 }  // namespace
 }  // namespace sidestream::testing_model

@@ -63,6 +63,35 @@ std::vector<std::size_t> most_in_flight(const RankPlace& place, const RankOrder&
   return most;
 }
 
+void ChunksOfStep::before(std::size_t layer, std::size_t microbatch) {
+  const std::pair<std::size_t, std::size_t> id(layer / layers_, microbatch);
+  if (layer % layers_ == 0) {
+    open_.emplace(id, engine_.chunk({static_cast<std::int64_t>(id.first), static_cast<std::int64_t>(microbatch)}));
+  } else {
+    open_.at(id).resume();
+  }
+}
+
+void ChunksOfStep::after(std::size_t layer, std::size_t microbatch) {
+  if (layer % layers_ + 1 == layers_) {
+    const auto chunk = open_.find({layer / layers_, microbatch});
+    chunk->second.finish();
+    open_.erase(chunk);
+  }
+}
+
+std::vector<PipelineStep> order_of_chunks(const RankOrder& order, std::size_t layers) {
+  std::vector<PipelineStep> chunks;
+  for (const RankWork& work : order) {
+    const bool backward = work.kind == RankWork::Kind::backward;
+    if (work.layer == RankWork::kAll || work.layer == (backward ? layers - 1 : 0)) {
+      chunks.push_back({static_cast<std::int64_t>(work.part), static_cast<std::int64_t>(work.microbatch),
+                        backward ? PipelineStep::Kind::backward : PipelineStep::Kind::forward});
+    }
+  }
+  return chunks;
+}
+
 StepTensors Rank::run(const RankOrder& order, std::int64_t s) {
   chunks_.assign(place_.parts, {});
   given_.clear();

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <iosfwd>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +11,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "models/plain_twin.h"
+#include "sidestream/engine.h"
+#include "sidestream/pipeline_order.h"
 #include "unit/graphs/called_stack.h"
 
 namespace sidestream::testing_model {
@@ -45,6 +48,23 @@ struct RankPlace {
 [[nodiscard]] RankOrder forwards_first(const RankPlace& place, std::size_t microbatches);
 /// How many microbatches of each part await their backward at most.
 [[nodiscard]] std::vector<std::size_t> most_in_flight(const RankPlace& place, const RankOrder& order);
+
+/// Begins, resumes and ends the chunks of an engine's step as their layers run. A chunk has `layers` layers.
+class ChunksOfStep {
+ public:
+  ChunksOfStep(OffloadEngine& engine, std::size_t layers) : engine_(engine), layers_(layers) {}
+
+  /// `layer` of the model is about to run, or has run.
+  void before(std::size_t layer, std::size_t microbatch);
+  void after(std::size_t layer, std::size_t microbatch);
+
+ private:
+  OffloadEngine& engine_;
+  std::size_t layers_;
+  std::map<std::pair<std::size_t, std::size_t>, Chunk> open_;  // by part and microbatch
+};
+/// `order` as an engine is told of it, if parts have `layers` layers. A chunk is where its first layer runs.
+[[nodiscard]] std::vector<PipelineStep> order_of_chunks(const RankOrder& order, std::size_t layers);
 
 /// Runs orders on the model parts of one rank. Activations and gradients of other ranks are fixed random tensors.
 class Rank {

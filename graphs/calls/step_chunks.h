@@ -1,0 +1,71 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "sidestream/chunk.h"
+#include "sidestream/pipeline_order.h"
+#include "sidestream/report.h"
+
+namespace sidestream {
+
+class GroupMover;
+
+/// One chunk of a step.
+struct RunningChunk {
+  ChunkId id;
+  std::uint64_t number = 0;              ///< counts the chunks of all steps
+  std::optional<std::size_t> slot = {};  ///< of its graphed calls: see RecordedCall::slot. The first of them decides
+  std::uint64_t offloaded_bytes = 0;     ///< whose copies were queued while it was active
+  bool open = true;
+};
+
+/// The chunks of one step: which are open, which one calls belong to, and whether they come in the order that the step was given.
+/// Steps like the step before allocate nothing. Threads: the step's.
+class StepChunks {
+ public:
+  /// `mover`: the engine's, which counts its copies.
+  explicit StepChunks(std::shared_ptr<const GroupMover> mover) noexcept : mover_(std::move(mover)) {}
+
+  /// `order`: of the step that is to begin; null if there is none.
+  /// Throws: UsageError for an order that no step can take. Nothing has changed then.
+  void begin_step(const std::vector<PipelineStep>* order);
+  /// Returns the chunk's number. Throws: UsageError for a chunk that may not begin now.
+  std::uint64_t begin(const ChunkId& id);
+  /// Calls belong to that chunk from here on. False if it has ended.
+  bool resume(std::uint64_t number) noexcept;
+  /// False if it has ended before.
+  bool end(std::uint64_t number) noexcept;
+  /// No chunk is open any more. Throws: UsageError for chunks that were open, and for chunks of the order that have not come.
+  void end_step();
+  /// The same for a step that failed.
+  void abandon_step() noexcept;
+
+  /// That calls belong to now; null if there is none.
+  [[nodiscard]] RunningChunk* active() noexcept { return open_.empty() ? nullptr : &chunks_[open_.back()]; }
+  /// Of the latest step.
+  void report(std::vector<ChunkReport>& chunks) const;
+
+ private:
+  /// Throws: UsageError that says why `id` may not begin now.
+  void check(const ChunkId& id) const;
+  /// Of the order, from `next_` on; null if none is left.
+  [[nodiscard]] const PipelineStep* next_forward() noexcept;
+  /// What was copied since the latest call counts for the active chunk.
+  void count_copies() noexcept;
+  [[nodiscard]] std::vector<std::size_t>::iterator find_open(std::uint64_t number) noexcept;
+
+  std::shared_ptr<const GroupMover> mover_;
+  std::vector<RunningChunk> chunks_;  ///< of the step, as they began
+  std::vector<std::size_t> open_;     ///< the active one last
+  std::uint64_t first_number_ = 1;    ///< of chunks_.front()
+  std::uint64_t copied_ = 0;          ///< bytes, at the latest count
+  bool ordered_ = false;              ///< the step has an order
+  std::vector<PipelineStep> order_;   ///< the latest one that was given
+  std::size_t next_ = 0;              ///< its steps before this one have come
+};
+
+}  // namespace sidestream
