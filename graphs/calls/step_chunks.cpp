@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "offload/eager_offload.h"
 #include "offload/group_mover.h"
 #include "sidestream/error.h"
 
@@ -95,6 +96,13 @@ void StepChunks::begin_step(const std::vector<PipelineStep>* order) {
   copied_ = mover_->counts().offloaded_bytes;
 }
 
+void StepChunks::step_begun() { eager_->expect_order(ordered_ ? &order_ : nullptr); }
+
+void StepChunks::tell() noexcept {
+  const RunningChunk* const chunk = active();
+  eager_->in_chunk(chunk == nullptr ? GroupChunk{} : GroupChunk{chunk->id.stage, chunk->number - first_number_ + 1});
+}
+
 const PipelineStep* StepChunks::next_forward() noexcept {
   while (next_ < order_.size() && order_[next_].kind != Kind::forward) {
     ++next_;
@@ -111,6 +119,7 @@ std::uint64_t StepChunks::begin(const ChunkId& id) {
   const std::uint64_t number = first_number_ + chunks_.size();
   chunks_.push_back({id, number});
   open_.push_back(chunks_.size() - 1);
+  tell();
   next_ += ordered_ ? 1 : 0;
   return number;
 }
@@ -154,6 +163,7 @@ bool StepChunks::resume(std::uint64_t number) noexcept {
   }
   count_copies();
   std::rotate(found, found + 1, open_.end());
+  tell();
   return true;
 }
 
@@ -164,6 +174,7 @@ bool StepChunks::end(std::uint64_t number) noexcept {
   }
   count_copies();
   open_.erase(found);
+  tell();
   return true;
 }
 
@@ -191,6 +202,7 @@ void StepChunks::end_step() {
 void StepChunks::abandon_step() noexcept {
   count_copies();
   open_.clear();
+  tell();
   ordered_ = false;
 }
 

@@ -12,6 +12,7 @@
 
 namespace sidestream {
 
+class EagerOffload;
 class GroupMover;
 
 /// One chunk of a step.
@@ -27,12 +28,15 @@ struct RunningChunk {
 /// Steps like the step before allocate nothing. Threads: the step's.
 class StepChunks {
  public:
-  /// `mover`: the engine's, which counts its copies.
-  explicit StepChunks(std::shared_ptr<const GroupMover> mover) noexcept : mover_(std::move(mover)) {}
+  /// Both are the engine's. `mover` counts all copies; `eager` is told which groups belong to which chunk.
+  StepChunks(std::shared_ptr<const GroupMover> mover, std::shared_ptr<EagerOffload> eager) noexcept
+      : mover_(std::move(mover)), eager_(std::move(eager)) {}
 
   /// `order`: of the step that is to begin; null if there is none.
   /// Throws: UsageError for an order that no step can take. Nothing has changed then.
   void begin_step(const std::vector<PipelineStep>* order);
+  /// The step has begun.
+  void step_begun();
   /// Returns the chunk's number. Throws: UsageError for a chunk that may not begin now.
   std::uint64_t begin(const ChunkId& id);
   /// Calls belong to that chunk from here on. False if it has ended.
@@ -54,11 +58,14 @@ class StepChunks {
   void check(const ChunkId& id) const;
   /// Of the order, from `next_` on; null if none is left.
   [[nodiscard]] const PipelineStep* next_forward() noexcept;
+  /// Tells `eager_` what is active now.
+  void tell() noexcept;
   /// What was copied since the latest call counts for the active chunk.
   void count_copies() noexcept;
   [[nodiscard]] std::vector<std::size_t>::iterator find_open(std::uint64_t number) noexcept;
 
   std::shared_ptr<const GroupMover> mover_;
+  std::shared_ptr<EagerOffload> eager_;
   std::vector<RunningChunk> chunks_;  ///< of the step, as they began
   std::vector<std::size_t> open_;     ///< the active one last
   std::uint64_t first_number_ = 1;    ///< of chunks_.front()

@@ -130,7 +130,7 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       recorded_(model, resources_.runtime->device(), resources_.rest,
                 delays_gradients(resources_.options.graph_options())),
       sequences_(resources_, context_, eager_plan_, counts_),
-      chunks_(resources_.mover),
+      chunks_(resources_.mover, resources_.eager),
       verification_(resources_.options.verify_replays() > 0
                         ? std::make_unique<ReplayVerification>(resources_.options, model, context_)
                         : nullptr),
@@ -238,6 +238,7 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     memory_.begin(counts_.captures());
   }
   step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
+  chunks_.step_begun();
   if (verification_ != nullptr) {
     verification_->begin_step();
   }

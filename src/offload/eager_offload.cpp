@@ -92,6 +92,11 @@ void EagerOffload::begin_step() {
   used_slots_ = first_slot_ = 0;
 }
 
+void EagerOffload::expect_order(const std::vector<PipelineStep>* order) {
+  const std::lock_guard lock(mutex_);
+  order_.expect(order, window_);
+}
+
 void EagerOffload::begin_sizing_step(std::function<void(std::int64_t)> backward_begins) {
   const std::lock_guard lock(mutex_);
   order_.forget();

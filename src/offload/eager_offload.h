@@ -36,6 +36,10 @@ class EagerOffload : public StorageMover {
   void set_window(const GroupWindow& window);
 
   void begin_step();
+  /// After it: the step runs its chunks in `order`; null if it was given none.
+  void expect_order(const std::vector<PipelineStep>* order);
+  /// Groups that end from here on belong to that chunk. Threads: the forward's.
+  void in_chunk(const GroupChunk& chunk) noexcept { order_.in_chunk(chunk); }
   /// A step without a plan. `backward_begins` is called once, when backward asks for the first storage, with the bytes that are away
   /// (see SizingPeak).
   void begin_sizing_step(std::function<void(std::int64_t away)> backward_begins);

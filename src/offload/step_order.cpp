@@ -1,24 +1,42 @@
 #include "offload/step_order.h"
 
+#include <optional>
+#include <utility>
+
 namespace sidestream {
 
 void StepOrder::forget() noexcept {
   learned_.clear();
-  learned_bytes_.clear();
   reloads_.clear();
 }
 
 void StepOrder::begin() noexcept {
-  events_.clear();
-  bytes_.clear();
+  step_.clear();
   next_reload_ = 0;
   in_step_ = true;
-  follows_ = !learned_.empty();
+  follows_ = !learned_.events.empty();
+}
+
+void StepOrder::expect(const std::vector<PipelineStep>* order, const GroupWindow& window) {
+  if (order == nullptr) {
+    order_.clear();
+    return;
+  }
+  if (*order == order_) {
+    return;
+  }
+  order_ = *order;
+  if (std::optional<StepGroups> expected = groups_of_order(order_, learned_); follows_ && expected) {
+    learned_ = std::move(*expected);
+    reloads_ = group_reloads(learned_.events, learned_.bytes, window);
+    follows_ = !learned_.events.empty();
+  }
 }
 
 void StepOrder::ended(GroupBytes bytes) {
-  const auto group = static_cast<std::uint32_t>(bytes_.size());
-  bytes_.push_back(bytes);
+  const auto group = static_cast<std::uint32_t>(step_.bytes.size());
+  step_.bytes.push_back(bytes);
+  step_.chunks.push_back(chunk_);
   happened({group, GroupEvent::Kind::ended});
 }
 
@@ -27,13 +45,13 @@ void StepOrder::happened(GroupEvent event) {
     follows_ = false;
     return;
   }
-  const std::size_t place = events_.size();
-  events_.push_back(event);
-  follows_ = follows_ && place < learned_.size() && learned_[place] == event;
+  const std::size_t place = step_.events.size();
+  step_.events.push_back(event);
+  follows_ = follows_ && place < learned_.events.size() && learned_.events[place] == event;
 }
 
 const GroupReload* StepOrder::due() noexcept {
-  if (!follows_ || next_reload_ == reloads_.size() || reloads_[next_reload_].event >= events_.size()) {
+  if (!follows_ || next_reload_ == reloads_.size() || reloads_[next_reload_].event >= step_.events.size()) {
     return nullptr;
   }
   return &reloads_[next_reload_++];
@@ -41,12 +59,11 @@ const GroupReload* StepOrder::due() noexcept {
 
 void StepOrder::end(const GroupWindow& window) {
   in_step_ = follows_ = false;
-  if (events_ == learned_ && bytes_ == learned_bytes_) {
+  if (step_ == learned_) {
     return;
   }
-  learned_ = events_;
-  learned_bytes_ = bytes_;
-  reloads_ = group_reloads(learned_, learned_bytes_, window);
+  learned_ = step_;
+  reloads_ = group_reloads(learned_.events, learned_.bytes, window);
 }
 
 }  // namespace sidestream

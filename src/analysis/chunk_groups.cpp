@@ -1,0 +1,84 @@
+#include "analysis/chunk_groups.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <utility>
+
+namespace sidestream {
+namespace {
+
+/// The groups of one chunk, counted from 0 as they end.
+struct GroupsOfChunk {
+  std::int64_t stage = 0;
+  std::vector<GroupBytes> ended;
+  std::vector<std::uint32_t> used;
+
+  /// False if `other` has other groups. A chunk that awaits no backward uses none.
+  [[nodiscard]] bool unite(const GroupsOfChunk& other) {
+    if (ended.size() != other.ended.size()) {
+      return false;
+    }
+    for (std::size_t i = 0; i < ended.size(); ++i) {
+      ended[i].held = std::max(ended[i].held, other.ended[i].held);
+      ended[i].offloaded =
+          std::max(ended[i].offloaded, other.ended[i].offloaded);  // some stay where a backward follows at once
+    }
+    used = used.empty() ? other.used : used;
+    return true;
+  }
+};
+
+}  // namespace
+
+void StepGroups::clear() noexcept {
+  events.clear();
+  bytes.clear();
+  chunks.clear();
+}
+
+std::optional<StepGroups> groups_of_order(const std::vector<PipelineStep>& order, const StepGroups& known) {
+  std::map<std::uint64_t, GroupsOfChunk> chunks;
+  std::vector<std::uint32_t> in_chunk;  // by group: its number there
+  for (std::size_t group = 0; group < known.bytes.size(); ++group) {
+    const GroupChunk& chunk = known.chunks[group];
+    if (chunk.number == 0) {
+      return std::nullopt;
+    }
+    GroupsOfChunk& groups = chunks[chunk.number];
+    groups.stage = chunk.stage;
+    in_chunk.push_back(static_cast<std::uint32_t>(groups.ended.size()));
+    groups.ended.push_back(known.bytes[group]);
+  }
+  for (const GroupEvent& event : known.events) {
+    if (event.kind == GroupEvent::Kind::used) {
+      chunks[known.chunks[event.group].number].used.push_back(in_chunk[event.group]);
+    }
+  }
+  std::map<std::int64_t, GroupsOfChunk> stages;
+  for (const auto& [number, groups] : chunks) {
+    if (const auto [stage, added] = stages.try_emplace(groups.stage, groups); !added && !stage->second.unite(groups)) {
+      return std::nullopt;
+    }
+  }
+  StepGroups step;
+  std::map<std::pair<std::int64_t, std::int64_t>, std::uint32_t> first;  // group of a chunk
+  for (const PipelineStep& work : order) {
+    const GroupsOfChunk& groups = stages[work.stage];  // none, if the stage had none
+    if (work.kind == PipelineStep::Kind::forward) {
+      first[{work.stage, work.microbatch}] = static_cast<std::uint32_t>(step.bytes.size());
+      for (const GroupBytes& bytes : groups.ended) {
+        step.events.push_back({static_cast<std::uint32_t>(step.bytes.size()), GroupEvent::Kind::ended});
+        step.bytes.push_back(bytes);
+        step.chunks.push_back({work.stage, first.size()});
+      }
+    } else if (work.kind == PipelineStep::Kind::backward) {
+      for (const std::uint32_t group : groups.used) {
+        step.events.push_back({first[{work.stage, work.microbatch}] + group, GroupEvent::Kind::used});
+      }
+    }
+  }
+  return step;
+}
+
+}  // namespace sidestream
