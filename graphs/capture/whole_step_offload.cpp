@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include "offload/pinned_plan.h"
+#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
@@ -15,6 +16,13 @@ class BranchedCopies final : public EagerOffload {
  public:
   BranchedCopies(const std::shared_ptr<Runtime>& runtime, std::shared_ptr<GroupMover> mover, const CopyLimits& limits)
       : EagerOffload(runtime, std::move(mover), limits), device_(runtime->device()) {}
+
+  c10::Storage release(const c10::Storage& /*storage*/, const std::vector<std::shared_ptr<SavedStorage>>& /*holders*/,
+                       const std::string& /*message*/) override {
+    throw UsageError(
+        "OffloadScope::release was called in a step that is captured as one graph, which frees tensors as they are "
+        "dropped; drop the tensor instead");
+  }
 
  private:
   c10::Storage allocate(std::size_t bytes) override {

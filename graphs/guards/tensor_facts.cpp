@@ -1,5 +1,6 @@
 #include "graphs/guards/tensor_facts.h"
 
+#include <cstddef>
 #include <utility>
 
 #include <c10/util/StringUtil.h>
@@ -8,10 +9,19 @@
 namespace sidestream {
 namespace {
 
+/// Where the storage of `impl` begins. Not by data(), which throws for a storage that was released.
+const void* memory_of(const c10::TensorImpl& impl) noexcept {
+  return impl.unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
+}
+
 /// The address of its first byte; null if it has no single address.
 const void* address_of(const at::Tensor& tensor) noexcept {
-  return tensor.defined() && tensor.layout() == c10::kStrided && tensor.has_storage() ? tensor.const_data_ptr()
-                                                                                      : nullptr;
+  if (!tensor.defined() || tensor.layout() != c10::kStrided || !tensor.has_storage() || tensor.numel() == 0) {
+    return nullptr;
+  }
+  const auto* const memory = static_cast<const std::byte*>(memory_of(*tensor.unsafeGetTensorImpl()));
+  return memory == nullptr ? nullptr
+                           : memory + static_cast<std::size_t>(tensor.storage_offset()) * tensor.element_size();
 }
 
 /// As the tensor says, without calls: all that autograd keeps of a tensor is of this type.
@@ -43,7 +53,7 @@ TensorFacts::TensorFacts(at::Tensor tensor) : tensor_(std::move(tensor)), addres
     type_ = tensor_.dtype();
     sizes_.assign(tensor_.sizes().begin(), tensor_.sizes().end());
     if (address_ != nullptr) {
-      memory_ = tensor_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data();
+      memory_ = memory_of(*tensor_.unsafeGetTensorImpl());
       offset_ = tensor_.storage_offset();
       strides_.assign(tensor_.strides().begin(), tensor_.strides().end());
     }
@@ -67,9 +77,8 @@ FactsChange TensorFacts::change() const noexcept {
 bool TensorFacts::as_it_was() const noexcept {
   const c10::TensorImpl& impl = *tensor_.unsafeGetTensorImpl();
   return address_ != nullptr && impl.key_set() == keys_ && impl.dtype() == type_ && impl.has_storage() &&
-         impl.unsafe_storage().unsafeGetStorageImpl()->data() == memory_ && impl.storage_offset() == offset_ &&
-         same_numbers(impl.sizes(), sizes_) && same_numbers(impl.strides(), strides_) &&
-         requires_grad_of(impl) == requires_grad_;
+         memory_of(impl) == memory_ && impl.storage_offset() == offset_ && same_numbers(impl.sizes(), sizes_) &&
+         same_numbers(impl.strides(), strides_) && requires_grad_of(impl) == requires_grad_;
 }
 
 void TensorFacts::ask_ahead() const noexcept {

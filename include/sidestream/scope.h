@@ -9,7 +9,9 @@
 
 namespace sidestream {
 
+class EagerOffload;
 class SavedTensorRecorder;
+struct Group;
 
 /// Puts all tensors that autograd saves inside the scope into the group `name`. If Options::offload names the group, it is offloaded
 /// at the end of the scope.
@@ -20,6 +22,14 @@ class SavedTensorRecorder;
 /// Threads: scopes begin and end on one thread, in reverse order, before the step ends.
 /// Throws: UsageError for an empty name or one with a dot. The failure of an earlier scope's destructor.
 /// Source: JAX's checkpoint_name; Megatron-LM's fine-grained activation offload.
+///
+/// **Groups by hand.** After its end, the object is a handle of its groups: its own, and those of tags inside of it. With it a program
+/// says itself when they are offloaded and reloaded. What it does not say, the engine does as for other groups: nothing is lost.
+/// Without an active step, and for groups that are not offloaded, these functions do nothing.
+/// Capture: UsageError in a call that is captured; in a whole step (`make_graphed_step`) legal.
+/// Threads: any, while the thread of the step waits for it, as in a backward's hooks. They do not wait on the host.
+/// Throws: UsageError before the scope's end and after the step; errors of the copies.
+/// Source: TransformerEngine's ManualOffloadSynchronizer; Megatron-LM's group_offload and flush_delayed_groups.
 class [[nodiscard]] SIDESTREAM_API OffloadScope {
  public:
   /// Begins the scope.
@@ -33,11 +43,38 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
   /// call that runs eagerly, throws it. If there is none, Step::finish throws it, or after ~Step the engine's next `step()`.
   ~OffloadScope();
 
+  /// Ends the scope as `end` does, but delays the copies to the host, as Options::delay does. They are queued at `start_offload`,
+  /// `finish_offload`, `offload_delayed`, the next launch of a graph, or the step's end, whichever comes first [delay_offload].
+  /// Until then the group stays on the device, as far as Options::lag allows. If its backward comes before that, it stays.
+  /// In a sizing step the group is offloaded at once.
+  /// Throws: as `end`; UsageError if the scope has ended.
+  void end_later();
+  /// Queues the copies to the host of delayed groups. If they are queued already, it does nothing [start_offload_layer].
+  void start_offload();
+  /// Lets the stream that saved the groups wait for their copies to the host, and frees the device memory there. Delayed groups are
+  /// offloaded first [release_activation_forward_gpu_memory].
+  void finish_offload();
+  /// Queues the reload of groups whose device memory was freed, before their backward asks for it [start_reload_layer].
+  /// Groups that are still on the device are not copied; delayed groups stay there.
+  void start_reload();
+  /// Takes the memory of `tensor` from the program: only the group keeps it, on the device or on the host. So it is freed after its
+  /// copy although the program still holds the tensor [forced_released_tensors]. `tensor` must be in a group of the scope, which has
+  /// ended. From here on each read of it, or of a view of the same storage, throws a c10::Error with the group's name. So does a capture
+  /// that reads it. The backward is not affected.
+  /// Threads: that of the scope.
+  /// Throws: UsageError for a tensor that is in no group of the scope, and for memory that a graph writes at each replay.
+  void release(const at::Tensor& tensor);
+
  private:
+  void leave(bool later);
+  [[nodiscard]] SavedTensorRecorder* ended(const char* function) const;
+  void by_hand(const char* function, void (EagerOffload::*act)(const Group&)) const;
+
   const char* name_;
   std::weak_ptr<SavedTensorRecorder* const> recorder_;
   std::uint64_t frame_ = 0;  ///< 0: ended, or never begun
-  std::thread::id thread_;
+  std::thread::id thread_;   ///< none if the scope began outside of a step
+  Group* groups_ = nullptr;  ///< those of the scope, once it has ended
   int exceptions_ = 0;
 };
 
@@ -45,6 +82,18 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
 /// The group ends with the scope or call in which `tag` was called. Without an active step on this thread it only returns `tensor`.
 /// Throws: UsageError for an empty name or one with a dot.
 SIDESTREAM_API at::Tensor tag(const at::Tensor& tensor, const char* name);
+
+/// Says that the value of `tensor` is complete with the work that is queued on the current stream so far. If a group offloads its storage,
+/// this copy waits for that work alone, and not for all work before the end of the group [start_offload(tensor)]. Call it before or after
+/// autograd saves the tensor, and before the group ends. It holds for the tensor's present version.
+/// Without an active step on this thread it does nothing.
+/// Throws: UsageError in a call that is captured.
+SIDESTREAM_API void mark_ready(const at::Tensor& tensor);
+
+/// Queues the copies to the host of all groups of this step that are delayed, by OffloadScope::end_later or Options::delay, the oldest
+/// first. Without an active step on this thread it does nothing [flush_delayed_groups].
+/// Throws: UsageError in a call that is captured; errors of the copies.
+SIDESTREAM_API void offload_delayed();
 
 /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Without an active step on this thread it
 /// does nothing: outside of steps use OffloadEngine::mark_not_offload.

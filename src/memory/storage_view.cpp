@@ -33,9 +33,10 @@ bool StorageView::supported(const at::Tensor& tensor) noexcept {
       tensor.is_quantized() || tensor.is_nested() || impl.key_set().has_any(wrapped_keys)) {
     return false;
   }
-  const c10::StorageImpl* storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  // Not by data_ptr(), which throws for a storage that was released.
+  c10::StorageImpl* storage = impl.unsafe_storage().unsafeGetStorageImpl();
   return storage != nullptr && !storage->sym_nbytes().is_heap_allocated() &&
-         !c10::impl::cow::is_cow_data_ptr(impl.unsafe_storage().data_ptr());
+         !c10::impl::cow::is_cow_data_ptr(storage->_mutable_data_ptr_no_checks());
 }
 
 StorageView StorageView::capture(const at::Tensor& tensor) {

@@ -1,4 +1,5 @@
-// The part of EagerOffload that delays copies until the next graph. See Note [Eager choreography] in eager_offload.cpp.
+// The part of EagerOffload that delays copies until the next graph, or until the program says so. See Note [Eager choreography] in
+// eager_offload.cpp.
 #include <algorithm>
 
 #include "base/site.h"
@@ -12,8 +13,8 @@ bool EagerOffload::is_delayed(const Group& group, const Slot& slot) const {
   const auto is_replayed = [](const std::shared_ptr<SavedStorage>& saved) {
     return ReplayedMemory::of(saved->device.data_ptr()) != nullptr;
   };
-  return group.scope->delayed && planned_window_ && !group.to_be_captured && !slot.sources.empty() &&
-         std::none_of(slot.sources.begin(), slot.sources.end(), is_replayed);
+  return (group.scope->delayed || group.ended_later) && planned_window_ && !group.to_be_captured &&
+         !slot.sources.empty() && std::none_of(slot.sources.begin(), slot.sources.end(), is_replayed);
 }
 
 void EagerOffload::delay(Slot& slot) {

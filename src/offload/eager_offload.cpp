@@ -18,10 +18,13 @@ namespace sidestream {
 //   H                                                                          +--> copy to device
 //
 //   scope of g ends      M: record fork     D: wait fork, wait the host slots' last copies, copy g, record offloaded(g)
-//     or, delayed        (after the launch of the next graph, or when the lag is exceeded, or at the step's end: the same)
+//     or, delayed        (after the launch of the next graph, or when the program says so or the lag is exceeded, or at the step's end:
+//                        the same)
 //   later groups end     M: wait offloaded(g), once they and g exceed the lag; then g's sources are freed: M may use their memory
+//     or, by hand        (when the program says so: the same)
 //   a group ends, or is  M: allocate g, record fork   H: wait fork, copy g, record reloaded(g)
 //   used for the first time
+//     or, by hand        (when the program says so: the same)
 //   backward reaches g   M: wait reloaded(g), unpack
 //   the step ends        M and the current stream: wait for D and H; reloaded storages that were not used are freed
 //
@@ -81,6 +84,7 @@ void EagerOffload::begin_step() {
   const std::lock_guard lock(mutex_);
   order_.begin();
   step_streams_.clear();
+  used_ready_ = 0;
   (void)end_sizing_step();
   const auto is_gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
   for (std::size_t i = 0; i < used_slots_; ++i) {
@@ -151,8 +155,8 @@ EagerOffload::Slot& EagerOffload::next_slot() {
   return slot;
 }
 
-EagerOffload::Slot* EagerOffload::slot_of(const SavedStorage& storage) {
-  return storage.slot == 0 || storage.slot > slots_.size() ? nullptr : &slots_[storage.slot - 1];
+EagerOffload::Slot* EagerOffload::slot_of(std::uint32_t mark) {
+  return mark == 0 || mark > slots_.size() ? nullptr : &slots_[mark - 1];
 }
 
 void EagerOffload::group_ended(Group& group) {
@@ -165,12 +169,13 @@ void EagerOffload::group_ended(Group& group) {
   Slot& slot = next_slot();
   slot.site = group.scope->site;
   slot.group = group.index;
+  group.slot = static_cast<std::uint32_t>(used_slots_);
   GroupBytes bytes;
   for (const auto& weak : group.storages) {  // what gets no pinned memory is used all the same
     const auto saved = weak.lock();
     if (saved != nullptr && (group.needed_immediately || saved->to_offload)) {
       slot.storages.push_back(saved);
-      saved->slot = static_cast<std::uint32_t>(used_slots_);
+      saved->slot = group.slot;
       bytes.held += group.needed_immediately && !saved->to_offload ? saved->bytes : 0;
     }
   }
@@ -206,8 +211,14 @@ void EagerOffload::send(Slot& slot) {
     }
     copied_ = true;
     GroupMover::Copies copies = mover_->offload_copies();
-    copies.wait_for(slot.savers);
+    std::partition(slot.sources.begin(), slot.sources.end(), [](const auto& saved) { return saved->ready != nullptr; });
+    bool forked = false;
     for (const auto& saved : slot.sources) {
+      if (saved->ready != nullptr) {
+        copies.wait_for(*std::exchange(saved->ready, nullptr));
+      } else if (!std::exchange(forked, true)) {
+        copies.wait_for(slot.savers);
+      }
       copies.wait_for(saved->lease);
       copies.to_host(saved->lease.data(), saved->device.data(), saved->bytes);
     }

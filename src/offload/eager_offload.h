@@ -23,7 +23,8 @@ namespace sidestream {
 /// Offloads and reloads groups of eager steps. A group is offloaded when its scope ends. If the step takes the same order as the step
 /// before, a group is reloaded as early as lag and lookahead allow; otherwise groups are reloaded in reverse order, one group ahead.
 ///
-/// eager_offload.cpp and eager_lag.cpp hold the window and trailing groups, eager_delay.cpp delayed groups, eager_reload.cpp reloads.
+/// eager_offload.cpp and eager_lag.cpp hold the window and trailing groups, eager_delay.cpp delayed groups, eager_reload.cpp reloads,
+/// eager_by_hand.cpp what programs ask for.
 /// Ordering: see Note [Eager choreography] in eager_offload.cpp. Each group has two events of its own.
 /// Threads: see StorageMover; one mutex, never held while user code runs.
 class EagerOffload : public StorageMover {
@@ -58,10 +59,27 @@ class EagerOffload : public StorageMover {
       send_delayed();
     }
   }
+  /// The groups that were delayed until now are offloaded, the oldest first.
+  void send_delayed();
+
+  // A program's own word about a group of this step, which has ended.
+  /// If it is delayed, it is offloaded now.
+  void start_offload(const Group& group);
+  /// If it is offloaded, the stream that saved it waits for its copies, and its sources are freed.
+  void finish_offload(const Group& group);
+  /// If its sources were freed, it is reloaded now. If it is delayed, it stays where it is.
+  void start_reload(const Group& group);
+  /// Takes the memory of `storage` out of it and gives it to `holders`, which have it on the device, alone. Reads of `storage` throw
+  /// `message`. Returns the memory.
+  virtual c10::Storage release(const c10::Storage& storage, const std::vector<std::shared_ptr<SavedStorage>>& holders,
+                               const std::string& message);
+  /// An event that stands for what the current stream holds now. It is used again in the next step.
+  [[nodiscard]] std::shared_ptr<Event> mark_ready();
 
   void group_ended(Group& group) override;
   c10::Storage fetch(SavedStorage& storage) override;
   void dropped(SavedStorage& storage) noexcept override;
+  [[nodiscard]] EagerOffload* by_hand() noexcept override { return this; }
 
   /// What happened in the latest step, to which group by its index. Read it after the step.
   [[nodiscard]] std::vector<GroupEvent> events() const;
@@ -109,7 +127,6 @@ class EagerOffload : public StorageMover {
   /// True for a group whose copies out wait for the next graph.
   [[nodiscard]] bool is_delayed(const Group& group, const Slot& slot) const;
   void delay(Slot& slot);
-  void send_delayed();
   /// It is offloaded now, whatever was launched.
   void send_delayed(Slot& slot);
   /// Backward needs it before it was offloaded: it stays where it is.
@@ -131,7 +148,8 @@ class EagerOffload : public StorageMover {
   void prefetch_before(std::size_t limit);
   void await_arrival(Slot& slot, c10::Stream stream);
   Slot& next_slot();
-  [[nodiscard]] Slot* slot_of(const SavedStorage& storage);
+  /// Of what has such a mark; null for none.
+  [[nodiscard]] Slot* slot_of(std::uint32_t mark);
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
@@ -146,7 +164,9 @@ class EagerOffload : public StorageMover {
   std::size_t first_slot_ = 0;      ///< of this step
   std::vector<Trailing> trailing_;  ///< the oldest first
   std::uint64_t trailing_bytes_ = 0;
-  std::vector<Slot*> delayed_;  ///< the oldest first
+  std::vector<std::shared_ptr<Event>> ready_;  ///< events of mark_ready
+  std::size_t used_ready_ = 0;                 ///< in this step
+  std::vector<Slot*> delayed_;                 ///< the oldest first
   std::atomic<bool> any_delayed_ = false;
   /// Of the reload that is being queued.
   std::vector<std::shared_ptr<SavedStorage>> reloading_;

@@ -61,7 +61,7 @@ c10::Storage EagerOffload::fetch(SavedStorage& storage) {
   if (const auto backward_begins = std::exchange(backward_begins_, nullptr); backward_begins && sizing_) {
     backward_begins(sizing_->away());
   }
-  Slot* slot = slot_of(storage);
+  Slot* slot = slot_of(storage.slot);
   if (slot == nullptr) {
     if (!order_.follows()) {
       prefetch_before(used_slots_);
@@ -141,7 +141,7 @@ void EagerOffload::dropped(SavedStorage& storage) noexcept {
   const std::lock_guard lock(mutex_);
   if (storage.place == SavedStorage::Place::reloading) {
     keep_for(storage.device, storage.streams);
-    Slot* slot = slot_of(storage);
+    Slot* slot = slot_of(storage.slot);
     if (slot != nullptr &&
         std::find(slot->arrived.begin(), slot->arrived.end(), storage.streams.front()) == slot->arrived.end()) {
       dropped_.push_back(std::move(storage.device));

@@ -28,6 +28,8 @@ void GroupMover::Copies::wait_for(const Streams& streams) {
 
 void GroupMover::Copies::wait_for(const ExternalEvent& ready) { mover_.runtime_->wait(direction_.stream, ready); }
 
+void GroupMover::Copies::wait_for(const Event& ready) { mover_.runtime_->wait(direction_.stream, ready); }
+
 void GroupMover::Copies::wait_for(const HostArena::Lease& slot) { slot.wait_before_use(direction_.stream); }
 
 void GroupMover::Copies::to_host(void* host, const void* device, std::size_t bytes) {

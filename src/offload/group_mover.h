@@ -47,6 +47,7 @@ class GroupMover {
     void wait_for(c10::Stream stream);
     void wait_for(const Streams& streams);
     void wait_for(const ExternalEvent& ready);
+    void wait_for(const Event& ready);
     /// After the copy that last touched the slot.
     void wait_for(const HostArena::Lease& slot);
     void to_host(void* host, const void* device, std::size_t bytes);

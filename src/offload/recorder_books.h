@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -71,11 +72,19 @@ struct RecorderBooks {
     std::size_t profile_index = 0;
   };
 
+  /// A storage whose value is complete, and that was not saved yet.
+  struct Ready {
+    c10::weak_intrusive_ptr<c10::StorageImpl> identity;
+    VersionStamp version;
+    std::shared_ptr<Event> event;
+  };
+
   void clear() {
     open.clear();
     groups.clear();
     entries.clear();
     tags.clear();
+    ready.clear();
     entered.clear();
     storages.clear();
     identities.clear();
@@ -86,6 +95,7 @@ struct RecorderBooks {
   Reused<Group> groups;
   ska::flat_hash_map<const c10::StorageImpl*, Entry> entries;
   ska::flat_hash_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, Group*>> tags;
+  ska::flat_hash_map<const c10::StorageImpl*, Ready> ready;
   ska::flat_hash_map<const ScopeNode*, std::size_t> entered;  ///< groups so far by scope, if a pass is planned
   Reused<StorageProfile> storages;
   std::vector<SavedIdentity> identities;

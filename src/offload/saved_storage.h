@@ -16,6 +16,7 @@
 
 namespace sidestream {
 
+class EagerOffload;
 class StorageMover;
 struct Group;
 
@@ -45,8 +46,10 @@ struct SavedStorage {
   Streams streams;         ///< those that operators saved it on, the first saver's first; backward reads it on the same
   std::size_t bytes;
   HostArena::Lease lease;
-  SharedSlots::Parts parts;  ///< of a captured call in shared memory, in place of `lease`
+  SharedSlots::Parts parts;      ///< of a captured call in shared memory, in place of `lease`
+  std::shared_ptr<Event> ready;  ///< its value is complete; null: when its group ends
   Place place = Place::device;
+  bool released = false;    ///< the program's own tensor has no memory any more: OffloadScope::release
   bool to_offload = false;  ///< the plan says that it is offloaded when its group ends
 };
 
@@ -61,8 +64,10 @@ struct Group {
   bool needed_immediately = false;  ///< the plan keeps it on the device: backward needs it immediately
   bool to_be_captured = false;      ///< saved by a call that runs eagerly once and is captured then
   bool ended = false;
+  bool ended_later = false;         ///< by OffloadScope::end_later: its copies wait
+  std::uint32_t slot = 0;           ///< the mover's own mark, as a SavedStorage has one; 0 for none
   std::uint64_t refused_bytes = 0;  ///< of storages that were to be offloaded and stayed: no pinned memory was free
-  Group* next_tagged = nullptr;     ///< of the same scope, if a tag made it
+  Group* next_tagged = nullptr;     ///< of the same scope, made by a tag
 };
 
 /// Empties a group for its next use; what it has allocated stays.
@@ -91,6 +96,8 @@ class StorageMover {
   [[nodiscard]] virtual c10::Storage fetch(SavedStorage& storage) = 0;
   /// The last handle of `storage` is gone.
   virtual void dropped(SavedStorage& storage) noexcept = 0;
+  /// This object, if programs may say when a group is offloaded and reloaded. Null in captures of calls.
+  [[nodiscard]] virtual EagerOffload* by_hand() noexcept { return nullptr; }
 };
 
 }  // namespace sidestream

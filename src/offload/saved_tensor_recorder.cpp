@@ -122,10 +122,9 @@ SavedTensorRecorder::Frame SavedTensorRecorder::enter(ScopeNode* scope) {
   return latest_;
 }
 
-void SavedTensorRecorder::leave(Frame frame) {
+Group* SavedTensorRecorder::leave(Frame frame, bool later) {
   if (stack_.back().frame == frame) {
-    leave_innermost();
-    return;
+    return leave_innermost(later);
   }
   const auto of_frame = [&](const OpenScope& open) { return open.frame == frame; };
   const auto found = std::find_if(stack_.begin(), stack_.end(), of_frame);
@@ -143,18 +142,23 @@ void SavedTensorRecorder::leave(Frame frame) {
   throw UsageError(message);
 }
 
-void SavedTensorRecorder::leave_innermost() {
+Group* SavedTensorRecorder::leave_innermost(bool later) {
   const OpenScope open = stack_.back();
   stack_.pop_back();
-  end_all(open);
+  end_all(open, later);
   tell_scope();
+  if (open.group == nullptr) {
+    return open.first_tagged;
+  }
+  open.group->next_tagged = open.first_tagged;
+  return open.group;
 }
 
-void SavedTensorRecorder::end_all(const OpenScope& open) {
+void SavedTensorRecorder::end_all(const OpenScope& open, bool later) {
   for (Group* group = open.first_tagged; group != nullptr; group = group->next_tagged) {
-    end(group);
+    end(group, later);
   }
-  end(open.group);
+  end(open.group, later);
 }
 
 void SavedTensorRecorder::discard(Frame frame) noexcept {
@@ -177,9 +181,10 @@ void SavedTensorRecorder::throw_kept() {
   }
 }
 
-void SavedTensorRecorder::end(Group* group) {
+void SavedTensorRecorder::end(Group* group, bool later) {
   if (group != nullptr && !group->ended) {
     group->ended = true;
+    group->ended_later = later;
     mover_->group_ended(*group);
   }
 }
@@ -190,7 +195,7 @@ void SavedTensorRecorder::finish() {
   while (stack_.size() > 1) {
     leave_innermost();
   }
-  end_all(stack_.back());
+  end_all(stack_.back(), false);
   if (!open.empty()) {
     throw UsageError("scope \"" + open +
                      "\" is still open at the end of its step (or of its capture); end it before that");
@@ -301,6 +306,11 @@ std::shared_ptr<SavedStorage> SavedTensorRecorder::save(const at::Tensor& tensor
   }
   auto saved = std::allocate_shared<SavedStorage>(PoolAllocator<SavedStorage>(books_->blocks), mover_, &group, storage);
   place(*saved, group);
+  if (!ready_.empty()) {
+    if (const auto marked = ready_.find(key); marked != ready_.end() && marked->second.version.same_as(version)) {
+      saved->ready = std::move(marked->second.event);
+    }
+  }
   group.storages.push_back(saved);
   ++group.seen;
   saved_bytes_ += saved->bytes;

@@ -56,11 +56,15 @@ class SavedTensorRecorder final : public SavedTensorSource {
   /// Throws: a kept failure.
   Frame enter(ScopeNode* scope);
   Frame enter(std::string_view component) { return enter(tree_.child(stack_.back().scope, component)); }
+  /// Its groups, a list by `next_tagged`, or null. `later`: their copies wait.
   /// Throws: errors of the copies; UsageError if it has ended, or if a scope inside of it is open (both end).
-  void leave(Frame frame);
+  Group* leave(Frame frame, bool later = false);
   void discard(Frame frame) noexcept;
   /// A failure that could not be thrown where it happened: logged, and thrown by the next `enter` or by `finish`.
   void keep_failure(std::exception_ptr failure) noexcept;
+  /// What a program's own word about a group goes to; `function` is what the program called.
+  /// Throws: UsageError in a call that is captured, now or later. Threads: any, while the forward's waits.
+  [[nodiscard]] EagerOffload& by_hand(const char* function) const;
   /// Expires with this object.
   [[nodiscard]] std::weak_ptr<SavedTensorRecorder* const> alive() const noexcept { return alive_; }
   /// Puts `tensor`'s storage into the group `name` below the current scope.
@@ -70,6 +74,9 @@ class SavedTensorRecorder final : public SavedTensorSource {
   void finish();
   /// Keeps `tensor`'s storage on the device for as long as it lives.
   void mark(const at::Tensor& tensor);
+  /// See the functions of scope.h. `groups`: as `leave` gives them.
+  void mark_ready(const at::Tensor& tensor);
+  void release(const at::Tensor& tensor, const Group* groups);
 
   /// From here on `listener` is told of each scope that is entered or left; null: no listener. It must outlive this object, or be
   /// removed.
@@ -109,10 +116,10 @@ class SavedTensorRecorder final : public SavedTensorSource {
   Group& group_for(const at::Tensor& tensor);
   Group& group_of(OpenScope& open);
   Group& make_group(ScopeNode* scope);
-  void end(Group* group);
+  void end(Group* group, bool later);
   /// The groups of a scope.
-  void end_all(const OpenScope& open);
-  void leave_innermost();
+  void end_all(const OpenScope& open, bool later);
+  Group* leave_innermost(bool later = false);
   void tell_scope() const noexcept {
     if (listener_ != nullptr) {
       listener_->in_scope(scope());
@@ -129,6 +136,7 @@ class SavedTensorRecorder final : public SavedTensorSource {
   Reused<Group>& groups_ = books_->groups;
   decltype(RecorderBooks::entries)& entries_ = books_->entries;
   decltype(RecorderBooks::tags)& tags_ = books_->tags;
+  decltype(RecorderBooks::ready)& ready_ = books_->ready;
   Reused<StorageProfile>& storages_ = books_->storages;
   std::vector<SavedIdentity>& identities_ = books_->identities;
   Frame latest_ = 0;

@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <iostream>
@@ -359,6 +360,51 @@ void pipeline_order(c10::Device device) {
   check(equal(ours, values_of(model->parameters())), "the weights are plain training's bit for bit");
 }
 
+void groups_by_hand(c10::Device device) {
+  const int steps = 3;
+  const int64_t microbatches = 4;
+  std::vector<at::Tensor> ours;
+  for (const bool plainly : {false, true}) {
+    seed(device);
+    torch::nn::Sequential model;
+    std::vector<std::function<at::Tensor(const at::Tensor&)>> layers;
+    for (int i = 0; i < 4; ++i) {
+      torch::nn::Linear linear(kWidth, kWidth);
+      model->push_back(linear);
+      layers.emplace_back([linear](const at::Tensor& x) mutable { return linear->forward(x).exp().mul(0.1).tanh(); });
+    }
+    model->to(device);
+    torch::optim::SGD optimizer(model->parameters(), 0.001);
+    std::vector<Batch> data;
+    for (int64_t m = 0; m < microbatches; ++m) {
+      data.push_back(batch_of(device, 4 * kLength));  // so that a storage has 1 MiB
+    }
+    std::size_t taken = 0;
+    const auto next_batch = [&] {
+      const Batch& batch = data[taken++ % data.size()];
+      return std::make_pair(batch.data, batch.target);
+    };
+    if (!plainly) {
+      //@ groups by hand
+      check(engine.report().offloaded_bytes > 0, "groups are offloaded");
+      ours = values_of(model->parameters());
+      continue;
+    }
+    for (int i = 0; i < steps; ++i) {
+      for (int64_t m = 0; m < microbatches; ++m) {
+        auto [h, target] = next_batch();
+        for (const auto& layer : layers) {
+          h = layer(h);
+        }
+        (h - target).square().mean().backward();
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    check(equal(ours, values_of(model->parameters())), "the weights are plain training's bit for bit");
+  }
+}
+
 const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"first step out of memory", first_step_out_of_memory},
     {"layers 4 to 20", layers_4_to_20},
@@ -375,6 +421,7 @@ const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"several ranks", several_ranks},
     {"where the host waits", where_the_host_waits},
     {"pipeline order", pipeline_order},
+    {"groups by hand", groups_by_hand},
 };
 
 }  // namespace

@@ -43,6 +43,8 @@ struct NamedProgram {
 [[nodiscard]] const std::vector<NamedProgram>& programs();
 [[nodiscard]] const NamedProgram& program(const std::string& name);
 
+/// Those that say when their eager groups are offloaded and reloaded; part of `programs`.
+[[nodiscard]] std::vector<NamedProgram> asked_programs();
 /// Those of eager groups on several streams; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> stream_programs();
 /// Those that keep outputs of graphed calls; part of `programs`.

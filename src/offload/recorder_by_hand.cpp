@@ -1,0 +1,100 @@
+// The part of SavedTensorRecorder that serves what programs say about their groups by hand.
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "offload/eager_offload.h"
+#include "offload/saved_tensor_recorder.h"
+#include "runtime/replayed_memory.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+
+EagerOffload& SavedTensorRecorder::by_hand(const char* function) const {
+  const SavedTensorRecorder* const current = current_recorder();
+  EagerOffload* const eager = mover_->by_hand();
+  if (eager == nullptr || to_be_captured_ || (current != nullptr && current != this)) {
+    const std::string& inside = (current == nullptr ? *this : *current).scope().name;
+    throw UsageError(std::string(function) + " was called in \"" + inside +
+                     "\", inside of a call that is captured; replays do not run it. Call it outside of graphed calls: "
+                     "what they save is copied beside their graphs");
+  }
+  return *eager;
+}
+
+void SavedTensorRecorder::mark_ready(const at::Tensor& tensor) {
+  EagerOffload& eager = by_hand("mark_ready");
+  if (exclusions_.classify(tensor) != Exclusion::none) {
+    return;
+  }
+  const c10::StorageImpl* const key = tensor.storage().unsafeGetStorageImpl();
+  const VersionStamp version(tensor);
+  const auto found = entries_.find(key);
+  const auto saved = found == entries_.end() ? nullptr : found->second.saved.lock();
+  if (saved == nullptr || !found->second.version.same_as(version)) {
+    ready_.insert_or_assign(key,
+                            RecorderBooks::Ready{tensor.storage().getWeakStorageImpl(), version, eager.mark_ready()});
+  } else if (!saved->group->ended && saved->ready == nullptr) {
+    saved->ready = eager.mark_ready();
+  }
+}
+
+void SavedTensorRecorder::release(const at::Tensor& tensor, const Group* groups) {
+  EagerOffload& eager = by_hand("OffloadScope::release");
+  const auto refuse = [&](const std::string& why) { throw UsageError("OffloadScope::release: the tensor " + why); };
+  const bool has_storage = tensor.defined() && tensor.has_storage();
+  const auto found = has_storage ? entries_.find(tensor.storage().unsafeGetStorageImpl()) : entries_.end();
+  const auto saved = found == entries_.end() ? nullptr : found->second.saved.lock();
+  if (saved == nullptr) {
+    const Exclusion reason = exclusions_.classify(tensor);
+    refuse("is in no group of this step: " +
+           (reason == Exclusion::none
+                ? std::string("autograd did not save it inside of the step, or no longer needs it")
+                : "it stays on the device (" + std::string(exclusion_name(reason)) + ")") +
+           "; release tensors that the scope's operators saved for their backward");
+  }
+  if (saved->released) {
+    return;
+  }
+  const Group* of = groups;
+  while (of != nullptr && of != saved->group) {
+    of = of->next_tagged;
+  }
+  const std::string& name = saved->group->scope->name;
+  if (of == nullptr) {
+    refuse("is in the group \"" + name + "\", which saved it first; release it with the handle of that scope");
+  }
+  const c10::Storage& storage = tensor.storage();
+  if (ReplayedMemory::of(storage.data_ptr()) != nullptr) {
+    refuse("lies in memory that a graph writes at each replay, which the graph keeps; drop the tensor instead");
+  }
+  // If it was saved in several versions, several records have it.
+  std::vector<SavedIdentity*> identities;
+  if (counts_.copied_twice_bytes == 0) {
+    identities = {&identities_[found->second.profile_index]};
+  } else {
+    for (SavedIdentity& identity : identities_) {
+      if (identity.storage._unsafe_get_target() == storage.unsafeGetStorageImpl()) {
+        identities.push_back(&identity);
+      }
+    }
+  }
+  std::vector<std::shared_ptr<SavedStorage>> holders;
+  for (const SavedIdentity* identity : identities) {
+    if (auto holder = identity->saved.lock()) {
+      holders.push_back(std::move(holder));
+    }
+  }
+  const c10::Storage memory =
+      eager.release(storage, holders,
+                    "this tensor was released by the group \"" + name +
+                        "\" (OffloadScope::release), so its memory belongs to autograd alone; read it before that, or "
+                        "do not release it");
+  for (SavedIdentity* identity : identities) {
+    identity->storage = memory.getWeakStorageImpl();
+  }
+  saved->released = true;
+}
+
+}  // namespace sidestream

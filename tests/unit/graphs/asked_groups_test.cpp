@@ -1,0 +1,390 @@
+// Groups by hand: a program says when its groups are offloaded and reloaded, and which of its own tensors give their memory up.
+#include <deque>
+#include <optional>
+#include <thread>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/call.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graphed_step.h"
+#include "sidestream/owning.h"
+#include "sidestream/scope.h"
+
+namespace sidestream::testing_model {
+namespace {
+
+using Handles = std::deque<OffloadScope>;
+
+class AskedGroups : public testing::Test {
+ protected:
+  /// One storage of [64, 64] floats.
+  static constexpr std::int64_t kSquareBytes = 64 * 64 * 4;
+
+  [[nodiscard]] Options options() const { return Options(device_).min_bytes(1024).offload("**"); }
+  [[nodiscard]] at::Tensor data(std::int64_t s) const {
+    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(300 + s));
+    return at::randn({64, 64}, generator).to(device_).requires_grad_(true);
+  }
+  /// One group more, of two storages.
+  static at::Tensor layer(const at::Tensor& h, const char* name, Handles& handles, bool later = false) {
+    OffloadScope& scope = handles.emplace_back(name);
+    at::Tensor result = h.exp().mul(0.5).tanh();
+    later ? scope.end_later() : scope.end();
+    return result;
+  }
+  static at::Tensor layers(at::Tensor h, Handles& handles, bool later = false) {
+    for (const char* name : {"a", "b", "c", "d"}) {
+      h = layer(h, name, handles, later);
+    }
+    return h;
+  }
+  [[nodiscard]] std::int64_t allocated() const { return make_runtime(device_)->memory_stats().allocated; }
+  /// A sizing step and one with the plan.
+  template <class Loss>
+  void two_steps(OffloadEngine& engine, const Loss& loss) {
+    for (std::int64_t s = 0; s < 2; ++s) {
+      const auto step = engine.step();
+      loss(data(s)).backward();
+    }
+  }
+  void two_steps(OffloadEngine& engine) {
+    two_steps(engine, [](const at::Tensor& x) {
+      Handles handles;
+      return layers(x.mul(2), handles).sum();
+    });
+  }
+
+  c10::Device device_ = find_device("sim");
+  torch::nn::Module model_;
+};
+
+TEST_F(AskedGroups, TheirMemoryIsFreeWhenTheProgramSaysSo) {
+  OffloadEngine engine(model_, options());
+  two_steps(engine);
+  const at::Tensor x = data(7);
+  auto step = engine.step();
+  Handles handles;
+  at::Tensor h = layers(x.mul(2), handles);  // of d, c, b and a, the lag holds the last two
+  const std::int64_t before = allocated();
+  handles[1].finish_offload();
+  EXPECT_EQ(allocated(), before) << "b has left: two groups have ended since";
+  step.finish();
+  EXPECT_EQ(engine.report().offloaded_bytes, 4 * kSquareBytes) << "the lag keeps c and d, which backward needs first";
+  h.sum().backward();
+
+  Handles again;
+  auto next = engine.step();
+  const at::Tensor g = layer(x.mul(2), "a", again).mul(0.9);
+  const std::int64_t held = allocated();
+  again[0].finish_offload();
+  EXPECT_EQ(held - allocated(), 2 * kSquareBytes) << "exp's and tanh's outputs";
+  again[0].start_reload();
+  EXPECT_EQ(allocated(), held);
+  g.sum().backward();
+}
+
+TEST_F(AskedGroups, AGroupThatEndsLaterLeavesWhenAskedAndNoneIsLost) {
+  OffloadEngine engine(model_, options());
+  two_steps(engine);
+  const std::int64_t whole = engine.report().offloaded_bytes;
+  EXPECT_EQ(whole, 4 * kSquareBytes);
+  enum class Ask { one_by_one, all, nothing };
+  for (const Ask ask : {Ask::one_by_one, Ask::all, Ask::nothing}) {
+    const at::Tensor x = data(7);
+    Handles handles;
+    auto step = engine.step();
+    at::Tensor h = layer(x.mul(2), "a", handles, true);
+    h = layer(h, "b", handles, true);
+    if (ask == Ask::one_by_one) {
+      handles[1].start_offload();
+      handles[0].start_offload();
+    } else if (ask == Ask::all) {
+      offload_delayed();
+    }
+    h = layer(h, "c", handles, true);
+    h = layer(h, "d", handles, true);
+    step.finish();
+    EXPECT_EQ(engine.report().offloaded_bytes, whole);
+    h.sum().backward();
+    const at::Tensor plain = data(7);
+    Handles none;
+    layers(plain.mul(2), none).sum().backward();
+    EXPECT_TRUE(at::equal(x.grad().cpu(), plain.grad().cpu()));
+  }
+}
+
+TEST_F(AskedGroups, ABackwardThatComesBeforeTheCopyKeepsItsGroup) {
+  OffloadEngine engine(model_, options());
+  two_steps(engine);
+  const at::Tensor x = data(7);
+  Handles handles;
+  auto step = engine.step();
+  layer(x.mul(2), "a", handles, true).sum().backward();
+  offload_delayed();
+  handles[0].start_offload();
+  handles[0].start_reload();
+  step.finish();
+  EXPECT_EQ(engine.report().offloaded_bytes, 0);
+  EXPECT_EQ(engine.report().reloaded_bytes, 0);
+}
+
+// As a pipeline's hooks do; on the simulated device they run on a thread of autograd's.
+TEST_F(AskedGroups, AHookOfTheBackwardReloads) {
+  OffloadEngine engine(model_, options());
+  const auto gradient = [&](std::int64_t s) {
+    const at::Tensor x = data(s);
+    Handles handles;
+    at::Tensor h = layers(x.mul(2), handles);
+    h.register_hook([&](const at::Tensor& /*gradient*/) {
+      for (OffloadScope& handle : handles) {
+        handle.start_reload();
+      }
+    });
+    h.sum().backward();
+    return x.grad();
+  };
+  for (std::int64_t s = 0; s < 4; ++s) {
+    at::Tensor mine;
+    {
+      const auto step = engine.step();
+      mine = gradient(s);
+    }
+    EXPECT_TRUE(at::equal(mine.cpu(), gradient(s).cpu())) << s;
+    EXPECT_EQ(engine.report().reloaded_bytes, 4 * kSquareBytes) << "the lag keeps c and d";
+    EXPECT_EQ(engine.report().inline_reloads, 0) << s;
+  }
+}
+
+TEST_F(AskedGroups, OutsideOfAStepTheyDoNothing) {
+  OffloadScope scope("alone");
+  const at::Tensor h = data(1).exp();
+  mark_ready(h);
+  scope.end_later();
+  scope.end_later();
+  scope.start_offload();
+  scope.finish_offload();
+  scope.start_reload();
+  scope.release(h);
+  offload_delayed();
+  EXPECT_EQ(h.cpu().numel(), 64 * 64);
+}
+
+TEST_F(AskedGroups, WrongUsesSayWhatToDo) {
+  OffloadEngine engine(model_, options());
+  two_steps(engine);
+  std::optional<OffloadScope> late;
+  const at::Tensor x = data(7);
+  {
+    const auto step = engine.step();
+    OffloadScope scope("a");
+    const at::Tensor h = x.exp();
+    EXPECT_THROWS(UsageError, "has not ended, so its group is not complete", scope.start_offload());
+    EXPECT_THROWS(UsageError, "call end() or end_later() first", scope.finish_offload());
+    EXPECT_THROWS(UsageError, "OffloadScope::start_reload: the scope \"a\"", scope.start_reload());
+    EXPECT_THROWS(UsageError, "OffloadScope::release: the scope \"a\" has not ended", scope.release(h));
+    std::thread([&] { EXPECT_THROWS(UsageError, "was ended on another thread", scope.end_later()); }).join();
+    scope.end();
+    EXPECT_THROWS(UsageError, "end a scope once", scope.end_later());
+    scope.end();
+    EXPECT_THROWS(UsageError, "is in no group of this step: it stays on the device (parameter)", scope.release(x));
+    EXPECT_THROWS(UsageError, "autograd did not save it inside of the step", scope.release(x.detach().mul(2)));
+    OffloadScope other("b");
+    const at::Tensor tanh = h.tanh();
+    other.end();
+    EXPECT_THROWS(UsageError, "is in the group \"a\", which saved it first", other.release(h));
+    std::thread([&] { EXPECT_THROWS(UsageError, "began on another thread", scope.release(h)); }).join();
+    tanh.sum().backward();
+    late.emplace("late");
+    late->end();
+  }
+  EXPECT_THROWS(UsageError, "the step of the scope \"late\" has ended", late->start_reload());
+  EXPECT_THROWS(UsageError, "use the handle before that", late->release(x));
+  two_steps(engine);
+  EXPECT_EQ(engine.report().offloaded_bytes, 4 * kSquareBytes) << "the engine goes on";
+}
+
+TEST_F(AskedGroups, AReadOfAReleasedTensorNamesItsGroup) {
+  OffloadEngine engine(model_, options().graph("reads"));
+  std::vector<at::Tensor> held;
+  for (std::int64_t s = 0; s < 4; ++s) {
+    held.clear();
+    const auto loss = [&](const at::Tensor& x, bool release) {
+      at::Tensor h = x.mul(2);
+      for (const char* name : {"a", "b", "c", "d"}) {
+        OffloadScope scope(name);
+        held.push_back(h.exp());
+        h = held.back().mul(0.5).tanh();
+        scope.end();
+        if (release) {
+          scope.release(held.back());
+          scope.release(held.back());
+        }
+      }
+      return h.sum();
+    };
+    const at::Tensor x = data(s);
+    {
+      const auto step = engine.step();
+      const at::Tensor value = loss(x, true);
+      EXPECT_THROWS(c10::Error, "this tensor was released by the group \"a\"", (void)held[0].cpu());
+      EXPECT_THROWS(c10::Error, "this tensor was released by the group \"c\"", (void)held[2].view({-1}).add(1));
+      EXPECT_THROWS(c10::Error, "\"d\" (OffloadScope::release)", (void)held[3].mul_(2));
+      EXPECT_THROWS(c10::Error, "this tensor was released by the group \"b\"",
+                    (void)call(
+                        "reads", [](const at::Tensor& t) { return t.exp(); }, held[1].detach()));
+      value.backward();
+    }
+    const at::Tensor plain = data(s);
+    loss(plain, false).backward();
+    EXPECT_TRUE(at::equal(x.grad().cpu(), plain.grad().cpu())) << s;
+    EXPECT_EQ(engine.report().offloaded_bytes, s == 0 ? 8 * kSquareBytes : 4 * kSquareBytes)
+        << "that the program holds them does not matter";
+  }
+}
+
+TEST_F(AskedGroups, AReleasedTensorsMemoryIsFreeBehindItsCopy) {
+  OffloadEngine engine(model_, options());
+  two_steps(engine);
+  for (const bool release : {false, true}) {
+    const at::Tensor x = data(7);
+    const auto step = engine.step();
+    OffloadScope scope("a");
+    const at::Tensor held = x.mul(2).exp();
+    const at::Tensor h = held.mul(0.5).tanh();
+    scope.end();
+    if (release) {
+      scope.release(held);
+    }
+    const std::int64_t before = allocated();
+    scope.finish_offload();
+    EXPECT_EQ(before - allocated(), release ? kSquareBytes : 0) << "the program holds h";
+    h.sum().backward();
+  }
+}
+
+// Without the second version's own release, its backward would read an empty storage.
+TEST_F(AskedGroups, ATensorThatWasSavedInTwoVersionsIsReleasedInBoth) {
+  OffloadEngine engine(model_, options());
+  two_steps(engine);
+  const auto step = engine.step();
+  const at::Tensor x = data(7);
+  OffloadScope scope("a");
+  const at::Tensor h = x.mul(2);
+  const at::Tensor first = h.square();
+  const at::Tensor second = at::Tensor(h.tensor_data()).requires_grad_(true).mul(1).square();
+  const at::Tensor third = at::Tensor(h.tensor_data()).mul(x);
+  scope.end();
+  scope.release(h);
+  EXPECT_THROWS(c10::Error, "released by the group", (void)h.cpu());
+  (first.sum() + third.sum()).backward();
+  const at::Tensor plain = data(7);
+  const at::Tensor g = plain.mul(2);
+  (g.square().sum() + at::Tensor(g.tensor_data()).mul(plain).sum()).backward();
+  EXPECT_TRUE(at::equal(x.grad().cpu(), plain.grad().cpu())) << second.numel();
+}
+
+TEST_F(AskedGroups, InsideOfACapturedCallTheyAreRefused) {
+  for (const int which : {0, 1, 2, 3}) {
+    OffloadEngine engine(model_, options().graph("captured"));
+    const auto body = owning([&](const at::Tensor& x) {
+      OffloadScope scope("inside");
+      const at::Tensor h = x.exp();
+      if (which == 0) {
+        scope.end_later();
+      } else if (which == 1) {
+        scope.end();
+        scope.finish_offload();
+      } else if (which == 2) {
+        offload_delayed();
+      } else {
+        mark_ready(h);
+      }
+      return h;
+    });
+    const at::Tensor x = data(3);
+    {
+      const auto step = engine.step();
+      EXPECT_THROWS(UsageError, "inside of a call that is captured", (void)call("captured", body, x));
+      EXPECT_THROWS(UsageError, "Call it outside of graphed calls", (void)call("captured", body, x));
+    }
+    OffloadEngine next(model_, options());
+    two_steps(next);
+  }
+}
+
+TEST_F(AskedGroups, AHandleFromOutsideIsRefusedInACapturedCall) {
+  OffloadEngine engine(model_, options().graph("captured"));
+  Handles handles;
+  bool ask = true;
+  const auto body = owning([&](const at::Tensor& t) {
+    if (ask) {
+      handles[0].finish_offload();
+    }
+    return t.exp();
+  });
+  const auto run = [&](std::int64_t s) {
+    const auto step = engine.step();
+    handles.clear();
+    const at::Tensor x = data(s);
+    const at::Tensor h = layer(x.mul(2), "a", handles);
+    call("captured", body, h).sum().backward();
+  };
+  EXPECT_THROWS(UsageError, "inside of a call that is captured", run(0));
+  ask = false;
+  run(1);
+  run(2);
+  EXPECT_GT(engine.report().replays, 0);
+}
+
+/// A step function whose groups leave and come back as it says.
+Tensors asked_loss(torch::nn::SequentialImpl& model, const Tensors& inputs) {
+  at::Tensor h = inputs[0];
+  Handles handles;
+  for (torch::nn::AnyModule& layer : model) {
+    OffloadScope& group = handles.emplace_back("asked");
+    h = layer.forward(h);
+    group.end_later();
+    group.start_offload();
+    group.finish_offload();
+    h = h.mul(0.9).add(0.1);
+  }
+  for (auto group = handles.rbegin(); group != handles.rend(); ++group) {
+    group->start_reload();
+  }
+  return {(h * inputs[1]).sum()};
+}
+
+Tensors releasing_loss(torch::nn::SequentialImpl& model, const Tensors& inputs) {
+  OffloadScope group("asked");
+  const at::Tensor h = model.forward(inputs[0]).exp();
+  group.end();
+  group.release(h);
+  return {(h * inputs[1]).sum()};
+}
+
+TEST_F(AskedGroups, AWholeStepsGraphCopiesWhenAsked) {
+  torch::nn::Sequential mine = layer_stack(4, device_);
+  torch::nn::Sequential plain = layer_stack(4, device_);
+  OffloadEngine engine(*mine, options());
+  const auto data_of = [&](std::int64_t s) { return Tensors{rows(s, device_), rows(s, device_, 1)}; };
+  GraphedStep step = make_graphed_step(engine, Callable("step", &asked_loss, mine), {data_of(100)}, {});
+  for (std::int64_t s = 0; s < 3; ++s) {
+    clear_gradients(*plain);
+    asked_loss(*plain, data_of(s))[0].backward();
+    (void)step({data_of(s)});
+    EXPECT_TRUE(same(gradients(*mine), gradients(*plain))) << s;
+  }
+  EXPECT_GT(engine.report().offloaded_bytes, 0);
+  EXPECT_THROWS(UsageError, "drop the tensor instead",
+                (void)make_graphed_step(engine, Callable("releases", &releasing_loss, mine), {data_of(100)}, {}));
+}
+
+}  // namespace
+}  // namespace sidestream::testing_model
