@@ -112,6 +112,11 @@ void CallTable::check_patterns() {
   if (!tree_.delayed().empty() && !tree_.delayed().matches("")) {
     check_delayed();
   }
+  for (const NamedBudget& budget : tree_.budgets()) {
+    if (!budget.named.matches("")) {
+      budget.named.require_each_matches(tree_.names());
+    }
+  }
   patterns_match_ = true;
 }
 

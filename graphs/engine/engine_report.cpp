@@ -24,6 +24,8 @@ const char* reason(Fate fate) {
       return "held by the program";
     case Fate::static_output:
       return "it is an output of a graph, and the graph keeps its memory";
+    case Fate::over_budget:
+      return "over the budget of Options::offload_at_most or offload_fraction";
     case Fate::over_cap:
       return "over the host cap";
     case Fate::not_pinned:

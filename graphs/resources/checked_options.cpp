@@ -117,6 +117,12 @@ Options checked_options(Options options) {
         "delay is set without offload: it selects the offloaded groups whose copies wait for the next graph; name "
         "those groups in Options::offload as well");
   }
+  for (const Options::Budget& budget : options.budgets()) {
+    if (!(budget.fraction >= 0 && budget.fraction <= 1)) {
+      throw UsageError("offload_fraction is " + std::to_string(budget.fraction) + " for \"" + budget.patterns +
+                       "\"; it must be a part of the bytes that would be offloaded, from 0 to 1");
+    }
+  }
   if (options.check_steps() == 0) {
     options.check_steps(count_by_environment("SIDESTREAM_CHECK_STEPS", "steps"));
   }

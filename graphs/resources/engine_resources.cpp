@@ -23,6 +23,14 @@ NamePatterns patterns_of(const std::vector<std::string>& lists) {
   return NamePatterns(std::move(all));
 }
 
+std::vector<NamedBudget> budgets_of(const Options& options) {
+  std::vector<NamedBudget> budgets;
+  for (const Options::Budget& given : options.budgets()) {
+    budgets.push_back({NamePatterns::parse(given.patterns), {given.bytes, given.fraction}});
+  }
+  return budgets;
+}
+
 /// Where the user names no cap: four fifths of the memory that there is. Beyond it the system ends processes without a word.
 std::size_t host_cap_of(const Options& options) {
   constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
@@ -47,7 +55,7 @@ EngineResources::EngineResources(torch::nn::Module& given_model, Options given, 
             options.check_steps()),
       runtime(check.runtime()),
       arena(std::make_shared<HostArena>(*runtime, host_cap_of(options))),
-      tree(patterns_of(options.offload_patterns()), patterns_of(options.delay_patterns())),
+      tree(patterns_of(options.offload_patterns()), patterns_of(options.delay_patterns()), budgets_of(options)),
       exclusions(runtime->device(), options.min_bytes()),
       capture_stream(runtime->create_stream()),
       mover(std::make_shared<GroupMover>(runtime, arena)),

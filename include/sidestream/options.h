@@ -55,6 +55,21 @@ class Options {
     delay_.push_back(patterns);
     return *this;
   }
+  /// Offloads at most `bytes` of the groups that a pattern (or a comma-separated list) names; the others stay on the device.
+  ///
+  /// Groups are taken whole, in the order of the forward, while the bytes last: the earliest wait longest for their backward. A group
+  /// counts in the first budget that names it. Each sequence of graphed calls has the budget for itself, and so have all eager groups of
+  /// a step. In a sizing step everything is offloaded. GroupReport::kept_because names groups that stay for this.
+  Options& offload_at_most(const std::string& patterns, std::size_t bytes) {
+    budgets_.push_back({patterns, bytes, 1});
+    return *this;
+  }
+  /// As `offload_at_most`, for a fraction from 0 to 1 of the bytes that would be offloaded of these groups [activation_offload_fraction,
+  /// but of bytes].
+  Options& offload_fraction(const std::string& patterns, double fraction) {
+    budgets_.push_back({patterns, std::numeric_limits<std::size_t>::max(), fraction});
+    return *this;
+  }
   /// Adds a pattern (or a comma-separated list) of calls (`ss::call`) that are captured into graphs.
   Options& graph(const std::string& patterns) {
     graph_.push_back(patterns);
@@ -67,6 +82,14 @@ class Options {
   [[nodiscard]] const std::vector<std::string>& offload_patterns() const { return offload_; }
   /// What `delay` was given.
   [[nodiscard]] const std::vector<std::string>& delay_patterns() const { return delay_; }
+  /// What `offload_at_most` or `offload_fraction` was given.
+  struct Budget {
+    std::string patterns;                                         ///< of the groups
+    std::size_t bytes = std::numeric_limits<std::size_t>::max();  ///< at most so many are offloaded
+    double fraction = 1;                                          ///< and at most this part of them
+  };
+  /// What `offload_at_most` and `offload_fraction` were given.
+  [[nodiscard]] const std::vector<Budget>& budgets() const { return budgets_; }
   /// What `graph` was given.
   [[nodiscard]] const std::vector<std::string>& graph_patterns() const { return graph_; }
 
@@ -136,6 +159,7 @@ class Options {
   std::vector<std::string> offload_;
   std::vector<std::string> delay_;
   std::vector<std::string> graph_;
+  std::vector<Budget> budgets_;
 };
 
 }  // namespace sidestream

@@ -35,6 +35,29 @@ std::uint64_t rounded(std::uint64_t bytes, std::uint64_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
 
+/// Keeps those groups that do not fit into their budgets: `bytes` of each would be offloaded. True for each that stays.
+std::vector<bool> over_budget(const Profile& profile, const std::vector<std::uint64_t>& bytes) {
+  std::vector<std::uint64_t> left(profile.budgets.size(), 0);
+  for (std::size_t group = 0; group < bytes.size(); ++group) {
+    if (const std::uint32_t budget = profile.groups[group].budget; budget != 0) {
+      left[budget - 1] += bytes[group];
+    }
+  }
+  for (std::size_t i = 0; i < left.size(); ++i) {
+    const OffloadBudget& budget = profile.budgets[i];
+    const auto part = static_cast<std::uint64_t>(static_cast<double>(left[i]) * budget.fraction);
+    left[i] = std::min(budget.bytes, budget.fraction < 1 ? part : left[i]);
+  }
+  std::vector<bool> stays(bytes.size(), false);
+  for (std::size_t group = 0; group < bytes.size(); ++group) {
+    if (const std::uint32_t budget = profile.groups[group].budget; budget != 0) {
+      stays[group] = bytes[group] > left[budget - 1];
+      left[budget - 1] -= stays[group] ? 0 : bytes[group];
+    }
+  }
+  return stays;
+}
+
 }  // namespace
 
 Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t alignment) {
@@ -43,11 +66,19 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
   for (const StorageProfile& storage : profile.storages) {
     plan.decisions.push_back(wanted(profile, storage));
   }
+  std::vector<std::uint64_t> bytes(profile.groups.size(), 0);
+  for (std::size_t i = 0; i < profile.storages.size(); ++i) {
+    bytes[profile.storages[i].savers.front()] +=
+        plan.decisions[i].fate == Fate::offloaded ? profile.storages[i].bytes : 0;
+  }
+  const std::vector<bool> stays = over_budget(profile, bytes);
   std::vector<std::uint64_t> pinned(profile.groups.size(), 0);
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
     const StorageProfile& storage = profile.storages[i];
-    const Decision& decision = plan.decisions[i];
-    if (decision.fate == Fate::offloaded) {
+    Decision& decision = plan.decisions[i];
+    if (decision.fate == Fate::offloaded && stays[storage.savers.front()]) {
+      decision.fate = Fate::over_budget;
+    } else if (decision.fate == Fate::offloaded) {
       pinned[storage.savers.front()] += rounded(storage.bytes, alignment);
     } else if (decision.fate == Fate::held_back) {
       plan.notes.push_back("a storage of " + mebibytes(storage.bytes) + " saved by " +

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,13 @@ struct GroupProfile {
   bool selected = false;            ///< the options name it
   bool needed_immediately = false;  ///< backward needs it immediately: it stays whatever the options say
   bool captured_later = false;      ///< saved by a call that a graph takes over: its sequence plans it
+  std::uint32_t budget = 0;         ///< 1 + its index in `budgets`; 0 for none
+};
+
+/// Bounds what is offloaded of some groups. The smaller bound holds.
+struct OffloadBudget {
+  std::uint64_t bytes = std::numeric_limits<std::uint64_t>::max();
+  double fraction = 1;  ///< of what would be offloaded without the budget
 };
 
 /// One storage as a sizing pass saw it.
@@ -26,6 +34,7 @@ struct StorageProfile {
 struct Profile {
   std::vector<GroupProfile> groups;
   std::vector<StorageProfile> storages;
+  std::vector<OffloadBudget> budgets;
 };
 
 /// Whether a storage is offloaded, and why not.
@@ -36,6 +45,7 @@ enum class Fate : std::uint8_t {
   held_back,
   held_elsewhere,
   static_output,
+  over_budget,
   over_cap,
   not_pinned
 };
@@ -54,6 +64,7 @@ struct Plan {
 };
 
 /// Decides which storages are offloaded: those whose savers' groups are all selected, and none of these groups is needed immediately.
+/// Of the groups of a budget, those that fit are offloaded, in order.
 /// Groups are taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage rounded up to
 /// `alignment` bytes.
 /// Pure; linear in the profile.

@@ -12,7 +12,11 @@ Profile SavedTensorRecorder::profile() const {
   Profile profile;
   profile.storages.assign(storages_.begin(), storages_.end());
   for (const Group& group : groups_) {
-    profile.groups.push_back({group.scope->name, group.scope->selected, false, group.to_be_captured});
+    profile.groups.push_back(
+        {group.scope->name, group.scope->selected, false, group.to_be_captured, group.scope->budget});
+  }
+  for (const NamedBudget& named : tree_.budgets()) {
+    profile.budgets.push_back(named.budget);
   }
   return profile;
 }

@@ -6,8 +6,11 @@
 
 namespace sidestream {
 
-ScopeTree::ScopeTree(NamePatterns selected, NamePatterns delayed)
-    : selected_(std::move(selected)), delayed_(std::move(delayed)), root_(&nodes_.emplace_back()) {}
+ScopeTree::ScopeTree(NamePatterns selected, NamePatterns delayed, std::vector<NamedBudget> budgets)
+    : selected_(std::move(selected)),
+      delayed_(std::move(delayed)),
+      budgets_(std::move(budgets)),
+      root_(&nodes_.emplace_back()) {}
 
 ScopeNode* ScopeTree::child(ScopeNode* parent, std::string_view component) {
   for (ScopeNode* node : parent->children) {
@@ -49,6 +52,9 @@ void ScopeTree::select(ScopeNode& node) const {
   const auto latest = std::find_if(switches_.rbegin(), switches_.rend(), of_node);
   node.selected = selected_.matches(node.name) && (latest == switches_.rend() || latest->on);
   node.delayed = node.selected && delayed_.matches(node.name);
+  const auto budget = std::find_if(budgets_.begin(), budgets_.end(),
+                                   [&](const NamedBudget& each) { return each.named.matches(node.name); });
+  node.budget = budget == budgets_.end() ? 0 : static_cast<std::uint32_t>(budget - budgets_.begin() + 1);
 }
 
 bool ScopeTree::switch_offload(const NamePatterns& named, bool on) {

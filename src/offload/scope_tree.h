@@ -1,10 +1,12 @@
 #pragma once
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "analysis/planner.h"
 #include "base/site.h"
 #include "offload/name_pattern.h"
 
@@ -14,10 +16,17 @@ namespace sidestream {
 struct ScopeNode {
   std::string name;  ///< full, dotted; empty for the root
   std::string_view component;
-  bool selected = false;  ///< it is offloaded: Options::offload names it, and no switch turns it off
-  bool delayed = false;   ///< it is, and Options::delay names it
-  SiteName site;          ///< the name again, for sites
+  bool selected = false;     ///< it is offloaded: Options::offload names it, and no switch turns it off
+  bool delayed = false;      ///< it is, and Options::delay names it
+  std::uint32_t budget = 0;  ///< 1 + the index of the first budget that names it; 0 for none
+  SiteName site;             ///< the name again, for sites
   std::vector<ScopeNode*> children;
+};
+
+/// Bounds what is offloaded of the groups that `named` matches.
+struct NamedBudget {
+  NamePatterns named;
+  OffloadBudget budget;
 };
 
 /// All scopes that were ever entered. A scope seen before is found without allocation. Nodes live as long as the tree.
@@ -25,7 +34,7 @@ struct ScopeNode {
 class ScopeTree {
  public:
   /// `selected` says which names are offloaded, `delayed` which of them are offloaded only after the next graph.
-  explicit ScopeTree(NamePatterns selected, NamePatterns delayed = {});
+  explicit ScopeTree(NamePatterns selected, NamePatterns delayed = {}, std::vector<NamedBudget> budgets = {});
 
   [[nodiscard]] ScopeNode* root() noexcept { return root_; }
   /// The child of `parent` called `component`, made on first use. A call's name may hold dots.
@@ -34,6 +43,7 @@ class ScopeTree {
   [[nodiscard]] std::vector<std::string> names() const;
   [[nodiscard]] const NamePatterns& selected() const noexcept { return selected_; }
   [[nodiscard]] const NamePatterns& delayed() const noexcept { return delayed_; }
+  [[nodiscard]] const std::vector<NamedBudget>& budgets() const noexcept { return budgets_; }
   /// The names of those that Options::offload names.
   [[nodiscard]] std::vector<std::string> selected_names() const;
 
@@ -58,6 +68,7 @@ class ScopeTree {
 
   NamePatterns selected_;
   NamePatterns delayed_;
+  std::vector<NamedBudget> budgets_;
   std::vector<Switch> switches_;  ///< the latest last
   std::deque<ScopeNode> nodes_;
   ScopeNode* root_;

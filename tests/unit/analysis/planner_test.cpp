@@ -84,6 +84,52 @@ TEST(Planner, TheCapTakesWholeGroupsInOrder) {
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "group big stays", plan.notes[0]);
 }
 
+TEST(Planner, ABudgetTakesWholeGroupsOfItsNamesInOrder) {
+  Profile profile = groups({{"a", true}, {"b", true}, {"other", true}, {"c", true}, {"kept", true, true}});
+  profile.storages = {{1000, {0}}, {4000, {1}}, {9000, {2}}, {500, {3}}, {7000, {4}}};
+  for (const std::size_t group : {0, 1, 3, 4}) {
+    profile.groups[group].budget = 1;
+  }
+  profile.budgets = {{1500, 1}};
+  const Plan plan = make_plan(profile, kNoCap, 512);
+  EXPECT_EQ(fates(plan), (std::vector{Fate::offloaded, Fate::over_budget, Fate::offloaded, Fate::offloaded,
+                                      Fate::needed_immediately}))
+      << "a group that does not fit leaves room for a later, smaller one; others do not count";
+  EXPECT_EQ(plan.offloaded_bytes, 1000U + 9000U + 500U);
+  EXPECT_TRUE(plan.notes.empty());
+  profile.budgets = {{1499, 1}};
+  EXPECT_EQ(make_plan(profile, kNoCap, 512).offloaded_bytes, 1000U + 9000U) << "to the byte";
+  profile.budgets = {{0, 1}};
+  EXPECT_EQ(make_plan(profile, kNoCap, 512).offloaded_bytes, 9000U);
+}
+
+TEST(Planner, AFractionIsOfTheBytesThatWouldBeOffloaded) {
+  Profile profile = groups({{"a", true}, {"b", true}, {"c", true}, {"d", true}, {"kept", true, true}, {"off", false}});
+  profile.storages = {{100, {0}}, {100, {1}}, {100, {2}}, {100, {3}}, {4000, {4}}, {4000, {5}}};
+  for (GroupProfile& group : profile.groups) {
+    group.budget = 1;
+  }
+  const auto offloaded = [&](double fraction) {
+    profile.budgets = {{kNoCap, fraction}};
+    return make_plan(profile, kNoCap, 512).offloaded_bytes;
+  };
+  EXPECT_EQ(offloaded(1), 400U);
+  EXPECT_EQ(offloaded(0.75), 300U);
+  EXPECT_EQ(offloaded(0.74), 200U);
+  EXPECT_EQ(offloaded(0.5), 200U);
+  EXPECT_EQ(offloaded(0), 0U);
+}
+
+TEST(Planner, WhatABudgetKeepsTakesNoRoom) {
+  Profile profile = groups({{"a", true}, {"b", true}, {"c", true}});
+  profile.storages = {{512, {0}}, {512, {1}}, {512, {2}}};
+  profile.groups[0].budget = 1;
+  profile.groups[1].budget = 2;
+  profile.budgets = {{511, 1}, {kNoCap, 1}};
+  const Plan plan = make_plan(profile, 1024, 512);
+  EXPECT_EQ(fates(plan), (std::vector{Fate::over_budget, Fate::offloaded, Fate::offloaded}));
+}
+
 TEST(Planner, SizesCountRoundedUpToTheAlignment) {
   Profile profile = groups({{"a", true, false}});
   profile.storages = {{1, {0}}, {513, {0}}};

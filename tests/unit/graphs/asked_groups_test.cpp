@@ -1,5 +1,6 @@
 // Groups by hand: a program says when its groups are offloaded and reloaded, and which of its own tensors give their memory up.
 #include <deque>
+#include <limits>
 #include <optional>
 #include <thread>
 
@@ -384,6 +385,41 @@ TEST_F(AskedGroups, AWholeStepsGraphCopiesWhenAsked) {
   EXPECT_GT(engine.report().offloaded_bytes, 0);
   EXPECT_THROWS(UsageError, "drop the tensor instead",
                 (void)make_graphed_step(engine, Callable("releases", &releasing_loss, mine), {data_of(100)}, {}));
+}
+
+TEST_F(AskedGroups, BudgetsBoundWhatIsOffloaded) {
+  struct Case {
+    std::int64_t most;
+    double fraction;
+    std::int64_t offloaded;  ///< of a and b, which the lag does not keep: two storages each
+  };
+  for (const auto& [most, fraction, offloaded] : {Case{4, 1, 4}, Case{3, 1, 2}, Case{2, 1, 2}, Case{1, 1, 0},
+                                                  Case{0, 1, 0}, Case{4, 0.5, 2}, Case{4, 0.49, 0}, Case{4, 0, 0}}) {
+    OffloadEngine engine(model_, options().offload_at_most("a,b,c,d", static_cast<std::size_t>(most * kSquareBytes)));
+    OffloadEngine by_fraction(model_, options().offload_fraction("**", fraction));
+    OffloadEngine& asked = fraction < 1 ? by_fraction : engine;
+    two_steps(asked);
+    EXPECT_EQ(asked.report().offloaded_bytes, offloaded * kSquareBytes) << most << " storages, " << fraction;
+    for (const GroupReport& group : asked.report().groups) {
+      if (group.name == "b") {
+        EXPECT_EQ(group.kept_because,
+                  offloaded == 4 ? "" : "over the budget of Options::offload_at_most or offload_fraction");
+      }
+    }
+  }
+}
+
+TEST_F(AskedGroups, ABudgetThatNamesNothingIsRefused) {
+  OffloadEngine engine(model_, options().offload_at_most("unknown", kSquareBytes));
+  const auto steps = [&] { two_steps(engine); };
+  EXPECT_THROWS(UsageError, "unknown", steps());
+}
+
+TEST_F(AskedGroups, AFractionOutsideOfZeroToOneIsRefused) {
+  for (const double fraction : {-0.1, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_THROWS(UsageError, "from 0 to 1", OffloadEngine(model_, options().offload_fraction("a", fraction)));
+    EXPECT_THROWS(UsageError, "for \"a\"", OffloadEngine(model_, options().offload_fraction("a", fraction)));
+  }
 }
 
 }  // namespace
