@@ -26,6 +26,7 @@ EXAMPLES = {
     "graphed_callables": ["sim"],
     "graphed_step": ["sim"],
     "mixture_model": ["mixture_model.cpp", "sim", "4"],
+    "pipeline": ["2"],
 }
 
 
