@@ -152,19 +152,45 @@ ByteModelImpl::ByteModelImpl(const ModelShape& shape) {
   rope_ = register_buffer("rope", rope_cache(shape.seq, shape.head_dim()));
 }
 
-at::Tensor ByteModelImpl::forward(const at::Tensor& bytes) {
-  constexpr std::int64_t kStart = 0;
-  at::Tensor h = embedding_->forward(bytes);
-  for (const auto& block : *blocks_) {
-    h = ss::call(block->as<Block>(), h, ss::stays(&rope_), kStart);
-  }
-  return head_->forward(norm_->forward(h));
-}
+at::Tensor ByteModelImpl::forward(const at::Tensor& bytes) { return forward_part(bytes, 0, 1); }
 
 at::Tensor ByteModelImpl::loss(const at::Tensor& windows) {
-  const std::int64_t seq = windows.size(1) - 1;
-  const at::Tensor logits = forward(windows.narrow(1, 0, seq));
-  return at::cross_entropy_loss(logits.reshape({-1, kBytes}).to(at::kFloat), windows.narrow(1, 1, seq).reshape(-1));
+  return loss_of(forward(windows.narrow(1, 0, windows.size(1) - 1)), windows);
+}
+
+at::Tensor ByteModelImpl::loss_of(const at::Tensor& logits, const at::Tensor& windows) {
+  return at::cross_entropy_loss(logits.reshape({-1, kBytes}).to(at::kFloat),
+                                windows.narrow(1, 1, windows.size(1) - 1).reshape(-1));
+}
+
+at::Tensor ByteModelImpl::forward_part(const at::Tensor& input, std::int64_t part, std::int64_t parts) {
+  constexpr std::int64_t kStart = 0;
+  at::Tensor h = part == 0 ? embedding_->forward(input) : input;
+  const auto [first, end] = blocks_of(part, parts);
+  for (std::size_t i = first; i < end; ++i) {
+    h = ss::call(blocks_[i]->as<Block>(), h, ss::stays(&rope_), kStart);
+  }
+  return part + 1 == parts ? head_->forward(norm_->forward(h)) : h;
+}
+
+void ByteModelImpl::place_part(std::int64_t part, std::int64_t parts, c10::Device device) {
+  if (part == 0) {
+    embedding_->to(device);
+  }
+  const auto [first, end] = blocks_of(part, parts);
+  for (std::size_t i = first; i < end; ++i) {
+    blocks_[i]->to(device);
+  }
+  if (part + 1 == parts) {
+    norm_->to(device);
+    head_->to(device);
+  }
+  rope_.set_data(rope_.to(device));
+}
+
+std::pair<std::size_t, std::size_t> ByteModelImpl::blocks_of(std::int64_t part, std::int64_t parts) const {
+  const auto blocks = static_cast<std::int64_t>(blocks_->size());
+  return {static_cast<std::size_t>(blocks * part / parts), static_cast<std::size_t>(blocks * (part + 1) / parts)};
 }
 
 }  // namespace byte_model

@@ -1,10 +1,13 @@
 #pragma once
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
@@ -90,7 +93,18 @@ class ByteModelImpl : public torch::nn::Module {
   /// Mean cross entropy in nats per byte, a scalar; `windows` [batch, seq + 1], int64: each byte predicts the next.
   [[nodiscard]] at::Tensor loss(const at::Tensor& windows);
 
+  /// For pipelines: what part `part` of `parts` gives, if the blocks are cut into `parts` rows of about equal length. The first part takes
+  /// bytes and has the embedding. Other parts take what the part before them gave. The last part has norm and head, and gives logits.
+  [[nodiscard]] at::Tensor forward_part(const at::Tensor& input, std::int64_t part, std::int64_t parts);
+  /// Brings the parameters of that part to `device`. Those of other parts stay as they are.
+  void place_part(std::int64_t part, std::int64_t parts, c10::Device device);
+  /// The loss of logits, as `loss` computes it.
+  [[nodiscard]] static at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& windows);
+
  private:
+  /// The first block of a part, and the block after its last.
+  [[nodiscard]] std::pair<std::size_t, std::size_t> blocks_of(std::int64_t part, std::int64_t parts) const;
+
   torch::nn::Embedding embedding_{nullptr};
   torch::nn::ModuleList blocks_{nullptr};
   RmsNorm norm_{nullptr};

@@ -135,6 +135,16 @@ bool Program::wait_until_interrupts_are_caught() const {
   return false;
 }
 
+std::vector<int> Program::children() const {
+  const std::string pid = std::to_string(pid_);
+  std::ifstream file("/proc/" + pid + "/task/" + pid + "/children");
+  std::vector<int> pids;
+  for (int child = 0; file >> child;) {
+    pids.push_back(child);
+  }
+  return pids;
+}
+
 bool Program::wait_for_error(const std::string& text) const {
   while (whole_file(err_).find(text) == std::string::npos) {
     if (status("State:").empty()) {

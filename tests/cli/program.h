@@ -32,6 +32,8 @@ class Program {
   void signal(int number) const;
   /// Waits until it has a handler for interrupts; false when it ended before.
   [[nodiscard]] bool wait_until_interrupts_are_caught() const;
+  /// The processes that it started and that have not ended, in the order of their starts.
+  [[nodiscard]] std::vector<int> children() const;
   /// Waits for its end.
   ProgramResult finish();
 

@@ -196,6 +196,22 @@ TEST(TrainingOptions, ARepeatedOptionCountsOnceAndTheLastOneWins) {
   EXPECT_EQ(options.text.size(), 3u);
 }
 
+TEST(TrainingOptions, ABatchThatIsNotGivenFitsTheMicrobatches) {
+  const auto batch = [](const std::string& line) {
+    CLI::App app;
+    TrainingOptions options;
+    declare_training_options(app, options);
+    app.parse(line);
+    return options.batch;
+  };
+  EXPECT_EQ(batch(""), 6);
+  EXPECT_EQ(batch("--microbatches 3"), 6);
+  EXPECT_EQ(batch("--microbatches 8"), 8);
+  EXPECT_EQ(batch("--microbatches 4"), 8);
+  EXPECT_EQ(batch("--microbatches 4 --batch 6"), 6);
+  EXPECT_EQ(batch("--microbatches 0"), 6);
+}
+
 std::vector<std::string> parsed_offload(const std::string& line) {
   CLI::App app;
   TrainingOptions options;

@@ -36,6 +36,10 @@ Json options_json(const TrainingOptions& options) {
             {"check_steps", options.check_steps},
             {"verify_replays", options.verify_replays},
             {"find_syncs", options.find_syncs}};
+  if (options.pp) {
+    json["pp"] = *options.pp;
+    json["vpp"] = options.vpp;
+  }
   if (options.mixture()) {
     const MixtureShape shape = mixture_shape(options);
     json["experts"] = shape.experts;
@@ -123,6 +127,9 @@ std::string result_json(const TrainingResult& result) {
             {"train_loss", {{"first", result.train.first}, {"last", result.train.last}}},
             {"held_out_loss", {{"first", result.held_out.first}, {"last", result.held_out.last}}},
             {"modes", Json::array()}};
+  if (result.options.pp) {
+    json.erase("held_out_loss");  // not measured
+  }
   for (const ModeResult& mode : result.modes) {
     json["modes"].push_back(mode_json(result, mode));
   }

@@ -82,7 +82,8 @@ void append_modes(std::string& out, const TrainingResult& result) {
 /// Where offload was asked for and nothing left the device, the engine's reasons.
 void append_reasons(std::string& out, const TrainingResult& result) {
   for (const ModeResult& mode : result.modes) {
-    if (mode.name.ends_with("offload") && mode.steps > 0 && mode.offload.bytes_per_step == 0) {
+    if ((result.options.pp ? result.options.offloads() : mode.name.ends_with("offload") && mode.steps > 0) &&
+        mode.offload.bytes_per_step == 0) {
       out += fmt::format("  {}: nothing was offloaded\n", mode.name);
       for (std::size_t i = 0; i < mode.offload.notes.size() && i < kReasonsShown; ++i) {
         out += fmt::format("    {}\n", mode.offload.notes[i]);
@@ -176,16 +177,24 @@ std::optional<double> TrainingResult::net_reduction(const ModeResult& mode) cons
 std::string result_table(const TrainingResult& result) {
   const TrainingOptions& options = result.options;
   std::string out;
-  out += fmt::format("\n  {} of {} steps of {} bytes on {}, {}{}\n\n", grouped(result.steps_done),
-                     grouped(options.steps), grouped(options.tokens_per_step()), result.device_name, result.mode,
+  const std::string ranks =
+      options.pp
+          ? fmt::format(", {}: {} ranks, {} microbatches",
+                        options.vpp > 1 ? fmt::format("interleaved with {} virtual stages", options.vpp) : "1F1B",
+                        *options.pp, options.microbatches)
+          : std::string();
+  out += fmt::format("\n  {} of {} steps of {} bytes on {}, {}{}{}\n\n", grouped(result.steps_done),
+                     grouped(options.steps), grouped(options.tokens_per_step()), result.device_name, result.mode, ranks,
                      result.signal != 0 ? fmt::format(" (ended by {})", signal_words(result.signal)) : std::string());
   append_row(out, "loss, nats per byte", {"first", "last"});
   append_row(out, "  train", {fmt::format("{:.4f}", result.train.first), fmt::format("{:.4f}", result.train.last)});
-  append_row(out, "  held out",
-             {fmt::format("{:.4f}", result.held_out.first), fmt::format("{:.4f}", result.held_out.last)});
-  out += fmt::format("  entropy of the text's bytes {:.4f}: the held-out loss is {:.4f} {} it\n", result.byte_entropy,
-                     std::abs(result.byte_entropy - result.held_out.last),
-                     result.held_out.last < result.byte_entropy ? "below" : "above");
+  if (!options.pp) {
+    append_row(out, "  held out",
+               {fmt::format("{:.4f}", result.held_out.first), fmt::format("{:.4f}", result.held_out.last)});
+    out += fmt::format("  entropy of the text's bytes {:.4f}: the held-out loss is {:.4f} {} it\n", result.byte_entropy,
+                       std::abs(result.byte_entropy - result.held_out.last),
+                       result.held_out.last < result.byte_entropy ? "below" : "above");
+  }
   if (!result.modes.empty()) {
     out += '\n';
     append_modes(out, result);

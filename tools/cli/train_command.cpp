@@ -1,7 +1,6 @@
 #include "tools/cli/train_command.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <exception>
 #include <optional>
@@ -11,10 +10,11 @@
 #include <ATen/ops/equal.h>
 #include <fmt/format.h>
 
-#include "sidestream/device.h"
 #include "sidestream/error.h"
 #include "tools/cli/device_choice.h"
 #include "tools/cli/interrupt.h"
+#include "tools/cli/measurement.h"
+#include "tools/cli/pipeline_training.h"
 #include "tools/cli/progress_line.h"
 #include "tools/cli/report_file.h"
 #include "tools/cli/standard_output.h"
@@ -24,17 +24,7 @@
 namespace sidestream::cli {
 namespace {
 
-constexpr std::int64_t kFirstSteps = 3;   // sizing, capture, and the first replay
 constexpr std::int64_t kTimedSteps = 20;  // of a mode that is measured by itself
-
-double median(std::vector<double> values) {
-  if (values.empty()) {
-    return 0;
-  }
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 bool equal_parameters(const TrainingRun& a, const TrainingRun& b) {
   const NamedTensors ours = a.parameters();
@@ -43,48 +33,6 @@ bool equal_parameters(const TrainingRun& a, const TrainingRun& b) {
     return at::equal(x.second.detach().to(at::kCPU), y.second.detach().to(at::kCPU));
   });
 }
-
-/// Steps of one run with their times and the device's memory peaks: of the first steps, then of the rest.
-class Measurement {
- public:
-  Measurement(c10::Device device, std::string name) : device_(device) {
-    result_.name = std::move(name);
-    release_cached_memory(device_);
-    reset_memory_peaks(device_);
-  }
-
-  void step(TrainingRun& run, double& loss) {
-    const auto begin = std::chrono::steady_clock::now();
-    loss = run.step();
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    const MemoryUse use = memory_use(device_);
-    if (++steps_ > kFirstSteps) {
-      seconds_.push_back(seconds);
-      result_.live = std::max(result_.live, use.live_peak);
-      result_.allocated = std::max(result_.allocated, use.allocated_peak);
-      result_.reserved = std::max(result_.reserved, use.reserved_peak);
-      return;
-    }
-    result_.first_reserved = std::max(result_.first_reserved, use.reserved_peak);
-    if (steps_ == kFirstSteps) {
-      release_cached_memory(device_);
-      reset_memory_peaks(device_);
-    }
-  }
-
-  [[nodiscard]] ModeResult finish(const TrainingRun& run) {
-    result_.steps = static_cast<std::int64_t>(seconds_.size());
-    result_.step_seconds = median(seconds_);
-    result_.offload = run.offload_numbers();
-    return result_;
-  }
-
- private:
-  c10::Device device_;
-  ModeResult result_;
-  std::int64_t steps_ = 0;
-  std::vector<double> seconds_;
-};
 
 /// Puts `text` in its place. What goes wrong waits in `error`, if that is empty yet: the rest is still to be said and written.
 void commit(ReportFile& file, const std::string& text, std::exception_ptr& error) {
@@ -191,7 +139,7 @@ std::vector<TrainingMode> measured_modes(TrainingMode trained) {
 
 void measure_modes(const TrainingOptions& options, c10::Device device, const TextCorpus& corpus, TrainingMode trained,
                    const InterruptGuard& interrupt, TrainingResult& result) {
-  const std::int64_t steps = kFirstSteps + std::min(options.steps, kTimedSteps);
+  const std::int64_t steps = Measurement::kFirstSteps + std::min(options.steps, kTimedSteps);
   TrainingOptions unchecked = options;
   unchecked.check_steps = 0;
   unchecked.verify_replays = 0;
@@ -222,6 +170,9 @@ int train(const TrainingOptions& options) {
   const TextCorpus corpus =
       options.text.empty() ? TextCorpus::read_default() : TextCorpus::read(options.text, "--text");
   corpus.require_windows(static_cast<std::size_t>(options.shape.seq) + 1, static_cast<std::size_t>(options.batch));
+  if (options.pp) {
+    return train_in_pipeline(options, corpus);
+  }
   std::optional<ReportFile> report;
   if (!options.report.empty()) {
     report.emplace(options.report, "--report");

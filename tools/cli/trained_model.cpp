@@ -53,21 +53,29 @@ MixtureShape mixture_shape(const TrainingOptions& options) {
   return shape;
 }
 
-TrainedModel make_model(const TrainingOptions& options, c10::Device device, at::ScalarType dtype) {
+TrainedModel make_model(const TrainingOptions& options, c10::Device device, at::ScalarType dtype,
+                        const std::vector<std::int64_t>& parts) {
   at::manual_seed(options.seed);
   TrainedModel model;
   if (options.mixture()) {
     const auto mixture = MixtureModel(mixture_shape(options)).ptr();
     model = {mixture, [mixture](const at::Tensor& windows) { return mixture->loss(windows); },
-             [mixture](const at::Tensor& windows) { return mixture->cross_entropy(windows); }};
+             [mixture](const at::Tensor& windows) { return mixture->cross_entropy(windows); }, nullptr};
   } else {
     byte_model::ModelShape shape = options.shape;
     shape.attention_apart = options.graph_mode() == "partial";
     const auto dense = ByteModel(shape).ptr();
     const auto loss = [dense](const at::Tensor& windows) { return dense->loss(windows); };
-    model = {dense, loss, loss};
+    model = {dense, loss, loss, dense};
   }
-  model.module->to(device, dtype);
+  if (parts.empty()) {
+    model.module->to(device, dtype);
+    return model;
+  }
+  model.module->to(dtype);
+  for (const std::int64_t part : parts) {
+    model.dense->place_part(part, options.parts(), device);
+  }
   return model;
 }
 

@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>
 
+#include "examples/byte_model/byte_model.h"
 #include "examples/mixture_model/mixture_model.h"
 #include "tools/cli/training_options.h"
 
@@ -21,12 +23,15 @@ struct TrainedModel {
   std::shared_ptr<torch::nn::Module> module;
   std::function<at::Tensor(const at::Tensor&)> loss;           ///< what is trained
   std::function<at::Tensor(const at::Tensor&)> cross_entropy;  ///< nats a byte
+  std::shared_ptr<byte_model::ByteModelImpl> dense;  ///< with parts that a pipeline can run; null for a mixture
 };
 
 /// The sizes of the mixture that the options ask for.
 [[nodiscard]] MixtureShape mixture_shape(const TrainingOptions& options);
-/// Equal options give equal weights on every device.
-[[nodiscard]] TrainedModel make_model(const TrainingOptions& options, c10::Device device, at::ScalarType dtype);
+/// Equal options give equal weights on every device. `parts`: those of a pipeline that are put on the device, empty for the whole model;
+/// the others stay on the CPU.
+[[nodiscard]] TrainedModel make_model(const TrainingOptions& options, c10::Device device, at::ScalarType dtype,
+                                      const std::vector<std::int64_t>& parts = {});
 
 /// The offload scopes of a layer of "dense" or "moe", in forward order.
 [[nodiscard]] std::vector<std::string_view> scopes_of(std::string_view model);

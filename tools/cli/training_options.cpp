@@ -11,6 +11,7 @@
 #include <CLI/Validators.hpp>
 
 #include "sidestream/error.h"
+#include "sidestream/pipeline_order.h"
 #include "sidestream/testing/schedule.h"
 #include "tools/cli/trained_model.h"
 
@@ -87,6 +88,39 @@ void validate_microbatches(const TrainingOptions& options) {
   require_divides("--batch", options.batch, "--microbatches", options.microbatches);
 }
 
+void validate_pipeline(const TrainingOptions& options) {
+  if (!options.pp) {
+    if (options.vpp != 1) {
+      throw UsageError("--vpp gives each rank of a pipeline several virtual stages: add --pp, the number of ranks");
+    }
+    return;
+  }
+  require_positive("--pp", *options.pp, 64);
+  require_positive("--vpp", options.vpp, 64);
+  require_positive("--rank-timeout", options.rank_timeout, 1'000'000);
+  const auto refuse = [](bool given, const char* option, const char* remedy) {
+    if (given) {
+      throw UsageError(fmt::format("{} does not work with --pp: {}", option, remedy));
+    }
+  };
+  refuse(options.mixture(), "--model moe", "only --model dense can be cut into parts");
+  refuse(options.graphs_step(), "--graphs step",
+         "a step's graph cannot wait for other ranks; use --graphs layer, partial or off");
+  refuse(options.check_steps > 0, "--check-steps", "the order check is for one process; leave out one of the two");
+  refuse(options.find_syncs, "--find-syncs",
+         "tensors pass between ranks through the host, which waits for each; leave out one of the two");
+  refuse(!options.dump_graphs.empty(), "--dump-graphs",
+         "all ranks would write the same files; leave out one of the two");
+  refuse(options.device == "cuda", "--device cuda", "the ranks pass tensors of the sim device only; use --device sim");
+  if (options.shape.layers < options.parts()) {
+    throw UsageError(fmt::format(
+        "--layers {} is too few for --pp {} --vpp {}: each of the {} parts needs a layer; use --layers {} or more",
+        options.shape.layers, *options.pp, options.vpp, options.parts(), options.parts()));
+  }
+  const PipelineShape shape{*options.pp, options.vpp, options.microbatches};
+  (void)pipeline_order(shape, 0);
+}
+
 /// What a step's graph has no use for.
 void validate_whole_step(const TrainingOptions& options) {
   if (options.graphs_step() && options.lookahead_mib) {
@@ -128,7 +162,10 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->type_name("N")
       ->capture_default_str();
   command.add_option("--seq", options.shape.seq, "Bytes in a window")->type_name("N")->capture_default_str();
-  command.add_option("--batch", options.batch, "Windows in a step")->type_name("N")->capture_default_str();
+  command
+      .add_option("--batch", options.batch,
+                  fmt::format("Windows in a step (default: {}, or the next multiple of --microbatches)", options.batch))
+      ->type_name("N");
   command
       .add_option("--microbatches", options.microbatches,
                   "Split each step's windows into N microbatches; their gradients are accumulated")
@@ -181,6 +218,11 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
                   "How far reloads may run ahead of backward, in MiB beyond the lag")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20))
       ->type_name("MIB");
+  command.parse_complete_callback([&command, &options] {
+    if (command.count("--batch") == 0 && options.microbatches > 0) {
+      options.batch = (options.batch + options.microbatches - 1) / options.microbatches * options.microbatches;
+    }
+  });
 }
 
 void declare_training_options(CLI::App& command, TrainingOptions& options) {
@@ -194,6 +236,19 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
           "--schedule", options.schedule,
           "Order of queued work on the sim device: early, late, d2h-early, d2h-late, seed:N, starve:N or hold:N")
       ->type_name("NAME");
+  command
+      .add_option("--pp", options.pp,
+                  "Train in a pipeline of N ranks, one process each. They are started here, or by the environment "
+                  "(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)")
+      ->type_name("N");
+  command.add_option("--vpp", options.vpp, "Virtual stages of each rank of the pipeline: the interleaved order")
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      .add_option("--rank-timeout", options.rank_timeout,
+                  "How many seconds a rank waits for another one before the run fails")
+      ->type_name("N")
+      ->capture_default_str();
   command.add_flag("--compare", options.compare,
                    "Repeat every step in plain eager mode and compare the gradients of every parameter; then measure "
                    "each mode alone");
@@ -231,6 +286,7 @@ void validate(const TrainingOptions& options) {
   require_positive("--batch", options.batch, 1 << 20);
   validate_microbatches(options);
   validate_whole_step(options);
+  validate_pipeline(options);
   require_positive("--steps", options.steps, 1'000'000'000);
   require_positive("--side-streams", options.side_streams, 32);
   if (options.check_steps < 0) {

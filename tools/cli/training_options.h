@@ -26,7 +26,10 @@ struct TrainingOptions {
   std::optional<std::int64_t> top_k;
   std::optional<double> capacity;
   std::int64_t batch = 6;
-  std::int64_t microbatches = 1;  ///< that a step's windows are given in
+  std::int64_t microbatches = 1;    ///< that a step's windows are given in
+  std::optional<std::int64_t> pp;   ///< ranks of a pipeline; not set: no pipeline
+  std::int64_t vpp = 1;             ///< virtual stages of a rank
+  std::int64_t rank_timeout = 300;  ///< seconds
   std::string dtype = "float32";
   std::int64_t steps = 200;
   std::uint64_t seed = 1;
@@ -45,6 +48,8 @@ struct TrainingOptions {
   std::filesystem::path journal;      ///< of the checked steps; empty: none
   std::filesystem::path dump_graphs;  ///< a folder for drawings; empty: none
 
+  /// Of the model, in a pipeline.
+  [[nodiscard]] std::int64_t parts() const noexcept { return pp.value_or(1) * vpp; }
   [[nodiscard]] bool mixture() const noexcept { return model == "moe"; }
   /// "step", "layer", "partial" or "off".
   [[nodiscard]] std::string graph_mode() const { return !graphs.empty() ? graphs : mixture() ? "partial" : "layer"; }

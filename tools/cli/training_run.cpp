@@ -1,6 +1,7 @@
 #include "tools/cli/training_run.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <span>
 #include <utility>
@@ -47,6 +48,12 @@ double verify_tolerance(const TrainingOptions& options, c10::Device device) {
   return GradientComparison(scalar_type(options), options.tokens_per_step(), !device.is_cuda()).bound();
 }
 
+std::vector<at::Tensor> tensors(const NamedTensors& named) {
+  std::vector<at::Tensor> result;
+  std::transform(named.begin(), named.end(), std::back_inserter(result), [](const auto& item) { return item.second; });
+  return result;
+}
+
 Options engine_options(const TrainingOptions& options, c10::Device device, TrainingMode mode,
                        ProgressCallback progress) {
   Options engine(device);
@@ -62,6 +69,9 @@ Options engine_options(const TrainingOptions& options, c10::Device device, Train
     for (const std::string& pattern : delay_patterns(options)) {
       engine.delay(pattern);
     }
+  }
+  if (options.pp) {
+    engine.call_options(CallOptions().max_captures(std::max(CallOptions().max_captures(), options.microbatches)));
   }
   engine.check_steps(options.check_steps).progress(std::move(progress));
   engine.verify_replays(options.verify_replays).verify_tolerance(verify_tolerance(options, device));
@@ -88,13 +98,14 @@ std::string TrainingMode::name() const {
 
 struct TrainingRun::State {
   State(const TrainingOptions& asked, c10::Device where, TrainingMode as, const TextCorpus& text,
-        ProgressCallback progress)
+        ProgressCallback progress, std::optional<PipelineRank> place)
       : options(asked),
         device(where),
         mode(as),
         corpus(text),
-        model(make_model(asked, where, scalar_type(asked))),
-        optimizer(model.module->parameters(), kWeightDecay, asked.graphs_step()),
+        rank(std::move(place)),
+        model(make_model(asked, where, scalar_type(asked), rank ? rank->parts : std::vector<std::int64_t>())),
+        optimizer(tensors(trained()), kWeightDecay, asked.graphs_step()),
         order(text.train().size(), static_cast<std::size_t>(asked.shape.seq) + 1,
               static_cast<std::size_t>(asked.shape.seq), asked.seed) {
     if (!mode.plain()) {
@@ -113,14 +124,37 @@ struct TrainingRun::State {
     return microbatches;
   }
 
+  /// In a pipeline, the other ranks' parameters are not on the device.
+  [[nodiscard]] NamedTensors trained() const {
+    NamedTensors parameters;
+    for (const auto& item : model.module->named_parameters()) {
+      if (!rank || item.value().device() == device) {
+        parameters.emplace_back(item.key(), item.value());
+      }
+    }
+    return parameters;
+  }
+
+  /// One chunk of a pipeline.
+  [[nodiscard]] at::Tensor run_part(std::int64_t part, const at::Tensor& windows, const at::Tensor& input) const {
+    const at::Tensor output =
+        model.dense->forward_part(part == 0 ? windows.narrow(1, 0, options.shape.seq) : input, part, options.parts());
+    return part + 1 == options.parts() ? share(byte_model::ByteModelImpl::loss_of(output, windows)) : output;
+  }
+
   /// Of one microbatch: its part of the step's mean loss.
-  [[nodiscard]] at::Tensor part_of_loss(const at::Tensor& windows) const {
-    const at::Tensor loss = model.loss(windows);
+  [[nodiscard]] at::Tensor part_of_loss(const at::Tensor& windows) const { return share(model.loss(windows)); }
+  [[nodiscard]] at::Tensor share(const at::Tensor& loss) const {
     return options.microbatches == 1 ? loss : loss / options.microbatches;
   }
 
   /// The loss of all, with gradients in their places.
   [[nodiscard]] at::Tensor forward_and_backward(const std::vector<Tensors>& microbatches) {
+    if (rank) {
+      return rank->run([&](std::int64_t stage, std::int64_t microbatch, const at::Tensor& input) {
+        return run_part(rank->parts[stage], microbatches[microbatch].front(), input);
+      });
+    }
     at::Tensor sum;
     for (const Tensors& windows : microbatches) {
       const at::Tensor loss = part_of_loss(windows.front());
@@ -156,6 +190,7 @@ struct TrainingRun::State {
   c10::Device device;
   TrainingMode mode;
   const TextCorpus& corpus;
+  std::optional<PipelineRank> rank;
   TrainedModel model;
   Optimizer optimizer;
   WindowOrder order;
@@ -165,8 +200,8 @@ struct TrainingRun::State {
 };
 
 TrainingRun::TrainingRun(const TrainingOptions& options, c10::Device device, TrainingMode mode,
-                         const TextCorpus& corpus, ProgressCallback progress)
-    : state_(std::make_unique<State>(options, device, mode, corpus, std::move(progress))) {}
+                         const TextCorpus& corpus, ProgressCallback progress, std::optional<PipelineRank> rank)
+    : state_(std::make_unique<State>(options, device, mode, corpus, std::move(progress), std::move(rank))) {}
 
 TrainingRun::~TrainingRun() = default;
 
@@ -195,7 +230,7 @@ double TrainingRun::step(const std::function<void()>& with_gradients) {
   } else {
     train();
   }
-  return loss.item<double>();
+  return loss.defined() ? loss.item<double>() : 0;
 }
 
 double TrainingRun::held_out_loss() {
@@ -226,13 +261,7 @@ void TrainingRun::take_parameters(const TrainingRun& other) {
   }
 }
 
-NamedTensors TrainingRun::parameters() const {
-  NamedTensors parameters;
-  for (const auto& item : state_->model.module->named_parameters()) {
-    parameters.emplace_back(item.key(), item.value());
-  }
-  return parameters;
-}
+NamedTensors TrainingRun::parameters() const { return state_->trained(); }
 
 NamedTensors TrainingRun::gradients() const {
   NamedTensors gradients;

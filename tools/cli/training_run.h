@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <c10/core/Device.h>
 
@@ -28,14 +29,24 @@ struct TrainingMode {
   [[nodiscard]] bool plain() const noexcept { return !graphs && !offload; }
 };
 
+/// A rank's place in a pipeline.
+struct PipelineRank {
+  /// Runs a virtual stage of this rank on a microbatch.
+  using Stage = std::function<at::Tensor(std::int64_t stage, std::int64_t microbatch, const at::Tensor& input)>;
+
+  std::vector<std::int64_t> parts;              ///< of the model, by virtual stage
+  std::function<at::Tensor(const Stage&)> run;  ///< runs a step's chunks; gives the loss where the last part is
+};
+
 /// A model in training: weights, optimizer, its place in the text, and the engine if its mode has one. Runs with equal options
 /// see equal weights and equal windows.
 class TrainingRun {
  public:
-  /// `corpus` must outlive the run. `progress`, if any, hears of warm-up, pinning and captures.
+  /// `corpus` must outlive the run. `progress`, if any, hears of warm-up, pinning and captures. With `rank`, the run trains the parts of
+  /// that rank only.
   /// Throws: what the engine throws for options it refuses.
   TrainingRun(const TrainingOptions& options, c10::Device device, TrainingMode mode, const TextCorpus& corpus,
-              ProgressCallback progress = {});
+              ProgressCallback progress = {}, std::optional<PipelineRank> rank = {});
   TrainingRun(const TrainingRun&) = delete;
   TrainingRun& operator=(const TrainingRun&) = delete;
   ~TrainingRun();
@@ -48,6 +59,7 @@ class TrainingRun {
   /// Makes the weights those of `other`, in place.
   void take_parameters(const TrainingRun& other);
 
+  /// Those that are trained here.
   [[nodiscard]] NamedTensors parameters() const;
   [[nodiscard]] std::int64_t parameter_count() const;
   /// What the engine counted; zeros without one.

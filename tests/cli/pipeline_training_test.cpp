@@ -1,0 +1,224 @@
+#include <algorithm>
+#include <csignal>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <nlohmann/json.hpp>
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "sidestream/error.h"
+#include "tests/cli/program.h"
+#include "tests/expect_throws.h"
+#include "tools/cli/training_options.h"
+
+namespace sidestream::cli {
+namespace {
+
+std::vector<std::string> piped(int ranks, std::vector<std::string> more) {
+  more.insert(more.begin(), {"--pp", std::to_string(ranks), "--seq", "64", "--batch", "16", "--microbatches", "8"});
+  return more;
+}
+
+struct PipelineCase {
+  int ranks;
+  int stages;
+  std::string graphs;
+  std::string offload;
+};
+
+class PipelineTraining : public testing::TestWithParam<PipelineCase> {};
+
+TEST_P(PipelineTraining, GradientsEqualThoseOfOneProcess) {
+  const auto& [ranks, stages, graphs, offload] = GetParam();
+  const auto [out, json] =
+      trained(piped(ranks, {"--vpp", std::to_string(stages), "--layers", "8", "--graphs", graphs, "--offload", offload,
+                            "--side-streams", "1", "--steps", "4", "--compare"}));
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "bit for bit in each of 4 steps, and so are the trained parameters", out);
+  EXPECT_TRUE(json["gradients"]["bit_equal"].get<bool>());
+  EXPECT_TRUE(json["gradients"]["trained_parameters_equal"].get<bool>());
+  EXPECT_EQ(json["gradients"]["parameters"].size(), 3u + 8 * 6);
+  ASSERT_EQ(json["modes"].size(), static_cast<std::size_t>(ranks));
+  // A part with one layer keeps that layer: the engine does not offload what the lag leaves on the device.
+  const bool offloads = offload == "all" && (graphs == "off" || ranks * stages <= 4);
+  std::int64_t captured = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const auto& numbers = json["modes"][rank];
+    EXPECT_EQ(numbers["name"], "rank " + std::to_string(rank));
+    EXPECT_EQ(numbers["offloaded_bytes_per_step"].get<std::int64_t>() > 0, offloads);
+    captured += numbers["graphs"].get<std::int64_t>();
+  }
+  // One in each direction for each layer, and more for the microbatches in flight.
+  EXPECT_EQ(captured >= 2 * 8, graphs != "off") << captured;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, PipelineTraining,
+                         testing::Values(PipelineCase{1, 1, "layer", "all"}, PipelineCase{1, 2, "layer", "all"},
+                                         PipelineCase{2, 1, "off", "off"}, PipelineCase{2, 1, "off", "all"},
+                                         PipelineCase{2, 1, "layer", "off"}, PipelineCase{2, 1, "layer", "all"},
+                                         PipelineCase{2, 1, "partial", "all"}, PipelineCase{2, 2, "off", "all"},
+                                         PipelineCase{2, 2, "layer", "all"}, PipelineCase{4, 1, "layer", "all"},
+                                         PipelineCase{4, 2, "layer", "all"}),
+                         [](const testing::TestParamInfo<PipelineCase>& info) {
+                           const PipelineCase& c = info.param;
+                           return "Pp" + std::to_string(c.ranks) + "Vpp" + std::to_string(c.stages) + "Graphs_" +
+                                  c.graphs + "Offload_" + c.offload;
+                         });
+
+TEST(Pipeline, LossesAreThoseOfOneProcess) {
+  const auto losses = [](const std::vector<std::string>& more) { return trained(more).report["train_loss"]; };
+  EXPECT_EQ(losses(piped(2, {"--steps", "3"})), losses({"--seq", "64", "--batch", "16", "--microbatches", "8",
+                                                        "--steps", "3", "--graphs", "off", "--offload", "off"}));
+}
+
+TEST(Pipeline, EachRankReportsItsTimesAndMemory) {
+  const auto json = trained(piped(2, {"--side-streams", "1", "--steps", "5"})).report;
+  for (const auto& numbers : json["modes"]) {
+    EXPECT_EQ(numbers["timed_steps"], 2);
+    EXPECT_GT(numbers["peak_live_bytes"], 0);
+    EXPECT_GT(numbers["pinned_host_bytes"], 0);
+  }
+  EXPECT_EQ(json["options"]["pp"], 2);
+  EXPECT_FALSE(json.contains("held_out_loss"));
+}
+
+TEST(Pipeline, ReplaysOfAllRanksAreVerified) {
+  const auto json = trained(piped(2, {"--steps", "4", "--verify-replays", "2"})).report;
+  EXPECT_GE(json["verified"]["forwards"], 4);  // of each layer
+}
+
+TEST(Pipeline, CtrlCEndsAllRanksAfterTheSameStep) {
+  Program program(tiny_training(piped(2, {"--steps", "100000"})));
+  ASSERT_TRUE(program.wait_for("step   "));
+  program.signal(SIGINT);
+  const ProgramResult result = program.finish();
+  EXPECT_EQ(result.code, 130) << result.signal << result.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "ended by Ctrl-C", result.out);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "rank 1", result.out);
+}
+
+TEST(Pipeline, ARankThatDiesIsNamedByTheOthers) {
+  for (const int dying : {0, 2}) {
+    Program program(tiny_training(piped(3, {"--steps", "100000", "--graphs", "off"})));
+    ASSERT_TRUE(program.wait_for("step   "));
+    const std::vector<int> ranks = program.children();
+    ASSERT_EQ(ranks.size(), 3u);
+    kill(ranks[dying], SIGKILL);
+    const ProgramResult result = program.finish();
+    EXPECT_EQ(result.code, 1) << result.signal << result.err;
+    const std::string text =
+        "rank " + std::to_string(dying) + " (process " + std::to_string(ranks[dying]) + ") was ended by signal 9";
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "sidestream: " + text, result.err);
+    for (int other = 0; other < 3; ++other) {
+      if (other != dying) {
+        EXPECT_PRED_FORMAT2(testing::IsSubstring, "sidestream: rank " + std::to_string(other) + ": " + text,
+                            result.err);
+      }
+    }
+  }
+}
+
+TEST(Pipeline, ARankThatFailsIsNamedByTheOthers) {
+  const ProgramResult result = run_program(tiny_training(piped(2, {"--steps", "2", "--offload", "blocks.*.router"})));
+  EXPECT_EQ(result.code, 2) << result.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "core_attn", result.err);
+}
+
+/// Ranks that a test starts, as a user does on several machines.
+class StartedRanks {
+ public:
+  StartedRanks(int ranks, const std::vector<std::string>& more) {
+    const std::string port = std::to_string(free_port());
+    for (int rank = 0; rank < ranks; ++rank) {
+      programs_.push_back(std::make_unique<Program>(
+          tiny_training(piped(ranks, more)), "export RANK=" + std::to_string(rank) + " WORLD_SIZE=" +
+                                                 std::to_string(ranks) + " MASTER_ADDR=127.0.0.1 MASTER_PORT=" + port));
+    }
+  }
+  Program& operator[](std::size_t rank) { return *programs_[rank]; }
+
+ private:
+  static int free_port() {
+    const int listener = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    EXPECT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), size), 0);
+    EXPECT_EQ(getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size), 0);
+    close(listener);
+    return ntohs(address.sin_port);
+  }
+
+  std::vector<std::unique_ptr<Program>> programs_;
+};
+
+TEST(PipelineFromTheEnvironment, TrainsAndTheLastRankPrints) {
+  StartedRanks ranks(2, {"--steps", "4", "--compare"});
+  const ProgramResult first = ranks[0].finish();
+  const ProgramResult last = ranks[1].finish();
+  EXPECT_EQ(first.code, 0) << first.err;
+  EXPECT_EQ(last.code, 0) << last.err;
+  EXPECT_EQ(first.out, "");
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "bit for bit in each of 4 steps", last.out);
+}
+
+TEST(PipelineFromTheEnvironment, ASilentRankIsNamedByThoseThatWaitForOthers) {
+  StartedRanks ranks(3, {"--steps", "100000", "--graphs", "off", "--rank-timeout", "10"});
+  ASSERT_TRUE(ranks[2].wait_for("step   "));
+  ranks[2].signal(SIGSTOP);
+  for (const std::size_t rank : {0, 1}) {
+    const ProgramResult result = ranks[rank].finish();
+    EXPECT_EQ(result.code, 1) << result.signal;
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "rank 2 has sent nothing for 10 s", result.err);
+  }
+}
+
+TEST(PipelineFromTheEnvironment, WithoutTheStoreTheOthersEnd) {
+  StartedRanks ranks(2, {"--steps", "100000", "--graphs", "off"});
+  ASSERT_TRUE(ranks[1].wait_for("step   "));
+  ranks[0].signal(SIGKILL);
+  const ProgramResult result = ranks[1].finish();
+  EXPECT_EQ(result.code, 1) << result.signal;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "rank 0, or the program that started the ranks, has ended", result.err);
+}
+
+TEST(PipelineFromTheEnvironment, VariablesThatDoNotFitAreRefused) {
+  const auto refused = [](const std::string& variables, const std::string& part) {
+    expect_refusal(tiny_training(piped(2, {})), 2, part, "export " + variables);
+  };
+  refused("RANK=0", "RANK is set, but WORLD_SIZE is not");
+  refused("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=70000", "MASTER_PORT is '70000'");
+  refused("RANK=0 WORLD_SIZE=3 MASTER_ADDR=localhost MASTER_PORT=1", "WORLD_SIZE is 3, but --pp is 2");
+}
+
+TEST(Pipeline, OptionsThatDoNotFitAreRefused) {
+  const auto refused = [](const std::function<void(TrainingOptions&)>& change, const std::string& part) {
+    TrainingOptions options;
+    options.pp = 2;
+    change(options);
+    EXPECT_THROWS(UsageError, part, validate(options));
+  };
+  refused([](auto& o) { o.pp = 0; }, "--pp is 0; it must be from 1 to 64");
+  refused([](auto& o) { o.vpp = 0; }, "--vpp is 0; it must be from 1 to 64");
+  refused([](auto& o) { o.rank_timeout = 0; }, "--rank-timeout is 0");
+  refused([](auto& o) { o.model = "moe"; }, "--model moe does not work with --pp");
+  refused([](auto& o) { o.graphs = "step"; }, "use --graphs layer");
+  refused([](auto& o) { o.check_steps = 2; }, "--check-steps does not work with --pp");
+  refused([](auto& o) { o.find_syncs = true; }, "--find-syncs does not work with --pp");
+  refused([](auto& o) { o.dump_graphs = "graphs"; }, "--dump-graphs does not work with --pp");
+  refused([](auto& o) { o.device = "cuda"; }, "use --device sim");
+  refused([](auto& o) { o.vpp = 4; }, "use --layers 8 or more");
+  refused([](auto& o) { o.pp.reset(), o.vpp = 2; }, "add --pp");
+  expect_refusal(tiny_training(piped(2, {"--report", "/nowhere/report.json"})), 2, "--report");
+}
+
+}  // namespace
+}  // namespace sidestream::cli

@@ -1,0 +1,346 @@
+#include "tools/cli/pipeline_training.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "examples/pipeline/pipeline.h"
+#include "examples/pipeline/ranks.h"
+#include "examples/pipeline/store_backend.h"
+#include "sidestream/error.h"
+#include "tools/cli/device_choice.h"
+#include "tools/cli/interrupt.h"
+#include "tools/cli/measurement.h"
+#include "tools/cli/progress_line.h"
+#include "tools/cli/report_file.h"
+#include "tools/cli/standard_output.h"
+#include "tools/cli/train_command.h"
+#include "tools/cli/training_result.h"
+#include "tools/cli/training_run.h"
+
+namespace sidestream::cli {
+namespace {
+
+using Ranks = c10::intrusive_ptr<pipeline::StoreBackend>;
+using Json = nlohmann::json;
+
+constexpr int kTextTag = -2;  // chunks have tags from 0
+constexpr int kTensorTag = -3;
+
+void send_text(const Ranks& ranks, int to, const std::string& text) {
+  at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
+  std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<std::uint8_t>());
+  std::vector<at::Tensor> size{at::scalar_tensor(bytes.numel(), at::kLong)};
+  std::vector<at::Tensor> message{bytes};
+  ranks->send(size, to, kTextTag)->wait();
+  ranks->send(message, to, kTextTag)->wait();
+}
+
+std::string receive_text(const Ranks& ranks, int from) {
+  std::vector<at::Tensor> size{at::zeros({}, at::kLong)};
+  ranks->recv(size, from, kTextTag)->wait();
+  std::vector<at::Tensor> message{at::empty({size.front().item<std::int64_t>()}, at::kByte)};
+  ranks->recv(message, from, kTextTag)->wait();
+  const auto* bytes = message.front().const_data_ptr<std::uint8_t>();
+  return {bytes, bytes + message.front().numel()};
+}
+
+Json rank_json(const ModeResult& mode, const VerifiedNumbers& verified) {
+  const OffloadNumbers& offload = mode.offload;
+  return {mode.steps,          mode.step_seconds,      mode.live,         mode.allocated,       mode.reserved,
+          mode.first_reserved, offload.bytes_per_step, offload.in_flight, offload.pinned_bytes, offload.waits_per_step,
+          offload.graphs,      offload.notes,          verified.forwards, verified.backwards};
+}
+
+void add_rank(TrainingResult& result, int rank, const Json& json) {
+  result.modes.push_back({fmt::format("rank {}", rank),
+                          json[0],
+                          json[1],
+                          json[2],
+                          json[3],
+                          json[4],
+                          json[5],
+                          {json[6], json[7], json[8], json[9], json[10], json[11]}});
+  result.verified.forwards += json[12].get<std::int64_t>();
+  result.verified.backwards += json[13].get<std::int64_t>();
+}
+
+/// One rank's training. The last rank has the loss: it prints, and with --compare it runs plain training of the whole model beside.
+class RankTraining {
+ public:
+  RankTraining(const TrainingOptions& options, const TextCorpus& corpus, Ranks ranks)
+      : options_(options),
+        corpus_(corpus),
+        ranks_(std::move(ranks)),
+        device_(choose_device(options)),
+        last_(ranks_->getSize() - 1),
+        dtype_(options.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat),
+        pipeline_({*options.pp, options.vpp, options.microbatches}, ranks_,
+                  at::empty({options.batch / options.microbatches, options.shape.seq, options.shape.hidden},
+                            at::dtype(dtype_).device(device_.device))) {}
+
+  int run(ReportFile* report) {
+    describe();
+    std::optional<InterruptGuard> interrupt;  // rank 0 decides for all
+    if (ranks_->getRank() == 0) {
+      interrupt.emplace();
+    }
+    std::optional<ProgressLine> progress;
+    if (reports()) {
+      progress.emplace(stdout, "train", static_cast<std::size_t>(options_.steps),
+                       static_cast<std::size_t>(options_.tokens_per_step()));
+    }
+    TrainingRun main(
+        options_, device_.device, {.graphs = options_.graphed(), .offload = options_.offloads()}, corpus_,
+        [&](const Progress& begun) {
+          if (progress) {
+            progress->phase(begun);
+          }
+        },
+        rank());
+    result_.parameters = main.parameter_count();
+    if (options_.compare) {
+      begin_comparison(main);
+    }
+    Measurement measurement(device_.device, {});
+    while (result_.steps_done < options_.steps && !stopped(interrupt)) {
+      double loss = 0;
+      step(measurement, main, loss);
+      result_.train.first = result_.steps_done == 0 ? loss : result_.train.first;
+      result_.train.last = loss;
+      ++result_.steps_done;
+      if (progress) {
+        progress->step(static_cast<std::size_t>(result_.steps_done), loss);
+      }
+    }
+    progress.reset();
+    if (options_.compare) {
+      compare_parameters(main);
+    }
+    ModeResult measured = measurement.finish(main);
+    if (options_.compare) {
+      measured.steps = 0;  // their times have the comparison's in them
+      measured.step_seconds = 0;
+    }
+    return finish(rank_json(measured, main.verified_numbers()), report);
+  }
+
+ private:
+  [[nodiscard]] bool reports() const { return ranks_->getRank() == last_; }
+
+  void describe() {
+    result_.options = options_;
+    result_.device_name = device_.name;
+    result_.text_source = corpus_.source();
+    result_.text_files = corpus_.files();
+    result_.text_bytes = corpus_.bytes();
+    result_.byte_entropy = corpus_.byte_entropy();
+    result_.mode = TrainingMode{.graphs = options_.graphed(), .offload = options_.offloads()}.name();
+    if (reports()) {
+      print(fmt::format("text: {} files, {} bytes from {}, byte entropy {:.4f} nats\ndevice: {} in each rank\n",
+                        result_.text_files, result_.text_bytes, result_.text_source, result_.byte_entropy,
+                        result_.device_name));
+    }
+  }
+
+  [[nodiscard]] PipelineRank rank() {
+    PipelineRank rank;
+    for (std::int64_t stage = 0; stage < options_.vpp; ++stage) {
+      rank.parts.push_back(pipeline_.part(stage));
+    }
+    rank.run = [this](const PipelineRank::Stage& stage) { return pipeline_.step(stage); };
+    return rank;
+  }
+
+  /// The signal that rank 0 got decides, so that all ranks end after the same step.
+  [[nodiscard]] bool stopped(const std::optional<InterruptGuard>& interrupt) {
+    std::vector<at::Tensor> signal{at::scalar_tensor(interrupt ? interrupt->signal() : 0, at::kLong)};
+    ranks_->broadcast(signal, {})->wait();
+    result_.signal = signal.front().item<int>();
+    return result_.signal != 0;
+  }
+
+  void begin_comparison(const TrainingRun& main) {
+    if (!reports()) {
+      std::vector<std::string> names;
+      for (const auto& [name, parameter] : main.parameters()) {
+        names.push_back(name);
+      }
+      send_text(ranks_, last_, Json(names).dump());
+      return;
+    }
+    // The simulated device computes what the CPU computes; its memory is left to the rank.
+    plain_.emplace(options_, c10::Device(c10::kCPU), TrainingMode{}, corpus_);
+    result_.comparison.emplace(dtype_, options_.tokens_per_step(), /*exact=*/true);
+    for (int rank = 0; rank < last_; ++rank) {
+      for (const std::string name : Json::parse(receive_text(ranks_, rank))) {
+        rank_of_.emplace(name, rank);
+      }
+    }
+  }
+
+  void step(Measurement& measurement, TrainingRun& main, double& loss) {
+    if (!options_.compare) {
+      measurement.step(main, loss);
+    } else if (!reports()) {
+      measurement.step(main, loss, [&] { send_all(main, [](const at::Tensor& tensor) { return tensor.grad(); }); });
+    } else {
+      plain_->step([&] {
+        measurement.step(main, loss, [&] {
+          NamedTensors all = whole_model(main);
+          result_.comparison->compare(all, plain_->parameters());
+        });
+      });
+    }
+  }
+
+  /// To the last rank, in the order of the names that it was sent.
+  void send_all(const TrainingRun& main, const std::function<at::Tensor(const at::Tensor&)>& of) {
+    for (const auto& [name, parameter] : main.parameters()) {
+      std::vector<at::Tensor> message{of(parameter)};
+      if (!message.front().defined()) {
+        throw Error(fmt::format("parameter {} has no gradient after a step", name));
+      }
+      ranks_->send(message, last_, kTensorTag)->wait();
+    }
+  }
+
+  /// The parameters of all ranks, in the plain model's order. Those of other ranks are stand-ins: what the rank sent is their gradient.
+  [[nodiscard]] NamedTensors whole_model(const TrainingRun& main) {
+    std::map<std::string, at::Tensor> own;
+    for (const auto& [name, parameter] : main.parameters()) {
+      own.emplace(name, parameter);
+    }
+    NamedTensors all;
+    for (const auto& [name, parameter] : plain_->parameters()) {
+      if (const auto found = own.find(name); found != own.end()) {
+        all.emplace_back(name, found->second);
+        continue;
+      }
+      const auto rank = rank_of_.find(name);
+      if (rank == rank_of_.end()) {
+        throw Error(fmt::format("no rank trains parameter {}", name));
+      }
+      std::vector<at::Tensor> received{at::empty_like(parameter.detach())};
+      ranks_->recv(received, rank->second, kTensorTag)->wait();
+      at::Tensor stand_in = at::empty_like(parameter.detach());
+      stand_in.mutable_grad() = received.front();
+      all.emplace_back(name, stand_in);
+    }
+    return all;
+  }
+
+  void compare_parameters(const TrainingRun& main) {
+    if (!reports()) {
+      return send_all(main, [](const at::Tensor& tensor) { return tensor; });
+    }
+    const NamedTensors ours = whole_model(main);
+    const NamedTensors theirs = plain_->parameters();
+    result_.parameters_equal = std::equal(ours.begin(), ours.end(), theirs.begin(), [&](const auto& a, const auto& b) {
+      const bool received = rank_of_.count(a.first) > 0;
+      return at::equal((received ? a.second.grad() : a.second.detach()).to(at::kCPU), b.second.detach());
+    });
+  }
+
+  /// Brings the numbers of all ranks together.
+  [[nodiscard]] int finish(const Json& numbers, ReportFile* report) {
+    if (!reports()) {
+      send_text(ranks_, last_, numbers.dump());
+    } else {
+      for (int rank = 0; rank < last_; ++rank) {
+        add_rank(result_, rank, Json::parse(receive_text(ranks_, rank)));
+      }
+      add_rank(result_, last_, numbers);
+      print(result_table(result_));
+      if (report != nullptr) {
+        report->commit(result_json(result_));
+        print(fmt::format("\n  report: {}\n", report->path().string()));
+      }
+      if (result_.comparison && (!result_.comparison->all_equal() || !result_.parameters_equal)) {
+        throw Error("the gradients or the trained parameters differ from those of one process (see the table)");
+      }
+    }
+    return result_.signal != 0 ? kSignalled + result_.signal : kSuccess;
+  }
+
+  const TrainingOptions& options_;
+  const TextCorpus& corpus_;
+  Ranks ranks_;
+  ChosenDevice device_;
+  int last_;
+  at::ScalarType dtype_;
+  pipeline::Pipeline pipeline_;
+  TrainingResult result_;
+  std::optional<TrainingRun> plain_;    ///< --compare: the whole model
+  std::map<std::string, int> rank_of_;  ///< of the parameters of other ranks
+};
+
+int run_rank(const TrainingOptions& options, const TextCorpus& corpus, const pipeline::RankEnvironment& place) {
+  if (place.size != *options.pp) {
+    throw UsageError(
+        fmt::format("WORLD_SIZE is {}, but --pp is {}: start as many ranks as --pp says", place.size, *options.pp));
+  }
+  std::optional<ReportFile> report;
+  if (!options.report.empty() && place.rank + 1 == place.size) {
+    report.emplace(options.report, "--report");
+  }
+  const std::chrono::milliseconds limit = std::chrono::seconds(options.rank_timeout);
+  const auto ranks =
+      c10::make_intrusive<pipeline::StoreBackend>(pipeline::connect(place, limit), place.rank, place.size, limit);
+  const auto failed = [&](const std::string& what) {
+    const std::string line = what.substr(0, what.find('\n'));
+    ranks->fail(fmt::format("rank {} failed: {}", place.rank, line), place.serves_store);
+    return fmt::format("rank {}: {}", place.rank, line);
+  };
+  try {
+    ranks->barrier({})->wait();  // all are there
+    const int code = RankTraining(options, corpus, ranks).run(report ? &*report : nullptr);
+    ranks->leave(place.serves_store);
+    return code;
+  } catch (const UsageError& error) {
+    throw UsageError(failed(error.what()));
+  } catch (const c10::Error& error) {
+    throw Error(failed(error.what_without_backtrace()));
+  } catch (const std::exception& error) {
+    throw Error(failed(error.what()));
+  }
+}
+
+}  // namespace
+
+int train_in_pipeline(TrainingOptions options, const TextCorpus& corpus) {
+  if (options.device == "auto") {
+    options.device = "sim";
+  }
+  if (const auto place = pipeline::rank_environment()) {
+    return run_rank(options, corpus, *place);
+  }
+  if (!options.report.empty()) {
+    const ReportFile tried(options.report, "--report");
+  }
+  const pipeline::RanksEnd end = pipeline::run_ranks(static_cast<int>(*options.pp));
+  if (end.failed.empty()) {
+    return end.code;
+  }
+  if (end.code == kUsage) {
+    throw UsageError(end.failed);
+  }
+  throw Error(end.failed);
+}
+
+}  // namespace sidestream::cli
