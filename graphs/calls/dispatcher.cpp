@@ -306,6 +306,8 @@ void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& v
 
 void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_t index, GraphSequence::Inputs known) {
   call.site.ran_eagerly = false;
+  const RunningChunk* const chunk = chunks_.active();
+  variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0);
   if (verification_ != nullptr && at::GradMode::is_enabled()) {
     const SyncFinder::Pause compares;
     verification_->forward(variant.holder->sequence, index, call.request, call.outputs);

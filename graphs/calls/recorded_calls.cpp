@@ -182,9 +182,9 @@ bool RecordedCalls::settled(std::size_t call) const {
   return flights_[call]->backward->begun.load() && (!delays_ || flights_[call]->weights);
 }
 
-void RecordedCalls::weights_computed() {
+void RecordedCalls::weights_computed(std::uint64_t chunk) {
   for (const auto& flight : flights_) {
-    flight->weights = flight->weights || flight->backward->begun.load();
+    flight->weights = flight->weights || ((chunk == 0 || flight->chunk == chunk) && flight->backward->begun.load());
   }
 }
 

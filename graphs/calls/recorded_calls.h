@@ -85,8 +85,8 @@ class RecordedCalls {
   void ran(std::size_t call, const detail::TensorBuffer& outputs);
   /// It threw instead: it is as if it had not been called. `call` is the latest that was added.
   void forget(std::size_t call);
-  /// Weight gradients were computed, of all calls whose backward has begun.
-  void weights_computed();
+  /// Weight gradients were computed: of all calls whose backward has begun, or of those of one chunk, by its number.
+  void weights_computed(std::uint64_t chunk = 0);
   /// True when a call's module has other members, or weights of another dtype or shape, than when it ran: its inputs no longer
   /// go with it.
   [[nodiscard]] bool outdated() const noexcept;

@@ -22,6 +22,7 @@ struct RunningChunk {
   std::optional<std::size_t> slot = {};  ///< of its graphed calls: see RecordedCall::slot. The first of them decides
   std::uint64_t offloaded_bytes = 0;     ///< whose copies were queued while it was active
   bool open = true;
+  bool weights_computed = false;  ///< by OffloadEngine::backward_dw for this chunk
 };
 
 /// The chunks of one step: which are open, which one calls belong to, and whether they come in the order that the step was given.
@@ -50,6 +51,9 @@ class StepChunks {
 
   /// That calls belong to now; null if there is none.
   [[nodiscard]] RunningChunk* active() noexcept { return open_.empty() ? nullptr : &chunks_[open_.back()]; }
+  /// A chunk of the step whose weight gradients are to be computed; they count as computed from here on.
+  /// Throws: UsageError if the step has not had the chunk, or has computed them.
+  RunningChunk& take_weights(const ChunkId& id);
   /// Of the latest step.
   void report(std::vector<ChunkReport>& chunks) const;
 

@@ -77,6 +77,8 @@ void OffloadEngine::reset() { state().reset(); }
 
 void OffloadEngine::backward_dw() { state().backward_dw(); }
 
+void OffloadEngine::backward_dw(ChunkId id) { state().backward_dw(id); }
+
 void OffloadEngine::set_activation_offloading(const torch::nn::Module& module, bool on) {
   state().set_activation_offloading({state().calls().patterns_of(module)}, on);
 }
@@ -301,6 +303,17 @@ void EngineState::backward_dw() {
   refuse_inside("OffloadEngine::backward_dw");
   resources_.delayed_weights->compute_all();
   recorded_.weights_computed();
+}
+
+void EngineState::backward_dw(const ChunkId& id) {
+  refuse_inside("OffloadEngine::backward_dw");
+  const std::uint64_t number = chunks_.take_weights(id).number;
+  const auto is_of_chunk = [number](const GraphSequence& sequence, std::size_t call) {
+    return sequence.captured().calls[call].replay.chunk == number;
+  };
+  while (resources_.delayed_weights->compute_next(is_of_chunk)) {
+  }
+  recorded_.weights_computed(number);
 }
 
 void EngineState::refuse_missing_weights(bool failed) {

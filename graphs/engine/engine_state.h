@@ -66,6 +66,7 @@ class EngineState {
   [[nodiscard]] Journal journal() const { return resources_.check.journal(); }
   void reset();
   void backward_dw();
+  void backward_dw(const ChunkId& id);
   /// Each of `named` is a switch of its own.
   void set_activation_offloading(const std::vector<NamePatterns>& named, bool on);
   std::vector<std::string> write_graphs(const std::string& folder) const;

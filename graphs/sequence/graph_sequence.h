@@ -114,6 +114,11 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// Throws: UsageError (see GraphedCallable); nothing has been queued then.
   void forward(std::size_t call, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
                const ReplayOptions* target = nullptr, Inputs known = Inputs::unknown);
+  /// The next forward of `call` is one of that chunk; 0: of none.
+  void set_chunk(std::size_t call, std::uint64_t chunk) {
+    const std::lock_guard lock(mutex_);
+    captured_.calls[call].replay.chunk = chunk;
+  }
   /// Replays the backward of `call` for its forward `generation`; `grads` become the gradients of inputs, then of parameters.
   /// Throws: UsageError; nothing has been queued then.
   void backward(std::size_t call, std::uint64_t generation, std::vector<at::Tensor>& grads);

@@ -108,6 +108,9 @@ class SIDESTREAM_API OffloadEngine {
   /// Ordering: as a backward.  Capture: illegal.  Threads: the step's.
   /// Throws: UsageError if a tensor that the gradients are computed from was changed in place. What hooks of the parameters throw.
   void backward_dw();
+  /// The same for the calls and callables of one chunk. Call it once for each chunk, after its backward.
+  /// Throws: UsageError also if the step has not had the chunk, and at the second call for it.
+  void backward_dw(ChunkId id);
 
   /// What the engine has done so far.
   [[nodiscard]] Report report() const;

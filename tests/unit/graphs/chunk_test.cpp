@@ -76,6 +76,19 @@ TEST_F(ChunkTest, OfAnEngineThatWasMovedFrom) {
   expect_usable(other);
 }
 
+TEST_F(ChunkTest, WeightGradientsOfAnUnknownChunkAndASecondTime) {
+  Step step = engine_.step();
+  Chunk chunk = engine_.chunk({0, 0});
+  const at::Tensor loss = model_.forward(rows(1, device_)).square().mean();
+  chunk.finish();
+  loss.backward();
+  EXPECT_THROWS(UsageError, "got stage 0, microbatch 1, which this step has not had", engine_.backward_dw({0, 1}));
+  engine_.backward_dw({0, 0});  // none are delayed
+  EXPECT_THROWS(UsageError, "stage 0, microbatch 0 are computed already", engine_.backward_dw({0, 0}));
+  step.finish();
+  expect_usable(engine_);
+}
+
 TEST_F(ChunkTest, NumbersBelowZeroAndChunksThatTheStepHasHad) {
   const Step step = engine_.step();
   EXPECT_THROWS(UsageError, "got stage -1, microbatch 0; stages and microbatches are numbered from 0",

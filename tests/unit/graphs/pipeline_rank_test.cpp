@@ -26,7 +26,7 @@
 namespace sidestream::testing_model {
 namespace {
 
-enum class RankSchedule : std::uint8_t { one_forward_one_backward, forwards_first };
+enum class RankSchedule : std::uint8_t { one_forward_one_backward, forwards_first, zero_bubble };
 enum class RankExtra : std::uint8_t {
   none,
   forwards_alone,  ///< chunks without a backward, first and in between
@@ -104,7 +104,9 @@ RankOrder RankProgram::order(std::size_t step) const {
     return random_order(place, microbatches[step], layers, extra == RankExtra::random_cut, seed);
   }
   const std::size_t count = microbatches[step];
-  RankOrder whole = schedule == RankSchedule::forwards_first ? forwards_first(place, count) : rank_order(place, count);
+  RankOrder whole = schedule == RankSchedule::forwards_first ? forwards_first(place, count)
+                    : schedule == RankSchedule::zero_bubble  ? zero_bubble_order(place, count)
+                                                             : rank_order(place, count);
   RankOrder order;
   const auto meet = [&](Kind a, Kind b, std::size_t i) {
     return i + 1 < whole.size() && whole[i].kind == a && whole[i + 1].kind == b &&
@@ -162,6 +164,14 @@ bool stays_eager(const RankProgram& program, std::size_t layer) {
   return program.extra == RankExtra::hybrid && layer % 2 == 1;
 }
 
+GraphOptions graph_options(const RankProgram& program) {
+  GraphOptions options = GraphOptions().num_warmup_iters(1);
+  if (program.schedule == RankSchedule::zero_bubble) {
+    options.gradients("**", GradientPolicy::delayed);
+  }
+  return options;
+}
+
 /// Callables for each part: a set for each microbatch in flight, and one for forwards without a backward.
 class RankCallables {
  public:
@@ -189,7 +199,8 @@ class RankCallables {
                                  *(model.layers->begin() + static_cast<std::ptrdiff_t>(layer)));
           layers.push_back(layer);
         }
-        const std::vector<GraphedCallable> made = make_graphed_callables(engine, callables, samples);
+        const std::vector<GraphedCallable> made =
+            make_graphed_callables(engine, callables, samples, graph_options(program));
         for (std::size_t i = 0; i < layers.size(); ++i) {
           graphed_.insert({{layers[i], slot}, made[i]});
         }
@@ -209,9 +220,10 @@ class RankCallables {
           ++slot;
         }
         taken[work.part].insert(slots_[chunk] = slot);
-      } else if (first && work.kind == RankWork::Kind::backward) {
+      } else if (first && work.kind == (program_.schedule == RankSchedule::zero_bubble ? RankWork::Kind::weights
+                                                                                       : RankWork::Kind::backward)) {
         taken[work.part].erase(slots_[chunk]);
-      } else if (first) {
+      } else if (first && (work.kind == RankWork::Kind::evaluate || work.kind == RankWork::Kind::abandoned)) {
         slots_[chunk] = in_flight_;
       }
     }
@@ -235,7 +247,7 @@ Options rank_options(const RankProgram& program, RankWay way, c10::Device device
   if (way == RankWay::shared) {
     calls.share_memory(true).on_pending(OnPending::eager);
   }
-  options.check_steps(8).call_options(calls).graph_options(GraphOptions().num_warmup_iters(1));
+  options.check_steps(8).call_options(calls).graph_options(graph_options(program));
   for (std::size_t layer = 0; layer < program.place.parts * program.layers; ++layer) {
     const std::string name = "layers." + std::to_string(layer);
     if ((way == RankWay::calls || way == RankWay::shared) && !stays_eager(program, layer)) {
@@ -321,7 +333,8 @@ class RankExpectation {
     for (const RankWork& work : order) {
       if (work.kind == RankWork::Kind::forward) {
         latest = work;
-      } else if (work.part == latest.part && work.microbatch == latest.microbatch) {
+      } else if (work.kind == RankWork::Kind::backward && work.part == latest.part &&
+                 work.microbatch == latest.microbatch) {
         ++count;
       }
     }
@@ -349,18 +362,25 @@ void train_rank(const RankProgram& program, RankWay way, RankChunks chunks) {
     callables = std::make_unique<RankCallables>(engine, model, program, device);
   }
   ChunksOfStep open(engine, program.layers);
-  Rank mine(program.place, program.layers, device, program.cut(),
-            [&](std::size_t layer, std::size_t microbatch, const at::Tensor& h) {
-              if (chunks != RankChunks::none) {
-                open.before(layer, microbatch);
-              }
-              const at::Tensor out =
-                  callables != nullptr ? (*callables)(layer, microbatch, h) : model.run_layer(layer, h);
-              if (chunks != RankChunks::none) {
-                open.after(layer, microbatch);
-              }
-              return out;
-            });
+  Rank mine(
+      program.place, program.layers, device, program.cut(),
+      [&](std::size_t layer, std::size_t microbatch, const at::Tensor& h) {
+        if (chunks != RankChunks::none) {
+          open.before(layer, microbatch);
+        }
+        const at::Tensor out = callables != nullptr ? (*callables)(layer, microbatch, h) : model.run_layer(layer, h);
+        if (chunks != RankChunks::none) {
+          open.after(layer, microbatch);
+        }
+        return out;
+      },
+      [&](std::size_t part, std::size_t microbatch) {
+        if (chunks == RankChunks::none) {
+          engine.backward_dw();
+        } else {
+          engine.backward_dw({static_cast<std::int64_t>(part), static_cast<std::int64_t>(microbatch)});
+        }
+      });
   Rank other(
       program.place, program.layers, device, program.cut(),
       [&](std::size_t layer, std::size_t /*microbatch*/, const at::Tensor& h) { return plain.run_layer(layer, h); });
@@ -400,6 +420,10 @@ std::vector<RankProgram> rank_programs() {
       {"three_parts_second_of_three", {3, 1, 3}, 1, {6, 6, 6}},
       {"three_parts_uneven", {3, 0, 3}, 1, {5, 5, 5}},
       {"forwards_first", {2, 0, 2}, 2, {4, 4, 4}, S::forwards_first},
+      {"zero_bubble_first_of_two", {2, 0, 1}, 4, {4, 4, 4}, S::zero_bubble},
+      {"zero_bubble_first_of_four", {4, 0, 1}, 2, {6, 6, 5, 6}, S::zero_bubble},
+      {"zero_bubble_last_of_four", {4, 3, 1}, 4, {6, 6, 6}, S::zero_bubble},
+      {"zero_bubble_two_parts", {2, 0, 2}, 4, {4, 4, 4}, S::zero_bubble},
       {"counts_change", {2, 0, 2}, 1, {2, 4, 1, 6, 3, 6}},
       {"forwards_alone", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::forwards_alone},
       {"hybrid", {2, 0, 2}, 3, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::hybrid},

@@ -40,6 +40,23 @@ RankOrder rank_order(const RankPlace& place, std::size_t microbatches) {
   return order;
 }
 
+RankOrder zero_bubble_order(const RankPlace& place, std::size_t microbatches) {
+  PipelineShape shape;
+  shape.ranks = static_cast<std::int64_t>(place.ranks);
+  shape.stages = static_cast<std::int64_t>(place.parts);
+  shape.microbatches = static_cast<std::int64_t>(microbatches);
+  shape.delay_weight_gradients = true;
+  RankOrder order;
+  for (const PipelineStep& step : pipeline_order(shape, static_cast<std::int64_t>(place.rank))) {
+    using Kind = PipelineStep::Kind;
+    order.push_back({step.kind == Kind::forward    ? RankWork::Kind::forward
+                     : step.kind == Kind::backward ? RankWork::Kind::backward
+                                                   : RankWork::Kind::weights,
+                     static_cast<std::size_t>(step.stage), static_cast<std::size_t>(step.microbatch)});
+  }
+  return order;
+}
+
 RankOrder forwards_first(const RankPlace& place, std::size_t microbatches) {
   RankOrder order = all_forwards(place, microbatches, /*backward=*/false);
   const RankOrder backwards = all_forwards(place, microbatches, /*backward=*/true);
@@ -50,13 +67,15 @@ RankOrder forwards_first(const RankPlace& place, std::size_t microbatches) {
 std::vector<std::size_t> most_in_flight(const RankPlace& place, const RankOrder& order) {
   std::vector<std::size_t> now(place.parts);
   std::vector<std::size_t> most(place.parts);
+  const auto is_weights = [](const RankWork& work) { return work.kind == RankWork::Kind::weights; };
+  const bool delayed = std::any_of(order.begin(), order.end(), is_weights);
   for (const RankWork& work : order) {
     if (work.layer != RankWork::kAll && work.layer != 0) {
       continue;
     }
     if (work.kind == RankWork::Kind::forward) {
       most[work.part] = std::max(most[work.part], ++now[work.part]);
-    } else if (work.kind == RankWork::Kind::backward) {
+    } else if (work.kind == (delayed ? RankWork::Kind::weights : RankWork::Kind::backward)) {
       --now[work.part];
     }
   }
@@ -86,7 +105,9 @@ std::vector<PipelineStep> order_of_chunks(const RankOrder& order, std::size_t la
     const bool backward = work.kind == RankWork::Kind::backward;
     if (work.layer == RankWork::kAll || work.layer == (backward ? layers - 1 : 0)) {
       chunks.push_back({static_cast<std::int64_t>(work.part), static_cast<std::int64_t>(work.microbatch),
-                        backward ? PipelineStep::Kind::backward : PipelineStep::Kind::forward});
+                        backward                               ? PipelineStep::Kind::backward
+                        : work.kind == RankWork::Kind::weights ? PipelineStep::Kind::weight_gradients
+                                                               : PipelineStep::Kind::forward});
     }
   }
   return chunks;
@@ -98,7 +119,11 @@ StepTensors Rank::run(const RankOrder& order, std::int64_t s) {
   for (const RankWork& work : order) {
     std::vector<Chunk>& microbatches = chunks_[work.part];
     microbatches.resize(std::max(microbatches.size(), work.microbatch + 1));
-    if (work.kind == RankWork::Kind::evaluate || work.kind == RankWork::Kind::abandoned) {
+    if (work.kind == RankWork::Kind::weights) {
+      if (weights_) {
+        weights_(work.part, work.microbatch);
+      }
+    } else if (work.kind == RankWork::Kind::evaluate || work.kind == RankWork::Kind::abandoned) {
       alone(work, s);
     } else if (work.kind == RankWork::Kind::forward) {
       Chunk& chunk = microbatches[work.microbatch];

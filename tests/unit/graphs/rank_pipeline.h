@@ -22,6 +22,7 @@ struct RankWork {
   enum class Kind : std::uint8_t {
     forward,
     backward,
+    weights,    ///< the delayed weight gradients of a chunk
     evaluate,   ///< a forward under no_grad
     abandoned,  ///< a forward whose output is dropped: no backward follows
   };
@@ -44,9 +45,11 @@ struct RankPlace {
 /// The order of a rank: 1F1B, interleaved if the rank has several parts. Microbatches go in groups of as many as there are ranks; the last
 /// group may be smaller.
 [[nodiscard]] RankOrder rank_order(const RankPlace& place, std::size_t microbatches);
+/// The same with delayed weight gradients: a zero-bubble order.
+[[nodiscard]] RankOrder zero_bubble_order(const RankPlace& place, std::size_t microbatches);
 /// All forwards, then all backwards.
 [[nodiscard]] RankOrder forwards_first(const RankPlace& place, std::size_t microbatches);
-/// How many microbatches of each part await their backward at most.
+/// How many microbatches of each part await their backward, or delayed weight gradients, at most.
 [[nodiscard]] std::vector<std::size_t> most_in_flight(const RankPlace& place, const RankOrder& order);
 
 /// Begins, resumes and ends the chunks of an engine's step as their layers run. A chunk has `layers` layers.
@@ -71,10 +74,17 @@ class Rank {
  public:
   /// Runs `layer` of the model for `microbatch`.
   using RunLayer = std::function<at::Tensor(std::size_t layer, std::size_t microbatch, const at::Tensor& h)>;
+  /// Computes the delayed weight gradients of a chunk.
+  using RunWeights = std::function<void(std::size_t part, std::size_t microbatch)>;
 
   /// Part p has the `layers` layers from p * `layers` on. `cut`: all layers are detached from each other.
-  Rank(const RankPlace& place, std::size_t layers, c10::Device device, bool cut, RunLayer run)
-      : place_(place), layers_(layers), device_(device), cut_(cut), run_(std::move(run)) {}
+  Rank(const RankPlace& place, std::size_t layers, c10::Device device, bool cut, RunLayer run, RunWeights weights = {})
+      : place_(place),
+        layers_(layers),
+        device_(device),
+        cut_(cut),
+        run_(std::move(run)),
+        weights_(std::move(weights)) {}
 
   /// `s`: the step, for its data. Gives the gradients of inputs, and the outputs that no backward needs, in the order in which they came.
   StepTensors run(const RankOrder& order, std::int64_t s);
@@ -95,6 +105,7 @@ class Rank {
   c10::Device device_;
   bool cut_;
   RunLayer run_;
+  RunWeights weights_;
   std::vector<std::vector<Chunk>> chunks_;  // by part and microbatch
   StepTensors given_;
 };
