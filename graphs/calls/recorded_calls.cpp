@@ -110,7 +110,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     return i;
   }
   const std::size_t at_least = chunk != nullptr ? chunk->slot.value_or(busy_variants) : busy_variants;
-  const std::size_t slot = free_slot(site, request, modes, from, at_least, /*apart=*/chunk != nullptr);
+  const std::size_t slot = free_slot(site, request, modes, from, at_least);
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
   detail::KeptCall kept_call = request.keep(request.context);
@@ -226,7 +226,7 @@ void RecordedCalls::add_calls_of(const RunningChunk& chunk, std::vector<std::siz
 }
 
 std::size_t RecordedCalls::free_slot(const CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                                     const std::vector<std::size_t>& from, std::size_t at_least, bool apart) const {
+                                     const std::vector<std::size_t>& from, std::size_t at_least) const {
   std::size_t slot = at_least;
   for (const std::size_t earlier : from) {
     slot = std::max(slot, calls_[earlier]->slot);
@@ -239,11 +239,7 @@ std::size_t RecordedCalls::free_slot(const CallSite& site, const detail::CallReq
         return true;
       }
     }
-    const auto has_slot = [&](const CallVariant& variant) {
-      return variant.slot == slot && variant.holder->captured().calls[variant.index()].spec.state.modes == modes &&
-             variant.accepts(request);
-    };
-    return apart && std::any_of(site.variants.all.begin(), site.variants.all.end(), has_slot);
+    return false;
   };
   while (taken()) {
     ++slot;

@@ -130,10 +130,9 @@ class RecordedCalls {
                                                     const CallModes& modes, const RunningChunk* chunk) const;
   /// Adds to `from`, which is in increasing order, the calls of `chunk`.
   void add_calls_of(const RunningChunk& chunk, std::vector<std::size_t>& from) const;
-  /// For a new call that is computed from the calls `from`: see RecordedCall::slot. It is `at_least` so much. `apart`: it is none that a
-  /// capture of the call has.
+  /// For a new call that is computed from the calls `from`: see RecordedCall::slot. It is `at_least` so much.
   [[nodiscard]] std::size_t free_slot(const CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                                      const std::vector<std::size_t>& from, std::size_t at_least, bool apart) const;
+                                      const std::vector<std::size_t>& from, std::size_t at_least) const;
   void learn_backward_modes(std::size_t call);
   const torch::nn::Module* model_;
   c10::Device device_;

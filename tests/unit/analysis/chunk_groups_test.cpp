@@ -15,8 +15,7 @@ GroupEvent used(std::uint32_t group) { return {group, GroupEvent::Kind::used}; }
 /// Chunk 1 of stage 0 has the groups 0 and 2, chunk 2 of stage 1 has group 1, and chunk 3 of stage 0 has 3 and 4, of which 4 stays.
 StepGroups two_stages() {
   StepGroups step;
-  step.events = {ended(0), ended(1), ended(2), ended(3), ended(4),
-                 used(4), used(3), used(1), used(2), used(0)};
+  step.events = {ended(0), ended(1), ended(2), ended(3), ended(4), used(4), used(3), used(1), used(2), used(0)};
   step.bytes = {{5, 5}, {7, 7}, {6, 6}, {5, 5}, {6, 0}};
   step.chunks = {{0, 1}, {1, 2}, {0, 1}, {0, 3}, {0, 3}};
   return step;
@@ -28,9 +27,8 @@ TEST(GroupsOfOrderTest, EachChunkDoesWhatThoseOfItsStageDid) {
                                            {0, 0, Kind::backward}, {0, 2, Kind::backward}};
   const auto step = groups_of_order(order, two_stages());
   ASSERT_TRUE(step);
-  EXPECT_EQ(step->events,
-            (std::vector<GroupEvent>{ended(0), ended(1), ended(2), ended(3), ended(4), used(3), used(2),
-                                     ended(5), ended(6), used(4), used(1), used(0), used(6), used(5)}));
+  EXPECT_EQ(step->events, (std::vector<GroupEvent>{ended(0), ended(1), ended(2), ended(3), ended(4), used(3), used(2),
+                                                   ended(5), ended(6), used(4), used(1), used(0), used(6), used(5)}));
   EXPECT_EQ(step->bytes, (std::vector<GroupBytes>{{5, 5}, {6, 6}, {5, 5}, {6, 6}, {7, 7}, {5, 5}, {6, 6}}));
   EXPECT_EQ(step->chunks, (std::vector<GroupChunk>{{0, 1}, {0, 1}, {0, 2}, {0, 2}, {1, 3}, {0, 4}, {0, 4}}));
 }

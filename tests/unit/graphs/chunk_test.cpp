@@ -300,6 +300,38 @@ TEST_F(ChunkTest, ACallThatRunsTwiceInAChunk) {
   EXPECT_EQ(engine_of_chunks.report().eager_calls, 4);
 }
 
+class SkippedLayerTest : public ChunkTest, public testing::WithParamInterface<OnPending> {};
+
+/// Three microbatches are in flight. At first the second layer is for the first of them, later for the last.
+TEST_P(SkippedLayerTest, ALayerThatOnlySomeChunksHave) {
+  OffloadEngine engine(model_, options().call_options(CallOptions().on_pending(GetParam())));
+  const auto run = [&](CalledStack& model, OffloadEngine* of, std::int64_t s) {
+    std::vector<at::Tensor> losses;
+    for (std::int64_t m = 0; m < 3; ++m) {
+      std::optional<Chunk> chunk;
+      if (of != nullptr) {
+        chunk.emplace(of->chunk({0, m}));
+      }
+      const at::Tensor h = model.run_layer(0, rows(s, device_, m)) * 2;
+      losses.push_back((m == (s < 2 ? 0 : 2) ? model.run_layer(1, h) : h).square().mean());
+    }
+    for (; !losses.empty(); losses.pop_back()) {
+      losses.back().backward();
+    }
+  };
+  for (std::int64_t s = 0; s < 5; ++s) {
+    const StepTensors given = train_step(model_, nullptr, [&] {
+      const Step step = engine.step();
+      run(model_, &engine, s);
+    });
+    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, nullptr, s); }))) << "step " << s;
+  }
+  // Those of the first step, and by default the one that gets a capture for its chunk. Without new captures it takes the one there is.
+  EXPECT_EQ(engine.report().eager_calls, GetParam() == OnPending::capture ? 5 : 4);
+}
+
+INSTANTIATE_TEST_SUITE_P(Rules, SkippedLayerTest, testing::Values(OnPending::capture, OnPending::error));
+
 /// The engine has learned another order, without chunks.
 TEST_F(ChunkTest, BeginInALaterStep) {
   for (std::int64_t s = 0; s < 6; ++s) {
