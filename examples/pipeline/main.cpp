@@ -47,7 +47,7 @@ TORCH_MODULE(RankModel);
 
 void train(const pipeline::RankEnvironment& place, c10::intrusive_ptr<pipeline::StoreBackend> ranks) {
   const c10::Device device = ss::find_device("sim");
-  const int64_t rows = 256, width = 32, blocks_of_stage = 2;
+  const int64_t rows = 256, width = 32, blocks_of_stage = 4;
   const ss::PipelineShape shape{/*ranks=*/place.size, /*stages=*/2, /*microbatches=*/2 * place.size};
   pipeline::Pipeline chunks(shape, ranks, at::empty({rows, width}, device));
 
