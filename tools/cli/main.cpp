@@ -33,6 +33,8 @@ constexpr const char* kFooter = R"(Examples:
   sidestream train --model moe --compare
       Trains a mixture of experts. Attention and router of each layer are graphs, the experts run eagerly, and the activations of
       both are offloaded.
+  sidestream train --pp 2 --microbatches 8 --compare
+      Trains in a pipeline of two processes, and compares every gradient with that of one process.
   sidestream train --steps 10 --check-steps 10 --journal steps.journal
       Checks that all memory accesses of the first ten steps are ordered. Check the journal again with: sidestream check
       steps.journal
