@@ -17,7 +17,7 @@ namespace pipeline {
 /// A receive that lasts longer than `limit` throws. The message names the rank that every other rank waits for: a rank that has ended, or
 /// computes for too long. After `fail` all receives of all ranks throw, within a second.
 /// Threads: one at a time.  Throws: c10::DistBackendError.
-class StoreBackend final : public c10d::Backend {
+class StoreBackend : public c10d::Backend {
  public:
   StoreBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds limit);
 
