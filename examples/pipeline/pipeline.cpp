@@ -14,7 +14,7 @@ Pipeline::Pipeline(const ss::PipelineShape& shape, c10::intrusive_ptr<c10d::Back
       boundary_(boundary),
       order_(ss::pipeline_order(shape, ranks_->getRank())) {}
 
-at::Tensor Pipeline::step(const Stage& run) {
+at::Tensor Pipeline::step(const Stage& run, const WeightGradients& weight_gradients) {
   loss_ = at::Tensor();
   chunks_.clear();  // of a step that failed
   for (const ss::PipelineStep& work : order_) {
@@ -25,7 +25,10 @@ at::Tensor Pipeline::step(const Stage& run) {
       case ss::PipelineStep::Kind::backward:
         backward(work);
         break;
-      case ss::PipelineStep::Kind::weight_gradients:  // only if the shape delays them
+      case ss::PipelineStep::Kind::weight_gradients:
+        if (weight_gradients) {
+          weight_gradients(work.stage, work.microbatch);
+        }
         break;
     }
   }

@@ -18,12 +18,15 @@ class Pipeline {
   /// step's loss, a scalar.
   using Stage = std::function<at::Tensor(std::int64_t stage, std::int64_t microbatch, const at::Tensor& input)>;
 
+  /// Computes the weight gradients of one chunk, if the shape delays them. Not set: the chunk's backward has computed them.
+  using WeightGradients = std::function<void(std::int64_t stage, std::int64_t microbatch)>;
+
   /// `boundary` has the shape, the dtype and the device of what passes from part to part.
   Pipeline(const sidestream::PipelineShape& shape, c10::intrusive_ptr<c10d::Backend> ranks, const at::Tensor& boundary);
 
   /// One step: forward and backward of all chunks of this rank. Gradients are accumulated in the order of the backwards. Returns the sum of
   /// the losses; not set without the last part.
-  [[nodiscard]] at::Tensor step(const Stage& run);
+  [[nodiscard]] at::Tensor step(const Stage& run, const WeightGradients& weight_gradients = {});
 
   /// The number of the part that is this rank's virtual stage.
   [[nodiscard]] std::int64_t part(std::int64_t stage) const noexcept {

@@ -32,15 +32,20 @@ struct PipelineCase {
   int stages;
   std::string graphs;
   std::string offload;
+  bool delayed = false;
 };
 
 class PipelineTraining : public testing::TestWithParam<PipelineCase> {};
 
 TEST_P(PipelineTraining, GradientsEqualThoseOfOneProcess) {
-  const auto& [ranks, stages, graphs, offload] = GetParam();
-  const auto [out, json] =
-      trained(piped(ranks, {"--vpp", std::to_string(stages), "--layers", "8", "--graphs", graphs, "--offload", offload,
-                            "--side-streams", "1", "--steps", "4", "--compare"}));
+  const auto& [ranks, stages, graphs, offload, delayed] = GetParam();
+  std::vector<std::string> options{
+      "--vpp", std::to_string(stages), "--layers", "8",       "--graphs", graphs,     "--offload",
+      offload, "--side-streams",       "1",        "--steps", "4",        "--compare"};
+  if (delayed) {
+    options.emplace_back("--dw");
+  }
+  const auto [out, json] = trained(piped(ranks, options));
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "bit for bit in each of 4 steps, and so are the trained parameters", out);
   EXPECT_TRUE(json["gradients"]["bit_equal"].get<bool>());
   EXPECT_TRUE(json["gradients"]["trained_parameters_equal"].get<bool>());
@@ -65,11 +70,12 @@ INSTANTIATE_TEST_SUITE_P(Cases, PipelineTraining,
                                          PipelineCase{2, 1, "layer", "off"}, PipelineCase{2, 1, "layer", "all"},
                                          PipelineCase{2, 1, "partial", "all"}, PipelineCase{2, 2, "off", "all"},
                                          PipelineCase{2, 2, "layer", "all"}, PipelineCase{4, 1, "layer", "all"},
-                                         PipelineCase{4, 2, "layer", "all"}),
+                                         PipelineCase{4, 2, "layer", "all"}, PipelineCase{2, 1, "layer", "all", true},
+                                         PipelineCase{2, 2, "partial", "all", true}),
                          [](const testing::TestParamInfo<PipelineCase>& info) {
                            const PipelineCase& c = info.param;
                            return "Pp" + std::to_string(c.ranks) + "Vpp" + std::to_string(c.stages) + "Graphs_" +
-                                  c.graphs + "Offload_" + c.offload;
+                                  c.graphs + "Offload_" + c.offload + (c.delayed ? "Dw" : "");
                          });
 
 TEST(Pipeline, LossesAreThoseOfOneProcess) {
@@ -217,6 +223,9 @@ TEST(Pipeline, OptionsThatDoNotFitAreRefused) {
   refused([](auto& o) { o.device = "cuda"; }, "use --device sim");
   refused([](auto& o) { o.vpp = 4; }, "use --layers 8 or more");
   refused([](auto& o) { o.pp.reset(), o.vpp = 2; }, "add --pp");
+  refused([](auto& o) { o.pp.reset(), o.delay_weight_gradients = true; },
+          "--dw delays the weight gradients of a pipeline");
+  refused([](auto& o) { o.graphs = "off", o.delay_weight_gradients = true; }, "use --graphs layer");
   expect_refusal(tiny_training(piped(2, {"--report", "/nowhere/report.json"})), 2, "--report");
 }
 

@@ -90,7 +90,7 @@ class RankTraining {
         device_(choose_device(options)),
         last_(ranks_->getSize() - 1),
         dtype_(options.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat),
-        pipeline_({*options.pp, options.vpp, options.microbatches}, ranks_,
+        pipeline_(options.pipeline(), ranks_,
                   at::empty({options.batch / options.microbatches, options.shape.seq, options.shape.hidden},
                             at::dtype(dtype_).device(device_.device))) {}
 
@@ -163,7 +163,9 @@ class RankTraining {
     for (std::int64_t stage = 0; stage < options_.vpp; ++stage) {
       rank.parts.push_back(pipeline_.part(stage));
     }
-    rank.run = [this](const PipelineRank::Stage& stage) { return pipeline_.step(stage); };
+    rank.run = [this](const PipelineRank::Stage& stage, const PipelineRank::WeightGradients& weights) {
+      return pipeline_.step(stage, weights);
+    };
     return rank;
   }
 

@@ -39,6 +39,7 @@ Json options_json(const TrainingOptions& options) {
   if (options.pp) {
     json["pp"] = *options.pp;
     json["vpp"] = options.vpp;
+    json["dw"] = options.delay_weight_gradients;
   }
   if (options.mixture()) {
     const MixtureShape shape = mixture_shape(options);

@@ -179,7 +179,7 @@ std::string result_table(const TrainingResult& result) {
   std::string out;
   const std::string ranks =
       options.pp
-          ? fmt::format(", {}: {} ranks, {} microbatches",
+          ? fmt::format(", {}{}: {} ranks, {} microbatches", options.delay_weight_gradients ? "zero-bubble, " : "",
                         options.vpp > 1 ? fmt::format("interleaved with {} virtual stages", options.vpp) : "1F1B",
                         *options.pp, options.microbatches)
           : std::string();

@@ -93,6 +93,9 @@ void validate_pipeline(const TrainingOptions& options) {
     if (options.vpp != 1) {
       throw UsageError("--vpp gives each rank of a pipeline several virtual stages: add --pp, the number of ranks");
     }
+    if (options.delay_weight_gradients) {
+      throw UsageError("--dw delays the weight gradients of a pipeline: add --pp, the number of ranks");
+    }
     return;
   }
   require_positive("--pp", *options.pp, 64);
@@ -112,13 +115,15 @@ void validate_pipeline(const TrainingOptions& options) {
   refuse(!options.dump_graphs.empty(), "--dump-graphs",
          "all ranks would write the same files; leave out one of the two");
   refuse(options.device == "cuda", "--device cuda", "the ranks pass tensors of the sim device only; use --device sim");
+  if (options.delay_weight_gradients && !options.graphed()) {
+    throw UsageError("--dw delays the weight gradients of graphed layers, but --graphs is off: use --graphs layer");
+  }
   if (options.shape.layers < options.parts()) {
     throw UsageError(fmt::format(
         "--layers {} is too few for --pp {} --vpp {}: each of the {} parts needs a layer; use --layers {} or more",
         options.shape.layers, *options.pp, options.vpp, options.parts(), options.parts()));
   }
-  const PipelineShape shape{*options.pp, options.vpp, options.microbatches};
-  (void)pipeline_order(shape, 0);
+  (void)pipeline_order(options.pipeline(), 0);
 }
 
 /// What a step's graph has no use for.
@@ -244,6 +249,8 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
   command.add_option("--vpp", options.vpp, "Virtual stages of each rank of the pipeline: the interleaved order")
       ->type_name("N")
       ->capture_default_str();
+  command.add_flag("--dw", options.delay_weight_gradients,
+                   "Delay the weight gradients of the pipeline's graphed layers: a zero-bubble order");
   command
       .add_option("--rank-timeout", options.rank_timeout,
                   "How many seconds a rank waits for another one before the run fails")

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "examples/byte_model/byte_model.h"
+#include "sidestream/pipeline_order.h"
 
 namespace CLI {
 class App;
@@ -26,9 +27,10 @@ struct TrainingOptions {
   std::optional<std::int64_t> top_k;
   std::optional<double> capacity;
   std::int64_t batch = 6;
-  std::int64_t microbatches = 1;    ///< that a step's windows are given in
-  std::optional<std::int64_t> pp;   ///< ranks of a pipeline; not set: no pipeline
-  std::int64_t vpp = 1;             ///< virtual stages of a rank
+  std::int64_t microbatches = 1;   ///< that a step's windows are given in
+  std::optional<std::int64_t> pp;  ///< ranks of a pipeline; not set: no pipeline
+  std::int64_t vpp = 1;            ///< virtual stages of a rank
+  bool delay_weight_gradients = false;
   std::int64_t rank_timeout = 300;  ///< seconds
   std::string dtype = "float32";
   std::int64_t steps = 200;
@@ -50,6 +52,10 @@ struct TrainingOptions {
 
   /// Of the model, in a pipeline.
   [[nodiscard]] std::int64_t parts() const noexcept { return pp.value_or(1) * vpp; }
+  /// With `pp`.
+  [[nodiscard]] PipelineShape pipeline() const {
+    return {pp.value_or(1), vpp, microbatches, /*group=*/0, delay_weight_gradients};
+  }
   [[nodiscard]] bool mixture() const noexcept { return model == "moe"; }
   /// "step", "layer", "partial" or "off".
   [[nodiscard]] std::string graph_mode() const { return !graphs.empty() ? graphs : mixture() ? "partial" : "layer"; }

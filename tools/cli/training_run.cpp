@@ -54,6 +54,14 @@ std::vector<at::Tensor> tensors(const NamedTensors& named) {
   return result;
 }
 
+GraphOptions graph_options(const TrainingOptions& options) {
+  GraphOptions graphs = GraphOptions().side_streams(options.side_streams);
+  if (options.delay_weight_gradients) {
+    graphs.gradients("blocks.**", GradientPolicy::delayed);
+  }
+  return graphs;
+}
+
 Options engine_options(const TrainingOptions& options, c10::Device device, TrainingMode mode,
                        ProgressCallback progress) {
   Options engine(device);
@@ -75,9 +83,7 @@ Options engine_options(const TrainingOptions& options, c10::Device device, Train
   }
   engine.check_steps(options.check_steps).progress(std::move(progress));
   engine.verify_replays(options.verify_replays).verify_tolerance(verify_tolerance(options, device));
-  engine.find_syncs(options.find_syncs)
-      .min_bytes(kMinBytes)
-      .graph_options(GraphOptions().side_streams(options.side_streams));
+  engine.find_syncs(options.find_syncs).min_bytes(kMinBytes).graph_options(graph_options(options));
   if (options.lookahead_mib) {
     engine.lookahead(static_cast<std::size_t>(*options.lookahead_mib) << 20);
   }
@@ -151,9 +157,16 @@ struct TrainingRun::State {
   /// The loss of all, with gradients in their places.
   [[nodiscard]] at::Tensor forward_and_backward(const std::vector<Tensors>& microbatches) {
     if (rank) {
-      return rank->run([&](std::int64_t stage, std::int64_t microbatch, const at::Tensor& input) {
-        return run_part(rank->parts[stage], microbatches[microbatch].front(), input);
-      });
+      return rank->run(
+          [&](std::int64_t stage, std::int64_t microbatch, const at::Tensor& input) {
+            const auto chunk = engine ? std::optional(engine->chunk({stage, microbatch})) : std::nullopt;
+            return run_part(rank->parts[stage], microbatches[microbatch].front(), input);
+          },
+          [&](std::int64_t stage, std::int64_t microbatch) {
+            if (engine) {
+              engine->backward_dw({stage, microbatch});
+            }
+          });
     }
     at::Tensor sum;
     for (const Tensors& windows : microbatches) {

@@ -34,8 +34,12 @@ struct PipelineRank {
   /// Runs a virtual stage of this rank on a microbatch.
   using Stage = std::function<at::Tensor(std::int64_t stage, std::int64_t microbatch, const at::Tensor& input)>;
 
-  std::vector<std::int64_t> parts;              ///< of the model, by virtual stage
-  std::function<at::Tensor(const Stage&)> run;  ///< runs a step's chunks; gives the loss where the last part is
+  /// Computes the delayed weight gradients of a chunk.
+  using WeightGradients = std::function<void(std::int64_t stage, std::int64_t microbatch)>;
+
+  std::vector<std::int64_t> parts;  ///< of the model, by virtual stage
+  /// Runs a step's chunks; gives the loss where the last part is.
+  std::function<at::Tensor(const Stage&, const WeightGradients&)> run;
 };
 
 /// A model in training: weights, optimizer, its place in the text, and the engine if its mode has one. Runs with equal options
