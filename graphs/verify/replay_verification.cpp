@@ -85,7 +85,10 @@ std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(GraphSequence& seq
   const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
   const CapturedCall& captured = sequence.captured().calls[call];
   auto delayed = [of = sequence.weak_from_this(), call] {
-    const std::shared_ptr<GraphSequence> alive = of.lock();
+    const std::shared_ptr<GraphSequence> alive = of.lock();  // the replay's node, which asks, owns the sequence
+    if (alive == nullptr) {
+      return std::vector<at::Tensor>();
+    }
     const CapturedCall& run = alive->captured().calls[call];
     return run.replay.weights_delayed ? alive->replay_weights(call)
                                       : std::vector<at::Tensor>(run.lists.delayed_parameters.size());
