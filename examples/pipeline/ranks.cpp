@@ -135,12 +135,13 @@ class Processes {
     const bool failed_before = !end.failed.empty();
     for (std::size_t rank = 0; rank < pids_.size(); ++rank) {
       int status = 0;
-      if (pids_[rank] <= 0 || waitpid(pids_[rank], &status, WNOHANG) != pids_[rank]) {
+      const pid_t ended = pids_[rank] > 0 ? waitpid(pids_[rank], &status, WNOHANG) : 0;
+      if (ended == 0 || (ended < 0 && errno == EINTR)) {
         continue;
       }
       const std::string name = "rank " + std::to_string(rank) + " (process " + std::to_string(pids_[rank]) + ")";
       pids_[rank] = 0;
-      const int code = WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
+      const int code = ended < 0 || WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
       end.code = std::max(end.code, code);
       if (end.failed.empty() && WIFSIGNALED(status)) {
         end.failed = name + " was ended by signal " + std::to_string(WTERMSIG(status)) + " (" +
@@ -189,6 +190,10 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& place, std::chron
 }
 
 RanksEnd run_ranks(int size) {
+  if (size < 1) {
+    throw ss::UsageError("a pipeline of " + std::to_string(size) + " ranks; give it at least 1");
+  }
+  (void)std::signal(SIGCHLD, SIG_DFL);  // where it is ignored, no process can be waited for
   sigset_t signals;
   sigset_t mask_before;
   sigemptyset(&signals);
@@ -214,7 +219,7 @@ RanksEnd run_ranks(int size) {
     const timespec wait{1, 0};
     const int signal = sigtimedwait(&signals, nullptr, &wait);
     if (signal > 0 && signal != SIGCHLD) {
-      if (interrupted) {
+      if (interrupted && signal != SIGHUP) {  // a terminal that closes sends several
         processes.signal_all(signal);
       } else {
         processes.signal_rank(0, signal);

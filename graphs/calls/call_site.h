@@ -135,8 +135,8 @@ struct CallSite {
   bool dropped = false;  ///< by GraphedCallable::reset
   bool to_record =
       false;  ///< captures were dropped because the model is another now: calls are recorded as in a first step
-  bool ran_eagerly = false;  ///< its latest run
-  EagerRuns eager_runs;      ///< of a graphed call
+  std::size_t eager_runs_without_dw = 0;  ///< of a callable, with gradients: backward_dw has nothing to do for them
+  EagerRuns eager_runs;                   ///< of a graphed call
   Warned warned;
 };
 

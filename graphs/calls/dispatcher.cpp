@@ -108,7 +108,7 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
 }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
-  site.ran_eagerly = true;
+  site.eager_runs_without_dw += at::GradMode::is_enabled() ? 1 : 0;
   if (SavedTensorRecorder* recorder = current_recorder(); recorder != nullptr) {
     RecorderScope scope(*recorder, site.scope);
     request.run(request.context, outputs);
@@ -305,15 +305,14 @@ void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& v
 }
 
 void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_t index, GraphSequence::Inputs known) {
-  call.site.ran_eagerly = false;
-  const RunningChunk* const chunk = chunks_.active();
-  variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0);
   if (verification_ != nullptr && at::GradMode::is_enabled()) {
     const SyncFinder::Pause compares;
     verification_->forward(variant.holder->sequence, index, call.request, call.outputs);
   } else {
     variant.holder->sequence->forward(index, call.request.inputs, call.outputs, call.request.replay, known);
   }
+  const RunningChunk* const chunk = chunks_.active();
+  variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0);
 }
 
 }  // namespace sidestream

@@ -178,14 +178,18 @@ bool StepChunks::end(std::uint64_t number) noexcept {
   return true;
 }
 
-RunningChunk& StepChunks::take_weights(const ChunkId& id) {
+RunningChunk& StepChunks::chunk_for_weights(const ChunkId& id) {
   const auto found =
       std::find_if(chunks_.begin(), chunks_.end(), [&](const RunningChunk& chunk) { return chunk.id == id; });
   if (found == chunks_.end()) {
     throw UsageError("OffloadEngine::backward_dw: got " + describe(id) +
                      ", which this step has not had; call it for a chunk whose backward has run");
   }
-  if (std::exchange(found->weights_computed, true)) {
+  if (find_open(found->number) != open_.end()) {
+    throw UsageError("OffloadEngine::backward_dw: got " + describe(id) +
+                     ", whose forward has not ended; end the chunk and run its backward first");
+  }
+  if (found->weights_computed) {
     throw UsageError("OffloadEngine::backward_dw: the weight gradients of " + describe(id) +
                      " are computed already; call it once for each chunk");
   }

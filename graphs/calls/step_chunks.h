@@ -51,9 +51,9 @@ class StepChunks {
 
   /// That calls belong to now; null if there is none.
   [[nodiscard]] RunningChunk* active() noexcept { return open_.empty() ? nullptr : &chunks_[open_.back()]; }
-  /// A chunk of the step whose weight gradients are to be computed; they count as computed from here on.
-  /// Throws: UsageError if the step has not had the chunk, or has computed them.
-  RunningChunk& take_weights(const ChunkId& id);
+  /// A chunk of the step whose weight gradients are to be computed.
+  /// Throws: UsageError if the step has not had the chunk, if its forward has not ended, or if they are computed.
+  RunningChunk& chunk_for_weights(const ChunkId& id);
   /// Of the latest step.
   void report(std::vector<ChunkReport>& chunks) const;
 

@@ -16,6 +16,7 @@
 #include "graphs/gradients/call_gradients.h"
 #include "graphs/gradients/gradient_leaves.h"
 #include "graphs/guards/call_spec.h"
+#include "graphs/outputs/storage_holders.h"
 #include "memory/storage_view.h"
 #include "offload/nested_backward.h"
 #include "runtime/capture_guard.h"
@@ -66,6 +67,14 @@ StaticInput* giver_of_seed(SequenceCapture& capture, std::size_t index, const St
   const std::vector<at::Tensor>& grads = capture.live[reader.call].grad_inputs;
   if (grads.size() <= reader.index || !grads[reader.index].defined() || !grads[reader.index].is_contiguous()) {
     return nullptr;
+  }
+  // A reader with delayed parameters may keep it for their gradients, and code between two calls may write the seed before these come.
+  if (capture.sequence.calls[reader.call].delays) {
+    await_end_of_backward(capture.runtime.device());
+    const at::Tensor& grad = grads[reader.index];
+    if (others_hold(grad, 1) || others_hold(grad.storage(), 1)) {
+      return nullptr;
+    }
   }
   // A sum's backward gives one tensor as the gradient of both its inputs. As two seeds it would be wrong wherever one of the
   // outputs is read elsewhere too: that output's gradient is another one then, and would be written over both.
@@ -181,10 +190,14 @@ void finish_backward(SequenceCapture& capture, std::size_t index) {
   // Later captures may use this memory again: this call's saved tensors and reloaded copies, and the input gradients
   // of the call above, which this backward has read.
   live.recorder.reset();
-  if (!capture.sequence.options.retain_graph_in_backward() && !call.delays) {
+  if (!capture.sequence.options.retain_graph_in_backward()) {
     live.outputs.clear();
     live.leaves.clear();
-    CaptureOffload::release(call.copies.captured);
+    if (call.delays) {
+      CaptureOffload::release_unused(call.copies.captured);
+    } else {
+      CaptureOffload::release(call.copies.captured);
+    }
   }
   const std::size_t graph_index = capture.order.backward_index(index);
   if (graph_index + 1 == capture.order.size() && !capture.sequence.memory->shared()) {

@@ -126,8 +126,9 @@ void capture_forward(SequenceCapture& capture, std::size_t index) {
   check_captured(capture, index, Direction::forward);
   live.outputs.assign(outputs.begin(), outputs.end());
   learn_outputs(call, live.arguments, outputs, saved, *capture.resources.exclusions);
-  capture.lives.forward_captured({call.outputs, call.output_storages},
-                                 {saved, *live.recorder, capture.sizings[index].outputs.kept, call.copies.released_at});
+  capture.lives.forward_captured(
+      {call.outputs, call.output_storages},
+      {saved, *live.recorder, capture.sizings[index].outputs.kept, call.copies.released_at, call.delays});
   live.arguments.clear();
   if (has_hooks_of_body(outputs)) {
     capture.sequence.plan.notes.push_back(

@@ -132,6 +132,7 @@ void capture_weights(SequenceCapture& capture, std::size_t index) {
     capture.weights_use->capture_ended();
     check_captured_weights(capture, index);
   }
+  CaptureOffload::release(call.copies.captured);
   for (const auto i : c10::irange(delayed.size())) {
     CallParameter& parameter = call.parameters[delayed[i]];
     if (split.in_second(i)) {

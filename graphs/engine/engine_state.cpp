@@ -197,20 +197,7 @@ std::vector<std::string> EngineState::write_graphs(const std::string& folder) co
 }
 
 Chunk EngineState::begin_chunk(const std::shared_ptr<EngineState>& self, const ChunkId& id) {
-  self->refuse_inside("OffloadEngine::chunk");
-  if (!self->step_) {
-    throw UsageError(
-        "OffloadEngine::chunk was called outside of a step; begin the step first, and keep it until the end");
-  }
-  if (self->step_->thread() != std::this_thread::get_id()) {
-    throw UsageError("OffloadEngine::chunk was called on another thread than the step's; call it where the step began");
-  }
-  if (self->context_.phase() == CallContext::Phase::inside_graphed_call) {
-    throw UsageError(
-        "OffloadEngine::chunk was called inside of a graphed call, and replays would not run it; begin the chunk "
-        "around "
-        "the call");
-  }
+  self->refuse_outside_of_step("OffloadEngine::chunk");
   return Chunk(self, self->chunks_.begin(id));
 }
 
@@ -224,6 +211,7 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
   chunks_.begin_step(order);
   if (std::exchange(failed_, false)) {
     sequences_.await_failed_backward();
+    (void)resources_.delayed_weights->drop_all();  // of backwards that ended after the step
   }
   calls_.begin_step();
   resources_.exclusions.refresh_parameters();
@@ -299,21 +287,54 @@ void EngineState::end_step(bool failed) {
   take_results(step, copies);
 }
 
+void EngineState::refuse_in_call(const char* what) const {
+  refuse_inside(what);
+  if (context_.phase() == CallContext::Phase::inside_graphed_call) {
+    throw UsageError(std::string(what) +
+                     " was called inside of a graphed call, and replays would not run it; call it around the call");
+  }
+}
+
+void EngineState::refuse_outside_of_step(const char* what) const {
+  refuse_in_call(what);
+  if (!step_) {
+    throw UsageError(std::string(what) +
+                     " was called outside of a step; begin the step first, and keep it until the end");
+  }
+  if (step_->thread() != std::this_thread::get_id()) {
+    throw UsageError(std::string(what) + " was called on another thread than the step's; call it where the step began");
+  }
+}
+
 void EngineState::backward_dw() {
-  refuse_inside("OffloadEngine::backward_dw");
+  refuse_in_call("OffloadEngine::backward_dw");
+  if (step_ && step_->thread() != std::this_thread::get_id()) {
+    throw UsageError(
+        "OffloadEngine::backward_dw was called on another thread than the step's; call it where the step began");
+  }
   resources_.delayed_weights->compute_all();
   recorded_.weights_computed();
 }
 
 void EngineState::backward_dw(const ChunkId& id) {
-  refuse_inside("OffloadEngine::backward_dw");
-  const std::uint64_t number = chunks_.take_weights(id).number;
-  const auto is_of_chunk = [number](const GraphSequence& sequence, std::size_t call) {
-    return sequence.captured().calls[call].replay.chunk == number;
+  refuse_outside_of_step("OffloadEngine::backward_dw");
+  RunningChunk& chunk = chunks_.chunk_for_weights(id);
+  const auto is_of_chunk = [&chunk](const GraphSequence& sequence, std::size_t call) {
+    return sequence.captured().calls[call].replay.chunk == chunk.number;
   };
+  sequences_.for_each([&](const GraphSequence& sequence) {
+    for (std::size_t call = 0; call < sequence.captured().calls.size() && sequence.pending().any(); ++call) {
+      if (is_of_chunk(sequence, call) && sequence.pending().runs().contains(call)) {
+        throw UsageError("OffloadEngine::backward_dw: the backward of " + sequence.captured().describe(call) +
+                         " in stage " + std::to_string(id.stage) + ", microbatch " + std::to_string(id.microbatch) +
+                         " has not run; call it after the backward of the chunk");
+      }
+    }
+  });
   while (resources_.delayed_weights->compute_next(is_of_chunk)) {
   }
-  recorded_.weights_computed(number);
+  chunk.weights_computed = true;
+  recorded_.weights_computed(chunk.number);
 }
 
 void EngineState::refuse_missing_weights(bool failed) {

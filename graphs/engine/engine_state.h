@@ -90,7 +90,11 @@ class EngineState {
   /// Throws the error that a destructor could not throw.
   void throw_kept();
   void refuse_inside(const char* what) const;
-  /// The same, and inside of a step.
+  /// The same, and inside of a graphed call.
+  void refuse_in_call(const char* what) const;
+  /// The same, and outside of a step or on another thread than the step's.
+  void refuse_outside_of_step(const char* what) const;
+  /// Throws inside of a capture, and inside of a step.
   void refuse_inside_step(const std::string& what);
   /// The next step is a sizing pass, and calls of `ss::call` have no captures.
   void forget_captures();

@@ -110,8 +110,12 @@ class GraphedCallable::Shared {
         return variant.holder->sequence.get() == &sequence && variant.index() == call;
       });
     };
-    if (engine_->resources().delayed_weights->compute_next(is_mine) || site_->ran_eagerly) {
-      return;  // an eager backward has computed all gradients
+    if (engine_->resources().delayed_weights->compute_next(is_mine)) {
+      return;
+    }
+    if (site_->eager_runs_without_dw > 0) {  // an eager backward has computed all gradients
+      --site_->eager_runs_without_dw;
+      return;
     }
     throw UsageError(
         describe() +
@@ -293,7 +297,7 @@ std::shared_ptr<CallSet> EngineAccess::make_set(EngineState& state, const std::v
   const EngineResources& resources = state.resources();
   auto set = std::make_shared<CallSet>(
       callables.size(), options,
-      RecordedCalls(resources.model, state.runtime().device(), resources.rest, delays_gradients(options)));
+      RecordedCalls(resources.model, state.runtime().device(), resources.rest, /*delays=*/false));
   for (const auto i : c10::irange(callables.size())) {
     CallSite& site = set->sites[i];
     site.kind = CallSite::Kind::callable;

@@ -43,6 +43,11 @@ bool computes_only_needed(const Node& node) {
   return c10::demangle(typeid(node).name()).rfind("torch::autograd::generated::", 0) == 0;
 }
 
+/// Both parts would run them.
+bool has_hooks(Node& node) {
+  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
+}
+
 /// Every node that `roots` lead to, each after the nodes that it leads to.
 std::vector<std::shared_ptr<Node>> leaves_first(const edge_list& roots) {
   struct Open {
@@ -165,7 +170,7 @@ class BackwardSplit::Cut {
         continue;
       }
       add_join(node, joining, times);
-      if (!computes_only_needed(*node)) {
+      if (!computes_only_needed(*node) || has_hooks(*node)) {
         whole.insert(joining.begin(), joining.end());
       }
     }
@@ -173,6 +178,9 @@ class BackwardSplit::Cut {
     for (const Edge& root : split_.roots_) {  // from which the first part computes nothing
       if (const Reach& own = reach[root.function.get()]; !own.first && roots.insert(root.function.get()).second) {
         add_join(root.function, own.parameters, times);
+        if (has_hooks(*root.function)) {
+          whole.insert(own.parameters.begin(), own.parameters.end());
+        }
       }
     }
     bool done = true;

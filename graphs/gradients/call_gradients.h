@@ -27,7 +27,7 @@ using PolicyOf = std::function<GradientPolicy(const CallSpec& spec, const at::Te
 [[nodiscard]] PolicyOf gradient_policies(const GraphOptions& options, const torch::nn::Module* model,
                                          const std::vector<CallSpec>& specs);
 
-/// True if a rule delays gradients. Then all that graphs read lives until the last capture: the gradients may be computed in any order.
+/// True if a rule delays gradients.
 [[nodiscard]] bool delays_gradients(const GraphOptions& options);
 
 /// A parameter whose gradient the backward graph makes, or the graph after it.

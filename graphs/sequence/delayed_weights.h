@@ -19,16 +19,22 @@ class DelayedWeights {
   /// Throws: as GraphSequence::backward_weights; the call stays delayed if nothing was queued.
   template <class Accepts>
   bool compute_next(const Accepts& accepts) {
-    std::unique_lock lock(mutex_);
-    for (std::size_t i = 0; i < entries_.size(); ++i) {
-      const Entry entry = entries_[i];
-      if (const auto sequence = entry.sequence.lock(); sequence != nullptr && accepts(*sequence, entry.call)) {
-        lock.unlock();
-        compute(*sequence, entry);
+    for (std::size_t i = 0;; ++i) {
+      std::shared_ptr<GraphSequence> sequence;  // is let go of outside of the lock: its end takes other locks
+      std::size_t call = 0;
+      {
+        const std::lock_guard lock(mutex_);
+        if (i >= entries_.size()) {
+          return false;
+        }
+        sequence = entries_[i].sequence.lock();
+        call = entries_[i].call;
+      }
+      if (sequence != nullptr && accepts(*sequence, call)) {
+        compute(*sequence, call);
         return true;
       }
     }
-    return false;
   }
   /// Computes all. True if there were any.
   bool compute_all() {
@@ -46,7 +52,7 @@ class DelayedWeights {
     std::weak_ptr<GraphSequence> sequence;
     std::size_t call;
   };
-  void compute(GraphSequence& sequence, const Entry& entry);
+  void compute(GraphSequence& sequence, std::size_t call);
 
   std::mutex mutex_;
   std::vector<Entry> entries_;

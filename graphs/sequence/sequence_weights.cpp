@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/util/ScopeExit.h>
 
 #include "base/site.h"
 #include "graphs/gradients/backward_split.h"
@@ -95,16 +96,22 @@ void DelayedWeights::add(std::weak_ptr<GraphSequence> sequence, std::size_t call
   entries_.push_back({std::move(sequence), call});
 }
 
-void DelayedWeights::compute(GraphSequence& sequence, const Entry& entry) {
-  sequence.backward_weights(entry.call);
-  const std::lock_guard lock(mutex_);
-  const auto is_it = [&](const Entry& other) {
-    return other.call == entry.call && !other.sequence.owner_before(entry.sequence) &&
-           !entry.sequence.owner_before(other.sequence);
-  };
-  if (const auto found = std::find_if(entries_.begin(), entries_.end(), is_it); found != entries_.end()) {
-    entries_.erase(found);
-  }
+void DelayedWeights::compute(GraphSequence& sequence, std::size_t call) {
+  // Also if a hook throws, or if the call was reset: nothing is to be computed for this entry any more.
+  const auto forget = c10::make_scope_exit([&] {
+    if (sequence.captured().calls[call].replay.weights_delayed) {
+      return;
+    }
+    const std::weak_ptr<GraphSequence> of = sequence.weak_from_this();
+    const std::lock_guard lock(mutex_);
+    const auto is_it = [&](const Entry& entry) {
+      return entry.call == call && !entry.sequence.owner_before(of) && !of.owner_before(entry.sequence);
+    };
+    if (const auto found = std::find_if(entries_.begin(), entries_.end(), is_it); found != entries_.end()) {
+      entries_.erase(found);
+    }
+  });
+  sequence.backward_weights(call);
 }
 
 std::string DelayedWeights::drop_all() noexcept {

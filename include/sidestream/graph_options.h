@@ -30,7 +30,8 @@ enum class GradientPolicy : std::uint8_t {
   /// again at the next replay. If `.grad` is another tensor that other code refers to as well, the replay is a UsageError.
   accumulated,
   /// The gradient is computed by `backward_dw`, in a graph of its own after the backward, and autograd gets a copy then [backward_dw]. The
-  /// backward computes the gradients of inputs only. If a call runs eagerly, its backward computes all gradients at once.
+  /// backward computes other gradients only, if that is possible: see docs/pipelines.md. If a call runs eagerly, its backward computes
+  /// all gradients at once.
   delayed,
 };
 

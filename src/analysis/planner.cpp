@@ -1,6 +1,7 @@
 #include "analysis/planner.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/mebibytes.h"
 
@@ -45,7 +46,7 @@ std::vector<bool> over_budget(const Profile& profile, const std::vector<std::uin
   }
   for (std::size_t i = 0; i < left.size(); ++i) {
     const OffloadBudget& budget = profile.budgets[i];
-    const auto part = static_cast<std::uint64_t>(static_cast<double>(left[i]) * budget.fraction);
+    const auto part = static_cast<std::uint64_t>(std::llround(static_cast<double>(left[i]) * budget.fraction));
     left[i] = std::min(budget.bytes, budget.fraction < 1 ? part : left[i]);
   }
   std::vector<bool> stays(bytes.size(), false);

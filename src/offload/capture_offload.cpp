@@ -55,10 +55,26 @@ void CaptureOffload::add_copies(const SavedStorage& saved) {
   }
 }
 
+namespace {
+
+void release_one(SavedStorage& saved) {
+  saved.device = c10::Storage();
+  saved.place = SavedStorage::Place::host;
+}
+
+}  // namespace
+
 void CaptureOffload::release(const CapturedCopies& copies) {
   for (const auto& saved : copies.storages) {
-    saved->device = c10::Storage();
-    saved->place = SavedStorage::Place::host;
+    release_one(*saved);
+  }
+}
+
+void CaptureOffload::release_unused(const CapturedCopies& copies) {
+  for (const auto& saved : copies.storages) {
+    if (saved.use_count() == 1) {
+      release_one(*saved);
+    }
   }
 }
 

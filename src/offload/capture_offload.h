@@ -38,6 +38,8 @@ class CaptureOffload final : public StorageMover {
   }
   /// Lets the sources of `copies` go back to the pool: captures from here on may use their memory.
   static void release(const CapturedCopies& copies);
+  /// The same for storages that no saved tensor refers to any more.
+  static void release_unused(const CapturedCopies& copies);
   /// In a backward capture: allocates where `copies` are reloaded to. Captures before this one may have used that memory.
   void allocate_targets(CapturedCopies& copies) const;
 

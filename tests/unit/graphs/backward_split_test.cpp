@@ -104,6 +104,25 @@ std::vector<Body> bodies() {
        {{4, 8}},
        {{8, 8}, {6, 8}},
        2},
+      {"hook_on_an_output",
+       [](const T& x, const T& w) {
+         const at::Tensor y = at::linear(x[0], w[0]);
+         y.register_hook([](const at::Tensor& grad) { return grad * 2; });
+         return T{y};
+       },
+       {{4, 8}},
+       {{6, 8}},
+       0,
+       /*input_gradients=*/false},
+      {"hook_inside",
+       [](const T& x, const T& w) {
+         const at::Tensor h = at::linear(x[0], w[0]);
+         h.register_hook([](const at::Tensor& grad) { return grad * 2; });
+         return T{at::linear(h, w[1])};
+       },
+       {{4, 8}},
+       {{8, 8}, {6, 8}},
+       1},
       {"in_place",
        [](const T& x, const T& w) { return T{at::linear(x[0], w[0]).mul_(w[1]).add_(w[2])}; },
        {{4, 8}},
