@@ -12,7 +12,7 @@
 namespace sidestream {
 namespace {
 
-using Kind = PipelineStep::Kind;
+using ChunkWork = PipelineStep::Kind;
 
 std::string describe(const ChunkId& id) {
   return "stage " + std::to_string(id.stage) + ", microbatch " + std::to_string(id.microbatch);
@@ -21,9 +21,9 @@ std::string describe(const ChunkId& id) {
 ChunkId id_of(const PipelineStep& step) { return {step.stage, step.microbatch}; }
 
 std::string describe(const PipelineStep& step) {
-  const char* work = step.kind == Kind::forward    ? "forward of "
-                     : step.kind == Kind::backward ? "backward of "
-                                                   : "weight gradients of ";
+  const char* work = step.kind == ChunkWork::forward    ? "forward of "
+                     : step.kind == ChunkWork::backward ? "backward of "
+                                                        : "weight gradients of ";
   return work + describe(id_of(step));
 }
 
@@ -47,11 +47,11 @@ void check_order(const std::vector<PipelineStep>& order) {
     if (same_chunk && before->kind == step.kind) {
       refuse("has the " + describe(step) + " twice; a step has each chunk once: remove one of them");
     }
-    if (step.kind == Kind::forward) {
+    if (step.kind == ChunkWork::forward) {
       continue;
     }
     PipelineStep needed = step;
-    needed.kind = step.kind == Kind::backward ? Kind::forward : Kind::backward;
+    needed.kind = step.kind == ChunkWork::backward ? ChunkWork::forward : ChunkWork::backward;
     if (!same_chunk || !(*before == needed)) {
       refuse("has the " + describe(step) + ", but not the " + describe(needed) + "; add it before that step");
     }
@@ -104,7 +104,7 @@ void StepChunks::tell() noexcept {
 }
 
 const PipelineStep* StepChunks::next_forward() noexcept {
-  while (next_ < order_.size() && order_[next_].kind != Kind::forward) {
+  while (next_ < order_.size() && order_[next_].kind != ChunkWork::forward) {
     ++next_;
   }
   return next_ < order_.size() ? &order_[next_] : nullptr;
@@ -141,7 +141,7 @@ void StepChunks::check(const ChunkId& id) const {
   const std::string expected =
       next_ < order_.size() ? "expected " + describe(order_[next_]) : "expected no further forward";
   const bool known = std::any_of(order_.begin(), order_.end(), [&](const PipelineStep& step) {
-    return step.kind == Kind::forward && id_of(step) == id;
+    return step.kind == ChunkWork::forward && id_of(step) == id;
   });
   throw UsageError("OffloadEngine::chunk: " + expected + "; got " + describe(id) +
                    (repeated ? ", which this step has had already"
