@@ -43,8 +43,8 @@ bool computes_only_needed(const Node& node) {
   return c10::demangle(typeid(node).name()).rfind("torch::autograd::generated::", 0) == 0;
 }
 
-/// Both parts would run them.
-bool has_hooks(Node& node) {
+/// True for nodes with hooks: both parts would run these.
+bool would_run_twice(Node& node) {
   return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
 }
 
@@ -170,7 +170,7 @@ class BackwardSplit::Cut {
         continue;
       }
       add_join(node, joining, times);
-      if (!computes_only_needed(*node) || has_hooks(*node)) {
+      if (!computes_only_needed(*node) || would_run_twice(*node)) {
         whole.insert(joining.begin(), joining.end());
       }
     }
@@ -178,7 +178,7 @@ class BackwardSplit::Cut {
     for (const Edge& root : split_.roots_) {  // from which the first part computes nothing
       if (const Reach& own = reach[root.function.get()]; !own.first && roots.insert(root.function.get()).second) {
         add_join(root.function, own.parameters, times);
-        if (has_hooks(*root.function)) {
+        if (would_run_twice(*root.function)) {
           whole.insert(own.parameters.begin(), own.parameters.end());
         }
       }

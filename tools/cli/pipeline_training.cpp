@@ -37,7 +37,7 @@ namespace sidestream::cli {
 namespace {
 
 using Ranks = c10::intrusive_ptr<pipeline::StoreBackend>;
-using Json = nlohmann::json;
+using RankJson = nlohmann::json;
 
 constexpr int kTextTag = -2;  // chunks have tags from 0
 constexpr int kTensorTag = -3;
@@ -60,14 +60,14 @@ std::string receive_text(const Ranks& ranks, int from) {
   return {bytes, bytes + message.front().numel()};
 }
 
-Json rank_json(const ModeResult& mode, const VerifiedNumbers& verified) {
+RankJson rank_json(const ModeResult& mode, const VerifiedNumbers& verified) {
   const OffloadNumbers& offload = mode.offload;
   return {mode.steps,          mode.step_seconds,      mode.live,         mode.allocated,       mode.reserved,
           mode.first_reserved, offload.bytes_per_step, offload.in_flight, offload.pinned_bytes, offload.waits_per_step,
           offload.graphs,      offload.notes,          verified.forwards, verified.backwards};
 }
 
-void add_rank(TrainingResult& result, int rank, const Json& json) {
+void add_rank(TrainingResult& result, int rank, const RankJson& json) {
   result.modes.push_back({fmt::format("rank {}", rank),
                           json[0],
                           json[1],
@@ -183,14 +183,14 @@ class RankTraining {
       for (const auto& [name, parameter] : main.parameters()) {
         names.push_back(name);
       }
-      send_text(ranks_, last_, Json(names).dump());
+      send_text(ranks_, last_, RankJson(names).dump());
       return;
     }
     // The simulated device computes what the CPU computes; its memory is left to the rank.
     plain_.emplace(options_, c10::Device(c10::kCPU), TrainingMode{}, corpus_);
     result_.comparison.emplace(dtype_, options_.tokens_per_step(), /*exact=*/true);
     for (int rank = 0; rank < last_; ++rank) {
-      for (const std::string name : Json::parse(receive_text(ranks_, rank))) {
+      for (const std::string name : RankJson::parse(receive_text(ranks_, rank))) {
         rank_of_.emplace(name, rank);
       }
     }
@@ -260,12 +260,12 @@ class RankTraining {
   }
 
   /// Brings the numbers of all ranks together.
-  [[nodiscard]] int finish(const Json& numbers, ReportFile* report) {
+  [[nodiscard]] int finish(const RankJson& numbers, ReportFile* report) {
     if (!reports()) {
       send_text(ranks_, last_, numbers.dump());
     } else {
       for (int rank = 0; rank < last_; ++rank) {
-        add_rank(result_, rank, Json::parse(receive_text(ranks_, rank)));
+        add_rank(result_, rank, RankJson::parse(receive_text(ranks_, rank)));
       }
       add_rank(result_, last_, numbers);
       print(result_table(result_));
