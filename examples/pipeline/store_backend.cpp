@@ -75,7 +75,7 @@ void StoreBackend::take(at::Tensor& tensor, int from, int tag) {
     TORCH_CHECK_WITH(DistBackendError, part.size() == std::min(kPart, host.nbytes() - first), "rank ", getRank(),
                      " expects ", host.nbytes(), " bytes in message ", key, " of rank ", from, ", but got ",
                      first + part.size(), "; both ranks must pass tensors of one shape and dtype");
-    std::memcpy(bytes + first, part.data(), part.size());
+    std::copy(part.begin(), part.end(), bytes + first);
     store_->deleteKey(part_key(key, first));
   }
   tensor.detach().copy_(host);
