@@ -311,6 +311,8 @@ class Readers : public torch::nn::Module {
     return ((third[0] + first[1] * 3) * rows(s, device_, 1)).sum();  // the second output is read elsewhere too
   }
   [[nodiscard]] const std::vector<GraphedCallable>& layers() const { return layers_; }
+  /// They own the engine, which shares the ownership of this model.
+  void drop_layers() { layers_.clear(); }
 
  private:
   Tensors run(std::size_t i, const Tensors& x) {
@@ -340,6 +342,7 @@ TEST(DelayedReadersTest, ReadInputsAndGradientsThatNoOtherGraphOverwrites) {
     });
   }
   EXPECT_EQ(engine.report().order_findings, std::vector<std::string>());
+  model->drop_layers();
 }
 
 TEST_F(DelayedCallablesTest, AResetCallableDoesNotHoldUpTheOthers) {
