@@ -11,91 +11,9 @@
 #include "graphs/engine/graph_drawing.h"
 #include "offload/kept_failure.h"
 #include "offload/name_pattern.h"
-#include "sidestream/engine.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
-
-Step::Step(std::shared_ptr<EngineState> state, const std::vector<PipelineStep>* order)
-    : state_(std::move(state)), exceptions_(std::uncaught_exceptions()) {
-  state_->begin_step(order);
-}
-
-void Step::finish() {
-  if (state_ == nullptr) {
-    return;
-  }
-  state_->check_thread_of_step();
-  const std::shared_ptr<EngineState> state = std::move(state_);
-  state->end_step(/*failed=*/false);
-}
-
-Step::~Step() {
-  if (state_ != nullptr) {
-    state_->close_step(/*failed=*/std::uncaught_exceptions() > exceptions_);
-  }
-}
-
-OffloadEngine::OffloadEngine(torch::nn::Module& model, Options options)
-    : state_(std::make_shared<EngineState>(model, std::move(options))) {}
-
-OffloadEngine::OffloadEngine(std::shared_ptr<EngineState> state) : state_(std::move(state)) {}
-
-OffloadEngine::~OffloadEngine() = default;
-
-EngineState& OffloadEngine::state() const {
-  if (state_ == nullptr) {
-    throw UsageError("this OffloadEngine was moved from; use the one that it was moved to");
-  }
-  return *state_;
-}
-
-Step OffloadEngine::step() {
-  (void)state();
-  return Step(state_, nullptr);
-}
-
-Step OffloadEngine::step(const std::vector<PipelineStep>& order) {
-  (void)state();
-  return Step(state_, &order);
-}
-
-Chunk OffloadEngine::chunk(ChunkId id) {
-  (void)state();
-  return EngineState::begin_chunk(state_, id);
-}
-
-Journal OffloadEngine::journal() const { return state().journal(); }
-
-Report OffloadEngine::report() const { return state().report(); }
-
-std::vector<std::string> OffloadEngine::write_graphs(const std::string& folder) const {
-  return state().write_graphs(folder);
-}
-
-void OffloadEngine::reset() { state().reset(); }
-
-void OffloadEngine::backward_dw() { state().backward_dw(); }
-
-void OffloadEngine::backward_dw(ChunkId id) { state().backward_dw(id); }
-
-void OffloadEngine::set_activation_offloading(const torch::nn::Module& module, bool on) {
-  state().set_activation_offloading({state().calls().patterns_of(module)}, on);
-}
-
-void OffloadEngine::set_activation_offloading(const std::string& patterns, bool on) {
-  const NamePatterns all = NamePatterns::parse(patterns);
-  std::vector<NamePatterns> named;
-  for (const std::string& pattern : all.patterns()) {
-    named.push_back(NamePatterns({pattern}));
-  }
-  if (named.empty()) {
-    throw UsageError("OffloadEngine::set_activation_offloading: no scope is named; \"all\" names all scopes");
-  }
-  state().set_activation_offloading(named, on);
-}
-
-void OffloadEngine::mark_not_offload(const at::Tensor& tensor) { state().exclusions().mark(tensor); }
 
 /// The parts of a step's end. If one part fails, the rest are still released.
 class PartsOfEnd {
@@ -293,6 +211,9 @@ void EngineState::refuse_in_call(const char* what) const {
     throw UsageError(std::string(what) +
                      " was called inside of a graphed call, and replays would not run it; call it around the call");
   }
+  if (step_ && step_->thread() != std::this_thread::get_id()) {
+    throw UsageError(std::string(what) + " was called on another thread than the step's; call it where the step began");
+  }
 }
 
 void EngineState::refuse_outside_of_step(const char* what) const {
@@ -301,17 +222,10 @@ void EngineState::refuse_outside_of_step(const char* what) const {
     throw UsageError(std::string(what) +
                      " was called outside of a step; begin the step first, and keep it until the end");
   }
-  if (step_->thread() != std::this_thread::get_id()) {
-    throw UsageError(std::string(what) + " was called on another thread than the step's; call it where the step began");
-  }
 }
 
 void EngineState::backward_dw() {
   refuse_in_call("OffloadEngine::backward_dw");
-  if (step_ && step_->thread() != std::this_thread::get_id()) {
-    throw UsageError(
-        "OffloadEngine::backward_dw was called on another thread than the step's; call it where the step began");
-  }
   resources_.delayed_weights->compute_all();
   recorded_.weights_computed();
 }

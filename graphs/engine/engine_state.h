@@ -90,9 +90,9 @@ class EngineState {
   /// Throws the error that a destructor could not throw.
   void throw_kept();
   void refuse_inside(const char* what) const;
-  /// The same, and inside of a graphed call.
+  /// The same, and inside of a graphed call or on another thread than that of the step, if there is one.
   void refuse_in_call(const char* what) const;
-  /// The same, and outside of a step or on another thread than the step's.
+  /// The same, and outside of a step.
   void refuse_outside_of_step(const char* what) const;
   /// Throws inside of a capture, and inside of a step.
   void refuse_inside_step(const std::string& what);
