@@ -1,0 +1,162 @@
+#include "unit/graphs/rank_programs.h"
+
+#include <algorithm>
+#include <random>
+
+namespace sidestream::testing_model {
+namespace {
+
+/// `first` and `second` run layer by layer, in turn; the layers of a backward go down.
+RankOrder layers_in_turn(const RankWork& first, const RankWork& second, std::size_t layers) {
+  RankOrder order;
+  for (std::size_t l = 0; l < layers; ++l) {
+    for (RankWork work : {first, second}) {
+      work.layer = work.kind == RankWork::Kind::backward ? layers - 1 - l : l;
+      order.push_back(work);
+    }
+  }
+  return order;
+}
+
+/// Chunks of `place` in a random order: each runs the layers of its forward, then those of its backward (at once, if not `cut`).
+RankOrder random_order(const RankPlace& place, std::size_t microbatches, std::size_t layers, bool cut,
+                       std::size_t seed) {
+  using Kind = RankWork::Kind;
+  std::minstd_rand random(static_cast<unsigned>(seed + 1));
+  std::vector<RankOrder> left;
+  for (std::size_t m = 0; m < microbatches; ++m) {
+    for (std::size_t p = 0; p < place.parts; ++p) {
+      RankOrder& chunk = left.emplace_back();
+      for (std::size_t l = 0; l < layers; ++l) {
+        chunk.push_back({Kind::forward, p, m, l});
+      }
+      for (std::size_t l = layers; l-- > 0 && cut;) {
+        chunk.push_back({Kind::backward, p, m, l});
+      }
+      if (!cut) {
+        chunk.push_back({Kind::backward, p, m});
+      }
+    }
+  }
+  RankOrder order;
+  while (!left.empty()) {
+    const std::size_t open = std::min<std::size_t>(left.size(), 4);
+    RankOrder& chunk = left[random() % open];
+    order.push_back(chunk.front());
+    chunk.erase(chunk.begin());
+    if (chunk.empty()) {
+      left.erase(left.begin() + (&chunk - left.data()));
+    }
+  }
+  return order;
+}
+
+}  // namespace
+
+RankOrder RankProgram::order(std::size_t step) const {
+  using Kind = RankWork::Kind;
+  if (extra == RankExtra::random || extra == RankExtra::random_cut) {
+    return random_order(place, microbatches[step], layers, extra == RankExtra::random_cut, seed);
+  }
+  const std::size_t count = microbatches[step];
+  RankOrder whole = schedule == RankSchedule::forwards_first ? forwards_first(place, count)
+                    : schedule == RankSchedule::zero_bubble  ? zero_bubble_order(place, count)
+                                                             : rank_order(place, count);
+  RankOrder order;
+  const auto meet = [&](Kind a, Kind b, std::size_t i) {
+    return i + 1 < whole.size() && whole[i].kind == a && whole[i + 1].kind == b &&
+           (whole[i].part != whole[i + 1].part || whole[i].microbatch != whole[i + 1].microbatch);
+  };
+  for (std::size_t i = 0; i < whole.size(); ++i) {
+    if (extra == RankExtra::forwards_alone && i % 3 == 0) {
+      order.push_back({Kind::evaluate, i % place.parts, count + i});
+      order.push_back({Kind::abandoned, i % place.parts, count + i + 1});
+    }
+    if ((extra == RankExtra::cut &&
+         (meet(Kind::forward, Kind::backward, i) || meet(Kind::backward, Kind::forward, i))) ||
+        (extra == RankExtra::alternating && meet(Kind::forward, Kind::forward, i))) {
+      const RankOrder turns = layers_in_turn(whole[i], whole[i + 1], layers);
+      order.insert(order.end(), turns.begin(), turns.end());
+      ++i;
+    } else if (extra == RankExtra::overtaking && meet(Kind::forward, Kind::forward, i)) {
+      for (std::size_t l = 0; l < layers; ++l) {
+        RankWork work = whole[i];
+        work.layer = l;
+        order.push_back(work);
+        if (l == 0) {
+          order.push_back(whole[i + 1]);
+        }
+      }
+      ++i;
+    } else {
+      order.push_back(whole[i]);
+    }
+  }
+  return order;
+}
+
+std::vector<RankProgram> rank_programs() {
+  using S = RankSchedule;
+  return {
+      {"alone", {1, 0, 1}, 4, {3, 3, 3}},
+      {"first_of_two", {2, 0, 1}, 4, {4, 4, 4}},
+      {"first_of_four", {4, 0, 1}, 1, {6, 6, 6}},
+      {"last_of_four", {4, 3, 1}, 1, {5, 5, 5}},
+      {"two_parts_alone", {1, 0, 2}, 1, {3, 3, 3}},
+      {"two_parts_first_of_two", {2, 0, 2}, 1, {4, 4, 4}},
+      {"two_parts_last_of_two", {2, 1, 2}, 4, {4, 4, 4}},
+      {"three_parts_second_of_three", {3, 1, 3}, 1, {6, 6, 6}},
+      {"three_parts_uneven", {3, 0, 3}, 1, {5, 5, 5}},
+      {"forwards_first", {2, 0, 2}, 2, {4, 4, 4}, S::forwards_first},
+      {"zero_bubble_first_of_two", {2, 0, 1}, 4, {4, 4, 4}, S::zero_bubble},
+      {"zero_bubble_first_of_four", {4, 0, 1}, 2, {6, 6, 5, 6}, S::zero_bubble},
+      {"zero_bubble_last_of_four", {4, 3, 1}, 4, {6, 6, 6}, S::zero_bubble},
+      {"zero_bubble_two_parts", {2, 0, 2}, 4, {4, 4, 4}, S::zero_bubble},
+      {"counts_change", {2, 0, 2}, 1, {2, 4, 1, 6, 3, 6}},
+      {"forwards_alone", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::forwards_alone},
+      {"hybrid", {2, 0, 2}, 3, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::hybrid},
+      {"cut", {2, 0, 2}, 3, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::cut},
+      {"overtaking", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::overtaking},
+      {"alternating", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::alternating},
+  };
+}
+
+std::vector<RankProgram> random_programs() {
+  std::vector<RankProgram> all;
+  for (std::size_t seed = 0; seed < 12; ++seed) {
+    all.push_back({"random" + std::to_string(seed),
+                   {2, 0, 1 + seed % 3},
+                   2 + seed % 2,
+                   {4, 4, 4},
+                   RankSchedule::forwards_first,
+                   seed % 2 == 0 ? RankExtra::random : RankExtra::random_cut,
+                   seed});
+  }
+  return all;
+}
+
+std::vector<RankProgram> deep_programs() {
+  return {
+      {"cut_deep", {2, 0, 1}, 6, {4, 4, 2, 4}, RankSchedule::one_forward_one_backward, RankExtra::cut},
+      {"cut_deep_last", {2, 1, 2}, 6, {4, 4, 4}, RankSchedule::one_forward_one_backward, RankExtra::cut},
+  };
+}
+
+std::vector<RankProgram> every_order() {
+  std::vector<RankProgram> all;
+  for (std::size_t ranks = 1; ranks <= 4; ++ranks) {
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      for (std::size_t parts = 1; parts <= 3; ++parts) {
+        for (std::size_t count = 1; count <= 12; ++count) {
+          const std::string name = "rank_" + std::to_string(rank) + "_of_" + std::to_string(ranks) + "_" +
+                                   std::to_string(parts) + "_parts_" + std::to_string(count) + "_microbatches";
+          const std::size_t layers = 1 + (ranks + rank + parts + count) % 3;
+          all.push_back({name, {ranks, rank, parts}, layers, {count, count, count, count > 1 ? count - 1 : 2}});
+        }
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace sidestream::testing_model
