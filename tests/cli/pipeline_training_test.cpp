@@ -131,21 +131,19 @@ TEST(Pipeline, ARankThatDiesIsNamedByTheOthers) {
   }
 }
 
-TEST(Pipeline, ARankThatFailsIsNamedByTheOthers) {
-  const ProgramResult result = run_program(tiny_training(piped(2, {"--steps", "2", "--offload", "blocks.*.router"})));
-  EXPECT_EQ(result.code, 2) << result.err;
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "core_attn", result.err);
-}
-
 /// Ranks that a test starts, as a user does on several machines.
 class StartedRanks {
  public:
-  StartedRanks(int ranks, const std::vector<std::string>& more) {
+  /// `first`: more arguments of rank 0.
+  StartedRanks(int ranks, const std::vector<std::string>& more, const std::vector<std::string>& first = {}) {
     const std::string port = std::to_string(free_port());
     for (int rank = 0; rank < ranks; ++rank) {
-      programs_.push_back(std::make_unique<Program>(
-          tiny_training(piped(ranks, more)), "export RANK=" + std::to_string(rank) + " WORLD_SIZE=" +
-                                                 std::to_string(ranks) + " MASTER_ADDR=127.0.0.1 MASTER_PORT=" + port));
+      std::vector<std::string> arguments = more;
+      arguments.insert(arguments.end(), first.begin(), rank == 0 ? first.end() : first.begin());
+      programs_.push_back(std::make_unique<Program>(tiny_training(piped(ranks, arguments)),
+                                                    "export RANK=" + std::to_string(rank) +
+                                                        " WORLD_SIZE=" + std::to_string(ranks) +
+                                                        " MASTER_ADDR=127.0.0.1 MASTER_PORT=" + port));
     }
   }
   Program& operator[](std::size_t rank) { return *programs_[rank]; }
@@ -174,6 +172,16 @@ TEST(PipelineFromTheEnvironment, TrainsAndTheLastRankPrints) {
   EXPECT_EQ(last.code, 0) << last.err;
   EXPECT_EQ(first.out, "");
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "bit for bit in each of 4 steps", last.out);
+}
+
+TEST(PipelineFromTheEnvironment, ARankThatFailsIsNamedByTheOthers) {
+  StartedRanks ranks(2, {"--steps", "3"}, {"--offload", "blocks.*.router"});  // matches nothing
+  const ProgramResult first = ranks[0].finish();
+  const ProgramResult other = ranks[1].finish();
+  EXPECT_EQ(first.code, 2) << first.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "core_attn", first.err);
+  EXPECT_EQ(other.code, 1) << other.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "rank 0 failed: ", other.err);
 }
 
 TEST(PipelineFromTheEnvironment, ASilentRankIsNamedByThoseThatWaitForOthers) {
