@@ -1,7 +1,6 @@
 #include "store_backend.h"
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <thread>
 #include <utility>

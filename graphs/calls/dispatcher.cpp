@@ -311,8 +311,10 @@ void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_
   } else {
     variant.holder->sequence->forward(index, call.request.inputs, call.outputs, call.request.replay, known);
   }
-  const RunningChunk* const chunk = chunks_.active();
-  variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0);
+  if (variant.holder->captured().weights_pool != nullptr) {
+    const RunningChunk* const chunk = chunks_.active();
+    variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0);
+  }
 }
 
 }  // namespace sidestream

@@ -21,8 +21,7 @@ struct RunningChunk {
   std::uint64_t number = 0;              ///< counts the chunks of all steps
   std::optional<std::size_t> slot = {};  ///< of its graphed calls: see RecordedCall::slot. The first of them decides
   std::uint64_t offloaded_bytes = 0;     ///< whose copies were queued while it was active
-  bool open = true;
-  bool weights_computed = false;  ///< by OffloadEngine::backward_dw for this chunk
+  bool weights_computed = false;         ///< by OffloadEngine::backward_dw for this chunk
 };
 
 /// The chunks of one step: which are open, which one calls belong to, and whether they come in the order that the step was given.

@@ -85,7 +85,8 @@ void capture_weights(SequenceCapture& capture, std::size_t index);
 /// After the last capture: gives tensors that modules keep of their capture a value, see Note [Tensors that a module keeps].
 void fill_kept_tensors(SequenceCapture& capture);
 
-/// Sorts the outputs of the captured body of `call` by whose memory they are. `leaves`: its inputs. `saved`: the storages that autograd saved in it.
+/// Sorts the outputs of the captured body of `call` by whose memory they are. `leaves`: its inputs. `saved`: the storages that autograd
+/// saved in it.
 /// Throws: CaptureError for a view that a replay cannot make again of its own inputs.
 void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
                    const SavedStorages& saved, const Exclusions& exclusions);

@@ -14,7 +14,8 @@ namespace sidestream {
 /// parameters join. The second runs from these nodes and computes the gradients of the delayed parameters alone.
 ///
 /// The first part computes gradients of some delayed parameters as well: of those that join at several nodes, and of those that join at a
-/// node that has hooks, or that computes all of its gradients or none. Otherwise the second part would compute gradients of inputs once more.
+/// node that has hooks, or that computes all of its gradients or none. Otherwise the second part would compute gradients of inputs once
+/// more.
 /// Source: PyTorch's pipelining (stage_backward_input, stage_backward_weight); TransformerEngine's backward_dw.
 class BackwardSplit {
  public:

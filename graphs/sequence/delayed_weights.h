@@ -36,13 +36,10 @@ class DelayedWeights {
       }
     }
   }
-  /// Computes all. True if there were any.
-  bool compute_all() {
-    bool any = false;
+  /// Computes all.
+  void compute_all() {
     while (compute_next([](const GraphSequence&, std::size_t) { return true; })) {
-      any = true;
     }
-    return any;
   }
   /// They will not be computed: their captures may replay again. Returns the name of the first of these calls; empty if there is none.
   std::string drop_all() noexcept;

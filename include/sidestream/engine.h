@@ -30,7 +30,8 @@ class [[nodiscard]] SIDESTREAM_API Step {
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
   /// Ends the step. A second call does nothing.  Throws: UsageError on another thread (the step then stays active), if a scope is
-  /// still open, and if weight gradients are delayed that backward_dw has not computed. A failure of a scope's destructor. Errors of the device.
+  /// still open, and if weight gradients are delayed that backward_dw has not computed. A failure of a scope's destructor. Errors of the
+  /// device.
   void finish();
   /// Ends the step if `finish` has not. Never throws: a failure is logged as a LibTorch warning, and the engine's next `step()` throws it.
   /// If an exception ends the step, the step is cleaned up and errors of the cleanup are dropped.
