@@ -13,12 +13,10 @@
 #include "graphs/calls/memory_shortage.h"
 #include "graphs/calls/recorded_calls.h"
 #include "graphs/guards/call_modes.h"
-#include "graphs/outputs/storage_holders.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
 #include "observe/sync_finder.h"
-#include "offload/saved_tensor_recorder.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -105,10 +103,6 @@ void EngineSequences::recapture(SequenceHolder& holder) {
   }
   const GraphOptions options = holder.captured().options;
   const std::shared_ptr<GraphMemory> memory = holder.captured().memory;
-  {
-    const RecorderGuard no_recorder(nullptr);
-    await_end_of_backward(resources_.runtime->device());  // its last tensors may lie in the old pool
-  }
   holder.sequence->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
   holder.sequence = capture_sequence(specs, options, memory->shared() ? memory : nullptr);
