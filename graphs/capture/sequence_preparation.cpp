@@ -65,6 +65,7 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
     const Profile& call = capture.sizings[i].profile;
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
+    profile.budgets = call.budgets;  // the same of each call
     for (GroupProfile group : call.groups) {
       group.needed_immediately = staying[i];
       profile.groups.push_back(std::move(group));
