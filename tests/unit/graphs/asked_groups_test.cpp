@@ -121,6 +121,25 @@ TEST_F(AskedGroups, AGroupThatEndsLaterLeavesWhenAskedAndNoneIsLost) {
   }
 }
 
+// Upstream the last delayed group of a step is lost.
+TEST_F(AskedGroups, WhatStillWaitsAtTheEndOfTheStepLeavesThen) {
+  OffloadEngine engine(model_, options());
+  two_steps(engine);
+  const auto loss = [](const at::Tensor& x) {
+    Handles handles;
+    return layer(layer(x.mul(2), "a", handles, true), "b", handles, true).sum();  // as much as the lag holds
+  };
+  const at::Tensor x = data(7);
+  auto step = engine.step();
+  const at::Tensor mine = loss(x);
+  step.finish();
+  EXPECT_EQ(engine.report().offloaded_bytes, 4 * kSquareBytes);
+  mine.backward();
+  const at::Tensor plain = data(7);
+  loss(plain).backward();
+  EXPECT_TRUE(at::equal(x.grad().cpu(), plain.grad().cpu()));
+}
+
 TEST_F(AskedGroups, ABackwardThatComesBeforeTheCopyKeepsItsGroup) {
   OffloadEngine engine(model_, options());
   two_steps(engine);
