@@ -1,4 +1,4 @@
-// What the reference systems' tests leave out of callables, by the names of the list in docs/graphs.md.
+// What the reference systems' tests leave out of callables, by the names of the list in docs/conformance.md.
 #include <memory>
 #include <stdexcept>
 #include <vector>

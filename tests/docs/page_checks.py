@@ -5,6 +5,7 @@ import re
 
 FENCE = re.compile(r"^(```|~~~).*?^\1 *$", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
+TEST_CASE = re.compile(r"^(?:TYPED_)?TEST(?:_[FP])?\(\s*(\w+),\s*(\w+)\)", re.MULTILINE)
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|\b(?:src|href)=\"([^\"]+)\"")
 DOCUMENT = re.compile(r"\bdocs/[\w./-]+\.(?:md|svg|json)\b")
 HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)? *$", re.MULTILINE)
@@ -174,4 +175,30 @@ def quoted_messages(page, texts):
                 if fragment not in texts:
                     problems.append(f"docs/troubleshooting.md, line {number}: no source says '{fragment}'; quote the message as it is "
                                     "now, or remove the row")
+    return problems
+
+
+def tests_named(name, page, sources):
+    """Each row of a table names tests in its last cell, which exist, or is "left out". `sources`: the text of all tests.
+
+    Tests are named as Suite.Case, .Case (of the suite before it) or as a suite: a word that ends with "Test" or begins with "Conformance".
+    Code is a text that tests have, such as the name of a program.
+    """
+    cases = {f"{suite}.{case}" for suite, case in TEST_CASE.findall(sources)}
+    suites = {case.partition(".")[0] for case in cases}
+    problems, body = [], False
+    for number, line in enumerate(page.splitlines(), 1):
+        head, body = not body, line.startswith("|") and (body or line.startswith("|---"))
+        if not body or head:
+            continue
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+        suite, found = "", cells[1].startswith("left out")
+        for match in re.finditer(r"(?:\b([A-Z]\w*))?\.([A-Z]\w+)|\b([A-Z]\w*Test|Conformance\w+)\b|`([^`]+)`", cells[-1]):
+            suite = match[1] or match[3] or suite
+            known = f'"{match[4]}"' in sources if match[4] else suite in suites if match[3] else f"{suite}.{match[2]}" in cases
+            found = found or not match[4]
+            if not known:
+                problems.append(f"{name}, line {number}: there is no test '{match[0]}'; name the test that checks this now")
+        if not found:
+            problems.append(f"{name}, line {number}: names no test; name one, or say 'left out' and why")
     return problems

@@ -68,6 +68,13 @@ def faults_are_found():
         expect("a wrong paragraph", page_checks.readme_figures(root, (prose.strip() + " " + link).replace("270", "271")), 1)
         expect("a wrong list", page_checks.readme_figures(root, "- it takes 269 ms, " + link), 1)
         expect("a table without measurements", page_checks.readme_figures(root, "| a | b |\n|---|---|\n| 1 | two |\n"), 0)
+        tests = 'TEST(ATest, One) {\nTEST_F(BTest,\n       Two) {\n{"a_program", 1}\n'
+        rows = "| x | what | test |\n|---|---|---|\n| y | left out | no reason. None |\n"
+        named = "| y | z | ATest.One, BTest.Two, ATest, .One (program `a_program`) |\n"
+        expect("tests", page_checks.tests_named("a.md", rows + named + "\nNoTest.Case in prose\n", tests), 0)
+        expect("tests that are gone", page_checks.tests_named("a.md", rows + named.replace("Two", "Three").replace("a_p", "p"), tests), 2)
+        expect("suites that are gone", page_checks.tests_named("a.md", rows + "| y | z | CTest, ATest.One, .Two |\n", tests), 2)
+        expect("a row without a test", page_checks.tests_named("a.md", rows + "| y | z | later |\n", tests), 1)
         said = "\n".join(message_texts.texts_of('f("the page " + x + " is\\" " "full"\n  "now")'))
         expect("quotes", page_checks.quoted_messages('| `is" fullnow` | x |\n| the page | `y` |\n', said), 0)
         expect("a stale quote", page_checks.quoted_messages("| `is empty` | x |\n", said), 1)
@@ -90,6 +97,9 @@ def main(root):
              if tutorial.exists() else ["docs/tutorial.md does not exist; it is where a reader of README goes next"])
     tap.case("messages that docs/troubleshooting.md quotes",
              page_checks.quoted_messages((root / "docs/troubleshooting.md").read_text(), message_texts.all_texts(root)))
+    tests = "\n".join(path.read_text() for path in sorted((root / "tests").rglob("*.cpp")))
+    tap.case("tests that docs/conformance.md names",
+             page_checks.tests_named("docs/conformance.md", (root / "docs/conformance.md").read_text(), tests))
     tap.finish()
 
 

@@ -1,4 +1,5 @@
-// Conformance cases of orders of chunks with options of offload. pipeline_rank_test.cpp has those that need no options.
+// Conformance cases of orders of chunks with options of offload: docs/conformance.md lists all cases. pipeline_rank_test.cpp has those that
+// need no options.
 #include <cstddef>
 #include <cstdint>
 #include <ostream>
