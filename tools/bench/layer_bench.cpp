@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <map>
+#include <optional>
 
 #include <ATen/Context.h>
 #include <ATen/ops/randn.h>
@@ -25,6 +27,8 @@ const std::vector<LayerMode>& layer_modes() {
       {"graphs+offload:all", true, true, std::nullopt, false, true},
       {"graphs+offload K=2", true, true, 2},
       {"graphs+offload window", true, true, std::nullopt, true},
+      {.name = "graphs slots", .graphs = true, .told = false},
+      {.name = "graphs+offload slots", .graphs = true, .offload = true, .told = false},
       {.name = "graphs cloned", .graphs = true, .gradients = GradientPolicy::cloned},
       {.name = "graphs delayed", .graphs = true, .gradients = GradientPolicy::delayed}};
   return modes;
@@ -34,6 +38,9 @@ LayerBench::LayerBench(const LayerSettings& settings) : settings_(settings), dev
   const std::vector<std::string>& names = settings.modes;
   std::copy_if(layer_modes().begin(), layer_modes().end(), std::back_inserter(modes_),
                [&](const LayerMode& mode) { return std::find(names.begin(), names.end(), mode.name) != names.end(); });
+  if (settings.microbatches > 0) {
+    order_ = pipeline_order(PipelineShape{settings.ranks, 1, settings.microbatches}, 0);
+  }
   at::manual_seed(1);
   const at::ScalarType dtype = settings.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
   layers_ = std::make_shared<BlockStack>(settings.shape);
@@ -80,16 +87,42 @@ std::unique_ptr<OffloadEngine> LayerBench::make_engine(const LayerMode& mode) co
   return std::make_unique<OffloadEngine>(*layers_, options);
 }
 
-StepTime LayerBench::step(OffloadEngine* engine) {
+void LayerBench::run_order(OffloadEngine* engine) const {
+  struct InFlight {
+    at::Tensor input;
+    at::Tensor output;
+  };
+  std::map<std::int64_t, InFlight> in_flight;
+  for (const PipelineStep& work : order_) {
+    InFlight& microbatch = in_flight[work.microbatch];
+    if (work.kind == PipelineStep::Kind::forward) {
+      microbatch.input = input_.detach().clone().requires_grad_();  // as it would be received
+      std::optional<Chunk> chunk;
+      if (engine != nullptr) {
+        chunk.emplace(engine->chunk({work.stage, work.microbatch}));
+      }
+      microbatch.output = layers_->forward(microbatch.input);
+    } else {
+      microbatch.output.backward(output_gradient_);
+      in_flight.erase(work.microbatch);
+    }
+  }
+}
+
+StepTime LayerBench::step(OffloadEngine* engine, bool told) {
   synchronize(device_);
   const auto begin = std::chrono::steady_clock::now();
   const double cpu_before = cpu_seconds();
   {
     std::optional<Step> step;
     if (engine != nullptr) {
-      step.emplace(engine->step());
+      step.emplace(order_.empty() || !told ? engine->step() : engine->step(order_));
     }
-    layers_->forward(input_).backward(output_gradient_);
+    if (order_.empty()) {
+      layers_->forward(input_).backward(output_gradient_);
+    } else {
+      run_order(told ? engine : nullptr);
+    }
     if (engine != nullptr) {
       engine->backward_dw();
     }
@@ -110,13 +143,13 @@ nlohmann::ordered_json LayerBench::memory(const LayerMode& mode) {
   const std::unique_ptr<OffloadEngine> engine = make_engine(mode);
   auto warm_seconds = nlohmann::ordered_json::array();
   for (int i = 0; i < kWarmSteps; ++i) {
-    warm_seconds.push_back(step(engine.get()).wall);
+    warm_seconds.push_back(step(engine.get(), mode.told).wall);
   }
   const MemoryUse warm = memory_use(device_);
   release_cached_memory(device_);
   reset_memory_peaks(device_);
-  step(engine.get());
-  step(engine.get());
+  step(engine.get(), mode.told);
+  step(engine.get(), mode.told);
   const MemoryUse use = memory_use(device_);
   nlohmann::ordered_json json{{"name", mode.name},
                               {"reserved_bytes", use.reserved_peak - base_.allocated},
@@ -126,6 +159,7 @@ nlohmann::ordered_json LayerBench::memory(const LayerMode& mode) {
                               {"first_steps_seconds", warm_seconds}};
   const Report report = engine ? engine->report() : Report{};
   json["offloaded_bytes"] = report.offloaded_bytes;
+  json["pinned_requested_bytes"] = report.pinned_requested_bytes;
   json["in_flight_bytes"] = report.in_flight_bytes;
   json["pinned_bytes"] = report.pinned_bytes;
   json["waits"] = report.waits;
@@ -139,16 +173,16 @@ std::vector<std::vector<StepTime>> LayerBench::times() {
   for (const LayerMode& mode : modes_) {
     engines.push_back(make_engine(mode));
     for (int i = 0; i < kWarmSteps; ++i) {
-      step(engines.back().get());
+      step(engines.back().get(), mode.told);
     }
   }
   std::vector<std::vector<StepTime>> all(modes_.size());
   for (std::int64_t round = 0; round < settings_.rounds; ++round) {
     for (std::size_t turn = 0; turn < modes_.size(); ++turn) {
       const std::size_t i = (turn + static_cast<std::size_t>(round)) % modes_.size();
-      step(engines[i].get());
+      step(engines[i].get(), modes_[i].told);
       std::vector<StepTime> watched(kWatchedSteps);
-      std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get()); });
+      std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get(), modes_[i].told); });
       all[i].push_back(median(watched));
     }
   }

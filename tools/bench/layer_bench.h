@@ -19,6 +19,8 @@ struct LayerSettings {
   byte_model::ModelShape shape{.layers = 12, .hidden = 4096, .heads = 32, .kv_heads = 8, .ffn = 14336, .seq = 8192};
   std::string dtype = "bfloat16";
   std::vector<std::string> groups{"qkv", "core_attn", "proj", "norm2", "fc1"};
+  std::int64_t ranks = 1;         ///< the layers are those of the first of so many
+  std::int64_t microbatches = 0;  ///< of a step, in 1F1B order; 0: one, and no chunks
   std::int64_t rounds = 15;
   std::int64_t min_kib = 1024;
   std::optional<std::int64_t> lag_mib;
@@ -37,6 +39,7 @@ struct LayerMode {
   bool window = false;      ///< lag and lookahead as given
   bool everything = false;  ///< each group of a layer is offloaded, not only LayerSettings::groups
   GradientPolicy gradients = GradientPolicy::accumulated;
+  bool told = true;  ///< the engine is told the order of the microbatches
 };
 
 /// All there are, in the order in which they are measured.
@@ -60,10 +63,13 @@ class LayerBench {
 
  private:
   [[nodiscard]] std::unique_ptr<OffloadEngine> make_engine(const LayerMode& mode) const;
-  StepTime step(OffloadEngine* engine);
+  StepTime step(OffloadEngine* engine, bool told);
+  /// Forwards and backwards of all microbatches. `engine`: null if it is told nothing of chunks.
+  void run_order(OffloadEngine* engine) const;
 
   const LayerSettings& settings_;
   c10::Device device_;
+  std::vector<PipelineStep> order_;  ///< empty without microbatches
   std::vector<LayerMode> modes_;
   std::shared_ptr<BlockStack> layers_;
   at::Tensor input_;

@@ -63,7 +63,8 @@ void add_times(Json& mode, const std::vector<StepTime>& times) {
 
 /// R against `without`, the same mode without offload.
 void add_rates(Json& mode, const Json& without) {
-  const auto moved = mode["offloaded_bytes"].get<double>();
+  // Of microbatches in an order, those in flight are on the host at once.
+  const auto moved = std::min(mode["offloaded_bytes"].get<double>(), mode["pinned_requested_bytes"].get<double>());
   if (moved > 0) {
     const double drop = without["live_peak_bytes"].get<double>() - mode["live_peak_bytes"].get<double>();
     const double landed = moved - mode["in_flight_bytes"].get<double>();
@@ -119,6 +120,8 @@ Json measure(const bench::LayerSettings& settings) {
           {"ffn", shape.ffn},
           {"dtype", settings.dtype},
           {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
+          {"ranks", settings.ranks},
+          {"microbatches", settings.microbatches},
           {"rounds", settings.rounds},
           {"lag_mib", settings.lag_mib ? Json(*settings.lag_mib) : Json()},
           {"lookahead_mib", settings.lookahead_mib ? Json(*settings.lookahead_mib) : Json()},
@@ -194,6 +197,13 @@ int run(int argc, char** argv) {
       ->allow_extra_args(false)
       ->check(CLI::IsMember(mode_names()))
       ->default_str("all");
+  app.add_option("--microbatches", settings.microbatches,
+                 "Of a step, in the 1F1B order of the first rank; 0: one, alone")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--ranks", settings.ranks, "Of the pipeline whose first rank has the layers")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--rounds", settings.rounds, "0: measure memory only")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
