@@ -9,6 +9,7 @@
 #include <ATen/core/Generator.h>
 #include <c10/util/ArrayRef.h>
 
+#include "analysis/chunk_groups.h"
 #include "graphs/calls/engine_counts.h"
 #include "graphs/sequence/graph_sequence.h"
 #include "offload/scope_tree.h"
@@ -28,7 +29,10 @@ struct SequenceHolder {
   std::shared_ptr<GraphSequence> sequence;
   /// By the number that a call had at the first capture: its number now. Empty unless a later capture left out calls.
   std::vector<std::size_t> indices = {};
-  bool switched = false;  ///< offload was switched since the capture: it is captured again before a pass
+  GivenOrder order = {};   ///< of the step whose calls it has; null if they were not captured in one order
+  GivenOrder judged = {};  ///< `fits` is about steps with this order
+  bool fits = true;        ///< the order of the step allows its replays
+  bool switched = false;   ///< offload was switched since the capture: it is captured again before a pass
 
   [[nodiscard]] const CapturedSequence& captured() const noexcept { return sequence->captured(); }
   [[nodiscard]] std::size_t index_of(std::size_t call) const { return indices.empty() ? call : indices[call]; }

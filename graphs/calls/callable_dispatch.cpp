@@ -71,7 +71,7 @@ void Dispatcher::capture_pass(CallSet& set) {
     }
     counts_.bucket_dropped(first.scope->name, first.rules.max_captures);
   }
-  set.add(sequences_.capture(specs, set.options));
+  set.add(sequences_.capture(specs, nested_order(specs.size()), set.options));
 }
 
 void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, GraphSequence::Inputs known) {

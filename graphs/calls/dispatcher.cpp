@@ -171,9 +171,15 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
 Dispatcher::Found Dispatcher::find(const Call& call) const {
   const bool by_inputs = call.site.kind == CallSite::Kind::callable;  // replay_callable looks at modes and weights
   // The calls of a chunk replay in the captures of one slot. A capture of another slot is for another chunk, even if it could replay.
-  const RunningChunk* const chunk = call.site.rules.on_pending == OnPending::error ? nullptr : chunk_of(call);
+  // What was captured in the order of a step is for chunks of steps that fit that order.
+  const bool refuses = call.site.rules.on_pending == OnPending::error;
+  const RunningChunk* const chunk = refuses ? nullptr : chunk_of(call);
   const auto of_other_chunk = [&](const CallVariant& variant) {
     return chunk != nullptr && chunk->slot && *chunk->slot != variant.slot;
+  };
+  const auto of_other_order = [&](const CallVariant& variant) {
+    return variant.holder->order != nullptr && !refuses &&
+           !(chunk != nullptr && chunk->order != nullptr && variant.holder->fits);
   };
   Found found;
   for (CallVariant& variant : call.site.variants.all) {
@@ -198,6 +204,8 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
     }
     if (sequence.has_to_wait()) {
       found.waiting = found.pending = &variant;
+    } else if (of_other_order(variant)) {
+      found.pending = &variant;
     } else if (sequence.pending().ready(index) && !of_other_chunk(variant)) {
       found.ready = &variant;
       found.index = index;

@@ -42,7 +42,7 @@ void EngineSequences::check_capture(const GraphOptions& options) const {
 }
 
 std::shared_ptr<GraphSequence> EngineSequences::capture_sequence(const std::vector<CallSpec>& specs,
-                                                                 const GraphOptions& options,
+                                                                 SequenceOrder order, const GraphOptions& options,
                                                                  const std::shared_ptr<GraphMemory>& memory) {
   check_capture(options);
   const SyncFinder::Pause captures;
@@ -53,16 +53,16 @@ std::shared_ptr<GraphSequence> EngineSequences::capture_sequence(const std::vect
   std::optional<OperatorObserverGuard> journaling;
   resources_.check.journal_capture(journaling, counts_.steps());
   std::shared_ptr<GraphSequence> sequence = capture_that_fits(
-      resources_, all_, [this] { mark_static_outputs(); }, specs, options, memory);
+      resources_, all_, [this] { mark_static_outputs(); }, specs, order, options, memory);
   counts_.captured(*sequence);
   plan_.outdate();
   return sequence;
 }
 
-std::shared_ptr<SequenceHolder> EngineSequences::capture(const std::vector<CallSpec>& specs,
+std::shared_ptr<SequenceHolder> EngineSequences::capture(const std::vector<CallSpec>& specs, SequenceOrder order,
                                                          const GraphOptions& options,
                                                          const std::shared_ptr<GraphMemory>& memory) {
-  const auto holder = std::make_shared<SequenceHolder>(capture_sequence(specs, options, memory));
+  const auto holder = std::make_shared<SequenceHolder>(capture_sequence(specs, std::move(order), options, memory));
   std::erase_if(all_, [](const auto& gone) { return gone.expired(); });
   all_.push_back(holder);
   mark_static_outputs();
@@ -76,10 +76,13 @@ void EngineSequences::recapture(SequenceHolder& holder) {
   const CapturedCalls& calls = holder.captured().calls;
   std::vector<CallSpec> specs;
   std::vector<std::size_t> index(calls.size());  // of each call now, among those that are left
+  std::vector<bool> dropped(calls.size());
+  const c10::TensorOptions device(resources_.runtime->device());
   for (std::size_t l = 0; l < calls.size(); ++l) {
     const CapturedCall& call = calls[l];
     index[l] = specs.size();
-    if (call.replay.released) {
+    dropped[l] = call.replay.released;
+    if (dropped[l]) {
       continue;
     }
     CallSpec spec = call.spec;
@@ -87,7 +90,8 @@ void EngineSequences::recapture(SequenceHolder& holder) {
     for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
       const StaticInput& held = call.inputs[i];
       if (!held.from && !held.same_as_earlier && held.tensor.defined()) {
-        spec.inputs[i].sample = held.tensor.detach().requires_grad_(held.requires_grad);
+        const at::Tensor sample = held.in_pool ? at::zeros_like(held.tensor, device) : held.tensor.detach();
+        spec.inputs[i].sample = sample.requires_grad_(held.requires_grad);
       }
       std::optional<Link>& from = spec.inputs[i].from;
       if (from && !calls[from->call].replay.released) {
@@ -102,10 +106,11 @@ void EngineSequences::recapture(SequenceHolder& holder) {
     specs.push_back(std::move(spec));
   }
   const GraphOptions options = holder.captured().options;
+  SequenceOrder order = holder.captured().order.without(dropped);
   const std::shared_ptr<GraphMemory> memory = holder.captured().memory;
   holder.sequence->reset();
   resources_.runtime->release_cached_memory();  // the old pool goes before the new one is made
-  holder.sequence = capture_sequence(specs, options, memory->shared() ? memory : nullptr);
+  holder.sequence = capture_sequence(specs, std::move(order), options, memory->shared() ? memory : nullptr);
   holder.switched = false;
   if (specs.size() < index.size()) {
     if (holder.indices.empty()) {
@@ -136,10 +141,13 @@ void EngineSequences::capture_recorded(RecordedCalls& recorded) {
   for (const auto& call : recorded.calls()) {
     slots = std::max(slots, call->slot + 1);
   }
+  for (auto in_order = recorded.in_order(); !in_order.empty(); in_order = recorded.in_order()) {
+    capture_group(recorded, in_order, recorded.order_of(in_order), 0, false);
+  }
   for (const bool evaluation : {false, true}) {  // the larger ones first
     for (std::size_t slot = 0; slot < slots; ++slot) {
       for (const std::vector<std::size_t>& group : recorded.groups(slot, evaluation)) {
-        capture_group(recorded, group, slot, evaluation);
+        capture_group(recorded, group, nested_order(group.size()), slot, evaluation);
       }
     }
   }
@@ -147,8 +155,8 @@ void EngineSequences::capture_recorded(RecordedCalls& recorded) {
   resources_.runtime->release_cached_memory();
 }
 
-void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<std::size_t>& group, std::size_t slot,
-                                    bool evaluation) {
+void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<std::size_t>& group, SequenceOrder order,
+                                    std::size_t slot, bool evaluation) {
   std::vector<const CallSite*> sites;
   for (const std::size_t recorded_call : group) {
     sites.push_back(recorded.calls()[recorded_call]->site);
@@ -157,7 +165,9 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
   for (std::size_t i = 0; i < group.size(); ++i) {
     specs[i].outputs_released = recorded.outputs().released(group[i], plan_);
   }
-  const auto holder = capture(specs, resources_.options.graph_options(), memory_of(sites, slot, evaluation));
+  const auto holder =
+      capture(specs, std::move(order), resources_.options.graph_options(), memory_of(sites, slot, evaluation));
+  holder->order = recorded.calls()[group.front()]->order;
   for (std::size_t i = 0; i < group.size(); ++i) {
     RecordedCall& call = *recorded.calls()[group[i]];
     call.captured = true;
@@ -221,6 +231,16 @@ void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& rec
   if (dropped) {
     std::erase_if(own_, [](const auto& holder) { return holder->captured().released(); });
     mark_static_outputs();
+  }
+}
+
+void EngineSequences::follow_order(const GivenOrder& order) const {
+  for (const auto& holder : own_) {
+    if (holder->order == nullptr || (order != nullptr && holder->judged == order)) {
+      continue;
+    }
+    holder->judged = order;
+    holder->fits = order != nullptr && (holder->order == order || may_replay(*holder->order, *order));
   }
 }
 

@@ -32,15 +32,18 @@ class EngineSequences {
   /// Captures a sequence that fits the device (capture_that_fits), in `memory` if it is given. Calls inside of its callables are scopes
   /// only. While the holder exists, the report counts the sequence, and its static outputs stay on the device.
   /// Throws: as make_graphed_callables.
-  [[nodiscard]] std::shared_ptr<SequenceHolder> capture(const std::vector<CallSpec>& specs, const GraphOptions& options,
+  [[nodiscard]] std::shared_ptr<SequenceHolder> capture(const std::vector<CallSpec>& specs, SequenceOrder order,
+                                                        const GraphOptions& options,
                                                         const std::shared_ptr<GraphMemory>& memory = {});
   /// Captures the calls of `holder`'s sequence again, where their parameters lie now.
   /// Throws: UsageError if that is not possible now, and the sequence is unchanged; as `capture`, and the sequence's graphs are gone.
   void recapture(SequenceHolder& holder);
 
-  /// Captures what `ss::call` recorded, one sequence for each microbatch slot, and gives the calls their variants. Where a slot's
-  /// capture fails, the slots before it stay and the rest is tried again.
+  /// Captures what `ss::call` recorded, and gives the calls their variants: the calls in the order of the step as one sequence, all others
+  /// as one sequence for each microbatch slot. Where a capture fails, those before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
+  /// A step with that order begins, or one without an order. Sequences in another order replay only if they fit it: see may_replay.
+  void follow_order(const GivenOrder& order) const;
   /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, where it is given. `mine`: there is something to
   /// capture.
   [[nodiscard]] bool agree(bool mine);
@@ -75,13 +78,14 @@ class EngineSequences {
   /// Throws: UsageError if nothing may be captured now.
   void check_capture(const GraphOptions& options) const;
   /// Throws: as `capture`.
-  [[nodiscard]] std::shared_ptr<GraphSequence> capture_sequence(const std::vector<CallSpec>& specs,
+  [[nodiscard]] std::shared_ptr<GraphSequence> capture_sequence(const std::vector<CallSpec>& specs, SequenceOrder order,
                                                                 const GraphOptions& options,
                                                                 const std::shared_ptr<GraphMemory>& memory);
   /// What the captures of a slot are to share with others; null for memory of their own.
   [[nodiscard]] std::shared_ptr<GraphMemory> memory_of(const std::vector<const CallSite*>& sites, std::size_t slot,
                                                        bool evaluation);
-  void capture_group(RecordedCalls& recorded, const std::vector<std::size_t>& group, std::size_t slot, bool evaluation);
+  void capture_group(RecordedCalls& recorded, const std::vector<std::size_t>& group, SequenceOrder order,
+                     std::size_t slot, bool evaluation);
 
   EngineResources& resources_;
   CallContext& context_;

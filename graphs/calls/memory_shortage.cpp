@@ -230,7 +230,8 @@ void CaptureShortage::rethrow(const SequenceHolders& sequences, const GraphResou
 
 std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, const SequenceHolders& others,
                                                  const std::function<void()>& mark_outputs,
-                                                 const std::vector<CallSpec>& specs, const GraphOptions& options,
+                                                 const std::vector<CallSpec>& specs, const SequenceOrder& order,
+                                                 const GraphOptions& options,
                                                  const std::shared_ptr<GraphMemory>& memory) {
   GraphResources graphs = resources.for_graphs();
   GraphResources::Attempt attempt;
@@ -245,7 +246,7 @@ std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, con
     std::shared_ptr<GraphSequence> sequence;
     const CaptureShortage shortage(resources);
     try {
-      sequence = capture_sequence(graphs, specs, options);
+      sequence = capture_sequence(graphs, specs, order, options);
     } catch (...) {
       mark_outputs();
       if (last || !shortage.is_the_error()) {

@@ -42,8 +42,11 @@ class MemoryShortage {
 /// `memory`: see GraphResources. `others`: the engine's other sequences. A capture ends with none of their outputs marked; `mark_outputs`,
 /// which marks them again, is called after each capture that gave no sequence.
 /// Throws: as make_graphed_callables; DeviceError that says by how much the sequence does not fit.
-[[nodiscard]] std::shared_ptr<GraphSequence> capture_that_fits(
-    EngineResources& resources, const SequenceHolders& others, const std::function<void()>& mark_outputs,
-    const std::vector<CallSpec>& specs, const GraphOptions& options, const std::shared_ptr<GraphMemory>& memory);
+[[nodiscard]] std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources,
+                                                               const SequenceHolders& others,
+                                                               const std::function<void()>& mark_outputs,
+                                                               const std::vector<CallSpec>& specs,
+                                                               const SequenceOrder& order, const GraphOptions& options,
+                                                               const std::shared_ptr<GraphMemory>& memory);
 
 }  // namespace sidestream

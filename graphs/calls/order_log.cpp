@@ -37,7 +37,7 @@ void OrderLog::backward(const SequenceStep& step) {
   }
 }
 
-std::vector<std::vector<std::size_t>> OrderLog::groups(const std::vector<std::size_t>& among) const {
+RecordedOrder OrderLog::part_of(const std::vector<std::size_t>& among) const {
   const auto number_of = [&](std::size_t call) -> std::optional<std::size_t> {
     const auto found = std::lower_bound(among.begin(), among.end(), call);
     return found != among.end() && *found == call ? std::optional<std::size_t>(found - among.begin()) : std::nullopt;
@@ -56,7 +56,15 @@ std::vector<std::vector<std::size_t>> OrderLog::groups(const std::vector<std::si
       }
     }
   }
-  return sequence_groups(among.size(), part);
+  return part;
+}
+
+std::vector<std::vector<std::size_t>> OrderLog::groups(const std::vector<std::size_t>& among) const {
+  return sequence_groups(among.size(), part_of(among));
+}
+
+SequenceOrder OrderLog::order_of(const std::vector<std::size_t>& among) const {
+  return sequence_in_order(among.size(), part_of(among));
 }
 
 }  // namespace sidestream

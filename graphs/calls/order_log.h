@@ -22,7 +22,13 @@ class OrderLog {
   /// Of the calls in `among` (in increasing order), numbered as there: which are captured together. See sequence_groups.
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(const std::vector<std::size_t>& among) const;
 
+  /// The order in which the calls in `among` ran, numbered as there. See sequence_in_order.
+  [[nodiscard]] SequenceOrder order_of(const std::vector<std::size_t>& among) const;
+
  private:
+  /// What was written about the calls in `among`, numbered as there.
+  [[nodiscard]] RecordedOrder part_of(const std::vector<std::size_t>& among) const;
+
   mutable std::mutex mutex_;
   RecordedOrder order_;
   std::vector<std::size_t> runs_;                                // by call

@@ -110,9 +110,11 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     return i;
   }
   const std::size_t at_least = chunk != nullptr ? chunk->slot.value_or(busy_variants) : busy_variants;
-  const std::size_t slot = free_slot(site, request, modes, from, at_least);
+  const bool in_order = chunk != nullptr && chunk->order != nullptr;
+  const std::size_t slot = in_order ? *chunk->slot : free_slot(site, request, modes, from, at_least);
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
+  call->order = in_order ? chunk->order : nullptr;
   detail::KeptCall kept_call = request.keep(request.context);
   call->structure = std::move(kept_call.structure);
   call->module = modules_of_call(site.scope->name, site.module, kept_call.modules, *model_);
@@ -310,7 +312,7 @@ std::vector<std::vector<std::size_t>> RecordedCalls::groups(std::size_t slot, bo
   std::vector<std::size_t> among;
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
-    if (call.slot == slot && call.state.modes.gradients != evaluation && !call.captured) {
+    if (call.slot == slot && call.state.modes.gradients != evaluation && !call.captured && call.order == nullptr) {
       among.push_back(i);
     }
   }
@@ -321,6 +323,17 @@ std::vector<std::vector<std::size_t>> RecordedCalls::groups(std::size_t slot, bo
     }
   }
   return groups;
+}
+
+std::vector<std::size_t> RecordedCalls::in_order() const {
+  std::vector<std::size_t> calls;
+  for (std::size_t i = 0; i < calls_.size(); ++i) {
+    const RecordedCall& call = *calls_[i];
+    if (call.order != nullptr && !call.captured && (calls.empty() || call.order == calls_[calls.front()]->order)) {
+      calls.push_back(i);
+    }
+  }
+  return calls;
 }
 
 std::vector<CallSpec> RecordedCalls::specs_of(const std::vector<std::size_t>& group, const MayLink& may_link) const {

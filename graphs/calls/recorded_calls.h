@@ -13,6 +13,7 @@
 #include "graphs/calls/call_site.h"
 #include "graphs/calls/order_log.h"
 #include "graphs/calls/recorded_outputs.h"
+#include "graphs/calls/step_chunks.h"
 #include "graphs/guards/call_spec.h"
 #include "sidestream/detail/argument_parts.h"
 #include "sidestream/detail/call_request.h"
@@ -25,7 +26,6 @@ struct Node;
 namespace sidestream {
 
 class EagerMemoryEstimate;
-struct RunningChunk;
 
 /// Which recorded calls later calls are computed from, by autograd's edges, also through other operators between them.
 /// Threads: one at a time.
@@ -59,8 +59,11 @@ struct RecordedCall {
   /// Of its sequence: the slot of its chunk and of the calls that it was computed from, or the next one in which the same call awaited no
   /// backward.
   std::size_t slot = 0;
-  /// Apart for training and for evaluation.
-  [[nodiscard]] std::size_t sequence() const noexcept { return 2 * slot + (state.modes.gradients ? 0 : 1); }
+  GivenOrder order;  ///< that its chunk has its slot from; null if there is none
+  /// Apart for training and for evaluation. All calls in the order of a step are one sequence.
+  [[nodiscard]] std::size_t sequence() const noexcept {
+    return 2 * (order != nullptr ? 0 : slot + 1) + (state.modes.gradients ? 0 : 1);
+  }
   bool captured = false;  ///< only where a later slot's capture failed: the rest is tried again
 };
 
@@ -104,6 +107,10 @@ class RecordedCalls {
   /// The calls of `slot`, of training or of evaluation, that are not captured yet: lists of those that are captured together, in order.
   /// Autograd connects the calls of a list, and a sequence of them in nested order may replay what was recorded.
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(std::size_t slot, bool evaluation) const;
+  /// Calls in one order of steps that are not captured yet, whatever their slots. Not among `groups`.
+  [[nodiscard]] std::vector<std::size_t> in_order() const;
+  /// In which order `calls`, which are `in_order`, ran in the step.
+  [[nodiscard]] SequenceOrder order_of(const std::vector<std::size_t>& calls) const { return log_->order_of(calls); }
   /// Asked about an input by its call, an index in a group, and its index in that call.
   using MayLink = std::function<bool(std::size_t call, std::size_t input)>;
   /// The calls of `group`, which is in order, as they are captured. An input that is the output of a call outside of `group`, or that

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "analysis/chunk_groups.h"
 #include "offload/eager_offload.h"
 #include "offload/group_mover.h"
 #include "sidestream/error.h"
@@ -84,9 +85,13 @@ class NamedChunks {
 }  // namespace
 
 void StepChunks::begin_step(const std::vector<PipelineStep>* order) {
-  if (order != nullptr && *order != order_) {
+  if (order != nullptr && *order != *order_) {
     check_order(*order);
-    order_ = *order;
+    order_ = std::make_shared<std::vector<PipelineStep>>(*order);
+    slots_ = slots_of_order(*order_);
+    if (!slots_.empty() && *std::max_element(slots_.begin(), slots_.end()) >= most_slots_) {
+      slots_.clear();
+    }
   }
   ordered_ = order != nullptr;
   next_ = 0;
@@ -96,7 +101,7 @@ void StepChunks::begin_step(const std::vector<PipelineStep>* order) {
   copied_ = mover_->counts().offloaded_bytes;
 }
 
-void StepChunks::step_begun() { eager_->expect_order(ordered_ ? &order_ : nullptr); }
+void StepChunks::step_begun() { eager_->expect_order(ordered_ ? order_.get() : nullptr); }
 
 void StepChunks::tell() noexcept {
   const RunningChunk* const chunk = active();
@@ -104,10 +109,11 @@ void StepChunks::tell() noexcept {
 }
 
 const PipelineStep* StepChunks::next_forward() noexcept {
-  while (next_ < order_.size() && order_[next_].kind != ChunkWork::forward) {
+  const std::vector<PipelineStep>& order = *order_;
+  while (next_ < order.size() && order[next_].kind != ChunkWork::forward) {
     ++next_;
   }
-  return next_ < order_.size() ? &order_[next_] : nullptr;
+  return next_ < order.size() ? &order[next_] : nullptr;
 }
 
 std::uint64_t StepChunks::begin(const ChunkId& id) {
@@ -118,6 +124,10 @@ std::uint64_t StepChunks::begin(const ChunkId& id) {
   count_copies();
   const std::uint64_t number = first_number_ + chunks_.size();
   chunks_.push_back({id, number});
+  if (ordered_ && chunks_.size() <= slots_.size()) {  // in order, the chunk's forward is the one of that number
+    chunks_.back().slot = slots_[chunks_.size() - 1];
+    chunks_.back().order = order_;
+  }
   open_.push_back(chunks_.size() - 1);
   tell();
   next_ += ordered_ ? 1 : 0;
@@ -139,8 +149,8 @@ void StepChunks::check(const ChunkId& id) const {
     return;
   }
   const std::string expected =
-      next_ < order_.size() ? "expected " + describe(order_[next_]) : "expected no further forward";
-  const bool known = std::any_of(order_.begin(), order_.end(), [&](const PipelineStep& step) {
+      next_ < order_->size() ? "expected " + describe((*order_)[next_]) : "expected no further forward";
+  const bool known = std::any_of(order_->begin(), order_->end(), [&](const PipelineStep& step) {
     return step.kind == ChunkWork::forward && id_of(step) == id;
   });
   throw UsageError("OffloadEngine::chunk: " + expected + "; got " + describe(id) +

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "analysis/chunk_groups.h"
 #include "sidestream/chunk.h"
 #include "sidestream/pipeline_order.h"
 #include "sidestream/report.h"
@@ -18,25 +19,31 @@ class GroupMover;
 /// One chunk of a step.
 struct RunningChunk {
   ChunkId id;
-  std::uint64_t number = 0;              ///< counts the chunks of all steps
-  std::optional<std::size_t> slot = {};  ///< of its graphed calls: see RecordedCall::slot. The first of them decides
-  std::uint64_t offloaded_bytes = 0;     ///< whose copies were queued while it was active
-  bool weights_computed = false;         ///< by OffloadEngine::backward_dw for this chunk
+  std::uint64_t number = 0;  ///< counts the chunks of all steps
+  /// Of its graphed calls: see RecordedCall::slot. The step's order decides, or the first of the calls.
+  std::optional<std::size_t> slot = {};
+  GivenOrder order = {};              ///< that decides; null if the first call does
+  std::uint64_t offloaded_bytes = 0;  ///< whose copies were queued while it was active
+  bool weights_computed = false;      ///< by OffloadEngine::backward_dw for this chunk
 };
 
 /// The chunks of one step: which are open, which one calls belong to, and whether they come in the order that the step was given.
 /// Steps like the step before allocate nothing. Threads: the step's.
 class StepChunks {
  public:
-  /// Both are the engine's. `mover` counts all copies; `eager` is told which groups belong to which chunk.
-  StepChunks(std::shared_ptr<const GroupMover> mover, std::shared_ptr<EagerOffload> eager) noexcept
-      : mover_(std::move(mover)), eager_(std::move(eager)) {}
+  /// Both are the engine's. `mover` counts all copies; `eager` is told which groups belong to which chunk. If an order needs at most
+  /// `most_slots`, its chunks get their slots from it.
+  StepChunks(std::shared_ptr<const GroupMover> mover, std::shared_ptr<EagerOffload> eager,
+             std::size_t most_slots) noexcept
+      : mover_(std::move(mover)), eager_(std::move(eager)), most_slots_(most_slots) {}
 
   /// `order`: of the step that is to begin; null if there is none.
   /// Throws: UsageError for an order that no step can take. Nothing has changed then.
   void begin_step(const std::vector<PipelineStep>* order);
   /// The step has begun.
   void step_begun();
+  /// That of the step, if its chunks have slots from it; else null.
+  [[nodiscard]] GivenOrder order_of_slots() const { return ordered_ && !slots_.empty() ? order_ : nullptr; }
   /// Returns the chunk's number. Throws: UsageError for a chunk that may not begin now.
   std::uint64_t begin(const ChunkId& id);
   /// Calls belong to that chunk from here on. False if it has ended.
@@ -69,13 +76,15 @@ class StepChunks {
 
   std::shared_ptr<const GroupMover> mover_;
   std::shared_ptr<EagerOffload> eager_;
-  std::vector<RunningChunk> chunks_;  ///< of the step, as they began
-  std::vector<std::size_t> open_;     ///< the active one last
-  std::uint64_t first_number_ = 1;    ///< of chunks_.front()
-  std::uint64_t copied_ = 0;          ///< bytes, at the latest count
-  bool ordered_ = false;              ///< the step has an order
-  std::vector<PipelineStep> order_;   ///< the latest one that was given
-  std::size_t next_ = 0;              ///< its steps before this one have come
+  std::size_t most_slots_;
+  std::vector<RunningChunk> chunks_;                                  ///< of the step, as they began
+  std::vector<std::size_t> open_;                                     ///< the active one last
+  std::uint64_t first_number_ = 1;                                    ///< of chunks_.front()
+  std::uint64_t copied_ = 0;                                          ///< bytes, at the latest count
+  bool ordered_ = false;                                              ///< the step has an order
+  GivenOrder order_ = std::make_shared<std::vector<PipelineStep>>();  ///< the latest one
+  std::size_t next_ = 0;                                              ///< its steps before this one have come
+  std::vector<std::size_t> slots_;  ///< by forward of `order_`; empty if it needs too many
 };
 
 }  // namespace sidestream

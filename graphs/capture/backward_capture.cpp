@@ -5,6 +5,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -95,9 +96,45 @@ void prepare_seeds(SequenceCapture& capture, std::size_t index) {
       output.seed_from = output.readers[0];
       output.seed = capture.live[output.seed_from->call].grad_inputs[output.seed_from->index];
       giver->grad_is_seed = true;
+    } else if (capture.order.interleaves()) {
+      output.seed_in_pool = true;
     } else {
       output.seed = at::zeros_like(output.tensor, at::MemoryFormat::Contiguous);
       capture.reads.made(output.seed);
+    }
+  }
+}
+
+/// Inside of the capture: makes the seeds that are memory of the pool. Returns all seeds.
+std::vector<at::Tensor> make_seeds_in_pool(SequenceCapture& capture, std::size_t index) {
+  std::vector<at::Tensor> seeds;
+  for (StaticOutput& output : capture.sequence.calls[index].outputs) {
+    if (output.seed_in_pool) {
+      output.seed = at::empty(output.tensor.sizes(), output.tensor.options());
+      capture.reads.made(output.seed);
+    }
+    if (output.requires_grad) {
+      seeds.push_back(output.seed);
+    }
+  }
+  return seeds;
+}
+
+/// After the capture: later graphs may use the memory of the pool that held what replays write for this call.
+void release_inputs_and_seeds(CapturedCall& call) {
+  for (StaticOutput& output : call.outputs) {
+    if (output.seed_in_pool) {
+      output.seed = not_owning(output.seed);
+    }
+  }
+  for (StaticInput& input : call.inputs) {
+    if (input.in_pool) {
+      input.tensor = not_owning(input.tensor);
+    }
+  }
+  for (const auto i : c10::irange(call.inputs.size())) {
+    if (call.inputs[i].same_as_earlier) {
+      call.inputs[i].tensor = call.inputs[call.spec.inputs[i].aliases->same_as].tensor;
     }
   }
 }
@@ -193,6 +230,7 @@ void finish_backward(SequenceCapture& capture, std::size_t index) {
   if (!capture.sequence.options.retain_graph_in_backward()) {
     live.outputs.clear();
     live.leaves.clear();
+    release_inputs_and_seeds(call);
     if (call.delays) {
       CaptureOffload::release_unused(call.copies.captured);
     } else {
@@ -204,7 +242,7 @@ void finish_backward(SequenceCapture& capture, std::size_t index) {
     call.owns_gradients = give_input_gradients(call.inputs, live.grad_inputs) || call.owns_gradients;
   }
   if (capture.order.is_backward(graph_index - 1)) {
-    capture.live[capture.order.run_at(graph_index - 1)].grad_inputs.clear();
+    drop_gradients_of(capture, graph_index - 1);
     // A seed that the call above gives no longer keeps that memory from being used again.
     for (StaticOutput& output : call.outputs) {
       if (output.seed_from) {
@@ -215,6 +253,12 @@ void finish_backward(SequenceCapture& capture, std::size_t index) {
 }
 
 }  // namespace
+
+void drop_gradients_of(SequenceCapture& capture, std::size_t graph_index) {
+  if (capture.order.is_backward(graph_index)) {
+    capture.live[capture.order.run_at(graph_index)].grad_inputs.clear();
+  }
+}
 
 void capture_backward(SequenceCapture& capture, std::size_t index) {
   CapturedCall& call = capture.sequence.calls[index];
@@ -228,11 +272,9 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
   prepare_seeds(capture, index);
   const Site site(Activity::capture_backward, call.spec.scope->site);
   std::vector<at::Tensor> roots;
-  std::vector<at::Tensor> seeds;
   for (const auto i : c10::irange(live.outputs.size())) {
     if (call.outputs[i].requires_grad) {
       roots.push_back(live.outputs[i]);
-      seeds.push_back(call.outputs[i].seed);
     }
   }
   std::vector<at::Tensor> targets;
@@ -260,6 +302,7 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
   check_hooked_weights(capture.sequence, index);
   capture.use.capture_begins();
   CaptureGuard guard(capture.runtime, capture.stream, *capture.sequence.pool, call.spec.generators);
+  std::vector<at::Tensor> seeds = make_seeds_in_pool(capture, index);
   allocate_targets(capture, index);
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);

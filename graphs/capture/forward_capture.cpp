@@ -59,14 +59,36 @@ void make_leaves(SequenceCapture& capture, std::size_t index) {
     } else if (input.from) {
       link_input(capture, input, {index, i});
     }
-    if (input.same_as_earlier) {
+    if (input.in_pool) {
+      live.leaves.emplace_back();
+    } else if (input.same_as_earlier) {
       live.leaves.push_back(live.leaves[call.spec.inputs[i].aliases->same_as]);
     } else {
       live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
                                                    : input.tensor);
     }
-    if (input.tensor.defined() && (!input.from || capture.sequence.options.retain_graph_in_backward())) {
+    if (input.tensor.defined() && !input.in_pool &&
+        (!input.from || capture.sequence.options.retain_graph_in_backward())) {
       capture.resources.exclusions->add_static_input(input.tensor);
+    }
+  }
+}
+
+/// Inside of the capture: makes the static inputs that are memory of the pool.
+void make_leaves_in_pool(SequenceCapture& capture, std::size_t index) {
+  CapturedCall& call = capture.sequence.calls[index];
+  std::vector<at::Tensor>& leaves = capture.live[index].leaves;
+  for (const auto i : c10::irange(call.inputs.size())) {
+    StaticInput& input = call.inputs[i];
+    if (input.in_pool) {
+      input.tensor = at::empty_like(input.tensor, c10::TensorOptions().device(capture.runtime.device()));
+      capture.reads.made(input.tensor);
+      capture.resources.exclusions->add_static_input(input.tensor);
+      leaves[i] = input.tensor.detach().requires_grad_(true);
+    } else if (input.same_as_earlier) {
+      const std::size_t first = call.spec.inputs[i].aliases->same_as;
+      input.tensor = call.inputs[first].tensor;
+      leaves[i] = leaves[first];
     }
   }
 }
@@ -89,10 +111,13 @@ void capture_forward(SequenceCapture& capture, std::size_t index) {
   if (call.spec.hooks != nullptr) {
     take_facts(call);
   }
-  capture.resources.offload->begin_forward(call.copies.captured,
-                                           capture.shared_slots ? &*capture.shared_slots : nullptr);
+  const std::size_t former = capture.former[index];
+  capture.resources.offload->begin_forward(
+      call.copies.captured, {capture.shared_slots ? &*capture.shared_slots : nullptr,
+                             former != index ? &capture.sequence.calls[former].copies.captured.storages : nullptr});
   capture.use.capture_begins();
   CaptureGuard guard(capture.runtime, capture.stream, *capture.sequence.pool, call.spec.generators);
+  make_leaves_in_pool(capture, index);
   NodeNaming naming(capture.runtime, capture.stream, call.forward.names, *live.recorder, live.scopes);
   {
     const OperatorObserverGuard observer = capture.reads.watch();
@@ -130,6 +155,9 @@ void capture_forward(SequenceCapture& capture, std::size_t index) {
       {call.outputs, call.output_storages},
       {saved, *live.recorder, capture.sizings[index].outputs.kept, call.copies.released_at, call.delays});
   live.arguments.clear();
+  if (const std::size_t graph_index = capture.order.forward_index(index); graph_index > 0) {
+    drop_gradients_of(capture, graph_index - 1);
+  }
   if (has_hooks_of_body(outputs)) {
     capture.sequence.plan.notes.push_back(
         capture.sequence.describe(index) +

@@ -83,7 +83,7 @@ void share_outputs(CapturedSequence& sequence) {
   }
 }
 
-/// Offloaded bytes of each call are on the device until its sources are released, and again from its reload on.
+/// Offloaded bytes of each call are on the device until its sources are released, and again from its reload until its backward has run.
 void count_in_flight(const CapturedSequence& sequence, std::vector<PoolUse::GraphUse>& graphs) {
   for (std::size_t i = 0; i < sequence.calls.size(); ++i) {
     const CapturedCall::Copies& copies = sequence.calls[i].copies;
@@ -92,10 +92,11 @@ void count_in_flight(const CapturedSequence& sequence, std::vector<PoolUse::Grap
       continue;
     }
     const std::size_t forward = sequence.order.forward_index(i);
-    for (std::size_t graph_index = forward; graph_index < sequence.order.backward_index(i); ++graph_index) {
+    const std::size_t backward = sequence.order.backward_index(i);
+    for (std::size_t graph_index = forward; graph_index <= backward; ++graph_index) {
       const bool here = graph_index < copies.released_at || graph_index >= copies.reload_at;
       graphs[graph_index].in_flight += here && graph_index > forward ? bytes : 0;
-      graphs[graph_index].in_flight_after += here ? bytes : 0;
+      graphs[graph_index].in_flight_after += here && graph_index < backward ? bytes : 0;
     }
   }
 }
@@ -244,13 +245,13 @@ void check_captured_weights(const SequenceCapture& capture, std::size_t index) {
 }
 
 std::shared_ptr<GraphSequence> capture_sequence(const GraphResources& resources, std::vector<CallSpec> specs,
-                                                const GraphOptions& options) {
+                                                SequenceOrder order, const GraphOptions& options) {
   const c10::Device device = resources.runtime->device();
   resources.runtime->check_settings(/*graphs=*/true);
   name_generators(specs, options, device);
   const CaptureTurn turn(device);
   const HeldDraws held(device);
-  CapturedSequence sequence(resources, options, nested_order(specs.size()));
+  CapturedSequence sequence(resources, options, std::move(order));
   take_memory(sequence, *resources.runtime);
   GraphResources used = resources;
   if (const OwnedStream* const stream = sequence.memory->capture_stream(); stream != nullptr) {

@@ -19,10 +19,12 @@
 
 namespace sidestream {
 
-/// Captures the graphs of one sequence: warm-up, plan, forwards in order, backwards in reverse. Nothing is left of it when it throws.
+/// Captures the graphs of one sequence: warm-up, plan, then forwards and backwards in `order`, whose runs are `specs`, each call once.
+/// Nothing is left of it when it throws.
 /// Capture: illegal.  Throws: as make_graphed_callables.
 [[nodiscard]] std::shared_ptr<GraphSequence> capture_sequence(const GraphResources& resources,
-                                                              std::vector<CallSpec> specs, const GraphOptions& options);
+                                                              std::vector<CallSpec> specs, SequenceOrder order,
+                                                              const GraphOptions& options);
 
 /// The state of a sequence's capture, for the functions below. sequence_preparation.cpp has those that come before the first capture,
 /// kept_tensors.cpp the one that comes after the last.
@@ -63,6 +65,7 @@ struct SequenceCapture {
   OutputLiveness lives;
   c10::Stream stream;
   std::vector<Live> live;                          ///< by call
+  std::vector<std::size_t> former;                 ///< by call: see former_runs
   std::optional<SharedSlots::Share> shared_slots;  ///< in shared memory: the slots on the host that this sequence takes
 };
 
@@ -74,6 +77,9 @@ struct SequenceCapture {
 void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& places);
 void capture_forward(SequenceCapture& capture, std::size_t index);
 void capture_backward(SequenceCapture& capture, std::size_t index);
+/// The capture after the one at `graph_index` has ended, and with it the last graph that may read the gradients of inputs that the latter
+/// made, if it is a backward.
+void drop_gradients_of(SequenceCapture& capture, std::size_t graph_index);
 /// After all backwards: the graph of call `index` for its delayed parameters, if it has any.
 void capture_weights(SequenceCapture& capture, std::size_t index);
 /// In the capture of a backward of a call with delayed parameters: runs the first part. Returns the gradients of `targets`, which are the

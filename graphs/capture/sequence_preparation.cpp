@@ -37,6 +37,29 @@ CopyWindow window_for(const SequenceCapture& capture, const std::vector<std::uin
   return capture.resources.eager->limits().for_calls(capture.order, selected, calls);
 }
 
+/// For former_runs: calls that are offloaded alike. Only in an order in which one call may follow the other's backward.
+std::vector<std::size_t> kinds_of_calls(const SequenceCapture& capture, const std::vector<bool>& staying) {
+  const auto alike = [&](std::size_t a, std::size_t b) {
+    const std::vector<StorageProfile>& of_a = capture.sizings[a].profile.storages;
+    const std::vector<StorageProfile>& of_b = capture.sizings[b].profile.storages;
+    return capture.specs[a].scope == capture.specs[b].scope && staying[a] == staying[b] &&
+           std::equal(of_a.begin(), of_a.end(), of_b.begin(), of_b.end(),
+                      [](const StorageProfile& one, const StorageProfile& other) {
+                        return one.bytes == other.bytes && one.savers == other.savers &&
+                               one.held_elsewhere == other.held_elsewhere && one.static_output == other.static_output;
+                      });
+  };
+  std::vector<std::size_t> kinds;
+  for (const auto i : c10::irange(capture.specs.size())) {
+    std::size_t first = 0;
+    while (first < i && !(capture.order.interleaves() && kinds[first] == first && alike(first, i))) {
+      ++first;
+    }
+    kinds.push_back(first);
+  }
+  return kinds;
+}
+
 /// Of an accumulated gradient: the `.grad` that the backward graph adds into.
 OwnedGradient prepare_grad(OwnedGradients& gradients, const CapturedCall& call, const at::Tensor& parameter) {
   if (has_gradient_hooks(parameter)) {
@@ -61,7 +84,12 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
                                         ? std::vector<bool>(capture.specs.size())
                                         : needed_immediately(capture.order, selected, window);
   std::vector<std::size_t> first_storage;
+  capture.former = former_runs(capture.order, kinds_of_calls(capture, staying));
   for (const auto i : c10::irange(capture.specs.size())) {
+    if (capture.former[i] != i) {  // it is offloaded as that call is, to the same place
+      first_storage.push_back(first_storage[capture.former[i]]);
+      continue;
+    }
     const Profile& call = capture.sizings[i].profile;
     const auto offset = static_cast<std::uint32_t>(profile.groups.size());
     first_storage.push_back(profile.storages.size());
@@ -142,9 +170,13 @@ void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& plac
         held.requires_grad = call.inputs[input.aliases->same_as].requires_grad;
       } else if (!input.from && input.sample.defined()) {
         held.requires_grad = input.sample.requires_grad();
-        held.tensor = at::empty_like(input.sample.detach(), c10::TensorOptions().device(capture.runtime.device()));
-        held.tensor.copy_(input.sample.detach());
-        capture.reads.made(held.tensor);
+        held.in_pool = capture.order.interleaves() && held.requires_grad;
+        const c10::Device device = held.in_pool ? c10::Device(c10::kMeta) : capture.runtime.device();
+        held.tensor = at::empty_like(input.sample.detach(), c10::TensorOptions().device(device));
+        if (!held.in_pool) {
+          held.tensor.copy_(input.sample.detach());
+          capture.reads.made(held.tensor);
+        }
       }
       held.from = input.from;
       input.sample = at::Tensor();

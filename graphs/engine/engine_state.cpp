@@ -14,6 +14,18 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+/// How many slots the chunks of a step with an order may have, each with captures of its own: see StepChunks. None if the memory of the
+/// calls is not free when their backward ends.
+std::size_t most_slots(const Options& options) {
+  const GraphOptions& graphs = options.graph_options();
+  return delays_gradients(graphs) || graphs.retain_graph_in_backward()
+             ? 0
+             : static_cast<std::size_t>(options.call_options().max_captures());
+}
+
+}  // namespace
 
 /// The parts of a step's end. If one part fails, the rest are still released.
 class PartsOfEnd {
@@ -50,7 +62,7 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       recorded_(model, resources_.runtime->device(), resources_.rest,
                 delays_gradients(resources_.options.graph_options())),
       sequences_(resources_, context_, eager_plan_, counts_),
-      chunks_(resources_.mover, resources_.eager),
+      chunks_(resources_.mover, resources_.eager, most_slots(resources_.options)),
       verification_(resources_.options.verify_replays() > 0
                         ? std::make_unique<ReplayVerification>(resources_.options, model, context_)
                         : nullptr),
@@ -145,6 +157,7 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     making_ready_ = false;
     memory_.begin(counts_.captures());
   }
+  sequences_.follow_order(chunks_.order_of_slots());
   step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
   chunks_.step_begun();
   if (verification_ != nullptr) {

@@ -317,7 +317,9 @@ std::shared_ptr<CallSet> EngineAccess::make_set(EngineState& state, const std::v
 
 void EngineAccess::capture(EngineState& state, CallSet& set, const std::vector<Callable>& callables,
                            const Samples& samples, const std::vector<std::size_t>& shape) {
-  set.add(state.sequences().capture(specs_of(state, callables, samples, set.options), set.options), shape);
+  set.add(state.sequences().capture(specs_of(state, callables, samples, set.options), nested_order(callables.size()),
+                                    set.options),
+          shape);
 }
 
 std::vector<GraphedCallable> EngineAccess::capture(const OffloadEngine& engine, const std::vector<Callable>& callables,

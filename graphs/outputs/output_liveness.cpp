@@ -123,10 +123,17 @@ void OutputLiveness::forward_captured(const CapturedForward& forward, const Find
   }
 }
 
-bool OutputLiveness::may_end(const Life& life) const {
-  // If no call reads it and a backward does, no graph would gain by its memory.
-  return !life.kept && !life.ended &&
-         (life.read || (life.released && life.needed_until <= order_.forward_index(calls_.size() - 1)));
+std::optional<std::size_t> OutputLiveness::end_of(const Life& life, std::size_t call) const {
+  if (life.kept || life.ended) {
+    return std::nullopt;
+  }
+  if (life.read) {
+    return life.needed_until;
+  }
+  // If no forward follows, no graph would gain by its memory.
+  const std::size_t until =
+      life.released ? life.needed_until : std::max(life.needed_until, order_.backward_index(call) + 1);
+  return until <= order_.forward_index(calls_.size() - 1) ? std::optional(until) : std::nullopt;
 }
 
 std::vector<Link> OutputLiveness::ended_before(std::size_t graph_index) {
@@ -134,7 +141,8 @@ std::vector<Link> OutputLiveness::ended_before(std::size_t graph_index) {
   for (const auto call : c10::irange(keeps_graph_ ? 0 : lives_.size())) {
     for (const auto i : c10::irange(lives_[call].size())) {
       Life& life = lives_[call][i];
-      if (may_end(life) && life.needed_until <= graph_index && !is_read_from(graph_index, {call, i})) {
+      const std::optional<std::size_t> end = end_of(life, call);
+      if (end && *end <= graph_index && !is_read_from(graph_index, {call, i})) {
         life.ended = true;
         ended.push_back({call, i});
       }

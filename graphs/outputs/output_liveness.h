@@ -17,8 +17,9 @@ namespace sidestream {
 ///
 /// Three kinds of graphs need an output: the forwards that read it, the backward of a call that saved it, and, if it is offloaded, the
 /// graphs before the copies to the host are done. If an unknown holder has an output, the backward of the call that runs then may read
-/// it: a node of autograd may keep a tensor as it is. These outputs stay for good: those that bodies keep from call to call, those that
-/// no call reads, and those of which a view is given out.
+/// it: a node of autograd may keep a tensor as it is. An output that no call reads is needed until the backward of its call, if a forward
+/// follows. These outputs stay for good: those that bodies keep from call to call, others that no call reads, and those of which a view
+/// is given out.
 class OutputLiveness {
  public:
   /// A forward whose capture has ended. The lists must outlive the OutputLiveness.
@@ -61,7 +62,8 @@ class OutputLiveness {
   /// The output storage that an input with `link` reads. Not set if it is not an output, or not yet captured.
   [[nodiscard]] std::optional<Link> storage_of(Link link) const;
   [[nodiscard]] bool is_read_from(std::size_t graph_index, const Link& storage) const;
-  [[nodiscard]] bool may_end(const Life& life) const;
+  /// Index of the first graph that may use the memory of an output of `call`; none if it stays for good.
+  [[nodiscard]] std::optional<std::size_t> end_of(const Life& life, std::size_t call) const;
   void learn(const Link& output, const Findings& findings);
 
   const SequenceOrder& order_;

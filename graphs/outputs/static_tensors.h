@@ -30,6 +30,7 @@ inline constexpr OutputSet all_outputs = ~OutputSet{0};
 /// Members with "replay" are set by each replay; all others by the capture.
 struct StaticInput {
   at::Tensor tensor;         ///< owned, or the linked output; the memory of a linked output may be the pool's again
+  bool in_pool = false;      ///< `tensor` is memory of the pool, from the forward's graph to the backward's
   std::optional<Link> from;  ///< the output that the input is linked to
   bool requires_grad = false;
   bool same_as_earlier = false;     ///< the same tensor as an earlier argument, which gets the whole gradient
@@ -69,6 +70,7 @@ struct StaticOutput {
   std::vector<Link> readers;      ///< the inputs that are linked to it
   at::Tensor seed;                ///< the static gradient that backward begins from; undefined if none is required
   std::optional<Link> seed_from;  ///< the input whose gradient `seed` is: memory of the pool
+  bool seed_in_pool = false;      ///< `seed` is memory of the pool, in the backward's graph alone
   VersionStamp version;           ///< replay, of a saved or overlapping output: its version at the latest forward
 };
 

@@ -14,7 +14,7 @@
 namespace sidestream {
 namespace {
 
-/// Copies inputs to where the graph reads them. `join`: makes the current stream wait for all copies.
+/// Copies inputs to where the graph reads them. `join`: makes the current stream wait for the copies whose memory the graph may use.
 template <class Join>
 void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, const Join& join) {
   bool joined = false;
@@ -25,7 +25,7 @@ void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, c
         (inputs[i].const_data_ptr() == input.tensor.const_data_ptr() && same_layout(inputs[i], input.tensor))) {
       continue;
     }
-    if (input.from && !joined) {  // memory of the pool, which copies may use by now
+    if ((input.from || input.in_pool) && !joined) {  // memory of the pool, which copies may use by now
       join();
       joined = true;
     }
@@ -80,13 +80,15 @@ void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, c
 //    these waits for reloaded(k) as well, and k is reloaded once more if it is still needed.
 //
 // The next copy into a host slot starts after ready of a forward. That forward waited for reloaded, so the last reload from the slot is
-// done. A host slot belongs to its call for the life of the call's graphs. In shared memory sequences take turns with the slots: see Note
-// [Turns in shared memory].
+// done. A host slot belongs to its call for the life of the call's graphs, and to like calls in the same order whose forwards are after
+// its backward (former_runs): the forward of such a call is beyond the targets' indices, and waits for the reload too. In shared memory
+// sequences take turns with the slots: see Note [Turns in shared memory].
 //
 // M may write a static input of a call's own after done(n) of both directions: it lies outside of the pool, and no copy touches it.
 //
-// M may write memory of the pool while no graph runs, and first waits for all copies, which may use that memory. Such memory is a seed, or
-// a linked input whose output has been given other memory since.
+// M may write memory of the pool while no graph runs. First it waits for the copies that the next graph waits for, because that graph's
+// capture may have taken their memory. M writes an input or a seed there, or a linked input whose output has been given other memory
+// since.
 //
 // Before the first launch from a certain index on, an output that other calls read is copied out if it is still held, and M waits for the
 // streams that read it. From that index on any graph may write the memory: the output went back to the pool before the capture of a graph
@@ -155,7 +157,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   latest_ = static_cast<std::int64_t>(index);
   ++call.replay.generation;  // from here on what an earlier forward saved may be overwritten
   call.replay.backward_launched = call.replay.backward_failed = false;
-  write_static_inputs(call, inputs, [&] { copies_.join(runtime_->current_stream()); });
+  write_static_inputs(call, inputs, [&] { copies_.await_others(graph_index, runtime_->current_stream()); });
   launch_forward(index, target);
   give_outputs(call.outputs, call.output_storages, call.inputs, inputs, runtime_->current_stream(), outputs);
   if (call.has_backward) {
@@ -211,7 +213,9 @@ void GraphSequence::reset() {
   for (CapturedCall& call : captured_.calls) {
     for (StaticInput& input : call.inputs) {
       const bool linked = input.from && !captured_.calls[input.from->call].replay.released;
-      input.tensor = linked ? at::Tensor() : input.tensor;
+      input.tensor = linked          ? at::Tensor()
+                     : input.in_pool ? at::empty_like(input.tensor, c10::TensorOptions().device(c10::kMeta))
+                                     : input.tensor;
       input.grad = at::Tensor();
     }
     for (StaticOutput& output : call.outputs) {

@@ -37,7 +37,7 @@ void for_each_gradient(CapturedCall& call, const Visit& visit) {
   }
 }
 
-/// Copies gradients to where the graph reads them. `join`: makes the current stream wait for all copies.
+/// Copies gradients to where the graph reads them. `join`: makes the current stream wait for the copies whose memory the graph may use.
 template <class Join>
 void write_static_grads(CapturedCall& call, const std::vector<at::Tensor>& grads, const Join& join) {
   const at::NoGradGuard no_grad;
@@ -45,7 +45,7 @@ void write_static_grads(CapturedCall& call, const std::vector<at::Tensor>& grads
   // backward did not run just before, no other wait orders this stream after them.
   bool joined = false;
   const auto join_before_write = [&](const StaticOutput& output) {
-    if (output.seed_from && !joined) {
+    if ((output.seed_from || output.seed_in_pool) && !joined) {
       join();
       joined = true;
     }
@@ -99,7 +99,8 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   streams_.follow_latest_call();
   // Before the seeds are written: they may lie in the memory of outputs.
   outputs_.before_launch(captured_.order.backward_index(index));
-  write_static_grads(call, grads, [&] { copies_.join(runtime_->current_stream()); });
+  write_static_grads(call, grads,
+                     [&] { copies_.await_others(captured_.order.backward_index(index), runtime_->current_stream()); });
   grads.clear();
   for_each_gradient(call, [&](const Gradient& grad) {
     grads.push_back(!grad.comes(used) || grad.memory ? at::Tensor()

@@ -34,6 +34,9 @@ class SequenceCopies {
   void before_backward(std::size_t index, c10::Stream side);
   /// After the launch of that backward.
   void backward_launched(std::size_t index);
+  /// Before the launch of the graph at `graph_index`: makes `stream`, which writes memory of that graph, wait for the copies that the graph
+  /// has to wait for.
+  void await_others(std::size_t graph_index, c10::Stream stream);
   /// Makes `stream` wait for all copies that no graph has waited for.
   void join(c10::Stream stream);
   /// Blocks the host until the copies of call `index` are done, and forgets them.
@@ -51,8 +54,6 @@ class SequenceCopies {
   /// True if the graph at `graph_index` may use the memory that the copies of call `index` are reloaded to.
   [[nodiscard]] bool may_use_targets(std::size_t graph_index, std::size_t index) const;
   [[nodiscard]] bool is_on_device(std::size_t index) const;
-  /// Makes `side`, before it launches the graph at `graph_index`, wait for the copies whose memory that graph may use.
-  void await_others(std::size_t graph_index, c10::Stream side);
   /// After that launch: forgets the copies that no later graph of the pass has to wait for.
   void forget_awaited(std::size_t graph_index);
   /// Runs once after the captures and once after each reset, so that no backward looks at calls that have nothing to reload.

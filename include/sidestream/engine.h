@@ -70,7 +70,8 @@ class SIDESTREAM_API OffloadEngine {
   [[nodiscard]] Step step();
   /// The same, for a step whose chunks run in `order`: what `pipeline_order` gives for this rank, or an order of your own.
   ///
-  /// Chunks must begin in the order of its forwards. Backwards are not compared with it.
+  /// Chunks must begin in the order of its forwards. Calls are captured in this order too (docs/pipelines.md): if the backward of a graphed
+  /// call comes before its turn, it throws UsageError.
   /// Throws: as `step()`, and UsageError before the step begins: for a step that occurs twice, a backward that is not after its forward,
   /// weight gradients that are not after their backward, and numbers below 0. The step's end throws UsageError for chunks that did not
   /// come.

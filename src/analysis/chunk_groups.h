@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -7,6 +8,9 @@
 #include "sidestream/pipeline_order.h"
 
 namespace sidestream {
+
+/// The order that a step was given; null if there is none.
+using GivenOrder = std::shared_ptr<const std::vector<PipelineStep>>;
 
 /// The chunk of a pipeline that a group belongs to.
 struct GroupChunk {
@@ -30,5 +34,14 @@ struct StepGroups {
 /// if `known` does not tell: a group belonged to no chunk, or chunks of one virtual stage had different groups. Pure.
 [[nodiscard]] std::optional<StepGroups> groups_of_order(const std::vector<PipelineStep>& order,
                                                         const StepGroups& known);
+
+/// By forward of `order`, a slot for its calls: no two chunks of a stage that are in flight at once have the same. The chunks of a stage get
+/// the slots 0, 1 and so on. If the order is one part again and again, behind which no chunk is in flight, each part begins with slot 0.
+/// Pure.
+[[nodiscard]] std::vector<std::size_t> slots_of_order(const std::vector<PipelineStep>& order);
+
+/// True if a step with the order `given` may replay what was captured in a step with the order `captured`: chunks of equal stages and slots.
+/// A forward that comes too early runs eagerly; a backward may not come too early. Pure.
+[[nodiscard]] bool may_replay(const std::vector<PipelineStep>& captured, const std::vector<PipelineStep>& given);
 
 }  // namespace sidestream

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <numeric>
 
 namespace sidestream {
 namespace {
@@ -11,7 +10,7 @@ namespace {
 constexpr double kNothing = 0.002;
 constexpr double kLittle = 0.1;
 constexpr double kLinkInUse = 0.9;             // part of a link's rate that copies reach beside compute, gaps included
-constexpr std::uint64_t kLagAtMost = 2;        // one part in so many of all bytes
+constexpr std::uint64_t kLagAtMost = 2;        // one part in so many of the bytes that await their backward at once
 constexpr std::uint64_t kLookaheadAtMost = 8;  // likewise
 
 struct Pass {
@@ -67,6 +66,18 @@ std::vector<std::uint64_t> offloaded_of(const SequenceOrder& order, const std::v
   return offloaded;
 }
 
+/// The most bytes that await their backward at once.
+std::uint64_t most_pending(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes) {
+  std::uint64_t pending = 0;
+  std::uint64_t most = 0;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const std::uint64_t of_run = bytes[order.run_at(i)];
+    pending = order.is_backward(i) ? pending - of_run : pending + of_run;
+    most = std::max(most, pending);
+  }
+  return most;
+}
+
 }  // namespace
 
 double pass_seconds(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
@@ -77,7 +88,7 @@ double pass_seconds(const SequenceOrder& order, const std::vector<std::uint64_t>
 
 CopyWindow paced_window(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes, const CopyWindow& least,
                         const std::vector<LayerPace>& paces, const LinkPace& link) {
-  const std::uint64_t all = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
+  const std::uint64_t all = most_pending(order, bytes);
   const std::uint64_t largest = bytes.empty() ? 0 : *std::max_element(bytes.begin(), bytes.end());
   if (largest == 0) {
     return least;

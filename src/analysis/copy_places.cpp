@@ -1,5 +1,8 @@
 #include "analysis/copy_places.h"
 
+#include <algorithm>
+#include <map>
+
 namespace sidestream {
 
 std::vector<bool> needed_immediately(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
@@ -17,6 +20,14 @@ std::vector<bool> needed_immediately(const SequenceOrder& order, const std::vect
 
 namespace {
 
+/// The last run that has to be off the device at the backward at graph index `i`: the backward's own, or the one whose reload is due there.
+std::size_t last_due(const SequenceOrder& order, std::size_t i) {
+  const std::size_t run = order.run_at(i);
+  const std::size_t next = order.backward_rank(run) + 1;
+  const bool has_next = next < order.runs() && order.forward_index(order.by_backward()[next]) < i;
+  return has_next ? std::max(run, order.by_backward()[next]) : run;
+}
+
 void place_releases(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                     const std::vector<std::uint64_t>& offloaded, std::uint64_t lag, std::vector<CopyPlaces>& places) {
   std::uint64_t held = 0;
@@ -26,7 +37,8 @@ void place_releases(const SequenceOrder& order, const std::vector<std::uint64_t>
     const std::size_t run = order.run_at(i);
     const bool backward = order.is_backward(i);
     const std::uint64_t more = backward ? 0 : bytes[run];
-    for (; oldest < forwards && (backward || held + more > lag); ++oldest) {
+    const std::size_t due = backward ? last_due(order, i) : 0;
+    for (; oldest < forwards && (backward ? oldest <= due : held + more > lag); ++oldest) {
       places[oldest].released_at = i;
       held -= offloaded[oldest];
     }
@@ -41,20 +53,25 @@ void place_releases(const SequenceOrder& order, const std::vector<std::uint64_t>
 
 void place_reloads(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                    const std::vector<std::uint64_t>& offloaded, std::uint64_t room, std::vector<CopyPlaces>& places) {
-  std::uint64_t on_device = 0;  // of pending runs, as reloads begin
+  std::vector<std::uint64_t> released(order.size());  // bytes, by graph index
+  for (std::size_t run = 0; run < order.runs(); ++run) {
+    released[places[run].released_at] += offloaded[run];
+  }
+  std::uint64_t on_device = 0;  // of pending runs
   std::size_t next = 0;         // in the order of backwards: the first run that is not back
   for (std::size_t i = 0; i < order.size(); ++i) {
     const std::size_t run = order.run_at(i);
+    on_device -= released[i];
     if (!order.is_backward(i)) {
-      on_device += bytes[run] - offloaded[run];
+      on_device += bytes[run];
       continue;
     }
     const std::size_t rank = order.backward_rank(run);
     for (; next < order.runs(); ++next) {
       const std::size_t candidate = order.by_backward()[next];
-      const bool saved = order.forward_index(candidate) < i;
+      const bool gone = order.forward_index(candidate) < i && places[candidate].released_at <= i;
       const bool due = next <= rank + 1;
-      if (!saved || (!due && on_device + offloaded[candidate] > room)) {
+      if (!gone || (!due && on_device + offloaded[candidate] > room)) {
         break;
       }
       places[candidate].reload_at = i;
@@ -72,6 +89,24 @@ std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vecto
   place_releases(order, bytes, offloaded, window.lag, places);
   place_reloads(order, bytes, offloaded, window.lag + window.lookahead, places);
   return places;
+}
+
+std::vector<std::size_t> former_runs(const SequenceOrder& order, const std::vector<std::size_t>& kinds) {
+  std::vector<std::size_t> former(order.runs());
+  std::map<std::size_t, std::vector<std::size_t>> over;  // by kind: runs that have ended, and whose place no other has
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const std::size_t run = order.run_at(i);
+    std::vector<std::size_t>& free = over[kinds[run]];
+    if (order.is_backward(i)) {
+      free.push_back(run);
+    } else if (free.empty()) {
+      former[run] = run;
+    } else {
+      former[run] = free.back();
+      free.pop_back();
+    }
+  }
+  return former;
 }
 
 }  // namespace sidestream

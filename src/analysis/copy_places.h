@@ -30,10 +30,14 @@ struct CopyPlaces {
 };
 
 /// By run, for runs that save `bytes` and offload `offloaded` of them. The sources of a run are released as late as the lag allows, and
-/// before the first backward that follows its forward. The targets are allocated at a backward: as early as lag and lookahead allow, and
-/// at the latest one backward before the run's own, or at its own if its forward comes between the two. Pure.
+/// before its targets are allocated. The targets are allocated at a backward: as early as lag and lookahead allow, beside what is not
+/// released yet, and at the latest one backward before the run's own, or at its own if its forward comes between the two. Pure.
 [[nodiscard]] std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                                                   const std::vector<std::uint64_t>& offloaded,
                                                   const CopyWindow& window);
+
+/// By run, the earlier run whose place on the host it takes over, or itself: two runs may have the same place if their `kinds` are equal and
+/// if one's backward comes before the other's forward. Pure.
+[[nodiscard]] std::vector<std::size_t> former_runs(const SequenceOrder& order, const std::vector<std::size_t>& kinds);
 
 }  // namespace sidestream

@@ -52,6 +52,26 @@ std::size_t SequenceOrder::first_run_from(std::size_t graph_index) const {
                                   forwards_.begin());
 }
 
+bool SequenceOrder::interleaves() const {
+  return !by_backward_.empty() && backwards_[by_backward_.front()] < forwards_.back();
+}
+
+SequenceOrder SequenceOrder::without(const std::vector<bool>& dropped) const {
+  std::vector<std::size_t> call(runs());
+  std::size_t left = 0;
+  for (std::size_t run = 0; run < runs(); ++run) {
+    call[run] = left;
+    left += dropped[run] ? 0 : 1;
+  }
+  std::vector<SequenceStep> steps;
+  for (std::size_t i = 0; i < size(); ++i) {
+    if (!dropped[run_at(i)]) {
+      steps.push_back({call[run_at(i)], 0, steps_[i].direction});
+    }
+  }
+  return SequenceOrder(std::move(steps));
+}
+
 SequenceOrder nested_order(std::size_t calls) {
   std::vector<SequenceStep> steps;
   for (std::size_t call = 0; call < calls; ++call) {

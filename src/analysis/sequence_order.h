@@ -40,6 +40,10 @@ class SequenceOrder {
   [[nodiscard]] std::size_t backward_index(std::size_t run) const { return backwards_[run]; }
   /// The first run whose forward has `graph_index` or a higher one; runs() if there is none.
   [[nodiscard]] std::size_t first_run_from(std::size_t graph_index) const;
+  /// True if a forward follows a backward: then later runs may use the memory of earlier ones.
+  [[nodiscard]] bool interleaves() const;
+  /// The same order without the runs that `dropped` says; the runs that are left are the calls 0, 1 and so on, each once.
+  [[nodiscard]] SequenceOrder without(const std::vector<bool>& dropped) const;
   /// All runs, in the order of their backwards, and the position of a run in that list.
   [[nodiscard]] const std::vector<std::size_t>& by_backward() const noexcept { return by_backward_; }
   [[nodiscard]] std::size_t backward_rank(std::size_t run) const { return backward_rank_[run]; }

@@ -17,7 +17,7 @@ CaptureOffload::~CaptureOffload() = default;
 void CaptureOffload::group_ended(Group& group) {
   const Site site(Activity::offload, group.scope->site);
   std::vector<std::shared_ptr<SavedStorage>> offloaded;
-  mover_->lease(group, offloaded, shared_);
+  mover_->lease(group, offloaded, &places_);
   if (offloaded.empty()) {
     return;
   }

@@ -19,11 +19,10 @@ class CaptureOffload final : public StorageMover {
   CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover);
   ~CaptureOffload() override;
 
-  /// A forward capture begins: its offloaded storages are noted in `copies`. `shared`: where they are offloaded to on the host; null for
-  /// slots of their own.
-  void begin_forward(CapturedCopies& copies, SharedSlots::Share* shared) noexcept {
+  /// A forward capture begins: its offloaded storages are noted in `copies`. `places`: where they are offloaded to.
+  void begin_forward(CapturedCopies& copies, HostPlaces places) noexcept {
     copies_ = &copies;
-    shared_ = shared;
+    places_ = places;
   }
   /// The forward capture holds copies itself, from and to slots of `arena`, which lives as long as its graph.
   void copies_inside(std::shared_ptr<HostArena> arena) {
@@ -34,7 +33,7 @@ class CaptureOffload final : public StorageMover {
   /// It was captured, or failed.
   void end_forward() noexcept {
     copies_ = nullptr;
-    shared_ = nullptr;
+    places_ = {};
   }
   /// Lets the sources of `copies` go back to the pool: captures from here on may use their memory.
   static void release(const CapturedCopies& copies);
@@ -54,7 +53,7 @@ class CaptureOffload final : public StorageMover {
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
   CapturedCopies* copies_ = nullptr;
-  SharedSlots::Share* shared_ = nullptr;
+  HostPlaces places_;
 };
 
 }  // namespace sidestream

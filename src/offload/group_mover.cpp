@@ -58,9 +58,16 @@ GroupMover::GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostAre
 
 GroupMover::~GroupMover() { settle(); }
 
-HostPlace GroupMover::place_for(std::size_t bytes, SharedSlots::Share* shared) {
-  if (shared != nullptr) {
-    return {{}, shared->take(bytes)};
+HostPlace GroupMover::place_for(std::size_t bytes, HostPlaces* places) {
+  if (places != nullptr && places->former != nullptr && places->next < places->former->size() &&
+      (*places->former)[places->next]->bytes == bytes) {
+    const std::shared_ptr<SavedStorage>& former = (*places->former)[places->next++];
+    return {
+        {},
+        former->lease ? SharedSlots::Parts{{{former, &former->lease}, former->lease.data(), bytes}} : former->parts};
+  }
+  if (places != nullptr && places->shared != nullptr) {
+    return {{}, places->shared->take(bytes)};
   }
   try {
     return {arena_->lease(bytes), {}};
@@ -69,14 +76,13 @@ HostPlace GroupMover::place_for(std::size_t bytes, SharedSlots::Share* shared) {
   }
 }
 
-void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded,
-                       SharedSlots::Share* shared) {
+void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded, HostPlaces* places) {
   for (const auto& weak : group.storages) {
     auto saved = weak.lock();
     if (saved == nullptr || !saved->to_offload || saved->place != SavedStorage::Place::device) {
       continue;
     }
-    if (HostPlace place = place_for(saved->bytes, shared)) {
+    if (HostPlace place = place_for(saved->bytes, places)) {
       saved->lease = std::move(place.lease);
       saved->parts = std::move(place.parts);
       offloaded.push_back(std::move(saved));

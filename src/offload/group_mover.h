@@ -74,8 +74,8 @@ class GroupMover {
   ~GroupMover();
 
   /// Adds to `offloaded` those storages of the group that are to be offloaded and got pinned memory; the others stay from here on, and the
-  /// group counts them. Of `shared`, where it is not null, in place of slots of their own.
-  void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded, SharedSlots::Share* shared = nullptr);
+  /// group counts them. `places`: null for slots of their own.
+  void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded, HostPlaces* places = nullptr);
   [[nodiscard]] Copies offload_copies() { return {*this, offloads_}; }
   [[nodiscard]] Copies reload_copies() { return {*this, reloads_}; }
   /// Makes `stream` wait for copies that `done` stands for.
@@ -106,7 +106,7 @@ class GroupMover {
     std::atomic<std::uint64_t> bytes{0};
   };
   void settle(const Direction& direction) noexcept;
-  [[nodiscard]] HostPlace place_for(std::size_t bytes, SharedSlots::Share* shared);
+  [[nodiscard]] HostPlace place_for(std::size_t bytes, HostPlaces* places);
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;

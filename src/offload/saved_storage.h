@@ -46,7 +46,7 @@ struct SavedStorage {
   Streams streams;         ///< those that operators saved it on, the first saver's first; backward reads it on the same
   std::size_t bytes;
   HostArena::Lease lease;
-  SharedSlots::Parts parts;      ///< of a captured call in shared memory, in place of `lease`
+  SharedSlots::Parts parts;      ///< of a captured call whose place others have too, in place of `lease`
   std::shared_ptr<Event> ready;  ///< its value is complete; null: when its group ends
   Place place = Place::device;
   bool released = false;    ///< the program's own tensor has no memory any more: OffloadScope::release
@@ -80,6 +80,14 @@ inline void begin_again(Group& group) {
   group.storages = std::move(storages);
   group.planned = std::move(planned);
 }
+
+/// Where the storages of a captured call are offloaded to.
+struct HostPlaces {
+  SharedSlots::Share* shared = nullptr;  ///< slots that sequences share; null for slots of the call's own
+  /// Storages of an earlier call, whose backward comes before this call's forward. This call takes over their places, one after the other.
+  const std::vector<std::shared_ptr<SavedStorage>>* former = nullptr;
+  std::size_t next = 0;  ///< of `former`
+};
 
 /// What happens to saved storages: nothing (sizing), eager copies, or copies inside a capture.
 /// Threads: `group_ended` on the forward's thread; `fetch` and `dropped` on any thread.

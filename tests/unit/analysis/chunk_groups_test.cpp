@@ -49,5 +49,36 @@ TEST(GroupsOfOrderTest, WhatIsNotKnownGivesNone) {
   EXPECT_FALSE(groups_of_order({{0, 0, Kind::forward}}, uneven)) << "a stage whose chunks differ";
 }
 
+TEST(SlotsOfOrderTest, ChunksInFlightHaveSlotsOfTheirOwn) {
+  using Slots = std::vector<std::size_t>;
+  EXPECT_EQ(slots_of_order(pipeline_order({4, 1, 6}, 1)), (Slots{0, 1, 2, 3, 4, 5}));
+  EXPECT_EQ(slots_of_order(pipeline_order({4, 1, 6}, 3)), (Slots{0, 0, 0, 0, 0, 0})) << "one at a time";
+  const std::vector<PipelineStep> pairs = {{0, 0, Kind::forward},  {0, 1, Kind::forward}, {0, 0, Kind::backward},
+                                           {0, 1, Kind::backward}, {0, 2, Kind::forward}, {0, 3, Kind::forward}};
+  EXPECT_EQ(slots_of_order(pairs), (Slots{0, 1, 0, 1}));
+  const std::vector<PipelineStep> uneven = {{0, 0, Kind::forward}, {0, 0, Kind::backward}, {1, 1, Kind::forward},
+                                            {0, 1, Kind::forward}, {0, 1, Kind::backward}, {1, 1, Kind::backward}};
+  EXPECT_EQ(slots_of_order(uneven), (Slots{0, 0, 1})) << "the parts differ";
+  EXPECT_EQ(slots_of_order(pipeline_order({2, 2, 2}, 0)), (Slots{0, 1, 0, 1})) << "two stages";
+  EXPECT_EQ(slots_of_order({}), Slots());
+}
+
+TEST(MayReplayTest, AnOrderWhoseChunksComeInTheCapturedOrder) {
+  const auto order = [](std::int64_t microbatches, std::int64_t rank = 0) {
+    return pipeline_order({3, 1, microbatches}, rank);
+  };
+  EXPECT_TRUE(may_replay(order(6), order(6)));
+  EXPECT_TRUE(may_replay(order(6), order(4))) << "chunks that do not come hold nothing up";
+  EXPECT_TRUE(may_replay(order(6), order(9))) << "chunks that were not captured do not replay";
+  EXPECT_TRUE(may_replay(order(6), order(6, 2))) << "one at a time";
+  EXPECT_TRUE(may_replay(order(6, 1), order(6))) << "forwards that come too early run eagerly";
+  std::vector<PipelineStep> reverse = {
+      {0, 0, Kind::forward}, {0, 1, Kind::forward}, {0, 1, Kind::backward}, {0, 0, Kind::backward}};
+  EXPECT_FALSE(may_replay(order(6), reverse));
+  EXPECT_TRUE(may_replay(reverse, reverse));
+  reverse.pop_back();
+  EXPECT_TRUE(may_replay(order(6), reverse)) << "the first chunk has no backward";
+}
+
 }  // namespace
 }  // namespace sidestream

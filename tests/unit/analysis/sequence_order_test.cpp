@@ -51,6 +51,21 @@ TEST(SequenceOrderTest, OneForwardOneBackwardHasARunForEachMicrobatch) {
   EXPECT_EQ(order.first_run_from(8), 6U);
 }
 
+TEST(SequenceOrderTest, WithoutDroppedRunsTheRestKeepsItsOrder) {
+  const SequenceOrder order = one_forward_one_backward(/*calls=*/2, /*warm_up=*/1, /*microbatches=*/2);
+  // F0a F0b F1a F1b B0b B0a B1b B1a
+  EXPECT_EQ(order.without({true, false, false, true}).steps(),
+            (std::vector<SequenceStep>{{0, 0, kForward}, {1, 0, kForward}, {0, 0, kBackward}, {1, 0, kBackward}}));
+  EXPECT_EQ(order.without({true, true, true, true}).size(), 0U);
+}
+
+TEST(SequenceOrderTest, InterleavesIfAForwardFollowsABackward) {
+  EXPECT_FALSE(nested_order(0).interleaves());
+  EXPECT_FALSE(nested_order(3).interleaves());
+  EXPECT_FALSE(one_forward_one_backward(2, 1, 2).interleaves());
+  EXPECT_TRUE(one_forward_one_backward(2, 1, 3).interleaves());
+}
+
 TEST(SequenceOrderTest, InterleavedRunsEachStageForEachMicrobatchOnce) {
   const SequenceOrder order = interleaved(/*ranks=*/2, /*stages=*/2, /*microbatches=*/4);
   EXPECT_EQ(order.size(), 16U);

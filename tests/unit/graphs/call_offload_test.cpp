@@ -46,6 +46,21 @@ TEST_F(CallTest, ALagThatHoldsNoCallIsRaisedAndSaysSo) {
   EXPECT_GT(report.offloaded_bytes, with_two_calls.report().offloaded_bytes);
 }
 
+TEST_F(CallTest, BudgetsBoundWhatGraphedCallsOffload) {
+  const auto offloaded = [&](const Options& options) {
+    OffloadEngine engine(model_, options);
+    expect_plain(engine, 0, 4);
+    return engine.report().offloaded_bytes;
+  };
+  const std::int64_t all = offloaded(options());
+  EXPECT_GT(all, 0);
+  EXPECT_EQ(offloaded(options().offload_at_most("**", 1_GiB)), all);
+  EXPECT_EQ(offloaded(options().offload_at_most("**", 0)), 0);
+  const std::int64_t half = offloaded(options().offload_fraction("**", 0.5));
+  EXPECT_GT(half, 0);
+  EXPECT_LE(half, all / 2);
+}
+
 // A graphed call's output lies in the graph's own memory: offloading it would free nothing.
 TEST_F(CallTest, GraphedOutputsThatEagerScopesSaveStay) {
   OffloadEngine engine(model_, Options(device_).min_bytes(1024).graph("blocks.*").offload("square,last"));

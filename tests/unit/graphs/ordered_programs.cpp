@@ -7,6 +7,7 @@
 
 #include "models/block_model.h"
 #include "models/wrapping.h"
+#include "sidestream/pipeline_order.h"
 #include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
@@ -17,6 +18,23 @@ namespace {
 struct Microbatches {
   std::int64_t count = 1;
   std::size_t in_flight = 1;
+  bool in_order = false;  ///< they are chunks, and the engine is told their order
+  bool drops = false;     ///< each second step drops its second microbatch before its backward
+
+  [[nodiscard]] std::vector<PipelineStep> order() const {
+    std::vector<PipelineStep> order;
+    std::int64_t next = 0;
+    for (std::int64_t microbatch = 0; microbatch < count; ++microbatch) {
+      order.push_back({0, microbatch, PipelineStep::Kind::forward});
+      if (microbatch - next + 1 == static_cast<std::int64_t>(in_flight)) {
+        order.push_back({0, next++, PipelineStep::Kind::backward});
+      }
+    }
+    while (next < count) {
+      order.push_back({0, next++, PipelineStep::Kind::backward});
+    }
+    return order;
+  }
 };
 
 /// Whole steps of a BlockModel, weights changing from step to step.
@@ -35,7 +53,13 @@ class WholeSteps final : public EngineProgram {
 
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients(*model_);
-    in_step(engine_ ? &*engine_ : nullptr, [&] { forwards_and_backwards(s); });
+    if (engine_ && microbatches_.in_order) {
+      Step in_order = engine_->step(microbatches_.order());
+      forwards_and_backwards(s);
+      in_order.finish();
+    } else {
+      in_step(engine_ ? &*engine_ : nullptr, [&] { forwards_and_backwards(s); });
+    }
     std::vector<at::Tensor> results;
     for (const at::Tensor& parameter : model_->parameters()) {
       results.push_back(parameter.grad().clone());  // graphs may own it and add into it
@@ -49,9 +73,17 @@ class WholeSteps final : public EngineProgram {
     std::deque<at::Tensor> losses;
     for (std::int64_t microbatch = 0; microbatch < microbatches_.count; ++microbatch) {
       const Batch batch = batch_of(model_->shape(), s * microbatches_.count + microbatch, device());
+      std::optional<Chunk> chunk;
+      if (engine_ && microbatches_.in_order) {
+        chunk.emplace(engine_->chunk({0, microbatch}));
+      }
       losses.push_back(model_->loss(batch.tokens, batch.targets));
+      chunk.reset();
       if (losses.size() == microbatches_.in_flight) {
-        losses.front().backward();
+        const std::int64_t oldest = microbatch + 1 - static_cast<std::int64_t>(microbatches_.in_flight);
+        if (!(microbatches_.drops && s % 2 == 1 && oldest == 1)) {
+          losses.front().backward();
+        }
         losses.pop_front();
       }
     }
@@ -76,6 +108,9 @@ std::vector<NamedProgram> wrapped_programs() {
   add("eager_microbatches", Wrapping{"", "", "blocks.*.*"}, {2, 2});
   add("eager_1f1b", Wrapping{"", "", "blocks.*.*"}, {4, 2});
   add("graphs_2_microbatches", Wrapping{"", "blocks.*", "blocks.*.*", 2}, {2, 2});
+  add("graphs_2_in_order", Wrapping{"", "blocks.*", "blocks.*.*", 2}, {4, 2, true});
+  add("mixed_1_in_order", Wrapping{"", "blocks.1,blocks.2,blocks.3", "blocks.*.*", 1}, {5, 3, true});
+  add("mixed_1_in_order_drops", Wrapping{"", "blocks.1,blocks.2,blocks.3", "blocks.*.*", 1}, {5, 3, true, true});
   add("mixed_1_microbatches", Wrapping{"", "blocks.0,blocks.3", "**", 1}, {2, 2});
   return result;
 }

@@ -1,6 +1,9 @@
 // What graphed layers reserve of the device against the same layers run eagerly, to the byte.
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -11,6 +14,7 @@
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
+#include "sidestream/pipeline_order.h"
 #include "unit/sim/rerun/every_order.h"
 
 namespace sidestream::testing_model {
@@ -88,6 +92,77 @@ TEST(ReservedMemoryTest, LayersInGraphsTakeAnInputAndAnOutputsGradientMore) {
   const ReservedPeak graphs = train_ripples(device, true);
   EXPECT_TRUE(at::equal(graphs.gradient, eager.gradient));
   EXPECT_EQ(graphs.bytes - eager.bytes, 2 * kRippleBytes);
+}
+
+enum class Way : std::uint8_t { eager, slots, in_order };
+
+/// The same for the first of four ranks of a pipeline. Its four layers run for eight microbatches, of which four are in flight.
+ReservedPeak train_rank_of_ripples(c10::Device device, Way way) {
+  constexpr std::int64_t kMicrobatches = 8;
+  const std::vector<PipelineStep> order = pipeline_order({4, 1, kMicrobatches}, 0);
+  RippleStack model;
+  synchronize(device);
+  release_cached_memory(device);
+  const std::int64_t before = memory_use(device).reserved;
+  std::optional<OffloadEngine> engine;
+  if (way != Way::eager) {
+    engine.emplace(model, Options(device).graph("ripples.*"));
+  }
+  ReservedPeak result;
+  const auto pass = [&] {
+    std::array<at::Tensor, kMicrobatches> inputs;
+    std::array<at::Tensor, kMicrobatches> outputs;
+    for (const PipelineStep& work : order) {
+      const auto m = static_cast<std::size_t>(work.microbatch);
+      if (work.kind == PipelineStep::Kind::forward) {
+        inputs[m] = at::linspace(-1, 1 + work.microbatch, kRippleElements).to(device).requires_grad_(true);
+        std::optional<Chunk> chunk;
+        if (way == Way::in_order) {
+          chunk.emplace(engine->chunk({work.stage, work.microbatch}));
+        }
+        outputs[m] = model.forward(inputs[m]);
+      } else {
+        outputs[m].backward(at::linspace(2, 3, kRippleElements).to(device));
+        result.gradient = inputs[m].grad().cpu();
+        inputs[m] = outputs[m] = at::Tensor();
+      }
+    }
+  };
+  const auto step = [&] {
+    if (way == Way::in_order) {
+      Step in_order = engine->step(order);
+      pass();
+      in_order.finish();
+    } else {
+      in_step(engine ? &*engine : nullptr, pass);
+    }
+  };
+  for (int s = 0; s < 4; ++s) {
+    step();
+  }
+  synchronize(device);
+  release_cached_memory(device);
+  reset_memory_peaks(device);
+  step();
+  step();
+  result.bytes = memory_use(device).reserved_peak - before;
+  if (engine) {
+    EXPECT_EQ(engine->report().replays, 2 * kRipples * kMicrobatches);
+  }
+  return result;
+}
+
+TEST(ReservedMemoryTest, AnOrderTakesWhatIsLiveInIt) {
+  const sim::OneThread one_thread;
+  const c10::Device device = find_device("sim");
+  const ReservedPeak eager = train_rank_of_ripples(device, Way::eager);
+  const ReservedPeak slots = train_rank_of_ripples(device, Way::slots);
+  const ReservedPeak in_order = train_rank_of_ripples(device, Way::in_order);
+  EXPECT_TRUE(at::equal(slots.gradient, eager.gradient));
+  EXPECT_TRUE(at::equal(in_order.gradient, eager.gradient));
+  // Its own copy of each input in flight, the gradient of an output, that of an input, and what the last layer's forward leaves.
+  EXPECT_EQ(in_order.bytes - eager.bytes, 7 * kRippleBytes);
+  EXPECT_LT(in_order.bytes, slots.bytes);
 }
 
 }  // namespace

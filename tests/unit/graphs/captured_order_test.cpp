@@ -1,0 +1,245 @@
+// A step with an order: its calls are captured as one sequence. pipeline_rank_test.cpp trains the orders of pipelines.
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "models/layer_stack.h"
+#include "models/plain_twin.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/pipeline_order.h"
+#include "unit/graphs/called_stack.h"
+
+namespace sidestream::testing_model {
+namespace {
+
+using Kind = PipelineStep::Kind;
+
+/// The second of four ranks: of six microbatches, three are in flight.
+class CapturedOrderTest : public testing::Test {
+ protected:
+  static constexpr std::int64_t kLayers = 4;
+  static constexpr std::int64_t kMicrobatches = 6;
+  static constexpr std::int64_t kInFlight = 3;
+
+  [[nodiscard]] Options options() const {
+    return Options(device_).min_bytes(256).graph("layers.*").offload("layers.*.*").check_steps(4);
+  }
+  /// Runs `runs`, which may differ from the order that the engine is told.
+  StepTensors run(CalledStack& model, OffloadEngine* engine, const std::vector<PipelineStep>& runs,
+                  std::int64_t s) const {
+    struct InFlight {
+      at::Tensor input;
+      at::Tensor output;
+    };
+    std::map<std::int64_t, InFlight> in_flight;
+    std::vector<at::Tensor> given;
+    for (const PipelineStep& work : runs) {
+      InFlight& microbatch = in_flight[work.microbatch];
+      if (work.kind == Kind::forward) {
+        microbatch.input = rows(s * kMicrobatches + work.microbatch, device_).requires_grad_();
+        if (engine != nullptr) {
+          const Chunk chunk = engine->chunk({work.stage, work.microbatch});
+          microbatch.output = model.forward(microbatch.input);
+        } else {
+          microbatch.output = model.forward(microbatch.input);
+        }
+      } else {
+        microbatch.output.square().mean().backward();
+        given.push_back(microbatch.input.grad());
+        in_flight.erase(work.microbatch);
+      }
+    }
+    return values(given);
+  }
+  /// A step that runs `runs`. `told`: the engine is given them as the step's order.
+  void expect_plain_step(OffloadEngine& engine, std::int64_t s, const std::vector<PipelineStep>& runs,
+                         bool told = true) {
+    expect_same_step(model_, nullptr, plain_, s, [&](CalledStack& model) {
+      if (&model == &plain_) {
+        return run(model, nullptr, runs, s);
+      }
+      Step step = told ? engine.step(runs) : engine.step();
+      StepTensors given = run(model, &engine, runs, s);
+      step.finish();
+      return given;
+    });
+  }
+  void expect_plain_steps(OffloadEngine& engine, std::int64_t first, std::int64_t last) {
+    for (std::int64_t s = first; s < last; ++s) {
+      expect_plain_step(engine, s, order_);
+    }
+    EXPECT_EQ(engine.report().order_findings, std::vector<std::string>());
+  }
+  /// What happens in one more step.
+  Report step_of(OffloadEngine& engine, std::int64_t s) {
+    const Report before = engine.report();
+    expect_plain_steps(engine, s, s + 1);
+    Report after = engine.report();
+    after.eager_calls -= before.eager_calls;
+    return after;
+  }
+  void expect_all_replay(OffloadEngine& engine, std::int64_t s) {
+    const Report report = step_of(engine, s);
+    EXPECT_EQ(report.replays, 2 * kLayers * kMicrobatches);
+    EXPECT_EQ(report.eager_calls, 0);
+  }
+
+  c10::Device device_ = find_device("sim");
+  CalledStack model_{device_, {}, kLayers};
+  CalledStack plain_{device_, {}, kLayers};
+  std::vector<PipelineStep> order_ = pipeline_order(PipelineShape{4, 1, kMicrobatches}, 1);
+};
+
+TEST_F(CapturedOrderTest, HasACaptureForEachMicrobatchAndHostMemoryForThoseInFlight) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 2);
+  expect_all_replay(engine, 2);
+  const Report report = step_of(engine, 3);
+  EXPECT_EQ(report.captures, 2 * kLayers * kMicrobatches);
+  EXPECT_GT(report.offloaded_bytes, 0);
+  std::int64_t largest = 0;  // of a chunk of which all is offloaded
+  for (const ChunkReport& chunk : report.chunks) {
+    largest = std::max(largest, chunk.offloaded_bytes);
+  }
+  EXPECT_EQ(report.pinned_requested_bytes, largest * kInFlight);
+}
+
+TEST_F(CapturedOrderTest, OneLayerIsOffloadedToo) {
+  CalledStack model(device_, {}, 1);
+  OffloadEngine engine(model, options());
+  for (std::int64_t s = 0; s < 3; ++s) {
+    Step step = engine.step(order_);
+    (void)run(model, &engine, order_, s);
+    step.finish();
+  }
+  EXPECT_GT(engine.report().offloaded_bytes, 0);
+}
+
+TEST_F(CapturedOrderTest, WithFewerCapturesThanMicrobatchesThoseInFlightAreReused) {
+  OffloadEngine engine(model_, options().call_options(CallOptions().max_captures(kMicrobatches - 1)));
+  expect_plain_steps(engine, 0, 2);
+  expect_all_replay(engine, 2);
+  EXPECT_EQ(engine.report().captures, 2 * kLayers * kInFlight);
+}
+
+TEST_F(CapturedOrderTest, IsKeptWhenWeightsWereRelocated) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  const std::int64_t before = engine.report().recaptures;
+  relocate(model_);
+  relocate(plain_);
+  expect_plain_steps(engine, 3, 4);
+  expect_all_replay(engine, 4);
+  EXPECT_EQ(engine.report().recaptures - before, kLayers * kMicrobatches);
+}
+
+TEST_F(CapturedOrderTest, IsKeptWhenOffloadIsSwitched) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  engine.set_activation_offloading("all", false);
+  expect_plain_steps(engine, 3, 6);
+  EXPECT_EQ(step_of(engine, 6).offloaded_bytes, 0);
+  engine.set_activation_offloading("all", true);
+  expect_plain_steps(engine, 7, 9);
+  EXPECT_GT(step_of(engine, 9).offloaded_bytes, 0);
+}
+
+TEST_F(CapturedOrderTest, ItsReplaysAreVerified) {
+  OffloadEngine engine(model_, options().verify_replays(1));
+  expect_plain_steps(engine, 0, 4);
+  EXPECT_GT(engine.report().verified_backwards, 0);
+}
+
+TEST_F(CapturedOrderTest, OtherOrdersAndStepsWithoutOneAreRight) {
+  OffloadEngine engine(model_, options().call_options(CallOptions().max_captures(64)));
+  expect_plain_steps(engine, 0, 3);
+  std::vector<PipelineStep> later = order_;  // each backward one forward later
+  for (std::size_t i = 0; i + 1 < later.size(); ++i) {
+    if (later[i].kind == Kind::backward && later[i + 1].kind == Kind::forward) {
+      std::swap(later[i], later[i + 1]);
+      ++i;
+    }
+  }
+  std::vector<PipelineStep> reverse;  // all forwards, then backwards in reverse
+  std::copy_if(order_.begin(), order_.end(), std::back_inserter(reverse),
+               [](const PipelineStep& work) { return work.kind == Kind::forward; });
+  for (std::int64_t m = kMicrobatches; m-- > 0;) {
+    reverse.push_back({0, m, Kind::backward});
+  }
+  std::int64_t s = 3;
+  for (const bool told : {true, false}) {
+    for (const std::vector<PipelineStep>& other : {later, reverse, order_}) {
+      expect_plain_step(engine, s++, other, told);
+      expect_plain_step(engine, s++, other, told);
+      expect_all_replay(engine, s++);
+    }
+  }
+}
+
+TEST_F(CapturedOrderTest, ABackwardBeforeItsTurnIsRefusedAndNamed) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  std::vector<PipelineStep> early = {order_.begin(), order_.begin() + kInFlight};
+  early.push_back({0, 1, Kind::backward});
+  const auto steps = [&] {
+    const Step step = engine.step(order_);
+    (void)run(model_, &engine, early, 3);
+  };
+  EXPECT_THROWS(UsageError, "graphed call \"layers.3\": its backward runs before that of", steps());
+  clear_gradients(model_);
+  expect_plain_steps(engine, 4, 6);
+  expect_all_replay(engine, 6);
+}
+
+TEST_F(CapturedOrderTest, AStepThatFailsLeavesItUsable) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  for (const std::size_t length : {std::size_t{2}, std::size_t{5}}) {
+    try {
+      const Step step = engine.step(order_);
+      (void)run(model_, &engine, {order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(length)}, 50);
+      throw std::runtime_error("the trainer's");
+    } catch (const std::runtime_error&) {
+      clear_gradients(model_);
+    }
+    expect_plain_steps(engine, 3 + static_cast<std::int64_t>(length), 4 + static_cast<std::int64_t>(length));
+  }
+  expect_plain_steps(engine, 10, 11);
+  expect_all_replay(engine, 11);
+}
+
+TEST_F(CapturedOrderTest, OutputsThatAreKeptStayAsTheyWere) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  std::vector<at::Tensor> kept;
+  std::vector<at::Tensor> copies;
+  Step step = engine.step(order_);
+  std::map<std::int64_t, at::Tensor> outputs;
+  for (const PipelineStep& work : order_) {
+    if (work.kind == Kind::forward) {
+      const Chunk chunk = engine.chunk({work.stage, work.microbatch});
+      outputs[work.microbatch] = model_.forward(rows(90 + work.microbatch, device_).requires_grad_());
+      kept.push_back(outputs[work.microbatch].detach());
+      copies.push_back(kept.back().cpu());
+    } else {
+      outputs[work.microbatch].square().mean().backward();
+    }
+  }
+  step.finish();
+  for (std::size_t m = 0; m < kept.size(); ++m) {
+    EXPECT_TRUE(at::equal(kept[m].cpu(), copies[m])) << "microbatch " << m;
+  }
+}
+
+}  // namespace
+}  // namespace sidestream::testing_model
