@@ -12,6 +12,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include "graphs/outputs/storage_holders.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "models/wave.h"
@@ -102,6 +103,7 @@ class OutputBetweenCallsTest : public testing::Test {
   /// What an engine and its graphs keep of the device behind four steps. `hold`: in the first step.
   [[nodiscard]] std::int64_t kept_bytes(const Options& options, const Between& between,
                                         const std::function<bool(std::int64_t layer)>& hold = {}) {
+    await_end_of_backward(device_);   // of the test before this one
     const sim::OneThread one_thread;  // autograd's own frees the last tensors of a backward a moment later
     synchronize(device_);
     engine_.reset();
