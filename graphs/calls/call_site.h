@@ -29,10 +29,8 @@ struct SequenceHolder {
   std::shared_ptr<GraphSequence> sequence;
   /// By the number that a call had at the first capture: its number now. Empty unless a later capture left out calls.
   std::vector<std::size_t> indices = {};
-  GivenOrder order = {};   ///< of the step whose calls it has; null if they were not captured in one order
-  GivenOrder judged = {};  ///< `fits` is about steps with this order
-  bool fits = true;        ///< the order of the step allows its replays
-  bool switched = false;   ///< offload was switched since the capture: it is captured again before a pass
+  GivenOrder order = {};  ///< of the step whose calls it has; null if they were not captured in one order
+  bool switched = false;  ///< offload was switched since the capture: it is captured again before a pass
 
   [[nodiscard]] const CapturedSequence& captured() const noexcept { return sequence->captured(); }
   [[nodiscard]] std::size_t index_of(std::size_t call) const { return indices.empty() ? call : indices[call]; }
@@ -69,6 +67,7 @@ struct CallVariant {
   std::vector<std::size_t> shape = {};
   std::shared_ptr<const void> structure = {};  ///< of its result
   std::size_t slot = 0;                        ///< see RecordedCall::slot
+  std::int64_t stage = 0;                      ///< of its chunk, if it was captured in the order of a step
   std::uint64_t used_at = 0;                   ///< its capture or latest replay, on the table's clock
 
   /// Of the call in its sequence now.

@@ -168,6 +168,18 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   }
 }
 
+bool Dispatcher::contradicts(const RunningChunk& chunk, const CallVariant& variant) const {
+  const CapturedSequence& captured = variant.holder->captured();
+  const std::size_t index = variant.index();
+  return variant.holder->sequence->pending().any_of([&](std::size_t pending) {
+    const std::uint64_t other = captured.calls[pending].replay.chunk;
+    const std::size_t other_at = chunks_.backward_at(other);
+    return other != chunk.number && other_at != chunk.backward_at &&
+           (captured.order.backward_index(pending) < captured.order.backward_index(index)) !=
+               (other_at < chunk.backward_at);
+  });
+}
+
 Dispatcher::Found Dispatcher::find(const Call& call) const {
   const bool by_inputs = call.site.kind == CallSite::Kind::callable;  // replay_callable looks at modes and weights
   // The calls of a chunk replay in the captures of one slot. A capture of another slot is for another chunk, even if it could replay.
@@ -175,11 +187,29 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
   const bool refuses = call.site.rules.on_pending == OnPending::error;
   const RunningChunk* const chunk = refuses ? nullptr : chunk_of(call);
   const auto of_other_chunk = [&](const CallVariant& variant) {
-    return chunk != nullptr && chunk->slot && *chunk->slot != variant.slot;
+    if (chunk == nullptr || (chunk->slot && *chunk->slot != variant.slot)) {
+      return chunk != nullptr;
+    }
+    if (variant.holder->order != nullptr) {
+      return false;  // all chunks of an order are one sequence
+    }
+    // If a run of another sequence is pending, it is another chunk's. This chunk joins it only with an output of the run.
+    const GraphSequence& sequence = *variant.holder->sequence;
+    const CapturedCalls& calls = sequence.captured().calls;
+    const std::vector<StaticInput>& inputs = calls[variant.index()].inputs;
+    const auto links = [&](const StaticInput& input) { return input.from && !calls[input.from->call].replay.released; };
+    return chunk->sequence != &sequence && sequence.pending().any() &&
+           std::none_of(inputs.begin(), inputs.end(), links);
   };
   const auto of_other_order = [&](const CallVariant& variant) {
-    return variant.holder->order != nullptr && !refuses &&
-           !(chunk != nullptr && chunk->order != nullptr && variant.holder->fits);
+    if (variant.holder->order == nullptr || refuses) {
+      return false;
+    }
+    // A call that runs twice in a chunk has two runs. The first one's memory may be free for others, though it could replay again.
+    const bool is_over =
+        chunk != nullptr && chunk->sequence == variant.holder->sequence.get() && variant.index() < chunk->next_run;
+    return chunk == nullptr || chunk->order == nullptr || chunk->id.stage != variant.stage || is_over ||
+           (chunk->order != variant.holder->order && contradicts(*chunk, variant));
   };
   Found found;
   for (CallVariant& variant : call.site.variants.all) {
@@ -231,8 +261,10 @@ void Dispatcher::find_and_replay(const Call& call) {
       set->first_replays = set->first_replays || set->is_first(call.site);
       replay_callable(call, *fits, GraphSequence::Inputs::accepted);
     } else {
-      if (RunningChunk* const chunk = chunk_of(call); chunk != nullptr && !chunk->slot) {
-        chunk->slot = fits->slot;
+      if (RunningChunk* const chunk = chunk_of(call); chunk != nullptr) {
+        chunk->slot = chunk->slot.value_or(fits->slot);
+        chunk->sequence = fits->holder->sequence.get();
+        chunk->next_run = found.index + 1;
       }
       replay(call, *fits, found.index, GraphSequence::Inputs::accepted);
       *call.request.structure = fits->structure.get();
@@ -319,7 +351,7 @@ void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_
   } else {
     variant.holder->sequence->forward(index, call.request.inputs, call.outputs, call.request.replay, known);
   }
-  if (variant.holder->captured().weights_pool != nullptr) {
+  if (variant.holder->captured().weights_pool != nullptr || variant.holder->order != nullptr) {
     const RunningChunk* const chunk = chunks_.active();
     variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0);
   }

@@ -143,6 +143,7 @@ void EngineSequences::capture_recorded(RecordedCalls& recorded) {
   }
   for (auto in_order = recorded.in_order(); !in_order.empty(); in_order = recorded.in_order()) {
     capture_group(recorded, in_order, recorded.order_of(in_order), 0, false);
+    own_.back()->order = recorded.calls()[in_order.front()]->order;
   }
   for (const bool evaluation : {false, true}) {  // the larger ones first
     for (std::size_t slot = 0; slot < slots; ++slot) {
@@ -167,11 +168,10 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
   }
   const auto holder =
       capture(specs, std::move(order), resources_.options.graph_options(), memory_of(sites, slot, evaluation));
-  holder->order = recorded.calls()[group.front()]->order;
   for (std::size_t i = 0; i < group.size(); ++i) {
     RecordedCall& call = *recorded.calls()[group[i]];
     call.captured = true;
-    call.site->variants.add({holder, i, call.guards, call.shape, call.structure, call.slot});
+    call.site->variants.add({holder, i, call.guards, call.shape, call.structure, call.slot, call.stage});
     call.site->to_record = false;
     counts_.recaptured(call.site->variants.all.size() > 1 ? 1 : 0);
     recorded.outputs().for_each_of(group[i], [&](const c10::StorageImpl* storage, std::size_t output) {
@@ -231,16 +231,6 @@ void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& rec
   if (dropped) {
     std::erase_if(own_, [](const auto& holder) { return holder->captured().released(); });
     mark_static_outputs();
-  }
-}
-
-void EngineSequences::follow_order(const GivenOrder& order) const {
-  for (const auto& holder : own_) {
-    if (holder->order == nullptr || (order != nullptr && holder->judged == order)) {
-      continue;
-    }
-    holder->judged = order;
-    holder->fits = order != nullptr && (holder->order == order || may_replay(*holder->order, *order));
   }
 }
 

@@ -42,8 +42,6 @@ class EngineSequences {
   /// Captures what `ss::call` recorded, and gives the calls their variants: the calls in the order of the step as one sequence, all others
   /// as one sequence for each microbatch slot. Where a capture fails, those before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
-  /// A step with that order begins, or one without an order. Sequences in another order replay only if they fit it: see may_replay.
-  void follow_order(const GivenOrder& order) const;
   /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, where it is given. `mine`: there is something to
   /// capture.
   [[nodiscard]] bool agree(bool mine);

@@ -63,6 +63,17 @@ std::vector<std::vector<std::size_t>> OrderLog::groups(const std::vector<std::si
   return sequence_groups(among.size(), part_of(among));
 }
 
+std::vector<bool> OrderLog::with_backward(std::size_t calls) const {
+  std::vector<bool> ran(calls);
+  const std::lock_guard lock(mutex_);
+  for (const SequenceStep& step : order_.steps) {
+    if (step.direction == Direction::backward && step.microbatch == 0) {
+      ran[step.call] = true;
+    }
+  }
+  return ran;
+}
+
 SequenceOrder OrderLog::order_of(const std::vector<std::size_t>& among) const {
   return sequence_in_order(among.size(), part_of(among));
 }

@@ -22,6 +22,8 @@ class OrderLog {
   /// Of the calls in `among` (in increasing order), numbered as there: which are captured together. See sequence_groups.
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(const std::vector<std::size_t>& among) const;
 
+  /// By call, of the calls 0 to `calls` - 1: whether its first run had a backward.
+  [[nodiscard]] std::vector<bool> with_backward(std::size_t calls) const;
   /// The order in which the calls in `among` ran, numbered as there. See sequence_in_order.
   [[nodiscard]] SequenceOrder order_of(const std::vector<std::size_t>& among) const;
 

@@ -75,6 +75,19 @@ std::size_t device_bytes(const CallInput& input) {
   return input.sample.defined() && !input.on_host ? input.sample.nbytes() : 0;
 }
 
+/// True if the tensors of `request` are like those that the call was recorded with.
+bool is_like_recorded(const RecordedCall& call, const detail::CallRequest& request) {
+  for (std::size_t k = 0; k < call.inputs.size(); ++k) {
+    const at::Tensor& recorded = call.inputs[k].from ? call.inputs[k].like : call.inputs[k].sample;
+    const at::Tensor& given = request.inputs[k];
+    if (recorded.defined() && given.defined() &&
+        (recorded.sizes() != given.sizes() || recorded.dtype() != given.dtype())) {
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 /// One recorded call's latest run.
@@ -84,6 +97,7 @@ struct RecordedCalls::Flight {
   std::vector<std::size_t> from;  ///< recorded calls that its inputs were computed from
   SequenceStep backward_step;     ///< of its backward, in the order log
   bool first = true;              ///< of its recorded call
+  bool like_recorded = true;      ///< its inputs have the shapes that the capture will have
   bool weights = false;           ///< its weight gradients are computed, if they are delayed
   std::uint64_t chunk = 0;        ///< its chunk's number; 0 without one
 };
@@ -100,6 +114,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     learn_backward_modes(i);
     flights_[i] = std::make_shared<Flight>();
     flights_[i]->first = false;
+    flights_[i]->like_recorded = is_like_recorded(*calls_[i], request);
     if (chunk != nullptr) {
       chunk->slot = calls_[i]->slot;
       flights_[i]->chunk = chunk->number;
@@ -114,7 +129,10 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   const std::size_t slot = in_order ? *chunk->slot : free_slot(site, request, modes, from, at_least);
   auto call = std::make_shared<RecordedCall>();
   call->site = &site;
-  call->order = in_order ? chunk->order : nullptr;
+  if (in_order) {
+    call->order = chunk->order;
+    call->stage = chunk->id.stage;
+  }
   detail::KeptCall kept_call = request.keep(request.context);
   call->structure = std::move(kept_call.structure);
   call->module = modules_of_call(site.scope->name, site.module, kept_call.modules, *model_);
@@ -138,7 +156,8 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     }
     for (std::size_t i = calls_.size(); i-- > 0 && !kept.from && input.defined();) {
       for (std::size_t o = 0; o < flights_[i]->outputs.size(); ++o) {
-        if (calls_[i]->slot == slot && calls_[i]->state.modes.gradients == modes.gradients && gave({i, o}, input)) {
+        if (calls_[i]->slot == slot && calls_[i]->state.modes.gradients == modes.gradients &&
+            flights_[i]->like_recorded && gave({i, o}, input)) {
           kept.from = Link{i, o};
           kept.like = at::empty_strided(input.sizes(), input.strides(), input.options().device(at::kMeta))
                           .set_requires_grad(input.requires_grad());
@@ -201,6 +220,9 @@ std::optional<std::size_t> RecordedCalls::repeated(const CallSite& site, const d
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
     if (chunk != nullptr && chunk->slot && call.slot != *chunk->slot) {
+      continue;
+    }
+    if (call.order != nullptr && (chunk == nullptr || chunk->order != call.order || chunk->id.stage != call.stage)) {
       continue;
     }
     if (!is_of(call, site, request, modes) || call.inputs.size() != request.inputs.size() || !settled(i)) {
@@ -310,9 +332,11 @@ void RecordedCalls::forget(std::size_t call) {
 
 std::vector<std::vector<std::size_t>> RecordedCalls::groups(std::size_t slot, bool evaluation) const {
   std::vector<std::size_t> among;
+  const std::vector<bool> with_backward = log_->with_backward(calls_.size());
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
-    if (call.slot == slot && call.state.modes.gradients != evaluation && !call.captured && call.order == nullptr) {
+    const bool apart = call.order == nullptr || !with_backward[i];
+    if (call.slot == slot && call.state.modes.gradients != evaluation && !call.captured && apart) {
       among.push_back(i);
     }
   }
@@ -327,9 +351,11 @@ std::vector<std::vector<std::size_t>> RecordedCalls::groups(std::size_t slot, bo
 
 std::vector<std::size_t> RecordedCalls::in_order() const {
   std::vector<std::size_t> calls;
+  const std::vector<bool> with_backward = log_->with_backward(calls_.size());
   for (std::size_t i = 0; i < calls_.size(); ++i) {
     const RecordedCall& call = *calls_[i];
-    if (call.order != nullptr && !call.captured && (calls.empty() || call.order == calls_[calls.front()]->order)) {
+    if (call.order != nullptr && with_backward[i] && !call.captured &&
+        (calls.empty() || call.order == calls_[calls.front()]->order)) {
       calls.push_back(i);
     }
   }

@@ -59,7 +59,8 @@ struct RecordedCall {
   /// Of its sequence: the slot of its chunk and of the calls that it was computed from, or the next one in which the same call awaited no
   /// backward.
   std::size_t slot = 0;
-  GivenOrder order;  ///< that its chunk has its slot from; null if there is none
+  GivenOrder order;        ///< that its chunk has its slot from; null if there is none
+  std::int64_t stage = 0;  ///< of that chunk
   /// Apart for training and for evaluation. All calls in the order of a step are one sequence.
   [[nodiscard]] std::size_t sequence() const noexcept {
     return 2 * (order != nullptr ? 0 : slot + 1) + (state.modes.gradients ? 0 : 1);
@@ -107,7 +108,7 @@ class RecordedCalls {
   /// The calls of `slot`, of training or of evaluation, that are not captured yet: lists of those that are captured together, in order.
   /// Autograd connects the calls of a list, and a sequence of them in nested order may replay what was recorded.
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(std::size_t slot, bool evaluation) const;
-  /// Calls in one order of steps that are not captured yet, whatever their slots. Not among `groups`.
+  /// Calls in one order of steps that ran a backward and are not captured yet, whatever their slots. Not among `groups`.
   [[nodiscard]] std::vector<std::size_t> in_order() const;
   /// In which order `calls`, which are `in_order`, ran in the step.
   [[nodiscard]] SequenceOrder order_of(const std::vector<std::size_t>& calls) const { return log_->order_of(calls); }

@@ -1,6 +1,7 @@
 #include "graphs/calls/step_chunks.h"
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -62,6 +63,22 @@ void check_order(const std::vector<PipelineStep>& order) {
   }
 }
 
+/// By forward of `order`, where the chunk's backward is.
+std::vector<std::size_t> backwards_of(const std::vector<PipelineStep>& order) {
+  std::vector<std::size_t> backwards;
+  std::map<std::pair<std::int64_t, std::int64_t>, std::size_t> forwards;  // by stage and microbatch
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const std::pair chunk(order[i].stage, order[i].microbatch);
+    if (order[i].kind == ChunkWork::forward) {
+      forwards[chunk] = backwards.size();
+      backwards.push_back(RunningChunk::no_backward);
+    } else if (order[i].kind == ChunkWork::backward) {
+      backwards[forwards[chunk]] = i;
+    }
+  }
+  return backwards;
+}
+
 /// The chunks in a message: the first ones by name.
 class NamedChunks {
  public:
@@ -88,6 +105,7 @@ void StepChunks::begin_step(const std::vector<PipelineStep>* order) {
   if (order != nullptr && *order != *order_) {
     check_order(*order);
     order_ = std::make_shared<std::vector<PipelineStep>>(*order);
+    backwards_ = backwards_of(*order_);
     slots_ = slots_of_order(*order_);
     if (!slots_.empty() && *std::max_element(slots_.begin(), slots_.end()) >= most_slots_) {
       slots_.clear();
@@ -127,6 +145,7 @@ std::uint64_t StepChunks::begin(const ChunkId& id) {
   if (ordered_ && chunks_.size() <= slots_.size()) {  // in order, the chunk's forward is the one of that number
     chunks_.back().slot = slots_[chunks_.size() - 1];
     chunks_.back().order = order_;
+    chunks_.back().backward_at = backwards_[chunks_.size() - 1];
   }
   open_.push_back(chunks_.size() - 1);
   tell();

@@ -14,6 +14,7 @@
 namespace sidestream {
 
 class EagerOffload;
+class GraphSequence;
 class GroupMover;
 
 /// One chunk of a step.
@@ -22,7 +23,12 @@ struct RunningChunk {
   std::uint64_t number = 0;  ///< counts the chunks of all steps
   /// Of its graphed calls: see RecordedCall::slot. The step's order decides, or the first of the calls.
   std::optional<std::size_t> slot = {};
-  GivenOrder order = {};              ///< that decides; null if the first call does
+  GivenOrder order = {};                    ///< that decides; null if the first call does
+  const GraphSequence* sequence = nullptr;  ///< in which its latest call replayed; only compared
+  std::size_t next_run = 0;                 ///< one past that call's run in the sequence
+  std::size_t backward_at = no_backward;    ///< where its backward is in the order
+
+  static constexpr std::size_t no_backward = static_cast<std::size_t>(-1);
   std::uint64_t offloaded_bytes = 0;  ///< whose copies were queued while it was active
   bool weights_computed = false;      ///< by OffloadEngine::backward_dw for this chunk
 };
@@ -42,8 +48,6 @@ class StepChunks {
   void begin_step(const std::vector<PipelineStep>* order);
   /// The step has begun.
   void step_begun();
-  /// That of the step, if its chunks have slots from it; else null.
-  [[nodiscard]] GivenOrder order_of_slots() const { return ordered_ && !slots_.empty() ? order_ : nullptr; }
   /// Returns the chunk's number. Throws: UsageError for a chunk that may not begin now.
   std::uint64_t begin(const ChunkId& id);
   /// Calls belong to that chunk from here on. False if it has ended.
@@ -57,6 +61,11 @@ class StepChunks {
 
   /// That calls belong to now; null if there is none.
   [[nodiscard]] RunningChunk* active() noexcept { return open_.empty() ? nullptr : &chunks_[open_.back()]; }
+  /// RunningChunk::backward_at of that chunk; no_backward if it is none of this step's.
+  [[nodiscard]] std::size_t backward_at(std::uint64_t number) const noexcept {
+    const bool here = number >= first_number_ && number - first_number_ < chunks_.size();
+    return here ? chunks_[number - first_number_].backward_at : RunningChunk::no_backward;
+  }
   /// A chunk of the step whose weight gradients are to be computed.
   /// Throws: UsageError if the step has not had the chunk, if its forward has not ended, or if they are computed.
   RunningChunk& chunk_for_weights(const ChunkId& id);
@@ -84,7 +93,8 @@ class StepChunks {
   bool ordered_ = false;                                              ///< the step has an order
   GivenOrder order_ = std::make_shared<std::vector<PipelineStep>>();  ///< the latest one
   std::size_t next_ = 0;                                              ///< its steps before this one have come
-  std::vector<std::size_t> slots_;  ///< by forward of `order_`; empty if it needs too many
+  std::vector<std::size_t> slots_;      ///< by forward of `order_`; empty if it needs too many
+  std::vector<std::size_t> backwards_;  ///< by forward of `order_`: RunningChunk::backward_at
 };
 
 }  // namespace sidestream

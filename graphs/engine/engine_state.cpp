@@ -157,7 +157,6 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     making_ready_ = false;
     memory_.begin(counts_.captures());
   }
-  sequences_.follow_order(chunks_.order_of_slots());
   step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
   chunks_.step_begun();
   if (verification_ != nullptr) {

@@ -213,9 +213,10 @@ void GraphSequence::reset() {
   for (CapturedCall& call : captured_.calls) {
     for (StaticInput& input : call.inputs) {
       const bool linked = input.from && !captured_.calls[input.from->call].replay.released;
-      input.tensor = linked          ? at::Tensor()
-                     : input.in_pool ? at::empty_like(input.tensor, c10::TensorOptions().device(c10::kMeta))
-                                     : input.tensor;
+      input.tensor = linked ? at::Tensor()
+                     : input.in_pool && input.tensor.defined()
+                         ? at::empty_like(input.tensor, c10::TensorOptions().device(c10::kMeta))
+                         : input.tensor;
       input.grad = at::Tensor();
     }
     for (StaticOutput& output : call.outputs) {

@@ -45,6 +45,16 @@ class PendingBackwards {
   }
   /// The same. The caller holds the mutex.
   [[nodiscard]] bool any_run() const noexcept { return weights_ > 0 || !runs_.empty(); }
+  /// True if `holds` is true of any call that awaits its backward. Looks at all calls.
+  template <class Holds>
+  [[nodiscard]] bool any_of(const Holds& holds) const {
+    const std::lock_guard lock(memory_.mutex());
+    bool found = false;
+    for (std::size_t call = 0; call < order_.runs() && !found; ++call) {
+      found = runs_.contains(call) && holds(call);
+    }
+    return found;
+  }
   /// Blocks the host until no call awaits its backward, or until `bound`. The caller does not hold the mutex.
   void await_none(std::chrono::steady_clock::time_point bound) const {
     std::unique_lock lock(memory_.mutex());

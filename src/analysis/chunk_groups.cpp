@@ -3,10 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
-#include <set>
 #include <utility>
-
-#include "analysis/sequence_order.h"
 
 namespace sidestream {
 namespace {
@@ -123,67 +120,6 @@ bool repeats_one_part(const std::vector<PipelineStep>& order) {
 
 std::vector<std::size_t> slots_of_order(const std::vector<PipelineStep>& order) {
   return counted_slots(order, repeats_one_part(order));
-}
-
-namespace {
-
-/// The forwards and backwards of `order`, with a chunk's stage as the call and its slot as the microbatch. Chunks without a backward are
-/// left out.
-std::vector<SequenceStep> whole_chunks(const std::vector<PipelineStep>& order) {
-  const std::vector<std::size_t> slots = slots_of_order(order);
-  std::map<std::pair<std::int64_t, std::int64_t>, std::size_t> slot_of;  // by stage and microbatch
-  std::set<std::pair<std::int64_t, std::int64_t>> end;
-  std::size_t next = 0;
-  for (const PipelineStep& step : order) {
-    if (step.kind == PipelineStep::Kind::forward) {
-      slot_of[{step.stage, step.microbatch}] = slots[next++];
-    } else if (step.kind == PipelineStep::Kind::backward) {
-      end.emplace(step.stage, step.microbatch);
-    }
-  }
-  std::vector<SequenceStep> steps;
-  for (const PipelineStep& step : order) {
-    const std::pair chunk(step.stage, step.microbatch);
-    if (step.kind != PipelineStep::Kind::weight_gradients && end.count(chunk) != 0) {
-      steps.push_back({static_cast<std::size_t>(step.stage), slot_of[chunk],
-                       step.kind == PipelineStep::Kind::forward ? Direction::forward : Direction::backward});
-    }
-  }
-  return steps;
-}
-
-}  // namespace
-
-bool may_replay(const std::vector<PipelineStep>& captured, const std::vector<PipelineStep>& given) {
-  std::vector<SequenceStep> once;  // of captured chunks in equal slots, the first
-  for (const SequenceStep& step : whole_chunks(captured)) {
-    if (std::find(once.begin(), once.end(), step) == once.end()) {
-      once.push_back(step);
-    }
-  }
-  const SequenceOrder order(std::move(once));
-  std::map<std::pair<std::size_t, std::size_t>, std::size_t> runs;
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    runs[{order.steps()[i].call, order.steps()[i].microbatch}] = order.run_at(i);
-  }
-  PendingRuns pending(order);
-  for (const SequenceStep& step : whole_chunks(given)) {
-    const auto run = runs.find({step.call, step.microbatch});
-    if (run == runs.end()) {
-      continue;
-    }
-    if (step.direction == Direction::forward) {
-      if (!pending.obstacle(order.forward_index(run->second))) {  // else it runs eagerly
-        pending.begin(run->second);
-      }
-    } else if (pending.contains(run->second)) {
-      if (pending.obstacle(order.backward_index(run->second))) {
-        return false;
-      }
-      pending.end(run->second);
-    }
-  }
-  return true;
 }
 
 }  // namespace sidestream

@@ -40,8 +40,4 @@ struct StepGroups {
 /// Pure.
 [[nodiscard]] std::vector<std::size_t> slots_of_order(const std::vector<PipelineStep>& order);
 
-/// True if a step with the order `given` may replay what was captured in a step with the order `captured`: chunks of equal stages and slots.
-/// A forward that comes too early runs eagerly; a backward may not come too early. Pure.
-[[nodiscard]] bool may_replay(const std::vector<PipelineStep>& captured, const std::vector<PipelineStep>& given);
-
 }  // namespace sidestream

@@ -63,22 +63,5 @@ TEST(SlotsOfOrderTest, ChunksInFlightHaveSlotsOfTheirOwn) {
   EXPECT_EQ(slots_of_order({}), Slots());
 }
 
-TEST(MayReplayTest, AnOrderWhoseChunksComeInTheCapturedOrder) {
-  const auto order = [](std::int64_t microbatches, std::int64_t rank = 0) {
-    return pipeline_order({3, 1, microbatches}, rank);
-  };
-  EXPECT_TRUE(may_replay(order(6), order(6)));
-  EXPECT_TRUE(may_replay(order(6), order(4))) << "chunks that do not come hold nothing up";
-  EXPECT_TRUE(may_replay(order(6), order(9))) << "chunks that were not captured do not replay";
-  EXPECT_TRUE(may_replay(order(6), order(6, 2))) << "one at a time";
-  EXPECT_TRUE(may_replay(order(6, 1), order(6))) << "forwards that come too early run eagerly";
-  std::vector<PipelineStep> reverse = {
-      {0, 0, Kind::forward}, {0, 1, Kind::forward}, {0, 1, Kind::backward}, {0, 0, Kind::backward}};
-  EXPECT_FALSE(may_replay(order(6), reverse));
-  EXPECT_TRUE(may_replay(reverse, reverse));
-  reverse.pop_back();
-  EXPECT_TRUE(may_replay(order(6), reverse)) << "the first chunk has no backward";
-}
-
 }  // namespace
 }  // namespace sidestream

@@ -300,6 +300,70 @@ TEST_F(ChunkTest, ACallThatRunsTwiceInAChunk) {
   EXPECT_EQ(engine_of_chunks.report().eager_calls, 4);
 }
 
+/// At first one chunk runs a layer twice, later two chunks run it once each and are in flight together.
+TEST_F(ChunkTest, CapturesOfOneChunkServeNoOtherChunkInFlight) {
+  OffloadEngine engine(model_, options());
+  const auto run = [&](CalledStack& model, OffloadEngine* of, std::int64_t s) {
+    std::vector<at::Tensor> losses;
+    for (std::int64_t m = 0; m < (s < 2 ? 1 : 2); ++m) {
+      std::optional<Chunk> chunk;
+      if (of != nullptr) {
+        chunk.emplace(of->chunk({0, m}));
+      }
+      const at::Tensor h = model.run_layer(0, rows(s, device_, m).requires_grad_(true)) * 2;
+      losses.push_back((s < 2 ? model.run_layer(0, h) : h).square().mean());
+    }
+    for (const at::Tensor& loss : losses) {  // the first chunk's backward is the first
+      loss.backward();
+    }
+  };
+  std::int64_t eager = 0;
+  for (std::int64_t s = 0; s < 5; ++s) {
+    const StepTensors given = train_step(model_, nullptr, [&] {
+      const Step step = engine.step();
+      run(model_, &engine, s);
+    });
+    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, nullptr, s); }))) << "step " << s;
+    EXPECT_TRUE(s < 3 || engine.report().eager_calls == eager) << "step " << s << " ran calls eagerly";
+    eager = engine.report().eager_calls;
+  }
+}
+
+/// The capture of the second layer makes room for another shape, so the third layer's capture takes any input of its shape.
+TEST_F(ChunkTest, ACaptureWhoseGiverWasDroppedServesNoOtherChunkInFlight) {
+  const CallOptions calls = CallOptions().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used);
+  OffloadEngine engine(model_, options().call_options(calls));
+  const auto run = [&](CalledStack& model, OffloadEngine* of, std::int64_t s) {
+    const at::Tensor x = rows(s, device_).requires_grad_(true);
+    if (s < 2) {
+      model.forward(x).square().mean().backward();
+    } else if (s == 2) {
+      model.run_layer(1, x.slice(0, 0, 2)).square().mean().backward();
+    } else {
+      std::vector<at::Tensor> losses;
+      for (std::int64_t stage = 0; stage < 2; ++stage) {
+        std::optional<Chunk> chunk;
+        if (of != nullptr) {
+          chunk.emplace(of->chunk({stage, 0}));
+        }
+        const at::Tensor h = stage == 0 ? model.run_layer(0, x) : model.run_layer(2, model.run_layer(1, x));
+        losses.push_back(h.square().mean());
+      }
+      for (const at::Tensor& loss : losses) {
+        loss.backward();
+      }
+    }
+  };
+  const ExpectedWarnings of_the_bound;
+  for (std::int64_t s = 0; s < 6; ++s) {
+    const StepTensors given = train_step(model_, nullptr, [&] {
+      const Step step = engine.step();
+      run(model_, &engine, s);
+    });
+    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, nullptr, s); }))) << "step " << s;
+  }
+}
+
 class SkippedLayerTest : public ChunkTest, public testing::WithParamInterface<OnPending> {};
 
 /// Three microbatches are in flight. At first the second layer is for the first of them, later for the last.

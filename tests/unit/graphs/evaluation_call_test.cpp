@@ -126,6 +126,28 @@ TEST_P(EvaluationCallTest, HeldOutputsOfEvaluationsKeepTheirValues) {
   EXPECT_TRUE(at::equal(held, then));
 }
 
+at::Tensor twice_and(const at::Tensor& h, const at::Tensor& context) { return h * 2 + context; }
+
+/// Of three calls the second one is not captured yet, and runs for two numbers of rows before it is.
+TEST_P(EvaluationCallTest, ACallThatIsRecordedForTwoShapesLinksNoOther) {
+  OffloadEngine engine(model_,
+                       Options(device_).graph("f.*").call_options(CallOptions().on_evaluation(OnEvaluation::capture)));
+  const at::NoGradGuard no_grad;
+  const auto run = [&](std::int64_t s, std::int64_t count) {
+    const at::Tensor context = rows(s, device_, 1).slice(0, 0, count);
+    at::Tensor h = call("f.a", &twice_and, rows(s, device_).slice(0, 0, count), context);
+    h = s == 0 ? rows(s, device_).slice(0, 0, count) : call("f.b", &twice_and, h, context);
+    return call("f.c", &twice_and, h, context);
+  };
+  const auto run_both = [&](std::int64_t s) { return s == 0 ? at::cat({run(s, 2)}) : at::cat({run(s, 2), run(s, 3)}); };
+  for (std::int64_t s = 0; s < 4; ++s) {
+    const at::Tensor plain = run_both(s);
+    const Step step = engine.step();
+    EXPECT_TRUE(at::equal(run_both(s).cpu(), plain.cpu())) << "step " << s;
+  }
+  EXPECT_GT(engine.report().replays, 0);
+}
+
 INSTANTIATE_TEST_SUITE_P(Schedules, EvaluationCallTest, testing::Values("early", "late", "seed:1"),
                          [](const auto& info) {
                            return info.param == "seed:1" ? std::string("seed_1") : std::string(info.param);
