@@ -5,6 +5,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "habits/chunk_plan.h"
+
 namespace sidestream::habits {
 
 const std::vector<Habit>& habits() {
@@ -71,6 +73,10 @@ const std::vector<Habit>& habits() {
       {Kind::whole_step, "whole_step", 5, 2, 2},
       {Kind::struct_argument, "struct_argument", 2, 1, 2},
       {Kind::switch_offload, "switch_offload", 3, 2, 1},
+      {Kind::chunks, "chunks", kChunkLayouts, kChunkUses, 3},
+      {Kind::order, "order", kChunkLayouts, kChunkUses, 3},
+      {Kind::deviate, "deviate", kChunkLayouts, kDeviations, 1},
+      {Kind::weights, "weights", kWeightTimes + 1, 1, 2},
   };
   return all;
 }

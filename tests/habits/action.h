@@ -71,6 +71,10 @@ enum class Kind : std::uint8_t {
   whole_step,
   struct_argument,
   switch_offload,
+  chunks,
+  order,
+  deviate,
+  weights,
 };
 
 struct Habit {

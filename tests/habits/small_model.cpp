@@ -52,6 +52,7 @@ at::Tensor Block::attend(const at::Tensor& x) {
 }
 
 std::tuple<at::Tensor, at::Tensor> Block::forward(at::Tensor given, at::Tensor context, double scale) {
+  ++runs;
   if (throws) {
     throws = false;
     thrown = true;
@@ -99,6 +100,15 @@ std::tuple<at::Tensor, at::Tensor> Block::forward(at::Tensor given, at::Tensor c
   at::Tensor out = h + x * scale + context * 0.1;
   at::Tensor aux = x.tanh();  // not of `out`: a hook there would see what comes from outside of the call only
   return {out, aux};
+}
+
+void Block::read(const ReadAs& as) {
+  for (auto& [name, member] : std::initializer_list<std::pair<const char*, at::Tensor*>>{
+           {"norm", &norm_}, {"fc1", &fc1_}, {"fc2", &fc2_}, {"scale", &scale_}, {"shift", &shift_}}) {
+    if (const at::Tensor* parameter = parameters_.find(name)) {
+      *member = as ? as(name, *parameter) : *parameter;
+    }
+  }
 }
 
 std::tuple<at::Tensor, at::Tensor> Block::forward(at::Tensor given, const Beside* beside) {

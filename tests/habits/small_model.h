@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -39,8 +41,14 @@ class Block : public torch::nn::Module {
 
   torch::nn::Dropout drop{nullptr};  ///< of the part with dropout
 
-  bool throws = false;  ///< the next run of the body throws Left
-  bool thrown = false;  ///< it did
+  /// Gives what the body reads in the place of a parameter.
+  using ReadAs = std::function<at::Tensor(const std::string& name, const at::Tensor& parameter)>;
+  /// From now on the body reads what `as` gives; without `as`, the parameters.
+  void read(const ReadAs& as);
+
+  std::int64_t runs = 0;  ///< of the body: a replay does not run it
+  bool throws = false;    ///< the next run of the body throws Left
+  bool thrown = false;    ///< it did
 
  private:
   at::Tensor attend(const at::Tensor& x);

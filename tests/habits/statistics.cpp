@@ -4,6 +4,7 @@
 #include <istream>
 #include <ostream>
 #include <sstream>
+#include <utility>
 
 namespace sidestream::habits {
 namespace {
@@ -11,6 +12,18 @@ namespace {
 bool begins_with(const std::string& text, const std::string& prefix) {
   return text.compare(0, prefix.size(), prefix) == 0;
 }
+
+/// What steps of chunks and delayed weight gradients must show, and the action that shows it.
+constexpr std::pair<Kind, const char*> kSeen[] = {
+    {Kind::chunks, "chunks"},
+    {Kind::chunks, "chunks open at once"},
+    {Kind::chunks, "chunks given up"},
+    {Kind::chunks, "forwards alone"},
+    {Kind::order, "steps with an order"},
+    {Kind::deviate, "deviations refused"},
+    {Kind::weights, "delayed weight gradients"},
+    {Kind::weights, "forgotten weight gradients"},
+};
 
 std::string percent(std::int64_t part, std::int64_t whole) {
   std::ostringstream text;
@@ -63,12 +76,18 @@ void Statistics::print(std::ostream& out) const {
   out << "calls after their capture: " << percent(count("replayed"), count("replayed") + count("not replayed"))
       << " of " << count("replayed") + count("not replayed") << " replayed\n";
   for (const auto& [key, number] : counts_) {
-    if (begins_with(key, "calls ") || begins_with(key, "agreed")) {
+    if ((begins_with(key, "calls ") && !begins_with(key, "calls in chunks")) || begins_with(key, "agreed")) {
       out << "  " << key << ": " << number << '\n';
     }
   }
   for (const char* key : {"replays without gradients", "bucketed calls replayed", "bucketed calls run",
                           "whole steps replayed", "whole steps run"}) {
+    out << "  " << key << ": " << count(key) << '\n';
+  }
+  for (const char* key : {"calls in chunks replayed", "calls in chunks run"}) {
+    out << "  " << key << ": " << count(key) << '\n';
+  }
+  for (const auto& [kind, key] : kSeen) {
     out << "  " << key << ": " << count(key) << '\n';
   }
   out << "refused: " << percent(total("refused "), count("actions")) << " of the actions\n";
@@ -103,6 +122,16 @@ std::vector<Statistics::Demand> Statistics::demands(const std::vector<Kind>& dra
   if (draws(Kind::whole_step)) {
     demand_both("whole steps");
   }
+  if (draws(Kind::chunks)) {
+    demand_both("calls in chunks");
+  }
+  Demand seen{"chunks, orders and delayed weight gradients occur", {}};
+  for (const auto& [kind, key] : kSeen) {
+    if (draws(kind) && count(key) == 0) {
+      seen.breaches.emplace_back(key);
+    }
+  }
+  result.push_back(seen);
   Demand each{"every action occurs", {}};
   Demand pairs{"of a thousand pairs of actions all but one occur", {}};
   for (const Kind first : drawn) {

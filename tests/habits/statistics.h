@@ -11,7 +11,8 @@ namespace sidestream::habits {
 
 /// What programs did, as counts that add up. Keys: "programs", "actions", "milliseconds", "offloaded bytes", "replayed", "not replayed",
 /// "replays without gradients", "bucketed calls replayed", "bucketed calls run", "whole steps replayed", "whole steps run",
-/// "calls NAME", "action NAME", "pair FIRST LATER", "refused NAME: MESSAGE", "agreed errors".
+/// "calls in chunks replayed", "calls in chunks run", what kSeen in statistics.cpp lists, "calls NAME", "action NAME",
+/// "pair FIRST LATER", "refused NAME: MESSAGE", "agreed errors".
 class Statistics {
  public:
   void add(const std::string& key, std::int64_t count = 1) { counts_[key] += count; }

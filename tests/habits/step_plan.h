@@ -1,7 +1,9 @@
 #pragma once
 #include <cstdint>
+#include <optional>
 
 #include "habits/action.h"
+#include "habits/chunk_plan.h"
 
 namespace sidestream::habits {
 
@@ -59,9 +61,12 @@ struct StepPlan {
   std::int64_t whole_step = -1;  ///< how the step that is one graph goes
   bool inside = false;           ///< they are trained between forward and backward of this step; else in its place
   bool empty = false;
-  bool keep_loss = false;  ///< with its graph, until the next step has ended
-  bool as_struct = false;  ///< blocks get their other arguments as a pointer to a struct
-  std::int64_t data = 0;   ///< which
+  bool keep_loss = false;           ///< with its graph, until the next step has ended
+  bool as_struct = false;           ///< blocks get their other arguments as a pointer to a struct
+  std::optional<ChunkPlan> chunks;  ///< the microbatches are chunks
+  std::int64_t data = 0;            ///< which
+
+  [[nodiscard]] bool deviates() const { return chunks && chunks->deviation != Deviation::none; }
 };
 
 /// Of an action that is one step; a plain one for all others.

@@ -24,6 +24,9 @@ const std::vector<Form>& forms() {
       {"evaluating", "blocks.*", "blocks.*.fc*", 2, false, false, false, true},
       {"sharing", "blocks.*", "", 2, false, false, false, true, true},
       {"few_captures", "blocks.*", "**", 2, false, false, false, true, true, 2},
+      {"delaying", "blocks.*", "**", 2, false, false, false, false, false, 0, "**"},
+      {"delaying_matrices", "blocks.*", "blocks.*.fc*", 1, false, false, false, true, false, 0, "blocks.*.fc*"},
+      {"delaying_one", "blocks.0", "**", 3, false, false, false, false, false, 0, "blocks.0.*"},
   };
   return all;
 }
@@ -40,6 +43,8 @@ const char* name_of(CallClass call) {
       return "first of its kind";
     case CallClass::by_option:
       return "eager by option";
+    case CallClass::in_steps_of_chunks:
+      return "in steps of chunks";
     case CallClass::known:
       return "known";
   }
@@ -74,19 +79,22 @@ void Trainer::make_engine() {
   engine_.reset();
   const Form& form = forms()[static_cast<std::size_t>(setup_.form)];
   Options options(device_);
-  options.min_bytes(1)
-      .graph_options(GraphOptions()
-                         .num_warmup_iters(1)
-                         .side_streams(form.side_streams)
-                         .gradients("**", form.accumulate ? GradientPolicy::accumulated : GradientPolicy::cloned)
-                         .retain_graph_in_backward(form.retain)
-                         .allow_unused_input(true))
-      .call_options(CallOptions()
-                        .max_captures(form.max_captures > 0 ? form.max_captures : 256)
-                        .on_max_captures(form.max_captures > 0 ? OnMaxCaptures::drop_least_used : OnMaxCaptures::eager)
-                        .on_new_arguments(form.eager_on_new_arguments ? OnNewArguments::eager : OnNewArguments::capture)
-                        .share_memory(form.shares)
-                        .on_evaluation(form.evaluates ? OnEvaluation::capture : OnEvaluation::eager));
+  GraphOptions graph;
+  graph.num_warmup_iters(1)
+      .side_streams(form.side_streams)
+      .gradients("**", form.accumulate ? GradientPolicy::accumulated : GradientPolicy::cloned)
+      .retain_graph_in_backward(form.retain)
+      .allow_unused_input(true);
+  if (delays()) {
+    graph.gradients(form.delayed, GradientPolicy::delayed);
+  }
+  options.min_bytes(1).graph_options(graph).call_options(
+      CallOptions()
+          .max_captures(form.max_captures > 0 ? form.max_captures : 256)
+          .on_max_captures(form.max_captures > 0 ? OnMaxCaptures::drop_least_used : OnMaxCaptures::eager)
+          .on_new_arguments(form.eager_on_new_arguments ? OnNewArguments::eager : OnNewArguments::capture)
+          .share_memory(form.shares)
+          .on_evaluation(form.evaluates ? OnEvaluation::capture : OnEvaluation::eager));
   if (*form.graph != '\0') {
     options.graph(form.graph);
   }
@@ -158,10 +166,22 @@ void Trainer::train_captured(const StepPlan& plan) {
   }
 }
 
-void Trainer::step(const StepPlan& plan) {
-  began_ = false;
+void Trainer::step(const StepPlan& given) {
+  StepPlan plan = given;
+  if (delays()) {  // documented otherwise: the calls' weights are no leaves of autograd, and their gradients need the engine's step
+    plan.some_gradients = plan.engine_gone = plan.crossed = false;
+  }
+  if (form().accumulate && plan.chunks) {
+    plan.repeat = -1;  // documented: graphs add into .grad one by one, and plain training adds the sum of a backward
+  }
+  began_ = missed_weights_ = caught_ = after_one_backward_ = false;
   losses_.clear();
   inputs_.clear();
+  delayed_.clear();
+  next_call_ = 0;
+  if (with_engine_) {
+    delayed_calls_.clear();
+  }
   if (plan.nested || plan.teach) {
     second();
   }
@@ -188,6 +208,9 @@ void Trainer::step(const StepPlan& plan) {
     run();
   }
   end_of_step();
+  if (began_ && plan.in_step && weight_time_ == WeightTime::forgotten && !plan.deviates()) {
+    weight_time_ = WeightTime::at_once;
+  }
   set_flags(true);
   if (error != nullptr) {
     std::rethrow_exception(error);
@@ -230,11 +253,11 @@ void Trainer::run_step(const StepPlan& plan) {
   std::vector<at::Tensor> left;
   try {
     if (engine_ != nullptr && plan.in_step) {
-      auto step = engine_->step();
+      auto step = begin_step(plan);
       began_ = true;
       in_step_ = true;
       end_step_ = [&] {
-        step.finish();
+        finish_step(step, plan);
         in_step_ = false;
       };
       if (begun_) {
@@ -245,12 +268,16 @@ void Trainer::run_step(const StepPlan& plan) {
     } else {
       began_ = true;
       forwards_and_backwards(plan, left);
+      missed_weights_ = !delayed_.empty();
     }
     if (plan.engine_gone) {
       engine_.reset();
     }
     for (const at::Tensor& loss : left) {
       backward(loss, plan);
+      if (delays()) {
+        compute_weights(std::nullopt);
+      }
     }
   } catch (...) {
     error = std::current_exception();
@@ -258,6 +285,8 @@ void Trainer::run_step(const StepPlan& plan) {
   in_step_ = false;
   end_step_ = nullptr;
   left.clear();
+  open_.clear();
+  chunk_.reset();
   if (plan.engine_gone) {
     make_engine();
   }
@@ -277,6 +306,10 @@ void Trainer::count_call(std::size_t index, const at::Tensor& h, const at::Tenso
     return;
   }
   const auto counted = [&](CallClass call) { ++calls_[static_cast<std::size_t>(call)]; };
+  if (plan.chunks) {
+    counted(CallClass::in_steps_of_chunks);
+    return;
+  }
   const bool evaluation = !at::GradMode::is_enabled();
   open_calls_.resize(model_->blocks.size() + 1, 0);
   if (evaluation && (!form.evaluates || c10::InferenceMode::is_enabled() || open_calls_[index] > 0)) {

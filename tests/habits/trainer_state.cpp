@@ -1,4 +1,6 @@
 // What a trainer changes between steps, and all that must be equal on both sides.
+#include <algorithm>
+
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
@@ -102,6 +104,9 @@ void Trainer::change(const Action& action) {
     case Kind::dropout_rate:
       model_->set_dropout(action.a == 0 ? 0.25 : action.a == 1 ? 0.0 : 0.6);
       break;
+    case Kind::weights:
+      weight_time_ = static_cast<WeightTime>(std::min(action.a, kWeightTimes - 1));
+      break;
     case Kind::report:
       if (engine_ != nullptr) {
         (void)engine_->report();
@@ -194,6 +199,7 @@ void Trainer::become(const Trainer& other) {
   kept_ = clones(other.kept_);
   losses_ = clones(other.losses_);
   inputs_.clear();
+  weight_time_ = other.weight_time_;
   random = other.random.defined() ? other.random.clone() : at::Tensor();
   if (other.second_ != nullptr) {
     second().become(*other.second_);
