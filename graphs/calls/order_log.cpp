@@ -75,7 +75,7 @@ std::vector<bool> OrderLog::with_backward(std::size_t calls) const {
 }
 
 SequenceOrder OrderLog::order_of(const std::vector<std::size_t>& among) const {
-  return sequence_in_order(among.size(), part_of(among));
+  return sequence_in_order(part_of(among));
 }
 
 }  // namespace sidestream

@@ -111,20 +111,10 @@ std::vector<std::vector<std::size_t>> sequence_groups(std::size_t calls, const R
   return groups;
 }
 
-SequenceOrder sequence_in_order(std::size_t calls, const RecordedOrder& recorded) {
+SequenceOrder sequence_in_order(const RecordedOrder& recorded) {
   std::vector<SequenceStep> steps;
-  std::vector<bool> has_backward(calls);
-  for (const SequenceStep& step : recorded.steps) {
-    if (step.microbatch == 0) {
-      steps.push_back(step);
-      has_backward[step.call] = has_backward[step.call] || step.direction == Direction::backward;
-    }
-  }
-  for (std::size_t call = calls; call-- > 0;) {
-    if (!has_backward[call]) {
-      steps.push_back({call, 0, Direction::backward});
-    }
-  }
+  std::copy_if(recorded.steps.begin(), recorded.steps.end(), std::back_inserter(steps),
+               [](const SequenceStep& step) { return step.microbatch == 0; });
   return SequenceOrder(std::move(steps));
 }
 

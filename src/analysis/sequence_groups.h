@@ -21,8 +21,7 @@ struct RecordedOrder {
 /// one. Pure.
 [[nodiscard]] std::vector<std::vector<std::size_t>> sequence_groups(std::size_t calls, const RecordedOrder& recorded);
 
-/// The calls 0 to `calls` - 1 as one sequence, in the order in which each of them ran first. If a call never ran a backward, its backward
-/// is after all others. Pure.
-[[nodiscard]] SequenceOrder sequence_in_order(std::size_t calls, const RecordedOrder& recorded);
+/// The recorded calls as one sequence, in the order in which each of them ran first. Each of these runs has a backward. Pure.
+[[nodiscard]] SequenceOrder sequence_in_order(const RecordedOrder& recorded);
 
 }  // namespace sidestream
