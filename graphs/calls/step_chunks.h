@@ -19,6 +19,8 @@ class GroupMover;
 
 /// One chunk of a step.
 struct RunningChunk {
+  static constexpr std::size_t no_backward = static_cast<std::size_t>(-1);
+
   ChunkId id;
   std::uint64_t number = 0;  ///< counts the chunks of all steps
   /// Of its graphed calls: see RecordedCall::slot. The step's order decides, or the first of the calls.
@@ -27,10 +29,8 @@ struct RunningChunk {
   const GraphSequence* sequence = nullptr;  ///< in which its latest call replayed; only compared
   std::size_t next_run = 0;                 ///< one past that call's run in the sequence
   std::size_t backward_at = no_backward;    ///< where its backward is in the order
-
-  static constexpr std::size_t no_backward = static_cast<std::size_t>(-1);
-  std::uint64_t offloaded_bytes = 0;  ///< whose copies were queued while it was active
-  bool weights_computed = false;      ///< by OffloadEngine::backward_dw for this chunk
+  std::uint64_t offloaded_bytes = 0;        ///< whose copies were queued while it was active
+  bool weights_computed = false;            ///< by OffloadEngine::backward_dw for this chunk
 };
 
 /// The chunks of one step: which are open, which one calls belong to, and whether they come in the order that the step was given.

@@ -82,9 +82,9 @@ struct CapturedCall {
     bool backward_failed = false;    ///< after that launch
     bool weights_delayed = false;    ///< since the latest backward: gradients of delayed parameters are to come
     OutputSet used = 0;              ///< the outputs that got a gradient in it
-    std::uint64_t chunk = 0;         ///< of the latest forward, by its number, if gradients are delayed; 0 without one
-    bool grads_in_place = false;     ///< the `.grad`s that it adds into: seen before the latest backward
-    ReplayOptions target;            ///< the caller's at the latest forward; its backward uses it too
+    std::uint64_t chunk = 0;  ///< of the latest forward, by its number, if gradients are delayed or in an order; else 0
+    bool grads_in_place = false;  ///< the `.grad`s that it adds into: seen before the latest backward
+    ReplayOptions target;         ///< the caller's at the latest forward; its backward uses it too
   };
 
   CallSpec spec;
