@@ -101,7 +101,10 @@ TEST_P(OffloadConformanceForms, FractionsOfBytes) {
   EXPECT_GT(last[1].offloaded_bytes, 0);
   EXPECT_LE(last[1].offloaded_bytes, last[2].offloaded_bytes / 2);
   EXPECT_LT(last[2].step_peak_bytes, last[1].step_peak_bytes);
-  EXPECT_LT(last[2].step_peak_bytes, last[0].step_peak_bytes);  // half of the groups may be away from the peak
+  EXPECT_LT(last[2].step_peak_bytes, last[0].step_peak_bytes);
+  if (GetParam().name.rfind("mixed", 0) != 0) {  // there the peak is where half of the groups are on the device
+    EXPECT_LT(last[1].step_peak_bytes, last[0].step_peak_bytes);
+  }
 }
 
 // Upstream its manager finds a chunk finished if the chunk has nothing to offload.

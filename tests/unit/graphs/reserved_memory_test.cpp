@@ -2,6 +2,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -52,6 +53,19 @@ struct ReservedPeak {
   at::Tensor gradient;     ///< of the input
 };
 
+/// The most that is reserved in steps behind the sizing and the captures.
+std::int64_t peak_of_later_steps(c10::Device device, const std::function<void()>& step) {
+  for (int s = 0; s < 4; ++s) {
+    step();
+  }
+  synchronize(device);
+  release_cached_memory(device);
+  reset_memory_peaks(device);
+  step();
+  step();
+  return memory_use(device).reserved_peak;
+}
+
 /// Steps as a trainer makes them that owns the input and the gradient of the output.
 ReservedPeak train_ripples(c10::Device device, bool graphs) {
   RippleStack model;
@@ -70,15 +84,7 @@ ReservedPeak train_ripples(c10::Device device, bool graphs) {
     result.gradient = x.grad().cpu();
     x.mutable_grad() = at::Tensor();
   };
-  for (int s = 0; s < 4; ++s) {
-    step();
-  }
-  synchronize(device);
-  release_cached_memory(device);
-  reset_memory_peaks(device);
-  step();
-  step();
-  result.bytes = memory_use(device).reserved_peak - before;
+  result.bytes = peak_of_later_steps(device, step) - before;
   if (engine) {
     EXPECT_EQ(engine->report().replays, 2 * kRipples);
   }
@@ -137,15 +143,7 @@ ReservedPeak train_rank_of_ripples(c10::Device device, Way way) {
       in_step(engine ? &*engine : nullptr, pass);
     }
   };
-  for (int s = 0; s < 4; ++s) {
-    step();
-  }
-  synchronize(device);
-  release_cached_memory(device);
-  reset_memory_peaks(device);
-  step();
-  step();
-  result.bytes = memory_use(device).reserved_peak - before;
+  result.bytes = peak_of_later_steps(device, step) - before;
   if (engine) {
     EXPECT_EQ(engine->report().replays, 2 * kRipples * kMicrobatches);
   }
