@@ -159,26 +159,6 @@ void learn_routes(CapturedCall& call, const SequenceCapture::Live& live, const s
   }
 }
 
-/// First of all in the capture of a backward: allocates the targets of reloads that may be queued from here on. Work before this graph
-/// may have used that memory; this graph and those that follow may not.
-void allocate_targets(SequenceCapture& capture, std::size_t index) {
-  const std::size_t graph_index = capture.order.backward_index(index);
-  const std::vector<std::size_t>& by_backward = capture.order.by_backward();
-  for (std::size_t rank = capture.order.backward_rank(index); rank < by_backward.size(); ++rank) {
-    const std::size_t i = by_backward[rank];
-    CapturedCall::Copies& copies = capture.sequence.calls[i].copies;
-    if (!copies.allocated && copies.reload_at <= graph_index && capture.order.forward_index(i) < graph_index) {
-      const Site site(Activity::reload, capture.sequence.calls[i].spec.scope->site);
-      copies.allocated = true;
-      copies.reload_at = graph_index;
-      capture.resources.offload->allocate_targets(copies.captured);
-      for (const auto& saved : copies.captured.storages) {
-        capture.reads.made(saved->device);
-      }
-    }
-  }
-}
-
 /// Takes the gradients of inputs, and of parameters that were not `added` into `.grad`. `added` may be null.
 void take_gradients(CapturedCall& call, SequenceCapture::Live& live, std::vector<at::Tensor>& grads,
                     const AddedGradients* added) {
@@ -254,6 +234,22 @@ void finish_backward(SequenceCapture& capture, std::size_t index) {
 
 }  // namespace
 
+void allocate_targets(SequenceCapture& capture, std::size_t graph_index) {
+  for (const std::size_t i : capture.order.by_backward()) {
+    CapturedCall::Copies& copies = capture.sequence.calls[i].copies;
+    if (!copies.allocated && copies.reload_at <= graph_index && capture.order.forward_index(i) < graph_index &&
+        capture.order.backward_index(i) >= graph_index) {
+      const Site site(Activity::reload, capture.sequence.calls[i].spec.scope->site);
+      copies.allocated = true;
+      copies.reload_at = graph_index;
+      capture.resources.offload->allocate_targets(copies.captured);
+      for (const auto& saved : copies.captured.storages) {
+        capture.reads.made(saved->device);
+      }
+    }
+  }
+}
+
 void drop_gradients_of(SequenceCapture& capture, std::size_t graph_index) {
   if (capture.order.is_backward(graph_index)) {
     capture.live[capture.order.run_at(graph_index)].grad_inputs.clear();
@@ -303,7 +299,7 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
   capture.use.capture_begins();
   CaptureGuard guard(capture.runtime, capture.stream, *capture.sequence.pool, call.spec.generators);
   std::vector<at::Tensor> seeds = make_seeds_in_pool(capture, index);
-  allocate_targets(capture, index);
+  allocate_targets(capture, graph_index);
   if (!targets.empty()) {
     const RecorderGuard no_recorder(nullptr);
     const NestedBackwardRefusal no_nested;

@@ -117,6 +117,7 @@ void capture_forward(SequenceCapture& capture, std::size_t index) {
                              former != index ? &capture.sequence.calls[former].copies.captured.storages : nullptr});
   capture.use.capture_begins();
   CaptureGuard guard(capture.runtime, capture.stream, *capture.sequence.pool, call.spec.generators);
+  allocate_targets(capture, capture.order.forward_index(index));
   make_leaves_in_pool(capture, index);
   NodeNaming naming(capture.runtime, capture.stream, call.forward.names, *live.recorder, live.scopes);
   {

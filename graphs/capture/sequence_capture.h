@@ -77,6 +77,9 @@ struct SequenceCapture {
 void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& places);
 void capture_forward(SequenceCapture& capture, std::size_t index);
 void capture_backward(SequenceCapture& capture, std::size_t index);
+/// First of all in the capture of the graph at `graph_index`: allocates the targets of reloads that may be queued from here on. Work
+/// before this graph may have used that memory; this graph and those that follow may not.
+void allocate_targets(SequenceCapture& capture, std::size_t graph_index);
 /// The capture after the one at `graph_index` has ended, and with it the last graph that may read the gradients of inputs that the latter
 /// made, if it is a backward.
 void drop_gradients_of(SequenceCapture& capture, std::size_t graph_index);

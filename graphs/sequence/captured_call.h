@@ -44,10 +44,10 @@ struct CapturedCall {
   struct Copies {
     CapturedCopies captured;
     std::size_t released_at = 0;  ///< index of the first graph that may use the sources' memory again
-    std::size_t reload_at = 0;  ///< index of the backward graph from which on only the reload uses the targets' memory
-    bool allocated = false;     ///< the targets, since that backward's capture
-    Event offloaded;            ///< recorded after the latest copies to the host
-    Event reloaded;             ///< recorded after the latest copies to the device
+    std::size_t reload_at = 0;    ///< index of the graph from which on only the reload uses the targets' memory
+    bool allocated = false;       ///< the targets, since that graph's capture
+    Event offloaded;              ///< recorded after the latest copies to the host
+    Event reloaded;               ///< recorded after the latest copies to the device
   };
 
   /// What the graphs of a call read, except its inputs and parameters, as it was at the capture.

@@ -52,7 +52,14 @@ void SequenceCopies::forget_awaited(std::size_t graph_index) {
 }
 
 void SequenceCopies::before_forward(std::size_t index, c10::Stream side) {
-  await_others(order_.forward_index(index), side);
+  const std::size_t graph_index = order_.forward_index(index);
+  await_others(graph_index, side);
+  if (!found_) {
+    find_calls_with_copies();
+  }
+  if (reload_before_[graph_index]) {
+    queue_due_reloads(graph_index, side);
+  }
 }
 
 void SequenceCopies::forward_launched(std::size_t index) {
@@ -86,27 +93,26 @@ bool SequenceCopies::is_on_device(std::size_t index) const {
 
 void SequenceCopies::find_calls_with_copies() {
   with_copies_.clear();
+  reload_before_.assign(order_.size(), false);
   for (const std::size_t call : order_.by_backward()) {
-    if (!calls_[call].copies.captured.empty()) {
+    if (const CapturedCall::Copies& copies = calls_[call].copies; !copies.captured.empty()) {
       with_copies_.push_back(call);
+      reload_before_[copies.reload_at] = !order_.is_backward(copies.reload_at);
     }
   }
   found_ = true;
 }
 
-void SequenceCopies::queue_due_reloads(std::size_t index, c10::Stream side) {
+void SequenceCopies::queue_due_reloads(std::size_t graph_index, c10::Stream side) {
   due_.clear();
-  if (!found_) {
-    find_calls_with_copies();
-  }
-  const auto comes_before = [&](std::size_t call, std::size_t rank) { return order_.backward_rank(call) < rank; };
-  for (auto next =
-           std::lower_bound(with_copies_.begin(), with_copies_.end(), order_.backward_rank(index), comes_before);
+  const auto comes_before = [&](std::size_t call, std::size_t graph) { return order_.backward_index(call) < graph; };
+  for (auto next = std::lower_bound(with_copies_.begin(), with_copies_.end(), graph_index, comes_before);
        next != with_copies_.end(); ++next) {
-    if (*next != index && may_use_targets(order_.backward_index(index), *next)) {
+    const bool own = order_.backward_index(*next) == graph_index;
+    if (!own && may_use_targets(graph_index, *next)) {
       break;  // calls after it are reloaded later still
     }
-    if ((*next == index || pending_.contains(*next)) && !is_on_device(*next)) {
+    if ((own || pending_.contains(*next)) && !is_on_device(*next)) {
       due_.push_back(*next);
     }
   }
@@ -123,17 +129,20 @@ void SequenceCopies::queue_due_reloads(std::size_t index, c10::Stream side) {
     copies.record(calls_[call].copies.reloaded);
   }
   copies.finish();
+  for (const std::size_t call : due_) {
+    reloading_.push_back({call});
+  }
 }
 
 void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
   const std::size_t graph_index = order_.backward_index(index);
   await_others(graph_index, side);
-  queue_due_reloads(index, side);
-  for (const std::size_t call : due_) {
-    reloading_.push_back({call});
-    if (call == index && calls_[call].copies.reload_at < graph_index) {
-      mover_->count_inline_reload();
-    }
+  if (!found_) {
+    find_calls_with_copies();
+  }
+  queue_due_reloads(graph_index, side);
+  if (!due_.empty() && due_.front() == index && calls_[index].copies.reload_at < graph_index) {
+    mover_->count_inline_reload();
   }
   for (const Reload& reload : reloading_) {
     if (reload.call == index && !reload.awaited) {

@@ -26,7 +26,7 @@ class SequenceCopies {
   /// Blocks the host until the copies are done.
   ~SequenceCopies();
 
-  /// Makes `side` wait for all work that must come before the forward of call `index`.
+  /// Queues the reloads that are due before the forward of call `index`. Makes `side` wait for all work that must come before it.
   void before_forward(std::size_t index, c10::Stream side);
   /// After the launch of that forward: queues its copies to the host.
   void forward_launched(std::size_t index);
@@ -56,10 +56,10 @@ class SequenceCopies {
   [[nodiscard]] bool is_on_device(std::size_t index) const;
   /// After that launch: forgets the copies that no later graph of the pass has to wait for.
   void forget_awaited(std::size_t graph_index);
-  /// Runs once after the captures and once after each reset, so that no backward looks at calls that have nothing to reload.
+  /// Runs once after the captures and once after each reset, so that no graph looks at calls that have nothing to reload.
   void find_calls_with_copies();
-  /// Queues the reloads that are due before the backward of call `index`, and notes their calls in `due_`.
-  void queue_due_reloads(std::size_t index, c10::Stream side);
+  /// Queues the reloads that are due before the graph at `graph_index`, and notes their calls in `due_`.
+  void queue_due_reloads(std::size_t graph_index, c10::Stream side);
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
@@ -70,7 +70,8 @@ class SequenceCopies {
   std::vector<Reload> reloading_;
   std::vector<std::size_t> due_;
   std::vector<std::size_t> with_copies_;  ///< in the order of their backwards
-  bool found_ = false;                    ///< `with_copies_` is up to date
+  std::vector<bool> reload_before_;       ///< by graph index: a forward before which reloads are due
+  bool found_ = false;                    ///< both are up to date
 };
 
 }  // namespace sidestream

@@ -35,6 +35,12 @@ Pass simulate(const SequenceOrder& order, const std::vector<std::uint64_t>& byte
         now = std::max(now, offloaded_at[run]);
       }
     }
+    for (const std::size_t back : order.by_backward()) {
+      if (offloaded[back] > 0 && places[back].reload_at == i) {
+        to_device_free = std::max(to_device_free, now) + static_cast<double>(offloaded[back]) / link.to_device;
+        reloaded_at[back] = to_device_free;
+      }
+    }
     const std::size_t run = order.run_at(i);
     if (!order.is_backward(i)) {
       // The groups of a call end all along its forward, the last one with it.
@@ -43,12 +49,6 @@ Pass simulate(const SequenceOrder& order, const std::vector<std::uint64_t>& byte
       offloaded_at[run] = to_host_free = offloaded[run] > 0 ? std::max(to_host_free, now) : to_host_free;
       pass.forward += now - began;
       continue;
-    }
-    for (const std::size_t back : order.by_backward()) {
-      if (offloaded[back] > 0 && places[back].reload_at == i) {
-        to_device_free = std::max(to_device_free, now) + static_cast<double>(offloaded[back]) / link.to_device;
-        reloaded_at[back] = to_device_free;
-      }
     }
     now = std::max(now, reloaded_at[run]) + paces[run].backward;
   }

@@ -62,22 +62,24 @@ void place_reloads(const SequenceOrder& order, const std::vector<std::uint64_t>&
   for (std::size_t i = 0; i < order.size(); ++i) {
     const std::size_t run = order.run_at(i);
     on_device -= released[i];
-    if (!order.is_backward(i)) {
+    const bool backward = order.is_backward(i);
+    if (!backward) {
       on_device += bytes[run];
-      continue;
     }
-    const std::size_t rank = order.backward_rank(run);
     for (; next < order.runs(); ++next) {
       const std::size_t candidate = order.by_backward()[next];
       const bool gone = order.forward_index(candidate) < i && places[candidate].released_at <= i;
-      const bool due = next <= rank + 1;
-      if (!gone || (!due && on_device + offloaded[candidate] > room)) {
+      const bool due = backward ? next <= order.backward_rank(run) + 1 : order.backward_index(candidate) == i + 1;
+      const bool has_room = backward && on_device + offloaded[candidate] <= room;
+      if (!gone || (!due && !has_room)) {
         break;
       }
       places[candidate].reload_at = i;
       on_device += offloaded[candidate];
     }
-    on_device -= bytes[run];
+    if (backward) {
+      on_device -= bytes[run];
+    }
   }
 }
 
