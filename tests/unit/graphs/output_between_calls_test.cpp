@@ -110,6 +110,7 @@ class OutputBetweenCallsTest : public testing::Test {
     release_cached_memory(device_);
     engine_.emplace(model_, options);
     expect_plain(0, 1, between, hold);
+    synchronize(device_);
     const std::int64_t before = memory_use(device_).allocated;
     expect_plain(1, 4, between);
     synchronize(device_);
