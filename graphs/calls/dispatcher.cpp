@@ -212,24 +212,24 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
            (chunk->order != variant.holder->order && contradicts(*chunk, variant));
   };
   Found found;
-  for (CallVariant& variant : call.site.variants.all) {
+  const auto ends_with = [&](CallVariant& variant) {
     const GraphSequence& sequence = *variant.holder->sequence;
     const CapturedSequence& captured = sequence.captured();
     const std::size_t index = variant.index();
     if (!(by_inputs || captured.calls[index].spec.state.modes == call.modes) || !variant.accepts(call.request)) {
       found.other = &variant;
-      continue;
+      return false;
     }
     if (!by_inputs) {
       // Where not all ranks capture, the step's begin has seen what is outdated and left it as it is.
       const FactsChange change = sequences_.postponed() ? captured.change_of_all(index) : captured.change(index);
       if (change.stale()) {
         found.stale = &variant;
-        return found;
+        return true;
       }
       if (change.any()) {
         found.other = &variant;
-        continue;
+        return false;
       }
     }
     if (sequence.has_to_wait()) {
@@ -239,12 +239,24 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
     } else if (sequence.pending().ready(index) && !of_other_chunk(variant)) {
       found.ready = &variant;
       found.index = index;
-      return found;
     } else {
       found.pending = &variant;
       ++found.busy;
     }
+    return found.ready != nullptr;
+  };
+  std::vector<CallVariant>& all = call.site.variants.all;
+  // An order has a capture for each microbatch. Most often one of the chunk's slot is ready, and no other is looked at.
+  const auto may_be_ready = [&](const CallVariant& variant) {
+    return variant.slot == *chunk->slot && variant.holder->sequence->pending().ready(variant.index());
+  };
+  if (chunk != nullptr && chunk->slot && std::any_of(all.begin(), all.end(), [&](CallVariant& variant) {
+        return may_be_ready(variant) && ends_with(variant);
+      })) {
+    return found;
   }
+  found = {};
+  (void)std::any_of(all.begin(), all.end(), ends_with);
   return found;
 }
 
