@@ -130,9 +130,12 @@ std::optional<std::size_t> OutputLiveness::end_of(const Life& life, std::size_t 
   if (life.read) {
     return life.needed_until;
   }
+  std::size_t until = life.needed_until;
+  if (!life.released) {  // the caller holds it until its backward has gone through all calls before it
+    const std::size_t next = order_.first_run_from(order_.backward_index(call));
+    until = next < order_.runs() ? std::max(until, order_.forward_index(next)) : order_.size();
+  }
   // If no forward follows, no graph would gain by its memory.
-  const std::size_t until =
-      life.released ? life.needed_until : std::max(life.needed_until, order_.backward_index(call) + 1);
   return until <= order_.forward_index(calls_.size() - 1) ? std::optional(until) : std::nullopt;
 }
 

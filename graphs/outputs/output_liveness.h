@@ -17,9 +17,9 @@ namespace sidestream {
 ///
 /// Three kinds of graphs need an output: the forwards that read it, the backward of a call that saved it, and, if it is offloaded, the
 /// graphs before the copies to the host are done. If an unknown holder has an output, the backward of the call that runs then may read
-/// it: a node of autograd may keep a tensor as it is. An output that no call reads is needed until the backward of its call, if a forward
-/// follows. These outputs stay for good: those that bodies keep from call to call, others that no call reads, and those of which a view
-/// is given out.
+/// it: a node of autograd may keep a tensor as it is. An output that no call reads is needed until the first forward after the backward of
+/// its call, if there is one: the caller holds it while that backward goes on through other calls. These outputs stay for good: those that
+/// bodies keep from call to call, others that no call reads, and those of which a view is given out.
 class OutputLiveness {
  public:
   /// A forward whose capture has ended. The lists must outlive the OutputLiveness.

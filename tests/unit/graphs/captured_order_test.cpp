@@ -19,6 +19,7 @@
 #include "sidestream/error.h"
 #include "sidestream/pipeline_order.h"
 #include "unit/graphs/called_stack.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -231,6 +232,14 @@ TEST_F(CapturedOrderTest, AStepThatFailsLeavesItUsable) {
   }
   expect_plain_steps(engine, 10, 11);
   expect_all_replay(engine, 11);
+}
+
+// Each output is held until its backward has gone through all layers of its microbatch.
+TEST_F(CapturedOrderTest, OutputsThatBackwardsStartFromAreNotCopied) {
+  const sim::OneThread one_thread;
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  EXPECT_EQ(step_of(engine, 3).outputs_copied, 0);
 }
 
 TEST_F(CapturedOrderTest, OutputsThatAreKeptStayAsTheyWere) {

@@ -154,8 +154,8 @@ TEST(ReservedMemoryTest, AnOrderTakesWhatIsLiveInIt) {
   const ReservedPeak eager = train_rank_of_ripples(device, false);
   const ReservedPeak graphs = train_rank_of_ripples(device, true);
   EXPECT_TRUE(at::equal(graphs.gradient, eager.gradient));
-  // Its own copy of each input in flight, the gradient of an output, that of an input, and what the last layer's forward leaves.
-  EXPECT_EQ(graphs.bytes - eager.bytes, (kInFlight + 3) * kRippleBytes);
+  // Its own copy of each input in flight, the gradient of an output, and that of an input.
+  EXPECT_EQ(graphs.bytes - eager.bytes, (kInFlight + 2) * kRippleBytes);
 }
 
 }  // namespace
