@@ -124,7 +124,15 @@ void warm_up_and_capture(SequenceCapture& capture) {
     Sandbox sandbox;
     sandbox.hide_hooks_and_accumulators(all_parameters(capture.sequence));
     const StreamGuard on_capture(capture.runtime, capture.stream);
+    auto weights = capture.order.by_weights().begin();
+    const auto capture_weights_before = [&](std::size_t graph_index) {
+      for (; weights != capture.order.by_weights().end() && capture.order.weights_index(*weights) <= graph_index;
+           ++weights) {
+        naming(capture.sequence.describe(*weights) + ", weight gradients", [&] { capture_weights(capture, *weights); });
+      }
+    };
     for (const auto graph_index : c10::irange(capture.order.size())) {
+      capture_weights_before(graph_index);
       const std::size_t call = capture.order.run_at(graph_index);
       if (capture.order.is_backward(graph_index)) {
         say(capture, ProgressPhase::capture_backward, capture.order.backward_rank(call), call);
@@ -134,9 +142,7 @@ void warm_up_and_capture(SequenceCapture& capture) {
         naming(capture.sequence.describe(call) + ", forward", [&] { capture_forward(capture, call); });
       }
     }
-    for (const std::size_t call : capture.order.by_backward()) {
-      naming(capture.sequence.describe(call) + ", weight gradients", [&] { capture_weights(capture, call); });
-    }
+    capture_weights_before(capture.order.size());
     capture.history.refuse_to_run();
   }
   settle_hooked_weights(capture.sequence);

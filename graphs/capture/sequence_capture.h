@@ -83,7 +83,7 @@ void allocate_targets(SequenceCapture& capture, std::size_t graph_index);
 /// The capture after the one at `graph_index` has ended, and with it the last graph that may read the gradients of inputs that the latter
 /// made, if it is a backward.
 void drop_gradients_of(SequenceCapture& capture, std::size_t graph_index);
-/// After all backwards: the graph of call `index` for its delayed parameters, if it has any.
+/// At its place in the order: the graph of call `index` for its delayed parameters, if it has any. Frees what only that graph reads.
 void capture_weights(SequenceCapture& capture, std::size_t index);
 /// In the capture of a backward of a call with delayed parameters: runs the first part. Returns the gradients of `targets`, which are the
 /// inputs' leaves, then the parameters; those that the second part computes are undefined.

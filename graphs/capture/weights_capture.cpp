@@ -24,8 +24,10 @@ namespace sidestream {
 // The backward computes the gradients of inputs. It stops where delayed parameters join, and keeps the gradients that arrive at these
 // nodes. The weights graph runs from these nodes: it reads the kept gradients and what the nodes saved. See BackwardSplit.
 //
-// Weights graphs may replay in any order, after their backward and before the next forward of a call of their sequence. So what they read
-// lives until the last capture, and no other graph of the sequence uses that memory. What they allocate lies in a pool of their own.
+// The sequence's order says before which graph each weights graph is captured (SequenceOrder::weights_index). If it does not, they are
+// captured after all others. What a weights graph reads lives until then, and graphs from that index on may use the memory. So a weights
+// graph may replay at any time after its backward, but before graphs from that index on, and before the next pass. What weights graphs
+// allocate lies in a pool of their own, and they replay one after the other.
 //
 //   M  backward k: ... (waits for done(k)) -- other work -- backward_dw: fork --+-- (waits for done) -- copy gradients -- accumulate
 //                                                                               |   ^
@@ -106,11 +108,12 @@ void capture_weights(SequenceCapture& capture, std::size_t index) {
     capture.sequence.weights_pool = GraphMemory(GraphMemory::Use::own).pool(capture.resources.runtime);
     capture.weights_use.emplace(capture.runtime, *capture.sequence.weights_pool);
   }
+  capture.use.comes_to(capture.order.weights_index(index));  // what is freed below was live after the graph before
   const std::vector<std::size_t> delayed = delayed_of(call);
   std::vector<at::Tensor> grads;
   if (split.has_second()) {
     const Site site(Activity::capture_weights, call.spec.scope->site);
-    capture.weights_use->comes_to(capture.order.backward_rank(index));
+    capture.weights_use->comes_to(capture.order.weights_rank(index));
     capture.weights_use->capture_begins();
     CaptureGuard guard(capture.runtime, capture.stream, *capture.sequence.weights_pool, call.spec.generators);
     {
@@ -141,6 +144,8 @@ void capture_weights(SequenceCapture& capture, std::size_t index) {
     }
     parameter.grad = not_owning(parameter.grad);
   }
+  split = {};
+  capture.live[index].computed.clear();
 }
 
 }  // namespace sidestream

@@ -80,7 +80,7 @@ void OutputLiveness::learn(const Link& output, const Findings& findings) {
     until = std::max(until, findings.released_at);
   }
   if (saved.on_device || (findings.saved.contains(storage) && !saved.offloaded) || holders_.others_hold(storage)) {
-    until = findings.delays ? order_.size() + 1 : order_.backward_index(index) + 1;
+    until = findings.delays ? order_.weights_index(index) : order_.backward_index(index) + 1;
   }
   Life& life = lives_[output.call][output.index];
   life.needed_until = std::max(life.needed_until, until);

@@ -33,7 +33,7 @@ class OutputLiveness {
     const SavedTensorRecorder& recorder;
     const std::vector<std::size_t>& kept;  ///< first outputs of storages that its body keeps
     std::size_t released_at = 0;           ///< index of the first graph after its copies to the host
-    bool delays = false;                   ///< a graph after all others reads what it saves: delayed weight gradients
+    bool delays = false;                   ///< its weights graph reads what it saves
   };
 
   /// `order` and `holders` must outlive this object. `keeps_graph`: backwards may replay several times, so no memory is released.

@@ -272,7 +272,7 @@ void CapturedCall::stamp_versions(c10::ArrayRef<at::Tensor> given, const detail:
 }
 
 void CapturedSequence::check_backward(std::size_t index, std::uint64_t generation, bool has_turn,
-                                      const PendingRuns& pending) const {
+                                      const PendingRuns& pending, const PendingRuns& weights) const {
   const CapturedCall& call = calls[index];
   if (!call.backward.graph) {
     throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
@@ -301,6 +301,13 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
         describe(index) + ": its backward runs before that of \"" + calls[*obstacle].spec.name + "\", which was " +
         "called after it; run the backwards of calls that were captured together in reverse order, or capture the "
         "calls separately");
+  }
+  if (const auto obstacle = weights.obstacle(order.backward_index(index))) {
+    throw UsageError(
+        describe(index) + ": its backward would overwrite what the delayed weight gradients of \"" +
+        calls[*obstacle].spec.name +
+        "\" are computed from, because the step's order has these before this backward; call backward_dw in "
+        "that order, or give step() the order that runs");
   }
   check_state(*this, index);
   check_versions(call);

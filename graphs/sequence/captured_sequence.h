@@ -48,7 +48,7 @@ struct CapturedSequence {
   OutsideBytes outside;
   std::vector<ReleasedOutput> released_outputs;  ///< in the order of their graph indices
   std::vector<PoolUse::GraphUse> pool_use;       ///< by graph index
-  std::vector<PoolUse::GraphUse> weights_use;    ///< of `weights_pool`, in the order of the backwards
+  std::vector<PoolUse::GraphUse> weights_use;    ///< of `weights_pool`, in the order of its graphs
   OutputStorage::Counts overwritten;             ///< outputs of earlier sequences, which the capture overwrote
 
   /// For errors and notes.
@@ -67,8 +67,10 @@ struct CapturedSequence {
   /// Throws: UsageError that says which input differs, and how.
   void check(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
   /// Before the backward of `call` for its forward `generation`: checks the order, the state, and the versions of the tensors that it
-  /// reads. `has_turn`: the sequence has the turn in its memory. `pending`: the calls that await a backward. Throws: UsageError.
-  void check_backward(std::size_t call, std::uint64_t generation, bool has_turn, const PendingRuns& pending) const;
+  /// reads. `has_turn`: the sequence has the turn in its memory. `pending`: the calls that await a backward. `weights`: those that await
+  /// the gradients of delayed parameters. Throws: UsageError.
+  void check_backward(std::size_t call, std::uint64_t generation, bool has_turn, const PendingRuns& pending,
+                      const PendingRuns& weights) const;
 
   /// Before the gradients of delayed parameters of `call` are computed. Throws: UsageError.
   void check_weights(std::size_t call) const;

@@ -68,7 +68,8 @@ void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, c
 //
 // A graph may be launched if it lies between the forward and the backward of each pending call (PendingRuns). Then it overwrites nothing
 // that these calls saved: all graphs share one pool of memory, which the captures used in their order. That order is data
-// (SequenceOrder), and each graph has an index in it.
+// (SequenceOrder), and each graph has an index in it. From the backward of a call on until its weights graph, each graph must lie between
+// the two: see Note [Delayed weight gradients].
 //
 // Memory that a copy reads or writes is used again only from a certain graph index on, and the first graph that is launched from there
 // on waits for the copy. The capture knows that index, because it allocated from the pool in the order of the indices:
@@ -138,13 +139,13 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
                      ": the backward of its previous forward is still pending, and this forward would " +
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
   }
-  if (pending_.weights() > 0) {
+  const std::size_t graph_index = captured_.order.forward_index(index);
+  if (pending_.weights().obstacle(graph_index)) {
     throw UsageError(
         captured_.describe(index) +
         ": weight gradients of calls that were captured with it are delayed, and this forward would overwrite "
         "what they are computed from; call backward_dw first, or capture once for each microbatch in flight");
   }
-  const std::size_t graph_index = captured_.order.forward_index(index);
   if (const auto obstacle = pending_.runs().obstacle(graph_index)) {
     throw UsageError(captured_.describe(index) + ": called after \"" + captured_.calls[*obstacle].spec.name +
                      "\", whose backward is pending; replay " +

@@ -32,26 +32,28 @@ namespace sidestream {
 class PendingBackwards {
  public:
   /// Both must outlive this object.
-  PendingBackwards(const SequenceOrder& order, GraphMemory& memory) : order_(order), memory_(memory), runs_(order) {}
+  PendingBackwards(const SequenceOrder& order, GraphMemory& memory)
+      : order_(order), memory_(memory), runs_(order), weights_(PendingRuns::of_weights(order)) {}
 
-  /// True if `call` may replay its forward now: neither it nor a later call awaits its backward, and no call awaits weight gradients.
+  /// True if `call` may replay its forward now: it overwrites nothing that a pending call needs.
   [[nodiscard]] bool ready(std::size_t call) const {
     const std::lock_guard lock(memory_.mutex());
-    return weights_ == 0 && !runs_.obstacle(order_.forward_index(call));
+    const std::size_t graph_index = order_.forward_index(call);
+    return !weights_.obstacle(graph_index) && !runs_.obstacle(graph_index);
   }
   [[nodiscard]] bool any() const {
     const std::lock_guard lock(memory_.mutex());
     return any_run();
   }
   /// The same. The caller holds the mutex.
-  [[nodiscard]] bool any_run() const noexcept { return weights_ > 0 || !runs_.empty(); }
-  /// True if `holds` is true of any call that awaits its backward. Looks at all calls.
+  [[nodiscard]] bool any_run() const noexcept { return !weights_.empty() || !runs_.empty(); }
+  /// True if `holds` is true of any of these calls. Looks at all calls.
   template <class Holds>
   [[nodiscard]] bool any_of(const Holds& holds) const {
     const std::lock_guard lock(memory_.mutex());
     bool found = false;
     for (std::size_t call = 0; call < order_.runs() && !found; ++call) {
-      found = runs_.contains(call) && holds(call);
+      found = (runs_.contains(call) || weights_.contains(call)) && holds(call);
     }
     return found;
   }
@@ -61,7 +63,10 @@ class PendingBackwards {
     (void)memory_.settled().wait_until(lock, bound, [this] { return runs_.empty(); });
   }
 
+  /// The calls that await their backward.
   [[nodiscard]] const PendingRuns& runs() const noexcept { return runs_; }
+  /// The calls whose backward has left gradients of delayed parameters to be computed.
+  [[nodiscard]] const PendingRuns& weights() const noexcept { return weights_; }
   /// The forward of `call` was launched.
   void begin(std::size_t call) { runs_.begin(call); }
   /// The backward of `call` was launched, or will not come.
@@ -71,17 +76,16 @@ class PendingBackwards {
       memory_.settled().notify_all();
     }
   }
-  /// A backward has left gradients of delayed parameters to be computed; they were computed, or will not be.
-  void weights_delayed() noexcept { ++weights_; }
-  void weights_computed() noexcept { --weights_; }
-  /// How many calls await the gradients of delayed parameters.
-  [[nodiscard]] std::size_t weights() const noexcept { return weights_; }
+  /// The backward of `call` has left gradients of delayed parameters to be computed.
+  void weights_delayed(std::size_t call) { weights_.begin(call); }
+  /// They were computed, or will not be.
+  void weights_computed(std::size_t call) noexcept { weights_.end(call); }
 
  private:
   const SequenceOrder& order_;
   GraphMemory& memory_;
   PendingRuns runs_;
-  std::size_t weights_ = 0;
+  PendingRuns weights_;
 };
 
 /// Replays captured calls, which share one pool of memory, in the order of their captures. Forwards may be left out. Several sequences

@@ -72,7 +72,7 @@ void write_static_grads(CapturedCall& call, const std::vector<at::Tensor>& grads
 void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
   const std::lock_guard lock(mutex_);
   CapturedCall& call = captured_.calls[index];
-  captured_.check_backward(index, generation, captured_.memory->turn() == this, pending_.runs());
+  captured_.check_backward(index, generation, captured_.memory->turn() == this, pending_.runs(), pending_.weights());
   if (call.accumulates) {
     call.replay.grads_in_place = are_in_place(call.lists.accumulated);
     if (!call.replay.grads_in_place) {

@@ -31,7 +31,7 @@ std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
     streams_.fork(side);
     try {
       streams_.launch(call.weights.graph, side, call.weights.done, call.replay.target.event().get());
-      weights_use_->launched(captured_.order.backward_rank(index));
+      weights_use_->launched(captured_.order.weights_rank(index));
     } catch (...) {
       streams_.settle(side);
       throw;
@@ -70,16 +70,15 @@ void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
   if (call.delays) {
     delayed_weights_->add(weak_from_this(), index);
     call.replay.used = used;
-    if (!std::exchange(call.replay.weights_delayed, true)) {
-      pending_.weights_delayed();
-    }
+    call.replay.weights_delayed = true;
+    pending_.weights_delayed(index);
   }
 }
 
 void GraphSequence::settle_weights(std::size_t index) noexcept {
   CapturedCall& call = captured_.calls[index];
   if (std::exchange(call.replay.weights_delayed, false)) {
-    pending_.weights_computed();
+    pending_.weights_computed(index);
     if (!pending_.any_run()) {
       use_.idle(captured_.ungiven_bytes());
     }

@@ -33,7 +33,7 @@ bool may_repeat(const std::vector<std::size_t>& calls, const std::vector<Sequenc
   PendingRuns pending(order);
   for (const SequenceStep& step : steps) {
     const auto found = std::lower_bound(calls.begin(), calls.end(), step.call);
-    if (found == calls.end() || *found != step.call) {
+    if (found == calls.end() || *found != step.call || step.direction == Direction::weights) {
       continue;
     }
     const auto run = static_cast<std::size_t>(found - calls.begin());

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -11,27 +12,50 @@ namespace sidestream {
 namespace {
 
 std::string describe(const SequenceStep& step) {
-  return std::string(step.direction == Direction::forward ? "the forward" : "the backward") + " of call " +
-         std::to_string(step.call) + " for microbatch " + std::to_string(step.microbatch);
+  const char* const graph = step.direction == Direction::forward    ? "the forward"
+                            : step.direction == Direction::backward ? "the backward"
+                                                                    : "the weight gradients";
+  return graph + (" of call " + std::to_string(step.call)) + " for microbatch " + std::to_string(step.microbatch);
+}
+
+/// By run of `order`.
+template <class Index>
+std::vector<std::size_t> of_runs(const SequenceOrder& order, const Index& index) {
+  std::vector<std::size_t> all;
+  for (std::size_t run = 0; run < order.runs(); ++run) {
+    all.push_back(index(run));
+  }
+  return all;
 }
 
 }  // namespace
 
-SequenceOrder::SequenceOrder(std::vector<SequenceStep> steps) : steps_(std::move(steps)), run_of_(steps_.size()) {
-  const std::size_t none = steps_.size();
+SequenceOrder::SequenceOrder(std::vector<SequenceStep> steps) {
+  const std::size_t none = steps.size();
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> runs;
-  for (std::size_t i = 0; i < steps_.size(); ++i) {
-    const SequenceStep& step = steps_[i];
+  for (const SequenceStep& step : steps) {
+    const std::size_t i = steps_.size();
     const auto [run, is_new] = runs.try_emplace({step.call, step.microbatch}, forwards_.size());
     if (is_new != (step.direction == Direction::forward)) {
       throw UsageError("an order of graphs has " + describe(step) +
                        (is_new ? " without a forward before it" : " twice"));
     }
-    run_of_[i] = run->second;
+    if (step.direction == Direction::weights) {
+      if (backwards_[run->second] == none || weights_[run->second] != none) {
+        throw UsageError("an order of graphs has " + describe(step) +
+                         (backwards_[run->second] == none ? " without a backward before it" : " twice"));
+      }
+      weights_[run->second] = i;
+      by_weights_.push_back(run->second);
+      continue;
+    }
+    steps_.push_back(step);
+    run_of_.push_back(run->second);
     if (is_new) {
       forwards_.push_back(i);
       backwards_.push_back(none);
       backward_rank_.push_back(0);
+      weights_.push_back(none);
     } else if (backwards_[run->second] != none) {
       throw UsageError("an order of graphs has " + describe(step) + " twice");
     } else {
@@ -44,6 +68,16 @@ SequenceOrder::SequenceOrder(std::vector<SequenceStep> steps) : steps_(std::move
     if (backwards_[run] == none) {
       throw UsageError("an order of graphs lacks " + describe({key.first, key.second, Direction::backward}));
     }
+  }
+  for (const std::size_t run : by_backward_) {
+    if (weights_[run] == none) {
+      weights_[run] = size();
+      by_weights_.push_back(run);
+    }
+  }
+  weights_rank_.resize(this->runs());
+  for (std::size_t rank = 0; rank < this->runs(); ++rank) {
+    weights_rank_[by_weights_[rank]] = rank;
   }
 }
 
@@ -64,7 +98,13 @@ SequenceOrder SequenceOrder::without(const std::vector<bool>& dropped) const {
     left += dropped[run] ? 0 : 1;
   }
   std::vector<SequenceStep> steps;
+  auto weights = by_weights_.begin();
   for (std::size_t i = 0; i < size(); ++i) {
+    for (; weights_[*weights] <= i; ++weights) {  // ends: the run of the last graph has none before it
+      if (!dropped[*weights]) {
+        steps.push_back({call[*weights], 0, Direction::weights});
+      }
+    }
     if (!dropped[run_at(i)]) {
       steps.push_back({call[run_at(i)], 0, steps_[i].direction});
     }
@@ -83,15 +123,33 @@ SequenceOrder nested_order(std::size_t calls) {
   return SequenceOrder(std::move(steps));
 }
 
-PendingRuns::PendingRuns(const SequenceOrder& order) : order_(&order), pending_(order.runs()) {}
+PendingRuns::Indices::Indices(std::vector<std::size_t> by_run)
+    : of(std::move(by_run)), runs(of.size()), rank(of.size()) {
+  std::iota(runs.begin(), runs.end(), 0);
+  std::stable_sort(runs.begin(), runs.end(), [this](std::size_t a, std::size_t b) { return of[a] < of[b]; });
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    rank[runs[i]] = i;
+  }
+}
+
+PendingRuns::PendingRuns(Indices begins, Indices ends)
+    : begins_(std::move(begins)), ends_(std::move(ends)), pending_(begins_.of.size()) {}
+
+PendingRuns::PendingRuns(const SequenceOrder& order)
+    : PendingRuns(Indices(of_runs(order, [&](std::size_t run) { return order.forward_index(run); })),
+                  Indices(of_runs(order, [&](std::size_t run) { return order.backward_index(run); }))) {}
+
+PendingRuns PendingRuns::of_weights(const SequenceOrder& order) {
+  return PendingRuns(Indices(of_runs(order, [&](std::size_t run) { return order.backward_index(run); })),
+                     Indices(of_runs(order, [&](std::size_t run) { return order.weights_index(run) - 1; })));
+}
 
 void PendingRuns::begin(std::size_t run) {
   if (pending_[run]) {
     return;
   }
-  const std::size_t rank = order_->backward_rank(run);
-  latest_ = count_ == 0 ? run : std::max(latest_, run);
-  due_ = count_ == 0 ? rank : std::min(due_, rank);
+  latest_ = count_ == 0 ? begins_.rank[run] : std::max(latest_, begins_.rank[run]);
+  due_ = count_ == 0 ? ends_.rank[run] : std::min(due_, ends_.rank[run]);
   pending_[run] = true;
   ++count_;
 }
@@ -104,10 +162,10 @@ void PendingRuns::end(std::size_t run) noexcept {
   if (--count_ == 0) {
     return;
   }
-  while (!pending_[latest_]) {
+  while (!pending_[begins_.runs[latest_]]) {
     --latest_;
   }
-  while (!pending_[order_->by_backward()[due_]]) {
+  while (!pending_[ends_.runs[due_]]) {
     ++due_;
   }
 }
@@ -116,11 +174,11 @@ std::optional<std::size_t> PendingRuns::obstacle(std::size_t graph_index) const 
   if (count_ == 0) {
     return std::nullopt;
   }
-  if (order_->forward_index(latest_) >= graph_index) {
-    return latest_;
+  if (begins_.of[latest()] >= graph_index) {
+    return latest();
   }
-  const std::size_t due = order_->by_backward()[due_];
-  return order_->backward_index(due) < graph_index ? std::optional(due) : std::nullopt;
+  const std::size_t due = ends_.runs[due_];
+  return ends_.of[due] < graph_index ? std::optional(due) : std::nullopt;
 }
 
 }  // namespace sidestream

@@ -6,9 +6,13 @@
 
 namespace sidestream {
 
-enum class Direction : std::uint8_t { forward, backward };
+enum class Direction : std::uint8_t {
+  forward,
+  backward,
+  weights,  ///< after the backward: gradients of delayed parameters
+};
 
-/// One graph of a sequence: the forward or the backward of one call for one microbatch.
+/// One graph of a sequence: of one call for one microbatch.
 struct SequenceStep {
   std::size_t call = 0;
   std::size_t microbatch = 0;
@@ -17,20 +21,25 @@ struct SequenceStep {
   friend bool operator==(const SequenceStep&, const SequenceStep&) = default;
 };
 
-/// The order in which the graphs of a sequence are captured, as a list of steps. A step's position in the list is its *graph index*.
-/// Memory is reused along this order: what a graph frees, graphs of a higher index may use.
+/// The order in which the graphs of a sequence are captured, as a list of forwards and backwards. A graph's position in the list is its
+/// *graph index*. Memory is reused along this order: what a graph frees, graphs of a higher index may use.
 ///
 /// A call for one microbatch is a *run*: a forward and a backward. Runs are numbered in the order of their forwards. A call may have
 /// several runs, and backwards may come in any order. Plain data, made once.
+///
+/// Weights graphs have memory of their own and no index. The order says before which graph each of them is: graphs from there on may use
+/// what it reads.
 class SequenceOrder {
  public:
   SequenceOrder() = default;
-  /// Throws: UsageError if a step occurs twice, or if a run's forward or backward is missing or its backward comes first.
+  /// Steps of weights may be missing: they are at the end then.
+  /// Throws: UsageError if a step occurs twice, or if a run's forward or backward is missing or comes too late.
   explicit SequenceOrder(std::vector<SequenceStep> steps);
 
-  /// Number of steps.
+  /// Number of forwards and backwards.
   [[nodiscard]] std::size_t size() const noexcept { return steps_.size(); }
   [[nodiscard]] std::size_t runs() const noexcept { return forwards_.size(); }
+  /// Forwards and backwards.
   [[nodiscard]] const std::vector<SequenceStep>& steps() const noexcept { return steps_; }
   [[nodiscard]] std::size_t run_at(std::size_t graph_index) const { return run_of_[graph_index]; }
   [[nodiscard]] bool is_backward(std::size_t graph_index) const {
@@ -47,6 +56,11 @@ class SequenceOrder {
   /// All runs, in the order of their backwards, and the position of a run in that list.
   [[nodiscard]] const std::vector<std::size_t>& by_backward() const noexcept { return by_backward_; }
   [[nodiscard]] std::size_t backward_rank(std::size_t run) const { return backward_rank_[run]; }
+  /// Index of the first graph after the weights graph of `run`; size() if there is none.
+  [[nodiscard]] std::size_t weights_index(std::size_t run) const { return weights_[run]; }
+  /// All runs, in the order of their weights graphs, and the position of a run in that list.
+  [[nodiscard]] const std::vector<std::size_t>& by_weights() const noexcept { return by_weights_; }
+  [[nodiscard]] std::size_t weights_rank(std::size_t run) const { return weights_rank_[run]; }
 
  private:
   std::vector<SequenceStep> steps_;
@@ -55,6 +69,9 @@ class SequenceOrder {
   std::vector<std::size_t> backwards_;  // by run
   std::vector<std::size_t> by_backward_;
   std::vector<std::size_t> backward_rank_;  // by run
+  std::vector<std::size_t> weights_;        // by run
+  std::vector<std::size_t> by_weights_;
+  std::vector<std::size_t> weights_rank_;  // by run
 };
 
 /// One microbatch: the forwards of `calls` calls, then their backwards in reverse. Pure.
@@ -65,27 +82,40 @@ class SequenceOrder {
 /// Amortised over a pass, each call takes constant time. Allocates only when it is made.
 class PendingRuns {
  public:
-  PendingRuns() = default;
-  /// `order` must outlive this object.
   explicit PendingRuns(const SequenceOrder& order);
+  /// The same for runs that wait for their weights graph: each allows the graphs between its backward and its weights graph.
+  [[nodiscard]] static PendingRuns of_weights(const SequenceOrder& order);
 
-  /// The forward of `run` is launched.
+  /// The forward of `run` (the backward, if it is to wait for its weights graph) is launched.
   void begin(std::size_t run);
-  /// The backward of `run` is launched, or will not come.
+  /// The graph that `run` waits for is launched, or will not come.
   void end(std::size_t run) noexcept;
   [[nodiscard]] bool contains(std::size_t run) const { return pending_[run]; }
   [[nodiscard]] bool empty() const noexcept { return count_ == 0; }
-  /// The pending run with the latest forward. Only if not empty.
-  [[nodiscard]] std::size_t latest() const noexcept { return latest_; }
+  /// The pending run that begins last in the order. Only if not empty.
+  [[nodiscard]] std::size_t latest() const noexcept { return begins_.runs[latest_]; }
   /// The pending run that forbids a launch of the graph at `graph_index`; not set if it may be launched.
   [[nodiscard]] std::optional<std::size_t> obstacle(std::size_t graph_index) const;
 
  private:
-  const SequenceOrder* order_ = nullptr;
+  /// One graph index of each run.
+  struct Indices {
+    explicit Indices(std::vector<std::size_t> by_run);
+
+    std::vector<std::size_t> of;    // by run
+    std::vector<std::size_t> runs;  // in increasing order of their indices
+    std::vector<std::size_t> rank;  // by run: its position there
+  };
+
+  /// A pending run allows the graphs above `begins`, up to and with `ends`.
+  PendingRuns(Indices begins, Indices ends);
+
+  Indices begins_;
+  Indices ends_;
   std::vector<bool> pending_;  // by run
   std::size_t count_ = 0;
-  std::size_t latest_ = 0;  // if not empty: the highest pending run
-  std::size_t due_ = 0;     // if not empty: position in by_backward() of the first pending run
+  std::size_t latest_ = 0;  // if not empty: rank of the pending run that begins last
+  std::size_t due_ = 0;     // if not empty: rank of the pending run that ends first
 };
 
 }  // namespace sidestream

@@ -15,6 +15,19 @@ namespace {
 
 constexpr Direction kForward = Direction::forward;
 constexpr Direction kBackward = Direction::backward;
+constexpr Direction kWeights = Direction::weights;
+
+/// F0 F1 B0 B1 W0 F2 W1 B2, and W2 at the end.
+SequenceOrder with_weights() {
+  return SequenceOrder({{0, 0, kForward},
+                        {0, 1, kForward},
+                        {0, 0, kBackward},
+                        {0, 1, kBackward},
+                        {0, 0, kWeights},
+                        {0, 2, kForward},
+                        {0, 1, kWeights},
+                        {0, 2, kBackward}});
+}
 
 TEST(SequenceOrderTest, NestedIsForwardsAndThenBackwardsInReverse) {
   const SequenceOrder order = nested_order(3);
@@ -59,6 +72,26 @@ TEST(SequenceOrderTest, WithoutDroppedRunsTheRestKeepsItsOrder) {
   EXPECT_EQ(order.without({true, true, true, true}).size(), 0U);
 }
 
+TEST(SequenceOrderTest, WeightsGraphsHaveNoIndexButComeBeforeOne) {
+  const SequenceOrder order = with_weights();
+  EXPECT_EQ(order.size(), 6U);
+  EXPECT_EQ(order.weights_index(0), 4U);
+  EXPECT_EQ(order.weights_index(1), 5U);
+  EXPECT_EQ(order.weights_index(2), 6U) << "its step is missing";
+  EXPECT_EQ(order.by_weights(), (std::vector<std::size_t>{0, 1, 2}));
+  EXPECT_EQ(nested_order(2).by_weights(), (std::vector<std::size_t>{1, 0})) << "as the backwards";
+  EXPECT_EQ(nested_order(2).weights_rank(0), 1U);
+  EXPECT_EQ(nested_order(2).weights_index(0), 4U);
+}
+
+TEST(SequenceOrderTest, WithoutDroppedRunsWeightsGraphsStayBetweenTheSameGraphs) {
+  const SequenceOrder order = with_weights().without({true, false, false});  // F1 B1 F2 W1 B2
+  EXPECT_EQ(order.size(), 4U);
+  EXPECT_EQ(order.weights_index(0), 3U);
+  EXPECT_EQ(order.weights_index(1), 4U);
+  EXPECT_EQ(with_weights().without({false, true, true}).weights_index(0), 2U);
+}
+
 TEST(SequenceOrderTest, InterleavesIfAForwardFollowsABackward) {
   EXPECT_FALSE(nested_order(0).interleaves());
   EXPECT_FALSE(nested_order(3).interleaves());
@@ -88,11 +121,16 @@ TEST(SequenceOrderTest, RefusesListsThatAreNoOrder) {
                 SequenceOrder(Steps{{0, 0, kForward}, {0, 0, kForward}}));
   EXPECT_THROWS(UsageError, "the backward of call 0 for microbatch 0 twice",
                 SequenceOrder(Steps{{0, 0, kForward}, {0, 0, kBackward}, {0, 0, kBackward}}));
+  EXPECT_THROWS(UsageError, "the weight gradients of call 0 for microbatch 0 without a forward",
+                SequenceOrder(Steps{{0, 0, kWeights}}));
+  EXPECT_THROWS(UsageError, "the weight gradients of call 0 for microbatch 0 without a backward",
+                SequenceOrder(Steps{{0, 0, kForward}, {0, 0, kWeights}, {0, 0, kBackward}}));
+  EXPECT_THROWS(UsageError, "the weight gradients of call 0 for microbatch 0 twice",
+                SequenceOrder(Steps{{0, 0, kForward}, {0, 0, kBackward}, {0, 0, kWeights}, {0, 0, kWeights}}));
 }
 
-/// What forbids the graph at each index of `order` while `pending` runs await their backward: -1 if nothing does.
-std::vector<int> obstacles(const SequenceOrder& order, const std::vector<std::size_t>& pending) {
-  PendingRuns runs(order);
+/// What forbids the graph at each index of `order` while `pending` runs are among `runs`: -1 if nothing does.
+std::vector<int> obstacles(const SequenceOrder& order, PendingRuns runs, const std::vector<std::size_t>& pending) {
   for (const std::size_t run : pending) {
     runs.begin(run);
   }
@@ -102,6 +140,11 @@ std::vector<int> obstacles(const SequenceOrder& order, const std::vector<std::si
     found.push_back(obstacle ? static_cast<int>(*obstacle) : -1);
   }
   return found;
+}
+
+/// While they await their backward.
+std::vector<int> obstacles(const SequenceOrder& order, const std::vector<std::size_t>& pending) {
+  return obstacles(order, PendingRuns(order), pending);
 }
 
 TEST(PendingRunsTest, APendingRunAllowsWhatLiesBetweenItsForwardAndItsBackward) {
@@ -114,6 +157,19 @@ TEST(PendingRunsTest, APendingRunAllowsWhatLiesBetweenItsForwardAndItsBackward) 
   EXPECT_EQ(obstacles(order, {0, 1}), (std::vector<int>{1, 1, -1, 0, 0, 0}));
   EXPECT_EQ(obstacles(order, {1}), (std::vector<int>{1, 1, -1, -1, -1, 1}));
   EXPECT_EQ(obstacles(order, {1, 2}), (std::vector<int>{2, 2, 2, 2, -1, 1}));
+}
+
+TEST(PendingRunsTest, ARunThatAwaitsItsWeightsGraphAllowsWhatLiesBetweenItsBackwardAndThatGraph) {
+  const SequenceOrder order = with_weights();
+  const auto pending = [&](const std::vector<std::size_t>& runs) {
+    return obstacles(order, PendingRuns::of_weights(order), runs);
+  };
+  EXPECT_EQ(pending({0}), (std::vector<int>{0, 0, 0, -1, 0, 0}));
+  EXPECT_EQ(pending({1}), (std::vector<int>{1, 1, 1, 1, -1, 1}));
+  EXPECT_EQ(pending({0, 1}), (std::vector<int>{1, 1, 1, 1, 0, 0}));
+  EXPECT_EQ(pending({2}), (std::vector<int>{2, 2, 2, 2, 2, 2}));
+  const SequenceOrder nested = nested_order(2);
+  EXPECT_EQ(obstacles(nested, PendingRuns::of_weights(nested), {1}), (std::vector<int>{1, 1, 1, -1}));
 }
 
 TEST(PendingRunsTest, EveryOrderMayRepeatItself) {
