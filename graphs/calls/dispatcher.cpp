@@ -171,12 +171,18 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
 bool Dispatcher::contradicts(const RunningChunk& chunk, const CallVariant& variant) const {
   const CapturedSequence& captured = variant.holder->captured();
   const std::size_t index = variant.index();
+  const SequenceOrder& order = captured.order;
+  static const RunningChunk none{};
   return variant.holder->sequence->pending().any_of([&](std::size_t pending) {
-    const std::uint64_t other = captured.calls[pending].replay.chunk;
-    const std::size_t other_at = chunks_.backward_at(other);
-    return other != chunk.number && other_at != chunk.backward_at &&
-           (captured.order.backward_index(pending) < captured.order.backward_index(index)) !=
-               (other_at < chunk.backward_at);
+    const RunningChunk* const found = chunks_.find(captured.calls[pending].replay.chunk);
+    const RunningChunk& other = found != nullptr ? *found : none;
+    // Weight gradients may be computed earlier than in the captures.
+    const auto too_late = [&](const RunningChunk& of, std::size_t run, const RunningChunk& than, std::size_t than_run) {
+      return order.weights_index(run) <= order.backward_index(than_run) && of.weights_at > than.backward_at;
+    };
+    return other.number != chunk.number && other.backward_at != chunk.backward_at &&
+           ((order.backward_index(pending) < order.backward_index(index)) != (other.backward_at < chunk.backward_at) ||
+            too_late(other, pending, chunk, index) || too_late(chunk, index, other, pending));
   });
 }
 

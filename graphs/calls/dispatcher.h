@@ -79,7 +79,8 @@ class Dispatcher {
   };
   /// Of a callable, the inputs alone decide which variants fit.
   [[nodiscard]] Found find(const Call& call) const;
-  /// The step has another order than the one in which `variant` was captured, and the backward of `chunk` would come before its turn.
+  /// The step has another order than the one in which `variant` was captured, and the backward of `chunk` or of a pending
+  /// call would come before its turn.
   [[nodiscard]] bool contradicts(const RunningChunk& chunk, const CallVariant& variant) const;
   /// Of `ss::call`, and of a bucketed callable.
   void find_and_replay(const Call& call);

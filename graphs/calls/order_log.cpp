@@ -37,6 +37,11 @@ void OrderLog::backward(const SequenceStep& step) {
   }
 }
 
+void OrderLog::weights(const SequenceStep& step) {
+  const std::lock_guard lock(mutex_);
+  order_.steps.push_back({step.call, step.microbatch, Direction::weights});
+}
+
 RecordedOrder OrderLog::part_of(const std::vector<std::size_t>& among) const {
   const auto number_of = [&](std::size_t call) -> std::optional<std::size_t> {
     const auto found = std::lower_bound(among.begin(), among.end(), call);

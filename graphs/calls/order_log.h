@@ -19,6 +19,8 @@ class OrderLog {
   void forget(const SequenceStep& backward);
   /// The backward of a call begins, on the thread that runs it.
   void backward(const SequenceStep& step);
+  /// The weight gradients of a call, which `backward` was told of as `step`, are computed.
+  void weights(const SequenceStep& step);
   /// Of the calls in `among` (in increasing order), numbered as there: which are captured together. See sequence_groups.
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(const std::vector<std::size_t>& among) const;
 

@@ -90,6 +90,9 @@ bool is_like_recorded(const RecordedCall& call, const detail::CallRequest& reque
 
 /// One recorded call's latest run.
 struct RecordedCalls::Flight {
+  explicit Flight(const RunningChunk* of)
+      : weights_told(of != nullptr && of->weights_at != RunningChunk::never), chunk(of != nullptr ? of->number : 0) {}
+
   std::shared_ptr<BackwardSeen> backward = std::make_shared<BackwardSeen>();
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> outputs;
   std::vector<std::size_t> from;  ///< recorded calls that its inputs were computed from
@@ -97,7 +100,8 @@ struct RecordedCalls::Flight {
   bool first = true;              ///< of its recorded call
   bool like_recorded = true;      ///< its inputs have the shapes that the capture will have
   bool weights = false;           ///< its weight gradients are computed, if they are delayed
-  std::uint64_t chunk = 0;        ///< its chunk's number; 0 without one
+  bool weights_told;              ///< the step's order says when
+  std::uint64_t chunk;            ///< its chunk's number; 0 without one
 };
 
 std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
@@ -110,12 +114,11 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   if (const auto again = repeated(site, request, modes, chunk)) {
     const std::size_t i = *again;
     learn_backward_modes(i);
-    flights_[i] = std::make_shared<Flight>();
+    flights_[i] = std::make_shared<Flight>(chunk);
     flights_[i]->first = false;
     flights_[i]->like_recorded = is_like_recorded(*calls_[i], request);
     if (chunk != nullptr) {
       chunk->slot = calls_[i]->slot;
-      flights_[i]->chunk = chunk->number;
     }
     flights_[i]->backward_step = log_->forward(i, from);
     flights_[i]->from = std::move(from);
@@ -175,10 +178,9 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
     kept_bytes_ += device_bytes(input);
   }
   calls_.push_back(std::move(call));
-  flights_.push_back(std::make_shared<Flight>());
+  flights_.push_back(std::make_shared<Flight>(chunk));
   if (chunk != nullptr) {
     chunk->slot = slot;
-    flights_.back()->chunk = chunk->number;
   }
   std::vector<std::size_t> connected = from;
   for (const CallInput& input : calls_.back()->inputs) {
@@ -203,7 +205,12 @@ bool RecordedCalls::settled(std::size_t call) const {
 
 void RecordedCalls::weights_computed(std::uint64_t chunk) {
   for (const auto& flight : flights_) {
-    flight->weights = flight->weights || ((chunk == 0 || flight->chunk == chunk) && flight->backward->begun.load());
+    if (!flight->weights && (chunk == 0 || flight->chunk == chunk) && flight->backward->begun.load()) {
+      flight->weights = true;
+      if (delays_ && flight->weights_told) {
+        log_->weights(flight->backward_step);
+      }
+    }
   }
 }
 

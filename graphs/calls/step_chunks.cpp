@@ -63,20 +63,20 @@ void check_order(const std::vector<PipelineStep>& order) {
   }
 }
 
-/// By forward of `order`, where the chunk's backward is.
-std::vector<std::size_t> backwards_of(const std::vector<PipelineStep>& order) {
-  std::vector<std::size_t> backwards;
+/// By forward of `order`, where the chunk's `kind` of work is.
+std::vector<std::size_t> places_of(const std::vector<PipelineStep>& order, ChunkWork kind) {
+  std::vector<std::size_t> places;
   std::map<std::pair<std::int64_t, std::int64_t>, std::size_t> forwards;  // by stage and microbatch
   for (std::size_t i = 0; i < order.size(); ++i) {
     const std::pair chunk(order[i].stage, order[i].microbatch);
     if (order[i].kind == ChunkWork::forward) {
-      forwards[chunk] = backwards.size();
-      backwards.push_back(RunningChunk::no_backward);
-    } else if (order[i].kind == ChunkWork::backward) {
-      backwards[forwards[chunk]] = i;
+      forwards[chunk] = places.size();
+      places.push_back(RunningChunk::never);
+    } else if (order[i].kind == kind) {
+      places[forwards[chunk]] = i;
     }
   }
-  return backwards;
+  return places;
 }
 
 /// The chunks in a message: the first ones by name.
@@ -105,7 +105,8 @@ void StepChunks::begin_step(const std::vector<PipelineStep>* order) {
   if (order != nullptr && *order != *order_) {
     check_order(*order);
     order_ = std::make_shared<std::vector<PipelineStep>>(*order);
-    backwards_ = backwards_of(*order_);
+    backwards_ = places_of(*order_, ChunkWork::backward);
+    weights_ = places_of(*order_, ChunkWork::weight_gradients);
     slots_ = slots_of_order(*order_);
     if (!slots_.empty() && *std::max_element(slots_.begin(), slots_.end()) >= most_slots_) {
       slots_.clear();
@@ -146,6 +147,7 @@ std::uint64_t StepChunks::begin(const ChunkId& id) {
     chunks_.back().slot = slots_[chunks_.size() - 1];
     chunks_.back().order = order_;
     chunks_.back().backward_at = backwards_[chunks_.size() - 1];
+    chunks_.back().weights_at = weights_[chunks_.size() - 1];
   }
   open_.push_back(chunks_.size() - 1);
   tell();

@@ -19,7 +19,7 @@ class GroupMover;
 
 /// One chunk of a step.
 struct RunningChunk {
-  static constexpr std::size_t no_backward = static_cast<std::size_t>(-1);
+  static constexpr std::size_t never = static_cast<std::size_t>(-1);
 
   ChunkId id;
   std::uint64_t number = 0;  ///< counts the chunks of all steps
@@ -28,7 +28,8 @@ struct RunningChunk {
   GivenOrder order = {};                    ///< that decides; null if the first call does
   const GraphSequence* sequence = nullptr;  ///< in which its latest call replayed; only compared
   std::size_t next_run = 0;                 ///< one past that call's run in the sequence
-  std::size_t backward_at = no_backward;    ///< where its backward is in the order
+  std::size_t backward_at = never;          ///< where its backward is in the order
+  std::size_t weights_at = never;           ///< and its weight gradients
   std::uint64_t offloaded_bytes = 0;        ///< whose copies were queued while it was active
   bool weights_computed = false;            ///< by OffloadEngine::backward_dw for this chunk
 };
@@ -61,10 +62,10 @@ class StepChunks {
 
   /// That calls belong to now; null if there is none.
   [[nodiscard]] RunningChunk* active() noexcept { return open_.empty() ? nullptr : &chunks_[open_.back()]; }
-  /// RunningChunk::backward_at of that chunk; no_backward if it is none of this step's.
-  [[nodiscard]] std::size_t backward_at(std::uint64_t number) const noexcept {
+  /// The chunk of that number; null if it is none of this step's.
+  [[nodiscard]] const RunningChunk* find(std::uint64_t number) const noexcept {
     const bool here = number >= first_number_ && number - first_number_ < chunks_.size();
-    return here ? chunks_[number - first_number_].backward_at : RunningChunk::no_backward;
+    return here ? &chunks_[number - first_number_] : nullptr;
   }
   /// A chunk of the step whose weight gradients are to be computed.
   /// Throws: UsageError if the step has not had the chunk, if its forward has not ended, or if they are computed.
@@ -95,6 +96,7 @@ class StepChunks {
   std::size_t next_ = 0;                                              ///< its steps before this one have come
   std::vector<std::size_t> slots_;      ///< by forward of `order_`; empty if it needs too many
   std::vector<std::size_t> backwards_;  ///< by forward of `order_`: RunningChunk::backward_at
+  std::vector<std::size_t> weights_;    ///< by forward of `order_`: RunningChunk::weights_at
 };
 
 }  // namespace sidestream

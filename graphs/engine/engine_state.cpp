@@ -20,9 +20,7 @@ namespace {
 /// calls is not free when their backward ends.
 std::size_t most_slots(const Options& options) {
   const GraphOptions& graphs = options.graph_options();
-  return delays_gradients(graphs) || graphs.retain_graph_in_backward()
-             ? 0
-             : static_cast<std::size_t>(options.call_options().max_captures());
+  return graphs.retain_graph_in_backward() ? 0 : static_cast<std::size_t>(options.call_options().max_captures());
 }
 
 }  // namespace

@@ -83,34 +83,50 @@ std::optional<StepGroups> groups_of_order(const std::vector<PipelineStep>& order
 
 namespace {
 
+/// How many chunks each step of `order` adds to those in flight, or ends: 1, 0 or -1.
+std::vector<int> changes_in_flight(const std::vector<PipelineStep>& order) {
+  std::vector<int> changes(order.size());
+  std::map<std::pair<std::int64_t, std::int64_t>, std::size_t> last;  // step of a chunk behind its forward
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    if (order[i].kind == PipelineStep::Kind::forward) {
+      changes[i] = 1;
+    } else {
+      last[{order[i].stage, order[i].microbatch}] = i;
+    }
+  }
+  for (const auto& [chunk, i] : last) {
+    changes[i] = -1;
+  }
+  return changes;
+}
+
 /// Slots of chunks, counted by stage. `again`: from 0 after each step of the order behind which no chunk is in flight.
-std::vector<std::size_t> counted_slots(const std::vector<PipelineStep>& order, bool again) {
+std::vector<std::size_t> counted_slots(const std::vector<PipelineStep>& order, const std::vector<int>& changes,
+                                       bool again) {
   std::vector<std::size_t> slots;
-  std::size_t in_flight = 0;
+  int in_flight = 0;
   std::map<std::int64_t, std::size_t> next;  // by stage
-  for (const PipelineStep& step : order) {
-    if (step.kind == PipelineStep::Kind::forward) {
-      if (in_flight++ == 0 && again) {
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    if (order[i].kind == PipelineStep::Kind::forward) {
+      if (in_flight == 0 && again) {
         next.clear();
       }
-      slots.push_back(next[step.stage]++);
-    } else if (step.kind == PipelineStep::Kind::backward) {
-      --in_flight;
+      slots.push_back(next[order[i].stage]++);
     }
+    in_flight += changes[i];
   }
   return slots;
 }
 
 /// True if the order is one part again and again, behind which no chunk is in flight.
-bool repeats_one_part(const std::vector<PipelineStep>& order) {
-  std::size_t in_flight = 0;
+bool repeats_one_part(const std::vector<PipelineStep>& order, const std::vector<int>& changes) {
+  int in_flight = 0;
   std::size_t length = 0;
   for (std::size_t i = 0; i < order.size(); ++i) {
     if (length > 0 && (order[i].stage != order[i % length].stage || order[i].kind != order[i % length].kind)) {
       return false;
     }
-    in_flight += order[i].kind == PipelineStep::Kind::forward ? 1 : 0;
-    in_flight -= order[i].kind == PipelineStep::Kind::backward ? 1 : 0;
+    in_flight += changes[i];
     length = length == 0 && in_flight == 0 ? i + 1 : length;
   }
   return length > 0;
@@ -119,7 +135,8 @@ bool repeats_one_part(const std::vector<PipelineStep>& order) {
 }  // namespace
 
 std::vector<std::size_t> slots_of_order(const std::vector<PipelineStep>& order) {
-  return counted_slots(order, repeats_one_part(order));
+  const std::vector<int> changes = changes_in_flight(order);
+  return counted_slots(order, changes, repeats_one_part(order, changes));
 }
 
 }  // namespace sidestream

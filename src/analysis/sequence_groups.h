@@ -9,7 +9,7 @@ namespace sidestream {
 
 /// The record of one step about calls that will be captured. Calls are numbered in the order of their first forwards. Plain data.
 struct RecordedOrder {
-  /// Forwards and backwards as they ran; `microbatch` counts the runs of a call. A run without a backward may lack it.
+  /// What ran, in that order; `microbatch` counts the runs of a call. Only the forward of a run is never missing.
   std::vector<SequenceStep> steps;
   /// Pairs of calls that autograd connects: one was computed from the other, or one backward pass ran through both.
   std::vector<std::pair<std::size_t, std::size_t>> connected;

@@ -61,6 +61,15 @@ TEST(SlotsOfOrderTest, ChunksInFlightHaveSlotsOfTheirOwn) {
   EXPECT_EQ(slots_of_order(uneven), (Slots{0, 0, 1})) << "the parts differ";
   EXPECT_EQ(slots_of_order(pipeline_order({2, 2, 2}, 0)), (Slots{0, 1, 0, 1})) << "two stages";
   EXPECT_EQ(slots_of_order({}), Slots());
+  std::vector<PipelineStep> delayed;
+  for (std::int64_t m = 0; m < 3; ++m) {
+    for (const Kind kind : {Kind::forward, Kind::backward, Kind::weight_gradients}) {
+      delayed.push_back({0, m, kind});
+    }
+  }
+  EXPECT_EQ(slots_of_order(delayed), (Slots{0, 0, 0}));
+  std::swap(delayed[2], delayed[3]);  // F0 B0 F1 W0 B1 W1 F2 B2 W2
+  EXPECT_EQ(slots_of_order(delayed), (Slots{0, 1, 2})) << "weight gradients of the first are in flight";
 }
 
 }  // namespace

@@ -11,6 +11,7 @@ using Groups = std::vector<std::vector<std::size_t>>;
 
 SequenceStep forward(std::size_t call, std::size_t microbatch = 0) { return {call, microbatch, Direction::forward}; }
 SequenceStep backward(std::size_t call, std::size_t microbatch = 0) { return {call, microbatch, Direction::backward}; }
+SequenceStep weights(std::size_t call, std::size_t microbatch = 0) { return {call, microbatch, Direction::weights}; }
 
 TEST(SequenceGroupsTest, CallsThatAutogradConnectsAreOneSequence) {
   const RecordedOrder nested{{forward(0), forward(1), forward(2), backward(2), backward(1), backward(0)},
@@ -56,6 +57,20 @@ TEST(SequenceGroupsTest, RunsWithoutABackwardHoldNothingUp) {
   const RecordedOrder recorded{
       {forward(0, 0), forward(1, 0), forward(0, 1), forward(1, 1), backward(1, 1), backward(0, 1)}, {{0, 1}}};
   EXPECT_EQ(sequence_groups(2, recorded), (Groups{{0, 1}}));
+}
+
+TEST(SequenceGroupsTest, WeightGradientsHoldNothingUp) {
+  const RecordedOrder recorded{{forward(0), forward(1), backward(1), backward(0), weights(0), weights(1)}, {{0, 1}}};
+  EXPECT_EQ(sequence_groups(2, recorded), (Groups{{0, 1}}));
+}
+
+TEST(SequenceInOrderTest, WeightGradientsAreInTheOrderToo) {
+  const RecordedOrder recorded{{forward(0), backward(0), forward(1), weights(0), forward(0, 1), backward(1),
+                                backward(0, 1), weights(0, 1), weights(1)},
+                               {}};
+  const SequenceOrder order = sequence_in_order(recorded);
+  EXPECT_EQ(order.weights_index(0), 3U);
+  EXPECT_EQ(order.weights_index(1), 4U);
 }
 
 TEST(SequenceInOrderTest, CallsAreInTheOrderOfTheirFirstRuns) {

@@ -57,6 +57,10 @@ class CapturedOrderTest : public testing::Test {
           (void)model.run_layer(0, microbatch.input);
         }
         microbatch.output = model.forward(microbatch.input);
+      } else if (work.kind == Kind::weight_gradients) {
+        if (engine != nullptr) {
+          engine->backward_dw({work.stage, work.microbatch});
+        }
       } else {
         microbatch.output.square().mean().backward();
         given.push_back(microbatch.input.grad());
@@ -65,14 +69,14 @@ class CapturedOrderTest : public testing::Test {
     }
     return values(given);
   }
-  /// A step that runs `runs`. `told`: the engine is given them as the step's order.
+  /// A step that runs `runs`. `told`: the order that the engine is given; null for none.
   void expect_plain_step(OffloadEngine& engine, std::int64_t s, const std::vector<PipelineStep>& runs,
-                         bool told = true) {
+                         const std::vector<PipelineStep>* told) {
     expect_same_step(model_, nullptr, plain_, s, [&](CalledStack& model) {
       if (&model == &plain_) {
         return run(model, nullptr, runs, s);
       }
-      Step step = told ? engine.step(runs) : engine.step();
+      Step step = told != nullptr ? engine.step(*told) : engine.step();
       StepTensors given = run(model, &engine, runs, s);
       step.finish();
       return given;
@@ -80,7 +84,7 @@ class CapturedOrderTest : public testing::Test {
   }
   void expect_plain_steps(OffloadEngine& engine, std::int64_t first, std::int64_t last) {
     for (std::int64_t s = first; s < last; ++s) {
-      expect_plain_step(engine, s, order_);
+      expect_plain_step(engine, s, order_, &order_);
     }
     EXPECT_EQ(engine.report().order_findings, std::vector<std::string>());
   }
@@ -94,10 +98,11 @@ class CapturedOrderTest : public testing::Test {
   }
   void expect_all_replay(OffloadEngine& engine, std::int64_t s) {
     const Report report = step_of(engine, s);
-    EXPECT_EQ(report.replays, 2 * kLayers * kMicrobatches);
+    EXPECT_EQ(report.replays, graphs_of_call_ * kLayers * kMicrobatches);
     EXPECT_EQ(report.eager_calls, 0);
   }
 
+  std::int64_t graphs_of_call_ = 2;
   bool calls_in_vain_ = false;  ///< each chunk calls its first layer once more, and drops the output
   c10::Device device_ = find_device("sim");
   CalledStack model_{device_, {}, kLayers};
@@ -184,8 +189,8 @@ TEST_F(CapturedOrderTest, OtherOrdersAndStepsWithoutOneAreRight) {
   std::int64_t s = 3;
   for (const bool told : {true, false}) {
     for (const std::vector<PipelineStep>& other : {later, reverse, order_}) {
-      expect_plain_step(engine, s++, other, told);
-      expect_plain_step(engine, s++, other, told);
+      expect_plain_step(engine, s++, other, told ? &other : nullptr);
+      expect_plain_step(engine, s++, other, told ? &other : nullptr);
       expect_all_replay(engine, s++);
     }
   }
@@ -263,6 +268,114 @@ TEST_F(CapturedOrderTest, OutputsThatAreKeptStayAsTheyWere) {
   for (std::size_t m = 0; m < kept.size(); ++m) {
     EXPECT_TRUE(at::equal(kept[m].cpu(), copies[m])) << "microbatch " << m;
   }
+}
+
+/// Zero-bubble: weight gradients are steps of the order.
+class DelayedOrderTest : public CapturedOrderTest {
+ protected:
+  DelayedOrderTest() {
+    PipelineShape shape{4, 1, kMicrobatches};
+    shape.delay_weight_gradients = true;
+    order_ = pipeline_order(shape, 1);
+    graphs_of_call_ = 3;
+  }
+  [[nodiscard]] Options options() const {
+    return CapturedOrderTest::options()
+        .call_options(CallOptions().max_captures(64))
+        .graph_options(GraphOptions().gradients("**", GradientPolicy::delayed));
+  }
+  /// A step that runs `runs` instead of its order.
+  void run_step(OffloadEngine& engine, const std::vector<PipelineStep>& runs) {
+    Step step = engine.step(order_);
+    (void)run(model_, &engine, runs, 3);
+    step.finish();
+  }
+  /// The order with the weight gradients of all microbatches at its end.
+  [[nodiscard]] std::vector<PipelineStep> weights_last() const {
+    std::vector<PipelineStep> last = order_;
+    std::stable_partition(last.begin(), last.end(),
+                          [](const PipelineStep& work) { return work.kind != Kind::weight_gradients; });
+    return last;
+  }
+  /// The order without them.
+  [[nodiscard]] std::vector<PipelineStep> without_weights() const {
+    std::vector<PipelineStep> without = order_;
+    std::erase_if(without, [](const PipelineStep& work) { return work.kind == Kind::weight_gradients; });
+    return without;
+  }
+};
+
+TEST_F(DelayedOrderTest, HasPlainGradients) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 2);
+  expect_all_replay(engine, 2);
+  const Report report = step_of(engine, 3);
+  EXPECT_EQ(report.captures, 2 * kLayers * kMicrobatches) << "forwards and backwards";
+  EXPECT_GT(report.offloaded_bytes, 0);
+}
+
+TEST_F(DelayedOrderTest, IsKeptWhenWeightsWereRelocated) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  relocate(model_);
+  relocate(plain_);
+  expect_plain_steps(engine, 3, 4);
+  expect_all_replay(engine, 4);
+}
+
+TEST_F(DelayedOrderTest, ItsReplaysAreVerified) {
+  OffloadEngine engine(model_, options().verify_replays(1));
+  expect_plain_steps(engine, 0, 4);
+  EXPECT_GT(engine.report().verified_backwards, 0);
+}
+
+TEST_F(DelayedOrderTest, AnOrderWithLaterWeightGradientsHasCapturesOfItsOwn) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  order_ = weights_last();
+  run_step(engine,
+           order_);  // some calls run eagerly, and gradients of parameters are added in another order than plainly
+  clear_gradients(model_);
+  expect_plain_steps(engine, 4, 5);
+  expect_all_replay(engine, 5);
+}
+
+TEST_F(DelayedOrderTest, IfTheOrderDoesNotSayWhenTheyAreComputedAtAnyTime) {
+  OffloadEngine engine(model_, options());
+  const std::vector<PipelineStep> told = without_weights();
+  for (std::int64_t s = 0; s < 3; ++s) {
+    expect_plain_step(engine, s, order_, &told);
+  }
+  expect_plain_step(engine, 3, weights_last(), &told);
+  const Report before = engine.report();
+  expect_plain_step(engine, 4, order_, &told);
+  EXPECT_EQ(engine.report().eager_calls, before.eager_calls);
+  EXPECT_EQ(engine.report().replays, graphs_of_call_ * kLayers * kMicrobatches);
+}
+
+TEST_F(DelayedOrderTest, ABackwardThatWouldOverwriteWhatTheyAreComputedFromIsRefused) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  EXPECT_THROWS(UsageError, "its backward would overwrite what the delayed weight gradients of \"layers.",
+                run_step(engine, without_weights()));
+  clear_gradients(model_);
+  expect_plain_steps(engine, 4, 6);
+  expect_all_replay(engine, 6);
+}
+
+TEST_F(DelayedOrderTest, TwiceAndNeverAreRefused) {
+  OffloadEngine engine(model_, options());
+  expect_plain_steps(engine, 0, 3);
+  const auto last = std::prev(order_.end());
+  ASSERT_EQ(last->kind, Kind::weight_gradients);
+  const std::vector<PipelineStep> never(order_.begin(), last);
+  std::vector<PipelineStep> twice = order_;
+  twice.push_back(*last);
+  EXPECT_THROWS(UsageError, "are delayed and were not computed", run_step(engine, never));
+  EXPECT_THROWS(UsageError, "are computed already", run_step(engine, twice));
+  clear_gradients(model_);
+  expect_plain_steps(engine, 5, 7);
+  expect_all_replay(engine, 7);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 #include "unit/graphs/ordered_programs.h"
 
-#include <deque>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -20,18 +20,29 @@ struct Microbatches {
   std::size_t in_flight = 1;
   bool in_order = false;  ///< they are chunks, and the engine is told their order
   bool drops = false;     ///< each second step drops its second microbatch before its backward
+  bool delays = false;    ///< weight gradients, by a backward
 
   [[nodiscard]] std::vector<PipelineStep> order() const {
     std::vector<PipelineStep> order;
     std::int64_t next = 0;
+    const auto add_backward = [&] {
+      order.push_back({0, next, PipelineStep::Kind::backward});
+      if (delays && next > 0) {
+        order.push_back({0, next - 1, PipelineStep::Kind::weight_gradients});
+      }
+      ++next;
+    };
     for (std::int64_t microbatch = 0; microbatch < count; ++microbatch) {
       order.push_back({0, microbatch, PipelineStep::Kind::forward});
       if (microbatch - next + 1 == static_cast<std::int64_t>(in_flight)) {
-        order.push_back({0, next++, PipelineStep::Kind::backward});
+        add_backward();
       }
     }
     while (next < count) {
-      order.push_back({0, next++, PipelineStep::Kind::backward});
+      add_backward();
+    }
+    if (delays) {
+      order.push_back({0, next - 1, PipelineStep::Kind::weight_gradients});
     }
     return order;
   }
@@ -47,7 +58,12 @@ class WholeSteps final : public EngineProgram {
     shape.hidden = 16;  // it is run again in a hundred orders
     model_ = std::make_unique<BlockModel>(shape);
     model_->to(device());
-    make_engine(*model_, wrapping.options(device(), 1024));
+    Options options = wrapping.options(device(), 1024);
+    if (microbatches.delays) {
+      options.graph_options(
+          GraphOptions().side_streams(wrapping.side_streams).gradients("**", GradientPolicy::delayed));
+    }
+    make_engine(*model_, options);
   }
   ~WholeSteps() override { end(); }
 
@@ -70,26 +86,30 @@ class WholeSteps final : public EngineProgram {
 
  private:
   void forwards_and_backwards(std::int64_t s) {
-    std::deque<at::Tensor> losses;
-    for (std::int64_t microbatch = 0; microbatch < microbatches_.count; ++microbatch) {
-      const Batch batch = batch_of(model_->shape(), s * microbatches_.count + microbatch, device());
-      std::optional<Chunk> chunk;
-      if (engine_ && microbatches_.in_order) {
-        chunk.emplace(engine_->chunk({0, microbatch}));
-      }
-      losses.push_back(model_->loss(batch.tokens, batch.targets));
-      chunk.reset();
-      if (losses.size() == microbatches_.in_flight) {
-        const std::int64_t oldest = microbatch + 1 - static_cast<std::int64_t>(microbatches_.in_flight);
-        if (!(microbatches_.drops && s % 2 == 1 && oldest == 1)) {
-          losses.front().backward();
+    std::map<std::int64_t, at::Tensor> losses;  // by microbatch
+    for (const PipelineStep& work : microbatches_.order()) {
+      switch (work.kind) {
+        case PipelineStep::Kind::forward: {
+          const Batch batch = batch_of(model_->shape(), s * microbatches_.count + work.microbatch, device());
+          std::optional<Chunk> chunk;
+          if (engine_ && microbatches_.in_order) {
+            chunk.emplace(engine_->chunk({0, work.microbatch}));
+          }
+          losses[work.microbatch] = model_->loss(batch.tokens, batch.targets);
+          break;
         }
-        losses.pop_front();
+        case PipelineStep::Kind::backward:
+          if (!(microbatches_.drops && s % 2 == 1 && work.microbatch == 1)) {
+            losses[work.microbatch].backward();
+          }
+          losses.erase(work.microbatch);
+          break;
+        case PipelineStep::Kind::weight_gradients:
+          if (engine_) {
+            engine_->backward_dw({0, work.microbatch});
+          }
+          break;
       }
-    }
-    for (at::Tensor& loss : losses) {
-      loss.backward();
-      loss.reset();
     }
   }
 
@@ -111,6 +131,7 @@ std::vector<NamedProgram> wrapped_programs() {
   add("graphs_2_in_order", Wrapping{"", "blocks.*", "blocks.*.*", 2}, {4, 2, true});
   add("mixed_1_in_order", Wrapping{"", "blocks.1,blocks.2,blocks.3", "blocks.*.*", 1}, {5, 3, true});
   add("mixed_1_in_order_drops", Wrapping{"", "blocks.1,blocks.2,blocks.3", "blocks.*.*", 1}, {5, 3, true, true});
+  add("delayed_2_in_order", Wrapping{"", "blocks.*", "blocks.*.*", 2}, {4, 2, true, false, true});
   add("mixed_1_microbatches", Wrapping{"", "blocks.0,blocks.3", "**", 1}, {2, 2});
   return result;
 }

@@ -1,8 +1,9 @@
 // What graphed layers reserve of the device against the same layers run eagerly, to the byte.
-#include <array>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -26,14 +27,21 @@ constexpr std::int64_t kRippleElements = 5 << 19;  // a tensor is a segment of i
 constexpr std::int64_t kRippleBytes = kRippleElements * static_cast<std::int64_t>(sizeof(float));
 
 struct Ripple : torch::nn::Module {
-  at::Tensor forward(const at::Tensor& x) { return x.exp().abs() + x; }
+  explicit Ripple(bool scaled) {
+    if (scaled) {
+      scale = register_parameter("scale", at::full({1}, 0.5));
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) { return (scale.defined() ? x * scale : x).exp().abs() + x; }
+
+  at::Tensor scale;
 };
 
 class RippleStack : public torch::nn::Module {
  public:
-  RippleStack() {
+  explicit RippleStack(bool scaled = false) {
     for (std::int64_t i = 0; i < kRipples; ++i) {
-      ripples_->push_back(Ripple());
+      ripples_->push_back(Ripple(scaled));
     }
     register_module("ripples", ripples_);
   }
@@ -99,25 +107,32 @@ TEST(ReservedMemoryTest, LayersInGraphsTakeAnInputAndAnOutputsGradientMore) {
   EXPECT_EQ(graphs.bytes - eager.bytes, 2 * kRippleBytes);
 }
 
-/// The same for the first of three ranks of a pipeline: of four microbatches, three are in flight.
-constexpr std::int64_t kInFlight = 3;
-ReservedPeak train_rank_of_ripples(c10::Device device, bool graphs) {
-  constexpr std::int64_t kMicrobatches = kInFlight + 1;
-  const std::vector<PipelineStep> order = pipeline_order({kInFlight, 1, kMicrobatches}, 0);
-  RippleStack model;
+enum class Way : std::uint8_t { eager, in_order };
+
+/// The same for the first rank of a pipeline, which runs its layers in `order`. If weight gradients are steps of the order, layers have
+/// weights.
+ReservedPeak train_rank_of_ripples(c10::Device device, Way way, const std::vector<PipelineStep>& order) {
+  const bool delayed = std::any_of(order.begin(), order.end(), [](const PipelineStep& work) {
+    return work.kind == PipelineStep::Kind::weight_gradients;
+  });
+  RippleStack model(delayed);
+  model.to(device);
   synchronize(device);
   release_cached_memory(device);
   const std::int64_t before = memory_use(device).reserved;
   std::optional<OffloadEngine> engine;
-  if (graphs) {
-    engine.emplace(model, Options(device).graph("ripples.*"));
+  if (way != Way::eager) {
+    engine.emplace(model, Options(device)
+                              .graph("ripples.*")
+                              .graph_options(GraphOptions().gradients(
+                                  "**", delayed ? GradientPolicy::delayed : GradientPolicy::cloned)));
   }
   ReservedPeak result;
   const auto pass = [&] {
-    std::array<at::Tensor, kMicrobatches> inputs;
-    std::array<at::Tensor, kMicrobatches> outputs;
+    std::map<std::int64_t, at::Tensor> inputs;
+    std::map<std::int64_t, at::Tensor> outputs;
     for (const PipelineStep& work : order) {
-      const auto m = static_cast<std::size_t>(work.microbatch);
+      const std::int64_t m = work.microbatch;
       if (work.kind == PipelineStep::Kind::forward) {
         inputs[m] = at::linspace(-1, 1 + work.microbatch, kRippleElements).to(device).requires_grad_(true);
         std::optional<Chunk> chunk;
@@ -125,6 +140,10 @@ ReservedPeak train_rank_of_ripples(c10::Device device, bool graphs) {
           chunk.emplace(engine->chunk({work.stage, work.microbatch}));
         }
         outputs[m] = model.forward(inputs[m]);
+      } else if (work.kind == PipelineStep::Kind::weight_gradients) {
+        if (engine) {
+          engine->backward_dw({work.stage, work.microbatch});
+        }
       } else {
         outputs[m].backward(at::linspace(2, 3, kRippleElements).to(device));
         result.gradient = inputs[m].grad().cpu();
@@ -143,7 +162,7 @@ ReservedPeak train_rank_of_ripples(c10::Device device, bool graphs) {
   };
   result.bytes = peak_of_later_steps(device, step) - before;
   if (engine) {
-    EXPECT_EQ(engine->report().replays, 2 * kRipples * kMicrobatches);
+    EXPECT_EQ(engine->report().replays, kRipples * static_cast<std::int64_t>(order.size()));
   }
   return result;
 }
@@ -151,11 +170,27 @@ ReservedPeak train_rank_of_ripples(c10::Device device, bool graphs) {
 TEST(ReservedMemoryTest, AnOrderTakesWhatIsLiveInIt) {
   const sim::OneThread one_thread;
   const c10::Device device = find_device("sim");
-  const ReservedPeak eager = train_rank_of_ripples(device, false);
-  const ReservedPeak graphs = train_rank_of_ripples(device, true);
-  EXPECT_TRUE(at::equal(graphs.gradient, eager.gradient));
+  const std::vector<PipelineStep> order = pipeline_order({3, 1, 4}, 0);  // three microbatches are in flight
+  const ReservedPeak eager = train_rank_of_ripples(device, Way::eager, order);
+  const ReservedPeak in_order = train_rank_of_ripples(device, Way::in_order, order);
+  EXPECT_TRUE(at::equal(in_order.gradient, eager.gradient));
   // Its own copy of each input in flight, the gradient of an output, and that of an input.
-  EXPECT_EQ(graphs.bytes - eager.bytes, (kInFlight + 2) * kRippleBytes);
+  EXPECT_EQ(in_order.bytes - eager.bytes, 5 * kRippleBytes);
+}
+
+TEST(ReservedMemoryTest, DelayedWeightGradientsHoldMemoryUntilTheirPlaceInTheOrder) {
+  const sim::OneThread one_thread;
+  const c10::Device device = find_device("sim");
+  PipelineShape shape{3, 1, 4};  // three microbatches are in flight: F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
+  shape.delay_weight_gradients = true;
+  const std::vector<PipelineStep> order = pipeline_order(shape, 0);
+  std::vector<PipelineStep> last = order;
+  std::stable_partition(last.begin(), last.end(),
+                        [](const PipelineStep& work) { return work.kind != PipelineStep::Kind::weight_gradients; });
+  const ReservedPeak in_order = train_rank_of_ripples(device, Way::in_order, order);
+  const ReservedPeak at_end = train_rank_of_ripples(device, Way::in_order, last);
+  EXPECT_TRUE(at::equal(in_order.gradient, at_end.gradient));
+  EXPECT_LT(in_order.bytes, at_end.bytes);
 }
 
 }  // namespace
