@@ -9,6 +9,13 @@ namespace sidestream {
 
 void CallSet::add(const std::shared_ptr<SequenceHolder>& bucket, const std::vector<std::size_t>& shape) {
   first_bucket_ = first_bucket_ == nullptr ? bucket : first_bucket_;
+  if (order != nullptr) {
+    for (const auto i : c10::irange(order->runs().size())) {
+      const CallableOrder::Run& run = order->runs()[i];
+      sites[run.callable].variants.add({bucket, i, {}, shape, {}, run.chunk, run.stage});
+    }
+    return;
+  }
   for (const auto i : c10::irange(sites.size())) {
     sites[i].variants.add({bucket, i, {}, shape});
   }

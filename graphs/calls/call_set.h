@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "graphs/calls/call_site.h"
+#include "graphs/calls/callable_order.h"
 #include "graphs/calls/recorded_calls.h"
 #include "sidestream/graph_options.h"
 
@@ -26,7 +27,7 @@ class CallSet {
   CallSet& operator=(const CallSet&) = delete;
   ~CallSet() = default;
 
-  /// The calls of `bucket` are those of the callables, in order. `shape`: see CallVariant.
+  /// The calls of `bucket` are those of the callables, in order, or the runs of `order`. `shape`: see CallVariant.
   void add(const std::shared_ptr<SequenceHolder>& bucket, const std::vector<std::size_t>& shape = {});
   [[nodiscard]] bool is_first(const CallSite& site) const noexcept { return &site == &sites.front(); }
   /// True if all callables were recorded.
@@ -43,7 +44,8 @@ class CallSet {
   [[nodiscard]] bool is_in_other_mode() const;
 
   std::deque<CallSite> sites;
-  GraphOptions options;  ///< of each capture
+  GraphOptions options;                  ///< of each capture
+  std::unique_ptr<CallableOrder> order;  ///< null: they are captured as one nest
   RecordedCalls pass;
   bool first_replays = false;  ///< the latest call of the first callable did
 

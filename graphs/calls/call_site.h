@@ -22,6 +22,7 @@
 namespace sidestream {
 
 struct BucketOptions;
+class CallableOrder;
 class CallSet;
 
 /// A sequence that may be captured anew while callables and call sites refer to it.
@@ -67,7 +68,7 @@ struct CallVariant {
   std::vector<std::size_t> shape = {};
   std::shared_ptr<const void> structure = {};  ///< of its result
   std::size_t slot = 0;                        ///< see RecordedCall::slot
-  std::int64_t stage = 0;                      ///< of its chunk, if it was captured in the order of a step
+  std::int64_t stage = 0;                      ///< of its chunk, if it was captured in an order
   std::uint64_t used_at = 0;                   ///< its capture or latest replay, on the table's clock
 
   /// Of the call in its sequence now.
@@ -133,6 +134,7 @@ struct CallSite {
   std::vector<at::Generator> generators;             ///< of a callable: see CallSpec
   bool forwards_alone = false;                       ///< of a callable: GraphOptions::forward_only
   CallSet* set = nullptr;                            ///< of a bucketed callable, which is in it; else null
+  CallableOrder* order = nullptr;                    ///< of a callable in an order, which its set has; else null
   CallRules rules;
   VariantTable variants;
   bool dropped = false;  ///< by GraphedCallable::reset

@@ -3,8 +3,10 @@
 
 #include "graphs/calls/call_set.h"
 #include "graphs/calls/call_site.h"
+#include "graphs/calls/callable_order.h"
 #include "graphs/calls/dispatcher.h"
 #include "graphs/calls/engine_sequences.h"
+#include "graphs/calls/step_chunks.h"
 #include "graphs/resources/engine_resources.h"
 #include "observe/sync_finder.h"
 #include "sidestream/error.h"
@@ -35,7 +37,9 @@ void Dispatcher::call_callable(const Call& call) {
     throw UsageError(describe(call.site) + ": replayed after reset; capture it again");
   }
   CallSet* const set = call.site.set;
-  if (set == nullptr) {
+  if (const CallableOrder* const order = call.site.order; order != nullptr) {
+    replay_callable(call, order->next(call.site, chunks_.active(), chunks_.step()), GraphSequence::Inputs::unknown);
+  } else if (set == nullptr) {
     VariantTable& variants = call.site.variants;
     const CallVariant* const fits = variants.all.size() > 1 ? variants.find(call.request) : nullptr;
     replay_callable(call, fits != nullptr ? *fits : variants.all.front(), GraphSequence::Inputs::unknown);
@@ -141,6 +145,9 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
   }
   prepare();
   replay(call, variant, index, known);
+  if (site.order != nullptr) {
+    site.order->replayed(variant.call, chunks_.step());
+  }
 }
 
 }  // namespace sidestream

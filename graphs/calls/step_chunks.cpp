@@ -12,13 +12,14 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
-namespace {
-
-using ChunkWork = PipelineStep::Kind;
 
 std::string describe(const ChunkId& id) {
   return "stage " + std::to_string(id.stage) + ", microbatch " + std::to_string(id.microbatch);
 }
+
+namespace {
+
+using ChunkWork = PipelineStep::Kind;
 
 ChunkId id_of(const PipelineStep& step) { return {step.stage, step.microbatch}; }
 
@@ -27,40 +28,6 @@ std::string describe(const PipelineStep& step) {
                      : step.kind == ChunkWork::backward ? "backward of "
                                                         : "weight gradients of ";
   return work + describe(id_of(step));
-}
-
-/// Throws: UsageError for an order that no step can take.
-void check_order(const std::vector<PipelineStep>& order) {
-  const auto refuse = [](const std::string& what) { throw UsageError("OffloadEngine::step: the order " + what); };
-  const auto key = [&](std::size_t i) { return std::tuple(order[i].stage, order[i].microbatch, order[i].kind, i); };
-  std::vector<std::size_t> by_chunk(order.size());
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    if (order[i].stage < 0 || order[i].microbatch < 0) {
-      refuse("has the " + describe(order[i]) + "; stages and microbatches are numbered from 0");
-    }
-    by_chunk[i] = i;
-  }
-  std::sort(by_chunk.begin(), by_chunk.end(), [&](std::size_t a, std::size_t b) { return key(a) < key(b); });
-  for (std::size_t k = 0; k < by_chunk.size(); ++k) {
-    const std::size_t at = by_chunk[k];
-    const PipelineStep& step = order[at];
-    const PipelineStep* const before = k == 0 ? nullptr : &order[by_chunk[k - 1]];
-    const bool same_chunk = before != nullptr && id_of(*before) == id_of(step);
-    if (same_chunk && before->kind == step.kind) {
-      refuse("has the " + describe(step) + " twice; a step has each chunk once: remove one of them");
-    }
-    if (step.kind == ChunkWork::forward) {
-      continue;
-    }
-    PipelineStep needed = step;
-    needed.kind = step.kind == ChunkWork::backward ? ChunkWork::forward : ChunkWork::backward;
-    if (!same_chunk || !(*before == needed)) {
-      refuse("has the " + describe(step) + ", but not the " + describe(needed) + "; add it before that step");
-    }
-    if (by_chunk[k - 1] > at) {
-      refuse("has the " + describe(step) + " before the " + describe(needed) + "; change the order of the two");
-    }
-  }
 }
 
 /// By forward of `order`, where the chunk's `kind` of work is.
@@ -101,9 +68,42 @@ class NamedChunks {
 
 }  // namespace
 
+void check_order(const std::vector<PipelineStep>& order, const std::string& where) {
+  const auto refuse = [&](const std::string& what) { throw UsageError(where + ": the order " + what); };
+  const auto key = [&](std::size_t i) { return std::tuple(order[i].stage, order[i].microbatch, order[i].kind, i); };
+  std::vector<std::size_t> by_chunk(order.size());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    if (order[i].stage < 0 || order[i].microbatch < 0) {
+      refuse("has the " + describe(order[i]) + "; stages and microbatches are numbered from 0");
+    }
+    by_chunk[i] = i;
+  }
+  std::sort(by_chunk.begin(), by_chunk.end(), [&](std::size_t a, std::size_t b) { return key(a) < key(b); });
+  for (std::size_t k = 0; k < by_chunk.size(); ++k) {
+    const std::size_t at = by_chunk[k];
+    const PipelineStep& step = order[at];
+    const PipelineStep* const before = k == 0 ? nullptr : &order[by_chunk[k - 1]];
+    const bool same_chunk = before != nullptr && id_of(*before) == id_of(step);
+    if (same_chunk && before->kind == step.kind) {
+      refuse("has the " + describe(step) + " twice; a step has each chunk once: remove one of them");
+    }
+    if (step.kind == ChunkWork::forward) {
+      continue;
+    }
+    PipelineStep needed = step;
+    needed.kind = step.kind == ChunkWork::backward ? ChunkWork::forward : ChunkWork::backward;
+    if (!same_chunk || !(*before == needed)) {
+      refuse("has the " + describe(step) + ", but not the " + describe(needed) + "; add it before that step");
+    }
+    if (by_chunk[k - 1] > at) {
+      refuse("has the " + describe(step) + " before the " + describe(needed) + "; change the order of the two");
+    }
+  }
+}
+
 void StepChunks::begin_step(const std::vector<PipelineStep>* order) {
   if (order != nullptr && *order != *order_) {
-    check_order(*order);
+    check_order(*order, "OffloadEngine::step");
     order_ = std::make_shared<std::vector<PipelineStep>>(*order);
     backwards_ = places_of(*order_, ChunkWork::backward);
     weights_ = places_of(*order_, ChunkWork::weight_gradients);
@@ -113,6 +113,7 @@ void StepChunks::begin_step(const std::vector<PipelineStep>* order) {
     }
   }
   ordered_ = order != nullptr;
+  ++step_;
   next_ = 0;
   first_number_ += chunks_.size();
   chunks_.clear();

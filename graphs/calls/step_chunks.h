@@ -17,6 +17,11 @@ class EagerOffload;
 class GraphSequence;
 class GroupMover;
 
+/// "stage 0, microbatch 1"
+[[nodiscard]] std::string describe(const ChunkId& id);
+/// `where`: begins the message. Throws: UsageError for an order that no step can take.
+void check_order(const std::vector<PipelineStep>& order, const std::string& where);
+
 /// One chunk of a step.
 struct RunningChunk {
   static constexpr std::size_t never = static_cast<std::size_t>(-1);
@@ -60,6 +65,8 @@ class StepChunks {
   /// The same for a step that failed.
   void abandon_step() noexcept;
 
+  /// Counts the steps that were to begin.
+  [[nodiscard]] std::uint64_t step() const noexcept { return step_; }
   /// That calls belong to now; null if there is none.
   [[nodiscard]] RunningChunk* active() noexcept { return open_.empty() ? nullptr : &chunks_[open_.back()]; }
   /// The chunk of that number; null if it is none of this step's.
@@ -87,9 +94,10 @@ class StepChunks {
   std::shared_ptr<const GroupMover> mover_;
   std::shared_ptr<EagerOffload> eager_;
   std::size_t most_slots_;
-  std::vector<RunningChunk> chunks_;                                  ///< of the step, as they began
-  std::vector<std::size_t> open_;                                     ///< the active one last
-  std::uint64_t first_number_ = 1;                                    ///< of chunks_.front()
+  std::vector<RunningChunk> chunks_;  ///< of the step, as they began
+  std::vector<std::size_t> open_;     ///< the active one last
+  std::uint64_t first_number_ = 1;    ///< of chunks_.front()
+  std::uint64_t step_ = 0;
   std::uint64_t copied_ = 0;                                          ///< bytes, at the latest count
   bool ordered_ = false;                                              ///< the step has an order
   GivenOrder order_ = std::make_shared<std::vector<PipelineStep>>();  ///< the latest one

@@ -40,6 +40,11 @@ std::vector<BucketedCallable> make_bucketed_callables(OffloadEngine& engine, con
                      " buckets of samples; raise it, or pass fewer buckets");
   }
   GraphOptions graph = options.graph();
+  if (!graph.order().empty()) {
+    throw UsageError(
+        "make_bucketed_callables: GraphOptions::order works only with make_graphed_callables. For each shape make "
+        "callables in order");
+  }
   if (graph.pool() == nullptr) {
     graph.pool(std::make_shared<GraphPool>(EngineAccess::state(engine).runtime().device()));
   }

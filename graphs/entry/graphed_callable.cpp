@@ -298,8 +298,13 @@ std::shared_ptr<CallSet> EngineAccess::make_set(EngineState& state, const std::v
   auto set = std::make_shared<CallSet>(
       callables.size(), options,
       RecordedCalls(resources.model, state.runtime().device(), resources.rest, /*delays=*/false));
+  if (!options.order().empty()) {
+    set->order =
+        std::make_unique<CallableOrder>(options.order(), callables, resources.options.call_options().max_captures());
+  }
   for (const auto i : c10::irange(callables.size())) {
     CallSite& site = set->sites[i];
+    site.order = set->order.get();
     site.kind = CallSite::Kind::callable;
     site.scope = state.tree().child(state.tree().root(), callables[i].name());
     site.module = callables[i].module();
@@ -317,8 +322,10 @@ std::shared_ptr<CallSet> EngineAccess::make_set(EngineState& state, const std::v
 
 void EngineAccess::capture(EngineState& state, CallSet& set, const std::vector<Callable>& callables,
                            const Samples& samples, const std::vector<std::size_t>& shape) {
-  set.add(state.sequences().capture(specs_of(state, callables, samples, set.options), nested_order(callables.size()),
-                                    set.options),
+  const std::vector<CallSpec> specs = specs_of(state, callables, samples, set.options);
+  const bool in_order = set.order != nullptr;
+  set.add(state.sequences().capture(in_order ? set.order->specs_of(specs) : specs,
+                                    in_order ? set.order->graphs() : nested_order(specs.size()), set.options),
           shape);
 }
 

@@ -85,6 +85,13 @@ void check_graph_options(const GraphOptions& options, std::optional<c10::Stream>
         "retain_graph_in_backward is set together with GradientPolicy::delayed, but backward_dw uses up what a second "
         "backward would need. Choose another policy, or run each backward once");
   }
+  if (!options.order().empty() &&
+      (options.retain_graph_in_backward() || options.forward_only() || delays_gradients(options))) {
+    throw UsageError(
+        "GraphOptions::order is set together with retain_graph_in_backward, forward_only or GradientPolicy::delayed. "
+        "These need memory that an order gives to other chunks after the backward. Leave them out, or capture once for "
+        "each microbatch in flight");
+  }
   if (options.num_warmup_iters() < 0) {
     throw UsageError("num_warmup_iters is negative; it must be 0 or more");
   }
@@ -104,6 +111,11 @@ Options checked_options(Options options) {
     throw UsageError(
         "forward_only is set in the engine's GraphOptions, but it works only with make_graphed_callables. For ss::call "
         "set CallOptions::on_evaluation to capture");
+  }
+  if (!options.graph_options().order().empty()) {
+    throw UsageError(
+        "GraphOptions::order is set in the engine's GraphOptions, but it works only with make_graphed_callables. For "
+        "ss::call give the order to OffloadEngine::step");
   }
   if (options.call_options().max_captures() < 1) {
     throw UsageError("max_captures is " + std::to_string(options.call_options().max_captures()) +

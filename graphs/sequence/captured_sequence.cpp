@@ -101,6 +101,14 @@ CapturedSequence::CapturedSequence(const GraphResources& resources, const GraphO
       pool(memory->pool(resources.runtime)),
       order(std::move(steps)) {}
 
+void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const char* what) const {
+  if (!calls[call].spec.chunk.empty()) {
+    throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + what +
+                     "; run the chunks in the order that GraphOptions::order was given, or make the "
+                     "callables with the order of your steps");
+  }
+}
+
 bool CapturedSequence::released() const {
   return std::all_of(calls.begin(), calls.end(), [](const CapturedCall& call) { return call.replay.released; });
 }
@@ -297,6 +305,7 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
                      ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward");
   }
   if (const auto obstacle = pending.obstacle(order.backward_index(index))) {
+    check_turn(index, *obstacle, "backward");
     throw UsageError(
         describe(index) + ": its backward runs before that of \"" + calls[*obstacle].spec.name + "\", which was " +
         "called after it; run the backwards of calls that were captured together in reverse order, or capture the "

@@ -135,6 +135,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
     captured_.check(index, inputs);
   }
   if (pending_.runs().contains(index)) {
+    captured_.check_turn(index, index, "forward");
     throw UsageError(captured_.describe(index) +
                      ": the backward of its previous forward is still pending, and this forward would " +
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
@@ -147,6 +148,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
         "what they are computed from; call backward_dw first, or capture once for each microbatch in flight");
   }
   if (const auto obstacle = pending_.runs().obstacle(graph_index)) {
+    captured_.check_turn(index, *obstacle, "forward");
     throw UsageError(captured_.describe(index) + ": called after \"" + captured_.calls[*obstacle].spec.name +
                      "\", whose backward is pending; replay " +
                      "calls that were captured together in the order of their capture, or capture them separately");

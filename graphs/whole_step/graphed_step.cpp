@@ -189,11 +189,11 @@ GraphedStep EngineAccess::capture_whole_step(const OffloadEngine& engine, Callab
     throw UsageError("make_graphed_step: no samples were given; pass the inputs of each microbatch, at least of one");
   }
   if (options.graph().retain_graph_in_backward() || options.graph().allow_unused_input() ||
-      options.graph().forward_only() || !options.graph().gradients().empty()) {
+      options.graph().forward_only() || !options.graph().gradients().empty() || !options.graph().order().empty()) {
     throw UsageError(
         "make_graphed_step: StepOptions::graph sets retain_graph_in_backward, gradients, "
-        "forward_only or allow_unused_input. These work only for calls whose backward is a graph of its own; leave "
-        "them out, and see StepOptions::accumulate");
+        "order, forward_only or allow_unused_input. These work only for calls whose backward is a graph of its own; "
+        "leave them out, and see StepOptions::accumulate");
   }
   if (options.graph().pool() != nullptr) {
     throw UsageError(

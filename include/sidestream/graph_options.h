@@ -11,6 +11,8 @@
 #include <c10/core/Stream.h>
 #include <torch/arg.h>
 
+#include "sidestream/pipeline_order.h"
+
 namespace sidestream {
 
 class GraphEvent;
@@ -91,6 +93,19 @@ struct GraphOptions {
   TORCH_ARG(std::shared_ptr<GraphEvent>, cuda_graph_event);
   /// Device memory that these captures share with others [pool]: see GraphPool. UsageError for a pool of another device.
   TORCH_ARG(std::shared_ptr<GraphPool>, pool);
+  /// The order in which the callables run in a step, as `pipeline_order` gives it [_order]. Not set: all forwards, then all backwards.
+  ///
+  /// Each callable is captured once for each microbatch of its virtual stage (Callable::stage), in this order and in one pool of memory. A
+  /// graph may use the memory of chunks whose backward comes before it. If no chunk is in flight between two microbatches, they share
+  /// captures.
+  /// A call replays the capture of the chunk that is open (OffloadEngine::chunk). If none is open, it replays that of the next microbatch;
+  /// each step begins with the first one. Chunks without a backward have no captures: run them under no_grad.
+  /// If a forward or a backward needs memory that the order gives to an earlier chunk until its backward, it throws UsageError, and nothing
+  /// has been queued.
+  /// For make_graphed_callables only. CallOptions::max_captures of the engine bounds the captures of a callable.
+  /// Throws (at the capture): UsageError for an order that no step can take, and for more captures than the bound allows. Also for stages
+  /// without callables, callables without a stage of the order, and options that do not go with an order.
+  TORCH_ARG(std::vector<PipelineStep>, order);
   /// Asks all ranks whether to capture now, for trainers of several ranks. Warm-up and capture run the calls more often than a step does,
   /// and any collectives in them too. So all ranks must capture in the same step.
   ///

@@ -78,6 +78,12 @@ class SIDESTREAM_API Callable {
   /// Sets generators from which the callable draws, besides those of GraphOptions::generators. Only its graphs use them.
   Callable& generators(std::vector<at::Generator> generators);
 
+  /// Sets the virtual stage of this rank that the callable belongs to, for GraphOptions::order. 0 if it is not set.
+  Callable& stage(std::int64_t stage) {
+    stage_ = stage;
+    return *this;
+  }
+
   /// The name in reports and errors, and the first part of the names of its groups.
   [[nodiscard]] const std::string& name() const { return name_; }
   /// The function, with its module bound.
@@ -88,6 +94,8 @@ class SIDESTREAM_API Callable {
   [[nodiscard]] const std::vector<std::string>& input_names() const { return input_names_; }
   /// What `generators` was given.
   [[nodiscard]] const std::vector<at::Generator>& generators() const { return generators_; }
+  /// What `stage` was given.
+  [[nodiscard]] std::int64_t stage() const { return stage_; }
   /// Null if there are no hooks.
   [[nodiscard]] const std::shared_ptr<const CaptureTimeHooks>& capture_time_hooks() const { return hooks_; }
 
@@ -107,6 +115,7 @@ class SIDESTREAM_API Callable {
   std::vector<std::string> input_names_;
   std::shared_ptr<const CaptureTimeHooks> hooks_;
   std::vector<at::Generator> generators_;
+  std::int64_t stage_ = 0;
 };
 
 /// One sample argument: a tensor, or an output of an earlier callable.
@@ -142,7 +151,7 @@ class SIDESTREAM_API Sample {
 /// it always throws.
 /// Ordering: on return the current stream waits for the graph's compute, not for its copies.  Capture: illegal.
 /// Threads: one at a time; backward may run on autograd's device thread.
-/// Throws: UsageError for inputs or a state of autocast that differ from the capture, and for calls in another nesting order than captured.
+/// Throws: UsageError for inputs or a state of autocast that differ from the capture, and for calls in another order than captured.
 /// Also for a second forward before the backward of the first, and for a second backward without retain_graph_in_backward. A backward
 /// throws UsageError if it needs an output of its forward that was changed in place.
 class SIDESTREAM_API GraphedCallable {
@@ -183,7 +192,7 @@ class SIDESTREAM_API GraphedCallable {
   std::shared_ptr<Shared> shared_;  ///< shared by copies
 };
 
-/// Captures forward and backward of the callables, in order. The groups that the engine's options name are offloaded.
+/// Captures forward and backward of the callables, in order (see GraphOptions::order). The groups that the engine's options name are offloaded.
 ///
 /// `samples[i]` are the arguments of `callables[i]`; their values are used in warm-up. A sizing pass runs first. Parameters' gradients,
 /// buffers and random state are unchanged when it returns.

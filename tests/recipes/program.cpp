@@ -15,6 +15,7 @@
 #include <iostream>
 #include <limits>
 #include <map>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -360,6 +361,57 @@ void pipeline_order(c10::Device device) {
   check(equal(ours, values_of(model->parameters())), "the weights are plain training's bit for bit");
 }
 
+void callables_in_order(c10::Device device) {
+  const int64_t ranks = 2, stages = 2, microbatches = 4, rank = 0;
+  seed(device);
+  torch::nn::Sequential model;
+  std::vector<torch::nn::AnyModule> layers;
+  for (int i = 0; i < 4; ++i) {
+    torch::nn::Linear linear(kWidth, kWidth);
+    layers.emplace_back(linear);
+    model->push_back(linear);
+  }
+  model->to(device);
+  const at::Tensor sample = batch_of(device, 4 * kLength).data.requires_grad_();
+  ss::OffloadEngine engine(*model, ss::Options(device).offload("layers.*"));
+  //@ callables in order
+  std::vector<at::Tensor> ours;
+  for (const bool plainly : {false, true}) {
+    model->zero_grad();
+    std::map<std::pair<int64_t, int64_t>, at::Tensor> outputs;
+    std::optional<ss::Step> step;
+    if (!plainly) {
+      step.emplace(engine.step(order));
+    }
+    for (const ss::PipelineStep& work : order) {
+      at::Tensor& output = outputs[{work.stage, work.microbatch}];
+      if (work.kind == ss::PipelineStep::Kind::backward) {
+        output.square().mean().backward();
+        continue;
+      }
+      std::optional<ss::Chunk> chunk;
+      if (!plainly) {
+        chunk.emplace(engine.chunk({work.stage, work.microbatch}));
+      }
+      output = (sample.detach() * (1 + work.microbatch)).requires_grad_();
+      for (auto i = static_cast<std::size_t>(2 * work.stage), end = i + 2; i < end; ++i) {
+        output = plainly ? layers[i].forward(output) : graphed[i]({output})[0];
+      }
+    }
+    if (step) {
+      step->finish();
+      check(engine.report().replays == 2 * 4 * microbatches, "callables replay for all microbatches");
+    }
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : model->parameters()) {
+      gradients.push_back(parameter.grad());
+    }
+    const std::vector<at::Tensor> now = values_of(gradients);
+    check(!plainly || equal(ours, now), "the gradients are plain training's bit for bit");
+    ours = now;
+  }
+}
+
 void groups_by_hand(c10::Device device) {
   const int steps = 3;
   const int64_t microbatches = 4;
@@ -421,6 +473,7 @@ const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"several ranks", several_ranks},
     {"where the host waits", where_the_host_waits},
     {"pipeline order", pipeline_order},
+    {"callables in order", callables_in_order},
     {"groups by hand", groups_by_hand},
 };
 

@@ -1,13 +1,17 @@
 // Programs of the reference systems' form, make_graphed_callables: whole passes, and those that leave layers out.
 #include <functional>
+#include <map>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 
 #include "graphs/sequence/sequence_streams.h"
 #include "sidestream/graph_event.h"
+#include "sidestream/pipeline_order.h"
 #include "sidestream/replay_options.h"
 #include "sidestream/scope.h"
 #include "unit/graphs/engine_program.h"
@@ -328,6 +332,62 @@ class ForkedCallables final : public EngineProgram {
   torch::nn::Module model_;
 };
 
+/// Callables in the order of the first of two ranks. A stage has two layers.
+class OrderedStages final : public StackProgram {
+ public:
+  /// `chunks`: the engine is told of chunks and of the order.
+  OrderedStages(const Runtimes& runtimes, const PipelineShape& shape, bool chunks)
+      : StackProgram(runtimes, 2 * static_cast<std::size_t>(shape.stages)),
+        order_(pipeline_order(shape, 0)),
+        chunks_(chunks) {
+    if (make_engine(*model_, stack_options())) {
+      std::vector<Callable> layers = callables(0, model_->size());
+      for (std::size_t i = 0; i < layers.size(); ++i) {
+        layers[i].stage(static_cast<std::int64_t>(i) / 2);
+      }
+      capture_linked(layers, GraphOptions().order(order_), [](std::size_t i) { return i % 2 == 0; });
+    }
+  }
+  ~OrderedStages() override { end(); }
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    model_->zero_grad();
+    std::optional<Step> in_step;
+    if (engine_) {
+      in_step.emplace(chunks_ ? engine_->step(order_) : engine_->step());
+    }
+    std::map<std::pair<std::int64_t, std::int64_t>, std::pair<at::Tensor, at::Tensor>> in_flight;
+    std::vector<at::Tensor> results;
+    for (const PipelineStep& work : order_) {
+      auto& [input, output] = in_flight[{work.stage, work.microbatch}];
+      if (work.kind == PipelineStep::Kind::forward) {
+        input = rows_of(100 * s + work.microbatch, work.stage).requires_grad_(true);
+        std::optional<Chunk> chunk;
+        if (engine_ && chunks_) {
+          chunk.emplace(engine_->chunk({work.stage, work.microbatch}));
+        }
+        const auto first = 2 * static_cast<std::size_t>(work.stage);
+        output = run(first, first + 2, input);
+      } else {
+        (output * rows_of(100 * s + work.microbatch, 10 + work.stage)).sum().backward();
+        results.push_back(input.grad());
+        in_flight.erase({work.stage, work.microbatch});
+      }
+    }
+    if (in_step) {
+      in_step->finish();
+    }
+    add_gradients(results);
+    for (at::Tensor& result : results) {
+      result = result.clone();
+    }
+    return results;
+  }
+
+ private:
+  std::vector<PipelineStep> order_;
+  bool chunks_;
+};
+
 }  // namespace
 
 std::vector<NamedProgram> callable_programs() {
@@ -366,6 +426,8 @@ std::vector<NamedProgram> callable_programs() {
   }
   result.push_back(named_program<GivenStream>("given_stream"));
   result.push_back(named_program<DelayedWeightGradients>("delayed_weights"));
+  result.push_back(named_program<OrderedStages>("callables_in_order", PipelineShape{2, 1, 3}, false));
+  result.push_back(named_program<OrderedStages>("callables_in_order_interleaved", PipelineShape{2, 2, 2}, true));
   for (const std::int64_t side_streams : {1, 2}) {
     result.push_back(named_program<ForkedCallables>("forked_callables_" + std::to_string(side_streams), side_streams));
   }

@@ -26,7 +26,7 @@
 namespace sidestream::testing_model {
 namespace {
 
-enum class RankWay : std::uint8_t { eager, calls, shared, callables };
+enum class RankWay : std::uint8_t { eager, calls, shared, callables, ordered_callables };
 
 std::string name_of_way(RankWay way) {
   switch (way) {
@@ -38,6 +38,8 @@ std::string name_of_way(RankWay way) {
       return "shared_memory";
     case RankWay::callables:
       return "callables";
+    case RankWay::ordered_callables:
+      return "callables_captured_in_order";
   }
   return "";
 }
@@ -58,11 +60,16 @@ GraphOptions graph_options(const RankProgram& program) {
   return options;
 }
 
-/// Callables for each part: a set for each microbatch in flight, and one for forwards without a backward.
+/// Callables for each part: a set for each microbatch in flight, and one for forwards without a backward. In order they are one set for all,
+/// made again for another order.
 class RankCallables {
  public:
-  RankCallables(OffloadEngine& engine, CalledStack& model, const RankProgram& program, c10::Device device)
-      : model_(model), program_(program) {
+  RankCallables(OffloadEngine& engine, CalledStack& model, const RankProgram& program, c10::Device device,
+                bool in_order)
+      : engine_(engine), model_(model), program_(program), device_(device), in_order_(in_order) {
+    if (in_order) {
+      return;
+    }
     for (std::size_t step = 0; step < program.microbatches.size(); ++step) {
       for (const std::size_t most : most_in_flight(program.place, program.order(step))) {
         in_flight_ = std::max(in_flight_, most);
@@ -70,32 +77,23 @@ class RankCallables {
     }
     for (std::size_t part = 0; part < program.place.parts; ++part) {
       for (std::size_t slot = 0; slot < in_flight_ + 1; ++slot) {
-        std::vector<Callable> callables;
-        std::vector<std::vector<Sample>> samples;
-        std::vector<std::size_t> layers;
-        for (std::size_t layer = part * program.layers; layer < (part + 1) * program.layers; ++layer) {
-          if (stays_eager(program, layer)) {
-            continue;
-          }
-          const bool linked = !layers.empty() && layers.back() + 1 == layer && !program.cut();
-          const bool data = program.place.rank == 0 && layer == 0;
-          samples.push_back({linked ? Sample::output_of(static_cast<std::int64_t>(layers.size()) - 1)
-                                    : Sample(rows(900, device).requires_grad_(!data))});
-          callables.emplace_back("layers." + std::to_string(layer),
-                                 *(model.layers->begin() + static_cast<std::ptrdiff_t>(layer)));
-          layers.push_back(layer);
-        }
-        const std::vector<GraphedCallable> made =
-            make_graphed_callables(engine, callables, samples, graph_options(program));
-        for (std::size_t i = 0; i < layers.size(); ++i) {
-          graphed_.insert({{layers[i], slot}, made[i]});
-        }
+        make(part, part + 1, slot, graph_options(program));
       }
     }
   }
   /// Gives each chunk a set that no chunk in flight has.
   void begin_step(const RankOrder& order) {
     slots_.clear();
+    if (in_order_) {
+      RankOrder ends = order;  // a backward is where its last layer runs
+      for (RankWork& work : ends) {
+        if (work.kind == RankWork::Kind::backward && work.layer != RankWork::kAll) {
+          work.layer = program_.layers - 1 - work.layer;
+        }
+      }
+      begin_step(order_of_chunks(ends, program_.layers));
+      return;
+    }
     std::map<std::size_t, std::set<std::size_t>> taken;  // by part
     for (const RankWork& work : order) {
       const std::pair<std::size_t, std::size_t> chunk(work.part, work.microbatch);
@@ -120,8 +118,51 @@ class RankCallables {
   }
 
  private:
+  /// In order; a chunk without a backward runs eagerly.
+  void begin_step(const std::vector<PipelineStep>& order) {
+    if (order != made_for_) {
+      graphed_.clear();
+      make(0, program_.place.parts, 0, graph_options(program_).order(order));
+      made_for_ = order;
+    }
+    for (const PipelineStep& step : order) {
+      slots_[{static_cast<std::size_t>(step.stage), static_cast<std::size_t>(step.microbatch)}] =
+          step.kind == PipelineStep::Kind::backward ? 0 : 1;
+    }
+  }
+  /// Those of parts [first, last), as one set.
+  void make(std::size_t first, std::size_t last, std::size_t slot, const GraphOptions& options) {
+    std::vector<Callable> callables;
+    std::vector<std::vector<Sample>> samples;
+    std::vector<std::size_t> layers;
+    for (std::size_t layer = first * program_.layers; layer < last * program_.layers; ++layer) {
+      if (stays_eager(program_, layer)) {
+        continue;
+      }
+      const bool linked =
+          !layers.empty() && layers.back() + 1 == layer && layer % program_.layers != 0 && !program_.cut();
+      const bool data = program_.place.rank == 0 && layer == 0;
+      samples.push_back({linked ? Sample::output_of(static_cast<std::int64_t>(layers.size()) - 1)
+                                : Sample(rows(900, device_).requires_grad_(!data))});
+      callables.emplace_back("layers." + std::to_string(layer),
+                             *(model_.layers->begin() + static_cast<std::ptrdiff_t>(layer)));
+      if (in_order_) {
+        callables.back().stage(static_cast<std::int64_t>(layer / program_.layers));
+      }
+      layers.push_back(layer);
+    }
+    const std::vector<GraphedCallable> made = make_graphed_callables(engine_, callables, samples, options);
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      graphed_.insert({{layers[i], slot}, made[i]});
+    }
+  }
+
+  OffloadEngine& engine_;
   CalledStack& model_;
   const RankProgram& program_;
+  c10::Device device_;
+  bool in_order_;
+  std::vector<PipelineStep> made_for_;
   std::size_t in_flight_ = 1;
   std::map<std::pair<std::size_t, std::size_t>, GraphedCallable> graphed_;  // by layer and slot
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> slots_;        // by part and microbatch
@@ -182,8 +223,8 @@ class RankExpectation {
       check_groups(step, order, report);
     } else if (step > 0) {
       EXPECT_GT(report.replays, 0);
-      const bool stays =
-          program_.layers < 4 || (program_.cut() && chunks_ == RankChunks::none && way_ != RankWay::callables);
+      const bool stays = program_.layers < 4 || (program_.cut() && chunks_ == RankChunks::none &&
+                                                 (way_ == RankWay::calls || way_ == RankWay::shared));
       EXPECT_TRUE(report.offloaded_bytes > 0 || stays);
     }
   }
@@ -249,8 +290,9 @@ void train_rank(const RankProgram& program, RankWay way, RankChunks chunks) {
   CalledStack plain(device, {}, layers);
   OffloadEngine engine(model, rank_options(program, way, device));
   std::unique_ptr<RankCallables> callables;
-  if (way == RankWay::callables) {
-    callables = std::make_unique<RankCallables>(engine, model, program, device);
+  if (way == RankWay::callables || way == RankWay::ordered_callables) {
+    callables =
+        std::make_unique<RankCallables>(engine, model, program, device, /*in_order=*/way == RankWay::ordered_callables);
   }
   ChunksOfStep open(engine, program.layers);
   Rank mine(
@@ -318,6 +360,22 @@ const auto rank_ways = testing::Values(RankWay::eager, RankWay::calls, RankWay::
 
 INSTANTIATE_TEST_SUITE_P(Orders, PipelineRankTest,
                          testing::Combine(testing::ValuesIn(rank_programs()), rank_ways,
+                                          testing::Values(RankChunks::none, RankChunks::ordered)),
+                         name_of_rank);
+/// Of callables in order. The layers of two chunks may not alternate in forward, and no weight gradients are delayed.
+std::vector<RankProgram> callable_orders() {
+  std::vector<RankProgram> programs = rank_programs();
+  const std::vector<RankProgram> deep = deep_programs();
+  programs.insert(programs.end(), deep.begin(), deep.end());
+  std::erase_if(programs, [](const RankProgram& program) {
+    return program.schedule == RankSchedule::zero_bubble || program.extra == RankExtra::alternating ||
+           program.extra == RankExtra::overtaking;
+  });
+  return programs;
+}
+INSTANTIATE_TEST_SUITE_P(OfCallables, PipelineRankTest,
+                         testing::Combine(testing::ValuesIn(callable_orders()),
+                                          testing::Values(RankWay::ordered_callables),
                                           testing::Values(RankChunks::none, RankChunks::ordered)),
                          name_of_rank);
 INSTANTIATE_TEST_SUITE_P(Random, PipelineRankTest,

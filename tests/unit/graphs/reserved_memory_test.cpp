@@ -5,6 +5,8 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -12,10 +14,12 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include "graphs/outputs/storage_holders.h"
 #include "models/plain_twin.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
+#include "sidestream/graphed_callable.h"
 #include "sidestream/pipeline_order.h"
 #include "unit/sim/rerun/every_order.h"
 
@@ -46,11 +50,26 @@ class RippleStack : public torch::nn::Module {
     register_module("ripples", ripples_);
   }
   at::Tensor forward(at::Tensor h) {
-    for (const auto& ripple : *ripples_) {
-      h = call(ripple->as<Ripple>(), h);
+    for (std::size_t i = 0; i < ripples_->size(); ++i) {
+      h = graphed.empty() ? call(&ripples_->at<Ripple>(i), h) : graphed[i]({h})[0];
     }
     return h;
   }
+  /// The ripples, each with the output of the one before.
+  void capture(OffloadEngine& engine, c10::Device device, const GraphOptions& options) {
+    std::vector<Callable> callables;
+    std::vector<std::vector<Sample>> samples;
+    for (std::size_t i = 0; i < ripples_->size(); ++i) {
+      callables.emplace_back(
+          "ripples." + std::to_string(i),
+          [](Ripple& ripple, const Tensors& in) -> Tensors { return {ripple.forward(in[0])}; },
+          ripples_->ptr<Ripple>(i));
+      samples.push_back({i == 0 ? Sample(at::zeros(kRippleElements).to(device).requires_grad_(true))
+                                : Sample::output_of(static_cast<std::int64_t>(i) - 1)});
+    }
+    graphed = make_graphed_callables(engine, std::move(callables), samples, options);
+  }
+  std::vector<GraphedCallable> graphed;  ///< empty: calls
 
  private:
   torch::nn::ModuleList ripples_;
@@ -107,7 +126,7 @@ TEST(ReservedMemoryTest, LayersInGraphsTakeAnInputAndAnOutputsGradientMore) {
   EXPECT_EQ(graphs.bytes - eager.bytes, 2 * kRippleBytes);
 }
 
-enum class Way : std::uint8_t { eager, in_order };
+enum class Way : std::uint8_t { eager, in_order, callables };
 
 /// The same for the first rank of a pipeline, which runs its layers in `order`. If weight gradients are steps of the order, layers have
 /// weights.
@@ -117,11 +136,15 @@ ReservedPeak train_rank_of_ripples(c10::Device device, Way way, const std::vecto
   });
   RippleStack model(delayed);
   model.to(device);
+  await_end_of_backward(device);  // of the test before: it would be freed meanwhile
   synchronize(device);
   release_cached_memory(device);
   const std::int64_t before = memory_use(device).reserved;
   std::optional<OffloadEngine> engine;
-  if (way != Way::eager) {
+  if (way == Way::callables) {
+    engine.emplace(model, Options(device));
+    model.capture(*engine, device, GraphOptions().order(order).num_warmup_iters(0));
+  } else if (way != Way::eager) {
     engine.emplace(model, Options(device)
                               .graph("ripples.*")
                               .graph_options(GraphOptions().gradients(
@@ -173,9 +196,12 @@ TEST(ReservedMemoryTest, AnOrderTakesWhatIsLiveInIt) {
   const std::vector<PipelineStep> order = pipeline_order({3, 1, 4}, 0);  // three microbatches are in flight
   const ReservedPeak eager = train_rank_of_ripples(device, Way::eager, order);
   const ReservedPeak in_order = train_rank_of_ripples(device, Way::in_order, order);
+  const ReservedPeak callables = train_rank_of_ripples(device, Way::callables, order);
   EXPECT_TRUE(at::equal(in_order.gradient, eager.gradient));
+  EXPECT_TRUE(at::equal(callables.gradient, eager.gradient));
   // Its own copy of each input in flight, the gradient of an output, and that of an input.
   EXPECT_EQ(in_order.bytes - eager.bytes, 5 * kRippleBytes);
+  EXPECT_EQ(callables.bytes, in_order.bytes);
 }
 
 TEST(ReservedMemoryTest, DelayedWeightGradientsHoldMemoryUntilTheirPlaceInTheOrder) {

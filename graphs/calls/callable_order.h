@@ -1,0 +1,65 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "analysis/sequence_order.h"
+#include "graphs/calls/call_site.h"
+#include "graphs/guards/call_spec.h"
+#include "sidestream/chunk.h"
+#include "sidestream/graphed_callable.h"
+#include "sidestream/pipeline_order.h"
+
+namespace sidestream {
+
+struct RunningChunk;
+
+/// Callables in the order of a rank's step (GraphOptions::order). A run is one callable in one captured chunk. Chunks that share captures
+/// are one captured chunk.
+/// Threads: the step's. Only the constructor and `specs_of` allocate.
+class CallableOrder {
+ public:
+  struct Run {
+    std::size_t callable = 0;
+    std::int64_t stage = 0;
+    std::size_t chunk = 0;  ///< the captured chunks are numbered as they begin
+  };
+
+  /// `most`: captures of one callable.
+  /// Throws: UsageError for an order that no step can take, that needs more captures, or that does not fit the callables.
+  CallableOrder(const std::vector<PipelineStep>& order, const std::vector<Callable>& callables, std::int64_t most);
+
+  /// In the order of their forwards.
+  [[nodiscard]] const std::vector<Run>& runs() const noexcept { return runs_; }
+  /// Of all runs, each a call of its own.
+  [[nodiscard]] const SequenceOrder& graphs() const noexcept { return graphs_; }
+  /// `of_callables`: of each callable. Gives those of the runs. Throws: UsageError for a link from one stage to another.
+  [[nodiscard]] std::vector<CallSpec> specs_of(const std::vector<CallSpec>& of_callables) const;
+
+  /// The capture that a call of `site` replays now: that of `chunk`; if it is null, the next one after the latest replay. A step begins
+  /// with the first, and so does a call at which the order has a chunk in flight, but none is. `step`: the number of this step.
+  /// Throws: UsageError for a chunk that `site` is not captured for.
+  [[nodiscard]] const CallVariant& next(const CallSite& site, const RunningChunk* chunk, std::uint64_t step) const;
+  /// The capture of that run has replayed.
+  void replayed(std::size_t run, std::uint64_t step) noexcept {
+    next_run_ = run + 1;
+    step_ = step;
+  }
+
+ private:
+  struct Chunk {
+    ChunkId id;
+    std::size_t captured = 0;  ///< see Run::chunk
+    bool first = false;        ///< of those that share the captures
+  };
+  [[nodiscard]] const Chunk* find(const ChunkId& id) const noexcept;
+  /// True if no chunk is in flight where the chunk of `run` begins.
+  [[nodiscard]] bool begins_at_rest(std::size_t run) const;
+  std::vector<Chunk> chunks_;  ///< with a backward, as they begin
+  std::vector<Run> runs_;
+  SequenceOrder graphs_;
+  std::size_t next_run_ = 0;  ///< after that of the latest replay
+  std::uint64_t step_ = 0;    ///< of that replay
+};
+
+}  // namespace sidestream
