@@ -166,6 +166,7 @@ std::optional<RankEnvironment> rank_environment() {
   RankEnvironment place;
   place.size = number("WORLD_SIZE", 1, 1 << 16);
   place.rank = number("RANK", 0, place.size - 1);
+  place.local = std::getenv("LOCAL_RANK") == nullptr ? place.rank : number("LOCAL_RANK", 0, place.size - 1);
   place.address = variable("MASTER_ADDR");
   place.port = static_cast<std::uint16_t>(number("MASTER_PORT", 1, 65535));
   const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");

@@ -12,6 +12,7 @@ namespace pipeline {
 struct RankEnvironment {
   int rank = 0;               ///< RANK
   int size = 1;               ///< WORLD_SIZE
+  int local = 0;              ///< LOCAL_RANK, the number among the ranks of this machine; RANK if it is not set
   std::string address;        ///< MASTER_ADDR
   std::uint16_t port = 0;     ///< MASTER_PORT
   bool serves_store = false;  ///< rank 0, unless the program that started the ranks does (TORCHELASTIC_USE_AGENT_STORE)

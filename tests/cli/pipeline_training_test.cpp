@@ -100,6 +100,17 @@ TEST(Pipeline, ReplaysOfAllRanksAreVerified) {
   EXPECT_GE(json["verified"]["forwards"], 4);  // of each layer
 }
 
+TEST(Pipeline, EachRankHasAGpuOfItsOwn) {
+  const ProgramResult result = run_program(tiny_training(piped(2, {"--device", "cuda", "--steps", "4", "--compare"})));
+  if (result.code == 0) {  // two GPUs
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "bit for bit in each of 4 steps, and so are the trained parameters",
+                        result.out);
+  } else {
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "rank 1: ", result.err);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "cuda:1", result.err);
+  }
+}
+
 TEST(Pipeline, CtrlCEndsAllRanksAfterTheSameStep) {
   Program program(tiny_training(piped(2, {"--steps", "100000"})));
   ASSERT_TRUE(program.wait_for("step   "));
@@ -210,6 +221,7 @@ TEST(PipelineFromTheEnvironment, VariablesThatDoNotFitAreRefused) {
   };
   refused("RANK=0", "RANK is set, but WORLD_SIZE is not");
   refused("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=70000", "MASTER_PORT is '70000'");
+  refused("RANK=0 WORLD_SIZE=2 LOCAL_RANK=2", "LOCAL_RANK is '2'; it must be a number from 0 to 1");
   refused("RANK=0 WORLD_SIZE=3 MASTER_ADDR=localhost MASTER_PORT=1", "WORLD_SIZE is 3, but --pp is 2");
 }
 
@@ -228,7 +240,6 @@ TEST(Pipeline, OptionsThatDoNotFitAreRefused) {
   refused([](auto& o) { o.check_steps = 2; }, "--check-steps does not work with --pp");
   refused([](auto& o) { o.find_syncs = true; }, "--find-syncs does not work with --pp");
   refused([](auto& o) { o.dump_graphs = "graphs"; }, "--dump-graphs does not work with --pp");
-  refused([](auto& o) { o.device = "cuda"; }, "use --device sim");
   refused([](auto& o) { o.vpp = 4; }, "use --layers 8 or more");
   refused([](auto& o) { o.pp.reset(), o.vpp = 2; }, "add --pp");
   refused([](auto& o) { o.pp.reset(), o.delay_weight_gradients = true; },

@@ -1,15 +1,18 @@
-// c10d's Reducer with graphed calls, in two processes on the simulated device. Each step's gradients must equal those of plain data-parallel
-// training bit for bit: plain backwards, then the mean over the ranks.
+// c10d's Reducer with graphed calls, in two processes. Each step's gradients must equal those of plain data-parallel training bit for bit:
+// plain backwards, then the mean over the ranks.
 //
-//   reducer         starts both ranks; exit code 0 if all was equal
+//   reducer         starts both ranks on the simulated device; exit code 0 if all was equal
+//   reducer nccl    the same with NCCL, each rank on a GPU of its own; exit code 77 where that cannot run
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -17,12 +20,17 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/randn.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/cuda.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+#ifdef USE_C10D_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
 
 #include "examples/pipeline/ranks.h"
 #include "examples/pipeline/store_backend.h"
@@ -33,8 +41,15 @@ namespace {
 namespace ss = sidestream;
 
 constexpr int kSteps = 8;
-constexpr std::int64_t kRows = 24;
-const std::vector<std::int64_t> kWidths{16, 24, 40, 8};  // no two parameters have the same size
+constexpr std::chrono::minutes kLimit{2};
+constexpr int kSkipped = 77;
+
+using Sizes = std::vector<std::int64_t>;
+
+/// Of the layers; no two parameters have the same size.
+Sizes widths(c10::Device device) { return device.is_cuda() ? Sizes{1024, 1536, 2560, 512} : Sizes{16, 24, 40, 8}; }
+/// On a GPU so many that its work is late: a bucket that NCCL reads too early has other bytes.
+std::int64_t rows(c10::Device device) { return device.is_cuda() ? 4096 : 24; }
 
 struct LayerImpl : torch::nn::Module {
   LayerImpl(std::int64_t in, std::int64_t out) : linear(register_module("linear", torch::nn::Linear(in, out))) {}
@@ -47,10 +62,10 @@ struct LayerImpl : torch::nn::Module {
 TORCH_MODULE(Layer);
 
 struct ModelImpl : torch::nn::Module {
-  ModelImpl() {
+  explicit ModelImpl(const Sizes& widths) {
     register_module("layers", layers);
-    for (std::size_t i = 0; i + 1 < kWidths.size(); ++i) {
-      layers->push_back(Layer(kWidths[i], kWidths[i + 1]));
+    for (std::size_t i = 0; i + 1 < widths.size(); ++i) {
+      layers->push_back(Layer(widths[i], widths[i + 1]));
     }
   }
   at::Tensor loss(at::Tensor h) {
@@ -64,16 +79,38 @@ struct ModelImpl : torch::nn::Module {
 TORCH_MODULE(Model);
 
 /// Notes the sizes of the buckets in the order in which they are reduced.
-class NotedBackend final : public pipeline::StoreBackend {
+template <class Backend>
+class Noted final : public Backend {
  public:
-  using StoreBackend::StoreBackend;
+  template <class... Arguments>
+  explicit Noted(Sizes& sizes, Arguments&&... arguments)
+      : Backend(std::forward<Arguments>(arguments)...), sizes_(sizes) {}
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
-    sizes.push_back(tensors.front().numel());
-    return StoreBackend::allreduce(tensors, options);
+    sizes_.push_back(tensors.front().numel());
+    return Backend::allreduce(tensors, options);
   }
-  std::vector<std::int64_t> sizes;
+
+ private:
+  Sizes& sizes_;
 };
+
+#ifdef USE_C10D_NCCL
+std::string missing_for_nccl() {
+  const auto gpus = torch::cuda::device_count();
+  return gpus < 2 ? "it needs two GPUs, and here are " + std::to_string(gpus) : "";
+}
+
+c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, Sizes& sizes) {
+  auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = kLimit;
+  return c10::make_intrusive<Noted<c10d::ProcessGroupNCCL>>(sizes, store, rank, 2, options);
+}
+#else
+std::string missing_for_nccl() { return "it was built without NCCL's headers"; }
+
+c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>&, int, Sizes&) { return {}; }
+#endif
 
 void require(bool holds, const std::string& what) {
   if (!holds) {
@@ -85,7 +122,7 @@ void require(bool holds, const std::string& what) {
 struct Trainer {
   explicit Trainer(c10::Device device) {
     at::manual_seed(3);
-    model = Model();
+    model = Model(widths(device));
     model->to(device);
     optimizer.emplace(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   }
@@ -99,10 +136,14 @@ struct Trainer {
   std::optional<torch::optim::SGD> optimizer;
 };
 
-void train(int rank, const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<NotedBackend>& ranks) {
-  const c10::Device device = ss::find_device("sim");
+void train(c10::Device device, const c10::intrusive_ptr<c10d::Store>& store,
+           const c10::intrusive_ptr<c10d::Backend>& ranks, Sizes& reduced) {
+  const c10::DeviceGuard current(device);
+  const Sizes sizes = widths(device);
+  const int rank = ranks->getRank();
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, 2);
-  group->setBackend(device.type(), c10d::ProcessGroup::BackendType::CUSTOM, ranks);
+  using Type = c10d::ProcessGroup::BackendType;
+  group->setBackend(device.type(), device.is_cuda() ? Type::NCCL : Type::CUSTOM, ranks);
   Trainer graphed(device);
   Trainer plain(device);
   const std::vector<at::Tensor> parameters = graphed.model->parameters();
@@ -119,31 +160,30 @@ void train(int rank, const c10::intrusive_ptr<c10d::Store>& store, const c10::in
   at::manual_seed(100 + rank);  // each rank has data of its own
   for (int step = 0; step < kSteps; ++step) {
     const int microbatches = 1 + step % 2;  // every second step accumulates
-    ranks->sizes.clear();
     std::vector<at::Tensor> inputs;
     {
       auto scope = engine.step();
       for (int microbatch = 0; microbatch < microbatches; ++microbatch) {
-        inputs.push_back(at::randn({kRows, kWidths.front()}).to(device));
+        inputs.push_back(at::randn({rows(device), sizes.front()}).to(device));
         const bool reduces = microbatch + 1 == microbatches;  // else: no_sync
         if (reduces) {
           reducer.prepare_for_forward();
           reducer.rebuild_buckets();
         }
-        ranks->sizes.clear();
+        reduced.clear();
         const at::Tensor loss = graphed.model->loss(inputs.back());
         if (reduces) {
           reducer.prepare_for_backward({});
         }
         loss.backward();
-        require(reduces || ranks->sizes.empty(), "a gradient was reduced before its last microbatch");
+        require(reduces || reduced.empty(), "a gradient was reduced before its last microbatch");
       }
     }
-    const std::vector<std::int64_t> order = ranks->sizes;
+    const Sizes order = reduced;
     require(order.size() == parameters.size(), "not each bucket was reduced once");
     for (std::size_t i = 0; i < order.size(); ++i) {  // two parameters a layer, the last layer first
-      const std::size_t layer = kWidths.size() - 2 - i / 2;
-      require(order[i] == kWidths[layer + 1] || order[i] == kWidths[layer] * kWidths[layer + 1],
+      const std::size_t layer = sizes.size() - 2 - i / 2;
+      require(order[i] == sizes[layer + 1] || order[i] == sizes[layer] * sizes[layer + 1],
               "bucket " + std::to_string(i) + " was not ready in the order of the graphs");
     }
     for (const at::Tensor& input : inputs) {
@@ -151,7 +191,7 @@ void train(int rank, const c10::intrusive_ptr<c10d::Store>& store, const c10::in
     }
     for (const auto& item : plain.model->named_parameters()) {
       std::vector<at::Tensor> mean{item.value().grad() / 2};
-      ranks->StoreBackend::allreduce(mean, {})->wait();
+      ranks->allreduce(mean, {})->wait();
       item.value().mutable_grad() = mean.front();
       const at::Tensor ours = graphed.model->named_parameters()[item.key()].grad();
       require(at::equal(ours.cpu(), mean.front().cpu()),
@@ -166,20 +206,33 @@ void train(int rank, const c10::intrusive_ptr<c10d::Store>& store, const c10::in
 
 }  // namespace
 
-int main() try {
+int main(int argc, char** argv) try {
+  const bool nccl = argc > 1 && std::string_view(argv[1]) == "nccl";
   const auto place = pipeline::rank_environment();
   if (!place) {
+    if (const std::string missing = nccl ? missing_for_nccl() : ""; !missing.empty()) {
+      std::cerr << "skipped: " << missing << '\n';
+      return kSkipped;
+    }
     const pipeline::RanksEnd end = pipeline::run_ranks(2);
     std::cerr << end.failed << '\n';
     return end.code;
   }
-  const std::chrono::minutes limit{2};
-  const auto store = pipeline::connect(*place, limit);
-  const auto ranks = c10::make_intrusive<NotedBackend>(store, place->rank, place->size, limit);
+  setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);  // the same algorithms inside and outside of graphs
+  const c10::Device device = ss::find_device(nccl ? "cuda:" + std::to_string(place->rank) : "sim");
+  const auto store = pipeline::connect(*place, kLimit);
+  Sizes reduced;
+  const auto host =
+      c10::make_intrusive<Noted<pipeline::StoreBackend>>(reduced, store, place->rank, place->size, kLimit);
   try {
-    train(place->rank, store, ranks);
+    c10::intrusive_ptr<c10d::Backend> ranks = host;
+    if (nccl) {
+      ranks = make_nccl(store, place->rank, reduced);
+    }
+    train(device, store, ranks, reduced);
+    ranks->shutdown();
   } catch (const std::exception& error) {
-    ranks->fail("rank " + std::to_string(place->rank) + " failed: " + error.what(), place->serves_store);
+    host->fail("rank " + std::to_string(place->rank) + " failed: " + error.what(), place->serves_store);
     throw;
   }
   return 0;

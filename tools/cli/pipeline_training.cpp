@@ -15,6 +15,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -95,6 +96,7 @@ class RankTraining {
                             at::dtype(dtype_).device(device_.device))) {}
 
   int run(ReportFile* report) {
+    const c10::DeviceGuard current(device_.device);
     describe();
     std::optional<InterruptGuard> interrupt;  // rank 0 decides for all
     if (ranks_->getRank() == 0) {
@@ -187,7 +189,8 @@ class RankTraining {
       return;
     }
     // The simulated device computes what the CPU computes; its memory is left to the rank.
-    plain_.emplace(options_, c10::Device(c10::kCPU), TrainingMode{}, corpus_);
+    plain_.emplace(options_, device_.device.is_cuda() ? device_.device : c10::Device(c10::kCPU), TrainingMode{},
+                   corpus_);
     result_.comparison.emplace(dtype_, options_.tokens_per_step(), /*exact=*/true);
     for (int rank = 0; rank < last_; ++rank) {
       for (const std::string name : RankJson::parse(receive_text(ranks_, rank))) {
@@ -255,7 +258,7 @@ class RankTraining {
     const NamedTensors theirs = plain_->parameters();
     result_.parameters_equal = std::equal(ours.begin(), ours.end(), theirs.begin(), [&](const auto& a, const auto& b) {
       const bool received = rank_of_.count(a.first) > 0;
-      return at::equal((received ? a.second.grad() : a.second.detach()).to(at::kCPU), b.second.detach());
+      return at::equal((received ? a.second.grad() : a.second.detach()).to(at::kCPU), b.second.detach().to(at::kCPU));
     });
   }
 
@@ -330,6 +333,9 @@ int train_in_pipeline(TrainingOptions options, const TextCorpus& corpus) {
     options.device = "sim";
   }
   if (const auto place = pipeline::rank_environment()) {
+    if (options.device == "cuda") {
+      options.device += ":" + std::to_string(place->local);  // a GPU for each rank
+    }
     return run_rank(options, corpus, *place);
   }
   if (!options.report.empty()) {

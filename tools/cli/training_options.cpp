@@ -114,7 +114,6 @@ void validate_pipeline(const TrainingOptions& options) {
          "tensors pass between ranks through the host, which waits for each; leave out one of the two");
   refuse(!options.dump_graphs.empty(), "--dump-graphs",
          "all ranks would write the same files; leave out one of the two");
-  refuse(options.device == "cuda", "--device cuda", "the ranks pass tensors of the sim device only; use --device sim");
   if (options.delay_weight_gradients && !options.graphed()) {
     throw UsageError("--dw delays the weight gradients of graphed layers, but --graphs is off: use --graphs layer");
   }
@@ -242,9 +241,11 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
           "Order of queued work on the sim device: early, late, d2h-early, d2h-late, seed:N, starve:N or hold:N")
       ->type_name("NAME");
   command
-      .add_option("--pp", options.pp,
-                  "Train in a pipeline of N ranks, one process each. They are started here, or by the environment "
-                  "(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)")
+      .add_option(
+          "--pp", options.pp,
+          "Train in a pipeline of N ranks, one process each. They are started here, or by the environment "
+          "(RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). With --device cuda each has a GPU of its own; "
+          "auto is sim")
       ->type_name("N");
   command.add_option("--vpp", options.vpp, "Virtual stages of each rank of the pipeline: the interleaved order")
       ->type_name("N")
