@@ -37,6 +37,11 @@ c10::intrusive_ptr<c10d::Work> done(const std::vector<at::Tensor>& tensors) {
   return c10::make_intrusive<DoneWork>(tensors);
 }
 
+[[noreturn]] void throw_store_ended() {
+  C10_THROW_ERROR(DistBackendError,
+                  "rank 0, or the program that started the ranks, has ended: the store does not answer any more");
+}
+
 std::string waiting_key(int rank) { return "waiting/" + std::to_string(rank); }
 std::string part_key(const std::string& key, std::size_t first) {
   return first == 0 ? key : key + "/" + std::to_string(first / kPart);
@@ -52,7 +57,7 @@ std::string StoreBackend::next_key(Messages& messages, int from, int to, int tag
   return pair + "/" + std::to_string(messages[pair]++);
 }
 
-void StoreBackend::put(const at::Tensor& tensor, int to, int tag) {
+void StoreBackend::put(const at::Tensor& tensor, int to, int tag) try {
   const at::Tensor host = tensor.detach().to(at::kCPU).contiguous();
   const auto* bytes = static_cast<const std::uint8_t*>(host.const_data_ptr());
   const std::string key = next_key(sent_, getRank(), to, tag);
@@ -62,9 +67,11 @@ void StoreBackend::put(const at::Tensor& tensor, int to, int tag) {
     store_->set(part_key(key, first),
                 std::vector<std::uint8_t>(bytes + first, bytes + std::min(first + kPart, host.nbytes())));
   }
+} catch (const c10::DistNetworkError&) {
+  throw_store_ended();
 }
 
-void StoreBackend::take(at::Tensor& tensor, int from, int tag) {
+void StoreBackend::take(at::Tensor& tensor, int from, int tag) try {
   at::Tensor host = at::empty_like(tensor, tensor.options().device(at::kCPU), at::MemoryFormat::Contiguous);
   auto* bytes = static_cast<std::uint8_t*>(host.mutable_data_ptr());
   const std::string key = next_key(received_, from, getRank(), tag);
@@ -78,6 +85,8 @@ void StoreBackend::take(at::Tensor& tensor, int from, int tag) {
     store_->deleteKey(part_key(key, first));
   }
   tensor.detach().copy_(host);
+} catch (const c10::DistNetworkError&) {
+  throw_store_ended();
 }
 
 void StoreBackend::wait_for(const std::string& key, int from) {
@@ -112,8 +121,7 @@ bool StoreBackend::is_there(const std::string& key) {
   try {
     return store_->check({key});
   } catch (const c10::DistNetworkError&) {
-    C10_THROW_ERROR(DistBackendError,
-                    "rank 0, or the program that started the ranks, has ended: the store does not answer any more");
+    throw_store_ended();
   }
 }
 
