@@ -18,6 +18,12 @@ constexpr std::array<std::string_view, 5> copies{"aten::copy_", "aten::_copy_fro
 constexpr std::array<std::string_view, 4> values{"aten::_local_scalar_dense", "aten::item", "aten::equal",
                                                  "aten::is_nonzero"};
 
+/// Operators that take the shape of a tensor and read none of its bytes.
+constexpr std::array<std::string_view, 11> like{"aten::empty_like", "aten::zeros_like", "aten::ones_like",
+                                                "aten::full_like",  "aten::rand_like",  "aten::randn_like",
+                                                "aten::new_empty",  "aten::new_zeros",  "aten::new_empty_strided",
+                                                "aten::new_ones",   "aten::new_full"};
+
 /// The bytes that a strided tensor spans.
 JournalAccess span_of(const at::Tensor& tensor, bool write) {
   const std::size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
@@ -63,7 +69,8 @@ class Sorter {
       }
       out_.host_waits = uses_device_;
     }
-    for (const at::Tensor& tensor : access_.reads) {
+    const bool reads = std::find(like.begin(), like.end(), access_.name) == like.end();
+    for (const at::Tensor& tensor : reads ? access_.reads : c10::ArrayRef<at::Tensor>()) {
       const auto same = [&](const at::Tensor& written) { return written.is_same(tensor); };
       if (std::none_of(access_.writes.begin(), access_.writes.end(), same)) {  // a write stands for the read too
         touch(tensor, false);
