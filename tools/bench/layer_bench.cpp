@@ -30,7 +30,8 @@ const std::vector<LayerMode>& layer_modes() {
       {.name = "graphs slots", .graphs = true, .told = false},
       {.name = "graphs+offload slots", .graphs = true, .offload = true, .told = false},
       {.name = "graphs cloned", .graphs = true, .gradients = GradientPolicy::cloned},
-      {.name = "graphs delayed", .graphs = true, .gradients = GradientPolicy::delayed}};
+      {.name = "graphs delayed", .graphs = true, .gradients = GradientPolicy::delayed},
+      {.name = "graphs+offload delayed", .graphs = true, .offload = true, .gradients = GradientPolicy::delayed}};
   return modes;
 }
 
@@ -110,16 +111,25 @@ void LayerBench::run_order(OffloadEngine* engine) const {
 }
 
 StepTime LayerBench::step(OffloadEngine* engine, bool told) {
-  synchronize(device_);
-  const auto begin = std::chrono::steady_clock::now();
-  const double cpu_before = cpu_seconds();
+  auto begin = std::chrono::steady_clock::now();
+  double cpu_before = 0;
+  const auto start = [&] {
+    synchronize(device_);
+    begin = std::chrono::steady_clock::now();
+    cpu_before = cpu_seconds();
+  };
+  start();
   {
     std::optional<Step> step;
     if (engine != nullptr) {
       step.emplace(order_.empty() || !told ? engine->step() : engine->step(order_));
     }
     if (order_.empty()) {
-      layers_->forward(input_).backward(output_gradient_);
+      const at::Tensor output = layers_->forward(input_);
+      if (settings_.backward_only) {
+        start();
+      }
+      output.backward(output_gradient_);
     } else {
       run_order(told ? engine : nullptr);
     }

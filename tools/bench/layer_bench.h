@@ -21,6 +21,7 @@ struct LayerSettings {
   std::vector<std::string> groups{"qkv", "core_attn", "proj", "norm2", "fc1"};
   std::int64_t ranks = 1;         ///< the layers are those of the first of so many
   std::int64_t microbatches = 0;  ///< of a step, in 1F1B order; 0: one, and no chunks
+  bool backward_only = false;     ///< not for microbatches
   std::int64_t rounds = 15;
   std::int64_t min_kib = 1024;
   std::optional<std::int64_t> lag_mib;

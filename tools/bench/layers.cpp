@@ -92,7 +92,7 @@ Json measure(const bench::LayerSettings& settings) {
     const auto times = layers.times();
     for (std::size_t i = 0; i < modes.size(); ++i) {
       add_times(modes[i], times[i]);
-      for (const char* base : {"graphs", "graphs cloned", "eager"}) {
+      for (const char* base : {"graphs", "graphs cloned", "graphs delayed", "eager"}) {
         if (const auto place = place_of(base)) {
           add_ratio(modes[i], times[i], base, times[*place]);
         }
@@ -100,7 +100,8 @@ Json measure(const bench::LayerSettings& settings) {
     }
   }
   for (std::size_t i = 0; i < modes.size(); ++i) {
-    if (const auto without = place_of(layers.modes()[i].graphs ? "graphs" : "eager")) {
+    const bool delays = layers.modes()[i].gradients == GradientPolicy::delayed;
+    if (const auto without = place_of(delays ? "graphs delayed" : layers.modes()[i].graphs ? "graphs" : "eager")) {
       add_rates(modes[i], modes[*without]);
     }
     if (const auto eager = place_of("eager")) {
@@ -122,6 +123,7 @@ Json measure(const bench::LayerSettings& settings) {
           {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
           {"ranks", settings.ranks},
           {"microbatches", settings.microbatches},
+          {"backward_only", settings.backward_only},
           {"rounds", settings.rounds},
           {"lag_mib", settings.lag_mib ? Json(*settings.lag_mib) : Json()},
           {"lookahead_mib", settings.lookahead_mib ? Json(*settings.lookahead_mib) : Json()},
@@ -204,6 +206,8 @@ int run(int argc, char** argv) {
   app.add_option("--ranks", settings.ranks, "Of the pipeline whose first rank has the layers")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  app.add_flag("--backward", settings.backward_only, "Time the backward alone, weight gradients included")
+      ->excludes("--microbatches");
   app.add_option("--rounds", settings.rounds, "0: measure memory only")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
