@@ -154,6 +154,9 @@ class DeviceFaultTest : public testing::TestWithParam<Wrapping> {
 
 TEST_P(DeviceFaultTest, EveryFailureIsSurvived) {
   checked_ = true;  // what is done about a failure must leave everything in order, too
+  if (GetParam().name == "graphs_1") {
+    shape_.layers = 2;  // of many groups. More side streams would keep the groups of both layers on the device
+  }
   learn_what_is_right();
   for (std::int64_t n = 0;; ++n) {
     const auto faulty = std::make_shared<FaultyRuntime>(sim_);
@@ -184,9 +187,9 @@ TEST_P(DeviceFaultTest, EveryDeviceAllocationThatFailsIsSurvived) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Wrapped, DeviceFaultTest,
-                         testing::Values(Wrapping{"eager", "", "blocks.*.core_attn,blocks.*.proj,blocks.*.fc1"},
+                         testing::Values(Wrapping{"eager", "", "blocks.*.core_attn,blocks.*.proj"},
                                          Wrapping{"graphs_1", "blocks.*", "blocks.*.*", 1},
-                                         Wrapping{"graphs_2", "blocks.*", "blocks.*.*", 2},
+                                         Wrapping{"graphs_2", "blocks.*", "blocks.*.core_attn,blocks.*.proj", 2},
                                          Wrapping{"mixed", "blocks.0,blocks.1", "**.core_attn,**.proj,**.fc1", 1}),
                          [](const testing::TestParamInfo<Wrapping>& info) { return info.param.name; });
 
