@@ -234,6 +234,15 @@ void finish_backward(SequenceCapture& capture, std::size_t index) {
 
 }  // namespace
 
+void allocate_targets(SequenceCapture& capture, CapturedCall::Copies& copies, bool for_weights) {
+  capture.resources.offload->allocate_targets(copies.captured, for_weights);
+  for (const auto& saved : copies.captured.storages) {
+    if (saved->for_weights == for_weights) {
+      capture.reads.made(saved->device);
+    }
+  }
+}
+
 void allocate_targets(SequenceCapture& capture, std::size_t graph_index) {
   for (const std::size_t i : capture.order.by_backward()) {
     CapturedCall::Copies& copies = capture.sequence.calls[i].copies;
@@ -242,10 +251,7 @@ void allocate_targets(SequenceCapture& capture, std::size_t graph_index) {
       const Site site(Activity::reload, capture.sequence.calls[i].spec.scope->site);
       copies.allocated = true;
       copies.reload_at = graph_index;
-      capture.resources.offload->allocate_targets(copies.captured);
-      for (const auto& saved : copies.captured.storages) {
-        capture.reads.made(saved->device);
-      }
+      allocate_targets(capture, copies, /*for_weights=*/false);
     }
   }
 }

@@ -149,6 +149,9 @@ void check_copy_ends(const CapturedCopies& copies, Direction direction, const st
       ++group;
     }
     const CapturedCopy& copy = copies.copies[i];
+    if (direction != Direction::forward && copy.for_weights != (direction == Direction::weights)) {
+      continue;
+    }
     const SavedStorage& saved = *copies.storages[copy.storage];
     const bool leased = is_leased_by(saved, copy.host, copy.bytes);
     const void* const end = direction == Direction::forward ? copy.source : copy.target;

@@ -87,16 +87,19 @@ void share_outputs(CapturedSequence& sequence) {
 void count_in_flight(const CapturedSequence& sequence, std::vector<PoolUse::GraphUse>& graphs) {
   for (std::size_t i = 0; i < sequence.calls.size(); ++i) {
     const CapturedCall::Copies& copies = sequence.calls[i].copies;
-    const auto bytes = static_cast<std::int64_t>(copies.captured.bytes);
-    if (bytes == 0) {
+    const auto offloaded = static_cast<std::int64_t>(copies.captured.bytes);
+    const auto reloaded = static_cast<std::int64_t>(copies.captured.bytes - copies.captured.for_weights);
+    if (offloaded == 0) {
       continue;
     }
     const std::size_t forward = sequence.order.forward_index(i);
     const std::size_t backward = sequence.order.backward_index(i);
     for (std::size_t graph_index = forward; graph_index <= backward; ++graph_index) {
-      const bool here = graph_index < copies.released_at || graph_index >= copies.reload_at;
-      graphs[graph_index].in_flight += here && graph_index > forward ? bytes : 0;
-      graphs[graph_index].in_flight_after += here && graph_index < backward ? bytes : 0;
+      const std::int64_t here = graph_index < copies.released_at  ? offloaded
+                                : graph_index >= copies.reload_at ? reloaded
+                                                                  : 0;
+      graphs[graph_index].in_flight += graph_index > forward ? here : 0;
+      graphs[graph_index].in_flight_after += graph_index < backward ? here : 0;
     }
   }
 }
@@ -111,8 +114,9 @@ void warm_up_and_capture(SequenceCapture& capture) {
   };
   {
     const StreamGuard on_capture(capture.runtime, capture.stream);
-    capture.sizings = warm_up(capture.specs, capture.sequence.options, capture.runtime, *capture.resources.tree,
-                              *capture.resources.exclusions, capture.reads.met(), capture.resources.progress);
+    capture.sizings =
+        warm_up(capture.specs, capture.sequence.options, capture.policy_of, capture.runtime, *capture.resources.tree,
+                *capture.resources.exclusions, capture.reads.met(), capture.resources.progress);
   }
   capture.runtime.synchronize_device();
   capture.sequence.outside.warm_up = grown();
@@ -179,6 +183,7 @@ SequenceCapture::SequenceCapture(CapturedSequence& captured, const GraphResource
       runtime(*resources.runtime),
       order(sequence.order),
       specs(std::move(given)),
+      policy_of(gradient_policies(sequence.options, resources.model, specs)),
       reads(*resources.exclusions),
       use(runtime, *sequence.pool),
       lives(specs, order, holders, sequence.options.retain_graph_in_backward()),
@@ -248,6 +253,7 @@ void check_captured_weights(const SequenceCapture& capture, std::size_t index) {
   const std::vector<GraphNode> nodes = capture.runtime.nodes(call.weights.graph);
   check_graph_events(nodes, call.weights.names, call.weights.done, {}, what);
   check_nodes(nodes, call.weights.names, call.copies.captured, what);
+  check_copy_ends(call.copies.captured, Direction::weights, what);
 }
 
 std::shared_ptr<GraphSequence> capture_sequence(const GraphResources& resources, std::vector<CallSpec> specs,

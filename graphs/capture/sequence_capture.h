@@ -11,6 +11,7 @@
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/warmup.h"
 #include "graphs/gradients/backward_split.h"
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/outputs/output_liveness.h"
 #include "graphs/outputs/storage_holders.h"
 #include "graphs/sequence/graph_sequence.h"
@@ -56,6 +57,7 @@ struct SequenceCapture {
   Runtime& runtime;
   const SequenceOrder& order;
   std::vector<CallSpec> specs;
+  PolicyOf policy_of;
   std::vector<CallSizing> sizings;
   CaptureReads reads;
   PoolUse::Measurement use;
@@ -80,6 +82,8 @@ void capture_backward(SequenceCapture& capture, std::size_t index);
 /// First of all in the capture of the graph at `graph_index`: allocates the targets of reloads that may be queued from here on. Work
 /// before this graph may have used that memory; this graph and those that follow may not.
 void allocate_targets(SequenceCapture& capture, std::size_t graph_index);
+/// Of one call: see CaptureOffload.
+void allocate_targets(SequenceCapture& capture, CapturedCall::Copies& copies, bool for_weights);
 /// The capture after the one at `graph_index` has ended, and with it the last graph that may read the gradients of inputs that the latter
 /// made, if it is a backward.
 void drop_gradients_of(SequenceCapture& capture, std::size_t graph_index);

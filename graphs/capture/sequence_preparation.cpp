@@ -46,7 +46,8 @@ std::vector<std::size_t> kinds_of_calls(const SequenceCapture& capture, const st
            std::equal(of_a.begin(), of_a.end(), of_b.begin(), of_b.end(),
                       [](const StorageProfile& one, const StorageProfile& other) {
                         return one.bytes == other.bytes && one.savers == other.savers &&
-                               one.held_elsewhere == other.held_elsewhere && one.static_output == other.static_output;
+                               one.held_elsewhere == other.held_elsewhere && one.static_output == other.static_output &&
+                               one.for_weights == other.for_weights;
                       });
   };
   std::vector<std::size_t> kinds;
@@ -84,7 +85,12 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
                                         ? std::vector<bool>(capture.specs.size())
                                         : needed_immediately(capture.order, selected, window);
   std::vector<std::size_t> first_storage;
-  capture.former = former_runs(capture.order, kinds_of_calls(capture, staying));
+  std::vector<bool> for_weights;
+  for (const CallSizing& sizing : capture.sizings) {
+    for_weights.push_back(std::any_of(sizing.profile.storages.begin(), sizing.profile.storages.end(),
+                                      [](const StorageProfile& storage) { return storage.for_weights; }));
+  }
+  capture.former = former_runs(capture.order, kinds_of_calls(capture, staying), for_weights);
   for (const auto i : c10::irange(capture.specs.size())) {
     if (capture.former[i] != i) {  // it is offloaded as that call is, to the same place
       first_storage.push_back(first_storage[capture.former[i]]);
@@ -148,7 +154,6 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
 
 void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& places) {
   const at::NoGradGuard no_grad;
-  const PolicyOf policy_of = gradient_policies(capture.sequence.options, capture.resources.model, capture.specs);
   capture.sequence.calls.resize(capture.specs.size());
   for (const auto i : c10::irange(capture.specs.size())) {
     CapturedCall& call = capture.sequence.calls[i];
@@ -186,7 +191,7 @@ void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& plac
     for (const at::Tensor& parameter : capture.sizings[i].parameters) {
       CallParameter& held = call.parameters.emplace_back();
       held.tensor = parameter;
-      held.policy = policy_of(call.spec, parameter);
+      held.policy = capture.policy_of(call.spec, parameter);
       call.delays = call.delays || held.policy == GradientPolicy::delayed;
       if (held.policy == GradientPolicy::accumulated) {
         const OwnedGradient owned = prepare_grad(*capture.resources.owned_gradients, call, parameter);

@@ -2,10 +2,12 @@
 #include "graphs/capture/warmup.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -17,10 +19,13 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
+#include "graphs/gradients/backward_split.h"
 #include "graphs/gradients/gradient_leaves.h"
 #include "observe/external_reads.h"
 #include "observe/operator_observer.h"
@@ -125,6 +130,77 @@ void ObservedWeights::observe(const OperatorAccess& access) {
   }
 }
 
+/// A backward whose weight gradients are delayed, in its two parts. Learns which saved storages the first part reads: what LibTorch's own
+/// nodes give to operators, and all that other nodes unpack. LibTorch's own nodes unpack also what they do not read.
+/// Threads: autograd's, while the caller waits.
+class SplitSizing final : public SizingMover {
+ public:
+  c10::Storage fetch(SavedStorage& storage) override {
+    if (in_first_) {
+      if (const auto node = torch::autograd::get_current_node(); node == nullptr || !computes_only_needed(*node)) {
+        read(storage.device);
+      }
+    }
+    return storage.device;
+  }
+
+  void observe(const OperatorAccess& access) {
+    for (const at::Tensor& tensor : access.reads) {
+      if (in_first_ && tensor.has_storage()) {
+        read(tensor.storage());
+      }
+    }
+  }
+
+  /// As BackwardPass; those of `leaves` that are `delayed` come in the second part.
+  std::vector<at::Tensor> backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& leaves,
+                                   const std::vector<bool>& delayed, const std::vector<at::Tensor>& seeds) {
+    torch::autograd::edge_list from;
+    for (const at::Tensor& root : roots) {
+      from.push_back(torch::autograd::impl::gradient_edge(root));
+    }
+    std::vector<at::Tensor> first;
+    std::vector<at::Tensor> second;
+    for (const auto i : c10::irange(leaves.size())) {
+      (delayed[i] ? second : first).push_back(leaves[i]);
+    }
+    BackwardSplit split(std::move(from), first, second);
+    in_first_ = true;
+    std::vector<at::Tensor> early = split.run_first(seeds);
+    in_first_ = false;
+    has_second_ = split.has_second();
+    std::vector<at::Tensor> late = split.run_second();
+    std::vector<at::Tensor> grads;
+    for (std::size_t i = 0, next_first = 0, next_second = 0; i < leaves.size(); ++i) {
+      if (delayed[i]) {
+        at::Tensor& in_first = early[first.size() + next_second];
+        grads.push_back(in_first.defined() ? in_first : late[next_second]);
+        ++next_second;
+      } else {
+        grads.push_back(early[next_first++]);
+      }
+    }
+    return grads;
+  }
+  /// Marks in `profile` what only the second part reads.
+  void mark(Profile& profile, const std::vector<SavedIdentity>& identities) const {
+    for (const auto i : c10::irange(identities.size())) {
+      profile.storages[i].for_weights = has_second_ && read_.count(identities[i].storage._unsafe_get_target()) == 0;
+    }
+  }
+
+ private:
+  void read(const c10::Storage& storage) {
+    const std::lock_guard lock(mutex_);
+    read_.insert(storage.unsafeGetStorageImpl());
+  }
+
+  std::atomic<bool> in_first_{false};
+  bool has_second_ = false;
+  std::mutex mutex_;
+  std::unordered_set<const c10::StorageImpl*> read_;  // in the first part, in which no saved tensor dies
+};
+
 /// Errors of the call name it.
 template <class Part>
 void naming_call(const CallSpec& spec, const Part& part) {
@@ -138,8 +214,8 @@ void naming_call(const CallSpec& spec, const Part& part) {
 }  // namespace
 
 CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs, const GraphOptions& options,
-                     ScopeTree& tree, Exclusions& exclusions, PassWatch& watch, const PassHooks& hooks,
-                     detail::TensorBuffer& outputs) {
+                     const PolicyOf& policy_of, ScopeTree& tree, Exclusions& exclusions, PassWatch& watch,
+                     const PassHooks& hooks, detail::TensorBuffer& outputs) {
   CallSizing sizing;
   std::vector<at::Tensor> parameters;
   if (spec.module != nullptr) {
@@ -148,7 +224,8 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
   const auto of_module = static_cast<std::ptrdiff_t>(parameters.size());
   ObservedWeights weights(watch.reads());
   const c10::DeviceType type = spec.state.modes.autocast.type;
-  SavedTensorRecorder recorder(tree, exclusions, std::make_shared<SizingMover>(), nullptr);
+  const auto split = std::make_shared<SplitSizing>();
+  SavedTensorRecorder recorder(tree, exclusions, split, nullptr);
   std::vector<bool> used;
   const std::vector<at::Tensor> differentiable = requiring(inputs);
   std::vector<at::Tensor> targets;
@@ -158,6 +235,7 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
           watch.after(access);
           sizing.casts = sizing.casts || at::autocast::is_autocast_enabled(type);
           weights.observe(access);
+          split->observe(access);
           for (const at::Tensor& read : access.reads) {
             if (!read.is_leaf() || !read.requires_grad()) {
               continue;
@@ -186,7 +264,18 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
             targets.insert(targets.end(), parameters.begin(), parameters.end());
             return targets;
           },
-          hooks, &used);
+          hooks, &used, nullptr, nullptr,
+          [&](const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& leaves,
+              const std::vector<at::Tensor>& seeds) {
+            std::vector<bool> delayed;
+            for (const auto i : c10::irange(leaves.size())) {
+              delayed.push_back(i >= differentiable.size() && policy_of(spec, leaves[i]) == GradientPolicy::delayed);
+            }
+            return std::find(delayed.begin(), delayed.end(), true) != delayed.end()
+                       ? split->backward(roots, leaves, delayed, seeds)
+                       : torch::autograd::grad(roots, leaves, seeds, /*retain_graph=*/false, /*create_graph=*/false,
+                                               /*allow_unused=*/true);
+          });
     } catch (const c10::Error&) {
       watch.check_inputs();  // an input that requires a gradient is a leaf here: LibTorch refuses to write it in place
       throw;
@@ -228,6 +317,7 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
   sizing.profile = recorder.profile();
   sizing.scopes = recorder.group_scopes();
   sizing.identities = recorder.identities();
+  split->mark(sizing.profile, sizing.identities);
   sizing.saved_bytes = recorder.saved_bytes();
   return sizing;
 }

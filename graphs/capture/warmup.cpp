@@ -162,7 +162,8 @@ void PassHooks::run(const std::function<void()>& hook) const {
 
 detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                 const std::function<std::vector<at::Tensor>()>& wanted, const PassHooks& hooks,
-                                std::vector<bool>* used, Runtime* runtime, LayerPace* pace) {
+                                std::vector<bool>* used, Runtime* runtime, LayerPace* pace,
+                                const BackwardPass& backward) {
   std::optional<PassClock> clock;
   if (pace != nullptr) {
     clock.emplace(*runtime);
@@ -214,8 +215,9 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
                  [&](const at::Tensor& t) { return !holds(known, t); });
     sandbox.hide_hooks(found);  // the backward finds these leaves by the accumulators that the forward made
     const CallStateGuard state(spec.state, Direction::backward);
-    grads = torch::autograd::grad(roots, targets, seeds, /*retain_graph=*/false, /*create_graph=*/false,
-                                  /*allow_unused=*/true);
+    grads = backward ? backward(roots, targets, seeds)
+                     : torch::autograd::grad(roots, targets, seeds, /*retain_graph=*/false, /*create_graph=*/false,
+                                             /*allow_unused=*/true);
   }
   if (clock) {
     clock->ended();
@@ -244,9 +246,9 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
   return outputs;
 }
 
-std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphOptions& options, Runtime& runtime,
-                                ScopeTree& tree, Exclusions& exclusions, WeakStorageSet& met,
-                                const ProgressCallback& progress) {
+std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphOptions& options,
+                                const PolicyOf& policy_of, Runtime& runtime, ScopeTree& tree, Exclusions& exclusions,
+                                WeakStorageSet& met, const ProgressCallback& progress) {
   Sandbox sandbox;
   sandbox.draw_apart(generators_of(specs, runtime.device()));
   for (const CallSpec& spec : specs) {
@@ -276,7 +278,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
     SeedWatch seeds(sandbox.draws());
     {
       const Site sizing(Activity::sizing, spec.scope->site);
-      sizings.push_back(size_call(spec, inputs, options, tree, exclusions, watch, hooks, made));
+      sizings.push_back(size_call(spec, inputs, options, policy_of, tree, exclusions, watch, hooks, made));
       seeds.check(spec, options.num_warmup_iters() == 0);
     }
     outputs.add(inputs, made);

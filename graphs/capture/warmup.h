@@ -8,6 +8,7 @@
 
 #include "analysis/copy_pace.h"
 #include "analysis/planner.h"
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/outputs/linked_outputs.h"
 #include "graphs/sandbox/pass_watch.h"
@@ -44,15 +45,21 @@ class PassHooks {
   WeakStorageSet& met_;
 };
 
+/// Computes the gradients of `leaves`. `seeds`: one for each root.
+using BackwardPass = std::function<std::vector<at::Tensor>(
+    const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& leaves, const std::vector<at::Tensor>& seeds)>;
+
 /// Runs the body of `spec` once in the state of the call: forward, then backward with ones as the gradients of its outputs. Returns the
 /// outputs. `wanted` returns the leaves whose gradients are computed. It is called before the forward, and again after it, because the
 /// forward may have found more leaves. `used`, unless null, gets for each leaf of the second call whether it has a gradient. `pace`,
-/// unless null, gets the times of the pass without the hooks, by the clock of `runtime`, which must not be null then. `.grad` is not changed.
+/// unless null, gets the times of the pass without the hooks, by the clock of `runtime`, which must not be null then. `backward`, unless
+/// empty, computes the gradients of the leaves from roots and seeds. `.grad` is not changed.
 /// Throws: CaptureError if a backward adds into `.grad` itself or an argument has hooks; errors of the body.
 [[nodiscard]] detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
                                               const std::function<std::vector<at::Tensor>()>& wanted,
                                               const PassHooks& hooks, std::vector<bool>* used,
-                                              Runtime* runtime = nullptr, LayerPace* pace = nullptr);
+                                              Runtime* runtime = nullptr, LayerPace* pace = nullptr,
+                                              const BackwardPass& backward = {});
 
 /// The result of the sizing pass of one call.
 struct CallSizing {
@@ -69,11 +76,12 @@ struct CallSizing {
 };
 
 /// The sizing pass of one call, whose body is run on `inputs`: forward and backward once, under the recorder and the operator
-/// observer. `watch` has entered the call; `outputs` gets what the body gave.
+/// observer. `watch` has entered the call; `outputs` gets what the body gave. If `policy_of` delays gradients, the backward is split.
 /// Capture: illegal.  Throws: UsageError (an input without gradient), CaptureError (see PassWatch), and errors of the body.
 [[nodiscard]] CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs,
-                                   const GraphOptions& options, ScopeTree& tree, Exclusions& exclusions,
-                                   PassWatch& watch, const PassHooks& hooks, detail::TensorBuffer& outputs);
+                                   const GraphOptions& options, const PolicyOf& policy_of, ScopeTree& tree,
+                                   Exclusions& exclusions, PassWatch& watch, const PassHooks& hooks,
+                                   detail::TensorBuffer& outputs);
 
 /// Marks in the profiles the inputs that stay on the device. Offloading an output frees its memory only if one call saves it, as an
 /// input, and no body keeps it.
@@ -86,7 +94,8 @@ void keep_outputs_that_several_need(std::vector<CallSizing>& sizings);
 /// Capture: illegal.  Throws: UsageError (an input without gradient, or on another device), CaptureError (what graphs would
 /// freeze: see PassWatch), and errors of the callables.
 [[nodiscard]] std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphOptions& options,
-                                              Runtime& runtime, ScopeTree& tree, Exclusions& exclusions,
-                                              WeakStorageSet& met, const ProgressCallback& progress);
+                                              const PolicyOf& policy_of, Runtime& runtime, ScopeTree& tree,
+                                              Exclusions& exclusions, WeakStorageSet& met,
+                                              const ProgressCallback& progress);
 
 }  // namespace sidestream

@@ -33,6 +33,15 @@ namespace sidestream {
 //                                                                               |   ^
 //   S                                                                           +--> weights graph of k
 //
+// Offloaded storages that only the weights graph reads are reloaded for it, into its pool. Which they are the sizing pass learns: it runs
+// both parts, and sees what kernels of the first one read. Nodes unpack also what they do not read. In the capture of the backward they
+// get a storage without memory for it.
+// The targets of k are allocated at the start of the capture of the weights graph before k's, so only that graph and k's own leave them
+// alone. The reload is queued before the launch of that graph, if k's weight gradients are due by then. If none are due when the
+// backward of k comes, the reload is queued before that backward. Otherwise it is queued when k's weights graph is launched. Any other
+// weights graph waits for it first, and k is reloaded once more. So does a forward if k's weight gradients were dropped: it may
+// offload to the slots that the reload reads. The slots of k are given to no call whose forward comes before k's weights graph.
+//
 // Gradients that the backward computes although they are delayed stay in its memory until backward_dw.
 
 namespace {
@@ -46,6 +55,32 @@ std::vector<std::size_t> delayed_of(const CapturedCall& call) {
     }
   }
   return delayed;
+}
+
+/// First of all in the capture of the weights graph of call `index`: allocates where its own reloads go, unless an earlier one has, and those
+/// of the next call that has any. So these can be queued before this graph is launched.
+void allocate_weights_targets(SequenceCapture& capture, std::size_t index) {
+  const std::vector<std::size_t>& order = capture.order.by_weights();
+  for (std::size_t rank = capture.order.weights_rank(index); rank < order.size(); ++rank) {
+    CapturedCall& call = capture.sequence.calls[order[rank]];
+    if (!call.forward.graph) {
+      return;  // it is captured later
+    }
+    if (call.copies.captured.for_weights == 0) {
+      continue;
+    }
+    if (!call.copies.weights_allocated) {
+      if (order[rank] != index && capture.order.weights_index(index) <= call.copies.released_at) {
+        return;  // it has its sources still
+      }
+      call.copies.weights_allocated = true;
+      call.copies.weights_reload_at = capture.order.weights_rank(index);
+      allocate_targets(capture, call.copies, /*for_weights=*/true);
+    }
+    if (order[rank] != index) {
+      return;
+    }
+  }
 }
 
 void require_gradient(const at::Tensor& grad) {
@@ -116,6 +151,7 @@ void capture_weights(SequenceCapture& capture, std::size_t index) {
     capture.weights_use->comes_to(capture.order.weights_rank(index));
     capture.weights_use->capture_begins();
     CaptureGuard guard(capture.runtime, capture.stream, *capture.sequence.weights_pool, call.spec.generators);
+    allocate_weights_targets(capture, index);
     {
       const RecorderGuard no_recorder(nullptr);
       const NestedBackwardRefusal no_nested;

@@ -38,11 +38,6 @@ const c10::TensorImpl* leaf_of(const Node& node) {
   return leaf == nullptr ? nullptr : leaf->variable.unsafeGetTensorImpl();
 }
 
-/// True for nodes that compute only the gradients that the pass needs: LibTorch generates their code so.
-bool computes_only_needed(const Node& node) {
-  return c10::demangle(typeid(node).name()).rfind("torch::autograd::generated::", 0) == 0;
-}
-
 /// True for nodes with hooks: both parts would run these.
 bool would_run_twice(Node& node) {
   return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
@@ -104,6 +99,10 @@ class HandOn final : public Node {
 };
 
 }  // namespace
+
+bool computes_only_needed(const Node& node) {
+  return c10::demangle(typeid(node).name()).rfind("torch::autograd::generated::", 0) == 0;
+}
 
 class BackwardSplit::Cut {
  public:

@@ -10,6 +10,9 @@
 
 namespace sidestream {
 
+/// True for nodes that compute, and read, only what the gradients need that the pass asks for: LibTorch generates their code so.
+[[nodiscard]] bool computes_only_needed(const torch::autograd::Node& node);
+
 /// A backward in two parts. The first computes the gradients of inputs, and keeps the gradients that arrive at the nodes where delayed
 /// parameters join. The second runs from these nodes and computes the gradients of the delayed parameters alone.
 ///

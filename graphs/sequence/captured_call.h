@@ -43,11 +43,13 @@ struct CapturedCall {
   /// The copies of one call of a sequence, and the graphs that they lie between, as graph indices of the sequence's order.
   struct Copies {
     CapturedCopies captured;
-    std::size_t released_at = 0;  ///< index of the first graph that may use the sources' memory again
-    std::size_t reload_at = 0;    ///< index of the graph from which on only the reload uses the targets' memory
-    bool allocated = false;       ///< the targets, since that graph's capture
-    Event offloaded;              ///< recorded after the latest copies to the host
-    Event reloaded;               ///< recorded after the latest copies to the device
+    std::size_t released_at = 0;        ///< index of the first graph that may use the sources' memory again
+    std::size_t reload_at = 0;          ///< index of the graph from which on only the reload uses the targets' memory
+    bool allocated = false;             ///< the targets, since that graph's capture
+    std::size_t weights_reload_at = 0;  ///< the same of targets for its weights graph, by rank of weights graphs
+    bool weights_allocated = false;
+    Event offloaded;  ///< recorded after the latest copies to the host
+    Event reloaded;   ///< recorded after the latest copies to the device
   };
 
   /// What the graphs of a call read, except its inputs and parameters, as it was at the capture.

@@ -103,7 +103,7 @@ GraphSequence::GraphSequence(const GraphResources& resources, CapturedSequence c
       mutex_(captured_.memory->mutex()),
       pending_(captured_.order, *captured_.memory),
       outputs_(runtime_, captured_.calls, captured_.order, captured_.released_outputs, streams_.mark()),
-      copies_(runtime_, resources.mover, captured_.calls, captured_.order, pending_.runs()),
+      copies_(runtime_, resources.mover, captured_.calls, captured_.order, pending_.runs(), pending_.weights()),
       use_(runtime_, *captured_.pool, captured_.pool_use, captured_.ungiven_bytes()),
       delayed_weights_(resources.delayed_weights) {
   if (captured_.weights_pool != nullptr) {

@@ -7,8 +7,15 @@
 namespace sidestream {
 
 SequenceCopies::SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover,
-                               CapturedCalls& calls, const SequenceOrder& order, const PendingRuns& pending)
-    : runtime_(std::move(runtime)), mover_(std::move(mover)), calls_(calls), order_(order), pending_(pending) {
+                               CapturedCalls& calls, const SequenceOrder& order, const PendingRuns& pending,
+                               const PendingRuns& weights)
+    : runtime_(std::move(runtime)),
+      mover_(std::move(mover)),
+      calls_(calls),
+      order_(order),
+      pending_(pending),
+      weights_(weights),
+      for_weights_reloaded_(runtime_->create_event()) {
   for (CapturedCall& call : calls_) {
     call.copies.offloaded = runtime_->create_event();
     call.copies.reloaded = runtime_->create_event();
@@ -54,6 +61,10 @@ void SequenceCopies::forget_awaited(std::size_t graph_index) {
 void SequenceCopies::before_forward(std::size_t index, c10::Stream side) {
   const std::size_t graph_index = order_.forward_index(index);
   await_others(graph_index, side);
+  if (for_weights_ &&
+      !weights_.contains(*for_weights_)) {  // nobody needs it, and this forward may offload to where it reads
+    await_for_weights(side);
+  }
   if (!found_) {
     find_calls_with_copies();
   }
@@ -94,10 +105,15 @@ bool SequenceCopies::is_on_device(std::size_t index) const {
 void SequenceCopies::find_calls_with_copies() {
   with_copies_.clear();
   reload_before_.assign(order_.size(), false);
+  next_for_weights_.assign(calls_.size(), {});
   for (const std::size_t call : order_.by_backward()) {
-    if (const CapturedCall::Copies& copies = calls_[call].copies; !copies.captured.empty()) {
+    const CapturedCall::Copies& copies = calls_[call].copies;
+    if (copies.captured.bytes > copies.captured.for_weights) {
       with_copies_.push_back(call);
       reload_before_[copies.reload_at] = !order_.is_backward(copies.reload_at);
+    }
+    if (copies.captured.for_weights > 0 && copies.weights_reload_at != order_.weights_rank(call)) {
+      next_for_weights_[copies.weights_reload_at] = call;
     }
   }
   found_ = true;
@@ -124,7 +140,9 @@ void SequenceCopies::queue_due_reloads(std::size_t graph_index, c10::Stream side
   for (const std::size_t call : due_) {
     const Site site(Activity::reload, calls_[call].site);
     for (const CapturedCopy& copy : calls_[call].copies.captured.copies) {
-      copies.to_device(copy.target, copy.host, copy.bytes);
+      if (!copy.for_weights) {
+        copies.to_device(copy.target, copy.host, copy.bytes);
+      }
     }
     copies.record(calls_[call].copies.reloaded);
   }
@@ -141,6 +159,10 @@ void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
     find_calls_with_copies();
   }
   queue_due_reloads(graph_index, side);
+  const CapturedCall& call = calls_[index];
+  if (call.copies.captured.for_weights > 0 && call.weights.graph && weights_.empty() && !for_weights_) {
+    queue_for_weights(index, side);  // no other weights graph comes before its own
+  }
   if (!due_.empty() && due_.front() == index && calls_[index].copies.reload_at < graph_index) {
     mover_->count_inline_reload();
   }
@@ -148,6 +170,51 @@ void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
     if (reload.call == index && !reload.awaited) {
       mover_->await(side, calls_[index].copies.reloaded);
     }
+  }
+}
+
+void SequenceCopies::queue_for_weights(std::size_t index, c10::Stream side) {
+  const CapturedCall& call = calls_[index];
+  GroupMover::Copies copies = mover_->reload_copies();
+  copies.wait_for(side);
+  const Site site(Activity::reload, call.site);
+  for (const CapturedCopy& copy : call.copies.captured.copies) {
+    if (copy.for_weights) {
+      copies.to_device(copy.target, copy.host, copy.bytes);
+    }
+  }
+  copies.record(for_weights_reloaded_);
+  copies.finish();
+  for_weights_ = index;
+}
+
+void SequenceCopies::await_for_weights(c10::Stream side) {
+  mover_->await(side, for_weights_reloaded_);
+  for_weights_.reset();
+}
+
+void SequenceCopies::before_weights(std::size_t index, c10::Stream side) {
+  const std::size_t rank = order_.weights_rank(index);
+  if (!found_) {
+    find_calls_with_copies();
+  }
+  const bool is_back = for_weights_ == index;
+  if (for_weights_) {
+    const CapturedCall::Copies& queued = calls_[*for_weights_].copies;
+    if (rank < queued.weights_reload_at || rank >= order_.weights_rank(*for_weights_)) {  // it may use these targets
+      await_for_weights(side);
+    }
+  }
+  if (!is_back && calls_[index].copies.captured.for_weights > 0) {
+    if (for_weights_) {  // one event serves all
+      await_for_weights(side);
+    }
+    queue_for_weights(index, side);
+    mover_->count_inline_reload();
+    await_for_weights(side);
+  }
+  if (const auto next = next_for_weights_[rank]; next && !for_weights_ && weights_.contains(*next)) {
+    queue_for_weights(*next, side);
   }
 }
 
@@ -167,12 +234,19 @@ void SequenceCopies::join(c10::Stream stream) {
       runtime_->wait(stream, calls_[reload.call].copies.reloaded);
     }
   }
+  if (for_weights_) {
+    runtime_->wait(stream, for_weights_reloaded_);
+  }
 }
 
 void SequenceCopies::reset(std::size_t index) {
   const auto is_it = [&](const Reload& reload) { return reload.call == index; };
-  if (std::erase(offloading_, index) + std::erase_if(reloading_, is_it) > 0) {
+  const bool for_weights = for_weights_ == index;
+  if (std::erase(offloading_, index) + std::erase_if(reloading_, is_it) > 0 || for_weights) {
     mover_->settle();
+  }
+  if (for_weights) {
+    for_weights_.reset();
   }
   calls_[index].copies = {};
   found_ = false;

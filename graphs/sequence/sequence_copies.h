@@ -1,6 +1,8 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <c10/core/Stream.h>
@@ -18,9 +20,9 @@ namespace sidestream {
 /// If a function throws, the copies that it had queued are done.
 class SequenceCopies {
  public:
-  /// `calls`, their `order` and those that are `pending` must outlive this object.
+  /// `calls`, their `order` and those that are `pending`, or whose `weights` are, must outlive this object.
   SequenceCopies(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, CapturedCalls& calls,
-                 const SequenceOrder& order, const PendingRuns& pending);
+                 const SequenceOrder& order, const PendingRuns& pending, const PendingRuns& weights);
   SequenceCopies(const SequenceCopies&) = delete;
   SequenceCopies& operator=(const SequenceCopies&) = delete;
   /// Blocks the host until the copies are done.
@@ -34,6 +36,12 @@ class SequenceCopies {
   void before_backward(std::size_t index, c10::Stream side);
   /// After the launch of that backward.
   void backward_launched(std::size_t index);
+  /// The same for the weights graph of call `index`. Queues also the reload for the next one that is pending.
+  void before_weights(std::size_t index, c10::Stream side);
+  /// Bytes of the targets of the reload for a weights graph that was queued, while the graph has not been launched.
+  [[nodiscard]] std::int64_t for_weights_bytes() const {
+    return for_weights_ ? static_cast<std::int64_t>(calls_[*for_weights_].copies.captured.for_weights) : 0;
+  }
   /// Before the launch of the graph at `graph_index`: makes `stream`, which writes memory of that graph, wait for the copies that the graph
   /// has to wait for.
   void await_others(std::size_t graph_index, c10::Stream stream);
@@ -61,17 +69,28 @@ class SequenceCopies {
   /// Queues the reloads that are due before the graph at `graph_index`, and notes their calls in `due_`.
   void queue_due_reloads(std::size_t graph_index, c10::Stream side);
 
+  /// Queues the reload for the weights graph of call `index`.
+  void queue_for_weights(std::size_t index, c10::Stream side);
+  /// Makes `side` wait for the reload for a weights graph that was queued, and forgets it.
+  void await_for_weights(c10::Stream side);
+
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<GroupMover> mover_;
   CapturedCalls& calls_;
   const SequenceOrder& order_;
   const PendingRuns& pending_;
+  const PendingRuns& weights_;
   std::vector<std::size_t> offloading_;  ///< calls whose copies to the host no graph has waited for
   std::vector<Reload> reloading_;
   std::vector<std::size_t> due_;
   std::vector<std::size_t> with_copies_;  ///< in the order of their backwards
   std::vector<bool> reload_before_;       ///< by graph index: a forward before which reloads are due
-  bool found_ = false;                    ///< both are up to date
+  std::vector<std::optional<std::size_t>>
+      next_for_weights_;  ///< by rank of weights graphs: the call to reload for before that one
+  bool found_ = false;    ///< all three are up to date
+  std::optional<std::size_t>
+      for_weights_;  ///< the call whose reload for its weights graph was queued and not waited for
+  Event for_weights_reloaded_;
 };
 
 }  // namespace sidestream

@@ -29,6 +29,7 @@ std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
   if (call.weights.graph) {
     const c10::Stream side = streams_.side(call.replay.target, 0);
     streams_.fork(side);
+    copies_.before_weights(index, side);
     try {
       streams_.launch(call.weights.graph, side, call.weights.done, call.replay.target.event().get());
       weights_use_->launched(captured_.order.weights_rank(index));
@@ -43,7 +44,7 @@ std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
       grads[i].copy_(call.parameters[call.lists.delayed_parameters[i]].grad, /*non_blocking=*/true);
     }
   }
-  weights_use_->idle();
+  weights_use_->idle(-copies_.for_weights_bytes());
   return grads;
 }
 
@@ -69,6 +70,7 @@ void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
   CapturedCall& call = captured_.calls[index];
   if (call.delays) {
     delayed_weights_->add(weak_from_this(), index);
+    weights_use_->idle(-copies_.for_weights_bytes());
     call.replay.used = used;
     call.replay.weights_delayed = true;
     pending_.weights_delayed(index);

@@ -93,15 +93,24 @@ std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vecto
   return places;
 }
 
-std::vector<std::size_t> former_runs(const SequenceOrder& order, const std::vector<std::size_t>& kinds) {
+std::vector<std::size_t> former_runs(const SequenceOrder& order, const std::vector<std::size_t>& kinds,
+                                     const std::vector<bool>& for_weights) {
+  std::vector<std::vector<std::size_t>> ended(order.size() + 1);  // by graph index: runs that have ended before it
+  for (const std::size_t run : order.by_backward()) {
+    ended[for_weights[run] ? order.weights_index(run) : order.backward_index(run) + 1].push_back(run);
+  }
   std::vector<std::size_t> former(order.runs());
   std::map<std::size_t, std::vector<std::size_t>> over;  // by kind: runs that have ended, and whose place no other has
   for (std::size_t i = 0; i < order.size(); ++i) {
+    for (const std::size_t run : ended[i]) {
+      over[kinds[run]].push_back(run);
+    }
+    if (order.is_backward(i)) {
+      continue;
+    }
     const std::size_t run = order.run_at(i);
     std::vector<std::size_t>& free = over[kinds[run]];
-    if (order.is_backward(i)) {
-      free.push_back(run);
-    } else if (free.empty()) {
+    if (free.empty()) {
       former[run] = run;
     } else {
       former[run] = free.back();

@@ -92,6 +92,13 @@ c10::Storage allocate_storage(c10::Device device, std::size_t bytes) {
                                              allocator, /*resizable=*/false, device));
 }
 
+c10::Storage storage_without_memory(c10::Device device, std::size_t bytes, const std::string& why) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device), nullptr,
+                       /*resizable=*/false);
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+  return storage;
+}
+
 at::Tensor not_owning(const at::Tensor& tensor) {
   const c10::Storage& owner = tensor.storage();
   return StorageView::capture(tensor).restore(c10::Storage(c10::Storage::use_byte_size_t(), owner.nbytes(),

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -43,6 +44,9 @@ struct StorageView {
 
 /// A tensor over the same memory as `tensor` that keeps nothing alive. For memory of a graph, whose pool keeps it.
 [[nodiscard]] at::Tensor not_owning(const at::Tensor& tensor);
+
+/// A storage that has no memory. Code that asks for its address gets an error that says `why`.
+[[nodiscard]] c10::Storage storage_without_memory(c10::Device device, std::size_t bytes, const std::string& why);
 
 /// An uninitialised device storage of exactly `bytes` bytes by LibTorch's allocator of `device`.
 /// Ordering: belongs to the calling thread's current stream. Capture: legal, from the capture's pool.

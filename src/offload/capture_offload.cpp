@@ -36,6 +36,7 @@ void CaptureOffload::group_ended(Group& group) {
   for (auto& saved : offloaded) {
     add_copies(*saved);
     copies_->bytes += saved->bytes;
+    copies_->for_weights += saved->for_weights ? saved->bytes : 0;
     saved->place = SavedStorage::Place::offloading;
     copies_->storages.push_back(std::move(saved));
   }
@@ -46,11 +47,11 @@ void CaptureOffload::add_copies(const SavedStorage& saved) {
   const auto* const source = static_cast<const std::byte*>(saved.device.data());
   const std::size_t storage = copies_->storages.size();
   if (saved.lease) {
-    copies_->copies.push_back({saved.lease.data(), source, nullptr, saved.bytes, storage, 0});
+    copies_->copies.push_back({saved.lease.data(), source, nullptr, saved.bytes, storage, 0, saved.for_weights});
   }
   std::size_t at = 0;
   for (const SharedSlots::Part& part : saved.parts) {
-    copies_->copies.push_back({part.data, source + at, nullptr, part.bytes, storage, at});
+    copies_->copies.push_back({part.data, source + at, nullptr, part.bytes, storage, at, saved.for_weights});
     at += part.bytes;
   }
 }
@@ -78,17 +79,27 @@ void CaptureOffload::release_unused(const CapturedCopies& copies) {
   }
 }
 
-void CaptureOffload::allocate_targets(CapturedCopies& copies) const {
+void CaptureOffload::allocate_targets(CapturedCopies& copies, bool for_weights) const {
   for (const auto& saved : copies.storages) {
-    saved->device = allocate_storage(runtime_->device(), saved->bytes);
-    saved->place = SavedStorage::Place::reloading;
+    if (saved->for_weights == for_weights) {
+      saved->device = allocate_storage(runtime_->device(), saved->bytes);
+      saved->place = SavedStorage::Place::reloading;
+    }
   }
   for (CapturedCopy& copy : copies.copies) {
-    copy.target = static_cast<std::byte*>(copies.storages[copy.storage]->device.mutable_data()) + copy.at;
+    if (copy.for_weights == for_weights) {
+      copy.target = static_cast<std::byte*>(copies.storages[copy.storage]->device.mutable_data()) + copy.at;
+    }
   }
 }
 
 c10::Storage CaptureOffload::fetch(SavedStorage& storage) {
+  if (!storage.device &&
+      storage.for_weights) {  // LibTorch's nodes unpack all that they saved, also what they do not read
+    return storage_without_memory(runtime_->device(), storage.bytes,
+                                  "a backward reads a saved tensor that it did not read in the sizing pass; let the "
+                                  "callable do the same work each time");
+  }
   if (!storage.device) {
     throw CaptureError(
         "backward needs a storage of group \"" +

@@ -39,8 +39,9 @@ class CaptureOffload final : public StorageMover {
   static void release(const CapturedCopies& copies);
   /// The same for storages that no saved tensor refers to any more.
   static void release_unused(const CapturedCopies& copies);
-  /// In a backward capture: allocates where `copies` are reloaded to. Captures before this one may have used that memory.
-  void allocate_targets(CapturedCopies& copies) const;
+  /// In a capture: allocates where those of `copies` are reloaded to that a backward reads, or only a graph of delayed parameters.
+  /// Captures before this one may have used that memory.
+  void allocate_targets(CapturedCopies& copies, bool for_weights) const;
 
   void group_ended(Group& group) override;
   c10::Storage fetch(SavedStorage& storage) override;

@@ -15,8 +15,9 @@ struct CapturedCopy {
   const void* source = nullptr;  ///< where the forward graph writes it
   void* target = nullptr;        ///< where the backward graph reads it
   std::size_t bytes = 0;
-  std::size_t storage = 0;  ///< among CapturedCopies::storages
-  std::size_t at = 0;       ///< where in the storage it begins
+  std::size_t storage = 0;   ///< among CapturedCopies::storages
+  std::size_t at = 0;        ///< where in the storage it begins
+  bool for_weights = false;  ///< see StorageProfile
 };
 
 /// The copies that one captured forward offloads, group after group. Each group has the events that the graph records when its storages
@@ -31,6 +32,7 @@ struct CapturedCopies {
   std::vector<CapturedCopy> copies;
   std::vector<std::shared_ptr<SavedStorage>> storages;  ///< one or several copies each
   std::size_t bytes = 0;
+  std::size_t for_weights = 0;  ///< of these bytes: reloaded for the graph of delayed parameters, not for the backward
   std::vector<std::shared_ptr<HostArena>>
       arenas;  ///< those that copies inside of the graph use, which are the graph's own
 

@@ -41,7 +41,7 @@ PlannedPass lay_out(const Profile& profile, const std::vector<const ScopeNode*>&
     }
     PlannedGroup& planned = pass[scopes[group]][turns[group]];
     const bool to_offload = decisions[i].fate == Fate::offloaded;
-    planned.storages.push_back({profile.storages[i].bytes, to_offload});
+    planned.storages.push_back({profile.storages[i].bytes, to_offload, profile.storages[i].for_weights});
     planned.offloads = planned.offloads || to_offload;
     planned.needed_immediately = planned.needed_immediately || decisions[i].fate == Fate::needed_immediately;
   }

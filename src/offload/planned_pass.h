@@ -13,6 +13,7 @@ struct ScopeNode;
 struct PlannedStorage {
   std::size_t bytes = 0;
   bool to_offload = false;
+  bool for_weights = false;  ///< see StorageProfile
 };
 
 /// A plan's decisions about one group, in the order in which it first saves storages.

@@ -49,8 +49,9 @@ struct SavedStorage {
   SharedSlots::Parts parts;      ///< of a captured call whose place others have too, in place of `lease`
   std::shared_ptr<Event> ready;  ///< its value is complete; null: when its group ends
   Place place = Place::device;
-  bool released = false;    ///< the program's own tensor has no memory any more: OffloadScope::release
-  bool to_offload = false;  ///< the plan says that it is offloaded when its group ends
+  bool released = false;     ///< the program's own tensor has no memory any more: OffloadScope::release
+  bool to_offload = false;   ///< the plan says that it is offloaded when its group ends
+  bool for_weights = false;  ///< see StorageProfile
 };
 
 /// The tensors that autograd saved inside one scope: they are offloaded and reloaded together.

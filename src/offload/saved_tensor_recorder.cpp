@@ -279,6 +279,7 @@ void SavedTensorRecorder::place(SavedStorage& saved, Group& group) {
     saved.to_offload = group.scope->selected;
   } else if (const PlannedStorage* const planned = group.planned.take(saved.bytes); planned != nullptr) {
     saved.to_offload = planned->to_offload;
+    saved.for_weights = planned->for_weights;
   } else if (group.scope->selected) {
     counts_.unplanned_bytes += saved.bytes;
     saved.to_offload = group.offloads_unplanned;

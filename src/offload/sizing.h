@@ -4,7 +4,7 @@
 namespace sidestream {
 
 /// Offloads nothing: the sizing pass of one layer, whose backward follows at once.
-class SizingMover final : public StorageMover {
+class SizingMover : public StorageMover {
  public:
   void group_ended(Group& /*group*/) override {}
   c10::Storage fetch(SavedStorage& storage) override { return storage.device; }

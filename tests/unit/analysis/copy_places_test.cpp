@@ -150,5 +150,18 @@ TEST(CopyPlacesTest, FitIntoTheWindowInEachOrder) {
   }
 }
 
+TEST(FormerRunsTest, AreOverWhenTheyHaveReadTheirPlaces) {
+  const SequenceOrder order = one_forward_one_backward(/*calls=*/1, /*warm_up=*/1, /*microbatches=*/4);
+  const std::vector<bool> none(4);
+  const std::vector<bool> first = {true, false, false, false};  // it is read again after its backward
+  using Runs = std::vector<std::size_t>;
+  EXPECT_EQ(former_runs(order, {0, 0, 0, 0}, none), (Runs{0, 1, 0, 1}));
+  EXPECT_EQ(former_runs(order, {0, 1, 0, 0}, none), (Runs{0, 1, 0, 3}));
+  EXPECT_EQ(former_runs(order, {0, 0, 0, 0}, first), (Runs{0, 1, 2, 1})) << "at the end of the order";
+  std::vector<SequenceStep> steps = order.steps();
+  steps.insert(steps.begin() + 5, {0, 0, Direction::weights});
+  EXPECT_EQ(former_runs(SequenceOrder(steps), {0, 1, 0, 0}, first), (Runs{0, 1, 2, 0}));
+}
+
 }  // namespace
 }  // namespace sidestream

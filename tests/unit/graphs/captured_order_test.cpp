@@ -314,6 +314,25 @@ TEST_F(DelayedOrderTest, HasPlainGradients) {
   EXPECT_GT(report.offloaded_bytes, 0);
 }
 
+TEST_F(DelayedOrderTest, WeightGradientsWhileTheNextMicrobatchIsNotOffloadedYet) {
+  const std::int64_t stage = order_.front().stage;
+  order_.clear();
+  for (const auto& [microbatch, kind] : std::vector<std::pair<std::int64_t, Kind>>{{0, Kind::forward},
+                                                                                   {0, Kind::backward},
+                                                                                   {1, Kind::forward},
+                                                                                   {0, Kind::weight_gradients},
+                                                                                   {2, Kind::forward},
+                                                                                   {1, Kind::backward},
+                                                                                   {1, Kind::weight_gradients},
+                                                                                   {2, Kind::backward},
+                                                                                   {2, Kind::weight_gradients}}) {
+    order_.push_back({stage, microbatch, kind});
+  }
+  OffloadEngine engine(model_, options().lag(120'000));  // what some six calls save
+  expect_plain_steps(engine, 0, 4);
+  EXPECT_GT(engine.report().offloaded_bytes, 0);
+}
+
 TEST_F(DelayedOrderTest, IsKeptWhenWeightsWereRelocated) {
   OffloadEngine engine(model_, options());
   expect_plain_steps(engine, 0, 3);

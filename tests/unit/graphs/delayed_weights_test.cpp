@@ -11,6 +11,7 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include "expect_throws.h"
@@ -174,6 +175,65 @@ TEST_F(DelayedCallablesTest, AreVerified) {
     expect_plain(s, [&] { compute_all(); });
   }
   EXPECT_EQ(stacks_.engine->report().verified_backwards, 4);
+}
+
+TEST_F(DelayedCallablesTest, ReloadsWhatOnlyTheyReadAfterTheBackward) {
+  stacks_.capture(Options(device_).offload("layers.*.*").min_bytes(1024).check_steps(8), delayed());
+  std::uint64_t whole = 0;
+  std::uint64_t for_weights = 0;
+  for (const CapturedCall& call : calls()) {
+    whole += call.copies.captured.bytes;
+    for_weights += call.copies.captured.for_weights;
+  }
+  ASSERT_GT(for_weights, 0U);
+  ASSERT_GT(whole, for_weights);
+  std::size_t next = 2;
+  while (calls()[next].copies.captured.for_weights == 0) {
+    --next;
+  }
+  const GroupMover& mover = *EngineAccess::state(*stacks_.engine).resources().mover;
+  for (std::int64_t s = 0; s < 3; ++s) {
+    in_step(&*stacks_.engine, [&] {
+      const auto reloaded = [&, before = mover.counts().reloaded_bytes] {
+        return mover.counts().reloaded_bytes - before;
+      };
+      stacks_.loss(true, stacks_.input(s), s).backward();
+      EXPECT_EQ(reloaded(), whole - for_weights);
+      stacks_.layers[3].backward_dw();
+      EXPECT_EQ(reloaded(), whole - for_weights + calls()[next].copies.captured.for_weights)
+          << "the next one's is begun";
+      compute_all();
+      EXPECT_EQ(reloaded(), whole);
+    });
+  }
+  EXPECT_EQ(stacks_.engine->report().order_findings, std::vector<std::string>());
+}
+
+TEST_F(DelayedCallablesTest, AReloadIsRepeatedIfAnotherGraphMayHaveUsedItsMemory) {
+  stacks_.capture(Options(device_).offload("layers.{2,3}.*").min_bytes(1024).lag(0).check_steps(8), delayed());
+  ASSERT_GT(calls()[2].copies.captured.for_weights, 0U);
+  for (std::int64_t s = 0; s < 3; ++s) {
+    expect_plain(s, [&] {
+      for (const std::size_t layer :
+           {3, 1, 2, 0}) {  // that of 2 is reloaded before the graph of 3, which is captured before it
+        stacks_.layers[layer].backward_dw();
+      }
+    });
+  }
+  EXPECT_EQ(stacks_.engine->report().order_findings, std::vector<std::string>());
+}
+
+TEST_F(DelayedCallablesTest, ADroppedReloadIsInNobodysWay) {
+  stacks_.capture(Options(device_).offload("layers.*.*").min_bytes(1024).check_steps(8), delayed());
+  for (std::int64_t s = 0; s < 2; ++s) {
+    expect_plain(2 * s, [&] { compute_all(); });
+    EXPECT_THROWS(UsageError, "are delayed and were not computed", in_step(&*stacks_.engine, [&] {
+                    stacks_.loss(true, stacks_.input(1), 1).backward();
+                    stacks_.layers[3].backward_dw();  // the next one's reload begins before it
+                  }));
+    stacks_.model->zero_grad();
+  }
+  EXPECT_EQ(stacks_.engine->report().order_findings, std::vector<std::string>());
 }
 
 TEST_F(DelayedCallablesTest, AccumulatesOverMicrobatches) {
@@ -343,6 +403,56 @@ TEST(DelayedReadersTest, ReadInputsAndGradientsThatNoOtherGraphOverwrites) {
   }
   EXPECT_EQ(engine.report().order_findings, std::vector<std::string>());
   model->drop_layers();
+}
+
+/// Takes the address of what it saved, which no operator gets.
+struct AddressReader : torch::autograd::Function<AddressReader> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
+    context->save_for_backward({x});
+    return x * 2;
+  }
+  static Tensors backward(torch::autograd::AutogradContext* context, const Tensors& grads) {
+    EXPECT_NE(context->get_saved_variables()[0].const_data_ptr(), nullptr);
+    return {grads[0] * 2};
+  }
+};
+
+class AddressReading : public torch::nn::Module {
+ public:
+  explicit AddressReading(c10::Device device) {
+    for (std::int64_t i = 0; i < 2; ++i) {
+      readers_.push_back(register_module("r" + std::to_string(i), std::make_shared<Reader>(i, device)));
+    }
+  }
+  at::Tensor run(const at::Tensor& x) { return readers_[1]->apply(AddressReader::apply(readers_[0]->apply(x)).tanh()); }
+
+ private:
+  std::vector<std::shared_ptr<Reader>> readers_;
+};
+
+TEST(DelayedReadersTest, ANodeThatIsNotLibTorchsReadsWhatItSaved) {
+  const c10::Device device = find_device("sim");
+  const auto model = std::make_shared<AddressReading>(device);
+  AddressReading plain(device);
+  OffloadEngine engine(*model, Options(device).offload("**").min_bytes(256).lag(0).check_steps(8));
+  const auto layers = make_graphed_callables(
+      engine,
+      {Callable("layer", owning([model](const Tensors& x) { return Tensors{model->run(x[0])}; })),
+       Callable("last", [](const Tensors& x) { return Tensors{x[0].sin()}; })},
+      {{rows(90, device).requires_grad_(true)}, {Sample::output_of(0)}}, delayed());
+  for (std::int64_t s = 0; s < 3; ++s) {
+    expect_same_step(*model, &engine, plain, s, [&](AddressReading& of) {
+      const at::Tensor x = rows(s, device).requires_grad_(true);
+      const bool graphed = &of == &*model;
+      const at::Tensor y = graphed ? layers[1](layers[0]({x}))[0] : of.run(x).sin();
+      (y * rows(s, device, 1)).sum().backward();
+      if (graphed) {
+        engine.backward_dw();
+      }
+    });
+  }
+  EXPECT_GT(engine.report().offloaded_bytes, 0);
+  EXPECT_EQ(engine.report().order_findings, std::vector<std::string>());
 }
 
 TEST_F(DelayedCallablesTest, AResetCallableDoesNotHoldUpTheOthers) {
