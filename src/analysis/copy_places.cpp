@@ -63,13 +63,15 @@ void place_reloads(const SequenceOrder& order, const std::vector<std::uint64_t>&
     const std::size_t run = order.run_at(i);
     on_device -= released[i];
     const bool backward = order.is_backward(i);
+    // A forward takes half as long as a backward.
+    const std::size_t second = i + 1 < order.size() && !order.is_backward(i + 1) ? i + 2 : i + 1;
     if (!backward) {
       on_device += bytes[run];
     }
     for (; next < order.runs(); ++next) {
       const std::size_t candidate = order.by_backward()[next];
       const bool gone = order.forward_index(candidate) < i && places[candidate].released_at <= i;
-      const bool due = backward ? next <= order.backward_rank(run) + 1 : order.backward_index(candidate) == i + 1;
+      const bool due = backward ? next <= order.backward_rank(run) + 1 : order.backward_index(candidate) <= second;
       const bool has_room = backward && on_device + offloaded[candidate] <= room;
       if (!gone || (!due && !has_room)) {
         break;
