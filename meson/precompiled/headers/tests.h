@@ -1,5 +1,5 @@
-// What most tests include, compiled once: see rooms.h.
-#include "rooms.h"
+// What most tests include, compiled once.
+#include "modules.h"
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
