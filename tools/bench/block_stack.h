@@ -21,11 +21,15 @@ class BlockStack : public torch::nn::Module {
     }
   }
   at::Tensor forward(at::Tensor h) {
-    constexpr const at::Tensor* kNoRope = nullptr;
-    for (const auto& block : *blocks_) {
-      h = call(block->as<byte_model::Block>(), h, stays(kNoRope), std::int64_t{0});
+    for (std::int64_t i = 0; i < layers(); ++i) {
+      h = forward_layer(i, h);
     }
     return h;
+  }
+  [[nodiscard]] std::int64_t layers() const { return static_cast<std::int64_t>(blocks_->size()); }
+  at::Tensor forward_layer(std::int64_t i, const at::Tensor& h) {
+    constexpr const at::Tensor* kNoRope = nullptr;
+    return call(blocks_[static_cast<std::size_t>(i)]->as<byte_model::Block>(), h, stays(kNoRope), std::int64_t{0});
   }
 
  private:

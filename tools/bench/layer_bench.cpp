@@ -2,13 +2,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iterator>
 #include <map>
 #include <optional>
+#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros_like.h>
+#include <fmt/format.h>
 
 namespace sidestream::bench {
 namespace {
@@ -18,27 +19,8 @@ constexpr std::size_t kWatchedSteps = 3;
 
 }  // namespace
 
-const std::vector<LayerMode>& layer_modes() {
-  static const std::vector<LayerMode> modes{
-      {"eager"},
-      {"eager+offload", false, true},
-      {"graphs", true},
-      {"graphs+offload", true, true},
-      {"graphs+offload:all", true, true, std::nullopt, false, true},
-      {"graphs+offload K=2", true, true, 2},
-      {"graphs+offload window", true, true, std::nullopt, true},
-      {.name = "graphs slots", .graphs = true, .told = false},
-      {.name = "graphs+offload slots", .graphs = true, .offload = true, .told = false},
-      {.name = "graphs cloned", .graphs = true, .gradients = GradientPolicy::cloned},
-      {.name = "graphs delayed", .graphs = true, .gradients = GradientPolicy::delayed},
-      {.name = "graphs+offload delayed", .graphs = true, .offload = true, .gradients = GradientPolicy::delayed}};
-  return modes;
-}
-
-LayerBench::LayerBench(const LayerSettings& settings) : settings_(settings), device_(find_device(settings.device)) {
-  const std::vector<std::string>& names = settings.modes;
-  std::copy_if(layer_modes().begin(), layer_modes().end(), std::back_inserter(modes_),
-               [&](const LayerMode& mode) { return std::find(names.begin(), names.end(), mode.name) != names.end(); });
+LayerBench::LayerBench(const LayerSettings& settings, std::vector<LayerMode> modes)
+    : settings_(settings), device_(find_device(settings.device)), modes_(std::move(modes)) {
   if (settings.microbatches > 0) {
     order_ = pipeline_order(PipelineShape{settings.ranks, 1, settings.microbatches}, 0);
   }
@@ -81,8 +63,9 @@ std::unique_ptr<OffloadEngine> LayerBench::make_engine(const LayerMode& mode) co
   if (mode.everything) {
     options.offload("blocks.*.*");
   } else if (mode.offload) {
+    const std::int64_t last = mode.offloaded_layers.value_or(settings_.shape.layers) - 1;
     for (const std::string& group : settings_.groups) {
-      options.offload("blocks.*." + group);
+      options.offload(fmt::format("blocks.{{0..{}}}.{}", last, group));
     }
   }
   return std::make_unique<OffloadEngine>(*layers_, options);
@@ -110,7 +93,7 @@ void LayerBench::run_order(OffloadEngine* engine) const {
   }
 }
 
-StepTime LayerBench::step(OffloadEngine* engine, bool told) {
+StepTime LayerBench::step(OffloadEngine* engine, const LayerMode& mode) {
   auto begin = std::chrono::steady_clock::now();
   double cpu_before = 0;
   const auto start = [&] {
@@ -122,16 +105,16 @@ StepTime LayerBench::step(OffloadEngine* engine, bool told) {
   {
     std::optional<Step> step;
     if (engine != nullptr) {
-      step.emplace(order_.empty() || !told ? engine->step() : engine->step(order_));
+      step.emplace(order_.empty() || !mode.told ? engine->step() : engine->step(order_));
     }
     if (order_.empty()) {
-      const at::Tensor output = layers_->forward(input_);
+      const at::Tensor output = mode.forward ? mode.forward(*layers_, input_) : layers_->forward(input_);
       if (settings_.backward_only) {
         start();
       }
       output.backward(output_gradient_);
     } else {
-      run_order(told ? engine : nullptr);
+      run_order(mode.told ? engine : nullptr);
     }
     if (engine != nullptr) {
       engine->backward_dw();
@@ -153,13 +136,13 @@ nlohmann::ordered_json LayerBench::memory(const LayerMode& mode) {
   const std::unique_ptr<OffloadEngine> engine = make_engine(mode);
   auto warm_seconds = nlohmann::ordered_json::array();
   for (int i = 0; i < kWarmSteps; ++i) {
-    warm_seconds.push_back(step(engine.get(), mode.told).wall);
+    warm_seconds.push_back(step(engine.get(), mode).wall);
   }
   const MemoryUse warm = memory_use(device_);
   release_cached_memory(device_);
   reset_memory_peaks(device_);
-  step(engine.get(), mode.told);
-  step(engine.get(), mode.told);
+  step(engine.get(), mode);
+  step(engine.get(), mode);
   const MemoryUse use = memory_use(device_);
   nlohmann::ordered_json json{{"name", mode.name},
                               {"reserved_bytes", use.reserved_peak - base_.allocated},
@@ -178,21 +161,36 @@ nlohmann::ordered_json LayerBench::memory(const LayerMode& mode) {
   return json;
 }
 
+std::vector<at::Tensor> LayerBench::gradients(const LayerMode& mode) {
+  const std::unique_ptr<OffloadEngine> engine = make_engine(mode);
+  std::vector<at::Tensor> gradients;
+  for (int i = 0; i < kWarmSteps; ++i) {
+    for (at::Tensor& parameter : layers_->parameters()) {
+      parameter.mutable_grad().zero_();
+    }
+    step(engine.get(), mode);
+  }
+  for (const at::Tensor& parameter : layers_->parameters()) {
+    gradients.push_back(parameter.grad().clone());
+  }
+  return gradients;
+}
+
 std::vector<std::vector<StepTime>> LayerBench::times() {
   std::vector<std::unique_ptr<OffloadEngine>> engines;
   for (const LayerMode& mode : modes_) {
     engines.push_back(make_engine(mode));
     for (int i = 0; i < kWarmSteps; ++i) {
-      step(engines.back().get(), mode.told);
+      step(engines.back().get(), mode);
     }
   }
   std::vector<std::vector<StepTime>> all(modes_.size());
   for (std::int64_t round = 0; round < settings_.rounds; ++round) {
     for (std::size_t turn = 0; turn < modes_.size(); ++turn) {
       const std::size_t i = (turn + static_cast<std::size_t>(round)) % modes_.size();
-      step(engines[i].get(), modes_[i].told);
+      step(engines[i].get(), modes_[i]);
       std::vector<StepTime> watched(kWatchedSteps);
-      std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get(), modes_[i].told); });
+      std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get(), modes_[i]); });
       all[i].push_back(median(watched));
     }
   }

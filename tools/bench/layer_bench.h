@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,8 +28,6 @@ struct LayerSettings {
   std::optional<std::int64_t> lag_mib;
   std::optional<std::int64_t> lookahead_mib;
   std::optional<std::int64_t> host_gib;
-  std::vector<std::string> modes;
-  std::string report;
 };
 
 /// A way to train the layers.
@@ -40,21 +39,21 @@ struct LayerMode {
   bool window = false;      ///< lag and lookahead as given
   bool everything = false;  ///< each group of a layer is offloaded, not only LayerSettings::groups
   GradientPolicy gradients = GradientPolicy::accumulated;
-  bool told = true;  ///< the engine is told the order of the microbatches
+  bool told = true;                                             ///< the engine is told the order of the microbatches
+  std::optional<std::int64_t> offloaded_layers = std::nullopt;  ///< the first ones; unset: all
+  std::function<at::Tensor(BlockStack&, at::Tensor)> forward = nullptr;  ///< unset: that of the layers
 };
-
-/// All there are, in the order in which they are measured.
-[[nodiscard]] const std::vector<LayerMode>& layer_modes();
 
 /// Transformer layers, trained in each mode with the same weights and inputs.
 class LayerBench {
  public:
-  explicit LayerBench(const LayerSettings& settings);
+  LayerBench(const LayerSettings& settings, std::vector<LayerMode> modes);
 
-  /// The modes asked for, in their order.
   [[nodiscard]] const std::vector<LayerMode>& modes() const { return modes_; }
   /// One mode by itself: bytes over weights and gradients, of the first steps (which size, pin and capture) and of later ones.
   [[nodiscard]] nlohmann::ordered_json memory(const LayerMode& mode);
+  /// Of the layers' parameters, in one mode by itself, after a step that replays.
+  [[nodiscard]] std::vector<at::Tensor> gradients(const LayerMode& mode);
   /// All modes alive; each round steps through them, in another order than the round before. A mode steps once to warm the clocks and
   /// caches, and then for the watch: its median counts. By mode, then by round.
   [[nodiscard]] std::vector<std::vector<StepTime>> times();
@@ -64,7 +63,7 @@ class LayerBench {
 
  private:
   [[nodiscard]] std::unique_ptr<OffloadEngine> make_engine(const LayerMode& mode) const;
-  StepTime step(OffloadEngine* engine, bool told);
+  StepTime step(OffloadEngine* engine, const LayerMode& mode);
   /// Forwards and backwards of all microbatches. `engine`: null if it is told nothing of chunks.
   void run_order(OffloadEngine* engine) const;
 

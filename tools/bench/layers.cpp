@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
@@ -27,9 +28,27 @@ using Json = nlohmann::ordered_json;
 using bench::median;
 using bench::StepTime;
 
+/// All there are, in the order in which they are measured.
+const std::vector<bench::LayerMode>& layer_modes() {
+  static const std::vector<bench::LayerMode> modes{
+      {"eager"},
+      {"eager+offload", false, true},
+      {"graphs", true},
+      {"graphs+offload", true, true},
+      {"graphs+offload:all", true, true, std::nullopt, false, true},
+      {"graphs+offload K=2", true, true, 2},
+      {"graphs+offload window", true, true, std::nullopt, true},
+      {.name = "graphs slots", .graphs = true, .told = false},
+      {.name = "graphs+offload slots", .graphs = true, .offload = true, .told = false},
+      {.name = "graphs cloned", .graphs = true, .gradients = GradientPolicy::cloned},
+      {.name = "graphs delayed", .graphs = true, .gradients = GradientPolicy::delayed},
+      {.name = "graphs+offload delayed", .graphs = true, .offload = true, .gradients = GradientPolicy::delayed}};
+  return modes;
+}
+
 std::vector<std::string> mode_names() {
   std::vector<std::string> names;
-  for (const bench::LayerMode& mode : bench::layer_modes()) {
+  for (const bench::LayerMode& mode : layer_modes()) {
     names.push_back(mode.name);
   }
   return names;
@@ -75,8 +94,12 @@ void add_rates(Json& mode, const Json& without) {
   }
 }
 
-Json measure(const bench::LayerSettings& settings) {
-  bench::LayerBench layers(settings);
+Json measure(const bench::LayerSettings& settings, const std::vector<std::string>& names) {
+  std::vector<bench::LayerMode> asked;
+  std::copy_if(
+      layer_modes().begin(), layer_modes().end(), std::back_inserter(asked),
+      [&](const bench::LayerMode& mode) { return std::find(names.begin(), names.end(), mode.name) != names.end(); });
+  bench::LayerBench layers(settings, asked);
   Json modes = Json::array();
   for (const bench::LayerMode& mode : layers.modes()) {
     modes.push_back(layers.memory(mode));
@@ -174,6 +197,8 @@ void print_table(const Json& result) {
 
 int run(int argc, char** argv) {
   bench::LayerSettings settings;
+  std::vector<std::string> modes;
+  std::string report;
   CLI::App app("Times transformer layers: eager, graphs, graphs with offload.", "bench_layers");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
   app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
@@ -194,7 +219,7 @@ int run(int argc, char** argv) {
   app.add_option("--lag-mib", settings.lag_mib, "Options::lag of the mode with a set window");
   app.add_option("--lookahead-mib", settings.lookahead_mib, "Options::lookahead of that mode");
   app.add_option("--host-gib", settings.host_gib, "Options::host_cap");
-  app.add_option("--modes", settings.modes, "Comma-separated")
+  app.add_option("--modes", modes, "Comma-separated")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(CLI::IsMember(mode_names()))
@@ -211,17 +236,17 @@ int run(int argc, char** argv) {
   app.add_option("--rounds", settings.rounds, "0: measure memory only")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  app.add_option("--report", settings.report, "Write JSON here");
+  app.add_option("--report", report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);
-  if (settings.modes.empty()) {
-    settings.modes = mode_names();
+  if (modes.empty()) {
+    modes = mode_names();
   }
-  const Json result = measure(settings);
+  const Json result = measure(settings, modes);
   print_table(result);
-  if (!settings.report.empty()) {
-    std::FILE* file = std::fopen(settings.report.c_str(), "w");
+  if (!report.empty()) {
+    std::FILE* file = std::fopen(report.c_str(), "w");
     if (file == nullptr) {
-      throw Error("report '" + settings.report + "' cannot be written");
+      throw Error("report '" + report + "' cannot be written");
     }
     std::fputs((result.dump(2) + "\n").c_str(), file);
     std::fclose(file);

@@ -1,0 +1,214 @@
+// What else saves memory, on the same layers in the same process: saved tensors copied to the host as they are saved, and layers that are
+// recomputed in backward, beside offload, each for a growing number of layers.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <CLI/Validators.hpp>
+#include <nlohmann/json.hpp>
+
+#include "offload/autograd_engine.h"
+#include "sidestream/error.h"
+#include "tools/bench/layer_bench.h"
+
+namespace sidestream {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using bench::BlockStack;
+using bench::LayerMode;
+
+/// As torch.autograd.graph.save_on_cpu(pin_memory=True): the host waits for each copy to it, and not for the copies back.
+class SavedOnCpu : public SavedTensorSource {
+ public:
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
+    struct Hooks final : torch::autograd::SavedVariableHooks {
+      void call_pack_hook(const at::Tensor& tensor) override {
+        device = tensor.device();
+        saved = at::empty(tensor.sizes(), tensor.options().device(c10::kCPU).pinned_memory(device.is_cuda()));
+        saved.copy_(tensor);
+      }
+      at::Tensor call_unpack_hook() override { return saved.to(saved.options().device(device), device.is_cuda()); }
+
+      at::Tensor saved;
+      c10::Device device = c10::kCPU;
+    };
+    return std::make_unique<Hooks>();
+  }
+};
+
+/// As torch.utils.checkpoint with use_reentrant=True. The layers draw no random numbers.
+class Recomputed : public torch::autograd::Function<Recomputed> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& h, BlockStack* stack,
+                            std::int64_t layer) {
+    context->save_for_backward({h});
+    context->saved_data["stack"] = reinterpret_cast<std::int64_t>(stack);
+    context->saved_data["layer"] = layer;
+    return stack->forward_layer(layer, h);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    auto* stack = reinterpret_cast<BlockStack*>(context->saved_data["stack"].toInt());
+    const at::Tensor h = context->get_saved_variables().front().detach().requires_grad_();
+    {
+      const at::AutoGradMode grad(true);
+      torch::autograd::backward({stack->forward_layer(context->saved_data["layer"].toInt(), h)}, {gradients.front()});
+    }
+    return {h.grad(), {}, {}};
+  }
+};
+
+/// `way` for the first `layers`, then the layers' own forward.
+template <typename Way>
+LayerMode eager_with(const std::string& name, std::int64_t layers, Way way) {
+  LayerMode mode{.name = fmt::format("{} {}", name, layers)};
+  mode.forward = [layers, way](BlockStack& stack, at::Tensor h) {
+    for (std::int64_t i = 0; i < stack.layers(); ++i) {
+      h = i < layers ? way(stack, i, h) : stack.forward_layer(i, h);
+    }
+    return h;
+  };
+  return mode;
+}
+
+std::vector<LayerMode> modes_of(std::int64_t layers, std::int64_t points) {
+  std::vector<LayerMode> modes{{.name = "eager"}, {.name = "graphs", .graphs = true}};
+  for (std::int64_t point = 1; point <= points; ++point) {
+    const std::int64_t first = layers * point / points;
+    modes.push_back({.name = fmt::format("graphs+offload {}", first), .graphs = true, .offload = true});
+    modes.back().offloaded_layers = first;
+  }
+  modes.push_back({.name = "graphs+offload:all", .graphs = true, .offload = true, .everything = true});
+  for (std::int64_t point = 1; point <= points; ++point) {
+    modes.push_back(eager_with("saved on CPU", layers * point / points, [](BlockStack& stack, std::int64_t i, auto& h) {
+      SavedOnCpu source;
+      const SavedTensorGuard guard(&source);
+      return stack.forward_layer(i, h);
+    }));
+  }
+  for (std::int64_t point = 1; point <= points; ++point) {
+    modes.push_back(eager_with("recomputed", layers * point / points, [](BlockStack& stack, std::int64_t i, auto& h) {
+      return Recomputed::apply(h, &stack, i);
+    }));
+  }
+  return modes;
+}
+
+/// Over the largest magnitude of the parameter's gradient.
+double largest_difference(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& right) {
+  double largest = 0;
+  for (std::size_t i = 0; i < right.size(); ++i) {
+    const at::Tensor difference = gradients[i].to(at::kFloat) - right[i].to(at::kFloat);
+    const at::Tensor over = difference.abs().max() / right[i].abs().max().to(at::kFloat);
+    largest = std::max(largest, over.item<double>());
+  }
+  return largest;
+}
+
+Json measure(const bench::LayerSettings& settings, const std::vector<LayerMode>& modes) {
+  install_autograd_engine();
+  bench::LayerBench layers(settings, modes);
+  Json measured = Json::array();
+  for (const LayerMode& mode : modes) {
+    measured.push_back(layers.memory(mode));
+  }
+  const std::vector<at::Tensor> right = layers.gradients(modes.front());
+  for (std::size_t i = 0; i < modes.size(); ++i) {
+    measured[i]["gradient_difference"] = largest_difference(layers.gradients(modes[i]), right);
+  }
+  const auto times = settings.rounds > 0 ? layers.times() : std::vector<std::vector<bench::StepTime>>();
+  for (std::size_t i = 0; i < times.size(); ++i) {
+    std::vector<double> wall;
+    for (const bench::StepTime& time : times[i]) {
+      wall.push_back(time.wall);
+    }
+    measured[i]["step_ms_median"] = bench::median(wall) * 1e3;
+    measured[i]["tokens_per_second"] = static_cast<double>(settings.shape.seq) / bench::median(wall);
+  }
+  return {{"benchmark", "peers"},
+          {"version", version()},
+          {"device", layers.device_name()},
+          {"tokens", settings.shape.seq},
+          {"layers", settings.shape.layers},
+          {"hidden", settings.shape.hidden},
+          {"dtype", settings.dtype},
+          {"rounds", settings.rounds},
+          {"weights_and_gradients_bytes", layers.base_bytes()},
+          {"modes", measured}};
+}
+
+void print_table(const Json& result) {
+  std::printf("%-20s%10s%14s%12s%14s%22s\n", "mode", "step ms", "tokens/s", "live MiB", "reserved MiB",
+              "gradients differ by");
+  for (const Json& mode : result["modes"]) {
+    const auto mebibytes = [&](const char* key) { return mode[key].get<double>() / (1 << 20); };
+    std::printf("%-20s%10.2f%14.0f%12.0f%14.0f%22.2g\n", mode["name"].get<std::string>().c_str(),
+                mode.value("step_ms_median", 0.0), mode.value("tokens_per_second", 0.0), mebibytes("live_peak_bytes"),
+                mebibytes("reserved_bytes"), mode["gradient_difference"].get<double>());
+  }
+}
+
+int run(int argc, char** argv) {
+  bench::LayerSettings settings;
+  std::int64_t points = 4;
+  std::string report;
+  CLI::App app(
+      "Tokens per second and device memory of transformer layers: graphs with offload, saved tensors on the CPU, and "
+      "recomputation, of a growing number of layers",
+      "bench_peers");
+  app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
+  app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--layers", settings.shape.layers)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--hidden", settings.shape.hidden)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--heads", settings.shape.heads)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
+  app.add_option("--points", points, "How many numbers of layers each way is measured with")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--rounds", settings.rounds, "0: measure memory only")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--report", report, "Write JSON here");
+  CLI11_PARSE(app, argc, argv);
+  const Json result = measure(settings, modes_of(settings.shape.layers, points));
+  print_table(result);
+  if (!report.empty()) {
+    std::FILE* file = std::fopen(report.c_str(), "w");
+    if (file == nullptr) {
+      throw Error("report '" + report + "' cannot be written");
+    }
+    std::fputs((result.dump(2) + "\n").c_str(), file);
+    std::fclose(file);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace sidestream
+
+int main(int argc, char** argv) {
+  try {
+    return sidestream::run(argc, argv);
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "bench_peers: %s\n", error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_peers: %s\n", error.what());
+  }
+  return 1;
+}
