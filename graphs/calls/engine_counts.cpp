@@ -3,8 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 
-#include "graphs/calls/step_chunks.h"
-
 namespace sidestream {
 
 const char* text_of(EagerCause cause) {
@@ -65,8 +63,6 @@ void EngineCounts::replayed(const GraphSequence::Counts& counts) {
   counted_.gradients_copied_bytes = static_cast<std::int64_t>(counts.gradients.copied_bytes);
   counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
 }
-
-void EngineCounts::chunks_ran(const StepChunks& chunks) { chunks.report(counted_.chunks); }
 
 void EngineCounts::sizing_ended(const SavedTensorRecorder& recorder, std::int64_t peak_without_offload) {
   counted_.first_step_peak_bytes = counted_.step_peak_bytes;

@@ -14,8 +14,6 @@
 
 namespace sidestream {
 
-class StepChunks;
-
 /// Why a call that matches `graph` ran eagerly, and not to be recorded.
 enum class EagerCause : std::uint8_t {
   no_grad,
@@ -77,8 +75,8 @@ class EngineCounts {
   void copied(const CopyCounts& copies) noexcept;
   /// A whole step.
   void step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
-  /// In that step.
-  void chunks_ran(const StepChunks& chunks);
+  /// In that step. The caller fills it.
+  [[nodiscard]] std::vector<ChunkReport>& chunks() noexcept { return counted_.chunks; }
   void count_step() noexcept { ++counted_.steps; }
 
   /// Of one set of bucketed calls.

@@ -294,7 +294,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
       }
       break;
   }
-  counts_.chunks_ran(chunks_);
+  chunks_.report(counts_.chunks());
   counts_.count_step();
 }
 
