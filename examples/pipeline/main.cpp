@@ -70,8 +70,9 @@ void train(const pipeline::RankEnvironment& place, c10::intrusive_ptr<pipeline::
     for (int64_t microbatch = 0; microbatch < shape.microbatches; ++microbatch) {
       x.push_back(at::randn({rows, width}).to(device));
     }
-    auto step = engine.step();
+    auto step = engine.step(chunks.order());
     const at::Tensor loss = chunks.step([&](int64_t stage, int64_t microbatch, const at::Tensor& input) {
+      const ss::Chunk chunk = engine.chunk({stage, microbatch});
       at::Tensor h = chunks.part(stage) == 0 ? x[microbatch] : input;
       for (int64_t block = stage * blocks_of_stage; block < (stage + 1) * blocks_of_stage; ++block) {
         h = ss::call(model->blocks[block]->as<Block>(), h);

@@ -28,6 +28,8 @@ class Pipeline {
   /// the losses; not set without the last part.
   [[nodiscard]] at::Tensor step(const Stage& run, const WeightGradients& weight_gradients = {});
 
+  /// That of this rank's chunks in each step.
+  [[nodiscard]] const std::vector<sidestream::PipelineStep>& order() const noexcept { return order_; }
   /// The number of the part that is this rank's virtual stage.
   [[nodiscard]] std::int64_t part(std::int64_t stage) const noexcept {
     return stage * shape_.ranks + ranks_->getRank();

@@ -162,6 +162,7 @@ class RankTraining {
 
   [[nodiscard]] PipelineRank rank() {
     PipelineRank rank;
+    rank.order = pipeline_.order();
     for (std::int64_t stage = 0; stage < options_.vpp; ++stage) {
       rank.parts.push_back(pipeline_.part(stage));
     }

@@ -237,7 +237,7 @@ double TrainingRun::step(const std::function<void()>& with_gradients) {
     if (run.mode.graphs && run.options.graphs_step() && !run.whole) {
       run.capture(windows);
     }
-    auto step = run.engine->step();
+    auto step = run.rank ? run.engine->step(run.rank->order) : run.engine->step();
     train();
     step.finish();
   } else {

@@ -11,6 +11,7 @@
 #include <c10/core/Device.h>
 
 #include "sidestream/journal.h"
+#include "sidestream/pipeline_order.h"
 #include "sidestream/progress.h"
 #include "tools/cli/gradient_comparison.h"
 #include "tools/cli/text_corpus.h"
@@ -38,6 +39,7 @@ struct PipelineRank {
   using WeightGradients = std::function<void(std::int64_t stage, std::int64_t microbatch)>;
 
   std::vector<std::int64_t> parts;  ///< of the model, by virtual stage
+  std::vector<PipelineStep> order;  ///< of its chunks
   /// Runs a step's chunks; gives the loss where the last part is.
   std::function<at::Tensor(const Stage&, const WeightGradients&)> run;
 };

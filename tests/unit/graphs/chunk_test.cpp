@@ -219,6 +219,8 @@ TEST_F(ChunkTest, OrdersThatNoStepCanTake) {
        "has the backward of stage 0, microbatch 1, but not the forward"},
       {{{0, 0, Kind::forward}, {0, 0, Kind::weight_gradients}, {0, 0, Kind::backward}},
        "has the weight gradients of stage 0, microbatch 0 before the backward"},
+      {{{0, 0, Kind::forward}, {0, 0, Kind::backward}, {0, 0, Kind::weight_gradients}, {0, 0, Kind::weight_gradients}},
+       "has the weight gradients of stage 0, microbatch 0 twice"},
       {{{0, 0, Kind::forward}, {0, 0, Kind::weight_gradients}}, "microbatch 0, but not the backward of stage 0"},
       {{{0, -1, Kind::forward}}, "stage 0, microbatch -1; stages and microbatches are numbered from 0"},
   };
