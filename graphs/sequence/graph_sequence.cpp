@@ -76,8 +76,8 @@ void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, c
 //  - released_at(k): the sources of k went back to the pool before the capture of the graph at this index. That graph, or the first
 //    one launched after it, waits for offloaded(k). A graph at or before the forward of k begins another pass, and waits for it too.
 //  - reload_at(k): the targets of k were allocated at the start of the capture of the graph at this index: of an earlier backward, or of
-//    the forward just before backward k if no backward comes between the forward and the backward of k. They stay allocated until
-//    backward k, and nothing else uses them in between. So the copies are queued before the launch of the first graph from there on,
+//    one of the last two forwards before backward k if no backward comes in between. They stay allocated until backward k, and nothing
+//    else uses them in between. So the copies are queued before the launch of that forward, or of the first backward from there on,
 //    after S, and so after all earlier uses of the memory. Backward k waits for reloaded(k). A graph at an index outside of these waits
 //    for reloaded(k) as well, and k is reloaded once more if it is still needed.
 //

@@ -63,8 +63,9 @@ void place_reloads(const SequenceOrder& order, const std::vector<std::uint64_t>&
     const std::size_t run = order.run_at(i);
     on_device -= released[i];
     const bool backward = order.is_backward(i);
-    // A forward takes half as long as a backward.
-    const std::size_t second = i + 1 < order.size() && !order.is_backward(i + 1) ? i + 2 : i + 1;
+    // A forward takes half as long as a backward. A forward that frees more than it saves has to come first, or the peak were here.
+    const bool forward_next = i + 1 < order.size() && !order.is_backward(i + 1);
+    const std::size_t second = forward_next && bytes[order.run_at(i + 1)] >= released[i + 1] ? i + 2 : i + 1;
     if (!backward) {
       on_device += bytes[run];
     }

@@ -125,6 +125,15 @@ std::uint64_t most_on_device(const SequenceOrder& order, const Bytes& bytes, con
   return most;
 }
 
+TEST(CopyPlacesTest, NothingComesBackBeforeAForwardThatFreesMoreThanItSaves) {
+  const SequenceOrder order = one_forward_one_backward(3, 3, 4);
+  Bytes bytes;
+  for (std::size_t run = 0; run < order.runs(); ++run) {
+    bytes.push_back(run % 3 == 2 ? 40 : 10);
+  }
+  EXPECT_EQ(most_on_device(order, bytes, copy_places(order, bytes, bytes, {80, 0})), 110);
+}
+
 TEST(CopyPlacesTest, FitIntoTheWindowInEachOrder) {
   const std::vector<SequenceOrder> orders = {nested_order(12), one_forward_one_backward(3, 2, 6),
                                              one_forward_one_backward(2, 0, 4), interleaved(2, 2, 8),
