@@ -1,6 +1,5 @@
 // What else saves memory, on the same layers in the same process: saved tensors copied to the host as they are saved, and layers that are
 // recomputed in backward, beside offload, each for a growing number of layers.
-#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -10,6 +9,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -110,13 +110,12 @@ std::vector<LayerMode> modes_of(std::int64_t layers, std::int64_t points) {
 
 /// Over the largest magnitude of the parameter's gradient.
 double largest_difference(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& right) {
-  double largest = 0;
+  std::vector<at::Tensor> differences;
   for (std::size_t i = 0; i < right.size(); ++i) {
     const at::Tensor difference = gradients[i].to(at::kFloat) - right[i].to(at::kFloat);
-    const at::Tensor over = difference.abs().max() / right[i].abs().max().to(at::kFloat);
-    largest = std::max(largest, over.item<double>());
+    differences.push_back(difference.abs().max() / right[i].abs().max().to(at::kFloat));
   }
-  return largest;
+  return at::stack(differences).max().item<double>();  // nan if one is
 }
 
 Json measure(const bench::LayerSettings& settings, const std::vector<LayerMode>& modes) {
