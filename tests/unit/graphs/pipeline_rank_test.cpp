@@ -250,10 +250,11 @@ class RankExpectation {
       all_bytes_ = report.offloaded_bytes;
     }
     // From one microbatch to two, with several parts, one group is reloaded inline once. Why was not looked into.
-    const bool first_overlap = step > 0 && program_.place.parts > 1 && program_.microbatches[step - 1] == 1;
-    const bool told = chunks_ == RankChunks::ordered && program_.extra == RankExtra::none && step > 1 && !first_overlap;
+    const bool first_overlap = step > 0 && program_.place.parts > 1 && program_.microbatches[step - 1] == 1 &&
+                               program_.microbatches[step] == 2;
+    const bool told = chunks_ == RankChunks::ordered && program_.extra == RankExtra::none && step > 1;
     if (repeats_ > 1 || told) {
-      EXPECT_EQ(report.inline_reloads, 0);
+      EXPECT_LE(report.inline_reloads, first_overlap ? 1 : 0);
     }
     if (repeats_ == step && step > 0 && program_.extra == RankExtra::none) {
       EXPECT_EQ(all_bytes_ - report.offloaded_bytes, kMargin * needed_immediately(order));
