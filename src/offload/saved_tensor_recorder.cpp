@@ -216,14 +216,18 @@ Group& SavedTensorRecorder::make_group(ScopeNode* scope) {
   } else if (planned_ != nullptr) {
     const std::size_t turn = books_->entered[scope]++;
     const auto found = planned_->find(scope);
-    const std::vector<PlannedGroup>* turns = found == planned_->end() ? nullptr : &found->second;
-    if (turns != nullptr && turn < turns->size()) {
-      group.planned.begin(&(*turns)[turn]);
-      group.needed_immediately = (*turns)[turn].needed_immediately;
+    if (found == planned_->end()) {
+      group.offloads_unplanned = scope->selected;
+      return group;
+    }
+    const std::vector<PlannedGroup>& turns = found->second;
+    if (turn < turns.size()) {
+      group.planned.begin(&turns[turn]);
     }
     // A scope entered more often than planned is another microbatch, likely: as it was with the last.
-    group.offloads_unplanned =
-        scope->selected && (turns == nullptr || (*turns)[std::min(turn, turns->size() - 1)].offloads);
+    const PlannedGroup& like = turns[std::min(turn, turns.size() - 1)];
+    group.needed_immediately = like.needed_immediately;
+    group.offloads_unplanned = scope->selected && like.offloads;
   }
   return group;
 }

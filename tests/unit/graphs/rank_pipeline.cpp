@@ -6,46 +6,13 @@
 #include <ATen/core/grad_mode.h>
 
 namespace sidestream::testing_model {
-namespace {
 
-/// (part, microbatch) of all forwards in the order of the schedule: groups of microbatches, each through all parts.
-std::vector<RankWork> all_forwards(const RankPlace& place, std::size_t microbatches, bool backward) {
-  RankOrder all;
-  for (std::size_t first = 0; first < microbatches; first += place.ranks) {
-    for (std::size_t p = 0; p < place.parts; ++p) {
-      for (std::size_t m = first; m < std::min(first + place.ranks, microbatches); ++m) {
-        all.push_back(
-            {backward ? RankWork::Kind::backward : RankWork::Kind::forward, backward ? place.parts - 1 - p : p, m});
-      }
-    }
-  }
-  return all;
-}
-
-}  // namespace
-
-RankOrder rank_order(const RankPlace& place, std::size_t microbatches) {
-  const RankOrder forwards = all_forwards(place, microbatches, /*backward=*/false);
-  const RankOrder backwards = all_forwards(place, microbatches, /*backward=*/true);
-  const std::size_t after = place.ranks - place.rank - 1;  // ranks
-  const std::size_t wanted = place.parts == 1 ? after : 2 * after + (place.parts - 1) * place.ranks;
-  const std::size_t warm_up = std::min(wanted, forwards.size());
-  RankOrder order(forwards.begin(), forwards.begin() + static_cast<std::ptrdiff_t>(warm_up));
-  for (std::size_t i = 0; i < backwards.size(); ++i) {
-    if (warm_up + i < forwards.size()) {
-      order.push_back(forwards[warm_up + i]);
-    }
-    order.push_back(backwards[i]);
-  }
-  return order;
-}
-
-RankOrder zero_bubble_order(const RankPlace& place, std::size_t microbatches) {
+RankOrder rank_order(const RankPlace& place, std::size_t microbatches, bool delay_weights) {
   PipelineShape shape;
   shape.ranks = static_cast<std::int64_t>(place.ranks);
   shape.stages = static_cast<std::int64_t>(place.parts);
   shape.microbatches = static_cast<std::int64_t>(microbatches);
-  shape.delay_weight_gradients = true;
+  shape.delay_weight_gradients = delay_weights;
   RankOrder order;
   for (const PipelineStep& step : pipeline_order(shape, static_cast<std::int64_t>(place.rank))) {
     using Kind = PipelineStep::Kind;
@@ -58,9 +25,9 @@ RankOrder zero_bubble_order(const RankPlace& place, std::size_t microbatches) {
 }
 
 RankOrder forwards_first(const RankPlace& place, std::size_t microbatches) {
-  RankOrder order = all_forwards(place, microbatches, /*backward=*/false);
-  const RankOrder backwards = all_forwards(place, microbatches, /*backward=*/true);
-  order.insert(order.end(), backwards.begin(), backwards.end());
+  RankOrder order = rank_order(place, microbatches);
+  std::stable_partition(order.begin(), order.end(),
+                        [](const RankWork& work) { return work.kind == RankWork::Kind::forward; });
   return order;
 }
 

@@ -42,11 +42,9 @@ struct RankPlace {
   std::size_t parts = 1;
 };
 
-/// The order of a rank: 1F1B, interleaved if the rank has several parts. Microbatches go in groups of as many as there are ranks; the last
-/// group may be smaller.
-[[nodiscard]] RankOrder rank_order(const RankPlace& place, std::size_t microbatches);
-/// The same with delayed weight gradients: a zero-bubble order.
-[[nodiscard]] RankOrder zero_bubble_order(const RankPlace& place, std::size_t microbatches);
+/// The order of a rank that `pipeline_order` gives: 1F1B, interleaved if the rank has several parts. With delayed weight gradients it is a
+/// zero-bubble order.
+[[nodiscard]] RankOrder rank_order(const RankPlace& place, std::size_t microbatches, bool delay_weights = false);
 /// All forwards, then all backwards.
 [[nodiscard]] RankOrder forwards_first(const RankPlace& place, std::size_t microbatches);
 /// How many microbatches of each part await their backward, or delayed weight gradients, at most.

@@ -59,9 +59,9 @@ RankOrder RankProgram::order(std::size_t step) const {
     return random_order(place, microbatches[step], layers, extra == RankExtra::random_cut, seed);
   }
   const std::size_t count = microbatches[step];
-  RankOrder whole = schedule == RankSchedule::forwards_first ? forwards_first(place, count)
-                    : schedule == RankSchedule::zero_bubble  ? zero_bubble_order(place, count)
-                                                             : rank_order(place, count);
+  RankOrder whole = schedule == RankSchedule::forwards_first
+                        ? forwards_first(place, count)
+                        : rank_order(place, count, schedule == RankSchedule::zero_bubble);
   RankOrder order;
   const auto meet = [&](Kind a, Kind b, std::size_t i) {
     return i + 1 < whole.size() && whole[i].kind == a && whole[i + 1].kind == b &&
