@@ -15,6 +15,7 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/pipeline_order.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -91,6 +92,38 @@ TEST_F(ConformanceHooks, CaptureTimeHooksNo) {
     }
     EXPECT_EQ(log_, expected) << "a replay runs no hook";
   }
+}
+
+TEST_F(ConformanceHooks, CaptureTimeHooksOrder) {
+  std::vector<Callable> callables{scaled("a"), scaled("b")};
+  callables[0].capture_time_hooks(logging("a"));
+  callables[1].capture_time_hooks(logging("b"));
+  const PipelineShape shape{2, 1, 2};  // the first rank: both forwards, then both backwards, oldest first
+  const auto graphed = make_graphed_callables(engine_, callables, {{input(0)}, {Sample::output_of(0)}},
+                                              GraphOptions().num_warmup_iters(1).order(pipeline_order(shape, 0)));
+  Log captures;
+  for (std::int64_t microbatch = 0; microbatch < 2; ++microbatch) {
+    add_forward(captures, "a");
+    add_forward(captures, "b");
+  }
+  for (std::int64_t microbatch = 0; microbatch < 2; ++microbatch) {
+    add_backward(captures, "b");
+    add_backward(captures, "a");
+  }
+  ASSERT_GE(log_.size(), captures.size());
+  EXPECT_EQ(Log(log_.end() - static_cast<std::ptrdiff_t>(captures.size()), log_.end()), captures);
+  const Log all = log_;
+  for (std::int64_t step = 1; step < 3; ++step) {
+    const at::Tensor first = input(step);
+    const at::Tensor second = input(10 + step);
+    const at::Tensor out = graphed[1](graphed[0]({first}))[0].sum();
+    const at::Tensor other = graphed[1](graphed[0]({second}))[0].sum();
+    out.backward();
+    other.backward();
+    EXPECT_TRUE(at::equal(first.grad().cpu(), (weight_ * weight_).cpu()));
+    EXPECT_TRUE(at::equal(second.grad().cpu(), (weight_ * weight_).cpu()));
+  }
+  EXPECT_EQ(log_, all) << "a replay runs no hook";
 }
 
 TEST_F(ConformanceHooks, OfOneCallableAndSomeOfThem) {
