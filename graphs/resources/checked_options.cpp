@@ -1,5 +1,6 @@
 #include "graphs/resources/engine_resources.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -133,6 +134,12 @@ Options checked_options(Options options) {
     if (!(budget.fraction >= 0 && budget.fraction <= 1)) {
       throw UsageError("offload_fraction is " + std::to_string(budget.fraction) + " for \"" + budget.patterns +
                        "\"; it must be a part of the bytes that would be offloaded, from 0 to 1");
+    }
+    const auto same = [&](const Options::Budget& other) { return other.patterns == budget.patterns; };
+    if (std::count_if(options.budgets().begin(), options.budgets().end(), same) > 1) {
+      throw UsageError("\"" + budget.patterns +
+                       "\" has two budgets, and only the first would count: call offload_at_most or offload_fraction "
+                       "once for these groups");
     }
   }
   if (options.check_steps() == 0) {
