@@ -14,6 +14,7 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
 #include "sidestream/graphed_step.h"
 #include "sidestream/owning.h"
 #include "sidestream/scope.h"
@@ -274,6 +275,29 @@ TEST_F(AskedGroups, AReadOfAReleasedTensorNamesItsGroup) {
   }
 }
 
+TEST_F(AskedGroups, ACaptureRefusesAReleasedTensor) {
+  OffloadEngine engine(model_, options());
+  two_steps(engine);
+  const at::Tensor x = data(7);
+  at::Tensor held;
+  {
+    const auto step = engine.step();
+    OffloadScope scope("a");
+    held = x.mul(2).exp();
+    const at::Tensor h = held.mul(0.5).tanh();
+    scope.end();
+    scope.release(held);
+    h.sum().backward();
+  }
+  const Callable reads("reads", owning([held](const Tensors& in) { return Tensors{in[0] * held}; }));
+  EXPECT_THROWS(c10::Error, "this tensor was released by the group \"a\"",
+                (void)make_graphed_callables(engine, {reads}, {{data(8)}}));
+  const Callable own("own", owning([](const Tensors& in) { return Tensors{in[0].exp()}; }));
+  const at::Tensor y = data(9);
+  make_graphed_callables(engine, {own}, {{data(8)}}).at(0)({y}).at(0).sum().backward();
+  EXPECT_TRUE(at::equal(y.grad().cpu(), y.detach().exp().cpu())) << "the engine goes on";
+}
+
 TEST_F(AskedGroups, AReleasedTensorsMemoryIsFreeBehindItsCopy) {
   OffloadEngine engine(model_, options());
   two_steps(engine);
@@ -442,6 +466,11 @@ TEST_F(AskedGroups, ABudgetThatNamesNothingIsRefused) {
   OffloadEngine engine(model_, options().offload_at_most("unknown", kSquareBytes));
   const auto steps = [&] { two_steps(engine); };
   EXPECT_THROWS(UsageError, "unknown", steps());
+}
+
+TEST_F(AskedGroups, ASecondBudgetForTheSameGroupsIsRefused) {
+  EXPECT_THROWS(UsageError, "\"a,b\" has two budgets",
+                OffloadEngine(model_, options().offload_at_most("a,b", 1).offload_fraction("a,b", 0.5)));
 }
 
 TEST_F(AskedGroups, AFractionOutsideOfZeroToOneIsRefused) {
