@@ -10,6 +10,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "graphs/sequence/sequence_streams.h"
+#include "sidestream/error.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/pipeline_order.h"
 #include "sidestream/replay_options.h"
@@ -234,7 +235,8 @@ class RepeatedLayers final : public Stack {
 /// Two microbatches of one stack whose weight gradients are delayed: those of the first are computed while the second is in flight.
 class DelayedWeightGradients final : public StackProgram {
  public:
-  explicit DelayedWeightGradients(const Runtimes& runtimes) : StackProgram(runtimes, kLayers) {
+  /// `drops`: before each step another one ends without the weight gradients of most layers.
+  DelayedWeightGradients(const Runtimes& runtimes, bool drops) : StackProgram(runtimes, kLayers), drops_(drops) {
     if (make_engine(*model_, stack_options().lookahead(0))) {
       for (std::size_t m = 0; m < kMicrobatches; ++m) {
         capture_linked(callables(0, kLayers), GraphOptions().gradients("**", GradientPolicy::delayed));
@@ -244,6 +246,9 @@ class DelayedWeightGradients final : public StackProgram {
   ~DelayedWeightGradients() override { end(); }
 
   std::vector<at::Tensor> step(std::int64_t s) override {
+    if (drops_ && engine_) {
+      drop(s);
+    }
     model_->zero_grad();
     std::vector<at::Tensor> results;
     std::vector<at::Tensor> x;
@@ -266,12 +271,25 @@ class DelayedWeightGradients final : public StackProgram {
  private:
   static constexpr std::size_t kLayers = 4;
   static constexpr std::size_t kMicrobatches = 2;
+  /// The reload for the next weight gradients is queued when the step ends.
+  void drop(std::int64_t s) {
+    model_->zero_grad();  // the last step's gradients are kept
+    Step step = engine_->step();
+    forward(0, rows_of(s, 9).requires_grad_(true)).sum().backward();
+    layers_[kLayers - 1].backward_dw();
+    try {
+      step.finish();
+    } catch (const UsageError&) {  // it names the others
+    }
+  }
   [[nodiscard]] at::Tensor forward(std::size_t m, at::Tensor h) {
     for (std::size_t i = 0; i < kLayers && engine_; ++i) {
       h = layers_[m * kLayers + i]({h})[0];
     }
     return engine_ ? h : run(0, kLayers, std::move(h));
   }
+
+  bool drops_;
 };
 
 /// Callables that run a part of their forward on a stream of their own, joined after the scope has ended.
@@ -425,7 +443,8 @@ std::vector<NamedProgram> callable_programs() {
                                                    skip));
   }
   result.push_back(named_program<GivenStream>("given_stream"));
-  result.push_back(named_program<DelayedWeightGradients>("delayed_weights"));
+  result.push_back(named_program<DelayedWeightGradients>("delayed_weights", false));
+  result.push_back(named_program<DelayedWeightGradients>("delayed_weights_dropped", true));
   result.push_back(named_program<OrderedStages>("callables_in_order", PipelineShape{2, 1, 3}, false));
   result.push_back(named_program<OrderedStages>("callables_in_order_interleaved", PipelineShape{2, 2, 2}, true));
   for (const std::int64_t side_streams : {1, 2}) {

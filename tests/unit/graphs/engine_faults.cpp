@@ -91,6 +91,10 @@ std::vector<EngineFault> replay_faults() {
        "the fork of copies in is recorded anew",
        "graphs_2",
        {Act::drop_record, "backward", StreamRole::other, Mark::launch}},
+      {"SequenceCopies::before_forward",
+       "a copy in before a forward starts behind the graphs that its memory served",
+       "graphs_2_in_order",
+       {Act::drop_wait, "forward", StreamRole::copies, Mark::launch}},
       {"SequenceCopies::queue_due_reloads",
        "reloaded is recorded behind the copies in",
        "graphs_2",
@@ -279,6 +283,16 @@ const std::vector<EngineFault>& engine_faults() {
 
 const std::vector<EngineFault>& covered_faults() {
   static const std::vector<EngineFault> all = {
+      {"SequenceCopies::before_forward",
+       "a forward waits for the copies in for weight gradients that were dropped",
+       "delayed_weights_dropped",
+       {Act::drop_wait, "forward", StreamRole::other, Mark::to_device},
+       "the end of the step that dropped them waits for these copies"},
+      {"SequenceCopies::join",
+       "the step's end waits for the copies in for weight gradients that were dropped",
+       "delayed_weights_dropped",
+       {Act::drop_wait, "", StreamRole::current, Mark::to_device},
+       "the next forward waits for them; that the step ends behind its copies is promised to the caller"},
       {"HostArena::Lease::wait_before_use",
        "a copy out waits for the copy out that last wrote its host slot",
        "forwards_alone",

@@ -55,6 +55,8 @@ struct NamedProgram {
 [[nodiscard]] std::vector<NamedProgram> callable_programs();
 /// Those whose graphed calls are made on several streams; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> call_stream_programs();
+/// Those that run the order of a pipeline's rank; part of `programs`.
+[[nodiscard]] std::vector<NamedProgram> pipeline_programs();
 /// Those of sequences that share a pool; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> pool_programs();
 /// Those whose graphs draw on several streams; part of `programs`.
