@@ -63,7 +63,11 @@ void train(const pipeline::RankEnvironment& place, c10::intrusive_ptr<pipeline::
   }
   model->to(device);
   torch::optim::SGD optimizer(model->parameters(), /*lr=*/0.05);
-  ss::OffloadEngine engine(*model, ss::Options(device).graph("blocks.*").offload("blocks.*.mlp").min_bytes(4096));
+  ss::OffloadEngine engine(*model, ss::Options(device)
+                                       .graph("blocks.*")
+                                       .call_options(ss::CallOptions().max_captures(shape.microbatches))
+                                       .offload("blocks.*.mlp")
+                                       .min_bytes(4096));
 
   for (int i = 0; i < 20; ++i) {
     std::vector<at::Tensor> x;  // of each microbatch, equal on all ranks

@@ -108,7 +108,9 @@ void StepChunks::begin_step(const std::vector<PipelineStep>* order) {
     backwards_ = places_of(*order_, ChunkWork::backward);
     weights_ = places_of(*order_, ChunkWork::weight_gradients);
     slots_ = slots_of_order(*order_);
+    too_many_slots_.reset();
     if (!slots_.empty() && *std::max_element(slots_.begin(), slots_.end()) >= most_slots_) {
+      too_many_slots_ = *std::max_element(slots_.begin(), slots_.end()) + 1;
       slots_.clear();
     }
   }

@@ -77,6 +77,8 @@ class StepChunks {
   /// A chunk of the step whose weight gradients are to be computed.
   /// Throws: UsageError if the step has not had the chunk, if its forward has not ended, or if they are computed.
   RunningChunk& chunk_for_weights(const ChunkId& id);
+  /// How many slots the latest order needs, if these are too many.
+  [[nodiscard]] std::optional<std::size_t> too_many_slots() const noexcept { return too_many_slots_; }
   /// Of the latest step.
   void report(std::vector<ChunkReport>& chunks) const;
 
@@ -102,7 +104,8 @@ class StepChunks {
   bool ordered_ = false;                                              ///< the step has an order
   GivenOrder order_ = std::make_shared<std::vector<PipelineStep>>();  ///< the latest one
   std::size_t next_ = 0;                                              ///< its steps before this one have come
-  std::vector<std::size_t> slots_;      ///< by forward of `order_`; empty if it needs too many
+  std::vector<std::size_t> slots_;  ///< by forward of `order_`; empty if it needs too many
+  std::optional<std::size_t> too_many_slots_;
   std::vector<std::size_t> backwards_;  ///< by forward of `order_`: RunningChunk::backward_at
   std::vector<std::size_t> weights_;    ///< by forward of `order_`: RunningChunk::weights_at
 };

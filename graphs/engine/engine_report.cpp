@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/mebibytes.h"
+#include "graphs/calls/step_chunks.h"
 #include "graphs/capture/whole_step_offload.h"
 #include "graphs/engine/engine_state.h"
 
@@ -91,6 +92,17 @@ void append_dropped(const CallTable& calls, std::int64_t bound, std::vector<std:
         " times to make room for new ones, and CallOptions::max_captures is " + std::to_string(bound) +
         "; each capture takes far longer than a replay: raise max_captures to the number of different shapes "
         "and values, pass fewer of them, or set CallOptions::on_max_captures to eager");
+  }
+}
+
+/// Tells that memory is not lent along the order of the steps.
+void append_order(const StepChunks& chunks, const Options& options, std::vector<std::string>& notes) {
+  const auto needed = chunks.too_many_slots();
+  if (needed && !options.graph_patterns().empty() && !options.graph_options().retain_graph_in_backward()) {
+    notes.push_back("the order of the step needs " + std::to_string(*needed) +
+                    " captures of each call, and CallOptions::max_captures is " +
+                    std::to_string(options.call_options().max_captures()) +
+                    "; calls are captured as without an order, which takes more memory: raise max_captures");
   }
 }
 
@@ -194,6 +206,7 @@ Report EngineState::report() const {
   }
   append_eager_runs(calls_, report.notes);
   append_dropped(calls_, resources_.options.call_options().max_captures(), report.notes);
+  append_order(chunks_, resources_.options, report.notes);
   append_buckets(counts_, report.notes);
   const auto tallies = resources_.exclusions.tallies();
   if (const std::int64_t small = counts_.small_bytes();

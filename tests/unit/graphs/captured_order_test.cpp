@@ -122,6 +122,7 @@ TEST_F(CapturedOrderTest, HasACaptureForEachMicrobatchAndHostMemoryForThoseInFli
     largest = std::max(largest, chunk.offloaded_bytes);
   }
   EXPECT_EQ(report.pinned_requested_bytes, largest * kInFlight);
+  EXPECT_EQ(report.notes, std::vector<std::string>());
 }
 
 TEST_F(CapturedOrderTest, OneLayerIsOffloadedToo) {
@@ -140,6 +141,8 @@ TEST_F(CapturedOrderTest, WithFewerCapturesThanMicrobatchesThoseInFlightAreReuse
   expect_plain_steps(engine, 0, 2);
   expect_all_replay(engine, 2);
   EXPECT_EQ(engine.report().captures, 2 * kLayers * kInFlight);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "the order of the step needs 6 captures of each call, and",
+                      testing::PrintToString(engine.report().notes));
 }
 
 TEST_F(CapturedOrderTest, IsKeptWhenWeightsWereRelocated) {

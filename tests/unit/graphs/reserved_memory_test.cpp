@@ -126,10 +126,10 @@ TEST(ReservedMemoryTest, LayersInGraphsTakeAnInputAndAnOutputsGradientMore) {
   EXPECT_EQ(graphs.bytes - eager.bytes, 2 * kRippleBytes);
 }
 
-enum class Way : std::uint8_t { eager, in_order, callables };
+enum class Way : std::uint8_t { eager, in_order, in_slots, callables };
 
 /// The same for the first rank of a pipeline, which runs its layers in `order`. If weight gradients are steps of the order, layers have
-/// weights.
+/// weights. `in_slots`: steps are not told the order, so each microbatch in flight has captures of its own.
 ReservedPeak train_rank_of_ripples(c10::Device device, Way way, const std::vector<PipelineStep>& order) {
   const bool delayed = std::any_of(order.begin(), order.end(), [](const PipelineStep& work) {
     return work.kind == PipelineStep::Kind::weight_gradients;
@@ -176,7 +176,7 @@ ReservedPeak train_rank_of_ripples(c10::Device device, Way way, const std::vecto
   };
   const auto step = [&] {
     if (engine) {
-      Step in_order = engine->step(order);
+      Step in_order = way == Way::in_slots ? engine->step() : engine->step(order);
       pass();
       in_order.finish();
     } else {
@@ -202,6 +202,19 @@ TEST(ReservedMemoryTest, AnOrderTakesWhatIsLiveInIt) {
   // Its own copy of each input in flight, the gradient of an output, and that of an input.
   EXPECT_EQ(in_order.bytes - eager.bytes, 5 * kRippleBytes);
   EXPECT_EQ(callables.bytes, in_order.bytes);
+}
+
+TEST(ReservedMemoryTest, WithoutAnOrderSlotsTakeAChainEach) {
+  const sim::OneThread one_thread;
+  const c10::Device device = find_device("sim");
+  const std::vector<PipelineStep> one_at_a_time = pipeline_order({1, 1, 4}, 0);
+  const std::vector<PipelineStep> three = pipeline_order({3, 1, 4}, 0);
+  const ReservedPeak chain = train_rank_of_ripples(device, Way::in_slots, one_at_a_time);
+  const ReservedPeak slots = train_rank_of_ripples(device, Way::in_slots, three);
+  const ReservedPeak in_order = train_rank_of_ripples(device, Way::in_order, three);
+  EXPECT_TRUE(at::equal(slots.gradient, in_order.gradient));
+  EXPECT_EQ(slots.bytes, 3 * chain.bytes - 2 * kRippleBytes) << "the gradient of an output is there once";
+  EXPECT_LT(in_order.bytes, slots.bytes);
 }
 
 TEST(ReservedMemoryTest, DelayedWeightGradientsHoldMemoryUntilTheirPlaceInTheOrder) {
