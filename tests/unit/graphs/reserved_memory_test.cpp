@@ -31,21 +31,25 @@ constexpr std::int64_t kRippleElements = 5 << 19;  // a tensor is a segment of i
 constexpr std::int64_t kRippleBytes = kRippleElements * static_cast<std::int64_t>(sizeof(float));
 
 struct Ripple : torch::nn::Module {
-  explicit Ripple(bool scaled) {
+  Ripple(bool scaled, bool longer) : longer(longer) {
     if (scaled) {
       scale = register_parameter("scale", at::full({1}, 0.5));
     }
   }
-  at::Tensor forward(const at::Tensor& x) { return (scale.defined() ? x * scale : x).exp().abs() + x; }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = (scale.defined() ? x * scale : x).exp();
+    return (longer ? h.tanh() : h).abs() + x;
+  }
 
   at::Tensor scale;
+  bool longer;  ///< saves a tensor more, which the gradient of `scale` is not computed from
 };
 
 class RippleStack : public torch::nn::Module {
  public:
-  explicit RippleStack(bool scaled = false) {
+  explicit RippleStack(bool scaled = false, bool longer = false) {
     for (std::int64_t i = 0; i < kRipples; ++i) {
-      ripples_->push_back(Ripple(scaled));
+      ripples_->push_back(Ripple(scaled, longer));
     }
     register_module("ripples", ripples_);
   }
@@ -130,11 +134,12 @@ enum class Way : std::uint8_t { eager, in_order, in_slots, callables };
 
 /// The same for the first rank of a pipeline, which runs its layers in `order`. If weight gradients are steps of the order, layers have
 /// weights. `in_slots`: steps are not told the order, so each microbatch in flight has captures of its own.
-ReservedPeak train_rank_of_ripples(c10::Device device, Way way, const std::vector<PipelineStep>& order) {
+ReservedPeak train_rank_of_ripples(c10::Device device, Way way, const std::vector<PipelineStep>& order,
+                                   bool longer = false) {
   const bool delayed = std::any_of(order.begin(), order.end(), [](const PipelineStep& work) {
     return work.kind == PipelineStep::Kind::weight_gradients;
   });
-  RippleStack model(delayed);
+  RippleStack model(delayed, longer);
   model.to(device);
   await_end_of_backward(device);  // of the test before: it would be freed meanwhile
   synchronize(device);
@@ -230,6 +235,23 @@ TEST(ReservedMemoryTest, DelayedWeightGradientsHoldMemoryUntilTheirPlaceInTheOrd
   const ReservedPeak at_end = train_rank_of_ripples(device, Way::in_order, last);
   EXPECT_TRUE(at::equal(in_order.gradient, at_end.gradient));
   EXPECT_LT(in_order.bytes, at_end.bytes);
+}
+
+TEST(ReservedMemoryTest, WhatOnlyABackwardReadsIsNotHeldForDelayedWeightGradients) {
+  const sim::OneThread one_thread;
+  const c10::Device device = find_device("sim");
+  std::vector<PipelineStep> order;  // F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
+  for (const auto kind : {PipelineStep::Kind::forward, PipelineStep::Kind::weight_gradients}) {
+    for (std::int64_t m = 0; m < 4; ++m) {
+      order.push_back({0, m, kind});
+      if (kind == PipelineStep::Kind::forward) {
+        order.push_back({0, m, PipelineStep::Kind::backward});
+      }
+    }
+  }
+  const ReservedPeak ripples = train_rank_of_ripples(device, Way::in_order, order);
+  const ReservedPeak longer = train_rank_of_ripples(device, Way::in_order, order, /*longer=*/true);
+  EXPECT_LE(longer.bytes - ripples.bytes, kRipples * kRippleBytes) << "those of one microbatch at most";
 }
 
 }  // namespace
