@@ -132,7 +132,7 @@ class EagerAllocationTest : public testing::Test {
     }
     (void)with_bare_hooks(EngineAccess::state(engine).exclusions(), run);
     const std::int64_t bare = with_bare_hooks(EngineAccess::state(engine).exclusions(), run);
-    // Four in a row: a single step with one allocation more was seen once, under AddressSanitizer, after other tests.
+    // Four in a row: tables by address (ska::flat_hash_map) grow once when too many addresses fall on one place, however few they hold.
     int steady = 0;
     std::string taken;
     for (int s = 0; s < 12 && steady < 4; ++s) {
