@@ -53,8 +53,7 @@ GroupMover::GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostAre
     : runtime_(std::move(runtime)),
       arena_(std::move(arena)),
       offloads_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
-      reloads_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
-      order_(runtime_->create_event()) {}
+      reloads_{runtime_->create_stream(), runtime_->create_event(), {}, {}} {}
 
 GroupMover::~GroupMover() { settle(); }
 
@@ -92,12 +91,6 @@ void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>&
       ++refused_leases_;
     }
   }
-}
-
-void GroupMover::order(c10::Stream later, c10::Stream earlier) {
-  const std::lock_guard lock(order_mutex_);
-  runtime_->record(order_, earlier);
-  runtime_->wait(later, order_);
 }
 
 void GroupMover::await(c10::Stream stream, const Event& done) {

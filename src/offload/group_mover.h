@@ -80,8 +80,6 @@ class GroupMover {
   [[nodiscard]] Copies reload_copies() { return {*this, reloads_}; }
   /// Makes `stream` wait for copies that `done` stands for.
   void await(c10::Stream stream, const Event& done);
-  /// Makes `later` wait for all that `earlier` holds now. Capture: legal.
-  void order(c10::Stream later, c10::Stream earlier);
   /// Makes the streams wait for all copies that were queued.
   void join(const Streams& streams);
   /// Blocks the host until all copies are done, or the device has failed.
@@ -112,8 +110,6 @@ class GroupMover {
   std::shared_ptr<HostArena> arena_;
   Direction offloads_;
   Direction reloads_;
-  Event order_;
-  std::mutex order_mutex_;
   std::atomic<std::uint64_t> waits_{0};
   std::atomic<std::uint64_t> inline_reloads_{0};
   std::atomic<std::uint64_t> refused_leases_{0};

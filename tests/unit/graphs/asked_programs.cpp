@@ -45,9 +45,11 @@ class GroupsThatAreAsked final : public EngineProgram {
       offload_delayed();
       for (const char* name : {"first", "second", "third", "fourth"}) {
         OffloadScope& group = groups.emplace_back(name);
-        const at::Tensor early = h.exp();
+        const at::Tensor early = h.exp();  // is saved already
         mark_ready(early);
-        h = early.mul(0.5).tanh();
+        const at::Tensor shifted = early.mul(0.5);
+        mark_ready(shifted);
+        h = shifted.sin().tanh();
         group.end_later();
         const std::size_t ended = groups.size();
         if (ended > 1) {
