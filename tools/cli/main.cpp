@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include <c10/util/Exception.h>
 #include <CLI/App.hpp>
@@ -15,6 +16,7 @@
 #include "tools/cli/check_command.h"
 #include "tools/cli/info_command.h"
 #include "tools/cli/order_command.h"
+#include "tools/cli/report_command.h"
 #include "tools/cli/shortage_note.h"
 #include "tools/cli/startup.h"
 #include "tools/cli/train_command.h"
@@ -44,6 +46,8 @@ constexpr const char* kFooter = R"(Examples:
       Runs two recorded steps in a thousand orders that streams and events allow, and compares the gradients byte for byte.
   sidestream order --pp 4 --vpp 2 --microbatches 16 --svg order.svg
       Shows the order in which each rank of a pipeline runs its microbatches, and draws it.
+  sidestream report rank0.json rank1.json
+      Shows as one table what the engine of each rank did. Your trainer writes the files with Report::json.
   sidestream info
 
 --report and --journal write a complete file or none. If FILE is a symbolic link, the link is kept and its target is written. A
@@ -90,6 +94,9 @@ int run(int argc, char** argv) {
   cli::OrderOptions ordered;
   CLI::App* order = app.add_subcommand("order", "Show the orders in which the ranks of a pipeline run microbatches");
   cli::declare_order_options(*order, ordered);
+  std::vector<std::string> files;
+  CLI::App* report = app.add_subcommand("report", "Show the reports of several ranks as one table");
+  cli::declare_report_options(*report, files);
   const CLI::App* info =
       app.add_subcommand("info", "Show devices, versions and the measured copy speed to and from each device");
   try {
@@ -104,6 +111,9 @@ int run(int argc, char** argv) {
   }
   if (order->parsed()) {
     return cli::order(std::move(ordered));
+  }
+  if (report->parsed()) {
+    return cli::report(files);
   }
   return info->parsed() ? cli::info() : cli::train(options);
 }

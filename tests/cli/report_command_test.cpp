@@ -1,0 +1,117 @@
+// `sidestream report`: the reports of ranks as one table, and what is refused.
+#include "sidestream/report.h"
+
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "tests/cli/program.h"
+#include "tests/cli/scratch_folder.h"
+
+namespace sidestream::cli {
+namespace {
+
+constexpr std::int64_t kMiB = 1 << 20;
+constexpr int kRefused = 2;
+
+Report report_of(std::int64_t rank) {
+  Report report;
+  report.steps = 20;
+  report.offloaded_bytes = (10 - 5 * rank) * kMiB;
+  report.in_flight_bytes = kMiB;
+  report.refused_bytes = rank * kMiB / 2;
+  report.pinned_bytes = 12 * kMiB;
+  report.sizing_peak_bytes = (40 + rank) * kMiB;
+  report.step_peak_bytes = 32 * kMiB;
+  report.waits = 7;
+  report.inline_reloads = rank;
+  report.replays = 48;
+  report.groups = {{"blocks.0.mlp", 4 * kMiB, 4 * kMiB, ""}, {"blocks.1.mlp", 4 * kMiB, 0, "not selected"}};
+  report.notes = {"the link was not measured"};
+  return report;
+}
+
+TEST(ReportCommand, RanksAreRowsAndTheirSumsTheLast) {
+  const ScratchFolder folder;
+  const std::string first = folder.write("rank0.json", report_of(0).json()).string();
+  Report other = report_of(1);
+  other.order_findings = {"a reads what b writes"};
+  const std::string second = folder.write("rank1.json", other.json()).string();
+  const ProgramResult result = run_program({"report", first, second});
+  EXPECT_EQ(result.code, 0) << result.err;
+  const std::string space(first.size(), ' ');
+  EXPECT_EQ(result.out,
+            "2 ranks, 20 steps. Memory in MiB, of the latest step\n\n"
+            "  " +
+                space +
+                "  offloaded     pinned   peak, no       peak  in flight      saved    of what  waits for       late   "
+                "  graphs      eager\n"
+                "  " +
+                space +
+                "               on host    offload               at peak                  left     copies    reloads   "
+                "launched      calls\n"
+                "  " +
+                first +
+                "       10.0       12.0       40.0       32.0        1.0        8.0        80%          7          0   "
+                "      48          0\n"
+                "  " +
+                second +
+                "        5.0       12.0       41.0       32.0        1.0        9.0       180%          7          1   "
+                "      48          0\n"
+                "  all" +
+                space.substr(3) +
+                "       15.0       24.0       41.0       32.0        2.0       17.0       113%         14          1   "
+                "      96          0\n"
+                "\n  All: sums, and the largest peaks. In flight: offloaded bytes that were on the device at the peak. "
+                "Late reloads had not begun\n"
+                "  when backward needed them. Eager calls: in all steps.\n"
+                "  stays on the device, no pinned memory was free: 0.5 MiB\n"
+                "  stays on the device, not selected: 8.0 MiB\n"
+                "  not ordered (" +
+                second +
+                "): a reads what b writes\n"
+                "  note (" +
+                first + ", " + second + "): the link was not measured\n");
+}
+
+TEST(ReportCommand, WhatIsNoReportOfAnEngineIsRefused) {
+  const ScratchFolder folder;
+  const std::string whole = report_of(0).json();
+  const auto refused = [&](const std::string& text, const std::string& why) {
+    expect_refusal({"report", folder.write("rank.json", text).string()}, kRefused, why);
+  };
+  refused("", "rank.json is not a whole report");
+  refused(whole.substr(0, whole.size() / 2), "rank.json is not a whole report");
+  refused("[1]", "is not a whole report");
+  refused(R"({"version": 1})", "is a report of version 1; this program reads version 2");
+  refused(R"({"steps": 1})", "is a report of version unknown");
+  refused(R"({"version": 2, "steps": 1})", "the report has no \"offloaded_bytes\"");
+  refused(R"({"program": "sidestream train", "version": "0.2.0"})", "was written by the command line program");
+  const auto with = [&](const std::string& field, const std::string& value) {
+    nlohmann::json object = nlohmann::json::parse(whole);
+    object[field] = nlohmann::json::parse(value);
+    return object.dump();
+  };
+  refused(with("waits", "-1"), "\"waits\" of the report is not a number from 0 to 2^50");
+  refused(with("waits", "1e300"), "\"waits\" of the report is not a number");
+  refused(with("waits", "18446744073709551615"), "\"waits\" of the report is not a number");
+  refused(with("notes", "[1]"), "\"notes\" of the report is not a list of texts");
+  refused(with("groups", "[[]]"), "\"groups\" of the report is not a list of objects");
+  refused(with("groups", R"([{"bytes": 1}])"), "the report has no \"offloaded_bytes\"");
+}
+
+TEST(ReportCommand, FilesThatCannotBeReadAndRanksThatDoNotMatchAreRefused) {
+  const ScratchFolder folder;
+  const std::string rank = folder.write("rank0.json", report_of(0).json()).string();
+  expect_refusal({"report"}, kRefused, "FILE");
+  expect_refusal({"report", "nowhere.json"}, kRefused, "cannot read nowhere.json: No such file");
+  expect_refusal({"report", folder.path().string()}, kRefused, "Is a directory");
+  expect_refusal({"report", rank, rank}, kRefused, "rank0.json is given twice");
+  Report later = report_of(1);
+  later.steps = 21;
+  expect_refusal({"report", rank, folder.write("rank1.json", later.json()).string()}, kRefused,
+                 "rank1.json has 21 steps, but");
+}
+
+}  // namespace
+}  // namespace sidestream::cli

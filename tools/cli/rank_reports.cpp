@@ -1,0 +1,236 @@
+#include "tools/cli/rank_reports.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
+
+#include "sidestream/error.h"
+
+namespace sidestream::cli {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int kVersion = 2;
+constexpr std::int64_t kMost = std::int64_t{1} << 50;  // so that no sum of ranks is too large
+
+/// Reads the fields of one report.
+class Fields {
+ public:
+  Fields(const Json& object, std::string file) : object_(object), file_(std::move(file)) {}
+
+  [[nodiscard]] std::int64_t count(const char* name) const {
+    const Json& value = at(name);
+    if (!value.is_number_integer() || value < 0 || value > kMost) {
+      refuse(name, "a number from 0 to 2^50");
+    }
+    return value.get<std::int64_t>();
+  }
+  [[nodiscard]] std::string text(const char* name) const {
+    const Json& value = at(name);
+    if (!value.is_string()) {
+      refuse(name, "a text");
+    }
+    return value.get<std::string>();
+  }
+  [[nodiscard]] std::vector<std::string> texts(const char* name) const {
+    const Json& value = at(name);
+    if (!value.is_array() ||
+        !std::all_of(value.begin(), value.end(), [](const Json& each) { return each.is_string(); })) {
+      refuse(name, "a list of texts");
+    }
+    return value.get<std::vector<std::string>>();
+  }
+  /// Those of each object in a list.
+  [[nodiscard]] std::vector<Fields> each(const char* name) const {
+    const Json& value = at(name);
+    if (!value.is_array() ||
+        !std::all_of(value.begin(), value.end(), [](const Json& each) { return each.is_object(); })) {
+      refuse(name, "a list of objects");
+    }
+    std::vector<Fields> result;
+    for (const Json& object : value) {
+      result.emplace_back(object, file_);
+    }
+    return result;
+  }
+
+ private:
+  [[nodiscard]] const Json& at(const char* name) const {
+    const auto found = object_.find(name);
+    if (found == object_.end()) {
+      throw UsageError(fmt::format("{}: the report has no \"{}\"; write it with Report::json", file_, name));
+    }
+    return *found;
+  }
+  [[noreturn]] void refuse(const char* name, const char* expected) const {
+    throw UsageError(
+        fmt::format("{}: \"{}\" of the report is not {}; write it with Report::json", file_, name, expected));
+  }
+
+  const Json& object_;
+  std::string file_;
+};
+
+void require_version(const Json& object, const std::string& file) {
+  if (object.contains("program")) {
+    throw UsageError(file +
+                     " was written by the command line program, whose table has all ranks already; give files that "
+                     "your trainer wrote with Report::json, one for each rank");
+  }
+  const auto version = object.find("version");
+  if (version == object.end() || *version != kVersion) {
+    throw UsageError(
+        fmt::format("{} is a report of version {}; this program reads version {}: write it with the same "
+                    "version of Sidestream",
+                    file, version == object.end() ? "unknown" : version->dump(), kVersion));
+  }
+}
+
+std::string mebibytes(std::int64_t bytes) { return fmt::format("{:.1f}", static_cast<double>(bytes) / (1 << 20)); }
+
+void append_row(std::string& out, std::size_t width, std::string_view name, const std::vector<std::string>& cells) {
+  out += fmt::format("  {:<{}}", name, width);
+  for (const std::string& cell : cells) {
+    out += fmt::format("{:>11}", cell);
+  }
+  out += '\n';
+}
+
+/// R, gross. "-" if nothing was offloaded.
+std::string saved_part(std::int64_t saved, std::int64_t offloaded) {
+  return offloaded == 0 ? "-"
+                        : fmt::format("{:.0f}%", 100 * static_cast<double>(saved) / static_cast<double>(offloaded));
+}
+
+/// One line for each text, with the ranks that say it.
+void append_lines(std::string& out, const std::vector<RankReport>& ranks, std::string_view what,
+                  std::vector<std::string> RankReport::*texts) {
+  std::map<std::string, std::vector<std::string>> by_text;
+  for (const RankReport& rank : ranks) {
+    for (const std::string& text : rank.*texts) {
+      std::vector<std::string>& of = by_text[text];
+      if (of.empty() || of.back() != rank.file) {
+        of.push_back(rank.file);
+      }
+    }
+  }
+  for (const auto& [text, of] : by_text) {
+    out += fmt::format("  {} ({}): {}\n", what, fmt::join(of, ", "), text);
+  }
+}
+
+void require_like_ranks(const std::vector<RankReport>& ranks) {
+  std::set<std::string> files;
+  for (const RankReport& rank : ranks) {
+    if (rank.steps != ranks.front().steps) {
+      throw UsageError(
+          fmt::format("{} has {} steps, but {} has {}; give the reports of one run, each written after the "
+                      "same step",
+                      rank.file, rank.steps, ranks.front().file, ranks.front().steps));
+    }
+    if (!files.insert(rank.file).second) {
+      throw UsageError(rank.file + " is given twice; give each rank's report once");
+    }
+  }
+}
+
+}  // namespace
+
+RankReport parse_rank_report(std::string_view text, const std::string& file) {
+  const Json object = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!object.is_object()) {
+    throw UsageError(file + " is not a whole report; write it with Report::json");
+  }
+  require_version(object, file);
+  const Fields fields(object, file);
+  RankReport report;
+  report.file = file;
+  report.steps = fields.count("steps");
+  report.offloaded_bytes = fields.count("offloaded_bytes");
+  report.in_flight_bytes = fields.count("in_flight_bytes");
+  report.refused_bytes = fields.count("refused_bytes");
+  report.pinned_bytes = fields.count("pinned_bytes");
+  report.sizing_peak_bytes = fields.count("sizing_peak_bytes");
+  report.step_peak_bytes = fields.count("step_peak_bytes");
+  report.waits = fields.count("waits");
+  report.inline_reloads = fields.count("inline_reloads");
+  report.replays = fields.count("replays");
+  report.eager_calls = fields.count("eager_calls");
+  std::map<std::string, std::int64_t> kept;
+  for (const Fields& group : fields.each("groups")) {
+    const std::int64_t bytes = group.count("bytes") - group.count("offloaded_bytes");
+    if (bytes > 0) {
+      std::int64_t& all = kept[group.text("kept_because")];
+      all = std::min(kMost, all + bytes);
+    }
+  }
+  report.kept.assign(kept.begin(), kept.end());
+  report.order_findings = fields.texts("order_findings");
+  report.notes = fields.texts("notes");
+  return report;
+}
+
+std::string table_of_ranks(const std::vector<RankReport>& ranks) {
+  require_like_ranks(ranks);
+  RankReport all;
+  std::size_t width = 4;
+  std::map<std::string, std::int64_t> kept;
+  std::int64_t saved = 0;
+  for (const RankReport& rank : ranks) {
+    width = std::max(width, rank.file.size());
+    all.offloaded_bytes += rank.offloaded_bytes;
+    all.in_flight_bytes += rank.in_flight_bytes;
+    all.refused_bytes += rank.refused_bytes;
+    all.pinned_bytes += rank.pinned_bytes;
+    all.sizing_peak_bytes = std::max(all.sizing_peak_bytes, rank.sizing_peak_bytes);
+    all.step_peak_bytes = std::max(all.step_peak_bytes, rank.step_peak_bytes);
+    saved += rank.sizing_peak_bytes - rank.step_peak_bytes;
+    all.waits += rank.waits;
+    all.inline_reloads += rank.inline_reloads;
+    all.replays += rank.replays;
+    all.eager_calls += rank.eager_calls;
+    for (const auto& [reason, bytes] : rank.kept) {
+      kept[reason] += bytes;
+    }
+  }
+  const auto cells = [](const RankReport& rank, std::int64_t saved) {
+    return std::vector<std::string>{mebibytes(rank.offloaded_bytes),         mebibytes(rank.pinned_bytes),
+                                    mebibytes(rank.sizing_peak_bytes),       mebibytes(rank.step_peak_bytes),
+                                    mebibytes(rank.in_flight_bytes),         mebibytes(saved),
+                                    saved_part(saved, rank.offloaded_bytes), fmt::format("{}", rank.waits),
+                                    fmt::format("{}", rank.inline_reloads),  fmt::format("{}", rank.replays),
+                                    fmt::format("{}", rank.eager_calls)};
+  };
+  std::string out = fmt::format("{} rank{}, {} steps. Memory in MiB, of the latest step\n\n", ranks.size(),
+                                ranks.size() == 1 ? "" : "s", ranks.empty() ? 0 : ranks.front().steps);
+  append_row(out, width, "",
+             {"offloaded", "pinned", "peak, no", "peak", "in flight", "saved", "of what", "waits for", "late", "graphs",
+              "eager"});
+  append_row(out, width, "",
+             {"", "on host", "offload", "", "at peak", "", "left", "copies", "reloads", "launched", "calls"});
+  for (const RankReport& rank : ranks) {
+    append_row(out, width, rank.file, cells(rank, rank.sizing_peak_bytes - rank.step_peak_bytes));
+  }
+  append_row(out, width, "all", cells(all, saved));
+  out +=
+      "\n  All: sums, and the largest peaks. In flight: offloaded bytes that were on the device at the peak. Late "
+      "reloads had "
+      "not begun\n  when backward needed them. Eager calls: in all steps.\n";
+  if (all.refused_bytes > 0) {
+    out += fmt::format("  stays on the device, no pinned memory was free: {} MiB\n", mebibytes(all.refused_bytes));
+  }
+  for (const auto& [reason, bytes] : kept) {
+    out += fmt::format("  stays on the device, {}: {} MiB\n", reason.empty() ? "no reason given" : reason,
+                       mebibytes(bytes));
+  }
+  append_lines(out, ranks, "not ordered", &RankReport::order_findings);
+  append_lines(out, ranks, "note", &RankReport::notes);
+  return out;
+}
+
+}  // namespace sidestream::cli

@@ -1,0 +1,46 @@
+#include "tools/cli/report_command.h"
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+
+#include "sidestream/error.h"
+#include "tools/cli/rank_reports.h"
+#include "tools/cli/standard_output.h"
+
+namespace sidestream::cli {
+namespace {
+
+std::string content_of(const std::string& file) {
+  errno = 0;
+  const std::ifstream in(file, std::ios::binary);
+  std::ostringstream text;
+  text << in.rdbuf();  // fails for an empty file too
+  if (!in.is_open() || (text.fail() && errno != 0)) {
+    throw UsageError("cannot read " + file + ": " + std::strerror(errno));
+  }
+  return text.str();
+}
+
+}  // namespace
+
+void declare_report_options(CLI::App& command, std::vector<std::string>& files) {
+  command.add_option("FILE", files, "Reports that ranks wrote with Report::json, in the order in which to show them")
+      ->required();
+}
+
+int report(const std::vector<std::string>& files) {
+  std::vector<RankReport> ranks;
+  for (const std::string& file : files) {
+    ranks.push_back(parse_rank_report(content_of(file), file));
+  }
+  print(table_of_ranks(ranks));
+  return 0;
+}
+
+}  // namespace sidestream::cli
