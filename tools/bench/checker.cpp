@@ -2,7 +2,6 @@
 // from the time of the one thing that is then left on a step's path. "off again" is a second engine without it: the noise.
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <limits>
 #include <memory>
 #include <set>
@@ -14,17 +13,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/utils.h>
-#include <CLI/App.hpp>
-#include <CLI/Config.hpp>
-#include <CLI/Formatter.hpp>
-#include <CLI/Validators.hpp>
 #include <nlohmann/json.hpp>
 
 #include "sidestream/sidestream.h"
 #include "src/base/site.h"
+#include "tools/bench/bench_program.h"
 #include "tools/bench/block_stack.h"
 #include "tools/bench/step_time.h"
 
@@ -239,11 +234,7 @@ int run(int argc, char** argv) {
   CLI::App app("Times steps with the order check on and off.", "bench_checker");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
   app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--layers", settings.shape.layers)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--hidden", settings.shape.hidden)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--heads", settings.shape.heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_layer_options(app, settings.shape);
   app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
@@ -252,26 +243,10 @@ int run(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   const Json result = measure(settings);
   print_table(result);
-  if (!settings.report.empty()) {
-    std::FILE* file = std::fopen(settings.report.c_str(), "w");
-    if (file == nullptr) {
-      throw Error("report '" + settings.report + "' cannot be written");
-    }
-    std::fputs((result.dump(2) + "\n").c_str(), file);
-    std::fclose(file);
-  }
+  bench::write_report(settings.report, result);
   return 0;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "bench_checker: %s\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_checker: %s\n", error.what());
-  }
-  return 1;
-}
+int main(int argc, char** argv) { return sidestream::bench::run_benchmark("bench_checker", run, argc, argv); }

@@ -3,22 +3,16 @@
 // All modes share the weights. Times are taken with all modes alive and in turns; memory with one mode alive at a time.
 #include <algorithm>
 #include <cstdio>
-#include <exception>
 #include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <CLI/App.hpp>
-#include <CLI/Config.hpp>
-#include <CLI/Formatter.hpp>
-#include <CLI/Validators.hpp>
 #include <nlohmann/json.hpp>
 
-#include "sidestream/error.h"
+#include "tools/bench/bench_program.h"
 #include "tools/bench/layer_bench.h"
 
 namespace {
@@ -202,11 +196,7 @@ int run(int argc, char** argv) {
   CLI::App app("Times transformer layers: eager, graphs, graphs with offload.", "bench_layers");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
   app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--layers", settings.shape.layers)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--hidden", settings.shape.hidden)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--heads", settings.shape.heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_layer_options(app, settings.shape);
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
   app.add_option("--groups", settings.groups,
                  "Groups that are offloaded, comma-separated; ':all' modes offload each group")
@@ -243,26 +233,10 @@ int run(int argc, char** argv) {
   }
   const Json result = measure(settings, modes);
   print_table(result);
-  if (!report.empty()) {
-    std::FILE* file = std::fopen(report.c_str(), "w");
-    if (file == nullptr) {
-      throw Error("report '" + report + "' cannot be written");
-    }
-    std::fputs((result.dump(2) + "\n").c_str(), file);
-    std::fclose(file);
-  }
+  bench::write_report(report, result);
   return 0;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "bench_layers: %s\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_layers: %s\n", error.what());
-  }
-  return 1;
-}
+int main(int argc, char** argv) { return sidestream::bench::run_benchmark("bench_layers", run, argc, argv); }

@@ -2,7 +2,6 @@
 // recomputed in backward, beside offload, each for a growing number of layers.
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,18 +9,15 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <CLI/App.hpp>
-#include <CLI/Config.hpp>
-#include <CLI/Formatter.hpp>
-#include <CLI/Validators.hpp>
 #include <nlohmann/json.hpp>
 
 #include "offload/autograd_engine.h"
 #include "sidestream/error.h"
+#include "tools/bench/bench_program.h"
 #include "tools/bench/layer_bench.h"
 
 namespace sidestream {
@@ -144,7 +140,11 @@ Json measure(const bench::LayerSettings& settings, const std::vector<LayerMode>&
           {"tokens", settings.shape.seq},
           {"layers", settings.shape.layers},
           {"hidden", settings.shape.hidden},
+          {"heads", settings.shape.heads},
+          {"kv_heads", settings.shape.kv_heads},
+          {"ffn", settings.shape.ffn},
           {"dtype", settings.dtype},
+          {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
           {"rounds", settings.rounds},
           {"weights_and_gradients_bytes", layers.base_bytes()},
           {"modes", measured}};
@@ -171,11 +171,7 @@ int run(int argc, char** argv) {
       "bench_peers");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
   app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--layers", settings.shape.layers)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--hidden", settings.shape.hidden)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--heads", settings.shape.heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_layer_options(app, settings.shape);
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
   app.add_option("--points", points, "How many numbers of layers each way is measured with")
       ->check(CLI::PositiveNumber)
@@ -185,29 +181,17 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--report", report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);
+  if (points > settings.shape.layers) {
+    throw UsageError(fmt::format("--points is {}, but there are {} layers; use at most as many points", points,
+                                 settings.shape.layers));
+  }
   const Json result = measure(settings, modes_of(settings.shape.layers, points));
   print_table(result);
-  if (!report.empty()) {
-    std::FILE* file = std::fopen(report.c_str(), "w");
-    if (file == nullptr) {
-      throw Error("report '" + report + "' cannot be written");
-    }
-    std::fputs((result.dump(2) + "\n").c_str(), file);
-    std::fclose(file);
-  }
+  bench::write_report(report, result);
   return 0;
 }
 
 }  // namespace
 }  // namespace sidestream
 
-int main(int argc, char** argv) {
-  try {
-    return sidestream::run(argc, argv);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "bench_peers: %s\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_peers: %s\n", error.what());
-  }
-  return 1;
-}
+int main(int argc, char** argv) { return sidestream::bench::run_benchmark("bench_peers", sidestream::run, argc, argv); }

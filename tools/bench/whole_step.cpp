@@ -3,21 +3,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
-#include <fstream>
 #include <functional>
 #include <string>
 #include <vector>
 
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <CLI/App.hpp>
-#include <CLI/Config.hpp>
-#include <CLI/Formatter.hpp>
-#include <CLI/Validators.hpp>
 #include <nlohmann/json.hpp>
 
-#include "sidestream/error.h"
+#include "tools/bench/bench_program.h"
 #include "tools/bench/step_bench.h"
 
 namespace {
@@ -118,11 +111,7 @@ int run(int argc, char** argv) {
   app.add_option("--model", settings.model, "tiny: layers of 8 numbers; transformer: layers on bytes")
       ->check(CLI::IsMember({"tiny", "transformer"}))
       ->capture_default_str();
-  app.add_option("--layers", settings.shape.layers)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--hidden", settings.shape.hidden)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--heads", settings.shape.heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_layer_options(app, settings.shape);
   app.add_option("--seq", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--batch", settings.batch)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
@@ -145,23 +134,12 @@ int run(int argc, char** argv) {
   if (settings.modes.empty()) {
     settings.modes = mode_names();
   }
-  const std::string text = measure(settings).dump(2) + "\n";
-  std::fputs(text.c_str(), stdout);
-  if (!settings.report.empty() && !(std::ofstream(settings.report) << text)) {
-    throw Error("report '" + settings.report + "' cannot be written");
-  }
+  const Json result = measure(settings);
+  std::fputs((result.dump(2) + "\n").c_str(), stdout);
+  bench::write_report(settings.report, result);
   return 0;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "bench_whole_step: %s\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_whole_step: %s\n", error.what());
-  }
-  return 1;
-}
+int main(int argc, char** argv) { return sidestream::bench::run_benchmark("bench_whole_step", run, argc, argv); }
