@@ -99,7 +99,7 @@ void append_dropped(const CallTable& calls, std::int64_t bound, std::vector<std:
 void append_order(const StepChunks& chunks, const Options& options, std::vector<std::string>& notes) {
   const auto needed = chunks.too_many_slots();
   if (needed && !options.graph_patterns().empty() && !options.graph_options().retain_graph_in_backward()) {
-    notes.push_back("the order of the step needs " + std::to_string(*needed) +
+    notes.push_back("the latest order that a step was given needs " + std::to_string(*needed) +
                     " captures of each call, and CallOptions::max_captures is " +
                     std::to_string(options.call_options().max_captures()) +
                     "; calls are captured as without an order, which takes more memory: raise max_captures");

@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <string>
+#include <vector>
 
+#include "offload/name_pattern.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -135,7 +137,12 @@ Options checked_options(Options options) {
       throw UsageError("offload_fraction is " + std::to_string(budget.fraction) + " for \"" + budget.patterns +
                        "\"; it must be a part of the bytes that would be offloaded, from 0 to 1");
     }
-    const auto same = [&](const Options::Budget& other) { return other.patterns == budget.patterns; };
+    const auto sorted = [](const Options::Budget& of) {
+      std::vector<std::string> patterns = NamePatterns::parse(of.patterns).patterns();
+      std::sort(patterns.begin(), patterns.end());
+      return patterns;
+    };
+    const auto same = [&](const Options::Budget& other) { return sorted(other) == sorted(budget); };
     if (std::count_if(options.budgets().begin(), options.budgets().end(), same) > 1) {
       throw UsageError("\"" + budget.patterns +
                        "\" has two budgets, and only the first would count: call offload_at_most or offload_fraction "

@@ -44,11 +44,11 @@ TEST(ReportCommand, RanksAreRowsAndTheirSumsTheLast) {
             "2 ranks, 20 steps. Memory in MiB, of the latest step\n\n"
             "  " +
                 space +
-                "  offloaded     pinned   peak, no       peak  in flight      saved    of what  waits for       late   "
+                "  offloaded     pinned   peak, no       peak  in flight      saved     of the  waits for       late   "
                 "  graphs      eager\n"
                 "  " +
                 space +
-                "               on host    offload               at peak                  left     copies    reloads   "
+                "               on host    offload               at peak             offloaded     copies    reloads   "
                 "launched      calls\n"
                 "  " +
                 first +
@@ -62,11 +62,14 @@ TEST(ReportCommand, RanksAreRowsAndTheirSumsTheLast) {
                 space.substr(3) +
                 "       15.0       24.0       41.0       32.0        2.0       17.0       113%         14          1   "
                 "      96          0\n"
-                "\n  All: sums, and the largest peaks. In flight: offloaded bytes that were on the device at the peak. "
-                "Late reloads had not begun\n"
-                "  when backward needed them. Eager calls: in all steps.\n"
-                "  stays on the device, no pinned memory was free: 0.5 MiB\n"
-                "  stays on the device, not selected: 8.0 MiB\n"
+                "\n  All: sums, and the largest peaks. Peak, no offload: of the first step. In flight: offloaded bytes "
+                "that were on the device at the\n"
+                "  peak. With microbatches not all that a step offloads is on the host at once, so less is saved than "
+                "offloaded. Late reloads had\n"
+                "  not begun when backward needed them. Eager calls: in all steps. Planned to stay: in all captures "
+                "and eager groups.\n"
+                "  stayed, no pinned memory was free: 0.5 MiB\n"
+                "  planned to stay, not selected: 8.0 MiB\n"
                 "  not ordered (" +
                 second +
                 "): a reads what b writes\n"
@@ -92,12 +95,14 @@ TEST(ReportCommand, WhatIsNoReportOfAnEngineIsRefused) {
     object[field] = nlohmann::json::parse(value);
     return object.dump();
   };
-  refused(with("waits", "-1"), "\"waits\" of the report is not a number from 0 to 2^50");
+  refused(with("waits", "-1"), "\"waits\" of the report is not a number from 0 to 2^46");
   refused(with("waits", "1e300"), "\"waits\" of the report is not a number");
   refused(with("waits", "18446744073709551615"), "\"waits\" of the report is not a number");
   refused(with("notes", "[1]"), "\"notes\" of the report is not a list of texts");
   refused(with("groups", "[[]]"), "\"groups\" of the report is not a list of objects");
-  refused(with("groups", R"([{"bytes": 1}])"), "the report has no \"offloaded_bytes\"");
+  refused(with("groups", R"([{"bytes": 1}])"), "an object in \"groups\" of the report has no \"offloaded_bytes\"");
+  refused("{\"version\": " + std::string(200000, '[') + std::string(200000, ']') + "}",
+          "is a report of version unknown");
 }
 
 TEST(ReportCommand, FilesThatCannotBeReadAndRanksThatDoNotMatchAreRefused) {

@@ -31,7 +31,7 @@ inline void add_layer_options(CLI::App& app, byte_model::ModelShape& shape) {
 /// Writes `json` to `file`, unless that is empty.
 template <class Json>
 void write_report(const std::string& file, const Json& json) {
-  if (!file.empty() && !(std::ofstream(file) << json.dump(2) << '\n')) {
+  if (!file.empty() && !(std::ofstream(file) << json.dump(2) << '\n' << std::flush)) {
     throw Error("report '" + file + "' cannot be written");
   }
 }

@@ -13,87 +13,92 @@
 namespace sidestream::cli {
 namespace {
 
-using Json = nlohmann::json;
+using nlohmann::json;
 
-constexpr int kVersion = 2;
-constexpr std::int64_t kMost = std::int64_t{1} << 50;  // so that no sum of ranks is too large
+constexpr int kReportVersion = 2;
+constexpr std::int64_t kMostOfReport = std::int64_t{1}
+                                       << 46;  // so that the sum of a hundred thousand ranks is not too large
 
-/// Reads the fields of one report.
+/// Reads the fields of one report, or of an object in one.
 class Fields {
  public:
-  Fields(const Json& object, std::string file) : object_(object), file_(std::move(file)) {}
+  /// `file` and `what` are for messages: "the report".
+  Fields(const json& object, std::string file, std::string what)
+      : object_(object), file_(std::move(file)), what_(std::move(what)) {}
 
   [[nodiscard]] std::int64_t count(const char* name) const {
-    const Json& value = at(name);
-    if (!value.is_number_integer() || value < 0 || value > kMost) {
-      refuse(name, "a number from 0 to 2^50");
+    const json& value = at(name);
+    if (!value.is_number_integer() || value < 0 || value > kMostOfReport) {
+      refuse(name, "a number from 0 to 2^46");
     }
     return value.get<std::int64_t>();
   }
   [[nodiscard]] std::string text(const char* name) const {
-    const Json& value = at(name);
+    const json& value = at(name);
     if (!value.is_string()) {
       refuse(name, "a text");
     }
     return value.get<std::string>();
   }
   [[nodiscard]] std::vector<std::string> texts(const char* name) const {
-    const Json& value = at(name);
+    const json& value = at(name);
     if (!value.is_array() ||
-        !std::all_of(value.begin(), value.end(), [](const Json& each) { return each.is_string(); })) {
+        !std::all_of(value.begin(), value.end(), [](const json& each) { return each.is_string(); })) {
       refuse(name, "a list of texts");
     }
     return value.get<std::vector<std::string>>();
   }
   /// Those of each object in a list.
   [[nodiscard]] std::vector<Fields> each(const char* name) const {
-    const Json& value = at(name);
+    const json& value = at(name);
     if (!value.is_array() ||
-        !std::all_of(value.begin(), value.end(), [](const Json& each) { return each.is_object(); })) {
+        !std::all_of(value.begin(), value.end(), [](const json& each) { return each.is_object(); })) {
       refuse(name, "a list of objects");
     }
     std::vector<Fields> result;
-    for (const Json& object : value) {
-      result.emplace_back(object, file_);
+    for (const json& object : value) {
+      result.emplace_back(object, file_, fmt::format("an object in \"{}\" of the report", name));
     }
     return result;
   }
 
  private:
-  [[nodiscard]] const Json& at(const char* name) const {
+  [[nodiscard]] const json& at(const char* name) const {
     const auto found = object_.find(name);
     if (found == object_.end()) {
-      throw UsageError(fmt::format("{}: the report has no \"{}\"; write it with Report::json", file_, name));
+      throw UsageError(fmt::format("{}: {} has no \"{}\"; write it with Report::json", file_, what_, name));
     }
     return *found;
   }
   [[noreturn]] void refuse(const char* name, const char* expected) const {
     throw UsageError(
-        fmt::format("{}: \"{}\" of the report is not {}; write it with Report::json", file_, name, expected));
+        fmt::format("{}: \"{}\" of {} is not {}; write it with Report::json", file_, name, what_, expected));
   }
 
-  const Json& object_;
+  const json& object_;
   std::string file_;
+  std::string what_;
 };
 
-void require_version(const Json& object, const std::string& file) {
+void require_version(const json& object, const std::string& file) {
   if (object.contains("program")) {
     throw UsageError(file +
                      " was written by the command line program, whose table has all ranks already; give files that "
                      "your trainer wrote with Report::json, one for each rank");
   }
   const auto version = object.find("version");
-  if (version == object.end() || *version != kVersion) {
-    throw UsageError(
-        fmt::format("{} is a report of version {}; this program reads version {}: write it with the same "
-                    "version of Sidestream",
-                    file, version == object.end() ? "unknown" : version->dump(), kVersion));
+  if (version == object.end() || *version != kReportVersion) {
+    throw UsageError(fmt::format(
+        "{} is a report of version {}; this program reads version {}: write it with the same "
+        "version of Sidestream",
+        file, version != object.end() && version->is_number() ? version->dump() : "unknown", kReportVersion));
   }
 }
 
-std::string mebibytes(std::int64_t bytes) { return fmt::format("{:.1f}", static_cast<double>(bytes) / (1 << 20)); }
+std::string in_mebibytes(std::int64_t bytes) { return fmt::format("{:.1f}", static_cast<double>(bytes) / (1 << 20)); }
 
-void append_row(std::string& out, std::size_t width, std::string_view name, const std::vector<std::string>& cells) {
+void append_rank_row(std::string& out, std::size_t width, std::string_view name,
+                     const std::vector<std::string>& cells) {
   out += fmt::format("  {:<{}}", name, width);
   for (const std::string& cell : cells) {
     out += fmt::format("{:>11}", cell);
@@ -142,12 +147,12 @@ void require_like_ranks(const std::vector<RankReport>& ranks) {
 }  // namespace
 
 RankReport parse_rank_report(std::string_view text, const std::string& file) {
-  const Json object = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const json object = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!object.is_object()) {
     throw UsageError(file + " is not a whole report; write it with Report::json");
   }
   require_version(object, file);
-  const Fields fields(object, file);
+  const Fields fields(object, file, "the report");
   RankReport report;
   report.file = file;
   report.steps = fields.count("steps");
@@ -166,7 +171,7 @@ RankReport parse_rank_report(std::string_view text, const std::string& file) {
     const std::int64_t bytes = group.count("bytes") - group.count("offloaded_bytes");
     if (bytes > 0) {
       std::int64_t& all = kept[group.text("kept_because")];
-      all = std::min(kMost, all + bytes);
+      all = std::min(kMostOfReport, all + bytes);
     }
   }
   report.kept.assign(kept.begin(), kept.end());
@@ -199,34 +204,38 @@ std::string table_of_ranks(const std::vector<RankReport>& ranks) {
     }
   }
   const auto cells = [](const RankReport& rank, std::int64_t saved) {
-    return std::vector<std::string>{mebibytes(rank.offloaded_bytes),         mebibytes(rank.pinned_bytes),
-                                    mebibytes(rank.sizing_peak_bytes),       mebibytes(rank.step_peak_bytes),
-                                    mebibytes(rank.in_flight_bytes),         mebibytes(saved),
+    return std::vector<std::string>{in_mebibytes(rank.offloaded_bytes),      in_mebibytes(rank.pinned_bytes),
+                                    in_mebibytes(rank.sizing_peak_bytes),    in_mebibytes(rank.step_peak_bytes),
+                                    in_mebibytes(rank.in_flight_bytes),      in_mebibytes(saved),
                                     saved_part(saved, rank.offloaded_bytes), fmt::format("{}", rank.waits),
                                     fmt::format("{}", rank.inline_reloads),  fmt::format("{}", rank.replays),
                                     fmt::format("{}", rank.eager_calls)};
   };
   std::string out = fmt::format("{} rank{}, {} steps. Memory in MiB, of the latest step\n\n", ranks.size(),
                                 ranks.size() == 1 ? "" : "s", ranks.empty() ? 0 : ranks.front().steps);
-  append_row(out, width, "",
-             {"offloaded", "pinned", "peak, no", "peak", "in flight", "saved", "of what", "waits for", "late", "graphs",
-              "eager"});
-  append_row(out, width, "",
-             {"", "on host", "offload", "", "at peak", "", "left", "copies", "reloads", "launched", "calls"});
+  append_rank_row(out, width, "",
+                  {"offloaded", "pinned", "peak, no", "peak", "in flight", "saved", "of the", "waits for", "late",
+                   "graphs", "eager"});
+  append_rank_row(out, width, "",
+                  {"", "on host", "offload", "", "at peak", "", "offloaded", "copies", "reloads", "launched", "calls"});
   for (const RankReport& rank : ranks) {
-    append_row(out, width, rank.file, cells(rank, rank.sizing_peak_bytes - rank.step_peak_bytes));
+    append_rank_row(out, width, rank.file, cells(rank, rank.sizing_peak_bytes - rank.step_peak_bytes));
   }
-  append_row(out, width, "all", cells(all, saved));
+  append_rank_row(out, width, "all", cells(all, saved));
   out +=
-      "\n  All: sums, and the largest peaks. In flight: offloaded bytes that were on the device at the peak. Late "
-      "reloads had "
-      "not begun\n  when backward needed them. Eager calls: in all steps.\n";
+      "\n  All: sums, and the largest peaks. Peak, no offload: of the first step. In flight: offloaded bytes that were "
+      "on the "
+      "device at the\n  peak. With microbatches not all that a step offloads is on the host at once, so less is saved "
+      "than "
+      "offloaded. Late reloads had\n  not begun when backward needed them. Eager calls: in all steps. Planned to stay: "
+      "in all "
+      "captures and eager groups.\n";
   if (all.refused_bytes > 0) {
-    out += fmt::format("  stays on the device, no pinned memory was free: {} MiB\n", mebibytes(all.refused_bytes));
+    out += fmt::format("  stayed, no pinned memory was free: {} MiB\n", in_mebibytes(all.refused_bytes));
   }
   for (const auto& [reason, bytes] : kept) {
-    out += fmt::format("  stays on the device, {}: {} MiB\n", reason.empty() ? "no reason given" : reason,
-                       mebibytes(bytes));
+    out += fmt::format("  planned to stay, {}: {} MiB\n", reason.empty() ? "no reason given" : reason,
+                       in_mebibytes(bytes));
   }
   append_lines(out, ranks, "not ordered", &RankReport::order_findings);
   append_lines(out, ranks, "note", &RankReport::notes);

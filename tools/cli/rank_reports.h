@@ -21,7 +21,7 @@ struct RankReport {
   std::int64_t inline_reloads = 0;
   std::int64_t replays = 0;
   std::int64_t eager_calls = 0;
-  std::vector<std::pair<std::string, std::int64_t>> kept;  ///< why bytes of groups stay on the device, and how many
+  std::vector<std::pair<std::string, std::int64_t>> kept;  ///< why bytes of the plan's groups stay, and how many
   std::vector<std::string> order_findings;
   std::vector<std::string> notes;
 };

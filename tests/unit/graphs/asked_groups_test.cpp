@@ -470,7 +470,7 @@ TEST_F(AskedGroups, ABudgetThatNamesNothingIsRefused) {
 
 TEST_F(AskedGroups, ASecondBudgetForTheSameGroupsIsRefused) {
   EXPECT_THROWS(UsageError, "\"a,b\" has two budgets",
-                OffloadEngine(model_, options().offload_at_most("a,b", 1).offload_fraction("a,b", 0.5)));
+                OffloadEngine(model_, options().offload_at_most("a,b", 1).offload_fraction("b, a", 0.5)));
 }
 
 TEST_F(AskedGroups, AFractionOutsideOfZeroToOneIsRefused) {

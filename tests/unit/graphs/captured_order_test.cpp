@@ -141,7 +141,7 @@ TEST_F(CapturedOrderTest, WithFewerCapturesThanMicrobatchesThoseInFlightAreReuse
   expect_plain_steps(engine, 0, 2);
   expect_all_replay(engine, 2);
   EXPECT_EQ(engine.report().captures, 2 * kLayers * kInFlight);
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "the order of the step needs 6 captures of each call, and",
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "the latest order that a step was given needs 6 captures of each call, and",
                       testing::PrintToString(engine.report().notes));
 }
 

@@ -1,7 +1,9 @@
-// SavedForm tensors that are views of one storage, in several dtypes or forms, and marked tensors: on each path of offload.
+// Saved tensors that are views of one storage, in several dtypes or forms, and marked tensors: on each path of offload.
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -158,6 +160,10 @@ TEST_P(CompositeOffloadTest, IsPlainTrainingAndEachStorageMovesOnce) {
   }
   EXPECT_EQ(groups, CompositeStack::kLayers);
   EXPECT_GT(offloaded, 0);
+  EXPECT_EQ(engine.report().offloaded_bytes, offloaded);
+  EXPECT_GT(engine.report().reloaded_bytes, 0);
+  EXPECT_LE(engine.report().reloaded_bytes, offloaded) << "a backward may come before the copy has taken its memory";
+  EXPECT_EQ(engine.report().copied_twice_bytes, 0);
   bool marked = false;
   for (const ExclusionReport& exclusion : engine.report().exclusions) {
     marked = marked || exclusion.reason.find("marked") != std::string::npos;

@@ -203,17 +203,17 @@ class RankExpectation {
       // In order each microbatch of a step has captures of its own, which replay in that order.
       known = !counts_.insert(program_.microbatches[step]).second && known;
     }
-    if (way_ == RankWay::shared) {
-      // Which calls run eagerly depends on the order. They are planned as in the latest step in which one found no pinned memory.
-      known = known && program_.microbatches[step] == program_.microbatches[step - 1];
-    }
+    // Which calls run eagerly in shared memory depends on the order. They are planned as in the latest step in which one found no pinned
+    // memory.
+    const bool others_planned =
+        way_ == RankWay::shared && step > 0 && program_.microbatches[step] != program_.microbatches[step - 1];
     const std::vector<std::size_t> in_flight = most_in_flight(program_.place, order);
     for (std::size_t p = 0; p < in_flight.size(); ++p) {
       known = known && in_flight[p] <= in_flight_[p];
       in_flight_[p] = std::max(in_flight_[p], in_flight[p]);
     }
     EXPECT_EQ(report.order_findings, std::vector<std::string>());
-    EXPECT_TRUE(!known || report.refused_bytes == 0);
+    EXPECT_LE(known ? report.refused_bytes : 0, others_planned ? kMargin : 0);
     if (known && way_ == RankWay::calls) {
       const auto evaluated = std::count_if(order.begin(), order.end(),
                                            [](const RankWork& work) { return work.kind == RankWork::Kind::evaluate; });

@@ -26,7 +26,8 @@ class NotingMover final : public StorageMover {
       const auto saved = weak.lock();
       moving += saved != nullptr && saved->to_offload ? 1 : 0;
     }
-    ended.push_back(group.scope->name + ":" + std::to_string(group.seen) + ":" + std::to_string(moving));
+    ended.push_back(group.scope->name + ":" + std::to_string(group.seen) + ":" + std::to_string(moving) +
+                    (group.needed_immediately ? ":stays" : ""));
   }
   c10::Storage fetch(SavedStorage& storage) override {
     ++fetched;
@@ -34,7 +35,8 @@ class NotingMover final : public StorageMover {
   }
   void dropped(SavedStorage& /*storage*/) noexcept override { ++dropped_storages; }
 
-  std::vector<std::string> ended;  ///< "name:storages saved first:of those that move"
+  std::vector<std::string>
+      ended;  ///< "name:storages saved first:of those that move", and whether backward needs it immediately
   int fetched = 0;
   int dropped_storages = 0;
 };
@@ -165,7 +167,7 @@ TEST_F(RecorderTest, APlanDecidesWhatMoves) {
   const auto second = recorder(&planned);
   const at::Tensor kept = run(*second, 3);
   second->finish();
-  EXPECT_EQ(mover_->ended, (std::vector<std::string>{"loop:2:1", "loop:2:1", "loop:2:2"}))
+  EXPECT_EQ(mover_->ended, (std::vector<std::string>{"loop:2:1", "loop:2:1:stays", "loop:2:2:stays"}))
       << "the third time round is not in the plan: as the last that is";
   EXPECT_EQ(second->counts().unplanned_bytes, 2 * kBlockBytes);
 }
