@@ -17,6 +17,7 @@
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
 #include "models/scopes.h"
+#include "models/trapped_model.h"
 #include "models/wrapping.h"
 #include "runtime/forwarding_runtime.h"
 #include "sidestream/device.h"
@@ -27,10 +28,6 @@
 
 namespace sidestream::testing_model {
 namespace {
-
-struct ModelBroke : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 /// Report::sizing_peak_bytes of a step that offloads, and the peak of the same step without offload.
 void expect_close_bound(std::int64_t bound, std::int64_t peak) {
@@ -153,7 +150,7 @@ TEST_P(FirstStepTest, AForwardThatThrowsLeavesNothingPinnedInUse) {
       const auto step = engine.step();
       const at::Tensor loss = model_.loss_of(0);
       if (loss.defined()) {
-        throw ModelBroke("the model broke");
+        throw ModelBroke(0);
       }
     });
     EXPECT_EQ(EngineAccess::state(engine).arena().stats().live_leases, 0U);
