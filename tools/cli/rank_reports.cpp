@@ -16,8 +16,8 @@ namespace {
 using nlohmann::json;
 
 constexpr int kReportVersion = 2;
-constexpr std::int64_t kMostOfReport = std::int64_t{1}
-                                       << 46;  // so that the sum of a hundred thousand ranks is not too large
+// So that the sum of a hundred thousand ranks is not too large.
+constexpr std::int64_t kMostOfReport = std::int64_t{1} << 46;
 
 /// Reads the fields of one report, or of an object in one.
 class Fields {
