@@ -58,8 +58,9 @@ class Options {
   /// Offloads at most `bytes` of the groups that a pattern (or a comma-separated list) names; the others stay on the device.
   ///
   /// Groups are taken whole, in the order of the forward, while the bytes last: the earliest wait longest for their backward. A group
-  /// counts in the first budget that names it; a second one with the same patterns is a UsageError. Each sequence of graphed calls has the budget for itself, and so have all eager groups of
-  /// a step. In a sizing step everything is offloaded. GroupReport::kept_because names groups that stay for this.
+  /// counts in the first budget that names it; a second one with the same patterns is a UsageError. Each sequence of graphed calls has
+  /// the budget for itself, and so have all eager groups of a step. In a sizing step everything is offloaded. GroupReport::kept_because
+  /// names groups that stay for this.
   Options& offload_at_most(const std::string& patterns, std::size_t bytes) {
     budgets_.push_back({patterns, bytes, 1});
     return *this;

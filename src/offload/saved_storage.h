@@ -62,9 +62,8 @@ struct Group {
   std::size_t seen = 0;                               ///< how many that were, also when they are gone
   PlannedPlaces planned;                              ///< the plan's decisions about them
   bool offloads_unplanned = false;  ///< storages without a place in the plan are offloaded too, if there is room
-  bool needed_immediately =
-      false;  ///< the plan keeps it, or the last group of its scope, on the device: backward needs it immediately
-  bool to_be_captured = false;  ///< saved by a call that runs eagerly once and is captured then
+  bool needed_immediately = false;  ///< as planned, or as the last of its scope: backward needs it, so it stays
+  bool to_be_captured = false;      ///< saved by a call that runs eagerly once and is captured then
   bool ended = false;
   bool ended_later = false;         ///< by OffloadScope::end_later: its copies wait
   std::uint32_t slot = 0;           ///< the mover's own mark, as a SavedStorage has one; 0 for none
