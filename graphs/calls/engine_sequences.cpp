@@ -282,6 +282,20 @@ void EngineSequences::follow_weights(CallTable& calls) {
   }
 }
 
+void EngineSequences::recapture_calls() {
+  for (const auto& holder : own_) {
+    recapture(*holder);
+  }
+}
+
+std::vector<const GraphSequence*> EngineSequences::of_calls() const {
+  std::vector<const GraphSequence*> sequences;
+  for (const auto& holder : own_) {
+    sequences.push_back(holder->sequence.get());
+  }
+  return sequences;
+}
+
 void EngineSequences::drop_own() {
   for (const auto& holder : own_) {
     holder->sequence->reset();

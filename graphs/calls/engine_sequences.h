@@ -52,6 +52,10 @@ class EngineSequences {
   /// Sequences of `ss::call` whose weights were relocated are captured again; those whose weights are others are dropped, and
   /// `calls` records anew what ran in them. Or it is an error by option.
   void follow_weights(CallTable& calls);
+  /// Captures the calls of all sequences of `ss::call` again. Throws: as `recapture`.
+  void recapture_calls();
+  /// Of `ss::call`, in a fixed order.
+  [[nodiscard]] std::vector<const GraphSequence*> of_calls() const;
   /// Calls of which `recorded` would make more captures than there may be lose those that were used least recently, but for those
   /// with a backward to come. What other calls captured beside them stays.
   void drop_least_used(CallTable& calls, const RecordedCalls& recorded);

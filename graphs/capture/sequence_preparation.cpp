@@ -30,6 +30,11 @@ CopyWindow window_for(const SequenceCapture& capture, const std::vector<std::uin
   if (capture.resources.room != GraphResources::CopyRoom::as_planned) {
     return CopyLimits::smallest(selected);
   }
+  if (const auto& room = capture.resources.room_in_budget) {
+    CopyWindow window = CopyLimits::smallest(selected);
+    window.lag = std::max(window.lag, *room);
+    return window;
+  }
   CopyLimits::Calls calls{capture.sequence.options.side_streams(), {}, capture.resources.link};
   for (const CallSizing& sizing : capture.sizings) {
     calls.paces.push_back(sizing.pace);
@@ -81,9 +86,11 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
     selected.push_back(selected_bytes(sizing.profile));
   }
   const CopyWindow window = window_for(capture, selected);
-  const std::vector<bool> staying = capture.resources.room == GraphResources::CopyRoom::none_stays
-                                        ? std::vector<bool>(capture.specs.size())
-                                        : needed_immediately(capture.order, selected, window);
+  const bool none_stays =
+      capture.resources.room == GraphResources::CopyRoom::none_stays || capture.resources.room_in_budget == 0;
+  const std::vector<bool> staying =
+      none_stays ? std::vector<bool>(capture.specs.size()) : needed_immediately(capture.order, selected, window);
+  capture.sequence.selected = selected;
   std::vector<std::size_t> first_storage;
   std::vector<bool> for_weights;
   for (const CallSizing& sizing : capture.sizings) {

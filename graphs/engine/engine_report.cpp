@@ -223,6 +223,7 @@ Report EngineState::report() const {
                                    static_cast<std::int64_t>(tallies[i].bytes)});
     }
   }
+  budget_.add_to(report);
   if (verification_ != nullptr) {
     verification_->add_to(report);
   }

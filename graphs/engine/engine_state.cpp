@@ -60,6 +60,7 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       recorded_(model, resources_.runtime->device(), resources_.rest,
                 delays_gradients(resources_.options.graph_options())),
       sequences_(resources_, context_, eager_plan_, counts_),
+      budget_(resources_, sequences_),
       chunks_(resources_.mover, resources_.eager, most_slots(resources_.options)),
       verification_(resources_.options.verify_replays() > 0
                         ? std::make_unique<ReplayVerification>(resources_.options, model, context_)
@@ -154,6 +155,7 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     }
     making_ready_ = false;
     memory_.begin(counts_.captures());
+    budget_.step_begins(counts_.captures());
   }
   step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
   chunks_.step_begun();
@@ -173,9 +175,12 @@ void EngineState::copied_in_graph(const CopyCounts& copies) noexcept {
 void EngineState::make_ready() {
   calls_.check_patterns();
   const bool outdated = sequences_.outdated();
-  if (sequences_.agree(!recorded_.empty() || outdated)) {
+  if (sequences_.agree(!recorded_.empty() || outdated || budget_.due())) {
     if (outdated) {
       sequences_.follow_weights(calls_);
+    }
+    if (budget_.due()) {
+      budget_.make();
     }
     sequences_.drop_least_used(calls_, recorded_);
     sequences_.capture_recorded(recorded_);
@@ -207,6 +212,7 @@ void EngineState::end_step(bool failed) {
   step.stop_sizing();
   if (parts.failed()) {
     memory_.abandon();
+    budget_.step_failed();
     step.shortage().warn(sequences_.all(), step.recorder());
     recorded_.clear();
     parts.rethrow();
@@ -288,6 +294,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
       eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       break;
     case StepSession::Kind::planned:
+      budget_.step_ended();
       counts_.step_ended(step.recorder(), copies, memory_.end());
       if (step.recorder().counts().refused_bytes > 0) {
         eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
@@ -335,6 +342,7 @@ void EngineState::forget_captures() {
   eager_plan_.drop();
   resources_.arena->trim();
   sequences_.mark_static_outputs();
+  budget_.drop();
 }
 
 }  // namespace sidestream

@@ -12,6 +12,7 @@
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
 #include "graphs/calls/step_chunks.h"
+#include "graphs/engine/budget_plan.h"
 #include "graphs/engine/step_session.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
@@ -115,6 +116,7 @@ class EngineState {
   EagerPlan eager_plan_;
   EngineCounts counts_;
   EngineSequences sequences_;
+  BudgetPlan budget_;
   StepChunks chunks_;
   std::unique_ptr<ReplayVerification> verification_;  ///< null if no replay is verified
   Dispatcher dispatcher_;

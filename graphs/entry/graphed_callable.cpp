@@ -295,6 +295,11 @@ std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vect
 std::shared_ptr<CallSet> EngineAccess::make_set(EngineState& state, const std::vector<Callable>& callables,
                                                 const GraphOptions& options, const CallRules* rules) {
   const EngineResources& resources = state.resources();
+  if (resources.options.device_budget()) {
+    throw UsageError(
+        "the engine has Options::device_budget, whose plan is made of what calls of ss::call save; make callables, "
+        "buckets and graphed steps with an engine without it");
+  }
   auto set = std::make_shared<CallSet>(
       callables.size(), options,
       RecordedCalls(resources.model, state.runtime().device(), resources.rest, /*delays=*/false));

@@ -65,6 +65,26 @@ void check_verification(Options& options) {
   }
 }
 
+/// The budget chooses what the options that it excludes would say. Without names all is offloaded that it asks for.
+void check_device_budget(Options& options) {
+  if (!options.device_budget()) {
+    return;
+  }
+  if (options.graph_patterns().empty()) {
+    throw UsageError(
+        "device_budget is set without graph: the plan is made of what the graphs of ss::call save. Name these calls in "
+        "Options::graph, or choose what is offloaded with Options::offload");
+  }
+  if (options.lag() || options.lookahead() || !options.budgets().empty()) {
+    throw UsageError(
+        "device_budget is set together with lag, lookahead, offload_at_most or offload_fraction, which the plan "
+        "chooses; leave them out, or leave out device_budget");
+  }
+  if (options.offload_patterns().empty()) {
+    options.offload("all");
+  }
+}
+
 }  // namespace
 
 void check_graph_options(const GraphOptions& options, std::optional<c10::Stream> current) {
@@ -124,6 +144,7 @@ Options checked_options(Options options) {
     throw UsageError("max_captures is " + std::to_string(options.call_options().max_captures()) +
                      "; it must be at least 1");
   }
+  check_device_budget(options);
   if (options.groups_in_flight() && *options.groups_in_flight() < 0) {
     throw UsageError("groups_in_flight is negative; it must be 0 or more");
   }

@@ -8,6 +8,7 @@
 #include "graphs/resources/step_syncs.h"
 #include "graphs/sequence/delayed_weights.h"
 #include "graphs/sequence/graph_resources.h"
+#include "graphs/sequence/step_trace.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
 #include "offload/eager_offload.h"
@@ -60,8 +61,13 @@ struct EngineResources {
             link(),
             GraphResources::CopyRoom::as_planned,
             nullptr,
-            delayed_weights};
+            delayed_weights,
+            {},
+            trace,
+            room_in_budget};
   }
+  /// Measured once, if anything depends on it; not set if the device keeps no time of its own, or has no memory to measure.
+  [[nodiscard]] std::optional<LinkPace> link();
 
   const torch::nn::Module& model;
   Options options;
@@ -80,12 +86,11 @@ struct EngineResources {
   OwnedGradients owned_gradients;
   std::shared_ptr<DelayedWeights> delayed_weights = std::make_shared<DelayedWeights>();
   std::shared_ptr<EagerMemoryEstimate> rest;
-  std::unique_ptr<StepSyncs> syncs;  ///< null unless the options ask for it
+  std::shared_ptr<StepTrace> trace;                  ///< null without Options::device_budget
+  std::optional<std::uint64_t> room_in_budget = {};  ///< see GraphResources
+  std::unique_ptr<StepSyncs> syncs;                  ///< null unless the options ask for it
 
  private:
-  /// Measured once, if anything depends on it; not set if the device keeps no time of its own, or has no memory to measure.
-  [[nodiscard]] std::optional<LinkPace> link();
-
   bool link_measured_ = false;
   std::optional<LinkPace> link_;
 };

@@ -45,6 +45,7 @@ struct CapturedSequence {
   CapturedCalls calls;
   Profile profile;
   Plan plan;
+  std::vector<std::uint64_t> selected;  ///< by call: bytes of saved tensors that the options name
   OutsideBytes outside;
   std::vector<ReleasedOutput> released_outputs;  ///< in the order of their graph indices
   std::vector<PoolUse::GraphUse> pool_use;       ///< by graph index

@@ -114,6 +114,18 @@ class Options {
   /// at most.
   /// Not set, for groups: the sum of the two largest. Delayed groups (see `delay`) between the same two graphed calls count as one.
   TORCH_ARG(std::optional<std::size_t>, lag);
+  /// A budget of live device bytes, weights included: the engine chooses what is offloaded. Calls of `ss::call` that are graphs offload
+  /// no more than it takes to stay within the budget. Without `offload` patterns everything may be offloaded, else what they name.
+  ///
+  /// At first all of it is offloaded. The second step that replays the graphs is measured: its memory, the times of its graphs, and its
+  /// waits for copies. Then the plan is made, and the calls are captured again. Report::forecast_peak_bytes and forecast_seconds say what
+  /// a step will take from then on. The first steps need what a step takes with everything offloaded, and a warm-up one call's tensors.
+  /// Other groups are always offloaded. Calls or shapes that are captured later follow the plan, and a note says if it was too small.
+  /// OffloadEngine::reset plans anew.
+  ///
+  /// OffloadEngine::step throws a UsageError if a step with everything offloaded takes more than the budget; the engine goes on with
+  /// everything offloaded. Not to be set together with `lag`, `lookahead`, `offload_at_most` and `offload_fraction`.
+  TORCH_ARG(std::optional<std::size_t>, device_budget);
   /// How many device bytes may be reloaded before their backward needs them, in addition to the bytes of `lag` that are free by then.
   /// The next call or group is always reloaded while a backward runs.
   /// Not set, for calls: as much as saves time, up to an eighth of the offloaded bytes, by the measured link speed and the times of the

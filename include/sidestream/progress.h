@@ -12,6 +12,7 @@ enum class ProgressPhase : std::uint8_t {
   pin,               ///< page-locks host memory
   capture_forward,   ///< captures the forward of a call
   capture_backward,  ///< captures the backward of a call
+  plan,              ///< has planned for Options::device_budget, and captures the calls again
 };
 
 /// One piece of that work. The callback is called just before it begins.
@@ -19,8 +20,10 @@ struct Progress {
   ProgressPhase phase = ProgressPhase::warm_up;  ///< the kind of work
   std::size_t index = 0;                         ///< index of the piece in its phase, from 0
   std::size_t count = 0;                         ///< number of pieces in the phase
-  std::string_view name;  ///< name of the call; empty in the phase `pin`. Valid only during the callback
-  std::size_t bytes = 0;  ///< in the phase `pin`: pinned host memory that the plan needs; else 0
+  /// Name of the call; empty in the phase `pin`, and the forecast in words in the phase `plan`. Valid only during the callback.
+  std::string_view name;
+  /// In the phase `pin`: pinned host memory that the plan needs. In the phase `plan`: the expected peak of device memory. Else 0.
+  std::size_t bytes = 0;
 };
 
 /// Called before each piece of work: see Options::progress.

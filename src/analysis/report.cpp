@@ -74,6 +74,25 @@ void print_chunks(const Report& report, std::ostream& out) {
   }
 }
 
+void print_forecast(const Report& report, std::ostream& out) {
+  if (report.device_budget == 0) {
+    return;
+  }
+  row(out, "budget of device memory", mebibytes(report.device_budget));
+  const auto time = [](double seconds) {
+    char text[32];
+    std::snprintf(text, sizeof text, ", %.1f ms", 1e3 * seconds);
+    return std::string(seconds > 0 ? text : "");
+  };
+  if (report.forecast_peak_bytes > 0) {
+    row(out, "forecast for a step within it", mebibytes(report.forecast_peak_bytes) + time(report.forecast_seconds));
+  }
+  if (report.forecast_step_peak_bytes > 0) {
+    row(out, "measured in such a step",
+        mebibytes(report.forecast_step_peak_bytes) + time(report.forecast_step_seconds));
+  }
+}
+
 double part(std::int64_t bytes, std::int64_t whole) {
   return whole <= 0 ? 0.0 : static_cast<double>(bytes) / static_cast<double>(whole);
 }
@@ -107,6 +126,7 @@ void Report::print(std::ostream& out) const {
     row(out, "device memory saved",
         mebibytes(sizing_peak_bytes - step_peak_bytes) + " (" + percent(r_gross()) + " of what was offloaded)");
   }
+  print_forecast(*this, out);
   row(out, "waits for copies per step", std::to_string(waits));
   row(out, "reloads not prefetched, per step", std::to_string(inline_reloads));
   row(out, "graphs captured (of those, recaptured)",
@@ -200,6 +220,11 @@ std::string Report::json() const {
                            {"in_flight_bytes", in_flight_bytes},
                            {"r_gross", r_gross()},
                            {"r_net", r_net()},
+                           {"device_budget", device_budget},
+                           {"forecast_peak_bytes", forecast_peak_bytes},
+                           {"forecast_step_peak_bytes", forecast_step_peak_bytes},
+                           {"forecast_seconds", forecast_seconds},
+                           {"forecast_step_seconds", forecast_step_seconds},
                            {"verified_forwards", verified_forwards},
                            {"verified_backwards", verified_backwards},
                            {"checked_operations", checked_operations},

@@ -21,7 +21,8 @@ double median(std::vector<double> values) {
 
 }  // namespace
 
-Measurement::Measurement(c10::Device device, std::string name) : device_(device) {
+Measurement::Measurement(const TrainingOptions& options, c10::Device device, std::string name)
+    : device_(device), first_steps_(first_steps(options)) {
   result_.name = std::move(name);
   release_cached_memory(device_);
   reset_memory_peaks(device_);
@@ -32,7 +33,7 @@ void Measurement::step(TrainingRun& run, double& loss, const std::function<void(
   loss = run.step(with_gradients);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   const MemoryUse use = memory_use(device_);
-  if (++steps_ > kFirstSteps) {
+  if (++steps_ > first_steps_) {
     seconds_.push_back(seconds);
     result_.live = std::max(result_.live, use.live_peak);
     result_.allocated = std::max(result_.allocated, use.allocated_peak);
@@ -40,7 +41,7 @@ void Measurement::step(TrainingRun& run, double& loss, const std::function<void(
     return;
   }
   result_.first_reserved = std::max(result_.first_reserved, use.reserved_peak);
-  if (steps_ == kFirstSteps) {
+  if (steps_ == first_steps_) {
     release_cached_memory(device_);
     reset_memory_peaks(device_);
   }

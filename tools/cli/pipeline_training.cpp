@@ -63,9 +63,22 @@ std::string receive_text(const Ranks& ranks, int from) {
 
 RankJson rank_json(const ModeResult& mode, const VerifiedNumbers& verified) {
   const OffloadNumbers& offload = mode.offload;
-  return {mode.steps,          mode.step_seconds,      mode.live,         mode.allocated,       mode.reserved,
-          mode.first_reserved, offload.bytes_per_step, offload.in_flight, offload.pinned_bytes, offload.waits_per_step,
-          offload.graphs,      offload.notes,          verified.forwards, verified.backwards};
+  return {mode.steps,
+          mode.step_seconds,
+          mode.live,
+          mode.allocated,
+          mode.reserved,
+          mode.first_reserved,
+          offload.bytes_per_step,
+          offload.in_flight,
+          offload.pinned_bytes,
+          offload.waits_per_step,
+          offload.graphs,
+          offload.forecast_peak,
+          offload.forecast_seconds,
+          offload.notes,
+          verified.forwards,
+          verified.backwards};
 }
 
 void add_rank(TrainingResult& result, int rank, const RankJson& json) {
@@ -76,9 +89,9 @@ void add_rank(TrainingResult& result, int rank, const RankJson& json) {
                           json[3],
                           json[4],
                           json[5],
-                          {json[6], json[7], json[8], json[9], json[10], json[11]}});
-  result.verified.forwards += json[12].get<std::int64_t>();
-  result.verified.backwards += json[13].get<std::int64_t>();
+                          {json[6], json[7], json[8], json[9], json[10], json[11], json[12], json[13]}});
+  result.verified.forwards += json[14].get<std::int64_t>();
+  result.verified.backwards += json[15].get<std::int64_t>();
 }
 
 /// One rank's training. The last rank has the loss: it prints, and with --compare it runs plain training of the whole model beside.
@@ -119,7 +132,7 @@ class RankTraining {
     if (options_.compare) {
       begin_comparison(main);
     }
-    Measurement measurement(device_.device, {});
+    Measurement measurement(options_, device_.device, {});
     while (result_.steps_done < options_.steps && !stopped(interrupt)) {
       double loss = 0;
       step(measurement, main, loss);

@@ -63,6 +63,8 @@ std::string progress_words(const Progress& progress) {
       return of_call("capturing", ", forward");
     case ProgressPhase::capture_backward:
       return of_call("capturing", ", backward");
+    case ProgressPhase::plan:
+      return fmt::format("plan: {}", progress.name);
   }
   return {};
 }
@@ -74,7 +76,9 @@ void ProgressLine::phase(std::string_view text) {
 
 void ProgressLine::phase(const Progress& progress) {
   stepped_ = Clock::now();
-  if (progress.index == 0 || !shown_within(terminal_ ? kRedrawSeconds : kPlainSeconds, stepped_)) {
+  if (progress.phase == ProgressPhase::plan) {
+    note(progress_words(progress));
+  } else if (progress.index == 0 || !shown_within(terminal_ ? kRedrawSeconds : kPlainSeconds, stepped_)) {
     show(progress_words(progress), stepped_);
   }
 }

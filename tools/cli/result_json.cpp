@@ -30,6 +30,7 @@ Json options_json(const TrainingOptions& options) {
             {"offload", fmt::format("{}", fmt::join(options.offload, ","))},
             {"graphs", options.graph_mode()},
             {"side_streams", options.side_streams},
+            {"device_budget_mib", options.device_budget_mib ? Json(*options.device_budget_mib) : Json()},
             {"lag_mib", options.lag_mib ? Json(*options.lag_mib) : Json()},
             {"lookahead_mib", options.lookahead_mib ? Json(*options.lookahead_mib) : Json()},
             {"schedule", options.schedule},
@@ -66,6 +67,8 @@ Json mode_json(const TrainingResult& result, const ModeResult& mode) {
             {"pinned_host_bytes", mode.offload.pinned_bytes},
             {"stream_waits_per_step", mode.offload.waits_per_step},
             {"graphs", mode.offload.graphs},
+            {"forecast_peak_live_bytes", mode.offload.forecast_peak},
+            {"forecast_step_seconds", mode.offload.forecast_seconds},
             {"notes", mode.offload.notes}};
   if (const std::optional<double> reduction = result.gross_reduction(mode)) {
     json["r_gross"] = *reduction;

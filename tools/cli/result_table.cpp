@@ -56,10 +56,21 @@ void append_modes(std::string& out, const TrainingResult& result) {
   row("step time (median)", [](const ModeResult& mode) {
     return mode.steps > 0 ? fmt::format("{:.1f} ms", mode.step_seconds * 1e3) : kNone;
   });
+  if (std::any_of(result.modes.begin(), result.modes.end(),
+                  [](const ModeResult& mode) { return mode.offload.forecast_seconds > 0; })) {
+    row("  forecast", [](const ModeResult& mode) {
+      return mode.offload.forecast_seconds > 0 ? fmt::format("{:.1f} ms", mode.offload.forecast_seconds * 1e3) : kNone;
+    });
+  }
   row("tokens/s", [&](const ModeResult& mode) {
     return mode.step_seconds > 0 ? fmt::format("{:.0f}", tokens / mode.step_seconds) : std::string(kNone);
   });
   row("peak memory live", [](const ModeResult& mode) { return mebibytes(mode.live); });
+  if (result.options.device_budget_mib) {
+    row("  forecast", [](const ModeResult& mode) {
+      return mode.offload.forecast_peak > 0 ? mebibytes(mode.offload.forecast_peak) : kNone;
+    });
+  }
   row("peak memory reserved", [](const ModeResult& mode) { return mebibytes(mode.reserved); });
   row("  in the first steps", [](const ModeResult& mode) { return mebibytes(mode.first_reserved); });
   row("offloaded per step",

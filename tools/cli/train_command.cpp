@@ -70,7 +70,7 @@ class Training {
       result_.comparison.emplace(options_.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat, options_.tokens_per_step(),
                                  !device_.is_cuda());
     } else {
-      measurement.emplace(device_, mode_.name());
+      measurement.emplace(options_, device_, mode_.name());
     }
     for (std::int64_t i = 0; i < options_.steps && !interrupt.requested(); ++i) {
       double loss = 0;
@@ -139,7 +139,7 @@ std::vector<TrainingMode> measured_modes(TrainingMode trained) {
 
 void measure_modes(const TrainingOptions& options, c10::Device device, const TextCorpus& corpus, TrainingMode trained,
                    const InterruptGuard& interrupt, TrainingResult& result) {
-  const std::int64_t steps = Measurement::kFirstSteps + std::min(options.steps, kTimedSteps);
+  const std::int64_t steps = Measurement::first_steps(options) + std::min(options.steps, kTimedSteps);
   TrainingOptions unchecked = options;
   unchecked.check_steps = 0;
   unchecked.verify_replays = 0;
@@ -149,7 +149,7 @@ void measure_modes(const TrainingOptions& options, c10::Device device, const Tex
     }
     ProgressLine progress(stdout, fmt::format("measure {}", mode.name()), static_cast<std::size_t>(steps),
                           static_cast<std::size_t>(options.tokens_per_step()));
-    Measurement measurement(device, mode.name());
+    Measurement measurement(options, device, mode.name());
     TrainingRun run(unchecked, device, mode, corpus, [&](const Progress& begun) { progress.phase(begun); });
     for (std::int64_t i = 0; i < steps && !interrupt.requested(); ++i) {
       double loss = 0;

@@ -134,6 +134,20 @@ void validate_whole_step(const TrainingOptions& options) {
   }
 }
 
+/// The library refuses the rest.
+void validate_budget(const TrainingOptions& options) {
+  if (options.device_budget_mib && (!options.offloads() || !options.graphed() || options.graphs_step())) {
+    throw UsageError(fmt::format(
+        "--device-budget-mib with {}: the plan says which saved tensors of graphed layers are offloaded; use --graphs "
+        "layer or partial, and --offload all or the scopes that may be offloaded",
+        options.offloads() ? "--graphs " + options.graph_mode() : "--offload off"));
+  }
+  if (options.device_budget_mib && (options.lag_mib || options.lookahead_mib)) {
+    throw UsageError(
+        "--device-budget-mib is given with --lag-mib or --lookahead-mib, which its plan chooses; leave them out");
+  }
+}
+
 }  // namespace
 
 void declare_model_options(CLI::App& command, TrainingOptions& options) {
@@ -211,6 +225,12 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
   command.add_option("--side-streams", options.side_streams, "Number of streams that consecutive graphs rotate over")
       ->type_name("K")
       ->capture_default_str();
+  command
+      .add_option("--device-budget-mib", options.device_budget_mib,
+                  "Live device memory in MiB that a step may take, weights included. The engine offloads no more than "
+                  "that asks for")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30))
+      ->type_name("MIB");
   command
       .add_option("--lag-mib", options.lag_mib,
                   "Device memory in MiB that may wait for its copy to the host (default: what the --side-streams "
@@ -294,6 +314,7 @@ void validate(const TrainingOptions& options) {
   require_positive("--batch", options.batch, 1 << 20);
   validate_microbatches(options);
   validate_whole_step(options);
+  validate_budget(options);
   validate_pipeline(options);
   require_positive("--steps", options.steps, 1'000'000'000);
   require_positive("--side-streams", options.side_streams, 32);

@@ -39,6 +39,7 @@ struct TrainingOptions {
   std::string graphs;  ///< empty: as `graph_mode` says
   std::string delay;   ///< empty: on where part of each layer is graphed
   std::int64_t side_streams = 2;
+  std::optional<std::int64_t> device_budget_mib;
   std::optional<std::int64_t> lag_mib;
   std::optional<std::int64_t> lookahead_mib;
   std::string schedule;  ///< empty: the device's own

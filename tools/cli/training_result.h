@@ -17,6 +17,8 @@ struct OffloadNumbers {
   std::int64_t pinned_bytes = 0;
   std::int64_t waits_per_step = 0;
   std::int64_t graphs = 0;
+  std::int64_t forecast_peak = 0;  ///< of live memory, by the plan for a budget; 0: no plan
+  double forecast_seconds = 0;     ///< of a step; 0: no plan, or no clock
   std::vector<std::string> notes;  ///< what the engine kept on the device, and why
 };
 

@@ -87,6 +87,9 @@ Options engine_options(const TrainingOptions& options, c10::Device device, Train
   if (options.lookahead_mib) {
     engine.lookahead(static_cast<std::size_t>(*options.lookahead_mib) << 20);
   }
+  if (options.device_budget_mib && mode.graphs && mode.offload) {
+    engine.device_budget(static_cast<std::size_t>(*options.device_budget_mib) << 20);
+  }
   if (options.lag_mib) {
     engine.lag(static_cast<std::size_t>(*options.lag_mib) << 20);
   }
@@ -340,6 +343,8 @@ OffloadNumbers TrainingRun::offload_numbers() const {
                          .pinned_bytes = report.pinned_bytes,
                          .waits_per_step = report.waits,
                          .graphs = report.captures,
+                         .forecast_peak = report.forecast_peak_bytes,
+                         .forecast_seconds = report.forecast_seconds,
                          .notes = report.notes};
   if (state_->whole) {
     numbers.bytes_per_step = static_cast<std::int64_t>(state_->whole->offloaded_bytes());

@@ -25,6 +25,8 @@ const char* words(ProgressPhase phase) {
       return "forward";
     case ProgressPhase::capture_backward:
       return "backward";
+    case ProgressPhase::plan:
+      return "plan";
   }
   return "";
 }

@@ -1,0 +1,259 @@
+#include "graphs/engine/budget_plan.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "base/mebibytes.h"
+#include "graphs/calls/engine_sequences.h"
+#include "graphs/resources/engine_resources.h"
+#include "graphs/sequence/step_trace.h"
+#include "sidestream/error.h"
+
+namespace sidestream {
+namespace {
+
+/// How often the calls are captured for one plan, at most.
+constexpr int kCaptures = 3;
+/// Steps that are not measured, at most, before another one is.
+constexpr std::int64_t kFarthest = 64;
+/// Of the forecast's bytes above the weights: a step that differs by more gets a note.
+constexpr double kTolerance = 0.03;
+
+MeasuredSequence measured_sequence(const CapturedSequence& captured) {
+  MeasuredSequence measured;
+  measured.order = captured.order;
+  measured.selected = captured.selected;
+  measured.paces.resize(captured.calls.size());
+  measured.plan.window = CopyLimits::smallest(captured.selected);
+  for (const CapturedCall& call : captured.calls) {
+    measured.movable.push_back(call.copies.captured.bytes);
+    measured.plan.places.push_back({call.copies.released_at, call.copies.reload_at});
+  }
+  measured.plan.offloaded = measured.movable;
+  measured.timed = measured.plan;
+  return measured;
+}
+
+/// Makes sums over the passes of a step those of one pass. `launched`: how often, by graph index. False if a graph of copies was not.
+bool average(MeasuredSequence& sequence, const std::vector<double>& launched) {
+  const bool copies =
+      std::any_of(sequence.movable.begin(), sequence.movable.end(), [](std::uint64_t bytes) { return bytes > 0; });
+  if (copies && std::find(launched.begin(), launched.end(), 0) != launched.end()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < launched.size(); ++i) {
+    LayerPace& pace = sequence.paces[sequence.order.run_at(i)];
+    (sequence.order.is_backward(i) ? pace.backward : pace.forward) /= std::max(launched[i], 1.0);
+  }
+  sequence.passes = *std::max_element(launched.begin(), launched.end());
+  sequence.waited /= sequence.passes;
+  return true;
+}
+
+std::string in_words(const StepForecast& forecast, std::int64_t budget) {
+  constexpr double kMilliseconds = 1e3;
+  char time[48] = "";
+  if (forecast.seconds > 0) {
+    std::snprintf(time, sizeof time, " and %.1f ms", kMilliseconds * forecast.seconds);
+  }
+  return "a step will take " + mebibytes(forecast.peak) + " of " + mebibytes(budget) + time + ", and offload " +
+         mebibytes(forecast.moved);
+}
+
+}  // namespace
+
+BudgetPlan::BudgetPlan(EngineResources& resources, EngineSequences& sequences)
+    : resources_(resources), sequences_(sequences) {
+  const auto& budget = resources_.options.device_budget();
+  if (!budget) {
+    return;
+  }
+  const std::uint64_t weights = resources_.exclusions.registered_bytes();
+  const std::int64_t device = resources_.runtime->info().memory_bytes;
+  if (*budget <= weights) {
+    throw UsageError("device_budget is " + mebibytes(*budget) + ", but the model's weights and buffers alone take " +
+                     mebibytes(weights) + "; set a budget that leaves room for gradients and activations");
+  }
+  if (device > 0 && *budget > static_cast<std::size_t>(device)) {
+    throw UsageError("device_budget is " + mebibytes(*budget) + ", but the device has " + mebibytes(device) +
+                     "; set a budget of at most that");
+  }
+  drop();
+}
+
+void BudgetPlan::drop() noexcept {
+  if (resources_.options.device_budget()) {
+    state_ = State::measuring;
+    resources_.room_in_budget = 0;
+    captures_ = since_ = 0;
+    distance_ = 1;
+    forecast_.reset();
+    peak_ = 0;
+    seconds_ = 0;
+  }
+}
+
+void BudgetPlan::step_begins(std::int64_t captures) {
+  const bool replayed = captures == captures_ && captures > 0;
+  captures_ = captures;
+  if ((state_ == State::measuring || state_ == State::planned) && replayed && ++since_ >= distance_) {
+    resources_.trace->begin();
+    tracing_ = true;
+  }
+}
+
+void BudgetPlan::step_failed() noexcept {
+  if (std::exchange(tracing_, false)) {
+    resources_.trace->abandon();
+  }
+}
+
+void BudgetPlan::step_ended() {
+  if (!std::exchange(tracing_, false)) {
+    return;
+  }
+  resources_.trace->end();
+  since_ = 0;
+  std::optional<MeasuredStep> step = measured();
+  if (!step) {  // not all graphs were launched
+    distance_ = std::min(2 * distance_, kFarthest);
+    return;
+  }
+  distance_ = 1;
+  if (state_ == State::measuring) {
+    step_ = std::move(*step);
+    captured_ = sequences_.of_calls();
+    state_ = State::due;
+  } else {
+    peak_ = step->peak();
+    seconds_ = step->seconds;
+    state_ = State::settled;
+  }
+}
+
+std::optional<MeasuredStep> BudgetPlan::measured() {
+  MeasuredStep step;
+  std::map<const GraphSequence*, std::size_t> index;
+  traced_.clear();
+  std::vector<std::vector<double>> launched;  // how often, by sequence and graph index
+  const std::vector<StepTrace::Launch> launches = resources_.trace->launches();
+  for (const StepTrace::Launch& launch : launches) {
+    const CapturedSequence& captured = launch.sequence->captured();
+    const auto [known, is_new] = index.emplace(launch.sequence, step.sequences.size());
+    if (is_new) {
+      traced_.push_back(launch.sequence);
+      step.sequences.push_back(measured_sequence(captured));
+      launched.emplace_back(captured.order.size());
+    }
+    MeasuredSequence& sequence = step.sequences[known->second];
+    LayerPace& pace = sequence.paces[sequence.order.run_at(launch.graph_index)];
+    (sequence.order.is_backward(launch.graph_index) ? pace.backward : pace.forward) += launch.ran;
+    sequence.waited += launch.waited;
+    launched[known->second][launch.graph_index] += 1;
+    step.segments.push_back({known->second, launch.graph_index, launch.during, launch.after});
+  }
+  for (std::size_t i = 0; i < step.sequences.size(); ++i) {
+    if (!average(step.sequences[i], launched[i])) {
+      return std::nullopt;
+    }
+  }
+  if (launches.empty()) {
+    return std::nullopt;
+  }
+  step.peak_before = resources_.trace->peak_before();
+  step.seconds = resources_.trace->seconds();
+  step.link = resources_.link();
+  return step;
+}
+
+void BudgetPlan::make() {
+  if (captured_ != sequences_.of_calls()) {  // weights were relocated since
+    state_ = State::measuring;
+    return;
+  }
+  const auto budget = static_cast<std::int64_t>(*resources_.options.device_budget());
+  std::optional<StepForecast> next = forecast_within(step_, budget);
+  if (!next) {
+    state_ = State::settled;
+    throw UsageError("device_budget is " + mebibytes(budget) + ", but a step takes " + mebibytes(step_.peak()) +
+                     " with all offloaded that can be; set a budget of at least that, or take a smaller batch. The "
+                     "engine goes on with all offloaded");
+  }
+  try {
+    // A call whose saved tensors stay frees them while its backward runs, so the captures take less than was planned.
+    for (int i = 0; i < kCaptures && next && (!forecast_ || next->moved < forecast_->moved); ++i) {
+      forecast_ = next;
+      resources_.room_in_budget = std::max<std::uint64_t>(next->lag, 1);
+      recapture();
+      next = forecast_within(step_, budget);
+    }
+    forecast_->peak = step_.peak();
+    if (const ProgressCallback& progress = resources_.options.progress()) {
+      const std::string words = in_words(*forecast_, budget);
+      progress({ProgressPhase::plan, 0, 1, words, static_cast<std::size_t>(forecast_->peak)});
+    }
+  } catch (...) {
+    drop();
+    throw;
+  }
+  state_ = State::planned;
+}
+
+void BudgetPlan::recapture() {
+  std::vector<std::size_t> place;  // of each measured sequence among those of the calls
+  for (const GraphSequence* const sequence : traced_) {
+    place.push_back(std::find(captured_.begin(), captured_.end(), sequence) - captured_.begin());
+  }
+  std::vector<std::vector<PoolUse::GraphUse>> before;
+  for (const std::size_t i : place) {
+    before.push_back(captured_[i]->captured().pool_use);
+  }
+  sequences_.recapture_calls();
+  captured_ = sequences_.of_calls();
+  for (std::size_t i = 0; i < place.size(); ++i) {
+    traced_[i] = captured_[place[i]];
+    step_.sequences[i].plan = step_.sequences[i].plan_with(*resources_.room_in_budget);
+  }
+  std::vector<std::int64_t> growth(place.size());  // of what each sequence has after its latest graph
+  for (MeasuredSegment& segment : step_.segments) {
+    const PoolUse::GraphUse& then = before[segment.sequence][segment.graph_index];
+    const PoolUse::GraphUse& now = traced_[segment.sequence]->captured().pool_use[segment.graph_index];
+    growth[segment.sequence] = 0;
+    const std::int64_t others = std::accumulate(growth.begin(), growth.end(), std::int64_t{0});
+    growth[segment.sequence] = now.after - then.after;
+    segment.during += others + now.peak - then.peak;
+    segment.after += others + now.after - then.after;
+  }
+}
+
+void BudgetPlan::add_to(Report& report) const {
+  if (state_ == State::off) {
+    return;
+  }
+  const auto budget = static_cast<std::int64_t>(*resources_.options.device_budget());
+  report.device_budget = budget;
+  if (!forecast_) {
+    return;
+  }
+  report.forecast_peak_bytes = forecast_->peak;
+  report.forecast_seconds = forecast_->seconds;
+  report.forecast_step_peak_bytes = peak_;
+  report.forecast_step_seconds = seconds_;
+  const auto weights = static_cast<std::int64_t>(resources_.exclusions.registered_bytes());
+  const double allowed = kTolerance * static_cast<double>(forecast_->peak - weights);
+  if (report.step_peak_bytes > budget) {
+    report.notes.push_back("a step took " + mebibytes(report.step_peak_bytes) + ", more than Options::device_budget (" +
+                           mebibytes(budget) + "); the plan knew a step of " + mebibytes(forecast_->peak) +
+                           ": other shapes or calls came since. OffloadEngine::reset plans anew");
+  } else if (peak_ > 0 && static_cast<double>(std::abs(peak_ - forecast_->peak)) > allowed) {
+    report.notes.push_back("the plan for Options::device_budget expected a peak of " + mebibytes(forecast_->peak) +
+                           ", and a step took " + mebibytes(peak_));
+  }
+}
+
+}  // namespace sidestream

@@ -1,0 +1,66 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "analysis/device_budget.h"
+#include "sidestream/report.h"
+
+namespace sidestream {
+
+class EngineSequences;
+class GraphSequence;
+struct EngineResources;
+
+/// What Options::device_budget does in one engine. The first captures offload all that they can. The second step that replays them is
+/// measured. Before the next one the largest lag that stays within the budget is planned, and the calls are captured again with it. A step
+/// of these captures is measured too, and compared with the forecast. Does nothing if the option is not set.
+/// Threads: the step's.
+class BudgetPlan {
+ public:
+  /// Both must outlive this object. Throws: UsageError for a budget below the model's weights, or above the device's memory.
+  BudgetPlan(EngineResources& resources, EngineSequences& sequences);
+
+  /// True if the calls are to be captured again, by `make`.
+  [[nodiscard]] bool due() const noexcept { return state_ == State::due; }
+  /// Plans, and captures again. Throws: UsageError if no plan is within the budget; all stays offloaded then. Errors of the captures.
+  void make();
+  /// A planned step begins; `captures`: how many graphs have been captured so far.
+  void step_begins(std::int64_t captures);
+  void step_ended();
+  void step_failed() noexcept;
+  /// The captures are dropped: all begins anew.
+  void drop() noexcept;
+  void add_to(Report& report) const;
+
+ private:
+  enum class State : std::uint8_t {
+    off,
+    measuring,  ///< of captures that offload all they can
+    due,
+    planned,  ///< to be compared with the forecast
+    settled,
+  };
+
+  /// Of the step that was traced; not set if it left graphs out.
+  [[nodiscard]] std::optional<MeasuredStep> measured();
+  /// Captures the calls with the room that the resources have, and puts into `step_` what the new captures take.
+  void recapture();
+
+  EngineResources& resources_;
+  EngineSequences& sequences_;
+  State state_ = State::off;
+  std::int64_t captures_ = 0;  ///< when the latest step began
+  bool tracing_ = false;
+  std::int64_t since_ = 0;     ///< steps since one was measured
+  std::int64_t distance_ = 1;  ///< from one that is measured to the next
+  MeasuredStep step_;
+  std::vector<const GraphSequence*> captured_;  ///< all of the calls, when the step was measured
+  std::vector<const GraphSequence*> traced_;    ///< those of `step_`
+  std::optional<StepForecast> forecast_;
+  std::int64_t peak_ = 0;   ///< measured under the plan
+  double seconds_ = 0;      ///< likewise
+  std::int64_t least_ = 0;  ///< peak with all offloaded
+};
+
+}  // namespace sidestream

@@ -1,0 +1,145 @@
+#include "analysis/device_budget.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+
+namespace sidestream {
+namespace {
+
+template <class Number>
+Number sum_of(const std::vector<Number>& numbers) {
+  return std::accumulate(numbers.begin(), numbers.end(), Number{0});
+}
+
+/// In the measured step.
+double seconds_of(const MeasuredSequence& sequence) {
+  double seconds = sequence.waited;
+  for (const LayerPace& pace : sequence.paces) {
+    seconds += pace.forward + pace.backward;
+  }
+  return sequence.passes * seconds;
+}
+
+LinkPace at(const LinkPace& link, double part) { return {part * link.to_host, part * link.to_device}; }
+
+double seconds_with(const MeasuredSequence& sequence, const SequencePlan& plan, const LinkPace& link) {
+  return sequence.passes *
+         pass_seconds(sequence.order, sequence.movable, plan.offloaded, plan.window, sequence.paces, link);
+}
+
+/// The part of the link's rate with which the measured plans take the measured time.
+double part_of_link(const MeasuredStep& step) {
+  constexpr double kLeast = 0.3;
+  constexpr double kMost = 1.2;
+  constexpr int kHalvings = 30;
+  double measured = 0;
+  for (const MeasuredSequence& sequence : step.sequences) {
+    measured += seconds_of(sequence);
+  }
+  double low = kLeast;
+  double high = kMost;
+  for (int i = 0; i < kHalvings; ++i) {
+    const double middle = (low + high) / 2;
+    double seconds = 0;
+    for (const MeasuredSequence& sequence : step.sequences) {
+      seconds += seconds_with(sequence, sequence.timed, at(*step.link, middle));
+    }
+    (seconds > measured ? low : high) = middle;
+  }
+  return high;
+}
+
+}  // namespace
+
+SequencePlan MeasuredSequence::plan_with(std::uint64_t lag) const {
+  const std::uint64_t largest = selected.empty() ? 0 : *std::max_element(selected.begin(), selected.end());
+  SequencePlan with{{std::max(lag, largest), 0}, movable, {}};
+  const std::vector<bool> stay = needed_immediately(order, selected, with.window);
+  std::vector<std::uint64_t> bytes = movable;  // those that stay for other reasons are in no copy's way
+  for (std::size_t run = 0; run < order.runs(); ++run) {
+    if (stay[run]) {
+      with.offloaded[run] = 0;
+      bytes[run] = selected[run];
+    }
+  }
+  with.places = copy_places(order, bytes, with.offloaded, with.window);
+  return with;
+}
+
+std::vector<std::int64_t> MeasuredSequence::on_device(const SequencePlan& of) const {
+  std::vector<std::int64_t> bytes(order.size());
+  for (std::size_t run = 0; run < order.runs(); ++run) {
+    for (std::size_t i = order.forward_index(run); i <= order.backward_index(run); ++i) {
+      const bool away = of.offloaded[run] > 0 && i >= of.places[run].released_at && i < of.places[run].reload_at;
+      bytes[i] += away ? 0 : static_cast<std::int64_t>(movable[run]);
+    }
+  }
+  return bytes;
+}
+
+std::int64_t MeasuredStep::peak() const {
+  std::int64_t peak = peak_before;
+  for (const MeasuredSegment& segment : segments) {
+    peak = std::max({peak, segment.during, segment.after});
+  }
+  return peak;
+}
+
+namespace {
+
+std::int64_t peak_with(const MeasuredStep& step, std::uint64_t lag) {
+  std::vector<std::vector<std::int64_t>> growth;  // by sequence and graph index, over the measured step
+  for (const MeasuredSequence& sequence : step.sequences) {
+    growth.push_back(sequence.on_device(sequence.plan_with(lag)));
+    const std::vector<std::int64_t> before = sequence.on_device(sequence.plan);
+    std::transform(growth.back().begin(), growth.back().end(), before.begin(), growth.back().begin(), std::minus<>());
+  }
+  std::int64_t peak = step.peak_before;
+  std::vector<std::int64_t> now(step.sequences.size());
+  for (const MeasuredSegment& segment : step.segments) {
+    now[segment.sequence] = growth[segment.sequence][segment.graph_index];
+    peak = std::max(peak, std::max(segment.during, segment.after) + sum_of(now));
+  }
+  return peak;
+}
+
+}  // namespace
+
+StepForecast forecast_step(const MeasuredStep& step, std::uint64_t lag) {
+  StepForecast forecast{lag, peak_with(step, lag)};
+  const double part = step.seconds > 0 && step.link ? part_of_link(step) : 0;
+  double seconds = step.seconds;
+  for (const MeasuredSequence& sequence : step.sequences) {
+    const SequencePlan plan = sequence.plan_with(lag);
+    forecast.moved += std::llround(sequence.passes * static_cast<double>(sum_of(plan.offloaded)));
+    if (part > 0) {
+      seconds += seconds_with(sequence, plan, at(*step.link, part)) - seconds_of(sequence);
+    }
+  }
+  forecast.seconds = part > 0 ? seconds : 0;
+  return forecast;
+}
+
+std::optional<StepForecast> forecast_within(const MeasuredStep& step, std::int64_t budget) {
+  const auto fits = [&](std::uint64_t lag) { return peak_with(step, lag) <= budget; };
+  if (!fits(0)) {
+    return std::nullopt;
+  }
+  std::uint64_t best = 0;
+  std::uint64_t above = 0;  // with this lag all stays
+  for (const MeasuredSequence& sequence : step.sequences) {
+    above = std::max(above, sum_of(sequence.selected));
+  }
+  if (fits(above)) {
+    return forecast_step(step, above);
+  }
+  while (above - best > 1) {
+    const std::uint64_t middle = best + (above - best) / 2;
+    (fits(middle) ? best : above) = middle;
+  }
+  return forecast_step(step, best);
+}
+
+}  // namespace sidestream

@@ -1,0 +1,184 @@
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "expect_throws.h"
+#include "models/block_model.h"
+#include "sidestream/device.h"
+#include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
+#include "sidestream/owning.h"
+#include "unit/graphs/call_fixture.h"
+
+namespace sidestream::testing_model {
+namespace {
+
+BlockModel::Shape eight_layers() {
+  BlockModel::Shape shape;
+  shape.layers = 8;
+  return shape;
+}
+
+/// Eight blocks in graphs; what they save may be offloaded.
+class BudgetPlanTest : public testing::Test {
+ protected:
+  [[nodiscard]] Options options() const { return Options(device_).min_bytes(1024).graph("blocks.*"); }
+  [[nodiscard]] BlockTraining train(const Options& options, std::int64_t steps = 7) const {
+    return {eight_layers(), device_, steps,
+            [&](BlockModel& model) { return std::make_unique<OffloadEngine>(model, options); }};
+  }
+  /// A budget that is `part` of the way from all offloaded to nothing offloaded.
+  [[nodiscard]] std::size_t budget(double part) const {
+    const std::int64_t most = train(options()).report.step_peak_bytes;
+    const std::int64_t least = train(options().offload("all").lag(0)).report.step_peak_bytes;
+    EXPECT_LT(least, most);
+    return static_cast<std::size_t>(static_cast<double>(least) + part * static_cast<double>(most - least));
+  }
+
+  c10::Device device_ = find_device("sim");
+};
+
+TEST_F(BudgetPlanTest, StepsStayWithinTheBudgetAndAreAsForecast) {
+  const BlockTraining plain(eight_layers(), device_, 7);
+  std::int64_t offloaded = train(options().offload("all").lag(0)).report.offloaded_bytes;
+  for (const double part : {0.1, 0.3, 0.5, 0.7, 0.9}) {
+    const std::size_t bytes = budget(part);
+    const BlockTraining within = train(options().device_budget(bytes));
+    expect_plain(within, plain);
+    const Report& report = within.report;
+    EXPECT_LE(report.step_peak_bytes, static_cast<std::int64_t>(bytes)) << part;
+    EXPECT_EQ(report.forecast_peak_bytes, report.step_peak_bytes) << part;
+    EXPECT_EQ(report.forecast_step_peak_bytes, report.step_peak_bytes) << part;
+    EXPECT_GT(report.offloaded_bytes, 0) << part;
+    EXPECT_LE(report.offloaded_bytes, offloaded) << part;
+    EXPECT_EQ(report.pinned_allocations_after_planning, 0);
+    offloaded = report.offloaded_bytes;
+  }
+}
+
+TEST_F(BudgetPlanTest, ABudgetForAllOffloadsNothing) {
+  const BlockTraining within = train(options().device_budget(budget(1)));
+  EXPECT_EQ(within.report.offloaded_bytes, 0);
+  EXPECT_EQ(within.report.forecast_peak_bytes, within.report.step_peak_bytes);
+}
+
+TEST_F(BudgetPlanTest, OffloadsOnlyWhatIsNamed) {
+  const BlockTraining within = train(options().offload("blocks.{0..2}.*").device_budget(budget(0.7)));
+  expect_plain(within, BlockTraining(eight_layers(), device_, 7));
+  EXPECT_GT(within.report.offloaded_bytes, 0);
+  EXPECT_EQ(within.report.forecast_peak_bytes, within.report.step_peak_bytes);
+  for (const GroupReport& group : within.report.groups) {
+    EXPECT_TRUE(group.offloaded_bytes == 0 || group.name < "blocks.3") << group.name;
+  }
+}
+
+/// Steps of two microbatches. `in_flight`: both forwards come first.
+class BudgetOfMicrobatchesTest : public BudgetPlanTest, public testing::WithParamInterface<bool> {
+ protected:
+  static void run(BlockModel& model, std::int64_t s) {
+    const at::Tensor first = model.loss_of(2 * s);
+    if (!GetParam()) {
+      first.backward();
+    }
+    const at::Tensor second = model.loss_of(2 * s + 1);
+    second.backward();
+    if (GetParam()) {
+      first.backward();
+    }
+  }
+  [[nodiscard]] Report train_twin(const Options& options) const {
+    BlockModel model(eight_layers());
+    BlockModel plain(eight_layers());
+    model.to(device_);
+    plain.to(device_);
+    OffloadEngine engine(model, options);
+    for (std::int64_t s = 0; s < 8; ++s) {
+      expect_same_step(model, &engine, plain, s, [&](BlockModel& of) { run(of, s); });
+    }
+    return engine.report();
+  }
+};
+
+TEST_P(BudgetOfMicrobatchesTest, StepsStayWithinTheBudget) {
+  const std::int64_t most = train_twin(options()).step_peak_bytes;
+  const std::int64_t least = train_twin(options().offload("all").lag(0)).step_peak_bytes;
+  ASSERT_LT(least, most);
+  for (const std::int64_t parts : {1, 2, 3}) {
+    const std::int64_t bytes = least + parts * (most - least) / 4;
+    const Report report = train_twin(options().device_budget(bytes));
+    EXPECT_LE(report.step_peak_bytes, bytes) << parts;
+    EXPECT_EQ(report.forecast_peak_bytes, report.step_peak_bytes) << parts;
+    EXPECT_GT(report.offloaded_bytes, 0) << parts;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Microbatches, BudgetOfMicrobatchesTest, testing::Bool(),
+                         [](const auto& info) { return info.param ? "in_flight" : "one_by_one"; });
+
+class BudgetErrorTest : public CallTest {
+ protected:
+  [[nodiscard]] Options within(std::size_t bytes) const {
+    return Options(device_).min_bytes(1024).graph("blocks.*").device_budget(bytes);
+  }
+};
+
+TEST_F(BudgetErrorTest, BelowTheWeightsOrAboveTheDeviceIsRefused) {
+  EXPECT_THROWS(UsageError, "the model's weights and buffers alone take", (OffloadEngine(model_, within(1000))));
+  EXPECT_THROWS(UsageError, "but the device has", (OffloadEngine(model_, within(std::size_t{1} << 50))));
+}
+
+TEST_F(BudgetErrorTest, WhatThePlanChoosesIsRefusedBesideIt) {
+  const std::size_t enough = std::size_t{64} << 20;
+  EXPECT_THROWS(UsageError, "without graph", (OffloadEngine(model_, Options(device_).device_budget(enough))));
+  for (const Options& options :
+       {within(enough).lag(0), within(enough).lookahead(0), within(enough).offload_at_most("all", 1),
+        within(enough).offload_fraction("all", 0.5)}) {
+    EXPECT_THROWS(UsageError, "device_budget is set together with", (OffloadEngine(model_, options)));
+  }
+}
+
+TEST_F(BudgetErrorTest, CallablesHaveNoPartInIt) {
+  OffloadEngine engine(model_, within(std::size_t{64} << 20));
+  const at::Tensor x = at::ones({2, 4}, device_);
+  const auto twice = [](const Tensors& inputs) -> Tensors { return {inputs[0] * 2}; };
+  EXPECT_THROWS(UsageError, "make callables, buckets and graphed steps with an engine without it",
+                (void)make_graphed_callables(engine, {Callable("twice", owning(twice))}, {{x}}));
+}
+
+TEST_F(BudgetErrorTest, OneThatNoPlanMeetsIsAnErrorOnceAndAllStaysOffloaded) {
+  OffloadEngine probe(plain_, options());
+  for (std::int64_t s = 0; s < 3; ++s) {
+    expect_same_step(plain_, &probe, model_, s, [&](BlockModel& of) { of.loss_of(s).backward(); });
+  }
+  const auto weights = probe.report().step_peak_bytes / 2;
+  probe.reset();
+  OffloadEngine engine(model_, within(static_cast<std::size_t>(weights)));
+  expect_plain(engine, 3, 6);
+  const std::int64_t offloaded = engine.report().offloaded_bytes;
+  EXPECT_THROWS(UsageError, "with all offloaded that can be", (void)engine.step());
+  expect_plain(engine, 6, 9);
+  EXPECT_EQ(engine.report().offloaded_bytes, offloaded);
+  EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
+}
+
+TEST_F(BudgetErrorTest, ResetPlansAnew) {
+  std::size_t planned = 0;
+  OffloadEngine engine(model_, within(std::size_t{64} << 20).progress([&](const Progress& progress) {
+    planned += progress.phase == ProgressPhase::plan ? 1 : 0;
+    EXPECT_EQ(progress.phase == ProgressPhase::plan, progress.name.find("a step will take") == 0);
+  }));
+  expect_plain(engine, 0, 6);
+  EXPECT_EQ(planned, 1);
+  engine.reset();
+  EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
+  expect_plain(engine, 6, 12);
+  EXPECT_EQ(planned, 2);
+  EXPECT_GT(engine.report().forecast_peak_bytes, 0);
+}
+
+}  // namespace
+}  // namespace sidestream::testing_model
