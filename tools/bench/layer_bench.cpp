@@ -14,8 +14,10 @@
 namespace sidestream::bench {
 namespace {
 
-constexpr int kWarmSteps = 4;  // sizing, capture, two replays
+constexpr int kWarmSteps = 4;        // sizing, capture, two replays
+constexpr int kBudgetWarmSteps = 8;  // and again after the plan
 constexpr std::size_t kWatchedSteps = 3;
+constexpr std::size_t kTimedSteps = 9;
 
 }  // namespace
 
@@ -60,6 +62,7 @@ std::unique_ptr<OffloadEngine> LayerBench::make_engine(const LayerMode& mode) co
   if (settings_.host_gib) {
     options.host_cap(static_cast<std::size_t>(*settings_.host_gib) << 30);
   }
+  options.device_budget(mode.budget);
   if (mode.everything) {
     options.offload("blocks.*.*");
   } else if (mode.offload) {
@@ -133,16 +136,37 @@ StepTime LayerBench::step(OffloadEngine* engine, const LayerMode& mode) {
 nlohmann::ordered_json LayerBench::memory(const LayerMode& mode) {
   release_cached_memory(device_);  // of the mode before
   reset_memory_peaks(device_);
+  return memory_of(make_engine(mode).get(), mode, kWarmSteps);
+}
+
+nlohmann::ordered_json LayerBench::within_budget(const LayerMode& mode) {
+  release_cached_memory(device_);
+  reset_memory_peaks(device_);
   const std::unique_ptr<OffloadEngine> engine = make_engine(mode);
+  nlohmann::ordered_json json = memory_of(engine.get(), mode, kBudgetWarmSteps);
+  std::vector<StepTime> watched(kTimedSteps);
+  std::generate(watched.begin(), watched.end(), [&] { return step(engine.get(), mode); });
+  const Report report = engine->report();
+  json["device_budget"] = report.device_budget;
+  json["forecast_peak_bytes"] = report.forecast_peak_bytes;
+  json["step_peak_bytes"] = report.step_peak_bytes;
+  json["first_step_peak_bytes"] = report.first_step_peak_bytes;
+  json["forecast_ms"] = report.forecast_seconds * 1e3;
+  json["measured_once_ms"] = report.forecast_step_seconds * 1e3;
+  json["step_ms_median"] = median(watched).wall * 1e3;
+  return json;
+}
+
+nlohmann::ordered_json LayerBench::memory_of(OffloadEngine* engine, const LayerMode& mode, int warm_steps) {
   auto warm_seconds = nlohmann::ordered_json::array();
-  for (int i = 0; i < kWarmSteps; ++i) {
-    warm_seconds.push_back(step(engine.get(), mode).wall);
+  for (int i = 0; i < warm_steps; ++i) {
+    warm_seconds.push_back(step(engine, mode).wall);
   }
   const MemoryUse warm = memory_use(device_);
   release_cached_memory(device_);
   reset_memory_peaks(device_);
-  step(engine.get(), mode);
-  step(engine.get(), mode);
+  step(engine, mode);
+  step(engine, mode);
   const MemoryUse use = memory_use(device_);
   nlohmann::ordered_json json{{"name", mode.name},
                               {"reserved_bytes", use.reserved_peak - base_.allocated},
@@ -150,7 +174,7 @@ nlohmann::ordered_json LayerBench::memory(const LayerMode& mode) {
                               {"first_steps_reserved_bytes", warm.reserved_peak - base_.allocated},
                               {"first_steps_live_peak_bytes", warm.live_peak - base_.allocated},
                               {"first_steps_seconds", warm_seconds}};
-  const Report report = engine ? engine->report() : Report{};
+  const Report report = engine != nullptr ? engine->report() : Report{};
   json["offloaded_bytes"] = report.offloaded_bytes;
   json["pinned_requested_bytes"] = report.pinned_requested_bytes;
   json["in_flight_bytes"] = report.in_flight_bytes;

@@ -39,8 +39,9 @@ struct LayerMode {
   bool window = false;      ///< lag and lookahead as given
   bool everything = false;  ///< each group of a layer is offloaded, not only LayerSettings::groups
   GradientPolicy gradients = GradientPolicy::accumulated;
-  bool told = true;                                             ///< the engine is told the order of the microbatches
-  std::optional<std::int64_t> offloaded_layers = std::nullopt;  ///< the first ones; unset: all
+  std::optional<std::size_t> budget = std::nullopt;  ///< Options::device_budget; offload is its business then
+  bool told = true;                                  ///< the engine is told the order of the microbatches
+  std::optional<std::int64_t> offloaded_layers = std::nullopt;           ///< the first ones; unset: all
   std::function<at::Tensor(BlockStack&, at::Tensor)> forward = nullptr;  ///< unset: that of the layers
 };
 
@@ -52,6 +53,8 @@ class LayerBench {
   [[nodiscard]] const std::vector<LayerMode>& modes() const { return modes_; }
   /// One mode by itself: bytes over weights and gradients, of the first steps (which size, pin and capture) and of later ones.
   [[nodiscard]] nlohmann::ordered_json memory(const LayerMode& mode);
+  /// The same of a mode with a budget, with the engine's forecast, and the median time of some steps.
+  [[nodiscard]] nlohmann::ordered_json within_budget(const LayerMode& mode);
   /// Of the layers' parameters, in one mode by itself, after a step that replays.
   [[nodiscard]] std::vector<at::Tensor> gradients(const LayerMode& mode);
   /// All modes alive; each round steps through them, in another order than the round before. A mode steps once to warm the clocks and
@@ -62,6 +65,8 @@ class LayerBench {
   [[nodiscard]] std::int64_t base_bytes() const { return base_.allocated; }
 
  private:
+  /// After `warm_steps` of a new engine.
+  [[nodiscard]] nlohmann::ordered_json memory_of(OffloadEngine* engine, const LayerMode& mode, int warm_steps);
   [[nodiscard]] std::unique_ptr<OffloadEngine> make_engine(const LayerMode& mode) const;
   StepTime step(OffloadEngine* engine, const LayerMode& mode);
   /// Forwards and backwards of all microbatches. `engine`: null if it is told nothing of chunks.
