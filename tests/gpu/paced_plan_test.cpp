@@ -56,11 +56,11 @@ class PacedPlanTest : public gpu::Gpu {
     return runtime->elapsed_ms(begin, end) * 1e-3;
   }
 
-  [[nodiscard]] std::int64_t offloaded(std::int64_t products) {
+  [[nodiscard]] Report train(const Options& options, std::int64_t products, int steps) {
     torch::nn::Module model;
-    OffloadEngine engine(model, Options(device_).graph("layers.*").offload("layers.*"));
+    OffloadEngine engine(model, options);
     const auto body = work(products);
-    for (int s = 0; s < 3; ++s) {
+    for (int s = 0; s < steps; ++s) {
       const auto step = engine.step();
       at::Tensor h = x_;
       for (std::int64_t i = 0; i < kCalls; ++i) {
@@ -69,7 +69,10 @@ class PacedPlanTest : public gpu::Gpu {
       }
       h.sum().backward();
     }
-    return engine.report().offloaded_bytes;
+    return engine.report();
+  }
+  [[nodiscard]] std::int64_t offloaded(std::int64_t products) {
+    return train(Options(device_).graph("layers.*").offload("layers.*"), products, 3).offloaded_bytes;
   }
 
   c10::Device device_ = tested_gpu();
@@ -88,6 +91,17 @@ TEST_F(PacedPlanTest, WhatTheLinkFallsBehindWithStaysOnTheDevice) {
   EXPECT_LT(offloaded(products_for(0.7 * copy)), (kCalls - 2) * kSaved) << "forwards would wait with two in flight";
   EXPECT_GE(offloaded(products_for(0.7 * copy)), kCalls / 2 * kSaved);
   EXPECT_EQ(offloaded(0), (kCalls - 2) * kSaved) << "a link that is far too slow: more in flight would be no cure";
+}
+
+TEST_F(PacedPlanTest, ABudgetHasAForecastOfMemoryAndOfTime) {
+  const Options graphs = Options(device_).graph("layers.*");
+  const std::int64_t budget = train(graphs, 1, 4).step_peak_bytes - 3 * kSaved;
+  const Report report = train(Options(graphs).device_budget(static_cast<std::size_t>(budget)), 1, 8);
+  EXPECT_GT(report.offloaded_bytes, 0);
+  EXPECT_LE(report.step_peak_bytes, budget);
+  EXPECT_EQ(report.step_peak_bytes, report.forecast_peak_bytes);
+  EXPECT_GT(report.forecast_seconds, 0);
+  EXPECT_GT(report.forecast_step_seconds, 0);
 }
 
 }  // namespace
