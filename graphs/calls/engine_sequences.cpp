@@ -288,6 +288,12 @@ void EngineSequences::recapture_calls() {
   }
 }
 
+void EngineSequences::reset_calls() {
+  for (const auto& holder : own_) {
+    holder->sequence->reset();
+  }
+}
+
 std::vector<const GraphSequence*> EngineSequences::of_calls() const {
   std::vector<const GraphSequence*> sequences;
   for (const auto& holder : own_) {
@@ -297,9 +303,7 @@ std::vector<const GraphSequence*> EngineSequences::of_calls() const {
 }
 
 void EngineSequences::drop_own() {
-  for (const auto& holder : own_) {
-    holder->sequence->reset();
-  }
+  reset_calls();
   own_.clear();
   memories_.clear();
 }

@@ -54,6 +54,8 @@ class EngineSequences {
   void follow_weights(CallTable& calls);
   /// Captures the calls of all sequences of `ss::call` again. Throws: as `recapture`.
   void recapture_calls();
+  /// Drops the graphs of all sequences of `ss::call`. They are outdated then.
+  void reset_calls();
   /// Of `ss::call`, in a fixed order.
   [[nodiscard]] std::vector<const GraphSequence*> of_calls() const;
   /// Calls of which `recorded` would make more captures than there may be lose those that were used least recently, but for those

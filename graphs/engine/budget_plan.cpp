@@ -24,30 +24,45 @@ constexpr std::int64_t kFarthest = 64;
 /// Of the forecast's bytes above the weights: a step that differs by more gets a note.
 constexpr double kTolerance = 0.03;
 
+/// What the captures of `captured` offload, and when.
+SequencePlan plan_of(const CapturedSequence& captured) {
+  SequencePlan plan;
+  plan.window = CopyLimits::smallest(captured.selected);
+  for (const CapturedCall& call : captured.calls) {
+    plan.offloaded.push_back(call.copies.captured.bytes);
+    plan.places.push_back({call.copies.released_at, call.copies.reload_at});
+  }
+  return plan;
+}
+
 MeasuredSequence measured_sequence(const CapturedSequence& captured) {
   MeasuredSequence measured;
   measured.order = captured.order;
   measured.selected = captured.selected;
   measured.paces.resize(captured.calls.size());
-  measured.plan.window = CopyLimits::smallest(captured.selected);
-  for (const CapturedCall& call : captured.calls) {
-    measured.movable.push_back(call.copies.captured.bytes);
-    measured.plan.places.push_back({call.copies.released_at, call.copies.reload_at});
-  }
-  measured.plan.offloaded = measured.movable;
-  measured.timed = measured.plan;
+  measured.plan = measured.timed = plan_of(captured);
+  measured.movable = measured.plan.offloaded;
   return measured;
 }
 
-/// Makes sums over the passes of a step those of one pass. `launched`: how often, by graph index. False if a graph of copies was not.
+bool has_released_calls(const CapturedSequence& captured) {
+  return std::any_of(captured.calls.begin(), captured.calls.end(),
+                     [](const CapturedCall& call) { return call.replay.released; });
+}
+
+bool moves(const MeasuredSequence& sequence) {
+  return std::any_of(sequence.movable.begin(), sequence.movable.end(), [](std::uint64_t bytes) { return bytes > 0; });
+}
+
+/// Makes sums over the passes of a step those of one pass. `launched`: how often, by graph index. False if a graph was not whose call has
+/// copies.
 bool average(MeasuredSequence& sequence, const std::vector<double>& launched) {
-  const bool copies =
-      std::any_of(sequence.movable.begin(), sequence.movable.end(), [](std::uint64_t bytes) { return bytes > 0; });
-  if (copies && std::find(launched.begin(), launched.end(), 0) != launched.end()) {
-    return false;
-  }
   for (std::size_t i = 0; i < launched.size(); ++i) {
-    LayerPace& pace = sequence.paces[sequence.order.run_at(i)];
+    const std::size_t run = sequence.order.run_at(i);
+    if (launched[i] == 0 && sequence.movable[run] > 0) {
+      return false;
+    }
+    LayerPace& pace = sequence.paces[run];
     (sequence.order.is_backward(i) ? pace.backward : pace.forward) /= std::max(launched[i], 1.0);
   }
   sequence.passes = *std::max_element(launched.begin(), launched.end());
@@ -145,6 +160,9 @@ std::optional<MeasuredStep> BudgetPlan::measured() {
   for (const StepTrace::Launch& launch : launches) {
     const CapturedSequence& captured = launch.sequence->captured();
     const auto [known, is_new] = index.emplace(launch.sequence, step.sequences.size());
+    if (is_new && has_released_calls(captured)) {
+      return std::nullopt;
+    }
     if (is_new) {
       traced_.push_back(launch.sequence);
       step.sequences.push_back(measured_sequence(captured));
@@ -157,13 +175,15 @@ std::optional<MeasuredStep> BudgetPlan::measured() {
     launched[known->second][launch.graph_index] += 1;
     step.segments.push_back({known->second, launch.graph_index, launch.during, launch.after});
   }
+  const bool trains = std::any_of(traced_.begin(), traced_.end(),
+                                  [](const GraphSequence* sequence) { return !sequence->captured().forwards_alone(); });
+  if (!trains) {
+    return std::nullopt;
+  }
   for (std::size_t i = 0; i < step.sequences.size(); ++i) {
     if (!average(step.sequences[i], launched[i])) {
       return std::nullopt;
     }
-  }
-  if (launches.empty()) {
-    return std::nullopt;
   }
   step.peak_before = resources_.trace->peak_before();
   step.seconds = resources_.trace->seconds();
@@ -171,9 +191,18 @@ std::optional<MeasuredStep> BudgetPlan::measured() {
   return step;
 }
 
-void BudgetPlan::make() {
-  if (captured_ != sequences_.of_calls()) {  // weights were relocated since
+void BudgetPlan::make(std::int64_t captures) {
+  if (captures != captures_ || captured_ != sequences_.of_calls()) {  // weights were relocated since
     state_ = State::measuring;
+    return;
+  }
+  const auto is_pending = [](const GraphSequence* sequence) { return sequence->pending().any(); };
+  if (std::any_of(captured_.begin(), captured_.end(), is_pending)) {  // a backward comes in a later step
+    return;
+  }
+  if (std::none_of(step_.sequences.begin(), step_.sequences.end(),
+                   moves)) {  // offload is switched off, or nothing is saved
+    state_ = State::settled;
     return;
   }
   const auto budget = static_cast<std::int64_t>(*resources_.options.device_budget());
@@ -185,26 +214,35 @@ void BudgetPlan::make() {
                      "engine goes on with all offloaded");
   }
   try {
-    // A call whose saved tensors stay frees them while its backward runs, so the captures take less than was planned.
+    // A call whose saved tensors stay frees them while its backward runs, so captures take less than was planned, and more may stay. If
+    // they take more, for whatever reason, the captures before them were within the budget.
+    std::optional<std::uint64_t> within;
     for (int i = 0; i < kCaptures && next && (!forecast_ || next->moved < forecast_->moved); ++i) {
+      recapture(std::max<std::uint64_t>(next->lag, 1));
+      if (step_.peak() > budget) {
+        recapture(within.value_or(0));
+        break;
+      }
+      within = *resources_.room_in_budget;
       forecast_ = next;
-      resources_.room_in_budget = std::max<std::uint64_t>(next->lag, 1);
-      recapture();
       next = forecast_within(step_, budget);
     }
+    forecast_ = forecast_ ? forecast_ : forecast_step(step_, 0);
     forecast_->peak = step_.peak();
     if (const ProgressCallback& progress = resources_.options.progress()) {
       const std::string words = in_words(*forecast_, budget);
       progress({ProgressPhase::plan, 0, 1, words, static_cast<std::size_t>(forecast_->peak)});
     }
   } catch (...) {
+    sequences_.reset_calls();  // they are captured again before the next step, with all offloaded
     drop();
     throw;
   }
   state_ = State::planned;
 }
 
-void BudgetPlan::recapture() {
+void BudgetPlan::recapture(std::uint64_t room) {
+  resources_.room_in_budget = room;
   std::vector<std::size_t> place;  // of each measured sequence among those of the calls
   for (const GraphSequence* const sequence : traced_) {
     place.push_back(std::find(captured_.begin(), captured_.end(), sequence) - captured_.begin());
@@ -217,7 +255,7 @@ void BudgetPlan::recapture() {
   captured_ = sequences_.of_calls();
   for (std::size_t i = 0; i < place.size(); ++i) {
     traced_[i] = captured_[place[i]];
-    step_.sequences[i].plan = step_.sequences[i].plan_with(*resources_.room_in_budget);
+    step_.sequences[i].plan = plan_of(traced_[i]->captured());
   }
   std::vector<std::int64_t> growth(place.size());  // of what each sequence has after its latest graph
   for (MeasuredSegment& segment : step_.segments) {
@@ -247,9 +285,10 @@ void BudgetPlan::add_to(Report& report) const {
   const auto weights = static_cast<std::int64_t>(resources_.exclusions.registered_bytes());
   const double allowed = kTolerance * static_cast<double>(forecast_->peak - weights);
   if (report.step_peak_bytes > budget) {
-    report.notes.push_back("a step took " + mebibytes(report.step_peak_bytes) + ", more than Options::device_budget (" +
-                           mebibytes(budget) + "); the plan knew a step of " + mebibytes(forecast_->peak) +
-                           ": other shapes or calls came since. OffloadEngine::reset plans anew");
+    report.notes.push_back(
+        "a step took " + mebibytes(report.step_peak_bytes) + ", more than Options::device_budget (" +
+        mebibytes(budget) + "); the plan knew a step of " + mebibytes(forecast_->peak) +
+        ": other shapes or calls came since, or a replay was verified. OffloadEngine::reset plans anew");
   } else if (peak_ > 0 && static_cast<double>(std::abs(peak_ - forecast_->peak)) > allowed) {
     report.notes.push_back("the plan for Options::device_budget expected a peak of " + mebibytes(forecast_->peak) +
                            ", and a step took " + mebibytes(peak_));

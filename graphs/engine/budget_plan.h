@@ -20,11 +20,14 @@ class BudgetPlan {
  public:
   /// Both must outlive this object. Throws: UsageError for a budget below the model's weights, or above the device's memory.
   BudgetPlan(EngineResources& resources, EngineSequences& sequences);
+  BudgetPlan(const BudgetPlan&) = delete;
+  BudgetPlan& operator=(const BudgetPlan&) = delete;
+  ~BudgetPlan() { step_failed(); }
 
   /// True if the calls are to be captured again, by `make`.
   [[nodiscard]] bool due() const noexcept { return state_ == State::due; }
-  /// Plans, and captures again. Throws: UsageError if no plan is within the budget; all stays offloaded then. Errors of the captures.
-  void make();
+  /// Plans, and captures again; later, if a backward is pending. `captures`: how many graphs have been captured so far. Throws: UsageError if no plan is within the budget; all stays offloaded then. Errors of the captures.
+  void make(std::int64_t captures);
   /// A planned step begins; `captures`: how many graphs have been captured so far.
   void step_begins(std::int64_t captures);
   void step_ended();
@@ -44,8 +47,8 @@ class BudgetPlan {
 
   /// Of the step that was traced; not set if it left graphs out.
   [[nodiscard]] std::optional<MeasuredStep> measured();
-  /// Captures the calls with the room that the resources have, and puts into `step_` what the new captures take.
-  void recapture();
+  /// Captures the calls with this room for what stays, 0 for none, and puts into `step_` what the new captures take.
+  void recapture(std::uint64_t room);
 
   EngineResources& resources_;
   EngineSequences& sequences_;
@@ -60,7 +63,6 @@ class BudgetPlan {
   std::optional<StepForecast> forecast_;
   std::int64_t peak_ = 0;   ///< measured under the plan
   double seconds_ = 0;      ///< likewise
-  std::int64_t least_ = 0;  ///< peak with all offloaded
 };
 
 }  // namespace sidestream

@@ -155,10 +155,12 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     }
     making_ready_ = false;
     memory_.begin(counts_.captures());
-    budget_.step_begins(counts_.captures());
   }
   step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
   chunks_.step_begun();
+  if (step_->kind() == StepSession::Kind::planned) {
+    budget_.step_begins(counts_.captures());
+  }
   if (verification_ != nullptr) {
     verification_->begin_step();
   }
@@ -180,7 +182,7 @@ void EngineState::make_ready() {
       sequences_.follow_weights(calls_);
     }
     if (budget_.due()) {
-      budget_.make();
+      budget_.make(counts_.captures());
     }
     sequences_.drop_least_used(calls_, recorded_);
     sequences_.capture_recorded(recorded_);

@@ -80,6 +80,12 @@ void check_device_budget(Options& options) {
         "device_budget is set together with lag, lookahead, offload_at_most or offload_fraction, which the plan "
         "chooses; leave them out, or leave out device_budget");
   }
+  if (options.graph_options().agree_to_capture() != nullptr || delays_gradients(options.graph_options())) {
+    throw UsageError(
+        "device_budget is set together with agree_to_capture or GradientPolicy::delayed: a plan captures again by what "
+        "one rank has measured, and it does not know the memory of delayed gradients. Leave them out, or choose what "
+        "is offloaded with Options::offload and lag");
+  }
   if (options.offload_patterns().empty()) {
     options.offload("all");
   }

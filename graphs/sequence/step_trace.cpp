@@ -50,7 +50,7 @@ void StepTrace::Graph::counted() {
     return;
   }
   const std::lock_guard lock(trace_->mutex_);
-  if (trace_->segment_) {
+  if (trace_->segment_ && !trace_->timed_.empty()) {
     trace_->timed_.back().launch.during = trace_->close_segment();
   }
 }
@@ -96,11 +96,13 @@ std::vector<StepTrace::Launch> StepTrace::launches() {
   std::vector<Launch> launches;
   for (Timed& timed : timed_) {
     if (runtime_->keeps_time()) {
+      runtime_->synchronize(timed.done);  // its stream may be no one's that the step's end follows
       timed.launch.waited = runtime_->elapsed_ms(timed.begin, timed.ready) * kMillisecond;
       timed.launch.ran = runtime_->elapsed_ms(timed.ready, timed.done) * kMillisecond;
     }
     launches.push_back(timed.launch);
   }
+  timed_.clear();
   return launches;
 }
 

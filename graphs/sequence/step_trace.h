@@ -58,7 +58,7 @@ class StepTrace {
   void abandon() noexcept;
   /// Since the latest `begin`.
   [[nodiscard]] std::int64_t peak_before() const noexcept { return peak_before_; }
-  /// Since the latest `begin`. Blocks the host until the step's work is done.
+  /// Since the latest `begin`, once. Blocks the host until the step's work is done.
   [[nodiscard]] std::vector<Launch> launches();
   /// Of that step; 0 without a clock. Only after `launches`.
   [[nodiscard]] double seconds() const noexcept { return seconds_; }

@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
 
 #include <gtest/gtest.h>
 
@@ -141,6 +143,53 @@ TEST_F(BudgetErrorTest, WhatThePlanChoosesIsRefusedBesideIt) {
   }
 }
 
+TEST_F(BudgetErrorTest, RanksThatCaptureTogetherAndDelayedGradientsAreRefused) {
+  for (const GraphOptions& graph : {GraphOptions().agree_to_capture([](bool mine) { return mine; }),
+                                    GraphOptions().gradients("**", GradientPolicy::delayed)}) {
+    EXPECT_THROWS(UsageError, "agree_to_capture or GradientPolicy::delayed",
+                  (OffloadEngine(model_, within(std::size_t{64} << 20).graph_options(graph))));
+  }
+}
+
+TEST_F(BudgetErrorTest, OffloadThatIsSwitchedOffNeedsNoPlan) {
+  OffloadEngine engine(model_, within(std::size_t{64} << 20));
+  expect_plain(engine, 0, 2);
+  engine.set_activation_offloading("all", false);
+  expect_plain(engine, 2, 8);
+  EXPECT_EQ(engine.report().offloaded_bytes, 0);
+  EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
+}
+
+TEST_F(BudgetErrorTest, AnErrorOfProgressLeavesNothingOfThePlan) {
+  bool fails = true;
+  OffloadEngine engine(model_, within(std::size_t{64} << 20).progress([&](const Progress& progress) {
+    if (progress.phase == ProgressPhase::plan && std::exchange(fails, false)) {
+      throw std::runtime_error("no more");
+    }
+  }));
+  expect_plain(engine, 0, 3);
+  EXPECT_THROWS(std::runtime_error, "no more", (void)engine.step());
+  expect_plain(engine, 3, 4);
+  EXPECT_GT(engine.report().offloaded_bytes, 0) << "all, as before the plan";
+  EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
+  expect_plain(engine, 4, 8);
+  EXPECT_EQ(engine.report().offloaded_bytes, 0) << "64 MiB are enough for all";
+  EXPECT_GT(engine.report().forecast_peak_bytes, 0);
+}
+
+TEST_F(BudgetErrorTest, CallsWithoutABackwardDoNotKeepThePlanBack) {
+  OffloadEngine engine(model_, within(std::size_t{64} << 20));
+  for (BlockModel* const model : {&model_, &plain_}) {
+    for (const char* const block : {"0", "1"}) {
+      for (at::Tensor& parameter : model->blocks->named_children()[block]->parameters()) {
+        parameter.set_requires_grad(false);
+      }
+    }
+  }
+  expect_plain(engine, 0, 6);
+  EXPECT_GT(engine.report().forecast_peak_bytes, 0);
+}
+
 TEST_F(BudgetErrorTest, CallablesHaveNoPartInIt) {
   OffloadEngine engine(model_, within(std::size_t{64} << 20));
   const at::Tensor x = at::ones({2, 4}, device_);
@@ -163,6 +212,27 @@ TEST_F(BudgetErrorTest, OneThatNoPlanMeetsIsAnErrorOnceAndAllStaysOffloaded) {
   expect_plain(engine, 6, 9);
   EXPECT_EQ(engine.report().offloaded_bytes, offloaded);
   EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
+}
+
+TEST_F(BudgetErrorTest, IsPlannedLaterIfABackwardIsPending) {
+  OffloadEngine engine(model_, within(std::size_t{64} << 20));
+  expect_plain(engine, 0, 2);
+  at::Tensor pending;
+  {
+    const auto step = engine.step();  // is measured
+    pending = model_.loss_of(2);
+    pending.backward(/*gradient=*/{}, /*retain_graph=*/false);
+    pending = model_.loss_of(3);
+  }
+  {
+    const auto step = engine.step();
+    EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
+    pending.backward();
+  }
+  clear_gradients(model_);
+  clear_gradients(plain_);
+  expect_plain(engine, 4, 7);
+  EXPECT_GT(engine.report().forecast_peak_bytes, 0);
 }
 
 TEST_F(BudgetErrorTest, ResetPlansAnew) {
