@@ -61,8 +61,8 @@ class BudgetPlan {
   std::vector<const GraphSequence*> captured_;  ///< all of the calls, when the step was measured
   std::vector<const GraphSequence*> traced_;    ///< those of `step_`
   std::optional<StepForecast> forecast_;
-  std::int64_t peak_ = 0;   ///< measured under the plan
-  double seconds_ = 0;      ///< likewise
+  std::int64_t peak_ = 0;  ///< measured under the plan
+  double seconds_ = 0;     ///< likewise
 };
 
 }  // namespace sidestream
