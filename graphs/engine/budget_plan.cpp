@@ -17,7 +17,7 @@
 namespace sidestream {
 namespace {
 
-/// How often the calls are captured for one plan, at most.
+/// How many plans are captured, at most, before the best of them is kept.
 constexpr int kCaptures = 3;
 /// Steps that are not measured, at most, before another one is.
 constexpr std::int64_t kFarthest = 64;

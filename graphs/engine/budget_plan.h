@@ -26,7 +26,8 @@ class BudgetPlan {
 
   /// True if the calls are to be captured again, by `make`.
   [[nodiscard]] bool due() const noexcept { return state_ == State::due; }
-  /// Plans, and captures again; later, if a backward is pending. `captures`: how many graphs have been captured so far. Throws: UsageError if no plan is within the budget; all stays offloaded then. Errors of the captures.
+  /// Plans, and captures again. If a backward is pending, it stays due. `captures`: how many graphs have been captured so far.
+  /// Throws: UsageError if no plan is within the budget; all stays offloaded then. Errors of the captures.
   void make(std::int64_t captures);
   /// A planned step begins; `captures`: how many graphs have been captured so far.
   void step_begins(std::int64_t captures);

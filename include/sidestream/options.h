@@ -124,7 +124,8 @@ class Options {
   /// OffloadEngine::reset plans anew.
   ///
   /// OffloadEngine::step throws a UsageError if a step with everything offloaded takes more than the budget; the engine goes on with
-  /// everything offloaded. Not to be set together with `lag`, `lookahead`, `offload_at_most` and `offload_fraction`.
+  /// everything offloaded. Not to be set together with `lag`, `lookahead`, `offload_at_most`, `offload_fraction`,
+  /// GraphOptions::agree_to_capture and GradientPolicy::delayed. An engine with a budget makes no callables, buckets and graphed steps.
   TORCH_ARG(std::optional<std::size_t>, device_budget);
   /// How many device bytes may be reloaded before their backward needs them, in addition to the bytes of `lag` that are free by then.
   /// The next call or group is always reloaded while a backward runs.

@@ -12,7 +12,7 @@ enum class ProgressPhase : std::uint8_t {
   pin,               ///< page-locks host memory
   capture_forward,   ///< captures the forward of a call
   capture_backward,  ///< captures the backward of a call
-  plan,              ///< has planned for Options::device_budget, and captures the calls again
+  plan,  ///< has planned for Options::device_budget, and captured the calls again: a step of the plan begins
 };
 
 /// One piece of that work. The callback is called just before it begins.

@@ -69,7 +69,7 @@ struct StepForecast {
 [[nodiscard]] StepForecast forecast_step(const MeasuredStep& step, std::uint64_t lag);
 
 /// The largest lag, and so the fewest offloaded bytes and the fewest waits, whose forecast has no higher peak than `budget`. Not set if
-/// there is none: the measured step is above the budget. Pure.
+/// there is none. Pure.
 [[nodiscard]] std::optional<StepForecast> forecast_within(const MeasuredStep& step, std::int64_t budget);
 
 }  // namespace sidestream
