@@ -2,8 +2,8 @@
 
 Usage: draw_results.py [FOLDER]     without FOLDER: docs
 
-docs/measurements.md names the run's command and commit in the row that links the report. Needs matplotlib (pip install matplotlib),
-which tools/setup does not install: the test of this script compares the pictures' texts with the reports.
+docs/measurements.md names the run's command and commit in the row that links the report. Needs matplotlib
+(tools/setup --pictures): the test of this script compares the pictures' texts with the reports.
 """
 import json
 import pathlib
@@ -70,7 +70,7 @@ def new_axes():
     try:
         import matplotlib
     except ImportError:
-        sys.exit("draw_results: matplotlib is not installed: pip install matplotlib")
+        sys.exit("draw_results: matplotlib is not installed: run tools/setup --pictures")
     matplotlib.use("svg")
     # The same input gives the same file: no random identifiers, and text stays text, so that no font of this machine is drawn.
     matplotlib.rcParams.update({"svg.hashsalt": "sidestream", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 11})

@@ -127,6 +127,7 @@ void StepChunks::step_begun() { eager_->expect_order(ordered_ ? order_.get() : n
 
 void StepChunks::tell() noexcept {
   const RunningChunk* const chunk = active();
+  mover_->trace().enter_chunk(chunk == nullptr ? 0 : chunk->number);
   eager_->in_chunk(chunk == nullptr ? GroupChunk{} : GroupChunk{chunk->id.stage, chunk->number - first_number_ + 1});
 }
 

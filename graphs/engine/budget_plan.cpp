@@ -11,7 +11,7 @@
 #include "base/mebibytes.h"
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/resources/engine_resources.h"
-#include "graphs/sequence/step_trace.h"
+#include "offload/step_trace.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -113,26 +113,17 @@ void BudgetPlan::drop() noexcept {
   }
 }
 
-void BudgetPlan::step_begins(std::int64_t captures) {
+bool BudgetPlan::step_begins(std::int64_t captures) {
   const bool replayed = captures == captures_ && captures > 0;
   captures_ = captures;
-  if ((state_ == State::measuring || state_ == State::planned) && replayed && ++since_ >= distance_) {
-    resources_.trace->begin();
-    tracing_ = true;
-  }
+  wanted_ = (state_ == State::measuring || state_ == State::planned) && replayed && ++since_ >= distance_;
+  return wanted_;
 }
 
-void BudgetPlan::step_failed() noexcept {
-  if (std::exchange(tracing_, false)) {
-    resources_.trace->abandon();
-  }
-}
-
-void BudgetPlan::step_ended() {
-  if (!std::exchange(tracing_, false)) {
+void BudgetPlan::step_traced() {
+  if (!wanted_) {
     return;
   }
-  resources_.trace->end();
   since_ = 0;
   std::optional<MeasuredStep> step = measured();
   if (!step) {  // not all graphs were launched
@@ -156,22 +147,29 @@ std::optional<MeasuredStep> BudgetPlan::measured() {
   std::map<const GraphSequence*, std::size_t> index;
   traced_.clear();
   std::vector<std::vector<double>> launched;  // how often, by sequence and graph index
-  const std::vector<StepTrace::Launch> launches = resources_.trace->launches();
-  for (const StepTrace::Launch& launch : launches) {
-    const CapturedSequence& captured = launch.sequence->captured();
-    const auto [known, is_new] = index.emplace(launch.sequence, step.sequences.size());
+  StepTrace& trace = resources_.mover->trace();
+  const StepTrace::Launches traced = trace.launches();
+  const std::vector<const GraphSequence*> calls = sequences_.of_calls();
+  for (const StepTrace::Launch& launch : traced.launches) {
+    const auto owner = std::find(calls.begin(), calls.end(), launch.owner);
+    if (owner == calls.end()) {
+      return std::nullopt;
+    }
+    const GraphSequence* const sequence = *owner;
+    const CapturedSequence& captured = sequence->captured();
+    const auto [known, is_new] = index.emplace(sequence, step.sequences.size());
     if (is_new && has_released_calls(captured)) {
       return std::nullopt;
     }
     if (is_new) {
-      traced_.push_back(launch.sequence);
+      traced_.push_back(sequence);
       step.sequences.push_back(measured_sequence(captured));
       launched.emplace_back(captured.order.size());
     }
-    MeasuredSequence& sequence = step.sequences[known->second];
-    LayerPace& pace = sequence.paces[sequence.order.run_at(launch.graph_index)];
-    (sequence.order.is_backward(launch.graph_index) ? pace.backward : pace.forward) += launch.ran;
-    sequence.waited += launch.waited;
+    MeasuredSequence& measured = step.sequences[known->second];
+    LayerPace& pace = measured.paces[measured.order.run_at(launch.graph_index)];
+    (measured.order.is_backward(launch.graph_index) ? pace.backward : pace.forward) += launch.ran;
+    measured.waited += launch.waited;
     launched[known->second][launch.graph_index] += 1;
     step.segments.push_back({known->second, launch.graph_index, launch.during, launch.after});
   }
@@ -185,8 +183,8 @@ std::optional<MeasuredStep> BudgetPlan::measured() {
       return std::nullopt;
     }
   }
-  step.peak_before = resources_.trace->peak_before();
-  step.seconds = resources_.trace->seconds();
+  step.peak_before = traced.peak_before;
+  step.seconds = trace.step().seconds;
   step.link = resources_.link();
   return step;
 }

@@ -22,17 +22,17 @@ class BudgetPlan {
   BudgetPlan(EngineResources& resources, EngineSequences& sequences);
   BudgetPlan(const BudgetPlan&) = delete;
   BudgetPlan& operator=(const BudgetPlan&) = delete;
-  ~BudgetPlan() { step_failed(); }
+  ~BudgetPlan() = default;
 
   /// True if the calls are to be captured again, by `make`.
   [[nodiscard]] bool due() const noexcept { return state_ == State::due; }
   /// Plans, and captures again. If a backward is pending, it stays due. `captures`: how many graphs have been captured so far.
   /// Throws: UsageError if no plan is within the budget; all stays offloaded then. Errors of the captures.
   void make(std::int64_t captures);
-  /// A planned step begins; `captures`: how many graphs have been captured so far.
-  void step_begins(std::int64_t captures);
-  void step_ended();
-  void step_failed() noexcept;
+  /// A planned step begins; `captures`: how many graphs have been captured so far. True if the step is to be traced.
+  [[nodiscard]] bool step_begins(std::int64_t captures);
+  /// It has ended, and was traced.
+  void step_traced();
   /// The captures are dropped: all begins anew.
   void drop() noexcept;
   void add_to(Report& report) const;
@@ -55,7 +55,7 @@ class BudgetPlan {
   EngineSequences& sequences_;
   State state_ = State::off;
   std::int64_t captures_ = 0;  ///< when the latest step began
-  bool tracing_ = false;
+  bool wanted_ = false;        ///< the trace of the latest step
   std::int64_t since_ = 0;     ///< steps since one was measured
   std::int64_t distance_ = 1;  ///< from one that is measured to the next
   MeasuredStep step_;

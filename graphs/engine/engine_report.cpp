@@ -38,12 +38,15 @@ const char* reason(Fate fate) {
 void append(const Profile& profile, const Plan& plan, Report& report) {
   const std::size_t first = report.groups.size();
   for (const GroupProfile& group : profile.groups) {
-    report.groups.push_back({group.name.empty() ? "(no scope)" : group.name, 0, 0, ""});
+    report.groups.emplace_back().name = group.name.empty() ? "(no scope)" : group.name;
   }
   for (std::size_t i = 0; i < profile.storages.size() && i < plan.decisions.size(); ++i) {
     GroupReport& group = report.groups[first + profile.storages[i].savers.front()];
     const auto bytes = static_cast<std::int64_t>(profile.storages[i].bytes);
     group.bytes += bytes;
+    for (std::size_t other = 1; other < profile.storages[i].savers.size(); ++other) {
+      report.groups[first + profile.storages[i].savers[other]].shared_bytes += bytes;
+    }
     if (plan.decisions[i].fate == Fate::offloaded) {
       group.offloaded_bytes += bytes;
     } else if (group.kept_because.empty()) {
@@ -224,6 +227,7 @@ Report EngineState::report() const {
     }
   }
   budget_.add_to(report);
+  add_times(resources_.mover->trace().step(), report);
   if (verification_ != nullptr) {
     verification_->add_to(report);
   }

@@ -125,6 +125,17 @@ std::vector<std::string> EngineState::write_graphs(const std::string& folder) co
   return write_graph_files(*resources_.runtime, sequences_, folder);
 }
 
+std::string EngineState::trace_json() const {
+  refuse_inside("OffloadEngine::trace_json");
+  const TracedStep& step = resources_.mover->trace().step();
+  if (step.number == 0) {
+    throw UsageError(
+        "OffloadEngine::trace_json: no step has been traced; the second step after the latest captures is, so run more "
+        "steps first");
+  }
+  return chrome_trace(step);
+}
+
 Chunk EngineState::begin_chunk(const std::shared_ptr<EngineState>& self, const ChunkId& id) {
   self->refuse_outside_of_step("OffloadEngine::chunk");
   return Chunk(self, self->chunks_.begin(id));
@@ -159,7 +170,7 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
   step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
   chunks_.step_begun();
   if (step_->kind() == StepSession::Kind::planned) {
-    budget_.step_begins(counts_.captures());
+    resources_.mover->trace().step_begins(counts_.captures(), budget_.step_begins(counts_.captures()));
   }
   if (verification_ != nullptr) {
     verification_->begin_step();
@@ -208,13 +219,16 @@ void EngineState::end_step(bool failed) {
     parts.attempt([&] { chunks_.end_step(); });
   }
   parts.attempt([&] { refuse_missing_weights(failed); });
+  StepTrace::Span traced;
+  traced.begin(resources_.mover->trace(), SpanKind::wait, resources_.runtime->current_stream(), "(end of the step)");
   parts.attempt([&] { step.end_copies(); });
   counts_.replayed(join_sequences(parts));
+  traced.end();
   const CopyCounts copies = resources_.mover->take_counts();
   step.stop_sizing();
   if (parts.failed()) {
     memory_.abandon();
-    budget_.step_failed();
+    resources_.mover->trace().step_failed();
     step.shortage().warn(sequences_.all(), step.recorder());
     recorded_.clear();
     parts.rethrow();
@@ -296,7 +310,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
       eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       break;
     case StepSession::Kind::planned:
-      budget_.step_ended();
+      end_trace();
       counts_.step_ended(step.recorder(), copies, memory_.end());
       if (step.recorder().counts().refused_bytes > 0) {
         eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
@@ -305,6 +319,19 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
   }
   chunks_.report(counts_.chunks());
   counts_.count_step();
+}
+
+void EngineState::end_trace() {
+  const bool traced =
+      resources_.mover->trace().step_ended(counts_.steps() + 1, [&](std::uint64_t number, TracedSpan& span) {
+        if (const RunningChunk* const chunk = chunks_.find(number)) {
+          span.stage = chunk->id.stage;
+          span.microbatch = chunk->id.microbatch;
+        }
+      });
+  if (traced) {
+    budget_.step_traced();
+  }
 }
 
 void EngineState::refuse_inside_step(const std::string& what) {

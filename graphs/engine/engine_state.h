@@ -47,6 +47,8 @@ class EngineState {
   void copied_in_graph(const CopyCounts& copies) noexcept;
   /// `failed`: an exception is on its way.
   void end_step(bool failed);
+  /// Of a step that went well.
+  void end_trace();
   /// Throws: UsageError on another thread than the step began on.
   void check_thread_of_step() const;
   /// `end_step` for a destructor: a failure is kept, and thrown by the next `begin_step`.
@@ -71,6 +73,7 @@ class EngineState {
   /// Each of `named` is a switch of its own.
   void set_activation_offloading(const std::vector<NamePatterns>& named, bool on);
   std::vector<std::string> write_graphs(const std::string& folder) const;
+  [[nodiscard]] std::string trace_json() const;
 
   [[nodiscard]] EngineSequences& sequences() noexcept { return sequences_; }
   [[nodiscard]] const EngineSequences& sequences() const noexcept { return sequences_; }

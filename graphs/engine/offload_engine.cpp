@@ -67,6 +67,8 @@ Journal OffloadEngine::journal() const { return state().journal(); }
 
 Report OffloadEngine::report() const { return state().report(); }
 
+std::string OffloadEngine::trace_json() const { return state().trace_json(); }
+
 std::vector<std::string> OffloadEngine::write_graphs(const std::string& folder) const {
   return state().write_graphs(folder);
 }

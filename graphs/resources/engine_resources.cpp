@@ -62,7 +62,6 @@ EngineResources::EngineResources(torch::nn::Module& given_model, Options given, 
       capture_offload(std::make_shared<CaptureOffload>(runtime, mover)),
       eager(std::make_shared<EagerOffload>(runtime, mover, limits_of(options))),
       rest(std::make_shared<EagerMemoryEstimate>(runtime)),
-      trace(options.device_budget() ? std::make_shared<StepTrace>(runtime) : nullptr),
       syncs(options.find_syncs() ? std::make_unique<StepSyncs>(runtime->device().type()) : nullptr) {
   runtime->check_settings(/*graphs=*/!graphed.empty());
   install_autograd_engine();

@@ -8,7 +8,6 @@
 #include "graphs/resources/step_syncs.h"
 #include "graphs/sequence/delayed_weights.h"
 #include "graphs/sequence/graph_resources.h"
-#include "graphs/sequence/step_trace.h"
 #include "memory/host_arena.h"
 #include "offload/capture_offload.h"
 #include "offload/eager_offload.h"
@@ -63,7 +62,6 @@ struct EngineResources {
             nullptr,
             delayed_weights,
             {},
-            trace,
             room_in_budget};
   }
   /// Measured once, if anything depends on it; not set if the device keeps no time of its own, or has no memory to measure.
@@ -86,7 +84,6 @@ struct EngineResources {
   OwnedGradients owned_gradients;
   std::shared_ptr<DelayedWeights> delayed_weights = std::make_shared<DelayedWeights>();
   std::shared_ptr<EagerMemoryEstimate> rest;
-  std::shared_ptr<StepTrace> trace;                  ///< null without Options::device_budget
   std::optional<std::uint64_t> room_in_budget = {};  ///< see GraphResources
   std::unique_ptr<StepSyncs> syncs;                  ///< null unless the options ask for it
 

@@ -19,7 +19,6 @@
 namespace sidestream {
 
 class DelayedWeights;
-class StepTrace;
 
 /// The parts of one engine that its captures and replays share.
 struct GraphResources {
@@ -53,7 +52,6 @@ struct GraphResources {
   std::shared_ptr<DelayedWeights> delayed_weights = {};  ///< of the engine's calls
   /// Shared by sequences of the engine. Null if the options' pool is used, or memory of the sequence's own.
   std::shared_ptr<GraphMemory> memory = {};
-  std::shared_ptr<StepTrace> trace = {};  ///< of the engine's steps; may be null
   /// With Options::device_budget: how many bytes of saved tensors may be on the device, 0 as long as that is not known. Then all is
   /// offloaded, also what backward needs immediately.
   std::optional<std::uint64_t> room_in_budget = {};

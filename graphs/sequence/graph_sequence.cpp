@@ -105,8 +105,7 @@ GraphSequence::GraphSequence(const GraphResources& resources, CapturedSequence c
       outputs_(runtime_, captured_.calls, captured_.order, captured_.released_outputs, streams_.mark()),
       copies_(runtime_, resources.mover, captured_.calls, captured_.order, pending_.runs(), pending_.weights()),
       use_(runtime_, *captured_.pool, captured_.pool_use, captured_.ungiven_bytes()),
-      delayed_weights_(resources.delayed_weights),
-      trace_(resources.trace) {
+      delayed_weights_(resources.delayed_weights) {
   if (captured_.weights_pool != nullptr) {
     weights_use_.emplace(runtime_, *captured_.weights_pool, captured_.weights_use, 0);
   }
@@ -180,12 +179,11 @@ void GraphSequence::launch_forward(std::size_t index, const ReplayOptions* targe
   call.replay.target = target != nullptr ? *target : ReplayOptions();
   const c10::Stream side = streams_.side(call.replay.target, index);
   streams_.fork(side);
-  StepTrace::Graph traced(trace_.get(), side);
   copies_.before_forward(index, side);
-  traced.waits_queued();
+  StepTrace::Graph traced(copies_.trace(), SpanKind::forward, side);
   try {
     streams_.launch(call.forward.graph, side, call.forward.done, call.replay.target.event().get());
-    traced.launched(*this, captured_.order.forward_index(index));
+    traced.launched(this, captured_.order.forward_index(index));
     copies_.forward_launched(index);
     use_.launched(captured_.order.forward_index(index));
     traced.counted();

@@ -21,7 +21,7 @@
 #include "graphs/sequence/sequence_copies.h"
 #include "graphs/sequence/sequence_outputs.h"
 #include "graphs/sequence/sequence_streams.h"
-#include "graphs/sequence/step_trace.h"
+#include "offload/step_trace.h"
 #include "runtime/runtime.h"
 #include "sidestream/replay_options.h"
 
@@ -186,8 +186,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   PoolUse use_;
   std::optional<PoolUse> weights_use_;  ///< if gradients are delayed
   std::shared_ptr<DelayedWeights> delayed_weights_;
-  std::shared_ptr<StepTrace> trace_;  ///< of the engine's steps; may be null
-  std::int64_t latest_ = -1;          ///< the call whose forward was launched last
+  std::int64_t latest_ = -1;  ///< the call whose forward was launched last
   std::uint64_t unused_outputs_ = 0;
 };
 

@@ -137,14 +137,14 @@ void GraphSequence::launch_backward(std::size_t index) {
   CapturedCall& call = captured_.calls[index];
   const c10::Stream side = streams_.side(call.replay.target, 0);
   streams_.fork(side);
-  StepTrace::Graph traced(trace_.get(), side);
+  const StepTrace::InChunk in_chunk(copies_.trace(), call.replay.chunk);
   copies_.before_backward(index, side);
-  traced.waits_queued();
+  StepTrace::Graph traced(copies_.trace(), SpanKind::backward, side);
   const std::uint64_t launches = streams_.launches();
   try {
     streams_.launch(call.backward.graph, side, call.backward.done, call.replay.target.event().get());
     call.replay.backward_launched = true;
-    traced.launched(*this, captured_.order.backward_index(index));
+    traced.launched(this, captured_.order.backward_index(index));
     copies_.backward_launched(index);
     use_.launched(captured_.order.backward_index(index));
     traced.counted();

@@ -139,6 +139,7 @@ void SequenceCopies::queue_due_reloads(std::size_t graph_index, c10::Stream side
   copies.wait_for(side);  // all work that has used the targets' memory, and the copies to the host
   for (const std::size_t call : due_) {
     const Site site(Activity::reload, calls_[call].site);
+    const StepTrace::InChunk in_chunk(trace(), calls_[call].replay.chunk);
     for (const CapturedCopy& copy : calls_[call].copies.captured.copies) {
       if (!copy.for_weights) {
         copies.to_device(copy.target, copy.host, copy.bytes);

@@ -28,6 +28,8 @@ class SequenceCopies {
   /// Blocks the host until the copies are done.
   ~SequenceCopies();
 
+  /// Of the engine's steps.
+  [[nodiscard]] StepTrace& trace() const noexcept { return mover_->trace(); }
   /// Queues the reloads that are due before the forward of call `index`. Makes `side` wait for all work that must come before it.
   void before_forward(std::size_t index, c10::Stream side);
   /// After the launch of that forward: queues its copies to the host.

@@ -29,9 +29,13 @@ std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
   if (call.weights.graph) {
     const c10::Stream side = streams_.side(call.replay.target, 0);
     streams_.fork(side);
+    const StepTrace::InChunk in_chunk(copies_.trace(), call.replay.chunk);
     copies_.before_weights(index, side);
+    StepTrace::Span traced;
+    traced.begin(copies_.trace(), SpanKind::weights, side);
     try {
       streams_.launch(call.weights.graph, side, call.weights.done, call.replay.target.event().get());
+      traced.end();
       weights_use_->launched(captured_.order.weights_rank(index));
     } catch (...) {
       streams_.settle(side);

@@ -119,6 +119,14 @@ class SIDESTREAM_API OffloadEngine {
   /// The journal of the checked steps. Empty without Options::check_steps.
   [[nodiscard]] Journal journal() const;
 
+  /// The step that was traced (Report::traced_step), in the Trace Event Format: open it in Perfetto or in chrome://tracing.
+  ///
+  /// It has graphs, copies, and waits of compute for copies, and the live device memory. If the device keeps no time, all times are those
+  /// at which the host queued the work. The steps of GraphedStep have no engine step, so they are not traced.
+  /// Ordering: blocks the host until that step's work is done.  Threads: the step's.
+  /// Throws: UsageError if no step has been traced yet.
+  [[nodiscard]] std::string trace_json() const;
+
   /// Draws every captured graph into `folder`, one file a graph, in the language of Graphviz (`dot -Tsvg FILE`). Returns the files' paths.
   ///
   /// A drawing shows each node with the operator and the scope that made it, events, copies beside the graph, and bytes. The folder is

@@ -14,6 +14,7 @@ struct GroupReport {
   std::int64_t bytes = 0;            ///< bytes of the storages that this group saves first, each storage once
   std::int64_t offloaded_bytes = 0;  ///< how many of them are offloaded
   std::string kept_because;          ///< why the rest stays on the device; empty if all of it is offloaded
+  std::int64_t shared_bytes = 0;     ///< of storages that it saves too, and that an earlier group counts
 };
 
 /// One chunk of a step.
@@ -21,6 +22,21 @@ struct ChunkReport {
   std::int64_t stage = 0;            ///< its virtual stage
   std::int64_t microbatch = 0;       ///< its microbatch
   std::int64_t offloaded_bytes = 0;  ///< whose copies to the host were queued while it was the active chunk
+  double offload_seconds = 0;        ///< of its copies to the host, in the step that was traced, as the next two
+  double reload_seconds = 0;         ///< of its copies to the device
+  double waited_seconds = 0;         ///< that its compute stood still for copies
+};
+
+/// What a call or a group did in the step that was traced. Times are the device's; 0 if it keeps none.
+struct TimesReport {
+  std::string name;                  ///< full name, such as "blocks.3"
+  double forward_seconds = 0;        ///< of its forward graphs
+  double backward_seconds = 0;       ///< of its backward graphs, and of the graphs of delayed weight gradients
+  double waited_seconds = 0;         ///< that compute stood still here until copies were done
+  double offload_seconds = 0;        ///< of its copies to the host
+  double reload_seconds = 0;         ///< of its copies to the device
+  std::int64_t offloaded_bytes = 0;  ///< of its copies to the host
+  std::int64_t reloaded_bytes = 0;   ///< of its copies to the device
 };
 
 /// One reason for tensors that always stay on the device.
@@ -100,6 +116,14 @@ struct SIDESTREAM_API Report {
   std::int64_t forecast_step_peak_bytes = 0;  ///< measured in a step under the plan; 0 until then
   double forecast_seconds = 0;                ///< of a step that the plan expects; 0 also if the device keeps no time
   double forecast_step_seconds = 0;           ///< measured in that step, from its begin to its end on the device
+  /// The step that was traced, from 1: the second step after the latest captures. 0: none yet. Only this step has timing events. The next
+  /// five are of this step; all but the last are 0 if the device keeps no time.
+  std::int64_t traced_step = 0;
+  double traced_seconds = 0;            ///< from its begin to its end on the device
+  double waited_seconds = 0;            ///< that compute stood still until copies were done, its end included
+  double offload_seconds = 0;           ///< of all copies to the host
+  double reload_seconds = 0;            ///< of all copies to the device
+  double tracing_seconds = 0;           ///< that the host took to trace it
   std::int64_t verified_forwards = 0;   ///< replays compared with an eager run, in all steps (Options::verify_replays)
   std::int64_t verified_backwards = 0;  ///< the part of them whose gradients were compared too
   std::int64_t checked_operations = 0;  ///< operations in the journal (Options::check_steps)
@@ -111,6 +135,7 @@ struct SIDESTREAM_API Report {
   std::vector<SyncFinding> syncs;           ///< the most frequent first
   std::vector<ChunkReport> chunks;          ///< in a step: its chunks, in the order in which they began
   std::vector<GroupReport> groups;          ///< the groups of the plan
+  std::vector<TimesReport> times;           ///< calls and groups in the step that was traced, as they came
   std::vector<ExclusionReport> exclusions;  ///< why tensors always stay on the device
   std::vector<std::string> notes;           ///< storages that a kept group holds back, groups over the cap, ...
 

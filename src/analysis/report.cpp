@@ -8,6 +8,7 @@
 #include <map>
 #include <ostream>
 #include <set>
+#include <utility>
 
 #include <nlohmann/json.hpp>
 
@@ -93,6 +94,36 @@ void print_forecast(const Report& report, std::ostream& out) {
   }
 }
 
+std::string milliseconds(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f ms", 1e3 * seconds);
+  return text;
+}
+
+/// One row for each call or group, if the device keeps time.
+void print_times(const Report& report, std::ostream& out) {
+  if (report.traced_seconds <= 0) {
+    return;
+  }
+  const std::string step = "step " + std::to_string(report.traced_step);
+  row(out, step + ", on the device", milliseconds(report.traced_seconds));
+  row(out, step + ", compute waited for copies", milliseconds(report.waited_seconds));
+  row(out, step + ", copies to the host", milliseconds(report.offload_seconds));
+  row(out, step + ", copies to the device", milliseconds(report.reload_seconds));
+  for (const TimesReport& times : report.times) {
+    const std::pair<const char*, double> parts[] = {{"forward ", times.forward_seconds},
+                                                    {"backward ", times.backward_seconds},
+                                                    {"to the host ", times.offload_seconds},
+                                                    {"to the device ", times.reload_seconds},
+                                                    {"waited ", times.waited_seconds}};
+    std::string text;
+    for (const auto& [what, seconds] : parts) {
+      text += seconds > 0 ? (text.empty() ? "" : ", ") + (what + milliseconds(seconds)) : "";
+    }
+    row(out, step + ", " + times.name, text);
+  }
+}
+
 double part(std::int64_t bytes, std::int64_t whole) {
   return whole <= 0 ? 0.0 : static_cast<double>(bytes) / static_cast<double>(whole);
 }
@@ -162,8 +193,10 @@ void Report::print(std::ostream& out) const {
   for (const GroupReport& group : groups) {
     row(out, group.name,
         mebibytes(group.offloaded_bytes) + " of " + mebibytes(group.bytes) +
-            (group.kept_because.empty() ? "" : "  (rest: " + group.kept_because + ")"));
+            (group.kept_because.empty() ? "" : "  (rest: " + group.kept_because + ")") +
+            (group.shared_bytes > 0 ? "  (saved by earlier groups too: " + mebibytes(group.shared_bytes) + ")" : ""));
   }
+  print_times(*this, out);
   for (const ExclusionReport& exclusion : exclusions) {
     row(out, "stays: " + exclusion.reason,
         std::to_string(exclusion.tensors) + " tensors, " + mebibytes(exclusion.bytes));
@@ -225,6 +258,12 @@ std::string Report::json() const {
                            {"forecast_step_peak_bytes", forecast_step_peak_bytes},
                            {"forecast_seconds", forecast_seconds},
                            {"forecast_step_seconds", forecast_step_seconds},
+                           {"traced_step", traced_step},
+                           {"traced_seconds", traced_seconds},
+                           {"waited_seconds", waited_seconds},
+                           {"offload_seconds", offload_seconds},
+                           {"reload_seconds", reload_seconds},
+                           {"tracing_seconds", tracing_seconds},
                            {"verified_forwards", verified_forwards},
                            {"verified_backwards", verified_backwards},
                            {"checked_operations", checked_operations},
@@ -234,6 +273,7 @@ std::string Report::json() const {
                            {"syncs", nlohmann::json::array()},
                            {"chunks", nlohmann::json::array()},
                            {"groups", nlohmann::json::array()},
+                           {"times", nlohmann::json::array()},
                            {"exclusions", nlohmann::json::array()},
                            {"notes", notes}};
   for (const SyncFinding& sync : syncs) {
@@ -247,14 +287,29 @@ std::string Report::json() const {
                                {"remedy", sync.remedy}});
   }
   for (const ChunkReport& chunk : chunks) {
-    object["chunks"].push_back(
-        {{"stage", chunk.stage}, {"microbatch", chunk.microbatch}, {"offloaded_bytes", chunk.offloaded_bytes}});
+    object["chunks"].push_back({{"stage", chunk.stage},
+                                {"microbatch", chunk.microbatch},
+                                {"offloaded_bytes", chunk.offloaded_bytes},
+                                {"offload_seconds", chunk.offload_seconds},
+                                {"reload_seconds", chunk.reload_seconds},
+                                {"waited_seconds", chunk.waited_seconds}});
   }
   for (const GroupReport& group : groups) {
     object["groups"].push_back({{"name", group.name},
                                 {"bytes", group.bytes},
+                                {"shared_bytes", group.shared_bytes},
                                 {"offloaded_bytes", group.offloaded_bytes},
                                 {"kept_because", group.kept_because}});
+  }
+  for (const TimesReport& each : times) {
+    object["times"].push_back({{"name", each.name},
+                               {"forward_seconds", each.forward_seconds},
+                               {"backward_seconds", each.backward_seconds},
+                               {"waited_seconds", each.waited_seconds},
+                               {"offload_seconds", each.offload_seconds},
+                               {"reload_seconds", each.reload_seconds},
+                               {"offloaded_bytes", each.offloaded_bytes},
+                               {"reloaded_bytes", each.reloaded_bytes}});
   }
   for (const ExclusionReport& exclusion : exclusions) {
     object["exclusions"].push_back(

@@ -133,6 +133,12 @@ void EagerOffload::look() {
   sizing_->look(static_cast<std::int64_t>(only_copies));
 }
 
+void EagerOffload::trace_memory() {
+  if (mover_->trace().on()) {
+    mover_->trace().look(runtime_->current_stream());
+  }
+}
+
 void EagerOffload::set_in_flight(Slot& slot, std::int64_t bytes) {
   if (bytes != slot.in_flight) {
     live_.change(*runtime_, {0, bytes - slot.in_flight});
@@ -166,9 +172,11 @@ void EagerOffload::group_ended(Group& group) {
   }
   const Site site(Activity::offload, group.scope->site);
   look();
+  trace_memory();
   Slot& slot = next_slot();
   slot.site = group.scope->site;
   slot.group = group.index;
+  slot.chunk = mover_->trace().chunk();
   group.slot = static_cast<std::uint32_t>(used_slots_);
   GroupBytes bytes;
   for (const auto& weak : group.storages) {  // what gets no pinned memory is used all the same
@@ -196,6 +204,7 @@ void EagerOffload::group_ended(Group& group) {
 }
 
 void EagerOffload::send(Slot& slot) {
+  const StepTrace::InChunk in_chunk(mover_->trace(), slot.chunk);
   for (const auto& saved : slot.sources) {
     for (const c10::Stream stream : saved->streams) {
       add_stream(slot.savers, stream);
@@ -257,6 +266,7 @@ void EagerOffload::end_step() {
     return;
   }
   look();
+  trace_memory();
   try {
     send_delayed();
     while (!trailing_.empty()) {

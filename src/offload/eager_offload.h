@@ -108,6 +108,7 @@ class EagerOffload : public StorageMover {
     Streams savers;           ///< streams that saved any of what was offloaded
     Streams arrived;          ///< streams that wait for the H2D already
     std::uint32_t group = 0;  ///< its index
+    std::uint64_t chunk = 0;  ///< see StepTrace
     State state = State::here;
     bool used = false;           ///< backward has reached it
     std::int64_t in_flight = 0;  ///< bytes of it that are on the device, on their way
@@ -120,6 +121,8 @@ class EagerOffload : public StorageMover {
 
   /// In a sizing step: see SizingPeak.
   void look();
+  /// In a step that is traced: memory is counted anew from here on.
+  void trace_memory();
   /// So many bytes of that group are on the device, on their way: see LiveMemory.
   void set_in_flight(Slot& slot, std::int64_t bytes);
   /// Queues the copies of its sources.

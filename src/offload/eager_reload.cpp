@@ -14,6 +14,7 @@ c10::Storage EagerOffload::allocate(std::size_t bytes) { return allocate_storage
 
 void EagerOffload::reload(Slot& slot) {
   const Site site(Activity::reload, slot.site);
+  const StepTrace::InChunk in_chunk(mover_->trace(), slot.chunk);
   const auto without_reloading = c10::make_scope_exit([&] { reloading_.clear(); });
   copied_ = true;
   try {
@@ -46,11 +47,13 @@ void EagerOffload::reload(Slot& slot) {
   }
   set_in_flight(slot, static_cast<std::int64_t>(bytes));
   look();
+  trace_memory();
 }
 
 void EagerOffload::await_arrival(Slot& slot, c10::Stream stream) {
   if (std::find(slot.arrived.begin(), slot.arrived.end(), stream) == slot.arrived.end()) {
-    mover_->await(stream, *slot.reloaded);
+    const StepTrace::InChunk in_chunk(mover_->trace(), slot.chunk);
+    mover_->await(stream, *slot.reloaded, slot.site.text().c_str());
     slot.arrived.push_back(stream);
   }
 }
@@ -86,6 +89,7 @@ c10::Storage EagerOffload::fetch(SavedStorage& storage) {
 
 void EagerOffload::use(std::size_t number) {
   Slot& slot = slots_[number];
+  trace_memory();
   slot.used = true;
   set_in_flight(slot, 0);
   if (slot.state == Slot::State::delayed) {

@@ -15,7 +15,12 @@ GroupMover::Copies::~Copies() {
   }
 }
 
+void GroupMover::Copies::end_span() {
+  span_.end(static_cast<std::int64_t>(bytes_ - std::exchange(bytes_before_span_, bytes_)));
+}
+
 void GroupMover::Copies::wait_for(c10::Stream stream) {
+  end_span();
   mover_.runtime_->record(direction_.fork, stream);
   mover_.runtime_->wait(direction_.stream, direction_.fork);
 }
@@ -26,25 +31,37 @@ void GroupMover::Copies::wait_for(const Streams& streams) {
   }
 }
 
-void GroupMover::Copies::wait_for(const ExternalEvent& ready) { mover_.runtime_->wait(direction_.stream, ready); }
+void GroupMover::Copies::wait_for(const ExternalEvent& ready) {
+  end_span();
+  mover_.runtime_->wait(direction_.stream, ready);
+}
 
-void GroupMover::Copies::wait_for(const Event& ready) { mover_.runtime_->wait(direction_.stream, ready); }
+void GroupMover::Copies::wait_for(const Event& ready) {
+  end_span();
+  mover_.runtime_->wait(direction_.stream, ready);
+}
 
 void GroupMover::Copies::wait_for(const HostArena::Lease& slot) { slot.wait_before_use(direction_.stream); }
 
 void GroupMover::Copies::to_host(void* host, const void* device, std::size_t bytes) {
+  span_.begin(*mover_.trace_, SpanKind::offload, direction_.stream);
   mover_.runtime_->copy_to_host(host, device, bytes, direction_.stream);
   bytes_ += bytes;
 }
 
 void GroupMover::Copies::to_device(void* device, const void* host, std::size_t bytes) {
+  span_.begin(*mover_.trace_, SpanKind::reload, direction_.stream);
   mover_.runtime_->copy_to_device(device, host, bytes, direction_.stream);
   bytes_ += bytes;
 }
 
-void GroupMover::Copies::record(const Event& done) { mover_.runtime_->record(done, direction_.stream); }
+void GroupMover::Copies::record(const Event& done) {
+  end_span();
+  mover_.runtime_->record(done, direction_.stream);
+}
 
 void GroupMover::Copies::finish() {
+  end_span();
   finished_ = true;
   direction_.bytes += bytes_;
 }
@@ -52,6 +69,7 @@ void GroupMover::Copies::finish() {
 GroupMover::GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostArena> arena)
     : runtime_(std::move(runtime)),
       arena_(std::move(arena)),
+      trace_(std::make_unique<StepTrace>(runtime_)),
       offloads_{runtime_->create_stream(), runtime_->create_event(), {}, {}},
       reloads_{runtime_->create_stream(), runtime_->create_event(), {}, {}} {}
 
@@ -93,8 +111,11 @@ void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>&
   }
 }
 
-void GroupMover::await(c10::Stream stream, const Event& done) {
+void GroupMover::await(c10::Stream stream, const Event& done, const char* name) {
+  StepTrace::Span span;
+  span.begin(*trace_, SpanKind::wait, stream, name);
   runtime_->wait(stream, done);
+  span.end();
   ++waits_;
 }
 

@@ -11,6 +11,7 @@
 #include "memory/host_arena.h"
 #include "memory/shared_slots.h"
 #include "offload/saved_storage.h"
+#include "offload/step_trace.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {
@@ -63,7 +64,12 @@ class GroupMover {
     GroupMover& mover_;
     Direction& direction_;
     std::unique_lock<std::mutex> lock_;
+    /// The copies that follow are another group's, or wait for something.
+    void end_span();
+
     std::uint64_t bytes_ = 0;
+    std::uint64_t bytes_before_span_ = 0;
+    StepTrace::Span span_;
     bool finished_ = false;
   };
 
@@ -78,12 +84,15 @@ class GroupMover {
   void lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded, HostPlaces* places = nullptr);
   [[nodiscard]] Copies offload_copies() { return {*this, offloads_}; }
   [[nodiscard]] Copies reload_copies() { return {*this, reloads_}; }
-  /// Makes `stream` wait for copies that `done` stands for.
-  void await(c10::Stream stream, const Event& done);
+  /// Makes `stream` wait for copies that `done` stands for. `name`: of the wait in a trace; null for that of the innermost Site.
+  void await(c10::Stream stream, const Event& done, const char* name = nullptr);
   /// Makes the streams wait for all copies that were queued.
   void join(const Streams& streams);
   /// Blocks the host until all copies are done, or the device has failed.
   void settle() noexcept;
+
+  /// Of the engine's steps.
+  [[nodiscard]] StepTrace& trace() const noexcept { return *trace_; }
 
   void count_inline_reload() noexcept { ++inline_reloads_; }
   /// Copies that a graph holds itself, which was launched.
@@ -108,6 +117,7 @@ class GroupMover {
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;
+  std::unique_ptr<StepTrace> trace_;
   Direction offloads_;
   Direction reloads_;
   std::atomic<std::uint64_t> waits_{0};

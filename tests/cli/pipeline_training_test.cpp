@@ -238,6 +238,7 @@ TEST(Pipeline, OptionsThatDoNotFitAreRefused) {
   refused([](auto& o) { o.check_steps = 2; }, "--check-steps does not work with --pp");
   refused([](auto& o) { o.find_syncs = true; }, "--find-syncs does not work with --pp");
   refused([](auto& o) { o.dump_graphs = "graphs"; }, "--dump-graphs does not work with --pp");
+  refused([](auto& o) { o.trace = "trace"; }, "--trace does not work with --pp");
   refused([](auto& o) { o.vpp = 4; }, "use --layers 8 or more");
   refused([](auto& o) { o.pp.reset(), o.vpp = 2; }, "add --pp");
   refused([](auto& o) { o.pp.reset(), o.delay_weight_gradients = true; },

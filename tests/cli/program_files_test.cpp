@@ -1,5 +1,7 @@
 // The program and the files that it is given: texts to read, places to write.
 #include <filesystem>
+#include <map>
+#include <string>
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -63,6 +65,46 @@ TEST(ProgramFiles, AFullDiskEndsTheRunWithItsTableAndTheOtherFile) {
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "cannot be written: File too large\n", result.err);
   EXPECT_EQ(nlohmann::json::parse(ScratchFolder::read(report))["steps_done"], 3);
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1) << "nothing half written is left";
+}
+
+TEST(ProgramFiles, ATraceHasTheStepOfEachMode) {
+  const ScratchFolder folder;
+  const std::string path = (folder.path() / "trace.json").string();
+  const ProgramResult result = run_program(tiny_training({"--steps", "4", "--compare", "--trace", path}));
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "trace: " + path, result.out);
+  std::map<int, std::string> modes;
+  std::map<int, int> copies;
+  const nlohmann::json trace = nlohmann::json::parse(ScratchFolder::read(path));
+  for (const auto& event : trace.at("traceEvents")) {
+    if (event.at("name") == "process_name") {
+      modes[event.at("pid")] = event.at("args").at("name");
+    }
+    copies[event.at("pid")] += event.at("ph") == "X" && event.at("args").contains("bytes") ? 1 : 0;
+  }
+  EXPECT_EQ(modes, (std::map<int, std::string>{{1, "graphs, step 3, as the host queued it"},
+                                               {2, "graphs+offload, step 3, as the host queued it"}}));
+  EXPECT_EQ(copies[1], 0);
+  EXPECT_GT(copies[2], 0);
+}
+
+TEST(ProgramFiles, ATrainingThatIsTooShortForATraceLosesNoReport) {
+  const ScratchFolder folder;
+  const std::string report = (folder.path() / "report.json").string();
+  const std::string trace = (folder.path() / "trace.json").string();
+  const ProgramResult result = run_program(tiny_training({"--steps", "2", "--trace", trace, "--report", report}));
+  EXPECT_EQ(result.code, 1);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "no step was traced", result.err);
+  EXPECT_EQ(nlohmann::json::parse(ScratchFolder::read(report))["steps_done"], 2);
+  EXPECT_FALSE(std::filesystem::exists(trace));
+}
+
+TEST(ProgramFiles, ATraceOfNothingIsRefused) {
+  const ScratchFolder folder;
+  const std::string trace = (folder.path() / "trace.json").string();
+  expect_refusal(tiny_training({"--graphs", "off", "--offload", "off", "--trace", trace}), 2, "nothing to show");
+  expect_refusal(tiny_training({"--graphs", "step", "--trace", trace}), 2, "one for the whole step");
+  expect_refusal(tiny_training({"--report", trace, "--trace", trace}), 2, "each its own file");
 }
 
 TEST(ProgramFiles, EachGraphIsDrawnIntoTheFolderThatIsNamed) {

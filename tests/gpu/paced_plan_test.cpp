@@ -93,6 +93,24 @@ TEST_F(PacedPlanTest, WhatTheLinkFallsBehindWithStaysOnTheDevice) {
   EXPECT_EQ(offloaded(0), (kCalls - 2) * kSaved) << "a link that is far too slow: more in flight would be no cure";
 }
 
+TEST_F(PacedPlanTest, OneStepIsTracedOnTheDevicesClock) {
+  const Report report = train(Options(device_).graph("layers.*").offload("layers.*").lag(0).lookahead(0), 0, 5);
+  EXPECT_EQ(report.traced_step, 3);
+  std::int64_t offloaded = 0;
+  double waited = 0;
+  for (const TimesReport& times : report.times) {
+    offloaded += times.offloaded_bytes;
+    waited += times.waited_seconds;
+    EXPECT_EQ(times.offloaded_bytes > 0, times.offload_seconds > 0) << times.name;
+    EXPECT_EQ(times.reloaded_bytes > 0, times.reload_seconds > 0) << times.name;
+  }
+  EXPECT_EQ(offloaded, report.offloaded_bytes);
+  EXPECT_DOUBLE_EQ(waited, report.waited_seconds);
+  EXPECT_GT(waited, 0) << "hardly any compute hides the copies";
+  EXPECT_GT(report.traced_seconds, waited);
+  EXPECT_GT(report.traced_seconds, report.offload_seconds);
+}
+
 TEST_F(PacedPlanTest, ABudgetHasAForecastOfMemoryAndOfTime) {
   const Options graphs = Options(device_).graph("layers.*");
   const std::int64_t budget = train(graphs, 1, 4).step_peak_bytes - 3 * kSaved;

@@ -134,6 +134,12 @@ def main(setup):
             return expect(plain == 0 and missing == 1 and f"apt-get install {packages}" in err and there == 0, plain, missing, err, there)
         return case
 
+    def pictures(machine):
+        machine.run(setup)
+        machine.run(setup, "--pictures")
+        status, _, err = machine.run(setup, "--pictures")
+        return expect(status == 0 and err == "" and machine.installations() == 2, status, err, machine.installations())
+
     def bad_torch(machine):
         (machine.folder / "torch" / "lib" / "libtorch_cpu.so").unlink()
         status, _, err = machine.run(setup)
@@ -154,6 +160,7 @@ def main(setup):
     machine_case("asks for clang-tidy only where it is wanted", asked_for("--tidy", "clang-tidy-14", "clang-tidy-14"))
     machine_case("asks for Doxygen only where it is wanted", asked_for("--api", "doxygen", "doxygen"))
     machine_case("asks for Clang only where it is wanted", asked_for("--clang", "clang++-14", "clang-14"))
+    machine_case("installs matplotlib once, where it is wanted", pictures)
     machine_case("refuses a LibTorch that is none", bad_torch)
     machine_case("refuses an unknown argument", bad_argument)
     tap.finish()

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <fstream>
 #include <map>
 #include <optional>
 #include <utility>
@@ -182,6 +183,14 @@ nlohmann::ordered_json LayerBench::memory_of(OffloadEngine* engine, const LayerM
   json["waits"] = report.waits;
   json["captures"] = report.captures;
   json["notes"] = report.notes;
+  json["traced_ms"] = report.traced_seconds * 1e3;
+  json["waited_ms"] = report.waited_seconds * 1e3;
+  json["offload_ms"] = report.offload_seconds * 1e3;
+  json["reload_ms"] = report.reload_seconds * 1e3;
+  json["tracing_ms"] = report.tracing_seconds * 1e3;
+  if (engine != nullptr && !settings_.traces.empty()) {
+    std::ofstream(settings_.traces + "/" + mode.name + ".json") << engine->trace_json();
+  }
   return json;
 }
 

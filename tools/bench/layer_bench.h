@@ -28,6 +28,7 @@ struct LayerSettings {
   std::optional<std::int64_t> lag_mib;
   std::optional<std::int64_t> lookahead_mib;
   std::optional<std::int64_t> host_gib;
+  std::string traces;  ///< a folder for a trace of each mode with an engine; empty: none
 };
 
 /// A way to train the layers.

@@ -226,6 +226,8 @@ int run(int argc, char** argv) {
   app.add_option("--rounds", settings.rounds, "0: measure memory only")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
+  app.add_option("--traces", settings.traces, "Write one step of each mode into this folder, for Perfetto")
+      ->check(CLI::ExistingDirectory);
   app.add_option("--report", report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);
   if (modes.empty()) {

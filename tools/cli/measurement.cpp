@@ -51,6 +51,7 @@ ModeResult Measurement::finish(const TrainingRun& run) {
   result_.steps = static_cast<std::int64_t>(seconds_.size());
   result_.step_seconds = median(seconds_);
   result_.offload = run.offload_numbers();
+  result_.trace = run.trace();
   return result_;
 }
 

@@ -43,6 +43,15 @@ void commit(ReportFile& file, const std::string& text, std::exception_ptr& error
   }
 }
 
+/// An interrupted training may have none.
+void write_trace(ReportFile& file, const TrainingResult& result, std::exception_ptr& error) {
+  try {
+    file.commit(result_trace(result));
+  } catch (const Error&) {
+    error = error == nullptr ? std::current_exception() : error;
+  }
+}
+
 /// The steps themselves. With --compare a second run takes the same steps in plain eager mode.
 class Training {
  public:
@@ -177,6 +186,10 @@ int train(const TrainingOptions& options) {
   if (!options.report.empty()) {
     report.emplace(options.report, "--report");
   }
+  std::optional<ReportFile> trace;
+  if (!options.trace.empty()) {
+    trace.emplace(options.trace, "--trace");
+  }
   std::optional<ReportFile> journal;
   if (!options.journal.empty()) {
     journal.emplace(options.journal, "--journal");
@@ -205,12 +218,17 @@ int train(const TrainingOptions& options) {
   if (report) {
     commit(*report, result_json(result), unwritten);
   }
+  if (trace) {
+    write_trace(*trace, result, unwritten);
+  }
   if (unwritten != nullptr) {
     std::rethrow_exception(unwritten);
   }
-  for (const std::optional<ReportFile>* file : {&report, &journal}) {
-    if (*file) {
-      print(fmt::format("\n  {}: {}\n", file == &report ? "report" : "journal", (*file)->path().string()));
+  const std::pair<const char*, const std::optional<ReportFile>&> files[] = {
+      {"report", report}, {"journal", journal}, {"trace", trace}};
+  for (const auto& [name, file] : files) {
+    if (file) {
+      print(fmt::format("\n  {}: {}\n", name, file->path().string()));
     }
   }
   if (result.comparison && !result.comparison->within_bound()) {

@@ -114,6 +114,7 @@ void validate_pipeline(const TrainingOptions& options) {
          "tensors pass between ranks through the host, which waits for each; leave out one of the two");
   refuse(!options.dump_graphs.empty(), "--dump-graphs",
          "all ranks would write the same files; leave out one of the two");
+  refuse(!options.trace.empty(), "--trace", "all ranks would write the same file; leave out one of the two");
   if (options.delay_weight_gradients && !options.graphed()) {
     throw UsageError("--dw delays the weight gradients of graphed layers, but --graphs is off: use --graphs layer");
   }
@@ -302,9 +303,35 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
   command.add_option("--journal", options.journal, "Write the journal of the checked steps, for sidestream check")
       ->type_name("FILE");
   command
+      .add_option(
+          "--trace", options.trace,
+          "Write when graphs and copies of one step ran, and the device's memory, for Perfetto (ui.perfetto.dev) and "
+          "tools/draw_memory.py; with --compare of each mode")
+      ->type_name("FILE");
+  command
       .add_option("--dump-graphs", options.dump_graphs,
                   "Draw each captured graph into a file in this folder, for Graphviz (dot -Tsvg FILE)")
       ->type_name("DIR");
+}
+
+void validate_files(const TrainingOptions& options) {
+  const std::pair<const char*, const std::filesystem::path&> files[] = {
+      {"--report", options.report}, {"--journal", options.journal}, {"--trace", options.trace}};
+  for (const auto& [option, path] : files) {
+    for (const auto& [other, taken] : files) {
+      if (option != other && !path.empty() && path == taken) {
+        throw UsageError(fmt::format("{} and {} are both '{}'; give each its own file", option, other, path.string()));
+      }
+    }
+  }
+  if (!options.trace.empty() && options.graphs_step()) {
+    throw UsageError(
+        "--trace shows the graphs of layers, but --graphs step captures one for the whole step; leave out "
+        "one of the two");
+  }
+  if (!options.trace.empty() && !options.graphed() && !options.offloads()) {
+    throw UsageError("--trace needs graphs or offload: without them there is nothing to show");
+  }
 }
 
 void validate(const TrainingOptions& options) {
@@ -321,10 +348,7 @@ void validate(const TrainingOptions& options) {
   if (options.check_steps < 0) {
     throw UsageError(fmt::format("--check-steps is {}; it must be 0 (off) or more", options.check_steps));
   }
-  if (!options.journal.empty() && options.journal == options.report) {
-    throw UsageError(
-        fmt::format("--report and --journal are both '{}'; give each its own file", options.report.string()));
-  }
+  validate_files(options);
   if (!options.journal.empty() && options.check_steps == 0) {
     throw UsageError("--journal needs --check-steps, the number of steps to write, for example --check-steps 10");
   }

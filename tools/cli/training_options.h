@@ -49,6 +49,7 @@ struct TrainingOptions {
   std::int64_t verify_replays = 0;
   bool find_syncs = false;
   std::filesystem::path journal;      ///< of the checked steps; empty: none
+  std::filesystem::path trace;        ///< of one step; empty: none
   std::filesystem::path dump_graphs;  ///< a folder for drawings; empty: none
 
   /// Of the model, in a pipeline.

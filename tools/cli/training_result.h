@@ -54,6 +54,7 @@ struct ModeResult {
   std::int64_t reserved = 0;
   std::int64_t first_reserved = 0;  ///< peak over the first steps: sizing, and the first replays, bytes
   OffloadNumbers offload;
+  std::string trace = {};  ///< of one step, in the Trace Event Format; empty: none
 };
 
 /// First and last value of a loss, nats per byte.
@@ -98,7 +99,9 @@ struct TrainingResult {
 
 /// The closing table, ends with a newline.
 [[nodiscard]] std::string result_table(const TrainingResult& result);
-/// The same as JSON text, with bytes, seconds and nats as plain numbers.
+/// The traced steps of all modes in one file of the Trace Event Format, a process for each. Throws: Error if no mode has one.
+[[nodiscard]] std::string result_trace(const TrainingResult& result);
+/// The closing table as JSON text, with bytes, seconds and nats as plain numbers.
 [[nodiscard]] std::string result_json(const TrainingResult& result);
 
 }  // namespace sidestream::cli

@@ -329,6 +329,10 @@ std::optional<SyncNumbers> TrainingRun::sync_numbers() const {
 
 Journal TrainingRun::journal() const { return state_->engine ? state_->engine->journal() : Journal{}; }
 
+std::string TrainingRun::trace() const {
+  return state_->engine && state_->engine->report().traced_step > 0 ? state_->engine->trace_json() : "";
+}
+
 std::size_t TrainingRun::write_graphs(const std::filesystem::path& folder) const {
   return state_->engine ? state_->engine->write_graphs(folder.string()).size() : 0;
 }

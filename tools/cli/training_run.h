@@ -80,6 +80,8 @@ class TrainingRun {
   [[nodiscard]] std::optional<SyncNumbers> sync_numbers() const;
   /// Of the checked steps.
   [[nodiscard]] Journal journal() const;
+  /// Of one step, in the Trace Event Format; empty if none was traced.
+  [[nodiscard]] std::string trace() const;
   /// Draws the captured graphs into `folder`, which is made where it is missing; how many files. Throws: UsageError.
   std::size_t write_graphs(const std::filesystem::path& folder) const;
 

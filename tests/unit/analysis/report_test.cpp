@@ -51,8 +51,15 @@ Report full_report() {
   report.syncs = {
       {"value read on the host", "aten::item", "blocks.0", "blocks.0.mlp", "MulBackward0", {"f", "g"}, 41, "keep it"},
       {"blocking copy", "aten::copy_", "", "", "", {}, 3, "pin it"}};
-  report.chunks = {{0, 0, 3 << 20}, {0, 1, 5 << 20}, {1, 0, 2 << 20}};
-  report.groups = {{"blocks.0", 4 << 20, 4 << 20, ""}, {"blocks.1", 6 << 20, 3 << 20, "over the host cap"}};
+  report.chunks = {{0, 0, 3 << 20, 0.25, 0.5, 0.75}, {0, 1, 5 << 20}, {1, 0, 2 << 20}};
+  report.groups = {{"blocks.0", 4 << 20, 4 << 20, ""}, {"blocks.1", 6 << 20, 3 << 20, "over the host cap", 1 << 20}};
+  report.traced_step = 2;
+  report.traced_seconds = 0.047;
+  report.waited_seconds = 0.048;
+  report.offload_seconds = 0.049;
+  report.reload_seconds = 0.051;
+  report.tracing_seconds = 0.052;
+  report.times = {{"blocks.0", 0.001, 0.002, 0.003, 0.004, 0.005, 53, 54}, {"blocks.1", 0.006}};
   report.exclusions = {{"small", 28, 3 << 20}};
   report.notes = {"a note"};
   return report;
@@ -93,7 +100,17 @@ TEST(ReportTest, TheTableShowsWhatWasCounted) {
   EXPECT_TRUE(has_line(text, "saved but not in the plan", "9.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "not offloaded, no pinned memory", "6.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "blocks.0", "4.0 MiB of 4.0 MiB")) << text;
-  EXPECT_TRUE(has_line(text, "blocks.1", "3.0 MiB of 6.0 MiB  (rest: over the host cap)")) << text;
+  EXPECT_TRUE(has_line(text, "blocks.1",
+                       "3.0 MiB of 6.0 MiB  (rest: over the host cap)  (saved by earlier groups too: 1.0 MiB)"))
+      << text;
+  EXPECT_TRUE(has_line(text, "step 2, on the device", "47.00 ms")) << text;
+  EXPECT_TRUE(has_line(text, "step 2, compute waited for copies", "48.00 ms")) << text;
+  EXPECT_TRUE(has_line(text, "step 2, copies to the host", "49.00 ms")) << text;
+  EXPECT_TRUE(has_line(text, "step 2, copies to the device", "51.00 ms")) << text;
+  EXPECT_TRUE(has_line(text, "step 2, blocks.0",
+                       "forward 1.00 ms, backward 2.00 ms, to the host 4.00 ms, to the device 5.00 ms, waited 3.00 ms"))
+      << text;
+  EXPECT_TRUE(has_line(text, "step 2, blocks.1", "forward 6.00 ms")) << text;
   EXPECT_TRUE(has_line(text, "stays: small", "28 tensors, 3.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "replays verified (with their gradients)", "29 (30)")) << text;
   EXPECT_TRUE(has_line(text, "findings", "1")) << text;
@@ -120,6 +137,7 @@ TEST(ReportTest, TheTableLeavesOutWhatDidNotHappen) {
   EXPECT_EQ(text.find("no pinned memory"), std::string::npos) << text;
   EXPECT_EQ(text.find("note:"), std::string::npos) << text;
   EXPECT_EQ(text.find("host waits"), std::string::npos) << text;
+  EXPECT_EQ(text.find("step 0"), std::string::npos) << text;
 }
 
 TEST(ReportTest, ALongNameKeepsItsLineWhole) {
@@ -181,7 +199,25 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   EXPECT_EQ(json.at("chunks").at(1).at("stage"), 0);
   EXPECT_EQ(json.at("chunks").at(1).at("microbatch"), 1);
   EXPECT_EQ(json.at("chunks").at(1).at("offloaded_bytes"), 5 << 20);
+  EXPECT_EQ(json.at("chunks").at(0).at("offload_seconds"), 0.25);
+  EXPECT_EQ(json.at("chunks").at(0).at("reload_seconds"), 0.5);
+  EXPECT_EQ(json.at("chunks").at(0).at("waited_seconds"), 0.75);
+  EXPECT_EQ(json.at("traced_step"), 2);
+  EXPECT_EQ(json.at("traced_seconds"), 0.047);
+  EXPECT_EQ(json.at("waited_seconds"), 0.048);
+  EXPECT_EQ(json.at("offload_seconds"), 0.049);
+  EXPECT_EQ(json.at("reload_seconds"), 0.051);
+  EXPECT_EQ(json.at("tracing_seconds"), 0.052);
+  EXPECT_EQ(json.at("times").at(0), (nlohmann::json{{"name", "blocks.0"},
+                                                    {"forward_seconds", 0.001},
+                                                    {"backward_seconds", 0.002},
+                                                    {"waited_seconds", 0.003},
+                                                    {"offload_seconds", 0.004},
+                                                    {"reload_seconds", 0.005},
+                                                    {"offloaded_bytes", 53},
+                                                    {"reloaded_bytes", 54}}));
   EXPECT_EQ(json.at("groups").at(1).at("name"), "blocks.1");
+  EXPECT_EQ(json.at("groups").at(1).at("shared_bytes"), 1 << 20);
   EXPECT_EQ(json.at("groups").at(1).at("offloaded_bytes"), 3 << 20);
   EXPECT_EQ(json.at("groups").at(1).at("kept_because"), "over the host cap");
   EXPECT_EQ(json.at("exclusions").at(0).at("tensors"), 28);
