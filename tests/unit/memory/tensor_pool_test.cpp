@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
-#include <thread>
 #include <vector>
 
 #include <ATen/ops/full.h>
@@ -15,6 +14,7 @@
 #include "expect_throws.h"
 #include "sidestream/error.h"
 #include "sidestream/testing/simulator.h"
+#include "threads/at_once.h"
 #include "unit/sim/device/fixture.h"
 
 namespace sidestream {
@@ -260,29 +260,24 @@ TEST_P(TensorPoolTest, ACaptureIsRefusedAndStaysValid) {
 }
 
 TEST_P(TensorPoolTest, ThreadsNeverShareATensor) {
+  constexpr int kThreads = 3, kTimes = 20'000;
   TensorPool pool = this->pool();
-  pool.plan({256}, at::kInt, 3);
+  pool.plan({16}, at::kInt, kThreads);
   pool.seal();
   std::atomic<bool> clashed = false;
-  const auto work = [&](int mark) {
-    for (int i = 0; i < 1000; ++i) {
-      const at::Tensor tensor = pool.allocate({256}, at::kInt);
+  test::at_once(kThreads, [&](int mark) {
+    for (int i = 0; i < kTimes; ++i) {
+      const at::Tensor tensor = pool.allocate({16}, at::kInt);
       auto* const data = static_cast<int*>(tensor.mutable_data_ptr());  // the simulated device's memory is the host's
-      std::fill(data, data + 256, mark);
-      clashed = clashed || std::count(data, data + 256, mark) != 256;
+      std::fill(data, data + 16, mark);
+      clashed = clashed || std::count(data, data + 16, mark) != 16;
       pool.free(tensor);
     }
-  };
-  std::vector<std::thread> threads;
-  for (const int mark : {1, 2, 3}) {
-    threads.emplace_back(work, mark);
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
+  });
   EXPECT_FALSE(clashed);
   EXPECT_EQ(pool.statistics().in_use, 0);
-  EXPECT_EQ(pool.statistics().hits, 3000);
+  EXPECT_EQ(pool.statistics().hits, kThreads * kTimes);
+  EXPECT_EQ(pool.status({16}, at::kInt).free(), kThreads);
 }
 
 INSTANTIATE_TEST_SUITE_P(InBothPlaces, TensorPoolTest, testing::Values(Memory::host, Memory::device),

@@ -4,8 +4,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <set>
 
 #include <gtest/gtest.h>
 
@@ -21,15 +23,24 @@ int policy() {
 class NumaNode : public testing::Test {
  protected:
   NumaNode() : root_(std::filesystem::path(testing::TempDir()) / ("numa_node_" + std::to_string(getpid()))) {}
-  void TearDown() override { std::filesystem::remove_all(root_); }
-  void write(const std::string& file, const std::string& text) const {
+  // Not std::filesystem::remove_all: LibTorch exports its own copy of it, which wins at link time and crashes.
+  void TearDown() override {
+    for (std::filesystem::path path : written_) {
+      for (; path != root_.parent_path(); path = path.parent_path()) {
+        std::remove(path.c_str());
+      }
+    }
+  }
+  void write(const std::string& file, const std::string& text) {
     const std::filesystem::path path = root_ / file;
     std::filesystem::create_directories(path.parent_path());
     std::ofstream(path) << text << '\n';
+    written_.insert(path);
   }
   [[nodiscard]] std::optional<int> node() const { return numa_node_of("0000:1B:00.0", root_.string()); }
 
   const std::filesystem::path root_;
+  std::set<std::filesystem::path> written_;
 };
 
 TEST_F(NumaNode, IsThatOfTheDeviceIfThereAreSeveral) {
