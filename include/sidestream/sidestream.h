@@ -22,4 +22,5 @@
 #include "sidestream/replay_options.h"
 #include "sidestream/report.h"
 #include "sidestream/scope.h"
+#include "sidestream/tensor_pool.h"
 #include "sidestream/version.h"

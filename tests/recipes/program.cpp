@@ -303,6 +303,21 @@ void where_the_host_waits(c10::Device device) {
   check(engine.report().syncs_found == 0, "this model makes no host wait");
 }
 
+void pinned_buffers(c10::Device device) {
+  std::vector<Batch> loader = batches(device, 4);
+  std::vector<at::Tensor> expected, data;
+  for (const Batch& batch : loader) {
+    expected.push_back(batch.data.cpu());
+  }
+  //@ pinned buffers
+  for (const Batch& batch : loader) {
+    data.push_back(batch.data);
+  }
+  check(equal(values_of(data), expected), "the batches come back bit for bit");
+  check(status.total == 2 && status.in_use == 0, "two tensors are pinned, and both are free");
+  check(pool.statistics().allocations_after_seal == 0, "nothing is pinned after the seal");
+}
+
 /// One rank with two virtual stages, so that both ends of each send are here.
 void pipeline_order(c10::Device device) {
   const int steps = 3;
@@ -472,6 +487,7 @@ const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"how much would be saved", how_much_would_be_saved},
     {"several ranks", several_ranks},
     {"where the host waits", where_the_host_waits},
+    {"pinned buffers", pinned_buffers},
     {"pipeline order", pipeline_order},
     {"callables in order", callables_in_order},
     {"groups by hand", groups_by_hand},

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 
@@ -9,6 +10,7 @@
 #include "runtime/cuda/error.h"
 #include "runtime/host_limit.h"
 #include "runtime/host_pages.h"
+#include "runtime/numa_node.h"
 #include "sidestream/error.h"
 
 namespace sidestream::cuda {
@@ -75,6 +77,17 @@ std::byte* pin_by_driver(std::size_t bytes) {
   return static_cast<std::byte*>(data);
 }
 
+/// Of the current device.
+std::optional<int> near_node() {
+  int device = 0;
+  char bus_id[32] = {};
+  if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), device) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return std::nullopt;
+  }
+  return numa_node_of(bus_id);
+}
+
 std::byte* page_begin(std::byte* address) {
   return address + (kPage - reinterpret_cast<std::uintptr_t>(address) % kPage) % kPage;
 }
@@ -84,6 +97,7 @@ std::byte* page_begin(std::byte* address) {
 std::byte* pin(std::size_t bytes) {
   // Another thread may capture in the driver's global error mode, which forbids this here.
   const RelaxedCapture relaxed;
+  const PreferNode near_device(near_node());
   if (bytes >= kLarge) {
     if (const auto left = host_bytes_left(); left && bytes > *left) {  // to touch it would be the end of a process
       throw DeviceError("pinned host memory exhausted: " + std::to_string(bytes) + " bytes asked for, the system has " +

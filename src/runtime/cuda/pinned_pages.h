@@ -9,6 +9,7 @@ namespace sidestream::cuda {
 ///
 /// Large blocks are pages that several threads touch and the driver then locks (map_pages): the driver's own allocation, which
 /// serves small blocks and wherever locking is refused, makes them one by one on one thread.
+/// In a system of several NUMA nodes, the memory lies near the calling thread's current device, if the system allows.
 /// Legal while another thread captures, in any error mode. Threads: any.
 /// Throws: DeviceError that says how much was asked for.
 [[nodiscard]] std::byte* pin(std::size_t bytes);
