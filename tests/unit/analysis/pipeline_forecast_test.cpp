@@ -73,6 +73,11 @@ TEST(PipelineForecastTest, EachBackwardWaitsForItsReloadIfTheLinkIsSlow) {
   const RankForecast rank = forecast_rank({1, 1, 1}, copied_costs(5, 0.5, 3), 0);
   EXPECT_NEAR(rank.waited_seconds, 4 * (3 - 2), kNear);
   EXPECT_NEAR(rank.steps.back().waited, rank.waited_seconds, kNear) << "all in the backward";
+  std::vector<std::int64_t> layers;
+  for (const ForecastCopy& copy : rank.to_device) {
+    layers.push_back(copy.layer);
+  }
+  EXPECT_EQ(layers, (std::vector<std::int64_t>{3, 2, 1, 0}));
 }
 
 TEST(PipelineForecastTest, RanksWaitForTheFirstAndTheLastMicrobatch) {
