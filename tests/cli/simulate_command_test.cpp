@@ -133,6 +133,10 @@ TEST(SimulateCommand, APictureHasTheWorkTheCopiesAndTheMemoryOfEachRank) {
   EXPECT_EQ(count_of(svg, "<rect class=\"host\""), 5U + 3 + 1);
   EXPECT_EQ(count_of(svg, "<rect class=\"device\""), 5U + 3 + 1);
   EXPECT_EQ(count_of(svg, "<polyline"), 2U);
+  const std::size_t begin = svg.find("<polyline");
+  const std::string line = svg.substr(begin, svg.find("/>", begin) - begin);
+  // Memory changes with the begin and the end of each of 12 graphs, and after each of three chunks.
+  EXPECT_EQ(count_of(line, ","), 1U + 2 * (2 * 12 + 3));
 }
 
 TEST(SimulateCommand, RefusesWhatItCannotSimulate) {
