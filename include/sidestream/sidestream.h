@@ -17,6 +17,7 @@
 #include "sidestream/journal.h"
 #include "sidestream/named_input.h"
 #include "sidestream/options.h"
+#include "sidestream/pipeline_forecast.h"
 #include "sidestream/pipeline_order.h"
 #include "sidestream/progress.h"
 #include "sidestream/replay_options.h"

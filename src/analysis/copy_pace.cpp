@@ -22,37 +22,15 @@ Pass simulate(const SequenceOrder& order, const std::vector<std::uint64_t>& byte
               const std::vector<std::uint64_t>& offloaded, const CopyWindow& window,
               const std::vector<LayerPace>& paces, const LinkPace& link) {
   const std::vector<CopyPlaces> places = copy_places(order, bytes, offloaded, window);
-  std::vector<double> offloaded_at(order.runs());
-  std::vector<double> reloaded_at(order.runs());
-  double now = 0;
-  double to_host_free = 0;
-  double to_device_free = 0;
+  CopyClock clock(order, offloaded, places, link);
   Pass pass;
   for (std::size_t i = 0; i < order.size(); ++i) {
-    const double began = now;
-    for (std::size_t run = 0; run < order.runs(); ++run) {
-      if (offloaded[run] > 0 && places[run].released_at == i) {
-        now = std::max(now, offloaded_at[run]);
-      }
-    }
-    for (const std::size_t back : order.by_backward()) {
-      if (offloaded[back] > 0 && places[back].reload_at == i) {
-        to_device_free = std::max(to_device_free, now) + static_cast<double>(offloaded[back]) / link.to_device;
-        reloaded_at[back] = to_device_free;
-      }
-    }
-    const std::size_t run = order.run_at(i);
-    if (!order.is_backward(i)) {
-      // The groups of a call end all along its forward, the last one with it.
-      to_host_free = std::max(to_host_free, now) + static_cast<double>(offloaded[run]) / link.to_host;
-      now += paces[run].forward;
-      offloaded_at[run] = to_host_free = offloaded[run] > 0 ? std::max(to_host_free, now) : to_host_free;
-      pass.forward += now - began;
-      continue;
-    }
-    now = std::max(now, reloaded_at[run]) + paces[run].backward;
+    const LayerPace& pace = paces[order.run_at(i)];
+    const double began = clock.now();
+    clock.run_graph(order.is_backward(i) ? pace.backward : pace.forward);
+    pass.forward += order.is_backward(i) ? 0 : clock.now() - began;
   }
-  pass.all = now;
+  pass.all = clock.now();
   return pass;
 }
 

@@ -3,6 +3,7 @@
 #include <optional>
 #include <vector>
 
+#include "analysis/copy_clock.h"
 #include "analysis/copy_places.h"
 
 namespace sidestream {
@@ -11,12 +12,6 @@ namespace sidestream {
 struct LayerPace {
   double forward = 0;
   double backward = 0;
-};
-
-/// Bytes a second.
-struct LinkPace {
-  double to_host = 0;
-  double to_device = 0;
 };
 
 /// Seconds that a pass over `order` takes, for runs that save `bytes` and offload `offloaded` of them, bit by bit as their forward runs.

@@ -53,30 +53,45 @@ double part_of_link(const MeasuredStep& step) {
 
 }  // namespace
 
-SequencePlan MeasuredSequence::plan_with(std::uint64_t lag) const {
-  const std::uint64_t largest = selected.empty() ? 0 : *std::max_element(selected.begin(), selected.end());
-  SequencePlan with{{std::max(lag, largest), 0}, movable, {}};
-  const std::vector<bool> stay = needed_immediately(order, selected, with.window);
+SequencePlan plan_within(const SequenceOrder& order, const std::vector<std::uint64_t>& selected,
+                         const std::vector<std::uint64_t>& movable, const CopyWindow& window) {
+  SequencePlan plan{window, movable, {}};
+  const std::vector<bool> stay = needed_immediately(order, selected, window);
   std::vector<std::uint64_t> bytes = movable;  // those that stay for other reasons are in no copy's way
   for (std::size_t run = 0; run < order.runs(); ++run) {
     if (stay[run]) {
-      with.offloaded[run] = 0;
+      plan.offloaded[run] = 0;
       bytes[run] = selected[run];
     }
   }
-  with.places = copy_places(order, bytes, with.offloaded, with.window);
-  return with;
+  plan.places = copy_places(order, bytes, plan.offloaded, window);
+  return plan;
+}
+
+std::vector<std::int64_t> bytes_on_device(const SequenceOrder& order, const std::vector<std::uint64_t>& movable,
+                                          const SequencePlan& of) {
+  std::vector<std::int64_t> growth(order.size() + 1);
+  for (std::size_t run = 0; run < order.runs(); ++run) {
+    const auto bytes = static_cast<std::int64_t>(movable[run]);
+    growth[order.forward_index(run)] += bytes;
+    growth[order.backward_index(run) + 1] -= bytes;
+    if (of.offloaded[run] > 0) {
+      growth[of.places[run].released_at] -= bytes;
+      growth[of.places[run].reload_at] += bytes;
+    }
+  }
+  growth.pop_back();
+  std::partial_sum(growth.begin(), growth.end(), growth.begin());
+  return growth;
+}
+
+SequencePlan MeasuredSequence::plan_with(std::uint64_t lag) const {
+  const std::uint64_t largest = selected.empty() ? 0 : *std::max_element(selected.begin(), selected.end());
+  return plan_within(order, selected, movable, {std::max(lag, largest), 0});
 }
 
 std::vector<std::int64_t> MeasuredSequence::on_device(const SequencePlan& of) const {
-  std::vector<std::int64_t> bytes(order.size());
-  for (std::size_t run = 0; run < order.runs(); ++run) {
-    for (std::size_t i = order.forward_index(run); i <= order.backward_index(run); ++i) {
-      const bool away = of.offloaded[run] > 0 && i >= of.places[run].released_at && i < of.places[run].reload_at;
-      bytes[i] += away ? 0 : static_cast<std::int64_t>(movable[run]);
-    }
-  }
-  return bytes;
+  return bytes_on_device(order, movable, of);
 }
 
 std::int64_t MeasuredStep::peak() const {

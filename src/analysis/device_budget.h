@@ -17,6 +17,16 @@ struct SequencePlan {
   std::vector<CopyPlaces> places;        ///< by run
 };
 
+/// The plan of a sequence with the window `window`, for runs that save `selected` bytes, of which `movable` can be offloaded. A run that
+/// is needed immediately is not offloaded. Pure.
+[[nodiscard]] SequencePlan plan_within(const SequenceOrder& order, const std::vector<std::uint64_t>& selected,
+                                       const std::vector<std::uint64_t>& movable, const CopyWindow& window);
+
+/// By graph index: of the `movable` bytes, those which are on the device while that graph runs, with the plan `of`. Pure.
+[[nodiscard]] std::vector<std::int64_t> bytes_on_device(const SequenceOrder& order,
+                                                        const std::vector<std::uint64_t>& movable,
+                                                        const SequencePlan& of);
+
 /// A sequence whose runs were all offloaded as far as they can be, while a step was measured.
 struct MeasuredSequence {
   SequenceOrder order;

@@ -6,8 +6,8 @@
 #include <tuple>
 #include <utility>
 
+#include "analysis/pipeline_clock.h"
 #include "sidestream/error.h"
-#include "sidestream/pipeline_order.h"
 
 namespace sidestream {
 namespace {
@@ -25,17 +25,20 @@ std::string describe(const PipelineStep& step, std::int64_t rank) {
 /// Runs the steps of all ranks, each as early as it can.
 class PipelineClock {
  public:
-  explicit PipelineClock(const std::vector<std::vector<PipelineStep>>& orders)
-      : orders_(orders), ranks_(static_cast<std::int64_t>(orders.size())), times_(orders.size()) {
+  PipelineClock(const std::vector<std::vector<PipelineStep>>& orders, double send_seconds, const RunStep& run)
+      : orders_(orders),
+        run_(run),
+        send_seconds_(send_seconds),
+        ranks_(static_cast<std::int64_t>(orders.size())),
+        done_(orders.size()) {
     for (const std::vector<PipelineStep>& order : orders) {
       for (const PipelineStep& step : order) {
         last_stage_ = std::max(last_stage_, step.stage);
-        delayed_ = delayed_ || step.kind == Kind::weight_gradients;
       }
     }
   }
 
-  std::vector<std::vector<TimedStep>> run() {
+  void run() {
     for (bool ran = true; ran;) {
       ran = false;
       for (std::int64_t rank = 0; rank < ranks_; ++rank) {
@@ -46,14 +49,15 @@ class PipelineClock {
     }
     for (std::int64_t rank = 0; rank < ranks_; ++rank) {
       const std::vector<PipelineStep>& order = orders_[rank];
-      if (const std::size_t at = times_[rank].size(); at < order.size()) {
+      if (const std::size_t at = done_[rank]; at < order.size()) {
         const auto [awaited, where] = *awaited_by(order[at], rank);
         throw UsageError("an order of a pipeline waits forever for " + describe(awaited, where) +
                          ", which must run before " + describe(order[at], rank) + "; change the order of the two");
       }
     }
-    require_weight_gradients();
-    return std::move(times_);
+    if (delays_weight_gradients(orders_)) {
+      require_weight_gradients();
+    }
   }
 
  private:
@@ -86,7 +90,7 @@ class PipelineClock {
 
   /// If some weight gradients are steps of their own, each backward's are: no backward computes them itself.
   void require_weight_gradients() const {
-    for (std::int64_t rank = 0; rank < ranks_ && delayed_; ++rank) {
+    for (std::int64_t rank = 0; rank < ranks_; ++rank) {
       for (PipelineStep step : orders_[rank]) {
         if (step.kind == Kind::backward) {
           step.kind = Kind::weight_gradients;
@@ -101,39 +105,60 @@ class PipelineClock {
 
   /// Runs the next step of `rank`. False if there is none, or if it waits for a step that has not run.
   bool run_next(std::int64_t rank) {
-    std::vector<TimedStep>& times = times_[rank];
-    if (times.size() == orders_[rank].size()) {
+    if (done_[rank] == orders_[rank].size()) {
       return false;
     }
-    const PipelineStep& step = orders_[rank][times.size()];
-    std::int64_t begin = times.empty() ? 0 : times.back().end;
+    const PipelineStep& step = orders_[rank][done_[rank]];
+    double arrived = 0;
     if (const std::optional<StepOnRank> awaited = awaited_by(step, rank)) {
       const auto found = ends_.find(key(awaited->first, awaited->second));
       if (found == ends_.end()) {
         return false;
       }
-      begin = std::max(begin, found->second);
+      const bool is_sent = awaited->first.kind == step.kind;  // else the two belong to one chunk
+      arrived = found->second + (is_sent ? send_seconds_ : 0);
     }
-    const std::int64_t end = begin + (step.kind == Kind::backward && !delayed_ ? 2 : 1);
-    if (!ends_.emplace(key(step, rank), end).second) {
+    if (ends_.count(key(step, rank)) > 0) {
       throw UsageError("an order of a pipeline has " + describe(step, rank) + " twice; remove one of them");
     }
-    times.push_back({step, begin, end});
+    ends_[key(step, rank)] = run_(rank, step, arrived);
+    ++done_[rank];
     return true;
   }
 
   const std::vector<std::vector<PipelineStep>>& orders_;
+  const RunStep& run_;
+  double send_seconds_;
   std::int64_t ranks_;
   std::int64_t last_stage_ = 0;
-  bool delayed_ = false;  // some weight gradients are steps of their own
-  std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t, Kind>, std::int64_t> ends_;
-  std::vector<std::vector<TimedStep>> times_;  // by rank, as far as the steps have run
+  std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t, Kind>, double> ends_;
+  std::vector<std::size_t> done_;  // by rank: steps that have run
 };
 
 }  // namespace
 
+bool delays_weight_gradients(const std::vector<std::vector<PipelineStep>>& orders) {
+  const auto has_weights = [](const std::vector<PipelineStep>& order) {
+    return std::any_of(order.begin(), order.end(),
+                       [](const PipelineStep& step) { return step.kind == Kind::weight_gradients; });
+  };
+  return std::any_of(orders.begin(), orders.end(), has_weights);
+}
+
+void run_pipeline(const std::vector<std::vector<PipelineStep>>& orders, double send_seconds, const RunStep& run) {
+  PipelineClock(orders, send_seconds, run).run();
+}
+
 std::vector<std::vector<TimedStep>> pipeline_times(const std::vector<std::vector<PipelineStep>>& orders) {
-  return PipelineClock(orders).run();
+  const bool delayed = delays_weight_gradients(orders);
+  std::vector<std::vector<TimedStep>> times(orders.size());
+  run_pipeline(orders, 0, [&](std::int64_t rank, const PipelineStep& step, double arrived) {
+    const std::int64_t free = times[rank].empty() ? 0 : times[rank].back().end;
+    const std::int64_t begin = std::max(free, static_cast<std::int64_t>(arrived));
+    times[rank].push_back({step, begin, begin + (step.kind == Kind::backward && !delayed ? 2 : 1)});
+    return static_cast<double>(times[rank].back().end);
+  });
+  return times;
 }
 
 }  // namespace sidestream

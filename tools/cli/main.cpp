@@ -18,6 +18,7 @@
 #include "tools/cli/order_command.h"
 #include "tools/cli/report_command.h"
 #include "tools/cli/shortage_note.h"
+#include "tools/cli/simulate_command.h"
 #include "tools/cli/startup.h"
 #include "tools/cli/train_command.h"
 
@@ -46,6 +47,8 @@ constexpr const char* kFooter = R"(Examples:
       Runs two recorded steps in a thousand orders that streams and events allow, and compares the gradients byte for byte.
   sidestream order --pp 4 --vpp 2 --microbatches 16 --svg order.svg
       Shows the order in which each rank of a pipeline runs its microbatches, and draws it.
+  sidestream simulate --pp 4 --vpp 2 --microbatches 16 --trace step.json
+      Says what a step of each rank will take with the costs of a layer: its time, its waits and its peak of memory.
   sidestream report rank0.json rank1.json
       Shows as one table what the engine of each rank did. Your trainer writes the files with Report::json.
   sidestream info
@@ -94,6 +97,10 @@ int run(int argc, char** argv) {
   cli::OrderOptions ordered;
   CLI::App* order = app.add_subcommand("order", "Show the orders in which the ranks of a pipeline run microbatches");
   cli::declare_order_options(*order, ordered);
+  cli::SimulateOptions simulated;
+  CLI::App* simulate =
+      app.add_subcommand("simulate", "Say what a step of a pipeline will take: time, waits and memory");
+  cli::declare_simulate_options(*simulate, simulated);
   std::vector<std::string> files;
   CLI::App* report = app.add_subcommand("report", "Show the reports of several ranks as one table");
   cli::declare_report_options(*report, files);
@@ -111,6 +118,9 @@ int run(int argc, char** argv) {
   }
   if (order->parsed()) {
     return cli::order(std::move(ordered));
+  }
+  if (simulate->parsed()) {
+    return cli::simulate(std::move(simulated));
   }
   if (report->parsed()) {
     return cli::report(files);
