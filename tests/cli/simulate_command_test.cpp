@@ -54,7 +54,18 @@ std::string simulated_output(const std::vector<std::string>& more) {
   return result.out;
 }
 
-TEST(SimulateCommand, ATableHasTheTimesAndThePeaksOfEachRank) { EXPECT_EQ(simulated_output({}), ""); }
+TEST(SimulateCommand, ATableHasTheTimesAndThePeaksOfEachRank) {
+  EXPECT_EQ(
+      simulated_output({}),
+      "1F1B: 2 ranks, 3 microbatches\n\n"
+      "rank      step      busy    bubble   exposed  peak, no offload      peak  offloaded\n"
+      "   0     264.0     180.0      60.0      24.0              36.0      28.0       40.0\n"
+      "   1     264.0     180.0      66.0      18.0              19.0      19.0       24.0\n\n"
+      "A step takes 264.0 ms, and 240.0 ms without offload. The largest peak is 28.0 MiB, and 36.0 MiB without "
+      "offload.\n"
+      "Times in ms, live memory in MiB above weights. Bubble: the rank waits for other ranks. Exposed: its layers "
+      "wait for copies.\n");
+}
 
 TEST(SimulateCommand, ARankAloneWaitsForNoOther) {
   // Each of three microbatches waits 6 ms for the copy of its first layer. The second layer stays.
