@@ -59,6 +59,11 @@ def main(script):
         shown = texts(run(json.dumps(trace), other))
         wanted = ["trace, graphs: peak 40 MiB", "other, step 3: peak 12 MiB"]
         tap.case("several traces are one picture", [f"{text} is missing in {shown}" for text in wanted if text not in shown])
+        root = pathlib.Path(script).resolve().parent.parent
+        checked_in = root / "docs" / "memory.svg"
+        wanted = texts(run((root / "docs/measurements/traced_step_h200.trace.json").read_text()))
+        shown = [element.text for element in xml.etree.ElementTree.parse(checked_in).iter() if element.tag.endswith("}text")]
+        tap.case("docs/memory.svg has the texts of its trace", [f"{text} is missing" for text in wanted if text not in shown])
     tap.finish()
 
 
