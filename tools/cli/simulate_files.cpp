@@ -16,7 +16,6 @@ namespace {
 // Keys keep the order in which they are written: people read the files too.
 using Json = nlohmann::ordered_json;
 
-constexpr double kMebibyte = 1 << 20;
 constexpr std::int64_t kThinRow = 7;        // pixels
 constexpr std::int64_t kLongestRow = 4000;  // pixels
 
@@ -75,7 +74,7 @@ void add_rank(Json& events, std::int64_t rank, const RankForecast& forecast) {
                       {"name", "live memory"},
                       {"pid", rank},
                       {"ts", microseconds(memory.time)},
-                      {"args", {{"MiB", static_cast<double>(memory.bytes) / kMebibyte}}}});
+                      {"args", {{"MiB", static_cast<double>(memory.bytes) / (1 << 20)}}}});
   }
 }
 
