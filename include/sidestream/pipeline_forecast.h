@@ -31,7 +31,7 @@ struct PipelineCosts {
 
 /// A step of a rank's order. Times are in seconds from the begin of the pipeline's step.
 struct ForecastStep {
-  PipelineStep step;
+  PipelineStep step;  ///< the step
   double begin = 0;   ///< when the rank is free and the step's input is there
   double end = 0;     ///< when its last layer ends
   double waited = 0;  ///< of this time, its layers waited for copies
