@@ -227,7 +227,10 @@ Report EngineState::report() const {
     }
   }
   budget_.add_to(report);
-  add_times(resources_.mover->trace().step(), report);
+  // A capture forbids to wait for the device.
+  if (!making_ready_ && context_.phase() != CallContext::Phase::capturing) {
+    add_times(resources_.mover->trace().step(), report);
+  }
   if (verification_ != nullptr) {
     verification_->add_to(report);
   }

@@ -219,11 +219,13 @@ void EngineState::end_step(bool failed) {
     parts.attempt([&] { chunks_.end_step(); });
   }
   parts.attempt([&] { refuse_missing_weights(failed); });
-  StepTrace::Span traced;
-  traced.begin(resources_.mover->trace(), SpanKind::wait, resources_.runtime->current_stream(), "(end of the step)");
   parts.attempt([&] { step.end_copies(); });
+  StepTrace::Span traced;
+  parts.attempt([&] {
+    traced.begin(resources_.mover->trace(), SpanKind::wait, resources_.runtime->current_stream(), "(end of the step)");
+  });
   counts_.replayed(join_sequences(parts));
-  traced.end();
+  parts.attempt([&] { traced.end(); });
   const CopyCounts copies = resources_.mover->take_counts();
   step.stop_sizing();
   if (parts.failed()) {

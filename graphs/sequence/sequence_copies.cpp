@@ -176,6 +176,7 @@ void SequenceCopies::before_backward(std::size_t index, c10::Stream side) {
 
 void SequenceCopies::queue_for_weights(std::size_t index, c10::Stream side) {
   const CapturedCall& call = calls_[index];
+  const StepTrace::InChunk in_chunk(trace(), call.replay.chunk);
   GroupMover::Copies copies = mover_->reload_copies();
   copies.wait_for(side);
   const Site site(Activity::reload, call.site);

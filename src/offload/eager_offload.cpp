@@ -273,7 +273,10 @@ void EagerOffload::end_step() {
       free_oldest();
     }
     add_stream(step_streams_, runtime_->current_stream());
+    StepTrace::Span traced;
+    traced.begin(mover_->trace(), SpanKind::wait, runtime_->current_stream(), "(end of the step)");
     mover_->join(step_streams_);
+    traced.end();
   } catch (...) {
     abandon_step();
     throw;

@@ -105,19 +105,33 @@ void StepTrace::step_begins(std::int64_t captures, bool wanted) {
   step_ = {};
   resolved_ = false;
   own_ = 0;
+  segment_.reset();
   began_ = host_clock();
-  begin_ = mark(runtime_->current_stream());
-  begin_point(begin_);
-  on_ = true;
+  try {
+    begin_ = mark(runtime_->current_stream());
+    begin_point(begin_);
+    on_ = true;
+  } catch (const std::exception&) {  // a step needs no trace
+    segment_.reset();
+    points_.clear();
+    resolved_ = true;
+  }
 }
 
 bool StepTrace::step_ended(std::int64_t number, const std::function<void(std::uint64_t, TracedSpan&)>& describe) {
-  if (!on_.exchange(false)) {
+  if (!on()) {
     return false;
   }
-  end_ = mark(runtime_->current_stream());
+  try {
+    end_ = mark(runtime_->current_stream());
+    const std::lock_guard lock(mutex_);
+    begin_point(end_);
+  } catch (const std::exception&) {  // a step needs no trace
+    step_failed();
+    return false;
+  }
+  on_ = false;
   const std::lock_guard lock(mutex_);
-  begin_point(end_);
   segment_.reset();
   points_.back().live = points_[points_.size() - 2].live;
   for (Traced& traced : traced_) {
@@ -137,6 +151,7 @@ void StepTrace::step_failed() noexcept {
     traced_.clear();
     points_.clear();
     resolved_ = true;
+    steps_ = 0;  // the next step is traced in its place
   }
 }
 

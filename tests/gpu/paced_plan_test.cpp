@@ -105,7 +105,7 @@ TEST_F(PacedPlanTest, OneStepIsTracedOnTheDevicesClock) {
     EXPECT_EQ(times.reloaded_bytes > 0, times.reload_seconds > 0) << times.name;
   }
   EXPECT_EQ(offloaded, report.offloaded_bytes);
-  EXPECT_DOUBLE_EQ(waited, report.waited_seconds);
+  EXPECT_NEAR(waited, report.waited_seconds, 1e-9);
   EXPECT_GT(waited, 0) << "hardly any compute hides the copies";
   EXPECT_GT(report.traced_seconds, waited);
   EXPECT_GT(report.traced_seconds, report.offload_seconds);
