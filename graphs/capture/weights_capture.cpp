@@ -11,6 +11,7 @@
 #include "graphs/capture/sequence_capture.h"
 #include "graphs/gradients/backward_split.h"
 #include "graphs/guards/call_spec.h"
+#include "graphs/outputs/storage_holders.h"
 #include "memory/storage_view.h"
 #include "offload/nested_backward.h"
 #include "runtime/capture_guard.h"
@@ -169,6 +170,7 @@ void capture_weights(SequenceCapture& capture, std::size_t index) {
     capture.record_caller_event();
     call.weights.graph = guard.end();
     capture.weights_use->capture_ended();
+    await_end_of_backward(capture.runtime.device());  // as after a backward
     check_captured_weights(capture, index);
   }
   CaptureOffload::release(call.copies.captured);

@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -47,8 +46,7 @@ class BudgetPlanTest : public testing::Test {
 
 TEST_F(BudgetPlanTest, StepsStayWithinTheBudgetAndAreAsForecast) {
   const BlockTraining plain(eight_layers(), device_, 7);
-  const std::int64_t all = train(options().offload("all").lag(0)).report.offloaded_bytes;
-  std::vector<std::int64_t> offloaded;
+  std::int64_t offloaded = train(options().offload("all").lag(0)).report.offloaded_bytes;
   for (const double part : {0.1, 0.3, 0.5, 0.7, 0.9}) {
     const std::size_t bytes = budget(part);
     const BlockTraining within = train(options().device_budget(bytes));
@@ -58,13 +56,10 @@ TEST_F(BudgetPlanTest, StepsStayWithinTheBudgetAndAreAsForecast) {
     EXPECT_EQ(report.forecast_peak_bytes, report.step_peak_bytes) << part;
     EXPECT_EQ(report.forecast_step_peak_bytes, report.step_peak_bytes) << part;
     EXPECT_GT(report.offloaded_bytes, 0) << part;
-    EXPECT_LE(report.offloaded_bytes, all) << part;
+    EXPECT_LE(report.offloaded_bytes, offloaded) << part;
     EXPECT_EQ(report.pinned_allocations_after_planning, 0);
-    offloaded.push_back(report.offloaded_bytes);
+    offloaded = report.offloaded_bytes;
   }
-  // A plan that is captured is kept only if it is within the budget to the byte. So of two runs with the same budget one offloads more
-  // now and then, and only budgets that are far apart are compared.
-  EXPECT_LT(offloaded.back(), offloaded.front());
 }
 
 TEST_F(BudgetPlanTest, ABudgetForAllOffloadsNothing) {
