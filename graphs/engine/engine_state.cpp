@@ -374,6 +374,7 @@ void EngineState::forget_captures() {
   resources_.arena->trim();
   sequences_.mark_static_outputs();
   budget_.drop();
+  resources_.mover->trace().begin_anew();
 }
 
 }  // namespace sidestream

@@ -191,6 +191,7 @@ void SequenceCopies::queue_for_weights(std::size_t index, c10::Stream side) {
 }
 
 void SequenceCopies::await_for_weights(c10::Stream side) {
+  const StepTrace::InChunk in_chunk(trace(), calls_[*for_weights_].replay.chunk);
   mover_->await(side, for_weights_reloaded_);
   for_weights_.reset();
 }

@@ -115,6 +115,7 @@ class SIDESTREAM_API OffloadEngine {
   void backward_dw(ChunkId id);
 
   /// What the engine has done so far.
+  /// Ordering: blocks the host until the work of the step that was traced is done, once.
   [[nodiscard]] Report report() const;
   /// The journal of the checked steps. Empty without Options::check_steps.
   [[nodiscard]] Journal journal() const;

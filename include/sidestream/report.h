@@ -116,8 +116,8 @@ struct SIDESTREAM_API Report {
   std::int64_t forecast_step_peak_bytes = 0;  ///< measured in a step under the plan; 0 until then
   double forecast_seconds = 0;                ///< of a step that the plan expects; 0 also if the device keeps no time
   double forecast_step_seconds = 0;           ///< measured in that step, from its begin to its end on the device
-  /// The step that was traced, from 1: the second step after the latest captures. 0: none yet. Only this step has timing events. The next
-  /// five are of this step; all but the last are 0 if the device keeps no time.
+  /// The latest step that was traced, from 1: the second step after the latest captures, or one that Options::device_budget measures.
+  /// 0: none yet. Only such steps have timing events. The next five are of this step; all but the last are 0 if the device keeps no time.
   std::int64_t traced_step = 0;
   double traced_seconds = 0;            ///< from its begin to its end on the device
   double waited_seconds = 0;            ///< that compute stood still until copies were done, its end included

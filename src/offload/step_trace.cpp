@@ -49,7 +49,8 @@ void StepTrace::Span::finish(std::int64_t bytes) {
   Mark end = trace.mark(*stream_);
   const std::lock_guard lock(trace.mutex_);
   if (trace.segment_) {  // else the step has ended
-    trace.traced_.push_back({{kind_, std::move(name_), 0, 0, bytes}, std::move(begin_), std::move(end), trace.chunk()});
+    trace.traced_.push_back(
+        {{kind_, std::move(name_), 0, 0, bytes}, *stream_, std::move(begin_), std::move(end), trace.chunk()});
   }
 }
 
@@ -71,6 +72,7 @@ void StepTrace::Graph::launched(const void* owner, std::size_t graph_index) {
   if (trace_->segment_) {
     trace_->begin_point(begin_);
     trace_->traced_.push_back({{kind_, name_here()},
+                               side_,
                                begin_,
                                std::move(end),
                                trace_->chunk(),
@@ -100,13 +102,15 @@ void StepTrace::step_begins(std::int64_t captures, bool wanted) {
     return;
   }
   const std::lock_guard lock(mutex_);
+  if (!resolved_) {  // while this step runs, the one before is the latest
+    resolve();
+  }
   traced_.clear();
   points_.clear();
-  step_ = {};
-  resolved_ = false;
   own_ = 0;
   segment_.reset();
   began_ = host_clock();
+  const OwnTime own(own_);
   try {
     begin_ = mark(runtime_->current_stream());
     begin_point(begin_);
@@ -114,7 +118,6 @@ void StepTrace::step_begins(std::int64_t captures, bool wanted) {
   } catch (const std::exception&) {  // a step needs no trace
     segment_.reset();
     points_.clear();
-    resolved_ = true;
   }
 }
 
@@ -122,6 +125,7 @@ bool StepTrace::step_ended(std::int64_t number, const std::function<void(std::ui
   if (!on()) {
     return false;
   }
+  const double ending = host_clock();
   try {
     end_ = mark(runtime_->current_stream());
     const std::lock_guard lock(mutex_);
@@ -139,8 +143,10 @@ bool StepTrace::step_ended(std::int64_t number, const std::function<void(std::ui
       describe(traced.chunk, traced.span);
     }
   }
+  resolved_ = false;
+  step_ = {};
   step_.number = number;
-  step_.tracing = own_;
+  step_.tracing = own_ + host_clock() - ending;
   return true;
 }
 
@@ -150,7 +156,6 @@ void StepTrace::step_failed() noexcept {
     segment_.reset();
     traced_.clear();
     points_.clear();
-    resolved_ = true;
     steps_ = 0;  // the next step is traced in its place
   }
 }
@@ -216,7 +221,7 @@ void StepTrace::resolve() {
 
 const TracedStep& StepTrace::step() {
   const std::lock_guard lock(mutex_);
-  if (!resolved_ && !on()) {
+  if (!resolved_) {
     resolve();
   }
   return step_;
@@ -237,16 +242,19 @@ StepTrace::Launches StepTrace::launches() {
   const auto close = [&](std::size_t end) {
     (result.launches.empty() ? result.peak_before : result.launches.back().after) = peak_until(end);
   };
-  double waited = 0;
-  for (const Traced& traced : traced_) {
-    const double seconds = step_.timed ? traced.span.end - traced.span.begin : 0;
-    if (traced.span.kind == SpanKind::wait) {
-      waited += seconds;
-    } else if (traced.owner != nullptr) {
-      close(traced.point);
-      result.launches.push_back(
-          {traced.owner, traced.graph_index, peak_until(traced.point + 1), 0, std::exchange(waited, 0), seconds});
+  const auto seconds_of = [&](const Traced& traced) { return step_.timed ? traced.span.end - traced.span.begin : 0; };
+  auto latest = traced_.begin();  // graph
+  for (auto traced = traced_.begin(); traced != traced_.end(); ++traced) {
+    if (traced->owner == nullptr) {
+      continue;
     }
+    double waited = 0;  // by its own stream: another's waits are those of eager code
+    for (; latest != traced; ++latest) {
+      waited += latest->span.kind == SpanKind::wait && latest->stream == traced->stream ? seconds_of(*latest) : 0;
+    }
+    close(traced->point);
+    result.launches.push_back(
+        {traced->owner, traced->graph_index, peak_until(traced->point + 1), 0, waited, seconds_of(*traced)});
   }
   close(points_.size());
   return result;

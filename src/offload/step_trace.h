@@ -30,7 +30,7 @@ class StepTrace {
     std::size_t graph_index = 0;
     std::int64_t during = 0;  ///< peak of live bytes while the graph runs
     std::int64_t after = 0;   ///< and from then until the next launch or the end
-    double waited = 0;        ///< seconds, since the launch before; 0 without a clock
+    double waited = 0;        ///< seconds that its stream waited, since the launch before; 0 without a clock
     double ran = 0;           ///< seconds; 0 without a clock
   };
   struct Launches {
@@ -113,6 +113,8 @@ class StepTrace {
   /// Its work is queued. `describe` puts into a span the chunk with that number. False if it was not traced.
   bool step_ended(std::int64_t number, const std::function<void(std::uint64_t, TracedSpan&)>& describe);
   void step_failed() noexcept;
+  /// The captures are dropped: the next planned step but one is traced.
+  void begin_anew() noexcept { captures_ = -1; }
 
   [[nodiscard]] bool on() const noexcept { return on_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::uint64_t chunk() const noexcept { return chunk_.load(std::memory_order_relaxed); }
@@ -128,6 +130,7 @@ class StepTrace {
  private:
   struct Traced {
     TracedSpan span;
+    c10::Stream stream;
     Mark begin;
     Mark end;
     std::uint64_t chunk = 0;

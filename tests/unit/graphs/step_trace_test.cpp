@@ -92,6 +92,21 @@ TEST_F(StepTraceTest, TheSecondStepOfTheCapturesIsTraced) {
   EXPECT_EQ(engine.report().traced_step, 9) << "of the new captures";
 }
 
+TEST_F(StepTraceTest, WhileAStepIsTracedTheOneBeforeIsReported) {
+  OffloadEngine engine(model_, offloading());
+  expect_plain(engine, 0, 3);
+  engine.reset();
+  expect_plain(engine, 3, 5);
+  {
+    const Step step = engine.step();
+    const at::Tensor loss = model_.loss_of(5, 0);
+    EXPECT_EQ(engine.report().traced_step, 3);
+    EXPECT_FALSE(trace_of(engine).at("traceEvents").empty());
+    loss.backward();
+  }
+  EXPECT_EQ(engine.report().traced_step, 6);
+}
+
 TEST_F(StepTraceTest, AnEagerEngineIsTracedOnce) {
   OffloadEngine engine(model_, Options(device_).min_bytes(1024).offload("blocks.*.*").lag(0).lookahead(0));
   expect_plain(engine, 0, 6);
@@ -113,6 +128,9 @@ TEST_F(StepTraceTest, AnEagerEngineIsTracedOnce) {
     peak = event.at("ph") == "C" ? std::max(peak, event.at("args").at("bytes").get<std::int64_t>()) : peak;
   }
   EXPECT_EQ(peak, report.step_peak_bytes);
+  engine.reset();
+  expect_plain(engine, 6, 10);
+  EXPECT_EQ(engine.report().traced_step, 9) << "once more after a reset";
 }
 
 TEST_F(StepTraceTest, AGraphedStepHasItsGraphsCopiesAndMemory) {
@@ -185,8 +203,17 @@ TEST_F(StepTraceTest, AStepThatFailedIsNoTrace) {
   EXPECT_EQ(engine.report().traced_step, 3) << "the step after it, which is the third that went well";
 }
 
-TEST_F(StepTraceTest, CopiesAndWaitsBelongToTheChunkOfTheirCall) {
-  OffloadEngine engine(model_, offloading());
+/// With weight gradients that are delayed, or not.
+class StepTraceOfChunksTest : public StepTraceTest, public testing::WithParamInterface<bool> {
+ protected:
+  [[nodiscard]] Options delaying() const {
+    const GraphOptions delayed = GraphOptions().gradients("**", GradientPolicy::delayed);
+    return options(GetParam() ? delayed : GraphOptions()).lag(0).lookahead(0);
+  }
+};
+
+TEST_P(StepTraceOfChunksTest, CopiesAndWaitsBelongToTheChunkOfTheirCall) {
+  OffloadEngine engine(model_, delaying());
   using Kind = PipelineStep::Kind;
   const std::vector<PipelineStep> order = {
       {0, 0, Kind::forward}, {0, 1, Kind::forward}, {0, 0, Kind::backward}, {0, 1, Kind::backward}};
@@ -199,6 +226,7 @@ TEST_F(StepTraceTest, CopiesAndWaitsBelongToTheChunkOfTheirCall) {
         losses[work.microbatch] = model_.loss_of(2 * s + work.microbatch, 0);
       } else {
         losses[work.microbatch].backward();
+        engine.backward_dw({work.stage, work.microbatch});
       }
     }
   }
@@ -207,8 +235,10 @@ TEST_F(StepTraceTest, CopiesAndWaitsBelongToTheChunkOfTheirCall) {
   std::map<std::int64_t, std::pair<std::int64_t, std::int64_t>> moved;  // by microbatch: to the host, to the device
   const nlohmann::json trace = trace_of(engine);
   for (const auto& event : trace.at("traceEvents")) {
-    if (event.at("ph") == "X" && event.at("args").contains("bytes")) {
+    if (event.at("ph") == "X" && event.at("name") != "(end of the step)") {
       ASSERT_TRUE(event.at("args").contains("microbatch")) << event;
+    }
+    if (event.at("ph") == "X" && event.at("args").contains("bytes")) {
       auto& bytes = moved[event.at("args").at("microbatch").get<std::int64_t>()];
       (event.at("tid") == 2 ? bytes.first : bytes.second) += event.at("args").at("bytes").get<std::int64_t>();
     }
@@ -219,6 +249,9 @@ TEST_F(StepTraceTest, CopiesAndWaitsBelongToTheChunkOfTheirCall) {
     EXPECT_GT(chunk.offloaded_bytes, 0);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Weights, StepTraceOfChunksTest, testing::Bool(),
+                         [](const auto& info) { return info.param ? "delayed" : "at_once"; });
 
 }  // namespace
 }  // namespace sidestream::testing_model
