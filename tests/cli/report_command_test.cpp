@@ -4,9 +4,13 @@
 #include <string>
 
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
+#include "sidestream/error.h"
 #include "tests/cli/program.h"
 #include "tests/cli/scratch_folder.h"
+#include "tests/expect_throws.h"
+#include "tools/cli/rank_reports.h"
 
 namespace sidestream::cli {
 namespace {
@@ -77,6 +81,46 @@ TEST(ReportCommand, RanksAreRowsAndTheirSumsTheLast) {
                 first + ", " + second + "): the link was not measured\n");
 }
 
+Report timed(Report report, double seconds, double waited) {
+  report.traced_step = 3;
+  report.traced_seconds = seconds;
+  report.waited_seconds = waited;
+  report.offload_seconds = seconds / 2;
+  report.reload_seconds = seconds / 4;
+  return report;
+}
+
+TEST(ReportCommand, WaitsAndCopyTimesAreATableOfTheirOwn) {
+  const ScratchFolder folder;
+  const std::string first = folder.write("rank0.json", timed(report_of(0), 0.1, 0.0125).json()).string();
+  Report other = timed(report_of(1), 0.08, 0.02);
+  other.traced_step = 4;
+  const std::string second = folder.write("rank1.json", other.json()).string();
+  Report without = timed(report_of(1), 0, 0);  // as on the simulated device, which keeps no time
+  const std::string untimed = folder.write("rank2.json", without.json()).string();
+  const std::string space(first.size(), ' ');
+  const std::string rows = "  Times on the device in ms, of the step that each rank traced\n\n  " + space +
+                           "       step       took waited for     of the  copies to  copies to\n  " + space +
+                           "                           copies       step   the host the device\n  " + first +
+                           "          3     100.00      12.50      12.5%      50.00      25.00\n  " + second +
+                           "          4      80.00      20.00      25.0%      40.00      20.00\n";
+  const std::string longest =
+      "  longest" + space.substr(7) + "                100.00      20.00      25.0%      50.00      25.00\n";
+  const ProgramResult both = run_program({"report", first, second});
+  EXPECT_EQ(both.code, 0) << both.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, rows + longest, both.out);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "  Longest: of each column.\n", both.out);
+  const ProgramResult some = run_program({"report", first, second, untimed});
+  EXPECT_PRED_FORMAT2(
+      testing::IsSubstring,
+      rows + "  " + untimed + "          -          -          -          -          -          -\n" + longest,
+      some.out);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "-: the rank has timed no step.\n", some.out);
+  const ProgramResult none = run_program({"report", untimed});
+  EXPECT_EQ(none.code, 0) << none.err;
+  EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "Times on the device", none.out);
+}
+
 TEST(ReportCommand, WhatIsNoReportOfAnEngineIsRefused) {
   const ScratchFolder folder;
   const std::string whole = report_of(0).json();
@@ -103,6 +147,27 @@ TEST(ReportCommand, WhatIsNoReportOfAnEngineIsRefused) {
   refused(with("groups", R"([{"bytes": 1}])"), "an object in \"groups\" of the report has no \"offloaded_bytes\"");
   refused("{\"version\": " + std::string(200000, '[') + std::string(200000, ']') + "}",
           "is a report of version unknown");
+}
+
+TEST(ReportCommand, TimesThatAreNoSecondsAreRefused) {
+  const nlohmann::json whole = nlohmann::json::parse(report_of(0).json());
+  for (const std::string field : {"traced_seconds", "waited_seconds", "offload_seconds", "reload_seconds"}) {
+    for (const nlohmann::json& wrong :
+         {nlohmann::json(-0.5), nlohmann::json(1e300), nlohmann::json(), nlohmann::json("1")}) {
+      nlohmann::json object = whole;
+      object[field] = wrong;
+      EXPECT_THROWS(UsageError, "rank.json: \"" + field + "\" of the report is not a number of seconds from 0 to 10^9",
+                    (void)parse_rank_report(object.dump(), "rank.json"));
+    }
+    nlohmann::json without = whole;
+    without.erase(field);
+    EXPECT_THROWS(UsageError, "the report has no \"" + field + '"',
+                  (void)parse_rank_report(without.dump(), "rank.json"));
+  }
+  nlohmann::json object = whole;
+  object["traced_step"] = -1;
+  EXPECT_THROWS(UsageError, "\"traced_step\" of the report is not a number from 0 to 2^46",
+                (void)parse_rank_report(object.dump(), "rank.json"));
 }
 
 TEST(ReportCommand, FilesThatCannotBeReadAndRanksThatDoNotMatchAreRefused) {

@@ -18,6 +18,7 @@ using nlohmann::json;
 constexpr int kReportVersion = 2;
 // So that the sum of a hundred thousand ranks is not too large.
 constexpr std::int64_t kMostOfReport = std::int64_t{1} << 46;
+constexpr double kMostSeconds = 1e9;
 
 /// Reads the fields of one report, or of an object in one.
 class Fields {
@@ -32,6 +33,13 @@ class Fields {
       refuse(name, "a number from 0 to 2^46");
     }
     return value.get<std::int64_t>();
+  }
+  [[nodiscard]] double seconds(const char* name) const {
+    const json& value = at(name);
+    if (!value.is_number() || value < 0 || value > kMostSeconds) {
+      refuse(name, "a number of seconds from 0 to 10^9");
+    }
+    return value.get<double>();
   }
   [[nodiscard]] std::string text(const char* name) const {
     const json& value = at(name);
@@ -112,6 +120,51 @@ std::string saved_part(std::int64_t saved, std::int64_t offloaded) {
                         : fmt::format("{:.0f}%", 100 * static_cast<double>(saved) / static_cast<double>(offloaded));
 }
 
+std::optional<RankTimes> times_of(const Fields& fields) {
+  const RankTimes times{fields.count("traced_step"), fields.seconds("traced_seconds"), fields.seconds("waited_seconds"),
+                        fields.seconds("offload_seconds"), fields.seconds("reload_seconds")};
+  return times.seconds > 0 ? std::optional(times) : std::nullopt;
+}
+
+/// A table of the traced steps, if a rank has one.
+void append_times(std::string& out, std::size_t width, const std::vector<RankReport>& ranks) {
+  if (std::none_of(ranks.begin(), ranks.end(), [](const RankReport& rank) { return rank.times.has_value(); })) {
+    return;
+  }
+  const auto milliseconds = [](double seconds) { return fmt::format("{:.2f}", 1e3 * seconds); };
+  const auto percent = [](double part) { return fmt::format("{:.1f}%", 100 * part); };
+  out += "\n  Times on the device in ms, of the step that each rank traced\n\n";
+  append_rank_row(out, width, "", {"step", "took", "waited for", "of the", "copies to", "copies to"});
+  append_rank_row(out, width, "", {"", "", "copies", "step", "the host", "the device"});
+  RankTimes longest;
+  double largest_part = 0;
+  bool all_timed = true;
+  for (const RankReport& rank : ranks) {
+    if (!rank.times) {
+      append_rank_row(out, width, rank.file, {"-", "-", "-", "-", "-", "-"});
+      all_timed = false;
+      continue;
+    }
+    const RankTimes& times = *rank.times;
+    const double part = times.waited_seconds / times.seconds;
+    append_rank_row(out, width, rank.file,
+                    {fmt::format("{}", times.step), milliseconds(times.seconds), milliseconds(times.waited_seconds),
+                     percent(part), milliseconds(times.offload_seconds), milliseconds(times.reload_seconds)});
+    longest.seconds = std::max(longest.seconds, times.seconds);
+    longest.waited_seconds = std::max(longest.waited_seconds, times.waited_seconds);
+    longest.offload_seconds = std::max(longest.offload_seconds, times.offload_seconds);
+    longest.reload_seconds = std::max(longest.reload_seconds, times.reload_seconds);
+    largest_part = std::max(largest_part, part);
+  }
+  append_rank_row(out, width, "longest",
+                  {"", milliseconds(longest.seconds), milliseconds(longest.waited_seconds), percent(largest_part),
+                   milliseconds(longest.offload_seconds), milliseconds(longest.reload_seconds)});
+  out +=
+      "\n  Waited for copies: compute stood still until copies were done. Copies that compute did not wait for cost it "
+      "no time.\n  Longest: of each column.";
+  out += all_timed ? "\n" : " -: the rank has timed no step.\n";
+}
+
 /// One line for each text, with the ranks that say it.
 void append_lines(std::string& out, const std::vector<RankReport>& ranks, std::string_view what,
                   std::vector<std::string> RankReport::*texts) {
@@ -166,6 +219,7 @@ RankReport parse_rank_report(std::string_view text, const std::string& file) {
   report.inline_reloads = fields.count("inline_reloads");
   report.replays = fields.count("replays");
   report.eager_calls = fields.count("eager_calls");
+  report.times = times_of(fields);
   std::map<std::string, std::int64_t> kept;
   for (const Fields& group : fields.each("groups")) {
     const std::int64_t bytes = group.count("bytes") - group.count("offloaded_bytes");
@@ -183,7 +237,7 @@ RankReport parse_rank_report(std::string_view text, const std::string& file) {
 std::string table_of_ranks(const std::vector<RankReport>& ranks) {
   require_like_ranks(ranks);
   RankReport all;
-  std::size_t width = 4;
+  std::size_t width = std::string_view("longest").size();
   std::map<std::string, std::int64_t> kept;
   std::int64_t saved = 0;
   for (const RankReport& rank : ranks) {
@@ -237,6 +291,7 @@ std::string table_of_ranks(const std::vector<RankReport>& ranks) {
     out += fmt::format("  planned to stay, {}: {} MiB\n", reason.empty() ? "no reason given" : reason,
                        in_mebibytes(bytes));
   }
+  append_times(out, width, ranks);
   append_lines(out, ranks, "not ordered", &RankReport::order_findings);
   append_lines(out, ranks, "note", &RankReport::notes);
   return out;
