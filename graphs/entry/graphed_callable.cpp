@@ -191,6 +191,9 @@ Callable& Callable::generators(std::vector<at::Generator> generators) {
 }
 
 void Callable::check_not_null(bool with_module) const {
+  if (name_.empty()) {
+    throw UsageError("a Callable was given an empty name, but reports and errors name it; pass a name");
+  }
   if (with_module && module_ == nullptr) {
     throw UsageError("callable \"" + name_ +
                      "\": its module is null (or its holder empty); make the module first, or leave the argument out");

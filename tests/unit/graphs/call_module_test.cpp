@@ -140,6 +140,8 @@ TEST_F(CallArguments, ACallableIsGivenItsModule) {
                 (void)Callable(
                     "null", [](Scaler& /*m*/, const Tensors& in) { return in; }, std::shared_ptr<Scaler>()));
   EXPECT_THROWS(UsageError, "its module is null", (void)Callable("null", torch::nn::AnyModule()));
+  EXPECT_THROWS(UsageError, "was given an empty name",
+                (void)Callable("", torch::nn::AnyModule(torch::nn::Linear(2, 2))));
   EXPECT_THROWS(UsageError, "its function is null",
                 (void)Callable("null", static_cast<Tensors (*)(const Tensors&)>(nullptr)));
   EXPECT_THROWS(UsageError, "count from 0", (void)Sample::output_of(-1));
