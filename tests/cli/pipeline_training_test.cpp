@@ -2,11 +2,14 @@
 #include <csignal>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include <arpa/inet.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <nlohmann/json.hpp>
@@ -16,6 +19,7 @@
 
 #include "sidestream/error.h"
 #include "tests/cli/program.h"
+#include "tests/cli/scratch_folder.h"
 #include "tests/expect_throws.h"
 #include "tools/cli/training_options.h"
 
@@ -91,6 +95,49 @@ TEST(Pipeline, EachRankReportsItsTimesAndMemory) {
   }
   EXPECT_EQ(json["options"]["pp"], 2);
   EXPECT_FALSE(json.contains("held_out_loss"));
+}
+
+TEST(Pipeline, ATraceHasAStepOfEachRank) {
+  const ScratchFolder folder;
+  const std::string path = (folder.path() / "trace.json").string();
+  const ProgramResult result = run_program(tiny_training(piped(2, {"--steps", "5", "--trace", path})));
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "trace: " + path, result.out);
+  std::map<int, std::string> ranks;
+  std::map<int, std::set<std::int64_t>> microbatches;  // whose graphs or copies ran
+  std::map<int, std::set<std::string>> graphs;
+  const nlohmann::json trace = nlohmann::json::parse(ScratchFolder::read(path));
+  for (const auto& event : trace.at("traceEvents")) {
+    const int rank = event.at("pid").get<int>();
+    if (event.at("name") == "process_name") {
+      ranks[rank] = event.at("args").at("name");
+    } else if (event.at("ph") == "X" && event.at("args").contains("microbatch")) {
+      microbatches[rank].insert(event.at("args").at("microbatch").get<std::int64_t>());
+      graphs[rank].insert(event.at("name").get<std::string>());
+    }
+  }
+  EXPECT_EQ(ranks, (std::map<int, std::string>{{1, "rank 0, step 3, as the host queued it"},
+                                               {2, "rank 1, step 3, as the host queued it"}}));
+  const std::set<std::int64_t> all{0, 1, 2, 3, 4, 5, 6, 7};
+  EXPECT_EQ(microbatches, (std::map<int, std::set<std::int64_t>>{{1, all}, {2, all}}));
+  for (const int block : {0, 1, 2, 3}) {
+    for (const int rank : {0, 1}) {
+      EXPECT_EQ(graphs[rank + 1].count(fmt::format("blocks.{} forward", block)), block / 2 == rank ? 1U : 0U)
+          << block << " on rank " << rank;
+    }
+  }
+}
+
+TEST(Pipeline, ATrainingThatIsTooShortForATraceLosesNoReport) {
+  const ScratchFolder folder;
+  const std::string report = (folder.path() / "report.json").string();
+  const std::string trace = (folder.path() / "trace.json").string();
+  const ProgramResult result =
+      run_program(tiny_training(piped(2, {"--steps", "2", "--trace", trace, "--report", report})));
+  EXPECT_EQ(result.code, 1);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "no step was traced", result.err);
+  EXPECT_EQ(nlohmann::json::parse(ScratchFolder::read(report))["steps_done"], 2);
+  EXPECT_FALSE(std::filesystem::exists(trace));
 }
 
 TEST(Pipeline, ReplaysOfAllRanksAreVerified) {
@@ -238,13 +285,13 @@ TEST(Pipeline, OptionsThatDoNotFitAreRefused) {
   refused([](auto& o) { o.check_steps = 2; }, "--check-steps does not work with --pp");
   refused([](auto& o) { o.find_syncs = true; }, "--find-syncs does not work with --pp");
   refused([](auto& o) { o.dump_graphs = "graphs"; }, "--dump-graphs does not work with --pp");
-  refused([](auto& o) { o.trace = "trace"; }, "--trace does not work with --pp");
   refused([](auto& o) { o.vpp = 4; }, "use --layers 8 or more");
   refused([](auto& o) { o.pp.reset(), o.vpp = 2; }, "add --pp");
   refused([](auto& o) { o.pp.reset(), o.delay_weight_gradients = true; },
           "--dw delays the weight gradients of a pipeline");
   refused([](auto& o) { o.graphs = "off", o.delay_weight_gradients = true; }, "use --graphs layer");
   expect_refusal(tiny_training(piped(2, {"--report", "/nowhere/report.json"})), 2, "--report");
+  expect_refusal(tiny_training(piped(2, {"--trace", "/nowhere/trace.json"})), 2, "--trace");
 }
 
 }  // namespace

@@ -78,7 +78,8 @@ RankJson rank_json(const ModeResult& mode, const VerifiedNumbers& verified) {
           offload.forecast_seconds,
           offload.notes,
           verified.forwards,
-          verified.backwards};
+          verified.backwards,
+          mode.trace};
 }
 
 void add_rank(TrainingResult& result, int rank, const RankJson& json) {
@@ -89,10 +90,25 @@ void add_rank(TrainingResult& result, int rank, const RankJson& json) {
                           json[3],
                           json[4],
                           json[5],
-                          {json[6], json[7], json[8], json[9], json[10], json[11], json[12], json[13]}});
+                          {json[6], json[7], json[8], json[9], json[10], json[11], json[12], json[13]},
+                          json[16]});
   result.verified.forwards += json[14].get<std::int64_t>();
   result.verified.backwards += json[15].get<std::int64_t>();
 }
+
+/// The places that the user named for what the last rank writes. Throws: as ReportFile.
+struct ResultFiles {
+  explicit ResultFiles(const TrainingOptions& options) {
+    if (!options.report.empty()) {
+      report.emplace(options.report, "--report");
+    }
+    if (!options.trace.empty()) {
+      trace.emplace(options.trace, "--trace");
+    }
+  }
+  std::optional<ReportFile> report;
+  std::optional<ReportFile> trace;
+};
 
 /// One rank's training. The last rank has the loss: it prints, and with --compare it runs plain training of the whole model beside.
 class RankTraining {
@@ -108,7 +124,8 @@ class RankTraining {
                   at::empty({options.batch / options.microbatches, options.shape.seq, options.shape.hidden},
                             at::dtype(dtype_).device(device_.device))) {}
 
-  int run(ReportFile* report) {
+  /// `files`: of the last rank; else null.
+  int run(ResultFiles* files) {
     const c10::DeviceGuard current(device_.device);
     describe();
     std::optional<InterruptGuard> interrupt;  // rank 0 decides for all
@@ -152,7 +169,10 @@ class RankTraining {
       measured.steps = 0;  // their times have the comparison's in them
       measured.step_seconds = 0;
     }
-    return finish(rank_json(measured, main.verified_numbers()), report);
+    if (options_.trace.empty()) {
+      measured.trace.clear();
+    }
+    return finish(rank_json(measured, main.verified_numbers()), files);
   }
 
  private:
@@ -277,7 +297,7 @@ class RankTraining {
   }
 
   /// Brings the numbers of all ranks together.
-  [[nodiscard]] int finish(const RankJson& numbers, ReportFile* report) {
+  [[nodiscard]] int finish(const RankJson& numbers, ResultFiles* files) {
     if (!reports()) {
       send_text(ranks_, last_, numbers.dump());
     } else {
@@ -286,9 +306,13 @@ class RankTraining {
       }
       add_rank(result_, last_, numbers);
       print(result_table(result_));
-      if (report != nullptr) {
-        report->commit(result_json(result_));
-        print(fmt::format("\n  report: {}\n", report->path().string()));
+      if (files->report) {
+        files->report->commit(result_json(result_));
+        print(fmt::format("\n  report: {}\n", files->report->path().string()));
+      }
+      if (files->trace) {
+        files->trace->commit(result_trace(result_));
+        print(fmt::format("\n  trace: {}\n", files->trace->path().string()));
       }
       if (result_.comparison && (!result_.comparison->all_equal() || !result_.parameters_equal)) {
         throw Error("the gradients or the trained parameters differ from those of one process (see the table)");
@@ -314,9 +338,9 @@ int run_rank(const TrainingOptions& options, const TextCorpus& corpus, const pip
     throw UsageError(
         fmt::format("WORLD_SIZE is {}, but --pp is {}: start as many ranks as --pp says", place.size, *options.pp));
   }
-  std::optional<ReportFile> report;
-  if (!options.report.empty() && place.rank + 1 == place.size) {
-    report.emplace(options.report, "--report");
+  std::optional<ResultFiles> files;
+  if (place.rank + 1 == place.size) {
+    files.emplace(options);
   }
   const std::chrono::milliseconds limit = std::chrono::seconds(options.rank_timeout);
   const auto ranks =
@@ -328,7 +352,7 @@ int run_rank(const TrainingOptions& options, const TextCorpus& corpus, const pip
   };
   try {
     ranks->barrier({})->wait();  // all are there
-    const int code = RankTraining(options, corpus, ranks).run(report ? &*report : nullptr);
+    const int code = RankTraining(options, corpus, ranks).run(files ? &*files : nullptr);
     ranks->leave(place.serves_store);
     return code;
   } catch (const UsageError& error) {
@@ -352,9 +376,7 @@ int train_in_pipeline(TrainingOptions options, const TextCorpus& corpus) {
     }
     return run_rank(options, corpus, *place);
   }
-  if (!options.report.empty()) {
-    const ReportFile tried(options.report, "--report");
-  }
+  { const ResultFiles tried(options); }
   const pipeline::RanksEnd end = pipeline::run_ranks(static_cast<int>(*options.pp));
   if (end.failed.empty()) {
     return end.code;

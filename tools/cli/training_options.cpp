@@ -114,7 +114,6 @@ void validate_pipeline(const TrainingOptions& options) {
          "tensors pass between ranks through the host, which waits for each; leave out one of the two");
   refuse(!options.dump_graphs.empty(), "--dump-graphs",
          "all ranks would write the same files; leave out one of the two");
-  refuse(!options.trace.empty(), "--trace", "all ranks would write the same file; leave out one of the two");
   if (options.delay_weight_gradients && !options.graphed()) {
     throw UsageError("--dw delays the weight gradients of graphed layers, but --graphs is off: use --graphs layer");
   }
@@ -306,7 +305,7 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
       .add_option(
           "--trace", options.trace,
           "Write when graphs and copies of one step ran, and the device's memory, for Perfetto (ui.perfetto.dev) and "
-          "tools/draw_memory.py; with --compare of each mode")
+          "tools/draw_memory.py; with --compare of each mode, with --pp of each rank")
       ->type_name("FILE");
   command
       .add_option("--dump-graphs", options.dump_graphs,
