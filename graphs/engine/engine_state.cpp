@@ -131,7 +131,7 @@ std::string EngineState::trace_json() const {
   if (step.number == 0) {
     throw UsageError(
         "OffloadEngine::trace_json: no step has been traced; the second step after the latest captures is, so run more "
-        "steps first");
+        "steps first. A GraphedStep is traced only if it is called inside of OffloadEngine::step");
   }
   return chrome_trace(step);
 }

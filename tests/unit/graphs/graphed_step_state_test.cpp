@@ -2,11 +2,14 @@
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/utils.h>
+#include <nlohmann/json.hpp>
 
 #include "eventually.h"
 #include "expect_throws.h"
@@ -111,6 +114,33 @@ TEST_F(WholeStepStateTest, ReportsWhatLeavesAndWhatStays) {
   EXPECT_TRUE(stays);
   mine.step->reset();
   EXPECT_EQ(mine.engine->report().groups.size(), 0U);
+}
+
+TEST_F(WholeStepStateTest, IsOneBarOfATraceInsideOfAnEngineStepOnly) {
+  WholeStepTrainer mine(device_, {.layers = 4, .microbatches = 2});
+  mine.graph(Options(device_).offload("fc1").min_bytes(1024));
+  for (std::int64_t s = 0; s < kStateSteps; ++s) {
+    (void)mine.run(s);
+  }
+  EXPECT_EQ(mine.engine->report().traced_step, 0);
+  EXPECT_TRUE(mine.engine->report().times.empty());
+  EXPECT_THROWS(UsageError, "only if it is called inside of OffloadEngine::step", (void)mine.engine->trace_json());
+  for (std::int64_t s = 0; s < kStateSteps; ++s) {
+    const Step step = mine.engine->step();
+    (void)mine.run(s);
+  }
+  const Report report = mine.engine->report();
+  EXPECT_GT(report.traced_step, 0);
+  ASSERT_FALSE(report.times.empty());
+  EXPECT_EQ(report.times.front().name, mine.step->name());
+  std::vector<std::string> bars;
+  const nlohmann::json trace = nlohmann::json::parse(mine.engine->trace_json());
+  for (const auto& event : trace.at("traceEvents")) {
+    if (event.at("ph") == "X" && event.at("name") != "(end of the step)") {
+      bars.push_back(event.at("name"));
+    }
+  }
+  EXPECT_EQ(bars, std::vector<std::string>{mine.step->name() + " forward"});
 }
 
 TEST_F(WholeStepStateTest, AllStepsOfAnEngineObeyItsHostCapTogether) {
