@@ -11,18 +11,10 @@
 #include <c10/core/TensorOptions.h>
 #include <c10/core/impl/COW.h>
 
+#include "runtime/composite.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
-
-namespace {
-
-constexpr c10::DispatchKeySet wrapped_keys({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                                            c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
-                                            c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::ZeroTensor,
-                                            c10::DispatchKey::Named});
-
-}  // namespace
 
 bool StorageView::supported(const at::Tensor& tensor) noexcept {
   if (!tensor.defined()) {
