@@ -5,6 +5,8 @@
 
 #include <c10/core/TensorImpl.h>
 
+#include "runtime/composite.h"
+
 namespace sidestream {
 namespace {
 
@@ -28,6 +30,10 @@ void ExternalReads::add(c10::Storage storage, bool written) {
 }
 
 void ExternalReads::touch(const at::Tensor& tensor, const OperatorAccess& access, bool written) {
+  for_each_part(tensor, [&](const at::Tensor& part) { touch_part(part, access, written); });
+}
+
+void ExternalReads::touch_part(const at::Tensor& tensor, const OperatorAccess& access, bool written) {
   const c10::StorageImpl* const key = storage_of(tensor);
   if (key == nullptr || made_.contains(key)) {
     return;
@@ -52,13 +58,18 @@ void ExternalReads::observe_before(const OperatorAccess& access) {
 void ExternalReads::observe(const OperatorAccess& access) {
   observe_before(access);
   const auto is_argument = [&](const c10::StorageImpl* key) {
-    const auto same = [key](const at::Tensor& tensor) { return storage_of(tensor) == key; };
-    return std::any_of(access.reads.begin(), access.reads.end(), same);
+    bool found = false;
+    for (const at::Tensor& tensor : access.reads) {
+      for_each_part(tensor, [&](const at::Tensor& part) { found = found || storage_of(part) == key; });
+    }
+    return found;
   };
   for (const at::Tensor& tensor : access.outputs) {
-    if (const c10::StorageImpl* const key = storage_of(tensor); key != nullptr && !is_argument(key)) {
-      made(tensor);
-    }
+    for_each_part(tensor, [&](const at::Tensor& part) {
+      if (const c10::StorageImpl* const key = storage_of(part); key != nullptr && !is_argument(key)) {
+        made(part);
+      }
+    });
   }
   if (!access.nested) {
     settle_pending();

@@ -22,7 +22,7 @@ struct ExternalStorage {
 
 /// Collects every storage that operators read or write and that no observed operator made: what a capture must keep alive.
 /// A result that aliases an argument is not "made"; what a kernel allocates for itself and drops before the outermost
-/// operator ends is none of ours. Threads: one at a time.
+/// operator ends is none of ours. Of sparse, nested and quantised tensors it collects the storages of their parts. Threads: one at a time.
 class ExternalReads {
  public:
   void observe(const OperatorAccess& access);
@@ -50,6 +50,7 @@ class ExternalReads {
   };
 
   void touch(const at::Tensor& tensor, const OperatorAccess& access, bool written);
+  void touch_part(const at::Tensor& tensor, const OperatorAccess& access, bool written);
   void add(c10::Storage storage, bool written);
   void settle_pending();
 

@@ -408,4 +408,37 @@ TEST(ExternalReads, WhatWasMadeIsNotKept) {
 }
 
 }  // namespace
+// A tensor without memory of its own: what is read are its parts.
+TEST(ExternalReads, FindsThePartsOfASparseTensor) {
+  const at::Tensor indices = at::arange(4).expand({2, 4}).contiguous(), values = at::randn({4});
+  const at::Tensor outside = at::_sparse_coo_tensor_unsafe(indices, values, {4, 4});
+  const at::Tensor dense = at::randn({4, 4});
+  ExternalReads external;
+  at::Tensor inside;
+  {
+    const OperatorObserverGuard guard([&](const OperatorAccess& access) { external.observe(access); });
+    inside = dense.to_sparse();
+    (void)at::mm(inside, dense);
+    EXPECT_EQ(external.externals().size(), 1U) << "what was made inside is not external";
+    (void)at::mm(outside, dense);
+  }
+  EXPECT_EQ(external.externals().size(), 3U);
+  EXPECT_NE(external.find(storage(dense)), nullptr);
+  EXPECT_NE(external.find(storage(indices)), nullptr);
+  EXPECT_NE(external.find(storage(values)), nullptr);
+}
+
+TEST(ExternalReads, AnOperatorMakesThePartsOfItsSparseResult) {
+  const at::Tensor result[] = {at::ones({4, 4}).to_sparse()};
+  ExternalReads external;
+  external.observe({.name = "kernel", .reads = {}, .writes = {}, .outputs = result});
+  external.observe({.name = "reader", .reads = result, .writes = {}, .outputs = {}});
+  EXPECT_TRUE(external.externals().empty());
+  const at::Tensor outside[] = {at::ones({4, 4}).to_sparse()};
+  const at::Tensor view[] = {outside[0].detach()};
+  external.observe({.name = "view", .reads = outside, .writes = {}, .outputs = view, .nested = true});
+  external.observe({.name = "outer", .reads = {}, .writes = {}, .outputs = {}});
+  EXPECT_EQ(external.externals().size(), 2U) << "a view makes no memory";
+}
+
 }  // namespace sidestream
