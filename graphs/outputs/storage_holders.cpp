@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "offload/saved_storage.h"
+#include "runtime/composite.h"
 
 namespace sidestream {
 
@@ -44,8 +45,12 @@ class SavedStorages::Hooks final : public torch::autograd::SavedVariableHooks {
 
   void call_pack_hook(const at::Tensor& tensor) override {
     WeakStorageSet* const saved = std::exchange(saved_, nullptr);  // packed once, while the source lives
-    if (saved != nullptr && tensor.defined() && tensor.has_storage()) {
-      saved->insert(tensor.storage());
+    if (saved != nullptr) {
+      for_each_part(tensor, [saved](const at::Tensor& part) {
+        if (part.defined() && part.has_storage()) {
+          saved->insert(part.storage());
+        }
+      });
     }
     inner_->call_pack_hook(tensor);
   }

@@ -5,6 +5,7 @@
 
 #include "memory/storage_view.h"
 #include "offload/weight_casts.h"
+#include "runtime/composite.h"
 #include "runtime/replayed_memory.h"
 
 namespace sidestream {
@@ -53,20 +54,27 @@ void Exclusions::rebuild_parameter_storages() {
   parameter_storages_.clear();
   parameter_order_.clear();
   for (const at::Tensor& parameter : parameters_) {
-    parameter_order_.push_back(storage_of(parameter));
-    if (parameter_order_.back() != nullptr) {
-      parameter_storages_.insert(parameter.storage());
-    }
+    for_each_part(parameter, [this](const at::Tensor& part) {
+      parameter_order_.push_back(storage_of(part));
+      if (parameter_order_.back() != nullptr) {
+        parameter_storages_.insert(part.storage());
+      }
+    });
   }
 }
 
 bool Exclusions::refresh_parameters() {
   const std::lock_guard lock(mutex_);
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (storage_of(parameters_[i]) != parameter_order_[i]) {
-      rebuild_parameter_storages();
-      return true;
-    }
+  std::size_t next = 0;
+  bool relocated = false;
+  for (const at::Tensor& parameter : parameters_) {
+    for_each_part(parameter, [&](const at::Tensor& part) {
+      relocated = relocated || next == parameter_order_.size() || storage_of(part) != parameter_order_[next++];
+    });
+  }
+  if (relocated || next != parameter_order_.size()) {
+    rebuild_parameter_storages();
+    return true;
   }
   return false;
 }
@@ -113,10 +121,12 @@ std::int64_t Exclusions::gradient_bytes() const {
 }
 
 void Exclusions::mark(const at::Tensor& tensor) {
-  if (storage_of(tensor) != nullptr) {
-    const std::lock_guard lock(mutex_);
-    marked_.insert(tensor.storage());
-  }
+  const std::lock_guard lock(mutex_);
+  for_each_part(tensor, [this](const at::Tensor& part) {
+    if (storage_of(part) != nullptr) {
+      marked_.insert(part.storage());
+    }
+  });
 }
 
 void Exclusions::add_static_input(const at::Tensor& tensor) {
@@ -147,7 +157,8 @@ Exclusion Exclusions::classify(const at::Tensor& tensor) const {
 
 Exclusion Exclusions::classify_locked(const at::Tensor& tensor) const {
   if (!StorageView::supported(tensor)) {
-    return Exclusion::unsupported;
+    return is_composite(tensor) && tensor.requires_grad() && tensor.is_leaf() ? Exclusion::parameter
+                                                                              : Exclusion::unsupported;
   }
   const c10::Storage& storage = tensor.storage();
   const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
@@ -179,7 +190,7 @@ Exclusion Exclusions::classify_and_count(const at::Tensor& tensor) {
   const Exclusion reason = classify_locked(tensor);
   ExclusionTally& tally = tallies_[static_cast<std::size_t>(reason)];
   tally.tensors += 1;
-  if (reason != Exclusion::unsupported) {
+  if (reason != Exclusion::unsupported && tensor.has_storage()) {
     tally.bytes += tensor.storage().nbytes();
   }
   return reason;

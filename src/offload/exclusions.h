@@ -13,7 +13,8 @@
 
 namespace sidestream {
 
-/// Why a saved tensor stays on the device. `unsupported`: not a plain strided tensor (see StorageView::supported).
+/// Why a saved tensor stays on the device. `unsupported`: not a plain strided tensor (see StorageView::supported), and not one that `split`
+/// (runtime/composite.h) splits into such tensors.
 enum class Exclusion : std::uint8_t {
   none,
   parameter,
@@ -36,7 +37,8 @@ struct ExclusionTally {
 };
 
 /// Decides what is never offloaded, whatever the policy says. Everything is compared by storage, so a view (linear saves
-/// `weight.t()`) counts as what it is a view of. Holds weak references only, except to the registered parameters.
+/// `weight.t()`) counts as what it is a view of, and a sparse, nested or quantised tensor as its parts. Holds weak references only, except
+/// to the registered parameters.
 /// Threads: any.
 class Exclusions {
  public:

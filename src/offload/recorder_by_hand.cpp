@@ -6,6 +6,7 @@
 
 #include "offload/eager_offload.h"
 #include "offload/saved_tensor_recorder.h"
+#include "runtime/composite.h"
 #include "runtime/replayed_memory.h"
 #include "sidestream/error.h"
 
@@ -43,6 +44,9 @@ void SavedTensorRecorder::mark_ready(const at::Tensor& tensor) {
 void SavedTensorRecorder::release(const at::Tensor& tensor, const Group* groups) {
   EagerOffload& eager = by_hand("OffloadScope::release");
   const auto refuse = [&](const std::string& why) { throw UsageError("OffloadScope::release: the tensor " + why); };
+  if (is_composite(tensor)) {
+    refuse("is sparse, nested or quantised, so it has no memory of its own; release the tensors that it was made from");
+  }
   const bool has_storage = tensor.defined() && tensor.has_storage();
   const auto found = has_storage ? entries_.find(tensor.storage().unsafeGetStorageImpl()) : entries_.end();
   const auto saved = found == entries_.end() ? nullptr : found->second.saved.lock();

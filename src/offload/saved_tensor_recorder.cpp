@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <optional>
 #include <string>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "offload/kept_failure.h"
+#include "runtime/composite.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -58,38 +61,90 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
 
   void call_pack_hook(const at::Tensor& tensor) override {
     SavedTensorRecorder& recorder = *std::exchange(recorder_, nullptr);
-    version_ = VersionStamp(tensor);
     scope_ = recorder.stack_.back().scope;
+    if (is_composite(tensor) && pack_parts(recorder, tensor)) {
+      return;
+    }
+    pack(recorder, tensor, whole_);
+  }
+
+  at::Tensor call_unpack_hook() override {
+    check_unchanged(whole_);
+    if (composite_ == nullptr) {
+      return unpack(whole_);
+    }
+    c10::SmallVector<at::Tensor, 3> parts;
+    for (const Plain& part : composite_->parts) {
+      // Autograd does not look at the versions of parts. A part that was offloaded has the value that it was saved with.
+      if (part.storage != nullptr) {
+        check_unchanged(part);
+      }
+      parts.push_back(unpack(part));
+    }
+    return composite_->rebuild(parts);
+  }
+
+ private:
+  /// A plain tensor: offloaded with its storage, or kept.
+  struct Plain {
+    at::Tensor kept;
+    std::shared_ptr<SavedStorage> storage;
+    StorageView view;
+    VersionStamp version;
+  };
+  struct Parts {
+    c10::SmallVector<Plain, 3> parts;
+    std::function<at::Tensor(c10::ArrayRef<at::Tensor>)> rebuild;
+  };
+
+  void pack(SavedTensorRecorder& recorder, const at::Tensor& tensor, Plain& plain) {
+    plain.version = VersionStamp(tensor);
     const Exclusion reason = recorder.exclusions_.classify_and_count(tensor);
     if (reason != Exclusion::none) {
-      kept_ = kept_form(tensor, reason, recorder.exclusions_);
+      plain.kept = kept_form(tensor, reason, recorder.exclusions_);
       return;
     }
     Group& group = recorder.group_for(tensor);
     scope_ = group.scope;
-    storage_ = recorder.save(tensor, version_, group);
-    view_ = StorageView::capture(tensor);
+    plain.storage = recorder.save(tensor, plain.version, group);
+    plain.view = StorageView::capture(tensor);
   }
 
-  at::Tensor call_unpack_hook() override {
-    if (!version_.unchanged()) {
+  /// False if `tensor` stays as a whole: a leaf that requires grad stays, and `split` does not split all kinds.
+  bool pack_parts(SavedTensorRecorder& recorder, const at::Tensor& tensor) {
+    if (tensor.requires_grad() && tensor.is_leaf()) {
+      return false;
+    }
+    std::optional<Composite> composite = split(tensor);
+    if (!composite) {
+      return false;
+    }
+    whole_.version = VersionStamp(tensor);
+    composite_ = std::make_unique<Parts>();
+    composite_->rebuild = std::move(composite->rebuild);
+    composite_->parts.resize(composite->parts.size());
+    for (std::size_t i = 0; i < composite->parts.size(); ++i) {
+      pack(recorder, composite->parts[i], composite_->parts[i]);
+    }
+    return true;
+  }
+
+  void check_unchanged(const Plain& plain) const {
+    if (!plain.version.unchanged()) {
       throw UsageError(
           "a tensor that backward needs, saved in \"" + (scope_->name.empty() ? "the step" : scope_->name) +
           "\", was changed in place after the forward pass saved it; clone it before the in-place operation");
     }
-    if (storage_ == nullptr) {
-      return kept_;
-    }
-    return view_.restore(storage_->mover->fetch(*storage_));
   }
 
- private:
+  static at::Tensor unpack(const Plain& plain) {
+    return plain.storage == nullptr ? plain.kept : plain.view.restore(plain.storage->mover->fetch(*plain.storage));
+  }
+
   SavedTensorRecorder* recorder_;  // until packed
   const ScopeNode* scope_ = nullptr;
-  at::Tensor kept_;
-  std::shared_ptr<SavedStorage> storage_;
-  StorageView view_;
-  VersionStamp version_;
+  Plain whole_;                       // of a composite only the version
+  std::unique_ptr<Parts> composite_;  // null: a plain tensor, or kept as a whole
 };
 
 SavedTensorRecorder::SavedTensorRecorder(ScopeTree& tree, Exclusions& exclusions, std::shared_ptr<StorageMover> mover,
@@ -267,15 +322,15 @@ void SavedTensorRecorder::tag(const at::Tensor& tensor, std::string_view name) {
 
 void SavedTensorRecorder::mark(const at::Tensor& tensor) {
   exclusions_.mark(tensor);
-  if (!StorageView::supported(tensor)) {
-    return;
-  }
   // The operator that made it may have saved it already; its group was not offloaded yet while its scope is open.
-  if (const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl()); found != entries_.end()) {
-    if (const auto saved = found->second.saved.lock(); saved != nullptr) {
+  for_each_part(tensor, [this](const at::Tensor& part) {
+    const auto found =
+        StorageView::supported(part) ? entries_.find(part.storage().unsafeGetStorageImpl()) : entries_.end();
+    const auto saved = found == entries_.end() ? nullptr : found->second.saved.lock();
+    if (saved != nullptr) {
       saved->to_offload = saved->to_offload && saved->place != SavedStorage::Place::device;
     }
-  }
+  });
 }
 
 void SavedTensorRecorder::place(SavedStorage& saved, Group& group) {

@@ -7,6 +7,7 @@
 #include "offload/eager_offload.h"
 #include "offload/kept_failure.h"
 #include "offload/saved_tensor_recorder.h"
+#include "runtime/composite.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -143,9 +144,11 @@ void OffloadScope::release(const at::Tensor& tensor) {
 at::Tensor tag(const at::Tensor& tensor, const char* name) {
   if (SavedTensorRecorder* recorder = current_recorder(); recorder != nullptr) {
     check_name(name, "tag");
-    if (StorageView::supported(tensor)) {
-      recorder->tag(tensor, name);
-    }
+    for_each_part(tensor, [&](const at::Tensor& part) {
+      if (StorageView::supported(part)) {
+        recorder->tag(part, name);
+      }
+    });
   }
   return tensor;
 }

@@ -1,4 +1,4 @@
-// Saved tensors that are views of one storage, in several dtypes or forms, and marked tensors: on each path of offload.
+// Saved tensors that are views of one storage, in several dtypes or forms, composites, and marked tensors: on each path of offload.
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -7,16 +7,25 @@
 #include <vector>
 
 #include <ATen/Functions.h>
+#include <ATen/NestedTensorImpl.h>
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include "expect_throws.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
+#include "runtime/composite.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
+#include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
 #include "sidestream/graphed_step.h"
 #include "sidestream/owning.h"
 #include "sidestream/scope.h"
@@ -34,7 +43,67 @@ enum class SavedForm : std::uint8_t {
   one_buffer,  ///< the same in one storage
   views,       ///< one storage as it is, transposed, with an offset, expanded, and as other numbers
   marked,      ///< as `blocks`; the numbers are marked to stay
+  coo,         ///< a sparse tensor
+  csr,         ///< a compressed sparse tensor
+  nested,
+  per_channel,  ///< a quantised tensor
 };
+
+constexpr c10::ScalarType kIndex = c10::ScalarType::Long;
+
+/// Has no kernels on the simulated device, so it is made and read without operators.
+at::Tensor make_coo(const at::Tensor& x) {
+  const at::Tensor diagonal = at::arange(kRows, x.options().dtype(kIndex));
+  at::Tensor tensor = at::detail::make_tensor<at::SparseTensorImpl>(
+      c10::DispatchKeySet(c10::DispatchKey::SparsePrivateUse1), x.dtype());
+  auto& impl = *static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+  impl.raw_resize_(2, 1, {kRows, kRows, kColumns});
+  impl.set_indices_and_values_unsafe(at::stack({diagonal, diagonal}), x * 2);
+  impl.set_coalesced(true);
+  return tensor;
+}
+
+at::Tensor make_csr(const at::Tensor& x) {
+  const at::Tensor indices = at::arange(kNumbers + 1, x.options().dtype(kIndex));
+  return at::_sparse_compressed_tensor_unsafe(indices, indices.slice(0, 0, kNumbers).clone(), (x * 2).view({kNumbers}),
+                                              {kNumbers, kNumbers}, x.options().layout(at::kSparseCsr));
+}
+
+at::Tensor nested_over(const at::Tensor& x) {
+  const at::Tensor sizes = at::tensor({std::int64_t{4}, kColumns, kRows - 4, kColumns}, kIndex).view({2, 2});
+  return at::detail::make_tensor<at::native::NestedTensorImpl>(x.view({kNumbers}), sizes);
+}
+
+at::Tensor make_per_channel(const at::Tensor& x) {
+  const at::Tensor scales = x.abs().amax(1).to(at::kDouble) / 127;
+  const at::Tensor numbers = (x / scales.unsqueeze(1)).round().to(at::kChar);
+  const at::Tensor zero_points = at::arange(kRows, x.options().dtype(kIndex));
+  at::Tensor tensor = at::detail::make_tensor<at::QTensorImpl>(
+      c10::Storage(numbers.storage()), c10::DispatchKeySet(c10::DispatchKey::QuantizedPrivateUse1),
+      caffe2::TypeMeta::Make<c10::qint8>(), at::make_per_channel_affine_quantizer(scales, zero_points, 0, at::kQInt8));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({kRows, kColumns});
+  return tensor;
+}
+
+/// Numbers that depend on all that `saved` consists of, in the shape of a layer's input.
+at::Tensor numbers_of(const at::Tensor& saved) {
+  if (saved.is_quantized()) {
+    const at::Tensor numbers = split(saved)->parts[0].view(at::kChar).view(saved.sizes()).to(at::kFloat);
+    const auto& quantizer = static_cast<const at::PerChannelAffineQuantizer&>(*at::get_qtensorimpl(saved)->quantizer());
+    return (numbers * quantizer.scales().unsqueeze(1) + quantizer.zero_points().unsqueeze(1)).to(at::kFloat);
+  }
+  if (saved.is_nested()) {
+    return at::native::get_nested_tensor_impl(saved)->get_buffer().view({kRows, kColumns});
+  }
+  if (saved.layout() == at::kSparse) {
+    const auto& impl = *static_cast<at::SparseTensorImpl*>(saved.unsafeGetTensorImpl());
+    EXPECT_TRUE(impl.coalesced());
+    return impl.values() + impl.indices().sum() * 1e-3;
+  }
+  const auto& impl = *static_cast<at::SparseCsrTensorImpl*>(saved.unsafeGetTensorImpl());
+  const at::Tensor of_indices = impl.compressed_indices().sum() - impl.plain_indices().select(0, 9) * 7;
+  return impl.values().view({kRows, kColumns}) + of_indices * 1e-6;
+}
 
 Tensors quantised(const at::Tensor& x, SavedForm saved) {
   const at::Tensor scale = x.abs().amax(1, /*keepdim=*/true) / 127;
@@ -55,22 +124,64 @@ Tensors quantised(const at::Tensor& x, SavedForm saved) {
   return {small, scales};
 }
 
+Tensors saved_of(const at::Tensor& x, SavedForm saved) {
+  switch (saved) {
+    case SavedForm::coo:
+      return {make_coo(x)};
+    case SavedForm::csr:
+      return {make_csr(x)};
+    case SavedForm::nested:
+      return {nested_over(x * 2)};
+    case SavedForm::per_channel:
+      return {make_per_channel(x)};
+    case SavedForm::views: {
+      const at::Tensor base = x * 2;
+      return {base, base.t(), base.narrow(0, 3, 5), base.narrow(1, 1, 1).expand({kRows, kColumns}),
+              base.view(at::kInt)};
+    }
+    case SavedForm::blocks:
+    case SavedForm::one_buffer:
+    case SavedForm::marked:
+      return quantised(x, saved);
+  }
+  return {};
+}
+
+/// Bytes of the storages that a layer offloads.
+std::int64_t offloaded_bytes_of(SavedForm saved) {
+  constexpr std::int64_t scales = kRows * 4;
+  switch (saved) {
+    case SavedForm::coo:
+      return kNumbers * 4 + 2 * kRows * 8;
+    case SavedForm::csr:
+      return kNumbers * 4 + (2 * kNumbers + 1) * 8;
+    case SavedForm::nested:
+    case SavedForm::views:
+      return kNumbers * 4;
+    case SavedForm::per_channel:
+      return kNumbers + 2 * kRows * 8;
+    case SavedForm::marked:
+      return scales;
+    case SavedForm::blocks:
+    case SavedForm::one_buffer:
+      return kNumbers + scales;
+  }
+  return 0;
+}
+
 /// tanh. What it gives as gradient is computed from all that it saved.
 class SavesComposites : public torch::autograd::Function<SavesComposites> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::int64_t saved) {
-    if (static_cast<SavedForm>(saved) == SavedForm::views) {
-      const at::Tensor base = x * 2;
-      context->save_for_backward(
-          {base, base.t(), base.narrow(0, 3, 5), base.narrow(1, 1, 1).expand({kRows, kColumns}), base.view(at::kInt)});
-    } else {
-      context->save_for_backward(quantised(x, static_cast<SavedForm>(saved)));
-    }
+    context->save_for_backward(saved_of(x, static_cast<SavedForm>(saved)));
     return x.tanh();
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     const torch::autograd::variable_list saved = context->get_saved_variables();
+    if (saved.size() == 1) {
+      return {gradients[0] * numbers_of(saved[0]), {}};
+    }
     if (saved.size() == 2) {
       return {gradients[0] * saved[0].to(at::kFloat) * saved[1], {}};
     }
@@ -145,15 +256,11 @@ TEST_P(CompositeOffloadTest, IsPlainTrainingAndEachStorageMovesOnce) {
       }
     });
   }
-  const std::int64_t scales = kRows * 4;
-  const std::int64_t bytes = saved == SavedForm::views    ? kNumbers * 4
-                             : saved == SavedForm::marked ? scales
-                                                          : kNumbers + scales;
   std::int64_t offloaded = 0;
   std::int64_t groups = 0;
   for (const GroupReport& group : engine.report().groups) {
     if (group.name.find("saved") != std::string::npos) {
-      EXPECT_EQ(group.bytes, bytes) << group.name;
+      EXPECT_EQ(group.bytes, offloaded_bytes_of(saved)) << group.name;
       offloaded += group.offloaded_bytes;
       ++groups;
     }
@@ -172,8 +279,120 @@ TEST_P(CompositeOffloadTest, IsPlainTrainingAndEachStorageMovesOnce) {
   EXPECT_EQ(marked, saved == SavedForm::marked && path != OffloadPath::whole_step);
 }
 
+/// Saves a matrix that was made before, as an operator gives it.
+class SavesMatrix : public torch::autograd::Function<SavesMatrix> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor* matrix) {
+    context->save_for_backward({matrix->detach()});
+    return x.tanh();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    return {gradients[0] * numbers_of(context->get_saved_variables()[0]), {}};
+  }
+};
+
+struct MatrixLayer : torch::nn::Module {
+  explicit MatrixLayer(c10::Device device) {
+    weight = register_parameter("weight", at::full({kColumns}, 0.9, at::TensorOptions(device)));
+    matrix = make_csr(rows(77, device));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    OffloadScope scope("saved");
+    at::Tensor result = SavesMatrix::apply(x * weight, &matrix);
+    scope.end();
+    return result;
+  }
+  at::Tensor weight;
+  at::Tensor matrix;
+};
+
+TEST(CompositeOffload, AGraphKeepsWhatASparseTensorFromOutsideConsistsOf) {
+  const c10::Device device = find_device("sim");
+  const auto stack = [&] {
+    torch::nn::ModuleList layers;
+    layers->push_back(MatrixLayer(device));
+    layers->push_back(MatrixLayer(device));
+    return layers;
+  };
+  torch::nn::ModuleList model = stack();
+  torch::nn::ModuleList plain = stack();
+  OffloadEngine engine(*model, Options(device).min_bytes(16).graph("*").offload("**").lag(1));
+  for (std::int64_t s = 0; s < 5; ++s) {
+    if (s == 3) {
+      for (std::size_t i = 0; i < 2; ++i) {
+        model->at<MatrixLayer>(i).matrix = at::Tensor();  // replays do not read the member
+      }
+    }
+    const at::Tensor other = make_csr(rows(s, device));  // takes memory that is free
+    expect_same_step(*model.ptr(), &engine, *plain.ptr(), s, [&](torch::nn::ModuleListImpl& layers) {
+      at::Tensor h = rows(s, device);
+      for (std::size_t i = 0; i < 2; ++i) {
+        h = call(&layers.at<MatrixLayer>(i), h);
+      }
+      h.mean().backward();
+    });
+  }
+  bool external = false;
+  for (const ExclusionReport& exclusion : engine.report().exclusions) {
+    external = external || (exclusion.reason == "static input" && exclusion.tensors >= 6);
+  }
+  EXPECT_TRUE(external) << "two layers with three tensors each";
+  for (const GroupReport& group : engine.report().groups) {
+    EXPECT_LE(group.bytes, 2 * kNumbers * 4) << group.name << " offloads the matrix";
+  }
+}
+
+/// tanh, which saves a nested tensor over the memory of its result.
+class SavesItsResult : public torch::autograd::Function<SavesItsResult> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
+    at::Tensor result = x.tanh();
+    context->save_for_backward({nested_over(result)});
+    return result;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    return {gradients[0] * numbers_of(context->get_saved_variables()[0])};
+  }
+};
+
+TEST(CompositeOffload, AnOutputThatASavedNestedTensorConsistsOfMayNotBeChanged) {
+  const c10::Device device = find_device("sim");
+  torch::nn::Module model;
+  OffloadEngine engine(model, Options(device).min_bytes(16));
+  const TensorFunction body = [](const Tensors& in) { return Tensors{SavesItsResult::apply(in[0] * 2)}; };
+  const auto input = [&](std::int64_t s) { return rows(s, device).requires_grad_(true); };
+  const auto graphed = make_graphed_callables(engine, {Callable("saves", owning(body))}, {{input(0)}});
+  for (const bool change : {false, true, false}) {
+    const at::Tensor x = input(change ? 1 : 2);
+    const at::Tensor y = graphed[0]({x})[0];
+    const at::Tensor loss = y.sum();
+    if (change) {
+      y.detach().mul_(2);
+      EXPECT_THROWS(UsageError, "output 0 was changed in place before its backward, which needs it", loss.backward());
+      continue;
+    }
+    loss.backward();
+    const at::Tensor x_plain = input(2);
+    body({x_plain})[0].sum().backward();
+    EXPECT_TRUE(same(values({x.grad()}), values({x_plain.grad()})));
+  }
+}
+
+TEST(CompositeOffload, ReleaseRefusesASparseTensor) {
+  const c10::Device device = find_device("sim");
+  MatrixLayer layer(device);
+  OffloadEngine engine(layer, Options(device).min_bytes(16).offload("**"));
+  const auto step = engine.step();
+  OffloadScope scope("outer");
+  const at::Tensor y = SavesMatrix::apply(rows(1, device) * layer.weight, &layer.matrix);
+  scope.end();
+  EXPECT_THROWS(UsageError, "is sparse, nested or quantised", scope.release(layer.matrix));
+}
+
 std::string name_of_form(const testing::TestParamInfo<std::tuple<SavedForm, OffloadPath>>& info) {
-  const std::vector<std::string> forms{"Blocks", "OneBuffer", "Views", "Marked"};
+  const std::vector<std::string> forms{"Blocks", "OneBuffer", "Views", "Marked", "Coo", "Csr", "Nested", "PerChannel"};
   const std::vector<std::string> paths{"Eager", "Delayed", "Graphed", "WholeStep"};
   return forms[static_cast<std::size_t>(std::get<0>(info.param))] +
          paths[static_cast<std::size_t>(std::get<1>(info.param))];
@@ -181,7 +400,8 @@ std::string name_of_form(const testing::TestParamInfo<std::tuple<SavedForm, Offl
 
 INSTANTIATE_TEST_SUITE_P(Paths, CompositeOffloadTest,
                          testing::Combine(testing::Values(SavedForm::blocks, SavedForm::one_buffer, SavedForm::views,
-                                                          SavedForm::marked),
+                                                          SavedForm::marked, SavedForm::coo, SavedForm::csr,
+                                                          SavedForm::nested, SavedForm::per_channel),
                                           testing::Values(OffloadPath::eager, OffloadPath::delayed,
                                                           OffloadPath::graphed, OffloadPath::whole_step)),
                          name_of_form);
