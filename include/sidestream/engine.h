@@ -123,7 +123,7 @@ class SIDESTREAM_API OffloadEngine {
   /// The step that was traced (Report::traced_step), in the Trace Event Format: open it in Perfetto or in chrome://tracing.
   ///
   /// It has graphs, copies, and waits of compute for copies, and the live device memory. If the device keeps no time, all times are those
-  /// at which the host queued the work. The steps of GraphedStep have no engine step, so they are not traced.
+  /// at which the host queued the work. A GraphedStep is traced only if it is called inside of a step of the engine.
   /// Ordering: blocks the host until that step's work is done.  Threads: the step's.
   /// Throws: UsageError if no step has been traced yet.
   [[nodiscard]] std::string trace_json() const;

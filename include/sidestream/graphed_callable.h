@@ -32,7 +32,7 @@ using TensorFunction = std::function<Tensors(const Tensors&)>;
 /// One module or function to be captured.
 ///
 /// A function is a function pointer, a lambda without captures, or ss::owning(...): a later capture (after weights were relocated) runs it
-/// again.  Throws (constructors): UsageError for a null module or function.
+/// again.  Throws (constructors): UsageError for a null module or function, or an empty name.
 class SIDESTREAM_API Callable {
  public:
   /// A plain function of Tensors. Its parameters are the leaves with requires_grad that it reads.
