@@ -30,6 +30,7 @@
 #include "observe/external_reads.h"
 #include "observe/operator_observer.h"
 #include "offload/sizing.h"
+#include "runtime/composite.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -48,7 +49,7 @@ class ObservedWeights {
  public:
   /// Just before the pass. `externals`: observes the same pass, before this one. Must outlive this object.
   explicit ObservedWeights(const ExternalReads& externals);
-  /// Throws: UsageError where the operator reads a weight that is no leaf and was made before the pass.
+  /// Throws: UsageError where the operator reads a weight that is no leaf and was made before the pass, or a sparse tensor from outside.
   void observe(const OperatorAccess& access);
   /// The forward has ended.
   void backward_begins() noexcept { in_backward_ = true; }
@@ -70,6 +71,7 @@ class ObservedWeights {
 
  private:
   [[nodiscard]] bool made_outside(const at::Tensor& tensor) const;
+  void refuse_sparse(const at::Tensor& read) const;
 
   const ExternalReads& externals_;
   std::uint64_t first_node_;  ///< sequence number of the first node of the pass
@@ -94,8 +96,25 @@ bool ObservedWeights::made_outside(const at::Tensor& tensor) const {
   return node != nullptr && node->sequence_nr() < first_node_;
 }
 
+void ObservedWeights::refuse_sparse(const at::Tensor& read) const {
+  if (!is_composite(read) || read.has_storage()) {
+    return;
+  }
+  for_each_part(read, [&](const at::Tensor& part) {
+    if (part.has_storage() && externals_.find(part.storage().unsafeGetStorageImpl()) != nullptr) {
+      throw UsageError(c10::str("it reads a sparse tensor of shape ", read.sizes(),
+                                " from outside of the call. Replays could not notice that it changes; make the sparse "
+                                "tensor inside of the call from its indices and values, or leave the call out of "
+                                "Options::graph"));
+    }
+  });
+}
+
 void ObservedWeights::observe(const OperatorAccess& access) {
   for (const at::Tensor& read : access.reads) {
+    if (!in_backward_) {
+      refuse_sparse(read);
+    }
     if (!read.has_storage() || read.is_inference()) {
       continue;
     }
@@ -146,8 +165,12 @@ class SplitSizing final : public SizingMover {
 
   void observe(const OperatorAccess& access) {
     for (const at::Tensor& tensor : access.reads) {
-      if (in_first_ && tensor.has_storage()) {
-        read(tensor.storage());
+      if (in_first_) {
+        for_each_part(tensor, [this](const at::Tensor& part) {
+          if (part.has_storage()) {
+            read(part.storage());
+          }
+        });
       }
     }
   }

@@ -102,10 +102,12 @@ std::uint64_t Exclusions::registered_bytes() const {
   std::unordered_set<const c10::StorageImpl*> counted;
   std::uint64_t bytes = 0;
   for (const at::Tensor& parameter : parameters_) {
-    if (const c10::StorageImpl* const storage = storage_of(parameter);
-        storage != nullptr && counted.insert(storage).second) {
-      bytes += storage->nbytes();
-    }
+    for_each_part(parameter, [&](const at::Tensor& part) {
+      if (const c10::StorageImpl* const storage = storage_of(part);
+          storage != nullptr && counted.insert(storage).second) {
+        bytes += storage->nbytes();
+      }
+    });
   }
   return bytes;
 }
@@ -114,8 +116,9 @@ std::int64_t Exclusions::gradient_bytes() const {
   const std::lock_guard lock(mutex_);
   std::int64_t bytes = 0;
   for (const at::Tensor& parameter : parameters_) {
-    bytes +=
-        parameter.requires_grad() && !parameter.grad().defined() ? static_cast<std::int64_t>(parameter.nbytes()) : 0;
+    if (parameter.requires_grad() && !parameter.grad().defined()) {
+      for_each_part(parameter, [&](const at::Tensor& part) { bytes += static_cast<std::int64_t>(part.nbytes()); });
+    }
   }
   return bytes;
 }

@@ -68,7 +68,8 @@ class Exclusions {
   /// A storage that the program itself holds from step to step. Applies as long as the storage lives.
   void add_held(const c10::Storage& storage);
 
-  /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, held, weight_cast, small. `tensor` is
+  /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, held, weight_cast, small. For a
+  /// composite leaf that requires grad: parameter. `tensor` is
   /// what the pack hook was given, with its autograd history: that history shows leaves that require grad, and casts of weights. No
   /// driver call, no operator, no allocation.
   [[nodiscard]] Exclusion classify(const at::Tensor& tensor) const;

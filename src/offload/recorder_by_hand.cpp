@@ -45,7 +45,7 @@ void SavedTensorRecorder::release(const at::Tensor& tensor, const Group* groups)
   EagerOffload& eager = by_hand("OffloadScope::release");
   const auto refuse = [&](const std::string& why) { throw UsageError("OffloadScope::release: the tensor " + why); };
   if (is_composite(tensor)) {
-    refuse("is sparse, nested or quantised, so it has no memory of its own; release the tensors that it was made from");
+    refuse("is sparse, nested or quantised, and only plain tensors can be released; drop the tensor instead");
   }
   const bool has_storage = tensor.defined() && tensor.has_storage();
   const auto found = has_storage ? entries_.find(tensor.storage().unsafeGetStorageImpl()) : entries_.end();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <unordered_map>
 #include <utility>
 
 #include "base/site.h"
@@ -243,18 +244,15 @@ StepTrace::Launches StepTrace::launches() {
     (result.launches.empty() ? result.peak_before : result.launches.back().after) = peak_until(end);
   };
   const auto seconds_of = [&](const Traced& traced) { return step_.timed ? traced.span.end - traced.span.begin : 0; };
-  auto latest = traced_.begin();  // graph
-  for (auto traced = traced_.begin(); traced != traced_.end(); ++traced) {
-    if (traced->owner == nullptr) {
-      continue;
+  std::unordered_map<c10::Stream, double> waited;  // the waits of eager code are on another stream
+  for (const Traced& traced : traced_) {
+    if (traced.span.kind == SpanKind::wait) {
+      waited[traced.stream] += seconds_of(traced);
+    } else if (traced.owner != nullptr) {
+      close(traced.point);
+      result.launches.push_back({traced.owner, traced.graph_index, peak_until(traced.point + 1), 0,
+                                 std::exchange(waited[traced.stream], 0), seconds_of(traced)});
     }
-    double waited = 0;  // by its own stream: another's waits are those of eager code
-    for (; latest != traced; ++latest) {
-      waited += latest->span.kind == SpanKind::wait && latest->stream == traced->stream ? seconds_of(*latest) : 0;
-    }
-    close(traced->point);
-    result.launches.push_back(
-        {traced->owner, traced->graph_index, peak_until(traced->point + 1), 0, waited, seconds_of(*traced)});
   }
   close(points_.size());
   return result;

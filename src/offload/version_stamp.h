@@ -5,12 +5,14 @@
 
 namespace sidestream {
 
-/// The version counter of a saved tensor, shared with it: autograd skips its own check for hooked tensors.
+/// The version counter of a saved tensor, shared with it: autograd skips its own check for hooked tensors. An inference tensor has none.
 class VersionStamp {
  public:
   VersionStamp() = default;
   explicit VersionStamp(const at::Tensor& tensor);
-  [[nodiscard]] bool unchanged() const noexcept { return counter_.current_version() == version_; }
+  [[nodiscard]] bool unchanged() const noexcept {
+    return !counter_.enabled() || counter_.current_version() == version_;
+  }
   /// Of the same family of tensors (views share a counter) and not written in between.
   [[nodiscard]] bool same_as(const VersionStamp& other) const noexcept;
 

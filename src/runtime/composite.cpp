@@ -9,6 +9,7 @@
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/quantized/QTensorImpl.h>
 #include <ATen/quantized/Quantizer.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/Storage.h>
@@ -37,6 +38,7 @@ Composite split_coo(const at::SparseTensorImpl& impl) {
   return {{impl.indices(), impl.values()},
           [keys = impl.key_set(), type = impl.dtype(), sizes = impl.sizes().vec(), sparse = impl.sparse_dim(),
            dense = impl.dense_dim(), coalesced = impl.coalesced()](Parts parts) {
+            const c10::DeviceGuard on_device(parts[1].device());  // its empty parts are made there
             at::Tensor tensor = at::detail::make_tensor<at::SparseTensorImpl>(keys, type);
             auto& made = *static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
             made.raw_resize_(sparse, dense, sizes);

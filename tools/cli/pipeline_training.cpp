@@ -310,12 +310,12 @@ class RankTraining {
         files->report->commit(result_json(result_));
         print(fmt::format("\n  report: {}\n", files->report->path().string()));
       }
-      if (files->trace) {
-        files->trace->commit(result_trace(result_));
-        print(fmt::format("\n  trace: {}\n", files->trace->path().string()));
-      }
       if (result_.comparison && (!result_.comparison->all_equal() || !result_.parameters_equal)) {
         throw Error("the gradients or the trained parameters differ from those of one process (see the table)");
+      }
+      if (files->trace) {  // last: it throws if no step was traced
+        files->trace->commit(result_trace(result_));
+        print(fmt::format("\n  trace: {}\n", files->trace->path().string()));
       }
     }
     return result_.signal != 0 ? kSignalled + result_.signal : kSuccess;

@@ -160,8 +160,8 @@ void append_times(std::string& out, std::size_t width, const std::vector<RankRep
                   {"", milliseconds(longest.seconds), milliseconds(longest.waited_seconds), percent(largest_part),
                    milliseconds(longest.offload_seconds), milliseconds(longest.reload_seconds)});
   out +=
-      "\n  Waited for copies: compute stood still until copies were done. Copies that compute did not wait for cost it "
-      "no time.\n  Longest: of each column.";
+      "\n  Waited for copies: compute stood still until copies were done. Other copies cost no time.\n"
+      "  Longest: of each column.";
   out += all_timed ? "\n" : " -: the rank has timed no step.\n";
 }
 

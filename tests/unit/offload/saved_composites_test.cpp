@@ -249,7 +249,6 @@ TEST_F(SavedComposites, MarksTagsAndBuffersHoldForTheirParts) {
   ASSERT_EQ(profile.groups.size(), 1U);
   EXPECT_EQ(profile.groups[0].name, "block.adjacency");
   EXPECT_EQ(mover_->offloaded, 2);
-  buffer._values().set_data(at::randn_like(buffer._values()));
   buffer.copy_(sparse());
   EXPECT_TRUE(exclusions_.refresh_parameters()) << "a part of the buffer has other memory";
 }
@@ -298,6 +297,26 @@ TEST_F(SavedComposites, AWriteBetweenSaveAndBackwardNamesTheGroup) {
       EXPECT_PRED_FORMAT2(testing::IsSubstring, "\"block\"", error.what());
     }
   }
+}
+
+TEST_F(SavedComposites, PartsMayBeInferenceTensors) {
+  at::Tensor indices;
+  {
+    const c10::InferenceMode inference;
+    indices = at::ones({8, 8}).nonzero().t().contiguous();
+  }
+  const at::Tensor matrix = at::_sparse_coo_tensor_unsafe(indices, at::randn({64}), {8, 8});
+  const at::Tensor y = record([&] { return at::mm(matrix, w_); });
+  EXPECT_GT(mover_->offloaded, 0);
+  EXPECT_TRUE(at::equal(torch::autograd::grad({y.sum()}, {w_})[0], at::mm(matrix.t(), at::ones({8, 8}))));
+}
+
+TEST_F(SavedComposites, ASparseParameterHasBytes) {
+  const at::Tensor leaf = sparse().requires_grad_(true);
+  exclusions_.set_parameters({leaf});
+  const std::int64_t bytes = static_cast<std::int64_t>(leaf._indices().nbytes() + leaf._values().nbytes());
+  EXPECT_EQ(exclusions_.gradient_bytes(), bytes);
+  EXPECT_EQ(static_cast<std::int64_t>(exclusions_.registered_bytes()), bytes);
 }
 
 }  // namespace
