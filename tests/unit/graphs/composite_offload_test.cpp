@@ -320,6 +320,19 @@ TEST(CompositeOffload, AGraphMayNotReadASparseTensorFromOutside) {
   EXPECT_THROWS(UsageError, "reads a sparse tensor of shape", train(1));
 }
 
+TEST(CompositeOffload, AGraphedStepMayNotReadASparseTensorFromOutside) {
+  const c10::Device device = find_device("sim");
+  torch::nn::ModuleList model;
+  model->push_back(MatrixLayer(device));
+  OffloadEngine engine(*model, Options(device));
+  const Callable step("step", owning([&model](torch::nn::Module&, const Tensors& inputs) {
+                        return Tensors{model->at<MatrixLayer>(0).forward(inputs[0]).mean()};
+                      }),
+                      std::shared_ptr<torch::nn::Module>(std::shared_ptr<void>(), &*model));
+  EXPECT_THROWS(UsageError, "reads (aten::detach) a sparse tensor of shape",
+                (void)make_graphed_step(engine, step, {{rows(0, device)}}));
+}
+
 /// tanh, which saves a nested tensor over the memory of its result.
 class SavesItsResult : public torch::autograd::Function<SavesItsResult> {
  public:
