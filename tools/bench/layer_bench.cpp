@@ -98,6 +98,9 @@ void LayerBench::run_order(OffloadEngine* engine) const {
 }
 
 StepTime LayerBench::step(OffloadEngine* engine, const LayerMode& mode) {
+  if (settings_.unset_gradients) {
+    layers_->zero_grad();
+  }
   auto begin = std::chrono::steady_clock::now();
   double cpu_before = 0;
   const auto start = [&] {

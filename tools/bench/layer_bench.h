@@ -23,6 +23,7 @@ struct LayerSettings {
   std::int64_t ranks = 1;         ///< the layers are those of the first of so many
   std::int64_t microbatches = 0;  ///< of a step, in 1F1B order; 0: one, and no chunks
   bool backward_only = false;     ///< not for microbatches
+  bool unset_gradients = false;   ///< before each step
   std::int64_t rounds = 15;
   std::int64_t min_kib = 1024;
   std::optional<std::int64_t> lag_mib;

@@ -35,6 +35,7 @@ const std::vector<bench::LayerMode>& layer_modes() {
       {.name = "graphs slots", .graphs = true, .told = false},
       {.name = "graphs+offload slots", .graphs = true, .offload = true, .told = false},
       {.name = "graphs cloned", .graphs = true, .gradients = GradientPolicy::cloned},
+      {.name = "graphs owned", .graphs = true, .gradients = GradientPolicy::owned},
       {.name = "graphs delayed", .graphs = true, .gradients = GradientPolicy::delayed},
       {.name = "graphs+offload delayed", .graphs = true, .offload = true, .gradients = GradientPolicy::delayed}};
   return modes;
@@ -141,6 +142,7 @@ Json measure(const bench::LayerSettings& settings, const std::vector<std::string
           {"ranks", settings.ranks},
           {"microbatches", settings.microbatches},
           {"backward_only", settings.backward_only},
+          {"unset_gradients", settings.unset_gradients},
           {"rounds", settings.rounds},
           {"lag_mib", settings.lag_mib ? Json(*settings.lag_mib) : Json()},
           {"lookahead_mib", settings.lookahead_mib ? Json(*settings.lookahead_mib) : Json()},
@@ -223,6 +225,8 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   app.add_flag("--backward", settings.backward_only, "Time the backward alone, weight gradients included")
       ->excludes("--microbatches");
+  app.add_flag("--unset-gradients", settings.unset_gradients,
+               "Each step begins without gradients, as after zero_grad()");
   app.add_option("--rounds", settings.rounds, "0: measure memory only")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
