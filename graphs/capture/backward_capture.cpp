@@ -320,6 +320,8 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
     names.rethrow();
     observer.rethrow();
   }
+  // Else autograd may still have gradients, and free what its last node saved after the next graph has begun.
+  await_end_of_backward(capture.runtime.device());
   hold_reads(capture.reads, call);
   take_gradients(call, live, grads, added ? &*added : nullptr);
   added.reset();
@@ -327,8 +329,6 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
   capture.record_caller_event();
   call.backward.graph = guard.end();
   capture.use.capture_ended();
-  await_end_of_backward(
-      capture.runtime.device());  // else what its last node saved may be freed after the next graph has begun
   hooks.after_backward();
   check_captured(capture, index, Direction::backward);
   finish_backward(capture, index);

@@ -52,10 +52,13 @@ bool is_in_place(const AccumulatedGradient& gradient) {
 bool is_owned(const CallParameter& parameter, const at::Tensor& grad) { return lies_in(grad, parameter.grad); }
 
 /// True if `grad` has all of its storage and no other tensor can use a part of it. False for a seed that is handed on, for the one
-/// gradient of a sum's two terms, and for an expanded number.
+/// gradient of a sum's two terms, and for an expanded number. A product's gradient is a transposed view, and only the view has its base.
+/// Call after await_end_of_backward: autograd's thread has references until then.
 bool has_own_memory(const at::Tensor& grad) {
-  return !others_hold(grad, 1) && grad.has_storage() && !others_hold(grad.storage(), 1) &&
-         grad.is_non_overlapping_and_dense() && grad.nbytes() == grad.storage().nbytes();
+  const bool is_view = grad.is_view();
+  return !others_hold(grad, 1) && !(is_view && others_hold(grad._base(), 1)) && grad.has_storage() &&
+         !others_hold(grad.storage(), is_view ? 2 : 1) && grad.is_non_overlapping_and_dense() &&
+         grad.nbytes() == grad.storage().nbytes();
 }
 
 /// Autograd gives a leaf's hooks the sum of what reached it, on the stream that it would accumulate on.

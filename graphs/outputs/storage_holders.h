@@ -33,7 +33,7 @@ using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   return storage.use_count() != known;
 }
 /// The same of the variables that have `tensor`. Other tensors may share its memory.
-[[nodiscard]] inline bool others_hold(const at::Tensor& tensor, std::size_t known) noexcept {
+[[nodiscard]] inline bool others_hold(const at::TensorBase& tensor, std::size_t known) noexcept {
   return tensor.use_count() != known;
 }
 

@@ -2,6 +2,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -13,6 +14,7 @@
 #include "conformance/fixture.h"
 #include "expect_throws.h"
 #include "models/stack_twins.h"
+#include "observe/operator_observer.h"
 #include "runtime/replayed_memory.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
@@ -245,6 +247,18 @@ TEST_F(GradientPolicyTest, PreservesSkippedParameterGradAlias) {
     }
     clear_both();
   }
+}
+
+TEST_F(GradientPolicyTest, AnOwnedOneIsWhereTheBackwardComputedIt) {
+  const auto clones_of_a_capture = [&](GradientPolicy policy) {
+    std::int64_t clones = 0;
+    const OperatorObserverGuard observer(
+        [&](const OperatorAccess& access) { clones += access.name == std::string_view("aten::clone") ? 1 : 0; });
+    (void)graph_stack(*engine, model, device, all_by(policy));
+    return clones;
+  };
+  capture(all_by(GradientPolicy::cloned));
+  EXPECT_EQ(clones_of_a_capture(GradientPolicy::owned), clones_of_a_capture(GradientPolicy::cloned));
 }
 
 TEST_F(GradientPolicyTest, SnapshotsGradientPolicy) {
