@@ -77,9 +77,9 @@ void await_end_of_backward(c10::Device device) {
   }
   const c10::InferenceMode no_inference(false);
   const at::AutoGradMode with_gradients(true);
-  // Without elements: what autograd's thread holds of this backward itself takes no memory.
+  // Without elements: what autograd's thread holds of this backward itself takes no memory. A view: no kernel, as this may be in a capture.
   const at::Tensor probe = at::empty({0}, at::TensorOptions(at::kFloat).device(device)).requires_grad_(true);
-  (void)torch::autograd::grad({probe * 2}, {probe}, {probe.detach()});
+  (void)torch::autograd::grad({probe.view({0})}, {probe}, {probe.detach()});
 }
 
 }  // namespace sidestream
