@@ -16,6 +16,7 @@
 #include "sidestream/replay_options.h"
 #include "sidestream/scope.h"
 #include "unit/graphs/engine_program.h"
+#include "unit/graphs/rank_programs.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -350,14 +351,12 @@ class ForkedCallables final : public EngineProgram {
   torch::nn::Module model_;
 };
 
-/// Callables in the order of the first of two ranks. A stage has two layers.
+/// Callables in the order of a rank with `stages` virtual stages of two layers.
 class OrderedStages final : public StackProgram {
  public:
   /// `chunks`: the engine is told of chunks and of the order.
-  OrderedStages(const Runtimes& runtimes, const PipelineShape& shape, bool chunks)
-      : StackProgram(runtimes, 2 * static_cast<std::size_t>(shape.stages)),
-        order_(pipeline_order(shape, 0)),
-        chunks_(chunks) {
+  OrderedStages(const Runtimes& runtimes, std::size_t stages, const std::vector<PipelineStep>& order, bool chunks)
+      : StackProgram(runtimes, 2 * stages), order_(order), chunks_(chunks) {
     if (make_engine(*model_, stack_options())) {
       std::vector<Callable> layers = callables(0, model_->size());
       for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -445,8 +444,14 @@ std::vector<NamedProgram> callable_programs() {
   result.push_back(named_program<GivenStream>("given_stream"));
   result.push_back(named_program<DelayedWeightGradients>("delayed_weights", false));
   result.push_back(named_program<DelayedWeightGradients>("delayed_weights_dropped", true));
-  result.push_back(named_program<OrderedStages>("callables_in_order", PipelineShape{2, 1, 3}, false));
-  result.push_back(named_program<OrderedStages>("callables_in_order_interleaved", PipelineShape{2, 2, 2}, true));
+  result.push_back(named_program<OrderedStages>("callables_in_order", 1, pipeline_order({2, 1, 3}, 0), false));
+  result.push_back(
+      named_program<OrderedStages>("callables_in_order_interleaved", 2, pipeline_order({2, 2, 2}, 0), true));
+  const std::vector<RankProgram> random = random_callable_programs();
+  for (const std::size_t i : {2, 4}) {  // of whole backwards
+    result.push_back(named_program<OrderedStages>("callables_in_" + random[i].name, random[i].place.parts,
+                                                  order_of_chunks(random[i].order(0), random[i].layers), i == 2));
+  }
   for (const std::int64_t side_streams : {1, 2}) {
     result.push_back(named_program<ForkedCallables>("forked_callables_" + std::to_string(side_streams), side_streams));
   }

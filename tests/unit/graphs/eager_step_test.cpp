@@ -1,5 +1,8 @@
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <stdexcept>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -77,6 +80,37 @@ TEST_F(EagerStep, GroupsLeaveAndComeBack) {
   EXPECT_EQ(find(report, "third")->kept_because, "backward needs it immediately");
   EXPECT_EQ(find(report, "first")->offloaded_bytes, 2 * kSquareBytes);
   EXPECT_EQ(report.pinned_allocations_after_planning, 0);
+}
+
+TEST_F(EagerStep, NoMoreGroupsTrailThanTheOptionSays) {
+  const std::vector<const char*> names = {"a", "b", "c", "d", "e", "f", "g"};
+  const auto runtime = make_runtime(device_);
+  for (std::int64_t most = 0; most < 4; ++most) {
+    OffloadEngine engine(model_, options().lag(1_GiB).groups_in_flight(most).offload("**"));
+    std::vector<std::int64_t> on_device;  // squares, after each group
+    for (std::int64_t s = 0; s < 3; ++s) {
+      const at::Tensor x = data(s).requires_grad_(true);
+      on_device.clear();
+      const auto step = engine.step();
+      const std::int64_t before = runtime->memory_stats().allocated;
+      at::Tensor h = x.mul(1);
+      for (const char* name : names) {
+        h = through_scopes(h, {name});
+        on_device.push_back((runtime->memory_stats().allocated - before) / kSquareBytes);
+      }
+      h.sum().backward();
+    }
+    // A group has two squares. The program holds one of the latest group, its output.
+    std::vector<std::int64_t> expected;
+    for (std::int64_t ended = 1; ended <= static_cast<std::int64_t>(names.size()); ++ended) {
+      expected.push_back(std::max<std::int64_t>(1, 2 * std::min(ended, most)));
+    }
+    on_device.pop_back();  // after the last group reloads begin
+    expected.pop_back();
+    EXPECT_EQ(on_device, expected) << most;
+    EXPECT_EQ(engine.report().offloaded_bytes,
+              2 * kSquareBytes * (static_cast<std::int64_t>(names.size()) - std::max<std::int64_t>(1, most)));
+  }
 }
 
 TEST_F(EagerStep, RelocatedWeightsStillStay) {

@@ -91,10 +91,6 @@ std::vector<EngineFault> replay_faults() {
        "the fork of copies in is recorded anew",
        "graphs_2",
        {Act::drop_record, "backward", StreamRole::other, Mark::launch}},
-      {"SequenceCopies::before_forward",
-       "a copy in before a forward starts behind the graphs that its memory served",
-       "graphs_2_in_order",
-       {Act::drop_wait, "forward", StreamRole::copies, Mark::launch}},
       {"SequenceCopies::queue_due_reloads",
        "reloaded is recorded behind the copies in",
        "graphs_2",
@@ -111,10 +107,6 @@ std::vector<EngineFault> replay_faults() {
        "a seed in the pool is written behind copies out",
        "part_1",
        {Act::drop_wait, "backward", StreamRole::current, Mark::to_host}},
-      {"SequenceCopies::await_others",
-       "an input in the pool of an order is written behind copies out",
-       "graphs_2_in_order",
-       {Act::drop_wait, "forward", StreamRole::current, Mark::to_host}},
       {"SequenceStreams::follow_latest_call",
        "a forward waits for the stream that the call before it was made on",
        "calls_on_two_streams",
@@ -139,6 +131,62 @@ std::vector<EngineFault> replay_faults() {
        "the event of a call is recorded behind its graph",
        "given_stream",
        {Act::drop_record, "forward", StreamRole::other, Mark::ready}},
+  };
+}
+
+/// Of orders: reloads that begin before a forward, and delayed weight gradients.
+std::vector<EngineFault> order_faults() {
+  constexpr bool kCaptured = false;
+  return {
+      {"SequenceCopies::before_forward",
+       "a copy in before a forward starts behind the graphs that its memory served",
+       "graphs_2_in_order",
+       {Act::drop_wait, "forward", StreamRole::copies, Mark::launch}},
+      {"SequenceCopies::before_forward",
+       "the fork of copies in before a forward is recorded anew",
+       "graphs_2_in_order",
+       {Act::drop_record, "forward", StreamRole::other, Mark::launch}},
+      {"SequenceCopies::before_backward",
+       "a backward waits for copies in that began before a forward",
+       "graphs_2_in_order",
+       {Act::drop_wait, "backward", StreamRole::other, Mark::to_device, 0, kCaptured, "forward"}},
+      {"SequenceCopies::queue_due_reloads",
+       "reloaded is recorded behind copies in that begin before a forward",
+       "graphs_2_in_order",
+       {Act::record_first, "reload", StreamRole::copies, Mark::to_device, 0, kCaptured, "forward"}},
+      {"SequenceCopies::queue_due_reloads",
+       "reloaded is recorded anew behind them",
+       "graphs_2_in_order",
+       {Act::drop_record, "reload", StreamRole::copies, Mark::to_device, 0, kCaptured, "forward"}},
+      {"SequenceCopies::await_others",
+       "an input in the pool is written behind copies in that began before a forward, for a microbatch without a "
+       "backward",
+       "graphs_2_in_order_drops",
+       {Act::drop_wait, "forward", StreamRole::current, Mark::to_device, 0, kCaptured, "forward"}},
+      {"SequenceCopies::await_others",
+       "an input in the pool of an order is written behind copies out",
+       "graphs_2_in_order",
+       {Act::drop_wait, "forward", StreamRole::current, Mark::to_host}},
+      {"SequenceCopies::before_forward",
+       "a forward of an order waits for the copies out of what its memory held",
+       "graphs_2_in_order",
+       {Act::drop_wait, "forward", StreamRole::other, Mark::to_host}},
+      {"SequenceCopies::queue_for_weights",
+       "in an order, a copy in for delayed weight gradients starts behind the graphs that its memory served",
+       "delayed_2_in_order",
+       {Act::drop_wait, "weights", StreamRole::copies, Mark::launch}},
+      {"SequenceCopies::await_for_weights",
+       "in an order, delayed weight gradients wait for what they read to be back",
+       "delayed_2_in_order",
+       {Act::drop_wait, "weights", StreamRole::other, Mark::to_device}},
+      {"SequenceStreams::fork",
+       "in an order, delayed weight gradients wait for the caller's stream",
+       "delayed_2_in_order",
+       {Act::drop_wait, "weights", StreamRole::other, Mark::work}},
+      {"SequenceStreams::launch",
+       "in an order, the caller waits for the done of delayed weight gradients",
+       "delayed_2_in_order",
+       {Act::drop_wait, "weights", StreamRole::current, Mark::weights_done}},
   };
 }
 
@@ -272,8 +320,8 @@ std::vector<EngineFault> drawing_faults() {
 const std::vector<EngineFault>& engine_faults() {
   static const std::vector<EngineFault> all = [] {
     std::vector<EngineFault> result = eager_faults();
-    for (const auto& more :
-         {replay_faults(), output_faults(), capture_faults(), turn_faults(), drawing_faults(), whole_step_faults()}) {
+    for (const auto& more : {replay_faults(), order_faults(), output_faults(), capture_faults(), turn_faults(),
+                             drawing_faults(), whole_step_faults()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

@@ -386,6 +386,11 @@ INSTANTIATE_TEST_SUITE_P(Random, PipelineRankTest,
                          testing::Combine(testing::ValuesIn(random_programs()), rank_ways,
                                           testing::Values(RankChunks::none, RankChunks::begun, RankChunks::ordered)),
                          name_of_rank);
+INSTANTIATE_TEST_SUITE_P(RandomOfCallables, PipelineRankTest,
+                         testing::Combine(testing::ValuesIn(random_callable_programs()),
+                                          testing::Values(RankWay::ordered_callables),
+                                          testing::Values(RankChunks::none, RankChunks::ordered)),
+                         name_of_rank);
 INSTANTIATE_TEST_SUITE_P(Deep, PipelineRankTest,
                          testing::Combine(testing::ValuesIn(deep_programs()), rank_ways,
                                           testing::Values(RankChunks::none, RankChunks::begun, RankChunks::ordered)),

@@ -6,6 +6,15 @@
 
 namespace sidestream::testing_model {
 
+namespace {
+
+std::string_view phase_now() {
+  const Site* site = Site::innermost();
+  return site == nullptr ? std::string_view() : site->phase();
+}
+
+}  // namespace
+
 bool Fault::in_capture() const { return act == Act::ready_at_capture_begin || act == Act::done_at_capture_begin; }
 
 /// The device's guard for LibTorch, which in place of the registered one tells the allocator nothing of further users of memory.
@@ -77,18 +86,18 @@ PlantedRuntime::PlantedRuntime(std::shared_ptr<Runtime> inner, Fault fault)
 
 PlantedRuntime::~PlantedRuntime() = default;
 
-bool PlantedRuntime::meant(Fault::Act act, c10::Stream stream, Mark mark, int nth) {
+bool PlantedRuntime::meant(Fault::Act act, c10::Stream stream, Mark mark, int nth, std::string_view begun) {
   if (act != fault_.act || (!armed_ && !fault_.at_capture()) || (fault_.captured && !capturing_)) {
     return false;
   }
-  const Site* site = Site::innermost();
-  const std::string_view phase = site == nullptr ? std::string_view() : site->phase();
+  const std::string_view phase = phase_now();
   const StreamRole role = stream == inner().current_stream() ? StreamRole::current
                           : streams_[stream.id()].copies     ? StreamRole::copies
                                                              : StreamRole::other;
   const bool found = (fault_.phase == "*" || fault_.phase == phase) &&
                      (fault_.role == StreamRole::any || fault_.role == role) &&
-                     (fault_.mark == Mark::any || fault_.mark == mark) && nth >= fault_.nth;
+                     (fault_.mark == Mark::any || fault_.mark == mark) && nth >= fault_.nth &&
+                     (fault_.begun == "*" || fault_.begun == begun);
   changed_ += found ? 1 : 0;
   return found;
 }
@@ -109,10 +118,10 @@ void PlantedRuntime::record(const Event& event, c10::Stream stream) {
   } else if (given.last == Mark::to_device) {
     given.last = Mark::all_to_device;
   }
-  if (meant(Fault::Act::drop_record, stream, mark, 0)) {
+  if (meant(Fault::Act::drop_record, stream, mark, 0, given.begun)) {
     return;
   }
-  events_[event.native()] = {mark, 0};
+  events_[event.native()] = {mark, 0, given.begun};
   inner().record(event, stream);
   issue_held(given, stream);
 }
@@ -121,7 +130,10 @@ void PlantedRuntime::wait(c10::Stream stream, const Event& event) {
   Recorded& recorded = events_[event.native()];
   Given& given = streams_[stream.id()];
   const int nth = recorded.mark == Mark::work ? ++given.waits : ++recorded.waiters;
-  if (meant(Fault::Act::drop_wait, stream, recorded.mark, nth)) {
+  if (!capturing_) {
+    given.begun = phase_now();
+  }
+  if (meant(Fault::Act::drop_wait, stream, recorded.mark, nth, recorded.begun)) {
     if (capturing_ && (recorded.mark == Mark::all_to_host || recorded.mark == Mark::all_to_device)) {
       late_joins_.emplace_back(stream, &event);  // or the capture would not end
       joined_late_ = true;
@@ -160,18 +172,16 @@ bool PlantedRuntime::record_at_begin(Fault::Act act, const ExternalEvent& event,
 }
 
 void PlantedRuntime::record(const ExternalEvent& event, c10::Stream stream) {
-  const Site* site = Site::innermost();
-  const std::string_view phase = site == nullptr ? std::string_view() : site->phase();
+  const std::string_view phase = phase_now();
   if (capturing_ && phase == "offload") {
-    events_[event.native()] = {Mark::ready, 0};
+    events_[event.native()] = {Mark::ready};
     if (record_at_begin(Fault::Act::ready_at_capture_begin, event, stream, stream == capture_ ? 1 : 2)) {
       return;
     }
   } else if (capturing_ && !std::exchange(done_recorded_, true)) {
     events_[event.native()] = {phase == "forward"    ? Mark::forward_done
                                : phase == "backward" ? Mark::backward_done
-                                                     : Mark::weights_done,
-                               0};
+                                                     : Mark::weights_done};
     if (record_at_begin(Fault::Act::done_at_capture_begin, event, stream, 0)) {
       return;
     }
@@ -214,7 +224,7 @@ void PlantedRuntime::copy(const Copy& copy, c10::Stream stream) {
   given.last = copy.to_host ? Mark::to_host : Mark::to_device;
   given.waits = 0;
   given.copies = given.copies || !capturing_;
-  if (!capturing_ && meant(Fault::Act::record_first, stream, given.last, 0)) {
+  if (!capturing_ && meant(Fault::Act::record_first, stream, given.last, 0, given.begun)) {
     given.held_copies.push_back(copy);
   } else {
     issue(copy, stream);

@@ -46,8 +46,9 @@ struct Fault {
   std::string_view phase = "*";       ///< of Site; "" for outside of any, "*" for all
   StreamRole role = StreamRole::any;  ///< of the stream that waits, records or copies
   Mark mark = Mark::any;
-  int nth = 0;            ///< from this one of like calls in a row; 0: all
-  bool captured = false;  ///< the calls are captured, as branches of a graph
+  int nth = 0;                   ///< from this one of like calls in a row; 0: all
+  bool captured = false;         ///< the calls are captured, as branches of a graph
+  std::string_view begun = "*";  ///< the phase in which the copies that the event stands for were begun; "*" for all
 
   /// True where the fault changes what a capture holds.
   [[nodiscard]] bool in_capture() const;
@@ -93,17 +94,19 @@ class PlantedRuntime final : public ForwardingRuntime {
   /// What a stream was given last.
   struct Given {
     Mark last = Mark::work;
-    int waits = 0;        ///< for forks, since
-    bool copies = false;  ///< eager ones, ever
+    int waits = 0;           ///< for forks, since
+    bool copies = false;     ///< eager ones, ever
+    std::string_view begun;  ///< the phase of its latest wait: copies to the device come after it
     std::vector<Copy> held_copies;
     const Graph* held_launch = nullptr;
   };
   struct Recorded {
     Mark mark = Mark::work;
     int waiters = 0;
+    std::string_view begun = {};
   };
 
-  [[nodiscard]] bool meant(Fault::Act act, c10::Stream stream, Mark mark, int nth);
+  [[nodiscard]] bool meant(Fault::Act act, c10::Stream stream, Mark mark, int nth, std::string_view begun = {});
   void copy(const Copy& copy, c10::Stream stream);
   void issue(const Copy& copy, c10::Stream stream);
   template <class AnyEvent>

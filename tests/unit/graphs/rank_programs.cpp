@@ -18,34 +18,47 @@ RankOrder layers_in_turn(const RankWork& first, const RankWork& second, std::siz
   return order;
 }
 
-/// Chunks of `place` in a random order: each runs the layers of its forward, then those of its backward (at once, if not `cut`).
-RankOrder random_order(const RankPlace& place, std::size_t microbatches, std::size_t layers, bool cut,
+/// Chunks of `place` in a random order: each runs its forward, then its backward, at once or by layers.
+RankOrder random_order(const RankPlace& place, std::size_t microbatches, std::size_t layers, RankExtra extra,
                        std::size_t seed) {
   using Kind = RankWork::Kind;
+  const bool forward_by_layers = extra == RankExtra::random || extra == RankExtra::random_cut;
+  const bool backward_by_layers = extra == RankExtra::random_cut || extra == RankExtra::random_whole_cut;
   std::minstd_rand random(static_cast<unsigned>(seed + 1));
   std::vector<RankOrder> left;
   for (std::size_t m = 0; m < microbatches; ++m) {
     for (std::size_t p = 0; p < place.parts; ++p) {
       RankOrder& chunk = left.emplace_back();
-      for (std::size_t l = 0; l < layers; ++l) {
+      for (std::size_t l = 0; l < layers && forward_by_layers; ++l) {
         chunk.push_back({Kind::forward, p, m, l});
       }
-      for (std::size_t l = layers; l-- > 0 && cut;) {
+      if (!forward_by_layers) {
+        chunk.push_back({Kind::forward, p, m});
+      }
+      for (std::size_t l = layers; l-- > 0 && backward_by_layers;) {
         chunk.push_back({Kind::backward, p, m, l});
       }
-      if (!cut) {
+      if (!backward_by_layers) {
         chunk.push_back({Kind::backward, p, m});
       }
     }
   }
   RankOrder order;
+  const auto amid_backward = [&](const RankOrder& chunk) {
+    const RankWork& next = chunk.front();
+    return next.kind == Kind::backward && next.layer != RankWork::kAll && next.layer + 1 != layers;
+  };
   while (!left.empty()) {
     const std::size_t open = std::min<std::size_t>(left.size(), 4);
-    RankOrder& chunk = left[random() % open];
-    order.push_back(chunk.front());
-    chunk.erase(chunk.begin());
-    if (chunk.empty()) {
-      left.erase(left.begin() + (&chunk - left.data()));
+    auto chunk = left.begin() + static_cast<std::ptrdiff_t>(random() % open);
+    if (!forward_by_layers && chunk->front().kind == Kind::backward) {  // nor do the layers of two backwards take turns
+      const auto begun = std::find_if(left.begin(), left.end(), amid_backward);
+      chunk = begun == left.end() ? chunk : begun;
+    }
+    order.push_back(chunk->front());
+    chunk->erase(chunk->begin());
+    if (chunk->empty()) {
+      left.erase(chunk);
     }
   }
   return order;
@@ -55,8 +68,8 @@ RankOrder random_order(const RankPlace& place, std::size_t microbatches, std::si
 
 RankOrder RankProgram::order(std::size_t step) const {
   using Kind = RankWork::Kind;
-  if (extra == RankExtra::random || extra == RankExtra::random_cut) {
-    return random_order(place, microbatches[step], layers, extra == RankExtra::random_cut, seed);
+  if (is_random()) {
+    return random_order(place, microbatches[step], layers, extra, seed);
   }
   const std::size_t count = microbatches[step];
   RankOrder whole = schedule == RankSchedule::forwards_first
@@ -130,6 +143,21 @@ std::vector<RankProgram> random_programs() {
                    {4, 4, 4},
                    RankSchedule::forwards_first,
                    seed % 2 == 0 ? RankExtra::random : RankExtra::random_cut,
+                   seed});
+  }
+  return all;
+}
+
+std::vector<RankProgram> random_callable_programs() {
+  std::vector<RankProgram> all;
+  for (std::size_t seed = 0; seed < 9; ++seed) {
+    const std::size_t count = 2 + seed % 4;
+    all.push_back({"random_whole" + std::to_string(seed),
+                   {2, seed / 2 % 2, 1 + seed % 3},
+                   1 + seed / 2 % 4,
+                   {count, count, count},
+                   RankSchedule::forwards_first,
+                   seed % 2 == 0 ? RankExtra::random_whole : RankExtra::random_whole_cut,
                    seed});
   }
   return all;

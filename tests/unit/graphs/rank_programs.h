@@ -15,10 +15,12 @@ enum class RankExtra : std::uint8_t {
   forwards_alone,  ///< chunks without a backward, first and in between
   hybrid,          ///< some layers are not graphed, and some have no group
   cut,  ///< layers are detached from each other; one chunk's forward runs between another's backward, layer by layer
-  alternating,  ///< the layers of two chunks alternate in forward
-  overtaking,   ///< one chunk runs between the layers of another in forward
-  random,       ///< any order in which each chunk's forward comes before its backward, by layers in forward
-  random_cut,   ///< by layers in backward too
+  alternating,       ///< the layers of two chunks alternate in forward
+  overtaking,        ///< one chunk runs between the layers of another in forward
+  random,            ///< any order in which each chunk's forward comes before its backward, by layers in forward
+  random_cut,        ///< by layers in backward too
+  random_whole,      ///< any such order, but each forward and each backward runs at once
+  random_whole_cut,  ///< forwards run between the layers of backwards
 };
 
 /// What one rank of a pipeline runs.
@@ -31,7 +33,10 @@ struct RankProgram {
   RankExtra extra = RankExtra::none;
   std::size_t seed = 0;
 
-  [[nodiscard]] bool cut() const { return extra == RankExtra::cut || extra == RankExtra::random_cut; }
+  [[nodiscard]] bool is_random() const { return extra >= RankExtra::random; }
+  [[nodiscard]] bool cut() const {
+    return extra == RankExtra::cut || extra == RankExtra::random_cut || extra == RankExtra::random_whole_cut;
+  }
   [[nodiscard]] RankOrder order(std::size_t step) const;
 };
 
@@ -39,6 +44,8 @@ inline std::ostream& operator<<(std::ostream& out, const RankProgram& program) {
 
 [[nodiscard]] std::vector<RankProgram> rank_programs();
 [[nodiscard]] std::vector<RankProgram> random_programs();
+/// For callables in order: layers of two forwards do not take turns, nor do those of two backwards.
+[[nodiscard]] std::vector<RankProgram> random_callable_programs();
 /// Detached layers of one chunk, as many as are needed so that some of them are offloaded.
 [[nodiscard]] std::vector<RankProgram> deep_programs();
 /// Every rank of 1 to 4, with 1 to 3 parts and 1 to 12 microbatches, one of them fewer in the last step.
