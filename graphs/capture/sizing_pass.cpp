@@ -97,7 +97,7 @@ bool ObservedWeights::made_outside(const at::Tensor& tensor) const {
 }
 
 void ObservedWeights::refuse_sparse(const at::Tensor& read) const {
-  if (!is_composite(read) || read.has_storage()) {
+  if (!is_composite(read) || read.has_storage() || made_inside(read)) {
     return;
   }
   for_each_part(read, [&](const at::Tensor& part) {

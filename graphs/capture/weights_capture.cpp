@@ -170,7 +170,7 @@ void capture_weights(SequenceCapture& capture, std::size_t index) {
     capture.record_caller_event();
     call.weights.graph = guard.end();
     capture.weights_use->capture_ended();
-    await_end_of_backward(capture.runtime.device());  // as after a backward
+    await_end_of_backward(capture.runtime.device());
     check_captured_weights(capture, index);
   }
   CaptureOffload::release(call.copies.captured);

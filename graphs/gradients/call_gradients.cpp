@@ -55,10 +55,13 @@ bool is_owned(const CallParameter& parameter, const at::Tensor& grad) { return l
 /// gradient of a sum's two terms, and for an expanded number. A product's gradient is a transposed view, and only the view has its base.
 /// Call after await_end_of_backward: autograd's thread has references until then.
 bool has_own_memory(const at::Tensor& grad) {
-  const bool is_view = grad.is_view();
-  return !others_hold(grad, 1) && !(is_view && others_hold(grad._base(), 1)) && grad.has_storage() &&
-         !others_hold(grad.storage(), is_view ? 2 : 1) && grad.is_non_overlapping_and_dense() &&
-         grad.nbytes() == grad.storage().nbytes();
+  if (others_hold(grad, 1) || !grad.has_storage()) {
+    return false;
+  }
+  const bool is_view =
+      grad.is_view() && grad._base().has_storage() && grad._base().storage().is_alias_of(grad.storage());
+  return !(is_view && others_hold(grad._base(), 1)) && !others_hold(grad.storage(), is_view ? 2 : 1) &&
+         grad.is_non_overlapping_and_dense() && grad.nbytes() == grad.storage().nbytes();
 }
 
 /// Autograd gives a leaf's hooks the sum of what reached it, on the stream that it would accumulate on.

@@ -4,19 +4,9 @@
 #include <string_view>
 #include <utility>
 
-#include <c10/util/StringUtil.h>
-#include <torch/csrc/autograd/function.h>
-
-#include "runtime/composite.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
-namespace {
-
-// A backward gets sparse tensors that were saved, and offload makes those anew.
-bool in_backward() { return torch::autograd::get_current_node() != nullptr; }
-
-}  // namespace
 
 bool WholeStepWatch::writes_parameter(const OperatorAccess& access) const {
   return std::any_of(access.writes.begin(), access.writes.end(), [&](const at::Tensor& written) {
@@ -34,7 +24,6 @@ void WholeStepWatch::begin_pass(std::vector<at::Tensor> parameters, bool capture
     made_by_updates_.insert(storage);
   }
   made_by_update_.clear();
-  made_by_forward_.clear();
 }
 
 void WholeStepWatch::refuse_frozen_gradient(const OperatorAccess& access) const {
@@ -51,36 +40,17 @@ void WholeStepWatch::refuse_frozen_gradient(const OperatorAccess& access) const 
   }
 }
 
-void WholeStepWatch::refuse_sparse(const OperatorAccess& access) const {
-  for (const at::Tensor& read : access.reads) {
-    if (!is_composite(read) || read.has_storage()) {
-      continue;
-    }
-    for_each_part(read, [&](const at::Tensor& part) {
-      if (part.has_storage() && !made_by_forward_.contains(part.storage().unsafeGetStorageImpl())) {
-        throw UsageError(c10::str("graphed step \"", name_, "\": it reads (", access.name,
-                                  ") a sparse tensor of shape ", read.sizes(),
-                                  " from outside of the step. Replays could not notice that it changes; make the "
-                                  "sparse tensor inside of the step from its indices and values"));
-      }
-    });
-  }
-}
-
 void WholeStepWatch::after(const OperatorAccess& access) {
-  if (!updating_ && in_backward()) {
+  if (!updating_) {
     return;
   }
-  WeakStorageSet& made = updating_ ? made_by_update_ : made_by_forward_;
   for (const at::Tensor& output : access.outputs) {
-    for_each_part(output, [&](const at::Tensor& part) {
-      const auto is_its = [&](const at::Tensor& read) {
-        return read.has_storage() && read.storage().is_alias_of(part.storage());
-      };
-      if (part.defined() && part.has_storage() && std::none_of(access.reads.begin(), access.reads.end(), is_its)) {
-        made.insert(part.storage());
-      }
-    });
+    const auto is_its = [&](const at::Tensor& read) {
+      return read.has_storage() && read.storage().is_alias_of(output.storage());
+    };
+    if (output.defined() && output.has_storage() && std::none_of(access.reads.begin(), access.reads.end(), is_its)) {
+      made_by_update_.insert(output.storage());
+    }
   }
 }
 
@@ -95,8 +65,6 @@ void WholeStepWatch::before(const OperatorAccess& access) const {
   }
   if (updating_) {
     refuse_frozen_gradient(access);
-  } else if (!in_backward()) {
-    refuse_sparse(access);
   }
   const std::string_view name = access.name;
   if (name == "aten::_local_scalar_dense" && !captures_ &&

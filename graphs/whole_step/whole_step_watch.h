@@ -11,7 +11,7 @@
 namespace sidestream {
 
 /// Watches the warm-up of a whole step for what its graph would freeze or cannot do, and refuses it by name. Such are optimizers that keep
-/// a step count on the host, state that an update makes for itself, sparse tensors from outside, and values that are read on the host.
+/// a step count on the host, state that an update makes for itself, and values that are read on the host.
 /// Threads: one.
 class WholeStepWatch {
  public:
@@ -25,14 +25,13 @@ class WholeStepWatch {
     parameters_ = std::move(parameters);
     updating_ = true;
   }
-  /// Before an operator runs. Throws: CaptureError; UsageError for a sparse tensor from outside.
+  /// Before an operator runs. Throws: CaptureError.
   void before(const OperatorAccess& access) const;
   /// After it.
   void after(const OperatorAccess& access);
 
  private:
   void refuse_frozen_gradient(const OperatorAccess& access) const;
-  void refuse_sparse(const OperatorAccess& access) const;
   [[nodiscard]] bool writes_parameter(const OperatorAccess& access) const;
 
   std::string name_;
@@ -41,7 +40,6 @@ class WholeStepWatch {
   bool updating_ = false;
   WeakStorageSet made_by_updates_;  ///< of earlier passes
   WeakStorageSet made_by_update_;   ///< of this one
-  WeakStorageSet made_by_forward_;  ///< of this pass
 };
 
 /// Collects, for its lifetime, the parameters that AdamW and clip_grad_norm_ are given on this thread, also those without a gradient, which

@@ -383,6 +383,32 @@ TEST_F(GradientPolicyTest, OneGradientOfSeveralParametersIsEachOnesOwn) {
   EXPECT_TRUE(same(run(graphed), run(body)));
 }
 
+TEST_F(GradientPolicyTest, OneTransposedGradientOfSeveralParametersIsEachOnesOwn) {
+  torch::nn::Module none;
+  OffloadEngine engine(none, Options(device));
+  const at::Tensor a = rows(7, device).t().detach().requires_grad_(true);
+  const at::Tensor b = rows(8, device).t().detach().requires_grad_(true);
+  const TensorFunction body = [=](const Tensors& in) { return Tensors{in[0] + a.t() + b.t()}; };
+  const TensorFunction graphed = make_graphed_callables(engine, {Callable("sums", owning(body))}, {{input(0)}},
+                                                        GraphOptions().gradients("sums", GradientPolicy::owned))[0];
+  // In plain training, the gradients of a and b are views of one memory.
+  const auto run = [&](const TensorFunction& function, bool writes) {
+    StepTensors all;
+    for (std::int64_t s = 0; s < 4; ++s) {
+      const at::Tensor x = input(s);
+      (function({x})[0] * rows(s, device, 1)).sum().backward();
+      if (writes) {
+        a.mutable_grad().mul_(2);
+      }
+      all.emplace_back("b", b.grad().clone());
+      all.emplace_back("input", x.grad().clone());
+      a.mutable_grad() = b.mutable_grad() = at::Tensor();
+    }
+    return all;
+  };
+  EXPECT_TRUE(same(run(graphed, true), run(body, false)));
+}
+
 TEST_F(GradientPolicyTest, OutputsThatLeadToNoneGiveNone) {
   torch::nn::Module none;
   OffloadEngine engine(none, Options(device));
