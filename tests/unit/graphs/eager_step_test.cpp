@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "expect_throws.h"
+#include "graphs/outputs/storage_holders.h"
 #include "models/plain_twin.h"
 #include "models/scopes.h"
 #include "sidestream/device.h"
@@ -91,6 +92,7 @@ TEST_F(EagerStep, NoMoreGroupsTrailThanTheOptionSays) {
     for (std::int64_t s = 0; s < 3; ++s) {
       const at::Tensor x = data(s).requires_grad_(true);
       on_device.clear();
+      await_end_of_backward(device_);  // else what the last one's end holds may count
       const auto step = engine.step();
       const std::int64_t before = runtime->memory_stats().allocated;
       at::Tensor h = x.mul(1);
