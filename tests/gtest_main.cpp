@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include <ATen/Context.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
@@ -67,6 +68,8 @@ constexpr int kSkipped = 77;
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
+  at::globalContext().setUserEnabledMkldnn(
+      false);  // makes a program for each gelu: half the time of the simulated device's kernels
   WarningCollector collector;
   c10::WarningUtils::set_warning_handler(&collector);
   auto* fail_on_warning = new FailOnWarning(collector);  // owned by GoogleTest's listeners

@@ -27,6 +27,8 @@
 #include <string>
 #include <vector>
 
+#include <ATen/Context.h>
+
 #include "habits/shard.h"
 #include "habits/small_model.h"
 #include "habits/statistics.h"
@@ -276,6 +278,7 @@ int run_all(const Arguments& arguments, int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  at::globalContext().setUserEnabledMkldnn(false);  // as in tests/gtest_main.cpp
   try {
     const Arguments arguments = parse(argc, argv);
     if (arguments.options.device != "sim") {  // what cuBLAS asks for where algorithms must be deterministic
