@@ -40,7 +40,8 @@ struct CallOptions {
   /// For new values of arguments that are not tensors, new shapes, dtypes or requires_grad, and another state of autocast.
   TORCH_ARG(OnNewArguments, on_new_arguments) = OnNewArguments::capture;
   /// Upper bound on the captures of one call (microbatches in flight times variants of arguments), at least 1. In a step with an order, a
-  /// call has a capture for each microbatch, if the bound allows that many. Captures of the forward alone are counted separately. `on_max_captures` says what happens to a call that would need one more.
+  /// call has a capture for each microbatch, if the bound allows that many. Captures of the forward alone are
+  /// counted separately. `on_max_captures` says what happens to a call that would need one more.
   TORCH_ARG(int64_t, max_captures) = 8;
   /// For a call that would need one capture more.
   TORCH_ARG(OnMaxCaptures, on_max_captures) = OnMaxCaptures::eager;

@@ -3,7 +3,7 @@
 Usage: headers_test.py --source FOLDER --work FOLDER [--clang PROGRAM] [--include FOLDER]... [--without FOLDER]... -- COMPILER ARGUMENT...
 
 In the build a precompiled header may hide that a private header lacks an include.
---clang: reads private headers in a third of g++'s time. Without Clang, private headers are skipped. The build's compiler decides,
+--clang: reads private headers in less than half of g++'s time. Without Clang, private headers are skipped. The build's compiler decides,
 without a precompiled header, about a header that Clang refuses, or that is refused after a precompiled header.
 --include: a folder below the source folder in which private headers look for others.
 --without: a folder whose headers this build cannot compile.
