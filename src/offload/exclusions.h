@@ -69,9 +69,9 @@ class Exclusions {
   void add_held(const c10::Storage& storage);
 
   /// The first reason that holds, of: unsupported, other_device, parameter, static_input, marked, held, weight_cast, small. For a
-  /// composite leaf that requires grad: parameter. `tensor` is
-  /// what the pack hook was given, with its autograd history: that history shows leaves that require grad, and casts of weights. No
-  /// driver call, no operator, no allocation.
+  /// composite leaf that requires grad: parameter. `tensor` is what the pack hook was given, with its autograd history: that history shows
+  /// leaves that require grad, and casts of weights.
+  /// No driver call, no operator, no allocation.
   [[nodiscard]] Exclusion classify(const at::Tensor& tensor) const;
   /// `classify`, counted in the tallies.
   Exclusion classify_and_count(const at::Tensor& tensor);
