@@ -104,8 +104,8 @@ CapturedSequence::CapturedSequence(const GraphResources& resources, const GraphO
 void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const char* what) const {
   if (!calls[call].spec.chunk.empty()) {
     throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + what +
-                     "; run the chunks in the order that GraphOptions::order was given, or make the "
-                     "callables with the order of your steps");
+                     "; run the chunks in the order that GraphOptions::order was given, and each backward to its end "
+                     "before the next one begins, or make the callables with the order of your steps");
   }
 }
 

@@ -257,7 +257,8 @@ TEST_F(CallableOrderTest, OtherOrdersAreRefusedBeforeTheyOverwriteAnything) {
       "microbatch 0), got this forward";
   const std::string backward_too_early =
       "graphed call \"layers.1\" (stage 0, microbatch 1): expected the backward of graphed call \"layers.1\" (stage 0, "
-      "microbatch 0), got this backward";
+      "microbatch 0), got this backward; run the chunks in the order that GraphOptions::order was given, and each "
+      "backward to its end before the next one begins";
   for (const Told told : {Told::nothing, Told::chunks}) {
     expect_refused(engine, forward_too_early, {forward(0), forward(1), forward(2), forward(3)}, told);
     expect_refused(engine, backward_too_early, {forward(0), forward(1), backward(1)}, told);
