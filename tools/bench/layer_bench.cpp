@@ -64,13 +64,16 @@ std::unique_ptr<OffloadEngine> LayerBench::make_engine(const LayerMode& mode) co
     options.host_cap(static_cast<std::size_t>(*settings_.host_gib) << 30);
   }
   options.device_budget(mode.budget);
-  if (mode.everything) {
-    options.offload("blocks.*.*");
-  } else if (mode.offload) {
-    const std::int64_t last = mode.offloaded_layers.value_or(settings_.shape.layers) - 1;
-    for (const std::string& group : settings_.groups) {
-      options.offload(fmt::format("blocks.{{0..{}}}.{}", last, group));
+  const std::int64_t first = mode.recomputed_layers;
+  const std::int64_t last = mode.offloaded_layers.value_or(settings_.shape.layers) - 1;
+  if (mode.offload && first <= last) {
+    const std::string offloaded = fmt::format("blocks.{{{}..{}}}.", first, last);
+    for (const std::string& group : mode.everything ? std::vector<std::string>{"*"} : settings_.groups) {
+      options.offload(offloaded + group);
     }
+  }
+  if (mode.offload && first > 0) {
+    options.offload("recomputed");
   }
   return std::make_unique<OffloadEngine>(*layers_, options);
 }

@@ -43,7 +43,8 @@ struct LayerMode {
   GradientPolicy gradients = GradientPolicy::accumulated;
   std::optional<std::size_t> budget = std::nullopt;  ///< Options::device_budget; offload is its business then
   bool told = true;                                  ///< the engine is told the order of the microbatches
-  std::optional<std::int64_t> offloaded_layers = std::nullopt;           ///< the first ones; unset: all
+  std::optional<std::int64_t> offloaded_layers = std::nullopt;  ///< the first ones; unset: all
+  std::int64_t recomputed_layers = 0;  ///< the first ones; of them only the scope "recomputed" is offloaded
   std::function<at::Tensor(BlockStack&, at::Tensor)> forward = nullptr;  ///< unset: that of the layers
 };
 

@@ -1,5 +1,5 @@
 // What else saves memory, on the same layers in the same process: saved tensors copied to the host as they are saved, and layers that are
-// recomputed in backward, beside offload, each for a growing number of layers.
+// recomputed in backward, beside offload and together with it, each for a growing number of layers.
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -68,10 +68,15 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
   }
 };
 
+at::Tensor recomputed(BlockStack& stack, std::int64_t layer, const at::Tensor& h) {
+  const OffloadScope scope("recomputed");  // of the layer's input, where an engine offloads it
+  return Recomputed::apply(h, &stack, layer);
+}
+
 /// `way` for the first `layers`, then the layers' own forward.
 template <typename Way>
-LayerMode eager_with(const std::string& name, std::int64_t layers, Way way) {
-  LayerMode mode{.name = fmt::format("{} {}", name, layers)};
+LayerMode with(LayerMode mode, std::int64_t layers, Way way) {
+  mode.name += fmt::format(" {}", layers);
   mode.forward = [layers, way](BlockStack& stack, at::Tensor h) {
     for (std::int64_t i = 0; i < stack.layers(); ++i) {
       h = i < layers ? way(stack, i, h) : stack.forward_layer(i, h);
@@ -81,27 +86,36 @@ LayerMode eager_with(const std::string& name, std::int64_t layers, Way way) {
   return mode;
 }
 
-std::vector<LayerMode> modes_of(std::int64_t layers, std::int64_t points) {
-  std::vector<LayerMode> modes{{.name = "eager"}, {.name = "graphs", .graphs = true}};
+/// Modes whose engines are alive at the same time. All of them would not fit into the memory of a GPU.
+using ModeSet = std::vector<LayerMode>;
+
+/// Each set begins with the same two modes, so that the others can be compared with them in turns.
+std::vector<ModeSet> modes_of(std::int64_t layers, std::int64_t points) {
+  const ModeSet plain{{.name = "eager"}, {.name = "graphs", .graphs = true}};
+  ModeSet alone = plain;
+  ModeSet more = plain;
   for (std::int64_t point = 1; point <= points; ++point) {
     const std::int64_t first = layers * point / points;
-    modes.push_back({.name = fmt::format("graphs+offload {}", first), .graphs = true, .offload = true});
-    modes.back().offloaded_layers = first;
+    alone.push_back({.name = fmt::format("graphs+offload {}", first), .graphs = true, .offload = true});
+    alone.back().offloaded_layers = first;
+    more.push_back({.name = fmt::format("graphs+offload:all {}", first), .graphs = true, .offload = true});
+    more.back().everything = true;
+    more.back().offloaded_layers = first;
   }
-  modes.push_back({.name = "graphs+offload:all", .graphs = true, .offload = true, .everything = true});
   for (std::int64_t point = 1; point <= points; ++point) {
-    modes.push_back(eager_with("saved on CPU", layers * point / points, [](BlockStack& stack, std::int64_t i, auto& h) {
+    const std::int64_t first = layers * point / points;
+    alone.push_back(with({.name = "saved on CPU"}, first, [](BlockStack& stack, std::int64_t i, auto& h) {
       SavedOnCpu source;
       const SavedTensorGuard guard(&source);
       return stack.forward_layer(i, h);
     }));
+    more.push_back(with({.name = "recomputed+offload", .offload = true}, first, recomputed));
+    more.back().recomputed_layers = first;
   }
   for (std::int64_t point = 1; point <= points; ++point) {
-    modes.push_back(eager_with("recomputed", layers * point / points, [](BlockStack& stack, std::int64_t i, auto& h) {
-      return Recomputed::apply(h, &stack, i);
-    }));
+    alone.push_back(with({.name = "recomputed"}, layers * point / points, recomputed));
   }
-  return modes;
+  return {alone, more};
 }
 
 /// Over the largest magnitude of the parameter's gradient.
@@ -114,9 +128,9 @@ double largest_difference(const std::vector<at::Tensor>& gradients, const std::v
   return at::stack(differences).max().item<double>();  // nan if one is
 }
 
-Json measure(const bench::LayerSettings& settings, const std::vector<LayerMode>& modes) {
-  install_autograd_engine();
-  bench::LayerBench layers(settings, modes);
+/// The figures of each mode.
+Json measure_set(bench::LayerBench& layers, const bench::LayerSettings& settings) {
+  const ModeSet& modes = layers.modes();
   Json measured = Json::array();
   for (const LayerMode& mode : modes) {
     measured.push_back(layers.memory(mode));
@@ -134,9 +148,26 @@ Json measure(const bench::LayerSettings& settings, const std::vector<LayerMode>&
     measured[i]["step_ms_median"] = bench::median(wall) * 1e3;
     measured[i]["tokens_per_second"] = static_cast<double>(settings.shape.seq) / bench::median(wall);
   }
+  return measured;
+}
+
+Json measure(const bench::LayerSettings& settings, const std::vector<ModeSet>& sets) {
+  install_autograd_engine();
+  Json measured = Json::array();
+  std::string device;
+  std::int64_t base_bytes = 0;
+  for (std::size_t i = 0; i < sets.size(); ++i) {
+    bench::LayerBench layers(settings, sets[i]);
+    for (Json& mode : measure_set(layers, settings)) {
+      mode["set"] = i + 1;
+      measured.push_back(std::move(mode));
+    }
+    device = layers.device_name();
+    base_bytes = layers.base_bytes();
+  }
   return {{"benchmark", "peers"},
           {"version", version()},
-          {"device", layers.device_name()},
+          {"device", device},
           {"tokens", settings.shape.seq},
           {"layers", settings.shape.layers},
           {"hidden", settings.shape.hidden},
@@ -146,7 +177,7 @@ Json measure(const bench::LayerSettings& settings, const std::vector<LayerMode>&
           {"dtype", settings.dtype},
           {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
           {"rounds", settings.rounds},
-          {"weights_and_gradients_bytes", layers.base_bytes()},
+          {"weights_and_gradients_bytes", base_bytes},
           {"modes", measured}};
 }
 
