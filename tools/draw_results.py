@@ -23,10 +23,12 @@ POINTS = {  # a mode of the report: its label, colour, and where the label stand
     "graphs+offload": ("graphs + offload of what fits beside compute", BLUE, (12, -12)),
     "graphs+offload:all": ("graphs + offload of everything", BLUE, (-12, -12)),
 }
-CURVES = {  # the beginning of a mode's name: the mode without it, the curve's label, colour, and where the last point's label stands
-    "graphs+offload": ("graphs", "graphs + offload", BLUE, (8, -16)),
-    "recomputed": ("eager", "recomputation, eager", "#1a7f37", (10, -4)),
-    "saved on CPU": ("eager", "saved on CPU, eager", GREY, (-8, 8)),
+CURVES = {  # a mode's name without its number of layers: the mode without it, the curve's label, colour, and where the last point's label stands
+    "graphs+offload": ("graphs", "offload of what fits", BLUE, (8, -16)),
+    "graphs+offload:all": ("graphs", "offload of everything", "#0550ae", (12, -10)),
+    "recomputed": ("eager", "recomputation", "#1a7f37", (44, -2)),
+    "recomputed+offload": ("eager", "recomputation, and offload of what fits", "#8250df", (-10, -12)),
+    "saved on CPU": ("eager", "saved on CPU", GREY, (-8, 8)),
 }
 
 
@@ -51,13 +53,13 @@ def labels(report):
 
 
 def curves(report):
-    """By label: tokens per second in thousands and memory in GiB of each point, and the text beside the last."""
-    modes = {mode["name"]: mode for mode in report["modes"]}
+    """By curve: tokens per second in thousands and memory in GiB of each point, and the text beside the last."""
     drawn = {}
-    for beginning, (without, label, _, _) in CURVES.items():
-        names = [without] + [name for name in modes if name.startswith(beginning)]
-        points = [(modes[name]["tokens_per_second"] / 1e3, modes[name]["reserved_bytes"] / GIB) for name in names]
-        drawn[beginning] = (points, f"{label}\n{points[-1][0]:.1f}, {points[-1][1]:.1f} GiB")
+    for curve, (without, label, _, _) in CURVES.items():
+        found = [mode for mode in report["modes"] if mode["name"].rpartition(" ")[0] == curve]
+        beside = [mode for mode in report["modes"] if mode["name"] == without and mode["set"] == found[0]["set"]]
+        points = [(mode["tokens_per_second"] / 1e3, mode["reserved_bytes"] / GIB) for mode in beside + found]
+        drawn[curve] = (points, f"{label}\n{points[-1][0]:.1f}, {points[-1][1]:.1f} GiB")
     return drawn
 
 

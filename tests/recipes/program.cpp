@@ -117,6 +117,35 @@ void layers_4_to_20(c10::Device device) {
   check(offloaded >= 12, "most of the groups that are named are offloaded");
 }
 
+void recompute_some_layers(c10::Device device) {
+  const std::size_t recomputed_blocks = 2;
+  std::vector<std::vector<at::Tensor>> gradients;
+  const std::vector<Batch> loader(3, batch_of(device, 4 * kLength));  // a block's input has 1 MiB: smaller tensors stay
+  for (const bool plain : {true, false}) {
+    Model model = model_of(device, 8);
+    seed(device, 2);
+    if (plain) {
+      for (const Batch& batch : loader) {
+        model->loss(batch.data, batch.target).backward();
+      }
+    } else {
+      //@ recompute some layers
+      std::map<std::string, int64_t> offloaded;
+      for (const ss::GroupReport& group : engine.report().groups) {
+        offloaded[group.name] += group.offloaded_bytes;
+      }
+      check(offloaded["recomputed"] > 0, "the inputs of recomputed blocks are offloaded");
+      check(offloaded["blocks.2.mlp"] > 0, "groups of the other blocks are offloaded");
+    }
+    gradients.emplace_back();
+    for (const at::Tensor& parameter : model->parameters()) {
+      gradients.back().push_back(parameter.grad());
+    }
+    gradients.back() = values_of(gradients.back());
+  }
+  check(equal(gradients[0], gradients[1]), "gradients are plain training's bit for bit");
+}
+
 void validation_outside_of_a_step(c10::Device device) {
   Model model = model_of(device);
   std::vector<Batch> loader = batches(device, 3), held_out = batches(device, 2);
@@ -475,6 +504,7 @@ void groups_by_hand(c10::Device device) {
 const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"first step out of memory", first_step_out_of_memory},
     {"layers 4 to 20", layers_4_to_20},
+    {"recompute some layers", recompute_some_layers},
     {"validation outside of a step", validation_outside_of_a_step},
     {"validation inside of a step", validation_inside_of_a_step},
     {"four microbatches", four_microbatches},
