@@ -33,8 +33,8 @@ class StoreBackend : public c10d::Backend {
                                            const c10d::AllreduceOptions& options) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
 
-  /// Ends the receives of all ranks with this reason, unless another one was given before. The rank whose process serves the store gives the
-  /// others two seconds to read it. Never throws.
+  /// Ends the receives of all ranks with this reason, unless another one was given before. The rank whose process serves the store gives
+  /// the others two seconds to read it. Never throws.
   void fail(const std::string& reason, bool serves_store = false) noexcept;
   /// The last call. The rank whose process serves the store waits until all other ranks have called it.
   void leave(bool serves_store);

@@ -26,8 +26,8 @@ void check_nodes(const std::vector<GraphNode>& nodes, const NodeNames& names, co
 /// ended. Not for the replay path.  Throws: CaptureError that names the group.
 void check_copy_ends(const CapturedCopies& copies, Direction direction, const std::string& what);
 
-/// Checks the nodes of a captured graph (rule: an event that a graph does not record is a silent no-op): exactly one record of `done` and of
-/// each event of `ready`; `done` descends from every node that does anything. `what` names the graph in the error, `names` its nodes.
+/// Checks the nodes of a captured graph (rule: an event that a graph does not record is a silent no-op): exactly one record of `done` and
+/// of each event of `ready`; `done` descends from every node that does anything. `what` names the graph in the error, `names` its nodes.
 /// Not for the replay path.  Throws: CaptureError.
 void check_graph_events(const std::vector<GraphNode>& nodes, const NodeNames& names, const ExternalEvent& done,
                         const std::vector<const ExternalEvent*>& ready, const std::string& what);

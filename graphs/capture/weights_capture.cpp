@@ -58,8 +58,8 @@ std::vector<std::size_t> delayed_of(const CapturedCall& call) {
   return delayed;
 }
 
-/// First of all in the capture of the weights graph of call `index`: allocates where its own reloads go, unless an earlier one has, and those
-/// of the next call that has any. So these can be queued before this graph is launched.
+/// First of all in the capture of the weights graph of call `index`: allocates where its own reloads go, unless an earlier one has, and
+/// those of the next call that has any. So these can be queued before this graph is launched.
 void allocate_weights_targets(SequenceCapture& capture, std::size_t index) {
   const std::vector<std::size_t>& order = capture.order.by_weights();
   for (std::size_t rank = capture.order.weights_rank(index); rank < order.size(); ++rank) {

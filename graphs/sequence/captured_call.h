@@ -149,8 +149,8 @@ struct CapturedCall {
     }
     return static_cast<std::int64_t>(bytes);
   }
-  /// After a forward that was given `given` and made `made`: notes the versions of the tensors that the backward graph reads at the caller's
-  /// own addresses.
+  /// After a forward that was given `given` and made `made`: notes the versions of the tensors that the backward graph reads at the
+  /// caller's own addresses.
   void stamp_versions(c10::ArrayRef<at::Tensor> given, const detail::TensorBuffer& made);
   /// After the captures.
   void make_lists() {

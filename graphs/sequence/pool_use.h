@@ -24,8 +24,8 @@ class PoolUse {
     std::int64_t in_flight_after = 0;  ///< and from its launch until the next one
   };
 
-  /// `graphs`: what the captures used, by graph index. `ungiven`: bytes that the graphs hold for a gradient to come. `pool` and `graphs` must
-  /// outlive this object.
+  /// `graphs`: what the captures used, by graph index. `ungiven`: bytes that the graphs hold for a gradient to come. `pool` and `graphs`
+  /// must outlive this object.
   PoolUse(std::shared_ptr<Runtime> runtime, const MemoryPool& pool, const std::vector<GraphUse>& graphs,
           std::int64_t ungiven);
   PoolUse(const PoolUse&) = delete;

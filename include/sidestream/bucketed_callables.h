@@ -12,8 +12,8 @@
 
 namespace sidestream {
 
-/// What a bucketed callable does with inputs that fit no bucket. With `eager` each callable gives one warning. `capture` adds a bucket: if the
-/// inputs of the first callable fit none, all callables run eagerly in that pass, each once and in order. They are captured with these
+/// What a bucketed callable does with inputs that fit no bucket. With `eager` each callable gives one warning. `capture` adds a bucket: if
+/// the inputs of the first callable fit none, all callables run eagerly in that pass, each once and in order. They are captured with these
 /// inputs as soon as the first callable is called again and no backward is pending.
 using OnUnknownShape = OnNewArguments;
 /// What a bucketed callable does if a pending backward needs the memory: of another bucket, or of an earlier call of the same bucket.

@@ -192,7 +192,8 @@ class SIDESTREAM_API GraphedCallable {
   std::shared_ptr<Shared> shared_;  ///< shared by copies
 };
 
-/// Captures forward and backward of the callables, in order (see GraphOptions::order). The groups that the engine's options name are offloaded.
+/// Captures forward and backward of the callables, in order (see GraphOptions::order). The groups that the engine's options name are
+/// offloaded.
 ///
 /// `samples[i]` are the arguments of `callables[i]`; their values are used in warm-up. A sizing pass runs first. Parameters' gradients,
 /// buffers and random state are unchanged when it returns.

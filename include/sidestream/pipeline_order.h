@@ -61,9 +61,9 @@ struct TimedStep {
 
 /// When each step runs if every rank runs its order as early as it can: result[r][i] is the time of `orders[r][i]`.
 ///
-/// A forward takes 1 unit of time. A backward takes 2, or 1 if `orders` have weight gradients as steps, which take 1. Sending takes no time.
-/// A forward waits for the same microbatch's forward in the virtual stage before, a backward for its backward in the virtual stage after.
-/// In the last virtual stage a backward waits for its forward.
+/// A forward takes 1 unit of time. A backward takes 2, or 1 if `orders` have weight gradients as steps, which take 1. Sending takes no
+/// time. A forward waits for the same microbatch's forward in the virtual stage before, a backward for its backward in the virtual stage
+/// after. In the last virtual stage a backward waits for its forward.
 /// Threads: any.
 /// Throws: UsageError if a step occurs twice or would wait forever, and if some weight gradients are steps, but not those of each
 /// backward. The message names the step, what it waits for, and the remedy.

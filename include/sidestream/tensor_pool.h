@@ -53,7 +53,8 @@ struct TensorPoolStatistics {
 ///
 /// The tensors are contiguous and not initialised. Host memory has exactly the bytes of its tensor. On a GPU in a system of several NUMA
 /// nodes, it lies near the GPU, if the system allows.
-/// If `stream` is not set, it is the calling thread's current stream on the device. Streams that are given live as long as the pool's memory.
+/// If `stream` is not set, it is the calling thread's current stream on the device. Streams that are given live as long as the pool's
+/// memory.
 ///
 /// Work on the device needs no synchronization between `free` and the next `allocate`: see their Ordering. Host code that reads or writes
 /// a host tensor synchronizes with `stream` first.

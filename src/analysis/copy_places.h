@@ -38,8 +38,8 @@ struct CopyPlaces {
                                                   const std::vector<std::uint64_t>& offloaded,
                                                   const CopyWindow& window);
 
-/// By run, the earlier run whose place on the host it takes over, or itself: two runs may have the same place if their `kinds` are equal and
-/// if one's backward comes before the other's forward. Of runs that are reloaded `for_weights`, also one's weights graph has to. Pure.
+/// By run, the earlier run whose place on the host it takes over, or itself: two runs may have the same place if their `kinds` are equal
+/// and if one's backward comes before the other's forward. Of runs that are reloaded `for_weights`, also one's weights graph has to. Pure.
 [[nodiscard]] std::vector<std::size_t> former_runs(const SequenceOrder& order, const std::vector<std::size_t>& kinds,
                                                    const std::vector<bool>& for_weights);
 

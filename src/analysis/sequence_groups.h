@@ -17,8 +17,8 @@ struct RecordedOrder {
 
 /// Which of the calls 0 to `calls` - 1 are captured together, as a sequence in nested order: lists of calls in increasing order. Calls are
 /// together if autograd connects them and if their sequence may replay in the recorded order; else the later call begins another
-/// sequence. A call that never ran a backward joins the sequence of the call before it; those before the first call with a backward join that
-/// one. Pure.
+/// sequence. A call that never ran a backward joins the sequence of the call before it; those before the first call with a backward join
+/// that one. Pure.
 [[nodiscard]] std::vector<std::vector<std::size_t>> sequence_groups(std::size_t calls, const RecordedOrder& recorded);
 
 /// The recorded calls as one sequence, in the order in which each of them ran first. Each of these runs has a backward. Pure.

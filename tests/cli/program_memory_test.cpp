@@ -1,5 +1,5 @@
-// The program where device memory or addresses are few. Below some 2.9 GB the loader itself does not bring LibTorch's CUDA libraries in: its own
-// one line, exit code 127.
+// The program where device memory or addresses are few. Below some 2.9 GB the loader itself does not bring LibTorch's CUDA libraries in:
+// its own one line, exit code 127.
 #include <algorithm>
 #include <string>
 

@@ -1,5 +1,5 @@
-// The code blocks of docs/recipes.md and docs/pipelines.md, each in a function that runs it and checks what the page says of it. recipes_test.py puts the
-// block in the place of its line "//@ NAME", and compiles the result.
+// The code blocks of docs/recipes.md and docs/pipelines.md, each in a function that runs it and checks what the page says of it.
+// recipes_test.py puts the block in the place of its line "//@ NAME", and compiles the result.
 //
 //   recipes NAME        runs one recipe; without a name it lists them
 #include <ATen/CPUGeneratorImpl.h>

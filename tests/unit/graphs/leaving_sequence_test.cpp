@@ -38,8 +38,8 @@ class LeavingSequenceTest : public testing::Test {
     tensor.record_stream(beside_);
     return read;
   }
-  /// Outputs of a sequence, or gradients of its parameters, are read beside and let go of; then the sequence goes, or a part of it, by `leave`,
-  /// and another one computes in the memory.
+  /// Outputs of a sequence, or gradients of its parameters, are read beside and let go of; then the sequence goes, or a part of it, by
+  /// `leave`, and another one computes in the memory.
   void expect_reads_right(bool of_gradients, const std::string& which,
                           const std::function<void(std::optional<StackTwins>&)>& leave) {
     SCOPED_TRACE(which + (of_gradients ? ", gradients" : ", outputs"));

@@ -60,8 +60,8 @@ GraphOptions graph_options(const RankProgram& program) {
   return options;
 }
 
-/// Callables for each part: a set for each microbatch in flight, and one for forwards without a backward. In order they are one set for all,
-/// made again for another order.
+/// Callables for each part: a set for each microbatch in flight, and one for forwards without a backward. In order they are one set for
+/// all, made again for another order.
 class RankCallables {
  public:
   RankCallables(OffloadEngine& engine, CalledStack& model, const RankProgram& program, c10::Device device,
