@@ -17,14 +17,15 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw UsageError("GraphOptions::order: " + what); }
 
-/// `order` without forwards alone. Throws: UsageError if nothing is left, and for weight gradients.
-std::vector<PipelineStep> with_backward(const std::vector<PipelineStep>& order) {
+/// `order` without forwards alone. Throws: UsageError if nothing is left, and for weight gradients that nothing delays.
+std::vector<PipelineStep> with_backward(const std::vector<PipelineStep>& order, bool delayed) {
   check_order(order, "GraphOptions::order");
   std::set<std::pair<std::int64_t, std::int64_t>> chunks;
   for (const PipelineStep& step : order) {
-    if (step.kind == PipelineStep::Kind::weight_gradients) {
+    if (step.kind == PipelineStep::Kind::weight_gradients && !delayed) {
       refuse("the order has weight gradients as steps (" + describe(ChunkId{step.stage, step.microbatch}) +
-             "), but callables in an order compute them in the backward; give an order without them");
+             "), but the backward computes them; set GradientPolicy::delayed for these parameters "
+             "(GraphOptions::gradients), or give an order without them");
     }
     if (step.kind == PipelineStep::Kind::backward) {
       chunks.emplace(step.stage, step.microbatch);
@@ -67,8 +68,8 @@ std::map<std::int64_t, std::vector<std::size_t>> by_stage(const std::vector<Pipe
 }  // namespace
 
 CallableOrder::CallableOrder(const std::vector<PipelineStep>& order, const std::vector<Callable>& callables,
-                             std::int64_t most) {
-  const std::vector<PipelineStep> trained = with_backward(order);
+                             std::int64_t most, bool delayed) {
+  const std::vector<PipelineStep> trained = with_backward(order, delayed);
   const auto stages = by_stage(trained, callables);
   const std::vector<std::size_t> slots = slots_of_order(trained);
   if (const std::size_t needed = *std::max_element(slots.begin(), slots.end()) + 1;
@@ -90,8 +91,9 @@ CallableOrder::CallableOrder(const std::vector<PipelineStep>& order, const std::
         runs_.push_back({*i, step.stage, known->second});
       }
     } else if (const Chunk& chunk = *find(id); chunk.first) {
+      const Direction direction = step.kind == PipelineStep::Kind::backward ? Direction::backward : Direction::weights;
       for (auto i = of_stage.rbegin(); i != of_stage.rend(); ++i) {
-        steps.push_back({*i, chunk.captured, Direction::backward});
+        steps.push_back({*i, chunk.captured, direction});
       }
     }
   }

@@ -25,9 +25,10 @@ class CallableOrder {
     std::size_t chunk = 0;  ///< the captured chunks are numbered as they begin
   };
 
-  /// `most`: captures of one callable.
+  /// `most`: captures of one callable. `delayed`: there are delayed weight gradients.
   /// Throws: UsageError for an order that no step can take, that needs more captures, or that does not fit the callables.
-  CallableOrder(const std::vector<PipelineStep>& order, const std::vector<Callable>& callables, std::int64_t most);
+  CallableOrder(const std::vector<PipelineStep>& order, const std::vector<Callable>& callables, std::int64_t most,
+                bool delayed);
 
   /// In the order of their forwards.
   [[nodiscard]] const std::vector<Run>& runs() const noexcept { return runs_; }

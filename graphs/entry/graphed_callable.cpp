@@ -307,8 +307,8 @@ std::shared_ptr<CallSet> EngineAccess::make_set(EngineState& state, const std::v
       callables.size(), options,
       RecordedCalls(resources.model, state.runtime().device(), resources.rest, /*delays=*/false));
   if (!options.order().empty()) {
-    set->order =
-        std::make_unique<CallableOrder>(options.order(), callables, resources.options.call_options().max_captures());
+    set->order = std::make_unique<CallableOrder>(
+        options.order(), callables, resources.options.call_options().max_captures(), delays_gradients(options));
   }
   for (const auto i : c10::irange(callables.size())) {
     CallSite& site = set->sites[i];

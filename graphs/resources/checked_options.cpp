@@ -114,12 +114,11 @@ void check_graph_options(const GraphOptions& options, std::optional<c10::Stream>
         "retain_graph_in_backward is set together with GradientPolicy::delayed, but backward_dw uses up what a second "
         "backward would need. Choose another policy, or run each backward once");
   }
-  if (!options.order().empty() &&
-      (options.retain_graph_in_backward() || options.forward_only() || delays_gradients(options))) {
+  if (!options.order().empty() && (options.retain_graph_in_backward() || options.forward_only())) {
     throw UsageError(
-        "GraphOptions::order is set together with retain_graph_in_backward, forward_only or GradientPolicy::delayed. "
-        "These need memory that an order gives to other chunks after the backward. Leave them out, or capture once for "
-        "each microbatch in flight");
+        "GraphOptions::order is set together with retain_graph_in_backward or forward_only. These need memory that an "
+        "order gives to other chunks after the backward. Leave them out, or capture once for each microbatch in "
+        "flight");
   }
   if (options.num_warmup_iters() < 0) {
     throw UsageError("num_warmup_iters is negative; it must be 0 or more");

@@ -101,11 +101,19 @@ CapturedSequence::CapturedSequence(const GraphResources& resources, const GraphO
       pool(memory->pool(resources.runtime)),
       order(std::move(steps)) {}
 
-void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const char* what) const {
+void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const char* got) const {
   if (!calls[call].spec.chunk.empty()) {
-    throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + what +
+    throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
                      "; run the chunks in the order that GraphOptions::order was given, and each backward to its end "
                      "before the next one begins, or make the callables with the order of your steps");
+  }
+}
+
+void CapturedSequence::check_turn_of_weights(std::size_t call, std::size_t obstacle, const char* got) const {
+  if (!calls[call].spec.chunk.empty()) {
+    throw UsageError(describe(call) + ": expected backward_dw of " + describe(obstacle) + ", got this " + got +
+                     "; compute delayed weight gradients where GraphOptions::order has them, and let no other chunk "
+                     "run between the layers of a backward, or make the callables with the order of your steps");
   }
 }
 
@@ -312,6 +320,7 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
         "calls separately");
   }
   if (const auto obstacle = weights.obstacle(order.backward_index(index))) {
+    check_turn_of_weights(index, *obstacle, "backward");
     throw UsageError(
         describe(index) + ": its backward would overwrite what the delayed weight gradients of \"" +
         calls[*obstacle].spec.name +

@@ -56,9 +56,11 @@ struct CapturedSequence {
   [[nodiscard]] std::string describe(std::size_t call) const {
     return "graphed call \"" + calls[call].spec.name + "\"" + calls[call].spec.chunk;
   }
-  /// A graph of `call` is to be launched while `obstacle` awaits its backward. `what`: "forward".
+  /// A graph of `call` is to be launched while `obstacle` awaits its backward. `got`: "forward".
   /// Throws: UsageError, if the calls are captured in an order of chunks.
-  void check_turn(std::size_t call, std::size_t obstacle, const char* what) const;
+  void check_turn(std::size_t call, std::size_t obstacle, const char* got) const;
+  /// The same while `obstacle` awaits its weights graph.
+  void check_turn_of_weights(std::size_t call, std::size_t obstacle, const char* got) const;
   /// True for captures of forwards alone, made under no_grad.
   [[nodiscard]] bool forwards_alone() const { return !calls.front().spec.state.modes.gradients; }
   /// Bytes of gradients that the graphs hold memory for, as CapturedCall::ungiven_bytes: only the call whose backward is last has any.

@@ -141,7 +141,8 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
   }
   const std::size_t graph_index = captured_.order.forward_index(index);
-  if (pending_.weights().obstacle(graph_index)) {
+  if (const auto obstacle = pending_.weights().obstacle(graph_index)) {
+    captured_.check_turn_of_weights(index, *obstacle, "forward");
     throw UsageError(
         captured_.describe(index) +
         ": weight gradients of calls that were captured with it are delayed, and this forward would overwrite "

@@ -168,8 +168,8 @@ class SIDESTREAM_API GraphedCallable {
   /// Computes the gradients of parameters that have GradientPolicy::delayed, for the oldest backward that has not had it [backward_dw].
   ///
   /// The gradients are accumulated in a backward pass of its own, in which the hooks of the parameters run. Call it once after each
-  /// backward, before the next forward of any callable that was captured with this one. Different callables may be called in any order.
-  /// After an eager run it does nothing: that backward has computed all gradients.
+  /// backward, before the next forward of any callable captured with this one, or where GraphOptions::order has it. Different callables
+  /// may be called in any order. After an eager run it does nothing: that backward has computed all gradients.
   /// Ordering: as a backward.  Capture: illegal.
   /// Throws: UsageError if no gradients are delayed, and if a tensor that they are computed from was changed in place. What hooks throw.
   void backward_dw() const;

@@ -87,9 +87,25 @@ class CallableOrderTest : public testing::Test {
     }
     return h;
   }
+  /// Of all layers of a chunk. `engine`: null if the callables themselves are asked.
+  void compute_weights(OffloadEngine* engine, const PipelineStep& work) const {
+    if (engine != nullptr) {
+      engine->backward_dw({work.stage, work.microbatch});
+      return;
+    }
+    for (std::int64_t i = 2 * work.stage; i < 2 * work.stage + 2; ++i) {
+      graphed_[static_cast<std::size_t>(i)].backward_dw();
+    }
+  }
   /// Runs `work` of step `s`.
   void run(CalledStack& model, OffloadEngine* engine, const PipelineStep& work, std::int64_t s, Chunks& in_flight,
            StepTensors& given) const {
+    if (work.kind == Kind::weight_gradients) {
+      if (&model == &model_) {
+        compute_weights(engine, work);
+      }
+      return;
+    }
     auto& [input, output] = in_flight[{work.stage, work.microbatch}];
     if (work.kind == Kind::forward) {
       input = rows(100 * s + work.microbatch, device_, work.stage).requires_grad_();
@@ -181,6 +197,46 @@ TEST_F(CallableOrderTest, EachCallReplaysTheCaptureOfItsMicrobatch) {
     EXPECT_EQ(engine.report().captures, 2 * kLayers * 4);
     graphed_.clear();
   }
+}
+
+TEST_F(CallableOrderTest, DelayedWeightGradientsAreStepsOfTheOrder) {
+  PipelineShape shape{2, 2, 4};
+  shape.delay_weight_gradients = true;
+  const Order delayed = pipeline_order(shape, 0);
+  OffloadEngine engine(model_, options());
+  capture(engine, GraphOptions().order(delayed).gradients("**", GradientPolicy::delayed));
+  std::int64_t s = 0;
+  for (const Told told : {Told::nothing, Told::chunks, Told::order, Told::nothing}) {
+    expect_replays(engine, s++, delayed, told);
+    expect_replays(engine, s++, delayed, told);
+    EXPECT_GT(engine.report().offloaded_bytes, 0);
+  }
+}
+
+TEST_F(CallableOrderTest, WeightGradientsThatTheOrderDoesNotNameAreItsLastSteps) {
+  Order last = one_stage_;
+  for (std::int64_t m = 0; m < 6; ++m) {
+    last.push_back({0, m, Kind::weight_gradients});
+  }
+  OffloadEngine engine(model_, options());
+  capture(engine, GraphOptions().order(one_stage_).gradients("**", GradientPolicy::delayed), 2);
+  expect_replays(engine, 0, last);
+  expect_replays(engine, 1, last, Told::chunks);
+}
+
+TEST_F(CallableOrderTest, NothingOverwritesWhatDelayedWeightGradientsNeed) {
+  const auto of = [](std::int64_t m, Kind kind) { return PipelineStep{0, m, kind}; };
+  const Order order{of(0, Kind::forward),          of(0, Kind::backward), of(0, Kind::weight_gradients),
+                    of(2, Kind::forward),          of(1, Kind::forward),  of(1, Kind::backward),
+                    of(1, Kind::weight_gradients), of(2, Kind::backward), of(2, Kind::weight_gradients)};
+  OffloadEngine engine(model_, options());
+  capture(engine, GraphOptions().order(order).gradients("**", GradientPolicy::delayed), 2);
+  expect_replays(engine, 0, order);
+  const std::string text =
+      "graphed call \"layers.0\" (stage 0, microbatch 2): expected backward_dw of graphed call \"layers.0\" (stage 0, "
+      "microbatch 0), got this forward; compute delayed weight gradients where GraphOptions::order has them";
+  expect_refused(engine, text, {of(0, Kind::forward), of(0, Kind::backward), of(2, Kind::forward)}, Told::chunks);
+  expect_replays(engine, 1, order);
 }
 
 class CallableOrderOfDraws : public CallableOrderTest {
@@ -458,16 +514,15 @@ TEST_F(CallableOrderTest, OrdersThatDoNotFitTheCallables) {
   expect_bad("has no backward, so nothing is captured", GraphOptions().order({{0, 0, Kind::forward}}), 2);
   expect_bad("GraphOptions::order: the order has the backward of stage 0, microbatch 0, but not the forward",
              GraphOptions().order({{0, 0, Kind::backward}}), 2);
-  expect_bad("has weight gradients as steps (stage 1, microbatch 0)",
+  expect_bad("has weight gradients as steps (stage 1, microbatch 0), but the backward computes them; set",
              GraphOptions().order(pipeline_order(PipelineShape{2, 2, 4, 0, true}, 0)));
   expect_bad(
       "needs 9 captures of a callable, one for each microbatch, but the engine's CallOptions::max_captures "
       "allows 8",
       GraphOptions().order(pipeline_order(PipelineShape{2, 1, 9}, 0)), 2);
   for (const GraphOptions& bad :
-       {GraphOptions(good).retain_graph_in_backward(true), GraphOptions(good).forward_only(true),
-        GraphOptions(good).gradients("**", GradientPolicy::delayed)}) {
-    expect_bad("GraphOptions::order is set together with retain_graph_in_backward, forward_only or", bad);
+       {GraphOptions(good).retain_graph_in_backward(true), GraphOptions(good).forward_only(true)}) {
+    expect_bad("GraphOptions::order is set together with retain_graph_in_backward or forward_only", bad);
   }
   OffloadEngine engine(model_, options());
   std::vector<std::vector<Sample>> linked = samples();

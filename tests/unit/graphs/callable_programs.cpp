@@ -1,4 +1,5 @@
 // Programs of the reference systems' form, make_graphed_callables: whole passes, and those that leave layers out.
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <optional>
@@ -362,7 +363,11 @@ class OrderedStages final : public StackProgram {
       for (std::size_t i = 0; i < layers.size(); ++i) {
         layers[i].stage(static_cast<std::int64_t>(i) / 2);
       }
-      capture_linked(layers, GraphOptions().order(order_), [](std::size_t i) { return i % 2 == 0; });
+      GraphOptions options = GraphOptions().order(order_);
+      if (std::any_of(order_.begin(), order_.end(), is_of_weights)) {
+        options.gradients("**", GradientPolicy::delayed);
+      }
+      capture_linked(layers, options, [](std::size_t i) { return i % 2 == 0; });
     }
   }
   ~OrderedStages() override { end(); }
@@ -375,6 +380,10 @@ class OrderedStages final : public StackProgram {
     std::map<std::pair<std::int64_t, std::int64_t>, std::pair<at::Tensor, at::Tensor>> in_flight;
     std::vector<at::Tensor> results;
     for (const PipelineStep& work : order_) {
+      if (is_of_weights(work)) {
+        compute_weights(work);
+        continue;
+      }
       auto& [input, output] = in_flight[{work.stage, work.microbatch}];
       if (work.kind == PipelineStep::Kind::forward) {
         input = rows_of(100 * s + work.microbatch, work.stage).requires_grad_(true);
@@ -401,6 +410,18 @@ class OrderedStages final : public StackProgram {
   }
 
  private:
+  static bool is_of_weights(const PipelineStep& work) { return work.kind == PipelineStep::Kind::weight_gradients; }
+  void compute_weights(const PipelineStep& work) {
+    if (engine_ && chunks_) {
+      engine_->backward_dw({work.stage, work.microbatch});
+      return;
+    }
+    for (auto i = 2 * static_cast<std::size_t>(work.stage); engine_ && i < 2 * static_cast<std::size_t>(work.stage) + 2;
+         ++i) {
+      layers_[i].backward_dw();
+    }
+  }
+
   std::vector<PipelineStep> order_;
   bool chunks_;
 };
@@ -447,6 +468,9 @@ std::vector<NamedProgram> callable_programs() {
   result.push_back(named_program<OrderedStages>("callables_in_order", 1, pipeline_order({2, 1, 3}, 0), false));
   result.push_back(
       named_program<OrderedStages>("callables_in_order_interleaved", 2, pipeline_order({2, 2, 2}, 0), true));
+  const std::vector<PipelineStep> zero_bubble = pipeline_order({2, 1, 3, 0, /*delay_weight_gradients=*/true}, 0);
+  result.push_back(named_program<OrderedStages>("callables_in_order_zero_bubble", 1, zero_bubble, false));
+  result.push_back(named_program<OrderedStages>("callables_in_order_zero_bubble_chunks", 1, zero_bubble, true));
   const std::vector<RankProgram> random = random_callable_programs();
   for (const std::size_t i : {2, 4}) {  // of whole backwards
     result.push_back(named_program<OrderedStages>("callables_in_" + random[i].name, random[i].place.parts,

@@ -127,7 +127,7 @@ class RankCallables {
     }
     for (const PipelineStep& step : order) {
       slots_[{static_cast<std::size_t>(step.stage), static_cast<std::size_t>(step.microbatch)}] =
-          step.kind == PipelineStep::Kind::backward ? 0 : 1;
+          step.kind == PipelineStep::Kind::forward ? 1 : 0;
     }
   }
   /// Those of parts [first, last), as one set.
@@ -366,14 +366,13 @@ INSTANTIATE_TEST_SUITE_P(Orders, PipelineRankTest,
                          testing::Combine(testing::ValuesIn(rank_programs()), rank_ways,
                                           testing::Values(RankChunks::none, RankChunks::ordered)),
                          name_of_rank);
-/// Of callables in order. The layers of two chunks may not alternate in forward, and no weight gradients are delayed.
+/// Of callables in order. The layers of two chunks may not alternate in forward.
 std::vector<RankProgram> callable_orders() {
   std::vector<RankProgram> programs = rank_programs();
   const std::vector<RankProgram> deep = deep_programs();
   programs.insert(programs.end(), deep.begin(), deep.end());
   std::erase_if(programs, [](const RankProgram& program) {
-    return program.schedule == RankSchedule::zero_bubble || program.extra == RankExtra::alternating ||
-           program.extra == RankExtra::overtaking;
+    return program.extra == RankExtra::alternating || program.extra == RankExtra::overtaking;
   });
   return programs;
 }

@@ -18,13 +18,16 @@ RankOrder layers_in_turn(const RankWork& first, const RankWork& second, std::siz
   return order;
 }
 
-/// Chunks of `place` in a random order: each runs its forward, then its backward, at once or by layers.
-RankOrder random_order(const RankPlace& place, std::size_t microbatches, std::size_t layers, RankExtra extra,
-                       std::size_t seed) {
+/// Chunks of `place` in a random order: each runs its forward, then its backward, at once or by layers, then its weight gradients, if
+/// they are delayed. Those of a part come in the order of its backwards, since sums of gradients depend on it.
+RankOrder random_order(const RankProgram& program, std::size_t microbatches) {
   using Kind = RankWork::Kind;
+  const RankPlace& place = program.place;
+  const RankExtra extra = program.extra;
+  const std::size_t layers = program.layers;
   const bool forward_by_layers = extra == RankExtra::random || extra == RankExtra::random_cut;
   const bool backward_by_layers = extra == RankExtra::random_cut || extra == RankExtra::random_whole_cut;
-  std::minstd_rand random(static_cast<unsigned>(seed + 1));
+  std::minstd_rand random(static_cast<unsigned>(program.seed + 1));
   std::vector<RankOrder> left;
   for (std::size_t m = 0; m < microbatches; ++m) {
     for (std::size_t p = 0; p < place.parts; ++p) {
@@ -41,6 +44,9 @@ RankOrder random_order(const RankPlace& place, std::size_t microbatches, std::si
       if (!backward_by_layers) {
         chunk.push_back({Kind::backward, p, m});
       }
+      if (program.schedule == RankSchedule::zero_bubble) {
+        chunk.push_back({Kind::weights, p, m});
+      }
     }
   }
   RankOrder order;
@@ -48,12 +54,27 @@ RankOrder random_order(const RankPlace& place, std::size_t microbatches, std::si
     const RankWork& next = chunk.front();
     return next.kind == Kind::backward && next.layer != RankWork::kAll && next.layer + 1 != layers;
   };
+  const auto place_of_backward = [&](const RankOrder& chunk) {
+    return std::find_if(order.begin(), order.end(), [&](const RankWork& work) {
+      return work.kind == Kind::backward && work.part == chunk.front().part &&
+             work.microbatch == chunk.front().microbatch;
+    });
+  };
   while (!left.empty()) {
     const std::size_t open = std::min<std::size_t>(left.size(), 4);
     auto chunk = left.begin() + static_cast<std::ptrdiff_t>(random() % open);
     if (!forward_by_layers && chunk->front().kind == Kind::backward) {  // nor do the layers of two backwards take turns
       const auto begun = std::find_if(left.begin(), left.end(), amid_backward);
       chunk = begun == left.end() ? chunk : begun;
+    }
+    if (chunk->front().kind == Kind::weights) {
+      const std::size_t part = chunk->front().part;
+      for (auto other = left.begin(); other != left.end(); ++other) {
+        if (other->front().kind == Kind::weights && other->front().part == part &&
+            place_of_backward(*other) < place_of_backward(*chunk)) {
+          chunk = other;
+        }
+      }
     }
     order.push_back(chunk->front());
     chunk->erase(chunk->begin());
@@ -69,7 +90,7 @@ RankOrder random_order(const RankPlace& place, std::size_t microbatches, std::si
 RankOrder RankProgram::order(std::size_t step) const {
   using Kind = RankWork::Kind;
   if (is_random()) {
-    return random_order(place, microbatches[step], layers, extra, seed);
+    return random_order(*this, microbatches[step]);
   }
   const std::size_t count = microbatches[step];
   RankOrder whole = schedule == RankSchedule::forwards_first
@@ -150,14 +171,15 @@ std::vector<RankProgram> random_programs() {
 
 std::vector<RankProgram> random_callable_programs() {
   std::vector<RankProgram> all;
-  for (std::size_t seed = 0; seed < 9; ++seed) {
+  for (std::size_t seed = 0; seed < 15; ++seed) {
+    const bool delayed = seed >= 9;
     const std::size_t count = 2 + seed % 4;
-    all.push_back({"random_whole" + std::to_string(seed),
+    all.push_back({"random_whole" + std::to_string(seed) + (delayed ? "_delayed" : ""),
                    {2, seed / 2 % 2, 1 + seed % 3},
                    1 + seed / 2 % 4,
                    {count, count, count},
-                   RankSchedule::forwards_first,
-                   seed % 2 == 0 ? RankExtra::random_whole : RankExtra::random_whole_cut,
+                   delayed ? RankSchedule::zero_bubble : RankSchedule::forwards_first,
+                   delayed || seed % 2 == 0 ? RankExtra::random_whole : RankExtra::random_whole_cut,
                    seed});
   }
   return all;

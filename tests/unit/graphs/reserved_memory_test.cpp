@@ -145,15 +145,14 @@ ReservedPeak train_rank_of_ripples(c10::Device device, Way way, const std::vecto
   synchronize(device);
   release_cached_memory(device);
   const std::int64_t before = memory_use(device).reserved;
+  const GraphOptions graph_options =
+      GraphOptions().gradients("**", delayed ? GradientPolicy::delayed : GradientPolicy::cloned);
   std::optional<OffloadEngine> engine;
   if (way == Way::callables) {
     engine.emplace(model, Options(device));
-    model.capture(*engine, device, GraphOptions().order(order).num_warmup_iters(0));
+    model.capture(*engine, device, GraphOptions(graph_options).order(order).num_warmup_iters(0));
   } else if (way != Way::eager) {
-    engine.emplace(model, Options(device)
-                              .graph("ripples.*")
-                              .graph_options(GraphOptions().gradients(
-                                  "**", delayed ? GradientPolicy::delayed : GradientPolicy::cloned)));
+    engine.emplace(model, Options(device).graph("ripples.*").graph_options(graph_options));
   }
   ReservedPeak result;
   const auto pass = [&] {
@@ -233,8 +232,11 @@ TEST(ReservedMemoryTest, DelayedWeightGradientsHoldMemoryUntilTheirPlaceInTheOrd
                         [](const PipelineStep& work) { return work.kind != PipelineStep::Kind::weight_gradients; });
   const ReservedPeak in_order = train_rank_of_ripples(device, Way::in_order, order);
   const ReservedPeak at_end = train_rank_of_ripples(device, Way::in_order, last);
+  const ReservedPeak callables = train_rank_of_ripples(device, Way::callables, order);
   EXPECT_TRUE(at::equal(in_order.gradient, at_end.gradient));
+  EXPECT_TRUE(at::equal(callables.gradient, in_order.gradient));
   EXPECT_LT(in_order.bytes, at_end.bytes);
+  EXPECT_EQ(callables.bytes, in_order.bytes);
 }
 
 TEST(ReservedMemoryTest, WhatOnlyABackwardReadsIsNotHeldForDelayedWeightGradients) {
