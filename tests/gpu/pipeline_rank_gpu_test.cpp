@@ -1,0 +1,43 @@
+// One rank of a pipeline on a GPU: layers in the orders of pipelines, with offload, bit for bit as plain training.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "gpu/gpu_blocks.h"
+#include "unit/graphs/rank_programs.h"
+#include "unit/graphs/rank_training.h"
+
+namespace sidestream::testing_model {
+namespace {
+
+class PipelineRankOnGpu : public gpu::GpuBlocks, public testing::WithParamInterface<RankParameter> {};
+
+TEST_P(PipelineRankOnGpu, HasPlainGradients) {
+  const auto& [program, way, chunks] = GetParam();
+  train_rank(program, way, chunks, device_, [way = way](std::size_t step, const RankOrder&, const Report& report) {
+    EXPECT_EQ(report.order_findings, std::vector<std::string>());
+    EXPECT_TRUE(report.replays > 0 || way == RankWay::eager || step == 0);
+    EXPECT_GT(report.checked_operations, 0);
+  });
+}
+
+/// Those that callables in order can take, too: the layers of two chunks do not alternate in forward.
+std::vector<RankProgram> orders() {
+  std::vector<RankProgram> programs = rank_programs();
+  std::erase_if(programs, [](const RankProgram& program) {
+    return program.extra == RankExtra::alternating || program.extra == RankExtra::overtaking;
+  });
+  return programs;
+}
+
+INSTANTIATE_TEST_SUITE_P(Orders, PipelineRankOnGpu,
+                         testing::Combine(testing::ValuesIn(orders()),
+                                          testing::Values(RankWay::eager, RankWay::calls, RankWay::shared,
+                                                          RankWay::callables, RankWay::ordered_callables),
+                                          testing::Values(RankChunks::none, RankChunks::ordered)),
+                         name_of_rank);
+
+}  // namespace
+}  // namespace sidestream::testing_model
