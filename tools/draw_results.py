@@ -57,6 +57,8 @@ def curves(report):
     drawn = {}
     for curve, (without, label, _, _) in CURVES.items():
         found = [mode for mode in report["modes"] if mode["name"].rpartition(" ")[0] == curve]
+        if not found:
+            sys.exit(f"draw_results: {PEERS} lacks {curve}: run bench_peers")
         beside = [mode for mode in report["modes"] if mode["name"] == without and mode["set"] == found[0]["set"]]
         points = [(mode["tokens_per_second"] / 1e3, mode["reserved_bytes"] / GIB) for mode in beside + found]
         drawn[curve] = (points, f"{label}\n{points[-1][0]:.1f}, {points[-1][1]:.1f} GiB")

@@ -1,5 +1,6 @@
 // One rank of a pipeline on a GPU: layers in the orders of pipelines, with offload, bit for bit as plain training.
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -16,11 +17,17 @@ class PipelineRankOnGpu : public gpu::GpuBlocks, public testing::WithParamInterf
 
 TEST_P(PipelineRankOnGpu, HasPlainGradients) {
   const auto& [program, way, chunks] = GetParam();
-  train_rank(program, way, chunks, device_, [way = way](std::size_t step, const RankOrder&, const Report& report) {
-    EXPECT_EQ(report.order_findings, std::vector<std::string>());
-    EXPECT_TRUE(report.replays > 0 || way == RankWay::eager || step == 0);
-    EXPECT_GT(report.checked_operations, 0);
-  });
+  std::int64_t offloaded = 0;
+  train_rank(program, way, chunks, device_,
+             [way = way, &offloaded](std::size_t step, const RankOrder&, const Report& report) {
+               EXPECT_EQ(report.order_findings, std::vector<std::string>());
+               EXPECT_TRUE(report.replays > 0 || way == RankWay::eager || step == 0);
+               EXPECT_GT(report.checked_operations, 0);
+               offloaded += report.offloaded_bytes;
+             });
+  // The latest groups of a set of callables stay: of few layers all.
+  const bool may_stay = program.layers < 4 && (way == RankWay::callables || way == RankWay::ordered_callables);
+  EXPECT_TRUE(offloaded > 0 || may_stay);
 }
 
 /// Those that callables in order can take, too: the layers of two chunks do not alternate in forward.

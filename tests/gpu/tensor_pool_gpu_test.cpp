@@ -1,6 +1,7 @@
 // TensorPool on a GPU: memory that is freed on one stream and used on another, captures, and what the driver is asked for.
 #include <array>
 #include <cstdint>
+#include <set>
 
 #include <ATen/cuda/Sleep.h>
 #include <ATen/ops/equal.h>
@@ -59,13 +60,16 @@ TEST_P(TensorPoolOnGpu, ASealedPoolAsksTheDriverForNothing) {
   synchronize(device());
   release_cached_memory(device());
   const MemoryUse before = memory_use(device());
+  std::set<const void*> places;
   for (int i = 0; i < 100; ++i) {
     const at::Tensor a = pool.allocate({kNumbers}, at::kFloat);
     const at::Tensor b = pool.allocate({kNumbers}, at::kFloat);
     EXPECT_EQ(a.is_pinned(), GetParam() == Memory::host);
+    places.insert({a.const_data_ptr(), b.const_data_ptr()});
     pool.free(b);
     pool.free(a);
   }
+  EXPECT_EQ(places.size(), 2U);
   EXPECT_EQ(memory_use(device()).reserved, before.reserved);
   EXPECT_EQ(memory_use(device()).allocated, before.allocated);
   EXPECT_EQ(pool.statistics().hits, 200);
