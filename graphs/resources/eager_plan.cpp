@@ -40,7 +40,7 @@ void EagerPlan::learn(const SavedTensorRecorder& recorder, const std::vector<Gro
     at_once.push_back(scopes_[group]->delayed ? 0 : selected[group]);
   }
   window_ = limits.for_groups(at_once);
-  note_ = limits.note(window_.copies, "the largest eager group");
+  note_ = limits.note(window_, "the largest eager group");
   const std::vector<bool> turning = needed_immediately_within(order, selected, window_);
   for (std::size_t group = 0; group < turning.size(); ++group) {
     profile_.groups[group].needed_immediately = turning[group] && profile_.groups[group].selected;

@@ -45,7 +45,7 @@ class EagerPlan {
   void drop() noexcept;
 
   /// How far the copies of its groups may be away from compute.
-  [[nodiscard]] const GroupWindow& window() const noexcept { return window_; }
+  [[nodiscard]] const CopyWindow& window() const noexcept { return window_; }
   /// The plan's decisions for a step, in the order of its groups.
   [[nodiscard]] const PlannedPass& pass() const noexcept { return pass_; }
   [[nodiscard]] const Profile& profile() const noexcept { return profile_; }
@@ -60,7 +60,7 @@ class EagerPlan {
   std::vector<const ScopeNode*> scopes_;   ///< of the profile's groups
   std::vector<SavedIdentity> identities_;  ///< of the profile's storages
   std::vector<std::uint64_t> runs_;        ///< of delayed groups, in bytes: of the sizing step
-  GroupWindow window_;
+  CopyWindow window_;
   std::string note_;                ///< on the window
   std::vector<std::size_t> slots_;  ///< pinned for the plan, the largest first
   std::int64_t steps_ = 0;          ///< that the plan has led

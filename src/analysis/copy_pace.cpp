@@ -79,7 +79,8 @@ CopyWindow paced_window(const SequenceOrder& order, const std::vector<std::uint6
   for (const LayerPace& pace : paces) {
     forward += pace.forward;
   }
-  const CopyWindow half{std::max(least.lag, all / kLagAtMost), least.lookahead};
+  CopyWindow half = least;
+  half.lag = std::max(least.lag, all / kLagAtMost);
   const Pass best = pass(half);
   CopyWindow window = least;
   if (best.forward - forward <= kLittle * best.all) {

@@ -29,8 +29,10 @@ std::size_t last_due(const SequenceOrder& order, std::size_t i) {
 }
 
 void place_releases(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
-                    const std::vector<std::uint64_t>& offloaded, std::uint64_t lag, std::vector<CopyPlaces>& places) {
+                    const std::vector<std::uint64_t>& offloaded, const CopyWindow& window,
+                    std::vector<CopyPlaces>& places) {
   std::uint64_t held = 0;
+  std::size_t in_flight = 0;
   std::size_t oldest = 0;  // run that is not released
   std::size_t forwards = 0;
   for (std::size_t i = 0; i < order.size(); ++i) {
@@ -38,14 +40,17 @@ void place_releases(const SequenceOrder& order, const std::vector<std::uint64_t>
     const bool backward = order.is_backward(i);
     const std::uint64_t more = backward ? 0 : bytes[run];
     const std::size_t due = backward ? last_due(order, i) : 0;
-    for (; oldest < forwards && (backward ? oldest <= due : held + more > lag); ++oldest) {
+    const auto must_go = [&] { return backward ? oldest <= due : held + more > window.lag; };
+    for (; oldest < forwards && (in_flight > window.in_flight || must_go()); ++oldest) {
       places[oldest].released_at = i;
       held -= offloaded[oldest];
+      in_flight -= offloaded[oldest] > 0 ? 1 : 0;
     }
     if (backward) {
       held -= bytes[run] - offloaded[run];
     } else {
       held += more;
+      in_flight += offloaded[run] > 0 ? 1 : 0;
       ++forwards;
     }
   }
@@ -91,7 +96,7 @@ void place_reloads(const SequenceOrder& order, const std::vector<std::uint64_t>&
 std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                                     const std::vector<std::uint64_t>& offloaded, const CopyWindow& window) {
   std::vector<CopyPlaces> places(order.runs());
-  place_releases(order, bytes, offloaded, window.lag, places);
+  place_releases(order, bytes, offloaded, window, places);
   place_reloads(order, bytes, offloaded, window.lag + window.lookahead, places);
   return places;
 }

@@ -1,19 +1,22 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "analysis/sequence_order.h"
 
 namespace sidestream {
 
-/// How far copies may be away from the graphs that they belong to, in device bytes.
+/// How far copies may be away from the calls or eager groups that they belong to.
 struct CopyWindow {
-  /// How far copies to the host may trail: the saved bytes of layers whose copies have not been waited for, and of the layer
+  /// How far copies to the host may trail: the saved device bytes of calls or groups whose copies have not been waited for, and of the call
   /// that runs. Bytes that are needed immediately, within it, are not offloaded.
   std::uint64_t lag = 0;
   /// Bytes that may be reloaded before their backward, beyond the memory of `lag` that backwards have freed by then.
   std::uint64_t lookahead = 0;
+  /// How many calls or groups may trail, in addition to the bound in bytes.
+  std::size_t in_flight = std::numeric_limits<std::size_t>::max();
 
   friend bool operator==(const CopyWindow&, const CopyWindow&) = default;
 };
@@ -29,8 +32,8 @@ struct CopyPlaces {
   std::size_t reload_at = 0;
 };
 
-/// By run, for runs that save `bytes` and offload `offloaded` of them. The sources of a run are released as late as the lag allows, and
-/// before its targets are allocated. The targets are allocated at a backward: as early as lag and lookahead allow, beside what is not
+/// By run, for runs that save `bytes` and offload `offloaded` of them. The sources of a run are released as late as the lag and
+/// `in_flight` allow, and before its targets are allocated. The targets are allocated at a backward: as early as lag and lookahead allow, beside what is not
 /// released yet, and at the latest one backward before the run's own. If there is none, or if the run's forward comes between
 /// the two, they are allocated up to two forwards before its backward, as soon as it is released and if no more memory is needed for
 /// that, or with its backward. Pure.

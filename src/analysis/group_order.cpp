@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <limits>
 
 namespace sidestream {
 namespace {
@@ -18,7 +19,7 @@ struct Life {
 /// An offloaded group trails until its sources are freed, used or not: its copy may still be running. A group that stays is free after
 /// its use.
 std::vector<Life> lives(const std::vector<GroupEvent>& order, const std::vector<GroupBytes>& groups,
-                        const GroupWindow& window) {
+                        const CopyWindow& window) {
   std::vector<Life> result(groups.size());
   std::deque<std::uint32_t> trailing;
   std::uint64_t held = 0;
@@ -40,7 +41,7 @@ std::vector<Life> lives(const std::vector<GroupEvent>& order, const std::vector<
     }
     trailing.push_back(group);
     held += groups[group].held;
-    while (!trailing.empty() && (held > window.copies.lag || trailing.size() > window.groups)) {
+    while (!trailing.empty() && (held > window.lag || trailing.size() > window.in_flight)) {
       result[trailing.front()].freed = event;
       held -= groups[trailing.front()].held;
       trailing.pop_front();
@@ -58,9 +59,9 @@ std::size_t latest_reload(const std::vector<GroupEvent>& order, std::size_t use)
 }  // namespace
 
 std::vector<bool> needed_immediately_within(const std::vector<GroupEvent>& order,
-                                            const std::vector<std::uint64_t>& bytes, const GroupWindow& window) {
-  GroupWindow least = window;
-  least.groups = std::max<std::size_t>(1, window.groups);
+                                            const std::vector<std::uint64_t>& bytes, const CopyWindow& window) {
+  CopyWindow least = window;
+  least.in_flight = std::max<std::size_t>(1, window.in_flight);
   std::vector<GroupBytes> groups;
   for (const std::uint64_t each : bytes) {
     groups.push_back({each, 0});
@@ -73,7 +74,7 @@ std::vector<bool> needed_immediately_within(const std::vector<GroupEvent>& order
 }
 
 std::vector<GroupReload> group_reloads(const std::vector<GroupEvent>& order, const std::vector<GroupBytes>& groups,
-                                       const GroupWindow& window) {
+                                       const CopyWindow& window) {
   const std::vector<Life> all = lives(order, groups, window);
   std::vector<std::uint64_t> on_device(order.size());  // after each event
   const auto stays = [&](std::size_t first, std::size_t end, std::uint64_t bytes) {
@@ -88,7 +89,7 @@ std::vector<GroupReload> group_reloads(const std::vector<GroupEvent>& order, con
       stays(life.ended, end, groups[group].held);
     }
   }
-  const std::uint64_t most = std::max(window.copies.lag, window.copies.lag + window.copies.lookahead);
+  const std::uint64_t most = std::max(window.lag, window.lag + window.lookahead);
   std::vector<GroupReload> reloads;
   std::size_t previous = 0;
   for (std::size_t use = 0; use < order.size(); ++use) {

@@ -1,7 +1,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "analysis/copy_places.h"
@@ -25,20 +24,11 @@ struct GroupBytes {
   friend bool operator==(const GroupBytes&, const GroupBytes&) = default;
 };
 
-/// How far eager copies may be away from compute.
-struct GroupWindow {
-  CopyWindow copies;
-  std::size_t groups =
-      std::numeric_limits<std::size_t>::max();  ///< at most so many may trail, in addition to the bound in bytes
-
-  friend bool operator==(const GroupWindow&, const GroupWindow&) = default;
-};
-
 /// The groups whose first use comes before their sources would be freed: they need not be offloaded. If the latest group to end before a
-/// use is used next, it is one of them, however few `window.groups` are. `bytes[g]`: the bytes that group g saves. Pure.
+/// use is used next, it is one of them, however few `window.in_flight` are. `bytes[g]`: the bytes that group g saves. Pure.
 [[nodiscard]] std::vector<bool> needed_immediately_within(const std::vector<GroupEvent>& order,
                                                           const std::vector<std::uint64_t>& bytes,
-                                                          const GroupWindow& window);
+                                                          const CopyWindow& window);
 
 /// The reload of a group may begin after an event of the order.
 struct GroupReload {
@@ -50,6 +40,6 @@ struct GroupReload {
 /// early as it finds room, from then until the group's use, besides the rest on the device (`lag` and `lookahead` together). It starts at
 /// the latest one group's forward or backward before that use. Pure.
 [[nodiscard]] std::vector<GroupReload> group_reloads(const std::vector<GroupEvent>& order,
-                                                     const std::vector<GroupBytes>& groups, const GroupWindow& window);
+                                                     const std::vector<GroupBytes>& groups, const CopyWindow& window);
 
 }  // namespace sidestream

@@ -19,7 +19,7 @@ void EagerOffload::trail(Slot& slot, std::uint64_t bytes) {
   }
   trailing_.push_back({&slot, bytes});
   trailing_bytes_ += bytes;
-  while (!trailing_.empty() && (trailing_bytes_ > window_.copies.lag || trailing_.size() > window_.groups)) {
+  while (!trailing_.empty() && (trailing_bytes_ > window_.lag || trailing_.size() > window_.in_flight)) {
     free_oldest();
   }
 }

@@ -72,7 +72,7 @@ EagerOffload::~EagerOffload() {
   }
 }
 
-void EagerOffload::set_window(const GroupWindow& window) {
+void EagerOffload::set_window(const CopyWindow& window) {
   const std::lock_guard lock(mutex_);
   if (!(window == window_)) {
     order_.forget();

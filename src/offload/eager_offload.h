@@ -34,7 +34,7 @@ class EagerOffload : public StorageMover {
 
   [[nodiscard]] const CopyLimits& limits() const noexcept { return limits_; }
   /// From the next step on. Until then, and from the next sizing step on: that of the largest groups so far.
-  void set_window(const GroupWindow& window);
+  void set_window(const CopyWindow& window);
 
   void begin_step();
   /// After it: the step runs its chunks in `order`; null if it was given none.
@@ -158,9 +158,9 @@ class EagerOffload : public StorageMover {
   std::shared_ptr<GroupMover> mover_;
   LiveMemory& live_;
   CopyLimits limits_;
-  std::optional<GroupWindow> planned_window_;
+  std::optional<CopyWindow> planned_window_;
   std::vector<std::uint64_t> largest_ = {0, 0};  ///< groups so far, if no window is planned
-  GroupWindow window_;
+  CopyWindow window_;
   mutable std::recursive_mutex mutex_;  ///< recursive: letting go of a storage may drop it
   std::deque<Slot> slots_;
   std::size_t used_slots_ = 0;

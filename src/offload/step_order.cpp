@@ -17,7 +17,7 @@ void StepOrder::begin() noexcept {
   follows_ = !learned_.events.empty();
 }
 
-void StepOrder::expect(const std::vector<PipelineStep>* order, const GroupWindow& window) {
+void StepOrder::expect(const std::vector<PipelineStep>* order, const CopyWindow& window) {
   if (order == nullptr) {
     order_.clear();
     return;
@@ -57,7 +57,7 @@ const GroupReload* StepOrder::due() noexcept {
   return &reloads_[next_reload_++];
 }
 
-void StepOrder::end(const GroupWindow& window) {
+void StepOrder::end(const CopyWindow& window) {
   in_step_ = follows_ = false;
   if (step_ == learned_) {
     return;

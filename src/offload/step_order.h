@@ -19,7 +19,7 @@ class StepOrder {
   void forget() noexcept;
   void begin() noexcept;
   /// After `begin`: the step runs the chunks in `order`; null if it was given none.
-  void expect(const std::vector<PipelineStep>* order, const GroupWindow& window);
+  void expect(const std::vector<PipelineStep>* order, const CopyWindow& window);
   /// Groups that end from here on belong to that chunk.
   void in_chunk(const GroupChunk& chunk) noexcept { chunk_ = chunk; }
   /// The next group.
@@ -32,7 +32,7 @@ class StepOrder {
   [[nodiscard]] bool follows() const noexcept { return follows_; }
   /// While it does: the next group that is to be reloaded now; null if there is none.
   [[nodiscard]] const GroupReload* due() noexcept;
-  void end(const GroupWindow& window);
+  void end(const CopyWindow& window);
 
   /// Of the latest step that has ended, or of this one: what happened up to now.
   [[nodiscard]] const std::vector<GroupEvent>& events() const noexcept { return step_.events; }

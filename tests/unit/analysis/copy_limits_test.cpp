@@ -15,7 +15,7 @@ CopyWindow for_calls(const CopyLimits& limits, const Bytes& bytes, const CopyLim
   return limits.for_calls(nested_order(bytes.size()), bytes, calls);
 }
 
-CopyWindow for_groups(const CopyLimits& limits, const Bytes& bytes) { return limits.for_groups(bytes).copies; }
+CopyWindow for_groups(const CopyLimits& limits, const Bytes& bytes) { return limits.for_groups(bytes); }
 
 /// Of eight calls whose copies take twice as long as their forwards.
 CopyLimits::Calls timed(std::optional<std::int64_t> side_streams = std::nullopt) {
@@ -34,8 +34,8 @@ TEST(CopyLimitsTest, WithoutALagIsAsDeepAsTheLargestLayers) {
 
 TEST(CopyLimitsTest, AreAsGivenButHoldTheLargestLayer) {
   const CopyLimits given{45, 7, 3};
-  EXPECT_EQ(for_calls(given, {10, 30, 20}, {.side_streams = 1, .paces = {}, .link = {}}), (CopyWindow{45, 7}));
-  EXPECT_EQ(given.for_groups({10, 30, 20}), (GroupWindow{{45, 7}, 3}));
+  EXPECT_EQ(for_calls(given, {10, 30, 20}, {.side_streams = 1, .paces = {}, .link = {}}), (CopyWindow{45, 7, 3}));
+  EXPECT_EQ(given.for_groups({10, 30, 20}), (CopyWindow{45, 7, 3}));
   EXPECT_EQ(for_calls({5, 0}, {10, 30, 20}).lag, 30);
   EXPECT_EQ(for_groups({5, 0}, {10, 30, 20}).lag, 30);
   EXPECT_EQ(CopyLimits::smallest({10, 30, 20}), (CopyWindow{30, 0}));
@@ -47,6 +47,7 @@ TEST(CopyLimitsTest, TimesOfCallsRaiseOnlyWhatTheOptionsLeaveOpen) {
   EXPECT_EQ(for_calls({20, std::nullopt}, bytes, timed()).lag, 20);
   EXPECT_EQ(for_calls({}, bytes, timed(2)).lag, 20);
   EXPECT_EQ(for_calls({std::nullopt, 0}, bytes, timed()), (CopyWindow{40, 0}));
+  EXPECT_EQ(for_calls({std::nullopt, 0, 1}, bytes, timed()).in_flight, 1);
   const CopyLimits::Calls slow_reloads{{}, std::vector<LayerPace>(40, {1, 1}), LinkPace{100, 9}};
   EXPECT_GT(for_calls({}, Bytes(40, 10), slow_reloads).lookahead, 0);
   EXPECT_EQ(for_calls({std::nullopt, 0}, Bytes(40, 10), slow_reloads).lookahead, 0);
@@ -56,10 +57,10 @@ TEST(CopyLimitsTest, TimesOfCallsRaiseOnlyWhatTheOptionsLeaveOpen) {
 }
 
 TEST(CopyLimitsTest, WithoutAPlanGroupsTrailByNoMoreThanTheLargestTwo) {
-  EXPECT_EQ((CopyLimits{1000, 7, 3}.for_unplanned_groups({30, 20})), (GroupWindow{{50, 0}, 3}));
-  EXPECT_EQ((CopyLimits{40, 7}.for_unplanned_groups({30, 20}).copies), (CopyWindow{40, 0}));
-  EXPECT_EQ((CopyLimits{5, 7}.for_unplanned_groups({30, 20}).copies), (CopyWindow{30, 0}));
-  EXPECT_EQ(CopyLimits{}.for_unplanned_groups({30, 20}).copies, (CopyWindow{50, 0}));
+  EXPECT_EQ((CopyLimits{1000, 7, 3}.for_unplanned_groups({30, 20})), (CopyWindow{50, 0, 3}));
+  EXPECT_EQ((CopyLimits{40, 7}.for_unplanned_groups({30, 20})), (CopyWindow{40, 0}));
+  EXPECT_EQ((CopyLimits{5, 7}.for_unplanned_groups({30, 20})), (CopyWindow{30, 0}));
+  EXPECT_EQ(CopyLimits{}.for_unplanned_groups({30, 20}), (CopyWindow{50, 0}));
 }
 
 TEST(CopyLimitsTest, ANoteSaysThatALagWasRaised) {

@@ -61,6 +61,20 @@ TEST(CopyPlacesTest, SourcesAreReleasedAsLateAsTheLagAllows) {
             (std::vector<std::size_t>{2, 3, 4, 4}));
 }
 
+TEST(CopyPlacesTest, FewCallsTrailIfFewMay) {
+  const CopyWindow one{40, 0, /*in_flight=*/1};
+  EXPECT_EQ(released(copy_places(nested_order(5), Bytes(5, 10), {10, 10, 10, 10, 0}, one)),
+            (std::vector<std::size_t>{2, 3, 4, 5, 5}));
+  EXPECT_EQ(released(copy_places(nested_order(4), Bytes(4, 10), {10, 10, 10, 0}, {40, 0, 0})),
+            (std::vector<std::size_t>{1, 2, 3, 4}));
+  EXPECT_EQ(released(copy_places(nested_order(4), Bytes(4, 10), {10, 0, 10, 0}, {40, 0, 1})),
+            (std::vector<std::size_t>{3, 4, 4, 4}))
+      << "a call that stays has no copy under way";
+  EXPECT_EQ(released(copy_places(nested_order(4), Bytes(4, 10), Bytes(4, 10), {10, 0, 3})),
+            (std::vector<std::size_t>{1, 2, 3, 4}))
+      << "the lag holds as well";
+}
+
 TEST(CopyPlacesTest, SourcesAreReleasedBeforeTheFirstBackward) {
   EXPECT_EQ(released(copy_places(nested_order(2), {10, 10}, {10, 10}, {100, 0})), (std::vector<std::size_t>{2, 2}));
 }
@@ -145,7 +159,8 @@ TEST(CopyPlacesTest, FitIntoTheWindowInEachOrder) {
     for (std::size_t run = 0; run < order.runs(); ++run) {
       bytes.push_back(10 + run % 3 * 5);
     }
-    for (const CopyWindow window : {CopyWindow{20, 0}, CopyWindow{60, 0}, CopyWindow{40, 30}}) {
+    for (const CopyWindow window :
+         {CopyWindow{20, 0}, CopyWindow{60, 0}, CopyWindow{40, 30}, CopyWindow{60, 0, 0}, CopyWindow{60, 0, 1}}) {
       const std::vector<CopyPlaces> places = copy_places(order, bytes, bytes, window);
       for (std::size_t run = 0; run < order.runs(); ++run) {
         EXPECT_GT(places[run].released_at, order.forward_index(run)) << run;

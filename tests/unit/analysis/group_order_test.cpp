@@ -12,7 +12,7 @@ namespace {
 GroupEvent end_of(std::uint32_t group) { return {group, GroupEvent::Kind::ended}; }
 GroupEvent use_of(std::uint32_t group) { return {group, GroupEvent::Kind::used}; }
 
-GroupWindow window(std::uint64_t lag, std::uint64_t lookahead = 0) { return {{lag, lookahead}}; }
+CopyWindow window(std::uint64_t lag, std::uint64_t lookahead = 0) { return {lag, lookahead}; }
 
 using Pairs = std::vector<std::pair<std::size_t, std::uint32_t>>;
 
@@ -41,7 +41,7 @@ TEST(NeededImmediatelyWithinTest, TheLastGroupsThatFitIntoTheLagDo) {
 TEST(NeededImmediatelyWithinTest, FewGroupsInFlightKeepTheLastAlone) {
   const std::vector<bool> last = {false, false, false, false, true};
   for (const std::size_t groups : {0, 1}) {
-    EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 1}, {{9, 0}, groups}), last);
+    EXPECT_EQ(needed_immediately_within(kPlain, {1, 1, 1, 1, 1}, {9, 0, groups}), last);
   }
 }
 

@@ -137,8 +137,8 @@ TEST_F(BudgetErrorTest, WhatThePlanChoosesIsRefusedBesideIt) {
   const std::size_t enough = std::size_t{64} << 20;
   EXPECT_THROWS(UsageError, "without graph", (OffloadEngine(model_, Options(device_).device_budget(enough))));
   for (const Options& options :
-       {within(enough).lag(0), within(enough).lookahead(0), within(enough).offload_at_most("all", 1),
-        within(enough).offload_fraction("all", 0.5)}) {
+       {within(enough).lag(0), within(enough).lookahead(0), within(enough).groups_in_flight(0),
+        within(enough).offload_at_most("all", 1), within(enough).offload_fraction("all", 0.5)}) {
     EXPECT_THROWS(UsageError, "device_budget is set together with", (OffloadEngine(model_, options)));
   }
 }

@@ -41,6 +41,12 @@ constexpr std::int64_t kTensor = kElements * static_cast<std::int64_t>(sizeof(fl
 constexpr std::int64_t kBlock = 512;  // of the device's allocator
 constexpr CopyWindow kWindow{6 * kTensor, 3 * kTensor};
 
+constexpr CopyWindow few_in_flight(std::size_t calls) {
+  CopyWindow window = kWindow;
+  window.in_flight = calls;
+  return window;
+}
+
 /// Saves its input, which may be an earlier layer's output, and a tensor of its own. Its forward needs eight tensors at once besides its
 /// input: four, and what they are stacked to. Its backward needs fewer.
 class Stacking : public torch::nn::Module {
@@ -138,8 +144,9 @@ struct PlannedMemory {
   std::int64_t offloaded = 0;
 };
 
-/// What the plan says of the rank before anything runs: the order of the graphs, and where copy_places puts their copies.
-PlannedMemory planned(const std::vector<PipelineStep>& chunks, bool offloads) {
+/// What the plan says of the rank before anything runs: the order of the graphs, and where copy_places puts their copies. Without a window
+/// nothing is offloaded.
+PlannedMemory planned(const std::vector<PipelineStep>& chunks, const std::optional<CopyWindow>& window) {
   std::vector<SequenceStep> steps;
   for (const PipelineStep& work : chunks) {
     const bool backward = work.kind == Kind::backward;
@@ -164,10 +171,10 @@ PlannedMemory planned(const std::vector<PipelineStep>& chunks, bool offloads) {
   const std::vector<bool> stays = needed_immediately(order, bytes, kWindow);
   PlannedMemory memory;
   for (std::size_t run = 0; run < order.runs(); ++run) {
-    offloaded[run] = offloads && !stays[run] ? bytes[run] : 0;
+    offloaded[run] = window && !stays[run] ? bytes[run] : 0;
     memory.offloaded += static_cast<std::int64_t>(offloaded[run]);
   }
-  const std::vector<CopyPlaces> places = copy_places(order, bytes, offloaded, kWindow);
+  const std::vector<CopyPlaces> places = copy_places(order, bytes, offloaded, window.value_or(kWindow));
   for (std::size_t i = 0; i < order.size(); ++i) {
     std::int64_t tensors = order.is_backward(i) ? kBackward : kForward;
     for (std::size_t run = 0; run < order.runs(); ++run) {
@@ -254,7 +261,12 @@ std::int64_t peak_of_values(const std::vector<sim::RecordedWork>& works, const B
   return peak;
 }
 
-class OrderPeakTest : public testing::TestWithParam<bool> {};
+struct Window {
+  const char* name;
+  std::optional<CopyWindow> window;  ///< not set: nothing is offloaded
+};
+
+class OrderPeakTest : public testing::TestWithParam<Window> {};
 
 // The plan is a bound that the order reaches: it holds no byte for nothing. The engine's count comes from its captures, the device's from
 // the work that ran.
@@ -263,11 +275,18 @@ TEST_P(OrderPeakTest, IsWhatThePlanSays) {
   const c10::Device device = find_device("sim");
   FirstRank model(device);
   FirstRank plain(device);
-  const PlannedMemory plan = planned(model.order, GetParam());
-  Options options = Options(device).graph("layers.*").min_bytes(1).lag(kWindow.lag).lookahead(kWindow.lookahead);
+  const std::optional<CopyWindow>& window = GetParam().window;
+  const PlannedMemory plan = planned(model.order, window);
+  Options options = Options(device).graph("layers.*").min_bytes(1);
+  if (window) {
+    options.offload("layers.*").lag(window->lag).lookahead(window->lookahead);
+    if (window->in_flight < kMicrobatches) {
+      options.groups_in_flight(static_cast<std::int64_t>(window->in_flight));
+    }
+  }
   options.call_options(CallOptions().max_captures(kMicrobatches));
   options.graph_options(GraphOptions().num_warmup_iters(1).gradients("**", GradientPolicy::accumulated));
-  OffloadEngine engine(model, GetParam() ? options.offload("layers.*") : options);
+  OffloadEngine engine(model, options);
   for (int s = 0; s < 3; ++s) {
     EXPECT_TRUE(same(model.train(&engine), plain.train(nullptr)));
     descend(model);
@@ -283,7 +302,7 @@ TEST_P(OrderPeakTest, IsWhatThePlanSays) {
   const Report report = engine.report();
   EXPECT_EQ(report.replays, 2 * kLayers * kStages * kMicrobatches);
   EXPECT_EQ(report.offloaded_bytes, plan.offloaded);
-  EXPECT_EQ(plan.offloaded > 0, GetParam());
+  EXPECT_EQ(plan.offloaded > 0, window.has_value());
 
   const auto of_weights_and_inputs = static_cast<std::int64_t>(outside.size()) * kBlock;
   EXPECT_EQ(memory_use(device).live_peak - of_weights_and_inputs, plan.peak);
@@ -292,14 +311,27 @@ TEST_P(OrderPeakTest, IsWhatThePlanSays) {
   cost.to_host_bandwidth = cost.memory_bandwidth / 1000;  // each graph waits for the copies whose memory it uses
   cost.to_device_bandwidth = cost.memory_bandwidth * 1000;
   EXPECT_EQ(peak_of_values(recording.works(), outside, cost), plan.peak);
-  if (GetParam()) {  // copies that do not trail hold less
+  if (window && window->in_flight > 0) {  // copies that do not trail hold less
     cost.to_host_bandwidth = cost.memory_bandwidth * 1000;
     EXPECT_LT(peak_of_values(recording.works(), outside, cost), plan.peak);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Orders, OrderPeakTest, testing::Bool(),
-                         [](const auto& info) { return info.param ? "with_offload" : "without_offload"; });
+TEST(PlannedPeakTest, FallsWithTheCallsInFlight) {
+  std::vector<std::int64_t> peaks;
+  for (const std::size_t in_flight : {0, 1, 2}) {
+    peaks.push_back(planned(pipeline_order({4, kStages, kMicrobatches}, 0), few_in_flight(in_flight)).peak);
+  }
+  peaks.push_back(planned(pipeline_order({4, kStages, kMicrobatches}, 0), kWindow).peak);
+  EXPECT_TRUE(std::is_sorted(peaks.begin(), peaks.end()));
+  EXPECT_LT(peaks.front(), peaks.back());
+}
+
+INSTANTIATE_TEST_SUITE_P(Orders, OrderPeakTest,
+                         testing::Values(Window{"without_offload", {}}, Window{"with_offload", kWindow},
+                                         Window{"none_in_flight", few_in_flight(0)},
+                                         Window{"one_in_flight", few_in_flight(1)}),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace sidestream::testing_model
