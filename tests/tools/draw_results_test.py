@@ -42,12 +42,16 @@ def main(script):
     tap.case("the picture of other ways shows its report's last points, command and commit", [f"{text} is missing" for text in wanted if text not in shown])
     readme = (root / "README.md").read_text()
     tap.case("README shows it", [] if "](docs/results.svg)" in readme or 'src="docs/results.svg"' in readme else ["not there"])
-    try:
-        drawing.labels({"modes": [mode for mode in report["modes"] if mode["name"] != "eager"]})
-        refused = ""
-    except SystemExit as error:
-        refused = str(error)
-    tap.case("a report that lacks a mode is refused by name", [] if "lacks eager: run bench_layers" in refused else [refused])
+    for what, draw, modes, lacks in (
+            ("a mode", drawing.labels, [mode for mode in report["modes"] if mode["name"] != "eager"], "lacks eager: run bench_layers"),
+            ("a curve", drawing.curves, [mode for mode in peers["modes"] if not mode["name"].startswith("recomputed ")],
+             "lacks recomputed: run bench_peers")):
+        try:
+            draw({"modes": modes})
+            refused = ""
+        except SystemExit as error:
+            refused = str(error)
+        tap.case(f"a report that lacks {what} is refused by name", [] if lacks in refused else [refused])
     tap.finish()
 
 

@@ -1,188 +1,25 @@
 // Callables that are captured in the order of a step. pipeline_rank_test.cpp trains the orders of pipelines with them.
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
-#include <torch/utils.h>
 
 #include "expect_throws.h"
-#include "models/layer_stack.h"
 #include "models/plain_twin.h"
-#include "sidestream/bucketed_callables.h"
-#include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graph_pool.h"
 #include "sidestream/graphed_callable.h"
-#include "sidestream/graphed_step.h"
 #include "sidestream/pipeline_order.h"
-#include "unit/graphs/called_stack.h"
+#include "unit/graphs/callable_order.h"
 
 namespace sidestream::testing_model {
 namespace {
-
-using Kind = PipelineStep::Kind;
-using Order = std::vector<PipelineStep>;
-using Chunks = std::map<std::pair<std::int64_t, std::int64_t>, std::pair<at::Tensor, at::Tensor>>;
-
-Order forward_and_backward(std::int64_t microbatch) {
-  return {{0, microbatch, Kind::forward}, {0, microbatch, Kind::backward}};
-}
-
-/// Nothing is in flight behind the first backward.
-Order with_a_rest() {
-  Order order = forward_and_backward(0);
-  for (const Kind kind : {Kind::forward, Kind::backward}) {
-    for (const std::int64_t m : {1, 2}) {
-      order.push_back({0, m, kind});
-    }
-  }
-  return order;
-}
-
-/// Two virtual stages of two layers, for the first of two ranks. Four microbatches.
-class CallableOrderTest : public testing::Test {
- protected:
-  static constexpr std::int64_t kLayers = 4;  ///< of both stages
-  enum class Told : std::uint8_t {
-    nothing,  ///< callables find their turn
-    chunks,   ///< what chunk they are of
-    order,    ///< the same, and the order of the step
-  };
-
-  explicit CallableOrderTest(const Mlp::Extras& extras = {})
-      : model_(device_, extras, kLayers), plain_(device_, extras, kLayers) {}
-  [[nodiscard]] Options options() const {
-    return Options(device_).min_bytes(256).offload("layers.*.*").check_steps(16).lag(0);
-  }
-  [[nodiscard]] std::vector<Callable> callables(std::int64_t layers = kLayers) const {
-    std::vector<Callable> all;
-    for (std::int64_t i = 0; i < layers; ++i) {
-      all.emplace_back("layers." + std::to_string(i), *(model_.layers->begin() + i));
-      all.back().stage(i / 2);
-    }
-    return all;
-  }
-  [[nodiscard]] std::vector<std::vector<Sample>> samples(std::int64_t layers = kLayers) const {
-    std::vector<std::vector<Sample>> all;
-    for (std::int64_t i = 0; i < layers; ++i) {
-      all.push_back({i % 2 == 0 ? Sample(rows(900, device_).requires_grad_()) : Sample::output_of(i - 1)});
-    }
-    return all;
-  }
-  void capture(OffloadEngine& engine, const GraphOptions& options, std::int64_t layers = kLayers) {
-    graphed_ = make_graphed_callables(engine, callables(layers), samples(layers), options);
-  }
-  [[nodiscard]] at::Tensor forward(CalledStack& model, std::int64_t stage, at::Tensor h) const {
-    for (std::int64_t i = 2 * stage; i < 2 * stage + 2; ++i) {
-      const auto layer = static_cast<std::size_t>(i);
-      h = &model == &plain_ ? model.run_layer(layer, h) : graphed_[layer]({h})[0];
-    }
-    return h;
-  }
-  /// Of all layers of a chunk. `engine`: null if the callables themselves are asked.
-  void compute_weights(OffloadEngine* engine, const PipelineStep& work) const {
-    if (engine != nullptr) {
-      engine->backward_dw({work.stage, work.microbatch});
-      return;
-    }
-    for (std::int64_t i = 2 * work.stage; i < 2 * work.stage + 2; ++i) {
-      graphed_[static_cast<std::size_t>(i)].backward_dw();
-    }
-  }
-  /// Runs `work` of step `s`.
-  void run(CalledStack& model, OffloadEngine* engine, const PipelineStep& work, std::int64_t s, Chunks& in_flight,
-           StepTensors& given) const {
-    if (work.kind == Kind::weight_gradients) {
-      if (&model == &model_) {
-        compute_weights(engine, work);
-      }
-      return;
-    }
-    auto& [input, output] = in_flight[{work.stage, work.microbatch}];
-    if (work.kind == Kind::forward) {
-      input = rows(100 * s + work.microbatch, device_, work.stage).requires_grad_();
-      std::optional<Chunk> chunk;
-      if (engine != nullptr) {
-        chunk.emplace(engine->chunk({work.stage, work.microbatch}));
-      }
-      output = forward(model, work.stage, input);
-    } else {
-      output.square().mean().backward();
-      given.emplace_back("gradient of an input", input.grad());
-      in_flight.erase({work.stage, work.microbatch});
-    }
-  }
-  /// A step that runs `runs`.
-  void expect_plain_step(OffloadEngine& engine, std::int64_t s, const Order& runs, Told told) {
-    expect_same_step(model_, nullptr, plain_, s, [&](CalledStack& model) {
-      torch::manual_seed(static_cast<std::uint64_t>(s));
-      const bool mine = &model == &model_;
-      StepTensors given;
-      Chunks in_flight;
-      std::optional<Step> step;
-      if (mine) {
-        step.emplace(told == Told::order ? engine.step(runs) : engine.step());
-      }
-      for (const PipelineStep& work : runs) {
-        run(model, mine && told != Told::nothing ? &engine : nullptr, work, s, in_flight, given);
-      }
-      if (step) {
-        step->finish();
-      }
-      return given;
-    });
-  }
-  /// The same, and all callables replay.
-  void expect_replays(OffloadEngine& engine, std::int64_t s, const Order& runs, Told told = Told::nothing) {
-    const std::int64_t eager = engine.report().eager_calls;
-    expect_plain_step(engine, s, runs, told);
-    const Report report = engine.report();
-    EXPECT_EQ(report.eager_calls, eager);
-    EXPECT_EQ(report.replays, 2 * static_cast<std::int64_t>(runs.size()));  // two layers a chunk
-    EXPECT_EQ(report.order_findings, std::vector<std::string>());
-  }
-  /// A step that begins with `runs`, and that a UsageError with `text` ends.
-  void expect_refused(OffloadEngine& engine, const std::string& text, const Order& runs, Told told = Told::nothing) {
-    const auto steps = [&] {
-      const Step step = engine.step();
-      StepTensors given;
-      Chunks in_flight;
-      for (const PipelineStep& work : runs) {
-        run(model_, told == Told::nothing ? nullptr : &engine, work, 50, in_flight, given);
-      }
-    };
-    EXPECT_THROWS(UsageError, text.c_str(), steps());
-    clear_gradients(model_);
-  }
-  /// Steps that come to nothing.
-  void run_in_vain(const Order& runs) {
-    StepTensors given;
-    Chunks in_flight;
-    for (const PipelineStep& work : runs) {
-      run(model_, nullptr, work, 60, in_flight, given);
-    }
-    in_flight.clear();
-    clear_gradients(model_);
-  }
-  void expect_bad(const std::string& text, const GraphOptions& options, std::int64_t layers = kLayers) {
-    OffloadEngine engine(model_, this->options());
-    EXPECT_THROWS(UsageError, text.c_str(), capture(engine, options, layers));
-  }
-
-  c10::Device device_ = find_device("sim");
-  CalledStack model_, plain_;
-  std::vector<GraphedCallable> graphed_;
-  Order order_ = pipeline_order(PipelineShape{2, 2, 4}, 0);
-  Order one_stage_ = pipeline_order(PipelineShape{3, 1, 6}, 0);
-};
 
 TEST_F(CallableOrderTest, EachCallReplaysTheCaptureOfItsMicrobatch) {
   for (const GradientPolicy policy : {GradientPolicy::cloned, GradientPolicy::owned, GradientPolicy::accumulated}) {
@@ -299,88 +136,6 @@ TEST_F(CallableOrderTest, WithoutStepsTheOrderRepeats) {
       }
       return given;
     });
-  }
-}
-
-TEST_F(CallableOrderTest, OtherOrdersAreRefusedBeforeTheyOverwriteAnything) {
-  OffloadEngine engine(model_, options());
-  capture(engine, GraphOptions().order(one_stage_), 2);
-  expect_replays(engine, 0, one_stage_);
-  const auto forward = [](std::int64_t m) { return PipelineStep{0, m, Kind::forward}; };
-  const auto backward = [](std::int64_t m) { return PipelineStep{0, m, Kind::backward}; };
-  const std::string forward_too_early =
-      "graphed call \"layers.0\" (stage 0, microbatch 3): expected the backward of graphed call \"layers.1\" (stage 0, "
-      "microbatch 0), got this forward";
-  const std::string backward_too_early =
-      "graphed call \"layers.1\" (stage 0, microbatch 1): expected the backward of graphed call \"layers.1\" (stage 0, "
-      "microbatch 0), got this backward; run the chunks in the order that GraphOptions::order was given, and each "
-      "backward to its end before the next one begins";
-  for (const Told told : {Told::nothing, Told::chunks}) {
-    expect_refused(engine, forward_too_early, {forward(0), forward(1), forward(2), forward(3)}, told);
-    expect_refused(engine, backward_too_early, {forward(0), forward(1), backward(1)}, told);
-    expect_replays(engine, 2, one_stage_, told);
-  }
-  expect_refused(engine, "(stage 0, microbatch 1): expected the backward of", {forward(2), forward(1)}, Told::chunks);
-  expect_refused(engine,
-                 "expected a chunk of stage 0 that has a backward in GraphOptions::order, got stage 0, "
-                 "microbatch 6",
-                 {forward(6)}, Told::chunks);
-  expect_replays(engine, 3, one_stage_);
-}
-
-// What a refused call would have overwritten is still there: the step goes on.
-TEST_F(CallableOrderTest, ARefusedForwardMayBeLeftOut) {
-  OffloadEngine engine(model_, options());
-  capture(engine, GraphOptions().order(one_stage_), 2);
-  expect_same_step(model_, nullptr, plain_, 0, [&](CalledStack& model) {
-    StepTensors given;
-    Chunks in_flight;
-    std::optional<Step> step;
-    if (&model == &model_) {
-      step.emplace(engine.step());
-    }
-    for (std::int64_t i = 0; i < 3; ++i) {
-      run(model, nullptr, {0, i, Kind::forward}, 0, in_flight, given);
-    }
-    if (step) {
-      EXPECT_THROWS(UsageError, "got this forward", (void)graphed_[0]({rows(7, device_).requires_grad_()}));
-    }
-    for (std::size_t i = 3; i < one_stage_.size(); ++i) {
-      const PipelineStep& work = one_stage_[i];
-      if (work.microbatch < 3) {
-        run(model, nullptr, work, 0, in_flight, given);
-      }
-    }
-    if (step) {
-      step->finish();
-    }
-    return given;
-  });
-}
-
-TEST_F(CallableOrderTest, ACallInAChunkOfAnotherStageIsRefused) {
-  OffloadEngine engine(model_, options());
-  capture(engine, GraphOptions().order(order_));
-  {
-    const Step step = engine.step();
-    const Chunk chunk = engine.chunk({1, 2});
-    EXPECT_THROWS(UsageError, "graphed call \"layers.0\": expected a chunk of stage 0",
-                  (void)graphed_[0]({rows(0, device_).requires_grad_()}));
-  }
-  expect_replays(engine, 1, order_, Told::chunks);
-}
-
-TEST_F(CallableOrderTest, AStepThatFailsLeavesThemUsable) {
-  for (const Order& order : {order_, with_a_rest()}) {
-    OffloadEngine engine(model_, options());
-    capture(engine, GraphOptions().order(order), order == order_ ? kLayers : 2);
-    for (std::size_t length = 1; length < order.size(); ++length) {
-      {
-        const Step fails = engine.step();
-        run_in_vain({order.begin(), order.begin() + static_cast<std::ptrdiff_t>(length)});
-      }
-      expect_replays(engine, static_cast<std::int64_t>(length), order);
-    }
   }
 }
 
@@ -504,39 +259,6 @@ TEST_F(CallableOrderTest, SharesAPoolWithOtherCaptures) {
   EXPECT_THROWS(UsageError, "the backward of graphed call \"layers.2\"",
                 (void)graphed_[0]({rows(0, device_).requires_grad_()}));
   pending.sum().backward();
-}
-
-TEST_F(CallableOrderTest, OrdersThatDoNotFitTheCallables) {
-  const GraphOptions good = GraphOptions().order(order_);
-  expect_bad("the order has stage 1, but no callable is of that stage", good, 2);
-  expect_bad("callable \"layers.2\" is of stage 1, which has no backward in the order",
-             GraphOptions().order(one_stage_));
-  expect_bad("has no backward, so nothing is captured", GraphOptions().order({{0, 0, Kind::forward}}), 2);
-  expect_bad("GraphOptions::order: the order has the backward of stage 0, microbatch 0, but not the forward",
-             GraphOptions().order({{0, 0, Kind::backward}}), 2);
-  expect_bad("has weight gradients as steps (stage 1, microbatch 0), but the backward computes them; set",
-             GraphOptions().order(pipeline_order(PipelineShape{2, 2, 4, 0, true}, 0)));
-  expect_bad(
-      "needs 9 captures of a callable, one for each microbatch, but the engine's CallOptions::max_captures "
-      "allows 8",
-      GraphOptions().order(pipeline_order(PipelineShape{2, 1, 9}, 0)), 2);
-  for (const GraphOptions& bad :
-       {GraphOptions(good).retain_graph_in_backward(true), GraphOptions(good).forward_only(true)}) {
-    expect_bad("GraphOptions::order is set together with retain_graph_in_backward or forward_only", bad);
-  }
-  OffloadEngine engine(model_, options());
-  std::vector<std::vector<Sample>> linked = samples();
-  linked[2] = {Sample::output_of(1)};
-  EXPECT_THROWS(UsageError, "callable \"layers.2\" takes an output of \"layers.1\", which is of another stage",
-                (void)make_graphed_callables(engine, callables(), linked, good));
-  EXPECT_THROWS(UsageError, "GraphOptions::order works only with make_graphed_callables",
-                (void)make_bucketed_callables(engine, callables(), {samples()}, BucketOptions().graph(good)));
-  EXPECT_THROWS(UsageError, "order",
-                (void)make_graphed_step(engine, callables()[0], {{rows(0, device_)}}, StepOptions().graph(good)));
-  EXPECT_THROWS(UsageError, "GraphOptions::order is set in the engine's GraphOptions",
-                OffloadEngine(model_, options().graph_options(good)));
-  capture(engine, good);
-  expect_replays(engine, 0, order_);
 }
 
 }  // namespace

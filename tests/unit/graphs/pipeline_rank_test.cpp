@@ -170,8 +170,14 @@ INSTANTIATE_TEST_SUITE_P(Deep, PipelineRankTest,
 /// Takes some minutes: `--gtest_also_run_disabled_tests --gtest_filter='*EveryPipelineRank*'`.
 class DISABLED_EveryPipelineRankTest : public PipelineRankTest {};
 TEST_P(DISABLED_EveryPipelineRankTest, HasPlainGradients) { train(); }
+const auto all_ways =
+    testing::Values(RankWay::eager, RankWay::calls, RankWay::shared, RankWay::callables, RankWay::ordered_callables);
 INSTANTIATE_TEST_SUITE_P(All, DISABLED_EveryPipelineRankTest,
-                         testing::Combine(testing::ValuesIn(every_order()), rank_ways,
+                         testing::Combine(testing::ValuesIn(every_order(RankSchedule::one_forward_one_backward)),
+                                          all_ways, testing::Values(RankChunks::none, RankChunks::ordered)),
+                         name_of_rank);
+INSTANTIATE_TEST_SUITE_P(ZeroBubble, DISABLED_EveryPipelineRankTest,
+                         testing::Combine(testing::ValuesIn(every_order(RankSchedule::zero_bubble)), all_ways,
                                           testing::Values(RankChunks::none, RankChunks::ordered)),
                          name_of_rank);
 

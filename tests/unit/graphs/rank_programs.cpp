@@ -192,7 +192,7 @@ std::vector<RankProgram> deep_programs() {
   };
 }
 
-std::vector<RankProgram> every_order() {
+std::vector<RankProgram> every_order(RankSchedule schedule) {
   std::vector<RankProgram> all;
   for (std::size_t ranks = 1; ranks <= 4; ++ranks) {
     for (std::size_t rank = 0; rank < ranks; ++rank) {
@@ -201,7 +201,8 @@ std::vector<RankProgram> every_order() {
           const std::string name = "rank_" + std::to_string(rank) + "_of_" + std::to_string(ranks) + "_" +
                                    std::to_string(parts) + "_parts_" + std::to_string(count) + "_microbatches";
           const std::size_t layers = 1 + (ranks + rank + parts + count) % 3;
-          all.push_back({name, {ranks, rank, parts}, layers, {count, count, count, count > 1 ? count - 1 : 2}});
+          all.push_back(
+              {name, {ranks, rank, parts}, layers, {count, count, count, count > 1 ? count - 1 : 2}, schedule});
         }
       }
     }
