@@ -18,7 +18,7 @@
 namespace sidestream::testing_model {
 namespace {
 
-GraphOptions delayed() { return GraphOptions().gradients("**", GradientPolicy::delayed); }
+GraphOptions all_delayed() { return GraphOptions().gradients("**", GradientPolicy::delayed); }
 
 /// One matrix, whose gradient is computed of what the layer is given.
 class Reader : public torch::nn::Module {
@@ -80,7 +80,7 @@ TEST(DelayedReadersTest, ReadInputsAndGradientsThatNoOtherGraphOverwrites) {
   const auto model = std::make_shared<Readers>(device);
   const auto plain = std::make_shared<Readers>(device);
   OffloadEngine engine(*model, Options(device).check_steps(8));
-  model->capture(engine, delayed());
+  model->capture(engine, all_delayed());
   for (std::int64_t s = 0; s < 4; ++s) {
     expect_same_step(*model, &engine, *plain, s, [&](Readers& readers) {
       readers.loss(s).backward();
@@ -127,7 +127,7 @@ TEST(DelayedReadersTest, ANodeThatIsNotLibTorchsReadsWhatItSaved) {
       engine,
       {Callable("layer", owning([model](const Tensors& x) { return Tensors{model->run(x[0])}; })),
        Callable("last", [](const Tensors& x) { return Tensors{x[0].sin()}; })},
-      {{rows(90, device).requires_grad_(true)}, {Sample::output_of(0)}}, delayed());
+      {{rows(90, device).requires_grad_(true)}, {Sample::output_of(0)}}, all_delayed());
   for (std::int64_t s = 0; s < 3; ++s) {
     expect_same_step(*model, &engine, plain, s, [&](AddressReading& of) {
       const at::Tensor x = rows(s, device).requires_grad_(true);
