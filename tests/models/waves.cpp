@@ -28,11 +28,9 @@ at::Tensor wave_input(std::uint64_t n, std::int64_t rows, c10::Device device) {
 
 Options wave_options(c10::Device device, std::int64_t side_streams) {
   Options options(device);
-  options.min_bytes(1024).groups_in_flight(1).offload("**");
-  if (side_streams > 0) {
-    options.graph("waves.*").graph_options(GraphOptions().side_streams(side_streams));
-  }
-  return options;
+  options.min_bytes(1024).offload("**");
+  return side_streams > 0 ? options.graph("waves.*").graph_options(GraphOptions().side_streams(side_streams))
+                          : options.groups_in_flight(1);
 }
 
 }  // namespace sidestream::testing_model

@@ -311,20 +311,10 @@ TEST_P(OrderPeakTest, IsWhatThePlanSays) {
   cost.to_host_bandwidth = cost.memory_bandwidth / 1000;  // each graph waits for the copies whose memory it uses
   cost.to_device_bandwidth = cost.memory_bandwidth * 1000;
   EXPECT_EQ(peak_of_values(recording.works(), outside, cost), plan.peak);
-  if (window && window->in_flight > 0) {  // copies that do not trail hold less
+  if (window && window->in_flight > kMicrobatches) {  // copies that do not trail hold less
     cost.to_host_bandwidth = cost.memory_bandwidth * 1000;
     EXPECT_LT(peak_of_values(recording.works(), outside, cost), plan.peak);
   }
-}
-
-TEST(PlannedPeakTest, FallsWithTheCallsInFlight) {
-  std::vector<std::int64_t> peaks;
-  for (const std::size_t in_flight : {0, 1, 2}) {
-    peaks.push_back(planned(pipeline_order({4, kStages, kMicrobatches}, 0), few_in_flight(in_flight)).peak);
-  }
-  peaks.push_back(planned(pipeline_order({4, kStages, kMicrobatches}, 0), kWindow).peak);
-  EXPECT_TRUE(std::is_sorted(peaks.begin(), peaks.end()));
-  EXPECT_LT(peaks.front(), peaks.back());
 }
 
 INSTANTIATE_TEST_SUITE_P(Orders, OrderPeakTest,

@@ -201,8 +201,9 @@ std::vector<RankProgram> every_order(RankSchedule schedule) {
           const std::string name = "rank_" + std::to_string(rank) + "_of_" + std::to_string(ranks) + "_" +
                                    std::to_string(parts) + "_parts_" + std::to_string(count) + "_microbatches";
           const std::size_t layers = 1 + (ranks + rank + parts + count) % 3;
-          all.push_back(
-              {name, {ranks, rank, parts}, layers, {count, count, count, count > 1 ? count - 1 : 2}, schedule});
+          // A step with another count may run some calls eagerly, which do not delay: their gradients would be added in another order.
+          const std::size_t other = schedule == RankSchedule::zero_bubble ? count : count > 1 ? count - 1 : 2;
+          all.push_back({name, {ranks, rank, parts}, layers, {count, count, count, other}, schedule});
         }
       }
     }

@@ -48,7 +48,7 @@ inline std::ostream& operator<<(std::ostream& out, const RankProgram& program) {
 [[nodiscard]] std::vector<RankProgram> random_callable_programs();
 /// Detached layers of one chunk, as many as are needed so that some of them are offloaded.
 [[nodiscard]] std::vector<RankProgram> deep_programs();
-/// Every rank of 1 to 4, with 1 to 3 parts and 1 to 12 microbatches, one of them fewer in the last step.
+/// Every rank of 1 to 4, with 1 to 3 parts and 1 to 12 microbatches, one of them fewer in the last step if no gradients are delayed.
 [[nodiscard]] std::vector<RankProgram> every_order(RankSchedule schedule);
 
 }  // namespace sidestream::testing_model

@@ -14,7 +14,7 @@ class AskedGroupsTest : public GroupsByHand {
   AskedGroupsTest() : GroupsByHand(CopyLimits{}) {}
   void SetUp() override {
     pin({kBytes, kBytes, kBytes});
-    offload_->set_window({{2 * kBytes, 0}, 8});
+    offload_->set_window({2 * kBytes, 0, 8});
     offload_->begin_step();
   }
   void TearDown() override {

@@ -12,7 +12,7 @@ class DelayedGroupsTest : public GroupsByHand {
   DelayedGroupsTest() : GroupsByHand(CopyLimits{}, NamePatterns::parse("late")) {}
   void SetUp() override {
     pin({kBytes, kBytes, kBytes});
-    offload_->set_window({{2 * kBytes, 0}, 8});
+    offload_->set_window({2 * kBytes, 0, 8});
     offload_->begin_step();
   }
   void TearDown() override {

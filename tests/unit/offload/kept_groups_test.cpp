@@ -21,7 +21,7 @@ class KeptGroupsTest : public GroupsByHand {
   KeptGroupsTest() : GroupsByHand(CopyLimits{}) {}
   void SetUp() override {
     pin(std::vector<std::size_t>(kGroups, kBytes));
-    offload_->set_window({{kBytes, 0}, 8});
+    offload_->set_window({kBytes, 0, 8});
   }
   /// One step whose groups with an odd number stay, if `half`: the backward uses all in reverse. After each use: how many groups have been
   /// reloaded, or are on their way, and are not used yet.
