@@ -77,9 +77,8 @@ void check_device_budget(Options& options) {
   }
   if (options.lag() || options.lookahead() || options.groups_in_flight() || !options.budgets().empty()) {
     throw UsageError(
-        "device_budget is set together with lag, lookahead, groups_in_flight, offload_at_most or offload_fraction, "
-        "which "
-        "the plan chooses; leave them out, or leave out device_budget");
+        "device_budget is set together with lag, lookahead, groups_in_flight, offload_at_most or offload_fraction. The "
+        "plan chooses them; leave them out, or leave out device_budget");
   }
   if (options.graph_options().agree_to_capture() != nullptr || delays_gradients(options.graph_options())) {
     throw UsageError(

@@ -283,11 +283,14 @@ bool name_matches(std::string_view pattern, std::string_view name) noexcept {
 }
 
 NamePatterns::NamePatterns(std::vector<std::string> patterns) : patterns_(std::move(patterns)) {
-  for (std::string& pattern : patterns_) {
-    if (pattern == "all") {
-      pattern = "**";
+  for (auto pattern = patterns_.begin(); pattern != patterns_.end(); ++pattern) {
+    if (*pattern == "all") {
+      *pattern = "**";
     }
-    check_pattern(pattern);
+    check_pattern(*pattern);
+    if (std::find(patterns_.begin(), pattern, *pattern) != pattern) {
+      throw UsageError("name pattern \"" + *pattern + "\" is given twice; give each pattern once");
+    }
   }
 }
 

@@ -16,8 +16,8 @@ class NamePatterns {
  public:
   /// No pattern: matches nothing.
   NamePatterns() = default;
-  /// Throws: UsageError for an empty pattern or component ("a..b"). Also for braces that are not closed, are nested, or hold an empty
-  /// alternative, a dot or no range ("{4..}", "{20..4}").
+  /// Throws: UsageError for an empty pattern or component ("a..b"), and for a pattern that is given twice. Also for braces that are not
+  /// closed, are nested, or hold an empty alternative, a dot or no range ("{4..}", "{20..4}").
   explicit NamePatterns(std::vector<std::string> patterns);
   /// From a comma list, blanks around the names dropped; commas in braces do not split it. "" and "off" give no pattern.
   /// Throws: as the constructor.

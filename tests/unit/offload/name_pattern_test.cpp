@@ -165,6 +165,8 @@ TEST(NamePatterns, RefusesMalformedBracesWithTheRemedy) {
            {"blocks.{1,}", "an empty alternative in its braces; write names or ranges"},
            {"blocks.{1,,2}", "an empty alternative"},
            {"{blocks.0,head}", "has a dot in its braces"},
+           {"blocks.*, head, blocks.*", "name pattern \"blocks.*\" is given twice; give each pattern once"},
+           {"all,**", "\"**\" is given twice"},
        }) {
     EXPECT_THROWS(UsageError, one.remedy, (void)NamePatterns::parse(one.list)) << one.list;
   }
