@@ -100,7 +100,8 @@ class Options {
   /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes]. Report::exclusions counts them as "small".
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
   /// How many graphed calls of a sequence, and how many eager groups, may have copies to the host under way [max_inflight]. The limit `lag`
-  /// holds as well. Beyond the number, compute waits for the copies of the oldest call or group. Not set: only `lag` limits them.
+  /// holds as well, and is not more than these calls, with the one that runs, or these groups take. Beyond the number, compute waits for the
+  /// copies of the oldest call or group. Not set: only `lag` limits them.
   TORCH_ARG(std::optional<int64_t>, groups_in_flight);
   /// How far copies to the host may trail behind compute, in device bytes. Graphed calls and eager groups each have a limit of this size.
   ///

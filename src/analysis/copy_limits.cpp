@@ -10,13 +10,11 @@ namespace {
 /// How many of the largest calls or groups set the lag if no option does.
 constexpr std::size_t kDeep = 2;
 
-CopyWindow window_of(std::vector<std::uint64_t> bytes, std::optional<std::uint64_t> lag, std::uint64_t lookahead,
-                     std::size_t deep, std::size_t in_flight = std::numeric_limits<std::size_t>::max()) {
+/// Bytes of the `count` largest.
+std::uint64_t largest(std::vector<std::uint64_t> bytes, std::size_t count) {
   std::sort(bytes.begin(), bytes.end(), std::greater<>());
-  const std::uint64_t least = bytes.empty() ? 0 : bytes.front();
-  bytes.resize(std::min(bytes.size(), deep));
-  const std::uint64_t together = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
-  return {std::max(least, lag.value_or(together)), lookahead, in_flight};
+  bytes.resize(std::min(bytes.size(), count));
+  return std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
 }
 
 }  // namespace
@@ -24,7 +22,8 @@ CopyWindow window_of(std::vector<std::uint64_t> bytes, std::optional<std::uint64
 CopyWindow CopyLimits::for_calls(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                                  const Calls& calls) const {
   const std::size_t deep = calls.side_streams ? static_cast<std::size_t>(*calls.side_streams) : kDeep;
-  CopyWindow window = window_of(bytes, lag, lookahead.value_or(0), deep, groups_in_flight);
+  CopyWindow window{std::max(lag.value_or(largest(bytes, deep)), largest(bytes, 1)), lookahead.value_or(0),
+                    groups_in_flight};
   const bool timed =
       std::all_of(calls.paces.begin(), calls.paces.end(), [](const LayerPace& pace) { return pace.forward > 0; });
   if (calls.link && timed) {
@@ -32,18 +31,25 @@ CopyWindow CopyLimits::for_calls(const SequenceOrder& order, const std::vector<s
     window.lag = lag || calls.side_streams ? window.lag : paced.lag;
     window.lookahead = lookahead ? window.lookahead : paced.lookahead;
   }
+  if (groups_in_flight < bytes.size()) {
+    window.lag = std::min(window.lag, largest(bytes, groups_in_flight + 1));  // and the call that runs
+  }
   return window;
 }
 
-CopyWindow CopyLimits::smallest(const std::vector<std::uint64_t>& bytes) { return window_of(bytes, 0, 0, 1); }
+CopyWindow CopyLimits::smallest(const std::vector<std::uint64_t>& bytes) { return {largest(bytes, 1), 0}; }
 
 CopyWindow CopyLimits::for_groups(const std::vector<std::uint64_t>& bytes) const {
-  return window_of(bytes, lag, lookahead.value_or(0), kDeep, groups_in_flight);
+  const std::uint64_t most = largest(bytes, std::max<std::size_t>(groups_in_flight, 1));
+  return {std::min(std::max(lag.value_or(largest(bytes, kDeep)), largest(bytes, 1)), most), lookahead.value_or(0),
+          groups_in_flight};
 }
 
-CopyWindow CopyLimits::for_unplanned_groups(const std::vector<std::uint64_t>& largest) const {
-  const std::uint64_t most = window_of(largest, std::nullopt, 0, kDeep).lag;
-  return window_of(largest, std::min(lag.value_or(most), most), 0, kDeep, groups_in_flight);
+CopyWindow CopyLimits::for_unplanned_groups(const std::vector<std::uint64_t>& largest_so_far) const {
+  CopyLimits limits = *this;
+  limits.lag = std::min(lag.value_or(largest(largest_so_far, kDeep)), largest(largest_so_far, kDeep));
+  limits.lookahead = 0;
+  return limits.for_groups(largest_so_far);
 }
 
 std::string CopyLimits::note(const CopyWindow& window, const std::string& what) const {

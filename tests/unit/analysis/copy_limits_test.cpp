@@ -41,6 +41,17 @@ TEST(CopyLimitsTest, AreAsGivenButHoldTheLargestLayer) {
   EXPECT_EQ(CopyLimits::smallest({10, 30, 20}), (CopyWindow{30, 0}));
 }
 
+TEST(CopyLimitsTest, ALagIsNotMoreThanWhatMayBeInFlightTakes) {
+  const auto few = [](std::size_t groups) { return CopyLimits{1000, 0, groups}; };
+  EXPECT_EQ(for_calls(few(0), {10, 30, 20}).lag, 30) << "the call that runs";
+  EXPECT_EQ(for_calls(few(1), {10, 30, 20}).lag, 50);
+  EXPECT_EQ(for_calls(few(2), {10, 30, 20}).lag, 60);
+  EXPECT_EQ(for_calls(few(3), {10, 30, 20}).lag, 1000);
+  EXPECT_EQ(for_groups(few(0), {10, 30, 20}).lag, 30);
+  EXPECT_EQ(for_groups(few(2), {10, 30, 20}).lag, 50);
+  EXPECT_EQ(few(1).for_unplanned_groups({30, 20}).lag, 30);
+}
+
 TEST(CopyLimitsTest, TimesOfCallsRaiseOnlyWhatTheOptionsLeaveOpen) {
   const Bytes bytes(8, 10);
   EXPECT_EQ(for_calls({}, bytes, timed()).lag, 40);

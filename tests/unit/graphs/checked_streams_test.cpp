@@ -288,8 +288,8 @@ TEST_F(CheckedStreamsTest, AHostSlotsFindingNamesBothGroupsAndTheirSteps) {
   });
   ASSERT_NE(about_a_slot, found.end()) << found.size() << " findings";
   for (const std::string_view word :
-       {"copy_to_device on stream", "(reload of ", ", step 2)", "reads pinned host memory [0x", "bytes)",
-        "copy_to_host on stream", "(offload of ", ", step 3)", "writes them", "must wait for an event that stream"}) {
+       {"copy_to_device on stream", "(reload of ", ", step 1)", "reads pinned host memory [0x", "bytes)",
+        "copy_to_host on stream", "(offload of ", ", step 2)", "writes them", "must wait for an event that stream"}) {
     EXPECT_NE(about_a_slot->find(word), std::string::npos) << word << " is not in: " << *about_a_slot;
   }
 }

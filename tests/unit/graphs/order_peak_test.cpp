@@ -41,10 +41,9 @@ constexpr std::int64_t kTensor = kElements * static_cast<std::int64_t>(sizeof(fl
 constexpr std::int64_t kBlock = 512;  // of the device's allocator
 constexpr CopyWindow kWindow{6 * kTensor, 3 * kTensor};
 
-constexpr CopyWindow few_in_flight(std::size_t calls) {
-  CopyWindow window = kWindow;
-  window.in_flight = calls;
-  return window;
+/// As CopyLimits has it: a layer saves two tensors at most.
+constexpr CopyWindow few_in_flight(std::uint64_t calls) {
+  return {std::min<std::uint64_t>(kWindow.lag, (calls + 1) * 2 * kTensor), kWindow.lookahead, calls};
 }
 
 /// Saves its input, which may be an earlier layer's output, and a tensor of its own. Its forward needs eight tensors at once besides its
@@ -168,7 +167,7 @@ PlannedMemory planned(const std::vector<PipelineStep>& chunks, const std::option
     bytes.push_back(layer_of(run) > 0 ? 2 * kTensor : kTensor);
   }
   std::vector<std::uint64_t> offloaded(bytes.size());
-  const std::vector<bool> stays = needed_immediately(order, bytes, kWindow);
+  const std::vector<bool> stays = needed_immediately(order, bytes, window.value_or(kWindow));
   PlannedMemory memory;
   for (std::size_t run = 0; run < order.runs(); ++run) {
     offloaded[run] = window && !stays[run] ? bytes[run] : 0;
@@ -279,7 +278,7 @@ TEST_P(OrderPeakTest, IsWhatThePlanSays) {
   const PlannedMemory plan = planned(model.order, window);
   Options options = Options(device).graph("layers.*").min_bytes(1);
   if (window) {
-    options.offload("layers.*").lag(window->lag).lookahead(window->lookahead);
+    options.offload("layers.*").lag(kWindow.lag).lookahead(window->lookahead);
     if (window->in_flight < kMicrobatches) {
       options.groups_in_flight(static_cast<std::int64_t>(window->in_flight));
     }
@@ -315,6 +314,14 @@ TEST_P(OrderPeakTest, IsWhatThePlanSays) {
     cost.to_host_bandwidth = cost.memory_bandwidth * 1000;
     EXPECT_LT(peak_of_values(recording.works(), outside, cost), plan.peak);
   }
+}
+
+TEST(PlannedPeakTest, FallsWithTheCallsInFlight) {
+  const std::vector<PipelineStep> order = pipeline_order({4, kStages, kMicrobatches}, 0);
+  const std::int64_t none = planned(order, few_in_flight(0)).peak;
+  const std::int64_t one = planned(order, few_in_flight(1)).peak;
+  EXPECT_LT(none, one);
+  EXPECT_LE(one, planned(order, kWindow).peak);
 }
 
 INSTANTIATE_TEST_SUITE_P(Orders, OrderPeakTest,
