@@ -44,6 +44,19 @@ void EagerOffload::free_sources_of(const Slot& slot) {
   }
 }
 
+void EagerOffload::free_used_sources() {
+  for (std::size_t i = 0; i < trailing_.size();) {
+    const Slot& slot = *trailing_[i].slot;
+    const auto is_used_up = [](const std::shared_ptr<SavedStorage>& source) { return source.use_count() == 1; };
+    if (slot.used && slot.state == Slot::State::offloading &&
+        std::all_of(slot.sources.begin(), slot.sources.end(), is_used_up)) {
+      free_sources_of(slot);
+    } else {
+      ++i;
+    }
+  }
+}
+
 void EagerOffload::free_on_device(const std::shared_ptr<SavedStorage>& saved) {
   keep_for(saved->device, step_streams_);
   if (saved->place == SavedStorage::Place::offloading) {

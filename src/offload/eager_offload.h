@@ -138,6 +138,8 @@ class EagerOffload : public StorageMover {
   void free_oldest();
   /// Frees what the group of `slot` was offloaded from, whatever the lag.
   void free_sources_of(const Slot& slot);
+  /// Does so for groups that backward used while their copies trailed, and that it no longer needs.
+  void free_used_sources();
   /// That storage is on the host alone from here on.
   void free_on_device(const std::shared_ptr<SavedStorage>& saved);
   /// The oldest group's sources may be used again: its copies are done, or the stream that saved it waits for them.

@@ -90,6 +90,7 @@ c10::Storage EagerOffload::fetch(SavedStorage& storage) {
 void EagerOffload::use(std::size_t number) {
   Slot& slot = slots_[number];
   trace_memory();
+  free_used_sources();
   slot.used = true;
   set_in_flight(slot, 0);
   if (slot.state == Slot::State::delayed) {

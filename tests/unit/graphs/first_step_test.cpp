@@ -110,6 +110,33 @@ TEST_P(FirstStepTest, AfterAResetItLeavesAgain) {
   EXPECT_EQ(engine.report().pinned_allocations_after_planning, 0);
 }
 
+// Backward uses the last groups of the first step while their copies trail. What they were offloaded from is free after that.
+TEST(FirstStepBackwardTest, HoldsNoMoreThanThatOfLaterSteps) {
+  const c10::Device device = find_device("sim");
+  torch::nn::Module model;
+  OffloadEngine engine(model, Options(device).offload("**").min_bytes(1024));
+  std::vector<std::int64_t> peaks;  // of live bytes, as the groups' backwards begin
+  for (std::int64_t s = 0; s < 3; ++s) {
+    std::int64_t peak = 0;
+    Step step = engine.step();
+    at::Tensor h = at::ones({64, 64}, device).requires_grad_(true);
+    for (int group = 0; group < 8; ++group) {
+      const OffloadScope scope("group");
+      h = h.mul(0.5).exp().tanh();
+      h.register_hook([&peak, device](const at::Tensor& gradient) {
+        peak = std::max(peak, memory_use(device).live);
+        return gradient;
+      });
+    }
+    std::exchange(h, {}).sum().backward();
+    step.finish();
+    peaks.push_back(peak);
+    EXPECT_GT(engine.report().offloaded_bytes, 0);
+  }
+  const std::int64_t group = 2 * 64 * 64 * 4;
+  EXPECT_LE(peaks[0], peaks[2] + group) << "one group is reloaded ahead, and one was just used";
+}
+
 /// Refuses to pin from some call on.
 class UnpinnedRuntime final : public ForwardingRuntime {
  public:
