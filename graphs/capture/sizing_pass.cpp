@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -347,18 +348,24 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
 
 void keep_outputs_that_several_need(std::vector<CallSizing>& sizings) {
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> needs;  // by call and output
+  std::set<std::pair<std::size_t, std::size_t>> counted;
   for (const auto i : c10::irange(sizings.size())) {
     for (const std::size_t kept : sizings[i].outputs.kept) {
       needs[{i, kept}] += 2;
     }
     for (const auto& [storage, output] : sizings[i].outputs.saved) {
       ++needs[{output.call, output.index}];
+      if (output.call == i) {
+        counted.insert({output.call, output.index});
+      }
     }
   }
   for (const auto i : c10::irange(sizings.size())) {
     for (const auto& [storage, output] : sizings[i].outputs.saved) {
       if (output.call != i && needs[{output.call, output.index}] > 1) {
-        sizings[i].profile.storages[storage].held_elsewhere = true;
+        StorageProfile& saved = sizings[i].profile.storages[storage];
+        saved.held_elsewhere = true;
+        saved.counted_elsewhere = !counted.insert({output.call, output.index}).second;
       }
     }
   }

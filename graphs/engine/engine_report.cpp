@@ -22,7 +22,7 @@ const char* reason(Fate fate) {
     case Fate::held_back:
       return "another group, which is not offloaded, saved the same storage";
     case Fate::held_elsewhere:
-      return "held by the program";
+      return "held by the program, or saved by several calls";
     case Fate::static_output:
       return "it is an output of a graph, and the graph keeps its memory";
     case Fate::over_budget:
@@ -43,6 +43,10 @@ void append(const Profile& profile, const Plan& plan, Report& report) {
   for (std::size_t i = 0; i < profile.storages.size() && i < plan.decisions.size(); ++i) {
     GroupReport& group = report.groups[first + profile.storages[i].savers.front()];
     const auto bytes = static_cast<std::int64_t>(profile.storages[i].bytes);
+    if (profile.storages[i].counted_elsewhere) {
+      group.shared_bytes += bytes;
+      continue;
+    }
     group.bytes += bytes;
     for (std::size_t other = 1; other < profile.storages[i].savers.size(); ++other) {
       report.groups[first + profile.storages[i].savers[other]].shared_bytes += bytes;

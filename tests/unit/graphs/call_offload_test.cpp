@@ -61,6 +61,34 @@ TEST_F(CallTest, BudgetsBoundWhatGraphedCallsOffload) {
   EXPECT_LE(half, all / 2);
 }
 
+// A call whose result its own backward needs, and the next call too: both save it, and the report counts it once.
+TEST_F(CallTest, WhatSeveralCallsSavedCountsOnce) {
+  const auto report = [&](const Options& options) {
+    torch::nn::Module model;
+    OffloadEngine engine(model, options);
+    const auto layer = [](const at::Tensor& h) { return h.mul(2).tanh(); };
+    const auto next = [](const at::Tensor& h) { return (h * h).exp(); };
+    for (std::int64_t s = 0; s < 4; ++s) {
+      const Step step = engine.step();
+      const at::Tensor x = at::full({16, 16}, 0.01, device_).requires_grad_(true);
+      call("c", next, call("b", layer, call("a", layer, x))).sum().backward();
+    }
+    return engine.report();
+  };
+  const Options options = Options(device_).min_bytes(256).offload("**").lag(1);
+  for (const Report& each : {report(options), report(Options(options).graph("*"))}) {
+    std::int64_t bytes = 0;
+    std::int64_t shared = 0;
+    for (const GroupReport& group : each.groups) {
+      bytes += group.bytes;
+      shared += group.shared_bytes;
+      EXPECT_NE(group.kept_because, "held by the program, or saved by several calls") << group.name;
+    }
+    EXPECT_EQ(bytes, each.saved_bytes);
+    EXPECT_EQ(shared, 16 * 16 * 4) << "b's result";
+  }
+}
+
 // A graphed call's output lies in the graph's own memory: offloading it would free nothing.
 TEST_F(CallTest, GraphedOutputsThatEagerScopesSaveStay) {
   OffloadEngine engine(model_, Options(device_).min_bytes(1024).graph("blocks.*").offload("square,last"));
