@@ -67,7 +67,8 @@ class Saved {
   std::vector<Kind> kinds_;
 };
 
-std::string description(const Saved& saved, std::uint64_t refused) {
+/// `refused`: bytes that found no pinned memory. `at_cap`: the cap has no room for them.
+std::string description(const Saved& saved, std::uint64_t refused, bool at_cap) {
   std::string held;
   std::string more;
   for (const Kind& kind : saved.largest()) {
@@ -79,11 +80,14 @@ std::string description(const Saved& saved, std::uint64_t refused) {
   }
   const std::string all = saved.offloaded() + saved.kept() == 0
                               ? ""
-                              : "Of the tensors that autograd saved, " + mebibytes(saved.offloaded()) +
-                                    " are offloaded and " + mebibytes(saved.kept()) + " stay on the device" + held +
-                                    ". ";
+                              : "Of the tensors that autograd saved, " + mebibytes(saved.offloaded() - refused) +
+                                    " are offloaded and " + mebibytes(saved.kept() + refused) + " stay on the device" +
+                                    held + ". ";
   return all + "To fit, " + (more.empty() ? "" : "offload \"" + more + "\" as well, ") +
-         (refused > 0 ? "raise the host cap (" + mebibytes(refused) + " found no pinned memory), " : "") +
+         (refused == 0 ? ""
+          : at_cap     ? "raise the host cap (" + mebibytes(refused) + " found no pinned memory), "
+                       : "repeat the step (" + mebibytes(refused) +
+                         " found no pinned memory, because no plan knew of them; the next step pins it), ") +
          "put code that saves large tensors into scopes that are offloaded, or use a smaller batch";
 }
 
@@ -165,8 +169,9 @@ void MemoryShortage::warn(const SequenceHolders& sequences, const SavedTensorRec
       saved.add(sequence.captured().profile, &sequence.captured().plan);
     });
     saved.add(recorder.profile(), nullptr);
+    const std::uint64_t refused = std::min(recorder.counts().refused_bytes, saved.offloaded());
     TORCH_WARN("Sidestream: ", beginning(resources_, "step", allocated_),
-               description(saved, recorder.counts().refused_bytes));
+               description(saved, refused, resources_.arena->budget()->room() < refused));
   } catch (const std::
                exception&) {  // a handler of warnings that throws; the allocator's error says at least that it is full
   }
@@ -222,7 +227,7 @@ void CaptureShortage::rethrow(const SequenceHolders& sequences, const GraphResou
   });
   saved.add(attempt.profile, &attempt.plan);
   throw DeviceError(
-      error->text + "; " + beginning(resources(), "capture", allocated()) + lack(first) + description(saved, 0),
+      error->text + "; " + beginning(resources(), "capture", allocated()) + lack(first) + description(saved, 0, false),
       error->status);
 }
 

@@ -168,6 +168,9 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     memory_.begin(counts_.captures());
   }
   step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
+  if (pins_) {
+    resources_.arena->open();
+  }
   chunks_.step_begun();
   if (step_->kind() == StepSession::Kind::planned) {
     resources_.mover->trace().step_begins(counts_.captures(), budget_.step_begins(counts_.captures()));
@@ -233,10 +236,21 @@ void EngineState::end_step(bool failed) {
     resources_.mover->trace().step_failed();
     step.shortage().warn(sequences_.all(), step.recorder());
     recorded_.clear();
+    if (std::exchange(pins_, step.kind() == StepSession::Kind::planned && step.recorder().counts().refused_bytes > 0)) {
+      resources_.arena->seal();
+    }
     parts.rethrow();
     return;
   }
   take_results(step, copies);
+}
+
+void EngineState::mark_not_offload(const at::Tensor& tensor) {
+  if (step_ && step_->thread() == std::this_thread::get_id()) {
+    step_->mark_not_offload(tensor);  // the step may have saved it already
+  } else {
+    resources_.exclusions.mark(tensor);
+  }
 }
 
 void EngineState::refuse_in_call(const char* what) const {
@@ -314,7 +328,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
     case StepSession::Kind::planned:
       end_trace();
       counts_.step_ended(step.recorder(), copies, memory_.end());
-      if (step.recorder().counts().refused_bytes > 0) {
+      if (std::exchange(pins_, false) || step.recorder().counts().refused_bytes > 0) {
         eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       }
       break;

@@ -82,6 +82,7 @@ class EngineState {
   [[nodiscard]] const CallTable& calls() const noexcept { return calls_; }
   [[nodiscard]] ScopeTree& tree() noexcept { return resources_.tree; }
   [[nodiscard]] Exclusions& exclusions() noexcept { return resources_.exclusions; }
+  void mark_not_offload(const at::Tensor& tensor);
   [[nodiscard]] Runtime& runtime() noexcept { return *resources_.runtime; }
   [[nodiscard]] EngineResources& resources() noexcept { return resources_; }
   /// For counts of what callers of this object do.
@@ -129,6 +130,7 @@ class EngineState {
   std::mutex kept_;  ///< a step may be left on another thread than the next begins on
   bool step_was_abandoned_ = false;
   bool failed_ = false;  ///< the latest step
+  bool pins_ = false;    ///< so did groups of it that found no pinned memory: the next step pins as it goes
   std::exception_ptr kept_failure_;
 };
 

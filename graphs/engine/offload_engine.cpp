@@ -95,7 +95,7 @@ void OffloadEngine::set_activation_offloading(const std::string& patterns, bool 
   state().set_activation_offloading(named, on);
 }
 
-void OffloadEngine::mark_not_offload(const at::Tensor& tensor) { state().exclusions().mark(tensor); }
+void OffloadEngine::mark_not_offload(const at::Tensor& tensor) { state().mark_not_offload(tensor); }
 
 Chunk::Chunk(std::shared_ptr<EngineState> state, std::uint64_t number) noexcept
     : state_(std::move(state)), number_(number), thread_(std::this_thread::get_id()) {}

@@ -37,6 +37,7 @@ class StepSession {
   [[nodiscard]] Kind kind() const noexcept { return kind_; }
   /// The thread is as it was before the step: its engine, its recorder, its observer.
   void leave_thread() noexcept;
+  void mark_not_offload(const at::Tensor& tensor) { recorder_->mark(tensor); }
   /// Ends the scopes that are still open.
   void finish_recording() { recorder_->finish(); }
   /// The current stream waits for the eager groups' copies.

@@ -117,15 +117,19 @@ bool HostArena::sealed() const noexcept {
   return state_->sealed;
 }
 
-HostArena::Lease HostArena::lease(std::size_t bytes) {
+HostArena::Lease HostArena::lease(std::size_t bytes, Missing missing) {
   if (bytes == 0) {
     return {};
   }
   const std::lock_guard lock(state_->mutex);
   Slot* slot = state_->take(bytes);
-  if (slot == nullptr && !state_->sealed && state_->pin(bytes)) {
-    state_->add_slot(state_->slabs.back(), state_->slabs.back().memory.data(), bytes);
-    slot = state_->take(bytes);
+  if (slot == nullptr && (!state_->sealed || missing == Missing::pinned)) {
+    const bool sealed = std::exchange(state_->sealed, false);
+    const auto as_before = c10::make_scope_exit([&] { state_->sealed = sealed; });
+    if (state_->pin(bytes)) {
+      state_->add_slot(state_->slabs.back(), state_->slabs.back().memory.data(), bytes);
+      slot = state_->take(bytes);
+    }
   }
   if (slot == nullptr) {
     state_->stats.refusals += 1;

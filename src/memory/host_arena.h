@@ -121,10 +121,15 @@ class HostArena {
   /// True if all of these bytes lie in memory that the arena has pinned.
   [[nodiscard]] bool holds(const void* at, std::size_t bytes) const noexcept;
 
+  /// What `lease` does if no slot is free.
+  enum class Missing : std::uint8_t {
+    refused,  ///< after `seal`
+    pinned,   ///< after `seal` too: no plan knows what is leased
+  };
   /// The smallest free slot that holds `bytes`, among equals the one longest back. Before `seal` a missing slot is pinned if
-  /// the cap has room; after it nothing grows. Empty if there is no room, and for 0 bytes.
-  /// No allocation after `seal`. Capture: legal after `seal` (no driver call), illegal before.
-  [[nodiscard]] Lease lease(std::size_t bytes);
+  /// the cap has room; after it `missing` decides. Empty if there is no room, and for 0 bytes.
+  /// Capture: legal if nothing is pinned (no driver call), illegal else.
+  [[nodiscard]] Lease lease(std::size_t bytes, Missing missing = Missing::refused);
 
   [[nodiscard]] HostArenaStats stats() const;
   [[nodiscard]] const std::shared_ptr<HostBudget>& budget() const noexcept;

@@ -75,7 +75,7 @@ GroupMover::GroupMover(std::shared_ptr<Runtime> runtime, std::shared_ptr<HostAre
 
 GroupMover::~GroupMover() { settle(); }
 
-HostPlace GroupMover::place_for(std::size_t bytes, HostPlaces* places) {
+HostPlace GroupMover::place_for(std::size_t bytes, HostPlaces* places, HostArena::Missing missing) {
   if (places != nullptr && places->former != nullptr && places->next < places->former->size() &&
       (*places->former)[places->next]->bytes == bytes) {
     const std::shared_ptr<SavedStorage>& former = (*places->former)[places->next++];
@@ -87,19 +87,21 @@ HostPlace GroupMover::place_for(std::size_t bytes, HostPlaces* places) {
     return {{}, places->shared->take(bytes)};
   }
   try {
-    return {arena_->lease(bytes), {}};
-  } catch (const DeviceError&) {  // while no plan has pinned, leases do: what the system refuses stays
+    return {arena_->lease(bytes, missing), {}};
+  } catch (const DeviceError&) {  // what the system does not pin stays
     return {};
   }
 }
 
 void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>& offloaded, HostPlaces* places) {
+  // A call that is captured with the next step is in no plan yet.
+  const HostArena::Missing missing = group.to_be_captured ? HostArena::Missing::pinned : HostArena::Missing::refused;
   for (const auto& weak : group.storages) {
     auto saved = weak.lock();
     if (saved == nullptr || !saved->to_offload || saved->place != SavedStorage::Place::device) {
       continue;
     }
-    if (HostPlace place = place_for(saved->bytes, places)) {
+    if (HostPlace place = place_for(saved->bytes, places, missing)) {
       saved->lease = std::move(place.lease);
       saved->parts = std::move(place.parts);
       offloaded.push_back(std::move(saved));

@@ -113,7 +113,7 @@ class GroupMover {
     std::atomic<std::uint64_t> bytes{0};
   };
   void settle(const Direction& direction) noexcept;
-  [[nodiscard]] HostPlace place_for(std::size_t bytes, HostPlaces* places);
+  [[nodiscard]] HostPlace place_for(std::size_t bytes, HostPlaces* places, HostArena::Missing missing);
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<HostArena> arena_;

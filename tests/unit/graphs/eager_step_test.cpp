@@ -190,14 +190,17 @@ TEST_F(EagerStep, MarkedTensorsStay) {
   OffloadEngine engine(model_, options().offload("all"));
   const at::Tensor outside = data(50).requires_grad_(true);
   engine.mark_not_offload(outside);
-  const auto loss = [&](bool mark) {
+  enum class Mark : std::uint8_t { none, by_name, by_engine };
+  const auto loss = [&](Mark mark) {
     return [&, mark](const at::Tensor& x, const at::Tensor& weight) {
       at::Tensor h = x * weight;
       {
         const OffloadScope scope("first");
-        h = h.exp();
-        if (mark) {
+        h = h.exp();  // which saved it
+        if (mark == Mark::by_name) {
           mark_not_offload(h);
+        } else if (mark == Mark::by_engine) {
+          engine.mark_not_offload(h);
         }
         h = h.tanh() * outside;
       }
@@ -205,10 +208,13 @@ TEST_F(EagerStep, MarkedTensorsStay) {
       return h.mul(0.1).exp().sum();
     };
   };
-  expect_plain(engine, loss(true));
+  expect_plain(engine, loss(Mark::by_name));
   const std::int64_t marked = engine.report().offloaded_bytes;
   engine.reset();
-  expect_plain(engine, loss(false));
+  expect_plain(engine, loss(Mark::by_engine));
+  EXPECT_EQ(engine.report().offloaded_bytes, marked);
+  engine.reset();
+  expect_plain(engine, loss(Mark::none));
   EXPECT_EQ(engine.report().offloaded_bytes - marked, kSquareBytes) << "one tensor more";
 }
 

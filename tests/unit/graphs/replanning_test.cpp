@@ -276,17 +276,40 @@ TEST_F(ReplanningTest, ACallThatRunsEagerlyBesideItsCapturesOffloadsAllTheSame) 
   EXPECT_EQ(engine.report().unplanned_bytes, 0);
 }
 
-// Nothing was planned for it, and what is pinned is in the graphs' hands.
-TEST_F(ReplanningTest, TheFirstRunOfACallWithAnotherShapeCountsWhatStays) {
+// What is pinned is in the graphs' hands. More is pinned for a call that is captured with the next step, as far as the cap allows.
+TEST_F(ReplanningTest, TheFirstRunOfACallWithAnotherShapeOffloadsAllTheSame) {
   BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
   OffloadEngine engine(twins.mine, graphed());
-  twins.expect_plain(engine, 0, 3);
-  twins.expect_plain(engine, 3, 4, 12, 3);
+  std::int64_t s = 0;
+  for (const std::int64_t rows : {8, 12, 3, 40}) {
+    twins.expect_plain(engine, s, s + 1, rows, 3);
+    const Report first = engine.report();
+    EXPECT_GT(first.offloaded_bytes, 0) << rows;
+    EXPECT_EQ(first.refused_bytes, 0) << rows;
+    twins.expect_plain(engine, s + 1, s + 3, rows, 3);
+    const Report later = engine.report();
+    EXPECT_EQ(later.refused_bytes, 0) << rows << ": captured since";
+    EXPECT_LE(later.offloaded_bytes, first.offloaded_bytes) << rows;
+    EXPECT_EQ(later.pinned_allocations_after_planning, 0);
+    s += 3;
+  }
+}
+
+TEST_F(ReplanningTest, TheFirstRunOfACallWithAnotherShapeKeepsWhatTheCapHasNoRoomFor) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  std::int64_t pinned = 0;
+  {
+    OffloadEngine engine(twins.mine, graphed());
+    twins.expect_plain(engine, 0, 3, 8, 3);
+    pinned = engine.report().pinned_bytes;
+  }
+  OffloadEngine engine(twins.mine, graphed().host_cap(static_cast<std::size_t>(2 * pinned)));
+  twins.expect_plain(engine, 0, 3, 8, 3);
+  twins.expect_plain(engine, 3, 4, 40, 3);
   const Report report = engine.report();
-  EXPECT_GT(report.unplanned_bytes, 0);
+  EXPECT_GT(report.refused_bytes, 0);
   EXPECT_EQ(report.offloaded_bytes + report.refused_bytes, report.unplanned_bytes);
-  twins.expect_plain(engine, 4, 7, 12, 3);
-  EXPECT_EQ(engine.report().refused_bytes, 0) << "captured since";
+  EXPECT_LE(report.pinned_bytes, report.host_cap);
 }
 
 TEST_F(ReplanningTest, CallsInFlightOverTheBoundOffloadAllTheSame) {
@@ -323,6 +346,27 @@ TEST_F(ReplanningTest, ResetHoldsNoMorePinnedMemoryThanOnce) {
     engine.reset();
     twins.expect_plain(engine, s, s + 3);
     EXPECT_EQ(engine.report().pinned_bytes, once);
+  }
+}
+
+// Such a step may have failed because nothing was offloaded. No plan is made of it.
+TEST_F(ReplanningTest, AfterAFailedStepThatFoundNoPinnedMemoryMoreIsPinned) {
+  BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
+  OffloadEngine engine(twins.mine, eager());
+  twins.expect_plain(engine, 0, 3, 8, 2);
+  const std::int64_t pinned = engine.report().pinned_bytes;
+  const auto fail = [&] {
+    const Step step = engine.step();
+    (void)twins.mine.forward(twins.mine.data(3, 8, 20));
+    throw std::runtime_error("no memory is left");
+  };
+  EXPECT_THROW(fail(), std::runtime_error);
+  EXPECT_EQ(engine.report().pinned_bytes, pinned);
+  for (std::int64_t s = 4; s < 7; ++s) {
+    twins.expect_plain(engine, s, s + 1, 8, 20);
+    EXPECT_EQ(engine.report().refused_bytes, 0) << s;
+    EXPECT_GT(engine.report().offloaded_bytes, pinned) << s;
+    EXPECT_EQ(engine.report().pinned_allocations_after_planning, 0) << s;
   }
 }
 
