@@ -23,6 +23,18 @@ std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const
   return sizes;
 }
 
+/// The sizes of storages that stay because a later group that stays saves them too. In a step that is not as planned they are offloaded,
+/// since the later group is not known when they are saved.
+std::vector<std::size_t> shared_sizes(const Profile& profile, const Plan& plan) {
+  std::vector<std::size_t> sizes;
+  for (std::size_t i = 0; i < profile.storages.size(); ++i) {
+    if (plan.decisions[i].fate == Fate::held_back) {
+      sizes.push_back(profile.storages[i].bytes);
+    }
+  }
+  return sizes;
+}
+
 std::size_t aligned_sum(const std::vector<std::size_t>& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}, [](std::size_t sum, std::size_t bytes) {
     return sum + (bytes + HostArena::alignment - 1) / HostArena::alignment * HostArena::alignment;
@@ -37,17 +49,19 @@ std::vector<std::size_t> lacking(const std::vector<std::size_t>& sizes, std::siz
   return needed > taken ? std::vector<std::size_t>{needed - taken} : std::vector<std::size_t>{};
 }
 
-/// Slots that hold `sizes`, with an eighth to spare where there are `others`, and that hold `others`, each by themselves, where they
-/// lie within `room`; else `sizes`. Both and the result: the largest first.
-std::vector<std::size_t> slots_of_both(const std::vector<std::size_t>& sizes, const std::vector<std::size_t>& others,
-                                       std::size_t room) {
+/// Slots that hold `sizes` and `shared`, with an eighth to spare where there are `others`, and that hold `others`, each by themselves, where
+/// they lie within `room`; else `sizes`. `sizes`, `others` and the result: the largest first.
+std::vector<std::size_t> slots_of_both(const std::vector<std::size_t>& sizes, const std::vector<std::size_t>& shared,
+                                       const std::vector<std::size_t>& others, std::size_t room) {
   constexpr std::size_t kSpare = 8;
   if (others.empty()) {
     return sizes;
   }
   std::vector<std::size_t> both = sizes;
+  both.insert(both.end(), shared.begin(), shared.end());
+  std::sort(both.begin(), both.end(), std::greater<>());
   std::transform(both.begin(), both.end(), both.begin(), [](std::size_t size) { return size + size / kSpare; });
-  both.resize(std::max(sizes.size(), others.size()));
+  both.resize(std::max(both.size(), others.size()));
   std::transform(others.begin(), others.end(), both.begin(), both.begin(),
                  [](std::size_t one, std::size_t other) { return std::max(one, other); });
   return aligned_sum(both) <= room ? both : sizes;
@@ -73,7 +87,7 @@ Plan plan_and_pin(const Profile& profile, HostArena& arena, HostArena::Surplus s
   if (slots != nullptr) {
     std::sort(all.begin(), all.end(), std::greater<>());
     own = all;
-    all = slots_of_both(own, *slots, arena.available());
+    all = slots_of_both(own, shared_sizes(profile, plan), *slots, arena.available());
     *slots = all;
   }
   if (progress && !all.empty()) {

@@ -349,6 +349,38 @@ TEST_F(ReplanningTest, ResetHoldsNoMorePinnedMemoryThanOnce) {
   }
 }
 
+/// Saves storages of several sizes. A group that stays saves one of them too.
+class Recurrent : public torch::nn::Module {
+ public:
+  explicit Recurrent(c10::Device device)
+      : lstm_(register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(8, 16).num_layers(2).batch_first(true)))),
+        gru_(register_module("gru",
+                             torch::nn::GRU(torch::nn::GRUOptions(16, 12).batch_first(true).bidirectional(true)))),
+        last_(register_module("last", torch::nn::Linear(24, 4))) {
+    to(device);
+  }
+  at::Tensor loss(const at::Tensor& x) {
+    return call(last_, std::get<0>(call(gru_, std::get<0>(call(lstm_, x))))).sum();
+  }
+
+ private:
+  torch::nn::LSTM lstm_;
+  torch::nn::GRU gru_;
+  torch::nn::Linear last_;
+};
+
+TEST_F(ReplanningTest, LengthsThatComeInTurnsAreAllOffloaded) {
+  torch::manual_seed(1);
+  Recurrent model(device_);
+  OffloadEngine engine(model, Options(device_).offload("**").min_bytes(1));
+  for (std::int64_t s = 0; s < 15; ++s) {
+    const Step step = engine.step();
+    model.loss(at::ones({3, 5 + s % 3, 8}, device_).requires_grad_(true)).backward();
+    EXPECT_TRUE(s < 9 || engine.report().refused_bytes == 0) << s;
+  }
+  EXPECT_EQ(engine.report().refused_bytes, 0);
+}
+
 // Such a step may have failed because nothing was offloaded. No plan is made of it.
 TEST_F(ReplanningTest, AfterAFailedStepThatFoundNoPinnedMemoryMoreIsPinned) {
   BodyTwins twins(device_, {mlp, mlp, mlp, mlp});
