@@ -350,9 +350,9 @@ TEST_F(ReplanningTest, ResetHoldsNoMorePinnedMemoryThanOnce) {
 }
 
 /// Saves storages of several sizes. A group that stays saves one of them too.
-class Recurrent : public torch::nn::Module {
+class RecurrentLayers : public torch::nn::Module {
  public:
-  explicit Recurrent(c10::Device device)
+  explicit RecurrentLayers(c10::Device device)
       : lstm_(register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(8, 16).num_layers(2).batch_first(true)))),
         gru_(register_module("gru",
                              torch::nn::GRU(torch::nn::GRUOptions(16, 12).batch_first(true).bidirectional(true)))),
@@ -371,7 +371,7 @@ class Recurrent : public torch::nn::Module {
 
 TEST_F(ReplanningTest, LengthsThatComeInTurnsAreAllOffloaded) {
   torch::manual_seed(1);
-  Recurrent model(device_);
+  RecurrentLayers model(device_);
   OffloadEngine engine(model, Options(device_).offload("**").min_bytes(1));
   for (std::int64_t s = 0; s < 15; ++s) {
     const Step step = engine.step();
