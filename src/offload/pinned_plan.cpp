@@ -28,7 +28,9 @@ std::vector<std::vector<std::size_t>> moving_sizes(const Profile& profile, const
 std::vector<std::size_t> shared_sizes(const Profile& profile, const Plan& plan) {
   std::vector<std::size_t> sizes;
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
-    if (plan.decisions[i].fate == Fate::held_back) {
+    const Fate fate = plan.decisions[i].fate;
+    const bool first_stays = profile.groups[profile.storages[i].savers.front()].needed_immediately;
+    if (fate == Fate::held_back || (fate == Fate::needed_immediately && !first_stays)) {
       sizes.push_back(profile.storages[i].bytes);
     }
   }

@@ -2,8 +2,10 @@
 #include <numeric>
 #include <vector>
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/ScopeExit.h>
 #include <gtest/gtest.h>
 
 #include "models/body_model.h"
@@ -353,14 +355,18 @@ TEST_F(ReplanningTest, ResetHoldsNoMorePinnedMemoryThanOnce) {
 class RecurrentLayers : public torch::nn::Module {
  public:
   explicit RecurrentLayers(c10::Device device)
-      : lstm_(register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(8, 16).num_layers(2).batch_first(true)))),
+      : lstm_(register_module(
+            "lstm", torch::nn::LSTM(torch::nn::LSTMOptions(8, 16).num_layers(2).batch_first(true).dropout(0.2)))),
         gru_(register_module("gru",
                              torch::nn::GRU(torch::nn::GRUOptions(16, 12).batch_first(true).bidirectional(true)))),
         last_(register_module("last", torch::nn::Linear(24, 4))) {
     to(device);
   }
-  at::Tensor loss(const at::Tensor& x) {
-    return call(last_, std::get<0>(call(gru_, std::get<0>(call(lstm_, x))))).sum();
+  /// Its results live until the end of the step, as variables of a trainer do.
+  std::vector<at::Tensor> results(const at::Tensor& x) {
+    const at::Tensor y = std::get<0>(call(lstm_, x));
+    const at::Tensor z = std::get<0>(call(gru_, y));
+    return {y, z, call(last_, z).sum()};
   }
 
  private:
@@ -370,15 +376,18 @@ class RecurrentLayers : public torch::nn::Module {
 };
 
 TEST_F(ReplanningTest, LengthsThatComeInTurnsAreAllOffloaded) {
+  at::globalContext().setUserEnabledMkldnn(true);  // its LSTM saves one storage that is larger than all others
+  const auto as_before = c10::make_scope_exit([] { at::globalContext().setUserEnabledMkldnn(false); });
   torch::manual_seed(1);
   RecurrentLayers model(device_);
   OffloadEngine engine(model, Options(device_).offload("**").min_bytes(1));
   for (std::int64_t s = 0; s < 15; ++s) {
-    const Step step = engine.step();
-    model.loss(at::ones({3, 5 + s % 3, 8}, device_).requires_grad_(true)).backward();
-    EXPECT_TRUE(s < 9 || engine.report().refused_bytes == 0) << s;
+    Step step = engine.step();
+    const auto results = model.results(at::ones({3, 5 + s % 3, 8}, device_).requires_grad_(true));
+    results.back().backward();
+    step.finish();
+    EXPECT_TRUE(s < 9 || engine.report().refused_bytes == 0) << engine.report().refused_bytes << " in step " << s;
   }
-  EXPECT_EQ(engine.report().refused_bytes, 0);
 }
 
 // Such a step may have failed because nothing was offloaded. No plan is made of it.
