@@ -7,13 +7,16 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
+#include "expect_throws.h"
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
+#include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/owning.h"
 
@@ -138,6 +141,63 @@ INSTANTIATE_TEST_SUITE_P(Ways, ReturnedParameterTest,
                                                           ReturningWay::delayed, ReturningWay::owned,
                                                           ReturningWay::accumulated)),
                          name_of_way);
+
+/// The identity, as a view. Its gradient is not a view's.
+class Reversed : public torch::autograd::Function<Reversed> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) { return x.view_as(x); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 const torch::autograd::variable_list& gradients) {
+    return {-gradients[0]};
+  }
+};
+
+/// Trains with the call `body`, five steps.
+void expect_plain_with(const ReturningBody& body) {
+  const c10::Device device = find_device("sim");
+  TwoWeights model(device), plain(device);
+  OffloadEngine engine(model, Options(device).graph("returns"));
+  for (std::int64_t s = 0; s < 5; ++s) {
+    expect_same_step(model, &engine, plain, s, [&](TwoWeights& m) {
+      const at::Tensor x = rows(s, device).requires_grad_(true);
+      const at::Tensor h = x.view_as(x);
+      loss_of(&m == &plain ? body.run(m, h) : call("returns", body.run, m, h), s).backward();
+      return values({x.grad()});
+    });
+  }
+  EXPECT_GT(engine.report().replays, 0);
+}
+
+TEST(ReturnedViewOfAFunction, IsRefused) {
+  const std::vector<ReturningBody> refused{
+      {"of a parameter",
+       [](TwoWeights& m, const at::Tensor& x) {
+         return Tensors{x.tanh(), Reversed::apply(m.returned)};
+       }},
+      {"of a parameter that is used too",
+       [](TwoWeights& m, const at::Tensor& x) {
+         return Tensors{at::linear(x, m.returned).tanh(), Reversed::apply(m.returned).t()};
+       }},
+      {"of an input",
+       [](TwoWeights& m, const at::Tensor& x) {
+         return Tensors{at::linear(x, m.used).tanh(), Reversed::apply(x)};
+       }},
+  };
+  for (const ReturningBody& body : refused) {
+    SCOPED_TRACE(body.name);
+    EXPECT_THROWS(CaptureError, "that an autograd function of the callable returns", expect_plain_with(body));
+  }
+}
+
+TEST(ReturnedViewOfAFunction, IsTheFunctionsIfItIsClonedOrOfATensorOfTheBody) {
+  expect_plain_with(
+      {"cloned", [](TwoWeights& m, const at::Tensor& x) {
+         return Tensors{at::linear(x, m.used).tanh(), Reversed::apply(m.returned).clone(), Reversed::apply(x).clone()};
+       }});
+  expect_plain_with({"of the body's own", [](TwoWeights& m, const at::Tensor& x) {
+                       return Tensors{Reversed::apply(at::linear(x, m.used)).t()};
+                     }});
+}
 
 }  // namespace
 }  // namespace sidestream::testing_model
