@@ -6,6 +6,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "sidestream/error.h"
 
@@ -98,6 +99,13 @@ class Sorter {
                          of +
                          " with another dtype, conjugated or expanded; a replay cannot make such a view again. Clone "
                          "the output in the callable, or make the view outside");
+    }
+    if (output.is_view() && torch::autograd::impl::get_view_autograd_meta(output)->get_creation_meta() ==
+                                torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION) {
+      throw CaptureError("callable \"" + call_.spec.name + "\": output " + std::to_string(index) + " is a view of " +
+                         of +
+                         " that an autograd function of the callable returns. A replay would make the view without the "
+                         "function and its gradient; clone the output in the callable");
     }
   }
 

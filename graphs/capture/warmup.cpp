@@ -14,6 +14,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include "base/site.h"
@@ -70,6 +71,22 @@ std::vector<bool> flags_of(const std::vector<at::Tensor>& tensors) {
     flags.push_back(tensor.defined() && tensor.requires_grad());
   }
   return flags;
+}
+
+/// True if the body returns a leaf that is no input, or a view of one: a parameter. Autograd gives such leaves the gradients of these
+/// outputs outside of the graphs. See captured_outputs.cpp.
+bool returns_parameter(const at::Tensor& output, const std::vector<at::Tensor>& inputs) {
+  const bool view = output.is_view();
+  const at::TensorBase& base = view ? output._base() : output;
+  const auto shares = [&](const at::Tensor& input) {
+    return input.defined() && input.has_storage() && input.is_alias_of(base);
+  };
+  if (!base.is_leaf() || !base.has_storage() || std::any_of(inputs.begin(), inputs.end(), shares)) {
+    return false;
+  }
+  // A function of the body computes its gradient, also if it returns a view.
+  return !view || torch::autograd::impl::get_view_autograd_meta(output)->get_creation_meta() !=
+                      torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION;
 }
 
 /// `outputs`: of the calls before this one.
@@ -196,7 +213,7 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
   for (const at::Tensor& output : outputs) {
-    if (output.defined() && output.requires_grad()) {
+    if (output.defined() && output.requires_grad() && !returns_parameter(output, inputs)) {
       roots.push_back(output);
       seeds.push_back(at::ones_like(output));
     }

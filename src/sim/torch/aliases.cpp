@@ -13,7 +13,8 @@ namespace sidestream::sim {
 namespace {
 
 at::Tensor make_tensor(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key) | lazy_bits(like),
+                                                   like.dtype());
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   return at::Tensor(std::move(impl));
 }
@@ -24,10 +25,14 @@ at::Tensor copy_to_device(const at::Tensor& host) {
                                         c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), host.scalar_type());
   const Access bytes = extent(host, false);
   std::memcpy(copy.mutable_data_ptr(), bytes.begin, bytes.bytes);
+  copy._set_conj(host.is_conj());
+  copy._set_neg(host.is_neg());
   return copy;
 }
 
 }  // namespace
+
+c10::DispatchKeySet lazy_bits(const at::Tensor& tensor) { return tensor.key_set() & kLazyBits; }
 
 Access extent(const at::Tensor& tensor, bool write) {
   const std::size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());

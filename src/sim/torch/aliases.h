@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/Storage.h>
 #include <c10/util/SmallVector.h>
 
@@ -15,6 +16,11 @@ namespace sidestream::sim {
   return tensor.defined() && tensor.device().type() == c10::DeviceType::PrivateUse1;
 }
 
+/// A tensor with one of these keys stands for the conjugate or the negative of the values in its memory.
+inline constexpr c10::DispatchKeySet kLazyBits{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative};
+/// Those of `tensor`.
+[[nodiscard]] c10::DispatchKeySet lazy_bits(const at::Tensor& tensor);
+
 /// The bytes from the first to the last element of a strided tensor.
 [[nodiscard]] Access extent(const at::Tensor& tensor, bool write);
 
@@ -22,7 +28,7 @@ namespace sidestream::sim {
 /// work) does not keep blocks alive. Tensors that share a storage share one here too.
 class Aliases {
  public:
-  /// A CPU tensor of the same sizes, strides, dtype on the same bytes.
+  /// A CPU tensor of the same sizes, strides, dtype and lazy bits on the same bytes.
   [[nodiscard]] at::Tensor of(const at::Tensor& tensor);
   /// The result of a CPU kernel as a sim tensor: on the storage of an argument if the kernel returned one, else with the
   /// kernel's own block. An undefined tensor stays so. `name` and `kept` are for the error: a kept work must not return

@@ -82,6 +82,8 @@ void register_all() {
   };
   torch::Library& aten = library("aten", c10::DispatchKey::PrivateUse1);
   register_tensors(aten);
+  register_lazy_copies(library("aten", c10::DispatchKey::Conjugate));
+  register_lazy_copies(library("aten", c10::DispatchKey::Negative));
   register_attention(aten);
   register_convolution(aten);
   register_dropout(aten);

@@ -5,6 +5,7 @@
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
+#include <ATen/ops/conj_physical.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/Scalar.h>
@@ -94,8 +95,8 @@ template <typename Make>
 at::Tensor view_as_cpu_does(const at::Tensor& self, Make make) {
   const KernelScope scope;
   const at::Tensor result = make(Aliases().of(self));
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(self.storage()), self.key_set(),
-                                                   result.dtype());
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(self.storage()),
+                                                   (self.key_set() - kLazyBits) | lazy_bits(result), result.dtype());
   impl->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
   return at::Tensor(std::move(impl));
 }
@@ -165,6 +166,11 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& dest
   return destination.copy_(source);
 }
 
+// LibTorch's own looks for a kernel of the device without the dispatcher.
+at::Tensor& conj_physical_in_place(at::Tensor& self) {
+  return self.is_complex() ? at::conj_physical_out(self, self) : self;
+}
+
 at::Scalar item(const at::Tensor& self) {
   Device& device = Device::get();
   host_waits::tell(kDeviceType, HostWait::result, "aten::_local_scalar_dense");
@@ -215,9 +221,15 @@ void register_tensors(torch::Library& aten) {
   aten.impl("set_", &set_empty);
   aten.impl("_copy_from", &copy_from);
   aten.impl("_copy_from_and_resize", &copy_from_and_resize);
+  aten.impl("conj_physical_", &conj_physical_in_place);
   aten.impl("_local_scalar_dense", &item);
   aten.impl("record_stream", &record_stream);
   aten.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
+}
+
+void register_lazy_copies(torch::Library& aten) {
+  aten.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  aten.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace sidestream::sim

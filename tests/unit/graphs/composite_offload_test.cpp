@@ -47,6 +47,7 @@ enum class SavedForm : std::uint8_t {
   csr,         ///< a compressed sparse tensor
   nested,
   per_channel,  ///< a quantised tensor
+  conjugated,   ///< complex numbers, their conjugate, its adjoint, and its imaginary part, which is negated
 };
 
 constexpr c10::ScalarType kIndex = c10::ScalarType::Long;
@@ -139,6 +140,10 @@ Tensors saved_of(const at::Tensor& x, SavedForm saved) {
       return {base, base.t(), base.narrow(0, 3, 5), base.narrow(1, 1, 1).expand({kRows, kColumns}),
               base.view(at::kInt)};
     }
+    case SavedForm::conjugated: {
+      const at::Tensor z = at::view_as_complex((x * 2).view({kRows, kColumns / 2, 2}));
+      return {z, z.conj(), z.mH(), at::imag(z.conj())};
+    }
     case SavedForm::blocks:
     case SavedForm::one_buffer:
     case SavedForm::marked:
@@ -157,6 +162,7 @@ std::int64_t offloaded_bytes_of(SavedForm saved) {
       return kNumbers * 4 + (2 * kNumbers + 1) * 8;
     case SavedForm::nested:
     case SavedForm::views:
+    case SavedForm::conjugated:
       return kNumbers * 4;
     case SavedForm::per_channel:
       return kNumbers + 2 * kRows * 8;
@@ -184,6 +190,10 @@ class SavesComposites : public torch::autograd::Function<SavesComposites> {
     }
     if (saved.size() == 2) {
       return {gradients[0] * saved[0].to(at::kFloat) * saved[1], {}};
+    }
+    if (saved.size() == 4) {
+      const at::Tensor z = saved[0] * saved[1] + saved[2].t() + saved[3];
+      return {gradients[0] * at::view_as_real(z).view({kRows, kColumns}), {}};
     }
     const at::Tensor rows = at::pad(saved[2], {0, 0, 3, kRows - 8});
     return {gradients[0] * (saved[0] + saved[1].t() + rows + saved[3] + saved[4].view(at::kFloat)), {}};
@@ -417,7 +427,8 @@ TEST(CompositeOffload, ReleaseRefusesASparseTensor) {
 }
 
 std::string name_of_form(const testing::TestParamInfo<std::tuple<SavedForm, OffloadPath>>& info) {
-  const std::vector<std::string> forms{"Blocks", "OneBuffer", "Views", "Marked", "Coo", "Csr", "Nested", "PerChannel"};
+  const std::vector<std::string> forms{"Blocks", "OneBuffer", "Views",      "Marked",    "Coo",
+                                       "Csr",    "Nested",    "PerChannel", "Conjugated"};
   const std::vector<std::string> paths{"Eager", "Delayed", "Graphed", "WholeStep"};
   return forms[static_cast<std::size_t>(std::get<0>(info.param))] +
          paths[static_cast<std::size_t>(std::get<1>(info.param))];
@@ -426,7 +437,8 @@ std::string name_of_form(const testing::TestParamInfo<std::tuple<SavedForm, Offl
 INSTANTIATE_TEST_SUITE_P(Paths, CompositeOffloadTest,
                          testing::Combine(testing::Values(SavedForm::blocks, SavedForm::one_buffer, SavedForm::views,
                                                           SavedForm::marked, SavedForm::coo, SavedForm::csr,
-                                                          SavedForm::nested, SavedForm::per_channel),
+                                                          SavedForm::nested, SavedForm::per_channel,
+                                                          SavedForm::conjugated),
                                           testing::Values(OffloadPath::eager, OffloadPath::delayed,
                                                           OffloadPath::graphed, OffloadPath::whole_step)),
                          name_of_form);

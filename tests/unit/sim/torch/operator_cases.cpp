@@ -40,8 +40,8 @@ std::vector<at::Tensor> gradients(const at::Tensor& output, const std::vector<at
   if (!expected.defined()) {
     return ::testing::AssertionSuccess();
   }
-  const at::Tensor a = expected.detach().cpu().contiguous();
-  const at::Tensor b = actual.detach().cpu().contiguous();
+  const at::Tensor a = expected.detach().cpu().resolve_conj().resolve_neg().contiguous();
+  const at::Tensor b = actual.detach().cpu().resolve_conj().resolve_neg().contiguous();
   if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) {
     return ::testing::AssertionFailure() << "expected " << a.scalar_type() << a.sizes() << ", got " << b.scalar_type()
                                          << b.sizes();
