@@ -157,7 +157,6 @@ void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
     state_->invalidate(*stream.capture, "launch of a graph on a capturing stream; launch it after end_capture");
   }
   state_->refuse_in_capture("launch of a graph");
-  graph->pool.launched = true;
   graph->pool.captured.clear();
   Timeline& timeline = state_->timeline;
   if (timeline.order().immediate() && !timeline.keeping() && !timeline.pending()) {
