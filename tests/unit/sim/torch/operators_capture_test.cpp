@@ -224,6 +224,17 @@ TEST_F(OperatorCapture, TellsThatATensorEqualsItselfWithoutALookAtIt) {
   EXPECT_TRUE(equal);
 }
 
+TEST_F(OperatorCapture, ComparesSizesWithoutALookAtTheElements) {
+  const at::Tensor x = values({8}, device), longer = values({9}, device), none = at::empty({0}, on());
+  bool longer_is_equal = true, none_is_equal = false;
+  launch(capture([&] {
+    longer_is_equal = at::equal(x, longer);
+    none_is_equal = at::equal(none, none.clone());
+  }));
+  EXPECT_FALSE(longer_is_equal);
+  EXPECT_TRUE(none_is_equal);
+}
+
 TEST_F(OperatorCapture, RefusesAGeneratorThatLaunchesWouldNotMoveOn) {
   at::Generator generator = at::globalContext().getAcceleratorHooksInterface().getNewGenerator();
   const at::Tensor x = at::empty({8}, on());
