@@ -302,6 +302,7 @@ class Call {
     work.stream = stream_;
     work.name = info_.name;
     work.random_draws = random_draws_;
+    work.draws_vary = info_.draws_vary;
     work.generator = generator_;
     for_each_tensor([&](const at::Tensor& tensor, const at::Tensor& /*alias*/, const OperatorInfo::Argument& argument) {
       const Access access = extent(tensor, argument.written);
