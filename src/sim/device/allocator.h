@@ -52,9 +52,8 @@ struct Pool {
   std::set<Segment*> segments;
   std::int64_t allocated = 0;    ///< its part of the allocated bytes
   std::uint32_t references = 0;  ///< handle, captures and graphs
-  bool launched = false;         ///< a graph of it has run: its memory holds results
   bool is_private = false;
-  /// What the captures so far computed, for later captures to compute on; dropped at the first launch.
+  /// What the captures so far computed, for later captures to compute on; dropped at a launch.
   std::vector<MemoryImage> captured;
 };
 

@@ -16,9 +16,6 @@ CaptureMemory::CaptureMemory(CachingAllocator& memory, Pool& pool) : memory_(mem
   for (const Segment* segment : pool_.segments) {
     pool_before_.emplace_back(segment->begin, segment->lent);
   }
-  if (pool_.launched) {
-    return;
-  }
   for (const MemoryImage& image : pool_.captured) {
     preserve(image.begin, image.bytes.size());
     image.restore();
@@ -39,8 +36,7 @@ void CaptureMemory::preserve(std::byte* begin, std::size_t bytes) {
 }
 
 void CaptureMemory::finish(bool keep) {
-  const bool keeps = keep && !pool_.launched;
-  if (keeps) {
+  if (keep) {
     pool_.captured.clear();
   }
   for (const Segment* segment : pool_.segments) {
@@ -49,19 +45,19 @@ void CaptureMemory::finish(bool keep) {
     std::size_t put_back = 0;
     if (before != pool_before_.end()) {
       put_back = std::min(before->bytes.size(), segment->lent);
-      if (keeps && before->bytes.size() == segment->lent) {  // copies of a whole pool at each capture take long
+      if (keep && before->bytes.size() == segment->lent) {  // copies of a whole pool at each capture take long
         before->swap();
         pool_.captured.push_back(std::move(*before));
         pool_before_.erase(before);
         continue;
       }
     }
-    if (keeps) {
+    if (keep) {
       pool_.captured.emplace_back(segment->begin, segment->lent);
     }
     std::memset(segment->begin + put_back, poison_byte, segment->lent - put_back);
   }
-  if (keeps) {
+  if (keep) {
     for (const MemoryImage& image : outside_before_) {
       if (!memory_.owns(image.begin)) {
         pool_.captured.emplace_back(image.begin, image.bytes.size());
@@ -152,6 +148,9 @@ void Device::begin_capture(c10::StreamId id, Pool* pool, c10::ArrayRef<at::Gener
     throw CaptureError("sim device: the default stream cannot capture; capture a stream of create_stream()");
   }
   state_->timeline.drain();
+  std::erase_if(pool->captured, [&](const MemoryImage& image) {  // pinned memory may have been freed since
+    return !state_->memory.owns(image.begin) && !state_->pinned.holds(image.begin, image.bytes.size());
+  });
   state_->memory.retain(pool);
   auto capture = std::make_unique<Capture>(++state_->captures_begun, id, state_->memory, *pool, generators);
   stream.capture = capture.get();

@@ -33,9 +33,9 @@ struct CapturedWork {
 /// A capture saves what it overwrites outside of its pool, and the whole content of its pool. At its end it puts both back and poisons
 /// what it allocated. It must do so because a CPU kernel cannot be recorded without running.
 ///
-/// What captures computed is kept with the pool until a graph of the pool is launched, and is in memory while the next capture runs. A
-/// later capture of the same pool must compute on sane numbers. An index that an earlier capture saved and that is poison now would be
-/// out of range.
+/// What captures computed is kept with the pool until the next launch of a graph of the pool. It is in memory while a later capture of
+/// the pool runs, because that capture must compute on sane numbers. An example is a backward that writes to the indices that its
+/// forward saved. After the end of the forward's capture, that memory holds poison, or old results of graphs that share the pool.
 ///
 /// Memory that a capture allocates holds zeros during the capture. Copies beside the graphs fill that memory at each replay, for example
 /// with indices that were saved and offloaded. In a capture no copy fills it, and zeros are in range.

@@ -37,7 +37,10 @@ struct Work {
   std::function<void()> run;  ///< does the work (again) at the same addresses; empty for events
   std::vector<Access> accesses;
   std::uint32_t random_draws = 0;  ///< 32-bit outputs of `generator` that one run consumes
-  at::Generator generator;         ///< undefined if there are none
+  bool draws_vary = false;         ///< that number depends on data, or on the state of `generator`
+  at::Generator generator;         ///< undefined if it is not random
+
+  [[nodiscard]] bool draws() const noexcept { return random_draws > 0 || draws_vary; }
 };
 
 /// Held while an operator draws: see draws_lock.

@@ -75,6 +75,18 @@ const std::shared_ptr<const Work>& graph_end() {
   return work;
 }
 
+// Moves the work's generator on by what the work drew. Returns the state at which its draws began.
+GeneratorState run_and_draw(const Work& work) {
+  const GeneratorState first = state_of(work.generator);
+  GeneratorState draws = first;
+  {
+    const ReplayState replay(draws);
+    work.run();
+  }
+  set_state_of(work.generator, draws);
+  return first;
+}
+
 // Nothing is held back: the nodes run at once, in capture order, which is a legal order.
 void run_at_once(const GraphBody& graph) {
   for (const CapturedWork& node : graph.nodes) {
@@ -85,9 +97,8 @@ void run_at_once(const GraphBody& graph) {
         node.event->done_at = std::chrono::steady_clock::now();
         break;
       case Work::Kind::compute:
-        if (node.work->random_draws > 0) {
-          const GeneratorState draws = take_draws(node.work->generator, node.work->random_draws);
-          run_work(*node.work, &draws);
+        if (node.work->draws()) {
+          (void)run_and_draw(*node.work);
           break;
         }
         node.work->run();
@@ -111,8 +122,7 @@ GraphBody::GraphBody(Device& owner, const Capture& capture, std::vector<Captured
       nodes(std::move(nodes_)),
       origin(capture.origin),
       sinks(find_sinks(nodes)),
-      draws(std::any_of(nodes.begin(), nodes.end(),
-                        [](const CapturedWork& node) { return node.work->random_draws > 0; })),
+      draws(std::any_of(nodes.begin(), nodes.end(), [](const CapturedWork& node) { return node.work->draws(); })),
       bytes(bytes_of(nodes)) {
   device.take_outside(bytes, "a graph");
   device.retain_pool(&pool);
@@ -157,7 +167,6 @@ void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
     state_->invalidate(*stream.capture, "launch of a graph on a capturing stream; launch it after end_capture");
   }
   state_->refuse_in_capture("launch of a graph");
-  graph->pool.launched = true;
   graph->pool.captured.clear();
   Timeline& timeline = state_->timeline;
   if (timeline.order().immediate() && !timeline.keeping() && !timeline.pending()) {
@@ -179,7 +188,13 @@ void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
     for (const std::uint32_t before : node.after) {
       queued.after.push_back(ids[before]);
     }
-    if (node.work->random_draws > 0) {
+    if (node.work->draws_vary) {  // runs now: the next node that draws must know how much this one drew
+      for (const WorkId before : queued.after) {
+        timeline.force(before);
+      }
+      queued.random = std::make_shared<const GeneratorState>(run_and_draw(*node.work));
+      queued.done = true;
+    } else if (node.work->draws()) {
       queued.random = std::make_shared<const GeneratorState>(take_draws(node.work->generator, node.work->random_draws));
     }
     if (node.work->kind == Work::Kind::event_wait && timeline.matters(node.event->mark)) {

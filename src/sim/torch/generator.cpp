@@ -126,7 +126,7 @@ GeneratorState take_draws(const at::Generator& generator, std::uint32_t draws) {
   for (std::uint32_t i = 0; i < draws; ++i) {
     engine();
   }
-  set_state_of(impl, {engine, std::nullopt, std::nullopt});
+  set_state_of(impl, {engine, taken.next_float_normal, taken.next_double_normal});
   return taken;
 }
 

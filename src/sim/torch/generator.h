@@ -35,8 +35,8 @@ void set_state_of(const at::Generator& generator, const GeneratorState& state);
 /// Of the default one.
 [[nodiscard]] inline GeneratorState default_state() { return state_of(default_generator()); }
 inline void set_default_state(const GeneratorState& state) { set_state_of(default_generator(), state); }
-/// The state of `generator`, which is then moved on by `draws` 32-bit outputs: what one launch of a captured random work
-/// takes. A pending second normal sample is dropped by the move.
+/// The state of `generator`, which is then moved on by `draws` 32-bit outputs: what one launch of a captured random work takes.
+/// A pending second normal sample stays.
 [[nodiscard]] GeneratorState take_draws(const at::Generator& generator, std::uint32_t draws);
 
 /// Number of 32-bit outputs between two states of one sequence.

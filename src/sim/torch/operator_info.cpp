@@ -32,6 +32,16 @@ constexpr std::array host_needs{
     std::string_view{"aten::_linalg_check_errors"},
 };
 
+/// Random operators whose number of draws is known only after they have run. They draw until a sample fits, or only for some elements.
+/// Or they draw normal samples one by one. These come in pairs, and the generator may still hold the second of a pair.
+constexpr std::array varying_draws{
+    std::string_view{"aten::poisson"},          std::string_view{"aten::binomial"},
+    std::string_view{"aten::_standard_gamma"},  std::string_view{"aten::_sample_dirichlet"},
+    std::string_view{"aten::rrelu_with_noise"}, std::string_view{"aten::rrelu_with_noise_"},
+    std::string_view{"aten::normal"},           std::string_view{"aten::normal_"},
+    std::string_view{"aten::log_normal_"},
+};
+
 OperatorInfo::Kind kind_of(const c10::Type& type) {
   using Kind = OperatorInfo::Kind;
   if (const auto* optional = type.castRaw<c10::OptionalType>()) {
@@ -96,6 +106,9 @@ OperatorInfo make_info(const c10::OperatorHandle& op) {
   }
   info.has_cpu_kernel = op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
   info.random = op.hasTag(at::Tag::nondeterministic_seeded) || info.takes_generator;
+  const bool of_libtorch = schema.name().compare(0, 6, "aten::") == 0;
+  const bool varies = std::find(varying_draws.begin(), varying_draws.end(), schema.name()) != varying_draws.end();
+  info.draws_vary = info.random && (varies || !of_libtorch);  // of other libraries' operators nothing is known
   info.host_needs_result = std::find(host_needs.begin(), host_needs.end(), schema.name()) != host_needs.end();
   if (schema.name() == "aten::repeat_interleave" && !schema.arguments().empty() &&
       schema.arguments()[0].name() == "repeats") {

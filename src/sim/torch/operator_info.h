@@ -21,7 +21,8 @@ struct OperatorInfo {
   std::vector<int> returns;   ///< index of the written argument that a return is, or -1
   bool returns_view = false;  ///< of an argument that it does not write
   bool has_cpu_kernel = true;
-  bool random = false;  ///< draws from a generator
+  bool random = false;      ///< draws from a generator
+  bool draws_vary = false;  ///< by how much it moves the generator on depends on data, or on the generator's state
   bool takes_generator = false;
   bool host_needs_result = false;  ///< a value or a shape that the host must know: synchronises on CUDA
   bool waits_on_devices =

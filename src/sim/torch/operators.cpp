@@ -49,7 +49,7 @@ class Call {
       throw UsageError(std::string(info_.name) +
                        " has no CPU kernel, which the sim device would run; compute it on the CPU or another way");
     }
-    if ((info_.host_needs_result && !compares_one_with_itself()) || indexes_by_mask()) {
+    if ((info_.host_needs_result && !compares_no_bytes()) || indexes_by_mask()) {
       if (info_.waits_on_devices || !info_.host_needs_result) {
         host_waits::tell(kDeviceType, HostWait::result, info_.name);
       }
@@ -89,16 +89,18 @@ class Call {
  private:
   const c10::IValue& given(std::size_t i) const { return stack_[base_ + i]; }
 
-  // LibTorch, on a GPU too, calls such tensors equal without a look at their bytes (MultiheadAttention asks that of its query
-  // and key).
-  bool compares_one_with_itself() const {
+  // LibTorch, on a GPU too, compares such tensors without a look at their bytes. MultiheadAttention compares its query with its key.
+  bool compares_no_bytes() const {
     if (std::string_view(info_.name) != "aten::equal") {
       return false;
     }
     const at::Tensor& a = given(0).toTensor();
     const at::Tensor& b = given(1).toTensor();
+    if (a.sizes() != b.sizes() || a.numel() == 0) {
+      return true;
+    }
     return a.is_alias_of(b) && a.storage_offset() == b.storage_offset() && a.dtype() == b.dtype() &&
-           a.sizes() == b.sizes() && a.strides() == b.strides();
+           a.strides() == b.strides();
   }
 
   // An index by a mask is as long as the mask has ones; writing one value through a mask is not.
@@ -300,6 +302,7 @@ class Call {
     work.stream = stream_;
     work.name = info_.name;
     work.random_draws = random_draws_;
+    work.draws_vary = info_.draws_vary;
     work.generator = generator_;
     for_each_tensor([&](const at::Tensor& tensor, const at::Tensor& /*alias*/, const OperatorInfo::Argument& argument) {
       const Access access = extent(tensor, argument.written);

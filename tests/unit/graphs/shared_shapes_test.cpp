@@ -12,6 +12,7 @@
 
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
+#include "models/body_model.h"
 #include "models/plain_twin.h"
 #include "sidestream/bucketed_callables.h"
 #include "sidestream/device.h"
@@ -400,6 +401,22 @@ TEST_F(SharedShapesOfCallsTest, WhatOtherCallsCapturedBesideADroppedOneStays) {
   two_steps(16);
   EXPECT_EQ(engine_->report().recaptures, 3);
   EXPECT_EQ(eager(), 0);
+}
+
+// The backward of a max-pooling writes to the places that the forward saved. A wrong place is outside of the gradient.
+TEST(SharedShapesOfPoolingTest, ANewShapeBesideReplayedOnesGivesThePlainGradients) {
+  const c10::Device device = find_device("sim");
+  const auto pooled = [](BodyBlock& block, const at::Tensor& x) {
+    const at::Tensor largest = at::max_pool1d(at::matmul(x, block.weight).tanh(), 2);
+    return at::cat({largest, largest}, -1);
+  };
+  BodyTwins twins(device, {pooled, pooled});
+  OffloadEngine engine(twins.mine, Options(device).graph("blocks.*").call_options(CallOptions().share_memory(true)));
+  twins.expect_plain(engine, 0, 3, 32);
+  for (std::int64_t s = 3; s < 12; ++s) {
+    twins.expect_plain(engine, s, s + 1, s % 2 == 0 ? 32 : 28 - s % 3);
+  }
+  EXPECT_GT(engine.report().captures, 8);
 }
 
 }  // namespace

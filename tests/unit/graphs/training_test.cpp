@@ -5,10 +5,12 @@
 #include <string>
 #include <vector>
 
+#include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
 #include "graphs/engine/engine_access.h"
 #include "models/block_model.h"
+#include "models/body_model.h"
 #include "models/wrapping.h"
 #include "poisoned_slots.h"
 #include "sidestream/device.h"
@@ -83,6 +85,37 @@ TEST_P(GraphedTrainingTest, AccumulationInGraphsGivesPlainGradients) {
 }
 
 INSTANTIATE_TEST_SUITE_P(SideStreams, GraphedTrainingTest, testing::Values(1, 2, 3, 4));
+
+TEST(DrawingBodiesTest, DrawsWhoseNumberDependsOnDataAreAsInPlainTraining) {
+  const c10::Device device = find_device("sim");
+  const auto squashed = [](BodyBlock& block, const at::Tensor& x) { return at::matmul(x, block.weight).tanh(); };
+  // Each body draws where the draws of the body before it end.
+  const std::vector<BodyBlock::Body> bodies{
+      [=](BodyBlock& block, const at::Tensor& x) {
+        const at::Tensor y = squashed(block, x);
+        return y * at::poisson(y.detach().abs() * 3);
+      },
+      [=](BodyBlock& block, const at::Tensor& x) { return at::rrelu(squashed(block, x), 0.1, 0.3, true); },
+      [=](BodyBlock& block, const at::Tensor& x) {
+        const at::Tensor y = squashed(block, x);
+        return y * at::_standard_gamma(y.detach().abs() + 0.1);
+      },
+      [=](BodyBlock& block, const at::Tensor& x) {
+        const at::Tensor y = squashed(block, x);
+        return y + at::binomial(at::full_like(y, 5), y.detach().sigmoid());
+      },
+      [=](BodyBlock& block, const at::Tensor& x) { return at::dropout(squashed(block, x), 0.5, true); }};
+  for (const char* schedule : {"early", "late", "seed:1"}) {
+    SCOPED_TRACE(schedule);
+    set_schedule(device, Schedule::parse(schedule));
+    BodyTwins twins(device, bodies);
+    OffloadEngine engine(twins.mine, Options(device).graph("blocks.*").min_bytes(256).offload("**").verify_replays(2));
+    twins.expect_plain(engine, 0, 6);
+    EXPECT_GT(engine.report().replays, 0);
+    EXPECT_GT(engine.report().verified_backwards, 0);
+  }
+  set_schedule(device, Schedule());
+}
 
 class WrappedTrainingTest : public testing::TestWithParam<Wrapping> {
  protected:

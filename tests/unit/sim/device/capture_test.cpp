@@ -111,6 +111,36 @@ TEST_F(SimCaptureTest, ALaterCaptureComputesOnWhatAnEarlierOneComputed) {
   EXPECT_EQ(bytes(sorted), bytes(expected));
 }
 
+TEST_F(SimCaptureTest, ALaterCaptureComputesOnWhatAnEarlierOneComputedInAPoolWithResultsToo) {
+  const auto x = at::rand({512}, options());
+  const auto pool = runtime().create_pool();
+  at::Tensor result;
+  const auto graph = capture(pool, [&] { result = at::mul(x, 2); });
+  runtime().launch(graph, side());
+  const auto computed = bytes(result);
+  at::Tensor index;
+  at::Tensor sorted;
+  const auto forward = capture(pool, [&] { index = at::argsort(x); });
+  const auto backward = capture(pool, [&] { sorted = at::index_select(x, 0, index); });  // poison would be out of range
+  EXPECT_EQ(bytes(result), computed) << "what the pool held is put back";
+  runtime().launch(forward, side());
+  runtime().launch(backward, side());
+  EXPECT_EQ(bytes(sorted), bytes(at::index_select(x, 0, index)));
+}
+
+TEST_F(SimCaptureTest, PinnedMemoryThatACaptureWroteMayBeFreedBeforeTheNext) {
+  const auto x = at::rand({512}, options());
+  const auto pool = runtime().create_pool();
+  {
+    const auto pinned = runtime().allocate_pinned(4096);
+    const auto forward = capture(pool, [&] { to_host(pinned, at::mul(x, 2), side()); });
+  }
+  at::Tensor y;
+  const auto graph = capture(pool, [&] { y = at::mul(x, 3); });
+  runtime().launch(graph, side());
+  EXPECT_EQ(bytes(y), bytes(at::mul(x, 3)));
+}
+
 TEST_F(SimCaptureTest, WhatACopyBesideTheGraphWouldBringIsZeroInTheCapture) {
   const auto x = at::rand({512}, options());
   const auto pool = runtime().create_pool();

@@ -1,5 +1,8 @@
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <sidestream/error.h>
+#include <sidestream/testing/schedule.h>
+#include <sidestream/testing/simulator.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <functional>
@@ -224,10 +227,84 @@ TEST_F(OperatorCapture, TellsThatATensorEqualsItselfWithoutALookAtIt) {
   EXPECT_TRUE(equal);
 }
 
+TEST_F(OperatorCapture, ComparesSizesWithoutALookAtTheElements) {
+  const at::Tensor x = values({8}, device), longer = values({9}, device), none = at::empty({0}, on());
+  bool longer_is_equal = true, none_is_equal = false;
+  launch(capture([&] {
+    longer_is_equal = at::equal(x, longer);
+    none_is_equal = at::equal(none, none.clone());
+  }));
+  EXPECT_FALSE(longer_is_equal);
+  EXPECT_TRUE(none_is_equal);
+}
+
 TEST_F(OperatorCapture, RefusesAGeneratorThatLaunchesWouldNotMoveOn) {
   at::Generator generator = at::globalContext().getAcceleratorHooksInterface().getNewGenerator();
   const at::Tensor x = at::empty({8}, on());
   EXPECT_THROW((void)capture([&] { x.normal_(0, 1, generator); }), sidestream::UsageError);
+}
+
+struct DrawingCase {
+  const char* name;
+  std::function<at::Tensor(const at::Tensor& x)> draw;
+};
+
+class OperatorDraws : public OperatorCapture, public ::testing::WithParamInterface<DrawingCase> {
+ protected:
+  ~OperatorDraws() override { sidestream::set_schedule(device, sidestream::Schedule()); }
+
+  at::Tensor generator_state() const { return at::globalContext().defaultGenerator(device).get_state(); }
+};
+
+// How much they draw depends on data, or on a normal sample that earlier draws left over. Dropout keeps that sample.
+INSTANTIATE_TEST_SUITE_P(
+    Operators, OperatorDraws,
+    ::testing::Values(
+        DrawingCase{"poisson", [](const at::Tensor& x) { return at::poisson(x.abs() * 3); }},
+        DrawingCase{"rrelu", [](const at::Tensor& x) { return at::rrelu(x, 0.1, 0.3, true); }},
+        DrawingCase{"rrelu_in_place",
+                    [](const at::Tensor& x) {
+                      at::Tensor y = x * 1;
+                      return at::rrelu_(y, 0.1, 0.3, true);
+                    }},
+        DrawingCase{"gamma", [](const at::Tensor& x) { return at::_standard_gamma(x.abs() + 0.1); }},
+        DrawingCase{"binomial", [](const at::Tensor& x) { return at::binomial(at::full_like(x, 30), x.sigmoid()); }},
+        DrawingCase{"dirichlet", [](const at::Tensor& x) { return at::_sample_dirichlet(x.abs() + 0.1); }},
+        DrawingCase{"normal", [](const at::Tensor& x) { return x + at::randn_like(x); }},
+        DrawingCase{"normal_with_mean", [](const at::Tensor& x) { return at::normal(x, 0.5); }},
+        DrawingCase{"log_normal", [](const at::Tensor& x) { return at::empty_like(x).log_normal_(); }},
+        DrawingCase{"dropout", [](const at::Tensor& x) { return at::dropout(x, 0.5, true); }}),
+    [](const auto& info) { return info.param.name; });
+
+TEST_P(OperatorDraws, MoveTheGeneratorOnInAReplayAsInAPlainCall) {
+  const sidestream::StreamGuard guard(*runtime, stream.get());
+  const at::Tensor x = at::zeros({7}, on());
+  at::Tensor y;
+  const sidestream::Graph graph = capture([&] { y = GetParam().draw(x) + GetParam().draw(x + 1); });
+  for (const char* schedule : {"early", "late"}) {
+    SCOPED_TRACE(schedule);
+    sidestream::set_schedule(device, sidestream::Schedule::parse(schedule));
+    const auto train = [&](bool graphed) {
+      at::manual_seed(12);
+      Tensors results;
+      for (int step = 0; step < 4; ++step) {
+        x.copy_(at::arange(7) * 1.5 - 2 * step);
+        if (graphed) {
+          launch(graph);
+          results.push_back(y.clone());
+        } else {
+          results.push_back(GetParam().draw(x) + GetParam().draw(x + 1));
+        }
+        results.push_back(at::randn({1}, on()));
+        results.push_back(generator_state());
+      }
+      return results;
+    };
+    const Tensors expected = train(false), replayed = train(true);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(same_bits(expected[i], replayed[i])) << "result " << i;
+    }
+  }
 }
 
 }  // namespace
