@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -17,6 +18,7 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
+#include "sidestream/graph_pool.h"
 #include "sidestream/pipeline_order.h"
 #include "unit/graphs/called_stack.h"
 #include "unit/sim/rerun/every_order.h"
@@ -143,6 +145,26 @@ TEST_F(CapturedOrderTest, WithFewerCapturesThanMicrobatchesThoseInFlightAreReuse
   EXPECT_EQ(engine.report().captures, 2 * kLayers * kInFlight);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "the latest order that a step was given needs 6 captures of each call, and",
                       testing::PrintToString(engine.report().notes));
+}
+
+/// Orders with owned gradients, whose memory lives as long as the captures: in each kind of memory.
+class OwnedInOrderTest : public CapturedOrderTest, public testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Memory, OwnedInOrderTest, testing::Values("own", "shared", "evaluated", "pool"),
+                         [](const auto& memory) { return std::string(memory.param); });
+
+TEST_P(OwnedInOrderTest, GradientsAreNoTensorsThatACallKeeps) {
+  const std::string memory = GetParam();
+  CallOptions calls = CallOptions().share_memory(memory == "shared");
+  GraphOptions graphs = GraphOptions().gradients("**", GradientPolicy::owned);
+  if (memory == "evaluated") {
+    calls.on_evaluation(OnEvaluation::capture);
+  } else if (memory == "pool") {
+    graphs.pool(std::make_shared<GraphPool>(device_));
+  }
+  OffloadEngine engine(model_, options().call_options(calls).graph_options(graphs));
+  expect_plain_steps(engine, 0, 2);
+  expect_all_replay(engine, 2);
+  EXPECT_EQ(engine.report().notes, std::vector<std::string>());
 }
 
 TEST_F(CapturedOrderTest, IsKeptWhenWeightsWereRelocated) {
