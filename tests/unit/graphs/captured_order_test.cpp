@@ -339,6 +339,19 @@ TEST_F(DelayedOrderTest, HasPlainGradients) {
   EXPECT_GT(report.offloaded_bytes, 0);
 }
 
+TEST_F(DelayedOrderTest, TheirTensorsAreReloadedWhileTheThirdGraphBeforeRuns) {
+  for (const std::int64_t rank : {0, 1, 2, 3}) {
+    PipelineShape shape{4, 1, kMicrobatches};
+    shape.delay_weight_gradients = true;
+    order_ = pipeline_order(shape, rank);
+    OffloadEngine engine(model_, options());
+    expect_plain_steps(engine, 0, 3);
+    const Report report = step_of(engine, 3);
+    EXPECT_GT(report.offloaded_bytes, 0) << "rank " << rank;
+    EXPECT_EQ(report.inline_reloads, 0) << "rank " << rank;
+  }
+}
+
 TEST_F(DelayedOrderTest, WeightGradientsWhileTheNextMicrobatchIsNotOffloadedYet) {
   const std::int64_t stage = order_.front().stage;
   order_.clear();
