@@ -24,6 +24,8 @@ const char* text_of(EagerCause cause) {
       return "while the backward of another capture in the same memory was pending";
     case EagerCause::no_bucket:
       return "with inputs that fit no bucket (BucketOptions::on_unknown_shape)";
+    case EagerCause::not_agreed:
+      return "because GraphOptions::agree_to_capture returned false";
     case EagerCause::other_mode:
       return "because training flags or module options differ from the capture's";
   }

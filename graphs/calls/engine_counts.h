@@ -24,6 +24,7 @@ enum class EagerCause : std::uint8_t {
   unequal,        ///< an argument differs from its own copy
   shared_memory,  ///< another capture in the memory of the one that fits awaits a backward
   no_bucket,      ///< a bucketed call whose inputs fit no bucket
+  not_agreed,     ///< GraphOptions::agree_to_capture
   other_mode,     ///< training flags or module options of a callable are not those of its capture
 };
 
@@ -35,7 +36,7 @@ enum class EagerCause : std::uint8_t {
 /// One call's eager runs by cause.
 class EagerRuns {
  public:
-  static constexpr std::size_t kCauses = 9;
+  static constexpr std::size_t kCauses = 10;
 
   void count(EagerCause cause) noexcept { ++runs_[static_cast<std::size_t>(cause)]; }
   [[nodiscard]] std::int64_t of(EagerCause cause) const noexcept { return runs_[static_cast<std::size_t>(cause)]; }

@@ -37,9 +37,15 @@ void OrderLog::backward(const SequenceStep& step) {
   }
 }
 
-void OrderLog::weights(const SequenceStep& step) {
+void OrderLog::weights(const std::vector<SequenceStep>& backwards) {
   const std::lock_guard lock(mutex_);
-  order_.steps.push_back({step.call, step.microbatch, Direction::weights});
+  std::vector<SequenceStep> weights;
+  for (const SequenceStep& step : order_.steps) {
+    if (std::find(backwards.begin(), backwards.end(), step) != backwards.end()) {
+      weights.push_back({step.call, step.microbatch, Direction::weights});
+    }
+  }
+  order_.steps.insert(order_.steps.end(), weights.begin(), weights.end());
 }
 
 RecordedOrder OrderLog::part_of(const std::vector<std::size_t>& among) const {

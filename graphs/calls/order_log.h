@@ -19,8 +19,9 @@ class OrderLog {
   void forget(const SequenceStep& backward);
   /// The backward of a call begins, on the thread that runs it.
   void backward(const SequenceStep& step);
-  /// The weight gradients of a call, which `backward` was told of as `step`, are computed.
-  void weights(const SequenceStep& step);
+  /// The weight gradients of calls, which `backward` was told of as `backwards`, are computed, in the order in which these ran. Without a
+  /// backward there are none.
+  void weights(const std::vector<SequenceStep>& backwards);
   /// Of the calls in `among` (in increasing order), numbered as there: which are captured together. See sequence_groups.
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(const std::vector<std::size_t>& among) const;
 

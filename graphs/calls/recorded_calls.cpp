@@ -204,14 +204,16 @@ bool RecordedCalls::settled(std::size_t call) const {
 }
 
 void RecordedCalls::weights_computed(std::uint64_t chunk) {
+  std::vector<SequenceStep> backwards;
   for (const auto& flight : flights_) {
     if (!flight->weights && (chunk == 0 || flight->chunk == chunk) && flight->backward->begun.load()) {
       flight->weights = true;
       if (delays_ && flight->weights_told) {
-        log_->weights(flight->backward_step);
+        backwards.push_back(flight->backward_step);
       }
     }
   }
+  log_->weights(backwards);
 }
 
 bool RecordedCalls::gave(const Link& link, const at::Tensor& tensor) const {

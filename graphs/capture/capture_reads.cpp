@@ -93,10 +93,10 @@ void CaptureReads::release_registered(CapturedCall& call) {
   std::erase_if(call.reads.externals, [&](const c10::Storage& storage) { return is_registered(call, storage); });
 }
 
-void CaptureReads::forward_ended(std::size_t index) {
+void CaptureReads::belongs_to(std::size_t forward) {
   std::erase_if(forwards_, [](const auto& made) { return made.second.first.expired(); });
   for (const c10::Storage& storage : reads_.made_and_alive()) {
-    forwards_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl(), index);
+    forwards_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl(), forward);
   }
 }
 
@@ -124,6 +124,9 @@ std::vector<CaptureReads::Made> CaptureReads::kept_by_others(const CapturedCalls
   }
   std::vector<Made> kept;
   for (const auto& [key, made] : forwards_) {
+    if (made.second == kNoForward) {
+      continue;
+    }
     const bool others_hold = holders.others_hold(made.first);  // before it is held here too
     auto alive = made.first.lock();
     if (!alive) {

@@ -45,22 +45,27 @@ class CaptureReads {
   /// Call after the captures of a call with capture-time hooks. `give_to` held its weights too, because the hooks may put them elsewhere.
   /// Releases those that lie where the graphs read them.
   static void release_registered(CapturedCall& call);
-  /// Memory that lives now and was made since the last call of this function belongs to the forward of call `index`.
-  void forward_ended(std::size_t index);
+  /// Memory that lives now was made by earlier graphs: the forward that begins did not make it.
+  void forward_begins() { belongs_to(kNoForward); }
+  /// Memory that was made since `forward_begins` and lives now belongs to the forward of call `index`.
+  void forward_ended(std::size_t index) { belongs_to(index); }
   /// The storages that the forwards made and others keep: outputs that unknown holders have, and all that `calls` do not have.
   [[nodiscard]] std::vector<Made> kept_by_others(const CapturedCalls& calls, const StorageHolders& holders) const;
   /// Memory that the captures write and did not make.
   [[nodiscard]] const std::vector<c10::Storage>& written() const noexcept { return written_; }
 
  private:
+  static constexpr std::size_t kNoForward = static_cast<std::size_t>(-1);
+
   void before(const OperatorAccess& access);
+  void belongs_to(std::size_t forward);
 
   Exclusions& exclusions_;
   ExternalReads reads_;
   WeakStorageSet met_;
   std::vector<c10::Storage> written_;
   std::unordered_map<const c10::StorageImpl*, std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::size_t>>
-      forwards_;  ///< which call's made it
+      forwards_;  ///< of which call's forward it is
 };
 
 }  // namespace sidestream

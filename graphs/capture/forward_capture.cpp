@@ -98,6 +98,7 @@ void make_leaves_in_pool(SequenceCapture& capture, std::size_t index) {
 void capture_forward(SequenceCapture& capture, std::size_t index) {
   CapturedCall& call = capture.sequence.calls[index];
   SequenceCapture::Live& live = capture.live[index];
+  capture.reads.forward_begins();
   capture.use.comes_to(capture.order.forward_index(index));
   capture.release_before(capture.order.forward_index(index));
   const Site site(Activity::capture_forward, call.spec.scope->site);

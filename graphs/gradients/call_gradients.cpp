@@ -1,7 +1,6 @@
 #include "graphs/gradients/call_gradients.h"
 
 #include <algorithm>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -84,9 +83,19 @@ class Adder final : public torch::autograd::FunctionPreHook {
   char* added_;
 };
 
-/// As in NamePatterns, "all" is "**".
-GradientRule checked_rule(const GradientRule& rule) {
-  return {NamePatterns(std::vector<std::string>{rule.pattern}).patterns().front(), rule.policy};
+/// A rule for each pattern of a list.
+std::vector<GradientRule> single_rules(const std::vector<GradientRule>& lists) {
+  std::vector<GradientRule> rules;
+  for (const GradientRule& list : lists) {
+    NamePatterns patterns = NamePatterns::parse(list.pattern);
+    if (patterns.empty()) {  // a rule that names nothing is a mistake
+      patterns = NamePatterns(std::vector<std::string>{list.pattern});
+    }
+    for (const std::string& pattern : patterns.patterns()) {
+      rules.push_back({pattern, list.policy});
+    }
+  }
+  return rules;
 }
 
 using ParameterNames = std::unordered_multimap<const c10::TensorImpl*, std::string>;  // one parameter may have several
@@ -301,8 +310,7 @@ bool delays_gradients(const GraphOptions& options) {
 
 PolicyOf gradient_policies(const GraphOptions& options, const torch::nn::Module* model,
                            const std::vector<CallSpec>& specs) {
-  std::vector<GradientRule> rules;
-  std::transform(options.gradients().begin(), options.gradients().end(), std::back_inserter(rules), checked_rule);
+  const std::vector<GradientRule> rules = single_rules(options.gradients());
   const ParameterNames all = rules.empty() ? ParameterNames() : parameter_names(model, specs);
   for (const GradientRule& rule : rules) {
     check_pattern(rule.pattern, all, specs);

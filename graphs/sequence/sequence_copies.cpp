@@ -112,8 +112,12 @@ void SequenceCopies::find_calls_with_copies() {
       with_copies_.push_back(call);
       reload_before_[copies.reload_at] = !order_.is_backward(copies.reload_at);
     }
-    if (copies.captured.for_weights > 0 && copies.weights_reload_at != order_.weights_rank(call)) {
-      next_for_weights_[copies.weights_reload_at] = call;
+    const std::size_t own = order_.weights_rank(call);
+    for (std::size_t rank = copies.weights_reload_at; copies.captured.for_weights > 0 && rank < own; ++rank) {
+      std::optional<std::size_t>& next = next_for_weights_[rank];
+      if (!next || own < order_.weights_rank(*next)) {
+        next = call;  // if its backward has not run yet at an earlier rank
+      }
     }
   }
   found_ = true;

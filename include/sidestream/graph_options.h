@@ -50,10 +50,10 @@ struct GradientRule {
 /// Throws (when the options are used): UsageError for a number below its bound, and for `side_streams` together with
 /// `cuda_graph_stream`. Also for an event without a stream, and for an event whose stream is the current one.
 struct GraphOptions {
-  /// Adds a rule for the gradients of parameters; "**" names all of them. The last rule that matches a parameter counts. If no rule
-  /// matches it, its gradient is cloned.
+  /// Adds a rule for the gradients of the parameters that a pattern (or a comma-separated list) names; "**" names all of them. The last
+  /// rule that matches a parameter counts. If no rule matches it, its gradient is cloned.
   ///
-  /// The pattern is compared with the parameter's dotted name in the engine's model. If only the module of a callable has the parameter,
+  /// A pattern is compared with the parameter's dotted name in the engine's model. If only the module of a callable has the parameter,
   /// its name is the callable's name, a dot, and its name in that module. A tensor that a function reads and no module registers has the
   /// name of the call. A capture keeps the policies that it was made with.
   /// Throws (at the capture): UsageError for a pattern that matches nothing.

@@ -120,7 +120,7 @@ class SIDESTREAM_API Callable {
 
 /// One sample argument: a tensor, or an output of an earlier callable.
 ///
-/// In the second case the argument shares its memory with that output. A replay makes no copy as long as exactly that output is passed.
+/// In the second case the argument is that output itself. A replay makes no copy. It throws a UsageError if it is passed another tensor.
 class SIDESTREAM_API Sample {
  public:
   /// A tensor. Its values are used in warm-up.

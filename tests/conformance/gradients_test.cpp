@@ -350,6 +350,21 @@ TEST_F(GradientPolicyTest, APatternThatFitsNoParameterIsRefused) {
   expect_same_backward(0);
 }
 
+TEST_F(GradientPolicyTest, ARuleMayHaveAListOfPatterns) {
+  for (const std::string list : {"0.fc1,0.fc2,1.fc2", " 0.{fc1,fc2} , 1.fc2 "}) {
+    capture(GraphOptions().gradients(list, GradientPolicy::owned));
+    expect_same_backward(0);
+    for (const auto& item : model->named_parameters()) {
+      const bool owned = item.key() == "0.fc1" || item.key() == "0.fc2" || item.key() == "1.fc2";
+      EXPECT_EQ(is_graph_memory(item.value().grad()), owned) << item.key();
+    }
+    clear_both();
+  }
+  for (const std::string wrong : {"0.fc2,0.fc3", "0.fc2,", "off", ""}) {
+    EXPECT_THROWS(UsageError, "pattern", capture(GraphOptions().gradients(wrong, GradientPolicy::owned)));
+  }
+}
+
 TEST_F(GradientPolicyTest, OneGradientOfSeveralParametersIsEachOnesOwn) {
   torch::nn::Module none;
   OffloadEngine engine(none, Options(device));

@@ -34,6 +34,9 @@ TEST_F(AgreementTest, IsAskedByEachStepAfterTheFirstAndHeeded) {
   EXPECT_EQ(asked, (std::vector<bool>{true, true}));
   EXPECT_EQ(engine->report().captures, 0) << "another rank is not ready";
   EXPECT_EQ(engine->report().eager_calls, 3 * 4);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "because GraphOptions::agree_to_capture returned false",
+                      testing::PrintToString(engine->report().notes));
+  EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "match no capture", testing::PrintToString(engine->report().notes));
   all = true;
   expect_plain(*engine, 3, 5);
   EXPECT_EQ(asked, (std::vector<bool>{true, true, true, false}));

@@ -240,6 +240,21 @@ TEST_F(CallableOrderTest, AfterAResetTheOthersGoOn) {
   }
 }
 
+TEST_F(CallableOrderTest, OwnedGradientsAreNoTensorsThatACallKeeps) {
+  for (const bool shared : {false, true}) {
+    GraphOptions options = GraphOptions().order(order_).gradients("**", GradientPolicy::owned);
+    if (shared) {
+      options.pool(std::make_shared<GraphPool>(device_));
+    }
+    OffloadEngine engine(model_, this->options());
+    capture(engine, options);
+    expect_replays(engine, 0, order_);
+    expect_replays(engine, 1, order_, Told::order);
+    EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "keeps tensors", testing::PrintToString(engine.report().notes));
+    graphed_.clear();
+  }
+}
+
 TEST_F(CallableOrderTest, SharesAPoolWithOtherCaptures) {
   OffloadEngine engine(model_, options());
   const auto pool = std::make_shared<GraphPool>(device_);

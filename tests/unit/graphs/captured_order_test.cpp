@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -17,6 +18,7 @@
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
+#include "sidestream/graph_pool.h"
 #include "sidestream/pipeline_order.h"
 #include "unit/graphs/called_stack.h"
 #include "unit/sim/rerun/every_order.h"
@@ -143,6 +145,26 @@ TEST_F(CapturedOrderTest, WithFewerCapturesThanMicrobatchesThoseInFlightAreReuse
   EXPECT_EQ(engine.report().captures, 2 * kLayers * kInFlight);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "the latest order that a step was given needs 6 captures of each call, and",
                       testing::PrintToString(engine.report().notes));
+}
+
+/// Orders with owned gradients, whose memory lives as long as the captures: in each kind of memory.
+class OwnedInOrderTest : public CapturedOrderTest, public testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Memory, OwnedInOrderTest, testing::Values("own", "shared", "evaluated", "pool"),
+                         [](const auto& memory) { return std::string(memory.param); });
+
+TEST_P(OwnedInOrderTest, GradientsAreNoTensorsThatACallKeeps) {
+  const std::string memory = GetParam();
+  CallOptions calls = CallOptions().share_memory(memory == "shared");
+  GraphOptions graphs = GraphOptions().gradients("**", GradientPolicy::owned);
+  if (memory == "evaluated") {
+    calls.on_evaluation(OnEvaluation::capture);
+  } else if (memory == "pool") {
+    graphs.pool(std::make_shared<GraphPool>(device_));
+  }
+  OffloadEngine engine(model_, options().call_options(calls).graph_options(graphs));
+  expect_plain_steps(engine, 0, 2);
+  expect_all_replay(engine, 2);
+  EXPECT_EQ(engine.report().notes, std::vector<std::string>());
 }
 
 TEST_F(CapturedOrderTest, IsKeptWhenWeightsWereRelocated) {
@@ -315,6 +337,19 @@ TEST_F(DelayedOrderTest, HasPlainGradients) {
   const Report report = step_of(engine, 3);
   EXPECT_EQ(report.captures, 2 * kLayers * kMicrobatches) << "forwards and backwards";
   EXPECT_GT(report.offloaded_bytes, 0);
+}
+
+TEST_F(DelayedOrderTest, TheirTensorsAreReloadedWhileTheThirdGraphBeforeRuns) {
+  for (const std::int64_t rank : {0, 1, 2, 3}) {
+    PipelineShape shape{4, 1, kMicrobatches};
+    shape.delay_weight_gradients = true;
+    order_ = pipeline_order(shape, rank);
+    OffloadEngine engine(model_, options());
+    expect_plain_steps(engine, 0, 3);
+    const Report report = step_of(engine, 3);
+    EXPECT_GT(report.offloaded_bytes, 0) << "rank " << rank;
+    EXPECT_EQ(report.inline_reloads, 0) << "rank " << rank;
+  }
 }
 
 TEST_F(DelayedOrderTest, WeightGradientsWhileTheNextMicrobatchIsNotOffloadedYet) {
