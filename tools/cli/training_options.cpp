@@ -1,6 +1,5 @@
 #include "tools/cli/training_options.h"
 
-#include <algorithm>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -26,8 +25,9 @@ void require_positive(const char* option, std::int64_t value, std::int64_t most)
 
 void require_divides(const char* whole_name, std::int64_t whole, const char* part_name, std::int64_t part) {
   if (whole % part != 0) {
-    throw UsageError(fmt::format("{} {} is not divisible by {} {}; {} or {} would be", whole_name, whole, part_name,
-                                 part, std::max(part, whole / part * part), (whole / part + 1) * part));
+    const std::int64_t below = whole / part * part;
+    throw UsageError(fmt::format("{} {} is not divisible by {} {}; {}{} would be", whole_name, whole, part_name, part,
+                                 below > 0 ? fmt::format("{} or ", below) : std::string(), below + part));
   }
 }
 
