@@ -12,6 +12,7 @@
 #include "sidestream/error.h"
 #include "sidestream/pipeline_order.h"
 #include "sidestream/testing/schedule.h"
+#include "tools/cli/report_file.h"
 #include "tools/cli/trained_model.h"
 
 namespace sidestream::cli {
@@ -314,15 +315,7 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
 }
 
 void validate_files(const TrainingOptions& options) {
-  const std::pair<const char*, const std::filesystem::path&> files[] = {
-      {"--report", options.report}, {"--journal", options.journal}, {"--trace", options.trace}};
-  for (const auto& [option, path] : files) {
-    for (const auto& [other, taken] : files) {
-      if (option != other && !path.empty() && path == taken) {
-        throw UsageError(fmt::format("{} and {} are both '{}'; give each its own file", option, other, path.string()));
-      }
-    }
-  }
+  require_own_files({{"--report", options.report}, {"--journal", options.journal}, {"--trace", options.trace}});
   if (!options.trace.empty() && options.graphs_step()) {
     throw UsageError(
         "--trace shows the graphs of layers, but --graphs step captures one for the whole step; leave out "
