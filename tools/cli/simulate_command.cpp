@@ -140,6 +140,7 @@ void declare_simulate_options(CLI::App& command, SimulateOptions& options) {
 
 int simulate(SimulateOptions options) {
   require_group_fits(options.shape);
+  require_own_files({{"--json", options.json}, {"--trace", options.trace}, {"--svg", options.svg}});
   const PipelineCosts costs = costs_of(options);
   const SimulatedRanks ranks = simulated(options, costs);
   PipelineCosts plain = costs;
