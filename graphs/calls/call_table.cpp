@@ -104,7 +104,7 @@ void CallTable::check_patterns() {
     called.push_back(site.scope->name);
   }
   if (!graphed_.empty() && !graphed_.matches("")) {
-    graphed_.require_each_matches(called);
+    graphed_.require_each_matches(called, NameKind::call);
   }
   if (!tree_.selected().empty() && !tree_.selected().matches("")) {
     tree_.selected().require_each_matches(tree_.names());

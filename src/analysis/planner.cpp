@@ -32,6 +32,9 @@ Decision wanted(const Profile& profile, const StorageProfile& storage) {
   return {Fate::offloaded, first};
 }
 
+/// What a group is called in notes.
+std::string name_of(const GroupProfile& group) { return group.name.empty() ? "(no scope)" : group.name; }
+
 std::uint64_t rounded(std::uint64_t bytes, std::uint64_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
@@ -82,9 +85,9 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
     } else if (decision.fate == Fate::offloaded) {
       pinned[storage.savers.front()] += rounded(storage.bytes, alignment);
     } else if (decision.fate == Fate::held_back) {
-      plan.notes.push_back("a storage of " + mebibytes(storage.bytes) + " saved by " +
-                           profile.groups[storage.savers.front()].name +
-                           " stays: " + profile.groups[decision.held_by].name + " saves it too and is not offloaded");
+      plan.notes.push_back(
+          "a storage of " + mebibytes(storage.bytes) + " saved by " + name_of(profile.groups[storage.savers.front()]) +
+          " stays: " + name_of(profile.groups[decision.held_by]) + " saves it too and is not offloaded");
     }
   }
   std::vector<bool> over_cap(profile.groups.size(), false);
@@ -94,7 +97,7 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
     }
     if (pinned[group] > room_bytes) {
       over_cap[group] = true;
-      plan.notes.push_back("group " + profile.groups[group].name + " stays: its " + mebibytes(pinned[group]) +
+      plan.notes.push_back("group " + name_of(profile.groups[group]) + " stays: its " + mebibytes(pinned[group]) +
                            " do not fit into the host cap");
     } else {
       room_bytes -= pinned[group];
@@ -123,7 +126,7 @@ void keep_unpinned(Plan& plan, const Profile& profile, std::uint32_t group, cons
     }
   }
   plan.offloaded_bytes -= bytes;
-  plan.notes.push_back("group " + profile.groups[group].name + " stays: its " + mebibytes(bytes) +
+  plan.notes.push_back("group " + name_of(profile.groups[group]) + " stays: its " + mebibytes(bytes) +
                        " of pinned host memory were refused (" + why + ")");
 }
 

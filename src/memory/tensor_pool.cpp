@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <limits>
 #include <list>
 #include <map>
 #include <mutex>
@@ -15,6 +16,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/safe_numerics.h>
 
 #include "runtime/runtime.h"
 #include "sidestream/error.h"
@@ -46,6 +48,26 @@ std::string name_of(const KeyView& key) {
   std::ostringstream text;
   text << "shape " << key.sizes << " and dtype " << c10::toString(key.dtype);
   return text.str();
+}
+
+/// Throws: UsageError if no tensor can be of this shape and dtype.
+void check_possible(const KeyView& key) {
+  const auto refuse = [&](const char* why) {
+    throw UsageError("tensor pool: there is no tensor of " + name_of(key) + why);
+  };
+  if (key.dtype == c10::ScalarType::Undefined) {
+    refuse("; name a dtype");
+  }
+  if (std::any_of(key.sizes.begin(), key.sizes.end(), [](std::int64_t size) { return size < 0; })) {
+    refuse("; each size must be 0 or more");
+  }
+  std::uint64_t bytes = c10::elementSize(key.dtype);
+  const bool overflows = std::any_of(key.sizes.begin(), key.sizes.end(), [&](std::int64_t size) {
+    return c10::mul_overflows(bytes, static_cast<std::uint64_t>(size), &bytes);
+  });
+  if (overflows || bytes > std::numeric_limits<std::int64_t>::max()) {
+    refuse(": its bytes are too many for a 64-bit number; use smaller sizes");
+  }
 }
 
 }  // namespace
@@ -80,7 +102,7 @@ struct TensorPool::State {
     return stream.value_or(current);
   }
 
-  [[nodiscard]] at::Tensor make_tensor(const Key& key, c10::Stream on) const {
+  [[nodiscard]] at::Tensor make_tensor(const KeyView& key, c10::Stream on) const {
     const c10::InferenceMode normal(false);  // else the tensor could never need a gradient
     const auto options = c10::TensorOptions().dtype(key.dtype);
     if (memory == Memory::device) {
@@ -97,31 +119,32 @@ struct TensorPool::State {
         options.device(c10::kCPU), c10::Device(c10::kCPU));
   }
 
-  /// Adds a free tensor.
-  void grow(Shelves::value_type& shelf, c10::Stream on) {
+  /// Adds a free tensor, and its shelf if there is none. An exception adds neither.
+  Shelves::iterator grow(const KeyView& key, c10::Stream on) {
+    check_possible(key);
     Entries made;
-    Entry& entry = made.emplace_back(Entry{make_tensor(shelf.first, on), runtime->create_event(), {}, &shelf.second});
+    Entry& entry = made.emplace_back(Entry{make_tensor(key, on), runtime->create_event(), {}, nullptr});
     if (memory == Memory::device) {  // until then the caching allocator's earlier user of the block may run
       runtime->record(entry.last_use, on);
       entry.stream = on;
     }
+    Shelves::iterator shelf = shelves.find(key);
+    if (shelf == shelves.end()) {
+      shelf = shelves.emplace(Key{key.sizes.vec(), key.dtype}, Shelf()).first;
+    }
+    entry.shelf = &shelf->second;
     by_storage.emplace(entry.tensor.storage().unsafeGetStorageImpl(), made.begin());
-    shelf.second.free.splice(shelf.second.free.end(), made);
+    shelf->second.free.splice(shelf->second.free.end(), made);
     counts.total += 1;
     counts.bytes += static_cast<std::int64_t>(entry.tensor.nbytes());
     counts.allocations_after_seal += sealed ? 1 : 0;
+    return shelf;
   }
 
-  [[nodiscard]] Shelves::value_type& shelf_of(const KeyView& key) {
+  /// Of one shape and dtype.
+  [[nodiscard]] TensorPoolStatus status_of(const KeyView& key) const {
     const auto found = shelves.find(key);
-    if (found != shelves.end()) {
-      return *found;
-    }
-    const bool negative = std::any_of(key.sizes.begin(), key.sizes.end(), [](std::int64_t size) { return size < 0; });
-    if (negative || key.dtype == c10::ScalarType::Undefined) {
-      throw UsageError("tensor pool: there is no tensor of " + name_of(key));
-    }
-    return *shelves.emplace(Key{key.sizes.vec(), key.dtype}, Shelf()).first;
+    return found == shelves.end() ? TensorPoolStatus{key.sizes.vec(), key.dtype, 0, 0} : status_of(*found);
   }
 
   [[noreturn]] void refuse(const KeyView& key) const {
@@ -199,9 +222,7 @@ at::Tensor TensorPool::allocate(c10::IntArrayRef sizes, c10::ScalarType dtype, s
     if (state_->sealed) {
       state_->refuse(key);
     }
-    State::Shelves::value_type& made = state_->shelf_of(key);
-    state_->grow(made, on);
-    shelf = state_->shelves.find(key);
+    shelf = state_->grow(key, on);
   }
   State::Entries& free = shelf->second.free;
   State::Entry& entry = free.front();
@@ -245,9 +266,14 @@ void TensorPool::plan(c10::IntArrayRef sizes, c10::ScalarType dtype, std::int64_
   if (state_->sealed) {
     throw UsageError("tensor pool: plan() after seal(); plan every shape before the pool is sealed");
   }
-  State::Shelves::value_type& shelf = state_->shelf_of({sizes, dtype});
-  while (State::status_of(shelf).total < count) {
-    state_->grow(shelf, on);
+  const KeyView key(sizes, dtype);
+  check_possible(key);
+  if (count < 0) {
+    throw UsageError("tensor pool: plan() of " + std::to_string(count) + " tensors of " + name_of(key) +
+                     "; the count must be 0 or more");
+  }
+  while (state_->status_of(key).total < count) {
+    state_->grow(key, on);
   }
 }
 
@@ -294,8 +320,7 @@ std::vector<TensorPoolStatus> TensorPool::status() const {
 
 TensorPoolStatus TensorPool::status(c10::IntArrayRef sizes, c10::ScalarType dtype) const {
   const std::lock_guard lock(state_->mutex);
-  const auto found = state_->shelves.find(KeyView(sizes, dtype));
-  return found == state_->shelves.end() ? TensorPoolStatus{sizes.vec(), dtype, 0, 0} : State::status_of(*found);
+  return state_->status_of(KeyView(sizes, dtype));
 }
 
 TensorPoolStatistics TensorPool::statistics() const {

@@ -320,7 +320,7 @@ bool NamePatterns::matches(std::string_view name) const noexcept {
                      [name](const std::string& pattern) { return name_matches(pattern, name); });
 }
 
-void NamePatterns::require_each_matches(const std::vector<std::string>& known) const {
+void NamePatterns::require_each_matches(const std::vector<std::string>& known, NameKind kind) const {
   for (const std::string& pattern : patterns_) {
     if (std::any_of(known.begin(), known.end(), [&](const std::string& name) { return name_matches(pattern, name); })) {
       continue;
@@ -331,7 +331,8 @@ void NamePatterns::require_each_matches(const std::vector<std::string>& known) c
         names.push_back(std::move(general));
       }
     }
-    std::string message = "name pattern \"" + pattern + "\" matches no scope";
+    const bool of_calls = kind == NameKind::call;
+    std::string message = "name pattern \"" + pattern + "\" " + (of_calls ? "matches no call" : "matches no scope");
     if (const std::string near = nearest(pattern, names, known); !near.empty()) {
       message += "; did you mean \"" + near + "\"?";
     }
@@ -340,7 +341,8 @@ void NamePatterns::require_each_matches(const std::vector<std::string>& known) c
                      [&](const std::string& name) { return stars_as_ranges(name, known); });
     }
     if (names.empty()) {
-      throw UsageError(message + "; the step had no scopes at all");
+      throw UsageError(message + (of_calls ? "; the step had no calls at all: call what is to be graphed with ss::call"
+                                           : "; the step had no scopes at all"));
     }
     message += message.back() == '?' ? " The names are: " : "; the names are: ";
     for (std::size_t i = 0; i < std::min(names.size(), names_shown); ++i) {

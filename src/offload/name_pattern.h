@@ -1,9 +1,13 @@
 #pragma once
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace sidestream {
+
+/// What has the names, for errors.
+enum class NameKind : std::uint8_t { scope, call };
 
 /// Patterns over dotted scope names such as "blocks.3.core_attn".
 ///
@@ -29,9 +33,9 @@ class NamePatterns {
   /// True if any pattern matches. Allocates nothing.
   [[nodiscard]] bool matches(std::string_view name) const noexcept;
 
-  /// Every pattern must match one of `known`. Throws: UsageError that names the first pattern that does not, the nearest
-  /// name and the names there are (shortened when many).
-  void require_each_matches(const std::vector<std::string>& known) const;
+  /// Every pattern must match one of `known`, the names of scopes or of calls. Throws: UsageError that names the first pattern that does
+  /// not, the nearest name and the names there are (shortened when many).
+  void require_each_matches(const std::vector<std::string>& known, NameKind kind = NameKind::scope) const;
 
  private:
   std::vector<std::string> patterns_;

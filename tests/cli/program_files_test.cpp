@@ -48,7 +48,9 @@ TEST(ProgramFiles, UnwritableReportIsRefusedBeforeTraining) {
 TEST(ProgramFiles, ReportAndJournalNeedTwoFiles) {
   const ScratchFolder folder;
   const std::string same = (folder.path() / "same").string();
+  const std::string again = (folder.path() / "." / "same").string();
   expect_refusal(tiny_training({"--report", same, "--journal", same, "--check-steps", "2"}), 2, "each its own file");
+  expect_refusal(tiny_training({"--report", same, "--journal", again, "--check-steps", "2"}), 2, "each its own file");
 }
 
 TEST(ProgramFiles, AFullDiskEndsTheRunWithItsTableAndTheOtherFile) {

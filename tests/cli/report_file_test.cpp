@@ -72,6 +72,30 @@ TEST(ReportFile, AppearsCompleteOnCommit) {
   EXPECT_EQ(names(folder.path()), std::set<std::string>{"report.json"});
 }
 
+TEST(ReportFile, OnePlaceIsRefusedByEachOfItsNames) {
+  const ScratchFolder folder;
+  const fs::path file = folder.path() / "a.json";
+  const fs::path link = folder.path() / "link";
+  const fs::path same = folder.path() / "same";
+  fs::create_symlink("a.json", link);  // there is no file yet
+  fs::create_directory_symlink(folder.path(), same);
+  for (const fs::path& other : {file, folder.path() / "." / "a.json", link, same / "a.json", same / "link"}) {
+    try {
+      require_own_files({{"--report", file}, {"--trace", {}}, {"--journal", other}});
+      ADD_FAILURE() << other;
+    } catch (const UsageError& error) {
+      EXPECT_EQ(error.what(), "--report and --journal are both '" + file.string() + "'; give each its own file");
+    }
+  }
+  EXPECT_NO_THROW(require_own_files({{"--report", file}, {"--journal", folder.path() / "b.json"}}));
+  EXPECT_NO_THROW(require_own_files({{"--report", {}}, {"--journal", {}}}));
+}
+
+TEST(ReportFile, RelativePathsToOnePlaceAreRefused) {
+  EXPECT_THROW(require_own_files({{"--report", "a.json"}, {"--journal", "./a.json"}}), UsageError);
+  EXPECT_THROW(require_own_files({{"--report", "a.json"}, {"--journal", fs::current_path() / "a.json"}}), UsageError);
+}
+
 TEST(ReportFile, LeavesNothingWithoutCommit) {
   const ScratchFolder folder;
   { const ReportFile report(folder.path() / "report.json", "--report"); }

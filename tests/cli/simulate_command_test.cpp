@@ -159,9 +159,16 @@ TEST(SimulateCommand, RefusesWhatItCannotSimulate) {
   expect_refusal({"simulate", "--forward-ms", "fast"}, 2, "--forward-ms");
   expect_refusal({"simulate", "--to-host-gbs", "0"}, 2, "the link carries 0 bytes a second to the host");
   expect_refusal({"simulate", "--offloadable-mib", "2000"}, 2, "offload at most what it saves");
-  expect_refusal({"simulate", "--weights-ms", "20"}, 2, "they are a part of it");
+  expect_refusal({"simulate", "--dw", "--weights-ms", "20"}, 2, "they are a part of it");
   expect_refusal({"simulate", "--microbatches", "100000"}, 2, "use fewer microbatches");
+  expect_refusal({"simulate", "--weights-ms", "3"}, 2, "only with delayed weight gradients: add --dw");
+  expect_refusal({"simulate", "--for-weights-mib", "3"}, 2, "only with delayed weight gradients: add --dw");
   const ScratchFolder folder;
+  const std::string file = (folder.path() / "a").string();
+  expect_refusal({"simulate", "--json", file, "--trace", file}, 2, "--json and --trace are both '" + file + "'");
+  expect_refusal({"simulate", "--trace", file, "--svg", (folder.path() / "." / "a").string()}, 2,
+                 "--trace and --svg are both '" + file + "'; give each its own file");
+  EXPECT_FALSE(std::filesystem::exists(file));
   for (const char* option : {"--json", "--trace", "--svg"}) {
     expect_refusal({"simulate", option, folder.path().string()}, 2, "is a folder");
   }

@@ -36,6 +36,11 @@ TEST(TrainingOptions, SizesThatDoNotDivideSayWhatWould) {
             "--hidden 98 is not divisible by --heads 4; 96 or 100 would be");
   EXPECT_EQ(refusal([](auto& o) { o.shape.kv_heads = 3; }),
             "--heads 4 is not divisible by --kv-heads 3; 3 or 6 would be");
+  EXPECT_EQ(refusal([](auto& o) {
+              o.shape.heads = 2;
+              o.shape.kv_heads = 3;
+            }),
+            "--heads 2 is not divisible by --kv-heads 3; 3 would be");
   const std::string odd = refusal([](auto& o) { o.shape.hidden = 12; });
   EXPECT_NE(odd.find("even"), std::string::npos) << odd;
 }

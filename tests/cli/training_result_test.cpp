@@ -74,6 +74,25 @@ TEST(ResultTable, ShowsLossEntropyAndModes) {
   EXPECT_EQ(table.back(), '\n');
 }
 
+TEST(ResultTable, WhatTheFirstStepsDoNotMeasureIsNotShownAsZero) {
+  TrainingResult result = sample();
+  ModeResult& first = result.modes.back();
+  first.steps = 0;
+  first.step_seconds = 0;
+  first.live = first.allocated = first.reserved = 0;
+  first.first_reserved = 7 * kMebibyte;
+  const std::string table = result_table(result);
+  EXPECT_TRUE(has_row(table, "peak memory live", "-")) << table;
+  EXPECT_TRUE(has_row(table, "peak memory reserved", "-")) << table;
+  EXPECT_TRUE(has_row(table, "in the first steps", "7.0 MiB")) << table;
+  EXPECT_TRUE(has_row(table, "device memory saved", "-")) << table;
+  const auto json = nlohmann::json::parse(result_json(result))["modes"].back();
+  for (const char* key : {"step_seconds_median", "peak_live_bytes", "peak_allocated_bytes", "peak_reserved_bytes"}) {
+    EXPECT_TRUE(json.at(key).is_null()) << key << ' ' << json;
+  }
+  EXPECT_FALSE(json.contains("r_gross")) << json;
+}
+
 TEST(ResultTable, DifferingGradientsAreNamed) {
   const auto parameter = [](double gradient) {
     at::Tensor tensor = at::zeros({4}).requires_grad_();

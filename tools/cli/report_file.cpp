@@ -4,7 +4,9 @@
 #include <chrono>
 #include <climits>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <system_error>
 #include <utility>
 
@@ -64,6 +66,19 @@ fs::path followed(fs::path path) {
     path = next.is_absolute() ? next : path.parent_path() / next;
   }
   fail(ELOOP);
+}
+
+/// The place that `path` leads to, without symbolic links. `path` itself if there is none: ReportFile refuses it.
+/// Not std::filesystem::weakly_canonical: LibTorch exports its own copy of it, which wins at link time.
+fs::path place_of(const fs::path& path) {
+  try {
+    const fs::path target = followed(path);
+    const std::string folder = target.has_parent_path() ? target.parent_path().string() : ".";
+    const std::unique_ptr<char, void (*)(void*)> real(realpath(folder.c_str(), nullptr), std::free);
+    return real ? fs::path(real.get()) / target.filename() : path;
+  } catch (const std::system_error&) {
+    return path;
+  }
 }
 
 bool same_file(const struct stat& a, const struct stat& b) { return a.st_dev == b.st_dev && a.st_ino == b.st_ino; }
@@ -185,6 +200,17 @@ void ReportFile::replace_target(std::string_view text) const {
   write_all(partial.descriptor(), text);
   if (fsync(partial.descriptor()) != 0 || rename(partial.path(), target_.c_str()) != 0) {
     fail(errno);
+  }
+}
+
+void require_own_files(const std::vector<NamedFile>& files) {
+  for (auto file = files.begin(); file != files.end(); ++file) {
+    for (auto other = file + 1; other != files.end(); ++other) {
+      if (!file->path.empty() && !other->path.empty() && place_of(file->path) == place_of(other->path)) {
+        throw UsageError(fmt::format("{} and {} are both '{}'; give each its own file", file->option, other->option,
+                                     file->path.string()));
+      }
+    }
   }
 }
 

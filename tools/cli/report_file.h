@@ -2,6 +2,7 @@
 #include <filesystem>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace sidestream::cli {
 
@@ -34,5 +35,14 @@ class ReportFile {
   std::filesystem::path target_;  ///< the file that `path_` leads to; empty for what is written into
   int stream_ = -1;               ///< what is written into
 };
+
+/// A place for results, and the option that names it.
+struct NamedFile {
+  const char* option;
+  std::filesystem::path path;  ///< empty: not given
+};
+
+/// Throws: UsageError if two of `files` lead to the same place, also by different paths or by symbolic links.
+void require_own_files(const std::vector<NamedFile>& files);
 
 }  // namespace sidestream::cli

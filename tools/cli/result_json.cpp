@@ -55,12 +55,13 @@ Json options_json(const TrainingOptions& options) {
 }
 
 Json mode_json(const TrainingResult& result, const ModeResult& mode) {
+  const auto peak = [&](std::int64_t bytes) { return mode.has_peaks() ? Json(bytes) : Json(); };
   Json json{{"name", mode.name},
             {"timed_steps", mode.steps},
-            {"step_seconds_median", mode.step_seconds},
-            {"peak_live_bytes", mode.live},
-            {"peak_allocated_bytes", mode.allocated},
-            {"peak_reserved_bytes", mode.reserved},
+            {"step_seconds_median", mode.steps > 0 ? Json(mode.step_seconds) : Json()},
+            {"peak_live_bytes", peak(mode.live)},
+            {"peak_allocated_bytes", peak(mode.allocated)},
+            {"peak_reserved_bytes", peak(mode.reserved)},
             {"peak_reserved_bytes_first_steps", mode.first_reserved},
             {"offloaded_bytes_per_step", mode.offload.bytes_per_step},
             {"in_flight_bytes_at_peak", mode.offload.in_flight},

@@ -65,13 +65,14 @@ void append_modes(std::string& out, const TrainingResult& result) {
   row("tokens/s", [&](const ModeResult& mode) {
     return mode.step_seconds > 0 ? fmt::format("{:.0f}", tokens / mode.step_seconds) : std::string(kNone);
   });
-  row("peak memory live", [](const ModeResult& mode) { return mebibytes(mode.live); });
+  row("peak memory live", [](const ModeResult& mode) { return mode.has_peaks() ? mebibytes(mode.live) : kNone; });
   if (result.options.device_budget_mib) {
     row("  forecast", [](const ModeResult& mode) {
       return mode.offload.forecast_peak > 0 ? mebibytes(mode.offload.forecast_peak) : kNone;
     });
   }
-  row("peak memory reserved", [](const ModeResult& mode) { return mebibytes(mode.reserved); });
+  row("peak memory reserved",
+      [](const ModeResult& mode) { return mode.has_peaks() ? mebibytes(mode.reserved) : kNone; });
   row("  in the first steps", [](const ModeResult& mode) { return mebibytes(mode.first_reserved); });
   row("offloaded per step",
       [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.bytes_per_step) : kNone; });
@@ -163,7 +164,7 @@ const ModeResult* TrainingResult::find(const std::string& name) const noexcept {
 
 std::optional<std::int64_t> TrainingResult::saved_bytes(const ModeResult& mode) const {
   const ModeResult* without = find(mode.name == "graphs+offload" ? "graphs" : "eager");
-  if (mode.offload.bytes_per_step <= 0 || without == nullptr) {
+  if (mode.offload.bytes_per_step <= 0 || without == nullptr || !mode.has_peaks() || !without->has_peaks()) {
     return std::nullopt;
   }
   return without->live - mode.live;

@@ -140,6 +140,10 @@ void declare_simulate_options(CLI::App& command, SimulateOptions& options) {
 
 int simulate(SimulateOptions options) {
   require_group_fits(options.shape);
+  if ((options.weights_ms || options.for_weights_mib) && !options.shape.delay_weight_gradients) {
+    throw UsageError("--weights-ms and --for-weights-mib work only with delayed weight gradients: add --dw");
+  }
+  require_own_files({{"--json", options.json}, {"--trace", options.trace}, {"--svg", options.svg}});
   const PipelineCosts costs = costs_of(options);
   const SimulatedRanks ranks = simulated(options, costs);
   PipelineCosts plain = costs;

@@ -1,6 +1,5 @@
 #include "tools/cli/training_options.h"
 
-#include <algorithm>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -13,6 +12,7 @@
 #include "sidestream/error.h"
 #include "sidestream/pipeline_order.h"
 #include "sidestream/testing/schedule.h"
+#include "tools/cli/report_file.h"
 #include "tools/cli/trained_model.h"
 
 namespace sidestream::cli {
@@ -26,8 +26,9 @@ void require_positive(const char* option, std::int64_t value, std::int64_t most)
 
 void require_divides(const char* whole_name, std::int64_t whole, const char* part_name, std::int64_t part) {
   if (whole % part != 0) {
-    throw UsageError(fmt::format("{} {} is not divisible by {} {}; {} or {} would be", whole_name, whole, part_name,
-                                 part, std::max(part, whole / part * part), (whole / part + 1) * part));
+    const std::int64_t below = whole / part * part;
+    throw UsageError(fmt::format("{} {} is not divisible by {} {}; {}{} would be", whole_name, whole, part_name, part,
+                                 below > 0 ? fmt::format("{} or ", below) : std::string(), below + part));
   }
 }
 
@@ -314,15 +315,7 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
 }
 
 void validate_files(const TrainingOptions& options) {
-  const std::pair<const char*, const std::filesystem::path&> files[] = {
-      {"--report", options.report}, {"--journal", options.journal}, {"--trace", options.trace}};
-  for (const auto& [option, path] : files) {
-    for (const auto& [other, taken] : files) {
-      if (option != other && !path.empty() && path == taken) {
-        throw UsageError(fmt::format("{} and {} are both '{}'; give each its own file", option, other, path.string()));
-      }
-    }
-  }
+  require_own_files({{"--report", options.report}, {"--journal", options.journal}, {"--trace", options.trace}});
   if (!options.trace.empty() && options.graphs_step()) {
     throw UsageError(
         "--trace shows the graphs of layers, but --graphs step captures one for the whole step; leave out "

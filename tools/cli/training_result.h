@@ -55,6 +55,9 @@ struct ModeResult {
   std::int64_t first_reserved = 0;  ///< peak over the first steps: sizing, and the first replays, bytes
   OffloadNumbers offload;
   std::string trace = {};  ///< of one step, in the Trace Event Format; empty: none
+
+  /// False if the training ended within the first steps: there are no peaks then.
+  [[nodiscard]] bool has_peaks() const noexcept { return live > 0; }
 };
 
 /// First and last value of a loss, nats per byte.
@@ -101,7 +104,7 @@ struct TrainingResult {
 [[nodiscard]] std::string result_table(const TrainingResult& result);
 /// The traced steps of all modes in one file of the Trace Event Format, a process for each. Throws: Error if no mode has one.
 [[nodiscard]] std::string result_trace(const TrainingResult& result);
-/// The closing table as JSON text, with bytes, seconds and nats as plain numbers.
+/// The closing table as JSON text, with bytes, seconds and nats as plain numbers. A time or a peak that was not measured is null.
 [[nodiscard]] std::string result_json(const TrainingResult& result);
 
 }  // namespace sidestream::cli

@@ -73,6 +73,14 @@ TEST(Planner, AKeptSaverHoldsAStorageBackAndIsNamed) {
   EXPECT_EQ(plan.notes[0], "a storage of 2.0 MiB saved by attn stays: proj saves it too and is not offloaded");
 }
 
+TEST(Planner, ASaverOutsideOfAllScopesIsNamedToo) {
+  Profile profile = groups({{"attn", true, false}, {"", false, false}});
+  profile.storages = {{2 * kMiB, {0, 1}}};
+  const Plan plan = make_plan(profile, kNoCap, 512);
+  ASSERT_EQ(plan.notes.size(), 1U);
+  EXPECT_EQ(plan.notes[0], "a storage of 2.0 MiB saved by attn stays: (no scope) saves it too and is not offloaded");
+}
+
 TEST(Planner, TheCapTakesWholeGroupsInOrder) {
   Profile profile = groups({{"first", true, false}, {"big", true, false}, {"small", true, false}});
   profile.storages = {{1000, {0}}, {4000, {1}}, {1000, {1}}, {500, {2}}};

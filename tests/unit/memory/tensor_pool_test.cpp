@@ -61,6 +61,24 @@ TEST_P(TensorPoolTest, TensorsAreWhatWasAskedFor) {
   EXPECT_THROW(TensorPool(GetParam(), c10::kCPU), UsageError);
 }
 
+TEST_P(TensorPoolTest, WhatNoTensorCanBeIsRefusedAndLeavesNoEntry) {
+  TensorPool pool = this->pool();
+  const std::int64_t large = std::int64_t{1} << 31;
+  EXPECT_THROWS(UsageError, "no tensor of shape [2147483648, 2147483648] and dtype Float: its bytes are too many",
+                pool.plan({large, large}, at::kFloat, 1));
+  EXPECT_THROWS(UsageError, "its bytes are too many", (void)pool.allocate({large, large, 4}, at::kByte));
+  EXPECT_THROWS(UsageError, "its bytes are too many", (void)pool.allocate({large, large, 2}, at::kByte));
+  EXPECT_THROWS(UsageError, "each size must be 0 or more", pool.plan({4, -4}, at::kFloat, 1));
+  EXPECT_THROWS(UsageError, "name a dtype", pool.plan({4}, at::ScalarType::Undefined, 1));
+  EXPECT_THROWS(UsageError, "plan() of -1 tensors of shape [4] and dtype Float; the count must be 0 or more",
+                pool.plan({4}, at::kFloat, -1));
+  pool.plan({4}, at::kFloat, 0);
+  EXPECT_TRUE(pool.status().empty());
+  exhaust();
+  EXPECT_ANY_THROW(pool.plan({kLarge}, at::kFloat, 1));
+  EXPECT_TRUE(pool.status().empty());
+}
+
 TEST_P(TensorPoolTest, AUserLeavesNothingOfAutogradToTheNext) {
   TensorPool pool = this->pool();
   at::Tensor tensor;

@@ -11,9 +11,10 @@
 namespace sidestream {
 namespace {
 
-std::string refusal(const NamePatterns& patterns, const std::vector<std::string>& known) {
+std::string refusal(const NamePatterns& patterns, const std::vector<std::string>& known,
+                    NameKind kind = NameKind::scope) {
   try {
-    patterns.require_each_matches(known);
+    patterns.require_each_matches(known, kind);
   } catch (const UsageError& error) {
     return error.what();
   }
@@ -189,6 +190,16 @@ TEST(NamePatterns, EachMustMatchANameThatThereIs) {
             std::string::npos);
   EXPECT_EQ(refusal(NamePatterns::parse("zzzzzzzz"), known).find("did you mean"), std::string::npos);
   EXPECT_NE(refusal(NamePatterns::parse("all"), {}).find("no scopes at all"), std::string::npos);
+}
+
+TEST(NamePatterns, AnErrorSaysWhetherScopesOrCallsHaveTheNames) {
+  const NamePatterns patterns({"blocks.*"});
+  EXPECT_EQ(refusal(patterns, {}), "name pattern \"blocks.*\" matches no scope; the step had no scopes at all");
+  EXPECT_EQ(refusal(patterns, {}, NameKind::call),
+            "name pattern \"blocks.*\" matches no call; the step had no calls at all: call what is to be graphed with "
+            "ss::call");
+  EXPECT_EQ(refusal(patterns, {"attention"}, NameKind::call),
+            "name pattern \"blocks.*\" matches no call; the names are: attention");
 }
 
 TEST(NamePatterns, LongListsOfNamesAreShortened) {
