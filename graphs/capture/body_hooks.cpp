@@ -51,12 +51,12 @@ void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>
     const bool from_outside =
         dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) != nullptr || given.contains(&node);
     if (from_outside && has_hooks(node)) {
-      throw CaptureError("callable \"" + name +
+      throw CaptureError("graphed call \"" + name +
                          "\": it registers a gradient hook on an input or a parameter. In plain training such a hook "
                          "also gets gradients from outside of the call; register it outside of the call");
     }
     if (!node.retains_grad_hooks().empty()) {
-      throw CaptureError("callable \"" + name +
+      throw CaptureError("graphed call \"" + name +
                          "\": it calls retain_grad on a tensor that it made; a replay would not write that .grad. "
                          "Return the tensor as an output, and call retain_grad on the output");
     }

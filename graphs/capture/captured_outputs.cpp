@@ -77,8 +77,8 @@ class Sorter {
       if (held.kind == Kind::view_of_other) {
         if (!held.owner.requires_grad()) {
           throw CaptureError(
-              "callable \"" + call_.spec.name + "\": output " + std::to_string(index) +
-              " requires a gradient, but lies in memory that the callable did not make; clone it in the callable");
+              "graphed call \"" + call_.spec.name + "\": output " + std::to_string(index) +
+              " requires a gradient, but lies in memory that the call did not make; clone it in the call");
         }
         check_view(index, held.owner, "a parameter or buffer");
       } else if (!held.owner.is_same(output)) {
@@ -95,10 +95,10 @@ class Sorter {
     const at::Tensor& output = outputs_[index];
     if (output.scalar_type() != base.scalar_type() || output.key_set() != base.key_set() ||
         at::has_internal_overlap(output) == at::MemOverlap::Yes) {
-      throw CaptureError("callable \"" + call_.spec.name + "\": output " + std::to_string(index) + " is a view of " +
-                         of +
+      throw CaptureError("graphed call \"" + call_.spec.name + "\": output " + std::to_string(index) +
+                         " is a view of " + of +
                          " with another dtype, conjugated or expanded; a replay cannot make such a view again. Clone "
-                         "the output in the callable, or make the view outside");
+                         "the output in the call, or make the view outside");
     }
     if (output.is_view() && torch::autograd::impl::get_view_autograd_meta(output)->get_creation_meta() ==
                                 torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION) {

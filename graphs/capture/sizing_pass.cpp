@@ -314,8 +314,11 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
         sizing.parameters.push_back(targets[i]);
       }
     } else if (!used[i] && spec.state.modes.gradients && !options.allow_unused_input() && !targets.empty()) {
-      throw UsageError("callable \"" + spec.name + "\": an input that requires a gradient gets none; pass it without " +
-                       "requires_grad, or set GraphOptions::allow_unused_input");
+      const auto unused = std::find_if(inputs.begin(), inputs.end(),
+                                       [&](const at::Tensor& input) { return input.is_same(targets[i]); });
+      throw UsageError("graphed call \"" + spec.name + "\": input " + std::to_string(unused - inputs.begin()) +
+                       " requires a gradient but gets none; pass it without requires_grad, or set " +
+                       "GraphOptions::allow_unused_input");
     }
   }
   for (auto leaf = parameters.begin() + of_module; leaf != parameters.end(); ++leaf) {

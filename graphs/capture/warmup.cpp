@@ -201,7 +201,8 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
     const std::vector<bool> flags = flags_of(arguments);
     spec.body(arguments.data(), outputs);
     if (flags_of(arguments) != flags) {
-      throw CaptureError("callable \"" + spec.name + "\": it sets requires_grad of one of its inputs; a replay would " +
+      throw CaptureError("graphed call \"" + spec.name +
+                         "\": it sets requires_grad of one of its inputs; a replay would " +
                          "not do that. Set it before the call, or on input.detach()");
     }
     refuse_hooks_of_body(spec.name, arguments, outputs);
@@ -244,11 +245,10 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
   }
   for (const at::Tensor& leaf : known) {
     if (leaf.grad().defined()) {
-      throw CaptureError("callable \"" + spec.name +
+      throw CaptureError("graphed call \"" + spec.name +
                          "\": its backward adds into .grad (is there a checkpoint that calls " +
                          "backward() inside backward?); a capture would add twice. Use autograd::grad there, or run "
-                         "the callable outside " +
-                         "of graphs");
+                         "the call outside of graphs");
     }
   }
   if (used != nullptr) {

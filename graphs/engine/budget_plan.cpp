@@ -91,12 +91,13 @@ BudgetPlan::BudgetPlan(EngineResources& resources, EngineSequences& sequences)
   const std::uint64_t weights = resources_.exclusions.registered_bytes();
   const std::int64_t device = resources_.runtime->info().memory_bytes;
   if (*budget <= weights) {
-    throw UsageError("device_budget is " + mebibytes(*budget) + ", but the model's weights and buffers alone take " +
-                     mebibytes(weights) + "; set a budget that leaves room for gradients and activations");
+    throw UsageError("device_budget is " + exact_mebibytes(*budget) +
+                     ", but the model's weights and buffers alone take " + exact_mebibytes(weights) +
+                     "; set a budget that leaves room for gradients and activations");
   }
   if (device > 0 && *budget > static_cast<std::size_t>(device)) {
-    throw UsageError("device_budget is " + mebibytes(*budget) + ", but the device has " + mebibytes(device) +
-                     "; set a budget of at most that");
+    throw UsageError("device_budget is " + exact_mebibytes(*budget) + ", but the device has " +
+                     exact_mebibytes(device) + "; set a budget of at most that");
   }
   drop();
 }
@@ -207,7 +208,8 @@ void BudgetPlan::make(std::int64_t captures) {
   std::optional<StepForecast> next = forecast_within(step_, budget);
   if (!next) {
     state_ = State::settled;
-    throw UsageError("device_budget is " + mebibytes(budget) + ", but a step takes " + mebibytes(step_.peak()) +
+    throw UsageError("device_budget is " + exact_mebibytes(budget) + ", but a step takes " +
+                     exact_mebibytes(forecast_step(step_, 0).peak) +
                      " with all offloaded that can be; set a budget of at least that, or take a smaller batch. The "
                      "engine goes on with all offloaded");
   }

@@ -76,8 +76,8 @@ class SIDESTREAM_API TensorPool {
 
   /// A tensor of this shape and dtype. Without a free one, makes it.
   /// Ordering: later work on `stream` waits for the work before the `free` of this memory.
-  /// Throws: UsageError if there is no free one and the pool is sealed, and for a shape or dtype that no tensor has. DeviceError if there is
-  /// no host memory. LibTorch's OutOfMemoryError if there is no device memory.
+  /// Throws: UsageError if there is no free one and the pool is sealed, and for a shape or dtype that no tensor has. DeviceError if
+  /// there is no host memory. LibTorch's OutOfMemoryError if there is no device memory.
   [[nodiscard]] at::Tensor allocate(c10::IntArrayRef sizes, c10::ScalarType dtype,
                                     std::optional<c10::Stream> stream = std::nullopt);
   /// Takes a tensor back. A view or a detached alias of the tensor will do: the storage decides. Do not use the memory afterwards.

@@ -12,4 +12,9 @@ namespace sidestream {
   return text;
 }
 
+/// "1.5 MiB (1572864 bytes)", for a number that the reader may have to give back.
+[[nodiscard]] std::string exact_mebibytes(std::integral auto bytes) {
+  return mebibytes(bytes) + " (" + std::to_string(bytes) + " bytes)";
+}
+
 }  // namespace sidestream

@@ -213,6 +213,34 @@ TEST_F(BudgetErrorTest, OneThatNoPlanMeetsIsAnErrorOnceAndAllStaysOffloaded) {
   EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
 }
 
+TEST_F(BudgetErrorTest, TheBytesOfTheErrorAreABudgetThatWorks) {
+  /// The least budget that works, by the error for `budget`. 0: there was no error.
+  const auto least = [&](std::size_t budget) {
+    OffloadEngine engine(model_, within(budget));
+    expect_plain(engine, 0, 3);
+    try {
+      (void)engine.step();
+    } catch (const UsageError& error) {
+      const std::string text = error.what();
+      const std::string before = "but a step takes ";
+      const std::size_t begin = text.find('(', text.find(before));
+      EXPECT_NE(begin, std::string::npos) << text;
+      return static_cast<std::size_t>(std::stoull(text.substr(begin + 1)));
+    }
+    expect_plain(engine, 3, 5);
+    return std::size_t{0};
+  };
+  (void)least(std::size_t{1} << 30);  // what the first steps leave is there from now on
+  std::size_t weights = 0;
+  for (const at::Tensor& tensor : model_.parameters()) {
+    weights += tensor.nbytes();
+  }
+  const std::size_t needed = least(2 * weights);
+  ASSERT_GT(needed, 0U);
+  EXPECT_EQ(least(needed - 1), needed);
+  EXPECT_EQ(least(needed), 0U);
+}
+
 TEST_F(BudgetErrorTest, IsPlannedLaterIfABackwardIsPending) {
   OffloadEngine engine(model_, within(std::size_t{64} << 20));
   expect_plain(engine, 0, 2);

@@ -113,5 +113,25 @@ TEST_F(CallArguments, NoModuleAndNoNameAreRefused) {
   }
 }
 
+TEST_F(CallArguments, ACallThatCannotBeCapturedIsAnErrorOfEachStepUntilReset) {
+  OffloadEngine engine(*model_, options());
+  const Loss unused = [](Scaler& model, const at::Tensor& x, std::int64_t /*s*/) {
+    return call(
+               "f", [](Scaler& m, const at::Tensor& /*a*/, const at::Tensor& b) { return m.forward(b); }, model,
+               x.detach().requires_grad_(true), x)
+        .sum();
+  };
+  for (std::int64_t s = 0; s < 4; s += 2) {
+    expect_plain(engine, s, s + 1, unused);  // eagerly
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_THROWS(UsageError, "graphed call \"f\": input 0 requires a gradient but gets none", (void)engine.step());
+    }
+    engine.reset();
+  }
+  expect_plain(engine, 4, 7, [](Scaler& model, const at::Tensor& x, std::int64_t /*s*/) {
+    return call("scaled", &Scaler::scaled, model, x, 0.5).sum();
+  });
+}
+
 }  // namespace
 }  // namespace sidestream::testing_model

@@ -229,7 +229,10 @@ TEST_F(GraphedCallableTest, AnUnusedInputNeedsPermission) {
   const std::vector<Callable> callables{Callable("first", [](const Tensors& in) { return Tensors{in[0] * in[0]}; })};
   const std::vector<std::vector<Sample>> samples{
       {rows(0, device_).requires_grad_(true), rows(1, device_).requires_grad_(true)}};
-  EXPECT_THROWS(UsageError, "allow_unused_input", (void)make_graphed_callables(engine, callables, samples));
+  EXPECT_THROWS(UsageError,
+                "graphed call \"first\": input 1 requires a gradient but gets none; pass it without requires_grad, or "
+                "set GraphOptions::allow_unused_input",
+                (void)make_graphed_callables(engine, callables, samples));
   const auto graphed = make_graphed_callables(engine, callables, samples, GraphOptions().allow_unused_input(true));
   const at::Tensor a = rows(2, device_).requires_grad_(true);
   const at::Tensor b = rows(3, device_).requires_grad_(true);
