@@ -113,6 +113,19 @@ TEST_F(CallableOrderTest, MicrobatchesThatAreNeverInFlightTogetherShareCaptures)
   EXPECT_EQ(engine.report().captures, 2 * 2);
 }
 
+TEST_F(CallableOrderTest, PartsThatDifferInTheOrderOfTheirBackwardsShareNone) {
+  Order order = {{0, 0, Kind::forward}, {0, 1, Kind::forward}, {0, 1, Kind::backward}, {0, 0, Kind::backward}};
+  for (const Kind kind : {Kind::forward, Kind::backward}) {
+    for (const std::int64_t m : {2, 3}) {
+      order.push_back({0, m, kind});
+    }
+  }
+  OffloadEngine engine(model_, options());
+  capture(engine, GraphOptions().order(order), 2);
+  expect_replays(engine, 0, order);
+  expect_replays(engine, 1, order, Told::chunks);
+}
+
 TEST_F(CallableOrderTest, AStepWithFewerMicrobatchesReplaysThem) {
   OffloadEngine engine(model_, options());
   capture(engine, GraphOptions().order(one_stage_), 2);
