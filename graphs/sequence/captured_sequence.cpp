@@ -117,6 +117,12 @@ void CapturedSequence::check_turn_of_weights(std::size_t call, std::size_t obsta
   }
 }
 
+bool CapturedSequence::is_linked(std::size_t call) const {
+  const std::vector<StaticInput>& inputs = calls[call].inputs;
+  return std::any_of(inputs.begin(), inputs.end(),
+                     [&](const StaticInput& input) { return input.from && !calls[input.from->call].replay.released; });
+}
+
 bool CapturedSequence::released() const {
   return std::all_of(calls.begin(), calls.end(), [](const CapturedCall& call) { return call.replay.released; });
 }

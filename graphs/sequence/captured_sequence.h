@@ -65,6 +65,8 @@ struct CapturedSequence {
   [[nodiscard]] bool forwards_alone() const { return !calls.front().spec.state.modes.gradients; }
   /// Bytes of gradients that the graphs hold memory for, as CapturedCall::ungiven_bytes: only the call whose backward is last has any.
   [[nodiscard]] std::int64_t ungiven_bytes() const { return calls[order.by_backward().back()].ungiven_bytes(); }
+  /// True if an input of `call` is the output of another call, which was not released.
+  [[nodiscard]] bool is_linked(std::size_t call) const;
   /// True if all calls were released.
   [[nodiscard]] bool released() const;
 

@@ -127,6 +127,11 @@ bool GraphSequence::begins_pass(std::size_t call) const {
          (!captured_.forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(call) <= latest_);
 }
 
+bool GraphSequence::awaits_backward(std::size_t call, std::uint64_t generation) const {
+  const std::lock_guard lock(mutex_);
+  return pending_.runs().contains(call) && captured_.calls[call].replay.generation == generation;
+}
+
 void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
                             const ReplayOptions* target, Inputs known) {
   const std::lock_guard lock(mutex_);

@@ -125,6 +125,9 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// that is not after the call before it.
   [[nodiscard]] bool begins_pass(std::size_t call) const;
 
+  /// True if the backward of the forward `generation` of `call` is to come.
+  [[nodiscard]] bool awaits_backward(std::size_t call, std::uint64_t generation) const;
+
   /// Replays the forward of `call`. The caller has compared its state (modes, model). `target`: stream and event, or null.
   /// Throws: UsageError (see GraphedCallable); nothing has been queued then.
   void forward(std::size_t call, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
