@@ -26,6 +26,8 @@ const char* text_of(EagerCause cause) {
       return "with inputs that fit no bucket (BucketOptions::on_unknown_shape)";
     case EagerCause::other_mode:
       return "because training flags or module options differ from the capture's";
+    case EagerCause::after_eager_call:
+      return "because a callable whose output they are linked to ran eagerly";
   }
   return "";
 }

@@ -217,6 +217,17 @@ bool CapturedSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inpu
   return true;
 }
 
+bool CapturedSequence::follows_eager_call(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+  const std::vector<StaticInput>& captured = calls[index].inputs;
+  for (const auto i : c10::irange(std::min(inputs.size(), captured.size()))) {
+    const StaticInput& held = captured[i];
+    if (held.from && calls[held.from->call].replay.ran_eagerly && breaks_link(calls, held, inputs[i])) {
+      return true;
+    }
+  }
+  return false;
+}
+
 void CapturedSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
   if (!calls[index].forward.graph) {
     throw UsageError(describe(index) + ": replayed after reset; capture it again");

@@ -72,6 +72,8 @@ struct CapturedSequence {
 
   /// True if `inputs` are what `call` was captured with, except for their addresses.
   [[nodiscard]] bool accepts(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
+  /// True if one of `inputs` should be the output of a call that ran eagerly, and is not what that call's graph gave.
+  [[nodiscard]] bool follows_eager_call(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
   /// Throws: UsageError that says which input differs, and how.
   void check(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
   /// Before the backward of `call` for its forward `generation`: checks the order, the state, and the versions of the tensors that it

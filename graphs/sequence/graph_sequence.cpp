@@ -166,7 +166,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   outputs_.before_launch(graph_index);
   latest_ = static_cast<std::int64_t>(index);
   ++call.replay.generation;  // from here on what an earlier forward saved may be overwritten
-  call.replay.backward_launched = call.replay.backward_failed = false;
+  call.replay.backward_launched = call.replay.backward_failed = call.replay.ran_eagerly = false;
   write_static_inputs(call, inputs, [&] { copies_.await_others(graph_index, runtime_->current_stream()); });
   launch_forward(index, target);
   give_outputs(call.outputs, call.output_storages, call.inputs, inputs, runtime_->current_stream(), outputs);

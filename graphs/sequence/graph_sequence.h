@@ -137,6 +137,11 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
     const std::lock_guard lock(mutex_);
     captured_.calls[call].replay.chunk = chunk;
   }
+  /// `call` was called, and ran eagerly.
+  void ran_eagerly(std::size_t call) {
+    const std::lock_guard lock(mutex_);
+    captured_.calls[call].replay.ran_eagerly = true;
+  }
   /// Replays the backward of `call` for its forward `generation`; `grads` become the gradients of inputs, then of parameters.
   /// Throws: UsageError; nothing has been queued then.
   void backward(std::size_t call, std::uint64_t generation, std::vector<at::Tensor>& grads);

@@ -221,6 +221,51 @@ TEST_F(CallableOrderTest, EvaluationInBetweenRunsEagerlyAndTakesNoTurn) {
   EXPECT_EQ(engine.report().eager_calls, 2 * 2);
 }
 
+class LinkedToEagerTest : public CallableOrderOfDraws, public testing::WithParamInterface<bool> {};
+
+TEST_P(LinkedToEagerTest, ACallableThatIsLinkedToOneThatRanEagerlyRunsEagerlyToo) {
+  const bool ordered = GetParam();
+  Order runs = one_stage_;
+  if (!ordered) {
+    runs = forward_and_backward(0);
+    const Order next = forward_and_backward(1);
+    runs.insert(runs.end(), next.begin(), next.end());
+  }
+  OffloadEngine engine(model_, options());
+  capture(engine, ordered ? GraphOptions().order(runs) : GraphOptions(), 2);
+  const Told told = ordered ? Told::chunks : Told::nothing;
+  expect_replays(engine, 0, runs, told);
+  for (std::int64_t s = 1; s < 3; ++s) {  // in the second of these steps, of one microbatch only
+    const std::int64_t eager = engine.report().eager_calls;
+    expect_same_step(model_, nullptr, plain_, s, [&](CalledStack& model) {
+      torch::manual_seed(static_cast<std::uint64_t>(s));
+      const bool mine = &model == &model_;
+      StepTensors given;
+      Chunks in_flight;
+      std::optional<Step> step;
+      if (mine) {
+        step.emplace(engine.step());
+      }
+      for (const PipelineStep& work : runs) {
+        model.layers->at<Mlp>(0).train(s == 2 && work.microbatch != 1);
+        run(model, mine && ordered ? &engine : nullptr, work, s, in_flight, given);
+      }
+      model.layers->at<Mlp>(0).train();
+      if (step) {
+        step->finish();
+      }
+      return given;
+    });
+    EXPECT_EQ(engine.report().eager_calls - eager, s == 2 ? 2 : static_cast<std::int64_t>(runs.size()));
+  }
+  expect_replays(engine, 3, runs, told);
+  const at::Tensor output = graphed_[0]({rows(0, device_).requires_grad_()})[0];
+  EXPECT_THROWS(UsageError, "pass exactly that output", (void)graphed_[1]({rows(1, device_).requires_grad_()}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Orders, LinkedToEagerTest, testing::Bool(),
+                         [](const auto& info) { return info.param ? "Ordered" : "WithoutOrder"; });
+
 TEST_F(CallableOrderTest, AfterAResetTheOthersGoOn) {
   OffloadEngine engine(model_, options());
   capture(engine, GraphOptions().order(order_));
