@@ -393,7 +393,9 @@ void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_
   }
   if (variant.holder->captured().weights_pool != nullptr || variant.holder->order != nullptr) {
     const RunningChunk* const chunk = chunks_.active();
-    variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0);
+    const bool in_order = chunk != nullptr && variant.holder->order != nullptr;
+    variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0,
+                                        in_order ? std::optional(chunk->id) : std::nullopt);
   }
 }
 

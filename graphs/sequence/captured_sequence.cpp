@@ -101,7 +101,19 @@ CapturedSequence::CapturedSequence(const GraphResources& resources, const GraphO
       pool(memory->pool(resources.runtime)),
       order(std::move(steps)) {}
 
+std::string CapturedSequence::describe(std::size_t call) const {
+  const std::optional<ChunkId>& chunk = calls[call].replay.chunk_id;
+  return "graphed call \"" + calls[call].spec.name + "\"" +
+         (chunk ? " (stage " + std::to_string(chunk->stage) + ", microbatch " + std::to_string(chunk->microbatch) + ")"
+                : calls[call].spec.chunk);
+}
+
 void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const char* got) const {
+  if (calls[call].replay.chunk_id && calls[call].replay.chunk != calls[obstacle].replay.chunk) {
+    throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
+                     "; run forwards and backwards in the order that OffloadEngine::step was given, and each backward "
+                     "to its end before the next one begins, or give step() the order that runs");
+  }
   if (!calls[call].spec.chunk.empty()) {
     throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
                      "; run the chunks in the order that GraphOptions::order was given, and each backward to its end "
@@ -338,11 +350,10 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
   }
   if (const auto obstacle = weights.obstacle(order.backward_index(index))) {
     check_turn_of_weights(index, *obstacle, "backward");
-    throw UsageError(
-        describe(index) + ": its backward would overwrite what the delayed weight gradients of \"" +
-        calls[*obstacle].spec.name +
-        "\" are computed from, because the step's order has these before this backward; call backward_dw in "
-        "that order, or give step() the order that runs");
+    throw UsageError(describe(index) + ": its backward would overwrite what the delayed weight gradients of " +
+                     describe(*obstacle) +
+                     " are computed from, because the step's order has these before this backward; call backward_dw in "
+                     "that order, or give step() the order that runs");
   }
   check_state(*this, index);
   check_versions(call);

@@ -53,11 +53,9 @@ struct CapturedSequence {
   OutputStorage::Counts overwritten;             ///< outputs of earlier sequences, which the capture overwrote
 
   /// For errors and notes.
-  [[nodiscard]] std::string describe(std::size_t call) const {
-    return "graphed call \"" + calls[call].spec.name + "\"" + calls[call].spec.chunk;
-  }
+  [[nodiscard]] std::string describe(std::size_t call) const;
   /// A graph of `call` is to be launched while `obstacle` awaits its backward. `got`: "forward".
-  /// Throws: UsageError, if the calls are captured in an order of chunks.
+  /// Throws: UsageError, if the calls are of two chunks of an order.
   void check_turn(std::size_t call, std::size_t obstacle, const char* got) const;
   /// The same while `obstacle` awaits its weights graph.
   void check_turn_of_weights(std::size_t call, std::size_t obstacle, const char* got) const;

@@ -132,10 +132,11 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// Throws: UsageError (see GraphedCallable); nothing has been queued then.
   void forward(std::size_t call, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
                const ReplayOptions* target = nullptr, Inputs known = Inputs::unknown);
-  /// The forward of `call` that was just replayed is one of that chunk; 0: of none.
-  void set_chunk(std::size_t call, std::uint64_t chunk) {
+  /// The forward of `call` that was just replayed is one of that chunk; 0: of none. `id`: see CapturedCall::Replay.
+  void set_chunk(std::size_t call, std::uint64_t chunk, const std::optional<ChunkId>& id) {
     const std::lock_guard lock(mutex_);
     captured_.calls[call].replay.chunk = chunk;
+    captured_.calls[call].replay.chunk_id = id;
   }
   /// `call` was called, and ran eagerly.
   void ran_eagerly(std::size_t call) {

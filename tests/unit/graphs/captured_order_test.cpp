@@ -210,7 +210,11 @@ TEST_F(CapturedOrderTest, ABackwardBeforeItsTurnIsRefusedAndNamed) {
     const Step step = engine.step(order_);
     (void)run(model_, &engine, early, 3);
   };
-  EXPECT_THROWS(UsageError, "graphed call \"layers.3\": its backward runs before that of", steps());
+  EXPECT_THROWS(UsageError,
+                "graphed call \"layers.3\" (stage 0, microbatch 1): expected the backward of graphed call \"layers.3\" "
+                "(stage 0, microbatch 0), got this backward; run forwards and backwards in the order that "
+                "OffloadEngine::step was given",
+                steps());
   clear_gradients(model_);
   expect_plain_steps(engine, 4, 6);
   expect_all_replay(engine, 6);
@@ -402,7 +406,7 @@ TEST_F(DelayedOrderTest, IfTheOrderDoesNotSayWhenTheyAreComputedAtAnyTime) {
 TEST_F(DelayedOrderTest, ABackwardThatWouldOverwriteWhatTheyAreComputedFromIsRefused) {
   OffloadEngine engine(model_, options());
   expect_plain_steps(engine, 0, 3);
-  EXPECT_THROWS(UsageError, "its backward would overwrite what the delayed weight gradients of \"layers.",
+  EXPECT_THROWS(UsageError, "its backward would overwrite what the delayed weight gradients of graphed call \"layers.",
                 run_step(engine, without_weights()));
   clear_gradients(model_);
   expect_plain_steps(engine, 4, 6);
