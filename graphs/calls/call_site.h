@@ -69,6 +69,7 @@ struct CallVariant {
   std::shared_ptr<const void> structure = {};  ///< of its result
   std::size_t slot = 0;                        ///< see RecordedCall::slot
   std::int64_t stage = 0;                      ///< of its chunk, if it was captured in an order
+  bool continues = false;                      ///< it was computed from earlier calls of its sequence
   std::uint64_t used_at = 0;                   ///< its capture or latest replay, on the table's clock
 
   /// Of the call in its sequence now.

@@ -89,9 +89,11 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
     }
   };
   FactsChange change = holder.captured().change_of_all(index);
-  if (change.other_mode()) {
+  const bool follows_eager_call = holder.captured().follows_eager_call(index, call.request.inputs);
+  if (change.other_mode() || follows_eager_call) {
     prepare();
-    run_eagerly(call, EagerCause::other_mode);
+    run_eagerly(call, follows_eager_call ? EagerCause::after_eager_call : EagerCause::other_mode);
+    holder.sequence->ran_eagerly(index);
     return;
   }
   if (!(captured->spec.state.modes == call.modes)) {
@@ -125,6 +127,7 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
       counts_.eager_call();
       prepare();
       run_eagerly(call.site, call.request, call.outputs);
+      holder.sequence->ran_eagerly(index);
       return;
     }
     sequences_.recapture(holder);

@@ -18,6 +18,7 @@
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
+#include "graphs/sequence/replay_node.h"
 #include "graphs/sequence/sequence_streams.h"
 #include "graphs/verify/replay_verification.h"
 #include "observe/sync_finder.h"
@@ -109,6 +110,9 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
   site.eager_runs_without_dw += at::GradMode::is_enabled() ? 1 : 0;
+  if (site.kind == CallSite::Kind::graphed && at::GradMode::is_enabled()) {
+    latest_ = nullptr;
+  }
   if (SavedTensorRecorder* recorder = current_recorder(); recorder != nullptr) {
     RecorderScope scope(*recorder, site.scope);
     request.run(request.context, outputs);
@@ -168,6 +172,16 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   }
 }
 
+bool Dispatcher::is_of_other_microbatch(const Call& call, const CallVariant& variant) const {
+  const GraphSequence& sequence = *variant.holder->sequence;
+  // A call that follows a replay in the sequence is most often of the same microbatch: then no graph of autograd is walked.
+  if (!variant.continues || latest_ == &sequence || !sequence.pending().any()) {
+    return false;
+  }
+  // Linked inputs were compared already. All other calls went on from an earlier one when they were recorded.
+  return !sequence.captured().is_linked(variant.index()) && !ReplayNode::connects(call.request.inputs, sequence);
+}
+
 bool Dispatcher::contradicts(const RunningChunk& chunk, const CallVariant& variant) const {
   const CapturedSequence& captured = variant.holder->captured();
   const std::size_t index = variant.index();
@@ -193,19 +207,18 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
   const bool refuses = call.site.rules.on_pending == OnPending::error;
   const RunningChunk* const chunk = refuses ? nullptr : chunk_of(call);
   const auto of_other_chunk = [&](const CallVariant& variant) {
-    if (chunk == nullptr || (chunk->slot && *chunk->slot != variant.slot)) {
-      return chunk != nullptr;
+    if (chunk == nullptr) {
+      return is_of_other_microbatch(call, variant);
+    }
+    if (chunk->slot && *chunk->slot != variant.slot) {
+      return true;
     }
     if (variant.holder->order != nullptr) {
       return false;  // all chunks of an order are one sequence
     }
     // If a run of another sequence is pending, it is another chunk's. This chunk joins it only with an output of the run.
     const GraphSequence& sequence = *variant.holder->sequence;
-    const CapturedCalls& calls = sequence.captured().calls;
-    const std::vector<StaticInput>& inputs = calls[variant.index()].inputs;
-    const auto links = [&](const StaticInput& input) { return input.from && !calls[input.from->call].replay.released; };
-    return chunk->sequence != &sequence && sequence.pending().any() &&
-           std::none_of(inputs.begin(), inputs.end(), links);
+    return chunk->sequence != &sequence && sequence.pending().any() && !sequence.captured().is_linked(variant.index());
   };
   const auto of_other_order = [&](const CallVariant& variant) {
     if (variant.holder->order == nullptr || refuses) {
@@ -218,6 +231,7 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
            (chunk->order != variant.holder->order && contradicts(*chunk, variant));
   };
   Found found;
+  CallVariant* beside = nullptr;  // may replay, but beside a call of another microbatch
   const auto ends_with = [&](CallVariant& variant) {
     const GraphSequence& sequence = *variant.holder->sequence;
     const CapturedSequence& captured = sequence.captured();
@@ -242,12 +256,13 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
       found.waiting = found.pending = &variant;
     } else if (of_other_order(variant)) {
       found.pending = &variant;
-    } else if (sequence.pending().ready(index) && !of_other_chunk(variant)) {
+    } else if (const bool ready = sequence.pending().ready(index); ready && !of_other_chunk(variant)) {
       found.ready = &variant;
       found.index = index;
     } else {
       found.pending = &variant;
       ++found.busy;
+      beside = ready && beside == nullptr ? &variant : beside;
     }
     return found.ready != nullptr;
   };
@@ -263,6 +278,10 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
   }
   found = {};
   (void)std::any_of(all.begin(), all.end(), ends_with);
+  if (refuses && found.ready == nullptr && beside != nullptr) {  // the backwards may still come in the captures' order
+    found.ready = beside;
+    found.index = beside->index();
+  }
   return found;
 }
 
@@ -283,6 +302,9 @@ void Dispatcher::find_and_replay(const Call& call) {
         chunk->slot = chunk->slot.value_or(fits->slot);
         chunk->sequence = fits->holder->sequence.get();
         chunk->next_run = found.index + 1;
+      }
+      if (call.modes.gradients) {
+        latest_ = fits->holder->sequence.get();
       }
       replay(call, *fits, found.index, GraphSequence::Inputs::accepted);
       *call.request.structure = fits->structure.get();
@@ -371,7 +393,9 @@ void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_
   }
   if (variant.holder->captured().weights_pool != nullptr || variant.holder->order != nullptr) {
     const RunningChunk* const chunk = chunks_.active();
-    variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0);
+    const bool in_order = chunk != nullptr && variant.holder->order != nullptr;
+    variant.holder->sequence->set_chunk(index, chunk != nullptr ? chunk->number : 0,
+                                        in_order ? std::optional(chunk->id) : std::nullopt);
   }
 }
 

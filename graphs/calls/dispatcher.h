@@ -79,6 +79,8 @@ class Dispatcher {
   };
   /// Of a callable, the inputs alone decide which variants fit.
   [[nodiscard]] Found find(const Call& call) const;
+  /// A call without a chunk would go on in the sequence of `variant`, in which another microbatch has a backward to come.
+  [[nodiscard]] bool is_of_other_microbatch(const Call& call, const CallVariant& variant) const;
   /// The step has another order than the one in which `variant` was captured, and the backward of `chunk` or of a pending
   /// call would come before its turn.
   [[nodiscard]] bool contradicts(const RunningChunk& chunk, const CallVariant& variant) const;
@@ -121,6 +123,7 @@ class Dispatcher {
   EngineCounts& counts_;
   StepChunks& chunks_;
   ReplayVerification* verification_;
+  const GraphSequence* latest_ = nullptr;  ///< in which the latest graphed call replayed; null if that ran eagerly
 };
 
 }  // namespace sidestream

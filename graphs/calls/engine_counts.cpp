@@ -28,6 +28,8 @@ const char* text_of(EagerCause cause) {
       return "because GraphOptions::agree_to_capture returned false";
     case EagerCause::other_mode:
       return "because training flags or module options differ from the capture's";
+    case EagerCause::after_eager_call:
+      return "because a callable whose output they are linked to ran eagerly";
   }
   return "";
 }

@@ -18,14 +18,15 @@ namespace sidestream {
 enum class EagerCause : std::uint8_t {
   no_grad,
   eval_mode,
-  in_backward,    ///< a checkpoint that runs its forward again
-  new_arguments,  ///< OnNewArguments::eager
-  over_bound,     ///< CallOptions::max_captures
-  unequal,        ///< an argument differs from its own copy
-  shared_memory,  ///< another capture in the memory of the one that fits awaits a backward
-  no_bucket,      ///< a bucketed call whose inputs fit no bucket
-  not_agreed,     ///< GraphOptions::agree_to_capture
-  other_mode,     ///< training flags or module options of a callable are not those of its capture
+  in_backward,       ///< a checkpoint that runs its forward again
+  new_arguments,     ///< OnNewArguments::eager
+  over_bound,        ///< CallOptions::max_captures
+  unequal,           ///< an argument differs from its own copy
+  shared_memory,     ///< another capture in the memory of the one that fits awaits a backward
+  no_bucket,         ///< a bucketed call whose inputs fit no bucket
+  not_agreed,        ///< GraphOptions::agree_to_capture
+  other_mode,        ///< training flags or module options of a callable are not those of its capture
+  after_eager_call,  ///< a callable that is linked to one that ran eagerly
 };
 
 /// For the report.
@@ -36,7 +37,7 @@ enum class EagerCause : std::uint8_t {
 /// One call's eager runs by cause.
 class EagerRuns {
  public:
-  static constexpr std::size_t kCauses = 10;
+  static constexpr std::size_t kCauses = 11;
 
   void count(EagerCause cause) noexcept { ++runs_[static_cast<std::size_t>(cause)]; }
   [[nodiscard]] std::int64_t of(EagerCause cause) const noexcept { return runs_[static_cast<std::size_t>(cause)]; }

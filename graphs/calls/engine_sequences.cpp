@@ -171,7 +171,8 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
   for (std::size_t i = 0; i < group.size(); ++i) {
     RecordedCall& call = *recorded.calls()[group[i]];
     call.captured = true;
-    call.site->variants.add({holder, i, call.guards, call.shape, call.structure, call.slot, call.stage});
+    call.site->variants.add({holder, i, call.guards, call.shape, call.structure, call.slot, call.stage,
+                             recorded.continues(group[i], group)});
     call.site->to_record = false;
     counts_.recaptured(call.site->variants.all.size() > 1 ? 1 : 0);
     recorded.outputs().for_each_of(group[i], [&](const c10::StorageImpl* storage, std::size_t output) {

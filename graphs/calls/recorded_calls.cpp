@@ -356,6 +356,12 @@ std::vector<std::vector<std::size_t>> RecordedCalls::groups(std::size_t slot, bo
   return groups;
 }
 
+bool RecordedCalls::continues(std::size_t call, const std::vector<std::size_t>& group) const {
+  const std::vector<std::size_t>& from = flights_[call]->from;
+  return std::any_of(from.begin(), from.end(),
+                     [&](std::size_t earlier) { return std::binary_search(group.begin(), group.end(), earlier); });
+}
+
 std::vector<std::size_t> RecordedCalls::in_order() const {
   std::vector<std::size_t> calls;
   const std::vector<bool> with_backward = log_->with_backward(calls_.size());

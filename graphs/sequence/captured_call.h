@@ -20,6 +20,7 @@
 #include "graphs/sequence/node_names.h"
 #include "offload/captured_copies.h"
 #include "runtime/handles.h"
+#include "sidestream/chunk.h"
 #include "sidestream/replay_options.h"
 
 namespace sidestream {
@@ -85,8 +86,10 @@ struct CapturedCall {
     bool weights_delayed = false;    ///< since the latest backward: gradients of delayed parameters are to come
     OutputSet used = 0;              ///< the outputs that got a gradient in it
     std::uint64_t chunk = 0;  ///< of the latest forward, by its number, if gradients are delayed or in an order; else 0
-    bool grads_in_place = false;  ///< the `.grad`s that it adds into: seen before the latest backward
-    ReplayOptions target;         ///< the caller's at the latest forward; its backward uses it too
+    std::optional<ChunkId> chunk_id;  ///< of that chunk, if the sequence is captured in the order of a step
+    bool ran_eagerly = false;         ///< since the latest forward: what is linked to its outputs gets other tensors
+    bool grads_in_place = false;      ///< the `.grad`s that it adds into: seen before the latest backward
+    ReplayOptions target;             ///< the caller's at the latest forward; its backward uses it too
   };
 
   CallSpec spec;

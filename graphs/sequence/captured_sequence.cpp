@@ -101,7 +101,19 @@ CapturedSequence::CapturedSequence(const GraphResources& resources, const GraphO
       pool(memory->pool(resources.runtime)),
       order(std::move(steps)) {}
 
+std::string CapturedSequence::describe(std::size_t call) const {
+  const std::optional<ChunkId>& chunk = calls[call].replay.chunk_id;
+  return "graphed call \"" + calls[call].spec.name + "\"" +
+         (chunk ? " (stage " + std::to_string(chunk->stage) + ", microbatch " + std::to_string(chunk->microbatch) + ")"
+                : calls[call].spec.chunk);
+}
+
 void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const char* got) const {
+  if (calls[call].replay.chunk_id && calls[call].replay.chunk != calls[obstacle].replay.chunk) {
+    throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
+                     "; run forwards and backwards in the order that OffloadEngine::step was given, and each backward "
+                     "to its end before the next one begins, or give step() the order that runs");
+  }
   if (!calls[call].spec.chunk.empty()) {
     throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
                      "; run the chunks in the order that GraphOptions::order was given, and each backward to its end "
@@ -115,6 +127,12 @@ void CapturedSequence::check_turn_of_weights(std::size_t call, std::size_t obsta
                      "; compute delayed weight gradients where GraphOptions::order has them, and let no other chunk "
                      "run between the layers of a backward, or make the callables with the order of your steps");
   }
+}
+
+bool CapturedSequence::is_linked(std::size_t call) const {
+  const std::vector<StaticInput>& inputs = calls[call].inputs;
+  return std::any_of(inputs.begin(), inputs.end(),
+                     [&](const StaticInput& input) { return input.from && !calls[input.from->call].replay.released; });
 }
 
 bool CapturedSequence::released() const {
@@ -209,6 +227,17 @@ bool CapturedSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inpu
     }
   }
   return true;
+}
+
+bool CapturedSequence::follows_eager_call(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
+  const std::vector<StaticInput>& captured = calls[index].inputs;
+  for (const auto i : c10::irange(std::min(inputs.size(), captured.size()))) {
+    const StaticInput& held = captured[i];
+    if (held.from && calls[held.from->call].replay.ran_eagerly && breaks_link(calls, held, inputs[i])) {
+      return true;
+    }
+  }
+  return false;
 }
 
 void CapturedSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
@@ -321,11 +350,10 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
   }
   if (const auto obstacle = weights.obstacle(order.backward_index(index))) {
     check_turn_of_weights(index, *obstacle, "backward");
-    throw UsageError(
-        describe(index) + ": its backward would overwrite what the delayed weight gradients of \"" +
-        calls[*obstacle].spec.name +
-        "\" are computed from, because the step's order has these before this backward; call backward_dw in "
-        "that order, or give step() the order that runs");
+    throw UsageError(describe(index) + ": its backward would overwrite what the delayed weight gradients of " +
+                     describe(*obstacle) +
+                     " are computed from, because the step's order has these before this backward; call backward_dw in "
+                     "that order, or give step() the order that runs");
   }
   check_state(*this, index);
   check_versions(call);

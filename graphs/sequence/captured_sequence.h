@@ -53,11 +53,9 @@ struct CapturedSequence {
   OutputStorage::Counts overwritten;             ///< outputs of earlier sequences, which the capture overwrote
 
   /// For errors and notes.
-  [[nodiscard]] std::string describe(std::size_t call) const {
-    return "graphed call \"" + calls[call].spec.name + "\"" + calls[call].spec.chunk;
-  }
+  [[nodiscard]] std::string describe(std::size_t call) const;
   /// A graph of `call` is to be launched while `obstacle` awaits its backward. `got`: "forward".
-  /// Throws: UsageError, if the calls are captured in an order of chunks.
+  /// Throws: UsageError, if the calls are of two chunks of an order.
   void check_turn(std::size_t call, std::size_t obstacle, const char* got) const;
   /// The same while `obstacle` awaits its weights graph.
   void check_turn_of_weights(std::size_t call, std::size_t obstacle, const char* got) const;
@@ -65,11 +63,15 @@ struct CapturedSequence {
   [[nodiscard]] bool forwards_alone() const { return !calls.front().spec.state.modes.gradients; }
   /// Bytes of gradients that the graphs hold memory for, as CapturedCall::ungiven_bytes: only the call whose backward is last has any.
   [[nodiscard]] std::int64_t ungiven_bytes() const { return calls[order.by_backward().back()].ungiven_bytes(); }
+  /// True if an input of `call` is the output of another call, which was not released.
+  [[nodiscard]] bool is_linked(std::size_t call) const;
   /// True if all calls were released.
   [[nodiscard]] bool released() const;
 
   /// True if `inputs` are what `call` was captured with, except for their addresses.
   [[nodiscard]] bool accepts(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
+  /// True if one of `inputs` should be the output of a call that ran eagerly, and is not what that call's graph gave.
+  [[nodiscard]] bool follows_eager_call(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
   /// Throws: UsageError that says which input differs, and how.
   void check(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
   /// Before the backward of `call` for its forward `generation`: checks the order, the state, and the versions of the tensors that it

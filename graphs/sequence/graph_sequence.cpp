@@ -127,6 +127,11 @@ bool GraphSequence::begins_pass(std::size_t call) const {
          (!captured_.forwards_alone() || latest_ < 0 || static_cast<std::int64_t>(call) <= latest_);
 }
 
+bool GraphSequence::awaits_backward(std::size_t call, std::uint64_t generation) const {
+  const std::lock_guard lock(mutex_);
+  return pending_.runs().contains(call) && captured_.calls[call].replay.generation == generation;
+}
+
 void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
                             const ReplayOptions* target, Inputs known) {
   const std::lock_guard lock(mutex_);
@@ -161,7 +166,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   outputs_.before_launch(graph_index);
   latest_ = static_cast<std::int64_t>(index);
   ++call.replay.generation;  // from here on what an earlier forward saved may be overwritten
-  call.replay.backward_launched = call.replay.backward_failed = false;
+  call.replay.backward_launched = call.replay.backward_failed = call.replay.ran_eagerly = false;
   write_static_inputs(call, inputs, [&] { copies_.await_others(graph_index, runtime_->current_stream()); });
   launch_forward(index, target);
   give_outputs(call.outputs, call.output_storages, call.inputs, inputs, runtime_->current_stream(), outputs);

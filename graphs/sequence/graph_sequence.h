@@ -125,14 +125,23 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// that is not after the call before it.
   [[nodiscard]] bool begins_pass(std::size_t call) const;
 
+  /// True if the backward of the forward `generation` of `call` is to come.
+  [[nodiscard]] bool awaits_backward(std::size_t call, std::uint64_t generation) const;
+
   /// Replays the forward of `call`. The caller has compared its state (modes, model). `target`: stream and event, or null.
   /// Throws: UsageError (see GraphedCallable); nothing has been queued then.
   void forward(std::size_t call, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
                const ReplayOptions* target = nullptr, Inputs known = Inputs::unknown);
-  /// The forward of `call` that was just replayed is one of that chunk; 0: of none.
-  void set_chunk(std::size_t call, std::uint64_t chunk) {
+  /// The forward of `call` that was just replayed is one of that chunk; 0: of none. `id`: see CapturedCall::Replay.
+  void set_chunk(std::size_t call, std::uint64_t chunk, const std::optional<ChunkId>& id) {
     const std::lock_guard lock(mutex_);
     captured_.calls[call].replay.chunk = chunk;
+    captured_.calls[call].replay.chunk_id = id;
+  }
+  /// `call` was called, and ran eagerly.
+  void ran_eagerly(std::size_t call) {
+    const std::lock_guard lock(mutex_);
+    captured_.calls[call].replay.ran_eagerly = true;
   }
   /// Replays the backward of `call` for its forward `generation`; `grads` become the gradients of inputs, then of parameters.
   /// Throws: UsageError; nothing has been queued then.

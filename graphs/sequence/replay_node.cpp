@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "graphs/sequence/graph_sequence.h"
+#include "offload/autograd_walk.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -52,6 +53,17 @@ ReplayNode::~ReplayNode() {
   if (!applied_) {
     sequence_->drop_pending(call_, generation_);
   }
+}
+
+bool ReplayNode::connects(c10::ArrayRef<at::Tensor> tensors, const GraphSequence& sequence) {
+  bool found = false;
+  walk_autograd(makers_of(tensors), [&](const torch::autograd::Node& node) {
+    const ReplayNode* const replay = as_replay(&node);
+    found = found || (replay != nullptr && replay->sequence_.get() == &sequence &&
+                      sequence.awaits_backward(replay->call_, replay->generation_));
+    return !found;
+  });
+  return found;
 }
 
 torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&& grads) {

@@ -35,6 +35,9 @@ class ReplayNode final : public torch::autograd::Node, public GradientOwner {
   static void attach(std::shared_ptr<GraphSequence> sequence, std::size_t index, CapturedCall& call,
                      c10::Stream current, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs);
 
+  /// True if autograd connects `tensors` to a call of `sequence` that awaits its backward. Walks autograd's graph, and allocates.
+  [[nodiscard]] static bool connects(c10::ArrayRef<at::Tensor> tensors, const GraphSequence& sequence);
+
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
   void release_variables() override {}
   [[nodiscard]] std::string name() const override { return "SidestreamReplay"; }

@@ -122,8 +122,16 @@ std::vector<std::size_t> counted_slots(const std::vector<PipelineStep>& order, c
 bool repeats_one_part(const std::vector<PipelineStep>& order, const std::vector<int>& changes) {
   int in_flight = 0;
   std::size_t length = 0;
+  std::map<std::pair<std::int64_t, std::int64_t>, std::size_t> begun;  // by chunk: the step of its forward
   for (std::size_t i = 0; i < order.size(); ++i) {
-    if (length > 0 && (order[i].stage != order[i % length].stage || order[i].kind != order[i % length].kind)) {
+    const auto forward_of = [&](std::size_t step) { return begun.at({order[step].stage, order[step].microbatch}); };
+    if (order[i].kind == PipelineStep::Kind::forward) {
+      begun[{order[i].stage, order[i].microbatch}] = i;
+    }
+    const std::size_t first = length > 0 ? i % length : i;  // the same step of the first part
+    // Two parts whose backwards come in different orders differ, though they have the same kinds of steps.
+    if (order[i].stage != order[first].stage || order[i].kind != order[first].kind ||
+        forward_of(i) - forward_of(first) != i - first) {
       return false;
     }
     in_flight += changes[i];

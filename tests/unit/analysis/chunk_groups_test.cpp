@@ -60,6 +60,10 @@ TEST(SlotsOfOrderTest, ChunksInFlightHaveSlotsOfTheirOwn) {
                                             {0, 1, Kind::forward}, {0, 1, Kind::backward}, {1, 1, Kind::backward}};
   EXPECT_EQ(slots_of_order(uneven), (Slots{0, 0, 1})) << "the parts differ";
   EXPECT_EQ(slots_of_order(pipeline_order({2, 2, 2}, 0)), (Slots{0, 1, 0, 1})) << "two stages";
+  const std::vector<PipelineStep> turned = {{0, 0, Kind::forward},  {0, 1, Kind::forward}, {0, 1, Kind::backward},
+                                            {0, 0, Kind::backward}, {0, 2, Kind::forward}, {0, 3, Kind::forward},
+                                            {0, 2, Kind::backward}, {0, 3, Kind::backward}};
+  EXPECT_EQ(slots_of_order(turned), (Slots{0, 1, 2, 3})) << "backwards of the second part are in another order";
   EXPECT_EQ(slots_of_order({}), Slots());
   std::vector<PipelineStep> delayed;
   for (std::int64_t m = 0; m < 3; ++m) {

@@ -113,6 +113,19 @@ TEST_F(CallableOrderTest, MicrobatchesThatAreNeverInFlightTogetherShareCaptures)
   EXPECT_EQ(engine.report().captures, 2 * 2);
 }
 
+TEST_F(CallableOrderTest, PartsThatDifferInTheOrderOfTheirBackwardsShareNone) {
+  Order order = {{0, 0, Kind::forward}, {0, 1, Kind::forward}, {0, 1, Kind::backward}, {0, 0, Kind::backward}};
+  for (const Kind kind : {Kind::forward, Kind::backward}) {
+    for (const std::int64_t m : {2, 3}) {
+      order.push_back({0, m, kind});
+    }
+  }
+  OffloadEngine engine(model_, options());
+  capture(engine, GraphOptions().order(order), 2);
+  expect_replays(engine, 0, order);
+  expect_replays(engine, 1, order, Told::chunks);
+}
+
 TEST_F(CallableOrderTest, AStepWithFewerMicrobatchesReplaysThem) {
   OffloadEngine engine(model_, options());
   capture(engine, GraphOptions().order(one_stage_), 2);
@@ -207,6 +220,51 @@ TEST_F(CallableOrderTest, EvaluationInBetweenRunsEagerlyAndTakesNoTurn) {
   }
   EXPECT_EQ(engine.report().eager_calls, 2 * 2);
 }
+
+class LinkedToEagerTest : public CallableOrderOfDraws, public testing::WithParamInterface<bool> {};
+
+TEST_P(LinkedToEagerTest, ACallableThatIsLinkedToOneThatRanEagerlyRunsEagerlyToo) {
+  const bool ordered = GetParam();
+  Order runs = one_stage_;
+  if (!ordered) {
+    runs = forward_and_backward(0);
+    const Order next = forward_and_backward(1);
+    runs.insert(runs.end(), next.begin(), next.end());
+  }
+  OffloadEngine engine(model_, options());
+  capture(engine, ordered ? GraphOptions().order(runs) : GraphOptions(), 2);
+  const Told told = ordered ? Told::chunks : Told::nothing;
+  expect_replays(engine, 0, runs, told);
+  for (std::int64_t s = 1; s < 3; ++s) {  // in the second of these steps, of one microbatch only
+    const std::int64_t eager = engine.report().eager_calls;
+    expect_same_step(model_, nullptr, plain_, s, [&](CalledStack& model) {
+      torch::manual_seed(static_cast<std::uint64_t>(s));
+      const bool mine = &model == &model_;
+      StepTensors given;
+      Chunks in_flight;
+      std::optional<Step> step;
+      if (mine) {
+        step.emplace(engine.step());
+      }
+      for (const PipelineStep& work : runs) {
+        model.layers->at<Mlp>(0).train(s == 2 && work.microbatch != 1);
+        run(model, mine && ordered ? &engine : nullptr, work, s, in_flight, given);
+      }
+      model.layers->at<Mlp>(0).train();
+      if (step) {
+        step->finish();
+      }
+      return given;
+    });
+    EXPECT_EQ(engine.report().eager_calls - eager, s == 2 ? 2 : static_cast<std::int64_t>(runs.size()));
+  }
+  expect_replays(engine, 3, runs, told);
+  const at::Tensor output = graphed_[0]({rows(0, device_).requires_grad_()})[0];
+  EXPECT_THROWS(UsageError, "pass exactly that output", (void)graphed_[1]({rows(1, device_).requires_grad_()}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Orders, LinkedToEagerTest, testing::Bool(),
+                         [](const auto& info) { return info.param ? "Ordered" : "WithoutOrder"; });
 
 TEST_F(CallableOrderTest, AfterAResetTheOthersGoOn) {
   OffloadEngine engine(model_, options());
