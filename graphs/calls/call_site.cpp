@@ -15,7 +15,13 @@ bool is_of(const CallVariant& variant, bool gradients) {
   return variant.holder->captured().forwards_alone() != gradients;
 }
 
+/// No call of its sequence awaits a backward.
 bool is_idle(const CallVariant& variant) { return !variant.holder->sequence->pending().any(); }
+
+/// The call itself awaits its backward.
+bool is_pending(const CallVariant& variant) {
+  return variant.holder->sequence->pending().any_of([&](std::size_t call) { return call == variant.index(); });
+}
 
 std::string describe_bucketed(const CallSite& site) { return "bucketed call \"" + site.scope->name + "\""; }
 
@@ -68,8 +74,9 @@ bool VariantTable::has_room(bool gradients, std::size_t more, const CallRules& r
   if (with_them <= bound) {
     return true;
   }
+  // A variant is dropped when a step begins. By then other calls of its sequence have run their backwards, as a rule.
   const auto idle = static_cast<std::size_t>(
-      std::count_if(all.begin(), all.end(), [&](const auto& v) { return is_of(v, gradients) && is_idle(v); }));
+      std::count_if(all.begin(), all.end(), [&](const auto& v) { return is_of(v, gradients) && !is_pending(v); }));
   return rules.on_max_captures == OnMaxCaptures::drop_least_used && with_them - bound <= idle;
 }
 

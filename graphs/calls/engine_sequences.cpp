@@ -30,6 +30,20 @@ bool is_outdated(const GraphSequence& sequence) {
          });
 }
 
+/// A backward that still has to come kept a capture from being dropped in favour of recorded ones.
+bool over_bound(const RecordedCalls& recorded) {
+  return std::any_of(recorded.calls().begin(), recorded.calls().end(), [&](const auto& call) {
+    const CallSite& site = *call->site;
+    const bool gradients = call->state.modes.gradients;
+    const auto captured = std::count_if(site.variants.all.begin(), site.variants.all.end(), [&](const auto& variant) {
+      return variant.holder->captured().forwards_alone() != gradients;
+    });
+    return site.rules.on_max_captures == OnMaxCaptures::drop_least_used &&
+           static_cast<std::size_t>(captured) + recorded.count(site, gradients) >
+               static_cast<std::size_t>(site.rules.max_captures);
+  });
+}
+
 }  // namespace
 
 void EngineSequences::check_capture(const GraphOptions& options) const {
@@ -133,6 +147,10 @@ void EngineSequences::capture_recorded(RecordedCalls& recorded) {
     for (const auto& call : recorded.calls()) {
       call->site->to_record = true;
     }
+    recorded.clear();
+    return;
+  }
+  if (over_bound(recorded)) {  // they run eagerly, and are recorded again
     recorded.clear();
     return;
   }

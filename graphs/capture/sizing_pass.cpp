@@ -322,11 +322,13 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
     }
   }
   for (auto leaf = parameters.begin() + of_module; leaf != parameters.end(); ++leaf) {
-    // Backward may unpack a weight as another tensor of the same memory. No code relocates that tensor, so it is no outside leaf.
-    const bool known = std::any_of(parameters.begin(), leaf, [&](const at::Tensor& earlier) {
-      return earlier.has_storage() && leaf->has_storage() && earlier.storage().is_alias_of(leaf->storage());
-    });
-    if (!known) {
+    // Backward may unpack a weight or an input as another tensor of the same memory. No code relocates that tensor, so it is no outside
+    // leaf. Held here, an input would also count as kept by the body.
+    const auto shares = [&](const at::Tensor& other) {
+      return other.defined() && other.has_storage() && leaf->has_storage() &&
+             other.storage().is_alias_of(leaf->storage());
+    };
+    if (std::none_of(parameters.begin(), leaf, shares) && std::none_of(inputs.begin(), inputs.end(), shares)) {
       sizing.outside.push_back(*leaf);
     }
   }
@@ -353,8 +355,8 @@ void keep_outputs_that_several_need(std::vector<CallSizing>& sizings) {
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> needs;  // by call and output
   std::set<std::pair<std::size_t, std::size_t>> counted;
   for (const auto i : c10::irange(sizings.size())) {
-    for (const std::size_t kept : sizings[i].outputs.kept) {
-      needs[{i, kept}] += 2;
+    for (const Link& kept : sizings[i].outputs.kept) {
+      needs[{kept.call, kept.index}] += 2;
     }
     for (const auto& [storage, output] : sizings[i].outputs.saved) {
       ++needs[{output.call, output.index}];

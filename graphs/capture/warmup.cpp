@@ -287,7 +287,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
       progress({ProgressPhase::warm_up, index, specs.size(), spec.name});
     }
     const Site site(Activity::warmup, spec.scope->site);
-    const std::vector<at::Tensor> inputs = leaves_of(spec, outputs, runtime.device());
+    std::vector<at::Tensor> inputs = leaves_of(spec, outputs, runtime.device());
     const ModelFlagsGuard flags(spec.state.modules);
     watch.enter(spec, inputs, outputs.that_may_be_offloaded(index, options));
     detail::TensorBuffer made;
@@ -300,7 +300,9 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
     }
     outputs.add(inputs, made);
     made.clear();
+    inputs.clear();  // only the body may hold them now
     sizings.back().outputs = outputs.use_by_latest(std::exchange(sizings.back().identities, {}));
+    inputs = leaves_of(spec, outputs, runtime.device());
     for (std::int64_t i = 0; i < options.num_warmup_iters(); ++i) {
       // Else the gradients of the last pass may still take memory in this one.
       await_end_of_backward(runtime.device());

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <unordered_set>
 
 #include <c10/util/irange.h>
 
@@ -46,7 +47,7 @@ void LinkedOutputs::add(const std::vector<at::Tensor>& inputs, const detail::Ten
   for (const at::Tensor& output : made) {
     const bool read = output.defined() && last_reader_.count({call, kept.size()}) > 0;
     const c10::StorageImpl* const storage = impl_of(output);
-    if (read && storage != nullptr) {
+    if (storage != nullptr) {
       known_.try_emplace(storage, Known{output.storage().getWeakStorageImpl(), {call, kept.size()}});
     }
     views.push_back(std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
@@ -89,9 +90,15 @@ LinkedOutputs::Use LinkedOutputs::use_by_latest(const std::vector<SavedIdentity>
       use.saved.emplace_back(i, known->second.first);
     }
   }
+  const std::size_t call = outputs_.size() - 1;
+  std::unordered_set<const c10::StorageImpl*> taken;
+  for (const CallInput& input : specs_[call].inputs) {
+    taken.insert(input.from ? impl_of(outputs_[input.from->call][input.from->index]) : nullptr);
+  }
   for (const auto& [storage, known] : known_) {
-    if (known.first.call + 1 == outputs_.size() && held_by_others(known.storage)) {
-      use.kept.push_back(known.first.index);
+    if ((known.first.call == call || taken.contains(storage)) && held_by_others(known.storage)) {
+      use.kept.push_back(known.first);
+      use.kept_storages.push_back(known.storage);
     }
   }
   return use;

@@ -24,7 +24,8 @@ class LinkedOutputs {
   /// What a call did with outputs, its own and those of calls before it.
   struct Use {
     std::vector<std::pair<std::size_t, Link>> saved;  ///< which saved storage, and the first output that lies in it
-    std::vector<std::size_t> kept;                    ///< first outputs of its own storages that its body keeps
+    std::vector<Link> kept;  ///< first outputs in storages that its body keeps: its own, and those that it takes
+    std::vector<WeakStorage> kept_storages;  ///< of `kept`, where they lay in the sizing pass
   };
 
   /// `specs` must outlive this object.
@@ -39,7 +40,8 @@ class LinkedOutputs {
   /// Which inputs of this call lie in memory that graphs make and may free. Not if the graphs keep saved tensors. Not if the output is a
   /// view of an input of its call, because replays make that view of the caller's tensor.
   [[nodiscard]] std::vector<bool> that_may_be_offloaded(std::size_t call, const GraphOptions& options) const;
-  /// Of the call that was added last, after its sizing pass has freed all that it held. `saved`: the storages that it saved.
+  /// Of the call that was added last, after its sizing pass and its caller have freed all that they held. `saved`: the storages that it
+  /// saved.
   [[nodiscard]] Use use_by_latest(const std::vector<SavedIdentity>& saved) const;
   /// All passes of this call are done.
   void ran(std::size_t call);

@@ -91,9 +91,10 @@ void OutputLiveness::forward_captured(const CapturedForward& forward, const Find
   const Call& call = calls_[index];
   forwards_.push_back(forward);
   std::vector<Life>& own = lives_.emplace_back(forward.storages.size());
-  for (const std::size_t output : findings.kept) {
-    if (output < forward.outputs.size() && forward.outputs[output].kind == Kind::made) {
-      own[forward.outputs[output].of].kept = true;
+  for (const Link& output : findings.kept) {
+    const bool given = output.index < forwards_[output.call].outputs.size();
+    if (const std::optional<Link> kept = given ? storage_of(output) : std::nullopt; kept) {
+      lives_[kept->call][kept->index].kept = true;
     }
   }
   for (const StaticOutput& output : forward.outputs) {

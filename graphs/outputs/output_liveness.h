@@ -31,9 +31,9 @@ class OutputLiveness {
   struct Findings {
     const SavedStorages& saved;
     const SavedTensorRecorder& recorder;
-    const std::vector<std::size_t>& kept;  ///< first outputs of storages that its body keeps
-    std::size_t released_at = 0;           ///< index of the first graph after its copies to the host
-    bool delays = false;                   ///< its weights graph reads what it saves
+    const std::vector<Link>& kept;  ///< first outputs in storages that its body keeps: its own, and those that it takes
+    std::size_t released_at = 0;    ///< index of the first graph after its copies to the host
+    bool delays = false;            ///< its weights graph reads what it saves
   };
 
   /// `order` and `holders` must outlive this object. `keeps_graph`: backwards may replay several times, so no memory is released.
