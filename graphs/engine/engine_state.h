@@ -130,7 +130,7 @@ class EngineState {
   std::mutex kept_;  ///< a step may be left on another thread than the next begins on
   bool step_was_abandoned_ = false;
   bool failed_ = false;  ///< the latest step
-  bool pins_ = false;    ///< so did groups of it that found no pinned memory: the next step pins as it goes
+  bool pins_ = false;    ///< it failed, and groups of it found no pinned memory: the next one pins as it goes
   std::exception_ptr kept_failure_;
 };
 

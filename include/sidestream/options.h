@@ -99,9 +99,9 @@ class Options {
   TORCH_ARG(std::size_t, host_cap) = std::numeric_limits<std::size_t>::max();
   /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes]. Report::exclusions counts them as "small".
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
-  /// How many graphed calls of a sequence, and how many eager groups, may have copies to the host under way [max_inflight]. The limit `lag`
-  /// holds as well, and is not more than these calls, with the one that runs, or these groups take. Beyond the number, compute waits for the
-  /// copies of the oldest call or group. Not set: only `lag` limits them.
+  /// How many graphed calls of a sequence, and how many eager groups, may have copies to the host under way [max_inflight]. Beyond the
+  /// number, compute waits for the copies of the oldest one. `lag` holds as well. It is lowered to the bytes of so many of the largest
+  /// groups, or of so many of the largest calls and the one that runs. Not set: only `lag` limits them.
   TORCH_ARG(std::optional<int64_t>, groups_in_flight);
   /// How far copies to the host may trail behind compute, in device bytes. Graphed calls and eager groups each have a limit of this size.
   ///

@@ -34,8 +34,8 @@ struct CopyLimits {
   [[nodiscard]] static CopyWindow smallest(const std::vector<std::uint64_t>& bytes);
   /// For eager groups that save `bytes`.
   [[nodiscard]] CopyWindow for_groups(const std::vector<std::uint64_t>& bytes) const;
-  /// For eager groups in a step without a plan, of which the largest two so far save `largest_so_far`. Copies trail by no more than these two
-  /// groups, even if `lag` allows more: a first step must fit on the device.
+  /// For eager groups in a step without a plan, of which the largest two so far save `largest_so_far`. Copies trail by no more than these
+  /// two groups, even if `lag` allows more: a first step must fit on the device.
   [[nodiscard]] CopyWindow for_unplanned_groups(const std::vector<std::uint64_t>& largest_so_far) const;
   /// For the report, if `window` has a larger lag than the options: "... is smaller than `what`; ...". Else empty.
   [[nodiscard]] std::string note(const CopyWindow& window, const std::string& what) const;

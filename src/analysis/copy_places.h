@@ -32,11 +32,11 @@ struct CopyPlaces {
   std::size_t reload_at = 0;
 };
 
-/// By run, for runs that save `bytes` and offload `offloaded` of them. The sources of a run are released as late as the lag and
-/// `in_flight` allow, and before its targets are allocated. The targets are allocated at a backward: as early as lag and lookahead allow, beside what is not
-/// released yet, and at the latest one backward before the run's own. If there is none, or if the run's forward comes between
-/// the two, they are allocated up to two forwards before its backward, as soon as it is released and if no more memory is needed for
-/// that, or with its backward. Pure.
+/// By run, for runs that save `bytes` and offload `offloaded` of them. The sources of a run are released as late as lag and `in_flight`
+/// allow, and before its targets are allocated. The targets are allocated at a backward: as early as lag and lookahead allow, beside what
+/// is not released yet, and at the latest one backward before the run's own. If there is none, or if the run's forward comes between the
+/// two, they are allocated up to two forwards before its backward, as soon as it is released and if no more memory is needed for that, or
+/// with its backward. Pure.
 [[nodiscard]] std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vector<std::uint64_t>& bytes,
                                                   const std::vector<std::uint64_t>& offloaded,
                                                   const CopyWindow& window);

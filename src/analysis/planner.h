@@ -26,8 +26,8 @@ struct OffloadBudget {
 struct StorageProfile {
   std::uint64_t bytes = 0;
   std::vector<std::uint32_t> savers;  ///< indices of groups, the first saver first
-  bool held_elsewhere =
-      false;  ///< the program holds it itself, or other calls saved it too: offloading it would free nothing
+  /// The program holds it itself, or other calls saved it too: offloading it would free nothing.
+  bool held_elsewhere = false;
   bool counted_elsewhere = false;  ///< and it is in the profile of another call
   bool static_output = false;      ///< graphs write it anew, and keep its memory: it stays, and has no place in a pass
   bool for_weights = false;        ///< of the backward's graphs, only the one of delayed parameters reads it

@@ -51,8 +51,8 @@ std::vector<std::size_t> lacking(const std::vector<std::size_t>& sizes, std::siz
   return needed > taken ? std::vector<std::size_t>{needed - taken} : std::vector<std::size_t>{};
 }
 
-/// Slots that hold `sizes` and `shared`, with an eighth to spare where there are `others`, and that hold `others`, each by themselves, where
-/// they lie within `room`; else `sizes`. `sizes`, `others` and the result: the largest first.
+/// If there are `others`: slots that hold `sizes` and `shared` with an eighth to spare, and that also hold `others` by themselves. Without
+/// `others`, or if these slots exceed `room`: `sizes`. `sizes`, `others` and the result: the largest first.
 std::vector<std::size_t> slots_of_both(const std::vector<std::size_t>& sizes, const std::vector<std::size_t>& shared,
                                        const std::vector<std::size_t>& others, std::size_t room) {
   constexpr std::size_t kSpare = 8;
