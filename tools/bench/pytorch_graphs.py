@@ -1,11 +1,13 @@
 """Times the blocks of tools/bench/block_stack.h as PyTorch's own graphed callables, beside PyTorch's eager steps.
 
-Usage: pytorch_graphs.py [--tokens 8192] [--layers 12] [--rounds 8] [--report FILE]
+Usage: pytorch_graphs.py [--tokens 8192] [--layers 12] [--rounds 8] [--transformer-engine] [--report FILE]
 
 Forward and backward, no optimizer. Modes take turns, and each is timed with gradients that are unset before a step and with gradients that
-the step adds to. Needs PyTorch with CUDA. bench_layers times ours: `--modes "graphs,graphs owned"`, with and without `--unset-gradients`.
+the step adds to. Needs PyTorch with CUDA, and with --transformer-engine also the package transformer_engine, whose graphed callables then
+take turns with the others. bench_layers times ours: `--modes "graphs,graphs owned"`, with and without `--unset-gradients`.
 """
 import argparse
+import functools
 import json
 import pathlib
 import statistics
@@ -44,31 +46,48 @@ class Block(torch.nn.Module):
         return residual + linear(silu(gate) * up, self.fc2)
 
 
-def measure(tokens, layers, rounds):
+def transformer_engine_graphs(blocks, samples):
+    """Both ways of TransformerEngine to return a weight's gradient: as a copy, and as the memory that the next replay overwrites."""
+    from transformer_engine.pytorch.graph import make_graphed_callables
+
+    def make(cloned):
+        return make_graphed_callables(tuple(blocks), samples(), clone_param_grads_on_return=cloned, _order=[1, -1],
+                                      _num_layers_per_chunk=[len(blocks)], _reuse_graph_input_output_buffers=True)
+    return {"TransformerEngine": make(True), "TransformerEngine, not cloned": make(False)}
+
+
+def measure(tokens, layers, rounds, with_transformer_engine):
     torch.manual_seed(1)
     blocks = [Block() for _ in range(layers)]
     x = torch.randn(1, tokens, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn_like(x) * 1e-2
-    graphed = torch.cuda.make_graphed_callables(  # gives each block another forward
-        tuple(blocks), tuple((torch.randn_like(x).requires_grad_(),) for _ in blocks))
+
+    def samples():
+        return tuple((torch.randn_like(x).requires_grad_(),) for _ in blocks)
+
+    # Each way of graphs gives the blocks another forward.
+    calls = {"eager": [functools.partial(Block.forward, block) for block in blocks]}
+    made = transformer_engine_graphs(blocks, samples) if with_transformer_engine else {}
+    made["graphs"] = torch.cuda.make_graphed_callables(tuple(blocks), samples())
+    calls.update(made)
     parameters = [parameter for block in blocks for parameter in block.parameters()]
 
-    def step(is_graphed, unset):
+    def step(way, unset):
         if unset:
             for parameter in parameters:
                 parameter.grad = None
         torch.cuda.synchronize()
         began = time.perf_counter()
         h = x
-        for block, replayed in zip(blocks, graphed):
-            h = replayed(h) if is_graphed else Block.forward(block, h)
+        for call in calls[way]:
+            h = call(h)
         h.backward(gradient)
         torch.cuda.synchronize()
         x.grad = None
         return (time.perf_counter() - began) * 1e3
 
-    modes = {"eager, unset": (False, True), "graphs, unset": (True, True),
-             "eager, added": (False, False), "graphs, added": (True, False)}
+    modes = {f"{way}, {gradients}": (way, gradients == "unset") for gradients in ("unset", "added") for way in calls}
+    modes.pop("TransformerEngine, not cloned, added", None)  # would add a gradient to itself
     names = list(modes)
     for mode in modes.values():
         for _ in range(4):
@@ -91,10 +110,11 @@ def main():
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--report", type=pathlib.Path, help="write JSON here")
+    parser.add_argument("--transformer-engine", action="store_true", help="measure TransformerEngine's graphed callables too")
     asked = parser.parse_args()
-    result = measure(asked.tokens, asked.layers, asked.rounds)
+    result = measure(asked.tokens, asked.layers, asked.rounds, asked.transformer_engine)
     for mode in result["modes"]:
-        print(f"{mode['name']:<15}{mode['step_ms_median']:>8.2f} ms ({mode['step_ms_lowest']:.2f}-{mode['step_ms_highest']:.2f})")
+        print(f"{mode['name']:<38}{mode['step_ms_median']:>8.2f} ms ({mode['step_ms_lowest']:.2f}-{mode['step_ms_highest']:.2f})")
     if asked.report:
         asked.report.write_text(json.dumps(result, indent=2) + "\n")
 
