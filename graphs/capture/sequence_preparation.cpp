@@ -98,6 +98,9 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
                                       [](const StorageProfile& storage) { return storage.for_weights; }));
   }
   capture.former = former_runs(capture.order, kinds_of_calls(capture, staying), for_weights);
+  for (const CallSizing& sizing : capture.sizings) {
+    profile.staying.insert(profile.staying.end(), sizing.profile.staying.begin(), sizing.profile.staying.end());
+  }
   for (const auto i : c10::irange(capture.specs.size())) {
     if (capture.former[i] != i) {  // it is offloaded as that call is, to the same place
       first_storage.push_back(first_storage[capture.former[i]]);

@@ -137,6 +137,7 @@ void WholeStepOffload::add_to_plan(const Pass& pass, const Plan& plan) {
     decision.held_by += first;
     plan_.decisions.push_back(decision);
   }
+  profile_.staying.insert(profile_.staying.end(), pass.profile.staying.begin(), pass.profile.staying.end());
   plan_.offloaded_bytes += plan.offloaded_bytes;
 }
 

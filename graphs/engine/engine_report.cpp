@@ -1,5 +1,6 @@
 // The report of one engine.
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,19 @@ const char* reason(Fate fate) {
   return "";
 }
 
+void append(const std::vector<StayingTensors>& staying, std::vector<ExclusionReport>& exclusions) {
+  for (const StayingTensors& of_reason : staying) {
+    auto found = std::find_if(exclusions.begin(), exclusions.end(),
+                              [&](const ExclusionReport& other) { return other.reason == of_reason.reason; });
+    if (found == exclusions.end()) {
+      exclusions.push_back({of_reason.reason});
+      found = std::prev(exclusions.end());
+    }
+    found->tensors += static_cast<std::int64_t>(of_reason.tensors);
+    found->bytes += static_cast<std::int64_t>(of_reason.bytes);
+  }
+}
+
 void append(const Profile& profile, const Plan& plan, Report& report) {
   const std::size_t first = report.groups.size();
   for (const GroupProfile& group : profile.groups) {
@@ -53,10 +67,12 @@ void append(const Profile& profile, const Plan& plan, Report& report) {
     }
     if (plan.decisions[i].fate == Fate::offloaded) {
       group.offloaded_bytes += bytes;
-    } else if (group.kept_because.empty()) {
-      group.kept_because = reason(plan.decisions[i].fate);
+    } else if (const std::string why = reason(plan.decisions[i].fate);
+               group.kept_because.find(why) == std::string::npos) {
+      group.kept_because += (group.kept_because.empty() ? "" : "; ") + why;
     }
   }
+  append(profile.staying, report.exclusions);
   report.notes.insert(report.notes.end(), plan.notes.begin(), plan.notes.end());
 }
 
@@ -207,6 +223,7 @@ Report EngineState::report() const {
       report.groups.push_back(eager.groups[i]);
     }
   }
+  append(eager_plan_.profile().staying, report.exclusions);
   report.notes.insert(report.notes.end(), eager.notes.begin(), eager.notes.end());
   if (const std::string switches = resources_.tree.describe_switches(); !switches.empty()) {
     report.notes.push_back("OffloadEngine::set_activation_offloading: " + switches);
@@ -215,20 +232,12 @@ Report EngineState::report() const {
   append_dropped(calls_, resources_.options.call_options().max_captures(), report.notes);
   append_order(chunks_, resources_.options, report.notes);
   append_buckets(counts_, report.notes);
-  const auto tallies = resources_.exclusions.tallies();
   if (const std::int64_t small = counts_.small_bytes();
       small > report.saved_bytes && small >= static_cast<std::int64_t>(resources_.options.min_bytes()) &&
       !resources_.options.offload_patterns().empty()) {
     report.notes.push_back(
         "storages below Options::min_bytes, which stay on the device, have more bytes than all others (" +
         mebibytes(counts_.small_bytes()) + "): lower min_bytes, or compute experts as one product");
-  }
-  for (std::size_t i = 1; i < tallies.size(); ++i) {
-    if (tallies[i].tensors > 0) {
-      report.exclusions.push_back({exclusion_name(static_cast<Exclusion>(i)),
-                                   static_cast<std::int64_t>(tallies[i].tensors),
-                                   static_cast<std::int64_t>(tallies[i].bytes)});
-    }
   }
   budget_.add_to(report);
   // A capture forbids to wait for the device.

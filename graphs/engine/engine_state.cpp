@@ -322,7 +322,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
     case StepSession::Kind::sizing:
       counts_.step_ended(step.recorder(), copies, step.sizing_peak().peak());
       counts_.sizing_ended(step.recorder(), step.sizing_peak().without_offload());
-      counts_.small_storages(resources_.exclusions.tallies()[static_cast<std::size_t>(Exclusion::small)].bytes);
+      counts_.small_storages(step.recorder().small_bytes());
       eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       break;
     case StepSession::Kind::planned:

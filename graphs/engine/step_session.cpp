@@ -17,7 +17,6 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
       kind_(plan.state() == EagerPlan::State::unsized ? Kind::sizing : Kind::planned) {
   Exclusions& exclusions = resources.exclusions;
   if (kind_ == Kind::sizing) {
-    exclusions.reset_tallies();
     resources.arena->open();
     if (!resources.graphed.empty()) {
       resources.rest->step_begins();

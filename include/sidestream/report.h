@@ -39,10 +39,10 @@ struct TimesReport {
   std::int64_t reloaded_bytes = 0;   ///< of its copies to the device
 };
 
-/// One reason for tensors that always stay on the device.
+/// One reason for tensors that always stay on the device: those that eager scopes saved in one step, and graphed calls in their captures.
 struct ExclusionReport {
   std::string reason;        ///< in words
-  std::int64_t tensors = 0;  ///< tensors that were saved
+  std::int64_t tensors = 0;  ///< how many were saved
   std::int64_t bytes = 0;    ///< bytes of their storages, counted for each tensor
 };
 

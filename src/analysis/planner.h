@@ -33,11 +33,19 @@ struct StorageProfile {
   bool for_weights = false;        ///< of the backward's graphs, only the one of delayed parameters reads it
 };
 
+/// The tensors that stay on the device for one reason, whatever the options say.
+struct StayingTensors {
+  std::string reason;  ///< in words
+  std::uint64_t tensors = 0;
+  std::uint64_t bytes = 0;  ///< of the whole storages, counted each time
+};
+
 /// Plain data: groups and storages in the order in which the forward pass met them.
 struct Profile {
   std::vector<GroupProfile> groups;
   std::vector<StorageProfile> storages;
   std::vector<OffloadBudget> budgets;
+  std::vector<StayingTensors> staying;  ///< not in the storages; without those of calls that are captured later
 };
 
 /// Whether a storage is offloaded, and why not.

@@ -199,7 +199,8 @@ void Report::print(std::ostream& out) const {
   print_times(*this, out);
   for (const ExclusionReport& exclusion : exclusions) {
     row(out, "stays: " + exclusion.reason,
-        std::to_string(exclusion.tensors) + " tensors, " + mebibytes(exclusion.bytes));
+        std::to_string(exclusion.tensors) + " tensors" +
+            (exclusion.bytes > 0 ? ", " + mebibytes(exclusion.bytes) : ""));
   }
   if (verified_forwards > 0) {
     row(out, "replays verified (with their gradients)",

@@ -155,10 +155,6 @@ void Exclusions::remove_static_inputs() noexcept {
 
 Exclusion Exclusions::classify(const at::Tensor& tensor) const {
   const std::lock_guard lock(mutex_);
-  return classify_locked(tensor);
-}
-
-Exclusion Exclusions::classify_locked(const at::Tensor& tensor) const {
   if (!StorageView::supported(tensor)) {
     return is_composite(tensor) && tensor.requires_grad() && tensor.is_leaf() ? Exclusion::parameter
                                                                               : Exclusion::unsupported;
@@ -186,27 +182,6 @@ Exclusion Exclusions::classify_locked(const at::Tensor& tensor) const {
   }
   // An empty storage has nothing to offload, whatever the limit.
   return storage.nbytes() < min_bytes_ || storage.nbytes() == 0 ? Exclusion::small : Exclusion::none;
-}
-
-Exclusion Exclusions::classify_and_count(const at::Tensor& tensor) {
-  const std::lock_guard lock(mutex_);
-  const Exclusion reason = classify_locked(tensor);
-  ExclusionTally& tally = tallies_[static_cast<std::size_t>(reason)];
-  tally.tensors += 1;
-  if (reason != Exclusion::unsupported && tensor.has_storage()) {
-    tally.bytes += tensor.storage().nbytes();
-  }
-  return reason;
-}
-
-std::array<ExclusionTally, exclusion_count> Exclusions::tallies() const {
-  const std::lock_guard lock(mutex_);
-  return tallies_;
-}
-
-void Exclusions::reset_tallies() noexcept {
-  const std::lock_guard lock(mutex_);
-  tallies_ = {};
 }
 
 }  // namespace sidestream

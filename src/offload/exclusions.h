@@ -1,5 +1,4 @@
 #pragma once
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -29,12 +28,6 @@ enum class Exclusion : std::uint8_t {
 inline constexpr std::size_t exclusion_count = 9;
 
 [[nodiscard]] const char* exclusion_name(Exclusion reason) noexcept;
-
-/// How often, and with how many storage bytes, one reason was met.
-struct ExclusionTally {
-  std::uint64_t tensors = 0;
-  std::uint64_t bytes = 0;  ///< of the whole storages, counted each time
-};
 
 /// Decides what is never offloaded, whatever the policy says. Everything is compared by storage, so a view (linear saves
 /// `weight.t()`) counts as what it is a view of, and a sparse, nested or quantised tensor as its parts. Holds weak references only, except
@@ -73,15 +66,8 @@ class Exclusions {
   /// leaves that require grad, and casts of weights.
   /// No driver call, no operator, no allocation.
   [[nodiscard]] Exclusion classify(const at::Tensor& tensor) const;
-  /// `classify`, counted in the tallies.
-  Exclusion classify_and_count(const at::Tensor& tensor);
-
-  /// Indexed by Exclusion.
-  [[nodiscard]] std::array<ExclusionTally, exclusion_count> tallies() const;
-  void reset_tallies() noexcept;
 
  private:
-  [[nodiscard]] Exclusion classify_locked(const at::Tensor& tensor) const;
   void rebuild_parameter_storages();
 
   c10::Device device_;
@@ -93,7 +79,6 @@ class Exclusions {
   WeakStorageSet marked_;
   WeakStorageSet static_inputs_;
   WeakStorageSet held_;
-  std::array<ExclusionTally, exclusion_count> tallies_{};
 };
 
 }  // namespace sidestream

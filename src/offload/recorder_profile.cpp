@@ -18,6 +18,7 @@ Profile SavedTensorRecorder::profile() const {
   for (const NamedBudget& named : tree_.budgets()) {
     profile.budgets.push_back(named.budget);
   }
+  profile.staying = staying_.profile();
   return profile;
 }
 

@@ -99,8 +99,9 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
 
   void pack(SavedTensorRecorder& recorder, const at::Tensor& tensor, Plain& plain) {
     plain.version = VersionStamp(tensor);
-    const Exclusion reason = recorder.exclusions_.classify_and_count(tensor);
+    const Exclusion reason = recorder.exclusions_.classify(tensor);
     if (reason != Exclusion::none) {
+      (recorder.to_be_captured_ ? recorder.captured_later_ : recorder.staying_).count(reason, tensor);
       plain.kept = kept_form(tensor, reason, recorder.exclusions_);
       return;
     }

@@ -10,6 +10,7 @@
 #include "analysis/planner.h"
 #include "memory/storage_view.h"
 #include "offload/autograd_engine.h"
+#include "offload/exclusion_tallies.h"
 #include "offload/exclusions.h"
 #include "offload/planned_pass.h"
 #include "offload/recorder_books.h"
@@ -97,6 +98,10 @@ class SavedTensorRecorder final : public SavedTensorSource {
   [[nodiscard]] std::vector<const ScopeNode*> group_scopes() const;
   /// Bytes of the distinct storages that were saved and not excluded.
   [[nodiscard]] std::uint64_t saved_bytes() const noexcept { return saved_bytes_; }
+  /// Bytes of the tensors that stayed because their storages are small, counted for each tensor.
+  [[nodiscard]] std::uint64_t small_bytes() const noexcept {
+    return staying_.bytes(Exclusion::small) + captured_later_.bytes(Exclusion::small);
+  }
   /// The record of the latest version of `storage`. Null if there is none, or if it has been freed. Threads: the forward's.
   [[nodiscard]] std::shared_ptr<const SavedStorage> saved(const c10::StorageImpl* storage) const;
   [[nodiscard]] Counts counts() const noexcept;
@@ -143,6 +148,8 @@ class SavedTensorRecorder final : public SavedTensorSource {
   std::uint64_t saved_bytes_ = 0;
   bool to_be_captured_ = false;
   ScopeListener* listener_ = nullptr;
+  ExclusionTallies staying_;
+  ExclusionTallies captured_later_;
   Counts counts_;
   std::exception_ptr kept_failure_;
   std::shared_ptr<SavedTensorRecorder* const> alive_ =

@@ -40,6 +40,9 @@ at::Tensor Mlp::forward(at::Tensor h) {
   }
   {
     const OffloadScope scope("act");
+    if (extras_.marked_activation) {
+      mark_not_offload(x);
+    }
     x = at::gelu(x);
   }
   const OffloadScope scope("fc2");

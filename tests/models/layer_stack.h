@@ -18,6 +18,7 @@ class Mlp : public torch::nn::Module {
   struct Extras {
     double dropout = 0.0;
     bool batch_norm = false;
+    bool marked_activation = false;  ///< what the activation reads is marked with mark_not_offload
   };
   Mlp(std::int64_t hidden, const Extras& extras);
   at::Tensor forward(at::Tensor h);

@@ -48,11 +48,11 @@ Options options_of(Way way, c10::Device device) {
 
 /// A stack that is trained in one of the ways, and its plain twin.
 struct SwitchedTraining {
-  SwitchedTraining(Way as, const Options& options)
+  SwitchedTraining(Way as, const Options& options, const Mlp::Extras& extras = {})
       : way(as),
         device(options.device()),
-        mine(device, {}, kLayers),
-        plain(device, {}, kLayers),
+        mine(device, extras, kLayers),
+        plain(device, extras, kLayers),
         engine(mine, options) {}
 
   void capture(const GraphOptions& graph = {}) {
@@ -129,6 +129,34 @@ TEST_P(ActivationOffloadingTest, OffWinsOverThePatternsAndOnAgainTheyHold) {
   EXPECT_EQ(of->planned(), all);
   EXPECT_EQ(of->engine.report().offloaded_bytes, all);
   EXPECT_EQ(of->engine.report().refused_bytes, 0);
+}
+
+TEST_P(ActivationOffloadingTest, MarkedTensorsStayAndTheReportCountsThem) {
+  const auto plain = training();
+  plain->capture();
+  plain->train(0, 4);
+  ASSERT_GT(plain->planned("layers.2.act"), 0);
+  SwitchedTraining of(GetParam(), options_of(GetParam(), device_), Mlp::Extras{0, false, true});
+  of.capture();
+  of.train(0, 4);
+  std::int64_t marked = 0;
+  for (std::size_t i = 0; i < kLayers; ++i) {
+    const std::string group = "layers." + std::to_string(i) + ".act";
+    EXPECT_EQ(of.planned(group), 0) << group;
+    marked += plain->planned(group);
+  }
+  std::int64_t saved = 0;
+  for (const GroupReport& group : plain->engine.report().groups) {
+    saved += group.name.rfind(".act") != std::string::npos ? group.bytes : 0;
+  }
+  EXPECT_EQ(of.planned(), plain->planned() - marked);
+  const Report report = of.engine.report();
+  EXPECT_EQ(report.offloaded_bytes, plain->engine.report().offloaded_bytes - marked);
+  std::int64_t reported = 0;
+  for (const ExclusionReport& exclusion : report.exclusions) {
+    reported += exclusion.reason == "marked" ? exclusion.bytes : 0;
+  }
+  EXPECT_EQ(reported, saved);
 }
 
 TEST_P(ActivationOffloadingTest, OffFromTheFirstStepOn) {

@@ -285,8 +285,7 @@ TEST_P(CompositeOffloadTest, IsPlainTrainingAndEachStorageMovesOnce) {
   for (const ExclusionReport& exclusion : engine.report().exclusions) {
     marked = marked || exclusion.reason.find("marked") != std::string::npos;
   }
-  // A replayed step saves nothing that could be counted.
-  EXPECT_EQ(marked, saved == SavedForm::marked && path != OffloadPath::whole_step);
+  EXPECT_EQ(marked, saved == SavedForm::marked);
 }
 
 /// Saves a matrix that was made before, as an operator gives it.

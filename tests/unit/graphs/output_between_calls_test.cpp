@@ -316,7 +316,8 @@ TEST_F(OutputBetweenCallsTest, TheLastCallsOutputIsReportedAsTheGraphs) {
   engine_.emplace(model_, options().offload("between").lag(0));
   expect_plain(0, 3, gate);
   const GroupReport last = last_group("between");
-  EXPECT_EQ(last.kept_because, "it is an output of a graph, and the graph keeps its memory");
+  EXPECT_EQ(last.kept_because,
+            "it is an output of a graph, and the graph keeps its memory; backward needs it immediately");
   EXPECT_EQ(last.bytes, 2 * kOutputBytes);
 }
 

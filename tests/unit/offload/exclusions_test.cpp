@@ -8,6 +8,8 @@
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
+#include "offload/exclusion_tallies.h"
+
 namespace sidestream {
 namespace {
 
@@ -86,7 +88,7 @@ TEST(Exclusions, OtherDeviceCastAndStaticInput) {
 TEST(Exclusions, UnsupportedTensors) {
   Exclusions exclusions(cpu, 0);
   EXPECT_EQ(exclusions.classify(at::Tensor()), Exclusion::unsupported);
-  EXPECT_EQ(exclusions.classify_and_count(at::ones({4, 4}).to_sparse()), Exclusion::unsupported);
+  EXPECT_EQ(exclusions.classify(at::ones({4, 4}).to_sparse()), Exclusion::unsupported);
 }
 
 TEST(Exclusions, FirstReasonWins) {
@@ -102,22 +104,21 @@ TEST(Exclusions, FirstReasonWins) {
   EXPECT_EQ(exclusions.classify(all), Exclusion::parameter);
 }
 
-TEST(Exclusions, TalliesCountStorageBytes) {
-  Exclusions exclusions(cpu, 1024);
+TEST(ExclusionTallies, CountTensorsAndTheirStorages) {
+  ExclusionTallies tallies;
+  EXPECT_TRUE(tallies.profile().empty());
   const at::Tensor marked = tensor(512);
-  exclusions.mark(marked);
-  exclusions.classify_and_count(tensor(10));
-  exclusions.classify_and_count(marked.slice(0, 0, 4));
-  exclusions.classify_and_count(marked);
-  (void)exclusions.classify(marked);
-  auto tallies = exclusions.tallies();
-  EXPECT_EQ(tallies[static_cast<std::size_t>(Exclusion::small)].tensors, 1U);
-  EXPECT_EQ(tallies[static_cast<std::size_t>(Exclusion::small)].bytes, 40U);
-  EXPECT_EQ(tallies[static_cast<std::size_t>(Exclusion::marked)].tensors, 2U);
-  EXPECT_EQ(tallies[static_cast<std::size_t>(Exclusion::marked)].bytes, 4096U);
-  exclusions.reset_tallies();
-  EXPECT_EQ(exclusions.tallies()[static_cast<std::size_t>(Exclusion::small)].tensors, 0U);
-  EXPECT_EQ(std::string(exclusion_name(Exclusion::weight_cast)), "weight cast");
+  tallies.count(Exclusion::small, tensor(10));
+  tallies.count(Exclusion::marked, marked.slice(0, 0, 4));
+  tallies.count(Exclusion::marked, marked);
+  tallies.count(Exclusion::unsupported, at::ones({4, 4}).to_mkldnn());
+  tallies.count(Exclusion::unsupported, at::Tensor(at::ones({4, 4}).to_sparse()));
+  EXPECT_EQ(tallies.bytes(Exclusion::small), 40U);
+  std::string all;
+  for (const StayingTensors& of_reason : tallies.profile()) {
+    all += of_reason.reason + " " + std::to_string(of_reason.tensors) + " " + std::to_string(of_reason.bytes) + "\n";
+  }
+  EXPECT_EQ(all, "small 1 40\nmarked 2 4096\nunsupported (Sparse) 1 0\nunsupported (Mkldnn) 1 0\n");
 }
 
 }  // namespace
