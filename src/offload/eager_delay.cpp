@@ -35,8 +35,13 @@ void EagerOffload::send_delayed(Slot& slot) {
   std::erase(delayed_, &slot);
   any_delayed_.store(!delayed_.empty(), std::memory_order_relaxed);
   slot.state = Slot::State::here;
-  // Sources that autograd no longer needs are freed at once: no copy reads them.
-  std::erase_if(slot.sources, [](const std::shared_ptr<SavedStorage>& saved) { return saved.use_count() == 1; });
+  // Sources that autograd no longer needs are freed at once: no copy reads them. Others were marked since their group ended.
+  std::erase_if(slot.sources, [](const std::shared_ptr<SavedStorage>& saved) {
+    if (!saved->to_offload) {
+      saved->lease.reset();
+    }
+    return !saved->to_offload || saved.use_count() == 1;
+  });
   if (!slot.sources.empty()) {
     send(slot);
   }

@@ -218,6 +218,31 @@ TEST_F(EagerStep, MarkedTensorsStay) {
   EXPECT_EQ(engine.report().offloaded_bytes - marked, kSquareBytes) << "one tensor more";
 }
 
+TEST_F(EagerStep, AMarkHoldsIfTheCopyHasNotBegun) {
+  const auto offloaded = [&](bool marks) {
+    OffloadEngine engine(model_, options().offload("all"));
+    expect_plain(engine, [marks](const at::Tensor& x, const at::Tensor& weight) {
+      at::Tensor h = x * weight;
+      {
+        OffloadScope scope("first");
+        h = h.exp();
+        scope.end_later();
+      }
+      if (marks) {
+        mark_not_offload(h);
+      }
+      offload_delayed();
+      const OffloadScope scope("last");
+      return h.mul(0.1).exp().sum();
+    });
+    EXPECT_EQ(engine.report().copied_twice_bytes, 0);
+    return engine.report().offloaded_bytes;
+  };
+  const std::int64_t all = offloaded(false);
+  ASSERT_GE(all, kSquareBytes);
+  EXPECT_EQ(offloaded(true), all - kSquareBytes);
+}
+
 TEST_F(EagerStep, TheHostCapKeepsGroupsOnTheDevice) {
   for (const std::int64_t storages : {0, 1, 2, 3, 4}) {
     OffloadEngine engine(model_, options().offload("all").host_cap(static_cast<std::size_t>(storages * kSquareBytes)));
