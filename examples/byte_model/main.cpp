@@ -1,5 +1,5 @@
-// Trains a byte-level language model on a file: a transformer whose layers run as graphs and whose attention and feed-forward
-// activations leave the device. byte_model.h is the model; what is Sidestream's in it are ss::call and the scopes.
+// Trains a byte-level language model on a file: a transformer whose layers run as graphs. The activations of attention and
+// feed-forward are offloaded. byte_model.h is the model; of Sidestream it uses only ss::call and the scopes.
 //
 //   byte_model FILE [auto|cuda|cuda:N|sim] [STEPS]
 #include <algorithm>

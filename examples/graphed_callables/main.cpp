@@ -37,11 +37,11 @@ int main(int argc, char** argv) {
   model->to(device);
   torch::optim::SGD optimizer(model->parameters(), /*lr=*/0.05);
 
-  // The engine says what leaves the device: a callable's name, then the scope's.
+  // The engine's options say what is offloaded: a callable's name, then the scope's.
   ss::OffloadEngine engine(*model, ss::Options(device).offload("*.mlp").min_bytes(64 << 10));
 
-  // A callable for each layer, and for each callable its arguments. The first layer is given a tensor, each other one the
-  // output of the callable before it: what that one writes is what this one reads, and no copy lies between.
+  // A callable for each layer, and for each callable its arguments. The first layer gets a tensor. Each other layer gets the
+  // output of the callable before it, and reads it where that callable wrote it: nothing is copied.
   std::vector<ss::Callable> callables;
   std::vector<std::vector<ss::Sample>> samples;
   for (const torch::nn::AnyModule& layer : *model) {

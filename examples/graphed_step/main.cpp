@@ -55,5 +55,5 @@ int main(int argc, char** argv) {
       std::cout << "step " << i + 1 << "  loss " << outputs[0][0].item<float>() << '\n';
     }
   }
-  std::cout << step.offloaded_bytes() << " bytes leave and return inside of each step's graph\n";
+  std::cout << step.offloaded_bytes() << " bytes are offloaded and reloaded inside of each step's graph\n";
 }

@@ -1,4 +1,4 @@
-// The smallest trainer that uses Sidestream: a stack of blocks whose saved activations leave the device.
+// The smallest trainer that uses Sidestream: a stack of blocks whose saved activations are offloaded.
 //
 //   minimal [auto|cuda|cuda:N|sim]
 #include <iostream>
@@ -49,7 +49,7 @@ int main(int argc, char** argv) {
   model->to(device);
   torch::optim::SGD optimizer(model->parameters(), /*lr=*/0.05);
 
-  // Each block becomes a graph, and its group leaves the device. Without graph(...) the groups leave it eagerly.
+  // Each block becomes a graph, and its group is offloaded. Without graph(...) the blocks run eagerly, and are offloaded too.
   ss::OffloadEngine engine(*model, ss::Options(device).graph("blocks.*").offload("blocks.*.mlp").min_bytes(64 << 10));
   for (int i = 0; i < 20; ++i) {
     const at::Tensor x = at::randn({rows, width}).to(device);

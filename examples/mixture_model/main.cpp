@@ -1,7 +1,7 @@
-// Trains a mixture of experts on a file. Attention, norms and router of each layer are one graph; the experts run eagerly, since how
-// many bytes each of them gets depends on the data. Activations of both leave the device: of the graph beside it, of the experts
-// beside the next layer's graph (Options::delay). With a capacity the experts' shapes are fixed and whole layers are graphs.
-// mixture_model.h is the model; what is Sidestream's in it are ss::call and the scopes.
+// Trains a mixture of experts on a file. Attention, norms and router of each layer are one graph. The experts run eagerly, because the data
+// decide how many bytes each expert gets. Both are offloaded: a graph's activations beside this graph, the experts' beside the next layer's
+// graph (Options::delay). With a capacity, the experts' shapes are fixed, and whole layers are graphs.
+// mixture_model.h is the model; of Sidestream it uses only ss::call and the scopes.
 //
 //   mixture_model FILE [auto|cuda|cuda:N|sim] [STEPS] [CAPACITY]
 #include <algorithm>
@@ -35,7 +35,7 @@ at::Tensor draw(const std::vector<unsigned char>& text, int64_t batch, int64_t w
   return windows;
 }
 
-/// What is graphed and what leaves. `min_bytes` because this model's tensors are far below the default of 1 MiB.
+/// What is captured and what is offloaded. `min_bytes` is low because this model's tensors are far below the default of 1 MiB.
 ss::Options options_for(c10::Device device, bool fixed_shapes) {
   ss::Options options(device);
   options.min_bytes(4096).offload("blocks.**");

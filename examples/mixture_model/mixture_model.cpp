@@ -184,7 +184,7 @@ at::Tensor ExpertsImpl::up_to_capacity(const at::Tensor& tokens, const at::Tenso
   at::Tensor h;
   {
     ss::OffloadScope scope("permute");
-    // Each assignment's number among those to its expert; those beyond the capacity share one row that nobody computes with.
+    // Each assignment's number among those to its expert; those beyond the capacity share one row that no expert uses.
     const at::Tensor mine = assignments(chosen, shape_.experts).to(at::kLong);
     const at::Tensor flat = chosen.reshape({-1});
     const at::Tensor number = (mine.cumsum(0) * mine).sum(1) - 1;

@@ -24,7 +24,7 @@ class CallTable {
   CallTable(torch::nn::Module& model, ScopeTree& tree, NamePatterns graphed, const CallRules& rules);
 
   /// The call's site, made on first use. A site met before is found without allocation. Null for a module that is not part of the
-  /// model (another engine's, or nobody's): such a call is none of this engine's and runs as if there were none.
+  /// model, whether another engine has it or not: this engine runs such a call as if there were no engine.
   [[nodiscard]] CallSite* site_for(const detail::CallRequest& request);
   /// A module that was registered since the last step is no longer taken for a foreign one.
   void begin_step() { foreign_.clear(); }

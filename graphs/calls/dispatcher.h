@@ -28,7 +28,7 @@ class StepChunks;
 /// Threads: the step's.
 class Dispatcher {
  public:
-  /// All must outlive this object. `verification`: null where no replay is verified.
+  /// All must outlive this object. `verification`: null if no replay is verified.
   Dispatcher(EngineResources& resources, CallContext& context, const EagerPlan& plan, RecordedCalls& recorded,
              EngineSequences& sequences, EngineCounts& counts, StepChunks& chunks, ReplayVerification* verification)
       : resources_(resources),

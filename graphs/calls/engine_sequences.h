@@ -40,17 +40,17 @@ class EngineSequences {
   void recapture(SequenceHolder& holder);
 
   /// Captures what `ss::call` recorded, and gives the calls their variants: the calls in the order of the step as one sequence, all others
-  /// as one sequence for each microbatch slot. Where a capture fails, those before it stay and the rest is tried again.
+  /// as one sequence for each microbatch slot. If a capture fails, those before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
-  /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, where it is given. `mine`: there is something to
+  /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, if it is set. `mine`: there is something to
   /// capture.
   [[nodiscard]] bool agree(bool mine);
-  /// True where this rank has something to capture that not all ranks have: its calls run eagerly in this step.
+  /// True if this rank has something to capture and another rank has not agreed: its calls run eagerly in this step.
   [[nodiscard]] bool postponed() const noexcept { return postponed_; }
   /// True when a sequence of `ss::call` must be captured again.
   [[nodiscard]] bool outdated() const;
-  /// Sequences of `ss::call` whose weights were relocated are captured again; those whose weights are others are dropped, and
-  /// `calls` records anew what ran in them. Or it is an error by option.
+  /// If weights were relocated, the sequences of `ss::call` that read them are captured again. If weights were replaced, these sequences
+  /// are dropped, and `calls` records their calls anew. GraphOptions::on_relocated_weights can make both an error.
   void follow_weights(CallTable& calls);
   /// Captures the calls of all sequences of `ss::call` again. Throws: as `recapture`.
   void recapture_calls();
@@ -58,8 +58,8 @@ class EngineSequences {
   void reset_calls();
   /// Of `ss::call`, in a fixed order.
   [[nodiscard]] std::vector<const GraphSequence*> of_calls() const;
-  /// Calls of which `recorded` would make more captures than there may be lose those that were used least recently, but for those
-  /// with a backward to come. What other calls captured beside them stays.
+  /// If a call would get more captures than its bound, its least recently used ones are dropped, unless a backward is pending. Captures
+  /// of other calls stay.
   void drop_least_used(CallTable& calls, const RecordedCalls& recorded);
   /// After a step that failed. Autograd's thread frees the nodes of a backward that threw shortly after the caller got the exception.
   /// Until then the nodes' calls look like a microbatch in flight. Waits until the last node is freed, for at most 200 ms: a caller

@@ -96,7 +96,7 @@ class RecordedCalls {
   [[nodiscard]] bool outdated() const noexcept;
   /// Before the capture: calls learn the modes that their backward ran in.
   void learn_backward_modes();
-  /// True where `add` would serve the call with a capture that is to be made anyway.
+  /// True if `add` would serve the call with a capture that will be made anyway.
   [[nodiscard]] bool repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes,
                              const RunningChunk* chunk = nullptr) const {
     return repeated(site, request, modes, chunk).has_value();

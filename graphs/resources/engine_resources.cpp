@@ -31,7 +31,7 @@ std::vector<NamedBudget> budgets_of(const Options& options) {
   return budgets;
 }
 
-/// Where the user names no cap: four fifths of the memory that there is. Beyond it the system ends processes without a word.
+/// If the user sets no cap: four fifths of the available memory. Beyond that the system may end processes without a message.
 std::size_t host_cap_of(const Options& options) {
   constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
   return options.host_cap() != kNone ? options.host_cap() : host_bytes_left().value_or(kNone) / 5 * 4;

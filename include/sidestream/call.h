@@ -18,10 +18,10 @@ namespace sidestream {
 /// becomes a graph: the first step runs it eagerly and measures it, and later steps replay it. A module that is not part of the engine's
 /// model runs as without a step.
 ///
-/// Arguments: tensors, and containers with tensors in them, are inputs. Values are guards: they are compared with the values at the
-/// capture. Values are numbers, enums, strings, containers of these, and structs with ss::ArgumentTraits. CallOptions::on_new_arguments
-/// says what a new value does. Modules are watched like the called module. Wrap pointers in ss::stays. An argument that only borrows its
-/// memory (at::IntArrayRef, std::string_view) does not compile.
+/// Arguments: tensors, and containers of them, are inputs. Numbers, enums, strings, containers of these, and structs with
+/// ss::ArgumentTraits are values. Values are guards: they are compared with those at the capture (CallOptions::on_new_arguments). A struct
+/// whose traits list its Members goes by value or by pointer: its tensors are inputs, its values guards. Wrap other pointers in ss::stays.
+/// Modules are watched like the called one. An argument that only borrows its memory (at::IntArrayRef, std::string_view) does not compile.
 /// Results: tensors, and containers of them.
 ///
 /// Under no_grad the call runs eagerly, or replays a graph of the forward alone if CallOptions::on_evaluation is `capture`. With

@@ -30,8 +30,8 @@ enum class OnMaxCaptures : std::uint8_t {
   error,            ///< throws UsageError
 };
 
-/// What `ss::call` does if a graphed call cannot replay what was captured. Callables of make_graphed_callables throw UsageError
-/// instead; of these options only `max_captures` is for them too (GraphOptions::order).
+/// What `ss::call` does if a graphed call cannot replay what was captured. Of these options only `max_captures` is for
+/// callables too (GraphOptions::order). GraphedCallable says when a callable throws UsageError, and when it runs eagerly.
 ///
 /// Each option is a chained setter; without an argument it gives the value.
 struct CallOptions {

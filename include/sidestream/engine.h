@@ -29,9 +29,9 @@ class [[nodiscard]] SIDESTREAM_API Step {
   Step& operator=(Step&&) = delete;
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
-  /// Ends the step. A second call does nothing.  Throws: UsageError on another thread (the step then stays active), if a scope is
-  /// still open, and if weight gradients are delayed that backward_dw has not computed. A failure of a scope's destructor. Errors of the
-  /// device.
+  /// Ends the step. A second call does nothing.  Throws: UsageError on another thread (the step then stays active), if
+  /// a scope or a chunk is still open, if chunks of the step's order did not come, and if backward_dw was not called
+  /// for delayed weight gradients. Also throws what a scope's destructor could not throw, and errors of the device.
   void finish();
   /// Ends the step if `finish` has not. Never throws: a failure is logged as a LibTorch warning, and the engine's next `step()` throws it.
   /// If an exception ends the step, the step is cleaned up and errors of the cleanup are dropped.
@@ -82,7 +82,7 @@ class SIDESTREAM_API OffloadEngine {
   /// a chunk that the step has had, and for one that is not next in the step's order. The chunk has not begun then.
   [[nodiscard]] Chunk chunk(ChunkId id);
 
-  /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload].
+  /// Keeps the tensor's storage on the device for as long as it lives [mark_not_offload]. Call it before the scope that saves it has ended.
   void mark_not_offload(const at::Tensor& tensor);
 
   /// Switches offload off, or on again, for all that is saved in calls and scopes of `module` and of the modules inside of it
@@ -136,7 +136,7 @@ class SIDESTREAM_API OffloadEngine {
   /// Throws: UsageError if a file cannot be written, also before the first capture.
   std::vector<std::string> write_graphs(const std::string& folder) const;
 
-  /// Drops the captures of `ss::call` and the plan: the next step is a sizing pass again.
+  /// Drops the captures of `ss::call`, the plan, and pinned memory that no callable or graphed step uses. A sizing pass comes next.
   /// Throws: UsageError inside a step or a capture.
   void reset();
 

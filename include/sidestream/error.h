@@ -6,7 +6,7 @@
 
 namespace sidestream {
 
-/// Base class of every exception that Sidestream throws. The message is one line: what went wrong, where, and the remedy.
+/// Base class of Sidestream's exceptions; c10::OutOfMemoryError is LibTorch's. The message is one line: what went wrong, where, the remedy.
 /// Threads: any. An Error that is thrown on autograd's device thread reaches the caller of `backward` with its type.
 class SIDESTREAM_API Error : public std::runtime_error {
  public:

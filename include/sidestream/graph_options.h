@@ -85,7 +85,7 @@ struct GraphOptions {
   /// Keeps saved tensors through a backward, so that it can run twice [retain_graph_in_backward]. Costs memory.
   TORCH_ARG(bool, retain_graph_in_backward) = false;
   /// Number of side streams over which consecutive forward graphs rotate, at least 1. Not set: 1. If Options::lag is not set, this is
-  /// also the number of calls by which copies trail. If neither is set, copies trail by two calls, on a GPU by more: see Options::lag.
+  /// also the number of calls by which copies trail. If neither is set: two calls; on a GPU more if that removes waits (Options::lag).
   TORCH_ARG(std::optional<int64_t>, side_streams);
   /// A stream of the caller's on which all graphs replay, in place of side streams [cuda_graph_stream].
   TORCH_ARG(std::optional<c10::Stream>, cuda_graph_stream);

@@ -120,7 +120,7 @@ class SIDESTREAM_API Callable {
 
 /// One sample argument: a tensor, or an output of an earlier callable.
 ///
-/// In the second case the argument is that output itself. A replay makes no copy. It throws a UsageError if it is passed another tensor.
+/// If the sample is an output, pass that output at each replay: no copy is made, and another tensor is a UsageError.
 class SIDESTREAM_API Sample {
  public:
   /// A tensor. Its values are used in warm-up.
@@ -140,7 +140,7 @@ class SIDESTREAM_API Sample {
   std::int64_t output_ = 0;
 };
 
-/// A callable whose forward and backward replay as graphs. Copies of this object share one capture.
+/// A callable whose forward and backward replay as graphs. Copies of this object share the captures.
 ///
 /// Inputs must have the shapes, dtypes, devices and requires_grad of the capture. The returned tensors belong to the caller: if one is
 /// still referenced when a replay would overwrite its memory, its bytes are copied out first.
@@ -152,8 +152,8 @@ class SIDESTREAM_API Sample {
 /// Ordering: on return the current stream waits for the graph's compute, not for its copies.  Capture: illegal.
 /// Threads: one at a time; backward may run on autograd's device thread.
 /// Throws: UsageError for inputs or a state of autocast that differ from the capture, and for calls in another order than captured.
-/// Also for a second forward before the backward of the first, and for a second backward without retain_graph_in_backward. A backward
-/// throws UsageError if it needs an output of its forward that was changed in place.
+/// Without GraphOptions::order also for a second forward before the backward of the first, and without retain_graph_in_backward for
+/// a second backward. A backward throws UsageError if it needs an output of its forward that was changed in place.
 class SIDESTREAM_API GraphedCallable {
  public:
   /// Replays the forward with these inputs, in the order of the samples.
@@ -168,8 +168,8 @@ class SIDESTREAM_API GraphedCallable {
   /// Computes the gradients of parameters that have GradientPolicy::delayed, for the oldest backward that has not had it [backward_dw].
   ///
   /// The gradients are accumulated in a backward pass of its own, in which the hooks of the parameters run. Call it once after each
-  /// backward, before the next forward of any callable captured with this one, or where GraphOptions::order has it. Different callables
-  /// may be called in any order. After an eager run it does nothing: that backward has computed all gradients.
+  /// backward, before the next forward of any callable captured with this one. With GraphOptions::order, call it at its step of the
+  /// order. Different callables may be called in any order. After an eager run it does nothing: that backward has computed all gradients.
   /// Ordering: as a backward.  Capture: illegal.
   /// Throws: UsageError if no gradients are delayed, and if a tensor that they are computed from was changed in place. What hooks throw.
   void backward_dw() const;

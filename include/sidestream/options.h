@@ -15,7 +15,7 @@
 
 namespace sidestream {
 
-/// Suffixes for byte counts, such as `32_GiB`.
+/// Suffixes for byte counts, such as `32_GiB`. To use them, write `using namespace sidestream::literals;`.
 inline namespace literals {
 /// 1024 bytes.
 constexpr std::size_t operator""_KiB(unsigned long long n) { return static_cast<std::size_t>(n) << 10; }
@@ -57,10 +57,10 @@ class Options {
   }
   /// Offloads at most `bytes` of the groups that a pattern (or a comma-separated list) names; the others stay on the device.
   ///
-  /// Groups are taken whole, in the order of the forward, while the bytes last: the earliest wait longest for their backward. A group
-  /// counts in the first budget that names it; a second one with the same patterns is a UsageError. Each sequence of graphed calls has
-  /// the budget for itself, and so have all eager groups of a step. In a sizing step everything is offloaded. GroupReport::kept_because
-  /// names groups that stay for this.
+  /// Groups are taken whole, in the order of the forward, while they fit: the earliest wait longest for their
+  /// backward. A group counts in the first budget that names it; a second one with the same patterns is a UsageError.
+  /// Each sequence of graphed calls has the budget for itself, and so have all eager groups of a step. In a sizing
+  /// step everything is offloaded. If a group stays because of a budget, GroupReport::kept_because says so.
   Options& offload_at_most(const std::string& patterns, std::size_t bytes) {
     budgets_.push_back({patterns, bytes, 1});
     return *this;
@@ -99,9 +99,9 @@ class Options {
   TORCH_ARG(std::size_t, host_cap) = std::numeric_limits<std::size_t>::max();
   /// Storages with fewer bytes stay on the device [min_offloaded_tensor_size, but in bytes]. Report::exclusions counts them as "small".
   TORCH_ARG(std::size_t, min_bytes) = std::size_t{1} << 20;
-  /// How many graphed calls of a sequence, and how many eager groups, may have copies to the host under way [max_inflight]. Beyond the
-  /// number, compute waits for the copies of the oldest one. `lag` holds as well. It is lowered to the bytes of so many of the largest
-  /// groups, or of so many of the largest calls and the one that runs. Not set: only `lag` limits them.
+  /// How many graphed calls of a sequence, and how many eager groups, may have copies to the host under way
+  /// [max_inflight]. Beyond this number N, compute waits for the copies of the oldest one. `lag` also applies, and
+  /// is at most the bytes of the N largest groups, or of the N + 1 largest calls. Not set: only `lag` limits them.
   TORCH_ARG(std::optional<int64_t>, groups_in_flight);
   /// How far copies to the host may trail behind compute, in device bytes. Graphed calls and eager groups each have a limit of this size.
   ///
@@ -109,43 +109,43 @@ class Options {
   /// counts saved bytes of groups that have ended and whose copies nothing has waited for yet. Tensors whose backward starts within this
   /// many bytes are never offloaded. A value below the largest call or group is raised to that size.
   ///
-  /// Not set, for calls: the sum of the `GraphOptions::side_streams` largest calls of a sequence, or of the two largest calls if
-  /// `side_streams` is not set. If neither option is set, the engine raises this default on a GPU if that removes waits of forwards. It
-  /// computes these waits from the measured link speed and the times of the calls, and raises the default to half of the offloaded bytes
-  /// at most.
+  /// Not set, for calls: the sum of the `GraphOptions::side_streams` largest calls of a sequence, or of the two
+  /// largest calls if `side_streams` is not set. If neither option is set, the engine raises this default on a
+  /// GPU if that removes waits of forwards. It computes these waits from the measured link speed and the times
+  /// of the calls. It raises the default to at most half of the bytes that the patterns of `offload` name.
   /// Not set, for groups: the sum of the two largest. Delayed groups (see `delay`) between the same two graphed calls count as one.
   TORCH_ARG(std::optional<std::size_t>, lag);
-  /// A budget of live device bytes, weights included: the engine chooses what is offloaded. Calls of `ss::call` that are graphs offload
-  /// no more than it takes to stay within the budget. Without `offload` patterns everything may be offloaded, else what they name.
+  /// A budget of live device bytes, weights included: the engine chooses what is offloaded. Graphed calls of `ss::call`
+  /// offload only what the budget requires. Without `offload` patterns everything may be offloaded, else what they name.
   ///
-  /// At first all of it is offloaded. The second step that replays the graphs is measured: its memory, the times of its graphs, and its
-  /// waits for copies. Then the plan is made, and the calls are captured again. Report::forecast_peak_bytes and forecast_seconds say what
-  /// a step will take from then on. The first steps need what a step takes with everything offloaded, and a warm-up one call's tensors.
-  /// Other groups are always offloaded. Calls or shapes that are captured later follow the plan, and a note says if it was too small.
-  /// OffloadEngine::reset plans anew.
+  /// At first all of it is offloaded. The second step that replays the graphs is measured: its memory, the times of its
+  /// graphs, and its waits for copies. Then the plan is made, and the calls are captured again.
+  /// Report::forecast_peak_bytes and forecast_seconds say what a step will take from then on. The first steps need what a
+  /// step takes with everything offloaded, and a warm-up one call's tensors. Eager groups are always offloaded. Calls or
+  /// shapes that are captured later follow the plan, and a note says if it was too small. OffloadEngine::reset plans anew.
   ///
-  /// OffloadEngine::step throws a UsageError if a step with everything offloaded takes more than the budget; the engine goes on with
-  /// everything offloaded. Not to be set together with `lag`, `lookahead`, `offload_at_most`, `offload_fraction`,
+  /// If a step with everything offloaded exceeds the budget, OffloadEngine::step throws a UsageError. Later steps then offload everything.
+  /// Needs `graph`. Not to be set together with `lag`, `lookahead`, `groups_in_flight`, `offload_at_most`, `offload_fraction`,
   /// GraphOptions::agree_to_capture and GradientPolicy::delayed. An engine with a budget makes no callables, buckets and graphed steps.
   TORCH_ARG(std::optional<std::size_t>, device_budget);
   /// How many device bytes may be reloaded before their backward needs them, in addition to the bytes of `lag` that are free by then.
   /// The next call or group is always reloaded while a backward runs.
-  /// Not set, for calls: as much as saves time, up to an eighth of the offloaded bytes, by the measured link speed and the times of the
-  /// calls. On the simulated device, which keeps no time, it is 0. Not set, for groups: 0.
+  /// Not set, for calls: as much as saves time, by the measured link speed and the times of the calls, and at most an eighth of
+  /// the bytes that the patterns of `offload` name. On the simulated device, which keeps no time, it is 0. Not set, for groups: 0.
   TORCH_ARG(std::optional<std::size_t>, lookahead);
-  /// Writes the first so many steps into a journal and checks it. Any two accesses to the same bytes, at least one of them a write,
-  /// must be ordered by streams and events; Report::order_findings lists those that are not. 0: off, at no cost. If it is 0, the
-  /// environment variable SIDESTREAM_CHECK_STEPS sets it.
+  /// Writes the first N steps into a journal and checks it. Any two accesses to the same bytes, at least
+  /// one of them a write, must be ordered by streams and events; Report::order_findings lists those that
+  /// are not. 0: off, at no cost. If it is 0, the environment variable SIDESTREAM_CHECK_STEPS sets it.
   TORCH_ARG(int64_t, check_steps) = 0;
-  /// Verifies the first so many replays of each captured call, and later one in `verify_every`. The call also runs eagerly on the
-  /// same inputs, buffers and random state; outputs, buffers and gradients are compared. The first difference is a VerificationError.
+  /// Verifies the first N replays of each captured call, and after these one of every `verify_every` replays. The call also runs eagerly on
+  /// the same inputs, buffers and random state; outputs, buffers and gradients are compared. The first difference is a VerificationError.
   ///
   /// At most one call a step is verified, so the peak grows by one call's eager activations. A whole step counts as one call, so it
   /// must fit on the device without offload. The eager run's changes to tensors, and to default and named generators, are undone. Its
   /// changes to other members of modules are not. Replays under no_grad are never verified.
   /// 0: off, at no cost. If it is 0, the environment variable SIDESTREAM_VERIFY_REPLAYS sets it.
   TORCH_ARG(int64_t, verify_replays) = 0;
-  /// With `verify_replays`: after the first replays, every so-many-th replay of a call is verified. 0: no later ones.
+  /// With `verify_replays`: after the first replays, one of every `verify_every` replays of a call is verified. 0: no later ones.
   TORCH_ARG(int64_t, verify_every) = 100;
   /// With `verify_replays`: how much floating-point elements may differ, as a part of the tensor's largest magnitude. 0: all bits must be
   /// equal, except for the sign of a zero. Under LibTorch's deterministic algorithms it is always 0. If it is 0, the environment variable

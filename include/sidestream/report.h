@@ -72,18 +72,18 @@ struct SIDESTREAM_API Report {
   std::int64_t pinned_bytes = 0;            ///< page-locked host memory that is held
   std::int64_t pinned_requested_bytes = 0;  ///< requested bytes that found room, without rounding
   std::int64_t host_cap = 0;                ///< the cap of Options::host_cap, or its default
-  std::int64_t pinned_allocations_after_planning = 0;  ///< must be 0
+  std::int64_t pinned_allocations_after_planning = 0;  ///< 0, or the engine has a fault: report it
   /// In a step: waits that were queued on a stream for the copies of one call or group. The wait for all copies at a step's end is not
   /// counted.
   std::int64_t waits = 0;
   std::int64_t inline_reloads = 0;  ///< in a step: groups that backward needed before their reload had begun
   std::int64_t captures = 0;        ///< graphs captured so far; forward and backward count separately
-  /// Captures of calls that had one before: for relocated weights, new arguments, or more microbatches in flight. Forward and backward
-  /// count as one.
+  /// Captures of calls that had one before, for whatever reason: relocated weights, new arguments, more microbatches
+  /// in flight, another shape, a plan for Options::device_budget, ... Forward and backward count as one.
   std::int64_t recaptures = 0;
   std::int64_t replays = 0;  ///< graph launches in a step
-  /// Calls in all steps that match `graph`, and calls of callables and buckets, that ran eagerly. The notes name the causes,
-  /// except of callables, of buckets in another grad mode than captured, and of runs that come before a capture.
+  /// Calls in all steps that match `graph`, and calls of callables and buckets, that ran eagerly.
+  /// The notes name the causes, except of plain callables, and of runs that come before a capture.
   std::int64_t eager_calls = 0;
   std::int64_t outputs_reused =
       0;  ///< in a step: output storages without a reference left, whose memory replays reused
@@ -102,8 +102,8 @@ struct SIDESTREAM_API Report {
   std::int64_t graph_bytes = 0;
   /// The same growth during the warm-ups: kernels and libraries are loaded then. Eager steps would load them too.
   std::int64_t warm_up_bytes = 0;
-  /// Peak of MemoryUse::live that the first step would have had without offload: at least so much. It is computed from live and
-  /// offloaded bytes. Without offload it equals `first_step_peak_bytes`.
+  /// A lower bound of the peak of MemoryUse::live that the first step would have had without offload.
+  /// It is computed from live and offloaded bytes. Without offload it equals `first_step_peak_bytes`.
   std::int64_t sizing_peak_bytes = 0;
   std::int64_t first_step_peak_bytes = 0;  ///< peak of MemoryUse::live in the first step
   /// Peak of MemoryUse::live in the latest step, measured in that step or in an earlier step like it. A step is measured after each
@@ -137,10 +137,10 @@ struct SIDESTREAM_API Report {
   std::vector<GroupReport> groups;          ///< the groups of the plan
   std::vector<TimesReport> times;           ///< calls and groups in the step that was traced, as they came
   std::vector<ExclusionReport> exclusions;  ///< why tensors always stay on the device
-  std::vector<std::string> notes;           ///< storages that a kept group holds back, groups over the cap, ...
+  std::vector<std::string> notes;  ///< why storages stay, which groups are over the cap, why calls ran eagerly, ...
 
-  /// R, gross: the drop of the peak of live device memory, from `sizing_peak_bytes` to `step_peak_bytes`, divided by `offloaded_bytes`.
-  /// 0 if nothing was offloaded. As `sizing_peak_bytes`, at least so much.
+  /// R, gross: the drop of the peak of live device memory, from `sizing_peak_bytes` to `step_peak_bytes`,
+  /// divided by `offloaded_bytes`. 0 if nothing was offloaded. It is a lower bound, as `sizing_peak_bytes` is.
   [[nodiscard]] double r_gross() const;
   /// R, net: the same drop divided by `offloaded_bytes` less `in_flight_bytes`. 0 if that difference is 0.
   [[nodiscard]] double r_net() const;

@@ -95,8 +95,8 @@ SIDESTREAM_API void mark_ready(const at::Tensor& tensor);
 /// Throws: UsageError in a call that is captured; errors of the copies.
 SIDESTREAM_API void offload_delayed();
 
-/// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Without an active step on this thread it
-/// does nothing: outside of steps use OffloadEngine::mark_not_offload.
+/// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Call it before the scope that
+/// saves the tensor has ended: its copy begins then. Outside of steps it does nothing: use OffloadEngine::mark_not_offload there.
 SIDESTREAM_API void mark_not_offload(const at::Tensor& tensor);
 
 }  // namespace sidestream

@@ -26,13 +26,13 @@ namespace {
 /// Waits by who waits for what. A model's streams are all that the engine neither copies nor launches on.
 enum class Wait : std::uint8_t {
   none,
-  to_host_for_model,      ///< a source is copied behind what computes it
-  model_for_to_host,      ///< a source is let go behind its copy
-  to_device_for_model,    ///< memory is written behind its earlier use
-  model_for_to_device,    ///< a use is behind the copy back
-  to_host_for_to_device,  ///< a host slot is written behind the copy that reads it
-  graph_for_model,        ///< a launch is behind what was queued before it
-  model_for_graph,        ///< a use is behind the graph's compute
+  to_host_for_model,      ///< a source is copied after what computes it
+  model_for_to_host,      ///< a source is freed after its copy
+  to_device_for_model,    ///< memory is written after its earlier use
+  model_for_to_device,    ///< a use is after the copy back
+  to_host_for_to_device,  ///< a host slot is written after the copy that reads it
+  graph_for_model,        ///< a launch is after what was queued before it
+  model_for_graph,        ///< a use is after the graph's compute
 };
 
 /// Leaves out all waits of one kind from `drop` on.

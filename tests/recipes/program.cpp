@@ -1,4 +1,5 @@
-// The code blocks of docs/recipes.md and docs/pipelines.md, each in a function that runs it and checks what the page says of it.
+// The code blocks of docs/recipes.md and docs/pipelines.md, and named ones of other pages. Each is in a function that runs it and checks
+// what the page says of it.
 // recipes_test.py puts the block in the place of its line "//@ NAME", and compiles the result.
 //
 //   recipes NAME        runs one recipe; without a name it lists them
@@ -7,6 +8,7 @@
 #include <sidestream/testing/simulator.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <deque>
@@ -501,6 +503,74 @@ void groups_by_hand(c10::Device device) {
   }
 }
 
+std::size_t offloaded_groups(const ss::OffloadEngine& engine) {
+  const std::vector<ss::GroupReport> groups = engine.report().groups;
+  return static_cast<std::size_t>(std::count_if(
+      groups.begin(), groups.end(), [](const ss::GroupReport& group) { return group.offloaded_bytes > 0; }));
+}
+
+void a_budget(c10::Device device) {
+  Model model = model_of(device);
+  //@ a budget
+  for (Batch& batch : batches(device, 6)) {
+    auto step = engine.step();
+    model->loss(batch.data, batch.target).backward();
+  }
+  const ss::Report report = engine.report();
+  check(report.forecast_peak_bytes > 0, "the engine says what a step will take");
+  check(report.offloaded_bytes == 0, "a budget that is large enough needs no offload");
+}
+
+void budgets_by_name(c10::Device device) {
+  Model model = model_of(device);
+  ss::Options options(device);
+  //@ budgets by name
+  ss::OffloadEngine engine(*model, options.min_bytes(1024).lag(1));
+  for (Batch& batch : batches(device, 2)) {
+    auto step = engine.step();
+    model->loss(batch.data, batch.target).backward();
+  }
+  std::int64_t attention = 0;
+  std::int64_t offloaded = 0;
+  for (const ss::GroupReport& group : engine.report().groups) {
+    if (group.name.find(".attention") != std::string::npos) {
+      attention += group.bytes;
+      offloaded += group.offloaded_bytes;
+    }
+  }
+  check(offloaded > 0 && offloaded <= attention / 2, "at most half of the attention's bytes are offloaded");
+}
+
+void a_switch_of_offload(c10::Device device) {
+  Model model = model_of(device);
+  ss::OffloadEngine engine(*model, ss::Options(device).offload("all").min_bytes(1024).lag(1));
+  {
+    auto step = engine.step();
+    const Batch batch = batch_of(device);
+    model->loss(batch.data, batch.target).backward();
+    const ss::OffloadScope blocks("blocks"), block("0"), scope("core_attn");  // the page's model has such scopes
+  }
+  //@ a switch of offload
+  for (Batch& batch : batches(device, 2)) {
+    auto step = engine.step();
+    model->loss(batch.data, batch.target).backward();
+  }
+  check(offloaded_groups(engine) > 0, "groups are offloaded again");
+}
+
+/// The first step asks nobody, so that no process group is needed here.
+void agreement_of_ranks(c10::Device device) {
+  Model model = model_of(device);
+  const c10::intrusive_ptr<c10d::ProcessGroup> group;
+  ss::GraphOptions graph_options;
+  //@ agreement of ranks
+  ss::OffloadEngine engine(*model, ss::Options(device).graph("blocks.*").graph_options(graph_options));
+  auto batch = batch_of(device);
+  auto step = engine.step();
+  model->loss(batch.data, batch.target).backward();
+  step.finish();
+}
+
 const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"first step out of memory", first_step_out_of_memory},
     {"layers 4 to 20", layers_4_to_20},
@@ -521,6 +591,10 @@ const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"pipeline order", pipeline_order},
     {"callables in order", callables_in_order},
     {"groups by hand", groups_by_hand},
+    {"a budget", a_budget},
+    {"budgets by name", budgets_by_name},
+    {"a switch of offload", a_switch_of_offload},
+    {"agreement of ranks", agreement_of_ranks},
 };
 
 }  // namespace

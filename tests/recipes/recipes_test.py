@@ -1,4 +1,5 @@
-"""The C++ blocks of docs/recipes.md and docs/pipelines.md compile, as C++17 against the public headers, and run on the simulated device.
+"""The C++ blocks of docs/recipes.md and docs/pipelines.md, and named ones of other pages, compile as C++17 against the public headers.
+They run on the simulated device.
 
 A block follows a line <!-- recipe: NAME -->. It takes the place of the line "//@ NAME" of program.cpp, which then has a function for
 each recipe. All blocks are one program, compiled once.
@@ -16,7 +17,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from tap import Tap  # noqa: E402
 
-PAGES = ("docs/recipes.md", "docs/pipelines.md")
+WHOLE_PAGES = ("docs/recipes.md", "docs/pipelines.md")  # each block has a name
+PAGES = WHOLE_PAGES + ("docs/offload.md", "docs/reference.md")
 BLOCK = re.compile(r"^<!-- recipe: ([^\n]+) -->\n```cpp\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"^ *//@ (.+)$", re.MULTILINE)
 ERROR = re.compile("(" + "|".join(map(re.escape, PAGES)) + r"):(\d+):\d+:\s+(?:fatal )?(error: .*|required from here)")
@@ -32,11 +34,11 @@ class Block:
 
 
 def problems_of_names(pages, blocks, template):
-    """Each C++ block of a page has a name, and each name has one place in the program."""
+    """Each C++ block of a whole page has a name, and each name has one place in the program."""
     problems = []
     for path, page in pages.items():
         unnamed = page.count("\n```cpp\n") - sum(block.path == path for block in blocks)
-        if unnamed:
+        if unnamed and path in WHOLE_PAGES:
             problems.append(f"{path}: {unnamed} C++ blocks have no name; write <!-- recipe: NAME --> on the line before each")
     names = [block.name for block in blocks]
     places = PLACE.findall(template)

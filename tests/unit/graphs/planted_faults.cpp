@@ -144,8 +144,8 @@ void PlantedRuntime::wait(c10::Stream stream, const Event& event) {
   follow_elsewhere(stream, event);
 }
 
-/// With `launch_elsewhere` the further stream is behind what the side stream is, but for the side stream's own forwards; and
-/// backwards are behind it.
+/// With `launch_elsewhere` the further stream waits for what the side stream waits for, except for the side stream's own forwards,
+/// and backwards wait for the further stream.
 template <class AnyEvent>
 void PlantedRuntime::follow_elsewhere(c10::Stream stream, const AnyEvent& event) {
   const Site* site = Site::innermost();
