@@ -131,5 +131,12 @@ TEST(ResultJson, KeepsWhatTheTableShows) {
   EXPECT_FALSE(json.contains("gradients"));
 }
 
+TEST(ResultJson, WhatTheCommandLeavesToTheLibraryIsNull) {
+  const auto json = nlohmann::json::parse(result_json(sample()));
+  for (const char* const option : {"side_streams", "lag_mib", "lookahead_mib", "device_budget_mib"}) {
+    EXPECT_TRUE(json["options"].at(option).is_null()) << option << ' ' << json;
+  }
+}
+
 }  // namespace
 }  // namespace sidestream::cli

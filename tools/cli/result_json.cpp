@@ -29,7 +29,7 @@ Json options_json(const TrainingOptions& options) {
             {"seed", options.seed},
             {"offload", fmt::format("{}", fmt::join(options.offload, ","))},
             {"graphs", options.graph_mode()},
-            {"side_streams", options.side_streams},
+            {"side_streams", options.side_streams ? Json(*options.side_streams) : Json()},
             {"device_budget_mib", options.device_budget_mib ? Json(*options.device_budget_mib) : Json()},
             {"lag_mib", options.lag_mib ? Json(*options.lag_mib) : Json()},
             {"lookahead_mib", options.lookahead_mib ? Json(*options.lookahead_mib) : Json()},

@@ -114,11 +114,12 @@ int check_schedules(const CheckOptions& options) {
   ScheduleCheck check(device);
   record(check, run, training.steps);
   const OffloadNumbers numbers = run.offload_numbers();
+  const std::int64_t side_streams = training.side_streams.value_or(1);
   print(
-      fmt::format("model       {} layers, {}, {} side streams; {} bytes offloaded per step\nrecorded    {} steps: {} "
+      fmt::format("model       {} layers, {}, {} side stream{}; {} bytes offloaded per step\nrecorded    {} steps: {} "
                   "pieces of work on {} streams, {} bytes of gradients and weights compared\n",
-                  training.shape.layers, mode.name(), training.side_streams, numbers.bytes_per_step, training.steps,
-                  check.works(), check.streams(), check.result_bytes()));
+                  training.shape.layers, mode.name(), side_streams, side_streams == 1 ? "" : "s",
+                  numbers.bytes_per_step, training.steps, check.works(), check.streams(), check.result_bytes()));
   const std::vector<std::string> findings = check.findings();
   for (std::size_t i = 0; i < std::min(kShown, findings.size()); ++i) {
     print(fmt::format("not ordered: {}\n", findings[i]));

@@ -223,9 +223,10 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->check(CLI::IsMember({"on", "off"}))
       ->type_name("NAME")
       ->default_str("on");
-  command.add_option("--side-streams", options.side_streams, "Number of streams that consecutive graphs rotate over")
-      ->type_name("K")
-      ->capture_default_str();
+  command
+      .add_option("--side-streams", options.side_streams,
+                  "Number of streams that consecutive graphs rotate over (default: 1)")
+      ->type_name("K");
   command
       .add_option("--device-budget-mib", options.device_budget_mib,
                   "Live device memory in MiB that a step may take, weights included. The engine offloads no more than "
@@ -233,9 +234,10 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30))
       ->type_name("MIB");
   command
-      .add_option("--lag-mib", options.lag_mib,
-                  "Device memory in MiB that may wait for its copy to the host (default: what the --side-streams "
-                  "largest calls save; without graphs: two groups)")
+      .add_option(
+          "--lag-mib", options.lag_mib,
+          "Device memory in MiB that may wait for its copy to the host (default: what two groups save; with graphs: "
+          "what two calls save, on a GPU more if that removes waits; with --side-streams K: what K calls save)")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->type_name("MIB");
   command
@@ -336,7 +338,7 @@ void validate(const TrainingOptions& options) {
   validate_budget(options);
   validate_pipeline(options);
   require_positive("--steps", options.steps, 1'000'000'000);
-  require_positive("--side-streams", options.side_streams, 32);
+  require_positive("--side-streams", options.side_streams.value_or(1), 32);
   if (options.check_steps < 0) {
     throw UsageError(fmt::format("--check-steps is {}; it must be 0 (off) or more", options.check_steps));
   }

@@ -36,9 +36,9 @@ struct TrainingOptions {
   std::int64_t steps = 200;
   std::uint64_t seed = 1;
   std::vector<std::string> offload{"all"};
-  std::string graphs;  ///< empty: as `graph_mode` says
-  std::string delay;   ///< empty: on where part of each layer is graphed
-  std::int64_t side_streams = 2;
+  std::string graphs;                        ///< empty: as `graph_mode` says
+  std::string delay;                         ///< empty: on where part of each layer is graphed
+  std::optional<std::int64_t> side_streams;  ///< not set: the library's default
   std::optional<std::int64_t> device_budget_mib;
   std::optional<std::int64_t> lag_mib;
   std::optional<std::int64_t> lookahead_mib;
