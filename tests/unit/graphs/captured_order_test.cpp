@@ -140,6 +140,33 @@ TEST_F(CapturedOrderTest, OneLayerIsOffloadedToo) {
   EXPECT_GT(engine.report().offloaded_bytes, 0);
 }
 
+TEST_F(CapturedOrderTest, ABudgetBoundsAllItsMicrobatchesTogether) {
+  order_ = pipeline_order(PipelineShape{2, 1, 5}, 0);  // two are in flight, so three use the same host memory
+  std::int64_t s = 0;
+  std::int64_t chunk = 0;  // bytes, without a budget
+  const auto offloaded = [&](const Options& options) {
+    OffloadEngine engine(model_, options);
+    expect_plain_steps(engine, s, s + 3);
+    s += 3;
+    const Report report = engine.report();
+    for (const ChunkReport& each : report.chunks) {
+      chunk = std::max(chunk, each.offloaded_bytes);
+    }
+    return report.offloaded_bytes;
+  };
+  const std::int64_t all = offloaded(options());
+  const std::int64_t of_one = chunk;
+  ASSERT_GT(all, 3 * of_one);
+  for (const std::int64_t bound : {of_one, 2 * of_one}) {
+    const std::int64_t within = offloaded(options().offload_at_most("**", static_cast<std::size_t>(bound)));
+    EXPECT_GT(within, 0);
+    EXPECT_LE(within, bound);
+  }
+  const std::int64_t half = offloaded(options().offload_fraction("**", 0.5));
+  EXPECT_GT(half, 0);
+  EXPECT_LE(half, all / 2);
+}
+
 TEST_F(CapturedOrderTest, WithFewerCapturesThanMicrobatchesThoseInFlightAreReused) {
   OffloadEngine engine(model_, options().call_options(CallOptions().max_captures(kMicrobatches - 1)));
   expect_plain_steps(engine, 0, 2);
