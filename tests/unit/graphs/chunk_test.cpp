@@ -238,6 +238,12 @@ TEST_F(ChunkTest, OrdersThatNoStepCanTake) {
       {{{0, 0, Kind::forward}, {0, 0, Kind::backward}, {0, 0, Kind::weight_gradients}, {0, 0, Kind::weight_gradients}},
        "has the weight gradients of stage 0, microbatch 0 twice"},
       {{{0, 0, Kind::forward}, {0, 0, Kind::weight_gradients}}, "microbatch 0, but not the backward of stage 0"},
+      {{{0, 0, Kind::forward},
+        {0, 0, Kind::backward},
+        {0, 1, Kind::forward},
+        {0, 1, Kind::backward},
+        {0, 0, Kind::weight_gradients}},
+       "the order never computes the weight gradients of stage 0, microbatch 1, but delays others; add them as a step"},
       {{{0, -1, Kind::forward}}, "stage 0, microbatch -1; stages and microbatches are numbered from 0"},
   };
   for (const auto& [order, message] : bad) {
