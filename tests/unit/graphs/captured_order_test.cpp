@@ -22,6 +22,7 @@
 #include "sidestream/pipeline_order.h"
 #include "unit/graphs/called_stack.h"
 #include "unit/sim/rerun/every_order.h"
+#include "warnings.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -174,6 +175,27 @@ TEST_F(CapturedOrderTest, WithFewerCapturesThanMicrobatchesThoseInFlightAreReuse
   EXPECT_EQ(engine.report().captures, 2 * kLayers * kInFlight);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "the latest order that a step was given needs 6 captures of each call, and",
                       testing::PrintToString(engine.report().notes));
+}
+
+TEST_F(CapturedOrderTest, ANoteSaysHowManyCapturesALongerOrderNeedsBesideThoseOfAnEarlierOne) {
+  constexpr std::int64_t kLonger = 12;
+  for (const std::int64_t bound : {std::int64_t{8}, kLonger}) {  // 8 is the default
+    OffloadEngine engine(model_, options().call_options(CallOptions().max_captures(bound)));
+    ExpectedWarnings of_the_bound;
+    for (std::int64_t s = 0; s < 5; ++s) {
+      order_ = pipeline_order(PipelineShape{4, 1, s < 2 ? 8 : kLonger}, 0);
+      expect_plain_steps(engine, s, s + 1);
+    }
+    const Report report = step_of(engine, 5);
+    const std::string notes = testing::PrintToString(report.notes);
+    const char* const note =
+        "the latest order that a step was given needs 12 captures of each call, and CallOptions::max_captures is 8; "
+        "calls are captured as without an order, which takes more memory, and run eagerly if captures of earlier "
+        "orders leave no room: raise max_captures to 12";
+    EXPECT_EQ(notes.find(note) != std::string::npos, bound < kLonger) << notes;
+    EXPECT_EQ(report.eager_calls, bound < kLonger ? kLonger * kLayers : 0);
+    EXPECT_EQ(of_the_bound.take().empty(), bound == kLonger);
+  }
 }
 
 /// Orders with owned gradients, whose memory lives as long as the captures: in each kind of memory.
