@@ -216,6 +216,15 @@ void RecordedCalls::weights_computed(std::uint64_t chunk) {
   log_->weights(backwards);
 }
 
+const RecordedCall* RecordedCalls::awaiting_backward(std::uint64_t chunk) const {
+  for (std::size_t i = 0; delays_ && i < calls_.size(); ++i) {  // else no weight gradients are asked for
+    if (flights_[i]->chunk == chunk && !flights_[i]->backward->begun.load()) {
+      return calls_[i].get();
+    }
+  }
+  return nullptr;
+}
+
 bool RecordedCalls::gave(const Link& link, const at::Tensor& tensor) const {
   const auto& outputs = flights_[link.call]->outputs;
   return link.index < outputs.size() && outputs[link.index]._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&

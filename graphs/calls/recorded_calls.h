@@ -91,6 +91,8 @@ class RecordedCalls {
   void forget(std::size_t call);
   /// Weight gradients were computed: of all calls whose backward has begun, or of those of one chunk, by its number.
   void weights_computed(std::uint64_t chunk = 0);
+  /// A recorded call of that chunk whose backward is still to come; null if there is none.
+  [[nodiscard]] const RecordedCall* awaiting_backward(std::uint64_t chunk) const;
   /// True when a call's module has other members, or weights of another dtype or shape, than when it ran: its inputs no longer
   /// go with it.
   [[nodiscard]] bool outdated() const noexcept;

@@ -99,6 +99,16 @@ void check_order(const std::vector<PipelineStep>& order, const std::string& wher
       refuse("has the " + describe(step) + " before the " + describe(needed) + "; change the order of the two");
     }
   }
+  const bool delays = std::any_of(order.begin(), order.end(),
+                                  [](const PipelineStep& step) { return step.kind == ChunkWork::weight_gradients; });
+  for (std::size_t k = 0; delays && k < by_chunk.size(); ++k) {
+    PipelineStep step = order[by_chunk[k]];
+    const bool last_of_chunk = k + 1 == by_chunk.size() || !(id_of(order[by_chunk[k + 1]]) == id_of(step));
+    if (step.kind == ChunkWork::backward && last_of_chunk) {
+      step.kind = ChunkWork::weight_gradients;
+      refuse("never computes the " + describe(step) + ", but delays others; add them as a step after their backward");
+    }
+  }
 }
 
 void StepChunks::begin_step(const std::vector<PipelineStep>* order) {

@@ -104,6 +104,9 @@ std::vector<CopyPlaces> make_plan_and_pin(SequenceCapture& capture) {
   for (const auto i : c10::irange(capture.specs.size())) {
     if (capture.former[i] != i) {  // it is offloaded as that call is, to the same place
       first_storage.push_back(first_storage[capture.former[i]]);
+      for (std::size_t s = 0; s < capture.sizings[i].profile.storages.size(); ++s) {
+        ++profile.storages[first_storage[i] + s].runs;
+      }
       continue;
     }
     const Profile& call = capture.sizings[i].profile;

@@ -125,7 +125,9 @@ void append_order(const StepChunks& chunks, const Options& options, std::vector<
     notes.push_back("the latest order that a step was given needs " + std::to_string(*needed) +
                     " captures of each call, and CallOptions::max_captures is " +
                     std::to_string(options.call_options().max_captures()) +
-                    "; calls are captured as without an order, which takes more memory: raise max_captures");
+                    "; calls are captured as without an order, which takes more memory, and run eagerly if captures of "
+                    "earlier orders leave no room: raise max_captures to " +
+                    std::to_string(*needed));
   }
 }
 

@@ -284,15 +284,21 @@ void EngineState::backward_dw(const ChunkId& id) {
   const auto is_of_chunk = [&chunk](const GraphSequence& sequence, std::size_t call) {
     return sequence.captured().calls[call].replay.chunk == chunk.number;
   };
+  const auto refuse = [&id](const std::string& call) {
+    throw UsageError("OffloadEngine::backward_dw: the backward of " + call + " in stage " + std::to_string(id.stage) +
+                     ", microbatch " + std::to_string(id.microbatch) +
+                     " has not run; call it after the backward of the chunk");
+  };
   sequences_.for_each([&](const GraphSequence& sequence) {
     for (std::size_t call = 0; call < sequence.captured().calls.size() && sequence.pending().any(); ++call) {
       if (is_of_chunk(sequence, call) && sequence.pending().runs().contains(call)) {
-        throw UsageError("OffloadEngine::backward_dw: the backward of " + sequence.captured().describe(call) +
-                         " in stage " + std::to_string(id.stage) + ", microbatch " + std::to_string(id.microbatch) +
-                         " has not run; call it after the backward of the chunk");
+        refuse(sequence.captured().describe(call));
       }
     }
   });
+  if (const RecordedCall* const call = recorded_.awaiting_backward(chunk.number)) {
+    refuse(describe(*call->site));
+  }
   while (resources_.delayed_weights->compute_next(is_of_chunk)) {
   }
   chunk.weights_computed = true;

@@ -1,7 +1,10 @@
 #include "graphs/gradients/backward_split.h"
 
 #include <algorithm>
+#include <array>
 #include <set>
+#include <string>
+#include <string_view>
 #include <typeinfo>
 #include <unordered_map>
 #include <utility>
@@ -86,6 +89,39 @@ std::vector<at::Tensor> execute(const edge_list& from, const std::vector<at::Ten
                                                                /*accumulate_grad=*/false, to);
 }
 
+/// Generated nodes whose one kernel computes all gradients, or nearly all, whichever the pass asks for.
+/// Source: LibTorch 2.11, tools/autograd/derivatives.yaml: formulas of several inputs that get no `grad_input_mask`. The kernels of the
+/// last six get the mask and do not follow it.
+constexpr std::array kJoint{
+    std::string_view("ConvTbcBackward0"),
+    std::string_view("CudnnAttentionBackward0"),
+    std::string_view("CudnnGridSamplerBackward0"),
+    std::string_view("EfficientAttentionBackward0"),
+    std::string_view("EuclideanDistBackward0"),
+    std::string_view("FakeQuantizeLearnablePerChannelAffineBackward0"),
+    std::string_view("FakeQuantizeLearnablePerTensorAffineBackward0"),
+    std::string_view("FlashAttentionBackward0"),
+    std::string_view("GridSampler2DCpuFallbackBackward0"),
+    std::string_view("IndexReduceBackward0"),
+    std::string_view("LinalgHouseholderProductBackward0"),
+    std::string_view("MkldnnRnnLayerBackward0"),
+    std::string_view("PolarBackward0"),
+    std::string_view("PreluKernelBackward0"),
+    std::string_view("ScaledDotProductCudnnAttentionBackward0"),
+    std::string_view("ScaledDotProductFlashAttentionBackward0"),
+    std::string_view("ScaledDotProductFlashAttentionForCpuBackward0"),
+    std::string_view("ScatterReduceBackward0"),
+    std::string_view("ThnnFusedGruCellBackward0"),
+    std::string_view("ThnnFusedLstmCellBackward0"),
+    std::string_view("WeightNormInterfaceBackward0"),
+    std::string_view("CudnnBatchNormBackward0"),
+    std::string_view("CudnnRnnBackward0"),
+    std::string_view("GridSampler2DBackward0"),
+    std::string_view("GridSampler3DBackward0"),
+    std::string_view("ScaledDotProductEfficientAttentionBackward0"),
+    std::string_view("ScaledDotProductFusedAttentionOverrideableBackward0"),
+};
+
 /// Hands gradients on that were computed before.
 class HandOn final : public Node {
  public:
@@ -101,7 +137,13 @@ class HandOn final : public Node {
 }  // namespace
 
 bool computes_only_needed(const Node& node) {
-  return c10::demangle(typeid(node).name()).rfind("torch::autograd::generated::", 0) == 0;
+  constexpr std::string_view kGenerated = "torch::autograd::generated::";
+  const std::string type = c10::demangle(typeid(node).name());
+  if (type.rfind(kGenerated, 0) != 0) {
+    return false;
+  }
+  const std::string_view name = std::string_view(type).substr(kGenerated.size());
+  return std::find(kJoint.begin(), kJoint.end(), name) == kJoint.end();
 }
 
 class BackwardSplit::Cut {

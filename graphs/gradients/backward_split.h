@@ -10,7 +10,8 @@
 
 namespace sidestream {
 
-/// True for nodes that compute, and read, only what the gradients need that the pass asks for: LibTorch generates their code so.
+/// True for nodes that compute, and read, only what the gradients need that the pass asks for: LibTorch generates their code so. False for
+/// generated nodes with one kernel for several gradients.
 [[nodiscard]] bool computes_only_needed(const torch::autograd::Node& node);
 
 /// A backward in two parts. The first computes the gradients of inputs, and keeps the gradients that arrive at the nodes where delayed

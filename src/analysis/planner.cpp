@@ -72,8 +72,8 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
   }
   std::vector<std::uint64_t> bytes(profile.groups.size(), 0);
   for (std::size_t i = 0; i < profile.storages.size(); ++i) {
-    bytes[profile.storages[i].savers.front()] +=
-        plan.decisions[i].fate == Fate::offloaded ? profile.storages[i].bytes : 0;
+    const StorageProfile& storage = profile.storages[i];
+    bytes[storage.savers.front()] += plan.decisions[i].fate == Fate::offloaded ? storage.bytes * storage.runs : 0;
   }
   const std::vector<bool> stays = over_budget(profile, bytes);
   std::vector<std::uint64_t> pinned(profile.groups.size(), 0);

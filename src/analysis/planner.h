@@ -31,6 +31,7 @@ struct StorageProfile {
   bool counted_elsewhere = false;  ///< and it is in the profile of another call
   bool static_output = false;      ///< graphs write it anew, and keep its memory: it stays, and has no place in a pass
   bool for_weights = false;        ///< of the backward's graphs, only the one of delayed parameters reads it
+  std::uint32_t runs = 1;          ///< of its sequence that are offloaded to its place on the host, in turn
 };
 
 /// The tensors that stay on the device for one reason, whatever the options say.
@@ -75,7 +76,7 @@ struct Plan {
 };
 
 /// Decides which storages are offloaded: those whose savers' groups are all selected, and none of these groups is needed immediately.
-/// Of the groups of a budget, those that fit are offloaded, in order.
+/// Of the groups of a budget, those that fit are offloaded, in order. A storage counts there once for each of its runs.
 /// Groups are taken whole, in order (the earliest live longest), while `room_bytes` of pinned memory last, each storage rounded up to
 /// `alignment` bytes.
 /// Pure; linear in the profile.

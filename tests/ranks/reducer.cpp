@@ -136,8 +136,9 @@ struct Trainer {
   std::optional<torch::optim::SGD> optimizer;
 };
 
+/// `delays`: graphs after the backward compute the gradients, and the Reducer's hooks run then.
 void train(c10::Device device, const c10::intrusive_ptr<c10d::Store>& store,
-           const c10::intrusive_ptr<c10d::Backend>& ranks, Sizes& reduced) {
+           const c10::intrusive_ptr<c10d::Backend>& ranks, Sizes& reduced, bool delays) {
   const c10::DeviceGuard current(device);
   const Sizes sizes = widths(device);
   const int rank = ranks->getRank();
@@ -155,7 +156,13 @@ void train(c10::Device device, const c10::intrusive_ptr<c10d::Store>& store,
                         /*bucket_bytes_cap=*/1, /*find_unused_parameters=*/false, /*gradient_as_bucket_view=*/false, {},
                         /*first_bucket_bytes_cap=*/1, /*skip_all_reduce_unused_params=*/false,
                         /*use_python_reducer=*/false, {});
-  ss::OffloadEngine engine(*graphed.model, ss::Options(device).graph("layers.*").offload("layers.*.mlp").min_bytes(64));
+  ss::GraphOptions graphs;
+  if (delays) {
+    graphs.gradients("**", ss::GradientPolicy::delayed);
+  }
+  ss::OffloadEngine engine(
+      *graphed.model,
+      ss::Options(device).graph("layers.*").offload("layers.*.mlp").min_bytes(64).graph_options(graphs));
 
   at::manual_seed(100 + rank);  // each rank has data of its own
   for (int step = 0; step < kSteps; ++step) {
@@ -176,6 +183,8 @@ void train(c10::Device device, const c10::intrusive_ptr<c10d::Store>& store,
           reducer.prepare_for_backward({});
         }
         loss.backward();
+        require(!delays || step == 0 || reduced.empty(), "a gradient was reduced before backward_dw");
+        engine.backward_dw();
         require(reduces || reduced.empty(), "a gradient was reduced before its last microbatch");
       }
     }
@@ -229,7 +238,9 @@ int main(int argc, char** argv) try {
     if (nccl) {
       ranks = make_nccl(store, place->rank, reduced);
     }
-    train(device, store, ranks, reduced);
+    for (const bool delays : {false, true}) {
+      train(device, store, ranks, reduced, delays);
+    }
     ranks->shutdown();
   } catch (const std::exception& error) {
     host->fail("rank " + std::to_string(place->rank) + " failed: " + error.what(), place->serves_store);

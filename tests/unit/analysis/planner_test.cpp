@@ -111,6 +111,27 @@ TEST(Planner, ABudgetTakesWholeGroupsOfItsNamesInOrder) {
   EXPECT_EQ(make_plan(profile, kNoCap, 512).offloaded_bytes, 9000U);
 }
 
+TEST(Planner, AStorageCountsInABudgetOnceForEachOfItsRuns) {
+  Profile profile = groups({{"a", true}, {"b", true}});
+  profile.storages = {{1000, {0}}, {1000, {1}}};
+  for (GroupProfile& group : profile.groups) {
+    group.budget = 1;
+  }
+  profile.storages[0].runs = 3;
+  const auto fates_within = [&](const OffloadBudget& budget) {
+    profile.budgets = {budget};
+    return fates(make_plan(profile, kNoCap, 512));
+  };
+  EXPECT_EQ(fates_within({4000, 1}), (std::vector{Fate::offloaded, Fate::offloaded}));
+  EXPECT_EQ(fates_within({3999, 1}), (std::vector{Fate::offloaded, Fate::over_budget}));
+  EXPECT_EQ(fates_within({2999, 1}), (std::vector{Fate::over_budget, Fate::offloaded}));
+  EXPECT_EQ(fates_within({kNoCap, 0.75}), (std::vector{Fate::offloaded, Fate::over_budget}));
+  EXPECT_EQ(fates_within({kNoCap, 0.74}), (std::vector{Fate::over_budget, Fate::offloaded}));
+  profile.budgets = {{kNoCap, 1}};
+  EXPECT_EQ(fates(make_plan(profile, 2048, 512)), (std::vector{Fate::offloaded, Fate::offloaded}))
+      << "they share their place on the host";
+}
+
 TEST(Planner, AFractionIsOfTheBytesThatWouldBeOffloaded) {
   Profile profile = groups({{"a", true}, {"b", true}, {"c", true}, {"d", true}, {"kept", true, true}, {"off", false}});
   profile.storages = {{100, {0}}, {100, {1}}, {100, {2}}, {100, {3}}, {4000, {4}}, {4000, {5}}};

@@ -1,5 +1,6 @@
 // Programs of the reference systems' form, make_graphed_callables: whole passes, and those that leave layers out.
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <map>
 #include <optional>
@@ -262,8 +263,9 @@ class DelayedWeightGradients final : public StackProgram {
     for (std::size_t m = 0; m < kMicrobatches; ++m) {
       (y[m] * rows_of(s, static_cast<std::int64_t>(m) + 5)).sum().backward();
       results.push_back(x[m].grad());
-      for (std::size_t i = 0; i < kLayers && engine_; ++i) {  // not in the order of the backwards
-        layers_[m * kLayers + (s % 2 == 0 ? i : kLayers - 1 - i)].backward_dw();
+      const auto& order = kOrders[(kMicrobatches * static_cast<std::size_t>(s) + m) % kOrders.size()];
+      for (std::size_t i = 0; i < kLayers && engine_; ++i) {
+        layers_[m * kLayers + order[i]].backward_dw();
       }
     }
     add_gradients(results);
@@ -273,6 +275,9 @@ class DelayedWeightGradients final : public StackProgram {
  private:
   static constexpr std::size_t kLayers = 4;
   static constexpr std::size_t kMicrobatches = 2;
+  /// Of the layers' weight gradients. The second one is the order of the backwards, and in the last two the reload is for another layer.
+  static constexpr std::array<std::array<std::size_t, kLayers>, 4> kOrders{
+      {{0, 1, 2, 3}, {3, 2, 1, 0}, {2, 3, 1, 0}, {3, 1, 2, 0}}};
   /// The reload for the next weight gradients is queued when the step ends.
   void drop(std::int64_t s) {
     model_->zero_grad();  // the last step's gradients are kept

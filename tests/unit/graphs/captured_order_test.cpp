@@ -22,6 +22,7 @@
 #include "sidestream/pipeline_order.h"
 #include "unit/graphs/called_stack.h"
 #include "unit/sim/rerun/every_order.h"
+#include "warnings.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -140,6 +141,33 @@ TEST_F(CapturedOrderTest, OneLayerIsOffloadedToo) {
   EXPECT_GT(engine.report().offloaded_bytes, 0);
 }
 
+TEST_F(CapturedOrderTest, ABudgetBoundsAllItsMicrobatchesTogether) {
+  order_ = pipeline_order(PipelineShape{2, 1, 5}, 0);  // two are in flight, so three use the same host memory
+  std::int64_t s = 0;
+  std::int64_t chunk = 0;  // bytes, without a budget
+  const auto offloaded = [&](const Options& options) {
+    OffloadEngine engine(model_, options);
+    expect_plain_steps(engine, s, s + 3);
+    s += 3;
+    const Report report = engine.report();
+    for (const ChunkReport& each : report.chunks) {
+      chunk = std::max(chunk, each.offloaded_bytes);
+    }
+    return report.offloaded_bytes;
+  };
+  const std::int64_t all = offloaded(options());
+  const std::int64_t of_one = chunk;
+  ASSERT_GT(all, 3 * of_one);
+  for (const std::int64_t bound : {of_one, 2 * of_one}) {
+    const std::int64_t within = offloaded(options().offload_at_most("**", static_cast<std::size_t>(bound)));
+    EXPECT_GT(within, 0);
+    EXPECT_LE(within, bound);
+  }
+  const std::int64_t half = offloaded(options().offload_fraction("**", 0.5));
+  EXPECT_GT(half, 0);
+  EXPECT_LE(half, all / 2);
+}
+
 TEST_F(CapturedOrderTest, WithFewerCapturesThanMicrobatchesThoseInFlightAreReused) {
   OffloadEngine engine(model_, options().call_options(CallOptions().max_captures(kMicrobatches - 1)));
   expect_plain_steps(engine, 0, 2);
@@ -147,6 +175,27 @@ TEST_F(CapturedOrderTest, WithFewerCapturesThanMicrobatchesThoseInFlightAreReuse
   EXPECT_EQ(engine.report().captures, 2 * kLayers * kInFlight);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "the latest order that a step was given needs 6 captures of each call, and",
                       testing::PrintToString(engine.report().notes));
+}
+
+TEST_F(CapturedOrderTest, ANoteSaysHowManyCapturesALongerOrderNeedsBesideThoseOfAnEarlierOne) {
+  constexpr std::int64_t kLonger = 12;
+  for (const std::int64_t bound : {std::int64_t{8}, kLonger}) {  // 8 is the default
+    OffloadEngine engine(model_, options().call_options(CallOptions().max_captures(bound)));
+    ExpectedWarnings of_the_bound;
+    for (std::int64_t s = 0; s < 5; ++s) {
+      order_ = pipeline_order(PipelineShape{4, 1, s < 2 ? 8 : kLonger}, 0);
+      expect_plain_steps(engine, s, s + 1);
+    }
+    const Report report = step_of(engine, 5);
+    const std::string notes = testing::PrintToString(report.notes);
+    const char* const note =
+        "the latest order that a step was given needs 12 captures of each call, and CallOptions::max_captures is 8; "
+        "calls are captured as without an order, which takes more memory, and run eagerly if captures of earlier "
+        "orders leave no room: raise max_captures to 12";
+    EXPECT_EQ(notes.find(note) != std::string::npos, bound < kLonger) << notes;
+    EXPECT_EQ(report.eager_calls, bound < kLonger ? kLonger * kLayers : 0);
+    EXPECT_EQ(of_the_bound.take().empty(), bound == kLonger);
+  }
 }
 
 /// Orders with owned gradients, whose memory lives as long as the captures: in each kind of memory.

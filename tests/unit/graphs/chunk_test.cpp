@@ -89,6 +89,22 @@ TEST_F(ChunkTest, WeightGradientsOfAnUnknownChunkAndASecondTime) {
   expect_usable(engine_);
 }
 
+TEST_F(ChunkTest, WeightGradientsBeforeTheBackward) {
+  OffloadEngine engine(model_, options().graph_options(GraphOptions().gradients("**", GradientPolicy::delayed)));
+  for (std::int64_t s = 0; s < 3; ++s) {  // recorded, captured, replayed
+    Step step = engine.step();
+    Chunk chunk = engine.chunk({0, 0});
+    const at::Tensor loss = model_.forward(rows(s, device_)).square().mean();
+    chunk.finish();
+    EXPECT_THROWS(UsageError,
+                  "the backward of graphed call \"layers.0\" in stage 0, microbatch 0 has not run; call it after",
+                  engine.backward_dw({0, 0}));
+    loss.backward();
+    engine.backward_dw({0, 0});
+    step.finish();
+  }
+}
+
 TEST_F(ChunkTest, NumbersBelowZeroAndChunksThatTheStepHasHad) {
   const Step step = engine_.step();
   EXPECT_THROWS(UsageError, "got stage -1, microbatch 0; stages and microbatches are numbered from 0",
@@ -222,6 +238,12 @@ TEST_F(ChunkTest, OrdersThatNoStepCanTake) {
       {{{0, 0, Kind::forward}, {0, 0, Kind::backward}, {0, 0, Kind::weight_gradients}, {0, 0, Kind::weight_gradients}},
        "has the weight gradients of stage 0, microbatch 0 twice"},
       {{{0, 0, Kind::forward}, {0, 0, Kind::weight_gradients}}, "microbatch 0, but not the backward of stage 0"},
+      {{{0, 0, Kind::forward},
+        {0, 0, Kind::backward},
+        {0, 1, Kind::forward},
+        {0, 1, Kind::backward},
+        {0, 0, Kind::weight_gradients}},
+       "the order never computes the weight gradients of stage 0, microbatch 1, but delays others; add them as a step"},
       {{{0, -1, Kind::forward}}, "stage 0, microbatch -1; stages and microbatches are numbered from 0"},
   };
   for (const auto& [order, message] : bad) {

@@ -13,6 +13,12 @@ std::string_view phase_now() {
   return site == nullptr ? std::string_view() : site->phase();
 }
 
+/// The call whose work is issued.
+std::string_view call_now() {
+  const Site* site = Site::innermost();
+  return site == nullptr ? std::string_view() : site->name();
+}
+
 }  // namespace
 
 bool Fault::in_capture() const { return act == Act::ready_at_capture_begin || act == Act::done_at_capture_begin; }
@@ -86,7 +92,8 @@ PlantedRuntime::PlantedRuntime(std::shared_ptr<Runtime> inner, Fault fault)
 
 PlantedRuntime::~PlantedRuntime() = default;
 
-bool PlantedRuntime::meant(Fault::Act act, c10::Stream stream, Mark mark, int nth, std::string_view begun) {
+bool PlantedRuntime::meant(Fault::Act act, c10::Stream stream, Mark mark, int nth, std::string_view begun,
+                           bool of_another) {
   if (act != fault_.act || (!armed_ && !fault_.at_capture()) || (fault_.captured && !capturing_)) {
     return false;
   }
@@ -97,7 +104,7 @@ bool PlantedRuntime::meant(Fault::Act act, c10::Stream stream, Mark mark, int nt
   const bool found = (fault_.phase == "*" || fault_.phase == phase) &&
                      (fault_.role == StreamRole::any || fault_.role == role) &&
                      (fault_.mark == Mark::any || fault_.mark == mark) && nth >= fault_.nth &&
-                     (fault_.begun == "*" || fault_.begun == begun);
+                     (fault_.begun == "*" || fault_.begun == begun) && (!fault_.of_another || of_another);
   changed_ += found ? 1 : 0;
   return found;
 }
@@ -121,7 +128,7 @@ void PlantedRuntime::record(const Event& event, c10::Stream stream) {
   if (meant(Fault::Act::drop_record, stream, mark, 0, given.begun)) {
     return;
   }
-  events_[event.native()] = {mark, 0, given.begun};
+  events_[event.native()] = {mark, 0, given.begun, call_now()};
   inner().record(event, stream);
   issue_held(given, stream);
 }
@@ -133,7 +140,7 @@ void PlantedRuntime::wait(c10::Stream stream, const Event& event) {
   if (!capturing_) {
     given.begun = phase_now();
   }
-  if (meant(Fault::Act::drop_wait, stream, recorded.mark, nth, recorded.begun)) {
+  if (meant(Fault::Act::drop_wait, stream, recorded.mark, nth, recorded.begun, recorded.of != call_now())) {
     if (capturing_ && (recorded.mark == Mark::all_to_host || recorded.mark == Mark::all_to_device)) {
       late_joins_.emplace_back(stream, &event);  // or the capture would not end
       joined_late_ = true;

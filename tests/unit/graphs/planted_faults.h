@@ -49,6 +49,7 @@ struct Fault {
   int nth = 0;                   ///< from this one of like calls in a row; 0: all
   bool captured = false;         ///< the calls are captured, as branches of a graph
   std::string_view begun = "*";  ///< the phase in which the copies that the event stands for were begun; "*" for all
+  bool of_another = false;  ///< only waits at the site of another call than the one that the event was recorded for
 
   /// True where the fault changes what a capture holds.
   [[nodiscard]] bool in_capture() const;
@@ -104,9 +105,11 @@ class PlantedRuntime final : public ForwardingRuntime {
     Mark mark = Mark::work;
     int waiters = 0;
     std::string_view begun = {};
+    std::string_view of = {};  ///< the call
   };
 
-  [[nodiscard]] bool meant(Fault::Act act, c10::Stream stream, Mark mark, int nth, std::string_view begun = {});
+  [[nodiscard]] bool meant(Fault::Act act, c10::Stream stream, Mark mark, int nth, std::string_view begun = {},
+                           bool of_another = false);
   void copy(const Copy& copy, c10::Stream stream);
   void issue(const Copy& copy, c10::Stream stream);
   template <class AnyEvent>

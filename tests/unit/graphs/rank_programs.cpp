@@ -150,6 +150,8 @@ std::vector<RankProgram> rank_programs() {
       {"forwards_alone", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::forwards_alone},
       {"hybrid", {2, 0, 2}, 3, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::hybrid},
       {"cut", {2, 0, 2}, 3, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::cut},
+      {"zero_bubble_cut", {2, 0, 1}, 4, {4, 4, 4}, S::zero_bubble, RankExtra::cut},
+      {"zero_bubble_cut_two_parts", {2, 0, 2}, 3, {4, 4, 4}, S::zero_bubble, RankExtra::cut},
       {"overtaking", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::overtaking},
       {"alternating", {2, 0, 2}, 2, {4, 4, 4, 2, 4}, S::one_forward_one_backward, RankExtra::alternating},
   };
