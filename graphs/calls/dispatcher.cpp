@@ -74,7 +74,7 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
       run_eagerly(site, request, outputs);
       break;
     case Route::eager:
-      count_eager(site, cause_on_this_thread());
+      count_eager(site, cause_on_this_thread(site.forwards_alone ? EagerCause::with_gradients : EagerCause::eval_mode));
       run_eagerly(site, request, outputs);
       break;
     case Route::record:
