@@ -15,6 +15,7 @@
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
 #include "graphs/calls/step_chunks.h"
+#include "graphs/guards/call_spec.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
@@ -133,6 +134,7 @@ void Dispatcher::run_eagerly(const Call& call, EagerCause cause) {
 
 void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   CallSite& site = call.site;
+  refuse_composite_inputs(describe(site), call.request.inputs);
   if (!equals_its_copy(call.request)) {
     warn_of_equality(site);
     run_eagerly(call, EagerCause::unequal);
@@ -158,6 +160,7 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
     resources_.rest->call_begins();
     try {
       run_eagerly(site, call.request, call.outputs);
+      refuse_composite_outputs(describe(site), call.outputs);
     } catch (...) {
       recorded.forget(added);
       throw;
