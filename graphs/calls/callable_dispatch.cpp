@@ -124,9 +124,8 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
   if (follows_switch ||
       (holder.captured().options.on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again())) {
     if (!agree_to_capture(holder.captured().options)) {
-      counts_.eager_call();
       prepare();
-      run_eagerly(call.site, call.request, call.outputs);
+      run_eagerly(call, EagerCause::not_agreed);
       holder.sequence->ran_eagerly(index);
       return;
     }

@@ -17,6 +17,7 @@
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/calls/recorded_calls.h"
 #include "graphs/calls/step_chunks.h"
+#include "graphs/guards/call_spec.h"
 #include "graphs/resources/call_context.h"
 #include "graphs/resources/eager_plan.h"
 #include "graphs/resources/engine_resources.h"
@@ -91,7 +92,7 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
       run_eagerly(site, request, outputs);
       break;
     case Route::eager:
-      count_eager(site, cause_on_this_thread());
+      count_eager(site, cause_on_this_thread(site.forwards_alone ? EagerCause::with_gradients : EagerCause::eval_mode));
       run_eagerly(site, request, outputs);
       break;
     case Route::record:
@@ -152,6 +153,7 @@ void Dispatcher::run_eagerly(const Call& call, EagerCause cause) {
 
 void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   CallSite& site = call.site;
+  refuse_composite_inputs(describe(site), call.request.inputs);
   if (!equals_its_copy(call.request)) {
     warn_of_equality(site);
     run_eagerly(call, EagerCause::unequal);
@@ -177,6 +179,7 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
     resources_.rest->call_begins();
     try {
       run_eagerly(site, call.request, call.outputs);
+      refuse_composite_outputs(describe(site), call.outputs);
     } catch (...) {
       recorded.forget(added);
       throw;

@@ -30,15 +30,17 @@ const char* text_of(EagerCause cause) {
       return "because training flags or module options differ from the capture's";
     case EagerCause::after_eager_call:
       return "because a callable whose output they are linked to ran eagerly";
+    case EagerCause::with_gradients:
+      return "with gradients enabled, but were captured for no_grad (GraphOptions::forward_only)";
   }
   return "";
 }
 
-EagerCause cause_on_this_thread() {
+EagerCause cause_on_this_thread(EagerCause otherwise) {
   if (torch::autograd::get_current_node() != nullptr) {
     return EagerCause::in_backward;
   }
-  return at::GradMode::is_enabled() ? EagerCause::eval_mode : EagerCause::no_grad;
+  return at::GradMode::is_enabled() ? otherwise : EagerCause::no_grad;
 }
 
 void EngineCounts::bucketed_call_ran(const std::string& name, EagerCause cause) {

@@ -27,17 +27,18 @@ enum class EagerCause : std::uint8_t {
   not_agreed,        ///< GraphOptions::agree_to_capture
   other_mode,        ///< training flags or module options of a callable are not those of its capture
   after_eager_call,  ///< a callable that is linked to one that ran eagerly
+  with_gradients,    ///< a callable with GraphOptions::forward_only
 };
 
 /// For the report.
 [[nodiscard]] const char* text_of(EagerCause cause);
-/// Why the calling thread's calls are not captured or replayed now; eval mode if there is no other cause.
-[[nodiscard]] EagerCause cause_on_this_thread();
+/// Why the calling thread's calls are not captured or replayed now; `otherwise` if the thread is in no such mode.
+[[nodiscard]] EagerCause cause_on_this_thread(EagerCause otherwise);
 
 /// One call's eager runs by cause.
 class EagerRuns {
  public:
-  static constexpr std::size_t kCauses = 11;
+  static constexpr std::size_t kCauses = 12;
 
   void count(EagerCause cause) noexcept { ++runs_[static_cast<std::size_t>(cause)]; }
   [[nodiscard]] std::int64_t of(EagerCause cause) const noexcept { return runs_[static_cast<std::size_t>(cause)]; }

@@ -91,7 +91,6 @@ void EngineSequences::recapture(SequenceHolder& holder) {
   std::vector<CallSpec> specs;
   std::vector<std::size_t> index(calls.size());  // of each call now, among those that are left
   std::vector<bool> dropped(calls.size());
-  const c10::TensorOptions device(resources_.runtime->device());
   for (std::size_t l = 0; l < calls.size(); ++l) {
     const CapturedCall& call = calls[l];
     index[l] = specs.size();
@@ -104,7 +103,10 @@ void EngineSequences::recapture(SequenceHolder& holder) {
     for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
       const StaticInput& held = call.inputs[i];
       if (!held.from && !held.same_as_earlier && held.tensor.defined()) {
-        const at::Tensor sample = held.in_pool ? at::zeros_like(held.tensor, device) : held.tensor.detach();
+        // Neither takes device memory beside that of the new graphs.
+        spec.inputs[i].on_host = held.in_pool;
+        spec.inputs[i].is_static = !held.in_pool;
+        const at::Tensor sample = held.in_pool ? at::zeros_like(held.tensor, c10::kCPU) : held.tensor.detach();
         spec.inputs[i].sample = sample.requires_grad_(held.requires_grad);
       }
       std::optional<Link>& from = spec.inputs[i].from;

@@ -137,7 +137,11 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
   detail::KeptCall kept_call = request.keep(request.context);
   call->structure = std::move(kept_call.structure);
   call->module = modules_of_call(site.scope->name, site.module, kept_call.modules, *model_);
-  call->state = {modes, modes.without_autocast(), ModuleFacts(call->module != nullptr ? call->module : site.watched)};
+  const auto& watched = call->module != nullptr ? call->module : site.watched;
+  if (watched != nullptr) {
+    refuse_nested_members(describe(site), *watched);
+  }
+  call->state = {modes, modes.without_autocast(), ModuleFacts(watched)};
   call->body = std::move(kept_call.body);
   for (const detail::Guard& guard : request.guards) {
     call->guards.push_back({guard.copy(guard.value), guard.type, guard.equal});

@@ -190,9 +190,12 @@ void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& plac
         held.requires_grad = input.sample.requires_grad();
         held.in_pool = capture.order.interleaves() && held.requires_grad;
         const c10::Device device = held.in_pool ? c10::Device(c10::kMeta) : capture.runtime.device();
-        held.tensor = at::empty_like(input.sample.detach(), c10::TensorOptions().device(device));
+        held.tensor = input.is_static ? input.sample.detach()
+                                      : at::empty_like(input.sample.detach(), c10::TensorOptions().device(device));
         if (!held.in_pool) {
-          held.tensor.copy_(input.sample.detach());
+          if (!input.is_static) {
+            held.tensor.copy_(input.sample.detach());
+          }
           capture.reads.made(held.tensor);
         }
       }

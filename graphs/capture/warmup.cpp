@@ -205,6 +205,7 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
                          "\": it sets requires_grad of one of its inputs; a replay would " +
                          "not do that. Set it before the call, or on input.detach()");
     }
+    refuse_composite_outputs("graphed call \"" + spec.name + "\"", outputs);
     refuse_hooks_of_body(spec.name, arguments, outputs);
   }
   if (clock) {

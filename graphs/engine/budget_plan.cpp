@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <numeric>
 #include <string>
@@ -12,6 +11,7 @@
 #include "graphs/calls/engine_sequences.h"
 #include "graphs/resources/engine_resources.h"
 #include "offload/step_trace.h"
+#include "runtime/live_memory.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -21,8 +21,6 @@ namespace {
 constexpr int kCaptures = 3;
 /// Steps that are not measured, at most, before another one is.
 constexpr std::int64_t kFarthest = 64;
-/// Of the forecast's bytes above the weights: a step that differs by more gets a note.
-constexpr double kTolerance = 0.03;
 
 /// What the captures of `captured` offload, and when.
 SequencePlan plan_of(const CapturedSequence& captured) {
@@ -78,6 +76,21 @@ std::string in_words(const StepForecast& forecast, std::int64_t budget) {
   }
   return "a step will take " + mebibytes(forecast.peak) + " of " + mebibytes(budget) + time + ", and offload " +
          mebibytes(forecast.moved);
+}
+
+/// Why no plan is within `budget`. `beside`: live bytes beside the graphs that are captured again.
+std::string refusal_of(const MeasuredStep& step, std::int64_t beside, std::int64_t budget) {
+  const std::int64_t of_step = forecast_step(step, 0).peak;
+  const std::int64_t of_captures = capture_peak(step, 0);
+  const std::string text =
+      of_step >= of_captures
+          ? "a step takes " + exact_mebibytes(of_step) +
+                " with all offloaded that can be; set a budget of at least that, or take a smaller batch"
+          : "to capture the calls again takes " + exact_mebibytes(of_captures) + ", with " + mebibytes(beside) +
+                " that are live when the step begins; unset gradients before OffloadEngine::step, or set a budget of "
+                "at "
+                "least the former";
+  return "device_budget is " + exact_mebibytes(budget) + ", but " + text + ". The engine goes on with all offloaded";
 }
 
 }  // namespace
@@ -205,15 +218,17 @@ void BudgetPlan::make(std::int64_t captures) {
     return;
   }
   const auto budget = static_cast<std::int64_t>(*resources_.options.device_budget());
+  const auto live = [&] { return LiveMemory::of(resources_.runtime->device()).use(*resources_.runtime).live; };
+  const std::int64_t before = live();
+  sequences_.reset_calls();
+  beside_ = captured_.size() > 1 ? before : live();  // sequences are captured one after the other, beside the others
+  count_captures();
   std::optional<StepForecast> next = forecast_within(step_, budget);
-  if (!next) {
-    state_ = State::settled;
-    throw UsageError("device_budget is " + exact_mebibytes(budget) + ", but a step takes " +
-                     exact_mebibytes(forecast_step(step_, 0).peak) +
-                     " with all offloaded that can be; set a budget of at least that, or take a smaller batch. The "
-                     "engine goes on with all offloaded");
-  }
+  const std::string refusal = next ? "" : refusal_of(step_, beside_, budget);
   try {
+    if (!next) {
+      recapture(0);
+    }
     // A call whose saved tensors stay frees them while its backward runs, so captures take less than was planned, and more may stay. If
     // they take more, for whatever reason, the captures before them were within the budget.
     std::optional<std::uint64_t> within;
@@ -227,9 +242,11 @@ void BudgetPlan::make(std::int64_t captures) {
       forecast_ = next;
       next = forecast_within(step_, budget);
     }
-    forecast_ = forecast_ ? forecast_ : forecast_step(step_, 0);
-    forecast_->peak = step_.peak();
-    if (const ProgressCallback& progress = resources_.options.progress()) {
+    if (refusal.empty()) {
+      forecast_ = forecast_ ? forecast_ : forecast_step(step_, 0);
+      forecast_->peak = step_.peak();
+    }
+    if (const ProgressCallback& progress = resources_.options.progress(); progress && forecast_) {
       const std::string words = in_words(*forecast_, budget);
       progress({ProgressPhase::plan, 0, 1, words, static_cast<std::size_t>(forecast_->peak)});
     }
@@ -238,7 +255,22 @@ void BudgetPlan::make(std::int64_t captures) {
     drop();
     throw;
   }
+  if (!refusal.empty()) {
+    state_ = State::settled;
+    throw UsageError(refusal);
+  }
   state_ = State::planned;
+}
+
+void BudgetPlan::count_captures() {
+  step_.captures.clear();
+  for (std::size_t i = 0; i < traced_.size(); ++i) {
+    const std::vector<PoolUse::GraphUse>& graphs = traced_[i]->captured().pool_use;
+    for (std::size_t graph_index = 0; graph_index < graphs.size(); ++graph_index) {
+      const PoolUse::GraphUse& use = graphs[graph_index];
+      step_.captures.push_back({i, graph_index, beside_ + use.peak, beside_ + use.after});
+    }
+  }
 }
 
 void BudgetPlan::recapture(std::uint64_t room) {
@@ -267,6 +299,7 @@ void BudgetPlan::recapture(std::uint64_t room) {
     segment.during += others + now.peak - then.peak;
     segment.after += others + now.after - then.after;
   }
+  count_captures();
 }
 
 void BudgetPlan::add_to(Report& report) const {
@@ -283,15 +316,15 @@ void BudgetPlan::add_to(Report& report) const {
   report.forecast_step_peak_bytes = peak_;
   report.forecast_step_seconds = seconds_;
   const auto weights = static_cast<std::int64_t>(resources_.exclusions.registered_bytes());
-  const double allowed = kTolerance * static_cast<double>(forecast_->peak - weights);
   if (report.step_peak_bytes > budget) {
     report.notes.push_back(
         "a step took " + mebibytes(report.step_peak_bytes) + ", more than Options::device_budget (" +
         mebibytes(budget) + "); the plan knew a step of " + mebibytes(forecast_->peak) +
         ": other shapes or calls came since, or a replay was verified. OffloadEngine::reset plans anew");
-  } else if (peak_ > 0 && static_cast<double>(std::abs(peak_ - forecast_->peak)) > allowed) {
-    report.notes.push_back("the plan for Options::device_budget expected a peak of " + mebibytes(forecast_->peak) +
-                           ", and a step took " + mebibytes(peak_));
+    return;
+  }
+  for (std::string& difference : differences(*forecast_, weights, peak_, seconds_)) {
+    report.notes.push_back(std::move(difference));
   }
 }
 

@@ -27,7 +27,7 @@ class BudgetPlan {
   /// True if the calls are to be captured again, by `make`.
   [[nodiscard]] bool due() const noexcept { return state_ == State::due; }
   /// Plans, and captures again. If a backward is pending, it stays due. `captures`: how many graphs have been captured so far.
-  /// Throws: UsageError if no plan is within the budget; all stays offloaded then. Errors of the captures.
+  /// Throws: UsageError if no plan is within the budget, or not while it is captured; all stays offloaded then. Errors of the captures.
   void make(std::int64_t captures);
   /// A planned step begins; `captures`: how many graphs have been captured so far. True if the step is to be traced.
   [[nodiscard]] bool step_begins(std::int64_t captures);
@@ -48,6 +48,8 @@ class BudgetPlan {
 
   /// Of the step that was traced; not set if it left graphs out.
   [[nodiscard]] std::optional<MeasuredStep> measured();
+  /// Puts into `step_` what is on the device while the calls are captured again.
+  void count_captures();
   /// Captures the calls with this room for what stays, 0 for none, and puts into `step_` what the new captures take.
   void recapture(std::uint64_t room);
 
@@ -61,6 +63,7 @@ class BudgetPlan {
   MeasuredStep step_;
   std::vector<const GraphSequence*> captured_;  ///< all of the calls, when the step was measured
   std::vector<const GraphSequence*> traced_;    ///< those of `step_`
+  std::int64_t beside_ = 0;                     ///< live bytes beside the graphs that are captured again
   std::optional<StepForecast> forecast_;
   std::int64_t peak_ = 0;  ///< measured under the plan
   double seconds_ = 0;     ///< likewise

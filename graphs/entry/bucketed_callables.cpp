@@ -8,6 +8,7 @@
 
 #include "graphs/calls/call_site.h"
 #include "graphs/engine/engine_access.h"
+#include "graphs/guards/input_facts.h"
 #include "sidestream/error.h"
 #include "sidestream/graph_pool.h"
 
@@ -19,7 +20,9 @@ std::size_t bytes_of(const EngineAccess::Samples& bucket) {
   std::size_t bytes = 0;
   for (const std::vector<Sample>& samples : bucket) {
     for (const Sample& sample : samples) {
-      bytes += sample.tensor().defined() ? sample.tensor().nbytes() : 0;
+      const bool plain =
+          sample.tensor().defined() && !is_sparse_or_nested(sample.tensor());  // others are refused later
+      bytes += plain ? sample.tensor().nbytes() : 0;
     }
   }
   return bytes;

@@ -268,8 +268,17 @@ std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vect
     spec.module = callables[i].module();
     spec.hooks = callables[i].capture_time_hooks();
     spec.generators = callables[i].generators();
-    spec.state =
-        CallState::current(state.runtime().device().type(), spec.module != nullptr ? spec.module : state.model());
+    const auto watched = spec.module != nullptr ? spec.module : state.model();
+    const std::string described = "graphed call \"" + spec.name + "\"";
+    Tensors given;
+    for (const Sample& sample : samples[i]) {
+      given.push_back(sample.tensor());
+    }
+    refuse_composite_inputs(described, given);
+    if (watched != nullptr) {
+      refuse_nested_members(described, *watched);
+    }
+    spec.state = CallState::current(state.runtime().device().type(), watched);
     spec.state.modes.gradients = !options.forward_only();
     for (const Sample& sample : samples[i]) {
       if (sample.callable() >= static_cast<std::int64_t>(i)) {

@@ -6,6 +6,8 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/Layout.h>
+#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
 #include "memory/storage_view.h"
@@ -28,6 +30,18 @@ class SeveralModules final : public torch::nn::Module {
     return std::all_of(all.begin(), all.end(), [](const auto& module) { return module->is_training(); });
   }
 };
+
+/// The index of the first sparse or nested one; their number if there is none.
+std::size_t first_composite(c10::ArrayRef<at::Tensor> tensors) {
+  return static_cast<std::size_t>(std::find_if(tensors.begin(), tensors.end(), is_sparse_or_nested) - tensors.begin());
+}
+
+std::string composite_in_words(const at::Tensor& tensor) {
+  return c10::str(" is ", tensor.is_nested() ? "a nested tensor" : "a sparse tensor of layout ",
+                  tensor.is_nested() ? "" : c10::str(tensor.layout()),
+                  ", and graphs take and give plain tensors only; pass its values and indices (or sizes) as tensors "
+                  "of their own, or leave the call out of Options::graph");
+}
 
 void add_once(std::vector<at::Generator>& all, const at::Generator& generator) {
   if (std::find(all.begin(), all.end(), generator) == all.end()) {
@@ -74,6 +88,32 @@ std::shared_ptr<const torch::nn::Module> modules_of_call(const std::string& name
     return modules.empty() ? nullptr : modules.front();
   }
   return std::make_shared<SeveralModules>(modules);
+}
+
+void refuse_composite_inputs(const std::string& call, c10::ArrayRef<at::Tensor> inputs) {
+  if (const std::size_t i = first_composite(inputs); i < inputs.size()) {
+    throw UsageError(call + ": input " + std::to_string(i) + composite_in_words(inputs[i]));
+  }
+}
+
+void refuse_composite_outputs(const std::string& call, c10::ArrayRef<at::Tensor> outputs) {
+  if (const std::size_t i = first_composite(outputs); i < outputs.size()) {
+    throw CaptureError(call + ": output " + std::to_string(i) + composite_in_words(outputs[i]));
+  }
+}
+
+void refuse_nested_members(const std::string& call, const torch::nn::Module& module) {
+  const auto refuse = [&](const auto& members) {
+    for (const auto& member : members) {
+      if (member.value().defined() && member.value().is_nested()) {
+        throw UsageError(call + ": \"" + member.key() +
+                         "\" is a nested tensor, in which a replay notices no change; register its values and sizes "
+                         "as plain tensors, or leave the call out of Options::graph");
+      }
+    }
+  };
+  refuse(module.named_parameters());
+  refuse(module.named_buffers());
 }
 
 CallInput sample_of(const at::Tensor& input, c10::Device device) {

@@ -62,6 +62,7 @@ struct CallInput {
   std::optional<Link> from;             ///< the output of an earlier call
   at::Tensor like;                      ///< recorded, if `from` is set: the same shape and dtype, on the meta device
   bool on_host = false;                 ///< the sample is a copy on the host: see sample_of
+  bool is_static = false;               ///< earlier graphs read the sample where it is, and new ones may
   bool shared_cast = false;             ///< see has_shared_cast
   std::optional<InputAliases> aliases;  ///< of a call of `ss::call`: the aliases and the strides are guards
 };
@@ -93,6 +94,13 @@ struct CallSpec {
 [[nodiscard]] CallInput sample_of(const at::Tensor& input, c10::Device device);
 /// The sample of `input`. If the sample is on the host, a copy of it on `device`.
 [[nodiscard]] at::Tensor sample_on(c10::Device device, const CallInput& input);
+
+/// Throws: UsageError if one of `inputs`, the arguments or samples of `call`, is sparse or nested: no graph reads it at one address.
+void refuse_composite_inputs(const std::string& call, c10::ArrayRef<at::Tensor> inputs);
+/// Throws: CaptureError if one of `outputs` is. `call`: "graphed call "x"".
+void refuse_composite_outputs(const std::string& call, c10::ArrayRef<at::Tensor> outputs);
+/// Throws: UsageError if `module`, or a module below it, has a nested parameter or buffer, to which no replay could compare it.
+void refuse_nested_members(const std::string& call, const torch::nn::Module& module);
 
 /// The arguments that the body gets in place of its inputs, for which `leaves` stand. An argument is its leaf, or a tensor of the same
 /// memory that is no leaf, as in the call itself.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/util/ArrayRef.h>
 
 namespace sidestream {
@@ -49,6 +50,13 @@ class InputAliases::InTurn {
   Table tensors_;
   Table storages_;
 };
+
+/// True for sparse and nested tensors.
+[[nodiscard]] inline bool is_sparse_or_nested(const at::Tensor& tensor) noexcept {
+  constexpr c10::DispatchKeySet keys(
+      {c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr, c10::DispatchKey::NestedTensor});
+  return tensor.defined() && tensor.key_set().has_any(keys);
+}
 
 /// True for a leaf that requires a gradient. Autocast keeps the cast of such a tensor and shares it among all its readers. The gradients
 /// of several readers then meet before the cast's backward, not after it.

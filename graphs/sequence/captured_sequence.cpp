@@ -209,8 +209,8 @@ bool CapturedSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inpu
     if (given.defined() != held.tensor.defined()) {
       return false;
     }
-    if (given.defined() && (given.sizes() != held.tensor.sizes() || given.dtype() != held.tensor.dtype() ||
-                            given.device() != held.tensor.device() ||
+    if (given.defined() && (is_sparse_or_nested(given) || given.sizes() != held.tensor.sizes() ||
+                            given.dtype() != held.tensor.dtype() || given.device() != held.tensor.device() ||
                             (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) ||
                             breaks_link(calls, held, given))) {
       return false;
@@ -248,6 +248,7 @@ void CapturedSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs
     return;
   }
   const CapturedCall& call = calls[index];
+  refuse_composite_inputs(describe(index), inputs);
   if (inputs.size() != call.inputs.size()) {
     throw UsageError(describe(index) + ": captured with " + std::to_string(call.inputs.size()) + " tensors, given " +
                      std::to_string(inputs.size()));

@@ -7,6 +7,7 @@
 
 #include "graphs/calls/call_set.h"
 #include "graphs/engine/engine_access.h"
+#include "graphs/guards/call_spec.h"
 #include "graphs/whole_step/whole_step_body.h"
 #include "sidestream/detail/call_buffers.h"
 #include "sidestream/detail/call_request.h"
@@ -72,6 +73,7 @@ void GraphedStep::Shared::check_inputs(const std::vector<Tensors>& microbatches)
                      "of that mode");
   }
   for (const Tensors& inputs : microbatches) {
+    refuse_composite_inputs("graphed step \"" + name() + "\"", inputs);
     for (const at::Tensor& input : inputs) {
       if (input.defined() && input.requires_grad()) {
         throw UsageError("graphed step \"" + name() +

@@ -62,7 +62,7 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
   /// ended. From here on each read of it, or of a view of the same storage, throws a c10::Error with the group's name. So does a capture
   /// that reads it. The backward is not affected.
   /// Threads: that of the scope.
-  /// Throws: UsageError for a tensor that is in no group of the scope, and for memory that a graph writes at each replay.
+  /// Throws: UsageError for a tensor that is in no group of the scope, and for memory of a graph or a TensorPool.
   void release(const at::Tensor& tensor);
 
  private:

@@ -2,11 +2,19 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <functional>
 #include <numeric>
 
+#include "base/mebibytes.h"
+
 namespace sidestream {
 namespace {
+
+/// Of the forecast's bytes above the weights: a peak that differs by more is said.
+constexpr double kPeakTolerance = 0.03;
+/// Of the forecast's seconds. A GPU that does not wait runs at a lower clock, so forecasts are often some percent too low.
+constexpr double kTimeTolerance = 0.1;
 
 template <class Number>
 Number sum_of(const std::vector<Number>& numbers) {
@@ -104,13 +112,19 @@ std::int64_t MeasuredStep::peak() const {
 
 namespace {
 
-std::int64_t peak_with(const MeasuredStep& step, std::uint64_t lag) {
-  std::vector<std::vector<std::int64_t>> growth;  // by sequence and graph index, over the measured step
+/// By how much more is on the device than with the sequences' plans, by sequence and graph index.
+std::vector<std::vector<std::int64_t>> growth_with(const MeasuredStep& step, std::uint64_t lag) {
+  std::vector<std::vector<std::int64_t>> growth;
   for (const MeasuredSequence& sequence : step.sequences) {
     growth.push_back(sequence.on_device(sequence.plan_with(lag)));
     const std::vector<std::int64_t> before = sequence.on_device(sequence.plan);
     std::transform(growth.back().begin(), growth.back().end(), before.begin(), growth.back().begin(), std::minus<>());
   }
+  return growth;
+}
+
+std::int64_t peak_with(const MeasuredStep& step, std::uint64_t lag) {
+  const std::vector<std::vector<std::int64_t>> growth = growth_with(step, lag);
   std::int64_t peak = step.peak_before;
   std::vector<std::int64_t> now(step.sequences.size());
   for (const MeasuredSegment& segment : step.segments) {
@@ -137,8 +151,19 @@ StepForecast forecast_step(const MeasuredStep& step, std::uint64_t lag) {
   return forecast;
 }
 
+std::int64_t capture_peak(const MeasuredStep& step, std::uint64_t lag) {
+  const std::vector<std::vector<std::int64_t>> growth = growth_with(step, lag);
+  std::int64_t peak = 0;
+  for (const MeasuredSegment& segment : step.captures) {
+    peak = std::max(peak, std::max(segment.during, segment.after) + growth[segment.sequence][segment.graph_index]);
+  }
+  return peak;
+}
+
 std::optional<StepForecast> forecast_within(const MeasuredStep& step, std::int64_t budget) {
-  const auto fits = [&](std::uint64_t lag) { return peak_with(step, lag) <= budget; };
+  const auto fits = [&](std::uint64_t lag) {
+    return peak_with(step, lag) <= budget && capture_peak(step, lag) <= budget;
+  };
   if (!fits(0)) {
     return std::nullopt;
   }
@@ -155,6 +180,27 @@ std::optional<StepForecast> forecast_within(const MeasuredStep& step, std::int64
     (fits(middle) ? best : above) = middle;
   }
   return forecast_step(step, best);
+}
+
+std::vector<std::string> differences(const StepForecast& forecast, std::int64_t weights, std::int64_t peak,
+                                     double seconds) {
+  constexpr double kMilliseconds = 1e3;
+  std::vector<std::string> sentences;
+  const auto differ = [](double measured, double expected, double allowed) {
+    return measured > 0 && std::abs(measured - expected) > allowed;
+  };
+  const auto of_peak = static_cast<double>(forecast.peak);
+  if (differ(static_cast<double>(peak), of_peak, kPeakTolerance * (of_peak - static_cast<double>(weights)))) {
+    sentences.push_back("the plan for Options::device_budget expected a peak of " + mebibytes(forecast.peak) +
+                        ", and a step took " + mebibytes(peak));
+  }
+  if (forecast.seconds > 0 && differ(seconds, forecast.seconds, kTimeTolerance * forecast.seconds)) {
+    char text[128] = "";
+    std::snprintf(text, sizeof text, "a step of %.1f ms, and one took %.1f ms: a difference of more than 10%%",
+                  kMilliseconds * forecast.seconds, kMilliseconds * seconds);
+    sentences.push_back("the plan for Options::device_budget expected " + std::string(text));
+  }
+  return sentences;
 }
 
 }  // namespace sidestream

@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "analysis/copy_pace.h"
@@ -56,9 +57,10 @@ struct MeasuredSegment {
 struct MeasuredStep {
   std::vector<MeasuredSequence> sequences;
   std::vector<MeasuredSegment> segments;
-  std::int64_t peak_before = 0;  ///< of live device bytes, before the first graph
-  double seconds = 0;            ///< 0 if there was no clock
-  std::optional<LinkPace> link;  ///< if it is known
+  std::vector<MeasuredSegment> captures;  ///< not of the step: while the sequences are captured again, as `plan` says
+  std::int64_t peak_before = 0;           ///< of live device bytes, before the first graph
+  double seconds = 0;                     ///< 0 if there was no clock
+  std::optional<LinkPace> link;           ///< if it is known
 
   [[nodiscard]] std::int64_t peak() const;
 };
@@ -78,8 +80,16 @@ struct StepForecast {
 /// the measured waits, since copies reach less than the whole rate beside compute. Pure.
 [[nodiscard]] StepForecast forecast_step(const MeasuredStep& step, std::uint64_t lag);
 
-/// The largest lag, and so the fewest offloaded bytes and the fewest waits, whose forecast has no higher peak than `budget`. Not set if
-/// there is none. Pure.
+/// The peak of live device bytes while the sequences are captured again with `lag`; 0 if `captures` is empty. Pure.
+[[nodiscard]] std::int64_t capture_peak(const MeasuredStep& step, std::uint64_t lag);
+
+/// The largest lag, and so the fewest offloaded bytes and the fewest waits, with which neither a step nor the captures have a higher peak
+/// than `budget`. Not set if there is none. Pure.
 [[nodiscard]] std::optional<StepForecast> forecast_within(const MeasuredStep& step, std::int64_t budget);
+
+/// A sentence for each of peak and time of a step under the plan that differ from `forecast` by more than a report leaves unsaid.
+/// `weights`: bytes of the peak that no plan changes. `peak`, `seconds`: measured; 0 if they were not. Pure.
+[[nodiscard]] std::vector<std::string> differences(const StepForecast& forecast, std::int64_t weights,
+                                                   std::int64_t peak, double seconds);
 
 }  // namespace sidestream

@@ -73,6 +73,11 @@ void SavedTensorRecorder::release(const at::Tensor& tensor, const Group* groups)
   if (ReplayedMemory::of(storage.data_ptr()) != nullptr) {
     refuse("lies in memory that a graph writes at each replay, which the graph keeps; drop the tensor instead");
   }
+  if (!storage.resizable()) {
+    refuse(
+        "lies in memory of a TensorPool, or in other memory that LibTorch did not allocate, and that owner keeps it; "
+        "free the tensor there instead");
+  }
   // If it was saved in several versions, several records have it.
   std::vector<SavedIdentity*> identities;
   if (counts_.copied_twice_bytes == 0) {

@@ -1,6 +1,7 @@
 // `sidestream report`: the reports of ranks as one table, and what is refused.
 #include "sidestream/report.h"
 
+#include <filesystem>
 #include <string>
 
 #include <gtest/gtest.h>
@@ -177,6 +178,11 @@ TEST(ReportCommand, FilesThatCannotBeReadAndRanksThatDoNotMatchAreRefused) {
   expect_refusal({"report", "nowhere.json"}, kRefused, "cannot read nowhere.json: No such file");
   expect_refusal({"report", folder.path().string()}, kRefused, "Is a directory");
   expect_refusal({"report", rank, rank}, kRefused, "rank0.json is given twice");
+  const std::string again = (folder.path() / "." / "rank0.json").string();
+  expect_refusal({"report", rank, again}, kRefused, "are the same file; give each rank's report once");
+  const std::string link = (folder.path() / "link.json").string();
+  std::filesystem::create_symlink(rank, link);
+  expect_refusal({"report", rank, link}, kRefused, "are the same file; give each rank's report once");
   Report later = report_of(1);
   later.steps = 21;
   expect_refusal({"report", rank, folder.write("rank1.json", later.json()).string()}, kRefused,

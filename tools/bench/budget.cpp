@@ -1,6 +1,6 @@
 // Options::device_budget beside what it promises: for each number of tokens, budgets between what a step of transformer layers in graphs
 // takes with everything offloaded and with nothing offloaded. A row says what the plan expected, and what steps took.
-// The report is written after each row. A run that finds one goes on where it ends.
+// The report is written after each row. A run that finds one of the same layers on the same device goes on where it ends.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +13,7 @@
 
 #include "tools/bench/bench_program.h"
 #include "tools/bench/layer_bench.h"
+#include "tools/cli/report_file.h"
 
 namespace {
 
@@ -21,10 +22,31 @@ using Json = nlohmann::ordered_json;
 
 constexpr double kMebibyte = 1.0 / (1 << 20);
 
-/// Rows of an earlier run; empty if there is no report.
-Json rows_of(const std::string& file) {
+/// What all rows of a report have in common.
+Json header_of(const bench::LayerSettings& settings) {
+  const byte_model::ModelShape& shape = settings.shape;
+  return {
+      {"benchmark", "budget"},      {"version", version()},   {"device", describe(find_device(settings.device)).name},
+      {"layers", shape.layers},     {"hidden", shape.hidden}, {"heads", shape.heads},
+      {"kv_heads", shape.kv_heads}, {"ffn", shape.ffn},       {"dtype", settings.dtype},
+      {"min_kib", settings.min_kib}};
+}
+
+/// Rows of an earlier run; empty if there is no report. Throws: UsageError if they are of another run than `header` says.
+Json rows_of(const std::string& file, const Json& header) {
   std::ifstream in(file);
-  return in ? Json::parse(in).at("rows") : Json::array();
+  if (!in) {
+    return Json::array();
+  }
+  const Json report = Json::parse(in);
+  for (const auto& [key, value] : header.items()) {
+    const Json found = report.value(key, Json());
+    if (found != value) {
+      throw UsageError(fmt::format("report '{}' has {} {}, but this run has {}; give --report another file", file, key,
+                                   found.dump(), value.dump()));
+    }
+  }
+  return report.at("rows");
 }
 
 bool has(const Json& rows, std::int64_t tokens, const std::string& name) {
@@ -75,23 +97,19 @@ int run(int argc, char** argv) {
   app.add_option("--report", report, "JSON file; a run that finds it goes on where it ends");
   CLI11_PARSE(app, argc, argv);
 
-  Json rows = rows_of(report);
-  std::string device;
+  Json written = header_of(settings);
+  Json rows = rows_of(report, written);
   const auto add = [&](Json row) {
     print(row);
     rows.push_back(std::move(row));
-    bench::write_report(report, Json{{"benchmark", "budget"},
-                                     {"version", version()},
-                                     {"device", device},
-                                     {"layers", settings.shape.layers},
-                                     {"hidden", settings.shape.hidden},
-                                     {"dtype", settings.dtype},
-                                     {"rows", rows}});
+    if (!report.empty()) {
+      written["rows"] = rows;
+      cli::ReportFile(report, "--report").commit(written.dump(2) + '\n');
+    }
   };
   for (const std::int64_t seq : tokens) {
     settings.shape.seq = seq;
     bench::LayerBench layers(settings, {});
-    device = layers.device_name();
     const auto add_row = [&](const std::string& name, const bench::LayerMode& mode) {
       if (!has(rows, seq, name)) {
         Json row{{"tokens", seq}, {"base_bytes", layers.base_bytes()}};

@@ -2,7 +2,9 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <map>
 #include <sstream>
 
 #include <CLI/App.hpp>
@@ -36,8 +38,15 @@ void declare_report_options(CLI::App& command, std::vector<std::string>& files) 
 
 int report(const std::vector<std::string>& files) {
   std::vector<RankReport> ranks;
+  std::map<std::filesystem::path, std::string> given;
   for (const std::string& file : files) {
     ranks.push_back(parse_rank_report(content_of(file), file));
+    std::error_code unknown;  // of a pipe: it cannot be read twice
+    const std::filesystem::path place = std::filesystem::canonical(file, unknown);
+    const auto [first, is_new] = given.emplace(place, file);
+    if (!unknown && !is_new && first->second != file) {
+      throw UsageError(file + " and " + first->second + " are the same file; give each rank's report once");
+    }
   }
   print(table_of_ranks(ranks));
   return 0;

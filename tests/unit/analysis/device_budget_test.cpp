@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -78,6 +79,42 @@ TEST(DeviceBudgetTest, CountsWhatComesBeforeTheFirstGraph) {
   step.peak_before = 500;
   EXPECT_FALSE(forecast_within(step, 499));
   EXPECT_EQ(forecast_within(step, 500)->peak, 500);
+}
+
+TEST(DeviceBudgetTest, CountsWhatCapturesTake) {
+  MeasuredStep step = one_sequence(6, std::vector<std::int64_t>(12, 100));
+  EXPECT_EQ(capture_peak(step, 0), 0);
+  const std::vector<std::int64_t> saved = step.sequences.back().on_device(step.sequences.back().plan);
+  for (std::size_t i = 0; i < saved.size(); ++i) {
+    step.captures.push_back({0, i, 120 + saved[i], 0});
+  }
+  for (std::int64_t budget = 140; budget <= 180; ++budget) {
+    const auto forecast = forecast_within(step, budget);
+    ASSERT_TRUE(forecast) << budget;
+    EXPECT_LE(capture_peak(step, forecast->lag), budget);
+    EXPECT_EQ(forecast->moved, (180 - budget + 9) / 10 * 10) << "20 more than for the step, of " << budget;
+    EXPECT_LE(forecast->peak, budget - 20) << "of a step alone";
+  }
+  EXPECT_FALSE(forecast_within(step, 139));
+}
+
+TEST(DeviceBudgetTest, SaysWhatAStepTookOtherwise) {
+  const StepForecast forecast{0, 1000 << 20, 0.1, 0};
+  const auto said = [&](std::int64_t mebibytes, double seconds) {
+    return differences(forecast, 500 << 20, mebibytes << 20, seconds);
+  };
+  EXPECT_TRUE(said(0, 0).empty()) << "not measured";
+  EXPECT_TRUE(said(1014, 0.109).empty());
+  EXPECT_EQ(said(1016, 0.1), std::vector<std::string>{"the plan for Options::device_budget expected a peak of 1000.0 "
+                                                      "MiB, and a step took 1016.0 MiB"});
+  for (const double seconds : {0.089, 0.111}) {
+    const std::vector<std::string> sentences = said(1000, seconds);
+    ASSERT_EQ(sentences.size(), 1U) << seconds;
+    EXPECT_EQ(sentences[0], "the plan for Options::device_budget expected a step of 100.0 ms, and one took " +
+                                std::string(seconds < 0.1 ? "89.0" : "111.0") + " ms: a difference of more than 10%");
+  }
+  EXPECT_EQ(said(900, 0.2).size(), 2U);
+  EXPECT_TRUE(differences({0, 1000, 0, 0}, 0, 1000, 5).empty()) << "no time was forecast";
 }
 
 TEST(DeviceBudgetTest, SequencesInFlightAddUp) {

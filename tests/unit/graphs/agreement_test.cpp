@@ -6,9 +6,13 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/container/any.h>
+#include <torch/utils.h>
 
 #include "call_fixture.h"
 #include "expect_throws.h"
+#include "models/layer_stack.h"
+#include "sidestream/bucketed_callables.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
@@ -70,6 +74,42 @@ TEST_F(AgreementTest, ACallbackThatThrowsEndsTheStepAndNothingElse) {
   fails = false;
   expect_plain(*engine, 1, 4);
   EXPECT_EQ(engine->report().captures, 8);
+}
+
+TEST_F(AgreementTest, ABucketedCallThatIsNotCapturedAgainSaysWhy) {
+  const auto made = [this] {
+    torch::manual_seed(3);
+    auto layer = std::make_shared<Mlp>(kHidden, Mlp::Extras{});
+    layer->to(device_);
+    return layer;
+  };
+  const auto layer = made();
+  const auto plain = made();
+  OffloadEngine engine(*layer, Options(device_));
+  bool all = true;
+  const GraphOptions graph = GraphOptions()
+                                 .agree_to_capture([&](bool mine) { return mine && all; })
+                                 .on_relocated_weights(OnRelocatedWeights::capture);
+  const BucketedCallable call =
+      make_bucketed_callables(engine, {Callable("layer", torch::nn::AnyModule(layer))},
+                              {{{rows(0, device_).requires_grad_(true)}}}, BucketOptions().graph(graph))[0];
+  const auto expect_replays = [&](std::int64_t s, std::int64_t replays) {
+    expect_same_step(*layer, &engine, *plain, s, [&](Mlp& module) {
+      const at::Tensor x = rows(s, device_).requires_grad_(true);
+      const at::Tensor y = &module == layer.get() ? call({x})[0] : module.forward(x);
+      y.mean().backward();
+    });
+    EXPECT_EQ(engine.report().replays, replays) << s;
+  };
+  expect_replays(0, 2);
+  relocate(*layer);
+  all = false;
+  expect_replays(1, 0);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "ran eagerly 1 times because GraphOptions::agree_to_capture",
+                      testing::PrintToString(engine.report().notes));
+  EXPECT_EQ(engine.report().eager_calls, 1);
+  all = true;
+  expect_replays(2, 2);
 }
 
 TEST_F(AgreementTest, GraphedCallablesAreNotMadeWithoutIt) {

@@ -18,6 +18,7 @@
 #include "sidestream/graphed_step.h"
 #include "sidestream/owning.h"
 #include "sidestream/scope.h"
+#include "sidestream/tensor_pool.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -234,6 +235,29 @@ TEST_F(AskedGroups, WrongUsesSayWhatToDo) {
   EXPECT_THROWS(UsageError, "use the handle before that", late->release(x));
   two_steps(engine);
   EXPECT_EQ(engine.report().offloaded_bytes, 4 * kSquareBytes) << "the engine goes on";
+}
+
+TEST_F(AskedGroups, ATensorOfAPoolIsNotReleased) {
+  OffloadEngine engine(model_, options());
+  two_steps(engine);
+  TensorPool pool(TensorPool::Memory::device, device_);
+  for (std::int64_t s = 0; s < 2; ++s) {
+    const at::Tensor factor = pool.allocate({64, 64}, at::kFloat);
+    EXPECT_NE(factor.storage().data(), nullptr);
+    factor.fill_(2);
+    const at::Tensor x = data(s);
+    {
+      const auto step = engine.step();
+      OffloadScope scope("a");
+      const at::Tensor y = x * factor;
+      scope.end();
+      EXPECT_THROWS(UsageError, "lies in memory of a TensorPool", scope.release(factor));
+      y.sum().backward();
+    }
+    EXPECT_TRUE(at::equal(x.grad(), factor));
+    pool.free(factor);
+  }
+  EXPECT_EQ(pool.statistics().total, 1);
 }
 
 TEST_F(AskedGroups, AReadOfAReleasedTensorNamesItsGroup) {

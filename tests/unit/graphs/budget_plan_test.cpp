@@ -1,20 +1,27 @@
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
 #include "models/block_model.h"
+#include "models/layer_stack.h"
+#include "runtime/live_memory.h"
+#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/owning.h"
 #include "unit/graphs/call_fixture.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -121,6 +128,94 @@ TEST_P(BudgetOfMicrobatchesTest, StepsStayWithinTheBudget) {
 INSTANTIATE_TEST_SUITE_P(Microbatches, BudgetOfMicrobatchesTest, testing::Bool(),
                          [](const auto& info) { return info.param ? "in_flight" : "one_by_one"; });
 
+/// What there is beside graphs while their calls are captured again.
+enum class BesideCaptures : std::uint8_t { nothing, gradients, large_inputs };
+
+class BudgetOfAllStepsTest : public testing::TestWithParam<BesideCaptures> {
+ protected:
+  struct Run {
+    std::int64_t peak = 0;  ///< of live bytes, from the first step on: sizing, warm-ups and captures included
+    Report report;
+  };
+  [[nodiscard]] Options options() const {
+    const bool layers = GetParam() == BesideCaptures::large_inputs;
+    return Options(device_).min_bytes(1024).graph(layers ? "layers.*" : "blocks.*");
+  }
+  [[nodiscard]] Run run(const Options& options) const {
+    if (GetParam() != BesideCaptures::large_inputs) {
+      BlockModel model(eight_layers());
+      model.to(device_);
+      return run(options, model, [&](std::int64_t s) { model.loss_of(s).backward(); });
+    }
+    torch::nn::Module model;
+    torch::nn::Sequential layers = layer_stack(8, device_);
+    model.register_module("layers", layers.ptr());
+    const at::Tensor x = rows(0, device_).repeat({64, 1});
+    return run(options, model, [&](std::int64_t /*s*/) {
+      at::Tensor h = x;
+      for (std::size_t i = 0; i < layers->size(); ++i) {
+        h = call(&layers->at<Mlp>(i), h);
+      }
+      h.sum().backward();
+    });
+  }
+  [[nodiscard]] Run run(const Options& options, torch::nn::Module& model,
+                        const std::function<void(std::int64_t s)>& train) const {
+    OffloadEngine engine(model, options);
+    const std::shared_ptr<Runtime> runtime = make_runtime(device_);
+    LiveMemory::Measurement memory(*runtime);
+    const bool unset_in_step = GetParam() == BesideCaptures::gradients;
+    for (std::int64_t s = 0; s < 6; ++s) {
+      if (!unset_in_step) {
+        clear_gradients(model);
+      }
+      const auto step = engine.step();
+      if (unset_in_step) {
+        clear_gradients(model);
+      }
+      train(s);
+    }
+    return {memory.peak().live, engine.report()};
+  }
+
+  sim::OneThread one_thread_;  // autograd's own lets go of the last tensors of a backward a moment later
+  c10::Device device_ = find_device("sim");
+};
+
+TEST_P(BudgetOfAllStepsTest, TheForecastIsABudgetThatNoStepExceedsOrThatIsRefused) {
+  const std::int64_t most = run(options()).report.step_peak_bytes;
+  const std::int64_t least = run(options().offload("all").lag(0)).report.step_peak_bytes;
+  int refused = 0;
+  for (const std::int64_t tenths : {1, 3, 5, 7, 9, 10}) {
+    std::int64_t budget = least + tenths * (most - least) / 10;
+    for (const bool again : {false, true}) {
+      try {
+        const Run within = run(options().device_budget(static_cast<std::size_t>(budget)));
+        EXPECT_LE(within.peak, budget) << tenths << ", " << again;
+        EXPECT_GT(within.report.forecast_peak_bytes, 0) << tenths << ", " << again;
+        EXPECT_EQ(within.report.forecast_peak_bytes, within.report.step_peak_bytes) << tenths << ", " << again;
+        budget = within.report.forecast_peak_bytes;
+      } catch (const UsageError& error) {
+        EXPECT_NE(std::string(error.what()).find("unset gradients before OffloadEngine::step"), std::string::npos)
+            << error.what();
+        ++refused;
+        break;
+      }
+    }
+  }
+  EXPECT_EQ(refused > 0, GetParam() == BesideCaptures::gradients);
+}
+
+std::string name_of_beside(const testing::TestParamInfo<BesideCaptures>& info) {
+  const std::vector<std::string> names{"nothing", "gradients", "large_inputs"};
+  return names[static_cast<std::size_t>(info.param)];
+}
+
+INSTANTIATE_TEST_SUITE_P(Beside, BudgetOfAllStepsTest,
+                         testing::Values(BesideCaptures::nothing, BesideCaptures::gradients,
+                                         BesideCaptures::large_inputs),
+                         name_of_beside);
+
 class BudgetErrorTest : public CallTest {
  protected:
   [[nodiscard]] Options within(std::size_t bytes) const {
@@ -207,8 +302,41 @@ TEST_F(BudgetErrorTest, OneThatNoPlanMeetsIsAnErrorOnceAndAllStaysOffloaded) {
   OffloadEngine engine(model_, within(static_cast<std::size_t>(weights)));
   expect_plain(engine, 3, 6);
   const std::int64_t offloaded = engine.report().offloaded_bytes;
+  clear_gradients(model_);
   EXPECT_THROWS(UsageError, "with all offloaded that can be", (void)engine.step());
   expect_plain(engine, 6, 9);
+  EXPECT_EQ(engine.report().offloaded_bytes, offloaded);
+  EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
+}
+
+TEST_F(BudgetErrorTest, OneThatTheCapturesExceedIsAnErrorOnceAndAllStaysOffloaded) {
+  const auto run_step = [&](OffloadEngine& engine, std::int64_t s) {
+    expect_same_step(model_, nullptr, plain_, s, [&](BlockModel& of) {
+      std::optional<Step> step;
+      if (&of == &model_) {
+        of.loss_of(s).backward();  // gradients that are there when the step begins
+        step.emplace(engine.step());
+      }
+      clear_gradients(of);
+      of.loss_of(s).backward();
+    });
+  };
+  OffloadEngine probe(model_, options().offload("all").lag(0));
+  for (std::int64_t s = 0; s < 4; ++s) {
+    run_step(probe, s);
+  }
+  const auto needed = static_cast<std::size_t>(probe.report().step_peak_bytes);
+  probe.reset();
+  OffloadEngine engine(model_, within(needed));
+  for (std::int64_t s = 4; s < 7; ++s) {
+    run_step(engine, s);
+  }
+  const std::int64_t offloaded = engine.report().offloaded_bytes;
+  model_.loss_of(7).backward();
+  EXPECT_THROWS(UsageError, "unset gradients before OffloadEngine::step", (void)engine.step());
+  for (std::int64_t s = 7; s < 10; ++s) {
+    run_step(engine, s);
+  }
   EXPECT_EQ(engine.report().offloaded_bytes, offloaded);
   EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
 }
@@ -222,8 +350,7 @@ TEST_F(BudgetErrorTest, TheBytesOfTheErrorAreABudgetThatWorks) {
       (void)engine.step();
     } catch (const UsageError& error) {
       const std::string text = error.what();
-      const std::string before = "but a step takes ";
-      const std::size_t begin = text.find('(', text.find(before));
+      const std::size_t begin = text.find('(', text.find(" takes "));
       EXPECT_NE(begin, std::string::npos) << text;
       return static_cast<std::size_t>(std::stoull(text.substr(begin + 1)));
     }

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -176,6 +177,9 @@ TEST_F(ForwardOnlyCallableTest, BucketsReplayWithoutGradients) {
     expect(6, 1);
   }
   expect(8, 0);
+  const std::string notes = testing::PrintToString(bare_.report().notes);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "ran eagerly 1 times with gradients enabled, but", notes);
+  EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "in eval mode", notes);
 }
 
 TEST_F(ForwardOnlyCallableTest, OptionsThatMakeNoSense) {
