@@ -30,11 +30,13 @@ TEST_P(PipelineRankOnGpu, HasPlainGradients) {
   EXPECT_TRUE(offloaded > 0 || may_stay);
 }
 
-/// Those that callables in order can take, too: the layers of two chunks do not alternate in forward.
+/// Those that callables in order can take, too: the layers of two chunks do not alternate in forward, and with delayed weight gradients
+/// no other chunk runs between the layers of a backward.
 std::vector<RankProgram> orders() {
   std::vector<RankProgram> programs = rank_programs();
   std::erase_if(programs, [](const RankProgram& program) {
-    return program.extra == RankExtra::alternating || program.extra == RankExtra::overtaking;
+    return program.extra == RankExtra::alternating || program.extra == RankExtra::overtaking ||
+           (program.extra == RankExtra::cut && program.schedule == RankSchedule::zero_bubble);
   });
   return programs;
 }
