@@ -1,5 +1,4 @@
 #pragma once
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -142,9 +141,8 @@ struct CallSite {
   bool dropped = false;  ///< by GraphedCallable::reset
   bool to_record =
       false;  ///< captures were dropped because the model is another now: calls are recorded as in a first step
-  /// Of a callable: eager backwards since, for which backward_dw has nothing to do. Shared with hooks of autograd graphs.
-  std::shared_ptr<std::atomic<std::size_t>> eager_backwards = std::make_shared<std::atomic<std::size_t>>(0);
-  EagerRuns eager_runs;  ///< of a graphed call
+  std::size_t eager_runs_without_dw = 0;  ///< of a callable, with gradients: backward_dw has nothing to do for them
+  EagerRuns eager_runs;                   ///< of a graphed call
   Warned warned;
 };
 

@@ -1,8 +1,6 @@
 #include "graphs/calls/dispatcher.h"
 
 #include <algorithm>
-#include <atomic>
-#include <memory>
 #include <string>
 #include <utility>
 
@@ -35,21 +33,6 @@ bool equals_its_copy(const detail::CallRequest& request) {
   return std::all_of(request.guards.begin(), request.guards.end(), [](const detail::Guard& guard) {
     return guard.equal(guard.copy(guard.value).get(), guard.value);
   });
-}
-
-/// The backward of a run that gave `outputs` counts in `backwards`, once.
-void count_backward(const std::shared_ptr<std::atomic<std::size_t>>& backwards, const detail::TensorBuffer& outputs) {
-  std::shared_ptr<std::atomic<bool>> seen;
-  for (const at::Tensor& output : outputs) {
-    if (output.defined() && output.grad_fn() != nullptr) {
-      seen = seen != nullptr ? seen : std::make_shared<std::atomic<bool>>(false);
-      output.register_hook([backwards, seen](const at::Tensor& /*grad*/) {
-        if (!seen->exchange(true)) {
-          ++*backwards;
-        }
-      });
-    }
-  }
 }
 
 }  // namespace
@@ -127,6 +110,7 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
 }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
+  site.eager_runs_without_dw += at::GradMode::is_enabled() ? 1 : 0;
   if (site.kind == CallSite::Kind::graphed && at::GradMode::is_enabled()) {
     latest_ = nullptr;
   }
@@ -136,9 +120,6 @@ void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request,
     scope.end();
   } else {
     request.run(request.context, outputs);
-  }
-  if (site.kind == CallSite::Kind::callable && context_.phase() != CallContext::Phase::capturing) {
-    count_backward(site.eager_backwards, outputs);
   }
   if (request.replay != nullptr && request.replay->event() != nullptr) {
     resources_.runtime->record(GraphEventState::event_of(*request.replay->event()),

@@ -113,8 +113,8 @@ class GraphedCallable::Shared {
     if (engine_->resources().delayed_weights->compute_next(is_mine)) {
       return;
     }
-    if (*site_->eager_backwards > 0) {  // an eager backward has computed all gradients
-      --*site_->eager_backwards;
+    if (site_->eager_runs_without_dw > 0) {  // an eager backward has computed all gradients
+      --site_->eager_runs_without_dw;
       return;
     }
     throw UsageError(

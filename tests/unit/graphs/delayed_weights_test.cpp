@@ -378,18 +378,6 @@ TEST_F(DelayedCallablesTest, AnEagerRunBetweenAForwardAndItsWeightGradients) {
   });
 }
 
-TEST_F(DelayedCallablesTest, AnEagerRunWithoutABackwardAllowsNoSecondCall) {
-  stacks_.capture(delayed(), /*linked=*/false);
-  in_step(&*stacks_.engine, [&] {
-    stacks_.model->eval();
-    (void)stacks_.run_layer(true, 0, stacks_.input(1));
-    stacks_.model->train();
-    stacks_.run_layer(true, 0, stacks_.input(0)).sum().backward();
-    stacks_.layers[0].backward_dw();
-    EXPECT_THROWS(UsageError, "no weight gradients are delayed", stacks_.layers[0].backward_dw());
-  });
-}
-
 /// Microbatches in flight of ss::call, in the order F0 F1 B0 F2 B1 W0 B2 W1 W2 or the like.
 TEST(DelayedCallsTest, CapturesStayInFlightUntilTheWeightGradients) {
   const c10::Device device = find_device("sim");
