@@ -134,7 +134,6 @@ void Dispatcher::run_eagerly(const Call& call, EagerCause cause) {
 
 void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   CallSite& site = call.site;
-  refuse_composite_inputs(describe(site), call.request.inputs);
   if (!equals_its_copy(call.request)) {
     warn_of_equality(site);
     run_eagerly(call, EagerCause::unequal);
@@ -150,6 +149,7 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
     run_eagerly(call, site.set != nullptr ? EagerCause::no_bucket : EagerCause::over_bound);
     return;
   }
+  refuse_composite_inputs(describe(site), call.request.inputs);
   const std::size_t added = [&] {
     const SyncFinder::Pause keeps_copies;  // on the host
     return recorded.add(site, call.request, call.modes, busy, chunk);

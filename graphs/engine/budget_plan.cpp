@@ -88,8 +88,7 @@ std::string refusal_of(const MeasuredStep& step, std::int64_t beside, std::int64
                 " with all offloaded that can be; set a budget of at least that, or take a smaller batch"
           : "to capture the calls again takes " + exact_mebibytes(of_captures) + ", with " + mebibytes(beside) +
                 " that are live when the step begins; unset gradients before OffloadEngine::step, or set a budget of "
-                "at "
-                "least the former";
+                "at least the former";
   return "device_budget is " + exact_mebibytes(budget) + ", but " + text + ". The engine goes on with all offloaded";
 }
 

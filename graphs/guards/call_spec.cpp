@@ -40,7 +40,7 @@ std::string composite_in_words(const at::Tensor& tensor) {
   return c10::str(" is ", tensor.is_nested() ? "a nested tensor" : "a sparse tensor of layout ",
                   tensor.is_nested() ? "" : c10::str(tensor.layout()),
                   ", and graphs take and give plain tensors only; pass its values and indices (or sizes) as tensors "
-                  "of their own, or leave the call out of Options::graph");
+                  "of their own, or run it eagerly");
 }
 
 void add_once(std::vector<at::Generator>& all, const at::Generator& generator) {
@@ -108,7 +108,7 @@ void refuse_nested_members(const std::string& call, const torch::nn::Module& mod
       if (member.value().defined() && member.value().is_nested()) {
         throw UsageError(call + ": \"" + member.key() +
                          "\" is a nested tensor, in which a replay notices no change; register its values and sizes "
-                         "as plain tensors, or leave the call out of Options::graph");
+                         "as plain tensors, or run the module eagerly");
       }
     }
   };

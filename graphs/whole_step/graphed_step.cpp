@@ -1,5 +1,6 @@
 #include "sidestream/graphed_step.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -8,6 +9,7 @@
 #include "graphs/calls/call_set.h"
 #include "graphs/engine/engine_access.h"
 #include "graphs/guards/call_spec.h"
+#include "graphs/guards/input_facts.h"
 #include "graphs/whole_step/whole_step_body.h"
 #include "sidestream/detail/call_buffers.h"
 #include "sidestream/detail/call_request.h"
@@ -73,7 +75,9 @@ void GraphedStep::Shared::check_inputs(const std::vector<Tensors>& microbatches)
                      "of that mode");
   }
   for (const Tensors& inputs : microbatches) {
-    refuse_composite_inputs("graphed step \"" + name() + "\"", inputs);
+    if (std::any_of(inputs.begin(), inputs.end(), is_sparse_or_nested)) {
+      refuse_composite_inputs("graphed step \"" + name() + "\"", inputs);
+    }
     for (const at::Tensor& input : inputs) {
       if (input.defined() && input.requires_grad()) {
         throw UsageError("graphed step \"" + name() +

@@ -10,8 +10,12 @@ std::string reason_name(std::size_t tally) {
   if (tally < exclusion_count) {
     return exclusion_name(static_cast<Exclusion>(tally));
   }
+  const auto layout = static_cast<c10::Layout>(tally - exclusion_count);
   std::ostringstream name;
-  name << exclusion_name(Exclusion::unsupported) << " (" << static_cast<c10::Layout>(tally - exclusion_count) << ")";
+  name << exclusion_name(Exclusion::unsupported);
+  if (layout != c10::Layout::Strided) {
+    name << " (" << layout << ")";
+  }
   return name.str();
 }
 

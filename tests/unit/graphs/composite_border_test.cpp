@@ -123,6 +123,18 @@ TEST_P(CompositeBorderTest, AnEagerEngineTakesIt) {
   }
 }
 
+TEST_P(CompositeBorderTest, ACallWithoutRoomForACaptureTakesIt) {
+  OffloadEngine engine(*model_, Options(device_).min_bytes(16).graph("*").call_options(
+                                    CallOptions().max_captures(1).on_max_captures(OnMaxCaptures::eager)));
+  const at::Tensor dense = rows(9, device_);
+  for (std::int64_t s = 0; s < 3; ++s) {
+    (void)train(engine, s, dense);
+  }
+  const at::Tensor matrix = composite(7);
+  const at::Tensor mine = train(engine, 3, matrix);
+  EXPECT_TRUE(at::equal(mine.cpu(), train(3, matrix).cpu()));
+}
+
 TEST_P(CompositeBorderTest, ASampleIsRefused) {
   OffloadEngine engine(*model_, Options(device_));
   const at::Tensor x = rows(0, device_);
