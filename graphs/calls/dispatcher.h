@@ -24,7 +24,7 @@ class StepChunks;
 /// Decides what becomes of one call, be it one of `ss::call` or of a GraphedCallable: it runs eagerly as a scope, replays a
 /// capture, or runs and is recorded so that a capture may follow.
 ///
-/// callable_dispatch.cpp holds what is particular to callables, dispatcher.cpp all else.
+/// callable_dispatch.cpp has what is particular to callables, variant_search.cpp how a call's capture is found.
 /// Threads: the step's.
 class Dispatcher {
  public:

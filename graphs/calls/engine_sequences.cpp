@@ -103,7 +103,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
     for (std::size_t i = 0; i < spec.inputs.size(); ++i) {
       const StaticInput& held = call.inputs[i];
       if (!held.from && !held.same_as_earlier && held.tensor.defined()) {
-        // Neither takes device memory beside that of the new graphs.
+        // The new graphs read the old ones' inputs where they are. Inputs in the pool are on the device in the warm-up only.
         spec.inputs[i].on_host = held.in_pool;
         spec.inputs[i].is_static = !held.in_pool;
         const at::Tensor sample = held.in_pool ? at::zeros_like(held.tensor, c10::kCPU) : held.tensor.detach();

@@ -91,7 +91,7 @@ std::vector<at::Tensor> execute(const edge_list& from, const std::vector<at::Ten
 
 /// Generated nodes whose one kernel computes all gradients, or nearly all, whichever the pass asks for.
 /// Source: LibTorch 2.11, tools/autograd/derivatives.yaml: formulas of several inputs that get no `grad_input_mask`. The kernels of the
-/// last six get the mask and do not follow it.
+/// last six get the mask and follow a part of it at most.
 constexpr std::array kJoint{
     std::string_view("ConvTbcBackward0"),
     std::string_view("CudnnAttentionBackward0"),

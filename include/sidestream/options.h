@@ -124,7 +124,7 @@ class Options {
   /// step takes with everything offloaded, and a warm-up one call's tensors. Eager groups are always offloaded. Calls or
   /// shapes that are captured later follow the plan, and a note says if it was too small. OffloadEngine::reset plans anew.
   ///
-  /// If a step with everything offloaded exceeds the budget, OffloadEngine::step throws a UsageError. Later steps then offload everything.
+  /// If a step or its captures exceed the budget with all offloaded, OffloadEngine::step throws a UsageError. Later steps then offload all.
   /// Needs `graph`. Not to be set together with `lag`, `lookahead`, `groups_in_flight`, `offload_at_most`, `offload_fraction`,
   /// GraphOptions::agree_to_capture and GradientPolicy::delayed. An engine with a budget makes no callables, buckets and graphed steps.
   TORCH_ARG(std::optional<std::size_t>, device_budget);
