@@ -1,6 +1,5 @@
 // Groups by hand: a program says when its groups are offloaded and reloaded, and which of its own tensors give their memory up.
 #include <deque>
-#include <limits>
 #include <optional>
 #include <thread>
 
@@ -11,7 +10,6 @@
 #include "models/layer_stack.h"
 #include "models/plain_twin.h"
 #include "sidestream/call.h"
-#include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
@@ -19,54 +17,12 @@
 #include "sidestream/owning.h"
 #include "sidestream/scope.h"
 #include "sidestream/tensor_pool.h"
+#include "unit/graphs/asked_groups_fixture.h"
 
 namespace sidestream::testing_model {
 namespace {
 
 using Handles = std::deque<OffloadScope>;
-
-class AskedGroups : public testing::Test {
- protected:
-  /// One storage of [64, 64] floats.
-  static constexpr std::int64_t kSquareBytes = 64 * 64 * 4;
-
-  [[nodiscard]] Options options() const { return Options(device_).min_bytes(1024).offload("**"); }
-  [[nodiscard]] at::Tensor data(std::int64_t s) const {
-    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(300 + s));
-    return at::randn({64, 64}, generator).to(device_).requires_grad_(true);
-  }
-  /// One group more, of two storages.
-  static at::Tensor layer(const at::Tensor& h, const char* name, Handles& handles, bool later = false) {
-    OffloadScope& scope = handles.emplace_back(name);
-    at::Tensor result = h.exp().mul(0.5).tanh();
-    later ? scope.end_later() : scope.end();
-    return result;
-  }
-  static at::Tensor layers(at::Tensor h, Handles& handles, bool later = false) {
-    for (const char* name : {"a", "b", "c", "d"}) {
-      h = layer(h, name, handles, later);
-    }
-    return h;
-  }
-  [[nodiscard]] std::int64_t allocated() const { return make_runtime(device_)->memory_stats().allocated; }
-  /// A sizing step and one with the plan.
-  template <class Loss>
-  void two_steps(OffloadEngine& engine, const Loss& loss) {
-    for (std::int64_t s = 0; s < 2; ++s) {
-      const auto step = engine.step();
-      loss(data(s)).backward();
-    }
-  }
-  void two_steps(OffloadEngine& engine) {
-    two_steps(engine, [](const at::Tensor& x) {
-      Handles handles;
-      return layers(x.mul(2), handles).sum();
-    });
-  }
-
-  c10::Device device_ = find_device("sim");
-  torch::nn::Module model_;
-};
 
 TEST_F(AskedGroups, TheirMemoryIsFreeWhenTheProgramSaysSo) {
   OffloadEngine engine(model_, options());
@@ -462,46 +418,6 @@ TEST_F(AskedGroups, AWholeStepsGraphCopiesWhenAsked) {
   EXPECT_GT(engine.report().offloaded_bytes, 0);
   EXPECT_THROWS(UsageError, "drop the tensor instead",
                 (void)make_graphed_step(engine, Callable("releases", &releasing_loss, mine), {data_of(100)}, {}));
-}
-
-TEST_F(AskedGroups, BudgetsBoundWhatIsOffloaded) {
-  struct Case {
-    std::int64_t most;
-    double fraction;
-    std::int64_t offloaded;  ///< of a and b, which the lag does not keep: two storages each
-  };
-  for (const auto& [most, fraction, offloaded] : {Case{4, 1, 4}, Case{3, 1, 2}, Case{2, 1, 2}, Case{1, 1, 0},
-                                                  Case{0, 1, 0}, Case{4, 0.5, 2}, Case{4, 0.49, 0}, Case{4, 0, 0}}) {
-    OffloadEngine engine(model_, options().offload_at_most("a,b,c,d", static_cast<std::size_t>(most * kSquareBytes)));
-    OffloadEngine by_fraction(model_, options().offload_fraction("**", fraction));
-    OffloadEngine& asked = fraction < 1 ? by_fraction : engine;
-    two_steps(asked);
-    EXPECT_EQ(asked.report().offloaded_bytes, offloaded * kSquareBytes) << most << " storages, " << fraction;
-    for (const GroupReport& group : asked.report().groups) {
-      if (group.name == "b") {
-        EXPECT_EQ(group.kept_because,
-                  offloaded == 4 ? "" : "over the budget of Options::offload_at_most or offload_fraction");
-      }
-    }
-  }
-}
-
-TEST_F(AskedGroups, ABudgetThatNamesNothingIsRefused) {
-  OffloadEngine engine(model_, options().offload_at_most("unknown", kSquareBytes));
-  const auto steps = [&] { two_steps(engine); };
-  EXPECT_THROWS(UsageError, "unknown", steps());
-}
-
-TEST_F(AskedGroups, ASecondBudgetForTheSameGroupsIsRefused) {
-  EXPECT_THROWS(UsageError, "\"a,b\" has two budgets",
-                OffloadEngine(model_, options().offload_at_most("a,b", 1).offload_fraction("b, a", 0.5)));
-}
-
-TEST_F(AskedGroups, AFractionOutsideOfZeroToOneIsRefused) {
-  for (const double fraction : {-0.1, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
-    EXPECT_THROWS(UsageError, "from 0 to 1", OffloadEngine(model_, options().offload_fraction("a", fraction)));
-    EXPECT_THROWS(UsageError, "for \"a\"", OffloadEngine(model_, options().offload_fraction("a", fraction)));
-  }
 }
 
 }  // namespace

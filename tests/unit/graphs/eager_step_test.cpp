@@ -12,6 +12,7 @@
 #include "graphs/outputs/storage_holders.h"
 #include "models/plain_twin.h"
 #include "models/scopes.h"
+#include "runtime/runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
