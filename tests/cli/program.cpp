@@ -4,8 +4,11 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <stdexcept>
 #include <thread>
 
@@ -17,6 +20,7 @@
 #include <unistd.h>
 
 #include "tests/cli/scratch_folder.h"
+#include "tools/cli/command_line.h"
 
 extern char** environ;
 
@@ -48,9 +52,37 @@ std::string whole_file(int descriptor) {
   return text;
 }
 
+pid_t spawn_with(const std::vector<char*>& argv, int out, int err) {
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, out, STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, err, STDERR_FILENO);
+  pid_t pid = -1;
+  const int failed = posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environ);
+  posix_spawn_file_actions_destroy(&actions);
+  return failed == 0 ? pid : -1;
+}
+
+/// Threads of this process are not in the fork, so that there must be none: the program would wait for them.
+pid_t fork_with(std::vector<char*> argv, int out, int err) {
+  const std::filesystem::directory_iterator threads("/proc/self/task");
+  if (std::distance(begin(threads), end(threads)) != 1) {
+    throw std::runtime_error(
+        "this process has several threads: a test before left one, and the program cannot be forked");
+  }
+  std::fflush(nullptr);
+  const pid_t pid = fork();
+  if (pid != 0) {
+    return pid;
+  }
+  dup2(out, STDOUT_FILENO);
+  dup2(err, STDERR_FILENO);
+  std::exit(run_command_line(static_cast<int>(argv.size()) - 1, argv.data()));
+}
+
 }  // namespace
 
-Program::Program(const std::vector<std::string>& arguments, const std::string& before) {
+Program::Program(const std::vector<std::string>& arguments, const std::string& before, Start start) {
   const char* path = std::getenv("SIDESTREAM_PROGRAM");
   int pipe_ends[2];
   if (path == nullptr || pipe2(pipe_ends, O_CLOEXEC) != 0) {
@@ -68,14 +100,9 @@ Program::Program(const std::vector<std::string>& arguments, const std::string& b
   argv.push_back(nullptr);
   out_ = pipe_ends[0];
   err_ = anonymous_file();
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, pipe_ends[1], STDOUT_FILENO);
-  posix_spawn_file_actions_adddup2(&actions, err_, STDERR_FILENO);
-  const int failed = posix_spawn(&pid_, argv[0], &actions, nullptr, argv.data(), environ);
-  posix_spawn_file_actions_destroy(&actions);
+  pid_ = start == Start::fork ? fork_with(argv, pipe_ends[1], err_) : spawn_with(argv, pipe_ends[1], err_);
   close(pipe_ends[1]);
-  if (failed != 0) {
+  if (pid_ <= 0) {
     throw std::runtime_error(std::string("cannot start ") + path);
   }
 }
@@ -170,7 +197,10 @@ ProgramResult Program::finish() {
 }
 
 ProgramResult run_program(const std::vector<std::string>& arguments, const std::string& before) {
-  return Program(arguments, before).finish();
+  // The ranks of a pipeline start as the file of this process.
+  const bool starts_ranks = std::find(arguments.begin(), arguments.end(), "--pp") != arguments.end();
+  const bool fork = before.empty() && !starts_ranks;
+  return Program(arguments, before, fork ? Program::Start::fork : Program::Start::file).finish();
 }
 
 std::vector<std::string> tiny_training(const std::vector<std::string>& more) {

@@ -17,9 +17,15 @@ struct ProgramResult {
 /// The program under test as a process of its own, its output captured.
 class Program {
  public:
+  enum class Start {
+    file,  ///< the built file
+    fork,  ///< a fork of this process, which has the program's code: LibTorch is loaded already
+  };
+
   /// Starts it. The path is in the environment variable SIDESTREAM_PROGRAM. `before`, if any, is run by a shell that then becomes the
   /// program: "ulimit -v 3000000".
-  explicit Program(const std::vector<std::string>& arguments, const std::string& before = {});
+  explicit Program(const std::vector<std::string>& arguments, const std::string& before = {},
+                   Start start = Start::file);
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
   /// Kills it if it still runs.
@@ -48,7 +54,7 @@ class Program {
   std::string text_;
 };
 
-/// Runs it to its end.
+/// Runs it to its end, if possible as a fork.
 [[nodiscard]] ProgramResult run_program(const std::vector<std::string>& arguments, const std::string& before = {});
 
 /// Arguments that train a small model on the simulated device, and `more`.

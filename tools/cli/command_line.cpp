@@ -1,3 +1,5 @@
+#include "tools/cli/command_line.h"
+
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -22,9 +24,8 @@
 #include "tools/cli/startup.h"
 #include "tools/cli/train_command.h"
 
+namespace sidestream::cli {
 namespace {
-
-using namespace sidestream;
 
 constexpr const char* kFooter = R"(Examples:
   sidestream train --compare
@@ -84,26 +85,26 @@ int run(int argc, char** argv) {
   app.footer(kFooter);
   app.set_version_flag("--version", std::string("sidestream ") + version());
   app.require_subcommand(1);
-  cli::TrainingOptions options;
+  TrainingOptions options;
   CLI::App* train = app.add_subcommand(
       "train", "Train a model on text; a table at the end shows the memory saved and the step times");
   train->footer(kFooter);
-  cli::declare_training_options(*train, options);
-  cli::CheckOptions checked;
+  declare_training_options(*train, options);
+  CheckOptions checked;
   CLI::App* check = app.add_subcommand(
       "check", "Check the order of work: read a journal, or run recorded steps in many orders and compare the results");
   check->footer(kCheckFooter);
-  cli::declare_check_options(*check, checked);
-  cli::OrderOptions ordered;
+  declare_check_options(*check, checked);
+  OrderOptions ordered;
   CLI::App* order = app.add_subcommand("order", "Show the orders in which the ranks of a pipeline run microbatches");
-  cli::declare_order_options(*order, ordered);
-  cli::SimulateOptions simulated;
+  declare_order_options(*order, ordered);
+  SimulateOptions simulated;
   CLI::App* simulate =
       app.add_subcommand("simulate", "Say what a step of a pipeline will take: time, waits and memory");
-  cli::declare_simulate_options(*simulate, simulated);
+  declare_simulate_options(*simulate, simulated);
   std::vector<std::string> files;
   CLI::App* report = app.add_subcommand("report", "Show the reports of several ranks as one table");
-  cli::declare_report_options(*report, files);
+  declare_report_options(*report, files);
   const CLI::App* info =
       app.add_subcommand("info", "Show devices, versions and the measured copy speed to and from each device");
   try {
@@ -111,7 +112,7 @@ int run(int argc, char** argv) {
   } catch (const CLI::Success& asked) {
     return app.exit(asked);
   } catch (const CLI::ParseError& error) {
-    return complain(std::string(error.what()) + " (sidestream --help lists commands and options)", cli::kUsage);
+    return complain(std::string(error.what()) + " (sidestream --help lists commands and options)", kUsage);
   }
   if (check->parsed()) {
     return cli::check(checked);
@@ -130,18 +131,20 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  cli::ShortageNote shortage;
+int run_command_line(int argc, char** argv) {
+  ShortageNote shortage;
   const c10::WarningUtils::WarningHandlerGuard hearing(&shortage);
   try {
     return run(argc, argv);
-  } catch (const sidestream::UsageError& error) {
-    return complain(error.what(), cli::kUsage);
+  } catch (const UsageError& error) {
+    return complain(error.what(), kUsage);
   } catch (const std::bad_alloc&) {
-    return complain(cli::kNoMemory, cli::kFailure);
+    return complain(kNoMemory, kFailure);
   } catch (const c10::Error& error) {
-    return complain(error.what_without_backtrace() + shortage.text(), cli::kFailure);
+    return complain(error.what_without_backtrace() + shortage.text(), kFailure);
   } catch (const std::exception& error) {
-    return complain(error.what() + shortage.text(), cli::kFailure);
+    return complain(error.what() + shortage.text(), kFailure);
   }
 }
+
+}  // namespace sidestream::cli
