@@ -2,7 +2,6 @@
 // elements that the device is never what limits.
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,10 +11,10 @@
 #include <fmt/format.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "sidestream/sidestream.h"
+#include "tools/bench/bench_program.h"
 #include "tools/bench/step_time.h"
 
 namespace sidestream {
@@ -163,15 +162,12 @@ nlohmann::json run(const Setting& setting, const std::vector<std::string>& modes
   return all;
 }
 
-}  // namespace
-}  // namespace sidestream
-
-int main(int argc, char** argv) {
+int run_all(int argc, char** argv) {
   CLI::App app(
       "Compares the CPU time of chunks to that of the same calls outside of chunks: microseconds of one microbatch, "
       "for its forward, and for all of a step");
-  sidestream::Setting setting;
-  std::vector<std::string> modes{sidestream::calls, sidestream::chunks, sidestream::chunks_in_order};
+  Setting setting;
+  std::vector<std::string> modes{calls, chunks, chunks_in_order};
   app.add_option("--device", setting.device, "auto, cuda or sim")->capture_default_str();
   app.add_option("--layers", setting.layers, "Calls of a chunk")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--ranks", setting.ranks, "Microbatches in flight: those of the first of so many ranks")
@@ -183,11 +179,13 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember(modes))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  try {
-    std::fputs((sidestream::run(setting, modes).dump(2) + "\n").c_str(), stdout);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_chunks: %s\n", error.what());
-    return 1;
-  }
+  std::fputs((run(setting, modes).dump(2) + "\n").c_str(), stdout);
   return 0;
+}
+
+}  // namespace
+}  // namespace sidestream
+
+int main(int argc, char** argv) {
+  return sidestream::bench::run_benchmark("bench_chunks", sidestream::run_all, argc, argv);
 }
