@@ -9,46 +9,15 @@
 
 #include <ATen/ops/ones.h>
 #include <fmt/format.h>
-#include <torch/nn/module.h>
-#include <torch/nn/modules/container/modulelist.h>
 #include <nlohmann/json.hpp>
 
 #include "sidestream/sidestream.h"
 #include "tools/bench/bench_program.h"
+#include "tools/bench/scaled_layers.h"
 #include "tools/bench/step_time.h"
 
 namespace sidestream {
 namespace {
-
-constexpr std::int64_t kElements = 8;
-
-class Scaled : public torch::nn::Module {
- public:
-  Scaled() : weight_(register_parameter("weight", at::ones({kElements}))) {}
-  at::Tensor forward(const at::Tensor& h) { return h * weight_; }
-
- private:
-  at::Tensor weight_;
-};
-
-class ScaledLayers : public torch::nn::Module {
- public:
-  explicit ScaledLayers(std::int64_t layers) {
-    for (std::int64_t i = 0; i < layers; ++i) {
-      layers_->push_back(std::make_shared<Scaled>());
-    }
-    register_module("layers", layers_);
-  }
-  at::Tensor forward(at::Tensor h) {
-    for (const auto& layer : *layers_) {
-      h = call(layer->as<Scaled>(), h);
-    }
-    return h;
-  }
-
- private:
-  torch::nn::ModuleList layers_;
-};
 
 struct Setting {
   std::string device = "auto";
@@ -75,11 +44,11 @@ class Rank {
         outputs_(static_cast<std::size_t>(setting.microbatches)) {
     model_.to(device_);
     engine_.emplace(model_, Options(device_)
-                                .graph("layers.*")
+                                .graph("blocks.*")
                                 .call_options(CallOptions().max_captures(setting.microbatches))
                                 .graph_options(GraphOptions().gradients("**", GradientPolicy::accumulated)));
-    x_ = at::ones({kElements}).to(device_).requires_grad_(true);
-    gradient_ = at::ones({kElements}).to(device_);
+    x_ = at::ones({bench::Scaled::kElements}).to(device_).requires_grad_(true);
+    gradient_ = at::ones({bench::Scaled::kElements}).to(device_);
     for (int i = 0; i < 5; ++i) {
       (void)step();
     }
@@ -123,7 +92,7 @@ class Rank {
   bool in_order_;
   c10::Device device_;
   std::vector<PipelineStep> order_;
-  ScaledLayers model_;
+  bench::ScaledLayers model_;
   std::optional<OffloadEngine> engine_;
   at::Tensor x_;
   at::Tensor gradient_;
