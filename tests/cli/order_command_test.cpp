@@ -19,14 +19,6 @@ std::string order_printed(const std::vector<std::string>& more) {
   return result.out;
 }
 
-std::size_t occurrences(const std::string& text, const std::string& part) {
-  std::size_t count = 0;
-  for (std::size_t at = 0; (at = text.find(part, at)) != std::string::npos; at += part.size()) {
-    ++count;
-  }
-  return count;
-}
-
 TEST(OrderCommand, ATableHasTheOrderOfEachRankAndWhatItKeeps) {
   EXPECT_EQ(order_printed({"--pp", "2", "--microbatches", "3"}),
             "1F1B: 2 ranks, 3 microbatches\n\n"

@@ -229,4 +229,12 @@ void expect_refusal(const std::vector<std::string>& arguments, int code, const s
   EXPECT_NE(result.err.find(part), std::string::npos) << result.err;
 }
 
+std::size_t occurrences(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (std::size_t at = 0; (at = text.find(part, at)) != std::string::npos; at += part.size()) {
+    ++count;
+  }
+  return count;
+}
+
 }  // namespace sidestream::cli

@@ -72,4 +72,7 @@ struct TrainedProgram {
 void expect_refusal(const std::vector<std::string>& arguments, int code, const std::string& part,
                     const std::string& before = {});
 
+/// How often `text` holds `part`, not counting overlaps.
+[[nodiscard]] std::size_t occurrences(const std::string& text, const std::string& part);
+
 }  // namespace sidestream::cli

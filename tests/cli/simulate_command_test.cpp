@@ -127,27 +127,19 @@ TEST(SimulateCommand, ATraceHasEachStepAndCopyOnTheThreadOfItsRank) {
   EXPECT_EQ(memory, (std::map<int, double>{{0, 0}, {1, 0}}));
 }
 
-std::size_t count_of(const std::string& text, const std::string& part) {
-  std::size_t count = 0;
-  for (std::size_t at = 0; (at = text.find(part, at)) != std::string::npos; at += part.size()) {
-    ++count;
-  }
-  return count;
-}
-
 TEST(SimulateCommand, APictureHasTheWorkTheCopiesAndTheMemoryOfEachRank) {
   const ScratchFolder folder;
   const std::filesystem::path file = folder.path() / "step.svg";
   (void)simulated_output({"--svg", file.string()});
   const std::string svg = ScratchFolder::read(file);
-  EXPECT_EQ(count_of(svg, "<rect class=\"forward\""), 2U * 3 + 1) << "and the legend's";
-  EXPECT_EQ(count_of(svg, "<rect class=\"host\""), 5U + 3 + 1);
-  EXPECT_EQ(count_of(svg, "<rect class=\"device\""), 5U + 3 + 1);
-  EXPECT_EQ(count_of(svg, "<polyline"), 2U);
+  EXPECT_EQ(occurrences(svg, "<rect class=\"forward\""), 2U * 3 + 1) << "and the legend's";
+  EXPECT_EQ(occurrences(svg, "<rect class=\"host\""), 5U + 3 + 1);
+  EXPECT_EQ(occurrences(svg, "<rect class=\"device\""), 5U + 3 + 1);
+  EXPECT_EQ(occurrences(svg, "<polyline"), 2U);
   const std::size_t begin = svg.find("<polyline");
   const std::string line = svg.substr(begin, svg.find("/>", begin) - begin);
   // Memory changes with the begin and the end of each of 12 graphs, and after each of three chunks.
-  EXPECT_EQ(count_of(line, ","), 1U + 2 * (2 * 12 + 3));
+  EXPECT_EQ(occurrences(line, ","), 1U + 2 * (2 * 12 + 3));
 }
 
 TEST(SimulateCommand, RefusesWhatItCannotSimulate) {

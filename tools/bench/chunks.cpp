@@ -2,7 +2,6 @@
 // elements that the device is never what limits.
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,46 +9,15 @@
 
 #include <ATen/ops/ones.h>
 #include <fmt/format.h>
-#include <torch/nn/module.h>
-#include <torch/nn/modules/container/modulelist.h>
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "sidestream/sidestream.h"
+#include "tools/bench/bench_program.h"
+#include "tools/bench/scaled_layers.h"
 #include "tools/bench/step_time.h"
 
 namespace sidestream {
 namespace {
-
-constexpr std::int64_t kElements = 8;
-
-class Scaled : public torch::nn::Module {
- public:
-  Scaled() : weight_(register_parameter("weight", at::ones({kElements}))) {}
-  at::Tensor forward(const at::Tensor& h) { return h * weight_; }
-
- private:
-  at::Tensor weight_;
-};
-
-class ScaledLayers : public torch::nn::Module {
- public:
-  explicit ScaledLayers(std::int64_t layers) {
-    for (std::int64_t i = 0; i < layers; ++i) {
-      layers_->push_back(std::make_shared<Scaled>());
-    }
-    register_module("layers", layers_);
-  }
-  at::Tensor forward(at::Tensor h) {
-    for (const auto& layer : *layers_) {
-      h = call(layer->as<Scaled>(), h);
-    }
-    return h;
-  }
-
- private:
-  torch::nn::ModuleList layers_;
-};
 
 struct Setting {
   std::string device = "auto";
@@ -76,11 +44,11 @@ class Rank {
         outputs_(static_cast<std::size_t>(setting.microbatches)) {
     model_.to(device_);
     engine_.emplace(model_, Options(device_)
-                                .graph("layers.*")
+                                .graph("blocks.*")
                                 .call_options(CallOptions().max_captures(setting.microbatches))
                                 .graph_options(GraphOptions().gradients("**", GradientPolicy::accumulated)));
-    x_ = at::ones({kElements}).to(device_).requires_grad_(true);
-    gradient_ = at::ones({kElements}).to(device_);
+    x_ = at::ones({bench::Scaled::kElements}).to(device_).requires_grad_(true);
+    gradient_ = at::ones({bench::Scaled::kElements}).to(device_);
     for (int i = 0; i < 5; ++i) {
       (void)step();
     }
@@ -124,7 +92,7 @@ class Rank {
   bool in_order_;
   c10::Device device_;
   std::vector<PipelineStep> order_;
-  ScaledLayers model_;
+  bench::ScaledLayers model_;
   std::optional<OffloadEngine> engine_;
   at::Tensor x_;
   at::Tensor gradient_;
@@ -163,15 +131,12 @@ nlohmann::json run(const Setting& setting, const std::vector<std::string>& modes
   return all;
 }
 
-}  // namespace
-}  // namespace sidestream
-
-int main(int argc, char** argv) {
+int run_all(int argc, char** argv) {
   CLI::App app(
       "Compares the CPU time of chunks to that of the same calls outside of chunks: microseconds of one microbatch, "
       "for its forward, and for all of a step");
-  sidestream::Setting setting;
-  std::vector<std::string> modes{sidestream::calls, sidestream::chunks, sidestream::chunks_in_order};
+  Setting setting;
+  std::vector<std::string> modes{calls, chunks, chunks_in_order};
   app.add_option("--device", setting.device, "auto, cuda or sim")->capture_default_str();
   app.add_option("--layers", setting.layers, "Calls of a chunk")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--ranks", setting.ranks, "Microbatches in flight: those of the first of so many ranks")
@@ -183,11 +148,13 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember(modes))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  try {
-    std::fputs((sidestream::run(setting, modes).dump(2) + "\n").c_str(), stdout);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_chunks: %s\n", error.what());
-    return 1;
-  }
+  std::fputs((run(setting, modes).dump(2) + "\n").c_str(), stdout);
   return 0;
+}
+
+}  // namespace
+}  // namespace sidestream
+
+int main(int argc, char** argv) {
+  return sidestream::bench::run_benchmark("bench_chunks", sidestream::run_all, argc, argv);
 }

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,15 +13,11 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/randint.h>
-#include <fmt/format.h>
-#include <CLI/App.hpp>
-#include <CLI/Config.hpp>
-#include <CLI/Formatter.hpp>
-#include <CLI/Validators.hpp>
 #include <nlohmann/json.hpp>
 
 #include "examples/mixture_model/mixture_model.h"
 #include "sidestream/sidestream.h"
+#include "tools/bench/bench_program.h"
 #include "tools/bench/step_time.h"
 
 namespace {
@@ -181,9 +176,7 @@ class MixtureBench {
   at::Tensor windows_;
 };
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int run_all(int argc, char** argv) {
   Settings settings;
   CLI::App app(
       "Times a mixture of experts: eager, with part of each layer, and with whole layers in graphs. Prints JSON.",
@@ -207,11 +200,10 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  try {
-    std::fputs((MixtureBench(settings).measure().dump(2) + "\n").c_str(), stdout);
-  } catch (const std::exception& error) {
-    std::fputs(fmt::format("bench_mixture: {}\n", error.what()).c_str(), stderr);
-    return 1;
-  }
+  std::fputs((MixtureBench(settings).measure().dump(2) + "\n").c_str(), stdout);
   return 0;
 }
+
+}  // namespace
+
+int main(int argc, char** argv) { return bench::run_benchmark("bench_mixture", run_all, argc, argv); }

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,12 +18,12 @@
 #include <fmt/format.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "graphs/engine/engine_access.h"
 #include "sidestream/sidestream.h"
 #include "tools/bench/bare_nodes.h"
+#include "tools/bench/bench_program.h"
 #include "tools/bench/noting_runtime.h"
 #include "tools/bench/step_time.h"
 
@@ -78,7 +77,7 @@ class TinyLayers : public torch::nn::Module {
 };
 
 struct Setting {
-  std::string device;
+  std::string device = "auto";
   GradientPolicy policy = GradientPolicy::accumulated;
   std::int64_t layers = 12;
   std::int64_t parameters = 12;
@@ -354,15 +353,10 @@ nlohmann::json run(const Setting& setting) {
           {"bare_in_nodes", json_of(in_nodes)}};
 }
 
-}  // namespace
-}  // namespace sidestream
-
-int main(int argc, char** argv) {
-  using sidestream::GradientPolicy;
+int run_all(int argc, char** argv) {
   CLI::App app(
       "Compares the CPU time of a replay, with its autograd node, to the bare launches, records, waits and copies");
-  sidestream::Setting setting;
-  setting.device = "auto";
+  Setting setting;
   std::vector<std::int64_t> layers{12};
   std::vector<std::int64_t> parameters{1, 100};
   std::vector<std::int64_t> inputs{1, 100};
@@ -383,26 +377,28 @@ int main(int argc, char** argv) {
   app.add_flag("--all", setting.all, "Each parameter gets a gradient; without this only the first and the last");
   app.add_option("--steps", setting.steps)->check(CLI::PositiveNumber)->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  try {
-    nlohmann::json all = nlohmann::json::array();
-    for (const std::int64_t count : layers) {
-      for (const std::int64_t given : inputs) {
-        for (const std::int64_t weights : parameters) {
-          for (const GradientPolicy policy :
-               {GradientPolicy::cloned, GradientPolicy::owned, GradientPolicy::accumulated}) {
-            setting.layers = count;
-            setting.inputs = given;
-            setting.parameters = weights;
-            setting.policy = policy;
-            all.push_back(sidestream::run(setting));
-          }
+  nlohmann::json all = nlohmann::json::array();
+  for (const std::int64_t count : layers) {
+    for (const std::int64_t given : inputs) {
+      for (const std::int64_t weights : parameters) {
+        for (const GradientPolicy policy :
+             {GradientPolicy::cloned, GradientPolicy::owned, GradientPolicy::accumulated}) {
+          setting.layers = count;
+          setting.inputs = given;
+          setting.parameters = weights;
+          setting.policy = policy;
+          all.push_back(run(setting));
         }
       }
     }
-    std::fputs((all.dump(2) + "\n").c_str(), stdout);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_replay: %s\n", error.what());
-    return 1;
   }
+  std::fputs((all.dump(2) + "\n").c_str(), stdout);
   return 0;
+}
+
+}  // namespace
+}  // namespace sidestream
+
+int main(int argc, char** argv) {
+  return sidestream::bench::run_benchmark("bench_replay", sidestream::run_all, argc, argv);
 }

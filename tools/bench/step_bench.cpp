@@ -7,9 +7,9 @@
 #include <ATen/Context.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randint.h>
-#include <torch/nn/modules/container/modulelist.h>
 
 #include "graphs/engine/engine_access.h"
+#include "tools/bench/scaled_layers.h"
 
 namespace sidestream::bench {
 namespace {
@@ -17,35 +17,6 @@ namespace {
 constexpr int kWarmSteps = 5;  // sizing, capture, and replays
 constexpr std::size_t kWatched = 5;
 constexpr double kLearningRate = 1e-5;
-
-/// So small that the device is never what limits.
-class TinyLayer : public torch::nn::Module {
- public:
-  TinyLayer() : weight_(register_parameter("weight", at::ones({8}))) {}
-  at::Tensor forward(const at::Tensor& h) { return h * weight_; }
-
- private:
-  at::Tensor weight_;
-};
-
-class TinyModel : public torch::nn::Module {
- public:
-  explicit TinyModel(std::int64_t layers) {
-    for (std::int64_t i = 0; i < layers; ++i) {
-      blocks_->push_back(std::make_shared<TinyLayer>());
-    }
-    register_module("blocks", blocks_);
-  }
-  at::Tensor loss(at::Tensor h, const at::Tensor& factors) {
-    for (const auto& block : *blocks_) {
-      h = call(block->as<TinyLayer>(), h);
-    }
-    return (h * factors).sum();
-  }
-
- private:
-  torch::nn::ModuleList blocks_;
-};
 
 /// Of each of `block` steps, one right behind the other.
 StepTime time_block(c10::Device device, std::int64_t block, const std::function<void()>& run) {
@@ -83,10 +54,10 @@ const std::vector<StepMode>& step_modes() {
 TrainedInMode::TrainedInMode(const StepSettings& settings, c10::Device device, StepMode mode) : mode_(std::move(mode)) {
   at::manual_seed(1);
   if (settings.model == "tiny") {
-    auto tiny = std::make_shared<TinyModel>(settings.shape.layers);
+    auto tiny = std::make_shared<ScaledLayers>(settings.shape.layers);
     model_ = tiny;
-    loss_ = [tiny](const Tensors& inputs) -> Tensors { return {tiny->loss(inputs[0], inputs[1])}; };
-    inputs_ = {at::ones({8}).to(device), at::ones({8}).to(device)};
+    loss_ = [tiny](const Tensors& inputs) -> Tensors { return {(tiny->forward(inputs[0]) * inputs[1]).sum()}; };
+    inputs_ = {at::ones({Scaled::kElements}).to(device), at::ones({Scaled::kElements}).to(device)};
     model_->to(device);
   } else {
     constexpr std::int64_t kValues = 256;

@@ -179,13 +179,7 @@ class RankTraining {
   [[nodiscard]] bool reports() const { return ranks_->getRank() == last_; }
 
   void describe() {
-    result_.options = options_;
-    result_.device_name = device_.name;
-    result_.text_source = corpus_.source();
-    result_.text_files = corpus_.files();
-    result_.text_bytes = corpus_.bytes();
-    result_.byte_entropy = corpus_.byte_entropy();
-    result_.mode = TrainingMode{.graphs = options_.graphed(), .offload = options_.offloads()}.name();
+    result_ = described(options_, corpus_, device_.name);
     if (reports()) {
       print(fmt::format("text: {} files, {} bytes from {}, byte entropy {:.4f} nats\ndevice: {} in each rank\n",
                         result_.text_files, result_.text_bytes, result_.text_source, result_.byte_entropy,

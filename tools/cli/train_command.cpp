@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -182,29 +183,16 @@ int train(const TrainingOptions& options) {
   if (options.pp) {
     return train_in_pipeline(options, corpus);
   }
-  std::optional<ReportFile> report;
-  if (!options.report.empty()) {
-    report.emplace(options.report, "--report");
-  }
-  std::optional<ReportFile> trace;
-  if (!options.trace.empty()) {
-    trace.emplace(options.trace, "--trace");
-  }
-  std::optional<ReportFile> journal;
-  if (!options.journal.empty()) {
-    journal.emplace(options.journal, "--journal");
-  }
+  const auto place = [](const std::filesystem::path& path, const char* option) {
+    return path.empty() ? std::optional<ReportFile>() : std::optional<ReportFile>(std::in_place, path, option);
+  };
+  std::optional<ReportFile> report = place(options.report, "--report");
+  std::optional<ReportFile> trace = place(options.trace, "--trace");
+  std::optional<ReportFile> journal = place(options.journal, "--journal");
   const ChosenDevice device = choose_device(options);
 
-  TrainingResult result;
-  result.options = options;
-  result.device_name = device.name;
-  result.text_source = corpus.source();
-  result.text_files = corpus.files();
-  result.text_bytes = corpus.bytes();
-  result.byte_entropy = corpus.byte_entropy();
+  TrainingResult result = described(options, corpus, device.name);
   const TrainingMode mode{.graphs = options.graphed(), .offload = options.offloads()};
-  result.mode = mode.name();
   print(fmt::format("text: {} files, {} bytes from {}, byte entropy {:.4f} nats\ndevice: {}\n", corpus.files(),
                     corpus.bytes(), corpus.source(), result.byte_entropy, device.name));
 

@@ -105,6 +105,18 @@ std::string TrainingMode::name() const {
   return graphs && offload ? "graphs+offload" : graphs ? "graphs" : "offload";
 }
 
+TrainingResult described(const TrainingOptions& options, const TextCorpus& corpus, const std::string& device_name) {
+  TrainingResult result;
+  result.options = options;
+  result.device_name = device_name;
+  result.text_source = corpus.source();
+  result.text_files = corpus.files();
+  result.text_bytes = corpus.bytes();
+  result.byte_entropy = corpus.byte_entropy();
+  result.mode = TrainingMode{.graphs = options.graphed(), .offload = options.offloads()}.name();
+  return result;
+}
+
 struct TrainingRun::State {
   State(const TrainingOptions& asked, c10::Device where, TrainingMode as, const TextCorpus& text,
         ProgressCallback progress, std::optional<PipelineRank> place)

@@ -30,6 +30,10 @@ struct TrainingMode {
   [[nodiscard]] bool plain() const noexcept { return !graphs && !offload; }
 };
 
+/// A result that says what is to be trained, on which text and device and in which mode; nothing of it was measured yet.
+[[nodiscard]] TrainingResult described(const TrainingOptions& options, const TextCorpus& corpus,
+                                       const std::string& device_name);
+
 /// A rank's place in a pipeline.
 struct PipelineRank {
   /// Runs a virtual stage of this rank on a microbatch.

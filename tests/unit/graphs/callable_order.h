@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -33,7 +34,10 @@ class CallableOrderTest : public testing::Test {
     nothing,  ///< callables find their turn
     chunks,   ///< what chunk they are of
     order,    ///< the same, and the order of the step
+    no_step,  ///< nothing, and there is no step of the engine
   };
+  /// Runs one piece of work of a step. The engine: null if callables are not told of their chunks.
+  using RunOne = std::function<void(CalledStack&, OffloadEngine*, const PipelineStep&, Chunks&, StepTensors&)>;
 
   static Order forward_and_backward(std::int64_t microbatch) {
     return {{0, microbatch, Kind::forward}, {0, microbatch, Kind::backward}};
@@ -111,19 +115,24 @@ class CallableOrderTest : public testing::Test {
       in_flight.erase({work.stage, work.microbatch});
     }
   }
-  /// A step that runs `runs`.
-  void expect_plain_step(OffloadEngine& engine, std::int64_t s, const Order& runs, Told told) {
+  /// A step that runs `runs`, each piece by `one`, if given, else by `run`.
+  void expect_plain_step(OffloadEngine& engine, std::int64_t s, const Order& runs, Told told, const RunOne& one = {}) {
     expect_same_step(model_, nullptr, plain_, s, [&](CalledStack& model) {
       torch::manual_seed(static_cast<std::uint64_t>(s));
       const bool mine = &model == &model_;
       StepTensors given;
       Chunks in_flight;
       std::optional<Step> step;
-      if (mine) {
+      if (mine && told != Told::no_step) {
         step.emplace(told == Told::order ? engine.step(runs) : engine.step());
       }
+      OffloadEngine* const of = mine && (told == Told::chunks || told == Told::order) ? &engine : nullptr;
       for (const PipelineStep& work : runs) {
-        run(model, mine && told != Told::nothing ? &engine : nullptr, work, s, in_flight, given);
+        if (one) {
+          one(model, of, work, in_flight, given);
+        } else {
+          run(model, of, work, s, in_flight, given);
+        }
       }
       if (step) {
         step->finish();

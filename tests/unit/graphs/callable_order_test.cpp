@@ -1,7 +1,6 @@
 // Callables that are captured in the order of a step. pipeline_rank_test.cpp trains the orders of pipelines with them.
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -141,14 +140,7 @@ TEST_F(CallableOrderTest, WithoutStepsTheOrderRepeats) {
   OffloadEngine engine(model_, options());
   capture(engine, GraphOptions().order(order_));
   for (std::int64_t s = 0; s < 3; ++s) {
-    expect_same_step(model_, nullptr, plain_, s, [&](CalledStack& model) {
-      StepTensors given;
-      Chunks in_flight;
-      for (const PipelineStep& work : order_) {
-        run(model, nullptr, work, s, in_flight, given);
-      }
-      return given;
-    });
+    expect_plain_step(engine, s, order_, Told::no_step);
   }
 }
 
@@ -157,14 +149,7 @@ TEST_F(CallableOrderTest, WithoutStepsTheOrderBeginsAnewWhenNothingIsInFlight) {
   capture(engine, GraphOptions().order(order_));
   for (std::size_t length = 1; length < order_.size(); ++length) {
     run_in_vain({order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(length)});
-    expect_same_step(model_, nullptr, plain_, 0, [&](CalledStack& model) {
-      StepTensors given;
-      Chunks in_flight;
-      for (const PipelineStep& work : order_) {
-        run(model, nullptr, work, 0, in_flight, given);
-      }
-      return given;
-    });
+    expect_plain_step(engine, 0, order_, Told::no_step);
   }
 }
 
@@ -198,25 +183,16 @@ TEST_F(CallableOrderTest, EvaluationInBetweenRunsEagerlyAndTakesNoTurn) {
   order.insert(order.begin() + 2, {0, 9, Kind::forward});
   OffloadEngine engine(model_, options());
   capture(engine, GraphOptions().order(order), 2);
-  for (const Told told : {Told::nothing, Told::order}) {
-    expect_same_step(model_, nullptr, plain_, 0, [&](CalledStack& model) {
-      StepTensors given;
-      Chunks in_flight;
-      const bool mine = &model == &model_;
-      std::optional<Step> step;
-      if (mine) {
-        step.emplace(told == Told::order ? engine.step(order) : engine.step());
-      }
-      for (const PipelineStep& work : order) {
-        const at::AutoGradMode gradients(work.microbatch != 9);
-        run(model, mine && told != Told::nothing ? &engine : nullptr, work, 0, in_flight, given);
-      }
+  const auto evaluate_in_between = [&](CalledStack& model, OffloadEngine* of, const PipelineStep& work,
+                                       Chunks& in_flight, StepTensors& given) {
+    const at::AutoGradMode gradients(work.microbatch != 9);
+    run(model, of, work, 0, in_flight, given);
+    if (&work == &order.back()) {  // the last: nothing has overwritten it
       given.emplace_back("evaluated", in_flight[{0, 9}].second);
-      if (step) {
-        step->finish();
-      }
-      return given;
-    });
+    }
+  };
+  for (const Told told : {Told::nothing, Told::order}) {
+    expect_plain_step(engine, 0, order, told, evaluate_in_between);
   }
   EXPECT_EQ(engine.report().eager_calls, 2 * 2);
 }
@@ -237,25 +213,13 @@ TEST_P(LinkedToEagerTest, ACallableThatIsLinkedToOneThatRanEagerlyRunsEagerlyToo
   expect_replays(engine, 0, runs, told);
   for (std::int64_t s = 1; s < 3; ++s) {  // in the second of these steps, of one microbatch only
     const std::int64_t eager = engine.report().eager_calls;
-    expect_same_step(model_, nullptr, plain_, s, [&](CalledStack& model) {
-      torch::manual_seed(static_cast<std::uint64_t>(s));
-      const bool mine = &model == &model_;
-      StepTensors given;
-      Chunks in_flight;
-      std::optional<Step> step;
-      if (mine) {
-        step.emplace(engine.step());
-      }
-      for (const PipelineStep& work : runs) {
-        model.layers->at<Mlp>(0).train(s == 2 && work.microbatch != 1);
-        run(model, mine && ordered ? &engine : nullptr, work, s, in_flight, given);
-      }
-      model.layers->at<Mlp>(0).train();
-      if (step) {
-        step->finish();
-      }
-      return given;
-    });
+    expect_plain_step(
+        engine, s, runs, told,
+        [&](CalledStack& model, OffloadEngine* of, const PipelineStep& work, Chunks& in_flight, StepTensors& given) {
+          model.layers->at<Mlp>(0).train(s == 2 && work.microbatch != 1);
+          run(model, of, work, s, in_flight, given);
+          model.layers->at<Mlp>(0).train();
+        });
     EXPECT_EQ(engine.report().eager_calls - eager, s == 2 ? 2 : static_cast<std::int64_t>(runs.size()));
   }
   expect_replays(engine, 3, runs, told);
@@ -273,28 +237,17 @@ TEST_F(CallableOrderTest, AfterAResetTheOthersGoOn) {
   graphed_[1].reset();
   EXPECT_THROWS(UsageError, "replayed after reset", (void)graphed_[1]({rows(0, device_).requires_grad_()}));
   for (std::int64_t s = 0; s < 2; ++s) {
-    expect_same_step(model_, nullptr, plain_, s, [&](CalledStack& model) {
-      StepTensors given;
-      Chunks in_flight;
-      const bool mine = &model == &model_;
-      std::optional<Step> step;
-      if (mine) {
-        step.emplace(engine.step());
-      }
-      for (const PipelineStep& work : order_) {
-        if (mine && work.kind == Kind::forward && work.stage == 0) {
-          auto& [input, output] = in_flight[{0, work.microbatch}];
-          input = rows(100 * s + work.microbatch, device_, 0).requires_grad_();
-          output = model.run_layer(1, graphed_[0]({input})[0]);
-        } else {
-          run(model, nullptr, work, s, in_flight, given);
-        }
-      }
-      if (step) {
-        step->finish();
-      }
-      return given;
-    });
+    expect_plain_step(
+        engine, s, order_, Told::nothing,
+        [&](CalledStack& model, OffloadEngine* of, const PipelineStep& work, Chunks& in_flight, StepTensors& given) {
+          if (&model == &model_ && work.kind == Kind::forward && work.stage == 0) {
+            auto& [input, output] = in_flight[{0, work.microbatch}];
+            input = rows(100 * s + work.microbatch, device_, 0).requires_grad_();
+            output = model.run_layer(1, graphed_[0]({input})[0]);
+          } else {
+            run(model, of, work, s, in_flight, given);
+          }
+        });
   }
 }
 

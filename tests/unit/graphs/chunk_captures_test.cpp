@@ -35,19 +35,15 @@ void overtake(CalledStack& model, OffloadEngine* engine, std::int64_t s, c10::De
 TEST_F(ChunkTest, LayersOfOneChunkReplayInOneSequence) {
   OffloadEngine engine(model_, options());
   for (std::int64_t s = 0; s < 5; ++s) {
-    const StepTensors given = train_step(model_, nullptr, [&] {
-      const Step step = engine.step();
-      overtake(model_, &engine, s, device_);
-    });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { overtake(plain_, nullptr, s, device_); })));
+    expect_same_step(model_, &engine, plain_, s,
+                     [&](CalledStack& model) { overtake(model, &model == &model_ ? &engine : nullptr, s, device_); });
   }
   EXPECT_EQ(engine.report().captures, 8) << "two microbatches of two layers";
   EXPECT_EQ(engine.report().eager_calls, 4) << "those of the first step";
   EXPECT_EQ(engine.report().order_findings, std::vector<std::string>());
   OffloadEngine without(model_, options());
   for (std::int64_t s = 0; s < 5; ++s) {  // autograd connects the layers of a microbatch
-    const StepTensors given = train_step(model_, &without, [&] { overtake(model_, nullptr, s, device_); });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { overtake(plain_, nullptr, s, device_); })));
+    expect_same_step(model_, &without, plain_, s, [&](CalledStack& model) { overtake(model, nullptr, s, device_); });
   }
   EXPECT_EQ(without.report().eager_calls, 4) << "those of the first step";
 }
@@ -72,11 +68,8 @@ TEST_F(ChunkTest, ACallThatRunsTwiceInAChunk) {
     }
   };
   for (std::int64_t s = 0; s < 4; ++s) {
-    const StepTensors given = train_step(model_, nullptr, [&] {
-      const Step step = engine_of_chunks.step();
-      run(model_, &engine_of_chunks, s);
-    });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, nullptr, s); })));
+    expect_same_step(model_, &engine_of_chunks, plain_, s,
+                     [&](CalledStack& model) { run(model, &model == &model_ ? &engine_of_chunks : nullptr, s); });
   }
   EXPECT_EQ(engine_of_chunks.report().captures, 8);
   EXPECT_EQ(engine_of_chunks.report().eager_calls, 4);
@@ -101,11 +94,8 @@ TEST_F(ChunkTest, CapturesOfOneChunkServeNoOtherChunkInFlight) {
   };
   std::int64_t eager = 0;
   for (std::int64_t s = 0; s < 5; ++s) {
-    const StepTensors given = train_step(model_, nullptr, [&] {
-      const Step step = engine.step();
-      run(model_, &engine, s);
-    });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, nullptr, s); }))) << "step " << s;
+    expect_same_step(model_, &engine, plain_, s,
+                     [&](CalledStack& model) { run(model, &model == &model_ ? &engine : nullptr, s); });
     EXPECT_TRUE(s < 3 || engine.report().eager_calls == eager) << "step " << s << " ran calls eagerly";
     eager = engine.report().eager_calls;
   }
@@ -138,11 +128,8 @@ TEST_F(ChunkTest, ACaptureWhoseGiverWasDroppedServesNoOtherChunkInFlight) {
   };
   const ExpectedWarnings of_the_bound;
   for (std::int64_t s = 0; s < 6; ++s) {
-    const StepTensors given = train_step(model_, nullptr, [&] {
-      const Step step = engine.step();
-      run(model_, &engine, s);
-    });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, nullptr, s); }))) << "step " << s;
+    expect_same_step(model_, &engine, plain_, s,
+                     [&](CalledStack& model) { run(model, &model == &model_ ? &engine : nullptr, s); });
   }
 }
 
@@ -166,11 +153,8 @@ TEST_P(SkippedLayerTest, ALayerThatOnlySomeChunksHave) {
     }
   };
   for (std::int64_t s = 0; s < 5; ++s) {
-    const StepTensors given = train_step(model_, nullptr, [&] {
-      const Step step = engine.step();
-      run(model_, &engine, s);
-    });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, nullptr, s); }))) << "step " << s;
+    expect_same_step(model_, &engine, plain_, s,
+                     [&](CalledStack& model) { run(model, &model == &model_ ? &engine : nullptr, s); });
   }
   // Those of the first step, and by default the one that gets a capture for its chunk. Without new captures it takes the one there is.
   EXPECT_EQ(engine.report().eager_calls, GetParam() == OnPending::capture ? 5 : 4);
@@ -181,22 +165,13 @@ INSTANTIATE_TEST_SUITE_P(Rules, SkippedLayerTest, testing::Values(OnPending::cap
 /// The engine has learned another order, without chunks.
 TEST_F(ChunkTest, BeginInALaterStep) {
   for (std::int64_t s = 0; s < 6; ++s) {
-    const StepTensors given = train_step(model_, nullptr, [&] {
-      const Step step = engine_.step();
+    expect_same_step(model_, &engine_, plain_, s, [&](CalledStack& model) {
       if (s < 2) {
-        model_.forward(rows(s, device_)).square().mean().backward();
+        model.forward(rows(s, device_)).square().mean().backward();
       } else {
-        overtake(model_, &engine_, s, device_);
+        overtake(model, &model == &model_ ? &engine_ : nullptr, s, device_);
       }
     });
-    const StepTensors plainly = train_step(plain_, nullptr, [&] {
-      if (s < 2) {
-        plain_.forward(rows(s, device_)).square().mean().backward();
-      } else {
-        overtake(plain_, nullptr, s, device_);
-      }
-    });
-    EXPECT_TRUE(same(given, plainly)) << "step " << s;
     EXPECT_EQ(engine_.report().order_findings, std::vector<std::string>());
   }
 }

@@ -1,5 +1,6 @@
 // Stages of a pipeline as calls of one process, in orders that no nesting of forwards and backwards has.
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -93,6 +94,17 @@ class PipelineCallsTest : public testing::TestWithParam<Loop> {
   [[nodiscard]] Options options() const {
     return Options(device_).min_bytes(256).graph("layers.*").offload("layers.*");
   }
+  /// So many steps give the same as plain ones, and behind the first no call runs eagerly.
+  void expect_replays(OffloadEngine& engine, std::int64_t steps,
+                      const std::function<void(CalledStack&, std::int64_t s)>& run) {
+    std::int64_t eager = 0;
+    for (std::int64_t s = 0; s < steps; ++s) {
+      expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) { run(model, s); });
+      const std::int64_t now = engine.report().eager_calls;
+      EXPECT_TRUE(s == 0 || now == eager) << "step " << s << " ran calls eagerly";
+      eager = now;
+    }
+  }
 
   c10::Device device_ = find_device("sim");
   CalledStack model_{device_};
@@ -104,14 +116,8 @@ TEST_P(PipelineCallsTest, AnOrderThatOneStepRecordedRepeats) {
   const std::vector<Work> order = parse(GetParam().order);
   Pipeline mine(model_, device_, GetParam().stages);
   Pipeline plain(plain_, device_, GetParam().stages);
-  std::int64_t eager = 0;
-  for (std::int64_t s = 0; s < 5; ++s) {
-    const StepTensors given = train_step(model_, &engine, [&] { mine.run(order, s); });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { plain.run(order, s); }))) << "step " << s;
-    const std::int64_t now = engine.report().eager_calls;
-    EXPECT_TRUE(s == 0 || now == eager) << "step " << s << " ran calls eagerly";
-    eager = now;
-  }
+  expect_replays(engine, 5,
+                 [&](CalledStack& model, std::int64_t s) { (&model == &model_ ? mine : plain).run(order, s); });
   EXPECT_GT(engine.report().replays, 0);
 }
 
@@ -132,8 +138,8 @@ TEST_P(PipelineCallsTest, SharedMemoryGivesTheSame) {
   Pipeline mine(model_, device_, GetParam().stages);
   Pipeline plain(plain_, device_, GetParam().stages);
   for (std::int64_t s = 0; s < 5; ++s) {
-    const StepTensors given = train_step(model_, &engine, [&] { mine.run(order, s); });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { plain.run(order, s); }))) << "step " << s;
+    expect_same_step(model_, &engine, plain_, s,
+                     [&](CalledStack& model) { (&model == &model_ ? mine : plain).run(order, s); });
   }
   EXPECT_GT(engine.report().replays, 0);
 }
@@ -150,14 +156,7 @@ TEST_F(ChangedOrderTest, CallsThatAutogradConnectsReplayWhatOneStepRecordedOfThe
     first.square().mean().backward();
     second.square().mean().backward();
   };
-  std::int64_t eager = 0;
-  for (std::int64_t s = 0; s < 4; ++s) {
-    const StepTensors given = train_step(model_, &engine, [&] { run(model_, s); });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, s); }))) << "step " << s;
-    const std::int64_t now = engine.report().eager_calls;
-    EXPECT_TRUE(s == 0 || now == eager) << "step " << s << " ran calls eagerly";
-    eager = now;
-  }
+  expect_replays(engine, 4, run);
 }
 
 std::pair<at::Tensor, at::Tensor> two_outputs(const at::Tensor& x) { return {x.sin(), x.tanh()}; }
@@ -174,14 +173,7 @@ TEST_F(ChangedOrderTest, ACallWhoseFirstOutputIsDroppedStaysInFlight) {
       loss.backward();
     }
   };
-  std::int64_t eager = 0;
-  for (std::int64_t s = 0; s < 4; ++s) {
-    const StepTensors given = train_step(model_, &engine, [&] { run(model_, s); });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { run(plain_, s); }))) << "step " << s;
-    const std::int64_t now = engine.report().eager_calls;
-    EXPECT_TRUE(s == 0 || now == eager) << "step " << s << " ran calls eagerly";
-    eager = now;
-  }
+  expect_replays(engine, 4, run);
   EXPECT_EQ(engine.report().captures, 4) << "a forward and a backward for each microbatch in flight";
 }
 
@@ -191,22 +183,20 @@ TEST_F(ChangedOrderTest, AnOrderThatNoStepRecordedThrowsBeforeMemoryInUseIsOverw
     model.forward(rows(s, device_)).square().mean().backward();
   };
   for (std::int64_t s = 0; s < 3; ++s) {
-    const StepTensors given = train_step(model_, &engine, [&] { nested(model_, s); });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { nested(plain_, s); }))) << "step " << s;
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) { nested(model, s); });
   }
   // Of two connected calls the first one's backward is to run before the second one's. It is refused, and both run in their order.
-  const auto crossed = [&](CalledStack& model, bool refused) {
+  const auto crossed = [&](CalledStack& model) {
     const at::Tensor first = model.run_layer(0, rows(7, device_));
     const at::Tensor second = model.run_layer(1, first);
-    if (refused) {
+    if (&model == &model_) {
       EXPECT_THROWS(UsageError, "its backward runs before that of \"layers.1\"", first.square().mean().backward());
     }
     second.square().mean().backward();
   };
-  const StepTensors given = train_step(model_, &engine, [&] { crossed(model_, true); });
-  EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { crossed(plain_, false); })));
-  const StepTensors after = train_step(model_, &engine, [&] { nested(model_, 8); });
-  EXPECT_TRUE(same(after, train_step(plain_, nullptr, [&] { nested(plain_, 8); }))) << "the engine stays usable";
+  expect_same_step(model_, &engine, plain_, 7, crossed);
+  // The engine stays usable.
+  expect_same_step(model_, &engine, plain_, 8, [&](CalledStack& model) { nested(model, 8); });
 }
 
 TEST_F(ChangedOrderTest, AForwardThatWouldOverwriteRunsEagerlyOrIsRecorded) {
@@ -217,8 +207,8 @@ TEST_F(ChangedOrderTest, AForwardThatWouldOverwriteRunsEagerlyOrIsRecorded) {
   const std::vector<Work> in_flight = parse("F0.0 F0.1 F1.0 F1.1 B1.0 B0.0 B1.1 B0.1");
   for (std::int64_t s = 0; s < 8; ++s) {
     const std::vector<Work>& order = s < 3 ? one_by_one : in_flight;
-    const StepTensors given = train_step(model_, &engine, [&] { mine.run(order, s); });
-    EXPECT_TRUE(same(given, train_step(plain_, nullptr, [&] { plain.run(order, s); }))) << "step " << s;
+    expect_same_step(model_, &engine, plain_, s,
+                     [&](CalledStack& model) { (&model == &model_ ? mine : plain).run(order, s); });
   }
 }
 
