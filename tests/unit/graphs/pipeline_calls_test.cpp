@@ -94,7 +94,7 @@ class PipelineCallsTest : public testing::TestWithParam<Loop> {
   [[nodiscard]] Options options() const {
     return Options(device_).min_bytes(256).graph("layers.*").offload("layers.*");
   }
-  /// So many steps give the same as plain ones, and behind the first no call runs eagerly.
+  /// So many steps give the same as plain ones, and after the first no call runs eagerly.
   void expect_replays(OffloadEngine& engine, std::int64_t steps,
                       const std::function<void(CalledStack&, std::int64_t s)>& run) {
     std::int64_t eager = 0;
