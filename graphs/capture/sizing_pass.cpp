@@ -18,6 +18,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -71,13 +72,18 @@ class ObservedWeights {
   }
 
  private:
-  [[nodiscard]] bool made_outside(const at::Tensor& tensor) const;
+  /// Of a tensor that is no leaf.
+  [[nodiscard]] bool made_outside(const at::Tensor& tensor);
+  /// Notes by which node the pass has made the tensor.
+  void note_node(const at::Tensor& made);
   void refuse_sparse(const at::Tensor& read) const;
 
   const ExternalReads& externals_;
-  std::uint64_t first_node_;  ///< sequence number of the first node of the pass
+  std::uint64_t first_node_;  ///< sequence number of this thread's first node of the pass
+  std::uint64_t thread_ = at::RecordFunction::currentThreadId();  ///< each thread numbers its own nodes
   bool in_backward_ = false;
   std::unordered_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl>> made_;
+  std::unordered_map<const torch::autograd::Node*, std::weak_ptr<torch::autograd::Node>> nodes_;
   std::unordered_map<const c10::StorageImpl*, std::vector<c10::VariableVersion>> versions_;
   std::unordered_set<const c10::StorageImpl*> read_in_backward_;
 };
@@ -85,8 +91,15 @@ class ObservedWeights {
 ObservedWeights::ObservedWeights(const ExternalReads& externals)
     : externals_(externals), first_node_(at::sequence_number::peek()) {}
 
-bool ObservedWeights::made_outside(const at::Tensor& tensor) const {
+void ObservedWeights::note_node(const at::Tensor& made) {
+  if (made.requires_grad() && !made.is_view() && !made.is_leaf()) {
+    nodes_.insert_or_assign(made.grad_fn().get(), made.grad_fn());
+  }
+}
+
+bool ObservedWeights::made_outside(const at::Tensor& tensor) {
   if (made_inside(tensor)) {
+    note_node(tensor);  // a function of the body's own sets it after its operators
     return false;
   }
   // A view makes its node anew where its base was written since, and the base then tells.
@@ -94,7 +107,12 @@ bool ObservedWeights::made_outside(const at::Tensor& tensor) const {
     return made_.count(tensor._base().unsafeGetTensorImpl()) == 0;
   }
   const auto& node = tensor.grad_fn();
-  return node != nullptr && node->sequence_nr() < first_node_;
+  if (node->thread_id() == thread_ && node->sequence_nr() >= first_node_) {
+    return false;
+  }
+  // A backward inside of the forward makes nodes on autograd's threads. It unpacks a saved tensor as another tensor of the same node.
+  const auto known = nodes_.find(node.get());
+  return known == nodes_.end() || known->second.lock() != node;
 }
 
 void ObservedWeights::refuse_sparse(const at::Tensor& read) const {
@@ -145,6 +163,7 @@ void ObservedWeights::observe(const OperatorAccess& access) {
     for (const at::Tensor& output : access.outputs) {
       if (output.defined()) {
         made_.emplace(output.unsafeGetTensorImpl(), c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr()));
+        note_node(output);
       }
     }
   }
@@ -261,7 +280,8 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
           weights.observe(access);
           split->observe(access);
           for (const at::Tensor& read : access.reads) {
-            if (!read.is_leaf() || !read.requires_grad()) {
+            // A backward's view of a saved tensor has no node of its own, but is no leaf.
+            if (!read.is_leaf() || !read.requires_grad() || (read.is_view() && !read._base().is_leaf())) {
               continue;
             }
             const at::Tensor leaf = leaf_itself(read);

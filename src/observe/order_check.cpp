@@ -160,8 +160,8 @@ void OrderChecker::forget(const JournalAccess& freed, std::uint32_t queue) {
   for (; range != ranges_.end() && range->first < end; ++range) {
     ++work_;
     Range& known = range->second;
-    known.written = known.written && known.writer.queue != queue;
-    std::erase_if(known.readers, [&](const Mark& reader) { return reader.queue == queue; });
+    known.written = known.written && !ordered(known.writer, queue);
+    std::erase_if(known.readers, [&](const Mark& reader) { return ordered(reader, queue); });
   }
 }
 

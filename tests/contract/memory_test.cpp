@@ -287,6 +287,29 @@ TEST_P(MemoryContract, MemoryThatAnotherStreamUsesIsLentAgainWhenThatStreamIsDon
   EXPECT_TRUE(again) << "it was never lent again";
 }
 
+TEST_P(MemoryContract, MemoryOfAStreamIsKeptForTheWorkThatItWaitsFor) {
+  delay(copies());  // makes what it keeps
+  runtime().synchronize_device();
+  const StreamGuard on_side(runtime(), side());
+  auto x = filled(3, 4 * kMiB);
+  const auto ready = runtime().create_event();
+  runtime().record(ready, side());
+  runtime().wait(copies(), ready);
+  at::Tensor doubled;
+  {
+    const StreamGuard on_copies(runtime(), copies());
+    delay(copies());
+    doubled = x.mul(2);
+  }
+  const auto third = runtime().create_stream();
+  runtime().record(ready, copies());
+  runtime().wait(third, ready);
+  x.record_stream(third);
+  x.reset();
+  const auto other = filled(9, 4 * kMiB);
+  EXPECT_TRUE(all_equal(doubled, 6));
+}
+
 SIDESTREAM_ON_EVERY_BACKEND(CopyContract);
 SIDESTREAM_ON_EVERY_BACKEND(PinnedContract);
 SIDESTREAM_ON_EVERY_BACKEND(MemoryContract);

@@ -26,6 +26,8 @@ void Device::State::hold_back(Block& block) {
     const StreamState& user = stream(id);
     used.in_capture = used.in_capture || user.capture != nullptr;
     used.until.push_back(user.last);
+    used.until.insert(used.until.end(), user.waits.begin(),
+                      user.waits.end());  // an event that it records now is after them
     device_listeners::freed_behind(kDeviceType, id, block.begin, block.bytes);
   }
   memory.stop_counting(&block);

@@ -1,11 +1,13 @@
 // What waits for a capture, and what its warm-up holds, on the device.
 #include <cstdint>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
 #include "eventually.h"
 #include "graphs/outputs/storage_holders.h"
+#include "models/body_model.h"
 #include "models/plain_twin.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
@@ -39,6 +41,27 @@ TEST_F(CaptureMemoryTest, AWarmUpHoldsAnOutputUntilItsLastReaderOnly) {
   OffloadEngine engine(*model, options);
   const auto layers = graph_stack(engine, model, device_, GraphOptions().num_warmup_iters(1));
   EXPECT_EQ(begun, 10);
+}
+
+/// Attention's backward makes views of saved tensors, which are no leaves although no node has made them.
+TEST_F(CaptureMemoryTest, ACaptureHoldsNoTensorOfThePassesBeforeIt) {
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> scores;
+  const auto attention = [&](BodyBlock& block, const at::Tensor& x) {
+    const at::Tensor h = at::matmul(x, block.weight);
+    const at::Tensor weights = at::softmax(at::matmul(h, h.transpose(1, 2)), -1);
+    scores.emplace_back(weights.storage().getWeakStorageImpl());
+    return x + at::matmul(weights, h);
+  };
+  BodyModel model(device_, {attention, attention});
+  OffloadEngine engine(model, Options(device_).min_bytes(256).graph("blocks.*").offload("blocks.*"));
+  for (std::int64_t s = 0; s < 3; ++s) {
+    (void)model.step(&engine, s);
+  }
+  EXPECT_EQ(engine.report().replays, 4);
+  EXPECT_GT(scores.size(), 4U);
+  for (const auto& of_pass : scores) {
+    EXPECT_TRUE(eventually([&] { return of_pass.expired(); }));
+  }
 }
 
 /// Each call's input is made between the calls, so that none is another call's output.

@@ -1,6 +1,11 @@
 // What a capture froze of the weights is compared before each replay, and from forward to backward.
+#include <cstdint>
+#include <thread>
+
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "expect_throws.h"
 #include "guard_models.h"
@@ -353,6 +358,57 @@ TEST_F(ParameterGuardTest, AWeightThatIsNoLeafIsRefusedByTheCallsName) {
                   (void)twins.engine->step());
     EXPECT_THROWS(UsageError, "pass the tensor as an argument", (void)twins.engine->step());
   }
+}
+
+/// Each thread numbers the nodes of autograd that it makes.
+void make_nodes(std::uint64_t count) {
+  const at::Tensor leaf = at::ones({1}).requires_grad_();
+  for (std::uint64_t i = 0; i < count; ++i) {
+    (void)(leaf * 2);
+  }
+}
+
+TEST_F(ParameterGuardTest, AWeightThatAnotherThreadComputesIsRefusedToo) {
+  for (const bool ahead : {false, true}) {
+    Twins<ComputedModel> twins(options());
+    const auto act = [&](ComputedModel& model, std::int64_t s) {
+      const std::uint64_t here = at::sequence_number::peek();
+      std::thread([&] {
+        make_nodes(ahead ? here + 1000 : 0);
+        model.part->effective = model.direction * model.gain;
+      }).join();
+      call(model.part.get(), at::full({5, 8}, 0.1 * static_cast<double>(s + 1), at::kFloat).to(device_))
+          .square()
+          .sum()
+          .backward();
+    };
+    twins.expect_plain(0, 1, act);
+    EXPECT_THROWS(UsageError, "it reads a tensor of shape [8, 8] that was computed", (void)twins.engine->step());
+  }
+}
+
+/// Second derivatives of what it computes.
+class Curved : public torch::nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor at = x.detach().requires_grad_();
+    const at::Tensor energy = at::linear(at, weight_).tanh().square().sum();
+    const at::Tensor slope = torch::autograd::grad({energy}, {at}, {}, true, true)[0];
+    const at::Tensor curve = torch::autograd::grad({slope.square().sum()}, {at}, {}, true, true)[0];
+    return curve.square().mean() + energy;
+  }
+
+ private:
+  at::Tensor weight_ = register_parameter("weight", at::arange(64, at::kFloat).view({8, 8}) * 0.01 - 0.3);
+};
+
+TEST_F(ParameterGuardTest, ABackwardInsideOfTheBodyMakesNoWeights) {
+  make_nodes(1000);  // more than autograd's thread has made
+  Twins<OnePart<Curved>> twins(options());
+  twins.expect_plain(0, 4, [&](OnePart<Curved>& model, std::int64_t s) {
+    call(model.part.get(), at::full({5, 8}, 0.1 * static_cast<double>(s + 1), at::kFloat).to(device_)).backward();
+  });
+  EXPECT_EQ(twins.replays(), 2);
 }
 
 /// Takes two tensors.

@@ -160,6 +160,21 @@ TEST_F(CheckedRuntimeTest, RecordStreamMakesItFine) {
   expect_clean();
 }
 
+TEST_F(CheckedRuntimeTest, RecordStreamCoversWhatThatStreamHasWaitedFor) {
+  const OwnedStream c = checked_->create_stream();
+  at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
+  order(a(), c);
+  const at::Tensor y = on(c, [&] { return x.exp(); });
+  order(c, b());
+  const at::Tensor z = on(b(), [&] { return y.tanh(); });
+  x.record_stream(b());
+  const void* address = x.data_ptr();
+  x.reset();
+  x = on(a(), [&] { return at::zeros({64}, options()); });
+  ASSERT_EQ(x.data_ptr(), address);
+  expect_clean();
+}
+
 TEST_F(CheckedRuntimeTest, RecordStreamOfOneStreamIsNoneOfAnother) {
   const OwnedStream c = checked_->create_stream();
   at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
