@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
