@@ -17,7 +17,6 @@ class EngineSequences;
 struct EngineResources;
 class RecordedCalls;
 class ReplayVerification;
-class EngineCounts;
 struct RunningChunk;
 class StepChunks;
 
