@@ -189,12 +189,12 @@ void Dispatcher::find_and_replay(const Call& call) {
       if (RunningChunk* const chunk = chunk_of(call); chunk != nullptr) {
         chunk->slot = chunk->slot.value_or(fits->slot);
         chunk->sequence = fits->holder->sequence.get();
-        chunk->next_run = found.index + 1;
+        chunk->next_run = fits->index() + 1;
       }
       if (call.modes.gradients) {
         latest_ = fits->holder->sequence.get();
       }
-      replay(call, *fits, found.index, GraphSequence::Inputs::accepted);
+      replay(call, *fits, GraphSequence::Inputs::accepted);
       *call.request.structure = fits->structure.get();
     }
   } else if (set != nullptr && set->is_in_other_mode()) {
@@ -272,7 +272,8 @@ void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& v
   run_eagerly(call.site, call.request, call.outputs);
 }
 
-void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_t index, GraphSequence::Inputs known) {
+void Dispatcher::replay(const Call& call, const CallVariant& variant, GraphSequence::Inputs known) {
+  const std::size_t index = variant.index();
   if (verification_ != nullptr && at::GradMode::is_enabled()) {
     const SyncFinder::Pause compares;
     verification_->forward(variant.holder->sequence, index, call.request, call.outputs);
