@@ -143,7 +143,7 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   RunningChunk* const chunk = chunk_of(call);
   if (decides && !site.variants.has_room(gradients, recorded.count(site, gradients) + 1, site.rules) &&
       !recorded.repeated(site, call.request, call.modes, chunk)) {
-    over_bound(site, busy > 0);
+    warn_of_bound(site, busy > 0);
     run_eagerly(call, site.set != nullptr ? EagerCause::no_bucket : EagerCause::over_bound);
     return;
   }
