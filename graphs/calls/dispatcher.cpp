@@ -26,7 +26,7 @@
 namespace sidestream {
 namespace {
 
-/// What every value fulfils whose equality is one.
+/// True if each argument that is not a tensor equals its own copy. A NaN does not.
 bool equals_its_copy(const detail::CallRequest& request) {
   return std::all_of(request.guards.begin(), request.guards.end(), [](const detail::Guard& guard) {
     return guard.equal(guard.copy(guard.value).get(), guard.value);

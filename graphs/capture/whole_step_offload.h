@@ -97,7 +97,7 @@ class WholeStepOffload {
     std::vector<const ScopeNode*> scopes;
   };
 
-  /// Lets go of what a pass holds that something ended in its middle.
+  /// Frees what a pass holds if an exception ended the pass.
   void leave_passes() noexcept;
   void finish_sizing();
   void add_to_plan(const Pass& pass, const Plan& plan);
