@@ -150,7 +150,7 @@ void refuse_own_pending(const CallSite& site) {
                    "needs; run that backward first, or set CallOptions::on_pending to capture");
 }
 
-void over_bound(CallSite& site, bool in_flight) {
+void warn_of_bound(CallSite& site, bool in_flight) {
   const std::int64_t bound = site.rules.max_captures;
   if (site.rules.on_max_captures == OnMaxCaptures::error) {
     throw UsageError(

@@ -158,7 +158,7 @@ void warn_of_new_arguments(CallSite& site);
 [[noreturn]] void refuse_own_pending(const CallSite& site);
 /// The call needs more captures than there may be, and runs eagerly. Warns once. `in_flight`: because microbatches are in flight.
 /// Throws: UsageError, if the rules of `site` refuse such calls.
-void over_bound(CallSite& site, bool in_flight);
+void warn_of_bound(CallSite& site, bool in_flight);
 /// An argument is not equal to its own copy, so no capture can match it. Warns once.
 void warn_of_equality(CallSite& site);
 

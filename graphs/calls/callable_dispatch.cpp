@@ -146,7 +146,7 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
                      holder.captured().difference(index) + ")" + way_out(*holder.sequence));
   }
   prepare();
-  replay(call, variant, index, known);
+  replay(call, variant, known);
   if (site.order != nullptr) {
     site.order->replayed(variant.call, chunks_.step());
   }

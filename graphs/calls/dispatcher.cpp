@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
@@ -27,7 +26,7 @@
 namespace sidestream {
 namespace {
 
-/// What every value fulfils whose equality is one.
+/// True if each argument that is not a tensor equals its own copy. A NaN does not.
 bool equals_its_copy(const detail::CallRequest& request) {
   return std::all_of(request.guards.begin(), request.guards.end(), [](const detail::Guard& guard) {
     return guard.equal(guard.copy(guard.value).get(), guard.value);
@@ -143,8 +142,8 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   const bool gradients = call.modes.gradients;
   RunningChunk* const chunk = chunk_of(call);
   if (decides && !site.variants.has_room(gradients, recorded.count(site, gradients) + 1, site.rules) &&
-      !recorded.repeats(site, call.request, call.modes, chunk)) {
-    over_bound(site, busy > 0);
+      !recorded.repeated(site, call.request, call.modes, chunk)) {
+    warn_of_bound(site, busy > 0);
     run_eagerly(call, site.set != nullptr ? EagerCause::no_bucket : EagerCause::over_bound);
     return;
   }
@@ -190,12 +189,12 @@ void Dispatcher::find_and_replay(const Call& call) {
       if (RunningChunk* const chunk = chunk_of(call); chunk != nullptr) {
         chunk->slot = chunk->slot.value_or(fits->slot);
         chunk->sequence = fits->holder->sequence.get();
-        chunk->next_run = found.index + 1;
+        chunk->next_run = fits->index() + 1;
       }
       if (call.modes.gradients) {
         latest_ = fits->holder->sequence.get();
       }
-      replay(call, *fits, found.index, GraphSequence::Inputs::accepted);
+      replay(call, *fits, GraphSequence::Inputs::accepted);
       *call.request.structure = fits->structure.get();
     }
   } else if (set != nullptr && set->is_in_other_mode()) {
@@ -273,7 +272,8 @@ void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& v
   run_eagerly(call.site, call.request, call.outputs);
 }
 
-void Dispatcher::replay(const Call& call, const CallVariant& variant, std::size_t index, GraphSequence::Inputs known) {
+void Dispatcher::replay(const Call& call, const CallVariant& variant, GraphSequence::Inputs known) {
+  const std::size_t index = variant.index();
   if (verification_ != nullptr && at::GradMode::is_enabled()) {
     const SyncFinder::Pause compares;
     verification_->forward(variant.holder->sequence, index, call.request, call.outputs);

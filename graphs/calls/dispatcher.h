@@ -17,7 +17,6 @@ class EngineSequences;
 struct EngineResources;
 class RecordedCalls;
 class ReplayVerification;
-class EngineCounts;
 struct RunningChunk;
 class StepChunks;
 
@@ -70,7 +69,6 @@ class Dispatcher {
   /// The variants of a site, seen from one call of it.
   struct Found {
     CallVariant* ready = nullptr;          ///< fits, and may replay
-    std::size_t index = 0;                 ///< of the call in the sequence of `ready`
     const CallVariant* stale = nullptr;    ///< fits, but weights were relocated or replaced in the middle of a step
     CallVariant* pending = nullptr;        ///< fits, but a pending backward needs its memory
     const CallVariant* waiting = nullptr;  ///< the same, and it is the backward of another sequence
@@ -110,8 +108,7 @@ class Dispatcher {
   void record_and_run(const Call& call, std::size_t busy);
   /// `known`: whether `variant` accepts the inputs. If it is the only one, it may not: the sequence says what differs.
   void replay_callable(const Call& call, const CallVariant& variant, GraphSequence::Inputs known);
-  /// `index`: of the call in its sequence as that is now.
-  void replay(const Call& call, const CallVariant& variant, std::size_t index, GraphSequence::Inputs known);
+  void replay(const Call& call, const CallVariant& variant, GraphSequence::Inputs known);
   /// `variant` is stale.
   void run_beside_stale_capture(const Call& call, const CallVariant& variant);
 

@@ -38,7 +38,7 @@ enum class EagerCause : std::uint8_t {
 /// One call's eager runs by cause.
 class EagerRuns {
  public:
-  static constexpr std::size_t kCauses = 12;
+  static constexpr std::size_t kCauses = static_cast<std::size_t>(EagerCause::with_gradients) + 1;  // the last
 
   void count(EagerCause cause) noexcept { ++runs_[static_cast<std::size_t>(cause)]; }
   [[nodiscard]] std::int64_t of(EagerCause cause) const noexcept { return runs_[static_cast<std::size_t>(cause)]; }

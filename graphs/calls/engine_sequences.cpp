@@ -30,8 +30,8 @@ bool is_outdated(const GraphSequence& sequence) {
          });
 }
 
-/// A backward that still has to come kept a capture from being dropped in favour of recorded ones.
-bool over_bound(const RecordedCalls& recorded) {
+/// True if a call would still have more captures than its bound: a pending backward prevented a drop.
+bool exceeds_bound(const RecordedCalls& recorded) {
   return std::any_of(recorded.calls().begin(), recorded.calls().end(), [&](const auto& call) {
     const CallSite& site = *call->site;
     const bool gradients = call->state.modes.gradients;
@@ -152,7 +152,7 @@ void EngineSequences::capture_recorded(RecordedCalls& recorded) {
     recorded.clear();
     return;
   }
-  if (over_bound(recorded)) {  // they run eagerly, and are recorded again
+  if (exceeds_bound(recorded)) {  // they run eagerly, and are recorded again
     recorded.clear();
     return;
   }

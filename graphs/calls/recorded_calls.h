@@ -3,7 +3,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -98,11 +97,9 @@ class RecordedCalls {
   [[nodiscard]] bool outdated() const noexcept;
   /// Before the capture: calls learn the modes that their backward ran in.
   void learn_backward_modes();
-  /// True if `add` would serve the call with a capture that will be made anyway.
-  [[nodiscard]] bool repeats(const CallSite& site, const detail::CallRequest& request, const CallModes& modes,
-                             const RunningChunk* chunk = nullptr) const {
-    return repeated(site, request, modes, chunk).has_value();
-  }
+  /// The recorded call whose capture will serve this one as well.
+  [[nodiscard]] std::optional<std::size_t> repeated(const CallSite& site, const detail::CallRequest& request,
+                                                    const CallModes& modes, const RunningChunk* chunk) const;
   /// How many captures `site` is to get, of training or of forwards alone.
   [[nodiscard]] std::size_t count(const CallSite& site, bool gradients) const noexcept;
   [[nodiscard]] bool empty() const noexcept { return calls_.empty(); }
@@ -137,9 +134,6 @@ class RecordedCalls {
   [[nodiscard]] bool settled(std::size_t call) const;
   /// True if `tensor` is this output of the recorded call's latest run.
   [[nodiscard]] bool gave(const Link& link, const at::Tensor& tensor) const;
-  /// The recorded call whose capture will serve this one as well.
-  [[nodiscard]] std::optional<std::size_t> repeated(const CallSite& site, const detail::CallRequest& request,
-                                                    const CallModes& modes, const RunningChunk* chunk) const;
   /// Adds to `from`, which is in increasing order, the calls of `chunk`.
   void add_calls_of(const RunningChunk& chunk, std::vector<std::size_t>& from) const;
   /// For a new call that is computed from the calls `from`: see RecordedCall::slot. It is `at_least` so much.

@@ -1,7 +1,6 @@
 // The part of RecordedCalls that says which calls are captured together, and as what.
 #include <algorithm>
 #include <cstddef>
-#include <utility>
 #include <vector>
 
 #include <ATen/ops/zeros_like.h>

@@ -24,7 +24,7 @@ RecordedOutputs::Holder RecordedOutputs::holder_of(const Output& output, const S
 void RecordedOutputs::call_begins(std::size_t call, std::size_t sequence, const SavedTensorRecorder* recorder) {
   for (Output& output : outputs_) {
     if (output.sequence == sequence && output.holder == Holder::unknown) {
-      // A call that comes before it in the sequence begins another pass: behind the last one there are only backwards.
+      // A call that comes before it in the sequence begins another pass: after the last one there are only backwards.
       output.holder = call > output.call ? holder_of(output, recorder) : Holder::others;
     }
   }

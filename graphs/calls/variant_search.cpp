@@ -97,7 +97,6 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
       found.pending = &variant;
     } else if (const bool ready = sequence.pending().ready(index); ready && !of_other_chunk(variant)) {
       found.ready = &variant;
-      found.index = index;
     } else {
       found.pending = &variant;
       ++found.busy;
@@ -119,7 +118,6 @@ Dispatcher::Found Dispatcher::find(const Call& call) const {
   (void)std::any_of(all.begin(), all.end(), ends_with);
   if (refuses && found.ready == nullptr && beside != nullptr) {  // the backwards may still come in the captures' order
     found.ready = beside;
-    found.index = beside->index();
   }
   return found;
 }

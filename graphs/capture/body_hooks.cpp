@@ -16,10 +16,6 @@ namespace {
 
 using torch::autograd::Node;
 
-bool has_hooks(Node& node) {
-  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
-}
-
 class RefusedRun final : public torch::autograd::FunctionPreHook {
  public:
   explicit RefusedRun(std::string call) : call_(std::move(call)) {}

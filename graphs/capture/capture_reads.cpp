@@ -7,14 +7,14 @@
 
 #include <torch/nn/module.h>
 
+#include "memory/storage_view.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
 
 bool lies_in(const at::Tensor& tensor, const c10::Storage& storage) {
-  return tensor.defined() && tensor.has_storage() &&
-         tensor.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+  return storage_impl_of(tensor) == storage.unsafeGetStorageImpl();
 }
 
 /// A weight's, which the call watches.

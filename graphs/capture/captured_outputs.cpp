@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include <ATen/MemoryOverlap.h>
 #include <c10/util/irange.h>

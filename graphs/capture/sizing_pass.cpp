@@ -29,6 +29,7 @@
 
 #include "graphs/gradients/backward_split.h"
 #include "graphs/gradients/gradient_leaves.h"
+#include "memory/storage_view.h"
 #include "observe/external_reads.h"
 #include "observe/operator_observer.h"
 #include "offload/sizing.h"
@@ -353,9 +354,7 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
     }
   }
   weights.for_each_read([&](const c10::StorageImpl* storage, const c10::VariableVersion& version) {
-    const auto is_it = [&](const at::Tensor& t) {
-      return t.defined() && t.has_storage() && t.storage().unsafeGetStorageImpl() == storage;
-    };
+    const auto is_it = [&](const at::Tensor& t) { return storage_impl_of(t) == storage; };
     if (std::any_of(inputs.begin(), inputs.end(), is_it)) {
       return;  // the graph has a copy of its own
     }

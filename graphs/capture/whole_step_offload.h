@@ -1,8 +1,5 @@
 #pragma once
-#include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -100,7 +97,7 @@ class WholeStepOffload {
     std::vector<const ScopeNode*> scopes;
   };
 
-  /// Lets go of what a pass holds that something ended in its middle.
+  /// Frees what a pass holds if an exception ended the pass.
   void leave_passes() noexcept;
   void finish_sizing();
   void add_to_plan(const Pass& pass, const Plan& plan);

@@ -275,9 +275,7 @@ std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vect
       given.push_back(sample.tensor());
     }
     refuse_composite_inputs(described, given);
-    if (watched != nullptr) {
-      refuse_nested_members(described, *watched);
-    }
+    refuse_nested_members(described, *watched);
     spec.state = CallState::current(state.runtime().device().type(), watched);
     spec.state.modes.gradients = !options.forward_only();
     for (const Sample& sample : samples[i]) {

@@ -41,11 +41,6 @@ const c10::TensorImpl* leaf_of(const Node& node) {
   return leaf == nullptr ? nullptr : leaf->variable.unsafeGetTensorImpl();
 }
 
-/// True for nodes with hooks: both parts would run these.
-bool would_run_twice(Node& node) {
-  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
-}
-
 /// Every node that `roots` lead to, each after the nodes that it leads to.
 std::vector<std::shared_ptr<Node>> leaves_first(const edge_list& roots) {
   struct Open {
@@ -211,7 +206,7 @@ class BackwardSplit::Cut {
         continue;
       }
       add_join(node, joining, times);
-      if (!computes_only_needed(*node) || would_run_twice(*node)) {
+      if (!computes_only_needed(*node) || has_hooks(*node)) {  // both parts would run the hooks
         whole.insert(joining.begin(), joining.end());
       }
     }
@@ -219,7 +214,7 @@ class BackwardSplit::Cut {
     for (const Edge& root : split_.roots_) {  // from which the first part computes nothing
       if (const Reach& own = reach[root.function.get()]; !own.first && roots.insert(root.function.get()).second) {
         add_join(root.function, own.parameters, times);
-        if (would_run_twice(*root.function)) {
+        if (has_hooks(*root.function)) {
           whole.insert(own.parameters.begin(), own.parameters.end());
         }
       }

@@ -2,14 +2,9 @@
 
 #include <c10/util/irange.h>
 
+#include "memory/storage_view.h"
+
 namespace sidestream {
-namespace {
-
-const c10::StorageImpl* storage_impl_of(const at::Tensor& tensor) noexcept {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
-
-}  // namespace
 
 InputAliases InputAliases::of(c10::ArrayRef<at::Tensor> inputs, std::size_t index) noexcept {
   InputAliases aliases{index, index};

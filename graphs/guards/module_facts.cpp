@@ -253,7 +253,7 @@ FactsChange ModuleFacts::tensors_change() const noexcept {
   return change;
 }
 
-void ModuleFacts::take_flags(const ModuleFacts& earlier) noexcept {
+void ModuleFacts::take_training(const ModuleFacts& earlier) noexcept {
   for (const Entry& before : earlier.entries_) {
     for (Entry& entry : entries_) {
       if (entry.module == before.module) {
@@ -261,6 +261,10 @@ void ModuleFacts::take_flags(const ModuleFacts& earlier) noexcept {
       }
     }
   }
+}
+
+void ModuleFacts::take_flags(const ModuleFacts& earlier) noexcept {
+  take_training(earlier);
   for (const TensorFacts& before : earlier.tensors_) {
     for (TensorFacts& tensor : tensors_) {
       if (tensor.tensor().is_same(before.tensor())) {
@@ -275,13 +279,7 @@ ModuleFacts ModuleFacts::as_now(bool with_tensors) const {
     return {};
   }
   ModuleFacts now(entries_.front().module, with_tensors);
-  for (const Entry& before : entries_) {
-    for (Entry& entry : now.entries_) {
-      if (entry.module == before.module) {
-        entry.training = before.training;
-      }
-    }
-  }
+  now.take_training(*this);
   return now;
 }
 

@@ -88,6 +88,8 @@ class ModuleFacts {
   /// Allocates nothing.
   [[nodiscard]] static bool same_options(const Entry& entry) noexcept;
   void add(const std::shared_ptr<const torch::nn::Module>& module, const std::string& name, bool with_tensors);
+  /// The training flags alone of what take_flags takes.
+  void take_training(const ModuleFacts& earlier) noexcept;
   [[nodiscard]] static bool same_members(const Entry& entry) noexcept;
   [[nodiscard]] bool same_child(const Place& place) const noexcept;
   void attend_to_way(std::size_t index);

@@ -7,14 +7,11 @@
 #include <c10/util/irange.h>
 
 #include "graphs/outputs/storage_holders.h"
+#include "memory/storage_view.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
-
-const c10::StorageImpl* impl_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
 
 bool same_place(const at::Tensor& a, const at::Tensor& b) {
   return a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
@@ -46,12 +43,12 @@ void LinkedOutputs::add(const std::vector<at::Tensor>& inputs, const detail::Ten
   std::vector<bool>& views = views_of_inputs_.emplace_back();
   for (const at::Tensor& output : made) {
     const bool read = output.defined() && last_reader_.count({call, kept.size()}) > 0;
-    const c10::StorageImpl* const storage = impl_of(output);
+    const c10::StorageImpl* const storage = storage_impl_of(output);
     if (storage != nullptr) {
       known_.try_emplace(storage, Known{output.storage().getWeakStorageImpl(), {call, kept.size()}});
     }
     views.push_back(std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
-      return storage != nullptr && impl_of(input) == storage && !same_place(input, output);
+      return storage != nullptr && storage_impl_of(input) == storage && !same_place(input, output);
     }));
     kept.push_back(read ? output.detach().requires_grad_(output.requires_grad()) : at::Tensor());
   }
@@ -93,7 +90,7 @@ LinkedOutputs::Use LinkedOutputs::use_by_latest(const std::vector<SavedIdentity>
   const std::size_t call = outputs_.size() - 1;
   std::unordered_set<const c10::StorageImpl*> taken;
   for (const CallInput& input : specs_[call].inputs) {
-    taken.insert(input.from ? impl_of(outputs_[input.from->call][input.from->index]) : nullptr);
+    taken.insert(input.from ? storage_impl_of(outputs_[input.from->call][input.from->index]) : nullptr);
   }
   for (const auto& [storage, known] : known_) {
     if ((known.first.call == call || taken.contains(storage)) && held_by_others(known.storage)) {

@@ -1,7 +1,6 @@
 #pragma once
 #include <cstddef>
 #include <map>
-#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>

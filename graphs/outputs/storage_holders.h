@@ -24,17 +24,11 @@ struct SavedStorage;
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-/// True if `storage` has another number of references than the `known` ones. More: an unknown holder has it. Fewer: what is known is
-/// wrong. In both cases the memory stays as it is.
-[[nodiscard]] inline bool others_hold(const WeakStorage& storage, std::size_t known) noexcept {
-  return storage.use_count() != known;
-}
-[[nodiscard]] inline bool others_hold(const c10::Storage& storage, std::size_t known) noexcept {
-  return storage.use_count() != known;
-}
-/// The same of the variables that have `tensor`. Other tensors may share its memory.
-[[nodiscard]] inline bool others_hold(const at::TensorBase& tensor, std::size_t known) noexcept {
-  return tensor.use_count() != known;
+/// True if the storage has another number of references than the `known` ones. More: an unknown holder has it. Fewer: what is known is
+/// wrong. In both cases the memory stays as it is. For a tensor: the variables that have it. Other tensors may share its memory.
+template <class Reference>
+[[nodiscard]] bool others_hold(const Reference& to, std::size_t known) noexcept {
+  return to.use_count() != known;
 }
 
 /// The references to one storage that known holders have. What several holders share counts once.

@@ -7,6 +7,7 @@
 #include <torch/nn/module.h>
 
 #include "graphs/outputs/storage_holders.h"
+#include "memory/storage_view.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -14,10 +15,6 @@ namespace {
 
 std::string shape_of(const at::Tensor& tensor) {
   return c10::str("a ", tensor.scalar_type(), " tensor ", tensor.sizes());
-}
-
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
 }  // namespace
@@ -71,7 +68,7 @@ void PassWatch::before(const OperatorAccess& access) {
     exclusions_.add_static_input(externals[i].storage);
     if (externals[i].storage.device() != device_) {
       for (const at::Tensor& read : access.reads) {
-        if (storage_of(read) == externals[i].storage.unsafeGetStorageImpl()) {
+        if (storage_impl_of(read) == externals[i].storage.unsafeGetStorageImpl()) {
           note_foreign(read, access);
         }
       }
@@ -85,9 +82,9 @@ void PassWatch::before(const OperatorAccess& access) {
     return;
   }
   for (const at::Tensor& tensor : access.writes) {
-    const c10::StorageImpl* const storage = storage_of(tensor);
+    const c10::StorageImpl* const storage = storage_impl_of(tensor);
     for (const auto i : c10::irange(inputs_->size())) {
-      if (storage != nullptr && written_input_.empty() && storage_of((*inputs_)[i]) == storage) {
+      if (storage != nullptr && written_input_.empty() && storage_impl_of((*inputs_)[i]) == storage) {
         written_input_ = std::to_string(i) + " (" + access.name + ")";
       }
     }
@@ -124,12 +121,12 @@ bool PassWatch::is_unnamed(const at::Generator* generator) const {
 std::string PassWatch::registered_name(const at::Tensor& tensor) const {
   if (spec_->module != nullptr) {
     for (const auto& item : spec_->module->named_parameters()) {
-      if (storage_of(item.value()) == storage_of(tensor)) {
+      if (storage_impl_of(item.value()) == storage_impl_of(tensor)) {
         return "parameter \"" + item.key() + "\", ";
       }
     }
     for (const auto& item : spec_->module->named_buffers()) {
-      if (storage_of(item.value()) == storage_of(tensor)) {
+      if (storage_impl_of(item.value()) == storage_impl_of(tensor)) {
         return "buffer \"" + item.key() + "\", ";
       }
     }
@@ -139,8 +136,8 @@ std::string PassWatch::registered_name(const at::Tensor& tensor) const {
 
 void PassWatch::note_foreign(const at::Tensor& tensor, const OperatorAccess& access) {
   if (!tensor.is_meta() && tensor.storage().nbytes() > 0) {
-    foreign_.push_back({storage_of(tensor), registered_name(tensor) + shape_of(tensor) + " on " +
-                                                tensor.device().str() + " (read by " + access.name + ")"});
+    foreign_.push_back({storage_impl_of(tensor), registered_name(tensor) + shape_of(tensor) + " on " +
+                                                     tensor.device().str() + " (read by " + access.name + ")"});
   }
 }
 

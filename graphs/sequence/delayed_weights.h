@@ -20,7 +20,7 @@ class DelayedWeights {
   template <class Accepts>
   bool compute_next(const Accepts& accepts) {
     for (std::size_t i = 0;; ++i) {
-      std::shared_ptr<GraphSequence> sequence;  // is let go of outside of the lock: its end takes other locks
+      std::shared_ptr<GraphSequence> sequence;  // is freed outside of the lock: its end takes other locks
       std::size_t call = 0;
       {
         const std::lock_guard lock(mutex_);

@@ -37,15 +37,15 @@ bool SequenceCopies::may_use_targets(std::size_t graph_index, std::size_t index)
   return graph_index < calls_[index].copies.reload_at || graph_index > order_.backward_index(index);
 }
 
-void SequenceCopies::await_others(std::size_t graph_index, c10::Stream side) {
+void SequenceCopies::await_others(std::size_t graph_index, c10::Stream stream) {
   for (const std::size_t call : offloading_) {
     if (may_use_sources(graph_index, call)) {
-      mover_->await(side, calls_[call].copies.offloaded);
+      mover_->await(stream, calls_[call].copies.offloaded);
     }
   }
   for (const Reload& reload : reloading_) {
     if (!reload.awaited && may_use_targets(graph_index, reload.call)) {
-      mover_->await(side, calls_[reload.call].copies.reloaded);
+      mover_->await(stream, calls_[reload.call].copies.reloaded);
     }
   }
 }
@@ -61,8 +61,8 @@ void SequenceCopies::forget_awaited(std::size_t graph_index) {
 void SequenceCopies::before_forward(std::size_t index, c10::Stream side) {
   const std::size_t graph_index = order_.forward_index(index);
   await_others(graph_index, side);
-  if (for_weights_ &&
-      !weights_.contains(*for_weights_)) {  // nobody needs it, and this forward may offload to where it reads
+  // The copy for a weights graph: no graph needs it, and this forward may offload to the slot that it reads.
+  if (for_weights_ && !weights_.contains(*for_weights_)) {
     await_for_weights(side);
   }
   if (!found_) {

@@ -65,7 +65,7 @@ class ReplayVerification {
   double tolerance_;
   std::map<std::weak_ptr<const GraphSequence>, std::vector<Turns>, std::owner_less<>> turns_;
   std::uint64_t round_ = 1;
-  std::uint64_t limit_ = kAny;  ///< who was verified more often lets others come first
+  std::uint64_t limit_ = kAny;  ///< calls that were verified more often than this wait
   std::uint64_t least_ = kAny;  ///< how often the least verified one that is due in this round was
   bool taken_ = false;          ///< this round's turn
   bool in_step_ = false;

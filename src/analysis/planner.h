@@ -28,7 +28,7 @@ struct StorageProfile {
   std::vector<std::uint32_t> savers;  ///< indices of groups, the first saver first
   /// The program holds it itself, or other calls saved it too: offloading it would free nothing.
   bool held_elsewhere = false;
-  bool counted_elsewhere = false;  ///< and it is in the profile of another call
+  bool counted_elsewhere = false;  ///< and the profile of another call counts its bytes
   bool static_output = false;      ///< graphs write it anew, and keep its memory: it stays, and has no place in a pass
   bool for_weights = false;        ///< of the backward's graphs, only the one of delayed parameters reads it
   std::uint32_t runs = 1;          ///< of its sequence that are offloaded to its place on the host, in turn

@@ -7,6 +7,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>
 
 namespace sidestream {
@@ -37,6 +38,11 @@ struct StorageView {
   /// Bytes of a storage that this view needs at least.
   [[nodiscard]] std::size_t extent_bytes() const;
 };
+
+/// The storage of `tensor`; null if it is undefined or has none.
+[[nodiscard]] inline const c10::StorageImpl* storage_impl_of(const at::Tensor& tensor) noexcept {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
 
 /// All bytes of `storage` as a tensor over it, with a version counter of its own: autograd does not see writes through
 /// it. Runs no operator.

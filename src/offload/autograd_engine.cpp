@@ -2,7 +2,6 @@
 
 #include <mutex>
 #include <string_view>
-#include <utility>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>

@@ -51,4 +51,9 @@ void walk_autograd(const std::vector<torch::autograd::Node*>& roots, const Visit
   return nodes;
 }
 
+/// True if hooks run before or after `node` in a backward. Hooks of retain_grad do not count.
+[[nodiscard]] inline bool has_hooks(torch::autograd::Node& node) {
+  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
+}
+
 }  // namespace sidestream

@@ -10,14 +10,6 @@
 
 namespace sidestream {
 
-namespace {
-
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
-
-}  // namespace
-
 const char* exclusion_name(Exclusion reason) noexcept {
   switch (reason) {
     case Exclusion::none:
@@ -55,7 +47,7 @@ void Exclusions::rebuild_parameter_storages() {
   parameter_order_.clear();
   for (const at::Tensor& parameter : parameters_) {
     for_each_part(parameter, [this](const at::Tensor& part) {
-      parameter_order_.push_back(storage_of(part));
+      parameter_order_.push_back(storage_impl_of(part));
       if (parameter_order_.back() != nullptr) {
         parameter_storages_.insert(part.storage());
       }
@@ -69,7 +61,7 @@ bool Exclusions::refresh_parameters() {
   bool relocated = false;
   for (const at::Tensor& parameter : parameters_) {
     for_each_part(parameter, [&](const at::Tensor& part) {
-      relocated = relocated || next == parameter_order_.size() || storage_of(part) != parameter_order_[next++];
+      relocated = relocated || next == parameter_order_.size() || storage_impl_of(part) != parameter_order_[next++];
     });
   }
   if (relocated || next != parameter_order_.size()) {
@@ -82,7 +74,7 @@ bool Exclusions::refresh_parameters() {
 at::Tensor Exclusions::registered(const c10::Storage& storage) const {
   const std::lock_guard lock(mutex_);
   for (const at::Tensor& parameter : parameters_) {
-    if (storage_of(parameter) == storage.unsafeGetStorageImpl()) {
+    if (storage_impl_of(parameter) == storage.unsafeGetStorageImpl()) {
       return parameter;
     }
   }
@@ -94,7 +86,7 @@ bool Exclusions::is_parameter(const at::Tensor& tensor) const {
     return false;
   }
   const std::lock_guard lock(mutex_);
-  return parameter_storages_.contains(storage_of(tensor));
+  return parameter_storages_.contains(storage_impl_of(tensor));
 }
 
 std::uint64_t Exclusions::registered_bytes() const {
@@ -103,7 +95,7 @@ std::uint64_t Exclusions::registered_bytes() const {
   std::uint64_t bytes = 0;
   for (const at::Tensor& parameter : parameters_) {
     for_each_part(parameter, [&](const at::Tensor& part) {
-      if (const c10::StorageImpl* const storage = storage_of(part);
+      if (const c10::StorageImpl* const storage = storage_impl_of(part);
           storage != nullptr && counted.insert(storage).second) {
         bytes += storage->nbytes();
       }
@@ -126,14 +118,14 @@ std::int64_t Exclusions::gradient_bytes() const {
 void Exclusions::mark(const at::Tensor& tensor) {
   const std::lock_guard lock(mutex_);
   for_each_part(tensor, [this](const at::Tensor& part) {
-    if (storage_of(part) != nullptr) {
+    if (storage_impl_of(part) != nullptr) {
       marked_.insert(part.storage());
     }
   });
 }
 
 void Exclusions::add_static_input(const at::Tensor& tensor) {
-  if (storage_of(tensor) != nullptr) {
+  if (storage_impl_of(tensor) != nullptr) {
     add_static_input(tensor.storage());
   }
 }

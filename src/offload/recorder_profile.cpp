@@ -1,6 +1,4 @@
 // The part of SavedTensorRecorder that profiles a pass.
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <vector>
 

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <utility>
 
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/SparseCsrTensorImpl.h>

@@ -13,8 +13,6 @@
 
 namespace sidestream::habits {
 
-struct Form;
-
 /// How often a captured trainer's calls replayed, and how often they ran its code.
 struct CapturedCalls {
   std::int64_t replayed = 0;

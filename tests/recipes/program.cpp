@@ -15,7 +15,6 @@
 #include <exception>
 #include <functional>
 #include <iostream>
-#include <limits>
 #include <map>
 #include <optional>
 #include <stdexcept>

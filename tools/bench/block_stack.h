@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <utility>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>

@@ -1,7 +1,5 @@
 #include "tools/cli/training_options.h"
 
-#include <string_view>
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <CLI/App.hpp>

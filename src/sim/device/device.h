@@ -27,6 +27,10 @@ struct Access {
   bool fresh = false;  ///< a write to memory that the work took for itself: nothing of what it held is read
 };
 
+[[nodiscard]] inline bool overlap(const Access& a, const Access& b) noexcept {
+  return a.begin < b.begin + b.bytes && b.begin < a.begin + a.bytes;
+}
+
 /// One unit of work of a stream: what queues, graphs and recordings hold.
 struct Work {
   enum class Kind : std::uint8_t { compute, copy_to_host, copy_to_device, poison, event_record, event_wait };

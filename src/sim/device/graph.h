@@ -1,6 +1,5 @@
 #pragma once
 #include <cstddef>
-#include <memory>
 #include <vector>
 
 #include "runtime/runtime.h"

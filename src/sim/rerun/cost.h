@@ -26,8 +26,6 @@ struct Simulation {
   double seconds = 0;          ///< of the whole step
   double compute_seconds = 0;  ///< the sum over all operators
   double copy_seconds = 0;     ///< the sum over all copies, both directions
-  /// What the step takes beyond its operators: copies that nothing hides.
-  [[nodiscard]] double exposed_seconds() const noexcept { return seconds - compute_seconds; }
 };
 
 /// Runs a recording on a virtual clock: each engine takes what could start first, in issue order among equals. Nothing is

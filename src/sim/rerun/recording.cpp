@@ -12,8 +12,6 @@
 namespace sidestream::sim {
 namespace {
 
-bool overlap(const Access& a, const Access& b) { return a.begin < b.begin + b.bytes && b.begin < a.begin + a.bytes; }
-
 // Ranges that some work has used, kept disjoint.
 class TouchedRanges {
  public:

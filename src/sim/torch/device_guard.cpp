@@ -22,7 +22,7 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDeviceType; }
   c10::Device exchangeDevice(c10::Device /*device*/) const override { return sim_device(); }
   c10::Device getDevice() const override { return sim_device(); }
-  void setDevice(c10::Device device) const override { check(device); }
+  void setDevice(c10::Device device) const override { check_index(device); }
   void uncheckedSetDevice(c10::Device /*device*/) const noexcept override {}
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 
@@ -32,7 +32,7 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     return getNewStream(device, 0);
   }
   c10::Stream getNewStream(c10::Device device, int /*priority*/) const override {
-    check(device);
+    check_index(device);
     return as_stream(Device::get().create_stream());
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
@@ -97,13 +97,6 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
       c10::intrusive_ptr<EventState>::reclaim(&as_event(event)).reset();
     }
   }
-
- private:
-  static void check(c10::Device device) {
-    if (device.index() > 0) {
-      throw UsageError("there is one sim device: sim:" + std::to_string(device.index()) + " does not exist; use sim:0");
-    }
-  }
 };
 
 const DeviceGuard* the_guard() {
@@ -112,6 +105,12 @@ const DeviceGuard* the_guard() {
 }
 
 }  // namespace
+
+void check_index(c10::Device device) {
+  if (device.index() > 0) {
+    throw UsageError("there is one sim device: sim:" + std::to_string(device.index()) + " does not exist; use sim:0");
+  }
+}
 
 void register_device_guard() { c10::impl::registerDeviceGuard(kDeviceType, the_guard()); }
 

@@ -13,6 +13,9 @@ inline c10::Device sim_device() noexcept { return c10::Device(kDeviceType, 0); }
   return c10::Stream(c10::Stream::UNSAFE, sim_device(), stream);
 }
 
+/// Throws: UsageError if `device` has an index beyond the only device's.
+void check_index(c10::Device device);
+
 /// Makes the sim device guard LibTorch's guard for PrivateUse1. Called once, by register_sim_device.
 void register_device_guard();
 

@@ -6,8 +6,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <sidestream/error.h>
 
-#include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>

@@ -89,8 +89,8 @@ State gru_step(const Input& input, const State& state, const Weights& weights) {
   return {state.h.sub(candidate).mul_(keep).add_(candidate), {}};
 }
 
-template <class Input>
-State step(Cell cell, const Input& input, const State& state, const Weights& weights) {
+State step(Cell cell, const at::Tensor& given, const State& state, const Weights& weights) {
+  const auto input = [&] { return given; };
   switch (cell) {
     case Cell::lstm:
       return lstm_step(input, state, weights);
@@ -126,8 +126,7 @@ Pass run_direction(Cell cell, const at::Tensor& data, State state, const Weights
   }
   Tensors outputs;
   for (const at::Tensor& input : inputs) {
-    state = step(
-        cell, [&] { return input; }, state, weights);
+    state = step(cell, input, state, weights);
     outputs.push_back(state.h);
   }
   if (reverse) {
@@ -151,8 +150,7 @@ Pass run_packed(Cell cell, const Sequence& sequence, State state, const Weights&
       state = state.rows(0, batch);
     }
     before = batch;
-    state = step(
-        cell, [&] { return input; }, state, weights);
+    state = step(cell, input, state, weights);
     outputs.push_back(state.h);
   }
   ended.push_back(std::move(state));
@@ -175,8 +173,7 @@ Pass run_packed_reversed(Cell cell, const Sequence& sequence, const State& first
     const at::Tensor input = inputs.narrow(0, end - batch, batch);
     end -= batch;
     before = batch;
-    state = step(
-        cell, [&] { return input; }, state, weights);
+    state = step(cell, input, state, weights);
     outputs.push_back(state.h);
   }
   std::reverse(outputs.begin(), outputs.end());
@@ -269,16 +266,11 @@ c10::ArrayRef<std::int64_t> batches_of(const at::Tensor& sizes) {
   return {sizes.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(sizes.numel())};
 }
 
-// --- LSTM -------------------------------------------------------------------------------------------------------
-
 using LstmResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 /// Whether the CPU gives LSTMs of this dtype to oneDNN, which depends on the processor: asked of a network of one element.
 bool cpu_takes_onednn(at::ScalarType dtype) {
-  if (dtype != at::kFloat && dtype != at::kBFloat16) {
-    return false;
-  }
-  if (!at::globalContext().userEnabledMkldnn()) {
+  if ((dtype != at::kFloat && dtype != at::kBFloat16) || !at::globalContext().userEnabledMkldnn()) {
     return false;
   }
   enum class Answer : std::uint8_t { unknown, no, yes };
@@ -363,8 +355,6 @@ std::tuple<at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input, at::Tensor
   const State after = lstm_step([&] { return weights.times_input(input); }, {states[0], states[1]}, weights);
   return {after.h, after.c};
 }
-
-// --- GRU and plain networks -------------------------------------------------------------------------------------
 
 using Result = std::tuple<at::Tensor, at::Tensor>;
 

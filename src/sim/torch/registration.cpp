@@ -98,9 +98,7 @@ void register_all() {
 }
 
 std::shared_ptr<Runtime> make_runtime_of(c10::Device device) {
-  if (device.index() > 0) {
-    throw UsageError("there is one sim device: sim:" + std::to_string(device.index()) + " does not exist; use sim:0");
-  }
+  check_index(device);
   register_sim_device();
   return std::make_shared<SimRuntime>();
 }

@@ -26,9 +26,6 @@ std::uint64_t hash_of(const at::Tensor& tensor) {
   return std::hash<std::string_view>{}({reinterpret_cast<const char*>(bytes.begin), bytes.bytes});
 }
 
-// Bytes that a written argument covers may change: the same storage given twice (self and out) is no finding.
-bool overlaps(const Access& a, const Access& b) { return a.begin < b.begin + b.bytes && b.begin < a.begin + a.bytes; }
-
 }  // namespace
 
 void set_schema_audit(bool on) noexcept {
@@ -74,7 +71,8 @@ SchemaAudit::SchemaAudit(const OperatorInfo& info, const torch::jit::Stack& stac
         return;
       }
       const Access bytes = extent(value.toTensor(), false);
-      if (std::none_of(written.begin(), written.end(), [&](const Access& other) { return overlaps(bytes, other); })) {
+      // Bytes that a written argument covers may change: the same storage given twice (self and out) is no finding.
+      if (std::none_of(written.begin(), written.end(), [&](const Access& other) { return overlap(bytes, other); })) {
         snapshots_.push_back({i, value.toTensor(), hash_of(value.toTensor())});
       }
     });

@@ -15,7 +15,6 @@
 
 namespace {
 
-using sidestream::test::gradients;
 using sidestream::test::OperatorCase;
 using sidestream::test::parameter;
 using sidestream::test::values;
