@@ -124,8 +124,9 @@ void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const 
 void CapturedSequence::check_turn_of_weights(std::size_t call, std::size_t obstacle, const char* got) const {
   if (!calls[call].spec.chunk.empty()) {
     throw UsageError(describe(call) + ": expected backward_dw of " + describe(obstacle) + ", got this " + got +
-                     "; compute delayed weight gradients where GraphOptions::order has them, and let no other chunk "
-                     "run between the layers of a backward, or make the callables with the order of your steps");
+                     "; compute the delayed weight gradients before this call, let no other chunk run between the "
+                     "layers of a backward, or make the callables with the order of your steps, weight gradients "
+                     "included");
   }
 }
 

@@ -101,7 +101,8 @@ struct GraphOptions {
   /// A call replays the capture of the chunk that is open (OffloadEngine::chunk). If none is open, it replays that of the next microbatch;
   /// each step begins with the first one. Chunks without a backward have no captures: run them under no_grad.
   /// If a forward or a backward needs memory that the order gives to an earlier chunk until its backward, it throws UsageError, and nothing
-  /// has been queued. Delayed weight gradients may be steps of the order. If they are not, they are its last steps.
+  /// has been queued. Delayed weight gradients may be steps of the order. If they are not, they are its last steps, but those of microbatches
+  /// that share captures come before the next of them.
   /// For make_graphed_callables only. CallOptions::max_captures of the engine bounds the captures of a callable.
   /// Throws (at the capture): UsageError for an order that no step can take, and for more captures than the bound allows. Also for stages
   /// without callables, callables without a stage of the order, and options that do not go with an order.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include <sidestream/error.h>
 
@@ -16,9 +17,22 @@ CaptureMemory::CaptureMemory(CachingAllocator& memory, Pool& pool) : memory_(mem
   for (const Segment* segment : pool_.segments) {
     pool_before_.emplace_back(segment->begin, segment->lent);
   }
-  for (const MemoryImage& image : pool_.captured) {
+  const auto put_back = [this](const MemoryImage& image) {
     preserve(image.begin, image.bytes.size());
     image.restore();
+  };
+  std::set<const Pool*> others;
+  memory_.for_each_segment([&](const Segment& segment) { others.insert(segment.pool); });
+  others.erase(&pool_);
+  for (const Pool* const other : others) {
+    for (const MemoryImage& image : other->captured) {
+      if (memory_.owns(image.begin)) {
+        put_back(image);
+      }
+    }
+  }
+  for (const MemoryImage& image : pool_.captured) {
+    put_back(image);
   }
 }
 

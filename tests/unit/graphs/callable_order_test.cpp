@@ -70,7 +70,7 @@ TEST_F(CallableOrderTest, NothingOverwritesWhatDelayedWeightGradientsNeed) {
   expect_replays(engine, 0, order);
   const std::string text =
       "graphed call \"layers.0\" (stage 0, microbatch 2): expected backward_dw of graphed call \"layers.0\" (stage 0, "
-      "microbatch 0), got this forward; compute delayed weight gradients where GraphOptions::order has them";
+      "microbatch 0), got this forward; compute the delayed weight gradients before this call";
   expect_refused(engine, text, {of(0, Kind::forward), of(0, Kind::backward), of(2, Kind::forward)}, Told::chunks);
   expect_replays(engine, 1, order);
 }

@@ -15,6 +15,7 @@
 
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
+#include "models/body_model.h"
 #include "models/plain_twin.h"
 #include "models/stack_twins.h"
 #include "sidestream/device.h"
@@ -122,6 +123,25 @@ INSTANTIATE_TEST_SUITE_P(Forms, DelayedFormsTest,
                                          DelayedForm{"kept", false}, DelayedForm{"of_one_layer", true, true, "1.*"},
                                          DelayedForm{"beside_accumulated", true, true, "**", "2.*"}),
                          [](const auto& info) { return std::string(info.param.name); });
+
+TEST_F(DelayedCallablesTest, IndicesThatTheBodyMakes) {
+  const auto picks = [](BodyBlock& block, const at::Tensor& x) {
+    const at::Tensor rows = at::arange(15, -1, -1, at::TensorOptions(at::kLong).device(x.device()));
+    return x + at::matmul(x, block.weight.index_select(0, rows)).tanh();
+  };
+  BodyTwins twins(device_, {picks, picks});
+  OffloadEngine engine(twins.mine,
+                       Options(device_).min_bytes(256).graph("blocks.*").offload("blocks.*").graph_options(delayed()));
+  for (std::int64_t s = 0; s < 4; ++s) {
+    expect_same_step(twins.mine, &engine, twins.plain, s, [&](BodyModel& model) {
+      (model.forward(model.data(s, 8, 2)) * model.data(s, 8, 2, 1)).sum().backward();
+      if (&model == &twins.mine) {
+        engine.backward_dw();
+      }
+    });
+  }
+  EXPECT_EQ(engine.report().replays, 6) << "three graphs of each call";
+}
 
 TEST_F(DelayedCallablesTest, ComputesEachProductOnce) {
   stacks_.capture(GraphOptions());
