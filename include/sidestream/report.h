@@ -61,17 +61,18 @@ struct SyncFinding {
 
 /// What the engine did, as plain data. Sizes are bytes. "In a step" means in the latest complete step.
 struct SIDESTREAM_API Report {
-  std::int64_t steps = 0;                   ///< complete steps
-  std::int64_t offloaded_bytes = 0;         ///< offloaded in a step
-  std::int64_t reloaded_bytes = 0;          ///< reloaded in a step
-  std::int64_t saved_bytes = 0;             ///< distinct storages that autograd saved in the sizing pass
-  std::int64_t unseen_bytes = 0;            ///< growth of device memory in the sizing pass's forward that no hook saw
-  std::int64_t copied_twice_bytes = 0;      ///< in a step: storages copied again because they were written in between
-  std::int64_t unplanned_bytes = 0;         ///< in a step: saved by groups that are offloaded, but not part of the plan
-  std::int64_t refused_bytes = 0;           ///< in a step: not offloaded, because no pinned memory was free
-  std::int64_t pinned_bytes = 0;            ///< page-locked host memory that is held
-  std::int64_t pinned_requested_bytes = 0;  ///< requested bytes that found room, without rounding
-  std::int64_t host_cap = 0;                ///< the cap of Options::host_cap, or its default
+  std::int64_t steps = 0;            ///< complete steps
+  std::int64_t offloaded_bytes = 0;  ///< offloaded in a step
+  std::int64_t reloaded_bytes = 0;   ///< reloaded in a step
+  std::int64_t saved_bytes = 0;      ///< distinct storages that autograd saved in the sizing pass
+  std::int64_t unseen_bytes = 0;     ///< growth of device memory in the sizing pass's forward that no hook saw
+  std::int64_t copied_twice_bytes =
+      0;                             ///< in a step: storages copied again, since they may have been written in between
+  std::int64_t unplanned_bytes = 0;  ///< in a step: saved by groups that are offloaded, but not part of the plan
+  std::int64_t refused_bytes = 0;    ///< in a step: not offloaded, because no pinned memory was free
+  std::int64_t pinned_bytes = 0;     ///< page-locked host memory that is held
+  std::int64_t pinned_requested_bytes = 0;             ///< requested bytes that found room, without rounding
+  std::int64_t host_cap = 0;                           ///< the cap of Options::host_cap, or its default
   std::int64_t pinned_allocations_after_planning = 0;  ///< 0, or the engine has a fault: report it
   /// In a step: waits that were queued on a stream for the copies of one call or group. The wait for all copies at a step's end is not
   /// counted.

@@ -182,7 +182,7 @@ void Report::print(std::ostream& out) const {
         mebibytes(graph_bytes) + " (" + mebibytes(warm_up_bytes) + ")");
   }
   if (copied_twice_bytes > 0) {
-    row(out, "copied again after a write, per step", mebibytes(copied_twice_bytes));
+    row(out, "copied again after a possible write", mebibytes(copied_twice_bytes));
   }
   if (unplanned_bytes > 0) {
     row(out, "saved but not in the plan, per step", mebibytes(unplanned_bytes));
