@@ -79,6 +79,16 @@ TEST_P(TensorPoolTest, WhatNoTensorCanBeIsRefusedAndLeavesNoEntry) {
   EXPECT_TRUE(pool.status().empty());
 }
 
+TEST_P(TensorPoolTest, DtypesOfNoPlainTensorAreRefusedAndLeaveNoEntry) {
+  TensorPool pool = this->pool();
+  for (const c10::ScalarType dtype : {c10::kQInt8, c10::kQUInt8, c10::kQInt32, c10::kQUInt4x2, c10::kQUInt2x4}) {
+    EXPECT_THROWS(UsageError, "allocate kByte, kChar or kInt", (void)pool.allocate({4}, dtype));
+    EXPECT_THROWS(UsageError, "allocate kByte, kChar or kInt", pool.plan({4}, dtype, 1));
+  }
+  EXPECT_THROWS(UsageError, "name a dtype", (void)pool.allocate({4}, c10::ScalarType::NumOptions));
+  EXPECT_TRUE(pool.status().empty());
+}
+
 TEST_P(TensorPoolTest, AUserLeavesNothingOfAutogradToTheNext) {
   TensorPool pool = this->pool();
   at::Tensor tensor;
