@@ -332,8 +332,9 @@ void SavedTensorRecorder::mark(const at::Tensor& tensor) {
     }
     for (const std::size_t record : records_of(found->second, part.storage())) {
       const auto saved = identities_[record].saved.lock();
-      if (saved != nullptr) {
-        saved->to_offload = saved->to_offload && saved->place != SavedStorage::Place::device;
+      if (saved != nullptr && saved->place == SavedStorage::Place::device) {
+        saved->to_offload = false;
+        storages_[record].marked = true;
       }
     }
   });
