@@ -1,6 +1,7 @@
 #include "graphs/resources/engine_resources.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -25,8 +26,9 @@ std::int64_t count_by_environment(const char* name, const char* what) {
     return 0;
   }
   char* end = nullptr;
+  errno = 0;
   const long long count = std::strtoll(text.c_str(), &end, 10);
-  if (*end != 0 || count < 0) {
+  if (*end != 0 || count < 0 || errno == ERANGE) {
     throw UsageError(std::string(name) + " is \"" + text + "\"; it must be a number of " + what + ", 0 for none");
   }
   return count;
