@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -162,7 +163,9 @@ Options checked_options(Options options) {
   }
   for (const Options::Budget& budget : options.budgets()) {
     if (!(budget.fraction >= 0 && budget.fraction <= 1)) {
-      throw UsageError("offload_fraction is " + std::to_string(budget.fraction) + " for \"" + budget.patterns +
+      char fraction[32];
+      const char* const end = std::to_chars(fraction, fraction + sizeof fraction, budget.fraction).ptr;
+      throw UsageError("offload_fraction is " + std::string(fraction, end) + " for \"" + budget.patterns +
                        "\"; it must be a part of the bytes that would be offloaded, from 0 to 1");
     }
     const auto sorted = [](const Options::Budget& of) {
