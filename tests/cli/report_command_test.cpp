@@ -5,6 +5,7 @@
 #include <string>
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 #include <nlohmann/json.hpp>
 
 #include "sidestream/error.h"
@@ -183,6 +184,9 @@ TEST(ReportCommand, FilesThatCannotBeReadAndRanksThatDoNotMatchAreRefused) {
   const std::string link = (folder.path() / "link.json").string();
   std::filesystem::create_symlink(rank, link);
   expect_refusal({"report", rank, link}, kRefused, "are the same file; give each rank's report once");
+  const std::string second_name = (folder.path() / "hard.json").string();
+  ASSERT_EQ(::link(rank.c_str(), second_name.c_str()), 0);
+  expect_refusal({"report", rank, second_name}, kRefused, "are the same file; give each rank's report once");
   Report later = report_of(1);
   later.steps = 21;
   expect_refusal({"report", rank, folder.write("rank1.json", later.json()).string()}, kRefused,
