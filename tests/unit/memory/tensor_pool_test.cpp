@@ -207,6 +207,9 @@ TEST_P(TensorPoolTest, WithoutMemoryThePoolKeepsWhatItHas) {
   exhaust();
   EXPECT_ANY_THROW((void)pool.allocate({kLarge}, at::kFloat));
   EXPECT_ANY_THROW(pool.plan({kLarge}, at::kFloat, 2));
+  if (GetParam() == Memory::host) {
+    EXPECT_THROWS(DeviceError, "keep fewer tensors in pools", pool.plan({kLarge}, at::kFloat, 2));
+  }
   EXPECT_EQ(pool.status({kLarge}, at::kFloat).total, 1);
   EXPECT_EQ(pool.statistics().in_use, 1);
   pool.free(tensor);
