@@ -20,7 +20,8 @@ namespace {
 std::uint64_t selected_bytes(const Profile& profile) {
   std::uint64_t bytes = 0;
   for (const StorageProfile& storage : profile.storages) {
-    bytes += profile.groups[storage.savers.front()].selected && !storage.held_elsewhere ? storage.bytes : 0;
+    const bool stays = storage.held_elsewhere || storage.marked;
+    bytes += profile.groups[storage.savers.front()].selected && !stays ? storage.bytes : 0;
   }
   return bytes;
 }
@@ -52,7 +53,7 @@ std::vector<std::size_t> kinds_of_calls(const SequenceCapture& capture, const st
                       [](const StorageProfile& one, const StorageProfile& other) {
                         return one.bytes == other.bytes && one.savers == other.savers &&
                                one.held_elsewhere == other.held_elsewhere && one.static_output == other.static_output &&
-                               one.for_weights == other.for_weights;
+                               one.for_weights == other.for_weights && one.marked == other.marked;
                       });
   };
   std::vector<std::size_t> kinds;

@@ -24,6 +24,8 @@ const char* reason(Fate fate) {
       return "another group, which is not offloaded, saved the same storage";
     case Fate::held_elsewhere:
       return "held by the program, or saved by several calls";
+    case Fate::marked:
+      return "marked with mark_not_offload";
     case Fate::static_output:
       return "it is an output of a graph, and the graph keeps its memory";
     case Fate::over_budget:

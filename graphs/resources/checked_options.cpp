@@ -1,6 +1,8 @@
 #include "graphs/resources/engine_resources.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <charconv>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -25,8 +27,9 @@ std::int64_t count_by_environment(const char* name, const char* what) {
     return 0;
   }
   char* end = nullptr;
+  errno = 0;
   const long long count = std::strtoll(text.c_str(), &end, 10);
-  if (*end != 0 || count < 0) {
+  if (*end != 0 || count < 0 || errno == ERANGE) {
     throw UsageError(std::string(name) + " is \"" + text + "\"; it must be a number of " + what + ", 0 for none");
   }
   return count;
@@ -160,7 +163,9 @@ Options checked_options(Options options) {
   }
   for (const Options::Budget& budget : options.budgets()) {
     if (!(budget.fraction >= 0 && budget.fraction <= 1)) {
-      throw UsageError("offload_fraction is " + std::to_string(budget.fraction) + " for \"" + budget.patterns +
+      char fraction[32];
+      const char* const end = std::to_chars(fraction, fraction + sizeof fraction, budget.fraction).ptr;
+      throw UsageError("offload_fraction is " + std::string(fraction, end) + " for \"" + budget.patterns +
                        "\"; it must be a part of the bytes that would be offloaded, from 0 to 1");
     }
     const auto sorted = [](const Options::Budget& of) {

@@ -19,6 +19,9 @@ Decision wanted(const Profile& profile, const StorageProfile& storage) {
   if (storage.held_elsewhere) {
     return {Fate::held_elsewhere, first};
   }
+  if (storage.marked) {
+    return {Fate::marked, first};
+  }
   for (const std::uint32_t saver : storage.savers) {
     if (profile.groups[saver].needed_immediately) {
       return {Fate::needed_immediately, saver};

@@ -32,6 +32,7 @@ struct StorageProfile {
   bool static_output = false;      ///< graphs write it anew, and keep its memory: it stays, and has no place in a pass
   bool for_weights = false;        ///< of the backward's graphs, only the one of delayed parameters reads it
   std::uint32_t runs = 1;          ///< of its sequence that are offloaded to its place on the host, in turn
+  bool marked = false;             ///< the program marked it after it was saved: it stays
 };
 
 /// The tensors that stay on the device for one reason, whatever the options say.
@@ -56,6 +57,7 @@ enum class Fate : std::uint8_t {
   needed_immediately,
   held_back,
   held_elsewhere,
+  marked,
   static_output,
   over_budget,
   over_cap,

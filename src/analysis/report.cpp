@@ -17,10 +17,17 @@
 namespace sidestream {
 namespace {
 
+/// Names and notes may have line feeds, which break the table, and other control characters, which a terminal obeys.
+std::string on_one_line(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char each) { return each < ' ' || each == 0x7f; }, ' ');
+  return text;
+}
+
 void row(std::ostream& out, std::string what, const std::string& value) {
   constexpr std::size_t width = 44;
   what.resize(std::max(what.size(), width), ' ');
-  out << "  " << what << ' ' << value << '\n';
+  out << "  " << on_one_line(std::move(what)) << ' ' << on_one_line(value) << '\n';
 }
 
 /// A finding in some lines: what, where, how often, the frames, and the remedy once for each kind.
@@ -35,9 +42,9 @@ void print_syncs(const Report& report, std::ostream& out) {
   std::set<std::string> advised;
   for (const SyncFinding& sync : report.syncs) {
     out << "  host waits: " << sync.kind << ": " << sync.operation << ", "
-        << (sync.call.empty() ? "between calls" : "call \"" + sync.call + "\"");
+        << (sync.call.empty() ? "between calls" : on_one_line("call \"" + sync.call + "\""));
     if (!sync.scope.empty() && sync.scope != sync.call) {
-      out << ", scope \"" << sync.scope << "\"";
+      out << ", scope \"" << on_one_line(sync.scope) << "\"";
     }
     out << (sync.node.empty() ? "" : ", backward of " + sync.node) << ": " << sync.count
         << (sync.count == 1 ? " time\n" : " times\n");
@@ -211,11 +218,11 @@ void Report::print(std::ostream& out) const {
     row(out, "findings", std::to_string(order_findings.size()));
   }
   for (const std::string& finding : order_findings) {
-    out << "  not ordered: " << finding << "\n";
+    out << "  not ordered: " << on_one_line(finding) << "\n";
   }
   print_syncs(*this, out);
   for (const std::string& note : notes) {
-    out << "  note: " << note << "\n";
+    out << "  note: " << on_one_line(note) << "\n";
   }
 }
 

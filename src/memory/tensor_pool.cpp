@@ -55,8 +55,13 @@ void check_possible(const KeyView& key) {
   const auto refuse = [&](const char* why) {
     throw UsageError("tensor pool: there is no tensor of " + name_of(key) + why);
   };
-  if (key.dtype == c10::ScalarType::Undefined) {
+  if (key.dtype == c10::ScalarType::Undefined || key.dtype >= c10::ScalarType::NumOptions) {
     refuse("; name a dtype");
+  }
+  if (c10::isQIntType(key.dtype)) {
+    refuse(
+        ": a pool gives memory, but no scale and zero point; allocate kByte, kChar or kInt, and keep the integers of "
+        "quantised tensors (int_repr) there");
   }
   if (std::any_of(key.sizes.begin(), key.sizes.end(), [](std::int64_t size) { return size < 0; })) {
     refuse("; each size must be 0 or more");

@@ -219,6 +219,16 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
+// False for a name with braces or commas of its own, which mean something else in a pattern.
+bool matches_when_given(const std::string& name, const std::vector<std::string>& known) {
+  try {
+    const NamePatterns patterns = NamePatterns::parse(name);
+    return std::any_of(known.begin(), known.end(), [&](const std::string& each) { return patterns.matches(each); });
+  } catch (const UsageError&) {
+    return false;
+  }
+}
+
 std::string nearest(const std::string& pattern, const std::vector<std::string>& names,
                     const std::vector<std::string>& known) {
   std::string anywhere = "**." + pattern;
@@ -228,7 +238,9 @@ std::string nearest(const std::string& pattern, const std::vector<std::string>& 
   std::string best;
   std::size_t best_distance = std::max<std::size_t>(2, pattern.size() / 3) + 1;
   for (const std::string& name : names) {
-    if (const std::size_t distance = edit_distance(pattern, name); distance < best_distance) {
+    const std::size_t distance = edit_distance(pattern, name);
+    const bool nothing_in_common = distance == std::max(pattern.size(), name.size());
+    if (distance < best_distance && !nothing_in_common && matches_when_given(name, known)) {
       best = name;
       best_distance = distance;
     }

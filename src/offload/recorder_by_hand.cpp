@@ -78,20 +78,10 @@ void SavedTensorRecorder::release(const at::Tensor& tensor, const Group* groups)
         "lies in memory of a TensorPool, or in other memory that LibTorch did not allocate, and that owner keeps it; "
         "free the tensor there instead");
   }
-  // If it was saved in several versions, several records have it.
-  std::vector<SavedIdentity*> identities;
-  if (counts_.copied_twice_bytes == 0) {
-    identities = {&identities_[found->second.profile_index]};
-  } else {
-    for (SavedIdentity& identity : identities_) {
-      if (identity.storage._unsafe_get_target() == storage.unsafeGetStorageImpl()) {
-        identities.push_back(&identity);
-      }
-    }
-  }
+  const auto records = records_of(found->second, storage);
   std::vector<std::shared_ptr<SavedStorage>> holders;
-  for (const SavedIdentity* identity : identities) {
-    if (auto holder = identity->saved.lock()) {
+  for (const std::size_t record : records) {
+    if (auto holder = identities_[record].saved.lock()) {
       holders.push_back(std::move(holder));
     }
   }
@@ -100,8 +90,8 @@ void SavedTensorRecorder::release(const at::Tensor& tensor, const Group* groups)
                     "this tensor was released by the group \"" + name +
                         "\" (OffloadScope::release), so its memory belongs to autograd alone; read it before that, or "
                         "do not release it");
-  for (SavedIdentity* identity : identities) {
-    identity->storage = memory.getWeakStorageImpl();
+  for (const std::size_t record : records) {
+    identities_[record].storage = memory.getWeakStorageImpl();
   }
   saved->released = true;
 }

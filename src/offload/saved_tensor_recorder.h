@@ -118,6 +118,8 @@ class SavedTensorRecorder final : public SavedTensorSource {
 
   void place(SavedStorage& saved, Group& group);
   std::shared_ptr<SavedStorage> save(const at::Tensor& tensor, const VersionStamp& version, Group& group);
+  /// The profile's indices of all records of `storage`: if it was saved in several versions, several records have it.
+  [[nodiscard]] c10::SmallVector<std::size_t, 2> records_of(const Entry& latest, const c10::Storage& storage) const;
   Group& group_for(const at::Tensor& tensor);
   Group& group_of(OpenScope& open);
   Group& make_group(ScopeNode* scope);

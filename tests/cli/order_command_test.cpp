@@ -69,6 +69,8 @@ TEST(OrderCommand, RefusesOrdersThatAreNotDefined) {
   expect_refusal({"order", "--pp", "4", "--rank", "4"}, 2, "rank 4 is not one of the pipeline's ranks, 0 to 3");
   expect_refusal({"order", "--vpp", "2", "--microbatches", "9", "--group", "4"}, 2, "use groups of 5");
   expect_refusal({"order", "--group", "4"}, 2, "leave out --group, or use --vpp 2");
+  expect_refusal({"order", "--rank", ""}, 2, "--rank: the value is empty");
+  expect_refusal({"order", "--microbatches", "99999999999999999999"}, 2, "99999999999999999999 is beyond 64 bits");
 }
 
 TEST(OrderCommand, APictureThatCannotBeWrittenIsRefused) {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 #include <nlohmann/json.hpp>
 
 #include "sidestream/error.h"
@@ -150,6 +151,19 @@ TEST(ReportCommand, WhatIsNoReportOfAnEngineIsRefused) {
           "is a report of version unknown");
 }
 
+TEST(ReportCommand, ControlCharactersOfAReportAreNotPrinted) {
+  const ScratchFolder folder;
+  Report report = report_of(0);
+  report.notes = {"a\nb\x1b[31m\tc"};
+  report.order_findings = {"d\re"};
+  report.groups.back().kept_because = "f\x7fg";
+  const ProgramResult result = run_program({"report", folder.write("rank.json", report.json()).string()});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "): a b [31m c\n", result.out);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "): d e\n", result.out);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "planned to stay, f g: ", result.out);
+}
+
 TEST(ReportCommand, TimesThatAreNoSecondsAreRefused) {
   const nlohmann::json whole = nlohmann::json::parse(report_of(0).json());
   for (const std::string field : {"traced_seconds", "waited_seconds", "offload_seconds", "reload_seconds"}) {
@@ -183,6 +197,9 @@ TEST(ReportCommand, FilesThatCannotBeReadAndRanksThatDoNotMatchAreRefused) {
   const std::string link = (folder.path() / "link.json").string();
   std::filesystem::create_symlink(rank, link);
   expect_refusal({"report", rank, link}, kRefused, "are the same file; give each rank's report once");
+  const std::string second_name = (folder.path() / "hard.json").string();
+  ASSERT_EQ(::link(rank.c_str(), second_name.c_str()), 0);
+  expect_refusal({"report", rank, second_name}, kRefused, "are the same file; give each rank's report once");
   Report later = report_of(1);
   later.steps = 21;
   expect_refusal({"report", rank, folder.write("rank1.json", later.json()).string()}, kRefused,

@@ -142,6 +142,19 @@ TEST(SimulateCommand, APictureHasTheWorkTheCopiesAndTheMemoryOfEachRank) {
   EXPECT_EQ(occurrences(line, ","), 1U + 2 * (2 * 12 + 3));
 }
 
+TEST(SimulateCommand, EmptyNumbersAndIntegersBeyondSixtyFourBitsAreRefused) {
+  for (const char* option : {"--pp", "--group", "--forward-ms", "--weights-ms", "--offloadable-mib",
+                             "--for-weights-mib", "--lag-mib", "--to-host-gbs", "--alone"}) {
+    expect_refusal({"simulate", option, ""}, 2, std::string(option) + ": the value is empty; give a number");
+  }
+  for (const char* option : {"--pp", "--layers", "--alone"}) {
+    for (const char* value : {"99999999999999999999", "-9223372036854775809"}) {
+      expect_refusal({"simulate", std::string(option) + "=" + value}, 2,
+                     std::string(option) + ": " + value + " is beyond 64 bits");
+    }
+  }
+}
+
 TEST(SimulateCommand, RefusesWhatItCannotSimulate) {
   expect_refusal({"simulate", "--pp", "0"}, 2, "a pipeline has 0 ranks; it must be 1 to");
   expect_refusal({"simulate", "--group", "4"}, 2, "leave out --group, or use --vpp 2");

@@ -100,6 +100,10 @@ TEST(StepTraining, WhatMakesNoSenseIsRefused) {
                  "--lookahead-mib has no effect with --graphs step");
   expect_refusal({"train", "--batch", "6", "--microbatches", "4"}, 2, "--batch 6 is not divisible by --microbatches 4");
   expect_refusal({"train", "--microbatches", "0"}, 2, "--microbatches is 0; it must be from 1 to 6");
+  expect_refusal({"train", "--pp", ""}, 2, "--pp: the value is empty");
+  expect_refusal({"train", "--check-steps", "99999999999999999999"}, 2,
+                 "--check-steps: 99999999999999999999 is beyond");
+  expect_refusal({"train", "--seed", "18446744073709551616"}, 2, "--seed: 18446744073709551616 is beyond 64 bits");
 }
 
 /// Microbatches of graphed layers and of eager steps.

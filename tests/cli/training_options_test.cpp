@@ -11,6 +11,7 @@
 #include <CLI/Formatter.hpp>
 
 #include "sidestream/error.h"
+#include "tests/expect_throws.h"
 #include "tools/cli/trained_model.h"
 
 namespace sidestream::cli {
@@ -215,6 +216,10 @@ TEST(TrainingOptions, ABatchThatIsNotGivenFitsTheMicrobatches) {
   EXPECT_EQ(batch("--microbatches 4"), 8);
   EXPECT_EQ(batch("--microbatches 4 --batch 6"), 6);
   EXPECT_EQ(batch("--microbatches 0"), 6);
+  EXPECT_EQ(batch("--microbatches 1048576"), 1 << 20);
+  for (const char* line : {"--microbatches 1048577", "--microbatches 9223372036854775807"}) {
+    EXPECT_THROWS(UsageError, "it must be from 1 to 1048576", (void)batch(line));
+  }
 }
 
 std::vector<std::string> parsed_offload(const std::string& line) {

@@ -17,6 +17,7 @@
 #include "sidestream/version.h"
 #include "tools/cli/check_command.h"
 #include "tools/cli/info_command.h"
+#include "tools/cli/number_checks.h"
 #include "tools/cli/order_command.h"
 #include "tools/cli/report_command.h"
 #include "tools/cli/shortage_note.h"
@@ -107,6 +108,9 @@ int run(int argc, char** argv) {
   declare_report_options(*report, files);
   const CLI::App* info =
       app.add_subcommand("info", "Show devices, versions and the measured copy speed to and from each device");
+  for (CLI::App* const command : {train, check, order, simulate}) {
+    check_numbers(*command);
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& asked) {

@@ -20,6 +20,13 @@ constexpr int kReportVersion = 2;
 constexpr std::int64_t kMostOfReport = std::int64_t{1} << 46;
 constexpr double kMostSeconds = 1e9;
 
+/// A terminal would obey control characters, and a line feed breaks a table.
+std::string printable(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char each) { return each < ' ' || each == 0x7f; }, ' ');
+  return text;
+}
+
 /// Reads the fields of one report, or of an object in one.
 class Fields {
  public:
@@ -46,7 +53,7 @@ class Fields {
     if (!value.is_string()) {
       refuse(name, "a text");
     }
-    return value.get<std::string>();
+    return printable(value.get<std::string>());
   }
   [[nodiscard]] std::vector<std::string> texts(const char* name) const {
     const json& value = at(name);
@@ -54,7 +61,9 @@ class Fields {
         !std::all_of(value.begin(), value.end(), [](const json& each) { return each.is_string(); })) {
       refuse(name, "a list of texts");
     }
-    return value.get<std::vector<std::string>>();
+    auto all = value.get<std::vector<std::string>>();
+    std::transform(all.begin(), all.end(), all.begin(), printable);
+    return all;
   }
   /// Those of each object in a list.
   [[nodiscard]] std::vector<Fields> each(const char* name) const {

@@ -2,11 +2,12 @@
 
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <map>
 #include <sstream>
+#include <utility>
 
+#include <sys/stat.h>
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
@@ -38,13 +39,15 @@ void declare_report_options(CLI::App& command, std::vector<std::string>& files) 
 
 int report(const std::vector<std::string>& files) {
   std::vector<RankReport> ranks;
-  std::map<std::filesystem::path, std::string> given;
+  std::map<std::pair<dev_t, ino_t>, std::string> given;
   for (const std::string& file : files) {
     ranks.push_back(parse_rank_report(content_of(file), file));
-    std::error_code unknown;  // of a pipe: it cannot be read twice
-    const std::filesystem::path place = std::filesystem::canonical(file, unknown);
-    const auto [first, is_new] = given.emplace(place, file);
-    if (!unknown && !is_new && first->second != file) {
+    struct stat of_file = {};
+    if (stat(file.c_str(), &of_file) != 0 || !S_ISREG(of_file.st_mode)) {
+      continue;  // a pipe: it cannot be read twice
+    }
+    const auto [first, is_new] = given.emplace(std::pair(of_file.st_dev, of_file.st_ino), file);
+    if (!is_new && first->second != file) {
       throw UsageError(file + " and " + first->second + " are the same file; give each rank's report once");
     }
   }

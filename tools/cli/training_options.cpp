@@ -16,6 +16,8 @@
 namespace sidestream::cli {
 namespace {
 
+constexpr std::int64_t kMostWindows = 1 << 20;  ///< of a step
+
 void require_positive(const char* option, std::int64_t value, std::int64_t most) {
   if (value < 1 || value > most) {
     throw UsageError(fmt::format("{} is {}; it must be from 1 to {}", option, value, most));
@@ -245,6 +247,7 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->type_name("MIB");
   command.parse_complete_callback([&command, &options] {
     if (command.count("--batch") == 0 && options.microbatches > 0) {
+      require_positive("--microbatches", options.microbatches, kMostWindows);  // before it is rounded up to
       options.batch = (options.batch + options.microbatches - 1) / options.microbatches * options.microbatches;
     }
   });
@@ -330,7 +333,7 @@ void validate(const TrainingOptions& options) {
   validate_shape(options.shape);
   validate_mixture(options);
   validate_delay(options);
-  require_positive("--batch", options.batch, 1 << 20);
+  require_positive("--batch", options.batch, kMostWindows);
   validate_microbatches(options);
   validate_whole_step(options);
   validate_budget(options);

@@ -70,7 +70,7 @@ std::byte* pin_by_driver(std::size_t bytes) {
   if (status == cudaErrorMemoryAllocation) {
     (void)cudaGetLastError();
     throw DeviceError("pinned host memory exhausted: cudaHostAlloc refused " + std::to_string(bytes) +
-                          " bytes; offload fewer groups or lower the host cap",
+                          " bytes; offload fewer groups, lower the host cap, or keep fewer tensors in pools",
                       status);
   }
   check(status, "cudaHostAlloc", "pinned host memory");
@@ -101,7 +101,8 @@ std::byte* pin(std::size_t bytes) {
   if (bytes >= kLarge) {
     if (const auto left = host_bytes_left(); left && bytes > *left) {  // to touch it would be the end of a process
       throw DeviceError("pinned host memory exhausted: " + std::to_string(bytes) + " bytes asked for, the system has " +
-                            std::to_string(*left) + " available; offload fewer groups or lower the host cap",
+                            std::to_string(*left) +
+                            " available; offload fewer groups, lower the host cap, or keep fewer tensors in pools",
                         cudaErrorMemoryAllocation);
     }
     if (std::byte* const data = pin_mapped(bytes); data != nullptr) {

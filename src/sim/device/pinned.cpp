@@ -28,7 +28,8 @@ std::byte* PinnedRegistry::allocate(std::size_t bytes) {
   }
   if (data == MAP_FAILED) {
     throw DeviceError("sim device: pinned host memory exhausted: asked for " + std::to_string(bytes) + " bytes with " +
-                      std::to_string(total_) + " pinned; lower the host cap or offload less");
+                      std::to_string(total_) +
+                      " pinned; lower the host cap, offload less, or keep fewer tensors in pools");
   }
   total_ += mapped;
   auto* begin = static_cast<std::byte*>(data);

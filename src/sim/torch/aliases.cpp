@@ -65,6 +65,10 @@ at::Tensor Aliases::adopt(const at::Tensor& result, const char* name, bool kept)
     }
   }
   void* address = cpu->mutable_data();
+  if (address == nullptr && result.numel() > 0) {
+    throw Error(std::string(name) +
+                " returned a tensor without memory, which the sim device does not have; compute it on the CPU");
+  }
   if (address != nullptr && !Device::get().owns(address)) {
     if (kept) {
       throw Error(std::string(name) + " returned host memory; on the sim device it cannot be captured or recorded");

@@ -51,6 +51,15 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, s
                                            device_allocator(), device_key, c10::dtype_or_default(dtype));
 }
 
+// LibTorch's own have no memory, and CPU kernels would read them.
+at::Tensor efficient_zeros(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
+                           std::optional<at::Layout> layout, std::optional<at::Device> device,
+                           std::optional<bool> pin_memory) {
+  at::Tensor zeros = empty(size, dtype, layout, device, pin_memory, std::nullopt);
+  zeros.zero_();
+  return zeros;
+}
+
 void check_fits(const at::Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::int64_t offset) {
   const std::size_t bytes =
       at::detail::computeStorageNbytes(size, stride, self.itemsize(), static_cast<std::size_t>(offset));
@@ -208,6 +217,7 @@ void resize_storage(const c10::Storage& storage, std::size_t bytes) {
 void register_tensors(torch::Library& aten) {
   aten.impl("empty.memory_format", &empty);
   aten.impl("empty_strided", &empty_strided);
+  aten.impl("_efficientzerotensor", &efficient_zeros);
   aten.impl("as_strided", &as_strided);
   aten.impl("view", &view);
   aten.impl("_reshape_alias", &reshape_alias);

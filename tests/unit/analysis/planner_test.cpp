@@ -50,6 +50,15 @@ TEST(Planner, WhatTheProgramHoldsItselfStaysAndTakesNoRoom) {
   EXPECT_EQ(plan.offloaded_bytes, 500U);
 }
 
+TEST(Planner, AMarkedStorageStaysAndTakesNoRoom) {
+  Profile profile = groups({{"a", true, false}});
+  profile.storages = {{4000, {0}}, {500, {0}}};
+  profile.storages[0].marked = true;
+  const Plan plan = make_plan(profile, 512, 512);
+  EXPECT_EQ(fates(plan), (std::vector{Fate::marked, Fate::offloaded}));
+  EXPECT_EQ(plan.offloaded_bytes, 500U);
+}
+
 TEST(Planner, AStaticOutputStaysAndTakesNoRoom) {
   Profile profile = groups({{"a", true, false}, {"b", false, false}, {"last", true, true}});
   profile.storages = {{4000, {0}}, {500, {0}}, {100, {1}}, {100, {2}}};

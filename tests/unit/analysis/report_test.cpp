@@ -146,6 +146,23 @@ TEST(ReportTest, ALongNameKeepsItsLineWhole) {
   EXPECT_TRUE(has_line(printed(report), std::string(300, 'n'), "1.0 MiB of 2.0 MiB  (rest: over the host cap)"));
 }
 
+TEST(ReportTest, ControlCharactersInTextsKeepTheirLineWhole) {
+  Report report;
+  report.groups = {{"a\nb\x1b[31m", 2 << 20, 1 << 20, "over the\nhost cap"}};
+  report.order_findings = {"c\nd"};
+  report.notes = {"e\rf\x7fg"};
+  SyncFinding sync;
+  sync.call = "h\ni";
+  sync.scope = "j\nk";
+  report.syncs = {sync};
+  report.syncs_found = 1;
+  const std::string text = printed(report);
+  EXPECT_TRUE(has_line(text, "  a b [31m ", "1.0 MiB of 2.0 MiB  (rest: over the host cap)")) << text;
+  EXPECT_TRUE(has_line(text, "not ordered:", " c d")) << text;
+  EXPECT_TRUE(has_line(text, "note:", " e f g")) << text;
+  EXPECT_TRUE(has_line(text, "call \"h i\", scope \"j k\"", " times")) << text;
+}
+
 TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
   const auto json = nlohmann::json::parse(full_report().json());
   EXPECT_EQ(json.at("version"), 2);

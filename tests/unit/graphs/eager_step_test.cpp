@@ -210,7 +210,12 @@ TEST_F(EagerStep, MarkedTensorsStay) {
     };
   };
   expect_plain(engine, loss(Mark::by_name));
-  const std::int64_t marked = engine.report().offloaded_bytes;
+  const Report report = engine.report();
+  const std::int64_t marked = report.offloaded_bytes;
+  const GroupReport* const first = find(report, "first");
+  ASSERT_NE(first, nullptr);
+  EXPECT_EQ(first->bytes - first->offloaded_bytes, kSquareBytes);
+  EXPECT_EQ(first->kept_because, "marked with mark_not_offload");
   engine.reset();
   expect_plain(engine, loss(Mark::by_engine));
   EXPECT_EQ(engine.report().offloaded_bytes, marked);

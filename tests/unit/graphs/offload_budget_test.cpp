@@ -51,6 +51,8 @@ TEST_F(AskedGroups, AFractionOutsideOfZeroToOneIsRefused) {
     EXPECT_THROWS(UsageError, "from 0 to 1", OffloadEngine(model_, options().offload_fraction("a", fraction)));
     EXPECT_THROWS(UsageError, "for \"a\"", OffloadEngine(model_, options().offload_fraction("a", fraction)));
   }
+  EXPECT_THROWS(UsageError, "offload_fraction is 1.0000001 for \"a\"",
+                OffloadEngine(model_, options().offload_fraction("a", 1.0000001)));
 }
 
 }  // namespace

@@ -422,7 +422,7 @@ TEST_F(VerifyReplaysTest, OptionsThatMakeNoSenseAreRefused) {
   for (const double wrong : {-1.0, 1.0, std::numeric_limits<double>::quiet_NaN()}) {
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "verify_tolerance is", refused(Options(device_).verify_tolerance(wrong)));
   }
-  for (const char* wrong : {"many", "-1", "3x"}) {
+  for (const char* wrong : {"many", "-1", "3x", "99999999999999999999"}) {
     const InEnvironment replays("SIDESTREAM_VERIFY_REPLAYS", wrong);
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "SIDESTREAM_VERIFY_REPLAYS is", refused(Options(device_)));
   }

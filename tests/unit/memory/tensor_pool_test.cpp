@@ -79,6 +79,16 @@ TEST_P(TensorPoolTest, WhatNoTensorCanBeIsRefusedAndLeavesNoEntry) {
   EXPECT_TRUE(pool.status().empty());
 }
 
+TEST_P(TensorPoolTest, DtypesOfNoPlainTensorAreRefusedAndLeaveNoEntry) {
+  TensorPool pool = this->pool();
+  for (const c10::ScalarType dtype : {c10::kQInt8, c10::kQUInt8, c10::kQInt32, c10::kQUInt4x2, c10::kQUInt2x4}) {
+    EXPECT_THROWS(UsageError, "allocate kByte, kChar or kInt", (void)pool.allocate({4}, dtype));
+    EXPECT_THROWS(UsageError, "allocate kByte, kChar or kInt", pool.plan({4}, dtype, 1));
+  }
+  EXPECT_THROWS(UsageError, "name a dtype", (void)pool.allocate({4}, c10::ScalarType::NumOptions));
+  EXPECT_TRUE(pool.status().empty());
+}
+
 TEST_P(TensorPoolTest, AUserLeavesNothingOfAutogradToTheNext) {
   TensorPool pool = this->pool();
   at::Tensor tensor;
@@ -197,6 +207,9 @@ TEST_P(TensorPoolTest, WithoutMemoryThePoolKeepsWhatItHas) {
   exhaust();
   EXPECT_ANY_THROW((void)pool.allocate({kLarge}, at::kFloat));
   EXPECT_ANY_THROW(pool.plan({kLarge}, at::kFloat, 2));
+  if (GetParam() == Memory::host) {
+    EXPECT_THROWS(DeviceError, "keep fewer tensors in pools", pool.plan({kLarge}, at::kFloat, 2));
+  }
   EXPECT_EQ(pool.status({kLarge}, at::kFloat).total, 1);
   EXPECT_EQ(pool.statistics().in_use, 1);
   pool.free(tensor);

@@ -192,6 +192,18 @@ TEST(NamePatterns, EachMustMatchANameThatThereIs) {
   EXPECT_NE(refusal(NamePatterns::parse("all"), {}).find("no scopes at all"), std::string::npos);
 }
 
+TEST(NamePatterns, ASuggestionWorksAsAPattern) {
+  const auto suggests = [](const char* list, const std::vector<std::string>& known) {
+    return refusal(NamePatterns::parse(list), known).find("did you mean") != std::string::npos;
+  };
+  EXPECT_FALSE(suggests("{1}", {"{1}"}));
+  EXPECT_FALSE(suggests("x", {"x,y"})) << "a comma separates patterns";
+  EXPECT_FALSE(suggests("a", {"a}"})) << "no pattern";
+  EXPECT_FALSE(suggests("x", {"\\"})) << "they have nothing in common";
+  EXPECT_TRUE(suggests("x", {"xy"}));
+  EXPECT_TRUE(suggests("{1}", {"{1}", "a1"}));
+}
+
 TEST(NamePatterns, AnErrorSaysWhetherScopesOrCallsHaveTheNames) {
   const NamePatterns patterns({"blocks.*"});
   EXPECT_EQ(refusal(patterns, {}), "name pattern \"blocks.*\" matches no scope; the step had no scopes at all");

@@ -196,6 +196,22 @@ TEST_F(RecorderTest, MarkedTensorsStayWhetherSavedBeforeOrAfter) {
   EXPECT_EQ(mover_->ended, (std::vector<std::string>{"block:2:2", "block:2:1"}));
 }
 
+TEST_F(RecorderTest, AMarkHoldsForAllRecordsOfTheStorage) {
+  const auto pass = recorder();
+  const at::Tensor buffer = at::randn({128});
+  at::Tensor y;
+  {
+    const RecorderGuard guard(pass.get());
+    const OffloadScope scope("block");
+    const std::vector<at::Tensor> parts = at::unsafe_chunk(buffer, 2);  // each with versions of its own
+    y = x_ * parts[0] + x_ * parts[1];
+    mark_not_offload(parts[1]);
+  }
+  pass->finish();
+  EXPECT_EQ(pass->counts().copied_twice_bytes, 2 * kBlockBytes) << "two records";
+  EXPECT_EQ(mover_->ended, (std::vector<std::string>{"block:2:0"}));
+}
+
 TEST_F(RecorderTest, AWriteBetweenSaveAndUnpackNamesTheGroup) {
   const auto pass = recorder();
   at::Tensor saved;

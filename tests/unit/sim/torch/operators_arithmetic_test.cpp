@@ -140,6 +140,18 @@ std::vector<OperatorCase> arithmetic_cases() {
          auto first = torch::autograd::grad({y}, {x}, {}, true, true);
          return torch::autograd::grad({first[0].square().sum()}, {w});
        }},
+      {"BackwardOfASign",
+       [](D d) {
+         auto x = parameter({8, 8}, d);
+         return gradients(at::sgn(x) + x, {x});
+       }},
+      {"PenaltyOnAbsoluteValues",
+       [](D d) {
+         auto x = parameter({8, 8}, d), w = parameter({8, 8}, d);
+         auto y = at::matmul(x, w).abs().sum();
+         auto first = torch::autograd::grad({y}, {x}, {}, true, true);
+         return torch::autograd::grad({first[0].square().sum()}, {x, w});
+       }},
       {"BackwardTwice",
        [](D d) {
          auto x = parameter({8, 8}, d);

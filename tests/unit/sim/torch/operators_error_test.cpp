@@ -6,6 +6,7 @@
 #include <functional>
 #include <string>
 
+#include "expect_throws.h"
 #include "operator_cases.h"
 #include "sim/rerun/recording.h"
 #include "sim/torch/schema_audit.h"
@@ -73,6 +74,19 @@ TEST(OperatorErrors, ResultInHostMemoryIsCopiedButCannotBeKept) {
   sidestream::sim::Recording recording;
   EXPECT_THROW((void)op.call(x), sidestream::Error);
   recording.stop();
+}
+
+TEST(OperatorErrors, AResultWithoutMemoryIsRefused) {
+  torch::Library definition(torch::Library::DEF, "sidestream_test", std::nullopt, __FILE__, __LINE__);
+  definition.def("zeros_without_memory(Tensor x) -> Tensor");
+  torch::Library kernel(torch::Library::IMPL, "sidestream_test", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  kernel.impl(
+      "zeros_without_memory", +[](const at::Tensor& x) { return at::_efficientzerotensor(x.sizes(), x.options()); });
+  const auto op = c10::Dispatcher::singleton()
+                      .findSchemaOrThrow("sidestream_test::zeros_without_memory", "")
+                      .typed<at::Tensor(const at::Tensor&)>();
+  EXPECT_THROWS(sidestream::Error, "zeros_without_memory returned a tensor without memory",
+                (void)op.call(values({3}, sidestream::test::sim())));
 }
 
 TEST(SchemaAudit, FindsNothingInOperatorsWhoseWritesAreKnown) {

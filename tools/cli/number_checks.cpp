@@ -1,0 +1,50 @@
+#include "tools/cli/number_checks.h"
+
+#include <cerrno>
+#include <cstdlib>
+#include <set>
+#include <string>
+
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+
+namespace sidestream::cli {
+namespace {
+
+/// By their types in the help.
+const std::set<std::string> kIntegers{"N", "K", "R"};
+const std::set<std::string> kOtherNumbers{"MIB", "MS", "GB/S", "PART"};
+
+std::string refuse_empty(const std::string& value) {
+  return value.empty() ? "the value is empty; give a number, or leave out the option" : std::string();
+}
+
+/// `read`: strtoll or strtoull.
+template <class Read>
+std::string refuse_beyond(const std::string& value, Read read) {
+  errno = 0;
+  (void)read(value.c_str(), nullptr, 0);
+  return errno == ERANGE ? value + " is beyond 64 bits; give a number that fits" : std::string();
+}
+
+std::string refuse_beyond_signed(const std::string& value) { return refuse_beyond(value, std::strtoll); }
+std::string refuse_beyond_unsigned(const std::string& value) { return refuse_beyond(value, std::strtoull); }
+
+}  // namespace
+
+void check_numbers(CLI::App& command) {
+  for (CLI::Option* option : command.get_options()) {
+    const std::string type = option->get_type_name();
+    const std::string base = type.substr(0, type.find(':'));  // after it, what is checked already
+    const bool is_integer = kIntegers.count(base) != 0;
+    if (is_integer || kOtherNumbers.count(base) != 0) {
+      option->check(refuse_empty);
+    }
+    if (is_integer) {
+      option->check(option->check_lname("seed") ? refuse_beyond_unsigned : refuse_beyond_signed);
+    }
+  }
+}
+
+}  // namespace sidestream::cli
