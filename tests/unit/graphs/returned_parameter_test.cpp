@@ -229,6 +229,7 @@ TEST(ReturnedLeafOfTheBody, IsRefused) {
     step();
     const std::string message = message_of<CaptureError>(step);
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "graphed call \"returns\": output 1 is a leaf", message);
+    EXPECT_EQ(message.find("graphed call"), message.rfind("graphed call")) << "named once: " << message;
   }
 }
 
