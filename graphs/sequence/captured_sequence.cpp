@@ -85,10 +85,9 @@ void check_state(const CapturedSequence& sequence, std::size_t index) {
   FactsChange weights = call.reads.modules.tensors_change();
   TensorFacts::add_changes(call.reads.watched, weights);
   if (weights.stale()) {
-    throw UsageError(
-        sequence.describe(index) + ": " + sequence.difference(index) +
-        " when its forward ran; its backward would read weights that the model no longer has. Change weights " +
-        "between steps, not between forward and backward");
+    throw UsageError(sequence.describe(index) + ": since its forward, " + sequence.difference(index) +
+                     "; its backward would read weights that the model no longer has. Change weights " +
+                     "between steps, not between forward and backward");
   }
 }
 
