@@ -164,12 +164,14 @@ TEST_P(ChangedModelTest, IsRecordedAndCapturedAnew) {
   for (const OnNewArguments option : {OnNewArguments::capture, OnNewArguments::eager}) {
     Twins<PartModel> twins(options().call_options(CallOptions().on_new_arguments(option)));
     twins.expect_plain(0, 3, train());
+    EXPECT_EQ(twins.engine->report().recaptures, 0);
     torch::manual_seed(51);
     GetParam().apply(*twins.mine);
     torch::manual_seed(51);
     GetParam().apply(*twins.plain);
     twins.expect_plain(3, 7, train());
     EXPECT_EQ(twins.replays(), 6) << "captured again";
+    EXPECT_GT(twins.engine->report().recaptures, 0);
   }
 }
 
@@ -247,6 +249,7 @@ TEST_F(ParameterGuardTest, ABlockInAnothersPlaceIsCaptured) {
   });
   twins.expect_plain(3, 6, train());
   EXPECT_EQ(twins.replays(), 6);
+  EXPECT_GT(twins.engine->report().recaptures, 0);
 }
 
 TEST_F(ParameterGuardTest, AwayToTheHostAndBack) {
