@@ -303,6 +303,33 @@ TEST_F(ParameterGuardTest, AWeightChangedInPlaceBeforeItsBackwardIsAnErrorAsInPl
   EXPECT_EQ(twins.replays(), 6) << "no backward reads a bias";
 }
 
+/// A layer whose backward reads a buffer.
+class Masked : public torch::nn::Module {
+ public:
+  Masked() {
+    torch::manual_seed(47);
+    linear = register_module("linear", torch::nn::Linear(8, 8));
+    mask = register_buffer("mask", at::linspace(0.1, 1, 8, at::kFloat));
+  }
+  at::Tensor forward(const at::Tensor& x) { return linear(x) * mask; }
+  torch::nn::Linear linear{nullptr};
+  at::Tensor mask;
+};
+using MaskedModel = OnePart<Masked>;
+
+TEST_F(ParameterGuardTest, ABufferChangedInPlaceBeforeItsBackwardIsNamed) {
+  Twins<MaskedModel> twins(options());
+  const auto loss_of = [&](MaskedModel& model) {
+    return call(model.part.get(), at::ones({5, 8}, at::kFloat).to(device_)).sum();
+  };
+  twins.expect_plain(0, 3, [&](MaskedModel& model, std::int64_t /*s*/) { loss_of(model).backward(); });
+  EXPECT_EQ(twins.replays(), 2);
+  const auto step = twins.engine->step();
+  const at::Tensor loss = loss_of(*twins.mine);
+  twins.mine->part->mask.mul_(1);
+  EXPECT_THROWS(UsageError, "graphed call \"part\": \"mask\", which its backward needs", loss.backward());
+}
+
 TEST_F(ParameterGuardTest, AWeightExchangedBeforeItsBackwardIsNamed) {
   Twins<PartModel> twins(options());
   twins.expect_plain(0, 3, train());
