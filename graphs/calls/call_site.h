@@ -141,6 +141,7 @@ struct CallSite {
   bool dropped = false;  ///< by GraphedCallable::reset
   bool to_record =
       false;  ///< captures were dropped because the model is another now: calls are recorded as in a first step
+  bool captured_before = false;           ///< of a graphed call, also if that capture is gone
   std::size_t eager_runs_without_dw = 0;  ///< of a callable, with gradients: backward_dw has nothing to do for them
   EagerRuns eager_runs;                   ///< of a graphed call
   Warned warned;

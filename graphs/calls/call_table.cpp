@@ -59,10 +59,12 @@ CallSite* CallTable::site_for(const detail::CallRequest& request) {
   site.scope = scope;
   site.watched = module != nullptr ? module : model();
   site.module = std::move(module);
-  site.to_record = std::any_of(sites_.begin(), sites_.end(), [&](const CallSite& other) {
-    return other.scope == scope &&
-           (other.to_record || !other.variants.all.empty());  // the module took that one's place
-  });
+  for (const CallSite& other : sites_) {
+    if (other.scope == scope) {  // the module took that one's place
+      site.to_record = site.to_record || other.to_record || !other.variants.all.empty();
+      site.captured_before = site.captured_before || other.captured_before;
+    }
+  }
   site.rules = rules_;
   site.kind = graphed_.matches(name) ? CallSite::Kind::graphed : CallSite::Kind::eager;
   by_key_[key] = &site;

@@ -36,9 +36,10 @@ bool equals_its_copy(const detail::CallRequest& request) {
 }  // namespace
 
 Dispatcher::Route Dispatcher::route(const CallSite& site) const {
-  // A callable replays wherever it is called: outside of steps, inside of recorded calls.
-  const bool may_replay = site.kind == CallSite::Kind::callable ||
-                          (site.kind == CallSite::Kind::graphed && context_.phase() == CallContext::Phase::open);
+  // A callable replays also outside of steps and inside of recorded calls. A capture cannot launch its graphs.
+  const bool may_replay = site.kind == CallSite::Kind::callable
+                              ? context_.phase() != CallContext::Phase::capturing
+                              : site.kind == CallSite::Kind::graphed && context_.phase() == CallContext::Phase::open;
   if (!may_replay) {
     return Route::scope;
   }
@@ -70,6 +71,11 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
                                   site.scope->name);
   switch (route(site)) {
     case Route::scope:
+      if (request.prepare != nullptr) {
+        throw UsageError("graphed step \"" + site.scope->name +
+                         "\": it was called in the body of a call that is being captured; call it outside of graphed "
+                         "calls");
+      }
       run_eagerly(site, request, outputs);
       break;
     case Route::eager:
@@ -108,7 +114,8 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
 }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
-  site.eager_runs_without_dw += at::GradMode::is_enabled() ? 1 : 0;
+  const bool in_capture = context_.phase() == CallContext::Phase::capturing;
+  site.eager_runs_without_dw += at::GradMode::is_enabled() && !in_capture ? 1 : 0;
   if (site.kind == CallSite::Kind::graphed && at::GradMode::is_enabled()) {
     latest_ = nullptr;
   }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <ATen/ops/zeros_like.h>
 #include <torch/nn/module.h>
@@ -194,7 +195,7 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
     call.site->variants.add({holder, i, call.guards, call.shape, call.structure, call.slot, call.stage,
                              recorded.continues(group[i], group)});
     call.site->to_record = false;
-    counts_.recaptured(call.site->variants.all.size() > 1 ? 1 : 0);
+    counts_.recaptured(std::exchange(call.site->captured_before, true) ? 1 : 0);
     recorded.outputs().for_each_of(group[i], [&](const c10::StorageImpl* storage, std::size_t output) {
       const CapturedCall& captured = holder->captured().calls[i];
       if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {

@@ -66,12 +66,19 @@ class Sorter {
     };
     if (held.of = first_of(outputs_, index, same); held.of < index) {
       held.kind = Kind::earlier_output;
-    } else if (held.of = first_of(leaves_, leaves_.size(), same); held.of < leaves_.size()) {
+      return;
+    }
+    if (held.of = first_of(leaves_, leaves_.size(), same); held.of < leaves_.size()) {
       held.kind = Kind::input;
-    } else if (held.of = first_of(leaves_, leaves_.size(), shares); held.of < leaves_.size()) {
+      return;
+    }
+    held.owner = owner_of(call_, output, exclusions);
+    refuse_leaf(index);
+    if (held.of = first_of(leaves_, leaves_.size(), shares); held.of < leaves_.size()) {
       held.kind = Kind::view_of_input;
+      held.owner = at::Tensor();
       check_view(index, leaves_[held.of], "input " + std::to_string(held.of));
-    } else if (held.owner = owner_of(call_, output, exclusions); held.owner.defined()) {
+    } else if (held.owner.defined()) {
       held.kind = held.owner.is_same(output) || !output.requires_grad() ? Kind::other : Kind::view_of_other;
       if (held.kind == Kind::view_of_other) {
         if (!held.owner.requires_grad()) {
@@ -89,6 +96,16 @@ class Sorter {
   }
 
  private:
+  // In plain training its gradient comes into its own `.grad`, which a replay has no leaf for.
+  void refuse_leaf(std::size_t index) const {
+    const at::Tensor& output = outputs_[index];
+    if (output.requires_grad() && output.is_leaf() && !call_.outputs[index].owner.is_same(output)) {
+      throw CaptureError("graphed call \"" + call_.spec.name + "\": output " + std::to_string(index) +
+                         " is a leaf that requires a gradient, but it is neither an argument nor a registered "
+                         "parameter. A replay returns no leaf, so its .grad would stay undefined. Make the leaf "
+                         "outside of the call, and pass it as an argument");
+    }
+  }
   // Made again with as_strided, whose backward adds up otherwise than an expand's.
   void check_view(std::size_t index, const at::Tensor& base, const std::string& of) const {
     const at::Tensor& output = outputs_[index];

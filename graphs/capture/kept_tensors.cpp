@@ -141,12 +141,19 @@ void fill_kept_tensors(SequenceCapture& capture) {
   }
   if (capture.sequence.memory->shared()) {
     const std::size_t keeper = keepers_of(capture, kept.front()).front().call;
+    const std::vector<OutputStorage>& storages = capture.sequence.calls[kept.front().call].output_storages;
+    const bool returned = std::any_of(storages.begin(), storages.end(),
+                                      [&](const OutputStorage& storage) { return storage.is(kept.front().storage); });
+    const char* const remedy = keeper != kept.front().call ? "Keep it outside of the call"
+                               : returned
+                                   ? "Let the member keep nothing, and keep the returned tensor outside of the call"
+                                   : "Return the tensor as an output";
     throw CaptureError(
         capture.sequence.describe(keeper) + ": it keeps a tensor of " + std::to_string(kept.front().storage.nbytes()) +
         " bytes that it " + (keeper == kept.front().call ? "made" : "takes from another call") +
-        ", but graphs of other captures write the same memory. " +
-        (keeper == kept.front().call ? "Return the tensor as an output" : "Keep it outside of the call") +
-        ", or capture without a shared pool");
+        ", but graphs of other captures write the same memory. " + remedy +
+        ". Or capture in memory of its own: without GraphOptions::pool and CallOptions::share_memory, and with "
+        "OnEvaluation::eager in CallOptions::on_evaluation");
   }
   refuse_released(capture.sequence, kept);
   const StreamGuard on_capture(capture.runtime, capture.stream);

@@ -24,10 +24,12 @@ namespace {
 
 /// Runs `part`. Adds `where` to errors of the device and of the rules of capture. Errors of the user's code are not changed.
 template <class Part>
-void naming(const std::string& where, const Part& part) {
+void naming(const CapturedSequence& sequence, std::size_t call, const char* what, const Part& part) {
+  const std::string name = '"' + sequence.calls[call].spec.name + '"';
+  const std::string where = sequence.describe(call) + ", " + what;
   const auto named = [&](const Error& error) {
     const std::string text = error.what();
-    return text.find(where) == std::string::npos ? where + ": " + text : text;
+    return text.substr(0, text.find(": ")).find(name) == std::string::npos ? where + ": " + text : text;
   };
   try {
     part();
@@ -132,7 +134,7 @@ void warm_up_and_capture(SequenceCapture& capture) {
     const auto capture_weights_before = [&](std::size_t graph_index) {
       for (; weights != capture.order.by_weights().end() && capture.order.weights_index(*weights) <= graph_index;
            ++weights) {
-        naming(capture.sequence.describe(*weights) + ", weight gradients", [&] { capture_weights(capture, *weights); });
+        naming(capture.sequence, *weights, "weight gradients", [&] { capture_weights(capture, *weights); });
       }
     };
     for (const auto graph_index : c10::irange(capture.order.size())) {
@@ -140,10 +142,10 @@ void warm_up_and_capture(SequenceCapture& capture) {
       const std::size_t call = capture.order.run_at(graph_index);
       if (capture.order.is_backward(graph_index)) {
         say(capture, ProgressPhase::capture_backward, capture.order.backward_rank(call), call);
-        naming(capture.sequence.describe(call) + ", backward", [&] { capture_backward(capture, call); });
+        naming(capture.sequence, call, "backward", [&] { capture_backward(capture, call); });
       } else {
         say(capture, ProgressPhase::capture_forward, call, call);
-        naming(capture.sequence.describe(call) + ", forward", [&] { capture_forward(capture, call); });
+        naming(capture.sequence, call, "forward", [&] { capture_forward(capture, call); });
       }
     }
     capture_weights_before(capture.order.size());

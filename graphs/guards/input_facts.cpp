@@ -63,10 +63,7 @@ bool has_shared_cast(const at::Tensor& tensor) {
   return tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view();
 }
 
-bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  if (a.is_conj() != b.is_conj() || a.is_neg() != b.is_neg()) {
-    return false;
-  }
+bool same_strides(const at::Tensor& a, const at::Tensor& b) {
   const c10::IntArrayRef sizes = a.sizes();
   const c10::IntArrayRef a_strides = a.strides();
   const c10::IntArrayRef b_strides = b.strides();
@@ -76,6 +73,10 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
     }
   }
   return true;
+}
+
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg() && same_strides(a, b);
 }
 
 }  // namespace sidestream

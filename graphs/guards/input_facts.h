@@ -62,7 +62,10 @@ class InputAliases::InTurn {
 /// of several readers then meet before the cast's backward, not after it.
 [[nodiscard]] bool has_shared_cast(const at::Tensor& tensor);
 
-/// True if both have the same strides where they matter, and neither is lazily conjugated or negated unlike the other.
+/// True if both have the same strides where they matter. Their sizes must be the same.
+[[nodiscard]] bool same_strides(const at::Tensor& a, const at::Tensor& b);
+
+/// The same, and neither is lazily conjugated or negated unlike the other.
 [[nodiscard]] bool same_layout(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace sidestream

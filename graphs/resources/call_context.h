@@ -14,7 +14,7 @@ class CallContext {
   enum class Phase : std::uint8_t {
     open,                 ///< a call may be recorded or replayed
     inside_graphed_call,  ///< the body of a recorded call runs: calls inside it are scopes only
-    capturing,            ///< bodies run for a capture: the same
+    capturing,            ///< bodies run for a capture: the same, also of callables
   };
 
   explicit CallContext(EngineState& engine) noexcept : engine_(engine) {}

@@ -85,10 +85,9 @@ void check_state(const CapturedSequence& sequence, std::size_t index) {
   FactsChange weights = call.reads.modules.tensors_change();
   TensorFacts::add_changes(call.reads.watched, weights);
   if (weights.stale()) {
-    throw UsageError(
-        sequence.describe(index) + ": " + sequence.difference(index) +
-        " when its forward ran; its backward would read weights that the model no longer has. Change weights " +
-        "between steps, not between forward and backward");
+    throw UsageError(sequence.describe(index) + ": since its forward, " + sequence.difference(index) +
+                     "; its backward would read weights that the model no longer has. Change weights " +
+                     "between steps, not between forward and backward");
   }
 }
 
@@ -222,7 +221,7 @@ bool CapturedSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inpu
     if (const auto& aliases = call.spec.inputs[i].aliases; aliases) {  // of a call all arguments have them, or none
       const InputAliases now = all_aliases.next();
       if (given.defined() && (!(now == *aliases) || (!held.from && given.is_non_overlapping_and_dense() &&
-                                                     !same_layout(given, held.tensor)))) {
+                                                     !same_strides(given, held.tensor)))) {
         return false;
       }
     }
@@ -299,7 +298,7 @@ void CapturedSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs
         throw UsageError(where + "shares its memory with another argument, or did so at the capture; pass the same " +
                          "arguments as captured, or set CallOptions::on_new_arguments to capture");
       }
-      if (given.is_non_overlapping_and_dense() && !same_layout(given, held.tensor)) {
+      if (given.is_non_overlapping_and_dense() && !same_strides(given, held.tensor)) {
         differs("strides", given.strides(), held.tensor.strides());
       }
     }

@@ -238,12 +238,19 @@ void WholeStepBody::run_microbatches(const Tensors& inputs, Tensors& outputs) {
 }
 
 void WholeStepBody::run_microbatch(const Tensors& inputs, Tensors& outputs) {
-  const Tensors made = given_->function(inputs);
+  Tensors made = given_->function(inputs);
   refuse_backward_of_its_own(given_->name, known_leaves());
-  add_gradients(checked_loss(given_->name, made));
+  const std::vector<NewGradient> others = add_gradients(checked_loss(given_->name, made));
   output_counts_.push_back(made.size());
   for (const at::Tensor& tensor : made) {
     outputs.push_back(tensor.defined() ? tensor.detach() : tensor);
+  }
+  made.clear();
+  // A leaf that the function made for itself, as a gradient penalty does, is gone with autograd's graph. All others become targets.
+  for (const NewGradient& other : others) {
+    if (const at::Tensor leaf(other.leaf.lock()); leaf.defined()) {
+      add_gradient(leaf, other.grad);
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include "graphs/capture/whole_step_offload.h"
 #include "graphs/gradients/call_gradients.h"
@@ -82,7 +83,15 @@ class WholeStepBody {
   void refuse_frozen_gradients() const;
   /// Call after a capture: forgets weights that are no longer in the module and that the capture did not reach.
   void drop_replaced();
-  void add_gradients(const at::Tensor& loss);
+  using WeakLeaf = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  /// Of a leaf that is no target yet.
+  struct NewGradient {
+    WeakLeaf leaf;
+    at::Tensor grad;
+  };
+  void add_gradient(const at::Tensor& leaf, const at::Tensor& grad);
+  /// Adds the gradients of the targets, and returns the others.
+  [[nodiscard]] std::vector<NewGradient> add_gradients(const at::Tensor& loss);
   /// What handles the tensors that autograd saves in a run.
   enum class Saving : std::uint8_t {
     eager,      ///< the engine's step, if there is one

@@ -1,6 +1,7 @@
 // The part of WholeStepBody that handles gradients: their memory, their initial values, and `.grad` after the step.
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/StringUtil.h>
@@ -63,8 +64,8 @@ std::size_t WholeStepBody::target_of(const at::Tensor& leaf) {
   }
   if (resources_.runtime->capture_status(resources_.runtime->current_stream()) != CaptureStatus::none) {
     throw CaptureError("graphed step \"" + given_->name +
-                       "\": its loss depends on a parameter that it did not depend on in the warm-up; let the step do "
-                       "the same work each time");
+                       "\": its loss depends on a leaf that it did not depend on in the warm-up; let the step do the "
+                       "same work each time, and keep no leaf that it makes");
   }
   if (leaf.device() != resources_.runtime->device()) {
     throw UsageError("graphed step \"" + given_->name + "\": a parameter lies on " + leaf.device().str() +
@@ -88,27 +89,38 @@ std::size_t WholeStepBody::target_of(const at::Tensor& leaf) {
   return targets_.size() - 1;
 }
 
-void WholeStepBody::add_gradients(const at::Tensor& loss) {
+void WholeStepBody::add_gradient(const at::Tensor& leaf, const at::Tensor& grad) {
+  const at::NoGradGuard no_grad;
+  const std::size_t target = target_of(leaf);
+  if (met_.size() <= target) {
+    met_.resize(target + 1, false);
+  }
+  if (met_[target] || given_->accumulate) {
+    targets_[target].gradient.memory.add_(grad);
+  } else {
+    targets_[target].gradient.memory.copy_(grad);
+  }
+  met_[target] = true;
+}
+
+std::vector<WholeStepBody::NewGradient> WholeStepBody::add_gradients(const at::Tensor& loss) {
   const std::vector<at::Tensor> leaves = leaves_of(loss);
   std::vector<at::Tensor> grads = torch::autograd::grad({loss}, leaves, {}, /*retain_graph=*/false,
                                                         /*create_graph=*/false, /*allow_unused=*/true);
-  const at::NoGradGuard no_grad;
+  std::vector<NewGradient> others;
   for (const auto i : c10::irange(leaves.size())) {
-    if (!grads[i].defined()) {
+    at::Tensor grad = std::move(grads[i]);
+    if (!grad.defined()) {
       continue;
     }
-    const std::size_t target = target_of(leaves[i]);
-    if (met_.size() <= target) {
-      met_.resize(target + 1, false);
-    }
-    if (met_[target] || given_->accumulate) {
-      targets_[target].gradient.memory.add_(grads[i]);
+    const auto is_it = [&](const Target& target) { return target.parameter.is_same(leaves[i]); };
+    if (std::any_of(targets_.begin(), targets_.end(), is_it)) {
+      add_gradient(leaves[i], grad);
     } else {
-      targets_[target].gradient.memory.copy_(grads[i]);
+      others.push_back({WeakLeaf(leaves[i].getIntrusivePtr()), std::move(grad)});
     }
-    met_[target] = true;
-    grads[i] = at::Tensor();
   }
+  return others;
 }
 
 void WholeStepBody::refuse_hooks() const {

@@ -23,7 +23,8 @@ struct StepOptions {
   /// capture. Two things are refused by name: LibTorch's adaptive optimizers, which keep a step count on the host, and LibTorch's
   /// clip_grad_norm_, which reads a value on the host.
   TORCH_ARG(std::function<void()>, update);
-  /// Adds the gradients of a call to the gradients that parameters already have. If false, a call replaces them, as after a zero_grad.
+  /// Adds the gradients of a call to the gradients that parameters already have. If false, a call replaces them, and sets the `.grad` of
+  /// its module's other parameters to none, as after a zero_grad.
   TORCH_ARG(bool, accumulate) = false;
   /// Offloads in the step's graph what the engine's Options::offload names. The copies are part of the graph: see GraphedStep.
   TORCH_ARG(bool, offload) = true;

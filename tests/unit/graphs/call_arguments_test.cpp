@@ -220,5 +220,43 @@ TEST_F(CallArguments, AValueThatDiffersFromItsCopyRunsEagerly) {
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "graphed call \"nan\"", texts[0]);
 }
 
+/// Of complex numbers.
+struct Rotation : torch::nn::Module {
+  explicit Rotation(c10::Device device)
+      : weight(
+            register_parameter("weight", at::complex(at::linspace(-1, 1, 8), at::linspace(0.5, -0.3, 8)).to(device))) {}
+  at::Tensor forward(const at::Tensor& x) { return x * weight; }
+  at::Tensor weight;
+};
+
+// The tensor that the graph reads is neither.
+TEST(LazyArgument, AConjugatedOrNegatedOneReplays) {
+  using testing_model::rows;
+  const c10::Device device = find_device("sim");
+  for (const bool conjugated : {true, false}) {
+    Rotation model(device);
+    Rotation plain(device);
+    OffloadEngine engine(model, Options(device).graph("rotate"));
+    for (std::int64_t s = 0; s < 4; ++s) {
+      testing_model::expect_same_step(model, &engine, plain, s, [&](Rotation& m) {
+        const at::Tensor x =
+            at::complex(rows(s, device).narrow(1, 0, 8), rows(s, device, 1).narrow(1, 0, 8)).requires_grad_(true);
+        const at::Tensor lazy = conjugated ? x.conj() : at::_neg_view(x);
+        const at::Tensor y =
+            &m == &plain
+                ? m.forward(lazy)
+                : call(
+                      "rotate", [](Rotation& rotation, const at::Tensor& given) { return rotation.forward(given); }, m,
+                      lazy);
+        at::real(y * y.conj()).sum().backward();
+        return testing_model::values({y.detach(), x.grad().resolve_conj().resolve_neg()});
+      });
+    }
+    EXPECT_EQ(engine.report().captures, 2);
+    EXPECT_EQ(engine.report().replays, 2);
+    EXPECT_EQ(engine.report().eager_calls, 1) << "the sizing pass";
+  }
+}
+
 }  // namespace
 }  // namespace sidestream

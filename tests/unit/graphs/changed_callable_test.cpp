@@ -253,5 +253,37 @@ TEST_F(ChangedPairTest, ForwardsAloneAreCapturedAgainOnceAPass) {
   }
 }
 
+/// Two layers, the first of which may be a callable.
+class HalfGraphed : public torch::nn::Module {
+ public:
+  HalfGraphed() {
+    torch::manual_seed(43);
+    first = register_module("first", torch::nn::Linear(8, 8));
+    second = register_module("second", torch::nn::Linear(8, 8));
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(graphed ? graphed(x) : first(x)).tanh(); }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  std::function<at::Tensor(const at::Tensor&)> graphed;
+};
+
+TEST(CallableInACall, IsAPartOfTheCallsGraph) {
+  const c10::Device device = find_device("sim");
+  Twins<OnePart<HalfGraphed>> twins(Options(device).graph("**"));
+  const auto data = [&](std::int64_t s) {
+    return at::linspace(-1, 0.1 * static_cast<double>(s + 1), 32, at::kFloat).view({4, 8}).to(device);
+  };
+  const std::vector<GraphedCallable> graphed = make_graphed_callables(
+      *twins.engine,
+      {Callable(
+          "first", [](torch::nn::LinearImpl& layer, const Tensors& in) { return Tensors{layer.forward(in[0])}; },
+          twins.mine->part->first.ptr())},
+      {{data(90)}});
+  twins.mine->part->graphed = [&](const at::Tensor& x) { return graphed[0]({x})[0]; };
+  twins.expect_plain(
+      0, 4, [&](OnePart<HalfGraphed>& model, std::int64_t s) { call(model.part.get(), data(s)).sum().backward(); });
+  EXPECT_EQ(twins.replays(), 2) << "of the call alone";
+  twins.mine->part->graphed = nullptr;
+}
+
 }  // namespace
 }  // namespace sidestream::testing_model

@@ -251,6 +251,14 @@ TEST_F(GraphPoolTest, ACallThatKeepsWhatItMakesIsRefused) {
                                   {{rows(0, device_).requires_grad_(true)}}, options);
   };
   EXPECT_THROWS(CaptureError, "it keeps a tensor of 2048 bytes that it made", (void)graph(pooled()));
+  EXPECT_THROWS(CaptureError, "Return the tensor as an output. Or", (void)graph(pooled()));
+  const auto both = [](KeepsWhatItMakes& keeper, const Tensors& in) {
+    const at::Tensor y = keeper.forward(in[0]);
+    return Tensors{y, keeper.made};
+  };
+  EXPECT_THROWS(CaptureError, "Let the member keep nothing, and keep the returned tensor outside of the call. Or",
+                (void)make_graphed_callables(engine, {Callable("both", both, model)},
+                                             {{rows(0, device_).requires_grad_(true)}}, pooled()));
   EXPECT_TRUE(at::equal(graph(GraphOptions())[0]({rows(1, device_).requires_grad_(true)})[0],
                         model->forward(rows(1, device_))));
 }

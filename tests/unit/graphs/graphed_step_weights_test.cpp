@@ -2,6 +2,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "expect_throws.h"
 #include "sidestream/error.h"
@@ -308,6 +309,63 @@ TEST_F(WholeStepWeightsTest, UpdatesWeightsOutsideOfTheModuleThatTheLossLeadsTo)
     expected.step();
     EXPECT_TRUE(at::equal(mine.model->outside.detach().cpu(), plain.model->outside.detach().cpu())) << "step " << s;
   }
+}
+
+/// The gradient penalty of a critic: its loss leads to a leaf that the function makes.
+Tensors penalty(ChangingModel& model, const Tensors& inputs) {
+  const auto score = [&](const at::Tensor& x) {
+    return (x * model.parameters()[0]).sin() * model.parameters()[1] * model.outside;
+  };
+  const at::Tensor real = inputs[0].detach().requires_grad_();
+  const at::Tensor y = score(real);
+  const at::Tensor slope =
+      torch::autograd::grad({y.sum()}, {real}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+  return {(slope.norm(2, 1) - 1).square().mean() + y.mean(), slope};
+}
+
+StepTensors all_gradients(const ChangingModel& model) {
+  StepTensors all = gradients(model);
+  all.emplace_back("outside", model.outside.grad());
+  return all;
+}
+
+TEST_F(WholeStepWeightsTest, ALeafThatTheStepMakesIsNoWeight) {
+  for (const bool accumulate : {false, true}) {
+    Trainer mine(device_);
+    Trainer plain(device_);
+    OffloadEngine engine(*mine.model, Options(device_));
+    GraphedStep step = make_graphed_step(engine, Callable("step", &penalty, mine.model), data(90),
+                                         StepOptions().accumulate(accumulate));
+    for (std::int64_t s = 0; s < 5; ++s) {
+      mine.model->train(s != 2);  // which runs eagerly
+      plain.model->train(s != 2);
+      if (!accumulate) {
+        clear_gradients(*plain.model);
+        plain.model->outside.mutable_grad() = at::Tensor();
+      }
+      const std::vector<Tensors> made = step(data(s));
+      for (const auto m : {0U, 1U}) {
+        const Tensors outputs = penalty(*plain.model, data(s)[m]);
+        outputs[0].backward();
+        EXPECT_TRUE(same(values(made[m]), values(outputs))) << "step " << s;
+      }
+      EXPECT_TRUE(same(all_gradients(*mine.model), all_gradients(*plain.model))) << "step " << s;
+    }
+    EXPECT_EQ(engine.report().eager_calls, 1);
+  }
+}
+
+TEST_F(WholeStepWeightsTest, EagerRunsHoldNoLeavesThatTheyMake) {
+  Trainer mine(device_);
+  OffloadEngine engine(*mine.model, Options(device_));
+  GraphedStep step = make_graphed_step(engine, Callable("step", &penalty, mine.model), {data(90)[0]});
+  mine.model->eval();  // each run is eager from here on
+  (void)step({data(0)[0]});
+  const std::int64_t before = memory_use(device_).live;
+  for (std::int64_t s = 1; s < 4; ++s) {
+    (void)step({data(s)[0]});
+  }
+  EXPECT_EQ(memory_use(device_).live, before);
 }
 
 }  // namespace

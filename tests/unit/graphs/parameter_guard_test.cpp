@@ -169,12 +169,14 @@ TEST_P(ChangedModelTest, IsRecordedAndCapturedAnew) {
   for (const OnNewArguments option : {OnNewArguments::capture, OnNewArguments::eager}) {
     Twins<PartModel> twins(options().call_options(CallOptions().on_new_arguments(option)));
     twins.expect_plain(0, 3, train());
+    EXPECT_EQ(twins.engine->report().recaptures, 0);
     torch::manual_seed(51);
     GetParam().apply(*twins.mine);
     torch::manual_seed(51);
     GetParam().apply(*twins.plain);
     twins.expect_plain(3, 7, train());
     EXPECT_EQ(twins.replays(), 6) << "captured again";
+    EXPECT_GT(twins.engine->report().recaptures, 0);
   }
 }
 
@@ -252,6 +254,7 @@ TEST_F(ParameterGuardTest, ABlockInAnothersPlaceIsCaptured) {
   });
   twins.expect_plain(3, 6, train());
   EXPECT_EQ(twins.replays(), 6);
+  EXPECT_GT(twins.engine->report().recaptures, 0);
 }
 
 TEST_F(ParameterGuardTest, AwayToTheHostAndBack) {
@@ -305,6 +308,33 @@ TEST_F(ParameterGuardTest, AWeightChangedInPlaceBeforeItsBackwardIsAnErrorAsInPl
   EXPECT_EQ(twins.replays(), 6) << "no backward reads a bias";
 }
 
+/// A layer whose backward reads a buffer.
+class Masked : public torch::nn::Module {
+ public:
+  Masked() {
+    torch::manual_seed(47);
+    linear = register_module("linear", torch::nn::Linear(8, 8));
+    mask = register_buffer("mask", at::linspace(0.1, 1, 8, at::kFloat));
+  }
+  at::Tensor forward(const at::Tensor& x) { return linear(x) * mask; }
+  torch::nn::Linear linear{nullptr};
+  at::Tensor mask;
+};
+using MaskedModel = OnePart<Masked>;
+
+TEST_F(ParameterGuardTest, ABufferChangedInPlaceBeforeItsBackwardIsNamed) {
+  Twins<MaskedModel> twins(options());
+  const auto loss_of = [&](MaskedModel& model) {
+    return call(model.part.get(), at::ones({5, 8}, at::kFloat).to(device_)).sum();
+  };
+  twins.expect_plain(0, 3, [&](MaskedModel& model, std::int64_t /*s*/) { loss_of(model).backward(); });
+  EXPECT_EQ(twins.replays(), 2);
+  const auto step = twins.engine->step();
+  const at::Tensor loss = loss_of(*twins.mine);
+  twins.mine->part->mask.mul_(1);
+  EXPECT_THROWS(UsageError, "graphed call \"part\": \"mask\", which its backward needs", loss.backward());
+}
+
 TEST_F(ParameterGuardTest, AWeightExchangedBeforeItsBackwardIsNamed) {
   Twins<PartModel> twins(options());
   twins.expect_plain(0, 3, train());
@@ -313,7 +343,8 @@ TEST_F(ParameterGuardTest, AWeightExchangedBeforeItsBackwardIsNamed) {
     const at::Tensor loss = twins.mine->forward(part_input(*twins.mine, 4, device_)).square().mean();
     at::Tensor& weight = twins.mine->part(2).fc1->weight;
     weight.set_data(weight.detach().clone());
-    EXPECT_THROWS(UsageError, "\"parts.2\": \"fc1.weight\" lies in other memory", loss.backward());
+    EXPECT_THROWS(UsageError, "since its forward, \"parts.2\": \"fc1.weight\" lies in other memory; its backward",
+                  loss.backward());
   }
   twins.both([](PartModel& model) {
     for (at::Tensor& buffer : model.buffers()) {

@@ -199,5 +199,39 @@ TEST(ReturnedViewOfAFunction, IsTheFunctionsIfItIsClonedOrOfATensorOfTheBody) {
                      }});
 }
 
+// Its gradient would be missing in the replays.
+TEST(ReturnedLeafOfTheBody, IsRefused) {
+  const std::vector<ReturningBody> refused{
+      {"in an input's memory",
+       [](TwoWeights& m, const at::Tensor& x) {
+         const at::Tensor leaf = x.detach().requires_grad_();
+         return Tensors{at::linear(leaf, m.used).tanh(), leaf};
+       }},
+      {"in a parameter's memory",
+       [](TwoWeights& m, const at::Tensor& x) {
+         const at::Tensor leaf = m.returned.detach().requires_grad_();
+         return Tensors{at::linear(x, leaf).tanh(), leaf, at::linear(x, m.used)};
+       }},
+      {"in memory of its own",
+       [](TwoWeights& m, const at::Tensor& x) {
+         const at::Tensor leaf = x.detach().clone().requires_grad_();
+         return Tensors{at::linear(leaf, m.used).tanh(), leaf};
+       }},
+  };
+  const c10::Device device = find_device("sim");
+  for (const ReturningBody& body : refused) {
+    SCOPED_TRACE(body.name);
+    TwoWeights model(device);
+    OffloadEngine engine(model, Options(device).graph("returns"));
+    const auto step = [&] {
+      in_step(&engine, [&] { loss_of(call("returns", body.run, model, rows(0, device)), 0).backward(); });
+    };
+    step();
+    const std::string message = message_of<CaptureError>(step);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "graphed call \"returns\": output 1 is a leaf", message);
+    EXPECT_EQ(message.find("graphed call"), message.rfind("graphed call")) << "named once: " << message;
+  }
+}
+
 }  // namespace
 }  // namespace sidestream::testing_model
