@@ -353,13 +353,18 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
       sizing.outside.push_back(*leaf);
     }
   }
+  std::vector<at::Tensor> named_tensors = parameters;
+  if (spec.module != nullptr) {
+    const std::vector<at::Tensor> buffers = spec.module->buffers();
+    named_tensors.insert(named_tensors.end(), buffers.begin(), buffers.end());
+  }
   weights.for_each_read([&](const c10::StorageImpl* storage, const c10::VariableVersion& version) {
     const auto is_it = [&](const at::Tensor& t) { return storage_impl_of(t) == storage; };
     if (std::any_of(inputs.begin(), inputs.end(), is_it)) {
       return;  // the graph has a copy of its own
     }
-    const auto named = std::find_if(parameters.begin(), parameters.end(), is_it);
-    const std::string name = named == parameters.end() ? "" : spec.state.modules.name_of(*named);
+    const auto named = std::find_if(named_tensors.begin(), named_tensors.end(), is_it);
+    const std::string name = named == named_tensors.end() ? "" : spec.state.modules.name_of(*named);
     sizing.backward_reads.push_back({version, name.empty() ? "a tensor" : "\"" + name + "\""});
   });
   sizing.profile = recorder.profile();
