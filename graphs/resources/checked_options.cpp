@@ -1,6 +1,7 @@
 #include "graphs/resources/engine_resources.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <charconv>
 #include <cstdint>
@@ -163,9 +164,9 @@ Options checked_options(Options options) {
   }
   for (const Options::Budget& budget : options.budgets()) {
     if (!(budget.fraction >= 0 && budget.fraction <= 1)) {
-      char fraction[32];
-      const char* const end = std::to_chars(fraction, fraction + sizeof fraction, budget.fraction).ptr;
-      throw UsageError("offload_fraction is " + std::string(fraction, end) + " for \"" + budget.patterns +
+      std::array<char, 32> digits{};  // the fewest that name the number
+      std::to_chars(digits.data(), digits.data() + digits.size() - 1, budget.fraction);
+      throw UsageError(std::string("offload_fraction is ") + digits.data() + " for \"" + budget.patterns +
                        "\"; it must be a part of the bytes that would be offloaded, from 0 to 1");
     }
     const auto sorted = [](const Options::Budget& of) {
