@@ -93,8 +93,9 @@ ObservedWeights::ObservedWeights(const ExternalReads& externals)
     : externals_(externals), first_node_(at::sequence_number::peek()) {}
 
 void ObservedWeights::note_node(const at::Tensor& made) {
-  if (made.requires_grad() && !made.is_view() && !made.is_leaf()) {
-    nodes_.insert_or_assign(made.grad_fn().get(), made.grad_fn());
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(made);
+  if (meta != nullptr && meta->grad_fn_ != nullptr) {
+    nodes_.insert_or_assign(meta->grad_fn_.get(), meta->grad_fn_);
   }
 }
 
@@ -281,8 +282,9 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
           weights.observe(access);
           split->observe(access);
           for (const at::Tensor& read : access.reads) {
-            // A backward's view of a saved tensor has no node of its own, but is no leaf.
-            if (!read.is_leaf() || !read.requires_grad() || (read.is_view() && !read._base().is_leaf())) {
+            // A view that was made without gradients has no node either, but its base's flag.
+            const auto* const meta = torch::autograd::impl::get_autograd_meta(read);
+            if (meta == nullptr || !meta->requires_grad_ || !read.is_leaf()) {
               continue;
             }
             const at::Tensor leaf = leaf_itself(read);

@@ -65,7 +65,7 @@ std::size_t WholeStepBody::target_of(const at::Tensor& leaf) {
   if (resources_.runtime->capture_status(resources_.runtime->current_stream()) != CaptureStatus::none) {
     throw CaptureError("graphed step \"" + given_->name +
                        "\": its loss depends on a leaf that it did not depend on in the warm-up; let the step do the "
-                       "same work each time, and keep no leaf that it makes");
+                       "same work each time, and keep no leaf that it makes, nor a result with its history");
   }
   if (leaf.device() != resources_.runtime->device()) {
     throw UsageError("graphed step \"" + given_->name + "\": a parameter lies on " + leaf.device().str() +

@@ -17,7 +17,7 @@
 namespace sidestream {
 namespace {
 
-/// Names and notes may have line feeds, which break the table, and other control characters, which a terminal obeys.
+/// Names and notes may have line feeds, which break the table, and a terminal obeys other control characters.
 std::string on_one_line(std::string text) {
   std::replace_if(
       text.begin(), text.end(), [](unsigned char each) { return each < ' ' || each == 0x7f; }, ' ');

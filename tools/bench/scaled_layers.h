@@ -22,7 +22,7 @@ class Scaled : public torch::nn::Module {
   at::Tensor weight_;
 };
 
-/// Such layers one behind the other, "blocks.0" and so on, each called by itself.
+/// Such layers one after the other, "blocks.0" and so on, each in a call of its own.
 class ScaledLayers : public torch::nn::Module {
  public:
   explicit ScaledLayers(std::int64_t layers) {

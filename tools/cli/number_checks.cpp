@@ -36,7 +36,7 @@ std::string refuse_beyond_unsigned(const std::string& value) { return refuse_bey
 void check_numbers(CLI::App& command) {
   for (CLI::Option* option : command.get_options()) {
     const std::string type = option->get_type_name();
-    const std::string base = type.substr(0, type.find(':'));  // after it, what is checked already
+    const std::string base = type.substr(0, type.find(':'));  // the descriptions of its checks follow
     const bool is_integer = kIntegers.count(base) != 0;
     if (is_integer || kOtherNumbers.count(base) != 0) {
       option->check(refuse_empty);

@@ -247,7 +247,7 @@ void declare_model_options(CLI::App& command, TrainingOptions& options) {
       ->type_name("MIB");
   command.parse_complete_callback([&command, &options] {
     if (command.count("--batch") == 0 && options.microbatches > 0) {
-      require_positive("--microbatches", options.microbatches, kMostWindows);  // before it is rounded up to
+      require_positive("--microbatches", options.microbatches, kMostWindows);  // before the batch is rounded up
       options.batch = (options.batch + options.microbatches - 1) / options.microbatches * options.microbatches;
     }
   });

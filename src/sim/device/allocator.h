@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include <c10/core/Stream.h>
@@ -55,6 +56,7 @@ struct Pool {
   bool is_private = false;
   /// What the captures so far computed, for later captures to compute on; dropped at a launch.
   std::vector<MemoryImage> captured;
+  std::thread::id captured_by;
 };
 
 /// CUDA's caching allocator over one reserved address range. Rounds to 512 bytes. Segments are of 2 MiB for blocks up to 1 MiB, of 20 MiB

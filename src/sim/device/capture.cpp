@@ -25,8 +25,12 @@ CaptureMemory::CaptureMemory(CachingAllocator& memory, Pool& pool) : memory_(mem
   memory_.for_each_segment([&](const Segment& segment) { others.insert(segment.pool); });
   others.erase(&pool_);
   for (const Pool* const other : others) {
+    if (other->captured_by != std::this_thread::get_id()) {  // that thread may launch its graphs meanwhile
+      continue;
+    }
     for (const MemoryImage& image : other->captured) {
-      if (memory_.owns(image.begin)) {
+      const Segment* const segment = memory_.segment_of(image.begin);
+      if (segment != nullptr && segment->pool == other && image.bytes.size() <= segment->bytes) {
         put_back(image);
       }
     }
@@ -52,6 +56,7 @@ void CaptureMemory::preserve(std::byte* begin, std::size_t bytes) {
 void CaptureMemory::finish(bool keep) {
   if (keep) {
     pool_.captured.clear();
+    pool_.captured_by = std::this_thread::get_id();
   }
   for (const Segment* segment : pool_.segments) {
     const auto before = std::find_if(pool_before_.begin(), pool_before_.end(),

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
@@ -197,6 +198,41 @@ TEST(ReturnedViewOfAFunction, IsTheFunctionsIfItIsClonedOrOfATensorOfTheBody) {
   expect_plain_with({"of the body's own", [](TwoWeights& m, const at::Tensor& x) {
                        return Tensors{Reversed::apply(at::linear(x, m.used)).t()};
                      }});
+}
+
+// Views that are made without gradients have the flag of their base.
+TEST(ReturnedParameter, EvaluationsReplayToo) {
+  const c10::Device device = find_device("sim");
+  const at::NoGradGuard no_grad;
+  for (const ReturningBody& body : bodies) {
+    SCOPED_TRACE(body.name);
+    TwoWeights model(device);
+    TwoWeights plain(device);
+    OffloadEngine engine(
+        model, Options(device).graph("returns").call_options(CallOptions().on_evaluation(OnEvaluation::capture)));
+    for (std::int64_t s = 0; s < 4; ++s) {
+      Tensors outputs;
+      in_step(&engine, [&] { outputs = call("returns", body.run, model, rows(s, device)); });
+      EXPECT_TRUE(same(values(outputs), values(body.run(plain, rows(s, device))))) << "step " << s;
+    }
+    EXPECT_EQ(engine.report().replays, 1) << "of the last step";
+  }
+}
+
+TEST(ReturnedParameter, AViewThatWasMadeWithoutGradientsIsRefusedInTraining) {
+  const c10::Device device = find_device("sim");
+  TwoWeights model(device);
+  OffloadEngine engine(model, Options(device).graph("returns"));
+  const auto body = [](TwoWeights& m, const at::Tensor& x) {
+    const at::Tensor y = at::linear(x, m.used);
+    const at::NoGradGuard no_grad;
+    return Tensors{y, m.returned.t()};
+  };
+  const auto step = [&] {
+    in_step(&engine, [&] { call("returns", body, model, rows(0, device))[0].sum().backward(); });
+  };
+  step();
+  EXPECT_THROWS(CaptureError, "output 1 is a view of a tensor that requires a gradient, but was made without", step());
 }
 
 // Its gradient would be missing in the replays.
