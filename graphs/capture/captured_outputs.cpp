@@ -99,20 +99,13 @@ class Sorter {
   // In plain training its gradient comes into its own `.grad`. A replay returns no leaf, so that gradient has no place.
   void refuse_leaf(std::size_t index) const {
     const at::Tensor& output = outputs_[index];
-    if (!output.requires_grad() || !output.is_leaf() || call_.outputs[index].owner.is_same(output)) {
-      return;
-    }
-    const std::string which = "graphed call \"" + call_.spec.name + "\": output " + std::to_string(index);
-    if (torch::autograd::impl::get_autograd_meta(output)->requires_grad_) {
-      throw CaptureError(which +
+    // A view that was made without gradients has its base's flag, but none of its own.
+    const auto* const meta = torch::autograd::impl::get_autograd_meta(output);
+    if (meta != nullptr && meta->requires_grad_ && output.is_leaf() && !call_.outputs[index].owner.is_same(output)) {
+      throw CaptureError("graphed call \"" + call_.spec.name + "\": output " + std::to_string(index) +
                          " is a leaf that requires a gradient, but it is neither an argument nor a registered "
                          "parameter. A replay returns no leaf, so its .grad would stay undefined. Make the leaf "
                          "outside of the call, and pass it as an argument");
-    }
-    if (call_.spec.state.modes.gradients) {  // a view that no_grad made; replays would give its base a gradient
-      throw CaptureError(which +
-                         " is a view of a tensor that requires a gradient, but was made without gradients "
-                         "(at::NoGradGuard). Detach it in the call, or make it with gradients");
     }
   }
   // Made again with as_strided, whose backward adds up otherwise than an expand's.

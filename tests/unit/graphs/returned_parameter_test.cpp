@@ -219,22 +219,6 @@ TEST(ReturnedParameter, EvaluationsReplayToo) {
   }
 }
 
-TEST(ReturnedParameter, AViewThatWasMadeWithoutGradientsIsRefusedInTraining) {
-  const c10::Device device = find_device("sim");
-  TwoWeights model(device);
-  OffloadEngine engine(model, Options(device).graph("returns"));
-  const auto body = [](TwoWeights& m, const at::Tensor& x) {
-    const at::Tensor y = at::linear(x, m.used);
-    const at::NoGradGuard no_grad;
-    return Tensors{y, m.returned.t()};
-  };
-  const auto step = [&] {
-    in_step(&engine, [&] { call("returns", body, model, rows(0, device))[0].sum().backward(); });
-  };
-  step();
-  EXPECT_THROWS(CaptureError, "output 1 is a view of a tensor that requires a gradient, but was made without", step());
-}
-
 // Its gradient would be missing in the replays.
 TEST(ReturnedLeafOfTheBody, IsRefused) {
   const std::vector<ReturningBody> refused{
