@@ -79,7 +79,8 @@ class Sorter {
       held.owner = at::Tensor();
       check_view(index, leaves_[held.of], "input " + std::to_string(held.of));
     } else if (held.owner.defined()) {
-      held.kind = held.owner.is_same(output) || !output.requires_grad() ? Kind::other : Kind::view_of_other;
+      const bool without_gradient = !output.requires_grad() || (call_.spec.state.modes.gradients && output.is_leaf());
+      held.kind = held.owner.is_same(output) || without_gradient ? Kind::other : Kind::view_of_other;
       if (held.kind == Kind::view_of_other) {
         if (!held.owner.requires_grad()) {
           throw CaptureError(

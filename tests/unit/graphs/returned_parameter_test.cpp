@@ -219,6 +219,23 @@ TEST(ReturnedParameter, EvaluationsReplayToo) {
   }
 }
 
+TEST(ReturnedParameter, AViewThatWasMadeWithoutGradientsGivesItsBaseNone) {
+  const c10::Device device = find_device("sim");
+  TwoWeights model(device);
+  OffloadEngine engine(model, Options(device).graph("returns"));
+  const auto body = [](TwoWeights& m, const at::Tensor& x) {
+    const at::Tensor y = at::linear(x, m.used);
+    const at::NoGradGuard no_grad;
+    return Tensors{y, m.returned.t()};
+  };
+  for (std::int64_t s = 0; s < 3; ++s) {
+    in_step(&engine, [&] { loss_of(call("returns", body, model, rows(s, device)), s).backward(); });
+    EXPECT_FALSE(model.returned.grad().defined()) << "step " << s;
+    EXPECT_TRUE(model.used.grad().defined());
+  }
+  EXPECT_EQ(engine.report().replays, 2);
+}
+
 // Its gradient would be missing in the replays.
 TEST(ReturnedLeafOfTheBody, IsRefused) {
   const std::vector<ReturningBody> refused{
