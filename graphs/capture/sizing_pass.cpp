@@ -4,22 +4,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/record_function.h>
-#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
@@ -27,10 +22,10 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
+#include "graphs/capture/observed_weights.h"
 #include "graphs/gradients/backward_split.h"
 #include "graphs/gradients/gradient_leaves.h"
 #include "memory/storage_view.h"
-#include "observe/external_reads.h"
 #include "observe/operator_observer.h"
 #include "offload/sizing.h"
 #include "runtime/composite.h"
@@ -38,138 +33,6 @@
 
 namespace sidestream {
 namespace {
-
-bool is_one(const c10::VariableVersion& a, const c10::VariableVersion& b) noexcept {
-  // One intrusive pointer, and no comparison offered.
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  return std::memcmp(&a, &b, sizeof(a)) == 0;
-}
-
-/// Watches one eager pass of a call for what its weights mean to a capture: which tensors from outside its backward reads,
-/// and whether it reads one that was computed outside from other weights.
-/// Threads: one at a time, as observers are called.
-class ObservedWeights {
- public:
-  /// Just before the pass. `externals`: observes the same pass, before this one. Must outlive this object.
-  explicit ObservedWeights(const ExternalReads& externals);
-  /// Throws: UsageError where the operator reads a weight that is no leaf and was made before the pass, or a sparse tensor from outside.
-  void observe(const OperatorAccess& access);
-  /// The forward has ended.
-  void backward_begins() noexcept { in_backward_ = true; }
-  /// A leaf that the pass has made for itself is one of its own, not a weight.
-  [[nodiscard]] bool made_inside(const at::Tensor& tensor) const {
-    return made_.count(tensor.unsafeGetTensorImpl()) != 0;
-  }
-  /// Tensors from outside that backward has read, by storage.
-  template <class Visit>
-  void for_each_read(const Visit& visit) const {
-    for (const auto& [storage, versions] : versions_) {
-      if (read_in_backward_.count(storage) != 0) {
-        for (const c10::VariableVersion& version : versions) {
-          visit(storage, version);
-        }
-      }
-    }
-  }
-
- private:
-  /// Of a tensor that is no leaf.
-  [[nodiscard]] bool made_outside(const at::Tensor& tensor);
-  /// Notes by which node the pass has made the tensor.
-  void note_node(const at::Tensor& made);
-  void refuse_sparse(const at::Tensor& read) const;
-
-  const ExternalReads& externals_;
-  std::uint64_t first_node_;  ///< sequence number of this thread's first node of the pass
-  std::uint64_t thread_ = at::RecordFunction::currentThreadId();  ///< each thread numbers its own nodes
-  bool in_backward_ = false;
-  std::unordered_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl>> made_;
-  std::unordered_map<const torch::autograd::Node*, std::weak_ptr<torch::autograd::Node>> nodes_;
-  std::unordered_map<const c10::StorageImpl*, std::vector<c10::VariableVersion>> versions_;
-  std::unordered_set<const c10::StorageImpl*> read_in_backward_;
-};
-
-ObservedWeights::ObservedWeights(const ExternalReads& externals)
-    : externals_(externals), first_node_(at::sequence_number::peek()) {}
-
-void ObservedWeights::note_node(const at::Tensor& made) {
-  const auto* const meta = torch::autograd::impl::get_autograd_meta(made);
-  if (meta != nullptr && meta->grad_fn_ != nullptr) {
-    nodes_.insert_or_assign(meta->grad_fn_.get(), meta->grad_fn_);
-  }
-}
-
-bool ObservedWeights::made_outside(const at::Tensor& tensor) {
-  if (made_inside(tensor)) {
-    note_node(tensor);  // a function of the body's own sets it after its operators
-    return false;
-  }
-  // A view makes its node anew where its base was written since, and the base then tells.
-  if (tensor.is_view()) {
-    return made_.count(tensor._base().unsafeGetTensorImpl()) == 0;
-  }
-  const auto& node = tensor.grad_fn();
-  if (node->thread_id() == thread_ && node->sequence_nr() >= first_node_) {
-    return false;
-  }
-  // A backward inside of the forward makes nodes on autograd's threads. It unpacks a saved tensor as another tensor of the same node.
-  const auto known = nodes_.find(node.get());
-  return known == nodes_.end() || known->second.lock() != node;
-}
-
-void ObservedWeights::refuse_sparse(const at::Tensor& read) const {
-  if (!is_composite(read) || read.has_storage() || made_inside(read)) {
-    return;
-  }
-  for_each_part(read, [&](const at::Tensor& part) {
-    if (part.has_storage() && externals_.find(part.storage().unsafeGetStorageImpl()) != nullptr) {
-      throw UsageError(c10::str("it reads a sparse tensor of shape ", read.sizes(),
-                                " from outside of the call. Replays could not notice that it changes; make the sparse "
-                                "tensor inside of the call from its indices and values, or leave the call out of "
-                                "Options::graph"));
-    }
-  });
-}
-
-void ObservedWeights::observe(const OperatorAccess& access) {
-  for (const at::Tensor& read : access.reads) {
-    if (!in_backward_) {
-      refuse_sparse(read);
-    }
-    if (!read.has_storage() || read.is_inference()) {
-      continue;
-    }
-    const c10::StorageImpl* const storage = read.storage().unsafeGetStorageImpl();
-    if (in_backward_) {
-      if (versions_.count(storage) != 0) {
-        read_in_backward_.insert(storage);
-      }
-      continue;
-    }
-    if (read.requires_grad() && !read.is_leaf() && made_outside(read)) {
-      throw UsageError(c10::str("it reads a tensor of shape ", read.sizes(),
-                                " that was computed from weights outside of the call (a parametrised weight, or one "
-                                "that is tied through a view). A graph would freeze its values and its gradient; pass "
-                                "the tensor as an argument, or compute it inside the call"));
-    }
-    if (externals_.find(storage) != nullptr) {
-      std::vector<c10::VariableVersion>& versions = versions_[storage];
-      const c10::VariableVersion& version = torch::autograd::impl::version_counter(read);
-      if (std::none_of(versions.begin(), versions.end(),
-                       [&](const c10::VariableVersion& known) { return is_one(known, version); })) {
-        versions.push_back(version);
-      }
-    }
-  }
-  if (!in_backward_) {
-    for (const at::Tensor& output : access.outputs) {
-      if (output.defined()) {
-        made_.emplace(output.unsafeGetTensorImpl(), c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr()));
-        note_node(output);
-      }
-    }
-  }
-}
 
 /// A backward whose weight gradients are delayed, in its two parts. Learns which saved storages the first part reads: what LibTorch's own
 /// nodes give to operators, and all that other nodes unpack. LibTorch's own nodes unpack also what they do not read.
