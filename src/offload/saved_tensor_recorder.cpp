@@ -321,39 +321,6 @@ void SavedTensorRecorder::tag(const at::Tensor& tensor, std::string_view name) {
   tags_.insert_or_assign(storage.unsafeGetStorageImpl(), std::make_pair(storage.getWeakStorageImpl(), group));
 }
 
-void SavedTensorRecorder::mark(const at::Tensor& tensor) {
-  exclusions_.mark(tensor);
-  // The operator that made it may have saved it already; its group was not offloaded yet while its scope is open.
-  for_each_part(tensor, [this](const at::Tensor& part) {
-    const auto found =
-        StorageView::supported(part) ? entries_.find(part.storage().unsafeGetStorageImpl()) : entries_.end();
-    if (found == entries_.end()) {
-      return;
-    }
-    for (const std::size_t record : records_of(found->second, part.storage())) {
-      const auto saved = identities_[record].saved.lock();
-      if (saved != nullptr && saved->place == SavedStorage::Place::device) {
-        saved->to_offload = false;
-        storages_[record].marked = true;
-      }
-    }
-  });
-}
-
-c10::SmallVector<std::size_t, 2> SavedTensorRecorder::records_of(const Entry& latest,
-                                                                 const c10::Storage& storage) const {
-  if (counts_.copied_twice_bytes == 0) {
-    return {latest.profile_index};
-  }
-  c10::SmallVector<std::size_t, 2> records;
-  for (std::size_t i = 0; i < identities_.size(); ++i) {
-    if (i == latest.profile_index || identities_[i].storage._unsafe_get_target() == storage.unsafeGetStorageImpl()) {
-      records.push_back(i);
-    }
-  }
-  return records;
-}
-
 void SavedTensorRecorder::place(SavedStorage& saved, Group& group) {
   if (planned_ == nullptr) {
     saved.to_offload = group.scope->selected;
