@@ -24,11 +24,13 @@
 namespace sidestream::testing_model {
 namespace {
 
+/// The weights are no views: a view that is made without gradients shows the flag of the last base.
 struct TwoWeights : torch::nn::Module {
   explicit TwoWeights(c10::Device device) {
     const at::TensorOptions on(device);
-    returned = register_parameter("returned", at::linspace(-1, 1, kHidden * kHidden, on).view({kHidden, kHidden}));
-    used = register_parameter("used", at::linspace(0.3, -0.2, kHidden * kHidden, on).view({kHidden, kHidden}));
+    returned =
+        register_parameter("returned", at::linspace(-1, 1, kHidden * kHidden, on).view({kHidden, kHidden}).clone());
+    used = register_parameter("used", at::linspace(0.3, -0.2, kHidden * kHidden, on).view({kHidden, kHidden}).clone());
   }
   at::Tensor returned, used;
 };
