@@ -77,7 +77,8 @@ std::shared_ptr<GraphSequence> EngineSequences::capture_sequence(const std::vect
 std::shared_ptr<SequenceHolder> EngineSequences::capture(const std::vector<CallSpec>& specs, SequenceOrder order,
                                                          const GraphOptions& options,
                                                          const std::shared_ptr<GraphMemory>& memory) {
-  const auto holder = std::make_shared<SequenceHolder>(capture_sequence(specs, std::move(order), options, memory));
+  const auto holder = std::make_shared<SequenceHolder>();
+  holder->sequence = capture_sequence(specs, std::move(order), options, memory);
   std::erase_if(all_, [](const auto& gone) { return gone.expired(); });
   all_.push_back(holder);
   mark_static_outputs();

@@ -212,9 +212,9 @@ TEST_F(ChunkTest, OrdersThatNoStepCanTake) {
        "the order never computes the weight gradients of stage 0, microbatch 1, but delays others; add them as a step"},
       {{{0, -1, Kind::forward}}, "stage 0, microbatch -1; stages and microbatches are numbered from 0"},
   };
-  for (const auto& [order, message] : bad) {
-    EXPECT_THROWS(UsageError, message, (void)engine_.step(order));
-    EXPECT_THROWS(UsageError, message, (void)engine_.step(order)) << "it is not taken for the order of a step";
+  for (const auto& each : bad) {
+    EXPECT_THROWS(UsageError, each.second, (void)engine_.step(each.first));
+    EXPECT_THROWS(UsageError, each.second, (void)engine_.step(each.first)) << "it is not taken for the order of a step";
     EXPECT_THROWS(UsageError, "outside of a step", (void)engine_.chunk({0, 0})) << "no step has begun";
   }
   engine_.step(std::vector<PipelineStep>()).finish();

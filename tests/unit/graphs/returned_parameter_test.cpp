@@ -89,7 +89,8 @@ at::Tensor loss_of(const Tensors& outputs, std::int64_t s) {
 }
 
 TEST_P(ReturnedParameterTest, HasPlainTrainingsGradient) {
-  const auto& [body, way] = GetParam();
+  const ReturningBody& body = std::get<0>(GetParam());
+  const ReturningWay way = std::get<1>(GetParam());
   const c10::Device device = find_device("sim");
   const auto model = std::make_shared<TwoWeights>(device);
   const auto plain = std::make_shared<TwoWeights>(device);
