@@ -54,6 +54,15 @@ class Program {
   std::string text_;
 };
 
+/// AddressSanitizer needs addresses without end: no limit of them can be set.
+#if defined(__has_feature)
+inline constexpr bool kAddressSanitizer = __has_feature(address_sanitizer);
+#elif defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kAddressSanitizer = true;
+#else
+inline constexpr bool kAddressSanitizer = false;
+#endif
+
 /// Runs it to its end, if possible as a fork.
 [[nodiscard]] ProgramResult run_program(const std::vector<std::string>& arguments, const std::string& before = {});
 

@@ -26,12 +26,8 @@ TEST(ProgramFiles, TextsThatNeedNotEndAreRefusedInLittleMemory) {
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   const auto large = folder.write("large", "text");
   std::filesystem::resize_file(large, std::uintmax_t{1} << 42);  // sparse
-  // So much memory that the program starts, and no more than a text may have. AddressSanitizer needs addresses without end.
-#if defined(__SANITIZE_ADDRESS__)
-  const std::string limit;
-#else
-  const std::string limit = "ulimit -v 6000000";
-#endif
+  // So much memory that the program starts, and no more than a text may have.
+  const std::string limit = kAddressSanitizer ? "" : "ulimit -v 6000000";
   expect_refusal({"train", "--text", "/dev/zero"}, 2, "is a device or a pipe", limit);
   expect_refusal({"train", "--text", pipe.string()}, 2, "is a device or a pipe", limit);
   expect_refusal({"train", "--text", large.string()}, 2, "more than 1073741824 bytes", limit);

@@ -123,13 +123,14 @@ def main(setup):
         status, _, err = machine.run(setup)
         return expect(status == 1 and "could not install: cmake" in err and "universe" in err, status, err)
 
-    def asked_for(option, program, packages):
-        """`packages`, which bring `program`, are missing only if `option` asks for them."""
+    def asked_for(option, programs, packages):
+        """`packages`, which bring `programs`, are missing only if `option` asks for them."""
         def case(machine):
             (machine.commands / "sudo").unlink()
             plain, _, _ = machine.run(setup)
             missing, _, err = machine.run(setup, option)
-            machine.add(program, PRESENT)
+            for program in programs:
+                machine.add(program, PRESENT)
             there, _, _ = machine.run(setup, option)
             return expect(plain == 0 and missing == 1 and f"apt-get install {packages}" in err and there == 0, plain, missing, err, there)
         return case
@@ -156,10 +157,10 @@ def main(setup):
     machine_case("without root and sudo says what to install", no_root_no_sudo)
     machine_case("installs what is missing as root", installs_as_root)
     machine_case("says what apt could not install", packages_that_apt_has_not)
-    machine_case("asks for the fuzzer's compiler only where it is wanted", asked_for("--fuzz", "clang++-14", "clang-14 libclang-rt-14-dev"))
-    machine_case("asks for clang-tidy only where it is wanted", asked_for("--tidy", "clang-tidy-14", "clang-tidy-14"))
-    machine_case("asks for Doxygen only where it is wanted", asked_for("--api", "doxygen", "doxygen"))
-    machine_case("asks for Clang only where it is wanted", asked_for("--clang", "clang++-14", "clang-14"))
+    machine_case("asks for clang-tidy only where it is wanted", asked_for("--tidy", ["clang-tidy-14"], "clang-tidy-14"))
+    machine_case("asks for Doxygen only where it is wanted", asked_for("--api", ["doxygen"], "doxygen"))
+    machine_case("asks for Clang only where it is wanted",
+                 asked_for("--clang", ["clang++-14", "llvm-symbolizer-14"], "clang-14 libclang-rt-14-dev llvm-14"))
     machine_case("installs matplotlib once, where it is wanted", pictures)
     machine_case("refuses a LibTorch that is none", bad_torch)
     machine_case("refuses an unknown argument", bad_argument)
