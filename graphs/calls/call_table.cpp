@@ -7,6 +7,18 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
+namespace {
+
+/// Throws: UsageError with `rule` for a pattern that matches none of `names`.
+void require_offloaded(const NamePatterns& named, const std::vector<std::string>& names, const char* rule) {
+  try {
+    named.require_each_matches(names);
+  } catch (const UsageError& error) {
+    throw UsageError(rule + std::string(error.what()));
+  }
+}
+
+}  // namespace
 
 CallTable::CallTable(torch::nn::Module& model, ScopeTree& tree, NamePatterns graphed, const CallRules& rules)
     : model_(model), tree_(tree), graphed_(std::move(graphed)), rules_(rules) {
@@ -116,7 +128,9 @@ void CallTable::check_patterns() {
   }
   for (const NamedBudget& budget : tree_.budgets()) {
     if (!budget.named.matches("")) {
-      budget.named.require_each_matches(tree_.names());
+      require_offloaded(budget.named, tree_.selected_names(),
+                        "Options::offload_at_most and offload_fraction can name only scopes that Options::offload also "
+                        "names: ");
     }
   }
   patterns_match_ = true;
@@ -127,13 +141,8 @@ void CallTable::check_delayed() const {
   eager.erase(
       std::remove_if(eager.begin(), eager.end(), [&](const std::string& name) { return in_graphed_call(name); }),
       eager.end());
-  try {
-    tree_.delayed().require_each_matches(eager);
-  } catch (const UsageError& error) {
-    throw UsageError(
-        std::string("Options::delay can name only scopes outside of graphed calls that Options::offload also names: ") +
-        error.what());
-  }
+  require_offloaded(tree_.delayed(), eager,
+                    "Options::delay can name only scopes outside of graphed calls that Options::offload also names: ");
 }
 
 void CallTable::drop_variants() {

@@ -162,6 +162,11 @@ Options checked_options(Options options) {
         "delay is set without offload: it selects the offloaded groups whose copies wait for the next graph; name "
         "those groups in Options::offload as well");
   }
+  if (!options.budgets().empty() && options.offload_patterns().empty()) {
+    throw UsageError(
+        "offload_at_most or offload_fraction is set without offload: it bounds what is offloaded of some groups; name "
+        "those groups in Options::offload as well");
+  }
   for (const Options::Budget& budget : options.budgets()) {
     if (!(budget.fraction >= 0 && budget.fraction <= 1)) {
       std::array<char, 32> digits{};  // the fewest that name the number

@@ -55,7 +55,7 @@ class Options {
     delay_.push_back(patterns);
     return *this;
   }
-  /// Offloads at most `bytes` of the groups that a pattern (or a comma-separated list) names; the others stay on the device.
+  /// Offloads at most `bytes` of the groups of `offload` that a pattern (or a comma-separated list) names; the others stay on the device.
   ///
   /// Groups are taken whole, in the order of the forward, while they fit: the earliest wait longest for their
   /// backward. A group counts in the first budget that names it; a second one with the same patterns is a UsageError.

@@ -41,6 +41,13 @@ TEST_F(AskedGroups, ABudgetThatNamesNothingIsRefused) {
   EXPECT_THROWS(UsageError, "unknown", steps());
 }
 
+TEST_F(AskedGroups, ABudgetForWhatIsNotOffloadedIsRefused) {
+  EXPECT_THROWS(UsageError, "is set without offload", OffloadEngine(model_, Options(device_).offload_fraction("a", 0)));
+  OffloadEngine engine(model_, Options(device_).offload("a,b").offload_at_most("a,c", kSquareBytes));
+  const auto steps = [&] { two_steps(engine); };
+  EXPECT_THROWS(UsageError, "can name only scopes that Options::offload also names: name pattern \"c\"", steps());
+}
+
 TEST_F(AskedGroups, ASecondBudgetForTheSameGroupsIsRefused) {
   EXPECT_THROWS(UsageError, "\"a,b\" has two budgets",
                 OffloadEngine(model_, options().offload_at_most("a,b", 1).offload_fraction("b, a", 0.5)));
