@@ -69,8 +69,15 @@ std::vector<at::Tensor> CaptureReads::give_to(CapturedCall& call) {
     if (external.written) {
       written_.push_back(external.storage);
     }
-    const bool is_weight = is_registered(call, external.storage);
-    if (is_held(call, external.storage) || (is_weight && call.spec.hooks == nullptr)) {
+    // Parameters may be parts of one buffer, of which the call watches others.
+    for (const at::Tensor& tensor : exclusions_.registered_in(external.storage)) {
+      const ByteRange all = bytes_in_storage(tensor);
+      if (std::any_of(external.parts.begin(), external.parts.end(),
+                      [&](const ByteRange& part) { return part.overlaps(all); })) {
+        registered.push_back(tensor);
+      }
+    }
+    if (is_held(call, external.storage) || (call.spec.hooks == nullptr && is_registered(call, external.storage))) {
       continue;
     }
     // Memory that a library owns (`from_blob`) may have a new storage each time.
@@ -80,9 +87,6 @@ std::vector<at::Tensor> CaptureReads::give_to(CapturedCall& call) {
                          " bytes that the call did not make, and did not read in its earlier run. Either another "
                          "thread makes the tensor during the call, or the call does not do the same work each time. "
                          "Compute the tensor in the call, or compute it before the call and pass it");
-    }
-    if (const at::Tensor tensor = exclusions_.registered(external.storage); tensor.defined() && !is_weight) {
-      registered.push_back(tensor);
     }
     call.reads.externals.push_back(std::move(external.storage));
   }

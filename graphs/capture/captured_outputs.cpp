@@ -22,8 +22,10 @@ bool same_storage(const at::Tensor& a, const at::Tensor& b) {
 /// The parameter, buffer or other tensor that a replay finds where the capture did, and that `output` is or is a view of.
 at::Tensor owner_of(const CapturedCall& call, const at::Tensor& output, const Exclusions& exclusions) {
   at::Tensor found;
+  // Parameters may be parts of one buffer: a view lies in its own base's part.
   const auto look_at = [&](const at::Tensor& tensor) {
-    if (tensor.is_same(output) || (!found.defined() && same_storage(tensor, output))) {
+    if (tensor.is_same(output) || (!found.defined() && same_storage(tensor, output) &&
+                                   bytes_in_storage(tensor).contains(bytes_in_storage(output)))) {
       found = tensor;
     }
   };
@@ -36,8 +38,10 @@ at::Tensor owner_of(const CapturedCall& call, const at::Tensor& output, const Ex
   for (const TensorFacts& watched : call.reads.watched) {
     look_at(watched.tensor());
   }
-  if (!found.defined()) {
-    found = exclusions.registered(output.storage());
+  if (!found.defined() && output.has_storage()) {
+    for (const at::Tensor& registered : exclusions.registered_in(output.storage())) {
+      look_at(registered);
+    }
   }
   const bool external =
       std::any_of(call.reads.externals.begin(), call.reads.externals.end(), [&](const c10::Storage& storage) {

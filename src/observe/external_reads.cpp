@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/EmptyTensor.h>
 #include <c10/core/TensorImpl.h>
 
 #include "runtime/composite.h"
@@ -16,17 +17,31 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return impl.has_storage() && !impl.is_wrapped_number() ? impl.unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
+void add_parts(c10::SmallVector<ByteRange, 1>& known, c10::ArrayRef<ByteRange> parts) {
+  for (const ByteRange& part : parts) {
+    if (std::none_of(known.begin(), known.end(), [&](const ByteRange& each) { return each.contains(part); })) {
+      known.push_back(part);
+    }
+  }
+}
+
 }  // namespace
 
-void ExternalReads::add(c10::Storage storage, bool written) {
+ByteRange bytes_in_storage(const at::Tensor& tensor) {
+  const std::size_t begin = static_cast<std::size_t>(tensor.storage_offset()) * tensor.element_size();
+  return {begin, begin + at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size())};
+}
+
+void ExternalReads::add(c10::Storage storage, bool written, c10::ArrayRef<ByteRange> parts) {
   const auto [at, is_new] = index_.try_emplace(storage.unsafeGetStorageImpl(), externals_.size());
   if (is_new) {
     const void* const data = storage.data();
     const std::size_t bytes = storage.nbytes();
-    externals_.push_back(ExternalStorage{std::move(storage), data, bytes, written});
+    externals_.push_back(ExternalStorage{std::move(storage), data, bytes, written, {}});
   } else if (written) {
     externals_[at->second].written = true;
   }
+  add_parts(externals_[at->second].parts, parts);
 }
 
 void ExternalReads::touch(const at::Tensor& tensor, const OperatorAccess& access, bool written) {
@@ -38,12 +53,14 @@ void ExternalReads::touch_part(const at::Tensor& tensor, const OperatorAccess& a
   if (key == nullptr || made_.contains(key)) {
     return;
   }
+  const ByteRange part = bytes_in_storage(tensor);
   if (!access.nested || index_.contains(key)) {
-    add(tensor.storage(), written);
+    add(tensor.storage(), written, part);
     return;
   }
-  const auto [at, is_new] = pending_.try_emplace(key, Pending{tensor.storage().getWeakStorageImpl(), written});
+  const auto [at, is_new] = pending_.try_emplace(key, Pending{tensor.storage().getWeakStorageImpl(), written, {}});
   at->second.written = at->second.written || written;
+  add_parts(at->second.parts, part);
 }
 
 void ExternalReads::observe_before(const OperatorAccess& access) {
@@ -80,7 +97,7 @@ void ExternalReads::observe(const OperatorAccess& access) {
 void ExternalReads::settle_pending() {
   for (auto& [key, pending] : pending_) {
     if (auto alive = pending.storage.lock(); alive && !made_.contains(key)) {
-      add(c10::Storage(std::move(alive)), pending.written);
+      add(c10::Storage(std::move(alive)), pending.written, pending.parts);
     }
   }
   pending_.clear();

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include "observe/operator_observer.h"
@@ -12,12 +13,26 @@
 
 namespace sidestream {
 
+/// Bytes of a storage, from `begin` to before `end`.
+struct ByteRange {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+
+  [[nodiscard]] bool contains(const ByteRange& other) const noexcept {
+    return begin <= other.begin && other.end <= end;
+  }
+  [[nodiscard]] bool overlaps(const ByteRange& other) const noexcept { return begin < other.end && other.begin < end; }
+};
+/// From the first to the last element of a tensor with strides.
+[[nodiscard]] ByteRange bytes_in_storage(const at::Tensor& tensor);
+
 /// A storage that was touched inside an observed region and not made there.
 struct ExternalStorage {
   c10::Storage storage;        ///< keeps it alive
   const void* data = nullptr;  ///< its address when first seen: what a capture bakes in
   std::size_t bytes = 0;
   bool written = false;
+  c10::SmallVector<ByteRange, 1> parts;  ///< what of it was touched
 };
 
 /// Collects every storage that operators read or write and that no observed operator made: what a capture must keep alive.
@@ -47,11 +62,12 @@ class ExternalReads {
   struct Pending {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     bool written;
+    c10::SmallVector<ByteRange, 1> parts;
   };
 
   void touch(const at::Tensor& tensor, const OperatorAccess& access, bool written);
   void touch_part(const at::Tensor& tensor, const OperatorAccess& access, bool written);
-  void add(c10::Storage storage, bool written);
+  void add(c10::Storage storage, bool written, c10::ArrayRef<ByteRange> parts);
   void settle_pending();
 
   std::vector<ExternalStorage> externals_;

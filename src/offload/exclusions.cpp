@@ -1,5 +1,7 @@
 #include "offload/exclusions.h"
 
+#include <algorithm>
+#include <iterator>
 #include <unordered_set>
 #include <utility>
 
@@ -71,14 +73,13 @@ bool Exclusions::refresh_parameters() {
   return false;
 }
 
-at::Tensor Exclusions::registered(const c10::Storage& storage) const {
+std::vector<at::Tensor> Exclusions::registered_in(const c10::Storage& storage) const {
   const std::lock_guard lock(mutex_);
-  for (const at::Tensor& parameter : parameters_) {
-    if (storage_impl_of(parameter) == storage.unsafeGetStorageImpl()) {
-      return parameter;
-    }
-  }
-  return {};
+  std::vector<at::Tensor> found;
+  std::copy_if(parameters_.begin(), parameters_.end(), std::back_inserter(found), [&](const at::Tensor& parameter) {
+    return storage_impl_of(parameter) == storage.unsafeGetStorageImpl();
+  });
+  return found;
 }
 
 bool Exclusions::is_parameter(const at::Tensor& tensor) const {

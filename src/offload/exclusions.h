@@ -48,8 +48,8 @@ class Exclusions {
   [[nodiscard]] std::uint64_t registered_bytes() const;
   /// Bytes of the gradients that registered parameters will have and do not yet.
   [[nodiscard]] std::int64_t gradient_bytes() const;
-  /// The registered parameter or buffer that lies in `storage`, or an undefined tensor.
-  [[nodiscard]] at::Tensor registered(const c10::Storage& storage) const;
+  /// The registered parameters and buffers that lie in `storage`: several if they are parts of one buffer.
+  [[nodiscard]] std::vector<at::Tensor> registered_in(const c10::Storage& storage) const;
   /// True for a registered parameter that is a leaf, and not a view of it.
   [[nodiscard]] bool is_parameter(const at::Tensor& tensor) const;
   /// The user's mark_not_offload: for as long as the storage lives.

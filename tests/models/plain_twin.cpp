@@ -119,6 +119,30 @@ void relocate(const torch::nn::Module& model) {
   }
 }
 
+at::Tensor in_one_buffer(const torch::nn::Module& model,
+                         const std::function<void(at::Tensor& parameter, const at::Tensor& part)>& act) {
+  const std::vector<at::Tensor> parameters = model.parameters();
+  std::int64_t numel = 0;
+  for (const at::Tensor& parameter : parameters) {
+    numel += parameter.numel();
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor buffer = at::zeros({numel}, parameters[0].options().requires_grad(false));
+  std::int64_t begin = 0;
+  for (at::Tensor parameter : parameters) {
+    act(parameter, buffer.narrow(0, begin, parameter.numel()).view(parameter.sizes()));
+    begin += parameter.numel();
+  }
+  return buffer;
+}
+
+void flatten_parameters(const torch::nn::Module& model) {
+  (void)in_one_buffer(model, [](at::Tensor& parameter, const at::Tensor& part) {
+    part.copy_(parameter);
+    parameter.set_data(part);
+  });
+}
+
 void descend(torch::nn::Module& model) {
   const at::NoGradGuard no_grad;
   for (at::Tensor& parameter : model.parameters()) {

@@ -33,6 +33,11 @@ using StepTensors = std::vector<StepTensor>;
 void clear_gradients(torch::nn::Module& model);
 /// Gives each parameter other memory, with the same values.
 void relocate(const torch::nn::Module& model);
+/// Makes one zeroed buffer for all parameters, and calls `act(parameter, its part)` for each. Gives the buffer.
+at::Tensor in_one_buffer(const torch::nn::Module& model,
+                         const std::function<void(at::Tensor& parameter, const at::Tensor& part)>& act);
+/// Gives all parameters parts of one buffer as their memory, with the same values.
+void flatten_parameters(const torch::nn::Module& model);
 /// A plain SGD step, so that every step has new weights.
 void descend(torch::nn::Module& model);
 

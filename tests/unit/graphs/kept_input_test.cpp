@@ -46,12 +46,12 @@ at::Tensor keeps_a_square(BodyBlock& block, const at::Tensor& x) {
   return plain_layer(block, x);
 }
 
-struct Form {
+struct KeepingBody {
   const char* name;
   BodyBlock::Body body;
 };
 
-std::vector<Form> forms() {
+std::vector<KeepingBody> forms() {
   return {{"Input", keeps_its_input},
           {"Argument", keeps_its_argument},
           {"Attention", keeps_attention},
@@ -115,7 +115,7 @@ class KeptInputTest : public testing::Test {
 };
 
 TEST_F(KeptInputTest, IsThatOfPlainTraining) {
-  for (const Form& form : forms()) {
+  for (const KeepingBody& form : forms()) {
     for (const std::size_t layers : {2, 3}) {
       for (const bool offloads : {false, true}) {
         for (const bool callables : {false, true}) {
@@ -137,7 +137,7 @@ TEST_F(KeptInputTest, IsThatOfPlainTraining) {
 }
 
 TEST_F(KeptInputTest, OfMicrobatchesInFlightIsThatOfPlainTraining) {
-  for (const Form& form : forms()) {
+  for (const KeepingBody& form : forms()) {
     SCOPED_TRACE(form.name);
     BodyTwins twins(device_, {form.body, form.body, form.body});
     OffloadEngine engine(twins.mine, options_of(device_, /*offloads=*/true));

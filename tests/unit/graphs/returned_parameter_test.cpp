@@ -88,12 +88,14 @@ at::Tensor loss_of(const Tensors& outputs, std::int64_t s) {
   return loss;
 }
 
-TEST_P(ReturnedParameterTest, HasPlainTrainingsGradient) {
-  const ReturningBody& body = std::get<0>(GetParam());
-  const ReturningWay way = std::get<1>(GetParam());
+/// `flat`: both weights are parts of one buffer.
+void expect_plain_gradients(const ReturningBody& body, ReturningWay way, bool flat) {
   const c10::Device device = find_device("sim");
   const auto model = std::make_shared<TwoWeights>(device);
   const auto plain = std::make_shared<TwoWeights>(device);
+  if (flat) {
+    flatten_parameters(*model);
+  }
   GraphOptions graph = GraphOptions().allow_unused_input(true);
   if (way != ReturningWay::call && way != ReturningWay::callable) {
     graph.gradients("**", way == ReturningWay::delayed ? GradientPolicy::delayed
@@ -132,6 +134,13 @@ TEST_P(ReturnedParameterTest, HasPlainTrainingsGradient) {
   }
   EXPECT_GT(engine.report().replays, 0);
   EXPECT_EQ(engine.report().eager_calls, way == ReturningWay::call ? 1 : 0) << "the sizing pass of the first step";
+}
+
+TEST_P(ReturnedParameterTest, HasPlainTrainingsGradient) {
+  for (const bool flat : {false, true}) {
+    SCOPED_TRACE(flat ? "in one buffer" : "");
+    expect_plain_gradients(std::get<0>(GetParam()), std::get<1>(GetParam()), flat);
+  }
 }
 
 std::string name_of_way(const testing::TestParamInfo<std::tuple<ReturningBody, ReturningWay>>& info) {
