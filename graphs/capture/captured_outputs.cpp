@@ -7,6 +7,7 @@
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "observe/external_reads.h"
 #include "sidestream/error.h"
 
 namespace sidestream {

@@ -1,15 +1,18 @@
 // Parameters that are parts of one buffer, and gradients that are, as distributed optimizers keep them: each is still a tensor of its own.
 #include <cstdint>
+#include <memory>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
 #include "guard_models.h"
+#include "sidestream/adamw.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/graphed_step.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -152,6 +155,33 @@ TEST_F(FlatParameters, GradientsStayInTheirBuffer) {
       descend(plain);
     }
     EXPECT_GT(engine.report().replays, 0);
+  }
+}
+
+TEST_F(FlatParameters, AWholeStepTrainsThem) {
+  const auto mine = std::make_shared<PartModel>();
+  const auto plain = std::make_shared<PartModel>();
+  mine->to(device_);
+  plain->to(device_);
+  flatten_parameters(*mine);
+  const auto loss_of = [](PartModel& model, const Tensors& in) -> Tensors {
+    return {model.forward(in[0]).square().mean()};
+  };
+  OffloadEngine engine(*mine, Options(device_).min_bytes(64).offload("**"));
+  AdamW updated(mine->parameters(), 0.01);
+  AdamW expected(plain->parameters(), 0.01);
+  const GraphedStep step =
+      make_graphed_step(engine, Callable("step", loss_of, mine), {{part_input(*mine, 90, device_)}},
+                        StepOptions().update([&] { updated.step(); }));
+  for (std::int64_t s = 0; s < 5; ++s) {
+    torch::manual_seed(static_cast<std::uint64_t>(s));
+    step({{part_input(*mine, s, device_)}});
+    torch::manual_seed(static_cast<std::uint64_t>(s));
+    plain->zero_grad();
+    loss_of(*plain, {part_input(*plain, s, device_)})[0].backward();
+    expected.step();
+    EXPECT_TRUE(same(gradients_and_buffers(*mine), gradients_and_buffers(*plain))) << "step " << s;
+    EXPECT_TRUE(same(values(mine->parameters()), values(plain->parameters()))) << "step " << s;
   }
 }
 
