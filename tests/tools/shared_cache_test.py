@@ -26,15 +26,15 @@ def cache_variables(source):
 
 
 class Clones:
-    def __init__(self, source, folder, meson, ninja, torch, compiler):
+    def __init__(self, source, folder, meson, ninja, torch, variables):
         self.source, self.folder, self.meson, self.ninja, self.torch = source, folder, meson, ninja, torch
-        self.compiler = compiler
+        self.variables = variables
 
     def environment(self, clone):
         variables = cache_variables(self.source)
         variables = {name: value.replace("$here", str(clone)) for name, value in variables.items()}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("CCACHE_", "MESON_"))}
-        return {**kept, **variables, "CCACHE_DIR": str(self.folder / "cache"), **self.compiler}
+        return {**kept, **variables, "CCACHE_DIR": str(self.folder / "cache"), **self.variables}
 
     def build(self, name):
         """Builds the room in a copy named so; gives the hits and the misses."""

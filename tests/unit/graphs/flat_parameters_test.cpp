@@ -17,6 +17,12 @@
 namespace sidestream::testing_model {
 namespace {
 
+/// Gives the last weight other memory, outside of the buffer, and twice its values.
+void double_elsewhere(PartModel& model) {
+  at::Tensor weight = model.part(2).fc2->weight;
+  weight.set_data(weight.detach() * 2);
+}
+
 class FlatParameters : public testing::Test {
  protected:
   [[nodiscard]] Options options() const { return Options(device_).min_bytes(64).graph("**").offload("**"); }
@@ -49,10 +55,7 @@ TEST_F(FlatParameters, AreNoticedOneByOne) {
   flatten_parameters(*twins.mine);
   twins.expect_plain(6, 9, training());
   EXPECT_EQ(twins.replays(), 6);
-  twins.both([&](PartModel& model) {
-    at::Tensor weight = model.part(2).fc2->weight;
-    weight.set_data(weight.detach().clone() * 2);
-  });
+  twins.both(double_elsewhere);
   twins.expect_plain(9, 12, training());
   EXPECT_EQ(twins.replays(), 6);
 }
@@ -80,10 +83,7 @@ TEST_F(FlatParameters, AParameterOfAnotherModuleIsNoticedToo) {
       twins.expect_plain(4, 7, act);
       EXPECT_EQ(twins.replays(), 4) << flat;
     }
-    twins.both([&](PartModel& model) {
-      at::Tensor weight = model.part(2).fc2->weight;
-      weight.set_data(weight.detach().clone() * 2);
-    });
+    twins.both(double_elsewhere);
     twins.expect_plain(7, 10, act);
     EXPECT_EQ(twins.replays(), 4) << flat;
   }
@@ -117,10 +117,7 @@ TEST_F(FlatParameters, AFrozenOneThatAClosureReadsIsNoticedToo) {
     EXPECT_EQ(twins.replays(), 2) << flat;
     switch_weight(false);
     twins.expect_plain(6, 9, act);
-    twins.both([&](PartModel& model) {
-      at::Tensor weight = model.part(2).fc2->weight;
-      weight.set_data(weight.detach().clone() * 2);
-    });
+    twins.both(double_elsewhere);
     twins.expect_plain(9, 12, act);
     EXPECT_EQ(twins.replays(), 2) << flat;
   }
