@@ -35,7 +35,8 @@ ByteRange bytes_in_storage(const at::Tensor& tensor) {
 void ExternalReads::add(c10::Storage storage, bool written, c10::ArrayRef<ByteRange> parts) {
   const auto [at, is_new] = index_.try_emplace(storage.unsafeGetStorageImpl(), externals_.size());
   if (is_new) {
-    const void* const data = storage.data();
+    // Not by data(), which throws for a storage that was released.
+    const void* const data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
     const std::size_t bytes = storage.nbytes();
     externals_.push_back(ExternalStorage{std::move(storage), data, bytes, written, {}});
   } else if (written) {

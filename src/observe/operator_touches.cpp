@@ -31,9 +31,10 @@ JournalAccess span_of(const at::Tensor& tensor, bool write) {
                     : JournalAccess{reinterpret_cast<std::uint64_t>(tensor.const_data_ptr()), bytes, write, false};
 }
 
+// Not by data(), which throws for a storage that was released.
 bool strided(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         tensor.storage().data() != nullptr;
+         tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
 }
 
 bool aliases(const at::Tensor& a, const at::Tensor& b) {

@@ -8,13 +8,14 @@ void QueuedUses::add(const at::Tensor& tensor, StreamKey stream) {
   if (!tensor.has_storage() || tensor.storage().nbytes() == 0) {
     return;
   }
-  const c10::StorageImpl* key = tensor.storage().unsafeGetStorageImpl();
+  c10::StorageImpl* const key = tensor.storage().unsafeGetStorageImpl();
   const bool known = std::any_of(uses_.begin(), uses_.end(), [&](const Use& use) {
     return use.storage._unsafe_get_target() == key && use.memory.stream == stream;
   });
   if (!known) {
-    uses_.push_back(
-        {tensor.storage().getWeakStorageImpl(), {stream, tensor.storage().data(), tensor.storage().nbytes()}});
+    // Not by data(), which throws for a storage that was released.
+    const void* const data = key->_mutable_data_ptr_no_checks().get();
+    uses_.push_back({tensor.storage().getWeakStorageImpl(), {stream, data, tensor.storage().nbytes()}});
   }
 }
 

@@ -374,6 +374,24 @@ TEST(ExternalReads, KeepsExternalsAlive) {
   EXPECT_TRUE(weak.expired());
 }
 
+// LibTorch's data() throws for it. The operator that reads it may be one of several, and the reads of the others are known.
+TEST(ExternalReads, FindsAStorageThatWasReleased) {
+  const at::Tensor kept = at::randn({8}), released = at::randn({8});
+  released.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, at::kCPU));
+  released.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_("released");
+  ExternalReads external;
+  {
+    const OperatorObserverGuard guard([&](const OperatorAccess& access) { external.observe(access); },
+                                      [&](const OperatorAccess& access) { external.observe_before(access); });
+    EXPECT_THROW(released.mul(kept), c10::Error);
+  }
+  ASSERT_EQ(external.externals().size(), 2U);
+  ASSERT_NE(external.find(storage(released)), nullptr);
+  EXPECT_EQ(external.find(storage(released))->data, nullptr);
+  ASSERT_NE(external.find(storage(kept)), nullptr);
+  EXPECT_EQ(external.find(storage(kept))->data, kept.const_data_ptr());
+}
+
 // An operator of the user's own that holds a table: only what it calls inside shows it.
 TEST(ExternalReads, FindsWhatAnOperatorHoldsItself) {
   static const at::Tensor& table = *new at::Tensor(at::randn({8}));  // outlives what LibTorch keeps of a thread
