@@ -84,7 +84,7 @@ class FirstRank : public torch::nn::Module {
   }
   /// A step. The trainer owns the inputs and the gradients of outputs, and reads an output before its backward. Gives those outputs and
   /// all gradients.
-  StepTensors train(OffloadEngine* engine) {
+  StepTensors train_step(OffloadEngine* engine) {
     for (at::Tensor& parameter : parameters()) {
       parameter.mutable_grad().zero_();
     }
@@ -287,16 +287,16 @@ TEST_P(OrderPeakTest, IsWhatThePlanSays) {
   options.graph_options(GraphOptions().num_warmup_iters(1).gradients("**", GradientPolicy::accumulated));
   OffloadEngine engine(model, options);
   for (int s = 0; s < 3; ++s) {
-    EXPECT_TRUE(same(model.train(&engine), plain.train(nullptr)));
+    EXPECT_TRUE(same(model.train_step(&engine), plain.train_step(nullptr)));
     descend(model);
     descend(plain);
   }
-  const StepTensors expected = plain.train(nullptr);
+  const StepTensors expected = plain.train_step(nullptr);
   synchronize(device);
   const Blocks outside = blocks_outside_of_graphs();
   reset_memory_peaks(device);
   sim::Recording recording;
-  EXPECT_TRUE(same(model.train(&engine), expected));
+  EXPECT_TRUE(same(model.train_step(&engine), expected));
   recording.stop();
   const Report report = engine.report();
   EXPECT_EQ(report.replays, 2 * kLayers * kStages * kMicrobatches);

@@ -1,11 +1,13 @@
 // Stages of a pipeline as calls of one process, in orders that no nesting of forwards and backwards has.
 #include <cstdint>
 #include <functional>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
+#include <c10/util/irange.h>
 #include <gtest/gtest.h>
 
 #include "expect_throws.h"
@@ -209,6 +211,98 @@ TEST_F(ChangedOrderTest, AForwardThatWouldOverwriteRunsEagerlyOrIsRecorded) {
     const std::vector<Work>& order = s < 3 ? one_by_one : in_flight;
     expect_same_step(model_, &engine, plain_, s,
                      [&](CalledStack& model) { (&model == &model_ ? mine : plain).run(order, s); });
+  }
+}
+
+/// An order of stages, drawn. A microbatch runs forward through all stages, and then backward through them.
+std::vector<Work> drawn_order(std::mt19937& random, std::size_t stages, std::size_t microbatches) {
+  std::vector<std::size_t> done(microbatches);
+  std::vector<Work> order;
+  while (order.size() < 2 * stages * microbatches) {
+    const std::size_t microbatch = random() % microbatches;
+    if (std::size_t& at = done[microbatch]; at < 2 * stages) {
+      const bool backward = at >= stages;
+      order.push_back({backward, backward ? 2 * stages - 1 - at : at, microbatch});
+      ++at;
+    }
+  }
+  return order;
+}
+
+class DrawnOrderTest : public PipelineCallsTest {};
+
+TEST_F(DrawnOrderTest, OfStagesRepeats) {
+  for (const std::uint32_t seed : c10::irange(24U)) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto stages = seed % 2 == 0 ? std::vector<std::vector<std::size_t>>{{0}, {1, 2}}
+                                      : std::vector<std::vector<std::size_t>>{{0}, {1}, {2}};
+    const std::vector<Work> order = drawn_order(random, stages.size(), 2 + seed % 3);
+    OffloadEngine engine(model_, options());
+    Pipeline mine(model_, device_, stages);
+    Pipeline plain(plain_, device_, stages);
+    expect_replays(engine, 4,
+                   [&](CalledStack& model, std::int64_t s) { (&model == &model_ ? mine : plain).run(order, s); });
+  }
+}
+
+/// A step of calls, drawn: each begins with data or goes on from the output of another, and backwards begin at the others' outputs.
+class DrawnCalls {
+ public:
+  explicit DrawnCalls(std::mt19937& random) {
+    std::vector<std::size_t> open;  // their outputs were not used yet
+    const auto take = [&] {
+      const std::size_t at = random() % open.size();
+      const std::size_t call = open[at];
+      open.erase(open.begin() + static_cast<std::ptrdiff_t>(at));
+      return call;
+    };
+    const std::size_t calls = 3 + random() % 6;
+    while (calls_ < calls || !open.empty()) {
+      if (calls_ < calls && (open.empty() || random() % 2 == 0)) {
+        const std::size_t from = !open.empty() && random() % 3 == 0 ? take() : kData;
+        all_.push_back({false, calls_, from, random() % 3});
+        open.push_back(calls_++);
+      } else {
+        all_.push_back({true, take()});
+      }
+    }
+  }
+  void run(CalledStack& model, std::int64_t s, c10::Device device) const {
+    std::vector<at::Tensor> outputs(calls_);
+    for (const Act& act : all_) {
+      const auto number = 10 * s + static_cast<std::int64_t>(act.call);
+      if (act.backward) {
+        (std::exchange(outputs[act.call], {}) * rows(number, device, 1)).mean().backward();
+      } else {
+        outputs[act.call] =
+            model.run_layer(act.layer, act.from == kData ? rows(number, device) : std::exchange(outputs[act.from], {}));
+      }
+    }
+  }
+
+ private:
+  static constexpr std::size_t kData = -1;
+  struct Act {
+    bool backward;
+    std::size_t call;
+    std::size_t from = kData;
+    std::size_t layer = 0;
+  };
+  std::vector<Act> all_;
+  std::size_t calls_ = 0;
+};
+
+// Calls that autograd does not connect may be recorded once more in the second step. None is refused.
+TEST_F(DrawnOrderTest, OfCallsRepeats) {
+  for (const std::uint32_t seed : c10::irange(24U)) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const DrawnCalls calls(random);
+    OffloadEngine engine(model_, options());
+    const auto run = [&](CalledStack& model, std::int64_t s) { calls.run(model, s, device_); };
+    expect_same_step(model_, &engine, plain_, 0, [&](CalledStack& model) { run(model, 0); });
+    expect_replays(engine, 4, [&](CalledStack& model, std::int64_t s) { run(model, s + 1); });
   }
 }
 
