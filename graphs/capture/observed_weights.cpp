@@ -11,15 +11,12 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
-namespace {
 
-bool is_one(const c10::VariableVersion& a, const c10::VariableVersion& b) noexcept {
+bool is_same(const c10::VariableVersion& a, const c10::VariableVersion& b) noexcept {
   // One intrusive pointer, and no comparison offered.
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   return std::memcmp(&a, &b, sizeof(a)) == 0;
 }
-
-}  // namespace
 
 ObservedWeights::ObservedWeights(const ExternalReads& externals)
     : externals_(externals), first_node_(at::sequence_number::peek()) {}
@@ -88,7 +85,7 @@ void ObservedWeights::observe(const OperatorAccess& access) {
       std::vector<c10::VariableVersion>& versions = versions_[storage];
       const c10::VariableVersion& version = torch::autograd::impl::version_counter(read);
       if (std::none_of(versions.begin(), versions.end(),
-                       [&](const c10::VariableVersion& known) { return is_one(known, version); })) {
+                       [&](const c10::VariableVersion& known) { return is_same(known, version); })) {
         versions.push_back(version);
       }
     }

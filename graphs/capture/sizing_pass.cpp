@@ -210,10 +210,7 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
   for (auto leaf = parameters.begin() + of_module; leaf != parameters.end(); ++leaf) {
     // Backward may unpack a weight or an input as another tensor of the same memory. No code relocates that tensor, so it is no outside
     // leaf. Held here, an input would also count as kept by the body.
-    const auto shares = [&](const at::Tensor& other) {
-      return other.defined() && other.has_storage() && leaf->has_storage() &&
-             other.storage().is_alias_of(leaf->storage());
-    };
+    const auto shares = [&](const at::Tensor& other) { return share_memory(*leaf, other); };
     if (std::none_of(parameters.begin(), leaf, shares) && std::none_of(inputs.begin(), inputs.end(), shares)) {
       sizing.outside.push_back(*leaf);
     }
@@ -224,11 +221,14 @@ CallSizing size_call(const CallSpec& spec, const std::vector<at::Tensor>& inputs
     named_tensors.insert(named_tensors.end(), buffers.begin(), buffers.end());
   }
   weights.for_each_read([&](const c10::StorageImpl* storage, const c10::VariableVersion& version) {
-    const auto is_it = [&](const at::Tensor& t) { return storage_impl_of(t) == storage; };
-    if (std::any_of(inputs.begin(), inputs.end(), is_it)) {
+    if (std::any_of(inputs.begin(), inputs.end(),
+                    [&](const at::Tensor& input) { return storage_impl_of(input) == storage; })) {
       return;  // the graph has a copy of its own
     }
-    const auto named = std::find_if(named_tensors.begin(), named_tensors.end(), is_it);
+    // Not by storage: parameters may be parts of one buffer.
+    const auto named = std::find_if(named_tensors.begin(), named_tensors.end(), [&](const at::Tensor& tensor) {
+      return tensor.defined() && is_same(torch::autograd::impl::version_counter(tensor), version);
+    });
     const std::string name = named == named_tensors.end() ? "" : spec.state.modules.name_of(*named);
     sizing.backward_reads.push_back({version, name.empty() ? "a tensor" : "\"" + name + "\""});
   });

@@ -121,12 +121,12 @@ bool PassWatch::is_unnamed(const at::Generator* generator) const {
 std::string PassWatch::registered_name(const at::Tensor& tensor) const {
   if (spec_->module != nullptr) {
     for (const auto& item : spec_->module->named_parameters()) {
-      if (storage_impl_of(item.value()) == storage_impl_of(tensor)) {
+      if (share_memory(item.value(), tensor)) {
         return "parameter \"" + item.key() + "\", ";
       }
     }
     for (const auto& item : spec_->module->named_buffers()) {
-      if (storage_impl_of(item.value()) == storage_impl_of(tensor)) {
+      if (share_memory(item.value(), tensor)) {
         return "buffer \"" + item.key() + "\", ";
       }
     }

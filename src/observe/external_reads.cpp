@@ -32,6 +32,11 @@ ByteRange bytes_in_storage(const at::Tensor& tensor) {
   return {begin, begin + at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size())};
 }
 
+bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() && a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) &&
+         bytes_in_storage(a).overlaps(bytes_in_storage(b));
+}
+
 void ExternalReads::add(c10::Storage storage, bool written, c10::ArrayRef<ByteRange> parts) {
   const auto [at, is_new] = index_.try_emplace(storage.unsafeGetStorageImpl(), externals_.size());
   if (is_new) {

@@ -25,6 +25,8 @@ struct ByteRange {
 };
 /// From the first to the last element of a tensor with strides.
 [[nodiscard]] ByteRange bytes_in_storage(const at::Tensor& tensor);
+/// True if an element of one lies in the bytes that the other spans. Parts of one buffer share its storage, but no memory.
+[[nodiscard]] bool share_memory(const at::Tensor& a, const at::Tensor& b);
 
 /// A storage that was touched inside an observed region and not made there.
 struct ExternalStorage {

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
+#include "expect_throws.h"
 #include "guard_models.h"
 #include "sidestream/adamw.h"
 #include "sidestream/call.h"
@@ -120,6 +121,50 @@ TEST_F(FlatParameters, AFrozenOneThatAClosureReadsIsNoticedToo) {
     twins.both(double_elsewhere);
     twins.expect_plain(9, 12, act);
     EXPECT_EQ(twins.replays(), 2) << flat;
+  }
+}
+
+TEST_F(FlatParameters, OneThatIsChangedInPlaceIsNamed) {
+  Twins<PartModel> twins(options());
+  flatten_parameters(*twins.mine);
+  twins.expect_plain(0, 3, training());
+  EXPECT_THROWS(UsageError,
+                "\"parts.1\": \"fc2.weight\", which its backward needs, has been modified by an inplace operation",
+                in_step(&*twins.engine, [&] {
+                  const at::Tensor loss = twins.mine->forward(part_input(*twins.mine, 4, device_)).square().mean();
+                  {
+                    const at::NoGradGuard no_grad;
+                    twins.mine->part(1).fc2->weight.mul_(1);
+                  }
+                  loss.backward();
+                }));
+}
+
+TEST_F(FlatParameters, OfNoModuleTheyAreNoticedWithoutBackwardsToo) {
+  for (const bool flat : {false, true}) {
+    PartModel model;
+    model.to(device_);
+    OffloadEngine engine(model, options().call_options(CallOptions().on_evaluation(OnEvaluation::capture)));
+    const at::Tensor buffer = at::linspace(-1, 1, 128, c10::TensorOptions(device_));
+    at::Tensor first = at::zeros({8, 8}, device_).requires_grad_(true);
+    at::Tensor second = at::zeros({8, 8}, device_).requires_grad_(true);
+    first.set_data(buffer.slice(0, 0, 64).view({8, 8}));
+    second.set_data((flat ? buffer : buffer.clone()).slice(0, 64).view({8, 8}));
+    const auto body = [first, second](const at::Tensor& x) { return at::linear(at::linear(x, first).tanh(), second); };
+    const auto reads = owning(body);
+    for (const int scale : {1, 2, -3}) {
+      if (scale != 1) {
+        second.set_data(second.detach() * scale);
+      }
+      for (const int s : {0, 1, 2}) {
+        const at::NoGradGuard no_grad;
+        const auto step = engine.step();
+        const at::Tensor x = at::full({4, 8}, 1.0 + s, device_);
+        const at::Tensor y = call("reads", reads, x);
+        EXPECT_TRUE(at::equal(y.cpu(), body(x).cpu())) << flat << ", scale " << scale << ", step " << s;
+      }
+    }
+    EXPECT_GT(engine.report().replays, 0);
   }
 }
 
