@@ -1,4 +1,4 @@
-// Calls of GraphedCallable and BucketedCallable.
+// Calls of GraphedCallable.
 #include <string>
 
 #include "graphs/calls/call_set.h"

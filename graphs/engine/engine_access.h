@@ -5,7 +5,6 @@
 
 #include "graphs/calls/call_set.h"
 #include "graphs/engine/engine_state.h"
-#include "sidestream/bucketed_callables.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
 #include "sidestream/graphed_step.h"
@@ -39,9 +38,6 @@ class EngineAccess {
                                                             const std::vector<Samples>& buckets,
                                                             const GraphOptions& options,
                                                             const CallRules* rules = nullptr);
-  [[nodiscard]] static BucketedCallable bucketed(GraphedCallable callable) {
-    return BucketedCallable(std::move(callable));
-  }
   /// Captures as make_graphed_step says.
   [[nodiscard]] static GraphedStep capture_whole_step(const OffloadEngine& engine, Callable step,
                                                       const std::vector<Tensors>& samples, const StepOptions& options);

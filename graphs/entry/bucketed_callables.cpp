@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <memory>
 #include <string>
-#include <utility>
 
 #include "graphs/calls/call_site.h"
 #include "graphs/engine/engine_access.h"
@@ -30,9 +29,9 @@ std::size_t bytes_of(const EngineAccess::Samples& bucket) {
 
 }  // namespace
 
-std::vector<BucketedCallable> make_bucketed_callables(OffloadEngine& engine, const std::vector<Callable>& callables,
-                                                      const std::vector<std::vector<std::vector<Sample>>>& samples,
-                                                      const BucketOptions& options) {
+std::vector<GraphedCallable> make_bucketed_callables(OffloadEngine& engine, const std::vector<Callable>& callables,
+                                                     const std::vector<std::vector<std::vector<Sample>>>& samples,
+                                                     const BucketOptions& options) {
   if (samples.empty()) {
     throw UsageError("make_bucketed_callables: no samples were given; pass at least one bucket of samples");
   }
@@ -55,11 +54,7 @@ std::vector<BucketedCallable> make_bucketed_callables(OffloadEngine& engine, con
   std::stable_sort(largest_first.begin(), largest_first.end(),
                    [](const auto& a, const auto& b) { return bytes_of(a) > bytes_of(b); });
   const CallRules rules = CallRules::of(options);
-  std::vector<BucketedCallable> bucketed;
-  for (GraphedCallable& callable : EngineAccess::capture(engine, callables, largest_first, graph, &rules)) {
-    bucketed.push_back(EngineAccess::bucketed(std::move(callable)));
-  }
-  return bucketed;
+  return EngineAccess::capture(engine, callables, largest_first, graph, &rules);
 }
 
 }  // namespace sidestream

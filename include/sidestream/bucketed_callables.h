@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include <torch/arg.h>
@@ -40,29 +39,20 @@ struct BucketOptions {
   TORCH_ARG(OnPendingBucket, on_pending) = OnPendingBucket::eager;
 };
 
-/// A callable that is captured for several shapes. The captures share device memory (see GraphPool). Copies of this object share the
-/// captures.
-///
-/// A call replays the bucket whose shapes, dtypes and requires_grad its inputs fit exactly. Nothing is padded. OnUnknownShape says what
-/// happens to inputs that fit no bucket, OnPendingBucket what happens while a backward is pending. If modules are in another mode than at
-/// the capture, the call runs eagerly, whatever its inputs. `reset` drops this callable's graphs in all buckets. In all other respects it
-/// behaves as a GraphedCallable.
-/// With OnUnknownShape::capture a call may capture first, and then waits for the device.
-/// Threads: one at a time; backward may run on autograd's device thread.  Throws: as GraphedCallable; CaptureError if the call captures and
-/// the capture fails, and nothing of the capture is left.
-class SIDESTREAM_API BucketedCallable : public GraphedCallable {
- private:
-  friend class EngineAccess;
-  explicit BucketedCallable(GraphedCallable callable) : GraphedCallable(std::move(callable)) {}
-};
-
-/// Captures the callables once for each bucket of samples, the largest bucket first.
+/// Captures the callables once for each bucket of samples, the largest bucket first. The captures share device memory (see GraphPool).
 ///
 /// `samples[b][i]` are the arguments of `callables[i]` in bucket b; the buckets may come in any order. Device memory is reserved for the
 /// largest bucket, plus each bucket's static inputs and incoming gradients. Pinned memory is leased for the largest bucket.
+///
+/// A call of a returned callable replays the bucket whose shapes, dtypes and requires_grad its inputs fit exactly. Nothing is padded.
+/// OnUnknownShape says what happens to inputs that fit no bucket, OnPendingBucket what happens while a backward is pending. If modules are
+/// in another mode than at the capture, the call runs eagerly, whatever its inputs. With OnUnknownShape::capture a call may capture first,
+/// and then waits for the device. If that capture fails, the call throws CaptureError, and nothing of the capture is left.
+/// `GraphedCallable::reset` drops the graphs of a callable in all buckets. All else is as GraphedCallable says.
+///
 /// Ordering, Capture: as make_graphed_callables.  Throws: what make_graphed_callables throws. UsageError without a bucket, and with
 /// OnUnknownShape::capture if `max_buckets` is less than the number of buckets in `samples`. After an error no capture is left.
-[[nodiscard]] SIDESTREAM_API std::vector<BucketedCallable> make_bucketed_callables(
+[[nodiscard]] SIDESTREAM_API std::vector<GraphedCallable> make_bucketed_callables(
     OffloadEngine& engine, const std::vector<Callable>& callables,
     const std::vector<std::vector<std::vector<Sample>>>& samples, const BucketOptions& options = {});
 

@@ -13,7 +13,7 @@ from tap import Tap  # noqa: E402
 
 BUILDER_FOLDER = "meson/api"
 # Pages of these must be there.
-DOCUMENTED = ("OffloadEngine", "Step", "Options", "GraphOptions", "CallOptions", "OffloadScope", "GraphedCallable", "BucketedCallable",
+DOCUMENTED = ("OffloadEngine", "Step", "Options", "GraphOptions", "CallOptions", "OffloadScope", "GraphedCallable", "BucketOptions",
               "GraphedStep", "AdamW", "Report", "ArgumentTraits", "ScheduleCheck")
 FUNCTIONS = ("find_device", "call", "stays", "owning", "make_graphed_callables", "make_graphed_step", "clip_grad_norm_", "set_schedule")
 INTERNAL = re.compile(r"detail::|detail/|_1_1detail")

@@ -90,7 +90,7 @@ class BucketTrainer final : public CapturedTrainer {
     return (h * target).mean() + h.square().mean() * 0.1;
   }
 
-  std::vector<BucketedCallable> layers_;
+  std::vector<GraphedCallable> layers_;
   std::vector<at::Tensor> inputs_;
 };
 

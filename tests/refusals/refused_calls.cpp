@@ -222,6 +222,11 @@ void functions(Tensor x, torch::nn::Linear linear, double factor) {
   ss::call("f", std::function<Tensor(Tensor)>(), x);                             // refused: holds state
   ss::call("f", linear, x);                                                      // refused: ss::call(module, ...)
   ss::call("f", [](Tensor y, Tensor z) { return y * z; }, x);                    // refused: cannot be called with these
+  ss::call("f", [](Tensor) { return std::optional<const char*>(); }, x);         // refused: would be frozen at its first value
+  ss::call("f", [](Tensor) { return std::make_pair(Tensor(), 1); }, x);          // refused: would be frozen at its first value
+  ss::call("f", [](Tensor) { return std::vector<torch::nn::Linear>(); }, x);     // refused: would be frozen at its first value
+  ss::call("f", [](Tensor) { return any<Listing>(); }, x);                       // refused: would be frozen at its first value
+  ss::call("f", [](Tensor) {}, x);                                               // refused: would be frozen at its first value
   ss::Callable("c", [factor](const ss::Tensors& in) { return in; });             // refused: wrap the function in ss::owning
   ss::Callable("c", ss::TensorFunction());                                       // refused: holds state
   ss::Callable("c", [](const ss::Tensors& in) { return in; }, linear);           // refused: gets it as an argument

@@ -53,11 +53,16 @@ class AnyForward {
   torch::nn::AnyModule* any_;
 };
 
+/// What a call returns, by value.
+template <class Function, class... Args>
+using ResultOf =
+    std::decay_t<decltype(std::invoke(std::declval<const Function&>(), pass(std::declval<const Args&>())...))>;
+
 /// One call, on the stack of its caller.
 template <class Function, class... Args>
 struct CallInProgress {
-  using R = std::decay_t<decltype(std::invoke(std::declval<const Function&>(), pass(std::declval<const Args&>())...))>;
-  using Structure = typename Result<R>::Structure;
+  using R = ResultOf<Function, Args...>;
+  using Structure = typename Argument<R>::Kept;
 
   const Function& function;
   std::tuple<const Args&...> arguments;
@@ -67,8 +72,7 @@ struct CallInProgress {
     const auto& call = *static_cast<const CallInProgress*>(context);
     const R result =
         std::apply([&](const Args&... args) -> R { return std::invoke(call.function, pass(args)...); }, call.arguments);
-    Result<R>::flatten(result, outputs);
-    call.structure.emplace(Result<R>::structure(result));
+    call.structure.emplace(take_apart(result, outputs));
   }
 
   static KeptCall keep(const void* context) {
@@ -90,8 +94,7 @@ struct CallInProgress {
           arguments);
       const R result =
           std::apply([&](const auto&... args) -> R { return std::invoke(function, pass(args)...); }, rebuilt);
-      Result<R>::flatten(result, outputs);
-      *structure = Result<R>::structure(result);
+      *structure = take_apart(result, outputs);
     };
     return kept;
   }
@@ -105,35 +108,34 @@ auto call_function(const torch::nn::Module* module, const char* name, const Func
                 "sidestream: the function given to ss::call cannot be called with these arguments (values, strings and "
                 "pointers are passed on as const)");
   if constexpr (invocable && (Argument<Args>::allowed && ...)) {
-    using Call = CallInProgress<Function, Args...>;
-    using R = typename Call::R;
+    using R = ResultOf<Function, Args...>;
     check_result<R>();
     if (!step_active()) {
       return R(std::invoke(function, pass(args)...));
     }
-    const Call call{function, std::tuple<const Args&...>(args...), std::nullopt};
-    const void* replayed = nullptr;
-    CallRequest request;
-    request.module = module;
-    request.name = name;
-    const LentBuffers buffers;
-    buffers->guards.push_back(make_signature_guard<void(Function, Args...)>());
-    guard_function(function, buffers->guards);
-    const Parts parts{buffers->inputs, buffers->guards, buffers->shape};
-    (Argument<Args>::flatten(args, parts), ...);
-    request.inputs = buffers->inputs;
-    request.guards = buffers->guards;
-    request.shape = buffers->shape;
-    request.context = &call;
-    request.run = &Call::run;
-    request.keep = &Call::keep;
-    request.structure = &replayed;
-    dispatch(request, buffers->outputs);
-    const at::Tensor* next = buffers->outputs.data();
-    const auto& structure =
-        replayed != nullptr ? *static_cast<const typename Call::Structure*>(replayed) : *call.structure;
-    if constexpr (Result<R>::allowed) {
-      return Result<R>::rebuild(structure, next);
+    if constexpr (returnable<R>) {
+      using Call = CallInProgress<Function, Args...>;
+      const Call call{function, std::tuple<const Args&...>(args...), std::nullopt};
+      const void* replayed = nullptr;
+      CallRequest request;
+      request.module = module;
+      request.name = name;
+      const LentBuffers buffers;
+      buffers->guards.push_back(make_signature_guard<void(Function, Args...)>());
+      guard_function(function, buffers->guards);
+      const Parts parts{buffers->inputs, buffers->guards, buffers->shape};
+      (Argument<Args>::flatten(args, parts), ...);
+      request.inputs = buffers->inputs;
+      request.guards = buffers->guards;
+      request.shape = buffers->shape;
+      request.context = &call;
+      request.run = &Call::run;
+      request.keep = &Call::keep;
+      request.structure = &replayed;
+      dispatch(request, buffers->outputs);
+      const at::Tensor* next = buffers->outputs.data();
+      return R(Argument<R>::rebuild(
+          replayed != nullptr ? *static_cast<const typename Call::Structure*>(replayed) : *call.structure, next));
     }
   }
 }

@@ -90,7 +90,7 @@ TEST_F(AgreementTest, ABucketedCallThatIsNotCapturedAgainSaysWhy) {
   const GraphOptions graph = GraphOptions()
                                  .agree_to_capture([&](bool mine) { return mine && all; })
                                  .on_relocated_weights(OnRelocatedWeights::capture);
-  const BucketedCallable call =
+  const GraphedCallable call =
       make_bucketed_callables(engine, {Callable("layer", torch::nn::AnyModule(layer))},
                               {{{rows(0, device_).requires_grad_(true)}}}, BucketOptions().graph(graph))[0];
   const auto expect_replays = [&](std::int64_t s, std::int64_t replays) {

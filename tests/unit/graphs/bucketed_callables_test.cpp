@@ -150,7 +150,7 @@ TEST_F(BucketedCallablesTest, InputsHaveNamesInEachBucket) {
   for (const std::int64_t length : {8, 32}) {
     samples.push_back({{data(0, length).requires_grad_(true), data(0, length)}});
   }
-  const BucketedCallable call =
+  const GraphedCallable call =
       make_bucketed_callables(engine_, {Callable("call", body).input_names({"x", "y"})}, samples)[0];
   ExpectedWarnings warnings;
   for (const std::int64_t length : {8, 32, 12}) {
@@ -167,7 +167,7 @@ TEST_F(BucketedCallablesTest, InputsHaveNamesInEachBucket) {
 
 TEST_F(BucketedCallablesTest, WhatWasMovedFromSaysSo) {
   capture();
-  const BucketedCallable moved = std::move(layers_[0]);
+  const GraphedCallable moved = std::move(layers_[0]);
   EXPECT_THROWS(UsageError, "moved from", (void)layers_[0]({data(0, 8).requires_grad_(true)}));
   EXPECT_THROWS(UsageError, "moved from", (void)layers_[0].name());
   EXPECT_THROWS(UsageError, "moved from", layers_[0].reset());

@@ -49,7 +49,7 @@ class BucketedStack : public testing::Test {
     if (!graphs) {
       return plain_->forward(h);
     }
-    for (const BucketedCallable& layer : layers_) {
+    for (const GraphedCallable& layer : layers_) {
       h = layer({h})[0];
     }
     return h;
@@ -78,7 +78,7 @@ class BucketedStack : public testing::Test {
   torch::nn::Sequential model_ = testing_model::layer_stack(kLayers, device_);
   torch::nn::Sequential plain_ = testing_model::layer_stack(kLayers, device_);
   OffloadEngine engine_{*model_, Options(device_).offload("layers.*.*").min_bytes(1024)};
-  std::vector<BucketedCallable> layers_;
+  std::vector<GraphedCallable> layers_;
 };
 
 }  // namespace sidestream

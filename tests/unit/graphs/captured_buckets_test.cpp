@@ -183,7 +183,7 @@ TEST_F(CapturedBucketsTest, ACaptureThatFailsComesOutOfTheCallAndLeavesTheOthers
     }
     return Tensors{in[0].exp()};
   });
-  const BucketedCallable call =
+  const GraphedCallable call =
       make_bucketed_callables(engine_, {Callable("call", body)}, {{{data(0, 8).requires_grad_(true)}}}, capturing())[0];
   const auto expect_exp = [&](std::int64_t length) {
     const at::Tensor x = data(0, length).requires_grad_(true);
@@ -217,7 +217,7 @@ class RecordedPassTest : public CapturedBucketsTest {
     EXPECT_TRUE(warnings_.take().empty());
   }
 
-  std::vector<BucketedCallable> calls_;
+  std::vector<GraphedCallable> calls_;
 };
 
 TEST_F(RecordedPassTest, TakesInACallableWhoseInputsFitABucket) {
@@ -288,7 +288,7 @@ class MaskedBucketsTest : public CapturedBucketsTest {
   }
   [[nodiscard]] std::int64_t graphs() { return engine_.report().captures - before_; }
 
-  std::vector<BucketedCallable> calls_;
+  std::vector<GraphedCallable> calls_;
 };
 
 TEST_F(MaskedBucketsTest, ANewShapeOfALaterCallableAloneRunsEagerlyWithOneWarning) {

@@ -103,7 +103,7 @@ class ChangedCallableTest : public testing::TestWithParam<ChangedPart> {
       }
     } else {
       buckets_ = 2;
-      for (BucketedCallable& bucketed : make_bucketed_callables(*twins_.engine, callables, {samples(4), samples(6)})) {
+      for (GraphedCallable& bucketed : make_bucketed_callables(*twins_.engine, callables, {samples(4), samples(6)})) {
         calls_.push_back([bucketed](const at::Tensor& h) { return bucketed({h})[0]; });
       }
     }

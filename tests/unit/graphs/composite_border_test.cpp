@@ -156,7 +156,7 @@ TEST_P(CompositeBorderTest, AnInputOfACallableOrAStepIsRefused) {
   };
   const GraphedCallable callable = make_graphed_callables(engine, {callable_}, {{x, x}})[0];
   expect_refusal([&](const at::Tensor& matrix) { return callable({x, matrix}); }, "\"takes\": input 1 is a ");
-  const BucketedCallable bucketed = make_bucketed_callables(engine, {callable_}, {{{x, x}}})[0];
+  const GraphedCallable bucketed = make_bucketed_callables(engine, {callable_}, {{{x, x}}})[0];
   const ExpectedWarnings warnings;
   const at::Tensor matrix = composite(0);
   EXPECT_TRUE(at::equal(bucketed({x, matrix})[0], x * total_of(matrix))) << "it fits no bucket, so it runs eagerly";

@@ -160,7 +160,7 @@ TEST_F(ForwardOnlyCallableTest, SamplesThatRequireGradientsAndInputsThatDo) {
 TEST_F(ForwardOnlyCallableTest, BucketsReplayWithoutGradients) {
   const auto body = [](const Tensors& in) { return Tensors{in[0].exp()}; };
   const auto of = [&](std::int64_t length) { return rows(length, device).narrow(0, 0, length).clone(); };
-  const BucketedCallable call =
+  const GraphedCallable call =
       make_bucketed_callables(bare_, {Callable("call", body)}, {{{of(4)}}, {{of(8)}}},
                               BucketOptions().graph(alone()).on_unknown_shape(OnUnknownShape::capture))[0];
   const auto expect = [&](std::int64_t length, std::int64_t due) {

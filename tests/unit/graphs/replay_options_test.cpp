@@ -104,7 +104,7 @@ TEST_F(ReplayOptionsTest, BucketedCallsHaveThemWhicheverBucketReplaysAndRunEager
   for (const std::int64_t length : {4, 8}) {
     samples.push_back({{rows(0, device).narrow(0, 0, length).clone().requires_grad_(true)}});
   }
-  const BucketedCallable call = make_bucketed_callables(*engine, {Callable("call", body)}, samples)[0];
+  const GraphedCallable call = make_bucketed_callables(*engine, {Callable("call", body)}, samples)[0];
   ExpectedWarnings warnings;
   const auto event = std::make_shared<GraphEvent>(device);
   set_schedule(device, Schedule::parse("late"));

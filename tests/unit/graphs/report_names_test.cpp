@@ -100,10 +100,10 @@ struct ReportedWays {
       }
     }
     ExpectedWarnings warnings;
-    const std::vector<BucketedCallable> layers = make_bucketed_callables(engine, callables, samples, BucketOptions());
+    const std::vector<GraphedCallable> layers = make_bucketed_callables(engine, callables, samples, BucketOptions());
     train(engine, {}, [&](std::int64_t s) {
       at::Tensor h = rows(s, device()).narrow(0, 0, s == 1 ? 4 : 16).clone().requires_grad_(true);
-      for (const BucketedCallable& layer : layers) {
+      for (const GraphedCallable& layer : layers) {
         h = layer({h})[0];
       }
       return h.square().mean();

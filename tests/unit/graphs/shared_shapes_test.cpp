@@ -86,7 +86,7 @@ class SeveralShapes : public testing::Test {
     if (&model != &model_ || way_ == ShapesOf::calls) {
       return model.forward(h);
     }
-    for (const BucketedCallable& bucket : buckets_) {
+    for (const GraphedCallable& bucket : buckets_) {
       h = bucket({h})[0];
     }
     return h;
@@ -150,7 +150,7 @@ class SeveralShapes : public testing::Test {
   CalledStack model_{device_, {}, kLayers};
   CalledStack plain_{device_, {}, kLayers};
   std::optional<OffloadEngine> engine_;
-  std::vector<BucketedCallable> buckets_;
+  std::vector<GraphedCallable> buckets_;
   std::int64_t step_ = 0;
 
  private:
