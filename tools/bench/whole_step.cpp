@@ -1,7 +1,6 @@
 // Steps with their optimizer: eager, with a graph a layer, and as one graph, with offload and without; beside a bare launch of the
 // one graph. Modes take turns, and are compared with others' steps of the same round.
 #include <algorithm>
-#include <cstdint>
 #include <cstdio>
 #include <functional>
 #include <string>

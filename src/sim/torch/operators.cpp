@@ -6,9 +6,11 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <sidestream/error.h>
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "runtime/host_waits.h"
 #include "sim/device/device.h"

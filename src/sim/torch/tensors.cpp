@@ -11,7 +11,7 @@
 #include <c10/core/Scalar.h>
 #include <sidestream/error.h>
 
-#include <cstring>
+#include <cstddef>
 #include <string>
 
 #include "runtime/replayed_memory.h"
