@@ -102,12 +102,8 @@ class Bench {
         step(*run.engine);
       }
     }
-    for (std::int64_t round = 0; round < settings_.rounds; ++round) {
-      for (std::size_t i = 0; i < runs.size(); ++i) {
-        Run& run = runs[(i + static_cast<std::size_t>(round)) % runs.size()];  // nobody is always first
-        run.times.push_back(step(*run.engine));
-      }
-    }
+    bench::in_turns(runs.size(), settings_.rounds,
+                    [&](std::size_t i) { runs[i].times.push_back(step(*runs[i].engine)); });
     Json rows = Json::array();
     for (const Run& run : runs) {
       rows.push_back(row(run, runs.front()));

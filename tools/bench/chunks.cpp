@@ -107,14 +107,11 @@ nlohmann::json run(const Setting& setting, const std::vector<std::string>& modes
   }
   std::vector<std::vector<double>> forwards(ranks.size());
   std::vector<std::vector<double>> steps(ranks.size());
-  for (std::int64_t s = 0; s < setting.steps; ++s) {
-    for (std::size_t i = 0; i < ranks.size(); ++i) {
-      const std::size_t mode = (i + static_cast<std::size_t>(s)) % ranks.size();
-      const Rank::Taken taken = ranks[mode]->step();
-      forwards[mode].push_back(taken.forward);
-      steps[mode].push_back(taken.step);
-    }
-  }
+  bench::in_turns(ranks.size(), setting.steps, [&](std::size_t i) {
+    const Rank::Taken taken = ranks[i]->step();
+    forwards[i].push_back(taken.forward);
+    steps[i].push_back(taken.step);
+  });
   nlohmann::json all = {{"device", describe(find_device(setting.device)).name},
                         {"layers", setting.layers},
                         {"ranks", setting.ranks},

@@ -224,15 +224,12 @@ std::vector<std::vector<StepTime>> LayerBench::times() {
     }
   }
   std::vector<std::vector<StepTime>> all(modes_.size());
-  for (std::int64_t round = 0; round < settings_.rounds; ++round) {
-    for (std::size_t turn = 0; turn < modes_.size(); ++turn) {
-      const std::size_t i = (turn + static_cast<std::size_t>(round)) % modes_.size();
-      step(engines[i].get(), modes_[i]);
-      std::vector<StepTime> watched(kWatchedSteps);
-      std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get(), modes_[i]); });
-      all[i].push_back(median(watched));
-    }
-  }
+  in_turns(modes_.size(), settings_.rounds, [&](std::size_t i) {
+    step(engines[i].get(), modes_[i]);
+    std::vector<StepTime> watched(kWatchedSteps);
+    std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get(), modes_[i]); });
+    all[i].push_back(median(watched));
+  });
   return all;
 }
 

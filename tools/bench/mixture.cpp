@@ -78,13 +78,10 @@ class MixtureBench {
       }
     }
     std::vector<std::vector<StepTime>> times(kModes.size());
-    for (std::int64_t round = 0; round < settings_.rounds; ++round) {
-      for (std::size_t turn = 0; turn < kModes.size(); ++turn) {
-        const std::size_t i = (turn + static_cast<std::size_t>(round)) % kModes.size();
-        (void)step(kModes[i], engines[i].get());
-        times[i].push_back(step(kModes[i], engines[i].get()));
-      }
-    }
+    bench::in_turns(kModes.size(), settings_.rounds, [&](std::size_t i) {
+      (void)step(kModes[i], engines[i].get());
+      times[i].push_back(step(kModes[i], engines[i].get()));
+    });
     Json modes = Json::array();
     std::size_t eager = 0;
     for (std::size_t i = 0; i < kModes.size(); ++i) {
