@@ -22,16 +22,6 @@ using Json = nlohmann::ordered_json;
 
 constexpr double kMebibyte = 1.0 / (1 << 20);
 
-/// What all rows of a report have in common.
-Json header_of(const bench::LayerSettings& settings) {
-  const byte_model::ModelShape& shape = settings.shape;
-  return {
-      {"benchmark", "budget"},      {"version", version()},   {"device", describe(find_device(settings.device)).name},
-      {"layers", shape.layers},     {"hidden", shape.hidden}, {"heads", shape.heads},
-      {"kv_heads", shape.kv_heads}, {"ffn", shape.ffn},       {"dtype", settings.dtype},
-      {"min_kib", settings.min_kib}};
-}
-
 /// Rows of an earlier run; empty if there is no report. Throws: UsageError if they are of another run than `header` says.
 Json rows_of(const std::string& file, const Json& header) {
   std::ifstream in(file);
@@ -97,7 +87,8 @@ int run(int argc, char** argv) {
   app.add_option("--report", report, "JSON file; a run that finds it goes on where it ends");
   CLI11_PARSE(app, argc, argv);
 
-  Json written = header_of(settings);
+  Json written = bench::report_header("budget", settings);  // all rows have it in common
+  written["min_kib"] = settings.min_kib;
   Json rows = rows_of(report, written);
   const auto add = [&](Json row) {
     print(row);

@@ -22,6 +22,14 @@ constexpr std::size_t kTimedSteps = 9;
 
 }  // namespace
 
+nlohmann::ordered_json report_header(const char* benchmark, const LayerSettings& settings) {
+  const byte_model::ModelShape& shape = settings.shape;
+  return {
+      {"benchmark", benchmark},     {"version", version()},   {"device", describe(find_device(settings.device)).name},
+      {"layers", shape.layers},     {"hidden", shape.hidden}, {"heads", shape.heads},
+      {"kv_heads", shape.kv_heads}, {"ffn", shape.ffn},       {"dtype", settings.dtype}};
+}
+
 LayerBench::LayerBench(const LayerSettings& settings, std::vector<LayerMode> modes)
     : settings_(settings), device_(find_device(settings.device)), modes_(std::move(modes)) {
   if (settings.microbatches > 0) {

@@ -127,27 +127,19 @@ Json measure(const bench::LayerSettings& settings, const std::vector<std::string
           modes[i]["reserved_bytes"].get<double>() / modes[*eager]["reserved_bytes"].get<double>();
     }
   }
-  const byte_model::ModelShape& shape = settings.shape;
-  return {{"benchmark", "layers"},
-          {"version", version()},
-          {"device", layers.device_name()},
-          {"tokens", shape.seq},
-          {"layers", shape.layers},
-          {"hidden", shape.hidden},
-          {"heads", shape.heads},
-          {"kv_heads", shape.kv_heads},
-          {"ffn", shape.ffn},
-          {"dtype", settings.dtype},
-          {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
-          {"ranks", settings.ranks},
-          {"microbatches", settings.microbatches},
-          {"backward_only", settings.backward_only},
-          {"unset_gradients", settings.unset_gradients},
-          {"rounds", settings.rounds},
-          {"lag_mib", settings.lag_mib ? Json(*settings.lag_mib) : Json()},
-          {"lookahead_mib", settings.lookahead_mib ? Json(*settings.lookahead_mib) : Json()},
-          {"weights_and_gradients_bytes", layers.base_bytes()},
-          {"modes", modes}};
+  Json json = bench::report_header("layers", settings);
+  json.update({{"tokens", settings.shape.seq},
+               {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
+               {"ranks", settings.ranks},
+               {"microbatches", settings.microbatches},
+               {"backward_only", settings.backward_only},
+               {"unset_gradients", settings.unset_gradients},
+               {"rounds", settings.rounds},
+               {"lag_mib", settings.lag_mib ? Json(*settings.lag_mib) : Json()},
+               {"lookahead_mib", settings.lookahead_mib ? Json(*settings.lookahead_mib) : Json()},
+               {"weights_and_gradients_bytes", layers.base_bytes()},
+               {"modes", modes}});
+  return json;
 }
 
 /// "-" for what was not measured.

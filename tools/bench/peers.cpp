@@ -154,7 +154,6 @@ Json measure_set(bench::LayerBench& layers, const bench::LayerSettings& settings
 Json measure(const bench::LayerSettings& settings, const std::vector<ModeSet>& sets) {
   install_autograd_engine();
   Json measured = Json::array();
-  std::string device;
   std::int64_t base_bytes = 0;
   for (std::size_t i = 0; i < sets.size(); ++i) {
     bench::LayerBench layers(settings, sets[i]);
@@ -162,23 +161,15 @@ Json measure(const bench::LayerSettings& settings, const std::vector<ModeSet>& s
       mode["set"] = i + 1;
       measured.push_back(std::move(mode));
     }
-    device = layers.device_name();
     base_bytes = layers.base_bytes();
   }
-  return {{"benchmark", "peers"},
-          {"version", version()},
-          {"device", device},
-          {"tokens", settings.shape.seq},
-          {"layers", settings.shape.layers},
-          {"hidden", settings.shape.hidden},
-          {"heads", settings.shape.heads},
-          {"kv_heads", settings.shape.kv_heads},
-          {"ffn", settings.shape.ffn},
-          {"dtype", settings.dtype},
-          {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
-          {"rounds", settings.rounds},
-          {"weights_and_gradients_bytes", base_bytes},
-          {"modes", measured}};
+  Json json = bench::report_header("peers", settings);
+  json.update({{"tokens", settings.shape.seq},
+               {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
+               {"rounds", settings.rounds},
+               {"weights_and_gradients_bytes", base_bytes},
+               {"modes", measured}});
+  return json;
 }
 
 void print_table(const Json& result) {
