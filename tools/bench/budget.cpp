@@ -82,7 +82,7 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   bench::add_layer_options(app, settings.shape);
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
-  app.add_option("--min-kib", settings.min_kib)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--min-kib", settings.min_kib);
   settings.lag_mib = 0;  // of "everything"
   app.add_option("--report", report, "JSON file; a run that finds it goes on where it ends");
   CLI11_PARSE(app, argc, argv);

@@ -229,12 +229,10 @@ int run(int argc, char** argv) {
   Settings settings;
   CLI::App app("Times steps with the order check on and off.", "bench_checker");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--tokens", settings.shape.seq);
   bench::add_layer_options(app, settings.shape);
-  app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_count(app, "--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device");
+  bench::add_positive(app, "--rounds", settings.rounds);
   app.add_option("--report", settings.report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);
   const Json result = measure(settings);

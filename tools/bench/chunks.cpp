@@ -135,12 +135,10 @@ int run_all(int argc, char** argv) {
   Setting setting;
   std::vector<std::string> modes{calls, chunks, chunks_in_order};
   app.add_option("--device", setting.device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--layers", setting.layers, "Calls of a chunk")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--ranks", setting.ranks, "Microbatches in flight: those of the first of so many ranks")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--microbatches", setting.microbatches)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--steps", setting.steps)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--layers", setting.layers, "Calls of a chunk");
+  bench::add_positive(app, "--ranks", setting.ranks, "Microbatches in flight: those of the first of so many ranks");
+  bench::add_positive(app, "--microbatches", setting.microbatches);
+  bench::add_positive(app, "--steps", setting.steps);
   app.add_option("--modes", modes, "Which of them; calls are outside of chunks")
       ->check(CLI::IsMember(modes))
       ->capture_default_str();

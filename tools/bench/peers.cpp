@@ -192,15 +192,11 @@ int run(int argc, char** argv) {
       "recomputation, of a growing number of layers",
       "bench_peers");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--tokens", settings.shape.seq);
   bench::add_layer_options(app, settings.shape);
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
-  app.add_option("--points", points, "How many numbers of layers each way is measured with")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--rounds", settings.rounds, "0: measure memory only")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+  bench::add_positive(app, "--points", points, "How many numbers of layers each way is measured with");
+  bench::add_count(app, "--rounds", settings.rounds, "0: measure memory only");
   app.add_option("--report", report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);
   if (points > settings.shape.layers) {
