@@ -51,7 +51,7 @@ class Call {
     }
     if ((info_.host_needs_result && !compares_no_bytes()) || indexes_by_mask()) {
       if (info_.waits_on_devices || !info_.host_needs_result) {
-        host_waits::tell(kDeviceType, HostWait::result, info_.name);
+        host_waits::tell(kDeviceType, HostWait::data_dependent, info_.name);
       }
       device_.host_reads(stream_, info_.name);
     }
