@@ -1,6 +1,7 @@
 #include "graphs/calls/call_table.h"
 
 #include <algorithm>
+#include <vector>
 
 #include <torch/nn/module.h>
 

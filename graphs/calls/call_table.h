@@ -5,7 +5,6 @@
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
-#include <vector>
 
 #include "graphs/calls/call_site.h"
 #include "offload/name_pattern.h"

@@ -1,5 +1,5 @@
 // Calls of GraphedCallable.
-#include <string>
+#include <vector>
 
 #include "graphs/calls/call_set.h"
 #include "graphs/calls/call_site.h"

@@ -1,7 +1,6 @@
 #include "graphs/calls/dispatcher.h"
 
 #include <algorithm>
-#include <string>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>

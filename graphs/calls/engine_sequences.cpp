@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include <ATen/ops/zeros_like.h>

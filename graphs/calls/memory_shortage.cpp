@@ -34,6 +34,11 @@ struct Kind {
 /// The bytes that autograd saved: offloaded, and kept on the device.
 class Saved {
  public:
+  /// Those of the calls of `sequences`.
+  explicit Saved(const SequenceHolders& sequences) {
+    for_each_sequence(
+        sequences, [&](const GraphSequence& sequence) { add(sequence.captured().profile, &sequence.captured().plan); });
+  }
   void add(const Profile& profile, const Plan* plan) {
     for (const auto i : c10::irange(profile.storages.size())) {
       const StorageProfile& storage = profile.storages[i];
@@ -164,10 +169,7 @@ void MemoryShortage::warn(const SequenceHolders& sequences, const SavedTensorRec
     if (!met()) {
       return;
     }
-    Saved saved;
-    for_each_sequence(sequences, [&](const GraphSequence& sequence) {
-      saved.add(sequence.captured().profile, &sequence.captured().plan);
-    });
+    Saved saved(sequences);
     saved.add(recorder.profile(), nullptr);
     const std::uint64_t refused = std::min(recorder.counts().refused_bytes, saved.offloaded());
     TORCH_WARN("Sidestream: ", beginning(resources_, "step", allocated_),
@@ -221,10 +223,7 @@ void CaptureShortage::rethrow(const SequenceHolders& sequences, const GraphResou
   if (!error) {
     throw;
   }
-  Saved saved;
-  for_each_sequence(sequences, [&](const GraphSequence& sequence) {
-    saved.add(sequence.captured().profile, &sequence.captured().plan);
-  });
+  Saved saved(sequences);
   saved.add(attempt.profile, &attempt.plan);
   throw DeviceError(
       error->text + "; " + beginning(resources(), "capture", allocated()) + lack(first) + description(saved, 0, false),

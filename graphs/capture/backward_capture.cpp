@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include <ATen/MemoryOverlap.h>

@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/function.h>
 
 #include "base/site.h"
-#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {

@@ -5,7 +5,6 @@
 #include <deque>
 #include <iterator>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,7 +19,6 @@
 #include "base/site.h"
 #include "graphs/capture/body_hooks.h"
 #include "graphs/gradients/gradient_leaves.h"
-#include "graphs/guards/call_modes.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/outputs/linked_outputs.h"
 #include "graphs/outputs/storage_holders.h"

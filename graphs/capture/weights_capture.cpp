@@ -1,5 +1,4 @@
 // Captures of delayed weight gradients.
-#include <optional>
 #include <utility>
 #include <vector>
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "analysis/copy_limits.h"
+#include "analysis/group_order.h"
 #include "analysis/planner.h"
 #include "memory/host_arena.h"
 #include "offload/saved_tensor_recorder.h"

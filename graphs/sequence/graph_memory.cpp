@@ -1,7 +1,6 @@
 #include "graphs/sequence/graph_memory.h"
 
 #include <optional>
-#include <string>
 
 #include "sidestream/error.h"
 

@@ -6,7 +6,6 @@
 #include "base/site.h"
 #include "graphs/gradients/call_gradients.h"
 #include "graphs/sequence/graph_sequence.h"
-#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {

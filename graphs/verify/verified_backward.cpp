@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>

@@ -8,7 +8,6 @@
 
 #include "analysis/copy_pace.h"
 #include "analysis/copy_places.h"
-#include "analysis/group_order.h"
 
 namespace sidestream {
 

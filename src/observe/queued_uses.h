@@ -5,7 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "runtime/device_listener.h"
+#include "runtime/stream_key.h"
 
 namespace sidestream {
 

@@ -67,7 +67,7 @@ thread_local Operators operators;
 thread_local bool hearing = false;  ///< what the finder itself does is not found
 
 struct Key {
-  SyncKind kind;
+  HostWait kind;
   std::string_view operation;
   const std::string* call;
   const std::string* scope;
@@ -220,7 +220,8 @@ struct SyncFinderHears {
     if (!asks_memory && operators.any() && !operators.waits()) {
       return;
     }
-    const char* const innermost = operators.any() ? operators.innermost() : told == HostWait::result ? call : "";
+    const char* const outside = told == HostWait::data_dependent ? call : "";
+    const char* const innermost = operators.any() ? operators.innermost() : outside;
     const CallStack stack = CallStack::here(1);
     const std::lock_guard lock(state.mutex);
     if (!link.active.load(std::memory_order_acquire)) {

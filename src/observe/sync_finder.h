@@ -5,7 +5,6 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include <ATen/record_function.h>
 #include <c10/core/Device.h>

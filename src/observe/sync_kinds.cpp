@@ -22,87 +22,81 @@ constexpr std::string_view kCopies[] = {"aten::copy_",   "aten::_copy_from", "at
 
 }  // namespace
 
-SyncKind sync_kind(HostWait told, std::string_view innermost) {
+HostWait sync_kind(HostWait told, std::string_view innermost) {
   switch (told) {
-    case HostWait::allocation:
-      return SyncKind::allocation;
-    case HostWait::pinning:
-      return SyncKind::pinning;
+    case HostWait::value:
     case HostWait::event:
-      return SyncKind::event;
     case HostWait::device:
-      return SyncKind::device;
-    case HostWait::result:
-      return is_among(innermost, kValues) ? SyncKind::value : SyncKind::data_dependent;
+    case HostWait::allocation:
+    case HostWait::pinning:
+      return told;
+    case HostWait::data_dependent:
     case HostWait::blocking_copy:
     case HostWait::pageable_copy:
-      if (is_among(innermost, kValues)) {
-        return SyncKind::value;
-      }
-      return told == HostWait::pageable_copy ? SyncKind::pageable_copy : SyncKind::blocking_copy;
+      return is_among(innermost, kValues) ? HostWait::value : told;
     case HostWait::stream:
       if (innermost.empty()) {
-        return SyncKind::stream;
+        return told;
       }
       if (is_among(innermost, kValues)) {
-        return SyncKind::value;
+        return HostWait::value;
       }
-      return is_among(innermost, kCopies) ? SyncKind::blocking_copy : SyncKind::data_dependent;
+      return is_among(innermost, kCopies) ? HostWait::blocking_copy : HostWait::data_dependent;
   }
-  return SyncKind::stream;
+  return told;
 }
 
-const char* name_of(SyncKind kind) {
+const char* name_of(HostWait kind) {
   switch (kind) {
-    case SyncKind::value:
+    case HostWait::value:
       return "value read on the host";
-    case SyncKind::data_dependent:
+    case HostWait::data_dependent:
       return "result whose shape depends on data";
-    case SyncKind::blocking_copy:
+    case HostWait::blocking_copy:
       return "blocking copy";
-    case SyncKind::pageable_copy:
+    case HostWait::pageable_copy:
       return "copy of pageable host memory";
-    case SyncKind::event:
+    case HostWait::event:
       return "event synchronisation";
-    case SyncKind::stream:
+    case HostWait::stream:
       return "stream synchronisation";
-    case SyncKind::device:
+    case HostWait::device:
       return "device synchronisation";
-    case SyncKind::allocation:
+    case HostWait::allocation:
       return "device allocation";
-    case SyncKind::pinning:
+    case HostWait::pinning:
       return "pinning of host memory";
   }
   return "";
 }
 
-const char* remedy_for(SyncKind kind) {
+const char* remedy_for(HostWait kind) {
   switch (kind) {
-    case SyncKind::value:
+    case HostWait::value:
       return "keep the value on the device (where(), clamp(), a tensor for a learning rate or a scale), or read it "
              "after the step has ended. A loss can also be read one step later";
-    case SyncKind::data_dependent:
+    case HostWait::data_dependent:
       return "the host must know the shape before it continues. Use an operation with a fixed shape (where(), masks, "
              "top-k, a fixed capacity, one grouped product over all experts). Experts that are chosen by data and run "
              "one by one cannot avoid this: read their counts once per layer, in eager code between graphed calls";
-    case SyncKind::blocking_copy:
+    case HostWait::blocking_copy:
       return "pass non_blocking and use pinned host memory; wait for an event before the bytes are needed. If the copy "
              "goes to the host, read the bytes after the step has ended";
-    case SyncKind::pageable_copy:
+    case HostWait::pageable_copy:
       return "pin the host memory (pin_memory()) and pass non_blocking. Create constants on the device once, before "
              "the steps, and copy batches of data before the step begins";
-    case SyncKind::event:
+    case HostWait::event:
       return "let a stream wait for the event instead of the host (c10::Event::block), or query it later";
-    case SyncKind::stream:
+    case HostWait::stream:
       return "let the other stream wait for an event that is recorded on this one, not the host";
-    case SyncKind::device:
+    case HostWait::device:
       return "remove it, or do it between steps. Events order streams without the host; returning memory to the driver "
              "waits for the device";
-    case SyncKind::allocation:
+    case HostWait::allocation:
       return "the caching allocator requests memory from the driver if sizes change from step to step, or if memory "
              "was returned to the driver. Keep sizes the same (pad, fixed capacity), do not release cached memory in "
              "steps, and reuse tensors that each step creates again";
-    case SyncKind::pinning:
+    case HostWait::pinning:
       return "pinning and unpinning are slow, and wait for all work of the device: pin buffers once, before the steps, "
              "and reuse them (pin_memory() keeps freed buffers of the same size)";
   }

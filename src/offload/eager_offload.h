@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "analysis/copy_limits.h"
+#include "analysis/group_order.h"
 #include "base/site.h"
 #include "offload/group_mover.h"
 #include "offload/saved_storage.h"

@@ -1,5 +1,4 @@
 #pragma once
-#include <string>
 
 #include <c10/core/Device.h>
 #include <c10/util/SmallVector.h>

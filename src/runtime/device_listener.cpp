@@ -1,6 +1,5 @@
 #include "runtime/device_listener.h"
 
-#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <shared_mutex>

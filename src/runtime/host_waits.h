@@ -9,7 +9,8 @@ namespace sidestream {
 
 /// Calls that make the host wait, or ask the driver for memory, in a program that otherwise only queues work.
 enum class HostWait : std::uint8_t {
-  result,  ///< an operator whose value, or whose result's shape, the host must know
+  value,           ///< of a tensor, which the host reads
+  data_dependent,  ///< an operator whose result's shape the host must know. A backend may tell it of any result, also of a value
   blocking_copy,
   pageable_copy,  ///< from or to host memory that is not pinned
   event,

@@ -2,7 +2,6 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>

@@ -11,21 +11,29 @@
 #include <CLI/Formatter.hpp>
 #include <CLI/Validators.hpp>
 
-#include "examples/byte_model/byte_model.h"
 #include "sidestream/error.h"
 
 namespace sidestream::bench {
 
-/// The sizes of a transformer's layers, as options.
-inline void add_layer_options(CLI::App& app, byte_model::ModelShape& shape) {
-  const auto add = [&](const char* name, std::int64_t& size) {
-    app.add_option(name, size)->check(CLI::PositiveNumber)->capture_default_str();
-  };
-  add("--layers", shape.layers);
-  add("--hidden", shape.hidden);
-  add("--heads", shape.heads);
-  add("--kv-heads", shape.kv_heads);
-  add("--ffn", shape.ffn);
+/// A number above 0, or a list of such numbers.
+template <class Value>
+void add_positive(CLI::App& app, const char* name, Value& value, const char* help = "") {
+  app.add_option(name, value, help)->check(CLI::PositiveNumber)->capture_default_str();
+}
+
+/// A number that may be 0.
+inline void add_count(CLI::App& app, const char* name, std::int64_t& value, const char* help) {
+  app.add_option(name, value, help)->check(CLI::NonNegativeNumber)->capture_default_str();
+}
+
+/// The sizes of a transformer's layers. `Shape`: ModelShape or MixtureShape.
+template <class Shape>
+void add_layer_options(CLI::App& app, Shape& shape) {
+  add_positive(app, "--layers", shape.layers);
+  add_positive(app, "--hidden", shape.hidden);
+  add_positive(app, "--heads", shape.heads);
+  add_positive(app, "--kv-heads", shape.kv_heads);
+  add_positive(app, "--ffn", shape.ffn);
 }
 
 /// Writes `json` to `file`, unless that is empty.

@@ -22,16 +22,6 @@ using Json = nlohmann::ordered_json;
 
 constexpr double kMebibyte = 1.0 / (1 << 20);
 
-/// What all rows of a report have in common.
-Json header_of(const bench::LayerSettings& settings) {
-  const byte_model::ModelShape& shape = settings.shape;
-  return {
-      {"benchmark", "budget"},      {"version", version()},   {"device", describe(find_device(settings.device)).name},
-      {"layers", shape.layers},     {"hidden", shape.hidden}, {"heads", shape.heads},
-      {"kv_heads", shape.kv_heads}, {"ffn", shape.ffn},       {"dtype", settings.dtype},
-      {"min_kib", settings.min_kib}};
-}
-
 /// Rows of an earlier run; empty if there is no report. Throws: UsageError if they are of another run than `header` says.
 Json rows_of(const std::string& file, const Json& header) {
   std::ifstream in(file);
@@ -92,12 +82,13 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   bench::add_layer_options(app, settings.shape);
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
-  app.add_option("--min-kib", settings.min_kib)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--min-kib", settings.min_kib);
   settings.lag_mib = 0;  // of "everything"
   app.add_option("--report", report, "JSON file; a run that finds it goes on where it ends");
   CLI11_PARSE(app, argc, argv);
 
-  Json written = header_of(settings);
+  Json written = bench::report_header("budget", settings);  // all rows have it in common
+  written["min_kib"] = settings.min_kib;
   Json rows = rows_of(report, written);
   const auto add = [&](Json row) {
     print(row);

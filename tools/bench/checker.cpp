@@ -102,12 +102,8 @@ class Bench {
         step(*run.engine);
       }
     }
-    for (std::int64_t round = 0; round < settings_.rounds; ++round) {
-      for (std::size_t i = 0; i < runs.size(); ++i) {
-        Run& run = runs[(i + static_cast<std::size_t>(round)) % runs.size()];  // nobody is always first
-        run.times.push_back(step(*run.engine));
-      }
-    }
+    bench::in_turns(runs.size(), settings_.rounds,
+                    [&](std::size_t i) { runs[i].times.push_back(step(*runs[i].engine)); });
     Json rows = Json::array();
     for (const Run& run : runs) {
       rows.push_back(row(run, runs.front()));
@@ -233,12 +229,10 @@ int run(int argc, char** argv) {
   Settings settings;
   CLI::App app("Times steps with the order check on and off.", "bench_checker");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--tokens", settings.shape.seq);
   bench::add_layer_options(app, settings.shape);
-  app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_count(app, "--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device");
+  bench::add_positive(app, "--rounds", settings.rounds);
   app.add_option("--report", settings.report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);
   const Json result = measure(settings);

@@ -107,14 +107,11 @@ nlohmann::json run(const Setting& setting, const std::vector<std::string>& modes
   }
   std::vector<std::vector<double>> forwards(ranks.size());
   std::vector<std::vector<double>> steps(ranks.size());
-  for (std::int64_t s = 0; s < setting.steps; ++s) {
-    for (std::size_t i = 0; i < ranks.size(); ++i) {
-      const std::size_t mode = (i + static_cast<std::size_t>(s)) % ranks.size();
-      const Rank::Taken taken = ranks[mode]->step();
-      forwards[mode].push_back(taken.forward);
-      steps[mode].push_back(taken.step);
-    }
-  }
+  bench::in_turns(ranks.size(), setting.steps, [&](std::size_t i) {
+    const Rank::Taken taken = ranks[i]->step();
+    forwards[i].push_back(taken.forward);
+    steps[i].push_back(taken.step);
+  });
   nlohmann::json all = {{"device", describe(find_device(setting.device)).name},
                         {"layers", setting.layers},
                         {"ranks", setting.ranks},
@@ -138,12 +135,10 @@ int run_all(int argc, char** argv) {
   Setting setting;
   std::vector<std::string> modes{calls, chunks, chunks_in_order};
   app.add_option("--device", setting.device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--layers", setting.layers, "Calls of a chunk")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--ranks", setting.ranks, "Microbatches in flight: those of the first of so many ranks")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--microbatches", setting.microbatches)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--steps", setting.steps)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--layers", setting.layers, "Calls of a chunk");
+  bench::add_positive(app, "--ranks", setting.ranks, "Microbatches in flight: those of the first of so many ranks");
+  bench::add_positive(app, "--microbatches", setting.microbatches);
+  bench::add_positive(app, "--steps", setting.steps);
   app.add_option("--modes", modes, "Which of them; calls are outside of chunks")
       ->check(CLI::IsMember(modes))
       ->capture_default_str();

@@ -22,6 +22,14 @@ constexpr std::size_t kTimedSteps = 9;
 
 }  // namespace
 
+nlohmann::ordered_json report_header(const char* benchmark, const LayerSettings& settings) {
+  const byte_model::ModelShape& shape = settings.shape;
+  return {
+      {"benchmark", benchmark},     {"version", version()},   {"device", describe(find_device(settings.device)).name},
+      {"layers", shape.layers},     {"hidden", shape.hidden}, {"heads", shape.heads},
+      {"kv_heads", shape.kv_heads}, {"ffn", shape.ffn},       {"dtype", settings.dtype}};
+}
+
 LayerBench::LayerBench(const LayerSettings& settings, std::vector<LayerMode> modes)
     : settings_(settings), device_(find_device(settings.device)), modes_(std::move(modes)) {
   if (settings.microbatches > 0) {
@@ -224,15 +232,12 @@ std::vector<std::vector<StepTime>> LayerBench::times() {
     }
   }
   std::vector<std::vector<StepTime>> all(modes_.size());
-  for (std::int64_t round = 0; round < settings_.rounds; ++round) {
-    for (std::size_t turn = 0; turn < modes_.size(); ++turn) {
-      const std::size_t i = (turn + static_cast<std::size_t>(round)) % modes_.size();
-      step(engines[i].get(), modes_[i]);
-      std::vector<StepTime> watched(kWatchedSteps);
-      std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get(), modes_[i]); });
-      all[i].push_back(median(watched));
-    }
-  }
+  in_turns(modes_.size(), settings_.rounds, [&](std::size_t i) {
+    step(engines[i].get(), modes_[i]);
+    std::vector<StepTime> watched(kWatchedSteps);
+    std::generate(watched.begin(), watched.end(), [&] { return step(engines[i].get(), modes_[i]); });
+    all[i].push_back(median(watched));
+  });
   return all;
 }
 

@@ -32,6 +32,9 @@ struct LayerSettings {
   std::string traces;  ///< a folder for a trace of each mode with an engine; empty: none
 };
 
+/// What each report on such layers begins with. The numbers of tokens are not among it.
+[[nodiscard]] nlohmann::ordered_json report_header(const char* benchmark, const LayerSettings& settings);
+
 /// A way to train the layers.
 struct LayerMode {
   std::string name;
@@ -64,7 +67,6 @@ class LayerBench {
   /// caches, and then for the watch: its median counts. By mode, then by round.
   [[nodiscard]] std::vector<std::vector<StepTime>> times();
 
-  [[nodiscard]] std::string device_name() const { return describe(device_).name; }
   [[nodiscard]] std::int64_t base_bytes() const { return base_.allocated; }
 
  private:

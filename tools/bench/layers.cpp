@@ -127,27 +127,19 @@ Json measure(const bench::LayerSettings& settings, const std::vector<std::string
           modes[i]["reserved_bytes"].get<double>() / modes[*eager]["reserved_bytes"].get<double>();
     }
   }
-  const byte_model::ModelShape& shape = settings.shape;
-  return {{"benchmark", "layers"},
-          {"version", version()},
-          {"device", layers.device_name()},
-          {"tokens", shape.seq},
-          {"layers", shape.layers},
-          {"hidden", shape.hidden},
-          {"heads", shape.heads},
-          {"kv_heads", shape.kv_heads},
-          {"ffn", shape.ffn},
-          {"dtype", settings.dtype},
-          {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
-          {"ranks", settings.ranks},
-          {"microbatches", settings.microbatches},
-          {"backward_only", settings.backward_only},
-          {"unset_gradients", settings.unset_gradients},
-          {"rounds", settings.rounds},
-          {"lag_mib", settings.lag_mib ? Json(*settings.lag_mib) : Json()},
-          {"lookahead_mib", settings.lookahead_mib ? Json(*settings.lookahead_mib) : Json()},
-          {"weights_and_gradients_bytes", layers.base_bytes()},
-          {"modes", modes}};
+  Json json = bench::report_header("layers", settings);
+  json.update({{"tokens", settings.shape.seq},
+               {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
+               {"ranks", settings.ranks},
+               {"microbatches", settings.microbatches},
+               {"backward_only", settings.backward_only},
+               {"unset_gradients", settings.unset_gradients},
+               {"rounds", settings.rounds},
+               {"lag_mib", settings.lag_mib ? Json(*settings.lag_mib) : Json()},
+               {"lookahead_mib", settings.lookahead_mib ? Json(*settings.lookahead_mib) : Json()},
+               {"weights_and_gradients_bytes", layers.base_bytes()},
+               {"modes", modes}});
+  return json;
 }
 
 /// "-" for what was not measured.
@@ -197,7 +189,7 @@ int run(int argc, char** argv) {
   std::string report;
   CLI::App app("Times transformer layers: eager, graphs, graphs with offload.", "bench_layers");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--tokens", settings.shape.seq);
   bench::add_layer_options(app, settings.shape);
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
   app.add_option("--groups", settings.groups,
@@ -205,9 +197,7 @@ int run(int argc, char** argv) {
       ->delimiter(',')
       ->allow_extra_args(false)
       ->default_str("qkv,core_attn,proj,norm2,fc1");
-  app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+  bench::add_count(app, "--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device");
   app.add_option("--lag-mib", settings.lag_mib, "Options::lag of the mode with a set window");
   app.add_option("--lookahead-mib", settings.lookahead_mib, "Options::lookahead of that mode");
   app.add_option("--host-gib", settings.host_gib, "Options::host_cap");
@@ -216,20 +206,14 @@ int run(int argc, char** argv) {
       ->allow_extra_args(false)
       ->check(CLI::IsMember(mode_names()))
       ->default_str("all");
-  app.add_option("--microbatches", settings.microbatches,
-                 "Of a step, in the 1F1B order of the first rank; 0: one, alone")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  app.add_option("--ranks", settings.ranks, "Of the pipeline whose first rank has the layers")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  bench::add_count(app, "--microbatches", settings.microbatches,
+                   "Of a step, in the 1F1B order of the first rank; 0: one, alone");
+  bench::add_positive(app, "--ranks", settings.ranks, "Of the pipeline whose first rank has the layers");
   app.add_flag("--backward", settings.backward_only, "Time the backward alone, weight gradients included")
       ->excludes("--microbatches");
   app.add_flag("--unset-gradients", settings.unset_gradients,
                "Each step begins without gradients, as after zero_grad()");
-  app.add_option("--rounds", settings.rounds, "0: measure memory only")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+  bench::add_count(app, "--rounds", settings.rounds, "0: measure memory only");
   app.add_option("--traces", settings.traces, "Write one step of each mode into this folder, for Perfetto")
       ->check(CLI::ExistingDirectory);
   app.add_option("--report", report, "Write JSON here");

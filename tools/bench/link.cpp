@@ -1,6 +1,5 @@
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <cstdio>
 #include <string>
 #include <utility>

@@ -78,13 +78,10 @@ class MixtureBench {
       }
     }
     std::vector<std::vector<StepTime>> times(kModes.size());
-    for (std::int64_t round = 0; round < settings_.rounds; ++round) {
-      for (std::size_t turn = 0; turn < kModes.size(); ++turn) {
-        const std::size_t i = (turn + static_cast<std::size_t>(round)) % kModes.size();
-        (void)step(kModes[i], engines[i].get());
-        times[i].push_back(step(kModes[i], engines[i].get()));
-      }
-    }
+    bench::in_turns(kModes.size(), settings_.rounds, [&](std::size_t i) {
+      (void)step(kModes[i], engines[i].get());
+      times[i].push_back(step(kModes[i], engines[i].get()));
+    });
     Json modes = Json::array();
     std::size_t eager = 0;
     for (std::size_t i = 0; i < kModes.size(); ++i) {
@@ -182,23 +179,15 @@ int run_all(int argc, char** argv) {
       "Times a mixture of experts: eager, with part of each layer, and with whole layers in graphs. Prints JSON.",
       "bench_mixture");
   app.add_option("--device", settings.device)->capture_default_str();
-  app.add_option("--layers", settings.shape.layers)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--hidden", settings.shape.hidden)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--heads", settings.shape.heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--kv-heads", settings.shape.kv_heads)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--ffn", settings.shape.ffn)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--experts", settings.shape.experts)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--top-k", settings.shape.top_k)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--capacity", settings.capacity, "Capacity of the modes with fixed shapes")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--seq", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--batch", settings.batch)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_layer_options(app, settings.shape);
+  bench::add_positive(app, "--experts", settings.shape.experts);
+  bench::add_positive(app, "--top-k", settings.shape.top_k);
+  bench::add_positive(app, "--capacity", settings.capacity, "Capacity of the modes with fixed shapes");
+  bench::add_positive(app, "--seq", settings.shape.seq);
+  bench::add_positive(app, "--batch", settings.batch);
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
-  app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  bench::add_positive(app, "--rounds", settings.rounds);
+  bench::add_positive(app, "--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device");
   CLI11_PARSE(app, argc, argv);
   std::fputs((MixtureBench(settings).measure().dump(2) + "\n").c_str(), stdout);
   return 0;

@@ -154,7 +154,6 @@ Json measure_set(bench::LayerBench& layers, const bench::LayerSettings& settings
 Json measure(const bench::LayerSettings& settings, const std::vector<ModeSet>& sets) {
   install_autograd_engine();
   Json measured = Json::array();
-  std::string device;
   std::int64_t base_bytes = 0;
   for (std::size_t i = 0; i < sets.size(); ++i) {
     bench::LayerBench layers(settings, sets[i]);
@@ -162,23 +161,15 @@ Json measure(const bench::LayerSettings& settings, const std::vector<ModeSet>& s
       mode["set"] = i + 1;
       measured.push_back(std::move(mode));
     }
-    device = layers.device_name();
     base_bytes = layers.base_bytes();
   }
-  return {{"benchmark", "peers"},
-          {"version", version()},
-          {"device", device},
-          {"tokens", settings.shape.seq},
-          {"layers", settings.shape.layers},
-          {"hidden", settings.shape.hidden},
-          {"heads", settings.shape.heads},
-          {"kv_heads", settings.shape.kv_heads},
-          {"ffn", settings.shape.ffn},
-          {"dtype", settings.dtype},
-          {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
-          {"rounds", settings.rounds},
-          {"weights_and_gradients_bytes", base_bytes},
-          {"modes", measured}};
+  Json json = bench::report_header("peers", settings);
+  json.update({{"tokens", settings.shape.seq},
+               {"groups", fmt::format("{}", fmt::join(settings.groups, ","))},
+               {"rounds", settings.rounds},
+               {"weights_and_gradients_bytes", base_bytes},
+               {"modes", measured}});
+  return json;
 }
 
 void print_table(const Json& result) {
@@ -201,15 +192,11 @@ int run(int argc, char** argv) {
       "recomputation, of a growing number of layers",
       "bench_peers");
   app.add_option("--device", settings.device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--tokens", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--tokens", settings.shape.seq);
   bench::add_layer_options(app, settings.shape);
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
-  app.add_option("--points", points, "How many numbers of layers each way is measured with")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--rounds", settings.rounds, "0: measure memory only")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+  bench::add_positive(app, "--points", points, "How many numbers of layers each way is measured with");
+  bench::add_count(app, "--rounds", settings.rounds, "0: measure memory only");
   app.add_option("--report", report, "Write JSON here");
   CLI11_PARSE(app, argc, argv);
   if (points > settings.shape.layers) {

@@ -361,21 +361,13 @@ int run_all(int argc, char** argv) {
   std::vector<std::int64_t> parameters{1, 100};
   std::vector<std::int64_t> inputs{1, 100};
   app.add_option("--device", setting.device, "auto, cuda or sim")->capture_default_str();
-  app.add_option("--layers", layers, "Numbers of layers, measured one after the other")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--parameters", parameters, "Parameters of a layer, measured one after the other")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--inputs", inputs, "Inputs of a layer, measured one after the other")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--products", setting.products,
-                 "Products of a layer, one kernel each; with --all at least as many as its parameters")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  bench::add_positive(app, "--layers", layers, "Numbers of layers, measured one after the other");
+  bench::add_positive(app, "--parameters", parameters, "Parameters of a layer, measured one after the other");
+  bench::add_positive(app, "--inputs", inputs, "Inputs of a layer, measured one after the other");
+  bench::add_positive(app, "--products", setting.products,
+                      "Products of a layer, one kernel each; with --all at least as many as its parameters");
   app.add_flag("--all", setting.all, "Each parameter gets a gradient; without this only the first and the last");
-  app.add_option("--steps", setting.steps)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--steps", setting.steps);
   CLI11_PARSE(app, argc, argv);
   nlohmann::json all = nlohmann::json::array();
   for (const std::int64_t count : layers) {

@@ -15,7 +15,6 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "runtime/runtime.h"

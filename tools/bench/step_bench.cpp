@@ -136,15 +136,12 @@ std::vector<ModeTimes> time_modes(const StepSettings& settings) {
   const std::shared_ptr<Runtime> runtime = make_runtime(device);
   const OwnedStream stream = runtime->create_stream();
   const std::int64_t block = settings.steps_in_a_block();
-  for (std::int64_t round = 0; round < settings.rounds; ++round) {
-    for (std::size_t turn = 0; turn < models.size(); ++turn) {
-      const std::size_t i = (turn + static_cast<std::size_t>(round)) % models.size();
-      times[i].steps.push_back(of_one_round(device, block, [&] { models[i]->step(); }));
-      if (models[i]->mode().graphs == StepMode::Graphs::step) {
-        times[i].launches.push_back(of_one_round(device, block, [&] { models[i]->launch(stream); }));
-      }
+  in_turns(models.size(), settings.rounds, [&](std::size_t i) {
+    times[i].steps.push_back(of_one_round(device, block, [&] { models[i]->step(); }));
+    if (models[i]->mode().graphs == StepMode::Graphs::step) {
+      times[i].launches.push_back(of_one_round(device, block, [&] { models[i]->launch(stream); }));
     }
-  }
+  });
   for (std::size_t i = 0; i < models.size(); ++i) {
     times[i].offloaded_bytes = models[i]->offloaded_bytes();
     times[i].captures = models[i]->captures();

@@ -1,6 +1,8 @@
 #pragma once
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <ctime>
 #include <iterator>
 #include <utility>
@@ -24,6 +26,16 @@ inline double thread_cpu_seconds() {
   timespec time{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+/// Calls `run(i)` in each round for each `i` below `modes`. Each round starts one further than the round before: none is always first.
+template <class Run>
+void in_turns(std::size_t modes, std::int64_t rounds, const Run& run) {
+  for (std::int64_t round = 0; round < rounds; ++round) {
+    for (std::size_t turn = 0; turn < modes; ++turn) {
+      run((turn + static_cast<std::size_t>(round)) % modes);
+    }
+  }
 }
 
 /// 0 for none.

@@ -1,7 +1,6 @@
 // Steps with their optimizer: eager, with a graph a layer, and as one graph, with offload and without; beside a bare launch of the
 // one graph. Modes take turns, and are compared with others' steps of the same round.
 #include <algorithm>
-#include <cstdint>
 #include <cstdio>
 #include <functional>
 #include <string>
@@ -112,18 +111,14 @@ int run(int argc, char** argv) {
       ->check(CLI::IsMember({"tiny", "transformer"}))
       ->capture_default_str();
   bench::add_layer_options(app, settings.shape);
-  app.add_option("--seq", settings.shape.seq)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--batch", settings.batch)->check(CLI::PositiveNumber)->capture_default_str();
+  bench::add_positive(app, "--seq", settings.shape.seq);
+  bench::add_positive(app, "--batch", settings.batch);
   app.add_option("--dtype", settings.dtype)->check(CLI::IsMember({"float32", "bfloat16"}))->capture_default_str();
-  app.add_option("--rounds", settings.rounds)->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--block", settings.block, "Steps that are timed together; 0: 20 with --model tiny, else 1")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+  bench::add_positive(app, "--rounds", settings.rounds);
+  bench::add_count(app, "--block", settings.block, "Steps that are timed together; 0: 20 with --model tiny, else 1");
   app.add_option("--offload", settings.offload, "Name patterns to offload in modes with offload, comma-separated")
       ->capture_default_str();
-  app.add_option("--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+  bench::add_count(app, "--min-kib", settings.min_kib, "Storages with fewer KiB stay on the device");
   app.add_option("--modes", settings.modes, "Comma-separated")
       ->delimiter(',')
       ->allow_extra_args(false)

@@ -1,7 +1,6 @@
 #include "tools/cli/schedule_command.h"
 
 #include <algorithm>
-#include <cstdio>
 
 #include <fmt/format.h>
 

@@ -2,7 +2,6 @@
 #include <complex>
 #include <cstring>
 #include <limits>
-#include <string>
 #include <type_traits>
 
 #include <c10/core/Device.h>

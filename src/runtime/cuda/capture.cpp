@@ -1,7 +1,5 @@
-#include <algorithm>
 #include <cstdio>
 
-#include "runtime/cuda/capture_mode.h"
 #include "runtime/cuda/cuda_runtime.h"
 #include "runtime/cuda/error.h"
 #include "runtime/cuda/graph_nodes.h"

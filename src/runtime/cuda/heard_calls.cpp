@@ -2,6 +2,8 @@
 #if __has_include(<cupti_callbacks.h>)
 #include "runtime/cuda/heard_calls.h"
 
+#include <cstddef>
+
 #include <cuda_runtime_api.h>
 #include <cupti_driver_cbid.h>
 #include <cupti_runtime_cbid.h>

@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <sidestream/error.h>
 
+#include <cstddef>
 #include <cstring>
 #include <string>
 

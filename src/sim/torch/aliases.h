@@ -1,8 +1,4 @@
 #pragma once
-#include <array>
-#include <cstddef>
-#include <vector>
-
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/Storage.h>

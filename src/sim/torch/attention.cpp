@@ -6,8 +6,6 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
 
-#include <array>
-
 #include "sim/torch/aliases.h"
 #include "sim/torch/fused_kernels.h"
 #include "sim/torch/issued_kernel.h"

@@ -4,7 +4,6 @@
 #include <sidestream/error.h>
 
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "runtime/host_waits.h"

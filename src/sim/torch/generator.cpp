@@ -2,7 +2,6 @@
 
 #include <sidestream/error.h>
 
-#include <memory>
 #include <mutex>
 #include <string>
 

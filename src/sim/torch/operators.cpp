@@ -6,9 +6,11 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <sidestream/error.h>
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "runtime/host_waits.h"
 #include "sim/device/device.h"
@@ -49,7 +51,7 @@ class Call {
     }
     if ((info_.host_needs_result && !compares_no_bytes()) || indexes_by_mask()) {
       if (info_.waits_on_devices || !info_.host_needs_result) {
-        host_waits::tell(kDeviceType, HostWait::result, info_.name);
+        host_waits::tell(kDeviceType, HostWait::data_dependent, info_.name);
       }
       device_.host_reads(stream_, info_.name);
     }

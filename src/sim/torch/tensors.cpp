@@ -11,7 +11,7 @@
 #include <c10/core/Scalar.h>
 #include <sidestream/error.h>
 
-#include <cstring>
+#include <cstddef>
 #include <string>
 
 #include "runtime/replayed_memory.h"
@@ -182,7 +182,7 @@ at::Tensor& conj_physical_in_place(at::Tensor& self) {
 
 at::Scalar item(const at::Tensor& self) {
   Device& device = Device::get();
-  host_waits::tell(kDeviceType, HostWait::result, "aten::_local_scalar_dense");
+  host_waits::tell(kDeviceType, HostWait::value, "aten::_local_scalar_dense");
   device.host_reads(current_stream(), "item()");
   device.ready(current_stream());
   const KernelScope scope;

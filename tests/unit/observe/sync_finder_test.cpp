@@ -117,8 +117,8 @@ TEST_F(SyncFinderTest, PinningHidesNotTheWaitOfItsOperator) {
       const SyncFinder::Step step(finder, steady);
       (void)pins_and_waits.call(sim_tensor_);
     }
-    const std::string waits = name_of(SyncKind::data_dependent);
-    EXPECT_EQ(kinds(finder), steady ? (std::multiset<std::string>{waits, name_of(SyncKind::pinning)})
+    const std::string waits = name_of(HostWait::data_dependent);
+    EXPECT_EQ(kinds(finder), steady ? (std::multiset<std::string>{waits, name_of(HostWait::pinning)})
                                     : (std::multiset<std::string>{waits}));
   }
 }
@@ -267,24 +267,24 @@ TEST_F(SyncFinderTest, WhatThePlaceThrowsStopsNothing) {
 
 // A GPU tells what its driver is asked for; the operator explains it.
 TEST_F(SyncFinderTest, TheOperatorExplainsWhatTheDriverIsAskedFor) {
-  EXPECT_EQ(sync_kind(HostWait::stream, ""), SyncKind::stream);
-  EXPECT_EQ(sync_kind(HostWait::stream, "aten::_local_scalar_dense"), SyncKind::value);
-  EXPECT_EQ(sync_kind(HostWait::pageable_copy, "aten::_local_scalar_dense"), SyncKind::value);
-  EXPECT_EQ(sync_kind(HostWait::stream, "aten::copy_"), SyncKind::blocking_copy);
-  EXPECT_EQ(sync_kind(HostWait::stream, "aten::nonzero"), SyncKind::data_dependent);
-  EXPECT_EQ(sync_kind(HostWait::stream, "aten::index.Tensor"), SyncKind::data_dependent);
-  EXPECT_EQ(sync_kind(HostWait::result, "aten::equal"), SyncKind::value);
-  EXPECT_EQ(sync_kind(HostWait::pageable_copy, "aten::copy_"), SyncKind::pageable_copy);
-  EXPECT_EQ(sync_kind(HostWait::allocation, "aten::mm"), SyncKind::allocation);
+  EXPECT_EQ(sync_kind(HostWait::stream, ""), HostWait::stream);
+  EXPECT_EQ(sync_kind(HostWait::stream, "aten::_local_scalar_dense"), HostWait::value);
+  EXPECT_EQ(sync_kind(HostWait::pageable_copy, "aten::_local_scalar_dense"), HostWait::value);
+  EXPECT_EQ(sync_kind(HostWait::stream, "aten::copy_"), HostWait::blocking_copy);
+  EXPECT_EQ(sync_kind(HostWait::stream, "aten::nonzero"), HostWait::data_dependent);
+  EXPECT_EQ(sync_kind(HostWait::stream, "aten::index.Tensor"), HostWait::data_dependent);
+  EXPECT_EQ(sync_kind(HostWait::data_dependent, "aten::equal"), HostWait::value);
+  EXPECT_EQ(sync_kind(HostWait::pageable_copy, "aten::copy_"), HostWait::pageable_copy);
+  EXPECT_EQ(sync_kind(HostWait::allocation, "aten::mm"), HostWait::allocation);
 }
 
 TEST_F(SyncFinderTest, EachKindHasANameAndARemedyAndExpertsAreNamed) {
-  for (int k = 0; k <= static_cast<int>(SyncKind::pinning); ++k) {
-    const auto kind = static_cast<SyncKind>(k);
+  for (int k = 0; k <= static_cast<int>(HostWait::pinning); ++k) {
+    const auto kind = static_cast<HostWait>(k);
     EXPECT_STRNE(name_of(kind), "");
     EXPECT_GT(std::string(remedy_for(kind)).size(), 20U);
   }
-  EXPECT_NE(std::string(remedy_for(SyncKind::data_dependent)).find("cannot avoid this"), std::string::npos);
+  EXPECT_NE(std::string(remedy_for(HostWait::data_dependent)).find("cannot avoid this"), std::string::npos);
 }
 
 __attribute__((noinline)) CallStack one_place() { return CallStack::here(0); }
