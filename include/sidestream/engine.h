@@ -29,9 +29,10 @@ class [[nodiscard]] SIDESTREAM_API Step {
   Step& operator=(Step&&) = delete;
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
-  /// Ends the step. A second call does nothing.  Throws: UsageError on another thread (the step then stays active), if
-  /// a scope or a chunk is still open, if chunks of the step's order did not come, and if backward_dw was not called
-  /// for delayed weight gradients. Also throws what a scope's destructor could not throw, and errors of the device.
+  /// Ends the step. A second call does nothing.
+  /// Throws: UsageError on another thread; the step then stays active. UsageError if a scope or a chunk is still open, or if chunks of the
+  /// step's order did not come. UsageError if backward_dw was not called for delayed weight gradients. Also throws what a scope's
+  /// destructor could not throw, and errors of the device.
   void finish();
   /// Ends the step if `finish` has not. Never throws: a failure is logged as a LibTorch warning, and the engine's next `step()` throws it.
   /// If an exception ends the step, the step is cleaned up and errors of the cleanup are dropped.
@@ -72,14 +73,14 @@ class SIDESTREAM_API OffloadEngine {
   ///
   /// Chunks must begin in the order of its forwards. Calls are captured in this order too (docs/pipelines.md): if the backward of a graphed
   /// call comes before its turn, it throws UsageError.
-  /// Throws: as `step()`, and UsageError before the step begins: for a step that occurs twice, a backward that is not after its forward,
-  /// weight gradients that are not after their backward, and numbers below 0. The step's end throws UsageError for chunks that did not
-  /// come.
+  /// Throws: as `step()`. Also UsageError before the step begins: for a step that occurs twice, and for numbers below 0. The same for a
+  /// backward that is not after its forward, and for weight gradients that are not after their backward. The step's end throws UsageError
+  /// for chunks that did not come.
   [[nodiscard]] Step step(const std::vector<PipelineStep>& order);
 
   /// Begins the forward of one chunk in the active step: see Chunk.
-  /// Throws: UsageError without a step, on another thread than the step's, inside a graphed call or a capture, for numbers below 0, for
-  /// a chunk that the step has had, and for one that is not next in the step's order. The chunk has not begun then.
+  /// Throws: UsageError without a step, on another thread than the step's, and inside a graphed call or a capture. Also for numbers below
+  /// 0, for a chunk that the step has had, and for one that is not next in the step's order. If it throws, the chunk has not begun.
   [[nodiscard]] Chunk chunk(ChunkId id);
 
   /// Keeps the tensor's storage on the device for as long as it lives [mark_not_offload]. Call it before the scope that saves it has ended.

@@ -130,8 +130,9 @@ class Options {
   TORCH_ARG(std::optional<std::size_t>, device_budget);
   /// How many device bytes may be reloaded before their backward needs them, in addition to the bytes of `lag` that are free by then.
   /// The next call or group is always reloaded while a backward runs.
-  /// Not set, for calls: as much as saves time, by the measured link speed and the times of the calls, and at most an eighth of
-  /// the bytes that the patterns of `offload` name. On the simulated device, which keeps no time, it is 0. Not set, for groups: 0.
+  /// If it is not set, the engine plans it for calls from the measured link speed and the times of the calls: as many bytes as save time,
+  /// and at most an eighth of the bytes that the patterns of `offload` name. On the simulated device, which keeps no time, it is then 0.
+  /// For groups it is then 0 too.
   TORCH_ARG(std::optional<std::size_t>, lookahead);
   /// Writes the first N steps into a journal and checks it. Any two accesses to the same bytes, at least
   /// one of them a write, must be ordered by streams and events; Report::order_findings lists those that
@@ -147,9 +148,9 @@ class Options {
   TORCH_ARG(int64_t, verify_replays) = 0;
   /// With `verify_replays`: after the first replays, one of every `verify_every` replays of a call is verified. 0: no later ones.
   TORCH_ARG(int64_t, verify_every) = 100;
-  /// With `verify_replays`: how much floating-point elements may differ, as a part of the tensor's largest magnitude. 0: all bits must be
-  /// equal, except for the sign of a zero. Under LibTorch's deterministic algorithms it is always 0. If it is 0, the environment variable
-  /// SIDESTREAM_VERIFY_TOLERANCE sets it.
+  /// With `verify_replays`: the largest allowed difference of floating-point elements, as a part of the tensor's largest magnitude. 0: all
+  /// bits must be equal, except for the sign of a zero. Under LibTorch's deterministic algorithms it is always 0. If it is 0, the
+  /// environment variable SIDESTREAM_VERIFY_TOLERANCE sets it.
   TORCH_ARG(double, verify_tolerance) = 0;
   /// Finds what makes the host wait in steps: values read on the host (`item`), results whose shape depends on data (`nonzero`),
   /// blocking and pageable copies, and synchronisations of events, streams and the device. In a step like the one before it, it also

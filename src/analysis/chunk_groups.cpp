@@ -100,7 +100,7 @@ std::vector<int> changes_in_flight(const std::vector<PipelineStep>& order) {
   return changes;
 }
 
-/// Slots of chunks, counted by stage. `again`: from 0 after each step of the order behind which no chunk is in flight.
+/// Slots of chunks, counted by stage. `again`: the count begins at 0 again when no chunk is in flight.
 std::vector<std::size_t> counted_slots(const std::vector<PipelineStep>& order, const std::vector<int>& changes,
                                        bool again) {
   std::vector<std::size_t> slots;
@@ -118,7 +118,7 @@ std::vector<std::size_t> counted_slots(const std::vector<PipelineStep>& order, c
   return slots;
 }
 
-/// True if the order is one part again and again, behind which no chunk is in flight.
+/// True if the order repeats one part, and no chunk is in flight after a part.
 bool repeats_one_part(const std::vector<PipelineStep>& order, const std::vector<int>& changes) {
   int in_flight = 0;
   std::size_t length = 0;

@@ -35,8 +35,8 @@ struct StepGroups {
 [[nodiscard]] std::optional<StepGroups> groups_of_order(const std::vector<PipelineStep>& order,
                                                         const StepGroups& known);
 
-/// By forward of `order`, a slot for its calls: no two chunks of a stage that are in flight at once have the same. The chunks of a stage
-/// get the slots 0, 1 and so on. If the order is one part again and again, behind which no chunk is in flight, each part begins with slot
+/// A slot for the calls of each forward of `order`. Two chunks of a stage that are in flight together have different slots. The chunks of
+/// a stage get the slots 0, 1 and so on. If the order repeats one part, and no chunk is in flight after a part, each part begins with slot
 /// 0. A chunk is in flight until its last step. Pure.
 [[nodiscard]] std::vector<std::size_t> slots_of_order(const std::vector<PipelineStep>& order);
 

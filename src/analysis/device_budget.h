@@ -87,7 +87,7 @@ struct StepForecast {
 /// than `budget`. Not set if there is none. Pure.
 [[nodiscard]] std::optional<StepForecast> forecast_within(const MeasuredStep& step, std::int64_t budget);
 
-/// A sentence for each of peak and time of a step under the plan that differ from `forecast` by more than a report leaves unsaid.
+/// One sentence if the measured peak differs from `forecast` by more than a tolerance, and one if the measured time does.
 /// `weights`: bytes of the peak that no plan changes. `peak`, `seconds`: measured; 0 if they were not. Pure.
 [[nodiscard]] std::vector<std::string> differences(const StepForecast& forecast, std::int64_t weights,
                                                    std::int64_t peak, double seconds);

@@ -66,7 +66,7 @@ class BlockPool {
   struct Core;
   struct alignas(std::max_align_t) Block {
     Core* core;   ///< null: the heap's
-    Block* next;  ///< while nobody uses it
+    Block* next;  ///< while the block is free
   };
   struct Core {
     Block* free = nullptr;  ///< for the thread that takes
@@ -74,7 +74,7 @@ class BlockPool {
     std::size_t made = 0;
     std::atomic<std::ptrdiff_t> strays{0};  ///< once the pool has gone: blocks that are out there
 
-    /// Nothing may touch this object behind a call that leaves none.
+    /// Deletes this object when no stray is left: do not use it after the call.
     void leave(std::ptrdiff_t more) noexcept {
       if (strays.fetch_add(more, std::memory_order_acq_rel) + more == 0) {
         delete this;

@@ -48,7 +48,7 @@ c10::Storage EagerOffload::release(const c10::Storage& storage,
       saved->device = memory;
     }
   }
-  keep_for(memory, step_streams_);  // nobody may hold it: its copy may be done already
+  keep_for(memory, step_streams_);  // if its copy is done, no holder may be left
   return memory;
 }
 

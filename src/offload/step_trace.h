@@ -107,8 +107,8 @@ class StepTrace {
 
   explicit StepTrace(std::shared_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
 
-  /// A planned step begins; `captures`: how many graphs have been captured so far. It is traced if it is the second since the latest
-  /// capture, or the second of all, or if it is `wanted`. Blocks the host then until the one before is done, if nobody has asked for that.
+  /// Begins a planned step. `captures`: the number of graphs captured so far. The step is traced if it is `wanted`, or if it is the second
+  /// step with this number. If the previous trace was not read yet, the host first waits until that traced step is done.
   void step_begins(std::int64_t captures, bool wanted);
   /// Its work is queued. `describe` puts into a span the chunk with that number. False if it was not traced.
   bool step_ended(std::int64_t number, const std::function<void(std::uint64_t, TracedSpan&)>& describe);

@@ -1,6 +1,5 @@
 #include "tools/cli/training_options.h"
 
-#include <cmath>
 #include <functional>
 #include <string>
 #include <vector>

@@ -1,5 +1,4 @@
 // One rank of a pipeline on a GPU: layers in the orders of pipelines, with offload, bit for bit as plain training.
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -30,19 +29,8 @@ TEST_P(PipelineRankOnGpu, HasPlainGradients) {
   EXPECT_TRUE(offloaded > 0 || may_stay);
 }
 
-/// Those that callables in order can take, too: the layers of two chunks do not alternate in forward, and with delayed weight gradients
-/// no other chunk runs between the layers of a backward.
-std::vector<RankProgram> orders() {
-  std::vector<RankProgram> programs = rank_programs();
-  std::erase_if(programs, [](const RankProgram& program) {
-    return program.extra == RankExtra::alternating || program.extra == RankExtra::overtaking ||
-           (program.extra == RankExtra::cut && program.schedule == RankSchedule::zero_bubble);
-  });
-  return programs;
-}
-
 INSTANTIATE_TEST_SUITE_P(Orders, PipelineRankOnGpu,
-                         testing::Combine(testing::ValuesIn(orders()),
+                         testing::Combine(testing::ValuesIn(for_callables(rank_programs())),
                                           testing::Values(RankWay::eager, RankWay::calls, RankWay::shared,
                                                           RankWay::callables, RankWay::ordered_callables),
                                           testing::Values(RankChunks::none, RankChunks::ordered)),

@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "sidestream/pipeline_order.h"

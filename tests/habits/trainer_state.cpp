@@ -171,17 +171,7 @@ void Trainer::forget_inputs() {
 
 void Trainer::become(const Trainer& other) {
   const at::NoGradGuard no_grad;
-  auto theirs = other.model_->parameters();
-  auto mine = model_->parameters();
-  for (std::size_t i = 0; i < mine.size(); ++i) {
-    mine[i].detach().copy_(theirs[i].detach());
-    mine[i].mutable_grad() = theirs[i].grad().defined() ? theirs[i].grad().clone() : at::Tensor();
-  }
-  theirs = other.model_->buffers();
-  mine = model_->buffers();
-  for (std::size_t i = 0; i < mine.size(); ++i) {
-    mine[i].copy_(theirs[i]);
-  }
+  copy_state(*model_, *other.model_);
   for (std::size_t i = 0; i < model_->blocks.size(); ++i) {
     const auto from = other.model_->blocks[i]->unregistered();
     auto to = model_->blocks[i]->unregistered();

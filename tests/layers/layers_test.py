@@ -182,13 +182,9 @@ def unknown_rooms(root):
 
 
 def files_of_walks(text):
-    """The files that docs/design.md names beside "now": in its walks, and in its list of facts."""
-    now = False
-    for line in text.split("### Five walks\n", 1)[1].splitlines():
-        first = re.match(r" +(then|now) ", line)
-        if first or not re.match(r" {13}\S| {4}\(\d+\) ", line):
-            now = first is not None and first.group(1) == "now"
-        if now:
+    """The files that docs/design.md names in the lists of "Where to look"."""
+    for line in text.split("## Where to look\n", 1)[1].split("\n## ", 1)[0].splitlines():
+        if line.startswith("    "):
             yield from re.findall(r"[a-z_]+(?:/[a-z_0-9]+)+", line)
 
 

@@ -28,13 +28,13 @@ class CallsOnTwoStreams final : public StackProgram {
   std::vector<at::Tensor> step(std::int64_t s) override {
     std::array<at::Tensor, kLayers> losses;
     for (std::size_t i = 0; i < kLayers; ++i) {
-      const c10::StreamGuard on_stream(streams_.of(static_cast<std::int64_t>(i)));
+      const c10::StreamGuard on_stream(streams_.by_turns(static_cast<std::int64_t>(i)));
       const at::Tensor& x = input(s, i);
       losses[i] = run(i, i + 1, x).sum();
     }
     std::vector<at::Tensor> gradients;
     for (std::size_t i = kLayers; i-- > 0;) {
-      const c10::StreamGuard on_stream(streams_.of(static_cast<std::int64_t>(i)));
+      const c10::StreamGuard on_stream(streams_.by_turns(static_cast<std::int64_t>(i)));
       std::vector<at::Tensor> of{input(s, i)};
       for (const at::Tensor& parameter : layer(i).ptr()->parameters()) {
         of.push_back(parameter);

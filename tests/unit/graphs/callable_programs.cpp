@@ -184,11 +184,20 @@ struct Skip {
   bool again = false;
 };
 
-class SkippedLayers final : public Stack {
+class SkipProgram : public Stack {
  public:
-  SkippedLayers(const Runtimes& runtimes, const Skip& skip) : Stack(runtimes, kLayers, skip.all_ahead), skip_(skip) {
+  SkipProgram(const Runtimes& runtimes, const Skip& skip) : Stack(runtimes, kLayers, skip.all_ahead), skip_(skip) {
     capture(GraphOptions().side_streams(skip.side_streams), [&](std::size_t layer) { return layer == skip.cut; });
   }
+
+ protected:
+  static constexpr std::size_t kLayers = 8;
+  Skip skip_;
+};
+
+class SkippedLayers final : public SkipProgram {
+ public:
+  using SkipProgram::SkipProgram;
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients();
     const at::Tensor x = rows_of(s).requires_grad_(true);
@@ -203,19 +212,13 @@ class SkippedLayers final : public Stack {
     add_gradients(results);
     return results;
   }
-
- private:
-  static constexpr std::size_t kLayers = 8;
-  Skip skip_;
 };
 
-/// Layers low..cut-1 run once more on the output of layer low-1, when the backward of what is behind them has been through: by then
-/// that output's memory is in other hands, and copies in are on their way.
-class RepeatedLayers final : public Stack {
+/// All layers run. After the backward of layers cut..7, layers low..cut-1 run again on the output of layer low-1. By then the pool has
+/// reused that output's memory, and reloads are under way.
+class RepeatedLayers final : public SkipProgram {
  public:
-  RepeatedLayers(const Runtimes& runtimes, const Skip& skip) : Stack(runtimes, kLayers, skip.all_ahead), skip_(skip) {
-    capture(GraphOptions().side_streams(skip.side_streams), [&](std::size_t layer) { return layer == skip.cut; });
-  }
+  using SkipProgram::SkipProgram;
   std::vector<at::Tensor> step(std::int64_t s) override {
     clear_gradients();
     const at::Tensor x = rows_of(s).requires_grad_(true);
@@ -229,10 +232,6 @@ class RepeatedLayers final : public Stack {
     add_gradients(results);
     return results;
   }
-
- private:
-  static constexpr std::size_t kLayers = 8;
-  Skip skip_;
 };
 
 /// Two microbatches of one stack whose weight gradients are delayed: those of the first are computed while the second is in flight.

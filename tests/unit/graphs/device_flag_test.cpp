@@ -1,7 +1,6 @@
 // Flags in device memory that graphs read.
 #include <string>
 #include <utility>
-#include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

@@ -44,7 +44,7 @@ class SequencesThatDraw final : public EngineProgram {
     generator.set_current_seed(static_cast<std::uint64_t>(40 + s));
     std::vector<at::Tensor> grads;
     for (const std::size_t sequence : {0, 1}) {
-      const c10::StreamGuard on_stream(streams_.of(static_cast<std::int64_t>(sequence)));
+      const c10::StreamGuard on_stream(streams_.by_turns(static_cast<std::int64_t>(sequence)));
       const at::Tensor& x = inputs_[(2 * s + static_cast<std::int64_t>(sequence)) % 8];
       at::Tensor h = x;
       for (std::size_t i = 0; i < kLayers; ++i) {

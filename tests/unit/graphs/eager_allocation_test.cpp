@@ -4,7 +4,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

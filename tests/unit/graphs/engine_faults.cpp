@@ -296,7 +296,7 @@ std::vector<EngineFault> turn_faults() {
        "a forward waits for the copies out of the former sequence in its memory, to slots that it shares",
        "one_pool_given_up",
        {Act::drop_wait, "forward", StreamRole::current, Mark::to_host},
-       "where a backward is still to come the turn is not given up, so that nobody reads what was copied"},
+       "if a backward is still to come, the sequence keeps its turn, so no backward reads the copied bytes"},
       {"GraphSequence::release_turn",
        "a forward waits for the copies in of the former sequence in its memory, from slots that it shares",
        "one_pool_cut",

@@ -51,21 +51,22 @@ class EngineProgram : public Program {
 };
 
 /// Two streams of the trainer's, and an event that orders them.
-struct StreamPair {
-  explicit StreamPair(Runtime& of)
-      : runtime(of), first(of.create_stream()), second(of.create_stream()), meeting(of.create_event()) {}
-  [[nodiscard]] c10::Stream a() const { return first.get(); }
-  [[nodiscard]] c10::Stream b() const { return second.get(); }
-  /// By turns.
-  [[nodiscard]] c10::Stream of(std::int64_t i) const { return i % 2 == 0 ? a() : b(); }
+class StreamPair {
+ public:
+  explicit StreamPair(Runtime& runtime)
+      : runtime_(runtime), a_(runtime.create_stream()), b_(runtime.create_stream()), meeting_(runtime.create_event()) {}
+  [[nodiscard]] c10::Stream a() const { return a_.get(); }
+  [[nodiscard]] c10::Stream b() const { return b_.get(); }
+  [[nodiscard]] c10::Stream by_turns(std::int64_t i) const { return i % 2 == 0 ? a() : b(); }
   void order(c10::Stream earlier, c10::Stream later) {
-    runtime.record(meeting, earlier);
-    runtime.wait(later, meeting);
+    runtime_.record(meeting_, earlier);
+    runtime_.wait(later, meeting_);
   }
 
-  Runtime& runtime;
-  OwnedStream first, second;
-  Event meeting;
+ private:
+  Runtime& runtime_;
+  OwnedStream a_, b_;
+  Event meeting_;
 };
 
 /// Layers that are graphed, or run as they are in plain training.

@@ -289,7 +289,7 @@ TEST_F(FirstStepOfScopes, AStorageThatAGroupThatStaysSavesAgainComesBack) {
   EXPECT_EQ(report.reloaded_bytes, 2 * kBytes);
 }
 
-TEST_F(FirstStepOfScopes, AStorageThatIsWrittenAndSavedAgainLeavesTwice) {
+TEST_F(FirstStepOfScopes, AStorageThatIsWrittenAndSavedAgainIsOffloadedTwice) {
   const Loss loss = [](const at::Tensor& x) {
     at::Tensor h;
     {

@@ -23,7 +23,6 @@
 #include "expect_throws.h"
 #include "graphs/capture/graph_check.h"
 #include "graphs/engine/engine_access.h"
-#include "graphs/engine/graph_drawing.h"
 #include "runtime/forwarding_runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"

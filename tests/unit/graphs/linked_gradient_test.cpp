@@ -1,6 +1,4 @@
 // Gradients that one graph hands on to the next without a copy, where two of them are one tensor.
-#include <vector>
-
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 

@@ -1,7 +1,6 @@
 // Two microbatches in flight without chunks, with eager work between two graphed calls.
 #include <cstdint>
 #include <ostream>
-#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>

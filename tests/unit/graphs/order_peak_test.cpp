@@ -1,6 +1,5 @@
 // The peak of live memory of a rank's order against what its plan says beforehand, to the byte.
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>

@@ -3,7 +3,6 @@
 #include <map>
 #include <optional>
 #include <stdexcept>
-#include <utility>
 
 #include "models/block_model.h"
 #include "models/wrapping.h"

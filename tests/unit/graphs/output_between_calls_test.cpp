@@ -137,7 +137,7 @@ TEST_F(OutputBetweenCallsTest, IsNotKeptByTheSequence) {
   EXPECT_EQ(engine_->report().outputs_copied, 0);
 }
 
-TEST_F(OutputBetweenCallsTest, LeavesWithTheGroupThatSavesIt) {
+TEST_F(OutputBetweenCallsTest, IsOffloadedWithTheGroupThatSavesIt) {
   engine_.emplace(model_, options().offload("between"));
   expect_plain(0, 1, gate);
   EXPECT_EQ(engine_->report().offloaded_bytes, 2 * kLayers * kOutputBytes) << "like any storage in the first step";

@@ -11,11 +11,11 @@ namespace sidestream::testing_model {
 namespace {
 
 /// A stack whose outputs are ordinary tensors. What plain training needs of order between the streams, the programs have.
-class OutputProgram : public StackProgram {
+class OutputProgram : public StackProgram, protected StreamPair {
  public:
   /// `linked`: each layer takes the output of the one before, so that its memory is used again in the same pass.
   explicit OutputProgram(const Runtimes& runtimes, bool linked = true, const GraphOptions& options = {})
-      : StackProgram(runtimes, kLayers), streams_(runtime()) {
+      : StackProgram(runtimes, kLayers), StreamPair(runtime()) {
     if (make_engine(*model_, stack_options())) {
       capture_linked(callables(0, kLayers), options, [linked](std::size_t /*layer*/) { return !linked; });
     }
@@ -24,10 +24,6 @@ class OutputProgram : public StackProgram {
   ~OutputProgram() override { end(); }
 
  protected:
-  [[nodiscard]] c10::Stream a() const { return streams_.a(); }
-  [[nodiscard]] c10::Stream b() const { return streams_.b(); }
-  [[nodiscard]] c10::Stream by_turns(std::int64_t i) const { return streams_.of(i); }
-  void order(c10::Stream earlier, c10::Stream later) { streams_.order(earlier, later); }
   /// Forward and backward on the current stream; `given` gets each layer's output as it comes.
   void pass(std::int64_t s, std::vector<at::Tensor>& gradients, const std::function<void(const at::Tensor&)>& given) {
     model_->zero_grad();
@@ -49,9 +45,6 @@ class OutputProgram : public StackProgram {
   }
 
   static constexpr std::size_t kLayers = 4;
-
- private:
-  StreamPair streams_;
 };
 
 /// All outputs are kept, as a list of hidden states is.

@@ -367,6 +367,12 @@ class ComputedModel : public OnePart<Computed> {
     direction = register_parameter("direction", at::randn({8, 8}));
     gain = register_parameter("gain", at::randn({8, 1}));
   }
+  void run(std::int64_t s, c10::Device device) {
+    call(part.get(), at::full({5, 8}, 0.1 * static_cast<double>(s + 1), at::kFloat).to(device))
+        .square()
+        .sum()
+        .backward();
+  }
   at::Tensor direction, gain;
 };
 
@@ -379,10 +385,7 @@ TEST_F(ParameterGuardTest, AWeightThatIsNoLeafIsRefusedByTheCallsName) {
       } else if (!model.part->effective.defined()) {
         model.part->effective = model.direction.t();
       }
-      call(model.part.get(), at::full({5, 8}, 0.1 * static_cast<double>(s + 1), at::kFloat).to(device_))
-          .square()
-          .sum()
-          .backward();
+      model.run(s, device_);
     };
     twins.expect_plain(0, 1, act);
     EXPECT_THROWS(UsageError, "graphed call \"part\": it reads a tensor of shape [8, 8] that was computed",
@@ -408,10 +411,7 @@ TEST_F(ParameterGuardTest, AWeightThatAnotherThreadComputesIsRefusedToo) {
         make_nodes(ahead ? here + 1000 : 0);
         model.part->effective = model.direction * model.gain;
       }).join();
-      call(model.part.get(), at::full({5, 8}, 0.1 * static_cast<double>(s + 1), at::kFloat).to(device_))
-          .square()
-          .sum()
-          .backward();
+      model.run(s, device_);
     };
     twins.expect_plain(0, 1, act);
     EXPECT_THROWS(UsageError, "it reads a tensor of shape [8, 8] that was computed", (void)twins.engine->step());

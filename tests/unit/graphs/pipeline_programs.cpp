@@ -1,6 +1,4 @@
 // One rank of an interleaved pipeline by ss::call.
-#include <utility>
-
 #include "unit/graphs/called_stack.h"
 #include "unit/graphs/engine_program.h"
 #include "unit/graphs/rank_pipeline.h"

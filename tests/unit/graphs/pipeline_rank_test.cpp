@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -137,17 +138,11 @@ INSTANTIATE_TEST_SUITE_P(Orders, PipelineRankTest,
                          testing::Combine(testing::ValuesIn(rank_programs()), rank_ways,
                                           testing::Values(RankChunks::none, RankChunks::ordered)),
                          name_of_rank);
-/// Of callables in order. The layers of two chunks may not alternate in forward, and with delayed weight gradients no other chunk may run
-/// between the layers of a backward.
 std::vector<RankProgram> callable_orders() {
   std::vector<RankProgram> programs = rank_programs();
   const std::vector<RankProgram> deep = deep_programs();
   programs.insert(programs.end(), deep.begin(), deep.end());
-  std::erase_if(programs, [](const RankProgram& program) {
-    return program.extra == RankExtra::alternating || program.extra == RankExtra::overtaking ||
-           (program.extra == RankExtra::cut && program.schedule == RankSchedule::zero_bubble);
-  });
-  return programs;
+  return for_callables(std::move(programs));
 }
 INSTANTIATE_TEST_SUITE_P(OfCallables, PipelineRankTest,
                          testing::Combine(testing::ValuesIn(callable_orders()),

@@ -2,9 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <iosfwd>
 #include <map>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -171,6 +171,14 @@ std::vector<RankProgram> random_programs() {
   return all;
 }
 
+std::vector<RankProgram> for_callables(std::vector<RankProgram> programs) {
+  std::erase_if(programs, [](const RankProgram& program) {
+    return program.extra == RankExtra::alternating || program.extra == RankExtra::overtaking ||
+           (program.extra == RankExtra::cut && program.schedule == RankSchedule::zero_bubble);
+  });
+  return programs;
+}
+
 std::vector<RankProgram> random_callable_programs() {
   std::vector<RankProgram> all;
   for (std::size_t seed = 0; seed < 15; ++seed) {

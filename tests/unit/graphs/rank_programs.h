@@ -44,6 +44,9 @@ inline std::ostream& operator<<(std::ostream& out, const RankProgram& program) {
 
 [[nodiscard]] std::vector<RankProgram> rank_programs();
 [[nodiscard]] std::vector<RankProgram> random_programs();
+/// Those of `programs` that callables in order can take: the layers of two chunks do not alternate in forward, and with delayed weight
+/// gradients no other chunk runs between the layers of a backward.
+[[nodiscard]] std::vector<RankProgram> for_callables(std::vector<RankProgram> programs);
 /// For callables in order: layers of two forwards do not take turns, nor do those of two backwards.
 [[nodiscard]] std::vector<RankProgram> random_callable_programs();
 /// Detached layers of one chunk, as many as are needed so that some of them are offloaded.

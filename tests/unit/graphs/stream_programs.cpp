@@ -11,9 +11,9 @@
 namespace sidestream::testing_model {
 namespace {
 
-class OnStreams : public EngineProgram {
+class OnStreams : public EngineProgram, protected StreamPair {
  public:
-  explicit OnStreams(const Runtimes& runtimes) : EngineProgram(runtimes), streams_(runtime()) {
+  explicit OnStreams(const Runtimes& runtimes) : EngineProgram(runtimes), StreamPair(runtime()) {
     make_engine(model_, Options(device()).min_bytes(1024).groups_in_flight(1).offload("**"));
     for (std::uint64_t i = 0; i < 8; ++i) {
       auto generator = at::detail::createCPUGenerator(700 + i);
@@ -24,9 +24,6 @@ class OnStreams : public EngineProgram {
   ~OnStreams() override { end(); }
 
  protected:
-  [[nodiscard]] c10::Stream a() const { return streams_.a(); }
-  [[nodiscard]] c10::Stream b() const { return streams_.b(); }
-  [[nodiscard]] c10::Stream by_turns(std::int64_t i) const { return streams_.of(i); }
   /// Two for each step.
   [[nodiscard]] const at::Tensor& input(std::int64_t s, std::int64_t which) const {
     return inputs_[(2 * s + which) % 8];
@@ -36,13 +33,12 @@ class OnStreams : public EngineProgram {
     return torch::autograd::grad({loss}, inputs);
   }
   [[nodiscard]] TwoStreams two_streams() {
-    const auto in_order = [this](c10::Stream earlier, c10::Stream later) { streams_.order(earlier, later); };
+    const auto in_order = [this](c10::Stream earlier, c10::Stream later) { order(earlier, later); };
     return {a(), b(), in_order, in_order};
   }
   static at::Tensor scopes(const at::Tensor& x) { return through_scopes(x).sum(); }
 
  private:
-  StreamPair streams_;
   torch::nn::Module model_;
   std::vector<at::Tensor> inputs_;
 };

@@ -26,25 +26,31 @@ class TensorPoolOrderTest : public sim::SimTest {
   void copy_in(const at::Tensor& device, const at::Tensor& host, c10::Stream stream) {
     runtime().copy_to_device(device.mutable_data_ptr(), host.const_data_ptr(), device.nbytes(), stream);
   }
-  /// Two tensors are offloaded and reloaded through one host tensor. The second is copied out while the first may still be copied in.
-  void reuse_host_memory(bool freed_behind_the_reload) {
-    TensorPool pool(TensorPool::Memory::host, runtime().device());
-    pool.plan({kNumbers}, at::kFloat, 1);
-    pool.seal();
+  /// Two tensors are offloaded and reloaded through one host tensor of `pool`, which `release(i, host)` gives back after each reload. The
+  /// second is copied out while the first may still be copied in.
+  template <class Release>
+  void offload_two(TensorPool& pool, bool ordered, const Release& release) {
     const at::Tensor x[] = {filled(3), filled(5)};
     const at::Tensor y[] = {filled(0), filled(0)};
     runtime().synchronize_device();
     ScheduleCheck check(runtime().device());
     for (const int i : {0, 1}) {
-      const at::Tensor host = pool.allocate({kNumbers}, at::kFloat, copies());
+      at::Tensor host = pool.allocate({kNumbers}, at::kFloat, copies());
       copy_out(host, x[i], copies());
       order(copies(), side());
       copy_in(y[i], host, side());
-      pool.free(host, freed_behind_the_reload ? side() : main());
+      release(i, host);
     }
     order(side(), main());
     check.stop({{"first", y[0]}, {"second", y[1]}});
-    expect(freed_behind_the_reload, check);
+    expect(ordered, check);
+  }
+  void reuse_host_memory(bool freed_after_the_reload) {
+    TensorPool pool(TensorPool::Memory::host, runtime().device());
+    pool.plan({kNumbers}, at::kFloat, 1);
+    pool.seal();
+    offload_two(pool, freed_after_the_reload,
+                [&](int /*i*/, const at::Tensor& host) { pool.free(host, freed_after_the_reload ? side() : main()); });
   }
   /// Two products on two streams use one device tensor.
   void reuse_device_memory(bool freed_behind_its_reader) {
@@ -115,25 +121,14 @@ TEST_F(TensorPoolOrderTest, ClearedMemoryIsReusedAfterItsLastUse) {
 
 TEST_F(TensorPoolOrderTest, ResetIsAFreeOnTheCurrentStream) {
   TensorPool pool(TensorPool::Memory::host, runtime().device());
-  const at::Tensor x[] = {filled(3), filled(5)};
-  const at::Tensor y[] = {filled(0), filled(0)};
-  runtime().synchronize_device();
-  ScheduleCheck check(runtime().device());
-  for (const int i : {0, 1}) {
-    const at::Tensor host = pool.allocate({kNumbers}, at::kFloat, copies());
-    copy_out(host, x[i], copies());
-    order(copies(), side());
-    copy_in(y[i], host, side());
+  offload_two(pool, true, [&](int i, at::Tensor& host) {
     if (i == 0) {
       const StreamGuard current(runtime(), side());
-      const_cast<at::Tensor&>(host).reset();
+      host.reset();
       pool.reset();
     }
-  }
+  });
   EXPECT_EQ(pool.statistics().total, 1);
-  order(side(), main());
-  check.stop({{"first", y[0]}, {"second", y[1]}});
-  expect(true, check);
 }
 
 }  // namespace

@@ -39,6 +39,13 @@ class CheckedRuntimeTest : public testing::Test {
     const c10::StreamGuard guard(stream);
     return body();
   }
+  /// Frees `x` and gives its memory to a new tensor on stream `a`.
+  void reuse(at::Tensor& x) {
+    const void* address = x.data_ptr();
+    x.reset();
+    x = on(a(), [&] { return at::zeros({64}, options()); });
+    ASSERT_EQ(x.data_ptr(), address);
+  }
   void expect_clean() { EXPECT_EQ(checked_->findings(), std::vector<std::string>()); }
   /// Exactly one finding, which has each of these words.
   void expect_one(const std::vector<std::string>& words) {
@@ -153,10 +160,7 @@ TEST_F(CheckedRuntimeTest, RecordStreamMakesItFine) {
   const at::Tensor y = on(b(), [&] { return x.exp(); });
   x.record_stream(b());
   const at::Tensor z = on(b(), [&] { return x.tanh(); });  // after record_stream, and before the free
-  const void* address = x.data_ptr();
-  x.reset();
-  x = on(a(), [&] { return at::zeros({64}, options()); });
-  ASSERT_EQ(x.data_ptr(), address);
+  ASSERT_NO_FATAL_FAILURE(reuse(x));
   expect_clean();
 }
 
@@ -168,10 +172,7 @@ TEST_F(CheckedRuntimeTest, RecordStreamCoversWhatThatStreamHasWaitedFor) {
   order(c, b());
   const at::Tensor z = on(b(), [&] { return y.tanh(); });
   x.record_stream(b());
-  const void* address = x.data_ptr();
-  x.reset();
-  x = on(a(), [&] { return at::zeros({64}, options()); });
-  ASSERT_EQ(x.data_ptr(), address);
+  ASSERT_NO_FATAL_FAILURE(reuse(x));
   expect_clean();
 }
 
@@ -183,10 +184,7 @@ TEST_F(CheckedRuntimeTest, RecordStreamOfOneStreamIsNoneOfAnother) {
   const at::Tensor y = on(b(), [&] { return x.exp(); });
   const at::Tensor z = on(c, [&] { return x.tanh(); });
   x.record_stream(b());
-  const void* address = x.data_ptr();
-  x.reset();
-  x = on(a(), [&] { return at::zeros({64}, options()); });
-  ASSERT_EQ(x.data_ptr(), address);
+  ASSERT_NO_FATAL_FAILURE(reuse(x));
   expect_one({"aten::tanh", "aten::empty"});
 }
 

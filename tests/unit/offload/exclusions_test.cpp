@@ -1,7 +1,6 @@
 #include "offload/exclusions.h"
 
 #include <string>
-#include <vector>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>

@@ -1,7 +1,6 @@
 // Steps in which some groups stay on the device: those that are offloaded come back no earlier for that.
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>

@@ -144,29 +144,19 @@ Tensors composed(const std::function<Tensors()>& run) {
 }
 
 std::vector<OperatorCase> recurrent_cases() {
+  const auto lstm_of = [](D d, const Form& form) { return lstm(d, form); };
+  const auto gru_of = [](D d, const Form& form) { return gru(d, form); };
+  const auto row = [](const char* name, const auto& module, const Form& form) {
+    return OperatorCase{name, [=](D d) { return module(d, form); }};
+  };
   return {
-      {"Lstm", [](D d) { return lstm(d, {}); }},
-      {"LstmLayers",
-       [](D d) {
-         return lstm(d, {3, false, false, 0, true});
-       }},
-      {"LstmBothDirections",
-       [](D d) {
-         return lstm(d, {1, true, false, 0, true});
-       }},
-      {"LstmBatchFirst",
-       [](D d) {
-         return lstm(d, {1, false, true, 0, true});
-       }},
-      {"LstmDropout",
-       [](D d) {
-         return lstm(d, {2, false, false, 0.3, true});
-       }},
-      {"LstmFull", [](D d) { return lstm(d, full()); }},
-      {"LstmWithoutBias",
-       [](D d) {
-         return lstm(d, {2, true, false, 0, false});
-       }},
+      row("Lstm", lstm_of, {}),
+      row("LstmLayers", lstm_of, {3, false, false, 0, true}),
+      row("LstmBothDirections", lstm_of, {1, true, false, 0, true}),
+      row("LstmBatchFirst", lstm_of, {1, false, true, 0, true}),
+      row("LstmDropout", lstm_of, {2, false, false, 0.3, true}),
+      row("LstmFull", lstm_of, full()),
+      row("LstmWithoutBias", lstm_of, {2, true, false, 0, false}),
       {"LstmProjected", [](D d) { return lstm(d, full(0), at::kFloat, 2); }},
       {"LstmDouble", [](D d) { return lstm(d, full(), at::kDouble); }},
       {"LstmBFloat16", [](D d) { return lstm(d, full(), at::kBFloat16); }},
@@ -203,24 +193,12 @@ std::vector<OperatorCase> recurrent_cases() {
          const auto [h2, c2] = cell->forward(x, std::make_tuple(h1, c1));
          return all_gradients({h2, c2}, with_weights(cell, {x, h, c}));
        }},
-      {"Gru", [](D d) { return gru(d, {}); }},
-      {"GruLayers",
-       [](D d) {
-         return gru(d, {3, false, false, 0, true});
-       }},
-      {"GruBothDirections",
-       [](D d) {
-         return gru(d, {1, true, false, 0, true});
-       }},
-      {"GruBatchFirst",
-       [](D d) {
-         return gru(d, {1, false, true, 0, true});
-       }},
-      {"GruFull", [](D d) { return gru(d, full()); }},
-      {"GruWithoutBias",
-       [](D d) {
-         return gru(d, {2, true, false, 0, false});
-       }},
+      row("Gru", gru_of, {}),
+      row("GruLayers", gru_of, {3, false, false, 0, true}),
+      row("GruBothDirections", gru_of, {1, true, false, 0, true}),
+      row("GruBatchFirst", gru_of, {1, false, true, 0, true}),
+      row("GruFull", gru_of, full()),
+      row("GruWithoutBias", gru_of, {2, true, false, 0, false}),
       {"GruDouble", [](D d) { return gru(d, full(), at::kDouble); }},
       {"GruBFloat16", [](D d) { return gru(d, full(), at::kBFloat16); }},
       {"GruPacked", [](D d) { return packed<torch::nn::GRU>(d, full().options<torch::nn::GRUOptions>()); }},
