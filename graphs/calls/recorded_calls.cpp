@@ -8,6 +8,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/util/DimVector.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/nn/module.h>
@@ -94,13 +95,14 @@ struct RecordedCalls::Flight {
 
   std::shared_ptr<BackwardSeen> backward = std::make_shared<BackwardSeen>();
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> outputs;
-  std::vector<std::size_t> from;  ///< recorded calls that its inputs were computed from
-  SequenceStep backward_step;     ///< of its backward, in the order log
-  bool first = true;              ///< of its recorded call
-  bool like_recorded = true;      ///< its inputs have the shapes that the capture will have
-  bool weights = false;           ///< its weight gradients are computed, if they are delayed
-  bool weights_told;              ///< the step's order says when
-  std::uint64_t chunk;            ///< its chunk's number; 0 without one
+  std::vector<c10::DimVector> sizes;  ///< of `outputs`: a program may change them in place
+  std::vector<std::size_t> from;      ///< recorded calls that its inputs were computed from
+  SequenceStep backward_step;         ///< of its backward, in the order log
+  bool first = true;                  ///< of its recorded call
+  bool like_recorded = true;          ///< its inputs have the shapes that the capture will have
+  bool weights = false;               ///< its weight gradients are computed, if they are delayed
+  bool weights_told;                  ///< the step's order says when
+  std::uint64_t chunk;                ///< its chunk's number; 0 without one
 };
 
 std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& request, const CallModes& modes,
@@ -231,7 +233,7 @@ const RecordedCall* RecordedCalls::awaiting_backward(std::uint64_t chunk) const 
 bool RecordedCalls::gave(const Link& link, const at::Tensor& tensor) const {
   const auto& outputs = flights_[link.call]->outputs;
   return link.index < outputs.size() && outputs[link.index]._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&
-         !outputs[link.index].expired();
+         !outputs[link.index].expired() && tensor.sizes() == flights_[link.call]->sizes[link.index];
 }
 
 std::optional<std::size_t> RecordedCalls::repeated(const CallSite& site, const detail::CallRequest& request,
@@ -301,10 +303,12 @@ void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
   dependencies_.add(call, flight.from, outputs);
   outputs_.add(call, calls_[call]->sequence(), outputs);
   flight.outputs.clear();
+  flight.sizes.clear();
   std::vector<std::shared_ptr<torch::autograd::Node>> watched;
   const c10::DeviceType type = calls_[call]->state.modes.autocast.type;
   for (const at::Tensor& output : outputs) {
     flight.outputs.emplace_back(output.getIntrusivePtr());
+    flight.sizes.emplace_back(output.defined() ? output.sizes() : c10::IntArrayRef());
     auto node = output.defined() ? output.grad_fn() : nullptr;
     if (node != nullptr && std::find(watched.begin(), watched.end(), node) == watched.end()) {
       watched.push_back(std::move(node));

@@ -7,7 +7,9 @@
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "graphs/gradients/gradient_leaves.h"
 #include "observe/external_reads.h"
+#include "offload/autograd_walk.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -23,10 +25,12 @@ bool same_storage(const at::Tensor& a, const at::Tensor& b) {
 /// The parameter, buffer or other tensor that a replay finds where the capture did, and that `output` is or is a view of.
 at::Tensor owner_of(const CapturedCall& call, const at::Tensor& output, const Exclusions& exclusions) {
   at::Tensor found;
-  // Parameters may be parts of one buffer: a view lies in its own base's part.
+  const at::Tensor base = output.is_view() ? at::Tensor(output._base()) : at::Tensor();
+  // Parameters may be parts of one buffer: a view lies in its own base's part. Two may even be all of it, and then the base tells.
   const auto look_at = [&](const at::Tensor& tensor) {
-    if (tensor.is_same(output) || (!found.defined() && same_storage(tensor, output) &&
-                                   bytes_in_storage(tensor).contains(bytes_in_storage(output)))) {
+    if (tensor.is_same(output) || tensor.is_same(base) ||
+        (!found.defined() && same_storage(tensor, output) &&
+         bytes_in_storage(tensor).contains(bytes_in_storage(output)))) {
       found = tensor;
     }
   };
@@ -82,10 +86,12 @@ class Sorter {
     if (held.of = first_of(leaves_, leaves_.size(), shares); held.of < leaves_.size()) {
       held.kind = Kind::view_of_input;
       held.owner = at::Tensor();
+      held.detached = !backward_may_begin_from(output);
       check_view(index, leaves_[held.of], "input " + std::to_string(held.of));
     } else if (held.owner.defined()) {
-      const bool without_gradient = !output.requires_grad() || (call_.spec.state.modes.gradients && output.is_leaf());
-      held.kind = held.owner.is_same(output) || without_gradient ? Kind::other : Kind::view_of_other;
+      held.detached =
+          !held.owner.is_same(output) && (!call_.spec.state.modes.gradients || !backward_may_begin_from(output));
+      held.kind = held.owner.is_same(output) || held.detached ? Kind::other : Kind::view_of_other;
       if (held.kind == Kind::view_of_other) {
         if (!held.owner.requires_grad()) {
           throw CaptureError(
@@ -93,7 +99,7 @@ class Sorter {
               " requires a gradient, but lies in memory that the call did not make; clone it in the call");
         }
         check_view(index, held.owner, "a parameter or buffer");
-      } else if (!held.owner.is_same(output)) {
+      } else if (held.detached) {
         held.owner = held.tensor;
       }
     } else {
@@ -124,6 +130,12 @@ class Sorter {
                          " with another dtype, conjugated or expanded; a replay cannot make such a view again. Clone "
                          "the output in the call, or make the view outside");
     }
+    if (const auto& node = output.grad_fn(); node != nullptr && has_hooks(*node)) {
+      throw CaptureError("graphed call \"" + call_.spec.name + "\": output " + std::to_string(index) +
+                         " is a view of " + of +
+                         " on which the call registers a gradient hook. A replay makes the view again, without the "
+                         "hook; register the hook outside of the call, or clone the output in the call");
+    }
     if (output.is_view() && torch::autograd::impl::get_view_autograd_meta(output)->get_creation_meta() ==
                                 torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION) {
       throw CaptureError("callable \"" + call_.spec.name + "\": output " + std::to_string(index) + " is a view of " +
@@ -138,7 +150,7 @@ class Sorter {
     StaticOutput& held = call_.outputs[index];
     auto& storages = call_.output_storages;
     held.kind = Kind::made;
-    held.requires_grad = output.requires_grad();
+    held.requires_grad = backward_may_begin_from(output);
     held.view = StorageView::capture(held.tensor);
     held.saved = saved.contains(output);
     held.shares_version_with = index;

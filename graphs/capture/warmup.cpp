@@ -213,7 +213,7 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
   for (const at::Tensor& output : outputs) {
-    if (output.defined() && output.requires_grad() && !returns_parameter(output, inputs)) {
+    if (output.defined() && backward_may_begin_from(output) && !returns_parameter(output, inputs)) {
       roots.push_back(output);
       seeds.push_back(at::ones_like(output));
     }

@@ -40,8 +40,8 @@ bool lies_in(const at::Tensor& tensor, const at::Tensor& memory) { return lies_a
 /// As has_gradient_hooks and is_owned say, for a `.grad` with memory; false is no answer yet.
 bool is_in_place(const AccumulatedGradient& gradient) {
   const auto* const meta = static_cast<const torch::autograd::AutogradMeta*>(gradient.parameter->autograd_meta());
-  if (meta == nullptr || !meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr || !meta->grad_.has_storage() ||
-      !lies_at(meta->grad_, gradient.memory)) {
+  if (meta == nullptr || !meta->requires_grad_ || !meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr ||
+      !meta->grad_.has_storage() || !lies_at(meta->grad_, gradient.memory)) {
     return false;
   }
   const auto accumulator = meta->grad_accumulator_.lock();
@@ -220,6 +220,13 @@ void check_owned_grads(const std::string& name, const std::vector<CallParameter>
   for (const CallParameter& parameter : parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       continue;
+    }
+    if (!parameter.tensor.requires_grad()) {
+      throw UsageError("graphed call \"" + name +
+                       "\": a parameter was frozen between the call's forward and its backward. In plain training it "
+                       "would get no gradient, but the backward graph adds into its .grad. Freeze it before the "
+                       "forward or after the backward, or capture with another GradientPolicy than accumulated for "
+                       "this parameter (GraphOptions::gradients)");
     }
     if (has_gradient_hooks(parameter.tensor)) {
       throw UsageError(

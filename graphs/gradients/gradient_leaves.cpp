@@ -14,6 +14,14 @@ bool holds(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor) {
   return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.is_same(tensor); });
 }
 
+bool backward_may_begin_from(const at::Tensor& output) {
+  if (!output.requires_grad() || !output.is_leaf()) {
+    return output.requires_grad();
+  }
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(output);
+  return meta != nullptr && meta->requires_grad_;
+}
+
 std::vector<at::Tensor> requiring(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> result;
   for (const at::Tensor& tensor : tensors) {

@@ -10,6 +10,9 @@ namespace sidestream {
 /// True if `tensor` itself is one of `tensors`.
 [[nodiscard]] bool holds(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor);
 
+/// True if `output` requires a gradient that is its own. A view that was made without gradients has its base's flag, and none of its own.
+[[nodiscard]] bool backward_may_begin_from(const at::Tensor& output);
+
 /// Those of `tensors` that require a gradient, each once.
 [[nodiscard]] std::vector<at::Tensor> requiring(const std::vector<at::Tensor>& tensors);
 

@@ -3,14 +3,16 @@
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "graphs/guards/input_facts.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
 
 at::Tensor view_of_input(const StaticOutput& output, const at::Tensor& captured, const at::Tensor& input) {
-  return input.as_strided(output.tensor.sizes(), output.tensor.strides(),
-                          output.tensor.storage_offset() - captured.storage_offset() + input.storage_offset());
+  const at::Tensor base = output.detached ? input.detach() : input;
+  return base.as_strided(output.tensor.sizes(), output.tensor.strides(),
+                         output.tensor.storage_offset() - captured.storage_offset() + input.storage_offset());
 }
 
 }  // namespace
@@ -19,8 +21,7 @@ void check_views_of_inputs(const std::string& name, const std::vector<StaticOutp
                            const std::vector<StaticInput>& held, c10::ArrayRef<at::Tensor> inputs) {
   for (const auto i : c10::irange(outputs.size())) {
     const StaticOutput& output = outputs[i];
-    if (output.kind == StaticOutput::Kind::view_of_input &&
-        inputs[output.of].strides() != held[output.of].tensor.strides()) {
+    if (output.kind == StaticOutput::Kind::view_of_input && !same_strides(inputs[output.of], held[output.of].tensor)) {
       throw UsageError(
           "graphed call \"" + name + "\": output " + std::to_string(i) + " is a view of input " +
           std::to_string(output.of) +
@@ -55,7 +56,7 @@ void give_outputs(const std::vector<StaticOutput>& outputs, std::vector<OutputSt
         given.push_back(view_of_input(output, held[output.of].tensor, inputs[output.of]));
         break;
       case StaticOutput::Kind::other:
-        given.push_back(output.owner);
+        given.push_back(output.detached ? output.owner.detach() : output.owner);
         break;
       case StaticOutput::Kind::view_of_other:
         given.push_back(

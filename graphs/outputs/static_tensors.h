@@ -64,6 +64,7 @@ struct StaticOutput {
   StorageView view;                     ///< of a made output
   std::size_t shares_version_with = 0;  ///< of a made output: the first output of its storage, which may be itself
   at::Tensor owner;
+  bool detached = false;          ///< of an input or `owner`: given out as another tensor, without gradient
   bool saved = false;             ///< operators saved it for backward
   bool overlaps = false;          ///< with another made output: a change in place would change that output's gradient
   bool requires_grad = false;     ///< backward begins from it

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "graphs/sequence/graph_resources.h"
 #include "sidestream/error.h"
@@ -26,6 +27,17 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
   return modules;
 }
 
+/// True if `given` is another output than `output` of the call that gave it. Two may be one memory.
+bool is_other_output(const CapturedCall& giver, std::size_t output, const at::Tensor& given) {
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(given);
+  const StaticOutput& held = giver.outputs[output];
+  const std::size_t first = held.kind == StaticOutput::Kind::earlier_output ? held.of : output;
+  const auto end = giver.outputs.begin() + static_cast<std::ptrdiff_t>(first);
+  return meta != nullptr && meta->grad_fn_ != nullptr &&
+         meta->output_nr_ != std::count_if(giver.outputs.begin(), end,
+                                           [](const StaticOutput& earlier) { return earlier.requires_grad; });
+}
+
 /// True if `input` is the output of another call, which still makes it, and `given` is not that output: the one of the latest forward, in
 /// whatever memory it is by now.
 bool breaks_link(const CapturedCalls& calls, const StaticInput& input, const at::Tensor& given) {
@@ -34,7 +46,8 @@ bool breaks_link(const CapturedCalls& calls, const StaticInput& input, const at:
   }
   const CapturedCall& giver = calls[input.from->call];
   return !given.has_storage() || !giver.output_storages[giver.outputs[input.from->index].of].gave(given.storage()) ||
-         given.storage_offset() != input.tensor.storage_offset() || !same_layout(given, input.tensor);
+         given.storage_offset() != input.tensor.storage_offset() || !same_layout(given, input.tensor) ||
+         is_other_output(giver, input.from->index, given);
 }
 
 /// In plain training autograd compares the versions of saved tensors; a graph reads the same bytes.
