@@ -317,6 +317,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
             return targets;
           },
           hooks, nullptr, &runtime, timed ? &sizings.back().pace : nullptr);
+      observer.rethrow();
       seeds.check(spec, /*last=*/false);
     }
     await_end_of_backward(runtime.device());
@@ -325,6 +326,7 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
   if (options.post_warmup_hook()) {
     const OperatorObserverGuard observer([&](const OperatorAccess& access) { watch.after(access); });
     options.post_warmup_hook()();
+    observer.rethrow();
   }
   keep_outputs_that_several_need(sizings);
   return sizings;

@@ -63,10 +63,11 @@ void WholeStepOffload::begin_sizing() {
   passes_.clear();
   if (copies_ == nullptr || copies_->captured) {
     copies_.reset();  // its slots are given back before others are pinned
-    copies_ = std::make_unique<Copies>();
-    copies_->arena = std::make_shared<HostArena>(*parts_.runtime, parts_.engine_arena->budget());
-    copies_->mover = std::make_shared<GroupMover>(parts_.runtime, copies_->arena);
-    copies_->offload = std::make_shared<BranchedCopies>(parts_.runtime, copies_->mover, parts_.limits);
+    auto copies = std::make_unique<Copies>();
+    copies->arena = std::make_shared<HostArena>(*parts_.runtime, parts_.engine_arena->budget());
+    copies->mover = std::make_shared<GroupMover>(parts_.runtime, copies->arena);
+    copies->offload = std::make_shared<BranchedCopies>(parts_.runtime, copies->mover, parts_.limits);
+    copies_ = std::move(copies);  // at once: unwinding looks at all of it
     counts_ = {};
     recorded_ = {};
   }

@@ -115,7 +115,16 @@ void Sandbox::WrittenStorages::keep(const c10::Storage& storage) {
   }
   forget_dead();
   const at::NoGradGuard no_grad;
-  kept_.emplace(key, Kept(storage.getWeakStorageImpl(), bytes_of(storage).clone()));
+  const at::Tensor bytes = bytes_of(storage);
+  // The operator that writes the storage cannot be stopped here. So the bytes are kept on the host if the device is full.
+  const at::Tensor copy = [&] {
+    try {
+      return bytes.clone();
+    } catch (const std::exception&) {
+      return bytes.cpu();
+    }
+  }();
+  kept_.emplace(key, Kept(storage.getWeakStorageImpl(), copy));
 }
 
 void Sandbox::WrittenStorages::put_back() {
@@ -125,7 +134,7 @@ void Sandbox::WrittenStorages::put_back() {
       const c10::Storage storage(std::move(alive));
       const auto bytes = static_cast<std::int64_t>(storage.nbytes());
       if (bytes >= kept.second.numel()) {  // a smaller storage was resized: its old bytes are lost
-        bytes_of(storage).narrow(0, 0, kept.second.numel()).copy_(kept.second, /*non_blocking=*/true);
+        bytes_of(storage).narrow(0, 0, kept.second.numel()).copy_(kept.second, /*non_blocking=*/!kept.second.is_cpu());
       }
     }
   }

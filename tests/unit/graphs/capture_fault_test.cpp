@@ -20,6 +20,8 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/graphed_step.h"
+#include "sidestream/scope.h"
 #include "sim/device/device.h"
 #include "unit/graphs/fault_runtime.h"
 #include "unit/sim/rerun/every_order.h"
@@ -57,9 +59,10 @@ class CaptureFaultTest : public testing::Test {
     return state;
   }
 
-  /// Captures a stack with `arm` at every n until it succeeds; returns how often it failed. `offload`: names.
+  /// Captures a stack with `arm` at every n until the fault is not `reached`; returns how often it failed. `offload`: names.
   int capture_with_every_fault(const std::shared_ptr<Runtime>& runtime, const std::function<void(std::int64_t)>& arm,
-                               const GraphOptions& options, bool with_gradients, const std::string& offload) {
+                               const std::function<bool()>& reached, const GraphOptions& options, bool with_gradients,
+                               const std::string& offload) {
     torch::nn::Sequential model = layer_stack(2, device_, {.dropout = 0.1, .batch_norm = true});
     OffloadEngine engine(EngineAccess::engine(*model, Options(device_).offload(offload).min_bytes(1024), runtime));
     if (with_gradients) {
@@ -70,13 +73,15 @@ class CaptureFaultTest : public testing::Test {
       const State before = state_of(*model);
       arm(n);
       try {
-        const auto layers = graph_stack(engine, model, device_, options);
-        arm(-1);
-        return failures;
+        (void)graph_stack(engine, model, device_, options);
       } catch (const DeviceError&) {
         ++failures;
       }
+      const bool ended = !reached();
       arm(-1);
+      if (ended) {
+        return failures;
+      }
       const State after = state_of(*model);
       EXPECT_TRUE(same(after.tensors, before.tensors)) << "fault " << n;
       EXPECT_LE(after.allocated, before.allocated) << "fault " << n;
@@ -88,13 +93,17 @@ class CaptureFaultTest : public testing::Test {
     const sim::OneThread one_thread;
     const auto faulty = std::make_shared<FaultyRuntime>(make_runtime(device_));
     const auto arm_call = [&](std::int64_t n) { faulty->fail(n); };
-    EXPECT_GT(capture_with_every_fault(faulty, arm_call, options, with_gradients, "**"), 20);
+    EXPECT_GT(capture_with_every_fault(
+                  faulty, arm_call, [&] { return !faulty->failed().empty(); }, options, with_gradients, "**"),
+              20);
     if (!each_allocation) {
       return;
     }
     // Without offload: what offloads is captured again where the device is full.
     const auto arm_allocation = [](std::int64_t n) { sim::Device::get().fail_allocation(n); };
-    EXPECT_GT(capture_with_every_fault(make_runtime(device_), arm_allocation, options, with_gradients, ""), 20);
+    const auto reached = [] { return sim::Device::get().allocation_failed(); };
+    EXPECT_GT(capture_with_every_fault(make_runtime(device_), arm_allocation, reached, options, with_gradients, ""),
+              20);
   }
 
   ExpectedWarnings warnings_;  ///< of scopes whose end fails
@@ -112,6 +121,56 @@ TEST_F(CaptureFaultTest, NothingChangesWhereTheGraphsWouldOwnTheGradients) {
   expect_nothing_changes(GraphOptions().num_warmup_iters(0).gradients("**", GradientPolicy::accumulated),
                          /*with_gradients=*/false,
                          /*each_allocation=*/true);
+}
+
+// The passes before the capture run the update too. What it writes is put back even if the device has no room for a copy of it.
+TEST_F(CaptureFaultTest, AWholeStepWithAnUpdateChangesNoWeight) {
+  const sim::OneThread one_thread;
+  const auto fails = [&](const std::shared_ptr<Runtime>& runtime, const std::function<void(std::int64_t)>& arm,
+                         std::int64_t n) {
+    torch::nn::Sequential model = layer_stack(2, device_);
+    OffloadEngine engine(EngineAccess::engine(*model, Options(device_).offload("**").min_bytes(1024), runtime));
+    const auto weights = [&] {
+      StepTensors all;
+      for (const auto& item : model->named_parameters()) {
+        all.emplace_back(item.key(), item.value().detach().clone());
+      }
+      return all;
+    };
+    const StepTensors before = weights();
+    const auto loss = [](torch::nn::SequentialImpl& layers, const Tensors& in) -> Tensors {
+      const OffloadScope scope("layers");
+      return {layers.forward(in[0]).square().mean()};
+    };
+    const auto update = [&] {
+      const at::NoGradGuard no_grad;
+      for (at::Tensor& parameter : model->parameters()) {
+        parameter.add_(parameter.grad(), -0.5);
+      }
+    };
+    bool failed = false;
+    arm(n);
+    try {
+      (void)make_graphed_step(engine, Callable("step", loss, model.ptr()), {{rows(0, device_)}},
+                              StepOptions().update(update));
+    } catch (const std::exception&) {
+      failed = true;
+    }
+    arm(-1);
+    EXPECT_TRUE(same(weights(), before)) << "fault " << n;
+    return failed;
+  };
+  const auto faulty = std::make_shared<FaultyRuntime>(make_runtime(device_));
+  int calls = 0;
+  for (std::int64_t n = 0; n < 150; ++n) {
+    const bool failed = fails(
+        faulty, [&](std::int64_t at) { faulty->fail(at); }, n);
+    calls += failed ? 1 : 0;
+    // A full device is no failure here: what offloads is captured again.
+    (void)fails(
+        make_runtime(device_), [](std::int64_t at) { sim::Device::get().fail_allocation(at); }, n);
+  }
+  EXPECT_GT(calls, 20);
 }
 
 // The memory itself is seen on a GPU alone, by ConformanceMissing.CaptureFailureCleanup.

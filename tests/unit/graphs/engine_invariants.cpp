@@ -59,19 +59,20 @@ bool nested_backward_refused() {
 }
 
 std::size_t captured_leases(const EngineState& engine) {
-  std::size_t leases = 0;
   std::set<const HostArena::Lease*> shared;
   engine.sequences().for_each([&](const GraphSequence& sequence) {
     for (const CapturedCall& call : sequence.captured().calls) {
       for (const auto& saved : call.copies.captured.storages) {
-        leases += saved->lease ? 1U : 0U;
+        if (saved->lease) {
+          shared.insert(&saved->lease);  // a later call may have taken its place, and has it as a part
+        }
         for (const SharedSlots::Part& part : saved->parts) {
           shared.insert(part.slot.get());
         }
       }
     }
   });
-  return leases + shared.size();
+  return shared.size();
 }
 
 /// Autograd's device thread frees a failed backward's tensors after the caller has its error.
