@@ -86,7 +86,7 @@ class Sorter {
     if (held.of = first_of(leaves_, leaves_.size(), shares); held.of < leaves_.size()) {
       held.kind = Kind::view_of_input;
       held.owner = at::Tensor();
-      held.detached = !backward_may_begin_from(output);
+      held.detached = leaves_[held.of].requires_grad() && !backward_may_begin_from(output);
       check_view(index, leaves_[held.of], "input " + std::to_string(held.of));
     } else if (held.owner.defined()) {
       held.detached =

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "graphs/sequence/graph_resources.h"
+#include "graphs/sequence/replay_node.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -27,15 +28,17 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
   return modules;
 }
 
-/// True if `given` is another output than `output` of the call that gave it. Two may be one memory.
+/// True if `given` is another output than `output` of the call that gave it. Two may be one memory. An output that was changed in place is
+/// the same one.
 bool is_other_output(const CapturedCall& giver, std::size_t output, const at::Tensor& given) {
   const auto* const meta = torch::autograd::impl::get_autograd_meta(given);
   const StaticOutput& held = giver.outputs[output];
   const std::size_t first = held.kind == StaticOutput::Kind::earlier_output ? held.of : output;
   const auto end = giver.outputs.begin() + static_cast<std::ptrdiff_t>(first);
-  return meta != nullptr && meta->grad_fn_ != nullptr &&
-         meta->output_nr_ != std::count_if(giver.outputs.begin(), end,
-                                           [](const StaticOutput& earlier) { return earlier.requires_grad; });
+  const auto number =
+      std::count_if(giver.outputs.begin(), end, [](const StaticOutput& earlier) { return earlier.requires_grad; });
+  return meta != nullptr && meta->output_nr_ != number &&
+         dynamic_cast<const ReplayNode*>(meta->grad_fn_.get()) != nullptr;
 }
 
 /// True if `input` is the output of another call, which still makes it, and `given` is not that output: the one of the latest forward, in

@@ -197,6 +197,24 @@ TEST(ReturnedAlias, TheOtherOutputOfAMemoryGoesToTheNextCall) {
   EXPECT_GT(engine.report().replays, 0);
 }
 
+TEST(ReturnedAlias, AnOutputThatWasChangedInPlaceGoesToTheNextCallToo) {
+  const c10::Device device = find_device("sim");
+  Scaled mine(device);
+  Scaled plain(device);
+  OffloadEngine engine(mine, Options(device).min_bytes(16).graph("first").graph("second"));
+  const auto first = owning([](Scaled& m, const at::Tensor& x) { return Tensors{x * m.weight, x + m.weight}; });
+  const auto second = owning([](Scaled& m, const at::Tensor& x) { return x * m.weight * 3; });
+  for (std::int64_t s = 0; s < 4; ++s) {
+    expect_same_step(mine, &engine, plain, s, [&](Scaled& model) {
+      const Tensors outputs = call("first", first, model, at::ones({2, 3}, device));
+      at::Tensor other = outputs[1];
+      other.relu_();
+      (call("second", second, model, other).sum() + outputs[0].sum()).backward();
+    });
+  }
+  EXPECT_EQ(engine.report().eager_calls, 2);
+}
+
 TEST(ReturnedAlias, AnOutputInAnotherShapeIsNotTheOneThatWasGiven) {
   const c10::Device device = find_device("sim");
   Scaled mine(device);
