@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "graphs/sequence/graph_resources.h"
-#include "graphs/sequence/replay_node.h"
+#include "offload/gradient_owner.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -38,7 +38,7 @@ bool is_other_output(const CapturedCall& giver, std::size_t output, const at::Te
   const auto number =
       std::count_if(giver.outputs.begin(), end, [](const StaticOutput& earlier) { return earlier.requires_grad; });
   return meta != nullptr && meta->output_nr_ != number &&
-         dynamic_cast<const ReplayNode*>(meta->grad_fn_.get()) != nullptr;
+         dynamic_cast<const GradientOwner*>(meta->grad_fn_.get()) != nullptr;
 }
 
 /// True if `input` is the output of another call, which still makes it, and `given` is not that output: the one of the latest forward, in
