@@ -173,20 +173,25 @@ TEST(ReturnedAlias, AHookOnAViewOfAnInputOrAParameterIsRefused) {
   }
 }
 
+/// The second call may take an output of the first.
+class TwoAliasCalls : public testing::Test {
+ protected:
+  c10::Device device_ = find_device("sim");
+  Scaled mine_{device_};
+  Scaled plain_{device_};
+  OffloadEngine engine_{mine_, Options(device_).min_bytes(16).graph("first").graph("second")};
+};
+
 // Both outputs are one memory. Once the program gives the next call the one, and later the other.
-TEST(ReturnedAlias, TheOtherOutputOfAMemoryGoesToTheNextCall) {
-  const c10::Device device = find_device("sim");
-  Scaled mine(device);
-  Scaled plain(device);
-  OffloadEngine engine(mine, Options(device).min_bytes(16).graph("first").graph("second"));
+TEST_F(TwoAliasCalls, TheOtherOutputOfAMemoryGoesToTheNextCall) {
   const auto first = owning([](Scaled& m, const at::Tensor& x) {
     const at::Tensor y = x * m.weight;
     return Tensors{y, y.view({2, 3})};
   });
   const auto second = owning([](Scaled& m, const at::Tensor& x) { return x * m.weight * 3; });
   for (std::int64_t s = 0; s < 9; ++s) {
-    expect_same_step(mine, &engine, plain, s, [&](Scaled& model) {
-      const Tensors outputs = call("first", first, model, at::ones({2, 3}, device));
+    expect_same_step(mine_, &engine_, plain_, s, [&](Scaled& model) {
+      const Tensors outputs = call("first", first, model, at::ones({2, 3}, device_));
       at::Tensor loss = call("second", second, model, outputs[s < 3 ? 0 : s < 6 ? 1 : 0]).sum();
       if (s % 2 == 1) {
         loss = loss + outputs[s < 3 ? 1 : 0].square().sum();
@@ -194,42 +199,34 @@ TEST(ReturnedAlias, TheOtherOutputOfAMemoryGoesToTheNextCall) {
       loss.backward();
     });
   }
-  EXPECT_GT(engine.report().replays, 0);
+  EXPECT_GT(engine_.report().replays, 0);
 }
 
-TEST(ReturnedAlias, AnOutputThatWasChangedInPlaceGoesToTheNextCallToo) {
-  const c10::Device device = find_device("sim");
-  Scaled mine(device);
-  Scaled plain(device);
-  OffloadEngine engine(mine, Options(device).min_bytes(16).graph("first").graph("second"));
+TEST_F(TwoAliasCalls, AnOutputThatWasChangedInPlaceGoesToTheNextCallToo) {
   const auto first = owning([](Scaled& m, const at::Tensor& x) { return Tensors{x * m.weight, x + m.weight}; });
   const auto second = owning([](Scaled& m, const at::Tensor& x) { return x * m.weight * 3; });
   for (std::int64_t s = 0; s < 4; ++s) {
-    expect_same_step(mine, &engine, plain, s, [&](Scaled& model) {
-      const Tensors outputs = call("first", first, model, at::ones({2, 3}, device));
+    expect_same_step(mine_, &engine_, plain_, s, [&](Scaled& model) {
+      const Tensors outputs = call("first", first, model, at::ones({2, 3}, device_));
       at::Tensor other = outputs[1];
       other.relu_();
       (call("second", second, model, other).sum() + outputs[0].sum()).backward();
     });
   }
-  EXPECT_EQ(engine.report().eager_calls, 2);
+  EXPECT_EQ(engine_.report().eager_calls, 2);
 }
 
-TEST(ReturnedAlias, AnOutputInAnotherShapeIsNotTheOneThatWasGiven) {
-  const c10::Device device = find_device("sim");
-  Scaled mine(device);
-  Scaled plain(device);
-  OffloadEngine engine(mine, Options(device).min_bytes(16).graph("first").graph("second"));
+TEST_F(TwoAliasCalls, AnOutputInAnotherShapeIsNotTheOneThatWasGiven) {
   const auto first = owning([](Scaled& m, const at::Tensor& x) { return x * m.weight; });
   const auto second = owning([](Scaled& m, const at::Tensor& x) { return x.matmul(m.weight); });
   for (std::int64_t s = 0; s < 5; ++s) {
-    expect_same_step(mine, &engine, plain, s, [&](Scaled& model) {
-      at::Tensor h = call("first", first, model, at::full({2, 3}, 1.0 + static_cast<double>(s), device));
+    expect_same_step(mine_, &engine_, plain_, s, [&](Scaled& model) {
+      at::Tensor h = call("first", first, model, at::full({2, 3}, 1.0 + static_cast<double>(s), device_));
       h.t_();
       call("second", second, model, h).sum().backward();
     });
   }
-  EXPECT_GT(engine.report().replays, 0);
+  EXPECT_GT(engine_.report().replays, 0);
 }
 
 // The stride of a dimension of size 1 says nothing.
