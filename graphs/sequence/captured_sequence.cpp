@@ -53,12 +53,23 @@ bool breaks_link(const CapturedCalls& calls, const StaticInput& input, const at:
          is_other_output(giver, input.from->index, given);
 }
 
+/// A graph that reads what the forward left.
+struct Reader {
+  const char* name;
+  const char* since;  ///< then it was possible to change what it reads
+  const char* remedy;
+};
+constexpr Reader kBackward{"its backward", "since its forward",
+                           "Change weights between steps, not between forward and backward"};
+constexpr Reader kWeights{"backward_dw", "since its backward", "Call backward_dw before you change weights"};
+
 /// In plain training autograd compares the versions of saved tensors; a graph reads the same bytes.
-/// Throws: UsageError that names a tensor that was changed in place and that the backward needs.
-void check_versions(const CapturedCall& call) {
+/// Throws: UsageError that names a tensor that was changed in place and that `reader` needs.
+void check_versions(const CapturedCall& call, const Reader& reader) {
   const auto changed = [&](const char* what, std::size_t index, const char* why) {
     throw UsageError("graphed call \"" + call.spec.name + "\": " + what + std::to_string(index) +
-                     " was changed in place before its backward, " + why + ": clone it before the in-place operation");
+                     " was changed in place before " + reader.name + ", " + why +
+                     ": clone it before the in-place operation");
   };
   for (const std::size_t i : call.lists.stamped_inputs) {
     if (!call.inputs[i].version.unchanged()) {
@@ -76,13 +87,13 @@ void check_versions(const CapturedCall& call) {
 }
 
 /// Throws: UsageError if the backward graph would read or do something else than at its capture.
-void check_state(const CapturedSequence& sequence, std::size_t index) {
+void check_state(const CapturedSequence& sequence, std::size_t index, const Reader& reader) {
   const CapturedCall& call = sequence.calls[index];
   const CallModes& captured = call.spec.state.backward_modes;
   const CallModes now = CallModes::current(captured.autocast.type);
   if (!(now == captured)) {
     const bool autocast = !(now.autocast == captured.autocast);
-    throw UsageError(sequence.describe(index) + ": its backward runs in another state of " +
+    throw UsageError(sequence.describe(index) + ": " + reader.name + " runs in another state of " +
                      (autocast ? "autocast" : "the global switches (deterministic algorithms, precision, back ends)") +
                      " than it was captured in" +
                      (autocast && now.autocast.enabled ? "; call backward() outside of the autocast region"
@@ -101,9 +112,19 @@ void check_state(const CapturedSequence& sequence, std::size_t index) {
   FactsChange weights = call.reads.modules.tensors_change();
   TensorFacts::add_changes(call.reads.watched, weights);
   if (weights.stale()) {
-    throw UsageError(sequence.describe(index) + ": since its forward, " + sequence.difference(index) +
-                     "; its backward would read weights that the model no longer has. Change weights " +
-                     "between steps, not between forward and backward");
+    throw UsageError(sequence.describe(index) + ": " + reader.since + ", " + sequence.difference(index) + "; " +
+                     reader.name + " would read weights that the model no longer has. " + reader.remedy);
+  }
+}
+
+/// Plain training decides in the backward who gets a gradient.
+void refuse_frozen(const CapturedCall& call, OutputSet used, const char* between, const char* remedy) {
+  for (const std::size_t i : call.lists.delayed_parameters) {
+    if ((call.parameters[i].outputs & used) != 0 && !call.parameters[i].tensor.requires_grad()) {
+      throw UsageError("graphed call \"" + call.spec.name +
+                       "\": a parameter whose gradient is delayed was frozen between " + between + ". " + remedy +
+                       " after backward_dw");
+    }
   }
 }
 
@@ -125,9 +146,11 @@ std::string CapturedSequence::describe(std::size_t call) const {
 
 void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const char* got) const {
   if (calls[call].replay.chunk_id && calls[call].replay.chunk != calls[obstacle].replay.chunk) {
-    throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
-                     "; run forwards and backwards in the order that OffloadEngine::step was given, and each backward "
-                     "to its end before the next one begins, or give step() the order that runs");
+    throw UsageError(
+        describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
+        "; run forwards and backwards in the order that OffloadEngine::step was given, and each backward "
+        "to its end before the next one begins, or give step() the order that runs. If that call is of a step that "
+        "failed, drop its outputs");
   }
   if (!calls[call].spec.chunk.empty()) {
     throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
@@ -372,8 +395,9 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
                      " are computed from, because the step's order has these before this backward; call backward_dw in "
                      "that order, or give step() the order that runs");
   }
-  check_state(*this, index);
-  check_versions(call);
+  check_state(*this, index, kBackward);
+  check_versions(call, kBackward);
+  refuse_frozen(call, all_outputs, "the call's forward and its backward", "Freeze it before the forward or");
 }
 
 void CapturedSequence::check_weights(std::size_t index) const {
@@ -383,8 +407,9 @@ void CapturedSequence::check_weights(std::size_t index) const {
         ": its weight gradients cannot be computed: it was reset since its backward. Call backward_dw before "
         "GraphedCallable::reset");
   }
-  check_state(*this, index);
-  check_versions(calls[index]);
+  check_state(*this, index, kWeights);
+  check_versions(calls[index], kWeights);
+  refuse_frozen(calls[index], calls[index].replay.used, "the call's backward and backward_dw", "Freeze it");
 }
 
 }  // namespace sidestream

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "base/site.h"
 #include "graphs/gradients/backward_split.h"
@@ -13,6 +14,15 @@
 #include "graphs/sequence/graph_sequence.h"
 
 namespace sidestream {
+namespace {
+
+/// True in a backward that names inputs (autograd::grad, or backward with a list): no other leaf gets a gradient from it.
+bool names_inputs() {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  return wanted != nullptr && !wanted->empty();
+}
+
+}  // namespace
 
 std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
   const std::lock_guard lock(mutex_);
@@ -72,7 +82,7 @@ void GraphSequence::backward_weights(std::size_t index) {
 
 void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
   CapturedCall& call = captured_.calls[index];
-  if (call.delays) {
+  if (call.delays && !names_inputs()) {
     delayed_weights_->add(weak_from_this(), index);
     weights_use_->idle(-copies_.for_weights_bytes());
     call.replay.used = used;

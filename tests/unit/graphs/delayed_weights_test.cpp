@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <ostream>
 #include <stdexcept>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 
@@ -331,8 +333,48 @@ TEST_F(DelayedCallablesTest, RefusesTensorsThatWereChangedInPlace) {
     h.mul_(2);
     compute_all();
   };
-  EXPECT_THROWS(UsageError, "was changed in place", in_step(&*stacks_.engine, change));
+  EXPECT_THROWS(UsageError, "was changed in place before backward_dw", in_step(&*stacks_.engine, change));
   expect_plain(1, [&] { compute_all(); });
+}
+
+TEST_F(DelayedCallablesTest, RefusesParametersThatWereFrozenInBetween) {
+  stacks_.capture(delayed());
+  at::Tensor parameter = stacks_.model->named_parameters()["1.fc1"];
+  expect_plain(0, [&] {
+    parameter.requires_grad_(false);
+    EXPECT_THROWS(UsageError, "frozen between the call's backward and backward_dw", compute_all());
+    parameter.requires_grad_(true);
+    compute_all();
+  });
+  EXPECT_THROWS(UsageError, "frozen between the call's forward and its backward", in_step(&*stacks_.engine, [&] {
+                  const at::Tensor loss = stacks_.loss(true, stacks_.input(1), 1);
+                  parameter.requires_grad_(false);
+                  loss.backward();
+                }));
+  parameter.requires_grad_(true);
+  expect_plain(1, [&] { compute_all(); });
+}
+
+TEST_F(DelayedCallablesTest, ABackwardThatNamesInputsDelaysNone) {
+  stacks_.capture(delayed());
+  for (const std::int64_t s : {0, 1}) {
+    const auto adversarial = [&](bool graphed) {
+      return train_step(graphed ? *stacks_.model : *stacks_.plain, graphed ? &*stacks_.engine : nullptr, [&] {
+        const at::Tensor x = stacks_.input(s);
+        const at::Tensor g = torch::autograd::grad({stacks_.loss(graphed, x, s)}, {x})[0];
+        stacks_.loss(graphed, (x + g.sign()).detach().requires_grad_(true), s).backward();
+        if (graphed) {
+          compute_all();
+        }
+      });
+    };
+    const StepTensors plain = adversarial(false);
+    EXPECT_TRUE(same(adversarial(true), plain)) << "step " << s;
+  }
+  in_step(&*stacks_.engine, [&] {
+    const at::Tensor x = stacks_.input(2);
+    stacks_.loss(true, x, 2).backward({}, std::nullopt, false, {{x}});
+  });  // nothing is missing
 }
 
 TEST_F(DelayedCallablesTest, EagerRunsComputeAllGradients) {
