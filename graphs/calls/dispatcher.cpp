@@ -275,6 +275,7 @@ void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& v
                      "GraphOptions::on_relocated_weights to capture");
   }
   counts_.eager_call();  // the next step begins with captures of what the model is then
+  resources_.owned_gradients.renew_accumulators();
   run_eagerly(call.site, call.request, call.outputs);
 }
 

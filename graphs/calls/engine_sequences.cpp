@@ -296,6 +296,7 @@ void EngineSequences::follow_weights(CallTable& calls) {
     own_.erase(std::remove(own_.begin(), own_.end(), holder), own_.end());
   }
   if (!replaced.empty()) {
+    resources_.owned_gradients.renew_accumulators();
     std::vector<at::Tensor> tensors = calls.model()->parameters();
     const std::vector<at::Tensor> buffers = calls.model()->buffers();
     tensors.insert(tensors.end(), buffers.begin(), buffers.end());

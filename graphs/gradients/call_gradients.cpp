@@ -167,8 +167,8 @@ OwnedGradient OwnedGradients::of(const at::Tensor& parameter) {
   }
   const at::Tensor& given = parameter.grad();
   // Only the graph that gave a gradient out may write it; its values are copied when a backward begins.
-  const bool taken =
-      given.defined() && given.has_storage() && ReplayedMemory::of(given.storage().data_ptr()) == nullptr;
+  const bool taken = given.defined() && given.has_storage() && given.scalar_type() == parameter.scalar_type() &&
+                     given.device() == parameter.device() && ReplayedMemory::of(given.storage().data_ptr()) == nullptr;
   OwnedGradient gradient{taken ? given : at::zeros_like(parameter.detach()), {}};
   gradient.memory = gradient.attached.detach();
   entries_.emplace(parameter.unsafeGetTensorImpl(),
@@ -189,6 +189,11 @@ void OwnedGradients::release_accumulators() noexcept {
   for (auto& [key, entry] : entries_) {
     entry.accumulator.reset();
   }
+}
+
+void OwnedGradients::renew_accumulators() {
+  release_accumulators();
+  hold_accumulators();
 }
 
 bool has_gradient_hooks(const at::Tensor& parameter) {

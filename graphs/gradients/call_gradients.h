@@ -83,6 +83,8 @@ class OwnedGradients {
   /// they are held here (see refuse_owned_gradients), but not in captures, which belong to other streams.
   void hold_accumulators();
   void release_accumulators() noexcept;
+  /// After a parameter was given another shape: an accumulator checks gradients against the shape that it was made for.
+  void renew_accumulators();
 
  private:
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;

@@ -317,6 +317,14 @@ TEST_F(GradientPolicyTest, AnAccumulatedOneThatIsGivenOtherMemoryIsTakenBack) {
   EXPECT_EQ(other.abs().sum().item<float>(), 0);
 }
 
+TEST_F(GradientPolicyTest, AnAccumulatedOneHasTheParametersDtype) {
+  model->parameters()[0].mutable_grad() = at::zeros_like(model->parameters()[0], at::kDouble);
+  capture(all_by(GradientPolicy::accumulated));
+  EXPECT_THROWS(UsageError, "was replaced by another tensor", backward(true, 0));
+  clear_both();
+  expect_same_backward(1);
+}
+
 TEST_F(GradientPolicyTest, HooksSeeWhatIsGivenOutAndMayKeepIt) {
   capture(all_by(GradientPolicy::owned));
   std::vector<at::Tensor> seen;

@@ -166,8 +166,11 @@ struct Change {
 class ChangedModelTest : public ParameterGuardTest, public testing::WithParamInterface<Change> {};
 
 TEST_P(ChangedModelTest, IsRecordedAndCapturedAnew) {
-  for (const OnNewArguments option : {OnNewArguments::capture, OnNewArguments::eager}) {
-    Twins<PartModel> twins(options().call_options(CallOptions().on_new_arguments(option)));
+  const std::pair<OnNewArguments, GradientPolicy> choices[] = {{OnNewArguments::capture, GradientPolicy::cloned},
+                                                               {OnNewArguments::eager, GradientPolicy::accumulated}};
+  for (const auto& [option, policy] : choices) {
+    Twins<PartModel> twins(
+        options(GraphOptions().gradients("**", policy)).call_options(CallOptions().on_new_arguments(option)));
     twins.expect_plain(0, 3, train());
     EXPECT_EQ(twins.engine->report().recaptures, 0);
     torch::manual_seed(51);
@@ -181,17 +184,19 @@ TEST_P(ChangedModelTest, IsRecordedAndCapturedAnew) {
 }
 
 TEST_P(ChangedModelTest, InTheMiddleOfAStepRunsPlainly) {
-  Twins<PartModel> twins(options());
-  twins.expect_plain(0, 3, train());
-  twins.expect_plain(3, [&](PartModel& model, std::int64_t s) {
-    train(model, s);
-    model.zero_grad();
-    torch::manual_seed(51);
-    GetParam().apply(model);
-    train(model, s + 10);
-  });
-  twins.expect_plain(4, 7, train());
-  EXPECT_EQ(twins.replays(), 6);
+  for (const GradientPolicy policy : {GradientPolicy::cloned, GradientPolicy::accumulated}) {
+    Twins<PartModel> twins(options(GraphOptions().gradients("**", policy)));
+    twins.expect_plain(0, 3, train());
+    twins.expect_plain(3, [&](PartModel& model, std::int64_t s) {
+      train(model, s);
+      model.zero_grad();
+      torch::manual_seed(51);
+      GetParam().apply(model);
+      train(model, s + 10);
+    });
+    twins.expect_plain(4, 7, train());
+    EXPECT_EQ(twins.replays(), 6);
+  }
 }
 
 TEST_P(ChangedModelTest, BeforeTheCaptureIsRecordedAnew) {
@@ -222,6 +227,16 @@ INSTANTIATE_TEST_SUITE_P(
                            [](PartModel& model) {
                              at::Tensor& weight = model.part(1).fc1->weight;
                              weight.set_data(weight.detach().t().contiguous().t());
+                           }},
+                    Change{"another_shape",
+                           [](PartModel& model) {
+                             Part& part = model.part(1);
+                             for (at::Tensor tensor : {part.fc1->bias, part.norm->weight, part.norm->bias,
+                                                       part.norm->running_mean, part.norm->running_var}) {
+                               tensor.set_data(tensor.detach().repeat({2}));
+                             }
+                             part.fc1->weight.set_data(part.fc1->weight.detach().repeat({2, 1}));
+                             part.fc2->weight.set_data(part.fc2->weight.detach().repeat({1, 2}));
                            }},
                     Change{"a_submodule_in_anothers_place",
                            [](PartModel& model) {
