@@ -168,15 +168,20 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     memory_.begin(counts_.captures());
   }
   step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
-  if (pins_) {
-    resources_.arena->open();
-  }
-  chunks_.step_begun();
-  if (step_->kind() == StepSession::Kind::planned) {
-    resources_.mover->trace().step_begins(counts_.captures(), budget_.step_begins(counts_.captures()));
-  }
-  if (verification_ != nullptr) {
-    verification_->begin_step();
+  try {
+    if (pins_) {
+      resources_.arena->open();
+    }
+    chunks_.step_begun();
+    if (step_->kind() == StepSession::Kind::planned) {
+      resources_.mover->trace().step_begins(counts_.captures(), budget_.step_begins(counts_.captures()));
+    }
+    if (verification_ != nullptr) {
+      verification_->begin_step();
+    }
+  } catch (...) {
+    close_step(/*failed=*/true);  // the caller gets no Step that would
+    throw;
   }
 }
 

@@ -133,7 +133,10 @@ void GroupMover::join(const Streams& streams) {
 
 void GroupMover::settle(const Direction& direction) noexcept {
   try {
-    runtime_->synchronize(direction.stream);
+    if (runtime_->capture_status(direction.stream) ==
+        CaptureStatus::none) {  // else nothing runs, and the wait would fail the capture
+      runtime_->synchronize(direction.stream);
+    }
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
   }
 }

@@ -25,12 +25,12 @@ void StepOrder::expect(const std::vector<PipelineStep>* order, const CopyWindow&
   if (*order == order_) {
     return;
   }
-  order_ = *order;
-  if (std::optional<StepGroups> expected = groups_of_order(order_, learned_); follows_ && expected) {
+  if (std::optional<StepGroups> expected = groups_of_order(*order, learned_); follows_ && expected) {
     learned_ = std::move(*expected);
     reloads_ = group_reloads(learned_.events, learned_.bytes, window);
     follows_ = !learned_.events.empty();
   }
+  order_ = *order;
 }
 
 void StepOrder::ended(GroupBytes bytes) {

@@ -153,8 +153,11 @@ TEST_F(CaptureFaultTest, AWholeStepWithAnUpdateChangesNoWeight) {
     try {
       (void)make_graphed_step(engine, Callable("step", loss, model.ptr()), {{rows(0, device_)}},
                               StepOptions().update(update));
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
       failed = true;
+      const std::string text = error.what();
+      EXPECT_TRUE(text.find("made to fail") != std::string::npos || text.find("out of memory") != std::string::npos)
+          << "fault " << n << ": " << text;
     }
     arm(-1);
     EXPECT_TRUE(same(weights(), before)) << "fault " << n;
