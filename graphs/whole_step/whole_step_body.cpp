@@ -120,7 +120,7 @@ WholeStepBody::Saving WholeStepBody::saving() const {
 }
 
 std::vector<at::Tensor> WholeStepBody::known_leaves() const {
-  std::vector<at::Tensor> leaves = requiring(given_->module->parameters());
+  std::vector<at::Tensor> leaves = given_->module->parameters();  // frozen ones too: an update may read their `.grad`
   for (const Target& target : targets_) {
     if (!holds(leaves, target.parameter)) {
       leaves.push_back(target.parameter);

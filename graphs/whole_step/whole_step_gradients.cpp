@@ -95,6 +95,8 @@ void WholeStepBody::add_gradient(const at::Tensor& leaf, const at::Tensor& grad)
   if (met_.size() <= target) {
     met_.resize(target + 1, false);
   }
+  grad.record_stream(
+      resources_.runtime->current_stream());  // the step's function may have computed on a stream of its own
   if (met_[target] || given_->accumulate) {
     targets_[target].gradient.memory.add_(grad);
   } else {
@@ -125,7 +127,7 @@ std::vector<WholeStepBody::NewGradient> WholeStepBody::add_gradients(const at::T
 
 void WholeStepBody::refuse_hooks() const {
   for (const at::Tensor& leaf : leaves_) {
-    if (has_gradient_hooks(leaf)) {
+    if (leaf.requires_grad() && has_gradient_hooks(leaf)) {
       throw UsageError("graphed step \"" + given_->name +
                        "\": a parameter has gradient hooks, which its graph would not run; do their work in the step's "
                        "update, or train without a graphed step");
@@ -210,7 +212,9 @@ void WholeStepBody::attach_gradients(bool ran_eagerly) {
   }
   if (given_->update) {  // their values changed: an eager forward may have saved the old ones
     for (const at::Tensor& leaf : leaves_) {
-      leaf.unsafeGetTensorImpl()->bump_version();
+      if (leaf.requires_grad()) {
+        leaf.unsafeGetTensorImpl()->bump_version();
+      }
     }
   }
 }

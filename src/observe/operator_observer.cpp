@@ -140,7 +140,7 @@ void OperatorObserverGuard::State::read_arguments(const at::RecordFunction& func
   const c10::ArrayRef<const c10::IValue> inputs = function.inputs();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     append_tensors(inputs[i], record.reads);
-    if (schema != nullptr && i < schema->writes.size() && schema->writes[i]) {
+    if (schema != nullptr && i < schema->writes.size() && schema->writes[i] && !schema->stream) {
       append_tensors(inputs[i], record.writes);
     }
   }

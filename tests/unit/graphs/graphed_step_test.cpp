@@ -1,12 +1,17 @@
 #include "sidestream/graphed_step.h"
 
 #include <optional>
+#include <string>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 #include <torch/utils.h>
 
+#include "sidestream/testing/simulator.h"
 #include "unit/graphs/graphed_step_fixture.h"
 
 namespace sidestream::testing_model {
@@ -50,6 +55,47 @@ TEST_P(WholeStepTest, TrainsAsPlainStepsDo) {
     expect_plain_step(mine, plain, s);
   }
   EXPECT_EQ(mine.step->captures(), 1U);
+}
+
+// Autograd makes a gradient on the stream of its operator's forward. The step copies it on the stream that the step runs on.
+TEST(WholeStepStreamsTest, GradientsOfAStreamOfTheFunctionsOwn) {
+  const c10::Device device = find_device("sim");
+  const auto loss = [](torch::nn::SequentialImpl& model, const Tensors& inputs) {
+    const c10::Device device = inputs[0].device();
+    const c10::impl::VirtualGuardImpl streams(device.type());
+    const c10::Stream main = streams.getStream(device);
+    const c10::Stream side = streams.getStreamFromGlobalPool(device);
+    c10::Event forked(device.type());
+    c10::Event joined(device.type());
+    const at::Tensor x = inputs[0].clone();
+    forked.record(main);
+    forked.block(side);
+    at::Tensor y;
+    {
+      const c10::StreamGuard guard(side);
+      y = model.forward(x);
+    }
+    x.record_stream(side);
+    y.record_stream(main);
+    joined.record(side);
+    joined.block(main);
+    return Tensors{(y * inputs[1]).sum()};
+  };
+  const Tensors inputs{rows(0, device), rows(0, device, 1)};
+  torch::nn::Sequential plain = layer_stack(1, device);
+  loss(*plain, inputs)[0].backward();
+  const StepTensors expected = gradients(*plain);
+  for (int seed = 0; seed < 20; ++seed) {
+    set_schedule(device, Schedule::parse("seed:" + std::to_string(seed)));
+    torch::nn::Sequential model = layer_stack(1, device);
+    OffloadEngine engine(*model, Options(device));
+    const GraphedStep step = make_graphed_step(engine, Callable("step", loss, model.ptr()), {inputs});
+    for (int i = 0; i < 4; ++i) {
+      (void)step({inputs});
+      EXPECT_TRUE(same(gradients(*model), expected)) << "seed " << seed << ", step " << i;
+    }
+    set_schedule(device, Schedule());
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Forms, WholeStepTest,

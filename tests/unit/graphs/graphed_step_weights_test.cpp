@@ -120,6 +120,36 @@ TEST_F(WholeStepWeightsTest, AddsNothingOfAWarmUpToTheGradientOfAnUnfrozenWeight
   }
 }
 
+// As the discriminator is while the generator trains.
+TEST_F(WholeStepWeightsTest, TheGradientOfAFrozenWeight) {
+  const auto freeze = [](ChangingModel& model) {
+    at::Tensor frozen = model.parameters()[1];
+    frozen.requires_grad_(false);
+    frozen.mutable_grad() = at::full_like(frozen.detach(), 3);
+  };
+  Trainer mine(device_);
+  Trainer plain(device_);
+  mine.model->parameters()[1].requires_grad_(false);
+  plain.model->parameters()[1].requires_grad_(false);
+  mine.graph(device_, data(90), StepOptions());
+  expect_plain_after(mine, plain, 0, freeze);
+  expect_plain_after(mine, plain, 3, [](ChangingModel& model) { model.parameters()[1].requires_grad_(true); });
+
+  Trainer adds(device_);
+  adds.model->parameters()[1].requires_grad_(false);
+  const auto update = [&model = *adds.model] {
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& parameter : model.parameters()) {
+      if (parameter.grad().defined()) {
+        parameter.add_(parameter.grad(), -0.5);
+      }
+    }
+  };
+  adds.graph(device_, data(90), StepOptions().accumulate(true).update(update));
+  freeze(*adds.model);
+  EXPECT_THROWS(UsageError, "gradient", (void)adds.run(data(0)));
+}
+
 TEST_F(WholeStepWeightsTest, AddsNothingOfAWarmUpToTheGradientOfAReplacedWeight) {
   for (const bool accumulate : {false, true}) {
     Trainer mine(device_);
