@@ -56,12 +56,15 @@ bool breaks_link(const CapturedCalls& calls, const StaticInput& input, const at:
 /// A graph that reads what the forward left.
 struct Reader {
   const char* name;
+  const char* after;
+  const char* call;
   const char* since;  ///< then it was possible to change what it reads
   const char* remedy;
 };
-constexpr Reader kBackward{"its backward", "since its forward",
+constexpr Reader kBackward{"its backward", "the backward", "backward()", "since its forward",
                            "Change weights between steps, not between forward and backward"};
-constexpr Reader kWeights{"backward_dw", "since its backward", "Call backward_dw before you change weights"};
+constexpr Reader kWeights{"backward_dw", "backward_dw", "backward_dw()", "since its backward",
+                          "Call backward_dw before you change weights"};
 
 /// In plain training autograd compares the versions of saved tensors; a graph reads the same bytes.
 /// Throws: UsageError that names a tensor that was changed in place and that `reader` needs.
@@ -96,17 +99,17 @@ void check_state(const CapturedSequence& sequence, std::size_t index, const Read
     throw UsageError(sequence.describe(index) + ": " + reader.name + " runs in another state of " +
                      (autocast ? "autocast" : "the global switches (deterministic algorithms, precision, back ends)") +
                      " than it was captured in" +
-                     (autocast && now.autocast.enabled ? "; call backward() outside of the autocast region"
-                                                       : "; set it as in the step that was captured") +
+                     (autocast && now.autocast.enabled
+                          ? std::string("; call ") + reader.call + " outside of the autocast region"
+                          : "; set it as in the step that was captured") +
                      ", or call OffloadEngine::reset");
   }
   for (const BackwardRead& read : call.reads.in_backward) {
     if (read.counter.current_version() != read.at_forward) {
-      throw UsageError(sequence.describe(index) + ": " + read.name +
-                       ", which its backward needs, has been modified by an inplace operation since its forward "
-                       "(version " +
+      throw UsageError(sequence.describe(index) + ": " + read.name + ", which " + reader.name +
+                       " needs, has been modified by an inplace operation since its forward (version " +
                        std::to_string(read.counter.current_version()) + ", expected " +
-                       std::to_string(read.at_forward) + "); change it after the backward");
+                       std::to_string(read.at_forward) + "); change it after " + reader.after);
     }
   }
   FactsChange weights = call.reads.modules.tensors_change();
@@ -379,7 +382,8 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
   if (call.replay.backward_launched && !options.retain_graph_in_backward()) {
     throw UsageError(describe(index) + ": its backward is run a second time" +
                      (call.replay.backward_failed ? ", after one that failed after the launch of its graph" : "") +
-                     ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward");
+                     ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward" +
+                     (call.delays ? ", and with another GradientPolicy than delayed" : ""));
   }
   if (const auto obstacle = pending.obstacle(order.backward_index(index))) {
     check_turn(index, *obstacle, "backward");

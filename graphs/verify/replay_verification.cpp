@@ -90,8 +90,7 @@ std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(GraphSequence& seq
       return std::vector<at::Tensor>();
     }
     const CapturedCall& run = alive->captured().calls[call];
-    return run.replay.weights_delayed ? alive->replay_weights(call)
-                                      : std::vector<at::Tensor>(run.lists.delayed_parameters.size());
+    return run.replay.weights_delayed ? alive->replay_weights(call) : std::vector<at::Tensor>();
   };
   return VerifiedCall::run(
       {&captured, request.keep(request.context).body, request.inputs, device_, tolerance_, std::move(delayed), &names},

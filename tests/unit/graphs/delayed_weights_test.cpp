@@ -356,7 +356,7 @@ TEST_F(DelayedCallablesTest, RefusesParametersThatWereFrozenInBetween) {
 }
 
 TEST_F(DelayedCallablesTest, ABackwardThatNamesInputsDelaysNone) {
-  stacks_.capture(delayed());
+  stacks_.capture(Options(device_).verify_replays(1), delayed());
   for (const std::int64_t s : {0, 1}) {
     const auto adversarial = [&](bool graphed) {
       return train_step(graphed ? *stacks_.model : *stacks_.plain, graphed ? &*stacks_.engine : nullptr, [&] {
