@@ -25,6 +25,7 @@ struct Setting {
   std::int64_t ranks = 1;
   std::int64_t microbatches = 8;
   std::int64_t steps = 500;
+  bool input_gradient = true;
 };
 
 const std::string calls = "calls";
@@ -47,7 +48,7 @@ class Rank {
                                 .graph("blocks.*")
                                 .call_options(CallOptions().max_captures(setting.microbatches))
                                 .graph_options(GraphOptions().gradients("**", GradientPolicy::accumulated)));
-    x_ = at::ones({bench::Scaled::kElements}).to(device_).requires_grad_(true);
+    x_ = at::ones({bench::Scaled::kElements}).to(device_).requires_grad_(setting.input_gradient);
     gradient_ = at::ones({bench::Scaled::kElements}).to(device_);
     for (int i = 0; i < 5; ++i) {
       (void)step();
@@ -66,7 +67,10 @@ class Rank {
       at::Tensor& output = outputs_[static_cast<std::size_t>(work.microbatch)];
       if (work.kind == PipelineStep::Kind::backward) {
         output.backward(gradient_);
-        output = x_.mutable_grad() = at::Tensor();
+        output = at::Tensor();
+        if (setting_.input_gradient) {
+          x_.mutable_grad() = at::Tensor();
+        }
         continue;
       }
       const double forward = bench::thread_cpu_seconds();
@@ -115,7 +119,8 @@ nlohmann::json run(const Setting& setting, const std::vector<std::string>& modes
   nlohmann::json all = {{"device", describe(find_device(setting.device)).name},
                         {"layers", setting.layers},
                         {"ranks", setting.ranks},
-                        {"microbatches", setting.microbatches}};
+                        {"microbatches", setting.microbatches},
+                        {"input_gradient", setting.input_gradient}};
   const double scale = 1e6 / static_cast<double>(setting.microbatches);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     const Report report = ranks[i]->report();
@@ -139,6 +144,8 @@ int run_all(int argc, char** argv) {
   bench::add_positive(app, "--ranks", setting.ranks, "Microbatches in flight: those of the first of so many ranks");
   bench::add_positive(app, "--microbatches", setting.microbatches);
   bench::add_positive(app, "--steps", setting.steps);
+  app.add_option("--input-gradient", setting.input_gradient, "Whether backwards give a gradient of the chunk's input")
+      ->capture_default_str();
   app.add_option("--modes", modes, "Which of them; calls are outside of chunks")
       ->check(CLI::IsMember(modes))
       ->capture_default_str();
