@@ -95,8 +95,10 @@ void WholeStepBody::add_gradient(const at::Tensor& leaf, const at::Tensor& grad)
   if (met_.size() <= target) {
     met_.resize(target + 1, false);
   }
-  grad.record_stream(
-      resources_.runtime->current_stream());  // the step's function may have computed on a stream of its own
+  // The step's function may have computed it on a stream of its own.
+  if (grad.has_storage()) {  // a sparse one has none
+    grad.record_stream(resources_.runtime->current_stream());
+  }
   if (met_[target] || given_->accumulate) {
     targets_[target].gradient.memory.add_(grad);
   } else {

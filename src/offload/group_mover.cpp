@@ -133,8 +133,8 @@ void GroupMover::join(const Streams& streams) {
 
 void GroupMover::settle(const Direction& direction) noexcept {
   try {
-    if (runtime_->capture_status(direction.stream) ==
-        CaptureStatus::none) {  // else nothing runs, and the wait would fail the capture
+    // In a capture nothing runs, and the wait would fail it.
+    if (runtime_->capture_status(direction.stream) == CaptureStatus::none) {
       runtime_->synchronize(direction.stream);
     }
   } catch (const std::exception&) {  // the device has failed: nothing runs any more
