@@ -120,8 +120,8 @@ class GraphedCallable::Shared {
     throw UsageError(
         describe() +
         ": backward_dw was called, but no weight gradients are delayed: its backward did not run since its latest "
-        "forward, backward_dw ran after it already, the callable is called in the body of a graphed call, or no "
-        "parameter has GradientPolicy::delayed. Call it once after each backward of its own");
+        "forward, failed or named inputs; backward_dw ran after it already; the callable is called in the body of a "
+        "graphed call; or no parameter has GradientPolicy::delayed. Call it once after each backward of its own");
   }
 
   [[nodiscard]] const std::string& name() const noexcept { return callable_.name(); }

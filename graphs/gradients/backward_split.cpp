@@ -312,14 +312,14 @@ std::vector<at::Tensor> BackwardSplit::run_second() {
   return grads;
 }
 
-void accumulate_gradients(const std::vector<at::Tensor>& leaves, std::vector<at::Tensor> grads) {
-  if (leaves.empty()) {
+void accumulate(LeafGradients gradients) {
+  if (gradients.leaves.empty()) {
     return;
   }
-  edge_list edges = edges_to(leaves);
-  const at::Tensor any =
-      grads.front().detach();  // the engine asks for a gradient; a reference to one of `grads` would cost a copy
-  const auto node = std::make_shared<HandOn>(std::move(grads));
+  edge_list edges = edges_to(gradients.leaves);
+  // The engine asks for a gradient. A reference to one of these would cost a copy.
+  const at::Tensor any = gradients.grads.front().detach();
+  const auto node = std::make_shared<HandOn>(std::move(gradients.grads));
   node->set_next_edges(std::move(edges));
   (void)torch::autograd::Engine::get_default_engine().execute({Edge(node, 0)}, {any}, /*keep_graph=*/false,
                                                               /*create_graph=*/false, /*accumulate_grad=*/true);

@@ -56,8 +56,14 @@ class BackwardSplit {
   std::unordered_set<const torch::autograd::Node*> second_;  ///< nodes that the second part runs
 };
 
-/// Adds `grads` to the `.grad` of `leaves`, in a backward pass of its own: hooks run as in any backward. `grads` are moved from.
+/// Gradients on their way to `.grad`.
+struct LeafGradients {
+  std::vector<at::Tensor> leaves;
+  std::vector<at::Tensor> grads;
+};
+
+/// Adds the gradients to the `.grad` of their leaves, in a backward pass of its own: hooks run as in any backward.
 /// Ordering: the pass runs on the current stream.
-void accumulate_gradients(const std::vector<at::Tensor>& leaves, std::vector<at::Tensor> grads);
+void accumulate(LeafGradients gradients);
 
 }  // namespace sidestream

@@ -1,58 +1,63 @@
 #pragma once
+#include <atomic>
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include <c10/util/FunctionRef.h>
 
 namespace sidestream {
 
 class GraphSequence;
 
 /// The calls of one engine whose weight gradients are delayed, in the order of their backwards.
+///
+/// A call belongs to the backward() that its backward is part of. If that fails, the call is dropped: who goes on clears the gradients and
+/// tries again, as in plain training. While it runs, only its own hooks can have the call computed.
 /// Threads: `add` any; the other functions the step's.
-class DelayedWeights {
+class DelayedWeights : public std::enable_shared_from_this<DelayedWeights> {
  public:
-  /// The backward of `call` has run.
+  using Accepts = c10::function_ref<bool(const GraphSequence& sequence, std::size_t call)>;
+
+  /// The backward of `call` was launched, in the backward() that runs on this thread, if one does.
   void add(std::weak_ptr<GraphSequence> sequence, std::size_t call);
-  /// Computes those of the first call that `accepts(sequence, call)`. False if there is none.
-  /// Throws: as GraphSequence::backward_weights; the call stays delayed if nothing was queued.
-  template <class Accepts>
-  bool compute_next(const Accepts& accepts) {
-    for (std::size_t i = 0;; ++i) {
-      std::shared_ptr<GraphSequence> sequence;  // is freed outside of the lock: its end takes other locks
-      std::size_t call = 0;
-      {
-        const std::lock_guard lock(mutex_);
-        if (i >= entries_.size()) {
-          return false;
-        }
-        sequence = entries_[i].sequence.lock();
-        call = entries_[i].call;
-      }
-      if (sequence != nullptr && accepts(*sequence, call)) {
-        compute(*sequence, call);
-        return true;
-      }
-    }
-  }
-  /// Computes all.
-  void compute_all() {
-    while (compute_next([](const GraphSequence&, std::size_t) { return true; })) {
-    }
-  }
-  /// They will not be computed: their captures may replay again. Returns the name of the first of these calls; empty if there is none.
-  std::string drop_all() noexcept;
+  /// Computes and accumulates those of the first call that `accepts`. False if there is none.
+  /// Throws: as GraphSequence::replay_weights, and the call stays delayed; what hooks of the parameters throw.
+  bool compute_next(Accepts accepts);
+  /// The same of all calls that `accepts`. If a hook throws, the rest of them is dropped, as in a backward().
+  void compute_all(Accepts accepts);
+  /// They will not be computed: their captures may replay again. Calls of a backward() that runs still are kept. Returns the name of the
+  /// first call; empty if there is none.
+  std::string drop_ended() noexcept;
+  /// The same, and calls of a backward() that runs still.
+  void drop_all() noexcept;
 
  private:
+  class Watch;
   struct Entry {
     std::weak_ptr<GraphSequence> sequence;
     std::size_t call;
+    int backward;  ///< autograd's number of the backward() that runs; kNone if it succeeded, or if there was none
   };
-  void compute(GraphSequence& sequence, std::size_t call);
+  struct Found {
+    std::shared_ptr<GraphSequence> sequence;
+    std::size_t call;
+  };
+  static constexpr int kNone = -1;
+
+  [[nodiscard]] std::optional<Found> find(Accepts accepts);
+  /// Returns what a hook threw; null if none did.
+  [[nodiscard]] std::exception_ptr compute(const Found& found);
+  void forget(const Found& found) noexcept;
+  std::string drop_if(c10::function_ref<bool(const Entry&)> matches) noexcept;
 
   std::mutex mutex_;
   std::vector<Entry> entries_;
+  std::atomic<int> watched_ = kNone;  ///< the latest backward() that has a Watch
 };
 
 }  // namespace sidestream

@@ -27,6 +27,8 @@
 
 namespace sidestream {
 
+struct LeafGradients;
+
 /// The calls of a sequence that await their backward, or the gradients of delayed parameters after it: what they saved lies in the
 /// sequence's memory.
 /// Threads: `ready`, `any` and `await_none` lock the memory's mutex. The caller of the other functions holds it.
@@ -146,10 +148,10 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// Replays the backward of `call` for its forward `generation`; `grads` become the gradients of inputs, then of parameters.
   /// Throws: UsageError; nothing has been queued then.
   void backward(std::size_t call, std::uint64_t generation, std::vector<at::Tensor>& grads);
-  /// Computes the gradients of the delayed parameters of `call`, and accumulates them in a backward pass of its own: see Note [Delayed
-  /// weight gradients] in weights_capture.cpp. Throws: as replay_weights; what hooks of the parameters throw.
-  void backward_weights(std::size_t call);
-  /// Computes them only; may be repeated until backward_weights. Returns copies; undefined if no output that leads there got a gradient.
+  /// Computes the gradients of the delayed parameters of `call`, which are not delayed any more: see Note [Delayed weight gradients] in
+  /// weights_capture.cpp. Throws: as replay_weights.
+  [[nodiscard]] LeafGradients take_weights(std::size_t call);
+  /// May be repeated until take_weights. Returns copies; undefined if no output that leads there got a gradient.
   /// Throws: UsageError; nothing has been queued then.
   [[nodiscard]] std::vector<at::Tensor> replay_weights(std::size_t call);
   /// They will not be computed: the call may replay again.

@@ -1,11 +1,10 @@
 // Gradients of delayed parameters: a graph after the backward. Note [Delayed weight gradients] in graphs/capture/weights_capture.cpp.
-#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/util/ScopeExit.h>
+#include <c10/util/irange.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "base/site.h"
@@ -62,22 +61,19 @@ std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
   return grads;
 }
 
-void GraphSequence::backward_weights(std::size_t index) {
-  std::vector<at::Tensor> leaves;
-  std::vector<at::Tensor> grads;
-  {
-    const std::lock_guard lock(mutex_);
-    grads = replay_weights(index);
-    const CapturedCall& call = captured_.calls[index];
-    for (std::size_t i = 0; i < grads.size(); ++i) {
-      if (grads[i].defined()) {
-        leaves.push_back(call.parameters[call.lists.delayed_parameters[i]].tensor);
-      }
+LeafGradients GraphSequence::take_weights(std::size_t index) {
+  LeafGradients made;
+  const std::lock_guard lock(mutex_);
+  made.grads = replay_weights(index);
+  const CapturedCall& call = captured_.calls[index];
+  for (const std::size_t i : c10::irange(made.grads.size())) {
+    if (made.grads[i].defined()) {
+      made.leaves.push_back(call.parameters[call.lists.delayed_parameters[i]].tensor);
     }
-    std::erase_if(grads, [](const at::Tensor& grad) { return !grad.defined(); });
-    settle_weights(index);
   }
-  accumulate_gradients(leaves, std::move(grads));
+  std::erase_if(made.grads, [](const at::Tensor& grad) { return !grad.defined(); });
+  settle_weights(index);
+  return made;
 }
 
 void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
@@ -104,50 +100,6 @@ void GraphSequence::settle_weights(std::size_t index) noexcept {
 void GraphSequence::drop_weights(std::size_t index) noexcept {
   const std::lock_guard lock(mutex_);
   settle_weights(index);
-}
-
-void DelayedWeights::add(std::weak_ptr<GraphSequence> sequence, std::size_t call) {
-  const std::lock_guard lock(mutex_);
-  entries_.push_back({std::move(sequence), call});
-}
-
-void DelayedWeights::compute(GraphSequence& sequence, std::size_t call) {
-  // Also if a hook throws, or if the call was reset: nothing is to be computed for this entry any more.
-  const auto forget = c10::make_scope_exit([&] {
-    if (sequence.captured().calls[call].replay.weights_delayed) {
-      return;
-    }
-    const std::weak_ptr<GraphSequence> of = sequence.weak_from_this();
-    const std::lock_guard lock(mutex_);
-    const auto is_it = [&](const Entry& entry) {
-      return entry.call == call && !entry.sequence.owner_before(of) && !of.owner_before(entry.sequence);
-    };
-    if (const auto found = std::find_if(entries_.begin(), entries_.end(), is_it); found != entries_.end()) {
-      entries_.erase(found);
-    }
-  });
-  sequence.backward_weights(call);
-}
-
-std::string DelayedWeights::drop_all() noexcept {
-  std::vector<Entry> entries;
-  {
-    const std::lock_guard lock(mutex_);
-    if (entries_.empty()) {  // in a step that went well
-      return {};
-    }
-    entries.swap(entries_);
-  }
-  std::string first;
-  for (const Entry& entry : entries) {
-    if (const auto sequence = entry.sequence.lock(); sequence != nullptr) {
-      sequence->drop_weights(entry.call);
-      if (first.empty()) {
-        first = sequence->captured().calls[entry.call].spec.name;
-      }
-    }
-  }
-  return first;
 }
 
 }  // namespace sidestream

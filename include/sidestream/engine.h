@@ -109,7 +109,8 @@ class SIDESTREAM_API OffloadEngine {
   /// Call it after each backward, or once after several; at the latest before the step ends. A graphed call whose weight gradients are
   /// delayed is in flight: its next forward uses another capture, as with a pending backward.
   /// Ordering: as a backward.  Capture: illegal.  Threads: the step's.
-  /// Throws: UsageError if a tensor that the gradients are computed from was changed in place. What hooks of the parameters throw.
+  /// Throws: UsageError if a tensor that the gradients are computed from was changed in place. What hooks of the parameters throw; the
+  /// rest is not computed then. A backward() that fails leaves nothing to compute.
   void backward_dw();
   /// The same for the calls and callables of one chunk. Call it once for each chunk, after its backward.
   /// Throws: UsageError also if the step has not had the chunk, and at the second call for it.

@@ -237,8 +237,8 @@ TEST(AccumulateGradientsTest, RunsHooksInABackwardOfItsOwn) {
     in_pass += torch::autograd::get_current_graph_task_id() >= 0 ? 1 : 0;
     return grad * 2;
   });
-  accumulate_gradients(weights, {grads[0].clone(), grads[1].clone()});
-  accumulate_gradients(weights, {grads[0].clone(), grads[1].clone()});
+  accumulate({weights, {grads[0].clone(), grads[1].clone()}});
+  accumulate({weights, {grads[0].clone(), grads[1].clone()}});
   EXPECT_EQ(in_pass, 2);
   EXPECT_TRUE(at::equal(weights[0].grad(), grads[0] * 4));
   EXPECT_TRUE(at::equal(weights[1].grad(), grads[1] * 2));
@@ -250,7 +250,7 @@ TEST(AccumulateGradientsTest, HandsTheGradientOnWithoutACopy) {
   const void* const memory = grad.const_data_ptr();
   std::vector<at::Tensor> grads;
   grads.push_back(std::move(grad));
-  accumulate_gradients(weights, std::move(grads));
+  accumulate({weights, std::move(grads)});
   EXPECT_EQ(weights[0].grad().const_data_ptr(), memory);
 }
 

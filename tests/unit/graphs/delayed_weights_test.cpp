@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include "eventually.h"
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
 #include "models/body_model.h"
@@ -63,6 +64,27 @@ class DelayedCallablesTest : public testing::Test {
     EXPECT_TRUE(same(step(true), plain)) << "step " << s;
   }
   void compute_all() { stacks_.engine->backward_dw(); }
+  /// A backward of the graphed stack whose last call is layer `last`.
+  void fail_in_backward(std::int64_t last) {
+    at::Tensor h = stacks_.input(9);
+    for (std::size_t i = 0; i < stacks_.layers.size(); ++i) {
+      if (static_cast<std::int64_t>(i) == last) {
+        h.register_hook([](const at::Tensor&) { throw std::runtime_error("the hook's"); });
+      }
+      h = stacks_.run_layer(true, i, h);
+    }
+    EXPECT_THROWS(std::runtime_error, "the hook's", h.sum().backward());
+    for (at::Tensor& parameter : stacks_.model->parameters()) {
+      parameter.mutable_grad().reset();
+    }
+  }
+  [[nodiscard]] bool none_pending() const {
+    bool none = true;
+    EngineAccess::state(*stacks_.engine).sequences().for_each([&](const GraphSequence& sequence) {
+      none = none && !sequence.pending().any();
+    });
+    return none;
+  }
   [[nodiscard]] const CapturedCalls& calls() const {
     const CapturedCalls* found = nullptr;
     EngineAccess::state(*stacks_.engine).sequences().for_each([&](const GraphSequence& sequence) {
@@ -406,23 +428,74 @@ TEST_F(DelayedCallablesTest, AResetCallableDoesNotHoldUpTheOthers) {
   EXPECT_TRUE(stacks_.model->named_parameters()["1.fc1"].grad().defined());
 }
 
-TEST_F(DelayedCallablesTest, AHookThatThrowsDoesNotHoldUpTheOthers) {
+TEST_F(DelayedCallablesTest, ABackwardThatFailsDelaysNothing) {
+  stacks_.capture(delayed());
+  for (const std::int64_t s : {0, 1}) {
+    const at::Tensor x = stacks_.input(s);
+    const auto step = [&](bool graphed) {
+      return train_step(graphed ? *stacks_.model : *stacks_.plain, graphed ? &*stacks_.engine : nullptr, [&] {
+        if (graphed) {
+          fail_in_backward(3 - s);
+          EXPECT_THROWS(UsageError, "failed or named inputs", stacks_.layers[3].backward_dw());
+          EXPECT_TRUE(eventually([&] { return none_pending(); }));
+        }
+        stacks_.loss(graphed, x, s).backward();
+        if (graphed) {
+          compute_all();
+        }
+      });
+    };
+    const StepTensors plain = step(false);
+    EXPECT_TRUE(same(step(true), plain)) << "step " << s;
+  }
+  in_step(&*stacks_.engine, [&] { fail_in_backward(2); });  // nothing is missing
+}
+
+TEST_F(DelayedCallablesTest, AHookMayComputeThoseOfItsOwnBackward) {
+  stacks_.capture(delayed(), /*linked=*/false);
+  for (const std::int64_t s : {0, 1}) {
+    const auto step = [&](bool graphed) {
+      return train_step(graphed ? *stacks_.model : *stacks_.plain, graphed ? &*stacks_.engine : nullptr, [&] {
+        at::Tensor h = stacks_.run_layer(graphed, 1, stacks_.run_layer(graphed, 0, stacks_.input(s)));
+        h.register_hook([&](const at::Tensor&) {
+          if (graphed) {
+            stacks_.layers[2].backward_dw();
+            EXPECT_TRUE(stacks_.model->named_parameters()["2.fc1"].grad().defined());
+          }
+        });
+        stacks_.run_layer(graphed, 2, h).sum().backward();
+        if (graphed) {
+          compute_all();
+        }
+      });
+    };
+    const StepTensors plain = step(false);
+    EXPECT_TRUE(same(step(true), plain)) << "step " << s;
+  }
+}
+
+TEST_F(DelayedCallablesTest, IfAHookThrowsTheRestIsDropped) {
   stacks_.capture(delayed());
   bool throws = true;
-  stacks_.model->named_parameters()["3.fc1"].register_hook([&](const at::Tensor& grad) {
+  const auto parameters = stacks_.model->named_parameters();
+  parameters["3.fc1"].register_hook([&](const at::Tensor& grad) {
     if (throws) {
       throw std::runtime_error("the hook's");
     }
     return grad;
   });
-  EXPECT_THROWS(std::runtime_error, "the hook's", in_step(&*stacks_.engine, [&] {
-                  stacks_.loss(true, stacks_.input(0), 0).backward();
-                  EXPECT_THROWS(std::runtime_error, "the hook's", compute_all());
-                  compute_all();
-                  throw std::runtime_error("the hook's");
-                }));
-  throws = false;
-  expect_plain(1, [&] { compute_all(); });
+  expect_plain(0, [&] {
+    EXPECT_THROWS(std::runtime_error, "the hook's", compute_all());
+    compute_all();
+    EXPECT_FALSE(parameters["2.fc1"].grad().defined());
+    throws = false;
+    for (at::Tensor& parameter : stacks_.model->parameters()) {
+      parameter.mutable_grad().reset();
+    }
+    const at::Tensor x = stacks_.input(0);
+    stacks_.loss(true, x, 0).backward();
+    compute_all();
+  });
 }
 
 TEST_F(DelayedCallablesTest, AnEagerRunBetweenAForwardAndItsWeightGradients) {

@@ -1,0 +1,151 @@
+#include "graphs/sequence/delayed_weights.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "graphs/gradients/backward_split.h"
+#include "graphs/sequence/graph_sequence.h"
+
+namespace sidestream {
+
+/// Is owned by a callback of a backward(). Autograd runs the callback if the backward() succeeds, and frees it in any case.
+class DelayedWeights::Watch {
+ public:
+  Watch(std::weak_ptr<DelayedWeights> weights, int backward) : weights_(std::move(weights)), backward_(backward) {}
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+  ~Watch() {
+    if (const auto weights = weights_.lock()) {
+      weights->drop_if([this](const Entry& entry) { return entry.backward == backward_; });
+    }
+  }
+  void succeeded() const {
+    if (const auto weights = weights_.lock()) {
+      const std::lock_guard lock(weights->mutex_);
+      for (Entry& entry : weights->entries_) {
+        entry.backward = entry.backward == backward_ ? kNone : entry.backward;
+      }
+    }
+  }
+
+ private:
+  std::weak_ptr<DelayedWeights> weights_;
+  int backward_;
+};
+
+void DelayedWeights::add(std::weak_ptr<GraphSequence> sequence, std::size_t call) {
+  const int backward = torch::autograd::get_current_graph_task_id();
+  if (backward != kNone && backward != watched_.load()) {
+    const auto watch = std::make_shared<const Watch>(weak_from_this(), backward);
+    torch::autograd::Engine::get_default_engine().queue_callback([watch] { watch->succeeded(); });
+    watched_.store(backward);
+  }
+  const std::lock_guard lock(mutex_);
+  entries_.push_back({std::move(sequence), call, backward});
+}
+
+std::optional<DelayedWeights::Found> DelayedWeights::find(Accepts accepts) {
+  const int now = torch::autograd::get_current_graph_task_id();
+  for (std::size_t i = 0;; ++i) {
+    Found found{};  // is freed outside of the lock: a sequence's end takes other locks
+    {
+      const std::lock_guard lock(mutex_);
+      if (i >= entries_.size()) {
+        return std::nullopt;
+      }
+      if (entries_[i].backward == kNone || entries_[i].backward == now) {
+        found = {entries_[i].sequence.lock(), entries_[i].call};
+      }
+    }
+    if (found.sequence != nullptr && accepts(*found.sequence, found.call)) {
+      return found;
+    }
+  }
+}
+
+bool DelayedWeights::compute_next(Accepts accepts) {
+  const std::optional<Found> found = find(accepts);
+  if (found) {
+    if (const std::exception_ptr error = compute(*found)) {
+      std::rethrow_exception(error);
+    }
+  }
+  return found.has_value();
+}
+
+void DelayedWeights::compute_all(Accepts accepts) {
+  while (const std::optional<Found> found = find(accepts)) {
+    if (const std::exception_ptr error = compute(*found)) {
+      while (const std::optional<Found> rest = find(accepts)) {
+        rest->sequence->drop_weights(rest->call);
+        forget(*rest);
+      }
+      std::rethrow_exception(error);
+    }
+  }
+}
+
+std::exception_ptr DelayedWeights::compute(const Found& found) {
+  LeafGradients made;
+  try {
+    made = found.sequence->take_weights(found.call);
+  } catch (...) {
+    if (!found.sequence->captured().calls[found.call].replay.weights_delayed) {  // it was reset
+      forget(found);
+    }
+    throw;
+  }
+  forget(found);
+  try {
+    accumulate(std::move(made));
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void DelayedWeights::forget(const Found& found) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto is_it = [&](const Entry& entry) {
+    return entry.call == found.call && !entry.sequence.owner_before(found.sequence) &&
+           !found.sequence.owner_before(entry.sequence);
+  };
+  if (const auto entry = std::find_if(entries_.begin(), entries_.end(), is_it); entry != entries_.end()) {
+    entries_.erase(entry);
+  }
+}
+
+std::string DelayedWeights::drop_if(c10::function_ref<bool(const Entry&)> matches) noexcept {
+  std::string first;
+  for (;;) {
+    Entry entry;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = std::find_if(entries_.begin(), entries_.end(), matches);
+      if (found == entries_.end()) {
+        return first;
+      }
+      entry = std::move(*found);
+      entries_.erase(found);
+    }
+    if (const auto sequence = entry.sequence.lock()) {
+      sequence->drop_weights(entry.call);
+      if (first.empty()) {
+        first = sequence->captured().calls[entry.call].spec.name;
+      }
+    }
+  }
+}
+
+std::string DelayedWeights::drop_ended() noexcept {
+  return drop_if([](const Entry& entry) { return entry.backward == kNone; });
+}
+
+void DelayedWeights::drop_all() noexcept {
+  (void)drop_if([](const Entry&) { return true; });
+}
+
+}  // namespace sidestream
