@@ -363,7 +363,7 @@ void NamePatterns::require_each_matches(const std::vector<std::string>& known, N
     if (names.size() > names_shown) {
       message += " and " + std::to_string(names.size() - names_shown) + " more";
     }
-    throw UsageError(message);
+    throw UsageError(message + ". A name is known from the first step that runs it");
   }
 }
 

@@ -185,7 +185,7 @@ TEST(NamePatterns, EachMustMatchANameThatThereIs) {
   EXPECT_EQ(refusal(NamePatterns::parse("blocks.*.qkv,all"), known), "");
   EXPECT_EQ(refusal(NamePatterns::parse("blocks.*.qkv,core_attn"), known),
             "name pattern \"core_attn\" matches no scope; did you mean \"**.core_attn\"? The names are: blocks.*.qkv, "
-            "blocks.*.core_attn");
+            "blocks.*.core_attn. A name is known from the first step that runs it");
   EXPECT_NE(refusal(NamePatterns::parse("blocks.*.core_atn"), known).find("did you mean \"blocks.*.core_attn\"?"),
             std::string::npos);
   EXPECT_EQ(refusal(NamePatterns::parse("zzzzzzzz"), known).find("did you mean"), std::string::npos);
@@ -211,7 +211,8 @@ TEST(NamePatterns, AnErrorSaysWhetherScopesOrCallsHaveTheNames) {
             "name pattern \"blocks.*\" matches no call; the step had no calls at all: call what is to be graphed with "
             "ss::call");
   EXPECT_EQ(refusal(patterns, {"attention"}, NameKind::call),
-            "name pattern \"blocks.*\" matches no call; the names are: attention");
+            "name pattern \"blocks.*\" matches no call; the names are: attention. A name is known from the "
+            "first step that runs it");
 }
 
 TEST(NamePatterns, LongListsOfNamesAreShortened) {
