@@ -10,6 +10,26 @@
 #include "graphs/sequence/graph_sequence.h"
 
 namespace sidestream {
+namespace {
+
+/// True in a backward that names inputs (autograd::grad, or backward with a list): no other leaf gets a gradient from it.
+bool names_inputs() {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  return wanted != nullptr && !wanted->empty();
+}
+
+}  // namespace
+
+void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
+  CapturedCall& call = captured_.calls[index];
+  if (call.delays && !names_inputs()) {
+    delayed_weights_->add(weak_from_this(), index);
+    weights_use_->idle(-copies_.for_weights_bytes());
+    call.replay.used = used;
+    call.replay.weights_delayed = true;
+    pending_.weights_delayed(index);
+  }
+}
 
 /// Is owned by a callback of a backward(). Autograd runs the callback if the backward() succeeds, and frees it in any case.
 class DelayedWeights::Watch {

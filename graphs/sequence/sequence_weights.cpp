@@ -5,23 +5,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/irange.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include "base/site.h"
 #include "graphs/gradients/backward_split.h"
-#include "graphs/sequence/delayed_weights.h"
 #include "graphs/sequence/graph_sequence.h"
 
 namespace sidestream {
-namespace {
-
-/// True in a backward that names inputs (autograd::grad, or backward with a list): no other leaf gets a gradient from it.
-bool names_inputs() {
-  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  return wanted != nullptr && !wanted->empty();
-}
-
-}  // namespace
 
 std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
   const std::lock_guard lock(mutex_);
@@ -30,8 +19,8 @@ std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
   const Site site(Activity::launch_weights, call.site);
   streams_.follow_latest_call();
   std::vector<at::Tensor> grads;
-  for (const std::size_t i :
-       call.lists.delayed_parameters) {  // memory first: if there is none, nothing has happened yet
+  // Memory first: if there is none, nothing has happened yet.
+  for (const std::size_t i : call.lists.delayed_parameters) {
     const CallParameter& parameter = call.parameters[i];
     grads.push_back((parameter.outputs & call.replay.used) != 0 ? at::empty_like(parameter.grad) : at::Tensor());
   }
@@ -74,17 +63,6 @@ LeafGradients GraphSequence::take_weights(std::size_t index) {
   std::erase_if(made.grads, [](const at::Tensor& grad) { return !grad.defined(); });
   settle_weights(index);
   return made;
-}
-
-void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
-  CapturedCall& call = captured_.calls[index];
-  if (call.delays && !names_inputs()) {
-    delayed_weights_->add(weak_from_this(), index);
-    weights_use_->idle(-copies_.for_weights_bytes());
-    call.replay.used = used;
-    call.replay.weights_delayed = true;
-    pending_.weights_delayed(index);
-  }
 }
 
 void GraphSequence::settle_weights(std::size_t index) noexcept {
