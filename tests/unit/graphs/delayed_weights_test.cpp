@@ -2,9 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <ostream>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,7 +13,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 
-#include "eventually.h"
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
 #include "models/body_model.h"
@@ -26,13 +23,10 @@
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
 #include "unit/graphs/called_stack.h"
+#include "unit/graphs/delayed_weights_fixture.h"
 
 namespace sidestream::testing_model {
 namespace {
-
-GraphOptions delayed(const std::string& pattern = "**") {
-  return GraphOptions().gradients(pattern, GradientPolicy::delayed);
-}
 
 /// How many nodes of a graph come from an operator whose name holds `work`.
 std::size_t count_nodes(const Runtime& runtime, const CapturedCall::OneGraph& graph, const std::string& work) {
@@ -43,59 +37,6 @@ std::size_t count_nodes(const Runtime& runtime, const CapturedCall::OneGraph& gr
   }
   return count;
 }
-
-class DelayedCallablesTest : public testing::Test {
- protected:
-  /// A step of both stacks; `compute` runs after the backward of the graphed one.
-  void expect_plain(std::int64_t s, const std::function<void()>& compute) {
-    const auto step = [&](bool graphed) {
-      torch::nn::Sequential& model = graphed ? stacks_.model : stacks_.plain;
-      const at::Tensor x = stacks_.input(s);
-      StepTensors all = train_step(*model, graphed ? &*stacks_.engine : nullptr, [&] {
-        stacks_.loss(graphed, x, s).backward();
-        if (graphed) {
-          compute();
-        }
-      });
-      all.emplace_back("gradient of the input", x.grad());
-      return all;
-    };
-    const StepTensors plain = step(false);
-    EXPECT_TRUE(same(step(true), plain)) << "step " << s;
-  }
-  void compute_all() { stacks_.engine->backward_dw(); }
-  /// A backward of the graphed stack whose last call is layer `last`.
-  void fail_in_backward(std::int64_t last) {
-    at::Tensor h = stacks_.input(9);
-    for (std::size_t i = 0; i < stacks_.layers.size(); ++i) {
-      if (static_cast<std::int64_t>(i) == last) {
-        h.register_hook([](const at::Tensor&) { throw std::runtime_error("the hook's"); });
-      }
-      h = stacks_.run_layer(true, i, h);
-    }
-    EXPECT_THROWS(std::runtime_error, "the hook's", h.sum().backward());
-    for (at::Tensor& parameter : stacks_.model->parameters()) {
-      parameter.mutable_grad().reset();
-    }
-  }
-  [[nodiscard]] bool none_pending() const {
-    bool none = true;
-    EngineAccess::state(*stacks_.engine).sequences().for_each([&](const GraphSequence& sequence) {
-      none = none && !sequence.pending().any();
-    });
-    return none;
-  }
-  [[nodiscard]] const CapturedCalls& calls() const {
-    const CapturedCalls* found = nullptr;
-    EngineAccess::state(*stacks_.engine).sequences().for_each([&](const GraphSequence& sequence) {
-      found = &sequence.captured().calls;
-    });
-    return *found;
-  }
-
-  c10::Device device_ = find_device("sim");
-  StackTwins stacks_{device_};
-};
 
 struct DelayedForm {
   const char* name;
@@ -324,133 +265,6 @@ TEST_F(DelayedCallablesTest, RunsHooksOfParametersInABackwardOfItsOwn) {
   });
 }
 
-TEST_F(DelayedCallablesTest, RefusesASecondAndAMissingCall) {
-  stacks_.capture(delayed());
-  expect_plain(0, [&] {
-    stacks_.layers[2].backward_dw();
-    EXPECT_THROWS(UsageError, "no weight gradients are delayed", stacks_.layers[2].backward_dw());
-    compute_all();
-    compute_all();  // nothing is left
-  });
-  EXPECT_THROWS(UsageError, "weight gradients of graphed call \"layers.3\" are delayed and were not computed",
-                in_step(&*stacks_.engine, [&] { stacks_.loss(true, stacks_.input(1), 1).backward(); }));
-  expect_plain(1, [&] { compute_all(); });
-}
-
-TEST_F(DelayedCallablesTest, RefusesAForwardThatWouldOverwriteWhatTheyAreComputedFrom) {
-  stacks_.capture(delayed());
-  expect_plain(0, [&] {
-    stacks_.layers[3].backward_dw();
-    EXPECT_THROWS(UsageError, "call backward_dw first", (void)stacks_.layers[0]({stacks_.input(1)}));
-    compute_all();
-  });
-}
-
-TEST_F(DelayedCallablesTest, RefusesTensorsThatWereChangedInPlace) {
-  stacks_.capture(delayed());
-  const auto change = [&] {
-    at::Tensor h = stacks_.run_layer(true, 0, stacks_.input(0));
-    stacks_.run_layer(true, 1, h).sum().backward();
-    const at::NoGradGuard no_grad;
-    h.mul_(2);
-    compute_all();
-  };
-  EXPECT_THROWS(UsageError, "was changed in place before backward_dw", in_step(&*stacks_.engine, change));
-  expect_plain(1, [&] { compute_all(); });
-}
-
-TEST_F(DelayedCallablesTest, RefusesParametersThatWereFrozenInBetween) {
-  stacks_.capture(delayed());
-  at::Tensor parameter = stacks_.model->named_parameters()["1.fc1"];
-  expect_plain(0, [&] {
-    parameter.requires_grad_(false);
-    EXPECT_THROWS(UsageError, "frozen between the call's backward and backward_dw", compute_all());
-    parameter.requires_grad_(true);
-    compute_all();
-  });
-  EXPECT_THROWS(UsageError, "frozen between the call's forward and its backward", in_step(&*stacks_.engine, [&] {
-                  const at::Tensor loss = stacks_.loss(true, stacks_.input(1), 1);
-                  parameter.requires_grad_(false);
-                  loss.backward();
-                }));
-  parameter.requires_grad_(true);
-  expect_plain(1, [&] { compute_all(); });
-}
-
-TEST_F(DelayedCallablesTest, ABackwardThatNamesInputsDelaysNone) {
-  stacks_.capture(Options(device_).verify_replays(1), delayed());
-  for (const std::int64_t s : {0, 1}) {
-    const auto adversarial = [&](bool graphed) {
-      return train_step(graphed ? *stacks_.model : *stacks_.plain, graphed ? &*stacks_.engine : nullptr, [&] {
-        const at::Tensor x = stacks_.input(s);
-        const at::Tensor g = torch::autograd::grad({stacks_.loss(graphed, x, s)}, {x})[0];
-        stacks_.loss(graphed, (x + g.sign()).detach().requires_grad_(true), s).backward();
-        if (graphed) {
-          compute_all();
-        }
-      });
-    };
-    const StepTensors plain = adversarial(false);
-    EXPECT_TRUE(same(adversarial(true), plain)) << "step " << s;
-  }
-  in_step(&*stacks_.engine, [&] {
-    const at::Tensor x = stacks_.input(2);
-    stacks_.loss(true, x, 2).backward({}, std::nullopt, false, {{x}});
-  });  // nothing is missing
-}
-
-TEST_F(DelayedCallablesTest, EagerRunsComputeAllGradients) {
-  stacks_.capture(delayed());
-  stacks_.model->eval();  // runs eagerly
-  stacks_.plain->eval();
-  expect_plain(0, [&] {
-    for (const GraphedCallable& layer : stacks_.layers) {
-      layer.backward_dw();
-    }
-  });
-}
-
-TEST_F(DelayedCallablesTest, IsRefusedWithRetainedGraphs) {
-  EXPECT_THROWS(UsageError, "retain_graph_in_backward", stacks_.capture(delayed().retain_graph_in_backward(true)));
-}
-
-TEST_F(DelayedCallablesTest, AResetCallableDoesNotHoldUpTheOthers) {
-  stacks_.capture(delayed(), /*linked=*/false);
-  const auto run = [&] {
-    const at::Tensor first = stacks_.run_layer(true, 1, stacks_.input(1));
-    stacks_.run_layer(true, 3, stacks_.input(0)).sum().backward();
-    first.sum().backward();
-    stacks_.layers[3].reset();
-    EXPECT_THROWS(UsageError, "it was reset since its backward", compute_all());
-    compute_all();
-  };
-  in_step(&*stacks_.engine, run);
-  EXPECT_TRUE(stacks_.model->named_parameters()["1.fc1"].grad().defined());
-}
-
-TEST_F(DelayedCallablesTest, ABackwardThatFailsDelaysNothing) {
-  stacks_.capture(delayed());
-  for (const std::int64_t s : {0, 1}) {
-    const at::Tensor x = stacks_.input(s);
-    const auto step = [&](bool graphed) {
-      return train_step(graphed ? *stacks_.model : *stacks_.plain, graphed ? &*stacks_.engine : nullptr, [&] {
-        if (graphed) {
-          fail_in_backward(3 - s);
-          EXPECT_THROWS(UsageError, "failed or named inputs", stacks_.layers[3].backward_dw());
-          EXPECT_TRUE(eventually([&] { return none_pending(); }));
-        }
-        stacks_.loss(graphed, x, s).backward();
-        if (graphed) {
-          compute_all();
-        }
-      });
-    };
-    const StepTensors plain = step(false);
-    EXPECT_TRUE(same(step(true), plain)) << "step " << s;
-  }
-  in_step(&*stacks_.engine, [&] { fail_in_backward(2); });  // nothing is missing
-}
-
 TEST_F(DelayedCallablesTest, AHookMayComputeThoseOfItsOwnBackward) {
   stacks_.capture(delayed(), /*linked=*/false);
   for (const std::int64_t s : {0, 1}) {
@@ -472,45 +286,6 @@ TEST_F(DelayedCallablesTest, AHookMayComputeThoseOfItsOwnBackward) {
     const StepTensors plain = step(false);
     EXPECT_TRUE(same(step(true), plain)) << "step " << s;
   }
-}
-
-TEST_F(DelayedCallablesTest, IfAHookThrowsTheRestIsDropped) {
-  stacks_.capture(delayed());
-  bool throws = true;
-  const auto parameters = stacks_.model->named_parameters();
-  parameters["3.fc1"].register_hook([&](const at::Tensor& grad) {
-    if (throws) {
-      throw std::runtime_error("the hook's");
-    }
-    return grad;
-  });
-  expect_plain(0, [&] {
-    EXPECT_THROWS(std::runtime_error, "the hook's", compute_all());
-    compute_all();
-    EXPECT_FALSE(parameters["2.fc1"].grad().defined());
-    throws = false;
-    for (at::Tensor& parameter : stacks_.model->parameters()) {
-      parameter.mutable_grad().reset();
-    }
-    const at::Tensor x = stacks_.input(0);
-    stacks_.loss(true, x, 0).backward();
-    compute_all();
-  });
-}
-
-TEST_F(DelayedCallablesTest, AnEagerRunBetweenAForwardAndItsWeightGradients) {
-  stacks_.capture(delayed(), /*linked=*/false);
-  in_step(&*stacks_.engine, [&] {
-    const at::Tensor replayed = stacks_.run_layer(true, 0, stacks_.input(0));
-    stacks_.model->eval();
-    const at::Tensor eager = stacks_.run_layer(true, 0, stacks_.input(1));
-    stacks_.model->train();
-    replayed.sum().backward();
-    eager.sum().backward();
-    stacks_.layers[0].backward_dw();
-    stacks_.layers[0].backward_dw();
-    EXPECT_THROWS(UsageError, "no weight gradients are delayed", stacks_.layers[0].backward_dw());
-  });
 }
 
 /// Microbatches in flight of ss::call, in the order F0 F1 B0 F2 B1 W0 B2 W1 W2 or the like.
