@@ -85,7 +85,12 @@ void PassWatch::before(const OperatorAccess& access) {
     const c10::StorageImpl* const storage = storage_impl_of(tensor);
     for (const auto i : c10::irange(inputs_->size())) {
       if (storage != nullptr && written_input_.empty() && storage_impl_of((*inputs_)[i]) == storage) {
-        written_input_ = std::to_string(i) + " (" + access.name + ")";
+        const std::string registered = registered_name((*inputs_)[i]);
+        written_input_ = std::to_string(i) + " (" + registered + access.name +
+                         ") in place, but a graph would write its own copy of that input. " +
+                         (registered.empty() ? "Clone the input in the call before the in-place operation, or keep the "
+                                               "tensor as a registered buffer of the module"
+                                             : "Pass a clone of it");
       }
     }
     if (storage != nullptr && !reads_.has_made(storage)) {
@@ -143,9 +148,7 @@ void PassWatch::note_foreign(const at::Tensor& tensor, const OperatorAccess& acc
 
 void PassWatch::check_inputs() const {
   if (!written_input_.empty()) {
-    throw CaptureError(name() + ": it writes its input " + written_input_ +
-                       " in place, but a graph would write its own copy of that input. Clone the input in the call "
-                       "before the in-place operation, or keep the tensor as a registered buffer of the module");
+    throw CaptureError(name() + ": it writes its input " + written_input_);
   }
 }
 

@@ -62,7 +62,7 @@ class PassWatch {
   const std::vector<at::Tensor>* inputs_ = nullptr;
   ExternalReads reads_;
   std::vector<Foreign> foreign_;
-  std::string written_input_;  ///< the first one; empty if there is none
+  std::string written_input_;  ///< the first one, and what to do; empty if there is none
   const char* unnamed_draw_ = nullptr;
   const char* cpu_draw_ = nullptr;
   bool cpu_draw_nested_ = false;

@@ -112,6 +112,22 @@ TEST_F(WholeStepErrorTest, LeavesEverythingWhereAnUpdateThrows) {
       "the update's own");
 }
 
+TEST_F(WholeStepErrorTest, NamesTheParameterWhoseMemoryAnInputShares) {
+  WholeStepTrainer trainer(device_, {});
+  const StepTensors before = trainer.state();
+  OffloadEngine engine(*trainer.model, Options(device_));
+  const auto decayed = [](torch::nn::SequentialImpl& model, const Tensors& in) -> Tensors {
+    return {stack_loss(model, {in[0], in[1]})[0] + in[2].square().sum()};
+  };
+  const auto weight = trainer.model->named_parameters()[0];
+  std::vector<Tensors> inputs = trainer.data(0);
+  inputs[0].push_back(weight.value().detach());
+  EXPECT_THROWS(CaptureError, "it writes its input 2 (parameter \"" + weight.key() + "\", ",
+                (void)make_graphed_step(engine, Callable("step", decayed, trainer.model), inputs,
+                                        StepOptions().update([&] { trainer.update(); })));
+  EXPECT_TRUE(same(trainer.state(), before));
+}
+
 TEST_F(WholeStepErrorTest, RefusesStepFunctionsWithoutALoss) {
   WholeStepTrainer trainer(device_, {});
   OffloadEngine engine(*trainer.model, Options(device_));
