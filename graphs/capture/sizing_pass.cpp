@@ -62,16 +62,12 @@ class SplitSizing final : public SizingMover {
   /// As BackwardPass; those of `leaves` that are `delayed` come in the second part.
   std::vector<at::Tensor> backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& leaves,
                                    const std::vector<bool>& delayed, const std::vector<at::Tensor>& seeds) {
-    torch::autograd::edge_list from;
-    for (const at::Tensor& root : roots) {
-      from.push_back(torch::autograd::impl::gradient_edge(root));
-    }
     std::vector<at::Tensor> first;
     std::vector<at::Tensor> second;
     for (const auto i : c10::irange(leaves.size())) {
       (delayed[i] ? second : first).push_back(leaves[i]);
     }
-    BackwardSplit split(std::move(from), first, second);
+    BackwardSplit split(torch::autograd::collect_next_edges(roots), first, second);
     in_first_ = true;
     std::vector<at::Tensor> early = split.run_first(seeds);
     in_first_ = false;

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include <c10/util/irange.h>
-#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/function.h>
 
 #include "base/site.h"
 #include "graphs/capture/node_naming.h"
@@ -115,11 +115,7 @@ std::vector<at::Tensor> run_first_part(SequenceCapture& capture, std::size_t ind
     parameters.push_back(call.parameters[i].tensor);
     order.push_back(inputs + i);
   }
-  torch::autograd::edge_list from;
-  for (const at::Tensor& root : roots) {
-    from.push_back(torch::autograd::impl::gradient_edge(root));
-  }
-  split = BackwardSplit(std::move(from), std::move(first), std::move(parameters));
+  split = BackwardSplit(torch::autograd::collect_next_edges(roots), std::move(first), std::move(parameters));
   std::vector<at::Tensor> made = split.run_first(seeds);
   for (const auto i : c10::irange(delayed.size())) {
     if (!split.in_second(i)) {

@@ -171,7 +171,6 @@ void WholeStepOffload::end_capture() {
   copies_->arena->forget_uses();
   counts_ = copies_->mover->counts();
   counts_.waits = 0;  // they are edges of the graph
-  counts_.refused_leases = 0;
 }
 
 }  // namespace sidestream

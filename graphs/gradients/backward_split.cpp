@@ -70,14 +70,6 @@ std::vector<std::shared_ptr<Node>> leaves_first(const edge_list& roots) {
   return order;
 }
 
-edge_list edges_to(const std::vector<at::Tensor>& leaves) {
-  edge_list edges;
-  for (const at::Tensor& leaf : leaves) {
-    edges.push_back(torch::autograd::impl::gradient_edge(leaf));
-  }
-  return edges;
-}
-
 std::vector<at::Tensor> execute(const edge_list& from, const std::vector<at::Tensor>& seeds, const edge_list& to,
                                 bool keep_graph) {
   return torch::autograd::Engine::get_default_engine().execute(from, seeds, keep_graph, /*create_graph=*/false,
@@ -253,7 +245,7 @@ BackwardSplit::BackwardSplit(edge_list roots, std::vector<at::Tensor> first, std
 }
 
 std::vector<at::Tensor> BackwardSplit::run_first(const std::vector<at::Tensor>& seeds) {
-  edge_list to = edges_to(first_);
+  edge_list to = torch::autograd::collect_next_edges(first_);
   for (const auto i : c10::irange(delayed_.size())) {
     if (in_first_[i]) {
       to.push_back(torch::autograd::impl::gradient_edge(delayed_[i]));
@@ -303,7 +295,8 @@ std::vector<at::Tensor> BackwardSplit::run_second() {
       leaves.push_back(delayed_[parameter]);
     }
     if (!from.empty()) {
-      std::vector<at::Tensor> made = execute(from, seeds, edges_to(leaves), /*keep_graph=*/false);
+      std::vector<at::Tensor> made =
+          execute(from, seeds, torch::autograd::collect_next_edges(leaves), /*keep_graph=*/false);
       for (const auto i : c10::irange(made.size())) {
         grads[join.parameters[i]] = std::move(made[i]);
       }
@@ -316,7 +309,7 @@ void accumulate(LeafGradients gradients) {
   if (gradients.leaves.empty()) {
     return;
   }
-  edge_list edges = edges_to(gradients.leaves);
+  edge_list edges = torch::autograd::collect_next_edges(gradients.leaves);
   // The engine asks for a gradient. A reference to one of these would cost a copy.
   const at::Tensor any = gradients.grads.front().detach();
   const auto node = std::make_shared<HandOn>(std::move(gradients.grads));

@@ -1,5 +1,4 @@
 // What is checked before a backward graph, and before the graph of delayed weight gradients.
-#include <optional>
 #include <string>
 
 #include <c10/util/irange.h>

@@ -108,7 +108,6 @@ void GroupMover::lease(Group& group, std::vector<std::shared_ptr<SavedStorage>>&
     } else {
       saved->to_offload = false;
       group.refused_bytes += saved->bytes;
-      ++refused_leases_;
     }
   }
 }
@@ -146,13 +145,10 @@ void GroupMover::settle() noexcept {
   settle(reloads_);
 }
 
-CopyCounts GroupMover::counts() const noexcept {
-  return {offloads_.bytes, reloads_.bytes, waits_, inline_reloads_, refused_leases_};
-}
+CopyCounts GroupMover::counts() const noexcept { return {offloads_.bytes, reloads_.bytes, waits_, inline_reloads_}; }
 
 CopyCounts GroupMover::take_counts() noexcept {
-  return {offloads_.bytes.exchange(0), reloads_.bytes.exchange(0), waits_.exchange(0), inline_reloads_.exchange(0),
-          refused_leases_.exchange(0)};
+  return {offloads_.bytes.exchange(0), reloads_.bytes.exchange(0), waits_.exchange(0), inline_reloads_.exchange(0)};
 }
 
 }  // namespace sidestream

@@ -22,7 +22,6 @@ struct CopyCounts {
   std::uint64_t reloaded_bytes = 0;
   std::uint64_t waits = 0;           ///< times a stream was made to wait for a copy
   std::uint64_t inline_reloads = 0;  ///< groups, or graphed calls, that were needed before their reload was begun
-  std::uint64_t refused_leases = 0;
 };
 
 /// Offloads groups of storages to pinned host memory and reloads them: leases, queues the copies of each direction on a stream of its
@@ -122,7 +121,6 @@ class GroupMover {
   Direction reloads_;
   std::atomic<std::uint64_t> waits_{0};
   std::atomic<std::uint64_t> inline_reloads_{0};
-  std::atomic<std::uint64_t> refused_leases_{0};
 };
 
 }  // namespace sidestream

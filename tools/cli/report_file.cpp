@@ -5,7 +5,6 @@
 #include <climits>
 #include <csignal>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <system_error>
 #include <utility>

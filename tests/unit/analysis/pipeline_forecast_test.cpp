@@ -1,7 +1,6 @@
 #include "sidestream/pipeline_forecast.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <limits>
 #include <map>

@@ -2,7 +2,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <memory>
 
 #include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,5 @@
 // Plain functions may reach all of the model: what a replay looks at of it, and what a step's begin does.
 #include <cstdint>
-#include <functional>
 
 #include <gtest/gtest.h>
 #include <torch/nn/init.h>

@@ -5,18 +5,15 @@
 
 #include <ATen/ops/_efficientzerotensor.h>
 #include <ATen/ops/_lazy_clone.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/imag.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include "sidestream/error.h"

@@ -64,7 +64,8 @@ TEST_F(EagerOffloadTest, AGroupWithoutRoomStaysAndIsCounted) {
   const auto second = end_group(groups[1], 2);
   EXPECT_EQ(first->place, SavedStorage::Place::host);
   EXPECT_EQ(second->place, SavedStorage::Place::device);
-  EXPECT_EQ(mover_->counts().refused_leases, 1U);
+  EXPECT_EQ(groups[0].refused_bytes, 0U);
+  EXPECT_EQ(groups[1].refused_bytes, kBytes);
   EXPECT_EQ(doubled(*second)[0].item<float>(), 4);
 }
 

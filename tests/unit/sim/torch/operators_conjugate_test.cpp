@@ -3,8 +3,6 @@
 #include <sidestream/error.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <memory>
-
 #include "operator_cases.h"
 #include "runtime/runtime.h"
 

@@ -1,7 +1,6 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <cstdlib>
 #include <string>
 #include <thread>
 
