@@ -153,8 +153,8 @@ class Options {
   /// environment variable SIDESTREAM_VERIFY_TOLERANCE sets it.
   TORCH_ARG(double, verify_tolerance) = 0;
   /// Finds what makes the host wait in steps: values read on the host (`item`), results whose shape depends on data (`nonzero`),
-  /// blocking and pageable copies, and synchronisations of events, streams and the device. In a step like the one before it, it also
-  /// finds device memory requested from the driver, and pinning of host memory.
+  /// blocking and pageable copies, and synchronisations of events, streams and the device. From the third step in a row
+  /// without a new capture on, it also finds device memory requested from the driver, and pinning of host memory.
   ///
   /// Report::syncs says where, how often, and what to use instead. Waits of the library itself and of other threads are not listed.
   /// With it each operator takes a little longer; without it there is no cost. SIDESTREAM_FIND_SYNCS=1 in the environment turns it on.

@@ -68,8 +68,9 @@ constexpr const char* kCheckFooter = R"(Examples:
   sidestream check --schedule seed:77 --layers 2 --graphs off
       Runs one schedule again with the same model and options, and names the pair of operations whose order matters.
 
-Schedules run on the sim device, in this sequence: early, late, d2h-early and d2h-late; each stream starved (starve:N); each
-piece of work held back (hold:N), beginning with pairs that nothing orders; then random seeds (seed:N) up to the given number.
+Schedules run on the sim device, in this sequence: early, late, d2h-early and d2h-late; each stream starved (starve:N); work
+of pairs that nothing orders, held back (hold:N). Then all other work held back, in turns with random seeds (seed:N); then only
+seeds, up to the given number.
 Exit codes: 0 all orders give the same bytes; 1 an order gives other bytes, or accesses are not ordered; 2 wrong usage; 130, 143
 or 129 if Ctrl-C, SIGTERM or SIGHUP ended the run.)";
 

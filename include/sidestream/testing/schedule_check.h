@@ -78,7 +78,8 @@ class SIDESTREAM_API ScheduleCheck {
 
   /// Runs the recording under `schedule`. If results differ, finds the pair of operations that makes the difference.
   [[nodiscard]] std::optional<Divergence> run(const Schedule& schedule);
-  /// Tries `schedules` schedules: the named ones, each stream starved, then in turns one piece of work delayed and a seed.
+  /// Tries `schedules` schedules: the named ones; each stream starved; of each pair that nothing orders, one piece of work held back.
+  /// Then another piece of work held back and a seed take turns. When all work was held back once, only seeds follow.
   /// `go_on`, if given, gets the number of schedules tried so far, and ends the search by returning false.
   /// Throws: UsageError if `schedules` is less than one.
   [[nodiscard]] ScheduleSearch search(std::int64_t schedules, const std::function<bool(std::int64_t)>& go_on = {});
