@@ -90,7 +90,7 @@ void PassWatch::before(const OperatorAccess& access) {
                          ") in place, but a graph would write its own copy of that input. " +
                          (registered.empty() ? "Clone the input in the call before the in-place operation, or keep the "
                                                "tensor as a registered buffer of the module"
-                                             : "Pass a clone of it");
+                                             : "Use it in the call without passing it, or pass a clone of it");
       }
     }
     if (storage != nullptr && !reads_.has_made(storage)) {
