@@ -36,10 +36,10 @@ namespace sidestream {
 // Offloaded storages that only the weights graph reads are reloaded for it, into its pool. Which they are the sizing pass learns: it runs
 // both parts, and sees what kernels of the first one read. Nodes unpack also what they do not read. In the capture of the backward they
 // get a storage without memory for it.
-// The targets of k are allocated at the start of the capture of the weights graph before k's, so only that graph and k's own leave them
-// alone. The reload is queued before the launch of that graph, if k's weight gradients are due by then. If none are due when the
-// backward of k comes, the reload is queued before that backward. Otherwise it is queued when k's weights graph is launched. Any other
-// weights graph waits for it first, and k is reloaded once more. So does a forward if k's weight gradients were dropped: it may
+// Let j be the weights graph before that of k. The targets of k get their memory when the capture of j begins. Only j and k's own weights
+// graph leave that memory alone. The reload is queued before the launch of j, if k's weight gradients are due by then. If none are due
+// when the backward of k comes, the reload is queued before that backward. Otherwise it is queued when k's weights graph is launched. Any
+// other weights graph waits for it first, and k is reloaded once more. So does a forward if k's weight gradients were dropped: it may
 // offload to the slots that the reload reads. The slots of k are given to no call whose forward comes before k's weights graph.
 //
 // Gradients that the backward computes although they are delayed stay in its memory until backward_dw.
