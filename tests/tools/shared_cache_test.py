@@ -46,7 +46,7 @@ class Clones:
         environment = self.environment(clone)
         # As tools/sanitize: debug information names folders, unless told not to, and Meson names joined sources by their folders.
         options = [f"-Dtorch={self.torch}", "-Dtests=false", "-Dtools=false", "-Dcuda=disabled", "-Doptimization=0", "-Dcpp_args=-g1",
-                   "-Dunity=on", "-Dunity_size=8"]
+                   "-Dunity_size=8"]
         commands = [[self.meson, "setup", str(clone / "build"), str(clone), *options], ["ccache", "--zero-stats"],
                     [self.ninja, "-C", str(clone / "build"), ROOM]]
         for command in commands:
